@@ -1,26 +1,26 @@
-//! Load generator: many clients of a store at once, each on a thread of its own, and how long their calls take.
+//! Load generator: measures how long the calls of many concurrent clients of a store take, one thread per client.
 
 use super::Store;
 use crate::error::{Error, Result};
 use std::sync::Barrier;
 use std::time::Instant;
 
-/// Work that each client does again and again.
+/// The work that each client repeats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     /// Sets a key of its own.
     Set,
     /// Gets a key that exists.
     Get,
-    /// Adds to a counter of all.
+    /// Adds to a counter that all clients share.
     Add,
     /// Waits for a key that exists.
     Wait,
     /// The four in turn; the time of all four counts as one call.
     Mix,
-    /// Sets a key for which the next client waits, and waits for that one's: half the time of the round counts.
+    /// Sets a key for which the next client waits, then waits for that client's key; half of the round trip counts.
     HandOver,
-    /// A rendezvous: sets a key of its own, waits until all have, and gets the next client's.
+    /// A rendezvous: sets a key of its own, waits until all clients have set theirs, and gets the next client's.
     Meet,
 }
 
@@ -40,16 +40,16 @@ impl Work {
     }
 }
 
-/// Times of a load.
+/// The result of [`drive`].
 #[derive(Debug)]
 pub struct Measured {
-    /// Seconds from the first call's begin to the last one's end.
+    /// Seconds from the start of the first call to the end of the last.
     pub seconds: f64,
     /// Nanoseconds of each call.
     pub nanoseconds: Vec<u64>,
 }
 
-/// Lets all `clients`, which share one store, do `work` `calls` times each. `HandOver` needs an even number of clients.
+/// Runs `work` `calls` times on each of `clients`, which share one store. `HandOver` needs an even number of clients.
 pub fn drive(clients: &[&dyn Store], work: Work, calls: u32) -> Result<Measured> {
     if work == Work::HandOver && !clients.len().is_multiple_of(2) {
         return Err(Error::value(format!("{} clients cannot hand over in pairs", clients.len())));
@@ -110,7 +110,7 @@ fn repeat(clients: &[&dyn Store], client: usize, work: Work, calls: u32) -> Resu
                 }
             }
             Work::Meet => {
-                // Keys are not removed: a later load of the same store begins where this one ended.
+                // Keys are not removed: a later load of the same store continues with the next round.
                 let round = store.add(&format!("rounds of {client}"), 1)?;
                 store.set(&format!("round {round}: {client}"), b"an address of some fifty bytes, as backends have them")?;
                 if store.add(&format!("round {round}"), 1)? == clients.len() as i64 {

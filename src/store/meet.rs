@@ -1,6 +1,6 @@
-//! Agreement of ranks through a store: which ranks have arrived, and what each one says.
+//! Agreement of ranks through a store: which ranks have arrived, and the word that each rank publishes.
 //!
-//! A meeting does not judge processes that may be dead, stopped or of an earlier run; `boot::gather` does.
+//! A meeting does not detect processes that are dead, stopped or left over from an earlier run; `boot::gather` does.
 
 use super::Store;
 use crate::error::{Error, Kind, Result};
@@ -10,23 +10,24 @@ use crate::sys::process::{self, ProcessId};
 use bytes::Bytes;
 use std::time::{Duration, Instant};
 
-/// Time for which rank 0 keeps serving ranks that still have to hear which ones are missing, and for which they wait for its word.
+/// How long after the deadline rank 0 keeps serving ranks that still need the list of missing ranks, and how long they
+/// wait for it.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// Maximum number of ranks that the error of a gathering names.
+/// Maximum number of ranks that the error of `gather` names.
 const NAMED: usize = 8;
 
-/// A rank's part in a meeting of `size` ranks, under keys that begin with `prefix`.
+/// One rank's part in a meeting of `size` ranks, under keys that start with `prefix`.
 pub struct Meeting<'a, S: ?Sized = dyn Store + 'a> {
-    /// Store that all ranks use.
+    /// The store that all ranks use.
     pub store: &'a S,
-    /// Beginning of the meeting's keys.
+    /// Prefix of the meeting's keys.
     pub prefix: String,
     /// This rank.
     pub me: Rank,
     /// Number of ranks.
     pub size: u32,
-    /// Time at which waiting ends.
+    /// Deadline of every wait.
     pub deadline: Instant,
 }
 
@@ -43,46 +44,46 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
         (0..self.size).map(Rank)
     }
 
-    /// Says `word` about `what` to all ranks.
+    /// Publishes `word` on the topic `what` to all ranks.
     pub fn tell(&self, what: &str, word: &[u8]) -> Result<()> {
         self.store.set(&self.key(what, self.me), word)
     }
 
-    /// Returns the ranks that have said something about `what`.
+    /// Returns the ranks that have published a word on `what`.
     pub fn came(&self, what: &str) -> Result<Vec<Rank>> {
         let told = |rank: &Rank| self.store.check(&[&self.key(what, *rank)]);
         self.ranks().filter_map(|rank| told(&rank).map(|told| told.then_some(rank)).transpose()).collect()
     }
 
-    /// Removes this rank's word about `what`.
+    /// Removes this rank's word on `what`.
     pub fn forget(&self, what: &str) -> Result<()> {
         forget(self.store, &self.key(what, self.me))
     }
 
-    /// Counts this rank's meetings under this prefix; the same processes may meet again in the same store.
+    /// Counts this rank's meetings under this prefix, because the same processes may meet again in the same store.
     fn turn(&self) -> Result<i64> {
         self.store.add(&self.key("turn", self.me), 1)
     }
 
-    /// Waits until all of `ranks` have said something about `what`.
+    /// Waits until all of `ranks` have published a word on `what`.
     fn wait(&self, what: &str, ranks: &[Rank], limit: Duration) -> Result<()> {
         let keys: Vec<String> = ranks.iter().map(|&rank| self.key(what, rank)).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         self.store.wait(&keys, Some(limit))
     }
 
-    /// Time until the deadline; a store would take 0 for "no limit".
+    /// Returns the time until the deadline, at least 1 ms because a store takes 0 for "no limit".
     fn left(&self) -> Duration {
         self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
     }
 
-    /// Returns the ranks that have said nothing about `what`.
+    /// Returns the ranks that have not published a word on `what`.
     pub fn missing(&self, what: &str) -> Result<Vec<Rank>> {
         let came = self.came(what)?;
         Ok(self.ranks().filter(|rank| !came.contains(rank)).collect())
     }
 
-    /// Says `word` about `what` and returns what every rank says, in the order of ranks.
+    /// Publishes `word` on `what` and returns the words of all ranks, in rank order.
     ///
     /// # Errors
     /// `Timeout` names the missing ranks.
@@ -101,11 +102,12 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
         self.store.multi_get(&keys, Some(self.left()))
     }
 
-    /// Returns once all ranks have arrived at a store that rank 0 serves. At the deadline of rank 0 every rank that has arrived
-    /// hears which ones are missing.
+    /// Returns once all ranks have arrived at a store that rank 0 serves. At rank 0's deadline, every rank that has
+    /// arrived learns which ranks are missing.
     ///
     /// # Errors
-    /// `Timeout` names the missing ranks; `Network` if rank 0 is gone; `Config` if another living process has come as this rank.
+    /// `Timeout` names the missing ranks; `Network` if rank 0 has exited; `Config` if another live process has joined
+    /// as this rank.
     pub fn assemble(&self) -> Result<()> {
         self.refuse_taken()?;
         let turn = self.turn()?;
@@ -141,7 +143,7 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
                 let word = complaint()?;
                 let came = self.came(&here)?;
                 self.store.set(&reported, word.as_bytes())?;
-                // Rank 0 need not hear it.
+                // Rank 0 is alive and need not acknowledge.
                 match self.wait(&received, &came[1..], LAST_WORDS) {
                     Err(error) if error.kind != Kind::Timeout => Err(error),
                     Ok(()) | Err(_) => Err(Error::timeout(word)),
@@ -155,9 +157,10 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
         }
     }
 
-    /// Refuses to be a second living process of this rank. Processes that have met here may meet again in another order.
+    /// Fails if another live process has joined as this rank. Processes that have met here may meet again in another
+    /// order.
     fn refuse_taken(&self) -> Result<()> {
-        // Without /proc no process can be compared with another.
+        // Without /proc, processes cannot be compared.
         let (Ok(own), Ok(host)) = (process::own(), Host::own()) else { return Ok(()) };
         let place = format!("{} {}", host.boot, host.pid);
         let mine = format!("{place} {} {}", own.pid, own.start_time);
@@ -181,7 +184,7 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
         self.store.set(&key, mine.as_bytes())
     }
 
-    /// Returns once all ranks have called it under this prefix; see [`Store::barrier`].
+    /// Returns once all ranks have called this under the same prefix; see [`Store::barrier`].
     pub(super) fn pass(&self) -> Result<()> {
         let started = Instant::now();
         let place = |rank: Rank| format!("{}/{rank}", self.prefix);
@@ -203,13 +206,13 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
         })
     }
 
-    /// The keys of round `round`: the number of ranks that have arrived, and a flag that all have.
+    /// Returns the keys of `round`: the number of ranks that have arrived, and a flag that is set once all have.
     fn door(&self, round: i64) -> [String; 2] {
         ["count", "open"].map(|what| format!("{}/round {round}/{what}", self.prefix))
     }
 }
 
-/// Removes `key`, unless the store keeps its keys.
+/// Removes `key`, unless the store cannot delete keys.
 fn forget<S: Store + ?Sized>(store: &S, key: &str) -> Result<()> {
     match store.delete(key) {
         Err(error) if error.kind == Kind::NotImplemented => Ok(()),
@@ -217,7 +220,7 @@ fn forget<S: Store + ?Sized>(store: &S, key: &str) -> Result<()> {
     }
 }
 
-/// The first ranks by number, as errors of stores name keys.
+/// Lists the first [`NAMED`] ranks, in the form in which store errors list keys.
 fn named(ranks: &[Rank]) -> String {
     let numbers: Vec<String> = ranks.iter().take(NAMED).map(Rank::to_string).collect();
     let more = if ranks.len() > NAMED { format!(" and {} more", ranks.len() - NAMED) } else { String::new() };
@@ -235,7 +238,7 @@ mod tests {
         Meeting { store, prefix: "m".into(), me: Rank(me), size, deadline: Instant::now() + limit }
     }
 
-    /// Runs `body` on `ranks` of `size` at once, and returns what each yields.
+    /// Runs `body` on each of `ranks` concurrently and returns the results.
     fn on_ranks<T: Send>(ranks: &[u32], size: u32, limit: Duration, body: impl Fn(Meeting<'_, MemoryStore>) -> T + Sync) -> Vec<T> {
         let store = MemoryStore::new();
         std::thread::scope(|scope| {
@@ -310,7 +313,7 @@ mod tests {
         let error = meeting(&store, 0, 1, SHORT).assemble().expect_err("claimed");
         let text = format!("rank 0 of 1 is claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
         assert_eq!((error.kind, error.message), (Kind::Config, text));
-        // Processes that have met here may come back as other ranks.
+        // Processes that have met here may join again as other ranks.
         let own = process::own().expect("/proc");
         store.set("m/process/1", format!("{} {} {} {}", host.boot, host.pid, own.pid, own.start_time).as_bytes()).expect("set");
         assert_eq!(meeting(&store, 0, 2, SHORT).refuse_taken(), Ok(()));

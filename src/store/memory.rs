@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 struct Shared {
     table: Mutex<Table>,
     changed: Condvar,
-    /// Generation of the process that made the store.
+    /// Fork generation of the process that made the store.
     generation: u64,
 }
 
@@ -27,23 +27,23 @@ impl Default for MemoryStore {
 }
 
 impl MemoryStore {
-    /// An empty store.
+    /// Makes an empty store.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Number of keys held.
+    /// Returns the number of keys.
     pub fn len(&self) -> usize {
         self.table().len()
     }
 
-    /// Whether no key is held.
+    /// Returns true if the store has no keys.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
-        // A request is done as a whole or not at all, so the table is whole even if poisoned.
+        // A request is executed completely or not at all, so the table is consistent even if the lock is poisoned.
         lock(&self.0.table)
     }
 }

@@ -1,8 +1,8 @@
 //! The key-value stores through which ranks meet.
 //!
-//! One meaning, [`table`], behind four doors: [`memory`] for the threads of a process, [`mod@file`] for processes that share a
-//! file system, [`tcp`] for all that reach a server, [`prefix`] for a part of another store. A store answers
-//! [`request::Request`]s; the methods of [`Store`] are those of `c10d::Store`.
+//! All stores share the semantics of [`table`]: [`memory`] serves the threads of a process, [`mod@file`] the processes
+//! that share a file system, [`tcp`] every process that can reach a server, and [`prefix`] a part of another store. A
+//! store answers [`request::Request`]s; the methods of [`Store`] match those of `c10d::Store`.
 
 pub mod file;
 pub mod load;
@@ -23,18 +23,21 @@ use request::{Op, Request};
 use std::time::{Duration, Instant};
 use table::Reply;
 
-/// Time that a call may take that brings no limit; the default of `c10d::Store`.
+/// Timeout of a call that does not pass a limit; the default of `c10d::Store`.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// The longest limit; c10d's "no timeout" becomes this.
+/// Maximum timeout; c10d's "no timeout" becomes this.
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
-/// A key-value store; semantics of `c10d::Store`.
+/// A key-value store with the semantics of `c10d::Store`.
 ///
-/// Every method fails with `Timeout`, naming the missing keys, when its limit has passed; a store on a network with
-/// `Network` when it cannot be reached any more; a store with a bound with `Config` when it is full.
+/// Ranks exchange addresses and agree on a group through a store before they have any other connection. An
+/// implementation provides only [`call`](Self::call); every operation is a [`Request`].
+///
+/// Every method fails with `Timeout`, which names the missing keys, after its limit; with `Network` if the server of a
+/// network store has become unreachable; and with `Config` if a store of limited size is full.
 pub trait Store: Send + Sync {
-    /// Answers `request` within `limit`, or [`DEFAULT_TIMEOUT`].
+    /// Answers `request` within `limit`, or within [`DEFAULT_TIMEOUT`].
     fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply>;
 
     /// Sets `key` to `value`. When this returns, every other user of the store sees it.
@@ -42,23 +45,23 @@ pub trait Store: Send + Sync {
         unit(self.call(&Request::new(Op::Set, vec![key], vec![value]), None)?)
     }
 
-    /// Sets `key` to `desired` if it is absent and `expected` is empty, or if its value is `expected`; returns the value
-    /// that stands afterwards (`expected` if it is absent).
+    /// Sets `key` to `desired` if it is absent and `expected` is empty, or if its value is `expected`. Returns the
+    /// value of `key` afterwards, or `expected` if it is absent.
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Bytes> {
         value(self.call(&Request::new(Op::CompareSet, vec![key], vec![expected, desired]), None)?)
     }
 
-    /// The value of `key`, waiting for it.
+    /// Waits for `key` and returns its value.
     fn get(&self, key: &str, limit: Option<Duration>) -> Result<Bytes> {
         value(self.call(&Request::new(Op::Get, vec![key], vec![]), limit)?)
     }
 
-    /// Adds `amount` to the decimal number in `key` (0 if absent) and returns the sum. `Value` if it holds something else.
+    /// Adds `amount` to the decimal number in `key` (0 if absent) and returns the sum. `Value` if it is not a number.
     fn add(&self, key: &str, amount: i64) -> Result<i64> {
         number(self.call(&Request { amount, ..Request::new(Op::Add, vec![key], vec![]) }, None)?)
     }
 
-    /// Whether all `keys` exist now.
+    /// Returns true if all `keys` exist now.
     fn check(&self, keys: &[&str]) -> Result<bool> {
         flag(self.call(&Request::new(Op::Check, keys.to_vec(), vec![]), None)?)
     }
@@ -68,12 +71,13 @@ pub trait Store: Send + Sync {
         unit(self.call(&Request::new(Op::Wait, keys.to_vec(), vec![]), limit)?)
     }
 
-    /// Removes `key`; whether it existed. `NotImplemented` where the store keeps its keys until it goes itself, as some of users do.
+    /// Removes `key` and returns true if it existed. `NotImplemented` if the store cannot delete, as some stores of
+    /// other libraries cannot.
     fn delete(&self, key: &str) -> Result<bool> {
         flag(self.call(&Request::new(Op::Delete, vec![key], vec![]), None)?)
     }
 
-    /// Number of keys with a value.
+    /// Returns the number of keys with a value.
     fn num_keys(&self) -> Result<i64> {
         number(self.call(&Request::new(Op::NumKeys, vec![], vec![]), None)?)
     }
@@ -83,46 +87,46 @@ pub trait Store: Send + Sync {
         unit(self.call(&Request::new(Op::Append, vec![key], vec![more]), None)?)
     }
 
-    /// The values of `keys`, waiting for all of them.
+    /// Waits for all of `keys` and returns their values.
     fn multi_get(&self, keys: &[&str], limit: Option<Duration>) -> Result<Vec<Bytes>> {
         values(self.call(&Request::new(Op::MultiGet, keys.to_vec(), vec![]), limit)?, keys.len())
     }
 
-    /// Sets each of `keys` to its value, all at once.
+    /// Sets each of `keys` to its value, atomically.
     fn multi_set(&self, keys: &[&str], values: &[&[u8]]) -> Result<()> {
         unit(self.call(&Request::new(Op::MultiSet, keys.to_vec(), values.to_vec()), None)?)
     }
 
-    /// Puts `value` at the end of the queue of `key`.
+    /// Appends `value` to the queue of `key`.
     fn queue_push(&self, key: &str, value: &[u8]) -> Result<()> {
         unit(self.call(&Request::new(Op::Push, vec![key], vec![value]), None)?)
     }
 
-    /// Takes the first value of the queue of `key`, waiting for one.
+    /// Waits for the queue of `key` to have a value, and removes and returns the first.
     fn queue_pop(&self, key: &str, limit: Option<Duration>) -> Result<Bytes> {
         value(self.call(&Request::new(Op::Pop, vec![key], vec![]), limit)?)
     }
 
-    /// Pops from a queue without waiting: `QueueEmpty` if it holds nothing.
+    /// Removes and returns the first value of the queue of `key` without waiting; `QueueEmpty` if the queue is empty.
     fn try_queue_pop(&self, key: &str) -> Result<Bytes> {
         value(self.call(&Request::new(Op::TryPop, vec![key], vec![]), None)?)
     }
 
-    /// Length of the queue of `key`.
+    /// Returns the length of the queue of `key`.
     fn queue_len(&self, key: &str) -> Result<i64> {
         number(self.call(&Request::new(Op::QueueLen, vec![key], vec![]), None)?)
     }
 
-    /// Lists all keys with a value, in no order.
+    /// Lists all keys with a value, in no particular order.
     fn list_keys(&self) -> Result<Vec<String>> {
         keys(self.call(&Request::new(Op::ListKeys, vec![], vec![]), None)?)
     }
 
-    /// Returns once all `size` ranks have called it with this `key`; may be used again and again. `Timeout` names the
-    /// ranks that did not come, and the key must not be used again then.
+    /// Returns once all `size` ranks have called it with this `key`, which may be used repeatedly. `Timeout` names the
+    /// ranks that did not arrive; the key must not be used after that.
     ///
-    /// Each rank counts its own calls, so all know which round they are in; the last one of a round opens it and removes
-    /// what is left of the round before, so `size` + 2 keys stay.
+    /// Each rank counts its own calls, so all ranks agree on the round. The last rank of a round opens it and removes
+    /// the keys of the round before, so `size` + 2 keys remain.
     fn barrier(&self, key: &str, rank: Rank, size: u32, limit: Option<Duration>) -> Result<()> {
         if rank.0 >= size {
             return Err(Error::value(format!("barrier {key:?}: rank {rank} of {size}")));
@@ -131,12 +135,13 @@ pub trait Store: Send + Sync {
     }
 }
 
-/// Deadline of a call that begins now.
+/// Returns the deadline of a call that starts now.
 fn deadline(limit: Option<Duration>) -> Instant {
     Instant::now() + limit.unwrap_or(DEFAULT_TIMEOUT).min(MAX_TIMEOUT)
 }
 
-/// Error of a call whose `limit` has passed while `missing` of the keys of `request` do not exist.
+/// Returns the error of a call whose `limit` has passed while the keys of `request` at the indices `missing` do not
+/// exist.
 pub(crate) fn timed_out(request: &Request<'_>, limit: Option<Duration>, missing: &[usize]) -> Error {
     const NAMED: usize = 8;
     let named: Vec<String> = missing.iter().take(NAMED).map(|&index| format!("{:?}", request.keys[index])).collect();

@@ -1,4 +1,4 @@
-//! A part of another store, set apart by a prefix.
+//! A part of another store, selected by a prefix.
 
 use super::Store;
 use super::request::Request;
@@ -6,14 +6,14 @@ use super::table::Reply;
 use crate::error::Result;
 use std::time::Duration;
 
-/// The keys of `store` that begin with `prefix` and a slash. As in c10d, `num_keys` counts all keys of `store`.
+/// The keys of `store` that start with `prefix` and a slash. As in c10d, `num_keys` counts all keys of `store`.
 pub struct PrefixStore<S> {
     prefix: String,
     store: S,
 }
 
 impl<S> PrefixStore<S> {
-    /// The part of `store` under `prefix`.
+    /// Returns the part of `store` under `prefix`.
     pub fn new(prefix: &str, store: S) -> Self {
         Self { prefix: format!("{prefix}/"), store }
     }
@@ -30,7 +30,7 @@ impl<S: Store> Store for PrefixStore<S> {
     }
 }
 
-/// References to stores are stores.
+/// A reference to a store is a store.
 impl<S: Store + ?Sized> Store for &S {
     fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
         (**self).call(request, limit)

@@ -1,11 +1,11 @@
-//! Request to a store, as a value: all stores answer the same requests, and the wire and the log carry them.
+//! A request to a store as a value. All stores answer the same requests; network frames and the file log encode them.
 
 use crate::error::{Error, Result};
 
-/// The longest key, in bytes.
+/// Maximum length of a key in bytes.
 pub const MAX_KEY: usize = 64 * 1024;
 
-/// The most keys in one request.
+/// Maximum number of keys in one request.
 pub const MAX_KEYS: usize = 64 * 1024;
 
 /// Number of keys that an operation names.
@@ -26,10 +26,10 @@ macro_rules! operations {
         }
 
         impl Op {
-            /// List of all operations.
+            /// All operations.
             pub const ALL: &[Self] = &[$(Self::$name),*];
 
-            /// The operation with this code.
+            /// Returns the operation with this code.
             pub fn from_code(code: u8) -> Option<Self> {
                 match code {
                     $($code => Some(Self::$name),)*
@@ -37,22 +37,22 @@ macro_rules! operations {
                 }
             }
 
-            /// Whether it waits for its keys to exist.
+            /// Returns true if the operation waits for its keys to exist.
             pub fn waits(self) -> bool {
                 match self { $(Self::$name => $waits,)* }
             }
 
-            /// Whether it may change what the store holds.
+            /// Returns true if the operation may change the store.
             pub fn writes(self) -> bool {
                 match self { $(Self::$name => $writes,)* }
             }
 
-            /// Whether a key may exist after it that did not before.
+            /// Returns true if the operation may create a key.
             pub fn makes_keys(self) -> bool {
                 self.writes() && !matches!(self, Self::Delete | Self::Pop | Self::TryPop)
             }
 
-            /// Number of keys that the operation names, and of the values that come with each.
+            /// Returns the number of keys that the operation names and the number of values per key.
             fn shape(self) -> (Keys, usize) {
                 match self { $(Self::$name => (Keys::$keys, $values),)* }
             }
@@ -60,74 +60,74 @@ macro_rules! operations {
     };
 }
 
-// The codes stand in frames and logs: a new operation gets a new one.
+// The codes appear in frames and logs, so a new operation needs a new code.
 operations! {
     /// Sets a key to a value.
     Set = 1: One, 1, waits false, writes true;
     /// Sets a key to the second value if its value is the first, or if it is absent and the first is empty.
     CompareSet = 2: One, 2, waits false, writes true;
-    /// The value of a key.
+    /// Waits for a key and returns its value.
     Get = 3: One, 0, waits true, writes false;
     /// Adds `amount` to the decimal number in a key, which is 0 if absent.
     Add = 4: One, 0, waits false, writes true;
-    /// Whether all keys exist.
+    /// Returns true if all keys exist.
     Check = 5: Any, 0, waits false, writes false;
     /// Waits until all keys exist.
     Wait = 6: Any, 0, waits true, writes false;
-    /// Removes a key; whether it existed.
+    /// Removes a key and returns true if it existed.
     Delete = 7: One, 0, waits false, writes true;
-    /// Number of keys with a value.
+    /// Returns the number of keys with a value.
     NumKeys = 8: Zero, 0, waits false, writes false;
     /// Appends to the value of a key.
     Append = 9: One, 1, waits false, writes true;
-    /// The values of keys.
+    /// Waits for keys and returns their values.
     MultiGet = 10: Any, 0, waits true, writes false;
-    /// Sets each key to its value, all at once.
+    /// Sets each key to its value, atomically.
     MultiSet = 11: Any, 1, waits false, writes true;
-    /// Puts a value at the end of the queue of a key.
+    /// Appends a value to the queue of a key.
     Push = 12: One, 1, waits false, writes true;
-    /// Takes the first value of a queue.
+    /// Waits for a queue to have a value, and removes and returns the first.
     Pop = 13: One, 0, waits true, writes true;
-    /// Pops from a queue; an empty queue is an error.
+    /// Removes and returns the first value of a queue; an empty queue is an error.
     TryPop = 14: One, 0, waits false, writes true;
-    /// Length of a queue.
+    /// Returns the length of a queue.
     QueueLen = 15: One, 0, waits false, writes false;
-    /// Lists all keys with a value, in no order.
+    /// Lists all keys with a value, in no particular order.
     ListKeys = 16: Zero, 0, waits false, writes false;
 }
 
-/// An operation with what it is done to.
+/// An operation with its arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request<'a> {
-    /// Operation to do.
+    /// The operation.
     pub op: Op,
-    /// Keys that it names.
+    /// The keys that the operation names.
     pub keys: Vec<&'a str>,
-    /// Values that come with the keys.
+    /// The values, in the order of the keys.
     pub values: Vec<&'a [u8]>,
-    /// Amount that [`Op::Add`] adds.
+    /// The amount that [`Op::Add`] adds.
     pub amount: i64,
 }
 
 impl<'a> Request<'a> {
-    /// A request without an amount.
+    /// Makes a request without an amount.
     pub fn new(op: Op, keys: Vec<&'a str>, values: Vec<&'a [u8]>) -> Self {
         Self { op, keys, values, amount: 0 }
     }
 
-    /// Request of the same operation for other keys, as many.
+    /// Returns the same request for other keys, which must be equally many.
     pub fn with_keys(&self, keys: Vec<&'a str>) -> Self {
         Self { op: self.op, keys, values: self.values.clone(), amount: self.amount }
     }
 
-    /// Number of bytes that [`encode`](Self::encode) appends.
+    /// Returns the number of bytes that [`encode`](Self::encode) appends.
     pub fn encoded_len(&self) -> usize {
         let keys: usize = self.keys.iter().map(|key| 4 + key.len()).sum();
         let values: usize = self.values.iter().map(|value| 4 + value.len()).sum();
         1 + 8 + 4 + keys + values
     }
 
-    /// Fails if the request cannot be carried: a key, the number of keys, or the number of values is out of bounds.
+    /// Fails if a key, the number of keys or the number of values is out of bounds.
     pub fn check(&self) -> Result<()> {
         let (keys, values) = self.op.shape();
         let fits = match keys {
@@ -147,7 +147,8 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Appends the request: operation, amount, number of keys, then keys and values, each behind its length. Little-endian.
+    /// Appends the request in little-endian order: operation, amount, number of keys, then each key and value after its
+    /// length.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.reserve(self.encoded_len());
         out.push(self.op as u8);
@@ -159,7 +160,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// The request that `bytes` holds, no more and no less. Allocates no more than a small multiple of their number.
+    /// Decodes the request that occupies exactly `bytes`. Allocates at most a small multiple of their number.
     pub fn decode(bytes: &'a [u8]) -> Result<Self> {
         let mut fields = Fields(bytes);
         let code = fields.u8()?;
@@ -170,7 +171,7 @@ impl<'a> Request<'a> {
         let most = match keys {
             Keys::Zero => 0,
             Keys::One => 1,
-            // Each has at least its length.
+            // Each key takes at least the 4 bytes of its length.
             Keys::Any => MAX_KEYS.min(fields.0.len() / 4),
         };
         if count > most {
@@ -190,7 +191,7 @@ impl<'a> Request<'a> {
     }
 }
 
-/// Rest of a message that is being read.
+/// The unread rest of a message.
 pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -215,13 +216,13 @@ impl<'a> Fields<'a> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 
-    /// A piece behind its length.
+    /// Reads a length and as many bytes.
     pub(super) fn bytes(&mut self) -> Result<&'a [u8]> {
         let count = self.u32()? as usize;
         self.take(count)
     }
 
-    /// Says whether everything has been read.
+    /// Fails if unread bytes remain.
     pub(super) fn end(&self) -> Result<()> {
         if self.0.is_empty() { Ok(()) } else { Err(Error::value(format!("a message has {} bytes too many", self.0.len()))) }
     }

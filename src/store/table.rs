@@ -1,14 +1,14 @@
-//! Table of what a store holds, and how it answers: the one implementation of the operations' meaning.
+//! The contents of a store and how it answers requests: the only implementation of the operations' semantics.
 
 use super::request::{Op, Request};
 use crate::error::{Error, Result};
 use bytes::{Bytes, BytesMut};
 use std::collections::{HashMap, VecDeque};
 
-/// Size from which on a value shares the buffer of its request instead of being copied out of it.
+/// A value of this size or more shares the buffer of its request instead of being copied.
 const SHARE: usize = 4096;
 
-/// Bytes that a key or value costs beyond its own.
+/// Overhead per key or value that the limit counts, in bytes.
 const OVERHEAD: usize = 128;
 
 /// Reply of a store.
@@ -28,12 +28,12 @@ pub enum Reply {
     Keys(Vec<String>),
 }
 
-/// Answer of a table.
+/// The outcome of [`Table::serve`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
     /// The request is done.
     Done(Reply),
-    /// Wait for keys, of which the one with this index is missing.
+    /// The request must wait: the key with this index is missing.
     Missing(usize),
 }
 
@@ -53,45 +53,46 @@ impl Default for Table {
 }
 
 impl Table {
-    /// An empty table that refuses to hold more than `limit` bytes (keys, values and 128 for each).
+    /// Makes an empty table that holds at most `limit` bytes: keys, values and 128 for each.
     pub fn bounded(limit: usize) -> Self {
         Self { values: HashMap::new(), queues: HashMap::new(), bytes: 0, limit }
     }
 
-    /// Number of keys with a value.
+    /// Returns the number of keys with a value.
     pub fn len(&self) -> usize {
         self.values.len()
     }
 
-    /// Whether no key has a value.
+    /// Returns true if no key has a value.
     pub fn is_empty(&self) -> bool {
         self.values.is_empty()
     }
 
-    /// Bytes held, as the limit counts them.
+    /// Returns the number of bytes held, as the limit counts them.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Whether `key` has what an operation waits for: for [`Op::Wait`] a value or a queue, else what it takes.
+    /// Returns true if `key` has what `op` waits for: a value or a queue for [`Op::Wait`], otherwise what `op` returns.
     fn has(&self, op: Op, key: &str) -> bool {
         let queued = self.queues.contains_key(key);
         if op == Op::Pop { queued } else { self.values.contains_key(key) || (queued && op == Op::Wait) }
     }
 
-    /// Indices of the keys for which `request` waits.
+    /// Returns the indices of the keys for which `request` waits.
     pub fn missing(&self, request: &Request<'_>) -> Vec<usize> {
         let absent = |&index: &usize| !self.has(request.op, request.keys[index]);
         (0..request.keys.len()).filter(absent).collect()
     }
 
-    /// Does what is asked, or changes nothing: if a key is missing, or on an error (`Value` for a number that is none,
-    /// `QueueEmpty`, `Config` when full). `source` is the buffer that `request` points into, if large values may keep it.
+    /// Executes `request`, or changes nothing if a key is missing or on an error: `Value` for a malformed number,
+    /// `QueueEmpty`, or `Config` when full. `source` is the buffer that `request` points into; large values may keep it
+    /// alive.
     pub fn serve(&mut self, request: &Request<'_>, source: Option<&Bytes>) -> Result<Answer> {
         request.check()?;
         let Request { op, keys, values, amount } = request;
         if op.waits() {
-            // From the end: keys tend to come in order, so whoever waits for the last waits once.
+            // From the end: keys are usually set in order, so a caller that waits for the last one usually waits once.
             if let Some(index) = keys.iter().rposition(|key| !self.has(*op, key)) {
                 return Ok(Answer::Missing(index));
             }
@@ -108,7 +109,8 @@ impl Table {
             Op::Append => self.append(keys[0], values[0]).map(|()| Reply::Unit)?,
             Op::MultiGet => Reply::Values(keys.iter().map(|key| self.value(key)).collect()),
             Op::MultiSet => {
-                // All or nothing: the room for all of them first. Keys that are replaced give some back, which is not counted on.
+                // Atomic: checks the capacity for all values first, without counting the bytes that replaced values
+                // free.
                 let need = keys.iter().zip(values).map(|(key, value)| key.len() + value.len() + OVERHEAD).sum();
                 self.check_room(need)?;
                 for (key, value) in keys.iter().zip(values) {
@@ -158,7 +160,7 @@ impl Table {
     fn compare_set(&mut self, key: &str, expected: &[u8], desired: Bytes) -> Result<Reply> {
         match self.values.get(key) {
             Some(value) if value != expected => return Ok(Reply::Value(value.clone())),
-            // As c10d does: an absent key with a non-empty expectation stays absent, and the expectation comes back.
+            // As in c10d, an absent key with a non-empty expectation stays absent, and the expectation is returned.
             None if !expected.is_empty() => return Ok(Reply::Value(Bytes::copy_from_slice(expected))),
             Some(_) | None => self.put(key, desired.clone())?,
         }
@@ -192,7 +194,7 @@ impl Table {
         }
         self.check_room(more.len())?;
         if let Some(value) = self.values.get_mut(key) {
-            // In place if nobody reads the value at this moment; its buffer then grows in steps, not with each call.
+            // In place if no reader holds the value at this moment; its buffer then grows in steps, not with each call.
             let mut buffer = match std::mem::take(value).try_into_mut() {
                 Ok(buffer) => buffer,
                 Err(shared) => BytesMut::from(&shared[..]),
@@ -216,7 +218,7 @@ impl Table {
         let queue = self.queues.get_mut(key);
         let value = queue.and_then(VecDeque::pop_front).ok_or_else(|| Error::queue_empty(format!("queue is empty: {key:?}")))?;
         self.bytes -= key.len() + value.len() + OVERHEAD;
-        // An empty queue is no key.
+        // An empty queue does not count as a key.
         if self.queues.get(key).is_some_and(VecDeque::is_empty) {
             self.queues.remove(key);
         }
@@ -224,7 +226,7 @@ impl Table {
     }
 }
 
-/// `value` to keep: part of `source` if that is mostly this value, else a copy.
+/// Returns `value` for storage: a part of `source` if `value` makes up most of it, otherwise a copy.
 fn keep(value: &[u8], source: Option<&Bytes>) -> Bytes {
     match source {
         Some(source) if value.len() >= SHARE && value.len() >= source.len() / 2 => source.slice_ref(value),

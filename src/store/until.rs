@@ -1,4 +1,4 @@
-//! A store within a deadline: what every operation of something larger, such as joining, is asked with.
+//! A store with a deadline, for operations that consist of many store calls, such as joining a group.
 
 use super::request::{Op, Request};
 use super::table::Reply;
@@ -7,13 +7,13 @@ use crate::error::{Error, Kind, Result};
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// Time after the deadline in which something may still be said and read: who is missing, and why this rank gives up.
+/// Time after the deadline in which ranks may still exchange which ranks are missing and why this rank fails.
 const LAST_WORDS: Duration = Duration::from_millis(700);
 
-/// Time below which a limit is as good as over.
+/// A remaining time up to this counts as none.
 const SHORT: Duration = Duration::from_millis(100);
 
-/// A store whose operations all get a limit: up to a deadline, and together not much longer than that for what is left to say then.
+/// A store that limits each of its operations to the time left until a deadline; those after it share `LAST_WORDS`.
 pub struct Until<'a> {
     store: &'a dyn Store,
     deadline: Instant,
@@ -21,12 +21,12 @@ pub struct Until<'a> {
 }
 
 impl<'a> Until<'a> {
-    /// `purpose` begins the error of an operation that the store did not do in time.
+    /// Wraps `store`; `purpose` starts the error of an operation that the store did not finish in time.
     pub fn new(store: &'a dyn Store, deadline: Instant, purpose: String) -> Self {
         Self { store, deadline, purpose }
     }
 
-    /// Time left for an operation that begins now and brings no limit.
+    /// Returns the limit of an operation that starts now without a limit of its own.
     fn left(&self) -> Duration {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left > SHORT { left } else { (self.deadline + LAST_WORDS).saturating_duration_since(Instant::now()) }
@@ -38,7 +38,7 @@ impl Store for Until<'_> {
         let left = self.left();
         let outcome = self.store.call(request, Some(limit.map_or(left, |limit| limit.min(left))));
         outcome.map_err(|error| {
-            // Whoever waits knows what to say of whom it waited for.
+            // The error of a wait is passed on, because the caller adds the ranks for which it waited.
             if error.kind != Kind::Timeout || request.op == Op::Wait {
                 return error;
             }
@@ -52,17 +52,17 @@ thread_local! {
     static WITHIN: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
-/// Bounds what the calling thread asks of this crate's stores through an interface that has no place for a limit, as c10d's has none.
+/// Limits the calling thread's operations on this crate's stores, for interfaces that take no limit, such as c10d's.
 pub struct Within(Option<Instant>);
 
 impl Within {
-    /// Bounds the calling thread's operations as long as the value lives; without a limit they keep the one they have.
+    /// Limits the calling thread's operations while the value lives; `None` keeps the present limit.
     pub fn limit(limit: Option<Duration>) -> Self {
         let end = limit.map(|limit| Instant::now() + limit.min(MAX_TIMEOUT));
         Self(WITHIN.replace(end.or_else(|| WITHIN.get())))
     }
 
-    /// Time that is left for the calling thread, if it is bounded.
+    /// Returns the calling thread's remaining time, if it is limited.
     pub fn left() -> Option<Duration> {
         WITHIN.get().map(|end| end.saturating_duration_since(Instant::now()))
     }

@@ -1,4 +1,4 @@
-//! A store of others whose operations know no limit: each is done on a thread of its own, where it can be given up.
+//! Adds timeouts to another library's store: a thread executes the blocking calls, and callers abandon late ones.
 
 use super::Store;
 use super::request::Request;
@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Time after its limit in which an operation may still say itself what was missing.
+/// Time after its limit in which an operation may still report what was missing.
 const GRACE: Duration = Duration::from_millis(150);
 
 /// An operation on its way to the thread.
@@ -21,14 +21,14 @@ struct Job {
     request: Vec<u8>,
     limit: Duration,
     give_up: Instant,
-    /// Takes the outcome; `None`: the time was over before the operation began.
+    /// Receives the outcome; `None` if the time was over before the operation started.
     answer: Sender<Option<Result<Reply>>>,
 }
 
-/// A store that does one operation after another and answers each within its limit, though `store` may not.
+/// A store that executes one operation at a time and answers each within its limit, even if `store` does not.
 ///
-/// An operation that is given up stays with its thread, which holds the store until the operation ends, and may take effect then; those
-/// behind it are never begun once their own time is over.
+/// An abandoned operation occupies the thread, and the thread keeps the store, until the store answers; the operation
+/// may still take effect then. Operations queued behind it are not started once their own time is over.
 pub struct Worker {
     name: String,
     jobs: Option<Mutex<Sender<Job>>>,
@@ -37,14 +37,14 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Makes a worker of `store`, which errors call `name`.
+    /// Makes a worker for `store`, which errors call `name`.
     pub fn new(store: Arc<dyn Store>, name: String) -> Result<Self> {
         let (jobs, queue) = channel();
         let thread = thread::spawn("symm-join", None, move || run(&*store, &queue))?;
         Ok(Self { name, jobs: Some(Mutex::new(jobs)), given_up: AtomicUsize::new(0), thread: Some(thread) })
     }
 
-    /// Error of an operation that the thread still does, or may do.
+    /// Counts and reports an operation that the thread still executes or may execute.
     fn given_up(&self, request: &Request<'_>, limit: Duration) -> Error {
         self.given_up.fetch_add(1, Ordering::Relaxed);
         self.late(request, limit)
@@ -65,7 +65,7 @@ fn run(store: &dyn Store, queue: &Receiver<Job>) {
         let left = give_up.saturating_duration_since(Instant::now());
         let begun = !left.is_zero();
         let done = begun.then(|| Request::decode(&request).and_then(|request| store.call(&request, Some(limit.min(left)))));
-        // Nobody may wait for it any more.
+        // The caller may have stopped waiting.
         let _ = answer.send(done);
     }
 }
@@ -85,7 +85,7 @@ impl Store for Worker {
             let left = give_up.saturating_duration_since(Instant::now());
             match done.recv_timeout(left.min(interrupt::LOOK)) {
                 Ok(Some(outcome)) => return outcome,
-                // This process was stopped meanwhile, or an operation before this one took all the time.
+                // This process was stopped meanwhile, or an earlier operation took all the time.
                 Ok(None) => return Err(self.late(request, limit)),
                 Err(RecvTimeoutError::Timeout) if left > interrupt::LOOK => {
                     interrupt::check().inspect_err(|_| {
@@ -102,7 +102,7 @@ impl Store for Worker {
 impl Drop for Worker {
     fn drop(&mut self) {
         drop(self.jobs.take());
-        // After an operation that was given up nobody knows when the thread ends.
+        // After an abandoned operation, it is unknown when the thread ends.
         if let Some(thread) = self.thread.take()
             && (self.given_up.load(Ordering::Relaxed) == 0 || thread.is_finished())
         {
@@ -119,7 +119,7 @@ mod tests {
     use crate::store::request::Op;
     use std::sync::mpsc;
 
-    /// Blocks in `Add` until it is released, whatever its limit.
+    /// A store that blocks in `Add` until it is released, whatever the limit.
     struct Stopped {
         inner: MemoryStore,
         release: Mutex<mpsc::Receiver<()>>,
@@ -173,7 +173,7 @@ mod tests {
         let call = |op, values| worker.call(&Request::new(op, vec!["k"], values), Some(Duration::from_millis(50)));
         let error = call(Op::Add, vec![]).expect_err("it blocks");
         assert_eq!(error.message, "the store did not answer Add within 50 ms (timeout): its process is stopped or overloaded");
-        // Behind it.
+        // Queued behind it.
         assert_eq!(call(Op::Set, vec![b"v"]).expect_err("it blocks").kind, Kind::Timeout);
         drop(worker);
         assert!(started.elapsed() < Duration::from_secs(5) && is_gone.try_recv().is_err(), "the store lives while it is in use");

@@ -13,18 +13,19 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-/// Byte that is locked during an operation. It is far behind the data, for on some network file systems a locked byte cannot be read.
+/// The byte that is locked during an operation. It lies far behind the data, because some network file systems cannot
+/// read a locked byte.
 const OPERATION: u64 = 1 << 62;
 
-/// Held by each user for as long as it is one.
+/// The byte that each user keeps locked while it is one.
 const USERS: u64 = OPERATION + 1;
 
-/// Time between two tries of a lock that is held for microseconds.
+/// Pause between two attempts at a lock that is usually held for microseconds.
 pub(super) const LOCK_PAUSE: Duration = Duration::from_micros(200);
 
-/// A file that is open at its path.
+/// The open file at a path.
 pub(super) struct Disk {
-    /// Guard that stands before the file: it must go first.
+    /// Keeps forked children from sharing the file; a field before the file, because it must be dropped first.
     _unshared: Option<Unshared>,
     pub(super) file: File,
     pub(super) path: StorePath,
@@ -44,7 +45,7 @@ impl Disk {
     pub(super) fn write(&self, mut bytes: &[u8], mut at: u64) -> Result<()> {
         let (whole, start) = (bytes.len(), at);
         while !bytes.is_empty() {
-            // 0 of some bytes is what no file does.
+            // A write of 0 bytes never succeeds on a file.
             let count = retry(|| pwrite(&self.file, bytes, at)).and_then(|count| if count > 0 { Ok(count) } else { Err(Errno::IO) });
             let count = count.map_err(|errno| self.os(&format!("write {whole} bytes at byte {start} of"), errno))?;
             (bytes, at) = (&bytes[count..], at + count as u64);
@@ -60,12 +61,12 @@ impl Disk {
         lock::try_lock(self.file.as_fd(), byte, mode).map_err(|errno| self.os("lock", errno))
     }
 
-    /// The right to read or write, held until the value is dropped; `None` if another process has it.
+    /// Takes the lock to read or write until the value is dropped; `None` if another process holds it.
     pub(super) fn try_hold(&self, mode: Mode) -> Result<Option<Held<'_>>> {
         Ok(self.lock(OPERATION, mode)?.then_some(Held(self)))
     }
 
-    /// Holds the lock, waiting for it until `deadline`.
+    /// Takes the lock, waiting for it until `deadline`.
     pub(super) fn hold(&self, mode: Mode, deadline: Instant) -> Result<Held<'_>> {
         let mut pauses = Pauses::new(LOCK_PAUSE);
         loop {
@@ -87,12 +88,13 @@ impl Disk {
         Error::timeout(format!("the lock of the file store {:?} is held by {holder}", self.path.given))
     }
 
-    /// Becomes the only user, if there is no other.
+    /// Tries to become the only user; false if there are others.
     pub(super) fn try_alone(&self) -> Result<bool> {
         self.lock(USERS, Mode::Exclusive)
     }
 
-    /// Becomes one of the users; only [`try_alone`](Self::try_alone) of another, which holds the file meanwhile, is in the way.
+    /// Becomes one of the users. This fails only during another process's [`try_alone`](Self::try_alone), which holds
+    /// the operation lock.
     pub(super) fn share(&self) -> Result<()> {
         match self.lock(USERS, Mode::Shared)? {
             true => Ok(()),
@@ -100,7 +102,7 @@ impl Disk {
         }
     }
 
-    /// Stops being a user. Closing may not do: a child that was forked by another thread meanwhile may have the same open file.
+    /// Stops being a user. Closing the file may not suffice: a concurrently forked child may hold the same open file.
     pub(super) fn leave(&self) -> Result<()> {
         lock::unlock(self.file.as_fd(), USERS).map_err(|errno| self.os("unlock", errno))
     }

@@ -3,56 +3,58 @@
 //! ```text
 //! front    magic 8 | version 4 | run 16 | crc 4 | slot | slot
 //! slot     length 8 | records 8 | chain 4 | crc 4
-//! record   length 4 | chain 4 | crc 4 | payload: a request, or one byte for a user who joins or leaves
+//! record   length 4 | chain 4 | crc 4 | payload: a request, or one byte for a user that joins or leaves
 //! ```
 //!
-//! All numbers are little-endian. `chain` is the checksum of a payload continued from that of the record before, and
-//! begins with that of the run: a record counts only behind those that it was written behind. A record is acknowledged
-//! once a slot says so; the slots take turns, so one of them is whole whenever a writer is killed.
+//! All numbers are little-endian. `chain` is the checksum of a payload continued from the record before; the first
+//! continues from the checksum of the run. A record therefore counts only after the records that preceded it when it
+//! was written. A record is acknowledged once a slot covers it. The slots alternate, so one is intact whenever a writer
+//! is killed.
 
 use crc32fast::Hasher;
 
-/// Bytes that the file begins with. They are written last of the front: with zeros here, the file has never been in use.
+/// The first bytes of the file. They are written after the rest of the front: if they are zeros, the file has never
+/// been used.
 pub(super) const MAGIC: [u8; 8] = *b"symmlog\n";
 
 const VERSION: u32 = 1;
 
-/// Why a file with another beginning is refused.
+/// Why a file that starts differently is rejected.
 pub(super) const NOT_A_LOG: &str = "it does not begin like the log of a store";
 
-/// Bytes that stay the same for a run.
+/// Size of the part of the front that stays the same for a run.
 pub(super) const HEADER: usize = 32;
 
 const SLOT: usize = 24;
 
-/// Bytes before the first record.
+/// Offset of the first record.
 pub(super) const FRONT: usize = HEADER + 2 * SLOT;
 
-/// Bytes before the payload of a record.
+/// Size of the header of a record.
 pub(super) const RECORD: usize = 12;
 
-/// The largest payload.
+/// Maximum size of a payload.
 pub(super) const MAX_PAYLOAD: usize = 128 << 20;
 
-/// A number that no other run of the file has.
+/// A random id of one run of the file.
 pub(super) type Run = [u8; 16];
 
-/// Position up to which a log goes.
+/// The end of a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Position {
-    /// Bytes from the beginning of the file.
+    /// The offset from the start of the file.
     pub(super) length: u64,
     pub(super) records: u64,
     pub(super) chain: u32,
 }
 
 impl Position {
-    /// Position at which a log of `run` begins.
+    /// Returns the position of the first record of `run`.
     pub(super) fn start(run: &Run) -> Self {
         Self { length: FRONT as u64, records: 0, chain: crc(0, run) }
     }
 
-    /// Behind a record that stands here.
+    /// Returns the position behind a record at this position.
     pub(super) fn behind(self, payload: usize, chain: u32) -> Self {
         Self { length: self.length + (RECORD + payload) as u64, records: self.records + 1, chain }
     }
@@ -68,26 +70,26 @@ impl Position {
         slot
     }
 
-    /// Decodes a slot; `None` if it is not whole.
+    /// Decodes a slot; `None` if it is damaged.
     fn from_slot(run: &Run, slot: &[u8]) -> Option<Self> {
         let position = Self { length: u64_at(slot, 0), records: u64_at(slot, 8), chain: u32_at(slot, 16) };
         (position.slot(run) == slot && position.length >= FRONT as u64).then_some(position)
     }
 }
 
-/// Offset of slot `index`.
+/// Returns the offset of slot `index`.
 pub(super) fn slot_at(index: usize) -> usize {
     HEADER + index * SLOT
 }
 
-/// The front of a file as read.
+/// The front of a file, decoded.
 pub(super) struct Front {
     pub(super) run: Run,
     slots: [Option<Position>; 2],
 }
 
 impl Front {
-    /// The bytes of a front before the first record.
+    /// Returns a front for an empty log.
     pub(super) fn fresh(run: &Run) -> [u8; FRONT] {
         let mut front = [0; FRONT];
         front[..8].copy_from_slice(&MAGIC);
@@ -101,7 +103,7 @@ impl Front {
         front
     }
 
-    /// Decodes `front`; if its header is not whole, fails with the byte and the reason.
+    /// Decodes `front`. If its header is damaged, fails with the offset and the reason.
     pub(super) fn decode(front: &[u8; FRONT]) -> Result<Self, (usize, String)> {
         if front[..8] != MAGIC {
             return Err((0, NOT_A_LOG.into()));
@@ -119,19 +121,19 @@ impl Front {
         Ok(Self { run, slots })
     }
 
-    /// Whether both slots are.
+    /// Returns true if both slots are intact.
     pub(super) fn is_whole(&self) -> bool {
         self.slots.iter().all(Option::is_some)
     }
 
-    /// The slot that goes further, and how far; `None` if no slot is whole.
+    /// Returns the slot with the later position, and that position; `None` if both slots are damaged.
     pub(super) fn newest(&self) -> Option<(usize, Position)> {
         let slots = self.slots.iter().enumerate().filter_map(|(index, slot)| slot.map(|position| (index, position)));
         slots.max_by_key(|(_, position)| position.records)
     }
 }
 
-/// Header that stands before a payload.
+/// The header of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RecordHeader {
     pub(super) length: u32,
@@ -152,7 +154,7 @@ impl RecordHeader {
         bytes
     }
 
-    /// `None` if it is not whole, or longer than any.
+    /// Returns `None` if the header is damaged or its length is out of bounds.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let header = Self { length: u32_at(bytes, 0), chain: u32_at(bytes, 4) };
         let fits = (1..=MAX_PAYLOAD).contains(&(header.length as usize));
@@ -160,9 +162,9 @@ impl RecordHeader {
     }
 }
 
-/// The checksum of `bytes`, continued from `before`.
+/// Returns the checksum of `bytes`, continued from `before`.
 fn crc(before: u32, bytes: &[u8]) -> u32 {
-    // A fuzzer cannot guess checksums, and is to see what comes after them.
+    // A fuzzer cannot guess checksums, and should reach the code behind them.
     if cfg!(fuzzing) {
         return 0;
     }

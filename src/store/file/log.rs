@@ -1,4 +1,5 @@
-//! Reading a log, and making what is added to it. Nothing here knows of files, locks or time, and bytes may be anything.
+//! Replays a log and builds new entries. This file knows nothing of files, locks or time, and the bytes may be
+//! arbitrary.
 
 pub use super::source::Source;
 
@@ -9,39 +10,39 @@ use crate::store::request::Request;
 use crate::store::table::{Answer, Table};
 use bytes::Bytes;
 
-/// Beyond the codes of operations, which these bytes stand beside.
+/// These codes lie above the codes of operations, which share the byte.
 const JOIN: u8 = 0xf0;
 const LEAVE: u8 = 0xf1;
 
-/// Entry that is added to a log.
+/// An entry to append to a log.
 pub(super) enum Entry<'a> {
     Join,
     Leave,
     Request(&'a Request<'a>),
 }
 
-/// Replica of what a log says, as far as it has been read.
+/// The contents of a log, up to the point that has been read.
 pub struct Replica {
-    /// Keys and values that the log holds.
+    /// The keys and values in the log.
     pub table: Table,
-    /// Number of users who have joined in this run.
+    /// Number of users that have joined in this run.
     pub joined: u64,
-    /// Number of users who have left in this run.
+    /// Number of users that have left in this run.
     pub left: u64,
     run: Run,
-    /// Front of the file, as last read or written.
+    /// The front of the file, as last read or written.
     front: [u8; FRONT],
-    /// The newest that is whole.
+    /// Index of the newest intact slot.
     slot: usize,
     pub(super) position: Position,
-    /// A change was made here and could not be written: all has to be read again.
+    /// True if a change to `table` could not be written, so that everything must be read again.
     stale: bool,
 }
 
 impl Replica {
-    /// Loads all that was acknowledged in `source`. Nobody may write to it meanwhile.
+    /// Loads everything that was acknowledged in `source`. No process may write to it meanwhile.
     ///
-    /// `Config` where any of it is damaged, naming the byte. Allocates a small multiple of what there is to read.
+    /// `Config` names the byte if the log is damaged. Allocates a small multiple of the log's size.
     pub fn load<S: Source + ?Sized>(source: &S) -> Result<Self> {
         let mut front = [0; FRONT];
         let count = source.read(&mut front, 0)?;
@@ -54,7 +55,7 @@ impl Replica {
         Ok(replica)
     }
 
-    /// An empty log of `run`; its bytes are [`front`](Self::front).
+    /// Makes an empty log of `run`; its bytes are [`front`](Self::front).
     pub(super) fn fresh(run: Run) -> Self {
         let (front, position) = (Front::fresh(&run), Position::start(&run));
         Self { table: Table::default(), joined: 0, left: 0, run, front, slot: 0, position, stale: false }
@@ -64,7 +65,8 @@ impl Replica {
         &self.front
     }
 
-    /// Reads what was added since; `false` if that needs the lock. `locked` says that nobody can write meanwhile.
+    /// Reads the entries added since; `false` if that needs the lock. `locked` is true if no process can write
+    /// meanwhile.
     pub(super) fn follow<S: Source + ?Sized>(&mut self, source: &S, locked: bool) -> Result<bool> {
         let mut front = [0; FRONT];
         let count = source.read(&mut front, 0)?;
@@ -89,7 +91,7 @@ impl Replica {
 
     fn advance<S: Source + ?Sized>(&mut self, source: &S, bytes: [u8; FRONT], locked: bool) -> Result<bool> {
         let front = Front::decode(&bytes).map_err(|(at, what)| damaged(source, at as u64, what))?;
-        // A slot may be in the middle of being written, and what the other one says be long past.
+        // Another process may be writing one slot, and the other slot may be long outdated.
         if !front.is_whole() && !locked {
             return Ok(false);
         }
@@ -105,14 +107,14 @@ impl Replica {
                 return Err(damaged(source, at, format_args!("it says {committed:?}, the records say {:?}", self.position)));
             }
         } else {
-            // The damaged slot may be the one that acknowledged the last record: what follows here and is whole, counts.
+            // The damaged slot may have acknowledged the last record, so intact records that follow count.
             self.read(source, None)?;
         }
         (self.front, self.slot) = (bytes, slot);
         Ok(true)
     }
 
-    /// Takes a record that is whole.
+    /// Applies an intact record.
     pub(super) fn apply<S: Source + ?Sized>(
         &mut self,
         source: &S,
@@ -141,8 +143,8 @@ impl Replica {
         Ok(())
     }
 
-    /// Adds `entry`, which `table` already shows: `write`s the record and then the slot, each with its place.
-    /// Where that fails, whatever the log then says holds.
+    /// Appends `entry`, which `table` already reflects: calls `write` for the record and then for the slot, with their
+    /// offsets. If that fails, the bytes that reached the log decide whether the entry counts.
     pub(super) fn append(
         &mut self,
         entry: &Entry<'_>,
@@ -174,13 +176,13 @@ impl Replica {
         Ok(())
     }
 
-    /// Whatever happened to `table` is not to be relied on.
+    /// Marks `table` as unreliable, so that the log is read again.
     pub(super) fn distrust(&mut self) {
         self.stale = true;
     }
 }
 
-/// Fails if `request` does not fit into a record.
+/// Fails if `request` does not fit in a record.
 pub(super) fn check_size(request: &Request<'_>) -> Result<()> {
     match request.encoded_len() {
         length if length > MAX_PAYLOAD => {

@@ -1,10 +1,12 @@
-//! A store in a file that its users share: processes of one host, or of several with a shared file system.
+//! A store in a file that its users share: processes of one node, or of several nodes with a shared file system.
 //!
-//! - [`log`], `format`, `scan`, `source`: the bytes, an append-only log of requests whose replay gives a [`Table`](super::table::Table)
-//! - `disk`, `place`: the open file with its locks, and opening it safely
-//! - `users`: those who come and go; `user`: one of them and its requests; `wait`: pauses between looks
+//! - [`log`], `format`, `scan`, `source`: the bytes, an append-only log of requests whose replay yields a
+//!   [`Table`](super::table::Table)
+//! - `disk`, `path`: the open file with its locks, and opening it safely
+//! - `users`: joining and leaving; `user`: one user and its requests; `wait`: pauses between polls
 //!
-//! What was acknowledged survives the death of any user at any instruction, though not that of the host: nothing is synced.
+//! Acknowledged writes survive the death of any user at any instruction, but not a crash of the node: nothing is
+//! synced.
 
 mod disk;
 mod format;
@@ -25,28 +27,31 @@ use std::sync::Arc;
 use std::time::Duration;
 use user::User;
 
-/// A key-value store in a file. Clones share it; the last of all users, if `world_size` have come, removes the file.
+/// A key-value store in a file. Clones share it. The last user to leave removes the file, if `world_size` users have
+/// joined.
 #[derive(Clone)]
 pub struct FileStore(Arc<User>);
 
 impl FileStore {
-    /// A user of the store at `path`, which is made if nothing, or an empty file, is there.
+    /// Joins the users of the store at `path`, which is created if the file does not exist or is empty.
     ///
-    /// Each call is one user. The last one to leave removes the file if at least `world_size` have ever joined; before,
-    /// it keeps what it holds for those who come late. What a killed run has left is started afresh by its first user.
+    /// Each call is one user. The last one to leave removes the file if at least `world_size` users have joined in all;
+    /// before that, the file keeps its contents for later users. The first user of a new run discards what a killed run
+    /// has left.
     ///
-    /// `Config` if the folder does not exist or anybody may exchange files in it, if the file is not a regular file of
-    /// this user alone (mode 0600), or if it is damaged; `Timeout` if another process holds its lock for 300 s.
+    /// `Config` if the directory does not exist, if other users may replace files in it, if the file is not a regular
+    /// file with mode 0600 that belongs to this user, or if it is damaged; `Timeout` if another process holds its lock
+    /// for 300 s.
     pub fn open(path: &Path, world_size: u32) -> Result<Self> {
         Ok(Self(Arc::new(User::join(path, world_size, None)?)))
     }
 
-    /// The same, waiting for the lock until `limit` has passed.
+    /// Joins like [`open`](Self::open), waiting for the lock until `limit` has passed.
     pub fn open_within(path: &Path, world_size: u32, limit: Duration) -> Result<Self> {
         Ok(Self(Arc::new(User::join(path, world_size, Some(limit))?)))
     }
 
-    /// Path of the file, as given.
+    /// Returns the path of the file, as given.
     pub fn path(&self) -> &Path {
         self.0.path()
     }

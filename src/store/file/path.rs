@@ -1,4 +1,4 @@
-//! Path of the file; opens nothing there that somebody else may have put in its place.
+//! The path of the file. Opens the file only if no other user can have put it there.
 
 use crate::error::{Error, Result};
 use rustix::fs::{FileType, Stat, fstat, fstatfs, lstat, stat};
@@ -8,18 +8,18 @@ use std::io::ErrorKind;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// File systems on which all of a host's processes see each other's writes at once, by the magic numbers of `statfs`:
-/// ext2 to ext4, xfs, btrfs, tmpfs, overlayfs, zfs.
+/// File systems on which all processes of a node see each other's writes at once, by their `statfs` magic numbers: ext2
+/// to ext4, xfs, btrfs, tmpfs, overlayfs, zfs.
 const COHERENT: [rustix::fs::FsWord; 6] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0x794c_7630, 0x2fc1_2fc1];
 
-/// The path of a store, as given, and as it was meant then: the working directory may change.
+/// The path of a store as given, and the absolute path it had at that time, because the working directory may change.
 pub(super) struct StorePath {
     pub(super) given: PathBuf,
     absolute: PathBuf,
 }
 
 impl StorePath {
-    /// Fails if the folder does not exist, or lets others exchange the file.
+    /// Fails if the directory does not exist or lets other users replace the file.
     pub(super) fn new(path: &Path) -> Result<Self> {
         let refused = |why: String| Error::config(format!("the file store {path:?}: {why}"));
         let absolute = std::path::absolute(path).map_err(|error| refused(error.to_string()))?;
@@ -41,7 +41,7 @@ impl StorePath {
         Ok(Self { given: path.to_owned(), absolute })
     }
 
-    /// The file, made if it is absent; `None` if it was removed meanwhile.
+    /// Opens the file, and creates it if absent; `None` if it was removed meanwhile.
     pub(super) fn open(&self) -> Result<Option<File>> {
         let flags = libc::O_NOFOLLOW | libc::O_NOCTTY;
         let mut options = OpenOptions::new();
@@ -69,7 +69,7 @@ impl StorePath {
         Ok((status.st_nlink == 1).then_some(file))
     }
 
-    /// Whether `file` is what the path names.
+    /// Returns true if the path still names `file`.
     pub(super) fn holds(&self, file: &File) -> Result<bool> {
         let same = |one: &Stat, other: &Stat| (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino);
         let own = fstat(file).map_err(|errno| self.os("look at", errno))?;
@@ -80,7 +80,7 @@ impl StorePath {
         }
     }
 
-    /// Removes what the path names.
+    /// Removes the file that the path names.
     pub(super) fn remove(&self) -> Result<()> {
         rustix::fs::unlink(&self.absolute).map_err(|errno| self.os("remove", errno))
     }
@@ -89,13 +89,14 @@ impl StorePath {
         Error::config(format!("the file store {:?}: {why}", self.given))
     }
 
-    /// A failed system call on the file.
+    /// Returns the error of a failed system call on the file.
     pub(super) fn os(&self, what: &str, errno: Errno) -> Error {
         Error::os(&format!("{what} the file store {:?}", self.given), errno)
     }
 }
 
-/// Whether a write to `file` is seen by all readers once it is done. Where not, taking a lock makes it so.
+/// Returns true if readers see a completed write to `file` at once. On other file systems, taking a lock has that
+/// effect.
 pub(super) fn is_coherent(file: &File) -> bool {
     fstatfs(file).is_ok_and(|status| COHERENT.contains(&status.f_type))
 }

@@ -6,11 +6,12 @@ use super::source::{Source, damaged};
 use crate::error::Result;
 use bytes::Bytes;
 
-/// Read at once; a record that is longer gets a buffer of its own, once its bytes are known to exist.
+/// Size of one read. A longer record gets its own buffer, once its bytes are known to exist.
 const WINDOW: u64 = 64 * 1024;
 
 impl Replica {
-    /// Reads up to byte `end`, before which all must be whole, or as far as records are whole.
+    /// Reads records up to byte `end` and fails if one of them is damaged; without `end`, reads up to the first damaged
+    /// record.
     pub(super) fn read<S: Source + ?Sized>(&mut self, source: &S, end: Option<u64>) -> Result<()> {
         let until = match end {
             Some(end) => end,
@@ -38,7 +39,7 @@ impl Replica {
         Ok(())
     }
 
-    /// Takes the records that `window` holds as a whole; how many.
+    /// Applies the complete records in `window`, and returns their number.
     fn read_whole<S: Source + ?Sized>(&mut self, source: &S, mut window: &[u8]) -> Result<usize> {
         let mut count = 0;
         while let Some(header) = window.get(..RECORD).and_then(RecordHeader::decode)
@@ -52,14 +53,14 @@ impl Replica {
         Ok(count)
     }
 
-    /// The record that begins in `window`, if it is whole and ends before `until`.
+    /// Returns the record at the start of `window`, if it is intact and ends before `until`.
     fn read_long<S: Source + ?Sized>(&self, source: &S, window: &[u8], until: u64) -> Result<Option<(RecordHeader, Bytes)>> {
         let Some(header) = window.get(..RECORD).and_then(RecordHeader::decode) else {
             return Ok(None);
         };
         let (at, length) = (self.position.length, RECORD + header.length as usize);
         let end = at + length as u64;
-        // What fits into the window was looked at there.
+        // A record that fits in the window was examined by `read_whole`.
         if length <= window.len() || end > until || end > source.size()? {
             return Ok(None);
         }

@@ -1,17 +1,17 @@
-//! Source of a log's bytes, and the errors when they are not what was written.
+//! The source of a log's bytes, and the errors for bytes that are damaged.
 
 use super::format::{FRONT, MAGIC, NOT_A_LOG};
 use crate::error::{Error, Result};
 
 /// The bytes of a log.
 pub trait Source {
-    /// Name of the file in errors.
+    /// Returns the name of the file for errors.
     fn name(&self) -> String;
 
-    /// Number of bytes.
+    /// Returns the number of bytes.
     fn size(&self) -> Result<u64>;
 
-    /// Fills `buffer` with what stands from byte `at` on; how far it could.
+    /// Fills `buffer` with the bytes from offset `at`, and returns how many there were.
     fn read(&self, buffer: &mut [u8], at: u64) -> Result<usize>;
 }
 
@@ -32,12 +32,12 @@ impl Source for [u8] {
     }
 }
 
-/// Error that names damage in the log.
+/// Returns the error of a damaged log.
 pub(super) fn damaged<S: Source + ?Sized>(source: &S, at: u64, what: impl std::fmt::Display) -> Error {
     Error::config(format!("{} is damaged at byte {at}: {what}", source.name()))
 }
 
-/// Error of a file that holds no more than `front`.
+/// Returns the error of a file that ends within its front.
 pub(super) fn cut<S: Source + ?Sized>(source: &S, front: &[u8]) -> Error {
     if front.iter().zip(MAGIC).any(|(one, other)| *one != other) {
         return damaged(source, 0, NOT_A_LOG);

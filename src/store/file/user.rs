@@ -1,4 +1,4 @@
-//! User of the file and its requests: tries, and waits between them.
+//! One user of the file: executes its requests, and polls while they wait.
 
 use super::disk::{Disk, LOCK_PAUSE};
 use super::log::{Entry, Replica, check_size};
@@ -14,13 +14,13 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Looks without the lock at a slot that is being written before the lock is taken.
+/// Number of lock-free reads of a slot that is being written before a read takes the lock.
 const LOOKS: usize = 3;
 
-/// Time between two checks, during a wait, that the file is still there.
+/// Time between two checks during a wait that the file still exists.
 const CHECK: Duration = Duration::from_millis(100);
 
-/// The buffer of a larger record is given back after it.
+/// A buffer that has grown beyond this is freed after the request.
 const KEPT: usize = 1 << 20;
 
 struct State {
@@ -28,21 +28,21 @@ struct State {
     buffer: Vec<u8>,
 }
 
-/// A user of the file, who has joined.
+/// A user that has joined the file.
 pub(super) struct User {
     disk: Disk,
     world_size: u32,
     state: Mutex<State>,
-    /// Generation of the process that opened the file.
+    /// Fork generation of the process that opened the file.
     generation: u64,
 }
 
-/// Outcome of one try.
+/// The outcome of one attempt.
 enum Outcome {
     Done(Reply),
     /// A key is missing.
     Missing,
-    /// The lock is another process's.
+    /// Another process holds the lock.
     Busy,
 }
 
@@ -58,7 +58,7 @@ impl User {
     }
 
     pub(super) fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
-        // Before any mutex: a thread of the parent may have held it when this process was forked.
+        // Before any mutex, because a thread of the parent may have held it when this process was forked.
         if self.generation != fork::generation() {
             let path = self.path();
             return Err(Error::config(format!(
@@ -83,7 +83,7 @@ impl User {
         })
     }
 
-    /// Catches up for a read; `false` if that needs the lock and another process has it.
+    /// Reads new entries for a read; `false` if that needs the lock and another process holds it.
     fn follow(&self, replica: &mut Replica) -> Result<bool> {
         if self.disk.coherent {
             for _ in 0..LOOKS {
@@ -101,7 +101,7 @@ impl User {
     fn attempt(&self, request: &Request<'_>) -> Result<Outcome> {
         let mut state = self.state();
         let State { replica, buffer } = &mut *state;
-        // A read, or a first look of those who wait to change something: the lock is for when it is there.
+        // A read, or the first check of a request that waits and then writes: it takes the lock only if the key exists.
         if !request.op.writes() || request.op.waits() {
             if !self.follow(replica)? {
                 return Ok(Outcome::Busy);
@@ -130,14 +130,14 @@ impl User {
         Ok(answer.into())
     }
 
-    /// Tries until `deadline`, without keeping the other threads of this process from it.
+    /// Retries until `deadline`, while other threads of this process may use the store.
     fn wait(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
         let deadline = deadline(limit);
         let longest = Duration::from_millis(if self.disk.coherent { 1 } else { 5 });
         let (mut pauses, mut busy) = (Pauses::new(longest), Pauses::new(LOCK_PAUSE));
         let mut check = Instant::now() + CHECK;
         loop {
-            // Taken before the look, which is therefore the last one if it is past the deadline.
+            // The time is taken before the attempt, so an attempt past the deadline is the last one.
             let now = Instant::now();
             let locked = match self.attempt(request)? {
                 Outcome::Done(reply) => return Ok(reply),
@@ -160,7 +160,7 @@ impl User {
             }
             let missing = self.state().replica.table.missing(request);
             if missing.is_empty() {
-                // Another thread has just read that they came.
+                // Another thread has just read the keys.
                 continue;
             }
             let error = timed_out(request, limit, &missing);
@@ -178,7 +178,7 @@ impl From<Answer> for Outcome {
     }
 }
 
-/// Value that the key of an addition of nothing holds: such a request asks for the sum, and the log need not grow with it.
+/// Returns the value before an addition of 0. Such a request only asks for the sum, so the log need not grow.
 fn value_to_keep(replica: &mut Replica, request: &Request<'_>) -> Result<Option<Answer>> {
     if request.op != Op::Add || request.amount != 0 {
         return Ok(None);
@@ -186,10 +186,11 @@ fn value_to_keep(replica: &mut Replica, request: &Request<'_>) -> Result<Option<
     replica.table.serve(&Request::new(Op::Get, request.keys.clone(), vec![]), None).map(Some)
 }
 
-/// Whether `request`, answered with `reply`, may have changed anything; `before` is from [`value_to_keep`].
+/// Returns true if `request`, answered with `reply`, may have changed the table; `before` is from [`value_to_keep`].
 fn changes(request: &Request<'_>, reply: &Reply, before: Option<&Answer>) -> bool {
     match (request.op, reply) {
-        // One that lost against the very value it would have set is taken for a change: it is the same again.
+        // A compare-set that failed because the key already has the desired value counts as a change, which is
+        // harmless.
         (Op::CompareSet, Reply::Value(value)) => value == request.values[1],
         (Op::Delete, Reply::Flag(existed)) => *existed,
         (Op::Add, Reply::Number(sum)) => match before {
@@ -202,7 +203,7 @@ fn changes(request: &Request<'_>, reply: &Reply, before: Option<&Answer>) -> boo
 
 impl Drop for User {
     fn drop(&mut self) {
-        // It is the parent who is a user.
+        // The user is the parent.
         if self.generation != fork::generation() {
             return;
         }
@@ -219,7 +220,7 @@ impl Drop for User {
 mod tests {
     use super::*;
 
-    /// Two users of a file as if its file system were not coherent.
+    /// Makes two users of a file that behave as if its file system were not coherent.
     fn users(path: &Path) -> [User; 2] {
         [(); 2].map(|()| {
             let mut user = User::join(path, 2, None).expect("joins");

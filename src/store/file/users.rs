@@ -1,4 +1,4 @@
-//! Users who come and go, one at a time, under the lock; the first one begins a run, the last one removes the file.
+//! Users join and leave one at a time, under the lock; the first one starts a run, and the last one removes the file.
 
 use super::disk::Disk;
 use super::format::MAGIC;
@@ -12,20 +12,20 @@ use crate::sys::random;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Time that one who leaves tries to say so.
+/// How long a leaving user tries to record that it leaves.
 const LEAVING: Duration = Duration::from_secs(5);
 
-/// State of the file as its first user finds it.
+/// The state of the file as its first user finds it.
 enum Found {
     /// The file has never been in use.
     Nothing,
-    /// Content that users who have all left keep for later ones, or that the present ones hold.
+    /// The contents that the present users hold, or that earlier users have left for later ones.
     Kept(Box<Replica>),
-    /// Leftover of users who were killed, or of whom the last was killed while it removed the file.
+    /// The rest of a run whose users were killed, or whose last user was killed while it removed the file.
     Leftover { joined: u64, left: u64 },
 }
 
-/// The file at `path` as one of its users, who has joined before `limit` had passed.
+/// Joins the users of the file at `path`, within `limit`.
 pub(super) fn join(path: &Path, world_size: u32, limit: Option<Duration>) -> Result<(Disk, Replica)> {
     let deadline = deadline(limit);
     let mut pauses = Pauses::new(Duration::from_millis(1));
@@ -34,14 +34,15 @@ pub(super) fn join(path: &Path, world_size: u32, limit: Option<Duration>) -> Res
         if let Some(file) = store_path.open()? {
             let disk = Disk::new(file, store_path);
             let held = disk.hold(Mode::Exclusive, deadline)?;
-            // The last user may have removed it before the lock was taken: whoever opens it now gets another file.
+            // The last user may have removed the file before this one took the lock; opening the path again then yields
+            // a new file.
             if disk.path.holds(&disk.file)? {
                 let entered = enter(&disk, world_size);
                 drop(held);
                 return match entered {
                     Ok(replica) => Ok((disk, replica)),
                     Err(error) => {
-                        // Explicitly: a child that was forked meanwhile may have the same open file.
+                        // Explicitly, because a concurrently forked child may hold the same open file.
                         let _ = disk.leave();
                         Err(error)
                     }
@@ -83,7 +84,7 @@ fn look(disk: &Disk, alone: bool, world_size: u32) -> Result<Found> {
     Ok(Found::Kept(Box::new(replica)))
 }
 
-/// Whether nothing, or only part of a front, has ever been written.
+/// Returns true if the file is empty or holds only part of a front.
 fn is_unused(disk: &Disk) -> Result<bool> {
     let mut start = MAGIC;
     let count = disk.read(&mut start, 0)?;
@@ -92,14 +93,14 @@ fn is_unused(disk: &Disk) -> Result<bool> {
 
 fn begin(disk: &Disk) -> Result<Replica> {
     let replica = Replica::fresh(random::bytes()?);
-    // The magic last: a front of which a killed process has written a part is not taken for a damaged one.
+    // The magic is written last, so that a front that a killed process has written in part does not count as damaged.
     let (magic, rest) = replica.front().split_at(MAGIC.len());
     disk.write(rest, MAGIC.len() as u64)?;
     disk.write(magic, 0)?;
     Ok(replica)
 }
 
-/// Leaves by best effort: where it fails, this user counts as killed.
+/// Leaves if possible; after a failure, this user counts as killed.
 pub(super) fn leave(disk: &Disk, replica: &mut Replica, world_size: u32) {
     let outcome = disk.hold(Mode::Exclusive, Instant::now() + LEAVING).and_then(|_held| {
         replica.follow(disk, true)?;

@@ -1,15 +1,15 @@
-//! Pauses between looks at a file, which nothing announces.
+//! Pauses between polls of a file, because nothing announces a change.
 
 use crate::error::Result;
 use crate::sys::interrupt::Interrupts;
 use std::time::{Duration, Instant};
 
-/// Looks that only let others run: most answers come within microseconds of each other.
+/// Number of first polls that only yield the core, because most answers arrive within microseconds.
 const YIELDS: u32 = 60;
 
 const FIRST: Duration = Duration::from_micros(20);
 
-/// Pauses that grow.
+/// A sequence of growing pauses.
 pub(super) struct Pauses {
     yields: u32,
     next: Duration,
@@ -22,13 +22,13 @@ impl Pauses {
         Self { yields: 0, next: FIRST, longest, interrupts: Interrupts::new() }
     }
 
-    /// Pauses as [`pause`](Self::pause) does; fails if the program wants to wait no longer.
+    /// Pauses like [`pause`](Self::pause), and fails if the program has asked to stop waiting.
     pub(super) fn pause_or_stop(&mut self, deadline: Instant) -> Result<()> {
         self.pause(deadline);
         self.interrupts.check()
     }
 
-    /// Returns after the next one, or at `deadline`.
+    /// Returns after the next pause, or at `deadline`.
     pub(super) fn pause(&mut self, deadline: Instant) {
         if self.yields < YIELDS {
             self.yields += 1;

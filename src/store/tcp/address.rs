@@ -1,4 +1,4 @@
-//! Address of a store: TCP over IPv4 and IPv6, or a Unix socket.
+//! The address of a store: TCP over IPv4 and IPv6, or a Unix socket.
 
 use crate::error::{Error, Result};
 use crate::sys::{interrupt, random, socket, thread};
@@ -12,27 +12,27 @@ use std::time::{Duration, Instant};
 
 pub(super) const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
-/// An address as a user gives it, resolved.
+/// A resolved address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
-    /// Addresses of a host name, with a port.
+    /// The addresses of a host name, with a port.
     Inet(Vec<SocketAddr>),
-    /// A path, or a name in the abstract namespace, which stands in no directory.
+    /// A path, or a name in the abstract namespace, which has no file.
     Unix(UnixName),
 }
 
-/// Name of a Unix socket.
+/// The name of a Unix socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum UnixName {
-    /// A path; the socket is removed with its server.
+    /// A path; the server removes the socket when it ends.
     Path(PathBuf),
     /// `@name`.
     Abstract(String),
 }
 
 impl Address {
-    /// `host` is a name, an IPv4 or IPv6 address, or `unix:/path` or `unix:@name`, for which `port` means nothing.
-    /// A name is looked up on another thread, for at most until `deadline`.
+    /// `host` is a name, an IPv4 or IPv6 address, or `unix:/path` or `unix:@name`, which ignore `port`. A name is
+    /// resolved on another thread, for at most until `deadline`.
     pub fn resolve(host: &str, port: u16, deadline: Instant) -> Result<Self> {
         if let Some(name) = host.strip_prefix("unix:") {
             // As in URLs: unix:///path.
@@ -49,7 +49,7 @@ impl Address {
         }
         let (sender, receiver) = mpsc::channel();
         let name = host.to_owned();
-        // getaddrinfo knows no deadline; a late answer goes nowhere.
+        // getaddrinfo has no timeout; a late answer is dropped.
         let looked_up = thread::spawn("symm-resolve", None, move || {
             sender.send((name.as_str(), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>))
         });
@@ -73,7 +73,7 @@ impl Address {
         }
     }
 
-    /// Whether only this host can reach it.
+    /// Returns true if only this node can reach the address.
     pub fn local(&self) -> bool {
         match self {
             Self::Inet(all) => all.iter().all(|address| address.ip().is_loopback()),
@@ -81,9 +81,9 @@ impl Address {
         }
     }
 
-    /// Address in place of loopback, which all users of a host reach: an abstract Unix socket that is named after the port. Its two ends
-    /// know each other's user from the kernel. Like the port it is one of the network namespace, and nothing is left behind. Port 0 gets a
-    /// name that nobody can guess.
+    /// Replaces a loopback address, which all users of a node can reach, by an abstract Unix socket named after the
+    /// port, whose ends learn each other's user from the kernel. Like the port, the name belongs to the network
+    /// namespace, and nothing remains of it. Port 0 yields a name that other processes cannot guess.
     pub fn for_same_user(self) -> Result<Self> {
         match &self {
             Self::Inet(_) if self.local() => {}
@@ -96,7 +96,7 @@ impl Address {
         Ok(Self::Unix(UnixName::Abstract(name)))
     }
 
-    /// The port, 0 for Unix sockets.
+    /// Returns the port; 0 for Unix sockets.
     pub fn port(&self) -> u16 {
         match self {
             Self::Inet(all) => all.first().map_or(0, SocketAddr::port),
@@ -104,7 +104,7 @@ impl Address {
         }
     }
 
-    /// Address to connect to in order to reach a server that listens here.
+    /// Returns the address to connect to in order to reach a server that listens at this one.
     pub fn near(&self) -> Self {
         let reachable = |address: &SocketAddr| match address.ip() {
             IpAddr::V4(ip) if ip.is_unspecified() => SocketAddr::new(std::net::Ipv4Addr::LOCALHOST.into(), address.port()),
@@ -117,7 +117,7 @@ impl Address {
         }
     }
 
-    /// A connection on its way to one of the addresses; each failure is given to `failed`.
+    /// Starts a connection to the first address that works, and passes each failure to `failed`.
     pub fn connect(&self, mut failed: impl FnMut(String, Errno)) -> Option<OwnedFd> {
         let mut attempt = |name: String, outcome: rustix::io::Result<OwnedFd>| outcome.map_err(|errno| failed(name, errno)).ok();
         match self {
@@ -145,16 +145,17 @@ impl std::fmt::Display for Address {
 
 fn connect_inet(address: &SocketAddr) -> rustix::io::Result<OwnedFd> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    // Blocking while it connects: the kernel's own limit applies where nobody answers, and a refusal comes at once.
+    // Blocks while it connects: the kernel's own limit applies if the peer does not answer, and a refusal arrives at
+    // once.
     let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     attend(&socket)?;
     connect_within(&socket, || connect(&socket, address))?;
-    // A socket that connects to a free port of its own range may meet itself.
+    // A socket that connects to a free port of its own range may connect to itself.
     let own = getsockname(&socket).ok().and_then(|own| SocketAddr::try_from(own).ok());
     if own == Some(*address) { Err(Errno::CONNREFUSED) } else { Ok(socket) }
 }
 
-/// Sends at once, and notices within two minutes that the other host has vanished.
+/// Disables Nagle's algorithm, and detects within two minutes that the other node has vanished.
 pub(super) fn attend(socket: &OwnedFd) -> rustix::io::Result<()> {
     sockopt::set_tcp_nodelay(socket, true)?;
     sockopt::set_tcp_keepidle(socket, Duration::from_secs(60))?;
@@ -163,7 +164,7 @@ pub(super) fn attend(socket: &OwnedFd) -> rustix::io::Result<()> {
     sockopt::set_socket_keepalive(socket, true)
 }
 
-/// Connects within two seconds, so that whoever waits sees its deadline.
+/// Connects within two seconds, so that the caller can check its deadline.
 fn connect_within(socket: &OwnedFd, connect: impl FnOnce() -> rustix::io::Result<()>) -> rustix::io::Result<()> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     rustix::io::ioctl_fionbio(socket, true)?;
@@ -186,20 +187,20 @@ pub(super) fn unix_address(name: &UnixName) -> rustix::io::Result<SocketAddrUnix
     }
 }
 
-/// Connects to whoever listens there.
+/// Connects to the process that listens at `name`.
 pub(super) fn connect_unix(name: &UnixName) -> rustix::io::Result<OwnedFd> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, FLAGS, None)?;
     connect(&socket, &unix_address(name)?)?;
     Ok(socket)
 }
 
-/// Whether the other end of a Unix socket belongs to this process's user, or to root.
+/// Returns true if the other end of a Unix socket belongs to this process's user or to root.
 pub(super) fn ours(socket: &OwnedFd) -> bool {
     let own = rustix::process::geteuid().as_raw();
     socket::peer(socket).is_ok_and(|peer| peer.uid == own || peer.uid == 0)
 }
 
-/// Name, for people, of the peer at the other end of an accepted connection.
+/// Returns a readable name of the peer of an accepted connection.
 pub fn peer_name(connection: &OwnedFd) -> String {
     let inet = getpeername(connection).ok().flatten().and_then(|peer| SocketAddr::try_from(peer).ok());
     match (inet, socket::peer(connection)) {

@@ -1,4 +1,4 @@
-//! A client: connections to one server, each used by one call at a time.
+//! A client: a pool of connections to one server, each used by one call at a time.
 
 use super::address::Address;
 use super::frame::{Answer, LENGTH, Message};
@@ -19,54 +19,54 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Time after a call's limit within which the server's own word that it has passed may come.
+/// Time after a call's limit in which the server's report of the timeout may still arrive.
 const GRACE: Duration = Duration::from_millis(80);
 
-/// Time that a call looks for its answer before it sleeps, if that has paid of late.
+/// How long a call spins for its answer before it sleeps, if spinning has paid off recently.
 const SPIN: Duration = Duration::from_micros(40);
 
-/// Longest sleep of a read; then it looks at the clock, and for signals.
+/// Maximum sleep of a read before it checks the clock and pending signals.
 const NAP: Duration = interrupt::LOOK;
 
-/// Most idle connections kept; each is one thread's that has called at the same time as others.
+/// Maximum number of idle connections kept. Concurrent calls use one connection each.
 const IDLE: usize = 16;
 
-/// First and longest pause between attempts to reach a server that is not there yet.
+/// First and longest pause between attempts to reach a server that has not started yet.
 const PAUSE: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(50);
 
-/// Connection: one side of a conversation.
+/// A connection to the server.
 struct Connection {
     socket: OwnedFd,
     frame: Vec<u8>,
-    /// Generation of the process that made the connection.
+    /// Fork generation of the process that made the connection.
     generation: u64,
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // Ends the conversation even if a forked child holds a copy of the descriptor, and not if this is the child.
+        // Ends the connection even if a forked child holds a copy of the file descriptor, but not in the child.
         if self.generation == fork::generation() {
             let _ = shutdown(&self.socket, Shutdown::Both);
         }
     }
 }
 
-/// Time for which a client whose calls need one more connection tries again while the server closes it at once. A server that is beset by
-/// unidentified peers may take the client for one of them.
+/// How long a client that needs another connection retries while the server closes it at once. A server that is
+/// overloaded by unidentified peers may take the client for one of them.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Failure of an exchange that has ended without an answer.
+/// Why an exchange ended without an answer.
 enum Broken {
     /// The exchange failed before anything was sent.
     Unsent(Error),
-    /// The program wants to wait no longer.
+    /// The program has asked to stop waiting.
     Interrupted(Error),
-    /// The time is over.
+    /// The deadline has passed.
     Late,
-    /// Closed by the other end, with the system's reason if there is one.
+    /// The other end closed the connection; with the error, if there was one.
     Closed(Option<Errno>),
-    /// An answer that is none.
+    /// The answer is malformed.
     Garbled(Error),
 }
 
@@ -98,10 +98,10 @@ impl Connection {
         Ok(())
     }
 
-    /// Reads something, at most `into` and at least a byte.
+    /// Reads between one byte and as many as `into` holds.
     fn read(&self, into: &mut [u8], deadline: Instant) -> std::result::Result<usize, Broken> {
         loop {
-            // Asleep in one call while there is time; the last nap is measured.
+            // Sleeps in a blocking read while there is time; the last nap polls with a timeout.
             if deadline.saturating_duration_since(Instant::now()) <= NAP {
                 self.ready(PollFlags::IN, deadline)?;
             }
@@ -122,7 +122,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Looks for an answer without sleeping; whether one has begun to come.
+    /// Spins for an answer; returns true if one has started to arrive.
     fn spin(&self) -> bool {
         let until = Instant::now() + SPIN;
         loop {
@@ -141,7 +141,7 @@ impl Connection {
         if eager.worthwhile() {
             eager.learn(self.spin());
         }
-        // Most answers fit one read.
+        // Most answers fit in one read.
         let mut start = [0; 512];
         let count = self.read(&mut start, deadline)?;
         if count < LENGTH {
@@ -163,12 +163,12 @@ impl Connection {
     }
 }
 
-/// Whether spinning for answers has paid of late. Shared by all connections of a client.
+/// Whether spinning for answers has paid off recently. Shared by all connections of a client.
 #[derive(Default)]
 struct Eagerness(std::sync::atomic::AtomicI32);
 
 impl Eagerness {
-    /// Says whether to try again: after failures only one call in 32 does.
+    /// Returns true if a call should spin. After failures, one call in 32 tries again.
     fn worthwhile(&self) -> bool {
         use std::sync::atomic::Ordering::Relaxed;
         self.0.load(Relaxed) >= 0 || self.0.fetch_add(1, Relaxed) == -1
@@ -179,18 +179,18 @@ impl Eagerness {
     }
 }
 
-/// Calls a server.
+/// The client of a server.
 pub(super) struct Client {
     address: Address,
     secret: Option<Vec<u8>>,
     idle: Mutex<Vec<Connection>>,
     eager: Eagerness,
-    /// Generation of the process that made the client; a forked child must not speak on its parent's connections.
+    /// Fork generation of the process that made the client; a forked child must not use its parent's connections.
     generation: u64,
 }
 
 impl Client {
-    /// A client that has reached its server, for which it waits until `deadline`.
+    /// Makes a client that has reached its server, retrying until `deadline`.
     pub(super) fn connect(address: Address, secret: Option<Vec<u8>>, deadline: Instant) -> Result<Self> {
         let client = Self { address, secret, idle: Mutex::default(), eager: Eagerness::default(), generation: fork::generation() };
         let started = Instant::now();
@@ -215,8 +215,8 @@ impl Client {
         }
     }
 
-    /// A new connection that the server has admitted; else why not, and whether to try again makes sense.
-    /// `known`: whether it has been reached before; if it is not there now, it has gone.
+    /// Makes a new connection that the server has admitted. On failure, returns the error and true if a retry makes
+    /// sense. `known` is true if the server has been reached before; if it refuses connections now, it has ended.
     fn reach(&self, deadline: Instant, known: bool) -> std::result::Result<Connection, (Error, bool)> {
         let address = &self.address;
         let mut refusals = Vec::new();
@@ -238,7 +238,7 @@ impl Client {
         let broken = |broken: Broken| match broken {
             Broken::Late if known => (self.broken("a new connection", Broken::Late), false),
             Broken::Late => (Error::network(format!("what listens at {address} says nothing; a torch-symm store would (timeout)")), false),
-            // A server that is about to end accepts and closes.
+            // A server that is shutting down accepts and closes.
             Broken::Closed(_) => {
                 let whose = match address {
                     Address::Unix(_) => "; a store there serves its own user only",
@@ -291,7 +291,7 @@ impl Client {
         }
     }
 
-    /// Tells the server that one more worker has come.
+    /// Reports to the server that this worker has joined.
     pub(super) fn join(&self, deadline: Instant) -> Result<()> {
         match self.exchange(&Message::Join, deadline)? {
             Ok(_) => Ok(()),
@@ -299,7 +299,7 @@ impl Client {
         }
     }
 
-    /// Does what `request` says.
+    /// Executes `request`.
     pub(super) fn call(&self, request: &Request<'_>, limit: Duration) -> Result<Reply> {
         let limit = limit.min(MAX_TIMEOUT);
         let message = Message::Call(limit, request.clone());
@@ -330,7 +330,7 @@ impl Client {
     fn exchange(&self, message: &Message<'_>, deadline: Instant) -> Result<std::result::Result<Answer, Broken>> {
         let mut connection = self.take(deadline)?;
         let outcome = connection.exchange(message, deadline, &self.eager);
-        // After anything else the conversation is out of step.
+        // After any other failure, the connection may hold part of an answer.
         if let Ok(_) | Err(Broken::Unsent(_)) = &outcome {
             self.give_back(connection);
         }

@@ -1,4 +1,4 @@
-//! Frames between client and server once they trust each other: a length of four bytes, then a body.
+//! Frames between a client and a server after authentication: a 4-byte length, then a body.
 
 use super::limits::MAX_FRAME;
 use crate::error::{Error, Kind, Result};
@@ -7,23 +7,23 @@ use crate::store::table::Reply;
 use bytes::Bytes;
 use std::time::Duration;
 
-/// Bytes before the body.
+/// Size of the length before the body.
 pub const LENGTH: usize = 4;
 
-/// Size from which on a value goes out from where it is stored.
+/// A value of this size or more is sent from where it is stored, without a copy.
 const APART: usize = 16 * 1024;
 
-/// Message of a client.
+/// A message of a client.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Message<'a> {
-    /// Request to be done within a time.
+    /// A request and its limit.
     Call(Duration, Request<'a>),
-    /// Join of one more of the workers that the master waits for.
+    /// Adds one to the number of workers for which the master waits.
     Join,
 }
 
 impl<'a> Message<'a> {
-    /// The message in a body.
+    /// Decodes a body.
     pub fn decode(body: &'a [u8]) -> Result<Self> {
         let mut fields = Fields(body);
         match fields.u8()? {
@@ -36,7 +36,7 @@ impl<'a> Message<'a> {
         }
     }
 
-    /// Replaces `out` with the whole frame. `Value` if it is longer than a server takes.
+    /// Replaces `out` with the whole frame. `Value` if it is longer than a server accepts.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<()> {
         out.clear();
         out.extend_from_slice(&[0; LENGTH]);
@@ -59,19 +59,19 @@ impl<'a> Message<'a> {
     }
 }
 
-/// Answer of a server.
+/// An answer of the server.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// Reply of the store.
+    /// The reply of the store.
     Done(Reply),
-    /// The time is over and the keys with these indices do not exist.
+    /// The time is over, and the keys with these indices do not exist.
     Missing(Vec<usize>),
-    /// Refusal of the message.
+    /// The message was rejected.
     Failed(Error),
 }
 
 impl Answer {
-    /// The whole frame, in pieces that are to be sent one after the other.
+    /// Encodes the whole frame, in pieces to be sent in order.
     pub fn encode(&self) -> Vec<Bytes> {
         let mut pieces = Pieces { done: Vec::new(), open: vec![0; LENGTH], length: 0 };
         match self {
@@ -114,7 +114,7 @@ impl Answer {
         pieces.finish()
     }
 
-    /// Number of bytes of the body, which must not exceed [`MAX_FRAME`].
+    /// Returns the length of the body, which must not exceed [`MAX_FRAME`].
     pub fn encoded_len(&self) -> usize {
         1 + match self {
             Self::Done(Reply::Unit) => 0,
@@ -128,7 +128,7 @@ impl Answer {
         }
     }
 
-    /// The answer in a body, whose values share its memory.
+    /// Decodes a body; the values share its memory.
     pub fn decode(body: &Bytes) -> Result<Self> {
         let mut fields = Fields(body);
         let answer = match fields.u8()? {
@@ -164,7 +164,7 @@ impl Answer {
     }
 }
 
-/// A frame that is being put together.
+/// A frame under construction.
 struct Pieces {
     done: Vec<Bytes>,
     open: Vec<u8>,

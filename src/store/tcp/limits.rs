@@ -1,24 +1,24 @@
-//! Limits of one server, so that nobody who reaches it can exhaust its host.
+//! Limits of one server, so that no client can exhaust its node.
 
 use std::time::Duration;
 
-/// The longest frame, either way: a value of 64 MiB with the longest key.
+/// Maximum length of a frame in either direction: a value of 64 MiB with the longest key.
 pub const MAX_FRAME: usize = 64 * 1024 * 1024 + 2 * 64 * 1024;
 
-/// Bounds of a server; the defaults are those of `docs/design/store.md`.
+/// Limits of a server; `docs/design/store.md` explains the defaults.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// Bytes of keys and values.
+    /// Maximum size of all keys and values.
     pub stored: usize,
-    /// Bytes of long frames that are on their way in or out, all clients together.
+    /// Maximum size of all long frames in transit, over all clients.
     pub moving: usize,
-    /// Clients connected at once.
+    /// Maximum number of connected clients.
     pub clients: usize,
-    /// Connections at once that have not introduced themselves; the oldest goes first.
+    /// Maximum number of connections that have not authenticated; the oldest is closed first.
     pub unidentified: usize,
-    /// Time that an unidentified peer may take to introduce itself.
+    /// How long an unidentified peer may take to authenticate.
     pub hello: Duration,
-    /// Time that a frame may take, from its first byte to its last, or an answer to be taken.
+    /// How long a frame may take from its first byte to its last, and an answer until the client has received it.
     pub frame: Duration,
 }
 

@@ -1,4 +1,4 @@
-//! Listeners of a server of the store.
+//! The listening sockets of a server.
 
 use super::address::{Address, FLAGS, UnixName, attend, connect_unix, ours, unix_address};
 use super::occupant;
@@ -14,11 +14,11 @@ use std::path::{Path, PathBuf};
 
 const BACKLOG: i32 = 4096;
 
-/// Sockets that a server listens at. The path of a Unix socket goes with them.
+/// The sockets on which a server listens. A Unix socket's path is removed with them.
 pub struct Listeners {
     /// The sockets.
     pub sockets: Vec<OwnedFd>,
-    /// Address with the port that was chosen.
+    /// The address, with the port that was chosen.
     pub address: Address,
     path: Option<(PathBuf, u64)>,
 }
@@ -26,7 +26,7 @@ pub struct Listeners {
 impl Drop for Listeners {
     fn drop(&mut self) {
         for socket in &self.sockets {
-            // Frees the port even if a forked child holds a copy of the descriptor.
+            // Frees the port even if a forked child holds a copy of the file descriptor.
             let _ = shutdown(socket, Shutdown::Both);
         }
         if let Some((path, inode)) = &self.path
@@ -38,7 +38,7 @@ impl Drop for Listeners {
 }
 
 impl Listeners {
-    /// Listens at all of `address`; port 0 picks a free one. `Network` if it cannot.
+    /// Listens on all addresses of `address`; port 0 picks a free one. `Network` on failure.
     pub fn at(address: &Address) -> Result<Self> {
         match address {
             Address::Inet(all) => inet(all),
@@ -46,7 +46,7 @@ impl Listeners {
         }
     }
 
-    /// Takes over a TCP socket that is bound already.
+    /// Takes over a TCP socket that is already bound.
     pub fn adopt(socket: OwnedFd) -> Result<Self> {
         let fail = |errno| Error::network(format!("the socket that was handed over cannot listen: {errno}"));
         rustix::io::ioctl_fionbio(&socket, true).map_err(fail)?;
@@ -55,7 +55,7 @@ impl Listeners {
         Ok(Self { sockets: vec![socket], address: Address::Inet(vec![address]), path: None })
     }
 
-    /// The next connection to `socket`: `AGAIN` if there is none.
+    /// Accepts the next connection to `socket`; `AGAIN` if no connection is waiting.
     pub fn accept(&self, socket: &OwnedFd) -> rustix::io::Result<OwnedFd> {
         let (connection, _) = acceptfrom_with(socket.as_fd(), FLAGS)?;
         match &self.address {
@@ -65,7 +65,7 @@ impl Listeners {
         Ok(connection)
     }
 
-    /// Whether whoever is at the other end of `connection` may speak: at a Unix socket this user and root.
+    /// Returns true if the peer of `connection` may use the store: on a Unix socket, only this user and root.
     pub fn serves(&self, connection: &OwnedFd) -> bool {
         match &self.address {
             Address::Inet(_) => true,
@@ -95,7 +95,7 @@ fn inet(all: &[SocketAddr]) -> Result<Listeners> {
                 sockets.push(socket);
                 addresses.push(address);
             }
-            // A name may stand for addresses that this machine does not have, such as ::1 without IPv6.
+            // A name may resolve to addresses that this machine does not have, such as ::1 without IPv6.
             Err(errno @ (Errno::ADDRNOTAVAIL | Errno::AFNOSUPPORT)) => absent = Some((wanted, errno)),
             Err(Errno::ADDRINUSE) => {
                 let occupant = occupant::described(&Address::Inet(vec![wanted]));
@@ -115,10 +115,10 @@ fn inet(all: &[SocketAddr]) -> Result<Listeners> {
 fn listen_inet(address: &SocketAddr) -> rustix::io::Result<(OwnedFd, SocketAddr)> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let socket = socket_with(family, SocketType::STREAM, FLAGS, Some(ipproto::TCP))?;
-    // A server that has just ended leaves connections behind that would hold the port for a minute.
+    // Connections that a recently ended server has left behind would block the port for a minute.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     if address.is_ipv6() {
-        // "::" stands for all addresses, IPv4 included; any other for itself.
+        // "::" stands for all addresses including IPv4; any other address only for itself.
         sockopt::set_ipv6_v6only(&socket, !address.ip().is_unspecified())?;
     }
     bind(&socket, address)?;
@@ -150,7 +150,7 @@ fn unix(name: &UnixName) -> Result<Listeners> {
     outcome.map_err(fail)?;
     let path = match name {
         UnixName::Path(path) => {
-            // Before it listens, so nobody of another user slips in; `accept` looks at the user again.
+            // Before it listens, so that no other user can connect in between; `accept` checks the user again.
             let metadata =
                 std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).and_then(|()| std::fs::symlink_metadata(path));
             let metadata = metadata.map_err(|error| Error::network(format!("{}: {error}", path.display())))?;
@@ -162,7 +162,7 @@ fn unix(name: &UnixName) -> Result<Listeners> {
     Ok(Listeners { sockets: vec![socket], address, path })
 }
 
-/// Whether `path` is a socket of this user that nobody serves any more.
+/// Returns true if `path` is a socket of this user on which no server listens any more.
 fn abandoned(path: &Path, name: &UnixName) -> bool {
     let own = std::fs::symlink_metadata(path)
         .is_ok_and(|metadata| metadata.file_type().is_socket() && metadata.uid() == rustix::process::geteuid().as_raw());
@@ -190,7 +190,7 @@ mod tests {
         assert!(Listeners::at(&name).is_err_and(|error| error.message.contains("in use")));
         drop(listeners);
         assert!(!place.exists());
-        // Left behind by a server that was killed.
+        // Left by a server that was killed.
         drop(std::os::unix::net::UnixListener::bind(&place));
         assert!(place.exists());
         drop(Listeners::at(&name)?);

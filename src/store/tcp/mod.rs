@@ -1,4 +1,4 @@
-//! A store on a server that many processes reach: over TCP, or over a Unix socket.
+//! A store on a server that many processes reach, over TCP or a Unix socket.
 #![allow(unsafe_code, reason = "a socket that its owner hands over")]
 
 pub mod address;
@@ -26,7 +26,7 @@ use server::Server;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// A server that stores of this process may share, by what it was asked for.
+/// A server that several stores of this process may share, with the options under which they find it.
 struct Tenancy {
     host: String,
     port: u16,
@@ -42,44 +42,44 @@ impl Tenancy {
 
 static SERVERS: PerProcess<Mutex<Vec<Tenancy>>> = PerProcess::new(|| Mutex::new(Vec::new()));
 
-/// Options of a store, with the meanings of torch's `TCPStore`.
+/// Options of a store, with the semantics of torch's `TCPStore`.
 #[derive(Clone)]
 pub struct TcpOptions {
-    /// Host name, IPv4 or IPv6 address, `unix:/path` or `unix:@name`. A master listens there and nowhere else.
+    /// Host name, IPv4 or IPv6 address, `unix:/path` or `unix:@name`. A master listens only there.
     pub host: String,
-    /// Port; 0 lets a master choose. Without meaning for Unix sockets.
+    /// Port; 0 lets a master choose. Ignored for Unix sockets.
     pub port: u16,
-    /// Number of workers, this one included.
+    /// Number of workers, including this one.
     pub world_size: Option<u32>,
-    /// Whether this store brings the server.
+    /// True if this store runs the server.
     pub is_master: bool,
-    /// Limit of opening.
+    /// Limit for opening the store.
     pub timeout: Duration,
-    /// Whether a master returns only when all workers have joined.
+    /// True if a master should return only when all workers have joined.
     pub wait_for_workers: bool,
-    /// Whether masters of this process that name the same host and port share a server.
+    /// True if masters of this process with the same host and port share a server.
     pub multi_tenant: bool,
-    /// A bound TCP socket to listen on, of which the store becomes the owner.
+    /// A bound TCP socket to listen on; the store takes ownership of it.
     pub listen_fd: Option<RawFd>,
-    /// Secret that clients must know.
+    /// The secret that clients must know.
     pub secret: Option<Vec<u8>>,
-    /// Whether processes of this user alone are to be served where there is no secret and `host` is loopback, see
+    /// True to serve only processes of this user if there is no secret and `host` is loopback; see
     /// [`Address::for_same_user`].
     pub same_user: bool,
 }
 
-/// A client, and with the master the server.
+/// A client, and on the master also the server.
 pub struct TcpStore {
     host: String,
     port: u16,
     client: Client,
-    /// Server, which ends after the client's connections.
+    /// The server; a later field, so it ends after the client's connections.
     _server: Option<Arc<Server>>,
 }
 
 impl TcpStore {
-    /// Opens the store: `Value` for arguments that mean nothing, `Network` if the server cannot be had or reached in time,
-    /// `Config` where secrets do not fit, `Timeout` if workers are missing.
+    /// Opens the store. `Value` for invalid arguments, `Network` if the server cannot be started or reached in time,
+    /// `Config` if the secrets differ, `Timeout` if workers are missing.
     pub fn open(options: TcpOptions) -> Result<Self> {
         let started = Instant::now();
         let deadline = started + options.timeout.min(MAX_TIMEOUT);
@@ -121,12 +121,12 @@ impl TcpStore {
         Ok(Self { host, port, client, _server: server })
     }
 
-    /// The host as it was given, or the Unix socket.
+    /// Returns the host as given, or the Unix socket.
     pub fn host(&self) -> &str {
         &self.host
     }
 
-    /// The port; 0 for Unix sockets.
+    /// Returns the port; 0 for Unix sockets.
     pub fn port(&self) -> u16 {
         self.port
     }
@@ -138,14 +138,15 @@ impl Store for TcpStore {
     }
 }
 
-/// Address of the server.
+/// Returns the address of the server.
 fn endpoint(options: &TcpOptions, deadline: Instant) -> Result<Address> {
     let address = Address::resolve(&options.host, options.port, deadline)?;
     if options.same_user && options.secret.is_none() { address.for_same_user() } else { Ok(address) }
 }
 
 fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
-    // SAFETY: the caller gives the descriptor away, as `TcpOptions::listen_fd` demands; it is taken at most once.
+    // SAFETY: the caller transfers ownership of the descriptor, as `TcpOptions::listen_fd` requires; it is taken at
+    // most once.
     let listen_fd = options.listen_fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
     let shared = options.multi_tenant && options.port != 0 && listen_fd.is_none();
     let mut servers = lock(SERVERS.get());

@@ -1,14 +1,14 @@
-//! Occupant: the process that has the address at which a store was to listen.
+//! Finds the process that already listens at the address that a store wants.
 
 use super::address::{Address, UnixName, connect_unix};
 use crate::sys::socket;
 use std::net::SocketAddr;
 use std::path::Path;
 
-/// State of a listening socket in `/proc/net/tcp`.
+/// The state of a listening socket in `/proc/net/tcp`.
 const LISTENS: &str = "0A";
 
-/// The end of a sentence: who listens at `address`, as far as this process can see, and what to do.
+/// Returns the end of an error message: which process listens at `address`, if it is visible, and the remedy.
 pub(super) fn described(address: &Address) -> String {
     let own = rustix::process::geteuid().as_raw();
     let (uid, pid) = match address {
@@ -36,15 +36,15 @@ pub(super) fn described(address: &Address) -> String {
     }
 }
 
-/// User and inode of a socket that listens at the port of `address`.
+/// Returns the user and the inode of a socket that listens at the port of `address`.
 fn listener(address: &SocketAddr) -> Option<(u32, u64)> {
     let port = format!("{:04X}", address.port());
     let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(|table| std::fs::read_to_string(table).unwrap_or_default());
     tables.iter().flat_map(|table| table.lines()).find_map(|line| listening(line, &port))
 }
 
-/// User and inode of a line of `/proc/net/tcp` that listens at `port`; the line has number, local address, remote one, state, queues,
-/// timer, retransmits, user, timeout, inode.
+/// Returns the user and the inode if the line of `/proc/net/tcp` shows a socket that listens at `port`. The columns are
+/// number, local address, remote address, state, queues, timer, retransmits, user, timeout, inode.
 fn listening(line: &str, port: &str) -> Option<(u32, u64)> {
     let fields: Vec<&str> = line.split_ascii_whitespace().collect();
     let (_, at) = fields.get(1)?.rsplit_once(':')?;
@@ -54,7 +54,7 @@ fn listening(line: &str, port: &str) -> Option<(u32, u64)> {
     Some((fields.get(7)?.parse().ok()?, fields.get(9)?.parse().ok()?))
 }
 
-/// A process of this user that has the socket `inode` open.
+/// Returns a process of this user that has the socket `inode` open.
 fn holder(inode: u64) -> Option<u32> {
     let wanted = format!("socket:[{inode}]");
     let has = |folder: &Path| {

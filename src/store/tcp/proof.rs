@@ -1,33 +1,33 @@
-//! Proofs by which a client and a server that share a secret convince each other, without showing it.
+//! Mutual authentication of a client and a server that share a secret, without revealing it.
 //!
-//! The server opens with a fresh nonce; the client answers with a nonce of its own and, if there is a secret, with
-//! HMAC-SHA256 over both; the server closes the door or answers with an HMAC of its own. Each proof holds for one
-//! connection only, so none can be replayed. What follows is not encrypted.
+//! The server opens with a fresh nonce. The client answers with its own nonce and, if there is a secret, an HMAC-SHA256
+//! over both nonces. The server closes the connection or answers with an HMAC of its own. Each proof is valid for one
+//! connection only, so it cannot be replayed. The frames that follow are not encrypted.
 
 use crate::error::{Error, Result};
 use crate::sys::random;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-/// First bytes either way. The digit is the protocol's version.
+/// The first bytes in either direction. The digit is the protocol's version.
 const MAGIC: &[u8; 8] = b"symmkv1\n";
 
-/// Length of a nonce, and of a proof.
+/// Length of a nonce and of a proof.
 const WIDTH: usize = 32;
 
-/// Length of what the server opens with: magic, whether it wants a proof, nonce.
+/// Length of the server's opening: magic, a flag for "proof required", nonce.
 pub const OPENING: usize = 8 + 1 + WIDTH;
 
-/// Length of what the client says: magic, whether it brings a proof, nonce, proof.
+/// Length of the client's hello: magic, a flag for "with proof", nonce, proof.
 pub const HELLO: usize = 8 + 1 + WIDTH + WIDTH;
 
-/// Length of the server's answer: admitted or not, proof.
+/// Length of the server's answer: a flag for "admitted", proof.
 pub const ADMISSION: usize = 1 + WIDTH;
 
 /// A value used once.
 pub type Nonce = [u8; WIDTH];
 
-/// Side that speaks: it keeps one side's proof from serving as the other's.
+/// The side that sends a proof; it keeps a proof of one side from being valid for the other.
 #[derive(Clone, Copy)]
 enum Side {
     Client,
@@ -35,7 +35,7 @@ enum Side {
 }
 
 fn mac(secret: &[u8], side: Side, server: &Nonce, client: &Nonce) -> Result<Hmac<Sha256>> {
-    // HMAC takes keys of any length.
+    // HMAC accepts keys of any length.
     let mut mac = Hmac::<Sha256>::new_from_slice(secret).map_err(|error| Error::internal(error.to_string()))?;
     mac.update(match side {
         Side::Client => b"symm store client",
@@ -58,26 +58,26 @@ fn fixed<const N: usize>(bytes: &[u8]) -> [u8; N] {
     array
 }
 
-/// The server's first words to a connection, and the nonce in them.
+/// Returns the server's opening of a connection, and the nonce in it.
 pub fn opening(secret: bool) -> Result<([u8; OPENING], Nonce)> {
     let nonce = random::bytes()?;
     Ok((fixed(&[&MAGIC[..], &[u8::from(secret)], &nonce].concat()), nonce))
 }
 
-/// Why a server does not admit somebody.
+/// Why a server does not admit a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// Speaks something else.
+    /// The peer speaks another protocol.
     Foreign,
-    /// Was given no secret, where there is one.
+    /// The peer has no secret, but the server has one.
     Without,
-    /// The proof is that of another secret or connection.
+    /// The proof was made with another secret or for another connection.
     Wrong,
-    /// Was given a secret, where there is none.
+    /// The peer has a secret, but the server has none.
     Needless,
 }
 
-/// The server's answer to a client's hello.
+/// Returns the server's answer to a client's hello.
 pub fn admit(secret: Option<&[u8]>, server: &Nonce, hello: &[u8; HELLO]) -> std::result::Result<[u8; ADMISSION], Refusal> {
     if !hello.starts_with(MAGIC) {
         return Err(Refusal::Foreign);
@@ -96,25 +96,26 @@ pub fn admit(secret: Option<&[u8]>, server: &Nonce, hello: &[u8; HELLO]) -> std:
     Ok(fixed(&[&[1], &proof[..]].concat()))
 }
 
-/// Whether a hello that has come so far can still become one.
+/// Returns true if the bytes received so far can still become a hello.
 pub fn plausible(start: &[u8]) -> bool {
     let length = start.len().min(MAGIC.len());
     start[..length] == MAGIC[..length]
 }
 
-/// The last words of a client that has a secret where the server has none, or none where it has one: the server, too, tells its user.
+/// Returns the last message of a client that has a secret where the server has none, or the reverse, so that the server
+/// can log it, too.
 pub fn farewell(secret: bool) -> [u8; HELLO] {
     fixed(&[&MAGIC[..], &[u8::from(secret)]].concat())
 }
 
-/// Knowledge of a client after the server's first words.
+/// The state of a client after the server's opening.
 pub struct Introduction {
     server: Nonce,
     client: Nonce,
 }
 
 impl Introduction {
-    /// Reads the server's first words and gives the client's. Errors say what is wrong with the server, without its name.
+    /// Reads the server's opening and returns the client's hello. Errors describe the server without its name.
     pub fn answer(opening: &[u8; OPENING], secret: Option<&[u8]>) -> Result<(Self, [u8; HELLO])> {
         if !opening.starts_with(MAGIC) {
             return Err(Error::network("what listens there is not a torch-symm store of this version"));
@@ -137,7 +138,7 @@ impl Introduction {
         Ok((Self { server, client }, hello))
     }
 
-    /// Whether the server admits this client and, if there is a secret, knows it.
+    /// Succeeds if the server admits this client and, if there is a secret, has proven that it knows it.
     pub fn admitted(&self, admission: &[u8; ADMISSION], secret: Option<&[u8]>) -> Result<()> {
         let proven = secret.is_none_or(|secret| holds(secret, Side::Server, &self.server, &self.client, &admission[1..]));
         if admission[0] == 1 && proven { Ok(()) } else { Err(Error::config("it does not know the secret that this client was given")) }

@@ -1,4 +1,4 @@
-//! Admission: connections are accepted, asked for the secret, and kept from taking the process's last descriptors.
+//! Admission: accepts and authenticates connections, and keeps them from using the process's last file descriptors.
 
 use super::connection::{Connection, Phase};
 use super::event_loop::EventLoop;
@@ -13,26 +13,28 @@ use rustix::fd::{AsRawFd, OwnedFd};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use std::time::{Duration, Instant};
 
-/// Connections that are accepted before others have their turn.
+/// Number of connections accepted before other events are handled.
 const ACCEPT_TURN: usize = 64;
 
-/// Time to wait before accepting again when descriptors have run out.
+/// Pause before accepting again when file descriptors have run out.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
 
-/// Connections from which on the process gets [`ROOM`] descriptors.
+/// Number of connections from which the process gets [`ROOM`] file descriptors.
 const MANY: usize = 16;
 const ROOM: u64 = 4096;
 
-/// Unidentified peers that may be there however few descriptors are left for them: a peer that knows the secret is one, too, for a moment.
+/// Number of unidentified peers that stay allowed when they have used their share of the file descriptors, because a
+/// peer that knows the secret is unidentified at first, too.
 const FEW: usize = 16;
 
-/// The part of the process's descriptors that unidentified peers leave to those who know the secret and to the rest of the process: 1 in 4.
+/// The part of the process's file descriptors that unidentified peers must leave free: 1 in 4.
 const KEPT_FROM_UNIDENTIFIED: u64 = 4;
 
-/// Descriptors that clients leave to the rest of the process: as many, or 1 in 8.
+/// Number of file descriptors that clients must leave free for the rest of the process, or 1 in 8 if that is fewer.
 const KEPT_FROM_CLIENTS: u64 = 32;
 
-/// `socket` under the lowest descriptor that is free, if that is lower than its own. So those who came in place of others do not climb.
+/// Moves `socket` to the lowest free file descriptor, if that is lower than its own, so that connections that replace
+/// others do not climb.
 fn lowered(socket: OwnedFd) -> OwnedFd {
     match fcntl_dupfd_cloexec(&socket, 0) {
         Ok(copy) if copy.as_raw_fd() < socket.as_raw_fd() => copy,
@@ -46,12 +48,12 @@ impl EventLoop {
             match self.listeners.accept(&self.listeners.sockets[index]) {
                 Ok(socket) => self.welcome(socket),
                 Err(Errno::AGAIN) => return,
-                // It has gone again.
+                // The peer has disconnected already.
                 Err(Errno::CONNABORTED | Errno::INTR) => {}
-                // The rest of the process has taken the last descriptor.
+                // The rest of the process has taken the last file descriptor.
                 Err(Errno::MFILE | Errno::NFILE) if self.evict() => {}
                 Err(errno) => {
-                    // The listener stays readable, and no further event says so.
+                    // The listener stays readable, so no further event announces the connection.
                     self.deaf.warn(format_args!("the store at {} cannot accept a connection: {errno}", self.listeners.address));
                     self.accept_at = Some(Instant::now() + ACCEPT_AGAIN);
                     return;
@@ -68,7 +70,7 @@ impl EventLoop {
         if self.connections.len() >= self.limits.clients {
             return self.refuse(&peer_name(&socket), &format!("{} clients are connected", self.connections.len()));
         }
-        // Descriptors are given out from the lowest on, and the bounds are on their numbers: those above are for others.
+        // The kernel assigns the lowest free number, and the bounds are numbers, so those above remain for others.
         let (number, limit) = (u64::from(socket.as_raw_fd().unsigned_abs()), process::descriptor_limit());
         let scarce = number >= limit - KEPT_FROM_CLIENTS.min(limit / 8);
         let few = number >= limit - limit / KEPT_FROM_UNIDENTIFIED;
@@ -95,7 +97,7 @@ impl EventLoop {
         self.send(key, [Bytes::copy_from_slice(&words)]);
     }
 
-    /// Closes the oldest connection that has not introduced itself; whether there was one.
+    /// Closes the oldest connection that has not authenticated; returns true if one existed.
     fn evict(&mut self) -> bool {
         let oldest = self.unidentified.first().copied();
         oldest.into_iter().for_each(|key| self.close(key));
@@ -106,7 +108,7 @@ impl EventLoop {
         self.refused.warn(format_args!("the store at {} refused {who}: {why}", self.listeners.address));
     }
 
-    /// Admits connection `key` if its introduction is what it must be.
+    /// Admits connection `key` if its hello is valid.
     pub(super) fn meet(&mut self, key: usize, hello: &[u8; HELLO]) {
         let Some(connection) = self.connections.get_mut(&key) else {
             return;
@@ -138,12 +140,13 @@ impl EventLoop {
     }
 }
 
-/// Lets the kernel make the process's table of descriptors longer on another thread. Whoever opens the one for which it is too short, the
-/// 256th and each power of two after it, waits for all processors to notice, 10 ms and more; here that would be all clients.
+/// Lets the kernel grow the process's table of file descriptors on another thread. The call that exceeds it, at the
+/// 256th and each power of two after it, waits 10 ms and more for all processors; in this thread, all clients would
+/// wait.
 fn make_room() {
     let grow = || {
         let highest = i32::try_from(process::descriptor_limit().min(ROOM).saturating_sub(1)).unwrap_or(i32::MAX);
-        // Where it cannot be had, clients wait.
+        // If the table cannot grow, clients wait.
         let _ = eventfd(0, EventfdFlags::CLOEXEC).and_then(|one| fcntl_dupfd_cloexec(&one, highest));
     };
     let _ = crate::sys::thread::spawn("symm-room", None, grow);

@@ -1,14 +1,14 @@
-//! Calendar of the times by which connections must have done something.
+//! The queue of the connections' deadlines.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-/// Deadlines of connections, each of which has at most one.
+/// The deadlines of connections, ordered by time; a connection has at most one.
 #[derive(Default)]
 pub(super) struct Calendar(BTreeSet<(Instant, usize)>);
 
 impl Calendar {
-    /// Replaces the deadline that `slot` holds for connection `key`.
+    /// Replaces the deadline of connection `key`, which `slot` holds.
     pub(super) fn set(&mut self, key: usize, slot: &mut Option<Instant>, deadline: Option<Instant>) {
         if let Some(old) = std::mem::replace(slot, deadline) {
             self.0.remove(&(old, key));
@@ -18,12 +18,12 @@ impl Calendar {
         }
     }
 
-    /// The first deadline.
+    /// Returns the earliest deadline.
     pub(super) fn first(&self) -> Option<Instant> {
         self.0.first().map(|(deadline, _)| *deadline)
     }
 
-    /// A connection whose deadline has passed.
+    /// Returns a connection whose deadline has passed.
     pub(super) fn expired(&self, now: Instant) -> Option<usize> {
         self.0.first().filter(|(deadline, _)| *deadline <= now).map(|(_, key)| *key)
     }

@@ -1,4 +1,4 @@
-//! Connection of one client: bytes in, bytes out, never blocking.
+//! The connection of one client; reads and writes without blocking.
 
 use crate::store::tcp::address::peer_name;
 use crate::store::tcp::frame::LENGTH;
@@ -15,37 +15,37 @@ use std::time::Instant;
 /// Frames up to this length never wait for memory.
 pub(super) const SHORT: usize = 16 * 1024;
 
-/// Bytes that are read before the length of a frame is known.
+/// Size of a read before the length of a frame is known.
 const FIRST: usize = 2 * 1024;
 
-/// Bytes that are read or written before others have their turn.
+/// Maximum number of bytes that a connection reads or writes in one turn.
 const TURN: usize = 256 * 1024;
 
-/// Phase that a client has come to.
+/// The phase of a client's connection.
 #[derive(Debug)]
 pub(super) enum Phase {
-    /// Has not introduced itself.
+    /// The client has not authenticated.
     Unidentified(Nonce),
-    /// The next frame is expected, or on its way.
+    /// The next frame is expected, or arriving.
     Open,
-    /// Waits for `key`, and is told that it is missing at the deadline.
+    /// The client waits for `key`, and gets an answer that names it at the deadline.
     Waiting { key: String },
-    /// Is to be told why and then left.
+    /// The server sends an error and then closes the connection.
     Leaving,
 }
 
-/// Result of reading.
+/// The result of reading.
 #[derive(Debug)]
 pub(super) enum Input {
-    /// Nothing is complete, and nothing more comes for now.
+    /// Nothing is complete, and no more bytes are available.
     Nothing,
     /// Nothing is complete, but there is more to read.
     More,
-    /// The other end is closed, or speaks nonsense.
+    /// The other end is closed, or has sent malformed data.
     Closed,
-    /// The introduction of an unidentified peer.
+    /// The hello of an unidentified peer.
     Hello(Box<[u8; HELLO]>),
-    /// A frame of this length is about to come: memory for it must be reserved first.
+    /// A frame of this length is about to arrive, and memory for it must be reserved first.
     Long(usize),
     /// A frame is longer than allowed.
     TooLong(usize),
@@ -53,14 +53,14 @@ pub(super) enum Input {
     Frame(Bytes),
 }
 
-/// Result of sending.
+/// The result of sending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Output {
     /// Everything was sent.
     Sent,
-    /// The other end must read first; the socket will say when it has.
+    /// The other end must read first; an event will announce that it has.
     Blocked,
-    /// More is to be sent, after others have had their turn.
+    /// More remains to be sent after other connections have had their turn.
     More,
     /// The other end is closed.
     Closed,
@@ -69,17 +69,17 @@ pub(super) enum Output {
 pub(super) struct Connection {
     pub(super) socket: OwnedFd,
     pub(super) phase: Phase,
-    /// The request that waits or is to be tried again.
+    /// The request that waits or is to be retried.
     pub(super) request: Option<Bytes>,
-    /// Time by which something must have happened; kept in the server's calendar as well.
+    /// The deadline of the current phase; also in the server's deadline queue.
     pub(super) deadline: Option<Instant>,
-    /// Bytes that this connection has reserved.
+    /// Size of the memory that this connection has reserved.
     pub(super) reserved: usize,
-    /// Bytes of its request, if that is long and waits.
+    /// Size of its request, if that is long and waits.
     pub(super) parked: usize,
-    /// Whether the other end sends no more.
+    /// True if the other end sends no more.
     pub(super) ended: bool,
-    /// Whether all that had come was read when reading last stopped; what comes later is announced by an event.
+    /// True if the last read emptied the socket; an event announces later bytes.
     pub(super) drained: bool,
     input: Vec<u8>,
     output: VecDeque<Bytes>,
@@ -102,39 +102,39 @@ impl Connection {
         }
     }
 
-    /// Name, for people, of the peer at the other end.
+    /// Returns a readable name of the peer.
     pub(super) fn peer(&self) -> String {
         peer_name(&self.socket)
     }
 
-    /// Whether a frame has begun and not ended.
+    /// Returns true if a frame has started and not ended.
     pub(super) fn midway(&self) -> bool {
         !self.input.is_empty()
     }
 
-    /// Whether there may be something to do that no event will announce.
+    /// Returns true if there may be work that no event announces.
     pub(super) fn pending(&self) -> bool {
         self.midway() || !self.drained || self.ended || matches!(self.phase, Phase::Leaving)
     }
 
-    /// Whether an answer is still to be taken.
+    /// Returns true if part of an answer is still unsent.
     pub(super) fn unsent(&self) -> bool {
         !self.output.is_empty()
     }
 
-    /// Length of the frame of which at least the length has come.
+    /// Returns the length of the current frame, once that has arrived.
     fn announced(&self) -> Option<usize> {
         let length = self.input.get(..LENGTH)?;
         Some(u32::from_le_bytes([length[0], length[1], length[2], length[3]]) as usize)
     }
 
-    /// Takes what has come, up to one frame.
+    /// Reads available bytes, at most to the end of one frame.
     pub(super) fn read(&mut self) -> Input {
         if let Some(found) = self.complete() {
             return found;
         }
         let have = self.input.len();
-        // An unidentified peer's bytes beyond its introduction are not taken, nor those beyond a frame whose length is known.
+        // Bytes beyond the hello of an unidentified peer, or beyond a frame whose length is known, stay in the socket.
         let room = match (&self.phase, self.announced()) {
             (Phase::Unidentified(_), _) => HELLO - have,
             (_, Some(length)) => (LENGTH + length - have).min(TURN),
@@ -152,7 +152,7 @@ impl Connection {
         }
     }
 
-    /// Input that is complete in the buffer already.
+    /// Returns the input that is already complete in the buffer.
     fn complete(&mut self) -> Option<Input> {
         if matches!(self.phase, Phase::Unidentified(_)) {
             if !proof::plausible(&self.input) {
@@ -174,12 +174,12 @@ impl Connection {
         (length > SHORT && self.reserved == 0).then_some(Input::Long(length))
     }
 
-    /// Puts `pieces` behind what is still to be sent.
+    /// Queues `pieces` for sending.
     pub(super) fn queue(&mut self, pieces: impl IntoIterator<Item = Bytes>) {
         self.output.extend(pieces);
     }
 
-    /// Sends what is to be sent.
+    /// Sends queued pieces, at most [`TURN`] bytes.
     pub(super) fn write(&mut self) -> Output {
         let mut budget = TURN;
         while let Some(piece) = self.output.front_mut() {
@@ -189,7 +189,7 @@ impl Connection {
             match send(&self.socket, &piece[..piece.len().min(budget)], SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
                 Ok(count) => {
                     budget -= count;
-                    // `advance` panics past the end, and `count` is at most the length.
+                    // `advance` panics past the end; `count` is at most the length.
                     piece.advance(count.min(piece.len()));
                     if piece.is_empty() {
                         self.output.pop_front();

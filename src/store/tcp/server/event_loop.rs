@@ -1,7 +1,7 @@
-//! The server's loop.
+//! The server's event loop.
 //!
-//! A turn of a connection reads at most one frame and answers it, or moves at most 256 KiB of a long one; then others
-//! have theirs. So no client delays others by more than the time of one request.
+//! In one turn, a connection reads and answers at most one frame, or moves at most 256 KiB of a long one. No client can
+//! therefore delay others by more than the time of one request.
 
 use super::calendar::Calendar;
 use super::connection::{Connection, Input, Output, Phase};
@@ -23,13 +23,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Time that the loop stays awake after something has happened: the next request of the same client tends to follow soon.
+/// How long the loop polls without sleeping after an event, because the same client often sends its next request soon.
 const LINGER: Duration = Duration::from_micros(50);
 
-/// Answers from which on other threads help to send them.
+/// Number of queued answers from which other threads help to send.
 const MANY: usize = 8;
 
-/// Connections with more to do that have their turn before new events are looked at.
+/// Maximum number of connections with more work that get a turn between two polls for events.
 const ROUND: usize = 64;
 
 pub(super) struct EventLoop {
@@ -39,33 +39,33 @@ pub(super) struct EventLoop {
     pub(super) limits: Limits,
     pub(super) shared: Arc<Shared>,
     pub(super) table: Table,
-    /// Connections by their tokens, which follow those of the listeners. None is used twice: what is still to be said or done about a
-    /// connection that has gone, an event of the same batch for one, must not meet another.
+    /// Connections by token; tokens follow those of the listeners. A token is never reused, because an event of the
+    /// same batch may still name a connection that was closed.
     pub(super) connections: HashMap<usize, Connection>,
     /// The token of the next connection.
     pub(super) next: usize,
-    /// Clients that wait for each key, the first comer first.
+    /// Clients that wait for each key, in the order of arrival.
     pub(super) waiting: HashMap<String, VecDeque<usize>>,
     pub(super) calendar: Calendar,
-    /// Connections with something to send, which they do together at the end of a round: woken one by one, clients would
-    /// go to sleep again before the next is woken, and waking a core that sleeps is what costs most.
+    /// Connections with queued answers, which are sent together at the end of a round. If clients were woken one at a
+    /// time, each would sleep again before the next one wakes, and waking an idle core costs most.
     pub(super) outbox: Vec<usize>,
     pub(super) senders: Senders,
-    /// Connections with more to do that no event will announce.
+    /// Connections with more work that no event announces.
     pub(super) busy: VecDeque<usize>,
-    /// Connections for whose long frame or answer there is no memory now.
+    /// Connections whose long frame or answer waits for memory.
     pub(super) paused: VecDeque<usize>,
-    /// Bytes reserved by all connections.
+    /// Size of the memory that all connections have reserved.
     pub(super) moving: usize,
-    /// Bytes of all long requests that wait.
+    /// Size of all long requests that wait for keys.
     pub(super) parked: usize,
     /// Unidentified peers, the oldest first.
     pub(super) unidentified: BTreeSet<usize>,
     pub(super) accept_at: Option<Instant>,
-    /// Lines about connections that were refused, and about those that could not be accepted.
+    /// Rate limits of the log lines about rejected connections, and about connections that could not be accepted.
     pub(super) refused: RateLimit,
     pub(super) deaf: RateLimit,
-    /// Whether the process has been allowed more descriptors.
+    /// True once the process's table of file descriptors has been grown.
     pub(super) roomy: bool,
 }
 
@@ -138,7 +138,7 @@ impl EventLoop {
         }
     }
 
-    /// Does what `events` and the clock demand; whether there was something.
+    /// Handles `events`, due deadlines and pending work; returns true if there was any.
     pub(super) fn round(&mut self, events: &Events) -> bool {
         let idle = events.is_empty() && self.busy.is_empty();
         for event in events {
@@ -148,7 +148,7 @@ impl EventLoop {
                 Token(key) => self.event(key, event.is_error() || event.is_read_closed()),
             }
         }
-        // Those who come in meanwhile have their turn in the next round, and new events are looked at between rounds.
+        // Work that is added meanwhile waits for the next round, and new events are polled between rounds.
         for _ in 0..self.busy.len().min(ROUND) {
             if let Some(key) = self.busy.pop_front() {
                 self.turn(key);
@@ -181,15 +181,15 @@ impl EventLoop {
             Phase::Open | Phase::Leaving => {}
         }
         let _ = self.poll.registry().deregister(&mut SourceFd(&connection.socket.as_raw_fd()));
-        // Not by closing alone: a forked child may hold a copy of the descriptor.
+        // Closing is not enough, because a forked child may hold a copy of the file descriptor.
         let _ = shutdown(&connection.socket, Shutdown::Both);
         drop(connection.socket);
         self.parked -= connection.parked;
         self.release(connection.reserved);
     }
 
-    /// Serves a socket at which something happened. Of an end that sends no more, what it has sent before is still served, unless it was
-    /// waiting for an answer.
+    /// Handles an event of a socket. If the other end sends no more, what it has sent before is still served, unless it
+    /// was waiting for an answer.
     fn event(&mut self, key: usize, ended: bool) {
         if let Some(connection) = self.connections.get_mut(&key) {
             connection.drained = false;
@@ -197,7 +197,7 @@ impl EventLoop {
             if ended && matches!(connection.phase, Phase::Waiting { .. } | Phase::Leaving) {
                 self.close(key);
             } else if ended {
-                // Not now: a thousand that leave at once would keep who has come meanwhile waiting for 10 ms.
+                // Deferred: a thousand clients that disconnect at once would delay new requests by 10 ms.
                 self.busy.push_back(key);
             } else {
                 self.turn(key);
@@ -205,7 +205,7 @@ impl EventLoop {
         }
     }
 
-    /// Lets connection `key` have its turn.
+    /// Runs one turn of connection `key`.
     fn turn(&mut self, key: usize) {
         let Some(connection) = self.connections.get_mut(&key) else {
             return;
@@ -222,7 +222,7 @@ impl EventLoop {
             return self.resume(key).into_iter().for_each(|body| self.serve(key, body));
         }
         match connection.read() {
-            // The end itself is still to be read.
+            // The end of the stream is still to be read.
             Input::Nothing if connection.ended => self.busy.push_back(key),
             Input::Nothing => {
                 if connection.midway() && connection.deadline.is_none() {
@@ -255,7 +255,7 @@ impl EventLoop {
         }
     }
 
-    /// Queues what is to be sent at the end of the round.
+    /// Queues `pieces` for the end of the round.
     pub(super) fn send(&mut self, key: usize, pieces: impl IntoIterator<Item = Bytes>) {
         if let Some(connection) = self.connections.get_mut(&key) {
             connection.queue(pieces);
@@ -263,8 +263,8 @@ impl EventLoop {
         }
     }
 
-    /// Sends what the round has queued. Sending is three quarters of the work, nearly all of it in the kernel, which wakes the
-    /// clients: many of them are shared with other threads.
+    /// Sends the queued answers of the round. Sending is three quarters of the work, nearly all of it in the kernel,
+    /// which wakes the clients; many answers are therefore shared with other threads.
     fn flush_all(&mut self) {
         let outbox = std::mem::take(&mut self.outbox);
         let pool = if outbox.len() < MANY { None } else { self.senders.get() };
@@ -298,7 +298,7 @@ impl EventLoop {
         }
     }
 
-    /// Goes on after sending, with whatever the connection has sent meanwhile.
+    /// Continues after sending with the requests that the connection has sent meanwhile.
     fn flushed(&mut self, key: usize, output: Output) {
         let Some(connection) = self.connections.get_mut(&key) else {
             return;
@@ -308,7 +308,8 @@ impl EventLoop {
             Output::Sent => {
                 let reserved = std::mem::take(&mut connection.reserved);
                 let unidentified = matches!(connection.phase, Phase::Unidentified(_));
-                // An unidentified peer keeps its deadline: it has been sent a message, and has sent none.
+                // An unidentified peer keeps its deadline, because it has received the opening but has not sent its
+                // hello.
                 let deadline = if unidentified { connection.deadline } else { None };
                 self.calendar.set(key, &mut connection.deadline, deadline);
                 if connection.pending() {
@@ -325,7 +326,7 @@ impl EventLoop {
         self.calendar.set(key, &mut connection.deadline, deadline);
     }
 
-    /// Reserves memory for `length` bytes, or puts the connection in line for it.
+    /// Reserves memory for `length` bytes, or queues the connection for it.
     pub(super) fn reserve(&mut self, key: usize, length: usize) -> bool {
         let Some(connection) = self.connections.get_mut(&key) else {
             return false;
@@ -356,7 +357,7 @@ mod tests {
     use crate::store::tcp::address::Address;
     use std::net::{Shutdown, SocketAddr, TcpStream};
 
-    /// A server's loop that turns when it is told to.
+    /// A server's loop that the test turns by hand.
     struct Rig {
         event_loop: EventLoop,
         events: Events,
@@ -372,14 +373,14 @@ mod tests {
             Ok(Self { event_loop, events: Events::with_capacity(64), at })
         }
 
-        /// Takes one turn; returns the tokens of its events.
+        /// Takes one turn and returns the tokens of its events.
         fn turn(&mut self) -> std::io::Result<Vec<usize>> {
             self.event_loop.poll.poll(&mut self.events, Some(Duration::from_millis(20)))?;
             self.event_loop.round(&self.events);
             Ok(self.events.iter().map(|event| event.token().0).collect())
         }
 
-        /// Turns until nothing more happens.
+        /// Takes turns until no event is left.
         fn settle(&mut self) -> std::io::Result<()> {
             while !self.turn()?.is_empty() {}
             Ok(())
@@ -392,7 +393,8 @@ mod tests {
         let first = TcpStream::connect(rig.at)?;
         rig.settle()?;
         let old = *rig.event_loop.connections.keys().next().expect("the first is there");
-        // Both fall into one batch, in this order: the second comes, for which the first is closed, and the first hangs up.
+        // Both arrive in one batch, in this order: the second connection, which displaces the first, and the first
+        // one's hang-up.
         let _second = TcpStream::connect(rig.at)?;
         first.shutdown(Shutdown::Both)?;
         drop(first);

@@ -1,7 +1,7 @@
-//! The server: one thread, which never waits for any one client.
+//! The server: one thread, which never blocks on a client.
 //!
-//! mio, because it is the thinnest well-kept event loop: readiness of sockets and nothing more. A runtime such as tokio
-//! would bring tasks, timers and threads for what is one loop over one table here.
+//! It uses mio, the thinnest well-maintained event loop, which offers socket readiness and nothing more. A runtime such
+//! as tokio would add tasks, timers and threads to one loop over one table.
 
 mod admission;
 mod calendar;
@@ -23,13 +23,13 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// Token of the waker; listeners and connections have those below.
+/// The token of the waker; listeners and connections have lower ones.
 const WAKER: Token = Token(usize::MAX);
 
-/// Descriptors that the process around a server may want for itself.
+/// Number of file descriptors that the rest of the process may need.
 const SPARE_DESCRIPTORS: u64 = 4096;
 
-/// State that the loop shares with the process around it.
+/// The state that the loop shares with the threads of the process.
 #[derive(Default)]
 struct Shared {
     stop: AtomicBool,
@@ -45,19 +45,19 @@ impl Shared {
     }
 }
 
-/// A running server; it ends when this is dropped.
+/// A running server, which ends when this is dropped.
 pub struct Server {
     address: Address,
     secret: Option<Vec<u8>>,
     shared: Arc<Shared>,
     waker: Waker,
     thread: Option<JoinHandle<()>>,
-    /// Generation of the process in which the thread runs.
+    /// Fork generation of the process in which the thread runs.
     generation: u64,
 }
 
 impl Server {
-    /// Serves at `listeners`, to those who know `secret` if there is one.
+    /// Starts a server on `listeners`. If there is a `secret`, it serves only clients that know it.
     pub fn start(listeners: Listeners, secret: Option<Vec<u8>>, limits: Limits) -> Result<Self> {
         let fail = |error: std::io::Error| Error::internal(format!("the store's server: {error}"));
         let address = listeners.address.clone();
@@ -76,17 +76,17 @@ impl Server {
         Ok(Self { address, secret, shared, waker, thread: Some(thread), generation: fork::generation() })
     }
 
-    /// Address that the server listens at.
+    /// Returns the address on which the server listens.
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Whether it asks for this secret.
+    /// Returns true if the server requires exactly this secret.
     pub fn has_secret(&self, secret: Option<&[u8]>) -> bool {
         self.secret.as_deref() == secret
     }
 
-    /// Waits until `count` workers have joined, or the deadline; returns how many have.
+    /// Waits until `count` workers have joined or the deadline has passed, and returns how many have joined.
     pub fn await_workers(&self, count: u32, deadline: Instant) -> Result<u32> {
         loop {
             let remaining = deadline.saturating_duration_since(Instant::now());
@@ -105,7 +105,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         if self.generation != fork::generation() {
-            // A forked child's copy: the thread is the parent's.
+            // In a forked child: the thread belongs to the parent.
             std::mem::forget(self.thread.take());
             return;
         }

@@ -1,16 +1,16 @@
-//! Threads that help to send; there are none until many clients have come.
+//! Threads that help to send, started when many answers are first due at once.
 
 use rayon_core::{ThreadPool, ThreadPoolBuilder};
 
-/// Most threads that send; more do not pay: the clients need cores as well.
+/// Maximum number of sending threads. More do not pay off, because the clients need cores as well.
 const MOST: usize = 3;
 
-/// A pool that is made when it is first asked for.
+/// A pool of threads, made on first use.
 #[derive(Default)]
 pub(super) struct Senders(Option<Option<ThreadPool>>);
 
 impl Senders {
-    /// The pool, unless there is one core only or no thread to be had.
+    /// Returns the pool, unless there is only one core or no thread can be started.
     pub(super) fn get(&mut self) -> Option<&ThreadPool> {
         let make = || {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -1,4 +1,4 @@
-//! Service of a client: the server answers, or keeps the request until its keys are there or its time is over.
+//! Executes requests, or keeps them until their keys exist or their time is over.
 
 use super::connection::{Phase, SHORT};
 use super::event_loop::EventLoop;
@@ -12,12 +12,12 @@ use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 impl EventLoop {
-    /// Does what a frame asks, or lets its sender wait.
+    /// Executes the message in a frame, or lets its sender wait.
     pub(super) fn serve(&mut self, key: usize, body: Bytes) {
         let message = match Message::decode(&body) {
             Ok(message) => message,
             Err(error) => {
-                // What follows cannot be trusted to be a frame.
+                // Later bytes cannot be trusted to be a frame.
                 if let Some(connection) = self.connections.get_mut(&key) {
                     connection.phase = Phase::Leaving;
                 }
@@ -34,7 +34,7 @@ impl EventLoop {
         match self.table.serve(&request, Some(&body)) {
             Ok(table::Answer::Done(reply)) => {
                 let answer = Answer::Done(reply);
-                // Memory for a long answer; what has changed the table is answered in any case.
+                // Long answers reserve memory; a request that has changed the table is answered in any case.
                 let length = answer.encoded_len();
                 if length > MAX_FRAME {
                     let error = format!("the values are {length} bytes together; a store returns at most {MAX_FRAME} at once");
@@ -58,13 +58,14 @@ impl EventLoop {
             return;
         };
         if connection.ended {
-            // It has asked and gone. The event that said so came with the request; no other will.
+            // The client has disconnected after its request. That event arrived with the request; no other will follow.
             return self.close(key);
         }
         if connection.deadline.is_none() {
             self.calendar.set(key, &mut connection.deadline, Some(Instant::now() + limit));
         }
-        // What waits leaves its room to what moves; there is as much for long requests that wait, and no waiting for it.
+        // A waiting request frees its share of `moving`. As much again is available to long requests that wait, and
+        // there is no queue for it.
         let long = if body.len() > SHORT { body.len() } else { 0 };
         let most = self.limits.moving.max(MAX_FRAME);
         if self.parked + long > most {
@@ -78,7 +79,8 @@ impl EventLoop {
         self.release(reserved);
     }
 
-    /// Keeps the request of connection `key` for later. A long one counts as parked unless the room that it came through is still its own.
+    /// Keeps the request of connection `key`. A long one counts as parked unless the connection still holds the memory
+    /// it reserved.
     fn keep(&mut self, key: usize, body: Bytes) {
         if let Some(connection) = self.connections.get_mut(&key) {
             if body.len() > SHORT && connection.reserved == 0 {
@@ -89,7 +91,7 @@ impl EventLoop {
         }
     }
 
-    /// The request that connection `key` has kept, which waits no longer.
+    /// Takes the request that connection `key` has kept, and ends its wait.
     pub(super) fn resume(&mut self, key: usize) -> Option<Bytes> {
         let connection = self.connections.get_mut(&key)?;
         connection.phase = Phase::Open;
@@ -97,7 +99,7 @@ impl EventLoop {
         connection.request.take()
     }
 
-    /// Serves those who wait for a key that `request` may have made.
+    /// Serves clients that wait for a key that `request` may have created.
     fn wake(&mut self, request: &Request<'_>) {
         if self.waiting.is_empty() {
             return;
@@ -117,7 +119,8 @@ impl EventLoop {
         self.send(key, answer.encode());
     }
 
-    /// The time of connection `key` is over: a client that waits is told what is missing, all others have to go.
+    /// Handles a passed deadline: a waiting client gets an answer that names the missing key, any other connection is
+    /// closed.
     pub(super) fn expire(&mut self, key: usize) {
         let Some(connection) = self.connections.get_mut(&key) else {
             return;
@@ -143,7 +146,7 @@ impl EventLoop {
         }
     }
 
-    /// Takes connection `key` out of the line for `name`.
+    /// Removes connection `key` from the queue for `name`.
     pub(super) fn stop_waiting(&mut self, key: usize, name: &str) {
         if let Some(line) = self.waiting.get_mut(name) {
             line.retain(|&other| other != key);
