@@ -1,4 +1,4 @@
-//! Claim of one rank on its key in the store, which is taken, changed and given back by its owner only.
+//! A rank's claim on its key in the store. Only the owner takes, changes and removes it.
 
 use super::Attempt;
 use super::membership::{self, Membership};
@@ -13,11 +13,11 @@ use crate::sys::required::Required;
 use std::collections::HashSet;
 use std::sync::Mutex;
 
-/// Nonces of the records whose owners are joining in this process right now. Two ranks may be threads of one process, so
-/// that its being alive does not tell a live claim from what an earlier call of the same process left behind.
+/// Nonces of the records whose owners are joining in this process right now. Two ranks may be threads of one process,
+/// so a live process does not prove that a record is live: an earlier call may have left it.
 static JOINING: PerProcess<Mutex<HashSet<[u8; 16]>>> = PerProcess::new(|| Mutex::new(HashSet::new()));
 
-/// A record as it stands in the store.
+/// A record that is set in the store.
 #[derive(Clone, Debug)]
 pub(super) struct Published {
     pub(super) key: String,
@@ -26,7 +26,7 @@ pub(super) struct Published {
 }
 
 impl Published {
-    /// Adds the cause to the record, for those who read it later. Best effort: the cause itself is what matters.
+    /// Adds the cause to the record for ranks that read it later. Best effort, because the cause itself matters more.
     pub(super) fn fail(&self, store: &dyn Store, error: &Error) {
         let mut record = self.record.clone();
         record.at = super::now_since_boot();
@@ -40,7 +40,7 @@ impl Published {
     /// Removes the key.
     pub(super) fn remove(&self, store: &dyn Store) {
         if let Err(error) = store.delete(&self.key)
-            // A store that has no deletion goes with its job.
+            // A store that cannot delete disappears with its job.
             && error.kind != Kind::NotImplemented
         {
             log::warn!("rank {} (pid {}): its record could not be removed: {error}", self.record.rank, self.record.pid);
@@ -48,18 +48,19 @@ impl Published {
     }
 }
 
-/// A rank's membership, held against any other claimant.
+/// A rank's claim, which excludes any other claimant.
 pub(super) struct Claim<'a> {
     attempt: &'a Attempt<'a>,
     pub(super) published: Published,
-    /// Whether a record of an earlier attempt stood here.
+    /// True if a record of an earlier attempt was set before.
     pub(super) again: bool,
-    /// Membership that is announced when the record goes.
+    /// The membership to announce when the record is removed.
     pub(super) membership: Option<Membership>,
 }
 
 impl<'a> Claim<'a> {
-    /// Publishes `record`, replacing what an ended process or an earlier call has left. Refused where another claimant lives.
+    /// Publishes `record`, replacing the record of an ended process or an earlier call. Fails if another claimant
+    /// lives.
     pub(super) fn publish(attempt: &'a Attempt<'a>, record: Record) -> Result<Self> {
         let key = Attempt::key(record.rank);
         let bytes = record.encode()?;
@@ -71,8 +72,8 @@ impl<'a> Claim<'a> {
             let standing = attempt.store.compare_set(key, &expected, bytes)?;
             if standing == *bytes {
                 if attempt.spec.keep_membership {
-                    // Asked again: the group may have formed, and withdrawn the record that would have stood here, since it was asked
-                    // before.
+                    // Checked again, because since the first check the group may have formed and removed the record
+                    // that would have been set.
                     membership::refuse_taken(attempt, false).inspect_err(|_| claim.published.remove(attempt.store))?;
                 }
                 return Ok(claim);
@@ -98,12 +99,13 @@ impl<'a> Claim<'a> {
 
     fn refuse_living(&self, standing: &[u8]) -> Result<()> {
         let Ok(other) = Record::decode(Rank(self.published.record.rank), standing) else {
-            // Another version's, or not ours at all: whoever wrote it is told by our record, or has long ended.
+            // Written by another version or another program: its writer reads our record, or has long ended.
             return Ok(());
         };
         let attempt = self.attempt;
         let lives = if other.host != attempt.host {
-            // Of a process there nothing can be known; where hosts may be connected, it may come again after a failure.
+            // The state of a process on another node is unknown; in a group that may span nodes, a rank may join again
+            // after a failure.
             !attempt.several || other.failure.is_none()
         } else if other.process() == attempt.own {
             lock(JOINING.get()).contains(&other.nonce)
@@ -120,7 +122,7 @@ impl<'a> Claim<'a> {
         Err(attempt.twice(other.pid, &membership))
     }
 
-    /// Removes the key, since all others have read it; what says who has the rank from now on stands before that.
+    /// Removes the key, which every rank has read, after announcing the membership that replaces it.
     pub(super) fn withdraw(&self) {
         if let Some(membership) = &self.membership {
             membership.announce(self.attempt);

@@ -1,11 +1,11 @@
-//! Fuzz harness for what joining ranks receive from outside: no bytes may make a reader panic, and what is accepted means the same when it
-//! is written again.
+//! Fuzz harness for messages that joining ranks receive: no bytes may make a reader panic, and an accepted message
+//! keeps its meaning when it is encoded again.
 
 use super::record::{Record, agree};
 use super::wire::{Answer, Hello};
 use crate::rank::Rank;
 
-/// The record of rank 0 in the store, beside a copy of itself.
+/// Decodes the record of rank 0 in the store and compares it with a copy of itself.
 pub fn record(bytes: &[u8]) {
     let Ok(record) = Record::decode(Rank(0), bytes) else { return };
     let written = record.encode().expect("what was read can be written");
@@ -16,14 +16,14 @@ pub fn record(bytes: &[u8]) {
     }
 }
 
-/// The first message of who connects to rank 0.
+/// Decodes the first message of a process that connects to rank 0.
 pub fn hello(bytes: &[u8]) {
     if let Some(hello) = Hello::decode(bytes) {
         assert_eq!(hello.encode(), bytes);
     }
 }
 
-/// Reads an answer of rank 0.
+/// Decodes an answer of rank 0.
 pub fn answer(bytes: &[u8]) {
     if let Some(answer) = Answer::decode(bytes) {
         let again = Answer::decode(&answer.encode()).expect("an answer that was accepted");

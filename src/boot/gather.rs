@@ -1,4 +1,4 @@
-//! Waiting for the records of all ranks.
+//! Waits for the records of all ranks.
 
 use super::claim::Claim;
 use super::record::{Record, agree};
@@ -13,39 +13,40 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// First interval after which a wait looks at who has come, and at how they fare; it doubles up to the second.
+/// First interval between two checks for new records and for ranks that have ended; it doubles up to
+/// [`LOOK_MAX`].
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 pub(super) const LOOK_MAX: Duration = Duration::from_secs(8);
 
-/// Time between two readings of the records while one of them is left over from a process that has ended.
+/// Interval between two reads of the records while one of them is left over from a process that has ended.
 pub(super) const REREAD: Duration = Duration::from_millis(10);
 
-/// Time within which a rank may replace a failure from before this call, before it counts.
+/// How long a rank may take to replace a failure from before this call, before it counts.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// All ranks, whose records fit together.
+/// The ranks of a group, whose records agree.
 pub(super) enum Gathered {
-    /// On one host.
+    /// All ranks are on one node.
     Together(Box<Ranks>),
-    /// On several; only where hosts may be connected.
+    /// The ranks are on several nodes, which is valid only if the group may span nodes.
     Apart(Vec<Placement>),
 }
 
-/// Records and processes of the ranks of one host.
+/// The records and processes of ranks of one node.
 pub(super) struct Ranks {
     pub(super) leader: Record,
     pub(super) members: Vec<Member>,
 }
 
-/// Worth now of a record that stands in the store.
+/// What a record in the store means now.
 pub(super) enum Standing {
-    /// Record of a rank that is joining.
+    /// The rank is joining.
     Live(Box<Record>, Member),
-    /// Record whose process, or whose attempt, has ended before this call began: as good as absent.
+    /// The process or the attempt ended before this call started, so the record counts as absent.
     Left(Box<Record>, Option<Arc<OwnedFd>>),
 }
 
-/// Returns once all ranks have published, and agree.
+/// Returns once all ranks have published records, and the records agree.
 pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathered> {
     let keys: Vec<String> = (0..attempt.spec.size).map(Attempt::key).collect();
     let mut look = LOOK;
@@ -55,7 +56,7 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathere
         let ended = || (0..attempt.spec.size).map(Rank).any(|rank| !came.contains(&rank) && attempt.known_end(rank).is_some());
         let complete = attempt.await_keys(&keys, look, ended)?;
         look = (look * 2).min(LOOK_MAX);
-        // The last look comes after the deadline, so that a timeout names who is missing at its end.
+        // The last check follows the deadline, so that a timeout names the ranks that are missing at its end.
         let expired = attempt.clock.remaining().is_zero();
         let standings = read(attempt, claim, &keys, complete)?;
 
@@ -105,7 +106,8 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathere
     }
 }
 
-/// Standing of the record under each of `keys`, which are those of the ranks 0, 1, ...; fails if it shows that the group cannot form.
+/// Judges the record under each of `keys`, which are the keys of ranks 0, 1, ...; fails if a record shows that the
+/// group cannot form.
 pub(super) fn read(attempt: &Attempt<'_>, claim: &Claim<'_>, keys: &[String], complete: bool) -> Result<Vec<Option<Standing>>> {
     let mut present = Vec::new();
     for (rank, key) in (0..).map(Rank).zip(keys) {
@@ -125,7 +127,7 @@ pub(super) fn read(attempt: &Attempt<'_>, claim: &Claim<'_>, keys: &[String], co
     Ok(standings)
 }
 
-/// The cause in the record of `rank`, if `process` wrote one.
+/// Returns the cause in the record of `rank`, if `process` wrote one.
 pub(super) fn failure_of(attempt: &Attempt<'_>, rank: Rank, process: ProcessId) -> Option<Error> {
     let key = Attempt::key(rank.0);
     if !attempt.store.check(&[&key]).ok()? {
@@ -140,16 +142,16 @@ pub(super) fn failure_of(attempt: &Attempt<'_>, rank: Rank, process: ProcessId) 
 fn judge(attempt: &Attempt<'_>, claim: &Claim<'_>, record: Record) -> Result<Standing> {
     let mut pidfd = None;
     let mut lives = true;
-    // Of a process on another host nothing can be known, and `agree` refuses it unless hosts may be connected.
+    // The state of a process on another node is unknown; `agree` rejects the record unless the group may span nodes.
     if record.host == attempt.host && record.process() != attempt.own {
         pidfd = process::open(record.process()).map_err(|errno| attempt.refused(Required::Watch, errno))?;
         lives = pidfd.as_ref().is_some_and(|pidfd| !process::ended(pidfd));
     }
-    // Another host has another clock.
+    // Another node has another clock.
     let fresh = record.host == attempt.host && record.at >= attempt.clock.started_at;
     if let Some(failure) = &record.failure {
-        // One from before this call counts if its rank lives and does not start anew either; unless this rank has itself
-        // been part of that attempt, and now waits for the others to start theirs.
+        // A failure from before this call counts if its rank lives and does not join again, unless this rank took part
+        // in that attempt and now waits for the others to join again.
         let stands = lives && !claim.again && attempt.clock.waited() >= SETTLE.as_secs_f64();
         if fresh || stands {
             return Err(failure.error());
@@ -163,9 +165,9 @@ fn judge(attempt: &Attempt<'_>, claim: &Claim<'_>, record: Record) -> Result<Sta
     Ok(Standing::Live(Box::new(record), member))
 }
 
-/// Error that ended the attempt of `record`.
+/// Returns the error that ended the attempt of `record`.
 fn ending(attempt: &Attempt<'_>, record: &Record, pidfd: Option<&Arc<OwnedFd>>) -> Error {
-    // Read again: what was read before it ended may lack the failure.
+    // Read again, because a read from before the end may lack the failure.
     failure_of(attempt, Rank(record.rank), record.process()).unwrap_or_else(|| {
         let cause = pidfd.map_or_else(|| "gone".into(), |pidfd| process::exit_cause(record.process(), pidfd));
         attempt.ended(Rank(record.rank), record.pid, &cause)

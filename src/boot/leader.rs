@@ -1,4 +1,4 @@
-//! Rank 0: makes the memory and hands it to those who can show that they belong to the group.
+//! Rank 0: makes the memory and distributes it to the processes that prove that they belong to the group.
 
 use super::claim::Claim;
 use super::gather::{LOOK, LOOK_MAX, Ranks, read};
@@ -15,22 +15,22 @@ use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use std::time::{Duration, Instant};
 
-/// Time that a connection may stay silent before it is closed.
+/// How long a connection may stay silent before it is closed.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Most silent connections kept at once; the oldest goes first.
+/// Maximum number of silent connections; the oldest is closed first.
 const GUESTS: usize = 32;
 
-/// `segment_bytes` of zeroed memory without a name, whose size nobody can change.
+/// Makes `segment_bytes` of zeroed, unnamed memory whose size is sealed.
 pub(super) fn segment(attempt: &Attempt<'_>) -> Result<OwnedFd> {
     let file = Segment::create_or(attempt.spec.segment_bytes, |step, errno| attempt.refused(step, errno))?;
     reserve(&file, 0, attempt.spec.reserved_bytes, format_args!("{}, to join {},", attempt.me(), attempt.group()))?;
     Ok(file)
 }
 
-/// Resources that rank 0 holds before it publishes.
+/// The resources that rank 0 acquires before it publishes its record.
 pub(super) struct Seat {
-    /// Name at which rank 0 listens.
+    /// The name on which rank 0 listens.
     pub(super) name: String,
     listener: OwnedFd,
     segment: OwnedFd,
@@ -45,7 +45,7 @@ impl Seat {
         Ok(Self { name, listener, segment })
     }
 
-    /// Returns once all others have been handed the memory. On failure tells the cause to all who are connected.
+    /// Returns once all other ranks have received the memory. On failure, sends the cause to all connected ranks.
     pub(super) fn hand_out(self, attempt: &Attempt<'_>, claim: &Claim<'_>, ranks: Box<Ranks>) -> Result<Met> {
         let Ranks { leader, members } = *ranks;
         let token = leader.nonce;
@@ -61,7 +61,7 @@ impl Seat {
             turned_away: RateLimit::new(),
         };
         let outcome = reception.seat_all().and_then(|()| {
-            // Nobody needs the key any more, and whoever has been answered may start the next group of this name.
+            // Every rank has read the key, and a rank that gets its answer may start the next group of this name.
             claim.withdraw();
             reception.answer_all(&self.segment).inspect_err(|_| claim.restore())
         });
@@ -72,13 +72,13 @@ impl Seat {
     }
 }
 
-/// A connection that has not said who it is.
+/// A connection that has not identified itself.
 struct Guest {
     socket: OwnedFd,
     since: Instant,
 }
 
-/// The state of handing out.
+/// The state of the distribution.
 struct Reception<'a> {
     attempt: &'a Attempt<'a>,
     claim: &'a Claim<'a>,
@@ -86,13 +86,13 @@ struct Reception<'a> {
     members: &'a [Member],
     token: [u8; 16],
     guests: Vec<Guest>,
-    /// Connections, by rank, of those who have come and have no answer yet.
+    /// Connections that have identified themselves and await an answer, by rank.
     seated: Vec<Option<OwnedFd>>,
     other_users: RateLimit,
     turned_away: RateLimit,
 }
 
-/// Source of something to read.
+/// An event source.
 #[derive(Clone, Copy)]
 enum Source {
     Listener,
@@ -114,7 +114,7 @@ impl Reception<'_> {
         loop {
             let missing: Vec<Rank> = self.others().filter(|rank| self.seated[rank.index()].is_none()).collect();
             if missing.is_empty() {
-                // All have come; nobody may have left since.
+                // All ranks are connected; none of them may have left since.
                 let mut ready = self.poll(Duration::ZERO)?;
                 ready.retain(|source| matches!(source, Source::Connection(_) | Source::Process(_)));
                 return self.serve(&ready);
@@ -131,7 +131,7 @@ impl Reception<'_> {
             }
             let now = Instant::now();
             if now >= next_look {
-                // A rank that cannot come says so in its record.
+                // A rank that cannot join reports it in its record.
                 read(self.attempt, self.claim, &keys, false)?;
                 look = (look * 2).min(LOOK_MAX);
                 next_look = now + look;
@@ -143,7 +143,7 @@ impl Reception<'_> {
         }
     }
 
-    /// Sources that are ready, after at most `limit`.
+    /// Returns the sources that are ready, after at most `limit`.
     fn poll(&self, limit: Duration) -> Result<Vec<Source>> {
         let mut sources = vec![Source::Listener];
         let mut fds = vec![self.listener.as_fd()];
@@ -172,7 +172,7 @@ impl Reception<'_> {
     }
 
     fn serve(&mut self, ready: &[Source]) -> Result<()> {
-        // Processes first: how a rank ended says more than that its connection did.
+        // Processes first, because the exit of a rank's process says more than the end of its connection.
         for source in ready {
             if let Source::Process(rank) = source {
                 return Err(self.left(*rank));
@@ -186,7 +186,7 @@ impl Reception<'_> {
                 Source::Listener | Source::Process(_) => {}
             }
         }
-        // From the back, so that the indices in front stay right.
+        // From the back, so that lower indices stay valid.
         for index in received.into_iter().rev() {
             let guest = self.guests.remove(index);
             self.hear(guest)?;
@@ -197,7 +197,7 @@ impl Reception<'_> {
         Ok(())
     }
 
-    /// Why a rank that was here is not: its process ended, or it gave up.
+    /// Returns why a connected rank has left: its process ended, or it stopped joining.
     fn left(&self, rank: Rank) -> Error {
         let member = &self.members[rank.index()];
         self.attempt.end_of(rank, member, REAP).unwrap_or_else(|| {
@@ -206,13 +206,13 @@ impl Reception<'_> {
         })
     }
 
-    /// Accepts the connections that wait, up to a limit: a flood of them must not keep rank 0 from reading greetings, and a guest whose
-    /// greeting has arrived is heard before the next ones could displace it.
+    /// Accepts pending connections, up to a limit: a flood of them must not keep rank 0 from reading greetings, and a
+    /// connection whose greeting has arrived is read before later ones can displace it.
     fn accept_some(&mut self) -> Result<()> {
         for _ in 0..GUESTS {
             let socket = match socket::accept(&self.listener) {
                 Ok(socket) => socket,
-                // Interrupted: it stays readable.
+                // Interrupted: the listener stays readable.
                 Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
                 Err(Errno::CONNABORTED) => continue,
                 Err(errno) => return Err(self.attempt.refused(Required::Accept, errno)),
@@ -237,13 +237,13 @@ impl Reception<'_> {
         Ok(())
     }
 
-    /// Fails if the system refuses `step` to this rank, whatever the other end of the connection is.
+    /// Fails if the system denies `step` to this rank, whichever process is at the other end.
     fn forbidden(&self, step: Required, errno: Errno) -> Result<()> {
         let error = self.attempt.refused(step, errno);
         if error.kind == Kind::Config { Err(error) } else { Ok(()) }
     }
 
-    /// Seats a guest whose greeting is right; turns any other away.
+    /// Seats a connection with a valid greeting, and closes any other.
     fn hear(&mut self, guest: Guest) -> Result<()> {
         let mut buffer = [0; BUFFER];
         let received = match socket::receive(&guest.socket, &mut buffer) {
@@ -268,10 +268,10 @@ impl Reception<'_> {
         Ok(())
     }
 
-    /// The rank of the process that sent `message`, if it belongs to the group.
+    /// Returns the rank of the process that sent `message`, if it belongs to the group.
     fn check(&self, socket: &OwnedFd, message: &[u8]) -> std::result::Result<Rank, String> {
         let hello = Hello::decode(message).ok_or("its message is not one of this protocol")?;
-        // Compared before anything is told about the group.
+        // Compared before anything about the group is revealed.
         if hello.token != self.token {
             return Err("its token is not this group's".into());
         }
@@ -306,7 +306,7 @@ impl Reception<'_> {
             loop {
                 match socket::send(socket, &answer, Some(segment.as_fd())) {
                     Ok(()) => break,
-                    // Too many descriptors on their way to this user's processes, who are about to take them.
+                    // Too many descriptors are in flight to this user's processes, which are about to receive them.
                     Err(Errno::TOOMANYREFS | Errno::AGAIN | Errno::INTR) if !self.attempt.clock.remaining().is_zero() => {
                         std::thread::sleep(Duration::from_millis(1));
                     }
@@ -326,9 +326,9 @@ impl Reception<'_> {
     }
 
     fn refuse(&self, socket: &OwnedFd, error: &Error) {
-        // The group's token is not for unidentified peers: the answer to a failure carries none.
+        // Unidentified peers must not learn the group's token, so a failure is sent without it.
         let answer = Answer { token: [0; 16], failure: Some(error.clone()) };
-        // Best effort: a rank that does not receive it finds the connection closed, and the cause in rank 0's record.
+        // Best effort: a rank that misses it finds the connection closed, and the cause in rank 0's record.
         let _ = socket::send(socket, &answer.encode(), None);
     }
 }

@@ -1,4 +1,4 @@
-//! Any other rank: asks rank 0 for the memory.
+//! Any other rank: requests the memory from rank 0.
 
 use super::claim::Claim;
 use super::gather::{REREAD, Ranks, Standing, read};
@@ -15,16 +15,16 @@ use rustix::fs::{FileType, SealFlags, fcntl_get_seals, fstat};
 use rustix::io::Errno;
 use std::time::{Duration, Instant};
 
-/// Resources that a rank holds before it publishes.
+/// The resources that a rank acquires before it publishes its record.
 pub(super) struct Seat {
-    /// Keeps a place for the descriptor of the memory: without one free, the kernel would drop it silently.
+    /// Reserves a file descriptor for the memory: without a free one, the kernel would drop the memory silently.
     place: OwnedFd,
 }
 
 impl Seat {
     pub(super) fn take(attempt: &Attempt<'_>) -> Result<Self> {
         let place = socket::unconnected().map_err(|errno| attempt.refused(Required::Connect, errno))?;
-        // Tried before rank 0 hands the memory out, which it does once and then looks at no record.
+        // Tried now, because rank 0 distributes the memory once and then checks no record.
         match socket::receive(&place, &mut [0]) {
             Err(errno) if errno != Errno::NOTCONN => Err(attempt.refused(Required::Receive, errno)),
             Ok(_) | Err(_) => Ok(Self { place }),
@@ -40,13 +40,14 @@ impl Seat {
                 claim.withdraw();
                 return Ok(Met { segment, members, token: leader.nonce });
             }
-            // Nobody is there: the record is of an earlier attempt of rank 0, or rank 0 is about to say what failed.
+            // No process listens: the record is from an earlier attempt of rank 0, or rank 0 is about to report a
+            // failure.
             (leader, members[0]) = next_record(attempt, claim, &leader, &members[0])?;
         }
     }
 }
 
-/// Rank 0's memory, or `None` if `leader`'s socket is closed.
+/// Returns rank 0's memory, or `None` if `leader`'s socket is closed.
 fn ask(attempt: &Attempt<'_>, leader: &Record, process: &Member, place: &mut Option<OwnedFd>) -> Result<Option<OwnedFd>> {
     let Some(socket) = greet(attempt, leader)? else {
         return Ok(None);
@@ -66,7 +67,7 @@ fn ask(attempt: &Attempt<'_>, leader: &Record, process: &Member, place: &mut Opt
             Err(errno) => return Err(attempt.refused(Required::Poll, errno)),
         }
         if !fds[0].revents().is_empty() {
-            // Taken up by the descriptor that comes now.
+            // Freed for the descriptor that arrives now.
             drop(place.take());
         }
         let mut buffer = [0; BUFFER];
@@ -83,7 +84,7 @@ fn ask(attempt: &Attempt<'_>, leader: &Record, process: &Member, place: &mut Opt
                     return Err(error);
                 }
             }
-            // Closed without a word.
+            // Closed without an answer.
             Ok(_) | Err(Errno::CONNRESET) => {
                 return attempt.end_of(Rank(0), process, REAP).map_or(Ok(None), Err);
             }
@@ -92,7 +93,7 @@ fn ask(attempt: &Attempt<'_>, leader: &Record, process: &Member, place: &mut Opt
     }
 }
 
-/// A connection to rank 0 that has introduced itself; `None` if nobody listens there.
+/// Connects and sends the greeting to rank 0; `None` if no process listens there.
 fn greet(attempt: &Attempt<'_>, leader: &Record) -> Result<Option<OwnedFd>> {
     let socket = loop {
         match socket::connect_to(&leader.socket) {
@@ -109,20 +110,20 @@ fn greet(attempt: &Attempt<'_>, leader: &Record) -> Result<Option<OwnedFd>> {
     };
     let peer = socket::peer(&socket).map_err(|errno| attempt.refused(Required::Identify, errno))?;
     if peer.pid != leader.pid || !peer.is_own_user() {
-        // The name is free once rank 0 has gone, and anybody may take it then.
+        // Once rank 0 has exited, any process may take the name.
         return Ok(None);
     }
     let spec = attempt.spec;
     let hello = Hello { rank: spec.rank.0, size: spec.size, pid: attempt.own.pid, segment_bytes: spec.segment_bytes, token: leader.nonce };
     match socket::send(&socket, &hello.encode(), None) {
         Ok(()) => Ok(Some(socket)),
-        // It may have spoken before it closed, and that stays readable.
+        // Rank 0 may have answered before it closed, and the answer stays readable.
         Err(Errno::PIPE | Errno::CONNRESET) => Ok(Some(socket)),
         Err(errno) => Err(attempt.refused(Required::Send, errno)),
     }
 }
 
-/// Checks that what came is what was promised: memory of the right size that nobody can cut short.
+/// Checks that rank 0 has sent memory of the agreed size that cannot be truncated.
 fn accept(attempt: &Attempt<'_>, leader: &Record, answer: Option<Answer>, fd: Option<OwnedFd>) -> Result<OwnedFd> {
     let wrong = |what: &str| {
         Err(Error::internal(format!("rank 0 (pid {}) sent {what} to {} while joining {}", leader.pid, attempt.me(), attempt.group())))
@@ -148,7 +149,7 @@ fn accept(attempt: &Attempt<'_>, leader: &Record, answer: Option<Answer>, fd: Op
     Ok(fd)
 }
 
-/// Rank 0's record, once it is another one than `seen`.
+/// Returns rank 0's record, once it differs from `seen`.
 fn next_record(attempt: &Attempt<'_>, claim: &Claim<'_>, seen: &Record, process: &Member) -> Result<(Record, Member)> {
     let key = [Attempt::key(0)];
     loop {
@@ -159,7 +160,7 @@ fn next_record(attempt: &Attempt<'_>, claim: &Claim<'_>, seen: &Record, process:
         {
             return Ok((*record, member));
         }
-        // It lived when its record was read.
+        // It was alive when its record was read.
         if let Some(error) = attempt.end_of(Rank(0), process, Duration::ZERO) {
             return Err(error);
         }

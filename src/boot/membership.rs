@@ -1,8 +1,10 @@
-//! A rank's membership in a group that has formed: whoever comes later and says to be that rank is refused while the group lives.
+//! A rank's membership in a group that has formed: while the group lives, other processes that claim the same rank are
+//! rejected.
 //!
-//! Joining withdraws all records, so a membership has a key of its own, which stays: only groups with a name that recurs, as the default
-//! group's does, keep places, so that their number does not grow. A key counts as long as somebody listens at the name in it, and nobody
-//! ever answers there: the listener goes with the group, or with the process, however that ends.
+//! Joining removes all records, so a membership has its own key, which stays. Only groups whose names recur, such as
+//! the default group, keep memberships, so the number of keys does not grow. A key counts while a process listens on
+//! the socket named in it. The listener never answers, and it closes with the group or with the process, however that
+//! ends.
 
 use super::Attempt;
 use crate::error::{Error, Result};
@@ -16,11 +18,12 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// Time in which a membership may be left: ranks leave one after another, and those who did may come back under other numbers.
+/// How long to wait for a membership to be released: ranks leave one after another, and some may return under other
+/// numbers.
 const LEAVING: Duration = Duration::from_millis(500);
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Record and key that stand in the store.
+/// The value of a membership's key in the store.
 #[derive(Debug, Serialize, Deserialize)]
 struct Held {
     host: Host,
@@ -29,11 +32,11 @@ struct Held {
     socket: String,
 }
 
-/// Held until it is dropped.
+/// A membership, held until it is dropped.
 #[derive(Debug)]
 pub struct Membership {
     name: String,
-    /// A forked child does not hold its parent's membership.
+    /// Keeps the listener out of forked children, which do not hold their parent's membership.
     _unshared: Option<Unshared>,
     _listener: OwnedFd,
 }
@@ -45,7 +48,7 @@ impl Membership {
         Ok(Self { name, _unshared: Unshared::new(listener.as_fd()), _listener: listener })
     }
 
-    /// Says in the store that it is taken. Best effort: the group has formed.
+    /// Publishes the membership in the store. Best effort, because the group has formed.
     pub(super) fn announce(&self, attempt: &Attempt<'_>) {
         let ProcessId { pid, start_time } = attempt.own;
         let held = Held { host: attempt.host.clone(), pid, start_time, socket: self.name.clone() };
@@ -62,7 +65,8 @@ fn key(attempt: &Attempt<'_>) -> String {
     format!("{}/membership", attempt.spec.rank)
 }
 
-/// Returns once nobody else holds this rank's membership; fails if somebody still does in a while, or, not `wait`, does now.
+/// Returns once no other process holds this rank's membership. Fails if one still does after a while, or now without
+/// `wait`.
 pub(super) fn refuse_taken(attempt: &Attempt<'_>, wait: bool) -> Result<()> {
     let give_up = Instant::now() + LEAVING.min(attempt.clock.remaining());
     loop {
@@ -74,16 +78,17 @@ pub(super) fn refuse_taken(attempt: &Attempt<'_>, wait: bool) -> Result<()> {
     }
 }
 
-/// The process that holds this rank's membership, if it is another one.
+/// Returns the process that holds this rank's membership, if that is another one.
 fn holder(attempt: &Attempt<'_>) -> Result<Option<u32>> {
     let key = key(attempt);
     if !attempt.store.check(&[&key])? {
         return Ok(None);
     }
-    // Written by another version, or not by us: no reason to refuse anybody.
+    // Written by another version or another program, which does not justify a failure.
     let Ok(held) = serde_json::from_slice::<Held>(&attempt.store.get(&key, Some(attempt.clock.remaining()))?) else { return Ok(None) };
     let process = ProcessId { pid: held.pid, start_time: held.start_time };
-    // Of another host nothing can be known, and joining refuses it. A process may make its group anew before it has left the old one.
+    // The state of a process on another node is unknown, and joining rejects it. A process may make its group again
+    // before it has left the old one.
     if held.host != attempt.host || process == attempt.own {
         return Ok(None);
     }
@@ -92,7 +97,7 @@ fn holder(attempt: &Attempt<'_>) -> Result<Option<u32>> {
         return Ok(None);
     }
     match socket::connect_to(&held.socket) {
-        // Its queue holds those who have asked before.
+        // The queue is full of earlier checks.
         Ok(_) | Err(Errno::AGAIN) => Ok(Some(held.pid)),
         Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(None),
         Err(errno) => Err(attempt.refused(Required::Connect, errno)),

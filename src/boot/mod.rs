@@ -1,15 +1,16 @@
-//! Joining a group: the ranks of one host find each other through a key-value store and share one piece of memory.
+//! Joining a group: the ranks of one node find each other through a key-value store and share one memory segment.
 //!
-//! 1. Each rank publishes a `Record` under `symm/{group}/{restart}/{rank}` (`claim`), waits for all
-//!    of them and reads all of them (`gather`): a fixed number of store round trips, whatever the size.
-//! 2. Rank 0 makes the memory and hands its descriptor to each of the others over a Unix socket (`leader`, `member`).
-//!    It has listened since before it published, under a random name that stands in its record.
-//! 3. Each rank removes its key; in groups that keep places, another one then says who has the rank (`membership`).
+//! 1. Each rank publishes a `Record` under `symm/{group}/{restart}/{rank}` (`claim`), then waits for and reads the
+//!    records of all ranks (`gather`): a fixed number of store round trips, whatever the size.
+//! 2. Rank 0 makes the memory and sends its descriptor to each other rank over a Unix socket (`leader`, `member`). It
+//!    has listened since before it published, under a random name that its record contains.
+//! 3. Each rank removes its key; in groups that keep memberships, another key then holds the rank (`membership`).
 //!
-//! Where hosts may be connected and the records name several, the ranks part after step 1.
+//! If the group may span nodes and the records name several, joining ends after step 1.
 //!
-//! A rank that fails says why: over the socket to those who wait there, and in its record to those who read it later.
-//! So all raise the same cause. Nothing waits past the deadline of its caller, but for a moment in which rank 0 may still say why.
+//! A rank that fails reports the cause over the socket to ranks that wait there, and in its record to ranks that read
+//! it later, so all ranks raise the same cause. No wait exceeds the caller's deadline, except for a moment in which
+//! rank 0 may still report the cause.
 
 mod claim;
 #[cfg(fuzzing)]
@@ -44,92 +45,95 @@ use rustix::time::{ClockId, clock_gettime};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The largest group.
+/// Maximum size of a group on one node.
 pub const MAX_SIZE: u32 = 128;
 
-/// Time that a rank waits past its deadline for rank 0 to say why: rank 0's own deadline may be a little later.
+/// How long a rank waits past its deadline for rank 0 to report the cause, because rank 0's own deadline may be a
+/// little later.
 const GRACE: Duration = Duration::from_millis(300);
 
-/// Pauses between two looks at the store: the first ones, for each rank that looks, and the longest.
+/// Pauses between two polls of the store: the first one, multiplied by the number of polling ranks, and the longest.
 const PAUSE: Duration = Duration::from_micros(50);
 const PAUSE_MAX: Duration = Duration::from_millis(50);
 
-/// Time within which the end of a process may follow the end of its connection.
+/// How long after the end of its connection a process may take to exit.
 const REAP: Duration = Duration::from_millis(50);
 
-/// Group to join, and this process's part in it.
+/// The group to join, and this process's part in it.
 #[derive(Clone, Copy, Debug)]
 pub struct JoinSpec<'a> {
     /// The group's name, the same on all ranks.
     pub group: &'a str,
-    /// Number of this rank.
+    /// This rank.
     pub rank: Rank,
     /// Number of ranks.
     pub size: u32,
-    /// Tells attempts of one job apart that share a store.
+    /// Distinguishes attempts of one job that share a store.
     pub restart: &'a str,
     /// Limit of the whole call.
     pub timeout: Duration,
     /// Size of the shared memory, the same on all ranks.
     pub segment_bytes: u64,
-    /// Bytes at its begin of which rank 0 allocates the pages, so that all learn why where they cannot be had.
+    /// Size of the prefix that rank 0 allocates in advance, so that every rank gets the error if memory is short.
     pub reserved_bytes: usize,
-    /// Whether who says later to be one of these ranks is refused while the group lives, for a key of each rank that stays in the store and
-    /// a descriptor.
+    /// True to reject a process that later claims one of these ranks while the group lives. Costs a key per rank, which
+    /// stays in the store, and a file descriptor.
     pub keep_membership: bool,
-    /// Numbers of the ranks in the default group, the same on all ranks that give any; empty: the same as in this one.
+    /// The group's members by their ranks in the default group, equal on all ranks that list any; empty if they are the
+    /// same as in this group.
     pub global_ranks: &'a [i32],
-    /// Knowledge of the ranks that this process has beforehand and may go by.
+    /// Knowledge about the ranks that this process has from other groups.
     pub known: Option<Known>,
 }
 
-/// Knowledge that a process has of ranks that it has met in other groups.
+/// What a process knows about ranks from the other groups that it shares with them.
 #[derive(Clone, Copy, Debug)]
 pub struct Known {
-    /// Says how the process of a rank, given by that number, has ended, as a sentence without its end; `None` if it has not.
+    /// Returns how the process of a rank of the default group has ended, as a sentence without its end; `None` if it
+    /// lives.
     pub ended: fn(u32) -> Option<String>,
 }
 
-/// A rank's process.
+/// The process of a rank.
 #[derive(Clone, Debug)]
 pub struct Member {
     /// Process id of the rank.
     pub pid: u32,
-    /// Start time, field 22 of `/proc/pid/stat`; together with `pid` it is never used again.
+    /// Start time, field 22 of `/proc/pid/stat`; a pair of `pid` and start time is never reused.
     pub start_time: u64,
-    /// Descriptor of the rank's process, which becomes readable when it ends; `None` for this very process.
+    /// The pidfd of the rank's process, which becomes readable when the process ends; `None` for this process.
     pub pidfd: Option<Arc<OwnedFd>>,
 }
 
-/// Result of joining: what the ranks of a group share.
+/// The result of joining: what the ranks of a group share.
 #[derive(Debug)]
 pub struct Joined {
-    /// `segment_bytes` of zeroed memory without a name, whose size is sealed.
+    /// `segment_bytes` of zeroed, unnamed memory whose size is sealed.
     pub segment: OwnedFd,
     /// The processes, by rank.
     pub members: Vec<Member>,
-    /// Number of the group, which is random; the same on all ranks, different for each group ever joined.
+    /// The group's random id; the same on all ranks, and unique to this group.
     pub token: [u8; 16],
-    /// Addresses at which this process may map `segment`. They are reserved before it meets the others, who have learned why if they could
-    /// not be had.
+    /// Addresses at which this process maps `segment`. They are reserved before the ranks meet, so that all ranks get
+    /// the error if that fails.
     pub addresses: Addresses,
-    /// Membership of this rank, as long as it is not dropped.
+    /// This rank's membership, held until it is dropped.
     pub membership: Option<Membership>,
 }
 
-/// Ranks that have found each other.
+/// The outcome of [`find`].
 #[derive(Debug)]
 pub enum Found<T> {
-    /// All on one host, where they share this.
+    /// All ranks are on one node and share this.
     Together(T),
-    /// On several hosts.
+    /// The ranks are on several nodes.
     Apart(Box<Apart>),
 }
 
-/// Result of finding the ranks of a group on several hosts.
+/// The result of finding the ranks of a group on several nodes.
 #[derive(Debug)]
 pub struct Apart {
-    /// Where they are, in their order.
+    /// The location of each rank, in rank order.
     pub placements: Vec<Placement>,
     /// Prefix of the keys of this attempt.
     prefix: String,
@@ -137,9 +141,10 @@ pub struct Apart {
 }
 
 impl Apart {
-    /// Ends the search: all ranks have read this one's record, or, with the cause, joining failed, as those who read it later learn.
+    /// Ends the search. Without `failed`, all ranks have read this rank's record; with it, joining failed and the
+    /// record keeps the cause for ranks that read it later.
     pub fn end(&self, store: &dyn Store, failed: Option<&Error>) {
-        // Best effort, also where the time is over: nobody waits for it.
+        // Best effort, even after the deadline, because no rank waits for it.
         let purpose = format!("rank {} could not remove its record", self.published.record.rank);
         let store = PrefixStore::new(&self.prefix, Until::new(store, Instant::now() + REAP, purpose));
         match failed {
@@ -149,19 +154,19 @@ impl Apart {
     }
 }
 
-/// Result of meeting the others.
+/// The result of meeting the other ranks.
 struct Met {
     segment: OwnedFd,
     members: Vec<Member>,
     token: [u8; 16],
 }
 
-/// Times at which this call began and must end.
+/// When this call started and must end.
 #[derive(Clone, Copy, Debug)]
 struct Clock {
     started: Instant,
     deadline: Instant,
-    /// `started` on the clock that all processes of the host share: nanoseconds since boot.
+    /// `started` on the clock that all processes of the node share: nanoseconds since boot.
     started_at: u64,
 }
 
@@ -187,29 +192,29 @@ fn now_since_boot() -> u64 {
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
-/// Attempt to join: what all steps of one call need to know.
+/// An attempt to join: the context of all steps of one call.
 struct Attempt<'a> {
     store: &'a dyn Store,
     spec: &'a JoinSpec<'a>,
     clock: Clock,
     own: ProcessId,
     host: Host,
-    /// Whether the ranks may be on several hosts.
+    /// True if the group may span nodes.
     several: bool,
 }
 
 impl Attempt<'_> {
-    /// The key of `rank` in this attempt's part of the store.
+    /// Returns the key of `rank` in this attempt's part of the store.
     fn key(rank: u32) -> String {
         rank.to_string()
     }
 
-    /// Whether all `keys` exist, after at most `limit` and not past the deadline; looks no further once there is `news`.
+    /// Returns true once all `keys` exist; false after `limit`, at the deadline, or as soon as `news` returns true.
     ///
-    /// Asks again and again: torch's TCPStore prints four lines whenever the time of a wait passes.
+    /// Polls, because torch's TCPStore prints four lines whenever a wait times out.
     fn await_keys(&self, keys: &[String], limit: Duration, news: impl Fn() -> bool) -> Result<bool> {
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        // As many ranks ask as there are keys.
+        // The number of polling ranks is the number of keys.
         let shortest = PAUSE * keys.len() as u32;
         let until = self.clock.deadline.min(Instant::now() + limit);
         loop {
@@ -225,7 +230,7 @@ impl Attempt<'_> {
         }
     }
 
-    /// Error that ended the process of `rank`, if another group knows it.
+    /// Returns the error that ended the process of `rank`, if another group knows it.
     fn known_end(&self, rank: Rank) -> Option<Error> {
         let known = self.spec.known?;
         let global = self.spec.global_ranks.get(rank.index()).map_or(rank.0, |&global| global as u32);
@@ -243,7 +248,7 @@ impl Attempt<'_> {
         format!("group {:?} of {} ranks", self.spec.group, self.spec.size)
     }
 
-    /// The error of a rank that somebody else has already.
+    /// Returns the error of a rank that another process has claimed.
     fn twice(&self, other: u32, membership: &str) -> Error {
         let (rank, group, own) = (self.spec.rank, self.group(), self.own.pid);
         Error::config(format!("rank {rank} of {group} is claimed twice: by pid {other}{membership} and by pid {own}"))
@@ -254,7 +259,7 @@ impl Attempt<'_> {
         Error::peer(format!("rank {rank} (pid {pid}) ended while joining {group}: {cause}"))
     }
 
-    /// Error to report if the process of `rank` ends within `limit`.
+    /// Returns the error to report if the process of `rank` ends within `limit`.
     fn end_of(&self, rank: Rank, member: &Member, limit: Duration) -> Option<Error> {
         let pidfd = member.pidfd.as_ref()?;
         let give_up = Instant::now() + limit;
@@ -265,23 +270,24 @@ impl Attempt<'_> {
             std::thread::sleep(Duration::from_millis(1));
         }
         let process = ProcessId { pid: member.pid, start_time: member.start_time };
-        // It may have failed, said so in its record, and gone.
+        // It may have recorded its failure before it exited.
         let failure = gather::failure_of(self, rank, process);
         Some(failure.unwrap_or_else(|| self.ended(rank, member.pid, &process::exit_cause(process, pidfd))))
     }
 
-    /// Error that says that this rank cannot join.
+    /// Returns the error that this rank cannot join.
     fn unable(&self, error: Error) -> Error {
         Error { message: format!("{} cannot join {}: {error}", self.me(), self.group()), ..error }
     }
 
-    /// Error of a system call that failed; where descriptors ran out, with the limit and the need.
+    /// Returns the error of a failed system call; if file descriptors ran out, with the limit and the number needed.
     fn refused(&self, step: Required, errno: Errno) -> Error {
         if errno != Errno::MFILE {
             return self.unable(step.failed(errno));
         }
         let (limit, open) = required::descriptors();
-        // Rank 0: all processes and all connections, the socket and the memory. Others: all processes and those two. And a membership.
+        // Rank 0 needs all processes, all connections, the socket and the memory; other ranks all processes and those
+        // two; each possibly a membership.
         let others = self.spec.size as usize - 1;
         let need = if self.spec.rank == Rank(0) { 2 * others } else { others } + 2 + usize::from(self.spec.keep_membership);
         let limit = limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string());
@@ -303,7 +309,7 @@ impl Attempt<'_> {
     }
 }
 
-/// Resources that a rank holds before it publishes.
+/// The resources that a rank acquires before it publishes its record.
 enum Seat {
     Leader(leader::Seat),
     Member(member::Seat),
@@ -311,13 +317,12 @@ enum Seat {
 
 /// Joins the group together with its other ranks.
 ///
-/// On success every rank holds a descriptor of the same memory, and of every other rank's process; no key is left.
-/// On failure nothing is left but this rank's record, which now holds the cause: late ranks raise it too, and the next
+/// On success, every rank holds a descriptor of the same memory and a pidfd of every other rank's process, and no
+/// record is left. On failure, only this rank's record is left, with the cause: late ranks raise it, too, and the next
 /// attempt replaces it.
-///
 /// # Errors
-/// `Value` and `Config` for what was asked wrongly; `Config` where the ranks cannot form a group (hosts, versions,
-/// sizes, users, duplicates, descriptors); `Timeout` naming who did not come; `Peer` naming who ended.
+/// `Value` and `Config` for invalid arguments; `Config` if the ranks cannot form a group (nodes, versions, sizes,
+/// users, duplicates, file descriptors); `Timeout` names the missing ranks; `Peer` names the rank that ended.
 pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
     match meet(store, spec, false)? {
         Found::Together(joined) => Ok(joined),
@@ -325,8 +330,8 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
     }
 }
 
-/// Joins the group as `join` does if its ranks are on one host, and else tells where they are. One of more than [`MAX_SIZE`] ranks can only
-/// be on several.
+/// Joins the group as `join` does if its ranks are on one node, and otherwise returns their locations. A group of more
+/// than [`MAX_SIZE`] ranks must span several nodes.
 ///
 /// # Errors
 /// As `join`.
@@ -334,7 +339,8 @@ pub fn find(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Found<Joined>> {
     meet(store, spec, true)
 }
 
-/// Ranks of the group of `size` ranks that have said in `store` that they join it, as long as it has not formed; also those that have failed.
+/// Returns the ranks that have published in `store` that they join the group of `size` ranks, until it has formed;
+/// including ranks that failed.
 pub fn came(store: &dyn Store, group: &str, restart: &str, size: u32) -> Result<Vec<Rank>> {
     let store = PrefixStore::new(&prefix(group, restart), store);
     let mut came = Vec::new();
@@ -346,7 +352,7 @@ pub fn came(store: &dyn Store, group: &str, restart: &str, size: u32) -> Result<
     Ok(came)
 }
 
-/// Begin of the keys of an attempt.
+/// Returns the prefix of the keys of an attempt.
 fn prefix(group: &str, restart: &str) -> String {
     format!("symm/{group}/{restart}")
 }
@@ -367,7 +373,7 @@ fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Found<J
     let prefix = prefix(spec.group, spec.restart);
     let store = PrefixStore::new(&prefix, Until::new(store, clock.deadline, purpose));
     let known = process::own().and_then(|own| Ok((own, Host::own()?, random::bytes()?)));
-    // Who cannot find out about itself still says so in a record, which is of no host.
+    // A rank that cannot identify itself still publishes that in a record, which names no node.
     let nobody = || (ProcessId { pid: std::process::id(), start_time: 0 }, Host::default(), [0; 16]);
     let (own, host, token) = known.as_ref().map_or_else(|_| nobody(), Clone::clone);
     let attempt = Attempt { store: &store, spec, clock, own, host, several };

@@ -1,4 +1,4 @@
-//! Descriptors from every rank to every other, once a group has met.
+//! Passes file descriptors from every rank to every other, once a group has met.
 
 use crate::error::{Error, Result};
 use crate::sync::limit::Limit;
@@ -11,13 +11,13 @@ use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Bytes of a listener's name.
+/// Length of a listener's name.
 pub const NAME_BYTES: usize = 40;
 
-/// Connections kept beside those of the peers that have not said who they are.
+/// Maximum number of connections that have not identified themselves, besides the peers' connections.
 const GUESTS: usize = 32;
 
-/// Mailbox at which a rank receives descriptors.
+/// The socket at which a rank receives file descriptors.
 #[derive(Debug)]
 pub struct Mailbox {
     name: [u8; NAME_BYTES],
@@ -32,7 +32,7 @@ fn refused(step: Required) -> impl Fn(Errno) -> Error {
 }
 
 impl Mailbox {
-    /// Opens a mailbox for `ranks` ranks under a random name, which only those know whom it is told.
+    /// Opens a mailbox for `ranks` ranks under a random name, which only the group's ranks learn.
     pub fn open(ranks: usize) -> Result<Self> {
         let random = random::name("symm-gpu")?;
         let listener = socket::listen_at(&random, ranks as i32).map_err(refused(Required::Listen))?;
@@ -41,13 +41,14 @@ impl Mailbox {
         Ok(Self { name, listener })
     }
 
-    /// Name that the peers must be told.
+    /// Returns the name, which the peers need.
     pub fn name(&self) -> [u8; NAME_BYTES] {
         self.name
     }
 
-    /// Gives `fd` to every peer and returns what each gave, by rank (nothing from this one). `names` and `pids` are those of all ranks.
-    /// All mailboxes must be open before the first rank calls it. Ends early with the error of `hope`, which is asked while it waits.
+    /// Sends `fd` to every peer and returns the descriptors that the peers sent, by rank (`None` for this rank).
+    /// `names` and `pids` belong to all ranks. All mailboxes must be open before the first rank calls this. While it
+    /// waits, it calls `hope`, and fails with its error.
     pub fn exchange(
         &self,
         me: usize,
@@ -65,7 +66,7 @@ impl Mailbox {
                 return Err(Error::config(format!("user {} listens where a peer of this group did", peer.uid)));
             }
             self.retried(limit, hope, Required::Send, || socket::send(&socket, &(me as u32).to_le_bytes(), Some(fd)))?;
-            // Kept until all is done: closing it would be read as an end before the message.
+            // Kept until the end, because an early close would hide the message.
             sent.push(socket);
         }
         let mut inbox =
@@ -100,7 +101,7 @@ impl Mailbox {
     }
 }
 
-/// A moment; fails with the error of `hope`, or without one where the time is over.
+/// Sleeps briefly. Fails with the error of `hope`, or with `None` if the time is over.
 fn wait(limit: &Limit, hope: &dyn Fn() -> Result<()>) -> std::result::Result<(), Option<Error>> {
     if limit.left().is_none() {
         return Err(None);
@@ -115,22 +116,23 @@ fn late(missing: &str, limit: &Limit, remark: &str) -> Error {
     Error::timeout(format!("passing descriptors of GPU memory: no {missing} within {waited:.1} s{remark}"))
 }
 
-/// Descriptors that have come to one rank.
+/// The descriptors that one rank has received.
 struct Inbox<'a> {
     /// Descriptors by rank.
     got: Vec<Option<OwnedFd>>,
-    /// Connections that have said nothing yet: they keep nobody waiting. The oldest goes where there are too many.
+    /// Connections that have not sent anything; they delay no other. If there are too many, the oldest is closed.
     guests: VecDeque<(OwnedFd, socket::Peer)>,
     me: usize,
     pids: &'a [u32],
-    /// Last sender who was refused. Abstract names stand in /proc/net/unix for everybody, and whoever knocks there stops nobody.
+    /// The last sender that was rejected. Every process can read abstract names in /proc/net/unix, so a stranger that
+    /// connects must not stop the exchange.
     refused: Option<String>,
     lines: RateLimit,
 }
 
 impl Inbox<'_> {
     fn welcome(&mut self, listener: &OwnedFd) -> Result<()> {
-        // One turn: who knocks without end has the others heard all the same.
+        // Limited, so that a process that connects without end does not keep the others from being read.
         for _ in 0..GUESTS {
             let socket = match socket::accept(listener) {
                 Ok(socket) => socket,
@@ -164,7 +166,7 @@ impl Inbox<'_> {
 
     fn take(&mut self, received: Received, buffer: [u8; 8], peer: socket::Peer) {
         let rank = u32::from_le_bytes([buffer[0], buffer[1], buffer[2], buffer[3]]) as usize;
-        // A process in another pid namespace shows as 0 here, and its own id is another there.
+        // The kernel shows a process in another pid namespace as 0, and its own pid differs from the one seen here.
         let known = rank < self.pids.len() && (peer.pid == 0 || peer.pid == self.pids[rank] || !self.pids.contains(&peer.pid));
         let whole = received.length == 4 && !received.cut && received.fd.is_some();
         if known && whole && rank != self.me && self.got[rank].is_none() {
@@ -250,7 +252,7 @@ mod tests {
         let wrong = knock();
         socket::send(&wrong, &[7; 8], None).expect("sent");
         std::thread::scope(|scope| {
-            // Borrowed: it may be done with what came in the first attempt, and must listen all the same.
+            // Borrowed: the other rank may already have its result from the first attempt, but must still listen.
             let (names, pids, file, other) = (&names, &pids, &file, &other);
             let there = scope.spawn(move || other.exchange(1, names, pids, file.as_fd(), &limit(10.0), &|| Ok(())));
             let got = one.exchange(0, names, pids, file.as_fd(), &limit(10.0), &|| Ok(())).expect("exchanged");

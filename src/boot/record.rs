@@ -1,4 +1,4 @@
-//! Record that a rank leaves of itself in the store, and the check that all records fit together. Pure.
+//! The record that each rank publishes in the store, and the check that all records agree. Pure.
 
 use crate::error::{Error, Kind, Result};
 use crate::host_map::{Placement, apart};
@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fmt::Display;
 
-/// Number of the joining protocol: changes with the record, the messages or what the memory holds.
+/// Version of the joining protocol; changes with the record, the messages and the layout of the memory.
 pub(super) const PROTOCOL: u32 = 2;
 
 /// Version of torch-symm.
 pub(super) const VERSION: &str = env!("TORCH_SYMM_VERSION");
 
-/// Record of one rank; JSON in the store.
+/// The record of one rank, as JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Record {
     pub(super) protocol: u32,
@@ -26,20 +26,20 @@ pub(super) struct Record {
     /// Members in rank order, by their ranks in the default group; empty if the caller did not list them.
     pub(super) global_ranks: Vec<i32>,
     pub(super) host: Host,
-    /// Name of the host, for messages only.
+    /// Name of the node, only for messages.
     pub(super) host_name: String,
-    /// Whether its rank connects hosts.
+    /// True if the rank accepts a group that spans nodes.
     pub(super) several: bool,
     pub(super) pid: u32,
     pub(super) start_time: u64,
     pub(super) uid: u32,
-    /// Time at which it was published, or the failure added: nanoseconds since boot.
+    /// When the record was published or the failure added, in nanoseconds since boot.
     pub(super) at: u64,
-    /// Abstract socket name where rank 0 listens; empty on other ranks.
+    /// Abstract name of the socket on which rank 0 listens; empty on other ranks.
     pub(super) socket: String,
-    /// Random number; rank 0's is the group's token.
+    /// A random number; rank 0's is the group's token.
     pub(super) nonce: [u8; 16],
-    /// Reason why this rank cannot join.
+    /// Why this rank cannot join.
     pub(super) failure: Option<Failure>,
 }
 
@@ -61,7 +61,7 @@ impl Record {
         ProcessId { pid: self.pid, start_time: self.start_time }
     }
 
-    /// Where its rank runs.
+    /// Returns the location of the rank.
     pub(super) fn placement(&self) -> Placement {
         let name = if self.host.test.is_empty() { &self.host_name } else { &self.host.test };
         Placement { host: self.host.clone(), name: name.clone(), pid: self.pid }
@@ -75,9 +75,9 @@ impl Record {
         serde_json::to_vec(self).map_err(|error| Error::internal(format!("a record cannot be written: {error}")))
     }
 
-    /// Reads what stands under `rank`'s key.
+    /// Decodes the value under `rank`'s key.
     pub(super) fn decode(rank: Rank, bytes: &[u8]) -> Result<Self> {
-        /// Version, with which every protocol's record begins.
+        /// The version, which is part of the records of all protocols.
         #[derive(Deserialize)]
         struct Version {
             protocol: u32,
@@ -96,8 +96,8 @@ impl Record {
     }
 }
 
-/// Whether `records`, in rank order, can form the group: names the ranks that differ from the first, and how. They may be
-/// on several hosts, of which each then forms a group of its own, if all connect them.
+/// Checks that `records`, in rank order, can form the group; the error names the ranks that differ from the first, and
+/// how. The ranks may be on several nodes if all of them accept that; each node then forms a group of its own.
 pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
     let Some((first, rest)) = records.split_first() else {
         return Ok(());
@@ -121,7 +121,8 @@ pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
             first.rank, first.size, other.rank, other.size
         )));
     }
-    // Before the hosts, because ranks that list other members may be anywhere. A rank without a list agrees with every list.
+    // Before the nodes, because ranks that list other members may be anywhere. A rank without a list agrees with every
+    // list.
     if let Some(first) = records.iter().find(|record| !record.global_ranks.is_empty())
         && let Some(other) = records.iter().find(|record| !record.global_ranks.is_empty() && record.global_ranks != first.global_ranks)
     {
@@ -154,10 +155,11 @@ pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
     Ok(())
 }
 
-/// Maximum number of members that a message names on each side of a list's middle.
+/// Maximum number of members that a message names on each side of the list's middle.
 const NAMED: usize = 8;
 
-/// Names the members of a group by their ranks in the default group. A long list is shortened, with a digest that tells lists apart.
+/// Lists the members of a group by their ranks in the default group. A long list is shortened, with a digest that
+/// distinguishes lists.
 pub fn name_members(global_ranks: &[i32]) -> String {
     let named = |ranks: &[i32]| ranks.iter().map(i32::to_string).collect::<Vec<_>>().join(", ");
     if global_ranks.len() <= 2 * NAMED {
@@ -169,7 +171,8 @@ pub fn name_members(global_ranks: &[i32]) -> String {
     format!("[{head}, ..., {tail}] ({} ranks, digest {digest})", global_ranks.len())
 }
 
-/// The error of two ranks that list different members of `group`: each with its list as `name_members` writes it.
+/// Returns the error of two ranks that list different members of `group`; each list has the form that `name_members`
+/// gives it.
 pub fn other_members(group: &str, (first, here): (impl Display, &str), (other, there): (impl Display, &str)) -> Error {
     Error::config(format!(
         "ranks disagree on the members of group {group:?}, by their ranks in the default group: its rank {first} lists {here}, \

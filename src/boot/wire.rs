@@ -1,24 +1,24 @@
-//! The two messages that joining exchanges over the socket: `Hello` to rank 0, `Answer` from it. Pure.
+//! The two messages of joining over the socket: `Hello` to rank 0, `Answer` from it. Pure.
 
 use super::record::PROTOCOL;
 use crate::error::{Error, Kind};
 
 const MAGIC: [u8; 4] = *b"symm";
 
-/// Length of the longest sentence that fits a message.
+/// Maximum length of the text of a message.
 const TEXT: usize = 2048;
 
-/// Bytes of the longest message, and one more to notice a longer one by.
+/// Maximum length of a message, plus one byte to detect a longer one.
 pub(super) const BUFFER: usize = 4 + 16 + 1 + TEXT + 1;
 
-/// Greeting of a rank that connects.
+/// The greeting of a rank that connects.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Hello {
     pub(super) rank: u32,
     pub(super) size: u32,
     pub(super) pid: u32,
     pub(super) segment_bytes: u64,
-    /// Rank 0's nonce, which only those know who can read the store.
+    /// Rank 0's nonce, which only readers of the store know.
     pub(super) token: [u8; 16],
 }
 
@@ -51,7 +51,7 @@ impl Hello {
     }
 }
 
-/// Answer of rank 0: here is the memory (its descriptor comes along), or why there will be none.
+/// The answer of rank 0: the memory, whose descriptor is attached, or the reason for the failure.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Answer {
     pub(super) token: [u8; 16],
@@ -80,7 +80,7 @@ impl Answer {
         }
         let token = reader.take()?;
         let [code] = reader.take()?;
-        // Code 0 is success and brings no sentence.
+        // Code 0 means success and has no text.
         let failure = match (code, reader.0) {
             (0, []) => None,
             (_, text) => Some(Error { kind: Kind::from_code(code)?, message: std::str::from_utf8(text).ok()?.to_owned() }),
