@@ -1,9 +1,9 @@
-//! Ancestry of two devices: what they have in common on their ways to the CPU, in the words of `nvidia-smi topo -m`.
+//! The nearest common ancestor of two devices on the PCI tree, in the terms of `nvidia-smi topo -m`.
 
-/// The nearest thing through which two devices reach each other, nearest first.
+/// The nearest component through which two devices reach each other, nearest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ancestor {
-    /// Both are one device.
+    /// Both are the same device.
     Same,
     /// At most one PCIe switch is between them.
     Pix,
@@ -18,10 +18,10 @@ pub enum Ancestor {
 }
 
 impl Ancestor {
-    /// All ancestries, nearest first.
+    /// All ancestors, nearest first.
     pub const ALL: [Self; 6] = [Self::Same, Self::Pix, Self::Pxb, Self::Phb, Self::Node, Self::Sys];
 
-    /// Label as nvidia-smi abbreviates it.
+    /// Returns the abbreviation that nvidia-smi uses.
     pub fn label(self) -> &'static str {
         match self {
             Self::Same => "X",
@@ -33,7 +33,7 @@ impl Ancestor {
         }
     }
 
-    /// Meaning of the label.
+    /// Returns the meaning of the label.
     pub fn meaning(self) -> &'static str {
         match self {
             Self::Same => "the GPU itself",
@@ -45,8 +45,9 @@ impl Ancestor {
         }
     }
 
-    /// Ancestry of two devices, by their folders in sysfs, such as `/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0`, and their NUMA
-    /// nodes. A folder that is not known shares nothing. On a host that names no NUMA nodes there is one.
+    /// Returns the nearest common ancestor of two devices, given their sysfs directories, such as
+    /// `/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0`, and their NUMA nodes. An unknown directory shares nothing.
+    /// A machine that reports no NUMA nodes counts as one.
     pub fn common(one: (Option<&str>, Option<u32>), other: (Option<&str>, Option<u32>)) -> Self {
         if let (Some(one), Some(other)) = (one.0.and_then(below_host), other.0.and_then(below_host))
             && one.first() == other.first()
@@ -55,7 +56,8 @@ impl Ancestor {
             return match (shared, one.len() - shared, other.len() - shared) {
                 (_, 0, 0) => Self::Same,
                 (1, _, _) => Self::Phb,
-                // Below a switch's upstream port, a downstream port of each and the device.
+                // Below the upstream port of a switch: at most a downstream port and the device itself, for each of the
+                // two.
                 (_, 0..=2, 0..=2) => Self::Pix,
                 (_, _, _) => Self::Pxb,
             };
@@ -64,7 +66,8 @@ impl Ancestor {
     }
 }
 
-/// The parts of a sysfs folder from the host bridge (`pci0000:00`) to the device; `None` if it names no host bridge.
+/// Returns the parts of a sysfs path from the host bridge (`pci0000:00`) to the device; `None` if it contains no host
+/// bridge.
 fn below_host(path: &str) -> Option<Vec<&str>> {
     let is_host = |part: &&str| part.strip_prefix("pci").is_some_and(|rest| rest.contains(':'));
     let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).skip_while(|part| !is_host(part)).collect();

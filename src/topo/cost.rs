@@ -1,32 +1,33 @@
-//! Costs of links: the cost model of `torch.distributed.tensor._collective_utils`, and what is known of a kind of link before anything
-//! is measured. Pure.
+//! Costs of links: the cost model of `torch.distributed.tensor._collective_utils`, and the assumed speed of each kind
+//! of link before anything is measured. Pure.
 //!
-//! What a collective costs depends on its algorithm as well, which this module does not know: see `coll::cost`.
+//! The cost of a collective also depends on its algorithm, which this module does not know; see `coll::cost`.
 
 use super::Detected;
 use super::device::NvlinkVersion;
 
-/// Link between ranks.
+/// A link between ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
-    /// Rate at which a rank sends, in 10⁹ bytes per second; of torch's model 2³⁰.
+    /// Rate at which a rank sends, in 10⁹ bytes per second; in torch's model, in 2³⁰.
     pub gb_per_s: f64,
-    /// Microseconds of a trip.
+    /// Latency of a trip in µs.
     pub us: f64,
 }
 
-/// Bandwidth inside a host in torch's model, in GiB/s.
+/// Bandwidth within a node in torch's model, in GiB/s.
 const TORCH_GB_PER_S: f64 = 87.7;
-/// Part of the rate that is left between hosts.
+/// Fraction of that bandwidth between nodes.
 const TORCH_BETWEEN_HOSTS: f64 = 0.22;
-/// Microseconds of a hop in torch's model, inside a host and between hosts.
+/// Latency of a hop in torch's model in µs, within a node and between nodes.
 const TORCH_HOP_US: [f64; 2] = [0.6, 2.7];
-/// Microseconds before the first hop in torch's model.
+/// Fixed cost of a call in torch's model in µs, before the first hop.
 const TORCH_BASE_US: f64 = 6.6;
-/// Microseconds that torch adds where an all-to-all is wanted, so that it prefers the all-gather by which it prices it.
+/// What torch adds to the cost of an all-to-all in µs, so that it prefers an all-gather of the same price.
 const TORCH_ALL_TO_ALL_US: f64 = 1.0;
 
-/// The links that torch's model gives to the dimensions of a mesh of the size `ranks`, on hosts with `per_host` devices.
+/// Returns the links that torch's model assigns to the dimensions of a mesh of shape `ranks`, on nodes with `per_host`
+/// devices.
 pub fn torch_links(ranks: &[usize], per_host: usize) -> Vec<Link> {
     let mut links = vec![Link { gb_per_s: TORCH_GB_PER_S, us: TORCH_HOP_US[0] }; ranks.len()];
     let mut total: usize = 1;
@@ -40,54 +41,55 @@ pub fn torch_links(ranks: &[usize], per_host: usize) -> Vec<Link> {
     links
 }
 
-/// A ring of `ranks`, by torch's formula: `6.6 + hops × µs + (GiB × hops / ranks) / (GiB/s) × 10⁶`, in its order of operations, so that
-/// every bit is torch's. `rounds` is 2 for an all-reduce, else 1.
+/// Returns the cost of a ring of `ranks` by torch's formula, `6.6 + hops × µs + (GiB × hops / ranks) / (GiB/s) × 10⁶`,
+/// with torch's order of operations, so that every bit is equal. `rounds` is 2 for an all-reduce, otherwise 1.
 pub fn torch_ring(bytes: f64, ranks: usize, rounds: usize, link: Link) -> f64 {
     let hops = (rounds * (ranks - 1)) as f64;
     let latency = TORCH_BASE_US + hops * link.us;
-    // Exact, as every division by a power of two: torch's callers divide three times by 1024.
+    // Exact, like every division by a power of two; torch's callers divide by 1024 three times.
     let gb = bytes / f64::from(1 << 30);
     latency + (gb * hops / ranks as f64) / link.gb_per_s * 1e6
 }
 
-/// An all-to-all of tensors of `bytes`, as torch prices it.
+/// Returns torch's cost of an all-to-all of tensors of `bytes`.
 pub fn torch_all_to_all(bytes: f64, ranks: usize, link: Link) -> f64 {
     torch_ring(bytes, ranks, 1, link) + TORCH_ALL_TO_ALL_US
 }
 
-/// A broadcast, which torch's model lacks: everything travels over every link of a pipeline.
+/// Returns the cost of a broadcast, which torch's model lacks: a pipeline sends everything over every link.
 pub fn torch_broadcast(bytes: f64, ranks: usize, link: Link) -> f64 {
     let hops = (ranks - 1) as f64;
     TORCH_BASE_US + hops * link.us + bytes / f64::from(1 << 30) / link.gb_per_s * 1e6
 }
 
-/// Way by which ranks reach each other.
+/// How ranks reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// NVLinks, so many between each two GPUs, or to the switch.
+    /// NVLinks, either between every two GPUs or to a switch.
     NvLink {
-        /// Least number of NVLinks between two of the GPUs.
+        /// Minimum number of NVLinks between two of the GPUs.
         links: u32,
-        /// The oldest.
+        /// The oldest version among the GPUs.
         version: Option<NvlinkVersion>,
     },
     /// Peer access over PCIe.
     Pcie,
-    /// GPUs without access to each other.
+    /// GPUs that cannot access each other's memory.
     HostMemory,
-    /// Processes of one host, on tensors in its memory.
+    /// CPU tensors of processes on one node.
     SharedMemory,
-    /// Ways between GPUs of different hosts.
+    /// GPUs on different nodes.
     Network,
-    /// Ways between hosts for tensors in their memory: TCP.
+    /// CPU tensors on different nodes: TCP.
     Sockets,
 }
 
-/// Part of NVLink's rate on paper that arrives: 370 of 450 GB/s on H200 (2026-11-20, copy engines of 8 GPUs, all at once).
+/// The usable fraction of NVLink's nominal rate: 370 of 450 GB/s on H200 (2026-11-20, copy engines of 8 GPUs, all at
+/// once).
 const NVLINK_USABLE: f64 = 0.82;
 
 impl Way {
-    /// Way between all GPUs of `detected`: the worst that two of them have. `None` if there is no GPU.
+    /// Returns the worst connection between two of the GPUs in `detected`; `None` if there are no GPUs.
     pub fn between(detected: &Detected) -> Option<Self> {
         let n = detected.gpus.len();
         if n == 0 {
@@ -104,25 +106,26 @@ impl Way {
         })
     }
 
-    /// Link that may be expected of the way; its figures were not measured on the machine at hand.
+    /// Returns the assumed speed of the connection, which was not measured on this machine.
     pub fn link(self) -> Link {
         match self {
             Self::NvLink { links, version } => Link { gb_per_s: NVLINK_USABLE * f64::from(links) * per_nvlink(version), us: 0.6 },
-            // 16 lanes of PCIe 4 carry 31.5 GB/s on paper.
+            // 16 lanes of PCIe 4 nominally carry 31.5 GB/s.
             Self::Pcie => Link { gb_per_s: 25.0, us: 1.0 },
-            // Written to the host's memory and read again.
+            // Written to host memory and read again.
             Self::HostMemory => Link { gb_per_s: 12.0, us: 1.5 },
             // An all-reduce of 16 MB among 4 ranks sends 24 MB in 2.7 ms (README, 2026-11-21, 4-core EPYC).
             Self::SharedMemory => Link { gb_per_s: 9.0, us: 0.3 },
-            // torch's.
+            // As in torch's model.
             Self::Network => Link { gb_per_s: TORCH_GB_PER_S * TORCH_BETWEEN_HOSTS, us: TORCH_HOP_US[1] },
-            // 10 Gb/s on paper, for all ranks of a host; half of a message there and back (docs/measurements/cpu.md, 2026-11-24).
+            // Nominally 10 Gb/s for all ranks of a node; half of a message's round trip (docs/measurements/cpu.md,
+            // 2026-11-24).
             Self::Sockets => Link { gb_per_s: 1.25, us: 135.0 },
         }
     }
 }
 
-/// Rate in GB/s of a link in one direction, by NVIDIA's data sheets.
+/// Returns the nominal rate of a link in one direction in GB/s, from NVIDIA's data sheets.
 fn per_nvlink(version: Option<NvlinkVersion>) -> f64 {
     match version {
         Some(NvlinkVersion(0..=1, _)) => 20.0,
@@ -171,7 +174,8 @@ mod tests {
 
     #[test]
     fn torch_has_these_numbers() {
-        // Printed by torch 2.11 for meshes (2, 4) on hosts of 4 devices; tests/python/test_cost_model.py compares with torch itself.
+        // Printed by torch 2.11 for meshes (2, 4) on nodes of 4 devices; tests/python/test_cost_model.py compares with
+        // torch itself.
         let links = torch_links(&[2, 4], 4);
         assert_eq!(links, [Link { gb_per_s: 87.7 * 0.22, us: 2.7 }, Link { gb_per_s: 87.7, us: 0.6 }]);
         assert_eq!(torch_ring(0.0, 4, 1, links[1]), 6.6 + 3.0 * 0.6);

@@ -1,6 +1,6 @@
-//! Names of a GPU, and its place on the PCI bus.
+//! The identifiers of a GPU, and its address on the PCI bus.
 
-/// A place on the PCI bus, without the function: a GPU is function 0 whoever is asked.
+/// An address on the PCI bus, without the function, because a GPU is always function 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciAddress {
     /// PCI segment; 32 bits, since hypervisors number virtual ones high.
@@ -12,8 +12,8 @@ pub struct PciAddress {
 }
 
 impl PciAddress {
-    /// Reads `00000000:3B:00.0` (NVML), `0000:3b:00.0` (CUDA, sysfs) and both without function alike. `None` for all else,
-    /// among it `FFFFFFFF:FF:FF.0`, which NVML gives for the far end of a link that the machine hides.
+    /// Parses `00000000:3B:00.0` (NVML), `0000:3b:00.0` (CUDA, sysfs), and both without the function. `None` for all
+    /// other text, including `FFFFFFFF:FF:FF.0`, which NVML reports for the far end of a link that the machine hides.
     pub fn parse(text: &str) -> Option<Self> {
         let place = match text.split_once('.') {
             Some((place, function)) => matches!(function.as_bytes(), [b'0'..=b'7']).then_some(place)?,
@@ -37,12 +37,12 @@ impl std::fmt::Display for PciAddress {
     }
 }
 
-/// The UUID of a GPU or of a MIG instance, in one spelling: NVML writes `GPU-` or `MIG-` in front, torch does not.
+/// The UUID of a GPU or of a MIG instance, normalized: NVML adds the prefix `GPU-` or `MIG-`, torch does not.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Uuid(String);
 
 impl Uuid {
-    /// The UUID in `text`, whatever the prefix and case.
+    /// Parses the UUID in `text`, ignoring the prefix and case.
     pub fn new(text: &str) -> Self {
         let text = text.trim().to_ascii_lowercase();
         let bare = ["gpu-", "mig-"].iter().find_map(|prefix| text.strip_prefix(prefix)).unwrap_or(&text);
@@ -61,7 +61,7 @@ impl std::fmt::Display for Uuid {
 pub struct NvlinkVersion(pub u8, pub u8);
 
 impl NvlinkVersion {
-    /// The version with NVML's number `code` (`NVML_NVLINK_VERSION_*`), if it is one that this crate has heard of.
+    /// Returns the version with NVML's number `code` (`NVML_NVLINK_VERSION_*`), if this crate knows it.
     pub fn from_nvml(code: u32) -> Option<Self> {
         const VERSIONS: [NvlinkVersion; 8] = [
             NvlinkVersion(1, 0),
@@ -83,19 +83,19 @@ impl std::fmt::Display for NvlinkVersion {
     }
 }
 
-/// Whether a GPU is one device or cut into MIG instances, which reach no other device.
+/// Whether a GPU is one device or is partitioned into MIG instances, which cannot reach other devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mig {
     /// MIG is off: the GPU is one device.
     Off,
-    /// MIG is on: the GPU is cut into these instances.
+    /// MIG is on: the GPU is partitioned into these instances.
     On(Vec<Uuid>),
 }
 
-/// A GPU of this host.
+/// A GPU of this node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {
-    /// The GPU itself; its MIG instances have UUIDs of their own.
+    /// The UUID of the GPU itself; its MIG instances have their own.
     pub uuid: Uuid,
     /// Address on the PCI bus.
     pub bus: PciAddress,
@@ -103,16 +103,17 @@ pub struct Gpu {
     pub name: String,
     /// The nearest NUMA node, if the system names one.
     pub numa: Option<u32>,
-    /// Folder in sysfs, with the bridges on the way to the device; `None` where sysfs does not show it.
+    /// The sysfs directory, which contains the bridges on the path to the device; `None` if sysfs does not show the
+    /// device.
     pub path: Option<String>,
-    /// Version of its links, if it has any that are up.
+    /// The version of its links, if any is up.
     pub nvlink: Option<NvlinkVersion>,
-    /// Whether it is cut into instances.
+    /// Whether it is partitioned into instances.
     pub mig: Mig,
 }
 
 impl Gpu {
-    /// Whether a CUDA device with this UUID is this GPU or a part of it.
+    /// Returns true if `uuid` names this GPU or an instance of it.
     pub fn answers_to(&self, uuid: &Uuid) -> bool {
         match &self.mig {
             Mig::Off => self.uuid == *uuid,

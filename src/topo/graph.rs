@@ -1,18 +1,18 @@
-//! The structure of a mesh: what algorithms may count on.
+//! The structure of a mesh, on which algorithms can rely.
 
 use super::mesh::NvlMesh;
 use super::square::Square;
 
-/// Structure in which a set of GPUs is connected.
+/// How a set of GPUs is connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Topology {
-    /// Every pair has NVLinks, or there is one GPU only.
+    /// Every pair has NVLinks, or there is only one GPU.
     FullyConnected,
     /// Two quads of linked GPUs, each GPU with one partner in the other quad.
     HybridCubeMesh(CubeMesh),
     /// PCIe: not every pair has NVLinks, but every pair has peer access.
     Pcie,
-    /// No known structure: some pair has no way but through the host.
+    /// No known structure: some pair can communicate only through host memory.
     Unknown,
 }
 
@@ -37,10 +37,10 @@ pub struct CubeMesh {
 }
 
 impl CubeMesh {
-    /// The cube mesh that `mesh` is, if it is one.
+    /// Returns `mesh` as a cube mesh, if it is one.
     ///
-    /// Each GPU has four neighbours. One of them, the relay, shares no neighbour with it; the other three and the GPU are its quad. The
-    /// four of a quad agree on who is in it, and relays go in pairs.
+    /// Each GPU has four neighbours. One of them, the relay, shares no neighbour with it; the other three and the GPU
+    /// are its quad. The four GPUs of a quad agree on its members, and relays form pairs.
     pub fn of(mesh: &NvlMesh) -> Option<Self> {
         if mesh.size() != 8 {
             return None;
@@ -61,7 +61,7 @@ impl CubeMesh {
         (agreed && paired).then(|| Self { quad: [quad[0].four(), quad[other].four()], relay })
     }
 
-    /// The members of `gpu`'s quad, itself among them, in ascending order.
+    /// Returns the members of `gpu`'s quad including itself, in ascending order.
     ///
     /// # Panics
     /// If `gpu` is not below 8.
@@ -71,7 +71,7 @@ impl CubeMesh {
     }
 }
 
-/// Some of eight GPUs.
+/// A subset of eight GPUs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Set(u8);
 
@@ -88,18 +88,18 @@ impl Set {
         self.0 & other.0 == 0
     }
 
-    /// The members, of which there are four.
+    /// Returns the four members.
     fn four(self) -> [u32; 4] {
         let mut members = self.members();
         std::array::from_fn(|_| members.next().unwrap_or_default() as u32)
     }
 }
 
-/// The structure of `mesh`; `peers` says which pairs can access each other's memory. Links speak for themselves: whether the driver
-/// lets them be used shows when memory is mapped.
+/// Classifies `mesh`; `peers` is true for pairs that can access each other's memory. Links count as usable here;
+/// whether the driver lets a process use them becomes known when memory is mapped.
 ///
 /// # Panics
-/// If `peers` and `mesh` are of different sizes.
+/// If `peers` and `mesh` have different sizes.
 pub fn classify(mesh: &NvlMesh, peers: &Square<bool>) -> Topology {
     assert_eq!(mesh.size(), peers.size(), "links and peer access of different sets of GPUs");
     if mesh.size() == 0 {

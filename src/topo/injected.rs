@@ -1,4 +1,4 @@
-//! A topology out of a file, in place of the one that NVML reports.
+//! A topology from a file, in place of the one that NVML reports.
 
 use super::mesh::NvlMesh;
 use super::square::Square;
@@ -10,7 +10,7 @@ use std::path::Path;
 const MAX_GPUS: usize = 64;
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Content of a topology file.
+/// The contents of a topology file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Injected {
     /// NVLinks between the GPUs.
@@ -35,10 +35,10 @@ enum Peers {
 }
 
 impl Injected {
-    /// The topology in the file at `path`, at most 1 MiB; any fault is a sentence that names the file.
+    /// Loads the topology file at `path`, of at most 1 MiB. Every error names the file.
     pub fn load(path: &Path) -> Result<Self> {
         let refused = |why: String| Error::config(format!("topology file {}: {why}", path.display()));
-        // Looked at before it is opened: opening a pipe would wait for its writer.
+        // Checked before it is opened, because opening a pipe would block until it has a writer.
         let kind = std::fs::metadata(path).map_err(|error| refused(error.to_string()))?;
         if !kind.is_file() {
             return Err(refused("it is not a regular file".into()));
@@ -49,7 +49,7 @@ impl Injected {
         Self::parse(&text).map_err(|error| refused(error.message))
     }
 
-    /// The topology in `text`.
+    /// Parses the topology in `text`.
     pub fn parse(text: &[u8]) -> Result<Self> {
         if text.len() as u64 > MAX_BYTES {
             return Err(Error::value(format!("it is longer than {MAX_BYTES} bytes")));

@@ -1,4 +1,4 @@
-//! The link matrices of known machines, and of none, get the right names.
+//! Tests that the link matrices of known machines, and of meshes that no machine has, are classified correctly.
 
 use super::device::PciAddress;
 use super::graph::{CubeMesh, Topology, classify};
@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 type Rows = Vec<Vec<u32>>;
 
-/// A DGX-1 with V100, as `nvidia-smi topo -m` shows it: six links a GPU, some of them in pairs.
+/// A DGX-1 with V100, as `nvidia-smi topo -m` shows it: six links per GPU, some of them in pairs.
 const DGX_1V: [[u32; 8]; 8] = [
     [0, 1, 1, 2, 2, 0, 0, 0],
     [1, 0, 2, 1, 0, 2, 0, 0],
@@ -57,7 +57,7 @@ fn dgx_1v_out_of_what_its_gpus_report() {
     assert_eq!(observed, NvlMesh::new(&dgx_1v()).expect("symmetric"));
 }
 
-/// (machine, GPUs, links of each to switches)
+/// (machine, GPUs, links of each GPU to switches)
 const SWITCHED: [(&str, usize, usize); 6] =
     [("DGX-2", 16, 6), ("DGX A100", 8, 12), ("HGX H100", 8, 18), ("HGX H200", 8, 18), ("half an HGX H200", 4, 18), ("one GPU", 1, 18)];
 
@@ -89,7 +89,7 @@ fn bridged_pairs_are_not_fully_connected() {
 fn one_unlinked_gpu_spoils_pcie() {
     let mesh = NvlMesh::new(&rows(4, |_, _| 0)).expect("symmetric");
     assert_eq!(classify(&mesh, &Square::from_pairs(4, |a, b| (a, b) != (1, 3))), Topology::Unknown);
-    // What a device has with itself does not matter.
+    // A device's access to itself does not matter.
     assert_eq!(classify(&mesh, &Square::from_pairs(4, |a, b| a != b)), Topology::Pcie);
 }
 
@@ -143,7 +143,7 @@ fn four_neighbours_alone_make_no_cube_mesh() {
     }
 }
 
-/// What a cube mesh is: quads that are linked throughout, relays that are linked, and no other link.
+/// Checks the definition of a cube mesh: fully linked quads, linked relays, and no other link.
 fn spans(cube: &CubeMesh, mesh: &NvlMesh) -> bool {
     (0..8_u32).all(|a| {
         (0..8_u32).filter(|&b| b != a).all(|b| {
@@ -153,7 +153,7 @@ fn spans(cube: &CubeMesh, mesh: &NvlMesh) -> bool {
     })
 }
 
-/// By trying every quad of GPU 0: two linked quads, and one link from each GPU to the other quad.
+/// Tries every quad of GPU 0: two fully linked quads, and one link from each GPU to the other quad.
 fn is_cube_mesh(mesh: &NvlMesh) -> bool {
     (0..=u8::MAX).filter(|quad| quad.count_ones() == 4 && quad & 1 == 1).any(|quad| {
         let together = |a: usize, b: usize| (quad >> a) & 1 == (quad >> b) & 1;
@@ -171,7 +171,7 @@ proptest! {
         let cube = cube(classify(&mesh, &Square::from_pairs(8, |_, _| true)));
         prop_assert!(spans(&cube, &mesh));
         prop_assert!(cube.quad.iter().all(|quad| quad.is_sorted()) && cube.quad[0][0] == 0);
-        // The same GPUs as without shuffling stand across from each other and side by side.
+        // The same GPUs as without shuffling are relays of each other and share a quad.
         for (gpu, &relay) in cube.relay.iter().enumerate() {
             prop_assert_eq!(order[relay as usize] % 4, order[gpu] % 4);
             prop_assert!(cube.quad_of(gpu as u32).iter().all(|&mate| order[mate as usize] / 4 == order[gpu] / 4));
@@ -181,7 +181,7 @@ proptest! {
     #[test]
     fn whatever_is_called_a_cube_mesh_is_one(swaps in prop::collection::vec(prop::array::uniform4(0_usize..8), 0..40)) {
         let mut links = dgx_1v();
-        // a-b and c-d become a-c and b-d: every GPU keeps four neighbours.
+        // a-b and c-d become a-c and b-d, so every GPU keeps four neighbours.
         for [a, b, c, d] in swaps {
             if links[a][b] > 0 && links[c][d] > 0 && a != c && b != d && links[a][c] == 0 && links[b][d] == 0 {
                 for (from, to, count) in [(a, b, 0), (c, d, 0), (a, c, 1), (b, d, 1)] {

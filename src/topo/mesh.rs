@@ -1,24 +1,25 @@
-//! Mesh: the number of NVLinks between each pair of GPUs.
+//! The number of NVLinks between each pair of GPUs.
 
 use super::device::PciAddress;
 use super::square::Square;
 use crate::error::{Error, Result};
 
-/// Device at the far end of a link.
+/// The device at the far end of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remote {
     /// The GPU at this address.
     Gpu(PciAddress),
-    /// An NVSwitch. Which one is not asked: all switches of a host are connected, and virtual machines hide their addresses.
+    /// An NVSwitch. Its identity does not matter: all switches of a node are connected, and virtual machines hide their
+    /// addresses.
     Switch,
-    /// Some other device, or one that the driver does not tell.
+    /// Some other device, or one that the driver does not report.
     Unknown,
 }
 
-/// The links of one GPU that are up, as it reports them.
+/// The active links of one GPU, as it reports them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Links {
-    /// PCI address of the GPU itself.
+    /// The PCI address of the GPU itself.
     pub bus: PciAddress,
     /// The far end of each link.
     pub remotes: Vec<Remote>,
@@ -35,7 +36,7 @@ impl Links {
 pub struct NvlMesh(Square<u32>);
 
 impl NvlMesh {
-    /// The mesh with these counts; fails unless they are square, symmetric and zero on the diagonal.
+    /// Makes a mesh of these counts; fails unless they are square, symmetric and zero on the diagonal.
     pub fn new(counts: &[Vec<u32>]) -> Result<Self> {
         let square = Square::new(counts)?;
         match (0..square.size()).find(|&gpu| square.at(gpu, gpu) != 0) {
@@ -44,8 +45,8 @@ impl NvlMesh {
         }
     }
 
-    /// The mesh that the GPUs report. A direct link counts where both of its ends report it. GPUs at switches can use as many links
-    /// towards each other as the one with fewer has.
+    /// Builds the mesh that the GPUs report. A direct link counts if both of its ends report it. Two GPUs on switches
+    /// can use as many links as the GPU with fewer of them has.
     pub fn observed(gpus: &[Links]) -> Self {
         Self(Square::from_pairs(gpus.len(), |a, b| {
             let (one, other) = (&gpus[a], &gpus[b]);
@@ -57,12 +58,12 @@ impl NvlMesh {
         }))
     }
 
-    /// Number of GPUs.
+    /// Returns the number of GPUs.
     pub fn size(&self) -> usize {
         self.0.size()
     }
 
-    /// Number of links between `a` and `b`.
+    /// Returns the number of links between `a` and `b`.
     ///
     /// # Panics
     /// If one of them is not below `size`.
@@ -70,12 +71,12 @@ impl NvlMesh {
         self.0.at(a, b)
     }
 
-    /// Whether there are links between `a` and `b`.
+    /// Returns true if `a` and `b` are linked.
     pub fn linked(&self, a: usize, b: usize) -> bool {
         self.links(a, b) > 0
     }
 
-    /// The mesh of the GPUs in `order`. A GPU that stands there twice has no link to itself.
+    /// Returns the mesh of the GPUs in `order`. A GPU that appears twice has no link to itself.
     ///
     /// # Panics
     /// If one of them is not below `size`.
@@ -83,12 +84,12 @@ impl NvlMesh {
         Self(Square::from_pairs(order.len(), |a, b| self.links(order[a], order[b])))
     }
 
-    /// The counts, row by row.
+    /// Returns the counts, row by row.
     pub fn rows(&self) -> impl Iterator<Item = &[u32]> {
         self.0.rows()
     }
 
-    /// Whether every pair is linked.
+    /// Returns true if every pair is linked.
     pub fn complete(&self) -> bool {
         self.0.every_pair(|links| links > 0)
     }

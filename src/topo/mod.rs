@@ -1,7 +1,8 @@
-//! Topology: how the GPUs of this host are connected.
+//! Topology: how the GPUs of this node are connected.
 //!
-//! [`nvml`] asks, [`injected`] answers in its place where a file is named; the rest is pure: [`mesh`] counts links, [`graph`] gives
-//! the structure a name, [`ancestry`] says what two devices share on the PCI bus, [`report`] prints it all. `docs/design/topology.md`.
+//! [`nvml`] queries the driver, or [`injected`] reads a file instead; the rest is pure: [`mesh`] counts links,
+//! [`graph`] classifies the structure, [`ancestry`] finds the common ancestor of two devices on the PCI bus, [`report`]
+//! prints all of it. See `docs/design/topology.md`.
 
 pub mod ancestry;
 pub mod cost;
@@ -24,29 +25,29 @@ use nvml::Readings;
 use square::Square;
 use std::path::Path;
 
-/// Source of a topology.
+/// The source of a topology.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// NVML told it.
+    /// NVML reported it.
     Nvml,
     /// The file of this name (`SYMM_TOPOLOGY_FILE`).
     Injected(String),
-    /// No source: there is no NVML, for this reason. Then no GPU is known.
+    /// NVML is not available, for this reason, so no GPU is known.
     Absent(String),
 }
 
-/// GPUs and how they are connected. Everything is in the order of `gpus`.
+/// GPUs and their connections. Everything is in the order of `gpus`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Detected {
-    /// Source of what follows.
+    /// The source of the other fields.
     pub source: Source,
-    /// The GPUs; from [`detect`] those of the host by PCI address.
+    /// The GPUs; [`detect`] returns those of the node by PCI address.
     pub gpus: Vec<Gpu>,
     /// NVLinks between the GPUs.
     pub mesh: NvlMesh,
     /// Pairs that can access each other's memory.
     pub peers: Square<bool>,
-    /// Structure that the links and pairs amount to.
+    /// The structure that results from the links and pairs.
     pub topology: Topology,
 }
 
@@ -56,8 +57,8 @@ impl Detected {
         Self { source, gpus, mesh, peers, topology }
     }
 
-    /// Topology of the GPUs with these UUIDs alone, in this order. Its structure may be another than that of all. The UUID of a
-    /// MIG instance stands for its GPU, which then has neither links nor peers.
+    /// Returns the topology of only the GPUs with these UUIDs, in this order; its structure may differ from the
+    /// structure of all GPUs. The UUID of a MIG instance selects its GPU, which then has neither links nor peers.
     ///
     /// # Errors
     /// [`Config`](crate::error::Kind::Config) names a UUID that is not among the GPUs.
@@ -80,8 +81,8 @@ impl Detected {
     }
 }
 
-/// Topology of this host's GPUs: from `SYMM_TOPOLOGY_FILE` if set, else from NVML. A host without NVML is
-/// [`Source::Absent`], no error.
+/// Returns the topology of this node's GPUs: from `SYMM_TOPOLOGY_FILE` if set, otherwise from NVML. A node without NVML
+/// yields [`Source::Absent`] and no error.
 ///
 /// # Errors
 /// [`Config`](crate::error::Kind::Config) if the file is faulty.
@@ -89,7 +90,7 @@ pub fn detect() -> Result<Detected> {
     assemble(Config::get().topology_file.as_deref(), nvml::readings())
 }
 
-/// NVLink counts between the GPUs with these UUIDs, in this order; with or without `GPU-` in front.
+/// Returns the NVLink counts between the GPUs with these UUIDs, in this order, with or without the prefix `GPU-`.
 ///
 /// # Errors
 /// Those of [`detect`] and [`Detected::select`].
@@ -116,7 +117,7 @@ fn assemble(file: Option<&str>, readings: std::result::Result<&Readings, &str>) 
     }
 }
 
-/// A GPU that a file describes and the host does not have: `injected-3`.
+/// Makes a GPU that a file describes and the node does not have: `injected-3`.
 fn stand_in(gpu: usize) -> Gpu {
     Gpu {
         uuid: Uuid::new(&format!("injected-{gpu}")),

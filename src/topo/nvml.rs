@@ -1,4 +1,4 @@
-//! Readings of NVML about the GPUs of this host. The only user of `nvml_wrapper`.
+//! Queries NVML about the GPUs of this node. The only user of `nvml_wrapper`.
 #![allow(unsafe_code, reason = "functions of NVML, found at run time")]
 
 use super::device::{Gpu, Mig, NvlinkVersion, PciAddress, Uuid};
@@ -13,21 +13,21 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 const LIBRARY: &str = "libnvidia-ml.so.1";
-/// `NVML_NVLINK_MAX_LINKS` of NVML 13: no GPU has more.
+/// `NVML_NVLINK_MAX_LINKS` of NVML 13, the maximum number of links per GPU.
 const MAX_LINKS: u32 = 18;
 
-/// The GPUs of this host in the order of their PCI addresses, and what each reports.
+/// The GPUs of this node in the order of their PCI addresses, and what each one reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Readings {
     pub(super) gpus: Vec<Gpu>,
     pub(super) links: Vec<Links>,
-    /// Whether NVML grants both reading and writing of each other's memory.
+    /// True for pairs whose memory NVML allows each GPU of the pair to read and write.
     pub(super) peers: Square<bool>,
 }
 
-/// The readings, or why there are none; asked once in a process.
+/// Returns the readings, or why NVML is not available. A process queries NVML once.
 ///
-/// NVML is closed again: its open device files would be inherited by forked ranks.
+/// NVML is closed again, because forked ranks would inherit its open device files.
 pub(super) fn readings() -> Result<&'static Readings, &'static str> {
     static FACTS: OnceLock<Result<Readings, String>> = OnceLock::new();
     let readings = FACTS.get_or_init(|| {
@@ -41,7 +41,7 @@ pub(super) fn readings() -> Result<&'static Readings, &'static str> {
     readings.as_ref().map_err(String::as_str)
 }
 
-/// Reads what the NVML at `library` tells. GPUs that it cannot name are left out, with a warning.
+/// Queries the NVML library at `library`. GPUs that it cannot identify are skipped with a warning.
 fn read(library: &OsStr, sys: &Path) -> Result<Readings, String> {
     let nvml = Nvml::builder().lib_path(library).init().map_err(|error| format!("NVML does not start: {error}"))?;
     let count = nvml.device_count().map_err(|error| format!("NVML counts no GPUs: {error}"))?;
@@ -73,7 +73,7 @@ fn describe(device: &Device<'_>, sys: &Path) -> Result<Gpu, String> {
         uuid,
         bus,
         name: device.name().unwrap_or_else(|_| "GPU".into()),
-        // Not nvmlDeviceGetNumaNodeId: that is the node which a GPU's own memory makes up, where it makes up one.
+        // Not nvmlDeviceGetNumaNodeId, which returns the node that the GPU's own memory forms on some machines.
         numa: place.numa,
         path: place.path,
         nvlink: up.and_then(|link| NvlinkVersion::from_nvml(link.version().ok()?)),
@@ -81,19 +81,19 @@ fn describe(device: &Device<'_>, sys: &Path) -> Result<Gpu, String> {
     })
 }
 
-/// A GPU that knows no MIG answers with an error.
+/// A GPU without MIG support answers with an error.
 fn mig(device: &Device<'_>) -> Mig {
     match device.mig_mode() {
         Ok(mode) if mode.current != 0 => {
             let most = device.mig_device_count().unwrap_or(0);
-            // Instances are numbered with gaps.
+            // Instance numbers have gaps.
             Mig::On((0..most).filter_map(|index| Some(Uuid::new(&device.mig_device_by_index(index).ok()?.uuid().ok()?))).collect())
         }
         Ok(_) | Err(_) => Mig::Off,
     }
 }
 
-/// The far ends of the links that are up. None with MIG, whose instances cannot use them.
+/// Returns the far ends of the active links. Empty with MIG, because instances cannot use links.
 fn remotes(device: &Device<'_>, gpu: &Gpu) -> Vec<Remote> {
     let up = |link: &u32| device.link_wrapper_for(*link).is_active().unwrap_or(false);
     match gpu.mig {
@@ -110,26 +110,27 @@ fn remote(device: &Device<'_>, link: u32) -> Remote {
     match remote_type(device, link) {
         Some(RemoteType::Switch) => Remote::Switch,
         Some(RemoteType::Other) => Remote::Unknown,
-        // Old drivers do not tell: then the address counts if it is a GPU's.
+        // Old drivers do not report a type; then the address counts if a GPU has it.
         Some(RemoteType::Gpu) | None => gpu().unwrap_or(Remote::Unknown),
     }
 }
 
-/// `nvmlIntNvLinkDeviceType_t`, as far as it matters.
+/// The values of `nvmlIntNvLinkDeviceType_t` that matter here.
 enum RemoteType {
     Gpu,
     Switch,
     Other,
 }
 
-/// Kind of the device at the far end; `None` if the driver does not tell.
+/// Returns the kind of the device at the far end; `None` if the driver does not report it.
 ///
-/// nvml-wrapper 0.13 has `NvLink::remote_device_type`, but lets NVML write into a temporary and always answers `Unknown`.
+/// nvml-wrapper 0.13 has `NvLink::remote_device_type`, but it lets NVML write to a temporary and always returns
+/// `Unknown`.
 fn remote_type(device: &Device<'_>, link: u32) -> Option<RemoteType> {
     let ask = device.nvml().lib().nvmlDeviceGetNvLinkRemoteDeviceType.as_ref().ok()?;
     let mut kind = 255;
-    // SAFETY: the handle is of `device`, whose borrow of its `Nvml` keeps the library open and initialised; NVML checks `link`, and
-    // writes to `kind` only, an unsigned int as its C enumeration is.
+    // SAFETY: the handle belongs to `device`, whose borrow of its `Nvml` keeps the library open and initialised. NVML
+    // checks `link` and writes only to `kind`, an unsigned int like its C enumeration.
     let status = unsafe { ask(device.handle(), link, &mut kind) };
     (status == 0).then_some(match kind {
         0 => RemoteType::Gpu,
@@ -139,7 +140,7 @@ fn remote_type(device: &Device<'_>, link: u32) -> Option<RemoteType> {
     })
 }
 
-/// Whether each of two GPUs may read and write the other's memory.
+/// Returns true if each of two GPUs may read and write the other's memory.
 fn reach(one: &Device<'_>, other: &Device<'_>) -> bool {
     let ways = [(one, other), (other, one)];
     let granted = |index: fn() -> P2pCapabilitiesIndex| ways.iter().all(|(a, b)| matches!(a.p2p_status(b, index()), Ok(P2pStatus::Ok)));

@@ -4,7 +4,7 @@ use super::ancestry::Ancestor;
 use super::device::{Gpu, Mig};
 use super::{Detected, Source};
 
-/// A sentence, a table with a row for each GPU, the pairs without peer access, and what the abbreviations stand for.
+/// Renders a summary, a table with a row per GPU, the pairs without peer access, and a legend.
 pub fn render(detected: &Detected) -> String {
     let gpus = &detected.gpus;
     let source = match &detected.source {
@@ -52,7 +52,7 @@ fn cell(detected: &Detected, gpu: usize, other: usize) -> String {
     }
 }
 
-/// Columns as wide as their widest cell.
+/// Pads each column to its widest cell.
 fn align(table: &[Vec<String>]) -> String {
     let columns = table.first().map_or(0, Vec::len);
     let width = |column: usize| table.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);

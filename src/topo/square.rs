@@ -1,4 +1,4 @@
-//! Square: a value for each pair of devices.
+//! A value for each pair of devices.
 
 use crate::error::{Error, Result};
 
@@ -10,7 +10,7 @@ pub struct Square<T> {
 }
 
 impl<T: Copy + PartialEq + std::fmt::Display> Square<T> {
-    /// The matrix whose rows these are; fails unless they are square and symmetric.
+    /// Makes a matrix of these rows; fails unless they are square and symmetric.
     pub fn new(rows: &[Vec<T>]) -> Result<Self> {
         let size = rows.len();
         for (row, cells) in rows.iter().enumerate() {
@@ -28,18 +28,18 @@ impl<T: Copy + PartialEq + std::fmt::Display> Square<T> {
         Ok(Self { size, cells: rows.concat() })
     }
 
-    /// The matrix with `cell(a, b)`, asked for `a <= b` only, at `[a][b]` and `[b][a]`.
+    /// Makes a matrix with `cell(a, b)` at `[a][b]` and `[b][a]`; calls `cell` only for `a <= b`.
     pub fn from_pairs(size: usize, cell: impl Fn(usize, usize) -> T) -> Self {
         let places = (0..size).flat_map(|a| (0..size).map(move |b| (a.min(b), a.max(b))));
         Self { size, cells: places.map(|(a, b)| cell(a, b)).collect() }
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     pub fn size(&self) -> usize {
         self.size
     }
 
-    /// Value of the pair `a` and `b`.
+    /// Returns the value of the pair `a` and `b`.
     ///
     /// # Panics
     /// If one of them is not below `size`.
@@ -48,13 +48,13 @@ impl<T: Copy + PartialEq + std::fmt::Display> Square<T> {
         self.cells[a * self.size + b]
     }
 
-    /// The rows, top to bottom.
+    /// Returns the rows, top to bottom.
     pub fn rows(&self) -> impl Iterator<Item = &[T]> {
-        // No chunk of 0 entries may be asked for; without rows there are none.
+        // `chunks` does not accept 0; an empty matrix yields no rows.
         self.cells.chunks(self.size.max(1))
     }
 
-    /// Whether `holds` is true of every pair of different devices.
+    /// Returns true if `holds` is true of every pair of different devices.
     pub fn every_pair(&self, holds: impl Fn(T) -> bool) -> bool {
         (0..self.size).all(|a| (0..a).all(|b| holds(self.at(a, b))))
     }

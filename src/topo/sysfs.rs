@@ -1,18 +1,18 @@
-//! Place at which the system shows a PCI device.
+//! The location of a PCI device in sysfs.
 
 use super::device::PciAddress;
 use std::path::Path;
 
-/// Facts that sysfs tells about a device.
+/// The properties of a device in sysfs.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct PciPath {
-    /// Folder of the device, with the bridges on the way to it.
+    /// The directory of the device, which contains the bridges on the path to it.
     pub(super) path: Option<String>,
-    /// The nearest NUMA node; the system writes -1 where there is none.
+    /// The nearest NUMA node; `None` if the system writes -1.
     pub(super) numa: Option<u32>,
 }
 
-/// The place of the device at `bus`; `root` is `/sys`. What cannot be read is not known.
+/// Reads the location of the device at `bus`; `root` is `/sys`. Unreadable files yield `None`.
 pub(super) fn path_of(root: &Path, bus: PciAddress) -> PciPath {
     let link = root.join(format!("bus/pci/devices/{bus}.0"));
     PciPath {

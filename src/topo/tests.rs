@@ -1,4 +1,4 @@
-//! Tests of what `detect` makes of readings and files, without asking for either.
+//! Tests of `detect` with given readings and files, without a call to NVML.
 
 use super::mesh::{Links, Remote};
 use super::*;
@@ -10,7 +10,7 @@ fn gpu(name: &str, bus: u8) -> Gpu {
     Gpu { uuid: Uuid::new(name), bus, name: "NVIDIA X".into(), numa: Some(0), path, nvlink: None, mig: Mig::Off }
 }
 
-/// Three GPUs at switches, the third with MIG.
+/// Three GPUs on switches, the third with MIG.
 fn readings() -> Readings {
     let mut gpus = vec![gpu("GPU-a", 1), gpu("GPU-b", 2), gpu("GPU-c", 3)];
     gpus[2].mig = Mig::On(vec![Uuid::new("MIG-x"), Uuid::new("MIG-y")]);

@@ -1,4 +1,4 @@
-//! Against a stand-in for NVML, which the C compiler makes of `stub.c`.
+//! Tests against a stand-in for NVML, compiled from `stub.c`.
 
 use super::super::mesh::NvlMesh;
 use super::*;
@@ -31,8 +31,8 @@ fn gpus_come_by_address_and_the_lost_one_is_left_out() {
 
 #[test]
 fn the_type_of_the_far_end_decides_not_its_address() {
-    // a–b: two direct links, and one through switches, of which a has one link and b two. b's switches hide their address, a's has
-    // that of b. A link to a hidden GPU counts for nothing.
+    // a and b: two direct links and one through switches, to which a has one link and b two. The switches of b hide
+    // their address; the switch of a reports b's address. A link to a hidden GPU counts as none.
     assert_eq!(links(&stub(&[])), [[0, 3, 0, 0], [3, 0, 0, 0], [0; 4], [0; 4]]);
 }
 
