@@ -6,7 +6,8 @@ use crate::kernels::cuda::driver::{Device, OwnStream, RelaxedCapture, check};
 use cudarc::driver::sys;
 use std::sync::Arc;
 
-/// An array that kernels read: pointers, ranks. Given back when dropped, once the device has done what was enqueued before.
+/// An array that kernels read, such as pointers or ranks. Freed when dropped, after all work enqueued on the device
+/// before.
 #[derive(Debug)]
 pub struct DeviceTable {
     address: u64,
@@ -14,12 +15,13 @@ pub struct DeviceTable {
 }
 
 impl DeviceTable {
-    /// A copy of `bytes` on `device`, there when this returns. Uses `stream`; other streams may be captured meanwhile.
+    /// Copies `bytes` to `device` and returns when the copy is complete. Uses `stream`; other streams may be captured
+    /// meanwhile.
     pub fn new(device: &Arc<Device>, stream: &OwnStream, bytes: &[u8]) -> Result<Self> {
         let _relaxed = RelaxedCapture::begin()?;
         let _entered = device.enter()?;
         let mut table = Self { address: 0, device: Arc::clone(device) };
-        // SAFETY: valid for a write; freed by `drop`. Nothing of no length can be had.
+        // SAFETY: valid for a write; freed by `drop`. An allocation of 0 bytes would fail.
         check("allocating a table", unsafe { sys::cuMemAlloc_v2(&raw mut table.address, bytes.len().max(1)) })?;
         if !bytes.is_empty() {
             stream.stream().copy(table.address, bytes.as_ptr() as u64, bytes.len())?;
@@ -28,7 +30,7 @@ impl DeviceTable {
         Ok(table)
     }
 
-    /// Address at which the GPU finds the memory.
+    /// Returns the device address of the memory.
     pub fn address(&self) -> u64 {
         self.address
     }
@@ -39,7 +41,7 @@ impl Drop for DeviceTable {
         if self.address == 0 {
             return;
         }
-        // Where either is refused, as in a forked child, the memory is not this process's to give back.
+        // If either fails, as in a forked child, this process must not free the memory.
         if let (Ok(_relaxed), Ok(_entered)) = (RelaxedCapture::begin(), self.device.enter()) {
             // SAFETY: made by `new`; the driver waits for kernels that may read it.
             let _ = unsafe { sys::cuMemFree_v2(self.address) };

@@ -1,41 +1,43 @@
-//! Layout of a group's memory. Pure.
+//! The layout of a group's shared memory. Pure.
 //!
 //! ```text
 //! header | member 0 .. n-1 | post (0,even) (0,odd) .. (n-1,odd) | ring 0->0, 0->1 .. n-1->n-1 | staging 0 .. n-1 | launch log 0 .. n-1
 //! ```
-//! Control (up to the rings) is reserved when the group is made; rings, staging and launch logs when they are first used.
+//! Control (up to the rings) is reserved when the group is made; rings, staging and launch logs on first use.
 
 use crate::rank::Rank;
 
-/// Bytes of a message that travel beside the arrival flag.
+/// Maximum size of a message that travels next to the arrival flag.
 pub const INLINE_BYTES: usize = 8192 - POST_HEAD;
-/// Flag, fingerprint, factor and the common length stand before the inline data: an 8-byte message is one cache line.
+/// The flag, fingerprint, factor and common length precede the inline data, so an 8-byte message fits in one cache
+/// line.
 pub const POST_HEAD: usize = 32;
-/// Bytes of one input slot; a rank has [`INPUT_SLOTS`].
+/// Size of an input slot; a rank has [`INPUT_SLOTS`].
 pub const SLOT_BYTES: usize = 256 << 10;
-/// Input slots of a rank. Three: one being written, one being read, one that the slowest peer may still be reading
-/// (`docs/design/memory-model.md`).
+/// Number of input slots of a rank: one being written, one being read, and one that the slowest peer may still be
+/// reading (`docs/design/memory-model.md`).
 pub const INPUT_SLOTS: usize = 3;
-/// Result slots of a rank. Two: a result is read one stage after it was written.
+/// Number of result slots of a rank: a result is read one stage after it was written.
 pub const RESULT_SLOTS: usize = 2;
-/// Bytes of the data of all rings that one rank writes, as far as [`LEAST_RING_BYTES`] and [`MOST_RING_BYTES`] let it be.
+/// Size of the data of all rings that one rank writes, within the limits [`LEAST_RING_BYTES`] and [`MOST_RING_BYTES`]
+/// per ring.
 const RINGS_BYTES: usize = 16 << 20;
-/// Fewest bytes of one ring's data: a power of two. Rings are reserved in steps of as many.
+/// Minimum size of a ring's data, a power of two. Rings are reserved in steps of this size.
 pub const LEAST_RING_BYTES: usize = 512 << 10;
-/// Most bytes of one ring's data: twice a second-level cache, so that what is written is no longer in the reader's. To write lines that
-/// another core still holds takes four times as long (`docs/measurements/cpu.md`).
+/// Maximum size of a ring's data: twice a second-level cache, so that written lines have left the reader's cache.
+/// Writing lines that another core still holds takes four times as long (`docs/measurements/cpu.md`).
 const MOST_RING_BYTES: usize = 4 << 20;
-/// Head, tail and matched-bytes counters of a ring, each on its own pair of cache lines.
+/// The head, tail and matched-bytes counters of a ring, each on its own pair of cache lines.
 pub const RING_HEAD: usize = 4 * LINE_PAIR;
-/// Bytes that words of different writers keep apart: 128, not 64, since adjacent-line prefetch pairs lines on x86.
+/// Alignment that separates words of different writers: 128, not 64, because adjacent-line prefetch pairs lines on x86.
 pub const LINE_PAIR: usize = 128;
-/// Header, including the text of the first failure.
+/// Size of the header, including the text of the first failure.
 pub const HEADER_BYTES: usize = 4096;
-/// Bytes of one member's own words.
+/// Size of one member's words.
 pub const MEMBER_BYTES: usize = 5 * LINE_PAIR;
-/// Bytes of a rank's launch log; a multiple of a page.
+/// Size of a rank's launch log; a multiple of a page.
 pub const LAUNCH_LOG_BYTES: usize = 68 << 10;
-/// Most members of a group: one SCM_RIGHTS message carries at most 253 descriptors, and rings grow as n².
+/// Maximum number of members: one SCM_RIGHTS message carries at most 253 descriptors, and rings grow as n².
 pub const MAX_RANKS: usize = 128;
 
 /// Offsets for a group of `n` members.
@@ -45,88 +47,89 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout for `n` members, `1 <= n <= MAX_RANKS`.
+    /// Returns the layout for `n` members, `1 <= n <= MAX_RANKS`.
     pub fn new(n: usize) -> Self {
         assert!((1..=MAX_RANKS).contains(&n), "{n} ranks");
         Self { n }
     }
 
-    /// Number of members.
+    /// Returns the number of members.
     pub fn ranks(self) -> usize {
         self.n
     }
 
-    /// Offset of a member's own words.
+    /// Returns the offset of a member's words.
     pub fn member(self, rank: Rank) -> usize {
         HEADER_BYTES + rank.index() * MEMBER_BYTES
     }
 
-    /// Offset of the post of `rank` for calls of parity `seq % 2`.
+    /// Returns the offset of the post of `rank` for calls of parity `seq % 2`.
     pub fn post(self, rank: Rank, seq: u64) -> usize {
         self.posts() + (rank.index() * 2 + (seq % 2) as usize) * self.post_bytes()
     }
 
-    /// Words of the table behind a post's inline data: 8 for the description, then lengths sent, lengths received and addresses.
+    /// Returns the number of words in the table behind a post's inline data: 8 for the description, then lengths sent,
+    /// lengths received and addresses.
     pub fn table_words(self) -> usize {
         8 + 3 * self.n
     }
 
-    /// Bytes of a post: head, inline data, table.
+    /// Returns the size of a post: head, inline data, table.
     pub fn post_bytes(self) -> usize {
         (POST_HEAD + INLINE_BYTES + self.table_words() * 8).next_multiple_of(LINE_PAIR)
     }
 
-    /// Offset of the ring that carries messages from `from` to `to`.
+    /// Returns the offset of the ring that carries messages from `from` to `to`.
     pub fn ring(self, from: Rank, to: Rank) -> usize {
         self.rings() + (from.index() * self.n + to.index()) * self.ring_bytes()
     }
 
-    /// Bytes of a ring with its counters.
+    /// Returns the size of a ring with its counters.
     pub fn ring_bytes(self) -> usize {
         RING_HEAD + self.ring_data_bytes()
     }
 
-    /// Bytes of one ring's data; a power of two.
+    /// Returns the size of a ring's data, a power of two.
     pub fn ring_data_bytes(self) -> usize {
         (RINGS_BYTES / self.n.next_power_of_two()).clamp(LEAST_RING_BYTES, MOST_RING_BYTES)
     }
 
-    /// Offset of a rank's input slot.
+    /// Returns the offset of a rank's input slot.
     pub fn input(self, rank: Rank, slot: usize) -> usize {
         self.staging(rank) + slot * SLOT_BYTES
     }
 
-    /// Offset of a rank's result slot.
+    /// Returns the offset of a rank's result slot.
     pub fn result(self, rank: Rank, slot: usize) -> usize {
         self.staging(rank) + INPUT_SLOTS * SLOT_BYTES + slot * self.result_bytes()
     }
 
-    /// Bytes of a result slot: a rank's share of one chunk.
+    /// Returns the size of a result slot: a rank's share of one chunk.
     pub fn result_bytes(self) -> usize {
         (SLOT_BYTES / self.n + LINE_PAIR).next_multiple_of(4096)
     }
 
-    /// Offset of a rank's staging area.
+    /// Returns the offset of a rank's staging area.
     pub fn staging(self, rank: Rank) -> usize {
         (self.rings() + self.n * self.n * self.ring_bytes()).next_multiple_of(4096) + rank.index() * self.staging_bytes()
     }
 
-    /// Bytes of a rank's staging area.
+    /// Returns the size of a rank's staging area.
     pub fn staging_bytes(self) -> usize {
         INPUT_SLOTS * SLOT_BYTES + RESULT_SLOTS * self.result_bytes()
     }
 
-    /// Bytes of the part that is reserved when the group is made.
+    /// Returns the size of the part that is reserved when the group is made.
     pub fn control_bytes(self) -> usize {
         self.rings()
     }
 
-    /// Offset of the pages in which a rank notes the calls that it has launched on its GPU.
+    /// Returns the offset of the pages in which a rank logs the calls that it has launched on its GPU.
     pub fn launch_log(self, rank: Rank) -> usize {
         self.staging(Rank(self.n as u32)).next_multiple_of(4096) + rank.index() * LAUNCH_LOG_BYTES
     }
 
-    /// Bytes of the whole.
+    /// Returns the size of the whole segment.
     pub fn total_bytes(self) -> usize {
         self.launch_log(Rank(self.n as u32))
     }
@@ -144,7 +147,7 @@ impl Layout {
 mod tests {
     use super::*;
 
-    /// Every area as (offset, bytes).
+    /// Returns every area as (offset, bytes).
     fn areas(layout: Layout) -> Vec<(usize, usize)> {
         let n = layout.ranks() as u32;
         let mut list = vec![(0, HEADER_BYTES)];
@@ -179,7 +182,7 @@ mod tests {
     fn a_share_of_a_chunk_fits_its_result_slot_and_all_lengths_their_table() {
         for n in 1..=MAX_RANKS {
             let layout = Layout::new(n);
-            // As `coll::cpu::all_reduce` shares a chunk of `SLOT_BYTES`.
+            // `coll::cpu::all_reduce` divides a chunk of `SLOT_BYTES` in this way.
             let share = SLOT_BYTES.div_ceil(n).next_multiple_of(64);
             assert!(share <= layout.result_bytes(), "{n} ranks: {share} bytes in a slot of {}", layout.result_bytes());
             assert!(POST_HEAD + INLINE_BYTES + layout.table_words() * 8 <= layout.post_bytes(), "{n} ranks");

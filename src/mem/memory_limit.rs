@@ -1,16 +1,16 @@
-//! Memory limit: how much more memory this process may have: of the machine, and of each control group that limits it.
+//! How much more memory this process may use, by the machine's memory and by each control group that limits it.
 
 use crate::sys::fork::PerProcess;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Memory that can still be had, at most: what the kernel would drop or swap out to give it counts as free.
+/// Upper bound on the memory that is still available. Memory that the kernel can drop or swap out counts as free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryLimit {
-    /// Bytes that are still allowed.
+    /// Number of bytes that are still available.
     pub free: u64,
-    /// Name of what sets the limit.
+    /// The name of the machine or group that sets the limit.
     of: String,
 }
 
@@ -20,13 +20,13 @@ impl fmt::Display for MemoryLimit {
     }
 }
 
-/// The tightest limit of this process; `None` if nothing tells one.
+/// Returns the tightest limit of this process; `None` if no limit is known.
 pub fn tightest() -> Option<MemoryLimit> {
     let read = |path: &Path| std::fs::read_to_string(path).ok();
     let meminfo = read(Path::new("/proc/meminfo"))?;
     let swap = field(&meminfo, "SwapFree:").unwrap_or(0) * 1024;
     let machine = field(&meminfo, "MemAvailable:").map(|kib| MemoryLimit { free: kib * 1024 + swap, of: "on this machine".into() });
-    // Looked up once: whoever moves processes between groups does so before they begin.
+    // Determined once, because processes are usually moved between groups before they start.
     static GROUPS: PerProcess<OnceLock<Vec<(Version, PathBuf)>>> = PerProcess::new(OnceLock::new);
     let groups = GROUPS.get().get_or_init(|| {
         let own = |name: &str| read(&Path::new("/proc/self").join(name)).unwrap_or_default();
@@ -39,13 +39,13 @@ pub fn tightest() -> Option<MemoryLimit> {
     limited.chain(machine).min_by_key(|limit| limit.free)
 }
 
-/// The number after `name` at the begin of a line.
+/// Returns the number after `name` at the start of a line.
 fn field(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name).filter(|rest| rest.starts_with([' ', '\t'])))?;
     line.split_ascii_whitespace().next()?.parse().ok()
 }
 
-/// Version of the control groups; both may be mounted, and one of them has the memory.
+/// Version of the control groups; both may be mounted, and one of them controls the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Version {
     One,
@@ -53,18 +53,18 @@ enum Version {
 }
 
 impl Version {
-    /// Bytes that one group still allows, if it sets a limit. `read` reads one of its files.
+    /// Returns how much memory one group still allows, if it sets a limit. `read` reads one of its files.
     fn free(self, swap: u64, read: impl Fn(&str) -> Option<String>) -> Option<u64> {
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
-        // Read last: the kernel gathers what stands there from all cores.
+        // Read last, because the kernel gathers these values from all cores.
         let sum = |names: &[&str]| {
             let stat = read("memory.stat").unwrap_or_default();
             names.iter().filter_map(|name| field(&stat, name)).sum::<u64>()
         };
-        // `used` without `cache` is what stays; more may only go to swap.
+        // `used` without `cache` cannot be dropped, only swapped out.
         let left = |limit: u64, used: u64, cache: u64| limit.saturating_sub(used.saturating_sub(cache));
         match self {
-            // Writes a huge number for no limit, and may limit memory and swap together.
+            // A huge number means no limit; memory and swap together may have a limit, too.
             Self::One => {
                 let limit = number("memory.limit_in_bytes").filter(|limit| *limit < 1 << 62)?;
                 let cache = sum(&["total_active_file", "total_inactive_file"]);
@@ -82,7 +82,8 @@ impl Version {
     }
 }
 
-/// The folders of the memory groups that this process is in, innermost first, from `/proc/self/cgroup` and `/proc/self/mountinfo`.
+/// Returns the directories of this process's memory groups, innermost first, from `/proc/self/cgroup` and
+/// `/proc/self/mountinfo`.
 fn folders(cgroup: &str, mounts: &str) -> Vec<(Version, PathBuf)> {
     let mut folders = Vec::new();
     for line in cgroup.lines() {
@@ -94,7 +95,7 @@ fn folders(cgroup: &str, mounts: &str) -> Vec<(Version, PathBuf)> {
             _ => continue,
         };
         let Some((root, point)) = mounts.lines().find_map(|line| mount(line, version)) else { continue };
-        // In a container the mount shows only a part of the tree, its root; groups above it cannot be read.
+        // In a container, the mount shows only a subtree; groups above its root cannot be read.
         let Ok(inside) = Path::new(inside).strip_prefix(root) else {
             folders.push((version, point.into()));
             continue;
@@ -106,7 +107,7 @@ fn folders(cgroup: &str, mounts: &str) -> Vec<(Version, PathBuf)> {
     folders
 }
 
-/// Root and place of the mount that `line` tells of, if it has the memory groups of this version.
+/// Returns the root and the mount point in `line`, if it mounts the memory groups of this version.
 fn mount(line: &str, version: Version) -> Option<(&str, &str)> {
     let (before, after) = line.split_once(" - ")?;
     let (before, after): (Vec<&str>, Vec<&str>) = (before.split(' ').collect(), after.split(' ').collect());

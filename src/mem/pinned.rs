@@ -23,21 +23,21 @@ unsafe impl Send for Words {}
 unsafe impl Sync for Words {}
 
 impl Words {
-    /// `count` words, in the current context.
+    /// Allocates `count` words in the current context.
     pub fn new(count: usize) -> Result<Self> {
         let bytes = count * size_of::<u32>();
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
         let mut words = Self { host: std::ptr::null_mut(), device: 0, count };
         // SAFETY: valid for a write; freed by `drop`.
         check("allocating pinned memory", unsafe { sys::cuMemHostAlloc(&raw mut words.host, bytes, flags) })?;
-        // SAFETY: it is `bytes` long and nobody else knows it yet.
+        // SAFETY: the allocation is `bytes` long, and no other thread has its address yet.
         unsafe { std::ptr::write_bytes(words.host.cast::<u8>(), 0, bytes) };
-        // SAFETY: valid for a write; the memory was made for this.
+        // SAFETY: valid for a write; the memory was allocated for mapping.
         check("mapping pinned memory", unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut words.device, words.host, 0) })?;
         Ok(words)
     }
 
-    /// Address at which the GPU finds the words.
+    /// Returns the device address of the words.
     pub fn device(&self) -> u64 {
         self.device
     }
@@ -52,15 +52,15 @@ impl Words {
 impl Drop for Words {
     fn drop(&mut self) {
         if !self.host.is_null() {
-            // SAFETY: made by `new`; no kernel uses it once its owner lets go.
+            // SAFETY: made by `new`; no kernel uses it after its owner drops it.
             let _ = unsafe { sys::cuMemFreeHost(self.host) };
         }
     }
 }
 
-/// Memory of the host, opened to the GPU.
+/// Host memory that is mapped for the GPU.
 pub struct Registered {
-    // Before its keeper: what is registered must still be mapped when it is unregistered.
+    // Before its keeper, because the memory must still be mapped when it is unregistered.
     registration: Registration,
     _keeper: Arc<dyn Any + Send + Sync>,
 }
@@ -77,7 +77,7 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl Registered {
-    /// Opens `bytes` bytes at `host` (both multiples of a page) in the current context.
+    /// Maps `bytes` bytes at `host` (both multiples of a page) for the GPU, in the current context.
     ///
     /// # Safety
     /// The range is mapped and its pages are reserved as long as `keeper` lives.
@@ -92,7 +92,7 @@ impl Registered {
         Ok(Self { registration, _keeper: keeper })
     }
 
-    /// Address at which the GPU finds the memory.
+    /// Returns the device address of the memory.
     pub fn device(&self) -> u64 {
         self.registration.device
     }
@@ -100,7 +100,7 @@ impl Registered {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // SAFETY: registered by `new`; no kernel uses it once its owner lets go.
+        // SAFETY: registered by `new`; no kernel uses it after its owner drops it.
         let _ = unsafe { sys::cuMemHostUnregister(self.host) };
     }
 }

@@ -1,4 +1,4 @@
-//! Mapped piece of anonymous shared memory.
+//! A mapping of anonymous shared memory.
 #![allow(unsafe_code, reason = "mappings of shared memory")]
 
 use super::memory_limit::tightest;
@@ -17,27 +17,29 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// A mapping of a group's memory file. Pages that nobody touched or reserved cost nothing. Clones share the mapping: ranks that are threads
-/// of one process may use the same addresses, which is what ThreadSanitizer needs to see their races.
+/// A mapping of a group's memory file. Pages that no rank has touched or reserved cost nothing. Clones share the
+/// mapping: ranks that are threads of one process may use the same addresses, which lets ThreadSanitizer see their
+/// races.
 #[derive(Clone, Debug)]
 pub struct Segment {
-    /// The mapping's, without a step through `mapping`: every access begins here.
+    /// The base of `mapping`, copied to save an indirection on every access.
     base: NonNull<u8>,
     bytes: usize,
     mapping: Arc<Mapping>,
 }
 
-/// Unmaps when it goes.
+/// The mapping itself, unmapped on drop.
 #[derive(Debug)]
 struct Mapping {
     base: NonNull<u8>,
     bytes: usize,
     identity: u64,
-    /// `None` once the segment has left it.
+    /// `None` once the segment has left its file.
     file: Mutex<Option<OwnedFd>>,
 }
 
-// SAFETY: the mapping is plain memory; who may touch which byte when is decided by the protocols in `sync` and `coll`.
+// SAFETY: the mapping is plain memory; the protocols in `sync` and `coll` decide which thread may touch which byte
+// when.
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
@@ -46,7 +48,7 @@ unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
-/// Addresses kept for a segment that is to come: mapping it there cannot fail for want of them.
+/// Addresses reserved for a future segment, so that mapping it cannot fail for lack of addresses.
 #[derive(Debug)]
 pub struct Addresses {
     base: NonNull<u8>,
@@ -59,7 +61,7 @@ unsafe impl Send for Addresses {}
 unsafe impl Sync for Addresses {}
 
 impl Addresses {
-    /// Keeps `bytes` bytes of addresses; they cost no memory.
+    /// Reserves `bytes` bytes of addresses, which cost no memory.
     pub fn reserve(bytes: usize, purpose: impl Display) -> Result<Self> {
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
         let base =
@@ -75,22 +77,22 @@ impl Addresses {
 
 impl Drop for Addresses {
     fn drop(&mut self) {
-        // SAFETY: base and bytes come from mmap; whoever maps a segment here forgets the value.
+        // SAFETY: base and bytes come from mmap; code that maps a segment here forgets this value.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
 
 impl Segment {
-    /// A new file of `bytes` bytes without a name, sealed: its size is final, so no access within it can fault.
+    /// Creates an unnamed file of `bytes` bytes whose size is sealed, so no access within it can fault.
     pub fn create(bytes: usize) -> Result<OwnedFd> {
         Self::create_or(bytes as u64, Required::failed)
     }
 
-    /// Creates a segment as `create` does; `error` makes the error of a step that failed.
+    /// Creates a segment like `create`; `error` builds the error of a failed step.
     pub fn create_or(bytes: u64, error: impl Fn(Required, Errno) -> Error) -> Result<OwnedFd> {
         use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // Kernels before 6.3 do not know NOEXEC_SEAL; later ones may insist on it.
+        // Kernels before 6.3 reject NOEXEC_SEAL; later ones may require it.
         let file = memfd_create("symm", flags | MemfdFlags::NOEXEC_SEAL)
             .or_else(|errno| if errno == Errno::INVAL { memfd_create("symm", flags) } else { Err(errno) })
             .map_err(|errno| error(Required::Memory, errno))?;
@@ -107,14 +109,14 @@ impl Segment {
         Self::map_at(file, Addresses::reserve(bytes, "the group's memory")?)
     }
 
-    /// Maps as many bytes of `file` as there are `addresses`, over them.
+    /// Maps the file over `addresses`, for their whole length.
     pub fn map_at(file: OwnedFd, addresses: Addresses) -> Result<Self> {
         let (base, bytes) = (addresses.base, addresses.bytes);
         let stat = rustix::fs::fstat(&file).map_err(|errno| Required::Look.failed(errno))?;
         if (stat.st_size as u64) < bytes as u64 {
             return Err(Error::config(format!("the group's memory has {} bytes, {bytes} are needed", stat.st_size)));
         }
-        // SAFETY: the range is that of `addresses`, where nothing else is, and whose mapping this one replaces.
+        // SAFETY: the range belongs to `addresses` and holds nothing else; this mapping replaces the reservation.
         unsafe {
             rustix::mm::mmap(
                 base.as_ptr().cast(),
@@ -126,12 +128,12 @@ impl Segment {
             )
         }
         .map_err(|errno| Required::Map.failed(errno))?;
-        // The segment's from here on.
+        // The segment owns the range from here on.
         std::mem::forget(addresses);
         Ok(Self { base, bytes, mapping: Arc::new(Mapping { base, bytes, identity: stat.st_ino, file: Mutex::new(Some(file)) }) })
     }
 
-    /// A number that all mappings of one file share, and no other file of this host has had lately.
+    /// Returns a number that all mappings of one file share; the kernel does not reuse it soon.
     pub fn identity(&self) -> u64 {
         self.mapping.identity
     }
@@ -145,14 +147,15 @@ impl Segment {
         }
     }
 
-    /// A clone for whoever gives the memory's addresses to a device: while it lives, the segment does not leave its file.
+    /// Returns a clone for a holder that passes the memory's addresses to a device: while it lives, the segment does
+    /// not leave its file.
     pub fn hold(&self) -> Result<Self> {
         let file = lock(&self.mapping.file);
         file.as_ref().map(|_| self.clone()).ok_or_else(|| Error::aborted("the group of this memory was destroyed"))
     }
 
-    /// Closes the file and gives up its memory. At the same addresses lies private memory then, which begins with what the first `kept`
-    /// bytes held; peers do not see what is written there. Does nothing while a clone shares the mapping.
+    /// Closes the file and releases its memory. The same addresses then hold private memory whose first `kept` bytes
+    /// are copied from the file; peers do not see later writes to it. Does nothing while a clone shares the mapping.
     pub fn leave_file(&self, kept: usize) -> rustix::io::Result<()> {
         self.check(0, kept);
         let Mapping { base, bytes, file, .. } = &*self.mapping;
@@ -164,17 +167,18 @@ impl Segment {
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
         let own = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), *bytes, protection, MapFlags::PRIVATE | MapFlags::NORESERVE) }?;
         for word in 0..kept / size_of::<AtomicU64>() {
-            // SAFETY: both mappings are page-aligned and hold `kept` bytes (checked above); peers and threads change the words of the old
-            // one by atomic operations, and nobody else knows the new one.
+            // SAFETY: both mappings are page-aligned and hold `kept` bytes (checked above). Peers and threads change
+            // the words of the old one atomically, and no other thread has the address of the new one.
             unsafe {
                 let value = (*base.as_ptr().cast::<AtomicU64>().add(word)).load(Ordering::Acquire);
                 *own.cast::<u64>().add(word) = value;
             }
         }
-        // SAFETY: the old range is this mapping's, and the new memory takes its place in one step, readable and writable as before.
+        // SAFETY: the old range belongs to this mapping, and the new memory replaces it in one step, readable and
+        // writable as before.
         let moved = unsafe { rustix::mm::mremap_fixed(own, *bytes, *bytes, MremapFlags::MAYMOVE, base.as_ptr().cast()) };
         if let Err(errno) = moved {
-            // SAFETY: made above, and known to nobody else.
+            // SAFETY: mapped above, and no other thread has its address.
             let _ = unsafe { rustix::mm::munmap(own, *bytes) };
             return Err(errno);
         }
@@ -182,22 +186,22 @@ impl Segment {
         Ok(())
     }
 
-    /// Address of a range within the mapping; valid while `self` lives.
+    /// Returns the address of a range within the mapping; valid while `self` lives.
     pub fn ptr(&self, offset: usize, bytes: usize) -> *mut u8 {
         self.check(offset, bytes);
-        // SAFETY: `check` saw that the range lies within the mapping.
+        // SAFETY: `check` verified that the range lies within the mapping.
         unsafe { self.base.as_ptr().add(offset) }
     }
 
-    /// A control structure within the mapping.
+    /// Returns a control structure within the mapping.
     ///
     /// # Safety
     /// `T` consists of atomics only, and every member uses the same type at `offset`.
     pub unsafe fn at<T>(&self, offset: usize) -> &T {
         let ptr = self.ptr(offset, size_of::<T>()).cast::<T>();
         assert!(ptr.is_aligned(), "offset {offset} is misaligned");
-        // SAFETY: in bounds and aligned (checked above), initialised (the file starts zeroed, atomics accept zero), lives as long as
-        // `self`; concurrent changes are through atomics by the caller's promise.
+        // SAFETY: in bounds and aligned (checked above), initialised (the file starts zeroed, and atomics accept zero),
+        // and lives as long as `self`; by the caller's promise, concurrent changes are atomic.
         unsafe { &*ptr }
     }
 
@@ -210,8 +214,8 @@ impl Segment {
     }
 }
 
-/// Allocates pages of `file` that it does not have yet: a full machine is an error here and not SIGBUS at the first touch, and a full
-/// control group is one and not the end of a process that the kernel picks.
+/// Allocates missing pages of `file` in advance. If the machine is out of memory, this is an error instead of a SIGBUS
+/// at the first touch; if a control group is full, it is an error instead of the kernel killing a process.
 pub(crate) fn reserve(file: &OwnedFd, offset: usize, bytes: usize, purpose: impl Display) -> Result<()> {
     let limit = tightest();
     let none = |reason: &str| {
@@ -221,7 +225,7 @@ pub(crate) fn reserve(file: &OwnedFd, offset: usize, bytes: usize, purpose: impl
     if limit.as_ref().is_some_and(|limit| limit.free < bytes as u64) {
         return Err(none(""));
     }
-    // A signal undoes what has been allocated, and a timer's would do so for ever.
+    // A signal undoes the allocation so far, and a periodic timer would do so forever.
     let _undisturbed = Undisturbed::new();
     let allocate = || rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64);
     retry(allocate).map_err(|errno| match errno {
@@ -235,7 +239,7 @@ pub(crate) fn reserve(file: &OwnedFd, offset: usize, bytes: usize, purpose: impl
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: base and bytes come from mmap; references handed out borrow a segment, of which none is left.
+        // SAFETY: base and bytes come from mmap; every reference borrows a segment, and no segment is left.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }

@@ -1,23 +1,23 @@
-//! A piece of memory as plain values.
+//! A contiguous piece of memory as a plain value.
 
-/// A contiguous piece of a tensor's memory: address and length in bytes.
+/// A contiguous piece of a tensor's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Span {
-    /// First byte; any alignment; ignored when `bytes` is 0.
+    /// Address of the first byte, with any alignment; ignored if `bytes` is 0.
     pub addr: usize,
     /// Length in bytes.
     pub bytes: usize,
 }
 
 impl Span {
-    /// The first byte.
+    /// Returns a pointer to the first byte.
     pub fn ptr(self) -> *mut u8 {
         self.addr as *mut u8
     }
 
-    /// The one piece of memory that `spans` are, if each begins where the one before ends; those of no bytes may be anywhere. `None` also
-    /// where there are no spans.
+    /// Returns the single piece that `spans` form if each starts where the one before ends; empty spans may be
+    /// anywhere. `None` if they do not, or if there are no spans.
     pub fn joined(spans: &[Self]) -> Option<Self> {
         let mut some = spans.iter().filter(|span| span.bytes > 0);
         let mut whole = *some.next().or(spans.first())?;

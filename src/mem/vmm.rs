@@ -1,7 +1,7 @@
-//! GPU memory that other processes can map: made and shared by the driver's virtual-memory calls.
+//! GPU memory that other processes can map, made and shared through the driver's virtual-memory calls.
 //!
-//! The physical memory lives as long as anybody maps it or holds its descriptor, in whatever process: a rank that ends leaves its
-//! peers' mappings valid, and when the last of them goes the memory is free, however its maker ended.
+//! The physical memory lives as long as any process maps it or holds its descriptor. Mappings therefore stay valid when
+//! the rank that made the memory exits, and the memory is freed with the last of them, however its maker ended.
 #![allow(unsafe_code, reason = "mappings of GPU memory")]
 
 use crate::error::{Error, Result};
@@ -9,20 +9,20 @@ use crate::kernels::cuda::driver::{Device, check};
 use cudarc::driver::sys;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-/// Device addresses that nobody else gets. Nothing need be mapped there.
+/// Reserved device addresses. Nothing need be mapped there.
 #[derive(Debug)]
 pub struct Reservation {
     address: u64,
     bytes: usize,
 }
 
-/// A mapping of physical GPU memory, ours or a peer's, into this device's addresses.
+/// A mapping of physical GPU memory, this process's or a peer's, into this device's address space.
 #[derive(Debug)]
 pub struct Mapping {
     reservation: Reservation,
 }
 
-/// Physical memory on a device, not mapped yet.
+/// Physical memory on a device.
 #[derive(Debug)]
 pub struct Physical {
     handle: sys::CUmemGenericAllocationHandle,
@@ -36,7 +36,7 @@ fn location(device: &Device) -> sys::CUmemLocation {
 }
 
 fn properties(device: &Device) -> sys::CUmemAllocationProp {
-    // SAFETY: all zeroes is a value of this C struct: no compression, no RDMA, no handle.
+    // SAFETY: all zeroes is a valid value of this C struct: no compression, no RDMA, no handle.
     let mut properties: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
     properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.requestedHandleTypes = POSIX_FD;
@@ -44,7 +44,7 @@ fn properties(device: &Device) -> sys::CUmemAllocationProp {
     properties
 }
 
-/// Whether memory of `device` can be made this way and given to other processes.
+/// Returns true if memory of `device` can be made this way and shared with other processes.
 pub fn supported(device: &Device) -> bool {
     use sys::CUdevice_attribute::{
         CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED,
@@ -53,7 +53,7 @@ pub fn supported(device: &Device) -> bool {
     has(CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED) && has(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
 }
 
-/// Number of bytes that sizes must be multiples of; in the current context.
+/// Returns the granularity in bytes that every size must be a multiple of. Needs a current context.
 pub fn granularity(device: &Device) -> Result<usize> {
     let (mut bytes, properties) = (0, properties(device));
     let option = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
@@ -65,7 +65,7 @@ pub fn granularity(device: &Device) -> Result<usize> {
 }
 
 impl Physical {
-    /// `bytes` (a multiple of the granularity) on `device`.
+    /// Allocates `bytes` (a multiple of the granularity) on `device`.
     pub fn create(device: &Device, bytes: usize) -> Result<Self> {
         let (mut handle, properties) = (0, properties(device));
         // SAFETY: valid for a write; released by `drop`.
@@ -74,28 +74,29 @@ impl Physical {
         Ok(Self { handle, bytes })
     }
 
-    /// A descriptor through which another process can map it.
+    /// Returns a file descriptor through which another process can map the memory.
     pub fn export(&self) -> Result<OwnedFd> {
         let mut fd: i32 = -1;
-        // SAFETY: for this type the driver writes an `int`.
+        // SAFETY: for this handle type, the driver writes an `int`.
         let result = unsafe { sys::cuMemExportToShareableHandle((&raw mut fd).cast(), self.handle, POSIX_FD, 0) };
         check("exporting device memory", result)?;
-        // SAFETY: the driver made it for us, and for nobody else.
+        // SAFETY: the driver made the descriptor for this call; it has no other owner.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).map_err(|e| Error::os("closing a descriptor on exec", e))?;
         Ok(fd)
     }
 
-    /// Imports what a peer exported; `bytes` is the length that it told.
+    /// Imports memory that a peer exported; `bytes` is the length that the peer sent.
     pub fn import(fd: &OwnedFd, bytes: usize) -> Result<Self> {
         let mut handle = 0;
-        // SAFETY: for this type the driver takes the descriptor by value, as a pointer; it keeps a reference of its own.
+        // SAFETY: for this handle type, the driver takes the descriptor by value, as a pointer, and keeps its own
+        // reference.
         let result = unsafe { sys::cuMemImportFromShareableHandle(&raw mut handle, fd.as_raw_fd() as usize as *mut _, POSIX_FD) };
         check("importing a peer's device memory", result)?;
         Ok(Self { handle, bytes })
     }
 
-    /// Maps all of it where `device` can read and write it. The mapping keeps the memory.
+    /// Maps the whole memory, readable and writable for `device`. The mapping keeps the memory alive.
     pub fn map(&self, device: &Device) -> Result<Mapping> {
         let reservation = Reservation::new(self.bytes)?;
         reservation.map(0, self, device)?;
@@ -105,13 +106,13 @@ impl Physical {
 
 impl Drop for Physical {
     fn drop(&mut self) {
-        // SAFETY: made by `create` or `import`; mappings have references of their own.
+        // SAFETY: made by `create` or `import`; mappings hold their own references.
         let _ = unsafe { sys::cuMemRelease(self.handle) };
     }
 }
 
 impl Reservation {
-    /// `bytes` (a multiple of the granularity) of addresses.
+    /// Reserves `bytes` (a multiple of the granularity) of addresses.
     pub fn new(bytes: usize) -> Result<Self> {
         let mut address = 0;
         // SAFETY: valid for a write; 0 leaves alignment and address to the driver. Freed by `drop`.
@@ -119,18 +120,20 @@ impl Reservation {
         Ok(Self { address, bytes })
     }
 
-    /// The first byte, as the device and the driver know it.
+    /// Returns the device address of the first byte.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Maps all of `memory` at `offset`, where nothing is mapped, readable and writable for `device`. The mapping keeps the memory.
+    /// Maps the whole `memory` at `offset`, readable and writable for `device`. Nothing may be mapped there yet. The
+    /// mapping keeps the memory alive.
     pub fn map(&self, offset: usize, memory: &Physical, device: &Device) -> Result<()> {
         if offset.checked_add(memory.bytes).is_none_or(|end| end > self.bytes) {
             return Err(Error::internal(format!("{} bytes at {offset} leave a range of {} bytes", memory.bytes, self.bytes)));
         }
         let address = self.address + offset as u64;
-        // SAFETY: within what `new` reserved (checked above); the driver refuses what is mapped already; the handle lives.
+        // SAFETY: within the reservation of `new` (checked above); the driver rejects a range that is already mapped;
+        // the handle lives.
         check("mapping device memory", unsafe { sys::cuMemMap(address, memory.bytes, 0, memory.handle, 0) })?;
         let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         let access = sys::CUmemAccessDesc { location: location(device), flags };
@@ -142,22 +145,24 @@ impl Reservation {
         opened
     }
 
-    /// Ends what `map` began with the same `offset` and `bytes`. Whoever calls it has seen to it that no kernel of this process uses it.
+    /// Unmaps what `map` mapped with the same `offset` and `bytes`. The caller ensures that no kernel of this process
+    /// uses it.
     pub fn unmap(&self, offset: usize, bytes: usize) {
-        // SAFETY: the driver refuses a range that is not one whole mapping; within what `new` reserved, so it is one of ours.
+        // SAFETY: the driver rejects a range that is not one whole mapping; the range is within the reservation of
+        // `new`, so the mapping is ours.
         let _ = unsafe { sys::cuMemUnmap(self.address + offset as u64, bytes) };
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // SAFETY: reserved by `new`; whoever mapped something there has unmapped it.
+        // SAFETY: reserved by `new`; every mapping there has been unmapped.
         let _ = unsafe { sys::cuMemAddressFree(self.address, self.bytes) };
     }
 }
 
 impl Mapping {
-    /// The first byte, as the device and the driver know it.
+    /// Returns the device address of the first byte.
     pub fn address(&self) -> u64 {
         self.reservation.address
     }
