@@ -1,12 +1,12 @@
-//! System calls that a signal has interrupted.
+//! Retries system calls that a signal has interrupted.
 
 use rustix::io::{Errno, Result};
 
-/// Most interruptions in a row. More often no real signals come: a call that never succeeds is refused by what traces or filters this
-/// process.
+/// Maximum number of interruptions in a row. Real signals do not arrive more often than that: a tracer or filter is
+/// rejecting a call that never succeeds.
 const TRIES: usize = 100;
 
-/// Does `call` again while it is interrupted, but not for ever: then its `INTR` is the answer.
+/// Repeats `call` while it is interrupted, at most [`TRIES`] times; then returns its `INTR`.
 pub fn retry<T>(mut call: impl FnMut() -> Result<T>) -> Result<T> {
     for _ in 1..TRIES {
         match call() {

@@ -1,14 +1,14 @@
-//! The core that a thread runs on.
+//! The core on which a thread runs.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
-/// The number of the core that this thread runs on.
+/// Returns the number of the core on which this thread runs.
 pub fn current() -> usize {
     sched_getcpu()
 }
 
-/// Moves this thread to another core that it may use and that is not `taken`; false if there is none. Its affinity stays what it was.
-/// Of several it takes the nearest by number, which is seldom on another socket.
+/// Moves this thread to another allowed core that is not `taken`, and keeps its affinity; false if no such core exists.
+/// Picks the nearest number, which is rarely on another socket.
 pub fn leave(taken: impl Fn(usize) -> bool) -> bool {
     let Ok(allowed) = sched_getaffinity(None) else { return false };
     let here = current();
@@ -23,12 +23,12 @@ pub fn leave(taken: impl Fn(usize) -> bool) -> bool {
     true
 }
 
-/// Allows this thread what it was `allowed`. Where that was all its cpuset has, "everything" is asked for: the system remembers the
-/// request, and would hold the thread to today's cores if the cpuset grew.
+/// Restores the affinity of this thread to `allowed`. If that was its whole cpuset, it requests all cores: the system
+/// remembers the request, and would otherwise confine the thread to today's cores if the cpuset grew.
 fn restore(allowed: &CpuSet) {
     let mut everything = CpuSet::new();
     (0..CpuSet::MAX_CPU).for_each(|core| everything.set(core));
-    // Neither can fail but where the cpuset has just shrunk past it; then the system has corrected the mask itself.
+    // Both can fail only if the cpuset has just shrunk; then the system has corrected the mask itself.
     let _ = sched_setaffinity(None, &everything);
     if sched_getaffinity(None).as_ref() != Ok(allowed) {
         let _ = sched_setaffinity(None, allowed);
@@ -46,7 +46,7 @@ mod tests {
         assert_eq!(leave(|_| false), cores > 1);
         assert!(!leave(|_| true), "all taken");
         assert_eq!(sched_getaffinity(None).expect("affinity"), before);
-        // A mask that somebody chose stays too.
+        // A mask that was chosen explicitly stays, too.
         let mut two = CpuSet::new();
         (0..CpuSet::MAX_CPU).filter(|&core| before.is_set(core)).take(2).for_each(|core| two.set(core));
         sched_setaffinity(None, &two).expect("a part of what is allowed");

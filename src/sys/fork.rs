@@ -1,4 +1,4 @@
-//! Notices `fork`, and keeps what a process owns apart from what its forked children see of it.
+//! Detects `fork`, and separates the resources of a process from its forked children.
 #![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use super::rate_limit::RateLimit;
@@ -10,26 +10,26 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
-/// Value of a slot without a descriptor, and of one that is being filled.
+/// The values of a free slot, and of one that is being filled.
 const FREE: i32 = -1;
 const FILLED_SOON: i32 = -2;
 
-/// A descriptor that forked children do not get, and [which](identity) open file it stands for: its owner may close it before it is taken
-/// from the list, and the number be used again.
+/// A file descriptor that forked children do not get, and the [identity](identity) of its open file. The owner may
+/// close the descriptor before it removes it from the list, and the number may then be reused.
 #[derive(Debug)]
 struct Guarded {
     fd: AtomicI32,
     file: AtomicU64,
-    /// No [`Unshared`] will take it from the list.
+    /// True if no [`Unshared`] will remove it from the list.
     kept: AtomicBool,
 }
 
-/// A list that grows could be caught by a fork while it does.
+/// Fixed size, because a fork could interrupt a growing list.
 static UNSHARED: [Guarded; SLOTS] =
     [const { Guarded { fd: AtomicI32::new(FREE), file: AtomicU64::new(0), kept: AtomicBool::new(false) } }; SLOTS];
 
-/// Most of them: as many as a hub of 128 hosts has connections, in eight groups with a rail each. A child looks at all, which takes some
-/// microseconds.
+/// Maximum number of listed descriptors: enough for the connections of a hub of 128 nodes in eight groups with one rail
+/// each. A child checks every slot, which takes some microseconds.
 const SLOTS: usize = 4096;
 
 static LINES: RateLimit = RateLimit::new();
@@ -44,7 +44,7 @@ extern "C" fn in_child() {
     }
 }
 
-/// What tells the open file `fd` from others that have had the number; of sockets each has its own.
+/// Returns a number that identifies the open file `fd`, so that a reused number is detected; each socket has its own.
 fn identity(fd: i32) -> Option<u64> {
     let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
     // SAFETY: `fstat` may be called in a child after fork, and has filled `stat` where it returns 0.
@@ -52,7 +52,7 @@ fn identity(fd: i32) -> Option<u64> {
     Some(stat.st_ino ^ stat.st_dev.rotate_left(40))
 }
 
-/// Puts `/dev/null` in the place of `fd`, whose owner in this process can then still close it.
+/// Replaces `fd` by `/dev/null`; its owner in this process can still close it.
 fn exchange_for_nothing(fd: i32) {
     // SAFETY: the path ends with a zero; `open`, `dup3` and `close` may be called in a child after fork.
     unsafe {
@@ -65,12 +65,12 @@ fn exchange_for_nothing(fd: i32) {
 }
 
 impl Guarded {
-    /// Whether `fd` still is the file that it was.
+    /// Returns true if `fd` is still the same file.
     fn is_open(&self, fd: i32) -> bool {
         identity(fd) == Some(self.file.load(Ordering::Relaxed))
     }
 
-    /// A free slot, to be filled.
+    /// Takes a free slot.
     fn take() -> Option<&'static Self> {
         let free = |slot: &&Self| slot.fd.compare_exchange(FREE, FILLED_SOON, Ordering::Relaxed, Ordering::Relaxed).is_ok();
         let found = UNSHARED.iter().find(free).or_else(|| {
@@ -88,7 +88,7 @@ impl Guarded {
         found
     }
 
-    /// Fills a free slot with `fd`, which is `file`.
+    /// Fills a free slot with `fd`, whose identity is `file`.
     fn fill(fd: i32, file: u64, kept: bool) -> Option<&'static Self> {
         let slot = Self::take()?;
         slot.file.store(file, Ordering::Relaxed);
@@ -98,8 +98,8 @@ impl Guarded {
     }
 }
 
-/// Guard of an open file: while it lives, forked children do not get the file, which they would otherwise share with all its locks and
-/// connections: those of a parent that is killed would last until the last of them ends.
+/// Keeps an open file out of forked children while this value lives. A child would otherwise share its locks and
+/// connections, which would then outlive a killed parent.
 #[derive(Debug)]
 pub struct Unshared {
     slot: &'static Guarded,
@@ -107,7 +107,7 @@ pub struct Unshared {
 }
 
 impl Unshared {
-    /// Guards the open file `fd`; `None` if as many live as there are slots.
+    /// Guards the open file `fd`; `None` if no slot is free.
     pub fn new(fd: BorrowedFd<'_>) -> Option<Self> {
         let (generation, fd) = (generation(), fd.as_raw_fd());
         Guarded::fill(fd, identity(fd)?, false).map(|slot| Self { slot, generation })
@@ -116,18 +116,20 @@ impl Unshared {
 
 impl Drop for Unshared {
     fn drop(&mut self) {
-        // In a child the slot is free, or another's.
+        // In a child, the slot is free or belongs to another file.
         if self.generation == generation() {
             self.slot.fd.store(FREE, Ordering::Relaxed);
         }
     }
 }
 
-/// Keeps the socket `fd` of somebody else, who may close it at any time, from children: those that are forked, and programs that are started.
+/// Keeps another library's socket `fd`, which may be closed at any time, out of children, both forked ones and programs
+/// that are started.
 pub(super) fn keep_from_children(fd: i32) {
     generation();
     let Some(file) = identity(fd) else { return };
-    // SAFETY: changes a flag of a descriptor; one that was closed meanwhile is an error, or gets what it should have.
+    // SAFETY: only sets a flag of the descriptor. If it was closed meanwhile, this fails, or sets a flag that is right
+    // for its successor.
     unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
     let is_listed = |slot: &Guarded| slot.fd.load(Ordering::Acquire) == fd && slot.file.load(Ordering::Relaxed) == file;
     if !UNSHARED.iter().any(is_listed) {
@@ -135,13 +137,14 @@ pub(super) fn keep_from_children(fd: i32) {
     }
 }
 
-/// A number that differs between a process and its forked children: what was made under another generation belongs to
-/// the parent and must not be used. (`exec` starts anew; a raw `clone` system call is not noticed.)
+/// Returns a number that differs between a process and its forked children. What was made under another generation
+/// belongs to the parent and must not be used. (`exec` starts over; a raw `clone` system call is not detected.)
 pub fn generation() -> u64 {
-    // No `Once`: one that is being run during a fork would block the child for ever. Registering twice does no harm,
-    // a child then counts by two.
+    // Not a `Once`, because one that runs during a fork would block the child forever. Registering twice is harmless: a
+    // child then counts by two.
     if !REGISTERED.load(Ordering::Acquire) {
-        // SAFETY: `in_child` only adds to an atomic, which any context after fork may do, and is never unloaded while registered.
+        // SAFETY: `in_child` only adds to an atomic, which is allowed in any context after fork, and is never unloaded
+        // while registered.
         let status = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         if status == 0 {
             REGISTERED.store(true, Ordering::Release);
@@ -155,25 +158,27 @@ struct Slot<T> {
     value: T,
 }
 
-/// A value of which each process has its own: a forked child gets a fresh one, whatever locks the parent held.
+/// A value that each process makes for itself. A forked child gets a fresh one, regardless of locks that the parent
+/// held.
 pub struct PerProcess<T: 'static> {
     slot: AtomicPtr<Slot<T>>,
     make: fn() -> T,
 }
 
 impl<T: Send + Sync> PerProcess<T> {
-    /// A value that `make` provides when a process first asks for it; it may be called more than once, and one result is kept.
+    /// Calls `make` when a process first uses the value. `make` may run more than once; one result is kept.
     pub const fn new(make: fn() -> T) -> Self {
         Self { slot: AtomicPtr::new(std::ptr::null_mut()), make }
     }
 
-    /// Value of this process.
+    /// Returns the value of this process.
     pub fn get(&self) -> &'static T {
         let generation = generation();
         loop {
             let current = self.slot.load(Ordering::Acquire);
-            // SAFETY: a pointer in `slot` is null or came from the `Box` below, was published by the Release half of
-            // the exchange, and is never freed: a child leaks its parent's, since a lock in it may be held for ever.
+            // SAFETY: a pointer in `slot` is null or came from the `Box` below, was published by the release half of
+            // the exchange, and is never freed: a child leaks its parent's value, because a lock in it may be held
+            // forever.
             if let Some(slot) = unsafe { current.as_ref() }
                 && slot.generation == generation
             {
@@ -190,7 +195,8 @@ impl<T: Send + Sync> PerProcess<T> {
     }
 }
 
-/// A value of the process that made it: a forked child may look at its copy, but what ends with it there is the parent's, and stays.
+/// A value that only its process drops. A forked child may read its copy, but must not drop resources that belong to
+/// the parent.
 #[derive(Debug)]
 pub struct OfProcess<T> {
     value: ManuallyDrop<T>,
@@ -198,17 +204,17 @@ pub struct OfProcess<T> {
 }
 
 impl<T> OfProcess<T> {
-    /// `value`, of this process.
+    /// Makes a value of this process.
     pub fn new(value: T) -> Self {
         Self { value: ManuallyDrop::new(value), generation: generation() }
     }
 
-    /// Whether this process made it.
+    /// Returns true in the process that made the value.
     pub fn is_own(&self) -> bool {
         self.generation == generation()
     }
 
-    /// Value to be changed, by the process that made it.
+    /// Returns the value for changes, in the process that made it.
     pub fn own_mut(&mut self) -> Option<&mut T> {
         self.is_own().then_some(&mut *self.value)
     }
@@ -238,7 +244,8 @@ mod tests {
 
     static COUNTER: PerProcess<Mutex<u32>> = PerProcess::new(|| Mutex::new(0));
 
-    /// Whether `seen` is true in a forked child, where it may allocate (glibc repairs malloc there), but take no lock of the parent's.
+    /// Returns the result of `seen` in a forked child. There it may allocate (glibc repairs malloc), but not take a
+    /// lock of the parent's.
     fn in_a_child(seen: impl Fn() -> bool) -> bool {
         // SAFETY: the child calls `seen` and `_exit`.
         let child = unsafe { libc::fork() };
@@ -255,7 +262,7 @@ mod tests {
     #[test]
     fn a_forked_child_has_another_generation_and_fresh_values() {
         let before = generation();
-        // Held across the fork: the child must not see this lock.
+        // Held across the fork; the child must not see this lock.
         let mut counter = COUNTER.get().lock().expect("not poisoned");
         *counter = 7;
         assert!(in_a_child(|| COUNTER.get().try_lock().is_ok_and(|counter| *counter == 0) && generation() != before));
@@ -268,16 +275,16 @@ mod tests {
         let (first, _far) = std::os::unix::net::UnixStream::pair().expect("sockets");
         let (second, _other) = std::os::unix::net::UnixStream::pair().expect("sockets");
         let fd = first.as_raw_fd();
-        // Twice is once.
+        // The second call has no effect.
         keep_from_children(fd);
         keep_from_children(fd);
         let listed = || UNSHARED.iter().filter(|slot| slot.fd.load(Ordering::Relaxed) == fd).count();
         assert_eq!(listed(), 1);
         assert!(in_a_child(|| first.local_addr().is_err()));
-        // SAFETY: both are open, and own their numbers.
+        // SAFETY: both are open and own their numbers.
         unsafe { libc::dup2(second.as_raw_fd(), fd) };
         assert!(in_a_child(|| first.local_addr().is_ok()));
-        // The new owner of the number may ask for the same.
+        // The new owner of the number may request the same.
         keep_from_children(fd);
         assert!(in_a_child(|| first.local_addr().is_err()));
     }

@@ -1,4 +1,4 @@
-//! Identity of the kernel that this process runs on, and of its namespaces.
+//! The identity of the kernel on which this process runs, and of its namespaces.
 
 use super::fork::PerProcess;
 use super::required::unreadable;
@@ -7,12 +7,12 @@ use crate::error::Result;
 use serde::{Deserialize, Serialize};
 use std::sync::OnceLock;
 
-/// Processes with equal identity share a kernel, process ids, sockets, users and clocks: what symm needs to connect them.
+/// Processes with equal identity share a kernel, process ids, sockets, users and clocks, as one node's ranks must.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Host {
-    /// Random number that the kernel makes when it starts.
+    /// A random number that the kernel makes at boot.
     pub boot: String,
-    /// Namespace of System V objects; tells containers apart.
+    /// Namespace of System V objects, which differs between containers.
     pub ipc: String,
     /// Namespace of abstract socket names.
     pub net: String,
@@ -20,15 +20,16 @@ pub struct Host {
     pub pid: String,
     /// Namespace of user ids.
     pub user: String,
-    /// Namespace of the clocks since boot, in which /proc tells when a process started; empty where the kernel has none (before 5.6).
+    /// Namespace of the clocks since boot, in which /proc reports start times; empty if the kernel lacks it (before
+    /// 5.6).
     pub time: String,
-    /// `SYMM_TEST_HOST`, by which tests make several hosts of one; empty: none.
+    /// `SYMM_TEST_HOST`, with which tests divide one node into several; empty if unset.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub test: String,
 }
 
 impl Host {
-    /// The identity of this process's host.
+    /// Returns the identity of this process's node.
     pub fn own() -> Result<Self> {
         static OWN: PerProcess<OnceLock<Host>> = PerProcess::new(OnceLock::new);
         match OWN.get().get() {
@@ -37,7 +38,8 @@ impl Host {
         }
     }
 
-    /// The namespaces in which `other` is not where this one is, each with what starts containers in one.
+    /// Returns the namespaces that differ from those of `other`, each with the option that starts a container in the
+    /// host's.
     pub fn namespaces_apart(&self, other: &Self) -> Vec<(&'static str, &'static str)> {
         let each = [
             ("pid", "--pid=host", &self.pid, &other.pid),
@@ -67,12 +69,12 @@ impl Host {
     }
 }
 
-/// The host's name, for messages.
+/// Returns the node's name, for messages.
 pub fn name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// The model of its CPU, as the kernel calls it, or its architecture.
+/// Returns the model of its CPU as the kernel reports it, or its architecture.
 pub fn cpu() -> &'static str {
     static MODEL: OnceLock<String> = OnceLock::new();
     MODEL.get_or_init(|| {

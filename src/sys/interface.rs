@@ -1,4 +1,4 @@
-//! Addresses of this machine's network interfaces.
+//! Addresses of this node's network interfaces.
 #![allow(unsafe_code, reason = "a list that the C library allocates")]
 
 use crate::error::{Error, Result};
@@ -6,7 +6,7 @@ use rustix::io::Errno;
 use std::ffi::CStr;
 use std::net::IpAddr;
 
-/// Addresses of the interface `name`, in the kernel's order; none where there is no such interface.
+/// Returns the addresses of the interface `name` in the kernel's order; none if the interface does not exist.
 pub fn addresses(name: &str) -> Result<Vec<IpAddr>> {
     let mut list = std::ptr::null_mut();
     // SAFETY: `list` is valid for a write.
@@ -15,9 +15,9 @@ pub fn addresses(name: &str) -> Result<Vec<IpAddr>> {
     }
     let mut found = Vec::new();
     let mut next = list;
-    // SAFETY: `next` is null or an entry of the list, which is freed below only.
+    // SAFETY: `next` is null or an entry of the list, which is freed only below.
     while let Some(entry) = unsafe { next.as_ref() } {
-        // SAFETY: every entry has a name that ends with a zero.
+        // SAFETY: every entry has a name that ends with a zero byte.
         let named = unsafe { CStr::from_ptr(entry.ifa_name) }.to_bytes() == name.as_bytes();
         if named {
             // SAFETY: `ifa_addr` is null or the address of this entry.
@@ -30,12 +30,12 @@ pub fn addresses(name: &str) -> Result<Vec<IpAddr>> {
     Ok(found)
 }
 
-/// The IP address in `socket`, if it is one.
+/// Returns the IP address in `socket`, if it is one.
 ///
 /// # Safety
-/// `socket` is null or points to a socket's address, as long as its family says.
+/// `socket` is null or points to a socket address whose length matches its family.
 unsafe fn address(socket: *const libc::sockaddr) -> Option<IpAddr> {
-    // SAFETY: as the caller promises; the family stands at the begin of every address.
+    // SAFETY: as the caller promises; every address starts with the family.
     match i32::from(unsafe { socket.as_ref() }?.sa_family) {
         libc::AF_INET => {
             // SAFETY: an address of this family is a `sockaddr_in`; the list aligns it for any.

@@ -1,4 +1,4 @@
-//! Whether the program around this library wants a call to stop waiting, as Python does after Ctrl-C.
+//! Whether the program wants a call to stop waiting, as Python does after Ctrl-C.
 
 use crate::error::{Error, Result};
 use rustix::process::getpid;
@@ -7,20 +7,21 @@ use std::cell::Cell;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// Longest time that a call waits before it looks.
+/// Maximum time that a call waits between two checks.
 pub const LOOK: Duration = Duration::from_millis(100);
 
 type Ask = Box<dyn Fn() -> bool + Send + Sync>;
 
 static ASK: OnceLock<Ask> = OnceLock::new();
 
-/// Makes `ask` say, from now on, whether the calling thread is to stop waiting; until then none ever is. The first call counts.
+/// From now on, `ask` decides whether the calling thread must stop waiting; before, no thread must. Only the first call
+/// counts.
 pub fn ask_with(ask: impl Fn() -> bool + Send + Sync + 'static) {
     let _ = ASK.set(Box::new(ask));
 }
 
-/// Fails with `Aborted` if the calling thread is to stop waiting. Only a process's first thread can be: Python handles signals there and
-/// nowhere else. To be called without locks, for the answer may have to wait for Python's.
+/// Fails with `Aborted` if the calling thread must stop waiting. That happens only on a process's first thread, because
+/// Python handles signals only there. Must be called without locks, because `ask` may wait for Python's.
 pub fn check() -> Result<()> {
     match ASK.get() {
         Some(ask) if gettid() == getpid() && ask() => Err(Error::aborted("a signal has ended the waiting")),
@@ -29,7 +30,7 @@ pub fn check() -> Result<()> {
 }
 
 thread_local! {
-    /// Owner of the call that this thread runs; 0: it runs none.
+    /// Owner of the call that this thread runs; 0 if it runs no call.
     static RUNNING: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -41,7 +42,8 @@ pub fn within<T>(owner: usize, body: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Fails inside a call of `owner` that this very thread runs. A signal's handler, which runs while [`check`] asks, must not wait there.
+/// Fails inside a call of `owner` that this thread runs itself: a signal handler, which runs while [`check`] asks, must
+/// not wait for that call.
 pub fn check_outside(owner: usize) -> Result<()> {
     if RUNNING.get() != owner {
         return Ok(());
@@ -50,16 +52,16 @@ pub fn check_outside(owner: usize) -> Result<()> {
     Err(Error::config(text))
 }
 
-/// [`check`] for loops that turn more often than it is to be called.
+/// [`check`] for loops that iterate more often than it should be called.
 pub struct Interrupts(Instant);
 
 impl Interrupts {
-    /// Begins a wait now.
+    /// Starts a wait now.
     pub fn new() -> Self {
         Self(Instant::now() + LOOK)
     }
 
-    /// Checks as [`check`] does, at most every [`LOOK`].
+    /// Checks like [`check`], at most once per [`LOOK`].
     pub fn check(&mut self) -> Result<()> {
         let now = Instant::now();
         if now < self.0 {

@@ -1,5 +1,6 @@
-//! Advisory locks on single bytes of a file. They belong to the open file, not to the process: threads that open it each
-//! for themselves exclude one another, closing another descriptor of it releases nothing, and a killed holder lets go.
+//! Advisory locks on single bytes of a file. They belong to the open file, not to the process: threads that each open
+//! the file exclude each other, closing another descriptor of the file releases nothing, and the kernel releases the
+//! locks of a killed process.
 #![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use super::again::retry;
@@ -7,19 +8,20 @@ use rustix::fd::{AsRawFd, BorrowedFd};
 use rustix::io::{Errno, Result};
 use std::time::{Duration, Instant};
 
-/// Time that the search for a lock's holder may take.
+/// Limit for the search for a lock's holder.
 const SEARCH: Duration = Duration::from_millis(100);
 
-/// Mode in which a lock is held.
+/// The mode in which a lock is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Held together with others that are shared.
+    /// Compatible with other shared locks.
     Shared,
-    /// Held by one alone.
+    /// Excludes all other locks.
     Exclusive,
 }
 
-/// Locks `byte` of `file`, in place of a lock that this open file has there; whether it could. Where not, nothing changes.
+/// Locks `byte` of `file`, replacing a lock that this open file has there. On failure, returns false and changes
+/// nothing.
 pub fn try_lock(file: BorrowedFd<'_>, byte: u64, mode: Mode) -> Result<bool> {
     let kind = match mode {
         Mode::Shared => libc::F_RDLCK,
@@ -32,12 +34,13 @@ pub fn try_lock(file: BorrowedFd<'_>, byte: u64, mode: Mode) -> Result<bool> {
     }
 }
 
-/// Lets go of `byte`.
+/// Releases `byte`.
 pub fn unlock(file: BorrowedFd<'_>, byte: u64) -> Result<()> {
     set(file, byte, libc::F_UNLCK)
 }
 
-/// A process that holds `byte` of `file`, as far as /proc shows: the kernel does not tell whose a lock is that belongs to an open file.
+/// Returns a process that holds `byte` of `file`, if /proc shows it: the kernel does not report the owner of a lock
+/// that belongs to an open file.
 pub fn holder(file: BorrowedFd<'_>, byte: u64) -> Option<u32> {
     let give_up = Instant::now() + SEARCH;
     let own = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
@@ -64,7 +67,7 @@ fn set(file: BorrowedFd<'_>, byte: u64, kind: i32) -> Result<()> {
     let start = i64::try_from(byte).map_err(|_| Errno::OVERFLOW)?;
     // SAFETY: all-zero is a value of this structure of integers.
     let mut range: libc::flock = unsafe { std::mem::zeroed() };
-    // These constants are small; their type differs from that of the field.
+    // These constants are small; their type differs from the field's.
     range.l_type = kind as libc::c_short;
     range.l_whence = libc::SEEK_SET as libc::c_short;
     range.l_start = start;

@@ -1,7 +1,8 @@
-//! Log of a process and of those that it forks, each with its own filter: a logger can be set once, and a child inherits it.
+//! The log of a process and of its forked children, each with its own filter: a logger can be set only once, and a
+//! child inherits it.
 //!
-//! Lines go to standard error, or into a queue of which another logging system takes them, on a thread of its own: who logs holds locks
-//! of this crate, and never waits for anybody else's.
+//! Lines go to standard error or into a queue, from which another logging system takes them on its own thread. The
+//! thread that logs may hold locks of this crate, so it must never wait for locks of others.
 
 use super::fork::PerProcess;
 use crate::lock::{lock, unpoisoned};
@@ -12,33 +13,33 @@ use std::io::Write;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::{Duration, SystemTime};
 
-/// Lines that wait to be taken, at most: what comes then goes to standard error.
+/// Maximum number of queued lines; further lines go to standard error.
 const MOST: usize = 10_000;
 
 /// A line of the log.
 #[derive(Clone, Debug)]
 pub struct Line {
-    /// Its level.
+    /// The level.
     pub level: Level,
-    /// Path of the module that wrote it, as `symm::boot::claim`.
+    /// Path of the module that wrote it, such as `symm::boot::claim`.
     pub target: String,
-    /// What it says.
+    /// The text.
     pub text: String,
-    /// Time since 1970 at which it was written.
+    /// When it was written, as the time since 1970.
     pub at: Duration,
 }
 
 #[derive(Default)]
 struct Queue {
     state: Mutex<State>,
-    /// Whoever takes lines sleeps on it.
+    /// Wakes the thread that takes lines.
     added: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     lines: VecDeque<Line>,
-    /// Filter of lines that go into the queue; absent: they go to standard error.
+    /// Filter of the lines that go into the queue; without one, lines go to standard error.
     filter: Option<Arc<Logger>>,
 }
 
@@ -47,7 +48,7 @@ impl Queue {
         lock(&self.state).filter.clone()
     }
 
-    /// Whether there was room for `line`, and it was still wanted.
+    /// Queues `line`; false if the queue is full or no longer in use.
     fn add(&self, line: Line) -> bool {
         let mut state = lock(&self.state);
         let room = state.filter.is_some() && state.lines.len() < MOST;
@@ -69,7 +70,7 @@ impl Queue {
 static LOGGER: PerProcess<OnceLock<Logger>> = PerProcess::new(OnceLock::new);
 static QUEUE: PerProcess<Queue> = PerProcess::new(Queue::default);
 
-/// Passes on to the logger of the process at hand.
+/// Forwards to the logger of the current process.
 struct Current;
 
 impl Log for Current {
@@ -101,15 +102,15 @@ fn filtered(filter: &str) -> Logger {
     Builder::new().parse_filters(filter).build()
 }
 
-/// Logger to standard error, whose lines name `rank`, or the process if it has none of its own.
+/// Makes a logger to standard error whose lines name `rank`, or the process without one.
 fn written(filter: &str, rank: Option<u32>) -> Logger {
     let author = rank.map_or_else(|| format!("pid {}", std::process::id()), |rank| format!("rank {rank}"));
     let line = move |record: &Record<'_>| format!("[{:<5} {} {author}] {}", record.level(), record.target(), record.args());
     Builder::new().parse_filters(filter).format(move |buffer, record| writeln!(buffer, "{}", line(record))).build()
 }
 
-/// Starts this process's log, to standard error, with `filter` as `env_logger` reads it; its lines name `rank`. Where the program around us
-/// has set a logger, that one is used.
+/// Starts this process's log to standard error, with `filter` in the syntax of `env_logger`; its lines name `rank`. A
+/// logger that the program has set before takes precedence.
 pub fn start(filter: &str, rank: Option<u32>) {
     static OURS: OnceLock<bool> = OnceLock::new();
     if *OURS.get_or_init(|| log::set_logger(&Current).is_ok()) {
@@ -118,14 +119,15 @@ pub fn start(filter: &str, rank: Option<u32>) {
     }
 }
 
-/// Puts the lines that `filter` passes into the queue from now on, in place of standard error. A forked child begins without a queue.
+/// From now on, queues the lines that pass `filter`, instead of writing them to standard error. A forked child starts
+/// without a queue.
 pub fn to_queue(filter: &str) {
     let logger = filtered(filter);
     log::set_max_level(logger.filter());
     lock(&QUEUE.get().state).filter = Some(Arc::new(logger));
 }
 
-/// Writes lines to standard error again. Those in the queue stay there to be taken.
+/// Writes lines to standard error again. Queued lines stay in the queue.
 pub fn to_standard_error() {
     let queue = QUEUE.get();
     lock(&queue.state).filter = None;
@@ -133,7 +135,7 @@ pub fn to_standard_error() {
     log::set_max_level(LOGGER.get().get().map_or(log::LevelFilter::Off, Logger::filter));
 }
 
-/// Takes the lines of the queue; waits for the first as long as lines go there, `limit` at most.
+/// Takes the queued lines. While lines go to the queue, waits up to `limit` for the first.
 pub fn take_lines(limit: Duration) -> Vec<Line> {
     QUEUE.get().take(limit)
 }

@@ -1,4 +1,4 @@
-//! The smallest safe wrappers over what the kernel offers and `rustix` does not, or not in this shape.
+//! Minimal safe wrappers over kernel features that `rustix` does not offer, or not in this form.
 
 pub mod again;
 pub mod core;

@@ -1,21 +1,21 @@
-//! Sockets of a library that shows none: those that its event loop polls.
+//! Finds the sockets of a library that does not expose them: those that its event loop polls.
 //!
-//! The kernel lists in `/proc/self/fdinfo` which descriptors an epoll instance polls (`tfd` in proc(5)).
+//! The kernel lists in `/proc/self/fdinfo` which file descriptors an epoll instance polls (`tfd` in proc(5)).
 
 use super::fork::keep_from_children;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What one epoll instance polls: descriptors, with their inodes as the kernel writes them.
+/// The descriptors that one epoll instance polls, with their inodes as the kernel writes them.
 type Sockets = Vec<(i32, String)>;
 
-/// Calls `make`, and keeps the sockets from children that epoll instances poll which were made meanwhile.
+/// Calls `make`, and keeps sockets out of children if an epoll instance that `make` created polls them.
 pub fn apart_from_children<T>(make: impl FnOnce() -> T) -> T {
     let before = instances();
     let made = make();
     let (Some(before), Some(instances)) = (before, instances()) else { return made };
     for (instance, sockets) in instances {
-        // The number may have been another's.
+        // The number may have belonged to another instance before.
         let known = before.get(&instance).is_some_and(|before| before.iter().any(|socket| sockets.contains(socket)));
         if !known {
             sockets.iter().filter(|(fd, _)| link(*fd).starts_with("socket:")).for_each(|&(fd, _)| keep_from_children(fd));
@@ -24,19 +24,19 @@ pub fn apart_from_children<T>(make: impl FnOnce() -> T) -> T {
     made
 }
 
-/// What the descriptor `fd` stands for.
+/// Returns the target of the descriptor `fd`, such as `socket:[1]`.
 fn link(fd: i32) -> String {
     std::fs::read_link(format!("/proc/self/fd/{fd}")).map_or_else(|_| String::new(), |link| link.to_string_lossy().into_owned())
 }
 
-/// The epoll instances of this process, by descriptor; `None` where no descriptor was free to look.
+/// Returns the epoll instances of this process by descriptor; `None` if no descriptor is free for the listing.
 fn instances() -> Option<BTreeMap<i32, Sockets>> {
     let number = |path: &Path| path.file_name()?.to_str()?.parse().ok();
     let all = std::fs::read_dir("/proc/self/fd").ok()?.flatten().filter_map(|entry| number(&entry.path()));
     Some(all.filter(|&fd| link(fd) == "anon_inode:[eventpoll]").map(|fd| (fd, polled(fd))).collect())
 }
 
-/// What `instance` polls.
+/// Returns the descriptors that `instance` polls.
 fn polled(instance: i32) -> Sockets {
     let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{instance}")).unwrap_or_default();
     let entry = |line: &str| {
@@ -69,7 +69,7 @@ mod tests {
             instance
         };
         let _loop_before = poll(&old);
-        // Gloo's have no flag either.
+        // Gloo's sockets lack the flag, too.
         for socket in [&old, &new] {
             rustix::io::fcntl_setfd(socket, rustix::io::FdFlags::empty()).expect("open");
         }
@@ -85,14 +85,14 @@ mod tests {
                 // SAFETY: `_exit` takes any code.
                 unsafe { libc::_exit(1) };
             }
-            // Lives on until it is killed.
+            // Lives until it is killed.
             // SAFETY: waits for a signal.
             unsafe { libc::pause() };
         }
         drop(new);
         let mut far = new_far;
         far.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout");
-        // Its end is seen although the child lives.
+        // The end of the connection is visible although the child lives.
         let end = far.read(&mut [0]);
         let mut status = 0;
         // SAFETY: `child` is our own; `status` is valid for a write.

@@ -1,4 +1,4 @@
-//! Processes: who one is, whether one lives, what it is doing, how it ended.
+//! Processes: their identity, whether they live, what they are doing and how they ended.
 #![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use super::fork::PerProcess;
@@ -13,7 +13,7 @@ use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, getrlimit, pidfd_open, 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-/// A process, for as long as the host runs: process ids are used again, pairs with a start time are not.
+/// A process, unique until reboot: process ids are reused, but not pairs with a start time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ProcessId {
     /// The process id.
@@ -25,14 +25,15 @@ pub struct ProcessId {
 /// Fields of `/proc/pid/stat`.
 struct Stat {
     state: char,
-    /// Flag of a process that has begun to end, but need not be done: giving back what a GPU had takes a tenth of a second.
+    /// True for a process that has started to exit. It may not be finished, because freeing GPU memory takes a tenth of
+    /// a second.
     exiting: bool,
     start_time: u64,
     /// Status as `waitpid` reports it; 0 while the process runs.
     status: i32,
 }
 
-/// Bit in the flags of a thread that ends; a process shows its first thread's flags.
+/// The flag of an exiting thread; a process shows its first thread's flags.
 const EXITING: u32 = 4;
 
 impl Stat {
@@ -40,7 +41,7 @@ impl Stat {
         self.exiting || matches!(self.state, 'Z' | 'X')
     }
 
-    /// `None` where no such process exists: not where no descriptor was free to look.
+    /// Returns `None` if no such process exists; fails if no file descriptor is free.
     fn read(pid: u32) -> rustix::io::Result<Option<Self>> {
         match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
             Ok(text) => Ok(Self::parse(&text)),
@@ -52,7 +53,7 @@ impl Stat {
     }
 
     fn parse(text: &str) -> Option<Self> {
-        // The name in field 2 may hold spaces and parentheses; what follows its last one is field 3.
+        // The name in field 2 may contain spaces and parentheses; field 3 follows its last parenthesis.
         let (_, rest) = text.rsplit_once(')')?;
         let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
         Some(Self {
@@ -64,7 +65,7 @@ impl Stat {
     }
 }
 
-/// Identity of this process.
+/// Returns the identity of this process.
 pub fn own() -> Result<ProcessId> {
     static OWN: PerProcess<OnceLock<ProcessId>> = PerProcess::new(OnceLock::new);
     if let Some(own) = OWN.get().get() {
@@ -72,17 +73,17 @@ pub fn own() -> Result<ProcessId> {
     }
     let pid = std::process::id();
     let stat = Stat::read(pid).map_err(|errno| unreadable(&format!("/proc/{pid}/stat"), &errno.into()))?;
-    // Where /proc is not mounted or belongs to another pid namespace.
+    // /proc is not mounted or belongs to another pid namespace.
     let stat = stat
         .ok_or_else(|| Error::config(format!("/proc does not show this process, pid {pid}: mount it here (mount -t proc proc /proc)")))?;
     Ok(*OWN.get().get_or_init(|| ProcessId { pid, start_time: stat.start_time }))
 }
 
-/// The descriptors of the processes that this one knows, so that 200 groups of the same members hold one each.
+/// The pidfds of known processes, so that 200 groups with the same members hold one pidfd per member.
 static KNOWN: PerProcess<Mutex<HashMap<ProcessId, Weak<OwnedFd>>>> = PerProcess::new(|| Mutex::new(HashMap::new()));
 
-/// A descriptor of `process`, shared by all who ask for it; `None` if it has ended and been reaped.
-/// Needs no right over that process.
+/// Returns a pidfd of `process`, shared by all callers; `None` if the process has ended and been reaped. Needs no
+/// permission over that process.
 pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
     let mut known = lock(KNOWN.get());
     if let Some(fd) = known.get(&process).and_then(Weak::upgrade) {
@@ -96,7 +97,7 @@ pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
         Err(Errno::SRCH) => return Ok(None),
         Err(errno) => return Err(errno),
     };
-    // Looked at after opening: if `process` still bears the pid now, it also did when the descriptor was made.
+    // Checked after opening: if `process` has the pid now, it also had it when the pidfd was made.
     if Stat::read(process.pid)?.is_none_or(|stat| stat.start_time != process.start_time) {
         return Ok(None);
     }
@@ -105,20 +106,21 @@ pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
     Ok(Some(fd))
 }
 
-/// Whether whoever this process knows by the number `pid` has ended: another process may have the number since. False if nobody is known.
+/// Returns true if the process that this one knows as `pid` has ended, so that another process may have the number
+/// since. False if `pid` is unknown.
 pub fn has_ended(pid: u32) -> bool {
     let known = lock(KNOWN.get());
     let mut named = known.iter().filter(|(process, _)| process.pid == pid).filter_map(|(_, fd)| fd.upgrade()).peekable();
     named.peek().is_some() && named.all(|fd| ended(&fd))
 }
 
-/// Makes `process` known by the descriptor of whichever process a test chose.
+/// Registers `process` under a pidfd that a test chose.
 #[cfg(test)]
 pub(super) fn know(process: ProcessId, fd: &Arc<OwnedFd>) {
     lock(KNOWN.get()).insert(process, Arc::downgrade(fd));
 }
 
-/// State of a process, in a word; `None` if there is no such process.
+/// Returns the state of a process in a word; `None` if it does not exist.
 pub fn state(pid: u32) -> Option<&'static str> {
     let stat = Stat::read(pid).ok()??;
     if stat.over() {
@@ -132,13 +134,13 @@ pub fn state(pid: u32) -> Option<&'static str> {
     })
 }
 
-/// Whether a process has ended or is about to, whatever it still has to give back.
+/// Returns true if a process has ended or is exiting, whatever it still has to free.
 pub fn is_ending(process: ProcessId) -> bool {
     let stat = Stat::read(process.pid).ok().flatten();
     stat.is_none_or(|stat| stat.start_time != process.start_time || stat.over())
 }
 
-/// Processes that may be ending, and who wants to know.
+/// Processes that may be exiting, and the listener.
 #[derive(Default)]
 struct Suspects {
     pids: Vec<u32>,
@@ -147,8 +149,9 @@ struct Suspects {
 
 static SUSPECTS: PerProcess<Mutex<Suspects>> = PerProcess::new(Mutex::default);
 
-/// A connection with process `pid` has ended, and so perhaps the process. One that dies lets go of its descriptors, the highest first,
-/// before it gives back what its GPUs had; only after that, a tenth of a second later, its pidfd tells.
+/// Reports that a connection to process `pid` has ended, so the process may be exiting. An exiting process closes its
+/// file descriptors, the highest first, before it frees its GPU memory, and its pidfd becomes readable only after that,
+/// a tenth of a second later.
 pub fn suspect(pid: u32) {
     let mut suspects = lock(SUSPECTS.get());
     if let Some(listener) = suspects.listener.upgrade() {
@@ -157,31 +160,32 @@ pub fn suspect(pid: u32) {
     }
 }
 
-/// Wakes `listener`, from now on, for each suspect.
+/// Wakes `listener` for each suspect from now on.
 pub fn report_suspects_to(listener: &Arc<Wake>) {
     let mut suspects = lock(SUSPECTS.get());
     suspects.pids.clear();
     suspects.listener = Arc::downgrade(listener);
 }
 
-/// The suspects since the last call.
+/// Returns the suspects since the last call.
 pub fn suspects() -> Vec<u32> {
     std::mem::take(&mut lock(SUSPECTS.get()).pids)
 }
 
-/// Whether the process behind `pidfd` has ended, reaped or not.
+/// Returns true if the process of `pidfd` has ended, whether reaped or not.
 pub fn ended(pidfd: &OwnedFd) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN)];
     poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
-/// Cause of the end of a process that has ended, or [is about to](is_ending): `"killed by signal 9 (SIGKILL)"`, `"exited with code 3"`, or
-/// `"gone"` where neither the kernel (6.15 and later, once it was reaped) nor its entry in /proc (before) tells.
+/// Returns how a process ended that has ended or [is exiting](is_ending): `"killed by signal 9 (SIGKILL)"`, `"exited
+/// with code 3"`, or `"gone"` if neither the kernel (6.15 and later, after it was reaped) nor its entry in /proc
+/// (before) says so.
 pub fn exit_cause(process: ProcessId, pidfd: &OwnedFd) -> String {
     let zombie = || {
         Stat::read(process.pid).ok().flatten().filter(|stat| stat.start_time == process.start_time && stat.over()).map(|stat| stat.status)
     };
-    // The second look at the kernel is for a process that is reaped between the two.
+    // The kernel is queried twice in case the process is reaped between the queries.
     reaped_status(pidfd).or_else(zombie).or_else(|| reaped_status(pidfd)).map_or_else(|| "gone".into(), describe)
 }
 
@@ -195,7 +199,7 @@ fn reaped_status(pidfd: &OwnedFd) -> Option<i32> {
     (status == 0 && info.mask & EXIT != 0).then_some(info.exit_code)
 }
 
-/// A `waitpid` status as the end of a sentence.
+/// Formats a `waitpid` status as the end of a sentence.
 fn describe(status: i32) -> String {
     const NAMES: [(i32, &str); 15] = [
         (libc::SIGHUP, "SIGHUP"),
@@ -223,7 +227,7 @@ fn describe(status: i32) -> String {
     }
 }
 
-/// Rest of the addresses that this process may use, in words; `None` if nothing limits them.
+/// Returns how much address space this process may still use, in words; `None` without a limit.
 pub fn address_space() -> Option<String> {
     let limit = getrlimit(Resource::As).current?;
     let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
@@ -232,12 +236,12 @@ pub fn address_space() -> Option<String> {
     Some(format!("{free} are free of RLIMIT_AS {limit}"))
 }
 
-/// The limit on open descriptors of this process.
+/// Returns this process's limit on open file descriptors.
 pub fn descriptor_limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Raises that limit to `wanted`, or as far as the hard limit allows; it is never lowered.
+/// Raises that limit to `wanted` or the hard limit, whichever is lower; never lowers it.
 pub fn raise_descriptor_limit(wanted: u64) {
     let limit = getrlimit(Resource::Nofile);
     let wanted = limit.maximum.map_or(wanted, |most| wanted.min(most));

@@ -1,11 +1,11 @@
-//! Bits that nobody can guess.
+//! Random bits for names and secrets.
 
 use super::again::retry;
 use super::required::Required;
 use crate::error::{Error, Result};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// `N` random bytes; up to 256 at once are never cut short.
+/// Returns `N` random bytes; up to 256 at once are never truncated.
 pub fn bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let filled = retry(|| getrandom(&mut bytes, GetRandomFlags::empty())).map_err(|errno| Required::Random.failed(errno))?;
@@ -15,7 +15,7 @@ pub fn bytes<const N: usize>() -> Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// `prefix` and 32 hexadecimal digits.
+/// Returns `prefix` followed by 32 hexadecimal digits.
 pub fn name(prefix: &str) -> Result<String> {
     Ok(bytes::<16>()?.iter().fold(String::from(prefix), |name, byte| name + &format!("{byte:02x}")))
 }

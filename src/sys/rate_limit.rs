@@ -1,29 +1,29 @@
-//! Lines of the log that others can cause.
+//! Rate limits for log lines that outsiders can cause.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Time from one line to the next.
+/// Interval between two lines.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Lets one kind of line into the log once a second, the first at once, and counts those that it leaves out: nobody can fill a disk from
-/// outside. Without a lock, so that a forked child may go on with its copy.
+/// Writes one kind of line at most once a second, the first at once, and counts the others, so that no outsider can
+/// fill a disk. Lock-free, so that a forked child may use its copy.
 #[derive(Debug, Default)]
 pub struct RateLimit {
-    /// Time when the next line may be written, on the monotonic clock in nanoseconds.
+    /// When the next line may be written, on the monotonic clock in nanoseconds.
     next: AtomicU64,
     left_out: AtomicU64,
 }
 
 impl RateLimit {
-    /// Rate limit of a kind of line of which none has been written.
+    /// Makes a limit for one kind of line.
     pub const fn new() -> Self {
         Self { next: AtomicU64::new(0), left_out: AtomicU64::new(0) }
     }
 
-    /// Writes `line` as a warning, followed by the number of those left out since the last one, or counts it.
+    /// Writes `line` as a warning with the number of lines omitted since the last one, or counts it.
     pub fn warn(&self, line: fmt::Arguments<'_>) {
         let now = clock_gettime(ClockId::Monotonic);
         let now = now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs();
@@ -34,11 +34,11 @@ impl RateLimit {
         }
     }
 
-    /// The number of lines left out if one may be written `now`.
+    /// Returns the number of omitted lines if a line may be written at `now`.
     fn admit(&self, now: u64) -> Option<u64> {
         let due = self.next.load(Ordering::Relaxed);
         let next = now + INTERVAL.as_nanos() as u64;
-        // One of several threads that come at once writes; the others count.
+        // Of several concurrent threads, one writes and the others count.
         if now < due || self.next.compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed).is_err() {
             self.left_out.fetch_add(1, Ordering::Relaxed);
             return None;

@@ -1,4 +1,4 @@
-//! Reading other processes' memory.
+//! Reads other processes' memory.
 #![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use super::process;
@@ -6,20 +6,21 @@ use crate::error::{Error, Result};
 use rustix::io::Errno;
 use std::sync::atomic::{Ordering, fence};
 
-/// Copies `bytes` bytes at address `from` of process `pid` to `to`, without help of that process. What this process reads later is not read
-/// before.
+/// Copies `bytes` bytes at address `from` of process `pid` to `to`, without help of that process. Later reads of this
+/// process are ordered after the copy.
 ///
 /// # Errors
-/// The memory cannot be read; or the process that was known by `pid` has ended, so that another one's may have been read.
+/// The memory cannot be read, or the process known as `pid` has ended, so that another process's memory may have been
+/// read.
 ///
 /// # Safety
-/// `to` must be valid for writes of `bytes` bytes that nobody else touches meanwhile.
+/// `to` must be valid for writes of `bytes` bytes, which no other thread may access meanwhile.
 pub unsafe fn read_memory(pid: u32, from: usize, to: *mut u8, bytes: usize) -> Result<()> {
     let mut done = 0;
     while done < bytes {
         let local = libc::iovec { iov_base: to.wrapping_add(done).cast(), iov_len: bytes - done };
         let remote = libc::iovec { iov_base: from.wrapping_add(done) as *mut _, iov_len: bytes - done };
-        // `from` may be what a peer says: an end that wraps is a bad address like any other.
+        // A peer may have sent `from`: an end that wraps is a bad address like any other.
         // SAFETY: `local` lies within the caller's range; a bad remote address is an error, not a fault.
         let copied = unsafe { libc::process_vm_readv(pid as i32, &local, 1, &remote, 1, 0) };
         match copied {
@@ -30,7 +31,7 @@ pub unsafe fn read_memory(pid: u32, from: usize, to: *mut u8, bytes: usize) -> R
             copied => done += copied as usize,
         }
     }
-    // Who lives now had the number all the time.
+    // A process that is alive now has had the number all the time.
     if process::has_ended(pid) {
         return Err(failed(pid, bytes, Errno::SRCH));
     }
@@ -38,7 +39,8 @@ pub unsafe fn read_memory(pid: u32, from: usize, to: *mut u8, bytes: usize) -> R
     Ok(())
 }
 
-/// The error of a read; of kind `Peer` if the process has ended, as its memory goes before it does.
+/// Returns the error of a read, of kind `Peer` if the process has ended, because memory is freed before the process
+/// ends.
 fn failed(pid: u32, bytes: usize, errno: Errno) -> Error {
     let text = format!("reading {bytes} bytes of process {pid}: {errno}");
     if errno == Errno::SRCH { Error::peer(text) } else { Error::internal(text) }

@@ -1,4 +1,4 @@
-//! System calls without which no group works, and the one place that says what to do where the machine refuses them.
+//! System calls that every group needs, and the remedies for machines that reject them.
 
 use crate::error::{Error, Kind};
 use rustix::io::Errno;
@@ -6,7 +6,7 @@ use rustix::process::{Resource, getrlimit};
 
 macro_rules! calls {
     ($($(#[$doc:meta])* $name:ident: $calls:literal, $purpose:literal;)*) => {
-        /// A step for which a group needs system calls.
+        /// A step of a group that needs system calls.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Required {
             $($(#[$doc])* $name,)*
@@ -16,14 +16,14 @@ macro_rules! calls {
             /// Every step, in the order in which a group first needs it.
             pub const ALL: &'static [Self] = &[$(Self::$name,)*];
 
-            /// Names of the system calls, as a seccomp profile has them.
+            /// Returns the names of the system calls, as in a seccomp profile.
             pub fn calls(self) -> &'static str {
                 match self {
                     $(Self::$name => $calls,)*
                 }
             }
 
-            /// Purpose of the step, for messages.
+            /// Returns the purpose of the step, for messages.
             pub fn purpose(self) -> &'static str {
                 match self {
                     $(Self::$name => $purpose,)*
@@ -36,19 +36,19 @@ macro_rules! calls {
 calls! {
     /// Random names and tokens.
     Random: "getrandom", "random names";
-    /// A file without a name for memory that ranks share.
+    /// An unnamed file for memory that ranks share.
     Memory: "memfd_create", "shared memory";
     /// The size of that file.
     Size: "ftruncate", "the size of shared memory";
-    /// Seals, which make that size final.
+    /// Seals that make that size final.
     Seal: "fcntl", "seals of shared memory";
-    /// Pages of that file, before they are touched.
+    /// Pages of that file, allocated before they are touched.
     Pages: "fallocate", "pages of shared memory";
-    /// A look at a file that a peer sent.
+    /// The status of a file that a peer sent.
     Look: "fstat", "a look at shared memory";
     /// A mapping of that file.
     Map: "mmap", "mapping shared memory";
-    /// A Unix socket at which peers connect.
+    /// A Unix socket to which peers connect.
     Listen: "socket, bind or listen", "a Unix socket for its peers";
     /// A Unix socket to a peer.
     Connect: "socket or connect", "a Unix socket to a peer";
@@ -56,26 +56,26 @@ calls! {
     Accept: "accept4", "the connection of a peer";
     /// The process at the other end of a socket.
     Identify: "getsockopt", "the identity of a peer";
-    /// A message to a peer, with a descriptor.
+    /// A message to a peer, with a file descriptor.
     Send: "sendmsg", "a descriptor for a peer";
-    /// A message from a peer, with a descriptor.
+    /// A message from a peer, with a file descriptor.
     Receive: "recvmsg", "a descriptor from a peer";
-    /// A wait for several descriptors.
+    /// A wait for several file descriptors.
     Poll: "ppoll", "waiting for its peers";
-    /// A descriptor that becomes readable when another rank's process ends.
+    /// A pidfd, which becomes readable when another rank's process ends.
     Watch: "pidfd_open", "watching a peer's process";
-    /// A descriptor that wakes a thread.
+    /// A file descriptor that wakes a thread.
     Wake: "eventfd2", "waking its threads";
     /// A thread of the library.
     Thread: "clone3 or clone", "a thread";
 }
 
 impl Required {
-    /// The error of this step. Where the machine forbids the call or a limit ends it, the group cannot be formed or used here, and the message
-    /// has the remedy; any other failure is a fault of the system.
+    /// Returns the error of this step. If the machine forbids the call or a limit prevents it, groups do not work here,
+    /// and the message has the remedy; any other failure is a fault of the system.
     pub fn failed(self, errno: Errno) -> Error {
         let (kind, advice) = match errno {
-            // `INTR` stands for a call that never succeeds ([`retry`](super::again::retry)).
+            // `INTR` means a call that never succeeds ([`retry`](super::again::retry)).
             Errno::NOSYS | Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP | Errno::INTR => (
                 Kind::Config,
                 "; a container's seccomp profile, a security module or Linux before 5.3 forbids this system call: allow it there".into(),
@@ -102,7 +102,7 @@ impl Required {
     }
 }
 
-/// The error of a file of `/proc` that cannot be read.
+/// Returns the error of an unreadable file of `/proc`.
 pub fn unreadable(path: &str, error: &std::io::Error) -> Error {
     let remedy = match error.raw_os_error().map(Errno::from_raw_os_error) {
         Some(Errno::MFILE) => "raise ulimit -n",
@@ -111,10 +111,10 @@ pub fn unreadable(path: &str, error: &std::io::Error) -> Error {
     Error::config(format!("{path} cannot be read: {error}; {remedy}"))
 }
 
-/// The limit on open descriptors of this process, and how many are open.
+/// Returns this process's limit on open file descriptors, and how many are open.
 pub fn descriptors() -> (Option<u64>, usize) {
     let limit = getrlimit(Resource::Nofile).current;
-    // One of the entries is the descriptor that lists them. Where none is left, the limit itself is the number.
+    // One of the entries is the descriptor of the listing itself. If no descriptor is free, the limit is the number.
     let open = std::fs::read_dir("/proc/self/fd").map_or_else(
         |_| limit.map_or(0, |limit| usize::try_from(limit).unwrap_or(usize::MAX)),
         |entries| entries.count().saturating_sub(1),

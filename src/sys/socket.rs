@@ -1,4 +1,4 @@
-//! Unix sockets that keep message boundaries, and descriptors that travel through them. Nothing here blocks.
+//! Unix sockets that keep message boundaries, and the file descriptors sent over them. Nothing here blocks.
 #![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -11,12 +11,12 @@ use std::mem::MaybeUninit;
 
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
-/// A socket that is not connected: `NOTCONN` if something is received from it.
+/// Makes a socket that is not connected; receiving from it fails with `NOTCONN`.
 pub fn unconnected() -> Result<OwnedFd> {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)
 }
 
-/// A listening socket under an abstract name: it stands in no directory and goes with its last descriptor.
+/// Makes a listening socket under an abstract name, which has no file and disappears with the socket's last descriptor.
 pub fn listen_at(name: &str, backlog: i32) -> Result<OwnedFd> {
     let socket = unconnected()?;
     bind(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
@@ -24,19 +24,19 @@ pub fn listen_at(name: &str, backlog: i32) -> Result<OwnedFd> {
     Ok(socket)
 }
 
-/// A socket connected to the one that listens at `name`: `CONNREFUSED` if none does, `AGAIN` if its queue is full.
+/// Connects to the socket that listens on `name`; `CONNREFUSED` if no socket does, `AGAIN` if its queue is full.
 pub fn connect_to(name: &str) -> Result<OwnedFd> {
     let socket = unconnected()?;
     connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
     Ok(socket)
 }
 
-/// The next connection: `AGAIN` if there is none now.
+/// Accepts the next connection; `AGAIN` if no connection is waiting.
 pub fn accept(listener: &OwnedFd) -> Result<OwnedFd> {
     accept_with(listener, FLAGS)
 }
 
-/// Process that made the other end, as the kernel knows it.
+/// The process that made the other end, as the kernel knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// Process id; 0 if the process lives in a pid namespace that is not visible from here.
@@ -46,15 +46,16 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// Whether the process belongs to the user of this one. Abstract names stand in /proc/net/unix for everybody.
+    /// Returns true if the process belongs to the same user as this one. Every user can read abstract names in
+    /// /proc/net/unix.
     pub fn is_own_user(&self) -> bool {
         self.uid == rustix::process::geteuid().as_raw()
     }
 }
 
-/// Process that made the other end of `socket`: it called `connect`, or `listen`.
+/// Returns the process that made the other end of `socket` by `connect` or `listen`.
 pub fn peer(socket: &OwnedFd) -> Result<Peer> {
-    // Not rustix's `socket_peercred`: its process id must not be 0, and an unidentified peer can make it so.
+    // Not rustix's `socket_peercred`, whose process id must not be 0: an unidentified peer can make it 0.
     let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: `credentials` is valid for writes of `length` bytes, its own size.
@@ -81,17 +82,19 @@ pub fn send(socket: &OwnedFd, message: &[u8], fd: Option<BorrowedFd<'_>>) -> Res
 /// A received message.
 #[derive(Debug)]
 pub struct Received {
-    /// Length of the message; 0: the other end was closed.
+    /// Length of the message; 0 if the other end was closed.
     pub length: usize,
-    /// The descriptor that came with it.
+    /// The file descriptor in the message.
     pub fd: Option<OwnedFd>,
-    /// Whether bytes or descriptors were lost: too long, more than one descriptor, or none free here.
+    /// True if bytes or file descriptors were lost: the message was too long, had more than one descriptor, or none was
+    /// free here.
     pub cut: bool,
 }
 
-/// Takes one message into `buffer`: `AGAIN` if there is none now. At most one descriptor is kept, closed on `exec`.
+/// Receives one message into `buffer`; `AGAIN` if no message is waiting. Keeps at most one file descriptor, closed on
+/// `exec`.
 pub fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> Result<Received> {
-    // Space for one: the kernel closes the others.
+    // Space for one descriptor; the kernel closes the others.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let message = recvmsg(socket.as_fd(), &mut [IoSliceMut::new(buffer)], &mut control, RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT)?;

@@ -1,4 +1,4 @@
-//! Means for threads of our own that sleep in `poll`.
+//! Support for this library's own threads, which sleep in `poll`.
 #![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use super::required::Required;
@@ -7,27 +7,27 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 
-/// Wakes a thread that polls it.
+/// An event that wakes a thread that polls it.
 #[derive(Debug)]
 pub struct Wake(OwnedFd);
 
 impl Wake {
-    /// Nobody has been woken yet.
+    /// Makes an event that is not set.
     pub fn new() -> Result<Self> {
         let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         made.map(Self).map_err(|errno| Required::Wake.failed(errno))
     }
 
-    /// Makes what they poll readable from now on.
+    /// Sets the event: the file descriptor becomes readable.
     pub fn notify(&self) {
-        // Fails only where the counter is full: then the thread is being woken already.
+        // Fails only if the counter is full, and then the event is set.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
-    /// Nor is it any more.
+    /// Clears the event.
     pub fn reset(&self) {
         let mut counter = [0; 8];
-        // Fails only where it was not set.
+        // Fails only if the event was not set.
         let _ = rustix::io::read(&self.0, &mut counter);
     }
 }
@@ -38,9 +38,9 @@ impl AsFd for Wake {
     }
 }
 
-/// A thread on which no handler of the program runs; `stack` bytes, or the usual.
+/// Starts a thread on which no signal handler of the program runs, with `stack` bytes of stack or the default.
 ///
-/// It is born with its signals blocked, so there is no moment in which one could land there.
+/// The thread starts with its signals blocked, so no signal can arrive before it blocks them.
 pub fn spawn<T: Send + 'static>(
     name: &str,
     stack: Option<usize>,
@@ -52,20 +52,21 @@ pub fn spawn<T: Send + 'static>(
     builder.spawn(work).map_err(|error| Required::Thread.failed(Errno::from_io_error(&error).unwrap_or(Errno::INVAL)))
 }
 
-/// Guard of a thread: while it lives, others' signals wait for this thread, which made it; other threads may take them. For system calls
-/// that begin anew when they are interrupted. Not blocked is what a thread does to itself (SIGSEGV and the like): the kernel would end the
-/// process without asking the handlers that say where.
+/// Blocks the signals of the thread that made it while it lives, so that they wait or other threads take them. For
+/// system calls that start over when they are interrupted. Signals of the thread's own faults (SIGSEGV and the like)
+/// are not blocked, because the kernel would kill the process without calling the handlers that report where.
 pub struct Undisturbed {
     before: libc::sigset_t,
-    /// A mask belongs to a thread.
+    /// A mask belongs to one thread.
     _here: std::marker::PhantomData<*const ()>,
 }
 
 impl Undisturbed {
-    /// Blocks the signals of the calling thread, except those of its own faults, from now on until the value is dropped.
+    /// Blocks the calling thread's signals, except those of its own faults, until the value is dropped.
     pub fn new() -> Self {
         const OWN: [i32; 7] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGABRT, libc::SIGSYS];
-        // SAFETY: all-zero is a value of this structure of integers; `sigfillset` and the mask of before are written to values that live.
+        // SAFETY: all-zero is a value of this structure of integers; `sigfillset` and `pthread_sigmask` write to live
+        // values.
         unsafe {
             let [mut all, mut before] = [std::mem::zeroed::<libc::sigset_t>(); 2];
             libc::sigfillset(&raw mut all);
@@ -96,7 +97,7 @@ mod tests {
     use super::*;
 
     fn blocked() -> Vec<i32> {
-        // SAFETY: the mask is written to a value that lives; the null new set is allowed.
+        // SAFETY: the mask is written to a live value; the null new set is allowed.
         let mask = unsafe {
             let mut mask = std::mem::zeroed::<libc::sigset_t>();
             libc::pthread_sigmask(libc::SIG_BLOCK, std::ptr::null(), &raw mut mask);

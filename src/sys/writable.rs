@@ -1,25 +1,25 @@
-//! Whether memory may be written, asked without changing it.
+//! Tests whether memory is writable without changing it.
 #![allow(unsafe_code, reason = "a system call that has no safe form")]
 
 use std::sync::atomic::AtomicU32;
 
-/// Whether the first and the last byte of `bytes` bytes at `address` may be written: not in a file that is mapped read-only, nor behind the
-/// end of a file that was cut short. True also where the system does not tell.
+/// Returns true if the first and the last byte of `bytes` bytes at `address` are writable: not in a read-only mapping
+/// of a file, nor behind the end of a truncated file. Also true if the system does not say.
 pub fn is_writable(address: usize, bytes: usize) -> bool {
     let last = address.saturating_add(bytes.saturating_sub(1));
     bytes == 0 || (takes_a_word(address) && (address / SMALLEST_PAGE == last / SMALLEST_PAGE || takes_a_word(last)))
 }
 
-/// Pages of every supported machine are multiples of this.
+/// The page size of every supported machine is a multiple of this.
 const SMALLEST_PAGE: usize = 4096;
 
-/// Has the kernel add 0 to the word around `address`, in one atomic step: it fails where a store would raise SIGSEGV or SIGBUS, and another
-/// thread's store is not lost.
+/// Makes the kernel add 0 atomically to the word around `address`. This fails where a store would raise SIGSEGV or
+/// SIGBUS, and does not lose another thread's store.
 fn takes_a_word(address: usize) -> bool {
     const ADD_NOTHING: i32 = libc::FUTEX_OP_ADD << 28;
     let own = AtomicU32::new(0);
-    // SAFETY: FUTEX_WAKE_OP wakes no thread, since none sleeps at `own`, nor at a word of a tensor; it leaves the word at `address` as it
-    // is, and a bad address is an error.
+    // SAFETY: FUTEX_WAKE_OP wakes no thread, because none sleeps at `own` or at a word of a tensor; it leaves the word
+    // at `address` unchanged, and a bad address is an error.
     let status = unsafe {
         libc::syscall(
             libc::SYS_futex,
