@@ -1,21 +1,21 @@
-//! State of a member's call, in a word of the control block each.
+//! The state of a member's call, in one word of the control block each.
 
 use crate::op::Op;
 use crate::rank::Rank;
 
-/// Place of a member among its collectives, as messages tell it.
+/// The position of a member in its sequence of collectives, as messages show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Doing {
-    /// Number of the collective, from 1.
+    /// The number of the collective, from 1.
     pub number: u64,
-    /// Operation of the collective.
+    /// The operation of the collective.
     pub op: Op,
-    /// Flag that is set once this member's part of it is complete.
+    /// True once this member's part of it is complete.
     pub finished: bool,
 }
 
 impl Doing {
-    // One word, so that the end of a collective costs one store to a line that its rank has written at the begin.
+    // One word, so that the end of a collective costs one store to a line that its rank has written at the start.
     pub(super) fn word(self) -> u64 {
         self.number << 8 | (self.op as u64) << 1 | u64::from(self.finished)
     }
@@ -33,14 +33,14 @@ impl std::fmt::Display for Doing {
     }
 }
 
-/// A message that a member waits for.
+/// A message for which a member waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Awaited {
-    /// Flag of a wait in a send; without it the wait is in a receive.
+    /// True for a wait in a send, false in a receive.
     pub send: bool,
-    /// Peer that the message goes to or comes from.
+    /// The peer that receives or sends the message.
     pub peer: Rank,
-    /// The message's.
+    /// The tag of the message.
     pub tag: i32,
 }
 
@@ -51,19 +51,20 @@ impl Awaited {
     }
 }
 
-/// Calls that a member has refused since it made another: peers that have refused as many disturb each other no more.
+/// The calls that a member has rejected since its last valid call. Peers that have rejected equally many no longer
+/// disturb each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Refusals {
-    /// Number of calls made before, and 1; 0: none was refused yet.
+    /// The number of calls before, plus 1; 0 if it has rejected no call.
     calls: u64,
-    /// Number of calls refused since.
+    /// The number of calls rejected since.
     times: u64,
 }
 
 impl Refusals {
     const TIMES: u64 = 0xffff;
 
-    // One word: the number of calls above that of refusals, which stops at its highest.
+    // One word: the number of calls above the number of rejections, which saturates.
     pub(super) fn word(self) -> u64 {
         self.calls << 16 | self.times.min(Self::TIMES)
     }
@@ -72,30 +73,30 @@ impl Refusals {
         Self { calls: word >> 16, times: word & Self::TIMES }
     }
 
-    /// These and one more, after `calls` calls.
+    /// Returns these plus one rejection after `calls` calls.
     pub(super) fn and_after(self, calls: u64) -> Self {
         let calls = calls + 1;
         Self { calls, times: if self.calls == calls { self.times + 1 } else { 1 } }
     }
 
-    /// Whether a member that has refused these has refused at the same place as one that has refused `other`, at least as often: whatever it
-    /// waits in is no call that the other has refused.
+    /// Returns true if a member with these rejections has rejected calls at the same position as a member with `other`,
+    /// and at least equally often. Its present wait then does not concern a call that the other has rejected.
     pub fn cover(self, other: Self) -> bool {
         self.calls == other.calls && self.times >= other.times
     }
 }
 
-/// A member's barriers of symmetric memory on the host, of which all members make the same.
+/// A member's host-side barriers of symmetric memory; all members make the same ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Barriers {
-    /// Those in which all members have come.
+    /// Number of barriers in which all members have arrived.
     pub met: u32,
-    /// Threads that wait in one.
+    /// Number of threads that wait in a barrier.
     pub waiting: u32,
 }
 
 impl Barriers {
-    // One word, so that nobody sees a wait that is over as one for the next barrier.
+    // One word, so that no peer takes a finished wait for a wait in the next barrier.
     pub(super) const WAITS: u64 = 1;
     pub(super) const MET: u64 = 1 << 32;
 
@@ -103,9 +104,9 @@ impl Barriers {
         Self { met: (word >> 32) as u32, waiting: word as u32 }
     }
 
-    /// Whether a thread waits for a barrier to which a member that stands at `other` has not come.
+    /// Returns true if a thread waits for a barrier that a member in state `other` has not entered.
     pub fn wait_for(self, other: Self) -> bool {
-        // Wrapping: only the distance counts.
+        // Wrapping, because only the distance counts.
         self.waiting > 0 && other.waiting == 0 && self.met.wrapping_sub(other.met) as i32 >= 0
     }
 }

@@ -1,4 +1,5 @@
-//! A group's control block: who is there ([`block`]), who waits for whom ([`wait`]) and how patiently ([`patience`]), what failed ([`status`]).
+//! A group's control block: the members ([`block`]), how they wait for each other ([`wait`]) and for how long they spin
+//! ([`patience`]), and failures ([`status`]).
 
 mod block;
 mod call_state;

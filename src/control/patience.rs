@@ -1,68 +1,70 @@
-//! How long a waiting thread may keep its core, by what that has lately cost.
+//! How long a waiting thread may keep its core, adapted to recent contention.
 //!
-//! Spinning is the fastest way to wait on a core of one's own. Where another process wants the core, a thread that spins uses up its share
-//! of it, and what it waits for then finds it behind the other process for a whole slice of the scheduler's, milliseconds; a thread that
-//! sleeps runs at once when it is woken. So a slice that was lost makes all threads of the process sleep soon for a while, and then try
-//! again. Another loss right after makes that while longer: a machine that stays busy costs a slice in so many of them.
+//! Spinning is the fastest way to wait on an uncontended core. If another process wants the core, a spinning thread
+//! uses up its share of it. When its wait ends, the thread is then queued behind the other process for a whole
+//! scheduler slice, which takes milliseconds. A thread that sleeps runs at once when it is woken. After the loss of a
+//! slice, all threads of the process therefore sleep early for a while, and then try again. Another loss right after
+//! that doubles the while, so a machine that stays busy costs few slices.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Giving the core away for longer than this lost a slice. Where a peer took it, it comes back sooner: peers sleep or give it away, too.
+/// A yield that takes longer than this has lost a slice. After a yield to a peer, the core returns sooner, because
+/// peers sleep or yield, too.
 const LOST: Duration = Duration::from_millis(1);
-/// Time of sleeping soon after the first loss, and at most.
+/// How long threads sleep early after the first loss, and the maximum, in nanoseconds.
 const SHORTEST: u64 = 10_000_000;
 const LONGEST: u64 = 320_000_000;
 
-/// Of a process, whose threads share it. Times are in nanoseconds since some moment, never 0.
+/// The state of a process, shared by its threads. Times are in nanoseconds from an arbitrary origin, never 0.
 #[derive(Debug, Default)]
 pub struct Patience {
-    /// Threads sleep soon until then; 0: none has lost a slice.
+    /// Threads sleep early until then; 0 before the first loss.
     until: AtomicU64,
-    /// For how long the last loss made them.
+    /// The duration that the last loss caused.
     pause: AtomicU64,
 }
 
 impl Patience {
-    /// Whether a waiting thread ought to sleep soon; `now` is asked only if slices were lost.
+    /// Returns true if a waiting thread should sleep early; calls `now` only after a loss.
     #[inline]
     pub fn is_short(&self, now: impl FnOnce() -> u64) -> bool {
         let until = self.until.load(Ordering::Relaxed);
         until != 0 && now() < until
     }
 
-    /// Whether cores are shared with others for longer: slices were lost in a row, the last one not long ago.
+    /// Returns true if the cores are contended persistently: slices were lost in a row, the last one recently.
     #[inline]
     pub fn is_crowded(&self, now: impl FnOnce() -> u64) -> bool {
         let (until, pause) = (self.until.load(Ordering::Relaxed), self.pause.load(Ordering::Relaxed));
         until != 0 && pause > SHORTEST && now() < until.saturating_add(pause)
     }
 
-    /// Giving the core away took so long until `now`.
+    /// Reports that a yield took `took`, until `now`.
     pub fn gave_away(&self, took: Duration, now: u64) {
         if took < LOST {
             return;
         }
         let (until, pause) = (self.until.load(Ordering::Relaxed), self.pause.load(Ordering::Relaxed));
-        // So soon after the last pause that this one has to be longer.
+        // Soon after the last pause, so this one must be longer.
         let again = until != 0 && now < until.saturating_add(pause);
         let pause = if again { (2 * pause).min(LONGEST) } else { SHORTEST };
         self.pause.store(pause, Ordering::Relaxed);
-        // Another thread may have stored a later moment since the load above.
+        // Another thread may have stored a later time since the load above.
         self.until.fetch_max(now + pause, Ordering::Relaxed);
     }
 }
 
-/// This process's.
+/// The state of this process.
 pub static PATIENCE: Patience = Patience { until: AtomicU64::new(0), pause: AtomicU64::new(0) };
 
-/// The clock of [`PATIENCE`].
+/// Returns the time on the clock of [`PATIENCE`].
 pub fn now() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Gives the core away, and learns from how long that took.
+/// Yields the core, and adapts to how long that took.
 pub fn yield_core() {
     let start = Instant::now();
     std::thread::yield_now();
@@ -101,7 +103,7 @@ mod tests {
         assert_eq!(pauses, [10, 20, 40, 80, 160, 320, 320]);
         patience.gave_away(3 * LOST, now + 400 * MS);
         assert!(patience.is_short(|| now + 409 * MS) && !patience.is_short(|| now + 411 * MS));
-        // A thread that lost its core between its loss and its report ends no pause of another's.
+        // A thread that lost its core between its loss and its report does not shorten another thread's pause.
         patience.gave_away(3 * LOST, now);
         assert!(patience.is_short(|| now + 409 * MS));
     }

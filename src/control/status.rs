@@ -1,4 +1,4 @@
-//! Status of a group: what failed, who has left or died, and what late members are doing.
+//! The status of a group: its failure, members that have left or exited, and what late members are doing.
 
 use super::block::{ControlBlock, Progress};
 use crate::error::{Error, Result};
@@ -9,32 +9,33 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 
 impl ControlBlock {
-    /// Records the group's first failure and wakes everybody; returns the failure that stands.
+    /// Records `error` unless the group has failed before, and wakes every member; returns the recorded failure.
     pub fn fail(&self, error: Error) -> Error {
         self.header().failure.record(self.rank, &error);
         self.ring_all();
         self.failure().unwrap_or(error)
     }
 
-    /// Runs `body`. A panic in it fails the group on all ranks: see `panicked`.
+    /// Runs `body`; a panic in it fails the group on all ranks, see `panicked`.
     pub fn contain<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(self.panicked(&*panic)))
     }
 
-    /// Fails the group because of a panic of this rank: nobody knows what it left half done, and peers may wait for the rest.
+    /// Fails the group because of a panic of this rank: its unfinished work is in an unknown state, and peers may wait
+    /// for it.
     pub fn panicked(&self, panic: &(dyn std::any::Any + Send)) -> Error {
         let doing = self.doing(self.rank).map_or_else(String::new, |doing| format!(", {doing}"));
         let who = format!("{} of group \"{}\"{doing}", self.describe(self.rank), self.name());
         self.fail(Error::panicked(&who, panic))
     }
 
-    /// The first failure of the group.
+    /// Returns the first failure of the group.
     pub fn failure(&self) -> Option<Error> {
         let failure = &self.header().failure;
         if failure.stands() { failure.read(self.rank) } else { None }
     }
 
-    /// Notes that the process of `rank` has ended, and wakes this member.
+    /// Records that the process of `rank` has ended, and wakes this member.
     pub fn note_gone(&self, rank: Rank, how: String) {
         let _ = self.gone[rank.index()].set(how);
         let _ = self.first_gone.set(rank);
@@ -42,9 +43,10 @@ impl ControlBlock {
         self.fail_if_unattended();
     }
 
-    /// Makes a member's death fail the group from now on, even if no call waits for it here: kernels may. `progress` is for the message.
+    /// From now on, a member's exit fails the group even if no call waits for it here, because kernels may. `progress`
+    /// is for the message.
     pub fn wait_unattended(&self, progress: Progress) {
-        // Who was first has said the same.
+        // An earlier caller has set the same value.
         let _ = self.unattended.set(progress);
         self.fail_if_unattended();
     }
@@ -58,7 +60,7 @@ impl ControlBlock {
         }
     }
 
-    /// Tells all members that this one takes part in nothing further, because of the error `farewell` if that is not empty. Idempotent.
+    /// Publishes that this member leaves the group, because of the error `farewell` unless that is empty. Idempotent.
     pub fn depart(&self, farewell: &str) {
         if self.words(self.rank).departed.load(Ordering::Relaxed) != 0 {
             return;
@@ -68,12 +70,12 @@ impl ControlBlock {
         self.ring_all();
     }
 
-    /// Reason why `rank` is unable to take part, if it is.
+    /// Returns why `rank` is unable to take part, if it is.
     pub fn absence(&self, rank: Rank) -> Option<String> {
         self.departure(rank).or_else(|| self.ended(rank).cloned())
     }
 
-    /// How `rank` has left the group, if it has.
+    /// Returns how `rank` has left the group, if it has.
     pub fn departure(&self, rank: Rank) -> Option<String> {
         let departed = self.words(rank).departed.load(Ordering::Acquire) != 0;
         departed.then(|| match self.words(rank).farewell.0.read() {
@@ -82,42 +84,42 @@ impl ControlBlock {
         })
     }
 
-    /// Whether the process of a member is known to have ended.
+    /// Returns true if the process of some member is known to have ended.
     pub fn any_ended(&self) -> bool {
         self.first_gone.get().is_some()
     }
 
-    /// End of the process of `rank`, in words, if it is known; the rank may have left the group before.
+    /// Returns how the process of `rank` ended, if that is known; the rank may have left the group before.
     pub fn ended(&self, rank: Rank) -> Option<&String> {
         self.gone[rank.index()].get()
     }
 
-    /// Error that names a member whose process has ended without leaving the group.
+    /// Returns the error that names a member whose process ended without leaving the group.
     pub fn dead(&self) -> Option<Error> {
         let (rank, how) = self.dead_rank()?;
         Some(Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name)))
     }
 
-    /// A member whose process ended without leaving the group, the first if there are several, and how it ended.
+    /// Returns the first member whose process ended without leaving the group, and how it ended.
     pub fn dead_rank(&self) -> Option<(Rank, &String)> {
         let first = *self.first_gone.get()?;
         let died = |rank: Rank| self.ended(rank).filter(|_| self.words(rank).departed.load(Ordering::Acquire) == 0);
         iter::once(first).chain(self.ranks()).find_map(|rank| Some((rank, died(rank)?)))
     }
 
-    /// State of a rank's process, such as "rank 1: pid 4711 alive, asleep".
+    /// Returns the state of a rank's process, such as "rank 1: pid 4711 alive, asleep".
     pub fn process_state(&self, rank: Rank) -> String {
         let pid = self.pid(rank);
         format!("rank {}: pid {pid} {}", self.shown(rank), process::state(pid).unwrap_or("exited"))
     }
 
-    /// The missing members, each with what its process is doing.
+    /// Lists the missing members and what each process is doing.
     pub fn late(&self, missing: &dyn Fn(Rank) -> bool) -> String {
         let late: Vec<Rank> = self.ranks().filter(|&rank| rank != self.rank && missing(rank)).collect();
         let state = |rank: &Rank| {
             let doing = match self.doing(*rank) {
                 None => "has begun no collective".into(),
-                // Which it is would say nothing to the user, who called another.
+                // The collective's name would not help the user, who called another.
                 Some(doing) if self.is_part() => if doing.finished { "in no collective" } else { "in a collective" }.into(),
                 Some(doing) => doing.to_string(),
             };

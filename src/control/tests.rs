@@ -1,4 +1,4 @@
-//! Tests of what messages say of late ranks.
+//! Tests of messages about late ranks.
 #![allow(unsafe_code, reason = "words at offsets of shared memory")]
 
 use super::*;
@@ -12,7 +12,7 @@ use crate::sys::process;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// The control blocks of a group of `n` ranks, all of this process.
+/// Makes the control blocks of a group of `n` ranks, all in this process.
 pub(crate) fn controls(n: u32) -> Vec<ControlBlock> {
     let bytes = Layout::new(n as usize).total_bytes();
     let file = Segment::create(bytes).expect("memfd");
@@ -24,12 +24,12 @@ pub(crate) fn controls(n: u32) -> Vec<ControlBlock> {
     (0..n).map(control).collect()
 }
 
-/// Number of times that the bell of `rank` was rung.
+/// Returns how often the bell of `rank` was rung.
 pub(crate) fn rung(control: &ControlBlock, rank: Rank) -> u32 {
     control.words(rank).bell.0.rung()
 }
 
-/// Rank 0 of a group whose other ranks are `pids`.
+/// Makes rank 0 of a group whose other ranks are `pids`.
 fn control(pids: &[u32]) -> ControlBlock {
     let members: Vec<Identity> =
         std::iter::once(std::process::id()).chain(pids.iter().copied()).zip(0..).map(|(pid, global)| Identity { pid, global }).collect();
@@ -46,7 +46,7 @@ fn stands(control: &ControlBlock, rank: u32, doing: Doing) {
 fn a_timeout_says_what_each_missing_rank_is_doing() {
     let mut sleeper = std::process::Command::new("sleep").arg("60").spawn().expect("sleep runs");
     let pid = sleeper.id();
-    // SAFETY: a child of this process that has not been waited for.
+    // SAFETY: a child of this process that has not been reaped.
     assert_eq!(unsafe { libc::kill(pid as i32, libc::SIGSTOP) }, 0);
     let until = std::time::Instant::now() + Duration::from_secs(10);
     while process::state(pid) != Some("alive, stopped (T)") {

@@ -1,4 +1,4 @@
-//! Waiting for peers: never without a limit, never past a failure or a death.
+//! Waiting for peers: never without a limit, and never past a failure or a peer's exit.
 
 use super::block::ControlBlock;
 use super::patience::{PATIENCE, now, yield_core};
@@ -11,30 +11,32 @@ use crate::sys::interrupt::Interrupts;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Purpose of a wait.
+/// What a wait is for, which decides how it fails.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wait {
-    /// Something of the missing; a late one fails the group.
+    /// For data of the missing peers; a timeout fails the group.
     Missing,
-    /// Something of the missing; a late one fails this call alone.
+    /// For data of the missing peers; a timeout fails only this call.
     Alone,
-    /// Wait of all ranks, who can go on only together.
+    /// For all ranks, which can continue only together.
     Together,
 }
 
-/// Looks at the clock, the failure record and dead members once in so many turns.
+/// Number of spin iterations between two checks of the clock, the failure record and exited members.
 const CHECK_EVERY: u32 = 64;
-/// Turns after which a waiting thread asks whether whom it waits for needs the very core it spins on.
+/// Number of spin iterations after which a waiting thread checks whether a missing peer needs the core on which it
+/// spins.
 const LOOK_AROUND: u32 = 16;
-/// A rank in the way of a peer tries once in so many times to move away.
+/// A rank in the way of a peer tries to move away once in this many cases.
 const PART_EVERY: u32 = 8;
-/// Turns of giving the core away before going to sleep: some 100 µs where nobody else wants it, twice what sleeping and waking cost. Where
-/// somebody does want it, it is often the very rank that is waited for.
+/// Number of yields before a waiting thread sleeps: some 100 µs on an uncontended core, twice the cost of sleeping and
+/// waking. If the core is contended, it is often by the very rank for which the thread waits.
 pub const YIELDS: u32 = 200;
 
 impl ControlBlock {
-    /// Whether one of `peers` needs the core that this thread runs on, so that spinning would keep it from running. The system puts waking
-    /// threads on one core even where others are free, and takes tens of milliseconds to part them: the higher rank moves away.
+    /// Returns true if one of `peers` needs the core on which this thread runs, so that spinning would keep it from
+    /// running. The system puts waking threads on one core even if others are free, and takes tens of milliseconds to
+    /// separate them; therefore the higher rank moves away.
     #[cold]
     pub fn in_the_way(&self, mut peers: impl Iterator<Item = Rank>) -> bool {
         let here = core::current();
@@ -47,23 +49,24 @@ impl ControlBlock {
         (self.words(rank).core.load(Ordering::Relaxed) as usize).wrapping_sub(1)
     }
 
-    /// Returns once no peer is `missing`. What a peer published before it stopped being missing is visible then.
+    /// Returns once no peer is `missing`. Everything that a peer published before it stopped being missing is visible
+    /// then.
     ///
-    /// Fails, and fails the group, when a missing peer has died or left, when the group has failed, or at the limit. `about` names the
-    /// call.
+    /// Fails, and fails the group, if a missing peer has exited or left, if the group has failed, or at the limit.
+    /// `about` names the call.
     #[inline]
     pub fn wait_for_peers(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
         self.wait(limit, about, missing, Wait::Missing)
     }
 
-    /// Waits as `wait_for_peers` does, for what no rank passes before all have come to it. Whoever has died, missing or not, has died in
-    /// it, and fails it at once, however long those who are missing take.
+    /// Waits like `wait_for_peers`, for a point that no rank passes before all ranks have reached it. The exit of any
+    /// rank, missing or not, fails the wait at once, however long the missing ranks take.
     #[inline]
     pub fn wait_together(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
         self.wait(limit, about, missing, Wait::Together)
     }
 
-    /// Waits as `wait_for_peers` does, but the limit fails this call alone: the group goes on.
+    /// Waits like `wait_for_peers`, but a timeout fails only this call and not the group.
     pub fn wait_alone(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
         self.wait(limit, about, missing, Wait::Alone)
     }
@@ -111,22 +114,23 @@ impl ControlBlock {
         Ok(())
     }
 
-    /// Fails the group because a signal's handler has raised on this thread while it waited in `about`.
+    /// Fails the group because a signal handler has raised on this thread while it waited in `about`.
     pub fn interrupted(&self, about: &str) -> Error {
         self.fail(Error::aborted(format!("{} was interrupted by a signal in {about}", self.describe(self.rank))))
     }
 
-    /// Sleeps until a peer publishes something, a slice of time or `limit` at most, unless `ready` holds.
+    /// Sleeps until a peer publishes something, for at most a time slice or `limit`, unless `ready` returns true.
     pub fn sleep(&self, limit: Duration, ready: impl FnOnce() -> bool) {
         self.words(self.rank).bell.0.sleep(&self.header().sleepers.0, limit, ready);
     }
 
-    /// Fails the group if waiting for the `missing` members is pointless.
+    /// Fails the group if the `missing` members can no longer arrive.
     pub fn check(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Result<()> {
         self.trouble(limit, about, missing).map_or(Ok(()), |error| Err(self.fail(error)))
     }
 
-    /// Looks at the group for a call that goes on without a wait: fails once the group has, and fails the group at the limit.
+    /// Checks the group for a call that continues without a wait: fails if the group has failed, and fails the group at
+    /// the limit.
     pub fn look(&self, limit: &Limit, about: &dyn Fn() -> String) -> Result<()> {
         if let Some(failure) = self.failure() {
             return Err(failure);
@@ -138,7 +142,7 @@ impl ControlBlock {
         Err(self.fail(Error::timeout(format!("{me} was {seconds:.1} s until its timeout in {}; no rank was late", about()))))
     }
 
-    /// Error that makes waiting for the `missing` members pointless, if there is one.
+    /// Returns the error that prevents the `missing` members from arriving, if there is one.
     fn trouble(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
         let any_missing = || self.peers().any(missing);
         if let Some(failure) = lost(any_missing, || self.failure()) {
@@ -147,7 +151,7 @@ impl ControlBlock {
         let seconds = || limit.waited().as_secs_f32();
         let me = || self.describe(self.rank);
         let absent = |peer| lost(|| missing(peer), || self.absence(peer)).map(|how| (peer, how));
-        // The launcher may have ended others since.
+        // The launcher may have ended other ranks since.
         if let Some((peer, how)) = self.first_gone.get().copied().into_iter().chain(self.peers()).find_map(absent) {
             let text = format!("{} {how}; {} had waited {:.1} s for it in {}", self.describe(peer), me(), seconds(), about());
             return Some(Error::peer(text));
@@ -161,10 +165,11 @@ impl ControlBlock {
         lost(any_missing, expired)
     }
 
-    /// Error that names who has died in a wait that some are still missing from.
+    /// Returns the error that names a member that has exited while others are still missing.
     fn death(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
         let (peer, how) = self.dead_rank()?;
-        // Asked again after the death was seen: else that rank may have come through before it died.
+        // Checked again after the exit is seen; otherwise this could miss that the last missing rank arrived before the
+        // exit.
         self.peers().any(missing).then(|| {
             let (seconds, late) = (limit.waited().as_secs_f32(), self.late(missing));
             let (peer, me) = (self.describe(peer), self.describe(self.rank));
