@@ -1,14 +1,15 @@
-//! Atomic words, as far as protocols need them.
+//! The atomic operations that the protocols need.
 
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-/// An atomic word. A trait, so that loom can stand in for the hardware (`tests/loom.rs`) while the orders stay those of the code.
+/// An atomic word. A trait, so that loom can replace the hardware (`tests/loom.rs`) while the memory orders stay those
+/// of the code.
 pub trait Atomic<T> {
-    /// Loads the value, as `load` of `std` does.
+    /// Loads the value, like `load` of `std`.
     fn load(&self, order: Ordering) -> T;
-    /// Stores a value, as `store` of `std` does.
+    /// Stores a value, like `store` of `std`.
     fn store(&self, value: T, order: Ordering);
-    /// Compares and exchanges, as `compare_exchange` of `std` does.
+    /// Compares and exchanges, like `compare_exchange` of `std`.
     fn compare_exchange(&self, current: T, new: T, success: Ordering, failure: Ordering) -> Result<T, T>;
 }
 

@@ -1,4 +1,4 @@
-//! Call site: where in the user's program a call stands, under `SYMM_DEBUG=site`.
+//! Call sites: the line of the user's program that makes a call, for `SYMM_DEBUG=site`.
 
 use crate::lock::lock;
 use crate::sys::fork::PerProcess;
@@ -18,17 +18,17 @@ struct Known {
     numbers: HashMap<&'static str, u32>,
 }
 
-/// Call sites of this process; none is forgotten, as there are no more than lines in the program.
+/// The call sites of this process. They are never freed; there are at most as many as lines in the program.
 static KNOWN: PerProcess<Mutex<Known>> = PerProcess::new(|| Mutex::new(Known::default()));
 
 impl CallSite {
-    /// The number of the call site that `text` names, from 1.
+    /// Returns the number of the call site `text`, from 1.
     pub fn number(text: &str) -> u32 {
         let mut known = lock(KNOWN.get());
         if let Some(&number) = known.numbers.get(text) {
             return number;
         }
-        // FNV-1a: the same on all ranks.
+        // FNV-1a, which is the same on all ranks.
         let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
         let call_site: &'static CallSite = Box::leak(Box::new(Self { text: text.into(), hash }));
         known.all.push(call_site);
@@ -37,17 +37,17 @@ impl CallSite {
         number
     }
 
-    /// The call site with this number; `None` for 0.
+    /// Returns the call site with this number; `None` for 0.
     pub fn known(number: u32) -> Option<&'static Self> {
         if number == 0 { None } else { lock(KNOWN.get()).all.get(number as usize - 1).copied() }
     }
 
-    /// Text of the call site, such as "train.py:12".
+    /// Returns the text of the call site, such as "train.py:12".
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// Differs where texts differ.
+    /// Returns the hash of the text.
     pub fn hash(&self) -> u64 {
         self.hash
     }

@@ -1,13 +1,17 @@
-//! Sleeping until a peer has done something, at no cost to peers of ranks that do not sleep.
+//! Sleeping until a peer has published something, at no cost to peers while no rank sleeps.
 //!
-//! A sleeper announces itself, then looks once more at what it waits for, then sleeps on its bell's value. A publisher writes, then looks
-//! for sleepers. With a sequentially consistent fence between the two steps on both sides, at least one of them sees the other.
+//! A sleeper announces itself, checks its condition once more, and then sleeps on the value of its bell. A publisher
+//! writes, then checks for sleepers. With a sequentially consistent fence between the two steps on both sides, at least
+//! one of them sees the other.
 
 use rustix::thread::futex;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::time::Duration;
 
-/// A member's bell, in shared memory: everybody rings it, its owner sleeps on it.
+/// A member's bell in shared memory: any member rings it, and its owner sleeps on it.
+///
+/// It exists so that a waiting rank can give up its core without a system call on the publisher's fast path: peers call
+/// the kernel only if [`Sleepers`] shows that a rank sleeps.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Doorbell {
@@ -15,22 +19,22 @@ pub struct Doorbell {
     sleepers: AtomicU32,
 }
 
-/// Number of threads asleep in the whole group, in shared memory.
+/// Number of sleeping threads of the whole group, in shared memory.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Sleepers(AtomicU32);
 
-/// Longest sleep in one go: a wake that is lost because its sender was killed costs this much, not the deadline.
+/// Maximum length of one sleep: a wake-up that is lost because its sender was killed costs this much, not the deadline.
 const SLICE: Duration = Duration::from_millis(50);
 
 impl Doorbell {
-    /// Number of times that it was rung.
+    /// Returns how often the bell was rung.
     #[cfg(test)]
     pub(crate) fn rung(&self) -> u32 {
         self.rung.load(Ordering::Relaxed)
     }
 
-    /// Sleeps until rung, at most `limit` or 50 ms, unless `ready` holds after the sleeper has announced itself.
+    /// Sleeps until the bell is rung, for at most `limit` or 50 ms, unless `ready` returns true after the announcement.
     pub fn sleep(&self, group: &Sleepers, limit: Duration, ready: impl FnOnce() -> bool) {
         let seen = self.rung.load(Ordering::Acquire);
         self.sleepers.fetch_add(1, Ordering::SeqCst);
@@ -39,7 +43,7 @@ impl Doorbell {
         if !ready() {
             let time = limit.min(SLICE);
             let time = rustix::time::Timespec { tv_sec: 0, tv_nsec: time.as_nanos() as _ };
-            // Woken, timed out, interrupted or rung meanwhile: the caller looks again in every case.
+            // Woken, timed out, interrupted or rung meanwhile: the caller checks its condition in every case.
             let _ = futex::wait(&self.rung, futex::Flags::empty(), seen, Some(&time));
         }
         group.0.fetch_sub(1, Ordering::SeqCst);
@@ -56,7 +60,8 @@ impl Doorbell {
 }
 
 impl Sleepers {
-    /// Whether anybody in the group may be asleep; everything published before is visible to whoever falls asleep after a `false`.
+    /// Returns true if a thread of the group may be asleep. After a `false`, a thread that falls asleep later sees
+    /// everything published before.
     pub fn any(&self) -> bool {
         fence(Ordering::SeqCst);
         self.0.load(Ordering::Relaxed) > 0
@@ -95,12 +100,12 @@ mod tests {
     #[test]
     fn a_ring_wakes_who_sleeps_on_the_word() {
         let bell = Doorbell { rung: AtomicU32::new(0), sleepers: AtomicU32::new(1) };
-        // Without the slice, which would end the sleep of a bell that wakes nobody.
+        // A single long sleep, because the slice would end the sleep even if the bell failed to wake it.
         let long = rustix::time::Timespec { tv_sec: 10, tv_nsec: 0 };
         std::thread::scope(|scope| {
             let start = Instant::now();
             let sleeper = scope.spawn(|| futex::wait(&bell.rung, futex::Flags::empty(), 0, Some(&long)));
-            // Time to fall asleep; a sleeper that is later than this sees the new value instead.
+            // Time to fall asleep; a later sleeper sees the new value instead.
             std::thread::sleep(Duration::from_millis(50));
             bell.ring();
             let _ = sleeper.join().expect("no panic");

@@ -1,4 +1,4 @@
-//! The first failure of a group: written once, read by everybody.
+//! The first failure of a group: written once, read by every rank.
 
 use super::atomic::Atomic;
 use crate::error::{Error, Kind};
@@ -11,7 +11,8 @@ const WRITING: u32 = 1;
 const WRITTEN: u32 = 2;
 const TEXT_BYTES: usize = 3072;
 
-/// First failure of a group, in shared memory. The first writer wins; everything after it is ignored. The parameters are for loom.
+/// The first failure of a group, in shared memory. The first writer wins, and later failures are ignored. The
+/// parameters are for loom.
 #[repr(C)]
 pub struct FirstFailure<W = AtomicU32, B = AtomicU8, const TEXT: usize = TEXT_BYTES> {
     state: W,
@@ -21,25 +22,25 @@ pub struct FirstFailure<W = AtomicU32, B = AtomicU8, const TEXT: usize = TEXT_BY
     text: [B; TEXT],
 }
 
-/// Result of a reader's look.
+/// What a reader found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Look {
     /// No failure.
     None,
-    /// Failure whose author is between the two stores, or was killed there.
+    /// A failure whose author is between the two stores, or was killed there.
     Writing,
     /// The failure.
     Written(Error),
 }
 
 impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> {
-    /// Failure record without a failure, in words of one's own.
+    /// Makes an empty failure record in private words.
     #[cfg(any(test, loom))]
     pub fn blank(word: impl Fn(u32) -> W, byte: impl Fn(u8) -> B) -> Self {
         Self { state: word(NONE), kind: word(0), author: word(0), bytes: word(0), text: std::array::from_fn(|_| byte(0)) }
     }
 
-    /// Records `error` unless a failure stands already.
+    /// Records `error` unless a failure is recorded already.
     pub fn record(&self, author: Rank, error: &Error) {
         if self.state.compare_exchange(NONE, WRITING, Ordering::AcqRel, Ordering::Acquire).is_err() {
             return;
@@ -57,19 +58,19 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
         self.state.store(WRITTEN, Ordering::Release);
     }
 
-    /// Whether a failure stands: one load of a line that nobody writes while all is well.
+    /// Returns true if a failure is recorded: one load of a line that no rank writes before a failure.
     pub fn stands(&self) -> bool {
         self.state.load(Ordering::Relaxed) != NONE
     }
 
-    /// The failure, as `reader` should see it.
+    /// Returns the failure, from the view of `reader`.
     pub fn read(&self, reader: Rank) -> Option<Error> {
         let start = Instant::now();
         loop {
             match self.look(reader) {
                 Look::None => return None,
                 Look::Written(error) => return Some(error),
-                // Its author may have been killed between the two stores.
+                // The author may have been killed between the two stores.
                 Look::Writing if start.elapsed() > Duration::from_millis(100) => {
                     return Some(Error::peer("another rank died while it was reporting a failure"));
                 }
@@ -78,7 +79,7 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
         }
     }
 
-    /// Failure that there is now, as `reader` should see it.
+    /// Returns the present state, from the view of `reader`.
     pub fn look(&self, reader: Rank) -> Look {
         match self.state.load(Ordering::Acquire) {
             NONE => return Look::None,

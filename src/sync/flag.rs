@@ -2,11 +2,11 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A flag in shared memory. A trait, so that loom can stand in for the hardware (`tests/loom.rs`).
+/// A flag in shared memory. A trait, so that loom can replace the hardware (`tests/loom.rs`).
 pub trait Flag {
-    /// Stores `value`; everything this member wrote before is visible to whoever observes it.
+    /// Stores `value` with release ordering: a member that observes it sees everything that this member wrote before.
     fn publish(&self, value: u64);
-    /// The latest value; what its writer wrote before is visible afterwards.
+    /// Returns the latest value with acquire ordering: everything that its writer wrote before is visible afterwards.
     fn observe(&self) -> u64;
 }
 

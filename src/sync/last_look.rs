@@ -1,7 +1,8 @@
-//! Telling a peer that will not come from one that came just before it left.
+//! Distinguishes a peer that will never arrive from one that arrived just before it left.
 
-/// `end`, a reason why nobody else comes, unless what was `missing` has come meanwhile: it is asked again after the reason was seen. So a
-/// rank that finished its part and then left, died or failed in a later call disturbs nobody who still waits for that part.
+/// Returns `end`, the reason why no more peers arrive, unless the `missing` peer has arrived meanwhile, which is
+/// checked again after the reason was seen. A rank that finished its part and then left, exited or failed in a later
+/// call therefore does not disturb peers that still wait for that part.
 pub fn lost<T>(missing: impl Fn() -> bool, end: impl FnOnce() -> Option<T>) -> Option<T> {
     if missing() { end().filter(|_| missing()) } else { None }
 }

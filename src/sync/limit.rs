@@ -1,20 +1,32 @@
-//! Limit of the time that a call may take.
+//! The time limit of a call.
 
 use std::cell::OnceCell;
 use std::time::{Duration, Instant};
 
 /// The time limit of one call.
+///
+/// All steps of a call borrow one limit, so a call of many steps still ends on time. The clock can start at the first
+/// wait: most calls finish without waiting and then never read it.
+///
+/// # Examples
+/// ```
+/// use std::time::Duration;
+/// use symm::sync::limit::Limit;
+///
+/// let limit = Limit::from_first_wait(Duration::from_secs(10));
+/// assert!(limit.left().is_some()); // the first query starts the clock
+/// ```
 #[derive(Debug)]
 pub struct Limit {
     started: OnceCell<Instant>,
     timeout: Duration,
 }
 
-/// Time before which no call is warned about.
+/// The time before which no call logs a warning.
 const WARN_AFTER: Duration = Duration::from_secs(60);
 
 impl Limit {
-    /// The time counts from the first look at the clock: a call that never has to wait does not read it.
+    /// The time counts from the first query, so a call that never waits does not read the clock.
     pub fn from_first_wait(timeout: Duration) -> Self {
         Self { started: OnceCell::new(), timeout }
     }
@@ -24,22 +36,22 @@ impl Limit {
         Self { started: OnceCell::from(started), timeout }
     }
 
-    /// The time counts from now, unless it does already.
+    /// The time counts from now, unless it has started already.
     pub fn start(&self) {
         self.started.get_or_init(Instant::now);
     }
 
-    /// Time since the start.
+    /// Returns the time since the start.
     pub fn waited(&self) -> Duration {
         self.started.get_or_init(Instant::now).elapsed()
     }
 
-    /// Time left; `None` once the limit has passed.
+    /// Returns the remaining time; `None` once the limit has passed.
     pub fn left(&self) -> Option<Duration> {
         self.timeout.checked_sub(self.waited()).filter(|left| !left.is_zero())
     }
 
-    /// Whether min(60 s, half the limit) has passed.
+    /// Returns true once min(60 s, half the limit) has passed.
     pub fn warning_due(&self) -> bool {
         self.waited() >= WARN_AFTER.min(self.timeout / 2)
     }

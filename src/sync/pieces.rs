@@ -1,36 +1,37 @@
-//! A job in pieces, of which several threads take one after another. One job at a time.
+//! A job in pieces that several threads claim one after another. One job at a time.
 
 use super::atomic::Atomic;
 use std::sync::atomic::Ordering;
 
-/// Most pieces of a job.
+/// Maximum number of pieces of a job.
 pub const MOST: u64 = 0xffff;
 
-/// Bits of a count of pieces, and where the number of the job begins.
+/// Number of bits of a count of pieces, and the bit at which the number of the job starts.
 const COUNT_BITS: u32 = 16;
 const JOB_BITS: u32 = 32;
 
-/// Words that hand out the pieces of a job. One thread, the owner, offers jobs; it and others claim and finish pieces.
+/// The words that distribute the pieces of a job. One thread, the owner, offers jobs; it and other threads claim and
+/// finish pieces.
 ///
-/// What the owner wrote before [`Pieces::offer`] is visible to whoever claims a piece, and what was done before [`Pieces::finish`] to the
-/// owner once [`Pieces::is_complete`].
+/// A thread that claims a piece sees everything that the owner wrote before [`Pieces::offer`], and once
+/// [`Pieces::is_complete`] returns true, the owner sees everything that threads wrote before [`Pieces::finish`].
 #[derive(Debug, Default)]
 pub struct Pieces<W> {
-    /// Number of the job, how many pieces it has, and how many of them are claimed: one word, so that nobody claims a piece of a job that has
-    /// ended meanwhile.
+    /// The number of the job, its number of pieces, and how many of them are claimed: one word, so that no thread
+    /// claims a piece of a job that has ended meanwhile.
     claims: W,
-    /// The owner's word about the job.
+    /// The owner's description of the job.
     job: W,
     finished: W,
 }
 
 impl<W: Atomic<u64>> Pieces<W> {
-    /// Words that `zero` makes; no job has been offered.
+    /// Makes the words with `zero`; no job has been offered.
     pub fn new(zero: impl Fn() -> W) -> Self {
         Self { claims: zero(), job: zero(), finished: zero() }
     }
 
-    /// Offers `count` pieces of a job, at most [`MOST`], which claimants are told as `job`. The one before is complete.
+    /// Offers `count` pieces of a job, at most [`MOST`]; claimants receive `job`. The job before must be complete.
     pub fn offer(&self, job: u64, count: u64) {
         let number = (self.claims.load(Ordering::Relaxed) >> JOB_BITS).wrapping_add(1);
         self.finished.store(0, Ordering::Relaxed);
@@ -38,7 +39,8 @@ impl<W: Atomic<u64>> Pieces<W> {
         self.claims.store(number << JOB_BITS | count << COUNT_BITS, Ordering::Release);
     }
 
-    /// The next piece that nobody has claimed: the job, and the piece's number. The job lasts until the piece is finished.
+    /// Claims the next unclaimed piece: returns the job and the index of the piece. The job lasts until the piece is
+    /// finished.
     #[inline]
     pub fn claim(&self) -> Option<(u64, u64)> {
         loop {
@@ -47,7 +49,8 @@ impl<W: Atomic<u64>> Pieces<W> {
             if next >= count {
                 return None;
             }
-            // The job's word where the exchange succeeds: it does not change before the last piece is finished.
+            // If the exchange succeeds, this is the word of that job: it does not change before the last piece is
+            // finished.
             let job = self.job.load(Ordering::Relaxed);
             if self.claims.compare_exchange(claims, claims + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
                 return Some((job, next));
@@ -55,7 +58,7 @@ impl<W: Atomic<u64>> Pieces<W> {
         }
     }
 
-    /// A claimed piece is done.
+    /// Marks a claimed piece as done.
     pub fn finish(&self) {
         let mut finished = self.finished.load(Ordering::Relaxed);
         while let Err(now) = self.finished.compare_exchange(finished, finished + 1, Ordering::AcqRel, Ordering::Relaxed) {
@@ -63,7 +66,7 @@ impl<W: Atomic<u64>> Pieces<W> {
         }
     }
 
-    /// Whether all `count` pieces of the job are done.
+    /// Returns true if all `count` pieces of the job are done.
     pub fn is_complete(&self, count: u64) -> bool {
         self.finished.load(Ordering::Acquire) == count
     }

@@ -1,42 +1,45 @@
-//! A byte ring with one producer and one consumer: where the next frame goes, where the oldest one stands.
+//! A byte ring with one producer and one consumer: the offsets of the next frame and of the oldest one.
 //!
-//! Positions only grow; a position's place is its remainder by the capacity. Frames are multiples of [`UNIT`] bytes and never wrap: where
-//! one does not fit before the end, the producer skips to the start. The bytes themselves belong to the caller.
+//! Positions only grow; the offset of a position is its remainder modulo the capacity. Frames are multiples of [`UNIT`]
+//! bytes and never wrap: if a frame does not fit before the end, the producer skips to the start. The caller owns the
+//! bytes.
 
 use crate::sync::flag::Flag;
 
-/// Frames begin and end at multiples of this many bytes, so a frame's head always fits before the end.
+/// Frames start and end at multiples of this many bytes, so a frame's head always fits before the end.
 pub const UNIT: u64 = 32;
 
-/// The two counters of a ring. `tail`: bytes ever produced; `head`: bytes ever consumed.
+/// The two counters of a ring. `tail`: bytes produced so far; `head`: bytes consumed so far.
 #[derive(Clone, Copy, Debug)]
 pub struct Ring<'a, F> {
     /// Written by the producer.
     pub tail: &'a F,
     /// Written by the consumer.
     pub head: &'a F,
-    /// Bytes of data; a multiple of `UNIT`.
+    /// Size of the data in bytes; a multiple of `UNIT`.
     pub capacity: u64,
 }
 
-/// Space in a ring where a frame may be written.
+/// Free space in a ring for a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reservation {
-    /// Place of bytes to skip at the end of the ring, if any: the producer marks them as padding.
+    /// Offset of the bytes to skip at the end of the ring, if any; the producer marks them as padding.
     pub padding: Option<u64>,
-    /// Place of the frame.
+    /// Offset of the frame.
     pub place: u64,
     /// The tail after the frame.
     pub tail: u64,
 }
 
 impl<F: Flag> Ring<'_, F> {
-    /// Reservation for a frame of `bytes` bytes (a multiple of `UNIT`), given the producer's own `tail`; `None` while the ring is too full.
+    /// Reserves space for a frame of `bytes` bytes (a multiple of `UNIT`), given the producer's own `tail`; `None`
+    /// while the ring is too full.
     pub fn reserve(&self, tail: u64, bytes: u64) -> Option<Reservation> {
         let place = tail % self.capacity;
         let skip = if place + bytes > self.capacity { self.capacity - place } else { 0 };
         let end = tail + skip + bytes;
-        // Acquires the consumer's last reads of what is about to be overwritten. Wrapping: a head that no consumer can have grants nothing.
+        // Acquires the consumer's last reads of the bytes that will be overwritten. Wrapping: an impossible head grants
+        // no space.
         (end.wrapping_sub(self.head.observe()) <= self.capacity).then_some(Reservation {
             padding: (skip > 0).then_some(place),
             place: (tail + skip) % self.capacity,
@@ -44,17 +47,17 @@ impl<F: Flag> Ring<'_, F> {
         })
     }
 
-    /// Shows the consumer everything up to `tail`.
+    /// Publishes everything up to `tail` to the consumer.
     pub fn publish(&self, tail: u64) {
         self.tail.publish(tail);
     }
 
-    /// Place of the oldest frame, given the consumer's own `head`; `None` while the ring is empty.
+    /// Returns the offset of the oldest frame, given the consumer's own `head`; `None` while the ring is empty.
     pub fn oldest(&self, head: u64) -> Option<u64> {
         (self.tail.observe() != head).then_some(head % self.capacity)
     }
 
-    /// Gives the bytes up to `head` back to the producer.
+    /// Releases the bytes up to `head` to the producer.
     pub fn release(&self, head: u64) {
         self.head.publish(head);
     }

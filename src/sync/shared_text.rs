@@ -2,17 +2,17 @@
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Bytes of a text, at most.
+/// Maximum length of a text in bytes.
 const BYTES: usize = 128;
-/// Stands for what does not fit.
+/// Marks a truncated text.
 const CUT: &str = "…";
 
-/// Text of at most 128 bytes. Who reads it needs a flag that its writer publishes afterwards.
+/// A text of at most 128 bytes. A reader needs a flag that the writer publishes afterwards.
 #[repr(C)]
 pub struct SharedText([AtomicU8; BYTES]);
 
 impl SharedText {
-    /// Writes the end of `text`, as much as fits: of a path the line and the file's own name stand there.
+    /// Writes the end of `text`, as much as fits, because a path has the file name and the line at the end.
     pub fn write_end(&self, text: &str) {
         let mut start = text.len().saturating_sub(BYTES);
         while !text.is_char_boundary(start) {
@@ -21,7 +21,7 @@ impl SharedText {
         self.write(text[start..].bytes());
     }
 
-    /// Writes the beginning of `text`, as much as fits, as one line.
+    /// Writes the start of `text`, as much as fits, as one line.
     pub fn write_start(&self, text: &str) {
         let line = text.replace(|c: char| c.is_control(), " ");
         if line.len() <= BYTES {
@@ -38,7 +38,7 @@ impl SharedText {
         self.0.iter().zip(bytes.chain(std::iter::repeat(0))).for_each(|(cell, byte)| cell.store(byte, Ordering::Relaxed));
     }
 
-    /// Text that was written last.
+    /// Returns the text that was written last.
     pub fn read(&self) -> String {
         let bytes: Vec<u8> = self.0.iter().map(|cell| cell.load(Ordering::Relaxed)).take_while(|&byte| byte != 0).collect();
         String::from_utf8_lossy(&bytes).into_owned()
