@@ -1,8 +1,8 @@
-//! The clock of entries, and what turns its readings into times of day.
+//! The clock of entries, and its conversion to the time of day.
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Nanoseconds of `CLOCK_MONOTONIC`: the same on all ranks of a host, and cheaper than to keep two clocks apart later.
+/// Returns nanoseconds of `CLOCK_MONOTONIC`, which is the same on all ranks of a node.
 pub(super) fn now() -> u64 {
     read(ClockId::Monotonic)
 }
@@ -12,7 +12,7 @@ fn read(clock: ClockId) -> u64 {
     (time.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec as u64)
 }
 
-/// Offset of the day's clock from other clocks.
+/// The offset of the time of day from the other clocks.
 #[derive(Clone, Copy)]
 pub(super) struct Day {
     ahead: u64,
@@ -20,18 +20,18 @@ pub(super) struct Day {
 }
 
 impl Day {
-    /// Offset as it is now; entries are converted when they are written, so one reading serves all.
+    /// Returns the present offset. Entries are converted when they are written, so one reading serves all of them.
     pub(super) fn now() -> Self {
         let realtime = read(ClockId::Realtime);
         Self { ahead: realtime.wrapping_sub(now()), booted: realtime.wrapping_sub(read(ClockId::Boottime)) }
     }
 
-    /// Nanoseconds since 1970 of the reading `at`; `None` for 0, which says that it was never taken.
+    /// Converts the reading `at` to nanoseconds since 1970; `None` for 0, which means that no reading was taken.
     pub(super) fn of(self, at: u64) -> Option<u64> {
         (at != 0).then(|| at.wrapping_add(self.ahead))
     }
 
-    /// Nanoseconds since 1970 when the host started.
+    /// Returns when the node booted, in nanoseconds since 1970.
     pub(super) fn booted(self) -> u64 {
         self.booted
     }

@@ -1,4 +1,4 @@
-//! The dump: everything that is kept, as JSON (`docs/design/trace.md`).
+//! The dump: everything that the recorder keeps, as JSON (`docs/design/trace.md`).
 
 use super::clock::Day;
 use super::entry::{Entry, Phase, State, Target, What};
@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
 
-/// Version of the dump, raised whenever a field changes its meaning.
+/// Version of the dump, raised when a field changes its meaning.
 const VERSION: u32 = 1;
 
 #[derive(Serialize)]
@@ -95,7 +95,7 @@ struct Call {
     waited_for: Option<u32>,
 }
 
-/// The name of a kind of failure: of the exception that callers get.
+/// Returns the name of the exception that callers get for a kind of failure.
 const fn kind_name(kind: Kind) -> &'static str {
     match kind {
         Kind::Peer => "SymmPeerError",
@@ -134,7 +134,7 @@ fn group(record: &Record, day: Day) -> Group {
     }
 }
 
-/// What a collective on several hosts does in `phase`, or did when it failed.
+/// Describes the `phase` of a multi-node collective, now or when it failed.
 fn phase_text(entry: &Entry, phase: Phase, group: &Record) -> String {
     let late = group.late_hosts.as_ref().filter(|(sequence, _)| *sequence == entry.sequence).map(|(_, hosts)| hosts);
     let waiting = late.or(group.other_hosts.as_ref()).map_or("other hosts", String::as_str);
@@ -206,7 +206,7 @@ fn call(entry: &Entry, group: &Record, day: Day) -> Call {
     }
 }
 
-/// Dump as JSON of what `journal` keeps.
+/// Renders the contents of `journal` as JSON.
 pub(super) fn render(journal: &Journal) -> Result<String> {
     let day = Day::now();
     let records = lock(&journal.groups).records();
@@ -230,9 +230,9 @@ pub(super) fn render(journal: &Journal) -> Result<String> {
     serde_json::to_string(&dump).map_err(|error| Error::internal(format!("a trace is no JSON: {error}")))
 }
 
-/// Writes the dump of the process of global rank `global` on a thread of its own: a folder that does not answer must not hold up who
-/// failed. `None` if there is no such thread. The log says where it is, and `cause`: whoever watches the job may end this process before it
-/// can.
+/// Writes the dump of the process of global rank `global` on its own thread, because a file system that hangs must not
+/// hold up the failed call. `None` if no thread can be started. The thread logs the path and `cause`, because the
+/// launcher may end this process before it can report the failure itself.
 pub(super) fn begin(journal: &'static Journal, global: u32, cause: &Error) -> Option<Receiver<()>> {
     let (done, written) = channel();
     let cause = format!("{}: {cause}", kind_name(cause.kind));
@@ -247,7 +247,7 @@ pub(super) fn begin(journal: &'static Journal, global: u32, cause: &Error) -> Op
             Ok(_) => {}
             Err(error) => log::warn!("{cause}; the last calls of this process could not be written: {error}"),
         }
-        // Nobody may wait any more.
+        // The caller may have stopped waiting.
         let _ = done.send(());
     });
     thread.inspect_err(|error| log::warn!("the last calls of this process could not be written: no thread: {error}")).ok()?;
@@ -258,7 +258,7 @@ fn write(journal: &Journal, global: u32) -> Result<PathBuf> {
     folder::keep(&format!("trace-{}-rank{global}.json", std::process::id()), render(journal)?.as_bytes())
 }
 
-/// Whether `path` has not been told of.
+/// Returns true if `path` has not been logged before.
 fn tell(path: &std::path::Path) -> bool {
     static WARNED: crate::sys::fork::PerProcess<Mutex<HashSet<PathBuf>>> = crate::sys::fork::PerProcess::new(|| Mutex::new(HashSet::new()));
     lock(WARNED.get()).insert(path.to_owned())

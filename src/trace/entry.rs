@@ -1,4 +1,4 @@
-//! Entry that is kept of a call.
+//! The entry that the recorder keeps of a call.
 
 use crate::coll::call::{Op, Span, Spec};
 use crate::coll::describe::Description;
@@ -7,7 +7,7 @@ use crate::error::{Kind, Result};
 use crate::messages::{Message, MessageSpec};
 use crate::rank::Rank;
 
-/// Operation of the call.
+/// The operation of the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum What {
     Collective {
@@ -21,57 +21,58 @@ pub(super) enum What {
         peer: Option<Rank>,
         tag: i32,
     },
-    /// `peer` is absent until a message came, where any rank's would do.
+    /// For a receive from any rank, `peer` is absent until the message has arrived.
     Receive {
         peer: Option<Rank>,
         tag: i32,
     },
 }
 
-/// Target: where a call's tensors are, and what runs it.
+/// Where a call's tensors are, and where it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// Tensors in the host's memory.
+    /// CPU tensors.
     Host,
-    /// Tensors on a GPU.
+    /// CUDA tensors.
     Cuda {
         /// Index of the device in torch.
         device: i32,
         /// The driver's handle.
         stream: usize,
-        /// The stream is the group's own, beside its caller's.
+        /// True if the stream is the group's, in addition to the caller's.
         background: bool,
     },
 }
 
-/// Phase of a collective on several hosts.
+/// The phase of a multi-node collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// It runs collectives of the ranks of this host.
+    /// It runs collectives of the ranks of this node.
     Inside,
-    /// It waits for what the other hosts send on the rail of this number.
+    /// It waits for data of the other nodes on the rail of this number.
     Rail(u16),
-    /// It is enqueued on a GPU, behind others, and will use the rail of this number, if any.
+    /// It is enqueued on a GPU and will use the rail of this number, if any.
     Enqueued(Option<u16>),
-    /// The GPU has begun it: which step it has come to nobody tells the host.
+    /// The GPU has started it; the host does not learn which step it has reached.
     Running(Option<u16>),
 }
 
-/// State that a call has come to.
+/// The state of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
-    /// Queued behind others in its group's queue.
+    /// In its group's queue, behind others.
     Scheduled,
-    /// Enqueued on CUDA. Nobody tells the host when it ends.
+    /// Enqueued on CUDA. The host does not learn when it ends.
     Started,
     Completed,
     Failed(Kind),
 }
 
-/// Entry of one call of one rank. It has plain values: a slot of the ring is overwritten without freeing anything.
+/// The entry of one call of one rank. It holds plain values, so that a slot of the ring is overwritten without freeing
+/// anything.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
-    /// Number of the call, from 1, in the order in which the process made them.
+    /// The number of the call, from 1, in the order in which the process made its calls.
     pub(super) number: u64,
     /// The group's number in this process.
     pub(super) group: u64,
@@ -79,31 +80,31 @@ pub(super) struct Entry {
     pub(super) dtype: DType,
     pub(super) bytes_in: u64,
     pub(super) bytes_out: u64,
-    /// Sequence number, as error messages print it: of collectives on the host and on CUDA each, from 1; of sends and receives together. 0:
-    /// not begun.
+    /// The sequence number in error messages: collectives on CPU tensors and on CUDA tensors are counted separately,
+    /// from 1; sends and receives together. 0 before the call has started.
     pub(super) sequence: u64,
     pub(super) place: Target,
     pub(super) asynchronous: bool,
-    /// The peer is on another host: its number is that in the default group.
+    /// True if the peer is on another node; its number is then its rank in the default group.
     pub(super) far: bool,
-    /// The call serves one of the group on several hosts whose part on this host has made it; it is counted among those of the part.
+    /// True if the call is the intra-node part of a multi-node call; it is counted with the calls of that part.
     pub(super) inside: bool,
     pub(super) timeout_ms: u64,
-    /// Readings of `clock::now`; 0: not yet.
+    /// Readings of `clock::now`; 0 if not taken yet.
     pub(super) created: u64,
     pub(super) started: u64,
     pub(super) ended: u64,
     pub(super) state: State,
-    /// Last phase that has begun, and when.
+    /// The last phase that has started, and when.
     pub(super) phase: Option<(Phase, u64)>,
-    /// Name of the algorithm that served it; empty: none did, or it is not known.
+    /// The name of the algorithm that ran the call; empty if the call did not run or the algorithm is unknown.
     pub(super) algorithm: &'static str,
-    /// Nanoseconds until the last rank had begun, and that rank; of calls that a profiler saw.
+    /// Nanoseconds until the last rank had started, and that rank; only for calls under a profiler.
     pub(super) waited: Option<(u64, Option<Rank>)>,
 }
 
 impl Entry {
-    /// A slot that nobody has used.
+    /// An unused slot.
     pub(super) const EMPTY: Self = Self {
         number: 0,
         group: 0,
@@ -126,7 +127,8 @@ impl Entry {
         waited: None,
     };
 
-    /// Entry of `call` when it is asked for. Inlined, as all on its way to its slot: each copy of it takes as long as a third of an arrival.
+    /// Makes the entry of `call` when it is submitted. Inlined, like everything on the path to its slot: each copy of
+    /// an entry takes a third of the time of an arrival.
     #[inline(always)]
     pub(super) fn of_call(call: &Spec) -> Self {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();
@@ -142,7 +144,7 @@ impl Entry {
         }
     }
 
-    /// Entry of a message when it is asked for.
+    /// Makes the entry of a message when it is submitted.
     pub(super) fn of_message(send: bool, message: &Message) -> Self {
         let MessageSpec { peer, tag, dtype, span, .. } = **message;
         let bytes = span.bytes as u64;
@@ -150,13 +152,13 @@ impl Entry {
         Self { what, dtype, bytes_in, bytes_out, ..Self::EMPTY }
     }
 
-    /// The state after `outcome`.
+    /// Sets the state to `outcome`.
     pub(super) fn end(&mut self, outcome: &Result<()>, at: u64) {
         self.ended = at;
         self.state = outcome.as_ref().map_or_else(|error| State::Failed(error.kind), |()| State::Completed);
     }
 
-    /// Elements of this rank's share: what ranks agree on, or the message.
+    /// Returns the number of elements that ranks agree on, or the length of the message.
     pub(super) fn elements(&self) -> u64 {
         let bytes = match self.what {
             What::Collective { op: Op::Barrier, .. } => 0,

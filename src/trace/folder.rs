@@ -1,4 +1,4 @@
-//! Folder in which dumps are kept. They hold no tensors, but names, sizes and process ids: they are for their owner alone.
+//! The directory of dumps. They hold no tensors, but names, sizes and process ids, so only their owner may read them.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -11,12 +11,12 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Dumps that a folder keeps; the oldest go.
+/// Maximum number of dumps in a directory; the oldest are removed.
 const MOST: usize = 64;
-/// A part of a file that is older than this was left by a process that was killed.
+/// A temporary file that is older than this was left by a killed process.
 const STALE: Duration = Duration::from_secs(60);
 
-/// Writes `content` as the file `name` of the folder that the configuration names; returns its path.
+/// Writes `content` as the file `name` of the configured directory, and returns its path.
 pub fn keep(name: &str, content: &[u8]) -> Result<PathBuf> {
     let config = Config::get();
     let path = config.trace_dir.clone().unwrap_or_else(|| {
@@ -26,7 +26,7 @@ pub fn keep(name: &str, content: &[u8]) -> Result<PathBuf> {
     keep_in(&path, name, content)
 }
 
-/// Writes `content` to `path`, whose folder must exist, in place of what was there.
+/// Writes `content` to `path`, whose directory must exist, replacing an existing file.
 pub fn write(path: &Path, content: &[u8]) -> Result<()> {
     let refused = || Error::value(format!("{}: no file can have that name", path.display()));
     let name = path.file_name().and_then(|name| name.to_str()).ok_or_else(refused)?;
@@ -44,7 +44,8 @@ fn keep_in(path: &Path, name: &str, content: &[u8]) -> Result<PathBuf> {
     Ok(path.join(name))
 }
 
-/// The folder at `path`, made if there is none; it must be the user's, and nobody else may write there.
+/// Opens the directory at `path`, and creates it if necessary. It must belong to the user, and no other user may write
+/// to it.
 fn enter(path: &Path) -> Result<OwnedFd> {
     let about = |reason: String| Error::config(format!("the folder {} {reason}", path.display()));
     let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
@@ -60,7 +61,7 @@ fn enter(path: &Path) -> Result<OwnedFd> {
     Ok(folder)
 }
 
-/// Removes what is too much. What cannot be removed stays: the next dump tries again.
+/// Removes surplus files. If one cannot be removed, the next dump tries again.
 fn thin_out(folder: &OwnedFd, path: &Path) {
     let Ok(entries) = std::fs::read_dir(path) else { return };
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -125,7 +126,7 @@ mod tests {
         let error = keep_in(&real, "trace-1-rank0.json", b"x").expect_err("refused");
         assert!(error.message.contains("written by others"), "{error}");
         assert_eq!(names(&real).len(), 0);
-        // A link in the place of the file is replaced, and what it names stays.
+        // A link in the place of the file is replaced, and its target stays.
         std::fs::set_permissions(&real, std::fs::Permissions::from_mode(0o700)).expect("set");
         symlink(&file, real.join("trace-1-rank0.json")).expect("made");
         keep_in(&real, "trace-1-rank0.json", b"x").expect("kept");

@@ -1,8 +1,9 @@
-//! The flight recorder: the last calls of this process, always on, written down where a group fails or somebody asks (`docs/design/trace.md`).
+//! The flight recorder: the last calls of this process. It is always on, and its contents are dumped when a group fails
+//! or on request (`docs/design/trace.md`).
 //!
-//! An entry costs two looks at the clock and two uncontended locks. Nothing here fails a call: what cannot be kept or written is a line in
-//! the log. Ranks may be threads of one process: they share the ring, and each entry knows its group and with it its rank. A forked child
-//! starts with an empty one.
+//! An entry costs two clock readings and two uncontended locks. Nothing here fails a call: entries that cannot be kept
+//! or written cause a log line. Ranks may be threads of one process; they share the ring, and each entry knows its
+//! group and thereby its rank. A forked child starts with an empty ring.
 
 mod clock;
 mod dump;
@@ -34,16 +35,17 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use totals::Totals;
 
-/// Time that a call that failed waits for its dump. A program may end right after it, and take an unfinished one along.
+/// How long a failed call waits for its dump. The program may exit right after the call, and an unfinished dump would
+/// be lost.
 const PATIENCE: Duration = Duration::from_millis(20);
-/// Time that leaving a group waits for its dump.
+/// How long leaving a group waits for its dump.
 const FAREWELL: Duration = Duration::from_millis(300);
 
-/// Journal of a process.
+/// The journal of a process.
 struct Journal {
     ring: Ring,
     groups: Mutex<Registry>,
-    /// Counts of all calls, if `SYMM_STATS` asks for them.
+    /// Counts of all calls, if `SYMM_STATS` requests them.
     totals: Option<Totals>,
 }
 
@@ -55,17 +57,18 @@ impl Journal {
     }
 }
 
-/// Journal of this process as JSON.
+/// Renders the journal of this process as JSON.
 pub fn render() -> Result<String> {
     dump::render(JOURNAL.get())
 }
 
-/// Says that the process of a rank of the job has ended, as a sentence without its end, if a group knows of which this process is a member.
+/// Returns how the process of a global rank has ended, as a sentence without its end, if an open group of this process
+/// knows it.
 pub fn ended(global: u32) -> Option<String> {
     lock(&JOURNAL.get().groups).ended(global)
 }
 
-/// Keeps the calls of one rank of one group.
+/// Records the calls of one rank in one group.
 pub struct Recorder {
     journal: &'static Journal,
     group: u64,
@@ -73,18 +76,18 @@ pub struct Recorder {
     messages: AtomicU64,
     cuda: AtomicBool,
     failed: AtomicBool,
-    /// A profiler sees the group's calls: who was waited for is noted.
+    /// True while a profiler watches the group's calls; then the rank for which a call waited is recorded.
     watched: AtomicBool,
-    /// The group's collectives are those of several hosts and of this one, which have the same numbers.
+    /// True if both multi-node collectives and their intra-node parts are recorded, which have the same numbers.
     twofold: AtomicBool,
-    /// Generation of the process whose journal it is.
+    /// Fork generation of the process that owns the journal.
     generation: u64,
-    /// Receiver of a value that comes once the dump has been written.
+    /// Receives a value once the dump has been written.
     writing: Mutex<Option<Receiver<()>>>,
 }
 
 impl Recorder {
-    /// Record of the group of `control`, whose calls have `timeout` unless they bring their own.
+    /// Makes the recorder of the group of `control`, whose calls have `timeout` unless they pass their own.
     pub fn new(control: &Arc<ControlBlock>, timeout: Duration) -> Arc<Self> {
         Self::in_journal(JOURNAL.get(), control, timeout)
     }
@@ -110,10 +113,10 @@ impl Recorder {
         Entry { group: self.group, timeout_ms: milliseconds(timeout), created: clock::now(), ..Entry::of_call(call) }
     }
 
-    /// Notes `calls`, which begin later: the number of the first entry, which the others follow. `inside`: they serve a group on several
-    /// hosts, of which this one is a part.
+    /// Records `calls`, which start later, under consecutive numbers, and returns the first. `inside` is true if they
+    /// are the intra-node part of a multi-node call.
     pub fn schedule(&self, calls: &[Call<'_>], timeout: Duration, asynchronous: bool, place: Target, inside: bool) -> u64 {
-        // Calls of a group on several hosts are not in the launch log of the part that it has here.
+        // Multi-node calls are not in the launch log of their intra-node group.
         if place != Target::Host && inside == self.control.is_part() && !self.cuda.swap(true, Ordering::Relaxed) {
             lock(&self.journal.groups).note_cuda(self.group);
         }
@@ -125,12 +128,12 @@ impl Recorder {
         first
     }
 
-    /// Notes that the entry `number` begins as collective `sequence`.
+    /// Records that the entry `number` starts as collective `sequence`.
     pub fn start(&self, number: u64, sequence: u64) {
         self.start_as(number, sequence, "");
     }
 
-    /// Notes, as `start` does, that `algorithm` serves the entry from its begin.
+    /// Records a start like `start`, with `algorithm` known in advance.
     pub fn start_as(&self, number: u64, sequence: u64, algorithm: &'static str) {
         let started = clock::now();
         self.journal.ring.change(number, |entry| {
@@ -141,7 +144,7 @@ impl Recorder {
         });
     }
 
-    /// Tells peers when this rank began collective `sequence`.
+    /// Publishes to peers when this rank started collective `sequence`.
     fn tell_start(&self, sequence: u64, at: u64) {
         if !self.twofold.load(Ordering::Relaxed) {
             // Published with the post of the call.
@@ -149,7 +152,8 @@ impl Recorder {
         }
     }
 
-    /// Time that `entry`, which has ended well, waited for the last rank to begin, and that rank. Costs a look at each peer's memory.
+    /// Returns how long `entry`, which has succeeded, waited for the last rank to start, and that rank. Reads each
+    /// peer's memory.
     fn waited(&self, entry: &Entry) -> (u64, Option<Rank>) {
         let begun = |rank| self.control.start(rank, entry.sequence).load(Ordering::Relaxed);
         let last = self.control.peers().max_by_key(|&rank| begun(rank));
@@ -157,15 +161,16 @@ impl Recorder {
         (late, last.filter(|_| late > 0))
     }
 
-    /// Notes from now on, or no longer, who was waited for.
+    /// Turns the recording of the last rank to start on or off.
     pub fn watch(&self, on: bool) {
-        // Calls ask for it one after the other, and seldom change it.
+        // Calls set this one at a time, and seldom change it.
         if self.watched.load(Ordering::Relaxed) != on {
             self.watched.store(on, Ordering::Relaxed);
         }
     }
 
-    /// Notes a call on the host that begins at once, as collective `sequence`; returns its number. `inside`: as in `schedule`.
+    /// Records a CPU call that starts at once, as collective `sequence`, and returns its number. For `inside`, see
+    /// `schedule`.
     pub fn begin(&self, call: &Spec, timeout: Duration, sequence: u64, inside: bool) -> u64 {
         let (number, entry) = (self.journal.ring.take(1), self.entry(call, timeout));
         self.journal.ring.put(Entry { number, sequence, started: entry.created, state: State::Started, inside, ..entry });
@@ -174,7 +179,8 @@ impl Recorder {
         number
     }
 
-    /// Counts the entry `number`, which was just put. It is read again, since another copy of it would cost calls that are not counted.
+    /// Counts the entry `number`, which was just put. It is read again, because another copy would slow down calls that
+    /// are not counted.
     #[inline(always)]
     fn count(&self, number: u64) {
         if let Some(totals) = &self.journal.totals {
@@ -190,24 +196,26 @@ impl Recorder {
         }
     }
 
-    /// Notes which hosts the group has beside this one, as messages name them.
+    /// Records the other nodes of the group, as messages name them.
     pub fn note_hosts(&self, others: String) {
         self.twofold.store(true, Ordering::Relaxed);
         lock(&self.journal.groups).note_hosts(self.group, others);
     }
 
-    /// Notes which `hosts`, as messages name them, have not come to collective `sequence`, in which this rank waits for other hosts.
+    /// Records which `hosts`, as messages name them, are late for collective `sequence`, in which this rank waits for
+    /// other nodes.
     pub fn note_late(&self, sequence: u64, hosts: String) {
         lock(&self.journal.groups).note_late(self.group, sequence, hosts);
     }
 
-    /// Notes that `phase` of the entry `number` begins.
+    /// Records that `phase` of the entry `number` starts.
     pub fn phase(&self, number: u64, phase: Phase) {
         let at = clock::now();
         self.journal.ring.change(number, |entry| entry.phase = Some((phase, at)));
     }
 
-    /// Notes how the entry `number` ended, which `algorithm` served. `begun`: whether the call took part in the group's sequence.
+    /// Records how the entry `number` ended, and the `algorithm` that ran it. `begun` is true if the call took part in
+    /// the group's sequence.
     pub fn end(&self, number: u64, outcome: &Result<()>, begun: bool, algorithm: &'static str) {
         let at = clock::now();
         let watched = self.watched.load(Ordering::Relaxed) && !self.twofold.load(Ordering::Relaxed);
@@ -224,7 +232,7 @@ impl Recorder {
         });
     }
 
-    /// Notes that those entries of `numbers` which have not begun never will, because of `error`.
+    /// Records that the entries of `numbers` which have not started never will, because of `error`.
     pub fn abandon(&self, numbers: Range<u64>, error: &Error) {
         let (at, outcome) = (clock::now(), Err(error.clone()));
         for number in numbers {
@@ -236,17 +244,17 @@ impl Recorder {
         }
     }
 
-    /// Number of sends and receives of this group that have begun.
+    /// Returns the number of sends and receives of this group that have started.
     pub fn messages(&self) -> u64 {
         self.messages.load(Ordering::Relaxed)
     }
 
-    /// Notes a send or receive that begins now; returns its number.
+    /// Records a send or receive that starts now, and returns its number.
     pub fn message(&self, send: bool, message: &Message, timeout: Duration, place: Target) -> u64 {
         self.add_message(send, message, timeout, place, false)
     }
 
-    /// Notes, as `message` does, one with a rank of another host; its peer is a global rank.
+    /// Records a message like `message`, to or from a rank of another node; its peer is a global rank.
     pub fn far_message(&self, send: bool, message: &Message, timeout: Duration) -> u64 {
         self.add_message(send, message, timeout, Target::Host, true)
     }
@@ -262,13 +270,13 @@ impl Recorder {
         number
     }
 
-    /// Fails the group because a signal's handler has raised on a thread that waited for a call which another thread runs.
+    /// Fails the group because a signal handler has raised on a thread that waited for a call of another thread.
     pub fn interrupted(&self) {
         self.control.interrupted(&format!("a wait for a collective of group {:?}", self.control.name()));
     }
 
-    /// Writes the dump if `error` is the group's first failure that this rank sees: not what an argument, or this rank itself, is to
-    /// blame for.
+    /// Writes the dump if `error` is the first group failure that this rank sees. Errors of arguments, or of this
+    /// rank's own making, do not count.
     pub fn saw(&self, error: &Error) {
         let failure = match error.kind {
             Kind::Peer | Kind::Timeout | Kind::Mismatch | Kind::Internal => self.control.failure().is_some(),
@@ -281,7 +289,7 @@ impl Recorder {
             | Kind::Network
             | Kind::QueueEmpty => false,
         };
-        // A forked child may ask its parent's group what failed: whose locks may be held for ever here.
+        // A forked child may query its parent's group for a failure, but the group's locks may be held forever there.
         if !failure || self.generation != fork::generation() || self.failed.swap(true, Ordering::AcqRel) {
             return;
         }
@@ -294,7 +302,7 @@ impl Recorder {
         }
     }
 
-    /// The group is left: no call of it begins any more.
+    /// Records that the group was left; no call of it starts any more.
     pub fn leave(&self) {
         lock(&self.journal.groups).leave(self.group);
         let writing = lock(&self.writing).take();

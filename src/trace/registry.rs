@@ -1,4 +1,4 @@
-//! The groups that entries belong to: those that are open, and the last that were left.
+//! The groups of the recorded calls: the open ones, and the last ones that were left.
 
 use super::clock;
 use crate::coll::cuda::agreement::launch_log;
@@ -10,10 +10,11 @@ use serde::Serialize;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// Groups that were left and are still known. With those before them their entries go: 1000 groups one after the other take no more memory.
+/// Number of groups that stay known after they were left. Older groups and their entries are forgotten, so 1000
+/// successive groups take no more memory.
 const LEFT: usize = 64;
 
-/// A member, as the dump lists it.
+/// A member, as listed in the dump.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct Member {
     pub(super) rank: u32,
@@ -21,22 +22,22 @@ pub(super) struct Member {
     pub(super) pid: u32,
 }
 
-/// Peer as this rank knew it at a moment.
+/// A peer, as this rank knew it at some moment.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Peer {
     #[serde(flatten)]
     pub(super) place: Member,
-    /// State of its process; `None`: there was none.
+    /// The state of its process; `None` if the process did not exist.
     pub(super) process: Option<&'static str>,
-    /// Number of the last collective on the host that it had begun.
+    /// The number of the last CPU collective that it had started.
     pub(super) begun: u64,
-    /// Number of the last collective on CUDA that it had launched, if this rank used a GPU.
+    /// The number of the last CUDA collective that it had launched, if this rank used a GPU.
     pub(super) launched: Option<u64>,
-    /// Reason why it was unable to take part.
+    /// Why it was unable to take part.
     pub(super) absence: Option<String>,
 }
 
-/// The first failure that this rank saw of a group, and what it knew of the others then.
+/// The first group failure that this rank saw, and the state of the peers at that time.
 #[derive(Clone, Debug)]
 pub(super) struct Failure {
     pub(super) kind: Kind,
@@ -45,36 +46,36 @@ pub(super) struct Failure {
     pub(super) peers: Vec<Peer>,
 }
 
-/// A group of which this process is, or was, a member.
+/// A group that has or had this process as a member.
 #[derive(Clone, Debug)]
 pub(super) struct Record {
     pub(super) id: u64,
-    /// Number of the memory that all members share; the same on all of them.
+    /// The id of the group's shared memory, the same on all members.
     pub(super) memory: u64,
     pub(super) name: String,
     pub(super) rank: Rank,
     pub(super) members: Vec<Member>,
-    /// Hosts beside this one, as messages name them.
+    /// The group's other nodes, as messages name them.
     pub(super) other_hosts: Option<String>,
-    /// A collective in which this rank waits or has waited, and the hosts that have not come to it.
+    /// A collective in which this rank waits or has waited, and the nodes that are late for it.
     pub(super) late_hosts: Option<(u64, String)>,
     pub(super) timeout_ms: u64,
     pub(super) joined: u64,
     pub(super) left: u64,
     pub(super) failure: Option<Failure>,
-    /// Last collective begun and launched, since the group was left.
+    /// The last collectives started and launched, once the group was left.
     last: (u64, Option<u64>),
     control: Weak<ControlBlock>,
     cuda: bool,
 }
 
 impl Record {
-    /// Last collective begun on the host, and launched on CUDA.
+    /// Returns the last collective started on CPU tensors, and the last one launched on CUDA.
     pub(super) fn last(&self) -> (u64, Option<u64>) {
         self.control.upgrade().filter(|_| self.left == 0).map_or(self.last, |control| reached(&control, self.rank, self.cuda))
     }
 
-    /// Members as they are known now; none once the group was left.
+    /// Returns the present state of the members; empty once the group was left.
     pub(super) fn peers(&self) -> Vec<Peer> {
         let control = self.control.upgrade().filter(|_| self.left == 0);
         control.map_or_else(Vec::new, |control| peers(&control, self.cuda))
@@ -82,7 +83,7 @@ impl Record {
 }
 
 fn reached(control: &ControlBlock, rank: Rank, cuda: bool) -> (u64, Option<u64>) {
-    // Without a GPU nobody has reserved the launch log's memory, and a look would.
+    // Without a GPU, the memory of the launch log is not reserved, and reading it would allocate it.
     (control.collective(rank), cuda.then(|| launch_log::launched(control, rank)))
 }
 
@@ -94,7 +95,7 @@ fn peers(control: &ControlBlock, cuda: bool) -> Vec<Peer> {
     let peer = |rank: Rank| {
         let (begun, launched) = reached(control, rank, cuda);
         let process = process::state(control.pid(rank));
-        // Another rank may have told of a death that this one's watcher has yet to see.
+        // Another rank may have reported an exit that this rank's watcher has yet to see.
         let over = || process.is_none_or(|state| state == "exited").then(|| "has ended".into());
         Peer { place: place(control, rank), process, begun, launched, absence: control.absence(rank).or_else(over) }
     };
@@ -108,7 +109,7 @@ pub(super) struct Registry {
 }
 
 impl Registry {
-    /// Takes note of a group; returns its number in this process.
+    /// Adds a group and returns its number in this process.
     pub(super) fn add(&mut self, control: &Arc<ControlBlock>, timeout: Duration) -> u64 {
         self.next += 1;
         self.records.push(Record {
@@ -134,28 +135,28 @@ impl Registry {
         self.records.iter_mut().find(|record| record.id == id)
     }
 
-    /// The group has ranks on `others`, too.
+    /// Records that the group has ranks on `others`, too.
     pub(super) fn note_hosts(&mut self, id: u64, others: String) {
         if let Some(record) = self.find(id) {
             record.other_hosts = Some(others);
         }
     }
 
-    /// Collective `sequence` waits for `hosts` among the others.
+    /// Records that collective `sequence` waits for `hosts`.
     pub(super) fn note_late(&mut self, id: u64, sequence: u64, hosts: String) {
         if let Some(record) = self.find(id) {
             record.late_hosts = Some((sequence, hosts));
         }
     }
 
-    /// The group has used a GPU.
+    /// Records that the group has used a GPU.
     pub(super) fn note_cuda(&mut self, id: u64) {
         if let Some(record) = self.find(id) {
             record.cuda = true;
         }
     }
 
-    /// The group has failed.
+    /// Records that the group has failed.
     pub(super) fn note_failure(&mut self, id: u64, control: &ControlBlock, error: &Error) {
         if let Some(record) = self.find(id)
             && record.failure.is_none()
@@ -165,7 +166,7 @@ impl Registry {
         }
     }
 
-    /// The group was left.
+    /// Records that the group was left.
     pub(super) fn leave(&mut self, id: u64) {
         let Some(record) = self.find(id).filter(|record| record.left == 0) else { return };
         record.last = record.last();
@@ -179,8 +180,8 @@ impl Registry {
         }
     }
 
-    /// Says that the process of a rank of the job has ended, as a group of which this process is still a member knows: "rank 3 (pid 77) of
-    /// group \"default\" has ended (exited with code 1)".
+    /// Returns how the process of a global rank has ended, if an open group of this process knows it: "rank 3 (pid 77)
+    /// of group \"default\" has ended (exited with code 1)".
     pub(super) fn ended(&self, global: u32) -> Option<String> {
         let open = self.records.iter().filter(|record| record.left == 0);
         open.filter_map(|record| record.control.upgrade()).filter(|control| control.any_ended()).find_map(|control| {
@@ -189,7 +190,7 @@ impl Registry {
         })
     }
 
-    /// Records of all groups that are known, in the order in which they were joined.
+    /// Returns the records of all known groups, in the order in which they were joined.
     pub(super) fn records(&self) -> Vec<Record> {
         self.records.clone()
     }

@@ -1,13 +1,14 @@
 //! The last calls of a process, in a ring that any thread may write.
 //!
-//! Each slot has a lock of its own, held for one copy of an entry: threads meet at one only if they are a whole lap apart, or if one reads.
+//! Each slot has its own lock, held for one copy of an entry: two threads contend for it only if they are a whole lap
+//! apart, or if one reads.
 
 use super::entry::Entry;
 use crate::lock::lock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-/// Calls that are kept.
+/// Number of calls that are kept.
 pub const KEPT: usize = 2000;
 
 pub(super) struct Ring {
@@ -20,12 +21,12 @@ impl Ring {
         Self { slots: (0..KEPT).map(|_| Mutex::new(Entry::EMPTY)).collect(), made: AtomicU64::new(0) }
     }
 
-    /// Numbers for `count` entries: the first, the others follow it.
+    /// Reserves numbers for `count` entries and returns the first; the others follow it.
     pub(super) fn take(&self, count: usize) -> u64 {
         self.made.fetch_add(count as u64, Ordering::Relaxed) + 1
     }
 
-    /// Number of entries that were begun.
+    /// Returns the number of entries so far.
     pub(super) fn made(&self) -> u64 {
         self.made.load(Ordering::Relaxed)
     }
@@ -34,11 +35,11 @@ impl Ring {
         lock(&self.slots[(number % KEPT as u64) as usize])
     }
 
-    /// Keeps `entry`, which has a number of `take`.
+    /// Stores `entry`, whose number is from `take`.
     #[inline(always)]
     pub(super) fn put(&self, entry: Entry) {
         let mut slot = self.slot(entry.number);
-        // A thread that slept for a whole lap must not overwrite what is younger.
+        // A thread that slept for a whole lap must not overwrite a younger entry.
         if slot.number < entry.number {
             *slot = entry;
         }
@@ -52,7 +53,7 @@ impl Ring {
         }
     }
 
-    /// Entries that are kept, oldest first. Calls go on meanwhile.
+    /// Returns the entries that are kept, oldest first. Calls continue meanwhile.
     pub(super) fn copy(&self) -> Vec<Entry> {
         let mut all: Vec<Entry> = (0..KEPT as u64).map(|index| *self.slot(index)).filter(|entry| entry.number != 0).collect();
         all.sort_unstable_by_key(|entry| entry.number);

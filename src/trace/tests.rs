@@ -8,12 +8,12 @@ use crate::messages::MessageSpec;
 use serde_json::Value;
 use std::time::Instant;
 
-/// Journal that nobody else writes to.
+/// Makes a journal that only this test uses.
 fn journal() -> &'static Journal {
     Box::leak(Box::new(Journal::new(false)))
 }
 
-/// Control block of rank 1 of 3.
+/// Makes the control block of rank 1 of 3.
 fn control(name: &str) -> Arc<ControlBlock> {
     let bytes = Layout::new(3).total_bytes();
     let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
@@ -89,7 +89,7 @@ fn all_calls_are_counted_by_operation_and_size() {
         let number = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, sequence, false);
         recorder.end(number, &Ok(()), true, "inline");
     }
-    // As many again are scheduled before the first of them ends: their time is not known, but they are counted.
+    // The same number again is scheduled before the first of them ends: their times are unknown, but they are counted.
     let queued = recorder.schedule(&vec![call(Op::Gather, 1000); KEPT + 5], LIMIT, true, Target::Host, false);
     recorder.start(queued, 1);
     recorder.end(queued, &Ok(()), true, "inline");
@@ -187,7 +187,8 @@ fn groups_that_were_left_are_forgotten_in_their_order() {
     assert_eq!(dump["calls"].as_array().map(Vec::len), Some(65), "those of forgotten groups are not shown");
 }
 
-/// Measures what an entry costs, and prints it. By hand: `cargo test --release --lib -- --ignored --nocapture what_an_entry_costs`.
+/// Measures and prints the cost of an entry. Run by hand: `cargo test --release --lib -- --ignored --nocapture
+/// what_an_entry_costs`.
 #[test]
 #[ignore = "a measurement"]
 fn what_an_entry_costs() {

@@ -1,7 +1,7 @@
-//! Counts of all calls of a process, by operation and size: what `SYMM_STATS` shows at the end of a job.
+//! Counts of all calls of a process, by operation and size, which `SYMM_STATS` shows at the end of a job.
 //!
-//! Sizes are classes of powers of two, so the memory is bounded, however long the job and however many its sizes. Nothing is kept unless
-//! `SYMM_STATS` asks for it.
+//! Size classes are powers of two, so the memory is bounded, however long the job and however many its sizes. Nothing
+//! is counted unless `SYMM_STATS` requests it.
 
 use super::clock::{self, Day};
 use super::entry::{Entry, State, Target, What};
@@ -11,32 +11,32 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Number of operations: the collectives, send and receive.
 const OPS: usize = Op::ALL.len() + 2;
-/// Number of classes of sizes: no byte, and from 1 byte to 2^64.
+/// Number of size classes: 0 bytes, and 1 byte to 2^64.
 const CLASSES: usize = 66;
 
-/// Counts of one operation, size class and kind of device.
+/// Counts of one operation, size class and device type.
 #[derive(Default)]
 struct Cell {
     calls: AtomicU64,
     bytes: AtomicU64,
-    /// Calls whose time is known, and their nanoseconds in all.
+    /// The calls whose time is known, and their total time in nanoseconds.
     timed: AtomicU64,
     spent: AtomicU64,
     longest: AtomicU64,
 }
 
-/// Counts of a process.
+/// The counts of a process.
 pub(super) struct Totals {
     cells: Box<[Cell]>,
     begun: u64,
 }
 
-/// A cell that counted something, as the dump lists it.
+/// A cell with a count above 0, as listed in the dump.
 #[derive(Serialize)]
 struct Line {
     op: &'static str,
     device: &'static str,
-    /// Upper bound of the class.
+    /// Upper bound of the size class.
     size: u64,
     calls: u64,
     bytes: u64,
@@ -45,14 +45,14 @@ struct Line {
     longest_ns: u64,
 }
 
-/// All of it, as the dump has it.
+/// All counts, as in the dump.
 #[derive(Serialize)]
 pub(super) struct Report {
     since_ns: Option<u64>,
     lines: Vec<Line>,
 }
 
-/// The class of a size: 0 for none, and the sizes from 2^(n-2) + 1 to 2^(n-1) are in class n.
+/// Returns the class of a size: 0 for no bytes, and n for sizes from 2^(n-2) + 1 to 2^(n-1).
 fn class(size: u64) -> usize {
     size.checked_sub(1).map_or(0, |below| 1 + (u64::BITS - below.leading_zeros()) as usize)
 }
@@ -66,7 +66,8 @@ impl Totals {
         Self { cells: (0..OPS * CLASSES * 2).map(|_| Cell::default()).collect(), begun: clock::now() }
     }
 
-    /// The cell of `entry`, of a group of `world` ranks, and its size as nccl-tests counts it. Calls inside another one have none.
+    /// Returns the cell of `entry`, of a group of `world` ranks, and its size as nccl-tests counts it; `None` for a
+    /// call inside another.
     fn cell(&self, entry: &Entry, world: usize) -> Option<(&Cell, u64)> {
         let (op, shards) = match entry.what {
             What::Collective { op, .. } => (op as usize, if matches!(op, Op::Gather | Op::Scatter) { world as u64 } else { 1 }),
@@ -78,7 +79,7 @@ impl Totals {
         (!entry.inside).then(|| (&self.cells[(op * CLASSES + class(size)) * 2 + cuda], size))
     }
 
-    /// Counts a call that was made.
+    /// Counts a new call.
     pub(super) fn made(&self, entry: &Entry, world: usize) {
         if let Some((cell, size)) = self.cell(entry, world) {
             cell.calls.fetch_add(1, Ordering::Relaxed);
@@ -86,7 +87,7 @@ impl Totals {
         }
     }
 
-    /// Adds the time of a call that has ended. Calls that failed, and those on a GPU, have none.
+    /// Adds the time of a call that has ended. Failed calls and calls on a GPU have no time.
     pub(super) fn ended(&self, entry: &Entry, world: usize) {
         let known = entry.state == State::Completed && entry.started != 0 && entry.place == Target::Host;
         if let Some((cell, _)) = self.cell(entry, world).filter(|_| known) {
@@ -97,7 +98,7 @@ impl Totals {
         }
     }
 
-    /// Returns the counts so far. Calls go on meanwhile.
+    /// Returns the counts so far. Calls continue meanwhile.
     pub(super) fn report(&self, day: Day) -> Report {
         let line = |(index, cell): (usize, &Cell)| {
             let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
