@@ -1,4 +1,4 @@
-//! Prices of collectives, as C++ sees them.
+//! Prices of collectives, for C++.
 
 use super::ffi::{CostMesh, LocalCost, OpenedCost, Price, TopologyReport};
 use super::guarded;
@@ -11,7 +11,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 
-/// A model, or the reason why there is none.
+/// A model, or the error that prevented one.
 pub struct CostModel(Result<Model>);
 
 pub(super) fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> OpenedCost {

@@ -1,4 +1,4 @@
-//! CUDA calls: what is enqueued, and where.
+//! CUDA calls for C++: which ones are enqueued, and on which streams.
 
 use super::ffi::{CallSpec, Status, Transfer};
 use super::group::{GroupHandle, message, with_calls, with_specs};

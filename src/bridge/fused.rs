@@ -1,4 +1,4 @@
-//! Matrix products fused with collectives: what a call enqueues, and the sum of its parts.
+//! Fused matmuls for C++: the steps that a call enqueues, and the sum of its parts.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::guarded;
@@ -10,11 +10,11 @@ use crate::fused::workspace::{Begun, Memory, Workspace};
 use crate::fused::{self, DeviceModel, Product};
 use ffi::{FusedAction, FusedCall, FusedChannel, FusedStep, FusedStream, ProductSpec, Status, SumSpec};
 
-/// As `bridge::ffi`.
-#[allow(missing_docs, unreachable_pub)] // What cxx generates is public.
+/// Like `bridge::ffi`.
+#[allow(missing_docs, unreachable_pub)] // cxx generates public items.
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {
-    /// What a step does; `fused::schedule::Step` says more.
+    /// The action of a step; see `fused::schedule::Step`.
     #[repr(u8)]
     enum FusedAction {
         Mark = 0,
@@ -45,32 +45,32 @@ pub mod ffi {
         Exit = 3,
     }
 
-    /// `fused::schedule::Step`; what it does not need is 0.
+    /// `fused::schedule::Step`; unused fields are 0.
     struct FusedStep {
         action: FusedAction,
         stream: FusedStream,
         channel: FusedChannel,
-        /// Number of a mark.
+        /// The number of a mark.
         mark: usize,
         /// The rank, or the first of `count`.
         rank: usize,
         count: usize,
     }
 
-    /// What a call has to do: first to make memory, if `make` is not 0, and to ask again; else its steps.
+    /// The next action for a call: if `make` is not 0, make memory and retry the call; otherwise enqueue its steps.
     struct FusedCall {
         status: Status,
-        /// Bytes of memory, to which all ranks come; graphs use what was there before if `keep`.
+        /// Size of the memory to make, together with all ranks; if `keep`, graphs still use the present memory.
         make: usize,
         keep: bool,
-        /// Where its piece of the workspace begins, in bytes.
+        /// Offset of its piece of the workspace in bytes.
         offset: usize,
-        /// From one part to the next.
+        /// Distance between two parts.
         part_bytes: usize,
         steps: Vec<FusedStep>,
     }
 
-    /// A matrix product of which every rank has some rows; the meaning of the fields stands at `fused::Product`.
+    /// A fused matmul whose rows are spread over the ranks; see `fused::Product` for the fields.
     struct ProductSpec {
         /// Number of the CUDA device; the host if negative.
         device: i32,
@@ -82,7 +82,7 @@ pub mod ffi {
         dtype: i32,
     }
 
-    /// `fused::sum_parts::Sum`, and where it is enqueued.
+    /// `fused::sum_parts::Sum`, and where to enqueue it.
     struct SumSpec {
         device: i32,
         stream: usize,
@@ -102,15 +102,15 @@ pub mod ffi {
     extern "Rust" {
         /// `fused::workspace::Workspace`.
         type FusedWorkspace;
-        /// The workspace of a group on a device, without memory.
+        /// Makes the workspace of a group on a device, without memory.
         fn fused_workspace(group: &str, on_host: bool) -> Box<FusedWorkspace>;
-        /// Begins an all-gather and the products of its shards. `capture`: as `capture_of` has it.
+        /// Starts an all-gather and the products of its shards. For `capture`, see `capture_of`.
         fn gather(self: &mut FusedWorkspace, spec: &ProductSpec, own_rows: bool, capture: u64) -> FusedCall;
-        /// Begins a product followed by a reduce-scatter.
+        /// Starts a product followed by a reduce-scatter.
         fn scatter(self: &mut FusedWorkspace, spec: &ProductSpec, capture: u64) -> FusedCall;
-        /// The memory that the last call asked for is there.
+        /// Reports that the memory that the last call requested exists.
         fn made(self: &mut FusedWorkspace);
-        /// The call that was begun last has failed.
+        /// Reports that the call that was started last has failed.
         fn fail(self: &mut FusedWorkspace);
         /// Enqueues the sum of all ranks' parts of a product.
         fn sum_parts(spec: &SumSpec) -> Status;
@@ -120,7 +120,7 @@ pub mod ffi {
 super::outcome::same_codes!(schedule::Stream, FusedStream: Caller, Copying);
 super::outcome::same_codes!(Channel, FusedChannel: Entry, Ready, Part, Exit);
 
-/// Turns of a group, and the memory that was asked for last.
+/// The turns of a group, and the memory that it requested last.
 pub(crate) struct FusedWorkspace {
     group: String,
     turns: Workspace,
@@ -131,7 +131,7 @@ fn fused_workspace(group: &str, on_host: bool) -> Box<FusedWorkspace> {
     Box::new(FusedWorkspace { group: group.into(), turns: Workspace::new(on_host), wanted: None })
 }
 
-/// The product of one rank's rows, and what multiplies it.
+/// Returns the product of one rank's rows, and the model of the device that computes it.
 fn product(spec: &ProductSpec) -> Result<(Product, DeviceModel)> {
     if spec.rank >= spec.size {
         return Err(Error::value(format!("there is no rank {} among {}", spec.rank, spec.size)));
@@ -141,7 +141,7 @@ fn product(spec: &ProductSpec) -> Result<(Product, DeviceModel)> {
     Ok((product, fused::of_device(spec.device, dtype)?))
 }
 
-/// A call of which nothing has been found out yet.
+/// Returns a call without any results yet.
 fn nothing() -> FusedCall {
     let status = Status { kind: super::ffi::Kind::None, message: String::new() };
     FusedCall { status, make: 0, keep: false, offset: 0, part_bytes: 0, steps: Vec::new() }
@@ -173,7 +173,7 @@ impl FusedWorkspace {
         call
     }
 
-    /// Finds the call's turn, and the steps in it; or that memory has to be made before.
+    /// Finds the call's turn and its steps, or the memory that must be made first.
     fn begin(
         &mut self,
         spec: &ProductSpec,
@@ -230,7 +230,7 @@ fn sum_parts(spec: &SumSpec) -> Status {
     guarded(|| {
         let dtype = DType::from_torch(spec.dtype)?;
         let sum = Sum { rank: spec.rank, parts: &spec.parts, to: spec.to, bytes: spec.bytes, dtype, mean: spec.mean };
-        // SAFETY: C++ hands over tensors that it holds, after the steps that order their accesses.
+        // SAFETY: C++ passes tensors that it holds, after the steps that order their accesses.
         unsafe { sum_parts::launch(spec.device, spec.stream, &sum) }
     })
 }

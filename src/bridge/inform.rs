@@ -1,4 +1,4 @@
-//! The log, as C++ sees it: lines of Python in it, and lines of it for Python. The version.
+//! The log for C++ (lines from Python, and lines for Python), and the version.
 
 use super::guarded;
 use crate::config::Config;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 pub(super) fn inform(text: &str) {
     guarded(|| {
-        // The first to ask for the settings starts the log.
+        // The first access to the settings starts the log.
         Config::get();
         log::info!("{text}");
         Ok(())

@@ -1,4 +1,4 @@
-//! Surroundings of the CUDA kernels that only Python knows.
+//! Facts for the CUDA kernels that only Python knows.
 
 use super::ffi::Status;
 use super::guarded;

@@ -1,4 +1,4 @@
-//! Clients for the load generator, as C++ brings them.
+//! Clients from C++ for the load generator.
 
 use super::ffi::{LoadAnswer, StoreHandle};
 use super::guarded;
@@ -6,7 +6,7 @@ use super::torch_store::TorchStore;
 use crate::store::Store;
 use crate::store::load::{Work, drive};
 
-/// Stores of which each is one client.
+/// The stores of the clients, one each.
 pub(super) struct LoadGenerator(Vec<TorchStore>);
 
 pub(super) fn load_generator() -> Box<LoadGenerator> {

@@ -1,4 +1,4 @@
-//! Symmetric memory, as torch's pluggable allocator asks for it.
+//! Symmetric memory for torch's pluggable allocator.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::guarded;
@@ -10,13 +10,14 @@ use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::sync::Mutex;
 
-/// A new segment of at least `bytes` on CUDA device `device`; null if there is none, which torch makes an `OutOfMemoryError` of once it
-/// has given back what it caches. Any thread may call it, also while it holds the lock of torch's allocator.
+/// Allocates a segment of at least `bytes` on CUDA device `device`; null on failure, which torch turns into an
+/// `OutOfMemoryError` after it has freed its caches. Any thread may call this, even while it holds the lock of torch's
+/// allocator.
 #[unsafe(no_mangle)]
 extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *mut c_void {
     let mut address = 0;
     let outcome = guarded(|| {
-        // The host's heap goes by -1, but is none of torch's CUDA pools.
+        // The host's heap has number -1, but does not belong to torch's CUDA pools.
         u32::try_from(device).map_err(|_| Error::value(format!("there is no CUDA device {device}")))?;
         address = symm_mem::allocate(device, bytes)?;
         Ok(())
@@ -24,16 +25,16 @@ extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *
     if outcome.kind != super::ffi::Kind::None {
         log::warn!("{bytes} bytes of symmetric memory on cuda:{device} cannot be had: {}", outcome.message);
     }
-    // The address is the driver's and means nothing to the host.
+    // The address is the driver's and has no meaning on the host.
     std::ptr::without_provenance_mut(address as usize)
 }
 
-/// Gives a segment of `symm_alloc` back; it stays while somebody holds a window on it. A failure is only logged: torch has forgotten the
-/// segment already.
+/// Frees a segment of `symm_alloc`, which stays while a window on it is held. A failure is only logged, because torch
+/// has forgotten the segment already.
 #[unsafe(no_mangle)]
 extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stream: *mut c_void) {
     let address = segment.addr() as u64;
-    // Else the windows that are kept for a later rendezvous would keep it.
+    // Otherwise, windows that are cached for a later rendezvous would keep it.
     super::ffi::forget_windows(segment.addr(), bytes);
     let outcome = guarded(|| symm_mem::release(address));
     if outcome.kind != super::ffi::Kind::None {
@@ -59,8 +60,7 @@ pub(super) fn is_symmetric(address: usize) -> bool {
     answer
 }
 
-/// Answers that are kept: FSDP2 asks before every buffer, and asking the driver takes hold of the device's context: each device is asked
-/// once.
+/// Cached answers, one per device: FSDP2 asks before every buffer, and asking the driver acquires the device's context.
 static SHARES: Mutex<BTreeMap<i32, bool>> = Mutex::new(BTreeMap::new());
 
 pub(super) fn shares(device: i32) -> bool {

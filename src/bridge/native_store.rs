@@ -1,4 +1,4 @@
-//! Stores of this crate, as C++ sees them.
+//! Stores of this crate, for C++.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::ffi::{InterruptHandle, OpenedStore, Piece, Status, StoreAnswer, StoreHandle, StoreOp, TcpSpec};
@@ -23,7 +23,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Values or keys on their way between the languages.
+/// Values or keys that pass between the languages.
 pub struct Pieces(Vec<Bytes>);
 
 pub(super) fn no_pieces() -> Box<Pieces> {
@@ -48,7 +48,7 @@ impl Pieces {
     }
 }
 
-/// A store, or the reason why it was never opened.
+/// A store, or the error that prevented opening it.
 pub struct NativeStore(Result<Arc<dyn Store>>);
 
 pub(super) fn store_memory() -> Box<NativeStore> {
@@ -87,18 +87,18 @@ pub(super) fn store_tcp(spec: &TcpSpec) -> OpenedStore {
     })
 }
 
-/// Handle that knows whether Python has a signal.
+/// The handle that reports pending Python signals.
 struct Signals(cxx::UniquePtr<InterruptHandle>);
 
 // SAFETY: `raised` may be called from any thread.
 unsafe impl Send for Signals {}
-// SAFETY: as above; it changes nothing of the handle's.
+// SAFETY: as above; it does not change the handle.
 unsafe impl Sync for Signals {}
 
 pub(super) fn watch_interrupts(handle: cxx::UniquePtr<InterruptHandle>) {
     let signals = Signals(handle);
     interrupt::ask_with(move || {
-        // The whole value is captured, which is what may be shared.
+        // Captures the whole value, which is `Sync`; a closure would capture only the field.
         let signals = &signals;
         signals.0.as_ref().is_some_and(InterruptHandle::raised)
     });
@@ -172,7 +172,7 @@ fn answer(status: Status, reply: Reply) -> StoreAnswer {
     StoreAnswer { status, number, pieces: Box::new(Pieces(pieces)) }
 }
 
-/// c10d's 0 for "no limit" becomes the longest there is.
+/// Converts c10d's timeout, whose 0 for "no limit" becomes the maximum.
 fn limit(timeout_ms: i64) -> Result<Duration> {
     match u64::try_from(timeout_ms) {
         Ok(0) => Ok(MAX_TIMEOUT),

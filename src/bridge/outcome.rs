@@ -1,4 +1,4 @@
-//! Outcomes on their way between the two languages: no panic and no exception crosses.
+//! Outcomes between the two languages: neither panics nor exceptions cross.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::ffi;
@@ -15,7 +15,8 @@ pub(super) fn guarded(body: impl FnOnce() -> Result<()>) -> ffi::Status {
     status(outcome)
 }
 
-/// Runs `body` with `completion`; if it fails, `completion` gets the error here and the ticket is 0, which is always complete.
+/// Runs `body` with `completion`; on failure, calls `completion` with the error here and returns ticket 0, which is
+/// always complete.
 pub(super) fn started(body: impl FnOnce(Completion) -> Result<u64>, completion: Completion) -> u64 {
     let failed = completion.clone();
     let outcome = catch_unwind(AssertUnwindSafe(|| body(completion))).unwrap_or_else(|panic| Err(Error::panicked("this process", &*panic)));
@@ -36,10 +37,10 @@ pub(super) fn milliseconds(value: i64) -> Option<Duration> {
     u64::try_from(value).ok().filter(|&ms| ms > 0).map(Duration::from_millis)
 }
 
-/// A completion of the C++ side, callable once from any thread.
+/// Wraps a completion of the C++ side, which is called once from any thread.
 pub(super) fn from_cpp(completion: cxx::UniquePtr<ffi::Completion>) -> Completion {
     struct Callback(cxx::UniquePtr<ffi::Completion>);
-    // SAFETY: `Completion::complete` may be called on any thread, as bridge.rs demands of its implementation.
+    // SAFETY: `Completion::complete` may be called on any thread, as bridge.rs requires of its implementation.
     unsafe impl Send for Callback {}
     let callback = Callback(completion);
     Completion::new(move |outcome, source: Option<Rank>| {
@@ -50,11 +51,11 @@ pub(super) fn from_cpp(completion: cxx::UniquePtr<ffi::Completion>) -> Completio
     })
 }
 
-/// Checks, when this is compiled, that the enum `$own` and the one that the bridge shares for it have the same codes.
+/// Checks at compile time that the enum `$own` and its shared enum of the bridge have the same codes.
 macro_rules! same_codes {
     ($own:ty, $shared:ty: $($name:ident),* $(,)?) => {
         $(const _: () = assert!(<$shared>::$name.repr == <$own>::$name as u8);)*
-        // What is new must be named here and in the bridge.
+        // A new variant must be added here and in the bridge.
         const _: () = assert!(<$own>::ALL.len() == [$(<$own>::$name),*].len());
     };
 }

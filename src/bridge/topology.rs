@@ -1,4 +1,4 @@
-//! Topology of the GPUs, as C++ sees it.
+//! The topology of the GPUs, for C++.
 
 use super::ffi::{LinkMatrix, TopologyReport};
 use super::guarded;

@@ -11,18 +11,18 @@ use crate::sys::interrupt::Interrupts;
 use bytes::Bytes;
 use std::time::{Duration, Instant};
 
-/// Time by which a store may say too early that the time has passed: stores count in milliseconds, some by clocks of their own.
+/// How much too early a store may report a timeout: stores count in milliseconds, some with their own clocks.
 const EARLY: Duration = Duration::from_millis(50);
 
-/// The longest pause between two looks at a queue.
+/// Maximum pause between two polls of a queue.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// A `c10d::Store`, of torch or of a user. A call without a limit is bounded by the store's own timeout.
+/// A `c10d::Store` of torch or of a user. A call without a limit is limited by the store's own timeout.
 ///
-/// Within a limit, `get` and `multi_get` are `wait` and then the operation: if another user deletes a key between the two, they
-/// wait once more, for the store's own timeout. c10d has no `get` with a limit, and setting the store's timeout for the
-/// moment would set it for its other threads. What `set` promises is as good as the store: torch's TCPStore sends without waiting
-/// for a reply, so that other users may see the change a little later.
+/// With a limit, `get` and `multi_get` are `wait` and then the operation: if another user deletes a key in between,
+/// they wait once more, for the store's own timeout. c10d has no `get` with a limit, and changing the store's timeout
+/// temporarily would affect its other threads. The guarantee of `set` depends on the store: torch's TCPStore sends
+/// without waiting for a reply, so other users may see the change a little later.
 pub(super) struct TorchStore(cxx::UniquePtr<StoreHandle>);
 
 // SAFETY: a c10d::Store may be used from any thread.
@@ -33,7 +33,7 @@ unsafe impl Sync for TorchStore {}
 impl Store for TorchStore {
     fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
         request.check()?;
-        // For stores of ours behind c10d's interface, which takes no limit.
+        // For stores of this crate behind c10d's interface, which takes no limit.
         let _within = Within::limit(limit);
         match request.op {
             Op::Wait => self.wait(request, limit),
@@ -74,7 +74,7 @@ impl TorchStore {
         Self(store)
     }
 
-    /// Name of the store in errors.
+    /// Returns the name of the store in errors.
     pub(super) fn name(&self) -> Result<String> {
         Ok(self.handle()?.name())
     }
@@ -83,7 +83,7 @@ impl TorchStore {
         self.0.as_ref().ok_or_else(|| Error::config("the store is missing"))
     }
 
-    /// The store's own timeout, in this crate's terms.
+    /// Returns the store's own timeout, in this crate's terms.
     fn own_limit(&self) -> Result<Duration> {
         Ok(match u64::try_from(self.handle()?.timeout_ms()) {
             Ok(ms) if ms > 0 => Duration::from_millis(ms).min(MAX_TIMEOUT),
@@ -98,7 +98,7 @@ impl TorchStore {
         let op = StoreOp { repr: request.op as u8 };
         let answer = self.handle()?.call(op, &keys, &values, request.amount, timeout_ms);
         if answer.status.kind != ffi::Kind::None {
-            // c10d's name for a timeout covers other failures too, and what does not wait has no timeout.
+            // c10d's timeout error covers other failures, too, and an operation that does not wait has no timeout.
             let late = request.op.waits() || Within::left().is_some_and(|left| left.is_zero());
             let kind = Kind::from_code(answer.status.kind.repr).filter(|&kind| kind != Kind::Timeout || late);
             let kind = kind.unwrap_or(Kind::Config);
@@ -125,7 +125,7 @@ impl TorchStore {
         self.direct(&wait, timeout).or_else(|error| self.explain(request, limit, started, error).map(|()| Reply::Unit))
     }
 
-    /// The values of the keys of `request`.
+    /// Returns the values of the keys of `request`.
     fn fetch(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
         let started = Instant::now();
         let fetch = || {
@@ -139,14 +139,14 @@ impl TorchStore {
             request.keys.iter().map(one).collect::<Result<_>>().map(Reply::Values)
         };
         fetch().or_else(|error| {
-            // Nothing is missing if the keys came at the last moment: they are there now.
+            // No key is missing if they were set at the last moment; then they exist now.
             self.explain(request, limit.map_or_else(|| self.own_limit(), Ok)?, started, error)?;
             fetch()
         })
     }
 
-    /// Takes the first value of a queue by looking again and again. c10d's blocking pop knows no limit but the store's own, fails
-    /// where another thread was faster, and in a TCPStore holds the lock behind which this object's pushes wait.
+    /// Takes the first value of a queue by polling. c10d's blocking pop knows only the store's own timeout, fails if
+    /// another thread was faster, and in a TCPStore holds the lock that this object's pushes need.
     fn pop(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
         let limit = limit.map_or_else(|| self.own_limit(), |limit| Ok(limit.min(MAX_TIMEOUT)))?;
         let started = Instant::now();
@@ -167,8 +167,9 @@ impl TorchStore {
         }
     }
 
-    /// Meaning of `error` of a waiting call that began at `started`: `Timeout` naming the missing keys if its time has passed, success if
-    /// none is missing any more, else itself. Stores have exceptions of their own for a timeout; the clock tells it from a failure.
+    /// Interprets the `error` of a waiting call that began at `started`: `Timeout` with the missing keys if its time
+    /// has passed, success if no key is missing any more, otherwise the error itself. Stores have their own exceptions
+    /// for a timeout, so the clock distinguishes it from a failure.
     fn explain(&self, request: &Request<'_>, limit: Duration, started: Instant, error: Error) -> Result<()> {
         if error.kind != Kind::Timeout && started.elapsed() + EARLY < limit {
             return Err(error);

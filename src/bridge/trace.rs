@@ -1,4 +1,4 @@
-//! The flight recorder, as C++ sees it.
+//! The flight recorder, for C++.
 
 use super::ffi::TopologyReport;
 use super::guarded;

@@ -1,4 +1,4 @@
-//! Symmetric memory that programs use themselves: allocations, windows, signals.
+//! Symmetric memory for programs: allocations, windows, signals.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::ffi::{self, OpenedWindow, Status};
@@ -11,7 +11,7 @@ use crate::window::SymmetricWindow;
 use crate::window::allocations;
 use crate::window::operators::{self, exchanges::RowExchange};
 
-/// A window, or the reason why it never came to be.
+/// A window, or the error that prevented it.
 pub struct WindowHandle(Result<SymmetricWindow>);
 
 impl GroupHandle {
@@ -47,7 +47,7 @@ impl WindowHandle {
         self.0.as_ref().map_err(Clone::clone)
     }
 
-    /// Runs `body` on the window, if there is one. A panic fails its group on all ranks.
+    /// Runs `body` on the window, if it exists. A panic fails its group on all ranks.
     fn with<T>(&self, body: impl FnOnce(&SymmetricWindow) -> Result<T>) -> Result<T> {
         let window = self.window()?;
         window.contain(|| body(window))
