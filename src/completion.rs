@@ -1,4 +1,4 @@
-//! Completion: the receiver of an asynchronous call's outcome.
+//! Receivers of the outcome of an asynchronous call.
 
 use crate::error::Result;
 use crate::lock::lock;
@@ -7,17 +7,17 @@ use std::sync::{Arc, Mutex};
 
 type Callback = Box<dyn FnOnce(Result<()>, Option<Rank>) + Send>;
 
-/// Sees outcomes before those do whom they are for.
+/// Sees an outcome before the caller does.
 pub trait Observer: Send + Sync {
-    /// The call that the observer knows as `number` has ended.
+    /// Reports that the call known as `number` has ended.
     fn ended(&self, number: u64, outcome: &Result<()>, source: Option<Rank>);
 }
 
-/// Receiver of the outcome of an asynchronous call. Clones share the one callback; the first call wins.
+/// The receiver of the outcome of an asynchronous call. Clones share one callback; the first call wins.
 #[derive(Clone)]
 pub struct Completion {
     callback: Arc<Mutex<Option<Callback>>>,
-    /// Observer beside the callback, not around it: wrapping would allocate for every call.
+    /// Separate from the callback, because wrapping the callback would allocate for every call.
     observer: Option<(Arc<dyn Observer>, u64)>,
 }
 
@@ -32,7 +32,7 @@ impl Completion {
         Self { observer: Some((observer, number)), ..self }
     }
 
-    /// Delivers the outcome; without effect after the first time.
+    /// Delivers the outcome; has no effect after the first time.
     pub fn call(&self, outcome: Result<()>, source: Option<Rank>) {
         let callback = lock(&self.callback).take();
         if let Some(callback) = callback {
@@ -44,20 +44,21 @@ impl Completion {
     }
 }
 
-/// End of a transfer, whose completion is still to be called.
+/// A transfer that has ended, whose completion is still to be called.
 pub struct Finished {
-    /// Ticket by which its caller waits.
+    /// The ticket with which its caller waits.
     pub ticket: u64,
-    /// Receiver of the outcome.
+    /// The receiver of the outcome.
     pub completion: Completion,
     /// How it has ended.
     pub outcome: Result<()>,
-    /// Rank that sent, if a receive has succeeded.
+    /// The rank that sent, if a receive has succeeded.
     pub source: Option<Rank>,
 }
 
 impl Finished {
-    /// Calls the completions of `all`, in order; returns their tickets. No lock may be held that a completion might want.
+    /// Calls the completions of `all` in order, and returns their tickets. The caller must not hold a lock that a
+    /// completion may take.
     pub fn complete(all: Vec<Self>) -> Vec<u64> {
         let call = |Self { ticket, completion, outcome, source }| {
             completion.call(outcome, source);

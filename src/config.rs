@@ -1,4 +1,5 @@
-//! Configuration from the environment. The only reader of `std::env`; read once by each process, printed once at INFO.
+//! Configuration from the environment. The only reader of `std::env`; each process reads it once and logs it once at
+//! INFO.
 
 use crate::sys::fork::PerProcess;
 use crate::sys::logging;
@@ -6,43 +7,43 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// Folder in which compiled kernels are kept.
+/// The directory for compiled kernels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheDir {
-    /// No folder, as the user wishes.
+    /// Disabled by the user.
     Off,
-    /// No folder, since the environment names none of the user's.
+    /// The environment does not name a directory of the user.
     Unknown,
-    /// Folder with this path, which need not exist yet.
+    /// The directory at this path, which need not exist yet.
     At(PathBuf),
 }
 
-/// Profile of measured times that counts.
+/// The profile of measured times to use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ProfileChoice {
-    /// No profile, as the user wishes.
+    /// Disabled by the user.
     Off,
-    /// The one for this hardware, of the user's cache or the package.
+    /// The profile for this hardware, from the user's cache or the package.
     Search,
-    /// Profile in this file.
+    /// The profile in this file.
     At(PathBuf),
 }
 
-/// What connects the hosts of a group.
+/// How the nodes of a group are connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostsChoice {
-    /// Nothing: a group on several hosts is refused.
+    /// Not at all: a multi-node group is rejected.
     Refuse,
-    /// Backends of torch.
+    /// By backends of torch.
     Engines(Engines),
 }
 
-/// Names of the backends of torch that connect hosts.
+/// Names of the torch backends that connect nodes.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Engines {
-    /// That of CPU tensors.
+    /// The backend for CPU tensors.
     pub cpu: String,
-    /// That of CUDA tensors; empty: these are refused.
+    /// The backend for CUDA tensors; empty rejects them.
     pub cuda: String,
 }
 
@@ -54,7 +55,7 @@ impl fmt::Display for Engines {
 }
 
 impl HostsChoice {
-    /// The choice with this name, which is none of torch's; `auto` is what suits the tensors.
+    /// Returns the choice with this name, if it is not a backend of torch; `auto` depends on the tensors.
     pub fn named(name: &str) -> Option<Self> {
         let engines = |cuda: &str| Some(Self::Engines(Engines { cpu: "gloo".into(), cuda: cuda.into() }));
         match name {
@@ -71,61 +72,64 @@ impl HostsChoice {
 pub struct Config {
     /// `SYMM_LOG`: `off`, `error`, `warn` (the default), `info`, `debug` or `trace`, or an `env_logger` filter.
     pub log: String,
-    /// `TORCHELASTIC_RESTART_COUNT`: keeps the keys of one attempt of a job apart from those of the next. Default `"0"`.
+    /// `TORCHELASTIC_RESTART_COUNT`: separates the store keys of a job's attempts. Default `"0"`.
     pub restart: String,
-    /// `SYMM_SPIN`: how often a waiting thread looks before it sleeps; absent: chosen from the number of cores.
+    /// `SYMM_SPIN`: spin iterations of a waiting thread before it sleeps; absent: chosen from the number of cores.
     pub spin: Option<u32>,
-    /// `SYMM_CPU_THREADS`: threads that copy and reduce long calls of CPU tensors in one rank; absent: cores for each rank, at most 4.
+    /// `SYMM_CPU_THREADS`: threads of a rank that copy and reduce long CPU calls; absent: cores per rank, at most 4.
     pub cpu_threads: Option<usize>,
-    /// `SYMM_CMA`: `0` forbids reading peers' memory by `process_vm_readv`. Default on.
+    /// `SYMM_CMA`: `0` forbids reading peers' memory with `process_vm_readv`. Default on.
     pub cma: bool,
-    /// `SYMM_WORKSPACE_MB`: MiB of GPU memory for the first groups of a process, each; further ones get less. Default 512.
+    /// `SYMM_WORKSPACE_MB`: MiB of GPU memory for each of a process's first groups; later ones get less. Default 512.
     pub workspace_mb: usize,
-    /// `SYMM_P2P`: `0` keeps GPUs from mapping each other's memory: they exchange through the host's. Default on.
+    /// `SYMM_P2P`: `0` prevents GPUs from mapping each other's memory; they use host memory instead. Default on.
     pub p2p: bool,
-    /// `SYMM_SHARED_GPUS`: `1` lets ranks of a group use one GPU, for tests: their kernels take turns, some milliseconds each. Default off.
+    /// `SYMM_SHARED_GPUS`: `1` lets ranks share a GPU, for tests; their kernels take turns of some ms. Default off.
     pub shared_gpus: bool,
-    /// `SYMM_CUDA_TUNING`: where one algorithm ends and the next begins (`coll::cuda::plan::Tuning`), the same on all ranks.
+    /// `SYMM_CUDA_TUNING`: thresholds between algorithms (`coll::cuda::plan::Tuning`), the same on all ranks.
     pub cuda_tuning: String,
-    /// `SYMM_PROFILE`: a file of `python -m torch_symm tune`, or `0` for none; absent: searched for (`docs/design/cost-model.md`).
+    /// `SYMM_PROFILE`: a file of `python -m torch_symm tune`, or `0` to disable; absent: searched for
+    /// (`docs/design/cost-model.md`).
     pub profile: ProfileChoice,
-    /// `SYMM_STORE_BYTES`: how much a store's server holds, in bytes; absent: 256 MiB.
+    /// `SYMM_STORE_BYTES`: maximum size of a store server's contents in bytes; absent: 256 MiB.
     pub store_bytes: Option<usize>,
-    /// `SYMM_NVRTC`: NVIDIA's run-time compiler, or the folder it lies in; absent: searched for.
+    /// `SYMM_NVRTC`: NVIDIA's run-time compiler, or its directory; absent: searched for.
     pub nvrtc: Option<PathBuf>,
-    /// `SYMM_CACHE_DIR`: an absolute path, or `0` for no cache; absent: `$XDG_CACHE_HOME/torch_symm`, else `$HOME/.cache/torch_symm`.
+    /// `SYMM_CACHE_DIR`: an absolute path, or `0` for no cache; absent: `$XDG_CACHE_HOME/torch_symm`, or
+    /// `$HOME/.cache/torch_symm` if that is unset.
     pub cache_dir: CacheDir,
-    /// `SYMM_TOPOLOGY_FILE`: a JSON file that says how GPUs are connected, in place of NVML (`docs/design/topology.md`). Default: none.
+    /// `SYMM_TOPOLOGY_FILE`: a JSON file that describes how GPUs are connected, in place of NVML
+    /// (`docs/design/topology.md`). Default: none.
     pub topology_file: Option<String>,
-    /// `SYMM_BLOCKING_WAIT`: `1` makes `Work.wait()` of a CUDA call block the host until the call has ended, and raise its failure.
-    /// Default off.
+    /// `SYMM_BLOCKING_WAIT`: `1` makes `Work.wait()` of a CUDA call block the host until the call has ended, and raise
+    /// its failure. Default off.
     pub blocking_wait: bool,
-    /// `SYMM_DEBUG`: words separated by commas. `site`: ranks also compare from which line of the program each collective is called.
+    /// `SYMM_DEBUG`: comma-separated words. `site`: ranks also compare the program line that makes each collective.
     pub debug_call_site: bool,
-    /// `SYMM_HOSTS`: `refuse`, `gloo`, `nccl`, `auto` (the default) or backends of torch: what connects the hosts of a group whose options do
-    /// not say; the same on all ranks.
+    /// `SYMM_HOSTS`: `refuse`, `gloo`, `nccl`, `auto` (the default) or backends of torch, which connect the nodes of a
+    /// group whose options do not say; the same on all ranks.
     pub hosts: String,
-    /// `SYMM_REPLACES`: `gloo`: groups of Gloo are symm's for CPU tensors. Python acts on it, before this is read; `python/torch_symm/_replace.py`.
-    /// Default: empty, none.
+    /// `SYMM_REPLACES`: `gloo` makes symm serve the CPU tensors of Gloo groups. Python evaluates it before this is
+    /// read; see `python/torch_symm/_replace.py`. Default: empty.
     pub replaces: String,
-    /// `GLOO_SOCKET_IFNAME`, Gloo's own: interfaces of the network between hosts, which commas part; absent: that of the host's name.
+    /// `GLOO_SOCKET_IFNAME`, Gloo's variable: comma-separated interfaces of the network between nodes; absent: the
+    /// interface of the host name's address.
     pub gloo_interface: Option<String>,
-    /// `RANK`, torchrun's own: the rank that lines of the log name; absent: they name the process.
+    /// `RANK`, torchrun's variable: the rank in log lines; absent: they name the process.
     pub rank: Option<u32>,
-    /// `SYMM_STATS`: seconds between two tables of statistics; 0: none. Default: 0.
+    /// `SYMM_STATS`: seconds between two tables of statistics; 0, the default, disables them.
     pub stats_seconds: u64,
-    /// `SYMM_TEST_HOST`, for tests alone: ranks of one host for which it differs take each other to be on other hosts. Default: empty.
+    /// `SYMM_TEST_HOST`, for tests: ranks with different values take each other to be on other nodes. Default: empty.
     pub test_host: String,
-    /// `SYMM_TRACE_DIR`: an absolute path, where dumps of the flight recorder go (`docs/guide/trace.md`); absent: a folder of the user's in
-    /// `temporary`.
+    /// `SYMM_TRACE_DIR`: directory for dumps (`docs/guide/trace.md`), absolute; absent: the user's in `temporary`.
     pub trace_dir: Option<PathBuf>,
-    /// `TMPDIR`, else `/tmp`.
+    /// `TMPDIR`, or `/tmp` if that is unset.
     pub temporary: PathBuf,
-    /// `TORCH_GLOO_LAZY_INIT`, torch's own: Gloo connects two ranks when they first have something for each other.
+    /// `TORCH_GLOO_LAZY_INIT`, torch's variable: Gloo connects two ranks when they first exchange data.
     pub gloo_lazy: bool,
 }
 
-/// Settings of the environment whose names begin with `SYMM_`.
+/// The environment variables that start with `SYMM_` and are settings.
 const NAMES: [&str; 20] = [
     "SYMM_BLOCKING_WAIT",
     "SYMM_CACHE_DIR",
@@ -149,13 +153,13 @@ const NAMES: [&str; 20] = [
     "SYMM_WORKSPACE_MB",
 ];
 
-/// Variables that begin alike and are not settings of a running program: the build's, and those of tests and examples.
+/// Variables with the same prefix that configure the build, the tests and the examples instead.
 const OTHERS: [&str; 4] = ["SYMM_PYTHON", "SYMM_RUST_ALONE", "SYMM_TEST_", "SYMM_RANDOM_"];
 
-/// A sentence for a variable that looks like a setting and is none.
+/// Returns a complaint about a variable that looks like a setting but is not one.
 fn misspelt(name: &str) -> Option<String> {
     let looks = name.starts_with("SYMM_") && !NAMES.contains(&name) && !OTHERS.iter().any(|other| name.starts_with(other));
-    // The variable that holds a store's secret is named by the user.
+    // The user chooses the name of the variable that holds a store's secret.
     (looks && !name.contains("SECRET")).then(|| {
         let nearest = NAMES.iter().map(|known| (edits(name, known), known)).min();
         match nearest {
@@ -165,7 +169,7 @@ fn misspelt(name: &str) -> Option<String> {
     })
 }
 
-/// Letters to add, drop or replace between two names (Levenshtein's distance).
+/// Returns the Levenshtein distance of two names.
 fn edits(a: &str, b: &str) -> usize {
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.bytes().enumerate() {
@@ -178,7 +182,7 @@ fn edits(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-/// The first word of a filter for `env_logger` that is neither a level nor names a module of this crate.
+/// Returns the first word of an `env_logger` filter that is neither a level nor the name of a module of this crate.
 fn unknown_level(filter: &str) -> Option<&str> {
     let directives = filter.split('/').next().unwrap_or_default().split(',').map(str::trim).filter(|word| !word.is_empty());
     directives.into_iter().find(|directive| match directive.split_once('=') {
@@ -187,7 +191,7 @@ fn unknown_level(filter: &str) -> Option<&str> {
     })
 }
 
-/// Names the settings that `lookup` finds and that no complaint is about, as a sentence.
+/// Lists the settings that `lookup` finds, except those with complaints, as a sentence.
 fn in_force(lookup: impl Fn(&str) -> Option<String>, complaints: &[String]) -> String {
     let ignored = |name: &str| complaints.iter().any(|complaint| complaint.starts_with(name));
     let shown = |name: &&str| Some(format!("{name}={}", lookup(name).filter(|value| !value.trim().is_empty())?.trim()));
@@ -199,7 +203,7 @@ fn in_force(lookup: impl Fn(&str) -> Option<String>, complaints: &[String]) -> S
 }
 
 impl Config {
-    /// The settings found by `lookup`, and a sentence for each value that could not be used.
+    /// Parses the settings that `lookup` finds, and returns a complaint for each unusable value.
     fn parse(lookup: impl Fn(&str) -> Option<String>) -> (Self, Vec<String>) {
         let set = |name: &str| lookup(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty());
         let mut complaints = Vec::new();
@@ -234,7 +238,7 @@ impl Config {
         };
         let (cma, p2p) = (switch("SYMM_CMA", true), switch("SYMM_P2P", true));
         let (blocking_wait, shared_gpus) = (switch("SYMM_BLOCKING_WAIT", false), switch("SYMM_SHARED_GPUS", false));
-        // The rules for XDG's variables say to ignore a relative path.
+        // The XDG specification says to ignore a relative path.
         let absolute = |name: &str| set(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let usual = || absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
         let usual = || usual().map_or(CacheDir::Unknown, |caches| CacheDir::At(caches.join("torch_symm")));
@@ -302,7 +306,7 @@ impl Config {
         (config, complaints)
     }
 
-    /// The settings of this process: read at the first call, which also starts logging. A forked child reads its own.
+    /// Returns the settings of this process. The first call also starts logging. A forked child reads its own.
     pub fn get() -> &'static Self {
         static CONFIG: PerProcess<OnceLock<Config>> = PerProcess::new(OnceLock::new);
         CONFIG.get().get_or_init(|| {

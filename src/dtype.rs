@@ -1,4 +1,4 @@
-//! Element types and reduce operations: one table each, everything else is derived from it.
+//! Element types and reduce operations. Each has one table, from which everything else is derived.
 
 use crate::error::{Error, Result};
 
@@ -13,17 +13,17 @@ macro_rules! dtypes {
             /// Every element type, in table order.
             pub const ALL: &[DType] = &[$(DType::$name),*];
 
-            /// Bytes of one element.
+            /// Returns the size of one element in bytes.
             pub const fn size(self) -> usize {
                 match self { $(DType::$name => $size),* }
             }
 
-            /// The name torch prints after `torch.`.
+            /// Returns the name that torch prints after `torch.`.
             pub const fn name(self) -> &'static str {
                 match self { $(DType::$name => $label),* }
             }
 
-            /// The type with this `c10::ScalarType` code.
+            /// Returns the type with this `c10::ScalarType` code.
             pub fn from_torch(code: i32) -> Result<Self> {
                 match code {
                     $($torch => Ok(DType::$name),)*
@@ -59,14 +59,14 @@ dtypes! {
     U64, "uint64", 8, 29;
 }
 
-/// torch's code of pairs of [`DType::F16`], complex32.
+/// torch's code of complex32, pairs of [`DType::F16`].
 const COMPLEX32: i32 = 8;
-/// torch's code of pairs of [`DType::BF16`], bcomplex32.
+/// torch's code of bcomplex32, pairs of [`DType::BF16`].
 const BCOMPLEX32: i32 = 46;
 
 impl DType {
-    /// What elements of the type with this `c10::ScalarType` code are to a call that only copies them: where the table
-    /// lacks the type but elements are whole bytes, those bytes.
+    /// Returns how a call that only copies treats the `c10::ScalarType` code: a type that the table lacks is copied as
+    /// bytes, if its elements are whole bytes.
     pub fn copied(code: i32) -> Result<Self> {
         match code {
             COMPLEX32 => Ok(DType::F16),
@@ -77,8 +77,8 @@ impl DType {
         }
     }
 
-    /// What elements of the type with this code are to a call that combines them: complex numbers that the table lacks
-    /// are sums of their parts.
+    /// Returns how a call that reduces treats the code: complex numbers that the table lacks are reduced by their
+    /// parts.
     pub fn combined(code: i32, op: ReduceOp) -> Result<Self> {
         let (parts, name) = match code {
             COMPLEX32 => (DType::F16, "complex32"),
@@ -101,7 +101,7 @@ impl DType {
 
 macro_rules! reduce_ops {
     ($($name:ident, $label:literal, $torch:literal;)*) => {
-        /// Operation by which elements of different ranks become one.
+        /// The operation that combines elements of different ranks.
         #[repr(u8)]
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum ReduceOp { $(#[doc = $label] $name = $torch),* }
@@ -110,12 +110,12 @@ macro_rules! reduce_ops {
             /// Every operation, in table order.
             pub const ALL: &[ReduceOp] = &[$(ReduceOp::$name),*];
 
-            /// The name torch prints after `ReduceOp.`.
+            /// Returns the name that torch prints after `ReduceOp.`.
             pub const fn name(self) -> &'static str {
                 match self { $(ReduceOp::$name => $label),* }
             }
 
-            /// The operation with this `c10d::ReduceOp::RedOpType` code.
+            /// Returns the operation with this `c10d::ReduceOp::RedOpType` code.
             pub fn from_torch(code: u8) -> Result<Self> {
                 match code {
                     $($torch => Ok(ReduceOp::$name),)*

@@ -1,10 +1,10 @@
 //! The one error type. Its kind decides which Python exception a caller sees.
 
-/// Kind of error, in the terms in which a user reacts to it.
+/// The kind of an error, by how a user reacts to it.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A member died, left or aborted: `SymmPeerError`.
+    /// A member exited, left or aborted: `SymmPeerError`.
     Peer = 1,
     /// A deadline passed: `SymmTimeout`.
     Timeout = 2,
@@ -12,19 +12,19 @@ pub enum Kind {
     Mismatch = 3,
     /// The group could not be formed here: `SymmConfigError`.
     Config = 4,
-    /// Abort by this rank's own `abort()`: `SymmAborted`.
+    /// This rank's own `abort()` ended the call: `SymmAborted`.
     Aborted = 5,
     /// A bad argument value: `ValueError`.
     Value = 6,
     /// A bad argument type: `TypeError`.
     Type = 7,
-    /// Not offered for these arguments: `NotImplementedError`.
+    /// Not supported for these arguments: `NotImplementedError`.
     NotImplemented = 8,
-    /// `Work.wait(timeout)` passed while the call itself goes on: `SymmTimeout`, the group lives.
+    /// `Work.wait(timeout)` timed out while the call itself continues: `SymmTimeout`, and the group stays usable.
     WaitTimeout = 9,
     /// A fault of this library or of the system: `DistBackendError`.
     Internal = 10,
-    /// A store cannot be reached, or not any more: `DistNetworkError`.
+    /// A store cannot be reached, or no longer: `DistNetworkError`.
     Network = 11,
     /// A queue of a store is empty: `QueueEmptyError`.
     QueueEmpty = 12,
@@ -47,7 +47,7 @@ impl Kind {
         Kind::QueueEmpty,
     ];
 
-    /// The kind with this code, as it travels through shared memory and the bridge.
+    /// Returns the kind with this code, which is used in shared memory and the bridge.
     pub fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| *kind as u8 == code)
     }
@@ -57,9 +57,9 @@ impl Kind {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
-    /// Kind of the error, which decides the exception that it becomes.
+    /// The kind of the error, which decides which exception it becomes.
     pub kind: Kind,
-    /// Sentence that says what happened, to whom, after how long.
+    /// The message: what happened to which rank, and after how long.
     pub message: String,
 }
 
@@ -95,12 +95,12 @@ constructors! {
 }
 
 impl Error {
-    /// A failed system call: what was attempted, then the system's reason.
+    /// Makes the error of a failed system call: the attempted action, then the system's reason.
     pub fn os(what: &str, errno: rustix::io::Errno) -> Self {
         Self::internal(format!("{what}: {errno}"))
     }
 
-    /// Error that `who` makes of a panic that was caught.
+    /// Makes the error that `who` reports after a caught panic.
     pub fn panicked(who: &str, panic: &(dyn std::any::Any + Send)) -> Self {
         let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
         Self::internal(format!("{who}: a bug in torch-symm: panic: {}", text.unwrap_or("no message")))

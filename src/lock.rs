@@ -1,6 +1,7 @@
-//! Locks that another thread's panic does not close.
+//! Locks that stay usable after another thread's panic.
 //!
-//! A holder of a lock of this crate does not panic between two changes, or its panic fails the group that owns the value.
+//! A holder of a lock of this crate does not panic between two changes, or its panic fails the group that owns the
+//! value.
 
 use std::sync::{LockResult, Mutex, MutexGuard, PoisonError};
 
@@ -9,7 +10,7 @@ pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     unpoisoned(mutex.lock())
 }
 
-/// Returns what the operation of a lock or a condition variable yielded, even if a holder panicked.
+/// Returns the result of a lock or condition variable operation, even if a holder panicked.
 pub fn unpoisoned<T>(outcome: LockResult<T>) -> T {
     outcome.unwrap_or_else(PoisonError::into_inner)
 }

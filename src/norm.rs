@@ -1,29 +1,29 @@
-//! What an all-reduce with residual and RMSNorm does with rows.
+//! The row operation of an all-reduce with residual and RMSNorm.
 
 use crate::dtype::DType;
 
-/// Most elements of a row.
+/// Maximum number of elements of a row.
 pub const MAX_HIDDEN: usize = 16384;
-/// Number that a row's elements are a multiple of: a group of squares that are added up first.
+/// A row's number of elements must be a multiple of this: squares are first summed in groups of this size.
 pub const GROUP: usize = 8;
 
-/// Type in which normed rows are returned.
+/// The type of the returned normed rows.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Normed {
-    /// That of the input.
+    /// The type of the input.
     Same = 0,
-    /// float8_e4m3fn, divided by one scale that the caller gives.
+    /// float8_e4m3fn, divided by one scale from the caller.
     Static = 1,
-    /// float8_e4m3fn, divided by a scale of each row, which is returned.
+    /// float8_e4m3fn, divided by a scale per row, which is returned.
     Dynamic = 2,
 }
 
 impl Normed {
-    /// Every one, by its code.
+    /// All values, in the order of their codes.
     pub(crate) const ALL: [Self; 3] = [Self::Same, Self::Static, Self::Dynamic];
 
-    /// Words behind a call's name in messages.
+    /// Returns the words that follow a call's name in messages.
     pub(crate) const fn words(self) -> &'static str {
         match self {
             Self::Same => "",
@@ -33,33 +33,33 @@ impl Normed {
     }
 }
 
-/// Norm of a call's rows.
+/// The norm of a call's rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Norm {
-    /// Type of input, residual, weight and the sum.
+    /// The type of input, residual, weight and the sum.
     pub dtype: DType,
-    /// Elements of a row.
+    /// Number of elements of a row.
     pub hidden: usize,
     /// Number of rows.
     pub rows: usize,
-    /// Number added to the mean of the squares.
+    /// The number added to the mean of the squares.
     pub eps: f32,
-    /// Type of the normed rows.
+    /// The type of the normed rows.
     pub normed: Normed,
 }
 
 impl Norm {
-    /// Bytes of a row of the input.
+    /// Returns the size of a row of the input.
     pub fn row_bytes(&self) -> usize {
         self.hidden * self.dtype.size()
     }
 
-    /// Bytes of a normed row.
+    /// Returns the size of a normed row.
     pub fn normed_bytes(&self) -> usize {
         if self.normed == Normed::Same { self.row_bytes() } else { self.hidden }
     }
 
-    /// Bytes of the scale of a row, where one is returned.
+    /// Returns the size of the scale of a row, if one is returned.
     pub fn scale_bytes(&self) -> usize {
         if self.normed == Normed::Dynamic { size_of::<f32>() } else { 0 }
     }

@@ -1,10 +1,10 @@
 //! The collectives.
 
-/// A collective of c10d, reduced to its data movement, or one that computes on what it has moved.
+/// A collective of c10d, reduced to its data movement, or one that also computes on the moved data.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Op {
-    /// Everybody arrives; no data.
+    /// Every rank arrives; no data moves.
     Barrier = 0,
     /// The root's input reaches every output.
     Broadcast = 1,
@@ -41,15 +41,15 @@ impl Op {
         Op::AllReduceAddRmsNorm,
     ];
 
-    /// Collectives of c10d: those that only move or combine elements.
+    /// The collectives of c10d, which only move or combine elements.
     pub const C10D: &[Op] = Self::ALL.split_at(9).0;
 
-    /// The collective with this code, as it crosses the bridge and shared memory.
+    /// Returns the collective with this code, which is used in the bridge and shared memory.
     pub fn from_code(code: u8) -> Option<Self> {
         Self::ALL.get(usize::from(code)).copied()
     }
 
-    /// The name in error messages and traces: torch's function name.
+    /// Returns torch's function name, for error messages and traces.
     pub const fn name(self) -> &'static str {
         match self {
             Op::Barrier => "barrier",
@@ -65,12 +65,12 @@ impl Op {
         }
     }
 
-    /// Whether the collective combines elements by an operation that the caller chooses.
+    /// Returns true if the collective combines elements with an operation that the caller chooses.
     pub const fn reduces(self) -> bool {
         matches!(self, Op::AllReduce | Op::Reduce | Op::ReduceScatter)
     }
 
-    /// Whether one rank is distinguished.
+    /// Returns true if the collective has a root.
     pub const fn rooted(self) -> bool {
         matches!(self, Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter)
     }

@@ -1,11 +1,11 @@
-//! A rank of a group, kept apart from other integers.
+//! A rank of a group, as its own type.
 
-/// Index of a member within its group, `0 <= rank < size`.
+/// The index of a member within its group, `0 <= rank < size`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Rank(pub u32);
 
 impl Rank {
-    /// The rank as an index into per-member tables.
+    /// Returns the rank as an index into per-member tables.
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -17,7 +17,7 @@ impl std::fmt::Display for Rank {
     }
 }
 
-/// `"rank 1"`, `"ranks 1, 2 and 5"`: how error messages name members.
+/// Formats ranks for error messages: `"rank 1"`, `"ranks 1, 2 and 5"`.
 pub fn name_ranks(ranks: &[Rank]) -> String {
     match ranks {
         [] => "no rank".into(),

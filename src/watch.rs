@@ -1,4 +1,4 @@
-//! Notices that a member's process has ended, within a millisecond, whatever children it leaves behind; looks again at what takes time.
+//! Detects within a millisecond that a member's process has ended, whatever children it leaves behind, and runs timers.
 //!
 //! One thread serves all groups of the process. It starts with the first subscription and ends with the last.
 #![allow(unsafe_code, reason = "a descriptor of a process, and tests that fork")]
@@ -18,7 +18,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Callback of a subscriber: the rank, and how its process ended.
+/// The callback of a subscriber: the rank, and how its process ended.
 pub type OnExit = Arc<dyn Fn(Rank, String) + Send + Sync>;
 
 /// A rank whose process has not been seen to end.
@@ -33,7 +33,7 @@ struct Subscriber {
     on_exit: OnExit,
 }
 
-/// Timer: what is to be called once, and when.
+/// A callback, and when to call it once.
 struct Timer {
     due: Instant,
     call: Box<dyn FnOnce() + Send>,
@@ -44,22 +44,22 @@ struct State {
     subscribers: HashMap<u64, Subscriber>,
     timers: HashMap<u64, Timer>,
     next: u64,
-    /// Wakes the thread; absent while none runs.
+    /// Wakes the thread; absent while no thread runs.
     wake: Option<Arc<Wake>>,
 }
 
-/// A forked child has its own state and, when it needs one, its own thread.
+/// A forked child has its own state and, if necessary, its own thread.
 static STATE: PerProcess<Mutex<State>> = PerProcess::new(|| Mutex::new(State::default()));
 
 fn state() -> MutexGuard<'static, State> {
-    // Callbacks run outside this lock, and nothing under it panics half-way.
+    // Callbacks run outside this lock, and no code under it panics half-way.
     lock(STATE.get())
 }
 
 /// Ends the calls when dropped.
 ///
-/// Dropping never waits: a call that has begun may still be running, or about to begin on the watcher's thread, when the
-/// drop returns. So it is safe under any lock, the interpreter's among them, and from inside the call itself.
+/// Dropping never waits: a call that has started may still be running, or about to start on the watcher's thread, when
+/// the drop returns. It is therefore safe under any lock including the interpreter's, and from inside the call itself.
 #[must_use = "dropping it ends the watch"]
 #[derive(Debug)]
 pub struct Subscription {
@@ -69,12 +69,12 @@ pub struct Subscription {
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        // A forked child drops its copy of the parent's; its own state knows nothing of it.
+        // A forked child drops its copy of the parent's subscription, which its own state does not know.
         if self.generation != generation() {
             return;
         }
         let mut state = state();
-        // What is to be called may own anything: let go of it after the lock.
+        // The callback may own anything, so it is dropped after the lock is released.
         let removed = (state.subscribers.remove(&self.id), state.timers.remove(&self.id));
         notify(&state);
         drop(state);
@@ -88,12 +88,12 @@ fn notify(state: &State) {
     }
 }
 
-/// Calls `on_exit` once for each of `members` (by rank) whose process ends, or has ended: `"killed by signal 9 (SIGKILL)"`,
-/// `"exited with code 3"` or `"gone"`. Ranks of this very process are not watched. It runs on a thread of its own and
-/// must not block, since it holds up the news for other groups.
+/// Calls `on_exit` once for each of `members` (by rank) whose process ends or has ended, with `"killed by signal 9
+/// (SIGKILL)"`, `"exited with code 3"` or `"gone"`. Ranks of this process are not watched. The callback runs on the
+/// watcher's thread and must not block, because it delays the callbacks of other groups.
 ///
 /// # Errors
-/// `Config` where the system refuses the thread.
+/// `Config` if the system refuses to start the thread.
 pub fn watch(members: &[Member], on_exit: OnExit) -> Result<Subscription> {
     let targets: Vec<Target> = (0..)
         .map(Rank)
@@ -110,10 +110,10 @@ pub fn watch(members: &[Member], on_exit: OnExit) -> Result<Subscription> {
     })
 }
 
-/// Calls `call` once, when `delay` has passed, on the thread of `watch`'s callbacks and under their rules.
+/// Calls `call` once after `delay`, on the thread of `watch`'s callbacks and under their rules.
 ///
 /// # Errors
-/// `Config` where the system refuses the thread.
+/// `Config` if the system refuses to start the thread.
 pub fn after(delay: Duration, call: impl FnOnce() + Send + 'static) -> Result<Subscription> {
     let timer = Timer { due: Instant::now() + delay, call: Box::new(call) };
     subscribe(|state, id| drop(state.timers.insert(id, timer)))
@@ -152,14 +152,14 @@ impl State {
         self.subscribers.is_empty() && self.timers.is_empty()
     }
 
-    /// Takes out what is due.
+    /// Removes and returns the timers that are due.
     fn due(&mut self) -> Vec<Timer> {
         let now = Instant::now();
         self.timers.extract_if(|_, timer| timer.due <= now).map(|(_, timer)| timer).collect()
     }
 }
 
-/// The descriptors of those suspects that are ending.
+/// Returns the pidfds of the suspects that are exiting.
 fn ending(state: &State) -> Vec<Arc<OwnedFd>> {
     let suspects = process::suspects();
     let targets = state.subscribers.values().flat_map(|subscriber| &subscriber.targets);
@@ -177,7 +177,7 @@ fn run(wake: &Wake) {
         let (pidfds, next) = {
             let mut state = state();
             if state.is_idle() {
-                // In the same breath: a subscriber that comes later starts another thread.
+                // Under the same lock: a later subscriber starts another thread.
                 state.wake = None;
                 return;
             }
@@ -210,7 +210,7 @@ fn guarded(what: &str, call: impl FnOnce()) {
     }
 }
 
-/// Descriptors that are watched, each once.
+/// Returns the watched pidfds, each once.
 fn watched(state: &State) -> Vec<Arc<OwnedFd>> {
     let mut pidfds: HashMap<*const OwnedFd, &Arc<OwnedFd>> = HashMap::new();
     for target in state.subscribers.values().flat_map(|subscriber| &subscriber.targets) {
@@ -219,7 +219,8 @@ fn watched(state: &State) -> Vec<Arc<OwnedFd>> {
     pidfds.into_values().cloned().collect()
 }
 
-/// Sleeps until the subscriptions change, a process ends or a timer is due; returns the descriptors of the processes that have ended.
+/// Sleeps until the subscriptions change, a process ends or a timer is due; returns the pidfds of the processes that
+/// have ended.
 fn wait(wake: &Wake, pidfds: &[Arc<OwnedFd>], next: Option<Instant>) -> Vec<Arc<OwnedFd>> {
     let mut fds: Vec<PollFd<'_>> = std::iter::once(wake.as_fd())
         .chain(pidfds.iter().map(|pidfd| pidfd.as_fd()))
@@ -231,7 +232,7 @@ fn wait(wake: &Wake, pidfds: &[Arc<OwnedFd>], next: Option<Instant>) -> Vec<Arc<
         Ok(_) => {}
         Err(Errno::INTR) => return Vec::new(),
         Err(errno) => {
-            // Out of kernel memory, or RLIMIT_NOFILE was lowered below what is open: try again, without spinning.
+            // Out of kernel memory, or RLIMIT_NOFILE was lowered below the open descriptors: retry, without spinning.
             static LINES: RateLimit = RateLimit::new();
             LINES.warn(format_args!("the watcher cannot poll {} processes: {errno}", pidfds.len()));
             std::thread::sleep(Duration::from_millis(10));
