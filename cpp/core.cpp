@@ -1,1 +1,1 @@
-// A library needs a source file; all else of the core comes from libsymm.a.
+// A library needs a source file; the rest of the core comes from libsymm.a.

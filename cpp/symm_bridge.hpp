@@ -1,4 +1,4 @@
-// What the Rust core asks of C++. No torch here: torch_backend/ implements the classes.
+// The interfaces that the Rust core needs from C++, without torch; torch_backend/ implements the classes.
 #pragma once
 
 #include "rust/cxx.h"
@@ -21,7 +21,7 @@ struct Status;
 struct StoreAnswer;
 enum class StoreOp : uint8_t;
 
-// A key-value store. What its functions guarantee stands in src/bridge.rs.
+// A key-value store. `src/bridge.rs` documents the contract of each function.
 class StoreHandle {
  public:
   virtual ~StoreHandle() = default;
@@ -36,14 +36,15 @@ class StoreHandle {
   virtual rust::String name() const = 0;
 };
 
-// Memory for transfers between hosts. src/bridge/transport.rs says what this and the next three classes guarantee.
+// Memory for transfers between nodes. `src/bridge/transport.rs` documents the contract of this and the next three
+// classes.
 class BufferHandle {
  public:
   virtual ~BufferHandle() = default;
   virtual size_t address() const noexcept = 0;
 };
 
-// A transfer that has begun.
+// A transfer that has started.
 class PendingHandle {
  public:
   virtual ~PendingHandle() = default;
@@ -74,7 +75,7 @@ class TransportHandle {
   virtual void shutdown() const noexcept = 0;
 };
 
-// What makes them.
+// A factory of these backends.
 class TransportsHandle {
  public:
   virtual ~TransportsHandle() = default;
@@ -84,23 +85,23 @@ class TransportsHandle {
   virtual Allocated allocate(int32_t device, size_t bytes) const noexcept = 0;
 };
 
-// Python's signals. What its function guarantees stands in src/bridge.rs.
+// Python's signals. `src/bridge.rs` documents the contract.
 class InterruptHandle {
  public:
   virtual ~InterruptHandle() = default;
   virtual bool raised() const noexcept = 0;
 };
 
-// Where the outcome of an asynchronous call goes; called once, on any thread.
+// The receiver of the outcome of an asynchronous call; called once, on any thread.
 class Completion {
  public:
   virtual ~Completion() = default;
   virtual void complete(const Status& status, int32_t source) const = 0;
 };
 
-// Gives up the windows that begin in `bytes` at `address`, memory of a device that is about to be given back.
+// Forgets the windows that start in `bytes` at `address`, device memory that is about to be freed.
 void forget_windows(size_t address, size_t bytes) noexcept;
-// Sets what `forget_windows` calls from now on.
+// Sets the function that `forget_windows` calls from now on.
 void on_forget_windows(void (*forget)(size_t address, size_t bytes) noexcept);
 
 } // namespace symm

@@ -1,4 +1,4 @@
-// Every difference between the versions of torch that this folder compiles against (2.10 to 2.15).
+// All differences between the torch versions that this directory compiles against (2.10 to 2.15).
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -9,14 +9,14 @@
 
 namespace symm {
 
-// Renamed in 2.13, with an alias; the factor of PREMUL_SUM.
+// The factor of PREMUL_SUM, renamed in 2.13, with an alias.
 #if TORCH_VERSION_MINOR >= 13
 using PremulSumSupplement = ::c10d::PreMulSumSupplement;
 #else
 using PremulSumSupplement = ::c10d::NCCLPreMulSumSupplement;
 #endif
 
-// Gives the options of a new group the names in the options torch passes. 2.11 added the description.
+// Copies the names in torch's options to the options of a new group. 2.11 added the description.
 inline void copy_names(const ::c10d::Backend::Options& from, ::c10d::Backend::Options& to) {
   to.group_name = from.group_name;
 #if TORCH_VERSION_MINOR >= 11
@@ -24,7 +24,7 @@ inline void copy_names(const ::c10d::Backend::Options& from, ::c10d::Backend::Op
 #endif
 }
 
-// The `CUstream`; what asks for it without linking against CUDA came with 2.11.
+// Returns the `CUstream`. 2.11 added a query that does not link against CUDA.
 inline size_t native_stream(const c10::impl::DeviceGuardImplInterface& device, const c10::Stream& stream) {
 #if TORCH_VERSION_MINOR >= 11
   return reinterpret_cast<size_t>(device.getStreamNativeHandle(stream));
@@ -35,21 +35,21 @@ inline size_t native_stream(const c10::impl::DeviceGuardImplInterface& device, c
 #endif
 }
 
-// Options::clone() came with 2.14; without an override a copy would be of the base's type.
+// Options::clone() was added in 2.14; without an override, a copy would have the base type.
 #if TORCH_VERSION_MINOR >= 14
 #define SYMM_OVERRIDE_CLONE override
 #else
 #define SYMM_OVERRIDE_CLONE
 #endif
 
-// Backend::gather_single() came with 2.14.
+// Backend::gather_single() was added in 2.14.
 #if TORCH_VERSION_MINOR >= 14
 #define SYMM_OVERRIDE_GATHER_SINGLE override
 #else
 #define SYMM_OVERRIDE_GATHER_SINGLE
 #endif
 
-// SymmetricMemoryAllocator::has_allocation() came with 2.12.
+// SymmetricMemoryAllocator::has_allocation() was added in 2.12.
 #if TORCH_VERSION_MINOR >= 12
 #define SYMM_OVERRIDE_HAS_ALLOCATION override
 #else
@@ -63,7 +63,7 @@ inline size_t native_stream(const c10::impl::DeviceGuardImplInterface& device, c
 #define SYMM_OVERRIDE_TIMEOUTS
 #endif
 
-// True if the options ask for a group whose members a later call names: 2.15 can, 2.13 cannot.
+// True if the options request a group whose members are named by a later call, which 2.15 supports and 2.13 does not.
 template <typename Options>
 auto reconfigurable(const Options& options) -> decltype(options.enable_reconfigure) {
   return options.enable_reconfigure;

@@ -14,7 +14,7 @@ std::exception_ptr make(const Status& status) {
   return std::make_exception_ptr(E({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::string(status.message)));
 }
 
-// Exception that a signal's handler has raised while this thread waited in the core.
+// The exception of a signal handler that was raised while this thread waited in the core.
 thread_local std::exception_ptr interrupt;
 
 class PythonSignals final : public InterruptHandle {
@@ -34,7 +34,7 @@ class PythonSignals final : public InterruptHandle {
   }
 };
 
-// Python types by the code of the kind.
+// Python exception types by the code of the kind.
 std::array<PyObject*, 11> types{};
 
 } // namespace
@@ -132,7 +132,7 @@ void check_store(const Status& status) {
 Status status_of_store(const std::exception_ptr& error) {
   auto status = status_of(error);
   if (status.kind == Kind::Aborted) {
-    // From below `check_store`: a store of this package behind torch's interface.
+    // From `check_store` further down the stack: a store of this package behind torch's interface.
     interrupt = error;
   }
   return status;

@@ -1,4 +1,4 @@
-// Waiting for other ranks without keeping this process's other Python threads from running.
+// Waits for other ranks without blocking this process's other Python threads.
 #pragma once
 
 #include <Python.h>
@@ -8,7 +8,8 @@
 
 namespace symm {
 
-// Returns, or throws, what `call` does; the GIL is free meanwhile if this thread had it. c10d's bindings of symmetric memory keep it.
+// Returns or throws the outcome of `call`, and releases the GIL meanwhile if this thread holds it. c10d's bindings of
+// symmetric memory do not.
 template <typename Call>
 auto without_gil(Call&& call) -> decltype(call()) {
   if (Py_IsInitialized() && PyGILState_Check()) {

@@ -16,11 +16,11 @@ namespace symm {
 
 namespace {
 
-// A subclass of torch.distributed.DistBackendError for failures of this kind.
+// Makes a subclass of torch.distributed.DistBackendError for failures of this kind.
 void bind_error(py::module_& module, Kind kind, const char* name, const char* doc) {
   const py::object base = py::module_::import("torch._C").attr("_DistBackendError");
   const std::string full = std::string("torch_symm.") + name;
-  // Lives as long as the process: exceptions may be thrown by any thread until the end.
+  // Lives as long as the process, because any thread may throw exceptions until the end.
   PyObject* type = PyErr_NewExceptionWithDoc(full.c_str(), doc, base.ptr(), nullptr);
   if (type == nullptr) {
     throw py::error_already_set();
@@ -31,7 +31,7 @@ void bind_error(py::module_& module, Kind kind, const char* name, const char* do
 
 using Options = ProcessGroupSymm::Options;
 
-// A number of seconds, or a timedelta. In this order: pybind11 would take a float for the milliseconds, unchecked.
+// Seconds or a timedelta, in this order: pybind11 would convert a float to milliseconds without a check.
 using Timeout = std::variant<double, std::chrono::milliseconds>;
 
 std::chrono::milliseconds milliseconds_of(const Timeout& timeout) {
@@ -39,7 +39,7 @@ std::chrono::milliseconds milliseconds_of(const Timeout& timeout) {
     return *given;
   }
   const double seconds = std::get<double>(timeout);
-  // A year: beyond it a deadline does not fit into every clock's arithmetic. Not a number fails both comparisons.
+  // A year, because a longer deadline overflows some clocks. NaN fails both comparisons.
   constexpr double kLongest = 365.0 * 24 * 3600;
   TORCH_CHECK_VALUE(seconds >= 0 && seconds <= kLongest, "timeout must be from 0 to ", kLongest, " seconds, not ", seconds);
   return std::chrono::milliseconds(std::llround(seconds * 1000));
@@ -64,7 +64,7 @@ void bind(py::module_ module) {
     }
   });
 
-  // Before the interpreter ends: afterwards a thread that drops a tensor with a Python object would end the process.
+  // Before the interpreter ends: afterwards, a thread that drops a tensor with a Python object would end the process.
   module.def(
       "_leave_all",
       [](const std::string& farewell) { leave_all(std::chrono::seconds(5), farewell); },
@@ -114,7 +114,7 @@ void bind(py::module_ module) {
           py::init([](const Holder<::c10d::Store>& store, int rank, int size, const Timeout& timeout, const std::string& group) {
             auto options = c10::make_intrusive<Options>(milliseconds_of(timeout));
             options->group_name = group;
-            // Joining waits for peers; pybind11 needs the lock again for what comes out.
+            // Joining waits for peers. The result needs the GIL again, for pybind11.
             const py::gil_scoped_release release;
             return c10::make_intrusive<ProcessGroupSymm>(store, rank, size, std::move(options));
           }),
@@ -127,10 +127,10 @@ void bind(py::module_ module) {
           "options",
           [](ProcessGroupSymm& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
       .def("_set_default_timeout", &ProcessGroupSymm::setTimeout, py::arg("timeout"))
-      // Has nothing to do: torch calls it on ranks outside a new group, where NCCL's split is collective; ours is among the new members
-      // alone.
+      // Does nothing: torch calls it on ranks outside a new group, because NCCL's split is collective; ours involves
+      // only the new members.
       .def("perform_nocolor_split", [](ProcessGroupSymm&, const at::Device&) {}, py::arg("device"))
-      // torch's shrink_group asks for it, and then raises a TypeError that does not say what serves instead.
+      // torch's shrink_group queries this, and then raises a TypeError that does not name the alternative.
       .def_property_readonly(
           "supports_shrinking",
           [](const ProcessGroupSymm&) {
@@ -143,7 +143,7 @@ void bind(py::module_ module) {
             }
             return false;
           })
-      // c10d's own binding passes the index alone.
+      // c10d's own binding passes only the index.
       .def(
           "supports_tensor_alloc",
           [](ProcessGroupSymm&, const at::Device& device) { return sharing_device(device).has_value(); },

@@ -1,4 +1,4 @@
-// Prices of collectives in Python.
+// Python bindings of the prices of collectives.
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -17,12 +17,12 @@ rust::Slice<const uint8_t> bytes_of(const std::string& text) {
   return {reinterpret_cast<const uint8_t*>(text.data()), text.size()};
 }
 
-// Prices on one mesh; never changes, so any thread may ask.
+// Prices on one mesh. Immutable, so any thread may use it.
 struct Prices {
   rust::Box<CostModel> model;
 };
 
-// Null where no profile is for this hardware.
+// Null if no profile matches this hardware.
 std::unique_ptr<Prices> open_prices(
     const std::string& device,
     const std::vector<size_t>& ranks,

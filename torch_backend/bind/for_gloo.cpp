@@ -1,4 +1,4 @@
-// Groups of symm in the place of Gloo's.
+// Python bindings of symm groups that replace Gloo's.
 #include "process_group/for_gloo.hpp"
 
 #include "bind/bind.hpp"
@@ -10,21 +10,22 @@ namespace symm {
 
 namespace {
 
-// torch's ProcessGroupGloo; null: this torch has none. Lives as long as the process.
+// torch's ProcessGroupGloo; null if this torch has none. Lives as long as the process.
 PyObject* class_of_gloo = nullptr;
 
-// `self.__class__`. Whoever asks isinstance(backend, ProcessGroupGloo) asks whether Gloo's rules hold; C++ looks at the type instead.
+// `self.__class__`. Code that checks isinstance(backend, ProcessGroupGloo) asks whether Gloo's rules apply; C++ checks
+// the real type.
 PyObject* apparent_class(PyObject* self, void*) {
   PyObject* const seen = class_of_gloo != nullptr ? class_of_gloo : reinterpret_cast<PyObject*>(Py_TYPE(self));
   Py_INCREF(seen);
   return seen;
 }
 
-// An exception that is both ours and the RuntimeError with which Gloo refuses an argument.
+// Makes an exception that is both ours and the RuntimeError that Gloo raises for a bad argument.
 void bind_refusal(py::module_& module, Kind kind, const char* name, PyObject* ours) {
   const auto bases = py::make_tuple(py::handle(ours), py::handle(PyExc_RuntimeError));
   const std::string full = std::string("torch_symm._C.") + name;
-  // Lives as long as the process, as the others do.
+  // Lives as long as the process, like the others.
   PyObject* type = PyErr_NewExceptionWithDoc(full.c_str(), "An argument is wrong, in a group in the place of Gloo's.", bases.ptr(), nullptr);
   if (type == nullptr) {
     throw py::error_already_set();
@@ -45,12 +46,12 @@ void bind_for_gloo(py::module_& module) {
   if (py::hasattr(c10d, "ProcessGroupGloo")) {
     class_of_gloo = c10d.attr("ProcessGroupGloo").cast<py::object>().release().ptr();
   }
-  // Defined as a method of pybind11's it would be set on the type, as the type's own class.
+  // As a pybind11 method, it would become the class of the type itself.
   const auto with_class = py::custom_type_setup([](PyHeapTypeObject* type) { type->ht_type.tp_getset = properties; });
   bind_refusal(module, Kind::Value, "_GlooValueError", PyExc_ValueError);
   bind_refusal(module, Kind::Type, "_GlooTypeError", PyExc_TypeError);
   py::class_<SymmForGloo, Holder<SymmForGloo>, ProcessGroupSymm> replacing(module, "_SymmForGloo", with_class);
-  // Of Gloo's class, which clients reach through the backend, too.
+  // Members of Gloo's class that clients also access through the backend.
   for (const auto* name : {"Device", "_Options", "create_default_device", "create_device"}) {
     if (class_of_gloo != nullptr && py::hasattr(class_of_gloo, name)) {
       replacing.attr(name) = py::handle(class_of_gloo).attr(name);

@@ -1,5 +1,5 @@
-// The operators' schemas: Python reaches them by torch.ops.symm, and has the implementations for tensors without memory. They stand here
-// since the linker takes only files of which a name is used.
+// The operators' schemas. Python calls them through torch.ops.symm and implements them for tensors without memory. They
+// are in this file because the linker drops files that nothing refers to.
 #include <torch/library.h>
 
 #include "bind/bind.hpp"

@@ -1,4 +1,4 @@
-// Backends between hosts, which Python makes.
+// Backends between nodes, which Python makes.
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
@@ -17,7 +17,7 @@ namespace symm {
 
 namespace {
 
-// What `ask` answers, with the lock held. An exception of Python's is its message.
+// Returns the result of `ask`, called with the GIL. A Python exception becomes a C++ exception with its message.
 template <typename Ask>
 auto asked(Ask&& ask) {
   const py::gil_scoped_acquire gil;
@@ -28,7 +28,7 @@ auto asked(Ask&& ask) {
   }
 }
 
-// `made`, with its Python object if that is of a Python class: without it there are no methods.
+// Keeps the Python object of `made` alive if its class is a Python class, because its methods live there.
 Engine kept(py::object made) {
   auto backend = made.cast<Holder<::c10d::Backend>>();
   auto* const pointer = backend.get();
@@ -40,7 +40,7 @@ Engine kept(py::object made) {
               const py::gil_scoped_acquire gil;
               object.dec_ref();
             }
-            // It may wait for its transfers.
+            // May wait for its transfers.
             backend.reset();
           }};
 }
@@ -51,7 +51,7 @@ void bind_hosts(py::module_& module) {
   module.def(
       "_make_backends_with",
       [](py::function make, py::function find) {
-        // Never released: groups may be made until the process ends.
+        // Never released, because groups may be made until the process ends.
         Engines engines;
         engines.make = [make = make.release()](const auto&... arguments) {
           return asked([&] { return kept(make(arguments...)); });

@@ -1,4 +1,4 @@
-// The core's log in Python.
+// Python bindings of the core's log.
 #include <string>
 
 #include "bind/bind.hpp"
@@ -17,7 +17,7 @@ void bind_log(py::module_& module) {
       py::arg("filter"),
       py::arg("on"));
 
-  // The core never waits for Python: it leaves its lines here, and a thread of Python's fetches them.
+  // The core never waits for Python: it queues its lines, and a Python thread takes them.
   module.def(
       "_log_lines",
       [](uint64_t limit_ms) { return std::string(log_lines(limit_ms)); },

@@ -1,4 +1,4 @@
-// The stores in Python.
+// Python bindings of the stores.
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
@@ -47,7 +47,7 @@ Holder<TcpStore> open_tcp(
     spec.secret.push_back(static_cast<uint8_t>(byte));
   }
   spec.same_user = same_user;
-  // Not as a call guard: pybind11 registers the object within it, and its registry needs the lock.
+  // Not a call guard: pybind11 registers the object inside it, and its registry needs the GIL.
   const py::gil_scoped_release released;
   return c10::make_intrusive<TcpStore>(spec);
 }
@@ -66,7 +66,7 @@ py::str repr_tcp(const TcpStore& self) {
       .format(self.host, self.port, known(self.world_size), self.is_master, self.getTimeout(), self.has_secret ? "..." : "None");
 }
 
-// (class, arguments) with which another process opens the store as a client.
+// Returns (class, arguments) with which another process opens the store as a client.
 py::tuple reduce_tcp(const py::object& self) {
   const auto& store = self.cast<const TcpStore&>();
   TORCH_CHECK_TYPE(
@@ -158,7 +158,7 @@ void bind_stores(py::module_& module) {
       .def("__reduce__", &reduce_tcp)
       .def("__repr__", &repr_tcp);
 
-  // For benchmarks: seconds in all, and nanoseconds of each call, of clients that all call at once.
+  // For benchmarks: returns the total seconds, and the nanoseconds of each call, of clients that call concurrently.
   module.def(
       "_drive",
       [](const std::vector<Holder<::c10d::Store>>& clients, const std::string& work, uint32_t calls) {

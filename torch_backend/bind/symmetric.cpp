@@ -1,4 +1,4 @@
-// The class of torch_symm's handles of symmetric memory.
+// Python binding of the handles of symmetric memory.
 #include <pybind11/stl.h>
 
 #include "bind/bind.hpp"
@@ -10,8 +10,8 @@ namespace symm {
 
 void bind_symmetric_memory(py::module_& module) {
   namespace torch_memory = ::c10d::symmetric_memory;
-  // torch's rendezvous() returns objects of this class, too: pybind11 asks an object for its own. Its methods hide torch's, which return
-  // tensors that keep nothing.
+  // torch's rendezvous() returns objects of this class, too, because pybind11 uses an object's dynamic type. Its
+  // methods hide torch's, which return tensors that do not keep the window alive.
   py::class_<SymmetricWindow, torch_memory::SymmetricMemory, Holder<SymmetricWindow>>(module, "SymmetricWindow")
       .def(
           "get_buffer", &SymmetricWindow::get_buffer, py::arg("rank"), py::arg("sizes"), py::arg("dtype"),

@@ -1,4 +1,4 @@
-// How GPUs are connected, in Python.
+// Python bindings of the GPU topology.
 #include <pybind11/stl.h>
 
 #include "bind/bind.hpp"

@@ -1,4 +1,4 @@
-// The flight recorder in Python.
+// Python bindings of the flight recorder.
 #include "bind/bind.hpp"
 #include "errors.hpp"
 

@@ -1,4 +1,4 @@
-// An all-reduce out of place: which reductions there are, and the group.
+// An out-of-place all-reduce: its reductions and its group.
 #include "fused/all_reduce.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>

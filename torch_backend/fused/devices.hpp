@@ -1,11 +1,11 @@
-// Operators refuse tensors of several devices, also where one of them has no memory (the meta device).
+// Operators reject tensors on several devices, even if one of them has no memory (the meta device).
 #pragma once
 
 #include <ATen/ATen.h>
 
 namespace symm {
 
-// Raises a ValueError that names both arguments and both devices, unless they are equal.
+// Raises a ValueError that names both arguments and both devices, unless the devices are equal.
 inline void check_same_device(
     const char* op,
     const char* name,

@@ -1,4 +1,4 @@
-// Checks of both operators, and what they tell the planner.
+// Checks of both operators, and their inputs to the planner.
 #include "fused/fused.hpp"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>

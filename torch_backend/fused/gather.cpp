@@ -12,7 +12,7 @@ namespace {
 
 constexpr const char* kOp = "all_gather_matmul";
 
-// Products of a matrix all of whose rows are there already.
+// Returns the products of a matrix whose rows are all available.
 std::vector<at::Tensor> products(const at::Tensor& left, at::TensorList factors) {
   std::vector<at::Tensor> found;
   for (const auto& factor : factors) {
@@ -27,7 +27,7 @@ class GatherCall final : public FusedOperator {
       : workspace_(workspace), shard_(shard), factors_(factors), rows_(shard.size(0)), own_rows_(own_rows) {
     const auto all_rows = times(kOp, workspace.size(), rows_);
     for (const auto& factor : factors) {
-      // torch refuses a matrix of more elements than can be counted: so many columns cannot add up to more, either.
+      // Cannot overflow: torch rejects matrices whose elements cannot be counted.
       columns_ += factor.size(1);
       outputs_.push_back(at::empty({all_rows, factor.size(1)}, shard.options()));
     }
@@ -55,7 +55,7 @@ class GatherCall final : public FusedOperator {
         rows(gathered_, me, 1).copy_(shard_);
         return;
       case FusedAction::Multiply:
-        // The own rows need not be gathered.
+        // This rank's own rows need not be gathered.
         multiply(step, step.rank == me ? shard_ : rows(gathered_, step.rank, step.count));
         return;
       case FusedAction::Mark:
@@ -76,7 +76,7 @@ class GatherCall final : public FusedOperator {
   }
 
  private:
-  // Rows of shards `first` to `first + count`.
+  // Returns the rows of shards `first` to `first + count`.
   at::Tensor rows(const at::Tensor& matrix, size_t first, size_t count) const {
     return matrix.narrow(0, static_cast<int64_t>(first) * rows_, static_cast<int64_t>(count) * rows_);
   }

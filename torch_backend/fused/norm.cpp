@@ -1,4 +1,4 @@
-// All-reduce, residual and RMSNorm in one: tensors of the operators, and what they are refused for.
+// All-reduce, residual and RMSNorm in one: the tensors of the operators, and the checks of their arguments.
 #include <torch/library.h>
 
 #include "fused/norm.hpp"
@@ -17,7 +17,7 @@ namespace {
 
 constexpr const char* kNorm = "all_reduce_add_rms_norm";
 
-// Refuses tensors whose shapes and types do not fit each other; the core knows which it serves.
+// Rejects tensors whose shapes and types do not match; the core knows which ones it supports.
 void check_norm(const at::Tensor& input, const at::Tensor& residual, const at::Tensor& weight) {
   TORCH_CHECK_VALUE(input.dim() > 0, kNorm, ": input has no dimension; its last one is a row's");
   TORCH_CHECK_VALUE(
@@ -44,7 +44,7 @@ at::Tensor like(const at::Tensor& input, at::ScalarType dtype) {
   return at::empty_symint(input.sym_sizes(), input.options().dtype(dtype));
 }
 
-// A scale of each row.
+// Makes a tensor with a scale per row.
 at::Tensor scales_of(const at::Tensor& input) {
   auto sizes = input.sym_sizes().vec();
   TORCH_CHECK_VALUE(!sizes.empty(), kNorm, ": input has no dimension; its last one is a row's");
@@ -59,7 +59,7 @@ void run_norm(const NormTensors& tensors, double eps, const std::string& group_n
   without_gil([&] { backend->all_reduce_add_rms_norm(tensors, eps); });
 }
 
-// The shapes of what an operator returns, checked as where there is memory.
+// Returns the shapes of an operator's results, with the checks of the real call.
 template <bool DYNAMIC>
 auto norm_shapes(const at::Tensor& input, at::ScalarType dtype) {
   if constexpr (DYNAMIC) {

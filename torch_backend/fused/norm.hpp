@@ -1,4 +1,4 @@
-// All-reduce, residual and RMSNorm in one, as operators of torch: torch.ops.symm.all_reduce_add_rms_norm and its other forms.
+// All-reduce, residual and RMSNorm in one, as torch operators: torch.ops.symm.all_reduce_add_rms_norm and its variants.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,8 +10,8 @@
 
 namespace symm {
 
-// Sums `input` over the ranks of the group and adds `residual`, which is alike on all ranks, as is `weight`. Returns the rows of that,
-// normed, and that itself. docs/design/all-reduce-norm.md says where it rounds.
+// Sums `input` over the ranks of the group and adds `residual`, which must be the same on all ranks, like `weight`.
+// Returns the normed rows of the sum, and the sum. docs/design/all-reduce-norm.md describes the rounding.
 std::tuple<at::Tensor, at::Tensor> all_reduce_add_rms_norm(
     const at::Tensor& input,
     const at::Tensor& residual,
@@ -19,7 +19,7 @@ std::tuple<at::Tensor, at::Tensor> all_reduce_add_rms_norm(
     double eps,
     const std::string& group_name);
 
-// The same in place: the normed rows are in `input`, the sums in `residual`.
+// The same in place: `input` receives the normed rows, `residual` the sums.
 void all_reduce_add_rms_norm_(
     const at::Tensor& input,
     const at::Tensor& residual,
@@ -27,7 +27,7 @@ void all_reduce_add_rms_norm_(
     double eps,
     const std::string& group_name);
 
-// The same, of which the normed rows are divided by `scale`, one number, and rounded to float8_e4m3fn.
+// The same with the normed rows divided by the single number `scale` and rounded to float8_e4m3fn.
 std::tuple<at::Tensor, at::Tensor> all_reduce_add_rms_norm_fp8(
     const at::Tensor& input,
     const at::Tensor& residual,
@@ -36,7 +36,8 @@ std::tuple<at::Tensor, at::Tensor> all_reduce_add_rms_norm_fp8(
     const at::Tensor& scale,
     const std::string& group_name);
 
-// The same, of which each normed row is divided by a scale of its own, so that its largest element becomes 448. Returns the scales, too.
+// The same with each normed row divided by its own scale, so that its largest element becomes 448. Also returns the
+// scales.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> all_reduce_add_rms_norm_dynamic_fp8(
     const at::Tensor& input,
     const at::Tensor& residual,
@@ -44,10 +45,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> all_reduce_add_rms_norm_dynamic_f
     double eps,
     const std::string& group_name);
 
-// What the operators return for tensors without memory.
+// Adds the operators for tensors without memory.
 void add_norm_shapes(torch::Library& library);
 
-// Refuses tensors that want gradients; else goes on below autograd.
+// Rejects tensors that require gradients; otherwise calls the operator below autograd.
 void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 } // namespace symm

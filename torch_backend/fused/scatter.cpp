@@ -1,4 +1,4 @@
-// A product whose rows are added up over all ranks, each by the rank that they belong to.
+// A product whose rows are summed over all ranks, each row by the rank that owns it.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -73,7 +73,7 @@ class ScatterCall final : public FusedOperator {
   }
 
  private:
-  // Part that `rank` has computed for `of`.
+  // Returns the part that `rank` has computed for `of`.
   at::Tensor part(size_t rank, size_t of) const {
     return workspace_.matrix(rank, *call_, of * call_->part_bytes, out_.sizes(), out_.scalar_type());
   }
@@ -104,7 +104,7 @@ class ScatterCall final : public FusedOperator {
   const FusedCall* call_ = nullptr;
   at::Tensor copies_;
   int64_t fetched_ = 0;
-  // Of each rank, what it has computed for this one: its own memory, or a copy.
+  // The part that each rank has computed for this one: in the rank's own memory, or a copy.
   std::vector<at::Tensor> parts_;
 };
 

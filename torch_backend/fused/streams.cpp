@@ -10,7 +10,7 @@ namespace symm {
 CallStreams::CallStreams(at::Device device)
     : device_(device), interface_(device.is_cpu() ? nullptr : c10::impl::getDeviceGuardImpl(device.type())) {
   if (interface_) {
-    // Beside a product that fills the device, what is short must not queue for its turn.
+    // High priority, so that short work does not queue behind a product that fills the device.
     streams_[static_cast<size_t>(FusedStream::Copying)] = interface_->getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
     copied_.emplace(device_.type());
     last_.emplace(device_.type());
@@ -23,14 +23,14 @@ CallStreams::~CallStreams() {
     return;
   }
   try {
-    // Destroying an event goes back to the thread's device, which would make a context there if it had none.
+    // Destroying an event switches back to the thread's device, which would make a context there if it had none.
     const c10::DeviceGuard guard(device_);
     events_.clear();
     copied_.reset();
     last_.reset();
     recorded_.reset();
   } catch (...) {
-    // The driver is gone already, and the events with it.
+    // The driver is shut down already, and the events with it.
   }
 }
 
@@ -40,7 +40,7 @@ void CallStreams::begin() {
   }
   streams_[static_cast<size_t>(FusedStream::Caller)] = interface_->getStream(device_);
   capture_ = capture_of(handle());
-  // A capture cannot wait for what it does not record.
+  // A capture cannot wait for work that it does not record.
   if (capture_ == 0) {
     last_->block(of(FusedStream::Caller));
   } else if (capture_ == recorded_in_) {

@@ -1,4 +1,4 @@
-// The streams of a fused operator: the caller's, and one beside it that copies from peers.
+// The streams of a fused operator: the caller's, and a second one that copies from peers.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,8 +17,8 @@
 
 namespace symm {
 
-// Streams of a group's fused products, which serve one call at a time. On the CPU there are none: all is done when it returns, in the order
-// in which it is asked for.
+// The streams of a group's fused matmuls, which run one call at a time. The CPU has no streams: everything is done in
+// order when the call returns.
 class CallStreams {
  public:
   explicit CallStreams(at::Device device);
@@ -26,29 +26,29 @@ class CallStreams {
   CallStreams(const CallStreams&) = delete;
   CallStreams& operator=(const CallStreams&) = delete;
 
-  // Begins a call on the calling thread's stream, behind the call before, whichever stream that was on: the one that was not recorded into
-  // a graph, or that of the same capture. Replays of graphs are ordered by those who start them.
+  // Starts a call on the calling thread's stream, ordered after the call before, on whichever stream that was: the last
+  // unrecorded call, or the last one of the same capture. The program orders the replays of graphs.
   void begin();
-  // Ends it: both streams have met in the caller's.
+  // Ends the call: the caller's stream waits for both streams.
   void end();
-  // Returns once the device has done everything.
+  // Returns once the device has finished all calls.
   void settle() const;
   at::Device device() const {
     return device_;
   }
-  // The number of the capture that records the call; 0: none does.
+  // Returns the number of the capture that records the call, or 0 outside a capture.
   uint64_t capture() const {
     return capture_;
   }
-  // The caller's `CUstream`; 0 on the CPU.
+  // Returns the caller's `CUstream`; 0 on the CPU.
   size_t handle() const;
 
-  // Marks what `stream` holds by now; the marks of a call are numbered from 0.
+  // Marks the present end of `stream`; the marks of a call are numbered from 0.
   void mark(FusedStream stream, size_t number);
-  // Makes what is put into `stream` from now on begin after the mark.
+  // Makes later work on `stream` wait for the mark.
   void after(FusedStream stream, size_t number);
 
-  // Puts what `body` enqueues into `stream`.
+  // Runs `body` so that it enqueues on `stream`.
   template <typename Body>
   void on(FusedStream stream, const Body& body) {
     if (stream == FusedStream::Caller || !interface_) {
@@ -68,14 +68,15 @@ class CallStreams {
   // Null on the CPU.
   const c10::impl::DeviceGuardImplInterface* const interface_;
   std::array<std::optional<c10::Stream>, 2> streams_;
-  // Events of the call; a stream waits for what an event marks at that moment, so that the next call may record them anew.
+  // Events of the call. A wait refers to what the event marks at that time, so the next call may record the events
+  // again.
   std::vector<c10::Event> events_;
   uint64_t capture_ = 0;
-  // All that a call's copying stream holds.
+  // The end of a call's work on the copying stream.
   std::optional<c10::Event> copied_;
   // The end of the last call that was not recorded into a graph.
   std::optional<c10::Event> last_;
-  // The end of the last call that was, and in which capture.
+  // The end of the last call that was recorded, and its capture.
   std::optional<c10::Event> recorded_;
   uint64_t recorded_in_ = 0;
 };

@@ -16,7 +16,7 @@ namespace {
 
 namespace symmetric = ::c10d::symmetric_memory;
 
-// The group's own limit.
+// 0 means the group's own timeout.
 constexpr size_t kGroupTimeout = 0;
 
 using Key = std::pair<std::string, at::Device>;
@@ -34,12 +34,12 @@ struct All {
 };
 
 All& all() {
-  // Never destroyed: the driver may be gone when the process ends.
+  // Never destroyed, because the driver may be shut down when the process ends.
   static auto* const all = new All();
   return *all;
 }
 
-// Whether the current stream records a graph.
+// Returns true if the current stream records a graph.
 bool recording(at::Device device) {
   if (device.is_cpu()) {
     return false;
@@ -60,13 +60,13 @@ Workspace::Workspace(std::string group_name, at::Device device, const c10::intru
 
 std::shared_ptr<Workspace> Workspace::of(const std::string& group_name, at::Device device) {
   const auto group = ::c10d::resolve_process_group(group_name);
-  // Let go outside of the lock: giving memory back waits for the device.
+  // Dropped outside the lock, because freeing memory waits for the device.
   std::vector<std::shared_ptr<Workspace>> dead;
   auto& known = all();
   std::lock_guard<std::mutex> lock(known.mutex);
   auto& place = known.workspaces[{group_name, device}];
   if (!place || place->group_.lock() != group) {
-    // Not even its streams can be made then.
+    // Not even its streams can be made during a capture.
     TORCH_CHECK(
         !recording(device),
         "group \"", group_name, "\" has no workspace, which cannot be made while a graph is recorded; call the operator once before");
@@ -121,10 +121,10 @@ FusedCall Workspace::begin(FusedOperator& op) {
 
 void Workspace::make(const FusedCall& call) {
   if (call.keep) {
-    // Graphs hold its addresses, and use it as before: nobody else does from now on.
+    // Graphs hold its addresses and keep using it; later calls do not.
     kept_.push_back({std::move(memory_), std::move(window_)});
   }
-  // Peers read what is given up: all of them have ended that when they come to the rendezvous.
+  // Peers read the memory that is replaced; they have finished that when they arrive at the rendezvous.
   streams_.settle();
   const auto bytes = static_cast<int64_t>(call.make);
   auto memory = symmetric::empty_strided_p2p({bytes}, {1}, at::kByte, device(), group_name_, std::nullopt);
@@ -156,13 +156,13 @@ void Workspace::enqueue(const FusedStep& step, FusedOperator& op) {
   }
 }
 
-// All streams meet in the caller's, since what was enqueued until now uses memory that the caller is about to give up.
+// All streams join the caller's, because the enqueued work uses memory that the caller is about to release.
 void Workspace::abandon() noexcept {
   core_->fail();
   try {
     streams_.end();
   } catch (...) {
-    // The device serves no one any more; the first failure says why.
+    // The device is unusable; the first failure reports why.
   }
 }
 

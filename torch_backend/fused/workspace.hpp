@@ -1,4 +1,4 @@
-// Memory through which the ranks of a group exchange shards and parts of matrix products, and when it may be written again.
+// The memory through which the ranks of a group exchange shards and parts of fused matmuls, and when it may be reused.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,25 +17,25 @@
 
 namespace symm {
 
-// What one operator does in a call, beside what all do.
+// The operator-specific part of a call.
 class FusedOperator {
  public:
   virtual ~FusedOperator() = default;
-  // Begins the call in the core.
+  // Starts the call in the core.
   virtual FusedCall begin(FusedWorkspace& core, uint64_t capture) = 0;
-  // Comes before the first step.
+  // Runs before the first step.
   virtual void prepare(const FusedCall& call) = 0;
-  // Puts what the step does into the current stream: one of Share, Fetch, OwnRows, Multiply and Sum.
+  // Enqueues a step on the current stream: one of Share, Fetch, OwnRows, Multiply and Sum.
   virtual void enqueue(const FusedStep& step) = 0;
 };
 
-// Memory through which the ranks of a group exchange shards and parts of matrix products on one device. Calls take turns, of which
-// src/fused/workspace.rs keeps account.
+// The memory through which the ranks of a group exchange shards and parts of fused matmuls on one device. Calls take
+// turns, which src/fused/workspace.rs tracks.
 class Workspace {
  public:
-  // Workspace of the group with this name, made when it is first asked for, and given up with the group.
+  // Returns the workspace of the group with this name, made on first use and released with the group.
   static std::shared_ptr<Workspace> of(const std::string& group_name, at::Device device);
-  // Gives up those whose group is no more, and that of `group_name`.
+  // Releases the workspaces of groups that have ended, and the workspaces of `group_name`.
   static void drop(const std::string& group_name);
 
   Workspace(std::string group_name, at::Device device, const c10::intrusive_ptr<::c10d::ProcessGroup>& group);
@@ -50,13 +50,13 @@ class Workspace {
     return streams_.device();
   }
 
-  // Enqueues a call; all streams have met in the caller's then. A workspace that is too small is made anew, which waits for the device and
-  // for all ranks, and is refused while a graph is recorded.
+  // Enqueues a call, with all streams joined to the caller's at the end. If the workspace is too small, it is made
+  // again, which waits for the device and all ranks, and is rejected during a capture.
   void run(FusedOperator& op);
 
-  // A matrix in the piece of `rank` that `call` uses, `bytes` behind its begin.
+  // Returns a matrix in the piece of `rank` that `call` uses, `bytes` behind its start.
   at::Tensor matrix(size_t rank, const FusedCall& call, size_t bytes, at::IntArrayRef sizes, at::ScalarType dtype) const;
-  // The caller's `CUstream` in the call at hand; 0 on the CPU.
+  // Returns the caller's `CUstream` of the current call; 0 on the CPU.
   size_t stream() const {
     return streams_.handle();
   }
@@ -76,7 +76,7 @@ class Workspace {
   std::mutex mutex_;
   CallStreams streams_;
   rust::Box<FusedWorkspace> core_;
-  // The windows before, where graphs use them.
+  // Earlier windows that graphs use.
   std::vector<std::pair<at::Tensor, Window>> kept_;
   at::Tensor memory_;
   Window window_;

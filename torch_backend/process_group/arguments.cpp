@@ -93,7 +93,7 @@ std::vector<int64_t> split_lengths(
       splits.size() == static_cast<size_t>(size),
       "ProcessGroupSymm::", call, ": Number of tensor splits not equal to group size: ", splits.size(), " ", role, " splits for ", size,
       " ranks");
-  // Counted down from what there is: a sum of what the user gives could wrap.
+  // Subtracts from the number of rows, because a sum of the user's values could overflow.
   auto left = rows;
   std::vector<int64_t> lengths;
   for (const auto split : splits) {

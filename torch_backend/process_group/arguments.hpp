@@ -1,4 +1,4 @@
-// Checks that come before anything is exchanged; messages as torch's tests expect them (c10d/Utils.hpp).
+// Checks before any exchange; the messages are those that torch's tests expect (c10d/Utils.hpp).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,18 +8,18 @@
 
 namespace symm {
 
-// The single tensor of a list.
+// Returns the single tensor of a list.
 const at::Tensor& single(const char* call, const std::vector<at::Tensor>& tensors);
-// The single list of a list of lists, of `size` tensors.
+// Returns the single list in a list of lists, which must have `size` tensors.
 const std::vector<at::Tensor>& single_list(
     const char* call,
     const char* role,
     const std::vector<std::vector<at::Tensor>>& lists,
     int size);
 void check_root(const char* call, int64_t root, int64_t tensor, int size);
-// Checks that all tensors are of the dtype and device of `like`, and of its sizes if `sizes`.
+// Checks that all tensors have the dtype and device of `like`, and its sizes if `sizes`.
 void check_like(const char* call, const std::vector<at::Tensor>& tensors, const at::Tensor& like, bool sizes);
-// `whole` (the `whole_role` tensor) holds `parts` times as many elements as `part`, of the same dtype.
+// Checks that `whole` (the `whole_role` tensor) has `parts` times as many elements as `part`, and the same dtype.
 void check_parts(
     const char* call,
     const char* whole_role,
@@ -27,7 +27,8 @@ void check_parts(
     const char* part_role,
     const at::Tensor& part,
     int parts);
-// The elements of each of `size` consecutive pieces of the `role` tensor, whose rows `splits` deals out; none: evenly.
+// Returns the number of elements of each of `size` consecutive pieces of the `role` tensor, whose rows `splits`
+// divides; without `splits`, evenly.
 std::vector<int64_t> split_lengths(
     const char* call,
     const char* role,

@@ -12,10 +12,11 @@ namespace symm {
 
 namespace {
 
-// Call site of autograd's threads, the same on all ranks: they run the calls of one model alike.
+// The call site of autograd's threads, the same on all ranks, because they run the calls of one model
+// identically.
 constexpr auto kNowhere = "no Python frame";
 
-// Whether a frame of this module stands between the user's line and the call: torch's wrappers, or a `with` of theirs.
+// Returns true for a module between the user's line and the call: torch's wrappers, or their `with` statements.
 bool is_between(std::string_view module) {
   for (const std::string_view package : {"torch", "torch_symm", "contextlib"}) {
     if (module.substr(0, package.size()) == package && (module.size() == package.size() || module[package.size()] == '.')) {
@@ -44,7 +45,7 @@ uint32_t find_call_site() {
       frame = frame.attr("f_back");
     }
   } catch (const std::exception&) {
-    // A frame that cannot be read, a file whose name is no text.
+    // A frame that cannot be read, or a file name that cannot be decoded.
     return call_site_number(kNowhere);
   }
   return call_site_number(kNowhere);

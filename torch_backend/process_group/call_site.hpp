@@ -1,4 +1,4 @@
-// Call site: where the user's program makes a call, for SYMM_DEBUG=site.
+// Call sites: the line of the user's program that makes a call, for SYMM_DEBUG=site.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,11 @@
 
 namespace symm {
 
-// The core's number of the innermost line outside torch and this package in the calling thread's Python stack. Waits for the GIL.
+// Returns the core's number of the innermost line outside torch and this package in the calling thread's Python stack.
+// Waits for the GIL.
 uint32_t find_call_site();
 
-// Number of the call site if call sites are wanted; else 0, without any waiting.
+// Returns the number of the call site if call sites are enabled; otherwise 0, without waiting.
 inline uint32_t call_site() {
   static const bool wanted = call_sites_wanted();
   return wanted ? find_call_site() : 0;

@@ -1,4 +1,4 @@
-// Collectives on single tensors. Whatever one throws is told to the ranks that wait for this one: `refused`.
+// Collectives on single tensors. If one throws, `refused` notifies the ranks that wait for this one.
 #include "process_group/process_group.hpp"
 
 #include <torch/csrc/distributed/c10d/Utils.hpp>

@@ -1,4 +1,4 @@
-// From calls on CUDA tensors to the core, and back to stream order.
+// Calls on CUDA tensors: into the core, and back into stream order.
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
@@ -25,7 +25,7 @@ void DeviceWork::launch_gathered() {
     stream_ = background_ ? streams_->own_after(own_stream(), *origin_) : *origin_;
     enqueue();
     if (background_) {
-      // Also the copies into results that are not contiguous belong before the end.
+      // Copies into results that are not contiguous must also precede the end.
       const c10::StreamGuard beside(*stream_);
       for (const auto& operation : operations_) {
         operation->write_back();
@@ -36,7 +36,7 @@ void DeviceWork::launch_gathered() {
       for (const auto& operation : operations_) {
         operation->write_back();
       }
-      // Their memory returns to this very stream.
+      // Their memory returns to this stream.
       release_inputs();
     }
     phase_ = Phase::Launched;
@@ -69,7 +69,7 @@ void DeviceWork::enqueue() const {
   const auto index = static_cast<int32_t>(device().index());
   const auto handle = streams_->handle(*stream_);
   const auto limit = timeout_.value_or(::c10d::kUnsetTimeout).count();
-  // Between hosts torch's backends and memory go by the current stream.
+  // Between nodes, torch's backends and memory use the current stream.
   c10::OptionalStreamGuard beside;
   if (background_) {
     beside.reset_stream(*stream_);
@@ -117,7 +117,7 @@ DeviceWork::Progress DeviceWork::progress() const {
   if (!end().query()) {
     return Progress::Running;
   }
-  // A kernel that gave up has ended too.
+  // A kernel that has given up has ended, too.
   if (!failure()) {
     phase_ = Phase::Done;
   }
@@ -206,8 +206,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch_on_device(
     const std::shared_ptr<Operation>& operation,
     std::chrono::milliseconds timeout,
     bool async) {
-  // torch.distributed does without a work where there is nothing to wait for; NCCL's backend gives none either.
-  // An extension of the timeout lasts as long as a work.
+  // torch.distributed accepts a null work if there is nothing to wait for; NCCL's backend returns none either.
+  // An extension of the timeout needs a work, because it lasts until the work has ended.
   if (!async && !extensions_.any() && launch_in_order(*operation, timeout)) {
     return nullptr;
   }

@@ -12,7 +12,8 @@ using WorkPtr = ProcessGroupSymm::WorkPtr;
 
 namespace {
 
-// Whether Gloo works on all these tensors in one call, and symm does not: it takes one. Of lists that Gloo refuses, too, symm says why.
+// Returns true if Gloo accepts all these tensors in one call and symm, which takes one tensor, does not. For lists that
+// Gloo rejects, too, symm reports the reason.
 bool several(const ProcessGroupSymm::Tensors& tensors) {
   return tensors.size() > 1 && std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
            return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() &&
@@ -35,7 +36,7 @@ SymmForGloo::SymmForGloo(
 }
 
 SymmForGloo::~SymmForGloo() {
-  // Gloo joins its threads, which may need the GIL to let go of the tensors of the last call.
+  // Gloo joins its threads, which may need the GIL to release the tensors of the last call.
   without_gil([this] { gloo_.reset(); });
 }
 
@@ -87,7 +88,7 @@ WorkPtr SymmForGloo::served(bool by_gloo, Call&& call, Ours&& ours) {
   }
 }
 
-// Whether Gloo serves the call, and the call with its arguments.
+// Runs the call on Gloo if `by_gloo`, otherwise on symm.
 #define SYMM_OR_GLOO(by_gloo, function, ...)                                 \
   return served(                                                             \
       by_gloo,                                                               \

@@ -1,4 +1,4 @@
-// A group of symm in the place of one of Gloo.
+// A group of symm in the place of a Gloo group.
 #pragma once
 
 #include "hosts/engines.hpp"
@@ -6,11 +6,11 @@
 
 namespace symm {
 
-// Serves CPU tensors as any group of symm, and is named "gloo". A backend of Gloo beside it gets CUDA tensors, if a rank can have any, and
-// the calls on CPU tensors that symm refuses and Gloo takes.
+// Serves CPU tensors like any group of symm, and is named "gloo". A second backend, of Gloo, gets CUDA tensors if a
+// rank can have any, and the calls on CPU tensors that symm rejects and Gloo accepts.
 class SymmForGloo final : public ProcessGroupSymm {
  public:
-  // Joins as a group of symm does. `cuda`, the same on all ranks, says whether a backend of Gloo joins, too.
+  // Joins like a group of symm. `cuda`, the same on all ranks, says whether a Gloo backend joins, too.
   SymmForGloo(
       const c10::intrusive_ptr<::c10d::Store>& store,
       int rank,
@@ -57,9 +57,9 @@ class SymmForGloo final : public ProcessGroupSymm {
 
   void setTimeout(std::chrono::milliseconds timeout) override;
   void addEphemeralTimeout(const std::chrono::milliseconds& timeout) SYMM_OVERRIDE_TIMEOUTS;
-  // Has nothing to do: neither symm on CPU tensors nor Gloo sets a device up.
+  // Does nothing: neither symm on CPU tensors nor Gloo sets up a device.
   void eagerConnectSingleDevice(at::Device) override {}
-  // Gloo has no memory of its own.
+  // Gloo does not have its own memory.
   bool supportsTensorAlloc(c10::DeviceIndex) override {
     return false;
   }
@@ -74,21 +74,22 @@ class SymmForGloo final : public ProcessGroupSymm {
       c10::intrusive_ptr<Options> options) const override;
 
  private:
-  // Returns the work of Gloo's `call` if `by_gloo`, otherwise that of `ours`, whose errors of arguments also become Gloo's RuntimeError.
+  // Returns the work of Gloo's `call` if `by_gloo`, otherwise of `ours`, whose argument errors also become Gloo's
+  // RuntimeError.
   template <typename Call, typename Ours>
   WorkPtr served(bool by_gloo, Call&& call, Ours&& ours);
-  // Whether the tensor by which a call's device is told is for Gloo.
+  // Returns true if the tensor that determines a call's device belongs to Gloo.
   bool elsewhere(const at::Tensor& tensor) const;
   bool elsewhere(const Tensors& tensors) const;
-  // Gloo's group. Joins it first if this is the first call for it: all ranks make the same.
+  // Returns Gloo's group, and joins it on the first such call, which all ranks make together.
   Engine gloo();
-  // Gloo's group if it has been joined.
+  // Returns Gloo's group if it has been joined.
   Engine joined_gloo();
 
   const c10::intrusive_ptr<::c10d::Store> gloo_store_;
-  // Whether a rank can have a GPU.
+  // True if a rank can have a GPU.
   const bool cuda_;
-  // Held by the thread that joins. Whoever ends the group does not wait for it.
+  // Held by the thread that joins. A thread that ends the group does not wait for it.
   std::mutex joining_;
   // Guards gloo_.
   std::mutex setting_;

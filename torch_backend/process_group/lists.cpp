@@ -1,4 +1,4 @@
-// Collectives on lists of tensors; as in collectives.cpp, the ranks that wait hear of what is refused.
+// Collectives on lists of tensors. As in collectives.cpp, waiting ranks are notified of rejected calls.
 #include "process_group/process_group.hpp"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -22,7 +22,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather(
       list.size() == static_cast<size_t>(getSize()),
       "ProcessGroupSymm::allgather: invalid output tensor list at index 0 (expected length ", getSize(), ", got ", list.size(), ")");
   check_like("allgather", list, input, false);
-  // Lists may be uneven: only the owner of an entry knows its size.
+  // Lists may be uneven, because only the owner of an entry knows its size.
   const auto& own = list[getRank()];
   TORCH_CHECK_VALUE(
       own.numel() == input.numel(),
@@ -167,7 +167,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce_sparse(Tensors& tensors, c
   refused();
 }
 
-// The number of entries of every rank, then all indices and values, summed by coalescing them in rank order.
+// Gathers each rank's number of entries, then all indices and values, and sums them by coalescing in rank order.
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::sum_sparse(const at::Tensor& tensor, const ::c10d::AllreduceOptions& opts) {
   TORCH_CHECK_VALUE(
       opts.reduceOp == ::c10d::ReduceOp::SUM,
@@ -191,7 +191,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::sum_sparse(const at::Tensor& tensor,
     allgather(all, inputs, sync);
     return all[0];
   };
-  // What each rank holds: number of entries, sparse dimensions, sizes.
+  // Each rank's number of entries, sparse dimensions and sizes.
   std::vector<int64_t> header{own._nnz(), own.sparse_dim()};
   header.insert(header.end(), own.sizes().begin(), own.sizes().end());
   const auto length = static_cast<int64_t>(header.size());

@@ -20,23 +20,23 @@ namespace {
 using TorchGroup = c10::intrusive_ptr<::c10d::ProcessGroup>;
 using Options = ProcessGroupSymm::Options;
 
-// A group of the core beside a process group.
+// A group of the core that accompanies a process group.
 struct Side {
-  // Held while joining, so that two threads join once; other groups are not kept waiting.
+  // Held while joining, so that two threads join once without delaying other groups.
   std::mutex mutex;
-  // Guarded by mutex; null: not joined yet.
+  // Guarded by mutex; null until joined.
   Group group;
 };
 
 struct Sides {
   std::mutex mutex;
   std::list<std::pair<c10::weak_intrusive_ptr<::c10d::ProcessGroup>, std::shared_ptr<Side>>> of_groups;
-  // What set_group_info tells is never taken back.
+  // set_group_info cannot be undone, so these are never removed.
   std::map<std::string, std::shared_ptr<Side>> of_infos;
 };
 
 Sides& sides() {
-  // Never destroyed: threads may still use groups while the process exits.
+  // Never destroyed, because threads may use groups while the process exits.
   static auto* all = new Sides;
   return *all;
 }
@@ -48,7 +48,7 @@ void leave(const std::shared_ptr<Side>& side) {
   }
 }
 
-// Beside `torch_group`, joined or not. Leaves those whose process group is gone.
+// Returns the side group of `torch_group`, joined or not, and leaves those whose process group has ended.
 std::shared_ptr<Side> side_of(const TorchGroup& torch_group) {
   std::shared_ptr<Side> found;
   std::vector<std::shared_ptr<Side>> orphans;
@@ -86,7 +86,8 @@ std::shared_ptr<Side> side_of(const std::string& info) {
   return side;
 }
 
-// The options of one of the group's backends, if any tells them; names of ranks and the timeout are the same in all.
+// Returns the options of one of the group's backends, if any has them; names of ranks and the timeout are the same in
+// all.
 c10::intrusive_ptr<Options> options_beside(const TorchGroup& torch_group) {
   auto options = c10::make_intrusive<Options>();
   for (const auto device : torch_group->getDeviceTypes()) {
@@ -96,7 +97,7 @@ c10::intrusive_ptr<Options> options_beside(const TorchGroup& torch_group) {
       options->global_ranks_in_group = given->global_ranks_in_group;
       break;
     } catch (const c10::Error&) {
-      // This backend has none to tell.
+      // This backend has no options.
       continue;
     }
   }
@@ -120,7 +121,7 @@ Group joined(
   return side.group;
 }
 
-// Null while another thread joins, too.
+// Null while another thread is joining.
 Group already_joined(Side& side) {
   const std::unique_lock<std::mutex> lock(side.mutex, std::try_to_lock);
   return lock ? side.group : nullptr;
@@ -128,7 +129,7 @@ Group already_joined(Side& side) {
 
 c10::intrusive_ptr<ProcessGroupSymm> symm_backend(const TorchGroup& torch_group, c10::DeviceType type) {
   auto devices = torch_group->getDeviceTypes();
-  // That for `type` first.
+  // The backend for `type` first.
   std::stable_partition(devices.begin(), devices.end(), [&](const auto& device) { return device.type() == type; });
   for (const auto& device : devices) {
     const auto backend = torch_group->getBackend(device.type());

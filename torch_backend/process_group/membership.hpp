@@ -1,4 +1,4 @@
-// Memberships: the group of the core that ranks meet in when they name a process group of torch.
+// Memberships: the core's group in which ranks meet when they name a process group of torch.
 #pragma once
 
 #include <c10/core/DeviceType.h>
@@ -9,19 +9,20 @@
 
 namespace symm {
 
-// Membership of this process in a group of the core.
+// This process's membership in a group of the core.
 struct Membership {
   Group group;
   int rank;
   int size;
 };
 
-// Membership in the group that torch knows as `name`: that of its symm backend, the one for `type` if it has several. A process group
-// without one (Gloo, NCCL), or a name known only by torch's set_group_info, gets a group of the core beside it, which is joined through its
-// store: the first call blocks until every rank has made it. It is left when the process group is gone.
+// Returns the membership in the group that torch knows as `name`: in the group of its symm backend, the one for `type`
+// if it has several. A process group without one (Gloo, NCCL), or a name known only through torch's set_group_info,
+// gets an accompanying group of the core, which is joined through its store: the first call blocks until every rank has
+// made it. The group is left when the process group has ended.
 Membership membership(const std::string& name, c10::DeviceType type);
 
-// The same group if this process has joined it, else null: nobody is waited for.
+// Returns the same group if this process has joined it, otherwise null, without waiting.
 Group joined_group(const std::string& name, c10::DeviceType type);
 
 } // namespace symm

@@ -21,7 +21,7 @@ Span piece_of(const at::Tensor& contiguous, int64_t start, int64_t count) {
   return Span{address + static_cast<size_t>(start) * bytes, static_cast<size_t>(count) * bytes};
 }
 
-// `lengths`, as arguments.hpp makes them, are those of consecutive parts of all of `whole`.
+// Adds consecutive parts of `whole`, whose `lengths` are those of arguments.hpp.
 void add_pieces(const at::Tensor& whole, const std::vector<int64_t>& lengths, c10::SmallVectorImpl<Span>& spans) {
   int64_t start = 0;
   for (const auto length : lengths) {
@@ -30,7 +30,7 @@ void add_pieces(const at::Tensor& whole, const std::vector<int64_t>& lengths, c1
   }
 }
 
-// Whether two elements of the strided `tensor` may lie at one address. Exact unless dimensions interleave.
+// Returns true if two elements of the strided `tensor` may share an address. Exact unless dimensions interleave.
 bool elements_overlap(const at::Tensor& tensor) {
   std::vector<std::pair<int64_t, int64_t>> dimensions;
   for (int64_t i = 0; i < tensor.dim(); ++i) {
@@ -49,7 +49,7 @@ bool elements_overlap(const at::Tensor& tensor) {
   return false;
 }
 
-// From the first to the last byte of a strided tensor with elements.
+// Returns the range from the first to the last byte of a strided tensor with elements.
 Span reach_of(const at::Tensor& tensor) {
   int64_t reach = 1;
   for (int64_t i = 0; i < tensor.dim(); ++i) {
@@ -70,7 +70,7 @@ void check_writable(const at::Tensor& output, const char* op) {
   if (!output.is_cpu() || output.numel() == 0 || storage.data_ptr().get_deleter() == torch_frees) {
     return;
   }
-  // A weak owner keeps the number of a storage that has gone from being used again.
+  // A weak owner keeps the address of a freed storage from being reused.
   thread_local std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> last;
   if (last && last->_unsafe_get_target() == storage.unsafeGetStorageImpl()) {
     return;
@@ -206,7 +206,7 @@ void Operation::take_pieces(const at::Tensor& tensor, const std::vector<int64_t>
 }
 
 void Operation::write_back() {
-  // As the core writes contiguous tensors: unseen by autograd, and also where inference tensors may not be changed.
+  // As the core writes contiguous tensors: invisible to autograd, and also where inference tensors may not be changed.
   const at::AutoDispatchBelowADInplaceOrView plain;
   for (auto& [tensor, copy] : pending_) {
     tensor.copy_(copy);
@@ -231,7 +231,7 @@ std::vector<std::vector<at::Tensor>> Operation::results() const {
   if (!lists.empty()) {
     return lists;
   }
-  // Gloo refuses outputs that cannot be cut so.
+  // Gloo rejects outputs that cannot be divided in this way.
   const auto whole = [this](const at::Tensor& output) { return output.dim() == 0 || output.size(0) % parts != 0; };
   if (parts == 0 || std::any_of(outputs.begin(), outputs.end(), whole)) {
     return {outputs};

@@ -1,4 +1,4 @@
-// Operation: one c10d call in preparation: its tensors, checked, as plain spans for the core.
+// One c10d call in preparation: its checked tensors as plain spans for the core.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,12 +17,12 @@
 
 namespace symm {
 
-// Whether a profiler listens to this thread. To ask takes longer than to copy a short message.
+// Returns true if a profiler observes this thread. The check takes longer than copying a short message.
 inline bool profiled() {
   return at::isRecordFunctionEnabled() && at::hasCallbacks();
 }
 
-// A collective in preparation. The spans of its `spec` are empty; these are what it reads and writes.
+// A collective in preparation. The spans of its `spec` are empty; `inputs` and `outputs` hold them.
 struct PreparedCall {
   CallSpec spec;
   c10::SmallVector<Span, 2> inputs;
@@ -31,41 +31,42 @@ struct PreparedCall {
 
 using CallSpecs = c10::SmallVector<CallSpec, 1>;
 
-// Owns every tensor that the core reads or writes, all of one device. Tensors that are not contiguous are replaced by copies, and results
-// are written back by `write_back`.
+// Owns every tensor that the core reads or writes, all on one device. Copies replace tensors that are not contiguous,
+// and `write_back` copies the results back.
 class Operation {
  public:
   // `title` is the profiling name "symm:<op>"; its tail names the call in messages.
   Operation(::c10d::OpType type, const char* title) : type(type), title(title) {}
 
-  // Begins a collective; the spans that follow belong to it.
+  // Starts a collective, to which the spans that follow belong.
   CallSpec& begin(Collective op, const at::Tensor& like);
-  // The reduce op of the current collective and its factor.
+  // Sets the reduce op of the current collective, and its factor.
   void reduce_with(const ::c10d::ReduceOp& op);
-  // `tensor` as an input of the current collective.
+  // Adds `tensor` as an input of the current collective.
   void give(const at::Tensor& tensor);
-  // `tensor` as an output of the current collective; it is part of the result.
+  // Adds `tensor` as an output of the current collective and a part of the result.
   void take(const at::Tensor& tensor);
-  // `tensor` as input and output in one.
+  // Adds `tensor` as both input and output.
   void transform(const at::Tensor& tensor);
-  // `pieces` consecutive parts of `tensor` of the given lengths in elements.
+  // Adds consecutive parts of `tensor` with the given lengths in elements.
   void give_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths);
   void take_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths);
 
-  // Notes `tensor`, which the caller gave as an input.
+  // Records `tensor`, an input that the caller passed.
   void note_input(const at::Tensor& tensor) {
     if (seen) {
       inputs.push_back(tensor);
     }
   }
-  // A contiguous tensor with the values of `tensor`; kept alive.
+  // Returns a contiguous tensor with the values of `tensor`, kept alive.
   at::Tensor readable(const at::Tensor& tensor);
-  // A contiguous tensor whose values reach `tensor` by `write_back`; kept alive. No two share memory: where outputs do, all get their
-  // values, one after the other, so that the last one stands.
+  // Returns a contiguous tensor whose values `write_back` copies to `tensor`, kept alive. No two of them share memory;
+  // if outputs overlap, they are written in order, so the last one wins.
   at::Tensor writable(const at::Tensor& tensor, bool keep_values);
   void write_back();
-  // What `begin`, a function of the core, makes of the collectives. It begins none while inputs share memory with an output of this or an
-  // earlier collective other than the very one that replaces them: these are copied first, so that each is what it was before the call.
+  // Passes the collectives to `begin`, a function of the core. The core starts none while inputs share memory with an
+  // output of this or an earlier collective, other than the output that replaces the same input. Such inputs are first
+  // copied, so that each has its value from before the call.
   template <typename Begin>
   Outcome begin_with(Begin begin) {
     while (true) {
@@ -80,7 +81,7 @@ class Operation {
     }
   }
 
-  // The collectives as the core takes them, with the spans of `calls`, after those of `specs`.
+  // Appends the collectives for the core to `specs`, with the spans of `calls`.
   void add_specs(CallSpecs& specs) const;
   CallSpecs specs() const {
     CallSpecs all;
@@ -88,16 +89,16 @@ class Operation {
     return all;
   }
 
-  // Lets go of all tensors but the outputs.
+  // Releases all tensors except the outputs.
   void release_inputs();
-  // The results in the shape of Gloo's futures: one list, or several if `nested`.
+  // Returns the results in the shape of Gloo's futures: one list, or several if `nested`.
   std::vector<std::vector<at::Tensor>> results() const;
   bool nested() const {
     return lists.size() > 1 || (coalesced && parts > 1);
   }
-  // Name of the call in messages: "all_reduce".
+  // Returns the name of the call in messages: "all_reduce".
   std::string name() const;
-  // Every tensor that the call reads or writes, some of them twice.
+  // Visits every tensor that the call reads or writes, some of them twice.
   template <typename Visit>
   void for_each_tensor(Visit visit) const {
     std::for_each(outputs.begin(), outputs.end(), visit);
@@ -109,40 +110,40 @@ class Operation {
 
   ::c10d::OpType type;
   const char* title;
-  // A profiler listens to the thread that makes the call.
+  // True if a profiler observes the thread that makes the call.
   const bool seen = profiled();
-  // Device of all tensors; none: there are none yet.
+  // The device of all tensors; absent before the first.
   std::optional<at::Device> device;
   c10::SmallVector<PreparedCall, 1> calls;
-  // The caller's input tensors, for a profiler; empty where none listens.
+  // The caller's input tensors, for a profiler; empty without one.
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
   // Splits of an all-to-all, for profilers.
   std::vector<int64_t> input_splits;
   std::vector<int64_t> output_splits;
-  // The output lists of a call that takes lists; empty: the call has none.
+  // The output lists of a call that takes lists; empty for other calls.
   std::vector<std::vector<at::Tensor>> lists;
-  // Number of ranks whose parts make up each output; 0: an output is one result.
+  // Number of ranks whose parts make up each output; 0 if an output is one result.
   int64_t parts = 0;
-  // True if the call gathers into several tensors at once: then each rank's parts are one list.
+  // True if the call gathers into several tensors at once; each rank's parts are then one list.
   bool coalesced = false;
 
  private:
   void check(const at::Tensor& tensor, const char* role);
-  // Replaces `input` by a copy of what is there now.
+  // Replaces `input` by a copy of its present value.
   void copy_aside(Span& input);
-  // Adds the memory of `tensor` to what is written; whether some of it was there before.
+  // Adds the memory of `tensor` to the written ranges; returns true if it overlaps an earlier one.
   bool meets_written(const at::Tensor& tensor);
 
   c10::SmallVector<at::Tensor, 2> alive_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pending_;
-  // Outputs: apart from each other, in the order of addresses.
+  // The written ranges, disjoint and ordered by address.
   c10::SmallVector<Span, 2> written_;
 };
 
 Span span_of(const at::Tensor& contiguous);
-// Fails unless the memory of `output`, a tensor on the CPU, may be written. Only memory that torch did not allocate is looked at, and the
-// storage of the last call of this thread is not looked at again.
+// Fails unless the memory of `output`, a CPU tensor, is writable. Checks only memory that torch did not allocate, and
+// not the storage of this thread's last call again.
 void check_writable(const at::Tensor& output, const char* op);
 
 } // namespace symm

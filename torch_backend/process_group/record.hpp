@@ -1,4 +1,4 @@
-// Record of a call for profilers: name, sizes, dtype, group.
+// Records a call for profilers: name, sizes, dtype, group.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -15,24 +15,24 @@
 
 namespace symm {
 
-// Inputs that a work shows to profilers.
+// Returns the inputs that a work shows to profilers.
 inline std::optional<std::vector<at::Tensor>> profiled_inputs(const Operation& operation) {
   return operation.seen ? std::make_optional(operation.inputs) : std::nullopt;
 }
 
-// Caller: the process group that makes the call.
+// The process group that makes the call.
 struct Caller {
   const std::string& group;
   const std::string& description;
   const std::vector<uint64_t>& global_ranks;
   int size;
-  // The other side of a send or receive, else the caller's own rank.
+  // The peer of a send or receive, otherwise the caller's own rank.
   int rank;
   uint64_t sequence;
   bool transfer;
 };
 
-// Runs `body`, recorded as `operation` if somebody listens: that costs as much as a small collective.
+// Runs `body`, recorded as `operation` if a profiler observes it; recording costs as much as a small collective.
 template <typename Body>
 auto recorded(const Operation& operation, const Caller& caller, Body body) {
   if (!operation.seen) {

@@ -13,7 +13,8 @@
 
 namespace symm {
 
-// The extensions that `addEphemeralTimeout` adds to the timeouts of later calls. Each ends when the first call after it has ended.
+// The extensions that `addEphemeralTimeout` adds to the timeouts of later calls. Each ends when the first call after it
+// has ended.
 class TimeoutExtensions {
  public:
   using Milliseconds = std::chrono::milliseconds;
@@ -25,7 +26,7 @@ class TimeoutExtensions {
     any_.store(true, std::memory_order_relaxed);
   }
 
-  // True if there may be extensions; a call without any asks nothing else.
+  // True if extensions may exist; a call without any checks nothing else.
   bool any() const {
     return any_.load(std::memory_order_relaxed);
   }
@@ -41,7 +42,8 @@ class TimeoutExtensions {
         }
       }
     }
-    // Without the lock, as a work may run callbacks of the program. A work that is gone has ended: the core holds those that run.
+    // Without the lock, because a work may run callbacks of the program. A work that no longer exists has ended,
+    // because the core holds running works.
     begun.erase(
         std::remove_if(begun.begin(), begun.end(), [](const auto& each) { return each.second && !each.second->isCompleted(); }),
         begun.end());
@@ -62,7 +64,7 @@ class TimeoutExtensions {
     return total;
   }
 
-  // Notes a new work: the first one of every extension that has none.
+  // Records a new work, which is the first one of every extension that has none.
   void begin(const Work& work) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto& each : all_) {
@@ -76,7 +78,7 @@ class TimeoutExtensions {
   struct Extension {
     uint64_t number;
     Milliseconds by;
-    // The first work after it, once there is one.
+    // The first work after it, once it exists.
     std::optional<c10::weak_intrusive_ptr<::c10d::Work>> first;
   };
 

@@ -1,4 +1,4 @@
-// The core's stores as torch's.
+// The core's stores as torch stores.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -14,8 +14,8 @@
 
 namespace symm {
 
-// Any store of the core; may be used from any thread. Every call is bounded by the timeout, 0 being the longest the core has.
-// Failures are torch's: DistStoreError (and its DistQueueEmptyError), DistNetworkError, ValueError.
+// A store of the core, usable from any thread. The timeout limits every call; 0 means the core's maximum. Failures are
+// torch's: DistStoreError (and its DistQueueEmptyError), DistNetworkError, ValueError.
 class SymmStore : public ::c10d::Store {
  public:
   using Milliseconds = std::chrono::milliseconds;
@@ -50,11 +50,11 @@ class SymmStore : public ::c10d::Store {
   // Returns once all `size` ranks have called it with this key. `barrier` is c10d's, which takes no rank.
   void rankBarrier(const std::string& key, int64_t rank, int64_t size, std::optional<Milliseconds> timeout) const;
 
-  // Returns once all ranks have come to this store, which rank 0 serves. Fails as SymmConfigError if another living process has
-  // come as this rank.
+  // Returns once all ranks have arrived at this store, which rank 0 serves. Fails with SymmConfigError if another live
+  // process has joined as this rank.
   void assemble(const std::string& prefix, int64_t rank, int64_t size, Milliseconds timeout) const;
 
-  // Says `word` about `what`, and returns what every rank says.
+  // Publishes `word` on the topic `what`, and returns the words of all ranks.
   std::vector<std::string> gather(
       const std::string& prefix,
       const std::string& what,
@@ -89,12 +89,12 @@ class MemoryStore final : public SymmStore {
 // A store in a file.
 class FileStore final : public SymmStore {
  public:
-  // `timeout`: of the opening, too.
+  // `timeout` also limits the opening.
   FileStore(const std::string& path, int64_t world_size, Milliseconds timeout);
   FileStore(const FileStore& other, rust::Box<NativeStore> store);
   c10::intrusive_ptr<::c10d::Store> clone() override;
 
-  // The system's bytes.
+  // The path in the system's encoding.
   const std::string path;
   const int64_t world_size;
 };
@@ -106,11 +106,11 @@ class TcpStore final : public SymmStore {
   TcpStore(const TcpStore& other, rust::Box<NativeStore> store);
   c10::intrusive_ptr<::c10d::Store> clone() override;
 
-  // Host at which the server is reached.
+  // The host name or address of the server.
   const std::string host;
   const uint16_t port;
   const bool is_master;
-  // Number of workers; negative: not known.
+  // Number of workers; negative if unknown.
   const int64_t world_size;
   const bool has_secret;
 

@@ -54,7 +54,7 @@ void ask(
     int64_t amount,
     int64_t timeout_ms,
     StoreAnswer& answer) {
-  // What has one key or value has it: Request::check() came before.
+  // Request::check() has verified that the keys and values exist.
   switch (op) {
     case StoreOp::Set:
       return store.set(text(keys[0]), bytes(values[0]));

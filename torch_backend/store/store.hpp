@@ -1,4 +1,4 @@
-// torch's store behind the core's.
+// torch's store behind the core's interface.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>

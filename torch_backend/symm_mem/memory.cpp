@@ -1,4 +1,4 @@
-// torch's pools and its pluggable allocator are reached through Python, as their C++ headers need those of CUDA.
+// Uses torch's pools and pluggable allocator through Python, because their C++ headers need those of CUDA.
 #include "symm_mem/memory.hpp"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -22,14 +22,15 @@ py::object python(const char* function) {
 std::shared_ptr<c10::Allocator> symmetric_allocator() {
   const py::gil_scoped_acquire gil;
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> kept;
-  // Asked each time: it says why there is none.
+  // Called each time, because it throws if no allocator is available.
   const py::object object = python("mem_allocator")();
   const auto& allocator = kept.call_once_and_store_result([&object] { return object; }).get_stored();
   // The class of the object is c10::cuda::CUDACachingAllocator::CUDAAllocator or derived from it.
   const auto type = py::module_::import("torch._C").attr("_cuda_CUDAAllocator");
   py::detail::type_caster_generic caster(py::detail::get_type_info(reinterpret_cast<PyTypeObject*>(type.ptr())));
   TORCH_CHECK_TYPE(caster.load(allocator, false), "torch made no allocator of symmetric memory");
-  // c10::Allocator is the first of its only bases, all the way. The pointer owns nothing: `kept` is never destroyed.
+  // c10::Allocator is the first of its only bases, at every level. The pointer owns nothing, because `kept` is never
+  // destroyed.
   return std::shared_ptr<c10::Allocator>(std::shared_ptr<void>(), static_cast<c10::Allocator*>(caster.value));
 }
 
@@ -51,7 +52,7 @@ std::optional<at::Device> sharing_device(at::Device device) {
 }
 
 PoolHold::~PoolHold() {
-  // While the interpreter ends, a thread without the GIL cannot get it any more; the process keeps the pool then.
+  // While the interpreter ends, a thread without the GIL can no longer get it; the process then keeps the pool.
   if (Py_IsInitialized() && PyGILState_Check()) {
     let_go();
   }
@@ -77,7 +78,7 @@ void PoolHold::let_go() {
   try {
     python("let_go")(reinterpret_cast<uintptr_t>(this));
   } catch (py::error_already_set& error) {
-    // Modules may be gone at the interpreter's end.
+    // Modules may already be torn down at interpreter exit.
     error.discard_as_unraisable("symm: letting go of a memory pool");
   }
 }

@@ -10,15 +10,16 @@
 
 namespace symm {
 
-// The process's allocator for torch.cuda.MemPool, which lives as long as the process. Throws NotImplementedError where no device can
-// have such memory.
+// Returns the process's allocator for torch.cuda.MemPool, which lives as long as the process. Throws
+// NotImplementedError if no device can have such memory.
 std::shared_ptr<c10::Allocator> symmetric_allocator();
 
-// The CUDA device with an index that `device` means, the current one if it names none; nothing if it cannot have such memory.
+// Returns the CUDA device with an index that `device` means, by default the current one; nothing if it cannot have such
+// memory.
 std::optional<at::Device> sharing_device(at::Device device);
 
-// Hold of a group on the pools that its process has, one per device: a pool ends with its last holder. May be used from any thread, with
-// and without the GIL.
+// A group's hold on the pools of its process, one per device: a pool ends with its last holder. Usable from any thread,
+// with and without the GIL.
 class PoolHold {
  public:
   PoolHold() = default;
@@ -27,7 +28,7 @@ class PoolHold {
   PoolHold& operator=(const PoolHold&) = delete;
 
   at::Tensor allocate(int64_t count, const at::TensorOptions& options);
-  // Tensors stay valid; what they leave goes back with torch.cuda.empty_cache().
+  // Tensors stay valid; memory that they free is returned with torch.cuda.empty_cache().
   void let_go();
 
  private:

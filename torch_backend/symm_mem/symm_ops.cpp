@@ -1,5 +1,5 @@
-// torch.ops.symm_mem reductions on CPU tensors. Arguments are torch's for CUDA, and so are its complaints; any dtype that the group
-// can add is served, at any alignment.
+// torch.ops.symm_mem reductions on CPU tensors. Arguments and errors are torch's for CUDA; any dtype that the group can
+// add is supported, at any alignment.
 #include "symm_mem/symm_ops.hpp"
 
 #include <ATen/MemoryOverlap.h>
@@ -56,7 +56,7 @@ void check_sum(const at::Tensor& input, const std::string& reduce_op, const char
   check(check_reduce(dtype_of(input), ::c10d::ReduceOp::SUM));
 }
 
-// Checks the output of an operator whose output is of its input's shape.
+// Checks the output of an operator that keeps the shape of its input.
 void check_output(const at::Tensor& input, const at::Tensor& output, const char* op) {
   check_writable(output, op);
   TORCH_CHECK(output.is_contiguous(), op, ": output must be contiguous.");
@@ -203,7 +203,7 @@ at::Tensor reduce_scatter_out(at::Tensor input, std::string group_name, bool spl
   if (!window) {
     return output;
   }
-  // All is one row if the tensor is not split along its last dimension.
+  // Everything is one row if the tensor is not split along its last dimension.
   const auto row = static_cast<size_t>(input.size(-1)) * input.element_size();
   run_on(*window, [&](const WindowHandle& handle) {
     return handle.reduce_scatter(dtype_of(input), ::c10d::ReduceOp::SUM, span_of(input), row, span_of(output));

@@ -15,22 +15,25 @@ namespace symm {
 
 using WindowPtr = c10::intrusive_ptr<SymmetricWindow>;
 
-// The window of the tensor's memory in the group; collective if the group has none yet. Null if the memory is not symmetric.
+// Returns the window of the tensor's memory in the group; collective if the group has none yet. Null if the memory is
+// not symmetric.
 WindowPtr find_window(const at::Tensor& tensor, const std::string& group_name);
-// Window of `tensor`; refuses memory that is not symmetric: it is `op` that wants it, as its `what`.
+// Returns the window of `tensor`; rejects memory that is not symmetric, with an error that names `op` and the argument
+// `what`.
 WindowPtr window_of(const at::Tensor& tensor, const std::string& group_name, const char* op, const char* what = "input");
 
-// Product of a and b, of which neither is negative; refused if no tensor can have so many elements.
+// Returns the product of the non-negative a and b; throws if no tensor can have that many elements.
 int64_t times(const char* op, int64_t a, int64_t b);
 
-// The tensor's dtype, as the core reads it.
+// Returns the tensor's dtype for the core.
 int32_t dtype_of(const at::Tensor& tensor);
 
-// Tells the ranks that wait for this one in an operator of the group, if it has been joined, that it has refused its arguments, and rethrows
-// what is being handled.
+// Notifies the ranks that wait for this one in an operator of the group, if it has been joined, that it has rejected
+// its arguments, and rethrows the current exception.
 [[noreturn]] void refused(const std::string& group_name);
 
-// What `arguments` returns: what an operator does before its first barrier. What that throws is told to the ranks that wait for this one.
+// Returns the result of `arguments`, the part of an operator before its first barrier. If that throws, the ranks that
+// wait for this one are notified.
 template <typename Arguments>
 auto check_arguments(const std::string& group_name, Arguments arguments) {
   try {
@@ -40,14 +43,15 @@ auto check_arguments(const std::string& group_name, Arguments arguments) {
   }
 }
 
-// Runs `collective` of the core on the window.
+// Runs a `collective` of the core on the window.
 template <typename Collective>
 void run_on(const SymmetricWindow& window, Collective collective) {
   check(without_gil([&] { return collective(window.handle()); }));
 }
 
-// `Kernel` as the dispatcher calls it with values on a stack. Registered so, its C++ types need not be those of the kernel that another
-// library has for CUDA, which differ between versions of torch; a kernel with other types is refused, and with it the extension.
+// `Kernel` as the dispatcher calls it, with values on a stack. Registered in this form, its C++ types need not match
+// those of another library's CUDA kernel, which differ between versions of torch; torch would reject a kernel with
+// other types, and with it the extension.
 template <auto Kernel>
 void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   using Pointer = c10::CompileTimeFunctionPointer<std::remove_pointer_t<decltype(Kernel)>, Kernel>;
@@ -61,7 +65,7 @@ void add(torch::Library& library, const char* name) {
   library.impl(name, torch::CppFunction::makeFromBoxedFunction<&boxed<Kernel>>());
 }
 
-// Adds the operators of one file. Called by name: a linker takes no notice of a registration that nobody refers to.
+// Adds the operators of one file. Called by name, because the linker drops registrations that nothing refers to.
 void add_reductions(torch::Library& library);
 void add_exchanges(torch::Library& library);
 

@@ -1,4 +1,4 @@
-// torch.ops.symm_mem on CPU tensors that move data or write signals; reductions of the low-contention kind stand here with their like.
+// torch.ops.symm_mem operators on CPU tensors that move data or write signals, including the low-contention reductions.
 #include <ATen/MemoryOverlap.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
@@ -20,13 +20,13 @@ std::vector<at::Tensor> get_remote_tensors(const at::Tensor& x, std::string grou
   });
   std::vector<at::Tensor> tensors;
   for (int rank = 0; rank < window->get_world_size(); ++rank) {
-    // Where the tensor is its own, in the peer's buffer: also for a view.
+    // At the tensor's own offset in the peer's buffer, also for a view.
     tensors.push_back(window->get_buffer(rank, x.sizes(), x.scalar_type(), x.storage_offset()));
   }
   return tensors;
 }
 
-// One collective of the group, for tensors that are not in symmetric memory.
+// Runs one collective of the group, for tensors that are not in symmetric memory.
 void run_in_group(const std::string& group_name, Operation& operation) {
   const auto member = membership(group_name, c10::kCPU);
   const auto run = [&](auto calls) { return (*member.group)->run(calls, 0, operation.seen); };
@@ -42,7 +42,7 @@ std::vector<int64_t> stacked(const at::Tensor& tensor, int64_t rows) {
 at::Tensor low_contention_all_gather(const at::Tensor& tensor, std::string group_name) {
   constexpr auto op = "_low_contention_all_gather";
   at::Tensor output;
-  // None: the call is complete.
+  // Null if the call is complete.
   const auto window = check_arguments(group_name, [&]() -> WindowPtr {
     TORCH_CHECK(tensor.dim() > 0, op, ": a tensor without dimensions cannot be gathered along the first");
     const auto size = membership(group_name, c10::kCPU).size;
@@ -72,7 +72,7 @@ at::Tensor low_contention_reduce_scatter(const at::Tensor& tensor, std::string r
   constexpr auto op = "_low_contention_reduce_scatter";
   const auto code = reduce_op == "avg" ? ::c10d::ReduceOp::AVG : ::c10d::ReduceOp::SUM;
   at::Tensor output;
-  // None: the call is complete.
+  // Null if the call is complete.
   const auto window = check_arguments(group_name, [&]() -> WindowPtr {
     TORCH_CHECK_VALUE(reduce_op == "sum" || reduce_op == "avg", "reduce_op (", reduce_op, ") is not supported");
     check(check_reduce(static_cast<int32_t>(tensor.scalar_type()), code));
@@ -104,7 +104,8 @@ at::Tensor low_contention_reduce_scatter(const at::Tensor& tensor, std::string r
   return output;
 }
 
-// Rows of the first dimension. `out_splits_offsets` receives how many rows came from each rank, and where each rank's begin in `out`.
+// Exchanges rows of the first dimension. `out_splits_offsets` receives how many rows came from each rank, and where
+// each rank's rows start in `out`.
 void all_to_all_vdev(
     const at::Tensor& input,
     at::Tensor out,

@@ -21,7 +21,8 @@ constexpr auto kDefaultGroup = "0";
 
 using Allocator = c10::intrusive_ptr<SymmetricAllocator>;
 
-// Never destroyed: torch's map of allocators is, at the very end, when the driver and other threads' windows may be gone.
+// Never destroyed. torch destroys its map of allocators at the very end, when the driver and other threads' windows may
+// no longer exist.
 const Allocator& cuda_allocator() {
   static const auto* const allocator = new Allocator(c10::make_intrusive<SymmetricAllocator>(c10::kCUDA));
   return *allocator;
@@ -37,7 +38,7 @@ at::Device device_of(c10::DeviceType type, int index) {
   return at::Device(type, static_cast<c10::DeviceIndex>(index));
 }
 
-// Number of a device as the core counts: the host is -1.
+// Returns the core's number of a device; the host is -1.
 int32_t number(at::Device device) {
   return device.is_cpu() ? -1 : device.index();
 }
@@ -46,7 +47,7 @@ int32_t number(at::Device device) {
 
 void* SymmetricAllocator::alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) {
   const auto device = device_of(type_, device_idx);
-  // A tensor without elements has an address, too, so that ranks can meet in it.
+  // A tensor without elements has an address, too, so that ranks can meet at it.
   size_t address = 0;
   check(allocate_window(number(device), std::max<size_t>(size, 1), address));
   const std::lock_guard<std::mutex> lock(mutex_);

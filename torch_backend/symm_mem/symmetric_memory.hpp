@@ -14,26 +14,27 @@
 
 namespace symm {
 
-// Segments of the core's heaps. May be used from any thread, with and without the GIL.
+// Segments of the core's heaps. Usable from any thread, with and without the GIL.
 class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemoryAllocator {
  public:
-  // Type of the allocator's device: CPU or CUDA. Touches no device.
+  // `type` is the allocator's device type, CPU or CUDA. Touches no device.
   explicit SymmetricAllocator(c10::DeviceType type) : type_(type) {}
 
-  // Allocates zeroed memory. `device_idx` -1: the current device. `group_name`: for rendezvous() without one.
+  // Allocates zeroed memory. A `device_idx` of -1 means the current device. `group_name` is for rendezvous() without
+  // one.
   void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
-  // Frees memory, which is kept while a window is: a handle or a view that somebody holds. What fails is logged, as torch has forgotten the
-  // memory.
+  // Frees memory, which stays while a window is held, by a handle or a view. A failure is logged, because torch has
+  // forgotten the memory.
   void free(void* ptr) override;
-  // Forgets the windows that begin in these bytes, which are about to be given back: no rendezvous finds them any more.
+  // Forgets the windows that start in these bytes, which are about to be freed: no later rendezvous finds them.
   void forget(size_t address, size_t bytes);
   size_t get_alloc_size(void* ptr) override;
-  // Makes the window, collectively unless the group has it already. Null if the memory is not symmetric, as torch's operators expect.
-  // `group_name` none: that of the allocation, else the default group.
+  // Makes the window, collectively unless the group has it already. Null if the memory is not symmetric, as torch's
+  // operators expect. Without `group_name`, uses the group of the allocation, or the default group.
   c10::intrusive_ptr<::c10d::symmetric_memory::SymmetricMemory> rendezvous(
       void* ptr,
       const std::optional<std::string>& group_name) override;
-  // torch asks for what rendezvous() would take.
+  // Returns true for memory that rendezvous() accepts.
   bool has_allocation(void* ptr) SYMM_OVERRIDE_HAS_ALLOCATION;
   bool has_multicast_support(int) override {
     return false;
@@ -50,18 +51,18 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
     size_t bytes;
     at::Device device;
     std::optional<std::string> group_name;
-    // The process that made it: a forked child inherits the record, not the memory.
+    // The process that made it: a forked child inherits the record, but not the memory.
     pid_t owner;
   };
-  // Key of a window: the first address of the memory and the name of the group.
+  // The key of a window: the first address of the memory and the name of the group.
   using Key = std::pair<size_t, std::string>;
   using Windows = std::map<Key, c10::intrusive_ptr<SymmetricWindow>>;
 
-  // Block that `alloc` gave and that holds `address`; mutex_ must be held.
+  // Returns the block of `alloc` that contains `address`; mutex_ must be held.
   const std::pair<const size_t, Block>* covering(size_t address) const;
-  // Device of memory that may have come from the core otherwise (torch_symm.mem_allocator), if it is symmetric.
+  // Returns the device of symmetric memory that the core has provided otherwise (torch_symm.mem_allocator).
   std::optional<at::Device> elsewhere(size_t address) const;
-  // The window if it still serves `group`; forgets it if not.
+  // Returns the window if it still serves `group`, and otherwise forgets it.
   c10::intrusive_ptr<SymmetricWindow> known(const Key& key, const Group& group);
 
   const c10::DeviceType type_;
@@ -71,8 +72,8 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
   Windows windows_;
 };
 
-// Makes symmetric memory of the CPU torch's, if it has none, with torch.ops.symm_mem for it, and that of CUDA available to torch's
-// set_backend("SYMM").
+// Registers symmetric CPU memory in torch, unless torch has its own, with torch.ops.symm_mem for it, and makes
+// symmetric CUDA memory available to torch's set_backend("SYMM").
 void register_symmetric_memory();
 
 } // namespace symm

@@ -22,7 +22,7 @@ std::vector<void*> pointers(const rust::Vec<size_t>& addresses) {
   return found;
 }
 
-// Offset in bytes at which `sizes` elements end that begin `offset` of them behind some place; nothing if that is more than can be counted.
+// Returns the end in bytes of elements of shape `sizes` that start at element `offset`; nothing on overflow.
 std::optional<size_t> end_of(c10::IntArrayRef sizes, uint64_t element, int64_t offset) {
   uint64_t count = 0;
   uint64_t end = 0;
@@ -33,7 +33,7 @@ std::optional<size_t> end_of(c10::IntArrayRef sizes, uint64_t element, int64_t o
   return end;
 }
 
-// Converts a timeout; one that is longer than the core's longest limit means that one.
+// Converts a timeout, limited to the core's maximum.
 int64_t limit(size_t timeout_ms) {
   return static_cast<int64_t>(std::min<size_t>(timeout_ms, std::numeric_limits<int64_t>::max()));
 }
@@ -62,8 +62,9 @@ SymmetricWindow::SymmetricWindow(
 
 SymmetricWindow::~SymmetricWindow() {
   if (!window_->is_current()) {
-    // Perhaps the last that showed memory which was given back: that then waits for the device and the peers. Else nobody is waited for,
-    // and a caller may hold the lock of torch's allocator, for which another thread with the GIL may wait.
+    // This may be the last reference to freed memory, whose release waits for the device and the peers. Other releases
+    // do not wait, and the caller may hold the lock of torch's allocator, for which another thread with the GIL may
+    // wait.
     without_gil([this] { const auto last = std::move(window_); });
   }
 }
@@ -126,7 +127,7 @@ at::Tensor SymmetricWindow::get_signal_pad(
     std::optional<c10::ScalarType> dtype,
     int64_t storage_offset) {
   const auto type = dtype.value_or(at::kUInt32);
-  // Not torch's size: that of later windows may be another.
+  // Not torch's size, which may differ for later windows.
   const auto all = static_cast<int64_t>(pad_bytes_ / c10::elementSize(type));
   return view("get_signal_pad", pads_, pad_bytes_, rank, sizes.empty() ? c10::IntArrayRef(all) : sizes, type, storage_offset);
 }
@@ -167,7 +168,7 @@ void SymmetricWindow::wait_signal(int src_rank, int channel, size_t timeout_ms) 
 }
 
 bool SymmetricWindow::serves(const Group& group) const {
-  // An expired owner is no group's, whatever has its address now.
+  // An expired owner does not match any group, even if another group has its address now.
   return !group_.owner_before(group) && !group.owner_before(group_) && window_->is_current();
 }
 

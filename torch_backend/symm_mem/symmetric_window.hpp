@@ -1,4 +1,4 @@
-// c10d's view of a window of the core: the ranks' buffers as this process reaches them, and their signal pads.
+// c10d's view of a window of the core: the ranks' buffers as mapped in this process, and their signal pads.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
@@ -11,30 +11,30 @@
 
 namespace symm {
 
-// Keeps the memory of all ranks, this one's own too, whoever gives it back. Signals fail once its group has ended, all calls in a forked
-// child. May be used from any thread, one at a time per channel.
+// Keeps the memory of all ranks alive, including this rank's, even after it is freed. Signals fail once the group has
+// ended, and all calls fail in a forked child. Usable from any thread, one at a time per channel.
 class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
  public:
-  // `bytes` of each rank's buffer, `pad_bytes` of each rank's signal pad.
+  // `bytes` is the size of each rank's buffer, `pad_bytes` of each rank's signal pad.
   SymmetricWindow(rust::Box<WindowHandle> window, const Membership& member, at::Device device, size_t bytes, size_t pad_bytes);
 
   ~SymmetricWindow() override;
 
   std::vector<void*> get_buffer_ptrs() override;
   std::vector<void*> get_signal_pad_ptrs() override;
-  // Arrays that live as long as this, on the host, too.
+  // Arrays that live as long as this object, on the host, too.
   void** get_buffer_ptrs_dev() override;
   void** get_signal_pad_ptrs_dev() override;
   size_t get_buffer_size() override {
     return bytes_;
   }
-  // Returns 0 always: a buffer begins where the memory does that rendezvous() was given.
+  // Always returns 0: a buffer starts at the memory that was passed to rendezvous().
   size_t get_offset() override {
     return 0;
   }
 
-  // Tensors as torch's functions of these names return them, which these hide: what they return keeps the window, and any request that
-  // leaves the memory of `rank` is refused.
+  // Return tensors like torch's functions of these names, which they hide: the tensors keep the window alive, and
+  // requests beyond the memory of `rank` are rejected.
   at::Tensor get_buffer(int rank, c10::IntArrayRef sizes, c10::ScalarType dtype, int64_t storage_offset = 0);
   at::Tensor get_remote_tensor(int rank, c10::IntArrayRef sizes, c10::ScalarType dtype);
   at::Tensor get_signal_pad(
@@ -50,8 +50,8 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
     return nullptr;
   }
 
-  // Enqueues, on CUDA, on the caller's current stream, and returns; what failed there is thrown by a later call. `timeout_ms` 0: the
-  // group's timeout.
+  // On CUDA, these enqueue on the caller's current stream and return; a later call throws the failure. A `timeout_ms`
+  // of 0 means the group's timeout.
   void barrier(int channel, size_t timeout_ms) override;
   void put_signal(int dst_rank, int channel, size_t timeout_ms) override;
   void wait_signal(int src_rank, int channel, size_t timeout_ms) override;
@@ -77,15 +77,16 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
   const WindowHandle& handle() const {
     return *window_;
   }
-  // Whether it still is that of its memory, in this group of this process.
+  // Returns true if this is still the window of its memory, in this group of this process.
   bool serves(const Group& group) const;
 
  private:
-  // Stream of the calling thread on the device; 0 on the host.
+  // Returns the calling thread's stream on the device; 0 on the host.
   size_t stream() const;
-  // Notes a use before an address leaves: throws in a forked child; what a graph that is being recorded may use stays.
+  // Records a use before an address is returned: throws in a forked child, and keeps memory that a captured graph may
+  // use.
   void note_use() const;
-  // A tensor in the `room` bytes that `rank` has at one of `begins`.
+  // Returns a tensor within the `room` bytes of `rank` that start at one of `begins`.
   at::Tensor view(
       const char* op,
       const std::vector<void*>& begins,

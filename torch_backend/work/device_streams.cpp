@@ -9,7 +9,7 @@ namespace symm {
 
 namespace {
 
-// More calls than this are seldom open at once.
+// More calls than this are rarely in flight at once.
 constexpr size_t kSpareEvents = 64;
 
 } // namespace
@@ -19,12 +19,12 @@ DeviceStreams::DeviceStreams(at::Device device)
 
 DeviceStreams::~DeviceStreams() {
   try {
-    // Destroying an event goes back to the thread's device, which would make a context there if it had none.
+    // Destroying an event switches back to the thread's device, which would make a context there if it had none.
     const c10::DeviceGuard guard(device_);
     ready_.reset();
     spare_.clear();
   } catch (...) {
-    // The driver is gone already, and the events with it.
+    // The driver is shut down already, and the events with it.
   }
 }
 
@@ -35,7 +35,7 @@ c10::Stream DeviceStreams::own_after(Own which, const c10::Stream& stream) {
     own = interface_->getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
   }
   if (*own != stream) {
-    // A stream waits for what the event marks at this moment, so that the next caller may record it anew.
+    // A wait refers to what the event marks at this moment, so the next caller may record it again.
     ready_->record(stream);
     ready_->block(*own);
   }

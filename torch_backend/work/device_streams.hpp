@@ -1,4 +1,4 @@
-// Streams and events of one device, through torch's own device interface: nothing here links against CUDA.
+// Streams and events of one device, through torch's device interface, without linking against CUDA.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,10 +14,10 @@
 
 namespace symm {
 
-// Stream of a group's own on a device: sends do not wait for receives, nor other calls for either.
+// A group's own stream on a device: sends do not wait for receives, nor other calls for either.
 enum class Own { Calls, Sends, Receives };
 
-// A group's streams on one device, and what is needed to order them with others. May be used from any thread.
+// A group's streams on one device, and the events that order them with others. Usable from any thread.
 class DeviceStreams {
  public:
   explicit DeviceStreams(at::Device device);
@@ -28,20 +28,21 @@ class DeviceStreams {
   at::Device device() const {
     return device_;
   }
-  // The calling thread's stream on the device.
+  // Returns the calling thread's stream on the device.
   c10::Stream current() const {
     return interface_->getStream(device_);
   }
-  // Stream of the group's own, of high priority, which goes on once `stream` has done what it holds now.
+  // Returns the group's own stream, of high priority, after making it wait for the present work on `stream`.
   c10::Stream own_after(Own which, const c10::Stream& stream);
-  // The `CUstream`.
+  // Returns the `CUstream`.
   size_t handle(const c10::Stream& stream) const;
-  // Whether the stream records a graph: its events must not be asked then.
+  // Returns true if the stream records a graph; its events must not be queried then.
   bool records_graph(const c10::Stream& stream) const;
-  // Keeps the allocator from giving the tensor's memory away before `stream` has done what it holds now.
+  // Keeps the allocator from reusing the tensor's memory before `stream` has finished its present work.
   void keep(const at::Tensor& tensor, const c10::Stream& stream) const;
 
-  // An event that nobody else uses, from those put back if there is one: making one takes as long as recording it twice.
+  // Returns an unused event, from the returned ones if possible, because making one takes as long as recording it
+  // twice.
   c10::Event take_event();
   void put_back(c10::Event event);
 
@@ -55,7 +56,7 @@ class DeviceStreams {
   std::vector<c10::Event> spare_;
 };
 
-// The CUDA device with this index, if this machine has CUDA devices; else none.
+// Returns the CUDA device with this index, if this machine has CUDA devices.
 std::optional<at::Device> cuda_device(int64_t index);
 
 } // namespace symm

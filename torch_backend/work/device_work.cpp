@@ -14,10 +14,11 @@ namespace {
 
 using Milliseconds = std::chrono::milliseconds;
 
-// How often a blocked host looks before it sleeps between looks.
+// Number of polls by a blocked host before it sleeps between polls.
 constexpr int kEagerLooks = 200;
 constexpr std::chrono::microseconds kNap(50);
-// A kernel counts its deadline from when it runs; what it says then names the ranks, which a wait that gives up cannot.
+// A kernel's deadline counts from its start. Its error names the late ranks, which the error of a wait that times out
+// cannot.
 constexpr std::chrono::milliseconds kKernelsFirst(1000);
 
 } // namespace
@@ -54,7 +55,7 @@ DeviceWork::~DeviceWork() {
       end_.reset();
     }
   } catch (...) {
-    // The driver is gone already, and the memory with it.
+    // The driver is shut down already, and the memory with it.
   }
 }
 
@@ -133,7 +134,7 @@ void DeviceWork::synchronize() {
     end().block(waiting);
   }
   if (background_ && !ordered_) {
-    // Memory of tensors that are let go returns to the stream they were made on, as a rule the one that launched.
+    // Freed memory returns to the stream on which the tensor was made, usually the stream that launched the call.
     if (waiting != *origin_) {
       keep_tensors();
     }
@@ -210,7 +211,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
   if (auto error = failure()) {
     future_->setError(error);
   } else {
-    // The future marks the current stream: whoever uses the value waits for that.
+    // The future records the current stream, and users of its value wait for that.
     const c10::StreamGuard guard(*stream_);
     future_->markCompleted(std::move(value));
   }

@@ -103,7 +103,7 @@ bool WorkSymm::wait(std::chrono::milliseconds timeout) {
     future = future_;
   }
   if (future) {
-    // Its value is read without waiting by those who have waited here; the completing thread is about to set it.
+    // Threads that have waited here read its value without waiting; the completing thread is about to set it.
     future->wait();
   }
   rethrow();
@@ -175,7 +175,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkSymm::getFuture() {
     fulfil(*future);
     future->wait();
   } else {
-    // Who waits for a future does not come to wait().
+    // A caller that waits for a future does not call wait().
     (*group_)->progress();
   }
   return future;
@@ -236,7 +236,7 @@ bool WorkCoalesced::wait(std::chrono::milliseconds timeout) {
       part->wait(timeout);
       continue;
     }
-    // One limit for all parts. A part that has ended is not late, even when the limit has passed.
+    // One limit for all parts. A part that has ended is not late, even if the limit has passed.
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(limit - std::chrono::steady_clock::now());
     try {
       part->wait(std::max(left, std::chrono::milliseconds(1)));
@@ -291,13 +291,13 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkCoalesced::getFuture() {
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
   auto left = std::make_shared<std::atomic<size_t>>(parts_.size() + 1);
   auto all = result();
-  // Once, by whoever is the last: maybe the thread that completes a call, which no exception may leave.
+  // Runs once, in the last part to complete: possibly on the thread that completes a call, which must not throw.
   auto one_less = [left, all, on_devices, future = future_] {
     if (left->fetch_sub(1) > 1 || future->completed()) {
       return;
     }
     try {
-      // The future marks the current streams, which must stand behind every part.
+      // The future records the current streams, which must be ordered after every part.
       for (const auto& work : on_devices) {
         work->synchronize();
       }
@@ -320,7 +320,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkCoalesced::getFuture() {
 }
 
 void WorkCompletion::complete(const Status& status, int32_t source) const {
-  // The call itself has ended by the time that what a user has hung on its future can throw; the bridge ends the process at an exception.
+  // The call has ended before callbacks on its future can throw; an exception in the bridge would end the process.
   try {
     work_->complete(exception_of(status), source);
   } catch (const std::exception& error) {

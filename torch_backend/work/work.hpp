@@ -15,10 +15,11 @@ namespace symm {
 
 using Group = std::shared_ptr<rust::Box<GroupHandle>>;
 
-// Throws the SymmTimeout of a `wait(limit)` that ends before its call does; the group lives.
+// Throws the SymmTimeout of a `wait(limit)` that ends before its call does; the group stays usable.
 [[noreturn]] void wait_gave_up(std::chrono::milliseconds limit);
 
-// A future of the `WorkResult` with which `future` ends: TIMEOUT for a SymmTimeout, COMM_ERROR for every other error.
+// Returns a future of the `WorkResult` with which `future` ends: TIMEOUT for a SymmTimeout, COMM_ERROR for every other
+// error.
 c10::intrusive_ptr<c10::ivalue::Future> result_of(const c10::intrusive_ptr<c10::ivalue::Future>& future);
 
 // A call that runs, has run, or waits in the group's queue. Owns the call's tensors.
@@ -30,7 +31,7 @@ class WorkSymm final : public ::c10d::Work {
   bool isSuccess() const override;
   int sourceRank() const override;
   std::vector<at::Tensor> result() override;
-  // Has nothing to do: no stream waits for memory of the host.
+  // Does nothing: no stream waits for host memory.
   void synchronize() override {}
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
@@ -41,17 +42,17 @@ class WorkSymm final : public ::c10d::Work {
     return timeout_;
   }
 
-  // Ends the call: writes results back, then tells waiting threads, then the future.
+  // Ends the call: writes results back, then notifies waiting threads, then completes the future.
   void complete(std::exception_ptr error, int source);
-  // Its number in the group, and the ticket that `Group::wait` is asked for.
+  // Sets the call's number in the group, and its ticket for `Group::wait`.
   void begun(uint64_t sequence, uint64_t ticket);
   // Throws the call's exception, if it has one.
   void rethrow() const;
 
  private:
-  // Whether both the call and the future, if anybody has it, have ended. `mutex_` must be held.
+  // Returns true if both the call and its future, if one was requested, have ended. `mutex_` must be held.
   bool ended() const;
-  // Completes the future, once, by whoever sees both the future and the end of the call.
+  // Completes the future once, on the thread that first sees both the future and the end of the call.
   void fulfil(c10::ivalue::Future& future);
 
   Group group_;
@@ -65,7 +66,7 @@ class WorkSymm final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Work of several calls as one.
+// The work of several calls as one.
 class WorkCoalesced final : public ::c10d::Work {
  public:
   WorkCoalesced(int rank, std::vector<c10::intrusive_ptr<::c10d::Work>> parts);
@@ -88,7 +89,7 @@ class WorkCoalesced final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Completion that the core calls when an asynchronous call has ended.
+// The completion that the core calls when an asynchronous call has ended.
 class WorkCompletion final : public Completion {
  public:
   explicit WorkCompletion(c10::intrusive_ptr<WorkSymm> work) : work_(std::move(work)) {}
