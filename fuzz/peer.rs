@@ -1,4 +1,4 @@
-//! What targets share that play a peer of a group.
+//! Common parts of targets that play a peer of a group.
 
 use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
@@ -13,7 +13,7 @@ pub const PEER: Rank = Rank(1);
 
 static FILE: OnceLock<OwnedFd> = OnceLock::new();
 
-/// The control block of `ME` in a group with `PEER`, over memory that holds what the last input has left there.
+/// Makes the control block of `ME` in a group with `PEER`, over memory in which the last input has left its bytes.
 pub fn control() -> ControlBlock {
     let bytes = Layout::new(2).total_bytes();
     let file = FILE.get_or_init(|| Segment::create(bytes).expect("a file")).try_clone().expect("dup");
@@ -22,8 +22,8 @@ pub fn control() -> ControlBlock {
     ControlBlock::new(segment, ME, "fuzzed".into(), members, 0)
 }
 
-/// Nothing in `bytes` bytes of its memory from `offset` on.
+/// Zeroes `bytes` bytes of its memory from `offset`.
 pub fn blank(control: &ControlBlock, offset: usize, bytes: usize) {
-    // SAFETY: within the segment (checked by `ptr`), which nobody else uses.
+    // SAFETY: within the segment (checked by `ptr`), which only this thread uses.
     unsafe { control.segment().ptr(offset, bytes).write_bytes(0, bytes) }
 }

@@ -1,5 +1,5 @@
-//! What a peer writes into the control block: its post, its stage counter, the failure record. No bytes may make a collective panic, write
-//! outside its outputs, or stay beyond its limit.
+//! A peer's words in the control block: its post, its stage counter, the failure record. No bytes may make a collective
+//! panic, write outside its outputs, or exceed its time limit.
 #![no_main]
 
 #[path = "../peer.rs"]
@@ -60,7 +60,7 @@ fuzz_target!(|data: &[u8]| {
     let spans: Vec<Span> = memory.iter_mut().map(Guarded::span).collect();
     let (inputs, outputs) = spans.split_at(inputs);
     let spec = Spec { op, root: Rank(root), inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) };
-    // SAFETY: the memory lives as long as this function, which alone uses it.
+    // SAFETY: the memory lives as long as this function, which is its only user.
     let call = unsafe { Call::new(spec, ME, n) }.expect("it is well-formed");
     let control = Arc::new(control());
     blank(&control, 0, control.layout().control_bytes());
@@ -68,7 +68,7 @@ fuzz_target!(|data: &[u8]| {
     let (post, table) = (layout.post(PEER, 1), layout.table_words() * 8);
     let write = |at: usize, room: usize, bytes: &mut &[u8]| {
         let (now, later) = bytes.split_at(bytes.len().min(room));
-        // SAFETY: `now` fits the room at `at`, which is the peer's, who does not live.
+        // SAFETY: `now` fits in the room at `at`, which belongs to the peer, and no peer runs.
         unsafe { segment.ptr(at, room).copy_from_nonoverlapping(now.as_ptr(), now.len()) };
         *bytes = later;
     };
@@ -79,7 +79,7 @@ fuzz_target!(|data: &[u8]| {
     let mut rest = rest;
     if flags & 4 != 0 {
         write(0, 64, &mut rest);
-        // A record that is being written makes its readers wait: that has a test of its own.
+        // A record that is being written makes its readers wait, which has its own test.
         let state = word(0).load(Ordering::Relaxed);
         word(0).store(state & !0xffff_ffff | [0, 2][usize::from(flags >> 3 & 1)], Ordering::Relaxed);
     }
@@ -89,7 +89,7 @@ fuzz_target!(|data: &[u8]| {
         write(layout.member(PEER), MEMBER_BYTES, &mut rest);
     }
     if flags & 32 == 0 {
-        // Else only a call that disagrees is ever seen.
+        // Otherwise every call would be rejected as a mismatch.
         word(post + 8).store(Description::of(&call).fingerprint(&call), Ordering::Relaxed);
     }
     word(post).publish(1);

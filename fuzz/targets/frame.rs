@@ -1,5 +1,5 @@
-//! What a server and a client read from a socket: no bytes may make them panic, or allocate more than a small multiple of
-//! what came, and whatever is accepted must mean the same after another trip.
+//! Frames that a server and a client read from a socket: no bytes may make them panic or allocate more than a small
+//! multiple of the frame, and an accepted frame must keep its meaning when it is encoded and decoded again.
 #![no_main]
 
 use bytes::Bytes;
@@ -19,7 +19,7 @@ fuzz_target!(|data: &[u8]| {
     }
     if let Ok(answer) = Answer::decode(&Bytes::copy_from_slice(data)) {
         let frame = Bytes::from(answer.encode().concat());
-        // Text that was not UTF-8 comes back changed.
+        // Not compared, because decoding replaces text that is not UTF-8.
         let _ = Answer::decode(&frame.slice(LENGTH..)).expect("an answer that was accepted");
     }
 });

@@ -1,4 +1,4 @@
-//! What a peer says over the link between two heaps, descriptors and all.
+//! A peer's messages on the link between two heaps, including file descriptors.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,5 +1,5 @@
-//! A store's log: no bytes may make its reader panic, or allocate more than a small multiple of what there is. Checksums are
-//! taken for right here. The first 28 bytes, which say that it is a log, are real; the rest is the fuzzer's.
+//! A store's log: no bytes may make its reader panic or allocate more than a small multiple of the log. Checksums count
+//! as correct here. The first 28 bytes, which identify a log, are real; the fuzzer makes the rest.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

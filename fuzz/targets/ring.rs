@@ -1,4 +1,5 @@
-//! What a peer writes into its ring to this rank: no bytes may make a receiver panic, write outside a receive's memory, or stay for ever.
+//! A peer's frames in its ring to this rank: no bytes may make a receiver panic, write outside a receive's memory, or
+//! hang.
 #![no_main]
 
 #[path = "../peer.rs"]
@@ -15,7 +16,7 @@ use symm::dtype::DType;
 use symm::mem::layout::{HEADER_BYTES, LINE_PAIR, RING_HEAD};
 use symm::messages::{Message, MessageSpec, Messages};
 
-/// Bytes of the receive: a message in one part, or one that is shown in parts.
+/// Sizes of the receive: a message in one part, or one that is shown in parts.
 const WANTED: [usize; 2] = [64, 20 << 10];
 
 fuzz_target!(|data: &[u8]| {
@@ -27,11 +28,11 @@ fuzz_target!(|data: &[u8]| {
     blank(&control, 0, HEADER_BYTES);
     let (segment, ring) = (control.segment(), control.layout().ring(PEER, ME));
     let (capacity, wanted) = (control.layout().ring_data_bytes(), WANTED[usize::from(flags & 8 != 0)]);
-    // Frames begin at the ring's start or just before its end; the rest of it says nothing.
+    // Frames start at the ring's start or just before its end; the rest of the ring is zero.
     let begin = if place < 128 { 0 } else { capacity - 32 * (usize::from(place) - 127) };
     let bytes = frames.len().min(capacity - begin);
     let start = ring + RING_HEAD;
-    // SAFETY: within the segment, which nobody else uses.
+    // SAFETY: within the segment, which only this thread uses.
     unsafe {
         segment.ptr(start, capacity).write_bytes(0, 8192);
         segment.ptr(start + capacity - 8192, 8192).write_bytes(0, 8192);
@@ -41,7 +42,7 @@ fuzz_target!(|data: &[u8]| {
     let mut memory = vec![CANARY; 3 * wanted];
     let span = Span { addr: memory.as_mut_ptr() as usize + wanted, bytes: wanted };
     let message = |span| {
-        // SAFETY: `memory` and `frames` outlive `messages`, which ends whatever is open.
+        // SAFETY: `memory` and `frames` outlive `messages`, which ends every open message.
         unsafe { Message::new(MessageSpec { peer: Some(PEER), tag: 0, dtype: DType::U8, span, timeout: None }) }
     };
     let source = Span { addr: frames.as_ptr() as usize, bytes };
@@ -54,7 +55,7 @@ fuzz_target!(|data: &[u8]| {
         let _ = messages.send(message(source), Duration::from_secs(60), quiet());
     }
     let _ = messages.recv(message(span), Duration::from_secs(60), quiet());
-    // A right tail, or none that a producer can have.
+    // A valid tail, or one that no producer can have.
     let tail = if flags & 2 != 0 { u64::from(tail) << 56 | u64::from(tail) } else { 32 * u64::from(tail) };
     if flags & 4 != 0 {
         counter(1).store(tail.wrapping_mul(3), Ordering::Relaxed);
