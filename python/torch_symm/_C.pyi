@@ -18,17 +18,18 @@ class SymmAborted(DistBackendError): ...
 class Options(Backend.Options):
     """Timeout and identity of a group.
 
-    ``group_name`` names it in messages; ``global_ranks_in_group`` lists its ranks in the default group
-    (empty: as they are).
-    ``timeout``, a ``timedelta`` or a number of seconds, bounds joining and every call that brings no limit of its own.
-    ``between_hosts`` connects ranks on several hosts: ``"refuse"``, ``"gloo"``, ``"nccl"``, ``"auto"``, backends that
-    torch knows, as ``"cpu:mine,cuda:nccl"``, or ``""`` for what ``SYMM_HOSTS`` says, in later groups for what the
-    default group does.
-    ``partials`` is the type of sums of CPU tensors between hosts: ``"tensor"`` or ``"fp32"``, which rounds floats
-    narrower than 32 bits once for twice the bytes, or ``""`` for ``"tensor"``, in later groups for the default group's.
+    ``group_name`` names it in messages; ``global_ranks_in_group`` lists its ranks in the default group (empty: the same
+    as in this group).
+    ``timeout``, a ``timedelta`` or a number of seconds, limits joining and every call that does not pass its own limit.
+    ``between_hosts`` connects ranks on several nodes: ``"refuse"``, ``"gloo"``, ``"nccl"``, ``"auto"``, backends that
+    torch knows, such as ``"cpu:mine,cuda:nccl"``, or ``""`` for the choice of ``SYMM_HOSTS``; later groups then use the
+    choice of the default group.
+    ``partials`` is the type of sums of CPU tensors between nodes: ``"tensor"`` or ``"fp32"``, which rounds floats
+    narrower than 32 bits only once but sends twice the bytes, or ``""`` for ``"tensor"``, in later groups for the
+    default group's.
 
     Raises:
-        ValueError: a number of seconds below 0, above a year, or that is none.
+        ValueError: a number of seconds below 0, above a year, or not a number.
     """
 
     _timeout: timedelta
@@ -51,17 +52,18 @@ class Options(Backend.Options):
     def __deepcopy__(self, memo: dict[int, object]) -> Options: ...
 
 class ProcessGroupSymm(Backend):
-    """A joined group. Made by ``dist.init_process_group("symm")``, ``dist.new_group``, or by whoever has a store.
+    """A joined group. Made by ``dist.init_process_group("symm")``, ``dist.new_group``, or directly from a store.
 
-    All ``size`` ranks make it with stores that share keys, which no other group uses: give a ``PrefixStore``. It
-    returns once all have. ``timeout``, a ``timedelta`` or a number of seconds (30 minutes), bounds that and every call
-    that brings no limit of its own. Messages name the group by ``group_name``, or call it ``"default"``. ``rank`` is
-    from 0 to ``size`` - 1, ``store`` any of torch's or this package's; ``options`` stand in place of both.
+    All ``size`` ranks make it with stores that share keys, which no other group uses: pass a ``PrefixStore``. It
+    returns once all ranks have joined. ``timeout``, a ``timedelta`` or a number of seconds (30 minutes), limits joining
+    and every call that does not pass its own limit. Messages name the group by ``group_name``, or call it
+    ``"default"``. ``rank`` is from 0 to ``size`` - 1, ``store`` any store of torch or this package; ``options`` replace
+    both ``timeout`` and ``group_name``.
 
     Raises:
         SymmConfigError: the group cannot be formed; the message says why.
-        SymmTimeout: not all ranks came in time; the message names those who did not.
-        ValueError: a timeout below 0, above a year, or that is no number.
+        SymmTimeout: not all ranks joined in time; the message names the missing ranks.
+        ValueError: a timeout below 0, above a year, or not a number.
     """
 
     @overload
@@ -75,7 +77,7 @@ class ProcessGroupSymm(Backend):
     def _device(self) -> int | None: ...
     def _set_default_timeout(self, timeout: timedelta | float) -> None: ...
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Does nothing, on any ``device``: torch calls it on ranks outside of a new group."""
+        """Does nothing, on any ``device``: torch calls it on ranks outside a new group."""
     def get_sequence_number(self) -> int: ...
     def _drop_coalesced(self) -> None:
         """Closes the block that ``_start_coalescing`` opened, if there is one, without a work for its calls."""
@@ -83,9 +85,9 @@ class ProcessGroupSymm(Backend):
     def shutdown(self) -> None: ...
 
 class _SymmForGloo(ProcessGroupSymm):
-    """In the place of a group of Gloo: an instance of ``ProcessGroupGloo``, too, as far as Python can tell.
+    """Replaces a group of Gloo; for Python, it is also an instance of ``ProcessGroupGloo``.
 
-    ``cuda``: whether Gloo's own stands beside it, for CUDA tensors.
+    ``cuda``: whether a group of Gloo accompanies it, for CUDA tensors.
     """
 
     def __init__(self, store: Store, rank: int, size: int, options: Options, cuda: bool) -> None: ...
@@ -94,26 +96,26 @@ class _GlooValueError(ValueError, RuntimeError): ...
 class _GlooTypeError(TypeError, RuntimeError): ...
 
 class NativeStore(Store):
-    """Common to the stores of this package; every method of ``torch.distributed.Store`` and ``rank_barrier``.
+    """The common base of this package's stores: every method of ``torch.distributed.Store``, and ``rank_barrier``.
 
-    Keys are text, values any bytes. Every call is bounded by ``timeout`` (``set_timeout``; 300 s at first; zero is
-    24 h), ``wait`` by its own.
+    Keys are text, values any bytes. ``timeout`` limits every call (``set_timeout``; initially 300 s; zero means 24 h);
+    ``wait`` has its own limit.
 
     Raises:
-        DistStoreError: the time passed; the message names the keys that did not come. Or the store is full.
+        DistStoreError: the time passed, and the message names the missing keys; or the store is full.
         QueueEmptyError: ``queue_pop(key, block=False)`` of an empty queue.
-        DistNetworkError: the store cannot be reached any more.
-        ValueError: ``add`` to what is no number, values that are not as many as keys, a negative timeout.
+        DistNetworkError: the store can no longer be reached.
+        ValueError: ``add`` to a value that is not a number, unequal numbers of keys and values, a negative timeout.
     """
 
     @property
     def timeout(self) -> timedelta: ...
     def rank_barrier(self, key: str, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
-        """Returns once all ``world_size`` ranks have called it with this ``key``, which may be used again and again.
+        """Returns once all ``world_size`` ranks have called it with this ``key``, which may be reused.
 
         Raises:
-            DistStoreError: the time passed (``timeout``, or the store's); the message names the ranks that did not
-                come. The key must not be used again then.
+            DistStoreError: the time passed (``timeout``, or the store's); the message names the missing ranks. The key
+                must not be used again then.
             ValueError: ``rank`` is not below ``world_size``.
         """
 
@@ -122,7 +124,7 @@ class NativeStore(Store):
         self, prefix: str, what: str, word: str, rank: int, world_size: int, timeout: timedelta
     ) -> list[str]: ...
     def clone(self) -> Store:
-        """The same store, of the same class, with a timeout of its own."""
+        """Returns the same store, of the same class, with its own timeout."""
 
     def __copy__(self) -> Store: ...
     def __deepcopy__(self, memo: dict[int, object]) -> Store: ...
@@ -136,14 +138,13 @@ class MemoryStore(NativeStore):
     def __init__(self) -> None: ...
 
 class FileStore(NativeStore):
-    """A store in the file ``path`` of ``world_size`` processes. A pickle opens the same file.
+    """A store in the file ``path`` for ``world_size`` processes. A pickle opens the same file.
 
-    ``timeout``, a ``timedelta``: how long opening waits for the file's lock, and later calls that bring no limit of
-    their own.
+    ``timeout``, a ``timedelta``, limits the wait for the file's lock, and later calls that do not pass their own limit.
 
     Raises:
-        DistStoreError: the file cannot be opened or is no such store, or a process, which is named, held its lock for
-            all of ``timeout``.
+        DistStoreError: the file cannot be opened or is not such a store, or a process, which is named, held its lock
+            for all of ``timeout``.
         ValueError: ``world_size`` or ``timeout`` is negative.
     """
 
@@ -154,19 +155,19 @@ class FileStore(NativeStore):
     def world_size(self) -> int: ...
 
 class TCPStore(NativeStore):
-    """A store on a server, which the process with ``is_master`` runs; arguments as of ``torch.distributed.TCPStore``.
+    """A store on a server, which the process with ``is_master`` runs; arguments as in ``torch.distributed.TCPStore``.
 
     ``host_name``: a name, an address, or ``unix:/path`` with port 0. ``port`` 0 of a master: any free one, see
-    ``port``. ``world_size``: number of users, of which ``wait_for_workers`` awaits all; ``None``: not known.
-    ``multi_tenant``: masters of one process and port share a server. ``master_listen_fd``: a listening socket to serve.
-    ``timeout``, a ``timedelta``: for connecting, for waiting for users, and of later calls (300 s).
-    ``secret``: every user must hold it. ``same_user``: at loopback and without a secret serve processes of this user
-    only, at a Unix socket in place of the port, which ``host`` then names. A pickle connects as a client; with a secret
-    pickling raises ``TypeError``.
+    ``port``. ``world_size``: number of users; ``wait_for_workers`` awaits all of them; ``None``: unknown.
+    ``multi_tenant``: masters of one process with the same port share a server. ``master_listen_fd``: a listening socket
+    to serve. ``timeout``, a ``timedelta``: for connecting, for waiting for users, and for later calls (300 s).
+    ``secret``: every user must pass it. ``same_user``: on loopback and without a secret, serve only processes of this
+    user, on a Unix socket in place of the port, which ``host`` then names. A pickle connects as a client; with a
+    secret, pickling raises ``TypeError``.
 
     Raises:
         DistNetworkError: the server cannot be reached within ``timeout``, or the port is taken.
-        DistStoreError: not all users came within ``timeout``, or the server holds another secret.
+        DistStoreError: not all users joined within ``timeout``, or the server has another secret.
         ValueError: ``port``, ``world_size`` or ``secret`` is out of range.
     """
 
@@ -193,7 +194,7 @@ class TCPStore(NativeStore):
     def world_size(self) -> int | None: ...
 
 class SymmetricWindow(_SymmetricMemory):
-    """What ranks have made of their tensors together: what ``rendezvous`` returns for groups of symm.
+    """The ranks' symmetric tensors as one window: the result of ``rendezvous`` for groups of symm.
 
     Offsets and sizes are elements of ``dtype``. Ranks are those of the window's group.
     """
@@ -215,16 +216,16 @@ class _Prices:
     def us(self) -> list[float]: ...
     @property
     def reference_us(self) -> float:
-        """Of the profile, 0 without one: in what state of the machine it was measured."""
+        """Time of the reference in the state in which the profile was measured; 0 without a profile."""
 
     @property
     def local(self) -> tuple[float, float, float] | None:
-        """µs of a step with a collective and of one without, beside collective and copies, and GB/s of copies."""
+        """µs of a step with a collective and of one without, excluding collective and copies, and GB/s of copies."""
 
     @property
     def origin(self) -> str: ...
     def price(self, op: str, bytes: float, dim: int) -> tuple[float, str, str]:
-        """Microseconds, the algorithm, and where the price comes from.
+        """Microseconds, the algorithm, and the source of the price.
 
         Raises:
             ValueError: ``op`` has no price, ``bytes`` cannot be moved, or the mesh has no such dimension.

@@ -1,9 +1,9 @@
-"""torch-symm: the PyTorch distributed backend ``symm`` for the ranks of one host.
+"""torch-symm: the PyTorch distributed backend ``symm`` for ranks that share memory.
 
 ``dist.init_process_group("symm")`` works without importing this module, and so do
 ``init_method="symm://host:port"`` and ``"symm+file:///path"``. It holds the exceptions, the options, the stores, how
 GPUs are connected, categories of warnings, :func:`describe`, :func:`log_to_python`, :func:`replace`, :func:`stats`,
-:func:`trace` and the version. The native part is loaded when one of them is first asked for.
+:func:`trace` and the version. The native part is loaded on the first access to one of them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = [
     "trace",
 ]
 
-#: What is written in Python, by the module that holds it.
+#: What is written in Python, by its module.
 _MODULES = {
     "DMAConnectivity": "_topology",
     "SymmFallbackWarning": "_warnings",
@@ -103,5 +103,5 @@ if not TYPE_CHECKING:  # with it a misspelt name would be of any type
 
 
 def __dir__() -> list[str]:
-    """Names that ``help`` and completion show, those that are loaded when asked for among them."""
+    """Returns the names that ``help`` and completion show, including those that are loaded on access."""
     return sorted({*globals(), *__all__})

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from torch_symm.tools.command import PROGRAM, closest
 
-#: Where each command is, and what it does. A module has ``parser()`` and ``run(parser, given)``.
+#: The module and a summary of each command. A module has ``parser()`` and ``run(parser, given)``.
 COMMANDS = {
     "hello": ("hello", "start some ranks, say what they use and how fast it is"),
     "run": ("run", "start a program in several ranks, by torchrun"),
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that ``arguments`` name (default: the program's); 0 if it went through."""
+    """Runs the command that ``arguments`` name (default: the program's); 0 if it succeeded."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "help"):
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read has gone; the interpreter's last flush must not complain either.
+        # The reader has exited; the interpreter's last flush must not complain, either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from torch_symm._C import ProcessGroupSymm
 
 
-#: What the drivers of NVIDIA's GPUs make: on Linux, under Windows' subsystem for it, on Tegra.
+#: Files of NVIDIA's GPU drivers: on Linux, under Windows' subsystem for it, on Tegra.
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")
-#: Schemes of rendezvous, and the functions of ``_rendezvous`` that serve them.
+#: Rendezvous schemes, and the functions of ``_rendezvous`` that serve them.
 _SCHEMES = {"symm": "by_tcp", "symm+file": "by_file"}
 #: Why the last :func:`autoload` could not register everything; ``python -m torch_symm doctor`` shows it.
 failure: str | None = None
 
 
 def devices() -> list[str]:
-    """What ``init_process_group("symm")`` serves here: ``"cpu"``, and ``"cuda"`` where this process can have a GPU.
+    """Returns the devices that symm serves here: ``"cpu"``, and ``"cuda"`` if this process can have a GPU.
 
-    torch's clients take a backend that names CUDA to have GPUs (``ShardedTensor.gather`` then makes its tensors there).
-    Opens nothing: looks for a torch built for CUDA, the driver's device file, and a ``CUDA_VISIBLE_DEVICES`` that hides
-    all GPUs. ``"cuda:symm"`` asks for GPUs wherever it is written.
+    torch's clients assume that a backend which names CUDA has GPUs (``ShardedTensor.gather`` then makes its tensors
+    there). Opens nothing: checks for a torch built for CUDA, the driver's device file, and a ``CUDA_VISIBLE_DEVICES``
+    that hides all GPUs. ``"cuda:symm"`` always requests GPUs.
     """
     import torch
 
@@ -41,7 +41,8 @@ def autoload() -> None:
     """Registers backend ``symm`` for :func:`devices`, and its rendezvous, with ``torch.distributed``, once per process.
 
     Entry point of the groups ``torch.backends`` and ``torch.distributed.backends``. A failure is kept in ``failure``:
-    an exception here would make ``import torch`` fail, and a warning would meet programs that do without this package.
+    an exception here would make ``import torch`` fail, and a warning would appear in programs that do not use this
+    package.
     """
     global failure
     failure = None
@@ -58,7 +59,7 @@ def autoload() -> None:
         for scheme, function in _SCHEMES.items():
             if scheme not in rendezvous._rendezvous_handlers:
                 rendezvous.register_rendezvous_handler(scheme, partial(_meet, function))
-        # The native part, which reads the settings, says so if it is another word.
+        # The native part, which reads the settings, reports any other word.
         if os.environ.get("SYMM_REPLACES", "").strip() == "gloo":
             import_module("torch_symm._replace").replace("gloo")
     except Exception as error:
@@ -66,7 +67,7 @@ def autoload() -> None:
 
 
 def _meet(function: str, url: str, **given: Any) -> Iterator[Any]:
-    """What ``function`` of ``_rendezvous`` gives, which is imported when somebody first meets so."""
+    """Runs ``function`` of ``_rendezvous``, which is imported on the first rendezvous of this kind."""
     meeting: Iterator[Any] = getattr(import_module("torch_symm._rendezvous"), function)(url, **given)
     return meeting
 

@@ -1,7 +1,8 @@
 """Ends a block of torch's ``_coalescing_manager`` that an exception leaves, on groups of symm.
 
-torch opens a block in two places, ``_world.pg_coalesce_state`` and the backend, and closes both only where no exception
-passes. Later calls on the group would be recorded for a block that never ends: they would return and do nothing.
+torch opens a block in two places, ``_world.pg_coalesce_state`` and the backend, and closes them only if no exception
+passes. Otherwise, later calls on the group would be recorded for a block that never ends: they would return and do
+nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch_symm._native import load
 
 
 def end_blocks_at_exceptions() -> None:
-    """Installs this for every caller of ``_coalescing_manager``, also for those that imported it before.
+    """Installs this for every caller of ``_coalescing_manager``, including callers that imported it before.
 
-    So what changes is the generator function in the closure of torch's function, not the name in torch's module.
+    It therefore changes the generator function in the closure of torch's function, not the name in torch's module.
     Groups without a backend of symm keep torch's behaviour. Calling it again does nothing.
     """
     there: Any = distributed_c10d
@@ -56,7 +57,7 @@ def _end(group: Any) -> None:
 
 
 def _of_symm(group: Any) -> list[Any]:
-    """The backends of symm among those of a group, also within the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
+    """The backends of symm in a group, including those in the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     found = []
     for device in getattr(group, "_device_types", ()):
         backend = group._get_backend(torch.device(device))

@@ -1,4 +1,4 @@
-"""What a group is, and which algorithm serves which size in it."""
+"""Describes a group, and which algorithm it uses for each size."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 #: torch's names of the collectives that have a price.
 OPS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
-#: Bytes of the largest tensor that is looked at.
+#: Size of the largest tensor to consider, in bytes.
 LARGEST = 1 << 30
-#: Bytes between two sizes that are told apart.
+#: Resolution of sizes in bytes.
 STEP = 8
 
 
 def describe(group: ProcessGroup | ProcessGroupSymm | None = None) -> str:
-    """Returns the name, rank, ranks and devices of a group, and which algorithm serves which size of a collective.
+    """Returns a group's name, rank, ranks and devices, and the algorithm for each size of a collective.
 
-    Sizes are bytes of a tensor: the output of an all-gather, the input of a reduce-scatter and an all-to-all. Those of
-    a CUDA device are shown once the group has been used on one (or was made with ``device_id``). ``torch-symm topo``
-    shows them without a group, ``docs/design/cpu-collectives.md`` and ``docs/design/cuda-kernels.md`` say what the
-    names mean. Not collective: any rank may ask.
+    Sizes are bytes of a tensor: the output of an all-gather, the input of a reduce-scatter and an all-to-all. A CUDA
+    device appears once the group has been used on one (or was made with ``device_id``). ``torch-symm topo`` shows the
+    algorithms without a group; ``docs/design/cpu-collectives.md`` and ``docs/design/cuda-kernels.md`` explain their
+    names. Not collective: any rank may call it.
 
     Args:
-        group: of torch's or this package's; ``None``: the default group.
+        group: a group of torch or this package; ``None``: the default group.
 
     Returns:
         A line that is the group's ``repr``, and a table for each device.
@@ -80,7 +80,7 @@ def _other_hosts(own: Any) -> str:
     from torch_symm._repr import group_name
     from torch_symm._trace import trace
 
-    # A group on several hosts has there the rank among those of its host.
+    # A multi-node group uses this rank's number among the ranks of its node there.
     same = [
         known["other_hosts"] or ""
         for known in trace()["groups"]
@@ -91,7 +91,7 @@ def _other_hosts(own: Any) -> str:
 
 
 def prices(device: str, ranks: int, world: int, basis: str, profile: Path | None = None) -> Any:
-    """Prices in groups of ``ranks``, all ``world`` ranks being on one host; ``None`` if nothing was measured here.
+    """Prices in groups of ``ranks``, with all ``world`` ranks on one node; ``None`` if nothing was measured here.
 
     Raises:
         SymmConfigError: the profile is faulty or of other hardware.
@@ -111,7 +111,7 @@ def _rows(device: str, ranks: int) -> Iterator[tuple[str, str]]:
 
 
 def _steps(name_at: Callable[[int], str]) -> Iterator[tuple[str, int | None]]:
-    """Each algorithm, and the largest size that it serves; ``None``: all that are larger, too."""
+    """Each algorithm, and the largest size for which it is used; ``None``: all larger sizes, too."""
     size, name = STEP, name_at(STEP)
     while size < LARGEST:
         above = 2 * size

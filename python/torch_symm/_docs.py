@@ -1,4 +1,4 @@
-"""The texts of the native part's classes, which stand in its stub: for ``help``, as for editors."""
+"""The docstrings of the native part's classes, taken from its stub, for ``help``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CLASS = re.compile(r'^class (\w+)[^\n]*:\n    """(.*?)"""', re.MULTILINE | re.D
 
 
 def install(native: ModuleType) -> None:
-    """Gives each class the text of its stub. Without the stub, as in some bundles, there are none."""
+    """Sets each class's docstring from the stub. Without the stub, as in some bundles, they have no docstrings."""
     if _STUB.exists():
         for name, text in _CLASS.findall(_STUB.read_text(encoding="utf-8")):
             if hasattr(native, name):

@@ -1,6 +1,6 @@
-"""When DTensor learns of symm: with the first symm group, or when DTensor is imported after that.
+"""Makes DTensor use symm from the first symm group on, or from DTensor's later import.
 
-Importing DTensor takes most of a second, so that nothing here does it, and nothing is imported with torch.
+Importing DTensor takes most of a second, so nothing here imports it, and ``import torch`` imports nothing more.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from types import ModuleType
 
 from torch_symm._warnings import SymmFallbackWarning
 
-#: What is changed, by the function of ``torch_symm.tensor._redistribute`` that does it.
+#: What is changed, by the function of ``torch_symm.tensor._redistribute`` that changes it.
 _CHANGES = {
     "torch.distributed.tensor.placement_types": "replace_method",
     "torch.distributed.tensor.debug._comm_mode": "count_operator",
 }
 
-#: What undoes the changes made so far, by module.
+#: Functions that undo the changes made so far, by module.
 _undo: dict[str, Callable[[], object]] = {}
 
 _refused = False
 
 
 def announce() -> None:
-    """A symm group is being made. Never raises: DTensor works without the change."""
+    """Called when a symm group is being made. Never raises, because DTensor works without the change."""
     if not _refused:
         _change_all()
 
@@ -36,8 +36,8 @@ def announce() -> None:
 def install_redistribute() -> None:
     """Lets DTensor use :func:`torch_symm.tensor.shard_dim_alltoall` where a mesh dimension's group is symm.
 
-    The first symm group of a process does so unless :func:`uninstall_redistribute` was called. Never imports DTensor:
-    what is not imported yet is changed as soon as it is.
+    The first symm group of a process does so unless :func:`uninstall_redistribute` was called. Never imports DTensor;
+    modules that are imported later are changed on import.
     """
     global _refused
     _refused = False
@@ -45,7 +45,7 @@ def install_redistribute() -> None:
 
 
 def uninstall_redistribute() -> None:
-    """Gives DTensor its own method back, for all groups and until :func:`install_redistribute`."""
+    """Restores DTensor's own method for all groups, until :func:`install_redistribute`."""
     global _refused
     _refused = True
     if _watch in sys.meta_path:
@@ -65,7 +65,7 @@ def _change_all() -> None:
 
 
 def _change(module: ModuleType) -> None:
-    """Makes the change of one module. What torch has renamed stays as it is, with a warning."""
+    """Changes one module. A name that torch has changed stays as it is, with a warning."""
     try:
         from torch_symm.tensor import _redistribute
 
@@ -77,7 +77,7 @@ def _change(module: ModuleType) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Finds nothing itself: has the modules of ``_CHANGES`` changed once they have been executed."""
+    """Finds no module itself; changes the modules of ``_CHANGES`` after their execution."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in _CHANGES:
@@ -90,7 +90,7 @@ class _Watch(MetaPathFinder):
 
 
 def _change_after(spec: ModuleSpec) -> None:
-    """Has the spec's loader change the module after its execution. The loader serves this one module."""
+    """Makes the spec's loader change the module after its execution. The loader serves only this module."""
     loader = spec.loader
     assert loader is not None
     execute = loader.exec_module

@@ -1,4 +1,4 @@
-"""Engines: backends of torch that connect hosts. Which a choice of the user's stands for, and how one is made."""
+"""The torch backends that connect nodes: which ones a user's choice selects, and how one is made."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from torch_symm import _torch
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store
 
-#: Why a backend that torch knows cannot connect hosts.
+#: Why a backend that torch knows cannot connect nodes.
 _UNFIT = {
     "symm": "it connects the ranks of one host",
     "mpi": "torch makes its groups by all ranks of a job at once",
     "fake": "it moves nothing",
     "undefined": "it is none",
 }
-#: Longest name of a choice.
+#: Maximum length of a choice.
 _LONGEST = 100
 
 
 def find(choice: str) -> tuple[str, str]:
-    """The backends of CPU and of CUDA tensors that ``choice`` stands for, as ``"cpu:mine,cuda:nccl"`` or ``"mine"``.
+    """Returns the backends for CPU and CUDA tensors that ``choice`` selects: ``"cpu:mine,cuda:nccl"`` or ``"mine"``.
 
-    One name alone stands for the backend of the devices that it serves. CPU tensors that nobody serves have Gloo,
-    CUDA tensors none: ``""``.
+    A single name selects the backend for the devices that it serves. The default is Gloo for CPU tensors, and no
+    backend for CUDA tensors: ``""``.
 
     Raises:
-        ValueError: there is no such backend, or it cannot serve the device; the message says which there are.
+        ValueError: the backend does not exist, or cannot serve the device; the message lists the alternatives.
     """
     if len(choice) > _LONGEST:
         raise ValueError(f"the names are longer than {_LONGEST} characters")
@@ -71,9 +71,9 @@ def _there() -> str:
 
 
 def make(engine: str, name: str, store: Store, rank: int, size: int, timeout: timedelta, device: int) -> Backend:
-    """The backend ``engine`` of ``size`` ranks, which meet in ``store``. ``device``: the GPU of its tensors, or -1.
+    """Makes the backend ``engine`` of ``size`` ranks that meet in ``store``. ``device``: the GPU of its tensors, or -1.
 
-    One that is neither Gloo nor NCCL is tried out.
+    A backend other than Gloo and NCCL is tried out.
 
     Raises:
         RuntimeError: it cannot be made, or lacks something.
@@ -97,18 +97,18 @@ def make(engine: str, name: str, store: Store, rank: int, size: int, timeout: ti
 
 
 def _try_out(made: Any, engine: str, rank: int, size: int, timeout: timedelta, where: torch.device) -> None:
-    """Calls once everything that connects hosts: all ranks do, in this order."""
+    """Makes every call that connecting nodes requires; all ranks do, in this order."""
 
     def own(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.uint8, device=where)
 
     c10d: Any = torch._C._distributed_c10d
     everybody, before, after = list(range(size)), (rank - 1) % size, (rank + 1) % size
-    # Of another length for each pair of ranks.
+    # The length differs for each pair of ranks.
     sent = own(*(to for to in everybody for _ in range(rank + to)))
     taken = own(*(255 for source in everybody for _ in range(rank + source)))
     gathered, cast = own(*everybody).zero_(), own(rank)
-    # On the CPU a receive may have room for more than comes.
+    # On the CPU, a receive may have more room than the message needs.
     got = own(255, 255) if where.type == "cpu" else own(255)
     copy, broadcast = own(rank), c10d.BroadcastOptions()
     broadcast.rootRank = size - 1

@@ -1,4 +1,4 @@
-"""From torch's options to a group."""
+"""Makes a group from torch's options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch_symm._native import leave_all, load
 def create_group(options: Any, group_options: Any) -> Any:
     """Joins the group described by torch's ``_DistributedBackendOptions``.
 
-    ``group_options`` may be a :class:`torch_symm.Options`; its timeout then wins over torch's.
+    ``group_options`` may be a :class:`torch_symm.Options`, whose timeout then takes precedence over torch's.
 
     Raises:
         TypeError: ``group_options`` is of another type.
@@ -41,7 +41,7 @@ def create_group(options: Any, group_options: Any) -> Any:
 
 
 def prepared(native: Any, options: Any, group_options: Any) -> Any:
-    """The :class:`torch_symm.Options` of the group that is to be made; this process is ready for it."""
+    """Prepares this process for the group to be made, and returns its :class:`torch_symm.Options`."""
     timeout = options.timeout if group_options is None else group_options._timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
@@ -56,25 +56,25 @@ def prepared(native: Any, options: Any, group_options: Any) -> Any:
     return own
 
 
-#: Of the process whose end was arranged for.
+#: The process whose exit is handled.
 _leaving: int | None = None
 
 
 def _leave_with_multiprocessing(native: Any) -> None:
-    """Lets a process of ``multiprocessing``, which ends without ``atexit``, leave its groups in order all the same."""
+    """Lets a process of ``multiprocessing``, which ends without ``atexit``, still leave its groups in order."""
     global _leaving
     if parent_process() is not None and _leaving != os.getpid():
         _leaving = os.getpid()
-        # Negative: once its own children have been waited for, which may use the groups' memory.
+        # Negative: after its own children, which may use the groups' memory, have been joined.
         util.Finalize(None, leave_all, (native,), exitpriority=-1)
         util.Finalize(None, _logging.end, exitpriority=-2)
 
 
 def forget_failed_start() -> None:
-    """Lets a process whose default group could not be made meet others, new ones among them, in another try.
+    """Lets a process whose default group could not be made meet other processes, including new ones, in a retry.
 
-    torch names groups by a counter, puts the name before all keys of the store, and counts a default group that came
-    to nothing until one is destroyed: in the next try ranks that count differently would wait for each other.
+    torch names groups by a counter, prefixes all keys of the store with the name, and counts a default group that
+    failed until one is destroyed: in the retry, ranks that count differently would wait for each other.
     """
     world = distributed_c10d._world
     if not world.pg_map:
@@ -82,10 +82,9 @@ def forget_failed_start() -> None:
 
 
 def _choose_symmetric_memory() -> None:
-    """Makes ``SYMM`` torch's symmetric memory of CUDA where a program has neither chosen nor used another.
+    """Makes ``SYMM`` torch's symmetric memory for CUDA if the program has neither chosen nor used another.
 
-    torch's own cannot be chosen, only left as it is: by the environment variable ``TORCH_SYMMMEM=CUDA``, which torch
-    reads, too.
+    torch's own cannot be chosen, only kept: by the environment variable ``TORCH_SYMMMEM=CUDA``, which torch reads, too.
     """
     if "TORCH_SYMMMEM" in os.environ or _SymmetricMemory.get_backend(torch.device("cuda")) != "CUDA":
         return

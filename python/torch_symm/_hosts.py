@@ -1,4 +1,4 @@
-"""Groups on several hosts: the part of a group on this one."""
+"""Multi-node groups: the part of a group on this node."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _of_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDic
 
 
 def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """The ranks of ``group`` (the default group if ``None``) on this host, as a group of their own.
+    """Returns the ranks of ``group`` (the default group if ``None``) on this node, as their own group.
 
-    Collective: all ranks of ``group`` call it. The first call makes the group, later ones return the same, until it is
-    destroyed: all ranks destroy theirs, and the next call makes another.
-    What needs one host, such as symmetric memory, works there.
+    Collective: all ranks of ``group`` call it. The first call makes the group; later calls return the same one, until
+    it is destroyed: all ranks destroy theirs, and the next call makes another. Functions that require one node, such as
+    symmetric memory, work in it.
 
     Raises:
         SymmConfigError, SymmTimeout: the group cannot be formed.
@@ -40,7 +40,7 @@ def _make_host_group(whole: dist.ProcessGroup) -> dist.ProcessGroup:
         enumerate_groups: Any = dist.new_subgroups_by_enumeration
         own, _ = enumerate_groups(list(hosts.values()), backend="symm")
     else:
-        # torch names a group of which not all ranks know by how many groups each member has.
+        # If not all ranks know a group, torch derives its name from each member's number of groups.
         if len({count for _, count in told}) > 1:
             raise NotImplementedError(
                 "host_group: the ranks of the group are members of different numbers of groups, so that torch cannot "

@@ -1,7 +1,7 @@
-"""The lines of ``SYMM_LOG`` in Python's ``logging``.
+"""Passes the lines of ``SYMM_LOG`` to Python's ``logging``.
 
-The core's threads leave their lines in a queue and go on: they hold locks, and may run while the interpreter ends. A
-thread of Python's fetches the lines and hands them to loggers.
+The core's threads only queue their lines, because they hold locks, and may run while the interpreter ends. A Python
+thread takes the lines and passes them to loggers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch_symm._native import load
 
-#: Python has no name for it.
+#: Python has no name for this level.
 TRACE = 5
 _LEVELS = {
     "ERROR": logging.ERROR,
@@ -24,12 +24,12 @@ _LEVELS = {
     "DEBUG": logging.DEBUG,
     "TRACE": TRACE,
 }
-#: Milliseconds after which the thread looks whether it shall end.
+#: Interval in milliseconds at which the thread checks whether to end.
 _LOOK_MS = 1000
 
 
 class _Bridge:
-    """The thread of one process, with the filter that its lines pass."""
+    """The thread of one process, and the filter for its lines."""
 
     def __init__(self, native: Any, filter: str) -> None:
         self.native, self.filter = native, filter
@@ -46,7 +46,7 @@ class _Bridge:
         for level, target, text, seconds in json.loads(self.native._log_lines(limit_ms)):
             try:
                 _handle(_LEVELS[level], target, text, seconds)
-            except Exception:  # A filter of the program's: no reason to lose this line, nor those behind it
+            except Exception:  # A filter of the program failed; neither this line nor later ones may be lost.
                 sys.stderr.write(f"{level} {target}: {text}\n")
 
     def end(self) -> None:
@@ -70,16 +70,16 @@ _following_forks = False
 
 
 def log_to_python(level: int | str | None = None) -> None:
-    """Sends the lines of ``SYMM_LOG`` to Python's ``logging`` from now on, in place of standard error.
+    """From now on, sends the lines of ``SYMM_LOG`` to Python's ``logging`` instead of standard error.
 
-    Loggers are named by the part that speaks, as ``torch_symm.group`` and ``torch_symm.boot.claim``: set level and
-    handlers at ``torch_symm``. Error, warn, info and debug are Python's levels of these names, trace is 5. Handlers
-    run on a thread of their own: no call ever waits for one. A forked child goes on alike. At the end of the process
-    all lines are handed over; a process that ends by a signal or ``os._exit`` loses what the thread had not fetched.
+    Loggers are named by module, such as ``torch_symm.group`` and ``torch_symm.boot.claim``: set the level and handlers
+    on ``torch_symm``. Error, warn, info and debug are Python's levels of these names; trace is 5. Handlers run on their
+    own thread, so no call waits for one. A forked child continues in the same way. At the end of the process, all lines
+    are delivered; a process that ends by a signal or ``os._exit`` loses the lines that the thread had not taken.
 
     Args:
-        level: down to which level lines come, as of ``logging`` (``logging.INFO``) or by name (``"info"``); ``None``:
-            as ``SYMM_LOG`` says. What does not come costs nothing. Calling it again changes the level.
+        level: minimum level of the lines, as in ``logging`` (``logging.INFO``) or by name (``"info"``); ``None``: as
+            ``SYMM_LOG`` says. Filtered lines cost nothing. Calling it again changes the level.
 
     Raises:
         ValueError: no such level.
@@ -110,14 +110,14 @@ def _filter(level: int | str | None) -> str:
 
 
 def _follow() -> None:
-    """In a forked child, which has neither the thread nor what the parent's core had queued."""
+    """In a forked child, which has neither the thread nor the lines that the parent's core had queued."""
     global _bridge
     if _bridge is not None:
         _bridge = _Bridge(_bridge.native, _bridge.filter)
 
 
 def end() -> None:
-    """Hands over what is queued; later lines go to standard error. Without effect where lines go there already."""
+    """Delivers the queued lines; later lines go to standard error. Has no effect if lines go there already."""
     global _bridge
     bridge, _bridge = _bridge, None
     if bridge is not None:

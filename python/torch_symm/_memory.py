@@ -15,8 +15,9 @@ from torch_symm._native import core, load
 def mem_allocator() -> Any:
     """Returns the allocator of symmetric memory, the same at every call, for ``torch.cuda.MemPool``.
 
-    Tensors made under ``torch.cuda.use_mem_pool(torch.cuda.MemPool(torch_symm.mem_allocator()))`` are exchanged without
-    staging by the groups of this process. The same object as ``mem_allocator`` of each of them.
+    Groups of this process exchange tensors without staging if the tensors are made under
+    ``torch.cuda.use_mem_pool(torch.cuda.MemPool(torch_symm.mem_allocator()))``. The ``mem_allocator`` of each group is
+    the same object.
 
     Raises:
         NotImplementedError: no CUDA device of this process can have such memory.
@@ -25,7 +26,7 @@ def mem_allocator() -> Any:
     native = load()
     count = torch.cuda.device_count()
     current = torch.cuda.current_device() if count else 0
-    # The current one first: asking another one would make a context there.
+    # The current one first, because querying another one would make a context there.
     if not any(native._shares(device) for device in sorted(range(count), key=lambda device: device != current)):
         raise NotImplementedError(
             f"mem_allocator: none of {count} CUDA devices can have symmetric memory (it needs a driver that shares "
@@ -50,7 +51,7 @@ class _Pool:
 
 #: By the device's index.
 _pools: dict[int, _Pool] = {}
-#: May be taken again by the thread that has it: the garbage collector may end a group in the middle of `allocate`.
+#: Re-entrant: the garbage collector may end a group in the middle of `allocate`.
 _lock = RLock()
 
 
@@ -58,7 +59,7 @@ def allocate(holder: int, count: int, dtype: torch.dtype, device: torch.device) 
     """Returns ``count`` uninitialised elements of the pool of ``device``, which then lives as long as ``holder``.
 
     Raises:
-        torch.OutOfMemoryError: there is not so much memory.
+        torch.OutOfMemoryError: not enough memory is available.
     """
     with _lock:
         pool = _pools.get(device.index)
@@ -66,13 +67,13 @@ def allocate(holder: int, count: int, dtype: torch.dtype, device: torch.device) 
             with torch.cuda.device(device):  # a pool belongs to the current device
                 pool = _pools[device.index] = _Pool(torch.cuda.MemPool(mem_allocator()))
         pool.holders.add(holder)
-        # One thread at a time: torch refuses a second one in the same pool.
+        # One thread at a time: torch rejects a second one in the same pool.
         with torch.cuda.use_mem_pool(pool.memory, device):
             return torch.empty(count, dtype=dtype, device=device)
 
 
 def let_go(holder: int) -> None:
-    """Ends the pools that nobody else holds; their tensors stay valid."""
+    """Ends the pools without another holder; their tensors stay valid."""
     with _lock:
         for index, pool in list(_pools.items()):
             pool.holders.discard(holder)

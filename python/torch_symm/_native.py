@@ -1,4 +1,4 @@
-"""Loads the native part, or says in one sentence why it cannot serve this torch."""
+"""Loads the native part, or explains in one sentence why it does not support this torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_symm import _docs, _repr
 from torch_symm._version import TORCH_VERSIONS
 
 _FOLDER = Path(__file__).parent
-#: Held while the extension is loaded, which happens once.
+#: Held while the extension is loaded, once per process.
 _lock = RLock()
 
 
@@ -24,8 +24,7 @@ def load() -> ModuleType:
     """Returns ``torch_symm._C``, the extension for the torch that runs.
 
     Raises:
-        ImportError: torch is of a version that this package does not serve, or nothing was built for it or for this
-            Python.
+        ImportError: this package does not support the version of torch, or was not built for it or for this Python.
     """
     import torch
 
@@ -54,18 +53,18 @@ def _load(file: Path, cuda: str | None) -> ModuleType:
 
 
 def extension(torch_version: str) -> Path | None:
-    """The file of the extension for torch ``torch_version``, as ``"2.11"``, and this Python, if there is one."""
+    """Returns the extension's file for torch ``torch_version``, such as ``"2.11"``, and this Python, if it exists."""
     file = _FOLDER / f"_C_torch{torch_version.replace('.', '_')}{EXTENSION_SUFFIXES[0]}"
     return file if file.exists() else None
 
 
 def core() -> Path:
-    """The file of the part that knows no torch."""
+    """Returns the file of the part that does not depend on torch."""
     return _FOLDER / "libtorch_symm.so"
 
 
 def built() -> list[str]:
-    """The versions of torch, as ``"2.11"``, for which this package holds an extension for this Python."""
+    """Returns the versions of torch, such as ``"2.11"``, for which this package has an extension for this Python."""
     return [version for version in TORCH_VERSIONS if extension(version)]
 
 
@@ -82,49 +81,49 @@ def _why_not(running: str, full: str) -> str:
 
 
 def _announce(native: ModuleType, cuda: str | None) -> None:
-    """Tells the native part where the kernels' compiler and the profiles may be, and what connects hosts."""
+    """Passes the directories of the kernels' compiler and the profiles, and the factory of inter-node backends."""
     native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
     native._shipped_profiles(os.fsencode(_FOLDER / "profiles"))
     native._make_backends_with(_make_backend, _find_backends)
     _repr.install(native)
     _docs.install(native)
-    # In this order: the last registered runs first, and leaving has lines to log.
+    # In this order: the last registered function runs first, and leaving logs lines.
     atexit.register(_end_logging)
-    # While the interpreter runs: later a thread that drops a tensor with a Python object would end the process.
+    # Before the interpreter ends: later, a thread that drops a tensor with a Python object would end the process.
     atexit.register(leave_all, native)
 
 
 def _end_logging() -> None:
-    """Hands over the log's lines, if Python's logging gets them."""
+    """Delivers the log's lines, if Python's logging receives them."""
     if logs := sys.modules.get("torch_symm._logging"):
         logs.end()
 
 
 def _make_backend(*described: Any) -> Any:
-    """What connects the hosts of a group; imported where a group is first on several."""
+    """Makes a backend between the nodes of a group; imported when a group first spans nodes."""
     from torch_symm import _engines
 
     return _engines.make(*described)
 
 
 def _find_backends(choice: str) -> tuple[str, str]:
-    """The backends of torch that a choice stands for; imported where one is first named."""
+    """Returns the backends of torch that a choice selects; imported on first use."""
     from torch_symm import _engines
 
     return _engines.find(choice)
 
 
 def leave_all(native: ModuleType) -> None:
-    """Leaves every group of this process, which ends; peers hear of the exception because of which it does."""
+    """Leaves every group of this process, which is ending; peers receive the exception that ends it."""
     native._leave_all(_farewell())
 
 
 def _farewell() -> str:
-    """The exception with which this process ends, as ``KeyError: 'x'``; empty if there is none, or nobody can say.
+    """Returns the exception with which this process ends, such as ``KeyError: 'x'``; empty if unknown or absent.
 
-    The interpreter keeps the one that ended a script in ``sys.last_value`` before the functions of ``atexit`` run, but
-    neither ``SystemExit`` nor, where people type, the last of many that ended nothing. A process of
-    ``multiprocessing`` is still handling its own.
+    Before the functions of ``atexit`` run, the interpreter stores the exception that ended a script in
+    ``sys.last_value``. It does not store ``SystemExit``; in an interactive session, the last exception did not end
+    anything. A process of ``multiprocessing`` is still handling its exception.
     """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return ""
@@ -144,13 +143,13 @@ def _farewell() -> str:
 
 
 def nvrtc_folders(cuda: str | None) -> list[Path]:
-    """Folders of installed packages, as ``nvidia/cu13/lib``, that hold the compiler of the CUDA kernels.
+    """Returns directories of installed packages, such as ``nvidia/cu13/lib``, that contain the CUDA kernels' compiler.
 
-    Those with the compiler of CUDA version ``cuda``, as ``"13.0"``, come first. Imports nothing.
+    Those with the compiler of CUDA version ``cuda``, such as ``"13.0"``, come first. Imports nothing.
     """
     try:
         spec = importlib.util.find_spec("nvidia")
-    except ValueError:  # somebody put a module of that name into sys.modules that was not imported
+    except ValueError:  # sys.modules has a module of that name that was not imported
         return []
     places = (spec and spec.submodule_search_locations) or []
     found = sorted(library for place in places for library in Path(place).glob("*/lib/libnvrtc.so.*"))

@@ -1,6 +1,6 @@
 """How ranks find each other by URL: ``symm://`` through a TCP store, ``symm+file://`` through a file.
 
-Both take ``rank`` and ``world_size`` from the query, where ``init_process_group`` puts its arguments, else from the
+Both take ``rank`` and ``world_size`` from the query, where ``init_process_group`` puts its arguments, or from the
 environment's ``RANK`` and ``WORLD_SIZE``.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Triplet = tuple["Store", int, int]
 
-#: c10d's, for rendezvous without a timeout of its own.
+#: c10d's default, for rendezvous without their own timeout.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 #: The end of sentences about missing variables.
@@ -30,17 +30,17 @@ TORCHRUN = "start the ranks with torchrun, which sets RANK, WORLD_SIZE, MASTER_A
 def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[Triplet]:
     """``symm://host:port``, ``symm://``, ``symm:///path``; ``?secret_env=NAME``, ``?secret=none``. Rank 0 serves.
 
-    ``host:port``: where rank 0 listens; an IPv6 address stands in brackets. Nothing: at ``MASTER_ADDR`` and
-    ``MASTER_PORT``; under torchrun, whose agent listens there, at a free port that the agent's store makes known. A
-    path: a Unix socket. ``secret_env`` names an environment variable with a secret that all ranks hold. Without one, at
-    loopback, only processes of this user are served, and root: a Unix socket takes the port's place. ``secret=none``
-    serves there by TCP whoever comes.
+    ``host:port``: where rank 0 listens; an IPv6 address is enclosed in brackets. Nothing: ``MASTER_ADDR`` and
+    ``MASTER_PORT``; under torchrun, whose agent listens there, a free port that rank 0 publishes in the agent's store.
+    A path: a Unix socket. ``secret_env`` names an environment variable with a secret that all ranks have. Without one,
+    on loopback, only processes of this user and root are served, over a Unix socket in the port's place.
+    ``secret=none`` serves any process there over TCP.
 
     Raises:
         ValueError: the URL or the environment lacks something or has something unknown; the message names it.
-        DistStoreError: not all ranks came within ``timeout``; the message on every rank names those who did not.
+        DistStoreError: not all ranks arrived within ``timeout``; the message on every rank names the missing ranks.
         DistNetworkError: rank 0 cannot be reached; the message says so.
-        SymmConfigError: another process has met here as this rank, and lives; the message names both.
+        SymmConfigError: another live process has arrived as this rank; the message names both.
     """
     parts = urlsplit(url)
     query, rank, world_size = _query(parts, "symm", {"secret_env", "secret"})
@@ -182,7 +182,7 @@ def _open(
     from torch_symm._native import load
 
     try:
-        # Without waiting for workers: that would count those ranks, and `TCPStore._assemble` names the missing ones.
+        # Without waiting for workers, which would only count them; `TCPStore._assemble` names the missing ones.
         store: TCPStore = load().TCPStore(
             host,
             port,
@@ -214,15 +214,15 @@ def _beside_agent(
 
     agent = AgentStore(host, port, world_size, is_master=False, timeout=timeout)
     turns = PrefixStore(f"symm/rendezvous/{_restarts()}", agent)
-    # Every rank counts its own rendezvous: a second one in the same processes has a server, and a key, of its own.
+    # Every rank counts its own rendezvous: a second one in the same processes has its own server and key.
     key = f"endpoint/{turns.add(f'turn/{rank}', 1)}"
     if rank != 0:
         place, _, number = turns.get(key).decode().rpartition(" ")
         return _open(place, int(number), rank, world_size, timeout, secret, same_user)
     if same_user and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
-        # All ranks are on this host, whatever address the agent goes by.
+        # All ranks are on this node, whatever address the agent uses.
         host = "localhost"
-    # Known before all have come: the others need it to come.
+    # Published before all ranks have arrived, because they need it to arrive.
     store: TCPStore = load().TCPStore(
         host,
         0,
@@ -243,7 +243,7 @@ def _restarts() -> int:
 
 
 def _of_this_start(store: Store) -> Store:
-    """``store``, apart from what an earlier start of the same ranks may have left in it."""
+    """Separates ``store`` from keys that an earlier start of the same ranks may have left in it."""
     from torch._C._distributed_c10d import PrefixStore
 
     restarts = _restarts()

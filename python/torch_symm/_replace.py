@@ -1,7 +1,7 @@
-"""symm in the place of Gloo, for programs that choose backends by names they know.
+"""Replaces Gloo by symm, for programs that only choose well-known backends.
 
-Every rank says in the store whether it can take part, then how its joining ended; so all agree, group by group. What
-symm refuses, such as several hosts that nothing connects, is torch's Gloo on all ranks.
+Every rank publishes in the store whether it can take part, then how its joining ended, so all ranks agree on each
+group. A group that symm rejects, such as one on several nodes that nothing connects, is torch's Gloo on all ranks.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store
 
-#: What ranks tell about themselves: whether they can have a GPU, or why symm cannot serve them.
+#: What ranks publish about themselves: whether they can have a GPU, or why symm cannot serve them.
 _CPU, _CUDA, _UNABLE = "cpu", "cuda", "unable: "
 #: How joining ended.
 _JOINED, _REFUSED, _FAILED = "joined", "refused: ", "failed: "
 
-#: What this process has said already: the same for many groups.
+#: Lines that this process has logged already, because many groups log the same.
 _said: set[str] = set()
 
 
 def replace(backend: str) -> None:
-    """Makes symm serve the CPU tensors of every group of ``backend``, ``"gloo"``, made from now on; on all ranks alike.
+    """From now on, makes symm serve the CPU tensors of every group of ``backend``, ``"gloo"``. Call it on all ranks.
 
-    That is ``backend="gloo"``, ``"cpu:gloo,cuda:nccl"`` and ``init_process_group()`` without a backend. CUDA tensors of
-    such a group stay with Gloo. A group that symm refuses, on any rank, is Gloo's on all; the log says why at INFO.
-    ``dist.get_backend()`` is ``"gloo"``, and the backend passes for a ``ProcessGroupGloo`` with ``isinstance``.
-    ``SYMM_REPLACES=gloo`` does the same without an import.
+    This applies to ``backend="gloo"``, ``"cpu:gloo,cuda:nccl"`` and ``init_process_group()`` without a backend. CUDA
+    tensors of such a group stay with Gloo. If symm rejects a group on any rank, it is Gloo's on all; the log has the
+    reason at INFO. ``dist.get_backend()`` is ``"gloo"``, and the backend is an instance of ``ProcessGroupGloo`` for
+    ``isinstance``. ``SYMM_REPLACES=gloo`` does the same without an import.
 
     Raises:
         ValueError: another name.
@@ -43,10 +43,10 @@ def replace(backend: str) -> None:
 
 
 def create(options: Any, group_options: Any) -> Backend:
-    """The group that torch asks Gloo for, described by ``_DistributedBackendOptions``.
+    """Makes the group that torch requests from Gloo, described by ``_DistributedBackendOptions``.
 
     Raises:
-        DistStoreError: not all ranks came within the timeout; the message names those who did not.
+        DistStoreError: not all ranks arrived within the timeout; the message names the missing ranks.
         DistBackendError: the group could be formed on some ranks only; the message has their reason.
     """
     from torch._C._distributed_c10d import PrefixStore
@@ -72,7 +72,7 @@ def _join(options: Any, group_options: Any, exchange: _Exchange, *, cuda: bool) 
     from torch_symm._native import load
 
     native = load()
-    # Options of Gloo's, which torch ignores, too.
+    # Options of Gloo, which torch ignores, too.
     own = _group.prepared(native, options, group_options if isinstance(group_options, native.Options) else None)
     group = None
     try:
@@ -108,7 +108,7 @@ def _gloo(options: Any, reason: str) -> Backend:
 
 
 class _Exchange:
-    """Words of every rank to all others, through a store."""
+    """Exchanges a word of every rank with all others, through a store."""
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -118,7 +118,7 @@ class _Exchange:
         self.store.set(f"told/{question}/{self.rank}", word)
 
     def of(self, question: str, mine: str) -> list[str]:
-        """Returns what each rank answers, in their order; without the native part only this rank's answer."""
+        """Returns each rank's answer, in rank order; without the native part, only this rank's answer."""
         from torch import distributed as dist
 
         from torch_symm._native import load
@@ -153,7 +153,7 @@ def _able(options: Any) -> str:
 
 
 def _first(words: list[str], kind: str) -> str:
-    """The first of that kind, without the kind, with its rank; empty if there is none."""
+    """Returns the first word of that kind, without the kind, with its rank; empty if no word has that kind."""
     return next((f"rank {rank}: {word[len(kind) :]}" for rank, word in enumerate(words) if word.startswith(kind)), "")
 
 

@@ -1,4 +1,4 @@
-"""How objects of the native part show themselves, and numbers of things."""
+"""The ``repr`` of the native part's objects, and counts of things."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _options(self: Any) -> str:
 
 
 def group_name(self: Any) -> str:
-    """The name by which messages call a group: torch calls its default group "0"."""
+    """Returns the name that messages use for a group: torch calls its default group "0"."""
     name: str = self.options.group_name
     return "default" if name in ("", "0") else name
 

@@ -1,4 +1,4 @@
-"""What has been counted and kept of this process's calls."""
+"""Counters and records of this process's calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_symm._native import load
 
 
 class Stats(dict[str, Any]):
-    """Calls on CUDA tensors by algorithm. Printed, it is a table of this process's last calls on any tensors, too."""
+    """Counts of calls on CUDA tensors by algorithm. Printed, it also has a table of this process's last calls."""
 
     def __str__(self) -> str:
         from torch_symm._live import table
@@ -24,18 +24,18 @@ class Stats(dict[str, Any]):
 
 
 def stats() -> Stats:
-    """Returns how many calls on CUDA tensors of this process each algorithm has served; empty before the first.
+    """Returns how many calls on CUDA tensors of this process each algorithm has run; empty before the first.
 
-    Counts what was enqueued: a captured call once, not at each replay. ``"direct"`` counts the calls, replays included,
-    in which this rank loaded or stored symmetric memory of a peer, as far as the devices have come.
+    Counts enqueued calls: a captured call once, not at each replay. ``"direct"`` counts the calls, including replays,
+    in which this rank loaded or stored symmetric memory of a peer, of those that the devices have reached.
 
-    ``"between_hosts"`` is there once a group on several hosts has been joined: for the name of each such group, what
-    this rank has exchanged with other hosts, CPU tensors included, by path: ``"gloo rail 0"`` and ``"nccl rail 0"``,
-    its rail, ``"gloo rank 3"`` and ``"nccl rank 3"``, its messages with that rank of the default group, and ``"nccl all
-    ranks"``. Each has ``calls``, ``transfers``, and in bytes ``sent`` and ``received``.
+    ``"between_hosts"`` exists once a multi-node group has been joined. For the name of each such group, it has what
+    this rank has exchanged with other nodes, including CPU tensors, by path: ``"gloo rail 0"`` and ``"nccl rail 0"``
+    for its rail, ``"gloo rank 3"`` and ``"nccl rank 3"`` for its messages with that rank of the default group, and
+    ``"nccl all ranks"``. Each has ``calls``, ``transfers``, and in bytes ``sent`` and ``received``.
 
-    ``print(torch_symm.stats())`` shows a table: of the last 2000 calls of this process by collective and size (as
-    nccl-tests counts it) their number, bytes and µs. Waits for other ranks are found from the calls of all:
+    ``print(torch_symm.stats())`` shows a table of the last 2000 calls of this process: their number, bytes and µs by
+    collective and size (as nccl-tests counts it). Waits for other ranks require the calls of all ranks:
     ``SYMM_STATS=seconds``, ``torch-symm top``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How the GPUs of this host are connected."""
+"""How the GPUs of this node are connected."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch_symm._native import load
 
 @dataclass(frozen=True)
 class DMAConnectivity:
-    """What links devices, in the shape of torch's ``_DMAConnectivity``.
+    """The links between devices, in the shape of torch's ``_DMAConnectivity``.
 
-    ``matrix[i][j]`` is the number of links between the devices ``i`` and ``j``, 0 if there is none or ``i == j``.
+    ``matrix[i][j]`` is the number of links between the devices ``i`` and ``j``, 0 if they have none or ``i == j``.
     """
 
     device_type: str
@@ -22,8 +22,8 @@ class DMAConnectivity:
 def detect_dma_connectivity(device_type: str, connection_type: str) -> DMAConnectivity:
     """Counts the NVLinks between this process's CUDA devices, in torch's order (``CUDA_VISIBLE_DEVICES``).
 
-    Asks torch for the devices, which initialises CUDA, and NVML or ``SYMM_TOPOLOGY_FILE`` for the links. Two GPUs at
-    switches have as many links between them as the one with fewer. Without a CUDA device the matrix is empty.
+    Gets the devices from torch, which initialises CUDA, and the links from NVML or ``SYMM_TOPOLOGY_FILE``. Two GPUs on
+    switches count as many links as the one with fewer. Without a CUDA device, the matrix is empty.
 
     Args:
         device_type: ``"cuda"``.
@@ -49,7 +49,7 @@ def detect_dma_connectivity(device_type: str, connection_type: str) -> DMAConnec
 
 
 def topology() -> str:
-    """Returns a table of this host's GPUs and their connections, like ``nvidia-smi topo -m``.
+    """Returns a table of this node's GPUs and their connections, like ``nvidia-smi topo -m``.
 
     Shows all GPUs that NVML or ``SYMM_TOPOLOGY_FILE`` names, by PCI address. Without NVML it says why.
 

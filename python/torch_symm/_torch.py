@@ -1,6 +1,6 @@
-"""Every difference between the versions of torch that the package's Python code goes by.
+"""All differences between versions of torch that matter to the package's Python code.
 
-``torch_backend/compat.hpp`` has those of C++; ``_version.py`` names the versions.
+``torch_backend/compat.hpp`` has the C++ differences; ``_version.py`` lists the versions.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def group_name(mesh: DeviceMesh, mesh_dim: int) -> Any:
-    """The name of the group of one mesh dimension, also where Dynamo traces.
+    """Returns the name of the group of one mesh dimension, also where Dynamo traces.
 
-    ``funcol._resolve_group_name`` says the same, but in 2.12 and later makes a ``GroupName`` of it, which Dynamo does
-    not follow.
+    ``funcol._resolve_group_name`` returns the same, but in 2.12 and later as a ``GroupName``, which Dynamo cannot
+    trace.
     """
-    # Whoever has a mesh has imported it; no group shall wait for that.
+    # Imported by any code that has a mesh; making a group must not wait for the import.
     funcol = torch.distributed._functional_collectives
     if hasattr(funcol, "_resolve_group"):
         group = funcol._resolve_group((mesh, mesh_dim))
@@ -36,10 +36,10 @@ def group_name(mesh: DeviceMesh, mesh_dim: int) -> Any:
 
 
 def record_without_torch() -> None:
-    """Tells torch that groups of symm record their calls themselves, as those of gloo do.
+    """Makes torch treat groups of symm like groups of Gloo, which record their calls themselves.
 
-    From 2.15 on torch attaches a flight recorder of its own to every group of another backend, which costs some 2 µs a
-    call. It still does where the program states how large that should be.
+    From 2.15 on, torch attaches its own flight recorder to every group of another backend, which costs some 2 µs per
+    call. It still does if the program sets its size.
     """
     stated = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     recording = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
@@ -48,29 +48,29 @@ def record_without_torch() -> None:
 
 
 def new_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
-    """``dist.new_group`` with one type for all versions; what a rank gets that is no member must not be used."""
+    """``dist.new_group`` with one type for all versions; the result on a rank that is not a member must not be used."""
     group: Any = dist.new_group(ranks, **options)
     return cast("dist.ProcessGroup", group)
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Sets that of the default group's calls from now on; torch has a public function for it from 2.15 on."""
+    """Sets the timeout of the default group's later calls; torch has a public function for it from 2.15 on."""
     there: Any = dist
     if hasattr(there, "set_timeout"):
         there.set_timeout(timeout)
         return
-    # _set_pg_timeout knows NCCL and Gloo only.
+    # _set_pg_timeout supports only NCCL and Gloo.
     group: Any = dist.group.WORLD
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(timeout)
 
 
-#: torch's own entry for Gloo, where :func:`make_gloo_by` has put another in its place; from 2.14 on.
+#: torch's own entry for Gloo, after :func:`make_gloo_by` has replaced it; from 2.14 on.
 _own_gloo: Any = None
 
 
 def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta, ranks: list[int] | None = None) -> Backend:
-    """A Gloo backend that belongs to no group of torch's; it is a plug-in from 2.14 on. ``ranks`` are global.
+    """Makes a Gloo backend outside torch's groups; it is a plug-in from 2.14 on. ``ranks`` are global.
 
     Raises:
         RuntimeError: this torch was built without Gloo, or its ranks do not meet.
@@ -79,7 +79,7 @@ def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta, rank
     if plugin is None:
         if not distributed_c10d.is_gloo_available():
             raise RuntimeError("this torch was built without Gloo")
-        # Not what distributed_c10d calls by this name: that may be ours.
+        # Not the name in distributed_c10d, which may be ours.
         own: Any = torch._C._distributed_c10d.ProcessGroupGloo
         made: Backend = own(store, rank, size, timeout=timeout)
         options: Any = made.options
@@ -96,7 +96,7 @@ def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta, rank
 
 
 def make_gloo_by(create: Callable[[Any, Any], Any]) -> None:
-    """From now on ``create`` makes the groups of the name ``gloo``, as a plug-in's function does, for all of torch.
+    """From now on, ``create`` makes the groups of the name ``gloo``, like a plug-in's function, for all of torch.
 
     :func:`gloo` and the helper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` still make torch's. Calling it again does nothing.
 
@@ -109,7 +109,7 @@ def make_gloo_by(create: Callable[[Any, Any], Any]) -> None:
     there: Any = distributed_c10d
     plugins = distributed_c10d.Backend._plugins
     if "GLOO" not in plugins and hasattr(there, "_register_builtin_gloo_backend"):
-        # Else torch would, when a group first asks for it.
+        # Otherwise torch would, on the first request of a group.
         there._register_builtin_gloo_backend()
     plugin: Any = plugins.get("GLOO")
     if plugin is None:
@@ -121,7 +121,7 @@ def make_gloo_by(create: Callable[[Any, Any], Any]) -> None:
 
 
 class _GlooMaker:
-    """Stands for the class ``ProcessGroupGloo`` within torch's module, which before 2.14 calls it for each group."""
+    """Replaces the class ``ProcessGroupGloo`` within torch's module, which before 2.14 calls it for each group."""
 
     def __init__(self, own: Any, create: Callable[[Any, Any], Any]) -> None:
         self._own, self._create = own, create
@@ -145,7 +145,7 @@ class _GlooMaker:
 
 
 def nccl(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    """An NCCL backend that belongs to no group of torch's: ``ProcessGroupNCCL``, also where 2.15 has another one, too.
+    """Makes an NCCL backend outside torch's groups: ``ProcessGroupNCCL``, also where 2.15 has another one, too.
 
     Raises:
         RuntimeError: this torch was built without NCCL, or finds no GPU.
@@ -162,7 +162,7 @@ def nccl(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> B
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """NCCL reads these when it is made: who watches the group ends what hangs, and no process ends because of that."""
+    """Disables NCCL's watchdog actions, which it reads when made: the group's owner ends calls that hang."""
     watchful = dict.fromkeys(
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"), "0"
     )
@@ -179,10 +179,10 @@ def _unwatched() -> Iterator[None]:
 
 
 def knows_backend(name: str) -> bool:
-    """Whether torch can make a backend of this name: a plug-in, or one that it was built with."""
+    """Returns true if torch can make a backend of this name: a plug-in, or one that it was built with."""
     backends: Any = distributed_c10d.Backend
     if hasattr(backends, "_ensure_backend_registered"):
-        # From 2.15 on plug-ins, and torch's own, may be registered when they are first asked for.
+        # From 2.15 on, plug-ins, and torch's own, may be registered on first use.
         backends._ensure_backend_registered(name)
     built: dict[str, Callable[[], bool]] = {
         "gloo": distributed_c10d.is_gloo_available,
@@ -193,7 +193,7 @@ def knows_backend(name: str) -> bool:
 
 
 def backend(engine: str, name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A backend of the name ``engine``, which :func:`knows_backend`, that belongs to no group of torch's.
+    """Makes a backend of the name ``engine``, which :func:`knows_backend`, outside torch's groups.
 
     It may be one of Python's, or a process group.
     """

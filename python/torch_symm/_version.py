@@ -1,4 +1,4 @@
-"""Version of the package, and the versions of torch that it serves."""
+"""Version of the package, and the versions of torch that it supports."""
 
 __version__ = "0.1.0"
 

@@ -1,14 +1,14 @@
-"""Categories of this package's warnings, so that a program can filter them apart from others'."""
+"""Categories of this package's warnings, so that a program can filter them separately."""
 
 from __future__ import annotations
 
 
 class SymmWarning(UserWarning):
-    """Of every warning that torch_symm gives through ``warnings``: all goes on, but not as one may think.
+    """The category of all warnings of torch_symm: the program continues, but perhaps not as expected.
 
     ``warnings.filterwarnings("ignore", category=torch_symm.SymmWarning)`` silences them; ``"error"`` raises them.
     """
 
 
 class SymmFallbackWarning(SymmWarning):
-    """Something is done as torch or another backend does it, which is slower: the message says what, and why."""
+    """A call runs as in torch or another backend, which is slower: the message says which call, and why."""
