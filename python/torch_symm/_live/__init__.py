@@ -1,10 +1,10 @@
-"""``torch-symm top`` and ``SYMM_STATS``: the last calls of all ranks of a host as a table, while the job runs.
+"""``torch-symm top`` and ``SYMM_STATS``: a table of the last calls of all ranks of a node, while the job runs.
 
-With ``SYMM_STATS=seconds`` each rank writes its last 2000 calls, what a dump of `torch_symm.trace` holds, every so many
-seconds as ``stats-<pid>.json`` to the folder of traces, and removes the file at its end; the first rank prints the
-table. ``torch-symm top PID`` reads the same files.
+With ``SYMM_STATS=seconds``, each rank writes its last 2000 calls, the contents of a dump of `torch_symm.trace`, to
+``stats-<pid>.json`` in the directory of traces at that interval, and removes the file when it ends; the first rank
+prints the table. ``torch-symm top PID`` reads the same files.
 
-When the first rank ends, it prints the counts of all calls that it made, however many.
+When the first rank ends, it prints the counts of all its calls.
 
 Modules, from leaf to root: `table`, `summary`, `files`, `live`; the command is `torch_symm.tools.top`.
 """

@@ -1,4 +1,4 @@
-"""The files in which ranks leave their last calls for others to read."""
+"""The files in which ranks write their last calls for other processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_symm._trace.dump import Dump, NotADump, read
 
 
 def folder() -> Path:
-    """Where processes with this one's environment and user leave traces."""
+    """Returns the directory where processes with this environment and user write traces."""
     named = os.environ.get("SYMM_TRACE_DIR", "").strip()
     if named.startswith("/"):
         return Path(named)
@@ -24,11 +24,11 @@ def name(pid: int) -> str:
 
 
 def job(of: Dump, place: Path) -> list[Dump]:
-    """The calls of all processes of this host that are in a group with ``of``, as far as they have written any."""
+    """Returns the calls of all processes of this node in a group with ``of``, if they have written any."""
     pids = {member.pid for view in of.views for member in view.members}
     found = {of.pid: of}
     for pid in sorted(pids - {of.pid}):
-        # Of an earlier process with this number, or half way gone.
+        # Left by an earlier process with this number, or being removed.
         with suppress(NotADump):
             one = read(place / name(pid), private=True)
             if {view.key for view in one.views} & {view.key for view in of.views}:
@@ -37,7 +37,7 @@ def job(of: Dump, place: Path) -> list[Dump]:
 
 
 def newest(place: Path) -> int | None:
-    """The process of this user that wrote last and still runs."""
+    """Returns the process of this user that wrote last and still runs."""
     written = []
     for path in place.glob("stats-*.json"):
         number = path.stem.partition("-")[2]
@@ -48,5 +48,5 @@ def newest(place: Path) -> int | None:
 
 
 def running(pid: int) -> bool:
-    """Whether there is a process with this number."""
+    """Returns true if a process with this number exists."""
     return Path(f"/proc/{pid}").exists()

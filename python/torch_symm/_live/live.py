@@ -19,12 +19,12 @@ from torch_symm._trace.dump import Dump, parse
 
 from . import files, summary, table
 
-#: Of the process whose thread runs.
+#: The process whose thread runs.
 _started: int | None = None
 
 
 def start(native: Any) -> None:
-    """Starts the thread where ``SYMM_STATS`` asks for it, once in a process."""
+    """Starts the thread if ``SYMM_STATS`` requests it, once per process."""
     global _started
     seconds = native._stats_seconds()
     if seconds and _started != os.getpid():
@@ -41,17 +41,17 @@ def _run(native: Any, seconds: int, ended: threading.Event) -> None:
     while not ended.wait(seconds):
         try:
             own, path = write(native)
-        except Exception as error:  # A failure to tell must not end the job, nor fill its log
+        except Exception as error:  # A failure to report must not end the job or fill its log.
             print(f"SYMM_STATS: no statistics any more: {error}", file=sys.stderr, flush=True)
             return
         if _first(own):
-            # Others write at the same time.
+            # The other ranks write at the same time.
             ended.wait(min(0.5, seconds / 2))
             print(table.render(files.job(own, path.parent)), file=sys.stderr, flush=True)
 
 
 def _end(native: Any, ended: threading.Event) -> None:
-    """Ends the thread; the first rank prints what it has counted."""
+    """Ends the thread; the first rank prints its counts."""
     if ended.is_set():
         return
     ended.set()
@@ -60,21 +60,21 @@ def _end(native: Any, ended: threading.Event) -> None:
         rank = _rank(parse(trace, "this process"))
         if rank is not None and trace["totals"]["lines"]:
             print(summary.render(trace, rank), file=sys.stderr, flush=True)
-    except Exception as error:  # A failure to tell must not change how the process ends
+    except Exception as error:  # A failure to report must not change how the process ends.
         print(f"SYMM_STATS: no summary: {error}", file=sys.stderr, flush=True)
 
 
 def _rank(own: Dump) -> int | None:
-    """The rank of this process if it is the first of this host in all groups that are known, those it has left, too."""
+    """Returns this process's rank if it is the first of this node in all known groups, including those it has left."""
     here = {member.global_rank: member.pid for view in own.views for member in view.members}
     return min(here) if here and here[min(here)] == own.pid else None
 
 
 def write(native: Any) -> tuple[Dump, Path]:
-    """Writes the last calls of this process for others to read, until it ends.
+    """Writes the last calls of this process for other processes; the file is removed at its end.
 
     Raises:
-        SymmConfigError: the folder cannot be used.
+        SymmConfigError: the directory cannot be used.
     """
     text: str = native._trace()
     written = Path(native._keep_trace(b"", files.name(os.getpid()), text.encode()))
@@ -89,6 +89,6 @@ def _remove(path: Path) -> None:
 
 
 def _first(own: Dump) -> bool:
-    """Whether this process is the first of this host in its groups."""
+    """Returns true if this process is the first of this node in its groups."""
     here = {member.global_rank: member.pid for view in own.views if view.left_ns is None for member in view.members}
     return bool(here) and here[min(here)] == own.pid

@@ -12,10 +12,10 @@ HEADINGS = ("collective", "size", "device", "calls", "total", "total ms", "mean 
 
 
 def render(trace: dict[str, Any], rank: int) -> str:
-    """The table of the ``totals`` of a trace, those that took longest first; of rank ``rank``.
+    """Renders the table of the ``totals`` of a trace of rank ``rank``, sorted by total time.
 
-    ``size`` is the upper bound of a class, a power of two. A call that failed, or has not ended, has no time, nor has
-    one on a GPU, which does not tell the host when a kernel ends.
+    ``size`` is the upper bound of a class, a power of two. A call that failed or has not ended has no time, and neither
+    has a call on a GPU, because the host does not learn when a kernel ends.
     """
     totals = trace["totals"]
     lines = sorted(totals["lines"], key=lambda line: (-line["ns"], -line["calls"], line["op"], line["size"]))
@@ -30,7 +30,7 @@ def _fields(line: dict[str, Any]) -> tuple[str, ...]:
     times = ("-", "-", "-")
     if timed:
         times = (f"{ns / 1e6:.1f}", f"{ns / timed / 1e3:.1f}", f"{line['longest_ns'] / 1e3:.1f}")
-    # The bytes of the calls whose time is known: sizes differ within a class, and their mean stands for all.
+    # The bytes of the timed calls: sizes differ within a class, so their mean stands for all.
     rate = f"{line['bytes'] / calls * timed / ns:.2f}" if ns and line["bytes"] else "-"
     amounts = (shown_bytes(line["size"]), line["device"], str(calls), shown_bytes(line["bytes"]))
     return (line["op"], *amounts, *times, rate)

@@ -1,4 +1,4 @@
-"""What the last calls of some ranks say together: calls, bytes, times, and who was waited for."""
+"""A table of the last calls of some ranks: calls, bytes, times, and waits for slow ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from torch_symm._repr import counted
 from torch_symm._trace.dump import Call, Dump
 from torch_symm._trace.report import Group, merge
 
-#: Lateness below which a rank was not waited for: two clocks of one host agree so far, and waking takes as long.
+#: Lateness below this does not count as waiting: it is the precision of two clocks of one node, and the time of a
+#: wake-up.
 LATE_NS = 20_000
 HEADINGS = ("collective", "bytes", "calls", "total", "µs", "p99", "waiting", "last to come")
 
 
 @dataclass
 class Line:
-    """Calls of one operation and size, which is counted as by nccl-tests and rounded up to a power of two.
+    """Calls of one operation and size, which is counted like in nccl-tests and rounded up to a power of two.
 
-    ``us``: of each call that has ended, of every rank. ``waited`` of ``spent``: nanoseconds that ranks spent in calls
-    before the last rank had begun, where all ranks' calls are known. ``last``: how often each rank began last, late.
+    ``us``: the time of each call that has ended, of every rank. ``waited`` of ``spent``: nanoseconds that ranks spent
+    in calls before the last rank had started, where all ranks' calls are known. ``last``: how often each rank started
+    last, late.
     """
 
     op: str
@@ -36,12 +38,12 @@ class Line:
 
     @property
     def waiting(self) -> float | None:
-        """Share of the time in calls that went into waiting for the slowest rank; ``None``: not known."""
+        """The share of the time in calls that ranks waited for the slowest rank; ``None`` if unknown."""
         return self.waited / self.spent if self.spent else None
 
     @property
     def straggler(self) -> tuple[int, float] | None:
-        """The rank that most often came last, and in what share of the calls."""
+        """Returns the rank that most often started last, and its share of the calls."""
         return (self.last.most_common(1)[0][0], self.last.most_common(1)[0][1] / self.compared) if self.last else None
 
     def as_json(self) -> dict[str, object]:
@@ -60,7 +62,7 @@ class Line:
 
 
 def lines(groups: Iterable[Group]) -> list[Line]:
-    """The calls of ``groups``, those that took longest in all first."""
+    """Aggregates the calls of ``groups``, sorted by total time."""
     found: dict[tuple[str, int], Line] = {}
     for group in groups:
         for view in group.views.values():
@@ -77,7 +79,7 @@ def lines(groups: Iterable[Group]) -> list[Line]:
 
 
 def _together(group: Group, found: dict[tuple[str, int], Line]) -> Iterable[tuple[Line, dict[int, Call]]]:
-    """The collectives that every rank of the group has kept, by rank."""
+    """Returns the collectives that every rank of the group has kept, by rank."""
     kept: dict[tuple[int, bool], dict[int, Call]] = {}
     for rank, view in group.views.items():
         for call in view.calls:
@@ -112,7 +114,7 @@ def _p99(values: Sequence[float]) -> float:
 
 
 def render(dumps: Sequence[Dump]) -> str:
-    """The table, for people."""
+    """Renders the table, for people."""
     groups = merge(dumps)
     found = lines(groups)
     if not found:
@@ -124,7 +126,7 @@ def render(dumps: Sequence[Dump]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns of equal width: the first aligned to the left, the others to the right."""
+    """Aligns columns to equal width: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -135,7 +137,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def heading(dumps: Sequence[Dump], groups: Sequence[Group]) -> str:
-    """Whose calls these are, and of how many seconds."""
+    """Describes the ranks of the calls and the seconds that they cover."""
     calls = [call for group in groups for view in group.views.values() for call in view.calls]
     seconds = (max(dump.written_ns for dump in dumps) - min((call.created_ns for call in calls), default=0)) / 1e9
     processes = f"{len(dumps)} processes" if len(dumps) > 1 else "this process"

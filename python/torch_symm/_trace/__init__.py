@@ -15,9 +15,9 @@ from .dump import parse
 
 
 def trace() -> dict[str, Any]:
-    """Returns the last 2000 calls of this process and its groups: what a dump holds, see ``docs/guide/trace.md``.
+    """Returns the last 2000 calls of this process and its groups: the contents of a dump, see ``docs/guide/trace.md``.
 
-    Times are nanoseconds since 1970. Calls of other threads go on meanwhile. A forked child begins with none.
+    Times are nanoseconds since 1970. Calls of other threads continue meanwhile. A forked child starts without calls.
 
     Raises:
         ImportError: the native part cannot serve this torch.
@@ -27,18 +27,18 @@ def trace() -> dict[str, Any]:
 
 
 def dump_trace(path: str | os.PathLike[str] | None = None, format: str = "json") -> str:
-    """Writes what :func:`trace` returns to a file for this user alone (mode 0600), and returns its path.
+    """Writes the result of :func:`trace` to a file that only this user can read (mode 0600), and returns its path.
 
     Args:
-        path: replaced if it exists; its folder must exist. ``None``: ``trace-<pid>-rank<rank>.json``, or
-            ``torch_rank_<rank>``, in ``SYMM_TRACE_DIR``, else in ``torch-symm-<uid>`` below ``TMPDIR``.
+        path: replaced if it exists; its directory must exist. ``None``: ``trace-<pid>-rank<rank>.json``, or
+            ``torch_rank_<rank>``, in ``SYMM_TRACE_DIR``, or in ``torch-symm-<uid>`` below ``TMPDIR`` if that is unset.
         format: ``"json"``; or ``"torch"``, the pickle that torch's ``torchfrtrace`` reads.
 
     Raises:
-        ValueError: another format; the folder of ``path`` does not exist or cannot be written; as ``"torch"``, no group
-            was joined, or ranks are threads of this process, which needs a file for each
-            (``python -m torch_symm trace --torch`` writes them).
-        SymmConfigError: ``path`` is ``None`` and the folder cannot be used.
+        ValueError: another format; the directory of ``path`` does not exist or cannot be written; as ``"torch"``, no
+            group was joined, or ranks are threads of this process, which needs a file for each (``python -m torch_symm
+            trace --torch`` writes them).
+        SymmConfigError: ``path`` is ``None`` and the directory cannot be used.
     """
     if format not in ("json", "torch"):
         raise ValueError(f"format must be 'json' or 'torch', not {format!r}")

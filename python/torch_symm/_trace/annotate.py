@@ -1,8 +1,7 @@
-"""Writes what the flight recorder knows of calls into a trace of ``torch.profiler``.
+"""Adds the flight recorder's data on calls to a trace of ``torch.profiler``.
 
-The profiler takes an event's arguments when the event begins, and none when it ends: algorithm, bandwidth and waiting
-are known only then. An exported trace has times of day, as the flight recorder has: so calls and events find each
-other.
+The profiler takes an event's arguments when the event starts, but algorithm, bandwidth and waits are known only when it
+ends. An exported trace has times of day, like the flight recorder, so calls and events can be matched.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch_symm._native import load
 
 from .dump import Call, Dump, NotADump, View, parse, read
 
-#: Between two readings of the clock for one moment, the profiler's and ours.
+#: Tolerance between two readings of the clock for one moment, the profiler's and ours.
 SKEW_NS = 20_000
 PREFIX = "symm:"
 #: Names of events that differ from those of calls.
@@ -59,27 +58,28 @@ class Event:
         self.calls: list[tuple[View, Call]] = []
 
     def away_ns(self, at: int) -> int:
-        """How far outside of the event ``at`` is."""
+        """How far ``at`` is outside the event."""
         return max(self.start_ns - at, at - self.end_ns, 0)
 
 
 def annotate_trace(path: str | os.PathLike[str], dumps: Sequence[str | os.PathLike[str]] = ()) -> int:
-    """Writes algorithm, bytes, bandwidth and who was waited for into a trace that ``torch.profiler`` has exported.
+    """Adds algorithm, bytes, bandwidth and waits to a trace that ``torch.profiler`` has exported.
 
-    Each event ``symm:...`` of the calls that are kept, the last 2000 of a process, gets in its arguments ``call``,
-    ``sequence``, ``group``, ``bytes``, ``algorithm``, and of calls on CPU tensors ``us``, ``algbw_gb_per_s``,
-    ``busbw_gb_per_s``, ``waited_us`` and ``waited_for``: for how long, and for which rank of the group, this one waited
-    until all had begun. Bus bandwidth is as in nccl-tests' ``doc/PERFORMANCE.md``. The file is replaced.
+    Each event ``symm:...`` of a call that is kept, one of the last 2000 of a process, gets the arguments ``call``,
+    ``sequence``, ``group``, ``bytes`` and ``algorithm``. For calls on CPU tensors it also gets ``us``,
+    ``algbw_gb_per_s``, ``busbw_gb_per_s``, ``waited_us`` and ``waited_for``: how long this rank waited until all had
+    started, and for which rank of the group. Bus bandwidth is as in nccl-tests' ``doc/PERFORMANCE.md``.
+    The file is replaced.
 
     Args:
-        path: what ``export_chrome_trace`` wrote, ``.json`` or ``.json.gz``.
+        path: a file that ``export_chrome_trace`` wrote, ``.json`` or ``.json.gz``.
         dumps: dumps of the processes of the trace (:func:`dump_trace`); none: the calls of this process.
 
     Returns:
         How many events got arguments.
 
     Raises:
-        ValueError: ``path`` is no such trace, or one of ``dumps`` is no dump.
+        ValueError: ``path`` is not such a trace, or one of ``dumps`` is not a dump.
         OSError: a file cannot be read or written.
         ImportError: the native part cannot serve this torch.
     """
@@ -118,12 +118,12 @@ def _events(trace: Any) -> list[Event]:
 
 
 def _match(dump: Dump, events: Sequence[Event]) -> None:
-    """Gives each call to the event in which it was asked for; a coalesced one has several."""
+    """Assigns each call to the event that submitted it; a coalesced one has several."""
     calls = [(view, call) for view in dump.views for call in view.calls]
     for view, call in sorted(calls, key=lambda one: one[1].number):
         near = [e for e in events if e.op == call.op and e.away_ns(call.created_ns) <= SKEW_NS]
         if near:
-            # Asynchronous calls overlap: that of an event which has none yet is meant.
+            # Asynchronous calls overlap: prefer an event without a call.
             best = min(near, key=lambda e: (e.away_ns(call.created_ns), bool(e.calls), e.start_ns))
             best.calls.append((view, call))
 

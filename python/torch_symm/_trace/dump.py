@@ -1,4 +1,4 @@
-"""Reading dumps: JSON that may be cut short, or somebody else's."""
+"""Reads dumps: JSON that may be truncated, or made by another user."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 FORMAT = "torch-symm trace"
 VERSION = 1
-#: Bytes that are read at most; 2000 calls take less than 2 MiB.
+#: Maximum size of a dump that is read, in bytes; 2000 calls take less than 2 MiB.
 LARGEST = 64 << 20
 
 
 class NotADump(Exception):
-    """Says in a sentence why a file cannot be used."""
+    """Explains in a sentence why a file cannot be used."""
 
 
 @dataclass(frozen=True, order=True)
 class Series:
-    """Collectives that are numbered together. ``inside``: those that serve calls of a group on several hosts."""
+    """Collectives that are numbered together. ``inside``: intra-node parts of multi-node calls."""
 
     cuda: bool
     inside: bool = False
@@ -32,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Call:
-    """An entry of the ring; see ``docs/guide/trace.md``. ``sequence`` is ``None`` if it did not begin."""
+    """An entry of the ring; see ``docs/guide/trace.md``. ``sequence`` is ``None`` if it did not start."""
 
     number: int
     op: str
@@ -42,9 +42,9 @@ class Call:
     elements: int
     itemsize: int
     peer: int | None
-    #: The peer is on another host; its number is that in the default group.
+    #: The peer is on another node; its number is its rank in the default group.
     far: bool
-    #: It serves a call of the group on several hosts, and is counted among those of its ranks on this host.
+    #: The intra-node part of a multi-node call, counted with the calls of the ranks on this node.
     inside: bool
     even: bool
     bytes_in: int
@@ -56,10 +56,10 @@ class Call:
     ended_ns: int | None
     state: str
     outcome: str | None
-    #: What a collective on several hosts does, or did when it failed, and since when.
+    #: The phase of a multi-node collective, now or when it failed, and since when.
     phase: str | None
     phase_ns: int | None
-    #: What served it; who was waited for is known of calls that a profiler saw.
+    #: The algorithm; the rank for which the call waited is only known for calls under a profiler.
     algorithm: str | None
     waited_ns: int | None
     waited_for: int | None
@@ -73,7 +73,7 @@ class Call:
         return self.op in ("send", "recv")
 
     def size(self, world: int) -> int:
-        """Bytes as nccl-tests counts them, among ``world`` ranks: of the whole tensor that is gathered or divided."""
+        """Bytes as nccl-tests counts them, among ``world`` ranks: the whole tensor that is gathered or divided."""
         size = self.elements * self.itemsize
         return size * world if self.op in ("gather", "scatter") and self.even else size
 
@@ -87,7 +87,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Peer:
-    """What a rank knew of a member. ``launched`` is of CUDA, ``None`` where it used no GPU."""
+    """A rank's knowledge about a member. ``launched`` counts CUDA calls, ``None`` if the rank used no GPU."""
 
     rank: int
     process: str | None
@@ -105,13 +105,13 @@ class Failure:
 
 @dataclass
 class View:
-    """A group as one of its ranks saw it. ``complete``: no call of the process had been overwritten."""
+    """A group as seen by one of its ranks. ``complete``: no call of the process had been overwritten."""
 
     key: tuple[str, int]
     name: str
     rank: int
     members: list[Member]
-    #: The other hosts that it is on, as messages name them.
+    #: The other nodes of the group, as messages name them.
     other_hosts: str | None
     joined_ns: int
     left_ns: int | None
@@ -141,7 +141,7 @@ class Dump:
 
 
 def foreign(status: os.stat_result) -> str:
-    """Returns why a file or folder with this status cannot be trusted, as ``src/sys/private.rs``; empty if it can."""
+    """Returns why a file or directory with this status is not trusted, like ``src/sys/private.rs``; empty if it is."""
     user = os.geteuid()
     if status.st_uid not in (user, 0):
         return f"belongs to user {status.st_uid}, this process to {user}"
@@ -151,7 +151,7 @@ def foreign(status: os.stat_result) -> str:
 
 
 def read(path: Path, private: bool = False) -> Dump:
-    """Reads the dump in ``path``. With ``private`` only a file that other users cannot have made or changed.
+    """Reads the dump in ``path``. With ``private``, only a file that other users cannot have made or changed.
 
     Raises:
         NotADump: it is not a dump, is of another version, ends too early, or is not private.
@@ -169,7 +169,7 @@ def read(path: Path, private: bool = False) -> Dump:
 
 
 def _private(path: Path) -> bytes:
-    # Neither the folder nor the file may be a link, and what is checked is what is open.
+    # Neither the directory nor the file may be a link, and the open files are checked.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     folder = os.open(path.parent, flags | os.O_DIRECTORY)
     try:
@@ -198,10 +198,10 @@ def _parsed(content: bytes, path: Path) -> Dump:
 
 
 def parse(data: Any, name: str) -> Dump:
-    """What ``json.loads`` made of a dump called ``name``.
+    """Converts the result of ``json.loads`` for a dump called ``name``.
 
     Raises:
-        NotADump: it is none, or is of another version.
+        NotADump: it is not a dump, or has another version.
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise NotADump(f"{name}: it is JSON, but no dump of torch_symm")
@@ -297,5 +297,5 @@ def _int(value: Any) -> int:
 
 
 def _plain(value: Any) -> str:
-    """Text that does nothing to a terminal."""
+    """Returns the text without characters that affect a terminal."""
     return "".join(c if c.isprintable() else "?" for c in str(value))

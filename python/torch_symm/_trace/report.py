@@ -1,4 +1,4 @@
-"""Who is missing where: what several ranks' dumps say together."""
+"""Combines several ranks' dumps: which ranks are missing, and where."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .dump import Call, Dump, Member, Peer, Series, View
 
 @dataclass
 class Group:
-    """A group, as those of its ranks saw it that wrote dumps."""
+    """A group, as seen by its ranks that wrote dumps."""
 
     name: str
     members: list[Member]
@@ -19,13 +19,13 @@ class Group:
 
     @property
     def several(self) -> bool:
-        """Whether the group is on other hosts, too: the members here are its part on one."""
+        """True if the group spans nodes; its members here are its part on one."""
         return any(view.other_hosts for view in self.views.values())
 
     def reached(self, rank: int, series: Series) -> int:
-        """The number of the last collective that ``rank`` began, as far as any dump tells."""
+        """Returns the number of the last collective that ``rank`` has started, according to all dumps."""
         view = self.views.get(rank)
-        # What the ranks of a host tell each other is of their part of the group.
+        # The ranks of a node publish this about their part of the group.
         told = series.inside == self.several
         known = [self._of(peer, series.cuda) for peer in self.known(rank) if told]
         if view:
@@ -39,12 +39,12 @@ class Group:
         return (peer.launched or 0) if cuda else peer.begun
 
     def known(self, rank: int) -> list[Peer]:
-        """What the others knew of ``rank``, the latest last."""
+        """Returns what the others knew about ``rank``, the latest last."""
         views = sorted(self.views.values(), key=lambda view: view.written_ns)
         return [peer for view in views if view.rank != rank for peer in view.peers if peer.rank == rank]
 
     def calls(self, number: int, series: Series) -> dict[int, Call]:
-        """Collective ``number`` of each rank whose dump has it."""
+        """Returns collective ``number`` of each rank whose dump has it."""
         return {
             rank: call
             for rank, view in sorted(self.views.items())
@@ -54,7 +54,7 @@ class Group:
 
 
 def merge(dumps: Iterable[Dump]) -> list[Group]:
-    """The groups of all dumps, in the order in which they were joined. Of two dumps of a rank the later one counts."""
+    """Merges the groups of all dumps, in the order of joining. The later of two dumps of a rank counts."""
     groups: dict[tuple[str, int], Group] = {}
     views = [view for dump in dumps for view in dump.views]
     for view in sorted(views, key=lambda view: view.written_ns):
@@ -72,7 +72,7 @@ def render(dumps: Sequence[Dump]) -> str:
 
 
 def as_json(dumps: Sequence[Dump]) -> list[dict[str, object]]:
-    """The report by group: name, global ranks of its members, of those with a dump, and the lines for people."""
+    """The report by group: name, global ranks of its members and of those with a dump, and the lines for people."""
     return [
         {
             "group": group.name,
@@ -138,7 +138,7 @@ def _seconds(call: Call, view: View) -> float:
 
 
 def _missing(group: Group, series: Series, failed: bool) -> Iterator[str]:
-    """Who has not begun what others wait in."""
+    """Lists the ranks that have not started a collective in which others wait."""
     reached = {member.rank: group.reached(member.rank, series) for member in group.members}
     furthest = max(reached.values())
     behind: dict[int, list[int]] = {}
@@ -160,7 +160,7 @@ def _missing(group: Group, series: Series, failed: bool) -> Iterator[str]:
 
 
 def _mismatch(group: Group, series: Series) -> Iterator[str]:
-    """The first collective that ranks called differently, side by side."""
+    """Shows the first collective that ranks called differently, side by side."""
     numbers = {
         call.sequence
         for view in group.views.values()
@@ -176,7 +176,7 @@ def _mismatch(group: Group, series: Series) -> Iterator[str]:
 
 
 def _phases(group: Group) -> Iterator[str]:
-    """Collectives on several hosts that are under way, or have failed: in which phase."""
+    """Lists multi-node collectives in progress, or failed: in which phase."""
     for rank, view in sorted(group.views.items()):
         for call in view.calls:
             if call.phase and call.state in ("started", "failed"):
@@ -186,7 +186,7 @@ def _phases(group: Group) -> Iterator[str]:
 
 
 def _messages(group: Group) -> Iterator[str]:
-    """Sends and receives that did not end well, or have not ended."""
+    """Lists sends and receives that failed or have not ended."""
     for rank, view in sorted(group.views.items()):
         for call in view.calls:
             if not call.message or call.state == "completed" or (call.cuda and call.state == "started"):

@@ -1,7 +1,7 @@
-"""The form in which torch's own analyser, ``torchfrtrace``, reads what ranks did.
+"""Converts dumps to the format of torch's own analyser, ``torchfrtrace``.
 
-It has a pickle for each rank, and takes each entry for a call of its whole group; so sends and receives are left out.
-Calls on CUDA have numbers of their own and make a group of their own, ``<name>:cuda``.
+That is a pickle per rank. The analyser takes each entry for a call of its whole group, so sends and receives are left
+out. Calls on CUDA have their own numbers and form their own group, ``<name>:cuda``.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 
 from .dump import Call, Dump, NotADump, View
 
-#: Of the format, as torch 2.11 writes it.
+#: Version of the format, as torch 2.11 writes it.
 VERSION = "2.10"
 
 _STATES = {"scheduled": "scheduled", "started": "started", "completed": "completed", "failed": "started"}
 
 
 def convert(dumps: Sequence[Dump]) -> dict[int, dict[str, Any]]:
-    """What to pickle for each global rank, as ``torch_rank_<rank>``.
+    """Returns the object to pickle for each global rank, as ``torch_rank_<rank>``.
 
-    Of several dumps, calls that some rank has overwritten already are left out on all.
+    If some rank has already overwritten a call, it is left out on all ranks.
 
     Raises:
         NotADump: two processes claim to be the same rank.
@@ -53,7 +53,7 @@ def convert(dumps: Sequence[Dump]) -> dict[int, dict[str, Any]]:
 
 
 def _first_on_all(views: list[View]) -> dict[tuple[tuple[str, int], bool], int]:
-    """For each group, on the host and on CUDA, the first number that every rank still has."""
+    """For each group, separately for CPU and CUDA, returns the first number that every rank still has."""
     first: dict[tuple[tuple[str, int], bool], int] = {}
     for view in views:
         for cuda in (False, True):
@@ -71,13 +71,14 @@ def _add(rank: dict[str, Any], view: View, name: str, first: dict[tuple[tuple[st
     last = {False: 0, True: 0}
     rank["pg_config"][name] = {"name": name, "desc": "undefined", "ranks": str(members)}
     for call in view.calls:
-        # The ranks on other hosts of a group are not among its members here: what serves its calls is.
+        # The ranks on other nodes of a group are not among its members here; the intra-node parts of its calls are used
+        # instead.
         if call.inside != (view.other_hosts is not None):
             continue
-        # Refused before it began: the others have never heard of it.
+        # Rejected before it started: the other ranks do not know it.
         if call.message or (call.sequence is None and call.state == "failed"):
             continue
-        # What is queued begins in this order.
+        # Queued calls start in this order.
         number = call.sequence or last[call.cuda] + 1
         last[call.cuda] = number
         if number < first.get((view.key, call.cuda), 1):
@@ -113,10 +114,10 @@ def _entry(call: Call, number: int, group: str, world: int) -> dict[str, Any]:
 
 
 def _sizes(call: Call, world: int) -> tuple[str, int, int]:
-    """The name that the analyser knows, and the elements that it compares: those on which ranks must agree.
+    """Returns the name that the analyser knows, and the element counts that it compares, on which ranks must agree.
 
-    It multiplies the one by the number of ranks to get the other, unless shards of a gather are of lengths of their
-    own: then the names are of calls where it does not.
+    It multiplies the one by the number of ranks to get the other. If the shards of a gather have different lengths, the
+    names of calls are used for which it does not.
     """
     n = call.elements
     if call.op == "barrier":

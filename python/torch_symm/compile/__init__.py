@@ -1,8 +1,8 @@
-"""What Inductor does with the collectives of symm groups.
+"""Optimizes the collectives of symm groups in Inductor's graphs.
 
-After :func:`enable`, ``torch.compile`` puts ``torch.ops.symm.all_reduce_add_rms_norm`` in the place of an all-reduce
-whose result is added to a residual and normed, and ``torch.ops.symm.all_reduce`` in that of others whose input is
-needed afterwards.
+After :func:`enable`, ``torch.compile`` uses ``torch.ops.symm.all_reduce_add_rms_norm`` for an all-reduce whose result
+is added to a residual and normed, and ``torch.ops.symm.all_reduce`` for other all-reduces whose input is needed
+afterwards.
 """
 
 from __future__ import annotations

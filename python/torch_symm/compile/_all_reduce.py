@@ -11,15 +11,15 @@ from torch.fx import Graph, Node
 
 from torch_symm.compile._nodes import aten, calls, collectives, is_of_symm, value
 
-#: As functional collectives name them; what ``torch.ops.symm.all_reduce`` serves.
+#: The names in functional collectives of the reductions that ``torch.ops.symm.all_reduce`` supports.
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 
 def replace_copied(graph: Graph) -> None:
-    """Replaces each all-reduce of ``graph`` that Inductor would make of a copy, and its wait.
+    """Replaces each all-reduce of ``graph`` that Inductor would run on a copy, and its wait.
 
-    Where the input is not needed any more, Inductor reduces it in place by itself. Where something else is between an
-    all-reduce and its wait, both are left: they may run side by side.
+    If the input is not needed any more, Inductor reduces it in place by itself. If something else is between an
+    all-reduce and its wait, both are kept, because they may run concurrently.
     """
     order = {node: number for number, node in enumerate(graph.nodes)}
     sharers: dict[Any, list[Node]] = defaultdict(list)
@@ -52,11 +52,11 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _is_needed(sharers: Iterable[Node], order: dict[Node, int], reduce: Node) -> bool:
-    """Whether memory that ``sharers`` have is read after ``reduce``: by the graph, or by its caller."""
+    """Returns true if the memory of ``sharers`` is read after ``reduce``, by the graph or by its caller."""
     for node in sharers:
         later = [user for user in node.users if order.get(user, -1) > order[reduce]]
         if any(calls(user, aten.copy_.default) and user.args[0] is node for user in later):
-            return False  # The caller sees what is written into it in the end: Inductor reduces in place
+            return False  # The final value is visible to the caller: Inductor reduces in place
     return any(
         node.op != "call_function" or any(order.get(user, -1) > order[reduce] for user in node.users)
         for node in sharers

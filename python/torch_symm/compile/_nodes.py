@@ -1,4 +1,4 @@
-"""Questions about nodes of Inductor's graphs."""
+"""Queries about nodes of Inductor's graphs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ READ: dict[Any, tuple[str, ...]] = {
 }
 
 
-#: The conversions, and those of their arguments that show in their results.
+#: The conversions, and their arguments that affect the results.
 CASTS: dict[Any, tuple[str, ...]] = {
     aten._to_copy.default: ("self", "dtype", "device"),
     torch.ops.prims.convert_element_type.default: ("a", "dtype"),
@@ -46,7 +46,7 @@ CASTS: dict[Any, tuple[str, ...]] = {
 
 
 def calls(node: Any, *targets: Any) -> bool:
-    """Whether it is a call of one of ``targets`` whose arguments outside :data:`READ` all have their defaults."""
+    """Returns true for a call of one of ``targets`` whose arguments outside :data:`READ` all have their defaults."""
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets and _is_read_whole(node)
 
 
@@ -58,7 +58,7 @@ def _is_read_whole(node: Node) -> bool:
 
 
 def _has_defaults(node: Node, but: tuple[str, ...]) -> bool:
-    """Whether each argument that is not named in ``but`` is absent or equal to its default value."""
+    """Returns true if each argument that is not named in ``but`` is absent or equal to its default value."""
     target: Any = node.target
     for place, argument in enumerate(target._schema.arguments):
         default = argument.default_value
@@ -69,24 +69,24 @@ def _has_defaults(node: Node, but: tuple[str, ...]) -> bool:
 
 
 def users(node: Node, *targets: Any) -> list[Node]:
-    """Calls of one of ``targets`` that use it."""
+    """Returns the calls of one of ``targets`` that use the node."""
     return [user for user in node.users if calls(user, *targets)]
 
 
 def other(node: Node, one: Node) -> Any:
-    """The second of two operands, of which ``one`` is the other."""
+    """Returns the operand of ``node`` that is not ``one``."""
     first, second = node.args[:2]
     return second if first is one else first
 
 
 def value(node: Any) -> torch.Tensor | None:
-    """A tensor without memory, of the type and shape that it has."""
+    """Returns a tensor without memory, of the node's type and shape."""
     found = node.meta.get("val") if isinstance(node, Node) else None
     return found if isinstance(found, torch.Tensor) else None
 
 
 def is_cast(node: Any, dtype: torch.dtype) -> bool:
-    """Whether it converts to ``dtype`` and changes neither the device nor the memory format."""
+    """Returns true if the node converts to ``dtype`` and changes neither the device nor the memory format."""
     if not isinstance(node, Node) or node.op != "call_function" or node.target not in CASTS:
         return False
     given, result = value(node.args[0]), value(node)
@@ -96,28 +96,28 @@ def is_cast(node: Any, dtype: torch.dtype) -> bool:
 
 
 def uncast(node: Any) -> Any:
-    """What was widened to float32, or the node itself."""
+    """Returns the input of a conversion to float32, or the node itself."""
     return node.args[0] if is_cast(node, torch.float32) else node
 
 
 def casts(node: Node, dtype: torch.dtype) -> list[Node]:
-    """Conversions of it to ``dtype``."""
+    """Returns the conversions of the node to ``dtype``."""
     return [user for user in node.users if is_cast(user, dtype)]
 
 
 def is_last(dims: Any, of: Any) -> bool:
-    """Whether ``dims``, one or a list, is the last dimension of ``of`` alone."""
+    """Returns true if ``dims``, one or a list, is only the last dimension of ``of``."""
     tensor = value(of)
     return tensor is not None and dims in (-1, tensor.dim() - 1, [-1], [tensor.dim() - 1])
 
 
 def is_number(node: Any, number: float) -> bool:
-    """Whether it is ``number``, once both are rounded to float32."""
+    """Returns true if the node is ``number``, once both are rounded to float32."""
     return isinstance(node, (int, float)) and struct.pack("f", node) == struct.pack("f", number)
 
 
 def is_of_symm(group: str, tensor: torch.Tensor) -> bool:
-    """Whether ``group`` is there and has symm for the device of ``tensor``."""
+    """Returns true if ``group`` exists and has symm for the device of ``tensor``."""
     try:
         return is_symm(resolve(group), tensor.device.type)
     except RuntimeError:

@@ -12,13 +12,13 @@ from torch.fx import Graph, Node
 from torch_symm.compile._nodes import aten, calls, casts, collectives, is_last, is_of_symm, other, uncast, users, value
 from torch_symm.compile._quantized import quantization
 
-#: Element types and the longest row that the operator serves, and what a row's length is a multiple of.
+#: Element types and the longest row that the operator supports, and the divisor of a row's length.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST, MULTIPLE = 16384, 8
 
 
 class Norm(NamedTuple):
-    """Weight, eps, and the rows that come of an RMSNorm: normed, or quantized as well, by ``scale`` or ``scales``."""
+    """Weight, eps, and the resulting rows of an RMSNorm: normed, or also quantized, by ``scale`` or ``scales``."""
 
     weight: Node
     eps: float
@@ -28,7 +28,7 @@ class Norm(NamedTuple):
 
 
 class Found(NamedTuple):
-    """All-reduce, addition and norm: what goes in, and the nodes that the operator's results replace."""
+    """All-reduce, addition and norm: the inputs, and the nodes that the operator's results replace."""
 
     given: Node
     residual: Node
@@ -81,7 +81,7 @@ def _comes_before(node: Node, other: Node, order: dict[Node, int]) -> bool:
 
 
 def _norms_of(added: Node, dtype: torch.dtype) -> Iterator[Norm]:
-    """RMSNorms of ``added``: quantized before others."""
+    """RMSNorms of ``added``, quantized ones first."""
     for wide in [added] if dtype == torch.float32 else casts(added, torch.float32):
         squares = [user for user in wide.users if _is_square(user, wide)]
         means = [mean for square in squares for mean in users(square, aten.mean.dim) if _is_of_rows(mean)]
@@ -144,7 +144,7 @@ def _replace(graph: Graph, found: Found) -> None:
 
 
 def _erase(graph: Graph, node: Node) -> None:
-    """Removes a node that nobody uses, and what was there for it alone."""
+    """Removes an unused node, and the nodes that only it used."""
     if node.op != "call_function" or node.users or node._erased:
         return
     inputs = node.all_input_nodes

@@ -1,4 +1,4 @@
-"""The pass over Inductor's graphs, and how it is put among those of the user."""
+"""The pass over Inductor's graphs, and its registration among the user's passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODULES = (_all_reduce, _nodes, _norms, _quantized)
 
 
 class SymmPass(CustomGraphPass):
-    """Replaces what the operators of symm do in one graph."""
+    """Uses the operators of symm in one graph."""
 
     def __call__(self, graph: Graph) -> None:
         """Changes ``graph`` in place."""
@@ -25,12 +25,12 @@ class SymmPass(CustomGraphPass):
         _all_reduce.replace_copied(graph)
 
     def uuid(self) -> Any:
-        """What cached graphs are told apart by."""
+        """Returns the key by which cached graphs are distinguished."""
         return get_hash_for_files((__file__, *(str(module.__file__) for module in MODULES)))
 
 
 class Following(CustomGraphPass):
-    """Another pass and then ours, as one: torch 2.11 takes one only."""
+    """Another pass followed by ours, as one, because torch 2.11 accepts only one."""
 
     def __init__(self, first: Any, ours: SymmPass) -> None:
         self.first, self.ours = first, ours
@@ -41,7 +41,7 @@ class Following(CustomGraphPass):
         self.ours(graph)
 
     def uuid(self) -> Any:
-        """What cached graphs are told apart by; none if the other pass has none."""
+        """Returns the key by which cached graphs are distinguished; ``None`` if the other pass has no key."""
         theirs = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
         return None if theirs is None else (theirs, self.ours.uuid())
 
@@ -50,24 +50,24 @@ _pass = SymmPass()
 
 
 def enable() -> None:
-    """From now on Inductor replaces ``rms_norm(all_reduce(x) + residual)`` on symm groups by one operator.
+    """From now on, Inductor replaces ``rms_norm(all_reduce(x) + residual)`` on symm groups by one operator.
 
-    It looks for functional all-reduces (``torch.distributed._functional_collectives``) of sums, and for
-    ``torch.nn.functional.rms_norm`` or the same written with ``pow``, ``mean`` and ``rsqrt``; rows of other lengths and
-    types than the operator serves are left as they are. Where nothing but float8_e4m3fn comes of the normed rows, by
-    one float32 scale or by one for each row, the operator makes that as well. Residual and weight must be alike on all
-    ranks. Other all-reduces, of an input that is needed afterwards, are done out of place: Inductor would copy it. Call
-    it before compiling. May be called again; :func:`disable` undoes it.
+    It matches functional all-reduces (``torch.distributed._functional_collectives``) of sums, and
+    ``torch.nn.functional.rms_norm`` or its spelling with ``pow``, ``mean`` and ``rsqrt``; rows of lengths and types
+    that the operator does not support are left unchanged. If the normed rows are only used as float8_e4m3fn, with one
+    float32 scale or one per row, the operator quantizes them as well. Residual and weight must be the same on all
+    ranks. Other all-reduces, of an input that is needed afterwards, are done out of place, because Inductor would copy
+    the input. Call it before compiling. May be called again; :func:`disable` undoes it.
 
     Raises:
         ImportError: the native part cannot serve this torch.
     """
-    load()  # It makes the operators known to torch
+    load()  # Registers the operators with torch
     _set([*_others(), _pass])
 
 
 def disable() -> None:
-    """Inductor leaves all-reduces alone again. May be called again."""
+    """Makes Inductor leave all-reduces unchanged again. May be called again."""
     _set(_others())
 
 
@@ -82,7 +82,7 @@ def _set(passes: list[Any]) -> None:
 
 
 def _others() -> list[Any]:
-    """Passes of the user."""
+    """The user's passes."""
     there: Any = torch._inductor.config.post_grad_custom_pre_pass
     if isinstance(there, Following):
         return [there.first]

@@ -1,4 +1,4 @@
-"""Normed rows that are quantized to float8_e4m3fn as the operator does it."""
+"""Finds normed rows that are quantized to float8_e4m3fn in the way of the operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_SCALE = 1 / (LARGEST * 512)
 
 
 class Quantized(NamedTuple):
-    """The quantized rows, and what they are divided by: ``scale`` of all, or ``scales`` of each, which are a result."""
+    """The quantized rows, and their divisor: one ``scale``, or ``scales`` of each row, which are a result."""
 
     rows: Node
     scale: Node | None
@@ -24,9 +24,9 @@ class Quantized(NamedTuple):
 
 
 def quantization(normed: Node, dtype: torch.dtype) -> Quantized | None:
-    """How ``normed`` is quantized, if it is used for nothing else. The operator rounds it to ``dtype`` before.
+    """Returns how ``normed`` is quantized, if it has no other use. The operator rounds it to ``dtype`` before.
 
-    So does the eager code, and Inductor from torch 2.12 on; that of 2.11 drops the rounding of what is widened again.
+    So do eager code, and Inductor from torch 2.12 on; Inductor 2.11 drops a rounding that is followed by widening.
     """
     rows = _the_same(normed, dtype)
     for wide in rows:
@@ -39,7 +39,7 @@ def quantization(normed: Node, dtype: torch.dtype) -> Quantized | None:
             found = Quantized(end, divisor, None)
             of_rows = _of_each_row(divisor, rows)
             if of_rows is not None:
-                # Quotients exceed 448 by their rounding at most: with limits and without, the same results.
+                # Quotients exceed 448 at most by their rounding, so limits do not change the results.
                 found = Quantized(end, None, divisor)
             elif not is_limited or not _is_one(divisor, normed):
                 continue
@@ -49,7 +49,7 @@ def quantization(normed: Node, dtype: torch.dtype) -> Quantized | None:
 
 
 def _the_same(normed: Node, dtype: torch.dtype) -> list[Node]:
-    """``normed``, and its conversions to its own type and to float32."""
+    """Returns ``normed``, and its conversions to its own type and to float32."""
     found = [normed]
     for node in found:
         found += [cast for kind in {dtype, torch.float32} for cast in casts(node, kind)]
@@ -57,7 +57,7 @@ def _the_same(normed: Node, dtype: torch.dtype) -> list[Node]:
 
 
 def _divisor(scaled: Node, of: Node) -> Node | None:
-    """By what ``of`` is divided, also where it is multiplied by the reciprocal."""
+    """Returns the divisor of ``of``, also if it is multiplied by the reciprocal."""
     if calls(scaled, aten.div.Tensor):
         found = scaled.args[1] if scaled.args[0] is of else None
     else:
@@ -67,7 +67,7 @@ def _divisor(scaled: Node, of: Node) -> Node | None:
 
 
 def _last(scaled: Node) -> tuple[Node, list[Node], bool] | None:
-    """The float8_e4m3fn at the end, the nodes on the way there, and whether these limit its elements to 448."""
+    """Returns the final float8_e4m3fn, the nodes on the way there, and whether these limit its elements to 448."""
     chain = [scaled]
     limits: set[float] = set()
     while len(chain[-1].users) == 1:
@@ -85,7 +85,7 @@ def _last(scaled: Node) -> tuple[Node, list[Node], bool] | None:
 
 
 def _is_one(scale: Node, normed: Node) -> bool:
-    """Whether it is one float32 on the device of ``normed``."""
+    """Returns true if it is one float32 on the device of ``normed``."""
     found, rows = value(scale), value(normed)
     if found is None or rows is None or found.dtype != torch.float32 or found.device != rows.device:
         return False
@@ -93,7 +93,7 @@ def _is_one(scale: Node, normed: Node) -> bool:
 
 
 def _of_each_row(scales: Node, rows: list[Node]) -> list[Node] | None:
-    """The nodes between ``rows`` and their scales: a row's largest magnitude by 448, at least 1 / (448 * 512)."""
+    """Returns the nodes between ``rows`` and their scales: a row's maximum by 448, at least 1 / (448 * 512)."""
     if not calls(scales, aten.clamp_min.default) or not is_number(scales.args[1], LEAST_SCALE):
         return None
     quotient: Any = scales.args[0]
@@ -123,6 +123,6 @@ def _of_each_row(scales: Node, rows: list[Node]) -> list[Node] | None:
 
 
 def _are_used_within(nodes: Iterable[Node], results: Iterable[Node]) -> bool:
-    """Whether nothing but themselves and ``results`` uses ``nodes``."""
+    """Returns true if only themselves and ``results`` use ``nodes``."""
     inside = {*nodes, *results}
     return all(user in inside for node in nodes for user in node.users)

@@ -1,5 +1,5 @@
-"""The one way to start rank processes and to end them, for tools and tests.
+"""The only way to start and end rank processes, for tools and tests.
 
-Modules, from leaf to root: `watch`, which ranks do not get on; `messages`, what ranks report; `ranks`, processes by
-fork, by ``multiprocessing`` or as programs.
+Modules, from leaf to root: `watch`, which detects ranks that hang; `messages`, the reports of ranks; `ranks`, processes
+by fork, by ``multiprocessing`` or as programs.
 """

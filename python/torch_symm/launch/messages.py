@@ -1,4 +1,4 @@
-"""What rank processes report: through a queue, or as lines of a program's output, which outlive any end."""
+"""The reports of rank processes: through a queue, or as lines of a program's output, which survive any exit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .watch import StandsStill
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
 
-#: How a line begins that holds a message; libraries may write others.
+#: Prefix of a line that holds a message; libraries may write other lines.
 MARK = "torch_symm.message "
 POLL_S = 0.2
 
@@ -24,9 +24,9 @@ def reported(
     counts: type = object,
     watched: Callable[[], None] = lambda: None,
 ) -> Iterator[Any]:
-    """Yields the messages in ``results``, until ``expected`` of type ``counts`` have come and all ranks have ended.
+    """Yields the messages in ``results`` until ``expected`` of type ``counts`` have arrived and all ranks have ended.
 
-    ``expected`` None: until all have ended. ``watched`` is called every now and then; what it raises ends the run.
+    If ``expected`` is None, until all have ended. ``watched`` is called periodically; its exceptions end the run.
 
     Raises:
         StandsStill: the processes have ended without some of the messages.
@@ -62,7 +62,7 @@ def received(output: str) -> list[dict[str, Any]]:
 
 
 def sentence(error: BaseException) -> str:
-    """The first line of an exception, with its type; of its cause where it has many lines of advice."""
+    """Returns an exception's first line with its type, or its cause's if the exception has many lines of advice."""
     while error.__cause__ is not None and "\n" in str(error).strip():
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -70,5 +70,5 @@ def sentence(error: BaseException) -> str:
 
 
 def in_a_line(error: Exception) -> str:
-    """Type and first line of ``error``."""
+    """Returns the type and first line of ``error``."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -24,21 +24,21 @@ from .watch import state
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
 
-#: Methods of ``multiprocessing``: ranks that import all anew, as under torchrun; and those that are forked from a
-#: process that has imported torch, which takes seconds less.
+#: Methods of ``multiprocessing``: ranks that import everything again, as under torchrun, and ranks that are forked from
+#: a process that has imported torch, which saves seconds.
 ANEW, WARM = "spawn", "forkserver"
 PREFIX = "SYMM_"
-#: Seconds that a process gets to end after it was asked, or killed.
+#: How many seconds a process gets to end after it was asked, or killed.
 GRACE_S = 5.0
 
 
 def fork(main: Callable[[], object]) -> int:
-    """Forks a process that calls ``main`` and ends with 0, or with 1 after a traceback; returns its number."""
+    """Forks a process that calls ``main`` and exits with 0, or with 1 after a traceback; returns its pid."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(ValueError, OSError):
             stream.flush()
     with warnings.catch_warnings():
-        # Python 3.12 warns where there are threads. The child uses none of their locks and runs no exit handlers.
+        # Python 3.12 warns if there are threads. The child uses none of their locks and runs no exit handlers.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -47,8 +47,8 @@ def fork(main: Callable[[], object]) -> int:
 
 
 def _live(main: Callable[[], object]) -> NoReturn:
-    # Garbage of the parent, such as a store or backend of torch, may join a thread that only the parent has: that ends
-    # the process which collects it.
+    # Garbage of the parent, such as a store or backend of torch, may join a thread that only the parent has, which
+    # would end the process that collects it.
     gc.freeze()
     status = 1
     try:
@@ -69,14 +69,14 @@ class Forked:
     def __init__(self) -> None:
         self.status: dict[int, int] = {}
         self._files: dict[int, int] = {}
-        #: Those that have ended and are not reaped, because processes that they started still run.
+        #: Processes that have ended but are not reaped, because processes that they started still run.
         self._unreaped: list[int] = []
         self._poll = select.poll()
 
     def fork(self, main: Callable[[], object]) -> int:
-        """As :func:`fork`."""
+        """Calls :func:`fork` and tracks the process."""
         pid = fork(main)
-        # A descriptor: unlike a pipe, children that the process forked do not hold it.
+        # A pidfd: unlike a pipe, children that the process forked do not hold it.
         file = os.pidfd_open(pid)
         self._files[file] = pid
         self._poll.register(file, select.POLLIN)
@@ -107,7 +107,7 @@ class Forked:
         return pid
 
     def end(self) -> None:
-        """Kills the processes that are left, with the process groups that they lead, and reaps all."""
+        """Kills the remaining processes, with the process groups that they lead, and reaps all of them."""
         for file, pid in self._files.items():
             os.kill(pid, signal.SIGKILL)
             os.close(file)
@@ -132,7 +132,7 @@ def _members(group: int) -> set[int]:
 
 @contextmanager
 def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Processes started within have ``changes`` in their environment."""
+    """Processes started within the context have ``changes`` in their environment."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -167,9 +167,9 @@ def started(
     warm: bool = False,
     settings: Mapping[str, str] | None = None,
 ) -> Iterator[ProcessContext]:
-    """Processes that run ``main(rank, *arguments)`` from now on; those that are left at the end are ended.
+    """Starts processes that run ``main(rank, *arguments)``, and ends the remaining ones at exit.
 
-    ``warm``: forked from one that has imported torch. They have this process's settings and ``settings`` besides.
+    ``warm``: forked from one that has imported torch. They have this process's settings and also ``settings``.
     """
     import torch.multiprocessing as mp
     from torch.multiprocessing.spawn import start_processes
@@ -187,7 +187,7 @@ def started(
 
 
 def _run(rank: int, main: Callable[..., None], settings: dict[str, str], arguments: tuple[Any, ...]) -> None:
-    # A forked process has the environment in which the first launch began.
+    # A forked process has the environment of the first launch.
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]
     os.environ.update(settings)
@@ -198,7 +198,7 @@ def end(processes: Sequence[Any]) -> None:
     """Ends processes, whatever they are waiting for."""
     for process in processes:
         if process.is_alive():
-            # One that is stopped does not hear of anything else.
+            # A stopped process does not react to anything else.
             (process.kill if state(process.pid) in ("T", "t") else process.terminate)()
     until = time.monotonic() + GRACE_S
     for process in processes:
@@ -219,14 +219,14 @@ class Program:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a program sent and wrote to standard error, and how it ended; ``status`` is ``None`` at the deadline."""
+    """A program's messages, standard error and end; ``status`` is ``None`` at the deadline."""
 
     messages: Sequence[dict[str, Any]]
     errors: str
     status: int | None
 
     def last_words(self) -> str:
-        """How it ended, as the end of a sentence."""
+        """Returns how it ended, as the end of a sentence."""
         if self.status is None:
             return "did not end in time"
         try:
@@ -238,7 +238,7 @@ class Ended:
 
 
 def run(programs: Sequence[Program], seconds: float) -> list[Ended]:
-    """Runs all at once; after ``seconds`` those that still run are killed.
+    """Runs all programs at once, and kills those that still run after ``seconds``.
 
     Raises:
         OSError: a process cannot be started.
@@ -266,7 +266,7 @@ def _kill(running: Sequence[subprocess.Popen[str]]) -> None:
     for process in running:
         if process.poll() is None:
             process.kill()
-            # A driver may hold a process that is killed.
+            # A driver may hold a killed process.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
 
@@ -286,5 +286,5 @@ def _ended(process: subprocess.Popen[str], deadline: float) -> Ended:
 
 
 def _text(read: bytes | str | None) -> str:
-    """What was read before a limit passed: bytes, whatever the pipe is."""
+    """Returns the text that was read before the limit: bytes, whatever the pipe's type."""
     return read.decode(errors="replace") if isinstance(read, bytes) else read or ""

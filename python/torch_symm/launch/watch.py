@@ -1,4 +1,4 @@
-"""What the ranks of a run are at, in memory that the launcher reads: which of them do not get on."""
+"""The progress of a run's ranks, in memory that the launcher reads to detect ranks that hang."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NOBODY = -1
 
 
 class StandsStill(RuntimeError):
-    """The ranks have not got on for so long that one of them must hang."""
+    """The ranks have made no progress for so long that one of them must hang."""
 
 
 @dataclass(frozen=True)
 class Doing:
-    """What the rank that got farthest is at. ``steps`` grows while anybody gets on; ``side`` is None between sides.
+    """Where the most advanced rank is. ``steps`` grows while any rank advances; ``side`` is None between sides.
 
-    ``behind``: the ranks that have not come as far.
+    ``behind``: the ranks that have not advanced as far.
     """
 
     steps: int
@@ -33,7 +33,7 @@ class Doing:
 
 
 class Progress:
-    """A note of every rank."""
+    """A record of every rank's progress."""
 
     def __init__(self, world: int) -> None:
         """For ``world`` ranks."""
@@ -43,14 +43,14 @@ class Progress:
         self._rows[:, 1:] = NOBODY
 
     def enter(self, rank: int, cell: int | None, side: int | None) -> None:
-        """Notes what this rank does next, for a launcher that finds it dead or hanging."""
+        """Records this rank's next step, for a launcher that finds it dead or hanging."""
         row = self._rows[rank]
         row[1] = NOBODY if cell is None else cell
         row[2] = NOBODY if side is None else side
         row[0] += 1
 
     def doing(self) -> Doing:
-        """For the launcher: what the ranks are at. They wait for each other, so that no rank is two steps ahead."""
+        """For the launcher: where the ranks are. They wait for each other, so no rank is two steps ahead."""
         rows = self._rows.tolist()
         most, cell, side = max(rows)
         behind = tuple(rank for rank, row in enumerate(rows) if row[0] < most)
@@ -59,15 +59,15 @@ class Progress:
 
 
 class Watch:
-    """Tells when ``progress`` stands still: nothing for ``first_s`` at the start, for ``still_s`` later."""
+    """Detects that ``progress`` stalls, for ``first_s`` at the start or ``still_s`` later."""
 
     def __init__(self, progress: Progress, first_s: float, still_s: float) -> None:
-        """Its clock begins now."""
+        """The clock starts now."""
         self._progress, self._still_s = progress, still_s
         self._steps, self._since, self._limit = 0, time.monotonic(), first_s
 
     def stuck(self) -> Doing | None:
-        """What the ranks are at if they stand still."""
+        """Returns where the ranks are if they have stalled."""
         now, doing = time.monotonic(), self._progress.doing()
         if doing.steps != self._steps:
             self._steps, self._since, self._limit = doing.steps, now, self._still_s
@@ -75,7 +75,7 @@ class Watch:
 
     @property
     def limit_s(self) -> float:
-        """The limit that holds at present."""
+        """The present limit."""
         return self._limit
 
 

@@ -1,8 +1,8 @@
 """Symmetric memory: tensors that the ranks of a group load and store in one another's memory, on CUDA and on CPU.
 
-The names and meanings are those of ``torch.distributed._symmetric_memory``, so that programs run with either; the
-handle that :func:`rendezvous` returns is torch's ``_SymmetricMemory``. What differs stands in
-``docs/guide/symmetric-memory.md``. The fused operators are ``torch.ops.symm.*`` too; :func:`install` lets torch's own
+The names and semantics are those of ``torch.distributed._symmetric_memory``, so that programs run with either; the
+handle that :func:`rendezvous` returns is torch's ``_SymmetricMemory``. ``docs/guide/symmetric-memory.md`` lists the
+differences. The fused operators are also ``torch.ops.symm.*``; :func:`install` lets torch's own
 ``torch.ops.symm_mem.fused_*`` and Inductor's async tensor parallelism use them for symm groups.
 """
 
@@ -50,7 +50,7 @@ _fused_all_gather_scaled_matmul_fallback = _gather.fallback_scaled
 _fused_matmul_reduce_scatter_fallback = _scatter.fallback
 _fused_scaled_matmul_reduce_scatter_fallback = _scatter.fallback_scaled
 
-load()  # it makes the allocators known to torch
+load()  # registers the allocators with torch
 
 __all__ = [
     "_pipelined_all_gather_and_consume",

@@ -1,4 +1,4 @@
-"""What the fused operators compute, by a collective and a matrix product after or before it.
+"""Computes the fused operators with a collective and a separate matrix product.
 
 Used under ``_test_mode`` and, by their shapes and strides, on meta tensors.
 """
@@ -17,12 +17,12 @@ functional = torch.ops._c10d_functional
 def all_gather_matmul(
     A_shard: torch.Tensor, Bs: list[torch.Tensor], gather_dim: int, group_name: str, return_A: bool
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Of checked arguments."""
+    """Implements ``fused_all_gather_matmul`` for checked arguments."""
     A = _gathered(A_shard, gather_dim, group_name)
     if gather_dim == A.dim() - 1:
         A = packed(A)
         return A if return_A else None, [torch.matmul(A, B) for B in Bs]
-    # In this order of memory the product is not copied either.
+    # With this memory order, the product is not copied, either.
     whole = A.movedim(gather_dim, 0)
     return A if return_A else None, [torch.matmul(whole, B).movedim(0, gather_dim) for B in Bs]
 
@@ -35,7 +35,7 @@ def all_gather_scaled_matmul(
     group_name: str,
     mode: ScaleMode,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Of checked arguments."""
+    """Implements ``fused_all_gather_scaled_matmul`` for checked arguments."""
     A = _gathered(A_shard, gather_dim, group_name)
     if mode is ScaleMode.SHARDED_ROWS:
         A_scale = _gathered(A_scale, gather_dim, group_name)
@@ -48,21 +48,21 @@ def all_gather_scaled_matmul(
 def matmul_reduce_scatter(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
-    """Of checked arguments."""
+    """Implements ``fused_matmul_reduce_scatter`` for checked arguments."""
     return _scattered(torch.matmul(A, B), reduce_op, scatter_dim, group_name)
 
 
 def scaled_matmul_reduce_scatter(
     A: torch.Tensor, A_scale: torch.Tensor, matmul: ScaledMatmul, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
-    """Of checked arguments; ``A`` has the dimensions of the result before it is scattered."""
+    """Implements the scaled variant; ``A`` has the dimensions of the result before it is scattered."""
     scales = A_scale if A_scale.numel() == 1 else rows_of(A_scale, 0)
     product = matmul(A.flatten(0, -2).contiguous(), scales).view(*A.shape[:-1], matmul.B.shape[1])
     return _scattered(product, reduce_op, scatter_dim, group_name)
 
 
 def _gathered(shard: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
-    """The shards side by side along ``dim``, which is outermost in memory."""
+    """Concatenates the shards along ``dim``, which is outermost in memory."""
     ranks = resolve(group_name).size()
     whole = functional.all_gather_into_tensor(shard.movedim(dim, 0).contiguous(), ranks, group_name)
     gathered: torch.Tensor = functional.wait_tensor(whole)
@@ -70,7 +70,7 @@ def _gathered(shard: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
 
 
 def _scattered(whole: torch.Tensor, reduce_op: str, dim: int, group_name: str) -> torch.Tensor:
-    """This rank's piece of ``dim`` of the sum or mean over ranks; contiguous."""
+    """Returns this rank's piece of ``dim`` of the sum or mean over ranks; contiguous."""
     ranks = resolve(group_name).size()
     piece = functional.reduce_scatter_tensor(whole.movedim(dim, 0).contiguous(), reduce_op, ranks, group_name)
     scattered: torch.Tensor = functional.wait_tensor(piece)

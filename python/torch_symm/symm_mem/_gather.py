@@ -1,4 +1,4 @@
-"""All-gather of a matrix, and its products with others."""
+"""All-gather of a matrix, and its products with other matrices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_dtypes(A: torch.Tensor, Bs: list[torch.Tensor]) -> None:
 def fallback(
     A_shard: torch.Tensor, Bs: list[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """``fused_all_gather_matmul`` by a collective."""
+    """Implements ``fused_all_gather_matmul`` with a collective."""
     check(A_shard, Bs, gather_dim, resolve(group_name).size())
     check_dtypes(A_shard, Bs)
     return _fallbacks.all_gather_matmul(A_shard, Bs, gather_dim, group_name, return_A)
@@ -50,7 +50,7 @@ def fallback(
 def fused(
     A: torch.Tensor, Bs: list[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """``fused_all_gather_matmul`` through symmetric memory."""
+    """Implements ``fused_all_gather_matmul`` through symmetric memory."""
     ranks = resolve(group_name).size()
     check(A, Bs, gather_dim, ranks)
     check_dtypes(A, Bs)
@@ -60,7 +60,7 @@ def fused(
         shape = list(A.shape)
         shape[gather_dim] *= ranks
         rows = rows_of(A, gather_dim)
-        # The native one wants something to multiply.
+        # The native operator needs a matrix to multiply.
         multiply = native("_all_gather_matmul", A) if Bs else None
         if multiply is not None:
             gathered, products = multiply(rows, Bs, group_name, return_A)
@@ -88,7 +88,7 @@ def _pipelined(
 def _last_dim(
     A_shard: torch.Tensor, Bs: list[torch.Tensor], group_name: str, ranks: int, return_A: bool
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Gathers columns, then multiplies once: the sum of the shards' products would be rounded once per rank."""
+    """Gathers columns, then multiplies once; the sum of the shards' products would be rounded once per rank."""
     rows = rows_of(A_shard, 0)
     whole = A_shard.new_empty(*A_shard.shape[:-1], A_shard.shape[-1] * ranks)
     columns = whole.view(rows.shape[0], -1).chunk(ranks, dim=1)
@@ -102,7 +102,7 @@ def _last_dim(
 
 
 def check_scaled(A_shard: torch.Tensor, matmuls: list[ScaledMatmul], gather_dim: int, ranks: int) -> None:
-    """As ``check``. The last dimension is refused: the shards of a row would need scales of their own."""
+    """Checks like ``check``. Rejects the last dimension, because the shards of a row would need their own scales."""
     if A_shard.dim() > 1 and gather_dim == A_shard.dim() - 1:
         raise ValueError("Invalid gather_dim")
     check(A_shard, [matmul.B for matmul in matmuls], gather_dim, ranks)
@@ -142,7 +142,7 @@ def fallback_scaled(
     out_dtypes: list[Any],
     use_fast_accum: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """``fused_all_gather_scaled_matmul`` by collectives."""
+    """Implements ``fused_all_gather_scaled_matmul`` with collectives."""
     matmuls = _scaled_matmuls(Bs, B_scales, biases, result_scales, out_dtypes, use_fast_accum)
     ranks = resolve(group_name).size()
     check_scaled(A_shard, matmuls, gather_dim, ranks)
@@ -162,7 +162,7 @@ def fused_scaled(
     out_dtypes: list[Any],
     use_fast_accum: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """``fused_all_gather_scaled_matmul`` through symmetric memory."""
+    """Implements ``fused_all_gather_scaled_matmul`` through symmetric memory."""
     matmuls = _scaled_matmuls(Bs, B_scales, biases, result_scales, out_dtypes, use_fast_accum)
     ranks = resolve(group_name).size()
     check_scaled(A, matmuls, gather_dim, ranks)

@@ -21,29 +21,29 @@ from torch.distributed.distributed_c10d import GroupName
 
 from torch_symm._native import load
 
-#: One state for both modules: torch's and ours use their fallbacks together.
+#: One state for both modules, so that torch's and our functions use their fallbacks together.
 _test_mode = torchs._test_mode
 
-#: Groups whose ranks were found on one host.
+#: Groups whose ranks were found on one node.
 _enabled: WeakSet[Any] = WeakSet()
 
 
 def in_test_mode() -> bool:
-    """Whether this thread of execution is inside ``_test_mode``."""
+    """Returns true inside ``_test_mode`` of this thread of execution."""
     return torchs._is_test_mode
 
 
 def resolve(group_name: str) -> Any:
-    """The process group of this name.
+    """Returns the process group of this name.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: no group has this name.
     """
     return _resolve_process_group(GroupName(group_name))
 
 
 def is_symm(group: Any, device_type: str) -> bool:
-    """Whether the ranks of ``group`` exchange tensors of ``device_type`` through symm."""
+    """Returns true if the ranks of ``group`` exchange tensors of ``device_type`` through symm."""
     try:
         return bool(group._get_backend(torch.device(device_type)).name() == "symm")
     except RuntimeError:  # it has no backend for the device
@@ -51,9 +51,9 @@ def is_symm(group: Any, device_type: str) -> bool:
 
 
 def is_symm_mem_enabled_for_group(group_name: str) -> bool:
-    """Whether symmetric memory can be used in the group ``group_name``: it is symm's, or was enabled.
+    """Returns true if the group ``group_name`` can use symmetric memory: it is symm's, or was enabled.
 
-    Or under ``_test_mode``. False for a name that no group has.
+    Also true under ``_test_mode``. False for a name that no group has.
     """
     if in_test_mode():
         return _enabled_in_torch(GroupName(group_name))
@@ -71,12 +71,12 @@ _enabled_in_torch = torchs.is_symm_mem_enabled_for_group
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:
-    """Makes symmetric memory usable in the group ``group_name`` of any backend; symm's need no such call. Collective.
+    """Enables symmetric memory in the group ``group_name`` of any backend; symm's need no such call. Collective.
 
-    The ranks tell each other through the group's store which host they are on. The group's timeout bounds the wait.
+    The ranks exchange their nodes through the group's store. The group's timeout limits the wait.
 
     Raises:
-        SymmConfigError: the ranks are on several hosts; the message names the host of each rank.
+        SymmConfigError: the ranks are on several nodes; the message names the node of each rank.
         SymmTimeout: ranks did not call it in time; the message names them.
     """
     group = resolve(group_name)
@@ -114,7 +114,7 @@ def _check_one_host(group: Any, group_name: str) -> None:
 
 
 def _this_host() -> tuple[str, str]:
-    """What tells running kernels apart, and the name for people."""
+    """Returns the identity of the running kernel, and its name for people."""
     name = platform.node()
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), name

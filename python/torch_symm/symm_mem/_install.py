@@ -1,4 +1,4 @@
-"""Puts the fused operators in the place of torch's, and torch's back."""
+"""Installs the fused operators in the place of torch's, and restores torch's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed._symmetric_memory as torchs
 from torch_symm.symm_mem import _groups
 from torch_symm.symm_mem._operators import OPERATORS
 
-#: Compiled code that was cached without our groups being known has no fused operators in it, and the other way round.
+#: Compiled code that was cached without knowledge of our groups does not contain fused operators, and vice versa.
 _CACHE_TAG = "+torch_symm.symm_mem"
 
 
@@ -22,10 +22,10 @@ _kernels: Any = None
 
 
 def install() -> None:
-    """From now on ``torch.ops.symm_mem.fused_*`` use symmetric memory of ours for symm groups, on CUDA and on CPU.
+    """From now on, ``torch.ops.symm_mem.fused_*`` use our symmetric memory for symm groups, on CUDA and on CPU.
 
-    Other groups are served by torch's functions as before, and on the CPU, where torch has none, by its fallbacks.
-    Inductor's async tensor parallelism (``torch._inductor.config._micro_pipeline_tp``) takes symm groups as enabled;
+    Other groups use torch's functions as before, and on the CPU, where torch has no implementation, its fallbacks.
+    Inductor's async tensor parallelism (``torch._inductor.config._micro_pipeline_tp``) treats symm groups as enabled;
     call it before compiling. May be called again; :func:`uninstall` undoes it.
     """
     global _kernels
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Torch's operators are its own again. May be called again."""
+    """Restores torch's own operators. May be called again."""
     global _kernels
     if _kernels is None:
         return
@@ -58,7 +58,7 @@ def uninstall() -> None:
 
 
 def _for_symm_groups(ours: Callable[..., Any], theirs: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """``ours`` for symm groups, ``theirs`` for others. Each operator has the group's name as its last text."""
+    """Uses ``ours`` for symm groups and ``theirs`` for others. The group's name is each operator's last string."""
 
     def choose(*args: Any, **kwargs: Any) -> Any:
         name = next(value for value in reversed(args) if isinstance(value, str))

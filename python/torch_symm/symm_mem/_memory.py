@@ -1,4 +1,4 @@
-"""Allocation, rendezvous, settings, and signals that come with data."""
+"""Allocation, rendezvous, settings, and signals that accompany data."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch_symm._memory import mem_allocator
 #: Our name among torch's backends of symmetric memory.
 BACKEND = "SYMM"
 
-#: What torch starts with on CUDA.
+#: torch's initial choice on CUDA.
 _TORCHS_DEFAULT = "CUDA"
 
-#: That torch can count.
+#: Maximum number of bytes that torch can count.
 _MOST_BYTES = 2**63 - 1
 
 _chosen_by_user = False
@@ -37,18 +37,18 @@ def empty(
 ) -> torch.Tensor:
     """Returns an uninitialised contiguous tensor that :func:`rendezvous` accepts.
 
-    On CUDA the first call chooses the backend ``"SYMM"`` unless another one was chosen or is in use.
+    On CUDA, the first call chooses the backend ``"SYMM"`` unless another one was chosen or is in use.
 
     Args:
         size: the shape, as numbers or as one sequence.
         dtype, device: torch's defaults if not given. The CPU has symmetric memory, too.
-        alloc_id: the tensor is persistent: the same ``alloc_id`` gives the same address again, once the tensor that
-            had it is gone.
+        alloc_id: makes the tensor persistent: the same ``alloc_id`` gives the same address again, once the tensor that
+            had it is freed.
 
     Raises:
         RuntimeError: a tensor with this ``alloc_id`` is alive; there is no allocator for the device.
         ValueError: a size is negative, or the tensor would have more bytes than can be addressed.
-        SymmConfigError: there is not so much memory.
+        SymmConfigError: not enough memory is available.
     """
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
     place = torch.get_default_device() if device is None else torch.device(device)
@@ -62,12 +62,12 @@ def allocate(
     group_name: str | None = None,
     alloc_id: int | None = None,
 ) -> torch.Tensor:
-    """As :func:`empty`; ``group_name`` for the backends that want one already here."""
+    """Allocates like :func:`empty`; ``group_name`` is for backends that need it at allocation."""
     if device.type == "cuda":
         _prefer_ours(device)
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-    # torch multiplies without a look at the result, and ends the process where it meets the true one.
+    # torch multiplies without an overflow check, and ends the process on the true result.
     if any(size < 0 for size in shape):
         raise ValueError(f"a tensor cannot have the shape {tuple(shape)}")
     if prod(shape) * dtype.itemsize > _MOST_BYTES:
@@ -80,20 +80,20 @@ def allocate(
 
 def _prefer_ours(device: torch.device) -> None:
     if not _chosen_by_user and get_backend(device) == _TORCHS_DEFAULT:
-        with suppress(RuntimeError):  # it is in use: torch does not change it any more
+        with suppress(RuntimeError):  # it is in use, so torch no longer changes it
             _SymmetricMemory.set_backend(BACKEND)
 
 
 def rendezvous(tensor: torch.Tensor, group: str | ProcessGroup) -> _SymmetricMemory:
     """Returns how this rank reaches the tensor of every rank of ``group``. Collective; cached per allocation and group.
 
-    All ranks give tensors of equal allocations, in the same order.
+    All ranks pass tensors of equal allocations, in the same order.
 
     Raises:
         TypeError: ``group`` is neither a group nor the name of one.
         RuntimeError: ``tensor`` is not in symmetric memory.
         SymmMismatch: the ranks' allocations differ; the message shows both sides.
-        SymmTimeout, SymmPeerError: ranks did not come, or ended; the message names them.
+        SymmTimeout, SymmPeerError: ranks did not arrive, or exited; the message names them.
     """
     if isinstance(group, str):
         name = GroupName(group)
@@ -110,10 +110,10 @@ def rendezvous(tensor: torch.Tensor, group: str | ProcessGroup) -> _SymmetricMem
 def set_backend(name: str) -> None:
     """Chooses where CUDA tensors of :func:`empty` come from: ``"SYMM"``, or one of torch's (``"NVSHMEM"``, ``"NCCL"``).
 
-    ``name`` is that of a backend, for the whole process.
+    ``name`` selects a backend for the whole process.
 
     Raises:
-        RuntimeError: there is no backend of this name, or one was used already.
+        RuntimeError: no backend has this name, or one was used already.
     """
     global _chosen_by_user
     _SymmetricMemory.set_backend(name)
@@ -121,12 +121,12 @@ def set_backend(name: str) -> None:
 
 
 def get_backend(device: torch.device | str) -> str | None:
-    """The backend that serves ``device``; ``None`` if there is none."""
+    """Returns the backend that serves ``device``; ``None`` if no backend does."""
     return _SymmetricMemory.get_backend(torch.device(device))
 
 
 def is_nvshmem_available() -> bool:
-    """Whether torch was built with NVSHMEM and finds it. Nothing here needs it."""
+    """Returns true if torch was built with NVSHMEM and finds it. Nothing here needs it."""
     return torchs.is_nvshmem_available()
 
 
@@ -144,9 +144,10 @@ def get_mempool_allocator(device: torch.device | str) -> Any:
 
 
 def get_mem_pool(device: torch.device | str) -> torch.cuda.MemPool:
-    """The pool of symmetric memory of ``device``, the same at every call.
+    """Returns the pool of symmetric memory of ``device``, the same at every call.
 
-    Tensors made under ``torch.cuda.use_mem_pool`` of it are symmetric if all ranks make the same in the same order.
+    Tensors made under ``torch.cuda.use_mem_pool`` of it are symmetric if all ranks make the same ones in the same
+    order.
 
     Raises:
         NotImplementedError: the device cannot have such memory.
@@ -156,13 +157,13 @@ def get_mem_pool(device: torch.device | str) -> torch.cuda.MemPool:
         place = torch.device("cuda", torch.cuda.current_device())
     if place not in _pools:
         allocator = get_mempool_allocator(place)
-        # Never lent out when memory runs low, nor split: either would make the ranks' memory differ.
+        # Neither lent out when memory runs low nor split, because either would make the ranks' memory differ.
         _pools[place] = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)
     return _pools[place]
 
 
 def set_signal_pad_size(size: int) -> None:
-    """Sets the bytes of the signal pads of later allocations. A channel takes 4 bytes per rank.
+    """Sets the size of the signal pads of later allocations in bytes. A channel takes 4 bytes per rank.
 
     Raises:
         ValueError: ``size`` is not positive.
@@ -173,25 +174,25 @@ def set_signal_pad_size(size: int) -> None:
 
 
 def get_signal_pad_size() -> int:
-    """The bytes of the signal pads of later allocations."""
+    """Returns the size of the signal pads of later allocations in bytes."""
     return _SymmetricMemory.signal_pad_size
 
 
 def put_signal(src: torch.Tensor, hdl: _SymmetricMemory, peer: int, *, channel: int = 0, timeout_ms: int = 0) -> None:
-    """Copies ``src`` to the start of what ``peer`` brought to the rendezvous, then signals ``peer``.
+    """Copies ``src`` to the start of the tensor that ``peer`` passed to the rendezvous, then signals ``peer``.
 
-    Torch has this for NCCL's memory alone, and without the keywords.
+    torch has this only for NCCL's memory, and without the keywords.
 
     Args:
-        src: contiguous, of any shape; at most as many bytes as ``peer`` brought.
+        src: contiguous, of any shape; at most as many bytes as the tensor of ``peer``.
         hdl: the window that :func:`rendezvous` returned.
         peer: rank in the window's group.
-        channel: of the signal, from 0 on: those of different channels do not meet.
+        channel: of the signal, from 0 on; signals of different channels are independent.
         timeout_ms: milliseconds; 0: the group's timeout.
 
     Raises:
         RuntimeError: ``src`` does not fit.
-        SymmTimeout: ``peer`` did not take the signal before this one.
+        SymmTimeout: ``peer`` did not consume the previous signal in time.
     """
     if get_backend(src.device) != BACKEND:
         torchs.put_signal(src, hdl, peer)
@@ -201,13 +202,13 @@ def put_signal(src: torch.Tensor, hdl: _SymmetricMemory, peer: int, *, channel: 
 
 
 def wait_signal(hdl: _SymmetricMemory, peer: int, *, channel: int = 0, timeout_ms: int = 0) -> None:
-    """Returns, or on CUDA lets the current stream go on, once ``peer`` has signalled; what it wrote before is there.
+    """Waits, on CUDA in the current stream, until ``peer`` has signalled; its earlier writes are then visible.
 
-    ``hdl``, ``peer``, ``channel`` and ``timeout_ms`` (milliseconds; 0: the group's timeout) are as of
+    ``hdl``, ``peer``, ``channel`` and ``timeout_ms`` (milliseconds; 0: the group's timeout) are as in
     :func:`put_signal`.
 
     Raises:
-        SymmTimeout, SymmPeerError: it did not in time, or ended.
+        SymmTimeout, SymmPeerError: it did not signal in time, or exited.
     """
     if get_backend(hdl.device) != BACKEND:
         torchs.wait_signal(hdl, peer)

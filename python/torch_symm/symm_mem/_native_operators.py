@@ -1,4 +1,4 @@
-"""The fused operators' cores that are written in C++."""
+"""The cores of the fused operators that are written in C++."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from torch_symm.symm_mem._memory import BACKEND, get_backend
 
-#: What they multiply, and sum in fp32.
+#: The types that they multiply; they sum in fp32.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def native(name: str, A: torch.Tensor) -> Callable[..., Any] | None:
-    """``torch.ops.symm.<name>`` where it is there, serves ``A``, and the memory of its device is ours."""
+    """Returns ``torch.ops.symm.<name>`` if it exists, supports ``A``, and the memory of its device is ours."""
     if A.dtype not in _DTYPES or get_backend(A.device) != BACKEND:
         return None
     found: Callable[..., Any] | None = getattr(torch.ops.symm, name, None)

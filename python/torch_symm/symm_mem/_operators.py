@@ -13,7 +13,7 @@ from torch_symm.symm_mem._groups import in_test_mode
 
 
 class Operator(NamedTuple):
-    """One fused operator: what it takes, and the functions that compute it."""
+    """One fused operator: its arguments, and the functions that compute it."""
 
     name: str
     arguments: str
@@ -21,17 +21,17 @@ class Operator(NamedTuple):
     fallback: Callable[..., Any]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What the operator gives; under ``_test_mode()`` by its fallback."""
+        """Runs the operator; under ``_test_mode()``, its fallback."""
         self._check_devices(args, kwargs)
         return (self.fallback if in_test_mode() else self.fused)(*args, **kwargs)
 
     def shapes(self, *args: Any, **kwargs: Any) -> Any:
-        """What the operator gives for tensors without memory."""
+        """Returns the operator's results for tensors without memory."""
         self._check_devices(args, kwargs)
         return self.fallback(*args, **kwargs)
 
     def _check_devices(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises ``ValueError`` for tensors of several devices: PyTorch runs the kernel of one, which may be meta."""
+        """Raises ``ValueError`` for tensors on several devices: PyTorch runs the kernel of one, which may be meta."""
         first: tuple[str, torch.device] | None = None
         for name, value in (*zip(_names(self.arguments), args, strict=False), *kwargs.items()):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
@@ -80,10 +80,10 @@ OPERATORS = (
     ),
 )
 
-# A fragment: the native operators are of this namespace, too.
+# A fragment, because the native operators are in this namespace, too.
 _library = torch.library.Library("symm", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _operator in OPERATORS:
-    # Inputs keep the order of memory that they were given in, which is a matter of a copy more or less.
+    # Inputs keep their memory order, which decides whether they must be copied.
     _library.define(_operator.name + _operator.arguments, tags=[torch.Tag.needs_fixed_stride_order])  # type: ignore[no-untyped-call]
     _library.impl(_operator.name, _operator.run, "CPU")  # type: ignore[no-untyped-call]
     _library.impl(_operator.name, _operator.run, "CUDA")  # type: ignore[no-untyped-call]
@@ -93,18 +93,18 @@ for _operator in OPERATORS:
 def fused_all_gather_matmul(
     A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Returns ``A``, all ranks' ``A_shard`` side by side along ``gather_dim``, and ``A @ B`` for each of ``Bs``.
+    """Returns ``A``, all ranks' ``A_shard`` concatenated along ``gather_dim``, and ``A @ B`` for each of ``Bs``.
 
-    Shards are multiplied while others are on their way. Nothing is copied beforehand if ``gather_dim`` is outermost in
-    memory (:func:`restride_A_shard_for_fused_all_gather_matmul`); so it is in the results. With the last dimension as
-    ``gather_dim`` the results are contiguous. Not differentiable.
+    Shards are multiplied while others are in transit. Nothing is copied in advance if ``gather_dim`` is outermost in
+    memory (:func:`restride_A_shard_for_fused_all_gather_matmul`), and it is outermost in the results. With the last
+    dimension as ``gather_dim``, the results are contiguous. Not differentiable.
 
     Args:
         A_shard: at least two-dimensional, of equal shape on all ranks.
-        Bs: matrices, of as many rows as ``A_shard`` has in its last dimension.
+        Bs: matrices with as many rows as ``A_shard`` has in its last dimension.
         gather_dim: from 0 on.
-        group_name: whose ranks bring shards.
-        return_A: without it ``None`` stands for ``A``.
+        group_name: the group of the ranks.
+        return_A: if false, ``None`` replaces ``A``.
 
     Raises:
         ValueError: shapes or ``gather_dim`` do not fit.
@@ -128,12 +128,13 @@ def fused_all_gather_scaled_matmul(
     out_dtypes: Sequence[torch.dtype | None],
     use_fast_accum: Sequence[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """As :func:`fused_all_gather_matmul` with ``torch._scaled_mm``; not along the last dimension.
+    """Like :func:`fused_all_gather_matmul` with ``torch._scaled_mm``; not along the last dimension.
 
     Args:
         A_shard, Bs, gather_dim, group_name: as there.
-        A_scale: one number, or one per row: of this rank's rows (then it is gathered, too) or of all.
-        B_scales, biases, result_scales, out_dtypes, use_fast_accum: what ``torch._scaled_mm`` gets with each of ``Bs``.
+        A_scale: one number, or one per row, either of this rank's rows (then it is gathered, too) or of all rows.
+        B_scales, biases, result_scales, out_dtypes, use_fast_accum: arguments of ``torch._scaled_mm`` with each of
+        ``Bs``.
 
     Returns:
         The gathered ``A``, and a product for each of ``Bs``.
@@ -153,15 +154,15 @@ def fused_matmul_reduce_scatter(
 ) -> torch.Tensor:
     """Returns this rank's piece along ``scatter_dim`` of the sum of all ranks' ``A @ B``; contiguous.
 
-    Blocks are sent while others are multiplied. Ranks' products are of the dtype of ``A``; they are summed in fp32
-    (fp64 in fp64) in the order of ranks and rounded once. Nothing is copied beforehand if ``scatter_dim`` is outermost
-    in memory (:func:`restride_A_for_fused_matmul_reduce_scatter`). Not differentiable.
+    Blocks are sent while others are multiplied. Each rank's product has the dtype of ``A``; the products are summed in
+    fp32 (fp64 in fp64) in rank order and rounded once. Nothing is copied in advance if ``scatter_dim`` is outermost in
+    memory (:func:`restride_A_for_fused_matmul_reduce_scatter`). Not differentiable.
 
     Args:
         A, B: matrices, ``A`` with leading dimensions or without; of equal shapes on all ranks.
         reduce_op: ``"sum"`` or ``"avg"``.
-        group_name: whose ranks' products are summed.
-        scatter_dim: of the product, from 0 on; divided by the ranks.
+        group_name: the group of the ranks.
+        scatter_dim: of the product, from 0 on; the ranks must divide it.
 
     Raises:
         ValueError: shapes, ``scatter_dim`` or ``reduce_op`` do not fit.
@@ -186,15 +187,15 @@ def fused_scaled_matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """As :func:`fused_matmul_reduce_scatter` with ``torch._scaled_mm``; not along the last dimension.
+    """Like :func:`fused_matmul_reduce_scatter` with ``torch._scaled_mm``; not along the last dimension.
 
     Args:
         A, B, reduce_op, group_name: as there.
         A_scale: one number, or one per row of ``A``.
-        B_scale, bias, result_scale, out_dtype, use_fast_accum: what ``torch._scaled_mm`` gets.
+        B_scale, bias, result_scale, out_dtype, use_fast_accum: arguments of ``torch._scaled_mm``.
         orig_scatter_dim: of ``output_shape``.
         scatter_dim_after_maybe_reshape: that dimension in ``A``, whose leading dimensions may have been flattened.
-        output_shape: of the product before it is scattered; by default that of ``A`` and ``B``.
+        output_shape: of the product before it is scattered; by default the shape of ``A @ B``.
 
     Returns:
         This rank's piece, contiguous.

@@ -1,7 +1,8 @@
-"""All-gathers whose parts are consumed as they come, and all-to-alls whose parts are sent as they are made.
+"""All-gathers whose parts are consumed as they arrive, and all-to-alls whose parts are sent as they are made.
 
-Each use of a workspace ends with a barrier on channel 0, which a rank enters after it has read everything. It cannot be
-left to the next use: the group may end before that, and the memory with it. Channel 1 tells that a part is there.
+Each use of a workspace ends with a barrier on channel 0, which a rank enters after it has read everything. The next use
+cannot do this, because the group may end before that, and the memory with it. Channel 1 signals that a part has
+arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch_symm.symm_mem._workspace import used
 
 _READ, _READY = 0, 1
 
-#: Where each tensor starts in a workspace: as cuBLAS likes it best, and enough for any dtype.
+#: Alignment of each tensor in a workspace, which cuBLAS prefers and which suffices for any dtype.
 _ALIGNMENT = 256
 
 
@@ -29,19 +30,19 @@ def _pipelined_multi_all_gather_and_consume(
     group_name: str,
     ag_out_needed: bool = True,
 ) -> None:
-    """Calls ``shard_consumer(shards of rank, rank)`` for every rank, beginning with this one, as the shards come.
+    """Calls ``shard_consumer(shards of rank, rank)`` for every rank, starting with this one, as the shards arrive.
 
-    The shards given are contiguous, and complete in the order of the current stream. Where ``ag_out_needed``,
-    ``ag_out[i]`` holds ``shard[i]`` of all ranks at the end; else its contents are undefined.
+    The shards passed are contiguous, and complete in the order of the current stream. If ``ag_out_needed``,
+    ``ag_out[i]`` holds ``shard[i]`` of all ranks at the end; otherwise its contents are undefined.
 
     Args:
         shard, ag_out: contiguous; ``ag_out[i]`` is ``shard[i]`` with the first dimension times the ranks.
         shard_consumer: called with the shards of a rank and the rank.
-        group_name: whose ranks bring shards.
+        group_name: the group of the ranks.
         ag_out_needed: whether ``ag_out`` is to be filled.
 
     Raises:
-        ValueError: the shapes or layouts are others.
+        ValueError: the shapes or layouts differ from that.
     """
     ranks = resolve(group_name).size()
     _check_gathered(shard, ag_out, ranks)
@@ -70,7 +71,7 @@ def _pipelined_multi_all_gather_and_consume(
                     window.wait_signal(peer, channel=_READY)
                 parts = parts_of(peer)
                 with lanes(step):
-                    # On CPU a peer's memory is read as fast as one's own.
+                    # On CPU, a peer's memory is read as fast as this rank's.
                     if not on_cpu or ag_out_needed:
                         _copy(gathered[peer], parts)
                         parts = gathered[peer]
@@ -88,7 +89,7 @@ def _pipelined_all_gather_and_consume(
     group_name: str,
     ag_out_needed: bool = True,
 ) -> None:
-    """As :func:`_pipelined_multi_all_gather_and_consume` of one tensor.
+    """Like :func:`_pipelined_multi_all_gather_and_consume` for one tensor.
 
     ``shard``, ``shard_consumer``, ``ag_out``, ``group_name`` and ``ag_out_needed`` are as there, without lists.
     """
@@ -105,10 +106,10 @@ def _pipelined_produce_and_all2all(
     group_name: str,
     out_chunk_dim: int = 0,
 ) -> None:
-    """Calls ``chunk_producer(rank, out)`` for every rank, this one last, and sends each its chunk meanwhile.
+    """Calls ``chunk_producer(rank, out)`` for every rank, this one last, and sends finished chunks meanwhile.
 
-    ``output`` cut along ``out_chunk_dim`` then holds the chunks that the ranks made for this one. ``out`` is of the
-    shape of such a cut; contiguous but for this rank's own. ``group_name`` names the ranks.
+    Each slice of ``output`` along ``out_chunk_dim`` then holds the chunk that a rank made for this one. ``out`` has the
+    shape of such a slice; it is contiguous except for this rank's own. ``group_name`` names the group of the ranks.
 
     Raises:
         ValueError: the ranks do not divide ``out_chunk_dim``.
@@ -119,7 +120,7 @@ def _pipelined_produce_and_all2all(
     chunks = output.chunk(ranks, dim=out_chunk_dim)
     stride = _aligned(chunks[0].numel() * chunks[0].element_size())
     on_cpu = output.device.type == "cpu"
-    # A place per destination, so that no rank waits until another one has fetched.
+    # A slot per destination, so that no rank waits until another one has fetched.
     with used(group_name, stride * ranks, output.device) as window:
         rank = window.rank
 
@@ -133,8 +134,8 @@ def _pipelined_produce_and_all2all(
                 chunk_producer(target, _part(window, rank, stride * target, chunks[target]))
                 window.put_signal(target, channel=_READY)
                 if not on_cpu:
-                    # Behind the signal of the same step on every rank: no rank waits for one that waits for it, even if
-                    # all streams of a device share one queue.
+                    # After the signal of the same step on every rank: no two ranks wait for each other, even if all
+                    # streams of a device share one queue.
                     with lanes(1):
                         fetch((rank - step) % ranks)
             chunk_producer(rank, chunks[rank])
@@ -157,7 +158,7 @@ def _aligned(size: int) -> int:
 
 
 def _places(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each starts, and the bytes of all."""
+    """Returns the offset of each tensor, and the total size."""
     starts, size = [], 0
     for tensor in tensors:
         starts.append(size)
@@ -166,7 +167,7 @@ def _places(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
 
 
 def _part(window: _SymmetricMemory, rank: int, start: int, like: torch.Tensor) -> torch.Tensor:
-    """``rank``'s memory from byte ``start`` on, of the shape and dtype of ``like``; contiguous."""
+    """Returns ``rank``'s memory from offset ``start``, with the shape and dtype of ``like``; contiguous."""
     return window.get_buffer(rank, like.shape, like.dtype, start // like.element_size())
 
 
@@ -183,9 +184,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _lanes(device: torch.device) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
-    """Gives a function from steps to lanes: odd steps run beside the current stream, even ones on it.
+    """Returns a function from steps to lanes: odd steps run on a side stream, even ones on the current stream.
 
-    What is before and after the context is before and after both lanes.
+    Work before and after the context is ordered before and after both lanes.
     """
     if device.type == "cpu":
         yield lambda step: nullcontext()

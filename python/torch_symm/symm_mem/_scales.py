@@ -9,7 +9,7 @@ import torch
 
 
 class ScaleMode(Enum):
-    """What a scale of ``A`` belongs to."""
+    """What a scale of ``A`` applies to."""
 
     #: All of ``A``; the same on all ranks.
     TENSOR = "tensor"
@@ -20,14 +20,14 @@ class ScaleMode(Enum):
 
 
 def gather_mode(A_shard: torch.Tensor, A_scale: torch.Tensor, gather_dim: int, ranks: int) -> ScaleMode:
-    """What ``A_scale`` belongs to, by its shape.
+    """Returns what ``A_scale`` applies to, from its shape.
 
     Raises:
-        ValueError: it fits nothing.
+        ValueError: it matches nothing.
     """
     whole = list(A_shard.shape)
     whole[gather_dim] *= ranks
-    # First, as torch does: of a shard with one element the scale may be either.
+    # First, as in torch: the scale of a shard with one element may be either.
     if A_scale.shape[:-1] == A_shard.shape[:-1] and A_scale.shape[-1] == 1:
         return ScaleMode.SHARDED_ROWS
     if A_scale.numel() == 1:
@@ -41,7 +41,7 @@ def gather_mode(A_shard: torch.Tensor, A_scale: torch.Tensor, gather_dim: int, r
 
 @dataclass(frozen=True)
 class ScaledMatmul:
-    """``torch._scaled_mm`` but for ``A`` and its scale."""
+    """``torch._scaled_mm`` without ``A`` and its scale."""
 
     B: torch.Tensor
     scale: torch.Tensor
@@ -51,7 +51,7 @@ class ScaledMatmul:
     use_fast_accum: bool
 
     def __call__(self, A: torch.Tensor, A_scale: torch.Tensor) -> torch.Tensor:
-        """The product of the matrix ``A``; its scale is one number or one per row."""
+        """Returns the product of the matrix ``A``, whose scale is one number or one per row."""
         product: torch.Tensor = torch.ops.aten._scaled_mm(
             A,
             self.B,
@@ -66,7 +66,7 @@ class ScaledMatmul:
 
     def into(self, A: torch.Tensor, A_scale: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the product to ``out``."""
-        if A_scale.data_ptr() % 16:  # a cut of a longer one; cuBLAS wants 16 bytes
+        if A_scale.data_ptr() % 16:  # a slice of a longer one; cuBLAS requires 16-byte alignment
             A_scale = A_scale.clone()
         torch.ops.aten._scaled_mm.out(
             A,
@@ -85,7 +85,7 @@ class ScaledMatmul:
         return A.dtype if self.out_dtype is None else self.out_dtype
 
 
-#: Of ``c10::ScalarType``: a kernel written in Python gets a list of dtypes as a list of these numbers.
+#: Codes of ``c10::ScalarType``: a kernel written in Python gets a list of dtypes as a list of these numbers.
 _DTYPES = {
     5: torch.float16,
     6: torch.float32,
@@ -99,10 +99,10 @@ _DTYPES = {
 
 
 def dtype_of(code: torch.dtype | int | None) -> torch.dtype | None:
-    """The dtype with this number.
+    """Returns the dtype with this code.
 
     Raises:
-        ValueError: no product has such a dtype.
+        ValueError: no product can have this dtype.
     """
     if code is None or isinstance(code, torch.dtype):
         return code

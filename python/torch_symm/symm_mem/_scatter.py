@@ -1,4 +1,4 @@
-"""Products of matrices, summed over the ranks, of which each rank keeps a piece."""
+"""Matrix products summed over the ranks; each rank keeps a piece."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def _check_op(reduce_op: str) -> None:
 
 
 def fallback(A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> torch.Tensor:
-    """``fused_matmul_reduce_scatter`` by a collective."""
+    """Implements ``fused_matmul_reduce_scatter`` with a collective."""
     check(A, B, reduce_op, scatter_dim, resolve(group_name).size())
     check_dtypes(A, [B])
     return _fallbacks.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
 
 
 def fused(A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> torch.Tensor:
-    """``fused_matmul_reduce_scatter`` through symmetric memory."""
+    """Implements ``fused_matmul_reduce_scatter`` through symmetric memory."""
     ranks = resolve(group_name).size()
     check(A, B, reduce_op, scatter_dim, ranks)
     check_dtypes(A, [B])
@@ -91,13 +91,13 @@ def _piece_shape(shape: torch.Size | list[int], B: torch.Tensor, scatter_dim: in
 def _exchanged(
     produce: Callable[[int, torch.Tensor], object], stacked: torch.Tensor, group_name: str
 ) -> tuple[torch.Tensor, ...]:
-    """What every rank produced for this one, in the order of ranks; views of ``stacked``."""
+    """Returns the parts that all ranks produced for this one, in rank order, as views of ``stacked``."""
     _pipelined_produce_and_all2all(produce, stacked, group_name)
     return stacked.chunk(resolve(group_name).size())
 
 
 def _summed(parts: list[torch.Tensor], average: bool) -> torch.Tensor:
-    """The sum or mean in the order given, at least in fp32, rounded once; contiguous."""
+    """Returns the sum or mean in the order given, at least in fp32, rounded once; contiguous."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype.is_floating_point and dtype not in _WIDE_DTYPES else dtype
     total = torch.empty(parts[0].shape, dtype=wide, device=parts[0].device)
@@ -119,7 +119,7 @@ def _scaled_arguments(
     ranks: int,
     output_shape: list[int] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``A`` and its scales in the dimensions of ``output_shape``, checked."""
+    """Returns ``A`` and its scales in the dimensions of ``output_shape``, checked."""
     if A.dim() < 2:
         raise ValueError("A_shard must be a matrix")
     shape = [*A.shape[:-1], B.shape[-1]] if output_shape is None else list(output_shape)
@@ -135,7 +135,7 @@ def _scaled_arguments(
             "For row-wise scaling, the leading dims of A_scale must match the leading dims of A "
             f"(A shape: {A.shape}, A_scale shape: {A_scale.shape})"
         )
-    # A cut of the result along a dimension that A does not have any more is not a block of A's rows.
+    # A slice of the result along a dimension that A no longer has is not a block of A's rows.
     A = A.reshape(*shape[:-1], A.shape[-1])
     check(A, B, reduce_op, orig_scatter_dim, ranks)
     return A, A_scale if A_scale.numel() == 1 else A_scale.reshape(*shape[:-1], 1)
@@ -156,7 +156,7 @@ def fallback_scaled(
     out_dtype: Any = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """``fused_scaled_matmul_reduce_scatter`` by a collective."""
+    """Implements ``fused_scaled_matmul_reduce_scatter`` with a collective."""
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     ranks = resolve(group_name).size()
     A, A_scale = _scaled_arguments(A, B, A_scale, reduce_op, *dims, ranks, output_shape)
@@ -179,7 +179,7 @@ def fused_scaled(
     out_dtype: Any = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """``fused_scaled_matmul_reduce_scatter`` through symmetric memory."""
+    """Implements ``fused_scaled_matmul_reduce_scatter`` through symmetric memory."""
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     ranks = resolve(group_name).size()
     A, A_scale = _scaled_arguments(A, B, A_scale, reduce_op, *dims, ranks, output_shape)

@@ -1,4 +1,4 @@
-"""Memory that each group keeps for operators whose inputs are not symmetric."""
+"""Memory of each group for operators whose inputs are not symmetric."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_symm.symm_mem._memory import allocate, rendezvous
 
 @dataclass
 class _Workspace:
-    """The memory and the window on it, and the group that it was made for: another may come to have its name."""
+    """The memory, its window, and the group for which it was made; another group may get the same name later."""
 
     group: ref[Any]
     tensor: torch.Tensor
@@ -32,13 +32,13 @@ _workspaces: dict[tuple[str, torch.device], _Workspace] = {}
 def get_symm_mem_workspace(group_name: str, min_size: int, *, device: torch.device | None = None) -> _SymmetricMemory:
     """Returns the window on the workspace of a group, at least ``min_size`` bytes on every rank.
 
-    Collective where the workspace grows, and then slow. Whoever uses it ends with ``barrier(channel=0)``, so that the
-    next user, or the end of the group, does not take from the peers what they still read. It goes with the group.
+    Collective and slow when the workspace grows. Each user ends with ``barrier(channel=0)``, so that the next user, or
+    the end of the group, does not take memory that peers still read. The workspace ends with the group.
 
     Args:
         group_name: a group in which symmetric memory can be used.
         min_size: bytes, the same on all ranks.
-        device: the current CUDA device if the group serves CUDA and there is one, else the CPU.
+        device: by default the current CUDA device if the group serves CUDA and one exists, otherwise the CPU.
 
     Raises:
         RuntimeError: it would have to grow while a CUDA graph is captured.
@@ -63,7 +63,7 @@ def get_symm_mem_workspace(group_name: str, min_size: int, *, device: torch.devi
 
 @contextmanager
 def used(group_name: str, size: int, device: torch.device) -> Iterator[_SymmetricMemory]:
-    """The workspace while one operator uses it. An operator that fails leaves signals behind, so that it ends then."""
+    """Yields the workspace to one operator. If that fails, the workspace ends, because it leaves signals behind."""
     try:
         yield get_symm_mem_workspace(group_name, size, device=device)
     except BaseException:
@@ -79,14 +79,14 @@ def _grown(group: Any, group_name: str, device: torch.device, size: int, min_siz
                 f"currently allocated workspace ({size} bytes), which cannot grow during graph capture. Call "
                 f'get_symm_mem_workspace(group_name="{group_name}", min_size={min_size}) before the capture.'
             )
-        # All ranks do so before they meet, so that no kernel uses the smaller one once it goes.
+        # All ranks do so before they meet, so that no kernel uses the smaller one when it is freed.
         torch.cuda.synchronize(device)
     tensor = allocate((max(size, min_size, 1),), torch.uint8, device, group_name)
     return _Workspace(ref(group), tensor, rendezvous(tensor, group_name))
 
 
 def _drop(key: tuple[str, torch.device], workspace: ref[_Workspace]) -> None:
-    """The group is gone."""
+    """Called when the group has ended."""
     if key in _workspaces and _workspaces[key] is workspace():
         del _workspaces[key]
 

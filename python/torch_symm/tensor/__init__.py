@@ -1,12 +1,12 @@
-"""What DTensor needs of a backend: its collectives, and what they cost.
+"""Backend support for DTensor: its collectives, and what they cost.
 
 Moving shards between dimensions, scatter, broadcast, padding (``docs/guide/dtensor-costs.md``): the functions have the
-names and arguments of ``torch.distributed.tensor._collective_utils`` and give the same bits. They serve groups of any
-backend. DTensors whose mesh has symm groups use :func:`shard_dim_alltoall` by themselves, from the first symm group
+names and arguments of ``torch.distributed.tensor._collective_utils`` and return the same bits. They support groups of
+any backend. DTensors whose mesh has symm groups use :func:`shard_dim_alltoall` automatically, from the first symm group
 of a process on; :func:`uninstall_redistribute` ends that.
 
-Prices of collectives and of redistributions (``docs/design/cost-model.md``): in µs, measured where there is a profile
-of this machine. DTensor goes by them after :func:`install_cost_model`.
+Prices of collectives and of redistributions (``docs/design/cost-model.md``): in µs, measured if a profile of this
+machine exists. DTensor uses them after :func:`install_cost_model`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
     "unpad_tensor",
 ]
 
-#: What needs all of DTensor, by the module that holds it: DTensor itself imports this package while it is imported.
+#: The names that need all of DTensor, by module: DTensor imports this package while it is being imported itself.
 _PRICES = {
     "Explanation": "_paths",
     "MeshTopoInfo": "_cost",

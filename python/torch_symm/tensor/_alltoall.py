@@ -28,19 +28,19 @@ def shard_dim_alltoall(
 ) -> torch.Tensor:
     """Turns shards of dimension ``gather_dim`` into shards of ``shard_dim``, among the ranks of one mesh dimension.
 
-    The result is contiguous and holds what concatenating every rank's ``input`` along ``gather_dim`` and cutting that
-    along ``shard_dim`` (``torch.chunk``) gives this rank. Each element leaves its rank at most once. Where
-    ``shard_dim`` has too few elements the last ranks get none, as with ``Shard``. Differentiable.
+    The result is contiguous. It is this rank's chunk along ``shard_dim`` (``torch.chunk``) of every rank's ``input``
+    concatenated along ``gather_dim``. Each element leaves its rank at most once. If ``shard_dim`` has too few elements,
+    the last ranks get none, as with ``Shard``. Differentiable.
 
     Args:
         input: a tensor on CPU or CUDA, of any dtype and layout in memory, at least one-dimensional.
-        gather_dim, shard_dim: dimensions of ``input``; may be negative. If they are equal nothing moves.
-        gather_size: size of ``gather_dim`` over all ranks, where it is cut as ``torch.chunk`` cuts it and some ranks
-            hold less than others. Without it all ranks hold equally much.
+        gather_dim, shard_dim: dimensions of ``input``; may be negative. If they are equal, nothing moves.
+        gather_size: size of ``gather_dim`` over all ranks, if it is cut like ``torch.chunk`` and some ranks hold less
+            than others. Without it, all ranks hold the same amount.
         mesh, mesh_dim: the ranks, and the dimension of the mesh along which shards move.
 
     Returns:
-        A new tensor of the shape of ``input``, but for the two dimensions.
+        A new tensor with the shape of ``input``, except for the two dimensions.
 
     Raises:
         IndexError: a dimension is out of range.
@@ -55,9 +55,9 @@ def shard_dim_alltoall(
 
 
 def cut(size: int, ranks: int) -> list[int]:
-    """The sizes into which ``Shard`` cuts a dimension of ``size``.
+    """Returns the sizes into which ``Shard`` cuts a dimension of ``size``.
 
-    Of a symbolic ``size`` that ``ranks`` divides they are symbolic; any other is fixed where it is traced.
+    They are symbolic for a symbolic ``size`` that ``ranks`` divides; any other size is fixed when it is traced.
     """
     if size % ranks == 0:
         return [size // ranks] * ranks
@@ -70,7 +70,7 @@ def axis(dim: int, dims: int) -> int:
     """``dim`` counted from the front.
 
     Raises:
-        IndexError: there is no such dimension; worded as by torch.
+        IndexError: the dimension does not exist; worded as in torch.
     """
     if dims == 0:
         raise IndexError(f"Dimension specified as {dim} but tensor has no dimensions")
@@ -99,7 +99,7 @@ def _move(
 
     def exchange(packed: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
         output = packed.new_empty(sum(received))
-        # Synchronous, unlike the functional collective: the caller's thread serves it on CPU, its stream on CUDA.
+        # Synchronous, unlike the functional collective: it runs on the caller's thread on CPU, on its stream on CUDA.
         dist.all_to_all_single(output, packed, received, sent, group=group)
         return output
 
@@ -109,9 +109,10 @@ def _move(
 def _trace(
     input: torch.Tensor, gather_dim: int, shard_dim: int, gather_size: int | None, mesh: DeviceMesh, mesh_dim: int
 ) -> torch.Tensor:
-    """The same with torch's functional collective, which compilers keep and order.
+    """Does the same with torch's functional collective, which compilers keep and order.
 
-    They drop any other operator whose result is empty, on those ranks where it is, and the others would wait for them.
+    They would drop any other operator with an empty result on the ranks that have it, and the others would wait for
+    them.
     """
 
     def exchange(packed: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
@@ -152,7 +153,7 @@ def _moved(
 
 
 def _product(sizes: Iterable[int]) -> int:
-    """As ``math.prod``, which Dynamo does not follow."""
+    """Multiplies like ``math.prod``, which Dynamo cannot trace."""
     product = 1
     for size in sizes:
         product *= size
@@ -160,25 +161,25 @@ def _product(sizes: Iterable[int]) -> int:
 
 
 def _packed(input: torch.Tensor, shard_dim: int, kept: list[int]) -> torch.Tensor:
-    """The part for rank 0, then that for rank 1, and so on, each contiguous. Copies only where it must."""
+    """Concatenates the parts for ranks 0, 1 and so on, each contiguous. Copies only if necessary."""
     if input.is_contiguous() and _product(input.shape[:shard_dim]) == 1:
         return input.view(-1)
     if kept[0] == kept[-1]:
-        # One pass for all ranks, which on CUDA is one kernel.
+        # One pass for all ranks, which is one kernel on CUDA.
         parted = input.view(*input.shape[:shard_dim], len(kept), kept[0], *input.shape[shard_dim + 1 :])
         return parted.movedim(shard_dim, 0).contiguous().view(-1)
     return torch.cat([part.reshape(-1) for part in input.split_with_sizes(kept, shard_dim)])
 
 
 def _unpacked(received: torch.Tensor, shape: list[int], gather_dim: int, held: list[int]) -> torch.Tensor:
-    """The parts that the ranks sent, side by side along ``gather_dim``; ``shape``: as this rank's own part."""
+    """Concatenates the received parts along ``gather_dim``; ``shape`` is the shape of this rank's own part."""
     before, after = shape[:gather_dim], shape[gather_dim + 1 :]
     whole = [*before, sum(held), *after]
     if _product(before) == 1:
         return received.view(whole)
     if held[0] == held[-1]:
         parts_first = received.view(len(held), *before, held[0], *after).movedim(0, gather_dim)
-        # Not reshape, which would give a view that is not contiguous where each part is one element wide.
+        # Not reshape, which would return a non-contiguous view if each part is one element wide.
         return parts_first.contiguous().view(whole)
     rest = _product(before) * _product(after)
     parts = received.split_with_sizes([rest * size for size in held])

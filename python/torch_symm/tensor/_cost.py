@@ -1,8 +1,8 @@
-"""What a collective along a dimension of a mesh costs, in microseconds.
+"""The cost of a collective along a dimension of a mesh, in microseconds.
 
-The names and the meaning of ``bytes`` are those of ``torch.distributed.tensor._collective_utils``, but that they are
-bytes and not GiB: of the longest tensor that a rank gives or gets. The formulas are in Rust;
-``docs/design/cost-model.md`` has them with their sources.
+The names and the meaning of ``bytes`` are those of ``torch.distributed.tensor._collective_utils``, but in bytes and not
+GiB: the longest tensor that a rank passes or gets. The formulas are in Rust; ``docs/design/cost-model.md`` documents
+them with their sources.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch_symm._native import load
 if TYPE_CHECKING:
     from torch_symm._C import _Prices
 
-#: Where prices come from; ``auto``: ``measured`` if there is a profile of this hardware, else ``links``.
+#: The source of prices; ``auto``: ``measured`` if a profile of this hardware exists, otherwise ``links``.
 Basis: TypeAlias = Literal["auto", "measured", "links", "torch"]
 
 
 @dataclass
 class MeshTopoInfo:
-    """The dimensions of a mesh: ranks, what a rank sends in GB/s, and the latency of a trip in µs.
+    """The dimensions of a mesh: ranks, a rank's sending rate in GB/s, and the latency of a trip in µs.
 
-    Made by :meth:`build_from_mesh`, or with figures of one's own, over which prices then follow ``basis``: ``links``
-    (bytes and trips of the algorithm that would run) or ``torch`` (torch's formula for a ring).
+    Made by :meth:`build_from_mesh`, or with the user's own figures, to which ``basis`` then applies: ``links`` (bytes
+    and trips of the algorithm that would run) or ``torch`` (torch's formula for a ring).
     """
 
     mesh: DeviceMesh
@@ -60,29 +60,29 @@ class MeshTopoInfo:
     def build_from_mesh(
         mesh: DeviceMesh, basis: Basis = "auto", wire: tuple[float, float] | None = None
     ) -> MeshTopoInfo:
-        """Returns the dimensions of ``mesh`` as this host is built: NVLinks, PCIe, shared memory, and between hosts.
+        """Returns the dimensions of ``mesh`` on this hardware: NVLinks, PCIe, shared memory, and the network.
 
-        ``basis="torch"`` has torch's constants and returns torch's numbers, to the last digit. Asks no other rank.
-        ``wire``: of the network, for mesh dimensions that span hosts: the GB/s that a host sends (of CUDA: a GPU), and
-        the µs of a trip. ``None``: as given to :func:`install_cost_model`, else 1.25 GB/s and 135 µs for CPU tensors,
-        torch's constants for CUDA. ``torch`` goes by its constants alone.
+        ``basis="torch"`` has torch's constants and returns torch's numbers, to the last digit. Queries no other rank.
+        ``wire``: the network for mesh dimensions that span nodes: the GB/s that a node sends (for CUDA: a GPU), and the
+        µs of a trip. ``None``: as passed to :func:`install_cost_model`, otherwise 1.25 GB/s and 135 µs for CPU tensors,
+        and torch's constants for CUDA. ``torch`` uses only its constants.
 
         Raises:
             SymmConfigError: ``SYMM_PROFILE`` names a faulty file or a profile of other hardware; ``basis`` is
                 ``measured`` and there is no profile of this hardware; the file of ``SYMM_TOPOLOGY_FILE`` is faulty.
-            ValueError: ``basis`` is none of the four, or ``wire`` is no speed.
+            ValueError: ``basis`` is not one of the four, or ``wire`` is not a valid speed.
         """
         return _build(mesh, basis, job_ranks(), wire or default_wire)
 
     @property
     def origin(self) -> str:
-        """Where the figures come from, for people."""
+        """The source of the figures, for people."""
         return self._prices.origin
 
     def price(self, op: str, bytes: float, mesh_dim: int) -> tuple[float, str, str]:
-        """Returns the µs of the collective ``op``, the algorithm that serves it, and the basis of the price.
+        """Returns the µs of the collective ``op``, its algorithm, and the basis of the price.
 
-        ``op`` is torch's name, ``bytes`` the size of the longest tensor of a rank, ``mesh_dim`` whose ranks take part.
+        ``op`` is torch's name, ``bytes`` the size of the longest tensor of a rank; the ranks of ``mesh_dim`` take part.
 
         Raises:
             ValueError: ``op`` has no price, ``bytes`` cannot be moved, or the mesh has no such dimension.
@@ -90,9 +90,9 @@ class MeshTopoInfo:
         return self._prices.price(op, bytes, self._dim(mesh_dim))
 
     def local_us(self, copied: float, collective: bool) -> float:
-        """Returns the µs of a step of a redistribution beside its collective: host's time, and ``copied`` bytes.
+        """Returns the µs of a redistribution step outside its collective: host's time, and ``copied`` bytes.
 
-        ``collective``: whether it has one. 0 where that was not measured, as in torch's model.
+        ``collective``: whether it has one. 0 if that was not measured, as in torch's model.
         """
         local = self._prices.local
         if local is None:
@@ -107,7 +107,7 @@ class MeshTopoInfo:
         return mesh_dim % dims
 
 
-#: What :func:`install_cost_model` was told of the network.
+#: The network speed passed to :func:`install_cost_model`.
 default_wire: tuple[float, float] | None = None
 
 
@@ -138,9 +138,9 @@ def from_prices(
     profile: os.PathLike[str] | None = None,
     wire: tuple[float, float] | None = None,
 ) -> MeshTopoInfo | None:
-    """The dimensions of ``mesh``, with ``sizes``, by ``basis``; ``None`` if that is ``measured`` and nothing was.
+    """Prices the dimensions ``sizes`` of ``mesh`` by ``basis``; ``None`` for ``measured`` without measurements.
 
-    ``job``: ranks of the job on this host. ``profile``: a file in place of the one that is found.
+    ``job``: ranks of the job on this node. ``profile``: a file to use instead of the one that is found.
 
     Raises:
         SymmConfigError: as :meth:`MeshTopoInfo.build_from_mesh`.
@@ -168,7 +168,7 @@ def from_prices(
 
 
 def forget() -> None:
-    """Builds every mesh anew when it is next asked for."""
+    """Forgets all meshes, so that each is built again on its next use."""
     _build.cache_clear()
 
 
@@ -177,14 +177,14 @@ def _device_of(mesh: DeviceMesh) -> str:
 
 
 def job_ranks() -> int:
-    """Ranks of this job on this host: torchrun's number, else all of them."""
+    """Returns the number of this job's ranks on this node: torchrun's number, or all ranks without torchrun."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return min(world, int(local)) if local.isdecimal() and int(local) > 0 else world
 
 
 def devices_per_host(device_type: str) -> int:
-    """Ranks that may find room on a host: as many as GPUs, on CPU as many as torchrun started."""
+    """Returns the maximum number of ranks on a node: the GPUs, or on CPU the ranks that torchrun started."""
     if device_type == "cuda":
         import torch
 
@@ -199,15 +199,15 @@ GIB = 1 << 30
 def allgather_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """Returns the µs of an all-gather that returns ``bytes_gb`` GiB on every rank.
 
-    The formulas are those of ``docs/design/cost-model.md``, with ``basis="torch"`` torch's; so are the others'.
+    The formulas are in ``docs/design/cost-model.md``; with ``basis="torch"`` they are torch's. So are the others'.
 
     Args:
         bytes_gb: the whole tensor, in units of 2^30 bytes, as in ``torch.distributed.tensor._collective_utils``.
         mesh_topo: prices of the mesh.
-        mesh_dim: the dimension of the mesh along which ranks are a group.
+        mesh_dim: the dimension of the mesh whose ranks form the group.
 
     Raises:
-        ValueError: ``bytes_gb`` cannot be moved, or the mesh has no such dimension; so do the others.
+        ValueError: ``bytes_gb`` cannot be moved, or the mesh has no such dimension; the others raise the same.
     """
     return mesh_topo.price("all_gather", bytes_gb * GIB, mesh_dim)[0]
 
@@ -215,7 +215,7 @@ def allgather_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> f
 def allreduce_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """Returns the µs of an all-reduce of ``bytes_gb`` GiB on every rank along ``mesh_dim`` of ``mesh_topo``.
 
-    Formula and errors are as of :func:`allgather_cost` (``docs/design/cost-model.md``).
+    Formula and errors are as in :func:`allgather_cost` (``docs/design/cost-model.md``).
     """
     return mesh_topo.price("all_reduce", bytes_gb * GIB, mesh_dim)[0]
 
@@ -223,7 +223,7 @@ def allreduce_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> f
 def reduce_scatter_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """Returns the µs of a reduce-scatter of ``bytes_gb`` GiB on every rank along ``mesh_dim`` of ``mesh_topo``.
 
-    Formula and errors are as of :func:`allgather_cost` (``docs/design/cost-model.md``).
+    Formula and errors are as in :func:`allgather_cost` (``docs/design/cost-model.md``).
     """
     return mesh_topo.price("reduce_scatter", bytes_gb * GIB, mesh_dim)[0]
 
@@ -231,8 +231,8 @@ def reduce_scatter_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int)
 def all_to_all_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """Returns the µs of an all-to-all of ``bytes_gb`` GiB on every rank along ``mesh_dim`` of ``mesh_topo``.
 
-    torch has none: with its constants this is what it takes in its place, an all-gather of as much and 1 µs
-    (``docs/design/cost-model.md``).
+    torch has no price for it. With its constants, this is the price that torch uses instead: an all-gather of the same
+    size and 1 µs (``docs/design/cost-model.md``).
     """
     return mesh_topo.price("all_to_all", bytes_gb * GIB, mesh_dim)[0]
 
@@ -240,6 +240,6 @@ def all_to_all_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> 
 def broadcast_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """Returns the µs of a broadcast of ``bytes_gb`` GiB to all ranks along ``mesh_dim`` of ``mesh_topo``.
 
-    torch has none: its constants are used for a pipeline along the ring (``docs/design/cost-model.md``).
+    torch has no price for it. Its constants are used for a pipeline along the ring (``docs/design/cost-model.md``).
     """
     return mesh_topo.price("broadcast", bytes_gb * GIB, mesh_dim)[0]

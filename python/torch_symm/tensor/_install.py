@@ -1,4 +1,4 @@
-"""Puts the cost model in the place of torch's, and torch's back."""
+"""Installs the cost model in the place of torch's, and restores torch's."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _torchs_step: Callable[[DTensorSpec, DTensorSpec], float] = _collective_utils.on
 
 
 def install_cost_model(wire: tuple[float, float] | None = None) -> None:
-    """From now on DTensor chooses shardings, and the order of steps, by this package's prices.
+    """From now on, DTensor chooses shardings, and the order of steps, by this package's prices.
 
-    On meshes whose groups are all symm; on others torch's own hold. May be called again; ``uninstall_cost_model``
-    undoes it. Call it on all ranks: they must choose alike, and read the same profile.
+    Only on meshes whose groups are all symm; others keep torch's prices. May be called again; ``uninstall_cost_model``
+    undoes it. Call it on all ranks: they must make the same choices, and read the same profile.
 
-    ``wire``: speed of the network, of meshes that span hosts: GB/s of a host (of CUDA: a GPU), µs of a trip. It holds
-    for :meth:`MeshTopoInfo.build_from_mesh`, too, until it is installed without, or uninstalled.
+    ``wire``: speed of the network for meshes that span nodes: GB/s of a node (for CUDA: a GPU), µs of a trip. It also
+    applies to :meth:`MeshTopoInfo.build_from_mesh`, until this is called without it, or uninstalled.
 
     Raises:
-        ValueError: ``wire`` is no speed.
+        ValueError: ``wire`` is not a valid speed.
     """
     if wire is not None and not (0 < wire[0] < math.inf and 0 <= wire[1] < math.inf):
         raise ValueError(f"wire={wire!r}: GB/s must be above 0, µs at least 0")
@@ -40,13 +40,13 @@ def install_cost_model(wire: tuple[float, float] | None = None) -> None:
 
 
 def uninstall_cost_model() -> None:
-    """Torch's prices hold again. May be called again."""
+    """Restores torch's prices. May be called again."""
     _cost.default_wire = None
     _replace({"redistribute_cost": _torchs_cost, "one_step_redistribute_cost": _torchs_step})
 
 
 def _replace(functions: dict[str, Callable[..., Any]]) -> None:
-    """Puts ``functions`` into every module of DTensor that has one of that name; forgets what was chosen before."""
+    """Sets ``functions`` in every module of DTensor that has the same names, and clears earlier choices."""
     theirs_and_ours = {_torchs_cost, _torchs_step, _redistribute_cost, _one_step_cost}
     for name, module in list(sys.modules.items()):
         if name != _PACKAGE and not name.startswith(_PACKAGE + "."):
@@ -67,7 +67,7 @@ def _forget_choices() -> None:
 
 
 def _is_symm(mesh: DeviceMesh) -> bool:
-    """Whether this rank's groups along all dimensions of ``mesh`` are symm."""
+    """Returns true if this rank's groups along all dimensions of ``mesh`` are symm."""
     try:
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         return all("symm" in _backend_of(group, mesh.device_type) for group in groups)
@@ -88,7 +88,7 @@ def _redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> f
 
 
 def _one_step_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
-    """As torch's: of specs that differ in one placement."""
+    """Prices like torch's function, for specs that differ in one placement."""
     if not _priced(current_spec) or current_spec.mesh != target_spec.mesh:
         return _torchs_step(current_spec, target_spec)
     pairs = zip(current_spec.placements, target_spec.placements, strict=True)
@@ -101,6 +101,6 @@ def _one_step_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float
 
 
 def _priced(spec: DTensorSpec) -> bool:
-    """Whether our prices hold: the mesh is symm's, and the sizes are numbers, not symbols of a graph being traced."""
+    """Returns true if our prices apply: the mesh is symm's, and sizes are numbers, not symbols of a traced graph."""
     meta = spec.tensor_meta
     return meta is not None and all(type(size) is int for size in meta.shape) and _is_symm(spec.mesh)

@@ -21,14 +21,14 @@ def mesh_scatter(
     *,
     group_src: int = 0,
 ) -> Work | None:
-    """Hands tensor ``i`` of the source's ``scatter_list`` to rank ``i`` of the mesh dimension, into ``output``.
+    """Sends tensor ``i`` of the source's ``scatter_list`` to rank ``i`` of the mesh dimension, into ``output``.
 
     On the mesh ``[[0, 1], [2, 3]]`` and ``mesh_dim=1``, rank 0 serves ranks 0 and 1, rank 2 serves ranks 2 and 3.
 
     Args:
-        output: of the shape of the tensor that comes, on any device of the mesh's type.
-        scatter_list: as many tensors as the mesh dimension has ranks; the other ranks' lists are not looked at.
-        mesh, mesh_dim: the ranks, and the dimension of the mesh along which they are a group.
+        output: of the shape of the received tensor, on any device of the mesh's type.
+        scatter_list: one tensor per rank of the mesh dimension; ignored on the other ranks.
+        mesh, mesh_dim: the mesh, and its dimension whose ranks form the group.
         async_op: returns at once, with a work.
         group_src: the source, counted within the mesh dimension.
 
@@ -54,13 +54,13 @@ def mesh_broadcast(
     *,
     group_src: int = 0,
 ) -> Work | None:
-    """Copies the source's ``tensor`` into that of every rank of the mesh dimension.
+    """Copies the source's ``tensor`` into the ``tensor`` of every rank of the mesh dimension.
 
     On the mesh ``[[0, 1], [2, 3]]`` and ``mesh_dim=1``, rank 1 gets rank 0's tensor and rank 3 gets rank 2's.
 
     Args:
         tensor: of the same shape and dtype on all ranks.
-        mesh, mesh_dim: the ranks, and the dimension of the mesh along which they are a group.
+        mesh, mesh_dim: the mesh, and its dimension whose ranks form the group.
         async_op: returns at once, with a work.
         group_src: the source, counted within the mesh dimension.
 

@@ -1,4 +1,4 @@
-"""What it costs to give a DTensor other placements: the steps that torch takes, each with bytes and µs."""
+"""The cost of redistributing a DTensor: the steps that torch takes, each with bytes and µs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch_symm.tensor._cost import MeshTopoInfo
 class Step:
     """One step of a redistribution.
 
-    ``collective``: torch's name, or ``"slice"`` where every rank keeps a part of what it has. ``bytes``: of the longest
-    tensor that a rank gives or gets. ``us``: with local copies and the host's time where these were measured;
-    infinite where there is no such step. ``collective_us``: without them. ``basis``: of the price.
+    ``collective``: torch's name, or ``"slice"`` if every rank keeps a part of its tensor. ``bytes``: size of the
+    longest tensor that a rank passes or gets. ``us``: including local copies and the host's time if these were
+    measured; infinite if the step does not exist. ``collective_us``: without them. ``basis``: of the price.
     """
 
     mesh_dim: int
@@ -63,12 +63,12 @@ class Explanation:
 def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec, topo: MeshTopoInfo | None = None) -> float:
     """Returns the µs of the steps that redistribute from ``current_spec`` to ``target_spec``.
 
-    Infinite between meshes and from ``Shard`` to ``Partial``, zero where nothing moves between ranks or this one is
-    outside the mesh. ``Shard`` to another ``Shard`` is an all-to-all. ``topo``: in place of the mesh's own. The formula
-    is that of ``docs/design/cost-model.md``, with torch's basis torch's.
+    Infinite between meshes and from ``Shard`` to ``Partial``; zero if nothing moves between ranks or this one is
+    outside the mesh. ``Shard`` to another ``Shard`` is an all-to-all. ``topo`` replaces the mesh's own. The formula is
+    in ``docs/design/cost-model.md``; with torch's basis, it is torch's.
 
     Raises:
-        ValueError: a spec has no tensor's shape and type.
+        ValueError: a spec lacks the tensor's shape and type.
     """
     return explain_redistribute(current_spec, target_spec, topo).us
 
@@ -76,12 +76,12 @@ def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec, topo:
 def explain_redistribute(
     src: DTensorSpec | DTensor, dst: DTensorSpec | DTensor, topo: MeshTopoInfo | None = None
 ) -> Explanation:
-    """Returns the steps from ``src`` to ``dst`` with bytes and µs; ``print`` shows them. Moves nothing, asks no rank.
+    """Returns the steps from ``src`` to ``dst`` with bytes and µs; ``print`` shows them. Neither moves data nor waits.
 
-    ``topo``: prices in place of the mesh's own.
+    ``topo``: prices that replace the mesh's own.
 
     Raises:
-        ValueError: a spec has no tensor's shape and type.
+        ValueError: a spec lacks the tensor's shape and type.
     """
     source, target = _spec(src), _spec(dst)
     if source.mesh != target.mesh:
@@ -101,7 +101,7 @@ def explain_redistribute(
     if all(step.collective == "slice" for step in steps):
         return Explanation(tuple(replace(step, us=0.0) for step in steps), 0.0, "nothing moves")
     us = 0.0
-    # Not `sum`, which since Python 3.12 is more exact than torch's loop.
+    # Not `sum`, which is more exact than torch's loop since Python 3.12.
     for step in steps:
         us += step.us
     return Explanation(steps, us, topo.origin)
@@ -115,7 +115,7 @@ def _spec(given: DTensorSpec | DTensor) -> DTensorSpec:
 
 
 def local_bytes(spec: DTensorSpec) -> float:
-    """Bytes of a rank's part, if all parts are alike."""
+    """Returns the size of a rank's part in bytes, if all parts are equal."""
     assert spec.tensor_meta is not None
     return spec.tensor_meta.dtype.itemsize * math.prod(spec.shape) / spec.num_shards
 
@@ -139,7 +139,7 @@ def _steps(source: DTensorSpec, target: DTensorSpec, topo: MeshTopoInfo) -> Iter
 
 
 def _held_after(before: Placement, after: Placement, held: float, ranks: int) -> float:
-    """Bytes that a rank has after a step, if it had ``held`` before."""
+    """Returns the bytes that a rank holds after a step, if it ``held`` this many before."""
     if _cut(before) and after.is_replicate():
         return held * ranks
     if not _cut(before) and _cut(after):
@@ -152,7 +152,7 @@ def _cut(placement: Placement) -> bool:
 
 
 def price_step(before: Placement, after: Placement, mesh_dim: int, held: float, topo: MeshTopoInfo) -> Step:
-    """The price of the step along ``mesh_dim`` of ranks that have ``held`` bytes each."""
+    """Returns the price of the step along ``mesh_dim`` for ranks that have ``held`` bytes each."""
     collective, moved = "", held
     if before == after or (before.is_replicate() and _cut(after)):
         collective, moved = "slice", 0.0
@@ -165,7 +165,7 @@ def price_step(before: Placement, after: Placement, mesh_dim: int, held: float, 
     elif before.is_partial() and _cut(after):
         collective = "reduce_scatter"
     elif before.is_replicate() and after.is_partial():
-        # Every rank but the first forgets what it has, or all divide it.
+        # Every rank but the first drops its part, or all of them divide it.
         collective, moved = "slice", 0.0
     if not collective:
         return Step(mesh_dim, before, after, "", moved, math.inf, "", "")
@@ -176,10 +176,10 @@ def price_step(before: Placement, after: Placement, mesh_dim: int, held: float, 
 
 
 def _copied(before: Placement, after: Placement, held: float, ranks: int) -> float:
-    """Bytes that a rank copies for a step beside what the collective moves, if it had ``held`` before.
+    """Returns the bytes that a rank copies for a step, besides the collective, if it ``held`` this many before.
 
-    By the code of torch 2.11: parts of another dimension than the first are put in order before or after the
-    collective, an all-reduce works on a copy, a part is cut out as a copy; an all-to-all is packed and unpacked.
+    As in the code of torch 2.11: parts of a dimension other than the first are reordered before or after the
+    collective, an all-reduce runs on a copy, a part is sliced as a copy; an all-to-all is packed and unpacked.
     """
     if before.is_replicate():
         return held / ranks if _cut(after) else held

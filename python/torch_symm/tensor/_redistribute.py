@@ -1,8 +1,8 @@
-"""DTensor's way from one ``Shard`` to another over symm groups.
+"""DTensor's redistribution from one ``Shard`` to another over symm groups.
 
-On CPU torch gathers the whole tensor on every rank and throws most of it away (``_collective_utils``), and on every
-device it pads uneven shards first. There is no hook for a backend, so one method of ``Shard`` is replaced: it asks
-whether the group of the mesh dimension is symm, and calls torch's own method if not.
+On CPU, torch gathers the whole tensor on every rank and drops most of it (``_collective_utils``), and on every device
+it pads uneven shards first. Backends have no hook for this, so one method of ``Shard`` is replaced: it checks whether
+the group of the mesh dimension is symm, and calls torch's own method if not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def replace_method(module: ModuleType) -> Callable[[], None]:
-    """Changes ``torch.distributed.tensor.placement_types``; returns what undoes it."""
+    """Changes ``torch.distributed.tensor.placement_types``; returns a function that undoes it."""
     shard = module.Shard
     theirs = shard._to_new_shard_dim
 
@@ -40,7 +40,7 @@ def replace_method(module: ModuleType) -> Callable[[], None]:
             same = theirs(self, local_tensor, mesh, mesh_dim, current_logical_shape, new_shard_dim)
             return same
         if funcol._are_we_tracing():
-            # As torch does on CUDA: with padding all ranks have the same graph, and compilers know the operator.
+            # As torch does on CUDA: with padding, all ranks have the same graph, and compilers know the operator.
             shape, ranks, rank = current_logical_shape, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
             padded = shard._pad_for_new_shard_dim(shape, local_tensor, ranks, self.dim, new_shard_dim)
             name = group_name(mesh, mesh_dim)
@@ -53,7 +53,7 @@ def replace_method(module: ModuleType) -> Callable[[], None]:
     shard._to_new_shard_dim = to_new_shard_dim
 
     def undo() -> None:
-        # Whoever replaced it after us keeps it; ours then calls theirs.
+        # If other code has replaced it since, that stays; ours then calls torch's.
         if shard._to_new_shard_dim is to_new_shard_dim:
             shard._to_new_shard_dim = theirs
 
@@ -61,14 +61,14 @@ def replace_method(module: ModuleType) -> Callable[[], None]:
 
 
 def count_operator(module: ModuleType) -> Callable[[], None]:
-    """Has ``CommDebugMode`` count the operator as torch's own, as it does on CUDA; returns what undoes it."""
+    """Makes ``CommDebugMode`` count the operator as torch's own, as on CUDA; returns a function that undoes it."""
     ours = torch.ops.torch_symm.shard_dim_alltoall
     module.NATIVE_TO_PY_MAPPING[ours] = torch.ops._dtensor.shard_dim_alltoall
     return lambda: module.NATIVE_TO_PY_MAPPING.pop(ours, None)
 
 
 def _is_symm(mesh: DeviceMesh, mesh_dim: int) -> bool:
-    """Whether the ranks of this dimension exchange through symm; not where torch plays all ranks in one process."""
+    """Returns true if the ranks of this dimension use symm; false if torch simulates ranks in one process."""
     local = sys.modules.get("torch.distributed._local_tensor")
     if local is not None and local.local_tensor_mode() is not None:
         return False

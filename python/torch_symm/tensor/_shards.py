@@ -1,4 +1,4 @@
-"""Shards as tensors: padding, empty ones, what they are."""
+"""Shards as tensors: padding, empty shards, metadata."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
-    """Returns ``tensor`` with ``pad_size`` zeros behind its end in dimension ``pad_dim``; itself if that is 0.
+    """Returns ``tensor`` padded with ``pad_size`` zeros at the end of ``pad_dim``; the same tensor if that is 0.
 
-    ``pad_size`` counts elements of length, ``pad_dim`` from the front.
+    ``pad_size`` is in elements, ``pad_dim`` counts from the front.
     """
     if pad_size == 0:
         return tensor
@@ -25,7 +25,7 @@ def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tenso
 
 
 def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
-    """Returns a view of ``tensor`` less the last ``pad_size`` of length in ``pad_dim``; itself if that is 0."""
+    """Returns a view of ``tensor`` without the last ``pad_size`` elements of ``pad_dim``; ``tensor`` if that is 0."""
     if pad_size == 0:
         return tensor
     return tensor.narrow(pad_dim, 0, tensor.size(pad_dim) - pad_size)
@@ -34,7 +34,7 @@ def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Ten
 def fill_empty_tensor_to_shards(
     shards: list[torch.Tensor], shard_dim: int, num_empty_tensors: int
 ) -> list[torch.Tensor]:
-    """Appends ``num_empty_tensors`` shards of size 0 in ``shard_dim``, else shaped as the first, to ``shards``.
+    """Appends ``num_empty_tensors`` shards of size 0 in ``shard_dim``, otherwise like the first, to ``shards``.
 
     Returns:
         The same list.
@@ -52,13 +52,13 @@ def fill_empty_tensor_to_shards(
 
 
 def check_tensor_meta(local_tensor: torch.Tensor, check_shape_stride: bool = False) -> None:
-    """Returns if dtype and ``requires_grad``, and on demand shape and stride, are the same on all ranks of the world.
+    """Returns if dtype and ``requires_grad``, and optionally shape and stride, are the same on all ranks of the world.
 
     A collective of the default group, which every rank must call, with its ``local_tensor`` of any shape. Shape and
     stride are compared if ``check_shape_stride``.
 
     Raises:
-        ValueError: they are not; on all ranks. The message says what ranks have that differ from rank 0.
+        ValueError: they differ, on all ranks. The message lists the values of ranks that differ from rank 0.
     """
     mine: dict[str, Any] = {"dtype": local_tensor.dtype, "requires_grad": local_tensor.requires_grad}
     if check_shape_stride:
@@ -82,7 +82,7 @@ def spec_to_bytes(spec: DTensorSpec) -> int:
     """Returns the size in bytes of the whole tensor that ``spec`` describes, over all ranks.
 
     Raises:
-        AssertionError: ``spec`` does not say what it is a tensor of.
+        AssertionError: ``spec`` lacks the tensor's metadata.
     """
     if spec.tensor_meta is None:
         raise AssertionError("spec should have tensor meta defined!")

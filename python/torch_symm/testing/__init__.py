@@ -1,7 +1,7 @@
 """Tests of distributed code on warm processes: ``@pytest.mark.ranks(4)``, and torch's ``MultiProcessTestCase``.
 
-``docs/guide/testing.md`` shows how. The plug-in of pytest is the module ``torch_symm_pytest``, which an installed
-torch-symm brings; this package is imported, and torch with it, when a marked test runs.
+``docs/guide/testing.md`` shows how. pytest's plug-in is the module ``torch_symm_pytest``, which is installed with
+torch-symm; it imports this package, and torch, when a marked test runs.
 """
 
 from __future__ import annotations

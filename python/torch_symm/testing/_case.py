@@ -1,4 +1,4 @@
-"""One marked test of pytest on its ranks: what they did becomes the test's outcome and the sections of its report."""
+"""Runs a marked pytest test on its ranks, and turns their outcomes into the test's outcome and report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._rank import shared_folder, used_cuda
 from ._report import Ending, describe
 from ._run import run_case
 
-#: The line with which symm says where a dump is; the report has its calls.
+#: symm's log line with the path of a dump, whose calls the report contains.
 DUMPED = re.compile(r"^.*the last calls of this process are in .*\n", re.MULTILINE)
 
 _CUDA = "ask for GPUs in tests, not while modules are imported, or set PYTORCH_NVML_BASED_CUDA_CHECK=1"
@@ -50,7 +50,7 @@ def run(
     def env(rank: int) -> dict[str, str]:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         found = {name: str(value) for name, value in names.items()}
-        # Dumps go with the case, unless somebody wants them.
+        # Dumps are removed with the case, unless the environment sets their directory.
         found["SYMM_TRACE_DIR"] = os.environ.get("SYMM_TRACE_DIR", str(shared_folder() / "dumps"))
         return {**found, **(given["env"] or {})}
 
@@ -76,7 +76,7 @@ class _Subtests:
 
     def __init__(self, config: pytest.Config) -> None:
         self._failed: list[pytest.TestReport] = []
-        # The other receivers are copies of those in pytest's own process: a rank must not write to their files.
+        # The other receivers are copies from pytest's own process, to whose files a rank must not write.
         for receiver in config.hook.pytest_runtest_logreport.get_hookimpls():
             config.pluginmanager.unregister(receiver.plugin)
         config.pluginmanager.register(self)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-# torch's harness asks for GPUs while it is imported: through NVML, after which a fork may still use CUDA.
+# torch's harness queries GPUs on import: through NVML, a fork may still use CUDA afterwards.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from torch.testing._internal import common_distributed as common
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import unittest
 
     class _Upstream(unittest.TestCase):
-        """What is used of torch's class, which has no types."""
+        """The parts of torch's class, which has no types, that are used here."""
 
         processes: list[multiprocessing.Process]
         pid_to_pipe: dict[int, multiprocessing.connection.Connection]
@@ -40,17 +40,17 @@ else:
 
 skip_if_lt_x_gpu = common.skip_if_lt_x_gpu
 
-#: Seconds that the other ranks have to end after the first has failed.
+#: How many seconds the other ranks have to end after the first has failed.
 GRACE_S = 3.0
-#: Seconds that a rank has to send its stack.
+#: How many seconds a rank has to send its stack.
 STACK_S = 5.0
 
 
 class _Forked(multiprocessing.get_context("fork").Process):  # type: ignore[misc] # made by the platform
-    """A rank that begins as a copy of the test's process."""
+    """A rank that starts as a copy of the test's process."""
 
     def run(self) -> None:
-        """Calls the target as torchrun would: with one thread, which needs no pool that a fork has lost."""
+        """Calls the target with one thread, as under torchrun, so that it needs no thread pool lost in the fork."""
         import torch
 
         if "OMP_NUM_THREADS" not in os.environ:
@@ -61,14 +61,14 @@ class _Forked(multiprocessing.get_context("fork").Process):  # type: ignore[misc
 class WarmMultiProcessTestCase(_Upstream):
     """torch's ``MultiProcessTestCase``, whose ranks are forked from the test's process instead of started anew.
 
-    Take it as the base in place of torch's class, or name it before a class that derives from torch's. All else is
-    torch's: ``rank``, ``world_size``, ``file_name``, ``setUp`` with ``_spawn_processes()``, skips by exit code.
-    A case costs milliseconds instead of the imports of every rank. What differs:
+    Use it as the base in place of torch's class, or list it before a class that derives from torch's. Everything else
+    is torch's: ``rank``, ``world_size``, ``file_name``, ``setUp`` with ``_spawn_processes()``, skips by exit code. A
+    case costs milliseconds instead of the imports of every rank. The differences:
 
-    - A rank begins with what the test's process has done: what it imported, its environment, its random state.
+    - A rank starts with the state of the test's process: its imports, its environment, its random state.
     - Ranks have one thread of torch each, unless ``OMP_NUM_THREADS`` is set.
     - The time limit's error names the ranks that hang and has their stacks.
-    - Where the test's process has already used CUDA, a fork could not: ranks start anew, as torch's do.
+    - If the test's process has already used CUDA, a fork could not: ranks start anew, like torch's.
     """
 
     def _spawn_processes(self) -> None:
@@ -80,7 +80,7 @@ class WarmMultiProcessTestCase(_Upstream):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         with warnings.catch_warnings():
-            # Python 3.12 warns where there are threads; a rank uses none of their locks.
+            # Python 3.12 warns if there are threads; a rank uses none of their locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._start_processes(_Forked)
 
@@ -91,13 +91,13 @@ class WarmMultiProcessTestCase(_Upstream):
         running = dict(enumerate(self.processes))
         try:
             while running and (left := deadline - time.monotonic()) > 0:
-                # Looks again now and then: children of a dead rank may hold what tells its end.
+                # Polls from time to time, because children of a dead rank may hold its sentinel open.
                 multiprocessing.connection.wait([process.sentinel for process in running.values()], min(left, 0.2))
                 for rank, process in list(running.items()):
                     if process.exitcode is None:
                         continue
                     del running[rank]
-                    # The others get a moment to say what they saw.
+                    # The others get a moment to report what they saw.
                     if process.exitcode == self.TEST_ERROR_EXIT_CODE and time.monotonic() + GRACE_S < deadline:
                         deadline = time.monotonic() + GRACE_S
             late = time.monotonic() - start >= limit
@@ -113,7 +113,7 @@ class WarmMultiProcessTestCase(_Upstream):
                 pipe.close()
 
     def _stack_of(self, process: Any) -> str:
-        """The Python stacks of a running rank, which a thread of it sends; ``""`` if it is stopped or in C for long."""
+        """Returns the Python stacks of a running rank, sent by one of its threads; ``""`` if stopped or long in C."""
         pipe = self.pid_to_pipe[process.pid]
         try:
             os.kill(process.pid, signal.SIGCONT)

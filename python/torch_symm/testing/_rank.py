@@ -1,4 +1,4 @@
-"""What happens in a forked rank: its log, its group, the body, and how that ended."""
+"""The life of a forked rank: its log, its group, the body, and the outcome."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-#: Calls of each rank that a report shows.
+#: Number of calls of each rank in a report.
 CALLS = 4
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,9 +28,9 @@ _here: tuple[int, int, Path] | None = None
 
 @dataclasses.dataclass
 class Outcome:
-    """How a body ended: ``kind`` is ``"passed"``, ``"skipped"``, ``"xfailed"`` or ``"failed"``.
+    """The outcome of a body: ``kind`` is ``"passed"``, ``"skipped"``, ``"xfailed"`` or ``"failed"``.
 
-    ``reason``: one line. ``at``: ``file:line`` where a failure was raised. ``text``: its traceback, of the rank that
+    ``reason``: one line. ``at``: ``file:line`` where a failure was raised. ``text``: the traceback on the rank that
     failed first. ``when``: seconds of the monotonic clock, which ranks share.
     """
 
@@ -44,26 +44,26 @@ class Outcome:
 
 @dataclasses.dataclass
 class Order:
-    """What every rank of a case is told."""
+    """The instructions for all ranks of a case."""
 
     body: Callable[[int, int], Any]
     world_size: int
     backend: str | None
     group_timeout: float
     folder: Path
-    #: Of a rank, beside its parent's environment.
+    #: A rank's environment, in addition to its parent's.
     env: Callable[[int], dict[str, str]]
-    #: The text of an exception; without it a plain traceback.
+    #: Formats an exception; without it, a plain traceback.
     describe: Callable[[BaseException], str] | None
-    #: Whether ``sys.stdout`` stays what a fixture made it.
+    #: Whether ``sys.stdout`` stays as a fixture set it.
     keep_streams: bool
 
 
 def place() -> tuple[int, int, Path]:
-    """This rank, the number of ranks, and the folder that they share.
+    """Returns this rank, the number of ranks, and the directory that they share.
 
     Raises:
-        RuntimeError: this process is no rank of a test.
+        RuntimeError: this process is not a rank of a test.
     """
     if _here is None:
         raise RuntimeError("this is no rank of a test: call it in a function that run_ranks or @pytest.mark.ranks runs")
@@ -71,21 +71,21 @@ def place() -> tuple[int, int, Path]:
 
 
 def shared_folder() -> Path:
-    """A folder that the ranks of this case share; it is removed after the case.
+    """Returns a directory that the ranks of this case share; it is removed after the case.
 
     Raises:
-        RuntimeError: this process is no rank of a test.
+        RuntimeError: this process is not a rank of a test.
     """
     return place()[2]
 
 
 def init_process_group(backend: str = "symm", timeout: float = 60.0, name: str = "default", **options: Any) -> None:
-    """``torch.distributed.init_process_group`` for the ranks of this case, over a fresh file, without a port.
+    """Calls ``torch.distributed.init_process_group`` for the ranks of this case, over a new file, without a port.
 
-    For bodies with ``backend=None``. ``timeout`` in seconds; ``name`` tells several groups of one case apart.
+    For bodies with ``backend=None``. ``timeout`` in seconds; ``name`` distinguishes several groups of one case.
 
     Raises:
-        RuntimeError: this process is no rank of a test; or what torch raises.
+        RuntimeError: this process is not a rank of a test; or torch's exceptions.
     """
     import torch.distributed as dist
 
@@ -101,8 +101,8 @@ def meet(name: str, timeout: float = 30.0) -> None:
     """Returns once every rank of this case has called it with this ``name``; needs no group. ``timeout`` in seconds.
 
     Raises:
-        TimeoutError: names the ranks that did not come.
-        RuntimeError: this process is no rank of a test.
+        TimeoutError: names the ranks that did not arrive.
+        RuntimeError: this process is not a rank of a test.
     """
     rank, world_size, folder = place()
     (folder / f"meet-{name}-{rank}").touch()
@@ -114,14 +114,14 @@ def meet(name: str, timeout: float = 30.0) -> None:
 
 
 def dies_with(parent: int) -> None:
-    """Makes this forked process end when ``parent``, which forked it, does, whatever that dies of."""
+    """Makes this forked process end when ``parent``, which forked it, does, for whatever reason."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def used_cuda() -> bool:
-    """Whether this process has begun to use CUDA, whose driver does not outlive a fork."""
+    """Returns true if this process has started to use CUDA, whose driver does not survive a fork."""
     folder = "/proc/self/fd"
     for name in os.listdir(folder):
         try:
@@ -133,22 +133,22 @@ def used_cuda() -> bool:
 
 
 def log_to(path: Path, keep_streams: bool = False) -> None:
-    """Redirects what this process prints to ``path``; ``keep_streams``: not what Python prints."""
+    """Redirects this process's output to ``path``; with ``keep_streams``, except Python's own."""
     log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     if not keep_streams:
-        # pytest's capture holds other objects than the descriptors.
+        # pytest's capture holds other objects than the file descriptors.
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
 
 
 def serve(order: Order, rank: int, parent: int) -> None:
-    """The life of a rank. Never returns."""
+    """Runs a rank. Never returns."""
     global _here
     try:
-        # Its children are found by this, also after it has ended.
+        # Its children are found by this, even after it has ended.
         os.setsid()
         dies_with(parent)
         _here = (rank, order.world_size, order.folder)
@@ -183,13 +183,13 @@ def _run(order: Order, rank: int) -> Outcome:
         import torch
         import torch.distributed as dist
 
-        # As torchrun does. It also keeps a pool of threads away that the parent had and a fork has not.
+        # As torchrun does. It also avoids a thread pool of the parent that is lost in the fork.
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
         if order.backend is not None:
             init_process_group(order.backend, order.group_timeout)
             if order.backend == "gloo":
-                # A rank that leaves at once breaks the others' connecting.
+                # A rank that leaves at once disturbs the others' connecting.
                 meet("joined", order.group_timeout)
         value = order.body(rank, order.world_size)
         if dist.is_initialized():
@@ -210,13 +210,13 @@ def _of(error: BaseException, order: Order, when: float) -> Outcome:
     frames = [frame for frame in traceback.walk_tb(error.__traceback__) if not ours(frame[0].f_code.co_filename)]
     at = ""
     if frames:
-        # The deepest line in the body's own file; an error is often raised below it.
+        # The deepest line in the body's own file; an error is often raised further down.
         file = frames[0][0].f_code.co_filename
         at = next(f"{Path(file).name}:{line}" for frame, line in reversed(frames) if frame.f_code.co_filename == file)
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{type(error).__name__}: {first}".removesuffix(": ")
     try:
-        # The others fail for this reason, and a good text takes long.
+        # The others fail because of this one, and a good text takes long.
         os.close(os.open(order.folder / "first", os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return Outcome("failed", reason, at, "", when)
@@ -225,14 +225,14 @@ def _of(error: BaseException, order: Order, when: float) -> Outcome:
 
 def _text(error: BaseException, order: Order) -> str:
     error = error.with_traceback(_of_the_test(error.__traceback__))
-    with contextlib.suppress(Exception):  # What a test raises need not be printable
+    with contextlib.suppress(Exception):  # A test may raise objects that cannot be printed
         if order.describe:
             return order.describe(error)
     return "".join(traceback.format_exception(error))
 
 
 def _of_the_test(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of this package, at its beginning, and those of torch at its end."""
+    """Removes the frames of this package at the start of a traceback, and those of torch at its end."""
     import torch
 
     torch_folder = os.path.dirname(torch.__file__) + os.sep
@@ -250,12 +250,12 @@ def _of_the_test(trace: TracebackType | None) -> TracebackType | None:
 
 
 def ours(file: str) -> bool:
-    """Whether ``file`` is one of this package."""
+    """Returns true if ``file`` belongs to this package."""
     return os.path.dirname(file) == os.path.dirname(__file__)
 
 
 def _show_stacks_on_request(folder: Path, rank: int) -> None:
-    """Keeps the stacks of all threads at a fatal signal or SIGUSR1, and then, unless the thread is in C, last calls."""
+    """Writes all threads' stacks on a fatal signal or SIGUSR1, and then, unless the thread is in C, last calls."""
     signal.signal(signal.SIGUSR1, lambda *_: _write_calls(folder, rank))
     stacks = os.open(folder / f"stacks-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.enable(file=stacks)
@@ -263,7 +263,7 @@ def _show_stacks_on_request(folder: Path, rank: int) -> None:
 
 
 def _write_calls(folder: Path, rank: int) -> None:
-    """Keeps the last calls of groups of symm, if this process has used any."""
+    """Writes the last calls of groups of symm, if this process has used any."""
     native = sys.modules.get("torch_symm._native")
     if native is None:
         return
@@ -273,7 +273,7 @@ def _write_calls(folder: Path, rank: int) -> None:
     try:
         calls = torch_symm.trace()["calls"][-CALLS:]
     except ImportError:
-        # Where the native part cannot serve, there are none.
+        # Without the native part, there are no calls.
         return
     for call in calls:
         number = "" if call["sequence"] is None else f" #{call['sequence']}"

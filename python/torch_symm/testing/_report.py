@@ -1,4 +1,4 @@
-"""What went wrong on which rank, for people."""
+"""The report of a failure: which rank failed, and how."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Ending:
     log: str
     calls: list[str]
     stacks: str
-    #: Seconds from the start of the case, or from another rank's failure, that it was waited for.
+    #: Seconds that the case waited for it, from the start or from another rank's failure.
     waited: float
 
     @property
     def failed(self) -> bool:
-        """Whether the rank did anything but pass or skip."""
+        """Returns true if the rank neither passed nor skipped."""
         return self.status != 0 or self.outcome is None or self.outcome.kind == "failed"
 
 
 def describe(endings: Sequence[Ending], bad: Collection[int], expect_killed: Collection[int] = ()) -> str:
-    """The report of ranks ``bad``: who failed first and where, in one line; its traceback; the others; last calls."""
+    """Reports ranks ``bad``: the first failure and its line; its traceback; the other ranks; the last calls."""
     late = [ending for ending in endings if ending.rank in bad and ending.status is None]
     dead = [ending for ending in endings if ending.rank in bad and ending.status is not None]
     raised = sorted((e for e in dead if e.outcome and e.outcome.kind == "failed"), key=lambda e: e.outcome.when)  # type: ignore[union-attr]
@@ -61,7 +61,7 @@ def _headline(ending: Ending, world_size: int, expect_killed: Collection[int]) -
 
 
 def _ended(ending: Ending, expect_killed: Collection[int]) -> str:
-    """``failed at sums.py:3: ValueError: …`` and the like."""
+    """Returns ``failed at sums.py:3: ValueError: …`` and the like."""
     if ending.status is None:
         return f"did not end within {ending.waited:.1f} s{_where(ending.stacks)}"
     if ending.status < 0:
@@ -83,7 +83,7 @@ def _signal(number: int) -> str:
 
 
 def _where(stacks: str) -> str:
-    """Where the main thread is, in code that is neither torch's nor the interpreter's library if there is any."""
+    """Returns where the main thread is, preferably outside torch's and the interpreter's libraries."""
     main = _trimmed(stacks).rpartition("hread 0x")[2]
     frames = [found for line in main.splitlines() if (found := _FRAME.match(line))]
     own = [found for found in frames if "/site-packages/" not in found["file"] and "/lib/python" not in found["file"]]
@@ -93,7 +93,7 @@ def _where(stacks: str) -> str:
 
 
 def _trimmed(stacks: str) -> str:
-    """The main thread's part comes last; of it only what the test itself called."""
+    """Returns the main thread's part, which comes last, and of it only the calls of the test itself."""
     lines: list[str] = []
     hidden = False
     for line in stacks.splitlines():
@@ -101,7 +101,7 @@ def _trimmed(stacks: str) -> str:
         if found is None:
             hidden = line.startswith("Extension modules")
         elif ours(found["file"]):
-            # Below are the frames of the process that it was forked from.
+            # Below are the frames of the process from which it was forked.
             hidden = True
         if not hidden:
             lines.append(line)

@@ -20,20 +20,20 @@ from ._rank import Order
 from ._report import Ending
 from ._report import describe as report
 
-#: Seconds that the other ranks have to end after the first has failed.
+#: How many seconds the other ranks have to end after the first has failed.
 GRACE_S = 8.0
-#: Seconds that ranks have to print their stacks.
+#: How many seconds ranks have to print their stacks.
 STACKS_S = 0.5
 
 
 class RanksFailed(AssertionError):
-    """Some rank of a case failed, died or did not end. Its text has the rank, the line, and what the others did."""
+    """A rank of a case failed, died or did not end. The text has the rank, the line, and the state of the others."""
 
 
 class Results(list[Any]):
-    """What the function returned, by rank; ``None`` for ranks that ended as expected without returning.
+    """The function's results by rank; ``None`` for ranks that ended as expected without returning.
 
-    ``logs``: what each rank printed. ``seconds``: from the first fork until the last rank had ended.
+    ``logs``: each rank's output. ``seconds``: from the first fork until the last rank had ended.
     """
 
     logs: list[str]
@@ -55,13 +55,13 @@ def run_ranks(
 
     Args:
         backend: of the default group, made before and destroyed after, without a port; ``None``: no group.
-        timeout: seconds for everything; then the ranks' stacks are taken and all of them killed.
+        timeout: seconds for everything; after that, the ranks' stacks are taken and all of them killed.
         group_timeout: seconds, the group's own.
         expect_killed: ranks that must die of SIGKILL.
         expect_gone: ranks that may end in any way.
-        env: of the ranks, beside this process's environment.
+        env: of the ranks, in addition to this process's environment.
 
-    The function and its arguments need not be picklable; what it returns must be.
+    The function and its arguments need not be picklable; its result must be.
 
     Raises:
         RanksFailed: a rank raised, died or did not end.
@@ -108,7 +108,7 @@ def run_case(
     describe: Callable[[BaseException], str] | None = None,
     keep_streams: bool = False,
 ) -> list[Ending]:
-    """Runs ``body(rank, world_size)`` on forked ranks and says how each ended. None of them is left when it returns."""
+    """Runs ``body(rank, world_size)`` on forked ranks and returns how each ended. All have ended when it returns."""
     with tempfile.TemporaryDirectory(prefix="symm-test-", ignore_cleanup_errors=True) as directory:
         folder = Path(directory)
         order = Order(body, world_size, backend, group_timeout, folder, env, describe, keep_streams)
@@ -136,7 +136,7 @@ class _Ranks:
         self.pids.append(self.forked.fork(lambda: _rank.serve(order, rank, parent)))
 
     def wait(self, timeout: float, may_end: Collection[int]) -> None:
-        """Returns when all have ended or time is up; then those left have been asked for their stacks."""
+        """Returns when all ranks have ended or the time is up, after asking the remaining ones for their stacks."""
         since, deadline = self._start, self._start + timeout
         while self.forked.running and (left := deadline - time.monotonic()) > 0:
             for pid in self.forked.wait(left):
@@ -152,7 +152,7 @@ class _Ranks:
             self.forked.wait(0)
 
     def kill(self) -> None:
-        """Ends whoever is left, with all children of ranks, and removes the shared memory of those killed."""
+        """Kills the remaining ranks and all children of ranks, and removes the shared memory of those killed."""
         left = self.forked.running
         for pid in left:
             # So that it maps and forks nothing more.
@@ -166,7 +166,7 @@ class _Ranks:
 
 
 def _shared_memory(pid: int) -> Iterable[Path]:
-    """Files of /dev/shm that a process has mapped."""
+    """Returns the files of /dev/shm that a process has mapped."""
     with contextlib.suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
         return {
@@ -183,7 +183,7 @@ def _ending(folder: Path, ranks: _Ranks, rank: int) -> Ending:
 
     outcome = None
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-        # Written by a process that this one forked, in a folder of mode 0700.
+        # Written by a process that this one forked, in a directory of mode 0700.
         outcome = pickle.loads((folder / f"outcome-{rank}").read_bytes())
     calls, status = text("calls").splitlines(), ranks.forked.status.get(ranks.pids[rank])
     return Ending(rank, ranks.pids[rank], status, outcome, text("log"), calls, text("stacks"), ranks.waited)

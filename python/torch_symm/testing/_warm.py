@@ -1,6 +1,6 @@
-"""A process that pytest forks when it has collected, and that runs the marked tests from then on.
+"""A process that pytest forks after collection, and that runs the marked tests from then on.
 
-Ranks are forked from it. What other tests do in pytest's own process, threads or CUDA above all, does not reach them.
+Ranks are forked from it. The effects of other tests in pytest's own process, such as threads or CUDA, do not reach it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch_symm.launch.ranks import fork
 
 from ._rank import dies_with
 
-#: Seconds that the process has to end a test after pytest's own process was told to fail it.
+#: How many seconds the process has to end a test after a time limit in pytest's own process has failed it.
 GRACE_S = 5.0
 
 
 class WarmProcess:
-    """Runs marked tests, with their fixtures, one after another; forked by :meth:`start`, and anew if it dies."""
+    """Runs marked tests, with their fixtures, one after another; forked by :meth:`start`, and again if it dies."""
 
-    #: Whether this is that process.
+    #: True in that process.
     inside = False
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
         factory = getattr(session.config, "_tmp_path_factory", None)
         if factory is not None:
-            # One folder for both processes.
+            # One directory for both processes.
             factory.getbasetemp()
 
     def run(self, item: pytest.Item, following: pytest.Item | None) -> list[Any]:
@@ -46,7 +46,7 @@ class WarmProcess:
             self._connection.send((self._index(item), following and self._index(following)))
             kind, value = self._connection.recv()
         except pytest.fail.Exception as limit:
-            # A time limit of another plug-in. The process has its own copy, and more to tell.
+            # A time limit of another plug-in. The process has its own copy, and a better report.
             if not self._connection.poll(GRACE_S):
                 self._restart()
                 return [_failed(item, str(limit))]
@@ -83,7 +83,7 @@ class WarmProcess:
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
     def start(self) -> None:
-        """Forks the process; it knows the session's stash as it is now."""
+        """Forks the process; it has the session's present stash."""
         ours, theirs = Pipe()
         parent = os.getpid()
         self._pid = fork(lambda: self._serve(ours, theirs, parent))
@@ -95,7 +95,7 @@ class WarmProcess:
             ours.close()
             dies_with(parent)
             WarmProcess.inside = True
-            # Captures into files of its own: those of the parent have one offset for both.
+            # Captures into its own files: the parent's have one offset for both.
             capture: Any = self._session.config.pluginmanager.getplugin("capturemanager")
             capture.stop_global_capturing()
             capture.start_global_capturing()
@@ -110,7 +110,7 @@ class WarmProcess:
         items, config = self._session.items, self._session.config
         item = items[index]
         try:
-            # pytest-xdist may give out tests in another order than was foreseen.
+            # pytest-xdist may distribute tests in another order than expected.
             self._session._setupstate.teardown_exact(item)
             after = None if following is None else items[following]
             reports = item.ihook.pytest_runtest_protocol(item=item, nextitem=after)
@@ -118,12 +118,12 @@ class WarmProcess:
             return "reports", [to_data(config=config, report=report) for report in reports]
         except pytest.exit.Exception as error:
             return "exit", str(error)
-        except BaseException as error:  # Whatever it is, this test's
+        except BaseException as error:  # Whatever it is, it belongs to this test
             return "error", f"{type(error).__name__}: {error}"
 
 
 def protocol(item: pytest.Item, following: pytest.Item | None) -> list[Any]:
-    """All phases of a test inside of the process; its reports are shown by pytest's own."""
+    """Runs all phases of a test in this process; pytest's own process shows the reports."""
     return runtestprotocol(item, log=False, nextitem=following)
 
 
