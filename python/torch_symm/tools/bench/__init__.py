@@ -3,16 +3,17 @@
 A run is cells (an operation, a type, a reduction, a root and a size each) times sides (backends) times a clock: bursts
 of calls on CPU (`timing`, `rank`), events and graphs on GPUs (`gpu`). How a cell is measured on CPU:
 
-1. Every rank process holds a group of the same ranks for each side. All sides work on the same tensors.
-2. Each side makes one call that is checked, and ``-w`` untimed ones, from which its rhythm follows.
-3. Blocks of calls of the sides alternate, so that noise of the machine hits all. All ranks start a block together;
-   within a burst (at most 64 calls) there is no barrier: each rank makes blocking calls back to back and reads the
-   clock once after each, so that the durations add up. Below 5 ms an untimed call opens the burst and absorbs the skew
-   of its start. With ``--seconds`` calls below 10 µs are timed in batches of 8, since reading the clock takes 0.06 µs.
-4. Iteration ``i`` took the longest time that any rank spent in it. Median and p99 are taken over iterations.
-5. Tensors are filled anew, and outputs poisoned, before each burst, outside the timing. Results are compared with exact
-   values: of the first ``-c`` calls, and with ``--seconds`` of all all_reduce calls, which feed each other, and of one
-   call after each burst of the others.
+1. Every rank process holds a group of the same ranks for each side. All sides use the same tensors.
+2. Each side makes one call that is checked, and ``-w`` untimed ones, which determine its rhythm.
+3. Blocks of calls of the sides alternate, so that noise of the machine affects all of them. All ranks start a block
+   together; within a burst (at most 64 calls) there is no barrier: each rank makes blocking calls back to back and
+   reads the clock once after each, so that the durations add up. Below 5 ms, an untimed call opens the burst and
+   absorbs the skew of its start. With ``--seconds``, calls below 10 µs are timed in batches of 8, because reading the
+   clock takes 0.06 µs.
+4. Iteration ``i`` took the longest time that any rank spent in it. Median and p99 are over iterations.
+5. Tensors are filled again, and outputs poisoned, before each burst, outside the timing. Results are compared with
+   exact values: of the first ``-c`` calls, and with ``--seconds`` of all all_reduce calls, which use each other's
+   results, and of one call after each burst of the others.
 
 Conventions for sizes and bus bandwidth: `ops`. Memory limit: `limits`. Modules, from leaf to root: `units`, `pattern`,
 `ops`, `limits`, `machine`, `beside`, `request`, `record`, `timing`, `rank`, `launch`, `links`, `gpu`, `cuda`,

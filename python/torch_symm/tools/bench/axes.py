@@ -9,7 +9,7 @@ from typing import Any
 from .units import format_size
 
 COLORS = ("#0b6e4f", "#8a8a8a", "#b5541c", "#3b5b92", "#7a4b94", "#a08000")
-#: More ticks than these overlap.
+#: More ticks than this would overlap.
 MOST_TICKS = 10
 
 
@@ -55,7 +55,7 @@ def times(axis: Any, low: float, high: float) -> None:
 
 
 def sizes(axis: Any, measured: Sequence[int], most: int = 8) -> None:
-    """Makes the horizontal axis one of sizes, of which at most about ``most`` are named."""
+    """Makes the horizontal axis one of sizes, and labels at most about ``most`` of them."""
     shown = measured[:: max(1, len(measured) // most)]
     axis.set_xscale("log", base=2)
     axis.set_xticks(shown, [format_size(size) for size in shown], fontsize=8)
@@ -82,5 +82,5 @@ def bars(axis: Any, rows: Sequence[tuple[str, Mapping[str, float]]], label: str)
     axis.set_xlabel(label)
     for number, side in enumerate(sides):
         axis.barh(0, 0, 0, color=COLORS[number % len(COLORS)], label=side)
-    # Above the bars, which would be below it elsewhere.
+    # Above the bars, because a legend elsewhere would cover them.
     axis.legend(fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)

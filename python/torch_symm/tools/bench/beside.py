@@ -1,4 +1,4 @@
-"""Processes beside the ranks that want the cores, too: as data loaders, a notebook's kernel or another job do."""
+"""Background processes that compete with the ranks for cores, like data loaders, a notebook or another job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .machine import usable_cores
 
-#: What a process does until the one that started it has ended, in whatever way.
+#: A process's work until the process that started it has ended, for whatever reason.
 _COMPUTE = """
 while os.getppid() == parent:
     sum(range(100_000))
@@ -25,14 +25,14 @@ while os.getppid() == parent:
 
 @dataclass(frozen=True)
 class Beside:
-    """So many processes, which compute; or stream memory, as data loaders do (``loaders``)."""
+    """The number of processes, which compute, or stream memory like data loaders (``loaders``)."""
 
     count: int = 0
     loaders: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Beside:
-        """Reads ``"2"``, or ``"loader"``: one for each core.
+        """Parses ``"2"``, or ``"loader"``: one for each core.
 
         Raises:
             ValueError: it is neither.
@@ -49,7 +49,7 @@ class Beside:
 
 @contextmanager
 def running(beside: Beside) -> Iterator[None]:
-    """Runs them in this process's session, and so in the scheduling group of the ranks that it starts."""
+    """Runs the processes in this session, and so in the scheduling group of the ranks that it starts."""
     code = f"import os\nparent = {os.getpid()}\n{_STREAM if beside.loaders else _COMPUTE}"
     processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(beside.count)]
     try:

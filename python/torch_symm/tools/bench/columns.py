@@ -1,4 +1,4 @@
-"""Rows in the columns of nccl-tests; with other sides, whose they are and their ratio stands behind."""
+"""Rows in the columns of nccl-tests; with several sides, the name and the ratio of each side follow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def headings(several: bool) -> list[str]:
 
 
 def table(rows: Sequence[Found]) -> list[str]:
-    """All of it, each operation below its name and headings."""
+    """The whole table, with each operation below its name and headings."""
     several, shown, text = any(len(found.sides) > 1 for found in rows), "", []
     for found in rows:
         text += [] if found.wanted.op == shown else opening(found.wanted.op, several)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from .record import Absent, Found
     from .request import Wanted
 
-#: What ``--against`` knows.
+#: The sides that ``--against`` accepts.
 AGAINST = ("nccl", "gloo", "torch")
 CPU_RANKS = 2
 
 
 def parser() -> Parser:
-    """Of the command."""
+    """Returns the parser of the command."""
     made = Parser(
         "bench",
         "Measures collectives of ordinary tensors, with the flags and columns of nccl-tests. Time is the median of "
@@ -95,7 +95,7 @@ def _root(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """The rows, sides and clock of a run."""
 
     device: str
     world: int
@@ -109,7 +109,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     if given.draw:
         return _draw(parser, given)
     todo = plan(parser, given)
-    # They import torch.
+    # These import torch.
     from . import columns, machine, plot
     from .record import Absent
 
@@ -191,7 +191,7 @@ def _check_outputs(parser: Parser, given: argparse.Namespace) -> None:
 
 
 def plan(parser: Parser, given: argparse.Namespace) -> Plan:
-    """What the command line asks for."""
+    """Returns the run that the command line requests."""
     import torch
 
     from . import request
@@ -231,7 +231,7 @@ def plan(parser: Parser, given: argparse.Namespace) -> Plan:
 
 
 def heading(plan: Plan, given: argparse.Namespace, here: Machine) -> Iterator[str]:
-    """What stands above all rows."""
+    """The lines above all rows."""
     sizes = [wanted.size for wanted in plan.rows]
     where = f"{here.cpu}, {here.cores} cores, load {here.loadavg[0]}"
     yield f"{given.backend} on {plan.world} ranks, {plan.device} tensors; {where}"
@@ -249,7 +249,7 @@ def heading(plan: Plan, given: argparse.Namespace, here: Machine) -> Iterator[st
 
 
 def _measured(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent | str]:
-    """Rows and absent sides; a text: why it ended early."""
+    """Yields rows and absent sides; a text says why the run ended early."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
     try:
@@ -297,7 +297,7 @@ def _on_cpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent |
 
 
 def _progress(plan: Plan, done: int) -> None:
-    """What is measured next, on a terminal; it goes away with the next line."""
+    """Shows the next measurement on a terminal; the next line replaces it."""
     if sys.stderr.isatty():
         following = plan.rows[done] if done < len(plan.rows) else None
         text = f"[{done}/{len(plan.rows)}] {following.op} {format_size(following.size)} …" if following else ""
@@ -307,7 +307,7 @@ def _progress(plan: Plan, done: int) -> None:
 def _write(
     given: argparse.Namespace, device: str, rows: list[Found], found: dict[str, object], heading: str
 ) -> list[str]:
-    """Writes the files that are asked for; their names."""
+    """Writes the requested files, and returns their names."""
     from . import columns, plot
 
     if given.json == "-":

@@ -1,4 +1,4 @@
-"""Rows on GPUs: what `torch_symm.tools.bench.gpu` measures, as nccl-tests shows it."""
+"""Rows on GPUs: the results of `torch_symm.tools.bench.gpu`, in the form of nccl-tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .gpu.sides import cpu_sides, gpu_sides
 from .record import Absent, Figure, Found
 from .request import REDUCING, ROOTED, Wanted
 
-#: Sides of the benchmark, by what ``--against`` calls them.
+#: Sides of the benchmark, by their names in ``--against``.
 AGAINST = {
     "nccl": ("nccl", "nccl window"),
     "torch": ("torch one-shot", "torch two-shot", "torch low contention"),
@@ -26,7 +26,7 @@ AGAINST = {
 
 @dataclass(frozen=True)
 class How:
-    """``calls`` timed ones, about; ``graph``: the time of a call in a CUDA graph; ``limit``: that of the links, too."""
+    """``calls``: about how many timed ones; ``graph``: time calls in a CUDA graph; ``limit``: also measure links."""
 
     calls: int
     warmup: int
@@ -39,7 +39,7 @@ class How:
 
 
 def run(rows: Sequence[Wanted], against: Sequence[str], how: How) -> Iterator[Found | Absent]:
-    """The rows, and sides that are not there.
+    """Yields the rows, and sides that are not available.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException, StandsStill: a rank failed outside of any
@@ -63,7 +63,7 @@ def run(rows: Sequence[Wanted], against: Sequence[str], how: How) -> Iterator[Fo
         dtypes=(),
         sizes=(),
         seconds=how.seconds,
-        # Of 20 calls each, or 5 long ones; a median wants three.
+        # Of 20 calls each, or 5 long ones; a median needs three.
         turns=min(MAX_TURNS, max(3, -(-how.calls // 20))),
         still_s=how.still_s,
         warmup=how.warmup,
@@ -81,7 +81,7 @@ def _cell(wanted: Wanted) -> Cell:
 
 
 def _link_rate(world: int) -> float:
-    """Bytes per second of a plain copy over the slowest link between two of the first ``world`` GPUs; 0: not known."""
+    """Bytes per second of a plain copy over the slowest link between two of the first ``world`` GPUs; 0 if unknown."""
     found = [pair for pair in links.measured().messages if "gb_per_s" in pair]
     rates = [pair["gb_per_s"] for pair in found if pair["from"] != pair["to"] and max(pair["from"], pair["to"]) < world]
     return min(rates, default=0.0) * 1e9

@@ -20,12 +20,12 @@ from .request import Wanted
 from .timing import FIXED_ROUNDS, MAX_BURST, MAX_ROUNDS, MAX_SAMPLES, SharedTensors
 from .units import LIMIT_S, format_size
 
-#: Processes import torch and meet before they get to a side.
+#: Processes import torch and meet before they make a side.
 START_S = 60.0
 
 
 def unusable(backend: str) -> str | None:
-    """Why ``backend``, a name or ``device:name`` pairs, cannot be measured on CPU tensors here; ``None``: it can."""
+    """Why ``backend``, a name or ``device:name`` pairs, cannot be measured on CPU tensors here; ``None`` if it can."""
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     serving = dict(pair.split(":", 1) for pair in backend.lower().split(",") if ":" in pair) or {"cpu": backend.lower()}
     for name in serving.values():
@@ -50,16 +50,16 @@ def measure(
     seconds: float | None = None,
     beside: Beside = Beside(),  # noqa: B008 - frozen
 ) -> Iterator[Found]:
-    """All ``rows`` on all ``sides``, in the same processes; ``bandwidth``: with that of plain copies.
+    """Yields all ``rows`` on all ``sides``, in the same processes; ``bandwidth``: with the one of plain copies.
 
-    ``seconds``: to spend, about, in place of a number of ``calls``. ``beside``: other processes to run meanwhile.
+    ``seconds``: approximate time, in place of a number of ``calls``. ``beside``: other processes to run meanwhile.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
         torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process.
-        StandsStill: the ranks did not get on for ``limit_s``. The message names side, row and ranks.
+        StandsStill: the ranks made no progress for ``limit_s``. The message names side, row and ranks.
     """
-    # What is rounded up to whole rounds and bursts has room.
+    # Leaves room for rounding up to whole rounds and bursts.
     samples = max(calls + FIXED_ROUNDS * (calls // MAX_BURST + 16), MAX_SAMPLES + MAX_ROUNDS if seconds else 0)
     shared = SharedTensors(world, ranks.barrier(world), len(sides), samples)
     progress, results = Progress(world), ranks.queue()
@@ -67,7 +67,7 @@ def measure(
 
     with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
-        # The launcher is first to tell, in the same words for all sides.
+        # The launcher reports first, in the same words for all sides.
         patience = limit_s + 30.0
         deadline = time.monotonic() + seconds if seconds else None
         task = rank_process.Task(
@@ -93,7 +93,7 @@ def _place(doing: Doing, sides: Sequence[str], rows: Sequence[Wanted]) -> str:
 
 
 def _who(doing: Doing, halted: Sequence[int], world: int) -> str:
-    """Which ranks did nothing: those whose processes are stopped, else those that did not come as far as others."""
+    """Names the idle ranks: those whose processes are stopped, otherwise those that are behind the others."""
     late = halted or doing.behind
     if not late:
         return f"none of {world} ranks got on"

@@ -1,11 +1,11 @@
-"""The memory limit of a cell: bytes that must move, divided by the copy bandwidth of all ranks at once.
+"""The memory limit of a cell: the bytes that must move, divided by the copy bandwidth of all ranks at once.
 
 Two counts, both in `ops.OPS`, as multiples of S summed over all ranks:
 
 * ``floor``: every input byte read once and every output byte written once. No algorithm on ordinary tensors is faster
   once the tensors exceed the cache.
-* ``staged``: in addition every byte that crosses from one rank to another is written once into shared memory and read
-  once by each reader: what private tensors cost without kernel help and without staging that stays in the cache.
+* ``staged``: in addition, every byte that moves from one rank to another is written once into shared memory and read
+  once by each reader: the cost of private tensors without kernel help and without staging that stays in the cache.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 
 from .ops import OPS
 
-# Beyond the last-level cache of one rank's share on any machine at hand; two of these a rank.
+# Larger than one rank's share of the last-level cache on any machine at hand; two of these per rank.
 COPY_BYTES = 64 << 20
-# Below this size tensors may live in the cache, and a limit set by memory means nothing.
+# Below this size, tensors may stay in the cache, and a memory limit is meaningless.
 SMALLEST = 16 << 20
 REPEATS = 3
 TRIALS = 2 * REPEATS
 
 
 def measure_copy(align: Callable[[], None], seconds: float = 0.15) -> list[float]:
-    """This rank's copy rates while the others copy as well, in bytes touched (read + written) per second.
+    """Returns this rank's copy rates while the others copy as well, in bytes touched (read + written) per second.
 
-    Tries torch's ``copy_`` and libc's ``memmove`` (which writes around the cache). ``align`` starts all ranks together.
-    There are ``TRIALS`` rates; the sum over ranks of one trial is the machine's rate in it.
+    Tries torch's ``copy_`` and libc's ``memmove`` (which bypasses the cache on writes). ``align`` starts all ranks
+    together. There are ``TRIALS`` rates; the sum over ranks of one trial is the machine's rate in it.
     """
     source = torch.ones(COPY_BYTES, dtype=torch.uint8)
     target = torch.zeros(COPY_BYTES, dtype=torch.uint8)
@@ -56,7 +56,7 @@ def measure_copy(align: Callable[[], None], seconds: float = 0.15) -> list[float
 
 
 def limit_us(op: str, size: int, world: int, bytes_per_second: float, *, staged: bool) -> float | None:
-    """Microseconds that ``op`` at S = ``size`` bytes needs at ``bytes_per_second``; None where memory sets no limit."""
+    """Returns the µs that ``op`` at S = ``size`` bytes needs at ``bytes_per_second``; None if memory sets no limit."""
     if size < SMALLEST or bytes_per_second <= 0.0:
         return None
     moved = (OPS[op].staged if staged else OPS[op].floor)(world) * size

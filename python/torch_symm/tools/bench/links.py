@@ -7,12 +7,12 @@ import os
 from torch_symm.launch.messages import send
 from torch_symm.launch.ranks import Ended, Program, run
 
-#: Bytes of a copy, how many are timed, and seconds for all.
+#: Bytes of a copy, number of timed copies, and seconds for all.
 BYTES, COPIES, SECONDS = 256 << 20, 10, 120.0
 
 
 def measured() -> Ended:
-    """GB/s of a copy from each GPU to each, and the same on one, as a process of its own finds and sends them."""
+    """Measures GB/s of a copy from each GPU to each other, and to itself, in a separate process."""
     return run([Program("torch_symm.tools.bench.links", [], dict(os.environ))], SECONDS)[0]
 
 

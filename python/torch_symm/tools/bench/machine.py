@@ -1,4 +1,4 @@
-"""What a figure has to be quoted with: date, CPU, load, versions, and how busy others kept the cores."""
+"""The data that must accompany a figure: date, CPU, load, versions, and how busy other processes kept the cores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-# NVLink multicast takes resources that the GPUs of a host share; a program that ends badly can leave them taken.
+# NVLink multicast takes resources that the GPUs of a node share; a program that exits abnormally can leave them taken.
 MULTICAST_SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -20,7 +20,7 @@ MULTICAST_SETTINGS = {
 
 
 def cpu_model() -> str:
-    """The first ``model name`` of /proc/cpuinfo, or what the platform calls itself."""
+    """Returns the first ``model name`` of /proc/cpuinfo, or the platform's name."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -31,7 +31,7 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the source tree around this file, with ``+`` if it has changes; None outside one."""
+    """Returns the commit of the source tree around this file, with ``+`` if it has changes; None outside one."""
     here = Path(__file__).resolve().parent
     try:
         head = subprocess.run(
@@ -46,12 +46,12 @@ def commit() -> str | None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Returns the number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def loadavg() -> list[float]:
-    """The load average over 1, 5 and 15 minutes."""
+    """Returns the load average over 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()]
 
 
@@ -70,7 +70,7 @@ class Machine:
 
 
 def describe() -> Machine:
-    """The machine as it is now."""
+    """Describes the machine as it is now."""
     return Machine(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         cpu=cpu_model(),
@@ -85,7 +85,7 @@ def describe() -> Machine:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs of a run and the software on them; ``settings``: what the environment says about multicast."""
+    """The GPUs of a run and their software; ``settings``: the environment's settings of multicast."""
 
     names: list[str]
     driver: str | None
@@ -102,7 +102,7 @@ class Gpus:
 
 
 def describe_gpus(count: int) -> Gpus:
-    """The first ``count`` GPUs, asked through nvidia-smi, so that this process gets no context on any."""
+    """Describes the first ``count`` GPUs through nvidia-smi, so that this process gets no context on any."""
     names, driver = [], None
     if count:
         try:
@@ -118,7 +118,7 @@ def describe_gpus(count: int) -> Gpus:
 
 
 def busy_seconds() -> float:
-    """Core-seconds that all processes of the machine have used since boot; 0 where /proc/stat is missing."""
+    """Core-seconds that all processes of the machine have used since boot; 0 if /proc/stat is missing."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     except OSError:

@@ -2,8 +2,8 @@
 
 ``S`` is the size in the field's convention (nccl-tests): the tensor for all_reduce, broadcast, reduce and send/recv;
 the output of all_gather and of gather at its root; the input of reduce_scatter, of all_to_all and of scatter at its
-root. Where a tensor is divided among ranks, S is rounded up to one element a rank. algbw = S / t, busbw = algbw ×
-factor. send/recv is a ping-pong between ranks 0 and 1, the others idle; its time is half a round trip.
+root. If a tensor is divided among ranks, S is rounded up to one element per rank. algbw = S / t, busbw = algbw ×
+factor. send/recv is a ping-pong between ranks 0 and 1 while the others idle; its time is half a round trip.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POISON = -1
 
 @dataclass(frozen=True)
 class Shape:
-    """What a builder needs: rank, element type and number of elements of S, what combines them, root and device."""
+    """The inputs of a builder: rank, element type and number of elements of S, reduction, root and device."""
 
     rank: int
     world: int
@@ -55,21 +55,21 @@ class Shape:
 
     @property
     def reduce_op(self) -> dist.ReduceOp.RedOpType:
-        """As torch has it."""
+        """The reduction as torch's type."""
         return REDOPS[self.redop]
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank is."""
+        """True if this rank is the root."""
         return self.rank == self.root
 
     @property
     def share(self) -> int:
-        """Elements of one rank's part of S."""
+        """Number of elements of one rank's part of S."""
         return self.count // self.world
 
     def pattern(self, ranks: range | list[int], start: int, count: int) -> Pattern:
-        """What ``count`` elements of ``ranks`` from ``start`` on are combined to."""
+        """Returns the combination of ``count`` elements of ``ranks`` from ``start``."""
         return Pattern(ranks, start, count, self.world, self.dtype, self.redop, self.device)
 
     def empty(self, count: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Work:
 class Op:
     """One row of the table. ``floor`` and ``staged`` are bytes / S for n ranks: see `limits`.
 
-    ``builds``: how it is called into other tensors, and in place; ``None`` where torch has no such call.
+    ``builds``: its out-of-place and in-place calls; ``None`` if torch lacks the call.
     """
 
     builds: tuple[Callable[[Shape], Work] | None, Callable[[Shape], Work] | None]
@@ -135,7 +135,7 @@ def _functional_all_reduce(shape: Shape) -> Work:
 
 
 def _all_reduce_out_of_place(shape: Shape) -> Work:
-    """On a group of symm its own operator, ``torch.ops.symm.all_reduce``; on others the functional collective."""
+    """Uses ``torch.ops.symm.all_reduce`` on a group of symm, and the functional collective on others."""
     own = shape.pattern([shape.rank], 0, shape.count)
     total = shape.pattern(range(shape.world), 0, shape.count)
     tensor, results = shape.empty(shape.count), [shape.empty(0)]
@@ -249,7 +249,7 @@ def _reduce(shape: Shape) -> Work:
     own = shape.pattern([shape.rank], 0, shape.count)
     total = shape.pattern(range(shape.world), 0, shape.count)
     tensor, op = shape.empty(shape.count), shape.reduce_op
-    # The tensors of the other ranks are undefined afterwards, hence only one call has a defined result.
+    # The other ranks' tensors are undefined afterwards, so only one call has a defined result.
     return Work(
         lambda: own.fill(tensor),
         lambda group: dist.reduce(tensor, shape.root, op, group=group),
@@ -321,7 +321,7 @@ OPS: dict[str, Op] = {
     "all_reduce": Op(
         (_all_reduce_out_of_place, _all_reduce), BUS_FACTORS["all_reduce"], lambda n: 2.0 * n, lambda n: 5.0 * n - 2
     ),
-    # As DTensor and torch.compile call it: asynchronous, into a new tensor, which is awaited at once.
+    # As DTensor and torch.compile call it: asynchronous, into a new tensor, and awaited at once.
     "functional_all_reduce": Op(
         (_functional_all_reduce, None), BUS_FACTORS["all_reduce"], lambda n: 4.0 * n, lambda n: 7.0 * n - 2
     ),

@@ -7,13 +7,13 @@ from functools import reduce
 
 import torch
 
-# A prime, so that a segment put at the wrong power-of-two offset is noticed.
+# A prime, so that a segment at a wrong power-of-two offset is noticed.
 PERIOD = 1009
 TILE = PERIOD * 1024
 
 
 class WrongResult(AssertionError):
-    """A backend returned something else than the exact expected value; ``count``: in so many elements."""
+    """A backend returned something other than the exact expected value; ``count``: number of wrong elements."""
 
     def __init__(self, text: str, count: int = 1) -> None:
         """``text``: names the first wrong element."""
@@ -22,19 +22,19 @@ class WrongResult(AssertionError):
 
 
 def largest(dtype: torch.dtype) -> int:
-    """The largest integer up to 256, which is exact even in bfloat16, that ``dtype`` has beside the poison."""
+    """Returns the largest integer up to 256 that ``dtype`` represents, exact even in bfloat16, and not the poison."""
     return min(256, torch.iinfo(dtype).max - 1) if not dtype.is_floating_point else 256
 
 
 def _values(rank: int, start: int, count: int, world: int, redop: str, limit: int) -> torch.Tensor:
-    """Elements ``start .. start + count`` of the tensor of ``rank``, as float64 integers.
+    """Returns elements ``start .. start + count`` of the tensor of ``rank``, as float64 integers.
 
-    Whatever ``redop`` makes of those of all ranks is an integer of at most ``limit``, and so exact: a sum stays below
-    ``limit + 1`` as values stay below ``(limit + 1) / world``; an average is one of multiples of ``world``; of a
-    product only as many factors are 2 as ``limit`` bears.
+    The reduction ``redop`` of all ranks' values is an integer of at most ``limit``, and therefore exact: a sum stays
+    below ``limit + 1`` because values stay below ``(limit + 1) / world``; an average is one of multiples of ``world``;
+    in a product, only as many factors are 2 as ``limit`` allows.
     """
     index = torch.arange(start, start + count, dtype=torch.int64) % PERIOD
-    # What ranks add to each other's values changes every seven elements: else many ranks would make every sum alike.
+    # The difference between ranks' values changes every seven elements; otherwise many ranks would make all sums equal.
     spread = index * 37 + (17 + index // 7) * rank
     if redop == "prod":
         doubling = rank < limit.bit_length() - 1
@@ -51,12 +51,12 @@ def _combined(values: Sequence[torch.Tensor], redop: str) -> torch.Tensor:
 
 
 def pieces(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
-    """Views of ``count`` elements each (the last may be shorter) that make up the flat ``tensor``."""
+    """Returns views of ``count`` elements each (the last may be shorter) that make up the flat ``tensor``."""
     return (tensor[start : start + count] for start in range(0, tensor.numel(), count))
 
 
 class Pattern:
-    """What a span of a tensor should hold: what the values of ``ranks`` from ``start`` on are combined to.
+    """The expected contents of a span of a tensor: the combination of the values of ``ranks`` from ``start``.
 
     Keeps at most ``TILE`` elements; longer tensors repeat it.
     """
@@ -71,7 +71,7 @@ class Pattern:
         redop: str = "sum",
         device: torch.device | None = None,
     ) -> None:
-        """``count`` elements from ``start`` on, in a job of ``world`` ranks whose values ``redop`` combines."""
+        """Combines ``count`` elements from ``start`` with ``redop``, in a job of ``world`` ranks."""
         length, limit = min(count, TILE), largest(dtype)
         values = [_values(rank, start, length, world, redop, limit) for rank in ranks]
         self._tile = (_combined(values, redop) if len(values) > 1 else values[0]).to(device, dtype)

@@ -1,4 +1,4 @@
-"""Time and bus bandwidth over size, of all sides, with what plain copies would allow (needs matplotlib)."""
+"""Plots time and bus bandwidth over size, of all sides, with the limit set by plain copies (needs matplotlib)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TIME, BANDWIDTH = "µs per call", "bus bandwidth, GB/s"
 def draw(rows: Sequence[Found], heading: str, path: Path, bound: str = "memory") -> None:
     """Writes a figure of ``rows`` to ``path``: a row of two plots for each operation, type, reduction and root.
 
-    Operations with one size each share a row, as bars. ``bound``: what sets the limit that is drawn. ``.html`` has
-    figure and table in one file that needs no other.
+    Operations with one size each share a row, as bars. ``bound`` names the drawn limit. ``.html`` has figure and table
+    in one self-contained file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -45,7 +45,7 @@ def draw(rows: Sequence[Found], heading: str, path: Path, bound: str = "memory")
     for (left, right), part in zip(panels, curves, strict=False):
         _curves(left, part, TIME, "median_us")
         _curves(right, part, BANDWIDTH, "busbw")
-        # The bytes that must move grow with the size, and so the rate is one.
+        # The bytes that must move are proportional to the size, so the rate is constant.
         limits = [
             found.wanted.size / found.limit_us / 1e3 * found.wanted.bus_factor for found in part if found.limit_us
         ]
@@ -73,7 +73,7 @@ def draw(rows: Sequence[Found], heading: str, path: Path, bound: str = "memory")
 
 
 def title(machine: Mapping[str, Any]) -> str:
-    """What a figure has to be quoted with, from the fields of `Machine`: date, processor, cores, torch."""
+    """Returns the data that must accompany a figure, from the fields of `Machine`: date, processor, cores, torch."""
     return f"{machine['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
 
 

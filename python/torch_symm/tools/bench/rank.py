@@ -27,19 +27,19 @@ from .record import Figure, Found, quantile
 from .request import Wanted
 from .timing import Rhythm, SharedTensors, burst, check_once, fixed, plan
 
-#: What rank 0 sends.
+#: The messages of rank 0.
 Message: TypeAlias = Found
-#: With a deadline: upper limit on the seconds of a side, lower limit on its samples, number of rounds, and the µs of a
-#: call from which one sample a round is enough.
+#: With a deadline: maximum seconds of a side, minimum number of its samples, number of rounds, and the µs of a call
+#: from which one sample per round suffices.
 SIDE_S, LEAST, ROUNDS, SLOW_US = 1.5, 20, 5, 50_000.0
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks do. ``sides``: the tested one first; ``calls`` timed ones after ``warmup``, ``checks`` checked.
+    """The task of all ranks. ``sides``: the tested one first; ``calls`` timed after ``warmup``, ``checks`` checked.
 
-    ``bandwidth``: whether to measure that of plain copies; ``timeout_s``: of the groups. ``deadline``: by
-    ``time.monotonic()``, in place of ``calls``: as many are made as the time allows, and all bursts are checked.
+    ``bandwidth``: whether to measure plain copies; ``timeout_s``: of the groups. ``deadline``: by ``time.monotonic()``,
+    in place of ``calls``: as many calls as the time allows, with all bursts checked.
     """
 
     world: int
@@ -67,7 +67,7 @@ def join(
 
 
 def copy_bandwidth(rank: int, shared: SharedTensors) -> float:
-    """Bytes per second that all ranks copy at once; all call it."""
+    """Returns the bytes per second that all ranks copy at once; all ranks call it."""
     shared.copy_rates[rank] = torch.tensor(limits.measure_copy(shared.align), dtype=torch.float64)
     shared.align()
     return float(shared.copy_rates.sum(dim=0).max())
@@ -160,7 +160,7 @@ class _Row:
         return plan(estimate_us, float(self._shared.budget_s[0]), task.world, least, ROUNDS)
 
     def _tried(self, side: int) -> bool:
-        """Makes the first call, checked, and the untimed ones; whether all ranks could."""
+        """Makes the first call, checked, and the untimed ones; returns true if all ranks succeeded."""
         shared, group, work = self._shared, self._groups[side], self._work
         shared.align()
         self._enter(side)

@@ -1,4 +1,4 @@
-"""What a run finds, and how it is read from JSON."""
+"""The results of a run, and how they are read from JSON."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch_symm.tools.command import check_figures
 from .ops import OPS
 from .request import NCCL_TYPES, Wanted
 
-#: Where results go: to tensors of their own, or over the input.
+#: Where results are written: to separate tensors, or over the input.
 PLACEMENTS = ("out_of_place", "in_place")
 DISTURBED_CORES = 0.5
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Times of one side in µs per call, each call its slowest rank's; ``wrong`` elements, ``None``: not checked."""
+    """Times of one side in µs per call, each call its slowest rank's; ``wrong`` elements, ``None`` if unchecked."""
 
     median_us: float
     mean_us: float
@@ -38,15 +38,15 @@ class Found:
     wanted: Wanted
     sides: Mapping[str, Mapping[str, Figure]]
     notes: Mapping[str, str] = field(default_factory=dict)
-    #: The least time that memory allows, in µs, where it sets a limit; and if every byte that crosses is staged.
+    #: The minimum time in µs that memory allows, where it sets a limit; and with staging of every byte that moves.
     limit_us: float | None = None
     staged_us: float | None = None
-    #: Cores that other processes kept busy meanwhile.
+    #: Number of cores that other processes kept busy meanwhile.
     other_cores: float | None = None
 
     @property
     def disturbed(self) -> bool:
-        """Whether others kept more than half a core busy, so that the figures say little."""
+        """True if other processes kept more than half a core busy, so that the figures are unreliable."""
         return (self.other_cores or 0.0) > DISTURBED_CORES
 
     def algbw(self, figure: Figure) -> float:
@@ -54,22 +54,22 @@ class Found:
         return self.wanted.size / figure.median_us / 1e3
 
     def busbw(self, figure: Figure) -> float:
-        """GB/s as the links see it."""
+        """GB/s as the links carry it."""
         return self.algbw(figure) * self.wanted.bus_factor
 
     def ratio(self, side: str, placement: str) -> float | None:
-        """How many times as long ``side`` takes as the first side."""
+        """Returns the time of ``side`` divided by the time of the first side."""
         first = next(iter(self.sides.values()), {}).get(placement)
         other = self.sides.get(side, {}).get(placement)
         return other.median_us / first.median_us if first and other else None
 
     @property
     def wrong(self) -> int:
-        """Wrong elements in all."""
+        """Number of wrong elements in all."""
         return sum(figure.wrong or 0 for placed in self.sides.values() for figure in placed.values())
 
     def records(self) -> list[dict[str, Any]]:
-        """A flat record for each side and placement."""
+        """Returns a flat record for each side and placement."""
         head: dict[str, Any] = {
             **asdict(self.wanted),
             "count": self.wanted.count,
@@ -102,16 +102,16 @@ class Absent:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest of the ``ordered`` values that is not below ``share`` of them (nearest rank)."""
+    """Returns the smallest of the ``ordered`` values that is not below ``share`` of them (nearest rank)."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def read(path: Path) -> tuple[list[Found], dict[str, Any]]:
-    """The rows of a run that ``--json`` wrote to ``path``, and its machine.
+    """Reads the rows of a run that ``--json`` wrote to ``path``, and its machine.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds no run.
+        ValueError: it is not a run.
     """
     try:
         run = json.loads(path.read_text())

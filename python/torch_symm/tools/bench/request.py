@@ -1,4 +1,4 @@
-"""What is asked for: operations, types and sizes by the names of nccl-tests and of this package."""
+"""Parses a request: operations, types and sizes, by the names of nccl-tests and of this package."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _OTHER_REDOPS = {"product": "prod", "mean": "avg"}
 #: Operations that combine values, and that have a root.
 REDUCING = ("all_reduce", "functional_all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-#: Sizes that a run may have at most.
+#: Maximum number of sizes of a run.
 MOST_SIZES = 200
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A row to measure. ``size`` is S in bytes, rounded up to whole elements (a rank); ``root`` -1: it has none."""
+    """A row to measure. ``size`` is S in bytes, rounded up to whole elements (per rank); ``root`` -1: no root."""
 
     op: str
     dtype: str
@@ -42,7 +42,7 @@ class Wanted:
 
     @property
     def count(self) -> int:
-        """Elements as nccl-tests counts them: of each rank's part where S is divided."""
+        """Number of elements as nccl-tests counts them: of each rank's part if S is divided."""
         return self.size // DTYPES[self.dtype].itemsize // (self.world if OPS[self.op].divided else 1)
 
     @property
@@ -52,10 +52,10 @@ class Wanted:
 
 
 def operations(words: list[str]) -> list[str]:
-    """Operations by our name or nccl-tests', as ``all_reduce_perf``; ``all``.
+    """Parses operations by our name or nccl-tests', such as ``all_reduce_perf``; or ``all``.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no operation has this name.
     """
     if words == ["all"]:
         return list(PLACEMENTS)
@@ -64,19 +64,19 @@ def operations(words: list[str]) -> list[str]:
 
 
 def types(text: str) -> list[str]:
-    """Types by our name or nccl-tests', separated by commas; ``all``.
+    """Parses types by our name or nccl-tests', separated by commas; or ``all``.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no type has this name.
     """
     return list(DTYPES) if text == "all" else [_TYPES[named("type", word, _TYPES)] for word in text.lower().split(",")]
 
 
 def reductions(text: str) -> list[str]:
-    """Reduce operations, separated by commas; ``all``.
+    """Parses reduce operations, separated by commas; or ``all``.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no reduction has this name.
     """
     if text == "all":
         return list(REDOPS)
@@ -84,7 +84,7 @@ def reductions(text: str) -> list[str]:
 
 
 def sizes(least: int, most: int, factor: float | None, step: int | None) -> list[int]:
-    """Bytes from ``least`` to ``most``, each ``factor`` times the one before, or ``step`` more.
+    """Returns sizes in bytes from ``least`` to ``most``, each ``factor`` times the one before, or ``step`` more.
 
     Raises:
         ValueError: they do not rise, or are too many.
@@ -105,7 +105,7 @@ def sizes(least: int, most: int, factor: float | None, step: int | None) -> list
 def rows(
     ops: list[str], dtypes: list[str], redops: list[str], roots: list[int], sizes: list[int], world: int
 ) -> list[Wanted]:
-    """Every combination that differs, operation by operation, from small to large."""
+    """Returns every distinct combination, operation by operation, from small to large."""
     found: dict[Wanted, None] = {}
     for op in ops:
         for dtype in dtypes if op != "barrier" else dtypes[:1]:

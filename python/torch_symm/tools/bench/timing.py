@@ -1,4 +1,4 @@
-"""Clock and rhythm of the measurement: how many calls, in which bursts, and the samples of all ranks in one place."""
+"""Clock and rhythm of the measurement: number of calls and bursts, and the samples of all ranks in one place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_BURST = 64
 FIXED_ROUNDS = 5
 BATCH = 8
 BATCH_BELOW_US = 10.0
-# From here on the skew with which ranks leave the start line (about 0.1 ms) is below 2 % of a call.
+# From here on, the skew with which ranks leave the start line (about 0.1 ms) is below 2 % of a call.
 LEAD_BELOW_US = 5000.0
 START_TIMEOUT_S = 300.0
 
@@ -55,7 +55,7 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class Rhythm:
-    """How one side of a cell is measured: in each of ``rounds`` blocks, ``bursts`` of ``samples`` timed stretches.
+    """How one side of a cell is measured: in each of ``rounds`` blocks, ``bursts`` of ``samples`` timed intervals.
 
     ``batch`` calls make one sample; an untimed ``lead`` call opens a burst and absorbs the skew of its start.
     """
@@ -68,14 +68,14 @@ class Rhythm:
 
     @property
     def iterations(self) -> int:
-        """Timed calls in all."""
+        """Number of timed calls in all."""
         return self.rounds * self.bursts * self.samples * self.batch
 
 
 def plan(estimate_us: float, budget_s: float, world: int, least: int, rounds: int) -> Rhythm:
-    """The rhythm of a side whose call takes about ``estimate_us``, within about ``budget_s`` but ``least`` samples.
+    """Returns the rhythm of a side whose call takes about ``estimate_us``: ``budget_s``, or at least ``least`` samples.
 
-    A burst is short enough that ``world ** calls`` stays far from the largest float: all_reduce feeds on its result.
+    A burst is short enough that ``world ** calls`` is far from the largest float, because all_reduce uses its result.
     """
     batch = BATCH if estimate_us < BATCH_BELOW_US else 1
     lead = estimate_us < LEAD_BELOW_US
@@ -89,7 +89,7 @@ def plan(estimate_us: float, budget_s: float, world: int, least: int, rounds: in
 
 
 def fixed(calls: int, estimate_us: float, world: int) -> Rhythm:
-    """The rhythm of ``calls`` calls, or the next number that rounds and bursts divide, each timed by itself."""
+    """Returns the rhythm of ``calls`` calls, or the next number that rounds and bursts divide, each timed alone."""
     rounds = min(FIXED_ROUNDS, calls)
     a_round, lead = math.ceil(calls / rounds), estimate_us < LEAD_BELOW_US
     longest = _longest_burst(world) - int(lead)
@@ -102,7 +102,7 @@ def _longest_burst(world: int) -> int:
 
 
 def burst(work: Work, group: dist.ProcessGroup, rhythm: Rhythm) -> list[float]:
-    """One burst of blocking calls on fresh tensors; µs per call of each sample."""
+    """Runs one burst of blocking calls on new tensors; returns µs per call of each sample."""
     now, call = time.perf_counter_ns, work.call
     work.reset()
     if rhythm.lead:
@@ -123,7 +123,7 @@ def burst(work: Work, group: dist.ProcessGroup, rhythm: Rhythm) -> list[float]:
 
 
 def check_once(work: Work, group: dist.ProcessGroup) -> None:
-    """Makes one call on fresh tensors and checks its result.
+    """Makes one call on new tensors and checks its result.
 
     Raises:
         WrongResult: it is wrong.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-#: Seconds in which ranks get on by a burst of calls; of a call of 1 GB, too, on a busy machine.
+#: How long ranks may take to advance by a burst of calls, even of a call of 1 GB, on a busy machine.
 LIMIT_S = 120.0
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as ``8``, ``64K``, ``64KB`` or ``16 MB`` (binary multiples).
+    """Parses a size such as ``8``, ``64K``, ``64KB`` or ``16 MB`` (binary multiples), in bytes.
 
     Raises:
         ValueError: ``text`` is not a positive size.
@@ -23,7 +23,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """``size`` bytes in the largest binary unit that divides it; 0 is a call without a payload."""
+    """Formats ``size`` bytes in the largest binary unit that divides it; 0 is a call without a payload."""
     if size == 0:
         return "-"
     for unit, factor in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
@@ -33,7 +33,7 @@ def format_size(size: int) -> str:
 
 
 def format_us(us: float) -> str:
-    """``us`` microseconds with three significant digits below 1000."""
+    """Formats ``us`` microseconds with three significant digits below 1000."""
     if us >= 1000.0:
         return f"{us:,.0f}"
     if us >= 100.0:

@@ -102,14 +102,14 @@ def _send_recv(at: Setting) -> Call:
 
 
 def _barrier(at: Setting) -> Call:
-    # Named by its device: a group that serves CPU tensors too would meet on the host.
+    # Named by its device, because a group that serves CPU tensors, too, would meet on the host.
     device = at.inputs.device
     ids = [device.index] if device.type == "cuda" else None
     return Call(lambda: None, lambda: dist.barrier(group=at.group, device_ids=ids), lambda _calls: None)
 
 
 def nccl_barrier(at: Setting) -> Call:
-    """dist.barrier; in a graph its stream waits: NCCL's own wait would block the host and end the recording."""
+    """dist.barrier; in a graph, its stream waits, because NCCL's own wait would block the host and end the capture."""
     ids = [at.inputs.device.index]
 
     def run() -> None:
@@ -130,7 +130,7 @@ def in_stream_or_host() -> None:
 
 
 def first_finding(findings: Iterable[str | None]) -> str | None:
-    """The first that is one."""
+    """Returns the first finding that is not None."""
     return next((finding for finding in findings if finding is not None), None)
 
 
@@ -145,5 +145,5 @@ OPS: dict[str, Op] = {
     "all_reduce_add_rms_norm": Op(add_rms_norm),
 }
 
-#: Those that are measured unless others are named.
+#: The operations that are measured by default.
 USUAL = tuple(op for op in OPS if op != "all_reduce_add_rms_norm")

@@ -19,7 +19,7 @@ LARGE = 4 << 20
 MANY_CALLS, FEW_CALLS = 20, 5
 HOST_TURNS = 5
 
-#: A side's call, and the graph of it if there is one; by the side's number.
+#: A side's call, and its graph if it has one, by the side's number.
 Ready: TypeAlias = dict[int, tuple[Call, torch.cuda.CUDAGraph | None]]
 
 
@@ -29,7 +29,7 @@ def calls_for(size: int) -> int:
 
 
 def measure(process: Process, cell: Cell, turns: int, seed: int) -> Measured:
-    """``cell`` on all sides of ``process``. Called by all ranks."""
+    """Measures ``cell`` on all sides of ``process``. Called by all ranks."""
     return _Bench(process, cell, turns, seed).measured()
 
 
@@ -57,7 +57,7 @@ class _Bench:
             call = self._prepared(number, build)
             if call is not None:
                 graph = self._captured(number, call)
-                # Recording or replaying may have been the side's end.
+                # Capture or replay may have ended the side.
                 if number in self._process.sides:
                     ready[number] = call, graph
         self._alternate(ready)
@@ -82,7 +82,7 @@ class _Bench:
         return Setting(self._process.rank, self._inputs, self._pristine, side.group, side.place)
 
     def _prepared(self, number: int, build: Builder) -> Call | None:
-        """The call, once it has been made and found right."""
+        """Returns the call, once it has been made and its result checked."""
         found: list[Call] = []
         task = self._process.task
 
@@ -110,7 +110,7 @@ class _Bench:
         return None
 
     def _captured(self, number: int, call: Call) -> torch.cuda.CUDAGraph | None:
-        """A graph of the calls that was replayed once and found right."""
+        """Returns a graph of the calls that was replayed and checked once."""
         if not self._clock.has_graphs:
             return None
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -125,7 +125,7 @@ class _Bench:
             wrong = call.check(self._calls) if self._process.task.checks else None
             return wrong and f"wrong in a graph: {wrong}"
 
-        # Two steps: where one rank has no graph, the others must not wait for it on the GPU.
+        # Two steps: if one rank has no graph, the others must not wait for it on the GPU.
         error = self._process.together(number, capture)
         if error is not None:
             self._process.fail(number, self._figure(number), f"in a graph: {error}")
@@ -137,7 +137,7 @@ class _Bench:
         return graphs[0]
 
     def _alternate(self, ready: Ready) -> None:
-        """The sides in turn, each turn in the opposite order; samples go to the meeting."""
+        """Times the sides in turn, each turn in the opposite order; samples are stored in the meeting."""
         for turn in range(self._turns):
             order: Sequence[int] = list(ready) if turn % 2 == 0 else list(reversed(ready))
             for number in order:
@@ -168,7 +168,7 @@ class _Bench:
                         break
 
     def _still_right(self, number: int, call: Call) -> bool:
-        """Whether calls in a row give the right result, too."""
+        """Returns true if calls in a row give the right result, too."""
 
         def check() -> str | None:
             call.reset()

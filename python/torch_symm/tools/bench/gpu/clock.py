@@ -1,4 +1,4 @@
-"""How long calls take: between CUDA events, in graphs and eagerly; by the host's clock for CPU tensors."""
+"""The duration of calls: between CUDA events, in graphs and eagerly; by the host's clock for CPU tensors."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class GpuClock:
     has_graphs = True
 
     def capture(self, run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-        """A graph in which ``run`` is called ``calls`` times; it must have been called before."""
+        """Returns a graph of ``calls`` calls of ``run``, which must have been called before."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # Only this thread's doings count: the groups have threads that ask the driver for the state of events.
+        # Only this thread's calls count, because the groups have threads that query events.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(calls):
                 run()
         return graph
 
     def settle(self) -> None:
-        """Returns once the GPU has done everything."""
+        """Returns once the GPU has finished everything."""
         torch.cuda.synchronize()
 
     def replay_us(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Time of one replay behind another one."""
+        """Returns the time of one replay that follows another."""
         before, after = _event(), _event()
         graph.replay()
         before.record()
@@ -47,7 +47,7 @@ class GpuClock:
         return float(before.elapsed_time(after)) * 1e3
 
     def eager_us(self, call: Call, calls: int) -> float:
-        """Time of ``calls`` calls behind a few others."""
+        """Returns the time of ``calls`` calls that follow a few others."""
         before, after = _event(), _event()
         for _ in range(LEAD_CALLS):
             call.run()
@@ -59,7 +59,7 @@ class GpuClock:
         return float(before.elapsed_time(after)) * 1e3
 
     def host_us(self, call: Call) -> float:
-        """Time that the host spends in one of many calls, which the GPU does later."""
+        """Returns the host's time in one of many calls, which the GPU runs later."""
         torch.cuda.synchronize()
         start = time.perf_counter_ns()
         for _ in range(HOST_CALLS):
@@ -70,7 +70,7 @@ class GpuClock:
 
 
 class HostClock(GpuClock):
-    """The same for CPU tensors, whose calls are done when they return. There are no graphs."""
+    """The same for CPU tensors, whose calls have finished when they return. Has no graphs."""
 
     has_graphs = False
 
@@ -78,7 +78,7 @@ class HostClock(GpuClock):
         """Nothing is outstanding."""
 
     def eager_us(self, call: Call, calls: int) -> float:
-        """Time of ``calls`` calls behind a few others."""
+        """Returns the time of ``calls`` calls that follow a few others."""
         for _ in range(LEAD_CALLS):
             call.run()
         start = time.perf_counter_ns()
@@ -87,5 +87,5 @@ class HostClock(GpuClock):
         return (time.perf_counter_ns() - start) / 1e3
 
     def host_us(self, call: Call) -> float:
-        """Time of one of many calls."""
+        """Returns the time of one of many calls."""
         return self.eager_us(call, HOST_CALLS) / HOST_CALLS

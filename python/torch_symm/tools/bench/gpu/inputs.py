@@ -1,4 +1,4 @@
-"""Random inputs that every rank can make for every other, their float64 reference; memory and calls of a side."""
+"""Random inputs that every rank can compute for every other, their float64 reference; memory and calls of a side."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from ..pattern import pieces
 
-# Elements that are made and compared at a time; bounds the memory of the float64 reference.
+# Number of elements that are made and compared at a time; bounds the memory of the float64 reference.
 PIECE = 1 << 24
 POISON = float("nan")
-#: Types of which there are random values and bounds for their sums.
+#: Types with random values and bounds for their sums.
 RANDOM = ("bf16", "f32")
 
 
@@ -28,7 +28,7 @@ class Inputs:
     seed: int
 
     def piece(self, rank: int, number: int) -> torch.Tensor:
-        """Elements ``number * PIECE`` and on of the tensor of ``rank``, at most ``PIECE``."""
+        """Returns at most ``PIECE`` elements of the tensor of ``rank``, from ``number * PIECE``."""
         generator = torch.Generator(self.device).manual_seed((self.seed * 1009 + rank) * 8191 + number)
         count = min(PIECE, self.count - number * PIECE)
         values = torch.empty(count, dtype=torch.float32, device=self.device)
@@ -40,17 +40,17 @@ class Inputs:
             part.copy_(self.piece(rank, number))
 
     def _pieces(self, ranks: Sequence[int], start: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """The parts of elements ``start .. start + count``, each with its offset from ``start``, one per rank."""
+        """Yields the parts of elements ``start .. start + count`` per rank, each with its offset from ``start``."""
         for number in range(start // PIECE, -(-(start + count) // PIECE)):
             first, last = max(start, number * PIECE), min(start + count, (number + 1) * PIECE)
             within = slice(first - number * PIECE, last - number * PIECE)
             yield first - start, [self.piece(rank, number)[within] for rank in ranks]
 
     def compare_sum(self, got: torch.Tensor, start: int = 0, calls: int = 1) -> str | None:
-        """Why ``got`` is not the sum of all ranks' elements from ``start`` on; None if it is.
+        """Returns why ``got`` is not the sum of all ranks' elements from ``start``; None if it is.
 
-        ``calls``: how often the sum was summed again, each time of ``world`` equal tensors. The bound is that of a sum
-        rounded to the dtype at every step, which some backends do.
+        ``calls``: how often the sum was summed again, each time of ``world`` equal tensors. The bound allows a rounding
+        to the dtype at every step, as in some backends.
         """
         scale = float(self.world) ** (calls - 1)
         bound = self.world * calls * torch.finfo(self.dtype).eps
@@ -61,14 +61,14 @@ class Inputs:
                 wanted += part
                 size += part.abs()
             found = got[offset : offset + wanted.numel()].to(torch.float64)
-            # Written so that NaN is wrong.
+            # Written so that NaN counts as wrong.
             wrong = ~((found - wanted * scale).abs() <= size * (scale * bound))
             if bool(wrong.any()):
                 return _first(wrong, found, wanted * scale, offset, got.numel())
         return None
 
     def compare_copy(self, got: torch.Tensor, rank: int, start: int = 0) -> str | None:
-        """Why ``got`` is not what ``rank`` has from ``start`` on; None if it is."""
+        """Returns why ``got`` is not the tensor of ``rank`` from ``start``; None if it is."""
         for offset, (wanted,) in self._pieces([rank], start, got.numel()):
             found = got[offset : offset + wanted.numel()]
             if not torch.equal(found, wanted):
@@ -102,7 +102,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a builder needs. ``pristine`` holds this rank's input."""
+    """The inputs of a builder. ``pristine`` holds this rank's input."""
 
     rank: int
     inputs: Inputs
@@ -112,12 +112,12 @@ class Setting:
 
     @property
     def world(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return self.inputs.world
 
     @property
     def share(self) -> int:
-        """Elements of one rank's part of S."""
+        """Number of elements of one rank's part of S."""
         return self.inputs.count // self.world
 
     def given(self, count: int) -> torch.Tensor:
@@ -131,7 +131,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Call:
-    """One operation on one side. ``check(k)``: what is wrong after ``reset`` and ``k`` of ``run``, or None."""
+    """One operation on one side. ``check(k)`` returns the error after ``reset`` and ``k`` of ``run``, or None."""
 
     reset: Callable[[], object]
     run: Callable[[], object]

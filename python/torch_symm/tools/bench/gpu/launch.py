@@ -1,4 +1,4 @@
-"""Starts one process per GPU and yields what they report; without a side that hung or killed a process, once more."""
+"""Starts one process per GPU and yields their reports; restarts without a side that hung or killed a process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .process import Entrances, Message, Task
 from .record import Absent, Cell, Measured
 from .sides import GROUP_TIMEOUT, Makers
 
-# A call that waits in vain ends after the group's timeout, by itself or by NCCL's watchdog; the rest is room to do so.
+# A call without a peer ends after the group's timeout, by itself or by NCCL's watchdog; the rest is a margin for that.
 STILL_S = GROUP_TIMEOUT.total_seconds() + 25.0
-# Processes import torch, make a context on their GPU and meet, before they get to a side.
+# Processes import torch, make a context on their GPU and meet, before they make a side.
 START_S = 150.0
 
-#: So that NCCL ends a call that waits in vain, and not the process: it aborts the communicator (2), does not kill the
-#: process when its watchdog is late, and does not first wait a minute for a dump.
+#: NCCL ends a call without a peer, and not the process: it aborts the communicator (2), does not kill the process when
+#: its watchdog is late, and does not first wait a minute for a dump.
 PATIENT_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -39,7 +39,7 @@ PATIENT_SETTINGS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. ``seconds``: when they have passed, no further cell begins; ``still_s``: when a rank hangs.
+    """The run. ``seconds``: the time after which no further cell starts; ``still_s``: when a rank counts as hanging.
 
     ``rows``: cells in place of every combination of ``ops``, ``dtypes`` and ``sizes``.
     """
@@ -61,7 +61,7 @@ class Options:
 
 
 def cells(options: Options) -> list[Cell]:
-    """The cells, operation by operation and dtype by dtype, from small to large."""
+    """Returns the cells, operation by operation and dtype by dtype, from small to large."""
     found = list(options.rows)
     for op in options.ops:
         for dtype in options.dtypes if op != "barrier" else options.dtypes[:1]:
@@ -72,14 +72,14 @@ def cells(options: Options) -> list[Cell]:
 
 
 def measure(options: Options) -> Iterator[Message]:
-    """Runs everything, yielding each finding when it is there. Ends before the last cell when the time is over.
+    """Runs everything, and yields each finding at once. Ends before the last cell when the time is over.
 
-    When a rank dies or hangs in a call of one side, that side is reported absent, and new processes go on without it.
+    If a rank dies or hangs in a call of one side, that side is reported absent, and new processes continue without it.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank failed outside of any side; its text holds the traceback.
-        torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process, outside of any side.
-        StandsStill: a rank hangs outside of any side, or no side is left.
+        torch.multiprocessing.ProcessRaisedException: a rank failed outside any side; the text holds the traceback.
+        torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process, outside any side.
+        StandsStill: a rank hangs outside any side, or no side is left.
     """
     deadline = time.monotonic() + options.seconds
     sides, todo = list(options.sides), cells(options)
@@ -97,7 +97,7 @@ def measure(options: Options) -> Iterator[Message]:
             return
         except (ProcessRaisedException, ProcessExitedException, StandsStill) as error:
             if not todo or time.monotonic() >= deadline:
-                return  # they only did not end well
+                return  # only their exit failed
             doing = meeting.progress.doing()
             if doing.side is None:
                 raise

@@ -1,4 +1,4 @@
-"""Where the rank processes of a run meet on the host: the start line, what failed, and everybody's samples."""
+"""Where the rank processes of a run meet on the host: the start line, errors, and every rank's samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_symm.launch.watch import Progress
 MAX_TURNS = 16
 MODES = ("graph", "eager", "host", "group", "backend", "launch", "operator")
 TEXT_BYTES = 1200
-# Longer than the launcher lets a run stand still.
+# Longer than the launcher lets a run stall.
 PATIENCE_S = 200.0
 
 
@@ -21,7 +21,7 @@ def _shared(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Meeting:
-    """Memory that all ranks share. `align`, `agree` and `decide` are called by all of them, in the same order."""
+    """Memory that all ranks share. All of them call `align`, `agree` and `decide`, in the same order."""
 
     def __init__(self, world: int, sides: int, barrier: Barrier) -> None:
         """For ``world`` ranks that meet at ``barrier``, and compare ``sides`` sides."""
@@ -41,7 +41,7 @@ class Meeting:
         self._barrier.wait(PATIENCE_S)
 
     def agree(self, rank: int, error: str | None) -> list[str]:
-        """What went wrong, the same on every rank: the errors of those ranks that have one."""
+        """Returns the errors of the ranks that have one, the same on every rank."""
         text = (error or "").encode()[:TEXT_BYTES]
         row = self._texts[rank]
         row.zero_()
@@ -53,7 +53,7 @@ class Meeting:
         return [body.decode(errors="replace") for body in bodies if body]
 
     def decide(self, rank: int, number: int) -> int:
-        """The number that rank 0 gives, on every rank."""
+        """Returns rank 0's number on every rank."""
         if rank == 0:
             self._number[0] = number
         self.align()
@@ -66,6 +66,6 @@ class Meeting:
         self._samples[side, MODES.index(mode), rank, turn] = us
 
     def slowest(self, side: int, mode: str, turns: int) -> list[float]:
-        """Of each turn the slowest rank's sample; after `align`."""
+        """Returns the slowest rank's sample of each turn; after `align`."""
         found: list[float] = self._samples[side, MODES.index(mode), :, :turns].max(dim=0).values.tolist()
         return found

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .inputs import PIECE, POISON, Call, Setting
 
-#: Elements of a row, where there are as many; rows are as many as the size gives.
+#: Number of elements of a row, if there are enough; the size determines the number of rows.
 HIDDEN = 8192
 EPS = 1e-6
 
@@ -32,14 +32,14 @@ def _rows(at: Setting) -> tuple[int, int]:
 
 
 def _beside(at: Setting, *size: int, seed: int) -> torch.Tensor:
-    """The same on all ranks."""
+    """Returns a random tensor that is the same on all ranks."""
     generator = torch.Generator(at.inputs.device).manual_seed(at.inputs.seed * 31 + seed)
     values = torch.empty(size, dtype=torch.float32, device=at.inputs.device)
     return values.uniform_(-1.0, 1.0, generator=generator).to(at.inputs.dtype)
 
 
 def add_rms_norm(at: Setting) -> Call:
-    """The row of the table: on a group of symm the operator; else an all-reduce and what Inductor makes of the rest."""
+    """Builds the call: the operator on a group of symm; an all-reduce and Inductor's code on other groups."""
     rows, hidden = _rows(at)
     tensor = at.given(rows * hidden).view(rows, hidden)
     residual, weight = _beside(at, rows, hidden, seed=1), _beside(at, hidden, seed=2)
@@ -62,7 +62,7 @@ def add_rms_norm(at: Setting) -> Call:
             results[:] = steps(tensor, residual, weight)
 
     def check(calls: int) -> str | None:
-        # In separate steps the sum replaces the input, so that further calls sum it again.
+        # In separate steps, the sum replaces the input, so further calls sum it again.
         scale = 1.0 if fused else float(at.world) ** (calls - 1)
         few = min(rows, PIECE // hidden)
         wanted = torch.zeros(few * hidden, dtype=torch.float64, device=at.inputs.device)
@@ -72,7 +72,7 @@ def add_rms_norm(at: Setting) -> Call:
         normed = added / (added.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
         bound = torch.finfo(at.inputs.dtype).eps * 4 * (at.world + calls)
         for name, got, right in (("normed", results[0], normed), ("residual", results[1], added)):
-            # Written so that NaN is wrong.
+            # Written so that NaN counts as wrong.
             wrong = ~((got[:few].double() - right).abs() <= bound * right.abs().amax(-1, keepdim=True))
             if bool(wrong.any()):
                 return f"{int(wrong.sum())} elements of {name} are wrong"

@@ -10,17 +10,17 @@ from .inputs import RANDOM, Call, Setting
 from .record import Cell
 from .sides import Builder
 
-#: Operations that are called in place, where torch knows both ways.
+#: Operations that are called in place, of those that torch has in both forms.
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
 
 def wanted(cell: Cell) -> bool:
-    """Whether ``cell`` is none that every side measures with random values."""
+    """Returns true if ``cell`` is not among those that every side measures with random values."""
     return cell.op not in OPS or cell.dtype not in RANDOM or (cell.redop, cell.root) != ("sum", 0)
 
 
 def builder(cell: Cell) -> Builder:
-    """Makes the call of ``cell`` on tensors of its own, in ordinary memory."""
+    """Makes the call of ``cell`` on its own tensors, in ordinary memory."""
     out_of_place, in_place = PLACED[cell.op].builds
     build = in_place if cell.op in IN_PLACE else out_of_place
     assert build is not None, cell.op
@@ -32,7 +32,7 @@ def builder(cell: Cell) -> Builder:
 
         def check(calls: int) -> str | None:
             if calls != 1 and not work.checks_chain:
-                # Calls feed on each other's results: what comes out of several is not defined.
+                # Calls use each other's results, and the result of several is undefined.
                 return None
             try:
                 work.check(calls)

@@ -1,4 +1,4 @@
-"""What one rank process holds: its sides and clock; and what becomes of a side in which something went wrong."""
+"""The sides and clock of one rank process, and the handling of a side that fails."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .record import Absent, Cell, Figure, Measured
 from .sides import Makers, NotThere, Side, is_timeout
 
 Message: TypeAlias = Absent | Measured
-#: The calls whose time on the host is measured, by where an operation is entered; a function of a module.
+#: The calls whose host time is measured, by the level at which an operation is entered; a function of a module.
 Entrances: TypeAlias = Callable[[Setting, Cell, Call, Side], Mapping[str, Call]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks do. ``seconds``: when the run is late for it, turns become few; when they are over, it ends.
+    """The task of all ranks. ``seconds``: a run that is late gets few turns, and ends when the time is over.
 
-    ``warmup`` untimed calls of a side come before its timed ones; ``checks`` of its results are compared, 0: none.
+    ``warmup`` untimed calls of a side precede its timed ones; ``checks`` of its results are compared, 0: none of them.
     """
 
     world: int
@@ -42,24 +42,24 @@ class Task:
 
 
 class Process:
-    """One rank. All ranks call its methods in the same order. ``sides`` by their place in the task."""
+    """One rank. All ranks call its methods in the same order. ``sides`` are keyed by their index in the task."""
 
     def __init__(
         self, rank: int, device: torch.device, task: Task, meeting: Meeting, report: Callable[[Message], object]
     ) -> None:
-        """``report`` gets the findings; on one rank it sends them to the launcher."""
+        """``report`` receives the findings; one rank sends them to the launcher."""
         self.rank, self.device, self.task, self.meeting = rank, device, task, meeting
         self.clock = GpuClock() if device.type == "cuda" else HostClock()
         self.sides: dict[int, Side] = {}
         self.cell: int | None = None
         self._report = report
-        # Their groups are dead, and dropping them may block.
+        # Their groups have failed, and dropping them may block.
         self._given_up: list[Side] = []
 
     def together(self, side: int, body: Callable[[], str | None]) -> str | None:
-        """Runs ``body`` on every rank; what went wrong on any, on all of them: a text of its own or an exception.
+        """Runs ``body`` on every rank; returns an error of any rank on all of them: its own text or an exception.
 
-        Where ranks saw different things, a timeout counts most: the others may be its consequence.
+        If ranks saw different errors, a timeout takes precedence: the others may be its consequences.
         """
         self.meeting.progress.enter(self.rank, self.cell, side)
         try:
@@ -68,14 +68,14 @@ class Process:
             error = str(missing)
         except Exception as failure:
             error = in_a_line(failure)
-            # After some errors the device serves this process no more, on no side. The launcher starts others then.
+            # After some errors, the device is unusable for this process, on any side. The launcher then starts others.
             self.clock.settle()
         errors = self.meeting.agree(self.rank, error)
         self.meeting.progress.enter(self.rank, self.cell, None)
         return next((error for error in errors if is_timeout(error)), errors[0] if errors else None)
 
     def settle(self, side: Side) -> None:
-        """Returns once the device has done everything.
+        """Returns once the device has finished everything.
 
         Raises:
             GroupFailed: the group of ``side`` has failed meanwhile.
@@ -100,7 +100,7 @@ class Process:
                 self._report(Absent(name, error))
 
     def fail(self, number: int, figure: Figure, error: str) -> None:
-        """Notes ``error``. After a timeout the side is given up; if its group may have ended, it gets a new one."""
+        """Notes ``error``. A side is abandoned after a timeout; if its group may have ended, it gets a new one."""
         figure.note = error if figure.note is None else f"{figure.note}; {error}"
         side = self.sides[number]
         if is_timeout(error):

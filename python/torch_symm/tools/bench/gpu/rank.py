@@ -1,4 +1,4 @@
-"""One rank process: makes the sides, walks through the cells; rank 0 reports to the launcher."""
+"""One rank process: makes the sides and runs the cells; rank 0 reports to the launcher."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FEW_TURNS = 3
 
 
 def turns_for(wanted: int, elapsed: float, budget: float, done: int, total: int) -> int:
-    """Turns of the next cell: few when the run is behind its budget, of which the first tenth is granted to start.
+    """Returns the turns of the next cell: few if the run is behind its budget, whose first tenth is for the start.
 
-    0 when the budget is spent: the cell is not measured.
+    0 once the budget is spent: the cell is not measured.
     """
     if elapsed >= budget:
         return 0
@@ -62,6 +62,6 @@ def main(rank: int, task: Task, meeting: Meeting, results: Queue[Message]) -> No
     process.cell = None
     process.sides.clear()
     gc.collect()
-    # Rank 0 must not take the store away from those that still use it, nor a failed group keep the figures back.
+    # Rank 0 must not remove the store while others use it, nor may a failed group withhold the figures.
     with suppress(RuntimeError):
         dist.destroy_process_group()

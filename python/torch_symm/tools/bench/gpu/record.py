@@ -1,4 +1,4 @@
-"""What is found of a cell."""
+"""The findings about a cell."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to measure. ``size`` is S as asked for; ``bytes`` is S rounded up to whole elements (a rank).
+    """One cell. ``size`` is the requested S; ``bytes`` is S rounded up to whole elements (per rank).
 
-    ``redop`` and ``root`` say how, where the operation has them.
+    ``redop`` and ``root`` apply where the operation has them.
     """
 
     op: str
@@ -27,9 +27,9 @@ OURS = ("symm", "symm pool")
 
 @dataclass
 class Figure:
-    """One side in one cell: µs per call, median over turns, and those of every turn. ``note``: why one is missing.
+    """One side in one cell: µs per call, the median over turns, and the turns. ``note``: why a figure is missing.
 
-    ``host_us``, ``group_us`` and ``backend_us``: what the host spends in a call, by where it is entered;
+    ``host_us``, ``group_us`` and ``backend_us``: the host's time in a call, by the level at which it is entered;
     ``launch_us``: in the driver's launch of an empty kernel; ``operator_us``: in ``torch.ops.symm.all_reduce``.
     """
 
@@ -63,14 +63,14 @@ class Measured:
         return (min(found)[1], min(found)[0]) if found else None
 
     def ratio(self, side: str, mode: str) -> float | None:
-        """How many times as long the best peer takes as ``side``."""
+        """Returns the best peer's time divided by the time of ``side``."""
         best, own = self.best_peer(mode), self.figures[side].us(mode) if side in self.figures else None
         return best[1] / own if best and own else None
 
 
 @dataclass(frozen=True)
 class Absent:
-    """A side that is not there, or no more. ``lost``: it timed out, hung or ended a process; the others are lacking."""
+    """A side that is not available (any more). ``lost``: it timed out, hung or ended a process; others cannot run."""
 
     side: str
     reason: str

@@ -1,4 +1,4 @@
-"""The compared sides: which group, which memory, which operations."""
+"""The compared sides: their groups, memory and operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .inputs import Call, Place, Setting
 
 # A call of the largest size takes milliseconds, NCCL's set-up seconds.
 GROUP_TIMEOUT = timedelta(seconds=20)
-# One-shot reads n times S on every rank: far behind from here on, and slow to measure.
+# One-shot reads n times S on every rank: far slower from here on, and it takes long to measure.
 ONE_SHOT_LIMIT = 4 << 20
 #: A group that failed this often is not made again.
 MAX_FAILURES = 3
@@ -32,16 +32,16 @@ NCCL: Builders = {**ORDINARY, "barrier": nccl_barrier}
 
 
 def is_timeout(error: str) -> bool:
-    """Whether the text of an error says that something did not happen in time."""
+    """Returns true if the text of an error says that something timed out."""
     return re.search(r"time(d )?_?out", error, re.IGNORECASE) is not None
 
 
 class NotThere(RuntimeError):
-    """This build or machine lacks what the side measures; the text says what."""
+    """This build or machine lacks something that the side needs; the text says what."""
 
 
 class GroupFailed(RuntimeError):
-    """A group says that it has failed, although no call raised; the text says how."""
+    """A group reports a failure, although no call raised; the text says which."""
 
 
 @dataclass
@@ -60,16 +60,16 @@ class Side:
 
     @property
     def calls_dist(self) -> bool:
-        """Whether its calls are those of torch.distributed."""
+        """True if its calls are those of torch.distributed."""
         return "send_recv" in self.builders
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is still there, and its calls are those of torch.distributed on ordinary memory."""
+        """True if it is still available, and its calls are those of torch.distributed on ordinary memory."""
         return self.calls_dist and not self.keep and self.failures < MAX_FAILURES
 
     def builder(self, op: str, size: int) -> Builder | None:
-        """How ``op`` is done here; None where it is not."""
+        """Returns the builder of ``op`` for this side; None if the side lacks it."""
         if self.failures >= MAX_FAILURES or (self.limit is not None and size > self.limit):
             return None
         return self.builders.get(op)
@@ -78,7 +78,7 @@ class Side:
         """Returns if the group knows of no failure: kernels that gave up leave a wrong result and raise nothing.
 
         Raises:
-            GroupFailed: it does.
+            GroupFailed: it knows of one.
         """
         ask = getattr(self.group._get_backend(device), "get_error", None)
         found = str(ask()) if ask is not None else "SUCCESS"
@@ -94,7 +94,7 @@ class Side:
 
 
 Maker: TypeAlias = Callable[[torch.device, int], Side]
-#: What makes the sides, by name; a function of a module, so that rank processes can find it.
+#: Returns the makers of the sides by name; a function of a module, so that rank processes can find it.
 Makers: TypeAlias = Callable[[], Mapping[str, Maker]]
 
 
@@ -103,7 +103,7 @@ def _room(device: torch.device, size: int) -> Place:
 
 
 def _new(backend: str, device: torch.device) -> dist.ProcessGroup:
-    """A group that is set up: all ranks must come to the first call, as all do not when two exchange messages."""
+    """Returns a group after its first call, which all ranks must make; a message between two would not suffice."""
     group = new_group(backend=backend, timeout=GROUP_TIMEOUT)
     dist.all_reduce(torch.ones(1, device=device), group=group)
     if device.type == "cuda":
@@ -135,7 +135,7 @@ def _nccl(device: torch.device, size: int) -> Side:
 
 
 def _nccl_window(device: torch.device, size: int) -> Side:
-    # A group of its own: should registering fail half way, the other one is not harmed.
+    # Its own group: if registration fails half way, the other one is not affected.
     group = _new("nccl", device)
     backend = group._get_backend(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
@@ -146,7 +146,7 @@ def _nccl_window(device: torch.device, size: int) -> Side:
 
 
 def _torch(name: str, builders: Callable[[Any], Builders], limit: int | None = None) -> Maker:
-    """torch's symmetric memory; ``builders`` get the handle of its rendezvous."""
+    """Makes a side for torch's symmetric memory; ``builders`` receive the handle of its rendezvous."""
 
     def make(device: torch.device, size: int) -> Side:
         import torch.distributed._symmetric_memory as symmetric
@@ -173,7 +173,7 @@ def _low_contention(_handle: object) -> Builders:
 
 
 def gpu_sides() -> dict[str, Maker]:
-    """What is compared on GPUs, in the order in which it is measured."""
+    """Returns the sides on GPUs, in the order of measurement."""
     return {
         "symm": _ordinary("symm"),
         "symm pool": _symm_pool,
@@ -187,5 +187,5 @@ def gpu_sides() -> dict[str, Maker]:
 
 
 def cpu_sides() -> dict[str, Maker]:
-    """What is compared on CPU tensors."""
+    """Returns the sides on CPU tensors."""
     return {"symm": _ordinary("symm"), "gloo": _ordinary("gloo")}

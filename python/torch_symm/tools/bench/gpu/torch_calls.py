@@ -1,4 +1,4 @@
-"""What torch's symmetric memory offers for the measured operations, each on tensors that lie in it."""
+"""The calls of torch's symmetric memory for the measured operations, on tensors in that memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def two_shot(at: Setting) -> Call:
 
 
 def low_contention_all_gather(at: Setting) -> Call:
-    """torch's all-gather by copy engines: input in symmetric memory, output a new tensor, on a stream of its own."""
+    """torch's all-gather by copy engines: input in symmetric memory, output a new tensor, on its own stream."""
     source, name = at.given(at.share), at.group.group_name
     results: list[torch.Tensor] = []
 
@@ -68,7 +68,7 @@ def low_contention_reduce_scatter(at: Setting) -> Call:
 
 
 def signal_pad_barrier(handle: Any) -> Callable[[Setting], Call]:
-    """The barrier of a rendezvous' ``handle``, a kernel; eagerly the host waits for it, as it does in dist.barrier."""
+    """The barrier of a rendezvous' ``handle``, a kernel; eagerly, the host waits for it, as in dist.barrier."""
 
     def build(_at: Setting) -> Call:
         def run() -> None:
@@ -86,6 +86,6 @@ def _awaited(result: torch.Tensor) -> torch.Tensor:
 
 
 def _poison(results: list[torch.Tensor]) -> None:
-    """So that a replay that leaves the result of the capture alone is noticed."""
+    """Fills the results, so that a replay that does not write them is noticed."""
     for result in results:
         result.fill_(POISON)
