@@ -1,5 +1,5 @@
-"""The commands of ``torch-symm``. They use the backend, which imports nothing of them.
+"""The commands of ``torch-symm``. They use the backend, which imports none of them.
 
-Modules: `command`, what the commands share; `hello` with the ranks that it starts, `hello_rank`; `run`, `top`, `trace`;
-and a package for each of `bench`, `check`, `doctor`, `topo` and `tune`.
+Modules: `command`, the common parts of commands; `hello` with its ranks, `hello_rank`; `run`, `top`, `trace`; and a
+package for each of `bench`, `check`, `doctor`, `topo` and `tune`.
 """

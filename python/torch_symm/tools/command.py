@@ -1,4 +1,4 @@
-"""What the commands of ``torch-symm`` share: a parser whose help has examples and whose errors have a remedy."""
+"""Common parts of ``torch-symm`` commands: a parser whose help has examples and whose errors have a remedy."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-#: How this program was called.
+#: The command line of this program.
 PROGRAM = "python -m torch_symm" if Path(sys.argv[0]).name == "__main__.py" else "torch-symm"
 WIDTH = 100
-#: Upper bound on numbers of the command line: as seconds 11 days, which every wait of the system accepts.
+#: Maximum of numbers on the command line: as seconds, 11 days, which every system wait accepts.
 LARGEST = 1e6
-#: Largest group of one host (``MAX_RANKS`` of ``src/mem/layout.rs``).
+#: Maximum size of a group on one node (``MAX_RANKS`` of ``src/mem/layout.rs``).
 MOST_RANKS = 128
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean …?`` with the one of ``known`` that is most like ``word``; empty if none is."""
+    """Returns ``; did you mean …?`` with the closest match for ``word`` in ``known``; empty without a match."""
     found = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def named(what: str, word: str, known: Iterable[str]) -> str:
-    """``word``, if it is one of ``known``.
+    """Returns ``word``, if it is one of ``known``.
 
     Raises:
-        ValueError: it is not; the text says which is meant, or which there are.
+        ValueError: it is not; the text suggests one of them, or lists all.
     """
     names = list(known)
     if word in names:
@@ -72,7 +72,7 @@ def whole(text: str) -> int:
 
 
 def ranks(text: str) -> int:
-    """Returns the number of ranks to measure that an option gives: from 2 to the :data:`MOST_RANKS` of one host."""
+    """Parses the number of ranks to measure: from 2 to the :data:`MOST_RANKS` of one node."""
     if text.isascii() and text.isdigit() and len(text) < 20 and 2 <= int(text) <= MOST_RANKS:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: a group to measure has 2 to {MOST_RANKS}")
@@ -95,10 +95,10 @@ def check_figures(values: Iterable[object]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Of one command. ``examples``: lines to type, without the program's name; the first stands below each error."""
+    """The parser of one command. ``examples``: lines without the program's name; the first is shown with each error."""
 
     def __init__(self, name: str, description: str, examples: Sequence[tuple[str, str]]) -> None:
-        """``examples``: arguments, and what they do."""
+        """``examples``: arguments, and their effects."""
         self._examples = [(f"{PROGRAM} {name} {arguments}".strip(), does) for arguments, does in examples]
         longest = max(len(line) for line, _ in self._examples)
         lines = [f"  {line:<{longest}}  # {does}" for line, does in self._examples]
@@ -113,12 +113,12 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """As argparse has it; the names of options are kept."""
+        """Works like argparse's, and keeps the names of options."""
         self._options += [name for name in names if name.startswith("-")]
         return super().add_argument(*names, **options)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """What ``arguments`` say. Ends the program with status 2 and a sentence where they cannot be understood."""
+        """Parses ``arguments``. Ends the program with status 2 and a message if they are invalid."""
         self._as_json = self._prints_json(list(arguments))
         given, unknown = self.parse_known_args(arguments)
         if unknown:
@@ -128,14 +128,14 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def _prints_json(self, words: list[str]) -> bool:
-        """Whether ``--json`` is there, and names no file."""
+        """Returns true if ``--json`` is present, and names no file."""
         if "--json" not in words:
             return False
         behind = words[words.index("--json") + 1 :]
         return self._option_string_actions["--json"].nargs == 0 or not behind or behind[0].startswith("-")
 
     def error(self, message: str) -> NoReturn:
-        """Says what is wrong and what to type instead; with ``--json`` in an object on standard output, too."""
+        """Reports the error and the right usage; with ``--json``, also in an object on standard output."""
         if self._as_json:
             print(json.dumps({"error": message, "example": self._examples[0][0]}, indent=1))
         self.exit(2, f"{self.prog}: {message}\n  for example: {self._examples[0][0]}\n  all options: {self.prog} -h\n")

@@ -18,13 +18,13 @@ from torch_symm.tools.command import PROGRAM, Parser, count, overloaded
 from torch_symm.tools.doctor import cgroup
 from torch_symm.tools.doctor.trial import children, failed, transport
 
-#: Seconds for starting, meeting and measuring.
+#: Time limit in seconds for starting, meeting and measuring.
 LIMIT_S = 60.0
 MOST_RANKS = 8
 
 
 def parser() -> Parser:
-    """Of the command."""
+    """Returns the parser of the command."""
     made = Parser(
         "hello",
         "Starts as many ranks as there are GPUs, or cores (2 to 8), lets them sum a number, and says what was used and "
@@ -38,7 +38,7 @@ def parser() -> Parser:
 
 
 def ranks_here(device: str | None = None) -> tuple[str, int]:
-    """The device that a program would use here, unless ``device`` says, and ranks for all GPUs or cores: 2 to 8."""
+    """Returns ``device``, or the device that a program would use here, and 2 to 8 ranks for GPUs or cores."""
     if device != "cpu":
         import torch
 
@@ -50,7 +50,7 @@ def ranks_here(device: str | None = None) -> tuple[str, int]:
 
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
-    """Starts the ranks and prints what they found; 1 if one failed."""
+    """Starts the ranks and prints their findings; 1 if one failed."""
     device, here = ranks_here(given.device)
     ranks = here if given.ranks is None else given.ranks
     if device == "cuda" and not 2 <= ranks <= here:

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from torch_symm.launch.messages import send, sentence
 
-#: Bytes of the tensors that are timed, and calls of each.
+#: Bytes of the timed tensors, and number of calls of each.
 SIZES, CALLS = (8, 1 << 20), 200
 SECONDS = 40.0
 
 
 def main(device: str) -> None:
-    """Sends the sum and the times of this rank, or the ``error`` and the step in which it came."""
+    """Sends the sum and the times of this rank, or the ``error`` and the step in which it occurred."""
     step, begun = "init_process_group", time.monotonic()
     try:
         rank = int(os.environ["RANK"])
@@ -39,13 +39,13 @@ def main(device: str) -> None:
         dist.destroy_process_group()
     except Exception as error:
         send({"error": sentence(error), "step": step})
-        # Without the traceback, and without the interpreter's end, which may wait for a peer.
+        # Without the traceback, and without the interpreter's exit, which may wait for a peer.
         os._exit(1)
     send({"sum": number.item(), "joined_s": joined, "us": us})
 
 
 def _timed(tensor: torch.Tensor) -> float:
-    """The time of a call in µs: the median on CPU, the mean on a GPU, which is awaited after all calls."""
+    """Returns the time of a call in µs: the median on CPU, the mean on a GPU, which is awaited after all calls."""
     for _ in range(10):
         dist.all_reduce(tensor)
     if tensor.is_cuda:

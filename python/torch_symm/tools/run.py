@@ -13,12 +13,12 @@ from .hello import ranks_here
 
 #: The values of ``SYMM_REPLACES``.
 REPLACED = ("gloo",)
-#: Options of torchrun that say where ranks meet; without any of them they meet on this host.
+#: Options of torchrun that determine where ranks meet; without any of them, they meet on this node.
 MEETING = ("standalone", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port")
 
 
 class _RunParser(Parser):
-    """Leaves all words to torchrun's parser, which alone knows where the program's begin."""
+    """Passes all words to torchrun's parser, because only that knows where the program's begin."""
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         if not arguments or arguments[0] in ("-h", "--help"):
@@ -28,7 +28,7 @@ class _RunParser(Parser):
 
 
 def parser() -> Parser:
-    """Of the command."""
+    """Returns the parser of the command."""
     made = _RunParser(
         "run",
         "Starts PROGRAM in several ranks by torchrun, whose options go before PROGRAM. Without --nproc-per-node there "
@@ -63,7 +63,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         options.insert(0, f"--nproc-per-node={ranks_here()[1]}")
     if all(getattr(found, name) == known.get_default(name) for name in MEETING):
         options.insert(0, "--standalone")
-    # One thread for each rank is torchrun's choice, too; it says so in five lines of warning unless this is set.
+    # One thread per rank is torchrun's choice, too; unless this is set, it prints five lines of warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
     torchrun.main([*options, *words[program:]])

@@ -17,7 +17,7 @@ HOW = "start the job with SYMM_STATS=2 in its environment, and give this command
 
 
 def parser() -> Parser:
-    """Of the command."""
+    """Returns the parser of the command."""
     made = Parser(
         "top",
         "Shows the last calls of a running job by collective and size: how long they took, which share of it ranks "
@@ -39,7 +39,7 @@ def parser() -> Parser:
 
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
-    """Prints tables until the job ends; 2 if there is none."""
+    """Prints tables until the job ends; 2 if no job was found."""
     place = given.dir or files.folder()
     pid = given.pid if given.pid is not None else files.newest(place)
     if pid is None:

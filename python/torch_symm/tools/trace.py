@@ -17,7 +17,7 @@ from torch_symm.tools.command import Parser
 
 
 def parser() -> Parser:
-    """Of the command."""
+    """Returns the parser of the command."""
     made = Parser(
         "trace",
         "Reads the dumps that the ranks of a run wrote when it failed, and says how far each rank came, who never "
@@ -38,7 +38,7 @@ def parser() -> Parser:
 
 
 def run(_parser: Parser, given: argparse.Namespace) -> int:
-    """Prints what the dumps say together; 2 if one cannot be used."""
+    """Prints a report of the dumps together; 2 if one cannot be used."""
     dumps, files, status = [], list[Path](), 0
     try:
         for path in _files(given.dumps):

@@ -1,7 +1,7 @@
-"""``torch-symm check``: whether collectives compute on this machine what they should.
+"""``torch-symm check``: whether collectives compute the right results on this machine.
 
 Every collective × type × reduction × odd lengths, blocking and asynchronous, aligned and not, is compared bit for bit
-with a reference that each rank computes by itself; with ``--faults`` also what ranks are told when one fails.
+with a reference that each rank computes by itself; with ``--faults``, also the errors that ranks get when one fails.
 
 Modules, from leaf to root: `reference`, `cases`, `exercise`, `rank`, `faults`, `report`, `command`.
 """

@@ -1,4 +1,4 @@
-"""Which calls are made."""
+"""The calls that are made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOVING = (
     "send_recv",
 )
 OPS = (*REDUCING, *MOVING, "barrier")
-#: Elements a rank: none, fewer than ranks, around vectors and cache lines, and what goes in pieces.
+#: Elements per rank: none, fewer than ranks, around vectors and cache lines, and enough for several pieces.
 LENGTHS = (0, 1, 3, 7, 17, 65, 1023, 4099)
 QUICK_LENGTHS = (0, 1, 17)
 LONG_LENGTHS = (70_001, (1 << 20) + 3)
@@ -30,7 +30,7 @@ LONG_DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``redop``: empty where nothing is reduced; ``number``: chooses root, alignment and whether to wait."""
+    """One call. ``redop``: empty without a reduction; ``number``: determines root, alignment and whether to wait."""
 
     op: str
     dtype: torch.dtype
@@ -40,12 +40,12 @@ class Case:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether it is called with ``async_op`` and awaited."""
+        """True if it is called with ``async_op`` and awaited."""
         return self.number % 3 == 1
 
     @property
     def offset(self) -> int:
-        """Elements by which tensors begin behind an aligned address."""
+        """Number of elements between an aligned address and the start of tensors."""
         return self.number % 2
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass
 class Covered:
-    """The types, reductions, lengths and manners of some calls."""
+    """The types, reductions, lengths and modes of some calls."""
 
     dtypes: set[str] = field(default_factory=set)
     redops: set[str] = field(default_factory=set)
@@ -87,7 +87,7 @@ def _number(count: int, of: str) -> str:
 
 
 def blocks(ops: tuple[str, ...], quick: bool) -> list[list[Case]]:
-    """The cases by operation and type; between blocks ranks meet, and may stop."""
+    """Returns the cases by operation and type; between blocks, ranks meet, and may stop."""
     lengths, number = QUICK_LENGTHS if quick else LENGTHS, 0
     found = []
     for op in ops:

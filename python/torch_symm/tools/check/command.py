@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from .faults import Seen
     from .rank import Done
 
-#: For all cases together; what is left then is said.
+#: For all cases together; the rest is reported as skipped.
 SECONDS = 45.0
 WORLDS = "2,3"
-#: Exit status of a run that found nothing wrong, but did not make all calls.
+#: Exit status of a run that found no error, but did not make all calls.
 UNFINISHED = 3
 
 
 def parser() -> Parser:
-    """Of the command."""
+    """Returns the parser of the command."""
     made = Parser(
         "check",
         "Compares every collective, type, reduction and odd length with a reference, bit for bit, on this machine. For "
@@ -52,7 +52,7 @@ def parser() -> Parser:
 
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
-    """Checks, prints what was checked; 1 if something was wrong."""
+    """Checks and prints a summary; 1 if something was wrong."""
     worlds, ops = _wanted(parser, given)
     started = time.monotonic()
     if not given.json:
@@ -113,7 +113,7 @@ def _wanted(parser: Parser, given: argparse.Namespace) -> tuple[tuple[int, ...],
 
 
 def _check(given: argparse.Namespace, worlds: tuple[int, ...], ops: tuple[str, ...]) -> tuple[list[Done], str]:
-    """What each rank found; and why there is nothing more."""
+    """Returns the findings of each rank, and why the run ended early."""
     import torch
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 

@@ -1,4 +1,4 @@
-"""One call on one rank, and what is wrong with its result."""
+"""Makes one call on one rank, and checks its result."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Exercise:
         self._finding: str | None = None
 
     def finding(self) -> str | None:
-        """Makes the call; what is wrong, or ``None``.
+        """Makes the call and returns the error in its result, or ``None``.
 
         Raises:
-            Exception: the call did.
+            Exception: the call raised it.
         """
         getattr(self, f"_{self._case.op}")()
         return self._finding or self._around()
@@ -37,7 +37,7 @@ class Exercise:
         return values(case.dtype, case.count if count is None else count, 3 + (self._rank if rank is None else rank))
 
     def _place(self, flat: torch.Tensor) -> torch.Tensor:
-        """``flat`` on the device, with an element before or behind it that nobody may write."""
+        """Returns ``flat`` on the device, with a guard element before or behind it that must not be written."""
         base = torch.ones(flat.numel() + 1, dtype=torch.uint8).to(flat.dtype).to(self._device)
         self._made.append(base)
         view = base[self._case.offset :][: flat.numel()]

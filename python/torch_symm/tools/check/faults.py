@@ -1,4 +1,4 @@
-"""What the other ranks are told when one fails: each fault on ranks of its own, on CPU or CUDA tensors."""
+"""Tests the errors that other ranks get when one fails: each fault on its own ranks, on CPU or CUDA tensors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import torch.distributed as dist
 from torch_symm._torch import set_timeout
 from torch_symm.launch import ranks
 
-#: Ranks of a fault, where each has a GPU if it needs one. The last of them fails.
+#: Number of ranks of a fault, if each has a GPU where it needs one. The last of them fails.
 RANKS = 3
-#: Of the group, once its first call went well.
+#: Of the group, after its first call has succeeded.
 TIMEOUT_S = 2.0
-#: Seconds for a fault, starting included; contexts on GPUs and the compilation of kernels take most of it.
+#: Seconds for a fault, including the start; GPU contexts and kernel compilation take most of it.
 LIMIT_S = {"cpu": 30.0, "cuda": 90.0}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rank does, and which exception, with that rank's name, the others must get; or all (``everyone``)."""
+    """A rank's fault, and the exception, with that rank's name, that the others must get; or all (``everyone``)."""
 
     name: str
     does: str
@@ -49,7 +49,7 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank was told, and how many seconds after its call."""
+    """The error of a rank, and how many seconds after its call."""
 
     rank: int
     kind: str
@@ -59,7 +59,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Seen:
-    """A fault and whether all was as it must be; ``text`` says what was."""
+    """A fault and whether every error was right; ``text`` is the observation."""
 
     fault: Fault
     right: bool
@@ -67,7 +67,7 @@ class Seen:
 
 
 def play(device: str = "cpu", world: int = RANKS) -> Iterator[Seen]:
-    """Each fault in turn, on ``world`` ranks with tensors on ``device``; their logs are off, their traces dropped."""
+    """Plays each fault in turn, on ``world`` ranks with tensors on ``device``, without logs and traces."""
     for fault in FAULTS:
         with tempfile.TemporaryDirectory(prefix="torch-symm-check-") as folder:
             yield _played(fault, device, world, Path(folder))
@@ -93,12 +93,12 @@ def _played(fault: Fault, device: str, world: int, folder: Path) -> Seen:
 
 
 def expected(fault: Fault, world: int) -> int:
-    """How many ranks must be told."""
+    """Number of ranks that must get an error."""
     return world if fault.everyone else world - 1
 
 
 def judged(fault: Fault, told: list[Told], world: int = RANKS, limit: float = LIMIT_S["cpu"]) -> Seen:
-    """Whether enough ranks were told the right thing."""
+    """Judges whether enough ranks got the right error."""
     for one in told:
         if one.kind != fault.raises or f"rank {world - 1}" not in one.text:
             return Seen(fault, False, f"rank {one.rank} got {one.kind}: {one.text}")
@@ -108,7 +108,7 @@ def judged(fault: Fault, told: list[Told], world: int = RANKS, limit: float = LI
 
 
 def main(rank: int, fault: Fault, device: str, world: int, rendezvous: str, results: Queue[Told]) -> None:
-    """Entry point of a rank process: one call that goes well, and the fault."""
+    """Entry point of a rank process: one call that succeeds, and the fault."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -116,7 +116,7 @@ def main(rank: int, fault: Fault, device: str, world: int, rendezvous: str, resu
     dist.init_process_group("symm", init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
     tensor = torch.ones(1000, device=device)
     dist.all_reduce(tensor)
-    # Kernels report when they are waited for.
+    # Kernels report when the host waits for them.
     settle = torch.cuda.synchronize if device == "cuda" else _nothing
     settle()
     if fault.raises == "SymmTimeout":
@@ -151,7 +151,7 @@ def _fail(fault: Fault, limit: float) -> None:
         dist.destroy_process_group()
         os._exit(0)
     elif fault.name == "stopped":
-        # Until it is killed.
+        # Stopped until it is killed.
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.name == "late":
         time.sleep(limit)

@@ -1,4 +1,4 @@
-"""A rank process: all cases, in groups of each size; every rank reports what it found."""
+"""A rank process: all cases, in groups of each size; every rank reports its findings."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .cases import Case, Covered, blocks
 from .exercise import Exercise
 
 GROUP_TIMEOUT = timedelta(seconds=20)
-#: Seconds within which all ranks come to the next block.
+#: Seconds within which all ranks must arrive at the next block.
 MEETING_S = 60.0
-#: Findings of a rank after which it says no more.
+#: Number of findings after which a rank reports no more.
 MOST = 20
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks do. ``seconds``: when they have passed, no further block begins."""
+    """The task of all ranks. ``seconds``: the time after which no further block starts."""
 
     worlds: tuple[int, ...]
     device: str
@@ -39,7 +39,7 @@ class Task:
 
 @dataclass
 class Done:
-    """What a rank has found. ``calls`` by operation and size of the group; ``left`` cases for want of time."""
+    """The findings of a rank. ``calls`` by operation and size of the group; ``left``: cases without time."""
 
     rank: int
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -51,7 +51,7 @@ class Done:
 
 
 def main(rank: int, task: Task, barrier: Barrier, stop: torch.Tensor, results: Queue[Done]) -> None:
-    """Entry point of a rank process; rank 0 watches the time and sets ``stop``, which all share."""
+    """Entry point of a rank process; rank 0 watches the time and sets ``stop``, which all ranks share."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     deadline, done = time.monotonic() + task.seconds, Done(rank)

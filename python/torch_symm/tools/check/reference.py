@@ -1,4 +1,4 @@
-"""What a collective must compute: in rank order, float32 for narrower floats, one rounding at the end."""
+"""The right results: in rank order, float32 for narrower floats, one rounding at the end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ COMPLEX = (torch.complex64, torch.complex128)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
 BITWISE = ("BAND", "BOR", "BXOR")
 REDOPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE, "PREMUL_SUM")
-#: What PREMUL_SUM multiplies by.
+#: The factor of PREMUL_SUM.
 FACTOR = 2.0
 #: A prime, so that a part at the wrong offset is noticed.
 _PERIOD = 251
 
 
 def served(redop: str, dtype: torch.dtype) -> bool:
-    """Whether the reduction is defined for the type; the others are refused."""
+    """Returns true if the reduction is defined for the type; others are rejected."""
     if dtype in FLOATS:
         return redop not in BITWISE
     if dtype in INTEGERS:
@@ -34,7 +34,7 @@ def served(redop: str, dtype: torch.dtype) -> bool:
 
 @lru_cache(maxsize=512)
 def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
-    """Values of a rank, the same wherever they are asked for: halves, or small integers. Not to be changed."""
+    """Returns the values of a rank, the same in every process: halves, or small integers. Not to be changed."""
     index = torch.arange(count, dtype=torch.int64) % _PERIOD
     # Knuth's multiplicative hash: no reduction of many ranks' values is the same for all elements.
     mixed = ((index + seed * _PERIOD) * 2654435761 % (1 << 32)) >> 9
@@ -48,7 +48,7 @@ def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
 
 
 def _halves(mixed: torch.Tensor) -> torch.Tensor:
-    """-1.5, -1, -0.5, 0.5, 1 and 1.5: no zero, whose sign would depend on the order."""
+    """Returns -1.5, -1, -0.5, 0.5, 1 and 1.5, without zero, whose sign would depend on the order."""
     step = mixed % 6 - 3
     return (step + (step >= 0).to(torch.int64)).to(torch.float64) / 2
 
@@ -62,7 +62,7 @@ def reduced(redop: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     if dtype == torch.bool:
         return reduce(_BOOLS[redop], inputs)
     if dtype in INTEGERS:
-        # Small values, so that 64 bits with a sign hold what any of the types would.
+        # Small values, so that signed 64 bits represent the result of any type.
         total = reduce(_INTEGERS[redop], [one.to(torch.int64) for one in inputs])
         total = torch.div(total, len(inputs), rounding_mode="trunc") if redop == "AVG" else total
         return total.to(dtype)
@@ -96,7 +96,7 @@ _BOOLS: dict[str, _Combine] = {
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    """The first element that differs in its bits; ``None``: none does."""
+    """Returns the first element whose bits differ; ``None`` if all are equal."""
     a, b = (one.detach().cpu().contiguous().reshape(-1) for one in (got, wanted))
     if torch.equal(_bytes(a), _bytes(b)):
         return None

@@ -1,4 +1,4 @@
-"""The system calls without which no group works, each tried (``src/sys/required.rs`` has the list)."""
+"""Tries each system call that every group needs (``src/sys/required.rs`` has the list)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def calls() -> Section:
             try:
                 step()
             except (KeyError, BlockingIOError):
-                # An earlier step, which failed, would have made its descriptor or sent its message.
+                # An earlier step, which failed, would have made its file descriptor or sent its message.
                 continue
             except (OSError, AttributeError, RuntimeError) as error:
                 refused[name] = sentence(error)
@@ -39,7 +39,7 @@ def calls() -> Section:
 
 
 def _steps(stack: ExitStack) -> dict[str, Callable[[], object]]:
-    """By name of the calls, in an order in which later steps use what earlier ones have made."""
+    """Returns the steps by name of the calls, in an order in which later steps use the results of earlier ones."""
     made: dict[str, int] = {}
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     sockets: dict[str, socket.socket] = {}
@@ -81,7 +81,7 @@ def _steps(stack: ExitStack) -> dict[str, Callable[[], object]]:
         "memfd_create": lambda: keep("memory", os.memfd_create("symm-doctor", flags)),
         "ftruncate": size,
         "fcntl": lambda: fcntl.fcntl(made["memory"], fcntl.F_ADD_SEALS, seals),
-        # Not `os.posix_fallocate`: where the call is denied, that may write the pages instead.
+        # Not `os.posix_fallocate`, which may write the pages instead if the call is denied.
         "fallocate": lambda: _libc("fallocate", made["sized memory"], keep_size, start_of_file, page),
         "fstat": lambda: os.fstat(made["memory"]),
         "mmap": lambda: mmap.mmap(made["sized memory"], mmap.PAGESIZE).close(),
@@ -99,7 +99,7 @@ def _steps(stack: ExitStack) -> dict[str, Callable[[], object]]:
 
 
 def _libc(function: str, *arguments: object) -> int:
-    """What a function of the C library returns, which does no more than the system call of its name."""
+    """Calls a function of the C library that does no more than the system call of its name."""
     result = int(getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments))
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,18 +1,18 @@
-"""What the control groups of this process allow."""
+"""The limits of this process's control groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-#: Where both versions are mounted everywhere.
+#: The usual mount point of both versions.
 MOUNT = Path("/sys/fs/cgroup")
 
 
 def memory_free(proc: Path = Path("/proc"), mount: Path = MOUNT) -> tuple[int, str] | None:
-    """Bytes that can still be had, without swap, and what limits them; ``None`` if nothing tells.
+    """Returns the bytes that are still available, without swap, and their limit's name; ``None`` if unknown.
 
-    What the kernel would drop to give memory counts as free.
+    Memory that the kernel can drop counts as free.
     """
     found: list[tuple[int, str]] = []
     if (available := _field(proc / "meminfo", "MemAvailable:")) is not None:
@@ -30,28 +30,28 @@ def memory_free(proc: Path = Path("/proc"), mount: Path = MOUNT) -> tuple[int, s
 
 
 def cores_allowed(proc: Path = Path("/proc"), mount: Path = MOUNT) -> float | None:
-    """How many cores' time the groups allow; ``None`` if they set no limit."""
+    """Returns the number of cores that the groups allow; ``None`` if they set no limit."""
     found = []
     for folder, two in _folders("cpu", proc, mount):
         if two:
             quota, _, period = _text(folder / "cpu.max").partition(" ")
         else:
             quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-        # "max" and -1 stand for no limit.
+        # "max" and -1 mean no limit.
         if quota.isdigit() and period.isdigit() and int(period):
             found.append(int(quota) / int(period))
     return min(found, default=None)
 
 
 def _folders(controller: str, proc: Path, mount: Path) -> Iterator[tuple[Path, bool]]:
-    """Folders of the groups that this process is in, innermost first, and whether they are of version 2."""
+    """Yields the directories of this process's groups, innermost first, and whether they have version 2."""
     for line in _text(proc / "self/cgroup").splitlines():
         _, controllers, inside = ([*line.split(":", 2), "", ""])[:3]
         if controllers and controller not in controllers.split(","):
             continue
         places = (mount / controller,) if controllers else (mount, mount / "unified")
         for place in places:
-            # In a container the mount shows only a part of the tree, whose root is the container's own group.
+            # In a container, the mount shows only a subtree, whose root is the container's own group.
             inner = place / inside.lstrip("/")
             start = inner if inner.is_dir() else place
             for folder in (start, *start.parents):

@@ -14,12 +14,12 @@ from .probed import Probed, probe
 from .report import NAMES, Section, as_json, problems, render, verdict
 from .trial import RANKS, SECONDS, trial
 
-#: Variables in which launchers say how many ranks a host has.
+#: Variables in which launchers publish the number of ranks of a node.
 LAUNCHED = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
 
 
 def parser() -> Parser:
-    """Of the command."""
+    """Returns the parser of the command."""
     made = Parser(
         "doctor",
         "Says which software and hardware is at hand, what collectives will use, and whether ranks can form a group; "
@@ -50,13 +50,13 @@ def run(_parser: Parser, given: argparse.Namespace) -> int:
 
 
 def _launched() -> int:
-    """Ranks that a launcher started on this host; 0 if none says so."""
+    """Returns the number of ranks that a launcher started on this node; 0 if unknown."""
     numbers = (os.environ.get(name, "") for name in LAUNCHED)
     return next((int(number) for number in numbers if number.isdecimal()), 0)
 
 
 def _sections(ranks: int, quick: bool, say: Callable[[str], None]) -> Iterator[Section]:
-    """The sections as they are found; ``say`` takes what takes seconds before it begins."""
+    """Yields the sections as they are found; ``say`` announces a slow step before it starts."""
     yield (system := host.system())
     if system.found["system"] != "Linux":
         return

@@ -1,4 +1,4 @@
-"""GPUs, what connects them and what compiles for them, judged."""
+"""GPUs, their connections and their compiler, judged."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .limits import GPU_RANKS
 from .probed import Probed
 from .report import Problem, Section
 
-#: Oldest CUDA of the driver, and oldest GPUs.
+#: Minimum CUDA version of the driver, and minimum compute capability.
 CUDA, CAPABILITY = [12, 4], [8, 0]
-#: Bytes of GPU memory that a group takes at most, by default.
+#: Maximum GPU memory of a group in bytes, by default.
 WORKSPACE = 512 << 20
-#: What the driver of NVIDIA's GPUs makes.
+#: A file that NVIDIA's GPU driver makes.
 DRIVER_FILE = Path("/dev/nvidiactl")
 
 
@@ -68,7 +68,7 @@ def _none(probed: Probed) -> Section:
 
 
 def links(probed: Probed) -> Section | None:
-    """How GPUs are connected, and whether they reach each other's memory; ``None`` without GPUs and such a file."""
+    """Reports how GPUs are connected and whether they share memory; ``None`` without GPUs and such a file."""
     if not probed.gpus and "links" not in {**probed.found, **probed.errors}:
         return None
     problems, lines = [], []
@@ -103,7 +103,7 @@ def links(probed: Probed) -> Section | None:
 
 
 def kernels(probed: Probed) -> Section | None:
-    """What compiles the kernels, and where they are kept; ``None`` without GPUs."""
+    """Reports the compiler of the kernels, and their cache; ``None`` without GPUs."""
     if not probed.gpus:
         return None
     found: dict[str, Any] = {"nvrtc": probed.of("nvrtc"), "cache": probed.of("native")["cache"], "writable": False}

@@ -1,4 +1,4 @@
-"""GPUs of this process, asked and tried. Runs in a child: CUDA may hang, and may end its process."""
+"""Queries and tries the GPUs of this process. Runs in a child, because CUDA may hang or end its process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from torch_symm._native import nvrtc_folders
 from torch_symm.launch.messages import sentence
 
-#: Names of NVIDIA's run-time compiler, newest first, as `src/kernels/cuda/nvrtc/find.rs` has them.
+#: Names of NVIDIA's run-time compiler, newest first, as in `src/kernels/cuda/nvrtc/find.rs`.
 NVRTC = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2")
-#: Elements of a tensor that is copied between two GPUs.
+#: Number of elements of a tensor that is copied between two GPUs.
 COPIED = 1 << 20
 
 
 def driver() -> dict[str, Any]:
-    """Versions of the driver and of the CUDA that it serves; empty without a driver. Initialises nothing."""
+    """Returns the versions of the driver and of its CUDA; empty without a driver. Initialises nothing."""
     found: dict[str, Any] = {}
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
@@ -37,7 +37,7 @@ def driver() -> dict[str, Any]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Each GPU that torch shows, in torch's order; makes a context on each."""
+    """Describes each GPU that torch shows, in torch's order; makes a context on each."""
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -55,7 +55,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def peers(count: int) -> list[dict[str, Any]]:
-    """For each pair of GPUs: whether the driver says that one can access the other's memory, and a copy, checked."""
+    """Returns, for each pair of GPUs, whether the driver reports access, and whether a copy succeeds."""
     return [_pair(one, other) for one in range(count) for other in range(count) if one != other]
 
 
@@ -74,10 +74,10 @@ def _pair(one: int, other: int) -> dict[str, Any]:
 
 
 def nvrtc() -> dict[str, Any]:
-    """The compiler of the CUDA kernels that will be used, opened; looked for in the order of the native part.
+    """Opens the compiler of the CUDA kernels that will be used, in the native part's search order.
 
     Raises:
-        OSError: there is none.
+        OSError: no compiler was found.
     """
     named = os.environ.get("SYMM_NVRTC", "").strip()
     if named and not Path(named).is_dir():

@@ -1,4 +1,4 @@
-"""What the system gives: kernel, cores, memory, descriptors, namespaces. Needs neither torch nor the native part."""
+"""The system: kernel, cores, memory, descriptors, namespaces. Needs neither torch nor the native part."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from . import cgroup
 from .limits import CPU_RANKS
 from .report import Problem, Section
 
-#: Oldest kernel that has what is used.
+#: The oldest supported kernel.
 KERNEL = (5, 3)
-#: By which ranks know that they are on one machine.
+#: Ranks identify their machine by this.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-#: Descriptors below which stores and symmetric memory of some ranks may find none.
+#: Minimum number of file descriptors for stores and symmetric memory of some ranks.
 DESCRIPTORS = 1024
-#: What a process with torch's store holds besides: it counted 15 on 2026-11-23, torch 2.11.
+#: File descriptors that torch's store needs in addition: 15 were counted on 2026-11-23 with torch 2.11.
 STORE = 16
-#: Bytes below which little memory is free.
+#: Below this size in bytes, free memory is scarce.
 MEMORY = 512 << 20
-#: Namespaces that all ranks must share, with the inode that the kernel gives to the machine's own; ``None``: to any.
+#: Namespaces that all ranks must share, and the inode of the machine's own; ``None`` if the kernel assigns any.
 NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "net": None, "user": 4026531837, "time": 4026531834}
 
 
 def system() -> Section:
-    """Kernel and processor: whether this is a machine of the kind that is supported."""
+    """Reports kernel and processor, and whether they are supported."""
     release, machine = platform.release(), platform.machine()
     found = {"system": platform.system(), "kernel": release, "machine": machine}
     problems = []
@@ -60,7 +60,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def cores(ranks: int) -> Section:
-    """Cores that this process may use, beside ``ranks``."""
+    """Reports the cores that this process may use, compared with ``ranks``."""
     affinity, allowed = len(os.sched_getaffinity(0)), cgroup.cores_allowed()
     usable = affinity if allowed is None else min(affinity, allowed)
     found = {"cores": affinity, "limit": allowed, "ranks": ranks, "load": os.getloadavg()[0]}
@@ -79,7 +79,7 @@ def cores(ranks: int) -> Section:
 
 
 def memory() -> Section:
-    """Memory that is free, and limits on addresses and files."""
+    """Reports free memory, and limits on addresses and files."""
     free, problems = cgroup.memory_free(), []
     if free is not None and free[0] < MEMORY:
         text = f"only {_shown(free[0])} of memory are free {free[1]}"
@@ -100,14 +100,14 @@ def memory() -> Section:
 
 
 def descriptors(ranks: int) -> Section:
-    """The limit on open descriptors, beside what joining a group of ``ranks`` takes."""
+    """Reports the limit on open file descriptors, compared with the needs of a group of ``ranks``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         is_open = len(os.listdir("/proc/self/fd")) - 1
     except OSError:
         is_open = 0
-    # Rank 0 holds all others' processes and connections, a socket, the memory, and the membership; and torch's store
-    # with a connection of each rank.
+    # Rank 0 holds the pidfds and connections of all others, a socket, the memory, and the membership; and torch's store
+    # with a connection per rank.
     needed = is_open + 2 * (ranks - 1) + 3 + STORE + ranks
     found: dict[str, Any] = {"soft": soft, "hard": hard, "open": is_open, "needed": needed}
     taken = f"a group of {counted(ranks, 'rank')} takes {needed - is_open} more"
@@ -123,7 +123,7 @@ def descriptors(ranks: int) -> Section:
 
 
 def namespaces() -> Section:
-    """The namespaces and the user that all ranks must have in common."""
+    """Reports the namespaces and the user, which all ranks must share."""
     found: dict[str, Any] = {"uid": os.geteuid(), "pid_of_this": os.getpid()}
     own = []
     for name, initial in NAMESPACES.items():
@@ -139,7 +139,7 @@ def namespaces() -> Section:
 
 
 def folders() -> Section:
-    """Where the last calls of groups that failed are kept."""
+    """Reports where the last calls of failed groups are written."""
     folder = files.folder()
     unfit = _unfit(folder)
     problems = []
@@ -150,7 +150,7 @@ def folders() -> Section:
 
 
 def _unfit(folder: Path) -> str:
-    """Why groups do not write to ``folder``; empty if they do. The same checks as the core's."""
+    """Returns why groups do not write to ``folder``; empty if they do. The checks are the core's."""
     if not folder.is_symlink() and not folder.exists():
         return "" if writable(folder) else "cannot be made"
     status = folder.lstat()
@@ -164,13 +164,13 @@ def _unfit(folder: Path) -> str:
 
 
 def writable(folder: Path) -> bool:
-    """Whether a file can be made in ``folder``, or in the folder in which it would be made; leaves none."""
+    """Returns true if a file can be made in ``folder``, or where it would be made; leaves no file."""
     existing = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
     return not _tried(lambda: tempfile.TemporaryFile(dir=existing).close())
 
 
 def _tried(step: Callable[[], object]) -> str:
-    """Why ``step`` fails; empty if it does not."""
+    """Returns why ``step`` fails; empty if it does not."""
     try:
         step()
     except (OSError, AttributeError) as error:

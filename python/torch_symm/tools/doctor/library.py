@@ -17,12 +17,12 @@ from .report import Problem, Section
 
 #: Warnings about settings in the log.
 COMPLAINT = re.compile(r"\[WARN  symm::config [^]]*\] (.*)")
-#: Settings of others that matter.
+#: Relevant settings of other software.
 OTHERS = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_SYMMMEM", "TMPDIR")
 
 
 def versions(probed: Probed) -> Section:
-    """Of all software that matters; whether torch can be imported, and finds the backend."""
+    """Reports the versions of all relevant software, and whether torch can be imported and finds the backend."""
     torch, driver, python = probed.of("torch"), probed.of("driver"), platform.python_version()
     found = {
         "torch_symm": _version.__version__,
@@ -65,7 +65,7 @@ def _unknown_to_torch() -> Problem:
 
 
 def native(probed: Probed) -> Section:
-    """Which shared object is loaded, and the torch that it is for."""
+    """Reports which shared object is loaded, and for which torch it was built."""
     minor = ".".join((probed.of("torch").get("version") or "").split(".")[:2])
     found = {"file": probed.of("native").get("file"), "for_torch": minor, "built_for": built(), "error": ""}
     if probed.works:
@@ -88,7 +88,7 @@ def native(probed: Probed) -> Section:
 
 
 def settings(probed: Probed) -> Section:
-    """Variables that are set, and those of them that do nothing."""
+    """Reports the variables that are set, and which of them have no effect."""
     own = {name: _shown(name, value) for name, value in sorted(os.environ.items()) if name.startswith("SYMM_")}
     others = {name: os.environ[name] for name in OTHERS if name in os.environ}
     complaints = [found[1] for found in map(COMPLAINT.match, probed.log.splitlines()) if found]
@@ -103,7 +103,7 @@ def _shown(name: str, value: str) -> str:
 
 
 def collectives(probed: Probed) -> list[Section]:
-    """For each device the algorithm of each collective and size."""
+    """Reports the algorithm of each collective and size, for each device."""
     sections = []
     for device in ("cpu", "cuda"):
         found, error = probed.of(device), probed.errors.get(device)

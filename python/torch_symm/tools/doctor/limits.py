@@ -1,4 +1,4 @@
-"""How many ranks a group may have, as `src/mem/layout.rs` and `src/coll/cuda/workspace/layout.rs` have it."""
+"""The maximum size of a group, as in `src/mem/layout.rs` and `src/coll/cuda/workspace/layout.rs`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The child that loads torch and the native part: ``python -m torch_symm.tools.doctor.probe RANKS``.
 
-Each step begins with a message, so that the parent knows in which one the process ended.
+Each step starts with a message, so that the parent knows in which one the process ended.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch_symm.launch.messages import send, sentence
 
 from .limits import CPU_RANKS, GPU_RANKS
 
-#: Of tensors whose algorithms are shown.
+#: Sizes of tensors whose algorithms are shown.
 SIZES = (8, 64 << 10, 1 << 20, 64 << 20)
 
 
 def main(ranks: int) -> None:
-    """Sends what each step finds; ``ranks`` 0: as many as GPUs, and 2 at least."""
+    """Sends the findings of each step; with ``ranks`` 0, for as many ranks as GPUs, and at least 2."""
     if not _step("torch", _torch) or not _step("native", _native):
         return
     # It imports both.
@@ -68,7 +68,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _found_by_torch() -> bool:
-    """Whether ``import torch`` makes the backend known, without an import of this package."""
+    """Returns true if ``import torch`` registers the backend, without an import of this package."""
     points = entry_points(group="torch.backends")
     installed = any(point.value.partition(":")[0] == "torch_symm._autoload" for point in points)
     return installed and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
@@ -89,7 +89,7 @@ def _links() -> dict[str, Any]:
 
 
 def _collectives(device: str, ranks: int) -> dict[str, Any]:
-    """The algorithm of each collective and size, as the native part would choose it for ordinary tensors."""
+    """Returns the algorithm of each collective and size that the native part would choose for ordinary tensors."""
     from torch_symm.tools.tune import profile
     from torch_symm.tools.tune.points import OPS
 

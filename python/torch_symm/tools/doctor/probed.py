@@ -1,4 +1,4 @@
-"""What the child with torch and the native part found."""
+"""The findings of the child with torch and the native part."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from torch_symm.launch.messages import sentence
 from torch_symm.launch.ranks import Ended, Program, run
 
-#: Torch may have to be read from a slow disk, and contexts to be made on many GPUs.
+#: Torch may load from a slow disk, and contexts on many GPUs take time.
 SECONDS = 120.0
-#: The error of step ``torch`` where there is none.
+#: The error of step ``torch`` if torch is missing.
 MISSING = "torch is not installed in this environment"
 
 
 @dataclass
 class Probed:
-    """Findings and errors by step of `probe`; ``log``: what the child wrote to standard error."""
+    """Findings and errors by step of `probe`; ``log``: the child's standard error."""
 
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -27,21 +27,21 @@ class Probed:
 
     @property
     def works(self) -> bool:
-        """Whether the native part is loaded."""
+        """True if the native part is loaded."""
         return "native" in self.found
 
     @property
     def gpus(self) -> int:
-        """GPUs that torch shows to a process."""
+        """Number of GPUs that torch shows to a process."""
         return len(self.of("gpus").get("devices", ()))
 
     def of(self, step: str) -> Mapping[str, Any]:
-        """What a step found; empty if it did not come to it."""
+        """Returns the findings of a step; empty if the child did not reach it."""
         return self.found.get(step, {})
 
 
 def probe(ranks: int) -> Probed:
-    """Runs the child. ``ranks`` 0: as many as GPUs, and 2 at least. Failures are in the result."""
+    """Runs the child; with ``ranks`` 0, for as many ranks as GPUs, and at least 2. Failures are in the result."""
     if importlib.util.find_spec("torch") is None:
         return Probed(errors={"torch": MISSING})
     levels = ",".join(filter(None, ("symm::config=warn", os.environ.get("SYMM_LOG", "").strip())))

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from torch_symm.launch.messages import send, sentence
 
-#: Elements of the tensors: of a short call and of one that goes in pieces.
+#: Number of elements of the tensors: of a short call, and of one in several pieces.
 LENGTHS = (4, 1 << 20)
-#: Limit of joining and of each call: below that of the trial, so that the error is the group's.
+#: Limit of joining and of each call: shorter than the trial's, so that the error is the group's.
 SECONDS = 40.0
 
 
 def main(device: str) -> None:
-    """Sends ``ok``, or the ``error`` and the step in which it came."""
+    """Sends ``ok``, or the ``error`` and the step in which it occurred."""
     step, begun = "init_process_group", time.monotonic()
     try:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -38,7 +38,7 @@ def main(device: str) -> None:
         dist.destroy_process_group()
     except Exception as error:
         send({"error": sentence(error), "step": step})
-        # Without the traceback, and without the interpreter's end, which may wait for a peer.
+        # Without the traceback, and without the interpreter's exit, which may wait for a peer.
         os._exit(1)
     send({"ok": True, "seconds": round(time.monotonic() - begun, 3)})
 

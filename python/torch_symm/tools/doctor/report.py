@@ -1,4 +1,4 @@
-"""What was found: sections of values, problems with remedies; as a screen, or as one JSON object."""
+"""The findings: sections of values, problems with remedies; as a screen, or as one JSON object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = 12
 
 @dataclass(frozen=True)
 class Problem:
-    """What fails (``fatal``) or could be better, and what to do about it."""
+    """A failure (``fatal``) or a possible improvement, and its remedy."""
 
     text: str
     remedy: str
@@ -23,7 +23,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Section:
-    """What was found about a subject: ``found`` for programs, ``lines`` for people."""
+    """The findings about a subject: ``found`` for programs, ``lines`` for people."""
 
     name: str
     found: dict[str, Any]
@@ -32,7 +32,7 @@ class Section:
 
 
 def problems(sections: Iterable[Section]) -> list[Problem]:
-    """Those of all sections, the fatal ones first."""
+    """Returns the problems of all sections, the fatal ones first."""
     found = [problem for section in sections for problem in section.problems]
     return sorted(found, key=lambda problem: not problem.fatal)
 
@@ -57,7 +57,7 @@ def verdict(found: Sequence[Problem]) -> str:
 
 
 def as_json(sections: Sequence[Section]) -> dict[str, Any]:
-    """``ok``, ``problems``, and what each section found by the section's name."""
+    """Returns ``ok``, ``problems``, and the findings of each section by its name."""
     found = problems(sections)
     head: dict[str, Any] = {
         "ok": not any(problem.fatal for problem in found),

@@ -1,4 +1,4 @@
-"""Whether ``init_process_group("symm")`` and an all-reduce work here: two real ranks, with a deadline."""
+"""Tests ``init_process_group("symm")`` and an all-reduce here: two real ranks, with a deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .report import Problem, Section
 
 RANKS = 2
 SECONDS = 60.0
-#: Variables of a launcher, which the ranks have of their own.
+#: Variables of a launcher, which the ranks set themselves.
 LAUNCHERS = (
     "RANK",
     "WORLD_SIZE",
@@ -32,7 +32,7 @@ REMEDY = "docs/guide/errors.md has the messages and what to do about each"
 
 
 def trial(device: str) -> Section:
-    """Two ranks on ``device`` form a group, and compare the sums of a short and a long tensor."""
+    """Forms a group of two ranks on ``device``, and checks the sums of a short and a long tensor."""
     name = f"trial_{device}"
     try:
         with tempfile.TemporaryDirectory(prefix="torch-symm-doctor-") as folder:
@@ -70,7 +70,7 @@ def _worked(name: str, device: str, ended: list[Ended]) -> Section:
 
 
 def transport(device: str, logs: str) -> tuple[bool, str]:
-    """Whether ranks reach each other's memory, as their logs say, and how data goes between them."""
+    """Returns whether ranks reach each other's memory, according to their logs, and how data moves between them."""
     if device == "cpu":
         direct = "reads long messages from the sender's memory" in logs
         return direct, f"shared memory; long messages {'are read from the sender' if direct else 'go in pieces'}"
@@ -79,27 +79,27 @@ def transport(device: str, logs: str) -> tuple[bool, str]:
 
 
 def children(module: str, device: str, ranks: int, folder: str) -> list[Program]:
-    """Ranks that run ``module`` with ``device``, meet at a free port of this host, and log into what they write."""
+    """Returns ranks that run ``module`` with ``device``, meet at a free port of this node, and log to their output."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     plain |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    # What happened is read from the log; dumps of a failure are not kept.
+    # The log tells the outcome; dumps of a failure are not kept.
     plain |= {"SYMM_LOG": "info", "SYMM_TRACE_DIR": folder}
     each = [plain | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     return [Program(module, [device], environment) for environment in each]
 
 
 def failed(ended: Sequence[Ended]) -> tuple[int, str] | None:
-    """The rank whose failure is nearest to the cause, and why it failed; ``None`` if all ended well."""
+    """Returns the rank whose failure is closest to the cause, and why it failed; ``None`` if all succeeded."""
     failures = [(rank, why) for rank, one in enumerate(ended) if (why := _failure(one))]
-    # What a rank says itself is nearer to the cause than how another ended.
+    # A rank's own message is closer to the cause than another rank's exit.
     return min(failures, key=lambda one: not any("error" in m for m in ended[one[0]].messages), default=None)
 
 
 def _failure(ended: Ended) -> str:
-    """Why a rank failed; empty if it did not."""
+    """Returns why a rank failed; empty if it did not."""
     for message in ended.messages:
         if "error" in message:
             return f"{message['step']}: {message['error']}"

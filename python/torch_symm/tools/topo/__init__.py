@@ -1,6 +1,6 @@
-"""``torch-symm topo``: cores, caches, memory nodes and GPUs of this host, what connects them, and what that means.
+"""``torch-symm topo``: cores, caches, memory nodes and GPUs of this node, their connections, and the consequences.
 
-What GPUs are like is found by the child that doctor starts, too, so that a broken driver ends a child and not this.
+The child that doctor starts also queries the GPUs, so that a broken driver ends a child and not this process.
 
 Modules, from leaf to root: `cpu`, `pairs`, `plot`, `command`.
 """

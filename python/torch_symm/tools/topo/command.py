@@ -18,7 +18,7 @@ from . import cpu, plot
 
 
 def parser() -> Parser:
-    """Of the command."""
+    """Returns the parser of the command."""
     made = Parser(
         "topo",
         "Shows cores, caches, memory nodes and GPUs, the links between them, peer access as it was tried, and which "
@@ -64,7 +64,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
 
 
 def _described() -> tuple[list[dict[str, str]], list[list[int]]]:
-    """GPUs and links of ``SYMM_TOPOLOGY_FILE``, which the native part has accepted."""
+    """Returns GPUs and links of ``SYMM_TOPOLOGY_FILE``, which the native part has accepted."""
     file = os.environ.get("SYMM_TOPOLOGY_FILE", "").strip()
     if not file:
         return [], []

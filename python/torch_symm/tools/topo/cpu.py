@@ -16,7 +16,7 @@ SYSTEM = Path("/sys/devices/system")
 
 
 def numbers(text: str) -> list[int]:
-    """The numbers of a list as ``0-3,8``."""
+    """Parses a list such as ``0-3,8``."""
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -25,7 +25,7 @@ def numbers(text: str) -> list[int]:
 
 
 def ranges(cores: Iterable[int]) -> str:
-    """``0-3,8`` for those numbers."""
+    """Formats numbers as ``0-3,8``."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and core == parts[-1][1] + 1:
@@ -36,7 +36,7 @@ def ranges(cores: Iterable[int]) -> str:
 
 
 def section(ranks: int, system: Path = SYSTEM) -> Section:
-    """The processor, for ``ranks`` ranks."""
+    """Reports the processor, for ``ranks`` ranks."""
     usable = sorted(os.sched_getaffinity(0))
     allowed = cgroup.cores_allowed()
     nodes = _nodes(system) or {0: usable}
@@ -81,7 +81,7 @@ def _nodes(system: Path) -> dict[int, list[int]]:
 
 
 def _caches(system: Path, usable: Iterable[int]) -> list[dict[str, Any]]:
-    """Caches of data, level by level, and the groups of hardware threads that share one."""
+    """Returns data caches, level by level, and the groups of hardware threads that share one."""
     found: dict[tuple[int, str], set[tuple[int, ...]]] = {}
     for core in usable:
         for index in sorted((system / f"cpu/cpu{core}/cache").glob("index[0-9]*")):

@@ -1,4 +1,4 @@
-"""Bandwidth between two GPUs, or two ranks on CPU."""
+"""Bandwidth between two GPUs, or between two ranks on CPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from torch_symm.tools.bench import links
 from torch_symm.tools.doctor.report import Section
 
-#: Bytes of a message.
+#: Size of a message in bytes.
 CPU_BYTES = 16 << 20
 
 
 def gpus() -> Section:
-    """GB/s of a copy from each GPU to each, and the same on one: what the driver's copy engines reach."""
+    """Measures GB/s of a copy from each GPU to each other, and to itself: the rate of the driver's copy engines."""
     ended = links.measured()
     found = [message for message in ended.messages if "gb_per_s" in message]
     if not found:
@@ -26,7 +26,7 @@ def gpus() -> Section:
 
 
 def ranks() -> Section:
-    """GB/s of a message between two ranks of CPU tensors, and how long a short one takes."""
+    """Measures GB/s of a message between two ranks of CPU tensors, and the time of a short one."""
     from torch_symm.tools.bench import launch
     from torch_symm.tools.bench.request import Wanted
 

@@ -1,4 +1,4 @@
-"""A drawing of the host: memory nodes with threads and caches, GPUs and their links (needs matplotlib)."""
+"""Draws the node: memory nodes with threads and caches, GPUs and their links (needs matplotlib)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch_symm._repr import counted
 from .cpu import ranges
 
 ENDINGS = (".svg", ".png", ".pdf")
-#: Most NVLinks of a GPU so far. A GPU with more in all, counted by pairs, shares them through switches.
+#: Maximum number of NVLinks of a GPU so far. If the pairs of a GPU add up to more, it shares them through switches.
 MOST_LINKS = 18
-#: Most GPUs between which each path through PCIe is a line of its own.
+#: Maximum number of GPUs for which each path through PCIe has its own line.
 FEW = 4
 GREEN, GREY = "#0b6e4f", "#bbbbbb"
-#: Width, of 10 in all, below which a box holds no text.
+#: Minimum width, of 10 in all, of a box with text.
 NARROW = 0.62
 
 
-#: What lines meet in: id, label and place.
+#: Points where lines meet: id, label and position.
 HUBS = (("switch", "NVSwitch", (5.0, 6.3)), ("pcie", "PCIe and host", (5.0, 5.7)))
 
 
 def lines(gpus: int, nvlinks: Sequence[Sequence[int]]) -> list[tuple[int, int | str, int]]:
-    """Each line: a GPU, the other or ``"switch"`` or ``"pcie"``, and how many NVLinks, 0 for PCIe."""
+    """Returns each line: a GPU, the other or ``"switch"`` or ``"pcie"``, and the number of NVLinks, 0 for PCIe."""
     links = [[nvlinks[one][other] if one < len(nvlinks) else 0 for other in range(gpus)] for one in range(gpus)]
     switched = {one for one in range(gpus) if sum(links[one]) > MOST_LINKS}
     found: list[tuple[int, int | str, int]] = [(one, "switch", max(links[one])) for one in sorted(switched)]
@@ -45,11 +45,11 @@ def lines(gpus: int, nvlinks: Sequence[Sequence[int]]) -> list[tuple[int, int | 
 def draw(
     processor: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]], nvlinks: Sequence[Sequence[int]], path: Path
 ) -> None:
-    """Writes the drawing to ``path``, whose ending says the format. ``nvlinks[i][j]``: links between two GPUs.
+    """Writes the drawing to ``path``, in the format of its ending. ``nvlinks[i][j]``: links between two GPUs.
 
-    Each memory node shows the cores that may be used and the caches that they share. Without GPUs the ranks stand
+    Each memory node shows the cores that may be used and the caches that they share. Without GPUs, the ranks are drawn
     above. In an SVG, a core has the id of its first thread, ``core-0``, and so has a cache, ``L2-0``; a rank has
-    ``rank-0``, a GPU ``gpu-0``, a line ``link-0-1``, one to the switches ``link-0-switch``, one to PCIe
+    ``rank-0``, a GPU ``gpu-0``, a line ``link-0-1``, a line to the switches ``link-0-switch``, a line to PCIe
     ``link-0-pcie``, and a memory node ``node-0``.
 
     Raises:
@@ -100,7 +100,7 @@ def draw(
 def _node(
     axis: Any, processor: Mapping[str, Any], node: str, threads: Sequence[int], left: float, width: float
 ) -> None:
-    """Draws a memory node: a column for each core, and above it each cache over the cores that share it."""
+    """Draws a memory node: a column for each core, and each cache above the cores that share it."""
     _box(axis, (left, 0, width, 2.4), "", f"node-{node}", "#eef3f0")
     cores = [core for core in processor["threads"] if set(core) & set(threads)]
     column = (width - 0.2) / max(1, len(cores))
@@ -126,7 +126,7 @@ def _node(
 
 
 def _ranks(axis: Any, processor: Mapping[str, Any]) -> None:
-    """Draws the ranks above the memory nodes, since nothing pins them."""
+    """Draws the ranks above the memory nodes, because they are not pinned."""
     ranks = int(processor["ranks"])
     column = 9.8 / ranks
     for rank in range(ranks):
@@ -138,7 +138,7 @@ def _ranks(axis: Any, processor: Mapping[str, Any]) -> None:
 
 
 def _label(axis: Any, x: float, y: float, said: str) -> None:
-    """Writes over boxes that are too narrow for text of their own."""
+    """Writes over boxes that are too narrow for their own text."""
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
     axis.text(x, y, said, ha="center", va="center", fontsize=8, bbox=box)
 

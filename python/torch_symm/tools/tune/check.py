@@ -1,4 +1,4 @@
-"""Predicted against measured, at sizes that calibration did not measure."""
+"""Compares predictions and measurements, at sizes that calibration did not measure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from .points import OPS, Point
 from .profile import prices
 
-#: What a model is for: median and worst relative error, at most.
+#: The goal of a model: maximum of the median and of the worst relative error.
 GOAL_MEDIAN, GOAL_WORST = 0.10, 0.30
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A point: µs as measured, as predicted from the profile, from links alone, and by torch's model."""
+    """A point: µs as measured, as predicted from the profile, from only the links, and by torch's model."""
 
     ranks: int
     op: str
@@ -34,7 +34,7 @@ class Compared:
 
 
 def compare(device: str, world: int, times: Mapping[Point, float], profile: Path | None) -> list[Compared]:
-    """The models' answers beside ``times``. torch's model takes all ranks to be on one host, which is to its favour.
+    """Compares the models' answers with ``times``. torch's model assumes one node for all ranks, to its advantage.
 
     Raises:
         SymmConfigError: there is no profile of this hardware, or it is faulty.
@@ -58,7 +58,7 @@ def compare(device: str, world: int, times: Mapping[Point, float], profile: Path
 
 
 def summary(compared: Sequence[Compared]) -> list[list[str]]:
-    """Rows of a table: for each group and collective, and for all, the errors of each model."""
+    """Returns rows of a table: for each group and collective, and for all, the errors of each model."""
     rows = []
     for ranks in sorted({one.ranks for one in compared}):
         for op in OPS:

@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from .launch import Launches
 
 SECONDS = 60.0
-#: Of them, the share that goes to the search for thresholds.
+#: The share of them for the search for thresholds.
 SEARCH = 0.2
-#: Times that all ranks are started anew: memory lies elsewhere each time.
+#: How often all ranks are started again, because memory is placed differently each time.
 LAUNCHES = 3
-#: Visits of each point in each.
+#: Number of visits of each point in each launch.
 VISITS = 6
-#: Ranks on CPU if nobody says how many.
+#: Number of ranks on CPU by default.
 CPU_RANKS = 4
 
 
 class Unmeasured(Exception):
-    """Says in a sentence why nothing was measured."""
+    """Explains in a sentence why nothing was measured."""
 
 
 def parser() -> Parser:
-    """Of the command."""
+    """Returns the parser of the command."""
     made = Parser(
         "tune",
         "Measures what collectives cost on this machine and writes a profile for the cost model, or compares one with "
@@ -72,10 +72,10 @@ def parser() -> Parser:
 
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
-    """Measures, checks or draws; 0 if it went through.
+    """Measures, checks or draws; 0 on success.
 
-    With ``--json`` one object says what was measured, or in ``error`` why nothing was. Without a file it is all that
-    goes to standard output; what people read goes to standard error then.
+    With ``--json``, one object has the measurements, or in ``error`` the reason for their absence. Without a
+    file, it is the only output on standard output; text for people then goes to standard error.
     """
     if given.draw:
         return _draw(parser, given)
@@ -119,7 +119,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
 def _measured(
     given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int
 ) -> tuple[int, dict[str, Any]]:
-    """The exit status, and what was measured or went wrong."""
+    """Returns the exit status, and the measurements or the error."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
     from torch_symm import SymmConfigError
@@ -155,7 +155,7 @@ def _hosts(parser: Parser, given: argparse.Namespace) -> int:
 
 
 def _need_matplotlib(parser: Parser) -> None:
-    """Ends the command before anything is measured that could not be drawn."""
+    """Ends the command before it measures data that it cannot draw."""
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
 
@@ -216,13 +216,13 @@ def _say_state(reference_us: float, share: float) -> None:
 
 
 def _in_force(device: str, world: int) -> dict[int, dict[str, Any]]:
-    """The thresholds under which is measured, by ranks of a group: what the profile says they are from now on."""
+    """Returns the thresholds of the measurement by ranks of a group, which the profile sets from now on."""
     tuning = os.environ.get("SYMM_CUDA_TUNING", "").strip()
     return {ranks: {"cuda_tuning": tuning} for ranks in sizes.group_sizes(world)} if device == "cuda" and tuning else {}
 
 
 def _shown(given: argparse.Namespace) -> list[str]:
-    """The options that decide what was measured."""
+    """Returns the options that determine the measurement."""
     values = {"--device": given.device, "--ranks": given.ranks, "--seconds": given.seconds, "--largest": given.largest}
     usual = {"--seconds": SECONDS, "--largest": str(LARGEST)}
     return [
@@ -245,7 +245,7 @@ def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, .
     say(f"{here.says}; load {load:.2f}; {known.origin}")
     todo = sizes.points(sizes.group_sizes(world), ops, sizes.checked(largest))
     launches = _measure("checking", device, world, todo, given.seconds, given.profile)
-    # Profiles of before there were states count as of the one that is there now.
+    # Profiles without a state count as measured in the present one.
     reference_us = known.reference_us or state(launches)
     found, share = times(launches, reference_us)
     if not found:

@@ -1,7 +1,7 @@
-"""``tune --hosts``: how fast the network between hosts is, and from which lengths calls better go another way.
+"""``tune --hosts``: the speed of the network between nodes, and the lengths at which calls should change algorithms.
 
-Started by torchrun on all hosts. The wire is measured with groups as rails are, one for each local index: Gloo's for
-CPU tensors, NCCL's for CUDA tensors. The thresholds are found by calls of groups that differ in one of them, which take
+Started by torchrun on all nodes. The network is measured with groups like rails, one for each local rank: Gloo's for
+CPU tensors, NCCL's for CUDA tensors. The thresholds are found by calls of groups that differ in one threshold and take
 turns.
 """
 
@@ -30,26 +30,26 @@ from .report import say
 from .thresholds import WORTH, choose
 
 GROUP_TIMEOUT = timedelta(seconds=120)
-#: Bytes that every call exchanges first.
+#: Size of the first exchange of every call, in bytes.
 SLOT = 1024
-#: Bytes to each other host, of which the rate is told.
+#: Size sent to each other node to measure the rate, in bytes.
 LONG = 4 << 20
-#: Limits beyond and below every call.
+#: Limits above and below every call.
 ALL, NONE = 1 << 30, 0
-#: Rounds in which everything has its turn, and calls of each, at most.
+#: Number of rounds, in which every group has a turn, and maximum number of calls of each.
 ROUNDS, MOST = 5, 20
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is measured on a device.
+    """The parameters of the measurement on a device.
 
     Attributes:
-        engine: Backend of torch that connects hosts.
-        usual: Thresholds of groups for which nothing was measured: ``src/coll/cost/wire.rs``.
-        around: Bytes of calls around the thresholds of one rail and of gathered slices.
-        turns: Bytes of calls that go in turns.
-        pieces: Lengths of turns that are compared.
+        engine: Backend of torch that connects nodes.
+        usual: Default thresholds of groups without measurements: ``src/coll/cost/wire.rs``.
+        around: Sizes of calls around the thresholds of one rail and of gathered slices, in bytes.
+        turns: Sizes of calls that run in pipeline steps, in bytes.
+        pieces: Lengths of pipeline steps that are compared.
     """
 
     engine: str
@@ -79,19 +79,19 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of each host of the job, in their order; ``local``: this rank's place among those of its own."""
+    """The ranks of each node of the job, in order; ``local``: this rank's index among those of its node."""
 
     hosts: list[list[int]]
     local: int
 
     @property
     def rails(self) -> int:
-        """Local indices that all hosts have."""
+        """Number of local ranks that all nodes have."""
         return min(map(len, self.hosts))
 
 
 def layout() -> Layout:
-    """Where the ranks of the default group are."""
+    """Returns the location of the ranks of the default group."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, load()._host())
     hosts: dict[str, list[int]] = {}
@@ -102,14 +102,14 @@ def layout() -> Layout:
 
 
 class Clock:
-    """Times calls of all ranks; the slowest rank counts. ``seconds``: for everything that is timed, about."""
+    """Times calls of all ranks; the slowest rank counts. ``seconds``: total time, about."""
 
     def __init__(self, seconds: float, parts: int, device: str) -> None:
         self._budget_us = seconds / parts * 1e6
         self._device = device
 
     def compare(self, calls: Sequence[Callable[[], None]]) -> list[float]:
-        """µs of each of ``calls``, which take turns: medians over rounds."""
+        """Returns µs of each of ``calls``, which take turns: medians over rounds."""
         found: list[list[float]] = [[] for _ in calls]
         estimates = self._agreed([self._once(call, 1) for call in calls])
         repeats = [max(1, min(MOST, int(self._budget_us / len(calls) / ROUNDS / max(us, 1.0)))) for us in estimates]
@@ -130,7 +130,7 @@ class Clock:
         return (time.perf_counter_ns() - start) / 1e3 / repeats
 
     def _end(self) -> None:
-        """Returns once all that was enqueued has ended."""
+        """Returns once all enqueued work has ended."""
         if self._device == "cuda":
             torch.cuda.synchronize()
 
@@ -142,12 +142,12 @@ class Clock:
 
 
 def measure(seconds: float, device: str, **changed: Any) -> dict[str, Any]:
-    """What a profile says under ``between_hosts``, the same on all ranks of the default group, on several hosts.
+    """Measures the entry ``between_hosts`` of a profile, the same on all ranks of the multi-node default group.
 
     Args:
-        seconds: For all that is timed, about.
-        device: Where the tensors are: ``"cpu"`` or ``"cuda"``, the current GPU.
-        changed: Attributes of ``Kind`` to be measured in place of the usual ones.
+        seconds: Time for all measurements, about.
+        device: Device of the tensors: ``"cpu"`` or ``"cuda"``, the current GPU.
+        changed: Attributes of ``Kind`` that replace the usual ones.
     """
     placed, kind = layout(), replace(KINDS[device], **changed)
     searches = 1 + (placed.rails > 1) + (len(placed.hosts) > 2)
@@ -159,7 +159,7 @@ def measure(seconds: float, device: str, **changed: Any) -> dict[str, Any]:
         thresholds["one_rail"] = search.limit("one_rail", placed.rails)
     if len(placed.hosts) > 2:
         thresholds["gathered"] = search.limit("gathered", placed.rails)
-    # Of GPUs the price is that of one.
+    # For GPUs, the price is per GPU.
     sharing = placed.rails if device == "cuda" else 1
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -173,7 +173,7 @@ def measure(seconds: float, device: str, **changed: Any) -> dict[str, Any]:
 
 
 def _rails(placed: Layout, clock: Clock, kind: Kind, device: str) -> list[dict[str, Any]]:
-    """Speed of one rail, two, and so on until all are at work."""
+    """Measures the speed of one rail, of two, and so on up to all rails."""
     hosts, groups = len(placed.hosts), []
     for local in range(placed.rails):
         members = [ranks[local] for ranks in placed.hosts]
@@ -214,7 +214,7 @@ class Search:
         self._clock, self._kind, self._device = clock, kind, device
 
     def _tried(self, **changed: int) -> Any:
-        """A group of all ranks whose thresholds differ from the usual ones."""
+        """Makes a group of all ranks whose thresholds differ from the usual ones."""
         values = {**self._kind.usual, **changed}
         native = load()
         native._try_thresholds(values["one_rail"], values["piece"], values["gathered"])
@@ -224,7 +224,7 @@ class Search:
             native._try_thresholds(0, 0, 0)
 
     def _calls(self, group: Any, size: int) -> list[Callable[[], None]]:
-        """The collectives that a threshold is judged by, on tensors of ``size`` bytes."""
+        """Returns the collectives that judge a threshold, on tensors of ``size`` bytes."""
         world = dist.get_world_size()
         count = max(1, size // ITEM // world) * world
         whole, part = (torch.zeros(length, device=self._device) for length in (count, count // world))
@@ -234,7 +234,7 @@ class Search:
         ]
 
     def limit(self, name: str, rails: int) -> int:
-        """Bytes up to which the way of short calls was faster; ``gathered`` counts those of a rail's slice."""
+        """Returns the size up to which the short calls' algorithm was faster; ``gathered`` counts a rail's slice."""
         below, above = self._tried(**{name: ALL}), self._tried(**{name: NONE})
         parts = rails if name == "gathered" else 1
         ops = OPS[:1] if name == "gathered" else OPS
@@ -255,7 +255,7 @@ class Search:
         return usual if best is None else best
 
     def piece(self) -> int:
-        """The longest piece of a turn by which long calls took least, if that is worth a change."""
+        """Returns the length of pipeline steps with which long calls were fastest, if it is worth a change."""
         pieces, sizes, usual = self._kind.pieces, self._kind.turns, self._kind.usual["piece"]
         groups = [self._tried(piece=piece) for piece in pieces]
         costs = dict.fromkeys(pieces, 0.0)
@@ -272,9 +272,9 @@ class Search:
 
 
 def write(found: Mapping[str, Any], output: Path | None, device: str) -> Path | None:
-    """Writes ``found`` into this host's profile, beside what is there; its path, or ``None`` where there is no cache.
+    """Writes ``found`` into this node's profile, keeping other entries; returns its path, ``None`` without a cache.
 
-    Only the first rank of each host writes; to ``output``, if it is given, the first of all.
+    Only the first rank of each node writes; to ``output``, if it is given, only rank 0.
     """
     placed = layout()
     own = next(ranks for ranks in placed.hosts if dist.get_rank() in ranks)
@@ -287,7 +287,7 @@ def write(found: Mapping[str, Any], output: Path | None, device: str) -> Path | 
 
 
 def run(seconds: float, output: Path | None, device: str) -> int:
-    """Measures in the job that torchrun has started; 0 if it went through."""
+    """Measures in the job that torchrun has started; 0 on success."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""Starts the rank processes and gathers what they report."""
+"""Starts the rank processes and gathers their reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .rank import Visit
 
 #: The visits of each point, launch by launch.
 Launches: TypeAlias = Sequence[Mapping[Point, Sequence[Visit]]]
-#: References that differ by no more than this factor are of one state.
+#: References that differ by no more than this factor belong to one state.
 SAME = 1.1
 
 
@@ -32,10 +32,10 @@ def measure(
     profile: Path | None = None,
     graphs: bool = False,
 ) -> dict[Point, list[Visit]]:
-    """The visits of each point; ``heard`` is told of each.
+    """Returns the visits of each point; ``heard`` is called for each.
 
-    ``world`` processes visit every point ``visits`` times, once at least, within about ``seconds``. ``profile``: whose
-    thresholds hold, in place of those that are found. ``graphs``: see :class:`torch_symm.tools.tune.rank.Task`.
+    ``world`` processes visit every point ``visits`` times, at least once, within about ``seconds``. ``profile``
+    overrides the thresholds that would be found. ``graphs``: see :class:`torch_symm.tools.tune.rank.Task`.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
@@ -57,7 +57,7 @@ def measure(
 
 
 def state(launches: Launches) -> float:
-    """The reference of the state in which the machine was most: the middle of where most references lie, in µs."""
+    """Returns the reference of the machine's most frequent state: the centre of most references, in µs."""
     references = sorted(visit.reference_us for launch in launches for visits in launch.values() for visit in visits)
 
     def alike(reference: float) -> int:
@@ -67,10 +67,10 @@ def state(launches: Launches) -> float:
 
 
 def times(launches: Launches, reference_us: float) -> tuple[dict[Point, float], float]:
-    """µs of each point that was visited while the machine was in a state, and the share of visits in which it was.
+    """Returns µs of each point that was visited while the machine was in a state, and the share of such visits.
 
-    The median of these visits; of steps the least: whatever else the host does only adds to its time. ``reference_us``:
-    what the reference takes in that state.
+    The median of these visits; for steps the minimum, because other work of the node only adds to their time.
+    ``reference_us``: the time of the reference in that state.
     """
     found, alike, total = {}, 0, 0
     for point in launches[0]:
@@ -83,7 +83,7 @@ def times(launches: Launches, reference_us: float) -> tuple[dict[Point, float], 
 
 
 def all_times(launches: Launches, reference_us: float) -> tuple[dict[Point, float], float]:
-    """As :func:`times`; a point that was never visited in that state has the median of its visits in others."""
+    """Like :func:`times`; a point that was never visited in that state has the median of its other visits."""
     found, share = times(launches, reference_us)
     for point in launches[0].keys() - found.keys():
         found[point] = statistics.median(visit.us for launch in launches for visit in launch[point])

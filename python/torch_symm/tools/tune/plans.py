@@ -1,8 +1,8 @@
-"""What a cost model buys: of all ways to redistribute a tensor, is the one that it finds cheapest the fastest?
+"""The benefit of a cost model: is the redistribution that it finds cheapest the fastest one?
 
-A case is a mesh, a tensor and two placements. Its plans are all ways from one to the other in steps along single mesh
-dimensions, one step longer at most than the mesh has dimensions, on which no two mesh dimensions cut the same tensor
-dimension (the order of the cuts would matter). Each is run as torch runs it.
+A case is a mesh, a tensor and two placements. Its plans are the paths from one to the other in steps along single mesh
+dimensions. A path has at most one step more than the mesh has dimensions, and no two mesh dimensions cut the same
+tensor dimension on it, because the order of the cuts would matter. Each plan is run as torch runs it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .points import Point
 from .rank import GROUP_TIMEOUT
 
 State: TypeAlias = tuple[Placement, ...]
-#: Sizes of the tensors as powers of two.
+#: Range of the tensors' sizes, as powers of two.
 SMALLEST, LARGEST = 16, 25
 MOST_PLANS, REPEATS = 16, 15
 MODELS: tuple[Basis, ...] = ("measured", "links", "torch")
-#: Plans so much slower than the fastest are as good.
+#: Plans that are slower than the fastest by at most this factor are equally good.
 AS_GOOD = 1.1
 SEED = 20261121
 
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks do."""
+    """The task of all ranks."""
 
     world: int
     device: str
@@ -80,7 +80,7 @@ def measure(
     """Times every plan of ``cases`` random redistributions.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank failed, for want of a profile among others.
+        torch.multiprocessing.ProcessRaisedException: a rank failed, for example for lack of a profile.
     """
     results = launched.queue()
     found: list[Case] = []
@@ -132,7 +132,7 @@ def _topo(mesh: DeviceMesh, basis: Basis, task: Task) -> MeshTopoInfo:
 
 
 def _case(draw: random.Random, mesh: DeviceMesh, world: int) -> tuple[tuple[int, int], list[list[State]]]:
-    """A tensor's size and the plans of a redistribution that has more than one."""
+    """Draws a tensor's size and the plans of a redistribution that has more than one."""
     sources: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
     while True:
         source, target = tuple(draw.choices(sources, k=mesh.ndim)), tuple(draw.choices(sources[:3], k=mesh.ndim))
@@ -146,13 +146,13 @@ def _case(draw: random.Random, mesh: DeviceMesh, world: int) -> tuple[tuple[int,
 
 
 def _moves(plan: Sequence[State]) -> bool:
-    """Whether something must be exchanged: there is more to do than to cut what every rank has."""
+    """Returns true if data must be exchanged, beyond cutting the data that every rank has."""
     pairs = zip(plan[0], plan[-1], strict=True)
     return any(before != after and not before.is_replicate() for before, after in pairs)
 
 
 def _plans(source: State, target: State, steps: int) -> Iterator[list[State]]:
-    """All ways from ``source`` to ``target`` in at most so many steps, no state twice."""
+    """Yields all paths from ``source`` to ``target`` in at most ``steps`` steps, without repeating a state."""
     if not _clear(source) or not _clear(target):
         return
 
@@ -194,7 +194,7 @@ def _price(plan: Sequence[DTensorSpec], topo: MeshTopoInfo) -> float:
 
 
 def _times(plans: Sequence[Sequence[DTensorSpec]], device: str) -> list[float]:
-    """µs of each plan on the slowest rank: the least of several runs, plans taking turns."""
+    """Returns µs of each plan on the slowest rank: the minimum of several runs, with plans taking turns."""
     rows, columns = plans[0][0].shape
     cuts = [(placement, plans[0][0].mesh.size(dim)) for dim, placement in enumerate(plans[0][0].placements)]
     for placement, ranks in cuts:
@@ -227,7 +227,7 @@ HEADINGS = ("mesh", "model", "cases", "fastest", f"within {AS_GOOD - 1:.0%}", "m
 
 
 def summary(cases: Sequence[Case]) -> list[list[str]]:
-    """Rows of a table. Loss: how much longer the cheapest plan of a model takes than the fastest."""
+    """Returns rows of a table. Loss: how much longer a model's cheapest plan takes than the fastest."""
     rows = []
     for mesh in [*dict.fromkeys(case.mesh for case in cases), None]:
         part = [case for case in cases if mesh is None or case.mesh == mesh]
@@ -241,6 +241,6 @@ def summary(cases: Sequence[Case]) -> list[list[str]]:
 
 
 def loss(case: Case, model: str) -> float:
-    """Time of the plan that ``model`` finds cheapest, the shortest of equals, over that of the fastest."""
+    """Returns the time of the plan that ``model`` finds cheapest, the shortest of equals, over the fastest time."""
     cheapest = min(case.plans, key=lambda plan: plan.prices[model])
     return cheapest.us / min(plan.us for plan in case.plans)

@@ -1,4 +1,4 @@
-"""Measured times and the models' answers, as curves (needs matplotlib)."""
+"""Plots measured times and the models' answers as curves (needs matplotlib)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .points import OPS
 
 
 def draw(compared: Sequence[Compared], title: str, path: Path) -> None:
-    """Writes a figure to ``path``, whose ending says the format.
+    """Writes a figure to ``path``, in the format of its ending.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Which sizes are measured."""
+"""The sizes that are measured."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Protocol
 
 from torch_symm._describe import OPS as OPS
 
-#: What steps of a redistribution take beside their collectives: a short one with a collective, a short one without, a
-#: copy of what a rank has while all ranks copy.
+#: The costs of redistribution steps outside their collectives: a short step with a collective, a short one without, and
+#: a copy of a rank's data while all ranks copy.
 STEP, SLICE, COPY = "P -> R", "R -> S(0)", "copy"
 SMALLEST, LARGEST = 1 << 10, 256 << 20
 STEP_BYTES = 1 << 10
-#: So long that beginning it does not count.
+#: Long enough that the start does not count.
 COPY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-#: Where the tensors of all ranks grow out of a last-level cache, times rise tenfold within a few doublings.
+#: Where the tensors of all ranks outgrow a last-level cache, times rise tenfold within a few doublings.
 CACHE_EDGE = range(1 << 20, 64 << 20)
 ITEM = 4
 
 
 class Priced(Protocol):
-    """What knows the algorithm of a size."""
+    """Knows the algorithm for a size."""
 
     def price(self, op: str, bytes: float, dim: int) -> tuple[float, str, str]:
         """µs, algorithm, basis."""
@@ -31,7 +31,7 @@ class Priced(Protocol):
 
 @dataclass(frozen=True)
 class Point:
-    """``op`` in groups of ``ranks`` on tensors of ``bytes``: of the longest that a rank gives or gets."""
+    """``op`` in groups of ``ranks`` on tensors of ``bytes``: the longest that a rank passes or gets."""
 
     ranks: int
     op: str
@@ -39,42 +39,42 @@ class Point:
 
 
 def group_sizes(world: int) -> tuple[int, ...]:
-    """Sizes of equal groups into which ``world`` ranks can be cut, as dimensions of a mesh are."""
+    """Returns sizes of equal groups into which ``world`` ranks can be divided, like dimensions of a mesh."""
     return tuple(ranks for ranks in range(2, world + 1) if world % ranks == 0)
 
 
 def calibrated(largest: int = LARGEST) -> list[int]:
-    """Sizes to calibrate at, up to ``largest``: doublings, and half-way steps where tensors leave the caches."""
+    """Returns sizes to calibrate, up to ``largest``: doublings, and half-way steps where tensors outgrow the caches."""
     sizes = [SMALLEST << shift for shift in range((largest // SMALLEST).bit_length())]
     halves = [int(size * math.sqrt(2)) for size in sizes[:-1] if size in CACHE_EDGE]
     return sorted(sizes + halves)
 
 
 def checked(largest: int = LARGEST) -> list[int]:
-    """Sizes to check at: halfway between the calibrated ones, on a scale of ratios."""
+    """Returns sizes to check: halfway between the calibrated ones, on a scale of ratios."""
     return [math.isqrt(low * high) for low, high in pairwise(calibrated(largest))]
 
 
 def points(worlds: Iterable[int], ops: Iterable[str], sizes: Iterable[int]) -> list[Point]:
-    """Every size with every collective and group, in whole elements for each rank."""
+    """Returns every size with every collective and group, in whole elements for each rank."""
     sizes = list(sizes)
     return [Point(ranks, op, rounded(size, ranks)) for ranks in worlds for op in ops for size in sizes]
 
 
 def local(device: str, world: int) -> list[Point]:
-    """What :data:`STEP`, :data:`SLICE` and :data:`COPY` are measured at, and the collective of the step."""
+    """Returns the points of :data:`STEP`, :data:`SLICE` and :data:`COPY`, and of the step's collective."""
     sizes = {STEP: STEP_BYTES, SLICE: STEP_BYTES, "all_reduce": STEP_BYTES, COPY: COPY_BYTES[device]}
     return [Point(world, op, rounded(size, world)) for op, size in sizes.items()]
 
 
 def rounded(size: int, ranks: int) -> int:
-    """The next larger size that can be cut into equal parts for ``ranks``."""
+    """Rounds up to a size that can be divided into equal parts for ``ranks``."""
     unit = ITEM * ranks
     return -(-size // unit) * unit
 
 
 def switches(point: Point, above: Point, prices: Priced) -> list[Point]:
-    """The last size of each algorithm and the first of the next, between ``point`` and ``above``."""
+    """Returns the last size of each algorithm and the first of the next, between ``point`` and ``above``."""
 
     def algorithm(size: int) -> str:
         return prices.price(point.op, size, 0)[1]
@@ -90,7 +90,7 @@ def switches(point: Point, above: Point, prices: Priced) -> list[Point]:
 
 
 def _last(low: int, high: int, unit: int, algorithm: Callable[[int], str]) -> int:
-    """The last size from ``low``, in steps of ``unit``, with the algorithm of ``low``; that of ``high`` is another."""
+    """Returns the last size from ``low``, in steps of ``unit``, with the algorithm of ``low``; ``high`` has another."""
     name = algorithm(low)
     while high - low > unit:
         middle = low + (high - low) // (2 * unit) * unit

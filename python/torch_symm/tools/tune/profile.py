@@ -1,4 +1,4 @@
-"""The file that calibration writes: ``docs/design/cost-model.md`` has its fields.
+"""The file that calibration writes: ``docs/design/cost-model.md`` documents its fields.
 
 The native part reads and validates it.
 """
@@ -27,7 +27,7 @@ from .points import OPS, Point, Priced, group_sizes, local
 
 @dataclass(frozen=True)
 class Key:
-    """The hardware that a profile is for. ``file``: its name among profiles; ``says``: for people."""
+    """The hardware of a profile. ``file``: its name among profiles; ``says``: for people."""
 
     hardware: dict[str, Any]
     file: str
@@ -35,10 +35,10 @@ class Key:
 
 
 def key(device: str, world: int) -> Key:
-    """The hardware of this host, for ``world`` ranks.
+    """Returns the key of this node's hardware, for ``world`` ranks.
 
     Raises:
-        SymmConfigError: NVML does not say what GPUs these are.
+        SymmConfigError: NVML does not identify the GPUs.
     """
     found = json.loads(load()._profile_key(device, world))
     if found is None:
@@ -47,7 +47,7 @@ def key(device: str, world: int) -> Key:
 
 
 def measured(command: str, load_before: list[float], reference_us: float) -> dict[str, Any]:
-    """When and how a profile is measured: now. ``reference_us``: what the reference takes in the state that counts."""
+    """Describes a measurement made now. ``reference_us``: the time of the reference in the state that counts."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     software = f"torch_symm {__version__}, torch {torch.__version__}"
     state = {"reference_us": round(reference_us, 3)} if reference_us else {}
@@ -55,7 +55,7 @@ def measured(command: str, load_before: list[float], reference_us: float) -> dic
 
 
 def bare(here: Key, settings: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """A profile without times. ``settings``: thresholds, by ranks of a group."""
+    """Returns a profile without times. ``settings``: thresholds, by ranks of a group."""
     groups = [
         {"ranks": ranks, **settings.get(ranks, {}), "curves": list[Any]()}
         for ranks in group_sizes(here.hardware["ranks"])
@@ -71,7 +71,7 @@ def bare(here: Key, settings: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def draft(here: Key, settings: Mapping[int, dict[str, Any]]) -> Iterator[Path]:
-    """The file of a profile without times, for as long as it is measured under."""
+    """Yields the file of a profile without times, while measurements use it."""
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
         path = Path(folder) / "draft.json"
         write(path, bare(here, settings))
@@ -81,7 +81,7 @@ def draft(here: Key, settings: Mapping[int, dict[str, Any]]) -> Iterator[Path]:
 def assemble(
     profile: dict[str, Any], times: Mapping[Point, float], measured: dict[str, Any], known: Mapping[int, Priced]
 ) -> dict[str, Any]:
-    """``profile``, a bare one, with ``times``. ``measured``: as :func:`measured`. ``known``: algorithms, by ranks."""
+    """Adds ``times`` to the bare ``profile``. ``measured``: of :func:`measured`. ``known``: algorithms, by ranks."""
     groups = [
         {
             **group,
@@ -93,7 +93,7 @@ def assemble(
 
 
 def _local(hardware: Mapping[str, Any], times: Mapping[Point, float]) -> dict[str, dict[str, float]]:
-    """The entry of that name, if it was measured."""
+    """Returns the entry of that name, if it was measured."""
     points = local(hardware["device"], hardware["ranks"])
     if not all(point in times for point in points):
         return {}
@@ -120,7 +120,7 @@ def _curves(ranks: int, op: str, times: Mapping[Point, float], known: Priced) ->
 
 
 def known(path: Path) -> dict[str, Any]:
-    """Returns the profile that is at ``path``; empty without a valid one. Standard error names a faulty one."""
+    """Returns the profile at ``path``; empty without a valid one. Standard error names a faulty one."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         _validate(path, found)
@@ -133,19 +133,19 @@ def known(path: Path) -> dict[str, Any]:
 
 
 def between_hosts(path: Path) -> dict[str, Any]:
-    """What the profile that is at ``path`` now says of the network between hosts, to be kept in the next one."""
+    """Returns the present entry about the inter-node network of the profile at ``path``, to keep it in the next one."""
     found = known(path)
     return {"between_hosts": found["between_hosts"]} if "between_hosts" in found else {}
 
 
 def own_path(here: Key) -> Path | None:
-    """Where the user's profile of this hardware belongs; ``None`` without a cache."""
+    """Returns where the user's profile of this hardware belongs; ``None`` without a cache."""
     folder = os.fsdecode(load()._own_profiles())
     return Path(folder) / here.file if folder else None
 
 
 def write(path: Path, profile: Mapping[str, Any]) -> None:
-    """Writes ``profile`` so that nobody ever reads half of it, and reads it back as the cost model would.
+    """Writes ``profile`` atomically, and reads it back like the cost model.
 
     Raises:
         SymmConfigError: it is not valid, which would be a bug; OSError: it cannot be written.
@@ -170,7 +170,7 @@ def _validate(path: Path, profile: Mapping[str, Any]) -> None:
 
 
 def _text(profile: Mapping[str, Any]) -> str:
-    """JSON with a line for each list of numbers."""
+    """Formats JSON with a line for each list of numbers."""
     text = json.dumps(profile, indent=1)
     lines, listed = [], ""
     for line in text.splitlines():

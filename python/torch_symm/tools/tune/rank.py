@@ -24,22 +24,22 @@ from torch_symm.tools.bench.gpu.clock import GpuClock
 from .points import COPY, ITEM, SLICE, STEP, Point
 
 GROUP_TIMEOUT = timedelta(seconds=120)
-#: A batch is at least so long: reading the clock, or an event, must not count.
+#: Minimum duration of a batch, so that reading the clock, or an event, does not count.
 BATCH_US, MOST_BATCH = 100.0, 16
 FEWEST, MOST = 3, 100
-#: Calls that take so long are made less often, and the skew of their start is nothing beside them.
+#: Calls of this duration are made less often, and the skew of their start is negligible.
 LONG_US, FEWEST_LONG = 20_000.0, 2
-#: Calls in a CUDA graph: enough for its start not to count.
+#: Number of calls in a CUDA graph: enough for its start not to count.
 GRAPH_CALLS = 20
-#: A broadcast that tells in what state the machine is: batches, calls of each. ``docs/design/cost-model.md``.
+#: A broadcast that identifies the machine's state: batches, calls of each. ``docs/design/cost-model.md``.
 REFERENCE_BYTES, REFERENCE_BATCHES, REFERENCE_CALLS = 512 << 10, 3, 8
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks do. ``seconds``: for all visits together, about.
+    """The task of all ranks. ``seconds``: for all visits together, about.
 
-    ``graphs``: calls are recorded into CUDA graphs, whose replays are timed, so that the host's time does not count.
+    ``graphs``: calls are captured into CUDA graphs, whose replays are timed, so that the host's time does not count.
     """
 
     world: int
@@ -55,7 +55,7 @@ class Task:
 class Visit:
     """One visit of the point with number ``index``: the median of its bursts in µs.
 
-    ``reference_us``: what the reference took before or after it, the longer; 0 on GPUs.
+    ``reference_us``: the time of the reference before or after it, whichever is longer; 0 on GPUs.
     """
 
     index: int
@@ -115,13 +115,13 @@ class _Caller:
                     self._groups[ranks] = group
                     self._meshes[ranks] = DeviceMesh.from_group(group, device.type)
         count = max(point.bytes for point in task.points) // ITEM
-        # Written once: the system gives memory only then.
+        # Written once, because the system allocates memory on the first write.
         self._given = torch.zeros(count, dtype=torch.float32, device=device)
         self._got = torch.zeros(count, dtype=torch.float32, device=device)
         self._estimates: dict[int, float] = {}
 
     def reference(self) -> float:
-        """µs of a fixed exchange among all ranks, the same on all; 0 on GPUs, which are nobody else's."""
+        """Returns µs of a fixed exchange among all ranks, the same on all; 0 on GPUs, which are not shared."""
         if self._device.type != "cpu":
             return 0.0
         tensor = self._given[: REFERENCE_BYTES // ITEM]
@@ -129,9 +129,9 @@ class _Caller:
         return self._agreed(statistics.median(found))[0]
 
     def visit(self, index: int, point: Point, budget_s: float, must: bool) -> float | None:
-        """Median µs of a call, the slowest rank of all groups counting, within about ``budget_s``.
+        """Returns the median µs of a call, of the slowest rank of all groups, within about ``budget_s``.
 
-        Without time left ``None``, on all ranks alike, unless it ``must`` be.
+        Returns ``None`` on all ranks if no time is left, unless it ``must`` run.
         """
         call, calls = self._call(point), 1
         if self._graphs:
@@ -146,7 +146,7 @@ class _Caller:
             return None
         batch = int(min(MOST_BATCH, max(1.0, BATCH_US / max(estimate, 0.1))))
         if point.op in (STEP, SLICE):
-            # The host's time, which differs from call to call and from rank to rank.
+            # The host's time, which differs between calls and between ranks.
             batch = MOST_BATCH
         fewest = FEWEST_LONG if estimate > LONG_US else FEWEST
         samples = int(min(MOST, max(fewest, budget_us / (estimate * batch) - 1)))
@@ -159,8 +159,8 @@ class _Caller:
         return median / calls
 
     def _recorded(self, call: Callable[[], None]) -> Callable[[], None]:
-        """A replay of :data:`GRAPH_CALLS` calls. The graph goes with it, and so before the groups."""
-        # Outside first: a group is set up, and its kernels are loaded, where nothing is recorded.
+        """Returns a replay of :data:`GRAPH_CALLS` calls. The graph is dropped with it, before the groups."""
+        # Outside first, because a group is set up and its kernels are loaded outside a capture.
         call()
         return GpuClock().capture(call, GRAPH_CALLS).replay
 
@@ -171,7 +171,7 @@ class _Caller:
         return agreed
 
     def _burst(self, call: Callable[[], None], samples: int, batch: int) -> list[float]:
-        """µs per call of each of ``samples`` batches."""
+        """Returns µs per call of each of ``samples`` batches."""
         call()
         if self._device.type == "cuda":
             return self._on_gpu(call, samples, batch)

@@ -1,4 +1,4 @@
-"""Progress and tables, by rich where it is installed."""
+"""Progress and tables, with rich if it is installed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch_symm.tools.bench.units import format_size, format_us
 
 from .points import Point
 
-#: Without rich a line is written for every so much of the whole.
+#: Without rich, a line is written for each such fraction of the whole.
 PLAIN_STEP = 0.1
 
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[Point, float], None]]:
-    """Shows how far ``total`` visits have come; the body calls what it is given after each."""
+    """Shows the progress of ``total`` visits; the body calls the yielded function after each."""
     try:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     except ImportError:

@@ -1,4 +1,4 @@
-"""Where one way to serve a collective ends and the next begins: what was faster when both were measured. Pure."""
+"""Finds thresholds between algorithms from measurements of both. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from .points import Point
 
-#: A threshold must save so much of the time of all the calls that it decides on, else the default stays.
+#: A threshold must save this share of the time of all calls that it affects; otherwise the default stays.
 WORTH = 0.01
 
 
@@ -20,18 +20,18 @@ def choose(
     usual: Callable[[Point], bool],
     edges: tuple[int, int] | None = None,
 ) -> int | None:
-    """The longest that goes the one way, so that all calls together take least; ``None``: as by default.
+    """Returns the threshold that minimizes the time of all calls together; ``None`` for the default.
 
-    Calls of all sizes and collectives count alike, by the logarithm of their time.
+    Calls of all sizes and collectives have equal weight, by the logarithm of their time.
 
     Args:
-        own: What the threshold decides on.
-        length: What is compared with it.
-        below: µs of each point the one way.
-        above: And the other.
-        usual: Whether a point goes the one way by default.
-        edges: The threshold where all points go the other way, and where all go the one: by default those of doublings
-            that were not measured.
+        own: The points that the threshold affects.
+        length: Returns the value that is compared with it.
+        below: µs of each point below the threshold.
+        above: µs of each point above it.
+        usual: Whether a point is below by default.
+        edges: The thresholds with all points above, and with all below: by default, those of doublings that were not
+            measured.
     """
 
     def cost(goes_below: Callable[[Point], bool]) -> float:
@@ -43,7 +43,7 @@ def choose(
     if not own:
         return None
     lengths = sorted({length(point) for point in own})
-    # As far as may be from the last size that is better the one way, and from the next.
+    # As far as possible from the last size below, and from the next.
     between = [math.isqrt(low * high) for low, high in pairwise(lengths)]
     least, most = edges or (math.isqrt(lengths[0] ** 2 // 2), math.isqrt(lengths[-1] ** 2 * 2))
     best = min((least, *between, most), key=cost_at)

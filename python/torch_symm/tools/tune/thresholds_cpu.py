@@ -1,4 +1,4 @@
-"""Where CPU results begin to be written past the cache: measured with all of them so, and with none."""
+"""Finds the size from which CPU results are written past the cache: measured with all results so, and with none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .points import Point, group_sizes, points
 from .rank import Visit
 from .thresholds import choose
 
-#: Tensors from 1 to 64 MB: below, all caches hold them; above, none.
+#: Tensors from 1 to 64 MB: smaller ones fit in all caches, larger ones in none.
 SIZES = [1 << shift for shift in range(20, 27)]
 NEVER, ALWAYS = 1 << 50, 1
 TURNS, VISITS = 2, 3
@@ -20,7 +20,7 @@ TURNS, VISITS = 2, 3
 def search(
     here: profile.Key, ops: Iterable[str], largest: int, seconds: float, on_visit: Callable[[Point, float], None]
 ) -> dict[int, dict[str, Any]]:
-    """``stream_bytes`` by ranks of a group, where another than the default is better; in about ``seconds``.
+    """Returns ``stream_bytes`` by ranks of a group if another value than the default is better; in about ``seconds``.
 
     Raises:
         As :func:`torch_symm.tools.tune.launch.measure`.
@@ -30,7 +30,7 @@ def search(
     if not todo:
         return {}
     launches: list[dict[Point, list[Visit]]] = []
-    # In turn: what else the machine does must not meet one of them alone.
+    # In turn, so that other work of the machine does not affect only one of them.
     for stream_bytes in (NEVER, ALWAYS) * TURNS:
         with profile.draft(here, {ranks: {"stream_bytes": stream_bytes} for ranks in group_sizes(world)}) as path:
             launches.append(measure(world, "cpu", todo, seconds / 2 / TURNS, VISITS, on_visit, path))
@@ -46,7 +46,7 @@ def search(
 
 
 def count(world: int, ops: Iterable[str], largest: int) -> int:
-    """Visits of a search."""
+    """Number of visits of a search."""
     return 2 * TURNS * VISITS * len(_points(world, ops, largest))
 
 
@@ -55,12 +55,12 @@ def _points(world: int, ops: Iterable[str], largest: int) -> list[Point]:
 
 
 def usual(ranks: int) -> Callable[[Point], bool]:
-    """Whether a result goes through the cache by default, in groups of ``ranks``."""
+    """Returns whether a result goes through the cache by default, in groups of ``ranks``."""
     prices = profile.prices("cpu", ranks, ranks, "links")
     return lambda point: prices.price(point.op, point.bytes, 0)[1] != "staged_streaming"
 
 
 def touched(point: Point) -> int:
-    """Bytes of the tensors of all ranks together, as the plan of a collective counts them."""
+    """Returns the size of the tensors of all ranks together, as the plan of a collective counts them."""
     each = {"all_reduce": 2 * point.ranks, "all_to_all": 2 * point.ranks, "broadcast": point.ranks}
     return point.bytes * each.get(point.op, point.ranks + 1)

@@ -1,4 +1,4 @@
-"""Where GPUs go from one kernel to the next: measured with each of them wherever it has room."""
+"""Finds thresholds between GPU kernels: measured with each kernel wherever it has room."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .launch import measure, times
 from .points import Point, group_sizes, points
 from .thresholds import choose
 
-#: Longest tensors. One shot and two are of all-reduce alone; the others go with flags in their data or through staging.
+#: Longest tensors. One-shot and two-shot apply only to all-reduce; the others use flags in their data, or staging.
 LARGEST = {"all_reduce": 8 << 20, "all_gather": 4 << 20, "reduce_scatter": 4 << 20, "broadcast": 4 << 20}
 SMALLEST = 16 << 10
 VISITS = 3
 
-#: What SYMM_CUDA_TUNING says to have a kernel wherever it has room: the next of all-reduce serves where it has none.
+#: The SYMM_CUDA_TUNING value that uses a kernel wherever it has room; elsewhere the next all-reduce runs.
 _ROOM = 1 << 30
 SHORT = f"one_shot_bytes={_ROOM},two_shot_bytes={_ROOM},low_latency_bytes={_ROOM}"
 TWO_SHOT = f"one_shot_bytes=0,two_shot_bytes={_ROOM},low_latency_bytes=0"
 STAGED = "one_shot_bytes=0,two_shot_bytes=0,low_latency_bytes=0"
-#: These, and the collectives to measure with each.
+#: These tunings, and the collectives to measure with each.
 WAYS = {SHORT: tuple(LARGEST), TWO_SHOT: ("all_reduce",), STAGED: tuple(LARGEST)}
 
 Names: TypeAlias = Mapping[Point, str]
@@ -30,7 +30,7 @@ Names: TypeAlias = Mapping[Point, str]
 
 @dataclass(frozen=True)
 class Way:
-    """µs of points, and the algorithms that served them."""
+    """µs of points, and the algorithms that ran them."""
 
     us: Mapping[Point, float]
     names: Names
@@ -39,7 +39,7 @@ class Way:
 def search(
     here: profile.Key, ops: Iterable[str], largest: int, seconds: float, on_visit: Callable[[Point, float], None]
 ) -> dict[int, dict[str, Any]]:
-    """``cuda_tuning`` by ranks of a group, where another than the default is better; in about ``seconds``.
+    """Returns ``cuda_tuning`` by ranks of a group if another value than the default is better; in about ``seconds``.
 
     Raises:
         As :func:`torch_symm.tools.tune.launch.measure`.
@@ -59,7 +59,7 @@ def search(
 
 
 def count(world: int, ops: Iterable[str], largest: int) -> int:
-    """Visits of a search."""
+    """Number of visits of a search."""
     todo = _points(world, ops, largest)
     return VISITS * sum(point.op in served for served in WAYS.values() for point in todo)
 
@@ -77,25 +77,25 @@ def _measured(
 ) -> Way:
     world: int = here.hardware["ranks"]
     with profile.draft(here, {ranks: {"cuda_tuning": tuning} for ranks in group_sizes(world)}) as path:
-        # In graphs: called from the host one by one, these take the host's time.
+        # In graphs, because separate calls from the host take the host's time.
         visits = measure(world, "cuda", todo, seconds, VISITS, on_visit, path, graphs=True)
         return Way(times([visits], 0.0)[0], _names(todo, world, path))
 
 
 def _names(todo: Iterable[Point], world: int, path: Path | None = None) -> dict[Point, str]:
-    """The algorithms that serve ``todo`` under the profile at ``path``; without one, by default."""
+    """Returns the algorithms that run ``todo`` with the profile at ``path``; without one, by default."""
     basis = "measured" if path else "links"
     known = {ranks: profile.prices("cuda", ranks, world, basis, path) for ranks in group_sizes(world)}
     return {point: known[point.ranks].price(point.op, point.bytes, 0)[1] for point in todo}
 
 
 def choose_all(own: Sequence[Point], ways: Sequence[Way], usual: Names) -> dict[str, int]:
-    """The thresholds for groups of one size that are better than the defaults, by name.
+    """Returns the thresholds for groups of one size that are better than the defaults, by name.
 
     Args:
         own: Their points.
-        ways: What was measured, in the order of :data:`WAYS`.
-        usual: What serves ``own`` by default.
+        ways: The measurements, in the order of :data:`WAYS`.
+        usual: The algorithms of ``own`` by default.
     """
     short, two_shot, staged = ways
     reduces = [point for point in own if point.op == "all_reduce"]
@@ -109,16 +109,16 @@ def choose_all(own: Sequence[Point], ways: Sequence[Way], usual: Names) -> dict[
         return usual[point] != staged.names[point]
 
     two = limit(reduces, two_shot, staged, usually_two)
-    # What serves beyond one shot.
+    # The points that run beyond one-shot.
     in_two = {point for point in reduces if (usually_two(point) if two is None else point.bytes <= two)}
     rest = {point: (two_shot if point in in_two else staged).us[point] for point in reduces}
     one = limit(reduces, short, Way(rest, two_shot.names), lambda point: usual[point] == short.names[point])
     flags = limit(messages, short, staged, lambda point: usual[point] == short.names[point])
-    # Zero-copy calls were not measured; by default theirs is the same, and so it stays.
+    # Zero-copy calls were not measured; by default theirs is the same, so it stays the same.
     found = {"one_shot_bytes": one, "two_shot_bytes": two, "zero_copy_two_shot_bytes": two, "low_latency_bytes": flags}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def message(point: Point) -> int:
-    """Bytes of its longest message between two ranks, as the plan of a collective counts them."""
+    """Returns the size of its longest message between two ranks, as the plan of a collective counts them."""
     return point.bytes if point.op in ("all_reduce", "broadcast") else point.bytes // point.ranks
