@@ -114,7 +114,7 @@ impl Reception<'_> {
         loop {
             let missing: Vec<Rank> = self.others().filter(|rank| self.seated[rank.index()].is_none()).collect();
             if missing.is_empty() {
-                // All ranks are connected; none of them may have left since.
+                // All ranks are connected; fail if one has left since.
                 let mut ready = self.poll(Duration::ZERO)?;
                 ready.retain(|source| matches!(source, Source::Connection(_) | Source::Process(_)));
                 return self.serve(&ready);

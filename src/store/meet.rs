@@ -143,7 +143,7 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
                 let word = complaint()?;
                 let came = self.came(&here)?;
                 self.store.set(&reported, word.as_bytes())?;
-                // Rank 0 is alive and need not acknowledge.
+                // Rank 0 itself need not acknowledge.
                 match self.wait(&received, &came[1..], LAST_WORDS) {
                     Err(error) if error.kind != Kind::Timeout => Err(error),
                     Ok(()) | Err(_) => Err(Error::timeout(word)),

@@ -36,6 +36,17 @@ pub const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 ///
 /// Every method fails with `Timeout`, which names the missing keys, after its limit; with `Network` if the server of a
 /// network store has become unreachable; and with `Config` if a store of limited size is full.
+///
+/// # Examples
+/// ```
+/// use symm::store::{Store, memory::MemoryStore};
+///
+/// let store = MemoryStore::new();
+/// store.set("address/0", b"10.0.0.1:29500")?;
+/// assert_eq!(store.add("arrived", 1)?, 1);
+/// assert_eq!(&store.get("address/0", None)?[..], b"10.0.0.1:29500");
+/// # Ok::<(), symm::error::Error>(())
+/// ```
 pub trait Store: Send + Sync {
     /// Answers `request` within `limit`, or within [`DEFAULT_TIMEOUT`].
     fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply>;

@@ -6,7 +6,7 @@ use rustix::io::{Errno, Result};
 /// rejecting a call that never succeeds.
 const TRIES: usize = 100;
 
-/// Repeats `call` while it is interrupted, at most [`TRIES`] times; then returns its `INTR`.
+/// Repeats `call` while it is interrupted, at most `TRIES` times; then returns its `INTR`.
 pub fn retry<T>(mut call: impl FnMut() -> Result<T>) -> Result<T> {
     for _ in 1..TRIES {
         match call() {

@@ -86,8 +86,8 @@ pub struct Received {
     pub length: usize,
     /// The file descriptor in the message.
     pub fd: Option<OwnedFd>,
-    /// True if bytes or file descriptors were lost: the message was too long, had more than one descriptor, or none was
-    /// free here.
+    /// True if bytes or file descriptors were lost: the message was too long, had more than one descriptor, or found
+    /// no free number here.
     pub cut: bool,
 }
 

@@ -106,7 +106,7 @@ def casts(node: Node, dtype: torch.dtype) -> list[Node]:
 
 
 def is_last(dims: Any, of: Any) -> bool:
-    """Returns true if ``dims``, one or a list, is only the last dimension of ``of``."""
+    """Returns true if ``dims``, one or a list, names only the last dimension of ``of``."""
     tensor = value(of)
     return tensor is not None and dims in (-1, tensor.dim() - 1, [-1], [tensor.dim() - 1])
 

@@ -63,7 +63,7 @@ def get_symm_mem_workspace(group_name: str, min_size: int, *, device: torch.devi
 
 @contextmanager
 def used(group_name: str, size: int, device: torch.device) -> Iterator[_SymmetricMemory]:
-    """Yields the workspace to one operator. If that fails, the workspace ends, because it leaves signals behind."""
+    """Yields the workspace to one operator. If that fails, it leaves signals behind, so the workspace ends."""
     try:
         yield get_symm_mem_workspace(group_name, size, device=device)
     except BaseException:

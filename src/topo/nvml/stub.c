@@ -1,4 +1,4 @@
-// A libnvidia-ml.so.1 of five GPUs for tests/: each shows one thing that real machines do. Compiled by tests.rs.
+// A libnvidia-ml.so.1 with five GPUs, each with one peculiarity of real machines. Compiled by tests.rs.
 #include <stdio.h>
 #include <string.h>
 
@@ -19,7 +19,7 @@ typedef struct {
 
 typedef struct {
   const char *uuid, *address, *name;
-  int mig; // -1: knows no MIG
+  int mig; // -1: no MIG support
   uint count;
   Link links[18];
 } Gpu;
@@ -98,7 +98,7 @@ int nvmlDeviceGetNvLinkRemoteDeviceType(const Gpu* gpu, uint link, uint* type) {
 }
 #endif
 
-// All pairs may read and write, but D may not write to A.
+// All pairs may read and write, except that D may not write to A.
 int nvmlDeviceGetP2PStatus(const Gpu* one, const Gpu* other, uint index, uint* status) {
   const int refused = index == 1 && strcmp(one->uuid, "GPU-D") == 0 && strcmp(other->uuid, "GPU-A") == 0;
   *status = index > 1 ? 6 : refused ? 5 : 0;

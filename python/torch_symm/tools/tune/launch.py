@@ -32,7 +32,7 @@ def measure(
     profile: Path | None = None,
     graphs: bool = False,
 ) -> dict[Point, list[Visit]]:
-    """Returns the visits of each point; ``heard`` is called for each.
+    """Returns the visits of each point; ``on_visit`` is called for each.
 
     ``world`` processes visit every point ``visits`` times, at least once, within about ``seconds``. ``profile``
     overrides the thresholds that would be found. ``graphs``: see :class:`torch_symm.tools.tune.rank.Task`.
