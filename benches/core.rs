@@ -1,8 +1,9 @@
-//! Times the core alone, without torch: `cargo bench --bench core -- [ranks] [op,..|all] [bytes,..|all] [staged]`.
+//! Times only the core, without torch: `cargo bench --bench core -- [ranks] [op,..|all] [bytes,..|all] [staged]`.
 //!
-//! Ranks are processes. Each operation runs in blocks of back-to-back calls between barriers; printed is the median over calls of the
-//! slowest rank's block mean, in µs. `bytes` is the largest tensor of a rank: the output of all_gather, the input of reduce_scatter.
-//! With `staged` no receiver reads the sender's memory. Results are compared with the expected ones before timing.
+//! Ranks are processes. Each operation runs in blocks of back-to-back calls between barriers. The result is the median
+//! over calls of the slowest rank's block mean, in µs. `bytes` is the largest tensor of a rank: the output of
+//! all_gather, the input of reduce_scatter. With `staged`, no receiver reads the sender's memory. Results are checked
+//! before timing.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
 use std::os::fd::AsRawFd;
@@ -83,7 +84,7 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
     let count = if matches!(op, "all_gather" | "reduce_scatter" | "all_to_all") { piece * n as usize } else { count };
     let bf16 = op == "all_reduce_bf16";
     let one = if bf16 { f32::from_bits(0x3f80_3f80) } else { 1.0 };
-    // On cache lines, like torch's tensors.
+    // Aligned to cache lines, like torch's tensors.
     let (mut given, mut taken) = (vec![one; count + 16], vec![0.0; count + 16]);
     let aligned = |data: &mut Vec<f32>| data.as_ptr().align_offset(64);
     let (from, to) = (aligned(&mut given), aligned(&mut taken));
@@ -104,7 +105,7 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
     let run = |op, reduce_op, dtype, inputs: &[Span], outputs: &[Span]| {
         let spec = Spec { op, dtype, reduce_op, inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) };
         let (me, n) = group.place();
-        // SAFETY: the tensors are this rank's own, and outlive the call.
+        // SAFETY: the tensors belong to this rank and outlive the call.
         group.run(&[unsafe { Call::new(spec, me, n) }.unwrap()], None).unwrap();
     };
     let dtype = if bf16 { DType::BF16 } else { DType::F32 };
@@ -115,7 +116,7 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
             // Half of a ping-pong between ranks 0 and 1.
             let transfer = |send: bool, peer, span| {
                 let spec = MessageSpec { peer: Some(Rank(peer)), tag: 0, dtype: DType::F32, span, timeout: None };
-                // SAFETY: the tensors are this rank's own, and outlive the wait for the message.
+                // SAFETY: the tensors belong to this rank and outlive the wait for the message.
                 let message = unsafe { Message::new(spec) };
                 let done = Completion::new(|outcome, _| outcome.unwrap());
                 let ticket = if send { group.send(message, done) } else { group.recv(message, done) };

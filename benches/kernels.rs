@@ -1,7 +1,7 @@
 //! GB/s of the CPU kernels: `cargo bench --bench kernels [-- reduce|copy]`.
 //!
-//! `reduce` counts the bytes of all sources and of the result. `copy` writes to lines that another core owns, as a
-//! staging buffer does; its second column is what that core's read of them takes afterwards.
+//! `reduce` counts the bytes of all sources and of the result. `copy` writes to lines that another core owns, as in a
+//! staging buffer; the second column is the rate at which that core then reads them.
 #![allow(clippy::print_stdout, reason = "a report is what a benchmark is for")]
 
 use std::hint::black_box;
@@ -22,7 +22,7 @@ fn main() {
     }
 }
 
-/// The least of a few timings, each of enough calls to fill a millisecond or so, in seconds a call.
+/// Returns the minimum of a few timings, each of enough calls to fill about a millisecond, in seconds per call.
 fn least(bytes: usize, mut call: impl FnMut()) -> f64 {
     let calls = (20_000_000 / bytes.max(1)).clamp(1, 20_000);
     let timing = |_| {
@@ -34,7 +34,7 @@ fn least(bytes: usize, mut call: impl FnMut()) -> f64 {
 }
 
 fn one(op: ReduceOp, dtype: DType, sources: usize, source_bytes: usize, store: Store) -> f64 {
-    // 1.0 in the upper byte of most floats; the values do not matter to the speed.
+    // 1.0 in the upper byte of most floats; the values do not affect the speed.
     let inputs: Vec<Vec<u8>> = (0..sources).map(|rank| vec![0x30 + rank as u8; source_bytes]).collect();
     let list: Vec<Source> = inputs.iter().map(|input| Source { ptr: input.as_ptr(), factor: 0.5 }).collect();
     let mut output = vec![0u8; source_bytes];

@@ -1,4 +1,4 @@
-//! Copies into a buffer whose lines another core owns, as a shared staging buffer's are after its last reader.
+//! Copies into a buffer whose lines another core owns, like those of a shared staging buffer after its last reader.
 
 use std::hint::black_box;
 use std::sync::Mutex;
@@ -37,14 +37,14 @@ unsafe fn memcpy(dst: *mut u8, src: *const u8, bytes: usize) {
 
 #[cfg(target_arch = "x86_64")]
 unsafe fn rep_movsb(dst: *mut u8, src: *const u8, bytes: usize) {
-    // SAFETY: the caller's contract; the direction flag is clear by the ABI.
+    // SAFETY: the caller's contract; the ABI guarantees a clear direction flag.
     unsafe {
         std::arch::asm!("rep movsb", inout("rcx") bytes => _, inout("rdi") dst => _, inout("rsi") src => _,
             options(nostack, preserves_flags));
     }
 }
 
-/// Asks for ownership of `AHEAD` bytes' lines before it stores to them.
+/// Requests ownership of the lines of `AHEAD` bytes before it stores to them.
 #[cfg(target_arch = "x86_64")]
 unsafe fn prefetchw(dst: *mut u8, src: *const u8, bytes: usize) {
     const AHEAD: usize = 4096;
@@ -91,8 +91,8 @@ const RANKS: usize = 4;
 const SLOTS: usize = 3;
 
 /// `RANKS` threads copy private inputs, chunk by chunk, into rings of slots that all of them read, and each reduces its
-/// part of every chunk: what a two-phase all-reduce does before it hands the result back. The speed of the
-/// least disturbed round.
+/// part of every chunk, as a two-phase all-reduce does before it returns the result. Returns the speed of the least
+/// disturbed round.
 fn staged(way: Copy, chunk: usize, chunks: usize) -> f64 {
     let total = chunk * chunks;
     let rounds = (100_000_000 / total).clamp(12, 2000);
@@ -120,8 +120,8 @@ fn staged(way: Copy, chunk: usize, chunks: usize) -> f64 {
                 let slot = |of: usize| rings[of] + at % SLOTS * chunk;
                 let part = rank * (chunk / RANKS);
                 let source = |of| Source { ptr: std::ptr::with_exposed_provenance(slot(of) + part), factor: 1.0 };
-                // SAFETY: the rings outlive the threads; the barrier stands between the writes of a slot and its reads,
-                // and two barriers between its reads and the next writes.
+                // SAFETY: the rings outlive the threads; a barrier separates the writes of a slot from its reads, and
+                // two barriers its reads from the next writes.
                 unsafe {
                     way(std::ptr::with_exposed_provenance_mut(slot(rank)), input[at * chunk..].as_ptr(), chunk);
                     barrier();
@@ -151,7 +151,7 @@ fn staged(way: Copy, chunk: usize, chunks: usize) -> f64 {
 }
 
 fn pin(core: usize) {
-    // SAFETY: a zeroed set is an empty one; both calls get it by its size.
+    // SAFETY: a zeroed set is empty; both calls receive its size.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         libc::CPU_SET(core, &mut set);
@@ -159,7 +159,7 @@ fn pin(core: usize) {
     }
 }
 
-/// Thread 0 copies in, thread 1 reads, in turns; the median speeds of both.
+/// Thread 0 copies in and thread 1 reads, in turns; returns the median speeds of both.
 fn handed_over(way: Copy, bytes: usize) -> (f64, f64) {
     let rounds = (200_000_000 / bytes).clamp(15, 400);
     let source = vec![7u8; bytes];
