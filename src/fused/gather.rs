@@ -1,53 +1,54 @@
-//! An all-gather before a product: shards arrive one after the other, and groups of them are multiplied.
+//! An all-gather before a product: shards arrive one after another and are multiplied in groups.
 
 use super::{DeviceModel, Product, SIGNAL_US};
 use std::ops::Range;
 
-/// Shards that are multiplied at once, and how many peers' shards must have arrived before.
+/// A run of shards that one product multiplies, and how many peers' shards must have arrived before it starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shards {
-    /// Ranks whose rows they are; neighbours in the gathered matrix.
+    /// The ranks whose shards these are; neighbours in the gathered matrix.
     pub ranks: Range<usize>,
-    /// Shards arrive in the order `rank + 1, rank + 2, …`.
+    /// The number of shards that must have arrived; they arrive in the order `rank + 1, rank + 2, …`.
     pub arrived: usize,
 }
 
-/// Plan of what happens after the product of the own rows.
+/// The plan of an all-gather after the product of this rank's own rows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gather {
-    /// The own rows are copied to where the products' left factor is returned before any other product, which waits for the link anyway;
-    /// otherwise beside the last ones.
+    /// True if this rank's rows are copied to the gathered matrix before any other product, which would wait for the
+    /// link anyway. Otherwise they are copied while the last products run.
     pub own_early: bool,
-    /// The products, in their order. A group of shards that wraps around the last rank is two of them.
+    /// The products in order. A group of shards that wraps around the last rank is two products.
     pub products: Vec<Shards>,
 }
 
-/// The grouping for which the last product ends first, for `rank` of `n`.
+/// Returns the grouping whose last product ends first, for `rank` of `n`.
 ///
-/// The own rows are multiplied once all ranks are ready, and not before: a product that fills the device would keep the signals from
-/// running, and the link would wait for it (2 H200, 4096 × 8192 × 4096: 465 µs in place of 395).
+/// This rank's rows are multiplied only once all ranks are ready. A product that fills the device would keep the
+/// signals from running, and the link would wait for them (2 H200, 4096 × 8192 × 4096: 465 µs instead of 395 µs).
 ///
-/// Copying the own rows costs the processors the same whenever it is done; beside the last product of a call that waits for the link it
-/// comes at its end (4 H200, 4096 × 8192 × 2048: 236 µs, early 228).
+/// Copying this rank's rows costs the processors the same at any time. If the call is bound by the link, a copy during
+/// the last product delays its end (4 H200, 4096 × 8192 × 2048: 236 µs; early: 228 µs).
 pub fn gather(n: usize, rank: usize, product: &Product, model: &DeviceModel) -> Gather {
     let own = 2.0 * model.memory_us(product.bytes(product.depth));
     let (late, products) = grouped(n, rank, product, model, 0.0);
     let (early, behind) = grouped(n, rank, product, model, own);
-    // Not by rounding errors: where products are what takes long, both are the same.
+    // Rounding errors must not decide: where products dominate, both times are equal.
     let own_early = early + 1e-3 < late + own;
     Gather { own_early, products: if own_early { behind } else { products } }
 }
 
-/// Earliest end of the last product, and the grouping of shards for that, if the processors have `busy` microseconds of other work after
-/// the own product.
+/// Returns the earliest end of the last product, and the grouping of shards that reaches it, if the processors have
+/// `busy` microseconds of other work after the product of this rank's rows.
 ///
-/// Where a group ends decides only when its product may begin, so that the earliest end of everything up to a shard is made of the
-/// earliest end of everything up to an earlier one: a table over shards finds the best of all groupings.
+/// The end of a group decides only when its product may start. So the earliest end of everything up to a shard follows
+/// from the earliest end of everything up to an earlier shard: dynamic programming over the shards finds the best
+/// grouping.
 fn grouped(n: usize, rank: usize, product: &Product, model: &DeviceModel, busy: f64) -> (f64, Vec<Shards>) {
     let shard = product.bytes(product.depth);
     let ready = SIGNAL_US + 2.0 * model.memory_us(shard);
     let arrival = |shards: usize| ready + shards as f64 * model.copy_us(shard);
-    // Of all shards up to one: when their products end at best, and where the last group of that begins.
+    // For each prefix of the shards: the earliest end of its products, and the start of its last group.
     let mut best = vec![(ready + model.product_us(product.rows, product) + busy, 0)];
     for last in 1..n {
         let end = |before: usize| {
@@ -55,7 +56,7 @@ fn grouped(n: usize, rank: usize, product: &Product, model: &DeviceModel, busy: 
             let work: f64 = products.map(|ranks| model.product_us(ranks.len().saturating_mul(product.rows), product)).sum();
             best[before].0.max(arrival(last)) + work
         };
-        // Of equals the larger group: it is fewer calls of the library.
+        // Among equals take the larger group: it is fewer calls of the library.
         let found = (0..last).map(|before| (end(before), before)).min_by(|a, b| a.0.total_cmp(&b.0));
         best.push(found.unwrap_or_default());
     }
@@ -70,7 +71,7 @@ fn grouped(n: usize, rank: usize, product: &Product, model: &DeviceModel, busy: 
     (best[n - 1].0, products.collect())
 }
 
-/// The ranks of the shards that arrive after the first `before`, up to the `last`th, as runs of neighbours.
+/// Returns the ranks of the shards that arrive after the first `before`, up to the `last`th, as runs of neighbours.
 fn runs(n: usize, rank: usize, before: usize, last: usize) -> impl Iterator<Item = Range<usize>> {
     let (begin, end) = (rank + before + 1, rank + last + 1);
     [begin.min(n)..end.min(n), begin.max(n) - n..end.max(n) - n].into_iter().filter(|run| !run.is_empty())

@@ -1,8 +1,9 @@
-//! Whole programs of fused products, of all ranks and with both streams of each, are free of races: vector clocks find any two accesses of
-//! which one writes and neither comes before the other. Signals pair up by their order, so what holds for one run holds for all.
+//! Whole programs of fused products are free of races, over all ranks and both streams of each. Vector clocks find any
+//! two accesses of which one writes and neither happens before the other. Signals pair up by their order, so a result
+//! that holds for one run holds for all.
 //!
-//! L. Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978; C. Fidge, "Timestamps in Message-Passing Systems
-//! That Preserve the Partial Ordering", 1988.
+//! L. Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978; C. Fidge, "Timestamps in
+//! Message-Passing Systems That Preserve the Partial Ordering", 1988.
 
 use super::schedule::{self, Channel, Step, Stream};
 use super::workspace::{Begun, Turn, Workspace};
@@ -16,17 +17,18 @@ const MIB: usize = 1 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Op {
     Gather,
-    /// So many parts are fetched.
+    /// A reduce-scatter that fetches this many parts.
     Scatter(usize),
 }
 
-/// What all ranks do in the order of their callers' streams.
+/// What all ranks do, in the order of their callers' streams.
 #[derive(Clone, Copy, Debug)]
 enum Item {
     Eager(Op),
-    /// It fails on all ranks, at the first step from this one on that may: those that only signal do not.
+    /// A call that fails on all ranks, at the first step from this index on that may fail; a step that only signals
+    /// cannot.
     Failed(Op, usize),
-    /// Replays the graph of this number.
+    /// Replays the graph with this number.
     Replay(usize),
 }
 
@@ -38,38 +40,39 @@ struct Call {
     steps: Vec<Step>,
 }
 
-/// What a rank reads or writes: a part of a piece, or a row of what one call gathers.
+/// The memory that an access touches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Place {
-    /// Of the workspace of this rank, at this offset.
+    /// The piece at this offset of this rank's workspace.
     Piece(usize, usize),
-    /// In the memory of this rank's call of this number, from this other rank.
+    /// The rows that this rank received in this call from this other rank.
     Local(usize, usize, usize),
 }
 
 #[derive(Clone, Debug)]
 struct Access {
     write: bool,
-    /// Ranks whose parts it touches; a shard may lie where any part does.
+    /// The ranks whose parts it touches; a shard may lie where any part does.
     parts: Range<usize>,
     timeline: usize,
     time: usize,
     what: String,
 }
 
-/// A stream in one call: its steps, how far it is, and what it has seen of every timeline.
+/// The progress of one stream in one call: its steps, the next one, and its vector clock over all timelines.
 struct Cursor {
     timeline: usize,
     steps: Vec<Step>,
     next: usize,
-    /// Peers that the barrier at hand has told, and heard from.
+    /// How many peers the current barrier has signalled, and how many it has heard from.
     told: usize,
     heard: usize,
     clock: Vec<usize>,
 }
 
 impl Cursor {
-    /// A call's stream, which has seen `clock`. The copying stream of each call is one of its own: a graph has no stream.
+    /// The cursor of a call's stream that has seen `clock`. The copying stream of each call is a stream of its own,
+    /// because a graph has no stream.
     fn new(calls: &[Vec<Call>], number: usize, rank: usize, stream: Stream, clock: &[usize]) -> Self {
         let call = &calls[number];
         let timeline = 2 * (number * call.len() + rank) + stream as usize;
@@ -84,7 +87,7 @@ impl Cursor {
     }
 }
 
-/// A rank in the call of this number.
+/// A rank that is in the call with this number.
 struct Rank {
     number: usize,
     streams: [Cursor; 2],
@@ -110,7 +113,7 @@ fn join(clock: &mut [usize], other: &[usize]) {
 }
 
 impl Run<'_> {
-    /// Tells a peer, if its word is clear.
+    /// Signals a peer if its word is clear.
     fn put(&mut self, from: usize, to: usize, channel: Channel, clock: &mut [usize]) -> bool {
         let (set, last) = self.words.entry((from, to, channel)).or_default();
         if *set {
@@ -209,7 +212,7 @@ impl Run<'_> {
         Ok(true)
     }
 
-    /// Runs all calls on all ranks, as far as each can go in turn; says which accesses are not ordered.
+    /// Runs every rank's calls until no rank can make progress, and reports the first pair of unordered accesses.
     fn check(mut self) -> Result<(), String> {
         let calls = self.calls;
         let mut ranks: Vec<Rank> = (0..self.n).map(|rank| Rank::new(calls, 0, rank, &[])).collect();
@@ -234,10 +237,10 @@ impl Run<'_> {
     }
 }
 
-/// What decides about turns; a wrong one stands in for it, to show that the check has teeth.
+/// Maps a turn to the turn that a call uses: the identity, or a deliberate error that the check must find.
 type Turns = fn(Turn) -> Turn;
 
-/// Runs a program on `n` ranks with graphs that were recorded before, and a workspace for `bytes`.
+/// Runs a program on `n` ranks with previously recorded graphs and a workspace for `bytes`.
 fn run(n: usize, bytes: usize, graphs: &[&[Op]], program: &[Item], turns: Turns) -> Result<(), String> {
     let mut workspaces = vec![Workspace::new(false); n];
     let mut calls = |op: Op, capture: u64, failed: Option<usize>| -> Vec<Call> {
@@ -266,7 +269,7 @@ fn run(n: usize, bytes: usize, graphs: &[&[Op]], program: &[Item], turns: Turns)
         });
         each.collect()
     };
-    // Makes the memory, which a capture may not.
+    // Creates the memory now, because a capture may not.
     let mut all = vec![calls(Op::Gather, 0, None)];
     let graphs: Vec<Vec<Vec<Call>>> =
         graphs.iter().enumerate().map(|(graph, ops)| ops.iter().map(|&op| calls(op, graph as u64 + 1, None)).collect()).collect();
@@ -332,13 +335,13 @@ fn a_call_may_fail_at_any_step() {
 fn wrong_turns_are_found() {
     use Item::{Eager, Failed, Replay};
     let race = |program: &[Item], turns: Turns| run(2, MIB, &GRAPHS, program, turns).expect_err("a race");
-    // One piece, and no barrier.
+    // A single piece without a barrier.
     let found = race(&[Eager(Op::Gather)], |turn| Turn { offset: 0, ..turn });
     assert!(found.contains("Share of rank") && found.contains("Fetch"), "{found}");
     race(&[Eager(Op::Scatter(1)), Eager(Op::Scatter(0))], |turn| Turn { offset: 0, ..turn });
     let unguarded: Turns = |turn| Turn { entry: false, ..turn };
-    // A graph after itself.
+    // A graph replayed after itself.
     race(&[Replay(0), Replay(0)], unguarded);
-    // Whoever was not heard from in a failed call still reads what the call before it shared.
+    // A peer that this rank did not hear from in a failed call may still read what the call before it shared.
     race(&[Eager(Op::Gather), Failed(Op::Gather, 0), Eager(Op::Gather)], unguarded);
 }

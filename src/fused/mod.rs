@@ -1,8 +1,9 @@
-//! Matrix products fused with an all-gather before or a reduce-scatter after them: which part runs when. Pure, but for [`model`].
+//! Matrix products fused with an all-gather before or a reduce-scatter after them: which part runs when. Pure, except
+//! for [`model`].
 //!
-//! Products are cut into blocks of rows, one per rank, and neighbouring blocks may be multiplied at once. What is decided here is how to
-//! cut so that the link is never idle and the last product is short; nothing of it changes a result beyond how products of other shapes
-//! round. [`workspace`] says through which memory it goes, [`schedule`] in which steps.
+//! A product is cut into blocks of rows, one per rank, and neighbouring blocks may be multiplied in one call. The plans
+//! cut so that the link is never idle and the last product is short; they change results only by how products of other
+//! shapes round. [`workspace`] chooses the memory of a call, [`schedule`] its steps.
 
 mod gather;
 #[cfg(test)]
@@ -28,51 +29,51 @@ pub struct Product {
     pub rows: usize,
     /// Columns of all right factors together.
     pub columns: usize,
-    /// Length of the dimension that is summed over.
+    /// Length of the dimension that the product sums over.
     pub depth: usize,
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     pub element: usize,
 }
 
-/// Device model that the plans reckon with.
+/// The performance model of a device that the plans use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceModel {
-    /// Processors that each multiply a tile at a time.
+    /// Number of processors; each multiplies one tile at a time.
     pub processors: usize,
-    /// Floating-point operations of one processor in a microsecond, within a large product.
+    /// Floating-point operations of one processor per microsecond, within a large product.
     pub flops_per_us: f64,
-    /// Rate in GB/s from one peer, by a copy engine.
+    /// Rate at which a copy engine reads from one peer, in GB/s.
     pub link: f64,
-    /// Rate in GB/s of the device's own memory.
+    /// Bandwidth of the device's own memory, in GB/s.
     pub memory: f64,
 }
 
-/// Tile that a processor works on at a time, in the products that libraries choose for large matrices.
+/// The tile of one processor in the kernels that libraries choose for large matrices.
 const TILE: (usize, usize) = (128, 256);
-/// Starting a product, and waiting for its last tile.
+/// Microseconds to start a product and to wait for its last tile.
 const PRODUCT_US: f64 = 3.0;
-/// Microseconds of adding up the parts of a sum that several processors share; two have half a tile each instead.
+/// Microseconds to add the parts of a sum that several processors share; two have half a tile each instead.
 const SPLIT_US: f64 = 5.0;
-/// Ways into which libraries split the sum of a tile, at most.
+/// Maximum number of parts into which libraries split the sum of a tile.
 const MOST_SPLITS: usize = 8;
-/// Starting a copy from a peer, and telling others that it is done: copies of 17, 34 and 67 MB followed each other after 50, 96 and 186 µs
-/// (4 H200, 2026-11-22).
+/// Microseconds to start a copy from a peer and to signal that it is done: copies of 17, 34 and 67 MB followed each
+/// other after 50, 96 and 186 µs (4 H200, 2026-11-22).
 const COPY_US: f64 = 4.5;
-/// Parts of a product begin at its multiples: what a copy engine and a kernel like.
+/// Parts of a product start at multiples of this, which suits both a copy engine and a kernel.
 const PART_ALIGNMENT: usize = 256;
-/// A signal's way between two ranks, or a barrier's.
+/// Microseconds that a signal between two ranks takes, or a barrier.
 const SIGNAL_US: f64 = 5.0;
 
 impl Product {
-    /// Bytes of a rank's shard of an all-gather.
+    /// Size of one rank's shard of an all-gather, in bytes.
     ///
     /// # Errors
-    /// [`Value`](crate::error::Kind::Value) where no memory has so many.
+    /// [`Value`](crate::error::Kind::Value) if the size overflows.
     pub fn shard_bytes(&self) -> Result<usize> {
         self.bytes_of_all(self.depth, 1, 1).map(|(_, all)| all)
     }
 
-    /// Bytes from one part of a reduce-scatter to the next, and of the parts for all `n` ranks.
+    /// Distance between two parts of a reduce-scatter, and size of the parts for all `n` ranks, in bytes.
     ///
     /// # Errors
     /// As [`shard_bytes`](Self::shard_bytes).
@@ -89,15 +90,16 @@ impl Product {
         })
     }
 
-    /// Bytes of one rank's `rows` of `length` elements. Plans go wrong, but do not fail, where there is no such memory.
+    /// Size of one rank's `rows` of `length` elements in bytes. It saturates, so that plans for impossible sizes do not
+    /// fail.
     fn bytes(&self, length: usize) -> usize {
         self.rows.saturating_mul(length).saturating_mul(self.element)
     }
 }
 
 impl DeviceModel {
-    /// Time of the product of `rows` rows. Tiles run in waves of one per processor. If there are fewer tiles than processors, several share
-    /// one; a last wave that is not full is made of smaller tiles.
+    /// Time of the product of `rows` rows. Tiles run in waves of one per processor. If there are fewer tiles than
+    /// processors, several processors share a tile; a last wave that is not full uses smaller tiles.
     pub fn product_us(&self, rows: usize, product: &Product) -> f64 {
         let tiles = rows.div_ceil(TILE.0).saturating_mul(product.columns.div_ceil(TILE.1));
         let tile_us = 2.0 * (TILE.0 * TILE.1) as f64 * product.depth as f64 / self.flops_per_us;
@@ -111,12 +113,12 @@ impl DeviceModel {
         PRODUCT_US + tile_us * (full as f64 + if rest > 0 { part.max(0.5) } else { 0.0 })
     }
 
-    /// Time of copying `bytes` from one peer.
+    /// Time to copy `bytes` from one peer.
     fn copy_us(&self, bytes: usize) -> f64 {
         COPY_US + bytes as f64 / (self.link * 1e3)
     }
 
-    /// Time of moving `bytes` through the device's own memory.
+    /// Time to move `bytes` through the device's own memory.
     fn memory_us(&self, bytes: usize) -> f64 {
         bytes as f64 / (self.memory * 1e3)
     }

@@ -18,13 +18,13 @@ struct Hardware {
     link: f64,
 }
 
-/// Model of a core and the host's memory; any number does where nothing overlaps.
+/// A model of a CPU core and the host's memory. Its numbers do not matter, because nothing overlaps there.
 const HOST: DeviceModel = DeviceModel { processors: 1, flops_per_us: 5e4, link: 5.0, memory: 10.0 };
 
-/// Models of the devices' hardware; each device is asked once.
+/// Hardware by device; each device is queried once.
 static HARDWARE: Mutex<BTreeMap<i32, Hardware>> = Mutex::new(BTreeMap::new());
 
-/// Model of CUDA device `device`; of the host if it is negative.
+/// Returns the model of CUDA device `device`, or of the host if `device` is negative.
 pub fn of_device(device: i32, dtype: DType) -> Result<DeviceModel> {
     if device < 0 {
         return Ok(HOST);
@@ -44,8 +44,8 @@ fn ask(device: i32) -> Result<Hardware> {
 }
 
 fn model(Hardware { major, processors, link }: Hardware, dtype: DType) -> DeviceModel {
-    // TFLOPS of a processor in 16 bits: 790 of 132 processors of an H200 (2026-11-20, 4096 × 1024 × 8192); others in proportion to their
-    // data sheets. Wider types run without tensor cores.
+    // TFLOPS of a processor in 16 bits: an H200 reaches 790 with 132 processors (2026-11-20, 4096 × 1024 × 8192);
+    // others are scaled by their data sheets. Wider types run without tensor cores.
     let (wide, memory) = match major {
         0..=7 => (0.8, 800.0),
         8 => (2.4, 1400.0),

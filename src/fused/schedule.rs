@@ -1,7 +1,8 @@
-//! What a call enqueues, step by step, in the order of the host.
+//! The steps that a call enqueues, in the order of the host.
 //!
-//! A GPU has two streams for it, the caller's and one that copies from peers; a mark and what waits for it order them. On the host all is
-//! done in the order in which it stands here. Both streams join at a call's end, which is not among the steps since a failed call ends, too.
+//! On a GPU a call has two streams, the caller's and one that copies from peers; marks order them. On the host the
+//! steps run in the order of the list. Both streams join at the end of a call; this is not one of the steps, because a
+//! failed call ends as well.
 
 use super::{Gather, Shards};
 use std::ops::Range;
@@ -10,28 +11,28 @@ use std::ops::Range;
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
-    /// The one on which the operator was called.
+    /// The stream on which the operator was called.
     Caller = 0,
-    /// One beside it.
+    /// The stream that copies from peers.
     Copying = 1,
 }
 
 impl Stream {
-    /// Both, in the order of their codes.
+    /// Both streams, in the order of their codes.
     pub const ALL: [Self; 2] = [Caller, Copying];
 }
 
-/// Channel of the workspace's signal pads. Each word is set and cleared again within a call.
+/// A channel of the workspace's signal pads. Each word is set and cleared within one call.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Channel {
-    /// All ranks have come to the call.
+    /// All ranks have entered the call.
     Entry = 0,
-    /// All ranks' shards lie in the workspace.
+    /// All ranks' shards are in the workspace.
     Ready = 1,
-    /// A part lies in the workspace for the rank that is told.
+    /// The sender's workspace holds a finished part for the receiver of the signal.
     Part = 2,
-    /// All ranks have read what they wanted.
+    /// All ranks have finished their reads.
     Exit = 3,
 }
 
@@ -43,31 +44,31 @@ impl Channel {
 /// A step of a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Marks what the stream holds by now. Marks are numbered from 0 in each call.
+    /// Marks the current end of the stream. Marks are numbered from 0 in each call.
     Mark(Stream, usize),
-    /// What is put into the stream from now on begins after the mark.
+    /// Work enqueued on the stream from now on starts after the mark.
     After(Stream, usize),
-    /// Goes on once all ranks have come so far.
+    /// Waits until all ranks have reached this point.
     Barrier(Stream, Channel),
-    /// Tells the rank that its part is there. On the caller's stream: beside the next product it would wait for room, perhaps until that
-    /// product's end.
+    /// Signals the rank that its part is ready. This is on the caller's stream: on another stream, the signal's kernel
+    /// would compete with the next product for processors and perhaps wait until that product ends.
     Signal(usize),
-    /// Goes on, on the copying stream, once the rank has told that its part is there.
+    /// Waits, on the copying stream, until the rank has signalled that its part is ready.
     Wait(usize),
-    /// Puts the own shard where peers read it, on the copying stream.
+    /// Copies this rank's shard to where peers read it, on the copying stream.
     Share,
-    /// Copies what is wanted of the rank's piece, on the copying stream.
+    /// Copies the needed bytes of the rank's piece, on the copying stream.
     Fetch(usize),
-    /// Copies the own rows to the others.
+    /// Copies this rank's rows to the gathered matrix.
     OwnRows(Stream),
     /// Multiplies the rows of these ranks, on the caller's stream.
     Multiply(Range<usize>),
-    /// Adds up all ranks' parts, those that were not fetched from where they lie, on the caller's stream.
+    /// Sums all ranks' parts on the caller's stream; parts that were not fetched are read from their rank's memory.
     Sum,
 }
 
 impl Step {
-    /// The stream that it is put into.
+    /// The stream on which the step is enqueued.
     pub fn stream(&self) -> Stream {
         match self {
             &(Mark(stream, _) | After(stream, _) | Barrier(stream, _) | OwnRows(stream)) => stream,
@@ -80,7 +81,7 @@ impl Step {
 use Step::{After, Barrier, Fetch, Mark, Multiply, OwnRows, Share, Signal, Sum, Wait};
 use Stream::{Caller, Copying};
 
-/// Steps, with the number of marks among them.
+/// A list of steps, with the number of marks in it.
 #[derive(Default)]
 struct Steps {
     list: Vec<Step>,
@@ -99,18 +100,18 @@ impl Steps {
         number
     }
 
-    /// Makes what `then` is given from now on begin after what `first` holds.
+    /// Orders everything that `then` gets from now on after everything that `first` holds.
     fn join(&mut self, then: Stream, first: Stream) {
         let mark = self.mark(first);
         self.add(After(then, mark));
     }
 }
 
-/// An all-gather and the products of its shards by `plan`, for `rank` of `n`, of which each has its shard in the workspace. `entry`: of the
-/// [turn](super::workspace::Turn); `own_rows`: the gathered matrix is wanted as a whole.
+/// Returns the steps of an all-gather and its products by `plan`, for `rank` of `n`. `entry` is the field of the
+/// [turn](super::workspace::Turn); `own_rows` is true if the caller wants the whole gathered matrix.
 pub fn gather(n: usize, rank: usize, plan: &Gather, entry: bool, own_rows: bool) -> Vec<Step> {
     let mut steps = Steps::default();
-    // step 1: the own shard, and all ranks'.
+    // step 1: share this rank's shard and wait for all others
     steps.join(Copying, Caller);
     if entry {
         steps.add(Barrier(Copying, Channel::Entry));
@@ -119,7 +120,7 @@ pub fn gather(n: usize, rank: usize, plan: &Gather, entry: bool, own_rows: bool)
     steps.add(Barrier(Copying, Channel::Ready));
     // A product that fills the device would keep the barrier's kernel from running.
     steps.join(Caller, Copying);
-    // step 2: products. Copies go ahead of them by one group, so that the host enqueues them before the link has nothing to do.
+    // step 2: multiply. The copies run one group ahead, so that the host enqueues them before the link is idle.
     let mut fetched = 0;
     let mut fetch = |steps: &mut Steps, group: &[Shards]| {
         for shard in fetched..group[0].arrived {
@@ -149,16 +150,17 @@ pub fn gather(n: usize, rank: usize, plan: &Gather, entry: bool, own_rows: bool)
     steps.list
 }
 
-/// A product whose rows are added up over all `n` ranks, for `rank`, which copies the first `pulled` parts from peers while products run.
-/// A piece of the workspace holds a rank's part for each rank.
+/// Returns the steps of a product whose rows are summed over all `n` ranks, for `rank`, which copies the first `pulled`
+/// parts from peers while products run. A piece of the workspace holds a rank's part for each rank.
 pub fn scatter(n: usize, rank: usize, pulled: usize, entry: bool) -> Vec<Step> {
     let mut steps = Steps::default();
-    // What is copied to may have been in use on the caller's stream until now.
+    // The target of the copies may have been in use on the caller's stream until now.
     steps.join(Copying, Caller);
     if entry {
         steps.add(Barrier(Caller, Channel::Entry));
     }
-    // The part of the next rank first, the own one last: at each step every rank computes for another one, and receives from another one.
+    // Compute the next rank's part first and this rank's own part last: in each step every rank computes for a
+    // different rank.
     for step in 1..n {
         let (to, from) = ((rank + step) % n, (rank + n - step) % n);
         steps.add(Multiply(to..to + 1));
@@ -174,8 +176,9 @@ pub fn scatter(n: usize, rank: usize, pulled: usize, entry: bool) -> Vec<Step> {
     steps.list
 }
 
-/// Ends the steps of a call on the host. It costs nothing beside a product, and a rank may end its group, and with it the workspace, right
-/// after the call: what a peer still read there would be zeros. On GPUs what is mapped stays as it was.
+/// Adds the end of a call on the host: a barrier. A rank may destroy its group, and with it the workspace, right after
+/// the call, and a peer that still reads there would find zeros. The barrier costs little compared with a product. On
+/// GPUs mapped memory stays mapped.
 pub fn ended_on_host(mut steps: Vec<Step>) -> Vec<Step> {
     steps.push(Barrier(Caller, Channel::Exit));
     steps

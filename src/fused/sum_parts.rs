@@ -1,4 +1,4 @@
-//! The sum of all ranks' parts: on the host, or by `src/kernels/cuda/fused/sum_parts.cu` on any stream.
+//! The sum of all ranks' parts, on the host or by `src/kernels/cuda/fused/sum_parts.cu` on any stream.
 #![allow(unsafe_code, reason = "adds up the bytes of tensors, whose addresses torch vouches for")]
 
 use crate::coll::cuda::arguments::{PerRank, bytes_of};
@@ -16,14 +16,14 @@ use std::sync::Mutex;
 
 /// Threads of a block: `LANE_THREADS` of `device.cuh`.
 const THREADS: u32 = 256;
-/// Blocks for each processor: two parts of 33.5 MB are added up in 24 µs on an H200 then, at 4.2 TB/s.
+/// Blocks per processor. With 4, an H200 sums two parts of 33.5 MB in 24 µs, at 4.2 TB/s.
 const BLOCKS: usize = 4;
-/// Bytes that a thread loads at a time; parts and the sum begin at multiples of it.
+/// Number of bytes that a thread loads at a time; parts and the sum start at multiples of it.
 const UNIT: usize = 16;
-/// Program and kernel.
+/// The program and its kernel.
 pub const NAMES: (&str, &str) = ("fused/sum_parts", "sum_parts");
 
-/// `SumPartsArgs`.
+/// The kernel's argument struct, `SumPartsArgs`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct SumParts {
@@ -35,20 +35,20 @@ pub struct SumParts {
     pub bytes: u64,
 }
 
-/// The sum that one rank wants.
+/// The sum that one rank computes.
 #[derive(Clone, Copy, Debug)]
 pub struct Sum<'a> {
-    /// Number of the rank: its kernel begins with another peer than the others'.
+    /// This rank's number; the kernels of different ranks start with different peers.
     pub rank: usize,
-    /// Address of every rank's part, as mapped here.
+    /// Address of every rank's part, as mapped in this process.
     pub parts: &'a [usize],
-    /// Destination of the sum; not over a part.
+    /// Destination of the sum; must not overlap a part.
     pub to: usize,
-    /// Bytes of a part.
+    /// Length of a part in bytes.
     pub bytes: usize,
-    /// The elements' type.
+    /// Type of the elements.
     pub dtype: DType,
-    /// Divided by the number of ranks, before it is rounded.
+    /// True if the sum is divided by the number of ranks before it is rounded.
     pub mean: bool,
 }
 
@@ -66,22 +66,22 @@ impl Sum<'_> {
         Ok(())
     }
 
-    /// Adds it up on the host.
+    /// Computes the sum on the host.
     ///
     /// # Safety
-    /// The parts may be read, and what is written may be, by nobody else meanwhile.
+    /// Meanwhile the parts may be read but not written, and no other thread accesses the destination.
     unsafe fn on_host(&self) -> Result<()> {
         self.check()?;
         let sources: Vec<Source> = self.parts.iter().map(|&part| Source { ptr: part as *const u8, factor: 1.0 }).collect();
-        // SAFETY: the caller's; the types were checked, and `to` is over no part.
+        // SAFETY: by the caller's promise; `check` accepted the types, and `to` overlaps no part.
         unsafe { cpu::reduce(self.op(), self.dtype, self.to as *mut u8, &sources, self.bytes / self.dtype.size(), Store::Cached) };
         Ok(())
     }
 
-    /// Arguments of the kernel.
+    /// Returns the arguments of the kernel.
     ///
     /// # Errors
-    /// [`Value`](crate::error::Kind::Value) where it cannot be added up so.
+    /// [`Value`](crate::error::Kind::Value) if the kernel cannot compute this sum.
     pub fn args(&self) -> Result<SumParts> {
         self.check()?;
         let &Sum { rank, parts, to, bytes, .. } = self;
@@ -98,17 +98,17 @@ impl Sum<'_> {
     }
 }
 
-/// Devices that were used, and how many processors they have.
+/// The devices used so far, with their number of processors.
 static DEVICES: Mutex<BTreeMap<i32, (Device, usize)>> = Mutex::new(BTreeMap::new());
 
-/// Enqueues `sum` on `stream` of `device`; adds it up at once if that is the host's, which is negative.
+/// Enqueues `sum` on `stream` of `device`, or computes it at once if `device` is negative, which is the host.
 ///
 /// # Safety
-/// The addresses are those of memory of this device, of which nobody writes the parts, nor uses what is written, once the stream has come
-/// so far and until it has done this.
+/// The addresses belong to memory of this device. From the moment the stream reaches the sum until the sum is done,
+/// nothing else writes the parts or accesses the destination.
 pub unsafe fn launch(device: i32, stream: usize, sum: &Sum<'_>) -> Result<()> {
     if device < 0 {
-        // SAFETY: the caller's.
+        // SAFETY: by the caller's promise.
         return unsafe { sum.on_host() };
     }
     let args = sum.args()?;
@@ -161,7 +161,7 @@ mod tests {
             let error = sum.args().expect_err("refused");
             assert!(error.kind != Kind::Internal && error.message.contains(words), "{:?}: {error}", error.kind);
         }
-        // SAFETY: there is no such device, so nothing is touched.
+        // SAFETY: this device does not exist, so nothing is accessed.
         assert!(unsafe { launch(4711, 0, &sum(&[0x1000, 0x2000])) }.is_err());
     }
 
@@ -172,10 +172,10 @@ mod tests {
         for (mean, expected) in [(false, [0.0f32, 9.0]), (true, [0.0, 3.0])] {
             let mut to = [7.0f32; 2];
             let sum = Sum { rank: 0, parts: &addresses, to: to.as_mut_ptr() as usize, bytes: 8, dtype: DType::F32, mean };
-            // SAFETY: all are of this test, and as long as it says.
+            // SAFETY: all memory belongs to this test and has the stated length.
             unsafe { launch(-1, 0, &sum) }.expect("added up");
             assert_eq!(to, expected);
-            // SAFETY: as above; nothing is written.
+            // SAFETY: as above; the call is rejected before it writes.
             assert!(unsafe { launch(-1, 0, &Sum { bytes: 7, ..sum }) }.is_err());
         }
     }

@@ -1,13 +1,13 @@
 use super::*;
 
-/// H200 over a switch of NVLinks.
+/// An H200 connected through NVSwitch.
 const H200: DeviceModel = DeviceModel { processors: 132, flops_per_us: 6e6, link: 370.0, memory: 3500.0 };
 
 fn bf16(rows: usize, columns: usize, depth: usize) -> Product {
     Product { rows, columns, depth, element: 2 }
 }
 
-/// Numbers of shards of the groups, and those that had arrived before each.
+/// The number of shards in each group of products.
 fn groups(plan: &[Shards]) -> Vec<usize> {
     let mut counts: Vec<(usize, usize)> = Vec::new();
     for Shards { ranks, arrived } in plan {
@@ -21,7 +21,7 @@ fn groups(plan: &[Shards]) -> Vec<usize> {
 
 #[test]
 fn products_take_the_time_that_was_measured() {
-    // Microseconds of one H200 in a graph (2026-11-20): all rows at once.
+    // Microseconds on one H200 in a graph (2026-11-20), all rows at once.
     for (rows, columns, depth, measured) in [
         (4096, 1024, 8192, 87.0),
         (16384, 1024, 8192, 344.0),
@@ -67,7 +67,8 @@ fn every_shard_is_multiplied_once_and_not_before_it_came() {
 
 #[test]
 fn groups_of_the_shapes_that_are_measured() {
-    // Few rows: the link takes longer than all products. Many: products do, and larger groups fill their waves.
+    // With few rows the link takes longer than all products. With many, products do, and larger groups fill their
+    // waves.
     for (rows, columns, bound_by_link) in [(512, 1024, true), (2048, 1024, true), (1024, 3584, false)] {
         let Gather { own_early, products: plan } = gather(8, 3, &bf16(rows, columns, 8192), &H200);
         assert!(own_early || !bound_by_link, "{plan:?}");
@@ -86,14 +87,14 @@ fn groups_of_the_shapes_that_are_measured() {
 fn the_own_rows_are_copied_while_the_link_is_waited_for() {
     let product = bf16(1024, 3584, 8192);
     assert!(gather(8, 3, &product, &DeviceModel { link: 100.0, ..H200 }).own_early);
-    // As it was measured to be better.
+    // Early was faster in a measurement.
     assert!(gather(4, 0, &bf16(1024, 2048, 8192), &H200).own_early);
     assert!(!gather(8, 3, &product, &DeviceModel { link: 1e9, ..H200 }).own_early);
 }
 
 #[test]
 fn a_group_that_wraps_is_two_products() {
-    // On a link so fast that nothing is worth waiting less for.
+    // The link is so fast that smaller groups save nothing.
     let plan = gather(4, 2, &bf16(128, 256, 64), &DeviceModel { link: 1e9, ..H200 }).products;
     let of = |ranks, arrived| Shards { ranks, arrived };
     let wrapped = plan.iter().all(|shards| shards.ranks.start == 3 || shards.ranks.end <= 2);
@@ -103,12 +104,13 @@ fn a_group_that_wraps_is_two_products() {
 
 #[test]
 fn copies_are_for_parts_that_products_hide() {
-    // With two ranks the only part from a peer is there when the own product begins, which takes longer than the copy.
+    // With two ranks the only part from a peer is ready before this rank multiplies its own, which takes longer than
+    // the copy.
     assert_eq!(pulled(2, &bf16(2048, 8192, 4096), &H200), 1);
-    // Eight ranks and long products: all but the last ones are copied meanwhile.
+    // Eight ranks and long products: all parts but the last ones are copied while products run.
     let long = pulled(8, &bf16(1024, 8192, 3584), &H200);
     assert!(long >= 6, "{long}");
-    // Short products: the link is what counts, and what is left at their end is loaded once.
+    // Short products: the link is the bottleneck, and the parts that remain at the end are loaded once, by the sum.
     let short = pulled(8, &bf16(512, 8192, 1024), &H200);
     assert!((1..7).contains(&short), "{short}");
     assert!(pulled(8, &bf16(1, 8, 8), &H200) < 7);

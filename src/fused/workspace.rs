@@ -1,55 +1,57 @@
-//! Which piece of its workspace a call uses, and when that may be written again.
+//! Which piece of its workspace a call uses, and when that piece may be written again.
 //!
-//! Peers read a rank's piece until their part of that call ends. Every rank orders what it sends in a call after its reads of earlier
-//! calls, since both of its streams join at a call's end, and in each call it hears from every peer. So a rank that has completed a call
-//! knows that all peers have read what they wanted of every call *before* it. Two consecutive calls therefore use different pieces, and no
-//! barrier is needed at a call's end: writing in call k over the piece of call k - 2 is safe, for call k - 1 has completed on this stream.
+//! Peers may read a rank's piece until they finish the call. In each call every rank hears from every peer, and a rank
+//! orders what it sends after its reads of earlier calls, because both of its streams join at the end of a call. So a
+//! rank that has completed a call knows that all peers have finished reading for every call *before* it. It is enough
+//! that two consecutive calls use different pieces, without a barrier at the end: call k may overwrite the piece of
+//! call k - 2, because call k - 1 has completed on this stream.
 //!
-//! A graph breaks "consecutive": it may be replayed after itself, after another graph, or between eager calls, which the host does not see.
-//! So recorded calls have two pieces of their own, and the first of each capture begins with a barrier of all ranks, after which no peer
-//! reads anything from before. Eager calls alternate between the other two: whatever is replayed between them uses neither. A large
-//! workspace has one piece, and each call begins with the barrier. So does the call after a failed one, in which a rank may not have heard
-//! from every peer.
+//! A graph breaks "consecutive": it may be replayed after itself, after another graph, or between eager calls, and the
+//! host does not see it. So recorded calls have two pieces of their own, and the first call of each capture starts with
+//! a barrier of all ranks, after which no peer reads anything older. Eager calls alternate between the other two
+//! pieces, which no graph uses. A large workspace has one piece, and each call starts with the barrier. So does the
+//! call after a failed one, in which a rank may not have heard from every peer.
 //!
 //! `fused::happens_before` checks this for whole programs, `tests/loom.rs` over memory.
 
 use crate::error::{Error, Result};
 
-/// Pieces begin at its multiples, so that a workspace is not made anew for a little more.
+/// Sizes of pieces are rounded up to a multiple of this, so that a slightly larger call does not need a new workspace.
 const GRAIN: usize = 2 << 20;
-/// A piece above this is the only one: the barrier that it costs is short beside such a call.
+/// A workspace has one piece if the piece is larger than this: the barrier is short compared with such a call.
 const MANY_PIECES: usize = 64 << 20;
 
-/// Part of a workspace that one call uses; the same on all ranks.
+/// The part of a workspace that one call uses; the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Turn {
-    /// Where it begins, in bytes.
+    /// Offset of the piece in bytes.
     pub offset: usize,
-    /// The call must not write before all ranks have come to it.
+    /// True if the call must not write before all ranks have entered it.
     pub entry: bool,
 }
 
-/// Memory that has to be made before a call: a rendezvous of all ranks.
+/// The memory that all ranks must create in a rendezvous before a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
     /// Length in bytes, the same on all ranks.
     pub bytes: usize,
-    /// Graphs use what was there before, so it has to stay.
+    /// True if graphs use the previous memory, which must then be kept.
     pub keep: bool,
     piece: usize,
     pieces: usize,
 }
 
-/// What a call may do.
+/// The answer to a call that starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Begun {
-    /// It may use this.
+    /// The call may use this piece.
     Turn(Turn),
-    /// It may ask again once this is there, and [`Workspace::made`] has been told.
+    /// The caller may retry once this memory exists and it has called [`Workspace::made`].
     Make(Memory),
 }
 
-/// The turns of a group's fused products on one device. Every rank has the same calls in the same order, so all find the same.
+/// The state that assigns pieces to a group's fused products on one device. Every rank makes the same calls in the same
+/// order, so all ranks choose the same pieces.
 #[derive(Clone, Debug)]
 pub struct Workspace {
     on_host: bool,
@@ -57,9 +59,9 @@ pub struct Workspace {
     pieces: usize,
     eager: usize,
     recorded: usize,
-    /// Number of the last capture; 0: there was none.
+    /// Number of the last capture; 0 if there has not been one.
     capture: u64,
-    /// Graphs use the memory.
+    /// True if graphs use the memory.
     in_graphs: bool,
     failed: bool,
 }
@@ -70,12 +72,12 @@ impl Workspace {
         Self { on_host, piece: 0, pieces: 0, eager: 0, recorded: 0, capture: 0, in_graphs: false, failed: false }
     }
 
-    /// Begins a call that needs `bytes` of each rank, equally many on all, and is recorded by the capture of this number (0: none). `who` is
-    /// named in errors.
+    /// Starts a call that needs `bytes` on each rank, the same number on all. `capture` is the number of the capture
+    /// that records it, or 0. Errors name `who`.
     ///
     /// # Errors
-    /// [`Internal`](crate::error::Kind::Internal) if memory has to be made while a graph is recorded;
-    /// [`Value`](crate::error::Kind::Value) if there is no such memory.
+    /// [`Internal`](crate::error::Kind::Internal) if the workspace is too small while a graph is recorded;
+    /// [`Value`](crate::error::Kind::Value) if the size overflows.
     pub fn begin(&mut self, who: &str, bytes: usize, capture: u64) -> Result<Begun> {
         if bytes > self.piece {
             return self.more(who, bytes, capture).map(Begun::Make);
@@ -99,7 +101,7 @@ impl Workspace {
             )));
         }
         let piece = bytes.checked_next_multiple_of(GRAIN);
-        // On the host nothing is recorded.
+        // No graph records calls on the host.
         let pieces = |piece| if piece > MANY_PIECES { 1 } else { if self.on_host { 2 } else { 4 } };
         let memory = piece.and_then(|piece| Some((piece, piece.checked_mul(pieces(piece))?)));
         let Some((piece, bytes)) = memory.filter(|&(_, bytes)| isize::try_from(bytes).is_ok()) else {
@@ -108,13 +110,13 @@ impl Workspace {
         Ok(Memory { bytes, keep: self.in_graphs, piece, pieces: pieces(piece) })
     }
 
-    /// The memory is there, on all ranks: all have ended their reads of what was there before.
+    /// Notes that all ranks have created the memory, and so have finished reading the previous one.
     pub fn made(&mut self, memory: &Memory) {
         let &Memory { piece, pieces, .. } = memory;
         *self = Self { piece, pieces, ..Self::new(self.on_host) };
     }
 
-    /// The call that was begun has failed.
+    /// Notes that the call that was started has failed.
     pub fn fail(&mut self) {
         self.failed = true;
     }
@@ -175,9 +177,9 @@ mod tests {
         let Ok(Begun::Make(memory)) = workspace.begin("gather", 2 * MIB + 1, 0) else { panic!("too small") };
         assert_eq!((memory.bytes, memory.keep), (16 * MIB, true));
         workspace.made(&memory);
-        // The graph uses the memory before; what is made next may take the place of this one.
+        // The graph uses the previous memory; the current memory may be replaced.
         assert!(matches!(workspace.begin("gather", 5 * MIB, 0), Ok(Begun::Make(Memory { keep: false, .. }))));
-        // A capture that went on meanwhile begins anew, too.
+        // A capture that was in progress also starts over.
         assert!(turn(&mut workspace, MIB, 5).entry);
     }
 
