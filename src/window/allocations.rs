@@ -1,4 +1,4 @@
-//! Symmetric memory that programs asked for by itself, apart from torch's pools.
+//! Symmetric memory that programs allocated explicitly, apart from torch's pools.
 #![allow(unsafe_code, reason = "words of signal pads and the bytes of tensors, by their addresses")]
 
 use crate::error::{Error, Result};
@@ -8,12 +8,12 @@ use crate::sys::fork::PerProcess;
 use std::collections::HashMap;
 use std::sync::Mutex;
 
-/// Facts of an allocation.
+/// Properties of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Allocation {
-    /// Length that was asked for.
+    /// The requested length.
     pub(super) bytes: usize,
-    /// Number of the allocation among those of this process on this device.
+    /// Sequence number among this process's allocations on this device.
     pub(super) number: u64,
 }
 
@@ -25,11 +25,11 @@ struct Known {
 
 static KNOWN: PerProcess<Mutex<Known>> = PerProcess::new(Mutex::default);
 
-/// Address of `bytes` of zeroed symmetric memory of a CUDA device, or of the host ([`HOST`]).
+/// Returns the address of `bytes` of zeroed symmetric memory of a CUDA device, or of the host ([`HOST`]).
 pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
     let address = symm_mem::allocate(device, bytes)?;
     if device != HOST {
-        // The host's pages are new.
+        // The host's pages are new and therefore zero.
         let heap = symm_mem::of(device)?;
         heap.clear(address, bytes).inspect_err(|_| drop(heap.release(address)))?;
     }
@@ -41,7 +41,7 @@ pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
     Ok(address)
 }
 
-/// Gives back what `allocate` returned, as [`symm_mem::release`] does.
+/// Frees what `allocate` returned, as [`symm_mem::release`] does.
 pub fn free(address: u64) -> Result<()> {
     if lock(KNOWN.get()).by_address.remove(&address).is_none() {
         return Err(Error::value(format!("no symmetric memory was allocated at {address:#x}")));
@@ -49,7 +49,7 @@ pub fn free(address: u64) -> Result<()> {
     symm_mem::release(address)
 }
 
-/// Facts of the allocation that begins at `address`.
+/// Returns the properties of the allocation that starts at `address`.
 pub(super) fn find(address: u64) -> Option<Allocation> {
     lock(KNOWN.get()).by_address.get(&address).copied()
 }

@@ -1,4 +1,4 @@
-//! Domain of a group: what it has of one kind of memory: links with the peers' heaps, signal pads, signals.
+//! A group's state for one kind of memory: links to the peers' heaps, signal pads and signals.
 
 use super::Memory;
 use super::allocations;
@@ -14,31 +14,31 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
-/// Whether a group's windows lie on the host or on GPUs.
+/// Where a group's windows are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Kind {
     Host,
     Gpu,
 }
 
-/// Domain: what a group has of one kind of memory.
+/// A group's state for one kind of memory.
 #[derive(Default)]
 pub(super) struct Domain {
-    /// Links with the peers' heaps, since the first window.
+    /// Links to the peers' heaps; set by the first window.
     pub(super) heaps: OnceLock<Arc<Heaps>>,
     pads: Mutex<Pads>,
-    /// Device of this rank and signals between the group's GPUs; unset on the host.
+    /// This rank's device and the signals between the group's GPUs; unset on the host.
     pub(super) signals: OnceLock<(i32, Signals)>,
-    /// Memory of windows that are gone, but that graphs of the group may still use.
+    /// Memory of dropped windows that graphs of the group may still use.
     recorded: Mutex<Vec<Memory>>,
 }
 
-/// The domains of a group. Locked while the ranks meet: they take one step after another.
+/// The domains of a group. The lock is held during a rendezvous, because ranks take its steps one after another.
 #[derive(Default)]
 pub struct Domains(pub(super) Mutex<HashMap<Kind, Arc<Domain>>>);
 
 impl Domains {
-    /// Waits until signals that were enqueued are done, at most `limit`; those that are not are made to end. None can be enqueued
+    /// Waits up to `limit` until the enqueued signals are done, then makes the others end. No signal can be enqueued
     /// afterwards.
     pub fn drain(&self, limit: Duration) {
         let domains: Vec<Arc<Domain>> = lock(&self.0).values().cloned().collect();
@@ -49,7 +49,7 @@ impl Domains {
         }
     }
 
-    /// Lets go of what is another process's.
+    /// Forgets, without freeing them, the domains of another process.
     pub fn forget(&mut self) {
         std::mem::forget(std::mem::take(unpoisoned(self.0.get_mut())));
     }
@@ -64,7 +64,7 @@ impl Domain {
         lock(&self.recorded)
     }
 
-    /// Signals between the group's GPUs. Called by one thread at a time.
+    /// Returns the signals between the group's GPUs. Called by one thread at a time.
     fn signals(&self, control: &Arc<ControlBlock>, device: i32) -> Result<&Signals> {
         if self.signals.get().is_none() {
             let made = Signals::new(control, device)?;
@@ -80,7 +80,7 @@ impl Domain {
         }
     }
 
-    /// Part of this rank in a rendezvous: its heap, and its offer.
+    /// Prepares this rank's part of a rendezvous: its heap and its offer.
     pub(super) fn prepare(&self, control: &Arc<ControlBlock>, device: i32, address: u64, pad_bytes: usize) -> Result<(Arc<Heap>, Offer)> {
         let heap = symm_mem::of(device)?;
         let domain = if device == HOST { "the host".into() } else { format!("cuda:{device}") };
@@ -92,11 +92,11 @@ impl Domain {
         }
         let dropped = self.pads().dropped();
         if dropped != Dropped::default() {
-            // Signals to peers' pads of those windows may be under way.
+            // Signals to peers' pads of the dropped windows may still be in progress.
             heap.settle()?;
         }
         let pad = self.pads().take(&heap, pad_bytes)?;
-        // Before the ranks meet: none of them signals earlier.
+        // Before the ranks meet, so no rank signals earlier.
         heap.clear(pad.address, pad.bytes)?;
         let allocation = allocations::find(address);
         let offer = Offer {
@@ -117,16 +117,17 @@ impl Domain {
 }
 
 impl Drop for Domain {
-    /// Gives the pads back; their group and its windows are gone.
+    /// Releases the pads; the group and its windows no longer exist.
     fn drop(&mut self) {
         let pads = std::mem::take(unpoisoned(self.pads.get_mut()));
         let recorded = std::mem::take(unpoisoned(self.recorded.get_mut()));
-        // Nobody could wait for the device while kernels run that do not end: what they use stays.
+        // If kernels do not end, nothing can wait for the device, so the memory that they use is kept.
         if self.signals.get().is_some_and(|(_, signals)| !signals.drain(Duration::ZERO)) {
             std::mem::forget(recorded);
             return;
         }
-        // Signals end before their memory goes, links before anybody waits for the peers at their other ends.
+        // Signals end before their memory is freed, and links end before anything waits for the peers at the other
+        // ends.
         drop((self.signals.take(), recorded, self.heaps.take()));
         for segment in pads.into_segments() {
             if let Err(error) = symm_mem::release(segment) {

@@ -1,4 +1,4 @@
-//! Symmetric memory of a group: what every rank has at an address of its own, as one of them reaches it, with signals beside it.
+//! Symmetric memory of a group: every rank's buffer at addresses that this rank can access, and a signal pad for each.
 #![allow(unsafe_code, reason = "words of signal pads and the bytes of tensors, by their addresses")]
 
 pub mod allocations;
@@ -27,9 +27,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Place at which a device finds the arrays of a window.
+/// The arrays of addresses that a device reads.
 enum Tables {
-    /// Arrays in the window itself.
+    /// The arrays of the window itself.
     Host,
     Gpu {
         buffers: DeviceTable,
@@ -38,33 +38,33 @@ enum Tables {
     },
 }
 
-/// Window onto the memory of all ranks of a group. This rank's own memory lives as long as its windows, whoever gives it back. Memory that
-/// peers give back meanwhile stays mapped, so that no access faults; what it holds then means nothing. In a forked child every use is
-/// refused.
+/// A view of the memory of all ranks of a group. This rank's memory lives as long as its windows, even if it is freed
+/// in the meantime. Memory that a peer frees stays mapped, so that no access faults, but its content is undefined. In a
+/// forked child every use fails.
 pub struct SymmetricWindow {
     control: Arc<ControlBlock>,
-    /// Address in this process of each rank's buffer.
+    /// Address of each rank's buffer in this process.
     buffers: Vec<u64>,
-    /// Address in this process of each rank's signal pad.
+    /// Address of each rank's signal pad in this process.
     pads: Vec<u64>,
     global_ranks: Vec<i32>,
     bytes: usize,
     pad: Pad,
-    /// Names the segment that this rank's buffer lies in.
+    /// Id of the segment that contains this rank's buffer.
     segment: u64,
     timeout: Duration,
-    /// A graph may use it: it lasts as long as its group.
+    /// True if a graph may use the window, which then lasts as long as its group.
     recorded: AtomicBool,
     held: OfProcess<Held>,
 }
 
-/// Resources that a window keeps: memory of all ranks where this process has it mapped.
+/// The resources of a window: the mapped memory of all ranks.
 struct Held {
     domain: Arc<Domain>,
     memory: Option<Memory>,
 }
 
-/// Memory that a window shows; [`Held`] keeps it.
+/// The memory that a window maps.
 struct Memory {
     tables: Tables,
     _pins: Vec<Pin>,
@@ -72,32 +72,32 @@ struct Memory {
 }
 
 impl SymmetricWindow {
-    /// Number of this rank.
+    /// Returns this rank's number.
     pub fn rank(&self) -> Rank {
         self.control.rank()
     }
 
-    /// Bytes of each rank's buffer.
+    /// Returns the size of each rank's buffer in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Address of each rank's buffer in this process, or on its device.
+    /// Returns the address of each rank's buffer in this process, or on its device.
     pub fn buffers(&self) -> &[u64] {
         &self.buffers
     }
 
-    /// Address of each rank's signal pad in this process, or on its device.
+    /// Returns the address of each rank's signal pad in this process, or on its device.
     pub fn pads(&self) -> &[u64] {
         &self.pads
     }
 
-    /// Ranks of the members in the default group.
+    /// Returns the members' ranks in the default group.
     pub fn global_ranks(&self) -> &[i32] {
         &self.global_ranks
     }
 
-    /// Address at which the device finds `buffers` as an array.
+    /// Returns the address at which the device can read `buffers` as an array.
     pub fn buffer_table(&self) -> u64 {
         match self.tables() {
             Tables::Host => self.buffers.as_ptr() as u64,
@@ -105,7 +105,7 @@ impl SymmetricWindow {
         }
     }
 
-    /// Address at which the device finds `pads` as an array.
+    /// Returns the address at which the device can read `pads` as an array.
     pub fn pad_table(&self) -> u64 {
         match self.tables() {
             Tables::Host => self.pads.as_ptr() as u64,
@@ -113,7 +113,7 @@ impl SymmetricWindow {
         }
     }
 
-    /// Address at which the device finds `global_ranks` as an array.
+    /// Returns the address at which the device can read `global_ranks` as an array.
     pub fn rank_table(&self) -> u64 {
         match self.tables() {
             Tables::Host => self.global_ranks.as_ptr() as u64,
@@ -121,12 +121,12 @@ impl SymmetricWindow {
         }
     }
 
-    /// Signals between GPUs; `None` on the host.
+    /// Returns the signals between GPUs; `None` on the host.
     fn gpu(&self) -> Option<&Signals> {
         self.held.domain.signals.get().map(|(_, signals)| signals)
     }
 
-    /// Signals between GPUs, to be used on `stream`, which may be recorded into a graph; `None` on the host.
+    /// Returns the signals between GPUs for use on `stream`, which may be being captured; `None` on the host.
     fn gpu_on(&self, stream: usize) -> Option<&Signals> {
         let signals = self.gpu()?;
         if Stream(stream).capture().is_ok_and(|capture| capture.is_some()) {
@@ -139,7 +139,7 @@ impl SymmetricWindow {
         self.held.memory.as_ref().map_or(&Tables::Host, |memory| &memory.tables)
     }
 
-    /// Refuses to be used in a forked child, whose signals would be its parent's.
+    /// Fails in a forked child, whose signals would look like its parent's.
     pub fn check_process(&self) -> Result<()> {
         if self.held.is_own() {
             return Ok(());
@@ -150,7 +150,8 @@ impl SymmetricWindow {
         )))
     }
 
-    /// A graph that is being recorded uses it: it stays until the group goes, as graphs with signals of a group do.
+    /// Notes that a graph being recorded uses the window: it is kept until the group is destroyed, because graphs with
+    /// signals are.
     pub fn record(&self) {
         self.recorded.store(true, Ordering::Relaxed);
     }
@@ -160,14 +161,14 @@ impl SymmetricWindow {
         self.control.contain(body)
     }
 
-    /// Why a signal of this rank has failed that nobody waited for, or the group, if one has.
+    /// Returns the failure of the group, or of a signal of this rank for which no thread waited.
     pub fn failure(&self) -> Option<Error> {
         self.gpu().map_or_else(|| self.control.failure(), Signals::failure)
     }
 
-    /// Whether the memory that it was made of is still this rank's.
+    /// Returns true if this rank still holds the memory from which the window was made.
     pub fn is_current(&self) -> bool {
-        // In a child the parent's locks may be held for ever.
+        // In a child, the parent's locks may be held forever.
         if !self.held.is_own() {
             return false;
         }
@@ -176,13 +177,13 @@ impl SymmetricWindow {
         segment.is_some_and(|(id, _)| id == self.segment)
     }
 
-    /// Slot of torch's `channel`, and the limit of a signal, if both are sound and nothing has failed.
+    /// Returns the slot of torch's `channel` and the timeout of a signal, if both are valid and nothing has failed.
     fn checked(&self, channel: i32, timeout: Option<Duration>) -> Result<(u32, Duration)> {
         self.check_process()?;
         if let Some(error) = self.failure() {
             return Err(error);
         }
-        // Peers that have left as well could still meet in memory that stays mapped.
+        // Otherwise peers that have also left could still meet in memory that stays mapped.
         if self.control.absence(self.rank()).is_some() {
             return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
         }
@@ -191,13 +192,14 @@ impl SymmetricWindow {
     }
 
     fn on_host(&self) -> SignalPads<'_> {
-        // SAFETY: `rendezvous` saw that the pads are memory of all ranks, cleared, of this size, and pinned while `self` lives.
+        // SAFETY: `rendezvous` checked that the pads are cleared memory of all ranks with this size, and it pinned them
+        // for the life of `self`.
         unsafe { SignalPads::new(&self.control, &self.pads, self.pad.bytes) }
     }
 
-    /// Returns once all ranks have called it on this `channel`: what they wrote before is visible then. Fails with `Timeout`, naming who is
-    /// missing; the group goes on, the channel is as the ranks left it. On a GPU it is enqueued on `stream`, its failure fails the group,
-    /// and a later call tells.
+    /// Returns once all ranks have called it on this `channel`; their earlier writes are then visible. Fails with
+    /// `Timeout` and names the missing ranks; the group continues, and the channel stays as the ranks left it. On a GPU
+    /// the barrier is enqueued on `stream`; its failure fails the group, and a later call reports it.
     pub fn barrier(&self, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
         let (slot, timeout) = self.checked(channel, timeout)?;
         match self.gpu_on(stream) {
@@ -206,7 +208,7 @@ impl SymmetricWindow {
         }
     }
 
-    /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
+    /// Waits until this rank's word of `channel` in the pad of `peer` is clear, then sets it.
     pub fn put_signal(&self, peer: i32, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
         let (peer, (slot, timeout)) = (self.peer(peer)?, self.checked(channel, timeout)?);
         match self.gpu_on(stream) {
@@ -215,7 +217,7 @@ impl SymmetricWindow {
         }
     }
 
-    /// Clears the word of `peer` on `channel` in this rank's pad, once it is set.
+    /// Waits until `peer` has set its word on `channel` in this rank's pad, then clears the word.
     pub fn wait_signal(&self, peer: i32, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
         let (peer, (slot, timeout)) = (self.peer(peer)?, self.checked(channel, timeout)?);
         match self.gpu_on(stream) {

@@ -1,36 +1,36 @@
-//! Offer that each rank makes of the memory that it brings to a rendezvous.
+//! The description that each rank gives of the memory that it brings to a rendezvous.
 
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::symm_mem::Address;
 
-/// Windows that a rank reports as dropped in one rendezvous.
+/// Maximum number of dropped windows that a rank reports in one rendezvous.
 pub(super) const REPORTED: usize = 4;
 
-/// Numbers of windows that a rank has let go of; 0: none.
+/// Numbers of windows that a rank has dropped; 0 is an empty entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Dropped(pub(super) [u64; REPORTED]);
 
-/// Offer of one rank.
+/// The offer of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Offer {
-    /// Memory of the host; else of a GPU.
+    /// True for host memory, false for GPU memory.
     pub(super) host: bool,
-    /// The rank has a place for windows of this kind.
+    /// True if the rank's heaps are already linked for this kind of memory.
     pub(super) linked: bool,
-    /// Flag of memory that was allocated by itself, so its size is exact; else it lies in a pool.
+    /// True for an explicit allocation, whose size is exact; false for memory in a pool.
     pub(super) exact: bool,
-    /// Number of the allocation.
+    /// Sequence number of the allocation.
     pub(super) number: u64,
     pub(super) bytes: u64,
-    /// Offset in the rank's heap.
+    /// Offset of the buffer in the rank's heap.
     pub(super) buffer: u64,
     /// Offset of the signal pad in the rank's heap.
     pub(super) pad: u64,
     pub(super) pad_bytes: u64,
-    /// Names the segment.
+    /// Id of the segment.
     pub(super) segment: u64,
-    /// Windows that the rank has let go of.
+    /// Windows that the rank has dropped.
     pub(super) dropped: Dropped,
     pub(super) heap: Address,
 }
@@ -47,7 +47,7 @@ impl Offer {
         bytes
     }
 
-    /// Decodes the offer that a rank encoded; `bytes` are [`Offer::BYTES`].
+    /// Decodes the offer that a rank encoded; `bytes` has [`Offer::BYTES`] bytes.
     pub(super) fn decode(bytes: &[u8]) -> Self {
         let word = |index: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[8 + 8 * index + i]));
         let heap: [u8; Address::BYTES] = std::array::from_fn(|i| bytes[8 + 8 * Self::WORDS + i]);
@@ -71,7 +71,7 @@ impl Offer {
     }
 }
 
-/// Refuses what does not fit together; the same error on all ranks.
+/// Rejects offers that do not match, with the same error on all ranks.
 pub(super) fn compare(control: &ControlBlock, all: &[Offer]) -> Result<()> {
     let (first, me) = (&all[0], control.rank());
     let refused = |rank, one: String, two: String| {

@@ -1,4 +1,4 @@
-//! The signal pads that this rank gives its windows.
+//! The signal pads that this rank assigns to its windows.
 
 use super::offer::{Dropped, Offer, REPORTED};
 use crate::error::Result;
@@ -6,42 +6,44 @@ use crate::mem::layout::MAX_RANKS;
 use crate::symm_mem::Heap;
 use std::collections::{HashMap, VecDeque};
 
-/// Pads are cut from segments of at least so many bytes.
+/// Minimum size of a segment from which pads are cut.
 const SEGMENT: usize = 64 << 10;
-/// Pads begin on a pair of cache lines.
+/// Pads start on a pair of cache lines.
 const ALIGNMENT: usize = 128;
 
 /// A pad of this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pad {
-    /// Number of its window, the same on all ranks; 0 before there is one.
+    /// Number of the window, the same on all ranks; 0 before the window is open.
     number: u64,
     pub(super) address: u64,
     pub(super) bytes: usize,
 }
 
-/// Pads in use and pads to be used again: those whose windows all ranks have let go of, for until then a peer may still signal there.
+/// The pads in use and the free pads. A pad is free once all ranks have dropped its window, because a peer may signal
+/// there until then.
 #[derive(Default)]
 pub(super) struct Pads {
-    /// Segments that all pads were cut from.
+    /// The segments from which all pads were cut.
     segments: Vec<u64>,
     /// Free pads by size.
     free: HashMap<usize, Vec<u64>>,
-    /// Rest of the last segment: address, bytes.
+    /// Unused end of the last segment: its address and size.
     rest: (u64, usize),
     windows: u64,
-    /// Windows that some rank still has, by number.
+    /// Windows that some rank still uses, by number.
     living: HashMap<u64, Living>,
-    /// Pads that this rank has let go of and has to report.
+    /// Pads of windows that this rank has dropped but not yet reported.
     dropped: VecDeque<Pad>,
 }
 
-/// A window that some rank still has.
+/// A window that some rank still uses.
 #[derive(Default)]
 struct Living {
-    /// Pad of this rank, once it has reported that it has let go.
+    /// This rank's pad, once this rank has reported the drop.
     pad: Option<Pad>,
-    /// A bit for each rank that has reported so. What a rank says twice, or of a window that is no more, changes nothing.
+    /// A bit for each rank that has reported the drop. Repeated reports, and reports of unknown windows, change
+    /// nothing.
     gone: u128,
 }
 
@@ -49,7 +51,7 @@ struct Living {
 const _: () = assert!(MAX_RANKS <= u128::BITS as usize);
 
 impl Pads {
-    /// A pad of at least `bytes` bytes from the heap; not necessarily clear.
+    /// Returns a pad of at least `bytes` bytes from the heap; not necessarily clear.
     pub(super) fn take(&mut self, heap: &Heap, bytes: usize) -> Result<Pad> {
         let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
         if let Some(address) = self.free.get_mut(&bytes).and_then(Vec::pop) {
@@ -65,19 +67,19 @@ impl Pads {
         Ok(Pad { number: 0, address, bytes })
     }
 
-    /// Puts back what was taken last, of which no window came.
+    /// Returns the pad that was taken last, if its window did not open.
     pub(super) fn put_back(&mut self, base: u64, own: &Offer) {
         self.free.entry(own.pad_bytes as usize).or_default().push(base + own.pad);
     }
 
-    /// Pads that this rank reports next. They are reported again until a window opens.
+    /// The windows that this rank reports next. They are reported again until a window opens.
     pub(super) fn dropped(&self) -> Dropped {
         let mut numbers = [0; REPORTED];
         numbers.iter_mut().zip(&self.dropped).for_each(|(number, pad)| *number = pad.number);
         Dropped(numbers)
     }
 
-    /// A window has been opened by all ranks, who said `all` of it, this rank `own`: its pad.
+    /// Notes that all ranks have opened a window with the offers `all`, this rank with `own`. Returns the window's pad.
     pub(super) fn opened(&mut self, all: &[Offer], base: u64, own: &Offer) -> Pad {
         for (rank, offer) in all.iter().enumerate() {
             for number in offer.dropped.0 {
@@ -104,12 +106,12 @@ impl Pads {
         Pad { number: self.windows, address: base + own.pad, bytes: own.pad_bytes as usize }
     }
 
-    /// Segments that the pads were cut from, to be given back.
+    /// The segments from which the pads were cut, for the caller to release.
     pub(super) fn into_segments(self) -> Vec<u64> {
         self.segments
     }
 
-    /// Notes that this rank has let go of the window with this pad.
+    /// Notes that this rank has dropped the window with this pad.
     pub(super) fn note_dropped(&mut self, pad: Pad) {
         self.dropped.push_back(pad);
     }
@@ -122,7 +124,7 @@ mod tests {
 
     const BYTES: usize = 512;
 
-    /// Offer of a rank that has let go of the windows with these numbers.
+    /// The offer of a rank that has dropped the windows with these numbers.
     fn offer(pad: u64, dropped: [u64; REPORTED]) -> Offer {
         let heap = Address { key: [0; 16], listener: [0; 16], span: 1 };
         let pad_bytes = BYTES as u64;
@@ -137,7 +139,7 @@ mod tests {
     }
 
     impl Rank {
-        /// The pad of a new window, while the peers report these numbers.
+        /// Opens a window while the peers report these numbers, and returns its pad.
         fn open(&mut self, peers: [[u64; REPORTED]; 2]) -> Pad {
             let taken = self.pads.take(&self.heap, BYTES).expect("room");
             let own = offer(taken.address - self.heap.base(), self.pads.dropped().0);
@@ -151,7 +153,7 @@ mod tests {
         let first = rank.open([[0; 4]; 2]);
         assert_eq!(first.number, 1);
         rank.pads.note_dropped(first);
-        // Reports this one's own letting go; one peer repeats itself, and speaks of windows that never were.
+        // This rank reports its own drop; one peer repeats itself and reports windows that never existed.
         let mut held = vec![rank.open([[1, 1, 1, 1], [u64::MAX, 2, 3, 0]])];
         for _ in 0..3 {
             held.push(rank.open([[1, 1, 9, 0], [0; 4]]));

@@ -16,24 +16,24 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-/// Needs of a rendezvous: the group whose ranks meet, and the time for it.
+/// The inputs of a rendezvous: the group whose ranks meet, and its deadline.
 pub struct Meeting<'a> {
     /// Control block of the group.
     pub control: &'a Arc<ControlBlock>,
-    /// Gives every rank's bytes to every rank.
+    /// Sends every rank's bytes to every rank.
     pub gather: &'a AllGather<'a>,
-    /// Limit by which the ranks have to have met.
+    /// The deadline of the rendezvous.
     pub limit: &'a Limit,
-    /// Place where the group's collectives look for the heaps of its hosts' memory.
+    /// Where the group's collectives find the linked heaps of host memory.
     pub linked: &'a Linked,
-    /// Time that the window's signals wait if their calls bring none.
+    /// Default timeout of the window's signals.
     pub timeout: Duration,
 }
 
 impl Domains {
-    /// Collective: a window on what every rank has at an `address` of its own, in the memory of CUDA device `device` or, if that is
-    /// negative, of the host; with a signal pad of at least `pad_bytes` for each rank. Fails on all ranks alike: with `Mismatch` if they
-    /// bring different sizes, with `Value` if one of them brings memory that is not symmetric.
+    /// Collective. Opens a window on each rank's memory at `address`, which may differ between ranks, on CUDA device
+    /// `device` or, if negative, on the host. Each rank gets a signal pad of at least `pad_bytes`. Fails on all ranks:
+    /// with `Mismatch` if sizes differ, with `Value` if the memory of one rank is not symmetric.
     pub fn rendezvous(&self, meeting: &Meeting<'_>, device: i32, address: u64, pad_bytes: usize) -> Result<SymmetricWindow> {
         let kind = if device == HOST { Kind::Host } else { Kind::Gpu };
         let mut domains = lock(&self.0);
@@ -52,7 +52,7 @@ impl Domains {
 }
 
 impl Meeting<'_> {
-    /// Opens the window once this rank has prepared its part, or could not.
+    /// Opens the window once this rank has prepared its part or failed to.
     fn open(&self, domain: &Arc<Domain>, prepared: &Result<(Arc<Heap>, Offer)>, step: &Step<'_>) -> Result<SymmetricWindow> {
         let (control, limit) = (self.control, self.limit);
         let messages = prepared.as_ref().map_err(Clone::clone).map(|(_, offer)| offer.encode());
@@ -67,7 +67,8 @@ impl Meeting<'_> {
             None => {
                 let heaps = self.link(heap, &all, step)?;
                 let heaps = domain.heaps.get_or_init(|| Arc::new(heaps));
-                // Before a step that all take: no rank offers memory to one that does not look for it.
+                // Before a step in which all ranks take part, so that no rank sends memory to a rank that does not yet
+                // check for it.
                 if own.host {
                     self.linked.tell(heaps);
                 }
@@ -86,7 +87,7 @@ impl Meeting<'_> {
         };
         let reached = reach(own.buffer, bytes).and_then(|()| reach(own.pad, own.pad_bytes as usize));
         step(0, reached.map(|()| Vec::new()))?;
-        // What peers say is checked below: it is pinned as a whole, or the window does not open.
+        // Peers' addresses are checked below: all of the memory is pinned, or the window does not open.
         let at = |offset: fn(&Offer) -> u64| {
             heaps.bases.iter().zip(&all).map(move |(base, offer)| base.wrapping_add(offset(offer))).collect::<Vec<_>>()
         };
@@ -125,7 +126,7 @@ impl Meeting<'_> {
         })
     }
 
-    /// Links this rank's heap with those of all others.
+    /// Links this rank's heap with the heaps of all other ranks.
     fn link(&self, heap: &Arc<Heap>, all: &[Offer], step: &Step<'_>) -> Result<Heaps> {
         if all.len() == 1 {
             return Ok(Heaps::alone(heap));

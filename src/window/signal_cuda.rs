@@ -1,5 +1,6 @@
-//! Signals between the GPUs of a group: `put_signal`, `wait_signal` and `barrier` of symmetric memory, each a small kernel on the caller's
-//! stream. A wait ends by the signal, by its deadline or because the group has failed, and never with a trap.
+//! Signals between the GPUs of a group: `put_signal`, `wait_signal` and `barrier` of symmetric memory, each a small
+//! kernel on the caller's stream. A wait ends with the signal, at its deadline, or when the group fails; it never
+//! traps.
 #![allow(unsafe_code, reason = "words of signal pads and the bytes of tensors, by their addresses")]
 
 mod request;
@@ -24,33 +25,33 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// File and name of the kernel.
+/// The file and the name of the kernel.
 const PROGRAM: (&str, &str) = ("signal/signal", "signal");
-/// A warp: a thread for each peer.
+/// One warp, with a thread for each peer.
 const THREADS: u32 = 32;
 
 /// Signals between the GPUs of a group, through pads that all of them have mapped. One per group and device.
 ///
-/// A pad holds, zeroed at first, a word for each slot and rank that signals: `slot * ranks + source`. Of a slot and direction
-/// one signal is under way at a time: two puts to one rank in one slot, or two waits for one, must follow each other.
+/// A pad has a word for each slot and signalling rank, `slot * ranks + source`, initially zero. Each slot carries one
+/// signal at a time in each direction: two puts to one rank in one slot, or two waits for one rank, must be ordered.
 pub struct Signals {
     control: Arc<ControlBlock>,
     kernel: Kernel,
     enqueued: Mutex<Enqueued>,
     held: ManuallyDrop<Held>,
-    // Last: everything above is given back in its context.
+    // Last, because everything above is freed in its context.
     device: Arc<Device>,
 }
 
 #[derive(Default)]
 struct Enqueued {
-    /// Streams on which something may be under way.
+    /// Streams on which signals may be in progress.
     streams: Vec<Stream>,
-    /// Flag that is set once nothing may be enqueued any more.
+    /// True once no more signals may be enqueued.
     closed: bool,
 }
 
-/// Resources that kernels use, and that live in the context.
+/// Memory and a stream that kernels use, and that belong to the context.
 struct Held {
     report: Words,
     stop: Stop,
@@ -58,8 +59,8 @@ struct Held {
 }
 
 impl Signals {
-    /// Loads the kernel, so that nothing is left to be loaded when peers already wait in theirs. From now on a member's death fails the
-    /// group at once. Refuses groups of more than 8 ranks.
+    /// Loads the kernel now, so that no rank has to load it while peers already wait in theirs. From now on the exit of
+    /// a member fails the group at once. Fails for groups of more than 8 ranks.
     pub fn new(control: &Arc<ControlBlock>, device: i32) -> Result<Self> {
         let (world, rank) = (control.size(), control.rank());
         if world > MAX_PEERS {
@@ -77,19 +78,20 @@ impl Signals {
         Ok(Self { control: Arc::clone(control), kernel, enqueued: Mutex::default(), held: ManuallyDrop::new(held), device })
     }
 
-    /// Enqueues a signal to `peer`; it is sent once `peer` has taken the last one in this slot. All that `stream` was given before is
-    /// visible after the wait that takes it. `pads`: of each rank, where this rank's GPU has it mapped.
+    /// Enqueues a signal to `peer`, which is sent once `peer` has taken the previous one in this slot. Earlier work on
+    /// `stream` is visible after the wait that takes the signal. `pads` has each rank's pad as mapped for this rank's
+    /// GPU.
     pub fn put(&self, pads: &[u64], peer: Rank, slot: u32, timeout: Duration, stream: usize) -> Result<()> {
         self.launch(Signal::Put(peer), pads, slot, timeout, stream)
     }
 
-    /// Makes `stream` wait for a signal of `peer`, and takes it.
+    /// Enqueues a wait for a signal of `peer`, which takes the signal.
     pub fn wait(&self, pads: &[u64], peer: Rank, slot: u32, timeout: Duration, stream: usize) -> Result<()> {
         self.launch(Signal::Wait(peer), pads, slot, timeout, stream)
     }
 
-    /// Makes `stream` wait until every rank's stream has come to its barrier in this slot. What any of them was given before is visible
-    /// after it.
+    /// Enqueues a wait until every rank's stream has reached its barrier in this slot. Work enqueued before on any of
+    /// these streams is visible after it.
     pub fn barrier(&self, pads: &[u64], slot: u32, timeout: Duration, stream: usize) -> Result<()> {
         self.launch(Signal::Barrier, pads, slot, timeout, stream)
     }
@@ -114,11 +116,12 @@ impl Signals {
         if !enqueued.streams.contains(&stream) {
             enqueued.streams.push(stream);
         }
-        // Whoever is refused leaves peers waiting for a kernel that does not come.
+        // If the launch fails, peers would wait for a kernel that never runs, so the group fails.
         self.kernel.launch(stream, Grid::new(1, THREADS), false, args.bytes()).map_err(|error| self.control.fail(error))
     }
 
-    /// Why the group has failed, if it has: elsewhere, or in a signal of this rank that gave up, which fails the group once somebody asks.
+    /// Returns the failure of the group, if any. A signal of this rank that timed out fails the group when this is
+    /// called.
     pub fn failure(&self) -> Option<Error> {
         if let Some(failure) = self.control.failure() {
             return Some(failure);
@@ -132,7 +135,7 @@ impl Signals {
         Some(self.control.fail(Error::timeout(text)))
     }
 
-    /// Zeroes `bytes` bytes at `address` and waits until that is done; other streams may be captured meanwhile.
+    /// Zeroes `bytes` bytes at `address` and waits until that is done; other streams may be being captured meanwhile.
     pub fn clear(&self, address: u64, bytes: usize) -> Result<()> {
         let _relaxed = RelaxedCapture::begin()?;
         let _entered = self.device.enter()?;
@@ -141,13 +144,14 @@ impl Signals {
         stream.synchronize()
     }
 
-    /// An array on the device that holds `words`: pointers, ranks.
+    /// Returns an array on the device that holds `words`: pointers or ranks.
     pub fn table(&self, words: &[u8]) -> Result<DeviceTable> {
         DeviceTable::new(&self.device, &self.held.stream, words)
     }
 
-    /// Waits until the signals that were enqueued are done, at most `limit`; those that still wait are made to end. False if they have not
-    /// even so: what they use must stay. Nothing can be enqueued afterwards. Their graphs must not be replayed any more.
+    /// Waits up to `limit` until the enqueued signals are done, then makes the others end. Returns false if some have
+    /// still not ended; the memory that they use must then be kept. No signal can be enqueued afterwards, and graphs
+    /// with such signals must not be replayed.
     #[must_use = "memory that kernels use must not be given back"]
     pub fn drain(&self, limit: Duration) -> bool {
         lock(&self.enqueued).closed = true;
@@ -164,13 +168,13 @@ impl Signals {
         true
     }
 
-    /// A mark behind what each of `streams` was given.
+    /// Records an event at the current end of each of `streams`.
     fn marked(&self, streams: &[Stream]) -> Result<Vec<Event>> {
         let _relaxed = RelaxedCapture::begin()?;
         let _entered = self.device.enter()?;
         let mut events = Vec::new();
         for &stream in streams {
-            // What is being recorded into a graph is not running because of us.
+            // A stream under capture does not run the group's signals.
             if stream.capture()?.is_none() {
                 let event = Event::new()?;
                 event.record(stream)?;
@@ -187,9 +191,10 @@ impl Drop for Signals {
             log::warn!("group \"{}\": signals are still under way; what they use stays", self.control.name());
             return;
         }
-        // A thread that drops this need not have a context, without which the driver keeps what it was to give back.
+        // The thread that drops this may have no context, and without one the driver would not free the memory.
         if let (Ok(_relaxed), Ok(_entered)) = (RelaxedCapture::begin(), self.device.enter()) {
-            // SAFETY: once, here; `self.held` is not used afterwards, and no kernel uses what it holds, since all are done.
+            // SAFETY: this runs once; `self.held` is not used afterwards, and no kernel uses its memory, since all have
+            // ended.
             unsafe { ManuallyDrop::drop(&mut self.held) };
         }
     }

@@ -12,10 +12,11 @@ use std::time::Duration;
 const CLEAR: u32 = 0;
 const SET: u32 = 1;
 
-/// The signal pads of all ranks, as one of them has mapped them.
+/// The signal pads of all ranks, as mapped by one of them.
 ///
-/// Word `slot * n + source` of a rank's pad is set by `source` and cleared by the pad's owner: two writers, but never two who may write
-/// at once, since each waits for the other's value first. What a rank wrote before it set a word is visible to whoever saw it set.
+/// `source` sets word `slot * n + source` of a rank's pad, and the owner of the pad clears it. These two writers never
+/// write at the same time, because each waits for the other's value first. The writes that precede a set (release) are
+/// visible to a rank that has observed the word as set (acquire).
 #[derive(Clone, Copy, Debug)]
 pub struct SignalPads<'a> {
     control: &'a ControlBlock,
@@ -24,19 +25,19 @@ pub struct SignalPads<'a> {
 }
 
 impl<'a> SignalPads<'a> {
-    /// Bytes of a word.
+    /// Size of a word in bytes.
     pub const WORD: usize = size_of::<AtomicU32>();
 
-    /// The pads of all ranks of `control`, each of `bytes` bytes.
+    /// Makes the pads of all ranks of `control`, each of `bytes` bytes.
     ///
     /// # Safety
-    /// Each address is that of `bytes` bytes of memory that all ranks share, aligned to words, zeroed before the first signal, accessed
-    /// atomically, and mapped here as long as this value is used.
+    /// Each address points to `bytes` bytes of memory that all ranks share, aligned to words, zeroed before the first
+    /// signal, accessed atomically, and mapped here as long as this value is used.
     pub unsafe fn new(control: &'a ControlBlock, pads: &'a [u64], bytes: usize) -> Self {
         Self { control, pads, bytes }
     }
 
-    /// Slot of torch's `channel`, if a pad of `bytes` has it in a group of `n`.
+    /// Returns the slot of torch's `channel`, if a pad of `bytes` contains it in a group of `n`.
     pub fn slot(channel: i32, bytes: usize, n: usize) -> Result<u32> {
         let slots = bytes / Self::WORD / n;
         let slot = u32::try_from(channel).ok().filter(|&slot| (slot as usize) < slots);
@@ -45,7 +46,7 @@ impl<'a> SignalPads<'a> {
         })
     }
 
-    /// The word that `source` sets in the pad of `owner`.
+    /// Returns the word that `source` sets in the pad of `owner`.
     fn word(&self, owner: Rank, slot: u32, source: Rank) -> &AtomicU32 {
         let index = slot as usize * self.control.size() + source.index();
         assert!((index + 1) * Self::WORD <= self.bytes, "slot {slot} leaves the pad");
@@ -53,7 +54,7 @@ impl<'a> SignalPads<'a> {
         unsafe { &*(self.pads[owner.index()] as *const AtomicU32).add(index) }
     }
 
-    /// Sets this rank's word in the pad of `peer` once it is clear.
+    /// Waits until this rank's word in the pad of `peer` is clear, then sets it.
     pub fn put(&self, peer: Rank, slot: u32, timeout: Duration) -> Result<()> {
         let word = self.word(peer, slot, self.control.rank());
         self.await_value(peer, word, CLEAR, &Limit::from_first_wait(timeout), &|| self.about("put_signal", slot))?;
@@ -61,7 +62,7 @@ impl<'a> SignalPads<'a> {
         Ok(())
     }
 
-    /// Clears the word of `peer` in this rank's pad once it is set.
+    /// Waits until the word of `peer` in this rank's pad is set, then clears it.
     pub fn wait(&self, peer: Rank, slot: u32, timeout: Duration) -> Result<()> {
         let word = self.word(self.control.rank(), slot, peer);
         self.await_value(peer, word, SET, &Limit::from_first_wait(timeout), &|| self.about("wait_signal", slot))?;
@@ -69,7 +70,7 @@ impl<'a> SignalPads<'a> {
         Ok(())
     }
 
-    /// Returns once all ranks have called it with this slot; what they wrote before is visible then.
+    /// Returns once all ranks have called it with this slot; their earlier writes are then visible.
     pub fn barrier(&self, slot: u32, timeout: Duration) -> Result<()> {
         self.control.enter_barrier();
         let met = meet(&SlotWords { pads: self, slot, limit: Limit::from_first_wait(timeout) });
@@ -97,7 +98,7 @@ impl<'a> SignalPads<'a> {
         }
     }
 
-    /// Waits until `word`, which is for `peer` to change, has `value`.
+    /// Waits until `word`, which `peer` changes, has `value`.
     fn await_value(&self, peer: Rank, word: &AtomicU32, value: u32, limit: &Limit, about: &dyn Fn() -> String) -> Result<()> {
         let reached = || word.load(Ordering::Acquire) == value;
         if peer == self.control.rank() {
@@ -108,24 +109,25 @@ impl<'a> SignalPads<'a> {
     }
 }
 
-/// Words of one slot of the pads, as a barrier needs them. They are a trait, so that loom can stand in for the hardware
+/// The words of one slot of the pads that a barrier needs. A trait, so that loom can replace the hardware
 /// (`tests/loom.rs`).
 pub trait Words {
-    /// Word of a pad.
+    /// The type of a word.
     type Word: Atomic<u32>;
-    /// Ranks of the group other than this one.
+    /// The other ranks of the group.
     fn peers(&self) -> impl Iterator<Item = Rank>;
-    /// Word of this rank in the pad of `peer`.
+    /// This rank's word in the pad of `peer`.
     fn outward(&self, peer: Rank) -> &Self::Word;
     /// The word of `peer` in this rank's pad.
     fn inward(&self, peer: Rank) -> &Self::Word;
     /// Returns once no peer is `missing`.
     fn wait(&self, missing: impl Fn(Rank) -> bool) -> Result<()>;
-    /// Wakes the peers, which then look at what this rank has written.
+    /// Wakes the peers, which then check what this rank has written.
     fn wake(&self);
 }
 
-/// Returns once all ranks have called it; what they wrote before is visible then. The words are clear for the next one.
+/// Returns once all ranks have called it; their earlier writes are then visible. The words are clear for the next
+/// barrier.
 pub fn meet(words: &impl Words) -> Result<()> {
     for peer in words.peers() {
         let word = words.outward(peer);
@@ -133,7 +135,7 @@ pub fn meet(words: &impl Words) -> Result<()> {
         word.store(SET, Ordering::Release);
     }
     words.wake();
-    // All at once, so that the error names all who are missing.
+    // One wait for all peers, so that the error names all that are missing.
     words.wait(|peer| words.inward(peer).load(Ordering::Acquire) != SET)?;
     for peer in words.peers() {
         words.inward(peer).store(CLEAR, Ordering::Release);
@@ -142,7 +144,7 @@ pub fn meet(words: &impl Words) -> Result<()> {
     Ok(())
 }
 
-/// Words of a slot during one barrier.
+/// The words of a slot during one barrier.
 struct SlotWords<'a> {
     pads: &'a SignalPads<'a>,
     slot: u32,
@@ -186,7 +188,7 @@ mod tests {
     const BYTES: usize = 256;
     const LONG: Duration = Duration::from_secs(30);
 
-    /// Runs `body` on ranks that are threads.
+    /// Runs `body` on ranks that are threads of this process.
     fn with_ranks(n: u32, body: impl Fn(SignalPads<'_>, Rank) + Sync) -> Vec<Vec<u32>> {
         let file = Segment::create(Layout::new(n as usize).total_bytes()).expect("memfd");
         let memory: Vec<Vec<AtomicU32>> = (0..n).map(|_| (0..BYTES / 4).map(|_| AtomicU32::new(0)).collect()).collect();
@@ -231,7 +233,7 @@ mod tests {
         let counts = [AtomicU64::new(0), AtomicU64::new(0)];
         let pads = with_ranks(4, |pads, _| {
             for round in 1..=300u64 {
-                // Two slots in turn.
+                // Alternate between two slots.
                 let slot = (round % 2) as u32;
                 let (count, calls) = (&counts[slot as usize], round.div_ceil(2));
                 count.fetch_add(1, Ordering::Relaxed);
@@ -261,7 +263,7 @@ mod tests {
         });
     }
 
-    /// Runs `body` on the pads of `n` ranks, all of this thread.
+    /// Runs `body` on the pads of `n` ranks in this thread.
     fn alone<const N: usize>(body: impl FnOnce([SignalPads<'_>; N], &[ControlBlock])) {
         let controls = controls(N as u32);
         let memory: [[AtomicU32; BYTES / 4]; N] = std::array::from_fn(|_| std::array::from_fn(|_| AtomicU32::new(0)));
@@ -276,7 +278,7 @@ mod tests {
             let reported = |act: &dyn Fn() -> Result<()>| {
                 let rings = || [0, 1].map(|rank| rung(&controls[rank], Rank(rank as u32)));
                 let before = rings();
-                // Asked once rank 1 has announced that it sleeps.
+                // Runs once rank 1 has announced that it sleeps.
                 controls[1].sleep(Duration::ZERO, || act().map(|()| true).expect("nobody is missing"));
                 let after = rings();
                 [after[0] - before[0], after[1] - before[1]]

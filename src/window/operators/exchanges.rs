@@ -1,4 +1,4 @@
-//! Exchanges: what moves keeps its bits, whatever its type.
+//! Exchanges: data moves bit for bit, whatever its type.
 #![allow(unsafe_code, reason = "the bytes of tensors, by their addresses")]
 
 use super::splits::Splits;
@@ -9,31 +9,33 @@ use crate::mem::span::Span;
 use crate::rank::Rank;
 use crate::window::SymmetricWindow;
 
-/// Rows that a rank has and receives in an all-to-all.
+/// The rows that a rank sends and receives in an all-to-all.
 #[derive(Clone, Copy, Debug)]
 pub struct RowExchange {
-    /// Rows of this rank, those for rank 0 first; what follows the last one is not sent.
+    /// This rank's rows, with those for rank 0 first; rows after the last one are not sent.
     pub input: Span,
     /// Number of rows of the input.
     pub rows: usize,
-    /// Number of rows to each rank, as 64-bit integers; an input, too.
+    /// Number of rows to each rank, as 64-bit integers; also an input.
     pub splits: Span,
-    /// Memory that receives rows of all ranks, those of rank 0 first.
+    /// Destination of the rows of all ranks, with the rows of rank 0 first.
     pub out: Span,
-    /// Number of rows of the output.
+    /// Capacity of the output in rows.
     pub room: usize,
-    /// Memory that receives, as 64-bit integers, how many rows came from each rank, and then where in `out` each rank's begin.
+    /// Receives, as 64-bit integers, the number of rows from each rank, then the index in `out` of each rank's first
+    /// row.
     pub layout: Span,
 }
 
 impl Inputs<'_> {
-    /// Splits of all ranks, which the inputs are. Read once: what a peer writes there later changes nothing.
+    /// Reads the splits of all ranks from the inputs. They are read once, so later writes of a peer change nothing.
     fn splits(&self) -> Splits {
         let n = self.window.size();
         let length = n * size_of::<i64>();
         let mut counts = vec![0i64; n * n];
         for (from, counts) in (0..).map(Rank).zip(counts.chunks_mut(n)) {
-            // SAFETY: `at` found `length` bytes in the window, which keeps them mapped, and `counts` has as many; any bytes are integers.
+            // SAFETY: `at` found `length` bytes in the window, which keeps them mapped; `counts` has the same size; any
+            // bytes are valid integers.
             unsafe { cpu::copy(counts.as_mut_ptr().cast(), self.at(from, &(0..length)), length, Store::Cached) };
         }
         Splits { n, counts }
@@ -44,43 +46,45 @@ impl SymmetricWindow {
     /// All-gather: `out` receives the inputs of all ranks, in rank order.
     ///
     /// # Safety
-    /// `out` can be written and overlaps no input; this rank accesses neither otherwise meanwhile.
+    /// `out` can be written and overlaps no input; nothing else on this rank accesses either meanwhile.
     pub unsafe fn all_gather(&self, input: Span, out: Span) -> Result<()> {
         self.together(|| {
             let (inputs, to) = (self.inputs(input)?, output(out, input.bytes * self.size())?);
             for from in self.own_first() {
                 let theirs = inputs.at(from, &(0..input.bytes));
-                // SAFETY: all ranks are in the call and write to no input; `output` has seen the room for all.
+                // SAFETY: all ranks are in the call and write to no input; `output` checked the capacity for all.
                 unsafe { cpu::copy(to.add(from.index() * input.bytes), theirs, input.bytes, Store::Cached) };
             }
             Ok(())
         })
     }
 
-    /// All-to-all of rows whose numbers are in memory, too: in `splits`, a window of the same group. Splits that no rank can follow are
-    /// refused on all, before anything is written.
+    /// All-to-all of rows whose counts are also in memory: in `splits`, a window of the same group. Inconsistent splits
+    /// are rejected on all ranks before anything is written.
     ///
     /// # Safety
-    /// `out` and `layout` can be written and overlap no input; this rank accesses none of the spans otherwise meanwhile.
+    /// `out` and `layout` can be written and overlap no input; nothing else on this rank accesses any of the spans
+    /// meanwhile.
     pub unsafe fn all_to_all_vdev(&self, splits: &SymmetricWindow, exchange: &RowExchange) -> Result<()> {
         let RowExchange { input, rows, out, room, layout, .. } = *exchange;
         let row = input.bytes.checked_div(rows).unwrap_or(0);
         self.together(|| {
             let (inputs, splits) = (self.inputs(input)?, splits.inputs(exchange.splits)?);
             let to = output(out, room * row)?;
-            // step 1: read and check what all say
+            // step 1: read and check the splits of all ranks
             let received = splits.splits().received(self.rank(), rows, room)?;
-            // step 2: tell what comes
+            // step 2: write the layout of the output
             let begins = received.iter().map(|rows| rows.received_at);
             let told: Vec<i64> = received.iter().map(|rows| rows.count).chain(begins).map(|count| count as i64).collect();
             let bytes = size_of_val(&told[..]);
-            // SAFETY: `output` has seen the room; the rest is the caller's promise.
+            // SAFETY: `output` checked the capacity; the rest is the caller's promise.
             unsafe { cpu::copy(output(layout, bytes)?, told.as_ptr().cast(), bytes, Store::Cached) };
             // step 3: fetch my rows from each rank
             for from in self.own_first() {
                 let rows = received[from.index()];
                 let theirs = rows.sent_from * row..(rows.sent_from + rows.count) * row;
-                // SAFETY: all ranks are in the call and write to no input; `received` has seen that the rows are in the `room` of `out`.
+                // SAFETY: all ranks are in the call and write to no input; `received` checked that the rows fit into
+                // the `room` rows of `out`.
                 unsafe { cpu::copy(to.add(rows.received_at * row), inputs.at(from, &theirs), theirs.len(), Store::Cached) };
             }
             Ok(())

@@ -1,12 +1,12 @@
-//! Collectives on symmetric memory of the host: each rank reads the others' buffers itself, and writes to its own memory alone.
+//! Collectives on symmetric memory of the host: each rank reads the others' buffers and writes only to its own memory.
 //!
-//! - [`reductions`]: all-reduce in one shot and in two, reduce-scatter
+//! - [`reductions`]: one-shot and two-shot all-reduce, reduce-scatter
 //! - [`exchanges`]: all-gather, all-to-all
-//! - [`splits`]: who sends whom how many rows of an all-to-all; pure
+//! - [`splits`]: how many rows of an all-to-all each rank sends to each other rank; pure
 //!
-//! A collective begins and ends with a barrier, so its input may be written before the call and after it. An input is a tensor in this
-//! rank's buffer; the others' lie at the same offset in theirs. No byte outside of the window is read, whatever the ranks say. Inputs are
-//! not compared: if their lengths differ, results mean nothing.
+//! A collective starts and ends with a barrier, so its input may be written before the call and after it. An input is a
+//! tensor in this rank's buffer, and the others' inputs are at the same offset in their buffers. No byte outside of the
+//! window is read, whatever the peers write. Inputs are not compared: if their lengths differ, results are undefined.
 #![allow(unsafe_code, reason = "the bytes of tensors, by their addresses")]
 
 pub mod exchanges;
@@ -20,10 +20,10 @@ use crate::rank::Rank;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Channel of the barriers, as in torch's operators.
+/// The channel of the barriers, as in torch's operators.
 const CHANNEL: i32 = 0;
 
-/// Inputs of all ranks: as many bytes at the same offset of each buffer, mapped while the window lives.
+/// The inputs of all ranks: the same byte range of each buffer, mapped while the window lives.
 struct Inputs<'a> {
     window: &'a SymmetricWindow,
     offset: usize,
@@ -31,14 +31,14 @@ struct Inputs<'a> {
 }
 
 impl Inputs<'_> {
-    /// Address of `range` in the input of `rank`.
+    /// Returns the address of `range` in the input of `rank`.
     fn at(&self, rank: Rank, range: &Range<usize>) -> *mut u8 {
         assert!(range.start <= range.end && range.end <= self.bytes, "bytes {range:?} of an input of {}", self.bytes);
         (self.window.buffers[rank.index()] as usize + self.offset + range.start) as *mut u8
     }
 }
 
-/// The first byte of `out`, to which `bytes` are to be written.
+/// Returns the first byte of `out`, which must have capacity for `bytes`.
 fn output(out: Span, bytes: usize) -> Result<*mut u8> {
     if out.bytes < bytes {
         return Err(Error::value(format!("{bytes} bytes do not fit into an output of {}", out.bytes)));
@@ -47,7 +47,8 @@ fn output(out: Span, bytes: usize) -> Result<*mut u8> {
 }
 
 impl SymmetricWindow {
-    /// Inputs of which `own` is this rank's; refuses what is not in the window, or not on the host, and a forked child.
+    /// Returns the inputs of all ranks, given this rank's `own`. Fails if `own` is not in the window or not on the
+    /// host, or in a forked child.
     fn inputs(&self, own: Span) -> Result<Inputs<'_>> {
         self.check_process()?;
         let Span { addr, bytes } = own;
@@ -65,7 +66,7 @@ impl SymmetricWindow {
         self.buffers.len()
     }
 
-    /// All ranks, this one first and the next one then, so that not all read the same buffer at once.
+    /// Returns all ranks, starting with this one, so that the ranks do not all read the same buffer at once.
     fn own_first(&self) -> impl Iterator<Item = Rank> + use<> {
         let (me, n) = (self.rank().0, self.size() as u32);
         (0..n).map(move |step| Rank((me + step) % n))
@@ -76,8 +77,8 @@ impl SymmetricWindow {
         self.barrier(CHANNEL, None, 0)
     }
 
-    /// Runs `steps` while every rank is in the call: all have come before they begin, and none returns before all are done with them. A
-    /// failure waits for the others: theirs may not fail.
+    /// Runs `steps` between two barriers: all ranks have arrived before it starts, and none returns before all have
+    /// finished. A rank whose steps fail still enters the second barrier, because the others may succeed.
     fn together<T>(&self, steps: impl FnOnce() -> Result<T>) -> Result<T> {
         self.meet()?;
         let outcome = steps();
@@ -86,16 +87,17 @@ impl SymmetricWindow {
     }
 }
 
-/// Stores `value` to the word at `address`: whoever loads it there, and acquires, sees what this thread wrote before.
+/// Stores `value` to the word at `address` with release ordering: a thread that loads it with acquire ordering sees
+/// this thread's earlier writes.
 ///
 /// # Safety
-/// A word is at `address`, and nobody accesses it otherwise than atomically meanwhile.
+/// A word exists at `address`, and all concurrent accesses to it are atomic.
 pub unsafe fn publish_word(address: usize, value: u32) -> Result<()> {
     let word = address as *const AtomicU32;
     if !word.is_aligned() {
         return Err(Error::value(format!("a word at {address:#x} cannot be stored at once: its address is not a multiple of 4")));
     }
-    // SAFETY: aligned (checked above); the rest is the caller's promise.
+    // SAFETY: aligned, as checked above; the rest is the caller's promise.
     unsafe { &*word }.store(value, Ordering::Release);
     Ok(())
 }
@@ -109,7 +111,7 @@ mod tests {
     fn words_are_stored_at_once_or_not_at_all() {
         let words = [AtomicU32::new(0), AtomicU32::new(0)];
         let address = words.as_ptr() as usize;
-        // SAFETY: words of this test, which no other thread knows.
+        // SAFETY: the words belong to this test and no other thread knows them.
         unsafe {
             publish_word(address + 4, u32::MAX).expect("aligned");
             assert_eq!(publish_word(address + 1, 7).expect_err("across two words").kind, Kind::Value);

@@ -10,17 +10,18 @@ use crate::rank::Rank;
 use crate::window::SymmetricWindow;
 use std::ops::Range;
 
-/// Bytes of a cache line. Ranks' parts of an input begin at multiples of it, as far as the input does.
+/// Size of a cache line in bytes. Ranks' parts start at multiples of it relative to the input.
 const LINE: usize = 64;
 
-/// The part of an input of `bytes` that rank `rank` of `n` reduces for all: whole lines, but for the end; of the last ranks perhaps none.
+/// Returns the part of an input of `bytes` that rank `rank` of `n` reduces for all: whole lines, except at the end of
+/// the input. The parts of the last ranks may be empty.
 fn part(bytes: usize, rank: Rank, n: usize) -> Range<usize> {
     let share = bytes.div_ceil(LINE * n) * LINE;
     let begin = (share * rank.index()).min(bytes);
     begin..(begin + share).min(bytes)
 }
 
-/// The pieces that rank `rank` of `n` gets of an input of `bytes`: of each row of `row` bytes the one in its place.
+/// Returns the pieces of an input of `bytes` that rank `rank` of `n` gets: the `rank`th of `n` pieces of each row.
 fn pieces(bytes: usize, row: usize, rank: Rank, n: usize) -> Result<impl Iterator<Item = Range<usize>>> {
     if row == 0 || !row.is_multiple_of(n) || !bytes.is_multiple_of(row) {
         return Err(Error::value(format!("{bytes} bytes in rows of {row} cannot be divided among {n} ranks")));
@@ -30,11 +31,11 @@ fn pieces(bytes: usize, row: usize, rank: Rank, n: usize) -> Result<impl Iterato
 }
 
 impl Inputs<'_> {
-    /// Writes to `out` what `op` makes of `range` of all ranks' inputs, in rank order.
+    /// Writes to `out` the reduction with `op`, in rank order, of `range` of all ranks' inputs.
     ///
     /// # Safety
-    /// `out` is valid for writes of as many bytes, and is `range` of this rank's input or overlaps no rank's; nobody writes to `range` of
-    /// any input meanwhile.
+    /// `out` is valid for writes of `range.len()` bytes, and is `range` of this rank's input or overlaps no rank's
+    /// input; no other writes to `range` of any input happen meanwhile.
     unsafe fn reduce(&self, dtype: DType, op: ReduceOp, range: &Range<usize>, out: *mut u8) -> Result<()> {
         cpu::supports(op, dtype)?;
         let (bytes, size) = (range.len(), dtype.size());
@@ -50,45 +51,49 @@ impl Inputs<'_> {
 }
 
 impl SymmetricWindow {
-    /// All-reduce in one shot: each rank reduces everything for itself. `local` becomes the begin of this rank's input before.
+    /// One-shot all-reduce: each rank reduces everything itself. First `local` is copied to the start of this rank's
+    /// input.
     ///
     /// # Safety
-    /// `local` can be read and `out` be written; `out` overlaps no input; this rank accesses none of them otherwise meanwhile.
+    /// `local` can be read and `out` be written; `out` overlaps no input; nothing else on this rank accesses them
+    /// meanwhile.
     pub unsafe fn one_shot_all_reduce(&self, dtype: DType, op: ReduceOp, input: Span, local: Span, out: Span) -> Result<()> {
-        // step 1: put what is local where the others look, who have left the call before
+        // step 1: copy `local` to where the other ranks read; they have left the previous call
         // SAFETY: the caller's promise.
         let filled = unsafe { self.fill(input, local) };
         self.together(|| {
             filled?;
             // step 2: reduce all
             let to = output(out, input.bytes)?;
-            // SAFETY: all ranks are in the call and write to no input; `output` has seen the room; the rest is the caller's promise.
+            // SAFETY: all ranks are in the call and write to no input; `output` checked the capacity; the rest is the
+            // caller's promise.
             unsafe { self.inputs(input)?.reduce(dtype, op, &(0..input.bytes), to) }
         })
     }
 
-    /// Writes `local` to the begin of `input`.
+    /// Writes `local` to the start of `input`.
     ///
     /// # Safety
-    /// `local` can be read, nobody accesses `input` meanwhile.
+    /// `local` can be read, and no other access to `input` happens meanwhile.
     unsafe fn fill(&self, input: Span, local: Span) -> Result<()> {
         self.inputs(input)?;
         let to = output(input, local.bytes)?;
         if local.bytes > 0 {
-            // SAFETY: `inputs` found the input in this rank's buffer, and `output` has seen the room; `local` is the caller's promise; they may overlap.
+            // SAFETY: `inputs` found the input in this rank's buffer, and `output` checked the capacity; `local` is the
+            // caller's promise; they may overlap.
             unsafe { local.ptr().copy_to(to, local.bytes) };
         }
         Ok(())
     }
 
-    /// All-reduce in two shots: each rank reduces a part, and fetches the others'. `out` may be the input, a part of which is overwritten in
-    /// any case.
+    /// Two-shot all-reduce: each rank reduces one part and fetches the others' parts. `out` may be the input; a part of
+    /// the input is overwritten in any case.
     ///
     /// # Safety
-    /// `out` can be written, and is the input or overlaps none; this rank accesses neither otherwise meanwhile.
+    /// `out` can be written, and is the input or overlaps none; nothing else on this rank accesses either meanwhile.
     pub unsafe fn two_shot_all_reduce(&self, dtype: DType, op: ReduceOp, input: Span, out: Span) -> Result<()> {
         let (me, n) = (self.rank(), self.size());
-        // step 1: reduce my part, where it lies in my input
+        // step 1: reduce my part in place in my input
         let (inputs, to) = self.together(|| {
             let (inputs, to) = (self.inputs(input)?, output(out, input.bytes)?);
             let mine = part(input.bytes, me, n);
@@ -96,26 +101,29 @@ impl SymmetricWindow {
             unsafe { inputs.reduce(dtype, op, &mine, inputs.at(me, &mine))? };
             Ok((inputs, to))
         })?;
-        // step 2: fetch each part from the rank that has reduced it; my own is in place if the output is
+        // step 2: fetch each part from the rank that has reduced it; skip my own if the call is in place
         let in_place = out.addr == input.addr;
         for from in self.own_first().skip(usize::from(in_place)) {
             let theirs = part(input.bytes, from, n);
-            // SAFETY: a part is within the input, and `output` has seen as much room; nobody writes to this one of theirs any more.
+            // SAFETY: a part is within the input, and `output` checked the capacity; no rank writes to this part of the
+            // input any more.
             unsafe { cpu::copy(to.add(theirs.start), inputs.at(from, &theirs), theirs.len(), Store::Cached) };
         }
-        // step 3: stay until all have fetched mine
+        // step 3: wait until all ranks have fetched my part
         self.meet()
     }
 
-    /// Reduce-scatter: of each row of `row` bytes, this rank reduces the piece in its place. `out` receives the pieces one behind the other.
+    /// Reduce-scatter: this rank reduces its piece of each row of `row` bytes. `out` receives the pieces one after
+    /// another.
     ///
     /// # Safety
-    /// `out` can be written and overlaps no input; this rank accesses neither otherwise meanwhile.
+    /// `out` can be written and overlaps no input; nothing else on this rank accesses either meanwhile.
     pub unsafe fn reduce_scatter(&self, dtype: DType, op: ReduceOp, input: Span, row: usize, out: Span) -> Result<()> {
         self.together(|| {
             let (inputs, mut to) = (self.inputs(input)?, output(out, input.bytes / self.size())?);
             for piece in pieces(input.bytes, row, self.rank(), self.size())? {
-                // SAFETY: all ranks are in the call and write to no input; `output` has seen the room for all pieces.
+                // SAFETY: all ranks are in the call and write to no input; `output` checked the capacity for all
+                // pieces.
                 unsafe {
                     inputs.reduce(dtype, op, &piece, to)?;
                     to = to.add(piece.len());

@@ -1,30 +1,30 @@
-//! Splits of an all-to-all: what peers say there decides where a rank reads and writes, so it is checked like any input.
+//! Splits of an all-to-all. Peers' splits decide where a rank reads and writes, so they are checked like any input.
 
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 
-/// Name of the operator in errors.
+/// The operator's name in errors.
 const OP: &str = "all_to_all_vdev";
 
 /// Rows from one rank to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Rows {
-    /// How many.
+    /// Number of rows.
     pub(super) count: usize,
-    /// The first one in the input of the rank that sends them.
+    /// Index of the first row in the sender's input.
     pub(super) sent_from: usize,
-    /// The first one in the output of the rank that receives them.
+    /// Index of the first row in the receiver's output.
     pub(super) received_at: usize,
 }
 
-/// How many rows each of `n` ranks sends each: entry `from * n + to`, as the sender said it.
+/// The number of rows that each of `n` ranks sends to each rank: entry `from * n + to`, as the sender wrote it.
 pub(super) struct Splits {
     pub(super) n: usize,
     pub(super) counts: Vec<i64>,
 }
 
 impl Splits {
-    /// The rows that rank `from` sends each, `rows` at most.
+    /// Returns the start and count of the rows that rank `from` sends to each rank; an input has `rows` rows.
     fn sent(&self, from: usize, rows: usize) -> Result<Vec<(usize, usize)>> {
         let mut begin = 0;
         let counts = self.counts[from * self.n..][..self.n].iter().enumerate();
@@ -38,8 +38,8 @@ impl Splits {
         checked.collect()
     }
 
-    /// What `me` receives from each rank. Refuses, alike on all ranks, what leaves the `rows` rows of an input; and what leaves the `room`
-    /// rows of this rank's output.
+    /// Returns the rows that `me` receives from each rank. Fails with the same error on all ranks if splits exceed the
+    /// `rows` rows of an input, and on this rank only if they exceed the `room` rows of its output.
     pub(super) fn received(&self, me: Rank, rows: usize, room: usize) -> Result<Vec<Rows>> {
         let sent: Vec<_> = (0..self.n).map(|from| self.sent(from, rows)).collect::<Result<_>>()?;
         let mut begin = 0;

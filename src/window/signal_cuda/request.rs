@@ -1,4 +1,4 @@
-//! Request of a signal, as its kernel reads it and as it reports that it gave up.
+//! A signal request, as its kernel reads it and as the kernel reports that it timed out.
 
 use crate::coll::cuda::arguments::{self, MAX_PEERS};
 use crate::error::{Error, Result};
@@ -6,45 +6,45 @@ use crate::rank::Rank;
 use std::fmt;
 use std::time::Duration;
 
-/// Signal that a rank sends, waits for, or both, in a slot.
+/// A signal that a rank sends, waits for, or both, in one slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
-    /// Sends a signal to a rank, once that has taken the last one.
+    /// Sends a signal to a rank, once that rank has taken the previous one.
     Put(Rank),
-    /// Takes the signal of a rank.
+    /// Waits for the signal of a rank and takes it.
     Wait(Rank),
     /// Sends a signal to every peer and takes theirs.
     Barrier,
 }
 
-/// Peers and pads of signals, and the time that they wait.
+/// The peers' pads, and the deadline and report of a signal.
 #[derive(Clone, Copy, Debug)]
 pub struct SignalEnds<'a> {
-    /// Number of this rank.
+    /// This rank's number.
     pub me: Rank,
-    /// Pad of each rank, as mapped here.
+    /// Pad of each rank, as mapped in this process.
     pub pads: &'a [u64],
-    /// Slot in the pads, torch's `channel`: signals of one slot belong together.
+    /// Slot in the pads, which is torch's `channel`: signals pair up within a slot.
     pub slot: u32,
-    /// Time that a kernel waits.
+    /// How long the kernel waits.
     pub timeout: Duration,
-    /// Address on the GPU of a word that is not 0 once the group has failed.
+    /// Device address of a word that is not 0 once the group has failed.
     pub stop: u64,
-    /// Address on the GPU of the report: [`REPORT_WORDS`] words.
+    /// Device address of the report: [`REPORT_WORDS`] words.
     pub report: u64,
 }
 
-/// Length of a report: a [`GaveUp`], and the milliseconds that were waited.
+/// Length of a report: a [`GaveUp`], and the milliseconds of the wait.
 pub const REPORT_WORDS: usize = 2;
-/// Slots that fit into a report.
+/// Number of slots that a report can name.
 const SLOTS: u32 = 1 << (KIND_BIT - SLOT_BIT);
 const SLOT_BIT: u32 = MAX_PEERS as u32;
 const KIND_BIT: u32 = 30;
-/// A report of nobody: kernels that wait end.
+/// A report without a signal: the host stores it to make waiting kernels end.
 pub(super) const CLOSED: u32 = 1;
 
 impl Signal {
-    /// Arguments of the kernel; `None` if there is nothing to do.
+    /// Returns the kernel's arguments, or `None` if there is nothing to do.
     pub fn args(self, place: &SignalEnds<'_>) -> Result<Option<arguments::Signal>> {
         let n = place.pads.len();
         if n > MAX_PEERS {
@@ -79,17 +79,17 @@ fn out_of_range(rank: Rank, n: usize) -> Error {
     Error::value(format!("rank {rank} is outside the group of {n} ranks"))
 }
 
-/// A signal whose time ran out.
+/// A signal that timed out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GaveUp {
     name: &'static str,
     slot: u32,
-    /// Ranks whose signal did not come, or who did not take the last one.
+    /// Ranks that did not signal in time, or did not take the previous signal.
     pub missing: Vec<Rank>,
 }
 
 impl GaveUp {
-    /// Reads the first word of a report; `None`: nobody gave up.
+    /// Reads the first word of a report; `None` if no signal has timed out.
     pub fn read(word: u32) -> Option<Self> {
         let name = match word >> KIND_BIT {
             1 => "put_signal",
