@@ -1,6 +1,6 @@
-//! All-reduce and reduce: each rank reduces its share of every chunk, then all (or the root) collect the shares.
+//! All-reduce and reduce: each rank reduces its share of every chunk, then all ranks (or the root) collect the shares.
 //!
-//! Whatever the plan, an element is combined over ranks 0..n-1 in this order by one rank, so every rank gets the same bits.
+//! Whatever the plan, one rank combines an element over ranks 0..n-1 in this order, so every rank gets the same bits.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::Step;
@@ -22,7 +22,7 @@ impl Step<'_> {
         match plan {
             Plan::Inline => {
                 if let Some(output) = call.outputs.first() {
-                    // An array: to ask for memory takes a part of such a call's time.
+                    // An array, because an allocation takes a noticeable part of such a call's time.
                     let mut sources = [Source { ptr: std::ptr::null(), factor: 1.0 }; MAX_RANKS];
                     let sources = &mut sources[..control.size()];
                     for (source, rank) in sources.iter_mut().zip(control.ranks()) {
@@ -53,7 +53,7 @@ impl Step<'_> {
     }
 }
 
-/// Shares that one rank has of a message in chunks.
+/// The shares of one rank in a message that moves in chunks.
 struct Shares<'a> {
     control: &'a ControlBlock,
     call: &'a Spec<'a>,
@@ -68,7 +68,7 @@ struct Shares<'a> {
 }
 
 impl Shares<'_> {
-    /// The share of `rank` in a chunk of `bytes` bytes: offset and length, of whole elements.
+    /// Returns the offset and length of the share of `rank` in a chunk of `bytes` bytes; shares are whole elements.
     fn share(&self, rank: Rank, bytes: usize) -> (usize, usize) {
         let share = bytes.div_ceil(self.control.size()).next_multiple_of(64);
         chunk_of(bytes, share, rank.0.into())
@@ -88,7 +88,7 @@ impl Chunks for Shares<'_> {
     fn produce(&mut self, t: u64, slot: usize) {
         let me = self.control.rank();
         let (start, bytes) = chunk_of(self.input.bytes, self.chunk, t);
-        // Nobody reads one's own share.
+        // No peer reads this rank's own share, so it is not staged.
         let (own, own_bytes) = self.share(me, bytes);
         let (from, to) = (self.input.ptr().wrapping_add(start), self.slot(me, slot));
         let after = own + own_bytes;
@@ -109,12 +109,13 @@ impl Chunks for Shares<'_> {
         let shared = self.result(me, result);
         let dst = self.output.map(|output| output.ptr().wrapping_add(start + own));
         let (to, twin, store) = match dst {
-            // The root of a reduce keeps its share to itself.
+            // The root of a reduce does not publish its share.
             Some(dst) if self.call.op == Op::Reduce => (dst, None, self.store),
             Some(dst) => (shared, Some(dst), self.store),
             None => (shared, None, Store::Cached),
         };
-        // SAFETY: own_bytes bytes of the result slot, of the output, which is as long as the input, and of the slots (pipeline).
+        // SAFETY: own_bytes bytes of the result slot, of the output, which is as long as the input, and of the slots
+        // (pipeline).
         unsafe { self.helpers.reduce(self.call, to, &self.sources, own_bytes, twin, store) }
     }
 

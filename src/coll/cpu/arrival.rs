@@ -1,6 +1,7 @@
 //! The arrival: one post per rank and call, in one of two places by the parity of the call's number.
 //!
-//! A rank that posts call `s + 2` over its post of call `s` has seen everybody's post of `s + 1`, so everybody is past `s`.
+//! A rank that posts call `s + 2` over its post of call `s` has seen all ranks' posts of `s + 1`, so every rank has
+//! left `s`.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::Step;
@@ -16,19 +17,20 @@ use crate::sync::flag::Flag;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Head of a message, which a peer needs before anything else: one cache line with up to 32 bytes of data.
+/// The head of a post, which a peer needs first: one cache line with up to 32 bytes of data.
 #[repr(C)]
 struct Head {
     flag: AtomicU64,
     fingerprint: AtomicU64,
     factor: AtomicU64,
-    /// Length, plus 1, of every message in the table if all are as long; else 0. Even exchanges need no further cache lines.
+    /// Length + 1 of every message in the table if all have the same length, otherwise 0. Exchanges of equal lengths
+    /// need no further cache lines.
     even: AtomicU64,
 }
 
 const _: () = assert!(size_of::<Head>() == POST_HEAD);
 
-/// Places in the table behind the inline data.
+/// Indices of words in the table behind the inline data.
 const HEAD: usize = 0;
 const BYTES: usize = 1;
 const DETAIL: usize = 2;
@@ -36,12 +38,12 @@ const OFFER: usize = 3;
 const SHARES_CORES: usize = 4;
 const READING: usize = 5;
 const UNREAD: usize = 6;
-/// The lengths begin with the second line.
+/// The lengths start in the second cache line.
 const SENT: usize = 8;
 
-/// Whether what this rank sends has room beside its flag; `plan` is that of the lengths it knows.
+/// Returns true if the data that this rank sends fit next to its flag; `plan` is the plan for the lengths it knows.
 pub(super) fn fits_post(call: &Spec, plan: Plan) -> bool {
-    // Of an all-to-all each rank decides for itself.
+    // For an all-to-all, each rank decides for itself.
     if call.op == Op::AllToAll { call.inputs.iter().map(|span| span.bytes).sum::<usize>() <= INLINE_BYTES } else { plan == Plan::Inline }
 }
 
@@ -51,7 +53,7 @@ impl Step<'_> {
         unsafe { self.control.segment().at(self.control.layout().post(rank, self.seq)) }
     }
 
-    /// The inline data of a post, valid for `INLINE_BYTES`.
+    /// Returns the inline data of a post, valid for `INLINE_BYTES`.
     pub(super) fn posted(&self, rank: Rank) -> *mut u8 {
         self.control.segment().ptr(self.control.layout().post(rank, self.seq) + POST_HEAD, INLINE_BYTES)
     }
@@ -63,42 +65,42 @@ impl Step<'_> {
         unsafe { self.control.segment().at(layout.post(rank, self.seq) + POST_HEAD + INLINE_BYTES + word * 8) }
     }
 
-    /// What `rank` offers, see [`Step::offer`]; without meaning in calls that are not staged.
+    /// Returns the offer of `rank`, see [`Step::offer`]; undefined for calls that are not staged.
     pub(super) fn offered(&self, rank: Rank) -> u64 {
         self.table(rank, OFFER).load(Ordering::Relaxed)
     }
 
-    /// Whether a rank has posted that ranks share cores. The same on every rank.
+    /// Returns true if any rank has posted that ranks share cores. The same on every rank.
     pub(super) fn cores_are_shared(&self) -> bool {
         self.control.ranks().any(|rank| self.table(rank, SHARES_CORES).load(Ordering::Relaxed) != 0)
     }
 
-    /// What `rank` says of reading its peers' memory, see [`Step::reading`].
+    /// Returns the word of `rank` about reads of peers' memory, see [`Step::reading`].
     pub(super) fn posted_reading(&self, rank: Rank) -> u64 {
         self.table(rank, READING).load(Ordering::Relaxed)
     }
 
-    /// Where input `index` of `rank` lies in its memory, if peers may read it.
+    /// Returns the address of input `index` in the memory of `rank`, if peers may read it.
     pub(super) fn posted_address(&self, rank: Rank, index: usize) -> usize {
         self.table(rank, self.address_word(index)).load(Ordering::Relaxed) as usize
     }
 
-    /// Word of the table that tells where input `index` lies.
+    /// Index of the table's word with the address of input `index`.
     fn address_word(&self, index: usize) -> usize {
         SENT + 2 * self.control.size() + index
     }
 
-    /// Tells peers, with the next stage, that this rank could not read the memory of one.
+    /// Notifies peers, with the next stage, that this rank could not read a peer's memory.
     pub(super) fn post_unread(&self) {
         self.table(self.control.rank(), UNREAD).store(1, Ordering::Relaxed);
     }
 
-    /// Whether `rank` could not read, once it has finished that stage.
+    /// Returns true if `rank` could not read; valid once `rank` has finished that stage.
     pub(super) fn posted_unread(&self, rank: Rank) -> bool {
         self.table(rank, UNREAD).load(Ordering::Relaxed) != 0
     }
 
-    /// Bytes that `from` sends to `to`, where posts carry them.
+    /// Returns how many bytes `from` sends to `to`, if posts carry the lengths.
     pub(super) fn sent(&self, from: Rank, to: Rank) -> usize {
         self.length(from, SENT + to.index())
     }
@@ -112,19 +114,19 @@ impl Step<'_> {
         if even > 0 { even as usize - 1 } else { self.table(rank, word).load(Ordering::Relaxed) as usize }
     }
 
-    /// The factor of `rank` under PREMUL_SUM.
+    /// Returns the factor of `rank` under PREMUL_SUM.
     pub(super) fn factor(&self, rank: Rank) -> f64 {
         f64::from_bits(self.post(rank).factor.load(Ordering::Relaxed))
     }
 
-    /// Returns once everybody has posted the same call, as this rank has.
+    /// Returns once all ranks have posted the same call as this rank.
     pub(super) fn arrive(&self) -> Result<()> {
         self.await_posts()?;
         self.compare()
     }
 
-    /// Compares what each rank sends in an all-to-all with what each expects. Returns `None` if all data lie beside the flags, else the
-    /// longest message.
+    /// Compares the lengths that each rank of an all-to-all sends and expects. Returns `None` if all data are next to
+    /// the flags, otherwise the length of the longest message.
     pub(super) fn compare_lengths(&self) -> Result<Option<usize>> {
         let (mut longest, mut all_inline) = (0, true);
         for from in self.control.ranks() {
@@ -148,7 +150,7 @@ impl Step<'_> {
         Ok(if all_inline { None } else { Some(longest) })
     }
 
-    /// Tells peers what this rank was asked to do; `inline`: with its data.
+    /// Posts the call that this rank was asked to run; `inline`: with its data.
     pub(super) fn write_post(&self, inline: bool) {
         let (control, call, me) = (self.control, self.call, self.control.rank());
         let (sent, received): (&[Span], &[Span]) =
@@ -158,7 +160,7 @@ impl Step<'_> {
         put(HEAD, description.head);
         put(BYTES, description.bytes);
         put(DETAIL, description.detail);
-        // Nobody reads them beside data. Of an all-to-all only all ranks together know whether it is staged.
+        // Peers do not read these words if the data are inline. For an all-to-all, only all ranks together know that.
         if !inline {
             put(OFFER, self.offer());
             put(SHARES_CORES, shares_cores().into());
@@ -183,8 +185,9 @@ impl Step<'_> {
         if inline {
             let mut at = self.posted(me);
             for span in call.shared_inputs() {
-                // SAFETY: the inputs' bytes together fit INLINE_BYTES (`fits_post`); nobody reads this post before its flag
-                // is published below, nor its predecessor any more (module docs); the spans are the caller's.
+                // SAFETY: the inputs' bytes together fit INLINE_BYTES (`fits_post`). No peer reads this post before its
+                // flag is published below, and none still reads the previous one (module docs). The spans are the
+                // caller's.
                 unsafe {
                     cpu::copy(at, span.ptr(), span.bytes, Store::Cached);
                     at = at.add(span.bytes);
@@ -209,7 +212,7 @@ impl Step<'_> {
         self.control.wait_together(self.limit, &|| self.about(), missing)
     }
 
-    /// Fails the group if a peer was asked to do something else.
+    /// Fails the group if a peer was asked to run a different call.
     fn compare(&self) -> Result<()> {
         let print = |rank| self.post(rank).fingerprint.load(Ordering::Relaxed);
         let mine = print(self.control.rank());

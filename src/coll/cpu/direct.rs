@@ -1,7 +1,8 @@
-//! Direct collectives: each rank reads its peers' tensors where they lie in symmetric memory, and writes to its own alone.
+//! Zero-copy collectives: each rank reads its peers' tensors in symmetric memory and writes only to its own memory.
 //!
-//! A rank offers its input with its post, if all peers have mapped it. The call is direct if everybody who sends has offered: all ranks read
-//! the same words, so all decide alike. It ends when everybody has read, so inputs may change once it returns.
+//! A rank offers its input with its post if all peers have mapped it. The call is zero-copy if every sender has offered
+//! its input; all ranks read the same words, so all make the same decision. The call ends when every rank has finished
+//! reading, so inputs may change once it returns.
 #![allow(unsafe_code, reason = "copies between the tensors of ranks")]
 
 use super::Step;
@@ -15,25 +16,26 @@ use crate::kernels::cpu::{Source, Store};
 use crate::rank::Rank;
 use crate::symm_mem::Pin;
 
-/// Bytes that a rank moves before it looks at its deadline and at the group.
+/// Number of bytes that a rank moves between two checks of its deadline and the group.
 const LOOK_BYTES: usize = 4 << 20;
-/// Most bytes of an all-reduce that a rank reduces before it tells the others, who read them again while they are in its cache. Fewer cost
-/// short calls a wait each: at 128 KB a call of 1 MB took as long as a staged one (`docs/measurements/cpu.md`).
+/// Maximum number of bytes that a rank of an all-reduce reduces before its peers fetch them, so that they are still in
+/// its cache. A smaller part adds a wait to short calls: with 128 KB a call of 1 MB took as long as a staged one
+/// (`docs/measurements/cpu.md`).
 const PART_BYTES: usize = 512 << 10;
 
-/// Whether `call` of rank `me` writes to none of its inputs that a peer may read.
+/// Returns true if `call` of rank `me` writes to none of its inputs that a peer may read.
 pub(super) fn keeps_inputs(call: &Spec, me: Rank) -> bool {
     let own = if call.inputs.len() > 1 { call.inputs.get(me.index()) } else { call.inputs.first() };
     let apart = |output: &Span, input: &Span| output.addr + output.bytes <= input.addr || input.addr + input.bytes <= output.addr;
     call.outputs.iter().all(|output| Some(output) == own || call.inputs.iter().all(|input| apart(output, input)))
 }
 
-/// What peers of rank `me` would read of `call`: all inputs, if they are one piece of memory that the call does not write to while they may
-/// read it.
+/// Returns the memory that peers of rank `me` would read in `call`: all inputs, if they are contiguous and the call
+/// does not write to them while peers may read.
 pub(super) fn readable(call: &Spec, me: Rank) -> Option<Span> {
     let input = Span::joined(&call.inputs)?;
     let suits = match call.op {
-        // The part of each rank is reduced where it lies.
+        // Each rank's part is reduced in place.
         Op::AllReduce => call.outputs == call.inputs,
         Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll | Op::ReduceScatter => keeps_inputs(call, me),
         Op::Barrier | Op::Reduce | Op::AllReduceAddRmsNorm => false,
@@ -42,26 +44,27 @@ pub(super) fn readable(call: &Spec, me: Rank) -> Option<Span> {
 }
 
 impl Step<'_> {
-    /// Word that tells the peers where this rank's inputs lie: the offset in its heap, and 1; 0 if they cannot read them there.
+    /// The word that tells peers where this rank's inputs are: 1 + the offset in its heap, or 0 if they cannot read
+    /// them there.
     pub(super) fn offer(&self) -> u64 {
         let Some(heaps) = self.heaps else { return 0 };
         let Some(input) = readable(self.call, self.control.rank()) else { return 0 };
         if input.bytes == 0 { 1 } else { heaps.offset(input).map_or(0, |offset| offset + 1) }
     }
 
-    /// Whether `rank` sends something in this call.
+    /// Returns true if `rank` sends something in this call.
     pub(super) fn sends(&self, rank: Rank) -> bool {
         !matches!(self.call.op, Op::Broadcast | Op::Scatter) || rank == self.call.root
     }
 
-    /// Whether all who send something in this call have offered it.
+    /// Returns true if all senders of this call have offered their inputs.
     pub(super) fn all_offered(&self) -> bool {
         let me = self.control.rank();
         let offers = |rank| !self.sends(rank) || self.offered(rank) != 0;
         self.heaps.is_some() && offers(me) && self.control.peers().all(offers)
     }
 
-    /// Runs a call that all have offered their inputs to.
+    /// Runs a call to which all senders have offered their inputs.
     pub(super) fn direct(&mut self, store: Store) -> Result<()> {
         let (mut pins, helpers) = (Vec::with_capacity(self.control.size()), Helpers::of(self.call.total()));
         match self.call.op {
@@ -72,16 +75,16 @@ impl Step<'_> {
         }
         let mut stages = Stages(self);
         stages.tick();
-        // Until all have read what this rank offered.
+        // Wait until all ranks have read this rank's inputs.
         stages.wait_for(stages.stage())
     }
 
-    /// Address of `bytes` at `skipped` of the inputs of `peer`, which `pins` keep mapped.
+    /// Returns the address of `bytes` at offset `skipped` of the inputs of `peer`; `pins` keep them mapped.
     fn reach(&self, pins: &mut Vec<Pin>, peer: Rank, skipped: usize, bytes: usize) -> Result<*mut u8> {
         if bytes == 0 {
             return Ok(std::ptr::dangling_mut());
         }
-        // Read anew since all were looked at, from memory that a rank with a bug may have written to.
+        // The offer is read again after the decision, and a faulty rank may have overwritten it.
         let offset = self.offered(peer).checked_sub(1).and_then(|offset| offset.checked_add(skipped as u64));
         let reached = self.heaps.zip(offset).and_then(|(heaps, offset)| heaps.reach(peer, offset, bytes));
         let Some((address, pin)) = reached else {
@@ -93,8 +96,8 @@ impl Step<'_> {
         Ok(address as *mut u8)
     }
 
-    /// Passes `bytes` to `body` in pieces (begin, length) of at most `piece` bytes, and looks at the group after each. No peer can be past
-    /// the call meanwhile.
+    /// Calls `body` with pieces (start, length) of at most `piece` bytes, and checks the group after each. No peer can
+    /// have left the call meanwhile.
     pub(super) fn in_pieces(&self, bytes: usize, piece: usize, mut body: impl FnMut(usize, usize)) -> Result<()> {
         for t in 0..bytes.div_ceil(piece) as u64 {
             let (begin, length) = chunk_of(bytes, piece, t);
@@ -109,7 +112,8 @@ impl Step<'_> {
             let input = self.reach(pins, from, self.skipped(from, output), output.bytes)?;
             self.in_pieces(output.bytes, LOOK_BYTES, |begin, bytes| {
                 let copied = Copied::new(output.ptr().wrapping_add(begin), input.wrapping_add(begin), bytes);
-                // SAFETY: `reach` saw `output.bytes` bytes that are mapped; the output is the caller's and nobody else's meanwhile.
+                // SAFETY: `reach` checked that `output.bytes` bytes are mapped; no other code uses the caller's output
+                // meanwhile.
                 unsafe { helpers.copy(&[copied], store) }
             })?;
         }
@@ -117,7 +121,7 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Input of `rank` as a source: `bytes` at `skipped`, of whose peers `pins` keep them mapped.
+    /// The input of `rank` as a source of `bytes` at offset `skipped`; `pins` keep a peer's input mapped.
     fn source(&self, pins: &mut Vec<Pin>, rank: Rank, skipped: usize, bytes: usize) -> Result<Source> {
         if rank == self.control.rank() {
             return Ok(Source { ptr: self.call.inputs[0].ptr().wrapping_add(skipped), factor: self.call.factor });
@@ -136,7 +140,7 @@ impl Step<'_> {
         self.in_pieces(output.bytes, LOOK_BYTES, |begin, bytes| {
             sources.clear();
             sources.extend(whole.iter().map(|source| Source { ptr: source.ptr.wrapping_add(begin), ..*source }));
-            // SAFETY: begin + bytes <= output.bytes, which `reach` saw of each peer's tensor.
+            // SAFETY: begin + bytes <= output.bytes, a length that `reach` checked for each peer's tensor.
             unsafe { helpers.reduce(call, output.ptr().wrapping_add(begin), &sources, bytes, None, store) }
         })
     }
@@ -155,14 +159,14 @@ impl Step<'_> {
     }
 }
 
-/// Parts that one rank has of an all-reduce in place.
+/// The parts of one rank in an in-place all-reduce.
 struct InPlace<'a> {
     control: &'a ControlBlock,
     call: &'a Spec<'a>,
     helpers: &'a Helpers,
     bytes: usize,
     chunk: usize,
-    /// Tensor of each rank.
+    /// The tensor of each rank.
     tensors: Vec<Source>,
     sources: Vec<Source>,
     copies: Vec<Copied>,
@@ -170,7 +174,7 @@ struct InPlace<'a> {
 }
 
 impl InPlace<'_> {
-    /// The part of `rank` in chunk `t`, of whole elements: where it begins in the tensors, and how long it is.
+    /// Returns the start and length of the part of `rank` in chunk `t`; parts are whole elements.
     fn part(&self, rank: Rank, t: u64) -> (usize, usize) {
         let (start, bytes) = chunk_of(self.bytes, self.chunk, t);
         let (part, length) = chunk_of(bytes, bytes.div_ceil(self.control.size()).next_multiple_of(64), rank.0.into());
@@ -184,22 +188,23 @@ impl Parts for InPlace<'_> {
         self.sources.clear();
         self.sources.extend(self.tensors.iter().map(|tensor| Source { ptr: tensor.ptr.wrapping_add(begin), ..*tensor }));
         let own = self.call.outputs[0].ptr().wrapping_add(begin);
-        // SAFETY: begin + bytes <= self.bytes, which this rank's tensor has and `reach` saw of each peer's; nobody else reads or writes this
-        // rank's part meanwhile (pipeline).
+        // SAFETY: begin + bytes <= self.bytes, which is the length of this rank's tensor and which `reach` checked for
+        // the peers'; no other rank reads or writes this rank's part meanwhile (pipeline).
         unsafe { self.helpers.reduce(self.call, own, &self.sources, bytes, None, Store::Cached) }
     }
 
     fn fetch(&mut self, t: u64) {
         let (me, n) = (self.control.rank().0, self.control.size() as u32);
         self.copies.clear();
-        // From the next rank on, so that not all read the same tensor at once.
+        // Start from the next rank, so that the ranks do not all read the same tensor at once.
         for peer in (1..n).map(|step| Rank((me + step) % n)) {
             let (begin, bytes) = self.part(peer, t);
             let from = self.tensors[peer.index()].ptr.wrapping_add(begin);
             self.copies.push(Copied::new(self.call.outputs[0].ptr().wrapping_add(begin), from, bytes));
         }
-        // SAFETY: begin + bytes <= self.bytes, which this rank's tensor has and `reach` saw of the peers'; their owners have reduced these
-        // parts, and nobody reads them in this rank's tensor any more (pipeline).
+        // SAFETY: begin + bytes <= self.bytes, which is the length of this rank's tensor and which `reach` checked for
+        // the peers'; their owners have reduced these parts, and no rank reads them in this rank's tensor any more
+        // (pipeline).
         unsafe { self.helpers.copy(&self.copies, self.store) }
     }
 }

@@ -1,6 +1,6 @@
 //! Broadcast, all-gather, gather, scatter, all-to-all: messages that move unchanged.
 //!
-//! They differ only in who sends, who receives, and whether everybody gets the same message.
+//! They differ only in the senders, the receivers, and whether all receivers get the same message.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::Step;
@@ -41,27 +41,27 @@ impl Clock for Stages<'_, '_> {
     }
 }
 
-/// The bytes of chunk `t`.
+/// Returns the start and length of chunk `t`.
 pub(super) fn chunk_of(bytes: usize, chunk: usize, t: u64) -> (usize, usize) {
     let start = (t as usize).saturating_mul(chunk).min(bytes);
     (start, chunk.min(bytes - start))
 }
 
 impl Step<'_> {
-    /// Whether every receiver gets a message of its own.
+    /// Returns true if every receiver gets a different message.
     pub(super) fn personal(&self) -> bool {
         matches!(self.call.op, Op::Scatter | Op::AllToAll)
     }
 
-    /// Messages that this rank sends, with the index of each among those of its sender.
+    /// The messages that this rank sends, each with its index among its sender's messages.
     fn outgoing(&self) -> impl Iterator<Item = (usize, Span)> {
-        // A personal message to oneself does not travel.
+        // A rank's personal message to itself does not use the slots.
         let me = self.control.rank().index();
         let personal = self.personal();
         self.call.inputs.iter().copied().enumerate().filter(move |&(index, _)| !personal || index != me)
     }
 
-    /// Messages that this rank receives, with their senders.
+    /// The messages that this rank receives, with their senders.
     pub(super) fn incoming(&self) -> impl Iterator<Item = (Rank, Span)> {
         let (call, me) = (self.call, self.control.rank());
         let one = matches!(call.op, Op::Broadcast | Op::Scatter);
@@ -70,7 +70,7 @@ impl Step<'_> {
         single.into_iter().chain(many)
     }
 
-    /// [`Step::incoming`] from the next rank on, so that not all read the same tensor at once.
+    /// [`Step::incoming`] starting from the next rank, so that the ranks do not all read the same tensor at once.
     pub(super) fn incoming_from_next(&self) -> Vec<(Rank, Span)> {
         let mut incoming: Vec<_> = self.incoming().collect();
         let next = incoming.iter().position(|&(from, _)| from > self.control.rank()).unwrap_or(0);
@@ -78,7 +78,7 @@ impl Step<'_> {
         incoming
     }
 
-    /// Bytes that `from` sends to others before `output`, which is for this rank.
+    /// Returns how many bytes `from` sends to other ranks before `output`, which is for this rank.
     pub(super) fn skipped(&self, from: Rank, output: Span) -> usize {
         match self.call.op {
             Op::Scatter => self.control.rank().index() * output.bytes,
@@ -100,14 +100,14 @@ impl Step<'_> {
         }
     }
 
-    /// `longest`: bytes of the longest message between two ranks.
+    /// Runs the exchange; `longest` is the length of the longest message between two ranks.
     pub(super) fn exchange(&mut self, plan: Plan, longest: usize) -> Result<()> {
         let helpers = if plan == Plan::Inline { Helpers::none() } else { Helpers::of(self.call.total()) };
         match plan {
             Plan::Inline => {
                 for (from, output) in self.incoming() {
                     let skipped = self.skipped(from, output);
-                    // Read anew since they were compared, from memory that a rank with a bug may have written to.
+                    // The lengths are read again after the comparison, and a faulty rank may have overwritten them.
                     if skipped.saturating_add(output.bytes) > INLINE_BYTES {
                         let (about, from) = (self.about(), self.control.describe(from));
                         return Err(self
@@ -146,7 +146,7 @@ impl Step<'_> {
 struct Messages<'a> {
     outgoing: Vec<(usize, Span)>,
     incoming: Vec<(Rank, Span)>,
-    /// The place of message `index` in an input slot of a rank, valid for `chunk` bytes.
+    /// Returns the address of message `index` in an input slot of a rank, valid for `chunk` bytes.
     slot: &'a dyn Fn(Rank, usize, usize) -> *mut u8,
     me: Rank,
     helpers: &'a Helpers,

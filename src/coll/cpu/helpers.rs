@@ -1,11 +1,11 @@
 //! Threads that copy and reduce a part of long calls, where cores are idle.
 //!
-//! One core moves a fraction of what the memory gives to all (`docs/measurements/cpu.md`). So a rank that has more cores than
-//! one shares each stage of a long call with helpers: [`Pieces`] of it, whoever comes takes the next. A helper that does not come, since
-//! something else has its core, is not waited for. One that loses its core in the middle of a piece is; then the ranks do without for a
-//! while, as [`Patience`] says.
+//! One core reaches only a fraction of the memory bandwidth (`docs/measurements/cpu.md`). So a rank that has more than
+//! one core divides each stage of a long call into [`Pieces`], and any thread that is free claims the next piece. A
+//! helper that does not start, because its core is busy, delays nothing. A helper that loses its core within a piece
+//! delays the call; the ranks then do without helpers for a while, as [`Patience`] decides.
 //!
-//! Helpers are the process's. They look for work a moment longer than it lasts, then sleep, and end after a second.
+//! Helpers belong to the process. After the last piece they poll for 200 µs, then sleep, and exit after a second.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors, and a job that lives on its owner's stack")]
 
 use crate::coll::call::Spec;
@@ -21,31 +21,31 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Bytes of a call's tensors from which on helpers are woken: shorter ones are over before they come.
+/// Tensor size from which helper threads are woken; shorter calls finish before the helpers start.
 const LONG: usize = 1 << 20;
-/// Most threads that work on a call in one rank.
+/// Maximum number of threads that work on one call in one rank.
 const MOST_THREADS: usize = 4;
-/// Bytes of the smallest piece, and pieces for each thread.
+/// Minimum size of a piece in bytes, and number of pieces for each thread.
 const PIECE: usize = 16 << 10;
 const PIECES: usize = 2;
-/// Time that a helper looks for work before it sleeps, and sleeps before it ends.
+/// How long a helper polls before it sleeps, and how long it sleeps before it exits.
 const LINGER: Duration = Duration::from_micros(200);
 const SPARE: Duration = Duration::from_secs(1);
-/// Turns of looking between two looks at the clock, and turns of waiting for a helper before the core is given away.
+/// Polls between two reads of the clock, and spin iterations before a thread that waits for a helper yields.
 const TURNS: u32 = 64;
 const SPINS: u32 = 2000;
 
-/// Ranks of the largest group that this process has been in, which share the cores.
+/// Size of the largest group of this process; its ranks share the cores.
 static RANKS: AtomicUsize = AtomicUsize::new(1);
 static TEAM: PerProcess<Team> = PerProcess::new(Team::default);
 
 /// The helpers of a process.
 #[derive(Debug, Default)]
 struct Team {
-    /// Held by the call that they work for.
+    /// Held by the call that uses the helpers.
     owner: Mutex<()>,
     pieces: Pieces<AtomicU64>,
-    /// A piece panicked.
+    /// True if a piece has panicked.
     panicked: AtomicBool,
     state: Mutex<State>,
     called: Condvar,
@@ -60,13 +60,13 @@ struct State {
     calls: u64,
 }
 
-/// A stage's work on some bytes of it: from where on, and how many.
+/// The work of a stage on a range of its bytes: start and length.
 type Work<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
 struct Job<'a> {
     work: &'a Work<'a>,
     bytes: usize,
-    /// Bytes of a piece.
+    /// Size of a piece in bytes.
     piece: usize,
 }
 
@@ -77,7 +77,7 @@ impl Job<'_> {
     }
 }
 
-/// Bytes that go from one place to another.
+/// A copy of bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Copied {
     to: usize,
@@ -91,21 +91,21 @@ impl Copied {
     }
 }
 
-/// The helpers of a call: none, or a number.
+/// The helper threads that a call holds, if any.
 #[derive(Debug)]
 pub(super) struct Helpers {
     held: Option<MutexGuard<'static, ()>>,
     threads: usize,
 }
 
-/// Counts the ranks of a group among those that share this machine's cores.
+/// Counts the ranks of a group among the ranks that share this node's cores.
 pub(crate) fn note_ranks(ranks: usize) {
     RANKS.fetch_max(ranks, Ordering::Relaxed);
 }
 
-/// Cores that this rank may use.
+/// Returns the number of cores that this rank may use.
 fn cores() -> usize {
-    // Asking takes as long as a short call.
+    // The query takes as long as a short call.
     static CORES: AtomicUsize = AtomicUsize::new(0);
     match CORES.load(Ordering::Relaxed) {
         0 => {
@@ -117,46 +117,47 @@ fn cores() -> usize {
     }
 }
 
-/// Whether ranks share cores with each other: whoever waits for a peer may have to give it the core first.
+/// Returns true if ranks share cores, so that a rank that waits may have to yield its core to the peer.
 pub(super) fn shares_cores() -> bool {
     cores() < RANKS.load(Ordering::Relaxed)
 }
 
-/// Threads for a call in each of `ranks` ranks on `cores` cores. More than two leave a core to whatever else runs.
+/// Returns the number of threads for a call in each of `ranks` ranks on `cores` cores. If it is more than two, one core
+/// stays free for other work.
 fn threads(cores: usize, ranks: usize) -> usize {
     (cores / ranks).min(((cores - 1) / ranks).max(2)).clamp(1, MOST_THREADS)
 }
 
-/// [`threads`] of this rank, by the cores that it may use.
+/// Returns [`threads`] of this rank, from the cores that it may use.
 fn usual_threads() -> usize {
     threads(cores(), RANKS.load(Ordering::Relaxed))
 }
 
 impl Helpers {
-    /// Nobody but the caller's thread.
+    /// Makes a value for the caller's thread only.
     pub(super) fn none() -> Self {
         Self { held: None, threads: 1 }
     }
 
-    /// Those for a call on tensors of `bytes` bytes.
+    /// Returns the helpers for a call on tensors of `bytes` bytes.
     pub(super) fn of(bytes: usize) -> Self {
         if bytes < LONG {
             return Self::none();
         }
         let (wanted, team) = (Config::get().cpu_threads, TEAM.get());
         let threads = wanted.unwrap_or_else(usual_threads);
-        // Ranks that lose slices of time to others have no cores to spare.
+        // Ranks that lose time slices to other threads have no cores to spare.
         let crowded = || PATIENCE.is_short(now) || PATIENCE.is_crowded(now) || team.patience.is_short(now);
         if threads < 2 || wanted.is_none() && crowded() {
             return Self::none();
         }
-        // Another group's call may have them.
+        // Another group's call may hold them.
         let Ok(held) = team.owner.try_lock() else { return Self::none() };
         team.call(threads - 1);
         Self { held: Some(held), threads }
     }
 
-    /// Does `work` on `bytes` bytes, which may be cut at multiples of 64; returns when all is done.
+    /// Runs `work` on `bytes` bytes, which may be cut at multiples of 64; returns when all of it is done.
     fn share(&self, bytes: usize, work: &Work<'_>) {
         let piece = bytes.div_ceil(self.threads * PIECES).next_multiple_of(64).max(PIECE);
         if self.held.is_none() || bytes <= piece {
@@ -165,7 +166,7 @@ impl Helpers {
         TEAM.get().run(&Job { work, bytes, piece }, bytes.div_ceil(piece) as u64);
     }
 
-    /// Copies all of `copies`.
+    /// Makes all of `copies`.
     ///
     /// # Safety
     /// As [`cpu::copy`], for each.
@@ -185,11 +186,11 @@ impl Helpers {
         });
     }
 
-    /// Reduces `bytes` bytes of `sources` as `call` says to `dst`, and copies the result to `twin`, if there is one, as `store` says; without
-    /// one that is how `dst` is written.
+    /// Reduces `bytes` bytes of `sources` to `dst` as `call` says. With a `twin`, the result is also copied there with
+    /// `store`; without one, `store` applies to `dst`.
     ///
     /// # Safety
-    /// As [`cpu::reduce`]; `twin` is valid for writes of as many bytes and overlaps nothing else.
+    /// As [`cpu::reduce`]; `twin` is valid for writes of the same length and overlaps nothing else.
     pub(super) unsafe fn reduce(&self, call: &Spec, dst: *mut u8, sources: &[Source], bytes: usize, twin: Option<*mut u8>, store: Store) {
         let all = Shared { dst, sources, twin };
         self.share(bytes, &|start, bytes| {
@@ -208,12 +209,12 @@ impl Helpers {
 
 /// `Step::reduce` for a pipeline, which holds the step itself.
 pub(super) fn reduce_chunk(call: &Spec, dst: *mut u8, sources: &[Source], bytes: usize, store: Store) {
-    // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches for, posts and slots of the segment whose
-    // bounds `Segment::ptr` checked, and synchronises with their writers before.
+    // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches for, or posts and slots
+    // of the segment whose bounds `Segment::ptr` checked. It synchronises with their writers before.
     unsafe { cpu::reduce(call.reduce_op, call.dtype, dst, sources, bytes / call.dtype.size(), store) }
 }
 
-/// What a piece of a reduction needs.
+/// The memory of a reduction that is divided into pieces.
 struct Shared<'a> {
     dst: *mut u8,
     sources: &'a [Source],
@@ -231,7 +232,7 @@ impl Team {
         state.calls += 1;
         let (calls, asleep) = (state.calls, state.asleep);
         while state.threads < helpers {
-            // Without a thread its pieces are the others'.
+            // If the thread cannot start, the other threads claim its pieces.
             if thread::spawn("symm-helper", None, move || self.help(calls)).is_err() {
                 break;
             }
@@ -243,7 +244,7 @@ impl Team {
         }
     }
 
-    /// Runs `count` pieces of `job` together with whoever comes.
+    /// Runs `count` pieces of `job` together with the helpers that claim some of them.
     fn run(&self, job: &Job<'_>, count: u64) {
         self.pieces.offer(std::ptr::from_ref(job).addr() as u64, count);
         let mut panic = None;
@@ -275,7 +276,7 @@ impl Team {
         }
     }
 
-    /// A helper's life, which begins with call number `calls`.
+    /// The main loop of a helper, which starts with call number `calls`.
     fn help(&self, calls: u64) {
         let mut calls = Some(calls);
         while let Some(seen) = calls {
@@ -284,7 +285,7 @@ impl Team {
         }
     }
 
-    /// Sleeps until there are more than `calls` calls; how many there are. None: the helper ends.
+    /// Sleeps until there have been more than `calls` calls, and returns their number. `None`: the helper exits.
     #[inline(never)]
     fn sleep(&self, calls: u64) -> Option<u64> {
         let mut state = lock(&self.state);
@@ -317,7 +318,7 @@ impl Team {
                 if last.elapsed() > LINGER {
                     return;
                 }
-                // Whoever else needs this core gets it.
+                // Another thread that needs this core gets it.
                 std::thread::yield_now();
             }
         }
@@ -329,7 +330,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicU8;
 
-    /// Helpers of a team of the test's own.
+    /// Returns a team of helpers that only this test uses.
     fn team() -> &'static Team {
         Box::leak(Box::default())
     }

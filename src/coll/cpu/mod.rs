@@ -1,8 +1,8 @@
 //! Collectives on tensors in host memory.
 //!
-//! Every collective begins with an arrival ([`arrival`]): each rank posts what it was asked to do, waits for everybody's post and compares.
-//! No user memory is written before. What follows depends on the plan: the data came with the posts, or move through staging in a
-//! [`pipeline`], or are read where they lie in symmetric memory ([`direct`]).
+//! Every collective starts with an arrival ([`arrival`]): each rank posts the call that it was asked to run, waits for
+//! all posts and compares them. No user memory is written before. The rest depends on the plan: the data arrived with
+//! the posts, or move through staging in a [`pipeline`], or are read in place in symmetric memory ([`direct`]).
 
 mod all_reduce;
 mod arrival;
@@ -37,26 +37,26 @@ pub struct Runner {
     thresholds: Thresholds,
     linked: Arc<Linked>,
     served: &'static str,
-    /// Every rank may read every other's memory, as far as this rank knows.
+    /// True if this rank knows of no rank that cannot read another's memory.
     reads: bool,
-    /// The next call has been posted.
+    /// True if the next call has been posted.
     posted: bool,
 }
 
-/// Collective that is under way.
+/// A collective in progress.
 struct Step<'a> {
     control: &'a ControlBlock,
     call: &'a Spec<'a>,
     limit: &'a Limit,
-    /// This rank may read its peers' memory.
+    /// True if this rank may read its peers' memory.
     reads: &'a mut bool,
-    /// Symmetric memory of the group, once its ranks have linked.
+    /// The group's linked symmetric memory, if its ranks have linked.
     heaps: Option<&'a Heaps>,
     seq: u64,
     stage: &'a mut u64,
 }
 
-/// The plan of `call` among `n` ranks.
+/// Returns the plan of `call` among `n` ranks.
 fn choose(call: &Spec, longest: usize, n: usize, thresholds: &Thresholds, shared_cores: bool) -> Plan {
     match Norm::of(call) {
         Some(norm) => plan::choose_rows(&norm, n, shared_cores),
@@ -65,33 +65,33 @@ fn choose(call: &Spec, longest: usize, n: usize, thresholds: &Thresholds, shared
 }
 
 impl Runner {
-    /// A runner for a group that has run nothing yet, and whose symmetric memory will be found in `linked`.
+    /// Makes a runner for a new group, whose symmetric memory will appear in `linked`.
     pub fn new(control: Arc<ControlBlock>, thresholds: Thresholds, linked: Arc<Linked>) -> Self {
         Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds, linked, served: "", reads: false, posted: false }
     }
 
-    /// The same runner; `reads`: every rank may read every other's memory.
+    /// Sets whether every rank may read every other rank's memory.
     pub fn reading(self, reads: bool) -> Self {
         Self { reads, ..self }
     }
 
-    /// The group's.
+    /// Returns the group's control block.
     pub fn control(&self) -> &ControlBlock {
         &self.control
     }
 
-    /// Number of collectives begun.
+    /// Returns the number of collectives started.
     pub fn sequence(&self) -> u64 {
         self.seq
     }
 
-    /// Name of the algorithm of the last call; empty: none was chosen.
+    /// Returns the name of the last call's algorithm, or "" if no algorithm was chosen.
     pub fn served(&self) -> &'static str {
         self.served
     }
 
-    /// Posts `call` if all bytes that this rank sends fit next to the flag: the next that `run` gets must
-    /// be this call. `begins` gets its number before peers see it.
+    /// Posts `call` if all bytes that this rank sends fit next to the flag; the next call passed to `run` must then be
+    /// this one. `begins` gets the call's number before peers see it.
     pub fn post(&mut self, call: &Call<'_>, begins: &dyn Fn(u64)) -> bool {
         let inline = fits_post(call, choose(call, call.longest(), self.control.size(), &self.thresholds, false));
         if !inline || self.control.size() == 1 || self.control.failure().is_some() {
@@ -106,8 +106,8 @@ impl Runner {
         true
     }
 
-    /// Runs `call`, or what is left of it once it was posted; returns when its outputs are complete and
-    /// its inputs may change.
+    /// Runs `call`, or the rest of it if it was posted. Returns when its outputs are complete and its inputs may
+    /// change.
     pub fn run(&mut self, call: &Call<'_>, limit: &Limit) -> Result<()> {
         self.served = "";
         let posted = std::mem::take(&mut self.posted);
@@ -130,7 +130,7 @@ impl Runner {
             step.write_post(fits_post(call, plan));
         }
         step.arrive()?;
-        // Only the ranks together know the longest message of an all-to-all, and whether they share cores.
+        // Only the posts of all ranks tell the longest message of an all-to-all, and whether ranks share cores.
         let staged = match (call.op, plan) {
             (Op::AllToAll, _) => step.compare_lengths()?,
             (_, Plan::Inline) => None,
@@ -174,7 +174,7 @@ impl Runner {
 }
 
 impl Step<'_> {
-    /// The collective of a single rank.
+    /// Runs the collective of a group of one rank.
     fn alone(&self) -> Result<()> {
         match self.call.op {
             Op::Barrier | Op::Broadcast => {}

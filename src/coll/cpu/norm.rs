@@ -1,5 +1,6 @@
-//! All-reduce, residual and RMSNorm in one. In one shot each rank sums and norms all rows; in two its share of each chunk, and then all
-//! collect the shares of both results. Residual and weight are alike on all ranks, so a row has the same bits whoever norms it.
+//! All-reduce, residual and RMSNorm in one. In the one-shot form each rank sums and normalises all rows; in the
+//! two-shot form its share of each chunk, and then all ranks collect the shares of both results. Residual and weight
+//! are the same on all ranks, so a row has the same bits whichever rank normalises it.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::Step;
@@ -13,14 +14,14 @@ use crate::error::Result;
 use crate::kernels::cpu::{self, Rows, Store};
 use crate::rank::Rank;
 
-/// Norms what a single rank gives.
+/// Normalises the rows of a group of one rank.
 pub(crate) fn norm_alone(call: &Spec) {
     if let Some(norm) = Norm::of(call) {
         norm_rows(call, &norm, 0, norm.rows, &[call.inputs[0].ptr()]);
     }
 }
 
-/// Norms `count` rows from `first` on, of which `sources` has the first of each rank.
+/// Normalises `count` rows starting at `first`; `sources` has the address of row `first` of each rank.
 fn norm_rows(call: &Spec, norm: &Norm, first: usize, count: usize, sources: &[*const u8]) {
     let at = first * norm.row_bytes();
     let memory = Rows {
@@ -32,8 +33,9 @@ fn norm_rows(call: &Spec, norm: &Norm, first: usize, count: usize, sources: &[*c
         sum: call.outputs[1].ptr().wrapping_add(at),
         scales: call.outputs.get(2).map_or(std::ptr::null_mut(), |scales| scales.ptr().wrapping_add(first * norm.scale_bytes())),
     };
-    // SAFETY: `validate` saw spans of `norm.rows` rows, of which these are some; the spans are the user's, and overlap in place only. The
-    // callers' sources have `count` rows: the input, posts and slots of the segment, whose writers they have synchronised with.
+    // SAFETY: `validate` checked spans of `norm.rows` rows, which include these; the spans are the user's, and overlap
+    // in place only. The callers' sources have `count` rows: the input, or posts and slots of the segment, whose
+    // writers they have synchronised with.
     unsafe { cpu::add_rms_norm(norm, count, &memory) }
 }
 
@@ -58,7 +60,7 @@ impl Step<'_> {
     }
 }
 
-/// Rows of one rank in chunks of `rows`.
+/// The rows of one rank in chunks of `rows`.
 struct Normalised<'a> {
     control: &'a ControlBlock,
     call: &'a Spec<'a>,
@@ -69,12 +71,12 @@ struct Normalised<'a> {
 }
 
 impl Normalised<'_> {
-    /// The rows of chunk `t`: the first, and how many.
+    /// Returns the first row of chunk `t` and its number of rows.
     fn chunk(&self, t: u64) -> (usize, usize) {
         chunk_of(self.norm.rows, self.rows, t)
     }
 
-    /// Rows of `rank` in a chunk of `count`: the first and how many.
+    /// Returns the first row of the share of `rank` in a chunk of `count` rows, and its number of rows.
     fn share(&self, rank: Rank, count: usize) -> (usize, usize) {
         match self.phases {
             Phases::One => (0, count),
@@ -86,7 +88,7 @@ impl Normalised<'_> {
         self.control.segment().ptr(self.control.layout().input(rank, slot), self.rows * self.norm.row_bytes())
     }
 
-    /// Parts of the outputs that have `count` rows from `first` on, each with its place in a result slot.
+    /// The parts of the outputs for `count` rows starting at `first`, each with its offset in a result slot.
     fn results(&self, first: usize, count: usize) -> impl Iterator<Item = (Span, usize)> {
         let (call, widths) = (self.call, [self.norm.normed_bytes(), self.norm.row_bytes(), self.norm.scale_bytes()]);
         let outputs = if self.norm.normed == Normed::Dynamic { 3 } else { 2 };
@@ -108,8 +110,8 @@ impl Chunks for Normalised<'_> {
     fn produce(&mut self, t: u64, slot: usize) {
         let ((first, count), row) = (self.chunk(t), self.norm.row_bytes());
         let from = self.call.inputs[0].ptr().wrapping_add(first * row);
-        // SAFETY: first + count <= rows of the input; count <= self.rows, which the slot has room for (`choose_rows`). The slot is this
-        // rank's and free in this stage (pipeline).
+        // SAFETY: first + count <= rows of the input; count <= self.rows, for which the slot has capacity
+        // (`choose_rows`). The slot is this rank's and free in this stage (pipeline).
         unsafe { cpu::copy(self.slot(self.control.rank(), slot), from, count * row, cpu::STAGING) }
     }
 
@@ -125,7 +127,8 @@ impl Chunks for Normalised<'_> {
         if self.phases == Phases::Two {
             let shared = self.result(me, result);
             for (span, place) in self.results(first + own, own_count) {
-                // SAFETY: the rows were just written; results of a share have room in a result slot (`shots`), which is free (pipeline).
+                // SAFETY: the rows were just written; the results of a share fit into a result slot (`shots`), which is
+                // free (pipeline).
                 unsafe { cpu::copy(shared.add(place), span.ptr(), span.bytes, Store::Cached) }
             }
         }

@@ -1,50 +1,54 @@
-//! The pipeline behind every staged collective: a message passes in chunks, and each rank is at most one stage ahead of the slowest.
+//! The pipeline behind every staged collective: a message moves in chunks, and each rank is at most one stage ahead of
+//! the slowest.
 //!
-//! Each rank owns one counter, the number of stages it has finished since the group was made. In a stage it writes chunk `t` into an
-//! input slot, works on chunk `t - 1` out of everybody's input slots, and in two-phase collectives passes on the results of chunk `t - 2`.
-//! Slots are chosen by the running number of the stage, so a call may begin while peers are still in the last stage of the call before.
-//! The argument why three input slots and two result slots suffice stands in `docs/design/memory-model.md`; loom checks it (`tests/loom.rs`).
+//! Each rank owns one counter, the number of stages that it has finished since the group was created. In stage `t` it
+//! writes chunk `t` into an input slot and processes chunk `t - 1` from all ranks' input slots; in two-phase
+//! collectives it also collects the results of chunk `t - 2`. The running stage number selects the slots, so a call may
+//! start while peers are still in the last stage of the previous call. `docs/design/memory-model.md` argues why three
+//! input slots and two result slots suffice; loom checks it (`tests/loom.rs`).
 
 use crate::error::Result;
 use crate::mem::layout::{INPUT_SLOTS, RESULT_SLOTS};
 
 /// The ranks' stage counters.
 pub trait Clock {
-    /// Stages that this rank has finished.
+    /// Returns the number of stages that this rank has finished.
     fn stage(&self) -> u64;
-    /// Finishes a stage: releases everything that was written in it.
+    /// Finishes a stage and publishes, with release ordering, everything that was written in it.
     fn tick(&mut self);
-    /// Returns once every peer has finished `stage` stages; acquires what they wrote.
+    /// Returns once every peer has finished `stage` stages, with acquire ordering for their writes.
     fn wait_for(&mut self, stage: u64) -> Result<()>;
-    /// Fails once the group has, or when the call's time is up, though no peer is missing. Asked only while none can have finished the
-    /// call: what makes a later call fail must not end this one.
+    /// Fails if the group has failed or the call's timeout has expired, even though no peer is missing. It is called
+    /// only while no peer can have finished the call, so that an event which fails a later call does not end this one.
     fn look(&mut self) -> Result<()>;
 }
 
-/// Stages between two looks. How many there are may be a peer's word, and its counter may say that it has finished them all.
+/// Stages between two checks of the group. A faulty peer can dictate the number of stages and claim to have finished
+/// them all.
 const LOOK_EVERY: u64 = 64;
 
-/// Work of a collective on one chunk.
+/// The work of a collective on one chunk.
 pub trait Chunks {
     /// Writes chunk `t` of this rank's input to its input slot.
     fn produce(&mut self, t: u64, slot: usize);
-    /// Works on chunk `t` in everybody's input slots; in two-phase collectives writes this rank's share to its result slot.
+    /// Processes chunk `t` in all ranks' input slots; in two-phase collectives, writes this rank's share to its result
+    /// slot.
     fn consume(&mut self, t: u64, slot: usize, result: usize);
-    /// Passes on everybody's results of chunk `t`. Called in two-phase collectives only.
+    /// Collects all ranks' results of chunk `t`. Called in two-phase collectives only.
     fn finish(&mut self, t: u64, result: usize);
 }
 
-/// Whether results are shared.
+/// Whether ranks share their results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phases {
     /// Each rank keeps what it consumes.
     One,
-    /// Two stages: what one rank consumes, all ranks finish.
+    /// Two stages: each rank consumes its share, and all ranks collect the shares.
     Two,
 }
 
-/// Passes `count` chunks through the slots. The caller has just seen every peer arrive at this call, so every peer has finished all stages
-/// of the call before.
+/// Moves `count` chunks through the slots. The caller has just seen every peer arrive at this call, so every peer has
+/// finished all stages of the previous call.
 pub fn run(clock: &mut impl Clock, phases: Phases, count: u64, chunks: &mut impl Chunks) -> Result<()> {
     if count == 0 {
         return Ok(());
@@ -66,7 +70,8 @@ pub fn run(clock: &mut impl Clock, phases: Phases, count: u64, chunks: &mut impl
                 chunks.finish(t - 2, result(stage - 1));
             }
         }
-        // A peer is one stage ahead at most, so it can have finished the call only while this rank is in the last one.
+        // A peer is at most one stage ahead, so it can have finished the call only while this rank is in the last
+        // stage.
         if t % LOOK_EVERY == LOOK_EVERY - 1 && t + 1 < stages {
             clock.look()?;
         }
@@ -75,16 +80,16 @@ pub fn run(clock: &mut impl Clock, phases: Phases, count: u64, chunks: &mut impl
     Ok(())
 }
 
-/// Work of an all-reduce in place on one chunk, of which each rank has a part.
+/// The work of an in-place all-reduce on one chunk: each rank reduces a part of it.
 pub trait Parts {
-    /// Reduces this rank's part of chunk `t` out of everybody's tensors into its own.
+    /// Reduces this rank's part of chunk `t` from all ranks' tensors into its own tensor.
     fn reduce(&mut self, t: u64);
-    /// Copies the parts of chunk `t` that the peers have reduced from their tensors into this rank's.
+    /// Copies the parts of chunk `t` that the peers have reduced from their tensors into this rank's tensor.
     fn fetch(&mut self, t: u64);
 }
 
-/// Reduces `count` chunks in place. Whoever has come to the end of it still has to wait for the others to have read what it reduced. The
-/// caller has just seen every peer arrive at this call.
+/// Reduces `count` chunks in place. On return, peers may still be reading this rank's parts; the caller waits for that.
+/// The caller has just seen every peer arrive at this call.
 pub fn run_in_place(clock: &mut impl Clock, count: u64, parts: &mut impl Parts) -> Result<()> {
     for t in 0..count {
         parts.reduce(t);
@@ -109,7 +114,7 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
-    /// Stage of this rank, and the stage from which on a look fails.
+    /// The stage of this rank, and the stage from which the check fails.
     struct Alone(u64, u64);
 
     impl Clock for Alone {
@@ -166,7 +171,7 @@ mod tests {
         }
     }
 
-    /// Order of steps in place.
+    /// The order of the steps in place.
     #[derive(Default)]
     struct Order(Vec<(&'static str, u64)>);
 

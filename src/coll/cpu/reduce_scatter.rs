@@ -1,4 +1,4 @@
-//! Reduce-scatter: each rank reduces its own message out of everybody's posts or slots.
+//! Reduce-scatter: each rank reduces its own message from all ranks' posts or slots.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::Step;

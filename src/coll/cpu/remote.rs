@@ -1,8 +1,10 @@
-//! Exchanges that read peers' private memory: where processes beside take slices of the ranks' cores, and where one copy is quicker than two.
+//! Exchanges that read peers' private memory, used where other processes take time slices of the ranks' cores, and
+//! where one copy is faster than two.
 //!
-//! A staged call waits once for each chunk, and each wait may cost a slice of the scheduler's. Here a rank waits until all have posted, reads
-//! what it gets with `process_vm_readv`, and waits until all have read. Each rank posts whether it may read, where each input lies, and whether
-//! it has lost slices in a row: all ranks read the same words, so all decide alike.
+//! A staged call waits once for each chunk, and each wait may cost a time slice. Here a rank waits until all have
+//! posted, reads its messages with `process_vm_readv`, and waits until all ranks have read. Each rank posts whether it
+//! may read, where its inputs are, and whether it has repeatedly lost time slices. All ranks read the same words, so
+//! all make the same decision.
 #![allow(unsafe_code, reason = "reading peers' memory")]
 
 use super::Step;
@@ -17,12 +19,13 @@ use crate::rank::Rank;
 use crate::sys::remote::read_memory;
 use std::ops::RangeInclusive;
 
-/// Length of the longest message from which on peers' memory is read where slices are lost: shorter ones pass in a chunk or two.
+/// Minimum length of the longest message for reads of peers' memory where time slices are lost; shorter messages need
+/// only a chunk or two.
 const LONG: usize = 256 << 10;
 
-/// Lengths of the longest message of an `op` of `n` ranks with cores of their own that the kernel copies once more quickly than slots pass it
-/// on: below, system calls count; above, helpers and the cache of slots do. Several readers of one rank wait for each other in the kernel.
-/// Measured in docs/measurements/cpu.md.
+/// Returns the lengths of the longest message for which one copy by the kernel is faster than slots, for an `op` of `n`
+/// ranks that do not share cores. Below this range system calls dominate; above it helpers and the cached slots win.
+/// Several readers of one rank wait for each other in the kernel. Measured in docs/measurements/cpu.md.
 fn quick(op: Op, n: usize) -> RangeInclusive<usize> {
     let (least, most) = match n {
         2 => (32 << 10, 256 << 10),
@@ -33,17 +36,17 @@ fn quick(op: Op, n: usize) -> RangeInclusive<usize> {
     least..=most
 }
 
-/// Bytes that a rank reads before it looks at its deadline and at the group.
+/// Number of bytes that a rank reads between two checks of its deadline and the group.
 const LOOK_BYTES: usize = 1 << 20;
 
-/// What a rank posts about itself.
+/// The bits that a rank posts about itself.
 const MAY_READ: u64 = 1;
 const LOSES_SLICES: u64 = 2;
 const KEEPS_INPUTS: u64 = 4;
 
 impl Step<'_> {
-    /// Word that tells whether this rank may read its peers' memory, whether it has lost slices in a row, and whether peers may read its
-    /// inputs where they lie.
+    /// The word that tells peers whether this rank may read their memory, whether it has repeatedly lost time slices,
+    /// and whether they may read its inputs in place.
     pub(super) fn reading(&self) -> u64 {
         if !*self.reads {
             return 0;
@@ -53,13 +56,13 @@ impl Step<'_> {
         MAY_READ | bit(PATIENCE.is_crowded(now), LOSES_SLICES) | bit(keeps, KEEPS_INPUTS)
     }
 
-    /// Whether the call moves messages unchanged.
+    /// Returns true if the call moves messages unchanged.
     pub(super) fn is_exchange(&self) -> bool {
         matches!(self.call.op, Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll)
     }
 
-    /// Whether this call, whose longest message has `longest` bytes, reads private memory. The same on every rank. `shared_cores`: ranks share
-    /// cores.
+    /// Returns true if this call, whose longest message has `longest` bytes, reads private memory. The same on every
+    /// rank. `shared_cores` is true if ranks share cores.
     pub(super) fn reads_peers(&self, longest: usize, shared_cores: bool) -> bool {
         let mut some_lost = false;
         let ready = |rank: Rank| {
@@ -67,13 +70,14 @@ impl Step<'_> {
             some_lost |= word & LOSES_SLICES != 0;
             word & MAY_READ != 0 && (!self.sends(rank) || word & KEEPS_INPUTS != 0)
         };
-        // Slots hold the messages to all receivers, so that a chunk of each is short and its waits are many.
+        // A slot holds the messages to all receivers, so each chunk is short and the call waits often.
         let crowded = shared_cores && self.call.op == Op::Scatter;
         let quick = !shared_cores && quick(self.call.op, self.control.size()).contains(&longest);
         self.is_exchange() && (quick || longest >= LONG) && self.control.ranks().all(ready) && (quick || crowded || some_lost)
     }
 
-    /// Runs a call that reads private memory; false if a rank could not read, which leaves the call to be done another way.
+    /// Runs a call that reads private memory. Returns false if a rank could not read; the call must then run another
+    /// way.
     pub(super) fn read_peers(&mut self) -> Result<bool> {
         let mut read = Ok(());
         for (from, output) in self.incoming_from_next() {
@@ -81,8 +85,8 @@ impl Step<'_> {
             self.in_pieces(output.bytes, LOOK_BYTES, |begin, bytes| {
                 let (pid, to) = (self.control.pid(from), output.ptr().wrapping_add(begin));
                 if read.is_ok() {
-                    // SAFETY: begin + bytes <= output.bytes; the output is the caller's and nobody else's meanwhile. Whatever a peer has
-                    // posted as its address, only its memory is read.
+                    // SAFETY: begin + bytes <= output.bytes; no other code uses the caller's output meanwhile. Whatever
+                    // address a peer has posted, only that peer's memory is read.
                     read = unsafe { read_memory(pid, address.wrapping_add(begin), to, bytes) };
                 }
             })?;
@@ -94,9 +98,9 @@ impl Step<'_> {
         self.keep_own(&Helpers::none());
         let mut stages = Stages(self);
         stages.tick();
-        // Until all have read what this rank has posted.
+        // Wait until all ranks have read this rank's inputs.
         stages.wait_for(stages.stage())?;
-        // Of one that has died nothing could be read either.
+        // Warn only now: a read from a peer that has exited also fails, but then `wait_for` has returned the error.
         if let Err(error) = read {
             log::warn!("{}: long messages pass through shared memory from now on: {error}", self.about());
         }
