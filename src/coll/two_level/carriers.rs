@@ -1,4 +1,5 @@
-//! gather, scatter and all_to_all by rails: the ranks of each rail carry what ranks of two hosts have for each other. Pure.
+//! gather, scatter and all_to_all over rails: the ranks of each rail carry the messages between ranks of two nodes.
+//! Pure.
 
 use super::planner::Planner;
 use super::slices::{Turns, rails};
@@ -14,13 +15,13 @@ use std::ops::Range;
 pub enum Lengths {
     /// The same for all pairs.
     Even(usize),
-    /// One length for all messages of one rank to the others, or of the others to it; there are no other messages.
+    /// One length for all messages between one rank and the others, in one direction; there are no other messages.
     Rooted {
         /// The one rank.
         root: Rank,
         /// True if it receives.
         gathers: bool,
-        /// Bytes of a message.
+        /// Length of a message in bytes.
         bytes: usize,
     },
     /// `sent[from * n + to]`.
@@ -53,7 +54,7 @@ impl Lengths {
     }
 }
 
-/// Way of the messages between hosts: which rank carries each, in how many turns.
+/// The routes of inter-node messages: which rank carries each one, in how many pipeline steps.
 struct Ways<'a> {
     layout: &'a HostMap,
     host: usize,
@@ -61,10 +62,10 @@ struct Ways<'a> {
     lengths: &'a Lengths,
     rails: usize,
     turns: Turns,
-    /// Messages that this rank carries to each host, and from each.
+    /// The messages that this rank carries to each node, and from each node.
     sent: Vec<Vec<(Rank, Rank)>>,
     received: Vec<Vec<(Rank, Rank)>>,
-    /// Length of the longest message on this rank's rail, between whichever hosts.
+    /// Length of the longest message on this rank's rail between any two nodes.
     longest: usize,
 }
 
@@ -80,27 +81,27 @@ impl<'a> Ways<'a> {
         ways
     }
 
-    /// Local index that carries what `from` sends to `to` on another host: the same receives it there. Sums spread it whether one rank
-    /// sends, one receives, or all do both.
+    /// Returns the local rank that carries the message from `from` to `to` on another node; the same local rank
+    /// receives it there. The sum spreads messages over rails for one sender, for one receiver and for all pairs.
     fn carrier(&self, from: Rank, to: Rank) -> usize {
         (self.layout.local(from) + self.layout.local(to)) % self.rails
     }
 
-    /// The rank of `host` whose messages with local index `local` here are carried by `carrier`, one in each block of as many ranks as there
-    /// are rails; `None` where there is none.
+    /// Returns the rank of `host` that exchanges messages with local rank `local` of this node through `carrier`. Each
+    /// block of `rails` ranks has at most one such rank.
     fn partner(&self, carrier: usize, local: usize, host: usize, block: usize) -> Option<Rank> {
         let index = block * self.rails + (carrier + self.rails - local % self.rails) % self.rails;
         if carrier < self.rails { self.layout.members(host).get(index).copied() } else { None }
     }
 
-    /// Blocks of ranks of the other hosts: host and number.
+    /// The blocks of ranks of all other nodes, as pairs of node and block number.
     fn blocks(&self) -> impl Iterator<Item = (usize, usize)> {
         let (layout, here, rails) = (self.layout, self.host, self.rails);
         let blocks = move |host: usize| (0..layout.members(host).len().div_ceil(rails)).map(move |block| (host, block));
         (0..layout.hosts()).filter(move |&host| host != here).flat_map(blocks)
     }
 
-    /// Messages that this rank carries from `from` to `to`.
+    /// The messages that this rank carries from node `from` to node `to`.
     fn carried(&self, from: usize, to: usize) -> Vec<(Rank, Rank)> {
         if from == to {
             return vec![];
@@ -110,22 +111,22 @@ impl<'a> Ways<'a> {
         pairs.filter(|&(from, to)| self.carrier(from, to) == self.local).collect()
     }
 
-    /// The part of a message from `from` to `to` that moves in the turn `turn`.
+    /// Returns the chunk of a message from `from` to `to` that moves in step `turn`.
     fn piece(&self, from: Rank, to: Rank, turn: usize) -> Range<usize> {
         self.turns.piece(&(0..self.lengths.of(from, to)), turn)
     }
 
-    /// Whether any rank of this rank's rail sends in the turn `turn`: all of them know.
+    /// Returns true if any rank of this rank's rail sends in step `turn`; all of them compute the same.
     fn is_busy(&self, turn: usize) -> bool {
         !self.turns.piece(&(0..self.longest), turn).is_empty()
     }
 
-    /// Lengths for each other host of `carried`, which are `sent` or `received`, in the turn `turn`.
+    /// Returns the lengths for each node of `carried`, which are `sent` or `received`, in step `turn`.
     fn lengths(&self, carried: &[Vec<(Rank, Rank)>], turn: usize) -> Vec<usize> {
         carried.iter().map(|pairs| pairs.iter().map(|&(from, to)| self.piece(from, to, turn).len()).sum()).collect()
     }
 
-    /// Places of `carried` in the turn `turn`, which follow each other in `whole`.
+    /// Returns the positions of `carried` in step `turn`; they are contiguous in `whole`.
     fn places(&self, carried: &[Vec<(Rank, Rank)>], turn: usize, whole: Place) -> BTreeMap<(Rank, Rank), Place> {
         let mut end = 0;
         let mut next = |&(from, to): &(Rank, Rank)| {
@@ -138,8 +139,9 @@ impl<'a> Ways<'a> {
 }
 
 impl Planner<'_> {
-    /// In each turn: 1. Inside: pieces for other hosts go to their carriers. 2. Between: carriers exchange. 3. Inside: pieces reach their
-    /// ranks. What stays on the host, `near`, moves while the first pieces are on the wire.
+    /// In each step: 1. Intra-node: chunks for other nodes move to their carriers. 2. Inter-node: carriers exchange.
+    /// 3. Intra-node: chunks move to their ranks. `near`, the messages within the node, moves while the first chunks
+    ///    are on the wire.
     pub(super) fn carry(&mut self, told: Option<&Lengths>, give: &[Place], take: &[Place], near: Option<(Vec<Place>, Vec<Place>)>) {
         let (layout, hosts, rooted) = (self.layout, self.layout.hosts(), Lengths::rooted(self.call));
         let lengths = told.unwrap_or(&rooted);
@@ -147,7 +149,7 @@ impl Planner<'_> {
             Lengths::Even(bytes) => rails(bytes * layout.size(), layout, &self.thresholds),
             Lengths::Rooted { .. } | Lengths::Each { .. } => layout.rails(),
         };
-        // Ranks of an all_to_all agree before they tell each other its lengths.
+        // Ranks of an all_to_all agree on the call before they exchange its lengths.
         if self.call.op != Op::AllToAll {
             self.agree();
         }
@@ -169,7 +171,8 @@ impl Planner<'_> {
         });
     }
 
-    /// Brings the pieces of the turn `turn` to their carriers, which begin to exchange them; returns where those for this host come.
+    /// Moves the chunks of step `turn` to their carriers, which start the exchange; returns where chunks for this node
+    /// arrive.
     fn give_to_carriers(&mut self, ways: &Ways<'_>, turn: usize, give: &[Place]) -> Place {
         let (rank, local, here) = (self.rank, self.local(), self.layout.members(self.host()));
         let (sent, received) = (ways.lengths(&ways.sent, turn), ways.lengths(&ways.received, turn));
@@ -195,7 +198,7 @@ impl Planner<'_> {
         to
     }
 
-    /// Brings the pieces of the turn `turn`, which have come to `received`, to their ranks.
+    /// Moves the chunks of step `turn`, which have arrived at `received`, to their ranks.
     fn take_from_carriers(&mut self, ways: &Ways<'_>, turn: usize, received: Place, take: &[Place]) {
         let (rank, local, here) = (self.rank, self.local(), self.layout.members(self.host()));
         let places = ways.places(&ways.received, turn, received);

@@ -1,4 +1,4 @@
-//! The rules that every program keeps, and that executors rely on when they touch memory.
+//! The rules that every program obeys, and on which executors rely when they access memory.
 
 use super::step::{Memory, Place, Program, Step, Transfer};
 use crate::coll::call::Spec;
@@ -11,15 +11,15 @@ struct Touched {
     writes: Vec<Place>,
 }
 
-/// Checks the program of a rank of host `host` for `call`:
+/// Checks the program of a rank of node `host` for `call`:
 ///
-/// - Every place lies in the program's memory or in a tensor, and no step writes an input.
-/// - No step writes what it reads, except in place.
-/// - No step reads what an unfinished transfer writes, and no step writes what an unfinished transfer uses.
+/// - Every place is in the program's memory or in a tensor, and no step writes an input.
+/// - No step writes bytes that it reads, except in place.
+/// - No step reads bytes that an unfinished transfer writes, and no step writes bytes that an unfinished transfer uses.
 /// - Each started transfer has one wait.
 ///
 /// # Errors
-/// The first step that breaks a rule, and which.
+/// The first step that breaks a rule, and the rule.
 pub fn check(program: &Program, call: &Spec, host: usize) -> Result<(), String> {
     let mut open: VecDeque<Touched> = VecDeque::new();
     for step in &program.steps {
@@ -53,7 +53,7 @@ pub fn check(program: &Program, call: &Spec, host: usize) -> Result<(), String> 
     if open.is_empty() { Ok(()) } else { Err(format!("{} transfers have no wait", open.len())) }
 }
 
-/// What `step` touches, call by call.
+/// Returns the memory that `step` accesses, call by call.
 fn touched(step: &Step, host: usize) -> Vec<Touched> {
     let one = |reads: &[Place], writes: &[Place]| vec![Touched { reads: reads.to_vec(), writes: writes.to_vec() }];
     match step {
@@ -70,7 +70,7 @@ fn touched(step: &Step, host: usize) -> Vec<Touched> {
     }
 }
 
-/// Whether `place` lies in its memory: a tensor's that may be written, where the step `writes`.
+/// Returns true if `place` is in its memory: in a tensor that may be written, if the step `writes`.
 fn lies(place: &Place, writes: bool, program: &Program, call: &Spec) -> bool {
     let (start, end) = (place.span.addr, place.span.addr + place.bytes());
     match place.memory {
@@ -80,7 +80,7 @@ fn lies(place: &Place, writes: bool, program: &Program, call: &Spec) -> bool {
         Memory::Given => {
             let inputs = call.inputs.iter().filter(|_| !writes);
             let spans: Vec<_> = inputs.chain(&*call.outputs).filter(|span| span.bytes > 0).collect();
-            // Tensors that follow each other count as one.
+            // Contiguous tensors count as one.
             let mut at = start;
             while let Some(span) = spans.iter().find(|span| (span.addr..span.addr + span.bytes).contains(&at)) {
                 at = span.addr + span.bytes;
@@ -95,7 +95,7 @@ fn overlap(a: &Place, b: &Place) -> bool {
     a.memory == b.memory && start < end
 }
 
-/// Whether `step` may read `read` and write `write`, which overlap.
+/// Returns true if `step` may read `read` and write `write`, which overlap.
 fn in_place(step: &Step, read: &Place, write: &Place) -> bool {
     match step {
         Step::Local(_) => read == write,

@@ -1,16 +1,16 @@
-//! Levels: the operation inside a host and the one between hosts, and the type of partial results. Pure.
+//! The intra-node and inter-node operations, and the type of partial results. Pure.
 
 use crate::dtype::{DType, ReduceOp};
 use crate::host_map::HostMap;
 use crate::kernels::cpu;
 
-/// Type of partial results; the same on all ranks of a group.
+/// The type of partial results; the same on all ranks of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Partials {
-    /// That of the tensor: an element is rounded on each host, and once more.
+    /// The tensor's type: an element is rounded once on each node and once more between nodes.
     #[default]
     Tensor,
-    /// float32 where the tensor's floats are narrower: an element is rounded once.
+    /// float32 if the tensor's floats are narrower: an element is rounded once.
     Fp32,
 }
 
@@ -22,7 +22,7 @@ impl Partials {
         }
     }
 
-    /// Type of partial results of a reduction with `op` of elements of `dtype`.
+    /// Returns the type of partial results of a reduction with `op` of elements of `dtype`.
     pub(crate) fn dtype(self, op: ReduceOp, dtype: DType) -> DType {
         let rounds = match op {
             ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product | ReduceOp::PremulSum => true,
@@ -32,16 +32,16 @@ impl Partials {
     }
 }
 
-/// The two levels of a reduction: the ranks of a host in their order, rounded once, then the hosts in theirs, rounded once.
+/// The two levels of a reduction: the ranks of a node in order, rounded once, then the nodes in order, rounded once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Levels {
-    /// Operation inside a host.
+    /// The intra-node operation.
     pub(crate) inner: ReduceOp,
-    /// Operation between hosts.
+    /// The inter-node operation.
     pub(crate) outer: ReduceOp,
-    /// Number by which an outer AVG divides.
+    /// The divisor of an inter-node AVG.
     pub(crate) divisor: usize,
-    /// Whether an outer PREMUL_SUM weighs each host by its share of the ranks.
+    /// True if an inter-node PREMUL_SUM weights each node by its share of the ranks.
     weighted: bool,
 }
 
@@ -53,15 +53,15 @@ impl Levels {
                 same(op)
             }
             ReduceOp::PremulSum => Self { inner: op, ..same(ReduceOp::Sum) },
-            // Integers wrap: the sum is that of one host, and is divided once.
+            // Integers wrap, so the sum equals the single-node sum; it is divided once.
             ReduceOp::Avg if is_integer(dtype) => Self { inner: ReduceOp::Sum, outer: op, divisor: layout.size(), weighted: false },
-            // Averages of averages, which do not overflow where the sum of a host's ranks would.
+            // Averages of averages, which do not overflow where the sum of a node's ranks would.
             ReduceOp::Avg if (0..layout.hosts()).all(|host| layout.members(host).len() == layout.members(0).len()) => same(op),
             ReduceOp::Avg => Self { inner: op, outer: ReduceOp::PremulSum, divisor: layout.hosts(), weighted: true },
         }
     }
 
-    /// Factor of `host` under an outer PREMUL_SUM.
+    /// Returns the factor of `host` under an inter-node PREMUL_SUM.
     pub(crate) fn factor(&self, host: usize, layout: &HostMap) -> f64 {
         if self.weighted { layout.members(host).len() as f64 / layout.size() as f64 } else { 1.0 }
     }

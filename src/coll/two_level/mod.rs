@@ -1,13 +1,14 @@
-//! Collectives over several hosts, as programs: a list of steps for each rank. Pure; for CPU and for CUDA tensors.
+//! Multi-node collectives as programs: a list of steps for each rank. Pure; for CPU and for CUDA tensors.
 //!
-//! An element is combined over the ranks of each host in their order and rounded once, then over the hosts in theirs and rounded once.
-//! Where partial results are float32, inputs are widened before, and the sum is rounded once. Which rail carries which part, and in which
-//! piece, decides only which rank does the work, so the bits are the same on CPUs and GPUs and at every length.
+//! An element is combined over the ranks of each node in order and rounded once, then over the nodes in order and
+//! rounded once. If partial results are float32, inputs are widened first and the sum is rounded once. The choice of
+//! rails and chunks decides only which rank does the work, so the bits are the same on CPUs and GPUs and at every
+//! length.
 //!
-//! - [`step`]: steps, and where their bytes are; [`check`](mod@check): what holds for every program
-//! - [`rules`]: the differences between CPU and CUDA; [`planner`]: memory, slices and collectives inside a host
+//! - [`step`]: steps, and where their bytes are; [`check`](mod@check): the invariants of every program
+//! - [`rules`]: the differences between CPU and CUDA; [`planner`]: memory, slices and intra-node collectives
 //! - [`pipeline`]: the order of a long call; [`reductions`], [`movements`], [`carriers`]: the collectives
-//! - [`slices`](mod@slices): the part of a message on each rail; [`levels`]: the operation inside a host and the one between hosts
+//! - [`slices`](mod@slices): the slice of a message on each rail; [`levels`]: the intra-node and inter-node operations
 
 mod carriers;
 pub mod check;
@@ -35,7 +36,7 @@ use step::Program;
 /// The values that all programs of one rank share.
 #[derive(Clone, Copy, Debug)]
 pub struct Planning<'a> {
-    /// The hosts of the group's ranks.
+    /// The nodes of the group's ranks.
     pub map: &'a HostMap,
     /// This rank.
     pub me: Rank,
@@ -58,7 +59,8 @@ impl Planning<'_> {
             Op::AllGather => planner.all_gather(),
             Op::ReduceScatter => planner.reduce_scatter(),
             Op::Gather | Op::Scatter | Op::AllToAll => planner.exchange(told),
-            // On CPUs an all_reduce and a norm; between GPUs of several hosts refused (`refuse_between_hosts`).
+            // On CPUs this runs as an all_reduce and a norm; between GPUs of several nodes it is rejected
+            // (`refuse_between_hosts`).
             Op::AllReduceAddRmsNorm => {}
         }
         planner.program()

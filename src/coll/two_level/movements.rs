@@ -7,7 +7,8 @@ use crate::coll::call::{Op, Span};
 use std::ops::Range;
 
 impl Planner<'_> {
-    /// 1. Inside: everybody has come. 2. Between: one rank of each host says so. 3. Inside: it has heard of all.
+    /// 1. Intra-node: all ranks arrive. 2. Inter-node: one rank of each node signals this. 3. Intra-node: all ranks
+    ///    learn that every node has arrived.
     pub(super) fn barrier(&mut self) {
         self.move_inside(Op::Barrier, 0, vec![], vec![]);
         if self.local() == 0 {
@@ -17,8 +18,8 @@ impl Planner<'_> {
         self.move_inside(Op::Barrier, 0, vec![], vec![]);
     }
 
-    /// Chunk by chunk: 1. Inside, on the root's host: everybody gets all. 2. Between: each rail brings its slice to the other hosts.
-    /// 3. Inside, on those: everybody gets all slices.
+    /// For each chunk: 1. Intra-node, on the root's node: all ranks get the whole chunk. 2. Inter-node: each rail sends
+    /// its slice to the other nodes. 3. Intra-node, on the other nodes: all ranks get all slices.
     pub(super) fn broadcast(&mut self) {
         self.agree();
         let whole = Place::given(if self.rank == self.call.root { self.call.inputs[0] } else { self.call.outputs[0] });
@@ -27,14 +28,14 @@ impl Planner<'_> {
         self.in_chunks(chunks.len(), |planner, chunk| planner.broadcast_chunk(whole, &chunks[chunk]));
     }
 
-    /// One chunk: `pieces[r]` of `whole` travels over rail `r`.
+    /// Plans one chunk: `pieces[r]` of `whole` travels over rail `r`.
     fn broadcast_chunk(&mut self, whole: Place, pieces: &[Range<usize>]) {
         let root = self.layout.host(self.call.root);
         let here = root == self.host();
         let pieces: Vec<Place> = pieces.iter().map(|piece| whole.part(piece)).collect();
         let piece = pieces.get(self.local()).copied().unwrap_or(NOWHERE);
         let at = if self.rules.any_memory { piece } else { self.take(piece.bytes()) };
-        // The root's own piece is on the wire while the ranks of its host get theirs.
+        // The root's own piece is on the wire while the other ranks of its node get theirs.
         let last = here && self.rules.root_first && self.rank == self.call.root;
         if here && !last {
             self.broadcast_inside(&pieces);
@@ -55,7 +56,7 @@ impl Planner<'_> {
         }
     }
 
-    /// On the root's host: every rank gets `pieces`.
+    /// On the root's node: every rank gets `pieces`.
     fn broadcast_inside(&mut self, pieces: &[Place]) {
         let pieces = Place::joined(pieces).map_or_else(|| pieces.to_vec(), |whole| vec![whole]);
         let own = self.rank == self.call.root;
@@ -63,8 +64,8 @@ impl Planner<'_> {
         self.all_inside(Op::Broadcast, self.layout.local(self.call.root), pieces.into_iter().map(call).collect());
     }
 
-    /// Inside, everybody gets what the ranks of the own host give. Then, chunk by chunk: 1. Between: each rail brings its slice of that to
-    /// the other hosts. 2. Inside: everybody gets the slices of each other host.
+    /// First, intra-node: all ranks gather the inputs of their own node. Then for each chunk: 1. Inter-node: each rail
+    /// sends its slice of that to the other nodes. 2. Intra-node: all ranks get the slices of each other node.
     pub(super) fn all_gather(&mut self) {
         let (host, hosts) = (self.host(), self.layout.hosts());
         let outputs: Vec<Vec<Place>> = (0..hosts).map(|host| self.of_host(&self.call.outputs, host)).collect();
@@ -77,7 +78,7 @@ impl Planner<'_> {
         let mut apart: Vec<(Place, usize)> = Vec::new();
         let mut whole = |(other, places): (usize, &Vec<Place>)| {
             Place::joined(places).unwrap_or_else(|| {
-                // Of the own host nothing comes by the wire.
+                // This node's inputs do not use the wire.
                 let whole = if other == host { NOWHERE } else { self.take_aside(lengths[other]) };
                 apart.push((whole, other));
                 whole
@@ -94,20 +95,21 @@ impl Planner<'_> {
         }
     }
 
-    /// Where each host has one rank and all give as much, the rail alone; `outputs`: one of each.
+    /// Plans the case that each node has one rank and all inputs have the same length: only the rail moves data.
+    /// `outputs` has one place for each rank.
     fn all_gather_alone(&mut self, outputs: &[Place]) {
         let from = Place::given(self.call.inputs[0]);
         if from.bytes() == 0 {
             return;
         }
-        // Whether this rank's outputs follow each other nobody else knows: the transfer is the same.
+        // No other rank knows whether this rank's outputs are contiguous, so the transfer is the same in both cases.
         let to = Place::joined(outputs).unwrap_or_else(|| self.take(outputs.len() * from.bytes()));
         self.steps.push(Step::Run(Transfer::AllGather { from, to }));
         self.spread(to, outputs);
     }
 
-    /// One chunk: `pieces[h][r]` of what the ranks of host `h` give goes by rail `r`, to `wholes[h]` on the other hosts. `own`: what this one's
-    /// give.
+    /// Plans one chunk: `pieces[h][r]` of the inputs of node `h` travels over rail `r` to `wholes[h]` on the other
+    /// nodes. `own` has this node's inputs.
     fn all_gather_chunk(&mut self, own: &[Place], wholes: &[Place], pieces: &[Vec<Range<usize>>]) {
         let (host, local, hosts) = (self.host(), self.local(), self.layout.hosts());
         let lengths: Vec<usize> = pieces.iter().map(|pieces| pieces.get(local).map_or(0, Range::len)).collect();
@@ -124,7 +126,7 @@ impl Planner<'_> {
         }
     }
 
-    /// gather, scatter and all_to_all: what ranks of one host have for each other goes inside, everything else between ranks of two hosts.
+    /// gather, scatter and all_to_all: messages within a node move intra-node, all others between ranks of two nodes.
     pub(super) fn exchange(&mut self, told: Option<&Lengths>) {
         let (n, root, host) = (self.layout.size(), self.call.root, self.host());
         let places = |spans: &[Span]| -> Vec<Place> {

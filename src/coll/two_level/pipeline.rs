@@ -1,18 +1,20 @@
-//! Order of the steps of a long call, which goes in chunks: while the transfers of one are on the wire, the rank works on its neighbours.
+//! The order of the steps of a long call, which moves in chunks: while the transfers of one chunk are on the wire, the
+//! rank works on neighbouring chunks.
 //!
-//! A chunk has stages: the steps up to a transfer, then those that need what it brings, up to the next transfer, and so on.
+//! A chunk has stages: the steps up to a transfer, then the steps that need its result, up to the next transfer, and so
+//! on.
 
 use super::planner::{Planner, Room};
 use super::step::{Memory, Step};
 
-/// Stages of one chunk, and memory that they need.
+/// The stages of one chunk, and the memory that they need.
 struct Chunk {
     stages: Vec<Vec<Step>>,
     needs: Room,
 }
 
 impl Planner<'_> {
-    /// Ends a stage of a chunk. The next one begins when the transfers that this one has started have ended.
+    /// Ends a stage of a chunk. The next stage starts when the transfers that this one has started have ended.
     pub(super) fn next_stage(&mut self) {
         let stage = std::mem::take(&mut self.steps);
         let started = stage.iter().filter(|step| matches!(step, Step::Start(_))).count();
@@ -20,8 +22,8 @@ impl Planner<'_> {
         self.stages.push(stage);
     }
 
-    /// Plans a call of `count` chunks by `chunk` of each; all have as many stages. As many chunks as there are stages are under way at a
-    /// time, each in memory of its own.
+    /// Plans a call of `count` chunks with `chunk`; all chunks have the same number of stages. As many chunks as there
+    /// are stages are in progress at a time, each in its own memory.
     pub(super) fn in_chunks(&mut self, count: usize, chunk: impl Fn(&mut Self, usize)) {
         let (mut steps, start) = (std::mem::take(&mut self.steps), self.used);
         let mut one = |number: usize| {
@@ -31,7 +33,7 @@ impl Planner<'_> {
             Chunk { stages: std::mem::take(&mut self.stages), needs: self.used.each(start, |used, start| used - start) }
         };
         let mut chunks: Vec<Chunk> = (0..count).map(&mut one).collect();
-        // The last stage starts no transfer, so no wait is left behind it.
+        // The last stage starts no transfer, so it leaves no wait.
         self.steps.clear();
         let stages = chunks.iter().map(|chunk| chunk.stages.len()).max().unwrap_or(1);
         let apart = chunks.iter().fold(Room::default(), |most, chunk| most.most(chunk.needs));
@@ -47,7 +49,7 @@ impl Planner<'_> {
     }
 }
 
-/// Moves the places of `step` in memory that begins at `start` by `by` bytes.
+/// Moves the positions of `step` in memory that starts at `start` by `by` bytes.
 fn shift(step: &mut Step, start: Room, by: Room) {
     for place in step.places_mut() {
         let (start, by) = match place.memory {
@@ -61,8 +63,8 @@ fn shift(step: &mut Step, start: Room, by: Room) {
     }
 }
 
-/// Returns the steps of all `chunks`, which are lists of stages. Stage `s` of chunk `c` comes at time `c + s`; within a time, newer chunks
-/// come first. So waits come in the order of the transfers' starts.
+/// Returns the steps of all `chunks`, which are lists of stages. Stage `s` of chunk `c` runs at time `c + s`; at equal
+/// times, newer chunks run first. So waits are in the order in which the transfers start.
 fn pipeline(mut chunks: Vec<Vec<Vec<Step>>>) -> Vec<Step> {
     let stages = chunks.iter().map(Vec::len).max().unwrap_or(0);
     let (count, mut steps) = (chunks.len(), Vec::new());
@@ -77,7 +79,7 @@ fn pipeline(mut chunks: Vec<Vec<Vec<Step>>>) -> Vec<Step> {
     if count == 1 { together(steps) } else { steps }
 }
 
-/// Returns `steps`, where a transfer and the wait right behind it are one step.
+/// Returns `steps` with each transfer and a wait directly behind it merged into one step.
 fn together(steps: Vec<Step>) -> Vec<Step> {
     let mut joined: Vec<Step> = Vec::new();
     for step in steps {
@@ -94,7 +96,7 @@ mod tests {
     use super::super::step::{NOWHERE, Transfer};
     use super::*;
 
-    /// A copy that stands for stage `stage` of chunk `chunk`.
+    /// A copy that represents stage `stage` of chunk `chunk`.
     fn work(chunk: usize, stage: usize) -> Step {
         Step::Copy { from: NOWHERE.sized(chunk), to: NOWHERE.sized(stage) }
     }
@@ -113,7 +115,7 @@ mod tests {
             .collect();
         let wanted = [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (3, 0), (2, 1), (1, 2), (3, 1), (2, 2), (3, 2)];
         assert_eq!(order, wanted);
-        // Each wait is for the transfer that its chunk has started in the stage before.
+        // Each wait is for the transfer that its chunk started in the previous stage.
         let mut open = std::collections::VecDeque::new();
         let mut ended = Vec::new();
         for step in &steps {

@@ -1,4 +1,4 @@
-//! Planner: what the programs of all collectives are made of. Pure.
+//! The building blocks of all programs: memory, slices, transfers and intra-node collectives. Pure.
 
 use super::Planning;
 use super::levels::Levels;
@@ -12,7 +12,7 @@ use crate::host_map::HostMap;
 use crate::rank::Rank;
 use std::ops::Range;
 
-/// Bytes of the program's memory.
+/// Sizes of the program's memory in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Room {
     pub(super) temp: usize,
@@ -34,13 +34,13 @@ pub(super) struct Planner<'a> {
     pub(super) layout: &'a HostMap,
     pub(super) thresholds: Thresholds,
     pub(super) rules: &'static Rules,
-    /// Type of partial results.
+    /// The type of partial results.
     pub(super) partial: DType,
     pub(super) rank: Rank,
-    /// Memory in use, and most of it that was.
+    /// The memory in use, and its maximum so far.
     pub(super) used: Room,
     pub(super) most: Room,
-    /// Stages of the chunk that is being planned, up to the one whose steps are `steps`.
+    /// The finished stages of the chunk being planned; `steps` has the steps of the current stage.
     pub(super) stages: Vec<Vec<Step>>,
     pub(super) steps: Vec<Step>,
     pub(super) rails: usize,
@@ -51,7 +51,7 @@ pub(super) struct Planner<'a> {
 pub(super) struct Cut {
     /// For each chunk, the piece of each rail.
     pub(super) chunks: Vec<Vec<Range<usize>>>,
-    /// Length of the longest slice of a rail, where slices go in pieces.
+    /// Length of the longest slice of a rail, if slices move in chunks.
     pub(super) longest: usize,
 }
 
@@ -82,12 +82,12 @@ impl Planner<'_> {
         self.layout.members(self.host()).len()
     }
 
-    /// The spans of `host`'s ranks among `spans`, which are one for each rank.
+    /// Returns the spans of `host`'s ranks; `spans` has one for each rank.
     pub(super) fn of_host(&self, spans: &[Span], host: usize) -> Vec<Place> {
         self.layout.members(host).iter().map(|rank| Place::given(spans[rank.index()])).collect()
     }
 
-    /// Memory for `bytes` bytes that transfers may use.
+    /// Allocates `bytes` bytes that transfers may use.
     pub(super) fn take(&mut self, bytes: usize) -> Place {
         let addr = self.used.temp;
         self.used.temp += bytes.next_multiple_of(self.rules.align);
@@ -95,7 +95,7 @@ impl Planner<'_> {
         Place { memory: Memory::Temp, span: Span { addr, bytes } }
     }
 
-    /// Memory for `bytes` bytes that no transfer uses.
+    /// Allocates `bytes` bytes that no transfer uses.
     pub(super) fn take_aside(&mut self, bytes: usize) -> Place {
         if self.rules.any_memory {
             return self.take(bytes);
@@ -106,40 +106,43 @@ impl Planner<'_> {
         Place { memory: Memory::Aside, span: Span { addr, bytes } }
     }
 
-    /// Memory for a partial result of elements that take `bytes` bytes in a tensor.
+    /// Allocates a partial result of elements that occupy `bytes` bytes in a tensor.
     pub(super) fn take_partial(&mut self, bytes: usize) -> Place {
         let growth = self.growth();
         self.take(self.padded(bytes) * growth).sized(bytes * growth)
     }
 
-    /// Length on the wire of `bytes` bytes.
+    /// Returns the length on the wire of `bytes` bytes.
     pub(super) fn padded(&self, bytes: usize) -> usize {
         self.rules.unit.map_or(bytes, |unit| bytes.next_multiple_of(unit))
     }
 
-    /// `bytes` bytes in `parts` parts, as even as they can be where each begins at a multiple of an element, or of the rules' unit, in order.
+    /// Divides `bytes` bytes into `parts` ranges in order, as evenly as possible; each starts at a multiple of an
+    /// element, or of the rules' unit.
     pub(super) fn slices(&self, bytes: usize, parts: usize) -> Vec<Range<usize>> {
         let unit = self.rules.unit.unwrap_or(self.call.dtype.size());
         slices::slices(self.padded(bytes), unit, parts).into_iter().map(|slice| slice.start.min(bytes)..slice.end.min(bytes)).collect()
     }
 
-    /// Number of rails for a call of `bytes` bytes, which the program says.
+    /// Chooses the number of rails for a call of `bytes` bytes, which the program records.
     pub(super) fn choose_rails(&mut self, bytes: usize) -> usize {
         self.rails = rails(bytes, self.layout, &self.thresholds);
         self.rails
     }
 
-    /// Bytes of a tensor that go in a chunk, where they become `growth` times as many on the wire.
+    /// Returns the number of a tensor's bytes in a chunk, if they grow `growth` times on the wire.
     fn chunk(&self, growth: usize) -> usize {
         (self.thresholds.piece / growth).next_multiple_of(self.rules.align).max(self.rules.align)
     }
 
-    /// The turns of slices of up to `longest` bytes, which become `growth` times as many on the wire, for all hosts together.
+    /// Returns the pipeline steps of slices of up to `longest` bytes, which grow `growth` times on the wire for all
+    /// nodes together.
     fn turns(&self, longest: usize, growth: usize) -> Turns {
         if self.rules.slices_first { Turns::of(longest, &self.thresholds) } else { Turns::at_most(longest, self.chunk(growth)) }
     }
 
-    /// Cuts `bytes` bytes into chunks and these into the rails' pieces. `growth`: length on the wire by length in a tensor; `None`: one chunk.
+    /// Cuts `bytes` bytes into chunks and these into the rails' pieces. `growth` is the ratio of the length on the wire
+    /// to the length in a tensor; `None` means one chunk.
     pub(super) fn cut(&mut self, bytes: usize, growth: Option<usize>) -> Cut {
         let rails = self.choose_rails(bytes);
         if self.rules.slices_first {
@@ -156,7 +159,7 @@ impl Planner<'_> {
         Cut { chunks: (0..turns.count).map(chunk).collect(), longest: 0 }
     }
 
-    /// Cuts `lengths[h]` bytes of each host: returns, for each chunk and host, the piece of each rail.
+    /// Cuts `lengths[h]` bytes of each node `h`; returns, for each chunk and node, the piece of each rail.
     pub(super) fn cut_each(&mut self, lengths: &[usize], growth: usize) -> Vec<Vec<Vec<Range<usize>>>> {
         let slices: Vec<Vec<Range<usize>>> = lengths.iter().map(|&bytes| self.slices(bytes, self.rails)).collect();
         let longest = slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0);
@@ -165,22 +168,22 @@ impl Planner<'_> {
         (0..turns.count).map(|turn| slices.iter().map(|slices| pieces(slices, turn)).collect()).collect()
     }
 
-    /// Whether no host has two ranks: then there is nothing inside to overlap with.
+    /// Returns true if no node has two ranks, so that there is no intra-node work to overlap with.
     pub(super) fn all_alone(&self) -> bool {
         self.layout.size() == self.layout.hosts()
     }
 
-    /// Number by which the bytes of a partial result are more than those of its elements in a tensor.
+    /// Returns the ratio of the size of a partial result to the size of its elements in a tensor.
     pub(super) fn growth(&self) -> usize {
         self.partial.size() / self.call.dtype.size()
     }
 
-    /// The two levels of the call's reduction.
+    /// Returns the two levels of the call's reduction.
     pub(super) fn levels(&self) -> Levels {
         Levels::of(self.call.reduce_op, self.call.dtype, self.layout)
     }
 
-    /// All hosts are found to run this call, unless that was so before.
+    /// Adds the step in which all nodes agree that they run this call, unless it exists already.
     pub(super) fn agree(&mut self) {
         if self.rules.agrees && !std::mem::replace(&mut self.agreed, true) {
             self.steps.push(Step::Agree);
@@ -191,7 +194,7 @@ impl Planner<'_> {
         self.steps.push(Step::Start(transfer));
     }
 
-    /// Returns how many bytes a [`Self::share`] of `lengths` brings.
+    /// Returns how many bytes a [`Self::share`] of `lengths` receives.
     pub(super) fn shared_bytes(&self, lengths: &[usize]) -> usize {
         if self.sends_to_other() { lengths[1 - self.host()] } else { lengths.len() * self.longest(lengths) }
     }
@@ -200,17 +203,17 @@ impl Planner<'_> {
         self.layout.hosts() == 2 && !self.rules.pair_gathers
     }
 
-    /// Length on the wire of the longest of `lengths`.
+    /// Returns the length on the wire of the longest of `lengths`.
     pub(super) fn longest(&self, lengths: &[usize]) -> usize {
         self.padded(lengths.iter().copied().max().unwrap_or(0))
     }
 
-    /// Begins to bring `lengths[h]` bytes of each host `h` to all others, this host's from `from`, to `to`; returns the places of all. `from`
-    /// has as many bytes as [`Self::given_bytes`] says.
+    /// Starts to send `lengths[h]` bytes of each node `h` to all others, this node's from `from`, to `to`; returns the
+    /// positions of all. `from` has [`Self::given_bytes`] bytes.
     pub(super) fn share(&mut self, from: Place, lengths: &[usize], to: Place) -> Vec<Place> {
         let host = self.host();
         if self.sends_to_other() {
-            // Nothing goes to this host, as it would in an all_gather.
+            // Unlike an all_gather, this sends no bytes to this node itself.
             let (mut sent, mut received, mut places) = (vec![0; 2], vec![0; 2], vec![to; 2]);
             (sent[1 - host], received[1 - host], places[host]) = (lengths[host], lengths[1 - host], from);
             self.start(Transfer::AllToAll { from, sent, to, received });
@@ -221,7 +224,7 @@ impl Planner<'_> {
         lengths.iter().enumerate().map(|(host, length)| to.part(&(host * each..host * each + length))).collect()
     }
 
-    /// Bytes at this host's place in a [`Self::share`] of `lengths`.
+    /// Returns the number of bytes that this node provides in a [`Self::share`] of `lengths`.
     pub(super) fn given_bytes(&self, lengths: &[usize]) -> usize {
         if self.sends_to_other() { lengths[self.host()] } else { self.longest(lengths) }
     }
@@ -238,19 +241,19 @@ impl Planner<'_> {
         }
     }
 
-    /// `parts`, one behind the other, copied to the first bytes of `to`.
+    /// Copies the concatenation of `parts` to the first bytes of `to`.
     pub(super) fn copy_all(&mut self, parts: &[Place], to: Place) {
         let places = ranges(parts.iter().map(Place::bytes));
         parts.iter().zip(places).for_each(|(&part, place)| self.copy(part, to.part(&place)));
     }
 
-    /// `from`, which is as long as all `parts`, copied to them.
+    /// Copies `from` to `parts`, which together have its length.
     pub(super) fn spread(&mut self, from: Place, parts: &[Place]) {
         let places = ranges(parts.iter().map(Place::bytes));
         parts.iter().zip(places).for_each(|(&part, place)| self.copy(from.part(&place), part));
     }
 
-    /// The bytes `range` of `places`, which count as one behind the other: where they do not follow each other, a copy of them.
+    /// Returns the bytes `range` of the concatenation of `places`: in place if they are contiguous, otherwise a copy.
     pub(super) fn contiguous(&mut self, places: &[Place], range: &Range<usize>) -> Place {
         let parts = parts(places, range);
         Place::joined(&parts).unwrap_or_else(|| {
@@ -260,7 +263,8 @@ impl Planner<'_> {
         })
     }
 
-    /// The bytes `range` of `places`, which count as one behind the other, where a transfer may send `bytes` bytes.
+    /// Returns the bytes `range` of the concatenation of `places` in memory from which a transfer may send `bytes`
+    /// bytes.
     pub(super) fn on_the_wire(&mut self, places: &[Place], range: &Range<usize>, bytes: usize) -> Place {
         if !self.rules.any_memory {
             let from = self.take(bytes);
@@ -273,18 +277,19 @@ impl Planner<'_> {
         from
     }
 
-    /// One place for each rank of this host: `places`, and nothing for the others.
+    /// Returns one position for each rank of this node: `places`, padded with empty ones.
     pub(super) fn for_locals(&self, mut places: Vec<Place>) -> Vec<Place> {
         places.resize(self.locals(), NOWHERE);
         places
     }
 
-    /// A collective of the ranks of this host that moves bytes.
+    /// Plans an intra-node collective that moves bytes.
     pub(super) fn move_inside(&mut self, op: Op, root: usize, inputs: Vec<Place>, outputs: Vec<Place>) {
         self.all_inside(op, root, vec![(inputs, outputs)]);
     }
 
-    /// Collectives of the ranks of this host that move bytes, one for each pair of inputs and outputs; those of a lone rank are copies.
+    /// Plans intra-node collectives that move bytes, one for each pair of inputs and outputs; with one rank they are
+    /// copies.
     pub(super) fn all_inside(&mut self, op: Op, root: usize, calls: Vec<(Vec<Place>, Vec<Place>)>) {
         if self.locals() == 1 {
             return calls.iter().for_each(|call| {
@@ -300,7 +305,7 @@ impl Planner<'_> {
     }
 }
 
-/// The parts of `places`, which count as one behind the other, that have the bytes `range`.
+/// Returns the parts of `places` that hold the bytes `range` of their concatenation.
 fn parts(places: &[Place], range: &Range<usize>) -> Vec<Place> {
     let whole = ranges(places.iter().map(Place::bytes));
     places.iter().zip(whole).map(|(&place, within)| place.shifted(&overlap(range, &within), within.start)).collect()

@@ -9,19 +9,19 @@ use std::ops::Range;
 
 /// A transfer of partial results.
 struct Swap {
-    /// The places of this host's partial results, for each host.
+    /// Where this node writes its partial results for each node.
     places: Vec<Place>,
     transfer: Option<Transfer<Place>>,
-    /// The places of the partial results that this host adds up, one of each host.
+    /// Where the partial results that this node adds up arrive, one per node.
     from: Vec<Place>,
 }
 
 impl Planner<'_> {
-    /// Reductions of the ranks of this host, of which each has inputs for the rails.
+    /// Plans the reductions of this node's ranks; each rank has inputs for the rails.
     fn reduce_inside(&mut self, parts: Vec<(Vec<Place>, Place)>) {
         let reduce_op = self.levels().inner;
         if self.locals() == 1 && reduce_op != ReduceOp::PremulSum {
-            // What one rank gives is its host's partial result.
+            // The input of a single rank is its node's partial result.
             let copies = self.growth() == 1;
             return parts.into_iter().for_each(
                 |(inputs, output)| {
@@ -39,7 +39,7 @@ impl Planner<'_> {
         self.steps.push(Step::Local(calls));
     }
 
-    /// `input` of a tensor as partial results have it: a copy where that is another type.
+    /// Returns `input` in the type of partial results: a copy if that is not the tensor's type.
     fn widened(&mut self, input: Place) -> Place {
         if self.growth() == 1 || input.bytes() == 0 {
             return input;
@@ -50,7 +50,7 @@ impl Planner<'_> {
         wide
     }
 
-    /// Adds up partial results, and rounds the sum to the tensor's type.
+    /// Adds up partial results and rounds the sum to the tensor's type.
     fn sum(&mut self, from: &[Place], to: Place) {
         if to.bytes() == 0 {
             return;
@@ -64,8 +64,8 @@ impl Planner<'_> {
         }
     }
 
-    /// Chunk by chunk: 1. Inside: each rail gets its slice of the host's partial result. 2. Between: the hosts' slices are combined.
-    /// 3. Inside: everybody, or the root, gets all slices.
+    /// For each chunk: 1. Intra-node: each rail gets its slice of the node's partial result. 2. Inter-node: the nodes'
+    /// slices are combined. 3. Intra-node: all ranks, or the root, get all slices.
     pub(super) fn all_reduce(&mut self) {
         let bytes = self.call.inputs[0].bytes;
         if bytes > 0 {
@@ -74,7 +74,8 @@ impl Planner<'_> {
         }
     }
 
-    /// One chunk: `pieces[r]` travels over rail `r`; `longest`: the length of the longest slice, where slices are cut into pieces.
+    /// Plans one chunk: `pieces[r]` travels over rail `r`. `longest` is the length of the longest slice, if slices are
+    /// cut into chunks.
     fn all_reduce_chunk(&mut self, pieces: &[Range<usize>], longest: usize) {
         let place = |whole: Place| -> Vec<Place> { pieces.iter().map(|piece| whole.part(piece)).collect() };
         let (alone, own) = (self.locals() == 1, pieces.get(self.local()).map_or(0, Range::len));
@@ -106,14 +107,14 @@ impl Planner<'_> {
         }
     }
 
-    /// Combines the hosts' partial results, of which `own` is this one's; returns where the result is: at `to`, if that is given. The first
-    /// stage of the chunk ends with the first transfer.
+    /// Combines the nodes' partial results, of which `own` is this node's. Returns where the result is: at `to`, if
+    /// given. The first stage of the chunk ends with the first transfer.
     fn combine(&mut self, own: Place, to: Option<Place>, longest: usize) -> Place {
         let (hosts, growth) = (self.layout.hosts(), self.growth());
-        // In a tensor; a partial result has room for as many elements.
+        // Length in the tensor's type; a partial result has capacity for the same number of elements.
         let own = own.sized(own.bytes() / growth);
         let bytes = self.padded(own.bytes());
-        // All chunks of a call have equally many stages.
+        // All chunks of a call must have the same number of stages.
         let length = if self.rules.sums_overlap { longest } else { bytes };
         let gathers = hosts == 2 || length * growth <= self.thresholds.gathered;
         if own.bytes() == 0 {
@@ -132,7 +133,8 @@ impl Planner<'_> {
             self.sum(&partials, result);
             return result;
         }
-        // Each host combines a piece. The first piece is the longest: the others are padded to it when they are gathered.
+        // Each node combines a piece. The first piece is the longest: the others are padded to it when they are
+        // gathered.
         let pieces = self.slices(bytes, hosts);
         let sent: Vec<usize> = pieces.iter().map(|piece| piece.len() * growth).collect();
         let (mine, longest) = (pieces[self.host()].len(), pieces[0].len());
@@ -162,8 +164,8 @@ impl Planner<'_> {
         result
     }
 
-    /// Chunk by chunk: 1. Inside: each rail gets its slice of what each host is to have. 2. Between: slices go to their hosts, and are
-    /// combined there. 3. Inside: ranks get what is theirs of the slices.
+    /// For each chunk: 1. Intra-node: each rail gets its slice of the partial results for each node. 2. Inter-node:
+    /// slices move to their nodes and are combined there. 3. Intra-node: ranks get their parts of the slices.
     pub(super) fn reduce_scatter(&mut self) {
         self.choose_rails(self.call.inputs.iter().map(|span| span.bytes).sum());
         let blocks: Vec<Vec<Place>> = (0..self.layout.hosts()).map(|host| self.of_host(&self.call.inputs, host)).collect();
@@ -172,14 +174,15 @@ impl Planner<'_> {
         self.in_chunks(chunks.len(), |planner, chunk| planner.reduce_scatter_chunk(&blocks, &chunks[chunk]));
     }
 
-    /// How this rank's rail brings every host what is for it: `sent[h]` bytes of this one's partial results go to host `h`.
+    /// Plans how this rank's rail sends partial results: `sent[h]` bytes of this node's results go to node `h`.
     fn swap(&mut self, sent: Vec<usize>) -> Swap {
         let (host, hosts) = (self.host(), self.layout.hosts());
         let each = sent[host];
         let nth = |base: Place, at: usize| base.part(&(at * each..(at + 1) * each));
         if hosts == 2 && sent[0] == sent[1] && self.rules.pair_gathers {
-            // Two hosts gather what each has for the other, in place, which NCCL does faster than messages. What each keeps lies beside
-            // that so that the two to be added up are in their order, with the bytes given away between them.
+            // Two nodes gather their parts for each other in place, because NCCL does that faster than send and
+            // receive. The part that a node keeps is placed next to them, so that the two parts to be added are in node
+            // order around the sent bytes.
             let base = self.take(3 * each);
             let mut places = vec![nth(base, 1); 2];
             places[host] = nth(base, 2 * host);
@@ -195,7 +198,7 @@ impl Planner<'_> {
         Swap { places, transfer, from: (0..hosts).map(|host| nth(to, host)).collect() }
     }
 
-    /// One chunk: `pieces[h][r]` of `blocks[h]`, which the ranks of host `h` are to have, goes by rail `r`.
+    /// Plans one chunk: `pieces[h][r]` of `blocks[h]`, the results for the ranks of node `h`, travels over rail `r`.
     fn reduce_scatter_chunk(&mut self, blocks: &[Vec<Place>], pieces: &[Vec<Range<usize>>]) {
         let (host, local, hosts, growth) = (self.host(), self.local(), self.layout.hosts(), self.growth());
         let length = |to: usize| pieces[to].get(local).map_or(0, Range::len);

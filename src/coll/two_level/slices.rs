@@ -1,22 +1,22 @@
-//! The part of a message on each rail, and its pieces. Pure.
+//! The slice of a message on each rail, and its chunks. Pure.
 
 use crate::coll::cost::wire::Thresholds;
 use crate::host_map::HostMap;
 use crate::mem::span::Span;
 use std::ops::Range;
 
-/// Part of the longest piece that a piece has at least, where the slice is longer.
+/// A chunk of a longer slice has at least 1/4 of the maximum length.
 const LEAST_PIECE: usize = 4;
 
-/// Turns that a long slice has at least: the first of them passes before anything is on the wire.
+/// Minimum number of pipeline steps of a long slice; nothing is on the wire during the first step.
 const TURNS: usize = 4;
 
-/// Number of rails that carry a call of `bytes` bytes; the same on all ranks.
+/// Returns the number of rails that carry a call of `bytes` bytes; the same on all ranks.
 pub(crate) fn rails(bytes: usize, layout: &HostMap, thresholds: &Thresholds) -> usize {
     if bytes <= thresholds.one_rail { 1 } else { layout.rails() }
 }
 
-/// `bytes` bytes of elements of `size` bytes in `parts` parts, as even as they can be, in order.
+/// Divides `bytes` bytes of elements of `size` bytes into `parts` ranges in order, as evenly as possible.
 pub(crate) fn slices(bytes: usize, size: usize, parts: usize) -> Vec<Range<usize>> {
     let count = bytes / size;
     let (each, more) = (count / parts, count % parts);
@@ -24,40 +24,40 @@ pub(crate) fn slices(bytes: usize, size: usize, parts: usize) -> Vec<Range<usize
     (0..parts).map(|part| start(part)..start(part + 1)).collect()
 }
 
-/// The turns of a call: each of its slices goes piece by piece, one in each turn.
+/// The pipeline steps of a call: one chunk of each slice moves in each step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Turns {
-    /// Bytes of the longest piece.
+    /// Length of the longest chunk in bytes.
     pub(crate) piece: usize,
     pub(crate) count: usize,
 }
 
 impl Turns {
-    /// The turns of a call whose longest slice has `longest` bytes.
+    /// Returns the steps of a call whose longest slice has `longest` bytes.
     pub(crate) fn of(longest: usize, thresholds: &Thresholds) -> Self {
         let most = thresholds.piece;
         Self::at_most(longest, longest.div_ceil(TURNS).next_multiple_of(64).clamp(most / LEAST_PIECE, most))
     }
 
-    /// The turns of a call that brings up to `parts` messages of up to `longest` bytes by each rail.
+    /// Returns the steps of a call that moves up to `parts` messages of up to `longest` bytes over each rail.
     pub(crate) fn of_messages(longest: usize, parts: usize, thresholds: &Thresholds) -> Self {
         let whole = Self::of(longest.saturating_mul(parts), thresholds).piece;
         Self::at_most(longest, (whole / parts.max(1)).next_multiple_of(64))
     }
 
-    /// The turns of slices of up to `longest` bytes, in pieces of `piece`.
+    /// Returns the steps of slices of up to `longest` bytes, in chunks of `piece`.
     pub(crate) fn at_most(longest: usize, piece: usize) -> Self {
         Self { piece: piece.min(longest), count: longest.div_ceil(piece.max(1)).max(1) }
     }
 
-    /// The piece of `slice` in the turn `turn`; empty where it has ended.
+    /// Returns the chunk of `slice` in step `turn`; empty after the end of the slice.
     pub(crate) fn piece(&self, slice: &Range<usize>, turn: usize) -> Range<usize> {
         let at = |turn: usize| slice.end.min(slice.start + turn * self.piece);
         at(turn)..at(turn + 1)
     }
 }
 
-/// Ranges of spans of `lengths` bytes, one behind the other.
+/// Returns the ranges of contiguous spans of `lengths` bytes.
 pub(crate) fn ranges(lengths: impl IntoIterator<Item = usize>) -> Vec<Range<usize>> {
     let mut end = 0;
     let mut next = |length| {
@@ -67,14 +67,14 @@ pub(crate) fn ranges(lengths: impl IntoIterator<Item = usize>) -> Vec<Range<usiz
     lengths.into_iter().map(&mut next).collect()
 }
 
-/// What is in both ranges; empty at the begin of `b` where nothing is.
+/// Returns the intersection of both ranges, or an empty range at the start of `b`.
 pub(crate) fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.max(b.start);
     let end = a.end.min(b.end);
     if start < end { start..end } else { b.start..b.start }
 }
 
-/// The part `range` of `span`.
+/// Returns the part `range` of `span`.
 pub(crate) fn part(span: Span, range: &Range<usize>) -> Span {
     Span { addr: span.addr + range.start, bytes: range.len() }
 }

@@ -1,4 +1,4 @@
-//! Steps of a program, and the places of their bytes.
+//! The steps of a program, and where their bytes are.
 
 use super::slices;
 use crate::coll::call::{Call, Op, Span, Spec};
@@ -6,23 +6,23 @@ use crate::dtype::{DType, ReduceOp};
 use crate::rank::Rank;
 use std::ops::Range;
 
-/// The memory that a place is in.
+/// The memory that contains a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Memory {
     /// The memory of the call's tensors.
     Given,
     /// Memory of the program that transfers may use.
     Temp,
-    /// Memory of the program that no transfer uses. Programs for CUDA tensors have only the other.
+    /// Memory of the program that no transfer uses. Programs for CUDA tensors have only [`Self::Temp`].
     Aside,
 }
 
 /// A piece of memory of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// The memory that it is in.
+    /// The memory that contains it.
     pub memory: Memory,
-    /// Bytes and length; in the program's memory the address counts from its first byte.
+    /// Address and length; in the program's memory the address counts from the first byte.
     pub span: Span,
 }
 
@@ -32,12 +32,12 @@ pub(crate) const NOTHING: Span = Span { addr: 0, bytes: 0 };
 /// The empty place.
 pub(super) const NOWHERE: Place = Place { memory: Memory::Given, span: NOTHING };
 
-/// Addresses of a program's memory.
+/// The addresses of a program's memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Bases {
-    /// First byte of [`Memory::Temp`].
+    /// The first byte of [`Memory::Temp`].
     pub temp: usize,
-    /// First byte of [`Memory::Aside`].
+    /// The first byte of [`Memory::Aside`].
     pub aside: usize,
 }
 
@@ -51,22 +51,22 @@ impl Place {
         self.span.bytes
     }
 
-    /// The part `range`.
+    /// Returns the part `range`.
     pub(super) fn part(self, range: &Range<usize>) -> Self {
         Self { span: slices::part(self.span, range), ..self }
     }
 
-    /// The part at `range`, which counts from `start` before this place.
+    /// Returns the part at `range`, which counts from `start` bytes before this place.
     pub(super) fn shifted(self, range: &Range<usize>, start: usize) -> Self {
         self.part(&(range.start - start..range.end - start))
     }
 
-    /// The first `bytes` bytes, or as many from the same first byte on.
+    /// Returns a place with the same first byte and a length of `bytes`.
     pub(super) fn sized(self, bytes: usize) -> Self {
         Self { span: Span { bytes, ..self.span }, ..self }
     }
 
-    /// The one place that `places` are, if each begins where the one before ends.
+    /// Returns the one place that `places` form, if each starts where the previous one ends.
     pub(super) fn joined(places: &[Self]) -> Option<Self> {
         let first = places.iter().find(|place| place.bytes() > 0).or(places.first())?;
         let same = places.iter().all(|place| place.memory == first.memory || place.bytes() == 0);
@@ -74,7 +74,7 @@ impl Place {
         Some(Self { span: Span::joined(&spans).filter(|_| same)?, ..*first })
     }
 
-    /// Its memory, where the program's is at `bases`.
+    /// Returns the memory of the place, if the program's memory is at `bases`.
     pub fn at(&self, bases: &Bases) -> Span {
         let base = match self.memory {
             Memory::Given => 0,
@@ -85,25 +85,25 @@ impl Place {
     }
 }
 
-/// A collective of the ranks of one host.
+/// An intra-node collective.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InnerCall {
     /// The collective.
     pub op: Op,
-    /// Type of the elements.
+    /// The type of the elements.
     pub dtype: DType,
-    /// Operation by which elements combine.
+    /// The operation that combines elements.
     pub reduce_op: ReduceOp,
-    /// Local index of the root.
+    /// The local rank of the root.
     pub root: usize,
-    /// Memory that this rank gives.
+    /// The memory from which this rank sends.
     pub inputs: Vec<Place>,
-    /// Memory that this rank receives into.
+    /// The memory into which this rank receives.
     pub outputs: Vec<Place>,
 }
 
 impl InnerCall {
-    /// The call of a rank with this `factor`, where the program's memory is at `bases`.
+    /// Returns the call of a rank with this `factor`, if the program's memory is at `bases`.
     pub(crate) fn call(&self, factor: f64, bases: &Bases) -> Call<'static> {
         let Self { op, dtype, reduce_op, root, .. } = *self;
         let [inputs, outputs] = [&self.inputs, &self.outputs].map(|places| places.iter().map(|place| place.at(bases)).collect());
@@ -111,38 +111,39 @@ impl InnerCall {
     }
 }
 
-/// Transfer of bytes between the ranks of a rail; hosts in their order. `P`: how places are given.
+/// A transfer between the ranks of a rail, with nodes in order. `P` is the type of a place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Transfer<P> {
-    /// What is at `from` on every host reaches `to`, one behind the other.
+    /// The bytes at `from` on every node are concatenated at `to`.
     AllGather {
-        /// This host's bytes; as many as every other's.
+        /// This node's bytes; the same number on every node.
         from: P,
-        /// Place of the bytes of all hosts.
+        /// Where the bytes of all nodes arrive.
         to: P,
     },
-    /// The first `sent[h]` bytes behind those for earlier hosts at `from` go to host `h`; `received[h]` bytes of host `h` come to `to`.
+    /// `from` holds `sent[h]` bytes for each node `h`, in order; `to` receives `received[h]` bytes from each node `h`,
+    /// in order.
     AllToAll {
-        /// The place of the sent bytes.
+        /// The bytes to send.
         from: P,
-        /// Number of bytes for each host.
+        /// Number of bytes for each node.
         sent: Vec<usize>,
-        /// The place of the received bytes.
+        /// Where the received bytes arrive.
         to: P,
-        /// Number of bytes from each host.
+        /// Number of bytes from each node.
         received: Vec<usize>,
     },
-    /// What is at `at` on host `root` reaches `at` on all hosts.
+    /// The bytes at `at` on node `root` reach `at` on all nodes.
     Broadcast {
-        /// Host that has the bytes.
+        /// The node that has the bytes.
         root: usize,
-        /// Place of the bytes, on this rank.
+        /// The bytes on this rank.
         at: P,
     },
 }
 
 impl<P> Transfer<P> {
-    /// The same transfer of other places.
+    /// Returns the same transfer between other places.
     pub fn map<Q>(&self, place: impl Fn(&P) -> Q) -> Transfer<Q> {
         match self {
             Self::AllGather { from, to } => Transfer::AllGather { from: place(from), to: place(to) },
@@ -153,7 +154,7 @@ impl<P> Transfer<P> {
         }
     }
 
-    /// Places in it.
+    /// Returns the places of the transfer.
     fn places_mut(&mut self) -> Vec<&mut P> {
         match self {
             Self::AllGather { from, to } | Self::AllToAll { from, to, .. } => vec![from, to],
@@ -179,50 +180,50 @@ impl Transfer<Span> {
 /// One step of a program.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
-    /// Collectives of the ranks of this host, one after the other.
+    /// Intra-node collectives, one after another.
     Local(Vec<InnerCall>),
-    /// All hosts were found to run this call.
+    /// All nodes agree that they run this call.
     Agree,
-    /// A transfer on this rank's rail begins; the next steps do not wait for it.
+    /// Starts a transfer on this rank's rail; the next steps do not wait for it.
     Start(Transfer<Place>),
-    /// The oldest transfer that was started has ended.
+    /// Waits for the oldest transfer that was started.
     Wait,
-    /// A transfer on this rank's rail begins, and has ended before the next step.
+    /// Runs a transfer on this rank's rail to its end.
     Run(Transfer<Place>),
-    /// Messages with ranks of other hosts, by rank.
+    /// Exchanges messages with ranks of other nodes, by rank.
     Exchange {
         /// The bytes for each rank.
         give: Vec<Place>,
-        /// The places for the bytes of each rank.
+        /// Where the bytes of each rank arrive.
         take: Vec<Place>,
     },
-    /// Sum of the hosts' partial results, in their order.
+    /// Adds up the nodes' partial results, in order.
     Combine {
-        /// The partial result of each host; on CUDA they are evenly spaced.
+        /// The partial result of each node; on CUDA they are evenly spaced.
         from: Vec<Place>,
-        /// Place of the sum.
+        /// Destination of the sum.
         to: Place,
     },
-    /// Copy of elements in another type.
+    /// Converts elements to another type.
     Cast {
         /// The elements.
         from: Place,
-        /// Place of the copies.
+        /// Destination of the converted elements.
         to: Place,
-        /// True if the copies have the type of partial results; otherwise they are rounded to the tensors'.
+        /// True if the result has the type of partial results; otherwise it is rounded to the tensor's type.
         widens: bool,
     },
-    /// Copy of bytes.
+    /// Copies bytes.
     Copy {
         /// The bytes.
         from: Place,
-        /// Place of the copy.
+        /// Destination of the copy.
         to: Place,
     },
 }
 
 impl Step {
-    /// Places in it.
+    /// Returns the places of the step.
     pub(super) fn places_mut(&mut self) -> Vec<&mut Place> {
         match self {
             Self::Local(calls) => calls.iter_mut().flat_map(|call| call.inputs.iter_mut().chain(&mut call.outputs)).collect(),
@@ -235,18 +236,18 @@ impl Step {
     }
 }
 
-/// Steps of one rank in their order, and what they need.
+/// The steps of one rank in order, and the memory that they need.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Program {
     /// The steps.
     pub steps: Vec<Step>,
-    /// Bytes of [`Memory::Temp`].
+    /// Size of [`Memory::Temp`] in bytes.
     pub temp: usize,
-    /// Bytes of [`Memory::Aside`].
+    /// Size of [`Memory::Aside`] in bytes.
     pub aside: usize,
     /// Number of rails that the call uses.
     pub rails: usize,
-    /// Type of partial results.
+    /// The type of partial results.
     pub partial: DType,
 }
 

@@ -1,4 +1,4 @@
-//! Programs, carried out on the host's memory for all ranks at once, give what the two-level definition says.
+//! Programs that run on host memory for all ranks at once give the results of the two-level definition.
 #![allow(unsafe_code, reason = "kernels on buffers of the test")]
 
 mod ranks;
@@ -14,7 +14,7 @@ use ranks::{Choice, layout, reduced, run_calls};
 const LAYOUTS: [&[u8]; 7] =
     [&[0, 0, 1, 1], &[0, 0, 0, 1], &[0, 1], &[0, 0, 1, 1, 1, 2], &[0, 1, 0, 2, 1, 2], &[0, 1, 2], &[0, 0, 0, 1, 1, 1]];
 
-/// Bytes that look random, and are the same for each `seed`.
+/// Pseudorandom bytes that depend only on `seed`.
 pub(crate) fn data(seed: usize, bytes: usize) -> Vec<u8> {
     let mut state = (seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut next = || {
@@ -26,15 +26,15 @@ pub(crate) fn data(seed: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|_| next()).collect()
 }
 
-/// Every layout, on CPU and on CUDA tensors.
+/// All layouts, each on CPU and on CUDA tensors.
 fn cases<'a>(layouts: &[&'a [u8]]) -> Vec<(Choice, &'a [u8])> {
     [Choice::CPU, Choice::CUDA].into_iter().flat_map(|choice| layouts.iter().map(move |&hosts| (choice, hosts))).collect()
 }
 
-/// Buffers of one rank: inputs and outputs.
+/// The buffers of one rank: inputs and outputs.
 type Buffers = (Vec<Vec<u8>>, Vec<Vec<u8>>);
 
-/// Runs `op` with the buffers of all ranks; the outputs are filled then.
+/// Runs `op` with the buffers of all ranks and fills the outputs.
 fn collective(layout: &HostMap, choice: Choice, op: Op, dtype: DType, reduce_op: ReduceOp, root: usize, ranks: &mut [Buffers]) {
     let spans = |buffers: &mut [Vec<u8>]| buffers.iter_mut().map(|b| Span { addr: b.as_mut_ptr().addr(), bytes: b.len() }).collect();
     let call = |(rank, (inputs, outputs)): (usize, &mut Buffers)| Spec {
@@ -51,7 +51,7 @@ fn collective(layout: &HostMap, choice: Choice, op: Op, dtype: DType, reduce_op:
     run_calls(layout, choice, &calls);
 }
 
-/// The two-level reduction of what ranks on `hosts` give.
+/// Returns the two-level reduction of the inputs of ranks on `hosts`.
 fn two_level(op: ReduceOp, dtype: DType, layout: &HostMap, inputs: &[Vec<u8>]) -> Vec<u8> {
     let n = inputs.len();
     let partial = |host: usize| {
@@ -75,7 +75,7 @@ fn reductions_have_the_bits_of_two_levels_at_every_length() {
     for (choice, hosts) in cases(&LAYOUTS) {
         let (layout, n) = (layout(hosts), hosts.len());
         for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::PremulSum, ReduceOp::Max] {
-            // Nothing, one rail, all rails, pieces for each host.
+            // Empty, one rail, all rails, a chunk for each node.
             for bytes in [0, 2, 34, 65_536, 65_538, 1_700_002] {
                 if bytes > 1_000_000 && op != ReduceOp::Sum {
                     continue;
@@ -103,7 +103,7 @@ fn reductions_have_the_bits_of_two_levels_at_every_length() {
     }
 }
 
-/// What the definition with one rounding says.
+/// Returns the result of the definition that rounds once.
 fn rounded_once(op: ReduceOp, dtype: DType, layout: &HostMap, inputs: &[Vec<u8>]) -> Vec<u8> {
     let count = inputs[0].len() / dtype.size();
     let widen = |input: &Vec<u8>| {
@@ -128,7 +128,7 @@ fn sums_of_narrow_floats_are_rounded_once_where_ranks_have_chosen_so() {
             [(DType::BF16, ReduceOp::Sum), (DType::F16, ReduceOp::Avg), (DType::F8E5M2, ReduceOp::PremulSum), (DType::BF16, ReduceOp::Max)];
         for (dtype, op) in kinds {
             let definition = if op == ReduceOp::Max { two_level } else { rounded_once };
-            // Nothing, one rail, all rails, and pieces for each host.
+            // Empty, one rail, all rails, a chunk for each node.
             let longest = if op == ReduceOp::Sum && layout.hosts() > 2 { 700_002 } else { 66_002 };
             for bytes in [0, 2, 18, longest] {
                 let about = format!("{op:?} of {bytes} bytes, {dtype:?}, on {hosts:?}");
@@ -155,11 +155,11 @@ fn sums_of_narrow_floats_are_rounded_once_where_ranks_have_chosen_so() {
 
 #[test]
 fn long_reduce_scatters_go_in_chunks() {
-    // Some chunks of the slice of each rail, in one type and as float32.
+    // Several chunks of each rail's slice, in one type and as float32.
     for (hosts, partials, bytes) in [(&[0, 1][..], Partials::Tensor, (9 << 20) + 6), (&[0, 0, 1, 1], Partials::Fp32, (9 << 20) + 6)] {
         let (layout, n, choice) = (layout(hosts), hosts.len(), Choice { partials, ..Choice::CUDA });
         let (dtype, op) = if partials == Partials::Fp32 { (DType::BF16, ReduceOp::Sum) } else { (DType::I16, ReduceOp::BitXor) };
-        // Inputs that do not follow each other, of which the last is shorter.
+        // Inputs that are not contiguous; the last one is shorter.
         let length = |to: usize| bytes - if to == n - 1 { 1000 } else { 0 };
         let given: Vec<Vec<Vec<u8>>> = (0..n).map(|from| (0..n).map(|to| data(from * n + to, length(to))).collect()).collect();
         let mut ranks: Vec<Buffers> = (0..n).map(|rank| (given[rank].clone(), vec![vec![0xee; length(rank)]])).collect();
@@ -181,11 +181,11 @@ fn memory_of_reductions_does_not_grow_with_their_length() {
             (Op::AllReduce, Partials::Fp32, 0),
             (Op::ReduceScatter, Partials::Tensor, 0),
             (Op::ReduceScatter, Partials::Fp32, 0),
-            // Inputs that do not follow each other are copied.
+            // Inputs that are not contiguous are copied.
             (Op::ReduceScatter, Partials::Fp32, 16),
         ] {
             let memory = |bytes: usize| {
-                // Planning touches no memory.
+                // Planning accesses no memory.
                 let spans = |count| (0..count).map(|at| Span { addr: (1 << 40) + at * (bytes + apart), bytes }).collect();
                 let inputs = if op == Op::AllReduce { spans(1) } else { spans(n) };
                 let (dtype, reduce_op, outputs) = (DType::BF16, ReduceOp::Sum, vec![Span { addr: 1 << 50, bytes }].into());
@@ -194,7 +194,7 @@ fn memory_of_reductions_does_not_grow_with_their_length() {
                 let programs = (0..n).map(|rank| choice.plan(&call, &layout, rank, None));
                 programs.map(|program| program.temp + program.aside).max().unwrap_or(0)
             };
-            // Inputs, wider copies, partial results of all hosts, and sums: some chunks for each rail, for each stage.
+            // Inputs, wider copies, partial results of all nodes, and sums: several chunks for each rail and stage.
             let (stages, wider) = if choice.rules.slices_first { (3, if partials == Partials::Fp32 { 2 } else { 1 }) } else { (2, 1) };
             let most = stages * (layout.rails() + 2 * layout.hosts() + 4) * choice.thresholds.piece * wider;
             let [long, longer] = [64, 256].map(|pieces| memory(pieces * choice.thresholds.piece));
@@ -218,7 +218,7 @@ fn movements_bring_everything_where_it_belongs() {
                 run(Op::AllGather, 0, &mut ranks);
                 assert!(ranks.iter().all(|(_, outputs)| *outputs == all), "{}", about(Op::AllGather));
             }
-            // Outputs that follow each other.
+            // Outputs that are contiguous.
             let mut whole: Vec<(Vec<u8>, Vec<u8>)> = (0..n).map(|from| (data(from, bytes), vec![0xee; n * bytes])).collect();
             let call = |(input, output): &mut (Vec<u8>, Vec<u8>)| {
                 let (from, to) = (input.as_mut_ptr().addr(), output.as_mut_ptr().addr());
@@ -265,7 +265,7 @@ fn movements_bring_everything_where_it_belongs() {
 fn all_to_alls_of_every_length_go_by_carriers() {
     for hosts in LAYOUTS {
         let (layout, n) = (layout(hosts), hosts.len());
-        // By one rail, by all, in several turns; in place too.
+        // Over one rail, over all, in several steps; also in place.
         for bytes in [0, 1, 40, 2000, 16_384, 16_385, 64_000, 300_001] {
             let give = |rank: usize| -> Vec<Vec<u8>> { (0..n).map(|to| data(rank * n + to, bytes)).collect() };
             let wanted = |rank: usize| -> Vec<Vec<u8>> { (0..n).map(|from| data(from * n + rank, bytes)).collect() };
@@ -282,7 +282,7 @@ fn all_to_alls_of_every_length_go_by_carriers() {
             run_calls(&layout, Choice::CPU, &calls);
             assert!(buffers.iter().enumerate().all(|(rank, got)| *got == wanted(rank)), "{bytes} bytes each in place on {hosts:?}");
         }
-        // Only what the last rank gives to the first is longer.
+        // Only the message from the last rank to the first is longer.
         let length = |from: usize, to: usize| if (from, to) == (n - 1, 0) { 90_000 } else { 3 };
         let give = |rank: usize| (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
         let take = |rank: usize| (0..n).map(|from| vec![0xee; length(from, rank)]).collect();

@@ -1,4 +1,4 @@
-//! Ranks of several hosts, emulated one step at a time, without threads.
+//! Ranks of several nodes, emulated step by step without threads.
 #![allow(unsafe_code, reason = "plays kernels on buffers of the test")]
 
 use super::super::check::check;
@@ -38,7 +38,7 @@ pub(super) fn layout(hosts: &[u8]) -> HostMap {
 }
 
 pub(super) fn read(span: Span) -> Vec<u8> {
-    // SAFETY: spans of plans are those of buffers that live, of this length.
+    // SAFETY: the spans of plans belong to live buffers of this length.
     if span.bytes == 0 { vec![] } else { unsafe { std::slice::from_raw_parts(span.addr as *const u8, span.bytes) }.to_vec() }
 }
 
@@ -57,7 +57,7 @@ pub(super) fn reduced(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], factors: &
     output
 }
 
-/// What `Combine` computes.
+/// Returns the result of a `Combine`.
 fn combined(op: ReduceOp, partial: DType, dtype: DType, layout: &HostMap, partials: &[Vec<u8>]) -> Vec<u8> {
     let levels = Levels::of(op, dtype, layout);
     let source = |(host, data): (usize, &Vec<u8>)| Source { ptr: data.as_ptr(), factor: levels.factor(host, layout) };
@@ -69,7 +69,7 @@ fn combined(op: ReduceOp, partial: DType, dtype: DType, layout: &HostMap, partia
     output
 }
 
-/// Runs one collective of the ranks of a host; `calls[r]` is that of the `r`th.
+/// Runs one collective of the ranks of a node; `calls[r]` is the call of the `r`th.
 fn inside(calls: &[&Call]) {
     let n = calls.len();
     for call in calls {
@@ -97,7 +97,7 @@ fn inside(calls: &[&Call]) {
     }
 }
 
-/// What `Cast` does.
+/// Returns the result of a `Cast`.
 fn cast(given: &[u8], bytes: usize, dtype: DType, widens: bool) -> Vec<u8> {
     let mut output = vec![0; bytes];
     let count = if widens { given.len() } else { bytes } / dtype.size();
@@ -108,12 +108,12 @@ fn cast(given: &[u8], bytes: usize, dtype: DType, widens: bool) -> Vec<u8> {
     output
 }
 
-/// Carries out the programs of `calls`, one of each rank: in chunks as they are chosen, and in many. A transfer may go as soon as all ranks
-/// have started it, or when one waits for it: the test tries both.
+/// Runs the programs of `calls`, one per rank, with the chosen chunks and again with many chunks. A transfer may run as
+/// soon as all ranks have started it, or when a rank waits for it; the test tries both.
 pub(super) fn run_calls(layout: &HostMap, choice: Choice, calls: &[Spec<'_>]) {
     let outputs = || calls.iter().flat_map(|call| call.outputs.iter().map(|&span| (span, read(span)))).collect::<Vec<_>>();
     let before = outputs();
-    // Inputs that a call works on in place are back afterwards.
+    // Restores inputs that a call works on in place.
     let inputs: Vec<(Span, Vec<u8>)> = calls.iter().flat_map(|call| call.inputs.iter().map(|&span| (span, read(span)))).collect();
     let longest = inputs.iter().map(|(span, _)| span.bytes).max().unwrap_or(0);
     let piece = (longest / 20).next_multiple_of(64).max(64);
@@ -127,7 +127,7 @@ pub(super) fn run_calls(layout: &HostMap, choice: Choice, calls: &[Spec<'_>]) {
     }
 }
 
-/// The transfers that the hosts of one rail have started.
+/// The transfers that the nodes of one rail have started.
 #[derive(Clone, Default)]
 struct Rail {
     rounds: Vec<Vec<Option<Transfer<Span>>>>,
@@ -138,9 +138,10 @@ struct RankState {
     steps: VecDeque<Step>,
     bases: Bases,
     partial: DType,
-    /// Keeps what `bases` points to.
+    /// Keeps the memory to which `bases` points.
     _memory: [Vec<u128>; 2],
-    /// Number of transfers that it has started; those whose `Wait` follows; the transfer of a `Run` that is its first step.
+    /// Number of transfers that the rank has started; those whose `Wait` follows; the transfer of a `Run` that is its
+    /// next step.
     started: usize,
     open: VecDeque<usize>,
     running: Option<usize>,
@@ -152,7 +153,7 @@ struct Ranks<'a> {
     calls: &'a [Spec<'a>],
     ranks: Vec<RankState>,
     rails: Vec<Rail>,
-    /// Messages of exchanges: from one rank to another.
+    /// Messages of exchanges, from one rank to another.
     sent: Vec<Vec<Option<Vec<u8>>>>,
 }
 
@@ -180,7 +181,7 @@ impl<'a> Ranks<'a> {
         Self { layout, choice, calls, ranks, rails: vec![Rail::default(); layout.rails()], sent: vec![vec![None; n]; n] }
     }
 
-    /// Runs all programs to their ends; transfers go at their `Wait`, if `late`.
+    /// Runs all programs to the end; if `late`, a transfer runs only at its `Wait`.
     fn run(mut self, late: bool) {
         while self.ranks.iter().any(|rank| !rank.steps.is_empty()) {
             let moved = (0..self.ranks.len()).filter(|&rank| self.step(rank, late)).count();
@@ -189,7 +190,7 @@ impl<'a> Ranks<'a> {
         assert!(self.rails.iter().all(|rail| rail.done.iter().all(|&done| done)), "all transfers have ended");
     }
 
-    /// Runs the next step of `rank`, if that does not wait for another.
+    /// Runs the next step of `rank`, unless the step waits for another rank.
     fn step(&mut self, rank: usize, late: bool) -> bool {
         let (me, call) = (Rank(rank as u32), &self.calls[rank]);
         let (host, local) = (self.layout.host(me), self.layout.local(me));
@@ -218,7 +219,7 @@ impl<'a> Ranks<'a> {
                 }
                 let mut taken = take.iter().enumerate().filter(|(_, span)| span.bytes > 0);
                 if taken.clone().any(|(from, _)| self.sent[from][rank].is_none()) {
-                    // Its peers are not at this step yet.
+                    // Its peers have not reached this step yet.
                     return false;
                 }
                 taken.by_ref().for_each(|(from, &span)| write(self.sent[from][rank].as_ref().expect("sent"), span));
@@ -251,7 +252,8 @@ impl<'a> Ranks<'a> {
         true
     }
 
-    /// Runs the next step of all ranks of `host`, if it is one of collectives among them; the first of them does that.
+    /// Runs the next step of all ranks of `host` if it is a step of intra-node collectives; only the first rank does
+    /// this.
     fn local(&mut self, host: usize, local: usize) -> bool {
         let members: Vec<usize> = self.layout.members(host).iter().map(|rank| rank.index()).collect();
         let calls = |&member: &usize| match self.ranks[member].steps.front() {
@@ -283,7 +285,7 @@ impl<'a> Ranks<'a> {
         round
     }
 
-    /// Carries out transfer `round` of `rail`, unless that has happened; whether all hosts have started it.
+    /// Runs transfer `round` of `rail` unless it has run; returns true if all nodes have started it.
     fn end(&mut self, rail: usize, round: usize) -> bool {
         let rail = &mut self.rails[rail];
         let all: Vec<Transfer<Span>> = rail.rounds[round].iter().flatten().cloned().collect();
@@ -297,7 +299,7 @@ impl<'a> Ranks<'a> {
     }
 }
 
-/// Whether a transfer uses only memory that is for transfers.
+/// Returns true if a transfer uses only memory that is for transfers.
 fn is_apart(step: &Step) -> bool {
     match step {
         Step::Start(transfer) | Step::Run(transfer) => match transfer {
