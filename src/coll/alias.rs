@@ -14,8 +14,9 @@ pub struct Aside {
     pub input: usize,
 }
 
-/// The inputs of `calls`, which rank `me` makes in this order, that share memory with an output of the same call or of an earlier one;
-/// without those that an output of their call replaces in place. Outputs must not share memory with each other.
+/// Returns the inputs of `calls`, which rank `me` runs in this order, that share memory with an output of the same call
+/// or of an earlier one. Inputs that an output of their call replaces in place are left out. Outputs must not share
+/// memory with each other.
 pub fn overwritten(calls: &[Spec<'_>], me: Rank) -> Vec<Aside> {
     let all = || calls.iter().flat_map(|call| &*call.outputs).filter(|span| span.bytes > 0);
     let Some(start) = all().map(|span| span.addr).min() else { return Vec::new() };
@@ -44,7 +45,7 @@ fn end(span: Span) -> usize {
     span.addr + span.bytes
 }
 
-/// The output of `call` that may be the very memory of its input `input`.
+/// Returns the output of `call` that may be exactly the memory of its input `input`.
 fn replaced(call: &Spec<'_>, input: usize, me: Rank) -> Option<Span> {
     let (from, to) = match call.op {
         Op::AllReduce | Op::Reduce => (0, 0),
@@ -61,7 +62,7 @@ mod tests {
     use super::*;
     use crate::coll::call::Spec;
 
-    /// A call of `op` whose spans are pairs of an address and a length.
+    /// Makes a call of `op` whose spans are pairs of an address and a length.
     fn call(op: Op, inputs: &[(usize, usize)], outputs: &[(usize, usize)]) -> Spec<'static> {
         let spans = |list: &[(usize, usize)]| list.iter().map(|&(addr, bytes)| Span { addr, bytes }).collect::<Vec<_>>().into();
         Spec { op, inputs: spans(inputs), outputs: spans(outputs), ..Spec::barrier(None) }
@@ -111,7 +112,7 @@ mod tests {
     #[test]
     fn only_calls_that_come_first_overwrite() {
         let reduce = |input, output| call(Op::AllReduce, &[(input, 8)], &[(output, 8)]);
-        // The second call reads what the first has written; the first reads what the second writes only afterwards.
+        // The second call reads the first call's output; the first reads its input before the second writes to it.
         assert_eq!(found(&[reduce(64, 80), reduce(80, 96)], 0), [(1, 0)]);
         assert_eq!(found(&[reduce(64, 80), reduce(96, 64)], 0), []);
     }

@@ -1,4 +1,4 @@
-//! One collective call in plain values, and the promise about its memory.
+//! One collective call as plain values, and the promise about its memory.
 #![allow(unsafe_code, reason = "the constructor by which callers promise memory")]
 
 use crate::dtype::{DType, ReduceOp};
@@ -10,7 +10,8 @@ use crate::sync::call_site::CallSite;
 use std::borrow::Cow;
 use std::ops::Deref;
 
-/// Arguments of a collective on one rank: what it would read and write. To plan, describe or price it touches no memory.
+/// The arguments of a collective on one rank. Code that plans, describes or prices a call needs no memory, so it takes
+/// this type; code that runs a call takes a [`Call`], which also carries the promise about its memory.
 ///
 /// | op | `inputs` | `outputs` |
 /// |---|---|---|
@@ -28,26 +29,26 @@ use std::ops::Deref;
 /// An output may be the very same span as the input that it replaces (in place); any other overlap is undefined.
 #[derive(Clone, Debug)]
 pub struct Spec<'a> {
-    /// Collective that is called.
+    /// The collective.
     pub op: Op,
-    /// Type of the elements.
+    /// The type of the elements.
     pub dtype: DType,
-    /// Operation by which elements combine; ignored unless the collective reduces.
+    /// The operation that combines elements; ignored unless the collective reduces.
     pub reduce_op: ReduceOp,
     /// The distinguished rank; ignored unless the collective has one.
     pub root: Rank,
     /// Factor of this rank under PREMUL_SUM, eps of a norm; ignored otherwise.
     pub factor: f64,
-    /// Memory that this rank gives. Borrowed from the caller until the call has to be queued.
+    /// The memory that this rank sends. Borrowed from the caller until the call has to be queued.
     pub inputs: Cow<'a, [Span]>,
-    /// Memory that this rank receives into.
+    /// The memory into which this rank receives.
     pub outputs: Cow<'a, [Span]>,
-    /// Call site in the user's program, if that is to be compared too.
+    /// The call site in the user's program, if it is also compared.
     pub call_site: Option<&'static CallSite>,
 }
 
 impl Spec<'_> {
-    /// A barrier.
+    /// Makes a barrier.
     pub const fn barrier(call_site: Option<&'static CallSite>) -> Spec<'static> {
         Spec {
             op: Op::Barrier,
@@ -61,7 +62,7 @@ impl Spec<'_> {
         }
     }
 
-    /// The same arguments, with lists of their own.
+    /// Returns the same arguments with owned lists.
     pub fn into_owned(self) -> Spec<'static> {
         let Self { op, dtype, reduce_op, root, factor, inputs, outputs, call_site } = self;
         let (inputs, outputs) = (inputs.into_owned().into(), outputs.into_owned().into());
@@ -69,7 +70,8 @@ impl Spec<'_> {
     }
 }
 
-/// A checked call, whose memory the caller has promised: what runs it may read the inputs and write the outputs.
+/// A checked call whose memory the caller has promised. It exists so that only its constructor is unsafe: code that
+/// runs a call may read the inputs and write the outputs.
 ///
 /// ```
 /// use std::borrow::Cow;
@@ -90,31 +92,31 @@ impl Spec<'_> {
 pub struct Call<'a>(Spec<'a>);
 
 impl<'a> Call<'a> {
-    /// A call of rank `me` of `n`.
+    /// Makes a call of rank `me` of `n`.
     ///
     /// # Safety
-    /// The caller promises as long as the call or a clone of it exists, and until each run of it has ended: the inputs may be read and the
-    /// outputs written, no other code writes either, and they overlap only in place. A run ends when `run` returns, when its completion is
-    /// called, or when the stream has passed it.
+    /// The caller promises, as long as the call or a clone of it exists and until each run of it has ended: the inputs
+    /// may be read and the outputs written, no other code writes either, and they overlap only in place. A run ends
+    /// when `run` returns, when its completion is called, or when the stream has passed it.
     ///
     /// # Errors
-    /// Those of [`Spec::validate`].
+    /// The errors of [`Spec::validate`].
     pub unsafe fn new(spec: Spec<'a>, me: Rank, n: usize) -> Result<Self> {
         spec.validate(me, n)?;
         Ok(Self(spec))
     }
 
-    /// A call on memory of the crate's own, or a part of a call that was promised and checked.
+    /// Makes a call on the crate's own memory, or a part of a call that was promised and checked.
     pub(crate) const fn inner(spec: Spec<'a>) -> Self {
         Self(spec)
     }
 
-    /// A barrier, which needs no promise.
+    /// Makes a barrier, which needs no promise.
     pub const fn barrier(call_site: Option<&'static CallSite>) -> Call<'static> {
         Call(Spec::barrier(call_site))
     }
 
-    /// The same call, with lists of its own: what a queue keeps.
+    /// Returns the same call with owned lists, which a queue can keep.
     pub(crate) fn into_owned(self) -> Call<'static> {
         Call(self.0.into_owned())
     }

@@ -1,4 +1,4 @@
-//! Description of a call that ranks compare before they touch memory, and that messages print.
+//! The description of a call, which ranks compare before they access memory and which messages print.
 
 use crate::coll::call::{Op, Span, Spec};
 use crate::coll::norm::Norm;
@@ -6,22 +6,22 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 
-/// The part of a call on which all ranks must agree, as words that fit beside the arrival flag.
+/// The part of a call on which all ranks must agree, as words that fit next to the arrival flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Description {
     /// op, dtype, reduce op, [`SITED`], root from the lowest byte up.
     pub head: u64,
     /// The bytes that must agree, see [`Spec::agreed_bytes`].
     pub bytes: u64,
-    /// [`Norm::word`] of a norm; else 0.
+    /// [`Norm::word`] of a norm, otherwise 0.
     pub detail: u64,
 }
 
-/// Bit of the head that says that the call site is part of the fingerprint.
+/// Bit of the head which says that the call site is part of the fingerprint.
 const SITED: u64 = 1 << 24;
 
 impl Description {
-    /// Description that `call` shows its peers.
+    /// Returns the description that `call` shows its peers.
     pub fn of(call: &Spec) -> Self {
         let reduce_op = if call.op.reduces() { call.reduce_op as u64 } else { 0 };
         let root = if call.op.rooted() { u64::from(call.root.0) } else { 0 };
@@ -31,8 +31,8 @@ impl Description {
         Self { head, bytes: call.agreed_bytes(), detail: Norm::of(call).map_or(0, |norm| norm.word()) }
     }
 
-    /// Fingerprint: one word that differs if descriptions of `call`, agreed lengths or call sites differ (64-bit mixing, splitmix64's
-    /// finaliser).
+    /// Returns one word that differs if descriptions of `call`, agreed lengths or call sites differ (64-bit mixing,
+    /// splitmix64's finaliser).
     pub fn fingerprint(self, call: &Spec) -> u64 {
         let mut hash = mix(self.head ^ mix(self.bytes ^ mix(self.detail)));
         for span in call.agreed_lengths() {
@@ -44,12 +44,12 @@ impl Description {
         hash
     }
 
-    /// Whether the call site is compared too.
+    /// Returns true if the call site is also compared.
     pub fn has_call_site(self) -> bool {
         self.head & SITED != 0
     }
 
-    /// Description of the same call without regard to its call site.
+    /// Returns the description without the call site.
     pub fn without_call_site(self) -> Self {
         Self { head: self.head & !SITED, ..self }
     }
@@ -72,7 +72,7 @@ impl std::fmt::Display for Description {
         };
         match op {
             Op::Barrier => return f.write_str("barrier"),
-            // Each pair has a length of its own.
+            // Each pair has a different length.
             Op::AllToAll => return write!(f, "all_to_all({})", dtype.name()),
             Op::AllReduceAddRmsNorm => return Norm::describe(f, self.bytes, dtype, self.detail),
             Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter => {}
@@ -90,7 +90,8 @@ impl std::fmt::Display for Description {
 }
 
 impl Spec<'_> {
-    /// The bytes that must be equal on all ranks: of one message, or of all where each rank knows all lengths. All-to-all: of nothing.
+    /// Returns the number of bytes that must be equal on all ranks: of one message, or of all messages if each rank
+    /// knows all lengths. 0 for an all-to-all.
     pub fn agreed_bytes(&self) -> u64 {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();
         let one = |spans: &[Span]| spans.first().map_or(0, |span| span.bytes as u64);
@@ -104,7 +105,7 @@ impl Spec<'_> {
         }
     }
 
-    /// The lengths that every rank knows of every other.
+    /// Returns the lengths that every rank knows of every other rank.
     pub fn agreed_lengths(&self) -> &[Span] {
         match self.op {
             Op::AllGather => &self.outputs,
@@ -114,30 +115,31 @@ impl Spec<'_> {
         }
     }
 
-    /// Inputs that other ranks need: all but what of a norm is alike on all ranks.
+    /// Returns the inputs that other ranks need. A norm's residual, weight and scale are the same on all ranks and left
+    /// out.
     pub fn shared_inputs(&self) -> &[Span] {
         let count = if self.op == Op::AllReduceAddRmsNorm { 1 } else { self.inputs.len() };
         &self.inputs[..count.min(self.inputs.len())]
     }
 
-    /// The longest single message between two ranks, as far as this rank knows.
+    /// Returns the length of the longest message between two ranks that this rank knows.
     pub fn longest(&self) -> usize {
         self.shared_inputs().iter().chain(&*self.outputs).map(|span| span.bytes).max().unwrap_or(0)
     }
 
-    /// Bytes of all tensors of this rank.
+    /// Returns the size of all tensors of this rank in bytes.
     pub fn total(&self) -> usize {
         self.shared_inputs().iter().chain(&*self.outputs).map(|span| span.bytes).sum()
     }
 
-    /// Bytes that this rank gives or receives, whichever is more.
+    /// Returns the number of bytes that this rank gives or receives, whichever is larger.
     pub fn volume(&self) -> usize {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
         sum(&self.inputs).max(sum(&self.outputs))
     }
 
-    /// Whether the spans are of the number and length that the collective demands of rank `me` of `n`, and the elements can be reduced.
-    /// From then on neither an end of a span nor a sum of lengths wraps.
+    /// Checks that the spans have the number and lengths that the collective requires of rank `me` of `n`, and that the
+    /// elements can be reduced. Afterwards neither an end of a span nor a sum of lengths can wrap.
     pub fn validate(&self, me: Rank, n: usize) -> Result<()> {
         if self.op.reduces() {
             crate::kernels::cpu::supports(self.reduce_op, self.dtype)?;

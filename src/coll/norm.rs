@@ -1,7 +1,8 @@
-//! All-reduce, residual and RMSNorm in one: the calls, and what ranks must agree on beside them.
+//! All-reduce, residual and RMSNorm in one: the calls, and the values on which ranks must agree in addition.
 //!
-//! A call has inputs `[input, residual, weight]`, and a scale where its result is fp8 by one scale; outputs `[normed, new residual]`, and
-//! one scale for each row where these are made; eps is its factor. A row has as many elements as the weight.
+//! A call has inputs `[input, residual, weight]`, and a scale if its result is fp8 with one scale. It has outputs
+//! `[normed, new residual]`, and one scale for each row if these are computed; eps is its factor. A row has as many
+//! elements as the weight.
 
 use crate::coll::call::{Call, Span, Spec};
 use crate::dtype::DType;
@@ -10,7 +11,7 @@ pub use crate::norm::{GROUP, MAX_HIDDEN, Norm, Normed};
 use std::fmt;
 
 impl Norm {
-    /// The norm of `call`, if it has one.
+    /// Returns the norm of `call`, if it has one.
     pub fn of(call: &Spec) -> Option<Self> {
         if call.op != crate::coll::call::Op::AllReduceAddRmsNorm {
             return None;
@@ -26,12 +27,13 @@ impl Norm {
         Some(Self { dtype: call.dtype, hidden: row / call.dtype.size(), rows, eps: call.factor as f32, normed })
     }
 
-    /// All that ranks must agree on beside the input's type and length: eps, elements of a row, type of the normed rows.
+    /// Packs the values on which ranks must agree, in addition to the input's type and length: eps, elements of a row,
+    /// type of the normalised rows.
     pub(super) fn word(&self) -> u64 {
         u64::from(self.eps.to_bits()) | (self.hidden as u64) << 32 | (self.normed as u64) << 56
     }
 
-    /// Writes what a call of `bytes` of `dtype` is, of which `word` is the rest.
+    /// Writes the description of a call of `bytes` of `dtype`; `word` is as [`Norm::word`] packs it.
     pub(super) fn describe(f: &mut fmt::Formatter<'_>, bytes: u64, dtype: DType, word: u64) -> fmt::Result {
         let (eps, hidden) = (f32::from_bits(word as u32), word >> 32 & 0xff_ffff);
         let rows = (bytes / dtype.size() as u64).checked_div(hidden).unwrap_or(0);
@@ -39,7 +41,7 @@ impl Norm {
         write!(f, "all_reduce_add_rms_norm({rows} × {hidden} × {}, eps {eps:e}{words})", dtype.name())
     }
 
-    /// Inputs and outputs that `call` must have.
+    /// Returns the number of inputs and outputs that `call` must have.
     pub(super) fn spans(call: &Spec) -> (usize, usize) {
         match Self::of(call).map(|norm| norm.normed) {
             Some(Normed::Static) => (4, 2),
@@ -48,7 +50,7 @@ impl Norm {
         }
     }
 
-    /// Refuses types, lengths and an eps that are not served. `call` has as many spans as [`Norm::spans`] says.
+    /// Rejects unsupported types, lengths and eps. `call` has the number of spans that [`Norm::spans`] requires.
     pub(super) fn validate(call: &Spec) -> Result<()> {
         let Some(norm) = Self::of(call) else { return Ok(()) };
         let Self { dtype, hidden, rows, eps, .. } = norm;
@@ -82,7 +84,7 @@ impl Norm {
     }
 }
 
-/// Refuses a norm among `calls` on CUDA tensors of a group on several hosts.
+/// Rejects a norm among `calls` on CUDA tensors of a multi-node group.
 pub fn refuse_between_hosts(calls: &[Call<'_>]) -> Result<()> {
     let Some(call) = calls.iter().find(|call| Norm::of(call).is_some()) else { return Ok(()) };
     let name = call.op.name();
@@ -99,7 +101,7 @@ pub(crate) mod tests {
     use crate::dtype::ReduceOp;
     use crate::rank::Rank;
 
-    /// A call of `rows` rows without memory.
+    /// Makes a call of `rows` rows without memory.
     pub(crate) fn call(dtype: DType, rows: usize, hidden: usize, eps: f64, normed: Normed) -> Spec<'static> {
         let norm = Norm { dtype, hidden, rows, eps: eps as f32, normed };
         let spans = |lengths: &[usize]| lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect::<Vec<_>>();

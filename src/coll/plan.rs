@@ -1,4 +1,5 @@
-//! Choice of the algorithm that serves a call. Pure: the same on every rank, because it looks only at what every rank knows.
+//! Choice of the algorithm that runs a call. Pure, and the same on every rank, because it uses only values that every
+//! rank knows.
 
 use crate::coll::call::Op;
 use crate::coll::cpu::pipeline::Phases;
@@ -6,22 +7,22 @@ use crate::coll::norm::Norm;
 use crate::kernels::cpu::Store;
 use crate::mem::layout::{INLINE_BYTES, LINE_PAIR, Layout, SLOT_BYTES};
 
-/// Algorithm of a call.
+/// The algorithm of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plan {
-    /// The data travel beside the arrival flags: one synchronisation.
+    /// The data travel next to the arrival flags: one synchronisation.
     Inline,
-    /// Chunks through shared staging, copying and reducing overlapped; `chunk` bytes of each message at a time.
+    /// The data move in chunks through shared staging, and copies overlap with reductions.
     Staged {
-        /// A multiple of 64.
+        /// Bytes of each message per chunk; a multiple of 64.
         chunk: usize,
-        /// Way in which results are written.
+        /// How results are written.
         store: Store,
     },
 }
 
 impl Plan {
-    /// Name of the plan in profiles of costs and in the flight recorder.
+    /// Returns the name of the plan in cost profiles and in the flight recorder.
     pub fn name(self) -> &'static str {
         match self {
             Plan::Inline => "inline",
@@ -31,16 +32,17 @@ impl Plan {
     }
 }
 
-/// Thresholds between one way and the next. Ranks do not compare them: how a rank writes its own results concerns nobody else.
+/// The thresholds between algorithms. Ranks do not compare them, because a rank's way of writing its own results does
+/// not affect other ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Thresholds {
-    /// Results of calls whose tensors on all ranks are larger than this together are written past the cache: nobody finds them there
-    /// later.
+    /// If the tensors of all ranks together are larger than this, results bypass the cache, which would not hold them
+    /// until they are used.
     pub stream_bytes: usize,
 }
 
 impl Thresholds {
-    /// Thresholds that hold if nothing was measured.
+    /// The thresholds without a measurement.
     pub const DEFAULT: Self = Self { stream_bytes: 48 << 20 };
 }
 
@@ -50,13 +52,13 @@ impl Default for Thresholds {
     }
 }
 
-/// Chunks of a short message where some ranks write and others read.
+/// Number of chunks of a short message if some ranks write and others read.
 const ONE_WAY_CHUNKS: usize = 8;
 
-/// The algorithm for a collective of `n` ranks whose longest message between two of them is `longest` bytes. Where they share cores, they
-/// wait for each other as seldom as they can.
+/// Returns the plan for a collective of `n` ranks whose longest message between two of them is `longest` bytes. If
+/// ranks share cores, the plan has as few waits as possible.
 pub fn choose(op: Op, longest: usize, n: usize, thresholds: &Thresholds, shared_cores: bool) -> Plan {
-    // Scatter and all-to-all post one message for every rank, and reduce-scatter does too.
+    // Scatter, all-to-all and reduce-scatter post one message for every rank.
     let posted = match op {
         Op::Scatter | Op::AllToAll | Op::ReduceScatter => longest.saturating_mul(n),
         Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::AllReduceAddRmsNorm => longest,
@@ -76,7 +78,8 @@ pub fn choose(op: Op, longest: usize, n: usize, thresholds: &Thresholds, shared_
         Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::AllReduceAddRmsNorm => SLOT_BYTES,
     };
     let room = room / LINE_PAIR * LINE_PAIR;
-    // Short messages go in chunks, so that the next is copied in while one is read. Where each rank does both, two serve best.
+    // Short messages move in chunks, so that the next one is written while one is read. If every rank does both, two
+    // chunks are best.
     let one_way = matches!(op, Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter);
     let chunks = match (shared_cores, one_way && longest <= room) {
         (true, _) => 1,
@@ -87,12 +90,12 @@ pub fn choose(op: Op, longest: usize, n: usize, thresholds: &Thresholds, shared_
     Plan::Staged { chunk, store }
 }
 
-/// Bytes of rows from which on more than two ranks share the work; not measured.
+/// Size of the rows from which more than two ranks share the work; not measured.
 const TWO_SHOT_BYTES: usize = 64 << 10;
-/// Bytes of rows that are not cut into two chunks.
+/// Rows up to this size are not cut into two chunks.
 const WHOLE_BYTES: usize = 32 << 10;
 
-/// The algorithm for the rows of `norm` among `n` ranks: inline, or in chunks of whole rows.
+/// Returns the plan for the rows of `norm` among `n` ranks: inline, or in chunks of whole rows.
 pub fn choose_rows(norm: &Norm, n: usize, shared_cores: bool) -> Plan {
     let (row, bytes) = (norm.row_bytes(), norm.row_bytes() * norm.rows);
     if bytes <= INLINE_BYTES {
@@ -107,13 +110,14 @@ pub fn choose_rows(norm: &Norm, n: usize, shared_cores: bool) -> Plan {
     Plan::Staged { chunk: rows * row, store: Store::Cached }
 }
 
-/// Whether each rank norms all rows, or its share of them: that moves less where there are many, but ranks wait once more.
+/// Returns whether each rank normalises all rows or its share of them. Shares move less data if there are many rows,
+/// but cost one more wait.
 pub fn shots(norm: &Norm, n: usize) -> Phases {
     let long = norm.row_bytes() * norm.rows > TWO_SHOT_BYTES;
     if n > 2 && long && shared_rows(norm, n) > 0 { Phases::Two } else { Phases::One }
 }
 
-/// Rows whose results have room in a result slot.
+/// Returns the number of rows whose results fit into a result slot.
 fn shared_rows(norm: &Norm, n: usize) -> usize {
     Layout::new(n).result_bytes() / (norm.normed_bytes() + norm.row_bytes() + norm.scale_bytes())
 }
