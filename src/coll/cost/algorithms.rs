@@ -1,4 +1,4 @@
-//! Names of the algorithms that serve a group's collectives. Pure.
+//! Names of the algorithms that run a group's collectives. Pure.
 
 use super::hardware::Device;
 use crate::coll::call::{Op, Span, Spec};
@@ -8,25 +8,25 @@ use crate::coll::plan::{self, Thresholds};
 use crate::dtype::DType;
 use crate::topo::cost::Link;
 
-/// Conditions of the choice besides the call.
+/// The conditions of the choice in addition to the call.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Algorithms {
     /// `coll::plan`.
     Cpu(Thresholds),
     /// `coll::cuda::plan`.
     Cuda(Layout, cuda::plan::Tuning),
-    /// Groups that this crate cannot serve: more ranks than it takes, or several hosts.
+    /// Groups that this crate does not support: too many ranks, or several nodes.
     Foreign,
 }
 
-/// Microseconds that Python, the dispatcher and c10d add to a call on CPU tensors (README, 2026-11-21: 4 to 5 µs), and a kernel's start on
-/// a GPU.
+/// Microseconds that Python, the dispatcher and c10d add to a call on CPU tensors (README, 2026-11-21: 4 to 5 µs), and
+/// the launch latency of a kernel on a GPU.
 const CPU_BASE_US: f64 = 4.0;
 const CUDA_BASE_US: f64 = 2.0;
 const FOREIGN_BASE_US: f64 = 6.6;
 
 impl Algorithms {
-    /// Algorithms on `device`, in groups of `ranks` with a workspace of `workspace` bytes.
+    /// Returns the algorithms on `device` in groups of `ranks` with a workspace of `workspace` bytes.
     pub(super) fn of(device: Device, ranks: usize, workspace: usize, thresholds: Thresholds, tuning: cuda::plan::Tuning) -> Self {
         match device {
             Device::Cpu if ranks <= crate::mem::layout::MAX_RANKS => Self::Cpu(thresholds),
@@ -37,7 +37,7 @@ impl Algorithms {
         }
     }
 
-    /// The algorithm for `op` on tensors of `bytes` among `ranks`.
+    /// Returns the algorithm for `op` on tensors of `bytes` among `ranks`.
     pub(super) fn name(&self, op: Op, bytes: f64, ranks: usize) -> &'static str {
         let longest = longest(op, bytes, ranks);
         match self {
@@ -52,8 +52,8 @@ impl Algorithms {
         }
     }
 
-    /// Estimate of a call's time over `link`, before anything was measured: a start, a trip for each time that ranks wait for each other,
-    /// and the bytes that a rank sends (`docs/design/cpu-collectives.md`, `docs/design/cuda-kernels.md`).
+    /// Estimates a call's time over `link` without measurements: a fixed cost, a trip for each time that ranks wait for
+    /// each other, and the bytes that a rank sends (`docs/design/cpu-collectives.md`, `docs/design/cuda-kernels.md`).
     pub(super) fn estimate(&self, op: Op, bytes: f64, ranks: usize, link: Link) -> f64 {
         let name = self.name(op, bytes, ranks);
         let n = ranks as f64;
@@ -85,7 +85,7 @@ impl Algorithms {
     }
 }
 
-/// The longest message between two ranks when `op` works on tensors of `bytes`.
+/// Returns the length of the longest message between two ranks when `op` works on tensors of `bytes`.
 fn longest(op: Op, bytes: f64, ranks: usize) -> usize {
     let message = match op {
         Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter | Op::AllToAll => bytes / ranks as f64,

@@ -1,4 +1,5 @@
-//! Dimensions that span hosts: what lies between these, and what goes over it. Pure but for the look at this host's GPUs.
+//! Dimensions that span nodes: the links between nodes, and their traffic. Pure, except for the query of this node's
+//! GPUs.
 
 use super::hardware::Device;
 use super::wire::Wire;
@@ -9,12 +10,12 @@ use crate::error::Result;
 use crate::topo;
 use crate::topo::cost::{Link, Way};
 
-/// Microseconds of a call between hosts beside its trips: torch's.
+/// Fixed cost of an inter-node call in µs, in addition to its trips (torch's constant).
 const BASE_US: f64 = 6.6;
-/// Bytes of a rank up to which a call is one exchange of slots (`src/hosts/opening.rs`), about.
+/// Approximate number of bytes per rank up to which a call is one exchange of slots (`src/hosts/opening.rs`).
 const SHORT: f64 = 960.0;
 
-/// Way between the ranks of a host.
+/// Returns the link between the ranks of a node.
 fn inside(device: Device) -> Result<Way> {
     Ok(match device {
         Device::Cpu => Way::SharedMemory,
@@ -23,7 +24,8 @@ fn inside(device: Device) -> Result<Way> {
     })
 }
 
-/// The parts of each dimension's groups on hosts: none while a dimension and all behind it fit into one.
+/// Returns the span of each dimension's groups over nodes: `None` while a dimension and all later ones fit into one
+/// node.
 pub(super) fn spans(mesh: &Mesh) -> Result<Vec<Option<Span>>> {
     let link = inside(mesh.device)?.link();
     let mut behind: usize = 1;
@@ -43,7 +45,7 @@ pub(super) fn spans(mesh: &Mesh) -> Result<Vec<Option<Span>>> {
     Ok(spans)
 }
 
-/// The links of each dimension: those of the host, or the network; and their names.
+/// Returns the link of each dimension, intra-node or network, and their names.
 pub(super) fn detected(mesh: &Mesh) -> Result<(Vec<Link>, String)> {
     let (near, far) = match mesh.device {
         Device::Cpu => (Way::SharedMemory, Way::Sockets),
@@ -54,7 +56,7 @@ pub(super) fn detected(mesh: &Mesh) -> Result<(Vec<Link>, String)> {
     Ok((ways.into_iter().map(Way::link).collect(), format!("links as detected, nothing measured: {}", names.join(", "))))
 }
 
-/// The links of each dimension: those that are detected, but the network where `wire` was measured.
+/// Returns the link of each dimension: as detected, but the network as measured if `wire` is given.
 pub(super) fn known(mesh: &Mesh, wire: Option<&Wire>) -> Result<Vec<Link>> {
     let (links, _) = detected(mesh)?;
     let measured = wire.map(|wire| Link { gb_per_s: wire.gb_per_s, us: wire.us });
@@ -63,7 +65,7 @@ pub(super) fn known(mesh: &Mesh, wire: Option<&Wire>) -> Result<Vec<Link>> {
 }
 
 impl Span {
-    /// Microseconds between hosts of `op` on tensors of `bytes`, over `wire`; all groups send at once.
+    /// Returns the inter-node microseconds of `op` on tensors of `bytes` over `wire`, while all groups send.
     pub(super) fn us(&self, op: Op, bytes: f64, wire: Link) -> f64 {
         let hosts = self.hosts as f64;
         let share = (hosts - 1.0) / hosts;

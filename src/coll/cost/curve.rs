@@ -1,31 +1,31 @@
-//! Measured times of one algorithm, and what lies between them. Pure.
+//! Measured times of one algorithm, and interpolation between them. Pure.
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Points of a curve, at most.
+/// Maximum number of points of a curve.
 const MAX_POINTS: usize = 256;
-/// Length of the longest tensor.
+/// Maximum length of a tensor in bytes.
 const MAX_BYTES: u64 = 1 << 50;
-/// Time of the longest call: 17 minutes.
+/// Maximum time of a call in microseconds: 17 minutes.
 const MAX_US: f64 = 1e9;
 
-/// Times of a collective by its size, where one algorithm serves it.
+/// Times of a collective by size, when one algorithm runs it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Curve {
     /// torch's name of the collective.
     pub op: String,
-    /// The algorithm, as `Algorithms::name` says it.
+    /// The algorithm, as named by `Algorithms::name`.
     pub algorithm: String,
-    /// Sizes, ascending: of the longest tensor that a rank gives or gets.
+    /// Sizes of the longest tensor that a rank sends or receives, in ascending order.
     pub bytes: Vec<u64>,
     /// The time at each, in microseconds.
     pub us: Vec<f64>,
 }
 
 impl Curve {
-    /// A sentence if it is none.
+    /// Checks the curve; the error says what is wrong with it.
     pub(super) fn check(&self) -> Result<()> {
         let Self { op, algorithm, bytes, us } = self;
         let refused = |why: String| Err(Error::value(format!("{op} by {algorithm}: {why}")));
@@ -47,8 +47,9 @@ impl Curve {
         Ok(())
     }
 
-    /// Microseconds for `bytes`. Between two points: a latency and a bandwidth of their own, the straight line through both. Below the
-    /// first: its time. Above the last: the bandwidth of the last piece, or no further cost if that is negative.
+    /// Returns the microseconds for `bytes`. Between two points, the line through both, which amounts to a latency and
+    /// a bandwidth; below the first point, its time; above the last, the bandwidth of the last segment, or no further
+    /// cost if that is negative.
     pub(super) fn at(&self, bytes: f64) -> f64 {
         let last = self.bytes.len() - 1;
         let above = self.bytes.partition_point(|&size| size as f64 <= bytes);
@@ -61,7 +62,7 @@ impl Curve {
         if bytes > to { self.us[last] + slope.max(0.0) * (bytes - to) } else { self.us[left] + slope * (bytes - from) }
     }
 
-    /// Factor by which `bytes` is outside the sizes measured; 1 within them.
+    /// Returns the factor by which `bytes` is outside the measured sizes; 1 within them.
     pub(super) fn distance(&self, bytes: f64) -> f64 {
         let (first, last) = (self.bytes[0] as f64, self.bytes[self.bytes.len() - 1] as f64);
         (first / bytes.max(1.0)).max(bytes / last).max(1.0)

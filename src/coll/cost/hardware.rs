@@ -1,4 +1,4 @@
-//! Hardware by which a profile is found.
+//! The hardware that selects a profile.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -8,21 +8,21 @@ use crate::topo::{self, Source};
 use serde::{Deserialize, Serialize};
 use std::sync::OnceLock;
 
-/// Device that tensors lie on.
+/// The device of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Device {
-    /// Memory of the host.
+    /// Host memory.
     Cpu,
-    /// Memory of GPUs.
+    /// GPU memory.
     Cuda,
 }
 
 impl Device {
-    /// Name of the device in torch.
+    /// Returns the device with this torch name.
     ///
     /// # Errors
-    /// [`Value`](crate::error::Kind::Value) for any other.
+    /// [`Value`](crate::error::Kind::Value) for any other name.
     pub fn named(name: &str) -> Result<Self> {
         match name {
             "cpu" => Ok(Self::Cpu),
@@ -32,8 +32,8 @@ impl Device {
     }
 }
 
-/// Model of this host's GPUs, and how they reach each other. Found once: every group that sets up its GPUs wants to know, and NVML takes
-/// its time.
+/// Returns the model of this node's GPUs and how they access each other. The result is cached, because every group that
+/// sets up its GPUs needs it and NVML is slow.
 pub fn gpus() -> Option<&'static (String, Way)> {
     static GPUS: OnceLock<(String, Way)> = OnceLock::new();
     if let Some(known) = GPUS.get() {
@@ -45,7 +45,7 @@ pub fn gpus() -> Option<&'static (String, Way)> {
     Some(GPUS.get_or_init(|| found))
 }
 
-/// The hardware that times were measured on. Times of other hardware say nothing.
+/// The hardware of a measurement. Times do not apply to other hardware.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hardware {
@@ -53,16 +53,16 @@ pub struct Hardware {
     pub device: Device,
     /// Model of the processor or GPU.
     pub name: String,
-    /// Cores that a process may use; 0 for GPUs.
+    /// Number of cores that a process may use; 0 for GPUs.
     pub cores: usize,
     /// Kind of link between the ranks.
     pub link: String,
-    /// Ranks of the job on this host: on CPU they share cores and memory, whichever group they are in.
+    /// Number of the job's ranks on this node: on CPU they share cores and memory, whichever group they are in.
     pub ranks: usize,
 }
 
 impl Hardware {
-    /// Hardware of this host, for a job of `ranks` ranks. `None` if its model cannot be told.
+    /// Returns the hardware of this node for a job of `ranks` ranks; `None` if its model is unknown.
     pub fn here(device: Device, ranks: usize) -> Option<Self> {
         match device {
             Device::Cpu => {
@@ -76,7 +76,7 @@ impl Hardware {
         }
     }
 
-    /// The name of its file among profiles: `cpu-amd-epyc-4-cores-4-ranks.json`.
+    /// Returns the name of its profile file: `cpu-amd-epyc-4-cores-4-ranks.json`.
     pub fn file_name(&self) -> String {
         let words = match self.device {
             Device::Cpu => format!("cpu {} {} cores {} ranks", self.name, self.cores, self.ranks),

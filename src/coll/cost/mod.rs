@@ -1,9 +1,10 @@
 //! Costs of collectives on a dimension of a mesh, in microseconds.
 //!
-//! One type, [`Model`], three bases: torch's constants and formula ([`crate::topo::cost`]); links as detected, with the bytes and trips
-//! of the algorithm that [`plan`](crate::coll::plan) chooses ([`algorithms`]); and times that were measured on this hardware, by
-//! algorithm ([`profile`], [`curve`]). It stands beside `plan`, not in `topo`, because a price depends on the algorithm that serves the
-//! size, and `topo` may not know of algorithms. [`wire`]: what was measured between hosts. `docs/design/cost-model.md`.
+//! One type, [`Model`], has three bases: torch's constants and formula ([`crate::topo::cost`]); detected links, with
+//! the bytes and trips of the algorithm that [`plan`](crate::coll::plan) chooses ([`algorithms`]); and times measured
+//! on this hardware, by algorithm ([`profile`], [`curve`]). It is here and not in `topo` because a price depends on the
+//! algorithm that runs at that size, and `topo` may not know algorithms. [`wire`] has inter-node measurements.
+//! `docs/design/cost-model.md`.
 
 mod algorithms;
 mod between;
@@ -22,27 +23,27 @@ use hardware::{Device, Hardware};
 use profile::{Group, Local, Profile};
 use std::path::PathBuf;
 
-/// Basis of prices.
+/// The basis of prices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Basis {
     /// torch's formula.
     Torch,
     /// Links and algorithms.
     Links,
-    /// A profile; links for what it does not have.
+    /// A profile, and links where it has no measurement.
     Measured,
 }
 
-/// The mesh that is asked about.
+/// The mesh to be priced.
 #[derive(Clone, Debug)]
 pub struct Mesh {
-    /// Device that the model's tensors lie on.
+    /// The device of the tensors.
     pub device: Device,
-    /// Ranks along each dimension.
+    /// Number of ranks along each dimension.
     pub ranks: Vec<usize>,
-    /// Ranks of the job on this host.
+    /// Number of the job's ranks on this node.
     pub job: usize,
-    /// Devices of a host.
+    /// Number of devices of a node.
     pub per_host: usize,
 }
 
@@ -62,23 +63,25 @@ struct Dim {
     link: Link,
     algorithms: Algorithms,
     measured: Option<Group>,
-    /// Where it spans hosts: `link` is between these, `algorithms` and `measured` are those of the ranks of one.
+    /// Set if the dimension spans nodes: `link` then connects nodes, and `algorithms` and `measured` are for the ranks
+    /// of one node.
     span: Option<Span>,
 }
 
-/// A dimension's groups on several hosts.
+/// A dimension's groups on several nodes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Span {
     hosts: usize,
-    /// Ranks of a group on one host.
+    /// Number of a group's ranks on one node.
     locals: usize,
-    /// Part of what a group sends from a host that its link carries: on CPU all groups of the host share one, on CUDA each rank has one.
+    /// Load of a link relative to the traffic that one group sends from a node: on CPU all groups of the node share one
+    /// link, on CUDA each rank has one.
     load: f64,
-    /// Link between ranks of a host.
+    /// Link between the ranks of a node.
     inside: Link,
 }
 
-/// The collective of this name that has a price.
+/// Returns the collective with this name, if it has a price.
 fn priced(name: &str) -> Result<Op> {
     const PRICED: [Op; 5] = [Op::AllGather, Op::AllReduce, Op::ReduceScatter, Op::AllToAll, Op::Broadcast];
     let known = PRICED.iter().copied().find(|op| op.name() == name);
@@ -86,14 +89,14 @@ fn priced(name: &str) -> Result<Op> {
 }
 
 impl Model {
-    /// torch's formula over links of torch's, or over `links`.
+    /// torch's formula over torch's links, or over `links`.
     pub fn torch(mesh: &Mesh, links: Option<Vec<Link>>) -> Result<Self> {
         let origin = if links.is_some() { "torch's formula, links as given" } else { "torch's formula and constants" };
         let links = links.unwrap_or_else(|| cost::torch_links(&mesh.ranks, mesh.per_host));
         Self::new(Basis::Torch, mesh, links, None, origin.into())
     }
 
-    /// Links as detected, or `links`.
+    /// Detected links, or `links`.
     pub fn links(mesh: &Mesh, links: Option<Vec<Link>>) -> Result<Self> {
         let (links, origin) = match links {
             Some(links) => (links, "links as given".into()),
@@ -102,17 +105,17 @@ impl Model {
         Self::new(Basis::Links, mesh, links, None, origin)
     }
 
-    /// The profile for this hardware, wherever [`profile::find`] finds it; what it does not have goes by `links`, or by those that are
-    /// detected. `None` if there is none.
+    /// The profile for this hardware, as [`profile::find`] finds it. Whatever it lacks is priced over `links`, or over
+    /// detected links. `None` if there is no profile.
     ///
     /// # Errors
-    /// Those of [`profile::find`].
+    /// The errors of [`profile::find`].
     pub fn measured(mesh: &Mesh, links: Option<Vec<Link>>) -> Result<Option<Self>> {
         let Some(hardware) = Hardware::here(mesh.device, mesh.job) else { return Ok(None) };
         profile::find(&hardware)?.map(|found| Self::of_profile(mesh, links, found)).transpose()
     }
 
-    /// `found`, a profile and its file.
+    /// Prices from `found`, a profile and its file.
     pub fn of_profile(mesh: &Mesh, links: Option<Vec<Link>>, (profile, path): (Profile, PathBuf)) -> Result<Self> {
         let links = links.map_or_else(|| between::known(mesh, profile.between_hosts.as_ref()), Ok)?;
         let origin = format!("measured {} on {} ({})", profile.measured.date, profile.hardware, path.display());
@@ -140,8 +143,9 @@ impl Model {
         self.dims.get(dim).ok_or_else(|| Error::value(format!("mesh dimension {dim} of {}", self.dims.len())))
     }
 
-    /// Microseconds of the collective named `op` along mesh dimension `dim`, all its groups at work at once. `bytes` is the longest tensor
-    /// that a rank gives or gets: what all_gather returns, what reduce_scatter and all_to_all take.
+    /// Returns the microseconds of the collective named `op` along mesh dimension `dim` while all its groups are
+    /// active. `bytes` is the size of the longest tensor that a rank sends or receives: the output of all_gather, the
+    /// input of reduce_scatter and all_to_all.
     pub fn us(&self, op: &str, bytes: f64, dim: usize) -> Result<f64> {
         let (op, Dim { ranks, link, algorithms, measured, span }) = (priced(op)?, self.dim(dim)?);
         if !(bytes >= 0.0 && bytes.is_finite()) {
@@ -173,7 +177,7 @@ impl Model {
         })
     }
 
-    /// The algorithm that serves it.
+    /// Returns the algorithm that runs it.
     pub fn algorithm(&self, op: &str, bytes: f64, dim: usize) -> Result<&'static str> {
         let (op, dim) = (priced(op)?, self.dim(dim)?);
         Ok(match dim.span {
@@ -183,14 +187,14 @@ impl Model {
         })
     }
 
-    /// Basis of the price of `op` along `dim`.
+    /// Returns the basis of the price of `op` along `dim`.
     pub fn basis(&self, op: &str, dim: usize) -> Result<Basis> {
         let (op, dim) = (priced(op)?, self.dim(dim)?);
         let measured = dim.span.is_none() && dim.measured.as_ref().is_some_and(|group| group.has(op));
         Ok(if self.basis == Basis::Measured && !measured { Basis::Links } else { self.basis })
     }
 
-    /// Links that each dimension runs over.
+    /// Returns the link of each dimension.
     pub fn dim_links(&self) -> impl Iterator<Item = Link> {
         self.dims.iter().map(|dim| dim.link)
     }
@@ -200,12 +204,12 @@ impl Model {
         self.reference_us
     }
 
-    /// Times of a redistribution's steps beside their collectives, if they were measured.
+    /// Returns the times of a redistribution's steps in addition to their collectives, if they were measured.
     pub fn local(&self) -> Option<Local> {
         self.local
     }
 
-    /// Origin of the whole model, for people.
+    /// Returns the origin of the whole model, for people.
     pub fn origin(&self) -> &str {
         &self.origin
     }
@@ -221,7 +225,7 @@ fn dim(mesh: &Mesh, ranks: usize, link: Link, span: Option<Span>, profile: Optio
     let thresholds = measured.as_ref().map(Group::thresholds).unwrap_or_default();
     let mut tuning = Tuning::of(near);
     for text in [measured.as_ref().map_or("", |group| &group.cuda_tuning), &config.cuda_tuning] {
-        // One that cannot be read is ignored where groups are set up as well, with a warning.
+        // An unreadable tuning is ignored, as it is with a warning where groups are set up.
         tuning = tuning.overlaid(text).unwrap_or(tuning);
     }
     let algorithms = Algorithms::of(mesh.device, near, config.workspace_mb << 20, thresholds, tuning);

@@ -13,13 +13,13 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Text of the field `format`.
+/// The value of the field `format`.
 pub const FORMAT: &str = "torch_symm profile";
-/// The only version there is.
+/// The only version that exists.
 pub const VERSION: u64 = 1;
 const MAX_FILE_BYTES: u64 = 4 << 20;
 const MAX_RANKS: usize = 128;
-/// The folder among the user's caches.
+/// The directory in the user's cache.
 const FOLDER: &str = "profiles";
 
 /// Times on one kind of hardware.
@@ -30,70 +30,70 @@ pub struct Profile {
     pub format: String,
     /// [`VERSION`].
     pub version: u64,
-    /// Origin of the profile, for people.
+    /// When and how the profile was made, for people.
     pub measured: Measured,
-    /// Hardware on which the profile holds.
+    /// The hardware for which the profile is valid.
     pub hardware: Hardware,
     /// Measurements by number of ranks in a group.
     pub groups: Vec<Group>,
     /// Times of a redistribution's steps, if they were measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local: Option<Local>,
-    /// What was measured between hosts, if anything was.
+    /// Inter-node measurements, if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub between_hosts: Option<Wire>,
 }
 
-/// Origin of a profile: when and how it was made.
+/// When and how a profile was made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measured {
     /// Date and time of the measurement, ISO 8601.
     pub date: String,
-    /// Versions of the software that was measured.
+    /// Versions of the measured software.
     pub software: String,
-    /// Command that was run.
+    /// The command that measured.
     pub command: String,
     /// Load averages before the measurement.
     pub load: Vec<f64>,
-    /// Microseconds that calibration's reference took while the machine was in the state that was measured; 0 if there are no states.
+    /// Microseconds that the calibration's reference took in the same state of the node; 0 if it has no such states.
     #[serde(default)]
     pub reference_us: f64,
 }
 
-/// Times of groups of one size, all groups of the job at work at once.
+/// Times of groups of one size, while all groups of the job are active.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Group {
-    /// Ranks of each.
+    /// Number of ranks in each group.
     pub ranks: usize,
     /// Thresholds, written as in `SYMM_CUDA_TUNING`; empty: the defaults.
     #[serde(default)]
     pub cuda_tuning: String,
-    /// [`Thresholds::stream_bytes`], if another than the default was found to be better.
+    /// [`Thresholds::stream_bytes`], if a value other than the default was better.
     #[serde(default)]
     pub stream_bytes: Option<u64>,
     /// Curves, one for each collective and algorithm.
     pub curves: Vec<Curve>,
 }
 
-/// Times of the steps of a redistribution beside their collectives, as DTensor makes them.
+/// Times of a redistribution's steps in addition to their collectives, as DTensor runs them.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Local {
     /// The host's time for a step with a collective, in microseconds.
     pub step_us: f64,
-    /// Microseconds of a step that cuts a part from what every rank has.
+    /// Microseconds of a step that slices a tensor which every rank has.
     pub slice_us: f64,
-    /// Rate at which a rank copies in its own memory while all do, in GB/s.
+    /// Rate at which a rank copies in its own memory while all ranks do so, in GB/s.
     pub copy_gb_per_s: f64,
 }
 
 impl Profile {
-    /// The profile in `text`.
+    /// Parses the profile in `text`.
     ///
     /// # Errors
-    /// A sentence that says what is wrong with it.
+    /// A message that says what is wrong with it.
     pub fn parse(text: &[u8]) -> Result<Self> {
         if text.len() as u64 > MAX_FILE_BYTES {
             return Err(Error::value(format!("it is longer than {MAX_FILE_BYTES} bytes")));
@@ -103,7 +103,7 @@ impl Profile {
         if value.get("format").and_then(serde_json::Value::as_str) != Some(FORMAT) {
             return Err(Error::value(format!("it is not a profile: its \"format\" is not {FORMAT:?}")));
         }
-        // Before the rest is read: another version may have other fields.
+        // Checked first, because another version may have different fields.
         match value.get("version") {
             Some(version) if version.as_u64() == Some(VERSION) => {}
             Some(version) => return Err(Error::value(format!("its version is {version}, this torch_symm reads {VERSION}"))),
@@ -117,7 +117,7 @@ impl Profile {
     fn check(&self) -> Result<()> {
         let refused = |why: String| Err(Error::value(why));
         let ranks = self.hardware.ranks;
-        // A rank that is alone on its host has no groups there.
+        // A job with one rank per node has no intra-node groups.
         let alone = ranks == 1 && self.between_hosts.is_some();
         if !alone && !(2..=MAX_RANKS).contains(&ranks) {
             return refused(format!("a job of {ranks} ranks; from 2 to {MAX_RANKS} are possible"));
@@ -147,13 +147,13 @@ impl Profile {
         Ok(())
     }
 
-    /// The profile in the file at `path`.
+    /// Loads the profile in the file at `path`.
     ///
     /// # Errors
-    /// [`Config`](crate::error::Kind::Config), a sentence that names the file.
+    /// [`Config`](crate::error::Kind::Config), with a message that names the file.
     pub fn load(path: &Path) -> Result<Self> {
         let refused = |why: String| Error::config(format!("profile {}: {why}", path.display()));
-        // Looked at before it is opened: opening a pipe would wait for its writer.
+        // Checked before the file is opened, because opening a pipe would wait for its writer.
         let kind = std::fs::metadata(path).map_err(|error| refused(error.to_string()))?;
         if !kind.is_file() {
             return Err(refused("it is not a regular file".into()));
@@ -164,7 +164,7 @@ impl Profile {
         Self::parse(&text).map_err(|error| refused(error.message))
     }
 
-    /// The entry for groups of `ranks`.
+    /// Returns the entry for groups of `ranks`.
     pub fn group(&self, ranks: usize) -> Option<&Group> {
         self.groups.iter().find(|group| group.ranks == ranks)
     }
@@ -188,19 +188,20 @@ impl Group {
         Ok(())
     }
 
-    /// Thresholds of groups on CPU: the defaults, but for what was measured.
+    /// Returns the thresholds of groups on CPU: the defaults, except for measured values.
     pub fn thresholds(&self) -> Thresholds {
         let stream_bytes = self.stream_bytes.and_then(|bytes| usize::try_from(bytes).ok());
         stream_bytes.map_or_else(Thresholds::default, |stream_bytes| Thresholds { stream_bytes })
     }
 
-    /// Whether `op` was measured.
+    /// Returns true if `op` was measured.
     pub(super) fn has(&self, op: Op) -> bool {
         self.curves.iter().any(|curve| curve.op == op.name())
     }
 
-    /// Microseconds of `op` on `bytes` where `algorithm` serves it: by that algorithm's curve, or, if the thresholds have moved since it
-    /// was measured, by the one that was measured nearest to this size. `None` if the collective was not measured.
+    /// Returns the microseconds of `op` on `bytes` when `algorithm` runs it: from the curve of that algorithm or, if
+    /// the thresholds have changed since the measurement, from the curve that was measured nearest to this size. `None`
+    /// if the collective was not measured.
     pub(super) fn us(&self, op: Op, algorithm: &str, bytes: f64) -> Option<f64> {
         let of_op = || self.curves.iter().filter(|curve| curve.op == op.name());
         let nearest = || of_op().min_by(|a, b| a.distance(bytes).total_cmp(&b.distance(bytes)));
@@ -208,15 +209,15 @@ impl Group {
     }
 }
 
-/// The folder of the profiles that come with the package, if Python has said.
+/// The directory of the profiles in the package, once Python has set it.
 static SHIPPED: OnceLock<PathBuf> = OnceLock::new();
 
-/// Says where the package keeps its profiles; the first call counts.
+/// Sets the directory of the package's profiles; only the first call has an effect.
 pub fn shipped_in(folder: PathBuf) {
     let _ = SHIPPED.set(folder);
 }
 
-/// The folder where a user's own profiles are kept; `None` where there is no cache.
+/// Returns the directory of the user's profiles; `None` without a cache.
 pub fn own_folder() -> Option<PathBuf> {
     match &Config::get().cache_dir {
         CacheDir::At(folder) => Some(folder.join(FOLDER)),
@@ -224,17 +225,18 @@ pub fn own_folder() -> Option<PathBuf> {
     }
 }
 
-/// The profile for `hardware` and the file it is in: the one that `SYMM_PROFILE` names, else the user's own, else one that comes with the
-/// package. `None` if there is none, or `SYMM_PROFILE` is 0.
+/// Returns the profile for `hardware` and its file: the one that `SYMM_PROFILE` names, otherwise the user's, otherwise
+/// one from the package. `None` if no file exists, or if `SYMM_PROFILE` is 0.
 ///
 /// # Errors
-/// The file that `SYMM_PROFILE` names is faulty or of other hardware. Of the others such a file is passed over with a warning.
+/// The file that `SYMM_PROFILE` names is faulty or is for other hardware. Other files with such an error are skipped
+/// with a warning.
 pub fn find(hardware: &Hardware) -> Result<Option<(Profile, PathBuf)>> {
     match &Config::get().profile {
         ProfileChoice::Off => return Ok(None),
         ProfileChoice::At(path) => {
             let profile = Profile::load(path)?;
-            // A profile of GPUs says nothing of CPU tensors, nor the reverse.
+            // A profile of GPUs does not apply to CPU tensors, nor the reverse.
             if profile.hardware.device == hardware.device {
                 return accept(profile, path, hardware).map(Some);
             }
@@ -254,10 +256,10 @@ pub fn find(hardware: &Hardware) -> Result<Option<(Profile, PathBuf)>> {
     Ok(None)
 }
 
-/// `profile` from the file at `path`, if it was measured on `hardware`.
+/// Returns `profile` from the file at `path`, if it was measured on `hardware`.
 ///
 /// # Errors
-/// [`Config`](crate::error::Kind::Config), a sentence that names both kinds of hardware.
+/// [`Config`](crate::error::Kind::Config), with a message that names both kinds of hardware.
 pub fn accept(profile: Profile, path: &Path, hardware: &Hardware) -> Result<(Profile, PathBuf)> {
     if profile.hardware != *hardware {
         return Err(Error::config(format!(
@@ -269,18 +271,19 @@ pub fn accept(profile: Profile, path: &Path, hardware: &Hardware) -> Result<(Pro
     Ok((profile, path.into()))
 }
 
-/// Profile's entry for groups of `ranks` ranks, for the choice of algorithms.
+/// Returns the profile's entry for groups of `ranks` ranks, for the choice of algorithms.
 pub fn settings(device: Device, ranks: usize) -> Option<Group> {
     for_choices(device, ranks).and_then(|profile| profile.group(ranks).cloned())
 }
 
-/// What a profile for a job of `ranks` ranks on this host says of what is between hosts.
+/// Returns the inter-node measurements in the profile for a job of `ranks` ranks on this node.
 pub fn between_hosts(device: Device, ranks: usize) -> Option<Wire> {
     for_choices(device, ranks).and_then(|profile| profile.between_hosts)
 }
 
-/// The profile by which a group of `ranks` ranks chooses. That of a job with more ranks serves too if `SYMM_PROFILE` names it. A faulty
-/// file is a warning: thresholds are not worth a failed group.
+/// Returns the profile with which a group of `ranks` ranks chooses algorithms. A profile of a job with more ranks is
+/// also used if `SYMM_PROFILE` names it. A faulty file causes a warning only, because thresholds do not justify failing
+/// a group.
 fn for_choices(device: Device, ranks: usize) -> Option<Profile> {
     let job = match &Config::get().profile {
         ProfileChoice::Off => return None,

@@ -69,13 +69,14 @@ fn hosts_are_joined_by_the_network() {
 
 #[test]
 fn what_was_measured_on_one_host_prices_no_network() {
-    // Four hosts of four ranks: the groups along dimension 0 have one rank of each, and four share the wire of a host.
+    // Four nodes of four ranks: the groups along dimension 0 have one rank on each node, and four share a node's
+    // network.
     let several = Mesh { per_host: 4, ..mesh(&[4, 4]) };
     let model = Model::of_profile(&several, None, profile()).expect("made");
     assert_eq!((model.us("all_reduce", 1048576.0, 1), model.basis("all_reduce", 1)), (Ok(70.0), Ok(Basis::Measured)));
     let wire = 6.6 + 2.0 * 135.0 + 4.0 * 1.5 * 1048576.0 / 1250.0;
     assert_eq!((model.us("all_reduce", 1048576.0, 0), model.basis("all_reduce", 0)), (Ok(wire), Ok(Basis::Links)));
-    // One group of two hosts: what its ranks do on each is measured.
+    // One group on two nodes: the intra-node part is measured.
     let whole = Model::of_profile(&Mesh { per_host: 4, ..mesh(&[8]) }, None, profile()).expect("made");
     assert_eq!(whole.us("all_reduce", 1048576.0, 0), Ok(70.0 + (6.6 + 2.0 * 135.0 + 1048576.0 / 1250.0)));
     let slow = Link { gb_per_s: 0.125, us: 10.0 };
@@ -108,7 +109,7 @@ fn prices_grow_with_size() {
                 let model = model.expect("made");
                 for op in ["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast"] {
                     let price = |shift: u32| model.us(op, f64::from(1u32 << shift), 0).expect("a price");
-                    // Not at every step: an algorithm that sends a message to each rank is followed by one that sends pieces.
+                    // Not at every step: pieces may be cheaper than one message per rank just above the threshold.
                     assert!((10..27).all(|shift| price(shift + 4) >= price(shift)), "{op} {ranks} {device:?}");
                 }
             }

@@ -1,35 +1,37 @@
-//! What was measured between hosts: the speed of what connects them, and lengths from which calls there had better go another way.
+//! Inter-node measurements: the speed of the network, and the thresholds of multi-node calls.
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Most bytes that a threshold may be.
+/// Maximum value of a threshold in bytes.
 const MOST_BYTES: usize = 1 << 30;
-/// Pieces are multiples of it, and so of every element's size.
+/// Chunk sizes are multiples of this, and so of every element size.
 const GRAIN: usize = 4096;
 
-/// Lengths from which a call of a group on several hosts goes another way. All its ranks have the same.
+/// The lengths at which a call of a multi-node group changes its algorithm; the same on all ranks of the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Thresholds {
-    /// Bytes of a call up to which one rail carries everything: more rails would add messages where the time is that of a message.
+    /// Maximum size of a call that uses only one rail: below it the latency of messages dominates, and more rails would
+    /// add messages.
     pub one_rail: usize,
-    /// Most bytes of a rail's slice that go in one turn of a long call, on GPUs in a chunk.
+    /// Maximum number of bytes of a rail's slice that move in one pipeline step of a long call; on GPUs in one chunk.
     pub piece: usize,
-    /// Bytes of a rail's slice up to which each host gets all partial results and adds them up itself: one exchange in place of two.
+    /// Maximum size of a rail's slice for which each node gets all partial results and sums them itself: one exchange
+    /// instead of two.
     pub gathered: usize,
 }
 
 impl Thresholds {
-    /// Those of CPU tensors in groups for which nothing was measured.
+    /// The thresholds of CPU tensors without a measurement.
     pub const USUAL: Self = Self { one_rail: 64 << 10, piece: 512 << 10, gathered: 256 << 10 };
-    /// Those of CUDA tensors there.
+    /// The thresholds of CUDA tensors without a measurement.
     pub const USUAL_CUDA: Self = Self { piece: 16 << 20, ..Self::USUAL };
 
-    /// Itself, if its figures are possible.
+    /// Returns itself if its values are valid.
     ///
     /// # Errors
-    /// A sentence that says what is wrong.
+    /// A message that says what is wrong.
     pub fn checked(self) -> Result<Self> {
         let figures = [("one_rail", self.one_rail, 0), ("piece", self.piece, GRAIN), ("gathered", self.gathered, 0)];
         for (name, bytes, least) in figures {
@@ -44,35 +46,35 @@ impl Thresholds {
     }
 }
 
-/// Speed of a number of rails, all at work at once.
+/// The speed of a number of rails that all transfer at once.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rails {
-    /// Number of the rails.
+    /// Number of rails.
     pub rails: usize,
-    /// What a host sends by them, in GB/s.
+    /// Rate at which a node sends over them, in GB/s.
     pub gb_per_s: f64,
     /// Microseconds of a trip.
     pub us: f64,
 }
 
-/// What was measured between hosts.
+/// Inter-node measurements.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Wire {
     /// Date and time of the measurement, ISO 8601.
     pub date: String,
-    /// Number of hosts.
+    /// Number of nodes.
     pub hosts: usize,
-    /// Backend of torch that connected them.
+    /// The torch backend that connected them.
     pub engine: String,
-    /// What a host sends, in GB/s; of CUDA: a GPU.
+    /// Rate at which a node sends, in GB/s; for CUDA, a GPU.
     pub gb_per_s: f64,
     /// Microseconds of a trip.
     pub us: f64,
-    /// By number of rails, from one to all.
+    /// Speeds by number of rails, from one to all.
     pub rails: Vec<Rails>,
-    /// Lengths from which calls go another way.
+    /// The lengths at which calls change their algorithm.
     pub thresholds: Thresholds,
 }
 

@@ -3,7 +3,7 @@ use crate::error::Kind;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// Change to a right profile.
+/// A change to a valid profile.
 type Change = fn(&mut Value);
 
 fn hardware(ranks: usize) -> Value {
@@ -32,7 +32,7 @@ fn parse(value: &Value) -> Result<Profile> {
     Profile::parse(value.to_string().as_bytes())
 }
 
-/// Error that reading the right profile gives after `change`.
+/// Returns the error of parsing the valid profile after `change`.
 fn refused(change: impl Fn(&mut Value)) -> String {
     let mut value = right();
     change(&mut value);
@@ -54,9 +54,9 @@ fn the_algorithm_chooses_the_curve() {
     let us = |algorithm: &str, bytes: f64| profile.group(4).and_then(|group| group.us(Op::AllReduce, algorithm, bytes));
     assert_eq!(us("inline", 4096.0), Some(5.0));
     assert_eq!(us("staged", 8192.0), Some(7.0));
-    // Beyond its last point the inline curve goes on as its last piece.
+    // Beyond its last point the inline curve continues with its last segment.
     assert_eq!(us("inline", 7168.0), Some(6.0));
-    // Never measured: whatever was measured nearest to the size.
+    // Never measured, so the curve measured nearest to the size applies.
     assert_eq!((us("one_shot", 2048.0), us("one_shot", 65536.0)), (Some(4.0 + 1.0 / 3.0), Some(14.0)));
     assert_eq!(profile.group(4).and_then(|group| group.us(Op::Broadcast, "inline", 1.0)), None);
 }
