@@ -10,13 +10,13 @@ pub type PerRank = [u64; MAX_RANKS];
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Common {
-    /// Memory of this channel on every rank, as mapped here.
+    /// Memory of this channel on every rank, as mapped in this process.
     pub peer: PerRank,
-    /// A word of host memory that is not 0 once the group has failed.
+    /// Address of a word of host memory that is not 0 once the group has failed.
     pub stop: u64,
-    /// A `Report` in host memory.
+    /// Address of a `Report` in host memory.
     pub report: u64,
-    /// Nanoseconds that a thread waits.
+    /// Timeout of a waiting thread in nanoseconds.
     pub timeout: u64,
     /// The call's number.
     pub call: u64,
@@ -42,7 +42,7 @@ pub struct Sentinel {
     pub epochs: u64,
     /// Offset in the channel.
     pub slots: u64,
-    /// Units that one source has in one stage of one block.
+    /// Number of units that one source has in one stage of one block.
     pub units: u32,
 }
 
@@ -54,11 +54,11 @@ pub struct Staging {
     pub words: u64,
     /// Offset in the channel.
     pub slots: u64,
-    /// Distance of slots.
+    /// Distance between slots in bytes.
     pub slot_bytes: u32,
-    /// Bytes of a chunk in this call, but in exchanges.
+    /// Size of a chunk in this call; exchanges do not use it.
     pub chunk_bytes: u32,
-    /// Blocks of each role.
+    /// Number of blocks in each role.
     pub lanes: u32,
 }
 
@@ -70,7 +70,7 @@ pub struct Outgoing {
     pub from: PerRank,
     /// Length of each message.
     pub bytes: PerRank,
-    /// Flag that is not 0 if all messages are the same bytes.
+    /// Not 0 if all messages are the same bytes.
     pub same: u32,
 }
 
@@ -84,15 +84,15 @@ pub struct Handshake {
     pub lines: u64,
     /// Offset in the channel.
     pub counts: u64,
-    /// Start of each rank's symmetric memory, as mapped here.
+    /// Start of each rank's symmetric memory, as mapped in this process.
     pub heap: PerRank,
-    /// A bit for each rank that may load what this one gives it.
+    /// A bit for each rank that may load this rank's message for it directly.
     pub give: u32,
-    /// A bit for each rank that may store where this one takes it.
+    /// A bit for each rank that may store its message for this rank directly.
     pub take: u32,
-    /// Index in the report of the count of the channel's collectives or sends; that of its receives follows.
+    /// Index in the report of the count of the channel's collectives or sends; the count of its receives follows.
     pub count: u32,
-    /// Length of the shortest message of an exchange that goes direct; not 0.
+    /// Minimum length of a zero-copy message of an exchange; not 0.
     pub least: u32,
 }
 
@@ -102,13 +102,13 @@ pub struct Handshake {
 pub struct Exchange {
     /// Arguments that every kernel has.
     pub common: Common,
-    /// Place of the LL lines.
+    /// Location of the LL lines.
     pub ll: LowLatency,
-    /// Place of the staging slots.
+    /// Location of the staging slots.
     pub staging: Staging,
-    /// Blocks that serve LL lines.
+    /// Number of blocks that use LL lines.
     pub ll_blocks: u32,
-    /// Length of the longest message that travels on LL lines; longer ones are staged.
+    /// Maximum length of a message on LL lines; longer ones are staged.
     pub short_bytes: u64,
     /// Messages that this rank sends.
     pub out: Outgoing,
@@ -126,7 +126,7 @@ pub struct Exchange {
 pub struct Transfers {
     /// Arguments that every kernel has.
     pub common: Common,
-    /// Place of the staging slots.
+    /// Location of the staging slots.
     pub staging: Staging,
     /// Messages that this rank sends.
     pub out: Outgoing,
@@ -134,7 +134,7 @@ pub struct Transfers {
     pub to: PerRank,
     /// Length of each rank's message.
     pub bytes: PerRank,
-    /// Offers of places in symmetric memory: `take` are those that this rank makes, `give` those that it looks for.
+    /// Recv offers: a bit in `take` for each offer that this rank makes, in `give` for each offer that it waits for.
     pub handshake: Handshake,
 }
 
@@ -144,13 +144,13 @@ pub struct Transfers {
 pub struct ReduceLowLatency {
     /// Arguments that every kernel has.
     pub common: Common,
-    /// Place of the LL lines.
+    /// Location of the LL lines.
     pub ll: LowLatency,
-    /// Message for each rank; 0: none.
+    /// Message for each rank; 0 if absent.
     pub from: PerRank,
     /// Length of the message for each rank.
     pub send: PerRank,
-    /// Destination of the result; 0: this rank gets none.
+    /// Destination of the result; 0 if this rank gets none.
     pub to: u64,
     /// Length of the result.
     pub bytes: u64,
@@ -164,11 +164,11 @@ pub struct ReduceLowLatency {
 pub struct ReduceStaged {
     /// Arguments that every kernel has.
     pub common: Common,
-    /// Place of the staging slots.
+    /// Location of the staging slots.
     pub staging: Staging,
     /// Messages that this rank sends.
     pub out: Outgoing,
-    /// Destination of the result; 0: this rank gets none.
+    /// Destination of the result; 0 if this rank gets none.
     pub to: u64,
     /// Length of the result.
     pub bytes: u64,
@@ -184,7 +184,7 @@ pub struct ReduceStaged {
 pub struct AllReduce {
     /// Arguments that every kernel has.
     pub common: Common,
-    /// Place of the sentinel slots.
+    /// Location of the sentinel slots.
     pub sentinel: Sentinel,
     /// The input.
     pub from: u64,
@@ -200,9 +200,9 @@ pub struct AllReduce {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CubeMesh {
-    /// Arguments that every kernel has; of `peer`, only neighbours and this rank are looked at.
+    /// Arguments that every kernel has; of `peer`, only the entries of neighbours and this rank are used.
     pub common: Common,
-    /// Place of the LL lines.
+    /// Location of the LL lines.
     pub ll: LowLatency,
     /// The input.
     pub from: u64,
@@ -212,11 +212,11 @@ pub struct CubeMesh {
     pub bytes: u64,
     /// Factor of PREMUL_SUM.
     pub factor: f64,
-    /// The others of this rank's quad, ascending.
+    /// The other ranks of this rank's quad, in ascending order.
     pub quad: [u32; 3],
     /// The neighbour in the other quad.
     pub relay: u32,
-    /// Flag that is not 0 if rank 0 is in this rank's quad.
+    /// Not 0 if rank 0 is in this rank's quad.
     pub first_quad: u32,
 }
 
@@ -228,11 +228,11 @@ pub struct RsagStaged {
     pub common: Common,
     /// The first pass.
     pub scatter: Staging,
-    /// The second.
+    /// The second pass.
     pub gather: Staging,
     /// The input.
     pub from: u64,
-    /// The result; 0: nowhere.
+    /// The result; 0 if absent.
     pub to: u64,
     /// Length of the input and of the result.
     pub bytes: u64,
@@ -240,9 +240,9 @@ pub struct RsagStaged {
     pub factor: f64,
     /// Root of a broadcast.
     pub root: u32,
-    /// Pieces of the message.
+    /// Number of pieces of the message.
     pub parts: u32,
-    /// Rank that has the first piece.
+    /// The rank of the first piece.
     pub first: u32,
     /// Mask of the ranks that get the result of a reduction.
     pub targets: u32,
@@ -256,65 +256,65 @@ pub struct RsagStaged {
 pub struct Norm {
     /// Arguments that every kernel has.
     pub common: Common,
-    /// Place of the sentinel slots.
+    /// Location of the sentinel slots.
     pub sentinel: Sentinel,
-    /// Input of this rank, or the sum over ranks.
+    /// This rank's input, or the sum over ranks.
     pub from: u64,
     /// The residual.
     pub residual: u64,
     /// The weight.
     pub weight: u64,
-    /// Scale of all normed elements; 0: none.
+    /// Scale of all normalised elements; 0 if absent.
     pub scale: u64,
-    /// Destination of the normed rows.
+    /// Destination of the normalised rows.
     pub normed: u64,
     /// Destination of the sum with the residual.
     pub sum: u64,
-    /// Destination of each row's scale; 0: nowhere.
+    /// Destination of each row's scale; 0 if absent.
     pub scales: u64,
     /// Number of rows.
     pub rows: u64,
-    /// Elements of a row.
+    /// Number of elements of a row.
     pub hidden: u32,
     /// Number added to the mean of the squares.
     pub eps: f32,
-    /// `Normed`.
+    /// The code of a `Normed`.
     pub normed_type: u32,
 }
 
-/// Ranks of a group that signal each other, at most.
+/// Maximum number of ranks of a group that signal each other.
 pub const MAX_PEERS: usize = 8;
 
 /// `SignalArgs` in `signal/signal.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Signal {
-    /// Pad of each rank, as mapped here.
+    /// Pad of each rank, as mapped in this process.
     pub pads: [u64; MAX_PEERS],
-    /// A word of host memory that is not 0 once the group has failed.
+    /// Address of a word of host memory that is not 0 once the group has failed.
     pub stop: u64,
-    /// Two words of host memory.
+    /// Address of the report: two words of host memory.
     pub report: u64,
-    /// Nanoseconds that a thread waits.
+    /// Timeout of a waiting thread in nanoseconds.
     pub timeout: u64,
     /// Index of the slot's first word in a pad.
     pub slot: u32,
-    /// Record that is reported, with a bit for each peer that has not come.
+    /// The report of a timeout; the kernel adds a bit for each missing peer.
     pub record: u32,
-    /// A bit for each peer that is sent a signal.
+    /// A bit for each peer that gets a signal.
     pub put: u32,
-    /// A bit for each peer whose signal is waited for.
+    /// A bit for each peer whose signal the kernel waits for.
     pub wait: u32,
 }
 
 impl Signal {
-    /// Bytes of the arguments, as the kernel reads them.
+    /// Returns the arguments as the kernel reads them.
     pub fn bytes(&self) -> &[u8] {
         bytes_of(self)
     }
 }
 
-/// The argument of any kernel of collectives, as the kernel reads it.
+/// The arguments of any kernel of collectives, as the kernel reads them.
 #[derive(Clone, Copy)]
 #[repr(align(8))]
 pub struct ArgBytes {
@@ -322,7 +322,7 @@ pub struct ArgBytes {
     length: usize,
 }
 
-/// Bytes of the longest argument.
+/// Size of the largest arguments in bytes.
 const MAX_ARGS: usize = size_of::<Exchange>();
 
 impl ArgBytes {
@@ -333,7 +333,7 @@ impl ArgBytes {
         Self { bytes, length: size_of::<T>() }
     }
 
-    /// The bytes that a kernel reads.
+    /// Returns the bytes that a kernel reads.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.length]
     }
@@ -345,20 +345,21 @@ impl std::fmt::Debug for ArgBytes {
     }
 }
 
-/// Bytes of `args`, as a kernel reads them. `args` is one of the structs of this module: `repr(C)`, of plain numbers.
+/// Returns the bytes of `args` as a kernel reads them. `args` is one of the structs of this module: `repr(C)`, of plain
+/// numbers.
 pub(crate) fn bytes_of<T: Copy>(args: &T) -> &[u8] {
-    // SAFETY: plain numbers; padding is only copied on.
+    // SAFETY: plain numbers; padding is only copied.
     unsafe { std::slice::from_raw_parts(std::ptr::from_ref(args).cast(), size_of::<T>()) }
 }
 
-/// Words of a `Report` in `wait.cuh`.
+/// Number of words of a `Report` in `wait.cuh`.
 pub const REPORT_WORDS: usize = DIRECT_WORD + COUNTS * Channel::ALL.len();
-/// Words of a channel that count kernels that moved something between tensors without staging: collectives or sends, receives.
+/// Words of a channel that count zero-copy kernels: one for collectives or sends, one for receives.
 pub const COUNTS: usize = 2;
-/// The first of the words that count such kernels.
+/// Index of the first of these words in the report.
 pub const DIRECT_WORD: usize = 4 + MAX_RANKS;
 
-// `static_assert`s beside the declarations in C++ say the same.
+// `static_assert`s next to the declarations in C++ check the same sizes.
 const _: () = {
     assert!(size_of::<Common>() == 160 && REPORT_WORDS * 4 == 112);
     assert!(size_of::<Handshake>() == 168);

@@ -1,11 +1,11 @@
-//! The edges of a group whose GPUs are linked as a hybrid cube mesh.
+//! The edges of a group whose GPUs form a hybrid cube mesh.
 
 use super::arguments::PerRank;
 use super::workspace::layout::{Channel, Layout};
 use super::workspace::memory::{Memory, Peer};
 use crate::topo::{self, graph::CubeMesh};
 
-/// Ranks of such a group.
+/// Number of ranks of such a group.
 pub(super) const RANKS: usize = 8;
 /// Length of an encoded mesh.
 pub(super) const BYTES: usize = 2 + RANKS;
@@ -13,13 +13,15 @@ pub(super) const BYTES: usize = 2 + RANKS;
 /// A group's edges, and the memory through which its kernels use them.
 pub(super) struct Edges {
     pub(super) mesh: CubeMesh,
-    /// Mapped between neighbours only, for groups whose other memory is the host's since not all GPUs reach each other. Where the
-    /// LL lines of a channel lie does not depend on how much memory there is, so the group's layout holds for it too.
+    /// Memory that only neighbours map, for groups that otherwise use host memory because not all GPUs can access each
+    /// other. The offset of a channel's LL lines does not depend on the size of the memory, so the group's layout also
+    /// applies here.
     pub(super) apart: Option<(Memory, Layout)>,
 }
 
 impl Edges {
-    /// The memory of `channel` on this rank and its neighbours; 0 for all others. `peer` is what the group's other kernels use.
+    /// Returns the memory of `channel` on this rank and its neighbours; 0 for all others. `peer` is the memory that the
+    /// group's other kernels use.
     pub(super) fn reach(&self, me: usize, channel: Channel, peer: &PerRank) -> PerRank {
         let apart = self.apart.as_ref().map(|(memory, layout)| (memory.addresses(), layout.channel(channel) as u64));
         let mut along = [0; _];
@@ -30,12 +32,12 @@ impl Edges {
     }
 }
 
-/// Whether `me` has an edge to `rank` or is it.
+/// Returns true if `rank` is `me` or shares an edge with it.
 pub(super) fn reaches(mesh: &CubeMesh, me: usize, rank: usize) -> bool {
     mesh.relay[me] as usize == rank || mesh.quad_of(me as u32).contains(&(rank as u32))
 }
 
-/// The mesh that the group's GPUs are, in the order of their ranks, as far as this rank can tell.
+/// Returns the mesh of the group's GPUs in rank order, if this rank detects one.
 pub(super) fn detected(peers: &[Peer]) -> Option<CubeMesh> {
     let uuids: Vec<String> = peers.iter().map(|peer| spelled(&peer.uuid)).collect();
     match topo::connectivity_of(&uuids) {
@@ -47,13 +49,13 @@ pub(super) fn detected(peers: &[Peer]) -> Option<CubeMesh> {
     }
 }
 
-/// Text of a UUID as NVML writes it.
+/// Formats a UUID as NVML does.
 fn spelled(uuid: &[u8; 16]) -> String {
     let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
-/// Encoding that ranks compare: the same for the same mesh only.
+/// Encodes a mesh for comparison: equal bytes if and only if the meshes are equal.
 pub(super) fn encoded(mesh: Option<&CubeMesh>) -> Vec<u8> {
     let mut bytes = vec![0; BYTES];
     if let Some(mesh) = mesh {

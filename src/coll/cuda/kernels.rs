@@ -1,4 +1,5 @@
-//! The kernels of one rank of a group, compiled and loaded when they are first needed; the usual ones that the cache has, before.
+//! The kernels of one rank of a group, compiled and loaded on first use; usual kernels that are cached are loaded
+//! earlier.
 
 use super::launch::{self, KERNELS, Launch};
 use crate::dtype::{DType, ReduceOp};
@@ -11,10 +12,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
 use std::time::Instant;
 
-/// A kernel, zero-copy or not, and what it is compiled for if it looks at elements.
+/// A kernel, zero-copy or not, and its element type and operation if it has them.
 type Key = (&'static launch::Kernel, bool, Option<(DType, ReduceOp)>);
 
-/// Kernels of a communicator, compiled and loaded when they are first needed.
+/// The kernels of a communicator, compiled and loaded on first use.
 #[derive(Debug)]
 pub(crate) struct Kernels {
     world: u32,
@@ -25,7 +26,7 @@ pub(crate) struct Kernels {
 
 impl Kernels {
     pub(crate) fn new(device: &Device, world: usize, rank: usize, overlap: bool) -> Self {
-        // Devices before Hopper know no programmatic launches.
+        // Devices before Hopper have no programmatic launches.
         let overlap = overlap && device.capability.0 >= 9;
         Self { world: world as u32, rank: rank as u32, overlap, loaded: BTreeMap::new() }
     }
@@ -35,8 +36,8 @@ impl Kernels {
         Variant { program: kernel.program, world: self.world, rank: self.rank, dtype, op, zero_copy }
     }
 
-    /// Loads what bytes that move and the usual reductions need, as far as it was compiled before. Loading may wait for whatever runs on
-    /// the device: where a kernel waits for a peer that waits for this rank, it is too late.
+    /// Loads the cached kernels that move bytes and run the usual reductions. Loading may wait for all kernels on the
+    /// device; once a kernel waits for a peer that waits for this rank, that would be a deadlock.
     pub(crate) fn preload(&mut self, device: &Device) {
         let begun = Instant::now();
         for key in usual() {
@@ -66,7 +67,7 @@ impl Kernels {
     }
 }
 
-/// Keys of the kernels that programs need that move bytes, and sum or average floats.
+/// Returns the keys of the kernels for programs that move bytes and sum or average floats.
 fn usual() -> Vec<Key> {
     let floats = [DType::F32, DType::BF16, DType::F16];
     let reductions: Vec<_> = floats.iter().flat_map(|&dtype| [ReduceOp::Sum, ReduceOp::Avg].map(|op| Some((dtype, op)))).collect();
@@ -81,7 +82,7 @@ fn usual() -> Vec<Key> {
     keys
 }
 
-/// A device's modules. They stay until the process ends: groups come and go, most of them of the same shape.
+/// A device's modules. They stay until the process exits, because successive groups mostly have the same shape.
 struct Loaded {
     /// Keeps the context.
     _device: Device,
@@ -95,13 +96,13 @@ fn arch(device: &Device) -> Arch {
     Arch { major, minor }
 }
 
-/// The kernel `symbol` of `variant`, if this process has loaded it. A program may have several.
+/// Returns the kernel `symbol` of `variant`, if this process has loaded it. A program may have several.
 fn known(device: &Device, variant: &Variant, symbol: &'static str) -> Option<Kernel> {
     lock(&LOADED).get(&device.ordinal())?.kernels.get(&(*variant, symbol)).copied()
 }
 
-/// Compiles `variant`, unless the cache has it, and loads its kernel `symbol`, unless this process has; on `device`, whose context is
-/// current.
+/// Compiles `variant` unless it is cached, and loads its kernel `symbol` unless this process has done so; on `device`,
+/// whose context is current.
 pub(crate) fn load(device: &Device, variant: &Variant, symbol: &'static str) -> Result<Kernel> {
     match known(device, variant, symbol) {
         Some(kernel) => Ok(kernel),
@@ -111,9 +112,9 @@ pub(crate) fn load(device: &Device, variant: &Variant, symbol: &'static str) -> 
 
 fn load_code(device: &Device, variant: &Variant, code: &[u8], symbol: &'static str) -> Result<Kernel> {
     let begun = Instant::now();
-    // Also where another thread captures: loading would end its capture.
+    // Relaxed, because loading would end another thread's capture.
     let _relaxed = RelaxedCapture::begin()?;
-    // Not under the lock, as it may wait for what runs.
+    // Not under the lock, because loading may wait for running kernels.
     let kernel = Kernel::load(code, symbol)?;
     log::debug!("{variant} was loaded in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
     let mut all = lock(&LOADED);

@@ -13,22 +13,22 @@ use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Grid;
 use crate::topo::graph::CubeMesh;
 
-/// Threads of other blocks; `THREADS` in `device.cuh`.
+/// Number of threads in other blocks; `THREADS` in `device.cuh`.
 const THREADS: u32 = 512;
 
-/// Threads of a block of a lane where there are many blocks.
+/// Number of threads in a block of a lane if there are many blocks.
 const FEW_THREADS: u32 = 128;
 
-/// A kernel that collectives launch, in a program of its own.
+/// A kernel that collectives launch, with its own program.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Kernel {
     /// Its name.
     pub symbol: &'static str,
-    /// Name of its program's source below `src/kernels/cuda`.
+    /// The name of its program's source below `src/kernels/cuda`.
     pub program: &'static str,
-    /// Whether it is compiled for an element type and an operation.
+    /// True if it is compiled for an element type and an operation.
     pub typed: bool,
-    /// Whether it has a variant that knows of symmetric memory.
+    /// True if it has a zero-copy variant.
     pub zero_copy: bool,
 }
 
@@ -37,7 +37,7 @@ impl Kernel {
         Self { symbol, program, typed: true, zero_copy: false }
     }
 
-    /// It moves bytes, whatever they mean.
+    /// Marks a kernel that moves bytes of any type.
     const fn untyped(self) -> Self {
         Self { typed: false, ..self }
     }
@@ -47,7 +47,7 @@ impl Kernel {
     }
 }
 
-/// Bytes from everybody to everybody.
+/// Moves bytes from every rank to every rank.
 pub static EXCHANGE: Kernel = Kernel::new("exchange/exchange", "exchange").untyped().zero_copy();
 /// As [`EXCHANGE`], for short messages only.
 pub static EXCHANGE_LOW_LATENCY: Kernel = Kernel::new("exchange/low_latency", "exchange_low_latency").untyped();
@@ -59,15 +59,15 @@ pub static BROADCAST: Kernel = Kernel::new("broadcast/staged", "broadcast_staged
 pub static REDUCE_LOW_LATENCY: Kernel = Kernel::new("reduce/low_latency", "reduce_low_latency");
 /// Reduce-scatter of long messages.
 pub static REDUCE_STAGED: Kernel = Kernel::new("reduce/staged", "reduce_staged").zero_copy();
-/// All-reduce in one shot.
+/// One-shot all-reduce.
 pub static ONE_SHOT: Kernel = Kernel::new("all_reduce/one_shot", "all_reduce_one_shot");
-/// All-reduce in two shots.
+/// Two-shot all-reduce.
 pub static TWO_SHOT: Kernel = Kernel::new("all_reduce/two_shot", "all_reduce_two_shot");
 /// All-reduce along the edges of a hybrid cube mesh.
 pub static CUBE_MESH: Kernel = Kernel::new("all_reduce/cube_mesh", "all_reduce_cube_mesh");
 /// All-reduce and reduce of long messages.
 pub static RSAG_STAGED: Kernel = Kernel::new("all_reduce/rsag_staged", "rsag_staged").zero_copy();
-/// All-reduce of rows in one shot, with residual and norm.
+/// One-shot all-reduce of rows, with residual and norm.
 pub static NORM_ONE_SHOT: Kernel = Kernel::new("norm/one_shot", "all_reduce_add_rms_norm_one_shot");
 /// Residual and norm of rows that have been summed.
 pub static NORM_ROWS: Kernel = Kernel::new("norm/rows", "norm_rows");
@@ -91,11 +91,11 @@ pub static KERNELS: [&Kernel; 12] = [
 /// A kernel ready to be launched.
 #[derive(Clone, Copy, Debug)]
 pub struct Launch {
-    /// What is launched.
+    /// The kernel.
     pub kernel: &'static Kernel,
-    /// Blocks and their threads.
+    /// Number of blocks and of their threads.
     pub grid: Grid,
-    /// The variant that knows of symmetric memory.
+    /// True for the zero-copy variant.
     pub zero_copy: bool,
     /// Arguments of the kernel.
     pub args: ArgBytes,
@@ -104,22 +104,22 @@ pub struct Launch {
 /// A hybrid cube mesh as one rank sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct Edges<'a> {
-    /// The whole of it.
+    /// The whole mesh.
     pub mesh: &'a CubeMesh,
-    /// The channel's memory on this rank and its neighbours; the rest is not looked at.
+    /// The channel's memory on this rank and its neighbours; other entries are not used.
     pub peer: PerRank,
 }
 
-/// Symmetric memory as one rank sees it.
+/// Symmetric memory as one rank accesses it.
 #[derive(Clone, Copy)]
 pub struct Symmetric<'a> {
-    /// Start of each rank's symmetric memory, as mapped here; this rank's own among them.
+    /// Start of each rank's symmetric memory, as mapped in this process; including this rank's.
     pub heap: PerRank,
     /// Index in the report of the count of the channel's collectives or sends.
     pub count: u32,
-    /// Bytes of the shortest message of an exchange that goes direct, not 0; see [`super::plan::worth_zero_copy`].
+    /// Minimum length of a zero-copy message of an exchange, not 0; see [`super::plan::worth_zero_copy`].
     pub least: u32,
-    /// Whether a span lies in this rank's symmetric memory, where all peers have mapped it.
+    /// Returns true if a span is in this rank's symmetric memory and all peers have mapped it.
     pub reachable: &'a dyn Fn(Span) -> bool,
 }
 
@@ -129,22 +129,22 @@ impl std::fmt::Debug for Symmetric<'_> {
     }
 }
 
-/// Launch context: the rank that launches, and its memory.
+/// The rank that launches, and its memory.
 #[derive(Clone, Copy, Debug)]
 pub struct LaunchContext<'a> {
-    /// Number of this rank.
+    /// This rank's number.
     pub me: usize,
     /// Number of ranks.
     pub n: usize,
     /// The group's layout.
     pub layout: &'a Layout,
-    /// The edges of the group's hybrid cube mesh; a call planned for one needs them.
+    /// The edges of the group's hybrid cube mesh; required for a call planned for one.
     pub edges: Option<Edges<'a>>,
-    /// Threads of a block of a lane.
+    /// Number of threads in a block of a lane.
     pub threads: u32,
     /// Arguments that every kernel has.
     pub common: Common,
-    /// Symmetric memory of a zero-copy call; `None`: the call is not zero-copy.
+    /// Symmetric memory of a zero-copy call; `None` if the call is not zero-copy.
     pub symmetric: Option<Symmetric<'a>>,
 }
 
@@ -163,33 +163,34 @@ impl LaunchContext<'_> {
         Staging { words, slots, slot_bytes: self.layout.slot_bytes() as u32, chunk_bytes: chunk, lanes }
     }
 
-    /// Threads of a block of one of `lanes` (docs/measurements/gpu-h200.md).
+    /// Returns the number of threads in a block of one of `lanes` (docs/measurements/gpu-h200.md).
     fn lane_threads(&self, kernel: &Kernel, lanes: u32) -> u32 {
         let wide = self.n == 2 || lanes as usize > self.layout.few_lanes();
-        // A send and a receive, each a kernel, must fit beside each other: the most registers of all (tests/gpu/compile.rs).
+        // The kernels of a send and of a receive must fit on the device together, with the most registers of all
+        // (tests/gpu/compile.rs).
         let many = if kernel.typed { wide } else { *kernel != TRANSFERS };
         if many { self.threads } else { self.threads.min(FEW_THREADS) }
     }
 
-    /// Whether `plan` is launched in its zero-copy variant.
+    /// Returns true if `plan` is launched in its zero-copy variant.
     fn handshakes(&self, plan: Plan) -> bool {
         self.symmetric.is_some() && self.n > 1 && plan.can_be_zero_copy()
     }
 
-    /// Whether peers may load and store `span`; what is empty nobody does.
+    /// Returns true if peers may load and store `span`; true for an empty span, which no peer accesses.
     fn direct(&self, span: Span) -> bool {
         span.bytes == 0 || self.symmetric.is_some_and(|symmetric| span.addr.is_multiple_of(UNIT) && (symmetric.reachable)(span))
     }
 
-    /// Handshake of a zero-copy kernel: `give` has a bit for each rank that may load what this one gives it, `take` one for each that may
-    /// store where this one takes it.
+    /// Returns the handshake of a zero-copy kernel: `give` has a bit for each rank that may load this rank's message
+    /// for it, `take` one for each rank that may store its message for this rank.
     fn handshake(&self, give: u32, take: u32) -> Handshake {
         let Some(Symmetric { heap, count, least, .. }) = self.symmetric else { return Handshake::default() };
         let (epochs, lines) = (self.layout.handshake_epochs() as u64, self.layout.handshake_lines() as u64);
         Handshake { epochs, lines, counts: self.layout.handshake_counts() as u64, heap, give, take, count, least }
     }
 
-    /// Messages that `call` sends to each rank.
+    /// Returns the messages that `call` sends to each rank.
     fn outgoing(&self, call: &Spec) -> Outgoing {
         let root = call.root.index();
         let mut out = Outgoing::default();
@@ -209,7 +210,7 @@ impl LaunchContext<'_> {
         out
     }
 
-    /// Destinations and lengths of the messages that each rank sends.
+    /// Returns the destination and length of each rank's message.
     fn incoming(&self, call: &Spec) -> (PerRank, PerRank) {
         let (mut to, mut bytes) = ([0; MAX_RANKS], [0; MAX_RANKS]);
         let mut put = |r: usize, span: Span| (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
@@ -221,7 +222,7 @@ impl LaunchContext<'_> {
         (to, bytes)
     }
 
-    /// The kernel for `call` under `plan`; `None`: nothing is to be done.
+    /// Returns the kernel for `call` under `plan`, or `None` if there is nothing to do.
     pub fn prepare(&self, call: &Spec, plan: Plan) -> Option<Launch> {
         let common = self.common;
         let all = |yes: bool| if yes { (1u32 << self.n) - 1 } else { 0 };
@@ -237,7 +238,7 @@ impl LaunchContext<'_> {
                 let (to, bytes) = self.incoming(call);
                 let span = |r: usize| Span { addr: to[r] as usize, bytes: bytes[r] as usize };
                 let zero_copy = self.handshakes(plan);
-                // Messages are stored where they belong by who has them: nobody loads.
+                // Senders store messages at their destination; no rank loads.
                 let least = self.symmetric.map_or(1, |symmetric| u64::from(symmetric.least));
                 let takes = |r: &usize| zero_copy && *r != self.me && bytes[*r] >= least && self.direct(span(*r));
                 let handshake = self.handshake(0, (0..self.n).filter(takes).map(|r| 1 << r).sum());
@@ -254,7 +255,7 @@ impl LaunchContext<'_> {
                 let (staging, mut out) = (self.staging(Stage::Scatter, lanes, chunk), self.outgoing(call));
                 let handshake = self.handshake(all(call.inputs.iter().all(|&input| self.direct(input))), 0);
                 for r in (0..self.n).filter(|&r| handshake.give != 0 && out.bytes[r] == 0) {
-                    // Any address of this heap will do for what is empty.
+                    // An empty message may have any address of this heap.
                     out.from[r] = handshake.heap[self.me];
                 }
                 let (to, bytes) = (output.addr as u64, output.bytes as u64);
@@ -265,7 +266,7 @@ impl LaunchContext<'_> {
                 let (input, sentinel) = (call.inputs[0], self.sentinel());
                 let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
                 let args = AllReduce { common, sentinel, from, to, bytes, factor: call.factor };
-                // In one shot a thread for each unit, as far as a block has room.
+                // One-shot: one thread per unit, up to the maximum size of a block.
                 let units = input.bytes.div_ceil(UNIT).div_ceil(blocks as usize) as u32;
                 let one = matches!(plan, Plan::OneShot { .. });
                 let threads = if one { units.next_multiple_of(32).min(THREADS) } else { THREADS };
@@ -297,11 +298,12 @@ impl LaunchContext<'_> {
                 let root = call.root.0;
                 let targets = if call.op == Op::Reduce { 1 << root } else { (1u32 << self.n) - 1 };
                 let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
-                // The root of a broadcast sends all it has as it is: with a piece of its own it would send that to everybody too.
+                // The root of a broadcast sends only pieces of other ranks: a piece of its own would go to every rank
+                // as well.
                 let n = self.n as u32;
                 let broadcast = call.op == Op::Broadcast;
                 let (kernel, parts, first) = if broadcast { (&BROADCAST, n - 1, (root + 1) % n) } else { (&RSAG_STAGED, n, 0) };
-                // The root of a broadcast has it all.
+                // The root of a broadcast already has all bytes.
                 let stored = !broadcast || self.me != call.root.index();
                 let takes = stored && call.outputs.first().is_some_and(|&output| self.direct(output));
                 let (factor, handshake) = (call.factor, self.handshake(0, all(takes)));
@@ -311,7 +313,7 @@ impl LaunchContext<'_> {
         }
     }
 
-    /// The launch of `kernel`, which norms the rows of `call`, which come `from` this rank's input or their sum.
+    /// Returns the launch of `kernel`, which normalises the rows of `call`; `from` is this rank's input or the sum.
     fn norm(&self, call: &Spec, kernel: &'static Kernel, (blocks, cluster): (u32, u32), from: Span) -> Option<Launch> {
         let of_call = Norm::of(call)?;
         let addr = |spans: &[Span], at: usize| spans.get(at).map_or(0, |span| span.addr as u64);
@@ -334,8 +336,8 @@ impl LaunchContext<'_> {
         Some(Launch { kernel, grid, zero_copy: false, args: ArgBytes::of(&args) })
     }
 
-    /// Sends and receives as one kernel: `(to whom, what)` and `(from whom, where)`. Two messages in one direction between the same two
-    /// ranks need two kernels: the second is refused.
+    /// Returns one kernel for sends `(to whom, what)` and receives `(from whom, where)`. Two messages in one direction
+    /// between the same two ranks need two kernels: the second one is rejected.
     pub fn transfers(&self, sends: &[(usize, Span)], receives: &[(usize, Span)], plan: Plan) -> Result<Launch> {
         let (mut out, mut to, mut bytes) = (Outgoing::default(), [0; MAX_RANKS], [0; MAX_RANKS]);
         let twice = || Error::internal("two messages in one direction between the same two ranks in one launch");
@@ -370,7 +372,7 @@ impl LaunchContext<'_> {
         };
         let (ll, staging) = (self.low_latency(), self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32));
         let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, handshake };
-        // What the rank keeps may be longer than the messages: more blocks copy it then.
+        // This rank's message to itself may be longer than the others; more blocks then copy it.
         let keeping = out.bytes[self.me].div_ceil((LL_UNITS * UNIT) as u64).min(self.layout.lanes() as u64) as u32;
         let (kernel, grid) = match lanes {
             0 => (&EXCHANGE_LOW_LATENCY, Grid::new(ll_blocks.max(keeping), THREADS)),

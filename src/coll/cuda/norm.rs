@@ -1,25 +1,25 @@
-//! How many blocks norm how many rows after, or in, an all-reduce. Pure.
+//! How many blocks normalise how many rows after, or in, an all-reduce. Pure.
 
 use super::tuning::Tuning;
 use super::workspace::layout::{Layout, UNIT};
 use crate::coll::call::{Op, Spec};
 use crate::coll::norm::{GROUP, Norm, Normed};
 
-/// Threads of a block that norms rows, at most; `THREADS` in `device.cuh`.
+/// Maximum number of threads in a block that normalises rows; `THREADS` in `device.cuh`.
 const MOST_THREADS: usize = 512;
-/// Lanes in which squares of a row are added up; `LANES` in `norm.cuh`.
+/// Number of independent partial sums of the squares of a row; `LANES` in `norm.cuh`.
 const LANES: usize = 1024;
-/// Blocks that norm rows which have been summed, at most.
+/// Maximum number of blocks that normalise rows which have been summed.
 const ROWS_BLOCKS: usize = 256;
 
-/// Blocks of the kernel that serves all of `norm`, which has rows, among `n` ranks, and how many of them share a row; `None`: its rows are too
-/// long or too many for one.
+/// Returns the number of blocks of the kernel that runs all of `norm`, which has rows, among `n` ranks, and how many of
+/// them share a row. `None` if the rows are too long or too many for one kernel.
 pub(super) fn one_shot(norm: &Norm, n: usize, layout: &Layout, tuning: &Tuning) -> Option<(u32, u32)> {
     if n == 1 || norm.row_bytes() * norm.rows > tuning.one_shot_bytes {
         return None;
     }
     let groups = norm.hidden / GROUP;
-    // As many as there are blocks for, and as have a group each: every block must hear from every peer.
+    // As many as there are blocks for, and as have a group each, because every block must receive from every peer.
     let shared = |&cluster: &usize| {
         let threads = threads(norm, cluster);
         cluster == 1 || (cluster * norm.rows <= tuning.blocks && (cluster - 1) * threads < groups)
@@ -31,19 +31,21 @@ pub(super) fn one_shot(norm: &Norm, n: usize, layout: &Layout, tuning: &Tuning) 
     fits.then_some(((clusters * cluster) as u32, cluster as u32))
 }
 
-/// Blocks of the kernel that norms `rows` rows which have been summed.
+/// Returns the number of blocks of the kernel that normalises `rows` rows which have been summed.
 pub(super) fn rows_blocks(rows: usize) -> u32 {
     rows.min(ROWS_BLOCKS) as u32
 }
 
-/// The all-reduce of `call` before its rows are normed: to where the normed rows go, or where those are shorter the sums.
+/// Returns the all-reduce of `call` that precedes the norm. Its output is where the normalised rows go, or where the
+/// sums go if normalised rows are shorter.
 pub fn reduction<'a>(call: &Spec<'a>) -> Spec<'a> {
     let same = Norm::of(call).is_none_or(|norm| norm.normed == Normed::Same);
     let to = call.outputs[usize::from(!same)];
     Spec { op: Op::AllReduce, factor: 1.0, inputs: vec![call.inputs[0]].into(), outputs: vec![to].into(), ..call.clone() }
 }
 
-/// Threads of each of `cluster` blocks that share a row of `norm`: one for each group, up to as many as there are lanes to add up.
+/// Returns the number of threads in each of `cluster` blocks that share a row of `norm`: one per group, up to the
+/// number of partial sums.
 pub(super) fn threads(norm: &Norm, cluster: usize) -> usize {
     (norm.hidden / GROUP).min(LANES).div_ceil(cluster).next_multiple_of(32).min(MOST_THREADS)
 }

@@ -1,5 +1,5 @@
-//! Choice of the kernel that serves a call, and of its blocks. Pure; the same on every rank, because it looks only at what every rank
-//! knows.
+//! Choice of a call's kernel and its number of blocks. Pure, and the same on every rank, because it uses only values
+//! that every rank knows.
 
 use super::norm;
 pub use super::tuning::Tuning;
@@ -8,16 +8,16 @@ use crate::coll::call::{Op, Spec};
 use crate::coll::norm::Norm;
 use crate::dtype::DType;
 
-/// Kernel and blocks of a call.
+/// The kernel of a call and its blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plan {
-    /// Nothing: there is nothing to move, on any rank.
+    /// No kernel: no rank has anything to move.
     Nothing,
-    /// Messages as they are: short ones with flags in the data, others staged.
+    /// Moves messages unchanged: short ones on LL lines, others staged.
     Exchange {
-        /// Blocks that serve LL lines.
+        /// Number of blocks that use LL lines.
         ll_blocks: u32,
-        /// Lanes of staging. Each message has chunks by its own length.
+        /// Number of staging lanes. The chunk size depends on each message's length.
         lanes: u32,
     },
     /// Sends everything in one trip on LL lines.
@@ -25,51 +25,51 @@ pub enum Plan {
         /// Number of blocks.
         blocks: u32,
     },
-    /// Pieces through staging to those who need them.
+    /// Sends pieces through staging to the ranks that need them.
     ReduceStaged {
-        /// Lanes of staging.
+        /// Number of staging lanes.
         lanes: u32,
-        /// Bytes of a chunk.
+        /// Size of a chunk in bytes.
         chunk: u32,
     },
-    /// Everything to everybody, data as flags.
+    /// Sends everything to every rank through sentinel slots.
     OneShot {
         /// Number of blocks.
         blocks: u32,
     },
-    /// Pieces to their owners, sums to everybody, data as flags.
+    /// Sends pieces to their owners and the sums to every rank, through sentinel slots.
     TwoShot {
         /// Number of blocks.
         blocks: u32,
     },
-    /// Sums of each half to the other half, along the edges of a hybrid cube mesh, flags in the data.
+    /// Sends the sums of each half to the other half, along the edges of a hybrid cube mesh, on LL lines.
     CubeMesh {
         /// Number of blocks.
         blocks: u32,
     },
-    /// Rows to everybody, data as flags, and their norm.
+    /// Sends rows to every rank through sentinel slots, and normalises them.
     NormOneShot {
         /// Number of blocks.
         blocks: u32,
-        /// Blocks that share a row.
+        /// Number of blocks that share a row.
         cluster: u32,
     },
-    /// An all-reduce by a plan of its own, then the norm of the rows.
+    /// An all-reduce with its own plan, then the norm of the rows.
     NormRows {
         /// Number of blocks.
         blocks: u32,
     },
-    /// Two shots through staging.
+    /// Two-shot through staging.
     RsagStaged {
-        /// Lanes of staging.
+        /// Number of staging lanes.
         lanes: u32,
-        /// Bytes of a chunk.
+        /// Size of a chunk in bytes.
         chunk: u32,
     },
 }
 
 impl Plan {
-    /// Name of the plan in `torch_symm.stats()`.
+    /// Returns the name of the plan in `torch_symm.stats()`.
     pub fn name(self) -> &'static str {
         match self {
             Plan::Nothing => "nothing",
@@ -87,7 +87,7 @@ impl Plan {
         }
     }
 
-    /// Whether its kernel knows of symmetric memory. In a group of one there is nobody to share it with.
+    /// Returns true if its kernel has a zero-copy variant. It is not used in a group of one rank.
     pub fn can_be_zero_copy(self) -> bool {
         match self {
             Plan::Exchange { lanes, .. } => lanes > 0,
@@ -97,7 +97,8 @@ impl Plan {
         }
     }
 
-    /// Name of the plan in `torch_symm.stats()`, for a call that is `zero_copy` ([`Conditions::zero_copy`]) or not.
+    /// Returns the name of the plan in `torch_symm.stats()`, for a call that is `zero_copy` ([`Conditions::zero_copy`])
+    /// or not.
     pub fn served_as(self, zero_copy: bool) -> &'static str {
         match self {
             Plan::Exchange { ll_blocks: 0, lanes: 1.., .. } if zero_copy => "exchange_staged_zero_copy",
@@ -111,12 +112,13 @@ impl Plan {
     }
 }
 
-/// Blocks that serve LL lines where nobody knows the longest message; it carries up to 64 KiB between two ranks then.
+/// Number of blocks that use LL lines if not every rank knows the longest message; they carry up to 64 KiB between two
+/// ranks.
 const UNKNOWN_LL_BLOCKS: u32 = 16;
-/// Length of the shortest chunk that is worth a fence; `staging.cuh` has the same.
+/// Minimum length of a chunk that is worth a fence; `staging.cuh` has the same.
 const MIN_CHUNK: usize = 4 << 10;
 
-/// Whether a word of all ones can only be a NaN of this type (`EMPTY_IS_NAN` in `types.cuh`).
+/// Returns true if a word of all ones can only be a NaN of this type (`EMPTY_IS_NAN` in `types.cuh`).
 fn can_use_sentinels(dtype: DType) -> bool {
     match dtype {
         DType::F16 | DType::BF16 | DType::F32 | DType::C64 => true,
@@ -125,13 +127,14 @@ fn can_use_sentinels(dtype: DType) -> bool {
     }
 }
 
-/// Longest all-reduce along the edges of a hybrid cube mesh: half of what travels is flags, and the edge to the relay has one link.
+/// Maximum size of an all-reduce along the edges of a hybrid cube mesh: half of the traffic is flags, and the edge to
+/// the relay has one link.
 pub const CUBE_MESH_BYTES: usize = 256 << 10;
 
-/// Conditions of a choice besides the call; all but `me` are the same on all ranks.
+/// The conditions of a choice in addition to the call; all but `me` are the same on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Conditions<'a> {
-    /// Index of this rank, by which its message to itself is told from others.
+    /// Index of this rank, which identifies its message to itself.
     pub me: usize,
     /// Number of ranks.
     pub n: usize,
@@ -139,18 +142,19 @@ pub struct Conditions<'a> {
     pub layout: &'a Layout,
     /// Thresholds between the algorithms.
     pub tuning: &'a Tuning,
-    /// The group's GPUs are linked as a hybrid cube mesh.
+    /// True if the group's GPUs form a hybrid cube mesh.
     pub cube_mesh: bool,
-    /// Flag of a group whose long messages look whether tensors are symmetric memory; never set in a group of one.
+    /// True if long messages of the group check whether tensors are in symmetric memory; never in a group of one rank.
     pub zero_copy: bool,
 }
 
-/// Longest message between two ranks, as far as every rank knows it. Of an all-to-all between two ranks both know what travels.
+/// Returns the length of the longest message between two ranks that every rank knows. In a group of two, both know the
+/// lengths of an all-to-all.
 fn longest_known(call: &Spec, me: usize, n: usize) -> usize {
     if call.op == Op::AllToAll && n == 2 { call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes) } else { call.longest() }
 }
 
-/// The plan for `call`.
+/// Returns the plan for `call`.
 pub fn choose(call: &Spec, conditions: &Conditions<'_>) -> Plan {
     let Conditions { me, n, layout, tuning, cube_mesh, zero_copy } = *conditions;
     let longest = longest_known(call, me, n);
@@ -166,17 +170,17 @@ pub fn choose(call: &Spec, conditions: &Conditions<'_>) -> Plan {
     let exchange_lanes = most.of_exchanges(call.op, n, longest, zero_copy);
     let exchange_staged = Plan::Exchange { ll_blocks: 0, lanes: lanes_for(longest, exchange_lanes) };
     let lanes = lanes_for(piece, most.of_pieces(call.op, n, piece, zero_copy));
-    // Two: the first is on its way in the second stage while the other is in the first.
+    // Two chunks per lane: one is in the second stage while the other is in the first.
     let rsag_staged = Plan::RsagStaged { lanes, chunk: chunk_of(piece, lanes, 2, layout) };
     match call.op {
-        // A group of one: what it gives becomes what it gets, once through the kernel where a factor may have to be applied.
+        // In a group of one the input becomes the output, through the kernel if a factor may have to be applied.
         Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => rsag_staged,
         Op::Broadcast if n == 1 => Plan::Nothing,
         Op::AllToAll if n != 2 => Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: exchange_lanes as u32 },
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll if short => Plan::Exchange { ll_blocks, lanes: 0 },
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => exchange_staged,
         Op::Broadcast if short => Plan::Exchange { ll_blocks, lanes: 0 },
-        // A single other rank has nobody to pass its piece on to: it gets one message.
+        // With two ranks the only receiver cannot pass a piece on, so it gets one message.
         Op::Broadcast if n == 2 => exchange_staged,
         Op::Broadcast => rsag_staged,
         Op::ReduceScatter if short => Plan::ReduceLowLatency { blocks: ll_blocks },
@@ -192,11 +196,12 @@ pub fn choose(call: &Spec, conditions: &Conditions<'_>) -> Plan {
     }
 }
 
-/// The plan for rows that are summed and normed: one kernel where they are short and few, else an all-reduce and a kernel for the rows.
+/// Returns the plan for rows that are summed and normalised: one kernel if they are short and few, otherwise an
+/// all-reduce and a kernel for the rows.
 fn rows(call: &Spec, conditions: &Conditions<'_>) -> Plan {
     let Conditions { n, layout, tuning, cube_mesh, .. } = *conditions;
     let Some(norm) = Norm::of(call).filter(|norm| norm.rows > 0) else { return Plan::Nothing };
-    // Sums on a hybrid cube mesh are added up in another order, which is that of the separate steps there.
+    // Sums on a hybrid cube mesh have a different order, in which the separate steps would also add them there.
     let on_edges = cube_mesh && norm.row_bytes() * norm.rows <= CUBE_MESH_BYTES;
     match norm::one_shot(&norm, n, layout, tuning).filter(|_| !on_edges) {
         Some((blocks, cluster)) => Plan::NormOneShot { blocks, cluster },
@@ -204,12 +209,12 @@ fn rows(call: &Spec, conditions: &Conditions<'_>) -> Plan {
     }
 }
 
-/// Pieces of a reduce-scatter among n ranks that are shorter than this by n² are loaded from peers' inputs; others are pushed through
-/// staging faster.
+/// Maximum size, divided by n², of the pieces of a reduce-scatter among n ranks that are loaded from peers' inputs;
+/// longer ones are faster when pushed through staging.
 const LOADED_BYTES: usize = 256 << 20;
 
-/// Whether `call`, for rank `me` of `n`, has a length for which it is worth to look for symmetric memory. Of an all-to-all among three and
-/// more the kernel decides, each message for itself.
+/// Returns true if `call`, for rank `me` of `n`, is long enough to benefit from zero-copy. For an all-to-all among
+/// three or more ranks the kernel decides for each message.
 pub fn worth_zero_copy(call: &Spec, me: usize, n: usize, tuning: &Tuning) -> bool {
     let message = match call.op {
         Op::AllToAll if n != 2 => return n > 1,
@@ -223,12 +228,12 @@ pub fn worth_zero_copy(call: &Spec, me: usize, n: usize, tuning: &Tuning) -> boo
     n > 1 && message >= tuning.zero_copy_bytes
 }
 
-/// The plan for sends and receives: nobody but the two ends knows of them.
+/// Returns the plan for sends and receives, which only their two ends know.
 pub fn transfers(layout: &Layout, tuning: &Tuning) -> Plan {
     Plan::Exchange { ll_blocks: 0, lanes: Lanes { layout, tuning }.all() as u32 }
 }
 
-/// Longest message that `plan` sends with flags in the data.
+/// Returns the maximum length of a message that `plan` sends on LL lines.
 pub fn short_bytes(plan: Plan) -> u64 {
     match plan {
         Plan::Exchange { ll_blocks, .. } => u64::from(ll_blocks) * (LL_UNITS * UNIT) as u64,
@@ -238,7 +243,7 @@ pub fn short_bytes(plan: Plan) -> u64 {
     }
 }
 
-/// Plan in one shot or two, if the slots are large enough and every block gets a unit of every piece.
+/// Returns a one-shot or two-shot plan, if the slots are large enough and every block gets a unit of every piece.
 fn on_sentinel_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning, zero_copy: bool) -> Option<Plan> {
     let units = bytes.div_ceil(UNIT);
     let blocks = |units: usize| units.div_ceil(tuning.block_units).clamp(1, tuning.blocks);
@@ -254,21 +259,23 @@ fn on_sentinel_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning, z
     (bytes <= most && fits).then_some(Plan::TwoShot { blocks: blocks as u32 })
 }
 
-/// Messages from this length on are worth all lanes where sums are made: with more of them under way the link is full sooner. Shorter ones
-/// go through fewer lanes faster.
+/// Reductions of messages from this length on use all lanes, which fill the link sooner. Shorter ones are faster with
+/// fewer lanes.
 const WIDE_BYTES: usize = 2 << 20;
 
-/// Pieces of an all-reduce between two ranks whose sums go straight into tensors are worth all lanes if they are shorter.
+/// All-reduces between two ranks whose sums are stored directly to tensors use all lanes if their pieces are shorter
+/// than this.
 const LONG_PIECE: usize = 64 << 20;
 
-/// Messages between two ranks from this length on are worth all lanes where the rank copies another to itself.
+/// Minimum length of messages between two ranks that use all lanes if the rank also copies one to itself.
 const WIDE_MESSAGE: usize = 4 << 20;
 
-/// Lanes that load from peers' tensors, at most: more wait for each other at the handshake longer than they gain.
+/// Maximum number of lanes that load from peers' tensors: more lanes wait longer at the handshake than they gain.
 const LOADING_LANES: usize = 64;
 
-/// Most lanes of each kind of kernel. The blocks of all of them are a multiple of the processors, of which [`Tuning::lanes`] is the number:
-/// where some processors have a block more than others, all wait for those (docs/measurements/gpu-h200.md).
+/// The maximum number of lanes for each kind of kernel. The total number of blocks is a multiple of the number of
+/// processors, which is [`Tuning::lanes`]: if some processors have one more block, all others wait for them
+/// (docs/measurements/gpu-h200.md).
 struct Lanes<'a> {
     layout: &'a Layout,
     tuning: &'a Tuning,
@@ -283,7 +290,7 @@ impl Lanes<'_> {
         self.tuning.lanes.min(self.layout.few_lanes())
     }
 
-    /// Exchanges have two roles: a block for each processor, or two where long messages differ.
+    /// Exchanges have two roles: one block per processor, or two for long messages that differ.
     fn of_exchanges(&self, op: Op, n: usize, longest: usize, zero_copy: bool) -> usize {
         let wide = op == Op::AllToAll && n == 2 && longest >= WIDE_MESSAGE && !zero_copy;
         if wide { self.all() } else { (self.tuning.lanes / 2).clamp(1, self.all()) }
@@ -297,7 +304,7 @@ impl Lanes<'_> {
         }
     }
 
-    /// All-reduce, reduce and broadcast among `n` ranks have three roles: two blocks for each processor, or three.
+    /// All-reduce, reduce and broadcast among `n` ranks have three roles: two blocks per processor, or three.
     fn of_pieces(&self, op: Op, n: usize, piece: usize, zero_copy: bool) -> usize {
         let two_thirds = (self.tuning.lanes * 2 / 3).clamp(1, self.all());
         match n {
@@ -310,15 +317,15 @@ impl Lanes<'_> {
     }
 }
 
-/// Lanes for messages of at most `bytes`, at most `most`: enough to fill the link.
+/// Returns the number of lanes, at most `most`, that fill the link with messages of up to `bytes`.
 fn lanes_for(bytes: usize, most: usize) -> u32 {
     bytes.div_ceil(2 * MIN_CHUNK).clamp(1, most) as u32
 }
 
-/// Longest chunk of what is added up or passed on: who does that waits for a whole one.
+/// Maximum chunk size of data that a rank reduces or forwards, since the rank waits for a whole chunk.
 const LONGEST_CHUNK: usize = 24 << 10;
 
-/// Bytes of a chunk of such messages, so many of them for each lane if they are not too short or too long for that.
+/// Returns the chunk size of such messages: `each` chunks per lane, within the minimum and maximum size.
 fn chunk_of(bytes: usize, lanes: u32, each: usize, layout: &Layout) -> u32 {
     let most = layout.slot_bytes().min(LONGEST_CHUNK);
     bytes.div_ceil(lanes as usize * each).next_multiple_of(512).clamp(MIN_CHUNK.min(most), most) as u32
@@ -332,7 +339,7 @@ mod tests {
     use crate::rank::Rank;
 
     fn call(op: Op, dtype: DType, bytes: usize) -> Spec<'static> {
-        // More than an all-to-all needs will do.
+        // More spans than an all-to-all needs do no harm.
         let spans = vec![Span { addr: 0, bytes }; if op == Op::AllToAll { 16 } else { 1 }];
         Spec {
             op,
@@ -489,7 +496,7 @@ mod tests {
         }
         assert!(worth(Op::ReduceScatter, (4 << 20) - 1, 8) && !worth(Op::ReduceScatter, 4 << 20, 8), "pushed faster than loaded");
         assert!(![Op::Broadcast, Op::AllToAll, Op::AllGather].iter().any(|op| worth(*op, 1 << 30, 1)), "there is nobody to share with");
-        // Blocks of one kernel find their words in the handshake's area.
+        // The blocks of one kernel must have their words in the handshake's area.
         assert!(UNKNOWN_LL_BLOCKS as usize <= Layout::new(16, 256 << 20).expect("fits").handshake_blocks());
     }
 }

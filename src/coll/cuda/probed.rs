@@ -1,4 +1,4 @@
-//! Pairs of GPUs that have been found to reach each other's memory, for as long as this process lives.
+//! Pairs of GPUs whose mutual access has been tested, for the life of this process.
 
 use crate::lock::lock;
 use std::collections::HashSet;
@@ -12,13 +12,13 @@ fn pairs() -> MutexGuard<'static, HashSet<Pair>> {
     lock(PAIRS.get_or_init(Mutex::default))
 }
 
-/// Whether all of `requested` have been noted.
+/// Returns true if all of `requested` have been noted.
 pub(super) fn know(requested: &[Pair]) -> bool {
     let known = pairs();
     requested.iter().all(|pair| known.contains(pair))
 }
 
-/// Each of `found` has written into the other's memory and read it back.
+/// Notes that each of `found` has written into the other's memory and read it back.
 pub(super) fn note(found: &[Pair]) {
     pairs().extend(found);
 }

@@ -1,17 +1,17 @@
-//! Statistics of this process: how many calls each algorithm served.
+//! Statistics of this process: how many calls each algorithm ran.
 
 use crate::coll::call::Op;
 use crate::lock::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak};
 
-/// Counts the calls of a communicator whose kernels loaded or stored peers' tensors directly.
+/// Counts the calls of a communicator whose kernels loaded or stored peers' tensors directly (zero-copy).
 pub(super) trait DirectCalls: Send + Sync {
-    /// Number of calls that went direct so far.
+    /// Number of zero-copy calls so far.
     fn direct(&self) -> u64;
 }
 
-/// How many calls of a collective (`None`: sends and receives) an algorithm has served.
+/// How many calls of a collective (`None`: sends and receives) an algorithm has run.
 struct Served {
     op: Option<Op>,
     algorithm: &'static str,
@@ -20,8 +20,9 @@ struct Served {
 
 static SERVED: Mutex<Vec<Served>> = Mutex::new(Vec::new());
 
-/// Counts a call of `op` (`None`: sends and receives) served by `algorithm`. Names are found by where they lie: comparing text would take
-/// as long as the rest of a call's bookkeeping; one that lies at two places is added up where it is asked for.
+/// Counts a call of `op` (`None`: sends and receives) that `algorithm` ran. Names are compared by address, because a
+/// comparison of text would take as long as the other bookkeeping of a call; [`served`] adds up names with two
+/// addresses.
 pub(super) fn count(op: Option<Op>, algorithm: &'static str) {
     let mut all = lock(&SERVED);
     match all.iter_mut().find(|served| served.op == op && std::ptr::eq(served.algorithm, algorithm)) {
@@ -30,7 +31,7 @@ pub(super) fn count(op: Option<Op>, algorithm: &'static str) {
     }
 }
 
-/// `{collective: {algorithm: calls}}`, of CUDA tensors.
+/// Returns `{collective: {algorithm: calls}}` for CUDA tensors.
 pub fn served() -> BTreeMap<&'static str, BTreeMap<&'static str, u64>> {
     let mut all = BTreeMap::<_, BTreeMap<_, _>>::new();
     for &Served { op, algorithm, calls } in lock(&SERVED).iter() {
@@ -39,16 +40,16 @@ pub fn served() -> BTreeMap<&'static str, BTreeMap<&'static str, u64>> {
     all
 }
 
-/// Counters of the calls that went direct, which kernels write.
+/// The counters of zero-copy calls, which kernels write.
 struct Direct {
     living: Vec<Weak<dyn DirectCalls>>,
-    /// Count of groups that are gone.
+    /// Sum over destroyed groups.
     past: u64,
 }
 
 static DIRECT: Mutex<Direct> = Mutex::new(Direct { living: Vec::new(), past: 0 });
 
-/// Counts what `report` counts from now on.
+/// Adds `report` to the counters.
 pub(super) fn add(report: &Arc<impl DirectCalls + 'static>) {
     let mut counts = lock(&DIRECT);
     counts.living.retain(|report| report.strong_count() > 0);
@@ -56,14 +57,15 @@ pub(super) fn add(report: &Arc<impl DirectCalls + 'static>) {
     counts.living.push(report);
 }
 
-/// Keeps what `report` has counted; `end` then makes it count nothing.
+/// Keeps the count of `report`; `end` then stops its counting.
 pub(super) fn retire(report: &dyn DirectCalls, end: impl FnOnce()) {
     let mut counts = lock(&DIRECT);
     counts.past += report.direct();
     end();
 }
 
-/// Calls of this process, replays of graphs included, in which this rank's kernels loaded or stored tensors of peers directly.
+/// Returns the number of calls of this process, including replays of graphs, in which this rank's kernels loaded or
+/// stored tensors of peers directly.
 pub fn direct() -> u64 {
     let counts = lock(&DIRECT);
     counts.past + counts.living.iter().filter_map(Weak::upgrade).map(|report| report.direct()).sum::<u64>()

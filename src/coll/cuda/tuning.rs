@@ -1,35 +1,36 @@
-//! Thresholds between one algorithm and the next: defaults, what the ranks tell each other, and what a user sets.
+//! The thresholds between algorithms: defaults, what the ranks exchange, and what a user sets.
 
 use super::workspace::layout::{MAX_LANES, SENTINEL_BLOCKS};
 
-/// Blocks of a cluster, at most, on every device that has clusters.
+/// Maximum number of blocks in a cluster, on every device that has clusters.
 const MAX_CLUSTER: usize = 8;
 
-/// Thresholds between one algorithm and the next; the same on all ranks.
+/// The thresholds between algorithms; the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// Longest all-reduce in one shot.
+    /// Maximum size of a one-shot all-reduce.
     pub one_shot_bytes: usize,
-    /// Longest all-reduce in two shots.
+    /// Maximum size of a two-shot all-reduce.
     pub two_shot_bytes: usize,
-    /// Longest all-reduce in two shots of a zero-copy call.
+    /// Maximum size of a two-shot all-reduce in a zero-copy call.
     pub zero_copy_two_shot_bytes: usize,
-    /// Length of the shortest message between two ranks that is zero-copy, not 0: it gains by this length what start and end of such a call
-    /// take.
+    /// Minimum length of a zero-copy message between two ranks, not 0: from this length on it saves more time than the
+    /// handshakes of such a call cost.
     pub zero_copy_bytes: usize,
-    /// Length of the longest single message that travels on LL lines.
+    /// Maximum length of a single message that uses LL lines.
     pub low_latency_bytes: usize,
-    /// Units of a piece for each block of a kernel on sentinel slots.
+    /// Units of a piece for each block of a sentinel-slot kernel.
     pub block_units: usize,
-    /// Blocks of a kernel on sentinel slots, at most.
+    /// Maximum number of blocks of a sentinel-slot kernel.
     pub blocks: usize,
-    /// Lanes of long messages, at most; by default one for each of a device's processors. Kernels take a part of them each.
+    /// Maximum number of lanes of long messages; by default one for each processor of the device. Each kernel uses a
+    /// fraction of them.
     pub lanes: usize,
-    /// Threads of a block of a lane.
+    /// Number of threads in a block of a lane.
     pub threads: usize,
-    /// Flag of overlapping set-up; 0: a kernel is set up only when its predecessor in the stream is complete.
+    /// Not 0 if kernels overlap their set-up with their predecessor in the stream; 0 if set-up waits for its end.
     pub overlap: usize,
-    /// Blocks that share a row which is normed, at most.
+    /// Maximum number of blocks that share a row of a norm.
     pub cluster: usize,
 }
 
@@ -39,7 +40,7 @@ impl Tuning {
         let one_shot_bytes = match ranks {
             0..=2 => 1 << 20,
             3..=4 => 192 << 10,
-            // By what travels, in proportion; not measured.
+            // In proportion to the bytes sent; not measured.
             _ => 64 << 10,
         };
         Self {
@@ -51,14 +52,14 @@ impl Tuning {
             block_units: 128,
             blocks: SENTINEL_BLOCKS,
             lanes: MAX_LANES,
-            // More ranks need more registers: blocks of a lane must find room together.
+            // More ranks need more registers, and the blocks of all lanes must be resident together.
             threads: if ranks <= 4 { 256 } else { 128 },
             overlap: 1,
             cluster: MAX_CLUSTER,
         }
     }
 
-    /// The thresholds on devices that all have as many `processors`, and `clusters` or not.
+    /// Returns the thresholds for devices with the same number of `processors`, and `clusters` or not.
     pub fn on(self, processors: usize, clusters: bool) -> Self {
         Self { lanes: self.lanes.min(processors), cluster: if clusters { self.cluster } else { 1 }, ..self }
     }
@@ -66,7 +67,7 @@ impl Tuning {
     /// Length of the encoded thresholds.
     pub const BYTES: usize = 11 * 8;
 
-    /// Encodes the thresholds for the other ranks to compare.
+    /// Encodes the thresholds, which the other ranks compare with theirs.
     pub fn encode(&self) -> Vec<u8> {
         let Self { one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes, .. } = *self;
         let Self { block_units, blocks, lanes, threads, overlap, cluster, .. } = *self;
@@ -97,7 +98,7 @@ impl Tuning {
         })
     }
 
-    /// Lays `text` (`"lanes=16,one_shot_bytes=65536"`) over the thresholds; fails with a sentence if it cannot be read.
+    /// Applies `text` (`"lanes=16,one_shot_bytes=65536"`) to the thresholds; fails with a message if it cannot be read.
     pub fn overlaid(mut self, text: &str) -> Result<Self, String> {
         for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
             let (name, value) = pair.split_once('=').ok_or_else(|| format!("{pair:?} is not name=number"))?;

@@ -1,5 +1,5 @@
-//! Each rank's launches, for the others to compare theirs with. No rank waits for another here: whoever launches a call later sees what
-//! the others launched under the same number, and does not launch what does not fit.
+//! Each rank's launches, which the other ranks compare with theirs. No rank waits here: a rank that launches a call
+//! later sees what the others launched under the same number, and rejects a call that does not match.
 #![allow(unsafe_code, reason = "words that lie in shared or page-locked memory")]
 
 use crate::coll::call::{Op, Span, Spec};
@@ -12,12 +12,12 @@ use crate::rank::Rank;
 use crate::sync::shared_text::SharedText;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// Launches that a rank can be ahead of another and still be compared; a stream holds about a thousand launches.
+/// How many launches a rank can be ahead of another and still be compared; a stream holds about a thousand launches.
 const ENTRIES: usize = 128;
-/// Records of sends and receives that a rank keeps for each other rank.
+/// Number of sends and receives that a rank keeps for each other rank.
 const MESSAGE_RECORDS: usize = 16;
 
-/// Launch log of one rank, in shared memory. Only its rank writes it, except for the handshake.
+/// The launch log of one rank, in shared memory. Only this rank writes it, except for the zero-copy word.
 #[repr(C)]
 struct LaunchLog {
     launched: AtomicU64,
@@ -28,39 +28,40 @@ struct LaunchLog {
     zero_copy: ZeroCopyWord,
 }
 
-/// Written by any rank; in use on rank 0 alone. On lines of its own: every launch reads it.
+/// Written by any rank; only rank 0's is used. It has its own cache lines, because every launch reads it.
 #[repr(C, align(128))]
 struct ZeroCopyWord(AtomicU64);
 
-/// What is compared of every launch lies on one line: the other rank's core has to fetch it.
+/// The words that every launch compares share one cache line, because the other rank's core has to fetch it.
 #[repr(C, align(64))]
 struct Entry {
-    /// Number of the launch, from 1; 0 while the rest is being written.
+    /// Number of the launch, from 1; 0 while the other words are being written.
     number: AtomicU64,
     head: AtomicU64,
     bytes: AtomicU64,
     detail: AtomicU64,
     fingerprint: AtomicU64,
-    /// `Channel`.
+    /// The code of a `Channel`.
     channel: AtomicU64,
-    /// Bytes to each rank and from it, of an all-to-all.
+    /// For an all-to-all, the bytes to each rank and from it.
     sends: [AtomicU64; MAX_RANKS],
     receives: [AtomicU64; MAX_RANKS],
-    /// Call site, if the description says that it matters.
+    /// Call site, if the description includes it.
     call_site: SharedText,
 }
 
-/// Record of one end of a send or receive.
+/// The record of one end of a send or receive.
 #[repr(C)]
 struct MessageRecord {
-    /// Number of the message among those in this direction between the two ranks, from 1; 0 while the rest is being written.
+    /// Number of the message in this direction between the two ranks, from 1; 0 while the other words are being
+    /// written.
     number: AtomicU64,
     bytes: AtomicU64,
 }
 
 const _: () = assert!(size_of::<LaunchLog>() <= LAUNCH_LOG_BYTES);
 
-/// Record of one launch.
+/// The record of one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct LaunchRecord {
     description: Description,
@@ -86,37 +87,37 @@ pub fn reserve(control: &ControlBlock) -> Result<()> {
     control.segment().reserve(control.layout().launch_log(control.rank()), LAUNCH_LOG_BYTES, purpose)
 }
 
-/// The word of [`super::zero_copy`].
+/// Returns the word of [`super::zero_copy`].
 pub(in crate::coll::cuda) fn zero_copy_word(control: &ControlBlock) -> &AtomicU64 {
     &launch_log(control, Rank(0)).zero_copy.0
 }
 
-/// Number of calls that `rank` has launched.
+/// Returns the number of calls that `rank` has launched.
 pub fn launched(control: &ControlBlock, rank: Rank) -> u64 {
     launch_log(control, rank).launched.load(Ordering::Acquire)
 }
 
-/// Description of the last call that `rank` has launched; `None` also while it launches the next.
+/// Returns the description of the last call that `rank` has launched; `None` also while it launches the next one.
 pub fn last(control: &ControlBlock, rank: Rank) -> Option<Description> {
     let number = launched(control, rank);
     read(launch_log(control, rank), number).filter(|_| number > 0).map(|record| record.description)
 }
 
-/// Progress of a rank's launches: "17 CUDA collectives launched, the last all_reduce of ..."
+/// Describes a rank's launches: "17 CUDA collectives launched, the last all_reduce of ..."
 pub fn progress(control: &ControlBlock, rank: Rank) -> String {
     let last = last(control, rank).map_or_else(String::new, |last| format!(", the last {last}"));
     format!("{} CUDA collectives launched{last}", launched(control, rank))
 }
 
-/// Notes that this rank launches `call` as its launch `number`, and compares with those who have launched theirs. Fails the group where
-/// they differ.
+/// Records that this rank launches `call` as its launch `number`, and compares it with the ranks that have launched
+/// theirs. Fails the group if they differ.
 pub fn compare(control: &ControlBlock, number: u64, call: &Spec, channel: Channel) -> Result<()> {
     let record = LaunchRecord::of(call, channel);
     note(launch_log(control, control.rank()), number, &record, call);
     let me = (call.op == Op::AllToAll).then_some(control.rank());
     for peer in control.peers() {
         let Some((other, lengths)) = read_with(launch_log(control, peer), number, me) else {
-            // Asked in this order: what it launched before it left is seen.
+            // In this order, so that a launch from before the peer left is seen.
             if let Some(how) = control.absence(peer)
                 && launched(control, peer) < number
             {
@@ -175,21 +176,23 @@ pub fn compare(control: &ControlBlock, number: u64, call: &Spec, channel: Channe
             return pair(control.rank(), to_it, peer, expected);
         }
     }
-    // Peers have read the line of the next entry: writing to it now, while nobody waits for that, makes it this core's.
+    // Peers have read the line of the next entry. Writing to it now, while no launch waits for it, moves the line to
+    // this core.
     let next = &launch_log(control, control.rank()).entries[(number + 1) as usize % ENTRIES];
     next.number.store(0, Ordering::Relaxed);
     Ok(())
 }
 
-/// Place of a call in words, such as " at train.py:12", if call sites are compared.
+/// Returns the location of a call as text, such as " at train.py:12", if call sites are compared.
 fn call_site_of(control: &ControlBlock, rank: Rank, number: u64, record: &LaunchRecord) -> String {
     let entry = &launch_log(control, rank).entries[number as usize % ENTRIES];
     if record.description.has_call_site() { format!(" at {}", entry.call_site.read()) } else { String::new() }
 }
 
-/// Fails the group if a peer has launched what this rank, which has departed, never will: the peer waits for it in vain.
+/// Fails the group if a peer has launched a call that this rank, which has left, never will; the peer would wait in
+/// vain.
 pub fn abandon(control: &ControlBlock) {
-    // With the one in `note`: this rank sees the peer's launch, or the peer that this rank has departed.
+    // Pairs with the fence in `note`: this rank sees the peer's launch, or the peer sees that this rank has left.
     fence(Ordering::SeqCst);
     let own = launched(control, control.rank());
     if let Some((peer, count)) = control.peers().map(|peer| (peer, launched(control, peer))).find(|(_, count)| *count > own) {
@@ -202,18 +205,18 @@ pub fn abandon(control: &ControlBlock) {
 /// A send or receive that is about to be launched.
 #[derive(Clone, Copy, Debug)]
 pub struct Transfer {
-    /// A send; else a receive.
+    /// True for a send, false for a receive.
     pub send: bool,
-    /// The other end.
+    /// The rank at the other end.
     pub peer: Rank,
-    /// Number of the message among those in this direction between the two ranks, from 1.
+    /// Number of the message in this direction between the two ranks, from 1.
     pub number: u64,
     /// Length of the message.
     pub bytes: u64,
 }
 
-/// Notes `transfer`, and compares it with its other end if that has been launched. Fails the group where the lengths differ: each end
-/// would count other chunks.
+/// Records `transfer`, and compares it with its other end if that has been launched. Fails the group if the lengths
+/// differ, because the two ends would count different chunks.
 pub fn compare_transfer(control: &ControlBlock, transfer: Transfer) -> Result<()> {
     let Transfer { send, peer, number, bytes } = transfer;
     let me = control.rank();
@@ -228,7 +231,7 @@ pub fn compare_transfer(control: &ControlBlock, transfer: Transfer) -> Result<()
     fence(Ordering::Release);
     mine.bytes.store(bytes, Ordering::Relaxed);
     mine.number.store(number, Ordering::Release);
-    // Of two ends that are noted at the same time, at least one reads the other.
+    // If both ends are recorded at the same time, at least one reads the other's record.
     fence(Ordering::SeqCst);
     if theirs.number.load(Ordering::Acquire) != number {
         return Ok(());
@@ -265,7 +268,7 @@ fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call: &Spec)
     }
     entry.number.store(number, Ordering::Release);
     launch_log.launched.store(number, Ordering::Release);
-    // Of two ranks that note the same number, at least one reads the other's note.
+    // If two ranks record the same number at the same time, at least one reads the other's record.
     fence(Ordering::SeqCst);
 }
 
@@ -273,7 +276,7 @@ fn read(launch_log: &LaunchLog, number: u64) -> Option<LaunchRecord> {
     read_with(launch_log, number, None).map(|(record, _)| record)
 }
 
-/// The record of launch `number`; of an all-to-all also how many bytes go to `rank` and come from it.
+/// Returns the record of launch `number`; for an all-to-all also the number of bytes to `rank` and from it.
 fn read_with(launch_log: &LaunchLog, number: u64, rank: Option<Rank>) -> Option<(LaunchRecord, Option<(u64, u64)>)> {
     let entry = &launch_log.entries[number as usize % ENTRIES];
     if entry.number.load(Ordering::Acquire) != number {

@@ -1,7 +1,8 @@
-//! Agreement on the launch from which on a group's kernels begin with the zero-copy handshake. No rank waits for one that does not launch.
+//! Agreement on the launch from which a group's kernels start with the zero-copy handshake. A rank never waits for a
+//! rank that does not launch.
 //!
-//! One word, [`NEVER`] at first. The first rank that wants to proposes a launch that no rank has come to, looks again whether that is
-//! still so, and settles it (`docs/design/memory-model.md`).
+//! The ranks share one word, initially [`NEVER`]. The first rank that wants zero-copy proposes a launch that no rank
+//! has reached, checks that this still holds, and settles it (`docs/design/memory-model.md`).
 
 use super::launch_log;
 use crate::control::ControlBlock;
@@ -11,18 +12,18 @@ use crate::sync::limit::Limit;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
-/// Value of the word while no launch is zero-copy, as far as anybody knows.
+/// The word while no rank has proposed a launch.
 const NEVER: u64 = 0;
-/// A proposal that ranks overtook is raised by 1, 2, 4 … launches more than needed, so that it ends.
+/// A proposal that ranks overtook is raised by 1, 2, 4 … launches more than needed, so that the loop ends.
 const STEEPEST: u32 = 16;
 
 /// A word that is not [`NEVER`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Proposal {
-    /// Launches from this number on are zero-copy.
+    /// Launches with this number or a higher one are zero-copy.
     first: u64,
     by: u32,
-    /// Flag that is set once the launch does not change any more.
+    /// True once the launch is final.
     settled: bool,
 }
 
@@ -37,22 +38,23 @@ impl Proposal {
     }
 }
 
-/// Words that the ranks share. They are a trait, so that loom runs the code below.
+/// The shared words. A trait, so that loom can run the code below.
 pub trait Shared {
-    /// The word.
+    /// Returns the word.
     fn word(&self) -> u64;
-    /// Puts `to` in the place of `from`; whether that stood there. Sequentially consistent.
+    /// Replaces `from` by `to` with sequential consistency; returns false if the word was not `from`.
     fn exchange(&self, from: u64, to: u64) -> bool;
-    /// The highest number that another rank has published as launched. Reads after a sequentially consistent fence.
+    /// Returns the highest launch number that another rank has published. Reads after a sequentially consistent fence.
     fn most_launched(&self) -> u64;
-    /// Returns once `ready`, which rank `by` sees to.
+    /// Returns once `ready` is true, which rank `by` must bring about.
     fn wait(&self, by: u32, ready: &dyn Fn() -> bool) -> Result<()>;
-    /// Wakes who waits.
+    /// Wakes the waiting ranks.
     fn wake(&self);
 }
 
-/// Whether launch `number` is zero-copy: the same on all ranks. This rank, `me`, has published the number and issued a sequentially
-/// consistent fence. If nobody has proposed it yet, it is `wanted` from this launch on, or the next that no rank has come to.
+/// Returns true if launch `number` is zero-copy; the same on all ranks. This rank, `me`, has published the number and
+/// issued a sequentially consistent fence. If no rank has proposed a launch and this one `wanted` it, it proposes this
+/// launch, or the next one that no rank has reached.
 pub fn decide(shared: &impl Shared, me: u32, number: u64, wanted: bool) -> Result<bool> {
     if wanted && shared.word() == NEVER {
         propose(shared, me, number);
@@ -81,7 +83,7 @@ fn propose(shared: &impl Shared, me: u32, number: u64) {
         // A rank may have decided a launch before it could see the proposal.
         let raised = Proposal { first: most + (1 << steps), ..proposal };
         steps = (steps + 1).min(STEEPEST);
-        // Nobody else changes what is not settled.
+        // No other rank changes a proposal that is not settled.
         shared.exchange(proposal.word(), raised.word());
         proposal = raised;
     }
@@ -89,7 +91,7 @@ fn propose(shared: &impl Shared, me: u32, number: u64) {
     shared.wake();
 }
 
-/// A group's word, asked for one launch.
+/// A group's word, as seen by one launch.
 pub(in crate::coll::cuda) struct OnControlBlock<'a> {
     pub(in crate::coll::cuda) control: &'a ControlBlock,
     pub(in crate::coll::cuda) number: u64,
@@ -133,7 +135,7 @@ mod tests {
     use crate::error::Kind;
     use std::time::Instant;
 
-    /// Launch `number` of the rank of `control`.
+    /// Runs launch `number` of the rank of `control`.
     fn launch(control: &ControlBlock, number: u64, wanted: bool, timeout: Duration) -> Result<bool> {
         let spans = vec![Span { addr: 0, bytes: 4 }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);

@@ -5,10 +5,10 @@ use crate::coll::cuda::workspace::layout::MAX_RANKS;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 
-/// The other end's rank, and the bytes here.
+/// The rank at the other end, and the bytes on this rank.
 pub(super) type Message = (usize, Span);
 
-/// Takes out what this rank sends to itself, each with where it goes; it must be received in the same batch.
+/// Removes this rank's messages to itself, and pairs each with its destination; both must be in the same batch.
 pub(super) fn take_own(me: Rank, sends: &mut Vec<Message>, receives: &mut Vec<Message>) -> Result<Vec<(Span, Span)>> {
     let own = |messages: &mut Vec<Message>| -> Vec<Span> {
         let (own, rest) = messages.drain(..).partition::<Vec<_>, _>(|(rank, _)| *rank == me.index());
@@ -26,7 +26,7 @@ pub(super) fn take_own(me: Rank, sends: &mut Vec<Message>, receives: &mut Vec<Me
     Ok(out.into_iter().zip(incoming).collect())
 }
 
-/// Takes out the first message for each rank: a launch carries one.
+/// Removes the first message for each rank; a launch carries one message per rank.
 pub(super) fn first_of_each(messages: &mut Vec<Message>) -> Vec<Message> {
     let mut seen = [false; MAX_RANKS];
     let (first, rest) = messages.drain(..).partition(|(rank, _)| !std::mem::replace(&mut seen[*rank], true));

@@ -1,4 +1,4 @@
-//! A group's GPUs: set up once by all ranks together, then launched on by each for itself.
+//! A group's GPUs: all ranks set them up together, then each rank launches on its own.
 
 mod batch;
 mod set_up;
@@ -31,18 +31,19 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use stream_order::{Before, Last, Queue, StreamOrder};
 
-/// Stream and device on which work is enqueued.
+/// The stream and the device on which work is enqueued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaTarget {
     /// torch's index of the device.
     pub device: i32,
     /// The `CUstream`.
     pub stream: usize,
-    /// Flag for one of the group's own streams, beside the caller's: one for sends, one for receives, one for everything else.
+    /// True to use one of the group's streams instead of the caller's: one for sends, one for receives, one for other
+    /// calls.
     pub background: bool,
 }
 
-/// Time within which kernels notice that they are to end.
+/// How long kernels may take to notice that they must end.
 pub(crate) const NOTICE: Duration = Duration::from_secs(2);
 
 /// Communicator of a group on one device: workspace, streams, kernels.
@@ -60,16 +61,16 @@ pub struct Communicator {
     peer: [PerRank; Channel::ALL.len()],
     _share: budget::Share,
     _stream: OwnStream,
-    // Last: everything above is given back in its context.
+    // Last, because everything above is freed in its context.
     device: Device,
 }
 
-/// Stage of a call that is being enqueued.
+/// A stage of a call that is being enqueued.
 #[derive(Clone, Copy, Debug)]
 pub enum Stage {
-    /// It is the launch of this number.
+    /// The call is the launch with this number.
     Begins(u64),
-    /// The algorithm of this name serves it.
+    /// The algorithm with this name runs it.
     Served(&'static str),
 }
 
@@ -77,23 +78,23 @@ struct State {
     kernels: Kernels,
     order: StreamOrder,
     launched: u64,
-    /// Receives from each rank, and sends to it.
+    /// Number of receives from each rank, and of sends to it.
     transfers: [[u64; MAX_RANKS]; 2],
-    /// Event of each queue, eager and captured, that a call on another stream than the last one waits for.
+    /// Event of each queue, eager and captured, on which a call waits if the previous call used another stream.
     behind: Vec<Event>,
-    /// The group is leaving: its memory goes once what was enqueued before is done.
+    /// True once the group is leaving: its memory is freed when the enqueued work is done.
     closed: bool,
-    /// Flag that is set once some call was recorded into a graph, which may be replayed at any time.
+    /// True once a call was recorded into a graph, which may be replayed at any time.
     recorded: bool,
 }
 
 impl Communicator {
-    /// torch's index of this rank's device.
+    /// Returns torch's index of this rank's device.
     pub fn device(&self) -> i32 {
         self.device.ordinal()
     }
 
-    /// Enqueues `calls` in order; returns at once. `noted` gets the stages of each, before it is enqueued.
+    /// Enqueues `calls` in order; returns at once. `noted` gets the stages of each call before it is enqueued.
     pub fn launch(&self, calls: &[Call<'_>], target: CudaTarget, timeout: Duration, mut noted: impl FnMut(Stage)) -> Result<()> {
         self.enqueue(target, timeout, &[Queue::Collectives], |communicator, state, stream, channel, context| {
             for call in calls {
@@ -123,7 +124,8 @@ impl Communicator {
         })
     }
 
-    /// Enqueues sends `(to whom, what)` and receives `(from whom, where)`; those between the same two ranks in their order.
+    /// Enqueues sends `(to whom, what)` and receives `(from whom, where)`; messages between the same two ranks keep
+    /// their order.
     pub fn transfer(&self, sends: &[(Rank, Span)], receives: &[(Rank, Span)], target: CudaTarget, timeout: Duration) -> Result<()> {
         let mut sends: Vec<_> = sends.iter().map(|&(rank, span)| (rank.index(), span)).collect();
         let mut receives: Vec<_> = receives.iter().map(|&(rank, span)| (rank.index(), span)).collect();
@@ -162,23 +164,23 @@ impl Communicator {
         Conditions { me, n, layout: &self.layout, tuning: &self.tuning, cube_mesh, zero_copy }
     }
 
-    /// Whether `span` lies in this rank's symmetric memory, where all peers have mapped it.
+    /// Returns true if `span` is in this rank's symmetric memory and all peers have mapped it.
     fn reachable(&self, span: Span) -> bool {
         self.symmetric.as_ref().is_some_and(|heaps| heaps.reachable(span))
     }
 
-    /// The group's symmetric memory, if it has some, for kernels of `channel`.
+    /// Returns the group's symmetric memory, if it has any, for kernels of `channel`.
     fn symmetric<'a>(&self, channel: Channel, reachable: &'a dyn Fn(Span) -> bool) -> Option<Symmetric<'a>> {
         let least = u32::try_from(self.tuning.zero_copy_bytes).unwrap_or(u32::MAX);
         let count = (COUNTS * channel as usize) as u32;
         self.symmetric.as_ref().map(|heaps| Symmetric { heap: per_rank(&heaps.bases), count, least, reachable })
     }
 
-    /// Whether this rank's launch `number`, which is `call`, is zero-copy; the same on all ranks.
+    /// Returns true if this rank's launch `number`, which is `call`, is zero-copy; the same on all ranks.
     fn zero_copy(&self, call: &Spec<'_>, number: u64, timeout: Duration) -> Result<bool> {
         let Some(heaps) = &self.symmetric else { return Ok(false) };
         let worth = plan::worth_zero_copy(call, self.control.rank().index(), self.control.size(), &self.tuning);
-        // An all-to-all of short messages is no reason to begin with it.
+        // An all-to-all with only short messages does not start zero-copy calls.
         let long = worth && call.longest() >= self.tuning.zero_copy_bytes;
         let wanted = long
             && heaps.holds_any(call.inputs.iter().chain(&*call.outputs))
@@ -219,7 +221,8 @@ impl Communicator {
         let stream = Stream(target.stream);
         let entered = self.device.enter()?;
         let mut state = lock(&self.state);
-        // Under the lock: `release_dead` takes it after the group has failed, and finds all that was enqueued.
+        // Under the lock: `release_dead` takes it after the group has failed, and then finds everything that was
+        // enqueued.
         if let Some(error) = self.failure() {
             return Err(error);
         }
@@ -229,7 +232,7 @@ impl Communicator {
         let capture = stream.capture()?;
         state.recorded |= capture.is_some();
         let channel = Channel::of(capture.is_some(), queues != [Queue::Collectives]);
-        // Calls of one queue follow each other on the device, whatever streams they are given.
+        // Calls of one queue run one after another on the device, whichever streams they use.
         for &queue in queues {
             let before = state.order.next(queue, stream, capture);
             let behind = &state.behind[stream_order::slot(queue, capture)];
@@ -243,7 +246,8 @@ impl Communicator {
         let mut outcome = body(self, &mut state, stream, channel, self.context(channel, timeout));
         let stream_of_its_own = matches!(queues, [Queue::Sends] | [Queue::Receives]);
         if outcome.is_ok() && target.background && !stream_of_its_own {
-            // At once: calls of other queues may stand behind it by the time its queue goes on elsewhere, and wait for other ranks.
+            // Record now. When this queue continues on another stream, calls of other queues may already follow on this
+            // one, and they wait for other ranks.
             for &queue in queues {
                 outcome = outcome.and_then(|()| state.behind[stream_order::slot(queue, capture)].record(stream));
                 state.order.mark(queue, capture);
@@ -251,17 +255,18 @@ impl Communicator {
         }
         drop(state);
         drop(entered);
-        // Whatever failed half-way leaves peers waiting for a kernel that does not come; a bad argument was refused before.
+        // After a failure in the middle, peers would wait for a kernel that never runs. A bad argument was rejected
+        // before that.
         outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.control.fail(error) })
     }
 
-    /// Why the group has failed, if it has: on the host, or in a kernel of this rank.
+    /// Returns why the group has failed, on the host or in a kernel of this rank.
     pub fn failure(&self) -> Option<Error> {
         self.report.failure()
     }
 
-    /// Waits until the kernels that were enqueued are done, at most `limit`; those that are not are made to end. False if they have not
-    /// even so: their memory must stay. Nothing can be enqueued afterwards.
+    /// Waits up to `limit` until the enqueued kernels are done, then makes the others end. Returns false if some have
+    /// still not ended; their memory must then be kept. Nothing can be enqueued afterwards.
     #[must_use = "memory that kernels use must not be given back"]
     pub fn drain(&self, limit: Duration) -> bool {
         lock(&self.state).closed = true;
@@ -276,14 +281,14 @@ impl Communicator {
         true
     }
 
-    /// Releases the memory that `rank` had on its GPU and this rank has mapped, once the group has failed since `rank` died: the driver
-    /// keeps it until all peers have released it. What kernels may still use stays: that of a group whose calls are in graphs, and what
-    /// windows show.
+    /// Unmaps the GPU memory of `rank` after the group has failed because `rank` exited: the driver keeps that memory
+    /// until all peers have unmapped it. Memory that kernels may still use stays: of a group with calls in graphs, and
+    /// memory that windows map.
     pub fn release_dead(&self, rank: Rank) {
         let Ok(_entered) = self.device.enter() else { return };
         let events = {
             let state = lock(&self.state);
-            // Else recording would add to what the caller captures.
+            // Otherwise recording an event would add to the caller's capture.
             let captured = |last: &Last| last.stream.capture().ok().flatten().is_some();
             if state.closed || state.recorded || state.order.last().any(captured) || self.failure().is_none() {
                 return;
@@ -303,10 +308,10 @@ impl Communicator {
         log::info!("group \"{}\": the GPU memory of {} is let go", self.control.name(), self.control.describe(rank));
     }
 
-    /// Gives everything back. After `drain`.
+    /// Frees everything. Called after `drain`.
     pub fn release(self) {
         let Self { device, state, report, stop, symmetric, memory, _stream: stream, .. } = self;
-        // A thread that leaves a group need not have a context, without which the driver keeps what it was to give back.
+        // A thread that leaves a group may have no context, and without one the driver would not free the memory.
         let entered = device.enter();
         report.retire();
         drop((state, stop, symmetric, memory, stream));
@@ -315,9 +320,9 @@ impl Communicator {
 }
 
 impl State {
-    /// Events that pass when what was enqueued is done.
+    /// Returns events that complete when the enqueued work is done.
     fn ends(&self) -> Vec<Event> {
-        // What was recorded into a graph is not running because of us.
+        // A stream under capture does not run the group's kernels.
         let mark = |last: &Last| Event::new().and_then(|event| event.record(last.stream).map(|()| event)).ok();
         self.order.last().filter(|last| last.capture.is_none()).filter_map(mark).collect()
     }

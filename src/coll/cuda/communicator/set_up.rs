@@ -1,4 +1,4 @@
-//! Set-up of the GPUs of a group, which all ranks take step by step together.
+//! Set-up of the GPUs of a group, in steps that all ranks take together.
 
 use super::{Communicator, Report, State, StreamOrder, stream_order};
 use crate::boot::pass::Mailbox;
@@ -22,7 +22,7 @@ use crate::sync::limit::Limit;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// Resources of a rank before it tells the others; they are given back in this order.
+/// The resources that a rank opens before it reports to the others; they are freed in this order.
 struct Opened {
     stream: OwnStream,
     entered: Entered,
@@ -33,13 +33,13 @@ struct Opened {
     device: Device,
 }
 
-/// One step of the set-up that all ranks take; see [`peers::step`].
+/// Runs one step of the set-up, which all ranks take; see [`peers::step`].
 fn step(gather: &AllGather<'_>, control: &ControlBlock, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
     peers::step(gather, control, "use its GPU in", bytes, own)
 }
 
 impl Communicator {
-    /// Sets up the group's GPUs; all ranks call it with a device of their own. Fails on all ranks alike.
+    /// Sets up the group's GPUs. All ranks call it, each with its own device, and it fails on all ranks or none.
     pub fn connect(control: &Arc<ControlBlock>, device: i32, limit: &Limit, gather: &AllGather<'_>) -> Result<Self> {
         let (config, me, n) = (Config::get(), control.rank().index(), control.size());
         let begun = Instant::now();
@@ -49,7 +49,8 @@ impl Communicator {
             log::warn!("SYMM_CUDA_TUNING: {complaint}; ignored");
             usual
         });
-        // All that may fail on one rank alone is done before a step, so that nobody waits for a rank that has given up.
+        // Everything that can fail on one rank only is done before a step, so that no rank waits for one that has
+        // failed.
         let opened = || {
             if n > MAX_RANKS {
                 return Err(Error::config(format!("a group of {n} ranks cannot use GPUs; {MAX_RANKS} is the most")));
@@ -59,7 +60,7 @@ impl Communicator {
             launch_log::reserve(control)?;
             let capture = RelaxedCapture::begin()?;
             let entered = device.enter()?;
-            // Without one the group does all through staging.
+            // Without a heap the group stages everything.
             let heap = (config.p2p && n > 1).then(|| symm_mem::of(device.ordinal()).inspect_err(|error| log::info!("{error}")).ok());
             let processors = device.processors()? as u64;
             Ok(Opened { stream: OwnStream::new()?, entered, capture, mailbox, heap: heap.flatten(), processors, device })
@@ -80,7 +81,7 @@ impl Communicator {
             refuse_shared(control, &peers)?;
         }
         refuse_other_tunings(control, &peers)?;
-        // The blocks of a row, and of a lane, find their counterparts on every device.
+        // The blocks of a row, and of a lane, need their counterparts on every device.
         let processors = peers.iter().map(|peer| peer.processors as usize).min().unwrap_or(1);
         let tuning = tuning.on(processors, peers.iter().all(|peer| peer.clusters));
         let bytes = peers.iter().map(|peer| peer.workspace as usize).min().unwrap_or(0).min(Layout::most(n)).max(Layout::least(n));
@@ -89,7 +90,8 @@ impl Communicator {
         let mut memory = None;
         if peers.iter().all(|peer| peer.p2p) {
             let own = Own::on_device(&device, bytes);
-            // Too little memory is no reason to exchange through the host; a GPU that cannot share its memory is.
+            // With too little memory the group fails instead of using host memory; a GPU that cannot share its memory
+            // makes it use host memory.
             let lacking = own.as_ref().err().filter(|error| error.kind == Kind::Config).cloned();
             step(gather, control, 0, lacking.map_or(Ok(Vec::new()), Err))?;
             memory = try_out(gather, &way, own, &layout, stream.stream(), &|_| true)?;
@@ -156,7 +158,8 @@ impl Communicator {
     }
 }
 
-/// The memory of the ranks that this one must reach, if every rank made its own and reaches those it must; `None` if not.
+/// Returns the memory of the ranks that this one must access, or `None` unless every rank created its own and can
+/// access the others.
 fn try_out(
     gather: &AllGather<'_>,
     way: &Way<'_>,
@@ -169,7 +172,7 @@ fn try_out(
     let all = |yes: bool| step(gather, way.control, 1, Ok(vec![u8::from(yes)])).map(|answers| answers.iter().all(|answer| answer[0] == 1));
     let noted = |error: Error| log::info!("{error}");
     let own = own.map_err(noted);
-    // Before any rank waits for what another passes.
+    // Before any rank waits for a descriptor from another.
     if !all(own.is_ok())? {
         return Ok(None);
     }
@@ -183,7 +186,7 @@ fn try_out(
         return Ok(None);
     }
     let Some(memory) = made else { return Ok(None) };
-    // What GPUs have once done they do again: only pairs that are new to a rank are tried out.
+    // Access that worked once in this process is not tested again; only pairs that are new to some rank are.
     let pairs: Vec<_> = way.peers.iter().enumerate().filter(|&(rank, _)| rank != me && reaches(rank)).collect();
     let pairs: Vec<_> = pairs.into_iter().map(|(_, peer)| (way.device.uuid, peer.uuid)).collect();
     if all(memory.is_direct() && probed::know(&pairs))? {
@@ -199,7 +202,7 @@ fn try_out(
     Ok(works.then_some(memory))
 }
 
-/// The edges of the group's GPUs, if all ranks see the same hybrid cube mesh and can use it.
+/// Returns the edges of the group's GPUs, if all ranks detect the same hybrid cube mesh and can use it.
 fn edges(way: &Way<'_>, gather: &AllGather<'_>, memory: &Memory, stream: Stream) -> Result<Option<cube_mesh::Edges>> {
     let (control, me) = (way.control, way.control.rank().index());
     if way.peers.len() != cube_mesh::RANKS || !way.peers.iter().all(|peer| peer.p2p) {
@@ -236,7 +239,7 @@ fn refuse_shared(control: &ControlBlock, peers: &[Peer]) -> Result<()> {
     Ok(())
 }
 
-/// Ranks under different tunings would choose different kernels for one call.
+/// Fails if ranks have different tunings, because they would choose different kernels for one call.
 fn refuse_other_tunings(control: &ControlBlock, peers: &[Peer]) -> Result<()> {
     let Some((rank, other)) = control.ranks().zip(peers).find(|(_, peer)| peer.tuning != peers[0].tuning) else { return Ok(()) };
     let (one, two, group) = (control.describe(Rank(0)), control.describe(rank), control.name());

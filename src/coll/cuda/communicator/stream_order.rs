@@ -1,8 +1,8 @@
-//! Stream order: which calls follow each other on the device, whatever streams they are given. Pure.
+//! Stream order: which calls run one after another on the device, whichever streams they use. Pure.
 
 use crate::kernels::cuda::driver::Stream;
 
-/// Calls that follow each other. Those that a graph records do so among themselves.
+/// A class of calls that run one after another. The calls that a graph records are ordered among themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Queue {
     Collectives,
@@ -10,15 +10,15 @@ pub(super) enum Queue {
     Receives,
 }
 
-/// Queues of eager and of captured calls.
+/// Number of queues of eager and of captured calls.
 pub(super) const PLACES: usize = 6;
 
-/// The number of a queue, eager or captured.
+/// Returns the index of a queue, eager or captured.
 pub(super) fn slot(queue: Queue, capture: Option<u64>) -> usize {
     2 * queue as usize + usize::from(capture.is_some())
 }
 
-/// Last calls of each queue.
+/// The last calls of each queue.
 #[derive(Debug, Default)]
 pub(super) struct StreamOrder {
     last: [Option<Last>; PLACES],
@@ -27,27 +27,27 @@ pub(super) struct StreamOrder {
 /// A queue's last call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Last {
-    /// Stream of the call.
+    /// The stream of the call.
     pub(super) stream: Stream,
-    /// The capture that it was part of.
+    /// The capture that recorded the call.
     pub(super) capture: Option<u64>,
-    /// The queue's event has been recorded behind it.
+    /// True if the queue's event has been recorded after it.
     marked: bool,
 }
 
-/// Condition that a call's stream has to wait for.
+/// What a call's stream has to wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Before {
-    /// Nothing: the stream, or the graph, has what came before.
+    /// Nothing: the order of the stream, or of the graph, suffices.
     Nothing,
-    /// The queue's event as it was recorded.
+    /// The queue's event as recorded.
     Event,
-    /// The queue's event, to be recorded in this stream now.
+    /// The queue's event, after it is recorded in this stream.
     EventOf(Stream),
 }
 
 impl StreamOrder {
-    /// The next call of `queue` goes to `stream`, as part of `capture`.
+    /// Notes that the next call of `queue` uses `stream`, as part of `capture`; returns what it has to wait for.
     pub(super) fn next(&mut self, queue: Queue, stream: Stream, capture: Option<u64>) -> Before {
         let last = self.last[slot(queue, capture)].replace(Last { stream, capture, marked: false });
         match last.filter(|last| last.stream != stream && last.capture == capture) {
@@ -57,14 +57,14 @@ impl StreamOrder {
         }
     }
 
-    /// The queue's event has been recorded behind its last call.
+    /// Notes that the queue's event has been recorded after its last call.
     pub(super) fn mark(&mut self, queue: Queue, capture: Option<u64>) {
         if let Some(last) = &mut self.last[slot(queue, capture)] {
             last.marked = true;
         }
     }
 
-    /// The last calls of all queues.
+    /// Returns the last calls of all queues.
     pub(super) fn last(&self) -> impl Iterator<Item = &Last> {
         self.last.iter().flatten()
     }
@@ -76,7 +76,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
-    /// Streams of a program, then the group's own: for sends, for receives, for everything else.
+    /// Streams of a program, then the group's streams: for sends, for receives, for all other calls.
     const PROGRAM: usize = 3;
     const SENDS: usize = 3;
     const RECEIVES: usize = 4;
@@ -85,27 +85,28 @@ mod tests {
 
     #[derive(Clone, Copy, Debug)]
     enum Call {
-        /// A collective on a stream of the program's.
+        /// A collective on a stream of the program.
         Sync(usize),
-        /// A collective on the group's own stream, from a stream of the program's.
+        /// A collective on the group's stream, called from a stream of the program.
         Async(usize),
-        /// Sends and receives in one, likewise.
+        /// Sends and receives in one call, in the same way.
         Batch(usize),
         Send(usize),
         Receive(usize),
     }
 
-    /// Model of a device: what each stream, and each queue's event, comes after.
+    /// Model of a device: the calls that each stream, and each queue's event, is ordered after.
     #[derive(Default)]
     struct Device {
         streams: [BTreeSet<usize>; STREAMS],
         events: [BTreeSet<usize>; PLACES],
-        /// Each queue's last call and all before it.
+        /// Each queue's last call and all calls before it.
         exact: [BTreeSet<usize>; PLACES],
     }
 
     impl Device {
-        /// Enqueues a call as `Communicator::enqueue` does it; returns what the call comes after, and what it should.
+        /// Enqueues a call as `Communicator::enqueue` does; returns the calls that it is ordered after, and the calls
+        /// that it should be ordered after.
         fn run(&mut self, order: &mut StreamOrder, number: usize, call: Call) -> [BTreeSet<usize>; 2] {
             let (from, stream, queues): (usize, usize, &[Queue]) = match call {
                 Call::Sync(from) => (from, from, &[Queue::Collectives]),

@@ -1,4 +1,4 @@
-//! The word that tells kernels that their group has failed.
+//! The word that makes kernels end when their group has failed.
 #![allow(unsafe_code, reason = "words that lie in shared or page-locked memory")]
 
 use crate::control::ControlBlock;
@@ -9,8 +9,9 @@ use crate::mem::pinned::Registered;
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
-/// A group's header, opened to the GPUs of this process: once, since the driver refuses it a second time. Its first word is not 0 once
-/// the group has failed. Dropped in a context.
+/// The abort flag of a group: the first word of its header, registered with the GPUs of this process. It is not 0 once
+/// the group has failed. All holders share one registration, because the driver rejects a second one. Dropped in a
+/// context.
 pub(crate) struct Stop {
     header: usize,
     device: u64,
@@ -21,14 +22,14 @@ struct Opened {
     holders: usize,
 }
 
-/// Flags that are open, by the address of the header.
+/// The registered headers, by address.
 fn opened() -> MutexGuard<'static, HashMap<usize, Opened>> {
     static OPENED: LazyLock<Mutex<HashMap<usize, Opened>>> = LazyLock::new(Mutex::default);
     lock(&OPENED)
 }
 
 impl Stop {
-    /// Flag of the group of `control`, opened in the current context.
+    /// Returns the flag of the group of `control`, registered in the current context.
     pub(crate) fn of(control: &Arc<ControlBlock>) -> Result<Self> {
         let header = control.segment().ptr(0, HEADER_BYTES);
         let mut opened = opened();
@@ -37,14 +38,14 @@ impl Stop {
             return Ok(Self { header: header as usize, device: known.registered.device() });
         }
         let segment = Arc::new(control.segment().hold()?);
-        // SAFETY: the header is mapped as long as `segment` lives, and was reserved when the group was made.
+        // SAFETY: the header is mapped as long as `segment` lives, and was reserved when the group was created.
         let registered = unsafe { Registered::new(header, HEADER_BYTES, segment) }?;
         let stop = Self { header: header as usize, device: registered.device() };
         opened.insert(stop.header, Opened { registered, holders: 1 });
         Ok(stop)
     }
 
-    /// Address at which GPUs find the word.
+    /// Returns the device address of the word.
     pub(crate) fn device(&self) -> u64 {
         self.device
     }
@@ -52,7 +53,8 @@ impl Stop {
 
 impl Drop for Stop {
     fn drop(&mut self) {
-        // Closed before the lock is let go: whoever opens it next finds it either counted or closed.
+        // Unregister before the lock is released, so that the next `of` finds the header either counted or
+        // unregistered.
         let mut opened = opened();
         let Some(known) = opened.get_mut(&self.header) else { return };
         known.holders -= 1;

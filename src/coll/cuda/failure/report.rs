@@ -1,4 +1,4 @@
-//! Report of this rank's kernels: that they gave up, and how often they went direct.
+//! The report of this rank's kernels: that they timed out, and how many calls were zero-copy.
 
 use crate::coll::cuda::agreement::launch_log;
 use crate::coll::cuda::arguments::{DIRECT_WORD, REPORT_WORDS};
@@ -13,15 +13,16 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard};
 
-/// Launches whose descriptions are kept for messages.
+/// Number of launches whose descriptions are kept for messages.
 const REMEMBERED: usize = 1024;
 
-/// Report of this rank's kernels. It is apart from the communicator, since others ask too: who gives symmetric memory back, who counts.
+/// The report of this rank's kernels. It is separate from the communicator because other code also reads it: the
+/// service that frees symmetric memory, and the statistics.
 pub(in crate::coll::cuda) struct Report {
     control: Arc<ControlBlock>,
-    /// Address at which kernels find the words.
+    /// Device address of the words.
     device: u64,
-    /// Words of the report; `None` once the communicator is released, in whose context they are given back.
+    /// The words of the report; `None` once the communicator, in whose context they are freed, is released.
     words: RwLock<Option<Words>>,
     recent: Mutex<VecDeque<(u64, Description)>>,
 }
@@ -36,7 +37,7 @@ impl Report {
         Ok(report)
     }
 
-    /// Address at which kernels find the report.
+    /// Returns the device address of the report.
     pub(in crate::coll::cuda) fn device(&self) -> u64 {
         self.device
     }
@@ -45,7 +46,7 @@ impl Report {
         unpoisoned(self.words.read())
     }
 
-    /// Keeps what a launch is, for messages.
+    /// Keeps the description of a launch for messages.
     pub(in crate::coll::cuda) fn remember(&self, number: u64, description: Description) {
         let mut recent = lock(&self.recent);
         if recent.len() == REMEMBERED {
@@ -54,12 +55,12 @@ impl Report {
         recent.push_back((number, description));
     }
 
-    /// Gives the words back, in the current context. No kernel uses them any more.
+    /// Frees the words in the current context. No kernel uses them any more.
     pub(in crate::coll::cuda) fn retire(&self) {
         stats::retire(self, || drop(unpoisoned(self.words.write()).take()));
     }
 
-    /// Why the group has failed, if it has: on the host, or in a kernel of this rank.
+    /// Returns why the group has failed, on the host or in a kernel of this rank.
     pub(in crate::coll::cuda) fn failure(&self) -> Option<Error> {
         if let Some(failure) = self.control.failure() {
             return Some(failure);
@@ -75,7 +76,8 @@ impl Report {
             let waited_for: Vec<Rank> = self.control.peers().filter(|rank| word(4 + rank.index()) != 0).collect();
             (number, f64::from(word(3)) / 1e3, waited_for)
         };
-        // Whoever has not launched the call is why others, who have, did not send either.
+        // A rank that has not launched the call also keeps ranks that have launched it from sending, so name only the
+        // former.
         let late: Vec<Rank> = self.control.peers().filter(|&rank| launch_log::launched(&self.control, rank) < number).collect();
         let missing = if late.is_empty() { waited_for } else { late };
         let me = self.control.describe(self.control.rank());

@@ -1,22 +1,23 @@
-//! Budget of GPU memory for the groups of a process: the first ones get what was asked for, later ones ever less.
+//! The budget of GPU memory for the groups of a process: the first groups get the requested size, later ones less and
+//! less.
 
 use crate::lock::lock;
 use std::sync::Mutex;
 
-/// Bytes that all groups of this process have on its GPU.
+/// GPU memory of all groups of this process, in bytes.
 static TAKEN: Mutex<usize> = Mutex::new(0);
 
-/// Groups that get what was asked for, about.
+/// Approximate number of groups that get the requested size.
 const FULL: usize = 4;
-/// Least bytes that a group is offered.
+/// Minimum number of bytes offered to a group.
 pub(in crate::coll::cuda) const LEAST: usize = 32 << 20;
 
-/// A share, given back when dropped.
+/// A share, which is returned when dropped.
 #[derive(Debug)]
 pub(in crate::coll::cuda) struct Share(usize);
 
-/// Bytes that a group may have if `requested` bytes are the usual share: at most half of what is left of `FULL` shares, but no less than
-/// the least.
+/// Returns how many bytes a group may have if `requested` is the usual share: at most half of what is left of `FULL`
+/// shares, but at least [`LEAST`].
 pub(in crate::coll::cuda) fn offer(requested: usize) -> usize {
     let left = (FULL * requested).saturating_sub(*lock(&TAKEN));
     requested.min((left / 2).max(LEAST))

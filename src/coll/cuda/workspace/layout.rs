@@ -1,58 +1,60 @@
 //! Layout of the GPU memory of a group. Pure.
 //!
-//! A rank's memory is divided into channels, each complete in itself, so that calls on different channels may run at the same time:
+//! A rank's memory is divided into channels. Each is complete, so that calls on different channels may run at the same
+//! time:
 //! ```text
 //! epochs | lanes' words (scatter, gather) | lines of handshakes | offers | LL lines | sentinel slots | staging slots (scatter, gather)
 //! ```
 
 use crate::error::{Error, Result};
 
-/// Ranks of a group with GPUs, at most; `MAX_WORLD` in `wait.cuh`.
+/// Maximum number of ranks of a group with GPUs; `MAX_WORLD` in `wait.cuh`.
 pub const MAX_RANKS: usize = 16;
 /// Units of one message that one block carries on LL lines: a unit for each of 256 threads.
 pub const LL_UNITS: usize = 256;
-/// Blocks of a kernel on sentinel slots, at most.
+/// Maximum number of blocks of a sentinel-slot kernel.
 pub const SENTINEL_BLOCKS: usize = 128;
-/// Lanes of a staged kernel, at most: one for each processor of an H100 or H200.
+/// Maximum number of lanes of a staged kernel: one for each processor of an H100 or H200.
 pub const MAX_LANES: usize = 132;
-/// Slots of a lane for each source; `SLOTS` in `staging.cuh`.
+/// Number of slots of a lane for each source; `SLOTS` in `staging.cuh`.
 pub const SLOTS: usize = 4;
-/// Bytes of a unit.
+/// Size of a unit in bytes.
 pub const UNIT: usize = 16;
-/// Bytes of a unit with its flags.
+/// Size of a unit with its flags in bytes.
 const LINES: usize = 32;
-/// Blocks of a kernel on LL lines times ranks: small groups have fewer messages to carry at once.
+/// Product of blocks of an LL-line kernel and ranks: small groups have fewer messages to carry at once.
 const SPREAD: usize = 256;
-/// Lanes times ranks, where `FAIR` bytes a slot and rank leave memory for so many; else half as many.
+/// Product of lanes and ranks if `FAIR` bytes per slot and rank fit into the memory; otherwise it is halved.
 const LANES: usize = 4 * MAX_LANES;
-/// Bytes of a stage for each slot number, lane and rank. Fewer cost more than more lanes gain, more gain nothing
-/// (docs/measurements/gpu-h200.md).
+/// Bytes of a stage for each slot number, lane and rank. With fewer, the loss exceeds the gain from more lanes; more
+/// than `MOST` gain nothing (docs/measurements/gpu-h200.md).
 const FAIR: usize = 16 << 10;
 const MOST: usize = 24 << 10;
-/// Bytes of the sentinel slots that one two-shot all-reduce may use.
+/// Size of the sentinel slots that one two-shot all-reduce may use.
 const SENTINEL_BYTES: usize = 17 << 20;
-/// Bytes of a lane's words; `Lane` in `staging.cuh`.
+/// Size of a lane's words; `Lane` in `staging.cuh`.
 const LANE_WORDS: usize = 4 * MAX_RANKS * 4;
 const LL_EPOCHS: usize = 0;
 const SENTINEL_EPOCHS: usize = 1024;
 const HANDSHAKE_EPOCHS: usize = 2048;
 const HANDSHAKE_COUNTS: usize = 3840;
 const WORDS: usize = 4096;
-/// Bytes of the offer of one lane and pair of ranks; `Offer` in `offers.cuh`.
+/// Size of the offer of one lane and pair of ranks; `Offer` in `offers.cuh`.
 const OFFER: usize = 64;
-/// Units of one rank in one round of a handshake; `HANDSHAKE_UNITS` in `zero_copy.cuh`.
+/// Number of units of one rank in one round of a handshake; `HANDSHAKE_UNITS` in `zero_copy.cuh`.
 const HANDSHAKE_UNITS: usize = 2;
-/// Part of a page of a cache line pair; what slots are aligned to.
+/// Alignment of slots: a multiple of a pair of cache lines that divides a page.
 const ALIGN: usize = 256;
-// Kernels count where chunks begin in steps of 256 bytes (`START_STEP` in staging.cuh), and a chunk may be a whole slot.
+// Kernels count the starts of chunks in steps of 256 bytes (`START_STEP` in staging.cuh), and a chunk may be a whole
+// slot.
 const _: () = assert!(ALIGN.is_multiple_of(256));
 
-/// Channel: what may run at the same time as the other channels in one group. Which one a call takes follows from the program alone, so it
-/// is the same on all ranks.
+/// A part of the memory that kernels use independently of the other channels. The program alone determines the channel
+/// of a call, so it is the same on all ranks.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Channel {
-    /// Collectives, on whatever stream.
+    /// Collectives on any stream.
     Collectives,
     /// Sends and receives.
     Transfers,
@@ -63,7 +65,7 @@ pub enum Channel {
 }
 
 impl Channel {
-    /// The channel of collectives, or of sends and receives, that are recorded into a graph or not.
+    /// Returns the channel of collectives or transfers, captured or not.
     pub fn of(captured: bool, transfers: bool) -> Self {
         match (captured, transfers) {
             (false, false) => Channel::Collectives,
@@ -73,7 +75,7 @@ impl Channel {
         }
     }
 
-    /// Name of the channel, by how calls come to take it.
+    /// Describes how calls get this channel.
     pub fn name(self) -> &'static str {
         match self {
             Channel::Collectives | Channel::Transfers => "to run at once",
@@ -95,30 +97,30 @@ pub struct Layout {
     channel_bytes: usize,
 }
 
-/// Ranks that send one rank something through slots; `SOURCES` in `staging.cuh`.
+/// Number of ranks that send to one rank through slots; `SOURCES` in `staging.cuh`.
 fn sources(ranks: usize) -> usize {
     (ranks - 1).max(1)
 }
 
-/// Bytes of a slot where there is much memory.
+/// Size of a slot if there is enough memory.
 fn longest_slot(ranks: usize) -> usize {
     MOST * ranks / sources(ranks) / ALIGN * ALIGN
 }
 
 impl Layout {
-    /// Bytes on every GPU without which a group of `ranks` cannot be.
+    /// Returns the minimum size on every GPU for a group of `ranks`.
     pub fn least(ranks: usize) -> usize {
         (ranks * (8 << 20)).max(32 << 20)
     }
 
-    /// Bytes on every GPU beyond which a group of `ranks` gains nothing.
+    /// Returns the size on every GPU above which a group of `ranks` gains nothing.
     pub fn most(ranks: usize) -> usize {
         let lanes = (LANES / ranks).min(MAX_LANES);
         let layout = Self { ranks, lanes, sentinel_units: 0, slot_bytes: longest_slot(ranks), channel_bytes: 0 };
         Channel::ALL.len() * (layout.sentinel() + SENTINEL_BYTES + 2 * layout.stage_bytes() + ALIGN)
     }
 
-    /// The layout of a group of `ranks` that has `total` bytes on every GPU.
+    /// Returns the layout of a group of `ranks` with `total` bytes on every GPU.
     pub fn new(ranks: usize, total: usize) -> Result<Self> {
         let channel_bytes = total / Channel::ALL.len() / ALIGN * ALIGN;
         let with = |lanes: usize| {
@@ -143,57 +145,58 @@ impl Layout {
         Ok(layout)
     }
 
-    /// Bytes of a channel.
+    /// Returns the size of a channel in bytes.
     pub fn channel_bytes(self) -> usize {
         self.channel_bytes
     }
 
-    /// Offset at which a channel begins.
+    /// Returns the offset of a channel.
     pub fn channel(self, channel: Channel) -> usize {
         channel as usize * self.channel_bytes
     }
 
-    /// Most blocks of a kernel on LL lines.
+    /// Returns the maximum number of blocks of an LL-line kernel.
     pub fn ll_blocks(self) -> usize {
         (SPREAD / self.ranks).min(128)
     }
 
-    /// Lanes of a staged kernel, at most.
+    /// Returns the maximum number of lanes of a staged kernel.
     pub fn lanes(self) -> usize {
         self.lanes
     }
 
-    /// Lanes for messages that gain nothing by more.
+    /// Returns the number of lanes for messages that gain nothing from more lanes.
     pub fn few_lanes(self) -> usize {
         (LANES / 2 / self.ranks).min(MAX_LANES).min(self.lanes)
     }
 
-    /// Lanes where there is much memory: what lies before the slots lies alike in little.
+    /// Returns the number of lanes with enough memory. The areas before the slots use it in every layout, so their
+    /// offsets do not depend on the size of the memory.
     fn most_lanes(self) -> usize {
         (LANES / self.ranks).min(MAX_LANES)
     }
 
-    /// Offset of the epochs of blocks that serve LL lines, in the channel.
+    /// Returns the offset in the channel of the epochs of blocks that use LL lines.
     pub fn ll_epochs(self) -> usize {
         LL_EPOCHS
     }
 
-    /// Blocks of a zero-copy kernel, at most: the roles of a lane.
+    /// Returns the maximum number of blocks of a zero-copy kernel: three roles per lane.
     pub fn handshake_blocks(self) -> usize {
         3 * self.most_lanes()
     }
 
-    /// Epochs of the blocks of zero-copy kernels, in the channel.
+    /// Returns the offset in the channel of the epochs of the blocks of zero-copy kernels.
     pub fn handshake_epochs(self) -> usize {
         HANDSHAKE_EPOCHS
     }
 
-    /// Offset of the counts of kernels that moved something without staging, in the channel.
+    /// Returns the offset in the channel of the counts of zero-copy kernels.
     pub fn handshake_counts(self) -> usize {
         HANDSHAKE_COUNTS
     }
 
-    /// Offset of the LL lines of handshakes, in the channel.
+    /// Returns the offset in the channel of the LL lines of handshakes.
     pub fn handshake_lines(self) -> usize {
         (self.words(Stage::Gather) + self.most_lanes() * LANE_WORDS).next_multiple_of(ALIGN)
     }
@@ -202,7 +205,7 @@ impl Layout {
         self.handshake_blocks() * 2 * self.ranks * HANDSHAKE_UNITS * LINES
     }
 
-    /// Offset of the offers of receivers, in the channel.
+    /// Returns the offset in the channel of the receivers' offers.
     pub fn offers(self) -> usize {
         (self.handshake_lines() + self.handshake_bytes()).next_multiple_of(ALIGN)
     }
@@ -211,42 +214,42 @@ impl Layout {
         self.most_lanes() * self.ranks * OFFER
     }
 
-    /// Offset of the LL lines, in the channel.
+    /// Returns the offset in the channel of the LL lines.
     pub fn ll_lines(self) -> usize {
         (self.offers() + self.offers_bytes()).next_multiple_of(ALIGN)
     }
 
-    /// Epochs of blocks on sentinel slots, in the channel.
+    /// Returns the offset in the channel of the epochs of blocks that use sentinel slots.
     pub fn sentinel_epochs(self) -> usize {
         SENTINEL_EPOCHS
     }
 
-    /// Offset of the sentinel slots, in the channel.
+    /// Returns the offset in the channel of the sentinel slots.
     pub fn sentinel(self) -> usize {
         self.ll_lines() + self.ll_blocks() * 2 * self.ranks * LL_UNITS * LINES
     }
 
-    /// Bytes of all sentinel slots of a channel: what must hold ones before the first call.
+    /// Returns the size of all sentinel slots of a channel, which must be filled with ones before the first call.
     pub fn sentinel_bytes(self) -> usize {
         SENTINEL_BLOCKS * 4 * self.ranks * self.sentinel_units * UNIT
     }
 
-    /// Units of one source in one stage of one block on sentinel slots.
+    /// Returns the number of units of one source in one stage of one block with sentinel slots.
     pub fn sentinel_units(self) -> usize {
         self.sentinel_units
     }
 
-    /// Words of a stage's lanes, in the channel.
+    /// Returns the offset in the channel of the words of a stage's lanes.
     pub fn words(self, stage: Stage) -> usize {
         WORDS + stage as usize * self.most_lanes() * LANE_WORDS
     }
 
-    /// Slots of a stage, in the channel.
+    /// Returns the offset in the channel of the slots of a stage.
     pub fn slots(self, stage: Stage) -> usize {
         self.sentinel() + self.sentinel_bytes() + stage as usize * self.stage_bytes()
     }
 
-    /// Bytes of a staging slot.
+    /// Returns the size of a staging slot in bytes.
     pub fn slot_bytes(self) -> usize {
         self.slot_bytes
     }
@@ -259,9 +262,9 @@ impl Layout {
 /// The two passes of staged calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Stage in which each rank's pieces go to those who need them.
+    /// Each rank's pieces move to the ranks that need them.
     Scatter,
-    /// Stage in which each rank's result goes to every rank.
+    /// Each rank's result moves to every rank.
     Gather,
 }
 

@@ -1,7 +1,7 @@
-//! The memory through which the GPUs of a group exchange: made, handed round, mapped and tried out.
+//! The memory through which the GPUs of a group exchange data: created, distributed, mapped and tested.
 //!
-//! Each GPU has its own; where some pair of GPUs cannot reach each other, all of it lies in the host's memory instead, under the same
-//! protocols.
+//! Each GPU has its own. If some pair of GPUs cannot access each other, all of it is host memory instead, under the
+//! same protocols.
 #![allow(unsafe_code, reason = "the device memory of a communicator")]
 
 use super::layout::{Channel, Layout};
@@ -20,16 +20,16 @@ use crate::sync::limit::Limit;
 use rustix::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 
-/// Description of a rank that it sends the others before anything is made.
+/// The description of a rank that it sends to the others before anything is created.
 pub(in crate::coll::cuda) struct Peer {
     pub(in crate::coll::cuda) uuid: [u8; 16],
     pub(in crate::coll::cuda) mailbox: [u8; NAME_BYTES],
     pub(in crate::coll::cuda) workspace: u64,
     pub(in crate::coll::cuda) p2p: bool,
-    /// Address of its heap, if it has one.
+    /// Address of the rank's heap, if it has one.
     pub(in crate::coll::cuda) heap: Option<Address>,
     pub(in crate::coll::cuda) tuning: Tuning,
-    /// Number of its GPU's processors, and whether that has clusters.
+    /// Number of the GPU's processors, and whether it has clusters.
     pub(in crate::coll::cuda) processors: u64,
     pub(in crate::coll::cuda) clusters: bool,
 }
@@ -62,15 +62,15 @@ impl Peer {
     }
 }
 
-/// Memory of all ranks, as this rank's GPU sees it.
+/// Memory of all ranks, as this rank's GPU accesses it.
 pub(in crate::coll::cuda) enum Memory {
-    /// Mappings of memory on the GPUs; `None` for a rank that is out of reach on purpose, or dead.
+    /// Mappings of memory on the GPUs; `None` for a rank that is deliberately not mapped, or has exited.
     Device(Mutex<Vec<Option<Mapping>>>),
-    /// Registered memory of the host.
+    /// Registered host memory.
     Host(Vec<Registered>),
 }
 
-/// The way to the peers while memory is being made.
+/// The context for sharing memory with the peers.
 pub(in crate::coll::cuda) struct Way<'a> {
     pub(in crate::coll::cuda) control: &'a ControlBlock,
     pub(in crate::coll::cuda) device: &'a Device,
@@ -80,29 +80,29 @@ pub(in crate::coll::cuda) struct Way<'a> {
 }
 
 impl Way<'_> {
-    /// `own` in this rank's place, and what the peers gave in theirs.
+    /// Sends `own` to all peers and returns theirs by rank; this rank's entry is empty.
     fn pass(&self, own: &OwnedFd) -> Result<Vec<Option<OwnedFd>>> {
         let names: Vec<_> = self.peers.iter().map(|peer| peer.mailbox).collect();
         let pids: Vec<u32> = self.control.ranks().map(|rank| self.control.pid(rank)).collect();
-        // Also this rank itself may be leaving, on another thread.
+        // This rank itself may also be leaving, on another thread.
         let left = |rank| self.control.absence(rank).map(|how| Error::peer(format!("{} {how}", self.control.describe(rank))));
         let hope = || self.control.failure().or_else(|| self.control.ranks().find_map(left)).map_or(Ok(()), Err);
         let passed = self.mailbox.exchange(self.control.rank().index(), &names, &pids, own.as_fd(), self.limit, &hope);
-        // Peers may wait for what this rank has not given: they learn of it.
+        // Peers may wait for this rank's descriptor; failing the group notifies them.
         passed.map_err(|error| self.control.fail(error))
     }
 }
 
-/// Memory of this rank, before the peers know of it.
+/// This rank's memory, before the peers have it.
 pub(in crate::coll::cuda) enum Own {
     /// Memory on this rank's GPU.
     Device(Physical, OwnedFd, usize),
-    /// Memory of the host.
+    /// Host memory.
     Host(OwnedFd, usize),
 }
 
 impl Own {
-    /// `bytes` on the GPU.
+    /// Allocates `bytes` on the GPU.
     pub(in crate::coll::cuda) fn on_device(device: &Device, bytes: usize) -> Result<Self> {
         let bytes = bytes.next_multiple_of(vmm::granularity(device)?);
         let own = Physical::create(device, bytes)?;
@@ -110,7 +110,7 @@ impl Own {
         Ok(Self::Device(own, descriptor, bytes))
     }
 
-    /// `bytes` of the host's memory.
+    /// Allocates `bytes` of host memory.
     pub(in crate::coll::cuda) fn on_host(bytes: usize) -> Result<Self> {
         let bytes = bytes.next_multiple_of(4096);
         Ok(Self::Host(Segment::create(bytes)?, bytes))
@@ -118,7 +118,8 @@ impl Own {
 }
 
 impl Memory {
-    /// `own`, and what those peers have that this rank `reaches`. All ranks must have made theirs: who has not would not come.
+    /// Maps `own` and the memory of the peers that this rank `reaches`. All ranks must have created theirs, because a
+    /// rank without memory would not take part.
     pub(in crate::coll::cuda) fn shared(way: &Way<'_>, own: Own, reaches: &dyn Fn(usize) -> bool) -> Result<Self> {
         match own {
             Own::Device(own, descriptor, bytes) => {
@@ -137,7 +138,7 @@ impl Memory {
                     let fd = fd.or_else(|| own.take()).ok_or_else(|| Error::internal("a peer passed no memory"))?;
                     let segment = Arc::new(Segment::map(fd, bytes)?);
                     segment.reserve(0, bytes, format_args!("group \"{}\"", way.control.name()))?;
-                    // SAFETY: reserved above, mapped as long as the segment, which is the keeper, lives.
+                    // SAFETY: reserved above, and mapped as long as the segment, which is the keeper, lives.
                     unsafe { Registered::new(segment.ptr(0, bytes), bytes, segment) }
                 };
                 Ok(Self::Host(descriptors.into_iter().map(open).collect::<Result<_>>()?))
@@ -145,7 +146,7 @@ impl Memory {
         }
     }
 
-    /// Address at which the memory of each rank begins; 0: out of reach.
+    /// Returns the address of each rank's memory; 0 if it is not mapped.
     pub(in crate::coll::cuda) fn addresses(&self) -> Vec<u64> {
         match self {
             Self::Device(mappings) => lock(mappings).iter().map(|mapping| mapping.as_ref().map_or(0, Mapping::address)).collect(),
@@ -153,21 +154,21 @@ impl Memory {
         }
     }
 
-    /// Whether it lies on the GPUs.
+    /// Returns true if the memory is on the GPUs.
     pub(in crate::coll::cuda) fn is_direct(&self) -> bool {
         matches!(self, Self::Device(_))
     }
 
-    /// Lets go of what `rank` had on its GPU. No kernel may use it any more.
+    /// Unmaps the GPU memory of `rank`. No kernel may use it any more.
     pub(in crate::coll::cuda) fn release_dead(&self, rank: Rank) {
         match self {
             Self::Device(mappings) => drop(lock(mappings)[rank.index()].take()),
-            // What is left of it is the group's.
+            // The rest of it belongs to the group.
             Self::Host(_) => {}
         }
     }
 
-    /// Prepares this rank's own part for the first call.
+    /// Prepares this rank's part for the first call.
     pub(in crate::coll::cuda) fn clear(&self, me: usize, layout: &Layout, stream: Stream) -> Result<()> {
         let base = self.addresses()[me];
         for channel in Channel::ALL {
@@ -178,13 +179,13 @@ impl Memory {
         stream.synchronize()
     }
 
-    /// Writes a word of its own into the memory of every peer in reach and reads it back: whether that works is what the driver's word for
-    /// it is worth.
+    /// Writes a different word to each mapped peer's memory and reads it back, because the driver may report access
+    /// that does not work.
     pub(in crate::coll::cuda) fn probe(&self, me: usize, layout: &Layout, stream: Stream) -> Result<bool> {
         let word = |rank: usize| 0x5359_4d4d_0000_0000u64 | (me as u64) << 16 | rank as u64;
         for (rank, base) in self.addresses().into_iter().enumerate().filter(|&(rank, base)| rank != me && base != 0) {
             let (out, mut back) = (word(rank), 0u64);
-            // Staging: whatever lies there before a chunk has arrived is never read.
+            // In staging: bytes there are never read before a chunk has arrived.
             let at = base + layout.slots(super::layout::Stage::Gather) as u64 + me as u64 * 8;
             stream.copy(at, (&raw const out) as u64, 8)?;
             stream.copy((&raw mut back) as u64, at, 8)?;
@@ -196,7 +197,8 @@ impl Memory {
         Ok(true)
     }
 
-    /// Whether what every peer in reach, which reaches this rank too, wrote has arrived here. After all have probed.
+    /// Returns true if the words of all mapped peers, which map this rank too, have arrived here. Called after all
+    /// ranks have probed.
     pub(in crate::coll::cuda) fn probed(&self, me: usize, layout: &Layout, stream: Stream) -> Result<bool> {
         let addresses = self.addresses();
         let base = addresses[me] + layout.slots(super::layout::Stage::Gather) as u64;
