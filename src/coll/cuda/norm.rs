@@ -7,7 +7,7 @@ use crate::coll::norm::{GROUP, Norm, Normed};
 
 /// Maximum number of threads in a block that normalises rows; `THREADS` in `device.cuh`.
 const MOST_THREADS: usize = 512;
-/// Number of independent partial sums of the squares of a row; `LANES` in `norm.cuh`.
+/// Number of accumulators of the squares of a row; `LANES` in `norm.cuh`.
 const LANES: usize = 1024;
 /// Maximum number of blocks that normalise rows which have been summed.
 const ROWS_BLOCKS: usize = 256;
@@ -45,7 +45,7 @@ pub fn reduction<'a>(call: &Spec<'a>) -> Spec<'a> {
 }
 
 /// Returns the number of threads in each of `cluster` blocks that share a row of `norm`: one per group, up to the
-/// number of partial sums.
+/// number of accumulators.
 pub(super) fn threads(norm: &Norm, cluster: usize) -> usize {
     (norm.hidden / GROUP).min(LANES).div_ceil(cluster).next_multiple_of(32).min(MOST_THREADS)
 }

@@ -7,14 +7,14 @@ use super::element::Element;
 use super::vector::{self, Vector};
 use crate::dtype::DType;
 
-/// Elements that are converted at a time.
+/// Number of elements that are converted at a time.
 const TILE: usize = 64;
 
-/// Conversion of `count` elements at `src` to `dst`.
+/// Converts `count` elements at `src` to `dst`.
 ///
 /// # Safety
-/// The machine has the instruction set; both are valid for `count` elements. `dst` is `src`, where elements become narrower, or overlaps
-/// it nowhere.
+/// The CPU has the instruction set; both are valid for `count` elements. `dst` is `src`, if elements become
+/// narrower, or does not overlap it.
 pub(super) type Cast = unsafe fn(dst: *mut u8, src: *const u8, count: usize);
 
 macro_rules! casts {
@@ -29,8 +29,8 @@ macro_rules! casts {
                 let (from, to) = ($from(size_of::<E>()), $to(size_of::<E>()));
                 let mut done = 0;
                 while done < count {
-                    // SAFETY: `done` elements of each, and the tile or the one behind them, are below `count`. What is read is read whole
-                    // before anything is written, at a place that is not behind it.
+                    // SAFETY: `done` elements of each, and the tile or element after them, are below `count`. Each
+                    // input is read whole before anything is written, and never after its own address.
                     unsafe {
                         let (src, dst) = (src.add(done * from), dst.add(done * to));
                         if count - done >= super::TILE {
@@ -76,7 +76,7 @@ casts!(widening, widen_some, |size| size, |_| 4);
 casts!(narrowing, narrow_some, |_| 4, |size| size);
 
 /// # Safety
-/// `src` is valid for `T` elements, `dst` for writes of `T` float32; the machine has `I`.
+/// `src` is valid for `T` elements, `dst` for writes of `T` float32; the CPU has `I`.
 #[inline(always)]
 unsafe fn widen_some<E: Element<Acc = f32>, I: Vector, const T: usize>(dst: *mut u8, src: *const u8) {
     // SAFETY: the caller's contract; written without an alignment.
@@ -84,7 +84,7 @@ unsafe fn widen_some<E: Element<Acc = f32>, I: Vector, const T: usize>(dst: *mut
 }
 
 /// # Safety
-/// `src` is valid for `T` float32, `dst` for writes of `T` elements; the machine has `I`.
+/// `src` is valid for `T` float32, `dst` for writes of `T` elements; the CPU has `I`.
 #[inline(always)]
 unsafe fn narrow_some<E: Element<Acc = f32>, I: Vector, const T: usize>(dst: *mut u8, src: *const u8) {
     // SAFETY: the caller's contract; read without an alignment.
@@ -101,7 +101,7 @@ fn pair<E: Element<Acc = f32>>(isa: Isa) -> (Cast, Cast) {
     }
 }
 
-/// Conversions from `dtype` to float32 and back; `None` where it is no float narrower than 32 bits.
+/// Returns the conversions from `dtype` to float32 and back; `None` if it is not a float narrower than 32 bits.
 pub(super) fn casts(dtype: DType, isa: Isa) -> Option<(Cast, Cast)> {
     match dtype {
         DType::F16 => Some(pair::<F16>(isa)),
@@ -119,7 +119,7 @@ pub(super) fn casts(dtype: DType, isa: Isa) -> Option<(Cast, Cast)> {
 mod tests {
     use super::*;
 
-    /// Narrow types, and every bit pattern of theirs: what is widened and rounded again is itself, NaN the canonical one.
+    /// Every bit pattern of every narrow type: widening and rounding gives the same bits, or the canonical NaN.
     #[test]
     fn what_is_widened_and_narrowed_is_itself_on_every_instruction_set() {
         for &dtype in DType::ALL {
@@ -133,10 +133,10 @@ mod tests {
             for &isa in Isa::available() {
                 let Some((widen_here, narrow_here)) = casts(dtype, isa) else { panic!("{dtype:?} on {isa:?}") };
                 let mut wide = vec![0u8; 4 * count];
-                // SAFETY: both have `count` elements; the machine has `isa`.
+                // SAFETY: both have `count` elements; the CPU has `isa`.
                 unsafe { widen_here(wide.as_mut_ptr(), given.as_ptr(), count) };
                 let mut back = wide.clone();
-                // SAFETY: `back` has `count` float32, and what is narrower goes to its begin.
+                // SAFETY: `back` has `count` float32, and the narrower elements are written to its start.
                 unsafe { narrow_here(back.as_mut_ptr(), back.as_ptr(), count) };
                 let mut apart = vec![0u8; given.len()];
                 // SAFETY: both have `count` elements.

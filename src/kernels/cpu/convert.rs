@@ -1,8 +1,8 @@
 //! Floats narrower than 32 bits: how they widen to `f32`, exactly, and how `f32` rounds back, once, to nearest even.
 //!
 //! Written in integer arithmetic and selects, without branches or tables, so that the loops around them vectorise and
-//! every instruction set computes the same bits. No step makes or reads a subnormal `f32`, so a thread that flushes
-//! those (`torch.set_flush_denormal`) converts alike.
+//! every instruction set computes the same bits. No step makes or reads a subnormal `f32`, so the conversions also work
+//! in a thread that flushes them (`torch.set_flush_denormal`).
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 use super::element::Element;
@@ -12,15 +12,15 @@ use super::vector::Vector;
 trait Layout: Copy {
     const MANTISSA: u32;
     const BIAS: u32;
-    /// The bit below the sign bit and all under it.
+    /// The bit below the sign bit and all lower bits.
     const MAGNITUDE: u32;
     /// The largest finite magnitude.
     const LARGEST: u32;
-    /// Magnitude that one above `LARGEST` becomes, before the sign: infinity where there is one, else NaN.
+    /// The magnitude of an overflow, before the sign: infinity if the format has one, otherwise NaN.
     const OVERFLOW: u32;
     /// The canonical NaN.
     const NAN: u32;
-    /// Finite and NaN only, zero without a sign: the sign bit on a zero is the NaN, and it has no negative.
+    /// True if the format has only finite numbers and NaN, and an unsigned zero: the sign bit on a zero is the NaN.
     const UNSIGNED_ZERO: bool;
 
     fn to_code(self) -> u32;
@@ -87,7 +87,7 @@ fn widen<L: Layout>(value: L) -> f32 {
     let magnitude = code & L::MAGNITUDE;
     let negative = code & !L::MAGNITUDE;
     let normal = (magnitude << (F32_MANTISSA - L::MANTISSA)) + ((F32_BIAS - L::BIAS) << F32_MANTISSA);
-    // An integer times a power of two is exact and, unlike a shifted subnormal, never subnormal in between.
+    // An integer times a power of two is exact and, unlike a shifted subnormal, never has a subnormal intermediate.
     let step = power_of_two(1 - (L::BIAS + L::MANTISSA) as i32);
     let subnormal = (magnitude as i32 as f32 * step).to_bits();
     let finite = if magnitude >> L::MANTISSA == 0 { subnormal } else { normal };
@@ -163,7 +163,7 @@ impl Element for F16 {
     #[inline(always)]
     unsafe fn widen_tile<I: Vector, const T: usize>(from: *const u8) -> [f32; T] {
         let mut wide = [0.0; T];
-        // SAFETY: the caller's contract; `widened` returns how many elements it has dealt with, at most `T`.
+        // SAFETY: the caller's contract; `widen_halves` returns how many elements it has converted, at most `T`.
         let done = unsafe { I::widen_halves(from, &mut wide) };
         for (i, value) in wide.iter_mut().enumerate().skip(done) {
             // SAFETY: `i < T`; read without an alignment.
@@ -174,7 +174,7 @@ impl Element for F16 {
 
     #[inline(always)]
     unsafe fn narrow_tile<I: Vector, const T: usize>(acc: &[f32; T], to: *mut u8) {
-        // SAFETY: the caller's contract; `narrow_halves` returns how many elements it has dealt with, at most `T`.
+        // SAFETY: the caller's contract; `narrow_halves` returns how many elements it has converted, at most `T`.
         let done = unsafe { I::narrow_halves(acc, to) };
         for (i, &value) in acc.iter().enumerate().skip(done) {
             // SAFETY: `i < T`; written without an alignment.

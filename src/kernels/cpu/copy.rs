@@ -1,9 +1,10 @@
-//! Moving bytes, through the cache or past it.
+//! Copies of bytes, through the cache or past it.
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
-/// Bytes that go to `memcpy` at once. glibc's own turns to non-temporal stores above a share of the last-level cache (here
-/// about 1 MiB), which the next reader pays for: four ranks that stage 1 MiB each, and reduce it, reach 20-27 GB/s in
-/// pieces and 16-17 without (Zen 5 EPYC, 2026-11-21, `cargo bench --bench kernels -- copy`). Only [`Store`] decides that.
+/// Maximum number of bytes of one `memcpy`. Above a share of the last-level cache (here about 1 MiB), glibc's own
+/// switches to non-temporal stores, which the next reader pays for: four ranks that stage 1 MiB each, and reduce it,
+/// reach 20-27 GB/s in pieces and 16-17 without (Zen 5 EPYC, 2026-11-21, `cargo bench --bench kernels -- copy`). Only
+/// [`Store`] decides whether stores are non-temporal.
 ///
 /// [`Store`]: super::Store
 const PIECE: usize = 128 << 10;
@@ -23,8 +24,8 @@ pub(super) unsafe fn cached(dst: *mut u8, src: *const u8, bytes: usize) {
     unsafe { src.add(done).copy_to_nonoverlapping(dst.add(done), bytes - done) };
 }
 
-/// Copies with non-temporal stores: whole cache lines of `dst` past the cache, its ragged ends through it.
-/// Ordered before later stores only by [`fence`].
+/// Copies with non-temporal stores: whole cache lines of `dst` past the cache, its ragged ends through it. Only
+/// [`fence`] orders them before later stores.
 ///
 /// # Safety
 /// As [`super::copy`].
@@ -58,7 +59,7 @@ pub(super) fn fence() {
     unsafe { std::arch::x86_64::_mm_sfence() };
 }
 
-/// Copies through the cache: other machines have no stable non-temporal store.
+/// Copies through the cache: other CPUs have no stable non-temporal store.
 ///
 /// # Safety
 /// As [`super::copy`].
@@ -68,6 +69,6 @@ pub(super) unsafe fn stream(dst: *mut u8, src: *const u8, bytes: usize) {
     unsafe { cached(dst, src, bytes) }
 }
 
-/// Nothing to order: [`stream`] used ordinary stores.
+/// Does nothing, because [`stream`] used ordinary stores.
 #[cfg(not(target_arch = "x86_64"))]
 pub(super) fn fence() {}

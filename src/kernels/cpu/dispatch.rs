@@ -1,4 +1,4 @@
-//! Dispatch of an op and a dtype to the compiled loop for this machine. `None` here is what [`super::supports`] refuses.
+//! Maps an op and a dtype to the loop compiled for this CPU. `None` here is an error of [`super::supports`].
 
 use super::convert::{BF16, E4M3Fn, E4M3Fnuz, E5M2, E5M2Fnuz, F16};
 use super::element::{Bits, Element};
@@ -6,7 +6,7 @@ use super::op::{And, Avg, Max, Min, Op, Or, PremulSum, Product, Sum, Xor};
 use super::reduce::{self, Kernel};
 use crate::dtype::{DType, ReduceOp};
 
-/// An instruction set that the loops are compiled for.
+/// An instruction set for which the loops are compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Isa {
     Portable,
@@ -17,11 +17,11 @@ pub(super) enum Isa {
 }
 
 impl Isa {
-    /// Instruction sets that this machine has, the best last.
+    /// The instruction sets of this CPU, with the best last.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn available() -> &'static [Isa] {
         const ALL: &[Isa] = &[Isa::Portable, Isa::Avx2, Isa::Avx512];
-        // The standard library caches what `cpuid` said: each of these is one load and a test.
+        // The standard library caches the result of `cpuid`: each of these is one load and a test.
         let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
         let avx512 = avx2
             && is_x86_feature_detected!("avx512f")
@@ -31,13 +31,13 @@ impl Isa {
         &ALL[..1 + usize::from(avx2) + usize::from(avx512)]
     }
 
-    /// Instruction sets that this machine has, the best last.
+    /// The instruction sets of this CPU, with the best last.
     #[cfg(not(target_arch = "x86_64"))]
     pub(super) fn available() -> &'static [Isa] {
         &[Isa::Portable]
     }
 
-    /// The widest that this machine has.
+    /// Returns the widest instruction set of this CPU.
     pub(super) fn best() -> Isa {
         Isa::available().last().copied().unwrap_or(Isa::Portable)
     }
@@ -53,13 +53,13 @@ impl Isa {
     }
 }
 
-/// Numbers that the loops see in one element: a complex number is its two parts, and every op that is served for
-/// complex numbers acts on the parts alone.
+/// Returns how many numbers the loops see in one element: a complex number is two, and every op supported for complex
+/// numbers acts on each part separately.
 pub(super) fn parts(dtype: DType) -> usize {
     if matches!(dtype, DType::C64 | DType::C128) { 2 } else { 1 }
 }
 
-/// The loop for `op` over `dtype`, if the two fit together.
+/// Returns the loop for `op` over `dtype`, if the combination is supported.
 // Tiles are 256 bytes of accumulators: four AVX-512 or eight AVX2 registers.
 pub(super) fn kernel(op: ReduceOp, dtype: DType, isa: Isa) -> Option<Kernel> {
     match dtype {
@@ -104,7 +104,8 @@ fn complex<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<Kernel>
     }
 }
 
-/// `W` is the unsigned integer of `E`'s size, which wraps and combines bits alike: half the loops to compile.
+/// `W` is the unsigned integer of `E`'s size, for which wrapping and bit operations give the same bits, so only half
+/// the loops are compiled.
 fn integer<E, W, const T: usize>(op: ReduceOp, isa: Isa) -> Option<Kernel>
 where
     E: Element,

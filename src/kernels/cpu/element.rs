@@ -1,20 +1,20 @@
-//! Element as it is on the wire and as it is while it is being reduced.
+//! Elements, as stored in a tensor and as accumulated in a reduction.
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 use super::vector::Vector;
 
-/// A value in which a reduction accumulates: `f32` and `f64` for floats, the type itself for integers.
+/// The type in which a reduction accumulates: `f32` and `f64` for floats, the type itself for integers.
 pub(super) trait Number: Copy {
     const ZERO: Self;
-    /// A premultiplication factor in this type. Integers refuse PREMUL_SUM, so theirs is never used.
+    /// Converts a premultiplication factor to this type. Integers do not support PREMUL_SUM, so theirs is never used.
     fn factor(factor: f64) -> Self;
     fn add(self, other: Self) -> Self;
     fn multiply(self, other: Self) -> Self;
-    /// Divided by a number of ranks; integers truncate toward zero like `torch.div(rounding_mode="trunc")`.
+    /// Divides by a number of ranks; integers truncate toward zero like `torch.div(rounding_mode="trunc")`.
     fn divide(self, ranks: usize) -> Self;
-    /// `self` unless `other` is strictly less; any NaN wins.
+    /// Returns `self` unless `other` is strictly less; any NaN wins.
     fn lesser(self, other: Self) -> Self;
-    /// `self` unless `other` is strictly greater; any NaN wins.
+    /// Returns `self` unless `other` is strictly greater; any NaN wins.
     fn greater(self, other: Self) -> Self;
 }
 
@@ -25,24 +25,24 @@ pub(super) trait Bits: Number {
     fn xor(self, other: Self) -> Self;
 }
 
-/// An element as it lies in a tensor.
+/// An element as stored in a tensor.
 pub(super) trait Element: Copy {
     type Acc: Number;
     const ZERO: Self;
     fn widen(self) -> Self::Acc;
-    /// `T` elements at any alignment, widened. A format for which an instruction set `I` has a conversion may use it.
+    /// Widens `T` elements at any alignment. A format may use a conversion instruction of `I`.
     ///
     /// # Safety
-    /// `from` is valid for `T` elements; the machine has `I`.
+    /// `from` is valid for `T` elements; the CPU has `I`.
     #[inline(always)]
     unsafe fn widen_tile<I: Vector, const T: usize>(from: *const u8) -> [Self::Acc; T] {
         // SAFETY: the index is below `T`; read without an alignment.
         std::array::from_fn(|i| unsafe { from.cast::<Self>().add(i).read_unaligned() }.widen())
     }
-    /// `T` accumulators, narrowed, to any alignment.
+    /// Narrows `T` accumulators to any alignment.
     ///
     /// # Safety
-    /// `to` is valid for writes of `T` elements; the machine has `I`.
+    /// `to` is valid for writes of `T` elements; the CPU has `I`.
     #[inline(always)]
     unsafe fn narrow_tile<I: Vector, const T: usize>(acc: &[Self::Acc; T], to: *mut u8) {
         for (i, &value) in acc.iter().enumerate() {
@@ -50,8 +50,8 @@ pub(super) trait Element: Copy {
             unsafe { to.cast::<Self>().add(i).write_unaligned(Self::narrow(value)) };
         }
     }
-    /// Rounds once, to nearest even. Every NaN becomes the format's one canonical NaN: the payload and sign that an
-    /// x86 addition hands on depend on the operand order the compiler picked, so they must not reach the result.
+    /// Rounds once, to nearest even. Every NaN becomes the format's one canonical NaN: the payload and sign that an x86
+    /// addition propagates depend on the operand order that the compiler chose, so they must not reach the result.
     fn narrow(acc: Self::Acc) -> Self;
 }
 

@@ -1,19 +1,19 @@
-//! CPU kernels: reduce, copy, convert; the best instruction set of this machine is chosen at run time.
+//! CPU kernels: reduce, copy, convert; the best instruction set of this CPU is chosen at run time.
 //!
-//! What they guarantee: an output element is a function of the input elements in the order of the sources and of
-//! nothing else. Not of the instruction set, the alignment, the count, the way a range is split or the [`Store`].
-//! Floats narrower than 32 bits and `f32` accumulate in `f32`, `f64` in `f64`, and round once; integers wrap. A NaN
-//! result is always the format's canonical quiet NaN. Subnormals are kept, even if the calling thread flushes them.
+//! Guarantee: an output element depends only on the input elements and the order of the sources. It does not depend on
+//! the instruction set, the alignment, the count, the way a range is split or the [`Store`]. Floats narrower than 32
+//! bits and `f32` accumulate in `f32`, `f64` in `f64`, and round once; integers wrap. A NaN result is always the
+//! format's canonical quiet NaN. Subnormals are kept, even if the calling thread flushes them.
 //!
 //! - [`element`]: numbers and how they add, multiply, compare
-//! - [`cast`]: those to float32 and back
+//! - [`cast`]: narrow floats to float32 and back
 //! - [`convert`]: float16, bfloat16 and the float8 formats
-//! - [`lanes`]: the conversions for which an instruction set has an instruction
+//! - [`vector`]: the conversions with an instruction in some instruction sets
 //! - [`mode`]: the calling thread's rounding and flushing
 //! - [`norm`]: residual and RMSNorm of summed rows
 //! - [`op`]: the reduce operations
 //! - [`reduce`](mod@reduce): the one loop, compiled for each instruction set
-//! - [`dispatch`]: which compiled loop serves a call
+//! - [`dispatch`]: which compiled loop runs a call
 //! - [`copy`](mod@copy): memory to memory
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
@@ -37,25 +37,25 @@ use crate::error::{Error, Result};
 use dispatch::Isa;
 pub use norm::{Rows, add_rms_norm};
 
-/// Elements of one rank, as a kernel reads them.
+/// The elements of one rank, as a kernel reads them.
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
     /// Address of the first element; any alignment.
     pub ptr: *const u8,
-    /// Factor that each element is multiplied by under PREMUL_SUM; ignored otherwise.
+    /// Factor of each element under PREMUL_SUM; ignored otherwise.
     pub factor: f64,
 }
 
-/// Way in which a kernel writes.
+/// How a kernel writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Store {
     /// Stores through the cache.
     Cached,
-    /// Past the cache, for destinations that nobody reads soon. Fenced before the kernel returns.
+    /// Stores past the cache, for destinations that no thread reads soon. Fenced before the kernel returns.
     Streaming,
 }
 
-/// Whether `op` means something for `dtype`; the error names the nearest supported form.
+/// Checks that `op` is defined for `dtype`; the error names the nearest supported form.
 pub fn supports(op: ReduceOp, dtype: DType) -> Result<()> {
     if dispatch::kernel(op, dtype, Isa::Portable).is_some() {
         return Ok(());
@@ -63,7 +63,7 @@ pub fn supports(op: ReduceOp, dtype: DType) -> Result<()> {
     Err(Error::not_implemented(format!("reduce op {} is not defined for {}; {}", op.name(), dtype.name(), instead(dtype))))
 }
 
-/// Sentence that says what to do where [`supports`] refuses.
+/// Returns the advice in an error of [`supports`].
 fn instead(dtype: DType) -> String {
     let float = |integer: &str| format!("use SUM, AVG, PRODUCT, MIN, MAX or PREMUL_SUM, or view the tensor as {integer}");
     let integer = |float: &str| format!("use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, or cast the tensor to {float}");
@@ -81,7 +81,7 @@ fn instead(dtype: DType) -> String {
     }
 }
 
-/// `dst[i] = op(sources[0][i], .., sources[n-1][i])` for `i < count`, combined in the order of `sources`.
+/// Computes `dst[i] = op(sources[0][i], .., sources[n-1][i])` for `i < count`, combined in the order of `sources`.
 /// Without sources nothing is written.
 ///
 /// # Panics
@@ -92,24 +92,24 @@ fn instead(dtype: DType) -> String {
 /// or overlaps none. Under `Bool` every byte is 0 or 1.
 pub unsafe fn reduce(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, store: Store) {
     let _mode = mode::DefaultMode::enter();
-    // SAFETY: the caller's contract; `best` returns what this machine was found to have.
+    // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
     unsafe { reduce_on(Isa::best(), op, dtype, dst, sources, count, sources.len(), store) }
 }
 
-/// [`reduce`] of sources that stand for `ranks` ranks together: an AVG is divided by that number.
+/// [`reduce`] of sources that together represent `ranks` ranks: an AVG is divided by that number.
 ///
 /// # Safety
 /// As [`reduce`].
 pub unsafe fn reduce_partials(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, ranks: usize) {
     let _mode = mode::DefaultMode::enter();
-    // SAFETY: the caller's contract; `best` returns what this machine was found to have.
+    // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
     unsafe { reduce_on(Isa::best(), op, dtype, dst, sources, count, ranks, Store::Cached) }
 }
 
 /// [`reduce_partials`] with a named instruction set and store.
 ///
 /// # Safety
-/// As [`reduce`], on a machine that has `isa`.
+/// As [`reduce`], on a CPU that has `isa`.
 #[allow(clippy::too_many_arguments, reason = "the arguments of `reduce`, and two more")]
 unsafe fn reduce_on(isa: Isa, op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, ranks: usize, store: Store) {
     let Some(kernel) = dispatch::kernel(op, dtype, isa) else {
@@ -123,7 +123,7 @@ unsafe fn reduce_on(isa: Isa, op: ReduceOp, dtype: DType, dst: *mut u8, sources:
     unsafe { kernel(&job) }
 }
 
-/// Whether `dtype` is a float narrower than 32 bits, for which there are [`widen`] and [`narrow`].
+/// Returns true if `dtype` is a float narrower than 32 bits, which [`widen`] and [`narrow`] convert.
 pub fn is_narrow(dtype: DType) -> bool {
     cast::casts(dtype, Isa::Portable).is_some()
 }
@@ -138,7 +138,7 @@ pub fn is_narrow(dtype: DType) -> bool {
 pub unsafe fn widen(dtype: DType, dst: *mut u8, src: *const u8, count: usize) {
     let Some((widen, _)) = cast::casts(dtype, Isa::best()) else { panic!("{} is not narrow", dtype.name()) };
     let _mode = mode::DefaultMode::enter();
-    // SAFETY: the caller's contract; `best` returns what this machine was found to have.
+    // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
     unsafe { widen(dst, src, count) }
 }
 
@@ -152,11 +152,11 @@ pub unsafe fn widen(dtype: DType, dst: *mut u8, src: *const u8, count: usize) {
 pub unsafe fn narrow(dtype: DType, dst: *mut u8, src: *const u8, count: usize) {
     let Some((_, narrow)) = cast::casts(dtype, Isa::best()) else { panic!("{} is not narrow", dtype.name()) };
     let _mode = mode::DefaultMode::enter();
-    // SAFETY: the caller's contract; `best` returns what this machine was found to have.
+    // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
     unsafe { narrow(dst, src, count) }
 }
 
-/// Way in which shared staging is written.
+/// How shared staging is written.
 pub const STAGING: Store = Store::Cached;
 
 /// Copies `bytes` bytes from `src` to `dst`.
@@ -164,7 +164,7 @@ pub const STAGING: Store = Store::Cached;
 /// # Safety
 /// `src` must be valid for reads and `dst` for writes of `bytes` bytes; they do not overlap.
 pub unsafe fn copy(dst: *mut u8, src: *const u8, bytes: usize, store: Store) {
-    // SAFETY: the caller's contract is that of both.
+    // SAFETY: the caller's contract is the same as of both.
     unsafe {
         match store {
             Store::Cached => copy::cached(dst, src, bytes),

@@ -1,9 +1,10 @@
 //! The floating-point mode of the calling thread.
 //!
-//! `torch.set_flush_denormal(True)` changes it for one thread; a rank that reduces with another mode than its peers would get other bits.
+//! `torch.set_flush_denormal(True)` changes it for one thread, and a rank that reduces in another mode than its peers
+//! would get different bits.
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
-/// Round to nearest, keep subnormals; the thread's own mode returns on drop.
+/// Round to nearest and keep subnormals; dropping it restores the thread's mode.
 pub(super) struct DefaultMode {
     own: Option<register::Word>,
 }
@@ -52,7 +53,7 @@ mod register {
     }
 }
 
-/// Other processors: whatever the thread has.
+/// Other processors keep the thread's mode.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod register {
     pub(super) type Word = u32;
@@ -67,7 +68,7 @@ mod register {
 }
 
 impl DefaultMode {
-    /// Sets the default mode, at the cost of a few cycles where it is set already.
+    /// Sets the default mode, at the cost of a few cycles if it is already set.
     pub(super) fn enter() -> Self {
         let word = register::read();
         let own = (word & register::MODE != 0).then_some(word);

@@ -1,12 +1,13 @@
 //! Sum over ranks, residual and RMSNorm of whole rows.
 //!
-//! An element of the sum is rounded to the tensor's type as in every collective, the residual is added in float32 and rounded, and the norm
-//! is that of the rounded row, in float32, rounded once. Squares are added up in one order, whatever the instruction set, the number of
-//! rows and their place; `src/kernels/cuda/include/norm.cuh` has the same:
+//! An element of the sum is rounded to the tensor's type as in every collective. The residual is added in float32 and
+//! rounded, and the norm of the rounded row is computed in float32 and rounded once. Squares are added in one order,
+//! whatever the instruction set and the number and position of rows; `src/kernels/cuda/include/norm.cuh` uses the same:
 //!
-//! 1. The squares of [`GROUP`] neighbours in halves: the first four and the last four, then two and two, then one and one.
-//! 2. The groups of a row in [`LANES`] lanes: lane `l` has group `l`, and group `l + LANES` added to it.
-//! 3. Lanes in blocks of [`BLOCK`], each in halves; then the blocks in halves.
+//! 1. The squares of [`GROUP`] neighbours in halves: the first four and the last four, then two and two, then one and
+//!    one.
+//! 2. The groups of a row in [`LANES`] accumulators: number `l` has group `l`, with group `l + LANES` added to it.
+//! 3. The accumulators in blocks of [`BLOCK`], each in halves; then the blocks in halves.
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 use super::convert::{BF16, E4M3Fn, F16};
@@ -19,49 +20,49 @@ use crate::norm::{GROUP, Norm, Normed};
 
 const LANES: usize = 1024;
 const BLOCK: usize = 32;
-/// Elements that are worked on at a time.
+/// Number of elements that are processed at a time.
 const TILE: usize = 64;
 /// Largest float8_e4m3fn.
 const LARGEST: f32 = 448.0;
-/// Least scale of a row, as vLLM has it.
+/// Minimum scale of a row, the same as vLLM's.
 const LEAST_SCALE: f32 = 1.0 / (LARGEST * 512.0);
 
-/// Memory of rows, each after the other.
+/// The memory of rows, each row after the other.
 #[derive(Clone, Debug)]
 pub struct Rows<'a> {
-    /// Input of each rank, in their order.
+    /// Input of each rank, in rank order.
     pub sources: &'a [*const u8],
     /// Residual of each row.
     pub residual: *const u8,
     /// Weight of each element of a row.
     pub weight: *const u8,
-    /// Scale of all, under [`Normed::Static`].
+    /// Scale of all elements, under [`Normed::Static`].
     pub scale: *const u8,
-    /// Place of the normed rows.
+    /// Destination of the normalised rows.
     pub normed: *mut u8,
-    /// Place of the sums with their residuals.
+    /// Destination of the sums with their residuals.
     pub sum: *mut u8,
-    /// Place of the scale of each row, under [`Normed::Dynamic`].
+    /// Destination of the scale of each row, under [`Normed::Dynamic`].
     pub scales: *mut u8,
 }
 
-/// Sums, adds and norms `rows` rows.
+/// Sums `rows` rows, adds the residual and normalises them.
 ///
 /// # Safety
 /// Everything in `memory` is valid for `rows` rows of `norm` at any alignment; `normed` is a source or overlaps nothing, `sum` is
 /// `residual` or overlaps nothing.
 pub unsafe fn add_rms_norm(norm: &Norm, rows: usize, memory: &Rows<'_>) {
-    // SAFETY: the caller's contract; `best` returns what this machine was found to have.
+    // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
     unsafe { add_rms_norm_on(Isa::best(), norm, rows, memory) }
 }
 
 /// [`add_rms_norm`] with a named instruction set.
 ///
 /// # Safety
-/// As [`add_rms_norm`], on a machine that has `isa`.
+/// As [`add_rms_norm`], on a CPU that has `isa`.
 unsafe fn add_rms_norm_on(isa: Isa, norm: &Norm, rows: usize, memory: &Rows<'_>) {
     let _mode = DefaultMode::enter();
-    // SAFETY: the caller's contract is that of all.
+    // SAFETY: the caller's contract is the same as of each.
     unsafe {
         match norm.dtype {
             DType::BF16 => of_type::<BF16>(isa, norm, rows, memory),
@@ -76,7 +77,7 @@ unsafe fn add_rms_norm_on(isa: Isa, norm: &Norm, rows: usize, memory: &Rows<'_>)
 /// # Safety
 /// As [`add_rms_norm_on`], of elements of type `E`.
 unsafe fn of_type<E: Element<Acc = f32>>(isa: Isa, norm: &Norm, rows: usize, memory: &Rows<'_>) {
-    // SAFETY: the caller's contract is that of all.
+    // SAFETY: the caller's contract is the same as of each.
     unsafe {
         match isa {
             Isa::Portable => run::<E, vector::Portable>(norm, rows, memory),
@@ -89,7 +90,7 @@ unsafe fn of_type<E: Element<Acc = f32>>(isa: Isa, norm: &Norm, rows: usize, mem
 }
 
 /// # Safety
-/// As [`add_rms_norm`], on a machine with AVX2 and F16C.
+/// As [`add_rms_norm`], on a CPU with AVX2 and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn avx2<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &Rows<'_>) {
@@ -98,7 +99,7 @@ unsafe fn avx2<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &Rows<'_
 }
 
 /// # Safety
-/// As [`add_rms_norm`], on a machine with AVX-512 F, BW, VL and DQ.
+/// As [`add_rms_norm`], on a CPU with AVX-512 F, BW, VL and DQ.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 unsafe fn avx512<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &Rows<'_>) {
@@ -108,14 +109,14 @@ unsafe fn avx512<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &Rows<
 
 /// # Safety
 /// As [`add_rms_norm`].
-// Loops and no closures: what is not inlined would be compiled for the least instruction set.
+// Loops and no closures: code that is not inlined would be compiled for the least instruction set.
 #[inline(always)]
 unsafe fn run<E: Element<Acc = f32>, I: Vector>(norm: &Norm, rows: usize, memory: &Rows<'_>) {
     let hidden = norm.hidden;
     let whole = hidden - hidden % TILE;
     for row in 0..rows {
         let at = row * norm.row_bytes();
-        // SAFETY: `row < rows`, of which all memory has as many; tiles end at `hidden`, a multiple of `GROUP`.
+        // SAFETY: `row < rows`, the number of rows in all memory; tiles end at `hidden`, a multiple of `GROUP`.
         unsafe {
             let mut lanes = [0f32; LANES];
             for first in (0..whole).step_by(TILE) {
@@ -163,14 +164,14 @@ unsafe fn run<E: Element<Acc = f32>, I: Vector>(norm: &Norm, rows: usize, memory
     }
 }
 
-/// Way in which a normed element is scaled.
+/// How a normalised element is scaled.
 #[derive(Clone, Copy)]
 enum Scale {
     Factor(f32),
     Divisor(f32),
 }
 
-/// The larger of two; a NaN wins.
+/// Returns the larger of two numbers; a NaN wins.
 #[inline(always)]
 fn larger(one: f32, other: f32) -> f32 {
     if (other > one) | other.is_nan() { other } else { one }
@@ -180,17 +181,17 @@ fn larger(one: f32, other: f32) -> f32 {
 #[inline(always)]
 fn rounded<E: Element<Acc = f32>, I: Vector, const T: usize>(values: &[f32; T]) -> [f32; T] {
     let mut bytes = [E::ZERO; T];
-    // SAFETY: `T` elements; the machine has `I`, by the contract of `run`, whose code this is a part of.
+    // SAFETY: `T` elements; the CPU has `I` by the contract of `run`, which inlines this.
     unsafe {
         E::narrow_tile::<I, T>(values, bytes.as_mut_ptr().cast());
         E::widen_tile::<I, T>(bytes.as_ptr().cast())
     }
 }
 
-/// Sums `T` elements from `first` of the row `at`, with the residual, and adds up their squares.
+/// Sums `T` elements from `first` of the row `at`, with the residual, and adds their squares.
 ///
 /// # Safety
-/// The memory is valid for them, of type `E`; the machine has `I`.
+/// The memory is valid for them, of type `E`; the CPU has `I`.
 #[inline(always)]
 unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(memory: &Rows<'_>, at: usize, first: usize, lanes: &mut [f32; LANES]) {
     let place = at + first * size_of::<E>();
@@ -219,7 +220,7 @@ unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(memory: &Rows<'_
     let group = first / GROUP % LANES;
     let (groups, _) = squares.as_chunks::<GROUP>();
     let lanes = &mut lanes[group..group + T / GROUP];
-    // SAFETY: the machine has `I`, by the caller's contract.
+    // SAFETY: the CPU has `I`, by the caller's contract.
     let added = unsafe { I::add_eights(groups, lanes) };
     for (lane, q) in lanes[added..].iter_mut().zip(&groups[added..]) {
         let (a, b, c, d) = (q[0] + q[4], q[1] + q[5], q[2] + q[6], q[3] + q[7]);
@@ -227,7 +228,7 @@ unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(memory: &Rows<'_
     }
 }
 
-/// Adds up the lanes, which it uses up. Those that `groups` do not reach are zeros, which change no sum of squares.
+/// Adds the accumulators, which it overwrites. Those beyond `groups` are zeros, which change no sum of squares.
 #[inline(always)]
 fn total(lanes: &mut [f32; LANES], groups: usize) -> f32 {
     let mut blocks = [0f32; LANES / BLOCK];
@@ -249,10 +250,10 @@ fn halved(values: &mut [f32; BLOCK]) -> f32 {
     values[0]
 }
 
-/// The normed elements from `first` of a row, not rounded.
+/// Returns the normalised elements from `first` of a row, not rounded.
 ///
 /// # Safety
-/// `sum` and `weight` are valid for a row of type `E`, of which `T` elements follow `first`; the machine has `I`.
+/// `sum` and `weight` are valid for a row of type `E` with `T` elements from `first`; the CPU has `I`.
 #[inline(always)]
 unsafe fn normed<E: Element<Acc = f32>, I: Vector, const T: usize>(
     sum: *const u8,
@@ -269,7 +270,7 @@ unsafe fn normed<E: Element<Acc = f32>, I: Vector, const T: usize>(
     values
 }
 
-/// Finds the largest magnitudes of normed elements, in any order: the largest of all does not depend on it.
+/// Finds the largest magnitudes of normalised elements, in any order, because the maximum does not depend on it.
 ///
 /// # Safety
 /// As [`normed`].
@@ -288,7 +289,7 @@ unsafe fn measure<E: Element<Acc = f32>, I: Vector, const T: usize>(
     }
 }
 
-/// Writes the normed elements from `first` of a row.
+/// Writes the normalised elements from `first` of a row.
 ///
 /// # Safety
 /// As [`normed`]; `to` is valid for a row.
@@ -304,7 +305,7 @@ unsafe fn write<E: Element<Acc = f32>, I: Vector, const T: usize>(
     unsafe { E::narrow_tile::<I, T>(&normed::<E, I, T>(sum, weight, first, inverse), to.add(first * size_of::<E>())) };
 }
 
-/// Writes the normed elements from `first` of a row, scaled, as float8_e4m3fn.
+/// Writes the normalised elements from `first` of a row, scaled, as float8_e4m3fn.
 ///
 /// # Safety
 /// As [`write`].
@@ -406,7 +407,7 @@ mod tests {
         values.iter().flat_map(of).collect()
     }
 
-    /// Runs `rows` rows; returns the normed rows, the sums and the scales.
+    /// Runs `rows` rows; returns the normalised rows, the sums and the scales.
     fn run_on(isa: Isa, norm: &Norm, sources: &[Vec<u8>], residual: &[u8], weight: &[u8], scale: f32) -> [Vec<u8>; 3] {
         let rows = norm.rows;
         let mut outputs = [norm.normed_bytes(), norm.row_bytes(), norm.scale_bytes()].map(|bytes| vec![0xEE; bytes * rows]);
@@ -421,7 +422,7 @@ mod tests {
             sum: sum.as_mut_ptr(),
             scales: scales.as_mut_ptr(),
         };
-        // SAFETY: all have `rows` rows; the machine has `isa`.
+        // SAFETY: all have `rows` rows; the CPU has `isa`.
         unsafe { add_rms_norm_on(isa, norm, rows, &memory) };
         outputs
     }

@@ -2,9 +2,9 @@
 
 use super::element::{Bits, Number};
 
-/// Operation by which the sources' elements become one.
+/// An operation that combines the sources' elements.
 pub(super) trait Op<A: Number> {
-    /// Value that a source contributes, given that source's factor.
+    /// Returns the value that a source contributes, given that source's factor.
     #[inline(always)]
     fn lift(value: A, _factor: A) -> A {
         value
@@ -12,7 +12,7 @@ pub(super) trait Op<A: Number> {
 
     fn combine(acc: A, value: A) -> A;
 
-    /// The result, once all of `ranks` sources are in.
+    /// Returns the result, once all of `ranks` sources are combined.
     #[inline(always)]
     fn finish(acc: A, _ranks: usize) -> A {
         acc

@@ -1,8 +1,9 @@
 //! The reduction loop, once, and its compilation for each instruction set.
 //!
-//! A tile of `T` accumulators stays in registers while the sources go by in rank order, so each output element depends
-//! on its own inputs alone: not on alignment, on the count, on how a range was split or on the vector width. Rust never
-//! contracts a product and a sum into a fused operation, so neither do the wider instruction sets.
+//! A tile of `T` accumulators stays in registers while the loop visits the sources in rank order, so each output
+//! element depends only on its own inputs: not on alignment, on the count, on how a range was split or on the vector
+//! width. Rust never contracts a product and a sum into a fused operation, and so the wider instruction sets do not
+//! either.
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 use super::element::{Element, Number};
@@ -10,13 +11,13 @@ use super::op::Op;
 use super::vector::{self, Vector};
 use super::{Source, Store, copy};
 
-/// Job: one call of [`super::reduce`]. Whoever builds it vouches for its pointers.
+/// One call of [`super::reduce`]. The code that builds it vouches for its pointers.
 pub(super) struct Job<'a> {
     pub(super) dst: *mut u8,
     pub(super) sources: &'a [Source],
-    /// Number of elements, as the kernel counts them (a complex number counts two).
+    /// Number of elements, as the kernel counts them (a complex number counts as two).
     pub(super) count: usize,
-    /// Number of ranks that the sources stand for, by which an average divides.
+    /// Number of ranks that the sources represent, by which an average divides.
     pub(super) ranks: usize,
     pub(super) store: Store,
 }
@@ -24,14 +25,14 @@ pub(super) struct Job<'a> {
 /// A reduction compiled for one op, element type and instruction set.
 ///
 /// # Safety
-/// The machine has the instruction set; the job satisfies the contract of [`super::reduce`].
+/// The CPU has the instruction set; the job satisfies the contract of [`super::reduce`].
 pub(super) type Kernel = unsafe fn(&Job);
 
-/// Bytes that a streaming reduction computes into L1 before it writes them out; a power of two of cache lines.
+/// Number of bytes that a streaming reduction computes in L1 before it writes them out; a power of two of cache lines.
 const BLOCK: usize = 4096;
 
-/// Left-over elements from which on padded copies of them go through a whole tile; fewer go one by one, which takes 7 ns for one element of
-/// four ranks instead of 30.
+/// Minimum number of left-over elements that are padded to a whole tile. Fewer are computed one by one, which takes 7
+/// ns instead of 30 ns for one element of four ranks.
 const FEW: usize = 8;
 
 #[repr(align(64))]
@@ -45,7 +46,7 @@ pub(super) unsafe fn portable<E: Element, O: Op<E::Acc>, const T: usize>(job: &J
 }
 
 /// # Safety
-/// As [`portable`], on a machine with AVX2 and F16C.
+/// As [`portable`], on a CPU with AVX2 and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 pub(super) unsafe fn avx2<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) {
@@ -54,7 +55,7 @@ pub(super) unsafe fn avx2<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) 
 }
 
 /// # Safety
-/// As [`portable`], on a machine with AVX-512 F, BW, VL and DQ.
+/// As [`portable`], on a CPU with AVX-512 F, BW, VL and DQ.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 pub(super) unsafe fn avx512<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) {
@@ -78,7 +79,7 @@ unsafe fn run<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(job: &Job) {
     let mut start = 0;
     while start < job.count {
         let now = length.min(job.count - start);
-        // SAFETY: `start + now <= count`; `now * size <= BLOCK`; the block overlaps nothing of the caller's.
+        // SAFETY: `start + now <= count`; `now * size <= BLOCK`; the block overlaps no memory of the caller.
         unsafe {
             span::<E, O, I, T>(job, start, now, block.0.as_mut_ptr());
             copy::stream(job.dst.add(start * size), block.0.as_ptr(), now * size);
@@ -131,10 +132,10 @@ unsafe fn span<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(job: &Job, 
     }
 }
 
-/// The accumulators of `T` elements of which `locate` gives the first, for each source.
+/// Returns the accumulators of `T` elements; for each source, `locate` returns the address of the first.
 ///
 /// # Safety
-/// `locate` returns pointers that are valid for `T` elements until its next call; the machine has `I`.
+/// `locate` returns pointers that are valid for `T` elements until its next call; the CPU has `I`.
 #[inline(always)]
 unsafe fn tile<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(
     job: &Job,

@@ -1,9 +1,9 @@
-//! Reference for the kernels: what they must compute, restated as slowly and plainly as possible: `f64` and `i128`, one element at a time,
+//! Reference results for the kernels, computed as plainly as possible: `f64` and `i128`, one element at a time,
 //! rounding by search. Shares no code with the kernels.
 
 use crate::dtype::{DType, ReduceOp};
 
-/// The result of `op` for one element, from each rank's bytes of it and factor.
+/// Returns the result of `op` for one element, from each rank's bytes and factor.
 pub(super) fn element(op: ReduceOp, dtype: DType, values: &[&[u8]], factors: &[f64]) -> Vec<u8> {
     let half = dtype.size() / 2;
     match dtype {
@@ -24,8 +24,8 @@ pub(super) fn element(op: ReduceOp, dtype: DType, values: &[&[u8]], factors: &[f
     }
 }
 
-/// Rounds to the precision in which `dtype` accumulates. For one `+`, `*` or `/` of two `f32`, rounding to `f64` first never changes the
-/// `f32`.
+/// Rounds to the precision in which `dtype` accumulates. For one `+`, `*` or `/` of two `f32`, rounding to `f64` first
+/// never changes the `f32`.
 fn accumulated(dtype: DType, value: f64) -> f64 {
     if dtype == DType::F64 { value } else { f64::from(value as f32) }
 }
@@ -86,7 +86,8 @@ fn integer(op: ReduceOp, dtype: DType, values: &[&[u8]]) -> Vec<u8> {
     result.to_le_bytes()[..size].to_vec()
 }
 
-/// A small float format. `next` is the code after the largest finite one: what overflows there becomes `overflow`.
+/// A small float format. `next` is the code after the largest finite one; results that overflow to it become
+/// `overflow`.
 struct Format {
     mantissa: i32,
     bias: i32,
@@ -122,7 +123,7 @@ fn format(dtype: DType) -> Format {
 }
 
 impl Format {
-    /// The magnitude that `code` stands for, as if no codes were special.
+    /// Returns the magnitude of `code`, as if no codes were special.
     fn magnitude(&self, code: u32) -> f64 {
         let fraction = f64::from(code & ((1 << self.mantissa) - 1)) / f64::from(1 << self.mantissa);
         match (code >> self.mantissa) as i32 {
@@ -164,7 +165,7 @@ impl Format {
     }
 }
 
-/// The number in one element.
+/// Returns the number in one element.
 pub(super) fn decode(dtype: DType, bytes: &[u8]) -> f64 {
     match *bytes {
         [code] => format(dtype).decode(code.into()),
@@ -175,7 +176,7 @@ pub(super) fn decode(dtype: DType, bytes: &[u8]) -> f64 {
     }
 }
 
-/// The element nearest to a number.
+/// Returns the element nearest to a number.
 pub(super) fn encode(dtype: DType, value: f64) -> Vec<u8> {
     match dtype {
         DType::F64 if value.is_nan() => 0x7ff8_0000_0000_0000_u64.to_le_bytes().to_vec(),

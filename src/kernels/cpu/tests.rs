@@ -10,7 +10,7 @@ const COUNTS: [usize; 11] = [0, 1, 7, 15, 16, 17, 63, 64, 65, 1000, 4099];
 const FACTORS: [f64; 8] = [0.1, -3.0, 1.0 / 3.0, 1e-40, 65504.0, -0.0, 1e30, 1.0];
 const FLOATS: [DType; 6] = [DType::F16, DType::BF16, DType::F8E5M2, DType::F8E4M3FN, DType::F8E5M2FNUZ, DType::F8E4M3FNUZ];
 
-/// Bytes that the kernels must leave alone.
+/// The value of bytes that the kernels must not write.
 const GUARD: u8 = 0xa5;
 
 struct Random(u64);
@@ -47,7 +47,7 @@ fn adversary(dtype: DType, random: &mut Random) -> Vec<u8> {
         (DType::F64 | DType::C128, 1) => double(&[1e300, -1e300, 1.0, f64::MAX, f64::INFINITY, 1e-308], random),
         (DType::F16, 0) => pick(&[0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7c01, 0xfe01, 1, 0x83ff, 0x8000, 0x0400], random),
         (DType::BF16, 0) => pick(&[0x7f7f, 0xff7f, 0x7f80, 0xff80, 0x7f81, 0xffc1, 1, 0x807f, 0x8000, 0x0080], random),
-        // Ordinary magnitudes, in which sums round instead of overflowing.
+        // Ordinary magnitudes, for which sums round instead of overflowing.
         (DType::F16, 1) => 0x3800 + random.next() % 0x1000,
         (DType::BF16, 1) => 0x3f00 + random.next() % 0x0200,
         (_, _) => random.next(),
@@ -71,7 +71,7 @@ fn expected(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], count: usize) -> Vec
     if inputs.is_empty() { vec![] } else { (0..count).flat_map(element).collect() }
 }
 
-/// Each input at its own misalignment, starting with `offset`.
+/// Shifts each input to a different misalignment, starting with `offset`.
 fn misaligned(inputs: &[Vec<u8>], offset: usize) -> Vec<(Vec<u8>, usize)> {
     let shifted = |(rank, input): (usize, &Vec<u8>)| {
         let shift = offset * (rank + 1) % 61;
@@ -85,11 +85,11 @@ fn sources(shifted: &[(Vec<u8>, usize)]) -> Vec<Source> {
     shifted.iter().enumerate().map(source).collect()
 }
 
-/// Result that the kernel of `isa` writes, having checked that it writes nothing else.
+/// Returns the result of the kernel of `isa`, and checks that the kernel writes nothing else.
 fn computed(isa: Isa, op: ReduceOp, dtype: DType, list: &[Source], count: usize, offset: usize, store: Store) -> Vec<u8> {
     let bytes = count * dtype.size();
     let mut out = vec![GUARD; offset + bytes + 64];
-    // SAFETY: the sources hold `count` elements, `out` as many from `offset` on; `isa` is from `available`.
+    // SAFETY: the sources hold `count` elements, and `out` holds `count` from `offset`; `isa` is from `available`.
     unsafe { reduce_on(isa, op, dtype, out[offset..].as_mut_ptr(), list, count, list.len(), store) };
     assert!(out[..offset].iter().chain(&out[offset + bytes..]).all(|&byte| byte == GUARD));
     out[offset..offset + bytes].to_vec()
@@ -252,7 +252,7 @@ fn copies_move_every_byte_and_no_other() {
                 let mut random = Random(bytes as u64);
                 let source: Vec<u8> = (0..from + bytes).map(|_| random.next() as u8).collect();
                 let mut out = vec![GUARD; to + bytes + 64];
-                // SAFETY: both hold `bytes` bytes from their offsets on.
+                // SAFETY: both hold `bytes` bytes from their offsets.
                 unsafe { copy(out[to..].as_mut_ptr(), source[from..].as_ptr(), bytes, store) };
                 assert!(out[to..to + bytes] == source[from..]);
                 assert!(out[..to].iter().chain(&out[to + bytes..]).all(|&byte| byte == GUARD));

@@ -1,32 +1,32 @@
-//! Conversions for which an instruction set has an instruction that the compiler does not find by itself.
+//! Conversions with an instruction that the compiler does not choose by itself.
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
-/// An instruction set, as a type: what the loops compiled for it may use.
+/// An instruction set, as a type: the instructions that a loop compiled for it may use.
 pub(super) trait Vector {
-    /// Widens float16 from `from` into the front of `wide`, a whole vector at a time; returns how many.
+    /// Widens float16 from `from` into the front of `wide`, a whole vector at a time; returns the number of elements.
     ///
     /// # Safety
-    /// The machine has the instruction set; `from` is valid for `T` float16.
+    /// The CPU has the instruction set; `from` is valid for `T` float16.
     #[inline(always)]
     unsafe fn widen_halves<const T: usize>(_from: *const u8, _wide: &mut [f32; T]) -> usize {
         0
     }
 
-    /// Adds to each lane the sum of eight neighbours, in halves: the first four and the last four, then two and two, then one and one.
-    /// Does so at the front, eight lanes at a time; returns how many.
+    /// Adds to each accumulator the sum of eight neighbours, in halves: the first four and the last four, then two and
+    /// two, then one and one. Does so for the first sums, eight at a time; returns the number of sums.
     ///
     /// # Safety
-    /// The machine has the instruction set.
+    /// The CPU has the instruction set.
     #[inline(always)]
     unsafe fn add_eights(_eights: &[[f32; 8]], _lanes: &mut [f32]) -> usize {
         0
     }
 
-    /// Rounds the front of `wide` to float16 at `to`, a whole vector at a time, NaN to the canonical one; returns how
-    /// many.
+    /// Rounds the front of `wide` to float16 at `to`, a whole vector at a time, NaN to the canonical one; returns the
+    /// number of elements.
     ///
     /// # Safety
-    /// The machine has the instruction set; `to` is valid for writes of `T` float16.
+    /// The CPU has the instruction set; `to` is valid for writes of `T` float16.
     #[inline(always)]
     unsafe fn narrow_halves<const T: usize>(_wide: &[f32; T], _to: *mut u8) -> usize {
         0
@@ -56,20 +56,20 @@ mod x86 {
     /// [`Vector::add_eights`].
     ///
     /// # Safety
-    /// The machine has AVX2.
+    /// The CPU has AVX2.
     #[inline(always)]
     unsafe fn add_eights(eights: &[[f32; 8]], lanes: &mut [f32]) -> usize {
         let (eights, _) = eights.as_chunks::<8>();
         let (lanes, _) = lanes.as_chunks_mut::<8>();
         for (e, lanes) in eights.iter().zip(lanes.iter_mut()) {
-            // SAFETY: vectors of eight numbers each; the machine has AVX2 by the caller's contract.
+            // SAFETY: vectors of eight numbers each; the CPU has AVX2 by the caller's contract.
             unsafe {
                 let mut fours = [_mm256_setzero_ps(); 4];
                 for (i, four) in fours.iter_mut().enumerate() {
                     let (one, other) = (_mm256_loadu_ps(e[i].as_ptr()), _mm256_loadu_ps(e[i + 4].as_ptr()));
                     *four = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(one, other), _mm256_permute2f128_ps::<0x31>(one, other));
                 }
-                // Of two fours at a time: the first number and the third, the second and the fourth.
+                // From two fours at a time: the first and the third numbers, the second and the fourth.
                 let [a, b, c, d] = fours;
                 let front = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)));
                 let back = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d)));
@@ -87,14 +87,14 @@ mod x86 {
     impl Vector for Avx2 {
         #[inline(always)]
         unsafe fn add_eights(eights: &[[f32; 8]], lanes: &mut [f32]) -> usize {
-            // SAFETY: the machine has AVX2 by the caller's contract.
+            // SAFETY: the CPU has AVX2 by the caller's contract.
             unsafe { add_eights(eights, lanes) }
         }
 
         #[inline(always)]
         unsafe fn widen_halves<const T: usize>(from: *const u8, wide: &mut [f32; T]) -> usize {
             for (i, eight) in wide.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-                // SAFETY: `8 * i + 8 <= T` float16 of two bytes; the machine has F16C by the caller's contract.
+                // SAFETY: `8 * i + 8 <= T` float16 of two bytes; the CPU has F16C by the caller's contract.
                 unsafe {
                     let halves = _mm_loadu_si128(from.add(16 * i).cast());
                     _mm256_storeu_ps(eight.as_mut_ptr(), _mm256_cvtph_ps(halves));
@@ -106,7 +106,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn narrow_halves<const T: usize>(wide: &[f32; T], to: *mut u8) -> usize {
             for (i, eight) in wide.as_chunks::<8>().0.iter().enumerate() {
-                // SAFETY: `8 * i + 8 <= T` float16 of two bytes; the machine has F16C by the caller's contract.
+                // SAFETY: `8 * i + 8 <= T` float16 of two bytes; the CPU has F16C by the caller's contract.
                 unsafe {
                     let value = _mm256_loadu_ps(eight.as_ptr());
                     let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(value, value);
@@ -124,14 +124,14 @@ mod x86 {
     impl Vector for Avx512 {
         #[inline(always)]
         unsafe fn add_eights(eights: &[[f32; 8]], lanes: &mut [f32]) -> usize {
-            // SAFETY: the machine has AVX2 by the caller's contract.
+            // SAFETY: the CPU has AVX2 by the caller's contract.
             unsafe { add_eights(eights, lanes) }
         }
 
         #[inline(always)]
         unsafe fn widen_halves<const T: usize>(from: *const u8, wide: &mut [f32; T]) -> usize {
             for (i, sixteen) in wide.as_chunks_mut::<16>().0.iter_mut().enumerate() {
-                // SAFETY: `16 * i + 16 <= T` float16 of two bytes; the machine has AVX512F by the caller's contract.
+                // SAFETY: `16 * i + 16 <= T` float16 of two bytes; the CPU has AVX512F by the caller's contract.
                 unsafe {
                     let halves = _mm256_loadu_si256(from.add(32 * i).cast());
                     _mm512_storeu_ps(sixteen.as_mut_ptr(), _mm512_cvtph_ps(halves));
@@ -143,7 +143,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn narrow_halves<const T: usize>(wide: &[f32; T], to: *mut u8) -> usize {
             for (i, sixteen) in wide.as_chunks::<16>().0.iter().enumerate() {
-                // SAFETY: `16 * i + 16 <= T` float16 of two bytes; the machine has AVX512F by the caller's contract.
+                // SAFETY: `16 * i + 16 <= T` float16 of two bytes; the CPU has AVX512F by the caller's contract.
                 unsafe {
                     let value = _mm512_loadu_ps(sixteen.as_ptr());
                     let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(value, value);

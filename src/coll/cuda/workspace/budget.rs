@@ -16,7 +16,7 @@ pub(in crate::coll::cuda) const LEAST: usize = 32 << 20;
 #[derive(Debug)]
 pub(in crate::coll::cuda) struct Share(usize);
 
-/// Returns how many bytes a group may have if `requested` is the usual share: at most half of what is left of `FULL`
+/// Returns how many bytes a group may have if `requested` is the usual share: at most half of the rest of `FULL`
 /// shares, but at least [`LEAST`].
 pub(in crate::coll::cuda) fn offer(requested: usize) -> usize {
     let left = (FULL * requested).saturating_sub(*lock(&TAKEN));
