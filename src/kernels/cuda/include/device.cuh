@@ -1,6 +1,6 @@
-// Machine interface of the kernels: 16-byte units, ordered loads and stores, the clock. No other file has inline PTX for these.
-// NVRTC compiles this file without any header of CUDA's. A C++ compiler compiles it with SYMM_EMULATED, where threads of the host are the
-// threads of a kernel (tests/emulated).
+// Machine interface of the kernels: 16-byte units, ordered loads and stores, the clock. No other file has inline PTX
+// for these. NVRTC compiles this file without any CUDA header. A C++ compiler compiles it with SYMM_EMULATED, where
+// host threads act as the kernel's threads (tests/emulated).
 #pragma once
 
 typedef unsigned char u8;
@@ -9,17 +9,17 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// The number of ranks and this rank are constants of the compilation: loops over peers unroll, and the order in which they are
-// visited costs nothing.
+// The number of ranks and this rank are compile-time constants: loops over peers unroll, and the order of the peers
+// costs nothing.
 #define WORLD SYMM_WORLD
 #define RANK SYMM_RANK
 
-// Unit of 16 bytes: what one load or store moves.
+// A unit of 16 bytes, the size of one load or store.
 struct alignas(16) Unit {
   u32 x, y, z, w;
 };
 
-// LL line: 16 bytes whose halves are each stored and loaded in one piece.
+// An LL line: 16 bytes whose halves are each stored and loaded atomically.
 struct alignas(16) Line {
   u64 first, second;
 };
@@ -30,7 +30,7 @@ struct alignas(16) Line {
 
 #define DEVICE __device__ __forceinline__
 #define THREADS 512
-// Most threads of a block of a lane; fewer than THREADS, so that each may have more registers.
+// Maximum number of threads in a block of a lane; fewer than THREADS, so that each thread may have more registers.
 #define LANE_THREADS 256
 // A kernel is one C function with one argument, passed by value and read in place.
 #define KERNEL_OF(name, Args, most) extern "C" __global__ void __launch_bounds__(most, 1) name(const __grid_constant__ Args args)
@@ -41,12 +41,14 @@ DEVICE u32 thread() { return threadIdx.x; }
 DEVICE u32 threads() { return blockDim.x; }
 DEVICE u32 block() { return blockIdx.x; }
 DEVICE u32 blocks() { return gridDim.x; }
-// Returns once every thread of the block has arrived; what they wrote is visible to the block.
+// Returns once every thread of the block has arrived; their writes are visible to the block.
 DEVICE void sync_block() { __syncthreads(); }
-// Returns once every thread of the block has arrived: true if all threads say `yes`. What they wrote is visible to the block.
+// Returns once every thread of the block has arrived: true if `yes` is true for all. Their writes are visible to the
+// block.
 DEVICE bool sync_block_and(bool yes) { return __syncthreads_and(yes) != 0; }
 
-// Blocks of a cluster, which run at the same time and share what each has in shared memory; 1 where none was asked for.
+// Returns the number of blocks in this cluster, which run at the same time and share their shared memory; 1 without
+// clusters.
 DEVICE u32 cluster_blocks() {
   u32 count = 1;
 #if __CUDA_ARCH__ >= 900
@@ -54,7 +56,7 @@ DEVICE u32 cluster_blocks() {
 #endif
   return count;
 }
-// Place of this block in its cluster.
+// Returns the index of this block in its cluster.
 DEVICE u32 cluster_block() {
   u32 place = 0;
 #if __CUDA_ARCH__ >= 900
@@ -62,8 +64,8 @@ DEVICE u32 cluster_block() {
 #endif
   return place;
 }
-// One barrier of the cluster in two halves, by turns: `wait_cluster` returns once every thread of the cluster has arrived. What they wrote
-// is visible to the cluster.
+// The two halves of one barrier of the cluster, called alternately: `wait_cluster` (acquire) returns once every thread
+// of the cluster has called `arrive_cluster` (release). Their writes are visible to the cluster.
 DEVICE void arrive_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
@@ -74,7 +76,7 @@ DEVICE void wait_cluster() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
-// Stores where block `to` of the cluster has what is here at `shared`, in shared memory. That block must have begun.
+// Stores to the address `shared` in the shared memory of block `to` of the cluster, which must have started.
 DEVICE void store_in_cluster(float* shared, u32 to, float value) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -86,7 +88,8 @@ DEVICE void store_in_cluster(float* shared, u32 to, float value) {
 #endif
 }
 
-// Relaxed stores and loads are of single words that other processors write or read meanwhile. A unit may be seen torn between its words.
+// Relaxed stores and loads are of single words that other processors write or read at the same time. A unit may be torn
+// between its words.
 DEVICE void store_relaxed(Unit* to, Unit v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -112,27 +115,29 @@ DEVICE u32 load_relaxed(const u32* from) {
   asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
-// Loads a word and acquires: what was written before its value was released is visible afterwards, after a sync_block to the whole block.
+// Loads a word with acquire ordering: writes released with its value are visible afterwards, after a sync_block to the
+// whole block.
 DEVICE u32 load_acquire(const u32* from) {
   u32 v;
   asm volatile("ld.acquire.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
-// Orders what this thread, and before a sync_block its block, has read and written before it against what it does after.
+// Orders the earlier reads and writes of this thread, and those of its block before a sync_block, before its later
+// ones.
 DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-// Time in nanoseconds by this processor's clock; clocks of two processors differ.
+// Returns this processor's time in nanoseconds; clocks of two processors differ.
 DEVICE u64 clock_ns() {
   u64 t;
   asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t));
   return t;
 }
-// Returns once the kernel before this one in the stream is complete; nothing it wrote may be read earlier.
+// Returns once the previous kernel in the stream is complete; nothing that it wrote may be read earlier.
 DEVICE void after_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Allows the start of a successor that begins with after_predecessor.
+// Allows the start of a successor that calls after_predecessor first.
 DEVICE void allow_successor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,10 +1,11 @@
-// Moves between tensors in symmetric memory: all blocks of the grid stride over the message together, without roles and without waiting.
-// Peers' tensors are aligned to 16 bytes. This rank's own tensor may have any alignment where a function says so.
+// Copies between tensors in symmetric memory: all blocks of the grid stride over the message together, without roles
+// and without waiting. Peers' tensors are aligned to 16 bytes. This rank's own tensor may have any alignment where a
+// function says so.
 #pragma once
 #include "zero_copy.cuh"
 #include "staging.cuh"
 
-// First unit of a thread, and the step from one of its units to the next.
+// The first unit of a thread, and the step from one of its units to the next.
 struct Stride {
   u64 first;
   u64 step;
@@ -14,12 +15,12 @@ DEVICE Stride stride_of_grid() {
   return {(u64)block() * threads() + thread(), (u64)blocks() * threads()};
 }
 
-// Says whether this thread moves the rest that is less than a unit; one thread of the grid does.
+// Returns true if this thread moves the remainder of less than a unit; one thread of the grid does.
 DEVICE bool moves_the_rest(u64 bytes) {
   return bytes % 16 != 0 && block() == 0 && thread() == 0;
 }
 
-// Stores `bytes` of a unit (16 or more: all) in a tensor that is aligned to 16 bytes.
+// Stores `bytes` of a unit (16 or more: all of it) to a tensor that is aligned to 16 bytes.
 DEVICE void store_aligned(u8* to, Unit unit, u64 bytes) {
   if (bytes >= 16) {
     *(Unit*)to = unit;
@@ -28,7 +29,7 @@ DEVICE void store_aligned(u8* to, Unit unit, u64 bytes) {
   }
 }
 
-// Copies `from`, at any alignment, to all ranks in `targets`, a bit each.
+// Copies `from`, at any alignment, to all ranks in `targets` (a bit each).
 DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 bytes) {
   const u64 units = bytes / 16;
   const u64 first = stride_of_grid().first, step = stride_of_grid().step;
@@ -44,7 +45,7 @@ DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 by
       });
     });
   }
-  // step 2: one thread copies the rest
+  // step 2: one thread copies the remainder
   if (moves_the_rest(bytes)) {
     const Unit v = load_unit(from + units * 16, bytes % 16);
     for_each_rank([&](u32 r) {
@@ -55,7 +56,7 @@ DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 by
   }
 }
 
-// Copies `from[r]`, at any alignment, to each rank r in `targets`, a bit each.
+// Copies `from[r]`, at any alignment, to each rank r in `targets` (a bit each).
 DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets, const u64 (&bytes)[WORLD]) {
   u64 units[WORLD];
   u64 longest = 0;
@@ -86,7 +87,7 @@ DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets,
       });
     }
   }
-  // step 2: one thread copies the rests
+  // step 2: one thread copies the remainders
   for_each_peer_and_self([&](u32 r) {
     if ((targets >> r & 1) && moves_the_rest(bytes[r])) {
       store_unit(to[r] + units[r] * 16, load_unit(from[r] + units[r] * 16, bytes[r] % 16), bytes[r] % 16);

@@ -1,5 +1,5 @@
-// Exchange of messages between all ranks: its arguments, and its short messages. Those travel on LL lines; at least one line goes to every
-// peer.
+// Exchange of messages between all ranks: its arguments, and its short messages. Short messages use LL lines, with at
+// least one line to every peer.
 #pragma once
 #include "direct.cuh"
 #include "low_latency.cuh"
@@ -9,26 +9,26 @@ struct ExchangeArgs {
   Common common;
   LowLatency ll;
   Staging staging;
-  // Blocks that serve LL lines; 0: no rank uses them in this call. Staging has 2 blocks a lane: a receiver, and a sender that also copies
-  // what the rank keeps.
+  // Number of blocks that use LL lines; 0 if no rank uses them in this call. Staging has 2 blocks per lane: a receiver,
+  // and a sender that also copies the rank's own message.
   u32 ll_blocks;
-  // Length of the longest message that travels on LL lines; longer ones are staged.
+  // Maximum length of a message on LL lines; longer ones are staged.
   u64 short_bytes;
   Outgoing out;
   u8* to[MAX_WORLD];
   u64 bytes[MAX_WORLD];
-  // Handshake of zero-copy calls; only its bits for what this rank takes count.
+  // Handshake of zero-copy calls; only the bits of `take` are used.
   Handshake handshake;
 };
 static_assert(sizeof(ExchangeArgs) == 920, "");
 
-// Bytes of the rank's message to itself; 0 if it lies where it belongs already.
+// Returns the length of the rank's message to itself; 0 if it is already in place.
 DEVICE u64 own_bytes(const ExchangeArgs& args) {
   const u8 *from = args.out.from[RANK], *to = args.to[RANK];
   return from != nullptr && to != nullptr && from != to ? args.out.bytes[RANK] : 0;
 }
 
-// Copies the rank's message to itself: all blocks of the grid stride over it together.
+// Copies the rank's message to itself; all blocks of the grid stride over it together.
 DEVICE void keep_own(const ExchangeArgs& args) {
   const u8* from = args.out.from[RANK];
   u8* to = args.to[RANK];
@@ -38,7 +38,7 @@ DEVICE void keep_own(const ExchangeArgs& args) {
   move_units(first, units, step, load, [&](u64 at, Unit v) { store_unit(to + at * 16, v, bytes - at * 16); });
 }
 
-// Finds the units that this block carries of each peer's message if that is short. Returns the most of them, 1 at least.
+// Computes how many units of each peer's short message this block carries. Returns the maximum, at least 1.
 DEVICE u32 short_units(const ExchangeArgs& args, const LowLatencySession& session, const u64* bytes, u32 (&units)[WORLD]) {
   u32 longest = 1;
   for_each_peer([&](u32 r) {

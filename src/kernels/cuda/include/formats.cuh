@@ -1,8 +1,9 @@
-// Formats of the element types in the words of a unit: `widen` and `narrow` convert between WORDS words and PER accumulators.
+// Formats of the element types in the words of a unit: `widen` and `narrow` convert between WORDS words and PER
+// accumulators.
 #pragma once
 #include "small_floats.cuh"
 
-// Integers of SIZE bytes in an accumulator A of at least as many, truncated when they go back.
+// Integers of SIZE bytes in an accumulator A of at least that size; `narrow` truncates.
 template <typename A, int SIZE, bool SIGNED>
 struct Integers {
   using Acc = A;
@@ -82,7 +83,7 @@ struct Bytes {
   }
 };
 
-// E5M2: binary16 cut short.
+// E5M2 is a truncated binary16.
 struct BytesE5M2 : Bytes<E5M2> {
   static DEVICE void widen(u32 word, float* to) {
     float even[2], odd[2];
@@ -106,7 +107,8 @@ struct BytesE4M3Fn : Bytes<E4M3Fn> {
 #endif
 };
 
-// Format of each element type. A complex number is its two parts; every operation served for it acts on the parts alone.
+// The format of each element type. A complex number is two numbers, and every supported operation acts on each part
+// separately.
 template <DType>
 struct As;
 template <> struct As<DType::U8> { using Format = Integers<u32, 1, false>; };

@@ -1,33 +1,33 @@
-// LL lines (NCCL's LL protocol): short messages whose data carry their own flags, in one trip over the link and without a fence.
-// Half of what travels is flags, so long messages travel otherwise.
+// LL lines (NCCL's LL protocol): short messages whose data carry their own flags, in one trip over the link and without
+// a fence. Half of the traffic is flags, so long messages use other protocols.
 //
-// A unit travels as two lines of two halves. Each half is 4 bytes of data and 4 of flag, which arrive together: the flag says that the data
-// are there. The flag is the block's epoch, which the kernel itself counts in device memory: a replayed graph goes on where the last call
-// ended, and nothing is ever cleared.
+// A unit travels as two lines of two halves. Each half has 4 bytes of data and 4 bytes of flag, which arrive together:
+// the flag says that the data have arrived. The flag is the block's epoch, which the kernel counts in device memory. So
+// a replayed graph continues where the last call ended, and nothing is ever cleared.
 //
-// Two buffers, by the epoch's parity, suffice because a block that ends an epoch knows that the same block of every peer has begun it:
-// it has received from each, or (all_reduce/cube_mesh.cu) from a rank that had. So a block that writes into the buffer of epoch e + 2 has
-// ended e + 1, which every peer began after it had read all of e.
+// Two buffers, selected by the epoch's parity, suffice because a block that ends an epoch knows that the same block of
+// every peer has started it: it has received from each peer, or (all_reduce/cube_mesh.cu) from a rank that had. So a
+// block that writes to the buffer of epoch e + 2 has ended e + 1, which every peer started after it had read all of e.
 #pragma once
 #include "bytes.cuh"
 #include "wait.cuh"
 
-// Place of the LL lines in a channel.
+// Location of the LL lines in a channel.
 struct LowLatency {
   // Offsets in the channel of the blocks' epochs, and of the lines: [block][parity][source][unit], two lines each.
   u64 epochs;
   u64 lines;
-  // Units of one message that one block carries in an epoch, and that have space in its buffer.
+  // Number of units of one message that one block carries in an epoch, which is the capacity of its buffer.
   u32 units;
 };
 
-// Rank to receive from, and the ranks (a bit each) to name if nothing comes.
+// A rank to receive from, and the ranks (a bit each) to name if nothing arrives.
 struct Source {
   u32 rank;
   u32 names;
 };
 
-// Units that are sent for `units` of data: at least one goes to every peer, with or without data.
+// Returns the number of units sent for `units` of data: at least one goes to every peer, with or without data.
 DEVICE u32 at_least_one(u32 units) {
   return units == 0 ? 1 : units;
 }
@@ -39,59 +39,60 @@ DEVICE void store_lines(Line* line, Unit v, u32 flag) {
   store_relaxed(line + 1, {high | v.z, high | v.w});
 }
 
-// Says whether all four halves of a unit's lines have the flag.
+// Returns true if all four halves of a unit's lines have the flag.
 DEVICE bool have_arrived(Line a, Line b, u32 flag) {
   const bool first_line = (u32)(a.first >> 32) == flag && (u32)(a.second >> 32) == flag;
   const bool second_line = (u32)(b.first >> 32) == flag && (u32)(b.second >> 32) == flag;
   return first_line && second_line;
 }
 
-// Unit that a unit's lines carry.
+// Returns the unit that two lines carry.
 DEVICE Unit data_of(Line a, Line b) {
   return {(u32)a.first, (u32)a.second, (u32)b.first, (u32)b.second};
 }
 
-// Session of this block on the LL lines (NCCL: ncclLLA2ASession): `begin`, `send` and `receive` in any number, `end`. Each thread sends and
-// receives units of its own; the whole block begins and ends.
+// Session of this block on the LL lines (NCCL: ncclLLA2ASession): `begin`, any number of `send` and `receive`, `end`.
+// Each thread sends and receives different units; the whole block calls `begin` and `end`. It exists so that no kernel
+// has to know how epochs select buffers.
 struct LowLatencySession {
   const Common& common;
   const LowLatency place;
   u32 epoch;
-  // Offset of this block's lines, and the bytes of them that each source has.
+  // Offset of this block's lines, and the number of their bytes for each source.
   u64 base;
   u64 stride;
-  // First unit of every message that this block carries in this epoch.
+  // The first unit of every message that this block carries in this epoch.
   u64 first;
   Wait wait;
 
   DEVICE LowLatencySession(const Common& common, const LowLatency& place) : common(common), place(place), wait(common) {}
 
-  // Word with the epoch of this block's last call.
+  // Returns the word with the epoch of this block's last call.
   DEVICE u32* last_epoch() const { return (u32*)(common.peer[RANK] + place.epochs + (u64)block() * 4); }
 
   // Takes the epoch that follows `last`.
   DEVICE void follow(u32 last) {
-    // Epoch 0 is left out: memory begins with it. 2 follows, not 1, since parities alternate.
+    // Epoch 0 is skipped, because memory initially contains zeros. 2 follows, not 1, because parities alternate.
     epoch = last + 1 == 0 ? 2 : last + 1;
     stride = (u64)place.units * 32;
     base = place.lines + (u64)(block() * 2 + (epoch & 1)) * WORLD * stride;
   }
 
-  // Begins the block's first epoch of a call, which follows that of its last call.
+  // Starts the block's first epoch of a call, which follows the epoch of its last call.
   DEVICE void begin() {
     follow(*last_epoch());
     first = (u64)block() * place.units;
   }
 
-  // Begins another epoch of the same call, for what all blocks together could not carry in this one. All threads of the block are done with
-  // this one then.
+  // Starts another epoch of the same call, for the units that all blocks together could not carry in this one. All
+  // threads of the block have then finished this epoch.
   DEVICE void next_epoch() {
     sync_block();
     follow(epoch);
     first += (u64)blocks() * place.units;
   }
 
-  // Saves the block's epoch for its next call, once all threads of the block are done with it.
+  // Saves the block's epoch for its next call, once all threads of the block have finished it.
   DEVICE void end() const {
     sync_block();
     if (thread() == 0) {
@@ -99,7 +100,7 @@ struct LowLatencySession {
     }
   }
 
-  // Units of a message of `bytes` that this block carries in this epoch.
+  // Returns how many units of a message of `bytes` this block carries in this epoch.
   DEVICE u32 share(u64 bytes) const {
     const u64 units = units_of(bytes);
     return units <= first ? 0 : (u32)smaller(units - first, (u64)place.units);
@@ -110,8 +111,8 @@ struct LowLatencySession {
     store_lines((Line*)(common.peer[to] + base + RANK * stride + (u64)unit * 32), v, epoch);
   }
 
-  // Sends each peer r the units of its message that this block carries, `units[r]` of at most `longest`: `load(r, offset)` is the unit at an
-  // offset in the message. At least one line goes to every peer.
+  // Sends each peer r the units of its message that this block carries, `units[r]` of at most `longest`. `load(r,
+  // offset)` returns the unit at an offset in the message. At least one line goes to every peer.
   template <typename Load>
   DEVICE void send_each(const u32 (&units)[WORLD], u32 longest, Load load) const {
     for (u32 i = thread(); i < longest; i += threads()) {
@@ -131,7 +132,7 @@ struct LowLatencySession {
     }
   }
 
-  // Waits for `unit` of every rank in `sources` (a bit each) and loads it into `v`; each turn looks at all of them.
+  // Waits for `unit` of every rank in `sources` (a bit each) and loads it into `v`; each poll loads all of them.
   DEVICE void receive(u32 unit, u32 sources, Unit (&v)[WORLD]) {
     const u8* own = common.peer[RANK] + base + (u64)unit * 32;
     u32 missing;
@@ -155,7 +156,7 @@ struct LowLatencySession {
     } while (waiting && wait.look_again(missing));
   }
 
-  // Waits for `unit` of the ranks `from`, which are known only when the kernel runs; each turn looks at all of them.
+  // Waits for `unit` of the ranks `from`, which are known only at run time; each poll loads all of them.
   template <u32 COUNT>
   DEVICE void receive_from(const Source (&from)[COUNT], u32 unit, Unit (&v)[COUNT]) {
     const u8* own = common.peer[RANK] + base + (u64)unit * 32;
@@ -177,7 +178,7 @@ struct LowLatencySession {
     } while (missing != 0 && wait.look_again(missing));
   }
 
-  // Waits for `unit` of every peer, and reduces them and this rank's `own`: `reduce(v)` of one unit of each rank.
+  // Waits for `unit` of every peer and reduces it with this rank's `own`; `reduce(v)` combines one unit of each rank.
   template <typename Reduce>
   DEVICE Unit receive_reduce(u32 unit, Unit own, Reduce reduce) {
     Unit v[WORLD];

@@ -1,32 +1,33 @@
-// Rows of a sum over ranks, with their residual, normed: one row by one cluster of blocks (one block, where none was asked for), whose
-// threads keep it in registers between the two passes.
-// `kernels::cpu::norm` computes the same bits: it says where numbers are rounded and in which order squares are added up.
+// Residual and norm of rows of a sum over ranks. One cluster of blocks (one block, unless clusters were requested)
+// handles a row, and its threads keep the row in registers between the two passes. `kernels::cpu::norm` computes the
+// same bits: it documents where numbers are rounded and in which order squares are added.
 #pragma once
 #include "sentinel.cuh"
 
-// Neighbours whose squares a thread adds up by itself, elements of a unit, units of a group, and groups that a thread has at most.
-// Kernels have a path of few instructions for rows of which a thread has one group at an aligned address, `K` = 1, and one for all others,
-// `K` = MOST.
+// GROUP: neighbours whose squares one thread adds. ELEMENTS: elements of a unit. PARTS: units of a group. MOST: maximum
+// number of groups of a thread. Kernels have a short path for rows in which each thread has one group at an aligned
+// address (`K` = 1), and one path for all others (`K` = MOST).
 constexpr u32 GROUP = 8;
 constexpr u32 ELEMENTS = Chosen::COUNT;
 constexpr u32 PARTS = GROUP / ELEMENTS;
 constexpr u32 MOST = 4;
-// Lanes in which groups are added up, and lanes of a block; a warp has one.
+// Number of accumulators to which groups are added, and number of accumulators in a block; each thread of a warp has
+// one.
 constexpr u32 LANES = 1024;
 constexpr u32 BLOCK = 32;
 
-// Type in which normed rows are returned; `Normed` in src/coll/norm.rs.
+// The type of the returned rows; `Normed` in src/coll/norm.rs.
 enum class Normed : u32 { SAME = 0, STATIC = 1, DYNAMIC = 2 };
 
-// Arguments of the kernels that norm rows.
+// Arguments of the kernels that normalise rows.
 struct NormArgs {
   Common common;
   Sentinel sentinel;
-  // Input of this rank, or the sum over ranks.
+  // This rank's input, or the sum over ranks.
   const u8* from;
   const u8* residual;
   const u8* weight;
-  // Scale of all normed elements under STATIC.
+  // Scale of all normalised elements under STATIC.
   const float* scale;
   u8* normed;
   // Sum with the residual.
@@ -34,7 +35,7 @@ struct NormArgs {
   // Scale of each row under DYNAMIC.
   float* scales;
   u64 rows;
-  // Elements of a row, a multiple of GROUP.
+  // Number of elements of a row, a multiple of GROUP.
   u32 hidden;
   float eps;
   Normed type;
@@ -45,8 +46,8 @@ DEVICE u32 row_units(const NormArgs& args) {
   return args.hidden / GROUP * PARTS;
 }
 
-// What a thread has of each row: its groups `group(k)`, for each k below `most` of which `has(k)`. All threads of a cluster have a row. Where
-// a thread has several groups the threads are as many as LANES or half of it.
+// A thread's part of each row: the groups `group(k)` for each k below `most` for which `has(k)` is true. The threads of
+// a cluster share each row. If threads have several groups, the number of threads is LANES or half of it.
 struct Share {
   u32 groups;
   u32 lane = cluster_block() * threads() + thread();
@@ -56,19 +57,20 @@ struct Share {
 
   DEVICE u32 group(u32 k) const { return lane + k * lanes; }
   DEVICE bool has(u32 k) const { return group(k) < groups; }
-  // Whether the path of one group serves `args`: from the cache of instructions it comes in a third of the time.
+  // Returns true if the path for one group applies to `args`: it loads from the instruction cache in a third of the
+  // time.
   DEVICE bool is_plain(const NormArgs& args) const {
     const u64 any = (u64)args.from | (u64)args.residual | (u64)args.weight | (u64)args.normed | (u64)args.sum;
     return groups <= lanes && any % 16 == 0;
   }
-  // Place of a unit among those that the block sends of its rows.
+  // Returns the index of a unit among the units of its rows that the block sends.
   DEVICE u32 place(u32 row, u32 k, u32 p) const {
     const u32 most = quotient_up(groups, lanes);
     return ((row * most + k) * PARTS + p) * threads() + thread();
   }
 };
 
-// A unit of a row, loaded or stored.
+// Load and store a unit of a row.
 template <u32 K>
 DEVICE Unit load_of(const u8* from) {
   if constexpr (K == 1) {
@@ -88,7 +90,7 @@ DEVICE void store_of(u8* to, Unit unit) {
 #ifdef SYMM_EMULATED
 DEVICE float square_root(float value) { return __builtin_sqrtf(value); }
 
-// Folds `values`, as many as a power of two, in halves.
+// Folds `values`, a power of two of them, in halves.
 template <typename Fold>
 DEVICE float in_halves(float* values, u32 count, Fold fold) {
   for (u32 half = count / 2; half > 0; half /= 2) {
@@ -97,7 +99,7 @@ DEVICE float in_halves(float* values, u32 count, Fold fold) {
   return values[0];
 }
 
-// Folds a number of each group of a row. `turn` counts the calls.
+// Folds one number of each group of a row. `turn` counts the calls.
 template <u32 K, typename Fold>
 DEVICE float over_row(const float (&of_group)[K], const Share& share, u32& turn, Fold fold) {
   float* const shared = cluster_floats() + turn++ % 2 * LANES;
@@ -124,14 +126,15 @@ DEVICE float over_warp(float value, Fold fold) {
   return value;
 }
 
-// Folds a number of each group of a row; numbers of groups that are not there are 0, and `fold` leaves a number as it is with 0. `turn`
-// counts the calls: a thread that writes for the next but one knows from the barrier of the next that all have read.
+// Folds one number of each group of a row; missing groups count as 0, and `fold` with 0 must not change a number.
+// `turn` counts the calls and selects one of two buffers: when a thread writes for the call after the next, the barrier
+// of the next call has shown that all threads have read.
 template <u32 K, typename Fold>
 DEVICE float over_row(const float (&of_group)[K], const Share& share, u32& turn, Fold fold) {
   __shared__ float shared[2][BLOCK];
   float* const blocks = shared[turn++ % 2];
   const u32 place = thread() % BLOCK, warp = share.lane / BLOCK;
-  // step 1: fold each block of lanes, and tell all blocks of the cluster
+  // step 1: fold each block of accumulators, and send the result to all blocks of the cluster
   const auto tell = [&](u32 at, float value) {
     if (cluster_blocks() == 1) {
       if (place == 0) {
@@ -162,7 +165,7 @@ DEVICE float over_row(const float (&of_group)[K], const Share& share, u32& turn,
 }
 #endif
 
-// Stores GROUP numbers as float8_e4m3fn; what is beyond its largest becomes that, and NaN stays NaN.
+// Stores GROUP numbers as float8_e4m3fn; numbers beyond the largest value become that value, and NaN stays NaN.
 DEVICE void store_codes(u8* to, const float (&values)[GROUP]) {
   constexpr float LARGEST = 448.0f;
   u32 words[2] = {0, 0};
@@ -178,15 +181,15 @@ DEVICE void store_codes(u8* to, const float (&values)[GROUP]) {
   }
 }
 
-// Norms row `row`; `summed(k, p)` returns part p of this thread's group k of it, summed over the ranks. All threads of the cluster call it,
-// with the same `turn`, which is 0 at first, once all blocks of the cluster have begun.
+// Normalises row `row`; `summed(k, p)` returns part p of this thread's group k, summed over the ranks. All threads of
+// the cluster call it with the same `turn`, initially 0, once all blocks of the cluster have started.
 template <u32 K, typename Summed>
 DEVICE void norm_row(const NormArgs& args, const Share& share, u64 row, u32& turn, Summed summed) {
   const u64 at = row * row_units(args) * 16;
   Unit kept[K][PARTS];
-  // Of float32 there are too few registers for it.
+  // Not kept for float32, which has too few registers.
   Unit weight[K];
-  // step 1: load what no peer sends
+  // step 1: load the operands that no peer sends
 #pragma unroll
   for (u32 k = 0; k < K; ++k) {
 #pragma unroll
@@ -200,7 +203,7 @@ DEVICE void norm_row(const NormArgs& args, const Share& share, u64 row, u32& tur
       }
     }
   }
-  // step 2: add the residual to the sum, round and store it, and add up the squares of what was rounded
+  // step 2: add the residual to the sum, round and store the result, and add the squares of the rounded numbers
   float squares[K];
 #pragma unroll
   for (u32 k = 0; k < K; ++k) {
@@ -226,7 +229,7 @@ DEVICE void norm_row(const NormArgs& args, const Share& share, u64 row, u32& tur
   }
   const float total = over_row(squares, share, turn, [](float a, float b) { return a + b; });
   const float inverse = 1.0f / square_root(total / static_cast<float>(args.hidden) + args.eps);
-  // step 3: norm, round and store; or keep for the next step
+  // step 3: normalise, round and store, or keep the result for the next step
   float largest[K];
 #pragma unroll
   for (u32 k = 0; k < K; ++k) {
@@ -254,7 +257,7 @@ DEVICE void norm_row(const NormArgs& args, const Share& share, u64 row, u32& tur
   if (args.type == Normed::SAME) {
     return;
   }
-  // step 4: find the scale, and store what is scaled
+  // step 4: find the scale, and store the scaled numbers
   float scale = 0;
   if (args.type == Normed::DYNAMIC) {
     const float most = over_row(largest, share, turn, [](float a, float b) { return greater(a, b); });

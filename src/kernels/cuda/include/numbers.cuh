@@ -1,5 +1,5 @@
-// Numbers of reductions: bits as numbers, and the one step of each operation. kernels::cpu computes the same bits: nothing is contracted
-// (--fmad=false), flushed or reordered.
+// Numbers of reductions: bits as numbers, and one step of each operation. kernels::cpu computes the same bits: no
+// operation is contracted (--fmad=false), flushed or reordered.
 #pragma once
 #include "device.cuh"
 
@@ -24,12 +24,12 @@ DEVICE double double_of(u64 bits) { return __longlong_as_double(static_cast<i64>
 DEVICE u64 bits_of(double value) { return static_cast<u64>(__double_as_longlong(value)); }
 #endif
 
-// Replaces a NaN by the format's canonical one: which payload an addition hands on differs between processors.
+// Replaces a NaN by the format's canonical one, because processors differ in the payload that an addition propagates.
 DEVICE float canonical(float value) { return value != value ? float_of(0x7fc00000) : value; }
 DEVICE double canonical(double value) { return value != value ? double_of(0x7ff8000000000000) : value; }
 
-// Minimum and maximum of two numbers. Any NaN wins; of equals the first stays, so the order of the ranks decides between zeros of either
-// sign. Integers never are NaN.
+// Minimum and maximum of two numbers. Any NaN wins; if both are equal the first stays, so the order of the ranks
+// decides between zeros of either sign. Integers are never NaN.
 template <typename A>
 DEVICE A lesser(A sum, A next) {
   return (next < sum) | (next != next) ? next : sum;

@@ -1,41 +1,43 @@
-// Offers of receivers: what is left of a long message goes straight into the receiver's tensor, if that is symmetric memory.
+// Recv offers: the rest of a long message is stored directly to the receiver's tensor, if that is in symmetric memory.
 //
-// Nobody but the two ends knows of a send, and neither waits for the other: the sender begins through staging, looks between two chunks
-// whether there is an offer, and goes direct from there on. Each lane does so for itself. One lane takes 4 steps:
-//   1. The receiver clears `placed` and offers: where the message goes in its heap, and how many bytes.
-//   2. The sender sees it after some chunks. It tells by `placed` how many, stores what is left of its lane's chunks where they belong,
-//      fences and raises `arrived` by all of them.
-//   3. The receiver waits for `arrived` as it does without an offer. What arrives after the chunks before `placed` lies in its place.
-//   4. The receiver withdraws the offer: the sender has ended the message in this lane.
-// An offer is a unit on LL lines. Its flag is the count of the lane's chunks before the message, which both ends know, and 1: an offer of
-// another message has another flag.
+// Only the two ends know of a send, and neither waits for the other: the sender starts with staging, polls for an offer
+// between two chunks, and is zero-copy from then on. Each lane does so independently. One lane takes 4 steps:
+//   1. The receiver clears `placed` and offers the offset of the destination in its heap, and the number of bytes.
+//   2. The sender sees the offer after some chunks. It stores their number to `placed`, stores the rest of its lane's
+//      chunks at their destination, fences and raises `arrived` by the number of these chunks.
+//   3. The receiver waits for `arrived` as without an offer. Chunks after the number in `placed` are already in place.
+//   4. The receiver withdraws the offer: the sender has finished the message in this lane.
+//
+// An offer is a unit on LL lines. Its flag is 1 + the count of the lane's chunks before the message, which both ends
+// know, so an offer of another message has a different flag.
 #pragma once
 #include "low_latency.cuh"
 #include "pieces.cuh"
 #include "zero_copy.cuh"
 
-// Words of one lane and pair of ranks. `unit` is at the sender and written by the receiver, `placed` is at the receiver.
+// Words of one lane and pair of ranks. The receiver writes `unit` in the sender's memory; the sender writes `placed` in
+// the receiver's memory.
 struct Offer {
   Line unit[2];
-  // Count of the chunks that were sent before the first that goes direct, with `IS_PLACED`; 0: none goes direct. The receiver clears it,
-  // the sender sets it once it has seen the offer that followed.
+  // Count of the chunks sent before the first zero-copy one, with `IS_PLACED`; 0 if no chunk is zero-copy. The receiver
+  // clears it; the sender sets it once it has seen the offer that followed.
   Line placed;
   Line unused;
 };
 static_assert(sizeof(Offer) == 64, "");
 #define IS_PLACED (1ull << 32)
 
-// Offers of a lane, as both ends see them.
+// Offers of a lane, as both ends use them.
 struct OfferedLane {
   const Common& common;
   const Handshake& handshake;
   const u32 lane;
 
-  // Offer between ranks `at`, whose memory it lies in, and `other`.
+  // Returns the offer between ranks `at`, whose memory holds it, and `other`.
   DEVICE Offer* between(u32 at, u32 other) const { return (Offer*)(common.peer[at] + handshake.lines) + lane * WORLD + other; }
 
-  // Counts, for the host to see, a kernel that moved something without staging. Sends and receives may run at the same time: each have a
-  // count of their own.
+  // Counts, for the host, a kernel that moved data without staging. Sends and receives may run at the same time, so
+  // each has a separate count.
   DEVICE void count(bool direct, u32 of) const {
     if (direct && lane == 0 && thread() == 0) {
       u32* counts = (u32*)(common.peer[RANK] + handshake.counts) + of;
@@ -46,18 +48,19 @@ struct OfferedLane {
   }
 };
 
-// Offers that a sender looks for: those of the ranks in `handshake.give`, a bit each.
+// The offers that a sender polls: of the ranks in `handshake.give`, a bit each.
 struct OffersToSender : OfferedLane {
   const Outgoing& out;
   bool direct = false;
-  // Lines of the offer of the rank of this thread's number, as they were when it looked, and the flag of the message.
+  // Lines of the offer of the rank with this thread's number, as last polled, and the flag of the message.
   Line a = {0, 0}, b = {0, 0};
   u32 flag = 0;
 
   DEVICE OffersToSender(const Common& common, const Handshake& handshake, u32 lane, const Outgoing& out)
       : OfferedLane{common, handshake, lane}, out(out) {}
 
-  // Ranks in `to` for which chunk `step` of the lane is not the end of the message, and which may have made an offer.
+  // Returns the ranks in `to` whose message does not end before chunk `step` of the lane, and which may have made an
+  // offer.
   DEVICE u32 wanted(const SendSession& session, u32 to, u32 step, const u32 (&chunk)[WORLD]) const {
     u32 ranks = 0;
     for_each_peer([&](u32 r) {
@@ -67,7 +70,7 @@ struct OffersToSender : OfferedLane {
     return ranks;
   }
 
-  // Looks for offers: thread r for that of rank r. `step` chunks of the message were sent before.
+  // Polls for offers, thread r for the offer of rank r. `step` chunks of the message were sent before.
   DEVICE void look(const SendSession& session, u32 to, u32 step) {
     const u32 r = thread();
     if (r < WORLD && ((to & handshake.give) >> r & 1)) {
@@ -78,9 +81,9 @@ struct OffersToSender : OfferedLane {
     }
   }
 
-  // Stores all of the messages that is left from chunk `step` on, for the ranks whose offer was seen. Returns these ranks.
+  // Stores the rest of the messages, from chunk `step`, for the ranks whose offers were seen. Returns these ranks.
   DEVICE u32 put_rest(SendSession& session, u32 to, u32 step, const u32 (&chunk)[WORLD]) {
-    // step 1: agree within the block on the offers that were seen; flag 0 would be that of cleared memory
+    // step 1: agree within the block on the offers that were seen; flag 0 would match cleared memory
     u32 found = 0;
     const bool seen = flag != 0 && have_arrived(a, b, flag);
     if (seen) {
@@ -95,7 +98,7 @@ struct OffersToSender : OfferedLane {
     if (found == 0) {
       return 0;
     }
-    // step 2: tell the receivers which chunks go direct, store them
+    // step 2: notify the receivers which chunks are zero-copy, and store them
     if (thread() < WORLD && (found >> thread() & 1)) {
       store_relaxed(&between(thread(), RANK)->placed, {IS_PLACED | session.of_thread(session.sent), 0});
     }
@@ -103,7 +106,7 @@ struct OffersToSender : OfferedLane {
       if (found >> r & 1) {
         const Offer* offer = between(RANK, r);
         const Unit offered = data_of(load_relaxed(&offer->unit[0]), load_relaxed(&offer->unit[1]));
-        // Never more than the peer has room for, even if the ranks disagree.
+        // Never more than the peer's capacity, even if the ranks disagree.
         const u64 bytes = smaller(out.bytes[r], second_of(offered));
         const u32 chunks = session.chunks(out.bytes[r], chunk[r]);
         for (u32 next = step; next < chunks; ++next) {
@@ -113,7 +116,7 @@ struct OffersToSender : OfferedLane {
         session.sent[r] += chunks - step - 1;
       }
     });
-    // step 3: tell the receivers that all is there
+    // step 3: notify the receivers that all chunks have arrived
     sync_block();
     session.send(found);
     direct = true;
@@ -132,19 +135,19 @@ struct OffersToSender : OfferedLane {
   }
 };
 
-// Offers that a receiver makes: to the ranks in `handshake.take`, a bit each.
+// The offers that a receiver makes: to the ranks in `handshake.take`, a bit each.
 struct OffersOfReceiver : OfferedLane {
   u8* const* to;
   const u64* bytes;
   bool direct = false;
-  // This thread made an offer.
+  // True if this thread made an offer.
   bool made = false;
 
   DEVICE OffersOfReceiver(const Common& common, const Handshake& handshake, u32 lane, u8* const* to, const u64* bytes)
       : OfferedLane{common, handshake, lane}, to(to), bytes(bytes) {}
 
-  // Offers each message of which the lane has a chunk its place: thread r to rank r. Without one the lane's next message, which would have
-  // the same flag, could be put where this one belongs.
+  // Offers each message with a chunk in this lane its destination, thread r to rank r. Without a chunk there must be no
+  // offer: the lane's next message would have the same flag and could be stored to this message's destination.
   DEVICE void make(const ReceiveSession& session, const u32 (&chunk)[WORLD]) {
     const u32 r = thread();
     made = r < WORLD && (handshake.take >> r & 1) && session.start(0, session.of_thread(chunk)) < bytes[r];
@@ -156,7 +159,7 @@ struct OffersOfReceiver : OfferedLane {
     }
   }
 
-  // Ranks in `sources` whose chunk that has arrived is in its place, and so is all that follows.
+  // Returns the ranks in `sources` whose arrived chunk, and all later ones, are in place.
   DEVICE u32 in_place(const ReceiveSession& session, u32 sources) {
     u32 ranks = 0;
     for_each_peer([&](u32 r) {
@@ -169,7 +172,7 @@ struct OffersOfReceiver : OfferedLane {
     return ranks;
   }
 
-  // Withdraws the offers, all of whose messages are there.
+  // Withdraws the offers, all of whose messages have arrived.
   DEVICE void withdraw() const {
     const u32 r = thread();
     if (made) {

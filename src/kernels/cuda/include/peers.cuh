@@ -2,12 +2,13 @@
 #pragma once
 #include "device.cuh"
 
-// Mask of all other ranks, a bit each.
+// Returns the mask of all other ranks, a bit each.
 DEVICE u32 all_peers() {
   return ((1u << WORLD) - 1) & ~(1u << RANK);
 }
 
-// Calls `body(r)` for every other rank r, from the next rank on: no two ranks begin with the same one. The loop is unrolled.
+// Calls `body(r)` for every other rank r, starting from the next rank: no two ranks start with the same peer. The loop
+// is unrolled.
 template <typename Body>
 DEVICE void for_each_peer(Body body) {
 #pragma unroll
@@ -25,7 +26,7 @@ DEVICE void for_each_rank(Body body) {
   }
 }
 
-// Calls `body(r)` for every rank r, from the next rank on and this rank last. The loop is unrolled.
+// Calls `body(r)` for every rank r, starting from the next rank and ending with this one. The loop is unrolled.
 template <typename Body>
 DEVICE void for_each_peer_and_self(Body body) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// Two roles of staged exchanges and reductions: one sends message `d` to rank `d`, the other receives the messages of all ranks.
+// Two roles of staged exchanges and reductions: one sends message `d` to rank `d`, the other receives the messages of
+// all ranks.
 #pragma once
 #include "staging.cuh"
 
@@ -6,11 +7,11 @@
 struct Outgoing {
   const u8* from[MAX_WORLD];
   u64 bytes[MAX_WORLD];
-  // Flag that is not 0 if all messages are the same bytes: each is read once and written to every peer.
+  // Not 0 if all messages are the same bytes: each unit is read once and written to every peer.
   u32 same;
 };
 
-// No offers (offers.cuh): every chunk goes through staging.
+// No offers (offers.cuh): every chunk is staged.
 struct NoOffers {
   DEVICE void look(const SendSession&, u32, u32) const {}
   DEVICE u32 put_rest(SendSession&, u32, u32, const u32 (&)[WORLD]) const { return 0; }
@@ -28,18 +29,19 @@ struct NoOwnMessage {
   DEVICE void store(u32, u32, Unit) const {}
 };
 
-// Most chunks that the lane has of a message of one of the `ranks`.
+// Returns the maximum number of chunks that the lane has of a message of one of the `ranks`.
 DEVICE u32 steps_of(const Stage& stage, const u64* bytes, const u32 (&chunk)[WORLD], u32 ranks) {
   u32 steps = 0;
   for_each_peer([&](u32 r) { steps = ranks >> r & 1 ? larger(steps, stage.chunks(bytes[r], chunk[r])) : steps; });
   return steps;
 }
 
-// Sends the messages to the ranks in `to` in chunks. `lift` changes each unit on its way. What `offers` has a place for is put there. A chunk
-// of `own`, the rank's message to itself, goes along with each; there is none where chunks are moved one by one.
+// Sends the messages to the ranks in `to` in chunks. `lift` is applied to each unit. The rest of a message with an
+// offer in `offers` is stored directly. Each step also copies a chunk of `own`, the rank's message to itself, which
+// must be empty if chunks are moved one by one.
 template <typename ChunkOf, typename Lift, typename Offers, typename Own>
 DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift, Offers& offers, Own own) {
-  // step 1: begin where the last call ended, find the number of chunks
+  // step 1: start where the last call ended, find the number of chunks
   session.begin();
   u32 chunk[WORLD];
   for_each_peer([&](u32 r) { chunk[r] = chunk_of(out.bytes[r]); });
@@ -55,7 +57,7 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
     u32 units[WORLD];
     typename ChunkOf::Start start[WORLD];
     for_each_peer([&](u32 r) {
-      // step 2a: find each peer's slot, wait until it has read what lay there
+      // step 2a: find each peer's slot, wait until the peer has read the slot's previous chunk
       units[r] = to >> r & 1 ? (u32)units_of(session.length(out.bytes[r], step, chunk[r])) : 0;
       start[r] = ChunkOf::start(session.index(step), chunk[r]);
       longest = larger(units[r], longest);
@@ -66,7 +68,7 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
     });
     start[RANK] = own.start(session, step);
     offers.look(session, to, step);
-    // step 2b: write the units into the slots, whose addresses are not kept: registers are scarce
+    // step 2b: write the units to the slots, whose addresses are recomputed because registers are scarce
     if (out.same) {
       for (u32 i = thread(); i < longest; i += threads() * ALONE_AT_ONCE) {
         Unit v[ALONE_AT_ONCE];
@@ -86,7 +88,7 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
         move_units(thread(), units[r], threads(), load, [&](u32 at, Unit v) { session.slot(r)[at] = lift(v); });
       });
     } else {
-      // Where so many peers need registers, what the rank keeps is loaded only when it is stored.
+      // With many peers, which need registers, the rank's own unit is loaded only when it is stored.
       constexpr bool LOAD_EARLY = AT_ONCE > 1;
       for (u32 i = thread(); i < longest; i += threads() * AT_ONCE) {
         Unit v[AT_ONCE][WORLD];
@@ -117,19 +119,19 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
         }
       }
     }
-    // step 2c: tell the peers that the chunk is there
+    // step 2c: notify the peers that the chunk has arrived
     if (peers != 0) {
       sync_block();
       session.send(peers);
     }
-    // step 2d: put what is left where there is an offer
+    // step 2d: store the rest directly where there is an offer
     const u32 done = offers.put_rest(session, to, step + 1, chunk);
     if (done != 0) {
       to &= ~done;
       steps = larger(own.steps(session), steps_of(session, out.bytes, chunk, to));
     }
   }
-  // step 3: save the counts for the next call; a call that sent nothing leaves them to the sends that run beside it
+  // step 3: save the counts for the next call; a call that sent nothing must not, because other sends may run meanwhile
   if (any) {
     session.end();
   }
@@ -141,11 +143,12 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
   send_pieces(session, out, to, chunk_of, lift, none, NoOwnMessage{});
 }
 
-// Receives a message of `bytes[r]` from each rank in `from`, in chunks: `take(start, units, slot)` reads the chunk that begins at
-// `start[r]` of each message (`ChunkOf::Start`), `units[r]` units at `slot[r]`. What came by `offers` is in its place.
+// Receives a message of `bytes[r]` from each rank in `from`, in chunks. `take(start, units, slot)` reads the chunk that
+// starts at `start[r]` of each message (`ChunkOf::Start`): `units[r]` units at `slot[r]`. Bytes that arrived through
+// `offers` are already in place.
 template <typename ChunkOf, typename Take, typename Offers>
 DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, ChunkOf chunk_of, Take take, Offers& offers) {
-  // step 1: begin where the last call ended, find the number of chunks
+  // step 1: start where the last call ended, find the number of chunks
   session.begin();
   u32 chunk[WORLD];
   for_each_peer([&](u32 r) { chunk[r] = chunk_of(bytes[r]); });
@@ -169,7 +172,7 @@ DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, 
     units[RANK] = 0;
     start[RANK] = 0;
     slot[RANK] = nullptr;
-    // step 2a: wait until the chunk of every peer has arrived, and read it
+    // step 2a: wait until every peer's chunk has arrived, and read it
     session.receive(peers);
     const u32 placed = offers.in_place(session, peers);
     if (placed != 0) {
@@ -183,7 +186,7 @@ DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, 
       steps = larger(steps_of(session, bytes, chunk, from), step + 1);
     }
     take(start, units, slot);
-    // step 2b: give the slots back to their senders
+    // step 2b: return the slots to their senders
     sync_block();
     session.release(peers);
   }
@@ -200,7 +203,7 @@ DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, 
   receive_pieces(session, bytes, from, chunk_of, take, none);
 }
 
-// Reader for `receive_pieces` that copies each message to a destination of its own.
+// Reader for `receive_pieces` that copies each message to a separate destination.
 template <typename ChunkOf>
 struct CopyOut {
   u8* const* to;

@@ -1,8 +1,10 @@
 // Roles of algorithms that divide a long message into one piece per rank:
-//   role 0, scatter: sends each rank its piece.
-//   role 1, gather: makes the result of this rank's piece from what arrives, and sends that to the targets.
-//   role 2, gather: receives the results of the other ranks' pieces.
-// Each role has a block per lane; chunk follows chunk through all three at once.
+//   - role 0, scatter: sends each rank its piece.
+//   - role 1, gather: computes the result of this rank's piece from the chunks that arrive, and sends it to the
+//     targets.
+//   - role 2, gather: receives the results of the other ranks' pieces.
+//
+// Each role has a block per lane, and the chunks pass through all three roles as a pipeline.
 #pragma once
 #include "zero_copy.cuh"
 #include "pieces.cuh"
@@ -10,7 +12,7 @@
 // Arguments of rsag_staged and broadcast_staged.
 struct RsagStagedArgs {
   Common common;
-  // Stages of the two trips; lanes and slot size are the same in both.
+  // The two trips; lanes and slot size are the same in both.
   Staging scatter;
   Staging gather;
   const u8* from;
@@ -19,7 +21,7 @@ struct RsagStagedArgs {
   double factor;
   // Root of a broadcast.
   u32 root;
-  // Number of pieces, and the rank that has the first of them.
+  // Number of pieces, and the rank of the first piece.
   u32 parts;
   u32 first;
   // Mask of the ranks that get the result of a reduction.
@@ -29,7 +31,8 @@ struct RsagStagedArgs {
 };
 static_assert(sizeof(RsagStagedArgs) == 440, "");
 
-// Start and length of each rank's piece: whole units, except that the last piece may end within one. A rank without a piece has length 0.
+// Computes the start and length of each rank's piece: whole units, except that the last piece may end within one. A
+// rank without a piece has length 0.
 DEVICE void pieces_of(const RsagStagedArgs& args, u64* start, u64* length) {
   const u64 stride = (units_of(args.bytes) + args.parts - 1) / args.parts * 16;
   for_each_rank([&](u32 r) {
@@ -50,17 +53,18 @@ DEVICE void scatter(const RsagStagedArgs& args, u32 lane, Lift lift) {
   send_pieces(session, out, ~0u, ChunkOfCall{args.scatter.chunk_bytes}, lift);
 }
 
-// Destinations of results that go into tensors and not into slots: those of the ranks in `ranks`, a bit each, which begin at `at`.
+// Destinations of results that are stored directly to tensors: of the ranks in `ranks` (a bit each), starting at `at`.
 struct Destinations {
   u32 ranks;
   u8* at[WORLD];
 };
 
-// Role 1: makes the result of this rank's piece from the chunks of `sources` and sends it to `targets` and to `args.to`.
-// `make(slot, unit, offset)` is the result of the unit at `offset` of the message, given the slots of the scatter stage.
+// Role 1: computes the result of this rank's piece from the chunks of `sources` and sends it to `targets` and to
+// `args.to`. `make(slot, unit, offset)` returns the result of the unit at `offset` of the message, given the slots of
+// the scatter stage.
 template <bool PLACED, typename Make>
 DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, const Destinations& destinations, Make make) {
-  // step 1: find this rank's piece, begin where the last call ended
+  // step 1: find this rank's piece, start where the last call ended
   u64 start[WORLD], length[WORLD];
   pieces_of(args, start, length);
   const u64 own = start[RANK], bytes = length[RANK];
@@ -75,7 +79,7 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
   for (u32 step = 0; step < steps; ++step) {
     const u32 units = (u32)units_of(in.length(bytes, step, chunk));
     const u64 first = own + in.start(step, chunk);
-    // step 3: wait until every target has read what lay in the slots that the results go to
+    // step 3: wait until every target has read the previous chunks of the slots for the results
     const Unit* slot[WORLD];
     Unit* to[WORLD];
     for_each_rank([&](u32 r) {
@@ -90,11 +94,11 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
     });
     // step 4: wait for the chunk of every source
     in.receive(sources);
-    // step 5: make each result, store it at every target and here
+    // step 5: compute each result, store it at every target and here
     for (u32 i = thread(); i < units; i += threads()) {
       const u64 offset = first + (u64)i * 16;
       const Unit v = make(slot, i, offset);
-      // Slots have room for whole units; tensors end where they end.
+      // Slots have capacity for whole units; tensors end where they end.
       const bool whole = !PLACED || args.bytes - offset >= 16;
       for_each_peer([&](u32 r) {
         if (targets >> r & 1) {
@@ -109,7 +113,7 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
         store_unit(args.to + offset, v, args.bytes - offset);
       }
     }
-    // step 6: release the read slots, tell the targets that the results are there
+    // step 6: release the slots that were read, notify the targets that the results have arrived
     sync_block();
     in.release(sources);
     out.send(staged);
@@ -119,17 +123,18 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
   out.end();
 }
 
-// Role 1 without a handshake: every result goes through slots.
+// Role 1 without a handshake: every result uses slots.
 template <typename Make>
 DEVICE void gather(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, Make make) {
   gather_to<false>(args, lane, sources, targets, Destinations{}, make);
 }
 
 #ifdef SYMM_ZERO_COPY
-// Role 1 of a zero-copy call: results go straight into the tensors that its partners name in the handshake, the others through slots.
+// Role 1 of a zero-copy call: results are stored directly to the tensors that partners name in the handshake; the
+// others use slots.
 template <typename Make>
 DEVICE void gather_zero_copy(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, Partners partners, Make make) {
-  // step 1: begin the handshake: partners say where their results go
+  // step 1: start the handshake, in which partners send the addresses of their results
   const Handshake& handshake = args.handshake;
   HandshakeSession session(args.common, handshake, partners);
   session.begin();
@@ -138,18 +143,18 @@ DEVICE void gather_zero_copy(const RsagStagedArgs& args, u32 lane, u32 sources, 
   if (!session.exchange(word_for, words)) {
     return;
   }
-  // step 2: find the targets whose results are symmetric memory
+  // step 2: find the targets whose results are in symmetric memory
   Destinations destinations{};
   for_each_rank([&](u32 r) {
     destinations.at[r] = session.tensor(r, words[r].first);
     destinations.ranks |= words[r].first != 0 ? targets & 1u << r : 0;
   });
-  // step 3: make the results and send them
+  // step 3: compute the results and send them
   gather_to<true>(args, lane, sources, targets, destinations, make);
   if (destinations.ranks != 0 || handshake.take != 0) {
     session.count_direct(lane == 0);
   }
-  // step 4: end the handshake: no partner uses this rank's memory after that
+  // step 4: end the handshake: afterwards no partner accesses this rank's memory
   session.end();
 }
 #endif

@@ -1,9 +1,9 @@
-// Sentinel slots (TensorRT-LLM's Lamport buffers): floats that are their own flags.
-// A slot holds words of all ones, which are NaNs that senders never send, until data overwrite them. The reader marks the slot empty again
-// once it has read it. Nothing travels but data, without a fence, so a message is as fast as the link.
+// Sentinel slots (TensorRT-LLM's Lamport buffers): floats that are their own flags. A slot holds words of all ones,
+// which are NaNs that senders never send, until data overwrite them. The reader marks the slot as empty again once it
+// has read it. Only data travel, without a fence, so a message is as fast as the link.
 //
-// Two buffers, by the parity of the block's epoch, suffice for the reason that low_latency.cuh gives: in every call every block must
-// receive from the same block of every peer, so each block needs a unit of every rank's piece.
+// Two buffers, selected by the parity of the block's epoch, suffice for the reason given in low_latency.cuh: in every
+// call every block must receive from the same block of every peer, so each block needs a unit of every rank's piece.
 #pragma once
 #include "bytes.cuh"
 #include "types.cuh"
@@ -11,49 +11,50 @@
 
 static_assert(EMPTY_IS_NAN, "a word of all ones is data for this element type");
 
-// Place of the sentinel slots in a channel.
+// Location of the sentinel slots in a channel.
 struct Sentinel {
   // Offsets in the channel of the blocks' epochs, and of the slots: [block][parity][stage][source][unit].
   u64 epochs;
   u64 slots;
-  // Units that one source has in one stage of one block.
+  // Number of units that one source has in one stage of one block.
   u32 units;
 };
 
-// Says whether a word of the unit has not arrived.
+// Returns true if a word of the unit has not arrived.
 DEVICE bool is_empty(Unit v) {
   return v.x == ~0u || v.y == ~0u || v.z == ~0u || v.w == ~0u;
 }
 
-// Session of this block on the sentinel slots: `begin`, `send` and `receive` in any number, `end`. Each thread sends and receives units of
-// its own; the whole block begins and ends. A session has two stages, whose slots are apart.
+// Session of this block on the sentinel slots: `begin`, any number of `send` and `receive`, `end`. Each thread sends
+// and receives different units; the whole block calls `begin` and `end`. A session has two stages with separate slots.
+// It exists so that no kernel has to know which slots are free.
 struct SentinelSession {
   const Common& common;
   const Sentinel& place;
   u32 epoch;
-  // Offset of this block's slots, and the bytes of them that each source has in a stage.
+  // Offset of this block's slots, and the number of their bytes for each source in a stage.
   u64 base;
   u64 stride;
   Wait wait;
 
   DEVICE SentinelSession(const Common& common, const Sentinel& place) : common(common), place(place), wait(common) {}
 
-  // Word with the epoch of this block's last call.
+  // Returns the word with the epoch of this block's last call.
   DEVICE u32* last_epoch() const { return (u32*)(common.peer[RANK] + place.epochs) + block(); }
 
-  // Slot on rank `at` of the unit that rank `from` sends it in `stage`.
+  // Returns the slot on rank `at` for the unit that rank `from` sends to it in `stage`.
   DEVICE Unit* slot(u32 at, u32 stage, u32 from, u32 unit) const {
     return (Unit*)(common.peer[at] + base + (stage * WORLD + from) * stride) + unit;
   }
 
-  // Begins the block's epoch of a call, which follows that of its last call.
+  // Starts the block's epoch of a call, which follows the epoch of its last call.
   DEVICE void begin() {
     epoch = *last_epoch() + 1;
     stride = (u64)place.units * 16;
     base = place.slots + (u64)(block() * 2 + (epoch & 1)) * 2 * WORLD * stride;
   }
 
-  // Saves the block's epoch for its next call, once all threads of the block are done with it.
+  // Saves the block's epoch for its next call, once all threads of the block have finished it.
   DEVICE void end() const {
     sync_block();
     if (thread() == 0) {
@@ -64,13 +65,13 @@ struct SentinelSession {
   // Sends a unit without words of all ones (`scrub`) to rank `to`.
   DEVICE void send(u32 stage, u32 to, u32 unit, Unit v) const { store_relaxed(slot(to, stage, RANK, unit), v); }
 
-  // Waits for `unit` of every rank in `sources` (a bit each), loads it into `v` and marks its slot empty.
+  // Waits for `unit` of every rank in `sources` (a bit each), loads it into `v` and marks its slot as empty.
   DEVICE void receive(u32 stage, u32 unit, u32 sources, Unit (&v)[WORLD]) {
     Unit* const own = slot(RANK, stage, 0, unit);
     const u64 each = place.units;
     u32 missing;
     bool waiting;
-    // step 1: load the slots of all sources until none is empty
+    // step 1: load the slots of all sources until every one has data
     do {
       for_each_peer([&](u32 r) { v[r] = load_relaxed(own + r * each); });
       missing = 0;
@@ -80,9 +81,9 @@ struct SentinelSession {
         missing |= lacking ? 1u << r : 0;
         waiting |= lacking;
       });
-      // Not `missing != 0`, for the assembler's fault that LowLatencySession::receive names.
+      // Not `missing != 0`, because of the assembler fault described in LowLatencySession::receive.
     } while (waiting && wait.look_again(missing));
-    // step 2: mark the slots empty for the epoch after the next
+    // step 2: mark the slots as empty for the epoch after the next one
     for_each_peer([&](u32 r) {
       if (sources >> r & 1) {
         store_relaxed(own + r * each, {~0u, ~0u, ~0u, ~0u});
@@ -90,7 +91,8 @@ struct SentinelSession {
     });
   }
 
-  // Waits for `unit` of every peer. Returns the sum of them and this rank's `own` in rank order, without words of all ones.
+  // Waits for `unit` of every peer. Returns the sum of these and this rank's `own` in rank order, without words of all
+  // ones.
   DEVICE Unit receive_reduce(u32 stage, u32 unit, Unit own) {
     Unit v[WORLD];
     v[RANK] = own;
@@ -99,7 +101,7 @@ struct SentinelSession {
   }
 };
 
-// First unit of part `part` of `parts`; the parts differ by one unit at most.
+// Returns the first unit of part `part` of `parts`; the parts differ by at most one unit.
 DEVICE u64 part_begin(u64 units, u32 part, u32 parts) {
   return units * part / parts;
 }

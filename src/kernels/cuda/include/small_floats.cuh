@@ -2,17 +2,17 @@
 #pragma once
 #include "numbers.cuh"
 
-// Float of a sign bit and MAGNITUDE below it. What rounds to more than LARGEST becomes OVER: infinity where there is one, else NaN.
-// UNSIGNED_ZERO says that there is no infinity and no negative zero, whose code is the NaN.
+// A float of a sign bit and MAGNITUDE below it. Values that round to more than LARGEST become OVER: infinity if the
+// format has one, otherwise NaN. UNSIGNED_ZERO: the format has no infinity and no negative zero, whose code is the NaN.
 template <u32 MANTISSA, u32 BIAS, u32 MAGNITUDE, u32 LARGEST, u32 OVER, u32 QUIET, bool UNSIGNED_ZERO>
 struct Small {
   static constexpr u32 SIGN = MAGNITUDE + 1;
   static constexpr u32 CUT = 23 - MANTISSA;
   static constexpr u32 INFINITE = 0x7f800000;
-  // The exponent of a small float among those of float.
+  // The difference between float's exponent and a small float's.
   static constexpr u32 REBIAS = (127 - BIAS) << 23;
 
-  // The code's bits where float has them, subnormal or not, are the number short of a power of two.
+  // The code's bits at float's position, subnormal or not, are the number up to a power of two.
   static DEVICE float widen(u32 code) {
     u32 magnitude = code & MAGNITUDE;
     u32 bits = bits_of(float_of(magnitude << CUT) * float_of((254 - BIAS) << 23));
@@ -61,7 +61,8 @@ DEVICE u32 narrow_bfloats(const float* from) {
   return pair;
 }
 #else
-// The conversions make every NaN 0x7fff. Nothing else gains a sign bit from one more; no carry leaves a half, since 0xffff is not made.
+// The conversions make every NaN 0x7fff. Only 0x7fff gains a sign bit when 1 is added; no carry leaves a half, since
+// 0xffff does not occur.
 template <u32 QUIET>
 DEVICE u32 canonical_pair(u32 pair) {
   u32 nans = ((pair + 0x00010001) & ~pair & 0x80008000) >> 15;

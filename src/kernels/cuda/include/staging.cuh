@@ -1,54 +1,59 @@
-// Staging of long messages: chunks travel through slots at the receiver, with a flag for each chunk and a credit for each that was read.
+// Staging of long messages: chunks move through slots at the receiver, with a flag for each chunk and a credit for each
+// chunk that was read.
 //
-// A lane is one block per role on every rank; lane l carries chunks l, l + lanes, l + 2 lanes .. of every message. One chunk takes 4 steps:
-//   1. The sender waits until the receiver has read what lay in the chunk's slot.
+// A lane is one block per role on every rank; lane l carries chunks l, l + lanes, l + 2 lanes .. of every message. One
+// chunk takes 4 steps:
+//   1. The sender waits until the receiver has read the slot's previous chunk.
 //   2. The sender writes the slot, fences and raises `arrived`.
-//   3. The receiver waits for `arrived` and reads the slot.
+//   3. The receiver waits for `arrived` (acquire, which pairs with that fence) and reads the slot.
 //   4. The receiver raises `credit`.
-// Both words count chunks since the group was made, and so do `sent` and `taken`, the two ends' own copies in device memory: a replayed
-// graph goes on where the last call ended. Each word has one writer.
+//
+// Both words count chunks since the group was created, and so do `sent` and `taken`, the two ends' copies in device
+// memory: a replayed graph continues where the last call ended. Each word has one writer.
 #pragma once
 #include "bytes.cuh"
 #include "wait.cuh"
 
-// Slots of one lane, stage and source.
+// Number of slots of one lane, stage and source.
 #define SLOTS 4u
-// Ranks that send one rank something.
+// Number of ranks that send to one rank.
 #define SOURCES (WORLD > 1 ? WORLD - 1u : 1u)
 
-// Unit of the lengths of slots and chunks; `ALIGN` in src/coll/cuda/workspace/layout.rs is the same. So many of them that 32 bits can number
-// them are 1 TiB, more than a GPU has, and 32 bits are divided faster than 64.
+// Unit of the lengths of slots and chunks; `ALIGN` in src/coll/cuda/workspace/layout.rs is the same. 32 bits can number
+// 1 TiB of such units, more than a GPU has, and 32-bit divisions are faster than 64-bit ones.
 #define START_STEP 256u
 
 // Words of one lane and stage.
 struct Lane {
-  // Words that this rank writes.
+  // Written by this rank.
   u32 sent[MAX_WORLD];
   u32 taken[MAX_WORLD];
-  // Words that the peers write.
+  // Written by the peers.
   u32 arrived[MAX_WORLD];
   u32 credit[MAX_WORLD];
 };
 
-// Place of a stage in a channel, and how messages are divided.
+// Location of a stage in a channel, and how messages are divided.
 struct Staging {
   // Offsets in the channel of the lanes' words, and of the slots: [lane][source, the next rank first][slot].
   u64 words;
   u64 slots;
   u32 slot_bytes;
-  // Bytes of a chunk in this call, at most a slot; in exchanges each message has its own (`ChunkOfMessage`).
+  // Size of a chunk in this call, at most a slot; in exchanges each message has its own chunk size (`ChunkOfMessage`).
   u32 chunk_bytes;
   u32 lanes;
 };
 
-// Lane and role of a block of a staged kernel. Blocks of a lane stand side by side: a device that cannot hold all blocks of all kernels at
-// once, other groups' among them, starts each kernel with whole lanes, the same on every rank. These come to an end by themselves
-// and let others start. Were all senders first, two kernels that began in another order on each rank could wait for each other for ever.
+// Lane and role of a block of a staged kernel. Blocks of a lane are adjacent, because a device may be unable to hold
+// all blocks of all kernels at once, including other groups' kernels. It then starts each kernel with whole lanes, the
+// same on every rank; these finish and make space for others. If all senders came first, two kernels that start in a
+// different order on each rank could wait for each other forever.
 struct Role {
   u32 lane, role;
 };
 
-// Lane and role of block `block`. Roles rotate from lane to lane, so that a processor that gets every k-th block gets some of each.
+// Returns the lane and role of block `block`. Roles rotate from lane to lane, so that a processor that gets every k-th
+// block gets some of each.
 DEVICE Role role_of(u32 block, u32 roles) {
   const u32 lane = block / roles;
   return {lane, (block + lane) % roles};
@@ -64,14 +69,14 @@ struct Stage {
 
   DEVICE Lane* words(u32 rank) const { return (Lane*)(common.peer[rank] + staging.words) + lane; }
 
-  // Slot on rank `at` of the chunk `number` that rank `from`, another one, sends it.
+  // Returns the slot on rank `at` of the chunk `number` that another rank `from` sends to it.
   DEVICE Unit* slot_of(u32 at, u32 from, u32 number) const {
     const u32 source = (from + WORLD - at - 1) % WORLD;
     const u64 index = (u64)(lane * SOURCES + source) * SLOTS + number % SLOTS;
     return (Unit*)(common.peer[at] + staging.slots + index * staging.slot_bytes);
   }
 
-  // Number of this lane's chunks in a message of `bytes` in chunks of `chunk`.
+  // Returns the number of this lane's chunks in a message of `bytes` in chunks of `chunk`.
   DEVICE u32 chunks(u64 bytes, u32 chunk) const {
     const u32 all = quotient_up((u32)((bytes + START_STEP - 1) / START_STEP), chunk / START_STEP);
     return all <= lane ? 0 : quotient_up(all - lane, staging.lanes);
@@ -81,13 +86,13 @@ struct Stage {
   DEVICE u32 index(u32 step) const { return step * staging.lanes + lane; }
   DEVICE u64 start(u32 step, u32 chunk) const { return (u64)index(step) * chunk; }
 
-  // Bytes, of a message of `bytes`, that lie in the lane's chunk `step`.
+  // Returns the number of bytes in the lane's chunk `step` of a message of `bytes`.
   DEVICE u64 length(u64 bytes, u32 step, u32 chunk) const {
     const u64 first = start(step, chunk);
     return first >= bytes ? 0 : smaller(bytes - first, chunk);
   }
 
-  // Entry of this thread, which serves the rank of its own number. The loop stands for an index, which registers cannot have.
+  // Returns the entry of the rank with this thread's number. A loop instead of an index, which registers cannot have.
   DEVICE static u32 of_thread(const u32 (&number)[WORLD]) {
     u32 mine = 0;
     for_each_rank([&](u32 r) { mine = thread() == r ? number[r] : mine; });
@@ -107,31 +112,32 @@ struct Stage {
     }
   }
 
-  // Counts one chunk more for every rank in `peers`.
+  // Adds one chunk to the counts of the ranks in `peers`.
   DEVICE static void advance(u32 (&number)[WORLD], u32 peers) {
     for_each_rank([&](u32 r) { number[r] += peers >> r & 1; });
   }
 };
 
-// Session of this block as the sender of a lane's stage: `begin`, for every chunk `await_credit`, write `slot` and `send`, then `end`.
+// Session of this block as the sender of a lane's stage: `begin`, for every chunk `await_credit`, write `slot` and
+// `send`, then `end`.
 struct SendSession : Stage {
-  // Counts of the chunks sent to each rank, and of those that it has read, as this thread saw last.
+  // Counts of the chunks sent to each rank, and of those that it has read, as last seen by this thread.
   u32 sent[WORLD];
   u32 credit[WORLD];
   Wait wait;
 
   DEVICE SendSession(const Common& common, const Staging& staging, u32 lane) : Stage(common, staging, lane), wait(common) {}
 
-  // Begins where the last call ended.
+  // Starts where the last call ended.
   DEVICE void begin() {
     load_counts(words(RANK)->sent, sent);
     for_each_rank([&](u32 r) { credit[r] = load_relaxed(&words(RANK)->credit[r]); });
   }
 
-  // Slot at `peer` of the next chunk for it.
+  // Returns the slot at `peer` of its next chunk.
   DEVICE Unit* slot(u32 peer) const { return slot_of(peer, RANK, sent[peer]); }
 
-  // Returns once `peer` has read what lies in `slot(peer)`. Every thread waits for itself.
+  // Returns once `peer` has read the previous chunk of `slot(peer)`. Every thread waits independently.
   DEVICE void await_credit(u32 peer) {
     while ((int)(sent[peer] - credit[peer]) >= (int)SLOTS) {
       credit[peer] = load_relaxed(&words(RANK)->credit[peer]);
@@ -141,7 +147,7 @@ struct SendSession : Stage {
     }
   }
 
-  // Tells the ranks in `peers` that what the block wrote into their slots is there. A sync_block must precede it.
+  // Notifies the ranks in `peers` that the block's writes to their slots have arrived. A sync_block must precede it.
   DEVICE void send(u32 peers) {
     const u32 r = thread();
     if (r < WORLD) {
@@ -157,18 +163,19 @@ struct SendSession : Stage {
   DEVICE void end() const { save_counts(words(RANK)->sent, sent); }
 };
 
-// Session of this block as the receiver of a lane's stage: `begin`, for every chunk `receive`, read `slot` and `release`, then `end`.
+// Session of this block as the receiver of a lane's stage: `begin`, for every chunk `receive`, read `slot` and
+// `release`, then `end`.
 struct ReceiveSession : Stage {
-  // Counts of the chunks that were read of each rank.
+  // Counts of the chunks read from each rank.
   u32 taken[WORLD];
   Wait wait;
 
   DEVICE ReceiveSession(const Common& common, const Staging& staging, u32 lane) : Stage(common, staging, lane), wait(common) {}
 
-  // Begins where the last call ended.
+  // Starts where the last call ended.
   DEVICE void begin() { load_counts(words(RANK)->taken, taken); }
 
-  // Slot here of the next chunk of rank `source`.
+  // Returns the local slot of the next chunk of rank `source`.
   DEVICE const Unit* slot(u32 source) const { return slot_of(RANK, source, taken[source]); }
 
   // Returns, to the whole block, once the next chunk of every rank in `sources` has arrived.
@@ -183,8 +190,8 @@ struct ReceiveSession : Stage {
     sync_block();
   }
 
-  // Gives the slots that have been read back to the ranks in `sources`. A sync_block must precede it. It needs no fence: every thread has
-  // used what it loaded before it arrived there, and a store does not overtake a load that is complete.
+  // Returns the slots that have been read to the ranks in `sources`. A sync_block must precede it. It needs no fence:
+  // before that barrier every thread has used what it loaded, and a store does not overtake a completed load.
   DEVICE void release(u32 sources) {
     const u32 r = thread();
     if (r < WORLD && (sources >> r & 1)) {
@@ -197,27 +204,27 @@ struct ReceiveSession : Stage {
   DEVICE void end() const { save_counts(words(RANK)->taken, taken); }
 };
 
-// Units that a thread moves at once for each peer, so that some 8 loads are under way.
+// Number of units that a thread moves at once for each peer, so that about 8 loads are in flight.
 #define AT_ONCE (WORLD >= 7 ? 1u : WORLD >= 4 ? 2u : 4u)
 
-// Shorter chunks are not worth a fence; src/coll/cuda/plan.rs has the same.
+// Minimum length of a chunk that is worth a fence; src/coll/cuda/plan.rs has the same.
 #define MIN_CHUNK 4096u
 
-// Chunk length that is the same for every message.
+// A chunk length that is the same for every message.
 struct ChunkOfCall {
   static constexpr bool ONE_BY_ONE = false;
-  // Start of a chunk, in bytes.
+  // Start of a chunk in bytes.
   typedef u64 Start;
   u32 bytes;
 
   DEVICE u32 operator()(u64) const { return bytes; }
   DEVICE static Start start(u32 index, u32 chunk) { return (u64)index * chunk; }
-  // Offset of unit `at` of the chunk.
+  // Returns the offset of unit `at` of the chunk.
   DEVICE static u64 offset(Start start, u32 at) { return start + (u64)at * 16; }
 };
 
-// Chunk length of messages that differ in length, which only their two ends know: whole slots, or one or two chunks of equal length for
-// each lane, if those are not too short. Both ends compute the same.
+// A chunk length for messages of different lengths, which only their two ends know: whole slots, or one or two chunks
+// of equal length for each lane, if those are not too short. Both ends compute the same.
 struct ChunkOfMessage {
   static constexpr bool ONE_BY_ONE = false;
   // Start of a chunk in steps of 256 bytes. There is one for each rank, and registers are scarce.
@@ -238,8 +245,8 @@ struct ChunkOfMessage {
   DEVICE static u64 offset(Start start, u32 at) { return (u64)start * START_STEP + (u64)at * 16; }
 };
 
-// The same for sends and receives. A call mostly has one of them, so their chunks are moved one by one: a thread may have more units of one
-// under way than of several at once.
+// The same for sends and receives. A call mostly has one message, so chunks are moved one by one: a thread can then
+// have more units of one chunk in flight than of several chunks.
 struct ChunkOfTransfer : ChunkOfMessage {
   static constexpr bool ONE_BY_ONE = true;
 };

@@ -1,9 +1,9 @@
-// Sums of one unit of every rank in rank order, read from slots or from the ranks' tensors themselves.
+// Sums of one unit of every rank in rank order, read from slots or directly from the ranks' tensors.
 #pragma once
 #include "direct.cuh"
 #include "types.cuh"
 
-// Sum of this rank's `own` unit, times `factor`, and unit `unit` in every peer's slot.
+// Returns the sum of this rank's `own` unit, times `factor`, and unit `unit` in every peer's slot.
 DEVICE Unit sum_of(const Unit* const (&slot)[WORLD], u32 unit, Unit own, double factor) {
   Unit v[WORLD];
   for_each_peer([&](u32 r) { v[r] = slot[r][unit]; });
@@ -11,8 +11,8 @@ DEVICE Unit sum_of(const Unit* const (&slot)[WORLD], u32 unit, Unit own, double 
   return sum_in_order(v);
 }
 
-// Exchanges the factors of PREMUL_SUM within a handshake: the rank that adds up multiplies as each sender would.
-// Returns false if some rank did not come.
+// Exchanges the factors of PREMUL_SUM within a handshake: the rank that adds multiplies as each sender would. Returns
+// false if a rank did not arrive.
 DEVICE bool exchange_factors(HandshakeSession& session, double own, double (&factor)[WORLD]) {
   if constexpr (static_cast<Op>(SYMM_OP) == Op::PREMUL_SUM) {
     u64 bits[WORLD];
@@ -25,7 +25,7 @@ DEVICE bool exchange_factors(HandshakeSession& session, double own, double (&fac
   }
 }
 
-// Sum of one unit of each rank, each times its rank's factor.
+// Returns the sum of one unit of each rank, each times its rank's factor.
 DEVICE Unit sum_of(const Unit (&v)[WORLD], const double (&factor)[WORLD]) {
   Sum sum;
   begin(sum, lift(v[0], factor[0]));
@@ -36,13 +36,13 @@ DEVICE Unit sum_of(const Unit (&v)[WORLD], const double (&factor)[WORLD]) {
   return finish(sum);
 }
 
-// Adds up the `bytes` at `from[r]` of all ranks in rank order; `keep(offset, unit, bytes)` stores the sum. The sum may replace an input,
-// since one thread alone loads and stores a unit.
+// Adds the `bytes` at `from[r]` of all ranks in rank order; `keep(offset, unit, bytes)` stores the sum. The sum may
+// replace an input, because only one thread loads and stores a unit.
 template <typename Keep>
 DEVICE void sum_in_place(const u8* const (&from)[WORLD], const double (&factor)[WORLD], u64 bytes, Keep keep) {
   const u64 units = bytes / 16;
   const u64 first = stride_of_grid().first, step = stride_of_grid().step;
-  // step 1: load some units of every rank, then add each up and store it; where it is one, the loop has looked whether it is there
+  // step 1: load several units of every rank, then add and store each; if AT_ONCE is 1, the loop has checked the bound
   for (u64 i = first; i < units; i += step * AT_ONCE) {
     Unit v[AT_ONCE][WORLD];
 #pragma unroll
@@ -60,7 +60,7 @@ DEVICE void sum_in_place(const u8* const (&from)[WORLD], const double (&factor)[
       }
     }
   }
-  // step 2: one thread adds up the rest
+  // step 2: one thread adds the remainder
   if (moves_the_rest(bytes)) {
     Unit v[WORLD];
     for_each_rank([&](u32 r) { v[r] = load_unit(from[r] + units * 16, bytes % 16); });

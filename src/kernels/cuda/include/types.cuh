@@ -1,13 +1,15 @@
-// Reduction of elements, a unit at a time, for the type and operation of this compilation: SYMM_DTYPE (c10::ScalarType) and SYMM_OP
-// (c10d::ReduceOp::RedOpType).
+// Reduction of elements, a unit at a time, for the type and operation of this compilation: SYMM_DTYPE (c10::ScalarType)
+// and SYMM_OP (c10d::ReduceOp::RedOpType).
 //
-// A reduction begins with one rank's unit, combines the others' in the order of the ranks, and finishes. The result has the bits of
-// kernels::cpu::reduce, on every rank and by every protocol. There is one difference: under PREMUL_SUM each sender multiplies and rounds to
-// the element (`lift`), where the CPU keeps the product in the accumulator. It does not show in 32-bit floats and wider.
+// A reduction starts with one rank's unit, combines the other units in rank order, and finishes. The result has the
+// bits of kernels::cpu::reduce on every rank and with every protocol, with one exception: under PREMUL_SUM each sender
+// multiplies and rounds to the element (`lift`), while the CPU keeps the product in the accumulator. The two do not
+// differ for floats of 32 bits or more.
 #pragma once
 #include "formats.cuh"
 
-// Type of which products are computed: signed products have the bits of unsigned ones, and only unsigned ones may wrap.
+// The type in which products are computed: signed products have the same bits as unsigned ones, and only unsigned ones
+// may wrap.
 template <DType TYPE>
 constexpr DType UNSIGNED = TYPE == DType::I8    ? DType::U8
                            : TYPE == DType::I16 ? DType::U16
@@ -33,12 +35,12 @@ struct Reduction {
 
   static constexpr bool IS_BIT_OP = OP == Op::BAND || OP == Op::BOR || OP == Op::BXOR;
   static constexpr bool IS_COMPLEX = TYPE == DType::C64 || TYPE == DType::C128;
-  // Pairs of type and operation that kernels exist for; nothing divides a bool.
+  // True for pairs of type and operation with a kernel; no operation divides a bool.
   static constexpr bool SERVED = TYPE == DType::BOOL ? OP != Op::AVG && OP != Op::PREMUL_SUM
                                  : Format::INTEGER   ? OP != Op::PREMUL_SUM
                                  : IS_COMPLEX        ? OP == Op::SUM || OP == Op::AVG || OP == Op::PREMUL_SUM
                                                      : !IS_BIT_OP;
-  // Integers that combine as they lie in their words need a quarter of the registers.
+  // Integers that can be combined within their words need a quarter of the registers.
   static constexpr bool IN_PLACE = TYPE == DType::BOOL || (Format::INTEGER && (IS_BIT_OP || OP == Op::SUM || OP == Op::AVG));
 
   using Sum = Accumulators<Acc, COUNT, IN_PLACE>;
@@ -127,17 +129,17 @@ struct Reduction {
   }
 };
 
-// Says whether a word of ones is NaNs that no reduction results in, so that a protocol may take it for "nothing here yet".
-// It is false for e4m3fn, where four sums below the least number become such a word.
+// True if a word of all ones consists of NaNs that no reduction produces, so that a protocol may use it to mean "not
+// yet arrived". It is false for e4m3fn, where four sums below the least number form such a word.
 template <DType TYPE>
 constexpr bool IS_NAN_OF_ONES = TYPE == DType::BF16 || TYPE == DType::F16 || TYPE == DType::F32 || TYPE == DType::C64 ||
                                 TYPE == DType::F8E5M2;
 
-// Replaces words of ones in `v` by another NaN. Every other word, and every result of a reduction, is left as it is.
+// Replaces words of all ones in `v` by another NaN. All other words, and every result of a reduction, stay as they are.
 template <DType TYPE>
 DEVICE Unit scrubbed(Unit v) {
   if constexpr (IS_NAN_OF_ONES<TYPE>) {
-    // A word of these bits is NaN in all of the types.
+    // A word with these bits is NaN in all of these types.
     constexpr u32 OTHER = 0xfffefffe;
     v.x = v.x == 0xffffffff ? OTHER : v.x;
     v.y = v.y == 0xffffffff ? OTHER : v.y;
@@ -157,13 +159,13 @@ static_assert(Chosen::SERVED, "this operation is not defined for this type");
 using Sum = Chosen::Sum;
 DEVICE void begin(Sum& sum, Unit first) { Chosen::begin(sum, first); }
 DEVICE void combine(Sum& sum, Unit next) { Chosen::combine(sum, next); }
-// Rounds once what some of the ranks add up to, for another reduction to go on from.
+// Rounds the sum over some of the ranks once, as an input of another reduction.
 DEVICE Unit partial(const Sum& sum) { return Chosen::partial(sum); }
 // Finishes a reduction: divides under AVG, and rounds once.
 DEVICE Unit finish(const Sum& sum) { return Chosen::finish(sum); }
-// Unit that a rank contributes: under PREMUL_SUM its elements times `factor`.
+// Returns the unit that a rank contributes: under PREMUL_SUM its elements times `factor`.
 DEVICE Unit lift(Unit v, double factor) { return Chosen::lift(v, factor); }
-// Sum of one unit of each rank, in rank order.
+// Returns the sum of one unit of each rank, in rank order.
 DEVICE Unit sum_in_order(const Unit (&v)[WORLD]) {
   Sum sum;
   begin(sum, v[0]);

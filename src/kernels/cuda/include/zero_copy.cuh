@@ -1,35 +1,36 @@
 // Zero-copy handshake: start and end of a call on symmetric memory.
 //
-// Every block of a zero-copy kernel tells the same block of every peer at the start where that peer may load and store, and at the end that
-// it has done so; it learns the same from every peer. Both travel on LL lines of their own, in two epochs of each call. So no rank has to
-// know on the host what the others' tensors are, and no kernel ends while a peer may still use this rank's memory.
+// At the start, every block of a zero-copy kernel sends the same block of every peer the addresses that this peer may
+// load and store; at the end, it sends that it has finished. Both use separate LL lines, in two epochs per call. So no
+// rank has to know the others' tensors on the host, and no kernel ends while a peer may still access this rank's
+// memory.
 #pragma once
 #include "low_latency.cuh"
 
-// Units of one rank in one epoch: two numbers, and a factor.
+// Number of units of one rank in one epoch: two numbers, and a factor.
 #define HANDSHAKE_UNITS 2u
 
 // Arguments of the zero-copy handshake.
 struct Handshake {
-  // Offsets in the channel of the blocks' epochs, of the lines ([block][parity][source][unit], two lines each), and of the count of calls
-  // that went direct.
+  // Offsets in the channel of the blocks' epochs, of the lines ([block][parity][source][unit], two lines each), and of
+  // the count of zero-copy calls.
   u64 epochs;
   u64 lines;
   u64 counts;
-  // Start of each rank's symmetric memory, as mapped here.
+  // Start of each rank's symmetric memory, as mapped in this process.
   u64 heap[MAX_WORLD];
-  // Masks with a bit for each rank: what this rank gives it, and what it takes from it, lies in symmetric memory that all peers have
-  // mapped, aligned to 16 bytes.
+  // Masks with a bit for each rank: `give` if this rank's message for it, and `take` if the destination of its message,
+  // is in symmetric memory that all peers have mapped, aligned to 16 bytes.
   u32 give;
   u32 take;
-  // Index in the report of the count of this channel's collectives or sends; that of its receives follows.
+  // Index in the report of the count of this channel's collectives or sends; the count of its receives follows.
   u32 count;
-  // Length of the shortest message of an exchange that may go direct; shorter ones are staged, wherever they go. Not 0.
+  // Minimum length of a zero-copy message of an exchange, not 0; shorter ones are staged.
   u32 least;
 };
 static_assert(sizeof(Handshake) == 168, "");
 
-// Unit of two numbers, and the two numbers of a unit.
+// Converts between a unit and two numbers.
 DEVICE Unit unit_of(u64 first, u64 second) {
   return {(u32)first, (u32)(first >> 32), (u32)second, (u32)(second >> 32)};
 }
@@ -40,15 +41,17 @@ DEVICE u64 second_of(Unit v) {
   return v.z | (u64)v.w << 32;
 }
 
-// Masks of a block's partners, a bit each: `to` are told at the start and waited for at the end, `from` the other way round.
+// Masks of a block's partners, a bit each: the block sends to `to` at the start and waits for them at the end, and the
+// reverse for `from`.
 struct Partners {
   u32 to;
   u32 from;
 };
 #define EVERYBODY (Partners{~0u, ~0u})
 
-// Session of this block in the handshake of a call: `begin`, `exchange`, `end`. NCCL: ncclLsaBarrierSession at both ends of a kernel. The
-// whole block calls each of them. Every block of every rank begins and ends, with partners or without: all count the same epochs.
+// Session of this block in the handshake of a call: `begin`, `exchange`, `end` (NCCL: ncclLsaBarrierSession at both
+// ends of a kernel). The whole block calls each of them. Every block of every rank calls `begin` and `end`, with
+// partners or without, so that all count the same epochs.
 struct HandshakeSession {
   const Common& common;
   const Handshake& handshake;
@@ -63,15 +66,15 @@ struct HandshakeSession {
 
   DEVICE void begin() { lines.begin(); }
 
-  // Handshake word that tells peers an address in this rank's symmetric memory; 0: none.
+  // Returns the handshake word for an address in this rank's symmetric memory; 0 for none.
   DEVICE u64 word(bool symmetric, const u8* at) const { return symmetric ? (u64)at - handshake.heap[RANK] + 1 : 0; }
 
-  // Address that the handshake word of `rank` tells, as mapped here; null: none.
+  // Returns the address that the handshake word of `rank` names, as mapped in this process; null for none.
   DEVICE u8* tensor(u32 rank, u64 word) const { return word == 0 ? nullptr : (u8*)(handshake.heap[rank] + word - 1); }
 
-  // Tells each partner r the two numbers `word_for(r)`, and receives its two numbers in `words`.
-  // Returns true, to all of the block, if all partners came: what peers wrote before their calls is visible then. Returns false if some
-  // rank did not come: `words` may not be used then, and the block ends without a further word.
+  // Sends each partner r the two numbers `word_for(r)`, and receives its two numbers in `words`. Returns true, to the
+  // whole block, if all partners arrived; their writes before their calls are then visible. Returns false if a rank did
+  // not arrive: then `words` must not be used, and the block ends without sending anything else.
   template <typename WordFor>
   DEVICE bool exchange(WordFor word_for, Line (&words)[WORLD]) {
     // step 1: thread r sends this rank's numbers to rank r
@@ -85,18 +88,18 @@ struct HandshakeSession {
     Unit v[WORLD];
     lines.receive(0, partners.from, v);
     for_each_peer([&](u32 r) {
-      // The lines of ranks that are no partners hold numbers of an earlier call.
+      // The lines of ranks that are not partners hold numbers of an earlier call.
       const bool partner = partners.from >> r & 1;
       words[r] = {partner ? first_of(v[r]) : 0, partner ? second_of(v[r]) : 0};
     });
     words[RANK] = word_for(RANK);
-    // step 3: agree within the block, and acquire what peers wrote before their calls
+    // step 3: agree within the block, and acquire the peers' writes before their calls
     const bool all = sync_block_and(!lines.wait.over);
     fence_system();
     return all;
   }
 
-  // Exchanges a further number with every rank. Returns false if some rank did not come.
+  // Exchanges one more number with every rank. Returns false if a rank did not arrive.
   DEVICE bool exchange_further(u64 own, u64 (&number)[WORLD]) {
     const u32 to = thread();
     if (to < WORLD && to != RANK) {
@@ -110,8 +113,8 @@ struct HandshakeSession {
     return sync_block_and(!lines.wait.over);
   }
 
-  // Counts, for the host to see, a kernel of this channel that moved something to or from tensors of peers. One block of the kernel is the
-  // `first`, and counts.
+  // Counts, for the host, a kernel of this channel that accessed peers' tensors directly. One block of the kernel is
+  // the `first`, and counts.
   DEVICE void count_direct(bool first) const {
     if (first && thread() == 0) {
       u32* counts = (u32*)(common.peer[RANK] + handshake.counts);
@@ -121,20 +124,20 @@ struct HandshakeSession {
     }
   }
 
-  // Returns once the same block of every partner is done; what it stored here is visible then.
+  // Returns once the same block of every partner has finished; its stores to this rank's memory are then visible.
   DEVICE void end() {
-    // step 1: begin an epoch, which is a barrier of the block: all that it loads and stores is done
+    // step 1: start an epoch, which includes a barrier of the block: all its loads and stores are complete
     lines.next_epoch();
     const u32 r = thread();
     if (r < WORLD && r != RANK) {
-      // step 2: thread r tells rank r that this block is done with its memory
+      // step 2: thread r notifies rank r that this block has finished with rank r's memory
       if (partners.from >> r & 1) {
         fence_system();
         lines.send(r, 0, {0, 0, 0, 0});
       }
-      // step 3: wait until rank r is done with this rank's memory
+      // step 3: wait until rank r has finished with this rank's memory
       if (partners.to >> r & 1) {
-        // The wait has a deadline of its own: the time until here was spent on data, which has deadlines too.
+        // The wait has a new deadline: the time until here was spent on data, which have their own deadlines.
         lines.wait.restart();
         const Source from[1] = {{r, 1u << r}};
         Unit nothing[1];
