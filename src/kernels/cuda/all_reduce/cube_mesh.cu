@@ -1,20 +1,24 @@
-// All-reduce of short messages on LL lines, along the edges of a hybrid cube mesh.
-// Every rank has links to the three others of its quad and to one rank, its relay, in the other quad. It writes nothing, neither data nor
-// flags, to any other rank. The algorithm has two phases:
-//   1. Each rank sends its units to its quad, and adds up the quad's four in rank order, rounding once.
-//   2. Each rank sends this partial sum to its relay, and adds the two partial sums, that of the quad with rank 0 first.
-// Each rank sends 4 S, and as much again of flags, in two trips over the link.
+// All-reduce of short messages on LL lines, along the edges of a hybrid cube mesh. Every rank has links to the three
+// others of its quad and to one rank, its relay, in the other quad. It writes neither data nor flags to any other rank.
+// The algorithm has two phases:
+//   1. Each rank sends its units to its quad and adds the quad's four units in rank order, rounding once.
+//   2. Each rank sends this partial sum to its relay and adds the two partial sums, first the one of rank 0's quad.
 //
-// The result has the same bits on all ranks: all four of a quad compute the same partial sum, and all eight combine the same two in the
-// same order. These bits are not those of a sum in rank order, because each quad's sum is rounded.
+// Each rank sends 4 S of data and 4 S of flags, in two trips over the link.
 //
-// Two buffers suffice (low_latency.cuh) because a block that ends an epoch knows that the same block of all ranks has begun it:
-// - Its quad's units came from the quad itself.
-// - Its relay's partial sum was sent by a thread that had units of all of the relay's quad, who send none before they begin the epoch.
-// - Every block sends at least one unit in either phase of every epoch, data or not.
-// So these epochs may alternate with those of any other kernel on the same lines, in which all ranks receive from all: both count
-// the same. The two phases share an epoch: what a rank sends lies at its own index, and it sends to its quad in the first phase only and to
-// its relay in the second only, so no line is written twice.
+// The result has the same bits on all ranks: all four ranks of a quad compute the same partial sum, and all eight
+// combine the same two in the same order. The bits differ from a sum in rank order, because each quad's sum is rounded.
+//
+// Two buffers suffice (low_latency.cuh) because a block that ends an epoch knows that the same block of all ranks has
+// started it:
+// - Its quad's units came directly from the ranks of its quad.
+// - A thread of its relay sends the partial sum only after it has received units of all ranks of the relay's quad, and
+//   those ranks send none before they start the epoch.
+// - Every block sends at least one unit in each phase of every epoch, with or without data.
+//
+// So these epochs may alternate with the epochs of any other kernel on the same lines, in which all ranks receive from
+// all: both count the same epochs. The two phases share an epoch: a rank sends to lines with its own index, to its quad
+// only in the first phase and to its relay only in the second, so no line is written twice.
 #include "low_latency.cuh"
 #include "types.cuh"
 
@@ -25,21 +29,21 @@ struct CubeMeshArgs {
   u8* to;
   u64 bytes;
   double factor;
-  // The three others of this rank's quad, ascending.
+  // The three other ranks of this rank's quad, in ascending order.
   u32 quad[3];
   u32 relay;
-  // Flag that is not 0 if rank 0 is in this rank's quad.
+  // Not 0 if rank 0 is in this rank's quad.
   u32 first_quad;
 };
 static_assert(sizeof(CubeMeshArgs) == 240, "");
 
-// Partial sum of the quad in rank order, with `own` in its place among the ranks.
+// Returns the partial sum of the quad in rank order, with `own` at this rank's position.
 DEVICE Unit sum_of_quad(const CubeMeshArgs& args, Unit own, const Unit (&mate)[3]) {
   Sum sum;
   begin(sum, RANK < args.quad[0] ? own : mate[0]);
 #pragma unroll
   for (u32 k = 1; k < 3; ++k) {
-    // Position k is this rank's if k mates come before it; the mates after it have moved up by one.
+    // Position k is this rank's if k mates precede it; the mates after it have moved up by one.
     combine(sum, RANK < args.quad[k - 1] ? mate[k - 1] : RANK < args.quad[k] ? own : mate[k]);
   }
   combine(sum, RANK < args.quad[2] ? mate[2] : own);
@@ -48,7 +52,7 @@ DEVICE Unit sum_of_quad(const CubeMeshArgs& args, Unit own, const Unit (&mate)[3
 
 KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
   after_predecessor();
-  // step 1: find whom to wait for, and whom to name if nothing comes
+  // step 1: find the ranks to wait for, and the ranks to name if nothing arrives
   Source quad[3];
   u32 far = all_peers();
 #pragma unroll
@@ -56,12 +60,12 @@ KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
     quad[k] = {args.quad[k], 1u << args.quad[k]};
     far &= ~quad[k].names;
   }
-  // The relay's partial sum names the whole other quad: it does not come if any of them is missing.
+  // The relay's partial sum depends on the whole other quad: it does not arrive if any of these ranks is missing.
   const Source relay[1] = {{args.relay, far}};
   LowLatencySession session(args.common, args.ll);
   session.begin();
   const u64 pass = (u64)blocks() * args.ll.units * 16;
-  // step 2: repeat steps 3 to 6 in epochs of what all blocks together carry
+  // step 2: repeat steps 3 to 6; each epoch carries as much as all blocks together can
   for (u64 done = 0; done < args.bytes; done += pass) {
     if (done > 0) {
       session.next_epoch();
@@ -88,12 +92,12 @@ KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
       if (i < count) {
         own = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
       }
-      // step 4: receive the quad's units and add them up in rank order
+      // step 4: receive the quad's units and add them in rank order
       session.receive_from(quad, i, mate);
       const Unit half = sum_of_quad(args, own, mate);
       // step 5: send the partial sum to the relay
       if (!session.wait.over) {
-        // After a wait that gave up, `half` is no sum, and the relay would take it for one.
+        // After a timeout `half` is not a valid sum, and the relay would use it.
         session.send(args.relay, i, half);
       }
       // step 6: receive the relay's partial sum, add the two, store the result

@@ -1,5 +1,5 @@
-// One-shot all-reduce on sentinel slots: every rank sends its whole input to every peer, and adds up all inputs in rank order.
-// Each rank sends (n - 1) S in one trip over the link.
+// One-shot all-reduce on sentinel slots: every rank sends its whole input to every peer and adds all inputs in rank
+// order. Each rank sends (n - 1) S in one trip over the link.
 #include "sentinel.cuh"
 
 KERNEL(all_reduce_one_shot, AllReduceArgs) {
@@ -17,7 +17,7 @@ KERNEL(all_reduce_one_shot, AllReduceArgs) {
     for_each_peer([&](u32 r) { session.send(0, r, i, v); });
   }
   allow_successor();
-  // step 3: receive each peer's unit, add up in rank order, store the sum
+  // step 3: receive each peer's unit, add the units in rank order, store the sum
   for (u32 i = thread(); i < count; i += threads()) {
     const u64 offset = (first + i) * 16;
     const Unit own = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);

@@ -1,10 +1,10 @@
-// Two-shot all-reduce on sentinel slots: each rank adds up one piece of all inputs in rank order, and sends the sum to every peer.
-// Each rank sends 2 (n - 1) / n S in two trips over the link, with no barrier between them.
+// Two-shot all-reduce on sentinel slots: each rank adds one piece of all inputs in rank order and sends the sum to
+// every peer. Each rank sends 2 (n - 1) / n S in two trips over the link, with no barrier between them.
 #include "sentinel.cuh"
 
 KERNEL(all_reduce_two_shot, AllReduceArgs) {
   after_predecessor();
-  // step 1: find this block's part of the message, and each rank's piece of that
+  // step 1: find this block's part of the message, and each rank's piece of that part
   SentinelSession session(args.common, args.sentinel);
   session.begin();
   const u64 units = units_of(args.bytes);
@@ -34,7 +34,7 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
       }
     });
   }
-  // step 3: add up this rank's piece in rank order, send the sum to every peer, store it here
+  // step 3: add this rank's piece in rank order, send the sum to every peer, store it here
   for (u32 i = thread(); i < count[RANK]; i += threads()) {
     const u64 offset = start[RANK] + (u64)i * 16;
     const Unit own = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);

@@ -1,29 +1,29 @@
 // Exchange of messages of any length between all ranks.
 //
-// A short message travels on LL lines, a long one through staging; only its two ends know its length. How many blocks serve which
-// protocol is the same on all ranks, so that every block finds its counterpart.
-// In a zero-copy call a long message goes straight into the receiver's tensor if that is symmetric memory.
+// A short message uses LL lines, a long one staging; only its two ends know its length. The number of blocks of each
+// protocol is the same on all ranks, so that every block has its counterpart. In a zero-copy call a long message is
+// stored directly to the receiver's tensor if that is in symmetric memory.
 #include "exchange.cuh"
 #include "zero_copy.cuh"
 
-// The rank's message to itself, of which a chunk goes along with each that a lane sends. Registers are scarce, so all is read and computed
-// anew.
+// The rank's message to itself. The lane copies a chunk of it along with each chunk that it sends. Registers are
+// scarce, so everything is loaded and computed again.
 struct OwnMessage {
   const ExchangeArgs& args;
 
-  // Its length and that of a chunk.
+  // Length of the message, and length of a chunk.
   DEVICE u64 bytes() const { return own_bytes(args); }
   DEVICE u32 chunk() const { return ChunkOfMessage{args.staging}(args.out.bytes[RANK]); }
-  // The lane whose chunks `sender` copies. Where the messages differ the last lanes have the first chunks: the first blocks serve short
-  // messages, too.
+  // Returns the lane whose chunks `sender` copies. If messages differ, the last lanes have the first chunks, because
+  // the first blocks also send short messages.
   DEVICE Stage lane(const Stage& sender) const {
     return Stage(args.common, args.staging, args.out.same ? sender.lane : args.staging.lanes - 1 - sender.lane);
   }
-  // Number of the lane's chunks; units of chunk `step`, and where it starts.
+  // Number of the lane's chunks; number of units of chunk `step`, and where it starts.
   DEVICE u32 steps(const Stage& sender) const { return lane(sender).chunks(bytes(), chunk()); }
   DEVICE u32 units(const Stage& sender, u32 step) const { return (u32)units_of(lane(sender).length(bytes(), step, chunk())); }
   DEVICE u32 start(const Stage& sender, u32 step) const { return ChunkOfMessage::start(lane(sender).index(step), chunk()); }
-  // Loads and stores unit `at` of the chunk that begins at `start`.
+  // Load and store unit `at` of the chunk that starts at `start`.
   DEVICE Unit load(u32 start, u32 at) const {
     const u64 offset = ChunkOfMessage::offset(start, at);
     return load_unit(args.out.from[RANK] + offset, args.out.bytes[RANK] - offset);
@@ -35,17 +35,17 @@ struct OwnMessage {
 };
 
 #ifdef SYMM_ZERO_COPY
-// Exchanges handshake words and moves what goes straight from tensor to tensor, which is no longer in `to` and `from` then. Makes `keeps`
-// false if the rank's own message went along. Returns false if some rank did not come: nothing was moved then.
+// Exchanges handshake words, stores the zero-copy messages, and removes them from `to` and `from`. Sets `keeps` to
+// false if this also copied the rank's own message. Returns false if a rank did not arrive; then nothing was moved.
 DEVICE bool put_direct(const ExchangeArgs& args, HandshakeSession& session, u32& to, u32& from, bool& keeps) {
   const Handshake& handshake = args.handshake;
-  // step 1: tell each peer how much of its message has room, and where it goes
+  // step 1: send each peer the capacity and the address for its message
   const auto word_for = [&](u32 r) -> Line { return {args.bytes[r], session.word(handshake.take >> r & 1, args.to[r])}; };
   Line words[WORLD];
   if (!session.exchange(word_for, words)) {
     return false;
   }
-  // step 2: divide the messages into those put directly and those left for staging
+  // step 2: divide the messages into zero-copy and staged ones
   u32 put = 0;
   bool direct = false;
   u8* place[WORLD];
@@ -56,18 +56,18 @@ DEVICE bool put_direct(const ExchangeArgs& args, HandshakeSession& session, u32&
     put |= out && there ? 1u << r : 0;
     direct |= (out && there) || (in && here);
     place[r] = session.tensor(r, words[r].second);
-    // Never more than the peer has room for, even if the ranks disagree.
+    // Never more than the peer's capacity, even if the ranks disagree.
     bytes[r] = smaller(args.out.bytes[r], words[r].first);
   });
   to &= ~put;
   from &= ~handshake.take;
-  // The rank's own message goes along with the others where nothing is staged: it hides behind their stores.
+  // If nothing is staged, copy the rank's own message with the others: their stores hide it.
   u8* const own = args.to[RANK];
   const bool along = (to | from) == 0 && own != nullptr && (u64)own % 16 == 0 && own != args.out.from[RANK];
   place[RANK] = along ? own : nullptr;
   bytes[RANK] = along && args.out.from[RANK] != nullptr ? args.out.bytes[RANK] : 0;
   const u32 targets = bytes[RANK] > 0 ? put | 1u << RANK : put;
-  // step 3: put the direct messages
+  // step 3: store the zero-copy messages
   if (args.out.same) {
     u64 length = args.out.bytes[(RANK + 1) % WORLD];
     for_each_peer([&](u32 r) { length = put >> r & 1 ? smaller(length, bytes[r]) : length; });
@@ -76,7 +76,7 @@ DEVICE bool put_direct(const ExchangeArgs& args, HandshakeSession& session, u32&
     put_each(args.out.from, place, targets, bytes);
   }
   keeps = targets == put;
-  // step 4: count the call as direct
+  // step 4: count the call as zero-copy
   if (direct) {
     session.count_direct(block() == 0);
   }
@@ -84,18 +84,18 @@ DEVICE bool put_direct(const ExchangeArgs& args, HandshakeSession& session, u32&
 }
 #endif
 
-// Blocks of the kernel: a lane's two roles side by side. The first `ll_blocks` serve LL lines too: they send before their role and receive
-// after it.
+// Blocks of the kernel: the two roles of a lane are adjacent. The first `ll_blocks` also use LL lines: they send before
+// their role and receive after it.
 LANE_KERNEL(exchange, ExchangeArgs) {
   after_predecessor();
   const bool serves_short = block() < args.ll_blocks;
-  // step 1: send the short messages, so that their lines are there when the long ones have been moved
+  // step 1: send the short messages, so that their lines arrive while the long ones are moved
   if (serves_short) {
     LowLatencySession lines(args.common, args.ll);
     lines.begin();
     send_short(args, lines);
   }
-  // step 2: find the peers whose messages are long
+  // step 2: find the peers with long messages
   bool keeps = true;
   u32 to = 0, from = 0;
   for_each_peer([&](u32 r) {
@@ -103,8 +103,8 @@ LANE_KERNEL(exchange, ExchangeArgs) {
     from |= args.bytes[r] > args.short_bytes ? 1u << r : 0;
   });
 #ifdef SYMM_ZERO_COPY
-  // step 3: begin the handshake with the partners and put what goes direct
-  // Partners are the ends of a message that may go direct. Both know its length, so neither waits for a message that is staged anyhow.
+  // step 3: start the handshake with the partners and store the zero-copy messages. Partners are the ends of a message
+  // that may be zero-copy. Both know its length, so neither waits for a message that is staged anyway.
   Partners partners{0, 0};
   for_each_peer([&](u32 r) {
     partners.to |= (from >> r & 1) && args.bytes[r] >= args.handshake.least ? 1u << r : 0;
@@ -131,11 +131,11 @@ LANE_KERNEL(exchange, ExchangeArgs) {
       receive_pieces(receiver, args.bytes, from, chunk_of, CopyOut<ChunkOfMessage>{args.to, args.bytes});
     }
   }
-  // step 5: where nothing is staged all blocks copy the rank's own message
+  // step 5: if nothing is staged, all blocks copy the rank's own message
   if (keeps && !staged) {
     keep_own(args);
   }
-  // step 6: receive the short messages; the session is begun anew, since registers are scarce between
+  // step 6: receive the short messages; a new session, because registers are scarce in between
   if (serves_short) {
     LowLatencySession lines(args.common, args.ll);
     lines.begin();
@@ -144,7 +144,8 @@ LANE_KERNEL(exchange, ExchangeArgs) {
     lines.end();
   }
 #ifdef SYMM_ZERO_COPY
-  // step 7: end the handshake, also without partners: no rank knows which others have partners, and all must count the same epochs
+  // step 7: end the handshake, even without partners: no rank knows which others have partners, and all must count the
+  // same epochs
   session.end();
 #endif
 }

@@ -1,5 +1,6 @@
-// Sends and receives of a rank: through staging, of long messages into symmetric memory as far as the receiver's offer comes in time. Only
-// the two ends of a message know of it, so all that is counted is counted for each pair of ranks.
+// Sends and receives of a rank, through staging. The rest of a long message is stored directly to symmetric memory once
+// the sender sees the receiver's offer. Only the two ends know of a message, so everything is counted per pair of
+// ranks.
 #include "offers.cuh"
 
 struct TransfersArgs {
@@ -8,12 +9,13 @@ struct TransfersArgs {
   Outgoing out;
   u8* to[MAX_WORLD];
   u64 bytes[MAX_WORLD];
-  // Offers: `lines` is where they lie, `take` are those that this rank makes, `give` those that it looks for.
+  // Offers: `lines` is their offset, `take` has a bit for each offer that this rank makes, `give` for each that it
+  // polls.
   Handshake handshake;
 };
 static_assert(sizeof(TransfersArgs) == 880, "");
 
-// Blocks of the kernel: a lane's two roles side by side.
+// Blocks of the kernel: the two roles of a lane are adjacent.
 LANE_KERNEL(transfers, TransfersArgs) {
   after_predecessor();
   const auto [lane, role] = role_of(block(), 2);

@@ -1,5 +1,6 @@
-// Copies of floats in another type: as float32 and back, with the bits of kernels::cpu::widen and kernels::cpu::narrow. SYMM_DTYPE is the
-// narrower type, whose elements may lie anywhere; the float32 are aligned to 16 bytes. Nothing waits here.
+// Conversions of floats to float32 and back, with the bits of kernels::cpu::widen and kernels::cpu::narrow. SYMM_DTYPE
+// is the narrower type, whose elements may have any alignment; the float32 are aligned to 16 bytes. The kernels never
+// wait.
 #include "bytes.cuh"
 #include "types.cuh"
 
@@ -9,11 +10,11 @@ struct CastArgs {
   // Number of elements.
   u64 count;
 };
-// src/hosts/cuda/cast.rs lays it out too.
+// src/hosts/cuda/cast.rs declares the same layout.
 static_assert(sizeof(CastArgs) == 24, "");
 
 using Narrow = Reduction<static_cast<DType>(SYMM_DTYPE), Op::SUM>;
-// Bytes of an element.
+// Size of an element in bytes.
 constexpr u64 SIZE = 16 / Narrow::COUNT;
 
 LANE_KERNEL(widen_floats, CastArgs) {

@@ -1,5 +1,6 @@
-// Sum of the partial results of all hosts, in the order of hosts: what kernels::cpu::reduce_partials computes, with the same bits.
-// The partials lie at equal distances in this rank's memory, each aligned to 16 bytes; the result may lie anywhere. Nothing waits here.
+// Sum of the partial results of all nodes in node order, with the same bits as kernels::cpu::reduce_partials. The
+// partial results are equally spaced in this rank's memory, each aligned to 16 bytes; the result may have any
+// alignment. The kernel never waits.
 #include "bytes.cuh"
 #include "types.cuh"
 
@@ -7,20 +8,20 @@
 
 struct SumPartialsArgs {
   const u8* from;
-  // Distance from one host's partial to the next.
+  // Distance from one node's partial result to the next.
   u64 stride;
   u8* to;
   u64 bytes;
   u32 hosts;
-  // Number that an average divides by.
+  // Divisor of an average.
   u32 divisor;
-  // Factor of each host under PREMUL_SUM.
+  // Factor of each node under PREMUL_SUM.
   double factor[MOST_HOSTS];
 };
-// src/hosts/cuda/sum.rs lays it out too.
+// src/hosts/cuda/sum.rs declares the same layout.
 static_assert(sizeof(SumPartialsArgs) == 40 + 8 * MOST_HOSTS, "");
 
-// Numbers of one host's unit. Unlike those of `lift`, which rounds a product as a sender does, products stay as they are.
+// Accumulators of one node's unit. `lift` rounds a product as a sender does; here products are not rounded.
 template <Op OP, typename R>
 DEVICE void weigh(typename R::Sum& sum, Unit v, [[maybe_unused]] double factor) {
   R::begin(sum, v);
@@ -63,10 +64,10 @@ LANE_KERNEL(sum_partials, SumPartialsArgs) {
   constexpr Op OP = static_cast<Op>(SYMM_OP);
   const u64 step = (u64)blocks() * threads();
   for (u64 i = (u64)block() * threads() + thread(); i < units_of(args.bytes); i += step) {
-    // step 1: begin with the first host's unit; all partials may be read to the end of a unit
+    // step 1: start with the first node's unit; all partial results may be read to the end of a unit
     Sum sum;
     weigh<OP, Chosen>(sum, *(const Unit*)(args.from + i * 16), args.factor[0]);
-    // step 2: combine the other hosts' in their order
+    // step 2: combine the other nodes' units in order
     for (u32 host = 1; host < args.hosts; ++host) {
       add<OP, Chosen>(sum, *(const Unit*)(args.from + host * args.stride + i * 16), args.factor[host]);
     }

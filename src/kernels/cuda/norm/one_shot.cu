@@ -1,6 +1,6 @@
-// One-shot all-reduce of rows on sentinel slots, with residual and norm in the same kernel: every rank sends its whole input to every peer,
-// adds up all inputs in rank order, and norms every row. Each rank sends (n - 1) S in one trip over the link. A row is a cluster's, and each
-// of its blocks has a group of it.
+// One-shot all-reduce of rows on sentinel slots, with residual and norm in the same kernel: every rank sends its whole
+// input to every peer, adds all inputs in rank order, and normalises every row. Each rank sends (n - 1) S in one trip
+// over the link. A cluster handles each row, and each of its blocks has at least one group of the row.
 #include "norm.cuh"
 
 template <u32 K>
@@ -12,7 +12,7 @@ DEVICE void sum_and_norm(const NormArgs& args, const Share& share, SentinelSessi
   const auto own = [&](u32 row, u32 k, u32 p) {
     return load_of<K>(args.from + ((first + row) * row_units(args) + share.group(k) * PARTS + p) * 16);
   };
-  // step 2: send the block's part of the rows to every peer
+  // step 2: send this block's part of the rows to every peer
   for (u32 row = 0; row < count; ++row) {
     Unit v[K][PARTS];
 #pragma unroll
@@ -36,7 +36,7 @@ DEVICE void sum_and_norm(const NormArgs& args, const Share& share, SentinelSessi
   }
   allow_successor();
   wait_cluster();
-  // step 3: receive each peer's units, add up in rank order, norm row after row
+  // step 3: receive each peer's units, add them in rank order, normalise row after row
   u32 turn = 0;
   for (u32 row = 0; row < count; ++row) {
     norm_row<K>(args, share, first + row, turn, [&](u32 k, u32 p) {

@@ -1,4 +1,4 @@
-// Residual and norm of rows that have been summed already.
+// Residual and norm of rows that have already been summed.
 #include "norm.cuh"
 
 template <u32 K>

@@ -1,5 +1,6 @@
-// Reduce-scatter of long messages through staging: every rank sends each piece to the rank that needs it, which adds up all in rank order.
-// In a zero-copy call whose inputs are all symmetric memory, the rank that needs a piece loads it instead.
+// Reduce-scatter of long messages through staging: every rank sends each piece to the rank that needs it, and that rank
+// adds all pieces in rank order. In a zero-copy call with all inputs in symmetric memory, that rank loads the pieces
+// instead.
 #include "pieces.cuh"
 #include "sum.cuh"
 
@@ -8,7 +9,7 @@ struct ReduceStagedArgs {
   Staging staging;
   // Messages of this rank to each rank; one of 0 bytes is not sent.
   Outgoing out;
-  // Result of this rank; null: it gets none.
+  // Result of this rank; null if it gets none.
   u8* to;
   u64 bytes;
   double factor;
@@ -18,27 +19,28 @@ struct ReduceStagedArgs {
 static_assert(sizeof(ReduceStagedArgs) == 648, "");
 
 #ifdef SYMM_ZERO_COPY
-// Exchanges handshake words. If all inputs are symmetric memory, makes `direct` true and adds up what this rank needs, loaded from them.
-// Returns false if some rank did not come: nothing was loaded then.
+// Exchanges handshake words. If all inputs are in symmetric memory, sets `direct` and adds this rank's pieces, loaded
+// from the inputs. Returns false if a rank did not arrive; then nothing was loaded.
 DEVICE bool sum_direct(const ReduceStagedArgs& args, HandshakeSession& session, bool& direct) {
   const Handshake& handshake = args.handshake;
   Line words[WORLD];
   double factor[WORLD];
-  // step 1: tell each peer where its piece of this rank's input lies, and learn the same
+  // step 1: send each peer the address of its piece of this rank's input, and receive the peers' addresses
   const auto word_for = [&](u32 r) -> Line { return {session.word(handshake.give >> r & 1, args.out.from[r]), 0}; };
   if (!session.exchange(word_for, words) || !exchange_factors(session, args.factor, factor)) {
     return false;
   }
-  // step 2: find out whether all inputs are symmetric memory
+  // step 2: check that all inputs are in symmetric memory
   bool lacking = false;
   const u8* from[WORLD];
   for_each_rank([&](u32 r) {
-    // A rank that lacks one piece for one peer says so to all peers: all decide alike.
+    // If one piece for one peer is not in symmetric memory, the rank reports this to all peers, so all make the same
+    // decision.
     lacking |= words[r].first == 0;
     from[r] = session.tensor(r, words[r].first);
   });
   direct = !lacking;
-  // step 3: load this rank's piece from all inputs, add up in rank order, store the sum
+  // step 3: load this rank's piece from all inputs, add the pieces in rank order, store the sum
   if (direct) {
     sum_in_place(from, factor, args.bytes, [&](u64 offset, Unit sum, u64 bytes) { store_unit(args.to + offset, sum, bytes); });
     session.count_direct(block() == 0);
@@ -47,11 +49,12 @@ DEVICE bool sum_direct(const ReduceStagedArgs& args, HandshakeSession& session, 
 }
 #endif
 
-// Blocks of the kernel: a lane's sender and receiver side by side.
+// Blocks of the kernel: a lane's sender and receiver are adjacent.
 LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   after_predecessor();
 #ifdef SYMM_ZERO_COPY
-  // step 1, zero-copy: begin the handshake; if all inputs are symmetric memory, the sum is made here and the call ends
+  // step 1, zero-copy: start the handshake; if all inputs are in symmetric memory, the sum is computed here and the
+  // call ends
   HandshakeSession session(args.common, args.handshake, EVERYBODY);
   session.begin();
   bool direct;
@@ -77,7 +80,7 @@ LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   ReceiveSession receiver(args.common, args.staging, lane);
   u64 bytes[WORLD];
   for_each_rank([&](u32 r) { bytes[r] = args.bytes; });
-  // step 3 (role 1): add up each arrived chunk in rank order and store the sum
+  // step 3 (role 1): add each arrived chunk in rank order and store the sum
   const u8* own = args.out.from[RANK];
   const ChunkOfCall chunk_of{args.staging.chunk_bytes};
   const auto add_up = [&](const u64(&start)[WORLD], const u32(&units)[WORLD], const Unit* const(&slot)[WORLD]) {
