@@ -1,4 +1,4 @@
-//! Compilation of a program to machine code: what is constant in it, and for which device.
+//! Compilation of a program to machine code: its constants and its architecture.
 
 use super::cache::{Key, kept, kept_before};
 use super::nvrtc::{Compiled, nvrtc};
@@ -9,20 +9,20 @@ use crate::error::Result;
 use std::fmt;
 use std::time::Instant;
 
-/// A program with everything that is a constant of its compilation.
+/// A program with all constants of its compilation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Variant {
     /// Path of the program, such as `reduce/low_latency`.
     pub program: &'static str,
     /// Number of ranks: `SYMM_WORLD`.
     pub world: u32,
-    /// Number of this rank, less than `world`: `SYMM_RANK`.
+    /// This rank's number, less than `world`: `SYMM_RANK`.
     pub rank: u32,
-    /// `SYMM_DTYPE`, by torch's code; of programs that look at elements.
+    /// `SYMM_DTYPE`, torch's code; for programs that read elements.
     pub dtype: Option<DType>,
-    /// `SYMM_OP`, by torch's code; of programs that reduce.
+    /// `SYMM_OP`, torch's code; for programs that reduce.
     pub op: Option<ReduceOp>,
-    /// `SYMM_ZERO_COPY`: it knows of symmetric memory.
+    /// `SYMM_ZERO_COPY`: the zero-copy variant.
     pub zero_copy: bool,
 }
 
@@ -42,7 +42,7 @@ impl fmt::Display for Variant {
     }
 }
 
-/// The compute capability of a device. Machine code serves exactly the one it was compiled for.
+/// The compute capability of a device. Machine code runs only on the capability that it was compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Arch {
     /// Major number: 9 of 9.0.
@@ -57,12 +57,12 @@ impl fmt::Display for Arch {
     }
 }
 
-/// The compiler's options for `variant` on `arch`.
+/// Returns the compiler's options for `variant` on `arch`.
 pub fn options(variant: &Variant, arch: Arch) -> Vec<String> {
     let mut options = vec![
         format!("--gpu-architecture={arch}"),
         "--std=c++17".into(),
-        // A fused multiply-add rounds once where the CPU's kernels round twice: the bits are to be the same.
+        // A fused multiply-add rounds once where the CPU's kernels round twice; both must give the same bits.
         "--fmad=false".into(),
         format!("-DSYMM_WORLD={}", variant.world),
         format!("-DSYMM_RANK={}", variant.rank),
@@ -73,7 +73,7 @@ pub fn options(variant: &Variant, arch: Arch) -> Vec<String> {
     options
 }
 
-/// Compiles `variant` for `arch`, with `further` options of the compiler; looks in no cache.
+/// Compiles `variant` for `arch`, with `further` options of the compiler, without the cache.
 pub fn compile(variant: &Variant, arch: Arch, further: &[&str]) -> Result<Compiled> {
     let program = program(variant.program)?;
     let mut options = options(variant, arch);
@@ -85,12 +85,12 @@ fn key(variant: &Variant, arch: Arch) -> Result<Key> {
     Ok(Key::of(nvrtc()?.version(), program(variant.program)?, HEADERS, &options(variant, arch)))
 }
 
-/// Machine code of `variant` for `arch`, to be loaded as a module, if the cache has it.
+/// Returns the machine code of `variant` for `arch`, to be loaded as a module, if it is cached.
 pub fn cached(variant: &Variant, arch: Arch) -> Option<Vec<u8>> {
     kept_before(&Config::get().cache_dir, &key(variant, arch).ok()?)
 }
 
-/// Machine code of `variant` for `arch`, compiled now if need be.
+/// Returns the machine code of `variant` for `arch`, compiled now if it is not cached.
 pub fn cubin(variant: &Variant, arch: Arch) -> Result<Vec<u8>> {
     kept(&Config::get().cache_dir, &key(variant, arch)?, || {
         let started = Instant::now();

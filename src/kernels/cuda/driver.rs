@@ -1,6 +1,6 @@
-//! The CUDA driver: contexts, streams, events, kernels. Opened at run time; a machine without it has no `Device`.
+//! The CUDA driver: contexts, streams, events, kernels. Opened at run time; without a driver there is no `Device`.
 //!
-//! With `mem::{device, pinned, vmm}` the only user of `cudarc`. Contexts are the primary ones, which torch uses too.
+//! With `mem::{device, pinned, vmm}` the only user of `cudarc`. Contexts are the primary ones, which torch also uses.
 #![allow(unsafe_code, reason = "functions of the CUDA driver, found at run time")]
 
 use crate::error::{Error, Result};
@@ -9,13 +9,13 @@ use std::ffi::{CStr, CString, c_void};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// `Ok` for success; else what was attempted and the driver's words.
+/// Returns `Ok` for success, otherwise the attempted operation and the driver's message.
 pub fn check(what: &str, result: CUresult) -> Result<()> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
     let mut text = std::ptr::null();
-    // SAFETY: `text` is valid for a write; the driver hands out a static string or leaves it null.
+    // SAFETY: `text` is valid for a write; the driver returns a static string or leaves it null.
     let text = unsafe {
         let _ = sys::cuGetErrorString(result, &raw mut text);
         if text.is_null() { "unknown error".into() } else { CStr::from_ptr(text).to_string_lossy() }
@@ -29,23 +29,23 @@ fn initialise() -> Result<()> {
     static STATE: OnceLock<Result<()>> = OnceLock::new();
     STATE
         .get_or_init(|| {
-            // SAFETY: looks for the library by its names; loading it runs NVIDIA's initialisers only.
+            // SAFETY: this looks up the library by name; loading it runs only NVIDIA's initialisers.
             if !unsafe { sys::is_culib_present() } {
                 return Err(Error::config("the CUDA driver (libcuda.so.1) cannot be loaded on this machine"));
             }
-            // SAFETY: 0 is the one value that the flags may have.
+            // SAFETY: 0 is the only valid value of the flags.
             check("initialising the CUDA driver", unsafe { sys::cuInit(0) })
         })
         .clone()
 }
 
-/// A GPU of this process, its primary context retained.
+/// A GPU of this process, with its primary context retained.
 #[derive(Debug)]
 pub struct Device {
     ordinal: i32,
     device: sys::CUdevice,
     context: sys::CUcontext,
-    /// UUID as `GPU-…` in `nvidia-smi -L`, 16 bytes.
+    /// The UUID, 16 bytes; `GPU-…` in `nvidia-smi -L`.
     pub uuid: [u8; 16],
     /// Compute capability.
     pub capability: (u32, u32),
@@ -58,7 +58,7 @@ unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
 
-/// Keeps a context current on this thread; the one before is back afterwards.
+/// Keeps a context current on this thread; dropping it restores the previous one.
 #[must_use = "the context is current only while it lives"]
 pub struct Entered {
     before: Option<sys::CUcontext>,
@@ -67,7 +67,7 @@ pub struct Entered {
 impl Drop for Entered {
     fn drop(&mut self) {
         if let Some(before) = self.before {
-            // SAFETY: it was current when `enter` asked for it; null is allowed.
+            // SAFETY: it was current when `enter` queried it; null is allowed.
             let _ = unsafe { sys::cuCtxSetCurrent(before) };
         }
     }
@@ -81,7 +81,7 @@ fn attribute(device: sys::CUdevice, attribute: sys::CUdevice_attribute) -> Resul
 }
 
 impl Device {
-    /// The device that torch calls `cuda:{ordinal}`.
+    /// Opens the device that torch calls `cuda:{ordinal}`.
     pub fn open(ordinal: i32) -> Result<Self> {
         use sys::CUdevice_attribute::{CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR};
         initialise()?;
@@ -96,7 +96,7 @@ impl Device {
         let mut bus = [0; 32];
         // SAFETY: valid for writes of the length given; `device` came from the driver.
         check("reading a device's bus id", unsafe { sys::cuDeviceGetPCIBusId(bus.as_mut_ptr(), bus.len() as i32, device) })?;
-        // SAFETY: the driver ended it with a zero.
+        // SAFETY: the driver terminated it with a zero.
         let bus = unsafe { CStr::from_ptr(bus.as_ptr()) }.to_string_lossy().into_owned();
         let mut context = std::ptr::null_mut();
         // SAFETY: valid for a write; released by `drop`.
@@ -104,23 +104,23 @@ impl Device {
         Ok(Self { ordinal, device, context, uuid: uuid.bytes.map(|byte| byte as u8), capability, bus })
     }
 
-    /// Index of the device in torch.
+    /// Returns torch's index of the device.
     pub fn ordinal(&self) -> i32 {
         self.ordinal
     }
 
-    /// Value of an attribute of the device, as the driver gives it.
+    /// Returns the value of an attribute of the device, as the driver reports it.
     pub fn attribute(&self, requested: sys::CUdevice_attribute) -> Result<u32> {
         attribute(self.device, requested)
     }
 
-    /// Number of its multiprocessors, at least 1.
+    /// Returns the number of its multiprocessors, at least 1.
     pub fn processors(&self) -> Result<usize> {
         let count = self.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         Ok((count as usize).max(1))
     }
 
-    /// Bytes of its memory.
+    /// Returns the size of its memory in bytes.
     pub fn memory(&self) -> Result<usize> {
         let mut bytes = 0;
         // SAFETY: valid for a write; `device` came from the driver.
@@ -128,7 +128,7 @@ impl Device {
         Ok(bytes)
     }
 
-    /// Waits on the host until all work of its context is done. Refused while a stream of it is captured.
+    /// Blocks the host until all work of its context is done. Fails while a stream of it is captured.
     pub fn synchronize(&self) -> Result<()> {
         let _entered = self.enter()?;
         // SAFETY: takes no arguments; the context is current.
@@ -161,7 +161,7 @@ impl Drop for Device {
 pub struct RelaxedCapture(sys::CUstreamCaptureMode);
 
 impl RelaxedCapture {
-    /// Begins it.
+    /// Starts the relaxed mode.
     pub fn begin() -> Result<Self> {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: valid for a read and a write.
@@ -172,22 +172,22 @@ impl RelaxedCapture {
 
 impl Drop for RelaxedCapture {
     fn drop(&mut self) {
-        // SAFETY: valid for a read and a write; the mode is the one that was in force before.
+        // SAFETY: valid for a read and a write; the mode is the previous one.
         let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
     }
 }
 
-/// A stream, by its handle. Not owned: it is its owner's business that it lives while work is enqueued.
+/// A stream, by its handle. Not owned: the owner must keep it alive while work is enqueued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stream(pub usize);
 
 impl Stream {
-    /// The handle.
+    /// Returns the handle.
     pub fn raw(self) -> sys::CUstream {
         self.0 as sys::CUstream
     }
 
-    /// Whether what is enqueued here is being recorded into a graph; if so, which capture it is.
+    /// Returns the id of the capture that records this stream's work into a graph, if any.
     pub fn capture(self) -> Result<Option<u64>> {
         let (mut status, mut id) = (sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0);
         let null = std::ptr::null_mut();
@@ -197,13 +197,13 @@ impl Stream {
         Ok((status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE).then_some(id))
     }
 
-    /// Waits on the host until all that was enqueued is done.
+    /// Blocks the host until all enqueued work is done.
     pub fn synchronize(self) -> Result<()> {
         // SAFETY: the caller's handle.
         check("waiting for a stream", unsafe { sys::cuStreamSynchronize(self.raw()) })
     }
 
-    /// Makes what is enqueued from now on begin after `event`.
+    /// Orders all work enqueued from now on after `event`.
     pub fn wait(self, event: &Event) -> Result<()> {
         // SAFETY: both handles live.
         check("making a stream wait", unsafe { sys::cuStreamWaitEvent(self.raw(), event.0, 0) })
@@ -215,14 +215,14 @@ impl Stream {
         check("filling device memory", unsafe { sys::cuMemsetD8Async(address, byte, bytes, self.raw()) })
     }
 
-    /// Copies between any two addresses that the device can reach.
+    /// Copies between any two addresses that the device can access.
     pub fn copy(self, to: u64, from: u64, bytes: usize) -> Result<()> {
-        // SAFETY: the caller owns both ranges; the driver knows where they lie.
+        // SAFETY: the caller owns both ranges; the driver knows which memory they are in.
         check("copying memory", unsafe { sys::cuMemcpyAsync(to, from, bytes, self.raw()) })
     }
 }
 
-/// A stream of our own, which waits for nobody implicitly.
+/// An owned stream without implicit synchronisation.
 #[derive(Debug)]
 pub struct OwnStream(sys::CUstream);
 
@@ -232,7 +232,7 @@ unsafe impl Send for OwnStream {}
 unsafe impl Sync for OwnStream {}
 
 impl OwnStream {
-    /// Made in the current context.
+    /// Creates a stream in the current context.
     pub fn new() -> Result<Self> {
         let mut stream = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
@@ -241,7 +241,7 @@ impl OwnStream {
         Ok(Self(stream))
     }
 
-    /// Stream to enqueue in while `self` lives.
+    /// Returns the stream, for use while `self` lives.
     pub fn stream(&self) -> Stream {
         Stream(self.0 as usize)
     }
@@ -249,7 +249,7 @@ impl OwnStream {
 
 impl Drop for OwnStream {
     fn drop(&mut self) {
-        // SAFETY: made by `new`.
+        // SAFETY: created by `new`.
         let _ = unsafe { sys::cuStreamDestroy_v2(self.0) };
     }
 }
@@ -264,7 +264,7 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// Made in the current context, without a time.
+    /// Creates an event in the current context, without timing.
     pub fn new() -> Result<Self> {
         let mut event = std::ptr::null_mut();
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
@@ -273,13 +273,13 @@ impl Event {
         Ok(Self(event))
     }
 
-    /// Marks what was enqueued in `stream` so far.
+    /// Records the event after all work enqueued in `stream` so far.
     pub fn record(&self, stream: Stream) -> Result<()> {
         // SAFETY: both handles live.
         check("recording an event", unsafe { sys::cuEventRecord(self.0, stream.raw()) })
     }
 
-    /// Whether the device has passed it.
+    /// Returns true if the device has passed it.
     pub fn passed(&self) -> Result<bool> {
         // SAFETY: the handle lives.
         let result = unsafe { sys::cuEventQuery(self.0) };
@@ -290,7 +290,7 @@ impl Event {
     }
 }
 
-/// Whether the device passes all `events` within `limit`; in the context that they were made in.
+/// Returns true if the device passes all `events` within `limit`; called in the context in which they were created.
 pub fn pass(events: &[Event], limit: Duration) -> bool {
     let begun = Instant::now();
     while !events.iter().all(|event| event.passed().unwrap_or(true)) {
@@ -304,7 +304,7 @@ pub fn pass(events: &[Event], limit: Duration) -> bool {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: made by `new`.
+        // SAFETY: created by `new`.
         let _ = unsafe { sys::cuEventDestroy_v2(self.0) };
     }
 }
@@ -314,14 +314,14 @@ impl Drop for Event {
 pub struct Grid {
     /// Number of blocks.
     pub blocks: u32,
-    /// Threads of a block.
+    /// Number of threads in a block.
     pub threads: u32,
-    /// Blocks of a cluster; more than 1 from Hopper on.
+    /// Number of blocks in a cluster; more than 1 requires Hopper or later.
     pub cluster: u32,
 }
 
 impl Grid {
-    /// Blocks that are in no cluster.
+    /// A grid without clusters.
     pub fn new(blocks: u32, threads: u32) -> Self {
         Self { blocks, threads, cluster: 1 }
     }
@@ -337,12 +337,12 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 impl Kernel {
-    /// Loads `name` from a cubin into the current context, completely: nothing is left to be done at the first launch, when peers may
-    /// already wait in theirs.
+    /// Loads `name` from a cubin into the current context, completely: nothing is left for the first launch, when peers
+    /// may already wait in their kernels.
     pub fn load(cubin: &[u8], name: &str) -> Result<Self> {
         let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
         let symbol = CString::new(name).map_err(|_| Error::internal(format!("{name:?} is no name of a kernel")))?;
-        // SAFETY: `cubin` is a whole image, as the compiler made it; the results are valid for writes.
+        // SAFETY: `cubin` is a whole image from the compiler; the results are valid for writes.
         unsafe {
             check(&format!("loading {name}"), sys::cuModuleLoadData(&raw mut module, cubin.as_ptr().cast()))?;
             check(&format!("finding {name}"), sys::cuModuleGetFunction(&raw mut function, module, symbol.as_ptr()))?;
@@ -351,11 +351,11 @@ impl Kernel {
         Ok(Self(function))
     }
 
-    /// Enqueues it. `args` are the bytes of its argument, aligned as it is. `overlap`: it may be set up while its predecessor in the stream
-    /// still runs (it waits for that itself).
+    /// Enqueues the kernel. `args` are the bytes of its argument, with the same alignment. `overlap`: its set-up may
+    /// overlap with its predecessor in the stream (the kernel waits for that itself).
     pub fn launch(self, stream: Stream, grid: Grid, overlap: bool, args: &[u8]) -> Result<()> {
         let Grid { blocks, threads, cluster } = grid;
-        // SAFETY: all zeroes is a value of this C union.
+        // SAFETY: all zeroes is a valid value of this C union.
         let [mut serial, mut together]: [sys::CUlaunchAttributeValue; 2] = unsafe { std::mem::zeroed() };
         serial.programmaticStreamSerializationAllowed = 1;
         together.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
@@ -364,7 +364,7 @@ impl Kernel {
             (sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, together),
         ]
         .map(|(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value });
-        // Devices before Hopper know neither.
+        // Devices before Hopper support neither.
         let wanted = &mut attributes[usize::from(!overlap)..1 + usize::from(cluster > 1)];
         let config = sys::CUlaunchConfig {
             gridDimX: blocks,
@@ -379,7 +379,7 @@ impl Kernel {
             numAttrs: wanted.len() as u32,
         };
         let mut arguments = [args.as_ptr().cast_mut().cast::<c_void>()];
-        // SAFETY: the kernel takes one argument, of these bytes; the driver copies it before it returns.
+        // SAFETY: the kernel takes one argument with these bytes; the driver copies it before it returns.
         let result = unsafe { sys::cuLaunchKernelEx(&raw const config, self.0, arguments.as_mut_ptr(), std::ptr::null_mut()) };
         check("launching a kernel", result)
     }

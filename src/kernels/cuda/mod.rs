@@ -1,4 +1,4 @@
-//! Kernels for CUDA devices: their sources, compiled at run time, and what launches them.
+//! Kernels for CUDA devices: their sources, their compilation at run time, and their launch.
 
 pub mod cache;
 pub mod compile;

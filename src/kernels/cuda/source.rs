@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 pub use symm_cuda_sources::{HEADERS, Header, PROGRAMS, Program};
 
-/// The program of this name.
+/// Returns the program with this name.
 pub fn program(name: &str) -> Result<&'static Program> {
     let found = PROGRAMS.iter().find(|program| program.name == name);
     found.ok_or_else(|| Error::internal(format!("there is no kernel program {name:?}; there are {}", PROGRAMS.len())))
@@ -14,7 +14,7 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    /// Number of files below `folder` that end so.
+    /// Counts the files below `folder` with this extension.
     fn count(folder: &Path, ending: &str) -> usize {
         let entries = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path());
         entries

@@ -1,4 +1,4 @@
-//! The folder of the cache. What is in it is run on the user's device: only the user may be able to write there.
+//! The directory of the cache. Its content runs on the user's device, so only the user may be able to write there.
 
 use super::entry::Key;
 use crate::error::{Error, Result};
@@ -11,29 +11,29 @@ use std::io::Read;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-/// The largest file that is read. Kernels have tens of kilobytes.
+/// Maximum size of a file that is read. Kernels have tens of kilobytes.
 const LARGEST: u64 = 64 << 20;
 
 /// Keeps machine code below a path.
 ///
-/// It holds no open file: what is used so seldom need not, and a program that closes every descriptor does no harm.
+/// It holds no open file: the cache is used rarely, and a program that closes every file descriptor does no harm.
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
 }
 
 impl Folder {
-    /// The folder at `path`, which need not exist.
+    /// Makes a value for the directory at `path`, which need not exist.
     pub fn new(path: &Path) -> Self {
         Self { path: path.into() }
     }
 
-    /// Loads what was stored under `key`; `None` if nothing was.
+    /// Loads the code stored under `key`; `None` if there is no such entry.
     pub fn load(&self, key: &Key) -> Result<Option<Vec<u8>>> {
         let Some(folder) = self.open()? else { return Ok(None) };
         let name = key.file();
         let about = |reason: String| Error::internal(format!("{}/{name} {reason}", self.path.display()));
-        // Not blocking: a pipe in the place of the file would wait for a writer.
+        // Not blocking: a pipe with the name of the file would wait for a writer.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match openat(&folder, name.as_str(), flags, Mode::empty()) {
             Ok(file) => file,
@@ -55,18 +55,19 @@ impl Folder {
         key.unseal(content).map(Some).map_err(about)
     }
 
-    /// Keeps `code` under `key`, in place of what was there. Readers see the old content or the new, never a part.
+    /// Stores `code` under `key` and replaces the previous content. Readers see the old content or the new, never a
+    /// part.
     pub fn store(&self, key: &Key, code: &[u8]) -> Result<()> {
         let about = |what: &str, reason: String| Error::internal(format!("the folder {} {what}: {reason}", self.path.display()));
         let made = DirBuilder::new().recursive(true).mode(0o700).create(&self.path);
         made.map_err(|error| about("cannot be made", error.to_string()))?;
         let folder = self.open()?.ok_or_else(|| about("cannot be used", "it has just been removed".into()))?;
-        // What a crash leaves behind fails its checksum.
+        // A file that a crash left incomplete fails its checksum.
         private::replace(folder.as_fd(), ".", &key.file(), &key.seal(code))
             .map_err(|error| about(&format!("does not take the {} bytes of {}", code.len(), key.file()), error.to_string()))
     }
 
-    /// The folder, if it exists, is the user's and nobody else may write in it.
+    /// Opens the directory, if it exists; fails unless the user owns it and no other user may write to it.
     fn open(&self) -> Result<Option<OwnedFd>> {
         let about = |reason: String| Error::config(format!("the folder {} {reason}", self.path.display()));
         let folder = match open(&self.path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {

@@ -1,7 +1,7 @@
-//! Machine code that was compiled before, kept in files: compiling takes milliseconds to seconds, reading microseconds.
+//! Previously compiled machine code, kept in files: compiling takes milliseconds to seconds, reading microseconds.
 //!
-//! It only ever saves time: whatever is wrong with the folder or an entry is said once and costs a compilation. Any number of
-//! processes may use a folder at once.
+//! The cache only saves time: an error in the directory or an entry is logged once and costs a compilation. Any number
+//! of processes may use a directory at once.
 
 mod entry;
 mod folder;
@@ -14,7 +14,8 @@ pub use folder::Folder;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 impl Key {
-    /// The key of what NVRTC of this `version` makes of `program` with `options`, which name the architecture.
+    /// Returns the key of the code that NVRTC of this `version` compiles from `program` with `options`, which name the
+    /// architecture.
     pub fn of(version: (i32, i32), program: &Program, headers: &[Header], options: &[String]) -> Self {
         let (version, options) = (format!("{}.{}", version.0, version.1), options.join(" "));
         let headers = headers.iter().flat_map(|header| [header.name, header.text]);
@@ -22,7 +23,7 @@ impl Key {
     }
 }
 
-/// The machine code under `key`: read, or else made and then kept. It fails only as `make` does.
+/// Returns the machine code under `key`: read from the cache, or made and then stored. It fails only if `make` does.
 pub fn kept(place: &CacheDir, key: &Key, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
     let Some(folder) = folder(place) else { return make() };
     if let Some(code) = read(&folder, key) {
@@ -35,7 +36,7 @@ pub fn kept(place: &CacheDir, key: &Key, make: impl FnOnce() -> Result<Vec<u8>>)
     Ok(code)
 }
 
-/// The machine code under `key`, if it can be read.
+/// Returns the machine code under `key`, if it can be read.
 pub fn kept_before(place: &CacheDir, key: &Key) -> Option<Vec<u8>> {
     read(&folder(place)?, key)
 }
@@ -58,7 +59,7 @@ fn folder(place: &CacheDir) -> Option<Folder> {
     }
 }
 
-/// Says what is wrong: the first time for everybody, later for those who look closely.
+/// Logs a problem: the first one as a warning, later ones at debug level.
 fn complain(error: &Error) {
     static SAID: AtomicBool = AtomicBool::new(false);
     let level = if SAID.swap(true, Ordering::Relaxed) { log::Level::Debug } else { log::Level::Warn };

@@ -17,7 +17,7 @@ fn place(within: &tempfile::TempDir) -> PathBuf {
     within.path().join("caches/torch_symm")
 }
 
-/// A folder with `CODE` under `key("k")`, and the file it is in.
+/// A directory with `CODE` under `key("k")`, and the file that holds it.
 fn filled(within: &tempfile::TempDir) -> (Folder, PathBuf) {
     let folder = Folder::new(&place(within));
     folder.store(&key("k"), CODE).expect("stored");
@@ -28,7 +28,7 @@ fn mode(path: &Path) -> u32 {
     std::fs::metadata(path).expect("it exists").permissions().mode() & 0o7777
 }
 
-/// Asks for `key("k")` and tells how often it had to be made.
+/// Requests `key("k")` and returns how often the code had to be made.
 fn ask(cache: &CacheDir) -> u32 {
     let made = AtomicU32::new(0);
     let make = || {
@@ -84,7 +84,7 @@ fn each_damaged_byte_and_each_length_is_noticed_and_rebuilt() {
         assert_eq!((ask(&cache), ask(&cache)), (1, 0));
         assert_eq!(std::fs::read(&file).expect("the entry"), good);
     }
-    // An entry in the place of another.
+    // An entry under another entry's name.
     std::fs::rename(&file, place(&temporary).join(key("another").file())).expect("renamed");
     assert!(folder.load(&key("another")).is_err());
 }
@@ -152,11 +152,11 @@ fn without_a_usable_folder_all_is_made_anew() {
     let temporary = tempfile::tempdir().expect("a folder");
     let file = temporary.path().join("file");
     std::fs::write(&file, "").expect("written");
-    // Below a file, in a folder that takes none even from root, nowhere, and not wanted.
+    // Below a file, in a directory that rejects files even from root, nowhere, and disabled.
     for cache in [CacheDir::At(file.join("torch_symm")), CacheDir::At("/proc/self".into()), CacheDir::Unknown, CacheDir::Off] {
         assert_eq!((ask(&cache), ask(&cache)), (1, 1), "{cache:?}");
     }
-    // Read-only: what is there serves, and nothing comes to it.
+    // Read-only: existing entries are used, and no entry is added.
     let (folder, _) = filled(&temporary);
     set_permissions(place(&temporary), Permissions::from_mode(0o500)).expect("ours");
     assert_eq!(ask(&CacheDir::At(place(&temporary))), 0);
@@ -173,7 +173,7 @@ fn a_program_that_does_not_compile_is_not_kept() {
     assert_eq!(ask(&CacheDir::At(place(&temporary))), 1);
 }
 
-/// Stores and loads two entries in turn; whether every load gave nothing or the whole.
+/// Stores and loads two entries alternately; returns true if every load returned the whole entry.
 fn work(folder: &Folder, large: &[u8]) -> bool {
     (0..100).all(|turn| {
         let key = key(["k", "l"][turn % 2]);
@@ -188,7 +188,8 @@ fn threads_and_processes_write_the_same_entries_at_once() {
     let large: Vec<u8> = (0..100_000_u32).map(|at| (at * 7) as u8).collect();
     let children: Vec<i32> = (0..4)
         .map(|_| {
-            // SAFETY: the child calls nothing but the code under test, which allocates (glibc repairs malloc in a child), and `_exit`.
+            // SAFETY: the child calls only the code under test, which allocates (glibc repairs malloc in a child), and
+            // `_exit`.
             let child = unsafe { libc::fork() };
             if child == 0 {
                 // SAFETY: `_exit` takes any code.
@@ -203,7 +204,7 @@ fn threads_and_processes_write_the_same_entries_at_once() {
     });
     for child in children {
         let mut status = -1;
-        // SAFETY: `status` is valid for a write; `child` is our own.
+        // SAFETY: `status` is valid for a write; `child` is a child of this process.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert_eq!(status, 0);
     }

@@ -25,7 +25,7 @@ impl<'a> Compilation<'a> {
         let pointers = |strings: &[CString]| strings.iter().map(|string| string.as_ptr()).collect::<Vec<_>>();
         let (texts_at, names_at) = (pointers(&texts), pointers(&names));
         let mut handle = null_mut();
-        // SAFETY: all are strings that live until the call returns, which copies them; both lists have the length that is said.
+        // SAFETY: all strings live until the call returns, which copies them; both lists have the given length.
         let status = unsafe {
             let count = headers.len() as c_int;
             (nvrtc.functions.create)(&raw mut handle, text.as_ptr(), label.as_ptr(), count, texts_at.as_ptr(), names_at.as_ptr())
@@ -34,7 +34,7 @@ impl<'a> Compilation<'a> {
         Ok(Self { nvrtc, handle })
     }
 
-    /// Bytes that `read` writes, as many as `size` says.
+    /// Returns the bytes that `read` writes; `size` gives their number.
     fn bytes(
         &self,
         what: &str,
@@ -42,11 +42,11 @@ impl<'a> Compilation<'a> {
         read: unsafe extern "C" fn(Handle, *mut c_char) -> c_int,
     ) -> Result<Vec<u8>> {
         let mut length = 0;
-        // SAFETY: `handle` is alive; `length` is good for a write.
+        // SAFETY: `handle` is alive; `length` is valid for a write.
         let status = unsafe { size(self.handle, &raw mut length) };
         self.nvrtc.check(&format!("tell the size of {what}"), status)?;
         let mut bytes = vec![0; length];
-        // SAFETY: `handle` is alive; `bytes` has the length that `size` has just said.
+        // SAFETY: `handle` is alive; `bytes` has the length that `size` has just returned.
         let status = unsafe { read(self.handle, bytes.as_mut_ptr().cast()) };
         self.nvrtc.check(&format!("give {what}"), status)?;
         Ok(bytes)
@@ -65,7 +65,7 @@ impl<'a> Compilation<'a> {
 
 impl Drop for Compilation<'_> {
     fn drop(&mut self) {
-        // SAFETY: `handle` came from `create` and is destroyed here alone. It fails only for what is no program.
+        // SAFETY: `handle` came from `create` and is destroyed only here. This fails only for an invalid handle.
         unsafe { (self.nvrtc.functions.destroy)(&raw mut self.handle) };
     }
 }

@@ -8,23 +8,25 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock};
 
-/// Names of the library, newest first: the number is that of its interface.
+/// Names of the library, newest first; the number is the version of its interface.
 const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2"];
 
-/// Folders of the caller.
+/// Directories given by the caller.
 static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// Names folders to look in for the library, in place of those of the last call. Without effect once it is open.
+/// Sets the directories to search for the library, replacing those of the last call. No effect once the library is
+/// open.
 pub fn search_in(folders: Vec<PathBuf>) {
     *lock(&FOLDERS) = folders;
 }
 
-/// The compiler of this process: opened at the first call that finds it, then never closed. `Config` if there is none.
+/// Returns the compiler of this process: opened at the first call that finds it, and never closed. Fails with `Config`
+/// if it is not found.
 pub fn nvrtc() -> Result<&'static Nvrtc> {
     static OPENED: OnceLock<Nvrtc> = OnceLock::new();
     match OPENED.get() {
         Some(opened) => Ok(opened),
-        // Threads that meet here open it each, which the system counts.
+        // Threads that meet here each open it; the system counts the references.
         None => find().map(|found| OPENED.get_or_init(|| found)),
     }
 }
@@ -41,7 +43,7 @@ fn find() -> Result<Nvrtc> {
     Ok(found)
 }
 
-/// The library in the caller's folders, then that which the process has open, then that which the system's linker finds.
+/// Searches the caller's directories, then the libraries open in this process, then the system's linker paths.
 pub(super) fn search() -> Result<Nvrtc> {
     let folders = lock(&FOLDERS).clone();
     if let Some(found) = folders.iter().find_map(|folder| in_folder(folder)) {
@@ -59,7 +61,7 @@ pub(super) fn search() -> Result<Nvrtc> {
     })
 }
 
-/// `None` if the library is not in `folder`.
+/// Returns `None` if the library is not in `folder`.
 pub(super) fn in_folder(folder: &Path) -> Option<Result<Nvrtc>> {
     NAMES.iter().map(|name| folder.join(name)).find(|path| path.exists()).map(|path| Nvrtc::open(path.as_os_str(), 0))
 }

@@ -1,6 +1,6 @@
-//! NVIDIA's run-time compiler, opened at run time: nothing needs it to build, and a machine without GPUs does without.
+//! NVIDIA's run-time compiler, opened at run time: the build does not need it, and neither does a node without GPUs.
 //!
-//! Own code, since cudarc looks for the library under the names of one toolkit only.
+//! Not from cudarc, which searches for the library under the names of one toolkit only.
 #![allow(unsafe_code, reason = "functions of NVRTC, found at run time")]
 
 mod compilation;
@@ -22,7 +22,7 @@ const INVALID_OPTION: c_int = 5;
 /// `NVRTC_ERROR_BUILTIN_OPERATION_FAILURE`.
 const NO_BUILTINS: c_int = 7;
 
-/// Lines of the compiler's messages that go into an error.
+/// Maximum number of lines of the compiler's messages in an error.
 const LOG_LINES: usize = 12;
 
 /// `nvrtcProgram`.
@@ -30,12 +30,12 @@ type Handle = *mut c_void;
 
 macro_rules! functions {
     ($($name:ident = $symbol:literal: ($($argument:ty),*) -> $result:ty;)*) => {
-        /// Valid for as long as the library is open.
+        /// Valid while the library is open.
         struct Functions { $($name: unsafe extern "C" fn($($argument),*) -> $result),* }
 
         impl Functions {
             fn of(library: &Library) -> std::result::Result<Self, libloading::Error> {
-                // SAFETY: the types are those of nvrtc.h, the same from CUDA 11.1 to 13.
+                // SAFETY: the types match nvrtc.h, and are the same from CUDA 11.1 to 13.
                 unsafe { Ok(Self { $($name: *library.get::<unsafe extern "C" fn($($argument),*) -> $result>($symbol)?),* }) }
             }
         }
@@ -54,70 +54,71 @@ functions! {
     log = "nvrtcGetProgramLog": (Handle, *mut c_char) -> c_int;
 }
 
-/// The opened compiler. It may be used by several threads at once.
+/// The opened compiler. Several threads may use it at once.
 pub struct Nvrtc {
     functions: Functions,
     /// Major and minor version.
     version: (i32, i32),
     path: PathBuf,
-    /// Library that the compiler opens by its bare name while it compiles; held so that it is found.
+    /// The library that the compiler opens by its bare name while it compiles; held so that it is found.
     _builtins: Option<Library>,
-    /// Library that `functions` point into; it stands after them, so that it goes last.
+    /// The library that contains `functions`; declared after them, so that it is dropped last.
     _library: Library,
 }
 
-/// Result of compiling a program.
+/// The result of a compilation.
 pub struct Compiled {
     /// Machine code for one architecture.
     pub cubin: Vec<u8>,
-    /// Messages of the compiler: warnings, and what the options asked for.
+    /// Messages of the compiler: warnings, and output that the options request.
     pub log: String,
 }
 
 impl Nvrtc {
-    /// Opens the library of this name or path, with these flags of `dlopen` besides the usual ones.
+    /// Opens the library with this name or path; `flags` of `dlopen` are added to the usual ones.
     fn open(name: &OsStr, flags: c_int) -> Result<Self> {
         let fail = |error: libloading::Error| {
-            // The linker's own sentence is what libloading calls the source.
+            // The linker's message is the source of libloading's error.
             let reason = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
             Error::config(format!("NVRTC cannot be opened as {}: {reason}", name.display()))
         };
-        // SAFETY: NVIDIA's library does nothing at loading that other code could notice.
+        // SAFETY: loading NVIDIA's library has no effect that other code could notice.
         let library = unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL | flags) }.map_err(fail)?;
         let functions = Functions::of(&library).map_err(fail)?;
         let path = origin(functions.version as *const c_void).unwrap_or_else(|| name.into());
         let mut version = (0, 0);
-        // SAFETY: the library is open, both pointers are good for a write.
+        // SAFETY: the library is open, and both pointers are valid for a write.
         let status = unsafe { (functions.version)(&raw mut version.0, &raw mut version.1) };
         if status != SUCCESS {
             return Err(Error::config(format!("NVRTC at {} does not tell its version: error {status}", path.display())));
         }
-        // The compiler looks for its built-in functions where the linker does, not beside itself: it finds them if they are open.
+        // The compiler searches for its built-in functions where the linker does, not in its own directory: it finds
+        // them if they are open.
         let builtins = path.with_file_name(format!("libnvrtc-builtins.so.{}.{}", version.0, version.1));
         // SAFETY: as above; the file is a table.
         let builtins = unsafe { Library::open(Some(builtins), RTLD_NOW | RTLD_LOCAL) }.ok();
         Ok(Self { functions, version, path, _builtins: builtins, _library: library })
     }
 
-    /// Major and minor version, which is that of the CUDA toolkit.
+    /// Returns the major and minor version, which equals the CUDA toolkit's.
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
 
-    /// The library's file.
+    /// Returns the library's file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// Compiles `text`, which messages call `name`, to machine code. `options` must name an architecture as `sm_90`.
     ///
-    /// `Config` if this NVRTC cannot serve the options or lacks its built-in functions; `Internal`, with what it said first, if the
-    /// program is wrong.
+    /// Fails with `Config` if this NVRTC does not support the options or lacks its built-in functions, and with
+    /// `Internal` and the compiler's first messages if the program is wrong.
     pub fn compile(&self, name: &str, text: &str, headers: &[Header], options: &[String]) -> Result<Compiled> {
         let program = Compilation::new(self, name, text, headers)?;
         let owned = options.iter().map(|option| c_string(option)).collect::<Result<Vec<_>>>()?;
         let pointers: Vec<_> = owned.iter().map(|option| option.as_ptr()).collect();
-        // SAFETY: the program is alive; `pointers` are strings of `owned`, as many as said.
+        // SAFETY: the program is alive; `pointers` are strings of `owned`, and their number is passed.
         let status = unsafe { (self.functions.compile)(program.handle, pointers.len() as c_int, pointers.as_ptr()) };
         let log = program.log().unwrap_or_default();
         if status == SUCCESS {
@@ -131,7 +132,7 @@ impl Nvrtc {
         })
     }
 
-    /// The sentence for a call that failed.
+    /// Returns the message for a failed call.
     fn failed(&self, what: &str, status: c_int) -> String {
         // SAFETY: returns a constant of the library for any number.
         let reason = unsafe { CStr::from_ptr((self.functions.error_string)(status)) }.to_string_lossy();
@@ -143,15 +144,15 @@ impl Nvrtc {
     }
 }
 
-/// The file that `symbol` was loaded from.
+/// Returns the file from which `symbol` was loaded.
 fn origin(symbol: *const c_void) -> Option<PathBuf> {
-    // SAFETY: all-zero is a value of this structure of pointers.
+    // SAFETY: all zeroes is a valid value of this structure of pointers.
     let mut found: libc::Dl_info = unsafe { std::mem::zeroed() };
-    // SAFETY: any address may be asked for; `found` is good for a write.
+    // SAFETY: `dladdr` accepts any address; `found` is valid for a write.
     if unsafe { libc::dladdr(symbol, &raw mut found) } == 0 || found.dli_fname.is_null() {
         return None;
     }
-    // SAFETY: the linker's own string, which lasts as long as the library is open: the caller holds it.
+    // SAFETY: the linker's own string, which lives while the library is open; the caller holds it.
     let name = unsafe { CStr::from_ptr(found.dli_fname) };
     Some(OsStr::from_bytes(name.to_bytes()).into())
 }

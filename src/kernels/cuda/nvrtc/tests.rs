@@ -1,4 +1,4 @@
-//! Against the real compiler, where `SYMM_NVRTC` names it (`make test-kernels`).
+//! Tests with the real compiler, if `SYMM_NVRTC` names it (`make test-kernels`).
 
 use super::super::source::HEADERS;
 use super::find::{in_folder, search};
@@ -12,10 +12,10 @@ const TINY: &str =
 
 const OPTIONS: [&str; 4] = ["--gpu-architecture=sm_90", "--std=c++17", "-DSYMM_WORLD=2", "-DSYMM_RANK=1"];
 
-/// The compiler, or a line that says why the test does nothing.
+/// Returns the compiler, or prints why the test does nothing.
 fn compiler() -> Option<&'static Nvrtc> {
     if Config::get().nvrtc.is_none() {
-        // Not eprintln: the test harness would keep it to itself.
+        // Not eprintln, which the test harness captures.
         let _ = writeln!(std::io::stderr(), "skipped: SYMM_NVRTC is not set");
         return None;
     }
