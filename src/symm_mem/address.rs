@@ -1,15 +1,15 @@
-//! Address at which the peers of a group find a heap.
+//! The address at which the peers of a group find a heap.
 
 use super::frame::Key;
 
-/// Address of a heap; only members of a group with it are told.
+/// The address of a heap; only members of a group with it get it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
-    /// Names the heap.
+    /// Key of the heap.
     pub key: Key,
-    /// Names its listener. Another than the key: such names stand in /proc for everybody.
+    /// Name of its listener. It differs from the key, because every process can read such names in /proc.
     pub listener: Key,
-    /// Bytes of addresses.
+    /// Size of its address range in bytes.
     pub span: u64,
 }
 

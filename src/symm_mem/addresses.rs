@@ -1,4 +1,4 @@
-//! Interface that a heap needs of a device. Memory of the host stands in for it in tests.
+//! The interface of a device to a heap. Host memory implements it, also for tests.
 
 use crate::error::Result;
 use crate::kernels::cuda::driver::{Device, OwnStream, RelaxedCapture};
@@ -8,33 +8,34 @@ use std::sync::Arc;
 
 /// A device as a source of addresses.
 pub trait Addresses: Send + Sync {
-    /// Number of bytes that sizes and offsets are multiples of.
+    /// Sizes and offsets are multiples of this number of bytes.
     fn granularity(&self) -> usize;
-    /// Bytes of addresses that a heap takes: twice the memory there is, so that holes between segments are never all that is left.
+    /// Size of a heap's address range: twice the memory, so that holes between segments never use up the addresses.
     fn span(&self) -> usize;
-    /// Addresses for a heap of `bytes`, this process's own or a peer's.
+    /// Reserves addresses for a heap of `bytes`, of this process or of a peer.
     fn reserve(&self, bytes: usize) -> Result<Box<dyn Range>>;
-    /// Waits until all work of the device that was enqueued by this process is done.
+    /// Waits until all work that this process has enqueued on the device is done.
     fn settle(&self) -> Result<()>;
-    /// Zeroes `bytes` bytes of a segment at `address`, which nobody uses, and returns when that is done.
+    /// Zeroes `bytes` bytes of a segment at `address` that is not in use, and returns when that is done.
     fn clear(&self, address: u64, bytes: usize) -> Result<()>;
 }
 
-/// A reserved range of addresses. Dropped when nothing is mapped there any more.
+/// A reserved range of addresses. Dropped once nothing is mapped there.
 pub trait Range: Send + Sync {
-    /// The first.
+    /// Returns its first address.
     fn address(&self) -> u64;
-    /// New memory of `bytes` at `offset`.
+    /// Creates memory of `bytes` at `offset`.
     fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Piece>>;
-    /// A peer's memory of `bytes` at `offset`, by the descriptor that it gave.
+    /// Maps a peer's memory of `bytes` at `offset`, from the file descriptor that the peer sent.
     fn import(&self, offset: usize, bytes: usize, descriptor: OwnedFd) -> Result<()>;
-    /// Ends what `create` or `import` began with the same `offset` and `bytes`, which no kernel uses any more.
+    /// Ends a `create` or `import` with the same `offset` and `bytes`; no kernel uses the memory any more.
     fn unmap(&self, offset: usize, bytes: usize);
 }
 
-/// Memory that was made; it lasts as long as this value, a descriptor or a mapping, in whatever process.
+/// Created memory; it lasts as long as this value, a file descriptor or a mapping exists in any process.
 pub trait Piece: Send + Sync {
-    /// A descriptor for one more peer. Not kept: there may be more pieces than a process may have files open.
+    /// Returns a file descriptor for one more peer. Not kept, because there may be more pieces than a process may have
+    /// open files.
     fn export(&self) -> Result<OwnedFd>;
 }
 
@@ -46,13 +47,13 @@ pub struct Gpu {
 }
 
 struct GpuRange {
-    // Before the device, whose addresses they are.
+    // Before the device, because the addresses belong to its context.
     reservation: Reservation,
     device: Arc<Device>,
 }
 
 impl Gpu {
-    /// `device`, which must support it.
+    /// Makes the interface of `device`, which must support it.
     pub fn new(device: Device) -> Result<Self> {
         let granularity = {
             let _entered = device.enter()?;
@@ -83,7 +84,7 @@ impl Addresses for Gpu {
 
     fn clear(&self, address: u64, bytes: usize) -> Result<()> {
         let _entered = self.device.enter()?;
-        // On a stream of its own: others may be captured.
+        // On a separate stream, because others may be captured.
         let _relaxed = RelaxedCapture::begin()?;
         let stream = OwnStream::new()?;
         stream.stream().fill(address, 0, bytes)?;
@@ -98,7 +99,7 @@ impl Range for GpuRange {
 
     fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Piece>> {
         let _entered = self.device.enter()?;
-        // Also while a stream is captured: torch's allocator asks for segments then.
+        // Also while a stream is captured, because torch's allocator requests segments then.
         let _relaxed = RelaxedCapture::begin()?;
         let memory = Physical::create(&self.device, bytes)?;
         self.reservation.map(offset, &memory, &self.device)?;

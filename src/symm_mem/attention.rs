@@ -1,4 +1,4 @@
-//! Whether the thread that serves symmetric memory runs: from the first claim to it until the last.
+//! The lifetime of the thread that serves symmetric memory: from the first claim to it until the last is dropped.
 
 use crate::error::Result;
 use crate::lock::lock;
@@ -8,22 +8,22 @@ use std::sync::{Arc, Mutex};
 
 #[derive(Default)]
 struct State {
-    /// Claims that last.
+    /// Number of existing claims.
     claims: usize,
-    /// Wakes the thread; absent while none runs.
+    /// Wakes the thread; absent while it does not run.
     wake: Option<Arc<Wake>>,
 }
 
 /// A forked child has its own state; the parent's heaps do not work there.
 static STATE: PerProcess<Mutex<State>> = PerProcess::new(Mutex::default);
 
-/// A claim to the thread, which runs as long as any lasts.
+/// A claim to the thread, which runs as long as a claim exists.
 pub struct Attention {
     generation: u64,
 }
 
 impl Attention {
-    /// A claim; `start` starts the thread if none runs.
+    /// Makes a claim; `start` starts the thread if it is not running.
     pub(super) fn new(start: impl FnOnce(Arc<Wake>) -> Result<()>) -> Result<Self> {
         let mut state = lock(STATE.get());
         if state.wake.is_none() {
@@ -53,12 +53,13 @@ fn notify(state: &State) {
     }
 }
 
-/// Has the thread look at outboxes and links anew, if it runs.
+/// Makes the thread check outboxes and links again, if it runs.
 pub(super) fn wake() {
     notify(&lock(STATE.get()));
 }
 
-/// Says to the thread whether it is to end, since no claim lasts. Runs `last` in that case before anybody can start another thread.
+/// Tells the thread whether it must end, because no claim exists. In that case `last` runs before another thread can be
+/// started.
 pub(super) fn is_over(last: impl FnOnce()) -> bool {
     let mut state = lock(STATE.get());
     if state.claims > 0 {

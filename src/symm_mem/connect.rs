@@ -1,4 +1,4 @@
-//! Connection of two heaps: one connects, the other lets it in.
+//! Connection of two heaps: one connects, the other accepts.
 
 use super::address::Address;
 use super::attention::{self, Attention};
@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Heaps larger than this are no heaps.
+/// Maximum size of a heap; a larger size in a message is an error.
 const MOST_SPAN: u64 = 1 << 44;
 
 fn refused(step: Required) -> impl Fn(Errno) -> Error {
@@ -27,13 +27,13 @@ fn refused(step: Required) -> impl Fn(Errno) -> Error {
 }
 
 impl Heap {
-    /// Keeps the process's thread alive, without which no peer can connect.
+    /// Keeps the process's service thread alive, without which no peer can connect.
     pub fn attend(&self) -> Result<Attention> {
         service::attend()
     }
 
-    /// A link to the heap at `peer` for a group of which `failed` tells; one of the two ends calls this. Its number is for the other to
-    /// `meet`.
+    /// Returns a link to the heap at `peer` for a group that reports failures with `failed`, and its number, which the
+    /// other end passes to `meet`. One of the two ends calls this.
     pub fn connect(&self, peer: &Address, failed: &Failed) -> Result<(Hold, u64)> {
         let _turn = lock(&self.connecting);
         let own = self.state().links.iter().rfind(|link| link.key == peer.key && !link.is_closed()).cloned();
@@ -57,8 +57,8 @@ impl Heap {
         Ok((hold, number))
     }
 
-    /// The other end of `connect`: a claim to the link of this number, once it is there; `None` if it is not by
-    /// `deadline`, or has closed: who made it must then `abandon` it.
+    /// The other end of `connect`: returns a claim to the link with this number once it exists. Returns `None` if it
+    /// does not exist by `deadline` or has closed; the end that made it must then `abandon` it.
     pub fn meet(&self, peer: &Address, number: u64, failed: &Failed, deadline: Instant) -> Result<Option<Hold>> {
         let attention = self.attend()?;
         let mut state = self.state();
@@ -83,7 +83,7 @@ impl Heap {
         Ok(Remote::new(self.space.reserve(span as usize)?, span as usize))
     }
 
-    /// Takes a link from process `pid`, which sent `frame` as its first message.
+    /// Accepts a link from process `pid`, which sent `frame` as its first message.
     pub(super) fn admit(&self, pid: u32, socket: OwnedFd, frame: &[u8]) -> Sound {
         let Some(Frame::Hello { to, from, link, span }) = Frame::decode(frame) else {
             return Err("did not introduce itself".into());

@@ -1,35 +1,36 @@
 //! Frames between two heaps: messages of one fixed size. Pure.
 
-/// Key of a heap, known to those whom it was told: random, so that nobody else can name it.
+/// Key of a heap. It is random, so that only processes that received it can name the heap.
 pub type Key = [u8; 16];
 
-/// Bytes of every message.
+/// Size of every message in bytes.
 pub(super) const FRAME_BYTES: usize = 56;
 
-/// A message. All but the first go both ways.
+/// A message. All but the first are sent in both directions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Frame {
-    /// The first of who connects: whom it wants, who it is, the number of the link, how many bytes of addresses its heap has.
+    /// The first message of the heap that connects: the wanted heap, its own key, the link's number and its address
+    /// range.
     Hello {
         /// Key of the heap that listens: a peer that can name it belongs to a group with it.
         to: Key,
         /// Key of the heap that connects.
         from: Key,
-        /// Number by which the two ends know the link; random.
+        /// A random number that both ends of the link share.
         link: u64,
-        /// Bytes of addresses of its heap.
+        /// Size of its heap's address range in bytes.
         span: u64,
     },
-    /// A new segment; its descriptor comes along.
+    /// Advertises a new segment, with its file descriptor attached.
     Offer {
-        /// Number of the segment, never used again by the same heap.
+        /// Number of the segment, never reused by the same heap.
         id: u64,
         /// Offset of the segment in the heap.
         offset: u64,
         /// Length of the segment.
         bytes: u64,
     },
-    /// The segment is mapped; kernels may follow addresses in it from now on.
+    /// The segment is mapped; kernels may use addresses in it from now on.
     Accepted {
         /// Number of the offered segment.
         id: u64,
@@ -39,12 +40,12 @@ pub(super) enum Frame {
         /// Number of the offered segment.
         id: u64,
     },
-    /// The segment is being given back: nobody has any more to do there.
+    /// The segment is being freed: the owner does not use it any more.
     Withdraw {
         /// Number of the offered segment.
         id: u64,
     },
-    /// The withdrawn segment is let go, as soon as that can be.
+    /// The withdrawn segment is unmapped, or will be as soon as possible.
     Gone {
         /// Number of the offered segment.
         id: u64,
@@ -95,7 +96,7 @@ impl Frame {
             6 => Frame::Gone { id },
             _ => return None,
         };
-        // What a message does not use is zero.
+        // Unused bytes of a message are zero.
         (frame.encode() == bytes).then_some(frame)
     }
 }

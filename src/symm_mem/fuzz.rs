@@ -1,4 +1,5 @@
-//! Fuzz harness for the frames that a heap receives: no message may make it panic or map anything outside the range that it reserved.
+//! Fuzz harness for the frames that a heap receives: no message may make it panic, or map anything outside the range
+//! that it reserved.
 
 use super::frame::{FRAME_BYTES, Frame, Key};
 use super::host::{HostMemory, PAGE};
@@ -9,13 +10,13 @@ use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use std::sync::{Arc, OnceLock};
 
-/// Bytes of a message as the fuzzer writes it: kind and whether a descriptor comes along, then three words.
+/// Size of a message in the fuzzer's input: kind, whether a file descriptor is attached, then three words.
 const STEP: usize = 2 + 3 * 8;
 const PAGES: usize = 16;
 
 struct Listener {
     heap: Arc<Heap>,
-    /// Files that peers offer: one is large enough for their whole heap, the other is not.
+    /// Files that peers advertise: one is large enough for their whole heap, the other is not.
     files: [OwnedFd; 2],
 }
 
@@ -44,7 +45,7 @@ fn step(bytes: &[u8]) -> (Frame, Option<&'static OwnedFd>) {
     (frame, [None, Some(&files[0]), Some(&files[0]), Some(&files[1])][usize::from(bytes[1] % 4)])
 }
 
-/// A peer that introduces itself and then says `bytes`.
+/// A peer that introduces itself and then sends `bytes`.
 pub fn messages(bytes: &[u8]) {
     if let Some(frame) = Frame::decode(bytes) {
         assert_eq!(frame.encode()[..], *bytes);
@@ -58,7 +59,7 @@ pub fn messages(bytes: &[u8]) {
     let Some(link) = heap.state().links.last().cloned() else { unreachable!("just admitted") };
     for bytes in bytes.chunks_exact(STEP).take(64) {
         let (frame, file) = step(bytes);
-        // One in sixteen is no message of this protocol.
+        // One in sixteen is not a message of this protocol.
         let text = &frame.encode()[..if bytes[1] >= 240 { FRAME_BYTES - 1 } else { FRAME_BYTES }];
         socket::send(&far, text, file.map(AsFd::as_fd)).expect("the queue is short");
         if link.receive(&**heap).is_err() {

@@ -1,4 +1,4 @@
-//! The host's memory as a heap's: one file without a name per process, of which segments are pieces.
+//! Host memory for a heap: one unnamed file per process, whose pieces are the segments.
 #![allow(unsafe_code, reason = "mappings at chosen addresses")]
 
 use super::addresses::{Addresses, Piece, Range};
@@ -13,13 +13,13 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
 
-/// Number of bytes that sizes and offsets are multiples of: the largest page of a kernel for this processor.
+/// Sizes and offsets are multiples of this: the largest page of a kernel for this processor.
 pub(crate) const PAGE: usize = if cfg!(target_arch = "x86_64") { 4096 } else { 64 << 10 };
 
 /// A process has 2^47 addresses, and a group at most 2^7 ranks.
 const MOST_SPAN: usize = 1 << 39;
 
-/// Memory of the host as that of a heap.
+/// Host memory as the memory of a heap.
 pub struct HostMemory {
     span: usize,
 }
@@ -31,7 +31,7 @@ struct HostRange {
     file: Mutex<Option<Arc<OwnedFd>>>,
 }
 
-// SAFETY: an address range that is ours; what lies there is reached through the windows of a group.
+// SAFETY: an address range that this value owns; its memory is accessed through the windows of a group.
 unsafe impl Send for HostRange {}
 // SAFETY: as above.
 unsafe impl Sync for HostRange {}
@@ -39,7 +39,7 @@ unsafe impl Sync for HostRange {}
 struct Part(Arc<OwnedFd>);
 
 impl HostMemory {
-    /// Twice the memory that this machine has, in addresses, of which a process has enough for the heaps of all its peers.
+    /// Makes host memory with addresses for twice this node's memory; a process has enough for its peers' heaps.
     pub fn of_this_machine() -> Self {
         let system = rustix::system::sysinfo();
         let memory = (system.totalram as usize).saturating_mul(system.mem_unit as usize);
@@ -62,25 +62,25 @@ impl Addresses for HostMemory {
 
     fn reserve(&self, bytes: usize) -> Result<Box<dyn Range>> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of this process.
         let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::empty(), flags) };
         let base = base.map_err(|errno| Required::Map.failed(errno))?;
         Ok(Box::new(HostRange { base, bytes, file: Mutex::default() }))
     }
 
     fn settle(&self) -> Result<()> {
-        // Work on the host's memory is done when its call returns.
+        // Work on host memory is done when its call returns.
         Ok(())
     }
 
     fn clear(&self, address: u64, bytes: usize) -> Result<()> {
-        // SAFETY: the caller passes a part of a segment, which is mapped, and which nobody uses.
+        // SAFETY: the caller passes a part of a segment that is mapped and not in use.
         unsafe { std::ptr::write_bytes(address as *mut u8, 0, bytes) };
         Ok(())
     }
 }
 
-/// Gives the pages back at once, whoever still maps them: a peer that reads on finds zeros.
+/// Frees the pages at once, even if other processes still map them: a peer that keeps reading finds zeros.
 fn give_pages_back(file: &OwnedFd, offset: usize, bytes: usize) {
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     if let Err(errno) = retry(|| fallocate(file, hole, offset as u64, bytes as u64)) {
@@ -102,7 +102,7 @@ impl HostRange {
     fn map(&self, offset: usize, bytes: usize, file: &OwnedFd) -> Result<()> {
         self.check(offset, bytes);
         let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::FIXED | MapFlags::NORESERVE);
-        // SAFETY: within the range (checked above), which is ours.
+        // SAFETY: within the range (checked above), which this value owns.
         let mapped = unsafe { mmap(self.base.byte_add(offset), bytes, access, flags, file, offset as u64) };
         mapped.map(drop).map_err(|errno| Required::Map.failed(errno))
     }
@@ -121,7 +121,8 @@ impl Range for HostRange {
     fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Piece>> {
         let file = self.own_file()?;
         self.check(offset, bytes);
-        // What peers wrote to what they kept of an earlier segment here is no part of this one, which is zeroed.
+        // Peers may have written to an earlier segment here that they kept. Their writes must not appear in this one,
+        // which is zeroed.
         give_pages_back(&file, offset, bytes);
         let made = reserve(&file, offset, bytes, "symmetric memory of the host").and_then(|()| self.map(offset, bytes, &file));
         made.inspect_err(|_| give_pages_back(&file, offset, bytes))?;
@@ -143,7 +144,7 @@ impl Range for HostRange {
     fn unmap(&self, offset: usize, bytes: usize) {
         self.check(offset, bytes);
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
-        // SAFETY: within the range, which is ours; it stays reserved.
+        // SAFETY: within the range, which this value owns; it stays reserved.
         let unmapped = unsafe { mmap_anonymous(self.base.byte_add(offset), bytes, ProtFlags::empty(), flags) };
         if let Err(errno) = unmapped {
             log::warn!("{bytes} bytes of symmetric memory stay mapped: {errno}");
@@ -157,7 +158,7 @@ impl Range for HostRange {
 
 impl Drop for HostRange {
     fn drop(&mut self) {
-        // SAFETY: made by `reserve`; nobody uses what lies there any more.
+        // SAFETY: made by `reserve`; its memory is not used any more.
         let _ = unsafe { munmap(self.base, self.bytes) };
     }
 }

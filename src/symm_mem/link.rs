@@ -1,4 +1,4 @@
-//! A link between two heaps: each tells the other of its segments.
+//! A heap link: a connection over which two heaps advertise their segments to each other.
 
 use super::addresses::Piece;
 use super::attention::Attention;
@@ -14,53 +14,54 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Whether a group has failed: kernels of it may then still be in memory that its owner has done with. Also makes a failure known
-/// of which nobody has asked yet.
+/// Returns true if a group has failed: its kernels may then still use memory that its owner has finished with. The call
+/// also detects a failure that has not been noticed yet.
 pub type Failed = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// The heap whose segments a link offers.
+/// The heap whose segments a link advertises.
 pub(super) trait Owner {
-    /// Handles the peer's answer, at the other end of `link`, to the offer of segment `id`.
+    /// Handles the answer of the peer at the other end of `link` to the advertised segment `id`.
     fn answered(&self, link: u64, id: u64, accepted: bool) -> Sound;
-    /// The peer at the other end of `link` has let go of segment `id`.
+    /// Handles the message that the peer at the other end of `link` has unmapped segment `id`.
     fn gone(&self, link: u64, id: u64);
 }
 
 /// An open socket that a forked child does not keep open.
 pub(super) struct Socket {
-    // Before the descriptor that it speaks of. Absent where too many live: then a child keeps the link's end open, no more.
+    // Before `fd`, to which it refers. Absent if too many exist: then a child merely keeps the link's end open.
     _unshared: Option<Unshared>,
     pub(super) fd: OwnedFd,
 }
 
-/// A process that dies lets go of its highest descriptors first: of this one before it gives back, slowly, what its GPUs had.
+/// An exiting process closes its highest file descriptors first, so this one closes before the slow release of GPU
+/// memory.
 const HIGH: i32 = 768;
 
 impl Socket {
     pub(super) fn new(fd: OwnedFd) -> Self {
-        // Where so high a number is not allowed the news comes later.
+        // If the limit does not allow such a number, peers notice an exit later.
         let fd = rustix::io::fcntl_dupfd_cloexec(&fd, HIGH).unwrap_or(fd);
         Self { _unshared: Unshared::new(fd.as_fd()), fd }
     }
 }
 
-/// Frame to be sent, with the memory whose descriptor goes along.
+/// A frame to be sent, with the memory whose file descriptor is attached.
 type Mail = (Frame, Option<Arc<dyn Piece>>);
 
-/// Link: one connection, with what the peer has at its other end.
+/// One connection, with the peer's heap at the other end.
 pub(super) struct Link {
     /// Key of the peer's heap.
     pub(super) key: Key,
-    /// Number by which both ends know the link.
+    /// The number that both ends share.
     pub(super) number: u64,
-    /// The peer's process.
+    /// The peer's process id.
     pub(super) pid: u32,
     socket: Socket,
     remote: Remote,
     outbox: Mutex<VecDeque<Mail>>,
     holds: Mutex<Holds>,
     closed: AtomicBool,
-    /// Flag of a peer that has let somebody wait in vain, and has not spoken since.
+    /// True if the peer made a thread wait in vain and has not sent anything since.
     late: AtomicBool,
 }
 
@@ -70,20 +71,20 @@ struct Holds {
     next: u64,
 }
 
-/// Claim of a group on the link.
+/// A group's claim to the link.
 struct Claim {
     failed: Failed,
-    /// The peer is dead, and no kernel of the group uses its segments any more.
+    /// True once the peer has exited and no kernel of the group uses its segments any more.
     released: bool,
 }
 
-/// A group's claim to a link. While it lasts the peer's segments stay mapped as long as this group's kernels may use them. The link
-/// closes with the last one.
+/// A group's claim to a link. While it exists, the peer's segments stay mapped as long as this group's kernels may use
+/// them. The link closes when the last claim is dropped.
 pub struct Hold {
     link: Arc<Link>,
     id: u64,
     generation: u64,
-    // Last: the thread serves the link until it is closed.
+    // Last, because the thread serves the link until it is closed.
     _attention: Attention,
 }
 
@@ -116,10 +117,10 @@ impl Link {
         }
     }
 
-    /// A claim for a group of which `failed` tells; `None` if the link is closed.
+    /// Makes a claim for a group that reports failures with `failed`; `None` if the link is closed.
     pub(super) fn hold(self: &Arc<Self>, attention: Attention, failed: Failed) -> Option<Hold> {
         let mut holds = lock(&self.holds);
-        // Under the lock: `Hold::drop` closes the link under it.
+        // Under the lock, under which `Hold::drop` closes the link.
         if self.is_closed() {
             return None;
         }
@@ -130,9 +131,9 @@ impl Link {
         Some(Hold { link: Arc::clone(self), id, generation: generation(), _attention: attention })
     }
 
-    /// Whether any group that uses the link has failed. Asks all of them: each makes its failure known.
+    /// Returns true if any group that uses the link has failed. Queries all of them, so that each detects its failure.
     pub(super) fn any_failed(&self) -> bool {
-        // Asked outside the lock: who answers may hold others.
+        // Called outside the lock, because the callbacks may take other locks.
         let requested: Vec<Failed> = lock(&self.holds).all.values().map(|claim| Arc::clone(&claim.failed)).collect();
         requested.iter().fold(false, |any, failed| failed() | any)
     }
@@ -145,7 +146,7 @@ impl Link {
         self.closed.store(true, Ordering::Release);
     }
 
-    /// The peer has closed its end: its last group is gone, or it is dying.
+    /// The peer has closed its end: its last group was dropped, or it is exiting.
     fn lost(&self) {
         self.close();
         process::suspect(self.pid);
@@ -171,7 +172,7 @@ impl Link {
         &self.socket.fd
     }
 
-    /// Address at which the peer's heap begins here.
+    /// Returns the address at which the peer's heap starts in this process.
     pub(super) fn base(&self) -> u64 {
         self.remote.base()
     }
@@ -181,24 +182,24 @@ impl Link {
         &self.remote
     }
 
-    /// Leaves `frame` for the thread to send; `piece` goes along as a descriptor.
+    /// Queues `frame` for the thread to send, with the file descriptor of `piece` attached.
     pub(super) fn post(&self, frame: Frame, piece: Option<Arc<dyn Piece>>) {
         lock(&self.outbox).push_back((frame, piece));
     }
 
-    /// Whether something is to be sent.
+    /// Returns true if frames are queued.
     pub(super) fn has_mail(&self) -> bool {
         !lock(&self.outbox).is_empty()
     }
 
-    /// Sends what the socket takes.
+    /// Sends queued frames until the socket would block.
     pub(super) fn send(&self) {
         let mut outbox = lock(&self.outbox);
         while let Some((frame, piece)) = outbox.front() {
             let descriptor = match piece.as_ref().map(|piece| piece.export()).transpose() {
                 Ok(descriptor) => descriptor,
                 Err(error) => {
-                    // The peer never learns of it, so calls on it go through staging.
+                    // The peer never learns of this segment, so calls on it are staged.
                     log::warn!("a segment of symmetric memory cannot be given to process {}: {error}", self.pid);
                     outbox.pop_front();
                     continue;
@@ -206,7 +207,8 @@ impl Link {
             };
             match socket::send(&self.socket.fd, &frame.encode(), descriptor.as_ref().map(AsFd::as_fd)) {
                 Ok(()) => drop(outbox.pop_front()),
-                // Later: the peer is slow, too many descriptors are on their way, or signals are in the way.
+                // Retried later: the peer is slow, too many file descriptors are in flight, or a signal interrupted the
+                // call.
                 Err(Errno::AGAIN | Errno::INTR | Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM) => return,
                 Err(errno) => {
                     log::info!("the link with the symmetric memory of process {} has ended: {errno}", self.pid);
@@ -217,7 +219,7 @@ impl Link {
         }
     }
 
-    /// Takes what the peer has sent, at most so much that other links have their turn. Errors are the peer's fault.
+    /// Handles up to 64 messages of the peer, so that other links get their turn. Errors are violations by the peer.
     pub(super) fn receive(&self, owner: &dyn Owner) -> Sound {
         for _ in 0..64 {
             let mut buffer = [0; FRAME_BYTES + 1];
@@ -272,19 +274,20 @@ impl Link {
 }
 
 impl Hold {
-    /// Address at which the peer's heap begins in this process: what lies at an offset there lies at that offset here.
+    /// Returns the address at which the peer's heap starts in this process; offsets are the same in both.
     pub fn base(&self) -> u64 {
         self.link.base()
     }
 
-    /// Keeps `bytes` at `offset` of the peer's heap mapped while the pin lives; `None` if they do not lie in one segment that is mapped
-    /// here.
+    /// Keeps `bytes` at `offset` of the peer's heap mapped while the pin exists; `None` if they are not in one mapped
+    /// segment.
     pub fn pin(&self, offset: u64, bytes: usize) -> Option<Pin> {
         let id = self.link.remote.pin(usize::try_from(offset).ok()?, bytes)?;
         Some(Pin { link: Arc::clone(&self.link), id })
     }
 
-    /// The peer's process has ended, and no kernel of this group uses its segments any more: they go once all groups say so.
+    /// Notes that the peer's process has exited and no kernel of this group uses its segments any more. They are
+    /// unmapped once all groups have called this.
     pub fn release_dead(&self) {
         let mut holds = lock(&self.link.holds);
         if let Some(claim) = holds.all.get_mut(&self.id) {
@@ -298,12 +301,12 @@ impl Hold {
         }
     }
 
-    /// Closes the link, whoever holds it: the peer does not have it any more.
+    /// Closes the link even if other groups hold it: the peer does not have it any more.
     pub fn abandon(self) {
         self.link.close();
     }
 
-    /// The link.
+    /// Returns the link.
     pub(super) fn link(&self) -> &Arc<Link> {
         &self.link
     }
@@ -311,7 +314,7 @@ impl Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        // A forked child's copy: the link is the parent's.
+        // In a forked child this is a copy; the link belongs to the parent.
         if self.generation != generation() {
             return;
         }

@@ -1,4 +1,4 @@
-//! A process's own heap on a device: segments by next fit, offered to every peer.
+//! A process's own heap on a device: segments, allocated by next fit and advertised to every peer.
 
 use super::address::Address;
 use super::addresses::{Addresses, Piece, Range};
@@ -16,12 +16,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
-/// Time that an owner waits for peers to let go of a segment: its memory is free only then.
+/// How long an owner waits for peers to unmap a segment; its memory is free only then.
 const LETTING_GO: Duration = Duration::from_secs(1);
-/// Closed links that are known not to come any more.
+/// Maximum number of closed links that are remembered.
 const REMEMBERED: usize = 256;
 
-/// Heap of this process on a device.
+/// The heap of this process on a device.
 pub struct Heap {
     pub(super) space: Arc<dyn Addresses>,
     pub(super) address: Address,
@@ -30,9 +30,9 @@ pub struct Heap {
     /// Number of segments.
     count: AtomicUsize,
     pub(super) state: Mutex<State>,
-    /// Answers have come, or links have closed.
+    /// Notified when answers have arrived or links have closed.
     pub(super) changed: Condvar,
-    /// Lock held while connecting: two groups that meet the same peer at once share one link.
+    /// Held while connecting, so that two groups that meet the same peer at once share one link.
     pub(super) connecting: Mutex<()>,
     range: Box<dyn Range>,
     this: Weak<Heap>,
@@ -44,36 +44,36 @@ pub(super) struct State {
     pub(super) segments: BTreeMap<usize, Segment>,
     pub(super) links: Vec<Arc<Link>>,
     last_id: u64,
-    /// End of the last segment: places are used again late, since windows of peers may keep what lay there.
+    /// End of the last segment. Offsets are reused late, because windows of peers may keep the previous segment.
     cursor: usize,
-    /// Withdrawn segments that links have not let go: segment, link.
+    /// Withdrawn segments that peers have not unmapped yet: segment, link.
     leaving: HashSet<(u64, u64)>,
-    /// Links that have closed lately, by number.
+    /// Recently closed links, by number.
     pub(super) past: VecDeque<u64>,
 }
 
 pub(super) struct Segment {
     pub(super) id: u64,
     pub(super) bytes: usize,
-    /// Memory of the segment; `None` while it is being made, or freed.
+    /// Memory of the segment; `None` while it is being created, or after it was freed.
     pub(super) piece: Option<Arc<dyn Piece>>,
-    /// Answers by link: accepted or refused.
+    /// Answers by link: true if accepted.
     answers: HashMap<u64, bool>,
-    /// Flag of a segment that was given back; it is freed once no window shows it and the device could be waited for.
+    /// True once the segment was released. It is freed when no window uses it and the device's work is done.
     pub(super) released: bool,
-    /// Windows of this process that show it.
+    /// Number of windows of this process that use it.
     pub(super) shown: usize,
 }
 
 impl Segment {
-    /// Says whether nobody has any more to do with the segment.
+    /// Returns true if the segment was released and no window uses it.
     fn is_done(&self) -> bool {
         self.released && self.shown == 0
     }
 }
 
 impl Heap {
-    /// A heap on `space`, with nobody linked to it, and no thread that serves it yet.
+    /// Makes a heap on `space` without links, which no thread serves yet.
     pub(super) fn unserved(space: Arc<dyn Addresses>) -> Result<Arc<Self>> {
         let span = space.span();
         let range = space.reserve(span)?;
@@ -93,22 +93,22 @@ impl Heap {
         }))
     }
 
-    /// Address of the heap for the members of a group.
+    /// Returns the address of the heap for the members of a group.
     pub fn address(&self) -> Address {
         self.address
     }
 
-    /// The first byte of it.
+    /// Returns the address of its first byte.
     pub fn base(&self) -> u64 {
         self.base
     }
 
-    /// Whether it has no segment. One relaxed load.
+    /// Returns true if it has no segment. One relaxed load.
     pub fn is_empty(&self) -> bool {
         self.count.load(Ordering::Relaxed) == 0
     }
 
-    /// Whether `address` lies in its range.
+    /// Returns true if `address` is in its range.
     pub fn contains(&self, address: u64) -> bool {
         (self.base..self.base + self.address.span).contains(&address)
     }
@@ -121,7 +121,8 @@ impl Heap {
         lock(&self.state)
     }
 
-    /// Address of a new segment of at least `bytes`. Peers are told; nobody waits for them.
+    /// Allocates a segment of at least `bytes` and returns its address. Peers are notified, but this does not wait for
+    /// them.
     pub fn allocate(&self, bytes: usize) -> Result<u64> {
         self.free_released();
         let wanted = bytes.max(1).checked_next_multiple_of(self.space.granularity());
@@ -135,7 +136,7 @@ impl Heap {
         state.last_id += 1;
         let id = state.last_id;
         state.segments.insert(offset, Segment { id, bytes: wanted, piece: None, answers: HashMap::new(), released: false, shown: 0 });
-        // Not under the lock: launches take it.
+        // Not under the lock, which launches take.
         drop(state);
         let made = self.range.create(offset, wanted);
         let mut state = self.state();
@@ -158,8 +159,8 @@ impl Heap {
         Ok(self.base + offset as u64)
     }
 
-    /// Gives the segment at `address` back. Once no window of this process shows it, whoever lets go of the last one waits for the device,
-    /// as `cudaFree` does, then has the peers let go of it.
+    /// Releases the segment at `address`. It is freed once no window of this process uses it: the thread that drops the
+    /// last one waits for the device, as `cudaFree` does, and then makes the peers unmap the segment.
     pub fn release(&self, address: u64) -> Result<()> {
         let offset = address.wrapping_sub(self.base) as usize;
         let mut state = self.state();
@@ -172,7 +173,8 @@ impl Heap {
         Ok(())
     }
 
-    /// Frees what was given back and is not shown any more. Later, where the device cannot be waited for: while a stream is captured.
+    /// Frees released segments that no window uses. While a stream is captured the device cannot be synchronised, and
+    /// the segments are freed later.
     pub(super) fn free_released(&self) {
         if self.is_empty() {
             return;
@@ -192,7 +194,8 @@ impl Heap {
     /// Withdraws segments that no kernel of this process uses any more.
     fn free(&self, offsets: &[usize]) {
         let links = self.state().links.clone();
-        // A kernel that gave up leaves peers' kernels in the segment. They learn of the failure before they learn of this.
+        // If a kernel of this process timed out, peers' kernels may still be using the segment. Peers learn of the
+        // failure before they learn of the withdrawal.
         for link in &links {
             link.any_failed();
         }
@@ -201,7 +204,7 @@ impl Heap {
         let mut freed = Vec::new();
         for &offset in offsets {
             let Some(segment) = segments.get_mut(&offset) else { continue };
-            // Of two threads one frees it.
+            // If two threads try, only one frees it.
             if segment.piece.take().is_none() {
                 continue;
             }
@@ -213,7 +216,7 @@ impl Heap {
         }
         drop(state);
         attention::wake();
-        // Its place is taken until nothing is mapped there.
+        // Its offset stays in use until nothing is mapped there.
         for &(offset, _, bytes) in &freed {
             self.range.unmap(offset, bytes);
         }
@@ -229,8 +232,8 @@ impl Heap {
         });
     }
 
-    /// Waits until no link is `missing`, except those that are closed or have let others wait in vain; notes those that are so at the
-    /// deadline.
+    /// Waits until no link is `missing`, except for closed links and links whose peer was late before; marks the links
+    /// that are missing at the deadline as late.
     fn wait(&self, deadline: Instant, missing: impl Fn(&State) -> Vec<Arc<Link>>) {
         let mut state = self.state();
         loop {
@@ -246,8 +249,8 @@ impl Heap {
         }
     }
 
-    /// Whether all of `bytes` at `address` lie in segments that the peers of all `holds` have accepted. Waits for answers that are still
-    /// to come for at most `patience`, once for a peer that does not answer.
+    /// Returns true if all of `bytes` at `address` are in segments that the peers of all `holds` have accepted. Waits
+    /// up to `patience` for outstanding answers, but only once for a peer that does not answer.
     pub fn reachable<'a>(&self, address: u64, bytes: usize, holds: impl Iterator<Item = &'a Hold> + Clone, patience: Duration) -> bool {
         if !self.contains(address) {
             return false;
@@ -269,12 +272,12 @@ impl Heap {
         answer(&self.state()) == Answer::Yes && !links().any(|link| link.is_closed())
     }
 
-    /// Waits until all work of the device that this process has enqueued is done.
+    /// Waits until all work that this process has enqueued on the device is done.
     pub fn settle(&self) -> Result<()> {
         self.space.settle()
     }
 
-    /// Zeroes `bytes` bytes at `address`, within one segment, which nobody uses; returns when that is done.
+    /// Zeroes `bytes` bytes at `address`, within one segment that is not in use; returns when that is done.
     pub fn clear(&self, address: u64, bytes: usize) -> Result<()> {
         match self.segment(address) {
             Some((_, left)) if bytes <= left => self.space.clear(address, bytes),
@@ -282,8 +285,8 @@ impl Heap {
         }
     }
 
-    /// Names the segment that `address` lies in, of all that this heap ever has, and tells how many bytes it holds from there on. `None` if
-    /// none does, or it has been given back.
+    /// Returns the id of the segment that contains `address`, unique among all segments of this heap, and the number of
+    /// its bytes from there. `None` if no segment contains it, or if the segment was released.
     pub fn segment(&self, address: u64) -> Option<(u64, usize)> {
         let offset = address.checked_sub(self.base)? as usize;
         let state = self.state();
@@ -292,7 +295,7 @@ impl Heap {
         (segment.piece.is_some() && !segment.released).then_some((segment.id, left))
     }
 
-    /// The links that are open. Lets go of the others, which last as long as groups hold them.
+    /// Returns the open links and drops the others, which last as long as groups hold them.
     pub(super) fn links(&self) -> Vec<Arc<Link>> {
         let mut state = self.state();
         let State { segments, links, leaving, past, .. } = &mut *state;
@@ -314,12 +317,12 @@ impl Heap {
         if !closed.is_empty() {
             self.changed.notify_all();
         }
-        // Outside the lock: what the peers had is unmapped here.
+        // Outside the lock, because this unmaps the peers' memory.
         drop(closed);
         open
     }
 
-    /// Weak reference to the heap, for those who keep one.
+    /// Returns a weak reference to the heap.
     pub(super) fn shared(&self) -> Weak<Self> {
         Weak::clone(&self.this)
     }
@@ -331,7 +334,7 @@ impl Owner for Heap {
         if id == 0 || id > state.last_id {
             return Err(format!("answered to segment {id}, which was not offered"));
         }
-        // Else it has been withdrawn since.
+        // If it is missing, it has been withdrawn since.
         if let Some(segment) = state.segments.values_mut().find(|segment| segment.id == id) {
             segment.answers.insert(link, accepted);
         }
@@ -366,7 +369,7 @@ impl State {
     /// Whether the peers at the other ends of `links` have accepted all of the range.
     fn accepted(&self, offset: usize, bytes: usize, links: &mut dyn Iterator<Item = &Arc<Link>>) -> Answer {
         let Some(end) = offset.checked_add(bytes) else { return Answer::No };
-        // From the segment that holds the first byte on, without a gap.
+        // From the segment that contains the first byte, without a gap.
         let start = self.segments.range(..=offset).next_back().map_or(offset, |(start, _)| *start);
         let mut held = Vec::with_capacity(1);
         let mut reached = start;
@@ -401,7 +404,7 @@ pub(super) fn offer(id: u64, offset: usize, bytes: usize) -> Frame {
     Frame::Offer { id, offset: offset as u64, bytes: bytes as u64 }
 }
 
-/// The lowest offset from `from` on and below `span` where `bytes` are free.
+/// Returns the lowest offset from `from` and below `span` where `bytes` are free.
 fn first_fit(segments: &BTreeMap<usize, Segment>, from: usize, span: usize, bytes: usize) -> Option<usize> {
     let mut free = from;
     for (offset, segment) in segments {

@@ -1,9 +1,10 @@
-//! Symmetric memory: a heap of addresses per device, and one of the host, in every process, mapped by all its peers at the same offsets.
+//! Symmetric memory: in every process one heap of addresses per device, and one for the host, which all its peers map
+//! at the same offsets.
 //!
-//! What lies at an offset of a peer's heap lies at that offset of a range that this process reserved for that peer. So a kernel that is
-//! told an offset needs no table, and no call registers anything. [`local`] makes segments and offers them, [`remote`] maps what peers
-//! offer, over a [`link`] that the process's one thread ([`service`]) serves once two heaps [`connect`]; [`addresses`] is what they need of
-//! a device.
+//! An offset in a peer's heap is the same offset in a range that this process reserved for that peer. So a kernel that
+//! gets an offset needs no table, and calls register nothing. [`local`] creates segments and advertises them.
+//! [`remote`] maps the segments that peers advertise, over a heap [`link`]. The process's one thread ([`service`])
+//! serves the links once two heaps [`connect`]. [`addresses`] is the interface of a device.
 
 mod address;
 mod addresses;
@@ -40,13 +41,13 @@ use crate::sys::fork::PerProcess;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// Stands for the host in the place of a device.
+/// Denotes the host instead of a device.
 pub const HOST: i32 = -1;
 
-/// The heaps of this process, by device. They stay: whoever links to one keeps its addresses.
+/// The heaps of this process, by device. They are never dropped, because linked peers keep their addresses.
 static HEAPS: PerProcess<Mutex<HashMap<i32, Arc<Heap>>>> = PerProcess::new(Mutex::default);
 
-/// Heap of this process on a device, or of the host, made when it is first asked for.
+/// Returns the heap of this process on a device, or of the host; it is created on first use.
 pub fn of(device: i32) -> Result<Arc<Heap>> {
     let mut heaps = lock(HEAPS.get());
     if let Some(heap) = heaps.get(&device) {
@@ -66,14 +67,14 @@ pub fn of(device: i32) -> Result<Arc<Heap>> {
     Ok(heap)
 }
 
-/// The heap of this process that `address` lies in.
+/// Returns the heap of this process that contains `address`.
 pub fn at(address: u64) -> Option<Arc<Heap>> {
     let heaps = lock(HEAPS.get());
     heaps.values().find(|heap| heap.contains(address)).cloned()
 }
 
-/// Address of a new segment of at least `bytes` of symmetric memory of `device`, or of the host ([`HOST`]). An error of kind
-/// `Config` where none is left.
+/// Allocates a segment of at least `bytes` of symmetric memory of `device`, or of the host ([`HOST`]), and returns its
+/// address. Fails with `Config` if memory or addresses are exhausted.
 pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
     if device != HOST && !Config::get().p2p {
         return Err(Error::config("SYMM_P2P=0 keeps GPUs from mapping each other's memory, so there is none that is symmetric"));
@@ -81,14 +82,14 @@ pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
     of(device)?.allocate(bytes)
 }
 
-/// Gives back the segment at `address`, which `allocate` returned. Waits for the device's work first, as `cudaFree` does, and then,
-/// for at most a second, for the peers to let go of it.
+/// Releases the segment at `address`, which `allocate` returned. Waits for the device's work first, as `cudaFree` does,
+/// and then up to a second for the peers to unmap it.
 pub fn release(address: u64) -> Result<()> {
     let none = || Error::value(format!("no symmetric memory lies at {address:#x}"));
     at(address).ok_or_else(none)?.release(address)
 }
 
-/// Whether `device` can have symmetric memory at all.
+/// Returns true if `device` can have symmetric memory at all.
 pub fn supported(device: i32) -> bool {
     Config::get().p2p && Device::open(device).is_ok_and(|device| vmm::supported(&device))
 }

@@ -1,4 +1,4 @@
-//! The symmetric memory of a group: every rank's heap, as this rank's device sees it.
+//! The symmetric memory of a group: every rank's heap, as mapped for this rank's device.
 
 use super::{Address, Failed, Heap, Hold, Pin};
 use crate::control::ControlBlock;
@@ -10,24 +10,24 @@ use std::cell::OnceCell;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-/// Time that the first call on a segment waits for peers to map it. A call that would wait longer goes through staging.
+/// How long the first call on a segment waits for peers to map it; after that the call is staged.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Time that a rank waits for a link that its peer has made.
+/// How long a rank waits for a link that its peer has made.
 const MEETING: Duration = Duration::from_secs(5);
-/// A link may be closed by its other end's last group just when it is found: then another is made.
+/// Maximum number of attempts: a link may be closed by its other end's last group just as it is found.
 const ATTEMPTS: usize = 5;
 
-/// Gives every rank's bytes to every rank, in rank order; all give equally many.
+/// Sends every rank's bytes to every rank, in rank order; all send the same number.
 pub type AllGather<'a> = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + 'a;
 
-/// Step that all ranks take: each gives bytes, or why it cannot go on, and gets those of all.
+/// A step that all ranks take: each gives bytes, or the reason why it cannot continue, and gets the bytes of all.
 pub type Step<'a> = dyn Fn(usize, Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> + 'a;
 
-/// Bytes of the sentence of a rank that failed in a step.
+/// Maximum length of the message of a rank that failed in a step.
 const TEXT_BYTES: usize = 400;
 
-/// Takes a step with all ranks: each gives `bytes`, or why it cannot go on. Fails on all ranks alike; `deed` is what the rank at fault
-/// "cannot" do.
+/// Takes a step with all ranks: each gives `bytes`, or the reason why it cannot continue. Fails on all ranks or none;
+/// `deed` completes the error message "rank … cannot …".
 pub fn step(gather: &AllGather<'_>, control: &ControlBlock, deed: &str, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
     let mut message = vec![0u8; 1 + bytes.max(TEXT_BYTES)];
     match &own {
@@ -51,46 +51,48 @@ pub fn step(gather: &AllGather<'_>, control: &ControlBlock, deed: &str, bytes: u
     Ok(all.into_iter().map(|message| message[1..][..bytes].to_vec()).collect())
 }
 
-/// `most`, or half of what is left of `limit`: all ranks wait for the one that waits, and want to know before their limit what it waited
-/// for.
+/// Returns `most`, or half of the rest of `limit` if that is less: all ranks wait for this one, and its reason must
+/// reach them before their limit.
 fn share(limit: &Limit, most: Duration) -> Duration {
     most.min(limit.left().unwrap_or_default() / 2)
 }
 
-/// Bytes that a rank's reason may take.
+/// The reason why the ranks' heaps could not be linked.
 pub type Lacking = String;
 
-/// Bytes that a rank's reason may take.
+/// Maximum length of a rank's reason in bytes.
 const REASON_BYTES: usize = 200;
 
-/// Symmetric memory of a group: every rank's heap, as this rank's device sees it.
+/// The symmetric memory of a group: every rank's heap, as mapped for this rank's device.
 pub struct Heaps {
     heap: Arc<Heap>,
-    /// Links by rank; `None` for those of this process.
+    /// Links by rank; `None` for ranks of this process.
     holds: Vec<Option<Hold>>,
-    /// Address at which each rank's heap begins here.
+    /// Address at which each rank's heap starts in this process.
     pub bases: Vec<u64>,
 }
 
-/// Heaps of a group, for whoever looks whether it has any: there once its ranks have linked, until its domains go.
+/// The heaps of a group, for code that checks whether it has any: set once its ranks have linked, until its domains are
+/// dropped.
 #[derive(Debug, Default)]
 pub struct Linked(OnceLock<Weak<Heaps>>);
 
 impl Linked {
-    /// Heaps of the group, if its ranks have linked.
+    /// Returns the heaps of the group, if its ranks have linked.
     pub fn get(&self) -> Option<Arc<Heaps>> {
         self.0.get().and_then(Weak::upgrade)
     }
 
-    /// Tells of `heaps`.
+    /// Publishes `heaps`.
     pub fn tell(&self, heaps: &Arc<Heaps>) {
         self.0.get_or_init(|| Arc::downgrade(heaps));
     }
 }
 
 impl Heaps {
-    /// Links `heap` with those of all ranks, at `addresses`, if every rank has one and it works out, before half of `limit` has passed;
-    /// else why not. The same on all ranks. `failed` tells of the group.
+    /// Links `heap` with the heaps of all ranks, at `addresses`, if every rank has one and linking succeeds within half
+    /// of `limit`. Otherwise returns the reason. The result is the same on all ranks. `failed` reports failures of the
+    /// group.
     pub fn link(
         control: &ControlBlock,
         step: &Step<'_>,
@@ -105,7 +107,7 @@ impl Heaps {
             let without = without.map_or_else(|| "this rank".into(), |(rank, _)| control.describe(rank));
             return Ok(Err(format!("{without} has none to give")));
         };
-        // One for all attempts: they are for links that close just now, which needs no waiting.
+        // One deadline for all attempts: retries are for links that close just now, which needs no waiting.
         let patience = share(limit, MEETING);
         let deadline = Instant::now() + patience;
         let first = OnceCell::new();
@@ -127,11 +129,11 @@ impl Heaps {
         deadline: Instant,
     ) -> Result<std::result::Result<Self, Lacking>> {
         let me = control.rank().index();
-        // Of two ends the one with the lower key connects, and says under which number.
+        // The end with the lower key connects, and sends the link's number.
         let own = addresses[me].key;
         let mut holds: Vec<Option<Hold>> = addresses.iter().map(|_| None).collect();
         let mut numbers = vec![0u64; addresses.len()];
-        // Why the first link is lacking that is.
+        // The reason why the first missing link is missing.
         let why = OnceCell::new();
         let noted = |error: &Error| drop(why.set(error.message.clone()));
         let attention = heap.attend().inspect_err(noted);
@@ -151,7 +153,7 @@ impl Heaps {
                 }
             }
         }
-        // One for each rank that this one has no link with, and why.
+        // A flag for each rank without a link to this one, and the reason.
         let n = addresses.len();
         let mut lacking: Vec<u8> = (0..n).map(|rank| u8::from(addresses[rank].key != own && holds[rank].is_none())).collect();
         let why = why.into_inner().unwrap_or_else(|| "its peer made none".into());
@@ -165,7 +167,7 @@ impl Heaps {
         });
         if let Some(reason) = first {
             log::info!("group \"{}\": {reason}", control.name());
-            // What a peer has not met it does not have: the next attempt makes another.
+            // If a peer has not met a link, it does not have the link; the next attempt makes another.
             let dead = holds.into_iter().zip(&messages).filter(|(_, lacking)| lacking.get(me) == Some(&1));
             dead.filter_map(|(hold, _)| hold).for_each(Hold::abandon);
             return Ok(Err(reason));
@@ -174,26 +176,26 @@ impl Heaps {
         Ok(Ok(Self { heap: Arc::clone(heap), holds, bases }))
     }
 
-    /// Heaps of a group of one rank, which links with nobody.
+    /// Makes the heaps of a group of one rank, which has no links.
     pub fn alone(heap: &Arc<Heap>) -> Self {
         Self { heap: Arc::clone(heap), holds: vec![None], bases: vec![heap.base()] }
     }
 
-    /// Lets go of the segments of `rank`, whose process has ended, unless another group still has to. No kernel of this group may use them
-    /// any more. Those that a window shows stay as long as it does.
+    /// Unmaps the segments of `rank`, whose process has exited, once all groups have called this. No kernel of this
+    /// group may use them any more. Segments that a window uses stay mapped until it is dropped.
     pub fn release_dead(&self, rank: Rank) {
         if let Some(hold) = self.holds.get(rank.index()).and_then(Option::as_ref) {
             hold.release_dead();
         }
     }
 
-    /// Heap of this rank.
+    /// Returns this rank's heap.
     pub fn heap(&self) -> &Arc<Heap> {
         &self.heap
     }
 
-    /// Keeps `bytes` at `offset` of the heap of `rank` mapped while the pin lives. There is none for a rank of this process. `None` if they
-    /// are not mapped.
+    /// Keeps `bytes` at `offset` of the heap of `rank` mapped while the pin exists; a rank of this process needs no
+    /// pin. `None` if they are not mapped.
     pub fn pin(&self, rank: usize, offset: u64, bytes: usize) -> Option<Option<Pin>> {
         match self.holds.get(rank)? {
             Some(hold) => hold.pin(offset, bytes).map(Some),
@@ -201,7 +203,8 @@ impl Heaps {
         }
     }
 
-    /// Offset of `span` in this rank's heap, if all of it lies in one segment that every peer has mapped; waits as `reachable` does.
+    /// Returns the offset of `span` in this rank's heap, if all of it is in one segment that every peer has mapped;
+    /// waits as `reachable` does.
     pub fn offset(&self, span: Span) -> Option<u64> {
         let (heap, begin) = (&self.heap, span.addr as u64);
         if heap.is_empty() || !heap.contains(begin) {
@@ -211,8 +214,8 @@ impl Heaps {
         (span.bytes <= left && self.reachable(span)).then(|| begin - heap.base())
     }
 
-    /// Address here of `bytes` at `offset` of the heap of `rank`, which stay mapped while the pin lives. `None` if they do not lie in one
-    /// segment that is mapped.
+    /// Returns the local address of `bytes` at `offset` of the heap of `rank`, which stay mapped while the pin exists.
+    /// `None` if they are not in one mapped segment.
     pub fn reach(&self, rank: Rank, offset: u64, bytes: usize) -> Option<(u64, Option<Pin>)> {
         let pin = self.pin(rank.index(), offset, bytes)?;
         let address = self.bases[rank.index()].checked_add(offset)?;
@@ -220,13 +223,13 @@ impl Heaps {
         held.then_some((address, pin))
     }
 
-    /// Whether any of `spans` begins in this rank's heap. One relaxed load where nothing is allocated there.
+    /// Returns true if any of `spans` starts in this rank's heap. One relaxed load if nothing is allocated there.
     pub fn holds_any<'a>(&self, mut spans: impl Iterator<Item = &'a Span>) -> bool {
         !self.heap.is_empty() && spans.any(|span| span.bytes > 0 && self.heap.contains(span.addr as u64))
     }
 
-    /// Whether all of `span` lies in memory of this rank that every peer has mapped. Waits for peers that have not answered yet, for a
-    /// short while and once.
+    /// Returns true if all of `span` is in memory of this rank that every peer has mapped. Waits briefly, and only
+    /// once, for peers that have not answered yet.
     pub fn reachable(&self, span: Span) -> bool {
         self.reachable_within(span, PATIENCE)
     }
@@ -235,7 +238,7 @@ impl Heaps {
         !self.heap.is_empty() && self.heap.reachable(span.addr as u64, span.bytes, self.holds.iter().flatten(), patience)
     }
 
-    /// Ranks that have not mapped `span`, which a window shows, within half of what is left of `limit`.
+    /// Returns the ranks that have not mapped `span`, which a window uses, within half of the rest of `limit`.
     pub fn unmapped_by(&self, span: Span, limit: &Limit) -> Vec<Rank> {
         if self.holds.iter().all(Option::is_none) || self.reachable_within(span, share(limit, PATIENCE)) {
             return Vec::new();
@@ -268,7 +271,7 @@ mod tests {
         Limit::from(Instant::now(), Duration::from_secs(60))
     }
 
-    /// Table of what ranks have given, by step.
+    /// The messages of all ranks, by step.
     #[derive(Default)]
     struct Table {
         messages: Mutex<Vec<[Option<Vec<u8>>; N]>>,
@@ -291,7 +294,7 @@ mod tests {
         }
     }
 
-    /// Runs `body` on ranks that are threads, with a heap each and a step for all of them.
+    /// Runs `body` on ranks that are threads, each with its own heap, and with a step for all of them.
     fn with_ranks(body: impl Fn(&ControlBlock, usize, &Arc<Heap>, &Step<'_>) + Sync) {
         let file = Segment::create(Layout::new(N).total_bytes()).expect("memfd");
         let table = Table::default();
@@ -325,7 +328,7 @@ mod tests {
             let heaps = Heaps::link(control, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
             let spans = |addr: u64| vec![Span { addr: addr as usize, bytes: PAGE }];
             assert!(!heaps.holds_any(spans(heap.base()).iter()), "nothing is allocated");
-            // Each rank's tensor lies at an offset of its own.
+            // Each rank's tensor has a different offset.
             let held: Vec<u64> = (0..=me).map(|_| heap.allocate(PAGE).expect("room")).collect();
             let address = held[me];
             assert!(heaps.holds_any(spans(address).iter()) && !heaps.holds_any(spans(4096).iter()));
@@ -353,7 +356,8 @@ mod tests {
                 let heaps = Heaps::link(control, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
                 assert!(heaps.reachable(Span { addr: heap.base() as usize, bytes: PAGE }), "round {round}");
                 step(0, Ok(Vec::new())).expect("all have looked");
-                // Some ranks let go of a group before they make the next, some after: links are found just when they close.
+                // Some ranks drop a group before they make the next one, some after: links are found just as they
+                // close.
                 before = (round % N == me).then_some(heaps);
                 std::thread::sleep(Duration::from_micros((me * round * 7 % 50) as u64));
             }
@@ -378,7 +382,7 @@ mod tests {
     fn a_link_that_does_not_come_is_named_before_the_limit() {
         with_ranks(|control, me, heap, step| {
             let mut addresses = reported(heap, step);
-            // To the one with the highest key all others connect; nobody has this listener.
+            // All others connect to the rank with the highest key, and this listener does not exist.
             let last = (0..N).max_by_key(|&rank| addresses[rank].map(|address| address.key)).expect("ranks");
             if let Some(address) = &mut addresses[last] {
                 address.listener = [7; 16];

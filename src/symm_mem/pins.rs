@@ -1,19 +1,20 @@
-//! Segments of this process that its own windows show: given back, they stay until the last of those windows is gone.
+//! Segments that windows of this process still use: after they are freed, they stay until the last of those windows is
+//! dropped.
 
 use super::local::{Heap, State};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
-/// A window's claim to memory of its own process: until it is dropped no segment that holds any of it is unmapped, nor its place used
-/// again.
+/// A window's claim to memory of its own process. While it exists, no segment that contains any of the memory is
+/// unmapped or its offset reused.
 pub struct OwnPin {
     heap: Arc<Heap>,
-    /// Offsets of the segments.
+    /// The offsets of the segments.
     offsets: Vec<usize>,
 }
 
 impl Heap {
-    /// Keeps the segments that hold `bytes` at `address` as long as the pin lives, also when they are given back meanwhile.
+    /// Keeps the segments that contain `bytes` at `address` until the pin is dropped, even if they are freed meanwhile.
     pub fn show(self: &Arc<Self>, address: u64, bytes: usize) -> Result<OwnPin> {
         let gone = || Error::value(format!("the {bytes} bytes at {address:#x} are not symmetric memory, or have been given back"));
         let offset = address.checked_sub(self.base()).and_then(|offset| usize::try_from(offset).ok()).ok_or_else(gone)?;
@@ -30,7 +31,8 @@ impl Heap {
 }
 
 impl State {
-    /// Offsets of the segments that hold `bytes` from `offset` on, none of them given back; `None` if there is a gap.
+    /// Returns the offsets of the segments that contain `bytes` from `offset`, none of them freed; `None` if there is a
+    /// gap.
     fn whole(&self, offset: usize, bytes: usize) -> Option<Vec<usize>> {
         let end = offset.checked_add(bytes)?;
         let (first, _) = self.segments.range(..=offset).next_back()?;

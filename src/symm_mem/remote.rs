@@ -1,4 +1,4 @@
-//! A peer's heap as it is mapped here.
+//! A peer's heap as mapped in this process.
 
 use super::addresses::Range;
 use crate::lock::{lock, unpoisoned};
@@ -17,34 +17,34 @@ struct Segment {
     offset: usize,
     bytes: usize,
     phase: Phase,
-    /// Windows that use it.
+    /// Number of windows that use it.
     pins: usize,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Mapped,
-    /// The owner has withdrawn it while a window uses it or a kernel of a failed group may still be in it.
+    /// The owner has withdrawn it while a window uses it, or while a kernel of a failed group may still be using it.
     Kept,
     /// It was never mapped; the peer knows, and withdraws it like any other.
     Refused,
 }
 
-/// Result of a peer's message. Its error says what the peer sent or did that no peer does: the link is not to be trusted any further.
+/// The result of a peer's message. An error describes a violation of the protocol, after which the link is not trusted.
 pub(super) type Sound<T = ()> = std::result::Result<T, String>;
 
 impl Remote {
-    /// A heap of `span` bytes, nothing of it mapped yet.
+    /// Makes a heap of `span` bytes with nothing mapped.
     pub(super) fn new(range: Box<dyn Range>, span: usize) -> Self {
         Self { span, segments: Mutex::default(), range }
     }
 
-    /// Address at which the heap begins here.
+    /// Returns the address at which the heap starts in this process.
     pub(super) fn base(&self) -> u64 {
         self.range.address()
     }
 
-    /// Maps what the peer offers; whether it could.
+    /// Maps a segment that the peer advertises; returns whether that succeeded.
     pub(super) fn accept(&self, id: u64, offset: u64, bytes: u64, descriptor: OwnedFd) -> Sound<bool> {
         let inside = usize::try_from(offset).ok().zip(usize::try_from(bytes).ok());
         let inside = inside.filter(|(offset, bytes)| *bytes > 0 && offset.checked_add(*bytes).is_some_and(|end| end <= self.span));
@@ -70,7 +70,7 @@ impl Remote {
         Ok(mapped)
     }
 
-    /// Lets go of a segment, unless it must be `kept` for kernels that may still use it.
+    /// Unmaps a segment, unless it must be `kept` for kernels that may still use it.
     pub(super) fn withdraw(&self, id: u64, kept: bool) -> Sound {
         let mut segments = lock(&self.segments);
         match segments.get_mut(&id).map(|segment| (segment.phase, segment)) {
@@ -86,7 +86,7 @@ impl Remote {
         Ok(())
     }
 
-    /// Keeps the segment that holds `bytes` at `offset` mapped until `unpin`; its number, if one does.
+    /// Keeps the segment that contains `bytes` at `offset` mapped until `unpin`; returns its number, if there is one.
     pub(super) fn pin(&self, offset: usize, bytes: usize) -> Option<u64> {
         let mut segments = lock(&self.segments);
         let holds = |segment: &Segment| {
@@ -98,7 +98,7 @@ impl Remote {
         Some(*id)
     }
 
-    /// Ends what `pin` began; whether nothing but the pin kept the segment.
+    /// Ends a `pin`; returns true if only the pin kept the segment.
     pub(super) fn unpin(&self, id: u64) -> bool {
         lock(&self.segments).get_mut(&id).is_some_and(|segment| {
             segment.pins = segment.pins.saturating_sub(1);
@@ -106,12 +106,12 @@ impl Remote {
         })
     }
 
-    /// Lets go of all that was kept and is not pinned.
+    /// Unmaps all segments that were kept and are not pinned.
     pub(super) fn let_go(&self) {
         self.unmap_unpinned(|phase| phase == Phase::Kept);
     }
 
-    /// Lets go of all that is not pinned: the peer is dead.
+    /// Unmaps all segments that are not pinned, because the peer has exited.
     pub(super) fn release_dead(&self) {
         self.unmap_unpinned(|phase| phase != Phase::Refused);
     }
@@ -126,7 +126,7 @@ impl Remote {
         });
     }
 
-    /// Segments that are mapped here.
+    /// Number of segments that are mapped here.
     #[cfg(test)]
     pub(super) fn mapped(&self) -> usize {
         lock(&self.segments).values().filter(|segment| segment.phase != Phase::Refused).count()

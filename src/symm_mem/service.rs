@@ -1,4 +1,5 @@
-//! The thread that serves all links of the process. It starts with the first group that links heaps and ends with the last.
+//! The thread that serves all links of the process. It starts with the first group that links heaps and ends with the
+//! last.
 
 use super::addresses::Addresses;
 use super::attention::{self, Attention};
@@ -17,24 +18,24 @@ use rustix::io::Errno;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// Time that an unidentified peer may take to introduce itself.
+/// How long a pending connection may take to introduce itself.
 const INTRODUCTION: Duration = Duration::from_secs(5);
-/// Time between two looks at what nobody tells of.
+/// Poll interval for events without a notification, such as a freed file descriptor.
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// Most unidentified peers at once, of all heaps.
+/// Maximum number of pending connections of all heaps.
 const UNIDENTIFIED: usize = 64;
 
-/// Lines that other processes can cause.
+/// Rate limits of log lines that other processes can cause.
 static BROKEN_LINKS: RateLimit = RateLimit::new();
 static OTHER_USERS: RateLimit = RateLimit::new();
 static UNKNOWN: RateLimit = RateLimit::new();
 static REFUSED: RateLimit = RateLimit::new();
 static NO_POLL: RateLimit = RateLimit::new();
 
-/// The heaps of this process that live. A forked child has a list of its own; the parent's heaps do not work there.
+/// The live heaps of this process. A forked child has a separate list; the parent's heaps do not work there.
 static HEAPS: PerProcess<Mutex<Vec<Weak<Heap>>>> = PerProcess::new(Mutex::default);
 
-/// Heaps that nobody has dropped.
+/// Returns the heaps that have not been dropped.
 fn living() -> Vec<Arc<Heap>> {
     let mut heaps = lock(HEAPS.get());
     heaps.retain(|heap| heap.strong_count() > 0);
@@ -47,7 +48,7 @@ pub(super) fn attend() -> Result<Attention> {
 }
 
 impl Heap {
-    /// A heap on `space`, with nobody linked to it, which the thread serves while it lives.
+    /// Makes a heap on `space` without links, which the thread serves while it exists.
     pub fn new(space: Arc<dyn Addresses>) -> Result<Arc<Self>> {
         let heap = Self::unserved(space)?;
         lock(HEAPS.get()).push(heap.shared());
@@ -56,7 +57,7 @@ impl Heap {
     }
 }
 
-/// A connection that has not said yet what it wants.
+/// A connection that has not introduced itself yet.
 struct Unidentified {
     heap: Arc<Heap>,
     pid: u32,
@@ -66,10 +67,10 @@ struct Unidentified {
 
 fn run(wake: &Wake) {
     let mut unidentified: Vec<Unidentified> = Vec::new();
-    // For one turn, of `PAUSE` at most: who cannot be let in would keep the thread turning.
+    // Set for one iteration, of at most `PAUSE`: a connection that cannot be accepted would make `poll` return at once.
     let mut deaf = false;
     loop {
-        // Who comes later starts another thread, which finds no link that nobody serves.
+        // A later claim starts another thread. That thread finds no unserved link, because idle links are closed here.
         let over = attention::is_over(|| {
             for heap in living() {
                 heap.links().iter().for_each(|link| link.close_if_idle());
@@ -103,11 +104,11 @@ fn run(wake: &Wake) {
     }
 }
 
-/// Waits; returns which of the listeners, unidentified peers and links have something to read, in this order.
+/// Waits; returns which of the listeners, pending connections and links are readable, in this order.
 fn wait(wake: &Wake, heaps: &[Arc<Heap>], unidentified: &[Unidentified], links: &[(Arc<Heap>, Arc<Link>)], deaf: bool) -> Vec<bool> {
     let reads = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
     let mut fds = vec![reads(wake.as_fd())];
-    // As many as can be served are let in.
+    // Stop accepting at the maximum number of pending connections.
     let full = unidentified.len() >= UNIDENTIFIED;
     let knocks = if full || deaf { PollFlags::empty() } else { PollFlags::IN };
     fds.extend(heaps.iter().map(|heap| PollFd::from_borrowed_fd(heap.listener().as_fd(), knocks)));
@@ -119,7 +120,7 @@ fn wait(wake: &Wake, heaps: &[Arc<Heap>], unidentified: &[Unidentified], links: 
         let flags = if outgoing { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
         fds.push(PollFd::from_borrowed_fd(link.socket().as_fd(), flags));
     }
-    // Mail and who knocks may also wait for descriptors to become free, of which nobody tells.
+    // Queued frames and new connections may also wait for a free file descriptor, for which there is no notification.
     let pause = (mail || deaf || !unidentified.is_empty()).then_some(PAUSE);
     match poll(&mut fds, pause.as_ref()) {
         Ok(_) => {}
@@ -136,15 +137,15 @@ fn wait(wake: &Wake, heaps: &[Arc<Heap>], unidentified: &[Unidentified], links: 
     fds[1..].iter().map(|fd| fd.revents().intersects(wanted)).collect()
 }
 
-/// Lets in who knocks, of this user; so many that links have their turn, however many others are refused. False if somebody knocks who
-/// cannot be let in now.
+/// Accepts connections of this user up to the limit, which also bounds the number of rejected ones, so that links get
+/// their turn. Returns false if a connection cannot be accepted now.
 fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
     for _ in unidentified.len()..UNIDENTIFIED {
         let socket = match socket::accept(heap.listener()) {
             Ok(socket) => socket,
             Err(Errno::AGAIN) => return true,
             Err(Errno::INTR | Errno::CONNABORTED) => continue,
-            // No descriptor is free, or no memory.
+            // No free file descriptor, or no memory.
             Err(_) => return false,
         };
         match socket::peer(&socket) {
@@ -161,7 +162,7 @@ fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
     true
 }
 
-/// Unidentified peer, if it has still to introduce itself.
+/// Returns the pending connection if it still has to introduce itself.
 fn introduced(unidentified: Unidentified, ready: bool) -> Option<Unidentified> {
     let waiting = unidentified.since.elapsed() < INTRODUCTION;
     if !ready {

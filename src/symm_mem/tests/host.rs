@@ -1,4 +1,4 @@
-//! Memory of the host that can be told to fail.
+//! Host memory with injected failures.
 #![allow(unsafe_code, reason = "tests write where a heap says that memory lies, and fork")]
 
 use crate::error::{Error, Result};
@@ -8,14 +8,14 @@ use rustix::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A device with so many pages.
+/// A device with a given number of pages.
 pub(crate) struct Host {
     memory: HostMemory,
-    /// Nothing can be made.
+    /// True if allocations fail.
     pub(super) exhausted: Arc<AtomicBool>,
-    /// Flag of memory that cannot be waited for.
+    /// True if waiting for the device fails.
     pub(super) busy: AtomicBool,
-    /// Nothing of peers can be mapped.
+    /// True if mapping peers' memory fails.
     pub(super) alone: Arc<AtomicBool>,
 }
 

@@ -1,4 +1,5 @@
-//! Hostile peers, which do not keep to the protocol: what they send is refused, their link closed, and everybody else served.
+//! Hostile peers that violate the protocol: their messages are rejected, their link is closed, and all other peers are
+//! served.
 #![allow(unsafe_code, reason = "tests write where a heap says that memory lies, and fork")]
 
 use super::host::PAGE;
@@ -13,7 +14,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use rustix::io::Errno;
 use std::io::Write as _;
 
-/// A peer that says what the test wants.
+/// A peer that sends what the test wants.
 struct Raw {
     socket: OwnedFd,
     key: [u8; 16],
@@ -33,7 +34,7 @@ impl Raw {
         raw
     }
 
-    /// The claim of `heap` to this link.
+    /// Returns the claim of `heap` to this link.
     fn hold(&self, heap: &Heap) -> Hold {
         let address = Address { key: self.key, listener: [0; 16], span: 0 };
         heap.meet(&address, self.number, &healthy(), Instant::now() + PATIENCE).expect("the thread runs").expect("admitted")
@@ -58,7 +59,7 @@ impl Raw {
     }
 }
 
-/// The next message; `None`: the other end has closed.
+/// Returns the next message; `None` if the other end has closed.
 fn hear(socket: &OwnedFd) -> Option<Frame> {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -192,7 +193,7 @@ fn p20_memory_that_could_be_cut_short_is_refused_and_the_link_stays() {
     assert_eq!(raw.hear(), Some(Frame::Accepted { id: 9 }));
 }
 
-/// Nothing that allocates: it runs between `fork` and `_exit`.
+/// Must not allocate: it runs between `fork` and `_exit`.
 fn knock_as_another_user(address: &rustix::net::SocketAddrUnix, hello: &[u8]) -> i32 {
     // SAFETY: system calls on values and on memory that outlives them.
     unsafe {

@@ -1,4 +1,4 @@
-//! Heaps of the host's memory, linked within one process and between two.
+//! Heaps of host memory, linked within one process and between two.
 
 pub(crate) mod host;
 mod hostile;
@@ -25,7 +25,7 @@ fn healthy() -> Failed {
     Arc::new(|| false)
 }
 
-/// Links two heaps; returns the claim of each to its link with the other.
+/// Links two heaps; returns each heap's claim to its link with the other.
 fn link(one: &Heap, other: &Heap, failed: &Failed) -> (Hold, Hold) {
     let (near, number) = one.connect(&other.address(), failed).expect("connects");
     let far = other.meet(&one.address(), number, failed, Instant::now() + PATIENCE).expect("the thread runs").expect("came");
@@ -40,7 +40,7 @@ fn until(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-/// Address at which the memory at `address` of `heap` lies for the process that has `hold`.
+/// Returns the address at which the process with `hold` maps the memory at `address` of `heap`.
 fn seen(hold: &Hold, heap: &Heap, address: u64) -> u64 {
     hold.base() + (address - heap.base())
 }
@@ -88,7 +88,7 @@ fn what_a_window_has_pinned_stays_when_its_owner_gives_it_back() {
     assert_eq!(host::read(place), 7);
     one.release(address).expect("known");
     assert_eq!(host::read(place), 0, "mapped still, though the memory is given back");
-    // Other segments of the owner do not disturb it.
+    // Other segments of the owner do not affect it.
     let next = one.allocate(PAGE).expect("room");
     until("the next offer", || mapped(&far) == 2);
     host::write(next, 9);
@@ -192,7 +192,7 @@ fn a_heap_is_known_by_what_it_says_of_itself() {
     assert!(!heap.contains(heap.base() - 1) && !heap.contains(heap.base() + 4 * PAGE as u64));
 }
 
-/// A group that fails when told to.
+/// A group that fails on request.
 fn mortal() -> (Failed, Arc<AtomicBool>) {
     let dead = Arc::new(AtomicBool::new(false));
     let requested = Arc::clone(&dead);

@@ -1,4 +1,4 @@
-//! Heaps of two processes: children that are forked have a thread and links of their own.
+//! Heaps of two processes: forked children have a separate thread and separate links.
 #![allow(unsafe_code, reason = "tests write where a heap says that memory lies, and fork")]
 
 use super::host::{PAGE, read, write};
@@ -8,7 +8,7 @@ use rustix::fd::OwnedFd;
 use rustix::pipe::pipe;
 use std::io::Write as _;
 
-/// Runs `body` in a forked child; its process id. The child ends with code 0 if `body` says so.
+/// Runs `body` in a forked child and returns its process id. The child exits with code 0 if `body` returns true.
 pub(super) fn forked(body: impl FnOnce() -> bool) -> i32 {
     // SAFETY: the child runs only code under test and `_exit`; glibc repairs malloc in a child.
     let child = unsafe { libc::fork() };
@@ -22,7 +22,7 @@ pub(super) fn forked(body: impl FnOnce() -> bool) -> i32 {
 
 pub(super) fn status_of(child: i32) -> i32 {
     let mut status = 0;
-    // SAFETY: `status` is valid for a write; `child` is our own.
+    // SAFETY: `status` is valid for a write; `child` is a child of this process.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     status
 }
@@ -68,7 +68,7 @@ fn a_peer_that_is_killed_leaves_its_memory_to_those_who_use_it() {
     assert_eq!((mapped(&hold), read(hold.base())), (1, 42));
     let address = own.allocate(PAGE).expect("room");
     assert!(reachable(&own, address, 8, &hold));
-    // SAFETY: the child is ours.
+    // SAFETY: this process forked the child.
     assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);
     status_of(child);
     until("the link closed", || hold.link().is_closed());
@@ -108,7 +108,7 @@ fn a_forked_child_harms_nothing_of_its_parents() {
     assert!(reachable(&one, address, 8, &near));
     let (near, far) = (std::mem::ManuallyDrop::new(near), std::mem::ManuallyDrop::new(far));
     let child = forked(|| {
-        // Its copies; the links are the parent's.
+        // Drops the child's copies; the links belong to the parent.
         // SAFETY: this process does not use them again.
         unsafe {
             drop(std::ptr::read(&*near));
@@ -138,7 +138,7 @@ fn another_user_is_turned_away() {
         assert_eq!(unsafe { libc::setuid(65534) }, 0);
         let (unidentified, _) = heap(16);
         let Ok((hold, _)) = unidentified.connect(&address, &healthy()) else {
-            // It looks who listens, too.
+            // The connecting end also checks the listener's user.
             return true;
         };
         until("it was turned away", || hold.link().is_closed());
