@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// Modules by height; a module may use those below it, and its own kind.
+/// Modules by height; a module may use lower modules, and others of its kind.
 fn height(module: &str) -> u32 {
     match module {
         "error" | "dtype" | "lock" | "norm" | "op" | "rank" | "completion" => 0,
@@ -23,12 +23,12 @@ fn height(module: &str) -> u32 {
     }
 }
 
-/// A folder, named from the root of the repository.
+/// A directory, named relative to the root of the repository.
 fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
-/// All files in and below `folder` that have one of these extensions.
+/// All files in and below `folder` with one of these extensions.
 fn files(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).unwrap() {
@@ -42,7 +42,7 @@ fn files(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {
     found
 }
 
-/// Path of the module in a source file: `coll::cuda::plan`.
+/// The module path of a source file: `coll::cuda::plan`.
 fn module(file: &Path) -> Vec<String> {
     let inside = file.strip_prefix(folder("src")).unwrap().with_extension("");
     let mut parts: Vec<String> = inside.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
@@ -52,7 +52,7 @@ fn module(file: &Path) -> Vec<String> {
     parts
 }
 
-/// What a `use` of `tree` names after `path`, braces taken apart.
+/// Collects the names that a `use` of `tree` imports after `path`, with braces expanded.
 fn names(path: &[String], tree: &str, found: &mut Vec<Vec<String>>) {
     let (head, inner) = tree.split_once('{').map_or((tree, None), |(head, rest)| (head, Some(rest.rsplit_once('}').unwrap().0)));
     let segments = head.split("::").map(|segment| segment.split(" as ").next().unwrap().trim()).filter(|segment| !segment.is_empty());
@@ -72,7 +72,7 @@ fn names(path: &[String], tree: &str, found: &mut Vec<Vec<String>>) {
     }
 }
 
-/// The modules that `module` imports, among `all`; not those that it consists of, nor what its tests import.
+/// The modules among `all` that `module` imports, without its own submodules and without imports of its tests.
 fn imports(module: &[String], text: &str, all: &BTreeSet<Vec<String>>) -> BTreeSet<Vec<String>> {
     let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
     let mut found = Vec::new();
@@ -107,7 +107,7 @@ fn no_two_modules_import_each_other() {
         .filter(|(module, _)| !module.contains(&"tests".into()))
         .map(|(module, text)| (module.clone(), imports(module, text, &all)))
         .collect();
-    // Whatever imports nothing of the rest is in no circle.
+    // A module that imports none of the rest is in no cycle.
     loop {
         let left = rest.len();
         let free: Vec<_> =

@@ -1,7 +1,7 @@
-//! The protocols of shared memory under every interleaving that loom finds: `make loom`.
+//! The shared-memory protocols under every interleaving that loom finds: `make loom`.
 //!
-//! Rings, the pipeline, the failure record, the pads, the turns of fused products and the pieces of helpers run the crate's own code over loom's
-//! atomics. Arrival and doorbell are a few lines each, repeated here.
+//! Rings, the pipeline, the failure record, the pads, the turns of fused matmuls and the pieces of helpers run the
+//! crate's own code over loom's atomics. Arrival and doorbell are a few lines each, repeated here.
 #![cfg(loom)]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -42,10 +42,10 @@ impl Flag for Word {
     }
 }
 
-/// Bytes whose simultaneous use loom reports.
+/// A word for which loom reports conflicting accesses.
 struct Cell(UnsafeCell<u64>);
 
-// SAFETY: loom checks each access; that is what the tests are for.
+// SAFETY: loom checks each access, which is the purpose of the tests.
 unsafe impl Sync for Cell {}
 
 impl Cell {
@@ -71,7 +71,7 @@ fn model(preemptions: usize, body: impl Fn() + Sync + Send + 'static) {
 #[test]
 fn a_ring_hands_over_every_frame_once_and_in_order() {
     const UNITS: u64 = 3;
-    // The second does not fit before the end; the third begins once the first two have been read.
+    // The second does not fit before the end; the third starts once the first two have been read.
     const FRAMES: [u64; 3] = [2, 2, 1];
     struct Shared {
         tail: Word,
@@ -94,7 +94,7 @@ fn a_ring_hands_over_every_frame_once_and_in_order() {
                 if let Some(place) = room.padding {
                     producer.data[(place / UNIT) as usize].write(0);
                 }
-                // Frames are shown in parts, as short messages are.
+                // Frames are published in parts, like short messages.
                 for unit in 0..units {
                     producer.data[(room.place / UNIT + unit) as usize].write(number as u64 + 1);
                     tail = room.tail - (units - 1 - unit) * UNIT;
@@ -151,7 +151,7 @@ fn group() -> Arc<Group> {
     })
 }
 
-/// As `coll::cpu::arrival`: data, then the flag; wait for all flags; read everybody's data.
+/// As in `coll::cpu::arrival`: write the data, then the flag; wait for all flags; read all ranks' data.
 fn arrive(group: &Group, me: usize, seq: u64, value: u64) -> u64 {
     let parity = (seq % 2) as usize;
     group.posted[me][parity].write(value);
@@ -251,7 +251,7 @@ fn three_input_slots_and_two_result_slots_suffice() {
     });
 }
 
-/// As `sync::doorbell`: a sleeper announces itself and looks again; a publisher writes and looks for sleepers.
+/// As in `sync::doorbell`: a sleeper announces itself and checks again; a publisher writes and checks for sleepers.
 #[test]
 fn a_publisher_sees_the_sleeper_or_the_sleeper_sees_the_flag() {
     model(3, || {
@@ -270,7 +270,8 @@ fn a_publisher_sees_the_sleeper_or_the_sleeper_sees_the_flag() {
     });
 }
 
-/// Two ranks launch, and the second asks for symmetric memory somewhere on the way: both decide alike for every launch.
+/// Two ranks launch, and the second requests symmetric memory at some point: both make the same decision for every
+/// launch.
 #[test]
 fn ranks_agree_from_which_launch_on_kernels_are_zero_copy() {
     const LAUNCHES: u64 = 2;

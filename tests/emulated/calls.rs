@@ -1,4 +1,4 @@
-//! Collectives on all ranks of a group at once: what each gives, and what it must get.
+//! Collectives on all ranks of a group at once: each rank's inputs and expected outputs.
 #![allow(dead_code, reason = "each program uses its part")]
 
 use symm::coll::call::{Op, Span, Spec};
@@ -28,7 +28,7 @@ impl Random {
     }
 }
 
-/// What one rank gives and gets in one call, at odd addresses if `shift` is.
+/// The inputs and outputs of one rank in one call, at odd addresses if `shift` is odd.
 pub(crate) struct Tensors {
     pub(crate) inputs: Vec<Vec<u8>>,
     pub(crate) outputs: Vec<Vec<u8>>,
@@ -75,7 +75,7 @@ impl Tensors {
     }
 }
 
-/// What `rank` multiplies by under PREMUL_SUM.
+/// The factor of `rank` under PREMUL_SUM.
 pub(crate) fn factor(rank: usize) -> f64 {
     0.5 + rank as f64 / 4.0
 }
@@ -86,7 +86,7 @@ pub(crate) struct Case {
     pub(crate) dtype: DType,
     pub(crate) reduce_op: ReduceOp,
     pub(crate) root: usize,
-    /// Element counts: of the message, or of each pair's.
+    /// Number of elements in the message, or in each pair's message.
     pub(crate) count: usize,
     pub(crate) uneven: bool,
     pub(crate) shift: usize,
@@ -98,7 +98,7 @@ impl Case {
         count * self.dtype.size()
     }
 
-    /// Lengths of what `me` of `n` gives and gets.
+    /// Lengths of the inputs and outputs of `me` of `n`.
     pub(crate) fn lengths(&self, me: usize, n: usize) -> (Vec<usize>, Vec<usize>) {
         let one = self.count * self.dtype.size();
         let root = me == self.root;
@@ -127,7 +127,7 @@ impl Case {
         result
     }
 
-    /// What `me` must have got from everybody's tensors.
+    /// The expected outputs of `me`, given all ranks' tensors.
     pub(crate) fn expected(&self, me: usize, all: &[Tensors]) -> Vec<Vec<u8>> {
         let root = me == self.root;
         let column = |i: usize| all.iter().map(|t| t.input(i)).collect::<Vec<_>>();

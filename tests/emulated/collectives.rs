@@ -1,5 +1,5 @@
-//! Every kernel and the plans that lead to it, on threads of the host: what the GPUs of a group do, with ranks that run ahead of each
-//! other, words of a unit torn apart and threads paused anywhere.
+//! Every kernel and every plan that selects it, on host threads that act as the GPUs of a group. Ranks run ahead of
+//! each other, the words of a unit are torn apart, and threads pause anywhere.
 
 use crate::calls::{Case, Tensors, case};
 use crate::host::{Host, Memory, THREADS};
@@ -62,7 +62,7 @@ fn run(n: usize, cases: &[Case], rounds: usize) -> HashMap<&'static str, usize> 
     served
 }
 
-/// Every collective in sizes for every algorithm, in an order that mixes them.
+/// Every collective in sizes for every algorithm, in a mixed order.
 fn mixture(counts: &[usize]) -> Vec<Case> {
     let mut cases = Vec::new();
     for (i, &count) in counts.iter().enumerate() {
@@ -104,7 +104,8 @@ fn small_calls_by_the_hundred() {
     run(4, &cases, 4);
 }
 
-/// Two calls at once, on two channels, begun in another order on each rank, where the device has room for one of them and a bit.
+/// Two calls at once on two channels, started in a different order on each rank, on a device that fits little more than
+/// one.
 #[test]
 fn calls_that_do_not_fit_on_the_device_together_get_by() {
     let tuning = Tuning { one_shot_bytes: 0, two_shot_bytes: 0, low_latency_bytes: 0, lanes: 6, threads: 8, ..Tuning::of(2) };
@@ -168,7 +169,7 @@ fn a_rank_that_never_comes_ends_the_wait_and_is_named() {
     }
 }
 
-/// All-to-alls between two ranks, who both know how much travels: what they keep is longer, or nothing.
+/// All-to-alls between two ranks, which both know the lengths: the messages to themselves are longer, or empty.
 #[test]
 fn what_a_rank_keeps_may_be_longer_than_what_it_sends() {
     let host = Host::with_tuning(2, Tuning { low_latency_bytes: 8000, lanes: 6, ..Tuning::of(2) });

@@ -1,5 +1,5 @@
-//! The all-reduce along the edges of a hybrid cube mesh, on threads of the host: its bits, its edges, and its peace with the calls that
-//! use the same lines.
+//! The all-reduce along the edges of a hybrid cube mesh, on host threads: its bits, its edges, and its coexistence with
+//! other calls on the same lines.
 
 use crate::calls::{Case, Random, Tensors, case};
 use crate::host::Host;
@@ -13,7 +13,7 @@ use symm::topo::mesh::NvlMesh;
 
 const N: usize = 8;
 
-/// The cube mesh in which `label[i]` is the i-th GPU of a DGX-1.
+/// The cube mesh whose rank i is the GPU `label[i]` of a DGX-1.
 fn mesh(label: [usize; N]) -> CubeMesh {
     let mut rows = vec![vec![0; N]; N];
     for (a, b) in (0..N).flat_map(|a| (0..N).map(move |b| (a, b))) {
@@ -36,13 +36,14 @@ fn reduced(op: ReduceOp, dtype: DType, pieces: &[&[u8]]) -> Vec<u8> {
     result
 }
 
-/// Each quad's sum in rank order, rounded; then the two, that with rank 0 first; the average divides at the end.
+/// Each quad's sum in rank order, rounded; then the sum of both, first the one with rank 0; the average divides at the
+/// end.
 fn expected(mesh: &CubeMesh, op: ReduceOp, dtype: DType, inputs: &[&[u8]]) -> Vec<u8> {
     let first = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
     let last = if op == ReduceOp::PremulSum { ReduceOp::Sum } else { op };
     let halves = mesh.quad.map(|quad| reduced(first, dtype, &quad.map(|rank| inputs[rank as usize])));
     let mut pieces = vec![&halves[0][..], &halves[1][..]];
-    // Six that change nothing, for the average to be of eight: -0 where there is one, since -0 + 0 is another number than -0.
+    // Six neutral values, so that the average is of eight: -0 if the type has it, since -0 + 0 is not -0.
     let signed = matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
     let nothing: Vec<u8> = (0..halves[0].len()).map(|i| if signed && i % dtype.size() == dtype.size() - 1 { 0x80 } else { 0 }).collect();
     if op == ReduceOp::Avg {
@@ -51,14 +52,14 @@ fn expected(mesh: &CubeMesh, op: ReduceOp, dtype: DType, inputs: &[&[u8]]) -> Ve
     reduced(last, dtype, &pieces)
 }
 
-/// `count` elements: any bytes, or numbers that betray every other order of reduction.
+/// `count` elements: any bytes, or numbers that reveal every other order of reduction.
 fn elements(dtype: DType, op: ReduceOp, count: usize, seed: u64) -> Vec<u8> {
     const FINITE: [f32; 6] = [1e30, -1e30, 1.0, 3.0e-39, -0.0, -1.000_001];
     let mut random = Random((seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let mut number = || match random.below(1 << 40) {
-        // Of equal ones the first stays.
+        // Among equal values the first stays.
         chance if op == ReduceOp::Min => [0.0, -0.0][chance % 2],
-        // Few, else nothing else would be seen.
+        // Only a few, because they would hide everything else.
         chance if chance.is_multiple_of(64) => [f32::NAN, f32::INFINITY][chance / 64 % 2],
         chance => FINITE[chance % 6],
     };
@@ -122,7 +123,7 @@ impl Step {
     }
 }
 
-/// Runs `steps` back to back on every rank and checks each result; which algorithms served them.
+/// Runs `steps` back to back on every rank and checks each result; returns the algorithms that ran them.
 fn run(mesh: &CubeMesh, steps: &[Step]) -> Vec<&'static str> {
     let host = Host::with_mesh(mesh.clone());
     let made = |(i, step): (usize, &Step)| (0..N).map(|me| step.tensors(me, i)).collect();
@@ -190,7 +191,7 @@ fn every_rank_gets_the_bits_of_the_documented_order() {
 #[test]
 fn messages_longer_than_the_lines_take_several_rounds() {
     let long = |count, blocks| Step { blocks: Some(blocks), ..Step::all_reduce(DType::BF16, ReduceOp::Sum, count) };
-    // Rounds of 4 and 8 KiB; the last of some has nothing for its second block.
+    // Rounds of 4 and 8 KiB; the last round of some has no data for its second block.
     run(&straight(), &[long(2048, 1), long(2049, 1), long(6000, 1), long(9000, 2), long(8195, 2), long(3, 2), long(6000, 1)]);
 }
 

@@ -1,14 +1,15 @@
-// What device.cuh declares, for threads of the host: kernels compiled as C++, so that their protocols are tested without a GPU.
-// Every kernel thread is one thread of the host, and a launch returns when all of them have. Weaker than the host's memory on
-// purpose: the words of a unit are stored and loaded one by one in an order that varies, with pauses between them.
+// The declarations of device.cuh for host threads: kernels are compiled as C++, so that their protocols are tested
+// without a GPU. Every kernel thread is one host thread, and a launch returns when all of them have ended. The memory
+// is deliberately weaker than the host's: the words of a unit are stored and loaded one by one in a varying order, with
+// pauses between them.
 #pragma once
 
 #include "standard.hpp"
 
-// Not `static inline`: it stands before member functions too.
+// Not `static inline`, because it also precedes member functions.
 #define DEVICE inline
 #define THREADS 512
-// `name` takes the address of its arguments, and `name_args` says how many bytes they are.
+// `name` takes the address of its arguments, and `name_args` is their size in bytes.
 #define KERNEL(name, Args)                                                                                       \
   static void name##_body(const Args& args);                                                                     \
   extern "C" __attribute__((visibility("default"))) const u64 name##_args = sizeof(Args);                        \
@@ -20,13 +21,13 @@
 
 namespace emulated {
 
-// What the threads of a block share.
+// The state that the threads of a block share.
 struct Barrier {
   // Exited threads no longer count, as on a device.
   std::barrier<> arrived;
-  // Not 0: some thread said no. Votes take turns, so that one is cleared while nobody looks at it.
+  // Not 0 if a thread voted no. Votes alternate between two words, so that one is cleared while no thread reads it.
   std::atomic<u32> against[2] = {0, 0};
-  // Room of `cluster_floats`.
+  // Memory of `cluster_floats`.
   float floats[2048] = {};
   explicit Barrier(u32 threads) : arrived(threads) {}
 };
@@ -34,11 +35,11 @@ struct Barrier {
 struct Thread {
   u32 thread, threads, block, blocks, cluster_blocks;
   Barrier* barrier;
-  // What the threads of a cluster share.
+  // The state that the threads of a cluster share.
   Barrier* cluster;
   u32 loads;
   u32 votes;
-  // What `arrive_cluster` leaves for `wait_cluster`.
+  // The token that `arrive_cluster` leaves for `wait_cluster`.
   std::optional<std::barrier<>::arrival_token> arrived;
   // xorshift; 0 for a launch without pauses.
   u64 state;
@@ -52,7 +53,8 @@ static inline u32 random() {
   return static_cast<u32>(self.state >> 32);
 }
 
-// Mostly nothing, at times a turn for the others, seldom long enough for a whole round of a protocol elsewhere.
+// Mostly does nothing, sometimes yields to other threads, and rarely pauses long enough for a whole protocol round
+// elsewhere.
 static inline void pause() {
   if (self.state == 0) return;
   u32 chance = random() & 1023;
@@ -74,7 +76,7 @@ static inline Order order() {
   return {chosen & 3, (chosen & 4) != 0 ? 3u : 1u};
 }
 
-// More threads spin than there are cores: each lets the others run now and then.
+// There are more threads than cores, so each spinning thread sometimes lets the others run.
 static inline void loaded() {
   if ((++self.loads & 63) == 0) sched_yield();
 }
@@ -99,7 +101,7 @@ DEVICE void arrive_cluster() {
   emulated::self.arrived = emulated::self.cluster->arrived.arrive();
 }
 DEVICE void wait_cluster() { emulated::self.cluster->arrived.wait(std::move(*emulated::self.arrived)); }
-// Room for 2048 numbers that the threads of a cluster share.
+// Memory for 2048 numbers that the threads of a cluster share.
 DEVICE float* cluster_floats() { return emulated::self.cluster->floats; }
 DEVICE bool sync_block_and(bool yes) {
   emulated::pause();
@@ -166,20 +168,20 @@ DEVICE u64 clock_ns() {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<u64>(now.tv_sec) * 1'000'000'000 + static_cast<u64>(now.tv_nsec);
 }
-// A launch is over before the next one of its stream begins.
+// A launch ends before the next one of its stream starts.
 DEVICE void after_predecessor() {}
 DEVICE void allow_successor() {}
 
 #ifdef SYMM_RESIDENT
-// A device on which no more blocks than these find room at once, of all launches of a rank together.
+// A device that holds at most this many blocks at once, over all launches of a rank.
 struct Room {
   std::counting_semaphore<> free{SYMM_RESIDENT};
 };
 static Room room[WORLD];
 #endif
 
-// Runs `kernel` as `rank` on blocks * threads threads of the host, `cluster` blocks a cluster, and returns when all have; `args` is 16-byte
-// aligned. `seed` varies the pauses; 0: none.
+// Runs `kernel` as `rank` on blocks * threads host threads, with `cluster` blocks in a cluster, and returns when all
+// have ended; `args` is 16-byte aligned. `seed` varies the pauses; 0 means no pauses.
 extern "C" __attribute__((visibility("default"))) void symm_launch(void (*kernel)(const void*), u32 rank, u32 blocks, u32 threads,
                                                                    u32 cluster, const void* args, u64 seed) noexcept {
   if (threads > THREADS) {

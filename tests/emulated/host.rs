@@ -1,4 +1,4 @@
-//! A group whose GPUs are threads of the host.
+//! A group whose GPUs are host threads.
 
 use crate::heap::Heap;
 use crate::program::Program;
@@ -13,13 +13,13 @@ use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cuda::driver::Grid;
 use symm::topo::graph::CubeMesh;
 
-/// Threads of a block: at least as many as ranks.
+/// Number of threads in a block; at least the number of ranks.
 pub(crate) const THREADS: u32 = 8;
 
-/// Count of direct collectives and sends that is looked at; that of receives follows.
+/// Index of the checked count of zero-copy collectives and sends; the count of receives follows.
 const COUNT: u32 = 2;
 
-/// A rank's device memory, whose sentinel slots are empty.
+/// A rank's device memory, with empty sentinel slots.
 pub(crate) struct Memory {
     units: Vec<u128>,
     pub(crate) report: Vec<u32>,
@@ -41,21 +41,21 @@ pub(crate) struct Host {
     pub(crate) tuning: Tuning,
     pub(crate) memory: Vec<Memory>,
     pub(crate) timeout: Duration,
-    /// Each rank's symmetric memory; none: calls are not zero-copy.
+    /// Each rank's symmetric memory; without it, calls are not zero-copy.
     pub(crate) heaps: Vec<Heap>,
     reachable: Vec<Box<dyn Fn(Span) -> bool + Send + Sync>>,
-    /// Where there is one, launches along its edges reach neighbours only: `guard` stands for all other ranks.
+    /// If set, launches along its edges reach only neighbours: `guard` replaces all other ranks.
     mesh: Option<CubeMesh>,
     guard: Vec<u128>,
     longest: AtomicU64,
 }
 
-/// The units of memory that no rank may touch.
+/// The content of memory that no rank may touch.
 const GUARD: u128 = 0xA5A5_5A5A_0F0F_F0F0_A5A5_5A5A_0F0F_F0F0;
 
 impl Host {
     pub(crate) fn new(n: usize) -> Self {
-        // Small everything: many blocks, chunks and turns of the slots in short messages.
+        // Small limits, so that short messages use many blocks, chunks and rounds of slots.
         let tuning = Tuning {
             one_shot_bytes: 700,
             two_shot_bytes: 6000,
@@ -89,7 +89,7 @@ impl Host {
         }
     }
 
-    /// Ranks that are linked as a hybrid cube mesh.
+    /// Ranks whose GPUs form a hybrid cube mesh.
     pub(crate) fn with_mesh(mesh: CubeMesh) -> Self {
         let n = mesh.relay.len();
         let host = Self::with_tuning(n, Tuning { lanes: 2, threads: THREADS as usize, ..Tuning::of(n) });
@@ -108,7 +108,7 @@ impl Host {
         Some(Edges { mesh, peer })
     }
 
-    /// As after some four billion calls: every count is about to begin anew.
+    /// Sets all counts as after about four billion calls, just before they wrap.
     pub(crate) fn age(&mut self) {
         let layout = self.layout;
         let lanes = |stage| (layout.words(stage), layout.lanes() * size_of::<[[u32; MAX_RANKS]; 4]>());
@@ -140,22 +140,22 @@ impl Host {
         !self.heaps.is_empty() && plan::worth_zero_copy(call, me, self.n, &self.tuning)
     }
 
-    /// Kernels of each rank that moved something between tensors: collectives and sends.
+    /// Number of kernels of each rank that moved data between tensors: collectives and sends.
     pub(crate) fn direct(&self) -> Vec<u32> {
         self.memory.iter().map(|memory| memory.report[DIRECT_WORD + COUNT as usize]).collect()
     }
 
-    /// Receives of each rank into whose tensors something was put.
+    /// Number of receives of each rank whose tensors were written directly.
     pub(crate) fn received_in_place(&self) -> Vec<u32> {
         self.memory.iter().map(|memory| memory.report[DIRECT_WORD + COUNT as usize + 1]).collect()
     }
 
-    /// The time that the longest launch took, its compilation not counted.
+    /// Duration of the longest launch, without its compilation.
     pub(crate) fn longest(&self) -> Duration {
         Duration::from_millis(self.longest.load(Ordering::Relaxed))
     }
 
-    /// No kernel has given up, or written to a rank that is not a neighbour.
+    /// Returns true if no kernel has timed out or written to a rank that is not a neighbour.
     pub(crate) fn is_well(&self) -> bool {
         assert!(self.guard.iter().all(|&unit| unit == GUARD), "a kernel wrote to a rank that is not a neighbour");
         self.memory.iter().all(|memory| memory.report[..DIRECT_WORD].iter().all(|&word| word == 0))
@@ -171,7 +171,7 @@ impl Host {
         Common { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call }
     }
 
-    /// For launch `number`; of sends and receives, which may always find offers, there is no `call`.
+    /// The context of launch `number`. Sends and receives, which may always find offers, have no `call`.
     pub(crate) fn context(&self, me: usize, number: u64, call: Option<&Spec<'_>>) -> LaunchContext<'_> {
         let symmetric = self.reachable.get(me).filter(|_| call.is_none_or(|call| self.is_zero_copy(me, call))).map(|reachable| {
             let mut heap = [0; MAX_RANKS];
@@ -202,7 +202,7 @@ impl Host {
         defines.extend(launch.zero_copy.then(|| "-DSYMM_ZERO_COPY=1".into()));
         let program = Program::build_with(launch.kernel.program, &defines);
         let begun = Instant::now();
-        // SAFETY: memory and tensors live until all ranks are done.
+        // SAFETY: memory and tensors live until all ranks have finished.
         unsafe { program.launch(launch.kernel.symbol, me as u32, Grid { threads: THREADS, ..launch.grid }, launch.args.bytes()) };
         self.longest.fetch_max(begun.elapsed().as_millis() as u64, Ordering::Relaxed);
     }

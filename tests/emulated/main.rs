@@ -1,4 +1,4 @@
-//! CUDA kernels run by the emulator: each kernel source is compiled by the C++ compiler, and host threads run it.
+//! CUDA kernels run by the emulator: the C++ compiler compiles each kernel source, and host threads run it.
 //!
 //! One test program, so that every test shares the kernels that are already compiled (`program::Program`).
 #![allow(missing_docs, clippy::unwrap_used)]

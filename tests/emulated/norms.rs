@@ -1,4 +1,4 @@
-//! Rows that are summed, added to a residual and normed by kernels which run as threads of the host: the bits are those of the CPU's.
+//! Rows that are summed, added to a residual and normalised by kernels on host threads: the bits equal the CPU's.
 
 use crate::host::Host;
 use symm::coll::call::{Op, Span, Spec};
@@ -17,18 +17,18 @@ struct Tensors {
 }
 
 impl Tensors {
-    /// Rows of `norm`, of which the input differs from rank to rank.
+    /// Rows of `norm`; the input differs between ranks.
     fn new(norm: &Norm, me: usize, shift: usize) -> Self {
         let fill = |elements: usize, seed: usize| {
             let mut data = vec![0u8; shift];
             for i in 0..elements {
-                // Small numbers of either sign; some are large, and few are exact sums.
+                // Small numbers of either sign; some are large, and few sums are exact.
                 let value = ((i * 2_654_435_761 + seed * 40_503) % 4093) as f32 / 512.0 - 4.0;
                 let bits = value.to_bits();
                 if norm.dtype == DType::F32 {
                     data.extend(bits.to_le_bytes());
                 } else {
-                    // Both are cut short, not converted: any bits will do.
+                    // Both are truncated, not converted: any bits will do.
                     data.extend(((bits >> 16) as u16 & if norm.dtype == DType::F16 { 0xbfff } else { 0xffff }).to_le_bytes());
                 }
             }
@@ -49,7 +49,7 @@ impl Tensors {
     fn call(&self, norm: &Norm) -> Spec<'static> {
         let spans = |data: &[Vec<u8>], numbers: usize| {
             let of = |(i, data): (usize, &Vec<u8>)| {
-                // Numbers of 32 bits are aligned.
+                // 32-bit numbers are aligned.
                 let shift = if i >= numbers { self.shift.next_multiple_of(4) } else { self.shift };
                 Span { addr: data.as_ptr() as usize + shift, bytes: data.len() - shift }
             };
@@ -72,7 +72,7 @@ impl Tensors {
     }
 }
 
-/// What every rank must get.
+/// The expected outputs of every rank.
 fn expected(norm: &Norm, ranks: &[Tensors]) -> Vec<Vec<u8>> {
     let wanted = Tensors::new(norm, 0, ranks[0].shift);
     let call = wanted.call(norm);
@@ -91,7 +91,7 @@ fn expected(norm: &Norm, ranks: &[Tensors]) -> Vec<Vec<u8>> {
     wanted.outputs
 }
 
-/// Runs `norms` one after the other, `rounds` times; returns the names of their plans.
+/// Runs `norms` one after another, `rounds` times; returns the names of their plans.
 fn run(n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: Tuning) -> Vec<&'static str> {
     let host = Host::with_tuning(n, tuning);
     let tensors: Vec<Vec<Tensors>> = norms.iter().map(|norm| (0..n).map(|me| Tensors::new(norm, me, shift)).collect()).collect();
@@ -132,11 +132,11 @@ fn run(n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: Tuning) -> V
     norms.iter().zip(&tensors).map(|(norm, tensors)| host.plan(0, &tensors[0].call(norm)).name()).collect()
 }
 
-/// Rows that eight threads can norm, and rows that take clusters of 2 and of 4 blocks with as many.
+/// Numbers and lengths of rows for eight threads, and of rows that need clusters of 2 and 4 such blocks.
 const ROWS: [(usize, usize); 6] = [(1, 8), (3, 64), (5, 200), (70, 16), (2, 256), (0, 64)];
 const LONG_ROWS: [(usize, usize); 2] = [(3, 400), (1, 1000)];
 
-/// Every form of `rows`, each so many of so many elements.
+/// Every form of `rows`, which are pairs of a number of rows and their length.
 fn mixture(dtype: DType, rows: &[(usize, usize)]) -> Vec<Norm> {
     let mut norms = Vec::new();
     for &(rows, hidden) in rows {

@@ -1,8 +1,8 @@
-//! Kernels for CUDA devices as threads of the host: their sources compiled by the C++ compiler with `SYMM_EMULATED`.
+//! CUDA kernels as host threads: their sources are compiled by the C++ compiler with `SYMM_EMULATED`.
 //!
-//! What it shows: that a protocol's stores, polls and barriers fit together, with the words of a unit torn apart and threads paused
-//! anywhere (`SYMM_EMULATED_SEED`, default 1, varies the pauses; 0 leaves them out). What it cannot show: a fence that a GPU's memory
-//! needs and the host's does not.
+//! The emulation shows that a protocol's stores, polls and barriers fit together, with the words of a unit torn apart
+//! and threads paused anywhere (`SYMM_EMULATED_SEED`, default 1, varies the pauses; 0 omits them). It cannot show a
+//! missing fence that a GPU's memory needs and the host's does not.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -18,7 +18,7 @@ use symm::kernels::cuda::driver::Grid;
 type Kernel = unsafe extern "C" fn(*const u8);
 type Launch = unsafe extern "C" fn(Kernel, u32, u32, u32, u32, *const u8, u64);
 
-/// One file of kernels, compiled for a world and, where it reduces, for an element type and an operation.
+/// One source file of kernels, compiled for a world and, if it reduces, for an element type and an operation.
 #[derive(Clone)]
 pub(crate) struct Program {
     library: Arc<Library>,
@@ -28,10 +28,11 @@ pub(crate) struct Program {
 type Key = (String, Vec<String>);
 
 impl Program {
-    /// The kernels of `src/kernels/cuda/{path}.cu`; of `{path}.cu` where `path` begins with `tests/`. Compiled once per process.
+    /// Builds the kernels of `src/kernels/cuda/{path}.cu`, or of `{path}.cu` if `path` starts with `tests/`. Compiled
+    /// once per process.
     ///
     /// # Panics
-    /// With the compiler's output, if it refuses.
+    /// With the compiler's output, if compilation fails.
     pub(crate) fn build(path: &str, world: u32, dtype: Option<DType>, op: Option<ReduceOp>) -> Program {
         let mut defines = vec![format!("-DSYMM_WORLD={world}")];
         defines.extend(dtype.map(|dtype| format!("-DSYMM_DTYPE={}", dtype as u8)));
@@ -47,14 +48,15 @@ impl Program {
         slot.get_or_init(|| Program { library: Arc::new(compile(path, defines)), name: path.to_owned() }).clone()
     }
 
-    /// Runs `kernel` as `rank` on a thread for each of the grid, and returns when they have ended. `args` are the bytes of its
-    /// arguments. Ranks that wait for each other are launched from one host thread each.
+    /// Runs `kernel` as `rank` on one thread for each thread of the grid, and returns when they have ended. `args` are
+    /// the bytes of its arguments. Ranks that wait for each other must be launched from different host threads.
     ///
     /// # Panics
-    /// If there is no such kernel or its arguments are of another size.
+    /// If there is no such kernel or its arguments have a different size.
     ///
     /// # Safety
-    /// `args` are valid for the kernel: what they point to lives until this returns, and is written by nobody but kernels.
+    /// `args` are valid for the kernel: the memory that they point to lives until this returns, and only kernels write
+    /// it.
     pub(crate) unsafe fn launch(&self, kernel: &str, rank: u32, grid: Grid, args: &[u8]) {
         static LAUNCHES: AtomicU64 = AtomicU64::new(1);
         static SEED: LazyLock<u64> =
@@ -71,11 +73,12 @@ impl Program {
             )
         };
         assert_eq!(size, args.len() as u64, "bytes of arguments of {kernel} in {}", self.name);
-        // As aligned as a kernel's arguments are.
+        // With the alignment of a kernel's arguments.
         let mut aligned = vec![0u128; args.len().div_ceil(16)];
         // SAFETY: `aligned` has at least as many bytes as `args`.
         unsafe { aligned.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(args.as_ptr(), args.len()) };
-        // SAFETY: `self.library` keeps the code loaded; the arguments are of the kernel's size, and valid by the caller's contract.
+        // SAFETY: `self.library` keeps the code loaded; the arguments have the kernel's size and are valid by the
+        // caller's contract.
         unsafe { launch(entry, rank, grid.blocks, grid.threads, grid.cluster, aligned.as_ptr().cast(), seed) };
     }
 }
@@ -84,13 +87,13 @@ fn compiler() -> Command {
     let mut compiler = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
     compiler.args("-std=c++20 -O1 -g -fPIC -pthread -fvisibility=hidden -ffp-contract=off".split(' '));
     compiler.args("-Wall -Wextra -Werror -Wno-unknown-pragmas".split(' '));
-    // Sanitizers, for instance.
+    // For example sanitizers.
     compiler.args(std::env::var("SYMM_EMULATED_FLAGS").unwrap_or_default().split_whitespace());
     compiler
 }
 
-/// A copy of `standard.hpp` that is compiled already, which a third of a kernel's compilation takes otherwise. Later runs with the same
-/// compiler and flags find it.
+/// A precompiled copy of `standard.hpp`, whose compilation would otherwise take a third of each kernel's. Later runs
+/// with the same compiler and flags reuse it.
 fn standard(root: &Path) -> &'static Path {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     MADE.get_or_init(|| {
@@ -105,7 +108,7 @@ fn standard(root: &Path) -> &'static Path {
             std::fs::write(&header, &text).expect("written");
             let status = compiler().args(["-x", "c++-header"]).arg(&header).arg("-o").arg(header.with_extension("hpp.gch")).status();
             assert!(status.is_ok_and(|status| status.success()), "standard.hpp does not compile");
-            // Whole at once; another process may have been first.
+            // Renamed as a whole; another process may have been first.
             let _ = std::fs::rename(made.keep(), &folder);
         }
         folder.join("standard.hpp")
@@ -124,11 +127,11 @@ fn compile(path: &str, defines: &[String]) -> Library {
     compiler.args(["-x", "c++"]).arg(&source).arg("-o").arg(&object);
     let output = compiler.output().expect("a C++ compiler");
     assert!(output.status.success(), "{compiler:?}:\n{}", String::from_utf8_lossy(&output.stderr));
-    // SAFETY: what was just compiled has no initialisers beyond constants.
+    // SAFETY: the library just compiled has no initialisers beyond constants.
     unsafe { Library::new(&object) }.unwrap_or_else(|error| panic!("{}: {error}", object.display()))
 }
 
-/// What rank or host `giver` gives, in units so that it is aligned: floats between -2 and 2, any bits of integers.
+/// The input of rank or node `giver`, in units for alignment: floats between -2 and 2, any bits of integers.
 pub(crate) fn numbers(giver: usize, bytes: usize, dtype: DType) -> Vec<u128> {
     let mut state = 0x9e37_79b9_7f4a_7c15 ^ (giver as u64 + 1);
     let mut random = move || {

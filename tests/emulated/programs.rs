@@ -1,5 +1,5 @@
-//! Random programs of collectives on threads of the host: every kind of call on tensors of any length at any address, in symmetric memory or
-//! not, with ranks that run ahead of each other.
+//! Random programs of collectives on host threads: every kind of call on tensors of any length at any address, in
+//! symmetric memory or not, with ranks that run ahead of each other.
 
 use crate::calls::{Case, Random, Tensors, factor};
 use crate::heap::Heap;
@@ -11,16 +11,16 @@ use symm::coll::cuda::plan::{self, Plan, Tuning};
 use symm::dtype::{DType, ReduceOp};
 use symm::rank::Rank;
 
-/// More than the most that goes with flags in the data under any tuning here.
+/// Longer than any message that uses LL lines under the tunings here.
 const LONG: usize = 70_000;
 
-/// What surrounds every tensor, and what outputs begin with.
+/// The bytes around every tensor, and the initial content of outputs.
 const CANARY: u8 = 0xA5;
 const MARGIN: usize = 48;
 
 /// A tensor at any address, between canaries.
 struct Guarded {
-    /// All of it, canaries too: its own, or part of a heap that outlives it.
+    /// The whole allocation including canaries: owned, or part of a heap that outlives it.
     data: *mut u8,
     length: usize,
     own: bool,
@@ -28,22 +28,22 @@ struct Guarded {
     bytes: usize,
 }
 
-// SAFETY: plain memory; kernels on other threads use it only while nobody else does.
+// SAFETY: plain memory; kernels on other threads use it only while no other code does.
 unsafe impl Send for Guarded {}
 // SAFETY: as above.
 unsafe impl Sync for Guarded {}
 
-/// How many of a call's tensors lie in symmetric memory.
+/// How many of a call's tensors are in symmetric memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Symmetry {
     None,
-    /// Some, of which some are not aligned.
+    /// Some of them, and some of these are not aligned.
     Some,
-    /// All, aligned.
+    /// All of them, aligned.
     All,
 }
 
-/// Where a rank's tensors are made.
+/// Where a rank's tensors are allocated.
 #[derive(Clone, Copy)]
 struct Ground<'a> {
     heap: Option<&'a Heap>,
@@ -59,11 +59,11 @@ impl Guarded {
         let rest = 16 - data as usize % 16;
         let start = 16 + rest + if aligned || (heap.is_some() && ground.symmetry == Symmetry::All) { 0 } else { random.below(16) };
         let size = dtype.size();
-        // SAFETY: `length` bytes, just made; nobody else has them.
+        // SAFETY: `length` bytes, just allocated and not shared yet.
         let all = unsafe { std::slice::from_raw_parts_mut(data, length) };
         all.fill(CANARY);
         for (i, byte) in all[start..][..bytes].iter_mut().enumerate() {
-            // No NaN and no infinity: the highest bit of a float's exponent is 0.
+            // No NaN and no infinity: the highest exponent bit of a float is 0.
             *byte = random.below(256) as u8 & if size > 1 && i % size == size - 1 { 0xBF } else { 0xFF };
         }
         Self { data, length, own: heap.is_none(), start, bytes }
@@ -78,7 +78,7 @@ impl Guarded {
     }
 
     fn all(&self) -> &[u8] {
-        // SAFETY: `length` bytes, its own or taken from the heap, which lives longer; no kernel writes while somebody looks.
+        // SAFETY: `length` bytes, owned or taken from the heap, which lives longer; no kernel writes during the borrow.
         unsafe { std::slice::from_raw_parts(self.data, self.length) }
     }
 }
@@ -86,7 +86,7 @@ impl Guarded {
 impl Drop for Guarded {
     fn drop(&mut self) {
         if self.own {
-            // SAFETY: made by `new` of a boxed slice of this length.
+            // SAFETY: made by `new` from a boxed slice of this length.
             drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(self.data, self.length)) });
         }
     }
@@ -98,14 +98,14 @@ struct Request {
     n: usize,
     dtype: DType,
     reduce_op: ReduceOp,
-    /// Of what one rank has for another, mostly, or for all.
+    /// Mostly the length of the message between two ranks, or of all messages.
     base: usize,
 }
 
-/// What a rank does in one step of a random program.
+/// The action of a rank in one step of a random program.
 enum Act {
     Collective(Spec<'static>),
-    /// `apart`: the sends in one launch, the receives in another beside it.
+    /// `apart`: the sends in one launch, the receives in another that runs at the same time.
     Transfers {
         sends: Vec<(usize, Span)>,
         receives: Vec<(usize, Span)>,
@@ -113,7 +113,7 @@ enum Act {
     },
 }
 
-/// One step of a random program: what each rank does, and what each tensor holds in the end.
+/// One step of a random program: each rank's action, and the final content of each tensor.
 struct Scene {
     title: String,
     acts: Vec<Act>,
@@ -142,9 +142,9 @@ impl Scene {
     fn collective(random: &mut Random, heaps: &[Heap], symmetry: Symmetry, requested: Request) -> Self {
         let Request { op, n, dtype, reduce_op, base } = requested;
         let (root, uneven) = (random.below(n), random.below(3));
-        // A rank with short messages alone, among others whose messages are longer than any with flags in the data.
+        // One rank has only short messages; all others have messages that are too long for LL lines.
         let apart = (op == Op::AllToAll && n < 5 && random.below(3) == 0).then(|| random.below(n));
-        // Of what one rank has for another, or for all.
+        // Lengths of the message between two ranks, or of all messages.
         let mut matrix = vec![vec![base; n]; n];
         for (place, length) in matrix.iter_mut().flatten().enumerate() {
             *length = match (apart, uneven) {
@@ -263,13 +263,13 @@ impl Scene {
         }
     }
 
-    /// Whether `me` moves something in a zero-copy kernel, to or from a peer.
+    /// Returns true if `me` moves data to or from a peer in a zero-copy kernel.
     fn moves(&self, host: &Host, me: usize) -> bool {
         let Act::Collective(call) = &self.acts[me] else { return false };
         let plan = host.plan(me, call);
         let short = plan::short_bytes(plan) as usize;
         let any = |spans: &[Span]| spans.iter().enumerate().any(|(r, span)| span.bytes > short && (spans.len() < host.n || r != me));
-        // The root of a broadcast gives all through staging, unless a single other rank gets it.
+        // The root of a broadcast sends everything through staging, unless only one other rank receives it.
         let gives = call.op == Op::Broadcast && host.n > 2 && call.root.index() == me;
         let moved = !gives && (!matches!(plan, Plan::Exchange { .. }) || any(&call.inputs) || any(&call.outputs));
         host.is_zero_copy(me, call) && plan.can_be_zero_copy() && moved
@@ -286,10 +286,11 @@ impl Scene {
     }
 }
 
-/// Bytes of a rank's symmetric memory.
+/// Size of a rank's symmetric memory in bytes.
 const HEAP: usize = 256 << 20;
 
-/// Random programs on `n` ranks, each under a random tuning; `SYMM_RANDOM_SEED` and `SYMM_RANDOM_PROGRAMS` for others and more.
+/// Random programs on `n` ranks, each under a random tuning; `SYMM_RANDOM_SEED` and `SYMM_RANDOM_PROGRAMS` select
+/// others and more.
 fn random_programs(n: usize, zero_copy: bool) {
     let number = |name: &str, default: u64| std::env::var(name).map_or(default, |text| text.parse().expect("a number"));
     let seed = number("SYMM_RANDOM_SEED", 1);
@@ -312,7 +313,7 @@ fn random_programs(n: usize, zero_copy: bool) {
         if zero_copy {
             host.handshake(HEAP);
         }
-        // Counts about to begin anew, on every second number of ranks, and in every second program.
+        // Counts about to wrap, for every second number of ranks and in every second program.
         if (program as usize + n + usize::from(zero_copy)) % 2 == 1 {
             host.age();
         }
@@ -385,13 +386,13 @@ fn random_zero_copy_programs_on_eight_ranks() {
     random_programs(8, true);
 }
 
-/// Under which every collective of `n` ranks that can be zero-copy is.
+/// A tuning under which every collective of `n` ranks that can be zero-copy is zero-copy.
 fn always_zero_copy(n: usize) -> Tuning {
     let long = Tuning { one_shot_bytes: 0, zero_copy_two_shot_bytes: 0, zero_copy_bytes: 1, low_latency_bytes: 0, ..Tuning::of(n) };
     Tuning { lanes: 4, threads: 8, ..long }
 }
 
-/// Every collective on symmetric tensors alone goes direct, whatever its element type and operation, and whatever its tails.
+/// Every collective with only symmetric tensors is zero-copy, for all element types, operations and tails.
 fn all_symmetric_goes_direct(n: usize) {
     let mut host = Host::with_tuning(n, always_zero_copy(n));
     host.handshake(HEAP);
@@ -407,7 +408,7 @@ fn all_symmetric_goes_direct(n: usize) {
     let mut scenes = Vec::new();
     for (i, (dtype, reduce_op)) in reductions.into_iter().enumerate() {
         for op in Op::C10D.iter().filter(|op| **op != Op::Barrier && (op.reduces() || i == 0)) {
-            // Longer than what flags in the data carry where nobody knows the longest message.
+            // Longer than the messages on LL lines if not every rank knows the longest message.
             let least = if *op == Op::AllToAll { 66_000 } else { 100 };
             let base = (least + random.below(20_000)) / dtype.size() * dtype.size();
             let requested = Request { op: *op, n, dtype, reduce_op, base };
@@ -448,10 +449,10 @@ fn all_symmetric_goes_direct_on_eight_ranks() {
     all_symmetric_goes_direct(8);
 }
 
-/// Who does not know where a peer's memory is touches nothing.
+/// A rank that does not know the address of a peer's memory touches nothing.
 #[test]
 fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
-    // Not a gather: of its ranks only the root needs all others.
+    // Not a gather, in which only the root needs all others.
     for op in [Op::AllReduce, Op::AllGather, Op::ReduceScatter, Op::Broadcast] {
         let mut host = Host::with_tuning(3, always_zero_copy(3));
         host.handshake(HEAP);
@@ -466,7 +467,7 @@ fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
             }
         });
         assert!(host.longest() < Duration::from_secs(60), "{op:?}: {:?}", host.longest());
-        // The root of a broadcast has given all it has when slots have room.
+        // The root of a broadcast has finished once its chunks fit into slots.
         let needs_all = |me: &usize| !matches!(&scene.acts[*me], Act::Collective(call) if op == Op::Broadcast && call.root.index() == *me);
         for memory in (0..2).filter(needs_all).map(|me| &host.memory[me]) {
             assert_eq!((memory.report[0], memory.report[1], memory.report[4 + 2]), (1, 77, 1), "{op:?}: {:?}", memory.report);

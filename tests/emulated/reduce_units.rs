@@ -1,4 +1,4 @@
-//! Reductions as CUDA kernels compute them against those of the CPU, bit by bit: every type, every operation.
+//! Reductions by CUDA kernels compared bit by bit with the CPU's: every type, every operation.
 
 use crate::program::Program;
 use symm::dtype::{DType, ReduceOp};
@@ -7,14 +7,14 @@ use symm::kernels::cuda::driver::Grid;
 
 const UNIT: usize = 16;
 
-/// Neither exact in every type nor alike; the last overflows small floats.
+/// Factors that differ and are not exact in every type; the last one overflows small floats.
 fn factor(rank: usize) -> f64 {
     [0.1, -1.5, 3.0, 1e-3, 0.5, -7.0, 1.0, 1e4][rank % 8]
 }
 
-/// The bits at which a number's meaning changes, in the size of one part of an element.
+/// The bit patterns at which a number's meaning changes, in the size of one part of an element.
 fn special(dtype: DType) -> Vec<u64> {
-    // Infinity where the format has one, and the number below and the NaNs above; the least normal; one.
+    // Infinity if the format has it, the number below it and the NaNs above; the least normal; one.
     let (infinity, least_normal, one): (u64, u64, u64) = match dtype {
         DType::F32 | DType::C64 => (0x7f80_0000, 0x0080_0000, 0x3f80_0000),
         DType::F64 | DType::C128 => (0x7ff0_0000_0000_0000, 0x0010_0000_0000_0000, 0x3ff0_0000_0000_0000),
@@ -46,7 +46,8 @@ fn special(dtype: DType) -> Vec<u64> {
     positive.iter().flat_map(|&bits| [bits, bits | sign]).collect()
 }
 
-/// Each rank's elements: all pairs of special values among neighbouring ranks, then random bits, some of them near each other.
+/// Each rank's elements: all pairs of special values in neighbouring ranks, then random bits, some of them close to
+/// each other.
 fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
     let mut state = 0x9e37_79b9_7f4a_7c15 ^ ((dtype as u64) << 8) ^ world as u64;
     let mut random = move || {
@@ -67,7 +68,7 @@ fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
                 (true, 0) => special[at % special.len()],
                 (true, 1) => special[at / special.len()],
                 (true, _) => special[(random() % special.len() as u64) as usize],
-                // Numbers of like size, whose sums round: random ones mostly swallow each other.
+                // Numbers of similar size, whose sums round: with random ones the larger mostly hides the smaller.
                 (false, _) if at % 2 == 0 => common ^ (random() >> (64 - 3 * part as u32)),
                 (false, _) => random(),
             };
@@ -97,7 +98,7 @@ fn expected(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>]) -> Vec<u8> {
     on_cpu(ReduceOp::Sum, dtype, &lifted, &factors)
 }
 
-/// Bytes at an address that units may have.
+/// Bytes at an address with the alignment of units.
 fn units(bytes: &[u8]) -> Vec<u128> {
     bytes.chunks_exact(UNIT).map(|unit| u128::from_le_bytes(unit.try_into().expect("16 bytes"))).collect()
 }
@@ -112,7 +113,7 @@ fn on_gpu(program: &Program, kernel: &str, op: ReduceOp, dtype: DType, inputs: &
     put(output.len() as u64);
     (0..inputs.len()).for_each(|rank| put(factor(rank).to_bits()));
     put(dtype as u64 | (op as u64) << 32);
-    // SAFETY: the arguments are those of reduce_units.cu for as many ranks as there are inputs, all as long as the output.
+    // SAFETY: the arguments match reduce_units.cu for the number of inputs, which all have the output's length.
     unsafe { program.launch(kernel, 0, Grid::new(1, 2), &args) };
     output.iter().flat_map(|unit| unit.to_le_bytes()).collect()
 }
@@ -154,7 +155,7 @@ fn eight_ranks() {
     check_all(8);
 }
 
-/// What kernels include: the type and operation of the compilation.
+/// The headers that kernels include: the type and operation of the compilation.
 #[test]
 fn the_chosen_pair() {
     for (dtype, op) in [(DType::BF16, ReduceOp::Sum), (DType::I16, ReduceOp::Avg), (DType::C64, ReduceOp::PremulSum)] {
@@ -172,7 +173,7 @@ fn scrubbing_leaves_no_word_of_ones_and_every_number() {
         let empties = after.chunks(4).filter(|word| *word == [0xff; 4]).count();
         let scrubs = !matches!(dtype, DType::I32 | DType::F8E4M3FN | DType::F8E4M3FNUZ);
         assert_eq!(empties, if scrubs { 0 } else { words.len().div_ceil(3) }, "{dtype:?}");
-        // A reduction of one rank makes every NaN canonical: those that were replaced are NaN still.
+        // A reduction of one rank makes every NaN canonical: the replaced words must still be NaN.
         let canonical = |bytes: &[u8]| on_cpu(ReduceOp::Sum, dtype, &[bytes.to_vec()], &[1.0]);
         assert_eq!(canonical(&after), canonical(&before[0]), "{dtype:?}");
     }

@@ -1,4 +1,4 @@
-//! The emulator of kernels itself: indices, barriers, units that arrive in pieces.
+//! Tests of the kernel emulator itself: indices, barriers, units that arrive in parts.
 
 use crate::program::Program;
 use symm::kernels::cuda::driver::Grid;
@@ -56,6 +56,6 @@ fn every_thread_knows_its_place() {
 #[test]
 #[should_panic(expected = "bytes of arguments of places")]
 fn arguments_of_another_size_are_refused() {
-    // SAFETY: refused before they are read.
+    // SAFETY: the launch fails before it reads them.
     unsafe { build(1).launch("places", 0, Grid::new(1, 1), &[0; 12]) };
 }

@@ -1,4 +1,5 @@
-//! Signals between GPUs on threads of the host: nothing is lost, pads are zero afterwards, and who does not come is named in time.
+//! Signals between GPUs on host threads: no signal is lost, pads are zero afterwards, and a missing rank is named in
+//! time.
 
 use crate::program::Program;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -8,9 +9,9 @@ use symm::rank::Rank;
 use symm::window::signal_cuda::{GaveUp, REPORT_WORDS, Signal, SignalEnds};
 
 const SLOTS: usize = 8;
-/// Longer than any test takes on a busy machine.
+/// Longer than any test takes on a busy node.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Of tests in which somebody does not come.
+/// Timeout of tests in which a rank is missing.
 const SHORT: Duration = Duration::from_millis(300);
 
 /// A group whose GPUs are threads.
@@ -36,11 +37,11 @@ impl Host {
         let (stop, report) = (self.stop.as_ptr() as u64, self.reports[me].as_ptr() as u64);
         let place = SignalEnds { me: Rank(me as u32), pads: &pads, slot, timeout: self.timeout, stop, report };
         let args = signal.args(&place).unwrap().expect("something to do");
-        // SAFETY: pads, reports and the stop word outlive the launch and are written as atomics alone.
+        // SAFETY: pads, reports and the stop word outlive the launch and are written only as atomics.
         unsafe { self.program.launch("signal", me as u32, Grid::new(1, 8), args.bytes()) };
     }
 
-    /// The word that `source` sets at `rank`.
+    /// The word that `source` sets in the pad of `rank`.
     fn word(&self, rank: usize, slot: usize, source: usize) -> &AtomicU32 {
         &self.pads[rank][slot * self.n + source]
     }
@@ -49,7 +50,7 @@ impl Host {
         GaveUp::read(self.reports[me][0].load(Ordering::Acquire))
     }
 
-    /// No kernel has given up, and no signal is left.
+    /// Returns true if no kernel has timed out and no signal is left.
     fn is_well(&self) -> bool {
         let zero = |words: &[AtomicU32]| words.iter().all(|word| word.load(Ordering::Acquire) == 0);
         self.pads.iter().all(|pad| zero(pad)) && self.reports.iter().all(|report| zero(report))
@@ -87,7 +88,7 @@ fn a_put_waits_until_the_last_one_was_taken() {
     std::thread::scope(|scope| {
         scope.spawn(move || {
             host.run(0, Signal::Put(Rank(1)), 0);
-            // Another slot is not held up.
+            // A different slot is not delayed.
             host.run(0, Signal::Put(Rank(1)), 1);
             host.run(0, Signal::Put(Rank(1)), 0);
             assert!(taking.load(Ordering::Relaxed), "the second put overtook the first wait");
@@ -158,7 +159,7 @@ fn barriers_of_eight_ranks() {
     barriers(8, 20);
 }
 
-/// Other kernels swap the words by compare-exchange.
+/// Other kernels exchange the words by compare-exchange.
 #[test]
 fn a_slot_is_shared_with_whoever_swaps_its_words() {
     let host = &Host::new(2, PATIENCE);
@@ -187,7 +188,7 @@ fn a_slot_is_shared_with_whoever_swaps_its_words() {
     assert!(host.is_well());
 }
 
-/// Runs `signal` of each of `ranks`; what each reported.
+/// Runs `signal` of each of `ranks`; returns the report of each.
 fn give_up(host: &Host, ranks: &[usize], signal: Signal, slot: u32) -> Vec<Option<GaveUp>> {
     let begun = Instant::now();
     std::thread::scope(|scope| ranks.iter().for_each(|&me| drop(scope.spawn(move || host.run(me, signal, slot)))));
@@ -212,7 +213,7 @@ fn who_does_not_come_to_a_barrier_is_named() {
         for reported in give_up(&host, &ranks, Signal::Barrier, 6) {
             assert_eq!(missing(&reported), ("barrier on channel 6".into(), vec![Rank(absent as u32)]), "{n} ranks");
         }
-        // Words stay as they are: what was sent to the absent, and nothing else.
+        // Words stay as they are: only the signals to the missing ranks.
         for rank in 0..n {
             let left: u32 = host.pads[rank].iter().map(|word| word.load(Ordering::Acquire)).sum();
             assert_eq!(left as usize, if rank == absent { n - 1 } else { 0 }, "pad of rank {rank} of {n}");
@@ -227,7 +228,7 @@ fn all_who_do_not_come_are_named() {
     assert!(reported.iter().all(|reported| missing(reported).1 == [Rank(0), Rank(2), Rank(4)]), "{reported:?}");
 }
 
-/// A rank that cannot send to one peer has sent to the others, who do not take it for the missing one.
+/// A rank that cannot send to one peer has sent to the others, which must not report it as missing.
 #[test]
 fn a_signal_that_was_not_taken_holds_up_no_other() {
     let host = Host::new(3, SHORT);

@@ -1,4 +1,4 @@
-//! The sum of hosts' partial results as its CUDA kernel computes it, against the CPU's reduction, bit by bit.
+//! The sum of nodes' partial results by its CUDA kernel, compared bit by bit with the CPU's reduction.
 
 use crate::program::{Program, numbers};
 use symm::dtype::{DType, ReduceOp};
@@ -11,7 +11,7 @@ use symm::mem::span::Span;
 
 const BLOCKS: u32 = 3;
 const THREADS: u32 = 4;
-/// What the bytes around a result hold.
+/// The content of the bytes around a result.
 const UNTOUCHED: u8 = 0xa5;
 
 fn layout(hosts: &[u8]) -> HostMap {
@@ -39,11 +39,11 @@ fn check(hosts: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usiz
         let source = |(part, &factor): (&Vec<u128>, &f64)| Source { ptr: part.as_ptr().cast(), factor };
         let sources: Vec<Source> = partials.iter().zip(&args.factor).map(source).collect();
         let mut expected = vec![0u8; bytes];
-        // SAFETY: every partial and the result have `bytes`, a multiple of the element.
+        // SAFETY: every partial result and the sum have `bytes`, a multiple of the element.
         unsafe { cpu::reduce_partials(outer, dtype, expected.as_mut_ptr(), &sources, count, args.divisor as usize) };
         // SAFETY: `repr(C)` numbers without padding.
         let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
-        // SAFETY: partials and result live until the kernel has ended, and it writes the result alone.
+        // SAFETY: partial results and sum live until the kernel has ended, and it writes only the sum.
         unsafe { program.launch(NAMES.1, 0, Grid::new(BLOCKS, THREADS), args) };
         let about = format!("{op:?} of {count} {dtype:?} on {hosts:?}");
         assert_eq!(to[begin..begin + bytes], expected, "{about}");
@@ -84,7 +84,7 @@ fn check_cast(dtype: DType, count: usize, begin: usize) {
         let args = cast.args();
         // SAFETY: `repr(C)` numbers without padding.
         let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
-        // SAFETY: both sides live until the kernel has ended, and it writes the copies alone.
+        // SAFETY: both sides live until the kernel has ended, and it writes only the copies.
         unsafe { program.launch(kernel, 0, Grid::new(BLOCKS, THREADS), args) }
     };
     let about = format!("{count} {dtype:?} from element {begin}");

@@ -1,4 +1,4 @@
-//! The sum of a fused product's parts as its CUDA kernel computes it, against the CPU's reduction, bit by bit.
+//! The sum of a fused matmul's parts by its CUDA kernel, compared bit by bit with the CPU's reduction.
 
 use crate::program::{Program, numbers};
 use symm::dtype::{DType, ReduceOp};
@@ -8,7 +8,7 @@ use symm::kernels::cuda::driver::Grid;
 
 const BLOCKS: u32 = 3;
 const THREADS: u32 = 4;
-/// What the bytes behind a result hold.
+/// The content of the bytes after a result.
 const UNTOUCHED: u8 = 0xa5;
 
 fn check(n: usize, dtype: DType, mean: bool, bytes: usize) {
@@ -26,7 +26,7 @@ fn check(n: usize, dtype: DType, mean: bool, bytes: usize) {
         let args = sum.args().expect("can be added up");
         // SAFETY: `repr(C)` numbers without padding.
         let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
-        // SAFETY: parts and result live until the kernel has ended, and it writes the result alone.
+        // SAFETY: parts and result live until the kernel has ended, and it writes only the result.
         unsafe { program.launch(NAMES.1, rank as u32, Grid::new(BLOCKS, THREADS), args) };
         let got: Vec<u8> = to.iter().flat_map(|unit| unit.to_ne_bytes()).collect();
         assert_eq!(got[..bytes], expected, "{dtype:?}, mean {mean}, {bytes} bytes, rank {rank} of {n}");
@@ -36,7 +36,7 @@ fn check(n: usize, dtype: DType, mean: bool, bytes: usize) {
 
 #[test]
 fn sums_in_rank_order() {
-    // Each is a compilation of its own.
+    // Each is a separate compilation.
     for (n, dtype, mean) in
         [(2, DType::F16, true), (3, DType::BF16, false), (3, DType::F32, true), (8, DType::BF16, true), (8, DType::F64, false)]
     {

@@ -1,5 +1,5 @@
-//! All-to-alls in symmetric memory in which some ranks have no long message: the handshake's rounds are counted alike by all of them.
-//! Sends and receives in it: what is left when the sender sees the offer goes direct.
+//! All-to-alls in symmetric memory in which some ranks have no long message: all ranks must count the same handshake
+//! epochs. Sends and receives in symmetric memory: the rest of a message is zero-copy once the sender sees the offer.
 
 use crate::host::Host;
 use std::time::Duration;
@@ -14,12 +14,12 @@ const SHORT: usize = 64;
 /// `lengths[from][to]` in bytes.
 type Lengths = [[usize; RANKS]; RANKS];
 
-/// Rank `me`'s part, and what each of its outputs must hold: address, bytes, value.
+/// Rank `me`'s call, and the expected content of each output: address, bytes, value.
 fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (Spec<'static>, Vec<(usize, usize, u8)>) {
     let heap = &host.heaps[me];
     let span = |bytes: usize, fill: u8| {
         let at = heap.take(bytes);
-        // SAFETY: the heap has just given these bytes to nobody else.
+        // SAFETY: the heap has just allocated these bytes.
         unsafe { std::ptr::write_bytes(at, fill, bytes) };
         Span { addr: at as usize, bytes }
     };
@@ -30,7 +30,7 @@ fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (Spec<'static>, Vec<
     (Spec { op: Op::AllToAll, inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) }, expected)
 }
 
-/// A group as on GPUs, but for lanes and threads: shorter messages travel with flags in the data and take no part in the handshake.
+/// A group as on GPUs, except for lanes and threads: shorter messages use LL lines and take no part in the handshake.
 fn host() -> Host {
     let mut host = Host::with_tuning(RANKS, Tuning { lanes: 2, threads: 8, ..Tuning::of(RANKS) });
     host.handshake(256 << 20);
@@ -38,7 +38,7 @@ fn host() -> Host {
     host
 }
 
-/// Runs one call after the other, each rank as fast as it can.
+/// Runs one call after another, each rank as fast as it can.
 fn run(program: &[Lengths]) {
     let host = host();
     let calls: Vec<Vec<_>> = (0..RANKS).map(|me| program.iter().map(|lengths| all_to_all(&host, me, lengths)).collect()).collect();
@@ -56,7 +56,7 @@ fn run(program: &[Lengths]) {
     assert!(host.is_well(), "a kernel gave up");
     assert!(host.direct().iter().all(|&kernels| kernels > 0), "{:?}", host.direct());
     for (addr, bytes, value) in calls.iter().flatten().flat_map(|(_, expected)| expected) {
-        // SAFETY: of the heaps, which live; all kernels have ended.
+        // SAFETY: in the heaps, which live; all kernels have ended.
         let got = unsafe { std::slice::from_raw_parts(*addr as *const u8, *bytes) };
         assert!(got.iter().all(|byte| byte == value), "{bytes} bytes of {value}");
     }
@@ -71,20 +71,20 @@ fn all_messages_are_long() {
 fn a_rank_without_a_long_message_counts_the_rounds_of_the_others() {
     let pair = [[LONG, LONG, SHORT], [LONG, LONG, SHORT], [SHORT; RANKS]];
     run(&[pair, [[LONG; RANKS]; RANKS]]);
-    // Only one of a pair has something long, another pair each time.
+    // Only one rank of a pair has a long message, in a different pair each time.
     let one_way = [[SHORT; RANKS], [LONG, SHORT, SHORT], [SHORT; RANKS]];
     let other = [[SHORT, SHORT, LONG], [SHORT; RANKS], [SHORT; RANKS]];
     run(&[one_way, other, pair, one_way, [[LONG; RANKS]; RANKS], other]);
 }
 
-/// Rank 0 sends `bytes` bytes to rank 1, which receives them `beyond` a 16-byte boundary of symmetric memory or at any address of other
-/// memory. Whether the sender, and the receiver, count it as direct.
+/// Rank 0 sends `bytes` bytes to rank 1, which receives them `beyond` a 16-byte boundary of symmetric memory or at any
+/// address of other memory. Returns whether the sender, and the receiver, count the message as zero-copy.
 fn message(host: &Host, bytes: usize, symmetric: bool, beyond: usize) -> (bool, bool) {
     const CANARY: u8 = 0xA5;
     let given: Vec<u8> = (0..bytes).map(|at| (at / 7 + at) as u8).collect();
     let mut other = vec![CANARY; bytes + 64];
     let room = if symmetric { host.heaps[1].take(bytes + 64) } else { other.as_mut_ptr() };
-    // SAFETY: `bytes + 64` bytes that nobody else has.
+    // SAFETY: `bytes + 64` bytes that no other code uses.
     unsafe { std::ptr::write_bytes(room, CANARY, bytes + 64) };
     let (from, to) = (given.as_ptr() as usize, room as usize + 16 + beyond);
     let plan = plan::transfers(&host.layout, &host.tuning);
@@ -109,7 +109,7 @@ fn message(host: &Host, bytes: usize, symmetric: bool, beyond: usize) -> (bool, 
 #[test]
 fn a_long_message_goes_direct_where_its_receiver_offers_a_place() {
     let host = host();
-    // More than the slots of two lanes hold, so that the sender waits for the receiver, and sees what it offers.
+    // More than the slots of two lanes hold, so that the sender waits for the receiver and sees its offer.
     for odd in [0, 1, 15, 16] {
         assert_eq!(message(&host, LONG + odd, true, 0), (true, true), "{odd} bytes more");
     }

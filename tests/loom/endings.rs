@@ -1,4 +1,4 @@
-//! How calls end when they do not succeed: one failure wins, and nobody who came is missed.
+//! How calls end when they fail: one failure wins, and no rank that arrived is missed.
 
 use super::{Word, model};
 use loom::sync::Arc;
@@ -51,7 +51,7 @@ fn read(record: &Record, reader: u32) -> Option<Error> {
     }
 }
 
-/// Two ranks fail at once: whatever both, and a third that looks on, find written is the same whole sentence.
+/// Two ranks fail at once: they and a third rank read the same complete message.
 #[test]
 fn of_two_failures_one_stands() {
     model(3, || {
@@ -72,8 +72,8 @@ fn of_two_failures_one_stands() {
     });
 }
 
-/// A rank aborts while its peer's last post is under way. The waiter succeeds with the post or fails with the abort, and whoever reads the
-/// record later finds the abort: it does not vanish because somebody succeeded.
+/// A rank aborts while its peer's last post is in progress. The waiter succeeds with the post or fails with the abort.
+/// Later readers of the record find the abort: another rank's success does not remove it.
 #[test]
 fn a_call_ends_by_its_peer_or_by_the_abort() {
     model(3, || {
@@ -100,8 +100,8 @@ fn a_call_ends_by_its_peer_or_by_the_abort() {
     });
 }
 
-/// A peer posts, then leaves or dies: who waits for the post gets it, though the absence may be seen first. The next post never comes,
-/// and the absence ends that wait.
+/// A peer posts, then leaves or exits: a rank that waits for the post gets it, even if it sees the absence first. The
+/// next post never arrives, and the absence ends that wait.
 #[test]
 fn a_peer_that_came_before_it_left_is_not_missed() {
     model(3, || {

@@ -1,5 +1,5 @@
-//! The workspace of fused products: what a call writes, peers have read when it is written again, two calls later, without a barrier
-//! between.
+//! The workspace of fused matmuls: a call's data have been read by all peers when they are overwritten two calls later,
+//! without a barrier in between.
 
 use super::endings::Thirty2;
 use super::{Cell, model};
@@ -17,7 +17,7 @@ const RANKS: usize = 2;
 const PIECES: usize = 2;
 const BYTES: usize = 1;
 
-/// The workspaces of both ranks, of which a piece has a part for each rank, and their pads.
+/// The workspaces of both ranks, in which a piece has a part for each rank, and their pads.
 struct Memory {
     parts: [[[Cell; RANKS]; PIECES]; RANKS],
     words: [[Thirty2; 4]; RANKS],
@@ -50,7 +50,7 @@ impl Words for Side<'_> {
     fn wake(&self) {}
 }
 
-/// As `SignalPads::put` and `SignalPads::wait`: once the word is as the other rank leaves it, it is changed.
+/// As in `SignalPads::put` and `SignalPads::wait`: changes the word once the other rank has set it to `from`.
 fn change(word: &Thirty2, from: u32, to: u32) {
     while word.0.load(Ordering::Acquire) != from {
         thread::yield_now();
@@ -64,12 +64,12 @@ enum Op {
     Scatter,
 }
 
-/// What `rank` puts into the workspace in a call for `of`.
+/// The value that `rank` writes to the workspace in a call for `of`.
 fn value(call: usize, rank: usize, of: usize) -> u64 {
     (100 * call + 10 * rank + of + 1) as u64
 }
 
-/// Runs the calls as `me`, each step when it is enqueued; nothing but the turns and the signals within calls orders the ranks.
+/// Runs the calls as `me`, each step when it is enqueued; only the turns and the signals within calls order the ranks.
 fn run(memory: &Memory, me: usize, ops: &[Op], turns: fn(usize) -> usize) {
     let peer = 1 - me;
     let side = |channel| Side { memory, me, channel };
@@ -120,7 +120,7 @@ fn both(preemptions: usize, ops: &'static [Op], turns: fn(usize) -> usize) {
 fn two_pieces_suffice_without_a_barrier_at_a_call_s_end() {
     both(2, &[Op::Gather, Op::Gather, Op::Gather], |piece| piece);
     both(2, &[Op::Scatter, Op::Scatter, Op::Scatter], |piece| piece);
-    // Either kind between two of the other, whose pieces it must leave alone.
+    // Each kind between two calls of the other kind, whose pieces it must not touch.
     both(2, &[Op::Gather, Op::Scatter, Op::Gather], |piece| piece);
     both(2, &[Op::Scatter, Op::Gather, Op::Scatter], |piece| piece);
 }

@@ -1,4 +1,4 @@
-//! Pieces of a job: each is claimed once, by a thread that sees what the owner wrote, and the owner sees what was done.
+//! Pieces of a job: one thread claims each and sees the owner's writes, and the owner sees the results.
 
 use super::endings::SixtyFour;
 use super::{Cell, model};
@@ -12,13 +12,13 @@ const COUNT: usize = 2;
 
 struct Shared {
     pieces: Pieces<SixtyFour>,
-    /// What the owner gives with each job, and what becomes of it piece by piece.
+    /// The owner's input for each job, and its results piece by piece.
     given: [Cell; JOBS],
     made: [[Cell; COUNT]; JOBS],
 }
 
 impl Shared {
-    /// Does a piece, if there is one.
+    /// Processes a piece, if there is one.
     fn take(&self) -> bool {
         let Some((job, piece)) = self.pieces.claim() else { return false };
         let (job, piece) = (job as usize, piece as usize);

@@ -1,4 +1,4 @@
-//! Signal pads on CPU: the barrier's words are used again at once, and cleared before anybody may set them.
+//! Signal pads on CPU: a barrier's words are reused at once, and cleared before any rank may set them.
 
 use super::endings::Thirty2;
 use super::{Cell, Word, model};
@@ -10,7 +10,7 @@ use symm::rank::Rank;
 use symm::sync::flag::Flag;
 use symm::window::signal_host::{Words, meet};
 
-/// Two ranks: a word in each one's pad, data, and the flag by which a pad is made known.
+/// Two ranks: a word in each one's pad, data, and the flag that publishes a pad.
 struct Pads {
     words: [Thirty2; 2],
     data: [Cell; 2],
@@ -72,7 +72,7 @@ fn a_barrier_s_words_serve_the_next_one_at_once() {
     });
 }
 
-/// A pad that served a window before may hold a signal: its owner clears it before the ranks meet, and nobody signals earlier.
+/// A reused pad may hold an old signal: its owner clears it before the ranks meet, and no rank signals earlier.
 #[test]
 fn a_pad_is_clear_before_it_is_known() {
     model(3, || {

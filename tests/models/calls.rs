@@ -1,7 +1,9 @@
-//! Collectives with a death: `coll::cpu::arrival` over `ControlBlock::wait_slowly`, `ControlBlock::trouble`, `ControlBlock::note_gone` and `FirstFailure`.
+//! Collectives with an exit: `coll::cpu::arrival` over `ControlBlock::wait_slowly`, `ControlBlock::trouble`,
+//! `ControlBlock::note_gone` and `FirstFailure`.
 //!
-//! A rank posts call `k`, waits until all have posted it, and goes on to the next. While it waits it looks at its peers, at the failure
-//! record and at who is gone, each look a step of its own, as in `trouble`: whatever happens between two looks is among the orders.
+//! A rank posts call `k`, waits until all have posted it, and continues with the next. While it waits it checks its
+//! peers, the failure record and the absent ranks. Each check is a separate step, as in `trouble`, so all events
+//! between two checks are among the orders.
 
 use crate::{check, finds};
 use stateright::{Model, Property};
@@ -9,7 +11,7 @@ use stateright::{Model, Property};
 const RANKS: usize = 3;
 const CALLS: u8 = 2;
 
-/// Who is missing and why it never comes, or the failure that stands.
+/// The missing rank and why it never arrives, or the recorded failure.
 #[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
 struct Loss {
     rank: usize,
@@ -23,11 +25,11 @@ enum Step {
     Waiting,
     /// `first_missing` was true.
     Missing,
-    /// The failure record stood while somebody was missing.
+    /// A failure was recorded while a rank was missing.
     Failure(Loss),
-    /// No failure stood; this peer was missing.
+    /// No failure was recorded; this peer was missing.
     Suspects(usize),
-    /// It was gone too.
+    /// It was also absent.
     Gone(usize),
     Failed(Loss),
     Done,
@@ -38,9 +40,9 @@ enum Step {
 struct State {
     steps: [Step; RANKS],
     posted: [u8; RANKS],
-    /// By rank: whom its watcher has told it of.
+    /// By rank: the ranks that its watcher has reported.
     reported: [u8; RANKS],
-    /// Calls that each has seen succeed.
+    /// Number of calls that each rank has completed.
     succeeded: [u8; RANKS],
     failure: Option<Loss>,
     deaths: u8,
@@ -57,9 +59,9 @@ enum Action {
 #[derive(Clone, Copy)]
 struct Calls {
     deaths: u8,
-    /// `missing` is asked again after an absence, and after a failure, was seen.
+    /// True if `missing` is evaluated again after an absence, or a failure, was seen.
     looks_again: bool,
-    /// The watcher tells of deaths.
+    /// True if the watcher reports exits.
     watches: bool,
 }
 
@@ -81,7 +83,7 @@ impl State {
 
     fn step(&mut self, me: usize, looks_again: bool) {
         match self.steps[me] {
-            // A group that has failed begins nothing.
+            // A failed group starts no calls.
             Step::Idle => match self.failure {
                 Some(loss) => self.steps[me] = Step::Failed(loss),
                 None => {
@@ -107,7 +109,7 @@ impl State {
 impl Calls {
     fn able(state: &State, me: usize) -> bool {
         match state.steps[me] {
-            // Looking again without anything new is no step: time passes.
+            // A check that finds nothing new is not a step: time passes.
             Step::Waiting => !state.any_missing(me) || state.failure.is_some(),
             Step::Failed(_) | Step::Done | Step::Dead => false,
             Step::Idle | Step::Missing | Step::Failure(_) | Step::Suspects(_) | Step::Gone(_) => true,

@@ -3,7 +3,7 @@
 //! | step | code |
 //! |---|---|
 //! | `Publish` | `boot::claim::Claim::publish`, with `refuse_living` |
-//! | `Look` | `boot::gather::{gather, read, judge}`; `began` and `at` stand for the times that tell fresh records from left ones |
+//! | `Look` | `boot::gather::{gather, read, judge}`; `began` and `at` replace times: is a record new? |
 //! | `Greet`, `Listen` | `boot::member::{greet, ask, next_record}` |
 //! | `Hear`, `Notice`, `HandOver`, `Answer` | `boot::leader::Reception` |
 //! | `Meet`, `Watch` | `group::meet` over `ControlBlock::wait_for_peers`; `watch` |
@@ -11,7 +11,7 @@
 use crate::{check, finds};
 use stateright::{Model, Property};
 
-/// Ranks of the group; process `i` is rank `i`, and a further process claims to be rank 1.
+/// Number of ranks; process `i` is rank `i`, and one more process claims to be rank 1.
 const RANKS: usize = 3;
 
 #[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
@@ -27,13 +27,13 @@ enum Step {
     Begun,
     Published,
     Gathered,
-    /// Connected to rank 0, to which it has said hello.
+    /// Connected to rank 0, and has sent its hello.
     Greeted,
-    /// Rank 0 answers, this rank next.
+    /// Rank 0 sends answers; this rank is next.
     Handing(usize),
     Meeting,
     Joined,
-    /// The watcher has told it of a death.
+    /// The watcher has reported an exit to it.
     Told,
     Failed(Cause),
     Dead,
@@ -44,15 +44,15 @@ struct Process {
     number: usize,
     step: Step,
     began: u8,
-    /// Processes whose records it has seen while they lived.
+    /// Processes whose records it has seen while they were alive.
     seen: u8,
-    /// It has replaced a record of an earlier attempt.
+    /// True if it has replaced a record of an earlier attempt.
     again: bool,
-    /// By number: the processes that it joins with.
+    /// By number: the processes with which it joins.
     members: [usize; RANKS],
 }
 
-/// What stands under a rank's key.
+/// The record under a rank's key.
 #[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
 struct Entry {
     by: usize,
@@ -71,9 +71,9 @@ struct State {
     processes: Vec<Process>,
     keys: [Option<Entry>; RANKS],
     answers: Vec<Option<Answer>>,
-    /// Heard by rank 0.
+    /// Ranks that rank 0 has received.
     seated: u8,
-    /// Have reached the meeting, which stays visible when they die.
+    /// Ranks that have reached the meeting, which stays visible after they exit.
     met: u8,
     clock: u8,
     deaths: u8,
@@ -100,7 +100,7 @@ enum Action {
 struct Join {
     deaths: u8,
     missing: Option<usize>,
-    /// A second process claims to be rank 1.
+    /// True if a second process claims to be rank 1.
     twice: bool,
     /// Seeded faults.
     claims_are_checked: bool,
@@ -114,7 +114,7 @@ impl State {
         !matches!(self.processes[process].step, Step::Dead | Step::Absent)
     }
 
-    /// As `Claim::fail` and, for rank 0, `Reception::refuse_all`.
+    /// As in `Claim::fail` and, for rank 0, `Reception::refuse_all`.
     fn fail(&mut self, process: usize, cause: Cause) {
         self.clock += 1;
         let (number, clock) = (self.processes[process].number, self.clock);
@@ -131,7 +131,7 @@ impl State {
         }
     }
 
-    /// The cause that a dead or failed `process` has left, as `failure_of` and `end_of` find it.
+    /// The cause that an exited or failed `process` has left, as `failure_of` and `end_of` find it.
     fn cause_of(&self, process: usize) -> Cause {
         let entry = self.keys[self.processes[process].number].filter(|entry| entry.by == process);
         entry.and_then(|entry| entry.failed).unwrap_or(match self.processes[process].step {
@@ -140,7 +140,7 @@ impl State {
         })
     }
 
-    /// As `judge`: an error, a live process, or nobody.
+    /// As in `judge`: an error, a live process, or none.
     fn judge(&self, me: usize, entry: Entry) -> Result<Option<usize>, Cause> {
         let fresh = entry.at >= self.processes[me].began;
         let lives = self.lives(entry.by);
@@ -175,7 +175,7 @@ impl State {
         let Process { number, began, .. } = self.processes[me];
         if let Some(entry) = self.keys[number] {
             if checked && entry.failed.is_none() && self.lives(entry.by) {
-                // Refused: its record was never there.
+                // Rejected: its record was never published.
                 self.processes[me].step = Step::Failed(Cause::Twice);
                 return;
             }
@@ -188,7 +188,7 @@ impl State {
     fn greet(&mut self, me: usize) {
         match self.processes[0].step {
             Step::Dead => self.fail(me, self.cause_of(0)),
-            // Nobody listens: its next record, which says why.
+            // No process listens: its next record gives the reason.
             Step::Failed(cause) => self.fail(me, cause),
             _ => self.processes[me].step = Step::Greeted,
         }
@@ -203,7 +203,7 @@ impl State {
         }
     }
 
-    /// A member that rank 0 finds gone, or to have given up.
+    /// A member that rank 0 finds exited or failed.
     fn left(&self) -> Option<usize> {
         let members = self.processes[0].members;
         members.into_iter().skip(1).find(|&member| matches!(self.processes[member].step, Step::Dead | Step::Failed(_)))
@@ -287,7 +287,7 @@ impl Join {
         state
     }
 
-    /// What the processes do by themselves, without deadlines.
+    /// The steps of the processes, without deadlines.
     fn steps(&self, state: &State) -> Vec<Action> {
         let mut actions = Vec::new();
         for (me, process) in state.processes.iter().enumerate() {
@@ -342,7 +342,7 @@ impl Model for Join {
         let steps = self.steps(state);
         let waiting = |me: &usize| waits(state.processes[*me].step);
         if steps.is_empty() {
-            // The leader's own deadline comes first or last: both orders.
+            // The leader's own deadline expires first or last: both orders.
             actions.extend((0..state.processes.len()).filter(waiting).map(Action::Deadline));
         }
         actions.extend(steps);
@@ -380,7 +380,8 @@ impl Model for Join {
                 let sound = model.deaths == 0 && model.missing.is_none() && !model.twice;
                 !sound || state.processes.iter().all(|process| !matches!(process.step, Step::Failed(_)))
             }),
-            // Whose record is older than a survivor's own call is taken for a leftover once it has died, and may come anew.
+            // If a process's record is older than a survivor's call, it counts as a leftover once the process has
+            // exited, and may be replaced.
             Property::always("a death that all survivors could see costs no deadline", |model: &Self, state: &State| {
                 let excused = model.missing.is_some() || model.twice;
                 let late = state.processes.iter().any(|process| process.step == Step::Failed(Cause::Late));

@@ -1,7 +1,8 @@
-//! Leaving and aborting while calls are under way: `Group::leave` with `Engine::drain`, `Group::abort`, `ControlBlock::{fail, depart}` and the two
-//! stores of `FirstFailure::record`, against callers in `ControlBlock::wait_slowly`.
+//! Leaving and aborting during calls: `Group::leave` with `Engine::drain`, `Group::abort`, `ControlBlock::{fail,
+//! depart}` and the two stores of `FirstFailure::record`, against callers in `ControlBlock::wait_slowly`.
 //!
-//! All ranks make one call. Another thread of rank 0 leaves the group meanwhile, another of rank 1 aborts it, and one rank may die.
+//! All ranks make one call. Meanwhile another thread of rank 0 leaves the group, another of rank 1 aborts it, and one
+//! rank may exit.
 
 use crate::{check, finds};
 use stateright::{Model, Property};
@@ -13,13 +14,13 @@ const ABORTER: usize = 1;
 #[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
 enum Cause {
     Aborted,
-    /// Left with a call under way.
+    /// A rank left during a call.
     Dropped,
-    /// This rank has left or died without posting.
+    /// This rank has left or exited without posting.
     Absent(usize),
     /// The group was closed here before the call.
     Closed,
-    /// Its author died between the two stores.
+    /// Its author exited between the two stores.
     Unwritten,
 }
 
@@ -34,7 +35,7 @@ enum Record {
 #[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
 enum Thread {
     Idle,
-    /// Caller: posted, waits. Leaver: drains.
+    /// Caller: has posted, waits. Leaver: drains.
     Waiting,
     /// Has won the record, and writes it.
     Writing(Cause),
@@ -58,7 +59,7 @@ struct State {
 enum Action {
     Call(usize),
     Leave,
-    /// What the leaver grants its callers has passed.
+    /// The time that the leaver grants its callers has expired.
     Expire,
     Abort,
     Kill(usize),
@@ -67,7 +68,7 @@ enum Action {
 #[derive(Clone, Copy)]
 struct Leaving {
     deaths: u8,
-    /// Rank 2 does not call: the others wait until one of them leaves or aborts.
+    /// True if rank 2 makes no call: the others wait until one of them leaves or aborts.
     idle: bool,
     /// Seeded faults.
     first_wins: bool,
@@ -85,7 +86,7 @@ impl State {
         peer != me && !self.posted[peer]
     }
 
-    /// The compare-exchange of `record`; whether it was won.
+    /// The compare-exchange of `record`; returns true if it succeeded.
     fn claim(&mut self, rank: usize, first_wins: bool) -> bool {
         let won = self.record == Record::None || !first_wins;
         if won {
@@ -94,7 +95,7 @@ impl State {
         won
     }
 
-    /// What `FirstFailure::read` returns, or nothing while its author is about to write it.
+    /// Returns what `FirstFailure::read` returns, or nothing while its author is about to write it.
     fn failure(&self) -> Option<Cause> {
         match self.record {
             Record::Written(cause) => Some(cause),
@@ -196,7 +197,7 @@ impl Model for Leaving {
             Action::Call(me) => state.call(me, self.first_wins),
             Action::Leave => state.leave(),
             Action::Expire if state.leaver == Thread::Waiting && state.callers[LEAVER] == Thread::Waiting => {
-                // `ControlBlock::fail` returns once a failure stands, and the group is left then.
+                // `ControlBlock::fail` returns once a failure is recorded, and the group is left then.
                 state.leaver = if self.drop_is_told && state.claim(LEAVER, self.first_wins) {
                     Thread::Writing(Cause::Dropped)
                 } else {
@@ -219,7 +220,7 @@ impl Model for Leaving {
             Property::always("nobody is blocked for ever", |model: &Self, state: &State| {
                 let mut actions = Vec::new();
                 model.actions(state, &mut actions);
-                // An abort that has begun ends; nobody is owed one.
+                // An abort that has started must finish; one that has not is optional.
                 actions.retain(|&action| !matches!(action, Action::Kill(_)) && (action != Action::Abort || state.aborter != Thread::Idle));
                 let ended = |thread: Thread| matches!(thread, Thread::Idle | Thread::Ok | Thread::Failed(_) | Thread::Gone);
                 !actions.is_empty() || state.callers.into_iter().all(ended)

@@ -1,6 +1,6 @@
-//! Models of the protocols between processes, checked over every order of steps and a death at each: what loom cannot do, because it has
-//! no processes that die. Each model names the code that it abstracts; deadlines pass only where nothing else can happen, so a wait that
-//! ends by news and one that ends by its deadline are told apart.
+//! Models of the protocols between processes, checked over every order of steps with an exit at each. loom cannot do
+//! this, because it has no processes that exit. Each model names the code that it abstracts. Deadlines expire only when
+//! no other step is possible, so a wait that ends by a report differs from one that ends by its deadline.
 #![allow(missing_docs)]
 #![allow(clippy::wildcard_enum_match_arm, reason = "a step that a model gains takes part in nothing by itself")]
 
@@ -10,7 +10,7 @@ mod leave;
 
 use stateright::{Checker, Model};
 
-/// Checks all properties over all states; returns how many states there are.
+/// Checks all properties over all states; returns the number of states.
 fn check<M>(model: M) -> usize
 where
     M: Model + Send + Sync + 'static,
@@ -22,7 +22,7 @@ where
     checker.unique_state_count()
 }
 
-/// The property of this name fails somewhere: the model is able to see what it is about.
+/// Checks that the property with this name fails in some state, so the model can detect a violation.
 fn finds<M>(model: M, property: &'static str)
 where
     M: Model + Send + Sync + 'static,

@@ -1,6 +1,7 @@
-//! Everything that ranks share on CPU, with real threads on one mapping: `make tsan` runs it under ThreadSanitizer, which is blind to races
-//! through two mappings of one file. No test harness: its own threads talk through parts of std that are not instrumented. Nor is the queue
-//! of asynchronous calls asked for: std's condition variables take their mutex again unseen, so everything behind them would be reported.
+//! All shared state of ranks on CPU, with real threads on one mapping: `make tsan` runs it under ThreadSanitizer, which
+//! cannot see races through two mappings of one file. No test harness, because its threads communicate through parts of
+//! std that are not instrumented. The queue of asynchronous calls is not tested either: ThreadSanitizer does not see
+//! that std's condition variables reacquire their mutex, so it would report everything after them.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 use std::sync::atomic::AtomicU32;
@@ -20,7 +21,7 @@ use symm::window::signal_host::SignalPads;
 
 const RANKS: u32 = 3;
 const LONG: Duration = Duration::from_secs(120);
-/// Elements: beside the flag, one chunk, many.
+/// Numbers of elements: next to the flag, one chunk, many.
 const COUNTS: [usize; 3] = [16, 5000, 400_000];
 
 fn members() -> Vec<Identity> {
@@ -35,7 +36,7 @@ fn memory() -> Segment {
 /// Runs `body` on all ranks, which are threads with one mapping.
 fn with_ranks(body: impl Fn(&Group, u32) + Sync) {
     let memory = memory();
-    // No direct reads: the kernel makes them, unseen.
+    // No direct reads: the kernel does them, invisible to the sanitizer.
     let tuning = Tuning { direct: false, spins: Some(64), thresholds: Thresholds::DEFAULT };
     as_threads(|rank| {
         let group = Group::assemble(memory.clone(), "races", Rank(rank), members(), LONG, tuning).expect("assembles");
@@ -43,7 +44,8 @@ fn with_ranks(body: impl Fn(&Group, u32) + Sync) {
     });
 }
 
-/// Runs `body` once for each rank. Joined one by one: how a scope waits for its threads is not seen.
+/// Runs `body` once for each rank. Joined one by one, because the sanitizer does not see how a scope waits for its
+/// threads.
 fn as_threads(body: impl Fn(u32) + Sync) {
     std::thread::scope(|scope| {
         let body = &body;
@@ -63,7 +65,7 @@ fn spans(data: &mut [Vec<u32>]) -> Vec<Span> {
 fn run(group: &Group, op: Op, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Result<()> {
     let (inputs, outputs, (me, n)) = (inputs.into(), outputs.into(), group.place());
     let spec = Spec { op, dtype: DType::I32, root: Rank(root), inputs, outputs, ..Spec::barrier(None) };
-    // SAFETY: each rank's tensors are its own, and live until the call is over.
+    // SAFETY: each rank's tensors are its own, and live until the call has ended.
     group.run(&[unsafe { Call::new(spec, me, n) }?], None)
 }
 
@@ -118,7 +120,7 @@ fn messages(group: &Group, rank: u32) {
     }
 }
 
-/// The others wait for rank 0, which does not come: it leaves, or another thread of rank 1 aborts the group.
+/// The others wait for rank 0, which does not arrive: it leaves, or another thread of rank 1 aborts the group.
 fn endings(aborts: bool) {
     with_ranks(|group, rank| {
         let barrier = || group.run(&[Call::barrier(None)], None);
@@ -155,7 +157,7 @@ fn signals() {
         let pads = unsafe { SignalPads::new(&control, &pads, BYTES) };
         let cell = |rank: u32| (shared + 4 * rank as usize) as *mut u32;
         for round in 1..=ROUNDS {
-            // SAFETY: a barrier stands between this write and the reads of others, before and after.
+            // SAFETY: a barrier separates this write from the other ranks' reads, before and after.
             unsafe { cell(rank).write(round) };
             pads.barrier(0, LONG).expect("all come");
             // SAFETY: as above.
