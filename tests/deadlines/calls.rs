@@ -1,4 +1,4 @@
-//! What the promises say of 100 ms, at 100 ms: the median of several runs of two ranks.
+//! The promises about 100 ms, measured at 100 ms: the median of several runs of two ranks.
 
 use crate::alone;
 use crate::threads::{barrier, span, with_ranks};
@@ -14,12 +14,12 @@ use symm::messages::{Message, MessageSpec};
 use symm::rank::Rank;
 
 const RUNS: usize = 11;
-/// After this time a wait is taken for endless.
+/// A wait longer than this counts as endless.
 const PATIENCE: Duration = Duration::from_secs(5);
 const SOON: Duration = Duration::from_millis(100);
 const TIMEOUT: Duration = Duration::from_millis(60);
 
-/// A receive from rank 1, who sends nothing.
+/// A receive from rank 1, which sends nothing.
 fn receive(group: &Group, timeout: Duration) -> Result<(), Error> {
     let mut room = [0u8; 8];
     let spec = MessageSpec { peer: Some(Rank(1)), tag: 1, dtype: DType::U8, span: span(&mut room), timeout: Some(timeout) };
@@ -31,7 +31,8 @@ fn receive(group: &Group, timeout: Duration) -> Result<(), Error> {
     received.lock().expect("not poisoned").clone()
 }
 
-/// Rank 0 waits in `call`, which must end at `limit` with `kind`; rank 1 does `other` meanwhile and says when that began to count.
+/// Rank 0 waits in `call`, which must end at `limit` with `kind`. Rank 1 meanwhile runs `other`, which returns the
+/// start of the measured time.
 fn ends(call: impl Fn(&Group) -> Result<(), Error> + Sync, kind: Kind, limit: Duration, other: impl Fn(&Group) -> Instant + Sync) {
     let _alone = alone();
     let late = Mutex::new(Vec::new());
@@ -43,7 +44,7 @@ fn ends(call: impl Fn(&Group) -> Result<(), Error> + Sync, kind: Kind, limit: Du
             barrier(group, Some(Duration::from_secs(20))).expect("both are here");
             if rank == 1 {
                 *began.lock().expect("not poisoned") = Some(other(group));
-                // A wait without an end ends as well, with another error.
+                // Ends an endless wait as well, with another error.
                 if over.lock().expect("not poisoned").recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
                     group.abort();
                 }

@@ -1,4 +1,4 @@
-//! Ranks as processes, one of which is killed, stopped or leaves at every phase.
+//! Ranks as processes; one is killed, stopped or leaves in every phase.
 //!
 //! Each rank is a process of the test program; ranks meet through a file store.
 
@@ -21,7 +21,7 @@ use symm::store::file::FileStore;
 struct Role {
     folder: PathBuf,
     rank: i32,
-    /// Elements of each call.
+    /// Number of elements in each call.
     count: usize,
     timeout: f64,
 }
@@ -31,7 +31,7 @@ fn all_reduce(group: &Group, data: &mut [f32]) -> Result<()> {
     run(group, call(Op::AllReduce, DType::F32, tensor.clone(), tensor), None)
 }
 
-/// What a child does: join, then all-reduce until something fails; each step is announced on stdout.
+/// The program of a child: join, then all-reduce until something fails; each step is announced on stdout.
 #[test]
 #[ignore = "the other tests start it"]
 fn rank() {
@@ -46,7 +46,7 @@ fn rank() {
         part: None,
     };
     let say = |text: String| {
-        // Straight to the descriptor: the test harness keeps what goes through print.
+        // Straight to the file descriptor, because the test harness captures printed text.
         let mut out = std::io::stdout().lock();
         writeln!(out, "{text}").unwrap();
         out.flush().unwrap();
@@ -99,7 +99,7 @@ fn start(name: &str, ranks: &[i32], count: usize, timeout: f64) -> Ranks {
 }
 
 impl Ranks {
-    /// The first line of a rank that begins with `word`, within `limit`.
+    /// Returns the first line of a rank that starts with `word`, within `limit`.
     fn expect(&self, index: usize, word: &str, limit: Duration) -> String {
         let end = Instant::now() + limit;
         loop {
@@ -113,7 +113,7 @@ impl Ranks {
     }
 
     fn signal(&self, index: usize, signal: i32) {
-        // SAFETY: a child of this process that has not been waited for.
+        // SAFETY: a child of this process that has not been reaped.
         assert_eq!(unsafe { libc::kill(self.children[index].id() as i32, signal) }, 0);
     }
 }
@@ -157,7 +157,7 @@ fn killed_between_and_inside_collectives_of_every_size() {
 
 #[test]
 fn killed_while_joining() {
-    // Rank 1 never comes; rank 2 is killed while it waits.
+    // Rank 1 never arrives; rank 2 is killed while it waits.
     let ranks = start("joining", &[0, 2], 2, 20.0);
     (0..2).for_each(|index| drop(ranks.expect(index, "joining", LATER)));
     std::thread::sleep(Duration::from_millis(500));

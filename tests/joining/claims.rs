@@ -1,4 +1,4 @@
-//! Joining with threads as ranks: who may claim a rank, and what is said to those who may not.
+//! Joining with threads as ranks: which process may claim a rank, and the errors of those that may not.
 
 use crate::threads::{Flat, LONG, SHORT, SOON, connect, error, hello, put, record_of, sleeper, socket, spec, threads, token};
 use rustix::fd::OwnedFd;
@@ -49,14 +49,14 @@ fn a_record_counts_as_long_as_its_process_lives() {
     let expected = format!("claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
     assert!(error(&outcome).message.contains(&expected), "{outcome:?}");
 
-    // A later process with the same id is another one.
+    // A later process with the same id is a different process.
     let store = MemoryStore::new();
     record["start_time"] = json!(start_time + 1);
     put(&store, 1, &record);
     let outcomes = threads(0..2, |rank| join(&store, &spec("g", rank, 2, LONG)));
     assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
 
-    // Of an ended process: replaced by its own rank, waited for by the others.
+    // From an exited process: its own rank replaces the record, the other ranks wait for that.
     child.kill().unwrap();
     child.wait().unwrap();
     record["start_time"] = json!(start_time);
@@ -81,7 +81,7 @@ fn a_record_counts_as_long_as_its_process_lives() {
         assert!(store.is_empty());
     }
 
-    // Nobody replaces it: named at the deadline.
+    // No process replaces it: the error at the deadline names it.
     let store = MemoryStore::new();
     put(&store, 1, &record);
     let outcome = join(&store, &spec("g", 0, 2, SHORT));
@@ -89,7 +89,7 @@ fn a_record_counts_as_long_as_its_process_lives() {
     let expected = format!("; rank 1 (pid {}) had come before this rank, and has ended since", child.id());
     assert!(error(&outcome).message.ends_with(&expected), "{outcome:?}");
 
-    // With what it had to say.
+    // With its exit reason.
     let store = MemoryStore::new();
     record["failure"] = json!({ "kind": Kind::Config as u8, "message": "no room here" });
     put(&store, 1, &record);
@@ -109,7 +109,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     let pair = || threads(0..2, |rank| join(&store, &placed(rank, LONG)));
 
     let listener = sys::socket::listen_at(&name, 1).unwrap();
-    // More often than its queue has room.
+    // More often than its queue has entries.
     for _ in 0..4 {
         let started = Instant::now();
         let outcome = join(&store, &placed(1, LONG));
@@ -119,7 +119,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
         assert!(started.elapsed() < SOON);
         assert_eq!(store.num_keys().unwrap(), 1, "nothing is left of who was refused");
     }
-    // Left while somebody waits for it.
+    // The listener closes while the ranks wait for it.
     let outcomes = thread::scope(|scope| {
         let waiting = scope.spawn(pair);
         thread::sleep(Duration::from_millis(100));
@@ -129,7 +129,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     assert!(outcomes.iter().all(|outcome| outcome.as_ref().is_ok_and(|joined| joined.membership.is_some())), "{outcomes:?}");
     drop(outcomes);
 
-    // A listener alone does not count: a forked child may have it still, when the process has ended.
+    // A listener does not suffice: a forked child may still hold it after the process has exited.
     store.set("symm/g/0/1/membership", &serde_json::to_vec(&held).unwrap()).unwrap();
     let _listener = sys::socket::listen_at(&name, 1).unwrap();
     child.kill().unwrap();
@@ -203,7 +203,7 @@ fn new_connections_do_not_displace_a_rank_that_has_said_hello() {
         let rank_1 = connect(name);
         rustix::net::send(&rank_1, &hello(1, 2, std::process::id(), 8192, &token), SendFlags::NOSIGNAL).unwrap();
         let _flood: Vec<OwnedFd> = (0..36).map(|_| connect(name)).collect();
-        // Rank 0 accepts from now on.
+        // From now on rank 0 accepts connections.
         put(store, 1, &record_of(1, 2));
         let mut answer = [0; 4096];
         let (_, length) = rustix::net::recv(&rank_1, &mut answer, rustix::net::RecvFlags::empty()).unwrap();
@@ -220,7 +220,7 @@ fn wrong_words_are_answered_with_a_reason() {
     thread::scope(|scope| {
         let leader = scope.spawn(|| join(store, &spec("g", 0, 4, LONG)));
         let first = scope.spawn(|| join(store, &spec("g", 1, 4, LONG)));
-        // Stand for ranks 2 and 3, so that rank 0 listens.
+        // Records for ranks 2 and 3, so that rank 0 listens.
         put(store, 2, &record_of(2, 4));
         put(store, 3, &record_of(3, 4));
         let bytes = store.get("symm/g/0/0", None).unwrap();
@@ -245,13 +245,13 @@ fn wrong_words_are_answered_with_a_reason() {
             rustix::net::send(&socket, &message, SendFlags::NOSIGNAL).unwrap();
             let mut answer = [0; 4096];
             let (_, length) = rustix::net::recv(&socket, &mut answer, rustix::net::RecvFlags::empty()).unwrap();
-            // No token for unidentified peers.
+            // Pending connections get no token.
             assert_eq!(answer[4..20], [0; 16]);
             let text = std::str::from_utf8(&answer[21..length]).unwrap();
             assert!(text.contains(expected), "{text}");
             assert_eq!(rustix::net::recv(&socket, &mut answer, rustix::net::RecvFlags::empty()).unwrap().1, 0);
         }
-        // The right words, and then nothing: the group cannot form, and who left is told to all.
+        // A valid hello, and then an exit: the group cannot form, and every rank's error names the rank that left.
         let socket = connect(name);
         rustix::net::send(&socket, &hello(2, 4, pid, 8192, &token), SendFlags::NOSIGNAL).unwrap();
         drop(socket);

@@ -1,5 +1,6 @@
-//! A process that is killed at the k-th step that others could notice, with no fault point in the code under test: a filter of system
-//! calls (seccomp) hands each one to a thread of the same process, which lets it go on, or ends the process instead.
+//! A process that is killed at its k-th observable step, without fault points in the code under test. A filter of
+//! system calls (seccomp) passes each call to a thread of the same process, which lets it continue or ends the process
+//! instead.
 
 use std::fs::File;
 use std::io::{Error, Result};
@@ -8,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Calls that nobody else could notice, or that only pass time: they are no steps.
+/// The calls that no other process can observe, or that only pass time; they are not steps.
 const QUIET: [libc::c_long; 19] = [
     libc::SYS_brk,
     libc::SYS_munmap,
@@ -31,18 +32,19 @@ const QUIET: [libc::c_long; 19] = [
     libc::SYS_lseek,
 ];
 
-/// As in linux/seccomp.h, which `libc` does not have: `SECCOMP_IOWR(0, struct seccomp_notif)` and `SECCOMP_IOWR(1, struct seccomp_notif_resp)`.
+/// As in linux/seccomp.h, which `libc` lacks: `SECCOMP_IOWR(0, struct seccomp_notif)` and `SECCOMP_IOWR(1, struct
+/// seccomp_notif_resp)`.
 const NOTIF_RECV: libc::Ioctl = 0xc050_2100u32 as libc::Ioctl;
 const NOTIF_SEND: libc::Ioctl = 0xc018_2101u32 as libc::Ioctl;
 
-/// Whether the kernel lets this process do so.
+/// Returns true if the kernel allows this to the process.
 pub(crate) fn offered() -> bool {
     let mut sizes = [0u16; 3];
     // SAFETY: the operation writes three words of two bytes.
     unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_NOTIF_SIZES, 0, sizes.as_mut_ptr()) == 0 }
 }
 
-/// Counts the steps of the thread that made it, and of the threads that this one starts.
+/// Counts the steps of the thread that made it, and of the threads that this thread starts.
 #[derive(Clone)]
 pub(crate) struct Steps(Arc<AtomicU64>);
 
@@ -50,11 +52,11 @@ pub(crate) struct Steps(Arc<AtomicU64>);
 const SAFE: u64 = u64::MAX;
 
 impl Steps {
-    /// From here on the calling thread's steps count; before the `last`-th, from 1, the process is killed, and the monotonic time of that
-    /// stands in `died`. The filter cannot be taken off; fails where the kernel refuses it.
+    /// Counts the calling thread's steps from here. Before the `last`-th, from 1, the process is killed, and the
+    /// monotonic time of that is written to `died`. The filter cannot be removed; fails if the kernel rejects it.
     pub(crate) fn until(last: u64, died: File) -> Result<Self> {
         let left = Arc::new(AtomicU64::new(last));
-        // Not a channel: from the filter on, waking its receiver would wait for the receiver.
+        // Not a channel: once the filter is active, waking its receiver would wait for the receiver.
         let listener = Arc::new(AtomicI32::new(-1));
         let (count, mailbox) = (Arc::clone(&left), Arc::clone(&listener));
         std::thread::spawn(move || {
@@ -67,7 +69,7 @@ impl Steps {
         Ok(Self(left))
     }
 
-    /// The process may live.
+    /// Lets the process live.
     pub(crate) fn spare(&self) {
         self.0.store(SAFE, Ordering::Release);
     }
@@ -85,33 +87,33 @@ pub(crate) fn die(died: &File) -> ! {
     unreachable!("SIGKILL was survived");
 }
 
-/// The listener of a filter over this thread that asks about every call but the quiet ones.
+/// Returns the listener of a filter over this thread that reports every call except the quiet ones.
 fn filter() -> Result<RawFd> {
     let statement = |code: u32, k: u32, jt: u8| libc::sock_filter { code: code as u16, jt, jf: 0, k };
-    // The number of the call is the first word of what a filter sees.
+    // The first word of a filter's input is the number of the call.
     let mut program = vec![statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0)];
     for (index, call) in QUIET.iter().enumerate() {
-        // To the last statement: past the other comparisons and the question.
+        // Jumps to the last statement, past the other comparisons and the report.
         let to_end = (QUIET.len() - index) as u8;
         program.push(statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, *call as u32, to_end));
     }
     program.push(statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_USER_NOTIF, 0));
     program.push(statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW, 0));
     let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
-    // SAFETY: takes numbers only.
+    // SAFETY: takes only numbers.
     if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } != 0 {
         return Err(Error::last_os_error());
     }
     let (operation, flags) = (libc::SECCOMP_SET_MODE_FILTER, libc::SECCOMP_FILTER_FLAG_NEW_LISTENER);
-    // SAFETY: `program` and what it points to live until the call returns, and the kernel keeps a copy.
+    // SAFETY: `program` and the memory it points to live until the call returns, and the kernel keeps a copy.
     let listener = unsafe { libc::syscall(libc::SYS_seccomp, operation, flags, &raw const program) };
     if listener < 0 { Err(Error::last_os_error()) } else { Ok(listener as RawFd) }
 }
 
-/// Lets every call go on but the last. Allocates nothing: a call may come from inside the allocator.
+/// Lets every call continue except the last. Must not allocate, because a call may come from inside the allocator.
 fn supervise(listener: RawFd, left: &AtomicU64, died: &File) {
     loop {
-        // SAFETY: all-zero is a value of this structure of integers, and the one that the kernel insists on.
+        // SAFETY: all zeroes is a valid value of this structure of integers, and the one that the kernel requires.
         let mut requested: libc::seccomp_notif = unsafe { std::mem::zeroed() };
         // SAFETY: the request writes a `seccomp_notif`, which `requested` is.
         if unsafe { libc::ioctl(listener, NOTIF_RECV, &raw mut requested) } != 0 {
@@ -123,7 +125,8 @@ fn supervise(listener: RawFd, left: &AtomicU64, died: &File) {
         }
         let flags = libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32;
         let mut answer = libc::seccomp_notif_resp { id: requested.id, val: 0, error: 0, flags };
-        // SAFETY: the request reads a `seccomp_notif_resp`, which `answer` is. Fails where the asking thread has gone meanwhile.
+        // SAFETY: the request reads a `seccomp_notif_resp`, which `answer` is. It fails if the calling thread has
+        // exited.
         unsafe { libc::ioctl(listener, NOTIF_SEND, &raw mut answer) };
     }
 }

@@ -1,4 +1,4 @@
-//! Joining among those who mean no good or do not know what they do: other users, and a rank 0 that hands over what it should not.
+//! Joining with hostile or faulty peers: other users, and a rank 0 that passes the wrong memory.
 
 use crate::process::alone;
 use crate::stores;
@@ -20,7 +20,7 @@ use symm::store::memory::MemoryStore;
 use symm::sys::required;
 
 const BYTES: u64 = 8192;
-/// A user that owns nothing: "nobody".
+/// A user that owns nothing ("nobody").
 const OTHER_USER: u32 = 65534;
 
 fn spec(rank: u32, timeout: Duration) -> JoinSpec<'static> {
@@ -32,7 +32,7 @@ fn record(store: &MemoryStore) -> Value {
     serde_json::from_slice(&store.get("symm/g/0/0", Some(LONG)).unwrap()).unwrap()
 }
 
-/// What rank 0 says when all is well, as `src/boot/wire.rs` writes it.
+/// Rank 0's answer in the normal case, as `src/boot/wire.rs` writes it.
 fn answer(token: &[u8]) -> Vec<u8> {
     [b"symm", token, &[0]].concat()
 }
@@ -53,10 +53,10 @@ fn memory(bytes: u64, seals: SealFlags) -> OwnedFd {
     file
 }
 
-/// Lets rank 1 join a group whose rank 0 is the test, and says `message` with `fd` to it; returns why it did not join.
+/// Lets rank 1 join a group whose rank 0 is the test, which sends it `message` with `fd`; returns why it did not join.
 fn handed(number: u32, message: impl Fn(&[u8]) -> Vec<u8>, fd: Option<BorrowedFd<'_>>) -> symm::error::Error {
     let store = MemoryStore::new();
-    // A record of a rank 0 of this process, which has given up; another listens in its place.
+    // A record of a rank 0 of this process that has timed out; another listener takes its address.
     join(&store, &spec(0, Duration::from_millis(1))).expect_err("alone");
     let mut forged = record(&store);
     let name = format!("symm-test-{}-{number}", std::process::id());
@@ -128,14 +128,14 @@ fn p20_received_descriptors_are_closed_on_exec() {
     });
 }
 
-/// Runs `body`, which may only make system calls, in a process of another user; `None` where this user may not become another.
-/// True: `body` was.
+/// Runs `body`, which may only make system calls, in a process of another user, and returns its result. `None` if this
+/// user may not become another.
 fn as_unidentified(body: impl FnOnce() -> bool) -> Option<bool> {
     if !rustix::process::geteuid().is_root() {
         let _ = writeln!(std::io::stderr(), "skipped: only root can become another user");
         return None;
     }
-    // SAFETY: the child makes system calls alone and ends by `_exit`.
+    // SAFETY: the child only makes system calls and ends with `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: plain system calls on values.
@@ -150,17 +150,17 @@ fn as_unidentified(body: impl FnOnce() -> bool) -> Option<bool> {
         }
     }
     let mut status = 0;
-    // SAFETY: `status` is valid for a write; `child` is our own.
+    // SAFETY: `status` is valid for a write; `child` is a child of this process.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert_ne!(libc::WEXITSTATUS(status), 9, "root cannot become another user here");
     Some(status == 0)
 }
 
-/// Whether the other end of `socket` closes it, without a word, within some seconds.
+/// Returns true if the other end of `socket` closes it within some seconds without sending anything.
 fn is_turned_away(socket: &OwnedFd) -> bool {
     let mut buffer = [0u8; 4096];
     let mut ready = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    // SAFETY: one structure, and a buffer of the length given.
+    // SAFETY: one structure, and a buffer of the given length.
     unsafe {
         libc::poll(&raw mut ready, 1, 10_000) == 1 && libc::recv(socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) <= 0
     }
@@ -184,7 +184,7 @@ fn p19_another_user_is_not_let_into_a_group_even_with_the_right_words() {
                     && (rustix::net::send(&socket, &hello, SendFlags::NOSIGNAL).is_err() || is_turned_away(&socket))
             })
         });
-        // Rank 0 listens once all records are there.
+        // Rank 0 listens once all records exist.
         thread::sleep(Duration::from_millis(100));
         let joined = join(&store, &spec(1, LONG));
         assert!(unidentified.join().unwrap().unwrap_or(true), "an unidentified peer was answered");
@@ -192,7 +192,7 @@ fn p19_another_user_is_not_let_into_a_group_even_with_the_right_words() {
     });
 }
 
-/// Counts the lines about connections that were turned away.
+/// Counts the log lines about rejected connections.
 struct Lines(AtomicUsize);
 
 static LINES: Lines = Lines(AtomicUsize::new(0));
@@ -216,7 +216,7 @@ fn who_knocks_again_and_again_does_not_fill_the_log() {
     if !alone() {
         return;
     }
-    // Before the library sets up its own.
+    // Before the library installs its own.
     log::set_logger(&LINES).unwrap();
     log::set_max_level(log::LevelFilter::Warn);
     let store = MemoryStore::new();
@@ -224,7 +224,7 @@ fn who_knocks_again_and_again_does_not_fill_the_log() {
         let leader = scope.spawn(|| join(&store, &spec(0, LONG)));
         let mut member = record(&store);
         let name = member["socket"].as_str().unwrap().to_owned();
-        // A rank 1 that is said to be here and does not connect.
+        // A rank 1 that has a record but does not connect.
         member["rank"] = 1.into();
         store.set("symm/g/0/1", &serde_json::to_vec(&member).unwrap()).unwrap();
         for _ in 0..500 {
@@ -246,7 +246,7 @@ fn p19_another_user_is_not_served_by_a_store_and_cannot_open_its_file() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    // The folder is no obstacle here: the socket and the file keep others out by themselves.
+    // The directory admits everyone here: the socket and the file keep others out by themselves.
     std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let path = folder.path().join("socket");
     let named = stores::master(&format!("unix:{}", path.display()), None);

@@ -1,4 +1,4 @@
-//! Joining with threads as ranks: what they share, what is said where it fails, and what is left behind.
+//! Joining with threads as ranks: the resources that they share, the errors on failure, and the leftovers.
 
 use crate::threads::{Doctored, Flat, LONG, SHORT, SOON, error, sleeper, spec, threads};
 use std::collections::BTreeSet;
@@ -47,7 +47,7 @@ fn all_ranks_share_memory_token_and_members() {
     }
 }
 
-/// Notes how often each operation is asked for.
+/// Counts how often each operation is requested.
 #[derive(Default)]
 struct Counted {
     inner: MemoryStore,
@@ -116,13 +116,13 @@ fn missing_ranks_are_named_by_all() {
         assert_eq!(error.kind, Kind::Timeout);
         assert!(error.message.contains("waited 0.4 s for ranks 2 and 3 to join group \"g\" of 4 ranks"), "{error}");
     }
-    // Each leaves its record, with the cause, which is in the way of no group of another name.
+    // Each leaves its record, with the cause, which does not affect a group of another name.
     let keys = ["symm/g/0/0", "symm/g/0/1"];
     let stands = |key: &str| String::from_utf8(store.get(key, None).unwrap().to_vec()).unwrap().contains("for ranks 2 and 3 to join");
     assert!(keys.into_iter().all(stands) && store.num_keys() == Ok(2));
     assert!(threads(0..2, |rank| join(&store, &spec("h", rank, 2, LONG)).is_ok()).iter().all(|joined| *joined));
     assert!(keys.into_iter().all(stands) && store.num_keys() == Ok(2));
-    // The next attempt of all of them works, with what the failed one has left.
+    // The next attempt of all of them succeeds, despite the leftovers of the failed one.
     let outcomes = threads(0..4, |rank| join(&store, &spec("g", rank, 4, LONG)).map(|joined| joined.token));
     assert!(outcomes.iter().all(|outcome| outcome.is_ok() && *outcome == outcomes[0]), "{outcomes:?}");
     assert!(store.is_empty());
@@ -165,7 +165,7 @@ fn a_late_rank_learns_why_the_others_left() {
     assert!(error(&outcome).message.contains("for rank 1 to join"), "{outcome:?}");
 }
 
-/// Does not answer what would write, whatever the limit, until it is let go.
+/// Does not answer requests that write, whatever their limit, until it is released.
 struct Stopped {
     inner: MemoryStore,
     go: Mutex<Receiver<()>>,
@@ -241,7 +241,7 @@ fn ranks_told_different_sizes_do_not_wait_for_their_deadline() {
     let Some(_flat) = Flat::start() else { return };
     let store = MemoryStore::new();
     let started = Instant::now();
-    // Rank 1 waits for ranks 2 and 3, who will never come.
+    // Rank 1 waits for ranks 2 and 3, which never arrive.
     let outcomes = threads(0..2, |rank| join(&store, &spec("g", rank, if rank == 0 { 2 } else { 4 }, LONG)));
     assert!(started.elapsed() < SOON);
     for outcome in &outcomes {
@@ -294,7 +294,7 @@ fn a_thousand_groups_of_one_name_leave_nothing() {
     assert!(store.is_empty());
 }
 
-/// Threads of this process that watch.
+/// Number of threads of this process that watch others.
 fn watchers() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let names = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")));
@@ -312,7 +312,7 @@ fn one_watcher_serves_all_groups_and_ends_with_the_last() {
         let groups = if cycle == 0 { 200 } else { 1 };
         let watches: Vec<_> = (0..groups).map(|_| watch(std::slice::from_ref(&member), Arc::new(|_, _| ())).unwrap()).collect();
         if cycle == 0 {
-            // It gives itself its name, a moment after it starts.
+            // The thread sets its name a moment after it starts.
             let started = Instant::now();
             while watchers() != 1 {
                 assert!(started.elapsed() < SOON, "{} watchers", watchers());

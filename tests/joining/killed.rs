@@ -1,4 +1,5 @@
-//! Joining with a rank that is killed before each of its system calls in turn: the others hear of it, leave nothing, and meet again.
+//! Joining with a rank that is killed before each of its system calls in turn: the others get an error, leave nothing
+//! behind, and join again.
 //!
 //! Each rank is a process of the test program.
 
@@ -18,11 +19,11 @@ use symm::store::file::FileStore;
 use symm::sys::required;
 
 const RANKS: u32 = 4;
-/// Of the join that a rank does not live through.
+/// Timeout of the join during which a rank is killed.
 const TIMEOUT: Duration = Duration::from_millis(1500);
-/// Of everything that must work.
+/// Timeout of everything that must work.
 const LONG: Duration = Duration::from_secs(30);
-/// Jobs at once of each victim.
+/// Number of concurrent jobs for each victim.
 const JOBS: usize = 4;
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -38,23 +39,23 @@ enum Part {
     Victim { last: u64 },
     /// Joins with the victim, then without it.
     Survivor,
-    /// Takes the victim's place.
+    /// Takes the victim's rank.
     Successor,
 }
 
-/// What a survivor has seen.
+/// The report of a survivor.
 #[derive(Debug, Serialize, Deserialize)]
 struct Report {
     kind: u8,
     message: String,
     seconds: f64,
-    /// When, on the monotonic clock.
+    /// Time of the error on the monotonic clock.
     at: u64,
-    /// What is left of the group; nothing.
+    /// Leftovers of the group; must be empty.
     left: String,
 }
 
-/// What of a group is in a process.
+/// A group's resources in a process.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Held {
     descriptors: usize,
@@ -74,7 +75,7 @@ impl Held {
         }
     }
 
-    /// What there is beyond this, once threads have had the moment in which they end.
+    /// Returns the resources in excess of this, once threads have had a moment to end.
     fn left(self) -> String {
         let give_up = Instant::now() + Duration::from_secs(2);
         loop {
@@ -90,7 +91,7 @@ impl Held {
     }
 }
 
-/// Returns once `done`, which must be within `LONG`.
+/// Returns once `done` is true, which must happen within `LONG`.
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let give_up = Instant::now() + LONG;
     while !done() {
@@ -118,7 +119,7 @@ impl Role {
         self.say("again", &outcome.map_err(|error| error.message).err());
     }
 
-    /// Whole at once: others wait for the file.
+    /// Written atomically, because others wait for the file.
     fn say<T: Serialize>(&self, what: &str, value: &T) {
         let (draft, path) = (format!("draft.{}", self.rank), format!("{what}.{}", self.rank));
         std::fs::write(self.dir.join(&draft), serde_json::to_vec(value).unwrap()).unwrap();
@@ -126,7 +127,7 @@ impl Role {
     }
 }
 
-/// A rank, when told to be one; else nothing.
+/// Runs as a rank if the test program was started as one; otherwise does nothing.
 #[test]
 #[ignore = "the other tests start it"]
 fn rank_process() {
@@ -162,7 +163,7 @@ fn rank_process() {
     }
 }
 
-/// A folder of its own, removed at the end; and the processes, killed at the end.
+/// A temporary directory, removed at the end; and the processes, killed at the end.
 struct Job {
     dir: PathBuf,
     store: FileStore,
@@ -200,10 +201,10 @@ impl Drop for Job {
     }
 }
 
-/// One job whose `victim` is killed before its step `last`; whether it came so far.
+/// Runs one job whose `victim` is killed before its step `last`; returns true if it reached that step.
 fn killed_at(victim: u32, last: u64) -> bool {
     let mut job = Job::new(&format!("{victim}-{last}"));
-    // Alternately: all others wait for the victim already, or all start together and each may come first.
+    // Alternately, all others already wait for the victim, or all start together in any order.
     let awaited = last.is_multiple_of(2);
     let others = (0..RANKS).filter(|rank| *rank != victim);
     for rank in others.clone() {
@@ -226,13 +227,15 @@ fn killed_at(victim: u32, last: u64) -> bool {
         let case = format!("rank {rank} after the end of rank {victim} before its step {last}: {report:?}");
         let named = report.message.contains(&format!("rank {victim} (pid {pid})"));
         if report.kind == Kind::Timeout as u8 {
-            // Never heard of; or of a time before some of the others came, and so taken for what an earlier run has left.
+            // Either no rank saw the victim, or its record is older than some of the others and so counts as a
+            // leftover.
             assert!(report.message.contains(&format!("rank {victim}")), "{case}");
-            // On a busy machine the victim may start after the others timed out. A rank that waited for a second more must name it.
+            // On a busy node the victim may start after the others timed out. A rank that waited a second longer must
+            // name it.
             assert!(!(awaited && record) || report.at.saturating_sub(died) < 1_000_000_000, "{case}");
         } else {
             assert!(report.kind == Kind::Peer as u8 && named, "{case}");
-            // Who waits for a rank that is yet to come looks at the others at growing intervals.
+            // A rank that waits for an absent rank polls the others at growing intervals.
             assert!(!awaited || report.at.saturating_sub(died) < 1_000_000_000, "{case}");
         }
         assert!(report.seconds < TIMEOUT.as_secs_f64() + 1.0, "{case}");

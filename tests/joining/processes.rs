@@ -1,7 +1,7 @@
-//! Joining with processes as ranks, some of which are killed on the way.
+//! Joining with processes as ranks; some are killed while they join.
 //!
 //! Each rank is a process of the test program.
-// The dying rank leaves a child behind on purpose.
+// The killed rank deliberately leaves a child behind.
 #![allow(clippy::zombie_processes)]
 
 use crate::fault_points::{die, monotonic};
@@ -27,7 +27,7 @@ use symm::watch::watch;
 /// The file of a job through which its ranks meet.
 const STORE: &str = "store";
 
-/// Seconds within which a busy machine, too, refuses a second claim; the timeout is 20.
+/// Seconds within which even a busy node rejects a second claim; the timeout is 20.
 const AT_ONCE: f64 = 5.0;
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -39,9 +39,9 @@ struct Role {
     /// How long this rank sleeps before it connects.
     sleep_ms: u64,
     keep_membership: bool,
-    /// Descriptors that it may open beyond those it has.
+    /// Number of file descriptors that it may open in addition to those it has.
     spare: Option<usize>,
-    /// Once joined: kill itself, or wait for the news of it.
+    /// Action after joining: kill itself, or wait until the watcher reports it.
     then: Then,
 }
 
@@ -57,9 +57,9 @@ struct Report {
     kind: u8,
     message: String,
     seconds: f64,
-    /// Descriptors left after a failure.
+    /// Number of file descriptors left after a failure.
     leaked: usize,
-    /// What the watch told, and when (nanoseconds on the monotonic clock).
+    /// The watcher's report, and its time in nanoseconds on the monotonic clock.
     news: Option<(u32, String, u64)>,
 }
 
@@ -85,7 +85,7 @@ impl Store for Slow {
     }
 }
 
-/// A rank, when told to be one; else nothing.
+/// Runs as a rank if the test program was started as one; otherwise does nothing.
 #[test]
 #[ignore = "the other tests start it"]
 fn rank_process() {
@@ -136,7 +136,7 @@ fn rank_process() {
                 Then::Exit => {}
                 Then::Die => {
                     std::thread::sleep(Duration::from_millis(300));
-                    // A child that lives on with all descriptors must not hide the end.
+                    // A child that lives on with all file descriptors must not hide the exit.
                     Command::new("sleep").arg("2").stdout(Stdio::null()).spawn().unwrap();
                     die(&std::fs::File::create(dir.join("died")).unwrap());
                 }
@@ -144,22 +144,22 @@ fn rank_process() {
             }
         }
     }
-    // A rank that is killed while it writes leaves no report rather than half of one.
+    // A rank that is killed while it writes leaves no report instead of a partial one.
     let unfinished = dir.join(format!("unfinished.{rank}.{}", std::process::id()));
     std::fs::write(&unfinished, serde_json::to_vec(&report).unwrap()).unwrap();
     std::fs::rename(unfinished, dir.join(format!("report.{rank}"))).unwrap();
-    // Neither a rank that reports nor one that exits early may look like a failure to those who are still joining, and who come late
-    // hear of a failure from those who live.
+    // A rank that reports or exits early must not look like a failure to ranks that are still joining; late ranks learn
+    // of a failure from live ones.
     let limit = Instant::now() + Duration::from_millis(if role.spare.is_some() { 2500 } else { 300 });
     while !(0..role.size).all(|rank| dir.join(format!("report.{rank}")).exists()) && Instant::now() < limit {
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// A directory of its own, removed at the end; and the processes, killed at the end.
+/// A temporary directory, removed at the end; and the processes, killed at the end.
 struct Job {
     dir: PathBuf,
-    /// Looks at the keys; and being a user, it keeps what killed ranks leave.
+    /// Inspects the keys; as a user of the file, it also keeps the keys of killed ranks.
     store: FileStore,
     ranks: Vec<(u32, Child)>,
 }
@@ -186,7 +186,7 @@ impl Job {
         self.ranks.iter().rev().find(|(other, _)| *other == rank).unwrap().1.id()
     }
 
-    /// The reports of the ranks that lived to write one.
+    /// Returns the reports of the ranks that lived to write one.
     fn finish(&mut self) -> Vec<(u32, Report)> {
         for (_, child) in &mut self.ranks {
             child.wait().unwrap();
@@ -215,7 +215,7 @@ impl Drop for Job {
     }
 }
 
-/// How long after the death of one of four ranks the last of the others heard of it.
+/// Returns how long after the exit of one of four ranks the last of the others learned of it.
 fn last_news_of_a_kill(turn: u32) -> Duration {
     let mut job = Job::new(&format!("watch-{turn}"));
     for rank in 0..4 {
@@ -236,7 +236,7 @@ fn last_news_of_a_kill(turn: u32) -> Duration {
 
 #[test]
 fn processes_join_and_hear_of_a_kill_within_100_ms() {
-    // A busy machine may keep a watcher from its core, but not each time.
+    // A busy node may keep a watcher from its core, but not each time.
     assert!((0..5).any(|turn| last_news_of_a_kill(turn) < Duration::from_millis(100)));
 }
 
@@ -245,14 +245,14 @@ fn a_rank_killed_while_it_waits_for_the_memory_is_named_at_once() {
     for victim in [0, 2] {
         let mut job = Job::new(&format!("kill-waiting-{victim}"));
         for rank in 0..4 {
-            // Rank 3 holds the others up between its record and its connection.
+            // Rank 3 delays the others between its record and its connection.
             let sleep_ms = if rank == 3 { 1500 } else { 0 };
             job.start(&Role { sleep_ms, timeout_ms: 10_000, ..job.role(rank) });
         }
         while job.keys() < 4 {
             std::thread::sleep(Duration::from_millis(5));
         }
-        // Enough for all but rank 3 to connect.
+        // Long enough for all but rank 3 to connect.
         std::thread::sleep(Duration::from_millis(300));
         let pid = job.pid(victim);
         kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::KILL).unwrap();
@@ -324,7 +324,7 @@ fn a_process_that_claims_a_rank_of_a_group_that_lives_is_refused() {
         serde_json::from_slice::<serde_json::Value>(&held).unwrap()["pid"] == job.pid(rank)
     };
     let formed = |job: &Job| (0..4).all(|rank| holder(job, rank)) && job.keys() == 4;
-    // The second time in place of the killed ranks of the first.
+    // The second time in place of the ranks that were killed the first time.
     for _ in 0..2 {
         for rank in 0..4 {
             job.start(&Role { rank, ..placed.clone() });
@@ -369,7 +369,7 @@ fn too_few_descriptors_are_named_by_all() {
         for (rank, report) in reports {
             let case = format!("rank {rank}, {spare} spare on rank {victim}: {report:?}");
             if spare == 0 {
-                // It cannot even find out which kernel it runs on.
+                // It cannot even determine the kernel version.
                 let expected = format!("rank {victim} (pid {pid}) cannot join group \"g\" of 4 ranks: /proc/");
                 assert!(report.kind == Kind::Config as u8 && report.message.starts_with(&expected), "{case}");
                 assert!(report.message.contains("Too many open files") && report.message.ends_with("raise ulimit -n"), "{case}");

@@ -1,4 +1,4 @@
-//! Ranks that join as threads, and records that stand for others.
+//! Ranks that join as threads, and records that replace others.
 
 use crate::process::alone;
 use rustix::fd::OwnedFd;
@@ -18,16 +18,16 @@ use symm::sys::required;
 
 pub(crate) const SHORT: Duration = Duration::from_millis(400);
 pub(crate) const LONG: Duration = Duration::from_secs(20);
-/// For what happens at once, or at SHORT: far below LONG, and enough on a busy machine.
+/// Limit for events that occur at once, or at SHORT: far below LONG, and enough on a busy node.
 pub(crate) const SOON: Duration = Duration::from_secs(5);
 
-/// Fails at its end if more descriptors are open than at its start.
+/// Fails when dropped if more file descriptors are open than at its start.
 pub(crate) struct Flat {
     open: usize,
 }
 
 impl Flat {
-    /// In a process that runs only this test; `None` elsewhere, once that process has succeeded.
+    /// Starts in a process that runs only this test; returns `None` elsewhere, once that process has succeeded.
     pub(crate) fn start() -> Option<Self> {
         alone().then(|| Self { open: required::descriptors().1 })
     }
@@ -36,7 +36,7 @@ impl Flat {
 impl Drop for Flat {
     fn drop(&mut self) {
         if !thread::panicking() {
-            // A watcher that has not yet taken its name is not seen to end, and ends in a moment.
+            // A watcher thread that has not set its name yet cannot be seen to end, but it ends soon.
             let give_up = Instant::now() + Duration::from_secs(1);
             while required::descriptors().1 != self.open && Instant::now() < give_up {
                 thread::sleep(Duration::from_millis(1));
@@ -61,7 +61,7 @@ pub(crate) fn spec(group: &str, rank: u32, size: u32, timeout: Duration) -> Join
     }
 }
 
-/// The outcomes of `ranks` threads, in their order, each given its number.
+/// Returns the outcomes of one thread per rank of `ranks`, in order.
 pub(crate) fn threads<T: Send>(ranks: impl IntoIterator<Item = u32>, body: impl Fn(u32) -> T + Sync) -> Vec<T> {
     let body = &body;
     thread::scope(|scope| {
@@ -74,7 +74,7 @@ pub(crate) fn error(outcome: &Result<Joined>) -> &Error {
     outcome.as_ref().expect_err("must not join")
 }
 
-/// A store through which one rank shows a changed record to the others, and sees its own as it wrote it.
+/// A store in which one rank's record appears changed to the others, but unchanged to the rank itself.
 pub(crate) struct Doctored<'a> {
     pub(crate) inner: &'a MemoryStore,
     pub(crate) from: &'a str,
@@ -99,7 +99,7 @@ impl Store for Doctored<'_> {
     }
 }
 
-/// A record as the rank `rank` of group "g" publishes it, by letting it fail to find the others.
+/// The record that rank `rank` of group "g" publishes, obtained from a join that fails to find the others.
 pub(crate) fn record_of(rank: u32, size: u32) -> Value {
     let store = MemoryStore::new();
     join(&store, &spec("g", rank, size, Duration::from_millis(1))).expect_err("alone");

@@ -1,4 +1,4 @@
-//! What a call takes from the heap, counted by thread.
+//! Heap allocations of a call, counted by thread.
 
 use crate::threads::with_ranks;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -14,10 +14,10 @@ thread_local! {
 
 struct Counting;
 
-// SAFETY: the system's allocator serves every request as it came.
+// SAFETY: the system's allocator serves every request unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // A thread that ends may have no counter any more.
+        // A thread that is ending may have no counter any more.
         let _ = TAKEN.try_with(|taken| taken.set(taken.get() + 1));
         unsafe { System.alloc(layout) }
     }

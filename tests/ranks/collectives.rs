@@ -1,8 +1,9 @@
-//! Every collective × dtype × reduce op × odd sizes × 1 to 8 ranks × algorithm, against the definition: on private memory, and on symmetric
-//! memory of some ranks or of all. Ranks as processes: `tests/python/test_symm_mem_direct.py`.
+//! Every collective × dtype × reduce op × odd sizes × 1 to 8 ranks × algorithm, compared with the definition: on
+//! private memory, and on symmetric memory of some ranks or of all. Ranks as processes:
+//! `tests/python/test_symm_mem_direct.py`.
 //!
-//! Reductions are compared bit by bit with one call of the kernel over all ranks' inputs, which `kernels::cpu` checks against an f64
-//! reference: so every algorithm, size and place of tensors gives the same bits on every rank.
+//! Reductions are compared bit by bit with one call of the kernel over all ranks' inputs, which `kernels::cpu` checks
+//! against an f64 reference. So every algorithm, size and location of tensors gives the same bits on every rank.
 
 use crate::threads::{call, input, reduced, run, span, with_ranks};
 use std::time::Instant;
@@ -16,7 +17,7 @@ use symm::window::allocations;
 
 const PAD: usize = 9216;
 
-/// Memory of a rank, in which tensors follow each other: aligned, or at odd distances.
+/// Memory of a rank whose tensors follow each other: aligned, or at odd distances.
 struct Arena {
     address: usize,
     used: usize,
@@ -37,7 +38,7 @@ impl Arena {
         Self { address, used: 0, bytes, aligned, private }
     }
 
-    /// New tensors of these lengths, one behind the other, `before` bytes behind the last one.
+    /// Allocates consecutive tensors of these lengths, `before` bytes after the last one.
     fn take(&mut self, before: usize, lengths: &[usize]) -> Vec<Span> {
         self.used += before;
         let place = |&bytes: &usize| {
@@ -64,7 +65,7 @@ fn bytes_of(span: Span) -> &'static mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(span.ptr(), span.bytes) }
 }
 
-/// One rank of a test: its inputs and outputs lie in memory of its own kind, at places of its own.
+/// One rank of a test, with its own kind of memory and its own offsets of inputs and outputs.
 struct Member<'a> {
     group: &'a Group,
     rank: u32,
@@ -74,7 +75,7 @@ struct Member<'a> {
 }
 
 impl Member<'_> {
-    /// Runs a call, whose tensors are the last before others take their place.
+    /// Runs a call on the tensors allocated last, before they are overwritten.
     fn run(&mut self, op: Op, dtype: DType, reduce_op: ReduceOp, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) {
         let factor = f64::from(self.rank) + 0.5;
         let (inputs, outputs) = (inputs.into(), outputs.into());
@@ -83,7 +84,7 @@ impl Member<'_> {
         (self.given.used, self.taken.used) = (0, 0);
     }
 
-    /// What rank `from` gives to others, one behind the other, at a place that differs by rank.
+    /// The inputs of rank `from`, consecutive, at an offset that differs by rank.
     fn give(&mut self, dtype: DType, from: u32, lengths: &[usize]) -> Vec<Span> {
         let spans = self.given.take(7 + 5 * self.rank as usize, lengths);
         for (to, span) in (0..).zip(&spans) {
@@ -92,7 +93,7 @@ impl Member<'_> {
         spans
     }
 
-    /// Room for what this rank gets.
+    /// Allocates the outputs of this rank.
     fn blank(&mut self, lengths: &[usize]) -> Vec<Span> {
         let spans = self.taken.take(3 + self.rank as usize, lengths);
         spans.iter().for_each(|span| bytes_of(*span).fill(0xee));
@@ -106,7 +107,7 @@ impl Member<'_> {
         let spans = self.give(dtype, self.rank, &[bytes]);
         self.run(Op::AllReduce, dtype, op, 0, spans.clone(), spans.clone());
         assert!(*bytes_of(spans[0]) == expected, "all_reduce in place, {what}");
-        // Not in place: nobody's input changes.
+        // Not in place: no rank's input changes.
         let (spans, outputs) = (self.give(dtype, self.rank, &[bytes]), self.blank(&[bytes]));
         self.run(Op::AllReduce, dtype, op, 0, spans.clone(), outputs.clone());
         assert!(*bytes_of(outputs[0]) == expected && *bytes_of(spans[0]) == all[self.rank as usize], "all_reduce, {what}");
@@ -116,7 +117,7 @@ impl Member<'_> {
         assert!(outputs.iter().all(|output| *bytes_of(*output) == expected), "reduce, {what}");
     }
 
-    /// Rank r gets `longer` times r elements more.
+    /// Rank r gets `longer` times r more elements.
     fn reduce_scatter(&mut self, dtype: DType, op: ReduceOp, bytes: usize, longer: usize) {
         let lengths: Vec<usize> = (0..self.n as usize).map(|r| if bytes == 0 { 0 } else { bytes + longer * r * dtype.size() }).collect();
         let own = self.rank as usize;
@@ -148,7 +149,7 @@ impl Member<'_> {
         let (inputs, outputs) = (self.give(dtype, rank, &lengths[own..=own]), self.blank(&lengths));
         self.run(Op::AllGather, dtype, sum, 0, inputs, outputs.clone());
         assert!(gathered(&outputs), "{}", what("all_gather"));
-        // In place: what this rank gives lies where it would receive it.
+        // In place: this rank's input is at its place in the output.
         let outputs = self.given.take(own, &lengths);
         outputs.iter().for_each(|span| bytes_of(*span).fill(0xee));
         bytes_of(outputs[own]).copy_from_slice(&input(dtype, rank, 0, lengths[own]));
@@ -165,7 +166,7 @@ impl Member<'_> {
         self.run(Op::Scatter, dtype, sum, root, inputs, outputs.clone());
         assert!(*bytes_of(outputs[0]) == input(dtype, root, rank, bytes), "{}", what("scatter"));
 
-        // Every pair has a length of its own; one is zero.
+        // Every pair has a different length; one is zero.
         let pair = |from: u32, to: u32| if (from, to) == (0, n - 1) { 0 } else { uneven(2 * from + to) };
         let sent: Vec<usize> = others.clone().map(|to| pair(rank, to)).collect();
         let got: Vec<usize> = others.map(|from| pair(from, rank)).collect();
@@ -173,22 +174,22 @@ impl Member<'_> {
         self.run(Op::AllToAll, dtype, sum, 0, inputs, outputs.clone());
         let exchanged = |outputs: &[Span]| (0..).zip(outputs).all(|(r, span)| *bytes_of(*span) == input(dtype, r, rank, span.bytes));
         assert!(exchanged(&outputs), "{}", what("all_to_all"));
-        // In place: peers would read what this rank overwrites, so they must not.
+        // In place: peers would read memory that this rank overwrites, so they must not.
         let spans = self.give(dtype, rank, &vec![bytes; n as usize]);
         self.run(Op::AllToAll, dtype, sum, 0, spans.clone(), spans.clone());
         assert!(exchanged(&spans), "{}", what("all_to_all in place"));
     }
 }
 
-/// Ranks whose memory is symmetric.
+/// The ranks whose memory is symmetric.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Symmetric {
-    /// Not of any rank: tensors lie in aligned private memory.
+    /// No rank: tensors are in aligned private memory.
     None,
     All,
     /// All but the last one.
     Most,
-    /// All of what they give, nothing of what they take.
+    /// All inputs, no outputs.
     Given,
 }
 
@@ -201,7 +202,7 @@ fn with_members(n: u32, symmetric: Symmetric, body: impl Fn(&mut Member<'_>) + S
             Symmetric::Given => (true, false),
         };
         let aligned = symmetric == Symmetric::None;
-        // Any rendezvous links the ranks; what lies in its window matters to nobody.
+        // Any rendezvous links the ranks; the content of its window does not matter.
         let window = (!aligned).then(|| {
             let address = allocations::allocate(HOST, 64).unwrap();
             (group.rendezvous(HOST, address, PAD, None).unwrap(), address)
@@ -214,7 +215,7 @@ fn with_members(n: u32, symmetric: Symmetric, body: impl Fn(&mut Member<'_>) + S
     });
 }
 
-/// Elements: nothing, odd counts next to a flag, staged in one chunk, in many.
+/// Numbers of elements: none, odd counts next to a flag, staged in one chunk, in many.
 const COUNTS: [usize; 6] = [0, 1, 17, 1001, 9_999, 150_001];
 
 #[test]

@@ -1,4 +1,5 @@
-//! What a buggy rank may leave in the shared memory: whoever reads it raises, or computes nonsense, and touches only its own tensors.
+//! Garbage that a faulty rank may leave in shared memory: a reader fails or computes nonsense, and touches only its own
+//! tensors.
 
 use crate::threads::{call, run, span};
 use std::os::fd::OwnedFd;
@@ -34,7 +35,7 @@ fn assemble(file: &OwnedFd, rank: u32, n: u32, direct: bool) -> Group {
     Group::assemble(segment, "test", Rank(rank), members, PATIENCE, tuning).unwrap()
 }
 
-/// Both ranks of a group of two. `timeout` is for their calls; a busy machine may need longer to start two threads.
+/// Both ranks of a group of two. `timeout` is for their calls; a busy node may need longer to start two threads.
 fn pair(file: &OwnedFd, timeout: Duration, direct: bool) -> [Group; 2] {
     let groups = thread::scope(|scope| {
         let other = scope.spawn(|| assemble(file, 1, 2, direct));
@@ -49,7 +50,7 @@ fn message(peer: u32, tag: i32, span: Span) -> Message {
     unsafe { Message::new(MessageSpec { peer: Some(Rank(peer)), tag, dtype: DType::U8, span, timeout: None }) }
 }
 
-/// Where the outcome of a send or receive will stand.
+/// Returns where the outcome of a send or receive will appear.
 fn received() -> (Completion, impl Fn() -> Option<Result<()>>) {
     let (sender, receiver) = std::sync::mpsc::channel();
     let done = Completion::new(move |outcome, _| sender.send(outcome).unwrap_or(()));
@@ -67,7 +68,7 @@ fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Memory whose use after its end is a fault, not luck.
+/// Memory for which a use after its end always faults.
 struct Pages {
     base: *mut std::ffi::c_void,
     bytes: usize,
@@ -76,7 +77,7 @@ struct Pages {
 impl Pages {
     fn new(bytes: usize) -> Self {
         use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
-        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of this process.
         let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
         Self { base: base.unwrap(), bytes }
     }
@@ -88,7 +89,7 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`; whoever was given the span has said that it is done with it.
+        // SAFETY: mapped by `new`; all users of the span have finished with it.
         unsafe { rustix::mm::munmap(self.base, self.bytes) }.unwrap();
     }
 }
@@ -100,7 +101,7 @@ struct Ring<'a> {
 }
 
 impl Ring<'_> {
-    /// Puts four words where the next frame belongs, and says that `bytes` bytes have come.
+    /// Writes four words as the next frame, and publishes `bytes` bytes.
     fn say(&mut self, words: [u64; 4], bytes: u64) {
         let base = Layout::new(2).ring(Rank(1), Rank(0));
         let place = base + RING_HEAD + (self.tail % Layout::new(2).ring_data_bytes() as u64) as usize;
@@ -113,7 +114,7 @@ impl Ring<'_> {
         unsafe { self.forger.at::<AtomicU64>(base) }.store(self.tail, Ordering::Release);
     }
 
-    /// Bytes that rank 0 has read.
+    /// Number of bytes that rank 0 has read.
     fn read(&self) -> u64 {
         let base = Layout::new(2).ring(Rank(1), Rank(0));
         // SAFETY: the second counter of a ring is its head.
@@ -125,7 +126,7 @@ impl Ring<'_> {
 fn memory_of_a_send_that_has_failed_is_not_read_again() {
     let (file, _forger) = memory(2);
     let [sender, receiver] = pair(&file, PATIENCE, false);
-    // More than the ring holds, so that some wait for room.
+    // More than the ring holds, so that some wait for space.
     let fit = (Layout::new(2).ring_data_bytes() / (60 << 10)) as i32;
     let sent: Vec<(Pages, _)> = (0..fit + 12)
         .map(|tag| {
@@ -135,11 +136,11 @@ fn memory_of_a_send_that_has_failed_is_not_read_again() {
         })
         .collect();
     sender.abort();
-    // The progress thread may be the one that hears of it and tells the outcomes.
+    // The progress thread may notice it first and report the outcomes.
     let failed = sent.iter().filter(|(_, outcome)| until("an outcome of every send", outcome).is_err()).count();
     assert!(failed > 5, "{failed} were waiting");
     drop(sent);
-    // Makes room, into which nothing may be written any more.
+    // Frees space, into which nothing may be written any more.
     for _ in 0..5 {
         receiver.progress();
         sender.progress();
@@ -151,7 +152,7 @@ fn forged_frames_end_no_transfer_of_others_and_stretch_none() {
     let (file, forger) = memory(2);
     let [victim, _silent] = pair(&file, PATIENCE, false);
     let mut ring = Ring { forger: &forger, tail: 0 };
-    // A long message is offered, and asked for twice: it must not be read again once it has been sent.
+    // A long message is announced (RTS), and requested (CTS) twice: it must not be read again once it has been sent.
     let pages = Pages::new(2 << 20);
     let (done, outcome) = received();
     let ticket = victim.send(message(1, 7, pages.span()), done).unwrap();
@@ -217,11 +218,11 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
         }
         (ring.read() - begun) / 32
     };
-    // An offer takes no fewer bytes here than in the ring.
+    // An RTS takes no fewer bytes here than in the ring.
     let taken = flood(&mut ring, 2 * CAP / 32);
     assert!((100_000..CAP / 32).contains(&taken), "{taken} offers");
     assert_eq!(flood(&mut ring, 1), 0, "it is not heard");
-    // A receive of another tag has to look behind all of them.
+    // A receive with another tag has to search past all of them.
     let mut room = [0u8; 16];
     let (done, outcome) = received();
     victim.recv(message(1, 6, span(&mut room)), done).unwrap();
@@ -235,8 +236,8 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
     assert_eq!(flood(&mut ring, CAP), 0, "nor is it now");
 }
 
-/// What becomes of a receive of `bytes` bytes while rank 1 writes `frames`, each with the bytes that it takes in the ring; `None`: nothing at
-/// once, where nothing is `expected`.
+/// Returns the outcome of a receive of `bytes` bytes while rank 1 writes `frames`, each with its size in the ring.
+/// `None`: no outcome at once, if none is `expected`.
 fn outcome_of(bytes: usize, frames: &[([u64; 4], u64)], expected: bool) -> Option<Result<()>> {
     let (file, forger) = memory(2);
     let [victim, _silent] = pair(&file, PATIENCE, false);
@@ -248,7 +249,7 @@ fn outcome_of(bytes: usize, frames: &[([u64; 4], u64)], expected: bool) -> Optio
         ring.say(words, taken);
         victim.progress();
     }
-    // The progress thread may have been the one that looked, and tells a moment later.
+    // The progress thread may have noticed it, and reports a moment later.
     let found = if expected { Some(until("an outcome", outcome)) } else { outcome() };
     victim.abort();
     found
@@ -317,7 +318,7 @@ fn more_short_messages_than_may_go_unasked_are_an_error_that_names_their_sender(
     assert!(outcome().is_none(), "so many an honest sender may have on their way");
     ring.say([1, 1025, 0, 0], 32);
     victim.progress();
-    // The progress thread may have been the one that looked.
+    // The progress thread may have noticed it.
     let error = until("an outcome", outcome).expect_err("one too many");
     assert!(error.kind == Kind::Internal && error.message.contains("rank 1"), "{error}");
 }
@@ -334,7 +335,7 @@ impl Dice {
     }
 }
 
-/// Some calls of two ranks, whose data lie in `mine`, between guards.
+/// Several calls of two ranks, with data in `mine`, between guards.
 fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
     let words = room.len();
     let part = |index: usize, count: usize| Span { addr: room.as_ptr() as usize + 4 * 1024 * index, bytes: 4 * count };
@@ -357,7 +358,8 @@ fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
     Ok(())
 }
 
-/// Rank 1's part of the first collective, as rank 0 has begun it: the same call, but a message to itself of `longest` bytes, and all stages done.
+/// Rank 1's part of the first collective, matching rank 0's call, but with a message to itself of `longest` bytes and
+/// all stages done.
 fn forge_an_all_to_all(forger: &Segment, bytes: u64, longest: u64) {
     let layout = Layout::new(2);
     let word = |offset: usize| {
@@ -367,7 +369,7 @@ fn forge_an_all_to_all(forger: &Segment, bytes: u64, longest: u64) {
     let [real, forged] = [Rank(0), Rank(1)].map(|rank| layout.post(rank, 1));
     until("the post of rank 0", || (word(real).load(Ordering::Acquire) == 1).then_some(()));
     let table = |place: usize| word(forged + POST_HEAD + INLINE_BYTES + 8 * place);
-    // Behind 8 words: what it sends to each rank, then what it expects of each.
+    // After 8 words: the lengths that it sends to each rank, then the lengths that it expects.
     for (place, length) in [bytes, longest, bytes, longest].into_iter().enumerate() {
         table(8 + place).store(length, Ordering::Relaxed);
     }
@@ -425,7 +427,8 @@ fn garbage_in_the_shared_memory_never_harms_a_rank() {
                 .map(|(me, group)| {
                     scope.spawn(move || -> Error {
                         let mut room = vec![0x5A5A_5A5Ai32; 10 * 1024];
-                        // As long as it takes: some garbage is overwritten by the next call, none may go unnoticed for ever.
+                        // However long it takes: the next call overwrites some garbage, but none may go unnoticed
+                        // forever.
                         let error = until("an error", || calls(group, me, &mut room[1024..9 * 1024]).err());
                         assert!(room[..1024].iter().chain(&room[9 * 1024..]).all(|&word| word == 0x5A5A_5A5A), "beside its tensors");
                         error
@@ -438,7 +441,8 @@ fn garbage_in_the_shared_memory_never_harms_a_rank() {
                 let mut dice = Dice(seed);
                 let values = [0, 1, 8, 9, 255, 1 << 20, 1 << 40, u64::MAX, u64::MAX - 7];
                 while !stopping.load(Ordering::Relaxed) {
-                    // Mostly where the structures are: the header, the members' words, heads and tables of posts, counters of rings.
+                    // Mostly at structures: the header, the members' words, heads and tables of posts, counters of
+                    // rings.
                     let rank = Rank(dice.next(2) as u32);
                     let areas = [
                         (0, 4096),
@@ -489,7 +493,8 @@ fn a_wait_that_panics_leaves_what_is_open_to_the_progress_thread() {
             ring.say([1 | 3 << 32, 1, 16, 0], 64);
             waiting.join().unwrap().is_err()
         });
-        // The progress thread may have been about to look when the wait began, and then it completes the message: again.
+        // The progress thread may have been about to check when the wait started, and then it completes the message:
+        // repeat.
         panicked.then(|| {
             ring.say([1 | 4 << 32, 2, 16, 0], 64);
             until("the second message", &outcome).unwrap();

@@ -1,4 +1,5 @@
-//! A memory cgroup that is too small: an error with the numbers, where the kernel would end a process. Needs the right to make a cgroup.
+//! A memory cgroup that is too small: an error with the numbers, where the kernel would otherwise kill a process. Needs
+//! permission to make a cgroup.
 
 use crate::process::{process, role};
 use std::io::{Result, Write};
@@ -10,7 +11,7 @@ use symm::window::allocations::{allocate, free};
 const MIB: usize = 1 << 20;
 const LIMIT: usize = 256 * MIB;
 
-/// Within the cgroup, when told to be; else nothing.
+/// Runs within the cgroup if the test program was started for that; otherwise does nothing.
 #[test]
 #[ignore = "the other tests start it"]
 fn within() {
@@ -25,14 +26,14 @@ fn within() {
         let left: usize = left.parse().unwrap();
         assert!(left > LIMIT / 2 && left <= LIMIT, "{error}");
         assert_eq!(of, format!("in the memory cgroup {cgroup}"));
-        // What fits is had, and given back.
+        // An allocation that fits succeeds, and is freed.
         let address = allocate(HOST, LIMIT / 2).unwrap();
         assert!(allocate(HOST, 3 * LIMIT / 4).expect_err("half is taken").message.contains("are free in the memory cgroup"));
         free(address).unwrap();
     }
 }
 
-/// A cgroup within this process's own, with a limit of its own and no swap; removed at the end.
+/// A cgroup within this process's cgroup, with a memory limit and no swap; removed at the end.
 struct Cgroup(PathBuf);
 
 impl Cgroup {
@@ -42,7 +43,7 @@ impl Cgroup {
         let folder =
             |root: &str, inside: String| Path::new(root).join(inside.trim_start_matches('/')).join(format!("symm-{}", std::process::id()));
         let (path, limits) = match inside("memory:") {
-            // Memory alone first: the limit of both may not be the lower one.
+            // The memory limit first: the limit of memory and swap may not be lower.
             Some(inside) => (folder("/sys/fs/cgroup/memory", inside), ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]),
             None => (folder("/sys/fs/cgroup", inside(":").unwrap_or_default()), ["memory.max", "memory.swap.max"]),
         };
@@ -50,7 +51,7 @@ impl Cgroup {
         let made = Self(path);
         std::fs::write(made.0.join(limits[0]), LIMIT.to_string())?;
         let swap = if limits[1].starts_with("memory.memsw") { LIMIT } else { 0 };
-        // Not there where the kernel does not count swap.
+        // Absent if the kernel does not count swap.
         let _ = std::fs::write(made.0.join(limits[1]), swap.to_string());
         Ok(made)
     }

@@ -1,5 +1,6 @@
-//! Exchanges that read peers' private memory, with ranks as threads, some of which have lost slices of time: the bytes of staged ones, and
-//! what happens where a rank cannot read. Each test has a process of its own, because lost slices shorten every wait of a process.
+//! Exchanges that read peers' private memory, with ranks as threads, some of which have lost time slices: the bytes
+//! equal staged ones, also if a rank cannot read. Each test has a separate process, because lost slices shorten every
+//! wait of a process.
 
 use crate::process::alone;
 use crate::threads::{input, span};
@@ -18,7 +19,7 @@ use symm::sync::limit::Limit;
 
 const ROOT: u32 = 1;
 
-/// From here on, for the rest of the process: with a clock that is a day ahead, however long a rank then waits for a core.
+/// Marks this process as losing time slices until it exits: the losses are dated a day ahead.
 fn lose_slices() {
     let tomorrow = now() + 86_400_000_000_000;
     (0..2).for_each(|_| PATIENCE.gave_away(Duration::from_millis(10), tomorrow));
@@ -41,11 +42,11 @@ fn with_runners(pids: &[u32], reads: &[bool], body: impl Fn(&mut Runner, u32) + 
     });
 }
 
-/// Bytes of messages that are read where slices are lost alone.
+/// Length of messages that are read only if slices are lost.
 const LONG: usize = 1_300_001;
 
-/// Runs `op` with messages of `least` bytes, of an all-to-all a little more; returns what served it, and whether this rank got what it had
-/// to.
+/// Runs `op` with messages of `least` bytes, slightly more for an all-to-all; returns the algorithm, and whether this
+/// rank's outputs are correct.
 fn exchange(runner: &mut Runner, op: Op, me: u32, n: u32, least: usize) -> (&'static str, bool) {
     let uneven = |from: u32, to: u32| if op == Op::AllToAll { least / 300 * (from + 2 * to) as usize } else { 0 };
     let length = |from: u32, to: u32| least + uneven(from, to);
@@ -53,7 +54,7 @@ fn exchange(runner: &mut Runner, op: Op, me: u32, n: u32, least: usize) -> (&'st
     let sends = !matches!(op, Op::Broadcast | Op::Scatter) || me == ROOT;
     let data = |from: u32, to: u32| input(DType::U8, from, if personal { to } else { 0 }, length(from, to));
     let receivers = if !sends { 0..0 } else { 0..if personal { n } else { 1 } };
-    // Tensors of their own, not one piece of memory.
+    // Separate tensors, not contiguous memory.
     let mut inputs: Vec<Vec<u8>> = receivers.map(|to| data(me, to)).collect();
     let pieces: Vec<Span> = inputs.iter_mut().map(|input| span(input)).collect();
     let senders: Vec<u32> = match op {
@@ -99,7 +100,7 @@ fn who_cannot_read_makes_all_pass_the_message_another_way() {
     if !alone() {
         return;
     }
-    // No process has the number of the root, which alone reads in a gather.
+    // No process has the id of the root, which is the only reader in a gather.
     let pids = [std::process::id(), 4_194_303, std::process::id()];
     for op in EXCHANGES {
         let expected = if op == Op::Gather { "read" } else { "staged" };
@@ -118,7 +119,7 @@ fn messages_of_middle_length_are_read_by_few_ranks_with_cores_of_their_own() {
         return;
     }
     let few = [Op::AllToAll, Op::AllGather];
-    // Ranks, bytes, fewer than where lost slices count, and what is read then.
+    // Number of ranks, a length below the limit for lost slices, and the operations that read peers' memory.
     for (n, bytes, read) in [
         (2, 20_000, &[][..]),
         (2, 32_768, &EXCHANGES),

@@ -1,4 +1,5 @@
-//! Random splits of all_to_all, all_gather and reduce_scatter, with nothing and a lot beside each other, against what a loop would do.
+//! Random splits of all_to_all, all_gather and reduce_scatter, with empty and long messages in one call, compared with
+//! a loop.
 
 use crate::threads::{self, call, span, with_ranks};
 use proptest::prelude::*;
@@ -7,20 +8,20 @@ use symm::dtype::DType;
 use symm::error::{Error, Kind};
 use symm::group::Group;
 
-/// Elements before and after each tensor that nobody may write.
+/// Number of elements before and after each tensor that must not be written.
 const MARGIN: usize = 16;
 const CANARY: i32 = -77;
 
-/// Elements that each rank has for each other.
+/// Numbers of elements that each rank has for each other.
 type Counts = Vec<Vec<usize>>;
 
 fn counts() -> impl Strategy<Value = Counts> {
-    // Beside the flag, around its limit of 2040, one chunk, and more than the smallest chunk of five ranks.
+    // Next to the flag, around its limit of 2040, one chunk, and more than the smallest chunk of five ranks.
     let count = prop_oneof![3 => Just(0usize), 4 => 1usize..40, 2 => 400usize..2100, 1 => 2030usize..2050, 1 => 9000usize..20_000];
     (1usize..=5).prop_flat_map(move |n| prop::collection::vec(prop::collection::vec(count.clone(), n..=n), n..=n))
 }
 
-/// Element `i` of what `from` has for `to`.
+/// Element `i` of the message from `from` to `to`.
 fn element(from: usize, to: usize, i: usize) -> i32 {
     (from * 100_003 + to * 1009 + i) as i32
 }
@@ -95,7 +96,7 @@ proptest! {
     #[test]
     fn random_splits_arrive_where_they_belong(first in counts(), seed in any::<u64>()) {
         let n = first.len();
-        // The same lengths once more, turned round: calls of different lengths follow each other.
+        // The same lengths rotated: calls of different lengths follow each other.
         let second: Counts = (0..n).map(|a| (0..n).map(|b| first[b][(a + seed as usize % n) % n]).collect()).collect();
         with_ranks(n as u32, |group, rank| {
             let steps = [all_to_all, all_gather, reduce_scatter];
@@ -113,7 +114,7 @@ proptest! {
     ) {
         let n = counts.len();
         let (from, to) = (usize::from(pair[0]) % n, usize::from(pair[1]) % n);
-        // To itself a rank sends what it says; `validate` refuses anything else before peers hear of it.
+        // Not to itself, because `validate` rejects other lengths before peers learn of them.
         let to = if from == to { (to + 1) % n } else { to };
         with_ranks(n as u32, |group, rank| {
             let me = rank as usize;

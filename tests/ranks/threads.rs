@@ -12,7 +12,7 @@ use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
 use symm::rank::Rank;
 
-/// Runs `body` on `n` ranks, each in a thread of its own.
+/// Runs `body` on `n` ranks, each in a separate thread.
 pub(crate) fn with_ranks(n: u32, body: impl Fn(&Group, u32) + Sync) {
     let bytes = Layout::new(n as usize).total_bytes();
     let file = Segment::create(bytes).expect("memfd");
@@ -43,7 +43,7 @@ pub(crate) fn call(op: Op, dtype: DType, inputs: Vec<Span>, outputs: Vec<Span>) 
 /// Runs one call of `group`.
 pub(crate) fn run(group: &Group, spec: Spec<'_>, timeout: Option<Duration>) -> Result<()> {
     let (me, n) = group.place();
-    // SAFETY: tests keep what they name in `spec` until the call is over, each rank its own.
+    // SAFETY: tests keep the memory of `spec` until the call has ended, each rank its own.
     group.run(&[unsafe { Call::new(spec, me, n) }?], timeout)
 }
 
@@ -51,7 +51,7 @@ pub(crate) fn barrier(group: &Group, timeout: Option<Duration>) -> Result<()> {
     group.run(&[Call::barrier(None)], timeout)
 }
 
-/// The input that rank `from` gives to rank `to` (`to` 0 where all get the same): any bits, but only 0 and 1 for bool.
+/// The input of rank `from` for rank `to` (`to` is 0 if all get the same): any bits, but only 0 and 1 for bool.
 pub(crate) fn input(dtype: DType, from: u32, to: u32, bytes: usize) -> Vec<u8> {
     let mut state = u64::from(from) << 32 | u64::from(to) << 8 | dtype as u64 | 1 << 63;
     let mut next = || {
@@ -63,7 +63,7 @@ pub(crate) fn input(dtype: DType, from: u32, to: u32, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|_| if dtype == DType::Bool { next() & 1 } else { next() }).collect()
 }
 
-/// What the reduction of `inputs`, one per rank, must be.
+/// The expected reduction of `inputs`, one per rank.
 pub(crate) fn reduced(dtype: DType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
     let mut output = vec![0u8; inputs[0].len()];
     let sources: Vec<Source> =

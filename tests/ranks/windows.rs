@@ -1,4 +1,5 @@
-//! Windows on symmetric memory of the host, with ranks as threads of one process. Ranks as processes: `tests/python/test_symm_mem_engine.py`.
+//! Windows on symmetric host memory, with ranks as threads of one process. Ranks as processes:
+//! `tests/python/test_symm_mem_engine.py`.
 
 use crate::threads::{barrier, span, with_ranks};
 use std::collections::HashSet;
@@ -17,7 +18,7 @@ use symm::window::operators::exchanges::RowExchange;
 const PAD: usize = 9216;
 const SHORT: Option<Duration> = Some(Duration::from_millis(40));
 
-/// A window on new memory, whose address comes along.
+/// A window on new memory, and its address.
 fn window(group: &Group, bytes: usize) -> (SymmetricWindow, u64) {
     let address = allocations::allocate(HOST, bytes).unwrap();
     (group.rendezvous(HOST, address, PAD, None).unwrap(), address)
@@ -131,7 +132,7 @@ fn memory_lasts_as_long_as_its_windows() {
         assert!(!one.is_current() && !two.is_current(), "a rendezvous there would be another");
         drop(one);
         barrier(group, None).unwrap();
-        // Both ranks have given it back, and both still see it.
+        // Both ranks have freed it, and both still have it mapped.
         for (rank, &buffer) in (0..).zip(two.buffers()) {
             assert_eq!(words(buffer, 2048)[2047].load(Ordering::Relaxed), 7 + rank);
         }
@@ -160,17 +161,17 @@ fn pads_are_used_again_once_all_ranks_have_let_go() {
     assert!(count <= 4, "200 windows used {count} pads");
 }
 
-/// What rank `rank` brings: large and small ones, so that another order of summands has another result.
+/// The input of rank `rank`: large and small numbers, so that another order of summands gives another result.
 fn brought(rank: u32, count: usize) -> Vec<f32> {
     (0..count).map(|i| [1e8, 1.0, -1e8, 3.0, 0.5][rank as usize % 5] * (i % 97 + 1) as f32).collect()
 }
 
-/// Sum of what all of `n` ranks bring, in the order of ranks.
+/// Sum of the inputs of all of `n` ranks, in rank order.
 fn summed(n: u32, count: usize) -> Vec<f32> {
     (0..n).map(|rank| brought(rank, count)).reduce(|sum, more| sum.iter().zip(more).map(|(a, b)| a + b).collect()).unwrap()
 }
 
-/// A tensor of a window on new memory, neither at its beginning nor on a cache line.
+/// A tensor in a window on new memory, neither at its start nor on a cache line.
 struct Tensor {
     window: SymmetricWindow,
     address: u64,
@@ -193,7 +194,7 @@ impl Tensor {
         Span { addr: self.address as usize + 12, bytes: 4 * self.count }
     }
 
-    /// Gives the memory back once all are done with it.
+    /// Frees the memory once all have finished with it.
     fn free(self, group: &Group) {
         barrier(group, None).unwrap();
         allocations::free(self.address).unwrap();
@@ -213,7 +214,7 @@ fn all_reduces_add_in_rank_order_and_leave_what_they_may() {
                 assert_eq!(out, expected, "one shot, {count} of {n} ranks");
                 assert_eq!(tensor.values(), given);
 
-                // A local input of one element, the rest as before.
+                // A local input of one element; the rest is unchanged.
                 let mut local = [7f32];
                 unsafe { tensor.window.one_shot_all_reduce(dtype, op, input, span(&mut local), span(&mut out)) }.unwrap();
                 assert_eq!((out[0], &out[1..]), (7.0 * n as f32, &expected[1..]), "a local input, {count} of {n} ranks");
@@ -254,7 +255,7 @@ fn pieces_of_rows_are_reduced_and_inputs_gathered() {
     }
 }
 
-/// Rows from rank `from` to rank `to` in turn `turn`; some send nothing.
+/// Number of rows from rank `from` to rank `to` in turn `turn`; some ranks send none.
 fn rows(from: u32, to: u32, turn: u32) -> usize {
     ((3 * from + 5 * to + turn) % 4) as usize * usize::from(turn > 0)
 }
@@ -345,7 +346,7 @@ fn a_window_ends_with_its_group() {
         window.barrier(0, None, 0).unwrap();
         barrier(group, None).unwrap();
         group.shutdown();
-        // Both ranks call it, and could meet.
+        // Both ranks call it, and could otherwise meet.
         let error = window.barrier(0, None, 0).unwrap_err();
         assert!(error.kind == Kind::Aborted && error.message.contains("destroyed"), "rank {me}: {error}");
         allocations::free(address).unwrap();

@@ -11,7 +11,7 @@ use symm::store::tcp::{TcpOptions, TcpStore};
 
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 pub(crate) const SHORT: Duration = Duration::from_millis(100);
-/// For what happens at once, or at SHORT: far below LONG, and enough on a busy machine.
+/// Limit for events that occur at once, or at SHORT: far below LONG, and enough on a busy node.
 pub(crate) const SOON: Duration = Duration::from_secs(5);
 
 /// Options of a client; `is_master` makes it a server.
@@ -40,7 +40,7 @@ pub(crate) fn client(of: &TcpStore, secret: Option<&str>) -> TcpStore {
     TcpStore::open(TcpOptions { secret, ..options(of.host(), of.port()) }).unwrap()
 }
 
-/// A port that nobody listens at and that the kernel gives to nobody who asks for any.
+/// A port without a listener, which the kernel assigns to no process that requests any port.
 pub(crate) fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     loop {
@@ -52,7 +52,7 @@ pub(crate) fn free_port() -> u16 {
     }
 }
 
-/// A server on loopback with limits of its own, and its port.
+/// A server on loopback with its own limits, and its port.
 pub(crate) fn server(limits: Limits, secret: Option<&str>) -> (Server, u16) {
     let address = Address::resolve("127.0.0.1", 0, Instant::now() + LONG).unwrap();
     let server = Server::start(Listeners::at(&address).unwrap(), secret.map(|secret| secret.as_bytes().to_vec()), limits).unwrap();

@@ -1,6 +1,6 @@
-//! The file store on real files: damage, users who come and go, other processes' files, waits.
+//! The file store on real files: damage, users that come and go, other processes' files, waits.
 //!
-//! Processes as users are in `file_processes.rs`, the reader alone is in `file_log.rs`.
+//! `file_processes.rs` tests processes as users, `file_log.rs` tests the reader alone.
 
 use crate::logs::{MANY, contents_of, expected, log_of, program};
 use crate::programs::{perform, step};
@@ -87,7 +87,8 @@ fn cut_short_while_in_use_is_an_error_for_those_who_come() {
     assert!(store.set("k", b"").unwrap_err().message.contains("is damaged at byte 0"));
 }
 
-/// Another user has died after it wrote `count` bytes of its last record, or all of that and so much of the slot.
+/// Another user has exited after it wrote `count` bytes of its last record, or the whole record and that much of the
+/// slot.
 #[test]
 fn a_writer_dead_at_any_byte_loses_nothing_that_was_acknowledged() {
     let mut case = 0;
@@ -100,7 +101,7 @@ fn a_writer_dead_at_any_byte_loses_nothing_that_was_acknowledged() {
         let before = std::fs::read(&path).unwrap();
         victim.set("torn", b"by its writer").unwrap();
         let after = std::fs::read(&path).unwrap();
-        // It must not notice what happens to its file, nor leave.
+        // It must neither notice what happens to its file nor leave.
         std::mem::forget(victim);
         let (record, slot) = (after.len() - before.len(), 24);
         let mut torn = before.clone();
@@ -239,7 +240,7 @@ fn only_a_private_file_in_a_safe_folder_is_opened() {
 fn a_wait_hears_of_a_key_soon_and_names_it_when_it_does_not_come() {
     let (_folder, path) = place();
     let [first, second] = [(); 2].map(|()| FileStore::open(&path, 2).unwrap());
-    // A busy machine may keep a waiter from its core, but not each time.
+    // A busy node may keep a waiter from its core, but not each time.
     let late = |key: &str| {
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| {
@@ -302,7 +303,7 @@ fn users_who_come_and_go_at_once_never_meet_a_removed_file() {
                     let store = FileStore::open(path, 1).unwrap();
                     let key = format!("{thread}/{round}");
                     store.set(&key, b"").unwrap();
-                    // Whoever opens it now is a user of the same file.
+                    // A process that opens it now uses the same file.
                     assert!(FileStore::open(path, 1).unwrap().check(&[&key]).unwrap());
                 }
             });

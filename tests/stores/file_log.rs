@@ -1,4 +1,4 @@
-//! The reader of a file store's log against damage and nonsense.
+//! The reader of a file store's log with damaged and meaningless input.
 //!
 //! `SYMM_FUZZ_LOGS=1000000 cargo test --release --test stores file_log` tries more than the usual number of logs.
 
@@ -12,7 +12,7 @@ use symm::store::table::Answer;
 const FRONT: usize = 80;
 const RECORD: usize = 12;
 
-/// Counts what a thread has allocated.
+/// Counts a thread's allocations.
 struct Counting;
 
 thread_local! {
@@ -20,7 +20,7 @@ thread_local! {
     static PEAK: Cell<usize> = const { Cell::new(0) };
 }
 
-// SAFETY: all is passed on to `System` as it came; counting touches no memory but cells that need no allocation.
+// SAFETY: every request is passed on to `System` unchanged; counting touches only cells that need no allocation.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         HELD.set(HELD.get().wrapping_add(layout.size()));
@@ -39,7 +39,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// What a reader makes of `bytes`, and how much it has allocated at most.
+/// Returns the reader's result for `bytes`, and its peak allocation.
 fn load(bytes: &[u8]) -> (Result<Replica>, usize) {
     HELD.set(0);
     PEAK.set(0);
@@ -139,7 +139,7 @@ fn crc(before: u32, bytes: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// Gives a log the checksums that it ought to have, so that what it says is believed.
+/// Gives a log valid checksums, so that its content is accepted.
 fn seal(log: &mut [u8]) {
     if log.len() < FRONT {
         return;

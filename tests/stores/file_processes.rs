@@ -25,19 +25,19 @@ struct Role {
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 enum Task {
-    /// Changes keys of its own, and says after each round that it is done.
+    /// Changes its own keys, and prints a line after each round.
     Write,
-    /// Adds so often to one key.
+    /// Adds to one key this many times.
     Add(u32),
     /// Sets a key and is killed.
     Die,
-    /// The same, and has a forked child that lives longer.
+    /// The same, with a forked child that lives longer.
     DieAsParent,
-    /// Has no room for large values.
+    /// Has no disk space for large values.
     Full,
 }
 
-/// A user, when told to be one; else nothing.
+/// Runs as a user if the test program was started as one; otherwise does nothing.
 #[test]
 #[ignore = "the other tests start it"]
 fn user_process() {
@@ -51,7 +51,7 @@ fn user_process() {
                 store.set(&large, &[round as u8; LARGE]).unwrap();
                 assert_eq!(store.add(&count, 1).unwrap(), round);
                 store.add("all", 1).unwrap();
-                // Straight to the descriptor: the test harness keeps what goes through print.
+                // Straight to the file descriptor, because the test harness captures printed text.
                 writeln!(std::io::stdout().lock(), "done {round}").unwrap();
             }
         }
@@ -60,7 +60,7 @@ fn user_process() {
             store.set("k", b"v").unwrap();
             if matches!(role.task, Task::DieAsParent) {
                 let (mut child_runs, mut running) = std::io::pipe().unwrap();
-                // SAFETY: the child only writes a byte, sleeps and ends.
+                // SAFETY: the child only writes a byte, sleeps and exits.
                 if unsafe { libc::fork() } == 0 {
                     running.write_all(b"!").unwrap();
                     std::thread::sleep(Duration::from_secs(5));
@@ -134,7 +134,7 @@ fn what_a_killed_run_has_left_is_started_afresh() {
     assert!(path.exists());
     let store = FileStore::open(&path, 2).unwrap();
     assert_eq!(store.num_keys().unwrap(), 0);
-    // But while somebody lives, what the dead have set stays.
+    // While one user lives, the keys of exited users stay.
     start(&path, 0, Task::Die).wait().unwrap();
     assert_eq!(store.get("k", None).unwrap(), b"v"[..]);
     assert!(FileStore::open(&path, 2).unwrap().check(&["k"]).unwrap());
@@ -166,7 +166,7 @@ fn a_write_that_finds_no_room_changes_nothing() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
-/// A limit on the size of files stands for a full disk: the write behind it is done in part, then fails.
+/// A limit on the size of files simulates a full disk: the write beyond it is done in part, then fails.
 fn full(store: &FileStore, path: &Path) {
     // SAFETY: ignoring a signal needs no handler.
     assert_ne!(unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) }, libc::SIG_ERR);
@@ -196,7 +196,7 @@ fn a_forked_child_must_open_its_own_and_its_end_changes_nothing() {
     let store = FileStore::open(&path, 2).unwrap();
     store.set("k", b"v").unwrap();
     let copy = std::mem::ManuallyDrop::new(store.clone());
-    // SAFETY: the child calls nothing but the code under test, which allocates (glibc repairs malloc in a child), and `_exit`.
+    // SAFETY: the child calls only the code under test, which allocates (glibc repairs malloc in a child), and `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let refused = copy.get("k", None).is_err_and(|error| {
@@ -212,7 +212,7 @@ fn a_forked_child_must_open_its_own_and_its_end_changes_nothing() {
     }
     drop(std::mem::ManuallyDrop::into_inner(copy));
     let mut status = 0;
-    // SAFETY: `status` is valid for a write; `child` is our own.
+    // SAFETY: `status` is valid for a write; `child` is a child of this process.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert_eq!(status, 0);
     assert!(path.exists());
@@ -228,7 +228,7 @@ fn a_child_that_outlives_its_parent_s_store_is_no_user() {
     }
     let (_folder, path) = place();
     let store = FileStore::open(&path, 1).unwrap();
-    // SAFETY: the child only sleeps and ends.
+    // SAFETY: the child only sleeps and exits.
     let child = unsafe { libc::fork() };
     if child == 0 {
         std::thread::sleep(Duration::from_secs(60));
@@ -237,7 +237,7 @@ fn a_child_that_outlives_its_parent_s_store_is_no_user() {
     }
     drop(store);
     assert!(!path.exists());
-    // SAFETY: our own child, which has not been waited for.
+    // SAFETY: a child of this process that has not been reaped.
     assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);
     let mut status = 0;
     // SAFETY: `status` is valid for a write.

@@ -1,4 +1,4 @@
-//! A log with records of every kind, and what it holds.
+//! A log with records of every kind, and its content.
 
 use symm::error::Result;
 use symm::store::Store;
@@ -7,7 +7,7 @@ use symm::store::memory::MemoryStore;
 use symm::store::request::{Op, Request};
 use symm::store::table::Reply;
 
-/// So many users that the file stays.
+/// A number of users that keeps the file in existence.
 pub(crate) const MANY: u32 = 100;
 
 const QUEUE: &str = "queue";
@@ -38,7 +38,7 @@ pub(crate) fn log_of(program: impl Fn(&dyn Store) -> Result<()>) -> Vec<u8> {
     std::fs::read(path).unwrap()
 }
 
-/// All that whoever answers `ask` holds: keys with their values, and the queue, which is emptied.
+/// The complete content of the store behind `ask`: keys with their values, and the queue, which is emptied.
 pub(crate) fn contents(ask: &mut dyn FnMut(&Request<'_>) -> Result<Reply>) -> Vec<(String, Vec<u8>)> {
     let Reply::Keys(mut keys) = ask(&Request::new(Op::ListKeys, vec![], vec![])).unwrap() else { panic!("keys") };
     keys.sort();
@@ -58,7 +58,7 @@ pub(crate) fn contents_of(store: &dyn Store) -> Vec<(String, Vec<u8>)> {
     contents(&mut |request| store.call(request, None))
 }
 
-/// What [`program`] leaves.
+/// The content after [`program`].
 pub(crate) fn expected() -> Vec<(String, Vec<u8>)> {
     let store = MemoryStore::new();
     program(&store).unwrap();

@@ -1,4 +1,4 @@
-//! Stores: in a file and on a server, with clients that are honest, hostile, slow, forked or dead.
+//! Stores: in a file and on a server, with honest, hostile, slow, forked and exited clients.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr, clippy::print_stdout)]
 
 #[path = "../process/mod.rs"]

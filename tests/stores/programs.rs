@@ -9,16 +9,16 @@ use symm::store::table::Reply;
 
 pub(crate) const KEYS: [&str; 4] = ["", "a", "b", "schlüssel/1"];
 
-/// Which client does what.
+/// The client of a step, and its operation.
 pub(crate) type Step = (usize, Op, Vec<u8>, Vec<u8>, i64);
 
-/// Any of them.
+/// Any step.
 pub(crate) fn step() -> impl Strategy<Value = Step> {
     let op = prop::sample::select(Op::ALL);
     (0..3usize, op, prop::collection::vec(0..4u8, 0..4), prop::collection::vec(any::<u8>(), 0..4), -3..100i64)
 }
 
-/// The request of a step: with so few keys and values, programs meet themselves again and again.
+/// Runs the request of a step: there are few keys and values, so programs meet the same ones again and again.
 pub(crate) fn perform(store: &dyn Store, (_, op, names, bytes, amount): &Step) -> Result<Reply, Kind> {
     const VALUES: [&[u8]; 5] = [b"", b"1", b"-20", b"x\0y", &[7; 5000]];
     let many = matches!(op, Op::Check | Op::Wait | Op::MultiGet | Op::MultiSet);

@@ -1,4 +1,4 @@
-//! The store on a server: what clients see of each other, of time, and of the server's end.
+//! The store on a server: what clients see of each other, of time, and of the server's exit.
 
 use crate::clients::{LONG, SHORT, SOON, client, eventually, free_port, master, options};
 use crate::process::alone;
@@ -41,7 +41,7 @@ fn at_loopback_without_a_secret_a_unix_socket_can_take_the_ports_place() {
     assert_eq!(other.get("key", Some(LONG)).unwrap(), "value");
     let error = TcpStore::open(TcpOptions { is_master: true, ..own("::1", port) }).err().unwrap();
     assert!(error.message.contains("in use: this process"), "{error}");
-    // Where there is a secret the port serves, and two of which each chooses its name do not meet.
+    // With a secret the server listens at the port itself; two servers that choose their names get different ones.
     let secret = Some(b"secret".to_vec());
     let open = TcpStore::open(TcpOptions { is_master: true, secret, ..own("127.0.0.1", port) }).unwrap();
     assert_eq!((open.host(), open.port()), ("127.0.0.1", port));
@@ -58,7 +58,7 @@ fn large_values_pass_and_too_large_ones_are_refused_by_the_sender() {
     assert!(other.get("large", Some(LONG)).unwrap() == large);
     let error = store.set("larger", &vec![0; 80 << 20]).unwrap_err();
     assert_eq!(error.kind, Kind::Value, "{error}");
-    // Together they are more than one answer holds.
+    // Together they are more than one reply holds.
     let error = other.multi_get(&["large", "large"], Some(LONG)).unwrap_err();
     assert_eq!(error.kind, Kind::Value, "{error}");
     for index in 0..3 {
@@ -92,7 +92,7 @@ fn a_wait_ends_with_the_last_key_or_at_its_limit_naming_the_missing() {
     for part in ["timeout after 100 ms", "2 keys of 4", "\"absent\", \"gone\"", "127.0.0.1"] {
         assert!(error.message.contains(part), "{error}");
     }
-    // The conversation goes on.
+    // The connection is still usable.
     assert!(other.check(&["key 1"]).unwrap());
 }
 
@@ -149,7 +149,8 @@ fn a_barrier_opens_for_all_again_and_again_and_names_who_is_missing() {
 fn a_master_waits_for_its_workers_or_says_how_many_came() {
     let port = free_port();
     let all = |is_master| TcpOptions { world_size: Some(3), is_master, wait_for_workers: true, ..options("127.0.0.1", port) };
-    // All stay until all have come: a worker may hear of the last one later than the master does, who takes the server with it.
+    // All stay until all have arrived: a worker may learn of the last one later than the master, whose exit ends the
+    // server.
     let stores = thread::scope(|scope| {
         let workers = [false, true, false].map(|is_master| scope.spawn(move || TcpStore::open(all(is_master)).unwrap()));
         workers.map(|worker| worker.join().unwrap())
@@ -174,7 +175,7 @@ fn masters_of_one_process_share_a_server_if_they_say_so() {
     let error = TcpStore::open(TcpOptions { secret: Some(b"s".to_vec()), ..tenant() }).err().unwrap();
     assert_eq!(error.kind, Kind::Config, "{error}");
     drop(second);
-    // The port is free again, and the new server knows nothing of the old keys.
+    // The port is free again, and the new server has none of the old keys.
     assert_eq!(TcpStore::open(tenant()).unwrap().num_keys().unwrap(), 0);
 }
 
@@ -273,7 +274,7 @@ fn a_forked_child_speaks_on_connections_of_its_own() {
         assert_eq!(store.add("round", 1).unwrap(), round + 1);
     }
     let mut status = 0;
-    // SAFETY: `status` is valid for a write; `child` is our own.
+    // SAFETY: `status` is valid for a write; `child` is a child of this process.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert_eq!(status, 0);
     eventually("the child's key", || store.check(&["child"]).unwrap());

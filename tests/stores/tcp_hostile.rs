@@ -1,5 +1,5 @@
-//! The store's server against unidentified peers, liars, and clients that are slow, silent or dead. Each test has a process of its
-//! own: they count descriptors and memory, and change limits.
+//! The store's server against pending connections, liars, and clients that are slow, silent or exited. Each test has a
+//! separate process, because the tests count file descriptors and memory, and change limits.
 
 use crate::clients::{LONG, SHORT, SOON, eventually, free_port, options, server};
 use crate::process::{alone, process, role};
@@ -21,7 +21,7 @@ fn honest(port: u16, secret: Option<&str>) -> TcpStore {
     TcpStore::open(TcpOptions { secret: secret.map(|secret| secret.as_bytes().to_vec()), ..options("127.0.0.1", port) }).unwrap()
 }
 
-/// A connection that has heard the server's first words.
+/// A connection that has received the server's first message.
 fn unidentified(port: u16) -> (TcpStream, [u8; OPENING]) {
     let mut socket = TcpStream::connect(("127.0.0.1", port)).unwrap();
     socket.set_read_timeout(Some(LONG)).unwrap();
@@ -41,7 +41,7 @@ fn admitted(port: u16) -> TcpStream {
     socket
 }
 
-/// Whether the server closes the connection; what it says before is read over.
+/// Returns true if the server closes the connection; earlier bytes are skipped.
 fn closed(mut socket: TcpStream) -> bool {
     let mut buffer = [0; 4096];
     loop {
@@ -68,7 +68,7 @@ fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// The longest of many calls of an honest client while `meanwhile` goes on.
+/// Returns the longest of many calls of an honest client while `meanwhile` runs.
 fn slowest(store: &TcpStore, mut meanwhile: impl FnMut(u32)) -> Duration {
     let mut times: Vec<Duration> = (0..300)
         .map(|round| {
@@ -117,7 +117,7 @@ fn p18_a_length_of_four_gigabytes_is_refused_and_costs_nothing() {
         socket.write_all(&length.to_le_bytes()).unwrap();
         assert!(closed(socket));
     }
-    // Lengths that are allowed, of frames that never come.
+    // Valid lengths of frames that never arrive.
     let dripping: Vec<TcpStream> = (0..64)
         .map(|_| {
             let mut socket = admitted(port);
@@ -141,11 +141,11 @@ fn p18_bytes_in_flight_and_at_rest_are_bounded() {
     let (_server, port) = server(limits, None);
     let store = honest(port, None);
     let before = resident();
-    // Whatever is set, no more than 32 MB stay.
+    // Whatever is set, at most 32 MB stay.
     let value = vec![1; 5 * MB];
     let refused = (0..60).filter(|index| store.set(&format!("key {index}"), &value).is_err()).count();
     assert_eq!(refused, 54);
-    // Clients that ask for large values and never read them, eight times what may be on its way.
+    // Clients that request large values and never read them, eight times the maximum in flight.
     let deaf: Vec<TcpStream> = (0..96)
         .map(|index| {
             let mut socket = admitted(port);
@@ -155,7 +155,7 @@ fn p18_bytes_in_flight_and_at_rest_are_bounded() {
         .collect();
     thread::sleep(SHORT);
     assert!(resident() < before + 200 * MB, "{} MB more", (resident() - before) >> 20);
-    // Short calls pass them by; long ones wait until there is room.
+    // Short calls overtake them; long ones wait until there is space.
     store.add("honest", 1).unwrap();
     drop(deaf);
     assert_eq!(store.get("key 0", Some(LONG)).unwrap().len(), 5 * MB);
@@ -173,11 +173,11 @@ fn p18_requests_that_wait_leave_their_room_to_what_moves() {
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let mut waiting = admitted(port);
     waiting.write_all(&frame(Op::Wait, &keys, &[])).unwrap();
-    // A value for which there is no room beside the 60 MB of that request.
+    // A value for which the 60 MB of that request leave no space.
     let value = vec![1; 20 * MB];
     let set = Request::new(Op::Set, vec!["key"], vec![&value]);
     store.call(&set, Some(LONG / 3)).unwrap();
-    // As much more may not wait: it is refused, and keeps nobody from moving.
+    // The same amount again may not wait: it is rejected, and blocks no other client.
     let error = store.wait(&keys, Some(LONG / 3)).unwrap_err();
     assert!(error.kind == Kind::Config && error.message.contains("cannot wait"), "{error}");
     assert_eq!(store.get("key", Some(LONG / 3)).unwrap().len(), value.len());
@@ -197,7 +197,7 @@ fn p18_a_thousand_idle_connections_and_as_many_unidentified_peers_delay_nobody()
     let idle: Vec<TcpStream> = (0..1000).map(|_| admitted(port)).collect();
     let unidentified: Vec<TcpStream> = (0..1000).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
     println!("slowest call beside them: {:?}", slowest(&store, |_| {}));
-    // The oldest unidentified peers have gone to make room, the others go when their time is over.
+    // The oldest pending connections were closed to make space; the others are closed at their deadline.
     let mut ends = unidentified;
     assert!(closed(ends.remove(0)));
     let started = Instant::now();
@@ -222,7 +222,7 @@ fn p18_only_those_who_know_the_secret_are_served() {
         let error = TcpStore::open(TcpOptions { secret, ..options("127.0.0.1", port) }).err().unwrap();
         assert!(error.kind == Kind::Config && error.message.contains("secret"), "{error}");
     }
-    // A whole hello that was good for another connection, with requests right behind it.
+    // A complete hello that was valid for another connection, with requests right behind it.
     let (mut first, words) = unidentified(port);
     let (_, hello) = Introduction::answer(&words, Some(b"right")).unwrap();
     first.write_all(&hello).unwrap();
@@ -247,7 +247,7 @@ fn a_client_refuses_what_is_not_the_store_it_means() {
     let secret = || Some(b"secret".to_vec());
     let error = TcpStore::open(TcpOptions { secret: secret(), ..options("127.0.0.1", open) }).err().unwrap();
     assert!(error.kind == Kind::Config && error.message.contains("does not ask"), "{error}");
-    // One that speaks the protocol and does not know the secret.
+    // A server that speaks the protocol and does not know the secret.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let meet = |speech: Vec<u8>, timeout: Duration| {
@@ -284,7 +284,7 @@ fn a_client_that_is_taken_for_one_unidentified_peer_too_many_comes_again() {
     let store_port = door.local_addr().unwrap().port();
     thread::spawn(move || {
         for (index, near) in door.incoming().map_while(Result::ok).enumerate() {
-            // The second connection and the third are closed before the server has admitted them.
+            // The second and third connections are closed before the server has admitted them.
             if index != 1 && index != 2 {
                 let far = TcpStream::connect(("127.0.0.1", port)).unwrap();
                 for (mut from, mut to) in [(near.try_clone().unwrap(), far.try_clone().unwrap()), (far, near)] {
@@ -313,11 +313,11 @@ fn p18_slow_and_dead_clients_are_let_go() {
     let before = descriptors();
     let set = frame(Op::Set, &["half"], &[&[7; 100_000]]);
     for length in [1, 3, 4, 20, 5000, set.len() - 1] {
-        // Dead in the middle of a frame.
+        // Exited in the middle of a frame.
         let mut dead = admitted(port);
         dead.write_all(&set[..length]).unwrap();
         drop(dead);
-        // Alive, and silent from there on.
+        // Alive, and silent from there.
         let mut slow = admitted(port);
         slow.write_all(&set[..length]).unwrap();
         let started = Instant::now();
@@ -337,7 +337,7 @@ fn p18_clients_that_ask_for_what_is_not_there_and_go_are_let_go_at_once() {
     let store = honest(port, None);
     let before = descriptors();
     for _ in 0..50 {
-        // Request and end arrive together, as a rule, so that no event of its own tells of the end.
+        // Request and end usually arrive together, so that the end has no separate event.
         admitted(port).write_all(&frame(Op::Get, &["never"], &[])).unwrap();
     }
     let started = Instant::now();
@@ -373,7 +373,7 @@ fn p18_unidentified_peers_leave_descriptors_to_ranks_and_to_the_process() {
     let port = free_port();
     let mut child = start_server(port, Some(64));
     let idle: Vec<TcpStream> = (0..300).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
-    // Not after the five seconds in which unidentified peers have to introduce themselves.
+    // Not after the five seconds in which pending connections have to introduce themselves.
     let timeout = Duration::from_secs(3);
     let ranks: Vec<TcpStore> = (0..8).map(|_| TcpStore::open(TcpOptions { timeout, ..options("127.0.0.1", port) }).unwrap()).collect();
     assert_eq!(ranks.iter().map(|rank| rank.add("came", 1).unwrap()).max(), Some(8));
@@ -398,7 +398,8 @@ fn p18_a_server_raises_the_limit_on_descriptors() {
     assert!(raised.is_none_or(|raised| raised >= wanted), "{raised:?}");
 }
 
-/// A server of its own process, when told to be one; else nothing. It ends when it finds no descriptor for a file.
+/// Runs as a server if the test program was started as one; otherwise does nothing. It exits when no file descriptor is
+/// free for a file.
 #[test]
 #[ignore = "the other tests start it"]
 fn server_process() {
@@ -451,7 +452,7 @@ fn a_killed_server_is_noticed_at_once_and_a_stopped_one_at_the_limit() {
         assert!(error.kind == Kind::Network && killed.elapsed() < SOON, "{error}");
     });
     child.wait().unwrap();
-    // Another one at the same place is another store.
+    // A new server at the same address is a different store.
     let mut child = start_server(port, None);
     assert_eq!(store.num_keys().unwrap(), 0);
     child.kill().unwrap();
