@@ -1,16 +1,16 @@
-"""Asynchronous calls on CPU tensors: what they cost beside a backend that does nothing, and what they hide.
+"""Asynchronous calls on CPU tensors: their cost compared with a no-op backend, and how much of it they hide.
 
     python benches/asynchronous.py --ranks 2,4 --sizes 8,64K,1M
 
 Sides alternate, round by round. Printed are medians over calls of the slowest rank's time, in µs, and in brackets the
-time that a tenth of the calls stay below: on a machine that others use, too, it says more.
+10th percentile, which is more meaningful on a node that others also use.
 
-- functional: `funcol.all_reduce` awaited at once, as DTensor and torch.compile do, by symm, by a backend that does
-  nothing (torch's fake one), and by Gloo. Only the last two of its steps differ: the call and the wait.
-- synchronous: `dist.all_reduce` of as many bytes by symm.
-- overlap: an all-reduce of 2 MB, some computing of a fixed amount, the wait for the work, and for its future, as DDP
-  does with a bucket; beside it the computing alone and the synchronous call alone. Computing by "work" needs a core;
-  by "sleep" it needs none.
+- functional: `funcol.all_reduce` awaited at once, as DTensor and torch.compile do, by symm, by a no-op backend (torch's
+  fake one), and by Gloo. Only two of its steps differ between backends: the call and the wait.
+- synchronous: `dist.all_reduce` of the same size by symm.
+- overlap: an all-reduce of 2 MB, a fixed amount of computing, the wait for the work, and for its future, as DDP does
+  with a bucket; compared with only the computing and only the synchronous call. Computing by "work" needs a core; by
+  "sleep" it needs none.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Call = Callable[[], object]
 
 
 def functional(tensor: torch.Tensor, group: dist.ProcessGroup) -> Call:
-    """An all-reduce into a new tensor that is awaited at once."""
+    """Return an all-reduce into a new tensor that is awaited at once."""
     return lambda: funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))  # type: ignore[no-untyped-call]
 
 
 def asleep(us: float) -> Call:
-    """A sleep that takes ``us`` with what the system adds."""
+    """Return a sleep that takes ``us``, including the system's overhead."""
     added = []
     for _ in range(20):
         begun = time.perf_counter()
@@ -64,12 +64,12 @@ class Times(NamedTuple):
         return f"{self.median:.1f} ({self.tenth:.1f})"
 
     def over(self, other: Times) -> str:
-        """How often ``other`` goes into it."""
+        """The ratio to ``other``."""
         return f"{self.median / other.median:.2f} ({self.tenth / other.tenth:.2f})×"
 
 
 def alternate(sides: dict[str, tuple[Call, int]]) -> dict[str, Times]:
-    """Times of each side's call: the slowest rank's of every call, over rounds of so many calls."""
+    """Times of each side's call, of the slowest rank, over rounds with a given number of calls."""
     samples: dict[str, list[float]] = {name: [] for name in sides}
     order = list(sides)
     for turn in range(ROUNDS):
@@ -92,7 +92,7 @@ def alternate(sides: dict[str, tuple[Call, int]]) -> dict[str, Times]:
 
 
 def work(us: float) -> Call:
-    """Computing that takes ``us`` alone: of a fixed amount, so that whoever takes its core makes it longer."""
+    """A fixed amount of computing that takes ``us`` on an idle core, and longer if another thread takes the core."""
     tensor = torch.ones(4096)
 
     def compute(times: int) -> None:
@@ -110,7 +110,7 @@ def work(us: float) -> Call:
 
 
 def overlapped(tensor: torch.Tensor, computing: Call, future: bool) -> Call:
-    """An all-reduce beside ``computing``, awaited by its work or its ``future``."""
+    """An all-reduce while ``computing`` runs, awaited by its work or its ``future``."""
 
     def call() -> None:
         pending = dist.all_reduce(tensor, async_op=True)
@@ -165,7 +165,7 @@ def measure(rank: int, world: int, sizes: list[int], computing_us: float) -> lis
 
 
 def main() -> None:
-    """Runs it on ranks of this machine."""
+    """Runs it on ranks of this node."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", default="2,4", help="comma-separated (default: 2,4)")
     parser.add_argument("--sizes", default="8,64K,1M", help="comma-separated (default: 8,64K,1M)")

@@ -1,8 +1,8 @@
-"""``python benches/decoder.py``: what the all-reduces of a decoder cost in one CUDA graph a token.
+"""``python benches/decoder.py``: the cost of a decoder's all-reduces in one CUDA graph per token.
 
-A layer is what tensor parallelism leaves of one of Llama 70B around its all-reduces: the product that ends attention
-(8192 / n x 8192), the one that ends the MLP (28672 / n x 8192), and after each an all-reduce, the addition of the
-residual and RMSNorm. Rows are as many as the batch; all is bfloat16. The sides:
+A layer is the part of a tensor-parallel Llama 70B layer around its all-reduces: the product that ends attention (8192 /
+n x 8192), the one that ends the MLP (28672 / n x 8192), and after each an all-reduce, the addition of the residual and
+RMSNorm. The number of rows is the batch size; all is bfloat16. The sides:
 
 * ``without``: the products, and what Inductor makes of addition and norm; no communication. What the others are
   compared with;
@@ -69,7 +69,7 @@ def row(finished: Finished, sides: Sequence[str], layers: int) -> list[str]:
 
 
 def task_from(arguments: Sequence[str]) -> tuple[Task, Path]:
-    """What the command line asks for, but for where the ranks meet; and where the JSON goes."""
+    """The task from the command line, except where the ranks meet; and the path of the JSON."""
     parser = argparse.ArgumentParser(
         prog="python benches/decoder.py",
         description=(__doc__ or "").split("\n")[0].partition(": ")[2],
@@ -102,7 +102,7 @@ def task_from(arguments: Sequence[str]) -> tuple[Task, Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures; 0 if every side gave right rows, 1 otherwise, with what was measured until then."""
+    """Measures; returns 0 if every side gave correct rows, otherwise 1, with the results so far."""
     asked, path = task_from(arguments)
     here, gpus = begin(asked.world, asked.device, PATIENT_SETTINGS | COMPILE_SETTINGS)
     found: list[Finished] = []

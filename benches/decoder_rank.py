@@ -48,7 +48,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Finished:
-    """A batch: µs a token of each turn, by side; what went wrong by side, and of the norm why it is not compiled."""
+    """A batch: µs a token of each turn, by side; errors by side; for the norm, why it is not compiled."""
 
     batch: int
     bytes: int
@@ -72,7 +72,7 @@ def norm(part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tu
 
 
 def distinct_layers(layer_bytes: int, cache_bytes: int) -> int:
-    """How many layers have weights of their own."""
+    """Number of layers with separate weights."""
     return max(2, -(-CACHES * cache_bytes // layer_bytes))
 
 

@@ -1,4 +1,4 @@
-"""``python benches/first_call.py``: how long a job takes until its first collectives are done.
+"""``python benches/first_call.py``: how long a job takes until its first collectives have finished.
 
 Each start is one of fresh processes that have imported torch and made a context on their GPU. They start together;
 then each goes through
@@ -83,7 +83,7 @@ def enter(
     if not bool((gathered == world).all()):
         raise AssertionError(f"{backend}: rank {rank} got sums from {gathered.min()} to {gathered.max()}, not {world}")
     spent[rank] = torch.tensor([after - before for before, after in pairwise(stamps)])
-    # Nobody leaves while others still need the store that rank 0 holds.
+    # No rank leaves while others still need the store that rank 0 holds.
     line.wait(START_LIMIT_S)
     with suppress(RuntimeError):
         dist.destroy_process_group()
@@ -137,7 +137,7 @@ def summarize(kind: str, starts: list[list[float]]) -> FirstCall:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures; 0 if every start went through, 1 otherwise, with what was measured until then."""
+    """Measures; returns 0 if every start succeeded, otherwise 1, with the results so far."""
     parser = argparse.ArgumentParser(
         prog="python benches/first_call.py",
         description="Measures how long a job takes until its first collectives are done.",

@@ -71,7 +71,7 @@ def row(finished: Finished, modes: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures; 0 if every side gave every result, 1 otherwise, with what was measured until then."""
+    """Measures; returns 0 if every side gave every result, otherwise 1, with the results so far."""
     parser = argparse.ArgumentParser(prog="python benches/fused.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=count, help="number of GPUs (default: all, at most 8)")
     parser.add_argument("--engines", help="comma-separated, of: " + ", ".join(engines("cuda")))

@@ -1,4 +1,4 @@
-"""One process of an engine's rank. Those of all engines go through the same steps; in each, one engine's side runs."""
+"""One process of a rank of one engine. All processes take the same steps; in each step one engine's side runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Finished:
-    """A shape. µs of each turn per call, by side and mode; what went wrong by side."""
+    """A shape: µs of each turn per call, by side and mode; errors by side."""
 
     shape: Shape
     turns: dict[str, dict[str, list[float]]]
@@ -87,7 +87,7 @@ class Process:
                     enable_symm_mem_for_group(group.group_name)
 
     def step(self, engine: int, body: Callable[[], str | None]) -> str | None:
-        """Runs ``body`` in the processes of ``engine`` while the others wait; what went wrong in any, in all."""
+        """Runs ``body`` in the processes of ``engine`` while the others wait; returns an error of any in all."""
         self.meeting.align()
         error = None
         if engine == self.engine:
@@ -177,7 +177,7 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
 
 
 def main(rank: int, engine: int, task: Task, meeting: Meeting, results: Queue[Finished]) -> None:
-    """Entry point of a process; that of rank 0 of the first engine reports."""
+    """Entry point of a process; the process of rank 0 of the first engine reports."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     if task.device == "cuda":

@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-#: As the two products of a feed-forward layer: an all-gather before one, a reduce-scatter after one.
+#: The two products of a feed-forward layer: an all-gather before one, a reduce-scatter after one.
 GATHER, SCATTER = "ag+mm", "mm+rs"
-#: A result may differ by so much of its norm: products are cut differently, and torch adds bf16 parts up in bf16.
+#: Maximum difference of a result relative to its norm: products are cut differently, and torch adds bf16 parts in bf16.
 TOLERANCE = 1e-2
 
 
@@ -31,14 +31,14 @@ class Shape:
 
 
 def shapes(world: int) -> list[Shape]:
-    """Those of a layer of 8192 features, divided among ``world`` ranks: 1024 or 3584 of each on 8."""
+    """The shapes of a layer of 8192 features, divided among ``world`` ranks: 1024 or 3584 of each on 8."""
     gathers = [Shape(GATHER, rows, wide // world, 8192) for rows, wide in LAYERS]
     return gathers + [Shape(SCATTER, rows, 8192, wide // world) for rows, wide in LAYERS]
 
 
 #: Rows, and the width that is divided.
 LAYERS = ((4096, 8192), (16384, 8192), (8192, 28672))
-#: So small that a CPU does them at once.
+#: So small that a CPU computes them at once.
 SMALL = (Shape(GATHER, 64, 48, 32), Shape(SCATTER, 64, 32, 48))
 
 
@@ -54,7 +54,7 @@ class Inputs:
 
     @staticmethod
     def of(shape: Shape, rank: int, world: int, device: torch.device, dtype: torch.dtype) -> Inputs:
-        """Other numbers on every rank, the same ones in every process of a rank."""
+        """Different numbers on every rank, the same ones in every process of a rank."""
         generator = torch.Generator(device).manual_seed(1 + rank)
 
         def normal(*size: int) -> torch.Tensor:
@@ -107,7 +107,7 @@ def fused_by_torch(inputs: Inputs, group: dist.ProcessGroup) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Side:
-    """What is timed, on a group of ``backend``."""
+    """A timed call on a group of ``backend``."""
 
     name: str
     backend: str
@@ -117,7 +117,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Engine:
-    """Sides that share processes. torch has one engine of symmetric memory a process, and reads switches once."""
+    """Sides that share processes. torch has one engine of symmetric memory per process, and reads switches once."""
 
     sides: tuple[Side, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ MM = "mm"
 
 
 def engines(device: str) -> dict[str, Engine]:
-    """Those of GPUs, or what of them serves CPU tensors."""
+    """The engines of GPUs, or the subset that supports CPU tensors."""
     ours = Side(OURS, "symm", fused_by_symm)
     if device == "cpu":
         gloo = Side("gloo unfused", "gloo", unfused)

@@ -30,7 +30,7 @@ HOST_SIDES = {"cuda": ["symm", "nccl", "torch one-shot"], "cpu": ["symm", "gloo"
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has found. ``cells_wanted``: how many it was to find; ``failure``: why it ended early, if it did."""
+    """The results of a run. ``cells_wanted``: the planned cells; ``failure``: why it ended early, if it did."""
 
     machine: Machine
     gpus: Gpus
@@ -43,12 +43,12 @@ class Run:
     failure: str | None = None
 
     def write(self, path: Path) -> None:
-        """Writes the run to ``path`` as JSON; a file that is there is replaced as a whole."""
+        """Writes the run to ``path`` as JSON; an existing file is replaced as a whole."""
         write_json(path, asdict(self))
 
 
 def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
-    """What the command line asks for, and where the JSON goes."""
+    """The options from the command line, and the path of the JSON."""
     parser = argparse.ArgumentParser(
         prog="python benches/gpu_collectives.py",
         description="Measures the collectives of GPUs against NCCL and torch's symmetric memory, in one run.",
@@ -109,9 +109,9 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the benchmark; 0 if it went through or its time was over, and no result was wrong and no side lost; else 1.
+    """Runs the benchmark; returns 0 if it finished or its time was over, and no result was wrong and no side lost.
 
-    The JSON is written after every cell, so that it is there however the run ends.
+    Otherwise returns 1. The JSON is written after every cell, so that it exists however the run ends.
     """
     options, path = options_from(arguments)
     here, gpus = begin(options.world, options.device, PATIENT_SETTINGS)

@@ -1,4 +1,4 @@
-"""The host's time in eager calls of one size: who takes it in an all-reduce, and how other calls compare."""
+"""The host's time in eager calls of one size: the parts of an all-reduce, and how other calls compare."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def entrances(at: Setting, cell: Cell, whole: Call, side: Side) -> dict[str, Call]:
-    """The synchronous call ``whole``, that of ``cell`` on ``side``, and an all-reduce by where else it is entered.
+    """The synchronous call ``whole`` of ``cell`` on ``side``, and an all-reduce by its other entry points.
 
     * ``host``: ``whole``: ``dist.all_reduce`` or what else users call;
     * ``group``: the method of ``ProcessGroup``: without the Python code of torch.distributed, through the dispatcher;
@@ -64,7 +64,7 @@ def _operator(at: Setting, tensor: torch.Tensor, whole: Call) -> Call:
     return Call(whole.reset, run, lambda _calls: at.inputs.compare_sum(results[0]))
 
 
-#: Bytes of the argument, as large as that of the kernels that a short all-reduce launches.
+#: Size of the argument, the same as of the kernels that a short all-reduce launches.
 ARGUMENT_BYTES = 216
 BLOCKS, THREADS = 16, 512
 
@@ -102,9 +102,9 @@ def _succeed(result: int) -> None:
 
 
 def empty_launch() -> Callable[[], None]:
-    """A function that enqueues a kernel without work on the current stream, as the backend's own are launched.
+    """A function that enqueues a kernel without work on the current stream, as the backend's kernels are launched.
 
-    It is called through ctypes, which is part of what it takes: some tenths of a microsecond.
+    It is called through ctypes, which adds some tenths of a microsecond.
 
     Raises:
         RuntimeError: the driver refuses it.

@@ -1,4 +1,4 @@
-"""What the programs for GPUs share: how many ranks, what is printed first, how results come in and are written."""
+"""Shared by the programs for GPUs: the number of ranks, the first lines of output, collecting and writing results."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch_symm.tools.bench import machine
 from torch_symm.tools.command import overloaded
 
 MAX_RANKS = 8
-#: What ends a measurement: a rank failed or was killed, or nobody gets on.
+#: Errors that end a measurement: a rank failed or was killed, or no rank makes progress.
 FAILURES = (ProcessRaisedException, ProcessExitedException, StandsStill)
 
 
 def ranks(parser: ArgumentParser, requested: int | None, device: str) -> int:
-    """The number of ranks: as requested, else a rank for each GPU, without GPUs 2. Refuses more than GPUs, or one."""
+    """The number of ranks: as requested, otherwise one per GPU, or 2 without GPUs. Rejects 1, and more than GPUs."""
     # NVML answers, so that this process gets no context on a GPU.
     there = torch.cuda.device_count() if device == "cuda" else MAX_RANKS
     world = requested or (min(there, MAX_RANKS) if device == "cuda" else 2)
@@ -36,7 +36,7 @@ def ranks(parser: ArgumentParser, requested: int | None, device: str) -> int:
 
 
 def begin(world: int, device: str, settings: dict[str, str]) -> tuple[machine.Machine, machine.Gpus]:
-    """Takes ``settings`` where the environment has none, is interrupted by SIGTERM, and prints what is measured on."""
+    """Sets ``settings`` that the environment lacks, treats SIGTERM as an interrupt and prints the hardware."""
     for name, value in (machine.MULTICAST_SETTINGS | settings).items():
         os.environ.setdefault(name, value)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -48,11 +48,11 @@ def begin(world: int, device: str, settings: dict[str, str]) -> tuple[machine.Ma
 
 
 def collect(results: Any, count: int, started: Sequence[Any], still_s: float, what: str) -> Iterator[Any]:
-    """``count`` results of the ranks that were ``started``, each when it is there.
+    """Yields ``count`` results of the ranks that were ``started``, each as soon as it arrives.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
-        StandsStill: no result came for ``still_s`` seconds, or no more will come; ``what`` they are.
+        StandsStill: no result arrived for ``still_s`` seconds, or no more will arrive; ``what`` names them.
     """
     left, until = count, time.monotonic() + still_s
 

@@ -34,7 +34,7 @@ def write_tables(cells: Sequence[Measured], stream: TextIO | None = None) -> Non
 
 
 def _write_host(cells: Sequence[Measured], stream: TextIO) -> None:
-    """What the host spends in a call, and what of it is whose; differences of medians may be negative."""
+    """The host's time in a call, and its parts; differences of medians may be negative."""
     headings = ["call", "time", "Python of torch", "dispatcher", "backend", "of that a launch", "as an operator"]
     lines = []
     for measured in cells:

@@ -1,9 +1,9 @@
-"""symm on two hosts against flat Gloo, in one run: ``make bench-hosts``.
+"""symm on two nodes compared with flat Gloo, in one run: ``make bench-hosts``.
 
-The hosts are namespaces of this machine, two ranks each, with a wire between them that ``tc`` limits to ``--rate``
+The nodes are namespaces of this machine, two ranks each, with a link between them that ``tc`` limits to ``--rate``
 (``tests/hosts/namespaces.py``; needs root, ``ip``, ``tc`` and ``unshare``). The two sides alternate, round by round;
 results are compared with the expected ones first. Printed are medians over rounds of the slowest rank's mean, in µs,
-and Gloo's time by symm's. Sizes are those of the largest tensor of a rank.
+and Gloo's time by symm's. Sizes are of the largest tensor of a rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import namespaces
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
 SIZES = ("8", "64K", "1M", "16M", "64M")
-#: Ranks of each host.
+#: Number of ranks on each node.
 LAYOUT = (2, 2)
 WORLD = sum(LAYOUT)
 ROUNDS = 7
@@ -61,7 +61,7 @@ def call_of(op: str, count: int, rank: int, group: Any) -> tuple[Callable[[], No
         sent = torch.full((part * WORLD,), float(rank))
         right = torch.arange(WORLD).repeat_interleave(part).float()
         return lambda: dist.all_to_all_single(whole, sent, group=group), lambda: torch.equal(whole, right)
-    # There and back between the first ranks of both hosts; the others have nothing to do.
+    # There and back between the first ranks of both nodes; the others are idle.
     tensor, peers = own.clone(), (0, LAYOUT[0])
 
     def ping() -> None:
@@ -74,7 +74,7 @@ def call_of(op: str, count: int, rank: int, group: Any) -> tuple[Callable[[], No
 
 
 def measure(rank: int, _layout: Sequence[int], place: Path) -> list[dict[str, Any]]:
-    """What one rank finds: for each cell and side its mean time of each round, in µs."""
+    """Results of one rank: for each cell and side its mean time of each round, in µs."""
     import torch
     import torch.distributed as dist
     from torch_symm.tools.bench.units import parse_size
@@ -116,7 +116,7 @@ def measure(rank: int, _layout: Sequence[int], place: Path) -> list[dict[str, An
 
 
 def finished(hosts: namespaces.Hosts) -> list[Any]:
-    """What all ranks have found, once they have; says meanwhile how far they are."""
+    """Returns the results of all ranks once they have finished; prints progress meanwhile."""
     said = ""
     while any(init.poll() is None for init in hosts.inits):
         progress = hosts.place / "progress"

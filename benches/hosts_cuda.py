@@ -1,10 +1,10 @@
-"""symm on two hosts of one GPU each against NCCL, in one run: ``python benches/hosts_cuda.py``.
+"""symm on two nodes with one GPU each compared with NCCL, in one run: ``python benches/hosts_cuda.py``.
 
-Two GPUs of this machine play the hosts (``SYMM_TEST_HOST``, ``NCCL_HOSTID``): NCCL connects them by sockets of this
-machine, on all sides. So this compares what a call adds to NCCL's own time, and not networks. ``one chunk`` is symm
-with calls that go in one piece. The sides take turns, round by round; results are compared with the expected ones
+Two GPUs of this machine act as the nodes (``SYMM_TEST_HOST``, ``NCCL_HOSTID``): NCCL connects them by sockets of this
+machine, on all sides. So this compares the time that a call adds to NCCL's, and not networks. ``one chunk`` is symm
+with calls that move in one chunk. The sides take turns, round by round; results are compared with the expected ones
 first. Printed are medians over rounds of the slowest rank's mean, in µs, and NCCL's time by symm's. ``host``: µs until
-the call has returned. Sizes are those of the largest tensor of a rank.
+the call has returned. Sizes are of the largest tensor of a rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def call_of(op: str, size: str, group: Any) -> tuple[Callable[[], None], Callabl
 
 
 def timed(call: Callable[[], None], repeats: int) -> tuple[float, float]:
-    """µs of a call, and until it has returned."""
+    """µs of a call, and µs until it has returned."""
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""The core alone against MPI, in one run: ``make bench-mpi``.
+"""Only the core compared with MPI, in one run: ``make bench-mpi``.
 
-4 ranks; installs Intel MPI's runtime and mpi4py into ``VENV``. The two sides alternate, operation by operation, a
-number of rounds; printed are medians over rounds in µs and the ratio MPI / core. Both sides measure alike
+4 ranks; installs Intel MPI's runtime and mpi4py into ``VENV``. The two sides alternate, operation by operation, for a
+number of rounds; printed are medians over rounds in µs and the ratio MPI / core. Both sides measure in the same way
 (``benches/core.rs``): blocks of back-to-back calls between barriers, the slowest rank's mean of each block, the median
 over blocks. MPI works on NumPy buffers, of ordinary pages like torch's tensors (NumPy asks for huge ones otherwise,
 which saves MPI up to a third from 16 MB on); mpi4py adds about 0.3 µs a call.
@@ -92,7 +92,7 @@ def main() -> None:
     sizes = [int(size) for size in given.sizes.split(",")]
     if given.rank_main:
         return rank_main(given.rank_main, sizes)
-    # mpiexec lies beside this interpreter.
+    # mpiexec is in the directory of this interpreter.
     mpiexec = str(Path(sys.executable).parent / "mpiexec")
     print(f"{'operation':<16}{'bytes':>12}{'core µs':>12}{'MPI µs':>12}{'MPI / core':>12}", flush=True)
     for op in given.ops.split(","):

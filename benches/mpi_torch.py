@@ -1,6 +1,6 @@
 """``python benches/mpi_torch.py``: the rows of ``torch-symm bench`` on CPU tensors, and Intel MPI in the same rows.
 
-It takes the options of ``torch-symm bench``. MPI runs through mpi4py in processes of its own: mpiexec starts them.
+It takes the options of ``torch-symm bench``. MPI runs through mpi4py in separate processes, which mpiexec starts.
 
 Row after row as on the other sides: ``-w`` untimed calls, ``-n`` timed ones from a barrier on, the slowest rank's time
 of each; then ``-c`` checked ones, on exact values. Buffers are NumPy's.
@@ -33,7 +33,7 @@ from torch_symm.tools.bench.record import Figure, Found, quantile
 from torch_symm.tools.bench.request import REDUCING, Wanted
 from torch_symm.tools.bench.units import format_size
 
-#: What is to be installed for it.
+#: Packages that must be installed.
 NEEDS = "pip install impi-rt mpi4py"
 #: MPI's names of types and reductions, by ours.
 TYPES = {"f64": "DOUBLE", "f32": "FLOAT", "i32": "INT32_T", "i64": "INT64_T", "i8": "INT8_T", "u8": "UINT8_T"}
@@ -44,20 +44,20 @@ _OUT, _IN = "out_of_place", "in_place"
 
 
 def missing() -> str | None:
-    """What is not installed here, and how to get it; ``None``: all is."""
+    """Names missing packages and how to install them; ``None`` if nothing is missing."""
     lacking = [] if importlib.util.find_spec("mpi4py") else ["mpi4py"]
     lacking += [] if _mpiexec() else ["mpiexec"]
     return f"needs {' and '.join(lacking)}, which is not installed: {NEEDS}" if lacking else None
 
 
 def _mpiexec() -> str | None:
-    """Beside this interpreter, where pip puts it, or in the path."""
+    """In the directory of this interpreter, where pip installs it, or in the path."""
     beside = Path(sys.executable).parent / "mpiexec"
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 def unmeasured(wanted: Wanted) -> str | None:
-    """Why MPI has no such row; ``None``: it has."""
+    """Why MPI does not have this row; ``None`` if it does."""
     if wanted.dtype not in TYPES:
         return f"MPI has no type for {wanted.dtype}"
     if wanted.op in REDUCING and wanted.redop not in REDOPS:
@@ -75,7 +75,7 @@ def measure(
         RuntimeError: MPI's processes failed; the text has their last words.
     """
     task = {"rows": [asdict(wanted) for wanted in rows], "calls": calls, "warmup": warmup, "checks": checks}
-    # One host; NumPy's buffers of ordinary pages, as torch's.
+    # One node; NumPy's buffers use ordinary pages, like torch's.
     environment = {**os.environ, "I_MPI_FABRICS": "shm", "NUMPY_MADVISE_HUGEPAGE": "0", "OMP_NUM_THREADS": "1"}
     command = [_mpiexec() or "mpiexec", "-n", str(world), sys.executable, __file__, RANK]
     found: dict[Wanted, dict[str, Figure]] = {}
@@ -110,7 +110,7 @@ def measure(
 
 
 class _Deadline:
-    """Ends a process, and with mpiexec its ranks, that says nothing for ``seconds``."""
+    """Ends a process, and with mpiexec its ranks, that prints nothing for ``seconds``."""
 
     def __init__(self, process: subprocess.Popen[str], seconds: float) -> None:
         self._process, self._seconds = process, seconds
@@ -119,11 +119,11 @@ class _Deadline:
         self._thread.start()
 
     def extend(self) -> None:
-        """It said something."""
+        """Notes that the process has printed something."""
         self._until = time.monotonic() + self._seconds
 
     def end(self) -> bool:
-        """Ends the watch, and the process if it is still there; whether it was too late."""
+        """Ends the watch, and the process if it still runs; returns true if it was too late."""
         self._over.set()
         self._thread.join()
         self._kill()
@@ -147,7 +147,7 @@ class _Deadline:
 
 @dataclass(frozen=True)
 class _Calls:
-    """A row on this rank: what makes it anew, how it is called, and what is wrong with the result."""
+    """A row on this rank: how to reset it, how to call it, and how to check the result."""
 
     reset: Callable[[], object]
     call: Callable[[], object]
@@ -202,7 +202,7 @@ def _figure(mpi: Any, wanted: Wanted, made: _Calls, task: dict[str, Any]) -> dic
 
 
 def _placements(mpi: Any, wanted: Wanted) -> dict[str, _Calls]:
-    """The calls of a row: into other buffers, and in place, where MPI has both."""
+    """The calls of a row: out of place, and in place, if MPI has both."""
     world, dtype = mpi.COMM_WORLD, DTYPES[wanted.dtype]
     rank, root = world.rank, max(0, wanted.root)
     count = wanted.size // dtype.itemsize

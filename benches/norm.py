@@ -1,4 +1,4 @@
-"""All-reduce, residual and RMSNorm on CPU tensors: one operator against separate steps on the same group.
+"""All-reduce, residual and RMSNorm on CPU tensors: one operator compared with separate steps on the same group.
 
     python benches/norm.py --ranks 2
 
@@ -64,7 +64,7 @@ def measure(rank: int, world: int) -> list[str]:
 
 
 def main() -> None:
-    """Runs it on ranks of this machine."""
+    """Runs it on ranks of this node."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=count, default=2)
     lines = torch_symm.testing.run_ranks(measure, parser.parse_args().ranks)[0]

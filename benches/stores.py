@@ -1,4 +1,4 @@
-"""``python benches/stores.py``: torch's stores against this package's, in one run.
+"""``python benches/stores.py``: torch's stores compared with this package's, in one run.
 
 Clients are threads of this process, each with a store object (and so a connection, or an open file) of its own. They
 call the stores through ``c10d::Store``, as torch does, from native code: Python's lock would hide what is measured.
@@ -84,7 +84,7 @@ SIDES: dict[str, tuple[Opener, Opener]] = {"tcp": (torch_tcp, symm_tcp), "file":
 
 @contextmanager
 def load_generator(opener: Opener, clients: int) -> Iterator[tuple[list[Store], float]]:
-    """Clients of a new store, and the seconds in which they were opened."""
+    """Clients of a new store, and how many seconds it took to open them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         server = opener(folder, None)
@@ -121,7 +121,7 @@ def measure(kind: str, clients: int, works: Sequence[str]) -> Iterator[Figure]:
 
 
 def rendezvous(kind: str, ranks: int) -> Iterator[Figure]:
-    """Connecting, once, and meeting; one call is the whole of it."""
+    """Connecting, once, and meeting; one call is both."""
     from torch_symm._native import load
 
     drive = load()._drive

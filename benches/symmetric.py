@@ -1,4 +1,4 @@
-"""Collectives on CPU tensors in symmetric memory, beside ordinary tensors and Gloo.
+"""Collectives on CPU tensors in symmetric memory, compared with ordinary tensors and Gloo.
 
     python benches/symmetric.py --ranks 4 --sizes 64K,1M,16M,64M
 
@@ -26,7 +26,7 @@ from torch_symm.tools.command import count
 
 OPS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 ROUNDS = 9
-#: Time that one side measures in one round, at most so many calls.
+#: Time that one side measures in one round, and the maximum number of calls.
 ROUND_S = 0.25
 MOST_CALLS = 200
 

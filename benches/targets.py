@@ -1,9 +1,9 @@
-"""``python benches/targets.py``: whether a run on CPU has reached this project's own targets against Gloo.
+"""``python benches/targets.py``: whether a run on CPU has reached this project's targets relative to Gloo.
 
     torch-symm bench all barrier -g 4 --sizes 8,1K,64K,1M,16M,64M,256M --against gloo --seconds 480 --json run.json
     python benches/targets.py run.json
 
-A target is how many times as long Gloo takes, 4 ranks on a machine of 4 cores, median over median in one run.
+A target is the ratio of Gloo's time to symm's, with 4 ranks on a node of 4 cores, median over median in one run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LATENCY_US: dict[tuple[str, int], float] = {("all_reduce", 8): 15.0}
 
 
 def ratio_target(op: str, size: int, world: int) -> float | None:
-    """The least ratio peer/tested of this cell; None where no target is set."""
+    """The minimum ratio peer/tested of this cell; None if no target is set."""
     if world != RANKS:
         return None
     for (low, high), ratio in zip(_BANDS, _RATIOS.get(op, ()), strict=False):
@@ -44,7 +44,7 @@ def ratio_target(op: str, size: int, world: int) -> float | None:
 
 
 def latency_target_us(op: str, size: int, world: int) -> float | None:
-    """The longest median of this cell in microseconds; None where no target is set."""
+    """The maximum median of this cell in microseconds; None if no target is set."""
     return _LATENCY_US.get((op, size)) if world == RANKS else None
 
 

@@ -2,14 +2,14 @@
 
     torchrun --nproc-per-node 4 benches/train_transformer.py --parallel fsdp --compare
 
-The text is the standard library that lies beside the interpreter, byte by byte, so nothing is fetched. With FSDP2 each
-rank trains on batches of its own and holds a part of every layer, which is gathered before it is used; with tensor
-parallelism all ranks see the same batch, and each computes a part of the heads and of the hidden units of every block.
+The text is the standard library of this interpreter, byte by byte, so nothing is downloaded. With FSDP2 each rank
+trains on its own batches and holds a part of every layer, which is gathered before it is used; with tensor parallelism
+all ranks see the same batch, and each computes a part of the heads and of the hidden units of every block.
 ``--compare`` trains with a second backend in the same processes, from the same seeds, and prints both loss curves.
 ``--symmetric`` lets FSDP2 take its buffers from symm, whose kernels then load and store them on all GPUs directly.
 
-The share of communication is taken from torch.profiler over a few steps: on GPUs the time of the kernels that
-communicate (and of those that nothing else ran beside), on CPUs the time inside the backend's collectives.
+The share of communication comes from torch.profiler over a few steps: on GPUs the time of kernels that communicate (and
+of those during which no other kernel ran), on CPUs the time inside the backend's collectives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 SEED, BYTES, WARM_STEPS, PROFILED_STEPS = 7, 256, 3, 3
 TEXT_LIMIT = 8 << 20
-# Kernels of NCCL and of symm (their names stand in src/kernels/cuda), and copies between GPUs.
+# Kernels of NCCL and of symm (named in src/kernels/cuda), and copies between GPUs.
 COMMUNICATES = re.compile(
     r"nccl|^exchange$|^(all_reduce|reduce|broadcast)_(low_latency|staged|one_shot|two_shot|cube_mesh)$|PtoP",
     re.IGNORECASE,
@@ -57,7 +57,7 @@ SHAPES = {"cuda": Shape(1024, 12, 16, 512, 16), "cpu": Shape(64, 2, 8, 48, 4)}
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual path."""
+    """Attention and feed-forward, each after a norm and with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         """Random weights; seed first."""
@@ -140,7 +140,7 @@ def distributed(model: Model, given: argparse.Namespace, group: dist.ProcessGrou
 
 @dataclass
 class Training:
-    """What one training gave. ``communication`` and ``exposed``: shares of the time of a step."""
+    """The results of one training. ``communication`` and ``exposed``: shares of the time of a step."""
 
     losses: list[float]
     tokens_per_s: float
@@ -188,7 +188,7 @@ def train(text: torch.Tensor, shape: Shape, given: argparse.Namespace, group: di
 
 
 def profiled(step: object, settled: object, backend: str, device: torch.device) -> tuple[float, float | None]:
-    """The share of communication in the time of a step, and of communication that nothing else ran beside."""
+    """The share of communication in the time of a step, and the share during which no other kernel ran."""
     assert callable(step) and callable(settled)
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=kinds, acc_events=True) as recorded:
@@ -198,7 +198,7 @@ def profiled(step: object, settled: object, backend: str, device: torch.device) 
         wall = (settled() - started) * 1e6
     if device.type == "cpu":
         return sum(e.cpu_time_total for e in recorded.key_averages() if e.key.startswith(f"{backend}:")) / wall, None
-    # FSDP2's own annotations appear on the GPU, too, and hold whatever runs meanwhile.
+    # FSDP2's own annotations also appear on the GPU, and cover all kernels that run meanwhile.
     on_gpu = [event for event in recorded.events() if event.device_type == DeviceType.CUDA]
     kernels = [event for event in on_gpu if not event.is_user_annotation]
     spans = [(event.time_range.start, event.time_range.end, bool(COMMUNICATES.search(event.name))) for event in kernels]

@@ -1,9 +1,9 @@
-"""Libraries to link against that have only what systems with glibc 2.28 and GCC 8 have, as manylinux_2_28 wants it.
+"""Libraries to link against that have only the symbols of systems with glibc 2.28 and GCC 8, for manylinux_2_28.
 
-glibc's are those that zig carries. libstdc++.so is made here: its symbols are those of the system's libstdc++.so.6 up
-to the versions that the policy allows
-(https://github.com/pypa/auditwheel/blob/main/src/auditwheel/policy/manylinux-policy.json). What is younger comes from
-libstdc++.a and is hidden in our libraries, as the compilers of manylinux images do it.
+glibc's are the ones that zig includes. libstdc++.so is made here: its symbols are those of the system's libstdc++.so.6
+up to the versions that the policy allows
+(https://github.com/pypa/auditwheel/blob/main/src/auditwheel/policy/manylinux-policy.json). Newer symbols come from
+libstdc++.a and are hidden in our libraries, as the compilers of manylinux images do it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _allowed(version: str) -> int | None:
 
 
 def link_flags(folder: Path, compiler: str = "g++") -> str:
-    """Writes the libraries into ``folder``; returns what takes the place of a linker's own libraries."""
+    """Writes the libraries into ``folder``; returns the flags that replace the linker's own libraries."""
     folder.mkdir(parents=True, exist_ok=True)
     glibc, rest_of_glibc = _glibc(folder / "glibc")
     files = [_libstdcxx(folder, compiler), *(_file_of(compiler, name) for name in ("libstdc++.a", "libgcc_s.so.1"))]
@@ -40,7 +40,7 @@ def link_flags(folder: Path, compiler: str = "g++") -> str:
 
 
 def _glibc(folder: Path) -> tuple[Path, Path]:
-    """The folder of the shared libraries of glibc 2.28, and the archive of what is not in them."""
+    """The directory of the shared libraries of glibc 2.28, and the archive with the rest of the symbols."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "empty.c"
     source.touch()

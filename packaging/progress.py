@@ -1,6 +1,6 @@
-"""Runs a command, and says every 20 s that it still runs: ``packaging/progress.py WHAT COMMAND ...``.
+"""Runs a command, and prints every 20 s that it still runs: ``packaging/progress.py WHAT COMMAND ...``.
 
-Compilers and pip are silent for minutes, and more so where standard output is not a terminal.
+Compilers and pip are silent for minutes, especially if standard output is not a terminal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SECONDS = 20.0
 
 @contextmanager
 def running(what: str, seconds: float = SECONDS) -> Iterator[None]:
-    """Prints to standard error every ``seconds`` that ``what`` goes on, and for how long."""
+    """Prints to standard error every ``seconds`` that ``what`` still runs, and for how long."""
     begun, ended = time.monotonic(), threading.Event()
 
     def say(rest: str) -> None:

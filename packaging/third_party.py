@@ -12,7 +12,7 @@ FILE = ROOT / "THIRD_PARTY"
 
 
 def crates() -> list[dict]:
-    """What the core is linked from, by name; without what only builds or tests it."""
+    """The crates that the core is linked from, by name; without crates that only build or test it."""
     command = ["cargo", "metadata", "--format-version=1", "--features=bridge", "--locked"]
     command += ["--filter-platform=x86_64-unknown-linux-gnu", f"--manifest-path={ROOT / 'Cargo.toml'}"]
     graph = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

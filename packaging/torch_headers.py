@@ -1,8 +1,8 @@
 """Prints where the headers of each supported torch are, as setup.py's ``TORCH_SYMM_TORCHES`` wants it.
 
-Downloads one wheel per version, keeps its headers under target/headers, and drops the rest. The wheels are those for
-macOS: they have no CUDA, so they take 140 MB instead of 800 MB, and of what torch_backend/ includes nothing differs
-(compared with the x86-64 wheel of torch 2.15.0: `ATen/Config.h` and the kernels of each platform do).
+Downloads one wheel per version, keeps its headers under target/headers, and drops the rest. The wheels are the ones for
+macOS: they have no CUDA, so they take 140 MB instead of 800 MB, and the headers that torch_backend/ includes do not
+differ (compared with the x86-64 wheel of torch 2.15.0: `ATen/Config.h` and the kernels of each platform do).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def supported() -> list[str]:
 
 
 def headers(version: str) -> Path:
-    """Returns the folder of the headers of torch ``version``, as ``"2.11"``."""
+    """Returns the directory of the headers of torch ``version``, as ``"2.11"``."""
     folder = KEPT / version
     include = folder / "torch" / "include"
     if include.exists():

@@ -21,7 +21,7 @@ import torch_headers
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "target" / "wheels"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-#: Of a wheel, in bytes.
+#: Maximum size of a wheel in bytes.
 LARGEST = 25_000_000
 
 
@@ -67,7 +67,7 @@ def build(python: str, environment: dict[str, str]) -> Path:
 
 
 def main() -> None:
-    """Builds and says what was made."""
+    """Builds and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pythons", nargs="*", help="interpreters (default: all that are found)")
     parser.add_argument("--torch", help="minor versions of torch, as 2.11,2.15 (default: all that are supported)")

@@ -1,4 +1,4 @@
-"""Libraries that people train with, unchanged, on symm: the bits that Gloo gives, on every rank.
+"""Unmodified training libraries on symm: the bits that Gloo gives, on every rank.
 
 Run by `make test-clients`, which installs them in an environment of their own. Two ranks under torchrun: a sum of two
 numbers has one result, so the bits can be compared.
@@ -20,12 +20,12 @@ PROGRAMS = Path(__file__).parent / "programs"
 RANKS = 2
 
 
-#: Libraries whose programs take minutes, most of it for compiling and starting: with CLIENTS=all alone.
+#: Libraries whose programs take minutes, mostly to compile and start: only with CLIENTS=all.
 heavy = pytest.mark.skipif(os.environ.get("CLIENTS") != "all", reason="runs with CLIENTS=all")
 
 
 def told(program: str, *arguments: str, replaces: str = "", launched: bool = True) -> list[dict[str, Any]]:
-    """What every rank of the program says, by rank; ``launched`` by torchrun, else it starts its ranks itself."""
+    """The output of every rank of the program, by rank; ``launched`` by torchrun, or it starts its ranks itself."""
     command = [sys.executable]
     if launched:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
@@ -39,7 +39,7 @@ def told(program: str, *arguments: str, replaces: str = "", launched: bool = Tru
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    # Ranks share the pipe: the words of two may stand in one line.
+    # Ranks share the pipe: the output of two may be on one line.
     lines = re.findall(r"told (\{.*?\})", result.stdout)
     found = sorted((json.loads(line) for line in lines), key=lambda line: int(line["rank"]))
     assert [line["rank"] for line in found] == list(range(RANKS)), result.stdout + result.stderr
@@ -51,7 +51,7 @@ def same_bits(gloo: list[dict[str, Any]], symm: list[dict[str, Any]]) -> None:
     assert all(line["symm"] and line["calls"] >= 5 for line in symm), symm
     for theirs, ours in zip(gloo, symm, strict=True):
         assert (theirs["parameters"], theirs["numbers"]) == (ours["parameters"], ours["numbers"])
-    # Gradients were averaged: every rank saw other data.
+    # Gradients were averaged: every rank saw different data.
     assert len({line["parameters"] for line in symm}) == 1
 
 

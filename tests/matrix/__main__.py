@@ -1,4 +1,4 @@
-"""Installs the wheels of dist/ beside each torch, in fresh environments without compilers, and tries them there.
+"""Installs the wheels of dist/ with each torch, in fresh environments without compilers, and tests them there.
 
 ``python tests/matrix`` tries every supported torch with one Python, and every Python that has a wheel with the newest
 torch that there is for it. Prints a table in Markdown; exits with 1 if anything failed. An environment takes 6 GB while
@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT / "packaging"))
 import torch_headers  # noqa: E402
 import wheels  # noqa: E402
 
-#: What an installed wheel needs to be tried.
+#: Packages needed to test an installed wheel.
 TOOLS = ["pytest", "pytest-timeout", "expecttest", "numpy", "scikit-learn", "rich", "torchvision"]
-#: Programs that a machine without compilers has not.
+#: Programs that a node without compilers does not have.
 COMPILERS = re.compile(r"(.*-)?(c\+\+|g\+\+|gcc|cc|clang|clang\+\+|ld|as|rustc|cargo|cmake|ninja)(-[\d.]+)?")
 #: Every collective, symmetric memory, stores and DTensor.
 SMOKE = (
@@ -37,7 +37,7 @@ SMOKE = (
 
 
 def path_without_compilers(folder: Path) -> str:
-    """A folder of links to the system's programs but compilers."""
+    """A directory of links to the system's programs except compilers."""
     folder.mkdir(parents=True, exist_ok=True)
     for place in ("/usr/bin", "/bin"):
         for program in Path(place).iterdir():
@@ -88,7 +88,7 @@ def tried(folder: Path, complete: bool) -> list[tuple[bool, str]]:
     """Runs the example and the smoke suite; with ``complete`` torch's own tests, too."""
     example = run(folder, ["torchrun", "--standalone", "--nproc-per-node", "2", "examples/01_ddp_digits.py"])
     pytest = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    # What is compiled needs a compiler, with any backend.
+    # Compiled tests need a compiler, with any backend.
     smoke = run(folder, [*pytest, "-k", "not compiled", *(f"tests/python/{name}.py" for name in SMOKE)])
     if not complete:
         return [(example[0], "ok" if example[0] else "failed"), smoke]

@@ -1,4 +1,4 @@
-"""What the programs train, and how they say what came out: the same on every backend."""
+"""What the programs train, and how they report their results: the same on every backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def batches(rank: int, count: int = 5) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Other data on every rank, so that parameters stay alike only where gradients are averaged."""
+    """Different data on every rank, so that parameters stay equal only if gradients are averaged."""
     generator = torch.Generator().manual_seed(1 + rank)
     for _ in range(count):
         inputs = torch.randn(16, 8, generator=generator)
@@ -28,7 +28,7 @@ def batches(rank: int, count: int = 5) -> Iterator[tuple[torch.Tensor, torch.Ten
 
 
 def tell(model: torch.nn.Module, numbers: Iterable[torch.Tensor] = ()) -> None:
-    """Prints, on every rank, a line of JSON: a digest of parameters and numbers, and who served the group."""
+    """Prints, on every rank, a line of JSON: a digest of parameters and numbers, and the backend of the group."""
     digest = hashlib.sha256()
     for tensor in model.parameters():
         digest.update(tensor.detach().numpy().tobytes())
@@ -44,6 +44,6 @@ def tell(model: torch.nn.Module, numbers: Iterable[torch.Tensor] = ()) -> None:
     }
     print("told " + json.dumps(told), flush=True)
     if not served:
-        # A thread of Gloo's that still holds the last call's tensors while the interpreter ends aborts the process:
-        # https://github.com/pytorch/pytorch/pull/179291. So this side ends before.
+        # If a thread of Gloo still holds the last call's tensors while the interpreter exits, it aborts the process:
+        # https://github.com/pytorch/pytorch/pull/179291. So this side exits before.
         atexit.register(os._exit, 0)

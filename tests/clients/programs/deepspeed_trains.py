@@ -1,4 +1,4 @@
-"""DeepSpeed, told the backend's name, with ZeRO of a stage: nothing, optimizer, gradients or weights split."""
+"""DeepSpeed with the backend's name and a stage of ZeRO: nothing, optimizer, gradients or weights split."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Lightning Fabric, told the backend's name, and a metric of torchmetrics that is summed over the ranks."""
+"""Lightning Fabric with the backend's name, and a metric of torchmetrics that is summed over the ranks."""
 
 import sys
 

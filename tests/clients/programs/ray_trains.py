@@ -1,4 +1,4 @@
-"""Ray Train, told the backend's name; its workers train with DDP and leave in a folder what came out."""
+"""Ray Train with the backend's name; its workers train with DDP and write their results to a directory."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-# Nothing but this machine, and a patient start: workers import torch beside everything else that runs.
+# Only this node, and a long start-up timeout: workers import torch while everything else runs.
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
 
 import ray

@@ -1,4 +1,4 @@
-"""torchft makes its group anew for every quorum; ten lines give it one of symm, by the public constructor."""
+"""torchft makes a new group for every quorum; ten lines give it one of symm, by the public constructor."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ class ProcessGroupSymm(ProcessGroupWrapper):
 
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-# Both ranks are told alike what came out, through a group of torch's.
+# Both ranks get the same results, through a group of torch's.
 dist.init_process_group(sys.argv[1], timeout=timedelta(seconds=60))
 store = dist.TCPStore("localhost", 0, is_master=True)
 ports = [store.port]

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 
 class Rows(Dataset):
-    """Sampled by the Trainer, another part on every rank."""
+    """Sampled by the Trainer, a different part on every rank."""
 
     def __init__(self) -> None:
         self.rows = [pair for inputs, targets in batches(0, 4) for pair in zip(inputs, targets, strict=True)]
