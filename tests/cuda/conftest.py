@@ -16,7 +16,7 @@ from limits import ends_after  # noqa: E402 - needs the path
 from pool import Pool  # noqa: E402
 from torch_symm.tools.bench.machine import MULTICAST_SETTINGS  # noqa: E402
 
-# Groups fail on purpose here: their dumps go where nobody else looks for any.
+# Groups fail on purpose here: their dumps go to a separate directory.
 dumps = tempfile.TemporaryDirectory(prefix="symm-dumps-")
 os.environ["SYMM_TRACE_DIR"] = dumps.name
 
@@ -36,7 +36,7 @@ def limit() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Rank processes that serve one test after the other."""
+    """Rank processes that run one test after another."""
     shared = Pool()
     yield shared
     shared.stop()

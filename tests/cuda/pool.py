@@ -1,12 +1,12 @@
-"""Rank processes, one per GPU, that run one scenario after the other.
+"""Rank processes, one per GPU, that run one scenario after another.
 
 Importing torch and making a context on a GPU take seconds, so the processes stay. A scenario is a function of a test
 module, ``fn(rank, world, *args)``; it runs on the first ``world`` processes. After a failure, or a scenario that kills
 a rank, all processes are replaced. Every wait has a limit: ranks that do not answer print the stacks of all their
 threads and are killed.
 
-SYMM_TEST_DEVICE=cpu runs, on CPU tensors and without a GPU, what does not need one. With SYMM_SHARED_GPUS=1 there may
-be more ranks than GPUs (SYMM_TEST_WORLDS="5,8"); they share them in turn.
+SYMM_TEST_DEVICE=cpu runs the tests that need no GPU on CPU tensors. With SYMM_SHARED_GPUS=1 there may be more ranks
+than GPUs (SYMM_TEST_WORLDS="5,8"); they share them in turn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEVICE = os.environ.get("SYMM_TEST_DEVICE", "cuda")
 
 
 def _gpus() -> int:
-    """GPUs of this machine that may be used. Asking the driver would open its devices in the test process."""
+    """Number of usable GPUs of this node. Querying the driver would open its devices in the test process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     there = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return there if visible is None else min(there, len([each for each in visible.split(",") if each.strip()]))
@@ -49,10 +49,10 @@ def _wanted(usual: tuple[int, ...]) -> tuple[int, ...]:
 
 GPUS = _gpus()
 SHARED = os.environ.get("SYMM_SHARED_GPUS") == "1"
-#: Ranks that there can be.
+#: Maximum number of ranks.
 PLACES = 3 if DEVICE != "cuda" else 16 if GPUS and SHARED else GPUS
 FULL = min(8, PLACES)
-#: All ranks, and sub-worlds whose sizes take other paths; or those that SYMM_TEST_WORLDS names.
+#: All ranks, and sub-worlds whose sizes use other algorithms; or those that SYMM_TEST_WORLDS names.
 WORLDS = tuple(sorted({world for world in _wanted((2, 3, FULL)) if world <= max(2, PLACES)}))
 
 needs_ranks = pytest.mark.skipif(PLACES < 2, reason="needs two GPUs (SYMM_TEST_DEVICE=cpu runs it on CPU tensors)")
@@ -68,12 +68,12 @@ scenario = 0
 
 
 def device() -> torch.device:
-    """Where this rank's tensors go."""
+    """The device of this rank's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if DEVICE == "cuda" else torch.device("cpu")
 
 
 def settle() -> None:
-    """Returns once this rank's GPU has done everything."""
+    """Returns once this rank's GPU has finished all work."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
@@ -191,7 +191,7 @@ class Pool:
 
 
 def _serve(rank: int, connection: Connection, place: str) -> None:
-    """The life of a rank process."""
+    """The main loop of a rank process."""
     global scratch, scenario
     scratch = Path(place)
     log_to(scratch / f"log-{rank}")
@@ -210,6 +210,6 @@ def _serve(rank: int, connection: Connection, place: str) -> None:
                 connection.send(("ok", result))
             except (EOFError, ConnectionError):
                 raise
-            except BaseException:  # Whatever it is, the parent reports it and replaces this process
+            except BaseException:  # Whatever the error, the parent reports it and replaces this process
                 connection.send(("error", traceback.format_exc()))
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Tensors in symmetric memory, and whether calls used it."""
+"""Tensors in symmetric memory, and checks that calls used it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ ACCEPTED_S = 20.0
 
 
 def new_pool() -> torch.cuda.MemPool:
-    """A pool whose tensors peers reach."""
+    """A pool whose tensors peers can access."""
     return torch.cuda.MemPool(torch_symm.mem_allocator())
 
 
 def direct() -> int:
-    """How many calls of this process went from and to symmetric memory without staging, replays included."""
+    """Number of zero-copy calls of this process, replays included."""
     settle()
     return int(torch_symm.stats().get("direct", 0))
 
 
 def rises(call: Callable[..., object], *args: object) -> list[int]:
-    """By how much the number of direct calls rose on each rank while all of them called."""
+    """How much the number of zero-copy calls rose on each rank while all of them called."""
     before = direct()
     call(*args)
     own = torch.tensor([direct() - before])
@@ -37,7 +37,7 @@ def rises(call: Callable[..., object], *args: object) -> list[int]:
 
 
 def warm(call: Callable[..., object], *args: object) -> None:
-    """Calls, on every rank as often, until one went direct: peers map a new segment a little later than it is made."""
+    """Calls, equally often on every rank, until a call is zero-copy: peers map a new segment a little later."""
     start = time.monotonic()
     while not any(rises(call, *args)):
         late = torch.tensor([time.monotonic() - start > ACCEPTED_S])
@@ -52,7 +52,7 @@ def same_bytes(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def numbers(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Other ones for each rank, in ordinary memory."""
+    """Different ones for each rank, in ordinary memory."""
     generator = torch.Generator(device()).manual_seed(100 * seed + dist.get_rank())
     if dtype.is_floating_point:
         return torch.empty(count, device=device()).uniform_(-4, 4, generator=generator).to(dtype)

@@ -1,4 +1,4 @@
-"""torch.ops.symm.all_reduce_add_rms_norm on GPUs: bits, graphs, streams, mismatches and deaths."""
+"""torch.ops.symm.all_reduce_add_rms_norm on GPUs: bits, graphs, streams, mismatches and exits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from test_cuda_errors import failure_of
 pytestmark = needs_ranks
 
 EPS = 1e-5
-#: Seconds within which a failure shows.
+#: Seconds within which a failure must appear.
 LIMIT_S = 15
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: One kernel with one row and with several, a block with several rows, an all-reduce and a kernel for the rows.
@@ -32,7 +32,7 @@ def name() -> str:
 
 
 class Rows:
-    """Inputs of all ranks, a residual and a weight, made from a seed on the CPU; what is wanted is computed there."""
+    """Inputs of all ranks, a residual and a weight, made from a seed on the CPU, as are the expected rows."""
 
     def __init__(self, rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> None:
         self.about = (shape, dtype, seed)
@@ -68,7 +68,7 @@ def forms(rank: int, world: int, dtype: torch.dtype) -> None:
         normed, kept = rows.own.clone(), rows.residual.clone()
         ops.all_reduce_add_rms_norm_(normed, kept, rows.weight, EPS, name())
         rows.check((normed, kept))
-        # The separate steps of this very group.
+        # The separate steps in the same group.
         summed = rows.own.clone()
         dist.all_reduce(summed)
         assert same_bits(kept, summed + rows.residual), rows.about
@@ -93,7 +93,7 @@ def layouts(rank: int, world: int) -> None:
     wide = torch.zeros(6, 128, dtype=torch.bfloat16, device=device())
     wide[:, ::2] = rows.own
     rows.check(ops.all_reduce_add_rms_norm(wide[:, ::2], rows.residual.t().contiguous().t(), rows.weight, EPS, name()))
-    # Rows that begin at two bytes past a unit.
+    # Rows that start two bytes past a unit.
     room = torch.zeros(6 * 64 + 1, dtype=torch.bfloat16, device=device())
     shifted = room[1:].view(6, 64)
     shifted.copy_(rows.own)
@@ -196,7 +196,7 @@ def killed(rank: int, world: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     error, _ = failure_of(lambda: ops.all_reduce_add_rms_norm(ones, ones, weight, EPS, name()), LIMIT_S)
     assert isinstance(error, torch_symm.SymmPeerError) and "rank 1" in str(error), repr(error)
-    # The GPU computes on.
+    # The GPU still computes.
     assert float(torch.ones(1000, device=device()).sum()) == 1000
 
 

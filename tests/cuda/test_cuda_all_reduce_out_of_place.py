@@ -1,4 +1,4 @@
-"""torch.ops.symm.all_reduce on GPUs: the bits of dist.all_reduce, in graphs too."""
+"""torch.ops.symm.all_reduce on GPUs: the bits of dist.all_reduce, also in graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pool import WORLDS, Pool, device, needs_gpus, needs_ranks, settle
 pytestmark = needs_ranks
 
 ops: Any = torch.ops.symm
-#: One shot, two shots, staged.
+#: One-shot, two-shot, staged.
 COUNTS = (1, 8192, 300_001, 1 << 20)
 
 

@@ -1,4 +1,4 @@
-"""``torch-symm check`` and ``torch-symm bench`` on GPUs: every fault is told to the others, every type measured."""
+"""``torch-symm check`` and ``torch-symm bench`` on GPUs: every fault is reported to all ranks, every type measured."""
 
 from __future__ import annotations
 

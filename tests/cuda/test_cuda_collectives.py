@@ -88,7 +88,7 @@ def words(first: int, count: int) -> torch.Tensor:
 
 
 def enormous(rank: int, world: int) -> int | None:
-    """One message of 65 GiB from rank 0 to rank 1, each word its own number; returns how many words came wrong."""
+    """One message of 65 GiB from rank 0 to rank 1, each word a different number; returns the number of wrong words."""
     room = torch.tensor([torch.cuda.mem_get_info()[0]])
     dist.all_reduce(room, dist.ReduceOp.MIN)
     if int(room) < ENORMOUS + 8 * GB:

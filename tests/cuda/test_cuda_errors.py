@@ -1,4 +1,4 @@
-"""What goes wrong becomes an exception in time that names ranks, and the GPU and the process stay usable."""
+"""Every error becomes an exception in time that names ranks, and the GPU and the process stay usable."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch.distributed as dist
 import torch_symm
 from pool import DEVICE, SHARED, WORLDS, Pool, device, init, meet, needs_gpus, needs_ranks, needs_unshared_gpus, settle
 
-#: Of groups in which a rank is late.
+#: Timeout of groups in which a rank is late.
 TIMEOUT_S = 4.0
 SIZES = (1_000, 30_000_000)
 REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
 def failure_of(body: Callable[[], object], limit: float) -> tuple[Exception, float]:
-    """The exception of a call, wherever it shows: at the call, at the GPU's end, or at the next call on the group."""
+    """The exception of a call, wherever it appears: at the call, at the GPU's end, or at the next call on the group."""
     start = time.monotonic()
     try:
         body()
@@ -50,7 +50,7 @@ def still_usable(rank: int, world: int, name: str = "second") -> None:
 
 
 def mismatch(rank: int, world: int, what: str) -> str:
-    """Rank 1 asks for something else."""
+    """Rank 1 calls something else."""
     odd = rank == 1
     dist.all_reduce(torch.ones(5, device=device()))
 
@@ -84,7 +84,7 @@ def test_ranks_that_disagree_all_hear_of_it(pool: Pool, what: str) -> None:
 
 
 def arguments(rank: int, world: int) -> None:
-    """Refused on every rank before anything is exchanged; the group goes on."""
+    """Rejected on every rank before anything is exchanged; the group continues."""
     mine, elsewhere = device(), torch.device("cpu")
     calls: list[Callable[[], object]] = [
         lambda: dist.all_gather([torch.ones(3, device=elsewhere) for _ in range(world)], torch.ones(3, device=mine)),
@@ -107,7 +107,7 @@ def test_wrong_arguments(pool: Pool) -> None:
 
 
 def refused_on_one(rank: int, world: int, launched: int) -> str:
-    """Rank 1 refuses a call that the others have launched."""
+    """Rank 1 rejects a call that the others have launched."""
     for _ in range(launched):
         dist.all_reduce(torch.ones(5, device=device()))
     settle()
@@ -138,7 +138,7 @@ def test_a_wrong_argument_on_one_rank_is_told_to_the_others(pool: Pool, launched
 
 
 def other_gpu(rank: int, world: int) -> str:
-    """A tensor on a GPU that is another rank's."""
+    """A tensor on a GPU of another rank."""
     dist.all_reduce(torch.ones(5, device=device()))
     error, _ = failure_of(lambda: dist.all_reduce(torch.ones(5, device=f"cuda:{1 - rank}")), TIMEOUT_S + 2)
     return str(error)
@@ -182,7 +182,7 @@ def tuned_apart(rank: int, world: int) -> str:
 @needs_gpus
 def test_tunings_that_differ_are_refused() -> None:
     says = r"rank 0 .*and rank 1 .*differ in SYMM_CUDA_TUNING.* lanes: 8,.* lanes: 9,"
-    # A process reads the variable once.
+    # A process reads the variable only once.
     own = Pool(2)
     try:
         for message in own.run(tuned_apart, 2, backend=None):
@@ -231,7 +231,7 @@ def test_a_rank_that_never_calls_is_named(pool: Pool, collective: str, count: in
 
 
 def killed(rank: int, world: int, count: int) -> tuple[str, float] | None:
-    """Rank 1 dies while the others are inside a call."""
+    """Rank 1 exits while the others are inside a call."""
     for _ in range(3):
         dist.all_reduce(torch.ones(count, device=device()))
     settle()
@@ -262,7 +262,7 @@ def test_a_killed_rank_is_named_and_survivors_go_on(pool: Pool, world: int, coun
         if rank != 1:
             message, seconds = found
             assert "rank 1" in message, message
-            # Of kernels, how far both had come: the one that died, and the one that tells.
+            # The progress of the kernels of both ranks: the one that exited, and the one that reports.
             reported = re.findall(r"\d+ CUDA collectives launched, the last (?:all_reduce|barrier)", message)
             assert len(reported) == (2 if DEVICE == "cuda" else 0), message
             assert seconds < 3, f"noticed after {seconds:.1f} s"

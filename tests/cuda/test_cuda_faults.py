@@ -1,6 +1,7 @@
-"""Ranks that die or stop while kernels of every kind run: who is named, how soon, and what is left.
+"""Ranks that exit or stop while kernels of every kind run: which rank is named, how soon, and what is left.
 
-Each survivor must hear of it in time, its GPU must go on computing, and the memory of a dead rank must come back.
+Each survivor must get the error in time, its GPU must continue computing, and the memory of an exited rank must be
+freed.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ def symmetric_sum(count: int) -> Call:
     with torch.cuda.use_mem_pool(new_pool()):
         tensor = torch.zeros(count, device=device())
     call = lambda: dist.all_reduce(tensor)  # noqa: E731 - a body without a name of its own
-    # Else kernels may be compiled for the first direct call while somebody dies.
+    # Otherwise kernels may be compiled for the first zero-copy call while a rank exits.
     warm(call)
     return call
 
 
 def call_of(kind: str, rank: int, world: int) -> Call:
-    """``collective elements``: a call that takes the kernel of that size, any number of times."""
+    """``collective elements``: a call that uses the kernel for that size, any number of times."""
     name, number = kind.split()
     count = int(number)
     if name == "send_recv":
@@ -72,7 +73,7 @@ def call_of(kind: str, rank: int, world: int) -> Call:
     return calls[name]
 
 
-#: One or more for every kernel there is: low latency, one and two shots, staged, exchanged, direct, forwarded.
+#: One or more for every kernel: low latency, one-shot, two-shot, staged, exchanged, zero-copy, forwarded.
 KINDS = (
     "all_reduce 4", "all_reduce 60000", "all_reduce 500000", "all_reduce 20000000", "background_all_reduce 500000",
     "symmetric_all_reduce 8000000", "reduce 100", "reduce 4000000", "broadcast 100", "broadcast 8000000",
@@ -82,7 +83,7 @@ KINDS = (
 
 
 def failure_in(call: Call, limit: float) -> Exception:
-    """Calls until that fails."""
+    """Calls until a call fails; returns the error."""
     start = time.monotonic()
     while time.monotonic() - start < limit:
         try:
@@ -99,7 +100,7 @@ def compute() -> None:
 
 
 def killed(rank: int, world: int, kind: str, seed: int) -> tuple[str, float] | None:
-    """Rank 1 is killed at some moment while all of them call one thing over and over."""
+    """Rank 1 is killed at some moment while all ranks repeat one call."""
     call = call_of(kind, rank, world)
     call()
     settle()
@@ -142,7 +143,7 @@ def test_p2_p21_a_rank_killed_inside_any_kernel_is_named(pool: Pool, kind: str) 
 
 
 def stopped(rank: int, world: int, kinds: tuple[str, ...]) -> None:
-    """Rank 1 stands still for a while inside each kind of call; nothing fails, and nothing is lost."""
+    """Rank 1 is stopped for a while inside each kind of call; nothing fails, and nothing is lost."""
     (pool.scratch / f"pid-{pool.scenario}-{rank}").write_text(str(os.getpid()))
     meet("pids", rank, world)
     victim = int((pool.scratch / f"pid-{pool.scenario}-1").read_text())
@@ -161,7 +162,7 @@ def stopped(rank: int, world: int, kinds: tuple[str, ...]) -> None:
 
             holder = threading.Thread(target=hold)
             holder.start()
-        # As many on every rank.
+        # The same number on every rank.
         for _ in range(50 if int(kind.split()[1]) > MB else 300):
             call()
         settle()
@@ -177,7 +178,7 @@ def test_p5_a_stopped_rank_is_not_a_dead_one_in_any_kernel(pool: Pool, world: in
 
 
 def stopped_too_long(rank: int, world: int) -> str | None:
-    """Rank 1 stands still past the timeout."""
+    """Rank 1 is stopped past the timeout."""
     (pool.scratch / f"pid-{pool.scenario}-{rank}").write_text(str(os.getpid()))
     dist.all_reduce(torch.ones(5, device=device()))
     settle()
@@ -208,7 +209,7 @@ def test_p5_p6_a_rank_stopped_past_the_timeout_is_called_stopped(pool: Pool) -> 
 
 
 def replayed(rank: int, world: int) -> tuple[str, float] | None:
-    """A replay that rank 1 does not take part in."""
+    """A replay in which rank 1 does not take part."""
     tensor = torch.ones(100_000, device=device())
     dist.all_reduce(tensor)
     settle()
@@ -226,7 +227,7 @@ def replayed(rank: int, world: int) -> tuple[str, float] | None:
         with pytest.raises(torch_symm.SymmTimeout) as raised:
             dist.all_reduce(tensor)
         found = str(raised.value), seconds
-        # Once more after the failure: it ends too, and nothing is touched that is not there.
+        # Once more after the failure: it also ends, and it touches no memory that does not exist.
         graph.replay()
         settle()
     meet("over", rank, world)
@@ -258,7 +259,7 @@ def replayed_after_death(rank: int, world: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     failure_in(lambda: dist.all_reduce(torch.ones(5, device=device())), 10)
-    # Longer than the memory of a dead rank would be kept if there were no graph.
+    # Longer than the memory of an exited rank would be kept without a graph.
     time.sleep(1)
     for _ in range(3):
         graph.replay()
@@ -271,7 +272,7 @@ def test_p21_a_graph_replayed_after_a_death_leaves_the_context_usable(pool: Pool
 
 
 def taken(gpu: int) -> int:
-    """Bytes in use on one of the GPUs that this process may see, by whomever."""
+    """Bytes in use, by any process, on one of the GPUs that this process may see."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpu = gpu if visible is None else int(visible.split(",")[gpu])
     command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -279,7 +280,7 @@ def taken(gpu: int) -> int:
 
 
 def mapped_by_others(rank: int, world: int, before: int) -> tuple[int, float] | None:
-    """Rank 1 dies; its workspace and its symmetric memory are mapped by all others, who keep their group."""
+    """Rank 1 exits; all others, which keep their group, have mapped its workspace and its symmetric memory."""
     with torch.cuda.use_mem_pool(new_pool()):
         tensor = torch.ones(128 * MB, device=device())
     for _ in range(20):

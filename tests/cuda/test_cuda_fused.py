@@ -1,6 +1,6 @@
-"""Fused matrix products on GPUs: eager and in CUDA graphs, with ranks that fall behind each other.
+"""Fused matmuls on GPUs: eager and in CUDA graphs, with ranks that fall behind each other.
 
-All numbers are -1, 0 and 1, and no sum exceeds 256: products are exact in bfloat16 however they are added up, so that
+All numbers are -1, 0 and 1, and no sum exceeds 256: products are exact in bfloat16 in any order of addition, so that
 results can be compared bit by bit.
 """
 
@@ -18,9 +18,9 @@ from pool import DEVICE, WORLDS, Pool, device, needs_gpus, needs_ranks, settle
 pytestmark = needs_ranks
 
 REPLAYS = 20
-#: Clock ticks that a rank falls behind: some 2 ms.
+#: Clock ticks by which a rank falls behind: about 2 ms.
 LATE = 4_000_000
-#: Rows of a rank, what is summed over, columns.
+#: Rows of a rank, summed dimension, columns.
 SHAPES = ((1, 1, 1), (3, 7, 5), (130, 64, 257), (512, 256, 1024), (1024, 256, 3584), (2048, 128, 264))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -37,13 +37,13 @@ def fall_behind(source: random.Random) -> None:
 
 
 class GatherStep:
-    """An all-gather and its products, made anew from a seed: ``fill``, ``run``, ``check``."""
+    """An all-gather and its products, regenerated from a seed: ``fill``, ``run``, ``check``."""
 
     def __init__(self, rank: int, world: int, m: int, k: int, n: int, dtype: torch.dtype, group: Any = None) -> None:
         self.rank, self.world, self.m, self.k, self.dtype = rank, world, m, k, dtype
         self.name = (group or dist.group.WORLD).group_name
         self.shard = torch.zeros(m, k, dtype=dtype, device=device())
-        # One as it is, one as a weight comes.
+        # One as it is, one in the layout of a weight.
         self.factors = [numbers(1, k, n, dtype=dtype), numbers(2, n, k, dtype=dtype).t()]
 
     def _shards(self, seed: int) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ def test_eager(pool: Pool, world: int, kind: str) -> None:
 
 
 def in_a_row(rank: int, world: int) -> None:
-    """Nobody waits between calls but the calls themselves."""
+    """Only the calls themselves wait for each other."""
     behind = random.Random(rank)
     for seed in range(30):
         m, k, n = SHAPES[2 + seed % 4]
@@ -143,7 +143,7 @@ def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def replayed(rank: int, world: int, kind: str) -> None:
-    """Replays beside eager calls of another size: each finds the workspace as the other left it."""
+    """Replays between eager calls of another size: each finds the workspace as the other left it."""
     behind = random.Random(rank)
     for m, k, n in SHAPES[2:]:
         other = STEPS[kind](rank, world, m // 2, k, n, torch.bfloat16)
@@ -153,7 +153,7 @@ def replayed(rank: int, world: int, kind: str) -> None:
             step.fill(seed)
             fall_behind(behind)
             graph.replay()
-            # Over a result that a replay is to make again, or a read that comes too late.
+            # Over a result that a replay must compute again, or that a late read would see.
             if seed % 3 == 0:
                 graph.replay()
             step.check(seed)
@@ -175,7 +175,7 @@ def test_graphs(pool: Pool, world: int, kind: str) -> None:
 
 
 def several_graphs(rank: int, world: int) -> None:
-    """In changing order, also one after itself; and a workspace that grows once graphs use it."""
+    """In changing order, and one directly after itself; and a workspace that grows once graphs use it."""
     behind = random.Random(rank)
     first = [make(rank, world, 256, 128, 512, torch.bfloat16) for make in STEPS.values()]
     second = [make(rank, world, 64, 64, 96, torch.float32) for make in STEPS.values()]
@@ -203,7 +203,7 @@ def test_several_graphs(pool: Pool, world: int) -> None:
 
 
 def two_streams_of_a_capture(rank: int, world: int) -> None:
-    """Nothing but the calls themselves orders them: they take turns at the workspace as they were made."""
+    """Only the calls themselves order them: they use the workspace in the order in which they were made."""
     behind = random.Random(rank)
     side = torch.cuda.Stream()
     steps = [make(rank, world, 512, 256, 1024, torch.bfloat16) for make in (*STEPS.values(), *STEPS.values())]

@@ -1,4 +1,4 @@
-"""CUDA graphs: every collective is captured without registration, replays any number of times, beside eager calls."""
+"""CUDA graphs: every collective is captured without registration and replays repeatedly between eager calls."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Step = Callable[[], None]
 
 
 def step(collective: str, rank: int, world: int, count: int) -> tuple[Step, Callable[[float], None], torch.Tensor]:
-    """What is captured, a check for the value that was put in, and where to put it.
+    """The captured call, a check for the value that was put in, and where to put it.
 
-    Each rank's input is ``value + rank``, made inside the graph so that a replay starts afresh.
+    Each rank's input is ``value + rank``, computed inside the graph so that each replay starts anew.
     """
     value = torch.zeros((), device=device())
     own = torch.zeros(count, device=device())
@@ -92,7 +92,7 @@ def captured(run: Step) -> torch.cuda.CUDAGraph:
 
 
 def replay(rank: int, world: int, collective: str) -> None:
-    """1000 replays at full speed with eager calls of another size in between; every tenth value is looked at."""
+    """1000 replays at full speed with eager calls of another size in between; every tenth value is checked."""
     for count in SIZES:
         run, check, value = step(collective, rank, world, count)
         eager_run, eager_check, eager_value = step(collective, rank, world, count // 2 + 1)
@@ -116,7 +116,7 @@ def test_replays(pool: Pool, world: int, collective: str) -> None:
 
 
 def interleaved(rank: int, world: int) -> None:
-    """Two graphs, each with several collectives, replayed in changing order and without looking in between."""
+    """Two graphs, each with several collectives, replayed in changing order without checks in between."""
     first = [step(name, rank, world, 4_096) for name in COLLECTIVES[:4]]
     second = [step(name, rank, world, 250_000) for name in COLLECTIVES[4:7]]
     graphs = [captured(lambda steps=steps: [run() for run, _, _ in steps]) for steps in (first, second)]
@@ -136,7 +136,7 @@ def test_two_graphs_interleaved(pool: Pool, world: int) -> None:
 
 
 def asynchronous(rank: int, world: int) -> None:
-    """async_op inside a capture: the work is waited for in the graph, compute runs beside it."""
+    """async_op inside a capture: the graph waits for the work while compute kernels run."""
     tensors = [torch.zeros(30_000, device=device()) for _ in range(3)]
     value = torch.zeros((), device=device())
 

@@ -1,7 +1,7 @@
-"""CUDA tensors of groups on several hosts, NCCL between them, against the two-level definition: bit for bit.
+"""CUDA tensors of multi-node groups with NCCL between nodes, compared with the two-level definition: bit for bit.
 
-The ranks of one machine play the hosts (``SYMM_TEST_HOST``): those of even number are on ``a``, the others on ``b``.
-NCCL takes every rank for a host of its own (``NCCL_HOSTID``), so that it goes by sockets, and ranks may share a GPU.
+The ranks of one machine act as the nodes (``SYMM_TEST_HOST``): ranks with even numbers are on ``a``, the others on
+``b``. For NCCL every rank is a separate node (``NCCL_HOSTID``), so that it uses sockets, and ranks may share a GPU.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ pytestmark = pytest.mark.skipif(
     DEVICE != "cuda" or GPUS < 1 or PLACES < 4, reason="needs four GPUs, or one and SYMM_SHARED_GPUS=1"
 )
 
-#: Ranks: (1, 1), (2, 1) and (2, 2) of them on the hosts.
+#: Ranks: (1, 1), (2, 1) and (2, 2) of them on the nodes.
 WORLDS = (2, 3, 4)
-#: Elements: none, one, odd, at both sides of what one rail carries, more.
+#: Numbers of elements: none, one, odd, just below and above the limit of one rail, more.
 COUNTS = (0, 1, 37, 4099, 33_001)
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Pool]:
-    """Rank processes of these tests alone: a process has its host for life."""
+    """Rank processes only for these tests: a process has its node for life."""
     shared = Pool(4)
     yield shared
     shared.stop()
@@ -57,7 +57,7 @@ def run_hosts(
     partials: str = "tensor",
     **options: Any,
 ) -> list[Any]:
-    """``Pool.run`` on hosts; ``timeout``: of the default group, in seconds."""
+    """``Pool.run`` on nodes; ``timeout``: of the default group, in seconds."""
     return pool.run(_on_host, world, fn, choice, timeout, debug, partials, backend=None, timeout=120, **options)
 
 
@@ -75,22 +75,22 @@ def _on_host(
 
 
 def two_level(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = ()) -> torch.Tensor:
-    """The ranks of each host in order, rounded once, then the hosts in order, rounded once."""
+    """The ranks of each node in order, rounded once, then the nodes in order, rounded once."""
     return expected.two_level(op, inputs, factors or [1.0] * len(inputs), [rank % 2 for rank in range(len(inputs))])
 
 
 def of_hosts() -> dict[str, Any]:
-    """What a case has here."""
+    """The reference and the device of a case."""
     return {"reference": two_level, "device": device()}
 
 
 def served(op: str, dtype: torch.dtype) -> bool:
-    """Narrow products are rounded by their senders on CUDA: they have no bits of the CPU's."""
+    """On CUDA senders round narrow products, so their bits differ from the CPU's."""
     return expected.served(op, dtype) and (op != "PREMUL_SUM" or dtype not in expected.NARROW)
 
 
 def reductions(rank: int, world: int) -> int:
-    """Of GPUs' tensors, and most of them of CPU tensors in the same group."""
+    """Of GPU tensors, and most of them also of CPU tensors in the same group."""
     cases = [(op, torch.float32, count) for op in ("SUM", "AVG", "PREMUL_SUM") for count in COUNTS]
     cases += [(op, dtype, 37) for dtype in expected.DTYPES for op in expected.OPS if served(op, dtype)]
     here, there = of_hosts(), {**of_hosts(), "device": CPU}
@@ -104,7 +104,7 @@ def reductions(rank: int, world: int) -> int:
 
 
 def rounded_once(rank: int, world: int) -> int:
-    """Sums of narrow floats, which travel as float32, have the bits of CPU tensors; others go as ever."""
+    """Sums of narrow floats, which travel as float32, have the bits of CPU tensors; others are unchanged."""
     narrow = sorted(expected.NARROW, key=str)
     cases = [(op, dtype, 37) for dtype in narrow for op in ("SUM", "AVG", "PREMUL_SUM", "MAX")]
     cases += [("SUM", torch.bfloat16, count) for count in COUNTS] + [("AVG", torch.float16, 300_001)]
@@ -147,7 +147,7 @@ def test_sums_that_are_rounded_once_have_the_bits_of_cpu_tensors(hosts: Pool, wo
 
 
 def phases(rank: int, world: int) -> None:
-    """The flight recorder tells of calls on GPUs what is known of them without asking the GPU."""
+    """The flight recorder reports calls on GPUs as far as the host knows them without a query of the GPU."""
     tensor = torch.ones(1000, device=device())
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
@@ -218,7 +218,7 @@ def orders(rank: int, world: int) -> None:
 
 
 def messages(rank: int, world: int) -> None:
-    """Sends and receives within and between hosts."""
+    """Sends and receives within and between nodes."""
     after, before = (rank + 1) % world, (rank - 1) % world
     for count in (1, 5000, 3_000_001):
         parts = [expected.seeded(torch.float32, (count,), other) for other in range(world)]
@@ -227,7 +227,7 @@ def messages(rank: int, world: int) -> None:
         for work in dist.batch_isend_irecv(ring):
             work.wait()
         expected.assert_same_bits(got.cpu(), parts[before], ("ring", count))
-        # From one to the other host, and back.
+        # From one node to the other, and back.
         if rank in (0, 1):
             got.zero_()
             for sender in (0, 1):
@@ -268,7 +268,7 @@ def sizes(rank: int, world: int) -> None:
         got = inputs[rank][:length].to(device())
         dist.all_reduce(got)
         expected.assert_same(got.cpu(), wanted[:length], length)
-    # Enqueued behind much else, and the host goes on.
+    # Enqueued after much other work, and the host continues.
     got = inputs[rank][:1000].to(device())
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)
@@ -331,7 +331,7 @@ def graphs(rank: int, world: int) -> None:
 
 
 def eager(rank: int, world: int) -> None:
-    """What ``device_id=`` connects at the start a graph may use at once."""
+    """A graph may at once use the connections that ``device_id=`` makes at the start."""
     assert dist.group.WORLD is not None
     dist.group.WORLD._get_backend(device()).eager_connect_single_device(device())
     tensor, given = torch.empty(1000, device=device()), torch.full((1000,), float(rank), device=device())
@@ -347,7 +347,7 @@ def eager(rank: int, world: int) -> None:
 
 
 def training(rank: int, world: int) -> None:
-    """DistributedDataParallel: the same parameters on every rank, which are those of one process on all the data."""
+    """DistributedDataParallel: the same parameters on every rank, equal to one process with all the data."""
     torch.manual_seed(1)
     layers = [torch.nn.Linear(64, 200), torch.nn.Tanh(), torch.nn.Linear(200, 3)]
     alone = torch.nn.Sequential(*layers).to(device())
@@ -367,7 +367,7 @@ def training(rank: int, world: int) -> None:
 
 
 def groups(rank: int, world: int) -> None:
-    """A mesh: shared memory alone inside a host, one rank of each host in the other dimension."""
+    """A mesh: only shared memory within a node, one rank of each node in the other dimension."""
     mine = torch.full((1000,), float(rank), device=device())
     halves = [dist.new_group([other for other in range(world) if other % 2 == host]) for host in range(2)]
     got = mine.clone()
@@ -385,7 +385,7 @@ def groups(rank: int, world: int) -> None:
 
 
 def wait_for_error(work: dist.Work) -> NoReturn:
-    """Waits again and again: that raises once the host has learned of a failure."""
+    """Waits again and again, until the wait raises because the host has learned of a failure."""
     begun = time.monotonic()
     while True:
         work.wait()
@@ -394,7 +394,7 @@ def wait_for_error(work: dist.Work) -> NoReturn:
 
 
 def late(rank: int, world: int) -> None:
-    """The ranks of host b do not come."""
+    """The ranks of node b do not call."""
     tensor = torch.ones(100_000, device=device())
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
@@ -406,13 +406,13 @@ def late(rank: int, world: int) -> None:
     with pytest.raises(dist.DistBackendError, match=r"host \"b\" \(ranks? .*\(timeout\)"):
         wait_for_error(work)
     assert time.monotonic() < begun + 10
-    # What waited has ended.
+    # The waiting kernels have ended.
     torch.cuda.synchronize()
     meet("late", rank, world)
 
 
 def lonely(rank: int, world: int) -> None:
-    """Nobody receives what rank 0 sends."""
+    """No rank receives the message of rank 0."""
     tensor = torch.ones(1000, device=device())
     begun = time.monotonic()
     if rank == 0:
@@ -440,7 +440,7 @@ def killed(rank: int, world: int) -> None:
 
 
 def mismatched(rank: int, world: int) -> None:
-    """Ranks of one host disagree, which all are told at once."""
+    """Ranks of one node disagree, and all ranks get the error at once."""
     tensor = torch.ones(1000 if rank == 2 else 500_000, device=device())
     begun = time.monotonic()
     message = (
@@ -456,7 +456,7 @@ def mismatched(rank: int, world: int) -> None:
 
 
 def mismatched_between(rank: int, world: int) -> None:
-    """Ranks of different hosts disagree, before anything is written."""
+    """Ranks of different nodes disagree, before anything is written."""
     tensor = torch.ones(1000, device=device())
     dist.all_reduce(tensor)
     assert torch.all(tensor == world)
@@ -467,7 +467,7 @@ def mismatched_between(rank: int, world: int) -> None:
 
 
 def told_later(rank: int, world: int) -> None:
-    """Ranks of different hosts disagree, and hear of it although nobody waits for another before the kernels."""
+    """Ranks of different nodes disagree, and get the error although no rank waits for another before the kernels."""
     tensor = torch.ones(1000, device=device())
     for _ in range(100):
         dist.all_reduce(tensor, dist.ReduceOp.MAX)

@@ -1,6 +1,6 @@
-"""Reductions of CUDA tensors on several hosts against the two-level definition: every type and operation, long.
+"""Reductions of CUDA tensors on several nodes compared with the two-level definition: every type and operation, long.
 
-Every power of ten, too, and what goes in several chunks. ``test_cuda_hosts.py`` says how one machine plays hosts.
+Also every power of ten, and lengths with several chunks. ``test_cuda_hosts.py`` says how one machine acts as nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     DEVICE != "cuda" or GPUS < 1 or PLACES < 4, reason="needs four GPUs, or one and SYMM_SHARED_GPUS=1"
 )
 
-#: Bytes of a tensor that all rails carry.
+#: Size of a tensor that all rails carry.
 LONG = 300_000
 LENGTHS = tuple(10**power for power in range(8))
 
@@ -54,7 +54,7 @@ def chunks(rank: int, world: int) -> int:
             dist.reduce_scatter_tensor(got, mine.repeat(world))
         else:
             dist.reduce_scatter(got, [mine.clone() for _ in range(world)])
-        # Small integers: every order and rounding gives the same.
+        # Small integers: every order and rounding gives the same result.
         wanted = sum(inputs[1:], inputs[0].clone())
         expected.assert_same_bits(got.cpu(), wanted, (form, rank))
     mine = inputs[rank].to(device())

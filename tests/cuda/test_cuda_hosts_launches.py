@@ -1,6 +1,6 @@
-"""What calls of CUDA tensors on several hosts enqueue, without waiting for a GPU or a host; and ``tune --hosts``.
+"""Kernels that multi-node calls of CUDA tensors enqueue, without waiting for a GPU or a node; and ``tune --hosts``.
 
-``test_cuda_hosts.py`` says how one machine plays hosts.
+``test_cuda_hosts.py`` says how one machine acts as nodes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def calls(world: int, count: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-#: Kernels by their letters below; those that fill tensors of this test, and notes of NCCL and of symm, have none.
+#: Kernels by their letters below; kernels that fill tensors of this test, and notes of NCCL and of symm, have none.
 LETTERS = {"ncclDevKernel": "n", "sum_partials": "s", "reduce_": "r", "exchange": "e"}
 
-#: What ranks of hosts with one rank enqueue, and with two: those that have a rail in the call, and those that have not.
-#: There each host of a reduce_scatter has a reduction of its own.
+#: Kernels of ranks on nodes with one rank, and with two: ranks that have a rail in the call, and ranks that do not.
+#: With two, each node of a reduce_scatter has a separate reduction.
 ALONE = {"all_reduce": "ns", "reduce_scatter": "ns", "all_gather": "n", "broadcast": "n", "all_to_all": "n"}
 RAILED = {"all_reduce": "enrs", "reduce_scatter": "enrrs", "all_gather": "een", "broadcast": "en", "all_to_all": "en"}
 OTHERS = {"all_reduce": "er", "reduce_scatter": "err", "all_gather": "ee", "broadcast": "e", "all_to_all": "en"}
@@ -57,7 +57,7 @@ def kernels(call: Callable[[], Any]) -> str:
 
 
 def counted(rank: int, world: int) -> dict[str, dict[str, str]]:
-    """Kernels of short calls, which go by one rail, and of long ones, which go by all."""
+    """Kernels of short calls, which use one rail, and of long ones, which use all."""
     found: dict[str, dict[str, str]] = {}
     for count in (1000, 1 << 20):
         for name, call in calls(world, count).items():
@@ -69,7 +69,7 @@ def counted(rank: int, world: int) -> dict[str, dict[str, str]]:
 
 
 def returns(rank: int, world: int) -> int:
-    """Calls return although the other host has made none yet; long ones of several chunks, too."""
+    """Calls return although the other node has made none yet, including long ones of several chunks."""
     store = dist.distributed_c10d._get_default_store()
     done = 0
     for count in (1000, 12_000_000):
@@ -82,7 +82,7 @@ def returns(rank: int, world: int) -> int:
                 call()
                 ended = torch.cuda.Event()
                 ended.record()
-                # A broadcast from this host need not wait for the others.
+                # A broadcast from this node need not wait for the others.
                 assert name == "broadcast" or not ended.query(), (name, count)
                 store.add(key, 1)
             else:

@@ -1,4 +1,4 @@
-"""Memory of the GPU comes back: after groups have ended, and after a rank was killed."""
+"""GPU memory is freed: after groups have ended, and after a rank was killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pool import WORLDS, Pool, device, init, meet, needs_gpus
 pytestmark = needs_gpus
 
 MB = 1 << 20
-#: What the driver may keep of a first group: kernels, their stack.
+#: What the driver may keep after a first group: kernels, their stack.
 KEPT = 96 * MB
 ELEMENTS = 64 * MB
 
@@ -69,7 +69,7 @@ def test_it_is_free_after_each_group(pool: Pool, world: int) -> None:
 
 
 def subgroups(rank: int, world: int) -> tuple[int, int]:
-    """Many groups one after the other while the first one lives."""
+    """Many groups one after another while the first one lives."""
     use(rank, world)
     before = 0
     for number in range(12):
@@ -91,7 +91,7 @@ def test_subgroups_leave_nothing(pool: Pool) -> None:
 
 
 def killed(rank: int, world: int) -> tuple[float, float] | None:
-    """Rank 0 watches the GPU of rank 1, which dies with tensors that the others had mapped."""
+    """Rank 0 watches the GPU of rank 1, which exits with tensors that the others have mapped."""
     if rank == 0:
         torch.cuda.mem_get_info(1)
     meet("watching", rank, world)

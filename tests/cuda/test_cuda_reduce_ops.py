@@ -1,4 +1,4 @@
-"""Every reduce op on every dtype, served with the documented meaning or refused by name; and the same bits always."""
+"""Every reduce op on every dtype has the documented result or is rejected by name; and the bits are always the same."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TOTALS = (1_000, 4_096, 33_001, 131_072, 524_291, 1 << 21, 1 << 23)
 
 
 def same_bits(rank: int, world: int, dtype: torch.dtype) -> int:
-    """An element's result depends on the ranks' elements alone: not on rank, run, size, place, algorithm."""
+    """An element's result depends only on the ranks' elements: not on rank, run, size, location, algorithm."""
     generator = torch.Generator().manual_seed(3)
     # Of very different magnitudes, so that every other order of additions shows.
     few = [

@@ -1,4 +1,4 @@
-"""Results are right whatever stream made the inputs, waits are stream-ordered, and many calls may be under way."""
+"""Results are right whatever stream made the inputs, waits are stream-ordered, and many calls may be in progress."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from pool import DEVICE, WORLDS, Pool, device, needs_gpus, needs_ranks, settle
 
-#: Clock cycles that a producer is held back: some milliseconds.
+#: Clock cycles by which a producer is delayed: some milliseconds.
 DELAY = 5_000_000
 
 
 def late(tensor: torch.Tensor, value: float) -> None:
-    """Fills the tensor on the current stream, but not at once."""
+    """Fills the tensor on the current stream after a delay."""
     if DEVICE == "cuda":
         torch.cuda._sleep(DELAY)
     tensor.fill_(value)
@@ -25,7 +25,7 @@ def on(stream: torch.cuda.Stream | None):
 
 
 def side_streams(rank: int, world: int) -> None:
-    """The call sees what its stream has yet to write; what follows on the stream sees the result."""
+    """The call sees pending writes of its stream; later work on the stream sees the result."""
     total = world * (world + 1) / 2
     for count in (5, 50_000, 4_000_000):
         for asynchronous in (False, True):
@@ -55,7 +55,7 @@ def test_side_streams(pool: Pool, world: int) -> None:
 
 
 def works_in_order(rank: int, world: int) -> None:
-    """A call in the caller's stream has no work, as NCCL's has none; one beside it, and a barrier, have."""
+    """A call in the caller's stream has no work, as with NCCL; one in a background stream, and a barrier, have one."""
     group = dist.group.WORLD
     assert group is not None
     options = dist.AllreduceOptions()
@@ -80,7 +80,7 @@ def test_works_in_order(pool: Pool, world: int) -> None:
 
 
 def wait_does_not_block(rank: int, world: int) -> None:
-    """``wait`` orders the stream and leaves the host alone; a tensor freed before the end is not handed out anew."""
+    """``wait`` orders the stream and does not block the host; a tensor freed early is not reused before the end."""
     dist.all_reduce(torch.ones(1 << 20, device=device()), async_op=True).wait()
     torch.cuda.synchronize()
     for _ in range(20):
@@ -127,7 +127,7 @@ def each_its_own_way(rank: int, world: int) -> None:
         tensor = torch.full((count,), float(rank + turn), device=device())
         work = dist.all_reduce(tensor, async_op=asynchronous)
         # The first rank sends before it calls again, the next receives after: no collective may wait for that send.
-        # Not before all kernels are loaded, which may wait for those that run.
+        # Only once all kernels are loaded, because loading may wait for running kernels.
         sends = turn >= 6
         works = [dist.isend(token, 1)] if rank == 0 and sends else []
         gathered = torch.zeros(world * 1_000, device=device())
@@ -152,7 +152,7 @@ def test_async_op_is_each_ranks_own(pool: Pool, world: int) -> None:
 
 
 def several_groups(rank: int, world: int) -> None:
-    """Groups on streams of their own do not mix up their data, whatever the order on the GPU."""
+    """Groups on separate streams do not mix up their data, whatever the order on the GPU."""
     groups = [dist.new_group(list(range(world))) for _ in range(4)]
     pair = dist.new_group([0, 1])
     streams = [torch.cuda.Stream() if DEVICE == "cuda" else None for _ in groups]
@@ -181,7 +181,7 @@ def test_several_groups_on_several_streams(pool: Pool, world: int) -> None:
 
 
 def many(rank: int, world: int) -> None:
-    """200 calls of all kinds and sizes, none waited for until all are made."""
+    """200 calls of all kinds and sizes, awaited only after all are made."""
     waiting = []
     for number in range(200):
         count = (7, 513, 40_000, 300_000)[number % 4]

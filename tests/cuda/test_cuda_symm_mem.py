@@ -1,6 +1,6 @@
 """torch's symmetric-memory API on this package's memory: windows, signals, graphs, torch's own operators, faults.
 
-Runs on CPU tensors too (SYMM_TEST_DEVICE=cpu), but for what needs streams.
+Also runs on CPU tensors (SYMM_TEST_DEVICE=cpu), except for tests that need streams.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_a_killed_peer_ends_the_barrier(pool: Pool, world: int) -> None:
 
 
 def streams(rank: int, world: int) -> None:
-    """Barriers of two streams on two channels, in another order on every rank."""
+    """Barriers of two streams on two channels, in a different order on every rank."""
     _, window = opened(16)
     two = [torch.cuda.Stream() for _ in range(2)]
     for turn in range(50):
@@ -115,7 +115,7 @@ def test_a_view_keeps_the_memory_of_a_pool(pool: Pool, world: int) -> None:
 
 
 def given_back(rank: int, world: int) -> None:
-    """Memory is free again once the last of tensor, handle and view goes, whichever that is."""
+    """Memory is free again once the last of tensor, handle and view is dropped, whichever that is."""
     opened(4)
     settle()
     dist.barrier()
@@ -140,7 +140,7 @@ def given_back(rank: int, world: int) -> None:
 
 
 def recorded(rank: int, world: int) -> None:
-    """What a graph has recorded stays while its group does, though nothing else shows it any more."""
+    """Memory that a graph has recorded stays while its group does, even if nothing else refers to it any more."""
     tensor, window = opened(1 << 20)
     tensor.fill_(7 + rank)
     theirs = window.get_buffer((rank + 1) % world, (1 << 20,), torch.float32)

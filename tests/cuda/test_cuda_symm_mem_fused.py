@@ -1,6 +1,6 @@
 """torch_symm.symm_mem on GPUs: fused operators of any dimensions, workspaces, signals with data; eager and in graphs.
 
-Runs on CPU tensors too (SYMM_TEST_DEVICE=cpu), but for what needs streams.
+Also runs on CPU tensors (SYMM_TEST_DEVICE=cpu), except for tests that need streams.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def torchs_own(rank: int, world: int) -> None:
     """torch's operators of the same names run through this package's windows, and match plain collectives."""
     import torch.distributed._symmetric_memory as torchs
 
-    # Nothing is left to do here; programs for earlier versions of torch still call it.
+    # No work is left for this call; programs for earlier versions of torch still make it.
     torchs.enable_symm_mem_for_group(name())
     ops = torch.ops.symm_mem
     for dim, shape in ((0, (64 * world, 32)), (1, (4, 16 * world, 32))):
@@ -116,7 +116,7 @@ def test_scaled_operators_are_their_fallbacks(pool: Pool, world: int) -> None:
 
 
 def overtaking(rank: int, world: int) -> None:
-    """Data changes from call to call, and nothing waits between them."""
+    """Data changes from call to call, without waits in between."""
     B = torch.eye(256, device=device())
     found = []
     for call in range(50):

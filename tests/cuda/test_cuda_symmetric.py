@@ -16,13 +16,13 @@ from symmetric import MB, direct, new_pool, numbers, rises, same_bytes, warm
 
 pytestmark = needs_gpus
 
-#: Those whose tensors are as long as what moves; the others have as much for each rank.
+#: Collectives whose tensors have the length of the message; the others have that much for each rank.
 WHOLE = ("all_reduce", "reduce", "broadcast", "ring")
 SHAPES = ((9 * MB, 0), (9 * MB, 1), (3 * MB, -1))
 
 
 def sweep(rank: int, world: int, collective: str) -> tuple[int, int]:
-    """Against the definition: on all ranks symmetric, misaligned, on every second rank."""
+    """Compared with the definition: symmetric on all ranks, misaligned, on every second rank."""
     findings = Findings()
     memory = new_pool()
     with torch.cuda.use_mem_pool(memory):
@@ -62,7 +62,7 @@ REDUCING: dict[str, Call] = {
 
 
 def reductions(rank: int, world: int) -> list[int]:
-    """Every op gives the bits that it gives on ordinary tensors."""
+    """Every op gives the same bits as on ordinary tensors."""
     memory = new_pool()
     findings = Findings()
     count = 9 * MB // 4 // world // 8 * 8
@@ -100,7 +100,7 @@ def test_every_reduce_op_has_the_same_bits(pool: Pool, world: int) -> None:
 
 
 def counted(rank: int, world: int) -> None:
-    """Which calls are direct: wherever something goes to or from a peer's tensor without staging, on both ends."""
+    """Which calls are zero-copy: all that move data to or from a peer's tensor without staging, on both ends."""
     memory = new_pool()
     count = 16 * MB // 4 // world // 4 * 4
     with torch.cuda.use_mem_pool(memory):
@@ -108,14 +108,14 @@ def counted(rank: int, world: int) -> None:
     ordinary = torch.ones(count * world, device=device())
     warm(dist.all_reduce, wide)
     everyone = [1] * world
-    # Of a broadcast by rank 1, where it lies there does not matter.
+    # For a broadcast by rank 1, the location of rank 1's tensor does not matter.
     from_ordinary = [1, 0, *everyone[2:]] if world > 2 else everyone
     pieces, shifted = list(other.view(world, count)), wide[1:] if rank == 1 else wide[:-1]
     calls: list[tuple[str, Callable[[], object], list[int]]] = [
         ("all_reduce", lambda: dist.all_reduce(wide), everyone),
         ("all_reduce of integers", lambda: dist.all_reduce(wide.view(torch.int32)), everyone),
         ("reduce", lambda: dist.reduce(wide, 0), everyone),
-        # Of several others, each stores at the rest what the root gives it through staging.
+        # With several others, each stores to the rest the data that the root gives it through staging.
         ("broadcast", lambda: dist.broadcast(wide, 0), [0, *everyone[1:]] if world > 2 else everyone),
         ("broadcast from ordinary memory", lambda: dist.broadcast(ordinary if rank == 1 else wide, 1), from_ordinary),
         (
@@ -132,11 +132,11 @@ def counted(rank: int, world: int) -> None:
         ("gather", lambda: dist.gather(wide[:count], pieces if rank == 0 else None, 0), everyone),
         ("scatter", lambda: dist.scatter(wide[:count], pieces if rank == 0 else None, 0), everyone),
         ("async_op", lambda: dist.all_reduce(wide, async_op=True).wait(), everyone),
-        # The gathering rank says where to store; what it gathers from may lie anywhere.
+        # The gathering rank says where to store; the gathered tensors may be anywhere.
         ("all_gather from ordinary memory", lambda: dist.all_gather_into_tensor(other, ordinary[:count]), everyone),
         ("all_gather into ordinary memory", lambda: dist.all_gather_into_tensor(ordinary, wide[:count]), [0] * world),
         ("all_reduce of ordinary tensors", lambda: dist.all_reduce(ordinary), [0] * world),
-        # Sums go straight to those ranks that can take them.
+        # Sums are stored directly on the ranks that can take them.
         ("all_reduce, one is ordinary", lambda: dist.all_reduce(ordinary if rank == 1 else wide), everyone),
         ("all_reduce, one is misaligned", lambda: dist.all_reduce(shifted), everyone),
         ("short all_reduce", lambda: dist.all_reduce(wide[:1000]), [0] * world),
@@ -163,9 +163,9 @@ def ring(rank: int, world: int, own: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def messages(rank: int, world: int) -> None:
-    """Sends and receives: what comes after the receiver's offer goes into its tensor, from any memory."""
+    """Sends and receives: data sent after the receiver's offer go directly to its tensor, from any memory."""
     memory = new_pool()
-    # More than staging holds: what the sender has left when the receiver comes goes direct.
+    # More than staging holds: the rest that the sender has when the receiver arrives is zero-copy.
     count = 64 * MB // 4
     with torch.cuda.use_mem_pool(memory):
         symmetric = torch.empty(count + 8, device=device())
@@ -205,7 +205,7 @@ def test_what_is_direct(pool: Pool, world: int) -> None:
 
 
 def views(rank: int, world: int) -> None:
-    """Pieces of one tensor at offsets that differ from rank to rank, and calls right behind each other."""
+    """Parts of one tensor at offsets that differ from rank to rank, and calls right after each other."""
     memory = new_pool()
     count = 5 * MB // 4
     with torch.cuda.use_mem_pool(memory):
@@ -244,9 +244,9 @@ def test_views_at_any_offset(pool: Pool, world: int) -> None:
 
 
 def apart(rank: int, world: int) -> None:
-    """All-to-alls in which one rank after the other has short messages alone, and between them one of long ones."""
+    """All-to-alls in which one rank after another has only short messages, and between them one with long ones."""
     memory = new_pool()
-    # Longer than any message that travels with flags in the data, and than the shortest that is worth a handshake.
+    # Longer than any message on LL lines, and than the shortest that is worth a handshake.
     long, short = 5 * MB // 4, 16
     with torch.cuda.use_mem_pool(memory):
         wide, other = (torch.empty(long * world, device=device()) for _ in range(2))

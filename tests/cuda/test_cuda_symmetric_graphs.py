@@ -1,4 +1,4 @@
-"""CUDA graphs over symmetric memory: direct at every replay, beside eager calls and graphs from before."""
+"""CUDA graphs over symmetric memory: zero-copy at every replay, also between eager calls and older graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = needs_gpus
 REPLAYS = 200
 #: Long enough for staging, whatever the collective, and a multiple of 16 bytes for every number of ranks.
 COUNT = 1_250_000
-#: Of those in `test_cuda_graphs`; senders count nothing, nor does the root of a broadcast to several.
+#: A subset of `test_cuda_graphs`; senders count nothing, nor does the root of a broadcast to several.
 DIRECT = ("all_reduce", "reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single")
 
 
@@ -54,7 +54,7 @@ def test_replays(pool: Pool, world: int, collective: str) -> None:
 
 
 def before_and_after(rank: int, world: int) -> None:
-    """A graph that was captured before the group knew of symmetric tensors goes on as it was recorded."""
+    """A graph captured before the group had symmetric tensors still runs as it was recorded."""
     run, check, value = step("all_reduce", rank, world, COUNT)
     old = captured(run)
     memory = new_pool()
@@ -79,7 +79,7 @@ def test_graphs_from_before(pool: Pool, world: int) -> None:
 
 
 def inside(rank: int, world: int) -> None:
-    """A graph whose own tensors lie in a symmetric pool: nothing has to be allocated before."""
+    """A graph whose own tensors are in a symmetric pool: nothing has to be allocated before."""
     memory = new_pool()
     with torch.cuda.use_mem_pool(memory):
         kept = torch.ones(COUNT, device=device())

@@ -1,4 +1,4 @@
-"""Life and death of symmetric memory: pools that come and go, several groups, large tensors, failures, FSDP2."""
+"""Lifetime of symmetric memory: pools that come and go, several groups, large tensors, failures, FSDP2."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 pytestmark = needs_gpus
 
-#: What may stay taken: kernels that are compiled for symmetric memory, fragments.
+#: What may stay allocated: kernels that are compiled for symmetric memory, fragments.
 KEPT = 32 * MB
-#: Seconds until peers have let go of a segment.
+#: Seconds until peers have unmapped a segment.
 WITHDRAWN_S = 10.0
 
 
@@ -33,7 +33,7 @@ def free() -> int:
 
 
 def is_free_again(before: int) -> None:
-    """Returns once as much memory is free as before; peers unmap what was withdrawn a little later."""
+    """Returns once the same amount of memory is free as before; peers unmap withdrawn segments a little later."""
     start = time.monotonic()
     while (missing := before - free()) > KEPT:
         assert time.monotonic() - start < WITHDRAWN_S, f"{missing / MB:.0f} MB are still taken"
@@ -41,7 +41,7 @@ def is_free_again(before: int) -> None:
 
 
 def cycles(rank: int, world: int) -> list[int]:
-    """A pool and all its tensors, made and ended 20 times; every rank frees at a time of its own."""
+    """A pool and all its tensors, made and dropped 20 times; every rank frees at a different time."""
     # The first calls load kernels for good.
     for count in (100, 2 * MB):
         dist.all_reduce(torch.ones(count, device=device()))
@@ -57,7 +57,7 @@ def cycles(rank: int, world: int) -> list[int]:
             dist.all_reduce(tensor)
         if turn % 2:
             assert all(bool((tensor == world * (world + 1) / 2).all()) for tensor in tensors)
-        # Without a wait: what is queued still uses them.
+        # Without a wait: queued calls still use them.
         del memory, tensors, tensor
         is_free_again(before)
         found.append(free())
@@ -73,7 +73,7 @@ def test_pools_come_and_go(pool: Pool, world: int) -> None:
 
 
 def reused(rank: int, world: int) -> None:
-    """Tensors die right after their call, the next ones lie where they lay: stream order keeps them apart."""
+    """Tensors are dropped right after their call, and the next ones reuse their memory: stream order separates them."""
     memory = new_pool()
     with torch.cuda.use_mem_pool(memory):
         kept = torch.ones(64 * MB // 4, device=device())
@@ -101,7 +101,7 @@ def test_memory_is_reused_in_stream_order(pool: Pool, world: int) -> None:
 
 
 def groups(rank: int, world: int) -> None:
-    """Two groups of all ranks and one of some use the same tensors, in turn, then each on a stream of its own."""
+    """Two groups of all ranks and one of some use the same tensors, in turn, then each on a separate stream."""
     memory = new_pool()
     with torch.cuda.use_mem_pool(memory):
         tensors = [torch.zeros(8 * MB // 4, device=device()) for _ in range(3)]
@@ -170,7 +170,7 @@ def test_large_tensors(pool: Pool, world: int) -> None:
 
 
 def too_much(rank: int, world: int) -> None:
-    """torch's own exception, and everything goes on; also where only one rank asks for too much."""
+    """torch's own exception, after which everything continues; also if only one rank requests too much."""
     memory = new_pool()
     backend = dist.group.WORLD._get_backend(device())
     with torch.cuda.use_mem_pool(memory):
@@ -224,7 +224,7 @@ def test_allocate_tensor(pool: Pool, world: int) -> None:
 
 
 def killed(rank: int, world: int) -> tuple[str, float] | None:
-    """Rank 1 dies while the others are inside a direct call on its memory and theirs."""
+    """Rank 1 exits while the others are inside a zero-copy call on its memory and theirs."""
     memory = new_pool()
     with torch.cuda.use_mem_pool(memory):
         tensor = torch.ones(120 * MB // 4, device=device())

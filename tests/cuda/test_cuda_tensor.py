@@ -88,7 +88,7 @@ def test_a_graph_moves_shards(pool: Pool, world: int) -> None:
 
 
 def distributed(rank: int, world: int) -> None:
-    """``mesh_scatter`` and ``mesh_broadcast``, which ``distribute_tensor`` and ``full_tensor`` are made of."""
+    """``mesh_scatter`` and ``mesh_broadcast``, which ``distribute_tensor`` and ``full_tensor`` use."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor._collective_utils import mesh_broadcast, mesh_scatter
 
@@ -106,7 +106,7 @@ def distributed(rank: int, world: int) -> None:
     whole = torch.arange(7 * 9 * 5, dtype=torch.float32, device=device()).reshape(7, 9, 5)
     for given in (whole, whole.transpose(0, 2).contiguous().transpose(0, 2)):
         for placement in (Replicate(), Shard(0), Shard(1), Shard(-1)):
-            # The other ranks bring something else: rank 0's counts.
+            # The other ranks pass different data: only rank 0's counts.
             brought = given if rank == 0 else torch.zeros_like(given)
             tensor = distribute_tensor(brought, mesh, [placement])
             if isinstance(placement, Shard):

@@ -1,4 +1,4 @@
-"""What links the GPUs of this machine, as torch asks for it."""
+"""The links between the GPUs of this node, in the form in which torch queries them."""
 
 from __future__ import annotations
 

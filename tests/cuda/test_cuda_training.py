@@ -1,4 +1,4 @@
-"""DDP, FSDP2 and tensor parallelism train a small network as they do on the backend that torch has for the device."""
+"""DDP, FSDP2 and tensor parallelism train a small network as they do on torch's backend for the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = needs_ranks
 
 PEER = "nccl" if DEVICE == "cuda" else "gloo"
 STEPS, ROWS, WIDTH = 6, 16, 24
-#: A prime, so that shards are uneven; and one that every number of ranks up to 8 divides, as DTensor wants it.
+#: A prime, so that shards are uneven; and one that every number of ranks up to 8 divides, as DTensor requires.
 UNEVEN, EVEN = 97, 840
 Trained = tuple[list[float], list[torch.Tensor]]
 
@@ -27,8 +27,8 @@ def new_model(hidden: int) -> nn.Sequential:
 
 
 def train(model: nn.Module, rank: int) -> list[float]:
-    """Each rank on data of its own; the losses of this rank."""
-    # Not Adam, which makes steps of full length of gradients that are nothing but rounding.
+    """Each rank on its own data; the losses of this rank."""
+    # Not Adam, which turns gradients of pure rounding errors into steps of full length.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     numbers = torch.Generator().manual_seed(10 + rank)
     losses = []

@@ -1,4 +1,4 @@
-"""Sends and receives of CUDA tensors, batched and not: who waits for whom, and in which order messages arrive."""
+"""Sends and receives of CUDA tensors, batched and not: which rank waits for which, and the order of messages."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def test_everybody_sends_first(pool: Pool, world: int) -> None:
 
 
 def collectives_in_between(rank: int, world: int, in_step_first: bool = True) -> None:
-    """A collective goes past a send that nobody receives yet, and a receive that nobody sends to."""
+    """A collective overtakes a send without a receive yet, and a receive without a send."""
     token, got = torch.full((LONG,), 5.0, device=device()), torch.zeros(LONG, device=device())
     back = torch.zeros(LONG, device=device())
-    # A kernel that is not loaded yet may wait for those that run: torch's are loaded here.
+    # A kernel that is not loaded yet may wait for running ones: torch's are loaded here.
     assert bool((torch.full((1_000_000,), 1.0, device=device()) == 1).all())
     turns = ((False, True), (True, True), (True, False))
     for crosswise, asynchronous in turns if in_step_first else turns[1:]:
@@ -91,7 +91,7 @@ def collectives_in_between(rank: int, world: int, in_step_first: bool = True) ->
 
 
 def settle_current() -> None:
-    """Returns once the current stream is done, whatever others do."""
+    """Returns once the current stream is done, whatever other streams do."""
     if DEVICE == "cuda":
         torch.cuda.current_stream().synchronize()
 
@@ -162,7 +162,7 @@ def test_an_exception_ends_a_block(pool: Pool) -> None:
 
 
 def recorded(rank: int, world: int) -> None:
-    """A graph that holds a send and a receive on streams of their own, and a collective beside them."""
+    """A graph with a send and a receive on separate streams, and a collective that runs meanwhile."""
     out, back = torch.zeros(LONG, device=device()), torch.zeros(LONG, device=device())
     tensor = torch.zeros(50_000, device=device())
 

@@ -22,7 +22,7 @@ from torch_symm.launch import ranks as launched
 # Forked ranks must not inherit a pool of threads.
 torch.set_num_threads(1)
 
-# Groups fail on purpose here: their dumps go where nobody else looks for any.
+# Groups fail on purpose here: their dumps go to a separate directory.
 dumps = tempfile.TemporaryDirectory(prefix="symm-dumps-")
 os.environ["SYMM_TRACE_DIR"] = dumps.name
 

@@ -1,4 +1,4 @@
-"""What a collective must compute, with torch and numpy: rank order, float32 for narrower floats, one rounding."""
+"""The expected results of collectives, with torch and numpy: rank order, float32 for narrower floats, one rounding."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def reduced(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = 
 
 
 def two_level(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float], hosts: Sequence[int]) -> torch.Tensor:
-    """The ranks of each host in order, rounded once, then the hosts in order, rounded once; ``hosts``: of each rank."""
+    """The ranks of each node in order, rounded once, then the nodes in order, rounded once; ``hosts``: of each rank."""
     n = len(inputs)
     if op == "AVG" and inputs[0].dtype in INTEGERS:
         return reduced(op, inputs)
@@ -77,7 +77,7 @@ def two_level(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float],
 def rounded(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``wide``, of float32 or float64, in ``dtype``."""
     if dtype == torch.float8_e4m3fn:
-        # Overflow is NaN, which torch 2.13 and later convert to 448. 464 lies half-way to what would follow 448.
+        # Overflow is NaN, which torch 2.13 and later convert to 448. 464 is half-way to the number after 448.
         wide = torch.where(wide.abs() > 464, torch.copysign(torch.tensor(torch.nan), wide), wide)
     return wide.to(dtype)
 
@@ -130,7 +130,7 @@ def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor, about: object) -> 
 
 
 def assert_same(got: torch.Tensor, wanted: torch.Tensor, about: object) -> None:
-    """Bit for bit; but a NaN that the processor made and one that the GPU made may differ in their bits."""
+    """Bit for bit, except that a NaN from the CPU and one from the GPU may differ in their bits."""
     if wanted.dtype in FLOATS and bool((both := got.float().isnan() & wanted.float().isnan()).any()):
         zero = torch.zeros((), dtype=wanted.dtype)
         got, wanted = torch.where(both, zero, got), torch.where(both, zero, wanted)

@@ -1,4 +1,4 @@
-"""An end for tests that hang."""
+"""A limit for tests that hang."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 @contextmanager
 def ends_after(seconds: float) -> Iterator[None]:
-    """Raises ``TimeoutError`` in the parent process once its body has run for so long."""
+    """Raises ``TimeoutError`` in the parent process once its body has run for this long."""
 
     def expire(_signal: int, _frame: FrameType | None) -> None:
         raise TimeoutError(f"the test took longer than {seconds} s")

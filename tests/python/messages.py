@@ -1,4 +1,4 @@
-"""What sends and receives of CPU tensors must do, on one host and on several: one scenario a behaviour."""
+"""The behaviour of sends and receives of CPU tensors, on one node and on several: one scenario per behaviour."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from expected import DTYPES, assert_same_bits, name, seeded
 
-#: Bytes: in one frame, at both sides of what a slot holds, offered, in several pieces.
+#: Sizes in bytes: in one frame, just below and above the capacity of a slot, announced, in several chunks.
 SIZES = (0, 8, 64, 244, 1020, 4096, 4100, 100_000, 1 << 20, 8 << 20)
 
 
 def numbers(count: int, seed: int) -> torch.Tensor:
-    """``seed`` tells whose message it is, and which."""
+    """``seed`` identifies the sender and the message."""
     return torch.arange(seed, seed + count, dtype=torch.int32)
 
 
@@ -27,7 +27,7 @@ def finish(works: list[Any]) -> None:
 
 
 def all_pairs(rank: int, world: int) -> None:
-    """Every rank sends to every other, one after the other; ``all_send_first`` has the longest messages."""
+    """Every rank sends to every other, one after another; ``all_send_first`` has the longest messages."""
     for size in SIZES[:-1]:
         for source in range(world):
             for destination in range(world):
@@ -91,7 +91,7 @@ def ring(rank: int, world: int) -> None:
 
 
 def tags(rank: int, world: int) -> None:
-    """Received in another order than sent."""
+    """Received in a different order than sent."""
     order = list(range(20))
     random.Random(3).shuffle(order)
     sizes = [(8, 300, 2_000, 70_000)[tag % 4] for tag in range(20)]
@@ -105,7 +105,7 @@ def tags(rank: int, world: int) -> None:
 
 
 def one_tag(rank: int, world: int) -> None:
-    """Messages of one tag do not overtake each other, though others are received in between."""
+    """Messages with one tag do not overtake each other, although others are received in between."""
     sizes = [random.Random(i).choice((1, 1_000, 30_000)) for i in range(60)]
     if rank == 0:
         for i, size in enumerate(sizes):
@@ -132,7 +132,7 @@ def many_open(rank: int, world: int) -> None:
             assert torch.equal(tensor, numbers(size, 1000 * peer + i)), (peer, i)
 
 
-#: The memory that a tensor of some shape lies in, and how.
+#: The memory of a tensor of some shape, and its layout.
 LAYOUTS: dict[str, Callable[[tuple[int, ...], torch.dtype], torch.Tensor]] = {
     "contiguous": lambda shape, dtype: torch.zeros(shape, dtype=dtype),
     "strided": lambda shape, dtype: torch.zeros((*shape, 2), dtype=dtype)[..., 0],
@@ -164,7 +164,7 @@ def objects(rank: int, world: int) -> None:
 
 
 def beside_collectives(rank: int, world: int) -> None:
-    """Collectives pass transfers that are open, in both directions."""
+    """Collectives overtake open transfers, in both directions."""
     peer = world - 1 - rank
     got = torch.zeros(300_000)
     works = [dist.irecv(got, peer, tag=1)]
@@ -205,7 +205,7 @@ def traffic(rank: int, world: int) -> None:
 
 
 def other_numbers(rank: int, world: int) -> None:
-    """A group whose ranks have other numbers in the whole, which calls take unless they say otherwise."""
+    """A group whose ranks have other numbers in the default group, which calls use unless told otherwise."""
     if world < 4:
         return
     group = dist.new_group([1, 2, 3])
@@ -225,7 +225,7 @@ def other_numbers(rank: int, world: int) -> None:
 
 
 def any_to_each(rank: int, world: int) -> None:
-    """Messages from any rank come whole and name their senders; each number has a length and a tag of its own."""
+    """Messages from any rank arrive completely and name their senders; each has a different length and tag."""
     counts = (3, 9_000, 40_000, 1_000_000)
     for receiver in range(world):
         for number, count in enumerate(counts):
@@ -256,7 +256,7 @@ def any_in_order(rank: int, world: int) -> None:
 
 
 def any_open_at_once(rank: int, world: int) -> None:
-    """Many receives are open when messages come from all sides at the same time: each is filled once, in order."""
+    """Many receives are open when messages arrive from all ranks at once: each is filled once, in order."""
     for count in (5, 60_000):
         rounds = 12
         got = [torch.full((count,), -1, dtype=torch.int64) for _ in range(rounds * (world - 1))]
@@ -276,7 +276,7 @@ def any_open_at_once(rank: int, world: int) -> None:
 
 
 def any_and_named(rank: int, world: int) -> None:
-    """Receives from one rank match in the order in which they were posted, whether they name it or not."""
+    """Receives from one rank match in the order in which they were posted, whether or not they name it."""
     for sender in {1, world - 1}:
         for count in (4, 300_000):
             if rank == sender:
@@ -295,7 +295,7 @@ def any_and_named(rank: int, world: int) -> None:
 
 
 def any_of_other_tags(rank: int, world: int) -> None:
-    """Tags keep messages apart: a later receive is served before one that is open."""
+    """Tags keep messages apart: a later receive completes before one that is open."""
     if rank == 0:
         first = dist.irecv(torch.zeros(3), tag=5)
         got = torch.zeros(2)
@@ -311,7 +311,7 @@ def any_of_other_tags(rank: int, world: int) -> None:
 
 
 def any_server(rank: int, world: int) -> None:
-    """A server of requests on rank 0, as parameter servers are, with collectives in between."""
+    """A server of requests on rank 0, like a parameter server, with collectives in between."""
     for turn in range(10):
         if rank == 0:
             for _ in range(world - 1):
@@ -328,7 +328,7 @@ def any_server(rank: int, world: int) -> None:
         assert total.tolist() == [world] * 5
 
 
-#: Of two ranks or more.
+#: For two or more ranks.
 NAMED = (
     all_pairs, early_and_late, to_oneself, all_send_first, ring, tags, one_tag, many_open, kinds, objects,
     beside_collectives, traffic, other_numbers,
@@ -337,7 +337,7 @@ ANY = (any_to_each, any_in_order, any_open_at_once, any_and_named, any_of_other_
 
 
 def run_all(rank: int, world: int, which: str) -> None:
-    """All scenarios, one after the other, in one group."""
+    """All scenarios, one after another, in one group."""
     for scenario in {"named": NAMED, "any": ANY}[which]:
         try:
             scenario(rank, world)

@@ -1,10 +1,10 @@
-"""All-reduce, residual and RMSNorm in separate steps of torch, with the order of squares that the operator has."""
+"""All-reduce, residual and RMSNorm in separate steps of torch, with the operator's order of squares."""
 
 from __future__ import annotations
 
 import torch
 
-#: Lanes in which groups of eight squares are added up, and lanes of a block.
+#: Number of accumulators for groups of eight squares, and number of accumulators in a block.
 LANES, BLOCK = 1024, 32
 LARGEST = 448.0
 LEAST_SCALE = torch.tensor(1 / (LARGEST * 512), dtype=torch.float32)
@@ -19,7 +19,7 @@ def _in_halves(values: torch.Tensor) -> torch.Tensor:
 
 
 def divided(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The quotient of two float32, rounded once: torch's own, and its roots, are a bit off at times."""
+    """The quotient of two float32, rounded once: torch's own, and its roots, are sometimes slightly off."""
     return (one.double() / other.double()).float()
 
 
@@ -40,7 +40,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
 def reference(
     inputs: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the operator returns for the inputs of all ranks."""
+    """The operator's results for the inputs of all ranks."""
     total = inputs[0].float()
     for other in inputs[1:]:
         total = total + other.float()
@@ -54,7 +54,7 @@ def to_fp8(normed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def to_dynamic_fp8(normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divides each row by a scale of its own."""
+    """Divides each row by a separate scale."""
     largest = normed.float().abs().amax(dim=-1, keepdim=True)
     scales = torch.maximum(divided(largest, torch.tensor(LARGEST)), LEAST_SCALE)
     return divided(normed.float(), scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales
@@ -72,6 +72,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether two tensors are of one type, shape and bits."""
+    """Returns true if two tensors have the same type, shape and bits."""
     alike = got.dtype == wanted.dtype and got.shape == wanted.shape
     return alike and torch.equal(bits(got), bits(wanted))

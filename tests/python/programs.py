@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_program(
     program: str, *arguments: str, world: int = 4, hosts: str = "", env: dict[str, str] | None = None
 ) -> list[list[str]]:
-    """Returns the lines that each rank of ``program`` prints; ``hosts``: a letter for the host of each rank.
+    """Returns the lines that each rank of ``program`` prints; ``hosts``: a letter for the node of each rank.
 
     Raises:
         RanksFailed: a rank raised, or ended with another status than 0.
@@ -34,7 +34,7 @@ def run_program(
 
 
 def _import(text: str) -> None:
-    """Imports what a program needs, which its ranks would do each."""
+    """Imports the modules that a program needs, so that its ranks do not each import them."""
     if "torch.compile(" in text:
         importlib.import_module("torch._inductor.compile_fx")
     for node in ast.parse(text).body:

@@ -1,7 +1,7 @@
-"""Runs a function on real processes, one per rank: ``torch_symm.testing`` with what only these tests want.
+"""Runs a function on real processes, one per rank: ``torch_symm.testing`` with additions for these tests.
 
-The processes are forked from pytest, which imports torch but makes no group and no thread of its own, so that
-starting a rank takes milliseconds.
+The processes are forked from pytest, which imports torch but makes no group and no thread, so that starting a rank
+takes milliseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_symm import testing
 from torch_symm.launch.ranks import fork
 from torch_symm.testing._rank import log_to as redirect
 
-#: Where the ranks of this run meet and leave files; set in ranks only.
+#: Directory in which the ranks of this run meet and leave files; set in ranks only.
 scratch: Path
 
 #: The line that a rank logs when a group fails.
@@ -30,7 +30,7 @@ DUMPED = re.compile(r"^.*the last calls of this process are in (.*?); for those 
 
 
 class Results(testing.Results):
-    """``logs``: what each rank printed, but for where its trace is, which is in ``dumps``."""
+    """``logs``: the output of each rank, without the path of its trace, which is in ``dumps``."""
 
     dumps: list[list[Path]]
 
@@ -106,7 +106,7 @@ def spawn_rank(fn: Callable[..., Any], rank: int, world_size: int, *args: Any) -
 
 
 def log_to(path: Path) -> None:
-    """From now on this process prints into ``path``, and at SIGUSR1 the stacks of its threads."""
+    """From now on this process prints to ``path``, and at SIGUSR1 the stacks of its threads."""
     redirect(path)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)

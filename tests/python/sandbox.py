@@ -1,4 +1,4 @@
-"""What containers do to a process: system calls denied by seccomp, parts of /proc masked. For ranks only: it stays."""
+"""Restrictions of containers: seccomp denies system calls, parts of /proc are masked. Permanent; only for ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of store that ranks may meet in: this package's, wrapped by torch, and torch's stores seen from Rust."""
+"""Every kind of store through which ranks may meet: this package's, wrapped by torch, and torch's seen from Rust."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ ALL: dict[str, Callable[[Path], Opener]] = {**WHOLE, "rust-torch-file": _rust(_t
 #: Stores that let every user see a change before the call returns. torch's TCPStore sends without waiting for a reply.
 PROMPT = [name for name in WHOLE if name != "rust-torch-tcp"]
 
-#: Stores whose own words for failures reach the caller.
+#: Stores whose own messages for failures reach the caller.
 WORDS = [name for name in WHOLE if "rust-torch" not in name]
 
 

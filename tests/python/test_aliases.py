@@ -1,7 +1,7 @@
 """Outputs that share memory with each other or with inputs.
 
-Inputs are read before anything is written, and outputs get their values one after the other, so that the last one
-stands: as if each had memory of its own and was copied in the end. That is what Gloo does where it can.
+Inputs are read before anything is written, and outputs get their values one after another, so that the last one wins:
+as if each had separate memory and was copied in the end. Gloo does the same where it can.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 WORLD = 3
-#: Elements of a message beside the arrival flag, in staging, and in several chunks of it.
+#: Numbers of elements of a message next to the arrival flag, in staging, and in several chunks of it.
 COUNTS = (3, 3_000, 400_000)
 
 DEVICES = (
@@ -66,7 +66,7 @@ def partly_the_same(rank: int, count: int, device: str) -> None:
     everyone = [given(r, count) for r in range(WORLD)]
     wanted = one_after_the_other(torch.zeros(WORLD * count), places, everyone)
     assert torch.equal(room.cpu(), wanted), "all_gather"
-    # The other way round, the first of them strided.
+    # The reverse, with the first of them strided.
     room = torch.zeros(WORLD * count, device=device)
     strided = room[: 2 * count : 2]
     dist.all_gather([strided, room[half : half + count], room[:count]], given(rank, count).to(device))
@@ -83,7 +83,7 @@ def partly_the_same(rank: int, count: int, device: str) -> None:
 
 
 def beside_inputs(rank: int, count: int, device: str) -> None:
-    """Also of calls that run as one: what one of them writes another one reads."""
+    """Also for calls that run as one: one of them writes memory that another reads."""
     room = given(rank, 4 * count).to(device)
     whole = room.clone()
     inputs = [room[3 * count :], room[:count]]

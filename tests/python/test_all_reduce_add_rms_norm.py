@@ -1,4 +1,4 @@
-"""torch.ops.symm.all_reduce_add_rms_norm and its other forms: bits, refusals, its place among other calls."""
+"""torch.ops.symm.all_reduce_add_rms_norm and its other forms: bits, rejections, its order among other calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 EPS = 1e-5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Inline, whole rows in one shot, several chunks, and of more than two ranks two shots.
+#: Inline, whole rows in one-shot, several chunks, and two-shot for more than two ranks.
 SHAPES = ((1, 8), (1, 1024), (1, 4096), (3, 1032), (5, 8192), (2, 16384), (97, 1024))
 NAMES = ("", "_", "_fp8", "_dynamic_fp8")
 
@@ -58,7 +58,7 @@ def forms(rank: int, world: int) -> None:
     for dtype in DTYPES:
         for seed, shape in enumerate(SHAPES):
             every_form(rank, Rows(world, shape, dtype, seed), dist.group.WORLD.group_name)
-    # The separate steps of this very group.
+    # The separate steps in the same group.
     rows = Rows(world, (3, 2048), torch.bfloat16)
     summed = rows.inputs[rank].clone()
     dist.all_reduce(summed)
@@ -114,7 +114,7 @@ def layouts(rank: int, world: int) -> None:
     nothing = torch.zeros(0, 64)
     empty = ops.all_reduce_add_rms_norm_dynamic_fp8(nothing, nothing, rows.weight, EPS, name)
     assert [tuple(tensor.shape) for tensor in empty] == [(0, 64), (0, 64), (0, 1)]
-    # A residual that is the input: what it was before the call counts.
+    # A residual that is the input: its value before the call counts.
     own = rows.inputs[rank].clone()
     _, total = ops.all_reduce_add_rms_norm(own, own, rows.weight, EPS, name)
     assert same_bits(total, sum(rows.inputs[1:], rows.inputs[0]) + own)
@@ -125,7 +125,7 @@ def test_strides_dimensions_and_no_rows() -> None:
 
 
 def among_others(rank: int, world: int) -> None:
-    """Of subgroups, behind asynchronous calls, and in the trace."""
+    """In subgroups, after asynchronous calls, and in the trace."""
     pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
     pair, place = pairs[rank // 2], rank % 2
     rows = Rows(2, (4, 512), torch.bfloat16, seed=rank // 2)

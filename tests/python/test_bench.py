@@ -149,7 +149,7 @@ def test_what_runs_beside_is_busy_and_ends(beside: Beside) -> None:
 
 
 def _cpu_ticks(process: str) -> int:
-    """Of the processor's time that a process has had, in its own code."""
+    """Ticks of CPU time that a process has spent in its own code."""
     return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[11])
 
 

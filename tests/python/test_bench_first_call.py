@@ -1,4 +1,4 @@
-"""How long fresh processes take until their first collectives are done, on CPU tensors."""
+"""How long fresh processes take until their first collectives have finished, on CPU tensors."""
 
 from __future__ import annotations
 

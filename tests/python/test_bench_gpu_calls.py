@@ -1,4 +1,4 @@
-"""How the GPU benchmark calls torch's symmetric memory and barriers, with stand-ins for what needs a GPU."""
+"""How the GPU benchmark calls torch's symmetric memory and barriers, with mocks for the parts that need a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT = 1200
 
 
 class Peers:
-    """A world of 3 in one process: a stand-in for torch's operators that knows what the other ranks have."""
+    """A world of 3 in one process: a mock of torch's operators that knows the other ranks' tensors."""
 
     def __init__(self, rank: int) -> None:
         self.inputs = Inputs(3, COUNT, torch.float32, CPU, seed=11)
@@ -141,5 +141,5 @@ def test_native_groups_answer_as_the_benchmark_reads_it() -> None:
         Side("symm", group, Place(torch.empty(0), torch.empty(0))).sound(CPU)
         return str(group._get_backend(CPU).get_error())
 
-    # Not in this process: tests after it fork theirs, with what they want in the environment.
+    # Not in this process: later tests fork their ranks from it, with their own environment.
     assert run_ranks(body, 1)[0].endswith("SUCCESS")

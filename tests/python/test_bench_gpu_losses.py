@@ -1,4 +1,4 @@
-"""The GPU benchmark on CPU tensors when sides hang, die or time out, its time is over, or somebody ends it."""
+"""The GPU benchmark on CPU tensors when sides hang, exit or time out, its time is over, or a user ends it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 
 def broken(name: str, op: str, run: Callable[[Setting], None], timeout_s: float = 20.0) -> Maker:
-    """A side of symm, of which rank 1 does ``run`` instead of ``op``."""
+    """A side of symm whose rank 1 runs ``run`` instead of ``op``."""
 
     def build(at: Setting) -> Call:
         usual = OPS[op].build(at)
@@ -86,7 +86,7 @@ def some_broken() -> Mapping[str, Maker]:
 
 
 def alone() -> Mapping[str, Maker]:
-    """One that dies."""
+    """A side that exits."""
     return {"dies alone": BROKEN["dies alone"]}
 
 

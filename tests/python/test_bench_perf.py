@@ -1,4 +1,4 @@
-"""``torch-symm bench``: sizes and columns as nccl-tests has them, every row checked, sides that are not there named."""
+"""``torch-symm bench``: sizes and columns as in nccl-tests, every row checked, missing sides named."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_out_of_place_is_the_operator_of_symm_where_the_group_is_one(monkeypatch
 def test_what_gpus_do_is_shown_in_the_same_columns() -> None:
     rows = [
         *request.rows(["all_reduce", "all_gather"], ["f32"], ["sum"], [0], [KB], 2),
-        # What not all sides measure: by exact values.
+        # A cell that not all sides measure: by exact values.
         *request.rows(["all_reduce", "reduce"], ["i8"], ["max"], [1], [KB], 2),
         *request.rows(["gather", "scatter", "broadcast"], ["f16"], ["sum"], [1], [KB], 2),
     ]
@@ -200,7 +200,7 @@ def test_a_wrong_result_on_gpus_is_a_note(monkeypatch: pytest.MonkeyPatch) -> No
     inputs = Inputs(2, KB // 4, torch.int32, torch.device("cpu"), 1)
     call = patterned.builder(cell)(Setting(0, inputs, nothing, None, Place(nothing, nothing)))  # type: ignore[arg-type]
     call.reset()
-    # Nobody called: what is there are this rank's own values.
+    # No call was made: the tensor holds this rank's own values.
     assert "elements wrong: all_reduce: element" in str(call.check(1))
     assert call.check(2) is None
 

@@ -1,4 +1,4 @@
-"""The border between the languages, read as text: what no program can provoke from outside."""
+"""The border between the languages, read as text: properties that no program can trigger from outside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 BRIDGE = Path(__file__).parents[2] / "src"
 
-#: Functions that only hand out what is there, note a flag, or make an empty object: nothing in them can panic.
+#: Functions that only return existing values, set a flag, or make an empty object: nothing in them can panic.
 READS = {
     *(
         "add",

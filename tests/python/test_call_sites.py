@@ -1,4 +1,4 @@
-"""P7 with ``SYMM_DEBUG=site``: calls that look alike but stand on different lines of the program are told apart."""
+"""P7 with ``SYMM_DEBUG=site``: calls that look the same but are on different lines of the program are distinguished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch-symm check``: its reference is right, it notices what is wrong, and it says what it checked."""
+"""``torch-symm check``: its reference is right, it notices errors, and it reports what it checked."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_a_broken_call(rank: int, world: int, name: str, op: str) -> str | None:
         work = sound(tensor, *given, **options)
         if work is not None:
             work.wait()
-        # Beside the tensor, whose memory begins one element earlier.
+        # Next to the tensor, whose memory starts one element earlier.
         beside = tensor.as_strided((1,), (1,), tensor.storage_offset() - 1)
         (tensor[-1:] if op != "beside" else beside).zero_()
         return None

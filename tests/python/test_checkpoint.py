@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on symm: what FSDP2 has trained is saved and loaded as on Gloo, also in other shards."""
+"""torch.distributed.checkpoint on symm: FSDP2 state is saved and loaded as on Gloo, also with other shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State = dict[str, torch.Tensor]
 
 
 def sharded(group: dist.ProcessGroup) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of uneven shards on the group's mesh, trained for two steps on other data on each rank."""
+    """A model of uneven shards on the group's mesh, trained for two steps on different data on each rank."""
     # Named, since DTensor takes meshes of the same ranks and names for the same.
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def test_fsdp_is_saved_and_loaded_as_on_gloo(asynchronous: bool, tmp_path: Path)
             async_save(state, checkpoint_id=folder, process_group=group).result()
         else:
             save(state, checkpoint_id=folder, process_group=group)
-        # What goes on meanwhile is not in the checkpoint.
+        # Later changes are not in the checkpoint.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()

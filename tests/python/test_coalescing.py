@@ -26,7 +26,7 @@ Keep = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Left(Exception):
-    """What a program raises within its block."""
+    """The exception that a program raises within its block."""
 
 
 def received(bad: Callable[[Keep], torch.Tensor], tag: int = 0) -> Callable[[Keep], object]:
@@ -55,7 +55,7 @@ def mixed(device: torch.device | None) -> Callable[[Keep], None]:
 
 
 def posted(keep: Keep) -> None:
-    """What was sent before the exception arrives."""
+    """Messages sent before the exception arrive."""
     other = 1 - dist.get_rank()
     with pytest.raises(Left), _coalescing_manager(device=CPU, async_ops=True):
         dist.isend(keep(torch.full((4,), 7.0)), other)
@@ -67,7 +67,7 @@ def posted(keep: Keep) -> None:
 
 
 def within(keep: Keep) -> None:
-    """The outer block goes on after an inner one that failed, with all that it holds."""
+    """The outer block continues after an inner one that failed, with all that it holds."""
     other = 1 - dist.get_rank()
     with _coalescing_manager(device=CPU, async_ops=True) as manager:
         dist.irecv(got := torch.zeros(1 << 20), other)
@@ -193,7 +193,7 @@ def test_an_exception_ends_a_block_behind_torchs_wrapper() -> None:
 
 
 def another_backend(rank: int, world: int) -> None:
-    """A group without symm is as torch leaves it."""
+    """A group without symm behaves as torch defines it."""
     ours, theirs = dist.new_group(backend="symm"), dist.new_group(backend="gloo")
     state = dist.distributed_c10d._world.pg_coalesce_state
     for group in (ours, theirs):
@@ -229,7 +229,7 @@ def test_a_failed_group_raises_after_a_batch_too() -> None:
 
 
 def one_limit(rank: int, world: int) -> None:
-    """Each part ends within the limit, counted from the one before it; all of them do not."""
+    """Each part ends within the limit, counted from the previous one; all of them together do not."""
     got = [torch.zeros(4) for _ in range(3)]
     if rank == 0:
         dist.barrier()
@@ -251,7 +251,7 @@ def one_limit(rank: int, world: int) -> None:
     meet("given up", rank, world)
     work.wait(timedelta(seconds=30))
     assert [float(tensor[0]) for tensor in got] == [0, 1, 2]
-    # The limit has passed for no part that has ended.
+    # No part that has ended is past the limit.
     assert work.wait(timedelta(milliseconds=1)) and work.is_success()
 
 

@@ -1,4 +1,4 @@
-"""``torch-symm``: its commands' help, their errors, and that a misspelt word is told what to type instead."""
+"""``torch-symm``: its commands' help, their errors, and the suggestion after a misspelt word."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_symm.tools.bench.record import read
 from torch_symm.tools.command import closest, named
 from torch_symm.tools.tune import profile
 
-#: Options that take a duration or another positive number, options that take a count, and values for neither.
+#: Options that take a duration or another positive number, options that take a count, and invalid values.
 SECONDS = ("top --every", "check --seconds", "tune --seconds", "bench --limit", "bench -f")
 COUNTS = ("topo --ranks", "tune --ranks", "tune --plans", "doctor --ranks", "hello --ranks", "bench -n")
 #: Options that take a count or 0.
@@ -37,7 +37,7 @@ def test_help_has_examples_that_can_be_parsed(name: str, capsys: pytest.CaptureF
         entry.main([name, "--help"])
     said = capsys.readouterr().out
     assert ended.value.code == 0
-    # The program that run starts prints what it likes.
+    # The program that `run` starts prints its own output.
     assert "--json" in said or name == "run"
     command = import_module(f"torch_symm.tools.{entry.COMMANDS[name][0]}")
     lines = [line.partition("#")[0].split() for line in said.partition("examples:")[2].splitlines() if line]
@@ -120,7 +120,7 @@ def test_names_are_matched() -> None:
 
 
 def test_the_program_is_this_module() -> None:
-    # The oldest Python that is served reads no TOML.
+    # The oldest supported Python cannot read TOML.
     found = re.search(r'^torch-symm = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert found
     module, function = found.groups()
@@ -166,7 +166,7 @@ def test_bench_refuses_odd_sizes_and_processes(typed: str, says: str, capsys: py
     assert says in capsys.readouterr().err
 
 
-#: What a file may hold in place of a run, a check or a profile.
+#: Content that is valid JSON but not a run, a check or a profile.
 NOT_THAT = (
     b"",
     b"7",
@@ -237,7 +237,7 @@ def described(rank: int, world: int) -> tuple[str, str, str, str]:
     assert torch_symm.describe() == torch_symm.describe(dist.group.WORLD) == torch_symm.describe(own)
     with pytest.raises(ValueError, match="no tensors of this group are served by symm"):
         torch_symm.describe(dist.new_group(backend="gloo"))
-    # Gloo's connections end with a rank: not before all have theirs.
+    # Gloo's connections end with a rank, so wait until all have theirs.
     dist.barrier()
     return torch_symm.describe(), repr(own), torch_symm.describe(pair) if rank < 2 else "", torch_symm.describe(alone)
 

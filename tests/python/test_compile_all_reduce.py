@@ -58,7 +58,7 @@ def test_the_operator_reduces_out_of_place() -> None:
 
 
 def graphs(rank: int, world: int) -> None:
-    """Without a compiler: on graphs alone."""
+    """Without a compiler: only on graphs."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     torch_symm.stats()
@@ -117,7 +117,7 @@ def test_only_what_inductor_would_copy_is_replaced() -> None:
 
 
 def copies(code: str) -> int:
-    """How many tensors a kernel wrote before they were reduced in place: here only copies are."""
+    """Number of tensors that a kernel wrote before they were reduced in place: here only copies are."""
     found = 0
     for reduced in re.finditer(r"all_reduce_\.default\((?:reinterpret_tensor\()?(\w+)", code):
         before = code[: reduced.start()]

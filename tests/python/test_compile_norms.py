@@ -17,7 +17,7 @@ from torch_symm.compile import disable, enable
 from torch_symm.compile._pass import SymmPass
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-# A pool of compiler processes in every rank only makes the ranks queue for the cores.
+# A pool of compiler processes in every rank would only compete for the cores.
 QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 EPS = 1e-5
 
@@ -87,7 +87,7 @@ def test_both_spellings_become_one_operator() -> None:
 
 
 def traced(rank: int, world: int) -> None:
-    """Without a compiler: on the graph alone."""
+    """Without a compiler: only on the graph."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     torch_symm.stats()
@@ -106,7 +106,7 @@ def traced(rank: int, world: int) -> None:
     )
     for odd in (False, True):
         if odd:
-            # Rows that the operator does not serve.
+            # Rows that the operator does not support.
             given = given[0][:, :12].contiguous(), given[1][:, :12].contiguous(), given[2][:12]
         graph = make_fx(layer, tracing_mode="fake")(*given)
         before = graph(*given)

@@ -1,4 +1,4 @@
-"""torch_symm.compile: quantization to float8_e4m3fn becomes a part of the operator, where that gives the same."""
+"""torch_symm.compile: quantization to float8_e4m3fn becomes a part of the operator, if the results are the same."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def given(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def wanted(quantize: Quantize, tensors: tuple[torch.Tensor, ...], group: str) -> tuple[torch.Tensor, ...]:
-    """By the operators, called eagerly."""
+    """The expected results, from eager calls of the operators."""
     own, residual, weight, scale = tensors
     ops = torch.ops.symm
     if SERVED.get(quantize) == STATIC:
@@ -143,13 +143,13 @@ def wanted(quantize: Quantize, tensors: tuple[torch.Tensor, ...], group: str) ->
 
 
 def operators(graph: torch.fx.Graph) -> list[str]:
-    """Which forms of the operator are in it."""
+    """The forms of the operator in the graph."""
     found = [node.target.__name__ for node in graph.nodes if str(node.target).startswith("symm.")]
     return [name.removesuffix(".default") for name in found]
 
 
 def graphs(rank: int, world: int) -> None:
-    """Without a compiler: on graphs alone."""
+    """Without a compiler: only on graphs."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 

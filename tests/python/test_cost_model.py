@@ -1,4 +1,4 @@
-"""Prices of collectives and redistributions: torch's to the last digit, ours by what was measured."""
+"""Prices of collectives and redistributions: torch's to the last digit, ours from measurements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def torchs_numbers(rank: int, world: int) -> None:
     for shape, names in SHAPES:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for per_host in (1, 2, 4, 8):
-            # On CPU torch takes a host to have one device; a mesh of GPUs on hosts of other sizes has these numbers.
+            # On CPU torch assumes nodes with one device; a mesh of GPUs on nodes of other sizes has these numbers.
             class Hosts:
                 @staticmethod
                 def num_devices_per_host(_device_type: str, count: int = per_host) -> int:
@@ -63,7 +63,7 @@ def torchs_numbers(rank: int, world: int) -> None:
                 assert ours.all_to_all_cost(gb, mine, dim) == torchs.allgather_cost(gb, theirs, dim) + 1.0
                 assert ours.broadcast_cost(gb, mine, dim) >= torchs.allgather_cost(gb, theirs, dim) or size == 0
         torchs.MeshTopoInfo.build_from_mesh.cache_clear()
-        # torch's formula over links of one's own.
+        # torch's formula over given links.
         given = [123.4] * mesh.ndim, [0.7] * mesh.ndim
         theirs = torchs.MeshTopoInfo(mesh, list(shape), *given)
         mine = ours.MeshTopoInfo(mesh, list(shape), *given, basis="torch")
@@ -168,7 +168,7 @@ def installed(rank: int, world: int) -> None:
     assert _redistribute.one_step_redistribute_cost(rows, full) == mine
     abroad = [specs(foreign, (kind,), (512, 512)) for kind in (Shard(0), Replicate())]
     assert torchs.redistribute_cost(*abroad) == theirs, "gloo's meshes keep torch's prices"
-    # What DTensor computes stays what it was.
+    # DTensor's results are unchanged.
     left = distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0)])
     right = distribute_tensor(torch.eye(8), mesh, [Shard(1)])
     product = left @ right
@@ -184,7 +184,7 @@ def test_installing_is_reversible() -> None:
 
 
 def chosen(rank: int, world: int) -> tuple[float, float]:
-    """What sharding propagation was told, before and after installing."""
+    """The costs that sharding propagation got, before and after installing."""
     from torch.distributed.tensor._ops import utils
     from torch_symm import tensor as ours
 
@@ -222,7 +222,7 @@ def test_sharding_propagation_hears_of_our_prices() -> None:
 
 
 def profile(**changes: Any) -> dict[str, Any]:
-    """A right profile of this host's CPU and 2 ranks, in which an all-reduce takes a millisecond per MB."""
+    """A valid profile of this node's CPU and 2 ranks, in which an all-reduce takes a millisecond per MB."""
     key = json.loads(load()._profile_key("cpu", 2))["hardware"]
     curve = {"op": "all_reduce", "algorithm": "staged", "bytes": [16384, 10**6], "us": [16.384, 1000.0]}
     return {
@@ -260,7 +260,7 @@ LOCAL = {"step_us": 50.0, "slice_us": 20.0, "copy_gb_per_s": 10.0}
 
 
 def steps(rank: int, world: int) -> tuple[dict[str, float], float]:
-    """What single steps on 1 MB cost beside their collectives, and the price of one that only cuts."""
+    """The cost of single steps on 1 MB in addition to their collectives, and the price of one that only cuts."""
     from torch_symm import tensor as ours
 
     mesh = init_device_mesh("cpu", (world,))
@@ -281,7 +281,7 @@ def test_what_a_step_takes_beside_its_collective_is_priced(tmp_path: Path) -> No
     path.write_text(json.dumps(profile(local=LOCAL)))
     answers = run_ranks(steps, 2, env={"SYMM_PROFILE": str(path)})
     assert answers[0] == answers[1]
-    # 1 MB takes 100 µs to copy; a rank has half of it where it is cut.
+    # 1 MB takes 100 µs to copy; a rank has half of it if it is cut.
     copied = {"S(0) R": 0, "S(1) R": 100, "P(sum) R": 100, "P(sum) S(0)": 0, "P(sum) S(1)": 100}
     local, cut = answers[0]
     assert local == pytest.approx(

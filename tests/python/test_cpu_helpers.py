@@ -1,4 +1,4 @@
-"""Helper threads: the same bits as without them, nothing left behind, failures as everywhere."""
+"""Helper threads: the same bits as without them, nothing left behind, failures as without them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch_symm
 from ranks import run_ranks
 
-#: More threads than these machines have cores, so that helpers come late, and ranks wait for them.
+#: More threads than these nodes have cores, so that helpers start late, and ranks wait for them.
 THREADS = "3"
-#: Elements of a rank's part: an odd number, and whole chunks.
+#: Numbers of elements of a rank's part: an odd number, and whole chunks.
 COUNTS = (300_001, 1 << 19)
 
 
@@ -33,7 +33,7 @@ def helpers() -> int:
 
 
 def come(count: int) -> None:
-    """A long call, and so many helpers: their names are theirs once they have begun."""
+    """Makes a long call, and waits for this many helpers, which set their names once they have started."""
     dist.all_reduce(torch.ones(1 << 20))
     deadline = time.monotonic() + 30
     while helpers() != count:
@@ -42,7 +42,7 @@ def come(count: int) -> None:
 
 
 def results(rank: int, world: int, threads: str) -> list[int]:
-    """What every long collective gives on numbers of which the order of a sum shows."""
+    """The results of every long collective on numbers that reveal the order of a sum."""
     found = []
     for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.complex128):
         for count in COUNTS:

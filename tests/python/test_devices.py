@@ -1,4 +1,4 @@
-"""Which devices a call may name, and what is said of the others; needs no GPU."""
+"""Which devices a call may use, and the errors for others; needs no GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def test_every_tensor_of_a_call_is_on_one_served_device() -> None:
-    """The message names the call and both devices, nothing is exchanged, and the group goes on."""
+    """The message names the call and both devices, nothing is exchanged, and the group continues."""
 
     def body(rank: int, world: int) -> None:
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))

@@ -11,18 +11,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 120
-# Folders whose text is where symbols, settings and options come from.
+# Directories whose text defines symbols, settings and options.
 SOURCES = ("src", "torch_backend", "cpp", "python", "tests", "crates", "benches", "fuzz", "examples")
 TEXT = {".rs", ".cu", ".cuh", ".cpp", ".hpp", ".py", ".pyi", ".toml", ""}
 PATH = re.compile(rf"(?:{'|'.join((*SOURCES, 'docs'))}|\.ci)/[\w./*{{}},-]*")
 CODE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
-# Named in the documents and nowhere else here: names of torch and of its clients, and those of formulas.
+# Named in the documents and nowhere else here: names of torch and of its clients, and names in formulas.
 FOREIGN = {"record_stream", "x_r", "PartialState", "HfArgumentParser", "available_backends"}
 
 
 def documents(*folders: str) -> list[Path]:
-    """All documents, or those whose path begins with one of `folders`."""
+    """All documents, or those whose path starts with one of `folders`."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     return sorted(path for path in found if not folders or str(path.relative_to(ROOT)).startswith(folders))
 
@@ -37,14 +37,14 @@ def lines(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 
 def spans(path: Path) -> Iterator[tuple[int, str]]:
-    """What stands between back-ticks, line by line."""
+    """The text between back-ticks, line by line."""
     for number, line, fenced in lines(path):
         if not fenced:
             yield from ((number, span) for span in CODE.findall(line))
 
 
 def commands(path: Path) -> Iterator[tuple[int, str]]:
-    """Code in which commands may stand: between back-ticks and between fences."""
+    """Text that may contain commands: between back-ticks and between fences."""
     yield from spans(path)
     yield from ((number, line.partition("#")[0]) for number, line, fenced in lines(path) if fenced)
 
@@ -58,7 +58,7 @@ def complain(problems: list[tuple[Path, int, str]]) -> None:
 
 @cache
 def sources(*folders: str) -> str:
-    """The text of all files below `folders`, but for this one."""
+    """The text of all files below `folders`, except this one."""
     files = (file for folder in folders for file in (ROOT / folder).rglob("*"))
     texts = (file for file in files if file.is_file() and file.suffix in TEXT and file != Path(__file__))
     return "\n".join(file.read_text(errors="replace") for file in texts)
@@ -81,7 +81,7 @@ def expanded(pattern: str) -> list[str]:
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """What a link may name in a document: headings as the site writes them, or GitHub outside docs/."""
+    """The anchors of a document: headings as the site writes them, or as GitHub does outside docs/."""
     found: dict[str, int] = {}
     site = path.is_relative_to(ROOT / "docs")
     for _, line, fenced in lines(path):
@@ -115,7 +115,7 @@ def test_paths_exist() -> None:
             name = span.split()[0].partition("::")[0]
             if re.fullmatch(r"[\w-]+\.(rs|cuh?|[ch]pp)", name) and name not in words(*SOURCES):
                 problems.append((path, number, f"there is no file {name} in this tree; name one that exists"))
-            # An upper-case word stands for a name that the reader chooses.
+            # An upper-case word is a placeholder for a name that the reader chooses.
             if not PATH.fullmatch(name) or re.search(r"\b[A-Z]{2,}\b", name.replace("README", "")):
                 continue
             problems += [
@@ -153,7 +153,7 @@ def settings(code: str) -> Iterator[str]:
 
 
 def targets(code: str) -> Iterator[str]:
-    """`make` targets that there are not."""
+    """`make` targets that do not exist."""
     known = {
         name for line in re.findall(r"^([\w -]+):(?!=)", (ROOT / "Makefile").read_text(), re.M) for name in line.split()
     }
@@ -163,7 +163,7 @@ def targets(code: str) -> Iterator[str]:
 
 
 def modules(code: str) -> Iterator[str]:
-    """Programs of the package or of the tests that there are not, and their options."""
+    """Programs of the package or of the tests that do not exist, and their options."""
     code = re.sub(r"^torch-symm (?=[a-z]+(?: -|$))", "python -m torch_symm ", code)
     for name, rest in re.findall(r"python3? (-m torch_symm[\w.]*|tests/\w+)([^&|;]*)", code):
         folder = "python/" + name[3:].replace(".", "/") if name.startswith("-m") else name
@@ -179,7 +179,7 @@ def modules(code: str) -> Iterator[str]:
 
 
 def cargo(code: str) -> Iterator[str]:
-    """Tests and benchmarks of cargo that there are not."""
+    """Tests and benchmarks of cargo that do not exist."""
     for kind, name in re.findall(r"--(test|bench) (\w+)", code if "cargo" in code else ""):
         folder = ROOT / ("tests" if kind == "test" else "benches")
         if not (folder / f"{name}.rs").exists() and not (folder / name / "main.rs").exists():
@@ -187,7 +187,7 @@ def cargo(code: str) -> Iterator[str]:
 
 
 def package(code: str) -> Iterator[str]:
-    """Names of torch_symm that the package has not."""
+    """Names of torch_symm that the package does not have."""
     for name in re.findall(r"\btorch_symm((?:\.\w+)+)", code):
         missing = [part for part in name.strip(".").split(".") if part not in words("python/torch_symm")]
         if missing:
@@ -201,7 +201,7 @@ def test_settings_and_commands_exist() -> None:
 
 
 def symbols(span: str) -> list[str]:
-    """What of a piece of code has to occur in the sources: `Type`, `module::name`, `name()`, `snake_case`."""
+    """The parts of a piece of code that must occur in the sources: `Type`, `module::name`, `name()`, `snake_case`."""
     if "/" in span or ".py::" in span or re.search(r"\s(?!\w+\})", span):
         return []
     called = re.fullmatch(r"([\w:.]+)\([^()]*\)", span)

@@ -1,4 +1,4 @@
-"""``python -m torch_symm doctor``: what it says, how it ends, and that it never shows a traceback."""
+"""``python -m torch_symm doctor``: its output, its exit status, and that it never shows a traceback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PACKAGE = Path(torch_symm.__file__).parent
 
 
 def doctor(*arguments: str, python: Sequence[str] = (), descriptors: int = 0, **environment: str) -> tuple[int, str]:
-    """Exit status and output. Nothing is ever a traceback, and standard error stays empty."""
+    """Exit status and output. There is never a traceback, and standard error stays empty."""
     command = [sys.executable, *python, "-m", "torch_symm", "doctor", *arguments]
     if descriptors:
         command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
@@ -133,7 +133,7 @@ def test_a_missing_torch_is_a_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("descriptors", [64, 8])
 def test_too_few_descriptors_fail(descriptors: int, tmp_path: Path) -> None:
-    # Without site-packages, which takes no time; 8 do not suffice to start a child.
+    # Without site-packages, which takes no time; 8 descriptors do not suffice to start a child.
     place = copied(tmp_path, native=False)
     status, output = doctor("--ranks", "40", python=["-S"], descriptors=descriptors, PYTHONPATH=place)
     assert status == 1 and f"FAILS: RLIMIT_NOFILE {descriptors} is too low: a group of 40 ranks needs" in output, output
@@ -158,7 +158,7 @@ def chained() -> Exception:
 
 
 def probed(*, access: bool = True, copies: bool = True, capability: Sequence[int] = (9, 0), **errors: str) -> Probed:
-    """What a child finds on a machine with two GPUs."""
+    """The report of a child on a node with two GPUs."""
     gpu = {"name": "H200", "capability": list(capability), "uuid": "u", "free_bytes": 1 << 37, "total_bytes": 1 << 37}
     pairs = [
         {"from": one, "to": 1 - one, "access": access, "copied": copies, "error": "" if copies else "other values"}
@@ -180,7 +180,7 @@ def probed(*, access: bool = True, copies: bool = True, capability: Sequence[int
 
 
 def texts(section: Section | None) -> list[tuple[bool, str]]:
-    """Problems of a section, each of which must have a remedy."""
+    """The problems of a section; each must have a remedy."""
     assert section is not None and all(problem.remedy for problem in section.problems)
     return [(problem.fatal, problem.text) for problem in section.problems]
 

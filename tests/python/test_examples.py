@@ -1,4 +1,4 @@
-"""Every example ends well and says so. The ranks are forked; one example is started by torchrun.
+"""Every example succeeds and says so. The ranks are forked; torchrun starts one example.
 
 The backend is symm; SYMM_TEST_BACKEND names another one for development.
 """
@@ -17,13 +17,13 @@ from programs import ROOT, run_program
 #: The example that pytest runs, and the one that torchrun starts.
 TESTS, STARTED = "15_pytest.py", "00_hello.py"
 EXAMPLES = sorted({path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py")} - {TESTS})
-#: Those that run on GPUs only.
+#: Examples that run only on GPUs.
 ON_GPUS = ("09_zero_copy_fsdp2.py", "12_triton_all_reduce.py")
-#: Ranks of those that compile on each, are made for two, or learn more in an epoch with fewer.
+#: Numbers of ranks of examples that compile on each, need exactly two, or learn more per epoch with fewer.
 RANKS = {"01_ddp_digits.py": 2, "05_compile.py": 2, "13_compiled_block.py": 2, "16_llama_decoder.py": 2}
 ARGUMENTS = {"01_ddp_digits.py": ("--epochs", "6")}
 BACKEND = os.environ.get("SYMM_TEST_BACKEND", "symm")
-# A pool of compiler processes in every rank only makes the ranks queue for the cores.
+# A pool of compiler processes in every rank would only compete for the cores.
 QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 LIMIT_S = 150
 
@@ -39,7 +39,7 @@ def test_example_passes(example: str) -> None:
     for line in said:
         if line.startswith("skipped: "):
             pytest.skip(line.removeprefix("skipped: "))
-    # How far it is comes first, and last what it proved.
+    # The output starts with progress and ends with the result.
     assert said[-1].startswith("ok: ") and len(said) > 1, said
 
 
@@ -50,7 +50,7 @@ def test_an_example_of_gpus_says_so_where_there_are_none(example: str) -> None:
 
 
 def subprocess_of(*command: str) -> list[str]:
-    """Returns the lines that a program prints, which ends well."""
+    """Returns the lines that a program prints, which must succeed."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()

@@ -1,7 +1,7 @@
-"""The fault matrix (`tests/faults`), only for symm: what was seen is what was promised.
+"""The fault matrix (`tests/faults`), only for symm: the observations match the promises.
 
-`make faults` plays all of it, with Gloo beside it. Limits of time are those of an idle machine there and ten times as
-long here, where other tests may run at the same time, unless a test says otherwise.
+`make faults` runs all of it, also on Gloo. Time limits are for an idle node there and ten times as long here, where
+other tests may run at the same time, unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATIENCE = 10.0
 
 
 def kept(name: str, patience: float = PATIENCE, limit: float = 60) -> None:
-    """Plays a case and fails unless every promise was kept."""
+    """Runs a case and fails unless every promise was kept."""
     case = CASES[name]
     outcome = guarded(case, "symm", limit)
     if any(saw.kind == "PermissionError" for saw in outcome.saw.values()):
@@ -33,7 +33,7 @@ def kept(name: str, patience: float = PATIENCE, limit: float = 60) -> None:
 
 
 def rows(*titles: str) -> pytest.MarkDecorator:
-    """All cases whose row or name begins with one of these."""
+    """All cases whose row or name starts with one of these."""
     names = [name for name, case in CASES.items() if name.startswith(titles) or case.row.startswith(titles)]
     assert names, titles
     return pytest.mark.parametrize("name", names)
@@ -116,13 +116,13 @@ def test_p11_destroying_with_work_outstanding_waits_for_the_timeout_at_most() ->
 
 @pytest.mark.timed
 def test_p11_p14_programs_end_quickly_and_quietly_and_say_why() -> None:
-    # Where several processes take turns on a core, each is later by their number.
+    # If several processes take turns on a core, each is later in proportion to their number.
     kept("programs end", 4 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), 200)
 
 
 @rows("a process of multiprocessing")
 def test_so_does_a_process_of_multiprocessing(name: str) -> None:
-    # Spawned ranks import torch again, which a busy machine stretches.
+    # Spawned ranks import torch again, which takes longer on a busy node.
     kept(name, limit=150)
 
 

@@ -1,4 +1,4 @@
-"""Matrix products fused with an all-gather or a reduce-scatter, as one native call each, on CPU tensors."""
+"""Matmuls fused with an all-gather or a reduce-scatter, as one native call each, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def matrices(seed: int, dtype: torch.dtype, *sizes: tuple[int, int], ranks: int 
 
 
 def sum_of_parts(lefts: list[torch.Tensor], rights: list[torch.Tensor], rank: int, mean: bool) -> torch.Tensor:
-    """Products rounded to their dtype, added up in 32 bits in the order of the ranks, rounded once."""
+    """Products rounded to their dtype, added in 32 bits in rank order, rounded once."""
     rows = lefts[0].shape[0] // len(lefts)
     wide = torch.float64 if lefts[0].dtype == torch.float64 else torch.float32
     total = torch.zeros(rows, rights[0].shape[1], dtype=wide)
@@ -53,7 +53,7 @@ def sum_of_parts(lefts: list[torch.Tensor], rights: list[torch.Tensor], rank: in
 def gather_once(rank: int, world: int, seed: int, dtype: torch.dtype, m: int, k: int, columns: tuple[int, ...]) -> None:
     (shards,) = matrices(seed, dtype, (m, k), ranks=world)
     factors = [factor for (factor,) in matrices(seed + 1000, dtype, *((k, n) for n in columns))]
-    # As a weight comes: transposed.
+    # In the layout of a weight: transposed.
     factors[-1] = factors[-1].t().contiguous().t()
     full, return_gathered = torch.cat(shards), seed % 2 == 0
     gathered, products = gather(shards[rank], factors, return_gathered)
@@ -93,7 +93,7 @@ def test_wider_and_narrower_types() -> None:
 
 
 def repeated(rank: int, world: int, calls: int) -> None:
-    """Ranks fall behind each other at random, so that a rank that wrote too early or read too late is found out."""
+    """Ranks fall behind each other at random, so that a write that is too early or a read that is too late shows."""
     shared, own = random.Random(5), random.Random(rank)
     for seed in range(calls):
         dtype = shared.choice(DTYPES)
@@ -113,7 +113,7 @@ def test_calls_in_a_row_with_other_data(world: int) -> None:
 
 
 def identical(rank: int, world: int) -> None:
-    """What each rank gets of a reduction does not depend on when its peers came."""
+    """The result of a reduction on each rank does not depend on when its peers arrived."""
     first = None
     for turn in range(20):
         (left,), (right,) = matrices(rank, torch.bfloat16, (8 * world, 16), (16, 24))
@@ -129,7 +129,7 @@ def test_the_same_bits_every_time() -> None:
 
 
 def growing(rank: int, world: int) -> None:
-    """The last ones do not fit into more than one piece, and share it with small ones."""
+    """The last ones only fit into one piece, and share it with small ones."""
     for seed, rows in enumerate((4, 400, 4, 2000, 3, 9000, 5, 9000, 9000, 7)):
         k = 2100 if rows == 9000 else 64
         shard = torch.full((rows, k), float(rank + seed))
@@ -148,7 +148,7 @@ def test_the_workspace_grows() -> None:
 
 
 def groups(rank: int, world: int) -> None:
-    """Overlapping groups on the same memory's device keep their data and signals apart."""
+    """Overlapping groups on the same device keep their data and signals apart."""
     everybody, pairs = dist.group.WORLD, [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[rank // 2]
     for turn in range(30):
@@ -169,7 +169,7 @@ def test_two_groups() -> None:
 
 
 def reborn(rank: int, world: int) -> None:
-    """A group of the same name as one that is no more has a workspace of its own."""
+    """A group with the same name as a destroyed one has a separate workspace."""
     from torch_symm._native import load
 
     for turn in range(3):
@@ -188,7 +188,7 @@ def test_groups_come_and_go() -> None:
 
 
 def left_early(rank: int, world: int) -> None:
-    """Whoever is done with the last call leaves, while others still read what it has computed for them."""
+    """A rank that has finished the last call leaves while others still read the results that it computed for them."""
     left, right = torch.ones(world * 1500, 8), torch.ones(8, 1500)
     for turn in range(4):
         group = dist.new_group(list(range(world)))
@@ -249,7 +249,7 @@ def refuse(rank: int, world: int) -> None:
             call()
     with pytest.raises(RuntimeError, match="no-such-group"):
         torch.ops.symm._matmul_reduce_scatter(square, square, False, "no-such-group")
-    # Nothing of that has harmed the group.
+    # None of this has harmed the group.
     assert bool((scatter(square, square) == 4 * world).all())
 
 

@@ -1,7 +1,7 @@
-"""What torch's own tests ask of some backends by name: re-created for symm.
+"""Behaviour that torch's own tests require of some backends by name: re-created for symm.
 
-After distributed_test.py and test_c10d_gloo.py: all_to_all in its forms, coalesced calls, the monitored barrier,
-sparse tensors, and argument checks, which refuse before anything was exchanged.
+After distributed_test.py and test_c10d_gloo.py: all_to_all in its forms, coalesced calls, the monitored barrier, sparse
+tensors, and argument checks, which reject before anything is exchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def all_to_all_forms(rank: int, world: int) -> None:
             got = torch.ones((world, width), dtype=dtype) * -1
             dist.all_to_all_single(got, sent)
             assert torch.equal(got, torch.arange(world).to(dtype)[:, None].expand(world, width))
-            # Uneven: i + 1 rows to rank i, rank + 1 rows from everybody.
+            # Uneven: i + 1 rows to rank i, rank + 1 rows from every rank.
             in_splits, out_splits = [i + 1 for i in range(world)], [rank + 1] * world
             sent = torch.full((sum(in_splits), width), rank, dtype=dtype)
             got = torch.ones((sum(out_splits), width), dtype=dtype) * -1
@@ -162,7 +162,7 @@ def monitored_failure(rank: int, world: int, absent: tuple[int, ...], wait_all: 
         for peer in absent if wait_all else absent[:1]:
             assert f"rank {peer}: pid" in text, text
         if rank:
-            # In the words of Gloo, where rank 0 alone knows who came.
+            # Gloo's message, in which only rank 0 knows which ranks arrived.
             assert f"Rank {rank} successfully reached monitoredBarrier" in text, text
         elif wait_all:
             assert f"Ranks {', '.join(map(str, absent))} failed to pass monitoredBarrier in 500 ms" in text, text
@@ -217,7 +217,7 @@ def opts(kind: str, **fields: object) -> object:
 ONE = torch.zeros(1)
 TWO = torch.zeros(2)
 
-#: What is asked, and what the refusal must say. World size 2.
+#: Calls, and the expected text of their errors. World size 2.
 WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "broadcast of nothing": (lambda: backend().broadcast([], opts("Broadcast")), ValueError, "non-empty tensor list"),
     "broadcast of two": (lambda: backend().broadcast([ONE, ONE], opts("Broadcast")), ValueError, "single-element"),
@@ -416,7 +416,7 @@ def test_wrong_arguments_are_refused_before_anything_is_exchanged() -> None:
 
 
 def refused_on_one(rank: int, world: int) -> None:
-    """Only one rank's argument is wrong; it may repeat the call, and nobody noticed."""
+    """Only one rank's argument is wrong; it may repeat the call, and no other rank noticed."""
     if rank == 0:
         for _ in range(3):
             with pytest.raises(ValueError, match="non-empty"):

@@ -1,4 +1,4 @@
-"""Making, using and leaving groups: subsets, meshes, many at once, spellings, stores, forks, refusals."""
+"""Making, using and leaving groups: subsets, meshes, many at once, spellings, stores, forks, rejections."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_shrink_group_says_what_serves_instead() -> None:
 
 
 def resources() -> Counter[str]:
-    """Descriptors by what they are, mappings that could be ours, threads by name."""
+    """File descriptors by kind, mappings that could be ours, threads by name."""
     gc.collect()
     found: Counter[str] = Counter()
     for entry in os.listdir("/proc/self/fd"):
@@ -118,7 +118,7 @@ def resident() -> int:
 
 
 def assert_nothing_left(before: Counter[str]) -> None:
-    """Fails unless all that was not there before is gone once threads that are ending have ended."""
+    """Fails unless all new resources are released once threads that are ending have ended."""
     deadline = time.monotonic() + 20
     while (more := resources() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -152,7 +152,7 @@ def many_groups(rank: int, world: int) -> None:
         check_group(group)
     for group in groups:
         dist.destroy_process_group(group)
-    # Also while the program still refers to them.
+    # Even while the program still refers to them.
     assert_nothing_left(before)
     with pytest.raises(RuntimeError, match="was destroyed"):
         groups[0].allreduce([torch.ones(3)]).wait()
@@ -257,7 +257,7 @@ def test_stores(kind: str) -> None:
 
 
 def two_ranks_of_one_process(rank: int, world: int) -> None:
-    """HashStore lives in one process: its ranks are threads, made through the backend's own class."""
+    """HashStore is local to one process: its ranks are threads, made through the backend's own class."""
     store = dist.HashStore()
     sums: list[float] = []
 
@@ -314,7 +314,7 @@ def test_a_forked_child_may_not_use_its_parents_group() -> None:
 
 
 def duplicates(rank: int, world: int) -> str:
-    """Two processes claim rank 0: the later is refused at once, the earlier goes on waiting for rank 1."""
+    """Two processes claim rank 0: the later one is rejected at once, the earlier one keeps waiting for rank 1."""
     start = time.monotonic()
     with pytest.raises((torch_symm.SymmConfigError, torch_symm.SymmTimeout)) as error:
         init(0, world, timeout=2)
@@ -333,7 +333,7 @@ def test_a_rank_that_joins_twice_is_named() -> None:
 
 
 def late_duplicate(rank: int, world: int, how: str, port: int) -> int:
-    """The last process says that it is rank 1 of a group that has formed; the others then form one in another order."""
+    """The last process claims to be rank 1 of a formed group; the others then form one in another order."""
     late = rank == world - 1
 
     def join(number: int) -> None:

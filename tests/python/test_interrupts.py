@@ -1,4 +1,4 @@
-"""Ctrl-C, and whatever a signal's handler raises, ends a wait in a group; the other ranks are told."""
+"""Ctrl-C, and any exception of a signal handler, ends a wait in a group; the other ranks are notified."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Group = dist.ProcessGroup
 
 
 def behind_another(group: Group) -> None:
-    """The worker is in the first one while this thread waits for the second."""
+    """The worker is in the first call while this thread waits for the second."""
     work = dist.all_reduce(torch.ones(1 << 18), group=group, async_op=True)
     time.sleep(0.05)
     dist.all_reduce(torch.ones(3), group=group)
@@ -34,7 +34,7 @@ def begun(group: Group, wait: Callable[[dist.Work], object]) -> None:
     wait(dist.all_reduce(torch.ones(3), group=group, async_op=True))
 
 
-#: What ranks 0 and 1 wait in, since rank 2 does not come to it.
+#: Calls in which ranks 0 and 1 wait, because rank 2 does not make them.
 WAITS: dict[str, Callable[[Group], object]] = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(3), group=group),
     "long all_reduce": lambda group: dist.all_reduce(torch.ones(1 << 18), group=group),
@@ -49,7 +49,7 @@ WAITS: dict[str, Callable[[Group], object]] = {
 
 
 def once_blocked(number: signal.Signals) -> None:
-    """Sends this process a signal once its main thread has slept for 100 ms at one place: longer than a call above."""
+    """Sends this process a signal once its main thread has slept for 100 ms in one place: longer than a call above."""
 
     def where() -> tuple[object, ...]:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -89,7 +89,7 @@ def interrupted(rank: int, world: int, hosts: bool) -> None:
             (torch_symm.SymmAborted, torch_symm.SymmPeerError), match=r"rank 1 .* was interrupted by a signal in"
         ):
             dist.barrier(group=group)
-    # Other groups live, and nothing of the interrupts is left.
+    # Other groups live, and nothing is left of the interrupts.
     dist.all_reduce(tensor := torch.ones(3))
     assert bool((tensor == world).all())
 
@@ -116,7 +116,7 @@ def handled(rank: int, world: int) -> None:
     signal.signal(signal.SIGUSR1, nested)
     group = dist.new_group()
     if rank == 0:
-        # Of another group it may.
+        # A wait of another group may end.
         once_blocked(signal.SIGUSR1)
         dist.all_reduce(torch.ones(3), group=group)
         once_blocked(signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""``torch-symm hello`` and ``torch-symm run``: real ranks, and what is left to torchrun."""
+"""``torch-symm hello`` and ``torch-symm run``: real ranks, and the parts left to torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modules of the Python package have a direction, as `tests/layers.rs` has it for Rust: no circle of imports."""
+"""The modules of the Python package have a direction, like those of Rust in `tests/layers.rs`: no cyclic imports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "python"
-#: Starts the commands; a part of them that stands where ``python -m torch_symm`` looks for it.
+#: Starts the commands; its implementation is where ``python -m torch_symm`` expects it.
 ENTRY = "torch_symm.__main__"
 TOOLS = "torch_symm.tools"
 
@@ -40,7 +40,7 @@ def named(module: str, is_package: bool, nodes: Iterable[ast.AST]) -> Iterator[s
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """The modules that each imports. A package stands for itself only where nothing in it is named."""
+    """The modules that each imports. A package counts only if nothing in it is named."""
     found, files = dict[str, set[str]](), modules()
     for module, file in files.items():
         names = set(named(module, file.name == "__init__.py", ast.parse(file.read_text()).body)) & files.keys()
@@ -49,7 +49,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def circles(found: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Returns the modules on circles: drops, as long as it can, modules at the beginning or the end of all imports."""
+    """Returns the modules on cycles: repeatedly drops modules that import no other, or that no other imports."""
     left = {module: set(names) for module, names in found.items()}
     while True:
         used = set().union(*left.values()) if left else set()

@@ -1,4 +1,4 @@
-"""Tensors that cannot be served, more ranks than cores, and a barrier. test_collectives.py has every layout."""
+"""Unsupported tensors, more ranks than cores, and a barrier. test_collectives.py has every layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 
 def test_splits_whose_sum_wraps_are_refused() -> None:
-    """2^63 - 1, twice, and 6 are 4 in 64 bits."""
+    """2^63 - 1, twice, and 6 sum to 4 in 64 bits."""
 
     def body(rank: int, world: int) -> None:
         wraps = [2**63 - 1, 2**63 - 1, 6]
@@ -32,7 +32,7 @@ def test_splits_whose_sum_wraps_are_refused() -> None:
 
 
 def test_overlapping_memory_is_refused() -> None:
-    """An expanded tensor has one element in many places: writing to it would be wrong."""
+    """An expanded tensor has one element in many positions: writing to it would be wrong."""
 
     def body(rank: int, world: int) -> str:
         expanded = torch.ones(1).expand(4)
@@ -76,7 +76,7 @@ def read_only_is_for_inputs(rank: int, world: int) -> None:
         with pytest.raises(ValueError, match=r"memory that may not be written, .* clone"):
             call(fixed)
             pytest.fail(name)
-    # The group lives, since all ranks refused, and what is only read may be anywhere.
+    # The group lives, since all ranks rejected the call, and read-only tensors may be anywhere.
     parts = [torch.zeros(4096) for _ in range(world)]
     dist.all_gather(parts, fixed)
     dist.broadcast(fixed if rank == 0 else parts[0], 0)
@@ -87,7 +87,7 @@ def read_only_is_for_inputs(rank: int, world: int) -> None:
     for _ in range(2):
         dist.all_reduce(free)
     assert bool((free == 4).all()) and bool((fixed == 1).all()) and bool((parts[0] == 1).all())
-    # A storage that takes the place of one that was looked at is looked at itself.
+    # A new storage at the address of a checked one is checked again.
     del free
     for turn in range(20):
         with pytest.raises(ValueError, match="may not be written"):
@@ -100,7 +100,7 @@ def test_p8_memory_that_is_mapped_read_only_is_refused_as_output() -> None:
 
 
 def test_more_ranks_than_cores() -> None:
-    """Eight ranks take turns on the cores; nobody starves."""
+    """Eight ranks take turns on the cores, and every rank gets its turn."""
 
     def body(rank: int, world: int) -> None:
         for count in (1, 1000, 100_000):
@@ -113,7 +113,7 @@ def test_more_ranks_than_cores() -> None:
 
 
 def test_barrier_holds_everybody() -> None:
-    """Nobody passes a barrier before the last one has reached it."""
+    """No rank passes a barrier before the last one has reached it."""
 
     def body(rank: int, world: int) -> None:
         folder: Path = ranks.scratch

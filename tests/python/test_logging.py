@@ -1,4 +1,4 @@
-"""``torch_symm.log_to_python``: lines of the core in Python's logging, in children and at the end of a process, too."""
+"""``torch_symm.log_to_python``: log lines of the core in Python's logging, also in children and at process exit."""
 
 from __future__ import annotations
 

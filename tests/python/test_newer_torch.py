@@ -1,4 +1,4 @@
-"""What versions of torch after the oldest supported one brought for backends. A test skips where torch lacks it."""
+"""Backend features of torch versions after the oldest supported one. A test skips if torch lacks its feature."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_canonical_names_of_collectives_on_one_tensor() -> None:
 def gathered_at_root(rank: int, world: int) -> None:
     for root in range(world):
         for work in (False, True):
-            # A part that is not contiguous, and a stack of them.
+            # A tensor that is not contiguous, and a stack of them.
             mine = (torch.arange(6) + 10 * rank).reshape(2, 3).t()
             target = torch.empty(world, 3, 2, dtype=torch.int64) if rank == root else None
             done = dist.gather_single(mine, target, dst=root, async_op=work)
@@ -81,7 +81,7 @@ def test_a_refused_gather_is_told_to_all_who_wait() -> None:
 
 
 def hooked(rank: int, world: int) -> list[str]:
-    """Names of the calls that a pair of hooks was told of."""
+    """Names of the calls that a pair of hooks received."""
     told: list[str] = []
     group = dist.group.WORLD
     assert group is not None
@@ -121,7 +121,7 @@ def test_torchs_check_for_nan_works() -> None:
 
 
 def recorded(rank: int, world: int) -> int:
-    """How many groups torch's flight recorder is attached to."""
+    """Number of groups to which torch's flight recorder is attached."""
     dist.new_group()
     dist.all_reduce(torch.ones(3))
     return len(dist.distributed_c10d._world.pg_flight_recorder_hooks)
@@ -137,7 +137,7 @@ def test_torchs_recorder_comes_only_where_a_program_asks_for_it(env: dict[str, s
 
 
 def beside(rank: int, world: int, other: str) -> None:
-    """A group of symm and one of a backend of torch's own, in turns."""
+    """A group of symm and one of torch's own backends, in turns."""
     group = dist.new_group(backend=other)
     for value in (1.0, 2.0):
         for chosen in (None, group):
@@ -157,7 +157,7 @@ def mixed(rank: int, world: int, _: str) -> None:
 
 @pytest.mark.parametrize("body", [beside, mixed])
 def test_beside_backends_of_torch(body: Callable[..., None]) -> None:
-    """In 2.14 torch's own backends became plug-ins, as this one is."""
+    """In 2.14 torch's own backends became plug-ins, like this one."""
     run_ranks(body, WORLD, "gloo")
 
 
@@ -251,7 +251,7 @@ def not_offered(rank: int, world: int) -> None:
     assert not backend.supports_reconfigure and not backend.supports_window
     with pytest.raises(RuntimeError, match="Backend symm does not support get_reconfigure_handle"):
         backend.get_reconfigure_handle()
-    # Every way to ask for a group that could be reconfigured.
+    # Every way to request a group that could be reconfigured.
     options: Any = torch_symm.Options(timedelta(seconds=20))
     options.enable_reconfigure = True
     match = "members of a group of symm never change"

@@ -1,7 +1,7 @@
-"""What is shipped: symbols, libraries and strings of the native part; the wheel; how torch finds the backend.
+"""The shipped files: symbols, libraries and strings of the native part; the wheel; how torch finds the backend.
 
-The wheel is built once per session, in seconds where the native part that is tested has been built.
-Each question about registration gets a process of its own, since torch registers a backend once per process.
+The wheel is built once per session, in seconds if the native part under test has already been built. Each question
+about registration gets a separate process, since torch registers a backend once per process.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_the_demo_has_as_many_ranks_as_cores(cores: int, ranks: int, tmp_path: P
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the sources. Only cargo, which knows what changed, takes up what was built before."""
+    """A wheel of the sources. Only cargo, which knows the changes, reuses earlier builds."""
     folder = tmp_path_factory.mktemp("wheel")
     places = folder / "places.cfg"
     places.write_text(f"[build]\nbuild_base = {folder}/build\n[egg_info]\negg_base = {folder}\n")
@@ -85,7 +85,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def content(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package out of the wheel."""
+    """The content of the wheel."""
     folder = tmp_path_factory.mktemp("content")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
@@ -152,7 +152,7 @@ def test_libraries_need_no_driver_and_look_beside_themselves_and_in_torch_only(e
 
 
 def dynamic(library: Path) -> tuple[set[str], list[str]]:
-    """The libraries that one needs, and where it looks for them."""
+    """The libraries that a library needs, and the paths where it searches for them."""
     text = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True, check=True).stdout
     needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", text))
     return needed, re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", text)
@@ -165,7 +165,7 @@ def test_libraries_name_no_build_path(extension: Path, wheel: Path) -> None:
     variables = ("CARGO_HOME", "RUSTUP_HOME", "CARGO_TARGET_DIR", "VIRTUAL_ENV", "TMPDIR")
     for place in {str(place) for place in [*places, *map(os.environ.get, variables)] if place} - {"/", "/usr"}:
         assert place.encode() not in content, place
-    # Paths of source files are relative, or the names that rustc gives to its library and what that was built from.
+    # Paths of source files are relative, or the names that rustc gives to its library and the library's sources.
     absolute = re.findall(rb"(?<![\w.$-])/(?:[\w.+-]+/)+[\w.+-]+\.(?:rs|cpp|cc|hpp|h|py)\b", content)
     assert not [path for path in absolute if not path.startswith((b"/rustc/", b"/rust/deps/"))]
 

@@ -44,7 +44,7 @@ def test_ring_of_batches(world: int, direct: str) -> None:
 def too_long(rank: int, world: int, size: int) -> None:
     if rank == 0:
         with pytest.raises(torch_symm.SymmMismatch, match=f"{4 * size} bytes"):
-            # A short message has left before anybody looks at it; the next call says what became of it.
+            # A short message was sent before the receiver checked; the next call reports its outcome.
             dist.send(torch.ones(size), 1)
             dist.barrier()
     else:
@@ -58,7 +58,7 @@ def test_a_message_of_another_size_is_an_error_on_both_sides(size: int) -> None:
 
 
 def unasked(rank: int, world: int) -> None:
-    """More than rank 0 takes in unasked, then messages both ways that stand behind it."""
+    """More than rank 0 accepts eagerly, then messages both ways that queue behind it."""
     count, piece = 1200, torch.zeros(64 << 10, dtype=torch.uint8)
     long, short = torch.arange(1 << 18), torch.zeros(4)
     if rank == 1:
@@ -87,13 +87,13 @@ def test_more_than_a_receiver_takes_unasked_holds_nobody_up(direct: str) -> None
 
 
 def private_kib() -> int:
-    """What this process has written since it was forked: what it inherited is resident, and may be used again."""
+    """KiB that this process has written since it was forked: inherited pages are resident, and may be reused."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
     return int(re.findall(r"Private_Dirty: +(\d+) kB", rollup)[0])
 
 
 def never_asked_for(rank: int, world: int) -> int:
-    """Rank 1 floods rank 0, which waits for rank 2; how many KiB rank 0 took in is returned."""
+    """Rank 1 floods rank 0, which waits for rank 2; returns how many KiB rank 0 accepted."""
     seen, over = [0], threading.Event()
 
     def watch() -> None:
@@ -107,7 +107,7 @@ def never_asked_for(rank: int, world: int) -> int:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     if rank < 2:
-        # The first to give up is the sender.
+        # The sender times out first.
         reported = r"rank 1 \(pid \d+\) waited .* in send\(65536 bytes, tag \d+\) .* for rank 0 \(pid"
         with pytest.raises(torch_symm.SymmTimeout, match=reported):
             if rank == 0:
@@ -132,7 +132,7 @@ def reads_are_forbidden_later(rank: int, world: int) -> str:
         dist.barrier()
         if rank == 1:
             work = dist.isend(numbers(count, turn), 0, tag=turn)
-            # No thread of the sender attends to it, so its receiver would read it.
+            # No thread of the sender drives its progress, so its receiver would read it.
             meet(f"received-{turn}", rank, world)
             work.wait()
             continue
@@ -155,7 +155,7 @@ def reads_are_forbidden_later(rank: int, world: int) -> str:
 @pytest.mark.timed
 @needs_seccomp
 def test_p3_reads_of_peers_that_are_forbidden_later() -> None:
-    """A hardening agent may do so. The message comes in pieces; where that fails too, the error says which message."""
+    """A hardening agent may do so. The message arrives in chunks; if that fails too, the error names the message."""
     results = run_ranks(reads_are_forbidden_later, 2, expect_killed=(1,))
     assert re.search(
         r"rank 1 \(pid \d+\) has ended.*in recv\(8388608 bytes, tag 7\) of group \"default\"", results[0]

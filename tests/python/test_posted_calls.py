@@ -75,7 +75,7 @@ def dropped(rank: int, world: int) -> None:
         time.sleep(0)
     assert (work.get_future().value()[0] == world**2).all()
     assert (dist.all_reduce(results[1], async_op=True).get_future().wait()[0] == world**2).all()
-    # One more is under way when the group is destroyed.
+    # One more is in progress when the group is destroyed.
     dist.all_reduce(results[2], async_op=True)
     dist.destroy_process_group()
     assert (results[2] == world**2).all()
@@ -103,7 +103,7 @@ def several_groups(rank: int, world: int) -> None:
     short = [torch.full((4,), float(rank)) for _ in range(2)]
     long = [torch.full((100_000,), float(rank)) for _ in range(2)]
     works = []
-    # Each rank begins with another group: whoever waited for the first one's peers here would wait for ever.
+    # Each rank starts with another group: a rank that waited for the first one's peers here would wait forever.
     for index in (0, 1) if rank == 0 else (1, 0):
         works.append(dist.all_reduce(short[index], group=groups[index], async_op=True))
         works.append(dist.all_reduce(long[index], group=groups[index], async_op=True))
@@ -117,7 +117,7 @@ def test_two_groups() -> None:
 
 
 def every_kind(rank: int, world: int) -> None:
-    """All short collectives, awaited in turn, in reverse, and only by a synchronous call behind them."""
+    """All short collectives, awaited in turn, in reverse, and only by a later synchronous call."""
     for ending in ("in turn", "reversed", "behind"):
         mine, every = torch.full((2,), float(rank + 1)), torch.arange(world) + 1.0
         total, gathered = mine.clone(), torch.zeros(2 * world)

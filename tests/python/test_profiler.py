@@ -1,4 +1,4 @@
-"""What ``torch_symm.annotate_trace`` writes into traces of ``torch.profiler``."""
+"""The events that ``torch_symm.annotate_trace`` adds to traces of ``torch.profiler``."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def names_in(file: str) -> set[str]:
     """Names of the tests in a file, as the table spells it."""
     if file.endswith(".rs"):
         text = (ROOT / file).read_text()
-        # Attributes may stand between; proptest! names its tests the same way.
+        # Attributes may be in between; proptest! names its tests in the same way.
         return set(re.findall(r"#\[test\]\s*(?:#\[[^\n]*\]\s*)*(?:async\s+)?fn\s+(\w+)", text))
     places = (ROOT / "tests" / place / file for place in ("python", "hosts", "cuda"))
     path = next((path for path in places if path.exists()), None)

@@ -1,4 +1,4 @@
-"""What the URLs of `init_method` mean: parameters, environment, and sentences for what is wrong."""
+"""The URLs of `init_method`: parameters, environment, and messages for errors."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_host_and_port(host: str) -> None:
 
 
 def _other_users(port: int) -> str:
-    """What a process of another user is told that opens the store of a job."""
+    """The error for a process of another user that opens the store of a job."""
     code = f"""
 import os, sys
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""symm in the place of Gloo: what programs see that ask for Gloo by name, and when Gloo itself serves them."""
+"""symm in place of Gloo: what programs that request Gloo by name get, and when Gloo itself is used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 def served_by(group: dist.ProcessGroup | None = None) -> str:
     backend = (group or dist.group.WORLD)._get_backend(CPU)
-    # Clients that know Gloo ask so.
+    # Clients that know Gloo check like this.
     assert isinstance(backend, dist.ProcessGroupGloo)
     return "symm" if isinstance(backend, torch_symm.ProcessGroupSymm) else "gloo"
 
@@ -45,7 +45,7 @@ def as_gloo(rank: int, world: int) -> None:
     torch_symm.replace("gloo")
     torch_symm.replace("gloo")
     for turn in range(2):
-        # The same store again: the words of the first turn are still there.
+        # The same store again: the keys of the first turn still exist.
         init(rank, world, "gloo", name="again")
         assert dist.get_backend() == "gloo" and served_by() == "symm"
         sums()
@@ -68,7 +68,7 @@ def as_gloo(rank: int, world: int) -> None:
     model = DistributedDataParallel(torch.nn.Linear(4, 2))
     model(torch.ones(3, 4) * rank).sum().backward()
     assert (model.module.weight.grad == sum(range(world)) * 3 / world).all()
-    # As with Gloo, and not "custom", which is what torch calls the groups of plug-ins.
+    # As with Gloo, and not "custom", torch's name for the groups of plug-ins.
     assert model._get_ddp_logging_data()["backend_name"] == "gloo"
 
 
@@ -152,7 +152,7 @@ def beside_gloo(rank: int, world: int) -> None:
     assert served_by() == "symm"
     sums()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30))
-    # What is not on the CPU is Gloo's, which has no answer for this device.
+    # Tensors that are not on the CPU belong to Gloo, which does not support this device.
     with pytest.raises(RuntimeError, match="ProcessGroupGloo::allreduce"):
         dist.group.WORLD._get_backend(CPU).allreduce([torch.empty(3, device="meta")])
     work = dist.all_gather_into_tensor(torch.empty(world), torch.tensor([float(rank)]), async_op=True)
@@ -167,12 +167,12 @@ def test_gloo_stands_beside_where_a_rank_may_have_a_gpu() -> None:
     run_ranks(beside_gloo, 2, backend=None)
 
 
-#: Types that only pass through; torch has no operators for most of them.
+#: Types that are only moved; torch has no operators for most of them.
 OPAQUE = ("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "uint4", "int7")
 
 
 def what_only_gloo_took(rank: int, world: int, replaced: bool) -> list[list[int]]:
-    """Calls that a group of symm refused once, on a group named gloo; the bytes of the results."""
+    """Calls that a group of symm once rejected, on a group named gloo; the bytes of the results."""
     if replaced:
         torch_symm.replace("gloo")
     init(rank, world, "gloo")
@@ -191,7 +191,7 @@ def what_only_gloo_took(rank: int, world: int, replaced: bool) -> list[list[int]
     results += [summed] if rank == 0 else []
     dist.reduce_scatter(part := torch.empty_like(pairs), [pairs, pairs * 2])
     results.append(part)
-    # Several tensors in one call, between calls of one and beside a call that is under way.
+    # Several tensors in one call, between calls of one and while another call is in progress.
     one, other = torch.full((5,), 1.0 + rank), torch.full((5,), 10.0 * rank)
     under_way = dist.all_reduce(torch.ones(1 << 16), async_op=True)
     for _ in range(2):
