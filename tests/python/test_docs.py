@@ -44,7 +44,7 @@ def spans(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def commands(path: Path) -> Iterator[tuple[int, str]]:
-    """Text that may contain commands: between back-ticks and between fences."""
+    """The text that may contain commands: between back-ticks and between fences."""
     yield from spans(path)
     yield from ((number, line.partition("#")[0]) for number, line, fenced in lines(path) if fenced)
 

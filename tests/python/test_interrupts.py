@@ -34,7 +34,7 @@ def begun(group: Group, wait: Callable[[dist.Work], object]) -> None:
     wait(dist.all_reduce(torch.ones(3), group=group, async_op=True))
 
 
-#: Calls in which ranks 0 and 1 wait, because rank 2 does not make them.
+#: The calls in which ranks 0 and 1 wait, because rank 2 does not make them.
 WAITS: dict[str, Callable[[Group], object]] = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(3), group=group),
     "long all_reduce": lambda group: dist.all_reduce(torch.ones(1 << 18), group=group),

@@ -172,7 +172,7 @@ OPAQUE = ("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "uint4", "int
 
 
 def what_only_gloo_took(rank: int, world: int, replaced: bool) -> list[list[int]]:
-    """Calls that a group of symm once rejected, on a group named gloo; the bytes of the results."""
+    """The calls that a group of symm once rejected, now on a group named gloo; returns the bytes of the results."""
     if replaced:
         torch_symm.replace("gloo")
     init(rank, world, "gloo")
@@ -348,7 +348,7 @@ def test_a_group_made_by_hand_checks_its_timeout() -> None:
         torch_symm.ProcessGroupSymm(dist.HashStore(), 0, 1, timeout=-1)
 
 
-#: System calls that a container may deny, the errno, on which ranks, what symm says, and whether Gloo works without.
+#: System calls that a container may deny, the errno, the ranks, symm's message, and whether Gloo works without.
 DENIED: list[tuple[str, int, tuple[int, ...], str, bool]] = [
     ("getrandom", errno.ENOSYS, (0, 1), "getrandom failed, for random names: Function not", True),
     ("memfd_create", errno.EPERM, (0,), "memfd_create failed, for shared memory: Operation not", True),
@@ -375,7 +375,7 @@ def limit_files() -> None:
 
 def forbidden(rank: int, world: int, forbid: Callable[[], None], ranks: tuple[int, ...], text: str, gloo: bool) -> None:
     def make(backend: str) -> None:
-        # Torch's: a store of symm is not what is tried here.
+        # torch's store: this test is not about stores of symm.
         store = dist.FileStore(str(testing.shared_folder() / backend), world)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
 
@@ -384,12 +384,12 @@ def forbidden(rank: int, world: int, forbid: Callable[[], None], ranks: tuple[in
     began = time.monotonic()
     with pytest.raises(torch_symm.SymmConfigError, match=r'join group "default" of 2 ranks') as caught:
         make("symm")
-    # The other rank raises the cause, and does not wait until its timeout of 30 s.
+    # The other rank raises the cause, without waiting until its timeout of 30 s.
     assert time.monotonic() - began < 15
     message = str(caught.value)
     assert text in message and "out of memory" not in message, message
     assert any(f"rank {rank} (pid " in message for rank in ranks), message
-    # A rank that ends before the others start to join looks like one that never started.
+    # A rank that exits before the others start to join looks like one that never started.
     meet("refused", rank, world)
     if gloo:
         torch_symm.replace("gloo")

@@ -1,4 +1,4 @@
-"""Stores as Python objects: constructors, pickles, other processes, what they print."""
+"""Stores as Python objects: constructors, pickles, other processes, their printed form."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_opening_waits_for_the_lock_until_the_timeout_and_names_its_holder(tmp_p
     kept = FileStore(path, 2)
     held_by_this = rf"the lock of the file store .* is held by process {os.getpid()} \(alive"
     with path.open("r+b") as file:
-        # struct flock: what is held during an operation.
+        # struct flock: the lock that is held during an operation.
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 1 << 62, 1, 0))
         start = time.monotonic()
         with pytest.raises(dist.DistStoreError, match=held_by_this):

@@ -1,4 +1,4 @@
-"""Random programs give the same on every store as on torch's HashStore."""
+"""Random programs have the same results on every store as on torch's HashStore."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Step = tuple[str, tuple[object, ...]]
 
 
 def program(seed: int, length: int) -> list[Step]:
-    """Calls of which none waits for ever: those that might, come where the keys are known to exist."""
+    """A list of calls that never wait forever: one that might is made only if its keys are known to exist."""
     rng = random.Random(seed)
     steps: list[Step] = []
     for _ in range(length):
@@ -52,7 +52,7 @@ def program(seed: int, length: int) -> list[Step]:
 def outcome(store: dist.Store, step: Step) -> object:
     name, arguments = step
     if name in ("get", "multi_get"):
-        # Without a queue in the way: check sees queues as keys, get does not.
+        # Avoids a queue: check treats queues as keys, get does not.
         wanted = [arguments[0]] if name == "get" else arguments[0]
         if not set(wanted) <= set(store.list_keys()):  # type: ignore[arg-type]
             return "missing"
@@ -77,7 +77,7 @@ def test_the_same_as_on_a_hash_store(kind: str, seed: int, tmp_path: Path) -> No
     store, model = Meeting(kind, tmp_path).open(), dist.HashStore()
     for number, step in enumerate(program(seed, 300)):
         if step[0] == "add" and not NUMBER.fullmatch(value(model, step[1][0])):
-            # torch takes text that begins with a number; this package takes numbers.
+            # torch accepts text that starts with a number; this package accepts only numbers.
             assert outcome(store, step) == "no number"
             continue
         expected = outcome(model, step)

@@ -1,4 +1,4 @@
-"""How a store waits: for keys, in queues, at barriers; and what it says when nobody comes."""
+"""How a store waits: for keys, in queues, at barriers; and its message when no other rank arrives."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_every_pushed_value_is_popped_once(kind: str, tmp_path: Path) -> None:
     assert sorted(popped) == sorted(f"{thread}/{i}".encode() for thread in range(8) for i in range(25))
 
 
-# torch's TCPStore holds a lock while it waits, behind which the object's other threads cannot set what it waits for.
+# torch's TCPStore holds a lock while it waits, so the object's other threads cannot set the awaited key.
 @pytest.mark.parametrize("kind", [name for name in ALL if name != "rust-torch-tcp"])
 def test_sixteen_threads_of_one_object(kind: str, tmp_path: Path) -> None:
     store = Meeting(kind, tmp_path).open()

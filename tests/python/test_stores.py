@@ -1,4 +1,4 @@
-"""What a store keeps: the operations of `torch.distributed.Store`, the same for every kind of store."""
+"""The data of a store: the operations of `torch.distributed.Store`, the same for every kind of store."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_compare_set(kind: str, tmp_path: Path) -> None:
     assert store.compare_set("key", "wrong", "second") == b"first"
     assert store.compare_set("key", "first", "second") == b"second"
     assert store.get("key") == b"second"
-    # c10d: an absent key stays absent, and the expectation comes back.
+    # c10d: an absent key stays absent, and the expected value is returned.
     assert store.compare_set("absent", "expected", "value") == b"expected"
     assert not store.check(["absent"])
 

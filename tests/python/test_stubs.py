@@ -1,4 +1,4 @@
-"""The stub of the native module says what the module has."""
+"""The stub of the native module matches the module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_symm._native import load
 
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "python/torch_symm/_C.pyi"
-#: Of torch's classes, which the stub inherits; and those that pybind11 adds to each class.
+#: Members of torch's classes, which the stub inherits; and those that pybind11 adds to each class.
 ADDED = {"__new__", "__module__", "__doc__", "__init__", "__weakref__", "__qualname__", "__static_attributes__"}
 
 Function = ast.FunctionDef
@@ -22,7 +22,7 @@ Described = dict[str, dict[str, list[list[str]]]]
 
 
 def _stub() -> tuple[dict[str, list[list[str]]], Described]:
-    """Parameters of each function, by overload; the same of each class's methods, properties without any."""
+    """Parameters of each function, by overload; the same for each class's methods, properties without any."""
     functions: dict[str, list[list[str]]] = {}
     classes: Described = {}
     for node in ast.parse(STUB.read_text()).body:
@@ -46,7 +46,7 @@ def _parameters(node: Function) -> list[str]:
 
 
 def _signatures(function: Any) -> list[list[str]]:
-    """What pybind11 writes into the docstring: names of the parameters of each overload."""
+    """The signatures that pybind11 writes into the docstring: names of the parameters of each overload."""
     text = function.__doc__ or ""
     lines = [line for line in text.splitlines() if re.match(r"(\d+\. )?\w+\(.*\)( -> .*)?$", line)]
     if any(line.startswith("1. ") for line in lines):
@@ -94,12 +94,12 @@ def test_the_stub_has_the_members_of_each_class(name: str) -> None:
         found = inspect.getattr_static(native, member)
         if parameters != [[]] or not isinstance(found, property):
             signatures = _signatures(getattr(native, member))
-            # What Python adds has no signature of pybind11's.
+            # Members that Python adds have no signature from pybind11.
             if parameters and signatures:
                 assert sorted(map(_plain, signatures)) == sorted(map(_plain, parameters)), f"{name}.{member}"
     own = {member for member in vars(native) if not member.startswith("_pybind")} - ADDED - {"__repr__", "__hash__"}
     own -= {"__getstate__", "__setstate__", "__reduce__", "__eq__", "__ne__"}
-    # Of torch's class, whose stub describes them.
+    # Members of torch's class, whose stub describes them.
     own = {member for member in own if vars(native)[member] is not getattr(dist.ProcessGroupGloo, member, None)}
     inherited = {member for base in native.__mro__[1:] for member in vars(base)}
     assert own - set(described) - inherited == set(), f"{name} has more than its stub says"
@@ -113,5 +113,5 @@ def test_help_has_the_texts_of_the_stub(name: str) -> None:
 
 
 def _plain(names: list[str]) -> list[str]:
-    """pybind11 calls parameters without a name ``arg0`` and so on."""
+    """pybind11 names unnamed parameters ``arg0`` and so on."""
     return [name for name in names if not re.fullmatch(r"arg\d+", name)]

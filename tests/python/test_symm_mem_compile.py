@@ -1,4 +1,4 @@
-"""Under torch.compile, in the place of torch's operators, and as Inductor's async tensor parallelism."""
+"""Under torch.compile, in place of torch's operators, and as Inductor's async tensor parallelism."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_install_serves_symm_groups_and_uninstall_undoes_it() -> None:
 def feed_forward(tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
     """A tensor-parallel MLP with sequence parallelism, by plain functional collectives."""
     everyone = funcol.all_gather_tensor(tokens, 0, group)
-    if dim:  # written out, since Dynamo does not enter what torch has for it
+    if dim:  # written out, because Dynamo does not enter torch's own version
         everyone = torch.cat(everyone.chunk(group.size()), dim)
     hidden = torch.nn.functional.silu(everyone @ up)
     return funcol.reduce_scatter_tensor(hidden @ down, "sum", dim, group)

@@ -1,6 +1,6 @@
-"""Ordinary collectives on CPU tensors in symmetric memory: served directly where they can be, right in any case.
+"""Ordinary collectives on CPU tensors in symmetric memory: zero-copy where possible, correct in any case.
 
-tests/ranks/collectives.rs has every dtype, reduce op, size and place.
+tests/ranks/collectives.rs has every dtype, reduce op, size and location.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ranks import init, meet, run_ranks
 from test_symm_mem_engine import cpu, handle_of
 
 COUNT = 30_001
-#: Those that read symmetric tensors where they lie.
+#: Collectives that read symmetric tensors in place.
 DIRECT = (
     "all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
     "gather",
@@ -30,7 +30,7 @@ DIRECT = (
 
 
 def served(call: Callable[[], object]) -> str:
-    """Name of the algorithm that served the last of what ``call`` calls."""
+    """Name of the algorithm of the last call that ``call`` makes."""
     call()
     return str(torch_symm.trace()["calls"][-1]["algorithm"])
 
@@ -60,13 +60,13 @@ def test_every_collective_on_symmetric_tensors_is_direct(world: int) -> None:
             for layout, result in (("contiguous", None), ("offset", None), ("contiguous", torch.empty)):
                 case = Case(rank, world, torch.float32, COUNT, layout, empty=symmetric, empty_result=result)
                 assert served(lambda case=case, call=ON_CPU[collective]: call(case)) == algorithm, collective
-        # Lists whose tensors lie in one.
+        # Lists whose tensors are parts of one tensor.
         whole, part = cpu(COUNT * world + rank + 1)[rank + 1 :].copy_(numbers(rank, COUNT * world)), torch.empty(COUNT)
         assert served(lambda: dist.reduce_scatter(part, list(whole.chunk(world)))) == "direct"
         assert torch.equal(part, total(world, COUNT * world).chunk(world)[rank])
         assert served(lambda: dist.scatter(part, list(whole.chunk(world)) if rank == 1 else None, 1)) == "direct"
         assert torch.equal(part, numbers(1, COUNT * world).chunk(world)[rank])
-        # The root's tensor alone counts.
+        # Only the root's tensor counts.
         mine = cpu(COUNT).copy_(numbers(1)) if rank == 1 else torch.empty(COUNT)
         assert served(lambda: dist.broadcast(mine, 1)) == "direct"
         assert torch.equal(mine, numbers(1))
@@ -87,7 +87,7 @@ def test_ranks_without_symmetric_tensors_are_served_as_ever() -> None:
             assert served(lambda given=mixed: dist.all_reduce(given)) == "staged"
             assert torch.equal(mixed, total(world))
         assert served(lambda: dist.all_reduce(torch.ones(COUNT))) == "staged"
-        # Strided tensors are copied, and so are no symmetric ones.
+        # Strided tensors are copied, and the copies are not symmetric.
         pairs = cpu(2 * COUNT)
         pairs[::2] = numbers(rank)
         assert served(lambda: dist.all_reduce(pairs[::2])) == "staged"
@@ -118,7 +118,7 @@ def test_groups_of_a_process_share_tensors_once_each_has_met() -> None:
 
 
 def test_memory_that_comes_and_goes() -> None:
-    """What is freed and made anew, on some ranks or all, in other orders, while old windows stay."""
+    """Memory that is freed and reallocated, on some ranks or all, in various orders, while old windows stay."""
 
     def summed(tensor: torch.Tensor, world: int) -> None:
         tensor.copy_(numbers(dist.get_rank()))
@@ -136,7 +136,7 @@ def test_memory_that_comes_and_goes() -> None:
             summed(other[turn : COUNT + turn], world)
             summed(tensor[turn:], world)
             if rank == turn % world:
-                # This rank alone begins anew.
+                # Only this rank starts anew.
                 del tensor
                 tensor = cpu(COUNT + turn)
             summed(tensor[turn:], world)
@@ -152,7 +152,7 @@ def test_asynchronous_and_coalesced_calls() -> None:
         for tensor in tensors:
             tensor.copy_(numbers(rank))
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-        # Memory of a call that is under way stays, whoever has let go of it.
+        # Memory of a call in progress stays, even after the program has dropped its tensor.
         kept = tensors.pop()
         copies = list(tensors)
         for work in works:
@@ -179,7 +179,7 @@ def test_asynchronous_and_coalesced_calls() -> None:
 
 
 def test_parameters_in_symmetric_memory_are_trained() -> None:
-    """DDP's buckets are ordinary; what a program reduces itself is not. Both give the same."""
+    """DDP's buckets are ordinary; tensors that a program reduces itself are not. Both give the same result."""
 
     def body(rank: int, world: int) -> None:
         handle_of(cpu(4))
@@ -223,7 +223,7 @@ def test_ranks_that_disagree_are_named_and_no_byte_is_written() -> None:
 @pytest.mark.timed
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather"])
 def test_a_rank_that_is_killed_in_the_middle_is_named(op: str) -> None:
-    """The others go on in a new group, with the memory that they have."""
+    """The others continue in a new group, with the memory that they have."""
 
     def body(rank: int, world: int) -> tuple[str, float]:
         tensor = cpu(4 << 20).fill_(1)
@@ -231,7 +231,7 @@ def test_a_rank_that_is_killed_in_the_middle_is_named(op: str) -> None:
         out = torch.empty(world << 22) if op == "all_gather" else tensor
         dist.barrier()
         if rank == 1:
-            # Calls follow each other without a pause: it dies inside one.
+            # Calls follow each other without a pause: the rank exits inside one.
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
         begun = time.monotonic()
         with pytest.raises(torch_symm.SymmPeerError) as caught:
@@ -261,7 +261,7 @@ def test_a_rank_that_is_killed_in_the_middle_is_named(op: str) -> None:
 
 
 def test_a_stopped_rank_is_named_and_writes_to_nobody_afterwards() -> None:
-    """A rank that goes on after the others' timeout leaves their tensors alone."""
+    """A rank that continues after the others' timeout does not write to their tensors."""
 
     def body(rank: int, world: int) -> str:
         tensor = cpu(8 << 20).fill_(1)

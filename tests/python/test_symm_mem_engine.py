@@ -21,12 +21,12 @@ from ranks import file_store, init, meet, run_ranks
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch_symm._native import load
 
-#: Milliseconds after which a wait that cannot end shall fail.
+#: Milliseconds after which a wait that cannot end must fail.
 SHORT_MS = 150
 
 
 def cpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A new tensor in symmetric memory; every rank has to ask for the same."""
+    """A new tensor in symmetric memory; every rank must request the same."""
     load()
     return symm_mem.empty(*size, dtype=dtype, device="cpu")
 
@@ -40,7 +40,7 @@ def pads_are_clear(handle: Any) -> bool:
 
 
 def test_backends_by_name() -> None:
-    """The CPU has symmetric memory at once; that of CUDA is chosen with the first group."""
+    """The CPU has symmetric memory at once; the backend for CUDA is chosen with the first group."""
 
     def body(rank: int, world: int) -> tuple[str | None, ...]:
         load()
@@ -49,14 +49,14 @@ def test_backends_by_name() -> None:
         return symm_mem.get_backend("cpu"), before, symm_mem.get_backend("cuda")
 
     assert run_ranks(body, 1, backend=None)[0] == ("SYMM", "CUDA", "SYMM")
-    # Who names torch's own in the environment keeps it.
+    # A user who names torch's own in the environment keeps it.
     assert run_ranks(body, 1, backend=None, env={"TORCH_SYMMMEM": "CUDA"})[0] == ("SYMM", "CUDA", "CUDA")
 
 
 def test_a_used_backend_is_kept() -> None:
     def body(rank: int, world: int) -> str | None:
         load()
-        cpu(4)  # torch knows one "in use" for all devices
+        cpu(4)  # torch has one "in use" flag for all devices
         init(rank, world)
         dist.all_reduce(torch.ones(2))
         return symm_mem.get_backend("cuda")
@@ -128,7 +128,7 @@ def test_one_window_for_a_tensor_and_its_views() -> None:
 
 
 def test_plain_tensors_are_not_symmetric() -> None:
-    """Operators say so; no rank waits for another."""
+    """The operators report it; no rank waits for another."""
 
     def body(rank: int, world: int) -> None:
         with pytest.raises(RuntimeError, match="input must be allocated with empty_strided_p2p"):
@@ -143,7 +143,7 @@ def test_plain_tensors_are_not_symmetric() -> None:
 
 @pytest.mark.timed
 def test_a_wait_leaves_other_threads_alone() -> None:
-    """torch's bindings keep the GIL; a barrier that waits must not."""
+    """torch's bindings keep the GIL; a waiting barrier must not."""
 
     def body(rank: int, world: int) -> float:
         handle = handle_of(cpu(4))
@@ -170,7 +170,7 @@ def test_a_wait_leaves_other_threads_alone() -> None:
 
 @pytest.mark.timed
 def test_what_never_comes_is_named() -> None:
-    """Each wait has a limit of its own; the group and the window go on."""
+    """Each wait has a separate limit; the group and the window stay usable."""
 
     def body(rank: int, world: int) -> None:
         handle = handle_of(cpu(4))
@@ -245,8 +245,8 @@ def test_larger_signal_pads() -> None:
         assert handle.signal_pad_size == 4 * before
         assert handle.get_signal_pad(1 - rank).numel() == before
         handle.barrier(channel=before // world - 1)  # the last, four times as many as before
-        handle.barrier()  # the last word is a signal of that channel, which the peer may not have taken yet
-        # Writes to the pad's end stay there.
+        handle.barrier()  # the last word is a signal of that channel, which the peer may not have read yet
+        # Later writes to the pad's end are not overwritten.
         handle.get_signal_pad(1 - rank)[-1:].view(torch.int32).fill_(7)
         handle.barrier()
         assert handle.get_signal_pad(rank).view(torch.int32)[-1] == 7
@@ -268,7 +268,7 @@ def test_two_groups_on_one_allocation_and_subgroups() -> None:
         assert bool((whole.get_buffer((rank + 1) % 4, (64,), torch.float32) == (rank + 1) % 4).all())
         peer = rank ^ 1
         assert bool((part.get_buffer(peer % 2, (64,), torch.float32) == peer).all())
-        # A signal in one group is none in the other.
+        # A signal in one group does not appear in the other.
         part.put_signal(peer % 2, 1)
         with pytest.raises(torch_symm.SymmTimeout):
             whole.wait_signal(peer, 1, SHORT_MS)
@@ -287,7 +287,7 @@ def test_two_groups_on_one_allocation_and_subgroups() -> None:
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:symm", "symm"])
 def test_groups_of_other_backends(backend: str, debug: str) -> None:
-    """Under DETAIL torch wraps every backend, and none is known as symm's."""
+    """Under DETAIL torch wraps every backend, so symm's cannot be recognized."""
 
     def body(rank: int, world: int) -> None:
         load()

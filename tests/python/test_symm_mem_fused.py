@@ -1,4 +1,4 @@
-"""The fused operators against collectives and matrix products: values, shapes, strides, arguments."""
+"""The fused operators compared with collectives and matmuls: values, shapes, strides, arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORLDS = (2, 4)
 
 
 def whole_numbers(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Small enough that products of them are exact in any order of summation."""
+    """So small that their products are exact in any order of summation."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, tuple(shape), generator=generator).to(dtype)
 
@@ -73,7 +73,7 @@ def test_the_names_of_torchs_module_take_what_torchs_take() -> None:
 
 
 def test_tensors_of_several_devices_are_refused_by_name() -> None:
-    """With one of them on the meta device PyTorch takes the kernel without memory."""
+    """If one of them is on the meta device, PyTorch selects the kernel without memory."""
     one, rest = torch.ones(4, 4), ([None], [None], [torch.float32], [False])
     calls: dict[str, tuple[dict[str, object], tuple[object, ...]]] = {
         "fused_all_gather_matmul": ({"A": one, "Bs": [one, one]}, (0, "none")),
@@ -175,7 +175,7 @@ def test_products_are_summed_in_fp32_in_rank_order(world: int) -> None:
 
 
 def many_calls(rank: int, world: int) -> None:
-    """Changing data and sizes, without anything between the calls."""
+    """Changing data and sizes, without synchronization between the calls."""
     name = dist.group.WORLD.group_name
     for call in range(60):
         size = 1 + call % 7 + (40 if call == 30 else 0)
@@ -249,7 +249,7 @@ def wrong_arguments(rank: int, world: int) -> None:
     refused("2 ranks do not divide the 3 elements of dimension 0", scatter, torch.ones(3, 4), matrix, "sum", 0)
     refused("2 ranks do not divide the 3 elements of dimension 1", scatter, matrix, torch.ones(4, 3), "sum", 1)
     refused("cannot be multiplied", scatter, matrix, torch.ones(3, 4), "sum", 0)
-    # Nobody waits for anybody after a refusal.
+    # No rank waits for another after a rejection.
     got, _ = gather(matrix, [matrix], 0, name)
     assert got is not None and got.shape == (8, 4)
 

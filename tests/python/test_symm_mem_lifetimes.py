@@ -33,20 +33,20 @@ def view(window: _SymmetricMemory, rank: int) -> torch.Tensor:
 
 
 def kilobytes() -> int:
-    """What this process's files without names take, the group's own memory included."""
+    """Size of this process's unnamed files, the group's own memory included."""
     files = {}
     for link in Path("/proc/self/fd").iterdir():
         try:
             if "memfd:symm" in os.readlink(link):
                 stat = link.stat()
                 files[stat.st_ino] = stat.st_blocks // 2
-        except FileNotFoundError:  # the folder's own
+        except FileNotFoundError:  # of the directory itself
             continue
     return sum(files.values())
 
 
 def test_a_handle_keeps_the_memory() -> None:
-    """As the handles of torch's own backends do."""
+    """Like the handles of torch's own backends."""
 
     def body(rank: int, world: int) -> None:
         tensor = _SymmetricMemory.empty_strided_p2p((64, 64), (64, 1), torch.float32, torch.device("cpu"), "0")
@@ -68,7 +68,7 @@ def test_a_handle_keeps_the_memory() -> None:
 
 @pytest.mark.timed
 def test_views_outlive_their_group() -> None:
-    """What is mapped stays so, and can be looked at; signals fail at once."""
+    """Mapped memory stays mapped and readable; signals fail at once."""
 
     def body(rank: int, world: int) -> None:
         tensor, window = opened(rank)
@@ -92,7 +92,7 @@ def test_views_outlive_their_group() -> None:
 
 
 def test_all_memory_is_given_back() -> None:
-    """Whatever goes last, tensor, handle or view; with and without its group."""
+    """Whichever is dropped last, tensor, handle or view; with and without its group."""
 
     def body(rank: int, world: int) -> None:
         opened(0)
@@ -110,7 +110,7 @@ def test_all_memory_is_given_back() -> None:
             for step in range(3):
                 held[(turn + step) % 3].clear()
             assert kilobytes() <= before + 8, f"turn {turn}"
-            # What a peer offers next comes with a descriptor, open here until it is mapped.
+            # A segment that a peer advertises next arrives with a file descriptor, open here until it is mapped.
             dist.barrier()
         for _ in range(10):
             group = dist.new_group(list(range(world)))
@@ -172,7 +172,7 @@ def in_child(body: Callable[[], None]) -> None:
 
 
 def test_p14_a_forked_child_uses_no_window() -> None:
-    """Nor harms its parent's when it lets go of them."""
+    """Nor does it harm its parent's windows when it drops them."""
 
     def body(rank: int, world: int) -> None:
         ops, A, B = torch.ops.symm_mem, torch.ones(4, 3), torch.ones(3, 2)
@@ -224,7 +224,7 @@ def test_p14_a_forked_child_uses_no_window() -> None:
         assert not held[1].get_signal_pad(rank).view(torch.int32).any()
         own = held[2]
         held.clear()
-        # The last that shows the memory is let go of in the child.
+        # The last reference to the memory is dropped in the child.
         in_child(lambda: None if float(own[3]) == rank else os._exit(1))
         dist.barrier()
         assert float(own[3]) == rank

@@ -1,4 +1,4 @@
-"""Tensors in symmetric memory by the functions of this module: made, found by peers, written with signals."""
+"""Tensors in symmetric memory by the functions of this module: allocated, found by peers, written with signals."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def ring(rank: int, world: int) -> None:
     assert not window.get_signal_pad(rank, (16,), torch.int32).any()
     with pytest.raises(torch_symm.SymmTimeout, match=f"rank {before}"):
         symm_mem.wait_signal(window, before, channel=2, timeout_ms=100)
-    dist.barrier()  # a rank that has left is no late one
+    dist.barrier()  # a rank that has left would not count as late
 
 
 @pytest.mark.parametrize("world", (2, 4))

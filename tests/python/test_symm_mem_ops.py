@@ -1,4 +1,4 @@
-"""torch.ops.symm_mem on CPU tensors, against the collectives of the group."""
+"""torch.ops.symm_mem on CPU tensors, compared with the collectives of the group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = [
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The same on every run, other ones on each rank."""
+    """The same on every run, different on each rank."""
     generator = torch.Generator().manual_seed(1000 + rank)
     if dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=dtype)
@@ -44,7 +44,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """What the group's own all-reduce makes of it."""
+    """The result of the group's own all-reduce."""
     result = tensor.clone()
     dist.all_reduce(result)
     return result
@@ -55,7 +55,7 @@ def test_all_reduces_have_the_bits_of_the_collective(world: int) -> None:
     def body(rank: int, world: int) -> None:
         for dtype in DTYPES:
             for count in (1, 7, 1000, 70_001):
-                # Neither at the beginning of the memory nor aligned.
+                # Neither at the start of the memory nor aligned.
                 tensor = cpu(count + 3, dtype=dtype)[3:]
                 given = values(rank, (count,), dtype)
                 tensor.copy_(given)
@@ -127,7 +127,7 @@ def test_reduce_scatter(world: int) -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("backend", ["symm", "gloo"])
 def test_low_contention_collectives(backend: str, symmetric: bool) -> None:
-    """Of plain tensors, too, which need no symmetric memory; and of those that are not contiguous."""
+    """Also of plain tensors, which need no symmetric memory, and of tensors that are not contiguous."""
 
     def body(rank: int, world: int) -> None:
         load()
@@ -180,7 +180,7 @@ def test_all_to_all_with_splits_in_memory(world: int) -> None:
 
 
 def test_splits_that_lie_are_refused() -> None:
-    """A peer's splits say where this rank reads: all ranks refuse them alike, before anything is written."""
+    """A peer's splits define where this rank reads: all ranks reject wrong ones, before anything is written."""
 
     def body(rank: int, world: int) -> None:
         tensor, out = cpu(8, 2).fill_(1), cpu(16, 2)
@@ -250,7 +250,7 @@ def test_words() -> None:
 
 
 def test_arguments_are_checked_as_torch_does() -> None:
-    """Each rank refuses by itself, before it waits for anybody."""
+    """Each rank rejects on its own, before it waits for another."""
 
     def body(rank: int, world: int) -> None:
         tensor = cpu(4, 8)

@@ -1,4 +1,4 @@
-"""P9 for torch.ops.symm_mem on CPU tensors: ranks that wait for an operator which one rank has refused are told."""
+"""P9 for torch.ops.symm_mem on CPU tensors: a rejection on one rank reaches ranks that wait for its operator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_symm._native import load
 
 ops: Any = torch.ops.symm_mem
 WORLD = "0"
-#: Of every rank: it can be divided among 2 and among 3.
+#: On every rank: divisible by 2 and by 3.
 ELEMENTS = 12
 
 BARRIER = "a barrier of symmetric memory"
@@ -42,8 +42,8 @@ def reduced(tensor: torch.Tensor, out: torch.Tensor) -> None:
 
 Call = Callable[[torch.Tensor, int], object]
 
-#: What one rank calls and is refused, what the others call with their tensors of that kind, the refusal, and what the
-#: others wait in.
+#: The call that one rank makes and that is rejected, the others' call with tensors of the same kind, the error, and the
+#: call in which the others wait.
 CASES: dict[str, tuple[Call, Call, str, str]] = {
     "dtype of the output": (
         lambda t, n: ops.one_shot_all_reduce_out(t, "sum", WORLD, t.double()),
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Call, Call, str, str]] = {
 
 
 def refused_on_rank_1(rank: int, world: int, name: str) -> tuple[str, float]:
-    """What this rank heard of the call, and when."""
+    """The error that this rank got from the call, and how long it took."""
     wrong, right, *_ = CASES[name]
     tensor = symmetric(ELEMENTS)
     symm_mem.rendezvous(tensor, WORLD).barrier()
@@ -137,7 +137,7 @@ def test_p9_a_refused_operator_is_told_to_the_ranks_that_wait_for_it(name: str, 
 
 
 def repeated_rightly(rank: int, world: int) -> float:
-    """How long the rank took to make up for its refusals at most."""
+    """The longest time that the rank took for a rejected call."""
     tensor = symmetric(ELEMENTS)
     pause = 0.0
     for _ in range(3):
@@ -148,7 +148,8 @@ def repeated_rightly(rank: int, world: int) -> float:
             pause = max(pause, time.monotonic() - start)
         ops.two_shot_all_reduce_(tensor.fill_(1), "sum", WORLD)
         assert bool((tensor == world).all())
-    # Longer than it takes to tell: nothing of the refusals is left, though others wait for the rank that made them.
+    # Longer than a notification takes: the rejections have left nothing, though others wait for the rank that made
+    # them.
     handle = symm_mem.rendezvous(tensor, WORLD)
     if rank == 1:
         time.sleep(0.3)
@@ -165,7 +166,7 @@ def test_an_operator_that_is_repeated_rightly_disturbs_nobody() -> None:
 
 
 def late_after_a_call(rank: int, world: int) -> None:
-    """What fails on one rank after all have met is not what the others wait for later."""
+    """An error on one rank after all have met does not reach the others' later waits."""
     tensor, counts, layout = symmetric(ELEMENTS), symmetric(world, dtype=torch.int64), symmetric(2, world).long()
     out = torch.empty(ELEMENTS if rank == 0 else 1)
     if rank == 1:

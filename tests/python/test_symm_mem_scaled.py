@@ -1,4 +1,4 @@
-"""The fused operators on 8-bit floats. Torch multiplies them on the CPU with one scale per tensor; else on meta."""
+"""The fused operators on 8-bit floats. Torch multiplies them on the CPU with one scale per tensor, or on meta."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def matrix(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def operand(rows: int, columns: int, seed: int) -> torch.Tensor:
-    """With its columns one after the other, as ``_scaled_mm`` wants it."""
+    """Column-major, as ``_scaled_mm`` requires."""
     return matrix((columns, rows), seed).t()
 
 
@@ -73,7 +73,7 @@ def scatters(rank: int, world: int) -> None:
         whole = [*shape[:-1], 16]
         given = [(A, dim)]
         if len(shape) > 2:
-            given.append((A.flatten(0, -2), 0))  # as Inductor gives it
+            given.append((A.flatten(0, -2), 0))  # as Inductor passes it
         for one, its_dim in given:
             args = (one, B, scale_A, scale_B, op, dim, its_dim, name, whole, None, None, torch.bfloat16)
             got, wanted = both_ways(lambda args=args: symm_mem.fused_scaled_matmul_reduce_scatter(*args))

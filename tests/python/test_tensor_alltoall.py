@@ -1,4 +1,4 @@
-"""shard_dim_alltoall against torch's own and against cutting the whole tensor, eager, traced and differentiated."""
+"""shard_dim_alltoall compared with torch's and with cutting the whole tensor, eager, traced and differentiated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def numbered(shape: tuple[int, ...], rank: int) -> torch.Tensor:
 
 
 def cut(whole: torch.Tensor, parts: int, dim: int, index: int) -> torch.Tensor:
-    """The part of rank ``index``; empty where ``chunk`` gives fewer parts than ranks."""
+    """The part of rank ``index``; empty if ``chunk`` returns fewer parts than ranks."""
     found = whole.chunk(parts, dim)
     return found[index] if index < len(found) else whole.narrow(dim, 0, 0)
 
@@ -73,7 +73,7 @@ def test_every_dtype(rank: int, world_size: int) -> None:
         uneven = expected.seeded(dtype, (7, 5), 9)
         got = shard_dim_alltoall(cut(uneven, world_size, 0, rank), 0, 1, mesh, 0, gather_size=7)
         assert same_bits(got, cut(uneven, world_size, 1, rank)), dtype
-    # Every pattern of bits of a float, signalling NaNs included, comes through as it is.
+    # Every bit pattern of a float, signalling NaNs included, is unchanged.
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
     assert same_bits(
         shard_dim_alltoall(cut(patterns, world_size, 0, rank), 0, 1, mesh, 0), cut(patterns, world_size, 1, rank)
@@ -144,7 +144,7 @@ def test_wrong_arguments_are_refused_as_by_torch(rank: int, world_size: int) -> 
         theirs = raised(lambda arguments=arguments: torchs.shard_dim_alltoall(mine, *arguments))
         ours = raised(lambda arguments=arguments: shard_dim_alltoall(mine, *arguments))
         assert type(ours) is type(theirs) and str(ours) == str(theirs), (ours, theirs)
-    # torch 2.15 takes this one for dimension 1.
+    # torch 2.15 interprets this one as dimension 1.
     with pytest.raises(IndexError, match=r"Dimension out of range .* but got -3"):
         shard_dim_alltoall(mine, -3, 0, mesh, 0)
     with pytest.raises(IndexError, match="tensor has no dimensions"):
@@ -152,7 +152,7 @@ def test_wrong_arguments_are_refused_as_by_torch(rank: int, world_size: int) -> 
     words = f"rank {rank} of 4 holds 4 elements of dimension 0, whose 9 elements are cut into 3, 3, 3, 0"
     with pytest.raises(ValueError, match=words):
         shard_dim_alltoall(mine, 0, 1, mesh, 0, gather_size=9)
-    # Nothing was exchanged: the group goes on.
+    # Nothing was exchanged: the group stays usable.
     assert same_bits(shard_dim_alltoall(mine, 1, 0, mesh, 0), torchs.shard_dim_alltoall(mine, 1, 0, mesh, 0))
 
 
@@ -244,7 +244,7 @@ def test_compiled_without_a_break(rank: int, world_size: int, backend: str) -> N
 
     fast = torch.compile(there_and_back, backend=backend, fullgraph=True)
     for width in (4, 8, 16, 8):  # from the second on the width is symbolic
-        mine = (numbered((3, width), rank) % 7).requires_grad_()  # small integers: exact whatever is fused
+        mine = (numbered((3, width), rank) % 7).requires_grad_()  # small integers: exact with any fusion
         other = mine.detach().clone().requires_grad_()
         fast(mine).pow(2).sum().backward()
         there_and_back(other).pow(2).sum().backward()

@@ -1,4 +1,4 @@
-"""mesh_scatter, mesh_broadcast, padding and what is known of shards, side by side with torch's functions."""
+"""mesh_scatter, mesh_broadcast, padding and the description of shards, compared with torch's functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch_symm import tensor
 
 
 def same_end(ours: Callable[[], Any], theirs: Callable[[], Any]) -> None:
-    """Both raise the same class with the same words."""
+    """Both raise the same class with the same message."""
     first, second = raised(ours), raised(theirs)
     assert type(first) is type(second) and str(first) == str(second), (first, second)
 

@@ -1,4 +1,4 @@
-"""DTensor over symm groups moves shards with our operator; results are those that torch's own way gives.
+"""DTensor over symm groups moves shards with our operator; results equal those of torch's implementation.
 
 After torch's test_redistribute.py: every pair of placements, 1-D and 2-D meshes, uneven and empty shards, gradients.
 """
@@ -33,7 +33,7 @@ def whole(shape: Sequence[int]) -> torch.Tensor:
 
 
 def placed(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """The tensor of ``whole`` under these placements; where one is partial the ranks hold addends."""
+    """The tensor of ``whole`` under these placements; for a partial placement the ranks hold addends."""
     first = [Replicate() if placement.is_partial() else placement for placement in placements]
     tensor = distribute_tensor(whole(shape), mesh, first)
     local = tensor.to_local()
@@ -47,7 +47,7 @@ def placed(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[in
 def redistributed(
     mesh: DeviceMesh, source: Sequence[Placement], target: Sequence[Placement], shape: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """The rank's part, the whole, how often shards were moved and how often gathered."""
+    """The rank's part, the whole, and how often shards were moved and gathered."""
     tensor = placed(mesh, source, shape)
     with CommDebugMode() as counted:
         moved = tensor.redistribute(mesh, target)
@@ -63,7 +63,7 @@ def every_pair(rank: int, world: int, mesh_shape: tuple[int, ...]) -> None:
         sources = list(itertools.product([*dims, Replicate(), Partial()], repeat=mesh.ndim))
         targets = list(itertools.product([*dims, Replicate()], repeat=mesh.ndim))
         pairs = list(itertools.product(sources, targets))
-        if mesh.ndim > 1:  # every fifth will do
+        if mesh.ndim > 1:  # every fifth is enough
             pairs = pairs[len(shape) :: 5]
         for source, target in pairs:
             ours = redistributed(mesh, source, target, shape)
@@ -73,7 +73,7 @@ def every_pair(rank: int, world: int, mesh_shape: tuple[int, ...]) -> None:
             where = f"{shape}: {source} to {target}"
             assert same_bits(ours[0], theirs[0]), where
             assert torch.equal(ours[1], whole(shape)), where
-            # Torch's way moves no shard on CPU: it gathers instead.
+            # torch's implementation moves no shard on CPU: it gathers instead.
             assert theirs[2] == 0 and ours[2] + ours[3] == theirs[3], where
             saved += ours[2]
     assert saved > 10
@@ -143,7 +143,7 @@ def test_fake_tensors(world_size: int) -> None:
 
 
 def other_groups(rank: int, world: int, backend: str) -> None:
-    """A symm group beside changes nothing for a mesh of another backend."""
+    """An additional symm group changes nothing for a mesh of another backend."""
     dist.new_group(backend="symm")
     mesh = init_device_mesh("cpu", (world,))
     tensor = distribute_tensor(whole((7, 5)), mesh, [Shard(0)])

@@ -1,6 +1,6 @@
-"""The kit for tests of distributed code: outcomes and reports of marked tests, what is left, torch's own case class.
+"""The kit for tests of distributed code: outcomes and reports of marked tests, leftovers, torch's own case class.
 
-Each test runs pytest in a process of its own on a small file, as a user of the package would.
+Each test runs pytest in a separate process on a small file, as a user of the package would.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 
 def pytest_on(folder: Path, body: str, *options: str, **env: str) -> tuple[int, str]:
-    """Runs pytest on a file with this content; returns its exit code and what it printed."""
+    """Runs pytest on a file with this content; returns its exit code and its output."""
     (folder / "test_it.py").write_text(HEAD + textwrap.dedent(body))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *options, "test_it.py"]
-    # Where one of these is set pytest's summary repeats each failure in full.
+    # If one of these is set, pytest's summary repeats each failure in full.
     outer = {name: value for name, value in os.environ.items() if name not in ("CI", "BUILD_NUMBER")}
     full = {**outer, "OMP_NUM_THREADS": "1", **env}
     done = subprocess.run(command, cwd=folder, env=full, capture_output=True, text=True, timeout=120, check=False)
@@ -198,14 +198,14 @@ def test_time_limits_name_who_hangs_and_leave_nothing(tmp_path: Path) -> None:
     processes += [int(pid) for pid in re.findall(r"^rank \d \(pid (\d+)\)", text, re.MULTILINE)]
     assert len(processes) == 12 and not [pid for pid in processes if running(pid)], text
     memory = [Path(name) for name in re.findall(r"/dev/shm/symm-kit-\d+-\d", text)]
-    # Of ranks that ended by themselves the memory is theirs to remove.
+    # Ranks that exited on their own had to remove their memory themselves.
     assert len(memory) == 6 and not [path for path in memory if path.name.endswith("-1") and path.exists()]
     for path in memory:
         path.unlink(missing_ok=True)
 
 
 def running(pid: int) -> bool:
-    """Whether there is such a process, which is no zombie."""
+    """Returns true if the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -213,7 +213,7 @@ def running(pid: int) -> bool:
 
 
 class Marked:
-    """As much of a test as its mark."""
+    """The part of a test that carries its mark."""
 
     nodeid = "test_it.py::test_it"
 

@@ -1,4 +1,4 @@
-"""The kit for tests turns no failure into a pass: verdicts with and without the mark, and whose processes it kills."""
+"""The kit for tests never reports a failure as a pass: verdicts with and without the mark, and what it kills."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_process_group_is_killed_before_its_number_can_be_reused(monkeypatch: 
     kill_group = os.killpg
 
     def checked(group: int, number: int) -> None:
-        # Only the child itself, running or as a zombie, keeps the number from other processes.
+        # Only the child itself, running or as a zombie, keeps other processes from getting its number.
         os.waitid(os.P_PID, group, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         killed.append(group)
         kill_group(group, number)

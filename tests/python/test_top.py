@@ -1,4 +1,4 @@
-"""``SYMM_STATS``, ``torch-symm top`` and ``print(torch_symm.stats())``: calls of all ranks, and who was waited for."""
+"""``SYMM_STATS``, ``torch-symm top`` and ``print(torch_symm.stats())``: calls of all ranks, and the awaited ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORLD = 2
 
 
 def call(number: int, started: int, ended: int, op: str = "all_reduce", size: int = 1000) -> dict[str, Any]:
-    """One of rank's calls, as a dump has it; times in µs."""
+    """One of a rank's calls, as in a dump; times in µs."""
     return {
         "group": 1, "number": number, "op": op, "call": op, "sequence": number, "dtype": "float32", "itemsize": 4,
         "elements": size, "peer": None, "far": False, "even": True, "bytes_in": 4 * size, "bytes_out": 4 * size,
@@ -107,7 +107,7 @@ def test_statistics_are_a_table_when_printed() -> None:
 
 
 def watched(rank: int, world: int, place: str) -> tuple[int, str]:
-    """Rank 1 is late at every call; rank 0 looks with ``top`` while the job runs."""
+    """Rank 1 is late at every call; rank 0 calls ``top`` while the job runs."""
     said, status = "", 0
     until = time.monotonic() + 2.2
     more = torch.ones(1)
@@ -117,7 +117,7 @@ def watched(rank: int, world: int, place: str) -> tuple[int, str]:
         dist.all_reduce(torch.ones(1000))
         more.fill_(time.monotonic() < until)
         dist.broadcast(more, 0)
-    # The files of both are there until the processes end.
+    # The files of both exist until the processes end.
     ranks.meet("watched", rank, world)
     if rank == 0:
         with redirect_stdout(io.StringIO()) as output:
@@ -158,7 +158,7 @@ def test_what_is_missing_is_said(
 
 
 def counted(rank: int, world: int) -> None:
-    """More calls than a trace keeps; the rank ends as a program does, without what its parent has to do then."""
+    """More calls than a trace keeps; the rank exits like a program, without the exit functions of its parent."""
     atexit._clear()
     ranks.init(rank, world)
     tensor = torch.ones(1000)
@@ -199,7 +199,7 @@ def test_counts_without_times_have_none() -> None:
 
 
 def ending(rank: int, world: int) -> tuple[Path, list[bool]]:
-    # Nothing of this test's parent.
+    # Drops the exit functions of this test's parent.
     atexit._clear()
     _, path = live.write(load())
     existed = path.exists()

@@ -11,7 +11,7 @@ import pytest
 from torch_symm import __main__ as entry
 from torch_symm.tools.topo import cpu, plot
 
-#: Two memory nodes of two cores with two threads each; a third-level cache a node.
+#: Two memory nodes of two cores with two threads each; one third-level cache per node.
 FILES = {
     "node/node0/cpulist": "0-1,4-5",
     "node/node1/cpulist": "2-3,6-7",
@@ -129,7 +129,7 @@ def test_a_described_host_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     described.write_text(json.dumps({"gpus": 8, "links": SWITCHED, "p2p": True}))
     monkeypatch.setenv("SYMM_TOPOLOGY_FILE", str(described))
     assert entry.main(["topo", "--plot", str(path)]) == 0
-    if "as described" in path.read_text():  # no GPU is here
+    if "as described" in path.read_text():  # there is no GPU here
         assert all(f'"link-{gpu}-switch"' in path.read_text() for gpu in range(8))
     else:
         assert '"gpu-0"' in path.read_text()
@@ -141,7 +141,7 @@ def test_a_host_without_gpus_shows_ranks_cores_and_shared_caches(tmp_path: Path,
     plot.draw(cpu.section(4, system).found, [], [], path)
     root = ElementTree.parse(path).getroot()
     ids = {element.get("id", "") for element in root.iter()}
-    # Threads 0 and 4 are one core; thread 7 may not be used, which 3 may.
+    # Threads 0 and 4 are one core; thread 7 may not be used, but its sibling 3 may.
     assert ids >= {f"{what}-{number}" for what in ("core", "L1d", "rank") for number in range(4)}
     assert ids >= {"L3-0", "L3-2", "node-0", "node-1"} and not ids & {"core-4", "L3-1", "rank-4"}
     said = "".join(root.itertext())

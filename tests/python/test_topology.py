@@ -1,4 +1,4 @@
-"""How the GPUs are connected, as Python sees it. The rest is tested in Rust, with tables."""
+"""The links between GPUs, as reported to Python. The rest is tested in Rust, with tables."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch_symm
 
-#: On a host with GPUs the first rows of a file are theirs, and their names are not known here.
+#: On a node with GPUs the first rows of a file belong to them, and their names are not known here.
 without_gpus = pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="for a host without GPUs")
 PAIRS = [[0, 4, 0, 0], [4, 0, 0, 0], [0, 0, 0, 4], [0, 0, 4, 0]]
 
 
 def python(code: str, file: Path) -> str:
-    """Runs `code` where `file` is the topology, which a process reads from its environment once."""
+    """Runs `code` with `file` as the topology, which a process reads from its environment once."""
     environment = {**os.environ, "SYMM_TOPOLOGY_FILE": str(file)}
     command = [sys.executable, "-c", "import torch_symm\n" + code]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
@@ -41,7 +41,7 @@ def test_other_types_are_refused(types: tuple[str, str]) -> None:
 
 
 def test_without_devices_the_matrix_is_empty() -> None:
-    """As CUDA_VISIBLE_DEVICES may have it on any machine."""
+    """CUDA_VISIBLE_DEVICES can have the same effect on any node."""
     code = "print(torch_symm.detect_dma_connectivity('cuda', 'nvlink'))"
     command = [sys.executable, "-c", "import torch_symm\n" + code]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -57,7 +57,7 @@ def test_the_answer_is_frozen() -> None:
 
 @without_gpus
 def test_devices_are_asked_for_in_their_order(pairs: Path) -> None:
-    """The GPUs behind the devices, in torch's order, get the rows that the file has for them."""
+    """The GPUs behind the devices, in torch's order, get their rows of the file."""
     code = """
 import torch
 from types import SimpleNamespace

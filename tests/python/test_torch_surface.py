@@ -1,6 +1,6 @@
-"""What torch's own classes promise and a backend has to keep: works, futures, exceptions, profiles, splits, refusals.
+"""The contract of torch's own classes for a backend: works, futures, exceptions, profiles, splits, rejections.
 
-Every test runs its body on the ranks of a fresh group, each a process of its own.
+Every test runs its body on the ranks of a fresh group, each a separate process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def backend() -> torch_symm.ProcessGroupSymm:
 
 
 def overlapping(rank: int) -> None:
-    # all_gather: the input is a piece of the output, its own and somebody else's.
+    # all_gather: the input is a part of the output, its own or another rank's.
     for place in range(WORLD):
         whole = torch.zeros(WORLD * 5)
         piece = whole[place * 5 : place * 5 + 5]
@@ -50,7 +50,7 @@ def overlapping(rank: int) -> None:
     whole = torch.full((WORLD * 5 + 2,), rank + 1.0)
     dist.all_gather_into_tensor(whole[:-2], whole[3:8])
     assert whole[:-2].view(WORLD, 5).eq(torch.arange(1.0, WORLD + 1)[:, None]).all(), whole
-    # reduce_scatter into each piece of its own input.
+    # reduce_scatter into each part of its own input.
     for place in range(WORLD):
         whole = torch.arange(WORLD * 4.0) + rank
         dist.reduce_scatter_tensor(whole[place * 4 : place * 4 + 4], whole)
@@ -148,7 +148,7 @@ def refused(rank: int) -> None:
                 call() if not asynchronous else dist.all_reduce(one, dist.ReduceOp.BAND, async_op=True)
             assert SENTENCES.get(words, words) in str(caught.value), (words, str(caught.value))
             assert not isinstance(caught.value, dist.DistBackendError), words
-    # Nothing was exchanged: the group goes on.
+    # Nothing was exchanged: the group stays usable.
     dist.all_reduce(one)
     assert one.eq(WORLD).all()
 
@@ -167,7 +167,7 @@ def futures(rank: int) -> None:
     work.wait()
     assert future.value()[0].eq(6).all() and work.is_completed() and work.is_success()
     assert work.result()[0].data_ptr() == t.data_ptr()
-    # The value is there as soon as wait() returns.
+    # The value exists as soon as wait() returns.
     for _ in range(300):
         work = dist.all_reduce(torch.ones(64), async_op=True)
         future = work.get_future()
@@ -178,7 +178,7 @@ def futures(rank: int) -> None:
     for _ in range(4):
         dist.all_reduce(torch.ones(1 << 18), async_op=True)
     dist.all_reduce(kept)
-    # A callback that calls the group, synchronously, asynchronously, and waits for what was queued behind it.
+    # A callback that calls the group, synchronously, asynchronously, and waits for the call queued after it.
     a, b, c = torch.ones(4), torch.ones(4), torch.ones(4)
     first, second = dist.all_reduce(a, async_op=True).get_future(), dist.all_reduce(b, async_op=True).get_future()
 
@@ -231,7 +231,7 @@ def sparse(rank: int) -> None:
 
 
 def exceptions(rank: int) -> None:
-    """Every surface shows the type of the failure."""
+    """Every entry point raises the type of the failure."""
     small = dist.new_group()
     if rank == 0:
         time.sleep(0.2)
@@ -331,7 +331,7 @@ def profile(rank: int) -> None:
 
 
 def aborted(rank: int) -> None:
-    """Ends while completions run Python code: by destroy, and by the destructor, called with the interpreter's lock."""
+    """Ends while completions run Python code: by destroy, and by the destructor, called while it holds the GIL."""
     group = dist.new_group()
     dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future().then(lambda _: time.sleep(0.05))
     dist.destroy_process_group(group)
@@ -370,7 +370,7 @@ dist.all_reduce(torch.ones(4), async_op=True).wait()
 )
 def test_exit_without_destroy_is_silent_and_quick(ending: str, seconds: float, tmp_path: Path) -> None:
     code = LEAVING + "start = time.monotonic()\n" + ending
-    # Registered in front of the extension's own, which was registered later and so runs earlier.
+    # Registered before the extension's own function, which was registered later and so runs earlier.
     code = "import atexit, time\natexit.register(lambda: print(time.monotonic() - start))\n" + code
     command = [sys.executable, "-c", code]
     ranks = [

@@ -1,4 +1,4 @@
-"""The flight recorder (P24): always on, written where a group fails, and read to say who is missing where (P6)."""
+"""The flight recorder (P24): always on, written when a group fails, and read to name the missing rank and call (P6)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def killed(rank: int, world: int) -> int:
             dist.all_reduce(zeros(1000))
     failure = torch_symm.trace()["groups"][0]["failure"]
     assert (failure["kind"], failure["message"]) == ("SymmPeerError", str(error.value))
-    # Else the first to leave has left, in the dump of the other.
+    # Otherwise the first rank to leave would appear as left in the dump of the other.
     meet("reported", rank, 2)
     return os.getpid()
 
@@ -233,7 +233,7 @@ def test_a_dump_that_cannot_be_written_is_a_line_in_the_log(kind: str, says: str
 
 
 def skipped(rank: int, world: int, folder: Path) -> None:
-    """Every collective, then one that rank 2 leaves out."""
+    """Every collective, then one that rank 2 omits."""
     n, pieces = 5, [zeros(r + 1) for r in range(world)]
     dist.all_reduce(zeros(n))
     dist.barrier()

@@ -1,4 +1,4 @@
-"""What training asks of a backend: DDP, FSDP2, differentiable collectives, functional collectives, profiler events."""
+"""Training with the backend: DDP, FSDP2, differentiable collectives, functional collectives, profiler events."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def hooks(rank: int, world: int) -> None:
             for got, wanted in zip(model.parameters(), local_gradients(world, alone, step), strict=True):
                 torch.testing.assert_close(got.grad, wanted, atol=2e-3, rtol=2e-2)
     if torch.cuda.is_available():
-        # There it waits for a GPU, whatever the tensors are.
+        # In that case it waits for a GPU, even for CPU tensors.
         return
     state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2)
     wrapped = DistributedDataParallel(network())
@@ -166,7 +166,7 @@ def test_fsdp2(case: str) -> None:
 
 
 def hybrid(rank: int, world: int) -> None:
-    """Sharded in pairs, replicated between them: all-reduce beside reduce-scatter."""
+    """Sharded in pairs, replicated between them: all-reduce and reduce-scatter in one training."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = network()
     alone = copy.deepcopy(model)
@@ -198,7 +198,7 @@ def test_dtensor_redistributes() -> None:
 
 
 def gradients(rank: int, world: int) -> None:
-    """torch.distributed.nn: what flows back through each collective."""
+    """torch.distributed.nn: the gradients of each collective."""
     mine = torch.full((3,), float(rank + 1), requires_grad=True)
     outputs = differentiable.all_gather(mine)
     assert [float(output[0].detach()) for output in outputs] == [1.0, 2.0, 3.0]

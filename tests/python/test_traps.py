@@ -1,4 +1,4 @@
-"""Where torch 2.11 treats a backend that it does not ship in its own way: one test for each."""
+"""Behaviour of torch 2.11 that differs for backends that it does not ship: one test for each."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_last_reference_dies_with_the_gil_held() -> None:
             if turn % 2:
                 dist.destroy_process_group()
             else:
-                # Nobody calls shutdown: only the references go.
+                # No shutdown is called: only the references are dropped.
                 dist.distributed_c10d._world.pg_map.clear()
                 dist.destroy_process_group.__globals__["_update_default_pg"](None)
                 for table in ("pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
@@ -66,7 +66,7 @@ def test_last_reference_dies_with_the_gil_held() -> None:
 
 
 def test_own_class_with_options() -> None:
-    """split_group copies ``options`` deeply and sets timeouts; a bare Backend could not."""
+    """split_group deep-copies ``options`` and sets timeouts; a bare Backend does not support that."""
 
     def body(rank: int, world: int) -> None:
         backend = backend_of()
@@ -104,7 +104,7 @@ def test_one_instance_for_both_devices() -> None:
                 assert {device.type for device in group._device_types} == served
                 assert all(group._get_backend(CPU) is group._get_backend(torch.device(device)) for device in served)
             dist.destroy_process_group()
-        # On a machine with GPUs torch loads it by itself.
+        # On a node with GPUs torch loads it by itself.
         with open("/proc/self/maps") as maps:
             assert os.path.exists("/dev/nvidia0") or "libcuda.so" not in maps.read()
 
@@ -202,7 +202,7 @@ def test_sequence_numbers_under_detail() -> None:
 
 
 def test_average_and_factor_of_reduce_scatter() -> None:
-    """FSDP2 asks for AVG and, with a divide factor, PREMUL_SUM in reduce_scatter_tensor."""
+    """FSDP2 requests AVG and, with a divide factor, PREMUL_SUM in reduce_scatter_tensor."""
 
     def body(rank: int, world: int) -> None:
         for dtype in (torch.float32, torch.bfloat16):

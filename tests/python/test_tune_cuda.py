@@ -1,4 +1,4 @@
-"""The search for thresholds of GPUs, without any: the plan's own algorithms, times that are given."""
+"""The search for thresholds of GPUs, without any: the plan's own algorithms with given times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRICES = profile.prices
 
 @functools.cache
 def served(tuning: str) -> Mapping[Point, str]:
-    """The algorithms of :data:`POINTS` under a tuning, which a process reads once."""
+    """The algorithms of :data:`POINTS` with a tuning, which a process reads once."""
     found = run_ranks(named, 1, backend=None, env={"SYMM_CUDA_TUNING": tuning})
     return cast(Mapping[Point, str], found[0])
 
@@ -85,7 +85,7 @@ def test_measured_times_move_one_threshold() -> None:
 
 
 def us(point: Point, name: str) -> float:
-    """Times of a machine with other thresholds than the defaults."""
+    """Times of a node with other thresholds than the defaults."""
     length = thresholds_cuda.message(point) / KIB
     steps = {"one_shot": (2, 0.05), "two_shot": (5, 0.01), "rsag_staged": (13, 0.003), "staged": (9, 0.003)}
     if point.op == "broadcast" and name == "rsag_staged":
@@ -95,7 +95,7 @@ def us(point: Point, name: str) -> float:
 
 
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replaces the launch of processes by :func:`us`; returns the tunings that were launched, as it happens."""
+    """Replaces the launch of processes by :func:`us`; returns the list to which each launched tuning is added."""
     launched: list[str] = []
 
     def tuning(path: Path | None) -> str:
@@ -133,7 +133,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 received(point, visit.us)
         return found
 
-    # What is written cannot be read back where there is no such GPU.
+    # The written file cannot be read back if there is no such GPU.
     monkeypatch.setattr(profile, "write", lambda path, value: path.write_text(json.dumps(value)))
     monkeypatch.setattr(profile, "prices", prices)
     monkeypatch.setattr(thresholds_cuda, "measure", measure)
@@ -159,7 +159,7 @@ def test_the_found_thresholds_choose_what_was_fastest(monkeypatch: pytest.Monkey
 
 
 class Recorded:
-    """What replays a graph, and counts."""
+    """A graph whose replays are counted."""
 
     def __init__(self, run: Callable[[], None], calls: int) -> None:
         self._run, self._calls, self.replays = run, calls, 0
@@ -191,5 +191,5 @@ def test_replays_are_timed_and_as_many_on_all_ranks() -> None:
     assert first == second
     times, replays = first
     assert times[2] is None and all(us is not None and 500 <= us < 10_000 for us in times[:2]), "µs per call"
-    # Each burst begins with one that is not timed; a first visit has one burst to see how long it takes.
+    # Each burst starts with one untimed replay; a first visit adds one burst to measure its duration.
     assert replays[0] >= 2 + 1 + rank.FEWEST and replays[1:] == [1 + rank.FEWEST, 0]

@@ -1,4 +1,4 @@
-"""What holds only where there are GPUs: CPU groups leave them alone, and CUDA tensors go where the spelling says."""
+"""Tests that need GPUs: CPU groups do not touch them, and CUDA tensors use the backend in the spelling."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_cpu_group_never_touches_the_driver() -> None:
             assert bool((value == 2).all())
         dist.destroy_process_group()
         for fd in os.listdir("/proc/self/fd"):
-            # The folder's own descriptor is gone by now.
+            # The directory's own file descriptor is closed by now.
             if os.path.lexists(link := f"/proc/self/fd/{fd}"):
                 assert not os.readlink(link).startswith("/dev/nvidia")
         assert not torch.cuda.is_initialized()
@@ -60,7 +60,7 @@ def test_beside_nccl() -> None:
 
 @pytest.mark.parametrize("spelling", ["symm", "cpu:gloo,cuda:symm"])
 def test_two_ranks_on_one_gpu_are_refused(spelling: str) -> None:
-    """With a sentence that names both; the group goes on with CPU tensors."""
+    """The error names both; the group still works with CPU tensors."""
 
     def body(rank: int, world: int) -> None:
         init(rank, world, backend=spelling)
@@ -106,7 +106,7 @@ def test_nccl_meets_through_our_stores(method: str) -> None:
 
 
 def test_cuda_tensors_of_a_replaced_gloo_stay_with_gloo() -> None:
-    """Two ranks share a GPU, which Gloo allows: what symm does not serve there works all the same."""
+    """Two ranks share a GPU, which Gloo allows: tensors that symm does not support there work all the same."""
 
     def body(rank: int, world: int) -> None:
         torch_symm.replace("gloo")

@@ -1,4 +1,4 @@
-"""The handle of a call: waiting, futures, order, threads, and who owns the tensors."""
+"""The handle of a call: waiting, futures, order, threads, and ownership of the tensors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ Call = Callable[[dist.ProcessGroup, bool, int], Any]
 one, two = torch.ones(2), [torch.ones(2), torch.ones(3)]
 wide, wider = torch.ones(4), [torch.ones(4), torch.ones(6)]
 
-#: Every operation that gives a work: the call on a group, by whether this rank is the root, and this rank's peer.
+#: Every operation that returns a work: the call on a group, by whether this rank is the root, and its peer.
 OPERATIONS: dict[str, Call] = {
     "all_reduce": lambda g, root, peer: dist.all_reduce(+one, group=g, async_op=True),
     "sparse all_reduce": lambda g, root, peer: dist.all_reduce(one.to_sparse(), group=g, async_op=True),
@@ -194,7 +194,7 @@ def results_of_failures(rank: int, world: int) -> None:
         (work,) = dist.batch_isend_irecv(ops)
         assert work.get_future_result().wait() == wanted
         if wanted == 1:
-            # The group has failed at its first timeout, which stands.
+            # The group has failed at its first timeout, which is kept.
             with pytest.raises(torch_symm.SymmTimeout):
                 work.wait()
     last = dist.new_group(timeout=timedelta(seconds=20))
@@ -224,7 +224,7 @@ def mixed(rank: int, world: int) -> None:
             pending.append(dist.all_reduce(tensor, async_op=True))
             value *= world
         if i % 10 == 9:
-            # The next synchronous call comes after everything that was queued.
+            # The next synchronous call runs after all queued calls.
             tensor_before = torch.zeros(1)
             dist.broadcast(tensor_before, 0)
             assert (tensor == value).all(), i
@@ -256,7 +256,7 @@ def test_four_threads_with_a_group_each() -> None:
 
 
 def one_group(rank: int, world: int) -> None:
-    """Equal calls from four threads: whichever comes first on a rank meets whichever comes first on another."""
+    """Equal calls from four threads: the first to call on a rank meets the first to call on another."""
     for asynchronous in (False, True):
 
         def body(asynchronous: bool = asynchronous) -> None:
@@ -335,7 +335,7 @@ def test_the_gil_is_free_while_waiting(kind: str) -> None:
 
 
 def dropped(rank: int, world: int) -> None:
-    """The call owns its tensors: the user may drop everything, and the handle too."""
+    """The call owns its tensors: the user may drop everything, including the handle."""
     results = [torch.zeros(world * 200_000) for _ in range(20)]
     works = []
     for i in range(20):

@@ -1,4 +1,4 @@
-"""What windows of torch's symmetric memory do on CPU tensors and on GPUs: one scenario a behaviour, run by both."""
+"""The behaviour of windows of torch's symmetric memory on CPU tensors and on GPUs: one scenario per behaviour."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import torch_symm
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch_symm._native import load
 
-#: Milliseconds after which a wait that cannot end shall fail.
+#: Milliseconds after which a wait that cannot end must fail.
 SHORT_MS = 300
 
 
 @dataclass
 class Here:
-    """Where the tensors are, and what the processes are run with."""
+    """The device of the tensors, and the settings of the processes."""
 
     device: torch.device
     init: Callable[..., None]
@@ -35,7 +35,7 @@ class Here:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether errors are raised by the very call."""
+        """Returns true if the failing call itself raises errors."""
         return self.device.type == "cpu"
 
 
@@ -59,7 +59,7 @@ def pad_is_clear(window: Any) -> bool:
 
 
 def buffers(rank: int, world: int, here: Here) -> None:
-    """Every rank reaches every buffer, and no more than it."""
+    """Every rank can access every buffer, and nothing outside it."""
     tensor, window = opened(here, world, 100)
     assert (window.rank, window.world_size) == (rank, world)
     assert window.buffer_ptrs[rank] == tensor.data_ptr() and len(set(window.buffer_ptrs)) == world
@@ -93,7 +93,7 @@ def buffers(rank: int, world: int, here: Here) -> None:
 
 
 def ball(rank: int, world: int, here: Here) -> None:
-    """A sum goes round, in the memory of the next rank, 100 times."""
+    """A sum is passed around, in the memory of the next rank, 100 times."""
     tensor, window = opened(here, 1024)
     after, before = (rank + 1) % world, (rank - 1) % world
     theirs = window.get_buffer(after, (1024,), torch.float32)
@@ -111,7 +111,7 @@ def ball(rank: int, world: int, here: Here) -> None:
 
 
 def barriers(rank: int, world: int, here: Here) -> None:
-    """Each rank writes into all, then reads what all wrote; the barrier is all that keeps the rounds apart."""
+    """Each rank writes to all, then reads what all wrote; only the barrier separates the rounds."""
     tensor, window = opened(here, world)
     peers = [window.get_buffer(peer, (world,), torch.float32) for peer in range(world)]
     seen = []
@@ -168,7 +168,7 @@ def kept(
 
 
 def operators(rank: int, world: int, here: Here) -> None:
-    """Of torch: on CPU tensors ``test_symm_mem_ops.py`` compares bits."""
+    """torch's operators: on CPU tensors ``test_symm_mem_ops.py`` compares bits."""
     ops, name = torch.ops.symm_mem, group_name()
     for dtype in (torch.float32, torch.bfloat16):
         for count in (64, 4096 * world, 1 << 20):
@@ -209,7 +209,7 @@ def operators(rank: int, world: int, here: Here) -> None:
 
 
 def again(rank: int, world: int, here: Here) -> list[int]:
-    """Memory is made, shared and given back 60 times; how much of a GPU's is free in between is returned."""
+    """Memory is allocated, shared and freed 60 times; returns mappings (CPU) or free GPU memory in between."""
     found, count = [], 5000 if here.on_cpu else 1 << 20
     for turn in range(60):
         tensor, window = opened(here, count)
@@ -226,13 +226,13 @@ def again(rank: int, world: int, here: Here) -> list[int]:
         else:
             gc.collect()
             found += [torch.cuda.mem_get_info()[0]] * (turn % 20 == 0)
-    # Nothing of old windows stays mapped, but what peers have just offered.
+    # No old window stays mapped, except segments that peers have just advertised.
     assert not here.on_cpu or found[-1] <= found[4] + 4, found
     return found
 
 
 def persistent(rank: int, world: int, here: Here) -> None:
-    """An ``alloc_id`` stands for an address and for a window, however often the tensor is made anew."""
+    """An ``alloc_id`` identifies an address and a window, however often the tensor is reallocated."""
     load()
 
     def made(alloc_id: int, count: int = 1000) -> torch.Tensor:
@@ -271,12 +271,12 @@ def persistent(rank: int, world: int, here: Here) -> None:
 
 
 def mismatched(rank: int, world: int, here: Here) -> None:
-    """Sizes that differ are an error on all ranks, and the group goes on; other tensors are not symmetric."""
+    """Sizes that differ are an error on all ranks, and the group stays usable; other tensors are not symmetric."""
     load()
     tensor = symm_mem.empty(1024 if rank else 2048, device=here.device)
     with pytest.raises(torch_symm.SymmMismatch, match=r"8192 bytes.*4096 bytes"):
         symm_mem.rendezvous(tensor, group_name())
-    # As torch says it: callers ask whether a tensor lies there.
+    # As torch defines it: callers use it to check whether a tensor is symmetric.
     for plain in (torch.zeros(64, device=here.device), torch.empty(0, device=here.device)):
         assert symm_mem.rendezvous(plain, group_name()) is None
     _, window = opened(here, 64)
@@ -291,7 +291,7 @@ SCENARIOS = (buffers, ball, barriers, kept, again, persistent, mismatched)
 
 
 def late(rank: int, world: int, here: Here, what: str) -> None:
-    """Rank 0 waits for a signal that never comes; its error names the peer, and the process goes on."""
+    """Rank 0 waits for a signal that never comes; its error names the peer, and the process continues."""
     _, window = opened(here, 64)
     here.settle()
     dist.barrier()
@@ -306,14 +306,14 @@ def late(rank: int, world: int, here: Here, what: str) -> None:
                 window.put_signal(1, channel=2, timeout_ms=SHORT_MS)
             else:
                 window.barrier(channel=2, timeout_ms=SHORT_MS)
-            # On a GPU a later call tells.
+            # On a GPU a later call reports it.
             here.settle()
             window.barrier(channel=5, timeout_ms=SHORT_MS)
         assert time.monotonic() - begun < 5
         text = str(raised.value)
         assert "rank 1" in text and "channel 2" in text and f"pid {os.getpid()}" in text, text
     here.meet("named", rank, world)
-    # The device and the process are as good as new; so is a new group.
+    # The device and the process work as before; so does a new group.
     assert float(torch.ones(8, device=here.device).sum()) == 8
     dist.destroy_process_group()
     here.init(rank, world, name="again")
@@ -325,7 +325,7 @@ def late(rank: int, world: int, here: Here, what: str) -> None:
 
 
 def killed(rank: int, world: int, here: Here, what: str = "barrier") -> str:
-    """The last rank dies; the others are in a barrier with it, or wait for its signal."""
+    """The last rank exits; the others are in a barrier with it, or wait for its signal."""
     _, window = opened(here, 64)
     window.barrier()
     here.settle()
