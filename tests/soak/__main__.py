@@ -1,8 +1,8 @@
 """Random collectives and faults on real processes, each result and each failure checked: ``python tests/soak``.
 
 A round is drawn from ``--seed`` and its number. The first broken promise prints the seed, the round, its program and
-the stacks of all processes, and ends the run with 1; ``--seed S --round R`` plays that round alone. Moments within a
-round are the machine's, so that a race may need ``--times``.
+the stacks of all processes, and ends the run with 1; ``--seed S --round R`` repeats only that round. Timing within a
+round is not reproducible, so a race may need ``--times``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
     report = Report(options.device)
     start = time.monotonic()
     verdict = 0
-    # No TemporaryDirectory: its finalizer would run in ranks that end in order.
+    # Not a TemporaryDirectory, because its finalizer would run in ranks that exit in order.
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     supervisor = Supervisor(options.ranks, folder, options.device)
     number = options.round or 0

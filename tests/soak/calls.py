@@ -1,4 +1,4 @@
-"""Every kind of call: how it is begun on one rank, and what it must have computed."""
+"""Every kind of call: how one rank starts it, and its expected result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass
 class Started:
-    """A call that this rank has begun: what to wait for, and how to judge the result."""
+    """A call that this rank has started: how to wait for it, and how to check the result."""
 
     call: Call
     works: list[Any]
@@ -59,7 +59,7 @@ class Started:
 
 
 class Buffer:
-    """A tensor in some layout, which knows what lies around it."""
+    """A tensor in some layout, with access to the memory around it."""
 
     def __init__(self, values: torch.Tensor, layout: str, device: torch.device) -> None:
         count, dtype = values.numel(), values.dtype
@@ -93,16 +93,16 @@ class Buffer:
 
 
 def begin(place: Place, call: Call) -> Started:
-    """Begins ``call``, and for a synchronous one ends it; raises as torch does."""
+    """Starts ``call``, and waits for a synchronous one; raises the exceptions of torch."""
     if place.device.type == "cuda" and call.op == "PREMUL_SUM" and call.dtype in expected.NARROW:
-        # There each product is rounded before it is sent.
+        # On GPUs each product is rounded before it is sent.
         call = replace(call, op="SUM")
     works, check, volume = KINDS[call.kind](place, call)
     return Started(call, [work for work in works if work is not None], check, volume)
 
 
 def values(call: Call, count: int, rank: int, part: int = 0) -> torch.Tensor:
-    """What ``rank`` puts into the call."""
+    """The input of ``rank``."""
     return expected.seeded(call.dtype, (count,), (call.seed * 131 + rank * 17 + part) % (1 << 62))
 
 
@@ -114,7 +114,7 @@ def _lay(place: Place, call: Call, flat: torch.Tensor) -> Buffer:
 
 
 def _rubbish(place: Place, call: Call, count: int) -> Buffer:
-    """Room for a result, with other values in it."""
+    """Memory for a result, with other values in it."""
     return _lay(place, call, values(call, count, 99, place.me))
 
 
@@ -139,7 +139,7 @@ def _bytes(*buffers: Buffer) -> int:
 
 
 def _lengths(place: Place, call: Call) -> list[list[int]]:
-    """How many elements each rank has for each."""
+    """The number of elements that each rank has for each."""
     dice = random.Random(call.seed)
     if dice.random() < 0.3:
         return [[call.count] * place.size for _ in range(place.size)]
@@ -306,7 +306,7 @@ def _objects(place: Place, call: Call) -> Kind:
 
 
 def _pairs(place: Place, call: Call) -> list[tuple[int, int, int]]:
-    """Who sends how many elements to whom, in the order in which all go through the list."""
+    """Senders, receivers and numbers of elements, in the order in which all ranks iterate over the list."""
     dice = random.Random(call.seed)
     pairs = []
     for _ in range(dice.randint(1, 6)):

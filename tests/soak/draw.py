@@ -1,4 +1,4 @@
-"""What a round does, drawn from the seed and the round's number alone: every process draws the same."""
+"""The content of a round, drawn only from the seed and the round's number: every process draws the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "
 LAYOUTS = ("plain", "plain", "strided", "transposed", "offset")
 STORES = ("file", "url", "torch", "socket")
 
-#: What may happen, how often, and in which phase the supervisor sends the signal; "": the victim does it itself.
+#: The faults, their weights, and the phase in which the supervisor sends the signal; "": the victim acts itself.
 FAULTS = {
     "none": (6, ""),
     "kill": (5, "storm"),
@@ -51,9 +51,9 @@ FAULTS = {
     "kill leaving": (3, "leave"),
 }
 LETHAL = ("kill", "kill two", "kill with a child", "exit", "kill joining", "kill leaving")
-#: Nobody may notice.
+#: Faults that no rank may notice.
 HARMLESS = ("none", "stop for a while", "fork", "kill leaving")
-#: What others notice by their timeout.
+#: Faults that other ranks notice by their timeout.
 SLOW = ("stop for long", "late", "stop joining")
 VARIANTS = {
     "abort": ("thread", "here"),
@@ -76,25 +76,25 @@ class Call:
     root: int
     layout: str
     background: bool
-    #: How many further calls are begun before this one is waited for.
+    #: How many further calls are started before this one is awaited.
     linger: int
     seed: int
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, on whom and when."""
+    """The fault, its victims and its time."""
 
     kind: str
     variant: str = ""
     victims: tuple[int, ...] = ()
-    #: Of the groups, the one that suffers.
+    #: The group that suffers.
     group: int = 0
-    #: Seconds from the beginning of the phase.
+    #: Seconds from the start of the phase.
     delay: float = 0.0
     #: How long a victim is stopped.
     seconds: float = 0.0
-    #: At which call of the storm a victim does it.
+    #: The call of the storm at which a victim acts.
     at: int = 0
 
     @property
@@ -112,7 +112,7 @@ class Program:
     order: tuple[int, ...]
     store: str
     timeout: float
-    #: Ranks of each group; the first is the default group.
+    #: The ranks of each group; the first is the default group.
     groups: tuple[tuple[int, ...], ...]
     before: tuple[Call, ...]
     storm: tuple[Call, ...]
@@ -130,7 +130,7 @@ class Program:
         return tuple(rank for rank in range(self.world) if rank not in dead)
 
     def spoiled(self, group: int) -> bool:
-        """Whether the fault ends this group, too."""
+        """Returns true if the fault also ends this group."""
         kind, members = self.fault.kind, self.groups[group]
         if kind in HARMLESS:
             return False
@@ -145,19 +145,19 @@ def moved(call: Call, group: int, root: int) -> Call:
 
 
 def program(seed: int, number: int, world: int, only: str = "") -> Program:
-    """The round ``number`` of ``seed``; ``only``: this fault whatever the dice say."""
+    """The round ``number`` of ``seed``; ``only``: always this fault."""
     dice = random.Random(f"{seed}/{number}")
     order = list(range(world))
     dice.shuffle(order)
     kind = dice.choices(list(FAULTS), [weight for weight, _ in FAULTS.values()])[0]
     kind = only or kind
-    # Process 0 lives as long as the run, so that what leaks shows.
+    # Process 0 lives as long as the run, so that leaks become visible.
     able = [rank for rank in range(world) if kind not in LETHAL or order[rank] != 0]
     victims = tuple(dice.sample(able, min(2 if kind == "kill two" else 1, len(able))))
     groups = [tuple(range(world))]
     for _ in range(dice.choices((0, 1, 3, 20), (4, 4, 3, 1))[0]):
         members = set(dice.sample(range(world), dice.randint(1, world)))
-        # Who fails while joining gives up; ranks that join a group without the victim would wait for him.
+        # A rank that fails while joining gives up; ranks that join a group without the victim would wait for it.
         members |= set(victims) if FAULTS[kind][1] == "join" else set()
         groups.append(tuple(sorted(members)))
     struck = [g for g, members in enumerate(groups) if set(victims) <= set(members) and len(members) > len(victims)]
@@ -177,11 +177,11 @@ def program(seed: int, number: int, world: int, only: str = "") -> Program:
         timeout + 2 if slow else dice.uniform(0.02, 1.5),
         dice.randrange(8),
     )
-    # A message's timeout does not fail its group, so that others would not hear of the fault in time.
+    # A message's timeout does not fail its group, so other ranks would not get the fault's error in time.
     kinds = COLLECTIVES if slow else (*COLLECTIVES, *MESSAGES)
     everywhere = list(range(len(groups)))
     storm = _calls(dice, dice.randint(8, 20), kinds, groups, storms, largest)
-    # Whoever takes no part in the messages of the others hears of a fault here.
+    # A rank without part in the messages of the others gets the fault's error here.
     storm += tuple(replace(storm[0], kind="all_reduce", group=group, count=16, root=0) for group in storms)
     return Program(
         seed,

@@ -1,4 +1,4 @@
-"""What a victim does to itself, and what everybody must hear of it."""
+"""What a victim does to itself, and the errors that the other ranks must get."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from table import CHILD, STRUCK
 if TYPE_CHECKING:
     from rank import Round
 
-#: What joining may raise where a rank does not come or dies meanwhile.
+#: Exceptions of joining when another rank does not arrive, or exits meanwhile.
 JOINING = (
     torch_symm.SymmPeerError,
     torch_symm.SymmTimeout,
@@ -26,7 +26,7 @@ JOINING = (
     dist.DistNetworkError,
     dist.DistStoreError,
 )
-#: What a fault must look like to those on whom it was not played.
+#: Exceptions of a fault on all ranks except the victims.
 HEARD: dict[str, tuple[type[BaseException], ...]] = {
     "kill": (torch_symm.SymmPeerError,),
     "kill two": (torch_symm.SymmPeerError,),
@@ -37,25 +37,25 @@ HEARD: dict[str, tuple[type[BaseException], ...]] = {
     "stop for long": (torch_symm.SymmTimeout,),
     "late": (torch_symm.SymmTimeout,),
     "mismatch": (torch_symm.SymmMismatch,),
-    # A victim that leaves the group before it is missed.
+    # The second if the victim leaves the group before its missing call is noticed.
     "argument": (torch_symm.SymmMismatch, torch_symm.SymmPeerError),
     "kill joining": (torch_symm.SymmPeerError,),
     "stop joining": (torch_symm.SymmTimeout,),
 }
-#: And to the victim, where that is something else.
+#: Exceptions on the victim, if they differ.
 FELT: dict[str, tuple[type[BaseException], ...]] = {
     "abort": (torch_symm.SymmAborted,),
-    # Another thread may take the group out of torch's tables before this one looks there.
+    # Another thread may take the group out of torch's tables before this one reads them.
     "leave": (torch_symm.SymmAborted, ValueError, RuntimeError),
     "argument": (ValueError, TypeError),
 }
 WORDS = {"abort": "abort", "leave": "left", "stop for long": "stopped", "exit": ""}
-#: Seconds in which a failure must be heard: the promise is 0.1 s on an idle machine.
+#: Seconds within which a failure must be reported: the promise is 0.1 s on an idle node.
 LIMIT = 2.0
 
 
 def act(round: Round) -> None:
-    """Does the fault on this rank, a victim, at its call of the storm."""
+    """Performs the fault on this rank, a victim, at its call of the storm."""
     fault = round.program.fault
     if fault.kind == "late":
         time.sleep(fault.seconds)
@@ -93,7 +93,7 @@ def _end(round: Round, fault: draw.Fault) -> None:
         dist.destroy_process_group()
     else:
         group._get_backend(round.device).shutdown()
-    # It leaves when what it has begun is done, for which others may be late.
+    # It leaves only once its started calls have finished, for which others may be late.
     round.table.mark(round.rank, STRUCK)
 
 
@@ -121,7 +121,7 @@ def disagree(round: Round, variant: str) -> None:
 
 
 def agreed(round: Round) -> None:
-    """What all others call while a victim calls something else, or is refused."""
+    """The call of all others while a victim makes a different call or a rejected one."""
     fault = round.program.fault
     place = round.places[fault.group]
     if fault.kind == "argument":
@@ -136,7 +136,7 @@ def agreed(round: Round) -> None:
 def _exit(round: Round, variant: str) -> NoReturn:
     round.table.mark(round.rank, STRUCK)
     if variant == "in order":
-        # What the interpreter does at its end, short of taking itself apart.
+        # The interpreter's steps at exit, except its own teardown.
         atexit._run_exitfuncs()
         os._exit(0)
     if variant == "segfault":
@@ -146,7 +146,7 @@ def _exit(round: Round, variant: str) -> NoReturn:
 
 
 def leave_child(round: Round) -> None:
-    """Forks a child that holds everything this rank had open until the supervisor ends it."""
+    """Forks a child that holds all open resources of this rank until the supervisor ends it."""
     child = os.fork()
     if child == 0:
         time.sleep(120)

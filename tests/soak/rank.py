@@ -1,4 +1,4 @@
-"""One process of the run: plays a rank in each round, checks each result and each failure, counts what it holds."""
+"""One process of the run: runs a rank in each round, checks each result and each failure, counts its resources."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TYPED = (
 
 @dataclass
 class Failure:
-    """What a call raised, and the moments around it."""
+    """An exception of a call, and its timestamps."""
 
     error: BaseException
     where: str
@@ -51,7 +51,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What the supervisor learns of a round that went well."""
+    """The report of a successful round to the supervisor."""
 
     calls: int = 0
     bytes: int = 0
@@ -63,7 +63,7 @@ class Outcome:
 
 
 class Round:
-    """A round as one rank plays it."""
+    """A round from the view of one rank."""
 
     def __init__(self, program: draw.Program, rank: int, table: Table, folder: Path, device: torch.device) -> None:
         self.program = program
@@ -79,7 +79,7 @@ class Round:
     def play(self) -> Outcome:
         program, fault = self.program, self.program.fault
         self.table.put(self.rank, PID, os.getpid())
-        # Before anybody may be stopped, who may then hold the lock of a file for which others wait without a limit.
+        # Before any rank may be stopped: it might hold a file lock for which others wait without a limit.
         store = open_store(program.store, self._place_of_store("first"), self.rank, program.world, self._limit)
         self.table.meet(self.rank, range(program.world), 1)
         failure = self._join(store)
@@ -88,7 +88,7 @@ class Round:
         if failure is None:
             if fault.phase != "join":
                 self._run(program.before)
-                # Messages between others may still be under way when this rank has done with its own.
+                # Messages between others may still be in progress when this rank has finished its own.
                 self.table.meet(self.rank, range(program.world), 2)
             failure = self._storm(pending)
         if fault.kind not in draw.HARMLESS:
@@ -132,7 +132,7 @@ class Round:
                 yield place, call
 
     def _run(self, run: tuple[draw.Call, ...]) -> None:
-        """Makes all calls of ``run``, each waited for after some more were begun."""
+        """Makes all calls of ``run``, each awaited after some more were started."""
         own: deque[Started] = deque()
         for place, call in self._mine(run):
             own.append(calls.begin(place, call))
@@ -147,7 +147,7 @@ class Round:
         self.outcome.bytes += started.bytes
 
     def _storm(self, pending: deque[Started]) -> Failure | None:
-        """The calls during which it happens: once where nobody may notice, else again and again until one fails."""
+        """Makes the calls during the fault: once if no rank may notice it, otherwise repeatedly until one fails."""
         program, fault = self.program, self.program.fault
         mine = list(self._mine(program.storm))
         if not mine and fault.kind not in draw.HARMLESS:
@@ -175,7 +175,7 @@ class Round:
         self._run(storm[half:])
 
     def _strike(self) -> Failure | None:
-        """The call at which victims do what the fault says."""
+        """Makes the call at which the victims act."""
         fault = self.program.fault
         began = time.monotonic()
         self.table.put(self.rank, ARRIVED, began)
@@ -210,7 +210,7 @@ class Round:
         return None
 
     def _aftermath(self, failure: Failure | None, pending: deque[Started]) -> None:
-        """Nobody has missed the fault, everybody names it, and groups that it does not concern go on."""
+        """Checks that every rank has noticed and named the fault, and that groups without a victim still work."""
         program, fault = self.program, self.program.fault
         for thread in self.threads:
             thread.join(faults.LIMIT)
@@ -220,7 +220,7 @@ class Round:
         if self.rank not in program.survivors:
             time.sleep(60)
         gone = fault.kind == "leave" and fault.variant == "all" and self.victim
-        # Who is not dead may come to groups that others joined before they gave up.
+        # A rank that was only stopped may join groups that others joined before they gave up.
         joining = fault.kind == "stop joining" and failure is not None and failure.where == "joining"
         if not gone and not joining:
             self._others_fail_too(failure, pending)
@@ -268,11 +268,11 @@ class Round:
                 raise AssertionError(f"a barrier of group {number} succeeds after {fault.kind}")
 
     def _judge(self, failure: Failure) -> None:
-        """Whether this is how the fault must look from here."""
+        """Fails unless this is how the fault must appear on this rank."""
         fault, text = self.program.fault, str(failure.error)
         felt = self.victim and fault.kind in faults.FELT
         if fault.kind == "argument" and failure.where.startswith("pending"):
-            # The refused call made the group fail, on this rank as on others, while a call before it was under way.
+            # The rejected call made the group fail, on this rank as on others, while an earlier call was in progress.
             felt = False
         types = faults.FELT[fault.kind] if felt else faults.HEARD[fault.kind]
         if failure.where == "joining":
@@ -289,7 +289,7 @@ class Round:
             raise AssertionError(f"after {fault}, does not say {faults.WORDS[fault.kind]!r}: {about}")
 
     def _note(self, failure: Failure) -> None:
-        """Keeps how long the failure took to be heard."""
+        """Records how long the failure took to be noticed."""
         program, fault = self.program, self.program.fault
         if self.victim and fault.kind in faults.FELT:
             return
@@ -329,7 +329,7 @@ class Round:
         assert self.outcome.leaving < limit, f"leaving took {self.outcome.leaving:.2f} s after {program.fault}"
 
     def _again(self) -> None:
-        """Whoever is left makes a new group, which works."""
+        """Makes a new group of the survivors, and checks that it works."""
         members = self.program.survivors
         self.table.meet(self.rank, members, 5)
         me = members.index(self.rank)
@@ -346,7 +346,7 @@ class Round:
 
 
 def open_store(kind: str, place: Path, rank: int, world: int, limit: timedelta) -> Any:
-    """A store of this kind, or the URL of one."""
+    """Returns a store of this kind, or the URL of one."""
     if kind == "url":
         return f"symm+file://{place}"
     if kind == "file":
@@ -357,17 +357,17 @@ def open_store(kind: str, place: Path, rank: int, world: int, limit: timedelta) 
 
 
 def init(store: Any, rank: int, world: int, limit: timedelta) -> None:
-    """The default group, over this store."""
+    """Makes the default group with this store."""
     where = {"init_method" if isinstance(store, str) else "store": store}
     dist.init_process_group("symm", rank=rank, world_size=world, timeout=limit, **where)
 
 
 def held() -> dict[str, int]:
-    """What this process holds now that it has no group."""
+    """Returns the resources of this process, which has no group at this time."""
     gc.collect()
-    # What the allocator keeps for later is not held by anybody.
+    # Memory that the allocator caches does not count.
     ctypes.CDLL(None).malloc_trim(0)
-    # The thread that watched the peers ends on its own once nobody listens.
+    # The thread that watched the peers exits on its own once no group needs it.
     deadline = time.monotonic() + 1
     while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -381,7 +381,7 @@ def held() -> dict[str, int]:
 
 
 def serve(process: int, orders: Any, table: Table, folder: Path, log: Path, device: str) -> None:
-    """Plays the rounds that the supervisor asks for until it says ``None``."""
+    """Plays the rounds that the supervisor requests until it sends ``None``."""
     log_to(log)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -396,7 +396,7 @@ def serve(process: int, orders: Any, table: Table, folder: Path, log: Path, devi
         rank = program.order.index(process)
         try:
             outcome = Round(program, rank, table, folder / f"round-{number}", where).play()
-            # Only now have the failures, whose tracebacks hold groups, been let go of.
+            # Only now have the failures, whose tracebacks hold groups, been dropped.
             outcome.held = held()
             answer(outcome)
         except BaseException:

@@ -1,4 +1,4 @@
-"""What a run has seen, as text and as JSON."""
+"""The results of a run, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from draw import Program
 from rank import Outcome
 
-#: What a process may hold more at the end than after its first rounds.
+#: Maximum growth of a process between its first rounds and the end.
 FLAT = {"descriptors": 0, "threads": 0, "mappings of groups": 0, "resident KiB": 40 << 10}
-#: And for each round, of some eight groups: a group may cost 1 KB.
+#: Additional growth for each round, of about eight groups: a group may cost 1 KB.
 A_ROUND = {"resident KiB": 8}
-#: Rounds after which a process has loaded whatever it loads once.
+#: Rounds after which a process has loaded everything that it loads only once.
 WARM = 4
 
 
@@ -30,7 +30,7 @@ class Report:
     noticed: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     leaving: list[float] = field(default_factory=list)
     rejoining: list[float] = field(default_factory=list)
-    #: What the process that lives as long as the run held after each round.
+    #: Resources, after each round, of the process that lives as long as the run.
     held: list[dict[str, int]] = field(default_factory=list)
 
     def add(self, program: Program, outcomes: dict[int, Outcome]) -> None:
@@ -46,20 +46,20 @@ class Report:
                 self.held.append(outcome.held)
 
     def leaks(self) -> list[str]:
-        """What has grown, a sentence each."""
+        """The resources that have grown, one sentence each."""
         if len(self.held) <= WARM:
             return []
         first, last = self.held[WARM], self.held[-1]
         return [
             f"{name}: {first[name]} after round {WARM}, {last[name]} after round {len(self.held)}"
             for name, more in FLAT.items()
-            # Each kind of call loads its kernels on GPUs.
+            # On GPUs each kind of call loads its kernels.
             if last[name] > first[name] + more + A_ROUND.get(name, 0) * len(self.held)
             and (name, self.device) != ("resident KiB", "cuda")
         ]
 
     def record(self) -> dict[str, Any]:
-        """For JSON; times in milliseconds."""
+        """Returns the record for JSON; times in milliseconds."""
         return {
             "rounds": self.rounds,
             "calls checked": self.calls,

@@ -1,4 +1,4 @@
-"""Keeps the processes of the ranks, sends the signals that a round asks for, and never waits past a deadline."""
+"""Keeps the processes of the ranks, sends the signals of a round, and never waits past a deadline."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import rank
 from table import CHILD, JOINING, LEAVING, PID, STORMING, STRUCK, Table
 from torch_symm.launch.ranks import Forked
 
-#: Seconds for a round; the longest wait in one is a timeout of some 3 s, twice.
+#: Seconds for a round; the longest wait in one is a timeout of about 3 s, twice.
 DEADLINE = 90.0
-#: Seconds that others have to end after one has found something wrong.
+#: Seconds that others have to exit after one has found an error.
 GRACE = 4.0
 PR_SET_CHILD_SUBREAPER = 36
 MARKS = {"join": JOINING, "storm": STORMING, "leave": LEAVING}
 
 
 class Violation(Exception):
-    """A promise was broken; the text says all that is known."""
+    """A promise was broken; the text has all known details."""
 
 
 class Supervisor:
@@ -42,18 +42,18 @@ class Supervisor:
         os.environ["TMPDIR"] = str(self.temporary)
         # Dumps of the flight recorder are meant to stay.
         os.environ["SYMM_TRACE_DIR"] = str(folder / "traces")
-        # Else a call on a GPU returns before it has failed.
+        # Otherwise a call on a GPU returns before it has failed.
         os.environ["SYMM_BLOCKING_WAIT"] = "1"
         self.table = Table(world)
         self.shared = _shared()
         self.forked = Forked()
         self.pids = [0] * world
         self.orders: list[Any] = [None] * world
-        # Children of killed ranks become ours, so that none is left unseen.
+        # Children of killed ranks become ours, so that no child is left unnoticed.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def play(self, seed: int, number: int, only: str) -> tuple[draw.Program, dict[int, rank.Outcome]]:
-        """One round; returns what each living process found."""
+        """Runs one round; returns the outcome of each living process."""
         program = draw.program(seed, number, self.world, only)
         place = self.folder / f"round-{number}"
         place.mkdir()
@@ -86,7 +86,7 @@ class Supervisor:
         return self.pids[process] in self.forked.running
 
     def _watch(self, program: draw.Program) -> dict[int, rank.Outcome]:
-        """Until every rank that should live has answered; sends signals meanwhile."""
+        """Waits until every rank that should live has answered; sends signals meanwhile."""
         answers: dict[int, rank.Outcome] = {}
         wrong: list[str] = []
         deadline = time.monotonic() + DEADLINE
@@ -118,14 +118,14 @@ class Supervisor:
             time.sleep(0.0005)
 
     def _answer(self, process: int) -> Any:
-        """An outcome, or a text that says what is wrong; ``None``: nothing yet."""
+        """An outcome, or a text that describes an error; ``None``: nothing yet."""
         try:
             return self.orders[process].recv() if self.orders[process].poll() else None
         except (EOFError, ConnectionResetError):
             return None
 
     def _signals(self, program: draw.Program) -> list[tuple[Callable[[], float | None], Callable[[], None]]]:
-        """When to send what: a moment is unknown until the victim has begun the phase."""
+        """Signals and their times; a time is unknown until the victim has started the phase."""
         fault = program.fault
         if not fault.phase:
             return []
@@ -137,7 +137,7 @@ class Supervisor:
                 return begun + fault.delay if begun else None
 
             def resume(victim: int = victim) -> float | None:
-                # From the signal on, which may have been late: a shorter stop may go unnoticed.
+                # Counted from the signal, which may have been late: a shorter stop may pass unnoticed.
                 struck = self.table.get(victim, STRUCK)
                 return struck + fault.seconds if struck else None
 
@@ -174,7 +174,7 @@ class Supervisor:
         self._reap()
 
     def _reap(self) -> None:
-        """Buries children of ranks that have died."""
+        """Reaps children of ranks that have exited."""
         own = set(self.forked.running)
         deadline = time.monotonic() + 5
         while leftovers := set(_children()) - own:

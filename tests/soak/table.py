@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other beside the groups: numbers in shared memory that outlive a death."""
+"""Communication between the processes of a run outside the groups: numbers in shared memory that outlive a process."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Table:
         self._words[rank * WORDS + word] = value
 
     def mark(self, rank: int, word: int) -> None:
-        """Notes that it happens now."""
+        """Stores the current time."""
         self.put(rank, word, time.monotonic())
 
     def meet(self, rank: int, ranks: Iterable[int], step: int, limit: float = 40) -> None:
-        """Returns once all ``ranks`` have come to ``step``."""
+        """Returns once all ``ranks`` have reached ``step``."""
         self.put(rank, STEP, step)
         deadline = time.monotonic() + limit
         while late := [other for other in ranks if self.get(other, STEP) < step]:

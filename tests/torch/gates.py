@@ -1,8 +1,8 @@
 """Loads torch's own distributed tests for a backend that they do not name.
 
-``distributed_test.py`` asks in many places whether the backend is called "gloo" or "mpi", and skips if not. The table
+``distributed_test.py`` checks in many places whether the backend is called "gloo" or "mpi", and skips if not. The table
 ``REWRITES`` opens those gates in the text of the file, line for line, before it is compiled; torch itself is not
-touched. Each entry must match, so that a new version of torch which words a gate differently is noticed.
+changed. Each entry must match, so that a new version of torch with a different gate is noticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULE = "torch.testing._internal.distributed.distributed_test"
 PACKAGE_PATH = "testing/_internal/distributed/distributed_test.py"
 NAME = os.environ.get("SYMM_TEST_BACKEND", "symm")
 
-# (what the file says, what the tests need, why)
+# (text in the file, replacement, reason)
 REWRITES: list[tuple[str, str, str]] = [
     (
         'BACKEND = os.environ["BACKEND"]',
@@ -47,11 +47,11 @@ REWRITES: list[tuple[str, str, str]] = [
     ),
 ]
 
-# What some versions of torch have and others have not.
+# Texts that exist only in some versions of torch.
 OPTIONAL_REWRITES: list[tuple[str, str]] = [
     # Tests that are unreliable with gloo and nccl.
     (r'unittest\.skipIf\([^"()]*"https://github', 'unittest.skipIf(False, "https://github'),
-    # Gloo's words. The others may leave before the time is up; either way it is this wait that ended.
+    # Gloo's message. The others may leave before the timeout; in both cases this is the wait that ended.
     (r'"Timed out waiting 1ms"', '"waited 0.0"'),
 ]
 
@@ -62,12 +62,12 @@ GPU_WORDS: list[tuple[str, str]] = [
     (r"device=(self\.)?(rank|device_id)\b", 'device="cpu"'),
 ]
 
-# Tests that ask for GPUs and mean the same without.
+# Tests that request GPUs but have the same meaning without.
 ON_CPU = frozenset(Path(__file__).with_name("gpu_tests_on_cpu.txt").read_text().split())
 
 
 class Capable(str):
-    """A backend's name which claims to be able to do what gloo and mpi can."""
+    """A backend's name which claims all capabilities of gloo and mpi."""
 
     __slots__ = ()
 
@@ -97,7 +97,7 @@ def _skip_without_gpu(test: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stay_on_cpu(common: Any) -> None:
-    """The ways in which torch's tests reach GPUs lead to the CPU."""
+    """Redirects the ways in which torch's tests reach GPUs to the CPU."""
     import torch
 
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
@@ -110,7 +110,7 @@ def _stay_on_cpu(common: Any) -> None:
 
 
 def _open_common_handshakes() -> None:
-    """Decorators: those that need a GPU skip at once, those that ask for 8 ranks do not ask."""
+    """Decorators: those that need a GPU skip at once, those that require 8 ranks no longer do."""
     from torch.testing._internal import common_distributed as common
 
     for tests in common.DistTestCases.backend_feature.values():
@@ -124,13 +124,13 @@ def _open_common_handshakes() -> None:
 
 
 def hosts_and_ranks(world: str) -> tuple[int, int]:
-    """Numbers of hosts, and of ranks on each, of a world such as ``4`` or ``2x2``."""
+    """Numbers of nodes, and of ranks on each, of a world such as ``4`` or ``2x2``."""
     hosts, _, ranks = world.rpartition("x")
     return int(hosts or 1), int(ranks)
 
 
 def load(world: int) -> ModuleType:
-    """The module with gates opened. It reads the world size while it is imported: one size a process."""
+    """Returns the module with its gates opened. It reads the world size during import: one size per process."""
     os.environ.update(BACKEND=NAME, WORLD_SIZE=str(world), INIT_METHOD="file://")
     import torch
     import torch.distributed as dist

@@ -1,8 +1,8 @@
 """Runs single tests of torch's harness on request, one after another.
 
-Imports torch and the tests once, then forks the ranks of each test: starting them anew would cost 2 s a rank. Reads
-names from stdin, answers with one line of JSON each: outcome (passed, failed, skipped), detail (reason or traceback),
-seconds, output. Its argument says how many ranks there are: ``4``, or ``2x2`` for two on each of two hosts, which are
+Imports torch and the tests once, then forks the ranks of each test: new processes would take 2 s per rank. Reads names
+from stdin, answers with one line of JSON each: outcome (passed, failed, skipped), detail (reason or traceback),
+seconds, output. Its argument is the number of ranks: ``4``, or ``2x2`` for two on each of two nodes, which are both
 this machine.
 """
 
@@ -20,7 +20,7 @@ import gates
 
 
 def make_case(module: Any, hosts: list[str]) -> type[unittest.TestCase]:
-    """torch's test class on warm ranks; rank ``r`` is on host ``hosts[r]``, if there are several."""
+    """torch's test class on warm ranks; rank ``r`` is on node ``hosts[r]``, if there are several."""
     # Not earlier: torch reads the environment that main() sets.
     from torch_symm.testing import WarmMultiProcessTestCase
 
@@ -68,7 +68,7 @@ def main() -> None:
     os.dup2(2, 1)
     hosts, ranks = gates.hosts_and_ranks(sys.argv[1])
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Where there are GPUs the tests would ask for one a rank, and skip.
+    # On a node with GPUs the tests would request one per rank, and skip.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     case = make_case(gates.load(hosts * ranks), [f"host{rank // ranks}" for rank in range(hosts * ranks)])
     answers.write(json.dumps({"ready": sys.argv[1]}) + "\n")

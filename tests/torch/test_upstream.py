@@ -1,8 +1,8 @@
-"""torch's own distributed tests (``_DistTestBase``), on CPU: every one with 3 ranks, 4 ranks, and 2 on each of 2 hosts.
+"""torch's own distributed tests (``_DistTestBase``), on CPU: every one with 3 ranks, 4 ranks, and 2 on each of 2 nodes.
 
-With hosts, those of ``short_on_hosts.txt`` run in ``make test`` and all in ``make test-all``. What may be skipped
-stands in ``expected_skips.txt``, one test a line with its reason. The list may only shrink: a listed test that runs
-fails here until its line is gone. SYMM_TEST_BACKEND=gloo runs them on Gloo, for comparison.
+On several nodes the tests of ``short_on_hosts.txt`` run in ``make test``, and all run in ``make test-all``.
+``expected_skips.txt`` lists the tests that may be skipped, one test per line with its reason. The list may only shrink:
+a listed test that runs fails here until its line is removed. SYMM_TEST_BACKEND=gloo runs them on Gloo, for comparison.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import pytest
 
 HERE = Path(__file__).parent
 LIMIT_S = 120
-#: Numbers of ranks, or of hosts and of ranks on each.
+#: Numbers of ranks, or of nodes and of ranks on each.
 WORLDS = ("3", "4", "2x2")
-#: What runs on several hosts in every test run: each collective, messages, groups, mistakes, and a few whole programs.
+#: Tests that run on several nodes in every test run: each collective, messages, groups, errors, and a few programs.
 SHORT = frozenset((HERE / "short_on_hosts.txt").read_text().split())
 
 
@@ -101,7 +101,7 @@ def servers() -> Iterator[dict[str, Server]]:
 
 
 def all_tests() -> list[Any]:
-    """Each test in each world; those that not every change must pass are marked."""
+    """Each test in each world; tests that are not required for every change are marked."""
     marks = {True: pytest.mark.everything, False: ()}
     return [
         pytest.param(test, world, marks=marks["x" in world and test not in SHORT])

@@ -22,7 +22,7 @@ def groups() -> None:
     options.timeout = timedelta(minutes=1)
     assert_type(options.timeout, timedelta)
     assert_type(options.global_ranks_in_group, list[int])
-    # torch wants its own class of options here, and has no public name for it.
+    # torch requires its own class of options here, and has no public name for it.
     dist.init_process_group("symm", pg_options=options)
     store = torch_symm.MemoryStore()
     group = torch_symm.ProcessGroupSymm(store, 0, 1, timeout=timedelta(seconds=5), group_name="mine")
@@ -76,7 +76,7 @@ def observed() -> None:
 
 def memory() -> None:
     tensor = symm_mem.empty(4, 4, dtype=torch.bfloat16, device="cpu")
-    handle = symm_mem.rendezvous(tensor, dist.group.WORLD)  # type: ignore[arg-type]  # None where there is no group
+    handle = symm_mem.rendezvous(tensor, dist.group.WORLD)  # type: ignore[arg-type]  # None if there is no group
     symm_mem.put_signal(tensor, handle, 1, channel=2, timeout_ms=100)
     symm_mem.wait_signal(handle, 1)
     assert_type(symm_mem.get_signal_pad_size(), int)
