@@ -1,4 +1,4 @@
-"""Plays the fault matrix and prints, and writes, what each backend's ranks saw. `--help` tells the rest."""
+"""Plays the fault matrix, and prints and writes what each backend's ranks saw. See `--help`."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def main() -> int:
     torch.set_num_threads(1)
     stage.HOSTS = 2 if options.hosts else 1
     with tempfile.TemporaryDirectory(prefix="symm-traces-") as dumps:
-        # What the flight recorder writes is meant to stay, and is not counted as left over.
+        # Dumps of the flight recorder are meant to stay, and do not count as leftovers.
         os.environ["SYMM_TRACE_DIR"] = dumps
         return play(chosen, sides, options)
 
 
 def play(chosen: list[Case], sides: list[str], options: argparse.Namespace) -> int:
-    """Plays, prints and writes; 1 if a promise was broken."""
+    """Plays, prints and writes; returns 1 if a promise was broken."""
     begun = time.monotonic()
     results: list[table.Result] = []
     for number, case in enumerate(chosen):

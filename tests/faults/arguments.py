@@ -1,4 +1,4 @@
-"""Tensors and arguments as nobody expects them, the same on all ranks unless the name says otherwise."""
+"""Unusual tensors and arguments, the same on all ranks unless the name says otherwise."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TARGET = (
 )
 TIMEOUT_S = 2.0
 REFUSED = ("ValueError", "TypeError", "NotImplementedError", "RuntimeError")
-#: What the other ranks may see where one alone was refused.
+#: Exceptions that the ranks may see if the call of only one was rejected.
 REPORTED = (*REFUSED, "SymmMismatch", "SymmPeerError", "DistBackendError", "SymmTimeout")
-#: What they see where torch itself refused it.
+#: Exceptions if torch itself rejected it.
 UNTOLD = ("TypeError", "SymmTimeout")
 
 Body = Callable[[int], object]
@@ -30,32 +30,32 @@ ARGUMENTS: dict[str, tuple[Body, tuple[str, ...]]] = {}
 
 
 def served(name: str) -> Callable[[Body], Body]:
-    """The call must be right: the body says whether it was."""
+    """The call must be right: the body returns whether it was."""
     return partial(_note, name, (RIGHT,))
 
 
 def refused(name: str) -> Callable[[Body], Body]:
-    """The call cannot be right: it must raise, and not RuntimeErrors of other making than a refusal."""
+    """The call cannot be right: it must raise, and a RuntimeError only as a rejection."""
     return partial(_note, name, REFUSED)
 
 
 def either(name: str) -> Callable[[Body], Body]:
-    """Right or refused."""
+    """Right or rejected."""
     return partial(_note, name, (RIGHT, *REFUSED))
 
 
 def torch_alone(name: str) -> Callable[[Body], Body]:
-    """torch answers without asking any backend, so that nothing can be promised here."""
+    """torch answers without a call of any backend, so nothing can be promised here."""
     return partial(_note, name, (RIGHT, WRONG, *REFUSED))
 
 
 def one_rank(name: str) -> Callable[[Body], Body]:
-    """Rank 1 alone is wrong: it is refused, and the others are told."""
+    """Only rank 1 is wrong: its call is rejected, and the others are notified."""
     return partial(_note, name, REPORTED)
 
 
 def torch_refuses_one(name: str) -> Callable[[Body], Body]:
-    """torch refuses rank 1's arguments before any backend is asked: the others cannot be told, and wait for it."""
+    """torch rejects rank 1's arguments before it calls a backend: the others are not notified, and wait for it."""
     return partial(_note, name, UNTOLD)
 
 
@@ -300,12 +300,12 @@ def _(rank: int) -> bool:
 
 
 def give(stage: Stage, rank: int, name: str) -> Saw:
-    """Makes the call once; whoever has been refused still stays until all have answered."""
+    """Makes the call once; a rank whose call was rejected stays until all have answered."""
     body, sees = ARGUMENTS[name]
     dist.barrier()
     saw = stage.observe(lambda: body(rank))
     if saw.raised and sees is REFUSED:
-        # All were refused before anything was exchanged: the group must still serve.
+        # All were rejected before anything was exchanged: the group must still work.
         dist.all_reduce(tensor := torch.ones(3))
         if not bool((tensor == WORLD).all()):
             saw.kind = "wrong"

@@ -1,4 +1,4 @@
-"""Cases, what they promise, what was seen, and the comparison of the two."""
+"""Cases, their promises, what the ranks saw, and the comparison of the two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-#: Ways a rank may have fared that are no exception.
+#: Results of a rank other than an exception.
 RIGHT, WRONG, CRASH, HANG, GONE = "right", "wrong", "crash", "hang", "gone"
 
 
@@ -17,12 +17,12 @@ class Saw:
 
     kind: str
     text: str = ""
-    #: Seconds between the fault (or the beginning of the call, where there is none) and this.
+    #: Seconds since the fault, or since the start of the call if there is no fault.
     seconds: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
-    #: What the rank still had after it had left the group, beyond what it had before it joined.
+    #: The resources that the rank still had after it had left the group, beyond those from before it joined.
     left: dict[str, int] = field(default_factory=dict)
-    #: Lines that the rank printed, except where its trace is.
+    #: Lines that the rank printed, except the path of its trace.
     log: str = ""
 
     @property
@@ -32,18 +32,18 @@ class Saw:
 
 @dataclass
 class Outcome:
-    """What all ranks that count saw, by rank."""
+    """What all ranks saw, except victims, by rank."""
 
     saw: dict[int, Saw] = field(default_factory=dict)
     #: Process of each rank, to find it in messages.
     pids: dict[int, int] = field(default_factory=dict)
-    #: Processes and files left when all ranks had ended, and what the ranks themselves had left.
+    #: Processes and files left after all ranks had exited, and leftovers of the ranks themselves.
     left: Counter[str] = field(default_factory=Counter)
     figures: dict[str, float] = field(default_factory=dict)
 
     @property
     def last(self) -> float:
-        """Seconds until the last one knew."""
+        """Seconds until the last rank noticed."""
         return max((saw.seconds for saw in self.saw.values()), default=0.0)
 
     @property
@@ -58,7 +58,7 @@ class Outcome:
         return RIGHT if all(kind == RIGHT for kind in kinds) else "error"
 
     def named(self, ranks: tuple[int, ...], pids: bool) -> int:
-        """How many of those who raised name each of ``ranks``, with its process."""
+        """Number of ranks that raised and that name each of ``ranks``, with its process."""
         return sum(all(_names(saw.text, rank, self.pids, pids) for rank in ranks) for saw in self._raised())
 
     def _raised(self) -> list[Saw]:
@@ -73,21 +73,21 @@ def _names(text: str, rank: int, pids: dict[int, int], with_pid: bool) -> bool:
 
 @dataclass(frozen=True)
 class Promise:
-    """What symm promises for a case."""
+    """The promise of symm for a case."""
 
-    #: What each rank may see.
+    #: The results that each rank may see.
     sees: tuple[str, ...] = (RIGHT,)
-    #: Ranks that every message names, and whether with their processes.
+    #: Ranks that every message names, and whether it also names their processes.
     names: tuple[int, ...] = ()
     pids: bool = True
     #: Expressions that every message matches.
     says: tuple[str, ...] = ()
-    #: Seconds until the last rank knows, on an idle machine, and before which nobody may give up.
+    #: Maximum seconds until the last rank notices, on an idle node, and the time before which no rank may give up.
     within: float | None = None
     not_before: float = 0.0
-    #: The most that a figure may be; missing figures break the promise.
+    #: Maximum values of figures; a missing figure breaks the promise.
     at_most: Mapping[str, float] = field(default_factory=dict)
-    #: Figures that are durations, which a busy machine may stretch.
+    #: Figures that are durations, which may be longer on a busy node.
     stretches: tuple[str, ...] = ()
     nothing_left: bool = True
     #: All messages are the same.
@@ -106,16 +106,16 @@ class Case:
     play: Callable[[str], Outcome]
     promise: Promise
     target: str
-    #: What differs from the fault as users meet it, such as a shorter timeout.
+    #: Differences from the fault that users meet, such as a shorter timeout.
     note: str = ""
     #: The backends that play it; some faults concern features that only symm has.
     sides: tuple[str, ...] = ("gloo", "symm")
-    #: Where the ranks are: "both" is one host, and two hosts with ``--hosts``; "hosts" has a layout of its own.
+    #: Where the ranks are: "both" is one node, and two nodes with ``--hosts``; "hosts" has its own layout.
     where: str = "both"
 
 
 def broken(promise: Promise, outcome: Outcome, patience: float = 1.0) -> list[str]:
-    """Where the outcome is not what was promised; limits of time are ``patience`` times as long as promised."""
+    """Differences between outcome and promise; time limits are multiplied by ``patience``."""
     found = []
     for rank, saw in sorted(outcome.saw.items()):
         if saw.kind not in promise.sees:
@@ -156,7 +156,7 @@ CASES: dict[str, Case] = {}
 
 
 def add(case: Case) -> None:
-    """Makes a case known."""
+    """Registers a case."""
     if case.name in CASES:
         raise ValueError(f"two cases are called {case.name!r}")
     CASES[case.name] = case

@@ -13,12 +13,12 @@ THEMES = (
 
 
 def every_case() -> dict[str, Case]:
-    """Loads every theme; includes the cases of several hosts."""
+    """Loads every theme, including the cases of several nodes."""
     for theme in THEMES:
         import_module(f"{__package__}.{theme}")
     return CASES
 
 
 def all_cases() -> list[Case]:
-    """The cases of one host."""
+    """The cases of one node."""
     return [case for case in every_case().values() if case.where != "hosts"]

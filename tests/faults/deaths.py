@@ -1,4 +1,4 @@
-"""A rank's process ends: in every way, in every place, and what the others see and can do next."""
+"""A rank's process exits: in every way, in every place, and what the others see and can do next."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .stage import WORLD, Layout, Stage, host_of, play
 #: Gloo's survivors wait for this long; its default is 30 minutes.
 TIMEOUT_S = 6.0
 SHORTER = f"the group's timeout is {TIMEOUT_S:g} s"
-#: Seconds in which all know of a death: on one host, of 16 ranks there, on several hosts.
+#: Seconds within which all notice an exit: on one node, with 16 ranks on it, on several nodes.
 SOON_S, CROWDED_S, HOSTS_S = 0.1, 1.0, 0.2
 LONG = 3 << 20
 
@@ -33,7 +33,7 @@ def exchanged(peer: int) -> None:
 
 
 def polled(peer: int) -> None:
-    """No thread waits in this call, so the progress thread hears of it."""
+    """No thread waits in this call, so the progress thread notices the exit."""
     work = dist.irecv(torch.zeros(4), peer)
     while not work.is_completed():
         time.sleep(0.001)
@@ -84,7 +84,7 @@ def later_calls(stage: Stage, peer: int) -> dict[str, Callable[[], object]]:
 
 
 def first_cause_stands(stage: Stage, peers: tuple[int, ...], saw: Saw) -> None:
-    """Makes every later call, with each of ``peers``; notes the slowest, and as text what did not raise the cause."""
+    """Makes every later call, with each of ``peers``; records the slowest, and as text the calls without the cause."""
     slowest = 0.0
     for peer in peers:
         for name, call in later_calls(stage, peer).items():
@@ -101,8 +101,8 @@ def first_cause_stands(stage: Stage, peers: tuple[int, ...], saw: Saw) -> None:
 
 
 def _new_group(stage: Stage, rank: int, survivors: list[int], saw: Saw) -> None:
-    """Leaves the failed group and makes one of the survivors; its figures go into ``saw``."""
-    # Those who leave early would tell Gloo's other ranks by closing their connections.
+    """Leaves the failed group and makes one of the survivors; its figures are added to ``saw``."""
+    # A rank that leaves early would notify Gloo's other ranks by closing its connections.
     stage.meet("seen", rank, survivors, stage.timeout + 4)
     begun = time.monotonic()
     dist.destroy_process_group()
@@ -120,7 +120,7 @@ def _uncaught() -> None:
     try:
         raise RuntimeError("a bug of the user's")
     except RuntimeError:
-        # As the interpreter would: it runs what libraries have left for the end.
+        # Like the interpreter: it runs the exit functions of libraries.
         atexit._run_exitfuncs()
         os._exit(1)
 
@@ -134,7 +134,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-#: How a process ends, and what messages say of it where the kernel tells.
+#: How a process exits, and the text of messages if the kernel reports it.
 KILLED = r"signal 9 \(SIGKILL\)"
 ENDS: dict[str, tuple[Callable[[], object], str]] = {
     "killed": (die, KILLED),
@@ -148,24 +148,25 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
 
 @dataclass(frozen=True)
 class Death:
-    """One row: which rank ends, how and where, and what the others do meanwhile."""
+    """One row: which rank exits, how and where, and what the others do meanwhile."""
 
     wait: str = "all_reduce"
     end: str = "killed"
     victim: int = 1
-    #: Whether it ends from a thread, while it makes the same calls itself; otherwise while the others wait in theirs.
+    #: True if it exits in a thread while it makes the same calls itself; otherwise it exits while the others wait in
+    #: theirs.
     inside: bool = False
     count: int = 1000
-    #: What of the dead rank lives on: "" for nothing, a forked "child", or a "program" that it has started.
+    #: The child that outlives the rank: "" for none, a forked "child", or a "program" that it has started.
     child: str = ""
-    #: Whether the survivors wait for the victim's messages, and not for each other's.
+    #: True if the survivors wait for the victim's messages, and not for each other's.
     from_victim: bool = False
     layout: Layout = ()
     world: int = WORLD
 
     @property
     def compares(self) -> bool:
-        """Whether later calls of every kind are made, which raise the first cause; not after a departure."""
+        """True if later calls of every kind follow, which raise the first cause; not after an orderly departure."""
         return self.end != "destroy" and not self.layout and self.world == WORLD
 
 
@@ -210,7 +211,7 @@ def says(row: Death) -> tuple[str, ...]:
     how = ENDS[row.end][1]
     if row.layout:
         host = host_of(row.victim, row.layout)
-        # A rank that shares the host with the dead knows how it ended, and tells; no other can.
+        # A rank on the victim's node knows how it exited, and reports it; no other can.
         beside = row.layout["abcd".index(host)] > 1
         return (rf'rank {row.victim} \(host "{host}", pid', how if beside else "is gone", "group")
     message = row.wait not in ("all_reduce", "asynchronous all_reduce", "barrier", "nothing")

@@ -23,7 +23,7 @@ TIMEOUT_S = 5.0
 
 
 def released(stage: Stage, rank: int, way: str, wait: str = "all_reduce", culprit: int = 0) -> Saw:
-    """The culprit blocks in a call that no other rank makes; another thread of its own ends the group."""
+    """The culprit blocks in a call that no other rank makes; another of its threads ends the group."""
     dist.barrier()
     if rank != culprit:
         told = way == "abort" and stage.side == "symm"
@@ -47,7 +47,7 @@ def released(stage: Stage, rank: int, way: str, wait: str = "all_reduce", culpri
 
 
 def _as(saw: Saw, kind: str, stage: Stage) -> Saw:
-    """Wrong unless it is of this kind, on the side that promises one."""
+    """Wrong unless it is of this kind, on the side with a promise."""
     if stage.side == "symm" and saw.kind != kind:
         saw.kind = WRONG
     return saw
@@ -226,7 +226,7 @@ def resident_kb() -> float:
 
 
 def churn(stage: Stage, rank: int, cycles: int) -> Saw:
-    """Makes, uses and destroys groups one after the other."""
+    """Makes, uses and destroys groups one after another."""
 
     def cycle() -> None:
         group = dist.new_group()

@@ -1,7 +1,7 @@
-"""The cases that are played with the ranks on several hosts, which are one machine (``SYMM_TEST_HOST``).
+"""The cases with the ranks on several nodes, which are all this machine (``SYMM_TEST_HOST``).
 
-symm's ranks are on two hosts then, half of them on each; Gloo knows no hosts. What is promised differs in its times
-only, and where one host tells less of another than ranks of one tell each other.
+symm's ranks are on two nodes then, half of them on each; Gloo has no concept of nodes. The promises differ only in
+their times, and where nodes report less of each other than ranks on one node.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .deaths import KILLED, TIMEOUT_S
 from .endings import churn
 from .stage import WORLD, Stage, play
 
-#: Seconds until all hosts know of a death, and of a disagreement.
+#: Seconds until all nodes notice an exit, and a disagreement.
 DEATH_S, DISAGREEMENT_S = 0.2, 0.1
 
-#: Beginnings of the names of cases that say nothing of hosts: they meet in other ways, or are of torchrun and stores.
+#: Start of the names of cases that do not concern nodes: they meet in other ways, or test torchrun and stores.
 LEFT_OUT = (
     "store:",
     "/dev/shm",
@@ -40,7 +40,7 @@ LEFT_OUT = (
 
 
 def over_hosts(cases: list[Case]) -> list[Case]:
-    """Those of ``cases`` that are played over hosts, as they are promised there, and the hosts' own."""
+    """The cases of ``cases`` that are played on several nodes, with their promises there, and the multi-node cases."""
     both = [_promised(case) for case in cases if case.where == "both" and not case.name.startswith(LEFT_OUT)]
     return both + [case for case in cases if case.where == "hosts"]
 
@@ -48,7 +48,7 @@ def over_hosts(cases: list[Case]) -> list[Case]:
 def _promised(case: Case) -> Case:
     promise = case.promise
     if promise.sees == ("SymmPeerError",):
-        # What has failed on another host is told without the call that was under way there.
+        # A failure on another node is reported without the call in progress there.
         says = tuple(what for what in promise.says if what != r"#\d+")
         target = f"< {DEATH_S:g} s on all, rank and pid named; a new group < 1 s"
         return replace(case, promise=replace(promise, within=DEATH_S, says=says), target=target)
@@ -64,7 +64,7 @@ def _promised(case: Case) -> Case:
 
 
 def _host_lost(stage: Stage, rank: int, stopped: bool) -> Saw:
-    """Both ranks of the second host end, or are stopped, at once, while the others wait for them."""
+    """Both ranks of the second node exit, or are stopped, at once, while the others wait for them."""
     dist.barrier()
     if rank >= stage.world // 2:
         if rank == stage.world - 1:

@@ -1,4 +1,4 @@
-"""Making a group when a rank, a port, a file or a descriptor is missing, taken, old or doubled."""
+"""Making a group when a rank, a port, a file or a file descriptor is missing, taken, old or duplicate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .stage import WORLD, Stage, free_port, host_of, play, scene
 TIMEOUT_S = 10.0
 #: Timeout of ranks that wait for an absent rank, or for a silent server.
 LATE_S = 1.5
-#: What a rank that cannot join may see: a named reason, in the class of whoever noticed.
+#: Exceptions of a rank that cannot join: a named reason, in the class of the side that noticed.
 REFUSED = (
     "SymmTimeout",
     "SymmConfigError",
@@ -34,14 +34,14 @@ NOTE = f"timeout {LATE_S:g} s"
 
 
 def url(side: str, kind: str, target: str) -> str:
-    """The way of meeting that each side's users would take: torch's for Gloo, ours for symm."""
+    """The rendezvous that each side's users would choose: torch's for Gloo, ours for symm."""
     return {"gloo": {"port": "tcp://", "file": "file://"}, "symm": {"port": "symm://", "file": "symm+file://"}}[side][
         kind
     ] + target
 
 
 def join_by(stage: Stage, address: str, rank: int, world: int | None = None) -> bool:
-    """Joins by a URL and sums once; whether the sum is right."""
+    """Joins by a URL and sums once; returns true if the sum is right."""
     world = stage.world if world is None else world
     dist.init_process_group(
         stage.side, init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=stage.timeout)
@@ -51,7 +51,7 @@ def join_by(stage: Stage, address: str, rank: int, world: int | None = None) -> 
 
 
 def missing(side: str, kind: str, absent: int) -> Outcome:
-    """One rank never comes."""
+    """One rank never arrives."""
     port = free_port()
 
     def body(stage: Stage, rank: int) -> Saw:
@@ -134,7 +134,7 @@ add(
 
 
 def duplicate(side: str, late: bool) -> Outcome:
-    """A fifth process says that it is rank 1, before or after the group has formed."""
+    """A fifth process claims to be rank 1, before or after the group has formed."""
 
     def body(stage: Stage, rank: int) -> Saw:
         def joined() -> bool:
@@ -145,7 +145,7 @@ def duplicate(side: str, late: bool) -> Outcome:
         if rank == 4 and late:
             stage.meet("formed", rank, range(WORLD))
         if rank in (0, 1) and not late:
-            # So that both who are rank 1 come while the group still waits.
+            # Both claimants of rank 1 must arrive while the group still waits.
             time.sleep(0.3 if rank == 1 else 0.6)
         if rank == 4 or not late:
             stage.now_it_happens()
@@ -160,7 +160,7 @@ def duplicate(side: str, late: bool) -> Outcome:
 
 
 def one_refused(side: str, late: bool) -> Outcome:
-    """Counts: four must be right and one refused by name; the four are then left out of the picture."""
+    """Counts: four must be right and one rejected by name; then excludes the four."""
     outcome = duplicate(side, late)
     refused = {rank: saw for rank, saw in outcome.saw.items() if saw.raised}
     outcome.figures["refused"] = len(refused)
@@ -193,11 +193,11 @@ add(
 
 
 def process_on_the_port(side: str) -> Outcome:
-    """The port is held by somebody who accepts and says nothing."""
+    """The port is held by a process that accepts and sends nothing."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
-        # Without a secret, processes of one user meet beside the port, where no other process is in their way.
+        # Without a secret, processes of one user meet without the port, where no other process interferes.
         beside = "?secret=none" if side == "symm" else ""
         address = url(side, "port", f"127.0.0.1:{listener.getsockname()[1]}{beside}")
 
@@ -220,7 +220,7 @@ add(
 
 
 def missing_folder(side: str) -> Outcome:
-    """The file to meet at lies in a folder that is not there."""
+    """The file of the rendezvous is in a directory that does not exist."""
 
     def body(stage: Stage, rank: int) -> Saw:
         return stage.observe(lambda: join_by(stage, url(side, "file", f"{stage.place}/none/meeting"), rank))
@@ -241,11 +241,11 @@ add(
 
 
 def few_descriptors(stage: Stage, rank: int, more: int) -> Saw:
-    """Rank 0 may open ``more`` descriptors above those that it has; then all join with as many as they like."""
+    """Rank 0 may open ``more`` file descriptors above its current ones; then all join without a limit."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
     if rank == 0:
-        # The lowest free numbers are taken first.
+        # The lowest free numbers are used first.
         most = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
         held = [
             os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) for _ in range(most - len(os.listdir("/proc/self/fd")) + 1)
@@ -273,7 +273,7 @@ def few_descriptors(stage: Stage, rank: int, more: int) -> Saw:
 
 
 for _more in (40, 5, 4, 2, 0):
-    # With so few that a rank cannot even meet the others, its error says that files are open, or its peers wait for it.
+    # If a rank has too few even for the rendezvous, its error mentions open files, or its peers wait for it.
     _named = _more >= 5
     scene(
         f"RLIMIT_NOFILE {_more} above what is open",
@@ -295,7 +295,7 @@ for _more in (40, 5, 4, 2, 0):
 
 
 def stays_away(stage: Stage, rank: int, absent: int, early: int) -> Saw:
-    """One rank never makes a group, whose time ends sooner on ``early`` than on the others."""
+    """One rank never makes a group, whose timeout is shorter on ``early`` than on the others."""
     dist.barrier()
     stage.meet("begun", rank, range(stage.world))
     saw = Saw(RIGHT)

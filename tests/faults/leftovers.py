@@ -1,4 +1,4 @@
-"""What a process has, what processes and files there are: counted before and after."""
+"""Resources of a process, and existing processes and files: counted before and after."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
-# The kernel's own threads for io_uring, which libuv under torch's TCPStore uses: they come and go as the kernel likes.
+# The kernel's own threads for io_uring, which libuv under torch's TCPStore uses: their number changes at any time.
 _IO_WORKER = "iou-"
 
 
 def own() -> Counter[str]:
-    """Descriptors, threads and mappings of shared memory of this process."""
+    """File descriptors, threads and mappings of shared memory of this process."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return Counter(
@@ -38,7 +38,7 @@ def _threads() -> Iterator[str]:
 
 
 def beyond(before: Counter[str], patience: float = 1.5) -> Counter[str]:
-    """What there is more than before, once threads that are ending have ended."""
+    """The additional resources since ``before``, once threads that are ending have ended."""
     deadline = time.monotonic() + patience
     while (more := own() - before) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -52,7 +52,7 @@ def shared_names() -> set[str]:
 
 @contextlib.contextmanager
 def fresh_folder() -> Iterator[Path]:
-    """Removed at the end, and by this process alone: a forked child that runs its exit handlers must not."""
+    """Removed at the end, and only by this process: a forked child that runs its exit handlers must not remove it."""
     folder = tempfile.mkdtemp(prefix="fault-")
     try:
         yield Path(folder)
@@ -62,7 +62,7 @@ def fresh_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Processes whose parents end become children of this one, and so are found."""
+    """Processes whose parents exit become children of this one, and so are found."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -81,7 +81,7 @@ def children() -> set[int]:
 
 
 def end_orphans(before: set[int], bystanders: set[int], grace: float = 0.3) -> int:
-    """Ends processes that came to this one since ``before``; returns how many of them still ran, bystanders apart."""
+    """Ends processes adopted since ``before``; returns how many of them still ran, not counting bystanders."""
     deadline = time.monotonic() + grace
     while True:
         running = {pid for pid in children() - before if not _ended(pid)}

@@ -1,4 +1,4 @@
-"""Ranks that disagree: rank 1 asks for something else than the others."""
+"""Ranks that disagree: rank 1 makes a different call than the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGET = (
 )
 TIMEOUT_S = 2.0
 
-#: Given whether this rank is the odd one: the tensors that the call may write, and the call.
+#: Takes whether this rank is the odd one; returns the tensors that the call may write, and the call.
 Make = Callable[[bool], tuple[list[torch.Tensor], Callable[[], object]]]
 
 
@@ -92,7 +92,7 @@ def in_a_row(
 
 
 def swapped(odd: bool) -> tuple[list[torch.Tensor], Callable[[], object]]:
-    """Two calls with equal descriptors, the other way round: only where they stand tells them apart."""
+    """Two calls with equal descriptors in reverse order: only their call sites distinguish them."""
     first, second = torch.full((4,), 1.0), torch.full((4,), 2.0)
 
     def calls() -> bool:
@@ -116,7 +116,7 @@ def message(odd: bool) -> tuple[list[torch.Tensor], Callable[[], object]]:
             try:
                 dist.send(tensor, 0)
             except dist.DistBackendError:
-                return False  # short, it is its receiver's to notice
+                return False  # short, its receiver will notice
             return True
         if dist.get_rank() == 0:
             dist.recv(tensor, 1)
@@ -126,7 +126,7 @@ def message(odd: bool) -> tuple[list[torch.Tensor], Callable[[], object]]:
     return [tensor], call
 
 
-#: The call of each rank, and expressions that every message matches besides the ranks.
+#: The call of each rank, and expressions that every message matches in addition to the ranks.
 MISMATCHES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "smaller on one rank": (lambda odd: all_reduce(ones(3 if odd else 4)), ("16 bytes", "12 bytes")),
     "larger on one rank": (lambda odd: all_reduce(ones(5 if odd else 4)), ("16 bytes", "20 bytes")),
@@ -174,7 +174,7 @@ MISMATCHES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "message of another size": (message, ("sent 20 bytes", "20 bytes.*16|16 bytes.*20")),
 }
 
-#: What differs although nothing is wrong, and where not every rank takes part.
+#: Results that differ because nothing is wrong, or because not every rank takes part.
 _SEES = {"same count in another shape": (RIGHT,), "message of another size": ("SymmMismatch", RIGHT)}
 
 
@@ -189,7 +189,7 @@ def disagree(
     before = [tensor.clone() for tensor in tensors]
     symm, name = stage.side == "symm", f"turn-{turns}"
     dist.barrier()
-    # A failure may overtake the end of a call on another host.
+    # A failure may overtake the end of a call on another node.
     stage.meet(f"begun {name}", rank, range(stage.world))
     if symm and "SUCCESS" not in str(stage.backend.get_error()):
         return Saw(WRONG, "there is an error before there is one")
@@ -199,7 +199,7 @@ def disagree(
 
     def checked() -> bool:
         answer = call()
-        # Where somebody must raise, only a call that says so itself was right.
+        # If a rank must raise, only a call that returns true was right.
         return answer is True or (answer is None and right)
 
     saw = stage.observe(checked)
@@ -283,7 +283,7 @@ scene(
     HOSTS_TARGET,
     Promise(
         sees=("SymmMismatch",),
-        # Each rail compares; which is first may differ from run to run.
+        # Each rail compares; the first to do so may differ between runs.
         says=(
             r'rank [01] \(host "a", pid \d+\) called broadcast\(50000 ',
             r'rank [23] \(host "b", pid \d+\) called all_gather\(200000 ',

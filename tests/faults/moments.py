@@ -1,4 +1,4 @@
-"""A rank dies at a moment at which something of it is under way: a message, a read of its memory, a join."""
+"""A rank exits while one of its operations is in progress: a message, a read of its memory, a join."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def cut_short(stage: Stage, rank: int, how: str) -> Saw:
     saw = stage.observe(lambda: dist.recv(tensor, 1) == 1)
     ended = time.monotonic()
     watching.join()
-    # On a busy machine the read may be over before it is cut short.
+    # On a busy node the read may finish before it is cut short.
     early = how != "receiver aborts" or ended < cut[0]
     if saw.kind == RIGHT and not (early and bool((tensor == 1).all())):
         saw.kind = WRONG
@@ -130,7 +130,7 @@ for _how, _kind, _text in (
 
 
 def outlived(stage: Stage, rank: int, message: bool) -> Saw:
-    """Rank 0 joins a group with each other rank in turn; that rank then dies."""
+    """Rank 0 joins a group with each other rank in turn; that rank then exits."""
     if rank:
         stage.join(1, 2, f"turn-{rank}")
         dist.barrier()
@@ -185,7 +185,7 @@ def _(stage: Stage, rank: int) -> Saw:
 
 
 def sockets() -> set[str]:
-    """Names of sockets that groups of this machine have."""
+    """Names of the sockets of groups on this node."""
     return {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@symm-" in line}
 
 
@@ -202,7 +202,7 @@ def all_killed(side: str) -> Outcome:
 
     before = sockets()
     outcome = play(body, side)
-    # Other groups of this machine come and go.
+    # Other groups of this node come and go.
     left, deadline = sockets() - before, time.monotonic() + 30
     while left and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Whole programs that end in every way, with the interpreter's own exit: how soon, what they print, what peers hear."""
+"""Whole programs that end in every way, with the interpreter's own exit: how soon, their output, the peers' error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import leftovers
 from .case import RIGHT, WRONG, Case, Outcome, Promise, Saw, add
 from .stage import DUMPED
 
-#: Imports torch once and forks both ranks of every ending; each fork ends as a program does.
+#: Imports torch once and forks both ranks of every ending; each fork exits like a program.
 PROGRAM = """
 import atexit, gc, json, os, sys, threading, time, torch, torch.distributed as dist
 torch.set_num_threads(1)
@@ -97,7 +97,7 @@ assert tensor.tolist() == [2.0] * 3
 }
 
 LEFT = "left the group (destroy_process_group or exit)"
-#: Endings of the program of rank 1, and the words that rank 0 hears.
+#: Endings of the program of rank 1, and the error text of rank 0.
 FAREWELLS = {
     "raise KeyError('x')": "left the group after KeyError: 'x';",
     "raise ValueError('one' + chr(10) + 'two')": "left the group after ValueError: one two;",
@@ -122,13 +122,13 @@ else:
 
 
 def _exit(place: Path, number: int) -> Saw:
-    """Checks how both ranks of an ending ended, and measures the slower one."""
+    """Checks how both ranks of an ending exited, and measures the slower one."""
     saw = Saw(RIGHT)
     for rank in range(2):
         ended, code = (place / f"ended-{number}-{rank}").read_text().split()
         log = DUMPED.sub("", (place / f"log-{number}-{rank}").read_text(errors="replace"))
         saw.seconds = max(saw.seconds, float(ended) - float((place / f"exiting-{number}-{rank}").read_text()))
-        # torch itself asks for destroy_process_group() for some backends only; nothing else may be said.
+        # torch itself suggests destroy_process_group() for some backends only; no other output is allowed.
         if code != "0" or log:
             saw.kind, saw.text = WRONG, f"{list(EXITS)[number]}, rank {rank}: {code}: {log[-400:]}"
     return saw
@@ -164,7 +164,7 @@ add(
 
 
 def _ends(rank: int, place: str, ending: str) -> None:
-    """One of two ranks; what rank 0 hears goes to a file."""
+    """One of two ranks; rank 0 writes its error to a file."""
     dist.init_process_group("symm", init_method=f"file://{place}/store", rank=rank, world_size=2)
     dist.barrier()
     if rank == 1:
@@ -192,7 +192,7 @@ def process_ends(side: str, way: str, method: str, ending: str, expected: str) -
         return Outcome(saw={0: _hears(heard.read_text() if heard.exists() else "", expected)})
 
 
-#: A forked process ends by os._exit, a spawned one as a program does.
+#: A forked process exits by os._exit, a spawned one like a program.
 for _way in ("multiprocessing", "torch.multiprocessing"):
     for _method, _ending, _expected in (
         ("spawn", "raise KeyError('x')", "left the group after KeyError: 'x';"),
@@ -222,7 +222,7 @@ def _ends_early(rank: int, place: Path) -> None:
     with suppress(FileNotFoundError):
         while " Z " not in Path(f"/proc/{pids[2]}/stat").read_text():
             time.sleep(0.01)
-    # Long enough for the news to come.
+    # Long enough for the notification to arrive.
     time.sleep(0.2)
     tensor = torch.full((3,), float(rank))
     if rank == 0:
@@ -234,7 +234,7 @@ def _ends_early(rank: int, place: Path) -> None:
 
 
 def leaves_early(side: str) -> Outcome:
-    """It ends by os._exit: what others still say to each other must not fail for it."""
+    """It exits by os._exit: messages between the others must not fail because of it."""
     with leftovers.fresh_folder() as place:
         processes = [get_context("fork").Process(target=_ends_early, args=(rank, place)) for rank in range(3)]
         for process in processes:

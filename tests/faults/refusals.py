@@ -1,4 +1,4 @@
-"""A rank refuses a call because of its arguments: ranks that wait for it hear why, no others are disturbed."""
+"""A rank rejects a call because of its arguments: ranks that wait for it get the reason, no others are disturbed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def overlapping() -> torch.Tensor:
 def read_only() -> torch.Tensor:
     """Memory that may only be read."""
     with tempfile.TemporaryFile() as file, warnings.catch_warnings():
-        # Torch says that writing to it would be undefined.
+        # Torch warns that writing to it would be undefined.
         warnings.simplefilter("ignore")
         file.truncate(4 * 4096)
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), dtype=torch.float32)
@@ -56,7 +56,7 @@ def summed(stage: Stage, *tensors: torch.Tensor) -> None:
 
 
 def refusal(stage: Stage, call: Call, rank: int = 0) -> Saw | None:
-    """Makes a call that must be refused, and leaves its reason for others; ``None`` if it was."""
+    """Makes a call that must be rejected, and leaves its reason for others; ``None`` if it was."""
     saw = stage.observe(lambda: call(stage))
     (stage.place / f"refusal-{rank}").write_text(saw.text.splitlines()[0] if saw.text else "")
     return None if saw.kind in REFUSED else Saw(WRONG, f"not refused: {saw.kind}: {saw.text}")
@@ -71,7 +71,7 @@ def told(
     early: float = 0.0,
     again: bool = False,
 ) -> Saw:
-    """Some ranks refuse a call in which the others wait, or which the others make ``early`` seconds later."""
+    """Some ranks reject a call in which the others wait, or which the others make ``early`` seconds later."""
     dist.barrier()
     if again:
         refusal(stage, wrong)
@@ -93,7 +93,7 @@ def told(
         after.seconds = time.monotonic() - begun
         return bad or after
     reasons = [(stage.place / f"refusal-{r}").read_text() for r in refusing]
-    # Hosts may name another of the ranks that wait.
+    # Nodes may name another of the waiting ranks.
     right = any(reason in saw.text for reason in reasons) and after.text == saw.text
     if not stage.layout and not right:
         saw.kind, saw.text = WRONG, f"{saw.text}, then {after.text}, of {reasons}"
@@ -114,7 +114,7 @@ def _told(name: str, row: str, says: tuple[str, ...], layout: Layout = (), world
 
 
 ONE = "a collective that rank 1 refuses"
-#: The call that rank 1 refuses, the call in which rank 0 waits, and the name of the latter.
+#: The call that rank 1 rejects, the call in which rank 0 waits, and the name of the latter.
 CALLS: dict[str, tuple[Call, Call, str]] = {
     "another length": (lambda _: gathered(7, 4), lambda _: gathered(8, 4), "all_gather"),
     "no elements": (lambda _: gathered(8, 0), lambda _: gathered(8, 4), "all_gather"),
@@ -183,7 +183,7 @@ for _layout, _refusing, _times in (
 def message_told(
     stage: Stage, rank: int, wrong: Call, right: Call, refuser: int, waiting: tuple[int, ...], met: bool = True
 ) -> Saw:
-    """A rank refuses a message in which others wait. ``met``: messages have passed between them before."""
+    """A rank rejects a message in which others wait. ``met``: messages have passed between them before."""
     for peer in waiting if met else ():
         for sender, receiver in ((refuser, peer), (peer, refuser)):
             if rank == sender:
@@ -220,7 +220,7 @@ def _message(name: str, says: tuple[str, ...], layout: Layout = (), **what: obje
 
 
 def long() -> torch.Tensor:
-    """One that is offered waits for its receive."""
+    """A tensor whose send uses rendezvous and waits for the receive."""
     return torch.zeros(1 << 20)
 
 
@@ -304,7 +304,7 @@ def corrects(stage: Stage, rank: int) -> Saw:
             if bad := wrong_sum(stage):
                 return bad
             time.sleep(pause)
-            # On a machine too busy for a pause to be short, the others may hear of it.
+            # On a node too busy for a pause to be short, the others may be notified.
             if pause < 0.08 < time.monotonic() - begun:
                 (stage.place / "slow").touch()
         elif pause > 0.08:
@@ -314,13 +314,13 @@ def corrects(stage: Stage, rank: int) -> Saw:
             return Saw(RIGHT)
         if saw.kind != RIGHT:
             return saw
-    # Longer than it takes to tell: nothing of the refusals is left.
+    # Longer than a notification takes: nothing of the rejections is left.
     time.sleep(0.3)
     return stage.observe(lambda: right_sum(stage.world))
 
 
 def all_refuse(stage: Stage, rank: int) -> Saw:
-    """What all ranks refuse disturbs none: three times, while a call is under way, and where one is late."""
+    """A call that all ranks reject disturbs none: repeated, while a call is in progress, and with one rank late."""
     for _ in range(3):
         if bad := wrong_sum(stage):
             return bad
@@ -339,7 +339,7 @@ def all_refuse(stage: Stage, rank: int) -> Saw:
 
 
 def queued(stage: Stage, rank: int) -> Saw:
-    """Rank 1 refuses while calls of its own, for which the other waits, are still queued."""
+    """Rank 1 rejects while calls of its own, for which the other waits, are still queued."""
     tensors = [torch.ones(10) for _ in range(3)]
     bad = None
     if rank == 1:
@@ -357,7 +357,7 @@ def queued(stage: Stage, rank: int) -> Saw:
 
 
 def corrects_message(stage: Stage, rank: int, pauses: tuple[float, ...]) -> Saw:
-    """Rank 1 sends what it had refused, in time or before rank 0 waits; then its next message is long in coming."""
+    """Rank 1 sends the rejected message, in time or before rank 0 waits; then its next message is delayed."""
     for turn, pause in enumerate(pauses):
         if stage.layout:
             dist.barrier()

@@ -80,7 +80,7 @@ def mount(place: Path, full: bool) -> None:
 
 
 def works(rank: int, world: int) -> bool:
-    """Collectives and messages of every size class are right."""
+    """Returns true if collectives and messages of every size class are right."""
     right = True
     for count in (1, 5_000, 3_000_000):
         dist.all_reduce(tensor := torch.ones(count))
@@ -96,7 +96,7 @@ def works(rank: int, world: int) -> bool:
 
 
 def in_a_bad_place(stage: Stage, rank: int, kind: str) -> Saw:
-    """Joins and works with such a /dev/shm or temporary folder."""
+    """Joins and works with such a /dev/shm or temporary directory."""
     place = stage.place / "readonly" if kind == "TMPDIR read-only" else stage.place / ("d" * 100) / ("e" * 100)
     if kind.startswith("/dev/shm"):
         mount(Path("/dev/shm"), kind.endswith("full"))
@@ -132,7 +132,7 @@ def limit_addresses(more: int) -> None:
 
 
 def cramped(stage: Stage, rank: int) -> Saw:
-    """Rank 1 has no addresses for the memory of a new group."""
+    """Rank 1 lacks addresses for the memory of a new group."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     dist.barrier()
     if rank == 1:
@@ -159,13 +159,13 @@ scene(
 
 
 def no_thread(stage: Stage, rank: int, send: bool) -> Saw:
-    """Rank 1 cannot start the thread of a message, which is not posted: its memory is its owner's, its tag is free."""
-    count = 20_000  # too long to go unasked, too short for a mapping of its own
+    """Rank 1 cannot start the thread of a message, so it is not posted: its memory is untouched, its tag is free."""
+    count = 20_000  # too long to be eager, too short for a separate mapping
     saw, before = Saw(RIGHT), resource.getrlimit(resource.RLIMIT_AS)
     dist.barrier()
     if rank == 1:
         tensor, released = torch.full((count,), 3.0), threading.Event()
-        # Takes the stacks that ended threads of Python and of Rust have left.
+        # Uses up the stacks that ended threads of Python and of Rust have left.
         for size in (0, 2 << 20):
             usual = threading.stack_size(size)
             for _ in range(6):

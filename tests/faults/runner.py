@@ -1,4 +1,4 @@
-"""Plays one case in a process of its own, so that nothing it does stays with the next."""
+"""Plays one case in a separate process, so that none of its effects reach the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .case import CRASH, HANG, Case, Outcome, Saw
 
 
 def guarded(case: Case, side: str, limit: float) -> Outcome:
-    """The outcome of a case on a side; one that takes longer than ``limit`` seconds is ended, with all it started."""
+    """The outcome of a case on a side; after ``limit`` seconds the case is killed, with its processes."""
     with leftovers.fresh_folder() as folder, leftovers.adopting_orphans():
         result, log = folder / "outcome", folder / "log"
         adopted = leftovers.children()
@@ -24,7 +24,7 @@ def guarded(case: Case, side: str, limit: float) -> Outcome:
         forked.fork(lambda: _play(case, side, result, log))
         late = not forked.wait(limit)
         forked.end()
-        # Killed, the case leaves its ranks, and those their children, to this process.
+        # If killed, the case leaves its ranks, and they their children, to this process.
         while leftovers.end_orphans(adopted, set(), grace=0.0):
             pass
         with contextlib.suppress(OSError, EOFError):
@@ -34,7 +34,7 @@ def guarded(case: Case, side: str, limit: float) -> Outcome:
 
 
 def _play(case: Case, side: str, result: Path, log: Path) -> None:
-    """Whatever the case or its servers print goes into the log."""
+    """All output of the case or its servers goes to the log."""
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

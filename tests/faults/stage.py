@@ -1,4 +1,4 @@
-"""Ranks as processes of which any may die, hang or lie, and what became of each."""
+"""Runs ranks as processes that may exit, hang or err, and collects what each of them saw."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from .case import CRASH, GONE, HANG, RIGHT, WRONG, Case, Outcome, Promise, Saw, 
 WORLD = 4
 #: The line that a rank logs when a group fails.
 DUMPED = re.compile(r"^.*the last calls of this process are in .*; for those of all ranks: .*\n", re.MULTILINE)
-#: Numbers of hosts, which are all this machine; half of the ranks are on each of two.
+#: Number of nodes, which are all this machine; half of the ranks are on each of two.
 HOSTS = 1
 
 
-#: How many ranks each host has, host "a" first; none: all are on one.
+#: Number of ranks on each node, node "a" first; empty: all are on one.
 Layout = tuple[int, ...]
 
 
 def host_of(rank: int, layout: Layout) -> str:
-    """The name of a rank's host."""
+    """The name of a rank's node."""
     return "".join(name * count for name, count in zip("abcd", layout, strict=False))[rank]
 
 
 def placed(rank: int, world: int, layout: Layout = ()) -> dict[str, str]:
-    """Settings of a rank which make it one of its host."""
+    """Settings of a rank that place it on its node."""
     layout = layout or ((world // 2, world - world // 2) if HOSTS > 1 else ())
     if not layout:
         return {}
@@ -51,7 +51,7 @@ def placed(rank: int, world: int, layout: Layout = ()) -> dict[str, str]:
 
 
 class Stage:
-    """What the ranks of one play share. Made before they are forked."""
+    """The shared state of the ranks of one play. Made before they are forked."""
 
     def __init__(
         self, side: str, world: int, place: Path, timeout: float, port: int | None = None, layout: Layout = ()
@@ -63,21 +63,21 @@ class Stage:
         self.timeout = timeout
         self.port = port
         self._store: dist.Store | None = None
-        # The moment of the fault, by the clock that all processes share.
+        # The time of the fault, by the clock that all processes share.
         self._moment = RawArray("d", 1)
         self.pids = RawArray("i", world)
 
     def now_it_happens(self) -> None:
-        """Marks the moment from which survivors are timed."""
+        """Marks the time from which survivors are timed."""
         self._moment[0] = time.monotonic()
 
     @property
     def since(self) -> float:
-        """Seconds since that moment."""
+        """Seconds since that time."""
         return time.monotonic() - self._moment[0] if self._moment[0] else 0.0
 
     def join(self, rank: int, world: int | None = None, name: str = "default", timeout: float | None = None) -> None:
-        """``init_process_group`` over a fresh FileStore of torch's, or over the TCPStore where one was opened."""
+        """``init_process_group`` over a fresh FileStore of torch's, or over the TCPStore if one was opened."""
         world = self.world if world is None else world
         dist.init_process_group(
             self.side,
@@ -88,13 +88,13 @@ class Stage:
         )
 
     def open_store(self, rank: int) -> None:
-        """Torch's TCPStore where the play asks for it; before what a rank has is counted, since torch keeps it open."""
+        """Opens torch's TCPStore if requested; before a rank's resources are counted, since torch keeps it open."""
         if self.port is not None:
             limit = timedelta(seconds=self.timeout)
             self._store = dist.TCPStore("127.0.0.1", self.port, self.world, rank == 0, timeout=limit)
 
     def meet(self, name: str, rank: int, others: Iterable[int], limit: float = 30.0) -> bool:
-        """Whether all of ``others`` have come here, too, before the limit; needs no group."""
+        """Returns true if all of ``others`` have also arrived here before the limit; needs no group."""
         (self.place / f"meet-{name}-{rank}").touch()
         deadline = time.monotonic() + limit
         while not all((self.place / f"meet-{name}-{r}").exists() for r in others):
@@ -104,7 +104,7 @@ class Stage:
         return True
 
     def log(self, rank: int) -> str:
-        """What a rank has printed, but for where its trace is."""
+        """The output of a rank, without the path of its trace."""
         path = self.place / f"log-{rank}"
         return DUMPED.sub("", path.read_text(errors="replace")) if path.exists() else ""
 
@@ -117,7 +117,7 @@ class Stage:
         self.spare(pid)
 
     def spare(self, pid: int) -> None:
-        """A child that may outlive its rank: it is no leftover."""
+        """Marks a child that may outlive its rank, so that it does not count as a leftover."""
         (self.place / f"bystander-{pid}").touch()
 
     @property
@@ -126,11 +126,11 @@ class Stage:
         return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[attr-defined]
 
     def shorten(self, seconds: float) -> None:
-        """From now on calls of the default group have this timeout, which joining had not."""
+        """From now on calls of the default group have this timeout, which did not apply to joining."""
         self.backend._set_default_timeout(timedelta(seconds=seconds))
 
     def later(self, seconds: float, act: Callable[[], object]) -> threading.Thread:
-        """Another thread marks the moment of the fault ``seconds`` from now, and acts."""
+        """Starts a thread that marks the time of the fault ``seconds`` from now, and acts."""
 
         def wait() -> None:
             time.sleep(seconds)
@@ -142,7 +142,7 @@ class Stage:
         return thread
 
     def observe(self, call: Callable[[], object]) -> Saw:
-        """Makes a call that should fail or give ``True`` (or ``None``)."""
+        """Makes a call that should fail or return ``True`` (or ``None``)."""
         begun = time.monotonic()
         try:
             answer = call()
@@ -157,7 +157,7 @@ class Stage:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """A free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -180,12 +180,12 @@ def play(
     over_tcp: bool = False,
     layout: Layout = (),
 ) -> Outcome:
-    """Runs ``body`` on forked ranks and says what each that is no victim saw.
+    """Runs ``body`` on forked ranks and returns what each rank saw, except victims.
 
-    ``timeout``: of the group. ``limit``: seconds for everything; who has not ended then hangs. ``join``: whether the
-    ranks make the default group first. ``before`` gets the folder of the play before the ranks start. ``over_tcp``: the
-    default group's store is torch's TCPStore, as under torchrun; its FileStore looks for news every 10 ms only.
-    ``layout``: the number of ranks on each of several hosts.
+    ``timeout``: of the group. ``limit``: seconds for everything; a rank that has not exited by then hangs. ``join``:
+    whether the ranks make the default group first. ``before`` gets the directory of the play before the ranks start.
+    ``over_tcp``: the default group's store is torch's TCPStore, as under torchrun; its FileStore polls only every 10
+    ms. ``layout``: the number of ranks on each of several nodes.
     """
     world = sum(layout) or world
     with leftovers.fresh_folder() as place, leftovers.adopting_orphans():
@@ -232,7 +232,7 @@ def _rank(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) 
     had = leftovers.own()
     saw: Saw | None = None
     if join:
-        # Else the timeout of the group would count the forks of the others.
+        # Otherwise the timeout of the group would include the forks of the others.
         stage.meet("forked", rank, range(stage.world))
         saw = stage.observe(lambda: stage.join(rank))
     if saw is None or saw.kind == RIGHT:
@@ -251,7 +251,7 @@ def _rank(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) 
 
 
 def _await(forked: Forked, pids: list[int], deadline: float, victims: Collection[int]) -> list[int | None]:
-    """Exit codes, negative for signals; ``None`` for those that had to be ended. Victims may lie stopped or sleep."""
+    """Exit codes, negative for signals; ``None`` for those that had to be killed. Victims may be stopped or asleep."""
     while forked.running and (left := deadline - time.monotonic()) > 0:
         if {pids.index(pid) for pid in forked.running} <= set(victims):
             left, deadline = min(left, 0.5), min(deadline, time.monotonic() + 0.5)
@@ -284,7 +284,7 @@ def scene(
     where: str = "one",
     **settings: Any,
 ) -> Callable[[Body], Body]:
-    """Makes a case of the body below, which is played with these settings of ``play``; on hosts if it has a layout."""
+    """Makes a case of the body below, played with these settings of ``play``; on several nodes if it has a layout."""
 
     def register(body: Body) -> Body:
         place = "hosts" if settings.get("layout") else where

@@ -1,4 +1,4 @@
-"""A rank's process is stopped for a while, or does not call: late is not dead."""
+"""A rank's process is stopped for a while, or does not call: a late rank has not exited."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S = 0.5
 
 
 def _stopped(stage: Stage, rank: int, seconds: float, culprit: int = 1, timeout: float = 30) -> Saw:
-    """The culprit is stopped between collectives by a child of its own, and goes on later."""
+    """The culprit is stopped between collectives by its own child, and continues later."""
     dist.barrier()
     stage.shorten(timeout)
     if rank == culprit:
@@ -44,7 +44,7 @@ def _stopped(stage: Stage, rank: int, seconds: float, culprit: int = 1, timeout:
 
 for _name, _seconds, _culprit, _layout in (
     ("stopped, long timeout", 2.0, 1, ()),
-    # Longer than hosts wait for a word of each other.
+    # Longer than the limit for a heartbeat between nodes.
     ("leader of a host stopped", 6.5, 2, (2, 2)),
 ):
     add(
@@ -75,7 +75,7 @@ scene(
 
 
 def never_calls(stage: Stage, rank: int, wait: str) -> Saw:
-    """The last rank does not make the call, until the others have given up."""
+    """The last rank does not make the call until the others have given up."""
     late = stage.world - 1
     dist.all_reduce(torch.zeros(3))
     stage.shorten(TIMEOUT_S)

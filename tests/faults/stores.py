@@ -1,4 +1,4 @@
-"""The TCP store against its clients: torch's (libuv) and ours, each in a process of its own."""
+"""The TCP store against its clients: torch's (libuv) and ours, each in a separate process."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .case import HANG, RIGHT, WRONG, Case, Outcome, Promise, Saw, add
 
 LIMIT = timedelta(seconds=5)
 SECRET = "known to the job"
-#: Seconds that an attack, and each look at what it has left, may take.
+#: Seconds that an attack, and each check of its effects, may take.
 ATTACK_S, PATIENCE_S = 15.0, 6.0
 MB = 1 << 20
 
 
 def opened(side: str, port: int, master: bool, secret: str | None = None) -> Any:
-    """A store object of a side; the master serves at 127.0.0.1."""
+    """A store object of a side; the master listens at 127.0.0.1."""
     if side == "gloo":
         return dist.TCPStore("127.0.0.1", port, None, master, LIMIT, wait_for_workers=False)
     return torch_symm.TCPStore("127.0.0.1", port, None, master, LIMIT, wait_for_workers=False, secret=secret)
 
 
 class Server:
-    """A store's server in its own process, and what that process uses."""
+    """A store's server in its own process, and that process's resources."""
 
     def __init__(self, side: str, secret: str | None, descriptors: int | None) -> None:
         reader, writer = os.pipe()
@@ -76,7 +76,7 @@ def serving(side: str, secret: str | None = None, descriptors: int | None = None
 
 
 class Honest:
-    """A client that sets and gets on a thread, and how long it waited at worst."""
+    """A client that sets and gets on a thread, and its longest wait."""
 
     def __init__(self, side: str, port: int) -> None:
         self._store = opened(side, port, False)
@@ -116,8 +116,8 @@ Attack = Callable[[str, Server], None]
 
 
 def under(attack: Attack, side: str, descriptors: int | None = None, client: bool = True) -> Outcome:
-    """An attack on a server that has an honest client; what the server uses before, at most and after."""
-    # Attacker and client share an interpreter: by default one waits 5 ms for the other to give its lock away.
+    """An attack on a server with an honest client; the server's resources before, at most and after."""
+    # Attacker and client share an interpreter: by default one waits 5 ms for the other to release its lock.
     sys.setswitchinterval(1e-4)
     with serving(side, descriptors=descriptors) as server:
         honest = Honest(side, server.port) if client else None
@@ -163,7 +163,7 @@ def under(attack: Attack, side: str, descriptors: int | None = None, client: boo
 
 
 def _serves(side: str, port: int) -> bool:
-    """Whether a new client is served soon."""
+    """Returns true if a new client gets an answer soon."""
     served = threading.Event()
 
     def come() -> None:
@@ -183,7 +183,7 @@ def stores_much(side: str, server: Server) -> None:
 
 
 def sends_without_end(side: str, server: Server) -> None:
-    """Sixteen hostile peers send 8 MB each, which is no request."""
+    """Sixteen hostile peers send 8 MB each, which is not a valid request."""
     links = [wires.connect(server.port) for _ in range(16)]
     for link in links:
         with contextlib.suppress(OSError):
@@ -206,7 +206,7 @@ def drips(side: str, server: Server) -> None:
 
 
 def never_reads(side: str, server: Server) -> None:
-    """A client asks a hundred times for 8 MB and reads nothing."""
+    """A client requests 8 MB a hundred times and reads nothing."""
     link = wires.introduced(side, server.port)
     link.sendall(wires.set_frame(side, b"big", bytes(8 * MB)))
     time.sleep(0.3)
@@ -217,7 +217,7 @@ def never_reads(side: str, server: Server) -> None:
 
 
 def half_open(side: str, server: Server) -> None:
-    """1200 connections that say nothing."""
+    """1200 connections that send nothing."""
     links = [wires.connect(server.port) for _ in range(1200)]
     time.sleep(1)
     for link in links:
@@ -254,7 +254,7 @@ def garbage(side: str, server: Server) -> None:
 
 
 def uses_all_descriptors(side: str, server: Server) -> None:
-    """More connections than the server may have descriptors."""
+    """More connections than the server may have file descriptors."""
     links = [wires.connect(server.port) for _ in range(200)]
     time.sleep(0.5)
     for link in links:
@@ -299,7 +299,7 @@ _add("no descriptors left", LOAD, LOAD_TARGET, uses_all_descriptors, 8, 128)
 
 
 def outsider(side: str) -> Outcome:
-    """Somebody who does not know the job's secret lists, reads and overwrites keys. torch's store knows no secrets."""
+    """A client without the job's secret lists, reads and overwrites keys. torch's store has no secrets."""
     with serving(side, SECRET if side == "symm" else None) as server:
         member = opened(side, server.port, False, SECRET)
         member.set("precious", b"1")
@@ -331,7 +331,7 @@ add(
 
 
 def listens(side: str) -> Outcome:
-    """Where a server listens that was told 127.0.0.1; from /proc, so that nothing is left out."""
+    """The addresses on which a server with 127.0.0.1 listens; from /proc, so that the list is complete."""
     with serving(side) as server:
         found = set()
         for table in ("tcp", "tcp6"):

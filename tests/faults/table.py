@@ -1,4 +1,4 @@
-"""What was seen, as a line, a table and JSON."""
+"""The outcomes, as a line, a table and JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from .case import Case, Outcome
 
-#: Marks of the table's place in a document, for one host and for several.
+#: Marks of the table's place in a document, for one node and for several.
 MARKS = {
     False: ("<!-- fault matrix: begin -->", "<!-- fault matrix: end -->"),
     True: ("<!-- fault matrix over hosts: begin -->", "<!-- fault matrix over hosts: end -->"),
@@ -30,7 +30,7 @@ class Result:
     case: Case
     side: str
     outcome: Outcome
-    #: Where symm's promise was not kept.
+    #: Violations of symm's promise.
     broken: list[str]
     took: float
 
@@ -43,7 +43,7 @@ def line(result: Result) -> str:
 
 
 def facts(seconds: float, sides: Sequence[str]) -> dict[str, Any]:
-    """When, where and with what the figures were taken."""
+    """Date, hardware and versions of the figures."""
     model = next(
         (
             row.partition(":")[2].strip()
@@ -73,7 +73,7 @@ def seconds(value: float) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """What the ranks of one or several cases saw, in a few words."""
+    """A short summary of the results of one or several cases."""
     outcomes = [result.outcome for result in results]
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     words = [
@@ -149,7 +149,7 @@ def markdown(results: Sequence[Result], facts: dict[str, Any], hosts: bool = Fal
 
 
 def as_json(results: Sequence[Result], facts: dict[str, Any]) -> dict[str, Any]:
-    """Everything, every case and rank by itself."""
+    """Everything, with each case and rank separately."""
     return {
         "facts": facts,
         "cases": [
@@ -171,7 +171,7 @@ def as_json(results: Sequence[Result], facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_into(document: Path, text: str, hosts: bool = False) -> None:
-    """Replaces what stands between the two markers."""
+    """Replaces the text between the two markers."""
     first, last = MARKS[hosts]
     before, begin, rest = document.read_text().partition(first)
     _, end, after = rest.partition(last)

@@ -1,4 +1,4 @@
-"""A rank's process ends under torchrun: how long the job lives on, and what its output and error files say."""
+"""A rank's process exits under torchrun: how long the job lives on, and the content of its output and error files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ main()
 
 
 def torchrun(side: str) -> Outcome:
-    """SIGKILL of a rank under torchrun: how long the job lives on, and what its output and error files say."""
+    """SIGKILL of a rank under torchrun: how long the job lives on, and the content of its output and error files."""
     with leftovers.fresh_folder() as place:
         (place / "script.py").write_text(TORCHRUN)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
@@ -60,7 +60,7 @@ def torchrun(side: str) -> Outcome:
 
 
 def _whole(text: str) -> bool:
-    """Whether an error file is complete: torchrun may end a survivor that has opened its own and not yet written it."""
+    """True if an error file is complete: torchrun may end a survivor that has opened its own and not yet written it."""
     try:
         return bool(json.loads(text))
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""What clients of either store say on the wire, for clients that misbehave in the middle of it."""
+"""The messages of clients of either store, for clients that misbehave in the middle of one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def connect(port: int, limit: float = 5.0) -> socket.socket:
 
 
 def introduced(side: str, port: int, limit: float = 5.0) -> socket.socket:
-    """A connection of a client that the server takes for one of its own; no secret."""
+    """A connection of a client that the server accepts as one of its own; no secret."""
     link = connect(port, limit)
     if side == "gloo":
         link.sendall(b"\x00" + struct.pack("<I", 0x3C85F7CE))
@@ -27,7 +27,7 @@ def introduced(side: str, port: int, limit: float = 5.0) -> socket.socket:
 
 
 def set_frame(side: str, key: bytes, value: bytes) -> bytes:
-    """The whole of a ``set``."""
+    """A complete ``set`` request."""
     if side == "gloo":
         return b"\x01" + struct.pack("<Q", len(key)) + key + struct.pack("<Q", len(value)) + value
     request = (
@@ -37,7 +37,7 @@ def set_frame(side: str, key: bytes, value: bytes) -> bytes:
 
 
 def get_frame(side: str, key: bytes) -> bytes:
-    """The whole of a ``get``."""
+    """A complete ``get`` request."""
     if side == "gloo":
         return b"\x03" + struct.pack("<Q", len(key)) + key
     return _symm_frame(b"\x03" + struct.pack("<qI", 0, 1) + struct.pack("<I", len(key)) + key)
