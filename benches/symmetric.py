@@ -26,7 +26,7 @@ from torch_symm.tools.command import count
 
 OPS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 ROUNDS = 9
-#: Time that one side measures in one round, and the maximum number of calls.
+#: The time that one side measures in one round, and the maximum number of calls.
 ROUND_S = 0.25
 MOST_CALLS = 200
 

@@ -83,7 +83,7 @@ KINDS = (
 
 
 def failure_in(call: Call, limit: float) -> Exception:
-    """Calls until a call fails; returns the error."""
+    """Repeats the call until it fails; returns the error."""
     start = time.monotonic()
     while time.monotonic() - start < limit:
         try:

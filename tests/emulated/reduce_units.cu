@@ -1,4 +1,5 @@
-// Reductions without a protocol: each thread folds units of all ranks. With SYMM_DTYPE and SYMM_OP for that pair, else for any.
+// Reductions without a protocol: each thread folds units of all ranks. With SYMM_DTYPE and SYMM_OP for that pair,
+// otherwise for any.
 #include "types.cuh"
 
 struct Args {

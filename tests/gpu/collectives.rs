@@ -1,5 +1,5 @@
-//! Every kernel for groups of 2 to 8 ranks as a GPU runs it, on a single GPU: all ranks' kernels run at the same time, each on a stream
-//! of its own. What it cannot show: links between GPUs.
+//! Every kernel for groups of 2 to 8 ranks as a GPU runs it, on a single GPU: all ranks' kernels run at the same time,
+//! each on a separate stream. Not covered: links between GPUs.
 
 use crate::calls::{Case, Tensors, case};
 use crate::on_a_gpu;
@@ -22,7 +22,7 @@ use symm::topo::graph::CubeMesh;
 /// Bytes for the tensors of one rank in one call.
 const ARENA: usize = 64 << 20;
 
-/// A program, zero-copy or not, and what it is compiled for if it looks at elements.
+/// A program, zero-copy or not, and the element type and operation for which it is compiled, if it depends on them.
 type Key = (&'static Launched, bool, Option<(DType, ReduceOp)>);
 
 struct Rank {
@@ -48,7 +48,7 @@ struct Group<'a> {
 impl<'a> Group<'a> {
     fn new(device: &'a Device, n: usize) -> Self {
         let layout = Layout::new(n, 128 << 20).unwrap();
-        // All ranks' blocks must be on the GPU together.
+        // All ranks' blocks must be on the GPU at the same time.
         let tuning = Tuning {
             one_shot_bytes: 8 << 10,
             two_shot_bytes: 64 << 10,
@@ -96,7 +96,8 @@ impl<'a> Group<'a> {
         kernel.launch(self.ranks[me].stream.stream(), launch.grid, false, launch.args.bytes()).unwrap();
     }
 
-    /// `call` with its tensors moved to the GPU: inputs, then outputs, each as far from a 16-byte boundary as it was.
+    /// `call` with its tensors moved to the GPU: inputs, then outputs, each with its former offset from a 16-byte
+    /// boundary.
     fn moved(&self, me: usize, call: &Spec<'_>) -> Spec<'static> {
         let mut next = self.ranks[me].arena.address() as usize;
         let mut place = |span: &Span| {
@@ -111,7 +112,7 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// Kernels of a rank that moved something between tensors.
+    /// Number of kernels of a rank that moved data between tensors without staging.
     fn direct(&self, me: usize) -> u32 {
         self.ranks[me].report.get()[DIRECT_WORD].load(std::sync::atomic::Ordering::Relaxed)
     }
@@ -155,7 +156,8 @@ impl<'a> Group<'a> {
                 LaunchContext { me, n: self.n, layout: &layout, threads: 128, edges, common, symmetric }.prepare(&device[me], plan)
             })
             .collect();
-        // Loading may wait for all that runs, which waits for the kernel that is being loaded: all are loaded first.
+        // Loading may wait for all running kernels, which wait for the kernel that is being loaded: all are loaded
+        // first.
         let kernels: Vec<_> = launches.iter().enumerate().map(|(me, launch)| launch.map(|launch| self.kernel(me, &launch, case))).collect();
         for (me, (kernel, launch)) in kernels.iter().zip(&launches).enumerate() {
             if let (Some(kernel), Some(launch)) = (kernel, launch) {
@@ -172,7 +174,7 @@ impl<'a> Group<'a> {
         let all = self.symmetric == Some((1 << self.n) - 1) && case.shift == 0 && case.op != Op::AllToAll;
         for (me, before) in before.into_iter().enumerate() {
             let direct = self.direct(me) - before;
-            // The root of a broadcast gives all through staging, unless a single other rank gets it.
+            // The root of a broadcast sends all data through staging, unless there is only one other rank.
             let gives = case.op == Op::Broadcast && self.n > 2 && call(me).root.index() == me;
             let moves = name.ends_with("_zero_copy") && !gives;
             assert!(direct <= 1 && (!all || direct == u32::from(moves)), "rank {me} in {name}: {direct} kernels");
@@ -188,7 +190,7 @@ impl<'a> Group<'a> {
 
 const DTYPES: [DType; 3] = [DType::BF16, DType::I32, DType::F64];
 
-/// Compiles what the ranks will need, side by side, so that it is cached.
+/// Compiles the kernels that the ranks will need, in parallel, so that they are cached.
 fn compile_all(device: &Device, n: usize) {
     let (major, minor) = device.capability;
     let compile = |rank: u32, kernel: &Launched, dtype: Option<DType>| {
@@ -237,7 +239,7 @@ fn every_kernel(device: &Device) {
                 }
             }
         }
-        // All ranks' tensors are symmetric memory, none's, or every other's.
+        // The tensors in symmetric memory: all ranks', none, or every second rank's.
         for ranks in [(1 << n) - 1, 0, 0b1010_1010] {
             group.symmetric = Some(ranks);
             for dtype in DTYPES {
@@ -254,7 +256,7 @@ fn every_kernel(device: &Device) {
         }
         group.symmetric = None;
         if n == 8 {
-            // Integers: floats are added up in another order there.
+            // Integers: floats are added in a different order there.
             group.cube_mesh = Some(CubeMesh { quad: [[0, 1, 2, 3], [4, 5, 6, 7]], relay: [5, 4, 7, 6, 1, 0, 3, 2] });
             for count in [1, 37, 1500, 9000] {
                 let name = group.run(&case(Op::AllReduce, DType::I32, count), seed + count as u64);

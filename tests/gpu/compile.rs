@@ -1,5 +1,5 @@
-//! Every CUDA program compiles for every architecture, and keeps what it works on in registers. Needs NVRTC, no GPU: `make test-kernels`;
-//! `make test-all` compiles for more numbers of ranks.
+//! Every CUDA program compiles for every architecture, and keeps its working values in registers. Needs NVRTC, no GPU:
+//! `make test-kernels`; `make test-all` compiles for more numbers of ranks.
 
 use crate::process::{process, role};
 use serde::{Deserialize, Serialize};
@@ -17,21 +17,21 @@ use symm::kernels::cuda::source::{HEADERS, PROGRAMS, Program};
 /// Ampere, Hopper, Blackwell.
 const ARCHS: [Arch; 3] = [Arch { major: 8, minor: 0 }, Arch { major: 9, minor: 0 }, Arch { major: 10, minor: 0 }];
 
-/// The one that is compiled for in all variants.
+/// The architecture for which all variants are compiled.
 const THOROUGH: Arch = ARCHS[1];
 
 /// Numbers of ranks. Programs unroll over them, so that each may need another number of registers.
 const WORLDS: std::ops::RangeInclusive<u32> = 2..=8;
-/// Its ends and one between.
+/// The minimum, the maximum and one in between.
 const FEW_WORLDS: [u32; 3] = [2, 3, 8];
-/// Set where one architecture is compiled for with all of [`WORLDS`], the others with [`FEW_WORLDS`] and all of [`ELEMENTS`], which takes
-/// three times as long.
+/// If set, one architecture is compiled with all of [`WORLDS`], the others with [`FEW_WORLDS`] and all of [`ELEMENTS`],
+/// which takes three times as long.
 const ALL_WORLDS: &str = "KERNELS_COMPILE_ALL";
 
-/// Part of the names of the only programs that are compiled.
+/// If set, only programs whose names contain this text are compiled.
 const ONLY: &str = "KERNELS_COMPILE_ONLY";
 
-/// For programs that look at elements: each width, and each kind of accumulator.
+/// For programs that depend on elements: each width, and each kind of accumulator.
 const ELEMENTS: [(DType, ReduceOp); 6] = [
     (DType::F32, ReduceOp::Sum),
     (DType::BF16, ReduceOp::Avg),
@@ -41,21 +41,22 @@ const ELEMENTS: [(DType, ReduceOp); 6] = [
     (DType::U8, ReduceOp::BitXor),
 ];
 
-/// Those of [`ELEMENTS`] that are compiled for every architecture: the most usual, and the one whose accumulators are widest.
+/// The part of [`ELEMENTS`] that is compiled for every architecture: the most usual type, and the one with the widest
+/// accumulators.
 const FEW_ELEMENTS: [DType; 2] = [DType::F32, DType::F64];
 
-/// What one kernel needs, as ptxas says.
+/// The resources of one kernel, as reported by ptxas.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Needs {
     kernel: String,
     registers: u32,
-    /// Bytes of stack frame, spill stores and spill loads; of functions that were not inlined too.
+    /// Bytes of stack frame, spill stores and spill loads; also of functions that were not inlined.
     memory: [u32; 3],
 }
 
 #[derive(Serialize, Deserialize)]
 struct Outcome {
-    /// The variant, in words.
+    /// The variant, as text.
     title: String,
     program: String,
     zero_copy: bool,
@@ -71,7 +72,7 @@ struct Part {
     file: PathBuf,
 }
 
-/// Whether `text`, or a header that it includes, mentions `word`.
+/// Returns true if `text`, or a header that it includes, mentions `word`.
 fn mentions(text: &str, word: &str) -> bool {
     let included = |header: &str| text.lines().any(|line| line.starts_with("#include") && line.contains(&format!("\"{header}\"")));
     text.contains(word) || HEADERS.iter().any(|header| included(header.name) && mentions(header.text, word))
@@ -93,7 +94,8 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
     };
     let mut all = Vec::new();
     for (arch, variant) in ARCHS.iter().flat_map(|&arch| typed.iter().map(move |&variant| (arch, variant))) {
-        // Every number of ranks on one architecture at most; on the others a few, or the most alone, for time's sake.
+        // At most one architecture compiles for all numbers of ranks; to save time, the others only for a few, or for
+        // the maximum.
         let thorough = arch == THOROUGH;
         if !thorough && !all_worlds && variant.dtype.is_some_and(|dtype| !FEW_ELEMENTS.contains(&dtype)) {
             continue;
@@ -104,7 +106,8 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
             (false, false) => world == WORLDS.end(),
         };
         for world in WORLDS.filter(wanted) {
-            // The last rank, where the order of visits wraps around; of one element type, unless all numbers of ranks are wanted.
+            // The last rank, where the order of visits wraps around; with one element type, unless all numbers of ranks
+            // are requested.
             let wraps = thorough && FEW_WORLDS.contains(&world) && (all_worlds || variant.dtype.is_none_or(|dtype| dtype == ELEMENTS[0].0));
             let ranks = if wraps { vec![0, world - 1] } else { vec![0] };
             let handshakes: &[bool] = if mentions(program.text, "#ifdef SYMM_ZERO_COPY") { &[false, true] } else { &[false] };
@@ -115,7 +118,7 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
     all
 }
 
-/// Reads what `--ptxas-options=-v` prints.
+/// Parses the output of `--ptxas-options=-v`.
 fn parse(log: &str) -> Vec<Needs> {
     let number = |line: &str, unit: &str| {
         let before = line.split(unit).next().filter(|before| before.len() < line.len())?;
@@ -135,10 +138,10 @@ fn parse(log: &str) -> Vec<Needs> {
     kernels
 }
 
-/// Everything compiled, once for all tests; `None`, said aloud, without a compiler.
+/// Everything compiled, once for all tests; `None`, with a message, without a compiler.
 fn outcomes() -> Option<&'static [Outcome]> {
     if Config::get().nvrtc.is_none() {
-        // Not eprintln: the test harness would keep it to itself.
+        // Not eprintln, because the test harness would capture it.
         let _ = writeln!(std::io::stderr(), "skipped: SYMM_NVRTC is not set");
         return None;
     }
@@ -185,7 +188,7 @@ fn every_program_compiles() {
     let mut failures: Vec<String> = Vec::new();
     for Outcome { title, program, zero_copy, arch, kernels } in outcomes {
         match kernels {
-            // Then what ptxas prints has changed, and spills would not be seen either.
+            // Then the output of ptxas has changed, and spills would not be found either.
             Ok(kernels) if kernels.is_empty() || kernels.iter().any(|kernel| kernel.registers == 0) => {
                 failures.push(format!("{title} for {arch}: no kernel, or none whose needs are known: {kernels:?}"));
             }
@@ -201,7 +204,7 @@ fn every_program_compiles() {
         let _ = writeln!(report, "  {program}{} {arch}: {most}", if zero_copy { ", zero-copy" } else { "" });
     }
     let _ = std::io::stderr().write_all(report.as_bytes());
-    // Most of them are the same mistake.
+    // Most of them have the same cause.
     let shown = failures.iter().take(3).map(String::as_str).collect::<Vec<_>>().join("\n");
     assert!(failures.is_empty(), "{} of {} do not compile:\n{shown}", failures.len(), outcomes.len());
 }

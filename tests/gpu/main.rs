@@ -1,4 +1,5 @@
-//! CUDA kernels as their compiler and a GPU take them. Skipped without NVRTC, which `make test-kernels` names; what runs a kernel needs a GPU.
+//! CUDA kernels with their compiler and on a GPU. Skipped without NVRTC, which `make test-kernels` names; tests that
+//! run a kernel need a GPU.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr)]
 
 #[path = "../emulated/calls.rs"]

@@ -1,5 +1,5 @@
-//! Signals as a GPU runs them, on a single GPU: all ranks' kernels run at the same time, each on a stream of its own. What it cannot show:
-//! links between GPUs.
+//! Signals as a GPU runs them, on a single GPU: all ranks' kernels run at the same time, each on a separate stream. Not
+//! covered: links between GPUs.
 
 use crate::on_a_gpu;
 use cudarc::driver::sys;
@@ -21,7 +21,7 @@ struct Member {
     signals: Signals,
     stream: OwnStream,
     pad: DeviceTable,
-    /// A byte that peers copy, and what was copied from each.
+    /// A byte that peers copy, and the bytes copied from each peer.
     shown: DeviceTable,
     seen: DeviceTable,
     control: Arc<ControlBlock>,
@@ -32,7 +32,7 @@ impl Member {
         self.stream.stream().0
     }
 
-    /// `bytes` bytes at `address`, once all is done.
+    /// Reads `bytes` bytes at `address`, once all work is done.
     fn read(&self, address: u64, bytes: usize) -> Vec<u8> {
         let mut read = vec![0; bytes];
         self.stream.stream().copy(read.as_mut_ptr() as u64, address, bytes).unwrap();
@@ -62,7 +62,7 @@ fn pads(members: &[Member]) -> Vec<u64> {
     members.iter().map(|member| member.pad.address()).collect()
 }
 
-/// Every rank shows a byte, all copy it, between barriers.
+/// Every rank shows a byte, and all copy it, between barriers.
 fn show_and_copy(members: &[Member], byte: u8) {
     let pads = pads(members);
     for member in members {
@@ -101,7 +101,7 @@ fn ping_pong(members: &[Member]) {
     assert_eq!(one.read(one.seen.address() + 1, 1), [99]);
 }
 
-/// What `body` enqueues on every rank's stream, as a graph each.
+/// The work that `body` enqueues on every rank's stream, as one graph per rank.
 fn captured(members: &[Member], body: impl Fn()) -> Vec<sys::CUgraphExec> {
     let (global, null) = (sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL, std::ptr::null_mut());
     for member in members {
@@ -109,7 +109,7 @@ fn captured(members: &[Member], body: impl Fn()) -> Vec<sys::CUgraphExec> {
         check("begin", unsafe { sys::cuStreamBeginCapture_v2(member.stream.stream().raw(), global) }).unwrap();
     }
     body();
-    // Breaks no capture.
+    // Does not invalidate a capture.
     members[0].signals.clear(members[0].seen.address(), members.len()).unwrap();
     drop(members[0].signals.table(&[1, 2, 3]).unwrap());
     let end = |member: &Member| {
@@ -118,7 +118,7 @@ fn captured(members: &[Member], body: impl Fn()) -> Vec<sys::CUgraphExec> {
         check("end", unsafe { sys::cuStreamEndCapture(member.stream.stream().raw(), &raw mut graph) }).unwrap();
         graph
     };
-    // All before the first is made ready, which no capture allows.
+    // All captures end before the first graph is instantiated, which is not allowed during a capture.
     let graphs: Vec<sys::CUgraph> = members.iter().map(end).collect();
     let ready = |graph: sys::CUgraph| {
         let mut ready = null as sys::CUgraphExec;
@@ -159,7 +159,7 @@ fn order_and_replay() {
     waiting_kernels_end_when_they_are_drained();
 }
 
-/// With nothing behind a barrier in its queue, so that any number of ranks may share one.
+/// No work is queued after a barrier, so that any number of ranks may share a queue.
 fn one_barrier_at_a_time(n: u32) {
     let members = members(n);
     for slot in 0..SLOTS as u32 {
@@ -169,10 +169,10 @@ fn one_barrier_at_a_time(n: u32) {
     check_seen(&members, 0);
 }
 
-/// Only rank 1 is in a barrier: it names all others, and whoever calls next hears of it.
+/// Only rank 1 is in a barrier: it names all others, and the next caller gets the error.
 fn late(members: &[Member]) {
     let pads = pads(members);
-    // Another user of the same group.
+    // A second user of the same group.
     let second = Signals::new(&members[1].control, 0).unwrap();
     let begun = Instant::now();
     members[1].signals.barrier(&pads, 9, Duration::from_millis(200), members[1].raw()).unwrap();

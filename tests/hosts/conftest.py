@@ -1,4 +1,4 @@
-"""Ranks of one machine as several hosts: the kit of ``tests/python``, with limits of its own."""
+"""Ranks of one machine as several nodes: the kit of ``tests/python``, with different limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from limits import ends_after  # noqa: E402 - found by the line above
 # Forked ranks must not inherit a pool of threads.
 torch.set_num_threads(1)
 
-# Groups fail on purpose here: their dumps go where nobody else looks for any.
+# Groups fail on purpose here: their dumps go to a separate directory.
 dumps = tempfile.TemporaryDirectory(prefix="symm-dumps-")
 os.environ["SYMM_TRACE_DIR"] = dumps.name
 

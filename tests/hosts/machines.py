@@ -1,4 +1,4 @@
-"""Runs a function on real processes, some on each of several hosts, which are one machine (``SYMM_TEST_HOST``)."""
+"""Runs a function on real processes, some on each of several nodes, which are one machine (``SYMM_TEST_HOST``)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import ranks
 
-#: Names of the hosts.
+#: Names of the nodes.
 NAMES = "abcd"
 
 
 def hosts_of(layout: Sequence[int]) -> list[int]:
-    """The host of each rank, where host ``h`` has ``layout[h]`` ranks, one after the other."""
+    """The node of each rank, if node ``h`` has ``layout[h]`` ranks, one after another."""
     return [host for host, count in enumerate(layout) for _ in range(count)]
 
 
@@ -26,7 +26,7 @@ def run_hosts(
     settings: Sequence[dict[str, str]] = (),
     **kwargs: Any,
 ) -> ranks.Results:
-    """``ranks.run_ranks`` on hosts; ``timeout``: of the default group, in seconds; ``settings``: of each rank."""
+    """``ranks.run_ranks`` on nodes; ``timeout``: of the default group, in seconds; ``settings``: of each rank."""
     kwargs.setdefault("backend", None)
     world, each = sum(layout), tuple(settings) or ({},) * sum(layout)
     return ranks.run_ranks(_on_host, world, fn, tuple(layout), choice, timeout, each, args, timeout=120, **kwargs)

@@ -1,6 +1,6 @@
-"""Hosts with a network between them: namespaces of this machine that share nothing but a kernel and a bridge.
+"""Nodes with a network between them: namespaces of this machine that share only a kernel and a bridge.
 
-Needs root, ``ip`` and ``unshare``. Run as a program it is one host: it forks that host's ranks and waits for them.
+Needs root, ``ip`` and ``unshare``. Run as a program it is one node: it forks that node's ranks and waits for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def lacking() -> str:
-    """Why there can be no such hosts here; empty if there can, and for ranks of such a host."""
+    """The reason why such nodes are impossible here; empty if they are possible, and for ranks of such a node."""
     if "SYMM_TEST_NAMESPACE" in os.environ:
         return ""
     if os.geteuid() != 0:
@@ -46,13 +46,13 @@ def lacking() -> str:
 
 
 class Hosts:
-    """Hosts ``h0``, ``h1``, …, of which host ``h`` has ``layout[h]`` ranks, one after the other."""
+    """Nodes ``h0``, ``h1``, …, with ``layout[h]`` ranks on node ``h``, one after another."""
 
     def __init__(self, place: Path, layout: Sequence[int]) -> None:
         self.place = place
         self.layout = tuple(layout)
         self.names = [f"symm-{os.getpid()}-h{host}" for host in range(len(layout))]
-        #: Namespace of the bridge, whose port for a host has that host's name.
+        #: Namespace of the bridge; its port for a node has that node's name.
         self.wire = f"symm-{os.getpid()}-wire"
         self.inits: list[subprocess.Popen[bytes]] = []
 
@@ -73,7 +73,7 @@ class Hosts:
             self.ip("-n", name, "link", "set", "lo", "up")
 
     def start(self, function: str) -> None:
-        """``function``: ``module:name``, called with the rank, the layout, and what it writes its files into."""
+        """``function``: ``module:name``, called with the rank, the layout, and the directory for its files."""
         layout = ",".join(map(str, self.layout))
         for host, name in enumerate(self.names):
             arguments = f'{function} {host} {layout} "{self.place}"'
@@ -84,38 +84,38 @@ class Hosts:
             self.inits.append(init)
 
     def cut(self, host: int) -> None:
-        """Takes the cable of ``host`` out."""
+        """Unplugs the cable of ``host``."""
         print(f"{time.monotonic():.2f} s: the cable of h{host} comes out")
         self.ip("-n", self.wire, "link", "set", f"h{host}", "down")
 
     def limit(self, rate: str) -> None:
-        """Lets each host send ``rate`` at most, as ``"1gbit"``; needs ``tc``."""
+        """Limits the send rate of each node to ``rate``, as ``"1gbit"``; needs ``tc``."""
         for name in self.names:
             rule = ["dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
             subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "add", *rule], check=True)
 
     def kill(self, host: int) -> None:
-        """Ends all processes of ``host``, at once."""
+        """Kills all processes of ``host``, at once."""
         self.inits[host].kill()
 
     def stop(self, host: int) -> None:
-        """Stops all processes of ``host``, at once; its kernel goes on."""
+        """Stops all processes of ``host``, at once; its kernel continues."""
         self._signal(host, signal.SIGSTOP)
 
     def resume(self, host: int) -> None:
-        """Lets the stopped processes of ``host`` go on."""
+        """Continues the stopped processes of ``host``."""
         self._signal(host, signal.SIGCONT)
 
     def _signal(self, host: int, number: signal.Signals) -> None:
         inside = os.readlink(f"/proc/{self.inits[host].pid}/ns/pid_for_children")
         for process in Path("/proc").glob("[0-9]*"):
-            # Some may not be looked at, others have ended.
+            # Some may not be inspected, others have exited.
             with contextlib.suppress(OSError):
                 if os.readlink(process / "ns" / "pid") == inside:
                     os.kill(int(process.name), number)
 
     def wait(self, name: str, ranks: Sequence[int] | None = None, timeout: float = 60) -> list[Path]:
-        """The files ``name-RANK`` of ``ranks``, or of all, once they are there."""
+        """Waits for the files ``name-RANK`` of ``ranks``, or of all, and returns their paths."""
         deadline = time.monotonic() + timeout
         paths = [self.place / f"{name}-{rank}" for rank in (range(sum(self.layout)) if ranks is None else ranks)]
         while not all(path.exists() for path in paths):
@@ -124,7 +124,7 @@ class Hosts:
         return paths
 
     def results(self, ranks: Sequence[int] | None = None, timeout: float = 60) -> list[Any]:
-        """What ``ranks``, or all, have returned."""
+        """The return values of ``ranks``, or of all."""
         return [json.loads(path.read_text()) for path in self.wait("result", ranks, timeout)]
 
     def logs(self) -> str:
@@ -141,7 +141,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts_of(place: Path, layout: Sequence[int], function: str) -> Iterator[Hosts]:
-    """Hosts whose ranks run ``function``; they are gone afterwards."""
+    """Nodes whose ranks run ``function``; they are removed afterwards."""
     hosts = Hosts(place, layout)
     try:
         hosts.connect()

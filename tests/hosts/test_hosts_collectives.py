@@ -1,4 +1,4 @@
-"""Every collective on several hosts, against the two-level definition: bit for bit, on every rank."""
+"""Every collective on several nodes compared with the two-level definition: bit for bit, on every rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cases import Case, Reference
 from collectives import MOVING, ON_CPU, REDUCING, ROOTED, prefixes, run
 from machines import hosts_of, run_hosts
 
-#: Elements: none, one, odd, at both sides of what one rail carries, more than a chunk of it.
+#: Numbers of elements: none, one, odd, just below and above the limit of one rail, more than a chunk of it.
 COUNTS = (0, 1, 37, 4099, 33_001)
-#: Lengths of a reduction: what a slot holds, one rail carries, all rails do, with few turns and with many.
+#: Lengths of a reduction: within a slot, on one rail, on all rails, with few turns and with many.
 LENGTHS = (*(10**power for power in range(5)), 32 << 10, (32 << 10) + 1, *(10**power for power in range(5, 8)))
-#: The longest tensors repeat after so many elements: a prime, so that pieces are never a multiple of it apart.
+#: The longest tensors repeat with this period, a prime, so that chunks are never a multiple of it apart.
 PERIOD = 1_000_003
-#: Bytes of a tensor that all rails carry, in several turns of theirs.
+#: Size of a tensor that all rails carry, in several turns.
 LONG = 300_000
 FLOAT32 = torch.float32
 SERVED = [(op, dtype) for dtype in expected.DTYPES for op in expected.OPS if expected.served(op, dtype)]
@@ -28,7 +28,7 @@ SERVED = [(op, dtype) for dtype in expected.DTYPES for op in expected.OPS if exp
 
 @lru_cache
 def two_level(layout: Sequence[int]) -> Reference:
-    """The definition for hosts with these numbers of ranks."""
+    """The definition for nodes with these numbers of ranks."""
     return partial(expected.two_level, hosts=hosts_of(layout))
 
 

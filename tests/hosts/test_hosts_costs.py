@@ -1,4 +1,4 @@
-"""Prices of meshes that span hosts: the network's, where a dimension crosses it."""
+"""Prices of meshes that span nodes: the network's, if a dimension crosses it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from machines import run_hosts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-#: Prices are of links, not of the machine at hand.
+#: Prices are of links, not of the current node.
 ENVIRONMENT = {"SYMM_PROFILE": "0"}
 
 
@@ -31,11 +31,11 @@ def prices(rank: int, world_size: int) -> None:
         for size in (8, 4096, 1 << 20, 64 << 20):
             assert cost(size, topo, 0) > 3 * cost(size, topo, 1), (cost, size)
     assert [topo.price("all_reduce", 1 << 20, dim)[1] for dim in (0, 1)] == ["two_level", "staged"]
-    # Two ranks of each host share the wire: 6.6 µs, two trips, and each of them a megabyte.
+    # Two ranks of each node share the network link: 6.6 µs, two trips, and each of them a megabyte.
     fast = tensor.MeshTopoInfo.build_from_mesh(mesh, wire=(12.5, 10.0))
     assert tensor.allreduce_cost(2**-10, fast, 0) == pytest.approx(6.6 + 20 + 2 * (1 << 20) / 12500)
     assert tensor.allreduce_cost(2**-10, fast, 1) == tensor.allreduce_cost(2**-10, topo, 1)
-    # One dimension over all ranks: half of each host, which has the price of two ranks.
+    # One dimension over all ranks: half of each node, which has the price of two ranks.
     flat = init_device_mesh("cpu", (4,))
     whole = tensor.MeshTopoInfo.build_from_mesh(flat, wire=(12.5, 10.0))
     inner = tensor.allreduce_cost(2**-10, topo, 1)
@@ -61,7 +61,7 @@ def plans(rank: int, world_size: int) -> None:
     assert tensor.redistribute_cost(across, full) > 3 * tensor.redistribute_cost(inside, full)
     tensor.install_cost_model(wire=(1.25, 100.0))
     try:
-        # The terms differ inside a host alone: there one of them moves.
+        # The terms differ only within a node: there one of them moves.
         moved = spec(Shard(0), Shard(1)) + spec(Shard(0), Shard(0))
         assert moved.placements[0] == Shard(0), f"what lies on other hosts stays there: {moved.placements}"
         assert torch.equal(moved.full_tensor(), whole + whole)

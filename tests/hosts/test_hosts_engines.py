@@ -1,4 +1,4 @@
-"""Hosts that are connected by a backend which the user names: plug-ins, of C++ and of Python."""
+"""Nodes that are connected by a backend which the user names: plug-ins, of C++ and of Python."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from machines import run_hosts
 from torch.distributed import distributed_c10d
 
 LAYOUT = (2, 2)
-#: What a backend that connects hosts needs.
+#: The calls that a backend needs to connect nodes.
 CALLS = ("_allgather_base", "alltoall_base", "broadcast", "send", "recv")
 made: list[str] = []
 
 
 def plain(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    """Gloo under another name, by torch's shorter way of plug-ins."""
+    """Gloo under a different name, by torch's shorter way of plug-ins."""
     made.append("plain")
     return distributed_c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
@@ -75,7 +75,7 @@ class Lacking(InPython):
 
 
 def register() -> None:
-    """Makes torch know the plug-ins of this file; before a group is made, in each process."""
+    """Registers the plug-ins of this file with torch; before a group is made, in each process."""
     for name, create, longer in (
         ("plain", plain, False),
         ("extended", extended, True),
@@ -87,7 +87,7 @@ def register() -> None:
 
 
 def results(group: dist.ProcessGroup | None, rank: int, world_size: int) -> list[torch.Tensor]:
-    """What collectives and messages give, short and long."""
+    """The results of collectives and messages, short and long."""
     found = []
     for count in (3, 5000, 400_003):
         mine = expected.seeded(torch.bfloat16, (count,), rank)
@@ -142,7 +142,7 @@ def test_a_backend_of_a_python_class_gives_the_bits_of_gloo() -> None:
 
 
 def default_group(rank: int, world_size: int, choice: str) -> None:
-    """By the environment, which later groups go by, too."""
+    """Chosen by the environment, which also applies to later groups."""
     os.environ.update(SYMM_HOSTS=choice, SYMM_TEST_HOST="ab"[rank // 2], GLOO_SOCKET_IFNAME="lo")
     register()
     ranks.init(rank, world_size)
@@ -152,7 +152,7 @@ def default_group(rank: int, world_size: int, choice: str) -> None:
             assert tensor[0].item() == dist.get_world_size(group)
         elif group is dist.group.WORLD:
             dist.all_reduce(torch.ones(70_000))
-    # Rank 1 has no rail of the second group: host b has one rank of it.
+    # Rank 1 has no rail of the second group: node b has one rank of it.
     assert made == (["plain"] if rank in (1, 2) else ["plain"] * 2), made
 
 

@@ -1,7 +1,7 @@
-"""The fault matrix over hosts (`python tests/faults --hosts`), only for symm: what was promised was seen.
+"""The fault matrix on several nodes (`python tests/faults --hosts`), only for symm: the ranks saw what was promised.
 
-Limits of time are 2.5 times as long here, where other tests may run at the same time. They are ten times as long for
-the slow part, which plays some cases of one host on two hosts.
+Time limits are 2.5 times as long here, because other tests may run at the same time. They are ten times as long for the
+slow part, which plays some single-node cases on two nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def kept(name: str, patience: float) -> None:
 
 
 def rows(*titles: str) -> pytest.MarkDecorator:
-    """All cases of several hosts whose row begins with one of these."""
+    """All multi-node cases whose row starts with one of these."""
     names = [case.name for case in CASES.values() if case.where == "hosts" and case.row.startswith(titles)]
     assert names, titles
     return pytest.mark.parametrize("name", names)

@@ -1,4 +1,4 @@
-"""Groups on several hosts: how they are made, refused, split, and used."""
+"""Multi-node groups: how they are made, rejected, split, and used."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_groups_of_ranks_here_and_there() -> None:
 
 
 def other_members(rank: int, world_size: int) -> None:
-    # Each rank lists a group of both hosts, then one of its own host.
+    # Each rank lists a group of both nodes, then one of its own node.
     for here, there in (([0, 2], [1, 3]), ([0, 1], [2, 3])):
         if rank in (0, 3):
             with pytest.raises(torch_symm.SymmConfigError) as refused:
@@ -80,15 +80,15 @@ def keys_of_a_failed_join(rank: int, world_size: int) -> None:
     if rank == 3:
         dist.distributed_c10d._world.group_count += 1
     else:
-        # Long enough for ranks 0 and 1 to meet on a busy machine.
+        # Long enough for ranks 0 and 1 to meet on a busy node.
         with pytest.raises(torch_symm.SymmTimeout, match="for rank 3 "):
             dist.new_group(timeout=timedelta(seconds=3))
     ranks.meet("failed", rank, world_size)
-    # Rank 2, whose host misses a rank, has left its record. The other host has met, and its hubs have left nothing.
+    # Rank 2, whose node misses a rank, has left its record. The other node has met, and its hubs have left nothing.
     left = before | {f"symm-host/2/1/symm/{dist.distributed_c10d._world.group_count - 1}/0/0"}
     assert ours() == left
     ranks.meet("seen", rank, world_size)
-    # The record is not in the way of the next group, which leaves no key.
+    # The record does not disturb the next group, which leaves no key.
     group = dist.new_group()
     assert total(group) == 10
     ranks.meet("again", rank, world_size)
@@ -210,7 +210,7 @@ def test_a_forked_child_reads_its_own_settings() -> None:
 
 
 def in_a_child(use: Callable[[], object]) -> str:
-    """How ``use`` ends in a forked child, which must not hang."""
+    """The outcome of ``use`` in a forked child, which must not hang."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -364,7 +364,7 @@ def left_in_the_store(rank: int, world_size: int) -> None:
     store = ranks.file_store("default", world_size)
     group = dist.new_group([0, 1, 2, 3])
     assert total(group) == total() == 10
-    # Who has joined first may look before the others have taken their keys back.
+    # The first rank to join may read before the others have removed their keys.
     dist.barrier()
     ranks.meet("joined", rank, world_size)
     until = time.monotonic() + 10
@@ -390,7 +390,7 @@ def messages_leave_nothing(rank: int, world_size: int) -> None:
         dist.recv(torch.empty(count), peer, group=group)
         assert work is not None
         work.wait()
-    # Nobody answers this one.
+    # This message gets no answer.
     dist.send(torch.ones(3), 3, group=group) if rank == 0 else dist.recv(
         torch.empty(3), 0, group=group
     ) if rank == 3 else None

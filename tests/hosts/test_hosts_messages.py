@@ -1,4 +1,4 @@
-"""Sends and receives between ranks of different hosts."""
+"""Sends and receives between ranks of different nodes."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_every_scenario(layout: tuple[int, ...], which: str) -> None:
 
 
 def meet_in_a_circle(rank: int, world_size: int) -> None:
-    """Over torch's TCPStore, of which a process has one connection."""
+    """Over torch's TCPStore, to which a process has one connection."""
     dist.destroy_process_group()
     before, make = (rank - 1) % world_size, _engines.make
 
     def late(engine: str, name: str, *arguments: Any) -> Any:
-        # Each rank waits for the one after it, which has not yet said where it is.
+        # Each rank waits for the next one, which has not yet published its address.
         if "symm-pair/" in name and name.endswith(f"/{min(rank, before)}-{max(rank, before)}"):
             time.sleep(0.5)
         return make(engine, name, *arguments)
@@ -65,7 +65,7 @@ def test_links_that_are_made_at_once_do_not_wait_for_each_other() -> None:
 
 
 def pipeline(rank: int, world_size: int) -> list[float]:
-    """Micro-batches go forwards through all ranks and back, several under way, with collectives between them."""
+    """Micro-batches move forwards through all ranks and back, several in progress, with collectives between them."""
     torch.manual_seed(rank)
     weight = torch.rand(16, 16) / 16
     outputs, works = [], []
@@ -116,7 +116,7 @@ def threads(rank: int, world_size: int) -> None:
         assert sent is not None
         sent.wait()
     used = held()
-    # The thread that looks at deadlines, one for the peer, and Gloo's three.
+    # The thread that checks deadlines, one for the peer, and Gloo's three.
     assert used[0] - both[0] <= 5, (joined, both, used)
     del sent
     begun = time.monotonic()
@@ -179,7 +179,7 @@ def over_one_store(rank: int, world_size: int) -> None:
     """Survivors of a killed rank make the default group again over the same store."""
     tensor, make = torch.full((4,), float(rank)), _engines.make
     store = ranks.file_store("default", world_size)
-    # Nothing comes back, so that rank 0 has not heard whether its address was read.
+    # Nothing is returned, so rank 0 does not know whether its address was read.
     if rank < 2:
         dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
     dist.monitored_barrier()
@@ -193,7 +193,7 @@ def over_one_store(rank: int, world_size: int) -> None:
     assert left == [], left
 
     def late(engine: str, name: str, *arguments: Any) -> Any:
-        # Rank 1 looks for its address before rank 0 has said it.
+        # Rank 1 looks for the address before rank 0 has published it.
         time.sleep(0.3 if rank == 0 and "symm-pair" in name else 0)
         return make(engine, name, *arguments)
 
@@ -211,7 +211,7 @@ def test_a_new_group_over_the_same_store_reads_nothing_of_the_old_one() -> None:
 
 
 def recorded(rank: int, world_size: int) -> None:
-    """The trace names the peer by its global rank, also of a receive that named none."""
+    """The trace names the peer by its global rank, also for a receive that named none."""
     group = dist.new_group([1, 2, 3])
     if rank == 1:
         dist.recv(torch.ones(2), 2, group=group, tag=6)
@@ -257,7 +257,7 @@ def test_lengths_that_differ_are_an_error_of_the_receiver(count: int) -> None:
 @pytest.mark.parametrize("sender", (1, 2))
 def test_a_length_that_differs_is_an_error_though_the_receive_names_nobody(sender: int) -> None:
     def mismatched(rank: int, world_size: int) -> str:
-        # All have left the call before: one that is still in it would hear of it there.
+        # All have left the previous call: a rank that is still in it would get the error there.
         dist.barrier()
         ranks.meet("ready", rank, world_size)
         with pytest.raises(torch_symm.SymmMismatch) as caught:
@@ -273,7 +273,7 @@ def test_a_length_that_differs_is_an_error_though_the_receive_names_nobody(sende
 
 
 def late(rank: int, world_size: int, source: int | None, met: bool) -> tuple[str, str, float]:
-    """The last rank sends nothing; the others hear of the timeout, and it stands."""
+    """The last rank sends nothing; the others get the timeout, which persists."""
     tensor, last = torch.full((300_000,), 7.0), world_size - 1
     if met and rank in (0, last):
         dist.send(tensor, 0) if rank == last else dist.recv(tensor, last)
@@ -300,7 +300,7 @@ def late(rank: int, world_size: int, source: int | None, met: bool) -> tuple[str
 def test_a_timeout_names_the_peer_and_stands(layout: tuple[int, ...], source: int | None, met: bool) -> None:
     results = run_hosts(late, layout, source, met, timeout=2)
     text, again, took = results[0]
-    # A receive from any rank takes any type.
+    # A receive from any rank accepts any type.
     dtype = "" if source is None else "float32, "
     assert f"recv(1200000 bytes, {dtype}tag 2)" in text and again == text and 1.9 < took < 10, text
     if source is None:

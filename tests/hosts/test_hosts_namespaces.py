@@ -1,4 +1,4 @@
-"""A network that is cut, and hosts that are lost or stopped: hosts of namespaces, with wires between them."""
+"""A network that is cut, and nodes that are lost or stopped: nodes of namespaces, with links between them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def join(rank: int, layout: Sequence[int], limit_s: int) -> None:
 
 
 def hear(rank: int, place: Path) -> tuple[str, float]:
-    """What the next call says of a failure that nobody has called into, and when it was heard of."""
+    """Returns the next call's error after a failure outside of any call, and the time at which it was noticed."""
     (place / f"ready-{rank}").touch()
     begun = time.monotonic()
     print(f"{begun:.2f} s: rank {rank} is ready", file=sys.stderr, flush=True)
@@ -59,13 +59,13 @@ def survive(rank: int, layout: Sequence[int], place: Path) -> tuple[str, float]:
 
 
 def compute(rank: int, layout: Sequence[int], place: Path) -> tuple[str, float]:
-    """Compares collectives and messages of every length with what they must be, then hears of a failure."""
+    """Compares collectives and messages of every length with the expected results, then gets the error of a failure."""
     join(rank, layout, 60)
     world = sum(layout)
     reductions = [("SUM", torch.float32, count) for count in (37, 33_001, 300_001)]
     run([*reducing(reductions, rank, world, reference=two_level(tuple(layout))), *moving(rank, world)])
     for count in (3, 300_001):
-        # To everybody from everybody, each its own.
+        # From every rank to every rank, each message different.
         sent = [expected.seeded(torch.float32, (count,), world * rank + to) for to in range(world)]
         got = [torch.empty(count) for _ in range(world)]
         others = [other for other in range(world) if other != rank]
@@ -79,7 +79,7 @@ def compute(rank: int, layout: Sequence[int], place: Path) -> tuple[str, float]:
 
 
 def crawl(rank: int, layout: Sequence[int], place: Path) -> float:
-    """Seconds of a call that fills a slow wire for longer than a host may be silent."""
+    """Seconds of a call that fills a slow link for longer than a node may be silent."""
     join(rank, layout, 60)
     tensor = torch.full((1_000_000,), float(rank))
     begun = time.monotonic()
@@ -101,14 +101,14 @@ def crawl(rank: int, layout: Sequence[int], place: Path) -> float:
 @pytest.mark.skipif(shutil.which("tc") is None, reason="tc cannot be found")
 def test_a_slow_wire_is_no_silent_host(tmp_path: Path) -> None:
     with namespaces.hosts_of(tmp_path, (2, 2), "test_hosts_namespaces:crawl") as hosts:
-        # Each host sends 4 MB.
+        # Each node sends 4 MB.
         hosts.limit("5mbit")
         for took in hosts.results():
             assert took > 5.0, f"{took:.1f} s: the wire was too quick to show anything"
 
 
 def ready(hosts: namespaces.Hosts) -> float:
-    """Waits until all ranks have done their calls; returns the time."""
+    """Waits until all ranks have finished their calls; returns the time."""
     hosts.wait("ready")
     time.sleep(0.2)
     return time.monotonic()
@@ -119,12 +119,12 @@ def ranks_of(layout: Sequence[int], host: int) -> list[int]:
 
 
 def all_but(layout: Sequence[int], host: int) -> list[int]:
-    """The ranks of the other hosts."""
+    """The ranks of the other nodes."""
     return [rank for rank, at in enumerate(machines.hosts_of(layout)) if at != host]
 
 
 def name(layout: Sequence[int], host: int) -> str:
-    """How messages name a host."""
+    """The name of a node in messages."""
     ranks = list(map(str, ranks_of(layout, host)))
     return f'host "h{host}" (rank{"s" * (len(ranks) > 1)} {" and ".join(ranks)})'
 
@@ -159,11 +159,11 @@ def test_the_host_whose_cable_is_out_is_named_by_all_others(tmp_path: Path, layo
         cut = ready(hosts)
         hosts.cut(lost)
         for host, (text, heard) in zip(machines.hosts_of(layout), hosts.results(), strict=True):
-            # It is connected with the first host alone; that one with all, of which one is the first to be missed.
+            # It is connected only with the first node; that one with all, and one of them is the first to be missed.
             missed = lost if host != lost else 0 if lost else next(other for other in (1, 2) if f'"h{other}"' in text)
             check_silent(layout, missed, text)
             assert 3.9 < heard - cut < 7, f"{heard - cut:.2f} s: {text}"
-        # They are containers of one machine, as one rank says.
+        # They are containers of one machine, as one rank reports.
         other = layout[0]
         advice = (
             rf"ranks 0 and {other} run in different containers of one host .* start the containers with .*--network="
@@ -178,7 +178,7 @@ def test_a_host_whose_processes_all_end_is_named_at_once(tmp_path: Path, layout:
         hosts.kill(lost)
         for text, heard in hosts.results(all_but(layout, lost)):
             check_gone(layout, lost, text)
-            # Ends of processes take their time on a busy machine.
+            # Exits of processes take some time on a busy node.
             assert heard - killed < 8, f"{heard - killed:.2f} s: {text}"
             print(f"heard after {1000 * (heard - killed):.0f} ms: {text}")
 

@@ -1,4 +1,4 @@
-"""An argument that is refused on some ranks: those of other hosts that wait for them are told why, and soon."""
+"""An argument that is rejected on some ranks: ranks of other nodes that wait for them soon get the reason."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from machines import run_hosts
 
 
 def overlapping() -> torch.Tensor:
-    """No backend can reduce it."""
+    """A tensor that no backend can reduce."""
     return torch.ones(1).expand(64)
 
 
 def freed() -> torch.Tensor:
-    """There is nothing that could be sent."""
+    """A tensor without memory to send."""
     tensor = torch.ones(64)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def test_an_exception_ends_a_block() -> None:
-    """Between hosts as inside one."""
+    """Between nodes as within one."""
     run_hosts(test_coalescing.after_exceptions, (1, 1), "symm")
 
 
@@ -36,7 +36,7 @@ def test_one_limit_for_all_parts_of_a_block() -> None:
 
 
 def corrects_later(rank: int, world_size: int) -> None:
-    """Rank 0 refuses a message of rank 2, which learns of that, and makes another call before the right one."""
+    """Rank 0 rejects a message of rank 2, which is notified, and makes another call before the right one."""
     for peer in (0, 2):
         dist.send(torch.ones(1), 2 - peer) if rank == peer else dist.recv(torch.ones(1), peer) if rank != 1 else None
     for turn, (refused, between) in enumerate(product(("send", "recv", "any"), ("barrier", "message", "receive"))):
@@ -51,18 +51,18 @@ def corrects_later(rank: int, world_size: int) -> None:
         if between == "barrier":
             dist.barrier()
         elif between == "receive":
-            # Of another tag: nothing tells rank 2 that rank 0 has begun it.
+            # With a different tag: rank 2 is not notified that rank 0 has started it.
             if rank == 0:
                 work = dist.irecv(torch.ones(1), 2, tag=100 + turn)
             ranks.meet(f"begun-{turn}", rank, world_size)
         elif rank < 2:
             dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)
-        # Over rank 1, so that rank 2 comes after the call.
+        # Via rank 1, so that rank 2 arrives after the call.
         if rank == 1:
             dist.send(torch.ones(1), 2)
         elif rank == 2:
             dist.recv(torch.ones(1), 1)
-        # It waits for more than a piece, so that a send needs its receive, too.
+        # It waits for more than a chunk, so that a send also needs its receive.
         long = torch.full((1 << 20,), float(rank))
         if rank == 0:
             time.sleep(0.2)

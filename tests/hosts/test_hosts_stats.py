@@ -1,4 +1,4 @@
-"""``torch_symm.stats()`` tells what each rail, and each pair of ranks, has sent to other hosts."""
+"""``torch_symm.stats()`` reports what each rail, and each pair of ranks, has sent to other nodes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.distributed as dist
 import torch_symm
 from machines import run_hosts
 
-#: Bytes that every call brings each other host.
+#: The bytes that every call sends to each other node.
 SLOT = 1024
 
 Counts = dict[str, int]
 
 
 def grown(path: str, before: dict[str, Any]) -> Counts:
-    """What has gone by ``path`` of the default group since ``before``; empty if nothing ever has."""
+    """The counts of ``path`` of the default group since ``before``; empty if nothing was ever sent on it."""
     old = before.get("between_hosts", {}).get("default", {}).get(path, {})
     new = torch_symm.stats()["between_hosts"]["default"].get(path, {})
     return {key: count - old.get(key, 0) for key, count in new.items()}
@@ -47,7 +47,7 @@ def test_rails_share_the_bytes_of_a_call() -> None:
         head = slots[rank]
         first = {"calls": 1, "transfers": 1, "sent": SLOT, "received": SLOT}
         assert short == (first if head else {}), "a short call is one slot, on rail 0"
-        # Half of four megabytes each way.
+        # Half of four megabytes in each direction.
         assert (long["calls"], long["sent"], long["received"]) == (1, (2 << 20) + head, (2 << 20) + head)
         assert (broadcast["sent"], broadcast["received"])[rank // 2] == (2 << 20) + head
         assert (broadcast["received"], broadcast["sent"])[rank // 2] == head
@@ -75,7 +75,7 @@ def messages(rank: int, world_size: int) -> None:
         work.wait()
     dist.barrier()
     count = grown(f"gloo rank {peer}", before)
-    # The bytes, and the frames beside them.
+    # The payload, and the frames in addition.
     assert count["calls"] == 4 and 8 * size < count["sent"] < 8 * size + 40 * SLOT, count
     assert 8 * size < count["received"] < 8 * size + 40 * SLOT, count
     dist.send(torch.ones(1), rank ^ 1) if rank % 2 else dist.recv(torch.empty(1), rank ^ 1)

@@ -1,4 +1,4 @@
-"""The flight recorder of groups on several hosts: a dump tells in which phase a call is, on which rail and for whom."""
+"""The flight recorder of multi-node groups: a dump has the phase of a call, its rail and the awaited node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def phases(state: str) -> list[tuple[str, str]]:
 
 
 def stop(rank: int, world_size: int, count: int) -> tuple[str, list[tuple[str, str]], list[tuple[str, str]]] | None:
-    """A call while the second host is stopped: its error, its phase before that, and after."""
+    """A call while the second node is stopped: its error, its phase before that, and after."""
     dist.all_reduce(torch.ones(count))
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
@@ -38,7 +38,7 @@ def stop(rank: int, world_size: int, count: int) -> tuple[str, list[tuple[str, s
     try:
         work = dist.all_reduce(torch.ones(count), async_op=True)
         until = time.monotonic() + 1
-        # The last look counts: the first phases pass.
+        # Only the last poll counts: the first phases pass.
         while time.monotonic() < until:
             seen = phases("started")
             time.sleep(0.05)
@@ -61,7 +61,7 @@ def test_a_stopped_host_is_named_with_its_rail(count: int, capsys: pytest.Captur
     text, seen, failed = results[0]
     assert 'on rail 0 for host "b" (ranks 2 and 3)' in text, text
     assert seen == failed == [("all_reduce", waiting)]
-    # The other rank waits for the first, which compares calls with the other host.
+    # The other rank waits for the first, which compares calls with the other node.
     _, seen, failed = results[1]
     assert seen == failed == [("all_reduce", "inside the host")]
     (path,) = results.dumps[0]
@@ -75,7 +75,7 @@ def test_a_stopped_host_is_named_with_its_rail(count: int, capsys: pytest.Captur
 
 
 def come_late(rank: int, world_size: int, late: int) -> tuple[str, list[tuple[str, str]]] | None:
-    """The error of a call to which one rank does not come, and its phase before that."""
+    """The error of a call that one rank does not make, and its phase before that."""
     dist.all_reduce(torch.ones(4))
     ranks.meet("begun", rank, world_size)
     if rank == late:
@@ -100,7 +100,7 @@ def come_late(rank: int, world_size: int, late: int) -> tuple[str, list[tuple[st
 def test_of_several_hosts_the_late_one_is_named(layout: tuple[int, ...], late: int, host: str) -> None:
     results = run_hosts(come_late, layout, late, timeout=2)
     for rank, (text, seen) in ((rank, result) for rank, result in enumerate(results) if rank != late):
-        # A failure may come from any of them first.
+        # Any of them may fail first.
         assert f"on rail 0 for {host}" in text, text
         waiting = "inside the host" if (layout, rank) == ((2, 1, 1), 1) else f"rail 0, waiting for {host}"
         assert seen == [("all_reduce", waiting)], (rank, seen)

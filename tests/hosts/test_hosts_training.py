@@ -1,7 +1,7 @@
-"""Training programs on two hosts of two ranks, with the losses that flat Gloo gives them.
+"""Training programs on two nodes of two ranks, with the losses that flat Gloo gives them.
 
-Sums of floats differ in their last bits, since the ranks of a host are added up first: losses agree to 1e-5 of their
-size. Where nothing is summed they are the same bits. Ranks and runs give the same bits always.
+Sums of floats differ in their last bits, since the ranks of a node are added up first: losses agree to 1e-5 of their
+size. If nothing is summed, they have the same bits. Ranks and runs always give the same bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Program = Callable[[int, int], list[float]]
 
 
 def network() -> nn.Sequential:
-    """Sizes are no multiples of the number of ranks, but for the one that tensor parallelism cuts."""
+    """Sizes are not multiples of the number of ranks, except the one that tensor parallelism cuts."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, 132), nn.GELU(), nn.Linear(132, 67), nn.GELU(), nn.Linear(67, 1))
 
@@ -88,12 +88,12 @@ def fully_sharded(rank: int, world_size: int) -> list[float]:
 
 
 def hybrid_sharded(rank: int, world_size: int) -> list[float]:
-    """Sharded within a host, replicated between hosts."""
+    """Sharded within a node, replicated between nodes."""
     return train(sharded(dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))), rank)
 
 
 def tensor_parallel(rank: int, world_size: int) -> list[float]:
-    """Matrices split within a host, batches between hosts."""
+    """Matrices split within a node, batches between nodes."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = parallelize_module(network(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for module in (model[0], model[2], model[4]):
@@ -119,13 +119,13 @@ def redistributed(rank: int, world_size: int) -> list[float]:
                 moved = tensor.redistribute(mesh, to)
                 sums.append(moved.to_local().double().sum().item())
                 assert torch.equal(moved.full_tensor(), whole)
-    # Integers: any order of summing gives the same.
+    # Integers: any order of addition gives the same result.
     mine = DTensor.from_local(torch.full((9, 4), rank + 1), mesh, [Partial(), Partial()])
     return [*sums, float(mine.redistribute(mesh, [Shard(0), Shard(1)]).full_tensor().sum())]
 
 
 def pipeline(rank: int, world_size: int) -> list[float]:
-    """A stage on each rank, by two schedules: losses on the last rank, the gradients of the own stage on all."""
+    """A stage on each rank, by two schedules: losses on the last rank, the gradients of the rank's stage on all."""
     numbers = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(2, 8 * ROWS, WIDTH, generator=numbers)
     seen = []
@@ -183,7 +183,7 @@ def test_what_moves_data_alone_gives_the_bits_of_flat_gloo(program: Program) -> 
     ),
 )
 def test_programs_on_two_nodes(program: str) -> None:
-    """They compare themselves with one process, and fail where they differ."""
+    """They compare themselves with one process, and fail on a difference."""
     shorter = {"examples/01_ddp_digits": ("--epochs", "9"), "benches/train_transformer": ("--steps", "10")}
     said = run_program(f"{program}.py", *shorter.get(program, ()), hosts="aabb", env={"CUDA_VISIBLE_DEVICES": ""})
     assert said[0][-1].startswith("ok: "), said

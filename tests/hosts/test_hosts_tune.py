@@ -1,4 +1,4 @@
-"""``tune --hosts``: all ranks find the same, and groups go by what their first rank's profile says."""
+"""``tune --hosts``: all ranks get the same result, and groups use the profile of their first rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOUND = {
 def find(rank: int, world_size: int, path: str) -> dict[str, Any]:
     found = hosts.measure(0.5, "cpu", around=(16 << 10, 128 << 10), turns=(256 << 10,))
     for _ in range(2):
-        # What is there already is kept.
+        # Existing content is kept.
         hosts.write(found, Path(path), "cpu")
     dist.barrier()
     return found
@@ -65,7 +65,7 @@ def test_groups_go_by_the_profile_of_their_first_rank(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profile.write(path, {**profile.bare(profile.key("cpu", 2), {}), "between_hosts": FOUND})
     own, none = {"SYMM_PROFILE": str(path)}, {"SYMM_PROFILE": "0"}
-    # One rail, in pieces of 64 KB; the header comes first.
+    # One rail, in chunks of 64 KB; the header comes first.
     assert list(run_hosts(sent, (2, 2), settings=[own, none, none, none])) == [17, 0, 17, 0]
     usual = run_hosts(sent, (2, 2), settings=[none, own, own, own])
     assert usual[1] == usual[3] == usual[0] - 1 > 0, "what other ranks have measured does not count"

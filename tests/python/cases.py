@@ -1,4 +1,4 @@
-"""One call of a collective on one rank: inputs, memory layouts, expected results; and what a sweep over many found."""
+"""One call of a collective on one rank: inputs, memory layouts, expected results; and the findings of a sweep."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def reduced(reference: Reference, op: str, dtype: torch.dtype, count: int, world
     return reference(op, [values(dtype, count, 7 + rank) for rank in range(world)], FACTORS[:world])
 
 
-#: How many elements the memory has, and where in it the tensor lies. `holds` says how many it can hold.
+#: The number of elements of the memory, and the tensor's position in it. `holds` says how many it can hold.
 LAYOUTS: dict[str, tuple[Callable[[int], int], Look]] = {
     "contiguous": (lambda count: count, lambda base: base),
     "offset": (lambda count: count + 1, lambda base: base[1:]),
     "strided": (lambda count: 2 * count, lambda base: base[::2]),
     "transposed": (lambda count: count, lambda base: base.view(2, -1).t() if base.numel() % 2 == 0 else base),
-    # On the CPU alone.
+    # Only on the CPU.
     "scalar": (lambda count: 1, lambda base: base.view(())),
     "columns": (lambda count: count // 4 * 9, lambda base: base.view(-1, 9)[:, 2:6]),
     "channels_last": (lambda count: count, lambda base: base.view(2, -1, 2, 3).permute(0, 3, 1, 2)),
@@ -91,14 +91,14 @@ class Placed:
 
 @dataclass
 class Misaligned:
-    """A tensor at an odd address, which torch's own operators do not all read: filled and compared as bytes."""
+    """A tensor at an odd address, which not all of torch's own operators can read: filled and compared as bytes."""
 
     memory: bytearray
     view: torch.Tensor
 
     @classmethod
     def of(cls, flat: torch.Tensor) -> Misaligned:
-        """A copy of ``flat``, with a byte of zeros at either side."""
+        """A copy of ``flat``, with a byte of zeros on each side."""
         memory = bytearray(1) + bytearray(expected.bits(flat).numpy()) + bytearray(1)
         return cls(memory, torch.frombuffer(memory, dtype=flat.dtype, count=flat.numel(), offset=1))
 
@@ -145,11 +145,11 @@ class Case:
         return expected.op_of(self.op, FACTORS[self.rank])
 
     def given(self, rank: int | None = None, count: int | None = None) -> torch.Tensor:
-        """What a rank gives where it gives ``count`` elements."""
+        """The input of a rank, with ``count`` elements."""
         return values(self.dtype, self.count if count is None else count, 7 + (self.rank if rank is None else rank))
 
     def wide(self, rank: int | None = None, count: int | None = None) -> torch.Tensor:
-        """What a rank gives where it has ``count`` elements for each."""
+        """The input of a rank that has ``count`` elements for each."""
         return wide(
             self.dtype, self.count if count is None else count, 7 + (self.rank if rank is None else rank), self.world
         )
@@ -200,14 +200,14 @@ class Case:
 
 
 def holds(layout: str, count: int) -> bool:
-    """Whether this many elements can have the layout; if not, they lie contiguous."""
+    """Returns true if this many elements can have the layout; otherwise they are contiguous."""
     if layout == "scalar":
         return count == 1
     return layout in LAYOUTS and count % {"transposed": 2, "columns": 4, "channels_last": 12}.get(layout, 1) == 0
 
 
 class Findings:
-    """What went wrong in the cases of a sweep, which goes on after each: a rank that stops leaves others waiting."""
+    """The errors in the cases of a sweep, which continues after each: a rank that stops leaves others waiting."""
 
     SHOWN = 12
 

@@ -1,4 +1,4 @@
-"""Every collective: the call of one case, and what it must give. One table, for one host and several, CPU and CUDA."""
+"""Every collective: the call of one case, and its expected result. For all numbers of nodes, CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def all_gather(c: Case) -> None:
 
 
 def all_gather_uneven(c: Case) -> None:
-    """One rank more than the other, and rank 1 nothing."""
+    """Each rank one element more than the previous, and rank 1 none."""
     counts = [0 if rank == 1 else c.count + rank for rank in range(c.world)]
     outputs, tensor = [c.blank(count) for count in counts], c.place(c.given(count=counts[c.rank]))
     c.call(dist.all_gather, views(outputs), tensor.view)
@@ -94,7 +94,7 @@ def reduce_scatter(c: Case) -> None:
 
 
 def reduce_scatter_uneven(c: Case) -> None:
-    """Of another length for each rank, and one gets nothing."""
+    """A different length for each rank, and none for one."""
     counts = [0 if rank == c.count % 3 else c.count + rank for rank in range(c.world)]
     inputs = [c.place(c.wide(count=count)[rank * count : (rank + 1) * count]) for rank, count in enumerate(counts)]
     output = c.blank(counts[c.rank])
@@ -143,7 +143,7 @@ def all_to_all_list_in_place(c: Case) -> None:
 
 
 def all_to_all_uneven(c: Case) -> None:
-    """Some ranks send others nothing."""
+    """Some ranks send nothing to others."""
     all_to_all_split(c, [[((a + 2 * b) % 3) * c.count for b in range(c.world)] for a in range(c.world)])
 
 
@@ -197,7 +197,7 @@ def coalesced(c: Case) -> None:
 
 
 def ring(c: Case) -> None:
-    """Each rank sends to the next and receives from the one before, in one batch."""
+    """Each rank sends to the next and receives from the previous, in one batch."""
     output, tensor = c.blank(), c.place(c.given())
     works = dist.batch_isend_irecv(
         [
@@ -218,7 +218,7 @@ COLLECTIVES: dict[str, Callable[[Case], None]] = {
         all_to_all_kept, coalesced, ring,
     )
 }  # fmt: skip
-#: Further ones on CPU tensors.
+#: Additional collectives on CPU tensors.
 ON_CPU: dict[str, Callable[[Case], None]] = {
     **COLLECTIVES,
     **{
@@ -234,7 +234,7 @@ REDUCING = ("all_reduce", "reduce", "reduce_scatter_uneven")
 ROOTED = ("broadcast", "gather", "scatter")
 #: Movements without a root.
 MOVING = ("all_gather_into_tensor", "all_gather_uneven", "all_to_all_uneven", "all_to_all_list_uneven")
-#: Those whose tensors must be flat, since they are cut along the first dimension.
+#: Collectives whose tensors must be flat, because they are cut along the first dimension.
 FLAT = (
     "all_gather_uneven", "all_gather_in_place", "all_to_all_single", "all_to_all_uneven", "all_to_all_kept",
     "coalesced", "all_gather_list_in_place", "all_to_all_in_place", "all_to_all_list_in_place",
@@ -242,7 +242,7 @@ FLAT = (
 
 
 def layouts_of(collective: str, count: int) -> list[str]:
-    """The layouts of CUDA tensors in which this many elements can be given to it."""
+    """The layouts in which CUDA tensors with this many elements can be passed to it."""
     return [
         layout
         for layout in ("contiguous", "offset", "strided", "transposed")
@@ -252,7 +252,7 @@ def layouts_of(collective: str, count: int) -> list[str]:
 
 
 def run(cases: Iterable[tuple[str, Case]]) -> int:
-    """Makes the call of each case, and returns how many there were. Fails with a list of the wrong ones."""
+    """Makes the call of each case, and returns their number. Fails with a list of the wrong ones."""
     findings = Findings()
     for collective, case in cases:
         with findings.case(f"{collective} {case.about}"):
@@ -261,7 +261,7 @@ def run(cases: Iterable[tuple[str, Case]]) -> int:
 
 
 def refusals(world: int, device: torch.device = CPU) -> int:
-    """Each reduction that a type does not have is refused by name, on the backend itself: torch refuses some before."""
+    """Each reduction that a type lacks is rejected by name, on the backend itself: torch rejects some before."""
     backend = dist.group.WORLD._get_backend(device)
     findings = Findings()
     for dtype in expected.DTYPES:
@@ -291,7 +291,7 @@ def prefixes(
     dtypes: Sequence[torch.dtype],
     device: torch.device = CPU,
 ) -> None:
-    """A prefix of a longer sum has the same bits, whatever way it goes."""
+    """A prefix of a longer sum has the same bits, whatever algorithm it uses."""
     for dtype in dtypes:
         inputs = [seeded(dtype, (lengths[-1],), other) for other in range(world)]
         wanted, whole = reference("SUM", inputs, FACTORS[:world]), inputs[rank].to(device)

@@ -54,7 +54,7 @@ def same_everywhere(rank: int, world: int, dtype: torch.dtype, inputs: list[torc
 
 
 def assert_same_numbers(got: torch.Tensor, wanted: torch.Tensor, about: str) -> None:
-    """Equal bits, save that a NaN is the canonical one of its dtype whatever NaN torch has computed.
+    """Equal bits, except that a NaN must be the canonical one of its dtype, whichever NaN torch has computed.
 
     An overflow of e4m3fn, which has no infinity, is that NaN with the sign of the number.
     """

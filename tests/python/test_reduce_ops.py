@@ -1,4 +1,4 @@
-"""Every reduce op on every dtype: served with the documented meaning, or refused with the nearest form named."""
+"""Every reduce op on every dtype has the documented result, or is rejected with the nearest form named."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
 }
 
 /// Returns the outcome of a receive of `bytes` bytes while rank 1 writes `frames`, each with its size in the ring.
-/// `None`: no outcome at once, if none is `expected`.
+/// Waits for an `expected` outcome; otherwise returns `None` if there is no outcome at once.
 fn outcome_of(bytes: usize, frames: &[([u64; 4], u64)], expected: bool) -> Option<Result<()>> {
     let (file, forger) = memory(2);
     let [victim, _silent] = pair(&file, PATIENCE, false);
@@ -427,8 +427,7 @@ fn garbage_in_the_shared_memory_never_harms_a_rank() {
                 .map(|(me, group)| {
                     scope.spawn(move || -> Error {
                         let mut room = vec![0x5A5A_5A5Ai32; 10 * 1024];
-                        // However long it takes: the next call overwrites some garbage, but none may go unnoticed
-                        // forever.
+                        // The next call may overwrite some garbage, so an error may take long, but it must come.
                         let error = until("an error", || calls(group, me, &mut room[1024..9 * 1024]).err());
                         assert!(room[..1024].iter().chain(&room[9 * 1024..]).all(|&word| word == 0x5A5A_5A5A), "beside its tensors");
                         error

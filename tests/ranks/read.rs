@@ -1,5 +1,5 @@
-//! Exchanges that read peers' private memory, with ranks as threads, some of which have lost time slices: the bytes
-//! equal staged ones, also if a rank cannot read. Each test has a separate process, because lost slices shorten every
+//! Exchanges that read peers' private memory, with ranks as threads that may have lost time slices: the bytes equal
+//! staged ones, also if a rank cannot read. Each test has a separate process, because lost slices shorten every
 //! wait of a process.
 
 use crate::process::alone;
