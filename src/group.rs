@@ -228,12 +228,12 @@ impl Group {
 
     /// Starts a send.
     pub fn send(&self, message: Message, completion: Completion) -> Result<u64> {
-        self.recorded(true, &message, false, completion, |timeout, completion| self.messages.send(message, timeout, completion))
+        self.recorded(true, &message, None, completion, |timeout, completion| self.messages.send(message, timeout, completion))
     }
 
     /// Starts a receive.
     pub fn recv(&self, message: Message, completion: Completion) -> Result<u64> {
-        self.recorded(false, &message, false, completion, |timeout, completion| self.messages.recv(message, timeout, completion))
+        self.recorded(false, &message, None, completion, |timeout, completion| self.messages.recv(message, timeout, completion))
     }
 
     /// Sends and receives between the ranks of this group.
@@ -241,24 +241,24 @@ impl Group {
         &self.messages
     }
 
-    /// Starts a message as `start` does, if the group lives, and keeps it in the record. `far`: the peer may be on another host, and is a
-    /// global rank.
+    /// Starts a message as `start` does, if the group lives, and keeps it in the record. `far` is the record of one whose peer may be on
+    /// another host, and is a global rank.
     pub fn recorded(
         &self,
         send: bool,
         message: &Message,
-        far: bool,
+        far: Option<Arc<dyn Observer>>,
         completion: Completion,
         start: impl FnOnce(Duration, Completion) -> Result<u64>,
     ) -> Result<u64> {
         self.check_alive()?;
         let timeout = message.timeout.unwrap_or_else(|| self.timeout());
-        let number = if far {
+        let number = if far.is_some() {
             self.recorder.far_message(send, message, timeout)
         } else {
             self.recorder.message(send, message, timeout, trace::Target::Host)
         };
-        let completion = completion.observed(Arc::clone(&self.recorder) as Arc<dyn Observer>, number);
+        let completion = completion.observed(far.unwrap_or_else(|| Arc::clone(&self.recorder) as Arc<dyn Observer>), number);
         start(timeout, completion).inspect_err(|error| self.recorder.end(number, &Err(error.clone()), false, ""))
     }
 

@@ -1,12 +1,12 @@
-//! A rail for as long as somebody holds it, and threads on which things end.
+//! A rail for as long as somebody holds it, and the thread on which it ends.
 #![allow(unsafe_code, reason = "a value that another thread drops")]
 
 use super::rail::Rail;
-use crate::sys::thread;
+use crate::sys::thread::start_aside;
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::Sender;
 
 /// A rail, and what is dropped after it. A backend may end only when its last transfer does: so that takes a thread of its own, whoever
 /// lets go of the rail last.
@@ -33,14 +33,4 @@ impl Drop for Held {
         let held = unsafe { ManuallyDrop::take(&mut self.0) };
         start_aside("symm-rail-end", move || drop(held));
     }
-}
-
-/// Runs `work` on a thread of its own; what is returned gets a value at its end.
-pub(super) fn start_aside(name: &str, work: impl FnOnce() + Send + 'static) -> Option<Receiver<()>> {
-    let (done, ended) = channel();
-    let thread = thread::spawn(name, None, move || {
-        work();
-        let _ = done.send(());
-    });
-    thread.inspect_err(|error| log::warn!("a thread could not be started to end a group: {error}")).ok().map(|_| ended)
 }

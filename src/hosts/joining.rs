@@ -8,14 +8,13 @@ use super::chosen::{self, Chosen};
 use super::cuda::{Cuda, backends::Backends};
 use super::executor::{GRACE, HEAR};
 use super::finding::Several;
-use super::messages::links::Links;
 use super::news::{Meeting, News, Times, Told};
 use super::partials::Partials;
-use super::rail::{self, Life, Rail};
+use super::rail::{Life, Rail};
 use super::refusal::Refusals;
 use super::shared::{Current, Inner, Shared};
 use super::traffic::{Counted, Traffic};
-use super::{HostsGroup, Runner, Twofold};
+use super::{HostsGroup, Runner};
 use crate::boot;
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::hardware::Device;
@@ -26,14 +25,15 @@ use crate::engine::Engine;
 use crate::error::{Error, Kind, Result};
 use crate::group::{DEFAULT_TIMEOUT, Group, JoinOptions};
 use crate::host_map::HostMap;
+use crate::messages::links::{Links, addresses};
 use crate::rank::Rank;
 use crate::store::{Store, prefix::PrefixStore, until::Until, worker::Worker};
 use crate::sync::limit::Limit;
 use crate::sys::thread;
 use std::borrow::Cow;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// Time between two looks at the group while a rail is made.
@@ -148,12 +148,13 @@ impl HostsGroup {
         }
         let has_rail = local < layout.rails();
         let name = told.life.name("symm-rail", local);
-        let mut address = has_rail.then(|| Address { store: &until, keys: rail::keys(&name, host).collect() });
+        let mut address = has_rail.then(|| Address { store: &until, keys: addresses(&name, host).collect() });
         let rail = if has_rail { Some(made(rail, &inner, &layout, rank, &name, limit, &late).map_err(failed)?) } else { None };
         let mut joined = Self::assemble(inner, layout, rank, rail, (news, current, told.life), &engines);
         joined.cuda = backends.map(|backends| Cuda::new(backends, Arc::clone(store)));
         let links = Counted::new(links, &joined.shared.traffic, &options.global_ranks);
-        joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
+        joined.globals = options.global_ranks.clone();
+        joined.send_by(Arc::new(links), Arc::clone(store));
         // Whoever passes has found all ranks on all hosts.
         let here = joined.layout.members(host).len();
         let thresholds = chosen::thresholds(options, here, Device::Cpu);
@@ -182,19 +183,7 @@ impl HostsGroup {
         inner.recorder().note_hosts(layout.name_others(layout.host(rank)));
         let engine = Engine::new(runner, inner.recorder());
         let refusals = Refusals::new(&shared, &engine);
-        Self {
-            inner,
-            layout,
-            rank,
-            engine,
-            shared,
-            refusals,
-            messages: OnceLock::new(),
-            twofold: Twofold::default(),
-            cuda: None,
-            monitored: AtomicU64::new(0),
-            life,
-        }
+        Self { inner, layout, rank, engine, shared, refusals, globals: Vec::new(), cuda: None, monitored: AtomicU64::new(0), life }
     }
 }
 

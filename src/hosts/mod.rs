@@ -8,11 +8,9 @@
 //! - [`cpu`](mod@cpu): carries out the programs of [`two_level`](crate::coll::two_level) for CPU tensors; [`executor`](mod@executor):
 //!   such a call under way; [`opening`](mod@opening): how it begins; [`short`](mod@short): all of it, if it is short
 //! - [`cuda`](mod@cuda): CUDA tensors; [`finding`](mod@finding): whether a group is on several hosts; [`joining`](mod@joining): how it forms
-//! - [`messages`](mod@messages): sends and receives between hosts; [`any_source`](mod@any_source): receives from any rank
 //! - [`traffic`](mod@traffic): bytes by rail and peer
 //! - [`shared`](mod@shared): how a failure ends the group on all hosts; [`news`](mod@news): how they hear of it
 
-mod any_source;
 pub mod chosen;
 mod cpu;
 pub mod cuda;
@@ -21,7 +19,6 @@ pub mod finding;
 mod header;
 mod held;
 pub mod joining;
-pub mod messages;
 mod monitored;
 mod news;
 mod opening;
@@ -35,27 +32,26 @@ mod tests;
 pub mod traffic;
 
 use crate::coll::call::Call;
-use crate::completion::Completion;
+use crate::completion::{Completion, Observer};
 use crate::control::ControlBlock;
 use crate::engine::{Engine, Run};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::host_map::HostMap;
-use crate::messages::{self as near, Message};
+use crate::messages::links::Links;
+use crate::messages::{Around, Far, Message, TICKET_BIT};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::sync::limit::Limit;
-use any_source::Twofold;
+use crate::trace::Recorder;
 use cuda::Cuda;
 use executor::Executor;
-use messages::links::Links;
-use messages::{Around, Messages, Names};
 use news::Waiting;
 use rail::Life;
 use refusal::Refusals;
 use shared::Shared;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Condvar, Weak};
 use std::time::{Duration, Instant};
 use traffic::Path;
 
@@ -67,9 +63,8 @@ pub struct HostsGroup {
     engine: Arc<Engine<Runner>>,
     shared: Arc<Shared>,
     refusals: Arc<Refusals>,
-    /// Messages between hosts, where there are links for them.
-    messages: OnceLock<Arc<Messages>>,
-    twofold: Twofold,
+    /// Ranks of the members in the default group; empty: the same as here.
+    globals: Vec<i32>,
     /// CUDA tensors, where there are backends for them.
     cuda: Option<Cuda>,
     /// Number of monitored barriers.
@@ -77,30 +72,51 @@ pub struct HostsGroup {
     life: Life,
 }
 
-/// What messages between hosts know of their group.
+/// What messages between hosts know of their group, which owns them.
 struct Whole {
-    inner: Arc<Group>,
+    inner: Weak<Group>,
     layout: Arc<HostMap>,
     shared: Arc<Shared>,
-    engine: Arc<Engine<Runner>>,
+    engine: Weak<Engine<Runner>>,
 }
 
 impl Around for Whole {
     fn calls(&self) -> u64 {
-        self.engine.sequence() + self.inner.recorder().messages()
+        let (inner, engine) = (self.inner.upgrade(), self.engine.upgrade());
+        engine.map_or(0, |engine| engine.sequence()) + inner.map_or(0, |inner| inner.recorder().messages())
     }
 
     fn error(&self) -> Option<Error> {
-        self.inner.error()
+        self.inner.upgrade().and_then(|inner| inner.error())
     }
 
     fn fail(&self, error: Error) -> Error {
-        self.shared.fail(&self.inner, error)
+        match self.inner.upgrade() {
+            Some(inner) => self.shared.fail(&inner, error),
+            None => error,
+        }
     }
 
     fn cause(&self, peer: Rank) -> Option<Error> {
-        self.shared.cause(&self.inner, self.layout.local(peer), Duration::MAX)
+        self.shared.cause(&*self.inner.upgrade()?, self.layout.local(peer), Duration::MAX)
     }
+}
+
+/// The record of a message whose peer it knows by its rank in the default group.
+struct Globals {
+    recorder: Arc<Recorder>,
+    ranks: Vec<i32>,
+}
+
+impl Observer for Globals {
+    fn ended(&self, number: u64, outcome: &Result<()>, source: Option<Rank>) {
+        self.recorder.ended(number, outcome, source.map(|rank| global(&self.ranks, rank)));
+    }
+}
+
+/// The number of `rank` in the default group, where the members have the numbers `globals`.
+fn global(globals: &[i32], rank: Rank) -> Rank {
+    globals.get(rank.index()).map_or(rank, |&global| Rank(global as u32))
 }
 
 /// Runs a group's collectives, one at a time.
@@ -150,17 +166,15 @@ impl Run for Runner {
 
 impl HostsGroup {
     /// Makes messages between hosts go by `links`, whose ranks meet through `store`.
-    fn send_by(&self, links: Arc<dyn Links>, store: Arc<dyn Store>, globals: Vec<i32>) {
-        let (inner, layout, shared) = (Arc::clone(&self.inner), Arc::clone(&self.layout), Arc::clone(&self.shared));
-        let whole = Whole { inner, layout, shared, engine: Arc::clone(&self.engine) };
-        let names = Names {
-            layout: Arc::clone(&self.layout),
-            me: self.rank,
-            group: self.inner.control().name().to_owned(),
-            life: self.life,
-            globals,
-        };
-        let _ = self.messages.set(Messages::new(links, Box::new(whole), store, names));
+    fn send_by(&self, links: Arc<dyn Links>, store: Arc<dyn Store>) {
+        let (inner, layout, shared) = (Arc::downgrade(&self.inner), Arc::clone(&self.layout), Arc::clone(&self.shared));
+        let around = Box::new(Whole { inner, layout, shared, engine: Arc::downgrade(&self.engine) });
+        let (layout, me, prefix) = (Arc::clone(&self.layout), self.rank, self.life.name("symm-pair", ""));
+        self.inner.messages().reach(Far { links, around, store, layout, me, prefix, changed: Condvar::new() });
+    }
+
+    fn global(&self, rank: Rank) -> Rank {
+        global(&self.globals, rank)
     }
 
     /// Runs `calls` in order behind everything submitted before, and returns when they are done.
@@ -193,63 +207,43 @@ impl HostsGroup {
     }
 
     fn start(&self, send: bool, message: Message, completion: Completion) -> Result<u64> {
-        if let Some((peer, messages)) = self.far(&message) {
-            let global = messages.global(peer);
-            self.shared.traffic.message(Path::Link(global));
-            let shown = message.with_peer(Some(global));
-            return self.inner.recorded(send, &shown, true, completion, |timeout, completion| {
-                if send { messages.send(peer, message, timeout, completion) } else { messages.recv(peer, message, timeout, completion) }
-            });
-        }
-        if let (false, None, Some(messages)) = (send, message.peer, self.messages.get()) {
-            return self.recv_any(messages, message, completion);
-        }
-        let (message, completion) = self.on_this_host(if send { "send" } else { "recv" }, message, completion)?;
-        if send { self.inner.send(message, completion) } else { self.inner.recv(message, completion) }
-    }
-
-    /// The other rank of a message between hosts, and what carries it.
-    fn far(&self, message: &Message) -> Option<(Rank, &Arc<Messages>)> {
-        let away = |peer: &Rank| peer.index() < self.layout.size() && self.layout.host(*peer) != self.layout.host(self.rank);
-        Some((message.peer.filter(away)?, self.messages.get()?))
-    }
-
-    /// `message` and `completion` in the numbers of this host's ranks.
-    fn on_this_host(&self, what: &str, message: Message, completion: Completion) -> Result<(Message, Completion)> {
+        let (what, messages) = (if send { "send" } else { "recv" }, self.inner.messages());
         let host = self.layout.host(self.rank);
-        let me = || self.layout.describe(self.rank);
-        let Some(peer) = message.peer else {
-            let name = self.inner.control().name();
-            return Err(Error::not_implemented(format!(
-                "{what}: {} cannot receive from any rank of group \"{name}\": nothing carries messages between its hosts",
-                me()
-            )));
-        };
-        if peer.index() >= self.layout.size() {
+        if let Some(peer) = message.peer.filter(|peer| peer.index() >= self.layout.size()) {
             return Err(Error::value(format!("rank {peer} is outside the group of {} ranks", self.layout.size())));
         }
-        if self.layout.host(peer) != host {
-            let peer = self.layout.describe(peer);
-            return Err(Error::not_implemented(format!("{what}: nothing carries messages between {} and {peer}", me())));
+        let near = message.peer.filter(|&peer| self.layout.host(peer) == host);
+        if near.is_none() && messages.far().is_none() {
+            let (me, name) = (self.layout.describe(self.rank), self.inner.control().name());
+            return Err(Error::not_implemented(match message.peer {
+                Some(peer) => format!("{what}: nothing carries messages between {me} and {}", self.layout.describe(peer)),
+                None => {
+                    format!("{what}: {me} cannot receive from any rank of group \"{name}\": nothing carries messages between its hosts")
+                }
+            }));
         }
-        let peer = Some(Rank(self.layout.local(peer) as u32));
-        let layout = Arc::clone(&self.layout);
-        let member = move |local: Rank| layout.members(host)[local.index()];
-        let completion = Completion::new(move |outcome, source| completion.call(outcome, source.map(member)));
-        Ok((message.with_peer(peer), completion))
+        // What is recorded of a message within the host has the numbers of its ranks.
+        let (shown, observer) = match near {
+            Some(peer) => (Some(Rank(self.layout.local(peer) as u32)), None),
+            None => {
+                let globals = Globals { recorder: self.inner.recorder(), ranks: self.globals.clone() };
+                (message.peer.map(|peer| self.global(peer)), Some(Arc::new(globals) as Arc<dyn Observer>))
+            }
+        };
+        if let (Some(peer), None) = (shown, near) {
+            self.shared.traffic.message(Path::Link(peer));
+        }
+        self.inner.recorded(send, &message.with_peer(shown), observer, completion, |timeout, completion| {
+            if send { messages.send(message, timeout, completion) } else { messages.recv(message, timeout, completion) }
+        })
     }
 
     /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
-        self.inner.check_process()?;
-        match self.messages.get() {
-            _ if ticket & near::TICKET_BIT != 0 => {
-                let since = Instant::now();
-                self.inner.wait(ticket, timeout)?;
-                self.wait_away(ticket, timeout.map(|limit| limit.saturating_sub(since.elapsed())))
-            }
-            Some(messages) if ticket & messages::TICKET_BIT != 0 => messages.wait(ticket, timeout),
-            Some(_) | None => self.engine.wait(ticket, timeout),
+        if ticket & TICKET_BIT != 0 {
+            self.inner.wait(ticket, timeout)
+        } else {
+            self.inner.check_process().and_then(|()| self.engine.wait(ticket, timeout))
         }
     }
 
@@ -278,8 +272,8 @@ impl HostsGroup {
             return;
         }
         let far = peer.is_none_or(|peer| self.layout.host(peer) != self.layout.host(self.rank));
-        if let Some(messages) = self.messages.get().filter(|_| far) {
-            messages.refuse(peer, send, tag, text.clone());
+        if far && self.inner.check_process().is_ok() {
+            self.inner.messages().refuse(peer, send, tag, text.clone());
         }
         if peer.is_none() || !far {
             self.inner.refuse_message(send, peer.map(|peer| Rank(self.layout.local(peer) as u32)), tag, text);
@@ -328,9 +322,6 @@ impl HostsGroup {
         }
         self.inner.abort();
         if let Some(failure) = self.inner.control().failure() {
-            if let Some(messages) = self.messages.get() {
-                messages.close(&failure);
-            }
             self.shared.fail(&self.inner, failure);
         }
     }
@@ -338,7 +329,7 @@ impl HostsGroup {
     /// Leaves the group once what was submitted is done; what is not after `limit` fails, here and on its peers. Idempotent.
     pub fn leave(&self, limit: Duration, farewell: &str) {
         if self.shared.is_inherited() {
-            std::mem::forget(self.messages.get().map(Arc::clone));
+            std::mem::forget(Arc::clone(self.inner.messages()));
             return;
         }
         if !self.shared.leave() {
@@ -350,9 +341,7 @@ impl HostsGroup {
             self.shared.fail(&self.inner, Error::aborted(format!("{me} left group \"{name}\" with calls under way")));
         }
         self.forget_keys();
-        if let Some(messages) = self.messages.get() {
-            messages.leave(limit.saturating_sub(since.elapsed()));
-        }
+        self.inner.messages().say_goodbye(limit.saturating_sub(since.elapsed()));
         self.inner.leave(limit.saturating_sub(since.elapsed()).max(Duration::from_millis(1)), farewell);
         self.engine.stop();
         if let Some(cuda) = &self.cuda {

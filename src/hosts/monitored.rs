@@ -4,11 +4,12 @@
 //! the barrier fails, rank 0 looks who has said nothing. A rank takes back what it has said once it has passed the next one, or leaves:
 //! rank 0 may fail where others have passed.
 
-use super::{HostsGroup, rail};
+use super::HostsGroup;
 use crate::coll::call::Call;
 use crate::config::Config;
 use crate::error::Result;
 use crate::group::monitored::Monitored;
+use crate::messages::links::addresses;
 use crate::store::meet::Meeting;
 use crate::sync::call_site::CallSite;
 use std::sync::atomic::Ordering;
@@ -38,13 +39,13 @@ impl HostsGroup {
 
     /// The place where ranks say at which monitored barriers they have arrived.
     fn told(&self) -> Option<Meeting<'_>> {
-        let (store, prefix) = (self.messages.get()?.store(), self.life.name("symm-monitored", "told"));
+        let (store, prefix) = (&*self.inner.messages().far()?.store, self.life.name("symm-monitored", "told"));
         Some(Meeting { store, prefix, me: self.rank, size: self.layout.size() as u32, deadline: Instant::now() })
     }
 
     /// Removes the keys of this rank that are still in the store, unless the group has failed: rank 0 may still read them then.
     pub(super) fn forget_keys(&self) {
-        let (Some(messages), None) = (self.messages.get(), self.inner.failure()) else { return };
+        let (Some(far), None) = (self.inner.messages().far(), self.inner.failure()) else { return };
         if let (Some(told), Some(last)) = (self.told(), self.monitored.load(Ordering::Relaxed).checked_sub(1)) {
             let _ = told.forget(&last.to_string());
         }
@@ -52,7 +53,7 @@ impl HostsGroup {
         let name = self.life.name("symm-rail", local);
         // Other hosts connect at any time under this setting.
         let lazy = Config::get().gloo_lazy && local < self.layout.rails();
-        let address = lazy.then(|| rail::keys(&name, host)).into_iter().flatten();
-        address.for_each(|key| drop(messages.store().delete(&key)));
+        let address = lazy.then(|| addresses(&name, host)).into_iter().flatten();
+        address.for_each(|key| drop(far.store.delete(&key)));
     }
 }

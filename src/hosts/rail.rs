@@ -2,7 +2,6 @@
 
 use crate::coll::call::Span;
 use crate::coll::two_level::step::Transfer;
-use crate::config::Config;
 use crate::error::Result;
 use crate::sys::random;
 use serde::{Deserialize, Serialize};
@@ -35,13 +34,6 @@ impl Life {
     pub(super) fn name(self, kind: &str, which: impl Display) -> String {
         format!("{kind}/{:016x}/{which}", self.0)
     }
-}
-
-/// Keys in the store of the group by which the rank on `host` tells the others of its rail `name` where it can be reached: Gloo's, one for
-/// each of its interfaces. Those of a link are alike.
-pub(super) fn keys(name: &str, host: usize) -> impl Iterator<Item = String> {
-    let interfaces = Config::get().gloo_interface.as_ref().map_or(1, |names| names.split(',').count());
-    (0..interfaces).map(move |interface| format!("{name}/{interface}/{host}"))
 }
 
 /// Backend between hosts. It moves bytes between the ranks' staging and knows nothing of what they mean. Several transfers may be under

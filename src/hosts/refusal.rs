@@ -7,13 +7,10 @@ use super::Runner;
 use super::shared::Shared;
 use crate::engine::Engine;
 use crate::lock::lock;
+use crate::messages::REFUSAL_DELAY;
 use crate::watch::{self, Subscription};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
-
-/// Time from a refusal until others are told: enough to catch the exception and make the right call.
-pub(super) const DELAY: Duration = Duration::from_millis(80);
 
 /// Refusals of this rank.
 pub(super) struct Refusals {
@@ -46,7 +43,8 @@ impl Refusals {
                 }
             }
         };
-        let timer = watch::after(DELAY, tell).inspect_err(|error| log::warn!("other hosts are not told of a refused call: {error}"));
+        let timer =
+            watch::after(REFUSAL_DELAY, tell).inspect_err(|error| log::warn!("other hosts are not told of a refused call: {error}"));
         *lock(&self.timer) = timer.ok();
     }
 

@@ -5,7 +5,7 @@
 
 use super::chosen::Chosen;
 use super::header::Header;
-use super::held::{Held, start_aside};
+use super::held::Held;
 use super::news::{Host, News, Place, Waiting};
 use super::partials::Partials;
 use super::rail::Rail;
@@ -221,13 +221,5 @@ impl Shared {
         if !limit.is_zero() {
             let _ = lock(&self.ending).recv_timeout(limit);
         }
-    }
-}
-
-/// Runs `work` on a thread of its own, and waits for its end for at most `limit`.
-pub(super) fn aside(name: &str, limit: Duration, work: impl FnOnce() + Send + 'static) {
-    let ended = start_aside(name, work);
-    if let Some(ended) = ended.filter(|_| !limit.is_zero()) {
-        let _ = ended.recv_timeout(limit);
     }
 }

@@ -1,9 +1,9 @@
 //! Traffic: what the groups of this process have sent to other hosts, and received from them.
 
-use super::messages::links::{self, Links};
 use crate::config::Engines;
 use crate::error::Result;
 use crate::lock::lock;
+use crate::messages::links::{self, Links};
 use crate::rank::Rank;
 use crate::sys::fork::PerProcess;
 use serde::Serialize;

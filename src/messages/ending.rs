@@ -1,23 +1,211 @@
 //! How messages end: completions, failures, and the end of all at once.
 
-use super::peer::Lost;
-use super::{Messages, State};
+use super::peer::Peer;
+use super::ring::Ring;
+use super::wire::Phase;
+use super::{Messages, Sending, Source, State, Stream};
 use crate::completion::Finished;
-use crate::error::{Error, Result};
+use crate::control::ControlBlock;
+use crate::dtype::DType;
+use crate::error::{Error, Kind, Result};
+use crate::rank::Rank;
+use crate::sync::limit::Limit;
+use std::collections::BTreeMap;
 use std::sync::MutexGuard;
-use std::time::Instant;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
 
 /// The error of a wait that ended before its transfer did.
 pub(super) fn gave_up(since: Instant) -> Error {
     Error::wait_timeout(format!("wait() gave up after {:.1} s; the transfer itself goes on", since.elapsed().as_secs_f32()))
 }
 
+/// Names a message within a host in errors.
+pub(super) fn about(control: &ControlBlock, name: &str, bytes: usize, tag: i32) -> String {
+    format!("{name}({bytes} bytes, tag {tag}) of group \"{}\"", control.name())
+}
+
+/// Whether `error` is that of a connection, not of what came by it.
+pub(super) fn is_broken(error: &Error) -> bool {
+    matches!(error.kind, Kind::Peer | Kind::Network)
+}
+
+/// What the loss of the link to `whom` because of `error` means, where a message needs it `urgent`ly: its name, and since when it waits.
+pub(super) fn lost_link(control: &ControlBlock, whom: &str, urgent: Option<&(String, f32)>, error: Error) -> Error {
+    let (me, group) = (control.describe(control.rank()), control.name());
+    match urgent {
+        _ if !is_broken(&error) => error,
+        Some((what, seconds)) => {
+            Error::peer(format!("{me} lost its connection to {whom} after {seconds:.1} s in {what}: {}", error.message))
+        }
+        None => Error { message: format!("{me} has lost its connection to {whom} in group \"{group}\": {}", error.message), ..error },
+    }
+}
+
+/// A send or receive under way, as error messages name it.
+pub(super) struct Pending<'a> {
+    pub(super) name: &'static str,
+    /// `None`: anybody.
+    pub(super) peer: Option<Rank>,
+    pub(super) tag: i32,
+    pub(super) dtype: DType,
+    pub(super) bytes: usize,
+    pub(super) limit: &'a Limit,
+}
+
+impl Pending<'_> {
+    /// Its name where ranks of other hosts are concerned.
+    fn about_far(&self, control: &ControlBlock) -> String {
+        let (name, bytes, dtype, tag, group) = (self.name, self.bytes, self.dtype.name(), self.tag, control.name());
+        format!("{name}({bytes} bytes, {dtype}, tag {tag}) of group \"{group}\"")
+    }
+}
+
+/// Peers of this host that take part in nothing further, and how each became so. They are to be asked for before what they wrote is read:
+/// else some of it may be missed.
+struct Lost {
+    absent: Vec<(Rank, String)>,
+    dead: Option<(Rank, String)>,
+}
+
+impl Lost {
+    fn among(control: &ControlBlock) -> Self {
+        let absent = control.peers().filter_map(|peer| Some((peer, control.absence(peer)?))).collect();
+        Self { absent, dead: control.dead_rank().map(|(rank, how)| (rank, how.clone())) }
+    }
+
+    /// Whose end is that of a message with `peer`, or with anybody: its own, or the death of any member. One that left in order owes others
+    /// nothing. `far`: ranks of other hosts may complete it, too.
+    fn ends(&self, control: &ControlBlock, peer: Option<Rank>, far: bool) -> Option<&(Rank, String)> {
+        let needed = match peer {
+            Some(peer) => self.absent.iter().find(|(rank, _)| control.shown(*rank) == peer),
+            None if far => None,
+            None => self.absent.first().filter(|_| self.absent.len() + 1 == control.size()),
+        };
+        needed.or(self.dead.as_ref())
+    }
+}
+
+impl State {
+    pub(super) fn limits(&self) -> impl Iterator<Item = &Limit> {
+        self.pending().map(|pending| pending.limit)
+    }
+
+    pub(super) fn pending(&self) -> impl Iterator<Item = Pending<'_>> {
+        let receives = self.matching.posted.iter().map(|posted| (posted, posted.peer));
+        let streams = self.streams.iter().map(|((from, _), stream)| (&stream.posted, stream.posted.peer.or(self.far_only(*from))));
+        let receives = receives.chain(streams).map(|(posted, peer)| Pending {
+            name: "recv",
+            peer,
+            tag: posted.tag,
+            dtype: posted.dtype,
+            bytes: posted.span.bytes,
+            limit: &posted.limit,
+        });
+        let send = |send: &Sending| (Some(send.peer), send.tag, send.dtype, send.span.bytes);
+        let sends = self.sends.values().map(move |sending| {
+            let (peer, tag, dtype, bytes) = send(sending);
+            Pending { name: "send", peer, tag, dtype, bytes, limit: &sending.limit }
+        });
+        receives.chain(sends)
+    }
+
+    /// `from`, if it is on another host: a message from any rank that has begun there needs it.
+    fn far_only(&self, from: Rank) -> Option<Rank> {
+        self.is_far(from).then_some(from)
+    }
+
+    /// Name of the message with `peer` whose deadline is the next, and for how many seconds it has waited.
+    pub(super) fn most_urgent(&self, peer: Rank) -> Option<(Pending<'_>, Duration)> {
+        let with = self.pending().filter(|pending| pending.peer == Some(peer));
+        with.map(|pending| (pending.limit.left().unwrap_or_default(), pending))
+            .min_by_key(|(left, _)| *left)
+            .map(|(left, pending)| (pending, left))
+    }
+
+    /// As errors of a lost link name it.
+    pub(super) fn urgent(&self, control: &ControlBlock, peer: Rank) -> Option<(String, f32)> {
+        self.most_urgent(peer).map(|(pending, _)| (pending.about_far(control), pending.limit.waited().as_secs_f32()))
+    }
+
+    /// Reason why some open message can never complete, or must not, if there is one.
+    fn hopeless(&self, control: &ControlBlock, lost: &Lost) -> Option<Error> {
+        self.pending().find_map(|pending| {
+            let late = pending.limit.left().is_none();
+            if pending.peer.is_some_and(|peer| self.is_far(peer)) {
+                return control.dead().or_else(|| late.then(|| self.late(control, &pending)));
+            }
+            let end = lost.ends(control, pending.peer, self.reaches);
+            end.map(|end| self.ended(control, &pending, end)).or_else(|| late.then(|| self.late(control, &pending)))
+        })
+    }
+
+    /// The error of a message whose time is up.
+    fn late(&self, control: &ControlBlock, pending: &Pending<'_>) -> Error {
+        let (me, seconds) = (control.describe(control.rank()), pending.limit.waited().as_secs_f32());
+        let near = || about(control, pending.name, pending.bytes, pending.tag);
+        let (what, whom) = match pending.peer.map(|peer| &self.peers[peer.index()]) {
+            Some(Peer::Far(wire)) => {
+                let state = match (&wire.phase, pending.name) {
+                    (Phase::Idle | Phase::Meeting, _) => "which has begun no message with it",
+                    (Phase::Open | Phase::Lost(_), "send") => "which did not receive it",
+                    (Phase::Open | Phase::Lost(_), _) => "which did not send it",
+                };
+                (pending.about_far(control), format!("{}, {state}", wire.name))
+            }
+            Some(peer) => (near(), state_of(control, peer.ring().map_or(control.rank(), |ring| ring.peer))),
+            None if self.reaches => {
+                let blind =
+                    self.blind.as_ref().map_or_else(String::new, |error| format!(" (the store cannot be asked: {})", error.message));
+                (near(), format!("any rank{blind}"))
+            }
+            None => (near(), "any rank".into()),
+        };
+        Error::timeout(format!("{me} waited {seconds:.1} s until its timeout in {what} for {whom}"))
+    }
+
+    /// The error of a message that the `end` of a rank of this host ends.
+    fn ended(&self, control: &ControlBlock, pending: &Pending<'_>, (end, how): &(Rank, String)) -> Error {
+        let what = about(control, pending.name, pending.bytes, pending.tag);
+        let (me, seconds) = (control.describe(control.rank()), pending.limit.waited().as_secs_f32());
+        let other = pending.peer.filter(|&peer| peer != control.shown(*end));
+        let whom = other.map_or_else(|| "it".into(), |peer| self.peers[peer.index()].describe(control));
+        Error::peer(format!("{} {how}; {me} had waited {seconds:.1} s for {whom} in {what}", control.describe(*end)))
+    }
+
+    fn fail_all(&mut self, error: &Error) {
+        // The failure is visible before what their owners write to the tensors after this: see `end_step`.
+        fence(Ordering::Release);
+        self.closed.get_or_insert_with(|| error.clone());
+        let posted = std::mem::take(&mut self.matching.posted);
+        // What is being read is written to until the step ends, which then fails as well.
+        let being_read = |(_, stream): &(_, Stream)| matches!(stream.source, Source::BeingRead(_));
+        let (kept, streams): (BTreeMap<_, _>, BTreeMap<_, _>) = std::mem::take(&mut self.streams).into_iter().partition(being_read);
+        self.streams = kept;
+        for posted in posted.into_iter().chain(streams.into_values().map(|stream| stream.posted)) {
+            self.finish(posted.ticket, posted.completion, Err(error.clone()), None);
+        }
+        for (ticket, send) in std::mem::take(&mut self.sends) {
+            self.finish(ticket, send.completion, Err(error.clone()), None);
+        }
+        self.peers.iter_mut().filter_map(Peer::ring_mut).for_each(Ring::let_go);
+    }
+}
+
+fn state_of(control: &ControlBlock, peer: Rank) -> String {
+    let state = crate::sys::process::state(control.pid(peer)).unwrap_or("exited");
+    format!("{} ({state})", control.describe(peer))
+}
+
 impl Messages {
-    /// Completes everything that is open with `error`.
+    /// Completes everything that is open with `error`; no message begins any more.
     pub fn close(&self, error: &Error) {
         let mut state = self.lock();
         state.fail_all(error);
         self.settle(state);
+        if let Some(far) = self.far.get() {
+            self.disconnect(far, Duration::ZERO);
+        }
     }
 
     /// As `close`, because this rank leaves the group with `farewell`. If a send is open, the rank departs before the send fails: a receiver
@@ -29,27 +217,33 @@ impl Messages {
         }
         state.fail_all(error);
         self.settle(state);
+        if let Some(far) = self.far.get() {
+            self.leave_far(far);
+        }
     }
 
-    /// The state, unless all transfers have been closed.
-    pub(super) fn lock_open(&self) -> Result<MutexGuard<'_, State>> {
-        let state = self.lock();
-        state.closed.clone().map_or(Ok(state), Err)
-    }
-
-    /// A failure of one transfer is the group's.
+    /// A failure of one message is the group's.
     pub(super) fn absorb(&self, state: &mut State, moved: Result<bool>) -> bool {
         moved.unwrap_or_else(|error| {
-            let error = self.control.fail(error);
-            state.fail_all(&error);
+            self.fail_under_lock(state, error);
             true
         })
     }
 
+    /// Fails the group on this host; other hosts learn of it without the lock, in `complete`.
+    fn fail_under_lock(&self, state: &mut State, error: Error) {
+        let error = self.control.fail(error);
+        state.untold = Some(error.clone());
+        state.fail_all(&error);
+    }
+
     /// Calls the completions that are due, without the lock.
     pub(super) fn complete(&self, mut state: MutexGuard<'_, State>) {
-        let finished = std::mem::take(&mut state.finished);
+        let (finished, untold) = (std::mem::take(&mut state.finished), state.untold.take());
         drop(state);
+        if let (Some(error), Some(far)) = (untold, self.far.get()) {
+            far.around.fail(error);
+        }
         if finished.is_empty() {
             return;
         }
@@ -65,21 +259,31 @@ impl Messages {
 
     /// Fails the group if something open can never complete.
     pub(super) fn fail_if_lost(&self) {
-        let mut state = self.lock();
-        if state.open.is_empty() {
+        if self.lock().open.is_empty() {
             return;
         }
+        let told = self.far.get().and_then(|far| far.around.error());
+        let mut state = self.lock();
         self.fail_hopeless(&mut state);
+        // A death on this host has its own words above.
+        if let (Some(error), None) = (told, &state.closed) {
+            state.fail_all(&error);
+        }
+        let lost = state.ask_whether_refused();
         self.settle(state);
+        for (peer, error) in lost {
+            self.lose(peer, error);
+        }
     }
 
     pub(super) fn fail_hopeless(&self, state: &mut State) {
         let lost = Lost::among(&self.control);
         // What a peer wrote before it ended is still served.
         self.advance(state);
-        let failure = self.control.failure().or_else(|| state.hopeless(&self.control, &lost).map(|error| self.control.fail(error)));
-        if let Some(failure) = failure {
+        if let Some(failure) = self.control.failure() {
             state.fail_all(&failure);
+        } else if let Some(error) = state.hopeless(&self.control, &lost) {
+            self.fail_under_lock(state, error);
         }
     }
 }

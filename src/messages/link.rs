@@ -10,17 +10,23 @@ pub(super) trait Link {
     /// left `span`.
     fn send_now(&mut self, frame: Frame, span: Span) -> Result<bool>;
 
-    /// Sends that message as soon as there is room, or offers it if it has to be asked for. Returns how many of its bytes follow the offer
-    /// unasked.
-    fn send(&mut self, frame: Frame, span: Span) -> Result<usize>;
+    /// Sends that message as soon as there is room, or offers it if it has to be requested. Returns how many of its bytes follow the offer
+    /// unasked; `None` if the link does not exist yet and the message was not sent.
+    fn send(&mut self, frame: Frame, span: Span) -> Result<Option<usize>>;
 
     /// Notes that a message of the peer which came unasked, or `bytes` bytes of it, has found its receive.
     fn matched(&mut self, bytes: usize) -> Result<()>;
 
-    /// Asks for the bytes of a message from those on of which `frame` tells.
+    /// Number of bytes that may be requested now, where `rest` bytes of a message are missing.
+    fn room(&self, rest: usize) -> usize;
+
+    /// Requests the bytes of a message from those on of which `frame` tells, as many as `room` has said.
     fn request(&mut self, frame: Frame) -> Result<()>;
 
-    /// Sends the bytes of `span` that the peer has asked for, from those on of which `frame` tells. Returns whether they have left `span`; if
-    /// not, the link says so later.
+    /// Notes that requested bytes have arrived, with which the message is complete if `whole`.
+    fn arrived(&mut self, whole: bool) -> Result<()>;
+
+    /// Sends the bytes of `span` that the peer has requested, from those on of which `frame` tells. Returns whether the message has left
+    /// `span` with them; if not, the link says so later, or the peer requests more.
     fn serve(&mut self, frame: Frame, span: Span) -> Result<bool>;
 }

@@ -2,7 +2,7 @@
 
 use crate::coll::call::Span;
 use crate::completion::Completion;
-use crate::messages::claim::Claim;
+use crate::dtype::DType;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::collections::VecDeque;
@@ -13,11 +13,10 @@ pub(super) struct Posted {
     /// `None`: from anybody.
     pub peer: Option<Rank>,
     pub tag: i32,
+    pub dtype: DType,
     pub span: Span,
     pub limit: Limit,
     pub completion: Completion,
-    /// Right to be filled, where messages of other hosts compete for it.
-    pub claim: Option<Claim>,
 }
 
 /// A message that waits for its receive.
@@ -25,6 +24,8 @@ pub(super) struct Posted {
 pub(super) struct Unexpected {
     pub from: Rank,
     pub tag: i32,
+    /// torch's code of its element type.
+    pub dtype: u8,
     pub bytes: u64,
     pub content: Content,
 }
@@ -34,8 +35,8 @@ pub(super) struct Unexpected {
 pub(super) enum Content {
     /// Bytes that have come along.
     Eager(Box<[u8]>),
-    /// Bytes in the sender's memory.
-    Offer { id: u64, addr: u64 },
+    /// Bytes that the sender has: message `id`, whose offer has this value. The first of them have come along.
+    Offer { id: u64, value: u64, first: Vec<u8> },
     /// Bytes of a send of this rank to itself, which has this ticket.
     Own { ticket: u64 },
 }
@@ -85,13 +86,23 @@ impl Matching {
     /// The receive that [`Self::take_receive`] will give, if no message of another rank can take it meanwhile.
     pub(super) fn sure_receive(&self, from: Rank, tag: i32) -> Option<&Posted> {
         let fits = |posted: &&Posted| posted.tag == tag && posted.peer.is_none_or(|peer| peer == from);
-        self.posted.iter().find(fits).filter(|posted| posted.peer == Some(from) && posted.claim.is_none())
+        self.posted.iter().find(fits).filter(|posted| posted.peer == Some(from))
     }
 
-    /// The receive for a message from `from` with `tag`, if it is posted. Those that another host fills are passed over.
+    /// Keeps `piece`, the bytes at offset `at` of the offered message `id`, if they come unasked and are the next.
+    pub(super) fn keep_start(&mut self, from: Rank, id: u64, at: usize, piece: &[u8]) -> bool {
+        let first = self.unexpected.iter_mut().filter(|message| message.from == from).find_map(|message| match &mut message.content {
+            Content::Offer { id: offered, value, first } => {
+                (*offered == id && first.len() == at && *value as usize >= at + piece.len()).then_some(first)
+            }
+            Content::Eager(_) | Content::Own { .. } => None,
+        });
+        first.map(|first| first.extend_from_slice(piece)).is_some()
+    }
+
+    /// The receive for a message from `from` with `tag`, if it is posted.
     pub(super) fn take_receive(&mut self, from: Rank, tag: i32) -> Option<Posted> {
-        let claimed = |posted: &Posted| posted.claim.as_ref().is_none_or(Claim::take);
-        let fits = |posted: &Posted| posted.tag == tag && posted.peer.is_none_or(|peer| peer == from) && claimed(posted);
+        let fits = |posted: &Posted| posted.tag == tag && posted.peer.is_none_or(|peer| peer == from);
         let place = self.posted.iter().position(fits)?;
         self.posted.remove(place)
     }
@@ -110,8 +121,8 @@ mod tests {
             tag,
             span: Span { addr: 0, bytes: 0 },
             limit,
+            dtype: DType::U8,
             completion: Completion::new(|_, _| {}),
-            claim: None,
         }
     }
 
@@ -128,35 +139,19 @@ mod tests {
     }
 
     #[test]
-    fn a_receive_is_sure_if_no_other_rank_and_no_other_host_can_fill_it() {
+    fn a_receive_is_sure_if_no_other_rank_can_fill_it() {
         let mut queues = Matching::new(4);
         let sure = |queues: &Matching, from, tag| queues.sure_receive(Rank(from), tag).map(|posted| posted.ticket);
         queues.posted.extend([posted(1, Some(2), 7), posted(2, None, 7), posted(3, Some(1), 7)]);
         assert_eq!((sure(&queues, 2, 7), sure(&queues, 2, 8)), (Some(1), None));
         assert_eq!(sure(&queues, 1, 7), None, "one from anybody comes first");
-        let [here, _away] = Claim::pair();
-        queues.posted.push_front(Posted { claim: Some(here), ..posted(4, Some(2), 7) });
-        assert_eq!(sure(&queues, 2, 7), None, "another host may have a message for it");
-    }
-
-    #[test]
-    fn a_receive_that_another_host_fills_is_passed_over() {
-        let mut queues = Matching::new(4);
-        let [here, away] = Claim::pair();
-        queues.posted.extend([Posted { claim: Some(here), ..posted(1, None, 7) }, posted(2, None, 7)]);
-        assert!(away.take());
-        assert_eq!(queues.take_receive(Rank(1), 7).map(|posted| posted.ticket), Some(2));
-        let [here, away] = Claim::pair();
-        queues.posted.push_back(Posted { claim: Some(here), ..posted(3, None, 7) });
-        assert_eq!(queues.take_receive(Rank(1), 7).map(|posted| posted.ticket), Some(3));
-        assert!(!away.take());
     }
 
     #[test]
     fn messages_match_in_order_of_arrival() {
         let mut queues = Matching::new(4);
         for (from, tag, ticket) in [(1, 0, 10), (2, 0, 11), (1, 0, 12)] {
-            queues.keep(Unexpected { from: Rank(from), tag, bytes: 0, content: Content::Own { ticket } });
+            queues.keep(Unexpected { from: Rank(from), tag, dtype: 0, bytes: 0, content: Content::Own { ticket } });
         }
         let from = |message: Option<Unexpected>| message.map(|m| (m.from.0, matches!(m.content, Content::Own { ticket: 12 })));
         assert_eq!(from(queues.take_message(Some(Rank(2)), 0)), Some((2, false)));
@@ -169,8 +164,14 @@ mod tests {
     fn what_is_kept_is_counted_for_its_sender_until_it_is_taken() {
         let mut queues = Matching::new(2);
         let head = size_of::<Unexpected>();
-        queues.keep(Unexpected { from: Rank(1), tag: 0, bytes: 5, content: Content::Eager([0; 5].into()) });
-        queues.keep(Unexpected { from: Rank(1), tag: 1, bytes: 1 << 30, content: Content::Offer { id: 1, addr: 0 } });
+        queues.keep(Unexpected { from: Rank(1), tag: 0, dtype: 0, bytes: 5, content: Content::Eager([0; 5].into()) });
+        queues.keep(Unexpected {
+            from: Rank(1),
+            tag: 1,
+            dtype: 0,
+            bytes: 1 << 30,
+            content: Content::Offer { id: 1, value: 0, first: Vec::new() },
+        });
         assert_eq!((queues.backlog(Rank(0)), queues.backlog(Rank(1))), (0, 2 * head + 5));
         assert!(queues.take_message(None, 0).is_some());
         assert_eq!(queues.backlog(Rank(1)), head);

@@ -1,40 +1,51 @@
 //! Messages: sends and receives between the ranks of a group, matched by tag.
 //!
-//! Frames travel by a [`link`](mod@link) to each peer; within a host it is a [`ring`](mod@ring) in each direction. A short message travels in
-//! its frame. A long one is offered first; the receiver then reads it straight out of the sender's memory and acknowledges, or, where that is
-//! not permitted, requests it and receives it in frames. A thread that waits for a message moves all of them along; a progress thread does
-//! while no thread waits.
+//! Frames travel by a [`link`](mod@link) to each peer: within a host a [`ring`](mod@ring) in each direction, between hosts a
+//! [`wire`](mod@wire), a backend of two ranks. A short message travels in its frame. A long one is offered first; its receiver then reads it
+//! straight out of the sender's memory and acknowledges, or, where that is not permitted, requests it and receives it in frames. A thread that
+//! waits for a message moves all of them along, but those of wires, each of which has a thread; a progress thread does while no thread waits.
 
-mod claim;
 mod ending;
+mod far;
 mod frame;
+mod hearing;
 mod link;
+pub mod links;
 mod matching;
+mod meet;
 mod message;
 mod peer;
 mod reading;
+mod refused;
 mod ring;
 mod waiting;
+mod wire;
 
-pub use claim::Claim;
+pub use far::{Around, Far};
 pub use message::{Message, MessageSpec};
+pub use refused::REFUSAL_DELAY;
 
+use self::ending::about;
 use self::frame::{Frame, Kind};
 use self::link::Link;
 use self::matching::{Content, Matching, Posted, Unexpected};
+use self::peer::Peer;
 use self::ring::Ring;
+use self::wire::Wire;
 use crate::coll::call::Span;
 use crate::completion::{Completion, Finished};
 use crate::control::ControlBlock;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use crate::sys::thread;
+use crate::watch::Subscription;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 /// Tickets of messages have this bit, those of collectives do not.
@@ -49,11 +60,13 @@ pub struct Messages {
     begun: Condvar,
     worker: Mutex<Option<JoinHandle<()>>>,
     requested: AtomicU64,
+    /// Ranks of other hosts, where links carry messages to them.
+    far: OnceLock<Far>,
 }
 
 struct State {
-    /// Links, by rank; the one of this rank is idle.
-    rings: Vec<Ring>,
+    /// All ranks of the group, on whichever host.
+    peers: Vec<Peer>,
     matching: Matching,
     sends: BTreeMap<u64, Sending>,
     streams: BTreeMap<(Rank, u64), Stream>,
@@ -71,23 +84,47 @@ struct State {
     steps: u64,
     /// Error that completed all transfers, the first one; none starts after that.
     closed: Option<Error>,
+    /// The same, while other hosts have not been told.
+    untold: Option<Error>,
     stopping: bool,
+    /// Messages reach ranks of other hosts.
+    reaches: bool,
+    leaving: bool,
+    /// Threads of wires.
+    threads: Vec<ThreadId>,
+    /// True once a thread looks for ranks that send, and why none does any more.
+    seeking: bool,
+    blind: Option<Error>,
+    /// The look at a refused message that comes next.
+    refusal: Option<Subscription>,
 }
 
 struct Sending {
     peer: Rank,
     tag: i32,
+    dtype: DType,
     span: Span,
     limit: Limit,
     completion: Completion,
-    /// Flag of a transfer that is on its way in frames.
-    requested: bool,
+    /// The peer knows of it.
+    started: bool,
+    /// Bytes that were sent, or will be without another request.
+    next: usize,
+}
+
+impl Sending {
+    /// Head of the whole message, which has this number.
+    fn frame(&self, id: u64) -> Frame {
+        Frame { kind: Kind::Eager, dtype: self.dtype as u8, tag: self.tag, id, bytes: self.span.bytes as u64, value: 0 }
+    }
 }
 
 /// A message of which `got` bytes have arrived.
 struct Stream {
     posted: Posted,
     got: u64,
+    /// Bytes that come in frames without another request.
+    asked: u64,
     source: Source,
 }
 
@@ -114,12 +151,14 @@ const STREAM_BYTES: usize = 8 << 20;
 impl Messages {
     /// Makes a table without transfers. `direct` says that every rank may read every other's memory.
     pub fn new(control: Arc<ControlBlock>, direct: bool) -> Arc<Self> {
-        let state = State {
-            rings: control.ranks().map(|rank| Ring::new(Arc::clone(&control), rank)).collect(),
-            matching: Matching::new(control.size()),
+        let own = control.shown(control.rank());
+        let size = control.ranks().map(|rank| control.shown(rank).index() + 1).max().unwrap_or_default();
+        let mut state = State {
+            peers: (0..size).map(|_| Peer::Apart).collect(),
+            matching: Matching::new(size),
             sends: BTreeMap::new(),
             streams: BTreeMap::new(),
-            begun: vec![Begun::default(); control.size()],
+            begun: vec![Begun::default(); size],
             finished: Vec::new(),
             open: BTreeSet::new(),
             next: TICKET_BIT,
@@ -128,28 +167,66 @@ impl Messages {
             parked: false,
             steps: 0,
             closed: None,
+            untold: None,
             stopping: false,
+            reaches: false,
+            leaving: false,
+            threads: Vec::new(),
+            seeking: false,
+            blind: None,
+            refusal: None,
         };
+        for peer in control.peers() {
+            state.peers[control.shown(peer).index()] = Peer::Near(Ring::new(Arc::clone(&control), peer));
+        }
+        state.peers[own.index()] = Peer::Own;
         let (state, begun, worker) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
-        Arc::new(Self { control, direct, state, begun, worker, requested: AtomicU64::new(0) })
+        Arc::new(Self { control, direct, state, begun, worker, requested: AtomicU64::new(0), far: OnceLock::new() })
+    }
+
+    /// Reaches ranks of other hosts from now on; no message has begun yet.
+    pub fn reach(&self, far: Far) {
+        let mut state = self.lock();
+        state.peers.resize_with(far.layout.size(), || Peer::Apart);
+        for peer in far.ranks() {
+            state.peers[peer.index()] = Peer::Far(Box::new(Wire::new(Arc::clone(&far.links), peer, far.layout.describe(peer))));
+        }
+        let size = state.peers.len();
+        (state.matching, state.begun, state.reaches) = (Matching::new(size), vec![Begun::default(); size], true);
+        let _ = self.far.set(far);
+    }
+
+    /// The ranks of other hosts, if messages reach them.
+    pub fn far(&self) -> Option<&Far> {
+        self.far.get()
     }
 
     /// Starts a send.
     pub fn send(self: &Arc<Self>, message: Message, timeout: Duration, completion: Completion) -> Result<u64> {
         self.requested.fetch_add(1, Ordering::Relaxed);
         let peer = message.peer.ok_or_else(|| Error::value("send needs a destination rank"))?;
-        self.check_peer(peer)?;
+        let mut state = self.lock();
+        let far = state.check_peer(peer)?;
         // A short one would be done before anybody looks; a receive may still find what had come.
-        if let Some((dead, how)) = self.control.dead_rank() {
-            let what = peer::about(&self.control, "send", message.span.bytes, message.tag);
-            let (dead, me, peer) = (self.control.describe(dead), self.control.describe(self.control.rank()), self.control.describe(peer));
+        if let (false, Some((dead, how))) = (far, self.control.dead_rank()) {
+            let what = about(&self.control, "send", message.span.bytes, message.tag);
+            let (dead, me) = (self.control.describe(dead), self.control.describe(self.control.rank()));
+            let peer = state.peers[peer.index()].describe(&self.control);
             return Err(self.control.fail(Error::peer(format!("{dead} {how}; {me} began {what} to {peer} after that"))));
         }
-        let mut state = self.lock_open()?;
-        let (ticket, own) = (state.number(), peer == self.control.rank());
-        let (span, tag, bytes) = (message.span, message.tag, message.span.bytes as u64);
-        let frame = Frame { kind: Kind::Eager, tag, id: ticket, bytes, value: 0 };
-        let sent = if own { Ok(false) } else { state.rings[peer.index()].send_now(frame, span) };
+        state.closed.clone().map_or(Ok(()), Err)?;
+        if far {
+            self.meet_once(&mut state, peer)?;
+            state.wire(peer).into_iter().for_each(|wire| wire.unsaid = false);
+        }
+        let ticket = state.number();
+        let MessageSpec { tag, dtype, span, .. } = *message;
+        let frame = Frame { kind: Kind::Eager, dtype: dtype as u8, tag, id: ticket, bytes: span.bytes as u64, value: 0 };
+        let sent = match &mut state.peers[peer.index()] {
+            Peer::Near(ring) => ring.send_now(frame, span),
+            Peer::Far(wire) => wire.send_now(frame, span),
+            Peer::Own | Peer::Apart => Ok(false),
+        };
         if sent == Ok(true) {
             drop(state);
             completion.call(Ok(()), None);
@@ -157,86 +234,79 @@ impl Messages {
         }
         self.start_worker()?;
         state.open.insert(ticket);
-        state.sends.insert(ticket, Sending { peer, tag, span, limit: Limit::from(Instant::now(), timeout), completion, requested: false });
+        let limit = Limit::from(Instant::now(), timeout);
+        state.sends.insert(ticket, Sending { peer, tag, dtype, span, limit, completion, started: false, next: 0 });
         let begun = match sent {
-            Err(error) => Err(error),
-            Ok(_) if !own => state.link(peer).send(frame, span).map(|_| ()),
-            Ok(_) => match state.matching.take_receive(peer, tag) {
+            Ok(_) if matches!(state.peers[peer.index()], Peer::Own) => match state.matching.take_receive(peer, tag) {
                 Some(posted) => state.deliver_own(&self.control, posted, ticket),
                 None => {
-                    state.matching.keep(Unexpected { from: peer, tag, bytes, content: Content::Own { ticket } });
+                    let (bytes, content) = (frame.bytes, Content::Own { ticket });
+                    state.matching.keep(Unexpected { from: peer, tag, dtype: frame.dtype, bytes, content });
                     Ok(())
                 }
             },
+            Ok(_) => state.begin_send(ticket),
+            Err(error) => Err(error),
         };
-        self.absorb(&mut state, begun.map(|()| true));
-        self.begin(state);
+        self.begin(state, Some(peer), begun);
         Ok(ticket)
     }
 
     /// Starts a receive.
     pub fn recv(self: &Arc<Self>, message: Message, timeout: Duration, completion: Completion) -> Result<u64> {
-        self.recv_claimed(message, timeout, completion, None)
-    }
-
-    /// Starts a receive. With a `claim` it may be filled from elsewhere, until a message has taken the claim.
-    pub fn recv_claimed(
-        self: &Arc<Self>,
-        message: Message,
-        timeout: Duration,
-        completion: Completion,
-        claim: Option<Claim>,
-    ) -> Result<u64> {
         self.requested.fetch_add(1, Ordering::Relaxed);
-        if let Some(peer) = message.peer {
-            self.check_peer(peer)?;
-        }
+        let mut state = self.lock();
+        let far = message.peer.map(|peer| state.check_peer(peer)).transpose()?.unwrap_or(false);
         self.start_worker()?;
-        let mut state = self.lock_open()?;
+        state.closed.clone().map_or(Ok(()), Err)?;
+        if let Some(peer) = message.peer.filter(|_| far) {
+            self.meet_once(&mut state, peer)?;
+            state.wire(peer).into_iter().for_each(|wire| wire.unsaid = false);
+        }
+        if message.peer.is_none() && state.reaches {
+            if !std::mem::replace(&mut state.seeking, true) {
+                self.spawn(&mut state, "symm-messages-any", |this, far| this.seek(far)).inspect_err(|_| state.seeking = false)?;
+            }
+            self.far.get().into_iter().for_each(|far| far.changed.notify_all());
+        }
         let ticket = state.ticket();
-        let MessageSpec { peer, tag, span, .. } = *message;
-        let posted = Posted { ticket, peer, tag, span, limit: Limit::from_first_wait(timeout), completion, claim };
+        let MessageSpec { peer, tag, dtype, span, .. } = *message;
+        let posted = Posted { ticket, peer, tag, dtype, span, limit: Limit::from_first_wait(timeout), completion };
         let found = state.matching.take_message(peer, tag);
         // Nobody need look at the clock meanwhile: the progress thread may be in a completion. One that is complete at once reads none.
         if !found.as_ref().is_some_and(|message| matches!(message.content, Content::Eager(_))) {
             posted.limit.start();
         }
-        match found {
-            Some(message) => {
-                // Nobody else knows of it yet.
-                let _ = posted.claim.as_ref().map(Claim::take);
-                let delivered = state.deliver(&self.control, self.direct, posted, message);
-                self.absorb(&mut state, delivered.map(|()| true));
+        let (from, begun) = match found {
+            Some(message) => (Some(message.from), state.deliver(&self.control, self.direct, posted, message)),
+            None => {
+                state.matching.posted.push_back(posted);
+                (peer, peer.and_then(|peer| state.wire(peer)).and_then(|wire| wire.lost()).map_or(Ok(()), Err))
             }
-            None => state.matching.posted.push_back(posted),
-        }
-        self.begin(state);
+        };
+        self.begin(state, from, begun);
         Ok(ticket)
     }
 
-    /// Forgets a receive that was filled from elsewhere.
-    pub fn withdraw(&self, ticket: u64) {
-        let mut state = self.lock();
-        state.matching.posted.retain(|posted| posted.ticket != ticket);
-        state.open.remove(&ticket);
-        drop(state);
-        self.control.wake_sleepers();
-    }
-
-    fn check_peer(&self, peer: Rank) -> Result<()> {
-        if peer.index() < self.control.size() {
-            return Ok(());
-        }
-        Err(Error::value(format!("rank {peer} is outside the group of {} ranks", self.control.size())))
-    }
-
-    /// Moves things along once; where something stays open, sees to it that the progress thread looks after it.
-    fn begin(&self, mut state: MutexGuard<'_, State>) {
+    /// Moves things along once, after a message has `begun` with `peer`; where something stays open, sees to it that the progress thread looks
+    /// after it.
+    fn begin(&self, mut state: MutexGuard<'_, State>, peer: Option<Rank>, begun: Result<()>) {
+        let far = peer.filter(|&peer| state.is_far(peer));
+        let lost = match (far, begun) {
+            (Some(peer), Err(error)) => Some((peer, error)),
+            (_, begun) => {
+                self.absorb(&mut state, begun.map(|()| true));
+                None
+            }
+        };
         self.advance(&mut state);
         if state.parked && state.open.len() > state.finished.len() {
             self.begun.notify_all();
         }
         self.settle(state);
+        if let Some((peer, error)) = lost {
+            self.lose(peer, error);
+        }
     }
 
     /// Moves everything along without blocking; returns whether anything moved.
@@ -293,6 +363,16 @@ impl Messages {
             *worker = Some(thread.map_err(|e| Error::internal(format!("starting a group's progress thread: {e}")))?);
         }
         Ok(())
+    }
+}
+
+impl State {
+    /// Whether `peer` is on another host; fails for a rank that no message reaches.
+    fn check_peer(&self, peer: Rank) -> Result<bool> {
+        match self.peers.get(peer.index()) {
+            Some(Peer::Apart) | None => Err(Error::value(format!("rank {peer} is outside the group of {} ranks", self.peers.len()))),
+            Some(peer) => Ok(matches!(peer, Peer::Far(_))),
+        }
     }
 }
 

@@ -1,72 +1,84 @@
 //! State of the messages between this rank and its peers, and what each frame does to it.
-#![allow(unsafe_code, reason = "copies between rings and the bytes of tensors")]
+#![allow(unsafe_code, reason = "copies between links and the bytes of tensors")]
 
-use super::frame::{EAGER_BYTES, Frame, Kind};
+use super::frame::{Frame, Kind, Limits, RING, WIRE};
 use super::link::Link;
 use super::matching::{Content, Matching, Posted, Unexpected};
 use super::ring::{EAGER_WINDOW, Ring};
+use super::wire::Wire;
 use super::{Begun, Finished, STREAM_BYTES, Sending, Source, State, Stream, reading};
 use crate::completion::Completion;
 use crate::control::{Awaited, ControlBlock};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Store};
 use crate::rank::Rank;
-use crate::sync::limit::Limit;
 use std::collections::BTreeMap;
-use std::sync::atomic::{Ordering, fence};
 
-/// Unasked messages of one sender beyond which it is not heard. All short ones that a sender may have on their way fit.
-const BACKLOG_BYTES: usize = EAGER_WINDOW as usize * EAGER_BYTES;
+/// Unasked messages of one sender of this host beyond which it is not heard. All short ones that a sender may have on their way fit.
+const BACKLOG_BYTES: usize = EAGER_WINDOW as usize * RING.eager;
 
-/// A transfer under way, as messages tell it.
-struct Pending<'a> {
-    name: &'static str,
-    /// `None`: anybody.
-    peer: Option<Rank>,
-    tag: i32,
-    bytes: usize,
-    limit: &'a Limit,
-    /// Ranks of other hosts may complete it, too.
-    shared: bool,
+/// Another rank, or this one, as messages see it.
+pub(super) enum Peer {
+    /// This rank.
+    Own,
+    /// A rank of another host, to which nothing carries messages.
+    Apart,
+    /// A rank of this host.
+    Near(Ring),
+    /// A rank of another host.
+    Far(Box<Wire>),
 }
 
-impl Pending<'_> {
-    /// `end`: whose end is that of this transfer; else its time is up.
-    fn given_up(&self, control: &ControlBlock, end: Option<&(Rank, String)>) -> Error {
-        let what = about(control, self.name, self.bytes, self.tag);
-        let (me, seconds) = (control.describe(control.rank()), self.limit.waited().as_secs_f32());
-        if let Some((end, how)) = end {
-            let whom = self.peer.filter(|peer| peer != end).map_or_else(|| "it".into(), |peer| control.describe(peer));
-            return Error::peer(format!("{} {how}; {me} had waited {seconds:.1} s for {whom} in {what}", control.describe(*end)));
+impl Peer {
+    /// The link with the peer.
+    pub(super) fn link(&mut self) -> Result<&mut dyn Link> {
+        match self {
+            Self::Near(ring) => Ok(ring),
+            Self::Far(wire) => Ok(&mut **wire),
+            Self::Own | Self::Apart => Err(Error::internal("no link carries messages to this rank")),
         }
-        let whom = self.peer.map_or_else(|| "any rank".into(), |peer| state_of(control, peer));
-        Error::timeout(format!("{me} waited {seconds:.1} s until its timeout in {what} for {whom}"))
+    }
+
+    pub(super) fn ring(&self) -> Option<&Ring> {
+        if let Self::Near(ring) = self { Some(ring) } else { None }
+    }
+
+    pub(super) fn ring_mut(&mut self) -> Option<&mut Ring> {
+        if let Self::Near(ring) = self { Some(ring) } else { None }
+    }
+
+    pub(super) fn wire(&self) -> Option<&Wire> {
+        if let Self::Far(wire) = self { Some(wire) } else { None }
+    }
+
+    pub(super) fn wire_mut(&mut self) -> Option<&mut Wire> {
+        if let Self::Far(wire) = self { Some(wire) } else { None }
+    }
+
+    /// Limits of the link with the peer.
+    pub(super) fn limits(&self) -> &'static Limits {
+        if let Self::Far(_) = self { &WIRE } else { &RING }
+    }
+
+    /// Name of the peer in error messages.
+    pub(super) fn describe(&self, control: &ControlBlock) -> String {
+        match self {
+            Self::Near(ring) => control.describe(ring.peer),
+            Self::Far(wire) => wire.name.clone(),
+            Self::Own | Self::Apart => control.describe(control.rank()),
+        }
     }
 }
 
-/// Peers that take part in nothing further, and how each became so. They are to be asked for before what they wrote is read: else some of
-/// it may be missed.
-pub(super) struct Lost {
-    absent: Vec<(Rank, String)>,
-    dead: Option<(Rank, String)>,
-}
-
-impl Lost {
-    pub(super) fn among(control: &ControlBlock) -> Self {
-        let absent = control.peers().filter_map(|peer| Some((peer, control.absence(peer)?))).collect();
-        Self { absent, dead: control.dead_rank().map(|(rank, how)| (rank, how.clone())) }
-    }
-
-    /// Whose end is that of a transfer with `peer`, or with anybody: its own, or the death of any member. One that left in order owes
-    /// others nothing.
-    fn ends(&self, control: &ControlBlock, pending: &Pending<'_>) -> Option<&(Rank, String)> {
-        let needed = match pending.peer {
-            Some(peer) => self.absent.iter().find(|(rank, _)| *rank == peer),
-            None if pending.shared => None,
-            None => self.absent.first().filter(|_| self.absent.len() + 1 == control.size()),
-        };
-        needed.or(self.dead.as_ref())
-    }
+/// Where the payload of a frame was put.
+pub(super) enum Placed {
+    /// It waits for its receive, or there was none.
+    Kept,
+    /// A message begins, for this receive.
+    Begins(Posted),
+    /// It belongs to a message that had begun; the receive is complete with it, if it is here.
+    Continues(Option<Posted>),
 }
 
 impl Begun {
@@ -99,16 +111,26 @@ impl State {
         ticket
     }
 
-    /// The link with `peer`.
-    pub(super) fn link(&mut self, peer: Rank) -> &mut dyn Link {
-        &mut self.rings[peer.index()]
+    /// The ring to `peer`, a rank of this host.
+    pub(super) fn ring(&mut self, peer: Rank) -> Option<&mut Ring> {
+        self.peers[peer.index()].ring_mut()
     }
 
-    pub(super) fn stirs(&self, control: &ControlBlock) -> bool {
-        control.peers().any(|peer| {
-            let ring = &self.rings[peer.index()];
-            ring.has_room() || (ring.has_come() && self.listens(peer))
-        })
+    /// The wire to `peer`, a rank of another host.
+    pub(super) fn wire(&mut self, peer: Rank) -> Option<&mut Wire> {
+        self.peers.get_mut(peer.index())?.wire_mut()
+    }
+
+    pub(super) fn is_far(&self, peer: Rank) -> bool {
+        matches!(self.peers.get(peer.index()), Some(Peer::Far(_)))
+    }
+
+    fn rings(&self) -> impl Iterator<Item = (Rank, &Ring)> {
+        (0..).map(Rank).zip(&self.peers).filter_map(|(rank, peer)| Some((rank, peer.ring()?)))
+    }
+
+    pub(super) fn stirs(&self) -> bool {
+        self.rings().any(|(peer, ring)| ring.has_room() || (ring.has_come() && self.listens(peer)))
     }
 
     /// Whether what `peer` sends is read. Not while it has sent too much that nobody has asked for and nothing is open that more of it
@@ -117,20 +139,12 @@ impl State {
         self.matching.backlog(peer) < BACKLOG_BYTES || self.pending().any(|pending| pending.peer.is_none_or(|other| other == peer))
     }
 
-    pub(super) fn limits(&self) -> impl Iterator<Item = &Limit> {
-        self.pending().map(|pending| pending.limit)
-    }
-
-    fn pending(&self) -> impl Iterator<Item = Pending<'_>> {
-        let receives = self.matching.posted.iter().chain(self.streams.values().map(|stream| &stream.posted));
-        let receives =
-            receives.map(|Posted { peer, tag, span, limit, claim, .. }| ("recv", *peer, *tag, span.bytes, limit, claim.is_some()));
-        let sends = self.sends.values().map(|Sending { peer, tag, span, limit, .. }| ("send", Some(*peer), *tag, span.bytes, limit, false));
-        receives.chain(sends).map(|(name, peer, tag, bytes, limit, shared)| Pending { name, peer, tag, bytes, limit, shared })
-    }
-
     pub(super) fn finish(&mut self, ticket: u64, completion: Completion, outcome: Result<()>, source: Option<Rank>) {
         self.finished.push(Finished { ticket, completion, outcome, source });
+    }
+
+    fn received(&mut self, posted: Posted, from: Rank) {
+        self.finish(posted.ticket, posted.completion, Ok(()), Some(from));
     }
 
     fn finish_send(&mut self, ticket: u64) {
@@ -139,17 +153,21 @@ impl State {
         }
     }
 
-    /// Tells peers, until the next step, what `ticket` waits for.
+    /// Tells peers of this host, until the next step, what `ticket` waits for.
     pub(super) fn announce(&mut self, control: &ControlBlock, ticket: u64) {
-        let awaited = match self.sends.get(&ticket) {
-            Some(send) => Some(Awaited { send: true, peer: send.peer, tag: send.tag }),
-            None => self
-                .matching
-                .posted
-                .iter()
-                .find(|posted| posted.ticket == ticket)
-                .and_then(|posted| Some(Awaited { send: false, peer: posted.peer?, tag: posted.tag })),
-        };
+        let send = self.sends.get(&ticket).map(|send| (true, send.peer, send.tag));
+        let waits = send.or_else(|| {
+            let posted = self.matching.posted.iter().find(|posted| posted.ticket == ticket)?;
+            Some((false, posted.peer?, posted.tag))
+        });
+        let awaited = waits.and_then(|(send, peer, tag)| {
+            let peer = match &self.peers[peer.index()] {
+                Peer::Near(ring) => ring.peer,
+                Peer::Own => control.rank(),
+                Peer::Far(_) | Peer::Apart => return None,
+            };
+            Some(Awaited { send, peer, tag })
+        });
         self.announced = awaited.is_some();
         control.await_message(awaited);
     }
@@ -160,37 +178,50 @@ impl State {
         }
     }
 
-    /// Whether `peer` sleeps for a message of this rank, though it has read all that was sent to it, and nothing between the two is open
-    /// here.
+    /// Whether `peer`, of this host, sleeps for a message of this rank, though it has read all that was sent to it, and nothing between the
+    /// two is open here.
     pub(super) fn is_awaited(&self, control: &ControlBlock, peer: Rank, send: bool, tag: i32) -> bool {
-        let open = || self.pending().any(|pending| pending.peer.is_none_or(|other| other == peer));
+        let rank = control.shown(peer);
+        let open = || self.pending().any(|pending| pending.peer.is_none_or(|other| other == rank));
+        let drained = || self.peers[rank.index()].ring().is_some_and(Ring::is_drained);
         // In this order: see `await_message`.
-        !open() && self.rings[peer.index()].is_drained() && control.awaits(peer, Awaited { send, peer: control.rank(), tag })
+        !open() && drained() && control.awaits(peer, Awaited { send, peer: control.rank(), tag })
     }
 
+    /// Reads and writes the rings.
     pub(super) fn advance(&mut self, control: &ControlBlock, direct: bool) -> Result<bool> {
         self.take_back(control);
         let mut moved = false;
-        for peer in control.peers() {
+        for peer in (0..self.peers.len() as u32).map(Rank) {
+            if self.ring(peer).is_none() {
+                continue;
+            }
             while self.listens(peer) {
-                let mut incoming = None;
-                let took = self.rings[peer.index()].receive(|frame, payload| {
-                    let begun = &mut self.begun[peer.index()];
-                    if payload.len() < frame.payload() {
-                        begun.go_on(&self.matching, peer, frame, payload);
+                let Self { peers, matching, streams, begun, .. } = self;
+                let (Some(ring), begun, mut incoming) = (peers[peer.index()].ring_mut(), &mut begun[peer.index()], None) else { break };
+                let mut wrong = None;
+                moved |= ring.receive(|frame, payload| {
+                    if payload.len() < frame.payload(&RING) {
+                        begun.go_on(matching, peer, frame, payload);
                         return Ok(());
                     }
-                    let placed = place(&mut self.matching, &mut self.streams, std::mem::take(begun), peer, frame, payload);
-                    let posted = placed.ok_or_else(|| nonsense(control, peer, frame))?;
-                    incoming = Some((frame, posted));
+                    let placed = place(matching, streams, std::mem::take(begun), peer, frame, payload);
+                    match placed {
+                        Some(placed) => incoming = Some((frame, placed)),
+                        None => wrong = Some(frame),
+                    }
                     Ok(())
                 })?;
-                moved |= took;
-                let Some((frame, posted)) = incoming else { break };
-                self.react(control, direct, peer, frame, posted)?;
+                if let Some(frame) = wrong {
+                    return Err(self.nonsense(control, peer, frame));
+                }
+                let Some((frame, placed)) = incoming else { break };
+                self.react(control, direct, peer, frame, placed)?;
             }
             let mut sent = Vec::new();
-            moved |= self.rings[peer.index()].flush(|ticket| sent.push(ticket))?;
+            if let Some(ring) = self.ring(peer) {
+                moved |= ring.flush(|ticket| sent.push(ticket))?;
+            }
             for ticket in sent {
                 self.finish_send(ticket);
             }
@@ -198,146 +229,184 @@ impl State {
         Ok(moved)
     }
 
-    /// Completes a frame whose payload has been put in its place; `posted` is the receive it belongs to, if that is known.
-    fn react(&mut self, control: &ControlBlock, direct: bool, peer: Rank, frame: Frame, posted: Option<Posted>) -> Result<()> {
-        match (frame.kind, posted) {
-            (Kind::Eager, Some(posted)) => {
-                let posted = self.check_size(control, peer, frame.bytes, posted)?;
-                self.link(peer).matched(posted.span.bytes)?;
-                self.finish(posted.ticket, posted.completion, Ok(()), Some(peer));
+    /// Does what `frame` of a rank of another host asks for; `payload` has come with it.
+    pub(super) fn hear(&mut self, control: &ControlBlock, peer: Rank, frame: Frame, payload: &[u8]) -> Result<()> {
+        let Self { matching, streams, .. } = self;
+        let Some(placed) = place(matching, streams, Begun::default(), peer, frame, payload) else {
+            return Err(self.nonsense(control, peer, frame));
+        };
+        if let (Kind::Start, Placed::Continues(_)) = (frame.kind, &placed) {
+            self.peers[peer.index()].link()?.matched(payload.len())?;
+        }
+        self.react(control, false, peer, frame, placed)
+    }
+
+    /// Completes a frame whose payload has been put in its place.
+    fn react(&mut self, control: &ControlBlock, direct: bool, peer: Rank, frame: Frame, placed: Placed) -> Result<()> {
+        match (frame.kind, placed) {
+            (Kind::Eager, Placed::Begins(posted)) => {
+                let posted = self.check_size(control, peer, (frame.bytes, frame.dtype), posted)?;
+                // A receive that is complete tells so even if the link is lost at that moment.
+                self.received(posted, peer);
+                self.peers[peer.index()].link()?.matched(frame.bytes as usize)?;
             }
-            (Kind::Offer, Some(posted)) => {
-                let content = Content::Offer { id: frame.id, addr: frame.value };
-                let message = Unexpected { from: peer, tag: frame.tag, bytes: frame.bytes, content };
-                self.deliver(control, direct, posted, message)?;
+            (Kind::Offer, Placed::Begins(posted)) => {
+                let content = Content::Offer { id: frame.id, value: frame.value, first: Vec::new() };
+                let Frame { tag, dtype, bytes, .. } = frame;
+                self.deliver(control, direct, posted, Unexpected { from: peer, tag, dtype, bytes, content })?;
             }
-            (Kind::Data, Some(posted)) => self.finish(posted.ticket, posted.completion, Ok(()), Some(peer)),
-            (Kind::Request, _) => {
-                if let Some(send) = self.offered(control, peer, frame)? {
-                    send.requested = true;
-                    let (span, bytes) = (send.span, send.span.bytes as u64);
-                    let head = Frame { kind: Kind::Data, tag: send.tag, id: frame.id, bytes, value: frame.value.min(bytes) };
-                    if self.link(peer).serve(head, span)? {
-                        self.finish_send(frame.id);
-                    }
+            (Kind::Data, Placed::Continues(complete)) => {
+                let whole = complete.is_some();
+                if let Some(posted) = complete {
+                    self.received(posted, peer);
                 }
+                self.peers[peer.index()].link()?.arrived(whole)?;
+                self.ask(peer)?;
             }
+            (Kind::Request, _) => self.serve(control, peer, frame)?,
             (Kind::Taken, _) => {
-                if self.offered(control, peer, frame)?.is_some() {
-                    self.finish_send(frame.id);
+                // A second answer would have memory read that is its sender's again.
+                if self.sends.get(&frame.id).is_some_and(|send| send.peer != peer || send.next > 0) {
+                    return Err(self.nonsense(control, peer, frame));
                 }
+                self.finish_send(frame.id);
             }
-            (Kind::Padding | Kind::Eager | Kind::Offer | Kind::Data, _) => {}
+            _ => {}
         }
         Ok(())
     }
 
-    /// The send that `peer` answers, unless it has failed meanwhile. It answers only what was offered to it, and once: a second answer
-    /// would have memory read that is its sender's again.
-    fn offered(&mut self, control: &ControlBlock, peer: Rank, frame: Frame) -> Result<Option<&mut Sending>> {
-        match self.sends.get_mut(&frame.id) {
-            Some(send) if send.peer != peer || send.requested => Err(nonsense(control, peer, frame)),
-            send => Ok(send),
+    /// Sends what `peer` requests of a message that was offered to it, each byte once.
+    fn serve(&mut self, control: &ControlBlock, peer: Rank, frame: Frame) -> Result<()> {
+        let limits = self.peers[peer.index()].limits();
+        // A receiver that reads for itself requests what it has not read.
+        let fits = |send: &Sending| {
+            let next = send.next as u64 == frame.value || (limits.direct && send.next == 0);
+            send.peer == peer && send.started && next && send.span.bytes as u64 == frame.bytes
+        };
+        let Some(send) = self.sends.get_mut(&frame.id).filter(|send| fits(send)) else { return Err(self.nonsense(control, peer, frame)) };
+        send.next = (frame.value as usize).saturating_add(limits.request).min(send.span.bytes);
+        let span = send.span;
+        let head = Frame { kind: Kind::Data, tag: send.tag, dtype: 0, ..frame };
+        if self.peers[peer.index()].link()?.serve(head, span)? {
+            self.finish_send(frame.id);
         }
+        Ok(())
+    }
+
+    /// Sends `ticket`, of which its peer knows nothing yet: at once, or as soon as the link lets it. Does nothing while there is no link.
+    pub(super) fn begin_send(&mut self, ticket: u64) -> Result<()> {
+        let Some(send) = self.sends.get_mut(&ticket).filter(|send| !send.started) else { return Ok(()) };
+        let (frame, span, link) = (send.frame(ticket), send.span, self.peers[send.peer.index()].link()?);
+        if link.send_now(frame, span)? {
+            self.finish_send(ticket);
+        } else if let Some(unasked) = link.send(frame, span)? {
+            (send.started, send.next) = (true, unasked);
+        }
+        Ok(())
     }
 
     /// Gives a message that has come or been offered to its receive.
     pub(super) fn deliver(&mut self, control: &ControlBlock, direct: bool, posted: Posted, message: Unexpected) -> Result<()> {
         let from = message.from;
-        let posted = self.check_size(control, from, message.bytes, posted)?;
+        let posted = self.check_size(control, from, (message.bytes, message.dtype), posted)?;
         match message.content {
             Content::Eager(bytes) => {
                 // SAFETY: sizes are equal (checked above); the span is the receiver's.
                 unsafe { cpu::copy(posted.span.ptr(), bytes.as_ptr(), bytes.len(), Store::Cached) }
-                self.link(from).matched(posted.span.bytes)?;
-                self.finish(posted.ticket, posted.completion, Ok(()), Some(from));
+                self.received(posted, from);
+                self.peers[from.index()].link()?.matched(bytes.len())?;
             }
             Content::Own { ticket } => self.deliver_own(control, posted, ticket)?,
-            // Nothing is to be read or asked for.
+            // Nothing is to be read or requested.
             Content::Offer { id, .. } if message.bytes == 0 => {
-                self.rings[from.index()].say(Frame::control(Kind::Taken, id, 0));
-                self.finish(posted.ticket, posted.completion, Ok(()), Some(from));
-            }
-            Content::Offer { id, addr } => {
-                let direct = direct && posted.span.bytes > 0 && self.rings[from.index()].is_readable();
-                let source = if direct { Source::Memory(addr) } else { Source::Frames };
-                let stream = Stream { posted, got: 0, source };
-                if !direct || !reading::is_quicker(control, from, stream.posted.span.bytes) {
-                    self.ask(from, id, stream)?;
-                } else {
-                    self.streams.insert((from, id), stream);
+                if let Some(ring) = self.ring(from) {
+                    ring.say(Frame::control(Kind::Taken, id, 0));
                 }
+                self.received(posted, from);
+            }
+            Content::Offer { id, value, first } => {
+                let bytes = posted.span.bytes;
+                let mut stream = Stream { posted, got: first.len() as u64, asked: 0, source: Source::Frames };
+                if self.is_far(from) {
+                    // SAFETY: `keep_start` takes no more than the offer says, which is less than the whole; the span is the receiver's.
+                    unsafe { cpu::copy(stream.posted.span.ptr(), first.as_ptr(), first.len(), Store::Cached) }
+                    stream.asked = value;
+                    for piece in first.chunks(self.peers[from.index()].limits().data) {
+                        self.peers[from.index()].link()?.matched(piece.len())?;
+                    }
+                } else if let Some(ring) = self.ring(from)
+                    && direct
+                    && ring.is_readable()
+                    && reading::is_quicker(control, ring.peer, bytes)
+                {
+                    stream.source = Source::Memory(value);
+                }
+                self.streams.insert((from, id), stream);
+                self.ask(from)?;
             }
         }
         Ok(())
     }
 
-    /// Has the sender write what is missing of a message.
-    pub(super) fn ask(&mut self, from: Rank, id: u64, stream: Stream) -> Result<()> {
-        let frame = Frame { bytes: stream.posted.span.bytes as u64, ..Frame::control(Kind::Request, id, stream.got) };
-        self.streams.insert((from, id), Stream { source: Source::Frames, ..stream });
-        self.link(from).request(frame)
+    /// Requests what is missing of messages of `from` that come in frames, the oldest first, as far as its link lets it.
+    pub(super) fn ask(&mut self, from: Rank) -> Result<()> {
+        let link = self.peers[from.index()].link()?;
+        for (&(_, id), stream) in self.streams.range_mut((from, 0)..=(from, u64::MAX)) {
+            let bytes = stream.posted.span.bytes as u64;
+            while stream.source == Source::Frames && stream.asked < bytes {
+                let room = link.room((bytes - stream.asked) as usize);
+                if room == 0 {
+                    return Ok(());
+                }
+                let frame = Frame { bytes, ..Frame::control(Kind::Request, id, stream.asked) };
+                stream.asked += room as u64;
+                link.request(frame)?;
+            }
+        }
+        Ok(())
     }
 
     /// Gives a rank's message to itself.
     pub(super) fn deliver_own(&mut self, control: &ControlBlock, posted: Posted, ticket: u64) -> Result<()> {
         let Some(send) = self.sends.get(&ticket) else { return Ok(()) };
-        let me = control.rank();
-        let span = send.span;
-        let posted = self.check_size(control, me, span.bytes as u64, posted)?;
+        let (me, span, dtype) = (send.peer, send.span, send.dtype as u8);
+        let posted = self.check_size(control, me, (span.bytes as u64, dtype), posted)?;
         if span.addr != posted.span.addr {
             // SAFETY: sizes are equal (checked above); both spans are the user's, and a message is not received over itself in part.
             unsafe { cpu::copy(posted.span.ptr(), span.ptr(), span.bytes, Store::Cached) }
         }
         self.finish_send(ticket);
-        self.finish(posted.ticket, posted.completion, Ok(()), Some(me));
+        self.received(posted, me);
         Ok(())
     }
 
     /// Returns the receive if the message is of its size; else the receive is complete, with the error.
-    fn check_size(&mut self, control: &ControlBlock, from: Rank, bytes: u64, posted: Posted) -> Result<Posted> {
-        if bytes == posted.span.bytes as u64 {
+    fn check_size(&mut self, control: &ControlBlock, from: Rank, (bytes, dtype): (u64, u8), posted: Posted) -> Result<Posted> {
+        let Posted { tag, span, dtype: wanted, .. } = posted;
+        if bytes == span.bytes as u64 {
             return Ok(posted);
         }
-        let (from, me, expected) = (control.describe(from), control.describe(control.rank()), posted.span.bytes);
-        let text = format!("{from} sent {bytes} bytes (tag {}) to {me}, whose recv expects {expected}", posted.tag);
-        Err(self.refuse(posted, Error::mismatch(text)))
-    }
-
-    fn refuse(&mut self, posted: Posted, error: Error) -> Error {
+        let (peer, me, expected) = (self.peers[from.index()].describe(control), control.describe(control.rank()), span.bytes);
+        let error = Error::mismatch(if self.is_far(from) {
+            let sent = DType::from_torch(i32::from(dtype)).map_or("unknown", DType::name);
+            let (group, wanted) = (control.name(), wanted.name());
+            format!("{peer} sent {bytes} bytes ({sent}, tag {tag}) to {me} in group \"{group}\", whose recv expects {expected} ({wanted})")
+        } else {
+            format!("{peer} sent {bytes} bytes (tag {tag}) to {me}, whose recv expects {expected}")
+        });
         self.finish(posted.ticket, posted.completion, Err(error.clone()), None);
-        error
+        Err(error)
     }
 
-    /// Reason why some open transfer can never complete, or must not, if there is one.
-    pub(super) fn hopeless(&self, control: &ControlBlock, lost: &Lost) -> Option<Error> {
-        self.pending().find_map(|pending| {
-            let end = lost.ends(control, &pending);
-            (end.is_some() || pending.limit.left().is_none()).then(|| pending.given_up(control, end))
-        })
-    }
-
-    pub(super) fn fail_all(&mut self, error: &Error) {
-        // The failure is visible before what their owners write to the tensors after this: see `end_step`.
-        fence(Ordering::Release);
-        self.closed.get_or_insert_with(|| error.clone());
-        let posted = std::mem::take(&mut self.matching.posted);
-        // What is being read is written to until the step ends, which then fails as well.
-        let being_read = |(_, stream): &(_, Stream)| matches!(stream.source, Source::BeingRead(_));
-        let (kept, streams): (BTreeMap<_, _>, BTreeMap<_, _>) = std::mem::take(&mut self.streams).into_iter().partition(being_read);
-        self.streams = kept;
-        for posted in posted.into_iter().chain(streams.into_values().map(|stream| stream.posted)) {
-            self.finish(posted.ticket, posted.completion, Err(error.clone()), None);
-        }
-        for (ticket, send) in std::mem::take(&mut self.sends) {
-            self.finish(ticket, send.completion, Err(error.clone()), None);
-        }
-        self.rings.iter_mut().for_each(Ring::let_go);
+    pub(super) fn nonsense(&self, control: &ControlBlock, peer: Rank, frame: Frame) -> Error {
+        let (name, group) = (self.peers[peer.index()].describe(control), control.name());
+        let place = if self.is_far(peer) { format!(" in group \"{group}\"") } else { String::new() };
+        Error::internal(format!("{name} sent a frame that makes no sense{place}: {frame:?}"))
     }
 }
 
-/// Puts a frame's payload where it belongs; returns the receive that it completes or, for an offer, that waits for it. `None`: no sender
-/// writes such a frame, and nothing was touched.
+/// Puts a frame's payload where it belongs. `None`: no sender writes such a frame, and nothing was touched.
 fn place(
     matching: &mut Matching,
     streams: &mut BTreeMap<(Rank, u64), Stream>,
@@ -345,63 +414,43 @@ fn place(
     from: Rank,
     frame: Frame,
     payload: &[u8],
-) -> Option<Option<Posted>> {
-    let completed = match frame.kind {
+) -> Option<Placed> {
+    match frame.kind {
         Kind::Eager | Kind::Offer => {
-            let posted = matching.take_receive(from, frame.tag);
-            match &posted {
-                Some(posted) if posted.span.bytes == payload.len() => {
-                    let rest = &payload[begun.bytes_of(posted).min(payload.len())..];
+            if let Some(posted) = matching.take_receive(from, frame.tag) {
+                // An offer has no payload; a message of another size is reported by `check_size`.
+                if posted.span.bytes == payload.len() {
+                    let rest = &payload[begun.bytes_of(&posted).min(payload.len())..];
                     let to = posted.span.ptr().wrapping_add(payload.len() - rest.len());
                     // SAFETY: the payload has as many bytes as the receiver's span, which is left alone until its completion.
                     unsafe { cpu::copy(to, rest.as_ptr(), rest.len(), Store::Cached) }
                 }
-                // An offer has no payload; a message of another size is reported by `check_size`.
-                Some(_) => {}
-                None => {
-                    let content = match frame.kind {
-                        Kind::Eager => Content::Eager(payload.into()),
-                        Kind::Offer | Kind::Padding | Kind::Request | Kind::Data | Kind::Taken => {
-                            Content::Offer { id: frame.id, addr: frame.value }
-                        }
-                    };
-                    matching.keep(Unexpected { from, tag: frame.tag, bytes: frame.bytes, content });
-                }
+                return Some(Placed::Begins(posted));
             }
-            posted
+            let offer = || Content::Offer { id: frame.id, value: frame.value, first: Vec::new() };
+            let content = if frame.kind == Kind::Eager { Content::Eager(payload.into()) } else { offer() };
+            matching.keep(Unexpected { from, tag: frame.tag, dtype: frame.dtype, bytes: frame.bytes, content });
+            Some(Placed::Kept)
         }
-        Kind::Data => {
-            // Pieces that were under way when their receive ended belong nowhere any more.
-            let Some(stream) = streams.get_mut(&(from, frame.id)) else { return Some(None) };
+        Kind::Data | Kind::Start => {
             // They come in order and without gaps, so that all have come once as many bytes have. `payload` holds at most `bytes - value`.
-            let bytes = stream.posted.span.bytes;
-            if stream.source != Source::Frames || (frame.bytes, frame.value) != (bytes as u64, stream.got) {
-                return None;
-            }
-            let store = if bytes >= STREAM_BYTES { Store::Streaming } else { Store::Cached };
+            let end = frame.value + payload.len() as u64;
+            let fits = |stream: &&mut Stream| {
+                let bytes = stream.posted.span.bytes as u64;
+                stream.source == Source::Frames && (frame.bytes, frame.value) == (bytes, stream.got) && end <= stream.asked
+            };
+            let Some(stream) = streams.get_mut(&(from, frame.id)).filter(fits) else {
+                let waits = frame.kind == Kind::Start && matching.keep_start(from, frame.id, frame.value as usize, payload);
+                return waits.then_some(Placed::Kept);
+            };
+            let store = if frame.bytes >= STREAM_BYTES as u64 { Store::Streaming } else { Store::Cached };
             // SAFETY: the piece lies within the receiver's span (checked above), which is left alone until its completion.
             unsafe { cpu::copy(stream.posted.span.ptr().add(frame.value as usize), payload.as_ptr(), payload.len(), store) }
-            stream.got += payload.len() as u64;
-            if stream.got < bytes as u64 {
-                return Some(None);
-            }
-            streams.remove(&(from, frame.id)).map(|stream| stream.posted)
+            stream.got = end;
+            let whole = if end == frame.bytes { streams.remove(&(from, frame.id)) } else { None };
+            Some(Placed::Continues(whole.map(|stream| stream.posted)))
         }
-        Kind::Padding | Kind::Request | Kind::Taken => None,
-    };
-    Some(completed)
-}
-
-fn nonsense(control: &ControlBlock, peer: Rank, frame: Frame) -> Error {
-    Error::internal(format!("{} sent a frame that makes no sense: {frame:?}", control.describe(peer)))
-}
-
-/// Names a transfer in messages.
-pub(super) fn about(control: &ControlBlock, name: &str, bytes: usize, tag: i32) -> String {
-    format!("{name}({bytes} bytes, tag {tag}) of group \"{}\"", control.name())
-}
-
-fn state_of(control: &ControlBlock, peer: Rank) -> String {
-    let state = crate::sys::process::state(control.pid(peer)).unwrap_or("exited");
-    format!("{} ({state})", control.describe(peer))
+        Kind::Request | Kind::Taken => Some(Placed::Kept),
+        Kind::Padding | Kind::Credit | Kind::Bye | Kind::Refused | Kind::Waits => None,
+    }
 }

@@ -2,7 +2,7 @@
 #![allow(unsafe_code, reason = "copies into the bytes of tensors")]
 
 use super::frame::{Frame, Kind};
-use super::{Messages, Source, State};
+use super::{Messages, Source, State, Stream};
 use crate::coll::call::Span;
 use crate::control::ControlBlock;
 use crate::control::patience::{PATIENCE, now};
@@ -21,6 +21,8 @@ pub(super) const QUICK_BYTES: usize = 1 << 20;
 /// A step of a read: the bytes from `got` on. Until `end_step` the receive stays open, so its memory stays the receiver's.
 pub(super) struct Step {
     from: Rank,
+    /// Its number among the ranks of this host.
+    local: Rank,
     id: u64,
     addr: u64,
     span: Span,
@@ -38,11 +40,11 @@ impl Step {
     /// Reads until the step is complete, the group has failed or the sender attends; returns how many bytes of the message have arrived.
     pub(super) fn read(&self, control: &ControlBlock) -> (usize, Result<()>) {
         let (mut got, end) = (self.got, self.span.bytes.min(self.got + QUICK_BYTES));
-        while got < end && control.failure().is_none() && is_quicker(control, self.from, self.span.bytes) {
+        while got < end && control.failure().is_none() && is_quicker(control, self.local, self.span.bytes) {
             let bytes = DIRECT_BYTES.min(end - got);
             // SAFETY: got + bytes <= span.bytes; the span is the receiver's, and `fail_all` leaves its receive open until `end_step`.
             let read =
-                unsafe { read_memory(control.pid(self.from), (self.addr as usize).wrapping_add(got), self.span.ptr().add(got), bytes) };
+                unsafe { read_memory(control.pid(self.local), (self.addr as usize).wrapping_add(got), self.span.ptr().add(got), bytes) };
             if let Err(error) = read {
                 return (got, Err(error));
             }
@@ -87,34 +89,38 @@ impl State {
 
     /// The next step, which only the caller reads.
     pub(super) fn next_step(&mut self) -> Option<Step> {
-        self.streams.iter_mut().find_map(|(&(from, id), stream)| {
-            let Source::Memory(addr) = stream.source else { return None };
+        let Self { streams, peers, steps, .. } = self;
+        streams.iter_mut().find_map(|(&(from, id), stream)| {
+            let (Source::Memory(addr), Some(ring)) = (stream.source, peers[from.index()].ring()) else { return None };
             stream.source = Source::BeingRead(addr);
-            self.steps += 1;
-            Some(Step { from, id, addr, span: stream.posted.span, got: stream.got as usize })
+            *steps += 1;
+            Some(Step { from, local: ring.peer, id, addr, span: stream.posted.span, got: stream.got as usize })
         })
     }
 
     /// Takes note of a step. A receive whose bytes have all arrived succeeds only if the offer still stands: a send fails after its group, or
     /// once its rank has departed, and both are looked at after the last byte was read.
     pub(super) fn end_step(&mut self, control: &ControlBlock, step: Step, (got, read): (usize, Result<()>)) -> Result<()> {
-        let Step { from, id, addr, .. } = step;
+        let Step { from, local, id, addr, .. } = step;
         let Some(mut stream) = self.streams.remove(&(from, id)) else { return Ok(()) };
         stream.got = got as u64;
-        let departed = control.departure(from).is_some();
+        let departed = control.departure(local).is_some();
         if let Some(failure) = control.failure().or_else(|| self.closed.clone()) {
             self.finish(stream.posted.ticket, stream.posted.completion, Err(failure), None);
-        } else if departed || read.is_err() || (got < step.span.bytes && !is_quicker(control, from, step.span.bytes)) {
+        } else if departed || read.is_err() || (got < step.span.bytes && !is_quicker(control, local, step.span.bytes)) {
             // A rank that has departed may free its memory and never answers: the receive ends as any other of its messages.
-            if let (Err(error), false) = (&read, departed) {
-                self.rings[from.index()].give_up_reading(error);
+            if let (Err(error), false, Some(ring)) = (&read, departed, self.ring(from)) {
+                ring.give_up_reading(error);
             }
-            return self.ask(from, id, stream);
+            self.streams.insert((from, id), Stream { asked: got as u64, source: Source::Frames, ..stream });
+            return self.ask(from);
         } else if got < step.span.bytes {
             stream.source = Source::Memory(addr);
             self.streams.insert((from, id), stream);
         } else {
-            self.rings[from.index()].say(Frame::control(Kind::Taken, id, got as u64));
+            if let Some(ring) = self.ring(from) {
+                ring.say(Frame::control(Kind::Taken, id, got as u64));
+            }
             self.finish(stream.posted.ticket, stream.posted.completion, Ok(()), Some(from));
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! The two rings between this rank and one peer: the link within a host.
 #![allow(unsafe_code, reason = "copies between rings and the bytes of tensors")]
 
-use super::frame::{EAGER_BYTES, Frame, Kind};
+use super::frame::{Frame, Kind, RING};
 use super::link::Link;
 use crate::coll::call::Span;
 use crate::control::ControlBlock;
@@ -29,7 +29,8 @@ enum Outgoing {
 /// Side of this rank in the link with `peer`.
 pub(super) struct Ring {
     control: Arc<ControlBlock>,
-    peer: Rank,
+    /// The peer's number among the ranks of this host.
+    pub(super) peer: Rank,
     tail: u64,
     head: u64,
     /// Tail of the incoming ring when it was last read: `head`, or within a message whose rest is still being written.
@@ -168,12 +169,12 @@ impl Ring {
             };
             if let Some(from) = payload {
                 let begin = reserved.tail - frame.footprint() + UNIT;
-                for at in (0..frame.payload()).step_by(frame.part_bytes()) {
+                for at in (0..frame.payload(&RING)).step_by(frame.part_bytes()) {
                     // What is before this part; the last is shown with the frame's end.
                     if at > 0 {
                         side.ring.publish(begin + at as u64);
                     }
-                    let (to, bytes) = ((reserved.place + UNIT) as usize + at, frame.part_bytes().min(frame.payload() - at));
+                    let (to, bytes) = ((reserved.place + UNIT) as usize + at, frame.part_bytes().min(frame.payload(&RING) - at));
                     // SAFETY: `reserved` granted footprint() bytes at `place` before the ring's end, which the consumer has released; the
                     // span is the sender's, whose send is not complete yet.
                     unsafe { cpu::copy(side.data.add(to), from.add(at), bytes, Store::Cached) }
@@ -182,8 +183,8 @@ impl Ring {
             self.tail = reserved.tail;
             side.ring.publish(self.tail);
             match item {
-                Outgoing::Stream(head, _) if frame.value + (frame.payload() as u64) < frame.bytes => {
-                    head.value += frame.payload() as u64;
+                Outgoing::Stream(head, _) if frame.value + (frame.payload(&RING) as u64) < frame.bytes => {
+                    head.value += frame.payload(&RING) as u64;
                     self.control.wake(self.peer);
                     continue;
                 }
@@ -206,13 +207,13 @@ impl Ring {
             let Some(place) = side.ring.oldest(self.head) else { return Ok(false) };
             // SAFETY: frames begin at multiples of UNIT, so four words fit; the producer published them.
             let words = unsafe { side.data.add(place as usize).cast::<[u64; 4]>().read() };
-            let frame = Frame::decode(words);
+            let frame = Frame::decode(words, &RING);
             let capacity = side.ring.capacity;
             let tail = side.ring.tail.observe();
             let ahead = tail.wrapping_sub(self.head);
             // Padding ends the ring, so none stands at its start: a blank ring with a forged tail would be skipped for ever.
             let length = |frame: &Frame| if frame.kind == Kind::Padding { capacity - place } else { frame.footprint() };
-            let written = |frame: &Frame| length(frame) <= ahead || (frame.payload() > frame.part_bytes() && ahead > UNIT);
+            let written = |frame: &Frame| length(frame) <= ahead || (frame.payload(&RING) > frame.part_bytes() && ahead > UNIT);
             let fits = |frame: &Frame| place + length(frame) <= capacity && written(frame) && length(frame) < capacity;
             // No more short messages than may go unasked, so that they cannot fill the memory here.
             let allowed = |frame: &Frame| frame.kind != Kind::Eager || self.came - self.matched < EAGER_WINDOW;
@@ -227,7 +228,7 @@ impl Ring {
                 self.seen = self.head;
                 continue;
             }
-            let bytes = frame.payload().min((ahead - UNIT) as usize);
+            let bytes = frame.payload(&RING).min((ahead - UNIT) as usize);
             // SAFETY: the payload lies within the ring and these bytes before its tail (checked above); they stay until `release`.
             let payload = unsafe { std::slice::from_raw_parts(side.data.add((place + UNIT) as usize), bytes) };
             take(frame, payload)?;
@@ -253,7 +254,7 @@ impl Ring {
 
 impl Link for Ring {
     fn send_now(&mut self, frame: Frame, span: Span) -> Result<bool> {
-        if span.bytes > EAGER_BYTES || !self.outbox.is_empty() || !self.may_send_eagerly() {
+        if span.bytes > RING.eager || !self.outbox.is_empty() || !self.may_send_eagerly() {
             return Ok(false);
         }
         self.enqueue(Outgoing::Eager(frame, span));
@@ -264,13 +265,13 @@ impl Link for Ring {
         sent
     }
 
-    fn send(&mut self, frame: Frame, span: Span) -> Result<usize> {
-        self.enqueue(if span.bytes <= EAGER_BYTES && self.may_send_eagerly() {
+    fn send(&mut self, frame: Frame, span: Span) -> Result<Option<usize>> {
+        self.enqueue(if span.bytes <= RING.eager && self.may_send_eagerly() {
             Outgoing::Eager(frame, span)
         } else {
             Outgoing::Control(Frame { kind: Kind::Offer, value: span.addr as u64, ..frame })
         });
-        Ok(0)
+        Ok(Some(0))
     }
 
     fn matched(&mut self, _bytes: usize) -> Result<()> {
@@ -279,8 +280,16 @@ impl Link for Ring {
         Ok(())
     }
 
+    fn room(&self, rest: usize) -> usize {
+        rest
+    }
+
     fn request(&mut self, frame: Frame) -> Result<()> {
         self.say(frame);
+        Ok(())
+    }
+
+    fn arrived(&mut self, _whole: bool) -> Result<()> {
         Ok(())
     }
 
@@ -335,7 +344,7 @@ mod tests {
     #[test]
     fn counters_and_frames_that_no_peer_writes_are_an_error_not_a_wait() {
         let offer = Frame::control(Kind::Offer, 1, 0);
-        let long = Frame { kind: Kind::Eager, tag: 0, id: 1, bytes: 4096, value: 0 };
+        let long = Frame { id: 1, bytes: 4096, ..Frame::bare(Kind::Eager) };
         // The first frame, and the tail: nothing but padding, more than a ring holds, a message longer than what was sent, and one whose first
         // part is not there.
         let parts = Frame { bytes: 40 << 10, ..long };
@@ -368,7 +377,7 @@ mod tests {
     fn a_message_that_is_being_written_is_shown_in_parts_and_does_not_stir_without_more() {
         let (control, mut connection) = connected();
         let ring = side(&control, PEER, Rank(0));
-        let frame = Frame { kind: Kind::Eager, tag: 0, id: 1, bytes: 40 << 10, value: 0 };
+        let frame = Frame { id: 1, bytes: 40 << 10, ..Frame::bare(Kind::Eager) };
         write_head(&ring, 0, frame);
         for (bytes, whole) in [(16 << 10, false), (32 << 10, false), (40 << 10, true)] {
             ring.ring.publish(UNIT + bytes);

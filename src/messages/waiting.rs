@@ -1,7 +1,8 @@
 //! Who moves messages along: a thread that waits for one, and a progress thread while none waits.
 
-use super::Messages;
 use super::ending::gave_up;
+use super::far::LOOK;
+use super::{Messages, State};
 use crate::control::{YIELDS, patience};
 use crate::error::Result;
 use crate::lock::unpoisoned;
@@ -43,6 +44,8 @@ impl Messages {
         }
         let since = Instant::now();
         let _attending = Attending::new(self);
+        // What another host sends comes by a thread of its own, for which this one would only take the core.
+        let far = self.lock().is_for_far(ticket);
         let (mut turns, mut interrupts) = (0, None::<Interrupts>);
         loop {
             let mut state = self.lock();
@@ -55,12 +58,12 @@ impl Messages {
             }
             let mut stirred = self.advance(&mut state);
             let finished = !state.finished.is_empty();
-            if !stirred && !finished && !state.is_reading_due() {
+            if !stirred && !finished && !far && !state.is_reading_due() {
                 let crowded = || self.control.in_the_way(self.control.peers().filter(|&peer| self.control.attends(peer)));
                 let spins = if turns == 0 && !crowded() { self.control.spins() } else { SPINS_BETWEEN };
                 stirred = (0..spins).any(|_| {
                     std::hint::spin_loop();
-                    state.stirs(&self.control)
+                    state.stirs()
                 });
             }
             if self.settle(state) || stirred || finished {
@@ -68,7 +71,7 @@ impl Messages {
                 continue;
             }
             turns += 1;
-            if turns <= YIELDS && !patience::PATIENCE.is_short(patience::now) {
+            if !far && turns <= YIELDS && !patience::PATIENCE.is_short(patience::now) {
                 patience::yield_core();
                 continue;
             }
@@ -85,7 +88,7 @@ impl Messages {
             self.control.sleep(left, || {
                 let mut state = self.lock();
                 state.announce(&self.control, ticket);
-                !state.open.contains(&ticket) || state.stirs(&self.control) || state.is_reading_due() || self.control.failure().is_some()
+                !state.open.contains(&ticket) || state.stirs() || state.is_reading_due() || self.control.failure().is_some()
             });
         }
     }
@@ -98,13 +101,13 @@ impl Messages {
             return true;
         }
         // Who receives from this rank asks whether it attends.
-        if !state.sends.is_empty() || self.control.spins() < GLANCES {
+        if !state.sends.is_empty() || self.control.spins() < GLANCES || state.is_for_far(ticket) {
             return false;
         }
         for _ in 0..GLANCES {
             self.advance(&mut state);
             if state.finished.is_empty() && !state.is_reading_due() {
-                if !state.stirs(&self.control) {
+                if !state.stirs() {
                     std::hint::spin_loop();
                 }
                 continue;
@@ -165,6 +168,9 @@ impl Messages {
             let left = state.is_reading_due() && state.steps == steps;
             steps = state.steps;
             let attended = (state.waiting_threads > 0 && !left) || state.open.is_empty();
+            let only_far = state.reaches
+                && !state.open.is_empty()
+                && state.pending().all(|pending| pending.peer.is_some_and(|peer| state.is_far(peer)));
             drop(state);
             if !attended {
                 if self.progress() {
@@ -172,7 +178,26 @@ impl Messages {
                 }
                 self.fail_if_lost();
             }
+            if only_far {
+                // Their threads move them along. Only deadlines and the group are to be looked at.
+                let left = self.soonest_deadline().min(LOOK);
+                let mut state = self.lock();
+                state.parked = true;
+                state = unpoisoned(self.begun.wait_timeout(state, left)).0;
+                state.parked = false;
+                continue;
+            }
             std::thread::sleep(PAUSE);
         }
+    }
+}
+
+impl State {
+    /// Whether `ticket` is that of a message with a rank of another host.
+    fn is_for_far(&self, ticket: u64) -> bool {
+        let send = || self.sends.get(&ticket).map(|send| send.peer);
+        let posted = || self.matching.posted.iter().find(|posted| posted.ticket == ticket).and_then(|posted| posted.peer);
+        let stream = || self.streams.iter().find(|(_, stream)| stream.posted.ticket == ticket).map(|((from, _), _)| *from);
+        self.reaches && send().or_else(posted).or_else(stream).is_some_and(|peer| self.is_far(peer))
     }
 }

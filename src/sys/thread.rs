@@ -6,6 +6,8 @@ use crate::error::Result;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
 /// An event that wakes a thread that polls it.
 #[derive(Debug)]
@@ -50,6 +52,24 @@ pub fn spawn<T: Send + 'static>(
     let builder = stack.into_iter().fold(builder, std::thread::Builder::stack_size);
     let _undisturbed = Undisturbed::new();
     builder.spawn(work).map_err(|error| Required::Thread.failed(Errno::from_io_error(&error).unwrap_or(Errno::INVAL)))
+}
+
+/// Runs `work` on its own thread. The returned receiver gets a value at its end.
+pub fn start_aside(name: &str, work: impl FnOnce() + Send + 'static) -> Option<Receiver<()>> {
+    let (done, ended) = channel();
+    let thread = spawn(name, None, move || {
+        work();
+        let _ = done.send(());
+    });
+    thread.inspect_err(|error| log::warn!("a thread could not be started to end a group: {error}")).ok().map(|_| ended)
+}
+
+/// Runs `work` on its own thread and waits at most `limit` for its end.
+pub fn aside(name: &str, limit: Duration, work: impl FnOnce() + Send + 'static) {
+    let ended = start_aside(name, work);
+    if let Some(ended) = ended.filter(|_| !limit.is_zero()) {
+        let _ = ended.recv_timeout(limit);
+    }
 }
 
 /// Blocks the signals of the thread that made it while it lives, so that they wait or other threads take them. For

@@ -322,8 +322,7 @@ impl Observer for Recorder {
         self.journal.ring.change(number, |entry| {
             entry.end(outcome, at);
             if let What::Receive { peer, .. } = &mut entry.what
-                && source.is_some()
-                && (!entry.far || peer.is_none())
+                && peer.is_none()
             {
                 *peer = source;
             }

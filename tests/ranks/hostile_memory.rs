@@ -157,7 +157,7 @@ fn forged_frames_end_no_transfer_of_others_and_stretch_none() {
     let (done, outcome) = received();
     let ticket = victim.send(message(1, 7, pages.span()), done).unwrap();
     for _ in 0..2 {
-        ring.say([3, ticket, 0, 0], 32);
+        ring.say([3, ticket, 2 << 20, 0], 32);
     }
     let error = until("an outcome", || {
         victim.progress();

@@ -4,8 +4,8 @@
 use super::ffi::{PendingHandle, Seat, TransportHandle};
 use super::{Buffer, GivenUp, HOST, Maker, begun, connected, ended, outcome, span, there};
 use crate::error::{Error, Result};
-use crate::hosts::messages::links::{Links, Traffic};
 use crate::lock::lock;
+use crate::messages::links::{Links, Traffic};
 use crate::rank::Rank;
 use cxx::SharedPtr;
 use std::collections::{HashMap, VecDeque};

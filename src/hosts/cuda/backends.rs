@@ -2,10 +2,10 @@
 
 use crate::coll::two_level::step::Transfer;
 use crate::error::Result;
-use crate::hosts::shared::aside;
 use crate::lock::lock;
 use crate::mem::span::Span;
 use crate::rank::Rank;
+use crate::sys::thread::aside;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 

@@ -105,7 +105,7 @@ impl HostsGroup {
         let _entered = used.device.enter()?;
         let begin = if stream.capture()?.is_none() { Some(cuda.watch.mark(stream)?) } else { None };
         let backends = &cuda.connections.backends;
-        let path = |peer: Rank| Path::CudaPair(self.messages.get().map_or(peer, |messages| messages.global(peer)));
+        let path = |peer: Rank| Path::CudaPair(self.global(peer));
         let exchange = || -> Result<()> {
             for &(peer, ..) in far {
                 self.shared.traffic.message(path(peer));

@@ -15,7 +15,6 @@ mod watch;
 
 use super::HostsGroup;
 use super::header::Header;
-use super::shared::aside;
 use super::traffic::Path;
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::describe::Description;
@@ -32,6 +31,7 @@ use crate::lock::lock;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::sys::fork;
+use crate::sys::thread::aside;
 use crate::trace::{self, Phase};
 use backends::{Backends, Connections, Which};
 use cast::Cast;

@@ -1,16 +1,16 @@
 //! Messages between threads that are ranks, each on a host of its own, by links that take no lengths that do not fit.
 
-mod frames;
-
-use super::links::{Links, Traffic};
-use super::{Around, Messages, Names, TICKET_BIT};
 use crate::coll::call::Span;
 use crate::completion::Completion;
+use crate::control::{ControlBlock, Identity, Part};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::host_map::{HostMap, Placement};
 use crate::lock::{lock, unpoisoned};
-use crate::messages::{Claim, Message, MessageSpec};
+use crate::mem::layout::Layout;
+use crate::mem::shm::Segment;
+use crate::messages::links::{Links, Traffic};
+use crate::messages::{Around, Far, Message, MessageSpec, Messages, TICKET_BIT};
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
 use std::collections::{HashMap, VecDeque};
@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 
 /// What is on its way from one rank to another, of one class of traffic.
 #[derive(Default)]
-struct Wire {
-    sent: VecDeque<Vec<u8>>,
+pub(super) struct Wire {
+    pub(super) sent: VecDeque<Vec<u8>>,
     /// Staging that is listened for, and that has come.
     listening: VecDeque<Vec<u8>>,
     arrived: Vec<u8>,
@@ -30,24 +30,24 @@ struct Wire {
 
 /// All connections of a test.
 #[derive(Default)]
-struct Net {
-    wires: Mutex<Wires>,
+pub(super) struct Net {
+    pub(super) wires: Mutex<Wires>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Wires {
-    wires: HashMap<(Rank, Rank, usize), Wire>,
+pub(super) struct Wires {
+    pub(super) wires: HashMap<(Rank, Rank, usize), Wire>,
     made: Vec<(Rank, Rank)>,
-    closed: Vec<(Rank, Rank)>,
+    pub(super) closed: Vec<(Rank, Rank)>,
     /// Ranks whose bytes do not arrive any more.
-    cut: Vec<Rank>,
+    pub(super) cut: Vec<Rank>,
     /// Ranks that read nothing for now.
-    slow: Vec<Rank>,
+    pub(super) slow: Vec<Rank>,
     came: HashMap<(Rank, Rank), usize>,
 }
 
-struct ThreadLinks {
+pub(super) struct ThreadLinks {
     net: Arc<Net>,
     me: Rank,
 }
@@ -140,9 +140,9 @@ impl Links for ThreadLinks {
 
 /// The group of one rank.
 #[derive(Default)]
-struct Failure(Mutex<Option<Error>>, AtomicU64);
+pub(super) struct Failure(pub(super) Mutex<Option<Error>>, pub(super) AtomicU64);
 
-struct Group(Arc<Failure>);
+pub(super) struct Group(pub(super) Arc<Failure>);
 
 impl Around for Group {
     fn calls(&self) -> u64 {
@@ -163,55 +163,51 @@ impl Around for Group {
 }
 
 /// One rank in a test.
-struct Member {
-    messages: Arc<Messages>,
-    failure: Arc<Failure>,
-    net: Arc<Net>,
-    me: u32,
+pub(super) struct Member {
+    pub(super) messages: Arc<Messages>,
+    pub(super) failure: Arc<Failure>,
+    pub(super) net: Arc<Net>,
+    pub(super) me: u32,
 }
 
-type Outcome = (Result<()>, Option<Rank>);
+pub(super) type Outcome = (Result<()>, Option<Rank>);
 
 impl Member {
-    fn start(&self, send: bool, peer: u32, tag: i32, data: &mut [u8], seconds: f64) -> Result<(u64, Receiver<Outcome>)> {
+    pub(super) fn start(&self, send: bool, peer: u32, tag: i32, data: &mut [u8], seconds: f64) -> Result<(u64, Receiver<Outcome>)> {
         let (told, outcome) = channel();
         let completion = Completion::new(move |outcome, source| told.send((outcome, source)).expect("somebody waits"));
         let span = Span { addr: data.as_mut_ptr().addr(), bytes: data.len() };
         let message = Message::of(MessageSpec { peer: Some(Rank(peer)), tag, dtype: DType::U8, span, timeout: None });
-        let (timeout, peer) = (Duration::from_secs_f64(seconds), Rank(peer));
-        let ticket = if send {
-            self.messages.send(peer, message, timeout, completion)
-        } else {
-            self.messages.recv(peer, message, timeout, completion)
-        };
+        let timeout = Duration::from_secs_f64(seconds);
+        let ticket = if send { self.messages.send(message, timeout, completion) } else { self.messages.recv(message, timeout, completion) };
         Ok((ticket?, outcome))
     }
 
     /// Starts a receive from any rank, of tag 0.
-    fn start_any(&self, data: &mut [u8], claim: Claim) -> (u64, Receiver<Outcome>) {
+    pub(super) fn start_any(&self, data: &mut [u8]) -> (u64, Receiver<Outcome>) {
         let (told, outcome) = channel();
         let completion = Completion::new(move |outcome, source| drop(told.send((outcome, source))));
         let span = Span { addr: data.as_mut_ptr().addr(), bytes: data.len() };
         let message = Message::of(MessageSpec { peer: None, tag: 0, dtype: DType::U8, span, timeout: None });
-        (self.messages.recv_any(message, Duration::from_secs(60), completion, claim).expect("starts"), outcome)
+        (self.messages.recv(message, Duration::from_secs(60), completion).expect("starts"), outcome)
     }
 
-    fn finish(&self, (ticket, outcome): (u64, Receiver<Outcome>)) -> Outcome {
+    pub(super) fn finish(&self, (ticket, outcome): (u64, Receiver<Outcome>)) -> Outcome {
         assert_ne!(ticket & TICKET_BIT, 0);
         self.messages.wait(ticket, Some(Duration::from_secs(60))).expect("ends");
         outcome.try_recv().expect("was told before wait returned")
     }
 
-    fn isend(&self, peer: u32, tag: i32, data: &mut [u8]) -> (u64, Receiver<Outcome>) {
+    pub(super) fn isend(&self, peer: u32, tag: i32, data: &mut [u8]) -> (u64, Receiver<Outcome>) {
         self.start(true, peer, tag, data, 60.0).expect("starts")
     }
 
-    fn send(&self, peer: u32, tag: i32, data: &mut [u8]) {
+    pub(super) fn send(&self, peer: u32, tag: i32, data: &mut [u8]) {
         let started = self.isend(peer, tag, data);
         assert_eq!(self.finish(started), (Ok(()), None));
     }
 
-    fn recv(&self, peer: u32, tag: i32, bytes: usize) -> Vec<u8> {
+    pub(super) fn recv(&self, peer: u32, tag: i32, bytes: usize) -> Vec<u8> {
         let mut data = vec![0xee; bytes];
         let started = self.start(false, peer, tag, &mut data, 60.0).expect("starts");
         assert_eq!(self.finish(started), (Ok(()), Some(Rank(peer))));
@@ -219,12 +215,30 @@ impl Member {
     }
 }
 
-fn place(rank: u32) -> Placement {
+pub(super) fn place(rank: u32) -> Placement {
     Placement::on(&format!("node{rank}"))
 }
 
+/// The messages of rank `me`, on a host of its own, by `links`.
+pub(super) fn alone(
+    me: u32,
+    layout: &Arc<HostMap>,
+    links: Arc<dyn Links>,
+    failure: &Arc<Failure>,
+    store: Arc<MemoryStore>,
+) -> Arc<Messages> {
+    let bytes = Layout::new(1).total_bytes();
+    let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
+    let part = Part { host: format!("node{me}"), ranks: vec![Rank(me)] };
+    let control = ControlBlock::new(segment, Rank(0), "test".into(), vec![Identity { pid: 7, global: me }], 1).named(Some(part));
+    let messages = Messages::new(Arc::new(control), false);
+    let (around, layout, prefix) = (Box::new(Group(Arc::clone(failure))), Arc::clone(layout), "symm-pair/test/".into());
+    messages.reach(Far { links, around, store, layout, me: Rank(me), prefix, changed: Condvar::new() });
+    messages
+}
+
 /// Runs `body` on ranks that are on `size` hosts; they leave in order afterwards.
-fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
+pub(super) fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
     let layout = Arc::new(HostMap::of(&(0..size).map(place).collect::<Vec<_>>()));
     let (net, store) = (Arc::<Net>::default(), Arc::new(MemoryStore::default()));
     std::thread::scope(|scope| {
@@ -233,11 +247,12 @@ fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
             scope.spawn(move || {
                 let links = Arc::new(ThreadLinks { net: Arc::clone(&net), me: Rank(me) });
                 let failure = Arc::<Failure>::default();
-                let names = Names { layout, me: Rank(me), group: "test".into(), life: <_>::default(), globals: Vec::new() };
-                let messages = Messages::new(links, Box::new(Group(Arc::clone(&failure))), store, names);
+                let messages = alone(me, &layout, links, &failure, store);
                 body(&Member { messages: Arc::clone(&messages), failure, net, me });
                 let begun = Instant::now();
-                messages.leave(Duration::from_secs(5));
+                messages.say_goodbye(Duration::from_secs(5));
+                messages.leave(&Error::aborted("the group was destroyed"), "");
+                messages.stop();
                 assert!(begun.elapsed() < Duration::from_millis(900), "leaving has waited for nothing: {:?}", begun.elapsed());
                 assert!(messages.lock().threads.is_empty(), "all threads have ended");
             });
@@ -245,7 +260,7 @@ fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
     });
 }
 
-fn data(seed: usize, bytes: usize) -> Vec<u8> {
+pub(super) fn data(seed: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (seed * 31 + at + (at >> 8) * 7 + (at >> 16) * 13) as u8).collect()
 }
 
@@ -314,30 +329,24 @@ fn tags_may_be_received_in_any_order_and_equal_ones_keep_theirs() {
 }
 
 #[test]
-fn receives_from_any_rank_match_in_their_order_and_skip_what_this_host_fills() {
+fn receives_from_any_rank_match_in_their_order() {
     on_ranks(3, |member| {
         if member.me > 0 {
             member.recv(0, 1, 1);
             (0..3).for_each(|number| member.send(0, 0, &mut data(number, 70_000)));
             return;
         }
-        let ([within, between], mut never) = (Claim::pair(), [0xee; 70_000]);
-        let lost = member.start_any(&mut never, between);
-        assert!(within.take(), "nobody has sent yet");
         (1..3).for_each(|peer| member.send(peer, 1, &mut [0]));
         let mut last = [0; 3];
         for _ in 0..6 {
             let mut into = vec![0xee; 70_000];
-            let started = member.start_any(&mut into, Claim::pair()[1].clone());
+            let started = member.start_any(&mut into);
             let (outcome, source) = member.finish(started);
             let source = source.expect("somebody sent").index();
             assert_eq!(outcome, Ok(()));
             assert!(into == data(last[source], into.len()), "message {} of rank {source}", last[source]);
             last[source] += 1;
         }
-        member.messages.withdraw(lost.0);
-        member.messages.wait(lost.0, None).expect("it is over");
-        assert!(lost.1.try_recv().is_err() && never == [0xee; 70_000], "filled within this host");
     });
 }
 
@@ -435,26 +444,6 @@ fn a_deadline_names_the_peer_and_ends_the_group() {
         assert!((200..500).contains(&took.as_millis()), "{took:?}");
         let again = member.start(true, 1, 0, &mut into, 5.0).expect_err("it has failed");
         assert_eq!(again, error);
-    });
-}
-
-#[test]
-fn after_a_late_message_nothing_reaches_its_tensor() {
-    on_ranks(2, |member| {
-        member.send(1 - member.me, 0, &mut [1]);
-        member.recv(1 - member.me, 0, 1);
-        if member.me == 1 {
-            member.net.wires.lock().expect("no panic").cut.push(Rank(1));
-            let mut own = data(1, 3_000_000);
-            let sent = member.isend(0, 4, &mut own);
-            assert!(member.finish(sent).0.is_err(), "the other has closed the connection");
-            return;
-        }
-        let mut into = vec![0xee; 3_000_000];
-        let started = member.start(false, 1, 4, &mut into, 0.2).expect("starts");
-        let error = member.finish(started).0.expect_err("nothing comes");
-        assert!(error.message.ends_with("for rank 1 (host \"node1\", pid 7), which did not send it"), "{error}");
-        assert!(into.iter().all(|&byte| byte == 0xee));
     });
 }
 

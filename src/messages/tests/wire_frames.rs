@@ -1,15 +1,25 @@
-//! Tests of single frames, of leaving and of refused messages.
+//! Tests of single frames, of leaving and of refused messages between hosts.
 
-use super::super::frame::{self, Frame};
-use super::super::open::{self, AnySource, Open};
-use super::super::pair::Pair;
-use super::*;
-use crate::completion::Finished;
-use crate::sync::limit::Limit;
+use super::wires::{Failure, Member, alone, data, on_ranks, place};
+use crate::coll::call::Span;
+use crate::completion::Completion;
+use crate::dtype::DType;
+use crate::error::{Kind, Result};
+use crate::host_map::HostMap;
+use crate::messages::frame::{self, Frame};
+use crate::messages::links::{Links, Traffic};
+use crate::messages::wire::{Counters, HEAD, Phase, decode};
+use crate::messages::{Message, MessageSpec, Messages};
+use crate::rank::Rank;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+const PEER: Rank = Rank(1);
 
 #[test]
 fn a_wait_may_end_before_its_message() {
-    on_ranks(2, |member| {
+    on_ranks(2, |member: &Member| {
         if member.me == 0 {
             let mut into = [0; 4];
             let (ticket, outcome) = member.start(false, 1, 0, &mut into, 60.0).expect("starts");
@@ -41,7 +51,7 @@ impl Links for Sent {
     }
 
     fn send(&self, _peer: Rank, frame: &[u8], _traffic: Traffic, _payload: &[u8]) -> Result<()> {
-        let frame = frame.first_chunk().and_then(Frame::decode).expect("a frame");
+        let frame = frame.first_chunk::<HEAD>().and_then(decode).expect("a frame").0;
         self.0.lock().expect("no panic").push(frame);
         Ok(())
     }
@@ -61,43 +71,37 @@ impl Links for Sent {
     fn close(&self, _peer: Rank) {}
 }
 
-/// A connected pair, and the state that its frames change.
+/// The messages of rank 0, which is connected with `PEER`.
 struct Alone {
-    pair: Pair,
-    sent: Sent,
-    names: Names,
-    any: AnySource,
-    finished: Vec<Finished>,
+    messages: Arc<Messages>,
+    sent: Arc<Sent>,
 }
 
 impl Alone {
     fn new() -> Self {
         let layout = Arc::new(HostMap::of(&(0..2).map(place).collect::<Vec<_>>()));
-        let names = Names { layout, me: Rank(0), group: "test".into(), life: <_>::default(), globals: Vec::new() };
-        let (mut pair, sent, mut finished) = (Pair::new(Rank(1)), Sent::default(), Vec::new());
-        pair.begin(&sent, &mut finished).expect("nothing is sent");
-        Self { pair, sent, names, any: AnySource::default(), finished }
+        let sent = Arc::<Sent>::default();
+        let messages = alone(0, &layout, Arc::clone(&sent) as Arc<dyn Links>, &Arc::<Failure>::default(), Arc::default());
+        messages.lock().wire(PEER).expect("it is far").phase = Phase::Open;
+        Self { messages, sent }
     }
 
-    fn react(&mut self, frame: Frame, payload: &[u8]) -> Result<()> {
-        self.pair.react(frame, payload, &self.sent, &self.names, &mut self.any, &mut self.finished)
+    fn hear(&self, frame: Frame, counters: Counters, payload: &[u8]) -> Result<()> {
+        let mut state = self.messages.lock();
+        let heard = state.take_in(&self.messages, self.messages.far().expect("it is there"), PEER, (frame, counters), payload);
+        self.messages.settle(state);
+        heard
     }
 
-    /// The receive `ticket`, into `data`.
-    fn open(ticket: u64, data: &mut [u8]) -> Open {
+    fn message(data: &mut [u8]) -> Message {
         let span = Span { addr: data.as_mut_ptr().addr(), bytes: data.len() };
-        let message = Message::of(MessageSpec { peer: None, tag: 0, dtype: DType::U8, span, timeout: None });
-        let completion = Completion::new(|_, _| {});
-        Open { ticket, message, limit: Limit::from(Instant::now(), Duration::from_secs(60)), completion }
+        Message::of(MessageSpec { peer: Some(PEER), tag: 0, dtype: DType::U8, span, timeout: None })
     }
+}
 
-    fn recv(&mut self, ticket: u64, data: &mut [u8]) {
-        self.pair.recv(Self::open(ticket, data), &self.sent, &self.names, &mut self.finished).expect("begins");
-    }
-
-    /// The tickets of messages that have ended since.
-    fn ended(&mut self) -> Vec<u64> {
-        self.finished.drain(..).map(|finished| finished.ticket).collect()
+impl Drop for Alone {
+    fn drop(&mut self) {
+        self.messages.stop();
     }
 }
 
@@ -112,48 +116,55 @@ fn a_peer_that_has_read_or_matched_what_it_cannot_have_is_not_believed() {
     for (read, matched, believed) in
         [(1, one, true), (2, 2 * one, true), (2, one, true), (0, one, false), (3, one, false), (1, 0, false), (2, 2 * one + 1, false)]
     {
-        let (mut alone, mut data) = (Alone::new(), [7; 10]);
-        for ticket in 0..2 {
-            let open = Alone::open(ticket, &mut data);
-            alone.pair.send(open, &alone.sent, &mut alone.finished).expect("sent");
+        let (alone, mut data) = (Alone::new(), [7; 10]);
+        for _ in 0..2 {
+            let message = Alone::message(&mut data);
+            alone.messages.send(message, Duration::from_secs(60), Completion::new(|_, _| {})).expect("sent");
         }
-        let credit = |read, matched| Frame { read, matched, ..Frame::bare(frame::Kind::Credit) };
-        alone.react(credit(1, one), &[]).expect("it may have");
-        let answer = alone.react(credit(read, matched), &[]);
+        let credit = |read, matched| alone.hear(Frame::bare(frame::Kind::Credit), Counters { read, matched }, &[]);
+        credit(1, one).expect("it may have");
+        let answer = credit(read, matched);
         assert_eq!(answer.is_ok(), believed, "{read}, {matched}: {answer:?}");
-    }
-}
-
-#[test]
-fn a_message_fills_the_older_of_a_named_receive_and_one_from_any_rank() {
-    for (named, any, first) in [(4, 6, 4), (6, 4, 4)] {
-        let (mut alone, mut data) = (Alone::new(), [[0]; 2]);
-        let [of_peer, of_any] = &mut data;
-        alone.recv(named, of_peer);
-        alone.any.wanted.push(open::Wanted { open: Alone::open(any, of_any), claim: Claim::pair()[1].clone() });
-        alone.react(eager(1), &[9]).expect("it fits");
-        assert_eq!(alone.ended(), [first]);
-        alone.react(eager(1), &[9]).expect("it fits");
-        assert_eq!(alone.ended(), [named + any - first]);
     }
 }
 
 #[test]
 fn credit_is_given_for_many_frames_and_for_many_bytes() {
     for (bytes, due) in [(0, 64), (250_000, 5)] {
-        let (mut alone, mut into, payload) = (Alone::new(), vec![0; bytes], vec![3; bytes]);
+        let (alone, mut into, payload) = (Alone::new(), vec![0; bytes], vec![3; bytes]);
         for number in 1..=due {
             assert_eq!(alone.sent.kinds(), [], "message {number} of {bytes} bytes");
-            alone.recv(number, &mut into);
-            alone.react(eager(bytes), &payload).expect("it fits");
+            let message = Alone::message(&mut into);
+            alone.messages.recv(message, Duration::from_secs(60), Completion::new(|_, _| {})).expect("begins");
+            alone.hear(eager(bytes), Counters::default(), &payload).expect("it fits");
         }
         assert_eq!(alone.sent.kinds(), [frame::Kind::Credit], "{due} messages of {bytes} bytes");
     }
 }
 
 #[test]
-fn what_a_rank_has_sent_is_read_before_its_connection_ends() {
+fn after_a_late_message_nothing_reaches_its_tensor() {
     on_ranks(2, |member| {
+        member.send(1 - member.me, 0, &mut [1]);
+        member.recv(1 - member.me, 0, 1);
+        if member.me == 1 {
+            member.net.wires.lock().expect("no panic").cut.push(Rank(1));
+            let mut own = data(1, 3_000_000);
+            let sent = member.isend(0, 4, &mut own);
+            assert!(member.finish(sent).0.is_err(), "the other has closed the connection");
+            return;
+        }
+        let mut into = vec![0xee; 3_000_000];
+        let started = member.start(false, 1, 4, &mut into, 0.2).expect("starts");
+        let error = member.finish(started).0.expect_err("nothing comes");
+        assert!(error.message.ends_with("for rank 1 (host \"node1\", pid 7), which did not send it"), "{error}");
+        assert!(into.iter().all(|&byte| byte == 0xee));
+    });
+}
+
+#[test]
+fn what_a_rank_has_sent_is_read_before_its_connection_ends() {
+    on_ranks(2, |member: &Member| {
         if member.me == 0 {
             member.send(1, 0, &mut [1]);
             member.recv(1, 0, 1);
@@ -176,29 +187,6 @@ fn what_a_rank_has_sent_is_read_before_its_connection_ends() {
     });
 }
 
-#[test]
-fn a_receive_that_this_host_has_filled_is_not_waited_for() {
-    on_ranks(2, |member| {
-        let mut never = [0xee; 4];
-        // Filled before it begins here, and after.
-        for before in [true, false] {
-            let ([within, between], (told, outcome)) = (Claim::pair(), channel());
-            let completion = Completion::new(move |outcome, source| drop(told.send((outcome, source))));
-            let span = Span { addr: never.as_mut_ptr().addr(), bytes: 4 };
-            let message = Message::of(MessageSpec { peer: None, tag: 0, dtype: DType::U8, span, timeout: None });
-            assert!(!before || within.take());
-            let ticket = member.messages.recv_any(message, Duration::from_millis(50), completion, between).expect("begins");
-            assert!(before || within.take());
-            std::thread::sleep(Duration::from_millis(200));
-            let wanted = member.messages.lock().any.wanted.len();
-            assert_eq!((wanted, member.failure.0.lock().expect("no panic").clone()), (usize::from(!before), None));
-            member.messages.withdraw(ticket);
-            member.messages.wait(ticket, None).expect("it is over");
-            assert!(outcome.try_recv().is_err() && never == [0xee; 4]);
-        }
-    });
-}
-
 /// Returns once `seen` is true.
 fn until(seen: impl Fn() -> bool) {
     let begun = Instant::now();
@@ -212,12 +200,12 @@ fn until(seen: impl Fn() -> bool) {
 fn a_refusal_counts_until_its_rank_makes_another_call() {
     // The other call is made before the peer learns of the refusal, after that, or never.
     for (before, after) in [(true, false), (false, true), (false, false)] {
-        on_ranks(2, |member| {
+        on_ranks(2, |member: &Member| {
             let other = 1 - member.me;
             member.send(other, 0, &mut [1]);
             member.recv(other, 0, 1);
             if member.me == 0 {
-                let own = || member.messages.lock().pairs[&Rank(other)].own.is_some();
+                let own = || member.messages.lock().wire(Rank(other)).is_some_and(|wire| wire.own.is_some());
                 let call = || member.failure.1.fetch_add(1, Ordering::Relaxed);
                 member.messages.refuse(Some(Rank(1)), true, 3, "it is wrong".into());
                 if before {

@@ -1,6 +1,9 @@
 //! Links that fail, reads that end early, and deadlines.
 
-use super::frame::EAGER_BYTES;
+mod wire_frames;
+mod wires;
+
+use super::frame::RING;
 use super::reading::QUICK_BYTES;
 use super::*;
 use crate::control::Identity;
@@ -32,9 +35,9 @@ fn message(peer: Rank, span: Span) -> Message {
 #[test]
 fn a_peer_that_cannot_be_read_is_not_tried_again_and_others_are_read() {
     let ranks = ranks();
-    let readable = || [1, 2].map(|peer: usize| ranks[0].lock().rings[peer].is_readable());
+    let readable = || [1, 2].map(|peer: usize| ranks[0].lock().peers[peer].ring().expect("it is near").is_readable());
     for (peer, value, expected) in [(2, 7u8, [true, true]), (1, 8, [false, true]), (2, 9, [false, true]), (1, 10, [false, true])] {
-        let (mut from, mut to) = (vec![value; EAGER_BYTES + 1], vec![0u8; EAGER_BYTES + 1]);
+        let (mut from, mut to) = (vec![value; RING.eager + 1], vec![0u8; RING.eager + 1]);
         let [source, target] = [&mut from, &mut to].map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() });
         let quiet = || Completion::new(|_, _| {});
         let sent = ranks[peer].send(message(Rank(0), source), PATIENCE, quiet()).expect("begun");
@@ -100,7 +103,7 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
             span: Span { addr: to.as_mut_ptr() as usize, bytes: to.len() },
             limit: Limit::from(Instant::now(), PATIENCE),
             completion: Completion::new(move |outcome, _| tell.send(outcome).expect("waited for")),
-            claim: None,
+            dtype: DType::U8,
         });
         let send = |source| ranks[2].send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| ()));
         let source = Span { addr: from.as_mut_ptr() as usize, bytes: from.len() };
@@ -128,7 +131,7 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
             state.end_step(&ranks[0].control, step, read).expect("no link is lost");
             assert_eq!(state.is_reading_due(), !last, "{what}");
         }
-        assert!(state.rings[2].is_readable(), "{what}: no warning that messages come in pieces");
+        assert!(state.peers[2].ring().expect("it is near").is_readable(), "{what}: no warning that messages come in pieces");
         ranks[0].settle(state);
         let outcome = told.try_recv().ok();
         match what {
@@ -169,7 +172,15 @@ fn a_panic_in_a_read_fails_the_group_and_the_receive() {
     let done = Completion::new(move |outcome, _| tell.send(outcome).expect("waited for"));
     let limit = Limit::from(Instant::now(), PATIENCE);
     let ticket = state.ticket();
-    state.matching.posted.push_back(Posted { ticket, peer: Some(Rank(2)), tag: 3, span: target, limit, completion: done, claim: None });
+    state.matching.posted.push_back(Posted {
+        ticket,
+        peer: Some(Rank(2)),
+        tag: 3,
+        span: target,
+        limit,
+        dtype: DType::U8,
+        completion: done,
+    });
     assert!(ranks[0].advance(&mut state), "an offer");
     let step = state.next_step().expect("a step");
     drop(state);

@@ -1,6 +1,7 @@
 //! Links: backends of two ranks each, on different hosts.
 #![allow(unsafe_code, reason = "staging of backends")]
 
+use crate::config::Config;
 use crate::error::Result;
 use crate::rank::Rank;
 use std::time::Duration;
@@ -51,4 +52,11 @@ pub(super) fn arrived(links: &dyn Links, peer: Rank, traffic: Traffic, room: usi
     let Some(address) = links.wait(peer, traffic)? else { return Ok(None) };
     // SAFETY: `room` bytes of staging were listened for, which nobody writes until they are released.
     Ok(Some(unsafe { std::slice::from_raw_parts(address as *const u8, room) }))
+}
+
+/// Keys in the store of the group by which one end of a backend, which has this `place` in it, tells the others where it can be reached:
+/// Gloo's, one for each of its interfaces.
+pub fn addresses(name: &str, place: usize) -> impl Iterator<Item = String> {
+    let interfaces = Config::get().gloo_interface.as_ref().map_or(1, |names| names.split(',').count());
+    (0..interfaces).map(move |interface| format!("{name}/{interface}/{place}"))
 }

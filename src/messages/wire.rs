@@ -1,0 +1,277 @@
+//! Wire: the link with a rank of another host, by a backend of these two ranks.
+#![allow(unsafe_code, reason = "reads from the bytes of tensors")]
+
+use super::frame::{Frame, Kind, REFUSED_RECV, REFUSED_SEND, TEXT, WIRE};
+use super::link::Link;
+use super::links::{Links, Traffic};
+use crate::coll::call::Span;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use std::sync::Arc;
+
+/// Length of a frame's head, and of the two counters of a wire behind it.
+pub(super) const HEAD: usize = 48;
+/// Length of the longest frame.
+pub(super) const LONGEST: usize = HEAD + WIRE.eager;
+/// Bytes of short messages that may wait at their receiver; what is sent beyond is offered.
+const BACKLOG: u64 = 4 << 20;
+/// Bytes that a short message takes there beside its own.
+const FOOTPRINT: u64 = 64;
+/// Pieces of long messages that a receiver has room for at once.
+const WINDOW: usize = 16;
+/// Frames, and bytes of short messages, after which a receiver says that it has read and matched them.
+const CREDIT: (u64, u64) = (64, BACKLOG / 4);
+
+/// State of the connection.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// No message needs it.
+    Idle,
+    /// Not made yet: the peer may not have begun a message with this rank.
+    Meeting,
+    Open,
+    Lost(Error),
+}
+
+/// Refusal of a message.
+#[derive(Clone)]
+pub(super) struct Refusal {
+    /// Whether it was a send.
+    pub(super) send: bool,
+    pub(super) tag: i32,
+    pub(super) why: String,
+}
+
+impl Refusal {
+    /// What `frame` tells, with its text.
+    pub(super) fn of(frame: Frame, text: &[u8]) -> Self {
+        Self { send: frame.value == REFUSED_SEND, tag: frame.tag, why: String::from_utf8_lossy(text).into_owned() }
+    }
+
+    /// The frame by which a message of `bytes` bytes of the peer asks whether the refusal still stands.
+    pub(super) fn asked(&self, dtype: DType, bytes: usize) -> Frame {
+        Frame { dtype: dtype as u8, tag: self.tag, bytes: bytes as u64, value: self.value(), ..Frame::bare(Kind::Waits) }
+    }
+
+    fn value(&self) -> u64 {
+        if self.send { REFUSED_SEND } else { REFUSED_RECV }
+    }
+
+    /// True if `frame` asks for this refusal.
+    pub(super) fn is_asked(&self, frame: &Frame) -> bool {
+        (frame.value, frame.tag) == (self.value(), self.tag)
+    }
+
+    /// The frame that tells it, and as much of the reason as fits.
+    pub(super) fn told(&self) -> (Frame, &[u8]) {
+        let text = &self.why.as_bytes()[..self.why.len().min(TEXT)];
+        (Frame { tag: self.tag, bytes: text.len() as u64, value: self.value(), ..Frame::bare(Kind::Refused) }, text)
+    }
+}
+
+/// What a frame says of those that went the other way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Counters {
+    /// Frames that its sender has read.
+    pub read: u64,
+    /// Bytes of short messages that have found their receives there.
+    pub matched: u64,
+}
+
+/// Side of this rank in the link with `peer`.
+pub(super) struct Wire {
+    pub(super) peer: Rank,
+    /// Name of the peer in error messages.
+    pub(super) name: String,
+    links: Arc<dyn Links>,
+    pub(super) phase: Phase,
+    /// The last refusal of the peer, unless it has begun a message since, or was asked whether it still stands.
+    pub(super) refused: Option<Refusal>,
+    /// The last refusal of this rank, and the number of its calls then.
+    pub(super) own: Option<(Refusal, u64)>,
+    /// True while the peer does not know of that, unless this rank has begun a message with it since.
+    pub(super) unsaid: bool,
+    /// Pieces that were requested and have not come.
+    awaited: usize,
+    /// Frames sent, and how many of them the peer has read.
+    sent: u64,
+    confirmed: u64,
+    /// How many there were when this rank said that it leaves.
+    last: u64,
+    /// Bytes of short messages sent, and how many of them have found their receives.
+    short: u64,
+    short_matched: u64,
+    /// What this rank has read and matched, and what the peer knows of that.
+    own_counters: Counters,
+    told: Counters,
+}
+
+/// Bytes `from..to` of a message that is not complete.
+fn bytes<'a>(span: Span, from: usize, to: usize) -> &'a [u8] {
+    assert!(from <= to && to <= span.bytes, "outside the message");
+    if from == to {
+        return &[];
+    }
+    // SAFETY: inside the span (checked above), which its owner leaves alone until the completion: it is called after the last use of this.
+    unsafe { std::slice::from_raw_parts(span.ptr().add(from), to - from) }
+}
+
+impl Wire {
+    pub(super) fn new(links: Arc<dyn Links>, peer: Rank, name: String) -> Self {
+        Self {
+            peer,
+            name,
+            links,
+            phase: Phase::Idle,
+            refused: None,
+            own: None,
+            unsaid: false,
+            awaited: 0,
+            sent: 0,
+            confirmed: 0,
+            last: 0,
+            short: 0,
+            short_matched: 0,
+            own_counters: Counters::default(),
+            told: Counters::default(),
+        }
+    }
+
+    /// Why the connection has ended, if it has.
+    pub(super) fn lost(&self) -> Option<Error> {
+        if let Phase::Lost(cause) = &self.phase { Some(cause.clone()) } else { None }
+    }
+
+    fn is_open(&self) -> bool {
+        self.phase == Phase::Open
+    }
+
+    /// Says `frame`, with what this rank has read and matched.
+    pub(super) fn say(&mut self, frame: Frame, payload: &[u8]) -> Result<()> {
+        let mut head = [0; HEAD];
+        let words = frame.encode().into_iter().chain([self.own_counters.read, self.own_counters.matched]);
+        head.chunks_exact_mut(8).zip(words).for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
+        self.told = self.own_counters;
+        self.sent += 1;
+        self.links.send(self.peer, &head, traffic(frame.kind), payload)
+    }
+
+    /// Tells the peer that this rank leaves.
+    pub(super) fn say_bye(&mut self) -> Result<()> {
+        if !self.is_open() {
+            return Ok(());
+        }
+        let said = self.say(Frame::bare(Kind::Bye), &[]);
+        self.last = self.sent;
+        said
+    }
+
+    /// Whether the peer is there and has not read yet that this rank leaves. It need not read what this rank answers meanwhile.
+    pub(super) fn is_unread(&self) -> bool {
+        self.is_open() && self.confirmed < self.last
+    }
+
+    /// Tells the peer what this rank has refused, once they are connected.
+    pub(super) fn say_refused(&mut self) -> Result<()> {
+        if !self.is_open() {
+            return Ok(());
+        }
+        let Some((refusal, _)) = self.own.clone().filter(|_| std::mem::take(&mut self.unsaid)) else { return Ok(()) };
+        let (frame, text) = refusal.told();
+        self.say(frame, text)
+    }
+
+    /// Takes note of a frame of the peer, and of what it has read and matched; whether that can be.
+    pub(super) fn read(&mut self, counters: Counters) -> bool {
+        self.own_counters.read += 1;
+        let credible =
+            (self.confirmed..=self.sent).contains(&counters.read) && (self.short_matched..=self.short).contains(&counters.matched);
+        if credible && counters.read > self.confirmed {
+            self.confirmed = counters.read;
+            self.links.confirm(self.peer, counters.read);
+        }
+        if credible {
+            self.short_matched = counters.matched;
+        }
+        credible
+    }
+
+    pub(super) fn give_credit(&mut self) -> Result<()> {
+        let (own, told) = (self.own_counters, self.told);
+        let due = own.read - told.read >= CREDIT.0 || own.matched - told.matched >= CREDIT.1;
+        if due && self.is_open() { self.say(Frame::bare(Kind::Credit), &[]) } else { Ok(()) }
+    }
+}
+
+/// Class of traffic by which the payload of such a frame comes.
+pub(super) fn traffic(kind: Kind) -> Traffic {
+    if kind == Kind::Data { Traffic::Piece } else { Traffic::Frame }
+}
+
+impl Link for Wire {
+    fn send_now(&mut self, frame: Frame, span: Span) -> Result<bool> {
+        let (cost, room) = (frame.bytes + FOOTPRINT, BACKLOG.saturating_sub(self.short - self.short_matched));
+        // There is nothing to request in an empty one.
+        if !self.is_open() || span.bytes > WIRE.eager || (span.bytes > 0 && cost > room) {
+            return Ok(false);
+        }
+        self.short += cost;
+        self.say(frame, bytes(span, 0, span.bytes)).map(|()| true)
+    }
+
+    fn send(&mut self, frame: Frame, span: Span) -> Result<Option<usize>> {
+        match &self.phase {
+            Phase::Idle | Phase::Meeting => return Ok(None),
+            Phase::Lost(cause) => return Err(cause.clone()),
+            Phase::Open => {}
+        }
+        let room = BACKLOG.saturating_sub(self.short - self.short_matched);
+        let unasked = WIRE.unasked(frame.bytes, (room / (WIRE.data as u64 + FOOTPRINT)) as usize);
+        // The answer is on its way while the first pieces are.
+        self.say(Frame { kind: Kind::Offer, value: unasked as u64, ..frame }, &[])?;
+        for at in (0..unasked).step_by(WIRE.data) {
+            self.short += WIRE.data as u64 + FOOTPRINT;
+            self.say(Frame { kind: Kind::Start, value: at as u64, ..frame }, bytes(span, at, at + WIRE.data))?;
+        }
+        Ok(Some(unasked))
+    }
+
+    fn matched(&mut self, bytes: usize) -> Result<()> {
+        self.own_counters.matched += bytes as u64 + FOOTPRINT;
+        self.give_credit()
+    }
+
+    fn room(&self, rest: usize) -> usize {
+        if self.awaited < WINDOW { rest.min(WIRE.request) } else { 0 }
+    }
+
+    fn request(&mut self, frame: Frame) -> Result<()> {
+        self.lost().map_or(Ok(()), Err)?;
+        self.awaited += 1;
+        self.links.listen(self.peer, Traffic::Piece, WIRE.data)?;
+        self.say(frame, &[])
+    }
+
+    fn arrived(&mut self, whole: bool) -> Result<()> {
+        self.awaited -= 1;
+        // The sender keeps the staging of pieces until it hears that they were read.
+        if whole { self.say(Frame::bare(Kind::Credit), &[]) } else { Ok(()) }
+    }
+
+    fn serve(&mut self, frame: Frame, span: Span) -> Result<bool> {
+        let from = frame.value as usize;
+        let to = from + frame.payload(&WIRE);
+        self.say(frame, bytes(span, from, to)).map(|()| to == span.bytes)
+    }
+}
+
+/// A frame of a wire as its head says, with the counters behind it; `None` for a head that no sender writes.
+pub(super) fn decode(head: &[u8; HEAD]) -> Option<(Frame, Counters)> {
+    let mut words = head.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
+    let mut next = || words.next().unwrap_or_default();
+    let frame = Frame::decode([next(), next(), next(), next()], &WIRE)?;
+    Some((frame, Counters { read: next(), matched: next() }))
+}
+
+const _: () = assert!(WIRE.eager as u64 + FOOTPRINT <= BACKLOG);
