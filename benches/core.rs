@@ -9,13 +9,13 @@
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span, Spec};
+use symm::coll::message::{Message, MessageSpec};
 use symm::completion::Completion;
 use symm::control::Identity;
 use symm::dtype::{DType, ReduceOp};
 use symm::group::{Group, Tuning};
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
-use symm::messages::{Message, MessageSpec};
 use symm::rank::Rank;
 
 const OPS: &[&str] = &["barrier", "broadcast", "all_reduce", "all_reduce_bf16", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];

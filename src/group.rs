@@ -11,21 +11,23 @@ use crate::coll::cost::hardware::Device;
 use crate::coll::cost::profile;
 use crate::coll::cpu::{Runner, helpers};
 use crate::coll::cuda::agreement::launch_log;
+use crate::coll::message::Message;
 use crate::coll::plan::Thresholds;
 use crate::completion::{Completion, Observer};
 use crate::config::Config;
 use crate::control::{ControlBlock, Identity, Part};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::health::{DeviceSlot, Health};
 use crate::lock::lock;
 use crate::mem::layout::{Layout, MAX_RANKS};
 use crate::mem::shm::Segment;
-use crate::messages::{self, Message, Messages};
+use crate::messages::{self, Messages};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::symm_mem::peers::Linked;
 use crate::sync::limit::Limit;
-use crate::sys::{fork, remote};
+use crate::sys::remote;
 use crate::trace::{self, Recorder};
 use crate::watch;
 use crate::window;
@@ -79,12 +81,11 @@ pub struct Group {
     recorder: Arc<Recorder>,
     timeout_ms: AtomicU64,
     closed: AtomicBool,
-    /// Generation of the process that made the group.
-    generation: u64,
     watching: Mutex<Option<watch::Subscription>>,
     membership: Mutex<Option<boot::Membership>>,
     /// Communicator, made by the first call on a GPU.
-    communicator: Arc<device::Slot>,
+    communicator: Arc<DeviceSlot>,
+    health: Arc<Health>,
     /// Held by whoever sets the communicator up.
     setting_up: Mutex<()>,
     domains: window::Domains,
@@ -165,7 +166,7 @@ impl Group {
     fn with_watched(control: ControlBlock, watched: &[Member], timeout: Duration, tuning: Tuning) -> Result<Self> {
         let control = Arc::new(control);
         let (name, rank) = (control.name(), control.rank());
-        let communicator = Arc::<device::Slot>::default();
+        let communicator = Arc::<DeviceSlot>::default();
         let watching = if watched.is_empty() {
             None
         } else {
@@ -193,7 +194,8 @@ impl Group {
         let linked = Arc::<Linked>::default();
         let runner = Runner::new(Arc::clone(&control), tuning.thresholds, Arc::clone(&linked)).reading(direct);
         let engine = Engine::new(runner, Arc::clone(&recorder));
-        let messages = Messages::new(Arc::clone(&control), direct);
+        let health = Health::new(&control, &communicator, &recorder);
+        let messages = Messages::new(&health, direct);
         Ok(Self {
             refusals: Refusals::new(&control, &engine, &messages),
             engine,
@@ -202,10 +204,10 @@ impl Group {
             recorder,
             timeout_ms: AtomicU64::new(timeout.as_millis() as u64),
             closed: AtomicBool::new(false),
-            generation: fork::generation(),
             watching: Mutex::new(watching),
             membership: Mutex::default(),
             communicator,
+            health,
             setting_up: Mutex::new(()),
             domains: window::Domains::default(),
             linked,
@@ -215,14 +217,14 @@ impl Group {
     /// Runs `calls` in order behind everything submitted before, and returns when they are done.
     pub fn run(&self, calls: &[Call<'_>], timeout: Option<Duration>) -> Result<()> {
         self.check_open()?;
-        self.check_kernels()?;
+        self.health.check_kernels()?;
         self.engine.run(calls, timeout.unwrap_or_else(|| self.timeout()))
     }
 
     /// Queues `calls`; `completion` gets the outcome. The ticket is for `wait`.
     pub fn submit(&self, calls: &[Call<'_>], timeout: Option<Duration>, completion: Completion) -> Result<u64> {
         self.check_open()?;
-        self.check_kernels()?;
+        self.health.check_kernels()?;
         self.engine.submit(calls, timeout.unwrap_or_else(|| self.timeout()), completion)
     }
 
@@ -271,8 +273,8 @@ impl Group {
     /// A collective was refused on this rank, because of `text`, before anything was exchanged. If peers wait for it, and this rank makes
     /// no other call within 80 ms, the group fails: they learn so within 100 ms of their call or of this one, whichever is later.
     pub fn refuse(&self, text: String) {
-        if self.check_alive().and_then(|()| self.check_kernels()).is_ok() {
-            self.refusals.add(text, Refused::Collective { on_device: self.communicator().is_some() });
+        if self.check_alive().and_then(|()| self.health.check_kernels()).is_ok() {
+            self.refusals.add(text, Refused::Collective { on_device: self.health.communicator().is_some() });
         }
     }
 
@@ -299,25 +301,13 @@ impl Group {
         }
     }
 
-    /// Fails the group because of `error` on every rank, unless it has failed; blocked calls return at once. Returns the failure that
-    /// stands.
-    pub fn fail(&self, error: Error) -> Error {
-        if self.check_process().is_err() {
-            return error;
-        }
-        let stands = self.control.fail(error);
-        self.messages.close(&stands);
-        stands
-    }
-
     /// Fails the group on every rank; blocked calls return at once.
     pub fn abort(&self) {
         if self.check_process().is_err() || self.closed.load(Ordering::Acquire) {
             return;
         }
         let me = self.control.describe(self.control.rank());
-        let error = self.control.fail(Error::aborted(format!("{me} aborted group \"{}\"", self.control.name())));
-        self.messages.close(&error);
+        self.health.fail(Error::aborted(format!("{me} aborted group \"{}\"", self.control.name())));
     }
 
     /// Leaves the group once what was submitted is done, at the latest after the timeout. Idempotent.
@@ -361,6 +351,11 @@ impl Group {
         &self.control
     }
 
+    /// The group's first failure, and who hears of it.
+    pub(crate) fn health(&self) -> &Arc<Health> {
+        &self.health
+    }
+
     /// Record of the group's calls.
     pub fn recorder(&self) -> Arc<Recorder> {
         Arc::clone(&self.recorder)
@@ -393,13 +388,12 @@ impl Group {
 
     /// The group's first failure, or a member's death that no call has run into yet.
     pub fn error(&self) -> Option<Error> {
-        self.failure().or_else(|| self.control.dead())
+        self.health.error()
     }
 
     /// The group's first failure, on the host or a device.
     pub fn failure(&self) -> Option<Error> {
-        let failure = self.communicator().and_then(|communicator| communicator.failure()).or_else(|| self.control.failure());
-        failure.inspect(|error| self.recorder.saw(error))
+        self.health.failure()
     }
 
     /// Runs `body`. A panic in it fails the group on all ranks, unless this process is a forked child, which must not touch it.
@@ -409,7 +403,7 @@ impl Group {
 
     /// Rejects a group that belongs to the parent of this process.
     pub fn check_process(&self) -> Result<()> {
-        if fork::generation() == self.generation {
+        if !self.health.is_inherited() {
             return Ok(());
         }
         let (name, maker) = (self.control.name(), self.control.pid(self.control.rank()));
@@ -426,12 +420,6 @@ impl Group {
             return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
         }
         Ok(())
-    }
-
-    /// Whether a kernel of this rank has given up: only a caller that asks learns of it.
-    fn check_kernels(&self) -> Result<()> {
-        let failure = self.communicator().and_then(|communicator| communicator.failure());
-        failure.map_or(Ok(()), Err).inspect_err(|error| self.recorder.saw(error))
     }
 
     fn check_alive(&self) -> Result<()> {

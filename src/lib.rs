@@ -5,8 +5,10 @@
 //! - [`hosts`][]: a group on several hosts, with backends of torch between them
 //! - [`group`][]: a group of ranks and everything one can ask of it
 //! - [`engine`][]: the queue of a group's collectives on the host, and who runs them
-//! - [`window`][]: symmetric memory that programs use themselves, with signals beside it
-//! - [`fused`][]: matrix products fused with collectives; [`messages`][]: send and receive; [`trace`][]: the last calls, for when something fails
+//! - [`messages`][]: send and receive
+//! - [`health`][]: the first failure of a group, and how all its parts hear of it
+//! - [`window`][]: symmetric memory that programs use themselves, with signals beside it; [`fused`][]: matrix products fused with
+//!   collectives; [`trace`][]: the last calls, for when something fails
 //! - [`coll`][]: collectives: what was asked, what will run, how long it takes, on the host and on GPUs
 //! - [`symm_mem`][]: every rank's heap, mapped by all its peers; [`boot`][]: how ranks find each other and come to share memory;
 //!   [`watch`][]: noticing that one has died
@@ -33,6 +35,7 @@ pub mod engine;
 pub mod error;
 pub mod fused;
 pub mod group;
+pub mod health;
 pub mod host_map;
 pub mod hosts;
 pub mod kernels;

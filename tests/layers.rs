@@ -14,11 +14,13 @@ fn height(module: &str) -> u32 {
         "control" => 4,
         "boot" | "watch" | "symm_mem" => 5,
         "coll" => 6,
-        "messages" | "trace" | "fused" | "window" => 7,
-        "engine" => 8,
-        "group" => 9,
-        "hosts" => 10,
-        "bridge" => 11,
+        "trace" | "fused" | "window" => 7,
+        "health" => 8,
+        "messages" => 9,
+        "engine" => 10,
+        "group" => 11,
+        "hosts" => 12,
+        "bridge" => 13,
         other => panic!("module {other} has no place yet: add it to tests/layers.rs"),
     }
 }

@@ -11,10 +11,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use symm::coll::call::Span;
+use symm::coll::message::{Message, MessageSpec};
 use symm::completion::Completion;
 use symm::dtype::DType;
+use symm::health::Health;
 use symm::mem::layout::{HEADER_BYTES, LINE_PAIR, RING_HEAD};
-use symm::messages::{Message, MessageSpec, Messages};
+use symm::messages::Messages;
+use symm::trace::Recorder;
 
 /// Sizes of the receive: a message in one part, or one that is shown in parts.
 const WANTED: [usize; 2] = [64, 20 << 10];
@@ -38,7 +41,8 @@ fuzz_target!(|data: &[u8]| {
         segment.ptr(start + capacity - 8192, 8192).write_bytes(0, 8192);
         segment.ptr(start + begin, bytes).copy_from_nonoverlapping(frames.as_ptr(), bytes);
     }
-    let messages = Messages::new(Arc::clone(&control), false);
+    let recorder = Recorder::new(&control, Duration::from_secs(60));
+    let messages = Messages::new(&Health::new(&control, &Arc::default(), &recorder), false);
     let mut memory = vec![CANARY; 3 * wanted];
     let span = Span { addr: memory.as_mut_ptr() as usize + wanted, bytes: wanted };
     let message = |span| {
@@ -67,6 +71,7 @@ fuzz_target!(|data: &[u8]| {
         }
     }
     messages.stop();
+    recorder.leave();
     drop(messages);
     assert!(memory[..wanted].iter().chain(&memory[2 * wanted..]).all(|&byte| byte == CANARY), "written outside the receive");
 });

@@ -6,18 +6,21 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 use symm::coll::call::Span;
+use symm::coll::message::{Message, MessageSpec};
 use symm::completion::Completion;
 use symm::control::{ControlBlock, Identity, Part};
 use symm::dtype::DType;
 use symm::error::{Error, Result};
+use symm::health::Health;
 use symm::host_map::{HostMap, Placement};
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
 use symm::messages::links::{Links, Traffic};
-use symm::messages::{Around, Far, Message, MessageSpec, Messages};
+use symm::messages::{Far, Messages};
 use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
+use symm::trace::Recorder;
 
 const CANARY: u8 = 0xA5;
 const ME: Rank = Rank(0);
@@ -67,27 +70,6 @@ impl Links for Fed {
     fn close(&self, _peer: Rank) {}
 }
 
-/// A group that keeps its first failure.
-struct Alone(Mutex<Option<Error>>);
-
-impl Around for Alone {
-    fn calls(&self) -> u64 {
-        0
-    }
-
-    fn error(&self) -> Option<Error> {
-        self.0.lock().unwrap().clone()
-    }
-
-    fn fail(&self, error: Error) -> Error {
-        self.0.lock().unwrap().get_or_insert(error).clone()
-    }
-
-    fn cause(&self, _peer: Rank) -> Option<Error> {
-        self.error()
-    }
-}
-
 /// The frames in `data`: each a byte that says how many units of 16 bytes follow the head, the head, and these.
 fn frames(mut data: &[u8]) -> VecDeque<Vec<u8>> {
     let mut frames = VecDeque::new();
@@ -110,9 +92,12 @@ fuzz_target!(|data: &[u8]| {
     store.set("fuzz/0-1/here/1", b"1").expect("set");
     let (arrived, open) = (Default::default(), Mutex::new(false));
     let fed = Arc::new(Fed { frames: Mutex::new(frames(data)), arrived, begun: Condvar::new(), open });
-    let (links, around) = (Arc::clone(&fed) as Arc<dyn Links>, Box::new(Alone(Mutex::new(None))));
-    let messages = Messages::new(Arc::new(control), false);
-    messages.reach(Far { links, around, store, layout, me: ME, prefix: "fuzz/".into(), changed: Condvar::new() });
+    let links = Arc::clone(&fed) as Arc<dyn Links>;
+    let control = Arc::new(control);
+    let recorder = Recorder::new(&control, Duration::from_secs(60));
+    let health = Health::new(&control, &Arc::default(), &recorder);
+    let messages = Messages::new(&health, false);
+    messages.reach(Far { links, calls: Box::new(|| 0), store, layout, me: ME, prefix: "fuzz/".into(), changed: Condvar::new() });
     let mut memory = WANTED.map(|wanted| vec![CANARY; 3 * wanted]);
     for (tag, (memory, bytes)) in (0..).zip(memory.iter_mut().zip(WANTED)) {
         let span = Span { addr: memory.as_mut_ptr().addr() + bytes, bytes };
@@ -123,12 +108,13 @@ fuzz_target!(|data: &[u8]| {
     *fed.open.lock().unwrap() = true;
     fed.begun.notify_all();
     let begun = Instant::now();
-    while !fed.frames.lock().unwrap().is_empty() && messages.far().is_some_and(|far| far.around.error().is_none()) {
+    while !fed.frames.lock().unwrap().is_empty() && health.control().failure().is_none() {
         assert!(begun.elapsed() < Duration::from_secs(20), "it stays for ever");
         std::thread::yield_now();
     }
     messages.leave(&Error::aborted("the input is over"), "");
     messages.stop();
+    recorder.leave();
     for (memory, wanted) in memory.iter().zip(WANTED) {
         assert!(memory[..wanted].iter().chain(&memory[2 * wanted..]).all(|&byte| byte == CANARY), "written outside the receive");
     }

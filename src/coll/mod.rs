@@ -7,6 +7,7 @@ pub mod cost;
 pub mod cpu;
 pub mod cuda;
 pub mod describe;
+pub mod message;
 pub mod norm;
 pub mod plan;
 pub mod two_level;

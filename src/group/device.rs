@@ -4,21 +4,18 @@ use super::Group;
 use crate::coll::call::{Call, Op, Span, Spec};
 pub use crate::coll::cuda::communicator::CudaTarget;
 use crate::coll::cuda::communicator::{Communicator, Stage};
-
+use crate::coll::message::Message;
 use crate::error::{Error, Result};
+use crate::health::DeviceSlot;
 use crate::kernels::cuda::driver::Stream;
 use crate::lock::{lock, unpoisoned};
-use crate::messages::Message;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use crate::sys::thread;
 use crate::trace;
 use crate::window::{Meeting, SymmetricWindow};
-use std::sync::{Arc, RwLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// Slot in which a group keeps its communicator.
-pub(super) type Slot = RwLock<Option<Arc<Communicator>>>;
 
 /// A send or a receive in the memory of a GPU.
 #[derive(Clone, Copy, Debug)]
@@ -30,15 +27,9 @@ pub struct Transfer {
 }
 
 impl Group {
-    /// The group's GPUs, if they are set up. None in a forked child, where the driver's memory is not mapped.
-    pub(super) fn communicator(&self) -> Option<Arc<Communicator>> {
-        self.check_process().ok()?;
-        in_use(&self.communicator)
-    }
-
     /// torch's index of the device on which this rank's memory of the group is set up.
     pub fn device(&self) -> Option<i32> {
-        self.communicator().map(|communicator| communicator.device())
+        self.health.communicator().map(|communicator| communicator.device())
     }
 
     /// Sets up the group's memory on `device`; collective: blocks until all ranks have called it or launched. Idempotent.
@@ -48,7 +39,7 @@ impl Group {
 
     fn connected(&self, device: i32, timeout: Duration) -> Result<Arc<Communicator>> {
         self.check_open()?;
-        let communicator = match self.communicator() {
+        let communicator = match self.health.communicator() {
             Some(communicator) => communicator,
             None => self.set_up(device, timeout)?,
         };
@@ -65,7 +56,7 @@ impl Group {
     fn set_up(&self, device: i32, timeout: Duration) -> Result<Arc<Communicator>> {
         // Not the communicator's own lock: who asks for failures or leaves must not wait for peers that never come.
         let _turn = lock(&self.setting_up);
-        if let Some(communicator) = self.communicator() {
+        if let Some(communicator) = self.health.communicator() {
             return Ok(communicator);
         }
         self.check_alive()?;
@@ -174,13 +165,9 @@ impl Group {
     }
 }
 
-fn in_use(slot: &Slot) -> Option<Arc<Communicator>> {
-    unpoisoned(slot.read()).clone()
-}
-
 /// Lets go of the GPU memory of `rank`, which has died, on a thread of its own since kernels take a moment to end.
-pub(super) fn release_dead(slot: &Slot, rank: Rank) {
-    let Some(communicator) = in_use(slot) else { return };
+pub(super) fn release_dead(slot: &DeviceSlot, rank: Rank) {
+    let Some(communicator) = unpoisoned(slot.read()).clone() else { return };
     let work = move || {
         communicator.release_dead(rank);
         give_up(communicator);

@@ -184,12 +184,13 @@ mod tests {
     use crate::coll::call::{Op, Span, Spec};
     use crate::coll::cpu::Runner;
     use crate::coll::cuda::workspace::layout::Channel;
+    use crate::coll::message::{Message, MessageSpec};
     use crate::coll::plan::Thresholds;
     use crate::completion::Completion;
     use crate::control::tests::controls;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Kind;
-    use crate::messages::{Message, MessageSpec};
+    use crate::health::Health;
     use crate::trace::Recorder;
     use std::time::Instant;
 
@@ -198,8 +199,9 @@ mod tests {
         let rank = |control: ControlBlock| {
             let control = Arc::new(control);
             let recorder = Recorder::new(&control, Duration::from_secs(1));
+            let health = Health::new(&control, &Arc::default(), &recorder);
             let engine = Engine::new(Runner::new(Arc::clone(&control), Thresholds::default(), Arc::default()), recorder);
-            Refusals::new(&control, &engine, &Messages::new(Arc::clone(&control), false))
+            Refusals::new(&control, &engine, &Messages::new(&health, false))
         };
         controls(3).into_iter().map(rank).collect()
     }

@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::coll::call::{Op, Span, Spec};
+use crate::coll::message::MessageSpec;
 use crate::dtype::DType;
-use crate::messages::MessageSpec;
 
 /// Runs `body` on `n` ranks in threads of this process.
 fn with_ranks(n: u32, body: impl Fn(Group, u32) + Sync) {

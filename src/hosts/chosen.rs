@@ -96,16 +96,13 @@ impl HostsGroup {
             let name = |code: u8| if code == Partials::Fp32 as u8 { Partials::Fp32 } else { Partials::Tensor }.name();
             let [one, another] = [0, other].map(|rank| self.layout.describe(Rank(rank as u32)));
             let (group, a, b) = (self.inner.control().name(), name(first[0]), name(all[other * RECORD]));
-            return Err(self.shared.fail(
-                &self.inner,
-                Error::config(format!(
-                    "ranks of group \"{group}\" chose different types for sums between hosts: {one} has partials={a:?}, {another} has \
+            return Err(self.inner.health().fail(Error::config(format!(
+                "ranks of group \"{group}\" chose different types for sums between hosts: {one} has partials={a:?}, {another} has \
                      partials={b:?}; give torch_symm.Options(partials=...) the same value on all ranks"
-                )),
-            ));
+            ))));
         }
         let thresholds = Chosen::thresholds_of(first).ok_or_else(|| Error::internal("the first rank told impossible thresholds"));
-        let [thresholds, cuda] = thresholds.map_err(|error| self.shared.fail(&self.inner, error))?;
+        let [thresholds, cuda] = thresholds.map_err(|error| self.inner.health().fail(error))?;
         self.shared.choose(Chosen { thresholds, cuda, ..chosen });
         Ok(())
     }

@@ -161,7 +161,7 @@ impl<'a> Between<'a> {
     /// The deadline has passed. The host that knows more says who is missing.
     fn missed(&self) -> Error {
         let executor = self.executor;
-        executor.shared.cause(executor.inner, executor.local(), HEAR).unwrap_or_else(|| self.late())
+        executor.inner.health().cause(executor.local(), HEAR).unwrap_or_else(|| self.late())
     }
 
     fn late(&self) -> Error {
@@ -175,7 +175,7 @@ impl<'a> Between<'a> {
     /// A host says why it failed before its rails close. Its deadline may have passed just before this one's.
     fn broken(&self, error: Error) -> Error {
         let executor = self.executor;
-        executor.shared.cause(executor.inner, executor.local(), executor.limit.left().unwrap_or_default().max(HEAR)).unwrap_or_else(|| {
+        executor.inner.health().cause(executor.local(), executor.limit.left().unwrap_or_default().max(HEAR)).unwrap_or_else(|| {
             let (about, me, others) =
                 (executor.about(), executor.layout.describe(executor.rank), executor.layout.name_others(executor.host()));
             let local = executor.local();

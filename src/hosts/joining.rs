@@ -119,16 +119,16 @@ impl HostsGroup {
             prefix: format!("symm-news/{}/{}", options.group, Config::get().restart),
             layout: &layout,
             me: rank,
-            host: Arc::new(Inner(Arc::downgrade(&inner), Arc::clone(&current))),
+            host: Arc::new(Inner(Arc::clone(inner.health()), Arc::clone(&current))),
             limit,
             addresses: None,
             times: Times::default(),
             engines: format!("{engines}{BETWEEN_NAMES}{members}"),
             late: &late,
         };
-        let (news, told) = meeting.meet().map_err(|error| inner.fail(error))?;
+        let (news, told) = meeting.meet().map_err(|error| inner.health().fail(error))?;
         let failed = |error: Error| {
-            let stands = inner.fail(error);
+            let stands = inner.health().fail(error);
             news.tell(&stands);
             stands
         };
@@ -178,7 +178,7 @@ impl HostsGroup {
         (news, current, life): (News, Arc<Current>, Life),
         engines: &Engines,
     ) -> Self {
-        let shared = Arc::new(Shared::new(rail, news, current, Traffic::of(inner.control().name(), engines)));
+        let shared = Shared::new(inner.health(), rail, (news, current), Traffic::of(inner.control().name(), engines));
         let runner = Runner { inner: Arc::clone(&inner), layout: Arc::clone(&layout), shared: Arc::clone(&shared), rank, sequence: 0 };
         inner.recorder().note_hosts(layout.name_others(layout.host(rank)));
         let engine = Engine::new(runner, inner.recorder());

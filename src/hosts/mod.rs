@@ -32,6 +32,7 @@ mod tests;
 pub mod traffic;
 
 use crate::coll::call::Call;
+use crate::coll::message::Message;
 use crate::completion::{Completion, Observer};
 use crate::control::ControlBlock;
 use crate::engine::{Engine, Run};
@@ -39,7 +40,7 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::host_map::HostMap;
 use crate::messages::links::Links;
-use crate::messages::{Around, Far, Message, TICKET_BIT};
+use crate::messages::{Far, TICKET_BIT};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::sync::limit::Limit;
@@ -51,7 +52,7 @@ use rail::Life;
 use refusal::Refusals;
 use shared::Shared;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Condvar, Weak};
+use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
 use traffic::Path;
 
@@ -70,36 +71,6 @@ pub struct HostsGroup {
     /// Number of monitored barriers.
     monitored: AtomicU64,
     life: Life,
-}
-
-/// What messages between hosts know of their group, which owns them.
-struct Whole {
-    inner: Weak<Group>,
-    layout: Arc<HostMap>,
-    shared: Arc<Shared>,
-    engine: Weak<Engine<Runner>>,
-}
-
-impl Around for Whole {
-    fn calls(&self) -> u64 {
-        let (inner, engine) = (self.inner.upgrade(), self.engine.upgrade());
-        engine.map_or(0, |engine| engine.sequence()) + inner.map_or(0, |inner| inner.recorder().messages())
-    }
-
-    fn error(&self) -> Option<Error> {
-        self.inner.upgrade().and_then(|inner| inner.error())
-    }
-
-    fn fail(&self, error: Error) -> Error {
-        match self.inner.upgrade() {
-            Some(inner) => self.shared.fail(&inner, error),
-            None => error,
-        }
-    }
-
-    fn cause(&self, peer: Rank) -> Option<Error> {
-        self.shared.cause(&*self.inner.upgrade()?, self.layout.local(peer), Duration::MAX)
-    }
 }
 
 /// The record of a message whose peer it knows by its rank in the default group.
@@ -160,17 +131,17 @@ impl Run for Runner {
         let outcome = executor.run();
         shared.current.set(None);
         shared.traffic.ended(&[Path::Rail(layout.local(self.rank))]);
-        outcome.map_err(|error| shared.fail(inner, error))
+        outcome.map_err(|error| inner.health().fail(error))
     }
 }
 
 impl HostsGroup {
     /// Makes messages between hosts go by `links`, whose ranks meet through `store`.
     fn send_by(&self, links: Arc<dyn Links>, store: Arc<dyn Store>) {
-        let (inner, layout, shared) = (Arc::downgrade(&self.inner), Arc::clone(&self.layout), Arc::clone(&self.shared));
-        let around = Box::new(Whole { inner, layout, shared, engine: Arc::downgrade(&self.engine) });
+        let (recorder, engine) = (self.inner.recorder(), Arc::downgrade(&self.engine));
+        let calls = Box::new(move || engine.upgrade().map_or(0, |engine| engine.sequence()) + recorder.messages());
         let (layout, me, prefix) = (Arc::clone(&self.layout), self.rank, self.life.name("symm-pair", ""));
-        self.inner.messages().reach(Far { links, around, store, layout, me, prefix, changed: Condvar::new() });
+        self.inner.messages().reach(Far { links, calls, store, layout, me, prefix, changed: Condvar::new() });
     }
 
     fn global(&self, rank: Rank) -> Rank {
@@ -317,13 +288,7 @@ impl HostsGroup {
 
     /// Fails the group on every rank; blocked calls return at once.
     pub fn abort(&self) {
-        if self.inner.check_process().is_err() {
-            return;
-        }
         self.inner.abort();
-        if let Some(failure) = self.inner.control().failure() {
-            self.shared.fail(&self.inner, failure);
-        }
     }
 
     /// Leaves the group once what was submitted is done; what is not after `limit` fails, here and on its peers. Idempotent.
@@ -338,7 +303,7 @@ impl HostsGroup {
         let since = Instant::now();
         if !self.engine.drain(limit) {
             let (me, name) = (self.layout.describe(self.rank), self.inner.control().name());
-            self.shared.fail(&self.inner, Error::aborted(format!("{me} left group \"{name}\" with calls under way")));
+            self.inner.health().fail(Error::aborted(format!("{me} left group \"{name}\" with calls under way")));
         }
         self.forget_keys();
         self.inner.messages().say_goodbye(limit.saturating_sub(since.elapsed()));

@@ -12,20 +12,13 @@ use super::rail::Rail;
 use super::traffic::Traffic;
 use crate::coll::cost::wire::Thresholds;
 use crate::error::{Error, Result};
-use crate::group::Group;
+use crate::health::{Health, Listener};
 use crate::lock::lock;
-use crate::sys::fork;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Time that a rank which has lost a rail waits to hear why.
-const HEAR: Duration = Duration::from_millis(400);
-/// Time after which a rail is taken to be lost because somebody has left, in order or not: a failure that others tell comes sooner.
-const SURE: Duration = Duration::from_millis(150);
-/// Pause between two looks.
-const PAUSE: Duration = Duration::from_millis(10);
 /// Time that leaving waits for a backend to end.
 const RELEASE: Duration = Duration::from_millis(800);
 /// The same once the group has failed: a transfer that nobody answers may go on until its deadline.
@@ -67,20 +60,17 @@ impl Current {
     }
 }
 
-/// The ranks of this host, until their group goes, and what this one does.
-pub(super) struct Inner(pub(super) Weak<Group>, pub(super) Arc<Current>);
+/// The ranks of this host, and what this one does.
+pub(super) struct Inner(pub(super) Arc<Health>, pub(super) Arc<Current>);
 
 impl Host for Inner {
     fn failure(&self) -> Option<Error> {
-        let inner = self.0.upgrade()?;
         // Nobody here needs to run into a death before it ends the group.
-        inner.failure().or_else(|| inner.control().dead().map(|death| inner.fail(death)))
+        self.0.failure().or_else(|| self.0.control().dead().map(|death| self.0.fail(death)))
     }
 
     fn fail(&self, error: Error) {
-        if let Some(inner) = self.0.upgrade() {
-            inner.fail(error);
-        }
+        self.0.fail(error);
     }
 
     fn waiting(&self) -> Option<Waiting> {
@@ -92,9 +82,7 @@ impl Host for Inner {
     }
 
     fn note_late(&self, call: u64, hosts: String) {
-        if let Some(inner) = self.0.upgrade() {
-            inner.recorder().note_late(call, hosts);
-        }
+        self.0.recorder().note_late(call, hosts);
     }
 
     fn launched(&self) -> Vec<Header> {
@@ -102,9 +90,20 @@ impl Host for Inner {
     }
 
     fn departures(&self) -> Vec<(usize, String)> {
-        let inner = self.0.upgrade();
-        let control = inner.as_ref().map(|inner| inner.control());
-        control.map_or_else(Vec::new, |control| control.ranks().filter_map(|rank| Some((rank.index(), control.departure(rank)?))).collect())
+        let control = self.0.control();
+        control.ranks().filter_map(|rank| Some((rank.index(), control.departure(rank)?))).collect()
+    }
+}
+
+impl Listener for Shared {
+    /// Tells the other hosts, and lets go of the rail.
+    fn failed(&self, failure: &Error) {
+        self.news.tell(failure);
+        self.let_go(Duration::ZERO);
+    }
+
+    fn departure(&self, local: usize) -> Option<Error> {
+        self.news.departure(local)
     }
 }
 
@@ -118,25 +117,31 @@ pub(super) struct Shared {
     chosen: OnceLock<Chosen>,
     /// Closed when the rail has ended.
     ending: Mutex<Receiver<()>>,
-    generation: u64,
-    failed: AtomicBool,
+    health: Arc<Health>,
     left: AtomicBool,
 }
 
 impl Shared {
-    pub(super) fn new(rail: Option<Arc<dyn Rail>>, news: News, current: Arc<Current>, traffic: Arc<Traffic>) -> Self {
+    pub(super) fn new(
+        health: &Arc<Health>,
+        rail: Option<Arc<dyn Rail>>,
+        (news, current): (News, Arc<Current>),
+        traffic: Arc<Traffic>,
+    ) -> Arc<Self> {
         let (ended, ending) = channel();
-        Self {
+        let shared = Arc::new(Self {
             rail: Mutex::new(rail.map(|rail| Arc::new(Held::new(rail, ended)))),
             news,
             current,
             traffic,
             chosen: OnceLock::new(),
             ending: Mutex::new(ending),
-            generation: fork::generation(),
-            failed: AtomicBool::new(false),
+            health: Arc::clone(health),
             left: AtomicBool::new(false),
-        }
+        });
+        let listener: Arc<dyn Listener> = shared.clone();
+        health.listen(Arc::downgrade(&listener));
+        shared
     }
 
     /// What calls go by.
@@ -165,19 +170,9 @@ impl Shared {
         rail.ok_or_else(|| Error::aborted("the group has left its other hosts"))
     }
 
-    /// Fails the group because of `error` on this host at once, and on the others; returns the failure that stands here.
-    pub(super) fn fail(&self, inner: &Group, error: Error) -> Error {
-        let stands = inner.fail(error);
-        if !self.failed.swap(true, Ordering::AcqRel) {
-            self.news.tell(&stands);
-            self.let_go(Duration::ZERO);
-        }
-        stands
-    }
-
     /// Whether this process is a child of the one that made the group. It forgets the rail, which would wait for threads that it has not.
     pub(super) fn is_inherited(&self) -> bool {
-        let inherited = self.generation != fork::generation();
+        let inherited = self.health.is_inherited();
         if inherited && let Ok(mut rail) = self.rail.try_lock() {
             std::mem::forget(rail.take());
         }
@@ -189,20 +184,6 @@ impl Shared {
         self.news.tell(failure);
     }
 
-    /// What has failed on another host, or who has left it, if that is told soon, within `limit`, to the rank with this `local` index.
-    pub(super) fn cause(&self, inner: &Group, local: usize, limit: Duration) -> Option<Error> {
-        let (begun, most) = (Instant::now(), limit.min(HEAR));
-        loop {
-            let over = begun.elapsed() >= most;
-            let departure = || if over || begun.elapsed() >= SURE { self.news.departure(local) } else { None };
-            let told = inner.error().or_else(departure);
-            if told.is_some() || over {
-                return told;
-            }
-            std::thread::sleep(PAUSE);
-        }
-    }
-
     /// Whether the caller is the first that leaves.
     pub(super) fn leave(&self) -> bool {
         !self.left.swap(true, Ordering::AcqRel)
@@ -211,7 +192,7 @@ impl Shared {
     /// Tells the other hosts that this rank has left as `how` says, lets go of its rail and waits for the end of that, for a moment.
     pub(super) fn release(&self, how: &str) {
         self.news.leave(how);
-        self.let_go(if self.failed.load(Ordering::Acquire) { RELEASE_FAILED } else { RELEASE });
+        self.let_go(if self.health.failure().is_some() { RELEASE_FAILED } else { RELEASE });
     }
 
     /// Lets go of the rail, and waits for at most `limit` until it has ended: calls that use it may still have to see that the group has

@@ -182,7 +182,7 @@ fn on_hosts_until(most: usize, hosts: &[u8], body: impl Fn(&HostsGroup, usize) +
                 });
                 let (me, inner) = (Rank(rank as u32), Arc::new(inner));
                 let current = Arc::new(Current::default());
-                let host = Arc::new(Inner(Arc::downgrade(&inner), Arc::clone(&current)));
+                let host = Arc::new(Inner(Arc::clone(inner.health()), Arc::clone(&current)));
                 let (limit, addresses) = (Limit::from(Instant::now(), limit), Some(vec![Ipv4Addr::LOCALHOST.into()]));
                 let (prefix, times, engines) = ("news".into(), Times::default(), String::new());
                 let meeting = Meeting {
@@ -398,7 +398,7 @@ fn a_rank_that_waits_on_its_rail_sees_a_failure_on_its_own_host() {
                 scope.spawn(|| {
                     std::thread::sleep(Duration::from_millis(100));
                     // Only within the host: the rails stay as they are.
-                    group.inner().abort();
+                    group.inner().control().fail(Error::aborted("rank 1 aborted group \"test\""));
                 });
             }
             let begun = Instant::now();
@@ -453,7 +453,7 @@ fn messages_stay_on_a_host() {
         let mut byte = [rank as u8];
         let span = Span { addr: byte.as_mut_ptr().addr(), bytes: 1 };
         let message = |peer: u32| {
-            crate::messages::Message::of(crate::messages::MessageSpec {
+            crate::coll::message::Message::of(crate::coll::message::MessageSpec {
                 peer: Some(Rank(peer)),
                 tag: 0,
                 dtype: DType::U8,

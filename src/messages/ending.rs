@@ -8,6 +8,7 @@ use crate::completion::Finished;
 use crate::control::ControlBlock;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::health::Listener;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::collections::BTreeMap;
@@ -197,6 +198,12 @@ fn state_of(control: &ControlBlock, peer: Rank) -> String {
     format!("{} ({state})", control.describe(peer))
 }
 
+impl Listener for Messages {
+    fn failed(&self, failure: &Error) {
+        self.close(failure);
+    }
+}
+
 impl Messages {
     /// Completes everything that is open with `error`; no message begins any more.
     pub fn close(&self, error: &Error) {
@@ -230,7 +237,7 @@ impl Messages {
         })
     }
 
-    /// Fails the group on this host; other hosts learn of it without the lock, in `complete`.
+    /// Fails the group on this host; the rest of it hears of that without the lock, in `complete`.
     fn fail_under_lock(&self, state: &mut State, error: Error) {
         let error = self.control.fail(error);
         state.untold = Some(error.clone());
@@ -241,8 +248,8 @@ impl Messages {
     pub(super) fn complete(&self, mut state: MutexGuard<'_, State>) {
         let (finished, untold) = (std::mem::take(&mut state.finished), state.untold.take());
         drop(state);
-        if let (Some(error), Some(far)) = (untold, self.far.get()) {
-            far.around.fail(error);
+        if let Some(error) = untold {
+            self.health.fail(error);
         }
         if finished.is_empty() {
             return;
@@ -262,7 +269,7 @@ impl Messages {
         if self.lock().open.is_empty() {
             return;
         }
-        let told = self.far.get().and_then(|far| far.around.error());
+        let told = self.far.get().and_then(|_| self.health.error());
         let mut state = self.lock();
         self.fail_hopeless(&mut state);
         // A death on this host has its own words above.

@@ -18,24 +18,12 @@ pub(super) const LOOK: Duration = Duration::from_millis(20);
 /// Time that leaving waits for peers to read what was sent, and again for connections to end.
 const RELEASE: Duration = Duration::from_secs(1);
 
-/// What messages between hosts know of the group around them.
-pub trait Around: Send + Sync {
-    /// Number of calls that this rank has made in the group: collectives and messages.
-    fn calls(&self) -> u64;
-    /// The first failure, or the death of a rank of this host.
-    fn error(&self) -> Option<Error>;
-    /// Fails the group on all hosts; returns the failure that stands.
-    fn fail(&self, error: Error) -> Error;
-    /// Reason why the connection to a rank was lost, if it is told soon.
-    fn cause(&self, peer: Rank) -> Option<Error>;
-}
-
 /// The ranks of other hosts, and how messages reach them.
 pub struct Far {
     /// Carry the frames.
     pub links: Arc<dyn Links>,
-    /// The group.
-    pub around: Box<dyn Around>,
+    /// Number of calls that this rank has made in the group: collectives and messages.
+    pub calls: Box<dyn Fn() -> u64 + Send + Sync>,
     /// Store through which two ranks meet.
     pub store: Arc<dyn Store>,
     /// Which ranks are on which host.
@@ -92,7 +80,7 @@ impl Messages {
             let Some(far) = this.far.get() else { return };
             let panicked = catch_unwind(AssertUnwindSafe(|| work(&this, far))).err();
             if let Some(panic) = panicked {
-                this.fail(far, Error::panicked(&far.layout.describe(far.me), &*panic));
+                this.health.fail(Error::panicked(&far.layout.describe(far.me), &*panic));
             }
             this.lock().threads.retain(|&thread| thread != std::thread::current().id());
             far.changed.notify_all();
@@ -113,7 +101,7 @@ impl Messages {
 
     /// Says to ranks of other hosts that this one leaves, and returns once they have read what was sent, or `limit` has passed.
     pub fn say_goodbye(&self, limit: Duration) {
-        let Some(far) = self.far.get().filter(|far| far.around.error().is_none()) else { return };
+        let Some(far) = self.far.get().filter(|_| self.health.error().is_none()) else { return };
         let deadline = Instant::now() + limit.min(RELEASE);
         let mut state = self.lock();
         if state.closed.is_some() {

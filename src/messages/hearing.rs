@@ -9,6 +9,7 @@ use super::wire::{Counters, HEAD, LONGEST, Phase, Refusal, Wire, decode, traffic
 use super::{Messages, State};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use std::time::Duration;
 
 impl State {
     /// Does what a frame of a rank of another host asks for; `payload` has come with it.
@@ -106,7 +107,7 @@ impl Messages {
         let Some(wire) = state.wire(peer) else { return };
         if let Some(first) = wire.lost() {
             drop(state);
-            self.fail(far, first);
+            self.health.fail(first);
             return;
         }
         wire.phase = Phase::Lost(cause.clone());
@@ -114,13 +115,8 @@ impl Messages {
         far.changed.notify_all();
         // A mismatch has ended its own message already.
         if is_urgent || !broken {
-            let told = if broken { far.around.cause(peer) } else { None };
-            self.fail(far, told.unwrap_or(cause));
+            let told = if broken { self.health.cause(far.layout.local(peer), Duration::MAX) } else { None };
+            self.health.fail(told.unwrap_or(cause));
         }
-    }
-
-    pub(super) fn fail(&self, far: &Far, error: Error) {
-        let stands = far.around.fail(error);
-        self.close(&stands);
     }
 }

@@ -13,7 +13,6 @@ mod link;
 pub mod links;
 mod matching;
 mod meet;
-mod message;
 mod peer;
 mod reading;
 mod refused;
@@ -21,8 +20,7 @@ mod ring;
 mod waiting;
 mod wire;
 
-pub use far::{Around, Far};
-pub use message::{Message, MessageSpec};
+pub use far::Far;
 pub use refused::REFUSAL_DELAY;
 
 use self::ending::about;
@@ -33,10 +31,12 @@ use self::peer::Peer;
 use self::ring::Ring;
 use self::wire::Wire;
 use crate::coll::call::Span;
+use crate::coll::message::{Message, MessageSpec};
 use crate::completion::{Completion, Finished};
 use crate::control::ControlBlock;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::health::{Health, Listener};
 use crate::lock::lock;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
@@ -53,6 +53,7 @@ pub const TICKET_BIT: u64 = 1 << 63;
 
 /// A rank's sends and receives.
 pub struct Messages {
+    health: Arc<Health>,
     control: Arc<ControlBlock>,
     direct: bool,
     state: Mutex<State>,
@@ -84,7 +85,7 @@ struct State {
     steps: u64,
     /// Error that completed all transfers, the first one; none starts after that.
     closed: Option<Error>,
-    /// The same, while other hosts have not been told.
+    /// The same, while the rest of the group has not heard of it.
     untold: Option<Error>,
     stopping: bool,
     /// Messages reach ranks of other hosts.
@@ -150,7 +151,8 @@ struct Begun {
 const STREAM_BYTES: usize = 8 << 20;
 impl Messages {
     /// Makes a table without transfers. `direct` says that every rank may read every other's memory.
-    pub fn new(control: Arc<ControlBlock>, direct: bool) -> Arc<Self> {
+    pub fn new(health: &Arc<Health>, direct: bool) -> Arc<Self> {
+        let (health, control) = (Arc::clone(health), Arc::clone(health.control()));
         let own = control.shown(control.rank());
         let size = control.ranks().map(|rank| control.shown(rank).index() + 1).max().unwrap_or_default();
         let mut state = State {
@@ -181,7 +183,10 @@ impl Messages {
         }
         state.peers[own.index()] = Peer::Own;
         let (state, begun, worker) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
-        Arc::new(Self { control, direct, state, begun, worker, requested: AtomicU64::new(0), far: OnceLock::new() })
+        let made = Arc::new(Self { health, control, direct, state, begun, worker, requested: AtomicU64::new(0), far: OnceLock::new() });
+        let listener: Arc<dyn Listener> = made.clone();
+        made.health.listen(Arc::downgrade(&listener));
+        made
     }
 
     /// Reaches ranks of other hosts from now on; no message has begun yet.

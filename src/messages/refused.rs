@@ -47,7 +47,7 @@ impl Messages {
     /// Notes that this rank has refused to send to `peer`, or to receive from it, because of `why`; `None`: to receive from any rank.
     pub fn refuse(self: &Arc<Self>, peer: Option<Rank>, send: bool, tag: i32, why: String) {
         let Some(far) = self.far.get() else { return };
-        let (begun, messages) = (far.around.calls(), Arc::downgrade(self));
+        let (begun, messages) = ((far.calls)(), Arc::downgrade(self));
         let tell = move || {
             if let Some(messages) = messages.upgrade() {
                 let refusal = Refusal { send, tag, why };
@@ -65,7 +65,7 @@ impl Messages {
     /// Tells `peer`, unless this rank has made another call than the first `begun`, or the group has ended.
     fn tell_refused(self: &Arc<Self>, peer: Rank, begun: u64, refusal: Refusal) {
         let Some(far) = self.far.get() else { return };
-        let calls = far.around.calls();
+        let calls = (far.calls)();
         let mut state = self.lock();
         if calls != begun || state.closed.is_some() {
             return;
@@ -86,7 +86,7 @@ impl Messages {
         let mut state = self.lock();
         let begins = self.spawn(&mut state, "symm-messages-no", move |this, far| {
             let mut told = BTreeSet::new();
-            while far.around.calls() == begun && this.lock().closed.is_none() {
+            while (far.calls)() == begun && this.lock().closed.is_none() {
                 let mut wanting = this.lock().unmet();
                 wanting.retain(|&rank| far.store.check(&[&far.key(rank, rank)]).unwrap_or(false));
                 let ranks: BTreeSet<Rank> = this.lock().met().map(|wire| wire.peer).chain(wanting).collect();
@@ -103,7 +103,7 @@ impl Messages {
 
     /// Fails if this rank has refused what the peer of `wire` waits for, as its `frame` says, and has made no call since.
     pub(super) fn check_refused(&self, far: &Far, wire: &Wire, frame: Frame) -> Result<()> {
-        let stands = |(refusal, calls): &&(Refusal, u64)| refusal.is_asked(&frame) && *calls == far.around.calls();
+        let stands = |(refusal, calls): &&(Refusal, u64)| refusal.is_asked(&frame) && *calls == (far.calls)();
         let Some((Refusal { send, tag, why }, _)) = wire.own.as_ref().filter(stands) else { return Ok(()) };
         let waits = if *send { "recv" } else { "send" };
         let dtype = DType::from_torch(i32::from(frame.dtype)).map_or("unknown", DType::name);

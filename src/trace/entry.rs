@@ -2,9 +2,9 @@
 
 use crate::coll::call::{Op, Span, Spec};
 use crate::coll::describe::Description;
+use crate::coll::message::{Message, MessageSpec};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Kind, Result};
-use crate::messages::{Message, MessageSpec};
 use crate::rank::Rank;
 
 /// The operation of the call.

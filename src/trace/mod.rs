@@ -17,12 +17,12 @@ pub use entry::{Phase, Target};
 pub use ring::KEPT;
 
 use crate::coll::call::{Call, Spec};
+use crate::coll::message::Message;
 use crate::completion::Observer;
 use crate::config::Config;
 use crate::control::ControlBlock;
 use crate::error::{Error, Kind, Result};
 use crate::lock::lock;
-use crate::messages::Message;
 use crate::rank::Rank;
 use crate::sys::fork::{self, PerProcess};
 use entry::{Entry, State, What};

@@ -1,10 +1,10 @@
 use super::*;
 use crate::coll::call::{Op, Span};
+use crate::coll::message::MessageSpec;
 use crate::control::Identity;
 use crate::dtype::{DType, ReduceOp};
 use crate::mem::layout::Layout;
 use crate::mem::shm::Segment;
-use crate::messages::MessageSpec;
 use serde_json::Value;
 use std::time::Instant;
 

@@ -6,11 +6,11 @@ use std::sync::Mutex;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
+use symm::coll::message::{Message, MessageSpec};
 use symm::completion::Completion;
 use symm::dtype::DType;
 use symm::error::{Error, Kind};
 use symm::group::Group;
-use symm::messages::{Message, MessageSpec};
 use symm::rank::Rank;
 
 const RUNS: usize = 11;

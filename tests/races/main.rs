@@ -7,6 +7,7 @@
 use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span, Spec};
+use symm::coll::message::{Message, MessageSpec};
 use symm::coll::plan::Thresholds;
 use symm::completion::Completion;
 use symm::control::{ControlBlock, Identity};
@@ -15,7 +16,6 @@ use symm::error::{Kind, Result};
 use symm::group::{Group, Tuning};
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
-use symm::messages::{Message, MessageSpec};
 use symm::rank::Rank;
 use symm::window::signal_host::SignalPads;
 

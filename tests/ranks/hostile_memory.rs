@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Op, Span};
+use symm::coll::message::{Message, MessageSpec};
 use symm::completion::Completion;
 use symm::control::Identity;
 use symm::dtype::DType;
@@ -15,7 +16,6 @@ use symm::error::{Error, Kind, Result};
 use symm::group::{Group, Tuning};
 use symm::mem::layout::{INLINE_BYTES, LINE_PAIR, Layout, POST_HEAD, RING_HEAD};
 use symm::mem::shm::Segment;
-use symm::messages::{Message, MessageSpec};
 use symm::rank::Rank;
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -45,7 +45,7 @@ impl HostsGroup {
         let mut state = cuda.state();
         self.meet(cuda, &mut state, &far, target, timeout)?;
         let outcome = self.send_all(cuda, &mut state, &near, &far, target, timeout);
-        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.shared.fail(&self.inner, error) })
+        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.inner.health().fail(error) })
     }
 
     /// Connects this rank with those on other hosts that it sends to or receives from.

@@ -177,7 +177,7 @@ impl HostsGroup {
         self.engine.run(&[Call::inner(Spec { op: Op::AllGather, inputs, outputs, ..Spec::barrier(None) })], timeout)?;
         let ranks: Vec<Rank> = (0..n as u32).map(Rank).collect();
         let agreed = Header::agree(&all, each, &ranks, &self.layout, self.inner.control().name());
-        agreed.map(drop).map_err(|error| self.shared.fail(&self.inner, error))
+        agreed.map(drop).map_err(|error| self.inner.health().fail(error))
     }
 
     /// Sets up the group's GPUs: blocks until all ranks have called it or launched. Idempotent.
@@ -239,7 +239,7 @@ impl HostsGroup {
     fn unconnected(&self, error: Error, others: &str) -> Error {
         let (me, name) = (self.layout.describe(self.rank), self.inner.control().name());
         let text = format!("{me} could not connect its GPU with {others} in group \"{name}\": {}", error.message);
-        self.shared.fail(&self.inner, Error { message: text, ..error })
+        self.inner.health().fail(Error { message: text, ..error })
     }
 
     /// Connects the GPUs as far as `needed`, with all ranks.
@@ -290,8 +290,7 @@ impl HostsGroup {
         let on = self.rail().map_or_else(String::new, |rail| format!(" on rail {rail}"));
         cuda.watch.start(Watched {
             device: Device::open(ordinal)?,
-            inner: Arc::downgrade(&self.inner),
-            shared: Arc::clone(&self.shared),
+            health: Arc::clone(self.inner.health()),
             connections: Arc::clone(&cuda.connections),
             rail: self.rail(),
             who: format!("group \"{name}\": {} waited{on} for {others}", self.layout.describe(self.rank)),
@@ -333,7 +332,7 @@ impl HostsGroup {
         };
         let outcome = enqueue();
         // Whatever failed half-way leaves others waiting; a bad argument was refused before.
-        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.shared.fail(&self.inner, error) })
+        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.inner.health().fail(error) })
     }
 
     /// Enqueues one call.

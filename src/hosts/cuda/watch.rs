@@ -5,8 +5,7 @@
 use super::backends::Connections;
 use crate::coll::describe::Description;
 use crate::error::{Error, Result};
-use crate::group::Group;
-use crate::hosts::shared::Shared;
+use crate::health::Health;
 use crate::kernels::cuda::driver::{Device, Event, RelaxedCapture, Stream};
 use crate::lock::{lock, unpoisoned};
 use crate::sys::thread;
@@ -14,7 +13,7 @@ use crate::trace::{Phase, Recorder};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Pause between two looks.
@@ -55,8 +54,7 @@ pub(super) struct Watch {
 /// What the thread looks at.
 pub(super) struct Watched {
     pub(super) device: Device,
-    pub(super) inner: Weak<Group>,
-    pub(super) shared: Arc<Shared>,
+    pub(super) health: Arc<Health>,
     pub(super) connections: Arc<Connections>,
     /// Number of this rank's rail, if it has one.
     pub(super) rail: Option<u16>,
@@ -111,15 +109,13 @@ impl Watch {
         let _relaxed = RelaxedCapture::begin()?;
         let _entered = watched.device.enter()?;
         while !self.closed.load(Ordering::Acquire) {
-            let Some(inner) = watched.inner.upgrade() else { break };
-            if let Some(late) = self.look(watched, &inner.recorder())? {
-                watched.shared.fail(&inner, late);
+            if let Some(late) = self.look(watched, watched.health.recorder())? {
+                watched.health.fail(late);
             }
-            if inner.failure().is_some() || inner.control().failure().is_some() {
+            if watched.health.failure().is_some() {
                 watched.connections.abort();
                 break;
             }
-            drop(inner);
             std::thread::sleep(LOOK);
         }
         Ok(())

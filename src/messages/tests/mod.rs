@@ -10,10 +10,16 @@ use crate::control::Identity;
 use crate::dtype::DType;
 use crate::mem::layout::Layout;
 use crate::mem::shm::Segment;
+use crate::trace::Recorder;
 
 /// No process has it: what is read of it fails.
 const NOBODY: u32 = i32::MAX as u32;
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Health of the group of `control`, which has no GPUs.
+fn health(control: &Arc<ControlBlock>) -> Arc<Health> {
+    Health::new(control, &Arc::default(), &Recorder::new(control, PATIENCE))
+}
 
 /// Three ranks of this process, of which rank 0 takes rank 1 for one whose memory it cannot read.
 fn ranks() -> Vec<Arc<Messages>> {
@@ -23,7 +29,8 @@ fn ranks() -> Vec<Arc<Messages>> {
         let segment = Segment::map(file.try_clone().expect("dup"), bytes).expect("map");
         let pid = |peer| if rank == 0 && peer == 1 { NOBODY } else { std::process::id() };
         let members = (0..3).map(|global| Identity { pid: pid(global), global }).collect();
-        Messages::new(Arc::new(ControlBlock::new(segment, Rank(rank), "test".into(), members, 1)), true)
+        let control = Arc::new(ControlBlock::new(segment, Rank(rank), "test".into(), members, 1));
+        Messages::new(&health(&control), true)
     };
     (0..3).map(rank).collect()
 }

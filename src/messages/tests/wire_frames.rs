@@ -1,17 +1,18 @@
 //! Tests of single frames, of leaving and of refused messages between hosts.
 
-use super::wires::{Failure, Member, alone, data, on_ranks, place};
+use super::wires::{Member, alone, data, on_ranks, place};
 use crate::coll::call::Span;
+use crate::coll::message::{Message, MessageSpec};
 use crate::completion::Completion;
 use crate::dtype::DType;
 use crate::error::{Kind, Result};
 use crate::host_map::HostMap;
+use crate::messages::Messages;
 use crate::messages::frame::{self, Frame};
 use crate::messages::links::{Links, Traffic};
 use crate::messages::wire::{Counters, HEAD, Phase, decode};
-use crate::messages::{Message, MessageSpec, Messages};
 use crate::rank::Rank;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -81,7 +82,7 @@ impl Alone {
     fn new() -> Self {
         let layout = Arc::new(HostMap::of(&(0..2).map(place).collect::<Vec<_>>()));
         let sent = Arc::<Sent>::default();
-        let messages = alone(0, &layout, Arc::clone(&sent) as Arc<dyn Links>, &Arc::<Failure>::default(), Arc::default());
+        let messages = alone(0, &layout, Arc::clone(&sent) as Arc<dyn Links>, &Arc::<AtomicU64>::default(), Arc::default());
         messages.lock().wire(PEER).expect("it is far").phase = Phase::Open;
         Self { messages, sent }
     }
@@ -206,7 +207,7 @@ fn a_refusal_counts_until_its_rank_makes_another_call() {
             member.recv(other, 0, 1);
             if member.me == 0 {
                 let own = || member.messages.lock().wire(Rank(other)).is_some_and(|wire| wire.own.is_some());
-                let call = || member.failure.1.fetch_add(1, Ordering::Relaxed);
+                let call = || member.calls.fetch_add(1, Ordering::Relaxed);
                 member.messages.refuse(Some(Rank(1)), true, 3, "it is wrong".into());
                 if before {
                     call();
@@ -224,7 +225,7 @@ fn a_refusal_counts_until_its_rank_makes_another_call() {
                     std::thread::sleep(Duration::from_millis(100));
                     member.send(1, 3, &mut [5]);
                 } else {
-                    until(|| member.failure.0.lock().expect("no panic").is_some());
+                    until(|| member.messages.health.failure().is_some());
                 }
                 return;
             }

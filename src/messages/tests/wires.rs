@@ -1,6 +1,8 @@
 //! Messages between threads that are ranks, each on a host of its own, by links that take no lengths that do not fit.
 
+use super::health;
 use crate::coll::call::Span;
+use crate::coll::message::{Message, MessageSpec};
 use crate::completion::Completion;
 use crate::control::{ControlBlock, Identity, Part};
 use crate::dtype::DType;
@@ -10,7 +12,7 @@ use crate::lock::{lock, unpoisoned};
 use crate::mem::layout::Layout;
 use crate::mem::shm::Segment;
 use crate::messages::links::{Links, Traffic};
-use crate::messages::{Around, Far, Message, MessageSpec, Messages, TICKET_BIT};
+use crate::messages::{Far, Messages, TICKET_BIT};
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
 use std::collections::{HashMap, VecDeque};
@@ -138,34 +140,10 @@ impl Links for ThreadLinks {
     }
 }
 
-/// The group of one rank.
-#[derive(Default)]
-pub(super) struct Failure(pub(super) Mutex<Option<Error>>, pub(super) AtomicU64);
-
-pub(super) struct Group(pub(super) Arc<Failure>);
-
-impl Around for Group {
-    fn calls(&self) -> u64 {
-        self.0.1.load(Ordering::Relaxed)
-    }
-
-    fn error(&self) -> Option<Error> {
-        self.0.0.lock().expect("no panic").clone()
-    }
-
-    fn fail(&self, error: Error) -> Error {
-        self.0.0.lock().expect("no panic").get_or_insert(error).clone()
-    }
-
-    fn cause(&self, _peer: Rank) -> Option<Error> {
-        self.error()
-    }
-}
-
 /// One rank in a test.
 pub(super) struct Member {
     pub(super) messages: Arc<Messages>,
-    pub(super) failure: Arc<Failure>,
+    pub(super) calls: Arc<AtomicU64>,
     pub(super) net: Arc<Net>,
     pub(super) me: u32,
 }
@@ -224,16 +202,16 @@ pub(super) fn alone(
     me: u32,
     layout: &Arc<HostMap>,
     links: Arc<dyn Links>,
-    failure: &Arc<Failure>,
+    calls: &Arc<AtomicU64>,
     store: Arc<MemoryStore>,
 ) -> Arc<Messages> {
     let bytes = Layout::new(1).total_bytes();
     let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
     let part = Part { host: format!("node{me}"), ranks: vec![Rank(me)] };
     let control = ControlBlock::new(segment, Rank(0), "test".into(), vec![Identity { pid: 7, global: me }], 1).named(Some(part));
-    let messages = Messages::new(Arc::new(control), false);
-    let (around, layout, prefix) = (Box::new(Group(Arc::clone(failure))), Arc::clone(layout), "symm-pair/test/".into());
-    messages.reach(Far { links, around, store, layout, me: Rank(me), prefix, changed: Condvar::new() });
+    let (messages, calls) = (Messages::new(&health(&Arc::new(control)), false), Arc::clone(calls));
+    let (calls, layout, prefix) = (Box::new(move || calls.load(Ordering::Relaxed)), Arc::clone(layout), "symm-pair/test/".into());
+    messages.reach(Far { links, calls, store, layout, me: Rank(me), prefix, changed: Condvar::new() });
     messages
 }
 
@@ -246,9 +224,9 @@ pub(super) fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
             let (layout, net, store, body) = (Arc::clone(&layout), Arc::clone(&net), Arc::clone(&store), &body);
             scope.spawn(move || {
                 let links = Arc::new(ThreadLinks { net: Arc::clone(&net), me: Rank(me) });
-                let failure = Arc::<Failure>::default();
-                let messages = alone(me, &layout, links, &failure, store);
-                body(&Member { messages: Arc::clone(&messages), failure, net, me });
+                let calls = Arc::<AtomicU64>::default();
+                let messages = alone(me, &layout, links, &calls, store);
+                body(&Member { messages: Arc::clone(&messages), calls, net, me });
                 let begun = Instant::now();
                 messages.say_goodbye(Duration::from_secs(5));
                 messages.leave(&Error::aborted("the group was destroyed"), "");
@@ -420,7 +398,7 @@ fn lengths_that_differ_are_an_error_at_the_receiver() {
                 );
                 assert_eq!(error.message, text);
                 assert!(into.iter().all(|&byte| byte == 0xee), "nothing was written");
-                assert_eq!(member.failure.0.lock().expect("no panic").as_ref(), Some(&error), "the group has failed");
+                assert_eq!(member.messages.health.failure(), Some(error), "the group has failed");
             }
         });
     }
@@ -460,7 +438,7 @@ fn abort_and_the_groups_failure_release_who_waits() {
             let begun = Instant::now();
             let error = Error::aborted("it is over");
             if by_failure {
-                *member.failure.0.lock().expect("no panic") = Some(error.clone());
+                member.messages.control.fail(error.clone());
             } else {
                 member.messages.close(&error);
             }

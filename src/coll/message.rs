@@ -27,7 +27,7 @@ pub struct MessageSpec {
 /// ```
 /// use symm::coll::call::Span;
 /// use symm::dtype::DType;
-/// use symm::messages::{Message, MessageSpec};
+/// use symm::coll::message::{Message, MessageSpec};
 /// use symm::rank::Rank;
 ///
 /// let mut data = [1i32, 2, 3];

@@ -1,0 +1,208 @@
+//! Health of a group: its first failure, and how everything that belongs to it hears of that.
+//!
+//! A failure stands in the control block, which wakes all ranks of this host. Whatever has more to do then is a [`Listener`]: messages end,
+//! other hosts are told, a rail is let go. The first call of [`Health::fail`] does all of that once, in this order.
+
+use crate::coll::cuda::communicator::Communicator;
+use crate::control::ControlBlock;
+use crate::error::{Error, Result};
+use crate::lock::{lock, unpoisoned};
+use crate::sys::fork;
+use crate::trace::Recorder;
+use std::sync::{Arc, Mutex, RwLock, Weak};
+use std::time::{Duration, Instant};
+
+/// Maximum time that a rank which has lost a connection waits to hear why.
+const HEAR: Duration = Duration::from_millis(400);
+/// Time after which a connection is taken to be lost because its peer has left: a failure is reported sooner.
+const SURE: Duration = Duration::from_millis(150);
+/// Pause between two looks.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// Slot in which a group keeps its communicator, which the first call on a GPU makes.
+pub type DeviceSlot = RwLock<Option<Arc<Communicator>>>;
+
+/// A part of a group that ends, or reports to others, when the group fails.
+pub trait Listener: Send + Sync {
+    /// The group has failed; called once.
+    fn failed(&self, failure: &Error);
+
+    /// Departure of a rank of another host, as an error: the rank of this `local` index rather than others.
+    fn departure(&self, _local: usize) -> Option<Error> {
+        None
+    }
+}
+
+/// The first failure of a group as one rank sees it.
+pub struct Health {
+    control: Arc<ControlBlock>,
+    device: Arc<DeviceSlot>,
+    recorder: Arc<Recorder>,
+    listeners: Mutex<Listeners>,
+    /// Generation of the process that made the group.
+    generation: u64,
+}
+
+#[derive(Default)]
+struct Listeners {
+    /// In the order in which they hear of a failure; empty once they have.
+    waiting: Vec<Weak<dyn Listener>>,
+    told: bool,
+}
+
+impl Health {
+    /// Health of the group of `control`, whose communicator will be in `device` and whose calls `recorder` keeps.
+    pub fn new(control: &Arc<ControlBlock>, device: &Arc<DeviceSlot>, recorder: &Arc<Recorder>) -> Arc<Self> {
+        Arc::new(Self {
+            control: Arc::clone(control),
+            device: Arc::clone(device),
+            recorder: Arc::clone(recorder),
+            listeners: Mutex::default(),
+            generation: fork::generation(),
+        })
+    }
+
+    /// Control block of the ranks of this host.
+    pub fn control(&self) -> &Arc<ControlBlock> {
+        &self.control
+    }
+
+    /// Record of the group's calls.
+    pub fn recorder(&self) -> &Arc<Recorder> {
+        &self.recorder
+    }
+
+    /// Has `listener` hear of the failure after all that came before it.
+    pub fn listen(&self, listener: Weak<dyn Listener>) {
+        let mut listeners = lock(&self.listeners);
+        if !listeners.told {
+            return listeners.waiting.push(listener);
+        }
+        drop(listeners);
+        if let Some((listener, failure)) = listener.upgrade().zip(self.failure()) {
+            listener.failed(&failure);
+        }
+    }
+
+    /// Fails the group because of `error` on every rank, unless it has failed; blocked calls return at once. Returns the failure that
+    /// stands. Without effect in a forked child.
+    pub fn fail(&self, error: Error) -> Error {
+        if self.is_inherited() {
+            return error;
+        }
+        let stands = self.control.fail(error);
+        let mut listeners = lock(&self.listeners);
+        listeners.told = true;
+        let waiting = std::mem::take(&mut listeners.waiting);
+        drop(listeners);
+        waiting.iter().filter_map(Weak::upgrade).for_each(|listener| listener.failed(&stands));
+        stands
+    }
+
+    /// The first failure, or the death of a rank of this host that no call has run into yet.
+    pub fn error(&self) -> Option<Error> {
+        self.failure().or_else(|| self.control.dead())
+    }
+
+    /// The first failure, on the host or a device.
+    pub fn failure(&self) -> Option<Error> {
+        let failure = self.kernels_failure().or_else(|| self.control.failure());
+        failure.inspect(|error| self.recorder.saw(error))
+    }
+
+    /// Fails if a kernel of this rank has given up: only a caller that asks learns of it.
+    pub fn check_kernels(&self) -> Result<()> {
+        self.kernels_failure().map_or(Ok(()), Err).inspect_err(|error| self.recorder.saw(error))
+    }
+
+    fn kernels_failure(&self) -> Option<Error> {
+        self.communicator().and_then(|communicator| communicator.failure())
+    }
+
+    /// Reason why this rank lost a connection, if it is told within `limit`: a failure, or that a rank of another host has left, the rank of
+    /// this `local` index rather than others.
+    pub fn cause(&self, local: usize, limit: Duration) -> Option<Error> {
+        let (begun, most) = (Instant::now(), limit.min(HEAR));
+        loop {
+            let over = begun.elapsed() >= most;
+            let told = self.error().or_else(|| if over || begun.elapsed() >= SURE { self.departure(local) } else { None });
+            if told.is_some() || over {
+                return told;
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    fn departure(&self, local: usize) -> Option<Error> {
+        let listeners: Vec<_> = lock(&self.listeners).waiting.iter().filter_map(Weak::upgrade).collect();
+        listeners.iter().find_map(|listener| listener.departure(local))
+    }
+
+    /// The group's GPUs, if they are set up. None in a forked child, where the driver's memory is not mapped.
+    pub fn communicator(&self) -> Option<Arc<Communicator>> {
+        if self.is_inherited() { None } else { unpoisoned(self.device.read()).clone() }
+    }
+
+    /// Whether this process is a forked child of the one that made the group.
+    pub fn is_inherited(&self) -> bool {
+        fork::generation() != self.generation
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::tests::controls;
+
+    /// A part of a group that keeps what it hears.
+    struct Part {
+        name: &'static str,
+        heard: Arc<Mutex<Vec<(&'static str, String)>>>,
+        health: Arc<Health>,
+    }
+
+    impl Listener for Part {
+        fn failed(&self, failure: &Error) {
+            assert_eq!(self.health.control.failure().as_ref(), Some(failure), "it stands before anybody hears of it");
+            lock(&self.heard).push((self.name, failure.message.clone()));
+            // A part that ends may report what it was doing.
+            assert_eq!(self.health.fail(Error::peer("rail lost")), *failure);
+        }
+
+        fn departure(&self, local: usize) -> Option<Error> {
+            (local == 1 && self.name == "hosts").then(|| Error::peer("has left"))
+        }
+    }
+
+    fn health() -> Arc<Health> {
+        let control = Arc::new(controls(2).swap_remove(0));
+        Health::new(&control, &Arc::default(), &Recorder::new(&control, Duration::from_secs(1)))
+    }
+
+    #[test]
+    fn every_part_hears_of_the_first_failure_once_and_in_its_order() {
+        let (health, heard) = (health(), Arc::default());
+        let part = |name| Arc::new(Part { name, heard: Arc::clone(&heard), health: Arc::clone(&health) });
+        let parts = ["messages", "hosts"].map(part);
+        parts.iter().for_each(|part| health.listen(Arc::downgrade(&(Arc::clone(part) as Arc<dyn Listener>))));
+        assert_eq!(health.error(), None);
+        let first = health.fail(Error::aborted("the cause"));
+        assert_eq!(health.fail(Error::timeout("a consequence")), first);
+        assert_eq!(health.failure(), Some(first.clone()));
+        assert_eq!(health.cause(1, Duration::ZERO), Some(first));
+        // One that comes later hears of it, too.
+        let late = part("late");
+        health.listen(Arc::downgrade(&(Arc::clone(&late) as Arc<dyn Listener>)));
+        let names = ["messages", "hosts", "late"].map(|name| (name, "the cause".to_owned()));
+        assert_eq!(*lock(&heard), names);
+    }
+
+    #[test]
+    fn who_loses_a_connection_hears_that_its_peer_has_left() {
+        let (health, heard) = (health(), Arc::default());
+        let hosts = Arc::new(Part { name: "hosts", heard, health: Arc::clone(&health) });
+        health.listen(Arc::downgrade(&(Arc::clone(&hosts) as Arc<dyn Listener>)));
+        assert_eq!(health.cause(0, Duration::ZERO), None);
+        assert_eq!(health.cause(1, Duration::MAX), Some(Error::peer("has left")));
+    }
+}
