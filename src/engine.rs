@@ -5,22 +5,25 @@
 //! A short call posts its data when it is submitted to an idle group, and the rest is left to whoever waits for it.
 //! A completion may call the group again and wait, as torch's communication hooks do: the queue goes on meanwhile, under another worker.
 
+mod executor;
 mod state;
 
 use crate::coll::call::Call;
 use crate::coll::cpu::Runner;
+use crate::coll::plan::Thresholds;
 use crate::completion::Completion;
-use crate::control::ControlBlock;
 use crate::error::{Error, Result};
+use crate::health::Health;
+use crate::hosts::{Hosts, HostsRunner};
 use crate::lock::{lock, unpoisoned};
 use crate::sync::limit::Limit;
 use crate::sys::interrupt::{self, Interrupts};
 use crate::sys::thread;
 use crate::trace::{Recorder, Target};
+pub use executor::Executor;
 use state::{Job, State};
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -39,63 +42,17 @@ const LOOK: Duration = Duration::from_millis(1);
 /// `docs/measurements/cpu.md` has the figures.
 const SOON: Duration = Duration::from_micros(150);
 
-/// What runs the calls of a queue, one at a time.
-pub trait Run: Send + 'static {
-    /// Control block of the group, on this host.
-    fn control(&self) -> &ControlBlock;
-    /// Number of collectives begun.
-    fn sequence(&self) -> u64;
-    /// Name of the algorithm of the last call; empty: none was chosen.
-    fn served(&self) -> &'static str;
-    /// Whether these calls serve those of a larger group, on several hosts.
-    fn inside(&self) -> bool;
-    /// Begins `call`, the next to run, without waiting for anybody, if peers need nothing else of this rank; what is left is for `run`.
-    /// `begins` gets the number of the call before peers see it.
-    fn post(&mut self, _call: &Call<'_>, _begins: &dyn Fn(u64)) -> bool {
-        false
-    }
-    /// Runs `call`, which is `entry` in the flight recorder; returns when its outputs are complete and its inputs may change.
-    fn run(&mut self, call: &Call<'_>, limit: &Limit, entry: u64) -> Result<()>;
-}
-
-impl Run for Runner {
-    fn control(&self) -> &ControlBlock {
-        self.control()
-    }
-
-    fn sequence(&self) -> u64 {
-        self.sequence()
-    }
-
-    fn served(&self) -> &'static str {
-        self.served()
-    }
-
-    fn inside(&self) -> bool {
-        self.control().is_part()
-    }
-
-    fn post(&mut self, call: &Call<'_>, begins: &dyn Fn(u64)) -> bool {
-        self.post(call, begins)
-    }
-
-    fn run(&mut self, call: &Call<'_>, limit: &Limit, _entry: u64) -> Result<()> {
-        self.run(call, limit)
-    }
-}
-
 /// A group's queue.
-pub struct Engine<R = Runner> {
+pub struct Engine {
     state: Mutex<State>,
     /// Workers without work sleep on it. Not with the others: whoever ends a call must not wake a thread that has nothing to do, least of
     /// all where every core has a rank.
     work: Condvar,
     /// Threads sleep on it that wait for a job, or for all.
     changed: Condvar,
-    runner: Mutex<R>,
-    inside: bool,
+    executor: Mutex<Executor>,
     workers: Mutex<Vec<JoinHandle<()>>>,
-    issued: AtomicU64,
+    health: Arc<Health>,
     recorder: Arc<Recorder>,
 }
 
@@ -106,9 +63,9 @@ struct Finished {
     completion: Completion,
 }
 
-impl<R: Run> Engine<R> {
-    /// An idle queue in front of `runner`, whose calls `recorder` keeps.
-    pub fn new(runner: R, recorder: Arc<Recorder>) -> Arc<Self> {
+impl Engine {
+    /// An idle queue in front of `runner`, of the group with this `health`.
+    pub fn new(runner: Runner, health: &Arc<Health>) -> Arc<Self> {
         let state = State {
             queue: VecDeque::new(),
             open: BTreeMap::new(),
@@ -125,17 +82,22 @@ impl<R: Run> Engine<R> {
             state: Mutex::new(state),
             work: Condvar::new(),
             changed: Condvar::new(),
-            inside: runner.inside(),
-            runner: Mutex::new(runner),
+            executor: Mutex::new(Executor::Local(runner)),
             workers: Mutex::new(Vec::new()),
-            issued: AtomicU64::new(0),
-            recorder,
+            health: Arc::clone(health),
+            recorder: Arc::clone(health.recorder()),
         })
     }
 
-    /// Number of collectives asked for.
-    pub fn sequence(&self) -> u64 {
-        self.issued.load(Ordering::Relaxed)
+    /// Has calls run on several hosts from now on; `connect` connects them, for which the ranks of this host may run calls.
+    pub fn connect<T>(&self, connect: impl FnOnce(&mut Runner) -> Result<(Arc<Hosts>, T)>) -> Result<(Arc<Hosts>, T)> {
+        let mut executor = lock(&self.executor);
+        let Executor::Local(runner) = &mut *executor else { return Err(Error::internal("hosts are connected twice")) };
+        let (hosts, more) = connect(runner)?;
+        let none = Runner::new(Arc::clone(self.health.control()), Thresholds::default(), Arc::default());
+        let runner = HostsRunner::new(std::mem::replace(runner, none), Arc::clone(&hosts));
+        *executor = Executor::Hosts(Box::new(runner));
+        Ok((hosts, more))
     }
 
     /// Identity of this engine, for [`interrupt::within`].
@@ -149,15 +111,10 @@ impl<R: Run> Engine<R> {
         !state.busy && state.queue.is_empty()
     }
 
-    /// Counts `calls` that are not this queue's.
-    pub fn count(&self, calls: usize) {
-        self.issued.fetch_add(calls as u64, Ordering::Relaxed);
-    }
-
     /// Runs `calls` after everything submitted before, on this thread, and returns when they are done.
     pub fn run(&self, calls: &[Call<'_>], timeout: Duration) -> Result<()> {
         interrupt::check_outside(self.address())?;
-        self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
+        self.recorder.ask(calls.len());
         let mut state = lock(&self.state);
         if !state.busy && state.queue.is_empty() {
             state.busy = true;
@@ -172,10 +129,33 @@ impl<R: Run> Engine<R> {
         let outcome = Arc::new(Mutex::new(Err(Error::internal("the call was dropped from the queue"))));
         let slot = Arc::clone(&outcome);
         let completion = Completion::new(move |result, _| *lock(&slot) = result);
-        let number = self.recorder.schedule(calls, timeout, false, Target::Host, self.inside);
+        let number = self.recorder.schedule(calls, timeout, false, Target::Host);
         let ticket = state.push(Job::new(calls, number, timeout, completion));
         self.finish(state, ticket, None)?;
         lock(&outcome).clone()
+    }
+
+    /// Runs `calls` of the ranks of this host as `run` does. They are none of the group's: they have neither a number nor an entry in the
+    /// flight recorder.
+    pub fn run_inside(&self, calls: &[Call<'_>], timeout: Duration) -> Result<()> {
+        let mut state = loop {
+            // Behind everything submitted before.
+            self.run(&[], timeout)?;
+            let state = lock(&self.state);
+            if !state.busy && state.queue.is_empty() {
+                break state;
+            }
+        };
+        state.busy = true;
+        state.callers += 1;
+        drop(state);
+        let body = AssertUnwindSafe(|| lock(&self.executor).run_inside(calls, &Limit::from_first_wait(timeout)));
+        let outcome = interrupt::within(self.address(), || catch_unwind(body));
+        let mut state = lock(&self.state);
+        state.callers -= 1;
+        self.rest(&mut state);
+        drop(state);
+        outcome.unwrap_or_else(|panic| Err(self.health.panicked(&*panic)))
     }
 
     /// Queues `calls`; `completion` gets the outcome.
@@ -184,8 +164,8 @@ impl<R: Run> Engine<R> {
         if state.ready == 0 {
             self.start_worker(&mut state)?;
         }
-        self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
-        let number = self.recorder.schedule(calls, timeout, true, Target::Host, self.inside);
+        self.recorder.ask(calls.len());
+        let number = self.recorder.schedule(calls, timeout, true, Target::Host);
         let mut job = Job::new(calls, number, timeout, completion);
         if !state.busy && state.queue.is_empty() {
             job.posted = self.post(&job);
@@ -203,11 +183,12 @@ impl<R: Run> Engine<R> {
     /// Posts the call of `job`, if it has only one.
     fn post(&self, job: &Job) -> bool {
         let [call] = &*job.calls else { return false };
-        let mut runner = lock(&self.runner);
-        let body = AssertUnwindSafe(|| runner.post(call, &|sequence| self.recorder.start(job.number, sequence)));
+        let mut executor = lock(&self.executor);
+        let body = AssertUnwindSafe(|| executor.post(call, &|sequence| self.recorder.start(job.number, sequence)));
         let posted = catch_unwind(body);
         posted.unwrap_or_else(|panic| {
-            runner.control().panicked(&*panic);
+            // Not `Health::panicked`: the queue is locked, which completions may use.
+            self.health.control().panicked(&*panic);
             false
         })
     }
@@ -398,10 +379,10 @@ impl<R: Run> Engine<R> {
 
     /// `queued`: the job whose calls they are, if it was scheduled before.
     fn execute(&self, calls: &[Call<'_>], limit: &Limit, timeout: Duration, queued: Option<&Job>) -> Result<()> {
-        let mut runner = lock(&self.runner);
+        let mut executor = lock(&self.executor);
         let mut one = |(place, call): (u64, &Call<'_>)| {
             let posted = queued.is_some_and(|job| job.posted);
-            let next = runner.sequence() + u64::from(!posted);
+            let next = executor.sequence() + u64::from(!posted);
             let number = match queued {
                 Some(job) => {
                     if !posted {
@@ -409,17 +390,17 @@ impl<R: Run> Engine<R> {
                     }
                     job.number + place
                 }
-                None => self.recorder.begin(call, timeout, next, self.inside),
+                None => self.recorder.begin(call, timeout, next),
             };
-            let outcome = runner.run(call, limit, number);
-            let begun = runner.sequence() == next;
-            self.recorder.end(number, &outcome, begun, if begun { runner.served() } else { "" });
+            let outcome = executor.run(call, limit, number);
+            let begun = executor.sequence() == next;
+            self.recorder.end(number, &outcome, begun, if begun { executor.served() } else { "" });
             outcome
         };
         let body = AssertUnwindSafe(|| (0..).zip(calls).try_for_each(&mut one));
         let outcome = interrupt::within(self.address(), || catch_unwind(body));
-        let outcome = outcome.unwrap_or_else(|panic| Err(runner.control().panicked(&*panic)));
-        drop(runner);
+        drop(executor);
+        let outcome = outcome.unwrap_or_else(|panic| Err(self.health.panicked(&*panic)));
         outcome.inspect_err(|error| {
             if let Some(job) = queued {
                 self.recorder.abandon(job.number..job.number + calls.len() as u64, error);
@@ -439,7 +420,7 @@ impl<R: Run> Engine<R> {
 
 impl Finished {
     /// Calls the completion, without any lock held.
-    fn tell<R: Run>(self, engine: &Engine<R>) {
+    fn tell(self, engine: &Engine) {
         self.completion.call(self.outcome, None);
         let mut state = lock(&engine.state);
         state.open.remove(&self.ticket);

@@ -1,33 +1,28 @@
 //! A group of ranks: ties the crate together; the only thing the bridge talks to.
-#![allow(unsafe_code, reason = "a word of a peer's memory, read to learn whether that is possible")]
+//!
+//! Ranks of one host share memory. A group whose ranks are on several is the same with [`Hosts`]: its calls run through the same engine, and
+//! its messages through the same table.
 
 pub mod device;
-pub mod monitored;
+mod join;
+mod monitored;
 mod refusal;
 
-use crate::boot::{self, Found, JoinSpec, Joined, Member};
+use crate::boot;
 use crate::coll::call::Call;
-use crate::coll::cost::hardware::Device;
-use crate::coll::cost::profile;
-use crate::coll::cpu::{Runner, helpers};
 use crate::coll::cuda::agreement::launch_log;
 use crate::coll::message::Message;
 use crate::coll::plan::Thresholds;
 use crate::completion::{Completion, Observer};
-use crate::config::Config;
-use crate::control::{ControlBlock, Identity, Part};
+use crate::control::ControlBlock;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::health::{DeviceSlot, Health};
+use crate::hosts::Hosts;
 use crate::lock::lock;
-use crate::mem::layout::{Layout, MAX_RANKS};
-use crate::mem::shm::Segment;
 use crate::messages::{self, Messages};
 use crate::rank::Rank;
-use crate::store::Store;
 use crate::symm_mem::peers::Linked;
-use crate::sync::limit::Limit;
-use crate::sys::remote;
 use crate::trace::{self, Recorder};
 use crate::watch;
 use crate::window;
@@ -35,25 +30,6 @@ use refusal::{Refusals, Refused};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-
-/// Options of joining a group.
-#[derive(Clone, Debug)]
-pub struct JoinOptions {
-    /// The group's name, the same on all members.
-    pub group: String,
-    /// Number of this rank in the group; checked by `join`.
-    pub rank: i32,
-    /// Number of members; checked by `join`.
-    pub size: i32,
-    /// Ranks of the members in the default group; empty: the same as here.
-    pub global_ranks: Vec<i32>,
-    /// Whether this is the job's first group, of which a rank that is taken is refused also once it has formed (`boot::Membership`).
-    pub is_default: bool,
-    /// Limit of joining, and of every later call that brings none; absent: 30 minutes.
-    pub timeout: Option<Duration>,
-    /// Place of the group in a larger one on several hosts, if it is a part of one.
-    pub part: Option<Part>,
-}
 
 /// Settings that a user may choose for a group; the same on all its ranks.
 #[derive(Clone, Copy, Debug)]
@@ -74,9 +50,11 @@ impl Default for Tuning {
 
 /// A joined group.
 pub struct Group {
+    /// Control block of the ranks of this host.
     control: Arc<ControlBlock>,
     engine: Arc<Engine>,
     messages: Arc<Messages>,
+    health: Arc<Health>,
     refusals: Arc<Refusals>,
     recorder: Arc<Recorder>,
     timeout_ms: AtomicU64,
@@ -85,183 +63,53 @@ pub struct Group {
     membership: Mutex<Option<boot::Membership>>,
     /// Communicator, made by the first call on a GPU.
     communicator: Arc<DeviceSlot>,
-    health: Arc<Health>,
     /// Held by whoever sets the communicator up.
     setting_up: Mutex<()>,
     domains: window::Domains,
     /// Symmetric memory of the host, for collectives.
     linked: Arc<Linked>,
-}
-
-/// The limit of calls where nobody chose one; torch's own default.
-pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
-/// Turns of spinning, some 40 ns each, where every rank can have a core.
-const SPINS: u32 = 512;
-/// Turns where ranks share cores: the peer that is waited for may need this one.
-const SPINS_CROWDED: u32 = 64;
-
-/// Name of the group that `options` name, the same on all members; torch calls the default group "0".
-fn group_name(options: &JoinOptions) -> &str {
-    if options.is_default { "default" } else { options.group.as_str() }
-}
-
-/// What joining a group of at most `most` ranks needs to know. One that is too large for one host needs no memory.
-fn join_spec(options: &JoinOptions, most: usize) -> Result<JoinSpec<'_>> {
-    let size = usize::try_from(options.size).ok().filter(|size| (1..=most).contains(size));
-    let size =
-        size.ok_or_else(|| Error::config(format!("a group of {} ranks cannot be made; there must be 1 to {MAX_RANKS}", options.size)))?;
-    let rank = u32::try_from(options.rank).ok().filter(|&rank| (rank as usize) < size).map(Rank);
-    let rank = rank.ok_or_else(|| Error::config(format!("rank {} is outside the group of {size} ranks", options.rank)))?;
-    let layout = (size <= MAX_RANKS).then(|| Layout::new(size));
-    Ok(JoinSpec {
-        group: group_name(options),
-        rank,
-        size: size as u32,
-        restart: &Config::get().restart,
-        timeout: options.timeout.unwrap_or(DEFAULT_TIMEOUT),
-        segment_bytes: layout.map_or(0, Layout::total_bytes) as u64,
-        reserved_bytes: layout.map_or(0, Layout::control_bytes),
-        keep_membership: options.is_default,
-        global_ranks: &options.global_ranks,
-        // A job that starts anew has the same ranks in other processes.
-        known: (!options.is_default).then_some(boot::Known { ended: trace::ended }),
-    })
+    /// The other hosts, if the group is on several.
+    hosts: Option<Arc<Hosts>>,
 }
 
 impl Group {
-    /// Joins the group that `options` name, meeting its other members through `store`.
-    pub fn join(store: &dyn Store, options: &JoinOptions) -> Result<Self> {
-        Self::of(boot::join(store, &join_spec(options, MAX_RANKS)?)?, options)
-    }
-
-    /// Joins the group as `join` does if its members are on one host, and else tells where they are.
-    pub fn find(store: &dyn Store, options: &JoinOptions) -> Result<Found<Self>> {
-        Ok(match boot::find(store, &join_spec(options, usize::MAX)?)? {
-            Found::Together(joined) => Found::Together(Self::of(joined, options)?),
-            Found::Apart(apart) => Found::Apart(apart),
-        })
-    }
-
-    fn of(joined: Joined, options: &JoinOptions) -> Result<Self> {
-        let config = Config::get();
-        let (size, rank, group) = (joined.members.len(), Rank(options.rank as u32), group_name(options));
-        let global = |r: usize| options.global_ranks.get(r).map_or(r as u32, |&g| g as u32);
-        let identity = |(r, member): (usize, &Member)| Identity { pid: member.pid, global: global(r) };
-        let members = joined.members.iter().enumerate().map(identity).collect();
-        let thresholds = profile::settings(Device::Cpu, size).map(|measured| measured.thresholds()).unwrap_or_default();
-        let tuning = Tuning { direct: config.cma, spins: config.spin, thresholds };
-        let segment = Segment::map_at(joined.segment, joined.addresses)?;
-        let control = control_block(segment, group, rank, members, tuning).named(options.part.clone());
-        let mut made = Self::with_watched(control, &joined.members, options.timeout.unwrap_or(DEFAULT_TIMEOUT), tuning)?;
-        made.membership = Mutex::new(joined.membership);
-        Ok(made)
-    }
-
-    /// A group in memory that its members already share. `members` in rank order; their processes are not watched.
-    pub fn assemble(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, timeout: Duration, tuning: Tuning) -> Result<Self> {
-        segment.reserve(0, Layout::new(members.len()).control_bytes(), format_args!("group \"{name}\""))?;
-        Self::with_watched(control_block(segment, name, rank, members, tuning), &[], timeout, tuning)
-    }
-
-    fn with_watched(control: ControlBlock, watched: &[Member], timeout: Duration, tuning: Tuning) -> Result<Self> {
-        let control = Arc::new(control);
-        let (name, rank) = (control.name(), control.rank());
-        let communicator = Arc::<DeviceSlot>::default();
-        let watching = if watched.is_empty() {
-            None
-        } else {
-            // The control block does not outlive the group because somebody watches its members.
-            let (listener, slot) = (Arc::downgrade(&control), Arc::downgrade(&communicator));
-            let on_exit: watch::OnExit = Arc::new(move |rank, how| {
-                let Some(control) = listener.upgrade() else { return };
-                let _ = control.contain(|| {
-                    control.note_gone(rank, format!("has ended ({how})"));
-                    slot.upgrade().inspect(|slot| device::release_dead(slot, rank));
-                    Ok(())
-                });
-            });
-            let reported = |error: Error| {
-                let (me, size) = (control.describe(rank), control.size());
-                control.fail(Error { message: format!("{me} cannot join group \"{name}\" of {size} ranks: {error}"), ..error })
-            };
-            Some(watch::watch(watched, on_exit).map_err(reported)?)
-        };
-        let limit = Limit::from(Instant::now(), timeout);
-        let direct = meet(&control, &limit, tuning.direct)?;
-        let long = if direct { "reads long messages from the sender's memory" } else { "receives long messages in pieces" };
-        log::info!("{} joined group \"{name}\" of {} ranks and {long}", control.describe(rank), control.size());
-        let recorder = Recorder::new(&control, timeout);
-        let linked = Arc::<Linked>::default();
-        let runner = Runner::new(Arc::clone(&control), tuning.thresholds, Arc::clone(&linked)).reading(direct);
-        let engine = Engine::new(runner, Arc::clone(&recorder));
-        let health = Health::new(&control, &communicator, &recorder);
-        let messages = Messages::new(&health, direct);
-        Ok(Self {
-            refusals: Refusals::new(&control, &engine, &messages),
-            engine,
-            messages,
-            control,
-            recorder,
-            timeout_ms: AtomicU64::new(timeout.as_millis() as u64),
-            closed: AtomicBool::new(false),
-            watching: Mutex::new(watching),
-            membership: Mutex::default(),
-            communicator,
-            health,
-            setting_up: Mutex::new(()),
-            domains: window::Domains::default(),
-            linked,
-        })
-    }
-
     /// Runs `calls` in order behind everything submitted before, and returns when they are done.
     pub fn run(&self, calls: &[Call<'_>], timeout: Option<Duration>) -> Result<()> {
-        self.check_open()?;
-        self.health.check_kernels()?;
+        self.check_call()?;
         self.engine.run(calls, timeout.unwrap_or_else(|| self.timeout()))
     }
 
     /// Queues `calls`; `completion` gets the outcome. The ticket is for `wait`.
     pub fn submit(&self, calls: &[Call<'_>], timeout: Option<Duration>, completion: Completion) -> Result<u64> {
-        self.check_open()?;
-        self.health.check_kernels()?;
+        self.check_call()?;
         self.engine.submit(calls, timeout.unwrap_or_else(|| self.timeout()), completion)
     }
 
     /// Starts a send.
     pub fn send(&self, message: Message, completion: Completion) -> Result<u64> {
-        self.recorded(true, &message, None, completion, |timeout, completion| self.messages.send(message, timeout, completion))
+        self.start(true, message, completion)
     }
 
     /// Starts a receive.
     pub fn recv(&self, message: Message, completion: Completion) -> Result<u64> {
-        self.recorded(false, &message, None, completion, |timeout, completion| self.messages.recv(message, timeout, completion))
+        self.start(false, message, completion)
     }
 
-    /// Sends and receives between the ranks of this group.
-    pub fn messages(&self) -> &Arc<Messages> {
-        &self.messages
-    }
-
-    /// Starts a message as `start` does, if the group lives, and keeps it in the record. `far` is the record of one whose peer may be on
-    /// another host, and is a global rank.
-    pub fn recorded(
-        &self,
-        send: bool,
-        message: &Message,
-        far: Option<Arc<dyn Observer>>,
-        completion: Completion,
-        start: impl FnOnce(Duration, Completion) -> Result<u64>,
-    ) -> Result<u64> {
+    /// Starts a message, if the group lives, and keeps it in the record.
+    fn start(&self, send: bool, message: Message, completion: Completion) -> Result<u64> {
         self.check_alive()?;
-        let timeout = message.timeout.unwrap_or_else(|| self.timeout());
+        let recorded_as =
+            |hosts: &Arc<Hosts>| hosts.recorded_as(if send { "send" } else { "recv" }, message.peer, self.messages.far().is_some());
+        let (shown, far) = self.hosts.as_ref().map_or(Ok((message.peer, None)), recorded_as)?;
+        let (shown, timeout) = (message.with_peer(shown), message.timeout.unwrap_or_else(|| self.timeout()));
         let number = if far.is_some() {
-            self.recorder.far_message(send, message, timeout)
+            self.recorder.far_message(send, &shown, timeout)
         } else {
-            self.recorder.message(send, message, timeout, trace::Target::Host)
+            self.recorder.message(send, &shown, timeout, trace::Target::Host)
         };
         let completion = completion.observed(far.unwrap_or_else(|| Arc::clone(&self.recorder) as Arc<dyn Observer>), number);
-        start(timeout, completion).inspect_err(|error| self.recorder.end(number, &Err(error.clone()), false, ""))
+        let ticket = if send { self.messages.send(message, timeout, completion) } else { self.messages.recv(message, timeout, completion) };
+        ticket.inspect_err(|error| self.recorder.end(number, &Err(error.clone()), false, ""))
     }
 
     /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
@@ -271,16 +119,18 @@ impl Group {
     }
 
     /// A collective was refused on this rank, because of `text`, before anything was exchanged. If peers wait for it, and this rank makes
-    /// no other call within 80 ms, the group fails: they learn so within 100 ms of their call or of this one, whichever is later.
+    /// no other call within 80 ms, the group fails: those of this host learn so within 100 ms of their call or of this one, whichever is
+    /// later, and others within 0.2 s.
     pub fn refuse(&self, text: String) {
         if self.check_alive().and_then(|()| self.health.check_kernels()).is_ok() {
             self.refusals.add(text, Refused::Collective { on_device: self.health.communicator().is_some() });
         }
     }
 
-    /// Refuses, as `refuse` does, an operator on symmetric memory of the host, before this rank came to its first barrier.
+    /// Refuses, as `refuse` does, an operator on symmetric memory of the host, before this rank came to its first barrier. No window is on
+    /// several hosts.
     pub fn refuse_operator(&self, text: String) {
-        if self.check_alive().is_ok() {
+        if self.hosts.is_none() && self.check_alive().is_ok() {
             self.refusals.add(text, Refused::Operator);
         }
     }
@@ -288,7 +138,8 @@ impl Group {
     /// Refuses, as `refuse` does, a send to `peer` or a receive from it, or from anybody. Only a peer that is blocked in its part of it
     /// learns of that.
     pub fn refuse_message(&self, send: bool, peer: Option<Rank>, tag: i32, text: String) {
-        if self.check_alive().is_ok() {
+        let known = peer.is_none_or(|peer| peer.index() < self.place().1);
+        if known && self.check_alive().is_ok() {
             self.refusals.add(text, Refused::Message { send, peer, tag });
         }
     }
@@ -323,17 +174,24 @@ impl Group {
             return;
         }
         let (name, since) = (self.control.name(), Instant::now());
+        let left = || limit.saturating_sub(since.elapsed());
         self.refusals.forget();
         let launched = self.disconnect(limit);
-        if !self.engine.drain(limit.saturating_sub(since.elapsed())) {
+        if !self.engine.drain(left()) {
             let (me, seconds) = (self.control.describe(self.control.rank()), since.elapsed().as_secs_f32());
-            self.control.fail(Error::aborted(format!("{me} left group \"{name}\" with calls under way after {seconds:.1} s")));
+            let error = Error::aborted(format!("{me} left group \"{name}\" with calls under way after {seconds:.1} s"));
+            // Messages that are open end below, in words of their own.
+            self.control.fail(error);
+        }
+        if let Some(hosts) = &self.hosts {
+            hosts.forget_keys();
+            self.messages.say_goodbye(left());
         }
         self.messages.leave(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")), farewell);
         self.messages.stop();
         self.engine.stop();
         // Whoever is blocked in a rendezvous has been released by now.
-        self.domains.drain(limit.saturating_sub(since.elapsed()));
+        self.domains.drain(left());
         self.control.depart(farewell);
         if launched {
             launch_log::abandon(&self.control);
@@ -342,23 +200,24 @@ impl Group {
         drop(lock(&self.membership).take());
         self.recorder.leave();
         // Who still refers to the group may ask for its failure, which lies in the part that is kept.
-        let left = self.control.segment().leave_file(self.control.layout().control_bytes());
-        left.unwrap_or_else(|errno| log::debug!("group \"{name}\" keeps its memory: {errno}"));
+        let kept = self.control.segment().leave_file(self.control.layout().control_bytes());
+        kept.unwrap_or_else(|errno| log::debug!("group \"{name}\" keeps its memory: {errno}"));
+        if let Some(hosts) = &self.hosts {
+            hosts.leave(left());
+        }
     }
 
-    /// The group's control block.
+    /// This group, if all its ranks are on one host.
+    ///
+    /// # Errors
+    /// `Config` for `what`, which groups on several hosts do not have.
+    pub fn one_host(&self, what: &str) -> Result<&Self> {
+        self.hosts.as_ref().map_or(Ok(self), |hosts| Err(hosts.lacks(what)))
+    }
+
+    /// Control block of the ranks of this host.
     pub fn control(&self) -> &ControlBlock {
         &self.control
-    }
-
-    /// The group's first failure, and who hears of it.
-    pub(crate) fn health(&self) -> &Arc<Health> {
-        &self.health
-    }
-
-    /// Record of the group's calls.
-    pub fn recorder(&self) -> Arc<Recorder> {
-        Arc::clone(&self.recorder)
     }
 
     /// Notes in the flight recorder who was waited for, from now on or no longer.
@@ -368,12 +227,12 @@ impl Group {
 
     /// This rank, and the number of ranks.
     pub fn place(&self) -> (Rank, usize) {
-        (self.control.rank(), self.control.size())
+        self.hosts.as_ref().map_or_else(|| (self.control.rank(), self.control.size()), |hosts| hosts.place())
     }
 
     /// Number of collectives asked for.
     pub fn sequence(&self) -> u64 {
-        self.engine.sequence()
+        self.recorder.collectives()
     }
 
     /// The limit of calls that bring none.
@@ -386,7 +245,7 @@ impl Group {
         self.timeout_ms.store(timeout.as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// The group's first failure, or a member's death that no call has run into yet.
+    /// The first failure, or the death of a rank of this host that no call has run into yet.
     pub fn error(&self) -> Option<Error> {
         self.health.error()
     }
@@ -398,7 +257,7 @@ impl Group {
 
     /// Runs `body`. A panic in it fails the group on all ranks, unless this process is a forked child, which must not touch it.
     pub fn contain<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
-        if self.check_process().is_ok() { self.control.contain(body) } else { body() }
+        self.health.contain(body)
     }
 
     /// Rejects a group that belongs to the parent of this process.
@@ -422,6 +281,14 @@ impl Group {
         Ok(())
     }
 
+    /// Refuses a call if the group may not be used any more, or a kernel of this rank has given up. Any other call makes up for a refusal.
+    fn check_call(&self) -> Result<()> {
+        self.check_open()?;
+        self.health.check_kernels()?;
+        self.refusals.make_up();
+        Ok(())
+    }
+
     fn check_alive(&self) -> Result<()> {
         self.check_open()?;
         self.control.failure().map_or(Ok(()), Err).inspect_err(|error| self.recorder.saw(error))
@@ -434,43 +301,13 @@ impl Drop for Group {
         if self.check_process().is_err() {
             self.forget_communicator();
             self.domains.forget();
+            if let Some(hosts) = &self.hosts {
+                hosts.forget();
+                std::mem::forget(Arc::clone(&self.messages));
+            }
         }
     }
 }
-
-fn control_block(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, tuning: Tuning) -> ControlBlock {
-    helpers::note_ranks(members.len());
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let spins = tuning.spins.unwrap_or(if cores >= members.len() { SPINS } else { SPINS_CROWDED });
-    ControlBlock::new(segment, rank, name.into(), members, spins)
-}
-
-/// Waits for all members in the shared memory; returns whether every rank may read every other's private memory.
-fn meet(control: &ControlBlock, limit: &Limit, try_direct: bool) -> Result<bool> {
-    let me = control.rank();
-    let about = || format!("joining group \"{}\"", control.name());
-    let arrive = |phase: u32| {
-        control.phase(me).store(phase, Ordering::Release);
-        control.wake_sleepers();
-        control.wait_together(limit, &about, |peer| control.phase(peer).load(Ordering::Acquire) < phase)
-    };
-    let word = std::hint::black_box(Box::new(PROBE));
-    control.probe(me).store(std::ptr::from_ref(&*word) as u64, Ordering::Relaxed);
-    arrive(1)?;
-    let readable = |peer: Rank| {
-        let mut copy = [0u8; 8];
-        let from = control.probe(peer).load(Ordering::Relaxed) as usize;
-        // SAFETY: `copy` is a local array of 8 bytes.
-        let read = unsafe { remote::read_memory(control.pid(peer), from, copy.as_mut_ptr(), copy.len()) };
-        read.is_ok() && copy == PROBE.to_ne_bytes()
-    };
-    control.capable(me).store(u32::from(try_direct && control.peers().all(readable)), Ordering::Relaxed);
-    arrive(2)?;
-    Ok(control.ranks().all(|rank| control.capable(rank).load(Ordering::Relaxed) == 1))
-}
-
-/// Value that a rank expects to find at a peer's probe address.
-const PROBE: u64 = 0x746f_7263_6873_796d;
 
 #[cfg(test)]
 mod tests;

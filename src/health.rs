@@ -1,7 +1,8 @@
 //! Health of a group: its first failure, and how everything that belongs to it hears of that.
 //!
-//! A failure stands in the control block, which wakes all ranks of this host. Whatever has more to do then is a [`Listener`]: messages end,
-//! other hosts are told, a rail is let go. The first call of [`Health::fail`] does all of that once, in this order.
+//! A failure stands in the control block, which wakes all ranks of this host. Each part of a group that has more to do is a [`Listener`]:
+//! messages end, then the hosts report the failure to each other and drop the rail. The first call of [`Health::fail`] does all of that
+//! once, in this order.
 
 use crate::coll::cuda::communicator::Communicator;
 use crate::control::ControlBlock;
@@ -9,14 +10,16 @@ use crate::error::{Error, Result};
 use crate::lock::{lock, unpoisoned};
 use crate::sys::fork;
 use crate::trace::Recorder;
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 /// Maximum time that a rank which has lost a connection waits to hear why.
 const HEAR: Duration = Duration::from_millis(400);
-/// Time after which a connection is taken to be lost because its peer has left: a failure is reported sooner.
+/// How long a failure may take to be reported: after this a connection counts as lost because its peer has left.
 const SURE: Duration = Duration::from_millis(150);
-/// Pause between two looks.
+/// Poll interval of a rank that waits to hear.
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// Slot in which a group keeps its communicator, which the first call on a GPU makes.
@@ -119,8 +122,8 @@ impl Health {
         self.communicator().and_then(|communicator| communicator.failure())
     }
 
-    /// Reason why this rank lost a connection, if it is told within `limit`: a failure, or that a rank of another host has left, the rank of
-    /// this `local` index rather than others.
+    /// Returns why this rank lost a connection, if it hears so within `limit`: a failure, or that a rank of another host has left, the rank
+    /// of this `local` index rather than others.
     pub fn cause(&self, local: usize, limit: Duration) -> Option<Error> {
         let (begun, most) = (Instant::now(), limit.min(HEAR));
         loop {
@@ -141,6 +144,19 @@ impl Health {
     /// The group's GPUs, if they are set up. None in a forked child, where the driver's memory is not mapped.
     pub fn communicator(&self) -> Option<Arc<Communicator>> {
         if self.is_inherited() { None } else { unpoisoned(self.device.read()).clone() }
+    }
+
+    /// Runs `body`. A panic in it fails the group on all ranks, unless this process is a forked child, which must not touch it.
+    pub fn contain<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+        if self.is_inherited() {
+            return body();
+        }
+        catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(self.panicked(&*panic)))
+    }
+
+    /// Fails the group because of a panic of this rank.
+    pub fn panicked(&self, panic: &(dyn Any + Send)) -> Error {
+        self.fail(self.control.panicked(panic))
     }
 
     /// Whether this process is a forked child of the one that made the group.

@@ -2,12 +2,11 @@
 //!
 //! From the outside in, each room above those that it uses (`tests/layers.rs` looks after it):
 //! - `bridge` (feature `bridge`): what C++ sees
-//! - [`hosts`][]: a group on several hosts, with backends of torch between them
 //! - [`group`][]: a group of ranks and everything one can ask of it
 //! - [`engine`][]: the queue of a group's collectives on the host, and who runs them
-//! - [`messages`][]: send and receive
+//! - [`hosts`][]: what a group has only if it is on several hosts, with backends of torch between them; [`messages`][]: send and receive
 //! - [`health`][]: the first failure of a group, and how all its parts hear of it
-//! - [`window`][]: symmetric memory that programs use themselves, with signals beside it; [`fused`][]: matrix products fused with
+//! - [`window`][]: symmetric memory that programs use themselves, and its signals; [`fused`][]: matrix products fused with
 //!   collectives; [`trace`][]: the last calls, for when something fails
 //! - [`coll`][]: collectives: what was asked, what will run, how long it takes, on the host and on GPUs
 //! - [`symm_mem`][]: every rank's heap, mapped by all its peers; [`boot`][]: how ranks find each other and come to share memory;

@@ -97,7 +97,7 @@ fuzz_target!(|data: &[u8]| {
     let recorder = Recorder::new(&control, Duration::from_secs(60));
     let health = Health::new(&control, &Arc::default(), &recorder);
     let messages = Messages::new(&health, false);
-    messages.reach(Far { links, calls: Box::new(|| 0), store, layout, me: ME, prefix: "fuzz/".into(), changed: Condvar::new() });
+    messages.reach(Far { links, store, layout, me: ME, prefix: "fuzz/".into(), changed: Condvar::new() });
     let mut memory = WANTED.map(|wanted| vec![CANARY; 3 * wanted]);
     for (tag, (memory, bytes)) in (0..).zip(memory.iter_mut().zip(WANTED)) {
         let span = Span { addr: memory.as_mut_ptr().addr() + bytes, bytes };

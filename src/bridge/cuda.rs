@@ -13,12 +13,7 @@ impl GroupHandle {
         let target = CudaTarget { device, stream, background };
         guarded(|| {
             let timeout = milliseconds(timeout_ms);
-            with_specs(calls, |specs| {
-                self.on_either(
-                    |group| with_calls(specs, group.place(), |calls| group.launch(calls, target, timeout)),
-                    |group| with_calls(specs, group.place(), |calls| group.launch(calls, target, timeout)),
-                )
-            })
+            with_specs(calls, |specs| self.with(|group| with_calls(specs, group.place(), |calls| group.launch(calls, target, timeout))))
         })
     }
 
@@ -27,15 +22,12 @@ impl GroupHandle {
         let translate = |transfer: &Transfer| Ok(device::Transfer { send: transfer.send, message: message(transfer)? });
         guarded(|| {
             let (transfers, timeout) = (transfers.iter().map(translate).collect::<Result<Vec<_>>>()?, milliseconds(timeout_ms));
-            self.on_either(
-                |group| group.launch_transfers(&transfers, target, timeout),
-                |group| group.launch_transfers(&transfers, target, timeout),
-            )
+            self.with(|group| group.launch_transfers(&transfers, target, timeout))
         })
     }
 
     pub(super) fn connect(&self, device: i32) -> Status {
-        guarded(|| self.on_either(|group| group.connect(device), |group| group.connect(device)))
+        guarded(|| self.with(|group| group.connect(device)))
     }
 }
 

@@ -7,16 +7,17 @@ use super::transport::links::BackendLinks;
 use super::transport::rail::BackendRail;
 use super::transport::{Maker, engines};
 use super::{ffi, from_cpp, guarded, milliseconds, outcome, started};
+use crate::boot::JoinOptions;
 use crate::coll::alias;
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::message::{Message, MessageSpec};
-use crate::config::HostsChoice;
+use crate::config::Engines;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
-use crate::group::{Group, JoinOptions};
-use crate::hosts::HostsGroup;
-use crate::hosts::finding::{self, Place};
-use crate::hosts::joining::Between;
+use crate::group::Group;
+use crate::hosts::cuda::backends::Backends;
+use crate::hosts::finding;
+use crate::hosts::joining::{Across, Between};
 use crate::hosts::partials::Partials;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -27,72 +28,27 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// A group, or the reason why it never came to be.
-pub struct GroupHandle(Result<Kind>);
-
-enum Kind {
-    OneHost(Group),
-    SeveralHosts(HostsGroup),
-}
-
-impl Kind {
-    /// The ranks of this host.
-    fn inner(&self) -> &Group {
-        match self {
-            Self::OneHost(group) => group,
-            Self::SeveralHosts(group) => group.inner(),
-        }
-    }
-
-    /// This rank, the number of ranks, and the number of collectives asked for.
-    fn place_and_sequence(&self) -> ((Rank, usize), u64) {
-        match self {
-            Self::OneHost(group) => (group.place(), group.sequence()),
-            Self::SeveralHosts(group) => (group.place(), group.sequence()),
-        }
-    }
-}
-
-/// What `$body` answers for the handle's group, of either kind. A panic fails the group on all ranks.
-macro_rules! with {
-    ($handle:expr, |$group:ident| $body:expr) => {
-        match $handle.kind() {
-            Err(error) => Err(error),
-            Ok(Kind::OneHost($group)) => $group.contain(|| $body),
-            Ok(Kind::SeveralHosts($group)) => $group.inner().contain(|| $body),
-        }
-    };
-}
+pub struct GroupHandle(Result<Group>);
 
 impl GroupHandle {
-    fn kind(&self) -> Result<&Kind> {
-        self.0.as_ref().map_err(Clone::clone)
+    /// Runs `body` on the group. A panic fails the group on all ranks.
+    pub(super) fn with<T>(&self, body: impl FnOnce(&Group) -> Result<T>) -> Result<T> {
+        let group = self.0.as_ref().map_err(Clone::clone)?;
+        group.contain(|| body(group))
     }
 
-    /// Runs `one` or `several` on the group, of either kind. A panic fails the group on all ranks.
-    pub(super) fn on_either<T>(&self, one: impl FnOnce(&Group) -> Result<T>, several: impl FnOnce(&HostsGroup) -> Result<T>) -> Result<T> {
-        match self.kind()? {
-            Kind::OneHost(group) => group.contain(|| one(group)),
-            Kind::SeveralHosts(group) => group.inner().contain(|| several(group)),
-        }
-    }
-
-    /// Runs `body` on the group, if there is one on one host: `what` is there only. A panic fails the group on all ranks.
-    pub(super) fn on_one_host<T>(&self, what: &str, body: impl FnOnce(&Group) -> Result<T>) -> Result<T> {
-        match self.kind()? {
-            Kind::OneHost(group) => group.contain(|| body(group)),
-            Kind::SeveralHosts(group) => Err(group.lacks(what)),
-        }
+    /// As `with`, where `body` returns nothing.
+    fn done(&self, body: impl FnOnce(&Group)) -> Result<()> {
+        self.with(|group| {
+            body(group);
+            Ok(())
+        })
     }
 
     pub(super) fn run(&self, calls: &[ffi::CallSpec], timeout_ms: i64, profiled: bool) -> ffi::Outcome {
-        self.begun(calls, |kind, calls| {
-            kind.inner().watch(profiled);
-            let timeout = milliseconds(timeout_ms);
-            match kind {
-                Kind::OneHost(group) => group.run(calls, timeout),
-                Kind::SeveralHosts(group) => group.run(calls, timeout),
-            }
-            .map(|()| 0)
+        self.begun(calls, |group, calls| {
+            group.watch(profiled);
+            group.run(calls, milliseconds(timeout_ms)).map(|()| 0)
         })
     }
 
@@ -103,13 +59,9 @@ impl GroupHandle {
         profiled: bool,
         completion: cxx::UniquePtr<ffi::Completion>,
     ) -> ffi::Outcome {
-        self.begun(calls, |kind, calls| {
-            kind.inner().watch(profiled);
-            let (completion, timeout) = (from_cpp(completion), milliseconds(timeout_ms));
-            match kind {
-                Kind::OneHost(group) => group.submit(calls, timeout, completion),
-                Kind::SeveralHosts(group) => group.submit(calls, timeout, completion),
-            }
+        self.begun(calls, |group, calls| {
+            group.watch(profiled);
+            group.submit(calls, milliseconds(timeout_ms), from_cpp(completion))
         })
     }
 
@@ -118,18 +70,17 @@ impl GroupHandle {
     }
 
     /// What `begin` makes of `calls`, a ticket, unless inputs must be copied first. A panic fails the group on all ranks.
-    fn begun(&self, calls: &[ffi::CallSpec], begin: impl FnOnce(&Kind, &[Call<'_>]) -> Result<u64>) -> ffi::Outcome {
+    fn begun(&self, calls: &[ffi::CallSpec], begin: impl FnOnce(&Group, &[Call<'_>]) -> Result<u64>) -> ffi::Outcome {
         let mut outcome = ffi::Outcome { status: outcome::status(Ok(())), sequence: 0, ticket: 0, asides: Vec::new() };
         outcome.status = guarded(|| {
-            let kind = self.kind()?;
-            kind.inner().contain(|| {
-                let (place, sequence) = kind.place_and_sequence();
-                outcome.sequence = sequence + 1;
+            self.with(|group| {
+                let place = group.place();
+                outcome.sequence = group.sequence() + 1;
                 with_specs(calls, |specs| {
                     let asides = alias::overwritten(specs, place.0).into_iter();
                     outcome.asides = asides.map(|alias::Aside { call, input }| ffi::Aside { call, input }).collect();
                     if outcome.asides.is_empty() {
-                        outcome.ticket = with_calls(specs, place, |calls| begin(kind, calls))?;
+                        outcome.ticket = with_calls(specs, place, |calls| begin(group, calls))?;
                     }
                     Ok(())
                 })
@@ -140,121 +91,79 @@ impl GroupHandle {
 
     pub(super) fn send(&self, transfer: &ffi::Transfer, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
         let completion = from_cpp(completion);
-        started(|completion| with!(self, |group| group.send(message(transfer)?, completion)), completion)
+        started(|completion| self.with(|group| group.send(message(transfer)?, completion)), completion)
     }
 
     pub(super) fn recv(&self, transfer: &ffi::Transfer, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
         let completion = from_cpp(completion);
-        started(|completion| with!(self, |group| group.recv(message(transfer)?, completion)), completion)
+        started(|completion| self.with(|group| group.recv(message(transfer)?, completion)), completion)
     }
 
     pub(super) fn wait(&self, ticket: u64, timeout_ms: i64) -> ffi::Status {
-        guarded(|| with!(self, |group| group.wait(ticket, milliseconds(timeout_ms))))
+        guarded(|| self.with(|group| group.wait(ticket, milliseconds(timeout_ms))))
     }
 
     pub(super) fn progress(&self) {
-        guarded(|| {
-            with!(self, |group| {
-                group.progress();
-                Ok(())
-            })
-        });
+        guarded(|| self.done(|group| group.progress()));
     }
 
     pub(super) fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool, call_site: u32) -> ffi::Status {
         let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
-        guarded(|| with!(self, |group| group.monitored_barrier(timeout, wait_all_ranks, CallSite::known(call_site))))
+        guarded(|| self.with(|group| group.monitored_barrier(timeout, wait_all_ranks, CallSite::known(call_site))))
     }
 
     pub(super) fn refuse(&self, text: &str) {
-        guarded(|| {
-            with!(self, |group| {
-                group.refuse(text.to_owned());
-                Ok(())
-            })
-        });
+        guarded(|| self.done(|group| group.refuse(text.to_owned())));
     }
 
     pub(super) fn refuse_operator(&self, text: &str) {
-        guarded(|| {
-            with!(self, |group| {
-                group.refuse_operator(text.to_owned());
-                Ok(())
-            })
-        });
+        guarded(|| self.done(|group| group.refuse_operator(text.to_owned())));
     }
 
     pub(super) fn refuse_message(&self, transfer: &ffi::Transfer, text: &str) {
-        guarded(|| {
-            with!(self, |group| {
-                let peer = u32::try_from(transfer.peer).ok().map(Rank);
-                group.refuse_message(transfer.send, peer, transfer.tag, text.to_owned());
-                Ok(())
-            })
-        });
+        let peer = u32::try_from(transfer.peer).ok().map(Rank);
+        guarded(|| self.done(|group| group.refuse_message(transfer.send, peer, transfer.tag, text.to_owned())));
     }
 
     pub(super) fn abort(&self) {
-        guarded(|| {
-            with!(self, |group| {
-                group.abort();
-                Ok(())
-            })
-        });
+        guarded(|| self.done(|group| group.abort()));
     }
 
     pub(super) fn shutdown(&self) {
-        guarded(|| {
-            with!(self, |group| {
-                group.shutdown();
-                Ok(())
-            })
-        });
+        guarded(|| self.done(|group| group.shutdown()));
     }
 
     pub(super) fn leave(&self, limit_ms: i64, farewell: &str) {
-        guarded(|| {
-            with!(self, |group| {
-                group.leave(milliseconds(limit_ms).unwrap_or_default(), farewell);
-                Ok(())
-            })
-        });
+        guarded(|| self.done(|group| group.leave(milliseconds(limit_ms).unwrap_or_default(), farewell)));
     }
 
     pub(super) fn sequence(&self) -> u64 {
-        with!(self, |group| Ok(group.sequence())).unwrap_or(0)
+        self.with(|group| Ok(group.sequence())).unwrap_or(0)
     }
 
     pub(super) fn set_timeout(&self, timeout_ms: i64) {
         if let Some(timeout) = milliseconds(timeout_ms) {
             // A group that never came to be has none.
-            let _ = with!(self, |group| {
-                group.set_timeout(timeout);
-                Ok(())
-            });
+            guarded(|| self.done(|group| group.set_timeout(timeout)));
         }
     }
 
     pub(super) fn device(&self) -> i32 {
         let mut device = -1;
-        guarded(|| {
-            let inner = self.kind()?.inner();
-            device = inner.contain(|| Ok(inner.device().unwrap_or(-1)))?;
-            Ok(())
-        });
+        guarded(|| self.done(|group| device = group.device().unwrap_or(-1)));
         device
     }
 
     pub(super) fn timeout(&self) -> i64 {
-        with!(self, |group| Ok(group.timeout().as_millis() as i64)).unwrap_or(0)
+        self.with(|group| Ok(group.timeout().as_millis() as i64)).unwrap_or(0)
     }
 
     pub(super) fn error(&self) -> ffi::Status {
-        guarded(|| with!(self, |group| group.error().map_or(Ok(()), Err)))
+        guarded(|| self.with(|group| group.error().map_or(Ok(()), Err)))
     }
 
     pub(super) fn failure(&self) -> ffi::Status {
-        guarded(|| with!(self, |group| group.failure().map_or(Ok(()), Err)))
+        guarded(|| self.with(|group| group.failure().map_or(Ok(()), Err)))
     }
 }
 
@@ -272,7 +181,6 @@ pub(super) fn join(
             global_ranks: spec.global_ranks.clone(),
             is_default: spec.is_default,
             timeout: milliseconds(spec.timeout_ms),
-            part: None,
         };
         let store = TorchStore::new(store);
         let name = store.name()?;
@@ -280,18 +188,17 @@ pub(super) fn join(
         let torch = |named: &str| engines(&transports, named);
         let choice = finding::connects(&spec.between_hosts, &options, torch)?;
         let partials = Partials::chosen(&spec.partials, spec.is_default)?;
-        let worker = Worker::new(Arc::clone(&store), name)?;
-        group = finding::find(&worker, &options, &choice).and_then(|place| match place {
-            Place::OneHost(group) => Ok(Kind::OneHost(*group)),
-            Place::SeveralHosts(several) => {
-                let HostsChoice::Engines(engines) = choice else { return Err(Error::internal("several hosts were not refused")) };
-                let cpu = Maker::new(&transports, &engines.cpu);
-                let (rail, links) = (BackendRail::new(cpu.clone()), BackendLinks::new(cpu));
-                let backends = (!engines.cuda.is_empty()).then(|| DeviceBackends::new(Maker::new(&transports, &engines.cuda)));
-                let between = Between { rail, links, backends, partials, engines };
-                HostsGroup::join(&store, &worker, &options, *several, between).map(Kind::SeveralHosts)
+        let between = |engines: &Engines| {
+            let cpu = Maker::new(&transports, &engines.cpu);
+            let cuda = (!engines.cuda.is_empty()).then(|| DeviceBackends::new(Maker::new(&transports, &engines.cuda)));
+            Between {
+                rail: Arc::new(BackendRail::new(cpu.clone())),
+                links: Arc::new(BackendLinks::new(cpu)),
+                backends: cuda.map(|backends| Arc::new(backends) as Arc<dyn Backends>),
             }
-        });
+        };
+        let worker = Worker::new(Arc::clone(&store), name)?;
+        group = Group::join(&worker, &options, Some(&Across { choice, partials, store: &store, between: &between }));
         // It goes before an answer is looked at: it ends with what it does, or leaves it behind.
         drop(worker);
         group.as_ref().map(|_| ()).map_err(Clone::clone)

@@ -20,7 +20,7 @@ impl GroupHandle {
         let status = guarded(|| {
             let limit = milliseconds(timeout_ms);
             window =
-                self.on_one_host("tensors are symmetric", |group| group.rendezvous(device.max(HOST), address as u64, pad_bytes, limit));
+                self.with(|group| group.one_host("tensors are symmetric")?.rendezvous(device.max(HOST), address as u64, pad_bytes, limit));
             window.as_ref().map(|_| ()).map_err(Clone::clone)
         });
         OpenedWindow { status, window: Box::new(WindowHandle(window)) }

@@ -70,3 +70,12 @@ impl Deref for Message {
         &self.0
     }
 }
+
+/// A send or a receive in the memory of a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct Transfer {
+    /// A send; else a receive.
+    pub send: bool,
+    /// Message: its peer, tensor and so on. The tag means nothing: messages between two ranks arrive in their order.
+    pub message: Message,
+}

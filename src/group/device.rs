@@ -4,9 +4,10 @@ use super::Group;
 use crate::coll::call::{Call, Op, Span, Spec};
 pub use crate::coll::cuda::communicator::CudaTarget;
 use crate::coll::cuda::communicator::{Communicator, Stage};
-use crate::coll::message::Message;
+pub use crate::coll::message::Transfer;
 use crate::error::{Error, Result};
 use crate::health::DeviceSlot;
+use crate::hosts::cuda::ThisHost;
 use crate::kernels::cuda::driver::Stream;
 use crate::lock::{lock, unpoisoned};
 use crate::rank::Rank;
@@ -17,15 +18,6 @@ use crate::window::{Meeting, SymmetricWindow};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A send or a receive in the memory of a GPU.
-#[derive(Clone, Copy, Debug)]
-pub struct Transfer {
-    /// A send; else a receive.
-    pub send: bool,
-    /// Message: its peer, tensor and so on. The tag means nothing: messages between two ranks arrive in their order.
-    pub message: Message,
-}
-
 impl Group {
     /// torch's index of the device on which this rank's memory of the group is set up.
     pub fn device(&self) -> Option<i32> {
@@ -34,7 +26,11 @@ impl Group {
 
     /// Sets up the group's memory on `device`; collective: blocks until all ranks have called it or launched. Idempotent.
     pub fn connect(&self, device: i32) -> Result<()> {
-        self.connected(device, self.timeout()).map(|_| ())
+        self.check_open()?;
+        match &self.hosts {
+            Some(hosts) => hosts.connect(self, device, self.timeout()),
+            None => self.connected(device, self.timeout()).map(|_| ()),
+        }
     }
 
     fn connected(&self, device: i32, timeout: Duration) -> Result<Arc<Communicator>> {
@@ -84,19 +80,23 @@ impl Group {
         let outputs = all.iter_mut().map(|out| Span { addr: out.as_mut_ptr() as usize, bytes: out.len() }).collect();
         let inputs = vec![Span { addr: bytes.as_ptr() as usize, bytes: bytes.len() }].into();
         let call = Call::inner(Spec { op: Op::AllGather, inputs, outputs, ..Spec::barrier(None) });
-        self.engine.run(&[call], limit.left().unwrap_or(Duration::from_millis(1)))?;
+        let left = limit.left().unwrap_or(Duration::from_millis(1));
+        if self.hosts.is_some() { self.engine.run_inside(&[call], left) } else { self.engine.run(&[call], left) }?;
         Ok(all)
     }
 
     /// Enqueues `calls` in order; returns at once (the first time: after the set-up with the peers).
     pub fn launch(&self, calls: &[Call<'_>], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
         self.check_open()?;
+        self.refusals.make_up();
         let timeout = timeout.unwrap_or_else(|| self.timeout());
+        if let Some(hosts) = &self.hosts {
+            return hosts.launch(self, calls, target, timeout);
+        }
         let communicator = self.connected(target.device, timeout)?;
-        self.engine.count(calls.len());
+        self.recorder.ask(calls.len());
         let CudaTarget { device, stream, background } = target;
-        let first =
-            self.recorder.schedule(calls, timeout, background, trace::Target::Cuda { device, stream, background }, self.control.is_part());
+        let first = self.recorder.schedule(calls, timeout, background, trace::Target::Cuda { device, stream, background });
         let mut next = first;
         // Sequence number of a call until it is known what serves it, so that an entry is changed once.
         let mut begun = None;
@@ -122,26 +122,14 @@ impl Group {
         })
     }
 
-    /// Enqueues sends and receives as one launch, where no two go the same way; returns as `launch` does.
+    /// Enqueues sends and receives; returns as `launch` does. On one host they are one launch, in which no two go the same way.
     pub fn launch_transfers(&self, transfers: &[Transfer], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
-        self.check_alive()?;
+        self.check_open()?;
         let timeout = timeout.unwrap_or_else(|| self.timeout());
-        let CudaTarget { device, stream, background } = target;
-        let place = trace::Target::Cuda { device, stream, background };
-        let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        for transfer in transfers {
-            let peer = transfer.message.peer.filter(|peer| peer.index() < self.control.size());
-            let peer = peer.ok_or_else(|| Error::value("a transfer between GPUs needs a rank of the group as its other end"))?;
-            let messages = if transfer.send { &mut sends } else { &mut receives };
-            messages.push((peer, transfer.message.span));
+        match &self.hosts {
+            Some(hosts) => hosts.launch_transfers(self, transfers, target, timeout),
+            None => self.launch_near(transfers, target, timeout),
         }
-        let communicator = self.connected(target.device, timeout)?;
-        let note = |transfer: &Transfer| self.recorder.message(transfer.send, &transfer.message, timeout, place);
-        let numbers: Vec<u64> = transfers.iter().map(note).collect();
-        communicator.transfer(&sends, &receives, target, timeout).inspect_err(|error| {
-            numbers.iter().for_each(|&number| self.recorder.end(number, &Err(error.clone()), true, ""));
-            self.recorder.saw(error);
-        })
     }
 
     /// Gives the GPU's memory back once what was enqueued is done. False if there was none.
@@ -162,6 +150,36 @@ impl Group {
     pub(super) fn forget_communicator(&self) {
         // One owner that never goes: a lock may have been held when the process was forked.
         std::mem::forget(Arc::clone(&self.communicator));
+    }
+}
+
+impl ThisHost for Group {
+    fn run_call(&self, call: &Call<'_>, timeout: Duration) -> Result<()> {
+        self.engine.run(std::slice::from_ref(call), timeout)
+    }
+
+    fn gpus(&self, device: i32) -> Result<Arc<Communicator>> {
+        self.connected(device, self.timeout())
+    }
+
+    fn launch_near(&self, transfers: &[Transfer], target: CudaTarget, timeout: Duration) -> Result<()> {
+        self.check_alive()?;
+        let CudaTarget { device, stream, background } = target;
+        let place = trace::Target::Cuda { device, stream, background };
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for transfer in transfers {
+            let peer = transfer.message.peer.filter(|peer| peer.index() < self.control.size());
+            let peer = peer.ok_or_else(|| Error::value("a transfer between GPUs needs a rank of the group as its other end"))?;
+            let messages = if transfer.send { &mut sends } else { &mut receives };
+            messages.push((peer, transfer.message.span));
+        }
+        let communicator = self.connected(target.device, timeout)?;
+        let note = |transfer: &Transfer| self.recorder.message(transfer.send, &transfer.message, timeout, place);
+        let numbers: Vec<u64> = transfers.iter().map(note).collect();
+        communicator.transfer(&sends, &receives, target, timeout).inspect_err(|error| {
+            numbers.iter().for_each(|&number| self.recorder.end(number, &Err(error.clone()), true, ""));
+            self.recorder.saw(error);
+        })
     }
 }
 

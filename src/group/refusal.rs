@@ -1,18 +1,23 @@
 //! A call that was refused on this rank alone: who waits for it learns so, long before a timeout.
 //!
 //! The rank that refused is the one to tell: it looks a little later whether a peer has begun a collective that this rank has not, or
-//! sleeps for a message of this rank that is not on its way. A rank that has made another call by then, or peers that were refused alike,
-//! disturb nobody: a rank says how often it has refused, so that whoever refused alike and has gone on is not taken to wait for the refused
-//! call. Waiting ranks do no more for this than to say which message they sleep for, and in how many barriers they have met.
+//! sleeps for a message of this rank that is not on its way. It cannot see other hosts: it reports to them that it has refused, and when it
+//! makes another call, and they check which of their ranks wait. A rank that has made another call by then, or peers that were refused
+//! alike, disturb nobody: a rank says how often it has refused, so that whoever refused alike and has gone on is not taken to wait for the
+//! refused call. Waiting ranks do no more for this than to say which message they sleep for, and in how many barriers they have met.
 
 use crate::coll::cuda::agreement::launch_log;
 use crate::control::{Barriers, ControlBlock};
 use crate::engine::Engine;
 use crate::error::Error;
+use crate::health::Health;
+use crate::hosts::Hosts;
 use crate::lock::lock;
 use crate::messages::Messages;
 use crate::rank::{Rank, name_ranks};
+use crate::trace::Recorder;
 use crate::watch::{self, Subscription};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -25,9 +30,13 @@ const NEXT_LOOK: Duration = Duration::from_millis(50);
 /// Refusals of this rank that it has not made up for.
 pub(super) struct Refusals {
     control: Arc<ControlBlock>,
+    recorder: Arc<Recorder>,
     engine: Arc<Engine>,
     messages: Arc<Messages>,
+    hosts: Option<Arc<Hosts>>,
     note: Mutex<Option<Note>>,
+    /// Whether other hosts know of a refused collective that this rank has not made up for.
+    told: AtomicBool,
 }
 
 /// Call that was refused.
@@ -49,6 +58,8 @@ struct Note {
     refused: Refused,
     /// Calls that this rank had been asked for by then.
     requested: Requested,
+    /// True once this rank has reported it to other hosts.
+    told: bool,
     look: Option<Subscription>,
 }
 
@@ -60,33 +71,59 @@ struct Waiting {
 }
 
 impl Refusals {
-    pub(super) fn new(control: &Arc<ControlBlock>, engine: &Arc<Engine>, messages: &Arc<Messages>) -> Arc<Self> {
-        let (control, engine, messages) = (Arc::clone(control), Arc::clone(engine), Arc::clone(messages));
-        Arc::new(Self { control, engine, messages, note: Mutex::new(None) })
+    pub(super) fn new(health: &Health, engine: &Arc<Engine>, messages: &Arc<Messages>, hosts: Option<Arc<Hosts>>) -> Arc<Self> {
+        let (control, recorder) = (Arc::clone(health.control()), Arc::clone(health.recorder()));
+        let (engine, messages) = (Arc::clone(engine), Arc::clone(messages));
+        Arc::new(Self { control, recorder, engine, messages, hosts, note: Mutex::new(None), told: AtomicBool::new(false) })
     }
 
     /// Notes that a call was refused because of `text`. The last refusal counts.
     pub(super) fn add(self: &Arc<Self>, text: String, refused: Refused) {
-        if self.control.size() == 1 {
+        if self.control.size() == 1 && self.hosts.is_none() {
             return;
         }
         let mut note = lock(&self.note);
         if let Refused::Collective { .. } | Refused::Operator = refused {
             let barriers = self.control.barriers(self.control.rank());
-            self.control.note_refusal(self.engine.sequence() + u64::from(barriers.met));
+            self.control.note_refusal(self.recorder.collectives() + u64::from(barriers.met));
+            self.hosts.iter().for_each(|hosts| hosts.note_refused(self.recorder.collectives()));
         }
         let look = self.look_after(FIRST_LOOK);
-        *note = Some(Note { text, refused, requested: self.requested(refused), look });
+        *note = Some(Note { text, refused, requested: self.requested(refused), told: false, look });
     }
 
     /// The calls that make up for what was refused: a collective for a collective, that or a barrier for an operator, any but barriers for a
     /// message. Messages do not make up for a collective: a peer that waits in it begins none meanwhile.
     fn requested(&self, refused: Refused) -> Requested {
-        let collectives = self.engine.sequence();
         match refused {
-            Refused::Collective { .. } => (collectives, None),
-            Refused::Operator => (collectives, Some(self.control.barriers(self.control.rank()))),
-            Refused::Message { .. } => (collectives + self.messages.requested(), None),
+            Refused::Collective { .. } => (self.recorder.collectives(), None),
+            Refused::Operator => (self.recorder.collectives(), Some(self.control.barriers(self.control.rank()))),
+            Refused::Message { .. } => (self.recorder.calls(), None),
+        }
+    }
+
+    /// Tells other hosts, if they know of a refused collective, that this rank makes a call.
+    pub(super) fn make_up(&self) {
+        if self.told.load(Ordering::Relaxed) && self.told.swap(false, Ordering::AcqRel) {
+            self.hosts.iter().for_each(|hosts| hosts.tell_resumed(self.recorder.collectives() + 1));
+        }
+    }
+
+    /// Tells other hosts of `note`.
+    fn tell_hosts(&self, note: &Note) {
+        let Some(hosts) = &self.hosts else { return };
+        let (requested, text) = (note.requested.0, &note.text);
+        match note.refused {
+            Refused::Collective { .. } => {
+                self.told.store(true, Ordering::Release);
+                hosts.tell_refused(text);
+                // A call that began in between has not seen that there is something to make up for.
+                if self.recorder.collectives() != requested {
+                    self.make_up();
+                }
+            }
+            Refused::Operator => {}
+            Refused::Message { send, peer, tag } => self.messages.tell_refused(peer, requested, send, tag, text.clone()),
         }
     }
 
@@ -119,7 +156,10 @@ impl Refusals {
             return;
         }
         if waiting.is_empty() {
-            refused.look = self.look_after(NEXT_LOOK);
+            if !std::mem::replace(&mut refused.told, true) {
+                self.tell_hosts(refused);
+            }
+            refused.look = if self.control.size() > 1 { self.look_after(NEXT_LOOK) } else { None };
             return;
         }
         let (me, group) = (self.control.describe(self.control.rank()), self.control.name());
@@ -141,7 +181,7 @@ impl Refusals {
             // A rendezvous is made of collectives.
             Refused::Operator => self.in_barriers().chain(self.in_collectives(false)).collect(),
             Refused::Message { send, peer, tag } => {
-                let peers = self.control.peers().filter(|&rank| peer.is_none_or(|peer| peer == rank));
+                let peers = self.control.peers().filter(|&rank| peer.is_none_or(|peer| peer == self.control.shown(rank)));
                 let call = || format!("{}, tag {tag},", if send { "recv" } else { "send" });
                 self.messages.awaited_by(peers, !send, tag).map(|rank| Waiting { rank, call: call() }).into_iter().collect()
             }
@@ -190,8 +230,7 @@ mod tests {
     use crate::control::tests::controls;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Kind;
-    use crate::health::Health;
-    use crate::trace::Recorder;
+    use crate::trace::Target;
     use std::time::Instant;
 
     /// Three ranks of this process.
@@ -200,8 +239,8 @@ mod tests {
             let control = Arc::new(control);
             let recorder = Recorder::new(&control, Duration::from_secs(1));
             let health = Health::new(&control, &Arc::default(), &recorder);
-            let engine = Engine::new(Runner::new(Arc::clone(&control), Thresholds::default(), Arc::default()), recorder);
-            Refusals::new(&control, &engine, &Messages::new(&health, false))
+            let engine = Engine::new(Runner::new(Arc::clone(&control), Thresholds::default(), Arc::default()), &health);
+            Refusals::new(&health, &engine, &Messages::new(&health, false), None)
         };
         controls(3).into_iter().map(rank).collect()
     }
@@ -265,7 +304,7 @@ mod tests {
         forgetful[1].add("left".into(), ON_HOST);
         forgetful[1].forget();
         moved_on[1].add("made up for".into(), ON_HOST);
-        moved_on[1].engine.count(1);
+        moved_on[1].recorder.ask(1);
         for ranks in [&forgetful, &moved_on] {
             ranks[0].control.begin(1, Op::Barrier);
             assert_eq!(failure_within(&ranks[0], QUIET), None);
@@ -315,6 +354,12 @@ mod tests {
         }
     }
 
+    /// Sends as a group does.
+    fn send(rank: &Refusals, message: Message) {
+        rank.recorder.message(true, &message, PATIENCE, Target::Host);
+        rank.messages.send(message, PATIENCE, Completion::new(|_, _| {})).expect("sent");
+    }
+
     fn message(peer: Rank) -> Message {
         let span = Span { addr: std::ptr::dangling::<u8>() as usize, bytes: 0 };
         Message::of(MessageSpec { peer: Some(peer), tag: 7, dtype: DType::U8, span, timeout: None })
@@ -359,7 +404,7 @@ mod tests {
     fn a_message_does_not_make_up_for_a_refused_collective() {
         let ranks = ranks();
         ranks[1].add("no such dtype".into(), ON_HOST);
-        ranks[1].messages.send(message(Rank(0)), PATIENCE, Completion::new(|_, _| {})).expect("sent");
+        send(&ranks[1], message(Rank(0)));
         ranks[0].control.begin(1, Op::AllGather);
         let failure = failure_within(&ranks[0], PATIENCE).expect("reported");
         assert!(failure.message.contains("rank 0 waits for it in all_gather, collective #1"), "{failure}");
@@ -372,7 +417,7 @@ mod tests {
         let messages = &ranks[0].messages;
         std::thread::scope(|scope| {
             ranks[1].add("too short".into(), Refused::Message { send: true, peer: Some(Rank(0)), tag: 7 });
-            ranks[1].messages.send(message(Rank(0)), PATIENCE, quiet()).expect("sent");
+            send(&ranks[1], message(Rank(0)));
             let receive = |_| messages.recv(message(Rank(1)), PATIENCE, quiet()).expect("begun");
             let [first, second] = [(); 2].map(receive);
             messages.wait(first, None).expect("it came");

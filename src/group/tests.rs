@@ -1,9 +1,14 @@
 //! Ranks as threads of one process.
 
+mod hosts;
+
 use super::*;
 use crate::coll::call::{Op, Span, Spec};
 use crate::coll::message::MessageSpec;
+use crate::control::Identity;
 use crate::dtype::DType;
+use crate::mem::layout::Layout;
+use crate::mem::shm::Segment;
 
 /// Runs `body` on `n` ranks in threads of this process.
 fn with_ranks(n: u32, body: impl Fn(Group, u32) + Sync) {

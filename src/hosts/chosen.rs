@@ -1,20 +1,19 @@
 //! What the ranks of a group on several hosts go by alike: the type of partial results, which they compare, and thresholds, which the first
 //! rank tells. It travels in the exchange that ends joining.
 
-use super::HostsGroup;
+use super::Hosts;
 use super::finding::known;
 use super::partials::Partials;
+use crate::boot::JoinOptions;
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::hardware::Device;
 use crate::coll::cost::profile;
 use crate::coll::cost::wire::Thresholds;
 use crate::error::{Error, Result};
-use crate::group::JoinOptions;
 use crate::lock::lock;
 use crate::rank::Rank;
 use crate::sys::fork::PerProcess;
 use std::sync::Mutex;
-use std::time::Duration;
 
 /// What all ranks of a group go by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,30 +79,31 @@ impl Chosen {
     }
 }
 
-impl HostsGroup {
-    /// Returns once all ranks of all hosts have called it with the same partials. The thresholds of the first rank are those of all.
+impl Hosts {
+    /// Returns once all ranks of all hosts have called it with the same partials; `run` runs calls of the group. The
+    /// thresholds of the first rank are those of all.
     ///
     /// # Errors
     /// `Config` names a rank whose partials differ from the first's.
-    pub(super) fn agree_on(&self, chosen: Chosen, timeout: Option<Duration>) -> Result<()> {
+    pub(super) fn agree_on(&self, chosen: Chosen, run: impl FnOnce(&Call<'_>) -> Result<()>) -> Result<()> {
         let (mut own, mut all) = (chosen.to_bytes(), vec![0u8; self.layout.size() * RECORD]);
         let whole = all.as_mut_ptr().addr();
         let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: RECORD }].into();
         let outputs = (0..self.layout.size()).map(|rank| Span { addr: whole + rank * RECORD, bytes: RECORD }).collect();
-        self.run(&[Call::inner(Spec { op: Op::AllGather, inputs, outputs, ..Spec::barrier(None) })], timeout)?;
+        run(&Call::inner(Spec { op: Op::AllGather, inputs, outputs, ..Spec::barrier(None) }))?;
         let first = &all[..RECORD];
         if let Some(other) = all.chunks_exact(RECORD).position(|record| record[0] != first[0]) {
             let name = |code: u8| if code == Partials::Fp32 as u8 { Partials::Fp32 } else { Partials::Tensor }.name();
             let [one, another] = [0, other].map(|rank| self.layout.describe(Rank(rank as u32)));
-            let (group, a, b) = (self.inner.control().name(), name(first[0]), name(all[other * RECORD]));
-            return Err(self.inner.health().fail(Error::config(format!(
+            let (group, a, b) = (self.health.control().name(), name(first[0]), name(all[other * RECORD]));
+            return Err(self.health.fail(Error::config(format!(
                 "ranks of group \"{group}\" chose different types for sums between hosts: {one} has partials={a:?}, {another} has \
                      partials={b:?}; give torch_symm.Options(partials=...) the same value on all ranks"
             ))));
         }
         let thresholds = Chosen::thresholds_of(first).ok_or_else(|| Error::internal("the first rank told impossible thresholds"));
-        let [thresholds, cuda] = thresholds.map_err(|error| self.inner.health().fail(error))?;
-        self.shared.choose(Chosen { thresholds, cuda, ..chosen });
+        let [thresholds, cuda] = thresholds.map_err(|error| self.health.fail(error))?;
+        let _ = self.chosen.set(Chosen { thresholds, cuda, ..chosen });
         Ok(())
     }
 }
@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn thresholds_are_tried_out_until_that_ends() {
         let (group, global_ranks) = ("g".to_owned(), Vec::new());
-        let options = JoinOptions { group, rank: 0, size: 2, global_ranks, is_default: false, timeout: None, part: None };
+        let options = JoinOptions { group, rank: 0, size: 2, global_ranks, is_default: false, timeout: None };
         let tried = Thresholds { one_rail: 7, ..Thresholds::USUAL };
         try_out(Some(tried)).expect("possible");
         assert_eq!([Device::Cpu, Device::Cuda].map(|device| thresholds(&options, 1, device)), [tried; 2]);

@@ -64,7 +64,7 @@ impl Executor<'_> {
     }
 
     fn planning(&self) -> Planning<'_> {
-        let (map, me, partials, thresholds) = (self.layout, self.rank, self.shared.partials(), *self.shared.thresholds());
+        let (map, me, partials, thresholds) = (self.layout, self.rank, self.hosts.chosen().partials, self.hosts.chosen().thresholds);
         Planning { map, me, partials, thresholds, rules: &Rules::CPU }
     }
 

@@ -1,21 +1,22 @@
 //! Executor: a call on CPU tensors that is under way on several hosts, and its rank's rail.
 #![allow(unsafe_code, reason = "copies between places of a program")]
 
-use super::Shared;
+use super::Hosts;
 use super::held::Held;
 use super::traffic::Path;
 use crate::coll::call::{Call, Op, Span, Spec};
+use crate::coll::cpu::Runner;
 use crate::coll::describe::Description;
 use crate::coll::two_level::step::{Place, Transfer};
 use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};
-use crate::group::Group;
 use crate::host_map::HostMap;
 use crate::kernels::cpu::{self, Store};
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use crate::sys::interrupt::Interrupts;
 use crate::trace::Phase;
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,9 +31,10 @@ pub(super) const GRACE: Duration = Duration::from_millis(120);
 
 /// A call that is under way on several hosts.
 pub(super) struct Executor<'a> {
-    pub(super) inner: &'a Group,
+    /// Runs collectives of the ranks of this host.
+    pub(super) inner: &'a RefCell<Runner>,
+    pub(super) hosts: &'a Hosts,
     pub(super) layout: &'a HostMap,
-    pub(super) shared: &'a Shared,
     pub(super) rank: Rank,
     pub(super) call: &'a Call<'a>,
     /// Call of the user, of which `call` may be a part.
@@ -92,20 +94,30 @@ impl Executor<'_> {
 
     /// Runs collectives of the ranks of this host. Their memory is staging, or parts of the spans of this call.
     pub(super) fn inside(&self, calls: &[Call<'_>]) -> Result<()> {
+        self.inside_within(calls, self.limit.left().unwrap_or_default() + GRACE)
+    }
+
+    /// As `inside`, but for at most `limit`: no other rank knows more after that.
+    pub(super) fn inside_within(&self, calls: &[Call<'_>], limit: Duration) -> Result<()> {
         self.begin(Phase::Inside);
-        let left = self.limit.left().unwrap_or_default() + GRACE;
-        self.inner.run(calls, Some(left))
+        let (mut inner, limit) = (self.inner.borrow_mut(), Limit::from_first_wait(limit));
+        calls.iter().try_for_each(|call| inner.run(call, &limit))
     }
 
     /// Notes in the flight recorder that `phase` begins.
     pub(super) fn begin(&self, phase: Phase) {
-        self.inner.recorder().phase(self.entry, phase);
-        self.shared.current.phase(matches!(phase, Phase::Rail(_)));
+        self.hosts.health.recorder().phase(self.entry, phase);
+        self.hosts.current.phase(matches!(phase, Phase::Rail(_)));
+    }
+
+    /// Name of the group.
+    pub(super) fn group(&self) -> &str {
+        self.hosts.health.control().name()
     }
 
     /// The name of the call in messages.
     pub(super) fn about(&self) -> String {
-        format!("{} #{} of group \"{}\"", Description::of(self.asked), self.sequence, self.inner.control().name())
+        format!("{} #{} of group \"{}\"", Description::of(self.asked), self.sequence, self.group())
     }
 }
 
@@ -138,7 +150,7 @@ impl<'a> Between<'a> {
     pub(super) fn start(&self, transfer: &Transfer<Span>) -> Result<()> {
         let left = self.executor.limit.left().ok_or_else(|| self.late())?;
         let executor = self.executor;
-        executor.shared.traffic.add(Path::Rail(executor.local()), transfer.bytes(executor.host(), executor.layout.hosts()));
+        executor.hosts.traffic.add(Path::Rail(executor.local()), transfer.bytes(executor.host(), executor.layout.hosts()));
         self.rail.start(transfer, left).map_err(|error| self.broken(error))
     }
 
@@ -154,28 +166,28 @@ impl<'a> Between<'a> {
             if self.rail.wait(left.min(LOOK)).map_err(failed)? {
                 return Ok(());
             }
-            executor.inner.error().map_or(Ok(()), Err)?;
+            executor.hosts.health.error().map_or(Ok(()), Err)?;
         }
     }
 
     /// The deadline has passed. The host that knows more says who is missing.
     fn missed(&self) -> Error {
         let executor = self.executor;
-        executor.inner.health().cause(executor.local(), HEAR).unwrap_or_else(|| self.late())
+        executor.hosts.health.cause(executor.local(), HEAR).unwrap_or_else(|| self.late())
     }
 
     fn late(&self) -> Error {
         let executor = self.executor;
         let (waited, local) = (executor.limit.waited().as_secs_f64(), executor.local());
         let (about, me) = (executor.about(), executor.layout.describe(executor.rank));
-        let others = executor.shared.news.late(executor.sequence).unwrap_or_else(|| executor.layout.name_others(executor.host()));
+        let others = executor.hosts.news.late(executor.sequence).unwrap_or_else(|| executor.layout.name_others(executor.host()));
         Error::timeout(format!("{about}: {me} waited {waited:.1} s until its timeout on rail {local} for {others}"))
     }
 
     /// A host says why it failed before its rails close. Its deadline may have passed just before this one's.
     fn broken(&self, error: Error) -> Error {
         let executor = self.executor;
-        executor.inner.health().cause(executor.local(), executor.limit.left().unwrap_or_default().max(HEAR)).unwrap_or_else(|| {
+        executor.hosts.health.cause(executor.local(), executor.limit.left().unwrap_or_default().max(HEAR)).unwrap_or_else(|| {
             let (about, me, others) =
                 (executor.about(), executor.layout.describe(executor.rank), executor.layout.name_others(executor.host()));
             let local = executor.local();

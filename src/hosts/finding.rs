@@ -1,13 +1,14 @@
 //! Finding: what connects the hosts of a group, and which of its ranks are on which.
 
-use crate::boot::{Apart, Found};
+use crate::boot::{self, Apart, Found, JoinOptions, Joined};
 use crate::config::{Config, Engines, HostsChoice};
 use crate::error::{Error, Result};
-use crate::group::{Group, JoinOptions};
 use crate::host_map::{HostMap, Placement, advice};
 use crate::lock::lock;
-use crate::store::worker::Worker;
+use crate::mem::layout::MAX_RANKS;
+use crate::store::Store;
 use crate::sys::fork::PerProcess;
+use crate::trace;
 use std::sync::Mutex;
 use std::time::Instant;
 
@@ -48,8 +49,8 @@ pub fn connects(named: &str, options: &JoinOptions, torch: impl Fn(&str) -> Resu
 
 /// Where the ranks of a group are.
 pub enum Place {
-    /// On one host, where they have joined.
-    OneHost(Box<Group>),
+    /// On one host, where they share this.
+    OneHost(Box<Joined>),
     /// On several.
     SeveralHosts(Box<Several>),
 }
@@ -67,21 +68,18 @@ pub struct Several {
 ///
 /// # Errors
 /// As joining on one host; `Timeout` names the ranks that did not come.
-pub fn find(worker: &Worker, options: &JoinOptions, choice: &HostsChoice) -> Result<Place> {
+pub fn find(store: &dyn Store, options: &JoinOptions, choice: &HostsChoice) -> Result<Place> {
     let since = Instant::now();
+    let together = || boot::join(store, &options.spec(MAX_RANKS, trace::ended)?).map(|joined| Place::OneHost(Box::new(joined)));
     if *choice == HostsChoice::Refuse {
-        return Group::join(worker, options).map(|group| Place::OneHost(Box::new(group)));
+        return together();
     }
     if let Some(layout) = known().and_then(|known| layout(&known, options)) {
         let several = layout.hosts() > 1;
-        return if several {
-            Ok(Place::SeveralHosts(Box::new(Several { layout, apart: None, since })))
-        } else {
-            Group::join(worker, options).map(|group| Place::OneHost(Box::new(group)))
-        };
+        return if several { Ok(Place::SeveralHosts(Box::new(Several { layout, apart: None, since }))) } else { together() };
     }
-    Ok(match Group::find(worker, options)? {
-        Found::Together(group) => Place::OneHost(Box::new(group)),
+    Ok(match boot::find(store, &options.spec(usize::MAX, trace::ended)?)? {
+        Found::Together(joined) => Place::OneHost(Box::new(joined)),
         Found::Apart(apart) => {
             if options.rank == 0
                 && let Some(advice) = advice(&apart.placements)

@@ -8,32 +8,33 @@ use super::chosen::{self, Chosen};
 use super::cuda::{Cuda, backends::Backends};
 use super::executor::{GRACE, HEAR};
 use super::finding::Several;
-use super::news::{Meeting, News, Times, Told};
+use super::host::{Current, Inner};
+use super::news::{Meeting, Times, Told};
 use super::partials::Partials;
 use super::rail::{Life, Rail};
-use super::refusal::Refusals;
-use super::shared::{Current, Inner, Shared};
-use super::traffic::{Counted, Traffic};
-use super::{HostsGroup, Runner};
-use crate::boot;
+use super::traffic::Counted;
+use super::{Connections, Hosts};
+use crate::boot::{self, Apart, JoinOptions, Joined};
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::hardware::Device;
 use crate::coll::cost::wire::Thresholds;
-use crate::config::{Config, Engines};
+use crate::coll::cpu::Runner;
+use crate::config::{Config, Engines, HostsChoice};
 use crate::control::Part;
-use crate::engine::Engine;
 use crate::error::{Error, Kind, Result};
-use crate::group::{DEFAULT_TIMEOUT, Group, JoinOptions};
+use crate::health::Health;
 use crate::host_map::HostMap;
+use crate::mem::layout::MAX_RANKS;
 use crate::messages::links::{Links, addresses};
+use crate::messages::{Far, Messages};
 use crate::rank::Rank;
-use crate::store::{Store, prefix::PrefixStore, until::Until, worker::Worker};
+use crate::store::{Store, prefix::PrefixStore, until::Until};
 use crate::sync::limit::Limit;
 use crate::sys::thread;
+use crate::trace;
 use std::borrow::Cow;
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
 
 /// Time between two looks at the group while a rail is made.
@@ -44,146 +45,251 @@ const NAMES: usize = 512;
 const BETWEEN_NAMES: char = '\n';
 
 /// What connects a rank of a group on several hosts with the others.
-pub struct Between<R, L, B> {
+pub struct Between {
     /// This rank's rail, if it gets one.
-    pub rail: R,
+    pub rail: Arc<dyn Rail>,
     /// Carry its messages to ranks of other hosts.
-    pub links: L,
+    pub links: Arc<dyn Links>,
     /// Move its CUDA tensors.
-    pub backends: Option<B>,
-    /// Type of partial results.
-    pub partials: Partials,
-    /// Names of the backends of rail, links and backends.
-    pub engines: Engines,
+    pub backends: Option<Arc<dyn Backends>>,
 }
 
-impl HostsGroup {
-    /// Joins the group that `options` name, of whose ranks `several` says where they are: on several hosts.
-    pub fn join(
-        store: &Arc<dyn Store>,
-        worker: &Worker,
-        options: &JoinOptions,
-        several: Several,
-        between: Between<impl Rail + 'static, impl Links + 'static, impl Backends + 'static>,
-    ) -> Result<Self> {
-        let Several { layout, apart, since } = several;
-        let limit = Limit::from(since, options.timeout.unwrap_or(DEFAULT_TIMEOUT));
-        let joined = Self::join_within(&limit, store, worker, options, layout, between);
-        if let Some(apart) = apart {
-            apart.end(worker, joined.as_ref().err());
+/// Choices of a rank that count if its group is on several hosts.
+pub struct Across<'a> {
+    /// The backends that connect them, or that nothing may.
+    pub choice: HostsChoice,
+    /// Type of partial results.
+    pub partials: Partials,
+    /// Store of the group, in which two ranks meet later.
+    pub store: &'a Arc<dyn Store>,
+    /// Makes the backends of these names.
+    pub between: &'a dyn Fn(&Engines) -> Between,
+}
+
+/// A group on several hosts that one rank joins.
+pub struct Joining<'a> {
+    options: &'a JoinOptions,
+    across: &'a Across<'a>,
+    engines: &'a Engines,
+    store: Until<'a>,
+    layout: Arc<HostMap>,
+    rank: Rank,
+    limit: Limit,
+}
+
+/// A rank that has met the other hosts of its group.
+pub struct Joiner<'a> {
+    hosts: Arc<Hosts>,
+    chosen: Chosen,
+    address: Option<Address<'a>>,
+}
+
+/// Ends the search for the ranks, in the store, once they have joined or have failed.
+pub struct Search(Option<Box<Apart>>);
+
+impl Search {
+    /// Ends it as joining has ended.
+    pub fn end(self, store: &dyn Store, failed: Option<&Error>) {
+        if let Some(apart) = self.0 {
+            apart.end(store, failed);
         }
-        joined
+    }
+}
+
+impl<'a> Joining<'a> {
+    /// Joining of the group that `options` name, of whose ranks `several` says where they are.
+    ///
+    /// # Errors
+    /// `Internal` where nothing may connect hosts.
+    pub fn new(store: &'a dyn Store, options: &'a JoinOptions, several: Several, across: &'a Across<'a>) -> Result<(Self, Search)> {
+        let HostsChoice::Engines(engines) = &across.choice else { return Err(Error::internal("several hosts were not refused")) };
+        let Several { layout, apart, since } = several;
+        let (rank, limit) = (Rank(options.rank as u32), Limit::from(since, options.timeout()));
+        let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
+        let store = Until::new(store, Instant::now() + limit.left().unwrap_or_default(), purpose);
+        Ok((Self { options, across, engines, store, layout: Arc::new(layout), rank, limit }, Search(apart)))
     }
 
-    fn join_within(
-        limit: &Limit,
-        store: &Arc<dyn Store>,
-        worker: &Worker,
-        options: &JoinOptions,
-        layout: HostMap,
-        between: Between<impl Rail + 'static, impl Links + 'static, impl Backends + 'static>,
-    ) -> Result<Self> {
-        let Between { rail, links, backends, partials, engines } = between;
-        let timeout = options.timeout.unwrap_or(DEFAULT_TIMEOUT);
-        let rank = Rank(options.rank as u32);
-        let (host, local) = (layout.host(rank), layout.local(rank));
+    /// Joins the ranks of this host, among which `group` makes a group.
+    pub fn inside<T>(&self, group: impl FnOnce(Joined, &JoinOptions, Part) -> Result<T>) -> Result<T> {
+        let Self { options, layout, rank, .. } = self;
+        let host = layout.host(*rank);
         let global = |rank: &Rank| options.global_ranks.get(rank.index()).copied().unwrap_or(rank.0 as i32);
-        let inner_options = JoinOptions {
+        let inner = JoinOptions {
             group: options.group.clone(),
-            rank: local as i32,
+            rank: layout.local(*rank) as i32,
             size: layout.members(host).len() as i32,
             global_ranks: layout.members(host).iter().map(global).collect(),
             is_default: options.is_default,
-            timeout: limit.left(),
-            part: Some(Part { host: layout.host_name(host).into(), ranks: layout.members(host).to_vec() }),
+            timeout: self.limit.left(),
         };
-        let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
-        let until = Until::new(worker, Instant::now() + limit.left().unwrap_or_default(), purpose);
-        let layout = Arc::new(layout);
-        let late = || late(&until, options, &layout, rank, limit);
-        let inner = Group::join(&PrefixStore::new(&inside(&layout, host), &until), &inner_options).map_err(|error| {
+        let part = Part { host: layout.host_name(host).into(), ranks: layout.members(host).to_vec() };
+        let store = PrefixStore::new(&inside(layout, host), &self.store);
+        let joined = inner.spec(MAX_RANKS, trace::ended).and_then(|spec| boot::join(&store, &spec));
+        joined.and_then(|joined| group(joined, &inner, part)).map_err(|error| {
             let known = || {
-                let (me, here) = (layout.describe(rank), layout.name_host(host));
+                let (me, here) = (layout.describe(*rank), layout.name_host(host));
                 let text = format!("{me} could not join those of {here}, which are numbered from 0 here: {}", error.message);
                 Error { message: text, ..error.clone() }
             };
-            (error.kind == Kind::Timeout).then(late).flatten().unwrap_or_else(known)
-        });
-        let inner = Arc::new(inner?);
-        inner.set_timeout(timeout);
+            (error.kind == Kind::Timeout).then(|| self.late()).flatten().unwrap_or_else(known)
+        })
+    }
+
+    /// Meets the other hosts and connects the group with this `health` and these `messages` with all of them. `runner` runs calls of the
+    /// ranks of this host.
+    pub fn meet(&self, health: &Arc<Health>, messages: &Messages, runner: &mut Runner) -> Result<(Arc<Hosts>, Joiner<'_>)> {
+        let Self { options, layout, engines, rank, limit, .. } = self;
+        let (me, host, local, group) = (*rank, layout.host(*rank), layout.local(*rank), &options.group);
         let current = Arc::new(Current::default());
         let members = if options.global_ranks.is_empty() { String::new() } else { boot::name_members(&options.global_ranks) };
         let meeting = Meeting {
-            store: &until,
-            group: inner.control().name(),
-            prefix: format!("symm-news/{}/{}", options.group, Config::get().restart),
-            layout: &layout,
-            me: rank,
-            host: Arc::new(Inner(Arc::clone(inner.health()), Arc::clone(&current))),
+            store: &self.store,
+            group: health.control().name(),
+            prefix: format!("symm-news/{group}/{}", Config::get().restart),
+            layout,
+            me,
+            host: Arc::new(Inner(Arc::clone(health), Arc::clone(&current))),
             limit,
             addresses: None,
             times: Times::default(),
             engines: format!("{engines}{BETWEEN_NAMES}{members}"),
-            late: &late,
+            late: &|| self.late(),
         };
-        let (news, told) = meeting.meet().map_err(|error| inner.health().fail(error))?;
+        let (news, told) = meeting.meet().map_err(|error| health.fail(error))?;
         let failed = |error: Error| {
-            let stands = inner.health().fail(error);
+            let stands = health.fail(error);
             news.tell(&stands);
             stands
         };
-        let told = told_by_first(&inner, &layout, rank, told, limit).map_err(failed)?;
+        let told = self.told_by_first(runner, told).map_err(failed)?;
         let (connected, listed) = told.engines.split_once(BETWEEN_NAMES).unwrap_or((&told.engines, ""));
         if !listed.is_empty() && !members.is_empty() && listed != members {
             // `listed` comes from rank 0 of the group.
-            let error = boot::other_members(&options.group, (0, listed), (layout.describe(rank).trim_start_matches("rank "), &members));
+            let error = boot::other_members(group, (0, listed), (layout.describe(me).trim_start_matches("rank "), &members));
             return Err(failed(error));
         }
         if connected != engines.to_string() {
-            let (first, me, group) = (layout.describe(Rank(0)), layout.describe(rank), &options.group);
+            let (first, me) = (layout.describe(Rank(0)), layout.describe(me));
             return Err(failed(Error::config(format!(
                 "ranks of group \"{group}\" would connect hosts by different backends: {first} by \"{connected}\", {me} by \"{engines}\"; \
                  give SYMM_HOSTS, or torch_symm.Options(between_hosts=...), the same value on all ranks"
             ))));
         }
+        let Between { rail, links, backends } = (self.across.between)(engines);
         let has_rail = local < layout.rails();
         let name = told.life.name("symm-rail", local);
-        let mut address = has_rail.then(|| Address { store: &until, keys: addresses(&name, host).collect() });
-        let rail = if has_rail { Some(made(rail, &inner, &layout, rank, &name, limit, &late).map_err(failed)?) } else { None };
-        let mut joined = Self::assemble(inner, layout, rank, rail, (news, current, told.life), &engines);
-        joined.cuda = backends.map(|backends| Cuda::new(backends, Arc::clone(store)));
-        let links = Counted::new(links, &joined.shared.traffic, &options.global_ranks);
-        joined.globals = options.global_ranks.clone();
-        joined.send_by(Arc::new(links), Arc::clone(store));
-        // Whoever passes has found all ranks on all hosts.
-        let here = joined.layout.members(host).len();
+        let address = has_rail.then(|| Address { store: &self.store, keys: addresses(&name, host).collect() });
+        let rail = if has_rail { Some(self.made(rail, health, &name).map_err(failed)?) } else { None };
+        let store = self.across.store;
+        let connections = Connections {
+            rail,
+            news,
+            current,
+            life: told.life,
+            engines: (*engines).clone(),
+            store: Arc::clone(store),
+            cuda: backends.map(|backends| Cuda::new(backends, Arc::clone(store))),
+            globals: options.global_ranks.clone(),
+        };
+        // To find thresholds of GPUs asks their driver: only the first rank does, whose thresholds all ranks use.
+        let asks = connections.cuda.is_some() && me == Rank(0);
+        let here = layout.members(host).len();
         let thresholds = chosen::thresholds(options, here, Device::Cpu);
-        // Whoever looks for those of GPUs asks their driver: only the first rank, whose thresholds are everybody's.
-        let asks = joined.cuda.is_some() && rank == Rank(0);
         let cuda = if asks { chosen::thresholds(options, here, Device::Cuda) } else { Thresholds::USUAL_CUDA };
-        joined.agree_on(Chosen { partials, thresholds, cuda }, Some(limit.left().unwrap_or_default()))?;
-        // All have connected, unless Gloo connects later.
-        if let Some(address) = address.as_mut().filter(|_| Config::get().gloo_lazy) {
-            address.keys.clear();
-        }
-        Ok(joined)
+        let hosts = Hosts::new(health, layout, me, connections);
+        let links = Arc::new(Counted::new(links, &hosts.traffic, &options.global_ranks));
+        let (store, layout, prefix) = (Arc::clone(store), Arc::clone(layout), told.life.name("symm-pair", ""));
+        messages.reach(Far { links, store, layout, me, prefix, changed: Condvar::new() });
+        let chosen = Chosen { partials: self.across.partials, thresholds, cuda };
+        Ok((Arc::clone(&hosts), Joiner { hosts, chosen, address }))
     }
 
-    /// The group of `inner`, the ranks of this host, and a rail.
-    pub(super) fn assemble(
-        inner: Arc<Group>,
-        layout: Arc<HostMap>,
-        rank: Rank,
-        rail: Option<Arc<dyn Rail>>,
-        (news, current, life): (News, Arc<Current>, Life),
-        engines: &Engines,
-    ) -> Self {
-        let shared = Shared::new(inner.health(), rail, (news, current), Traffic::of(inner.control().name(), engines));
-        let runner = Runner { inner: Arc::clone(&inner), layout: Arc::clone(&layout), shared: Arc::clone(&shared), rank, sequence: 0 };
-        inner.recorder().note_hosts(layout.name_others(layout.host(rank)));
-        let engine = Engine::new(runner, inner.recorder());
-        let refusals = Refusals::new(&shared, &engine);
-        Self { inner, layout, rank, engine, shared, refusals, globals: Vec::new(), cuda: None, monitored: AtomicU64::new(0), life }
+    /// Returns the time that is left for joining.
+    pub fn left(&self) -> Duration {
+        self.limit.left().unwrap_or_default()
+    }
+
+    /// At the end of the time: the error that names the ranks for which others of their hosts have waited, if any have.
+    fn late(&self) -> Option<Error> {
+        let (mut late, layout, group) = (Vec::new(), &self.layout, &self.options.group);
+        for host in 0..layout.hosts() {
+            let members = layout.members(host);
+            let store = PrefixStore::new(&inside(layout, host), &self.store);
+            // Nothing is left of ranks that have found each other. Where nobody has come, nobody knows more than that.
+            let came = boot::came(&store, group, &Config::get().restart, members.len() as u32).ok()?;
+            let waited_for = (0..).map(Rank).zip(members).filter(|(local, _)| !came.is_empty() && !came.contains(local));
+            late.extend(waited_for.map(|(_, &rank)| layout.describe(rank)));
+        }
+        let (me, late) = (layout.describe(self.rank), (!late.is_empty()).then(|| late.join(", "))?);
+        Some(Error::timeout(format!("{me} waited {:.1} s for {late} to join group \"{group}\"", self.limit.waited().as_secs_f64())))
+    }
+
+    /// Returns what the hub sent to the first rank of this host, which has it in `told`.
+    fn told_by_first(&self, runner: &mut Runner, told: Told) -> Result<Told> {
+        if self.layout.members(self.layout.host(self.rank)).len() == 1 {
+            return Ok(told);
+        }
+        let (first, mut bytes) = (self.layout.local(self.rank) == 0, [&told.life.to_bytes()[..], told.engines.as_bytes()].concat());
+        bytes.resize(Life::BYTES + NAMES, 0);
+        let mut span = || Cow::Owned(vec![Span { addr: bytes.as_mut_ptr().addr(), bytes: Life::BYTES + NAMES }]);
+        let (inputs, outputs) = if first { (span(), Cow::default()) } else { (Cow::default(), span()) };
+        // Those that meet other hosts know more at the end of their time.
+        let limit = Limit::from_first_wait(self.left() + GRACE);
+        runner.run(&Call::inner(Spec { op: Op::Broadcast, inputs, outputs, ..Spec::barrier(None) }), &limit)?;
+        let (life, names) = bytes.split_first_chunk().ok_or_else(|| Error::internal("the first rank sent too few bytes"))?;
+        Ok(Told { engines: String::from_utf8_lossy(names).trim_end_matches('\0').to_owned(), life: Life::from_bytes(*life) })
+    }
+
+    /// Makes this rank's rail, of this `name`. Ends once the group has failed.
+    fn made(&self, rail: Arc<dyn Rail>, health: &Health, name: &str) -> Result<Arc<dyn Rail>> {
+        let (layout, limit) = (&self.layout, &self.limit);
+        let (host, hosts, local) = (layout.host(self.rank), layout.hosts(), layout.local(self.rank));
+        let (me, others, group) = (layout.describe(self.rank), layout.name_others(host), health.control().name());
+        let failed = |error: Error| {
+            let text = format!("{me} could not make rail {local} of group \"{group}\" to {others}: {}", error.message);
+            Error { message: text, ..error }
+        };
+        let left = limit.left().ok_or_else(|| failed(Error::timeout("no time is left")))?;
+        let (done, ended) = channel();
+        let (name, making) = (name.to_owned(), Arc::clone(&rail));
+        let make = move || {
+            let made = making.make(&name, host, hosts, left);
+            drop(making);
+            let _ = done.send(made);
+        };
+        thread::spawn("symm-rail", None, make).map_err(failed)?;
+        let wait = || loop {
+            match ended.recv_timeout(LOOK) {
+                Ok(Ok(())) => return Ok(()),
+                Ok(Err(error)) if limit.left().is_some() => return Err(failed(error)),
+                Ok(Err(error)) => {
+                    // Others, whose time ends now, too, may say more.
+                    let until = Instant::now() + HEAR;
+                    while health.error().is_none() && Instant::now() < until {
+                        std::thread::sleep(LOOK / 4);
+                    }
+                    return Err(health.error().or_else(|| self.late()).unwrap_or_else(|| failed(Error::timeout(error.message))));
+                }
+                Err(RecvTimeoutError::Timeout) => health.error().map_or(Ok(()), Err)?,
+                Err(RecvTimeoutError::Disconnected) => return Err(failed(Error::internal("making it panicked"))),
+            }
+        };
+        wait().inspect_err(|_| rail.give_up())?;
+        Ok(rail)
+    }
+}
+
+impl Joiner<'_> {
+    /// Returns once all ranks of all hosts have joined and have made the same choice; `run` runs calls of the group.
+    pub fn agree(mut self, run: impl FnOnce(&Call<'_>) -> Result<()>) -> Result<()> {
+        // Whoever passes has found all ranks on all hosts.
+        self.hosts.agree_on(self.chosen, run)?;
+        // All have connected, unless Gloo connects later.
+        if let Some(address) = self.address.as_mut().filter(|_| Config::get().gloo_lazy) {
+            address.keys.clear();
+        }
+        Ok(())
     }
 }
 
@@ -205,79 +311,30 @@ fn inside(layout: &HostMap, host: usize) -> String {
     format!("symm-host/{}/{host}", layout.members(host)[0])
 }
 
-/// At the end of the time of `limit`: the error that names the ranks for which others of their hosts have waited, if any have.
-fn late(store: &dyn Store, options: &JoinOptions, layout: &HostMap, me: Rank, limit: &Limit) -> Option<Error> {
-    let (mut late, group) = (Vec::new(), &options.group);
-    for host in 0..layout.hosts() {
-        let members = layout.members(host);
-        let store = PrefixStore::new(&inside(layout, host), store);
-        // Nothing is left of ranks that have found each other. Where nobody has come, nobody knows more than that.
-        let came = boot::came(&store, group, &Config::get().restart, members.len() as u32).ok()?;
-        let waited_for = (0..).map(Rank).zip(members).filter(|(local, _)| !came.is_empty() && !came.contains(local));
-        late.extend(waited_for.map(|(_, &rank)| layout.describe(rank)));
-    }
-    let (me, late) = (layout.describe(me), (!late.is_empty()).then(|| late.join(", "))?);
-    Some(Error::timeout(format!("{me} waited {:.1} s for {late} to join group \"{group}\"", limit.waited().as_secs_f64())))
-}
-
-/// Returns what the hub sent to the first rank of this host, which has it in `told`.
-fn told_by_first(inner: &Group, layout: &HostMap, rank: Rank, told: Told, limit: &Limit) -> Result<Told> {
-    if layout.members(layout.host(rank)).len() == 1 {
-        return Ok(told);
-    }
-    let (first, mut bytes) = (layout.local(rank) == 0, [&told.life.to_bytes()[..], told.engines.as_bytes()].concat());
-    bytes.resize(Life::BYTES + NAMES, 0);
-    let mut span = || Cow::Owned(vec![Span { addr: bytes.as_mut_ptr().addr(), bytes: Life::BYTES + NAMES }]);
-    let (inputs, outputs) = if first { (span(), Cow::default()) } else { (Cow::default(), span()) };
-    // Those that meet other hosts know more at the end of their time.
-    let left = limit.left().unwrap_or_default() + GRACE;
-    inner.run(&[Call::inner(Spec { op: Op::Broadcast, inputs, outputs, ..Spec::barrier(None) })], Some(left))?;
-    let (life, names) = bytes.split_first_chunk().ok_or_else(|| Error::internal("the first rank sent too few bytes"))?;
-    Ok(Told { engines: String::from_utf8_lossy(names).trim_end_matches('\0').to_owned(), life: Life::from_bytes(*life) })
-}
-
-/// Makes this rank's rail, of this `name`. Ends once the group has failed.
-fn made(
-    rail: impl Rail + 'static,
-    inner: &Group,
-    layout: &HostMap,
-    rank: Rank,
-    name: &str,
-    limit: &Limit,
-    late: &dyn Fn() -> Option<Error>,
-) -> Result<Arc<dyn Rail>> {
-    let (host, hosts, local) = (layout.host(rank), layout.hosts(), layout.local(rank));
-    let (me, others, group) = (layout.describe(rank), layout.name_others(host), inner.control().name());
-    let failed = |error: Error| {
-        let text = format!("{me} could not make rail {local} of group \"{group}\" to {others}: {}", error.message);
-        Error { message: text, ..error }
+/// Other hosts whose ranks are threads of a test, which bring a `rail` if they get one and meet in `store`.
+#[cfg(test)]
+pub(crate) fn among_threads(
+    health: &Arc<Health>,
+    layout: &Arc<HostMap>,
+    me: Rank,
+    rail: Option<Arc<dyn Rail>>,
+    store: &Arc<dyn Store>,
+) -> Arc<Hosts> {
+    let current = Arc::new(Current::default());
+    let meeting = Meeting {
+        store: &**store,
+        group: "test",
+        prefix: "news".into(),
+        layout,
+        me,
+        host: Arc::new(Inner(Arc::clone(health), Arc::clone(&current))),
+        limit: &Limit::from(Instant::now(), Duration::from_secs(60)),
+        addresses: Some(vec![std::net::Ipv4Addr::LOCALHOST.into()]),
+        times: Times::default(),
+        engines: String::new(),
+        late: &|| None,
     };
-    let left = limit.left().ok_or_else(|| failed(Error::timeout("no time is left")))?;
-    let (done, ended) = channel();
-    let (name, rail) = (name.to_owned(), Arc::new(rail) as Arc<dyn Rail>);
-    let making = Arc::clone(&rail);
-    let make = move || {
-        let made = making.make(&name, host, hosts, left);
-        drop(making);
-        let _ = done.send(made);
-    };
-    thread::spawn("symm-rail", None, make).map_err(failed)?;
-    let wait = || loop {
-        match ended.recv_timeout(LOOK) {
-            Ok(Ok(())) => return Ok(()),
-            Ok(Err(error)) if limit.left().is_some() => return Err(failed(error)),
-            Ok(Err(error)) => {
-                // Others, whose time ends now, too, may say more.
-                let until = Instant::now() + HEAR;
-                while inner.error().is_none() && Instant::now() < until {
-                    std::thread::sleep(LOOK / 4);
-                }
-                return Err(inner.error().or_else(late).unwrap_or_else(|| failed(Error::timeout(error.message))));
-            }
-            Err(RecvTimeoutError::Timeout) => inner.error().map_or(Ok(()), Err)?,
-            Err(RecvTimeoutError::Disconnected) => return Err(failed(Error::internal("making it panicked"))),
-        }
-    };
-    wait().inspect_err(|_| rail.give_up())?;
-    Ok(rail)
+    let (news, Told { life, .. }) = meeting.meet().expect("all meet");
+    let (store, engines) = (Arc::clone(store), Engines { cpu: "threads".into(), cuda: String::new() });
+    Hosts::new(health, layout, me, Connections { rail, news, current, life, engines, store, cuda: None, globals: Vec::new() })
 }

@@ -1,59 +1,51 @@
-//! Monitored barrier on several hosts.
-//!
-//! Who waits for another host sees that it has not come, not which of its ranks. So every rank says in the store that it has come; where
-//! the barrier fails, rank 0 looks who has said nothing. A rank takes back what it has said once it has passed the next one, or leaves:
-//! rank 0 may fail where others have passed.
+//! Which ranks of a group on several hosts have come to a monitored barrier, as they say in the store.
 
-use super::HostsGroup;
-use crate::coll::call::Call;
+use super::Hosts;
 use crate::config::Config;
-use crate::error::Result;
-use crate::group::monitored::Monitored;
 use crate::messages::links::addresses;
+use crate::rank::Rank;
 use crate::store::meet::Meeting;
-use crate::sync::call_site::CallSite;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-impl HostsGroup {
-    /// A barrier whose failure reads as Gloo's: on rank 0 it names the first rank that did not come, or all of them, on whichever host.
-    pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool, call_site: Option<&'static CallSite>) -> Result<()> {
-        let timeout = timeout.unwrap_or_else(|| self.timeout());
-        let monitored = Monitored { me: self.rank, timeout, all: wait_all_ranks };
-        monitored.check()?;
-        self.inner.check_open()?;
+impl Hosts {
+    /// Says that this rank has come to its next monitored barrier; returns its number. Without that the failure names hosts, or the ranks of
+    /// this one.
+    pub fn come_to_barrier(&self) -> u64 {
         let number = self.monitored.fetch_add(1, Ordering::Relaxed);
-        let told = self.told();
-        if let Some(told) = &told {
-            // Without it the failure names hosts, or the ranks of this one.
-            let _ = told.tell(&number.to_string(), b"1");
+        let _ = self.told().tell(&number.to_string(), b"1");
+        number
+    }
+
+    /// Returns the ranks that have not said that they have come to monitored barrier `number`; none if the store does not answer.
+    pub fn late_to_barrier(&self, number: u64) -> Vec<Rank> {
+        self.told().missing(&number.to_string()).unwrap_or_default()
+    }
+
+    /// Takes back what this rank has said of the one before monitored barrier `number`, which it has passed.
+    pub fn pass_barrier(&self, number: u64) {
+        if let Some(before) = number.checked_sub(1) {
+            let _ = self.told().forget(&before.to_string());
         }
-        let outcome = self.run(&[Call::barrier(call_site)], Some(timeout));
-        let late = || told.as_ref().and_then(|told| told.missing(&number.to_string()).ok()).unwrap_or_default();
-        outcome.map_err(|error| monitored.reworded(error, late))?;
-        if let (Some(told), Some(before)) = (&told, number.checked_sub(1)) {
-            let _ = told.forget(&before.to_string());
-        }
-        Ok(())
     }
 
     /// The place where ranks say at which monitored barriers they have arrived.
-    fn told(&self) -> Option<Meeting<'_>> {
-        let (store, prefix) = (&*self.inner.messages().far()?.store, self.life.name("symm-monitored", "told"));
-        Some(Meeting { store, prefix, me: self.rank, size: self.layout.size() as u32, deadline: Instant::now() })
+    fn told(&self) -> Meeting<'_> {
+        let prefix = self.life.name("symm-monitored", "told");
+        Meeting { store: &*self.store, prefix, me: self.rank, size: self.layout.size() as u32, deadline: Instant::now() }
     }
 
     /// Removes the keys of this rank that are still in the store, unless the group has failed: rank 0 may still read them then.
-    pub(super) fn forget_keys(&self) {
-        let (Some(far), None) = (self.inner.messages().far(), self.inner.failure()) else { return };
-        if let (Some(told), Some(last)) = (self.told(), self.monitored.load(Ordering::Relaxed).checked_sub(1)) {
-            let _ = told.forget(&last.to_string());
+    pub fn forget_keys(&self) {
+        if self.health.failure().is_some() {
+            return;
         }
+        self.pass_barrier(self.monitored.load(Ordering::Relaxed));
         let (host, local) = (self.layout.host(self.rank), self.layout.local(self.rank));
         let name = self.life.name("symm-rail", local);
         // Other hosts connect at any time under this setting.
         let lazy = Config::get().gloo_lazy && local < self.layout.rails();
         let address = lazy.then(|| addresses(&name, host)).into_iter().flatten();
-        address.for_each(|key| drop(far.store.delete(&key)));
+        address.for_each(|key| drop(self.store.delete(&key)));
     }
 }

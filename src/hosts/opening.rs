@@ -8,7 +8,6 @@ use crate::coll::two_level::slices::part;
 use crate::coll::two_level::step::Transfer;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::trace::Phase;
 use std::sync::Arc;
 
 /// Bytes that a rank shows the others of its host, and each host the others, of every call: a header and records.
@@ -73,13 +72,12 @@ impl Executor<'_> {
             let whole = shown.span();
             let outputs = (0..self.locals()).map(|local| part(whole, &(local * SLOT..(local + 1) * SLOT))).collect();
             let own = Span { addr: own.as_mut_ptr().addr(), bytes: SLOT };
-            self.begin(Phase::Inside);
             // Who does not come now is missing: nobody knows more.
             let show = self.inner_bytes(Op::AllGather, vec![own], outputs);
-            self.inner.run(&[show], Some(self.limit.left().unwrap_or_default()))?;
+            self.inside_within(&[show], self.limit.left().unwrap_or_default())?;
         }
         let here = self.layout.members(self.host());
-        let even = Header::agree(shown.bytes(), SLOT, here, self.layout, self.inner.control().name())?;
+        let even = Header::agree(shown.bytes(), SLOT, here, self.layout, self.group())?;
         let opening = self.opened(rails, bytes)?;
         if let Some(between) = opening.between.as_ref().filter(|_| self.local() == 0) {
             let mut slot = [0; SLOT];
@@ -110,7 +108,7 @@ impl Executor<'_> {
     /// This rank's rail, with `bytes` bytes of staging.
     fn between(&self, bytes: usize) -> Result<Between<'_>> {
         let begin = (self.layout.hosts() + 1) * SLOT;
-        let rail = self.shared.rail()?;
+        let rail = self.hosts.rail()?;
         Ok(Between::new(self, rail.staging(begin + bytes)?, begin, Arc::clone(&rail)))
     }
 
@@ -123,7 +121,7 @@ impl Executor<'_> {
             let (gives, takes) = (words[from * 2 * n + to], words[to * 2 * n + n + from]);
             if gives != takes {
                 let [from, to] = [from, to].map(|rank| self.layout.describe(Rank(rank as u32)));
-                let (group, sequence) = (self.inner.control().name(), self.sequence);
+                let (group, sequence) = (self.group(), self.sequence);
                 return Err(Error::mismatch(format!(
                     "ranks of group \"{group}\" do not agree: {from} sends {gives} bytes to {to} in all_to_all #{sequence}, which expects \
                      {takes}"
@@ -207,7 +205,7 @@ impl Opening<'_> {
         let whole = self.slots.span();
         copy(between.staged(SLOT, whole.bytes), whole);
         let ranks: Vec<Rank> = (0..executor.layout.hosts()).map(|host| executor.layout.members(host)[0]).collect();
-        Header::agree(self.slots.bytes(), SLOT, &ranks, executor.layout, executor.inner.control().name()).map(drop)
+        Header::agree(self.slots.bytes(), SLOT, &ranks, executor.layout, executor.group()).map(drop)
     }
 }
 

@@ -47,7 +47,7 @@ impl Executor<'_> {
     /// What all ranks give from place `skipped` on, combined in two levels into `output`.
     fn combine_records(&self, records: &[Vec<(f64, &[u8])>], skipped: usize, output: Span) {
         let (levels, dtype) = (Levels::of(self.call.reduce_op, self.call.dtype, self.layout), self.call.dtype);
-        let wide = self.shared.partials().dtype(self.call.reduce_op, dtype);
+        let wide = self.hosts.chosen().partials.dtype(self.call.reduce_op, dtype);
         let bytes = output.bytes / dtype.size() * wide.size();
         let mut partials = Scratch::new((records.len() + 1) * bytes);
         let whole = partials.span();

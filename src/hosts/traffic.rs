@@ -120,15 +120,15 @@ pub fn counted() -> BTreeMap<String, BTreeMap<String, Count>> {
 }
 
 /// Links whose bytes are counted.
-pub(super) struct Counted<L> {
-    links: L,
+pub(super) struct Counted {
+    links: Arc<dyn Links>,
     traffic: Arc<Traffic>,
     globals: Vec<i32>,
 }
 
-impl<L> Counted<L> {
+impl Counted {
     /// `links` of a group whose ranks have these numbers in the default group; none: the same.
-    pub(super) fn new(links: L, traffic: &Arc<Traffic>, globals: &[i32]) -> Self {
+    pub(super) fn new(links: Arc<dyn Links>, traffic: &Arc<Traffic>, globals: &[i32]) -> Self {
         Self { links, traffic: Arc::clone(traffic), globals: globals.to_vec() }
     }
 
@@ -137,7 +137,7 @@ impl<L> Counted<L> {
     }
 }
 
-impl<L: Links> Links for Counted<L> {
+impl Links for Counted {
     fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()> {
         self.links.make(peer, name, second, timeout)
     }

@@ -22,8 +22,6 @@ const RELEASE: Duration = Duration::from_secs(1);
 pub struct Far {
     /// Carry the frames.
     pub links: Arc<dyn Links>,
-    /// Number of calls that this rank has made in the group: collectives and messages.
-    pub calls: Box<dyn Fn() -> u64 + Send + Sync>,
     /// Store through which two ranks meet.
     pub store: Arc<dyn Store>,
     /// Which ranks are on which host.

@@ -13,14 +13,7 @@ use std::time::Duration;
 
 impl State {
     /// Does what a frame of a rank of another host asks for; `payload` has come with it.
-    pub(super) fn take_in(
-        &mut self,
-        messages: &Messages,
-        far: &Far,
-        peer: Rank,
-        (frame, counters): (Frame, Counters),
-        payload: &[u8],
-    ) -> Result<()> {
+    pub(super) fn take_in(&mut self, messages: &Messages, peer: Rank, (frame, counters): (Frame, Counters), payload: &[u8]) -> Result<()> {
         let control = &messages.control;
         let Some(wire) = self.wire(peer) else { return Ok(()) };
         if !wire.read(counters) {
@@ -29,7 +22,7 @@ impl State {
         match frame.kind {
             Kind::Bye => return wire.say(Frame::bare(Kind::Credit), &[]),
             Kind::Refused => wire.refused = Some(Refusal::of(frame, payload)),
-            Kind::Waits => messages.check_refused(far, wire, frame)?,
+            Kind::Waits => messages.check_refused(wire, frame)?,
             Kind::Credit => {}
             Kind::Padding | Kind::Taken | Kind::Eager | Kind::Offer | Kind::Request | Kind::Data | Kind::Start => {
                 if matches!(frame.kind, Kind::Eager | Kind::Offer | Kind::Request) {
@@ -84,7 +77,7 @@ impl Messages {
         if state.closed.is_some() {
             return false;
         }
-        let heard = state.take_in(self, far, peer, head, payload);
+        let heard = state.take_in(self, peer, head, payload);
         let leaving = state.leaving;
         self.settle(state);
         if leaving {

@@ -21,7 +21,6 @@ mod waiting;
 mod wire;
 
 pub use far::Far;
-pub use refused::REFUSAL_DELAY;
 
 use self::ending::about;
 use self::frame::{Frame, Kind};
@@ -41,9 +40,7 @@ use crate::lock::lock;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use crate::sys::thread;
-use crate::watch::Subscription;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
@@ -60,7 +57,6 @@ pub struct Messages {
     /// The progress thread waits here while nothing is open.
     begun: Condvar,
     worker: Mutex<Option<JoinHandle<()>>>,
-    requested: AtomicU64,
     /// Ranks of other hosts, where links carry messages to them.
     far: OnceLock<Far>,
 }
@@ -96,8 +92,6 @@ struct State {
     /// True once a thread looks for ranks that send, and why none does any more.
     seeking: bool,
     blind: Option<Error>,
-    /// The look at a refused message that comes next.
-    refusal: Option<Subscription>,
 }
 
 struct Sending {
@@ -176,14 +170,13 @@ impl Messages {
             threads: Vec::new(),
             seeking: false,
             blind: None,
-            refusal: None,
         };
         for peer in control.peers() {
             state.peers[control.shown(peer).index()] = Peer::Near(Ring::new(Arc::clone(&control), peer));
         }
         state.peers[own.index()] = Peer::Own;
         let (state, begun, worker) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
-        let made = Arc::new(Self { health, control, direct, state, begun, worker, requested: AtomicU64::new(0), far: OnceLock::new() });
+        let made = Arc::new(Self { health, control, direct, state, begun, worker, far: OnceLock::new() });
         let listener: Arc<dyn Listener> = made.clone();
         made.health.listen(Arc::downgrade(&listener));
         made
@@ -208,7 +201,6 @@ impl Messages {
 
     /// Starts a send.
     pub fn send(self: &Arc<Self>, message: Message, timeout: Duration, completion: Completion) -> Result<u64> {
-        self.requested.fetch_add(1, Ordering::Relaxed);
         let peer = message.peer.ok_or_else(|| Error::value("send needs a destination rank"))?;
         let mut state = self.lock();
         let far = state.check_peer(peer)?;
@@ -259,7 +251,6 @@ impl Messages {
 
     /// Starts a receive.
     pub fn recv(self: &Arc<Self>, message: Message, timeout: Duration, completion: Completion) -> Result<u64> {
-        self.requested.fetch_add(1, Ordering::Relaxed);
         let mut state = self.lock();
         let far = message.peer.map(|peer| state.check_peer(peer)).transpose()?.unwrap_or(false);
         self.start_worker()?;
@@ -319,11 +310,6 @@ impl Messages {
         let mut state = self.lock();
         let moved = self.advance(&mut state);
         self.settle(state) || moved
-    }
-
-    /// Number of sends and receives asked for.
-    pub fn requested(&self) -> u64 {
-        self.requested.load(Ordering::Relaxed)
     }
 
     /// Peer among `peers` that sleeps for a message that this rank has not begun: a `send` of its own, or a receive, with this tag. Never

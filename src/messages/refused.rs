@@ -1,11 +1,11 @@
 //! A message that was refused on this rank: the peer of another host that waits for it learns so.
 //!
-//! The rank says so on the link, unless it has made another call within 80 ms. A message of the peer that waits for it asks once whether
+//! The rank says so on the link, unless it has made another call meanwhile. A message of the peer that waits for it asks once whether
 //! that still stands: only the rank itself knows whether it has made a call since, and fails the group if it has not. Of a
 //! receive from any rank all ranks learn with which this one is connected, and those that connect until it makes another call.
 
 use super::ending::Pending;
-use super::far::{Far, LOOK};
+use super::far::LOOK;
 use super::frame::Frame;
 use super::peer::Peer;
 use super::wire::{Refusal, Wire};
@@ -13,13 +13,8 @@ use super::{Messages, State};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::watch;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::Duration;
-
-/// Time from a refusal until others are told: enough to catch the exception and make the right call.
-pub const REFUSAL_DELAY: Duration = Duration::from_millis(80);
 
 impl State {
     /// Asks peers of other hosts, once each, whether their refusals still stand, where a message has waited for one for a while. Returns the
@@ -44,28 +39,21 @@ impl State {
 }
 
 impl Messages {
-    /// Notes that this rank has refused to send to `peer`, or to receive from it, because of `why`; `None`: to receive from any rank.
-    pub fn refuse(self: &Arc<Self>, peer: Option<Rank>, send: bool, tag: i32, why: String) {
-        let Some(far) = self.far.get() else { return };
-        let (begun, messages) = ((far.calls)(), Arc::downgrade(self));
-        let tell = move || {
-            if let Some(messages) = messages.upgrade() {
-                let refusal = Refusal { send, tag, why };
-                match peer {
-                    Some(peer) => messages.tell_refused(peer, begun, refusal),
-                    None => messages.tell_all_refused(begun, refusal),
-                }
-            }
-        };
-        let timer = watch::after(REFUSAL_DELAY, tell).inspect_err(|error| log::warn!("a peer is not told of a refused message: {error}"));
-        let replaced = std::mem::replace(&mut self.lock().refusal, timer.ok());
-        drop(replaced);
+    /// Tells `peer`, of another host, that this rank has refused to send to it, or to receive from it, because of `why`, unless it has made
+    /// another call than the first `begun`. `None`: to receive from any rank; this goes to all ranks of other
+    /// hosts.
+    pub fn tell_refused(self: &Arc<Self>, peer: Option<Rank>, begun: u64, send: bool, tag: i32, why: String) {
+        let refusal = Refusal { send, tag, why };
+        match peer {
+            Some(peer) if self.lock().is_far(peer) => self.tell_one_refused(peer, begun, refusal),
+            None if self.far.get().is_some() => self.tell_all_refused(begun, refusal),
+            Some(_) | None => {}
+        }
     }
 
     /// Tells `peer`, unless this rank has made another call than the first `begun`, or the group has ended.
-    fn tell_refused(self: &Arc<Self>, peer: Rank, begun: u64, refusal: Refusal) {
-        let Some(far) = self.far.get() else { return };
-        let calls = (far.calls)();
+    fn tell_one_refused(self: &Arc<Self>, peer: Rank, begun: u64, refusal: Refusal) {
+        let calls = self.calls();
         let mut state = self.lock();
         if calls != begun || state.closed.is_some() {
             return;
@@ -86,11 +74,11 @@ impl Messages {
         let mut state = self.lock();
         let begins = self.spawn(&mut state, "symm-messages-no", move |this, far| {
             let mut told = BTreeSet::new();
-            while (far.calls)() == begun && this.lock().closed.is_none() {
+            while this.calls() == begun && this.lock().closed.is_none() {
                 let mut wanting = this.lock().unmet();
                 wanting.retain(|&rank| far.store.check(&[&far.key(rank, rank)]).unwrap_or(false));
                 let ranks: BTreeSet<Rank> = this.lock().met().map(|wire| wire.peer).chain(wanting).collect();
-                ranks.difference(&told).for_each(|&peer| this.tell_refused(peer, begun, refusal.clone()));
+                ranks.difference(&told).for_each(|&peer| this.tell_one_refused(peer, begun, refusal.clone()));
                 told.extend(ranks);
                 drop(far.changed.wait_timeout(this.lock(), super::meet::PAUSE.1));
             }
@@ -101,9 +89,14 @@ impl Messages {
         }
     }
 
+    /// Number of calls that the program has made on this rank: collectives and messages.
+    fn calls(&self) -> u64 {
+        self.health.recorder().calls()
+    }
+
     /// Fails if this rank has refused what the peer of `wire` waits for, as its `frame` says, and has made no call since.
-    pub(super) fn check_refused(&self, far: &Far, wire: &Wire, frame: Frame) -> Result<()> {
-        let stands = |(refusal, calls): &&(Refusal, u64)| refusal.is_asked(&frame) && *calls == (far.calls)();
+    pub(super) fn check_refused(&self, wire: &Wire, frame: Frame) -> Result<()> {
+        let stands = |(refusal, calls): &&(Refusal, u64)| refusal.is_asked(&frame) && *calls == self.calls();
         let Some((Refusal { send, tag, why }, _)) = wire.own.as_ref().filter(stands) else { return Ok(()) };
         let waits = if *send { "recv" } else { "send" };
         let dtype = DType::from_torch(i32::from(frame.dtype)).map_or("unknown", DType::name);

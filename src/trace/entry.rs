@@ -87,8 +87,6 @@ pub(super) struct Entry {
     pub(super) asynchronous: bool,
     /// True if the peer is on another node; its number is then its rank in the default group.
     pub(super) far: bool,
-    /// True if the call is the intra-node part of a multi-node call; it is counted with the calls of that part.
-    pub(super) inside: bool,
     pub(super) timeout_ms: u64,
     /// Readings of `clock::now`; 0 if not taken yet.
     pub(super) created: u64,
@@ -116,7 +114,6 @@ impl Entry {
         place: Target::Host,
         asynchronous: false,
         far: false,
-        inside: false,
         timeout_ms: 0,
         created: 0,
         started: 0,

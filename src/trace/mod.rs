@@ -73,12 +73,13 @@ pub struct Recorder {
     journal: &'static Journal,
     group: u64,
     control: Arc<ControlBlock>,
+    collectives: AtomicU64,
     messages: AtomicU64,
     cuda: AtomicBool,
     failed: AtomicBool,
     /// True while a profiler watches the group's calls; then the rank for which a call waited is recorded.
     watched: AtomicBool,
-    /// True if both multi-node collectives and their intra-node parts are recorded, which have the same numbers.
+    /// True if the group is on several nodes: the ranks of a node then do not publish when they started its collectives.
     twofold: AtomicBool,
     /// Fork generation of the process that owns the journal.
     generation: u64,
@@ -98,6 +99,7 @@ impl Recorder {
             journal,
             group,
             control: Arc::clone(control),
+            collectives: AtomicU64::new(0),
             messages: AtomicU64::new(0),
             cuda: AtomicBool::new(false),
             failed: AtomicBool::new(false),
@@ -113,16 +115,15 @@ impl Recorder {
         Entry { group: self.group, timeout_ms: milliseconds(timeout), created: clock::now(), ..Entry::of_call(call) }
     }
 
-    /// Records `calls`, which start later, under consecutive numbers, and returns the first. `inside` is true if they
-    /// are the intra-node part of a multi-node call.
-    pub fn schedule(&self, calls: &[Call<'_>], timeout: Duration, asynchronous: bool, place: Target, inside: bool) -> u64 {
-        // Multi-node calls are not in the launch log of their intra-node group.
-        if place != Target::Host && inside == self.control.is_part() && !self.cuda.swap(true, Ordering::Relaxed) {
+    /// Records `calls`, which start later, under consecutive numbers, and returns the first.
+    pub fn schedule(&self, calls: &[Call<'_>], timeout: Duration, asynchronous: bool, place: Target) -> u64 {
+        // Multi-node calls are not in the launch log of this node's part of the group.
+        if place != Target::Host && !self.control.is_part() && !self.cuda.swap(true, Ordering::Relaxed) {
             lock(&self.journal.groups).note_cuda(self.group);
         }
         let first = self.journal.ring.take(calls.len());
         for (number, call) in (first..).zip(calls) {
-            self.journal.ring.put(Entry { number, asynchronous, place, inside, ..self.entry(call, timeout) });
+            self.journal.ring.put(Entry { number, asynchronous, place, ..self.entry(call, timeout) });
             self.count(number);
         }
         first
@@ -169,11 +170,10 @@ impl Recorder {
         }
     }
 
-    /// Records a CPU call that starts at once, as collective `sequence`, and returns its number. For `inside`, see
-    /// `schedule`.
-    pub fn begin(&self, call: &Spec, timeout: Duration, sequence: u64, inside: bool) -> u64 {
+    /// Records a CPU call that starts at once, as collective `sequence`, and returns its number.
+    pub fn begin(&self, call: &Spec, timeout: Duration, sequence: u64) -> u64 {
         let (number, entry) = (self.journal.ring.take(1), self.entry(call, timeout));
-        self.journal.ring.put(Entry { number, sequence, started: entry.created, state: State::Started, inside, ..entry });
+        self.journal.ring.put(Entry { number, sequence, started: entry.created, state: State::Started, ..entry });
         self.count(number);
         self.tell_start(sequence, entry.created);
         number
@@ -244,9 +244,19 @@ impl Recorder {
         }
     }
 
-    /// Returns the number of sends and receives of this group that have started.
-    pub fn messages(&self) -> u64 {
-        self.messages.load(Ordering::Relaxed)
+    /// Counts collectives that the program calls.
+    pub fn ask(&self, calls: usize) {
+        self.collectives.fetch_add(calls as u64, Ordering::Relaxed);
+    }
+
+    /// Returns the number of collectives that the program has called.
+    pub fn collectives(&self) -> u64 {
+        self.collectives.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of collectives, sends and receives that the program has called.
+    pub fn calls(&self) -> u64 {
+        self.collectives() + self.messages.load(Ordering::Relaxed)
     }
 
     /// Records a send or receive that starts now, and returns its number.

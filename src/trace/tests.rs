@@ -37,17 +37,17 @@ const LIMIT: Duration = Duration::from_secs(30);
 fn a_dump_tells_each_calls_story() {
     let (journal, control) = (journal(), control("a \"group\""));
     let recorder = Recorder::in_journal(journal, &control, LIMIT);
-    let done = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, 1, false);
+    let done = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, 1);
     recorder.end(done, &Ok(()), true, "inline");
-    let failed = recorder.begin(&call(Op::Broadcast, 8), LIMIT, 2, false);
+    let failed = recorder.begin(&call(Op::Broadcast, 8), LIMIT, 2);
     recorder.end(failed, &Err(Error::mismatch("no")), true, "");
-    let refused = recorder.begin(&call(Op::Barrier, 0), LIMIT, 3, false);
+    let refused = recorder.begin(&call(Op::Barrier, 0), LIMIT, 3);
     recorder.end(refused, &Err(Error::peer("no")), false, "");
-    let queued = recorder.schedule(&[call(Op::AllGather, 4), call(Op::AllToAll, 4)], LIMIT, true, Target::Host, false);
+    let queued = recorder.schedule(&[call(Op::AllGather, 4), call(Op::AllToAll, 4)], LIMIT, true, Target::Host);
     recorder.start(queued, 3);
     recorder.abandon(queued..queued + 2, &Error::timeout("no"));
     let place = Target::Cuda { device: 1, stream: 77, background: true };
-    let launched = recorder.schedule(&[call(Op::Reduce, 4)], LIMIT, true, place, false);
+    let launched = recorder.schedule(&[call(Op::Reduce, 4)], LIMIT, true, place);
     recorder.start_as(launched, 1, "reduce_staged");
     let span = Span { addr: 0, bytes: 12 };
     let message = Message::of(MessageSpec { peer: None, tag: 5, dtype: DType::I32, span, timeout: None });
@@ -86,18 +86,17 @@ fn all_calls_are_counted_by_operation_and_size() {
     let recorder = Recorder::in_journal(journal, &control, LIMIT);
     let calls = KEPT as u64 + 10;
     for sequence in 1..=calls {
-        let number = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, sequence, false);
+        let number = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, sequence);
         recorder.end(number, &Ok(()), true, "inline");
     }
     // The same number again is scheduled before the first of them ends: their times are unknown, but they are counted.
-    let queued = recorder.schedule(&vec![call(Op::Gather, 1000); KEPT + 5], LIMIT, true, Target::Host, false);
+    let queued = recorder.schedule(&vec![call(Op::Gather, 1000); KEPT + 5], LIMIT, true, Target::Host);
     recorder.start(queued, 1);
     recorder.end(queued, &Ok(()), true, "inline");
     recorder.start(queued + KEPT as u64, 2);
     recorder.end(queued + KEPT as u64, &Err(Error::mismatch("no")), true, "");
-    recorder.begin(&call(Op::AllReduce, 4096), LIMIT, calls, true);
     let place = Target::Cuda { device: 0, stream: 1, background: false };
-    recorder.schedule(&[call(Op::AllReduce, 4096)], LIMIT, false, place, false);
+    recorder.schedule(&[call(Op::AllReduce, 4096)], LIMIT, false, place);
     let span = Span { addr: 0, bytes: 12 };
     let message = Message::of(MessageSpec { peer: Some(Rank(0)), tag: 5, dtype: DType::I32, span, timeout: None });
     recorder.ended(recorder.message(true, &message, LIMIT, Target::Host), &Ok(()), None);
@@ -124,7 +123,7 @@ fn who_was_waited_for_is_noted_where_a_profiler_watches() {
     let (journal, control) = (journal(), control("watched"));
     let recorder = Recorder::in_journal(journal, &control, LIMIT);
     let run = |sequence: u64, peers: [u64; 2]| {
-        let number = recorder.begin(&call(Op::AllReduce, 4), LIMIT, sequence, false);
+        let number = recorder.begin(&call(Op::AllReduce, 4), LIMIT, sequence);
         let own = control.start(Rank(1), sequence).load(Ordering::Relaxed);
         for (rank, late) in [Rank(0), Rank(2)].into_iter().zip(peers) {
             control.start(rank, sequence).store(own + late, Ordering::Relaxed);
@@ -176,11 +175,11 @@ fn groups_that_were_left_are_forgotten_in_their_order() {
     let kept = Recorder::in_journal(journal, &control("open"), LIMIT);
     for number in 0..100 {
         let recorder = Recorder::in_journal(journal, &control(&number.to_string()), LIMIT);
-        recorder.begin(&call(Op::Barrier, 0), LIMIT, 1, false);
+        recorder.begin(&call(Op::Barrier, 0), LIMIT, 1);
         recorder.leave();
         recorder.leave();
     }
-    kept.begin(&call(Op::Barrier, 0), LIMIT, 1, false);
+    kept.begin(&call(Op::Barrier, 0), LIMIT, 1);
     let dump = rendered(journal);
     let names: Vec<&str> = dump["groups"].as_array().expect("a list").iter().filter_map(|group| group["name"].as_str()).collect();
     assert_eq!((names.len(), names[0], names[1], names[64]), (65, "open", "36", "99"));
@@ -198,7 +197,7 @@ fn what_an_entry_costs() {
         .map(|_| {
             let start = Instant::now();
             for sequence in 1..=10_000 {
-                let number = recorder.begin(std::hint::black_box(&call), LIMIT, sequence, false);
+                let number = recorder.begin(std::hint::black_box(&call), LIMIT, sequence);
                 recorder.end(number, &Ok(()), true, "inline");
             }
             start.elapsed().as_nanos() as f64 / 1e4

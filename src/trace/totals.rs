@@ -66,9 +66,8 @@ impl Totals {
         Self { cells: (0..OPS * CLASSES * 2).map(|_| Cell::default()).collect(), begun: clock::now() }
     }
 
-    /// Returns the cell of `entry`, of a group of `world` ranks, and its size as nccl-tests counts it; `None` for a
-    /// call inside another.
-    fn cell(&self, entry: &Entry, world: usize) -> Option<(&Cell, u64)> {
+    /// Returns the cell of `entry`, of a group of `world` ranks, and its size as nccl-tests counts it.
+    fn cell(&self, entry: &Entry, world: usize) -> (&Cell, u64) {
         let (op, shards) = match entry.what {
             What::Collective { op, .. } => (op as usize, if matches!(op, Op::Gather | Op::Scatter) { world as u64 } else { 1 }),
             What::Send { .. } => (Op::ALL.len(), 1),
@@ -76,21 +75,21 @@ impl Totals {
         };
         let size = (entry.elements() * entry.dtype.size() as u64).saturating_mul(shards);
         let cuda = usize::from(entry.place != Target::Host);
-        (!entry.inside).then(|| (&self.cells[(op * CLASSES + class(size)) * 2 + cuda], size))
+        (&self.cells[(op * CLASSES + class(size)) * 2 + cuda], size)
     }
 
     /// Counts a new call.
     pub(super) fn made(&self, entry: &Entry, world: usize) {
-        if let Some((cell, size)) = self.cell(entry, world) {
-            cell.calls.fetch_add(1, Ordering::Relaxed);
-            cell.bytes.fetch_add(size, Ordering::Relaxed);
-        }
+        let (cell, size) = self.cell(entry, world);
+        cell.calls.fetch_add(1, Ordering::Relaxed);
+        cell.bytes.fetch_add(size, Ordering::Relaxed);
     }
 
     /// Adds the time of a call that has ended. Failed calls and calls on a GPU have no time.
     pub(super) fn ended(&self, entry: &Entry, world: usize) {
         let known = entry.state == State::Completed && entry.started != 0 && entry.place == Target::Host;
-        if let Some((cell, _)) = self.cell(entry, world).filter(|_| known) {
+        if known {
+            let (cell, _) = self.cell(entry, world);
             let spent = entry.ended.saturating_sub(entry.started);
             cell.timed.fetch_add(1, Ordering::Relaxed);
             cell.spent.fetch_add(spent, Ordering::Relaxed);

@@ -11,10 +11,11 @@ use std::path::PathBuf;
 use std::process::{Child, Stdio};
 use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
+use symm::boot::JoinOptions;
 use symm::coll::call::Op;
 use symm::dtype::DType;
 use symm::error::{Kind, Result};
-use symm::group::{Group, JoinOptions};
+use symm::group::Group;
 use symm::store::file::FileStore;
 
 #[derive(Serialize, Deserialize)]
@@ -43,7 +44,6 @@ fn rank() {
         global_ranks: Vec::new(),
         is_default: false,
         timeout: Some(Duration::from_secs_f64(timeout)),
-        part: None,
     };
     let say = |text: String| {
         // Straight to the file descriptor, because the test harness captures printed text.
@@ -53,7 +53,7 @@ fn rank() {
     };
     say("joining".into());
     let store = FileStore::open(&folder.join("store"), 3).unwrap();
-    let group = match Group::join(&store, &options) {
+    let group = match Group::join(&store, &options, None) {
         Ok(group) => group,
         Err(error) => return say(format!("error {} {error}", error.kind as u8)),
     };

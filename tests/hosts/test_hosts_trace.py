@@ -109,17 +109,15 @@ def test_of_several_hosts_the_late_one_is_named(layout: tuple[int, ...], late: i
 def numbers(rank: int, world_size: int) -> None:
     for _ in range(3):
         dist.all_reduce(torch.ones(50_000))
-    calls = [call for call in torch_symm.trace()["calls"] if call["op"] != "barrier"]
-    whole = [(call["op"], call["sequence"]) for call in calls if not call["inside"]]
-    assert whole[-3:] == [("all_reduce", whole[-1][1] - 2 + place) for place in range(3)], whole
-    inside = [call for call in calls if call["inside"]]
-    assert {call["op"] for call in inside} >= {"reduce_scatter", "all_gather"}
-    assert all(call["phase"] is None for call in inside)
+    calls = torch_symm.trace()["calls"][-3:]
+    first = calls[0]
+    assert [(call["op"], call["number"] - first["number"], call["sequence"] - first["sequence"]) for call in calls] == [
+        ("all_reduce", place, place) for place in range(3)
+    ], calls
+    assert all(call["phase"] is None and call["algorithm"] == "two_level" for call in calls), calls
 
 
-def test_calls_of_the_group_and_those_inside_the_host_are_told_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_serves_a_call_inside_the_host_has_no_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def written(rank: int, world_size: int) -> str:
         numbers(rank, world_size)
         return json.dumps(torch_symm.trace())
@@ -129,18 +127,14 @@ def test_calls_of_the_group_and_those_inside_the_host_are_told_apart(
     assert main(["trace", str(path)]) == 0
     report = capsys.readouterr().out
     (line,) = (line for line in report.splitlines() if "rank 0 (pid" in line)
-    assert re.search(r": collective #\d+ begun, collective inside the host #\d+ begun; last all_reduce\(", line), report
+    assert re.search(r"\): collective #(\d+) begun; last all_reduce\(.*\) #\1: completed", line), report
 
 
 def one_host(rank: int, world_size: int) -> None:
     group = torch_symm.host_group()
     dist.all_reduce(torch.ones(4), group=group)
-    calls = torch_symm.trace()["calls"]
-    assert (
-        calls[-1]["phase"] is None
-        and not calls[-1]["inside"]
-        and torch_symm.trace()["groups"][-1]["other_hosts"] is None
-    )
+    trace = torch_symm.trace()
+    assert trace["calls"][-1]["phase"] is None and trace["groups"][-1]["other_hosts"] is None
 
 
 def test_calls_on_one_host_have_no_phases() -> None:

@@ -12,8 +12,9 @@ use std::path::PathBuf;
 use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use symm::boot::JoinOptions;
 use symm::error::Kind;
-use symm::group::{Group, JoinOptions};
+use symm::group::Group;
 use symm::store::Store;
 use symm::store::file::FileStore;
 use symm::sys::required;
@@ -109,9 +110,8 @@ impl Role {
             global_ranks: Vec::new(),
             is_default: false,
             timeout: Some(timeout),
-            part: None,
         };
-        Group::join(store, &options)
+        Group::join(store, &options, None)
     }
 
     fn meet_again(&self, store: &dyn Store) {

@@ -21,13 +21,12 @@ class NotADump(Exception):
 
 @dataclass(frozen=True, order=True)
 class Series:
-    """Collectives that are numbered together. ``inside``: intra-node parts of multi-node calls."""
+    """Collectives that are numbered together."""
 
     cuda: bool
-    inside: bool = False
 
     def __str__(self) -> str:
-        return f"{'CUDA ' if self.cuda else ''}collective{' inside the host' if self.inside else ''}"
+        return f"{'CUDA ' if self.cuda else ''}collective"
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,6 @@ class Call:
     peer: int | None
     #: The peer is on another node; its number is its rank in the default group.
     far: bool
-    #: The intra-node part of a multi-node call, counted with the calls of the ranks on this node.
-    inside: bool
     even: bool
     bytes_in: int
     bytes_out: int
@@ -66,7 +63,7 @@ class Call:
 
     @property
     def series(self) -> Series:
-        return Series(self.cuda, self.inside)
+        return Series(self.cuda)
 
     @property
     def message(self) -> bool:
@@ -266,7 +263,6 @@ def _call(data: dict[str, Any]) -> Call:
         itemsize=max(1, _int(data["itemsize"])),
         peer=_number(data["peer"]),
         far=bool(data.get("far")),
-        inside=bool(data.get("inside")),
         even=bool(data["even"]),
         bytes_in=bytes_in,
         bytes_out=bytes_out,

@@ -25,8 +25,8 @@ class Group:
     def reached(self, rank: int, series: Series) -> int:
         """Returns the number of the last collective that ``rank`` has started, according to all dumps."""
         view = self.views.get(rank)
-        # The ranks of a node publish this about their part of the group.
-        told = series.inside == self.several
+        # In a group on several nodes, the ranks of a node publish only the calls inside their node.
+        told = not self.several
         known = [self._of(peer, series.cuda) for peer in self.known(rank) if told]
         if view:
             if told:
@@ -92,7 +92,7 @@ def _lines(group: Group) -> Iterator[str]:
         when, _, failure = min(failures, key=lambda seen: seen[:2])
         seen = _names(sorted(rank for _, rank, _ in failures))
         yield f"  failed, as {seen} saw from {_time(when)} on: {failure.kind}: {failure.message}"
-    every = [Series(cuda, inside) for inside in (False, True) for cuda in (False, True)]
+    every = [Series(cuda) for cuda in (False, True)]
     some = [series for series in every if any(group.reached(member.rank, series) for member in group.members)]
     for member in group.members:
         yield f"  {_standing(group, member, some or every[:1])}"
@@ -111,7 +111,7 @@ def _standing(group: Group, member: Member, some: list[Series]) -> str:
     text = f"rank {member.rank} (pid {member.pid}): {reached}"
     view = group.views.get(member.rank)
     if view:
-        calls = (call for call in reversed(view.calls) if call.sequence and not call.message and not call.inside)
+        calls = (call for call in reversed(view.calls) if call.sequence and not call.message)
         last = next(calls, None)
         return text + (f"; last {_state(last, view)}" if last else "")
     known = group.known(member.rank)
@@ -147,8 +147,7 @@ def _missing(group: Group, series: Series, failed: bool) -> Iterator[str]:
             behind.setdefault(number, []).append(rank)
     for number, ranks in sorted(behind.items()):
         calls = group.calls(number + 1, series)
-        inside = " inside the host" if series.inside else ""
-        what = next((call.text + inside for call in calls.values()), str(series))
+        what = next((call.text for call in calls.values()), str(series))
         verb = "never began" if failed else ("has not begun" if len(ranks) == 1 else "have not begun")
         open_calls = {rank: call for rank, call in calls.items() if call.state in ("started", "failed")}
         if not open_calls:

@@ -57,8 +57,7 @@ def _first_on_all(views: list[View]) -> dict[tuple[tuple[str, int], bool], int]:
     first: dict[tuple[tuple[str, int], bool], int] = {}
     for view in views:
         for cuda in (False, True):
-            inside = view.other_hosts is not None
-            calls = (call for call in view.calls if call.cuda == cuda and call.inside == inside and not call.message)
+            calls = (call for call in view.calls if call.cuda == cuda and not call.message)
             kept = [call.sequence for call in calls if call.sequence]
             reached = (view.launched or 0) if cuda else view.begun
             own = 1 if view.complete else min(kept, default=reached + 1)
@@ -71,10 +70,6 @@ def _add(rank: dict[str, Any], view: View, name: str, first: dict[tuple[tuple[st
     last = {False: 0, True: 0}
     rank["pg_config"][name] = {"name": name, "desc": "undefined", "ranks": str(members)}
     for call in view.calls:
-        # The ranks on other nodes of a group are not among its members here; the intra-node parts of its calls are used
-        # instead.
-        if call.inside != (view.other_hosts is not None):
-            continue
         # Rejected before it started: the other ranks do not know it.
         if call.message or (call.sequence is None and call.state == "failed"):
             continue

@@ -67,8 +67,8 @@ pub(super) struct Connections {
 }
 
 impl Connections {
-    pub(super) fn new(backends: impl Backends + 'static) -> Self {
-        Self { backends: Arc::new(backends), made: Mutex::default() }
+    pub(super) fn new(backends: Arc<dyn Backends>) -> Self {
+        Self { backends, made: Mutex::default() }
     }
 
     /// Whether `which` has been made, or is being made.

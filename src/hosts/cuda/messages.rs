@@ -2,12 +2,13 @@
 
 use super::backends::Which;
 use super::watch::Open;
-use super::{Cuda, FURTHER, State};
+use super::{Cuda, FURTHER, State, ThisHost};
 use crate::coll::call::Span;
+use crate::coll::cuda::communicator::CudaTarget;
+use crate::coll::message::Transfer;
 use crate::coll::two_level::step::NOTHING;
 use crate::error::{Error, Kind, Result};
-use crate::group::device::{CudaTarget, Transfer};
-use crate::hosts::HostsGroup;
+use crate::hosts::Hosts;
 use crate::hosts::traffic::Path;
 use crate::kernels::cuda::driver::Stream;
 use crate::rank::Rank;
@@ -18,11 +19,10 @@ use std::time::{Duration, Instant};
 /// Pauses between two looks for a peer in the store.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
 
-impl HostsGroup {
+impl Hosts {
     /// Enqueues sends and receives, none of which waits for another; returns as `launch` does. The first message between two ranks of
     /// different hosts waits for the other rank's.
-    pub fn launch_transfers(&self, transfers: &[Transfer], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
-        self.inner.check_open()?;
+    pub fn launch_transfers(&self, inside: &dyn ThisHost, transfers: &[Transfer], target: CudaTarget, timeout: Duration) -> Result<()> {
         let (host, size) = (self.layout.host(self.rank), self.layout.size());
         let (mut near, mut far) = (Vec::new(), Vec::new());
         for transfer in transfers {
@@ -37,15 +37,14 @@ impl HostsGroup {
             }
         }
         if far.is_empty() {
-            return self.inner.launch_transfers(&near, target, timeout);
+            return inside.launch_near(&near, target, timeout);
         }
         let cuda = self.cuda(if far[0].1 { "send" } else { "recv" })?;
-        let timeout = timeout.unwrap_or_else(|| self.inner.timeout());
-        self.inner.failure().map_or(Ok(()), Err)?;
+        self.health.failure().map_or(Ok(()), Err)?;
         let mut state = cuda.state();
         self.meet(cuda, &mut state, &far, target, timeout)?;
-        let outcome = self.send_all(cuda, &mut state, &near, &far, target, timeout);
-        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.inner.health().fail(error) })
+        let outcome = self.send_all(inside, cuda, &mut state, (&near, &far), target, timeout);
+        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.health.fail(error) })
     }
 
     /// Connects this rank with those on other hosts that it sends to or receives from.
@@ -80,7 +79,7 @@ impl HostsGroup {
         cuda.store.set(&own, b"1")?;
         while !cuda.store.check(&[&other])? {
             interrupts.check()?;
-            self.inner.error().map_or(Ok(()), Err)?;
+            self.health.error().map_or(Ok(()), Err)?;
             if begun.elapsed() > timeout {
                 let (peer, seconds) = (self.layout.describe(peer), timeout.as_secs_f64());
                 return Err(Error::timeout(format!("{peer} has begun no message with this rank for {seconds:.1} s (timeout)")));
@@ -93,10 +92,10 @@ impl HostsGroup {
 
     fn send_all(
         &self,
+        inside: &dyn ThisHost,
         cuda: &Cuda,
         state: &mut State,
-        near: &[Transfer],
-        far: &[(Rank, bool, Span)],
+        (near, far): (&[Transfer], &[(Rank, bool, Span)]),
         target: CudaTarget,
         timeout: Duration,
     ) -> Result<()> {
@@ -108,18 +107,18 @@ impl HostsGroup {
         let path = |peer: Rank| Path::CudaPair(self.global(peer));
         let exchange = || -> Result<()> {
             for &(peer, ..) in far {
-                self.shared.traffic.message(path(peer));
+                self.traffic.message(path(peer));
             }
             for batch in batches(far) {
                 for (peer, give, take) in batch {
                     let own = usize::from(self.rank > peer);
-                    self.shared.traffic.add(path(peer), (give.bytes, take.bytes));
+                    self.traffic.add(path(peer), (give.bytes, take.bytes));
                     let (mut sent, mut received) = ([NOTHING; 2], [NOTHING; 2]);
                     (sent[1 - own], received[1 - own]) = (give, take);
                     backends.exchange(Which::Pair(peer), target.device, &sent, &received)?;
                 }
             }
-            if near.is_empty() { Ok(()) } else { self.inner.launch_transfers(near, target, Some(timeout + super::GRACE)) }
+            if near.is_empty() { Ok(()) } else { inside.launch_near(near, target, timeout + super::GRACE) }
         };
         let outcome = exchange();
         backends.finish().and(outcome)?;

@@ -13,18 +13,19 @@ mod messages;
 pub mod sum;
 mod watch;
 
-use super::HostsGroup;
+use super::Hosts;
 use super::header::Header;
 use super::traffic::Path;
 use crate::coll::call::{Call, Op, Span, Spec};
+use crate::coll::cuda::communicator::{Communicator, CudaTarget};
 use crate::coll::describe::Description;
+use crate::coll::message;
 use crate::coll::norm;
 use crate::coll::two_level::Planning;
 use crate::coll::two_level::rules::Rules;
 use crate::coll::two_level::step::{Bases, Place, Program, Step, Transfer};
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
-use crate::group::device::CudaTarget;
 use crate::host_map::HostMap;
 use crate::kernels::cuda::driver::{Device, Event, Kernel, Stream};
 use crate::lock::lock;
@@ -49,6 +50,18 @@ const FURTHER: Duration = Duration::from_secs(600);
 
 /// Time that leaving waits for backends to end.
 const RELEASE: Duration = Duration::from_secs(2);
+
+/// The ranks of this host, as calls on CUDA tensors need them.
+pub trait ThisHost {
+    /// Runs a call of the whole group on CPU tensors.
+    fn run_call(&self, call: &Call<'_>, timeout: Duration) -> Result<()>;
+
+    /// The GPUs of this host, which are set up on `device` if they are not: blocks until all ranks of this host do so.
+    fn gpus(&self, device: i32) -> Result<Arc<Communicator>>;
+
+    /// Enqueues messages among the ranks of this host, which have their numbers here.
+    fn launch_near(&self, transfers: &[message::Transfer], target: CudaTarget, timeout: Duration) -> Result<()>;
+}
 
 /// A group's GPUs and what connects them with those of other hosts.
 pub(super) struct Cuda {
@@ -87,7 +100,7 @@ struct Last {
 
 impl Cuda {
     /// `store`: where two ranks meet.
-    pub(super) fn new(backends: impl Backends + 'static, store: Arc<dyn Store>) -> Self {
+    pub(super) fn new(backends: Arc<dyn Backends>, store: Arc<dyn Store>) -> Self {
         Self {
             connections: Arc::new(Connections::new(backends)),
             store,
@@ -120,40 +133,38 @@ impl Cuda {
     }
 }
 
-impl HostsGroup {
+impl Hosts {
     /// Enqueues `calls` in order; returns at once (the first time: after the set-up with all ranks).
-    pub fn launch(&self, calls: &[Call<'_>], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
-        self.check()?;
+    pub fn launch(&self, inside: &dyn ThisHost, calls: &[Call<'_>], target: CudaTarget, timeout: Duration) -> Result<()> {
         norm::refuse_between_hosts(calls)?;
         let cuda = self.cuda(&calls.first().map_or_else(String::new, |call| Description::of(call).to_string()))?;
-        let timeout = timeout.unwrap_or_else(|| self.inner.timeout());
-        self.inner.failure().map_or(Ok(()), Err)?;
+        self.health.failure().map_or(Ok(()), Err)?;
         let needed = if calls.iter().any(|call| exchanges(call.op)) { Which::All } else { Which::Rail };
         let mut state = cuda.state();
-        self.connected(cuda, &mut state, target, needed, timeout)?;
+        self.connected(inside, cuda, &mut state, target, needed, timeout)?;
         let headers = (state.collectives + 1..).zip(calls).map(|(number, call)| Header::of(call, number));
         state.collectives += calls.len() as u64;
         if Config::get().debug_call_site && Stream(target.stream).capture()?.is_none() {
-            headers.clone().try_for_each(|header| self.compare(header, timeout))?;
+            headers.clone().try_for_each(|header| self.compare(inside, header, timeout))?;
         }
-        self.engine.count(calls.len());
+        self.health.recorder().ask(calls.len());
         // Other hosts compare them while they run; those of one host are compared by their kernels.
         if self.layout.local(self.rank) == 0 {
-            self.shared.current.launched(headers);
+            self.current.launched(headers);
         }
         let entries = self.note(calls, state.collectives, target, timeout);
         let outcome = self.in_order(cuda, &mut state, target, timeout, (calls.first(), entries.clone()), |device, stream| {
-            calls.iter().try_for_each(|call| self.enqueue(cuda, call, device, stream, target, timeout))
+            calls.iter().try_for_each(|call| self.enqueue(inside, cuda, call, (device, stream), target, timeout))
         });
-        outcome.inspect_err(|error| entries.for_each(|number| self.inner.recorder().end(number, &Err(error.clone()), true, "")))
+        outcome.inspect_err(|error| entries.for_each(|number| self.health.recorder().end(number, &Err(error.clone()), true, "")))
     }
 
     /// Notes `calls`, the last of which is collective `last`, in the flight recorder: their numbers there.
     fn note(&self, calls: &[Call], last: u64, target: CudaTarget, timeout: Duration) -> Range<u64> {
-        let (recorder, CudaTarget { device, stream, background }) = (self.inner.recorder(), target);
+        let (recorder, CudaTarget { device, stream, background }) = (self.health.recorder(), target);
         let place = trace::Target::Cuda { device, stream, background };
-        let first = recorder.schedule(calls, timeout, background, place, false);
-        let (entries, phase) = (first..first + calls.len() as u64, Phase::Enqueued(self.rail()));
+        let first = recorder.schedule(calls, timeout, background, place);
+        let (entries, phase) = (first..first + calls.len() as u64, Phase::Enqueued(self.rail_number()));
         for (entry, sequence) in entries.clone().zip(last + 1 - calls.len() as u64..) {
             recorder.start(entry, sequence);
             recorder.phase(entry, phase);
@@ -162,38 +173,37 @@ impl HostsGroup {
     }
 
     /// Number of this rank's rail, if it has one.
-    fn rail(&self) -> Option<u16> {
+    fn rail_number(&self) -> Option<u16> {
         let local = self.layout.local(self.rank);
         (local < self.layout.rails()).then_some(local as u16)
     }
 
     /// Returns once all ranks of all hosts were found to run the same call: the host waits, which it does nowhere else.
-    fn compare(&self, header: Header, timeout: Duration) -> Result<()> {
+    fn compare(&self, inside: &dyn ThisHost, header: Header, timeout: Duration) -> Result<()> {
         let (n, each) = (self.layout.size(), Header::BYTES);
         let (mut own, mut all) = (header.to_bytes(None), vec![0u8; n * each]);
         let whole = all.as_mut_ptr().addr();
         let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: each }].into();
         let outputs = (0..n).map(|rank| Span { addr: whole + rank * each, bytes: each }).collect();
-        self.engine.run(&[Call::inner(Spec { op: Op::AllGather, inputs, outputs, ..Spec::barrier(None) })], timeout)?;
+        inside.run_call(&Call::inner(Spec { op: Op::AllGather, inputs, outputs, ..Spec::barrier(None) }), timeout)?;
         let ranks: Vec<Rank> = (0..n as u32).map(Rank).collect();
-        let agreed = Header::agree(&all, each, &ranks, &self.layout, self.inner.control().name());
-        agreed.map(drop).map_err(|error| self.inner.health().fail(error))
+        let agreed = Header::agree(&all, each, &ranks, &self.layout, self.health.control().name());
+        agreed.map(drop).map_err(|error| self.health.fail(error))
     }
 
     /// Sets up the group's GPUs: blocks until all ranks have called it or launched. Idempotent.
-    pub fn connect(&self, device: i32) -> Result<()> {
-        self.inner.check_open()?;
+    pub fn connect(&self, inside: &dyn ThisHost, device: i32, timeout: Duration) -> Result<()> {
         // The stream is torch's usual one: nobody records a graph while a group is made.
         let target = CudaTarget { device, stream: 0, background: false };
         let cuda = self.cuda("a call")?;
         let mut state = cuda.state();
-        self.connected(cuda, &mut state, target, Which::Rail, self.inner.timeout())
+        self.connected(inside, cuda, &mut state, target, Which::Rail, timeout)
     }
 
     /// Refuses `what`, which works on one host only.
     fn not_served(&self, what: &str) -> Error {
         let hosts: Vec<String> = (0..self.layout.hosts()).map(|host| self.layout.name_host(host)).collect();
-        let (name, hosts) = (self.inner.control().name(), hosts.join(", "));
+        let (name, hosts) = (self.health.control().name(), hosts.join(", "));
         Error::not_implemented(format!(
             "{what}: group \"{name}\" is on several hosts, {hosts}, between which this is not served; torch_symm.host_group(group) is the \
              part on this one"
@@ -213,7 +223,7 @@ impl HostsGroup {
 
     /// Refuses another device than the group's, and calls after its end.
     fn check_device(&self, cuda: &Cuda, state: &State, device: i32) -> Result<()> {
-        let name = self.inner.control().name();
+        let name = self.health.control().name();
         if cuda.closed.load(Ordering::Acquire) {
             return Err(Error::aborted(format!("group \"{name}\" was destroyed")));
         }
@@ -230,20 +240,28 @@ impl HostsGroup {
         if target.stream == 0 || Stream(target.stream).capture()?.is_none() {
             return Ok(());
         }
-        let name = self.inner.control().name();
+        let name = self.health.control().name();
         Err(Error::config(format!(
             "group \"{name}\" is on several hosts, and its first {first} connects them, which a CUDA graph cannot record: call one before"
         )))
     }
 
     fn unconnected(&self, error: Error, others: &str) -> Error {
-        let (me, name) = (self.layout.describe(self.rank), self.inner.control().name());
+        let (me, name) = (self.layout.describe(self.rank), self.health.control().name());
         let text = format!("{me} could not connect its GPU with {others} in group \"{name}\": {}", error.message);
-        self.inner.health().fail(Error { message: text, ..error })
+        self.health.fail(Error { message: text, ..error })
     }
 
     /// Connects the GPUs as far as `needed`, with all ranks.
-    fn connected(&self, cuda: &Cuda, state: &mut State, target: CudaTarget, needed: Which, timeout: Duration) -> Result<()> {
+    fn connected(
+        &self,
+        inside: &dyn ThisHost,
+        cuda: &Cuda,
+        state: &mut State,
+        target: CudaTarget,
+        needed: Which,
+        timeout: Duration,
+    ) -> Result<()> {
         self.check_device(cuda, state, target.device)?;
         if state.connected && (needed == Which::Rail || cuda.connections.has(needed)) {
             return Ok(());
@@ -251,18 +269,18 @@ impl HostsGroup {
         let again = state.connected;
         self.check_not_recording(target, if again { "gather, scatter or all_to_all of CUDA tensors" } else { "call on CUDA tensors" })?;
         // Whoever passes has found all ranks on all hosts, which are about to make the same.
-        self.engine.run(&[Call::barrier(None)], timeout)?;
-        self.make(cuda, state, target.device, needed, timeout)
+        inside.run_call(&Call::barrier(None), timeout)?;
+        self.make(inside, cuda, state, target.device, needed, timeout)
             .map_err(|error| self.unconnected(error, &self.layout.name_others(self.layout.host(self.rank))))
     }
 
-    fn make(&self, cuda: &Cuda, state: &mut State, ordinal: i32, needed: Which, timeout: Duration) -> Result<()> {
+    fn make(&self, inside: &dyn ThisHost, cuda: &Cuda, state: &mut State, ordinal: i32, needed: Which, timeout: Duration) -> Result<()> {
         let (layout, limit) = (&*self.layout, timeout + FURTHER);
         let (host, local) = (layout.host(self.rank), layout.local(self.rank));
         self.use_device(cuda, state, ordinal)?;
         if !state.connected {
             if layout.members(host).len() > 1 {
-                self.inner.connect(ordinal)?;
+                inside.gpus(ordinal)?;
             }
             if local < layout.rails() {
                 let name = self.life.name("symm-cuda-rail", local);
@@ -286,13 +304,13 @@ impl HostsGroup {
         let entered = device.enter()?;
         let behind = [Event::new()?, Event::new()?];
         drop(entered);
-        let (name, others) = (self.inner.control().name(), self.layout.name_others(self.layout.host(self.rank)));
-        let on = self.rail().map_or_else(String::new, |rail| format!(" on rail {rail}"));
+        let (name, others) = (self.health.control().name(), self.layout.name_others(self.layout.host(self.rank)));
+        let on = self.rail_number().map_or_else(String::new, |rail| format!(" on rail {rail}"));
         cuda.watch.start(Watched {
             device: Device::open(ordinal)?,
-            health: Arc::clone(self.inner.health()),
+            health: Arc::clone(&self.health),
             connections: Arc::clone(&cuda.connections),
-            rail: self.rail(),
+            rail: self.rail_number(),
             who: format!("group \"{name}\": {} waited{on} for {others}", self.layout.describe(self.rank)),
         })?;
         state.used = Some(Used { device, last: [None; 2], behind });
@@ -332,14 +350,22 @@ impl HostsGroup {
         };
         let outcome = enqueue();
         // Whatever failed half-way leaves others waiting; a bad argument was refused before.
-        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.inner.health().fail(error) })
+        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.health.fail(error) })
     }
 
     /// Enqueues one call.
-    fn enqueue(&self, cuda: &Cuda, call: &Call, device: &Device, stream: Stream, target: CudaTarget, timeout: Duration) -> Result<()> {
+    fn enqueue(
+        &self,
+        inside: &dyn ThisHost,
+        cuda: &Cuda,
+        call: &Call,
+        (device, stream): (&Device, Stream),
+        target: CudaTarget,
+        timeout: Duration,
+    ) -> Result<()> {
         let (layout, ordinal, backends) = (&*self.layout, target.device, &cuda.connections.backends);
-        let (traffic, rail) = (&self.shared.traffic, Path::CudaRail(layout.local(self.rank)));
-        let chosen = self.shared.chosen();
+        let (traffic, rail) = (&self.traffic, Path::CudaRail(layout.local(self.rank)));
+        let chosen = self.chosen();
         let (me, partials, thresholds) = (self.rank, chosen.partials, chosen.cuda);
         let program = Planning { map: layout, me, partials, thresholds, rules: &Rules::CUDA }.plan(call, None);
         let temp = if program.temp > 0 { backends.memory(ordinal, program.temp)? } else { 0 };
@@ -355,7 +381,7 @@ impl HostsGroup {
         let enqueue = |step: &Step, kernels: &Kernels| match step {
             Step::Local(calls) => {
                 let calls: Vec<Call> = calls.iter().map(|inner| inner.call(call.factor, &bases)).collect();
-                self.inner.launch(&calls, target, Some(timeout + GRACE))
+                inside.gpus(ordinal)?.launch(&calls, target, timeout + GRACE, |_| {})
             }
             // Programs for CUDA tensors do not have it: hosts compare their calls while they run.
             Step::Agree => Ok(()),

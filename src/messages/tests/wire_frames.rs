@@ -12,7 +12,6 @@ use crate::messages::frame::{self, Frame};
 use crate::messages::links::{Links, Traffic};
 use crate::messages::wire::{Counters, HEAD, Phase, decode};
 use crate::rank::Rank;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -82,14 +81,14 @@ impl Alone {
     fn new() -> Self {
         let layout = Arc::new(HostMap::of(&(0..2).map(place).collect::<Vec<_>>()));
         let sent = Arc::<Sent>::default();
-        let messages = alone(0, &layout, Arc::clone(&sent) as Arc<dyn Links>, &Arc::<AtomicU64>::default(), Arc::default());
+        let messages = alone(0, &layout, Arc::clone(&sent) as Arc<dyn Links>, Arc::default());
         messages.lock().wire(PEER).expect("it is far").phase = Phase::Open;
         Self { messages, sent }
     }
 
     fn hear(&self, frame: Frame, counters: Counters, payload: &[u8]) -> Result<()> {
         let mut state = self.messages.lock();
-        let heard = state.take_in(&self.messages, self.messages.far().expect("it is there"), PEER, (frame, counters), payload);
+        let heard = state.take_in(&self.messages, PEER, (frame, counters), payload);
         self.messages.settle(state);
         heard
     }
@@ -207,17 +206,15 @@ fn a_refusal_counts_until_its_rank_makes_another_call() {
             member.recv(other, 0, 1);
             if member.me == 0 {
                 let own = || member.messages.lock().wire(Rank(other)).is_some_and(|wire| wire.own.is_some());
-                let call = || member.calls.fetch_add(1, Ordering::Relaxed);
-                member.messages.refuse(Some(Rank(1)), true, 3, "it is wrong".into());
+                let recorder = member.messages.health.recorder();
+                let begun = recorder.calls();
                 if before {
-                    call();
-                    std::thread::sleep(Duration::from_millis(300));
-                    assert!(!own(), "the peer does not learn of it");
-                } else {
-                    until(own);
+                    recorder.ask(1);
                 }
+                member.messages.tell_refused(Some(Rank(1)), begun, true, 3, "it is wrong".into());
+                assert_eq!(own(), !before, "the peer does not learn of it once its rank has made another call");
                 if after {
-                    call();
+                    recorder.ask(1);
                 }
                 // Rank 1 begins now.
                 member.net.wires.lock().expect("no panic").slow.push(Rank(7));

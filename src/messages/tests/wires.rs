@@ -16,7 +16,6 @@ use crate::messages::{Far, Messages, TICKET_BIT};
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -143,7 +142,6 @@ impl Links for ThreadLinks {
 /// One rank in a test.
 pub(super) struct Member {
     pub(super) messages: Arc<Messages>,
-    pub(super) calls: Arc<AtomicU64>,
     pub(super) net: Arc<Net>,
     pub(super) me: u32,
 }
@@ -198,20 +196,14 @@ pub(super) fn place(rank: u32) -> Placement {
 }
 
 /// The messages of rank `me`, on a host of its own, by `links`.
-pub(super) fn alone(
-    me: u32,
-    layout: &Arc<HostMap>,
-    links: Arc<dyn Links>,
-    calls: &Arc<AtomicU64>,
-    store: Arc<MemoryStore>,
-) -> Arc<Messages> {
+pub(super) fn alone(me: u32, layout: &Arc<HostMap>, links: Arc<dyn Links>, store: Arc<MemoryStore>) -> Arc<Messages> {
     let bytes = Layout::new(1).total_bytes();
     let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
     let part = Part { host: format!("node{me}"), ranks: vec![Rank(me)] };
     let control = ControlBlock::new(segment, Rank(0), "test".into(), vec![Identity { pid: 7, global: me }], 1).named(Some(part));
-    let (messages, calls) = (Messages::new(&health(&Arc::new(control)), false), Arc::clone(calls));
-    let (calls, layout, prefix) = (Box::new(move || calls.load(Ordering::Relaxed)), Arc::clone(layout), "symm-pair/test/".into());
-    messages.reach(Far { links, calls, store, layout, me: Rank(me), prefix, changed: Condvar::new() });
+    let messages = Messages::new(&health(&Arc::new(control)), false);
+    let (layout, prefix) = (Arc::clone(layout), "symm-pair/test/".into());
+    messages.reach(Far { links, store, layout, me: Rank(me), prefix, changed: Condvar::new() });
     messages
 }
 
@@ -224,9 +216,8 @@ pub(super) fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
             let (layout, net, store, body) = (Arc::clone(&layout), Arc::clone(&net), Arc::clone(&store), &body);
             scope.spawn(move || {
                 let links = Arc::new(ThreadLinks { net: Arc::clone(&net), me: Rank(me) });
-                let calls = Arc::<AtomicU64>::default();
-                let messages = alone(me, &layout, links, &calls, store);
-                body(&Member { messages: Arc::clone(&messages), calls, net, me });
+                let messages = alone(me, &layout, links, store);
+                body(&Member { messages: Arc::clone(&messages), net, me });
                 let begun = Instant::now();
                 messages.say_goodbye(Duration::from_secs(5));
                 messages.leave(&Error::aborted("the group was destroyed"), "");

@@ -1,27 +1,23 @@
 //! Collectives on several hosts, which are groups of threads, with rails between them that take no lengths that do not fit.
 #![allow(unsafe_code, reason = "the reference is one call of the kernel")]
 
-use super::news::{Meeting, Times};
-use super::rail::Rail;
-use super::shared::{Current, Inner};
-use super::{HostMap, HostsGroup};
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::two_level::step::Transfer;
 use crate::coll::two_level::tests::data;
-use crate::config::Engines;
-use crate::control::Identity;
+use crate::control::{Identity, Part};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Kind, Result};
+use crate::group::join::control_block;
 use crate::group::{Group, Tuning};
-use crate::host_map::Placement;
+use crate::host_map::{HostMap, Placement};
+use crate::hosts::joining::among_threads;
+use crate::hosts::rail::Rail;
 use crate::kernels::cpu::{self, Source, Store};
 use crate::lock::{lock, unpoisoned};
 use crate::mem::layout::Layout as Memory;
 use crate::mem::shm::Segment;
 use crate::rank::Rank;
-use crate::store::memory::MemoryStore;
-use crate::sync::limit::Limit;
-use std::net::Ipv4Addr;
+use crate::store::{self, memory::MemoryStore};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -153,15 +149,15 @@ impl Drop for ThreadRail {
 }
 
 /// Runs `body` on the ranks of a layout, where rank `r` is on host `hosts[r]`.
-fn on_hosts(hosts: &[u8], body: impl Fn(&HostsGroup, usize) + Sync) {
+fn on_hosts(hosts: &[u8], body: impl Fn(&Group, usize) + Sync) {
     on_hosts_until(0, hosts, body);
 }
 
 /// [`on_hosts`] where rails end no transfers beyond the first `most`, unless that is 0.
-fn on_hosts_until(most: usize, hosts: &[u8], body: impl Fn(&HostsGroup, usize) + Sync) {
+fn on_hosts_until(most: usize, hosts: &[u8], body: impl Fn(&Group, usize) + Sync) {
     let place = |host: &u8| Placement::on(&format!("node{host}"));
     let layout = Arc::new(HostMap::of(&hosts.iter().map(place).collect::<Vec<_>>()));
-    let store = MemoryStore::default();
+    let store: Arc<dyn store::Store> = Arc::new(MemoryStore::default());
     let bytes = |host: usize| Memory::new(layout.members(host).len()).total_bytes();
     let files: Vec<_> = (0..layout.hosts()).map(|host| Segment::create(bytes(host)).expect("memfd")).collect();
     let wires: Vec<Arc<Wire>> = (0..layout.rails()).map(|_| Arc::new(Wire { most, ..Wire::default() })).collect();
@@ -174,34 +170,18 @@ fn on_hosts_until(most: usize, hosts: &[u8], body: impl Fn(&HostsGroup, usize) +
             scope.spawn(move || {
                 let segment = Segment::map(file, bytes).expect("map");
                 let members = layout.members(host).iter().map(|rank| Identity { pid: std::process::id(), global: rank.0 }).collect();
+                let part = Part { host: layout.host_name(host).into(), ranks: layout.members(host).to_vec() };
                 let (limit, tuning) = (Duration::from_secs(60), Tuning::default());
-                let inner = Group::assemble(segment, "test", Rank(local as u32), members, limit, tuning).expect("assembles");
+                let control = control_block(segment, "test", Rank(local as u32), members, tuning).named(Some(part));
+                let mut group = Group::with_watched(control, &[], limit, tuning).expect("assembles");
                 let rail = wires.get(local).map(|wire| {
                     let (wire, own) = (Arc::clone(wire), Mutex::default());
                     Arc::new(ThreadRail { wire, host, hosts: layout.hosts(), own }) as Arc<dyn Rail>
                 });
-                let (me, inner) = (Rank(rank as u32), Arc::new(inner));
-                let current = Arc::new(Current::default());
-                let host = Arc::new(Inner(Arc::clone(inner.health()), Arc::clone(&current)));
-                let (limit, addresses) = (Limit::from(Instant::now(), limit), Some(vec![Ipv4Addr::LOCALHOST.into()]));
-                let (prefix, times, engines) = ("news".into(), Times::default(), String::new());
-                let meeting = Meeting {
-                    store,
-                    group: "test",
-                    prefix,
-                    layout: &layout,
-                    me,
-                    host,
-                    limit: &limit,
-                    addresses,
-                    times,
-                    engines,
-                    late: &|| None,
-                };
-                let (news, told) = meeting.meet().expect("all meet");
+                let me = Rank(rank as u32);
+                group.connect_hosts(|health, _, _| Ok((among_threads(health, &layout, me, rail, store), ()))).expect("all meet");
                 joined.wait();
-                let engines = Engines { cpu: "threads".into(), cuda: String::new() };
-                body(&HostsGroup::assemble(inner, layout, me, rail, (news, current, told.life), &engines), rank);
+                body(&group, rank);
             });
         }
     });
@@ -398,7 +378,7 @@ fn a_rank_that_waits_on_its_rail_sees_a_failure_on_its_own_host() {
                 scope.spawn(|| {
                     std::thread::sleep(Duration::from_millis(100));
                     // Only within the host: the rails stay as they are.
-                    group.inner().control().fail(Error::aborted("rank 1 aborted group \"test\""));
+                    group.control().fail(Error::aborted("rank 1 aborted group \"test\""));
                 });
             }
             let begun = Instant::now();
@@ -445,7 +425,7 @@ fn a_late_host_is_named_at_the_deadline() {
 #[test]
 fn messages_stay_on_a_host() {
     on_hosts(&[0, 1, 0, 1], |group, rank| {
-        let lacks = group.lacks("symmetric memory works");
+        let lacks = group.one_host("symmetric memory works").err().expect("it is on two");
         assert!(
             lacks.message.contains("host \"node0\" (ranks 0 and 2), host \"node1\" (ranks 1 and 3); symmetric memory works within"),
             "{lacks}"
