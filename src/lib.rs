@@ -1,4 +1,4 @@
-//! The core of torch-symm: collectives between the processes of one host, through shared memory.
+//! The core of torch-symm: collectives and messages between processes, on one node or several.
 //!
 //! From the outside in, each room above those that it uses (`tests/layers.rs` looks after it):
 //! - `bridge` (feature `bridge`): what C++ sees

@@ -1,4 +1,4 @@
-"""torch-symm: the PyTorch distributed backend ``symm`` for ranks that share memory.
+"""torch-symm: the PyTorch distributed backend ``symm`` for CPU and CUDA tensors, on one node or several.
 
 ``dist.init_process_group("symm")`` works without importing this module, and so do
 ``init_method="symm://host:port"`` and ``"symm+file:///path"``. It holds the exceptions, the options, the stores, how
