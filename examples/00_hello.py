@@ -1,4 +1,4 @@
-"""The least program: every rank has a number, and all get the sum.
+"""The smallest program: every rank has a number, and all get the sum.
 
 torchrun --standalone --nproc-per-node 4 examples/00_hello.py
 """
@@ -11,6 +11,6 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 number = torch.tensor([float(rank)])
 dist.all_reduce(number)
 assert number.item() == sum(range(ranks))
-# The end of the line in the text: else torchrun's ranks write it by itself, and their lines mix.
+# The newline is part of the text; otherwise torchrun's ranks write it separately, and their lines mix.
 print(f"ok: rank {rank} of {ranks} has the sum {number.item():.0f}\n", end="", flush=True)
 dist.destroy_process_group()

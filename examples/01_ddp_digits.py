@@ -1,4 +1,4 @@
-"""Trains a digit classifier with DistributedDataParallel, and another one on Gloo in turn; compares both.
+"""Trains a digit classifier with DistributedDataParallel, on symm and on Gloo alternately, and compares both.
 
     torchrun --nproc-per-node 4 examples/01_ddp_digits.py      # no more ranks than cores; make demo takes 2 to 4
 
@@ -7,9 +7,9 @@ same batches in the same order. A gradient summed in another order differs in it
 with float32 weights, summing in rank order instead of Gloo's order moves some weight by 8e-3 after 12 epochs (measured;
 the accuracy stays), with float64 by 3e-15. The model is therefore float64; `--dtype float32` shows the drift.
 
-The time in communication is measured by a DDP communication hook: from the moment a bucket of gradients is handed to
+The time in communication is measured by a DDP communication hook: from the moment a bucket of gradients is passed to
 all_reduce until its future completes, so waiting for the slowest rank is part of it. The program also prints the
-time of a bare call: all_reduce of as many bytes, one call after the other.
+time of a bare call: all_reduce of the same size, one call after the other.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def new_model(dtype: torch.dtype) -> nn.Module:
 
 
 def accuracy(model: nn.Module, digits: Digits) -> float:
-    """Share of test images classified rightly."""
+    """Share of test images that are classified correctly."""
     with torch.no_grad():
         images, labels = digits.test
         return (model(images).argmax(dim=1) == labels).double().mean().item()
@@ -130,7 +130,7 @@ class Training:
 
 
 def train_in_turn(trainings: list[Training], epochs: int) -> None:
-    """Trains all, epoch by epoch in turn, each first in every other epoch: what disturbs one disturbs the others."""
+    """Trains all models in alternating epochs and alternating order, so that a disturbance affects all of them."""
     for epoch in range(1, epochs + 1):
         for training in trainings if epoch % 2 else trainings[::-1]:
             loss = training.run(epoch)
@@ -150,7 +150,7 @@ def bare_us(group: dist.ProcessGroup, size: int) -> float:
 
 
 def compare(trainings: list[Training]) -> None:
-    """Prints where the time of each has gone; every rank must call it."""
+    """Prints how each has spent its time; every rank must call it."""
     bare = [sum(bare_us(training.group, size) for size in training.clock.sizes) for training in trainings]
     if dist.get_rank() != 0:
         return
@@ -193,7 +193,7 @@ def main() -> None:
             f"({given.dtype}), {dist.get_world_size()} ranks",
             flush=True,
         )
-    # The first batches pay for what both share: threads, caches, DDP's second layout of its buckets.
+    # The first batches include shared one-time costs: threads, caches, DDP's second layout of its buckets.
     for group in (mine := dist.group.WORLD, gloo := dist.new_group(backend="gloo")):
         Training("warm-up", group, digits, dtype).run(0)
     trainings = [Training(given.backend, mine, digits, dtype), Training("gloo", gloo, digits, dtype)]

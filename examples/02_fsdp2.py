@@ -25,14 +25,14 @@ Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def new_model() -> nn.Sequential:
-    """Three layers whose sizes are no multiple of the number of ranks."""
+    """Three layers whose sizes are not multiples of the number of ranks."""
     torch.manual_seed(0)
     first, second, third = nn.Linear(30, WIDTH + 1), nn.Linear(WIDTH + 1, WIDTH), nn.Linear(WIDTH, 3)
     return nn.Sequential(first, nn.GELU(), second, nn.GELU(), third)
 
 
 def batches(world: int) -> list[list[Batch]]:
-    """For each step the batch of each rank; the same on all ranks."""
+    """The batch of each rank for each step; the same on all ranks."""
     numbers = torch.Generator().manual_seed(1)
     truth = torch.randn(30, 3, generator=numbers)
     steps = []

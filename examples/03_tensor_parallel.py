@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/03_tensor_parallel.py
 
-The first matrix is cut by columns, the second by rows: each rank computes a part of the hidden layer, and one
-all_reduce in the forward pass (and one in the backward pass) puts the parts together.
+The first matrix is split by columns, the second by rows: each rank computes a part of the hidden layer, and one
+all_reduce in the forward pass (and one in the backward pass) combines the parts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/04_pipeline.py
 
-By hand: irecv of the next activation while the present one is computed, isend to the next rank; gradients go back the
+By hand: irecv of the next activation while the current one is computed, isend to the next rank; gradients return the
 same way. With torch.distributed.pipelining: the GPipe schedule, which sends with batch_isend_irecv.
 """
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/05_compile.py
 
-TorchInductor compiles C++ at run time. Where no C++ compiler is found the graph is still captured, by the backend
+TorchInductor compiles C++ at run time. Without a C++ compiler the graph is still captured, by the backend
 "aot_eager", and the example says so.
 """
 
@@ -14,8 +14,8 @@ import os
 import shutil
 import time
 
-# A pool of compiler processes in every rank only makes the ranks queue for the cores, and trying out the processor's
-# vector instructions starts ten processes a rank: together half of the 22 s, for nothing that this example shows.
+# With a pool of compiler processes in every rank the ranks compete for the cores, and probing the processor's vector
+# instructions starts ten processes per rank. Together they take half of the 22 s and do not matter for this example.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 

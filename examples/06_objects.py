@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/06_objects.py
 
-torch pickles the objects and sends the bytes through the backend's collectives. Unpickling runs code that the sender
-chose, so use this among ranks that trust each other.
+torch pickles the objects and sends the bytes through the backend's collectives. Unpickling runs code that
+the sender chose, so use this only among ranks that trust each other.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Shares work between the ranks through a store with a secret.
+"""Distributes work among the ranks through a store with a secret.
 
     torchrun --nproc-per-node 4 examples/08_stores.py
 
-Rank 0 serves the store; only processes that know the secret in ``JOB_SECRET`` are let in. The tasks stand in a queue,
-so that fast ranks take more of them.
+Rank 0 serves the store; only processes that know the secret in ``JOB_SECRET`` can use it. The tasks are in a queue, so
+fast ranks take more of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TASKS = 40
 
 
 def main() -> None:
-    """Queues tasks, works on them, and adds up what was done."""
+    """Queues tasks, works on them, and adds up the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default=os.environ.get("BACKEND", "symm"))
     given = parser.parse_args()

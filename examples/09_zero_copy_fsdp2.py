@@ -1,8 +1,8 @@
-"""FSDP2 whose buffers lie in symmetric memory: what it gathers and reduces goes from GPU to GPU without a copy.
+"""FSDP2 with buffers in symmetric memory: gathered and reduced data move between GPUs without staging.
 
     torchrun --standalone --nproc-per-node 4 examples/09_zero_copy_fsdp2.py
 
-One line makes the difference, for each module. Needs two GPUs or more, one a rank.
+It takes one line per module. It needs two or more GPUs, one per rank.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch_symm
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-# A layer of 64 MB: only long calls go directly.
+# A layer of 64 MB: only long calls are direct.
 LAYERS, WIDTH, BATCH, STEPS = 4, 4096, 8, 6
 
 
 def train(*, zero_copy: bool) -> tuple[list[float], list[torch.Tensor]]:
-    """Trains on batches of this rank's own; the losses, and this rank's parts of the weights."""
+    """Trains on this rank's batches; returns the losses, and this rank's parts of the weights."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="cuda") for _ in range(LAYERS)))
     for layer in model:
@@ -50,7 +50,7 @@ def main() -> None:
     """Trains both ways and compares.
 
     Raises:
-        RuntimeError: no call went directly, or the weights differ.
+        RuntimeError: no call was direct, or the weights differ.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="symm", choices=("symm",), help="no other one has such memory")

@@ -1,9 +1,9 @@
-"""Communication written by hand: ranks load and store in each other's tensors, on CPU or CUDA.
+"""Hand-written communication: ranks load and store in each other's tensors, on CPU or CUDA.
 
     torchrun --nproc-per-node 4 examples/10_symmetric_memory.py
 
-First a chain: each rank writes batches into the next rank's tensor and signals, and nobody writes before there is
-room. Then an all-reduce in plain tensor operations: each rank sums the others' tensors where they lie.
+First a chain: each rank writes batches into the next rank's tensor and signals, and no rank writes before the tensor is
+free. Then an all-reduce in plain tensor operations: each rank sums the others' tensors in place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch_symm.symm_mem as symm_mem
 
 BATCHES, SLOTS, SIZE = 20, 2, 1000
-#: Channels of signals: a batch is there, a slot is free again.
+#: Channels of signals: a batch has arrived, a slot is free again.
 FULL, FREE = 0, 1
 
 
@@ -24,7 +24,7 @@ def chain(device: torch.device) -> None:
     """Rank 0 produces batches, each rank adds one and passes them on; the last one checks them.
 
     Raises:
-        RuntimeError: a batch is not what was sent.
+        RuntimeError: a batch differs from the one that was sent.
     """
     slots = symm_mem.empty(SLOTS, SIZE, device=device)
     window = symm_mem.rendezvous(slots, dist.group.WORLD)
@@ -50,7 +50,7 @@ def chain(device: torch.device) -> None:
 
 
 def all_reduce(mine: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' ``mine``, which is symmetric, in the order of ranks: the same bits everywhere."""
+    """The sum of all ranks' ``mine``, which is symmetric, in rank order: the same bits on all ranks."""
     window = symm_mem.rendezvous(mine, dist.group.WORLD)
     window.barrier(channel=0)
     total = torch.zeros_like(mine)

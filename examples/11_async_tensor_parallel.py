@@ -1,10 +1,10 @@
-"""Trains the MLP of a transformer block whose tokens and weights are split, with communication inside the products.
+"""Trains the MLP of a transformer block whose tokens and weights are sharded, with communication inside the matmuls.
 
     torchrun --nproc-per-node 4 examples/11_async_tensor_parallel.py
 
 Each rank holds a part of the tokens and a part of the hidden layer. The tokens are gathered while they are multiplied
-by the first matrix, and the products with the second matrix are summed and scattered while others are computed: forward
-and backward, each the other's gradient. Compared with plain collectives before and after plain products.
+by the first matrix, and the products with the second matrix are summed and scattered while others are computed. Each
+operator is the gradient of the other. The result is compared with plain collectives before and after plain matmuls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of a gathering is a summing and scattering."""
+        """The gradient of an all-gather is a reduce-scatter."""
         everyone, weight = ctx.saved_tensors
         mine = symm_mem.fused_matmul_reduce_scatter(gradient, weight.t(), "sum", 0, ctx.name)
         return mine, everyone.t() @ gradient, None
@@ -54,19 +54,19 @@ class Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of a summing and scattering is a gathering."""
+        """The gradient of a reduce-scatter is an all-gather."""
         hidden, weight = ctx.saved_tensors
         everyone, (back,) = symm_mem.fused_all_gather_matmul(gradient, [weight.t()], 0, ctx.name)
         return back, hidden.t() @ everyone, None
 
 
 def gathered_plainly(tokens: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
-    """As ``Gathered``, by a collective."""
+    """Like ``Gathered``, with a separate collective."""
     return torch.cat(collectives.all_gather(tokens)) @ weight
 
 
 def scattered_plainly(hidden: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
-    """As ``Scattered``, by a collective."""
+    """Like ``Scattered``, with a separate collective."""
     blocks = [block.contiguous() for block in (hidden @ weight).chunk(dist.get_world_size())]
     return collectives.reduce_scatter(torch.empty_like(blocks[0]), blocks)
 

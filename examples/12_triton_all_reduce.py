@@ -1,9 +1,9 @@
-"""A one-shot all-reduce written in Triton on symmetric memory: every GPU sums all ranks' tensors where they lie.
+"""A one-shot all-reduce written in Triton on symmetric memory: every GPU sums all ranks' tensors in place.
 
     torchrun --nproc-per-node 2 examples/12_triton_all_reduce.py
 
-Blocks of the same index meet across GPUs before and after: each sets its word in the pads of the others and clears
-theirs in its own. Every wait ends after a number of tries, and the host raises.
+Blocks of the same index synchronise across GPUs before and after: each sets its word in the pads of the others and
+clears theirs in its own pad. Every wait ends after a maximum number of tries, and the host raises.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if importlib.util.find_spec("triton") is not None:
 
     @triton.jit
     def meet(pads, rank: tl.constexpr, world: tl.constexpr, tries: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The blocks with this index of all ranks have come here; returns how many peers did not."""
+        """Synchronises the blocks with this index of all ranks; returns the number of peers that did not arrive."""
         late = 0
         word = tl.program_id(0) * world
         own = tl.load(pads + rank).to(tl.pointer_type(tl.uint32)) + word
-        tl.debug_barrier()  # what this block's threads have stored and loaded is before the signals
+        tl.debug_barrier()  # orders this block's loads and stores before the signals
         for step in tl.static_range(1, world):
             peer = (rank + step) % world
             theirs = tl.load(pads + peer).to(tl.pointer_type(tl.uint32)) + word + rank
@@ -55,7 +55,7 @@ if importlib.util.find_spec("triton") is not None:
         block: tl.constexpr,
         tries: tl.constexpr,
     ):
-        """Sums a block of fp32 elements of all ranks, in the order of ranks."""
+        """Sums a block of fp32 elements of all ranks, in rank order."""
         missing = meet(pads, rank, world, tries)
         places = tl.program_id(0) * block + tl.arange(0, block)
         inside = places < count
@@ -72,7 +72,7 @@ def all_reduce(mine: torch.Tensor) -> torch.Tensor:
     """The sum of all ranks' ``mine``, a symmetric fp32 tensor.
 
     Raises:
-        RuntimeError: a peer did not come.
+        RuntimeError: a peer did not arrive.
     """
     window = symm_mem.rendezvous(mine, dist.group.WORLD)
     rank, world = window.rank, window.world_size

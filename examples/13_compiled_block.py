@@ -1,10 +1,10 @@
-"""Compiles a transformer block so that its collectives overlap with its matrix products: async tensor parallelism.
+"""Compiles a transformer block so that its collectives overlap with its matmuls: async tensor parallelism.
 
     torchrun --nproc-per-node 4 examples/13_compiled_block.py
 
-The block is written with plain functional collectives: tokens are split over ranks, heads and hidden units too. With
-symm_mem.install() and Inductor's switch, torch.compile makes four fused operators of four collectives and their
-products. Needs a C++ compiler (CPU) or Triton (CUDA), and a torch that was built with NCCL.
+The block is written with plain functional collectives: tokens are split over ranks, and so are heads and
+hidden units. With symm_mem.install() and Inductor's switch, torch.compile fuses four collectives and their matmuls into
+four operators. It needs a C++ compiler (CPU) or Triton (CUDA), and a torch that was built with NCCL.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
     if rank == 0:
         print(f"compiling a block of {HEADS} heads on {world} ranks …", flush=True)
     symm_mem.install()
-    warnings.filterwarnings("ignore", message="erase_node")  # of torch's own pass
+    warnings.filterwarnings("ignore", message="erase_node")  # from torch's own pass
     with config.patch(_micro_pipeline_tp=True):
         got, codes = run_and_get_code(torch.compile(block, fullgraph=True), *arguments)
     text = "\n".join(codes)

@@ -1,12 +1,12 @@
-"""Three failures on 4 ranks, each an exception that says what happened; the program catches it and goes on.
+"""Three failures on 4 ranks, each an exception that explains the cause; the program catches it and continues.
 
     torchrun --standalone --nproc-per-node 4 examples/14_failures.py
 
-1. Ranks disagree on the size of a tensor. 2. A rank is late. 3. A rank is killed: the others make a group of the
-survivors, and training goes on from the parameters that each of them has.
+1. Ranks disagree on the size of a tensor. 2. A rank is late. 3. A rank is killed: the others create a group of the
+survivors, and training continues from the parameters that each of them has.
 
-torchrun ends all ranks when one of its processes ends badly. The rank that is killed here is a child of such a process,
-which ends well.
+torchrun ends all ranks when one of its processes fails. The rank that is killed here is a child of such a process,
+which exits normally.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def ranks_disagree() -> None:
         dist.all_reduce(torch.ones(3 if dist.get_rank() == 1 else 4), group=group)
     except torch_symm.SymmMismatch as error:
         say(f"1. ranks disagree: {error}")
-    # A group that has failed is done with; the others live.
+    # A failed group cannot be used again; other groups are not affected.
     dist.destroy_process_group(group)
 
 
@@ -62,12 +62,12 @@ def step(parameter: torch.Tensor) -> None:
 
 
 def survivors_of(error: torch_symm.SymmPeerError) -> None:
-    """Joins a default group of all ranks but the one that the message names first."""
+    """Joins a default group of all ranks except the one that the message names first."""
     named = re.search(r"rank (\d+)", str(error))
     assert named is not None, error
     dead, rank = int(named[1]), dist.get_rank()
     dist.destroy_process_group()
-    # torchrun's own store is still there; the new group has keys of its own in it.
+    # torchrun's own store still exists; the new group has its own keys in it.
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store = dist.PrefixStore(f"survivors of {dead}", agent)
     dist.init_process_group("symm", store=store, rank=rank - (rank > dead), world_size=WORLD - 1)

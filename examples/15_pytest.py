@@ -1,9 +1,9 @@
-"""Tests of distributed code with pytest: each marked test runs on as many processes as its mark says.
+"""Tests of distributed code with pytest: each marked test runs on the number of processes in its mark.
 
     pytest examples/15_pytest.py          # or pytest -n 4 with pytest-xdist, as no test uses a port
 
-All that a CI job needs: pip install torch torch-symm pytest; pytest --junitxml report.xml. No GPU, no launcher. Under
-another name, test_training.py say, pytest finds such a file by itself. ``python examples/15_pytest.py`` runs pytest.
+A CI job only needs: pip install torch torch-symm pytest; pytest --junitxml report.xml. No GPU, no launcher. With
+a name such as test_training.py, pytest finds the file by itself. ``python examples/15_pytest.py`` runs pytest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """What is tested: the mean of all ranks' ``tensor``."""
+    """The code under test: the mean of all ranks' ``tensor``."""
     total = tensor.clone()
     dist.all_reduce(total)
     return total / dist.get_world_size()
@@ -39,7 +39,7 @@ def test_mean_on_another_backend(rank: int) -> None:
 
 @pytest.fixture
 def model() -> torch.nn.Module:
-    """Made once; every rank has a copy of it."""
+    """Created once; every rank has a copy."""
     torch.manual_seed(0)
     return torch.nn.Linear(4, 2)
 

@@ -1,11 +1,11 @@
-"""Decodes with a small Llama whose weights are split among the ranks, with separate and with fused norms.
+"""Decodes with a small Llama whose weights are sharded over the ranks, with separate and with fused norms.
 
     torchrun --nproc-per-node 2 examples/16_llama_decoder.py
     torchrun --nproc-per-node 2 examples/16_llama_decoder.py --device cuda --compile --hidden 4096 --layers 32
 
-Each layer ends its attention and its MLP with an all-reduce, to which the residual is added and RMSNorm applied. One
-operator does all three; the tokens are the same. With --compile Inductor compiles both, and puts the operator in
-itself. On GPUs all run in CUDA graphs. Another backend (--backend nccl) decodes with separate steps.
+Each layer ends its attention and its MLP with an all-reduce, followed by the addition of the residual and
+RMSNorm. One operator does all three; the tokens are the same. With --compile Inductor compiles both, and inserts the
+operator itself. On GPUs all run in CUDA graphs. Another backend (--backend nccl) decodes with separate steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Norm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, 
 
 
 class Layer(NamedTuple):
-    """Weights of one layer: this rank's heads and its share of the MLP; norms are whole."""
+    """Weights of one layer: this rank's heads and its share of the MLP; norms are not sharded."""
 
     attention: torch.Tensor
     out: torch.Tensor
@@ -106,7 +106,7 @@ def fused(part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> t
 
 
 def decode(model: Decoder, norm: Norm, given: argparse.Namespace) -> tuple[torch.Tensor, float]:
-    """The tokens that follow 0, 1, 2, ..., and how many a second there were."""
+    """The tokens that follow 0, 1, 2, ..., and the tokens per second."""
     device = model.embedding.device
     tokens, place = torch.arange(given.batch, device=device), torch.zeros(1, dtype=torch.long, device=device)
     step = torch.compile(model.step) if given.compile else model.step
