@@ -1,7 +1,7 @@
 //! Traffic: what the groups of this process have sent to other hosts, and received from them.
 
 use crate::config::Engines;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::messages::links::{self, Links};
 use crate::rank::Rank;
@@ -153,6 +153,10 @@ impl Links for Counted {
 
     fn listen(&self, peer: Rank, traffic: links::Traffic, bytes: usize) -> Result<()> {
         self.links.listen(peer, traffic, bytes)
+    }
+
+    fn flush(&self) -> Vec<(Rank, Error)> {
+        self.links.flush()
     }
 
     fn wait(&self, peer: Rank, traffic: links::Traffic) -> Result<Option<usize>> {

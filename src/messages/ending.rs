@@ -244,10 +244,11 @@ impl Messages {
         state.fail_all(&error);
     }
 
-    /// Calls the completions that are due, without the lock.
+    /// Passes on what was said to ranks of other hosts, and calls the completions that are due, without the lock.
     pub(super) fn complete(&self, mut state: MutexGuard<'_, State>) {
         let (finished, untold) = (std::mem::take(&mut state.finished), state.untold.take());
         drop(state);
+        self.flush();
         if let Some(error) = untold {
             self.health.fail(error);
         }

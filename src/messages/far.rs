@@ -97,6 +97,12 @@ impl Messages {
         }
     }
 
+    /// Passes to the backends what was queued for ranks of other hosts. The caller does not hold the lock.
+    pub(super) fn flush(&self) {
+        let lost = self.far.get().map_or_else(Vec::new, |far| far.links.flush());
+        lost.into_iter().for_each(|(peer, error)| self.lose(peer, error));
+    }
+
     /// Says to ranks of other hosts that this one leaves, and returns once they have read what was sent, or `limit` has passed.
     pub fn say_goodbye(&self, limit: Duration) {
         let Some(far) = self.far.get().filter(|_| self.health.error().is_none()) else { return };
@@ -110,6 +116,9 @@ impl Messages {
             // A connection that has just ended has nobody who reads.
             let _ = wire.say_bye();
         }
+        drop(state);
+        self.flush();
+        let mut state = self.lock();
         while state.met().any(Wire::is_unread) && state.closed.is_none() {
             let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
             state = unpoisoned(far.changed.wait_timeout(state, left.min(LOOK))).0;

@@ -2,7 +2,7 @@
 #![allow(unsafe_code, reason = "staging of backends")]
 
 use crate::config::Config;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::rank::Rank;
 use std::time::Duration;
 
@@ -17,20 +17,26 @@ pub enum Traffic {
 
 /// Backends of this rank and one peer each. They move bytes between staging of their own and know nothing of what these mean.
 ///
-/// More bytes than are listened for may end the process with some backends: whoever listens has made sure of them. Nothing but `make` and
-/// `wait` waits for the peer.
+/// With some backends the process ends if more bytes arrive than were listened for, so both ends agree on the lengths. Only `make` and `wait`
+/// wait for the peer. `send` and `listen` only queue, because messages call them under their lock; `flush` passes the queued transfers to the
+/// backend.
 pub trait Links: Send + Sync {
     /// Connects this rank with `peer`, which makes a link of this `name` at the same time; `second` is true for one of the two.
     fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()>;
 
-    /// Sends copies of `frame` and `payload`: both in one as a frame, or the frame and then the payload as a piece.
+    /// Queues copies of `frame` and `payload`: both in one as a frame, or the frame and then the payload as a piece.
     fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()>;
 
     /// The first `sends` calls of `send` have reached the peer: their staging is needed no longer.
     fn confirm(&self, peer: Rank, sends: u64);
 
-    /// Makes room for what the peer sends next of class `traffic`: at most `bytes` bytes.
+    /// Queues a receive of the peer's next bytes of class `traffic`: at most `bytes` bytes.
     fn listen(&self, peer: Rank, traffic: Traffic, bytes: usize) -> Result<()>;
+
+    /// Passes what is queued to the backends, in the order in which it was queued for each peer. Returns the links that failed.
+    fn flush(&self) -> Vec<(Rank, Error)> {
+        Vec::new()
+    }
 
     /// Waits for the oldest bytes of class `traffic` that are listened for; `None` once the link has been closed. They are at the address
     /// until they are released.

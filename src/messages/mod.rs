@@ -226,6 +226,9 @@ impl Messages {
         };
         if sent == Ok(true) {
             drop(state);
+            if far {
+                self.flush();
+            }
             completion.call(Ok(()), None);
             return Ok(ticket);
         }

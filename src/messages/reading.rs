@@ -64,6 +64,7 @@ impl Messages {
             return false;
         };
         drop(state);
+        self.flush();
         self.carry_out(step, Step::read);
         true
     }

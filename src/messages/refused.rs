@@ -64,6 +64,7 @@ impl Messages {
             wire.say_refused()
         });
         drop(state);
+        self.flush();
         if let Err(error) = told {
             log::debug!("a peer is not told of a refused message: {}", error.message);
         }

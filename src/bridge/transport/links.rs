@@ -1,14 +1,14 @@
 //! A backend for each peer, as links.
 #![allow(unsafe_code, reason = "staging of backends")]
 
-use super::ffi::{PendingHandle, Seat, TransportHandle};
+use super::ffi::{BufferHandle, PendingHandle, Seat, Span, Started, TransportHandle};
 use super::{Buffer, GivenUp, HOST, Maker, begun, connected, ended, outcome, span, there};
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::messages::links::{Links, Traffic};
 use crate::rank::Rank;
 use cxx::SharedPtr;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -25,18 +25,24 @@ const WORTH_KEEPING: usize = 16 << 10;
 pub(in crate::bridge) struct BackendLinks {
     maker: Maker,
     links: Mutex<HashMap<Rank, Arc<Link>>>,
+    /// Peers whose queues are not empty.
+    due: Mutex<BTreeSet<Rank>>,
 }
 
 #[derive(Default)]
 struct Link {
     closed: GivenUp,
     state: Mutex<LinkState>,
+    /// Held by the thread that passes the queue to the backend, so that the order stays.
+    flushing: Mutex<()>,
 }
 
 #[derive(Default)]
 struct LinkState {
     transport: Option<SharedPtr<TransportHandle>>,
     other: usize,
+    /// Transfers that the backend does not have yet, the oldest first.
+    queue: VecDeque<Queued>,
     /// Calls of `send` that have not been confirmed, the oldest first, and how many have been.
     sends: VecDeque<Vec<Staged>>,
     confirmed: u64,
@@ -45,6 +51,19 @@ struct LinkState {
     /// What has been waited for last, until it is released.
     arrived: [Option<Buffer>; 2],
     spare: Vec<Buffer>,
+}
+
+/// A transfer that the backend does not have yet.
+enum Queued {
+    Send(Vec<Part>),
+    Listen(Part),
+}
+
+/// Bytes of one class of traffic, at the start of their staging.
+struct Part {
+    traffic: Traffic,
+    bytes: usize,
+    staging: Buffer,
 }
 
 /// One transfer with its staging.
@@ -59,7 +78,7 @@ fn closed() -> Error {
 
 impl BackendLinks {
     pub(in crate::bridge) fn new(maker: Maker) -> Self {
-        Self { maker, links: Mutex::default() }
+        Self { maker, links: Mutex::default(), due: Mutex::default() }
     }
 
     /// The link to `peer`, which may be closed before it is made.
@@ -72,6 +91,72 @@ impl BackendLinks {
         let link = self.link(peer);
         let mut state = lock(&link.state);
         if link.closed.is_set() { Err(closed()) } else { body(&mut state) }
+    }
+
+    /// Queues the transfer that `make` returns.
+    fn queue(&self, peer: Rank, make: impl FnOnce(&mut LinkState) -> Result<Queued>) -> Result<()> {
+        self.on_open(peer, |link| {
+            let queued = make(link)?;
+            link.queue.push_back(queued);
+            Ok(())
+        })?;
+        lock(&self.due).insert(peer);
+        Ok(())
+    }
+}
+
+impl Link {
+    /// Passes the queue to the backend. The state is not locked meanwhile, so that other threads can queue.
+    fn flush(&self) -> Result<()> {
+        let _order = lock(&self.flushing);
+        loop {
+            let mut state = lock(&self.state);
+            // Whoever closed the link has reported why.
+            if self.closed.is_set() {
+                return Ok(());
+            }
+            let Some(next) = state.queue.pop_front() else { return Ok(()) };
+            let (transport, other) = (state.transport.clone(), state.other);
+            drop(state);
+            let transport = connected(&transport)?;
+            match next {
+                Queued::Send(parts) => {
+                    let post = |part: Part| part.start(|at, tag, keep| transport.send(other, at, tag, keep));
+                    let parts = parts.into_iter().map(post).collect::<Result<_>>()?;
+                    lock(&self.state).sends.push_back(parts);
+                }
+                Queued::Listen(part) => {
+                    let traffic = part.traffic;
+                    let staged = part.start(|at, tag, keep| transport.recv(other, at, tag, keep))?;
+                    let mut state = lock(&self.state);
+                    if self.closed.is_set() {
+                        // `close` did not see this receive.
+                        drop(state);
+                        if !staged.abort() {
+                            transport.abort();
+                        }
+                        return Ok(());
+                    }
+                    state.listening[traffic as usize].push_back(staged);
+                }
+            }
+        }
+    }
+}
+
+impl Part {
+    /// Starts the transfer by `start`, which gets the bytes, the tag and the staging.
+    fn start(self, start: impl FnOnce(&Span, i32, &SharedPtr<BufferHandle>) -> Started) -> Result<Staged> {
+        let at = span(self.staging.address, self.bytes);
+        let work = begun(start(&at, self.traffic as i32, &self.staging.handle))?;
+        Ok(Staged { staging: self.staging, work })
+    }
+}
+
+impl Staged {
+    /// Ends a receive; returns true if the backend can.
+    fn abort(&self) -> bool {
+        there(&self.work).and_then(|work| outcome(work.abort())).is_ok()
     }
 }
 
@@ -92,8 +177,8 @@ impl LinkState {
         }
     }
 
-    /// Hands over copies of `parts`, one behind the other.
-    fn send(&mut self, maker: &Maker, parts: [&[u8]; 2], traffic: Traffic) -> Result<Staged> {
+    /// Copies `parts` into staging, one behind the other.
+    fn copies(&mut self, maker: &Maker, parts: [&[u8]; 2], traffic: Traffic) -> Result<Part> {
         let bytes = parts.iter().map(|part| part.len()).sum();
         let staging = self.staged(maker, bytes)?;
         let mut to = staging.address;
@@ -102,8 +187,7 @@ impl LinkState {
             unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), to as *mut u8, part.len()) };
             to += part.len();
         }
-        let work = begun(connected(&self.transport)?.send(self.other, &span(staging.address, bytes), traffic as i32, &staging.handle))?;
-        Ok(Staged { staging, work })
+        Ok(Part { traffic, bytes, staging })
     }
 }
 
@@ -118,15 +202,12 @@ impl Links for BackendLinks {
     }
 
     fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()> {
-        self.on_open(peer, |link| {
-            let parts = match traffic {
-                Traffic::Frame => vec![link.send(&self.maker, [frame, payload], traffic)?],
-                Traffic::Piece => {
-                    vec![link.send(&self.maker, [frame, &[]], Traffic::Frame)?, link.send(&self.maker, [payload, &[]], traffic)?]
-                }
+        self.queue(peer, |link| {
+            let head = match traffic {
+                Traffic::Frame => return Ok(Queued::Send(vec![link.copies(&self.maker, [frame, payload], traffic)?])),
+                Traffic::Piece => link.copies(&self.maker, [frame, &[]], Traffic::Frame)?,
             };
-            link.sends.push_back(parts);
-            Ok(())
+            Ok(Queued::Send(vec![head, link.copies(&self.maker, [payload, &[]], traffic)?]))
         })
     }
 
@@ -142,12 +223,13 @@ impl Links for BackendLinks {
     }
 
     fn listen(&self, peer: Rank, traffic: Traffic, bytes: usize) -> Result<()> {
-        self.on_open(peer, |link| {
-            let staging = link.staged(&self.maker, bytes)?;
-            let work = begun(connected(&link.transport)?.recv(link.other, &span(staging.address, bytes), traffic as i32, &staging.handle))?;
-            link.listening[traffic as usize].push_back(Staged { staging, work });
-            Ok(())
-        })
+        self.queue(peer, |link| Ok(Queued::Listen(Part { traffic, bytes, staging: link.staged(&self.maker, bytes)? })))
+    }
+
+    fn flush(&self) -> Vec<(Rank, Error)> {
+        let due = std::mem::take(&mut *lock(&self.due));
+        let failed = |peer| self.link(peer).flush().err().map(|error| (peer, error));
+        due.into_iter().filter_map(failed).collect()
     }
 
     fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<usize>> {
@@ -182,13 +264,13 @@ impl Links for BackendLinks {
 
     fn close(&self, peer: Rank) {
         let link = self.link(peer);
-        let (sends, listening, transport) = {
+        let (queue, sends, listening, transport) = {
             let mut state = lock(&link.state);
             link.closed.set();
-            (std::mem::take(&mut state.sends), std::mem::take(&mut state.listening), state.transport.take())
+            let LinkState { queue, sends, listening, .. } = &mut *state;
+            (std::mem::take(queue), std::mem::take(sends), std::mem::take(listening), state.transport.take())
         };
-        let abort = |staged: &Staged| there(&staged.work).and_then(|work| outcome(work.abort()));
-        let failed = listening.iter().flatten().filter(|staged| abort(staged).is_err()).count();
+        let failed = listening.iter().flatten().filter(|staged| !staged.abort()).count();
         if let Ok(transport) = connected(&transport)
             && failed > 0
         {
@@ -196,6 +278,6 @@ impl Links for BackendLinks {
         }
         // The connection closes once a thread that waits for it has released it, too.
         drop(transport);
-        drop((listening, sends));
+        drop((listening, sends, queue));
     }
 }
