@@ -18,9 +18,15 @@ from typing import Any
 
 import torch.distributed as dist
 import torch_symm
-from torch_symm import testing
+
+# With what they import: once, not in each rank, where it costs more than a group.
+import torch_symm._engines
+import torch_symm._group
+from torch_symm import _native, testing
 from torch_symm.launch.ranks import fork
 from torch_symm.testing._rank import log_to as redirect
+
+_native.load()
 
 #: Directory in which the ranks of this run meet and leave files; set in ranks only.
 scratch: Path

@@ -135,8 +135,14 @@ def load(world: int) -> ModuleType:
     import torch
     import torch.distributed as dist
 
+    # What tests and groups import: once, not in each rank.
+    import torch.testing._internal.common_device_type
+
     if NAME == "symm":
-        import torch_symm  # noqa: F401
+        import torch_symm._group
+        import torch_symm.tensor._redistribute
+
+        torch_symm._native.load()
     _open_common_handshakes()
     dist.monitored_barrier = monitored_barrier
     path = os.path.join(os.path.dirname(torch.__file__), PACKAGE_PATH)
