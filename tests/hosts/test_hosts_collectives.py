@@ -10,8 +10,8 @@ import expected
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Reference
-from collectives import MOVING, ON_CPU, REDUCING, ROOTED, prefixes, run
+from cases import FACTORS, Case, Reference, long_inputs, long_sum, shared
+from collectives import MOVING, ON_CPU, REDUCING, ROOTED, make, prefixes, run
 from machines import hosts_of, run_hosts
 
 #: Numbers of elements: none, one, odd, just below and above the limit of one rail, more than a chunk of it.
@@ -50,11 +50,15 @@ def moving(rank: int, world: int) -> Iterator[tuple[str, Case]]:
                 yield form, Case(rank, world, dtype, count, root=root)
 
 
+def reductions(rank: int, world: int, layout: Sequence[int]) -> Iterator[tuple[str, Case]]:
+    few = [(op, FLOAT32, count) for op in ("SUM", "AVG", "PREMUL_SUM") for count in COUNTS]
+    few += [(op, dtype, 37) for op, dtype in SERVED] + [("SUM", torch.bfloat16, 300_001)]
+    return reducing(few, rank, world, reference=two_level(layout))
+
+
 def everything(rank: int, world: int, layout: Sequence[int]) -> None:
     reference = two_level(layout)
-    reductions = [(op, FLOAT32, count) for op in ("SUM", "AVG", "PREMUL_SUM") for count in COUNTS]
-    reductions += [(op, dtype, 37) for op, dtype in SERVED] + [("SUM", torch.bfloat16, 300_001)]
-    run(reducing(reductions, rank, world, reference=reference))
+    run(reductions(rank, world, layout))
     run(moving(rank, world))
     run(
         (form, Case(rank, world, FLOAT32, 1200, how, asynchronous, reference=reference))
@@ -78,20 +82,28 @@ def everything(rank: int, world: int, layout: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("layout", [(2, 2), (3, 1), (1, 1), (2, 3, 1), (1, 2, 1, 1)], ids=str)
 def test_collectives(layout: Sequence[int]) -> None:
-    run_hosts(everything, layout, layout)
+    with shared():
+        make(reductions(0, sum(layout), layout))
+        run_hosts(everything, layout, layout)
 
 
-def long_reductions(rank: int, world: int, layout: Sequence[int]) -> None:
-    run(
+def long_cases(rank: int, world: int, layout: Sequence[int]) -> Iterator[tuple[str, Case]]:
+    return (
         (form, Case(rank, world, dtype, LONG // dtype.itemsize + 3, op=op, root=world - 1, reference=two_level(layout)))
         for op, dtype in SERVED
         for form in ("all_reduce", "reduce", "reduce_scatter_tensor")
     )
 
 
+def long_reductions(rank: int, world: int, layout: Sequence[int]) -> None:
+    run(long_cases(rank, world, layout))
+
+
 @pytest.mark.parametrize("layout", [(2, 2), pytest.param((2, 1, 1), marks=pytest.mark.slow)], ids=str)
 def test_long_reductions_of_every_type(layout: Sequence[int]) -> None:
-    run_hosts(long_reductions, layout, layout)
+    with shared():
+        make(long_cases(0, sum(layout), layout))
+        run_hosts(long_reductions, layout, layout)
 
 
 def every_length(rank: int, world: int, layout: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
@@ -107,20 +119,20 @@ THREE = (FLOAT32, torch.bfloat16, torch.int8)
     ids=["two hosts", "three hosts", "three hosts, every type"],
 )
 def test_sums_of_every_length(layout: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
-    run_hosts(every_length, layout, layout, dtypes)
+    with shared():
+        for dtype in dtypes:
+            long_sum(two_level(layout), "SUM", dtype, LENGTHS[-1], sum(layout))
+        run_hosts(every_length, layout, layout, dtypes)
 
 
 def every_op(rank: int, world: int, layout: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
     """Every operation; tensors longer than ``PERIOD`` repeat, and so do their reductions."""
-    factors = [rank + 0.5 for rank in range(world)]
-    for dtype in dtypes:
-        inputs = [expected.seeded(dtype, (PERIOD,), other) for other in range(world)]
-        own = inputs[rank].repeat(-(-LENGTHS[-1] // PERIOD))
-        for op in [op for op in expected.OPS if expected.served(op, dtype)]:
-            wanted = two_level(layout)(op, inputs, factors).repeat(-(-LENGTHS[-1] // PERIOD))
-            for length in LENGTHS:
-                dist.all_reduce(got := own[:length].clone(), expected.op_of(op, factors[rank]))
-                expected.assert_same(got, wanted[:length], (op, dtype, length))
+    for op, dtype in [(op, dtype) for op, dtype in SERVED if dtype in dtypes]:
+        once = long_inputs(dtype, PERIOD, world)[rank], long_sum(two_level(layout), op, dtype, PERIOD, world)
+        own, wanted = (each.repeat(-(-LENGTHS[-1] // PERIOD)) for each in once)
+        for length in LENGTHS:
+            dist.all_reduce(got := own[:length].clone(), expected.op_of(op, FACTORS[rank]))
+            expected.assert_same(got, wanted[:length], (op, dtype, length))
 
 
 @pytest.mark.slow
@@ -130,7 +142,10 @@ def every_op(rank: int, world: int, layout: Sequence[int], dtypes: Sequence[torc
     ids=["floats", "integers", "bool and complex"],
 )
 def test_reductions_of_every_type_and_length(dtypes: Sequence[torch.dtype]) -> None:
-    run_hosts(every_op, (2, 2), (2, 2), dtypes)
+    with shared():
+        for op, dtype in [(op, dtype) for op, dtype in SERVED if dtype in dtypes]:
+            long_sum(two_level((2, 2)), op, dtype, PERIOD, 4)
+        run_hosts(every_op, (2, 2), (2, 2), dtypes)
 
 
 def test_hosts_of_a_layout() -> None:

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import expected
 import torch
@@ -24,7 +24,7 @@ Look = Callable[[torch.Tensor], torch.Tensor]
 Reference = Callable[[str, Sequence[torch.Tensor], Sequence[float]], torch.Tensor]
 
 
-@lru_cache(maxsize=1024)
+@cache
 def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
     """Random values, the same on every rank. Not to be changed."""
     if count > MANY and dtype in FLOATS:
@@ -33,7 +33,7 @@ def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
     return seeded(dtype, (count,), seed)
 
 
-@lru_cache(maxsize=1024)
+@cache
 def wide(dtype: torch.dtype, count: int, seed: int, world: int) -> torch.Tensor:
     """``count`` values for each rank: the same ones, rotated. Not to be changed."""
     return torch.cat([rotated(values(dtype, count, seed), taker) for taker in range(world)])
@@ -44,10 +44,30 @@ def rotated(flat: torch.Tensor, taker: int) -> torch.Tensor:
     return torch.cat([flat[at:], flat[:at]])
 
 
-@lru_cache(maxsize=1024)
+@cache
 def reduced(reference: Reference, op: str, dtype: torch.dtype, count: int, world: int) -> torch.Tensor:
     """The reduction of the inputs of all ranks. Not to be changed."""
     return reference(op, [values(dtype, count, 7 + rank) for rank in range(world)], FACTORS[:world])
+
+
+@cache
+def long_inputs(dtype: torch.dtype, count: int, world: int) -> list[torch.Tensor]:
+    """The inputs of all ranks, with all of the type's precision. Not to be changed."""
+    return [seeded(dtype, (count,), rank) for rank in range(world)]
+
+
+@cache
+def long_sum(reference: Reference, op: str, dtype: torch.dtype, count: int, world: int) -> torch.Tensor:
+    """Their reduction."""
+    return reference(op, long_inputs(dtype, count, world), FACTORS[:world])
+
+
+@contextmanager
+def shared() -> Iterator[None]:
+    """Within this context, forked ranks inherit the values above; at its end the values are dropped."""
+    yield
+    for made in (values, wide, reduced, long_inputs, long_sum):
+        made.cache_clear()
 
 
 #: The number of elements of the memory, and the tensor's position in it. `holds` says how many it can hold.
@@ -67,7 +87,7 @@ MIXED = ("contiguous", "channels_last", "strided", "offset")
 
 @dataclass
 class Placed:
-    """A tensor in memory of its own. ``before``: all of that memory, on the host."""
+    """A tensor in memory of its own. ``before``: all of that memory, on the host; a check changes it."""
 
     base: torch.Tensor
     before: torch.Tensor
@@ -80,13 +100,12 @@ class Placed:
 
     def check(self, wanted: torch.Tensor, about: str) -> None:
         """Fails unless the tensor holds ``wanted`` in logical order, and everything around it is as it was."""
-        right = self.before.clone()
-        place = self.look(right)
+        place = self.look(self.before)
         place.copy_(wanted.reshape(place.shape))
         if self.base.device.type == "cpu":
-            assert_same_bits(self.base, right, about)
+            assert_same_bits(self.base, self.before, about)
         else:
-            assert_same(self.base.cpu(), right, about)
+            assert_same(self.base.cpu(), self.before, about)
 
 
 @dataclass
@@ -176,7 +195,7 @@ class Case:
         if self.layout == "misaligned" and flat.numel():
             return Misaligned.of(flat)
         elements, look = LAYOUTS[self.layout if holds(self.layout, flat.numel()) else "contiguous"]
-        before = torch.ones(elements(flat.numel())).to(self.dtype)
+        before = torch.ones(elements(flat.numel()), dtype=self.dtype)
         part = look(before)
         part.copy_(flat.reshape(part.shape))
         # A copy on the CPU, too, where `to` would give the same memory.
@@ -185,7 +204,7 @@ class Case:
 
     def blank(self, count: int | None = None) -> Placed | Misaligned:
         """Ones, to be overwritten."""
-        return self.place(torch.ones(self.count if count is None else count).to(self.dtype), self.empty_result)
+        return self.place(torch.ones(self.count if count is None else count, dtype=self.dtype), self.empty_result)
 
     def call(self, function: Callable[..., dist.Work | None], *args: object, **options: object) -> None:
         """Calls, and waits if the case is asynchronous."""

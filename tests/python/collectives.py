@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 
 import expected
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CPU, FACTORS, Case, Findings, Misaligned, Placed, Reference
+from cases import CPU, Case, Findings, Misaligned, Placed, Reference, long_inputs, long_sum
 from expected import assert_same, assert_same_bits, name, op_of, seeded
+
+#: Settings of malloc: the sizes from which it frees and allocates by system calls.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def views(placed: Iterable[Placed | Misaligned]) -> list[torch.Tensor]:
@@ -251,8 +255,19 @@ def layouts_of(collective: str, count: int) -> list[str]:
     ]
 
 
+def make(cases: Iterable[tuple[str, Case]]) -> None:
+    """Makes what most cases give and get, for ``cases.shared``."""
+    for collective, case in cases:
+        case.parts(0)
+        for more in range(case.world if collective == "reduce_scatter_uneven" else 1):
+            case.total(case.count + more)
+
+
 def run(cases: Iterable[tuple[str, Case]]) -> int:
     """Makes the call of each case, and returns their number. Fails with a list of the wrong ones."""
+    for threshold in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+        # New pages for each tensor would take a fifth of the time.
+        ctypes.CDLL(None).mallopt(threshold, 1 << 30)
     findings = Findings()
     for collective, case in cases:
         with findings.case(f"{collective} {case.about}"):
@@ -293,8 +308,8 @@ def prefixes(
 ) -> None:
     """A prefix of a longer sum has the same bits, whatever algorithm it uses."""
     for dtype in dtypes:
-        inputs = [seeded(dtype, (lengths[-1],), other) for other in range(world)]
-        wanted, whole = reference("SUM", inputs, FACTORS[:world]), inputs[rank].to(device)
+        wanted = long_sum(reference, "SUM", dtype, lengths[-1], world)
+        whole = long_inputs(dtype, lengths[-1], world)[rank].to(device)
         for length in lengths:
             dist.all_reduce(got := whole[:length].clone())
             assert_same(got.cpu(), wanted[:length], ("all_reduce", dtype, length))

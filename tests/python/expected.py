@@ -111,8 +111,10 @@ def _reduced_integers(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements' bytes in logical order."""
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+    """The elements' bytes in logical order: the tensor's own memory if they lie so."""
+    flat = tensor.detach().reshape(-1)
+    if flat.stride() != (1,):
+        flat = torch.empty(flat.numel(), dtype=flat.dtype).copy_(flat)
     if flat.dtype in COMPLEX:
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(torch.uint8)

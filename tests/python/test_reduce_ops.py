@@ -10,12 +10,12 @@ from collectives import refusals, run
 from expected import DTYPES, OPS, served
 
 
-@pytest.mark.ranks([1, 2, 4])
-@pytest.mark.parametrize("op", OPS)
-def test_served(rank: int, world_size: int, op: str) -> None:
+@pytest.mark.ranks([1, 2, 4], timeout=200)
+def test_served(rank: int, world_size: int) -> None:
     forms = (("all_reduce", False), ("all_reduce", True), ("reduce", False), ("reduce_scatter_tensor", False))
     run(
         (form, Case(rank, world_size, dtype, count, asynchronous=asynchronous, op=op, root=world_size - 1))
+        for op in OPS
         for dtype in DTYPES
         if served(op, dtype)
         for count in (1, 5, 1_003, 40_007)
