@@ -57,9 +57,9 @@ def subprocess_of(*command: str) -> list[str]:
 
 
 def test_torchrun_starts_an_example() -> None:
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     said = subprocess_of(*launcher, f"examples/{STARTED}")
-    assert sorted(said) == [f"ok: rank {rank} of 4 has the sum 6" for rank in range(4)]
+    assert sorted(said) == [f"ok: rank {rank} of 2 has the sum 1" for rank in range(2)]
 
 
 def test_example_of_tests_passes() -> None:
