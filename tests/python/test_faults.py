@@ -64,6 +64,7 @@ def test_p2_what_had_come_whole_is_delivered_and_nothing_else(name: str) -> None
     kept(name)
 
 
+@pytest.mark.timed
 def test_p3_torchrun_and_its_error_files_say_why() -> None:
     kept("killed under torchrun")
 
