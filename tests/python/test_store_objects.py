@@ -8,8 +8,6 @@ import os
 import pickle
 import socket
 import struct
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import torch_symm
+from ranks import run_ranks
 from stores import OWN, SECRET, Meeting, seconds, serve
 from torch_symm import FileStore, MemoryStore, TCPStore
 
@@ -128,29 +127,34 @@ def test_what_cannot_be_pickled_says_so() -> None:
         pickle.dumps(serve(secret=SECRET))
 
 
-def _other_process(store: dist.Store, end: Connection) -> None:
-    store.wait(["question"], seconds(20))
-    store.set("answer", store.get("question") + b"!")
-    end.send((type(store).__name__, repr(store), getattr(store, "is_master", None), store.get("answer")))
+def _other_process(stores: list[dist.Store], end: Connection) -> None:
+    for store in stores:
+        store.wait(["question"], seconds(20))
+        store.set("answer", store.get("question") + b"!")
+        end.send((type(store).__name__, repr(store), getattr(store, "is_master", None), store.get("answer")))
 
 
-@pytest.mark.parametrize("kind", ["file", "tcp", "tcp-unix"])
-def test_a_pickle_opens_the_store_in_another_process(kind: str, tmp_path: Path) -> None:
-    store = Meeting(kind, tmp_path).open()
+def test_a_pickle_opens_the_store_in_another_process(tmp_path: Path) -> None:
+    kinds = ("file", "tcp", "tcp-unix")
+    for kind in kinds:
+        (tmp_path / kind).mkdir()
+    stores = [Meeting(kind, tmp_path / kind).open() for kind in kinds]
     context = get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_other_process, args=(store, there))
+    process = context.Process(target=_other_process, args=(stores, there))
     process.start()
     try:
-        store.set("question", "who")
-        assert store.get("answer") == b"who!"
-        name, text, is_master, answer = here.recv()
+        for kind, store in zip(kinds, stores, strict=True):
+            store.set("question", "who")
+            assert store.get("answer") == b"who!", kind
+            name, text, is_master, answer = here.recv()
+            assert (name, answer) == (type(store).__name__, b"who!")
+            assert is_master in (None, False), kind
+            if kind != "file":
+                assert text == repr(store).replace("is_master=True", "is_master=False")
     finally:
         process.join(30)
-    assert (process.exitcode, name, answer) == (0, type(store).__name__, b"who!")
-    assert is_master in (None, False)
-    if kind != "file":
-        assert text == repr(store).replace("is_master=True", "is_master=False")
+    assert process.exitcode == 0
 
 
 def test_a_pickle_of_a_master_is_a_client() -> None:
@@ -191,10 +195,12 @@ def test_signatures_are_those_of_torch() -> None:
     ("host", "secret", "warned"), [("0.0.0.0", None, True), ("0.0.0.0", "a word", False), ("localhost", None, False)]
 )
 def test_a_store_open_to_the_network_without_a_secret_says_so(host: str, secret: str | None, warned: bool) -> None:
-    program = f"import torch_symm; torch_symm.TCPStore({host!r}, 0, 1, True, secret={secret!r})"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert ("open to the network, without a secret" in result.stderr) == warned, result.stderr
-    assert (f"{host}:" in result.stderr) == warned
+    def body(_rank: int, _world: int) -> None:
+        TCPStore(host, 0, 1, True, secret=secret)
+
+    (said,) = run_ranks(body, 1, backend=None).logs
+    assert ("open to the network, without a secret" in said) == warned, said
+    assert (f"{host}:" in said) == warned
 
 
 def test_threads_may_open_stores_at_once(tmp_path: Path) -> None:

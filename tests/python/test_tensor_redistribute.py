@@ -6,7 +6,7 @@ After torch's test_redistribute.py: every pair of placements, 1-D and 2-D meshes
 from __future__ import annotations
 
 import itertools
-import os
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -255,8 +255,24 @@ dist.all_reduce(torch.ones(1))
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_when_torch_is_changed(case: str) -> None:
-    code = GROUP + CASES[case] + "\nif dist.is_initialized(): dist.destroy_process_group()\n"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ)
+# Each case in a process of its own, forked from one that has imported torch.
+EACH = """
+import json, os
+bad = []
+for case, code in json.loads(sys.argv[1]).items():
+    if (pid := os.fork()) == 0:
+        break
+    if os.waitpid(pid, 0)[1]:
+        bad.append(case)
+else:
+    sys.exit(f"failed: {bad}" if bad else 0)
+exec(code)
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+
+
+def test_when_torch_is_changed() -> None:
+    command = [sys.executable, "-c", GROUP + EACH, json.dumps(CASES)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stderr
