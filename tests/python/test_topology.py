@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch_symm
+from ranks import run_ranks
 
 #: On a node with GPUs the first rows of a file belong to them, and their names are not known here.
 without_gpus = pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="for a host without GPUs")
@@ -18,12 +19,12 @@ PAIRS = [[0, 4, 0, 0], [4, 0, 0, 0], [0, 0, 0, 4], [0, 0, 4, 0]]
 
 
 def python(code: str, file: Path) -> str:
-    """Runs `code` with `file` as the topology, which a process reads from its environment once."""
-    environment = {**os.environ, "SYMM_TOPOLOGY_FILE": str(file)}
-    command = [sys.executable, "-c", "import torch_symm\n" + code]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout.strip()
+    """Runs `code` in a process whose topology is `file`, which it reads from its environment once; returns its output."""
+    environment = {"SYMM_TOPOLOGY_FILE": str(file)}
+    (said,) = run_ranks(
+        lambda _rank, _world: exec(code, {"torch_symm": torch_symm}), 1, backend=None, env=environment
+    ).logs
+    return said.strip()
 
 
 @pytest.fixture
