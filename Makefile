@@ -63,7 +63,7 @@ test-cuda: build
 test-python-slow: test-python-slow-others test-python-slow-timed
 
 test-python-slow-others: build
-	$(PYTEST) -m "slow and not timed" tests/python tests/hosts
+	$(PYTEST) $(PARALLEL) -m "slow and not timed" tests/python tests/hosts
 
 test-python-slow-timed: build
 	$(PYTEST) $(ALONE) -m "slow and timed" tests/python tests/hosts
