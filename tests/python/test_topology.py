@@ -19,7 +19,7 @@ PAIRS = [[0, 4, 0, 0], [4, 0, 0, 0], [0, 0, 0, 4], [0, 0, 4, 0]]
 
 
 def python(code: str, file: Path) -> str:
-    """Runs `code` in a process whose topology is `file`, which it reads from its environment once; returns its output."""
+    """Returns the output of `code` in a process whose topology is `file`; a process reads it once."""
     environment = {"SYMM_TOPOLOGY_FILE": str(file)}
     (said,) = run_ranks(
         lambda _rank, _world: exec(code, {"torch_symm": torch_symm}), 1, backend=None, env=environment
