@@ -78,13 +78,28 @@ impl Messages {
         if state.closed.is_some() {
             return false;
         }
-        let heard = state.take_in(self, peer, head, payload);
+        let taken = state.take_in(self, peer, head, payload);
+        let heard = taken.is_ok();
+        let lost = self.absorb_far(&mut state, Some(peer), taken);
         let leaving = state.leaving;
         self.settle(state);
         if leaving {
             far.changed.notify_all();
         }
-        heard.map_err(|error| self.lose(peer, error)).is_ok()
+        lost.into_iter().for_each(|(peer, error)| self.lose(peer, error));
+        heard
+    }
+
+    /// Fails the group because of an error of a message, before the completion of that message is called. A lost connection with the `far` peer
+    /// is returned instead, for `lose`, because its cause may still arrive.
+    pub(super) fn absorb_far(&self, state: &mut State, far: Option<Rank>, moved: Result<()>) -> Option<(Rank, Error)> {
+        match (far, moved) {
+            (Some(peer), Err(error)) if is_broken(&error) => Some((peer, error)),
+            (_, moved) => {
+                self.absorb(state, moved.map(|()| true));
+                None
+            }
+        }
     }
 
     /// The connection to `peer` has ended because of `error`, or is to. That fails the group if a message needs it, now or later.

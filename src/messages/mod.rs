@@ -291,13 +291,7 @@ impl Messages {
     /// after it.
     fn begin(&self, mut state: MutexGuard<'_, State>, peer: Option<Rank>, begun: Result<()>) {
         let far = peer.filter(|&peer| state.is_far(peer));
-        let lost = match (far, begun) {
-            (Some(peer), Err(error)) => Some((peer, error)),
-            (_, begun) => {
-                self.absorb(&mut state, begun.map(|()| true));
-                None
-            }
-        };
+        let lost = self.absorb_far(&mut state, far, begun);
         self.advance(&mut state);
         if state.parked && state.open.len() > state.finished.len() {
             self.begun.notify_all();

@@ -97,8 +97,7 @@ impl Plan {
         }
     }
 
-    /// Returns the name of the plan in `torch_symm.stats()`, for a call that is `zero_copy` ([`Conditions::zero_copy`])
-    /// or not.
+    /// Returns the name in `torch_symm.stats()` of a call that is `zero_copy` ([`Conditions::zero_copy`]) or not.
     pub fn served_as(self, zero_copy: bool) -> &'static str {
         match self {
             Plan::Exchange { ll_blocks: 0, lanes: 1.., .. } if zero_copy => "exchange_staged_zero_copy",
@@ -112,8 +111,7 @@ impl Plan {
     }
 }
 
-/// Number of blocks that use LL lines if not every rank knows the longest message; they carry up to 64 KiB between two
-/// ranks.
+/// Number of blocks that use LL lines if the longest message is not known; they carry up to 64 KiB between two ranks.
 const UNKNOWN_LL_BLOCKS: u32 = 16;
 /// Minimum length of a chunk that is worth a fence; `staging.cuh` has the same.
 const MIN_CHUNK: usize = 4 << 10;
