@@ -134,10 +134,10 @@ def check_silent(layout: Sequence[int], host: int, text: str) -> None:
     assert not any(name(layout, other) in text for other in range(len(layout)) if other != host), text
 
 
-def check_gone(layout: Sequence[int], host: int, text: str) -> None:
+def check_gone(layout: Sequence[int], host: int, text: str, ending: str = "is gone|has ended") -> None:
     ranks = "|".join(map(str, ranks_of(layout, host)))
     one = rf'rank ({ranks}) \(host "h{host}", pid \d+\)'
-    assert re.search(rf"({re.escape(name(layout, host))}|{one}) of group .* (is gone|has ended)", text), text
+    assert re.search(rf"({re.escape(name(layout, host))}|{one}) of group .* ({ending})", text), text
 
 
 each_host_lost = pytest.mark.parametrize(
@@ -205,4 +205,5 @@ def test_uneven_hosts_compute_what_they_must(tmp_path: Path) -> None:
         ready(hosts)
         hosts.kill(1)
         for text, _ in hosts.results(all_but(layout, 1)):
-            check_gone(layout, 1, text)
+            # On a busy machine the kernel may destroy the network before the connections of the processes are closed.
+            check_gone(layout, 1, text, "is gone|has ended|has not answered")
