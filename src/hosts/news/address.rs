@@ -1,4 +1,4 @@
-//! Where a hub listens: at the address that Gloo takes. Whoever is reached by a rail is reached by news.
+//! Where a hub listens: at the address that Gloo uses, so that every rank that reaches the rail also reaches the hub.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -8,10 +8,12 @@ use crate::sys::{host, interface};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Instant;
 
-/// Addresses at which this host is reached by the others: that of `GLOO_SOCKET_IFNAME`, or that of the host's name, or else loopback.
+/// Returns the address at which other nodes reach this node: the address of `GLOO_SOCKET_IFNAME`, or else of this
+/// node's host name, or else loopback.
 ///
 /// # Errors
-/// `Config` where there is no such interface, or it has no address.
+///
+/// `Config` if that interface does not exist or has no address.
 pub(super) fn own(deadline: Instant) -> Result<Vec<IpAddr>> {
     match &Config::get().gloo_interface {
         Some(names) => of_interface(names),
@@ -19,7 +21,7 @@ pub(super) fn own(deadline: Instant) -> Result<Vec<IpAddr>> {
     }
 }
 
-/// The first usable address of the first of the interfaces `names`, which commas part.
+/// Returns the best usable address of the interfaces `names`, which are separated by commas.
 fn of_interface(names: &str) -> Result<Vec<IpAddr>> {
     let mut all = Vec::new();
     for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
@@ -30,16 +32,16 @@ fn of_interface(names: &str) -> Result<Vec<IpAddr>> {
     Ok(vec![address])
 }
 
-/// The address of `name` that belongs to this machine.
+/// Returns an address of `name` that belongs to this machine.
 fn of_name(name: &str, deadline: Instant) -> Option<IpAddr> {
     let Ok(Address::Inet(found)) = Address::resolve(name, 0, deadline) else { return None };
-    // Only who listens knows whether it can.
+    // Only listening shows whether an address belongs to this machine.
     let own = |ip: &IpAddr| Listeners::at(&Address::Inet(vec![SocketAddr::new(*ip, 0)])).is_ok();
     best(&found.iter().map(SocketAddr::ip).filter(own).collect::<Vec<_>>())
 }
 
-/// The address that others are most likely to reach: one of the network rather than loopback, IPv4 rather than IPv6. Addresses of one link
-/// mean nothing without its name.
+/// Returns the address that other nodes are most likely to reach: of the network rather than loopback, IPv4 rather than
+/// IPv6. Link-local addresses are excluded, because they are meaningless without an interface name.
 fn best(found: &[IpAddr]) -> Option<IpAddr> {
     let usable = |ip: &&IpAddr| match ip {
         IpAddr::V4(ip) => !ip.is_unspecified() && !ip.is_link_local(),

@@ -1,4 +1,4 @@
-//! Connection between two ranks of different hosts: bytes in, bytes out, never blocking.
+//! A connection between two ranks of different nodes; its functions never block.
 
 use super::frame::{End, Message, Sealer, Token};
 use crate::error::{Error, Result};
@@ -12,31 +12,32 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Bytes that are read at once.
+/// Maximum number of bytes per read.
 const PIECE: usize = 4096;
-/// Pieces that are read before others have their turn.
+/// Maximum number of reads before other connections have their turn.
 const TURN: usize = 4;
-/// Most bytes that wait to be sent.
+/// Maximum number of unsent bytes.
 const UNSENT: usize = 64 * 1024;
 
-/// Phase that a connection has come to.
+/// The phase of a connection.
 enum Phase {
-    /// A caller that has not shown that it knows the token.
+    /// A caller that has not proved that it knows the token.
     Unidentified { opening: Box<[u8; OPENING]>, nonce: Nonce },
-    /// Both ends know the token; a caller says who it is.
+    /// Both ends know the token; `peer` is `None` until a caller has sent its rank.
     Identified { sealer: Sealer, peer: Option<Rank> },
 }
 
-/// Connection, whose descriptor forked children do not get: they would keep it open when this process has ended.
+/// A connection. Forked children do not inherit its file descriptor; they would keep the connection open after this
+/// process ends.
 pub(super) struct Connection {
     phase: Phase,
     input: Vec<u8>,
     output: Vec<u8>,
-    /// Time when something last came.
+    /// When a message last arrived.
     pub(super) heard: Instant,
-    /// Beats since.
+    /// Heartbeat intervals since then.
     pub(super) missed: u32,
-    // In this order: the guard goes before the descriptor is closed.
+    // In this order, because the guard must be dropped before the file descriptor is closed.
     _unshared: Option<Unshared>,
     socket: Arc<OwnedFd>,
 }
@@ -48,7 +49,7 @@ impl Connection {
         Self { phase, input, output, heard, missed: 0, _unshared: unshared, socket: Arc::new(socket) }
     }
 
-    /// Of a caller that a hub has accepted: it is sent the first words.
+    /// Creates the connection of a caller that a hub has accepted, and queues the hub's opening.
     pub(super) fn accepted(socket: OwnedFd) -> Result<Self> {
         let (opening, nonce) = proof::opening(true)?;
         let mut accepted = Self::new(socket, Phase::Unidentified { opening: Box::new(opening), nonce });
@@ -56,14 +57,14 @@ impl Connection {
         Ok(accepted)
     }
 
-    /// Connection of rank `me` to the hub `peer`, which knows the token, as this rank does.
+    /// Creates the connection of rank `me` to the hub `peer`, after both have proved that they know the token.
     pub(super) fn made(socket: OwnedFd, sealer: Sealer, me: Rank, peer: Rank) -> Self {
         let mut made = Self::new(socket, Phase::Identified { sealer, peer: Some(peer) });
         made.queue(&Message::Hello(me));
         made
     }
 
-    /// Descriptor to be polled.
+    /// The file descriptor to poll.
     pub(super) fn socket(&self) -> &Arc<OwnedFd> {
         &self.socket
     }
@@ -73,7 +74,7 @@ impl Connection {
         matches!(self.phase, Phase::Identified { .. })
     }
 
-    /// Rank at the other end, if it is known.
+    /// The rank at the other end, if known.
     pub(super) fn peer(&self) -> Option<Rank> {
         match self.phase {
             Phase::Unidentified { .. } => None,
@@ -81,19 +82,19 @@ impl Connection {
         }
     }
 
-    /// Notes which rank is at the other end.
+    /// Records which rank is at the other end.
     pub(super) fn meet(&mut self, rank: Rank) {
         if let Phase::Identified { peer, .. } = &mut self.phase {
             *peer = Some(rank);
         }
     }
 
-    /// Whether something waits to be sent.
+    /// True while bytes are unsent.
     pub(super) fn unsent(&self) -> bool {
         !self.output.is_empty()
     }
 
-    /// Puts `message` behind what is still to be sent to an identified peer.
+    /// Queues `message`, if the peer has proved that it knows the token.
     pub(super) fn queue(&mut self, message: &Message) {
         match &mut self.phase {
             Phase::Unidentified { .. } => {}
@@ -101,7 +102,8 @@ impl Connection {
         }
     }
 
-    /// Sends what can be sent now. Where the other end is closed, or reads nothing, the rest is forgotten: reading tells.
+    /// Sends what can be sent now. If the other end is closed, or more than [`UNSENT`] bytes are queued, the rest is
+    /// discarded; reads detect the failure.
     pub(super) fn write(&mut self) {
         while !self.output.is_empty() {
             match retry(|| send(&self.socket, &self.output, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)) {
@@ -112,10 +114,11 @@ impl Connection {
         }
     }
 
-    /// Messages that have come, which `took` gets one by one.
+    /// Passes each message that has arrived to `took`.
     ///
     /// # Errors
-    /// `Network` where the other end is closed or is not who it should be, after what came before.
+    ///
+    /// `Network` if the other end is closed or fails its identification, after the messages that arrived before.
     pub(super) fn read(&mut self, token: Option<&Token>, mut took: impl FnMut(&mut Self, Message) -> Result<()>) -> Result<()> {
         for _ in 0..TURN {
             let mut piece = [0; PIECE];
@@ -140,7 +143,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Admits a caller whose introduction has come, if it is what it must be.
+    /// Admits a caller whose complete introduction has arrived, if it is valid.
     fn admit(&mut self, token: Option<&Token>) -> Result<()> {
         let Phase::Unidentified { opening, nonce } = &self.phase else { return Ok(()) };
         if !proof::plausible(&self.input) {
@@ -156,9 +159,9 @@ impl Connection {
         Ok(())
     }
 
-    /// Ends the connection, after what was sent.
+    /// Closes the connection after everything that was sent.
     pub(super) fn close(self) {
-        // The end of a connection with something unread in it would overtake what was sent.
+        // Closing with unread input would reset the connection and discard what was sent.
         let mut piece = [0; PIECE];
         while recv(&self.socket, &mut piece, RecvFlags::DONTWAIT).is_ok_and(|(count, _)| count == PIECE) {}
         let _ = shutdown(&self.socket, Shutdown::Both);

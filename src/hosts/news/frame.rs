@@ -1,4 +1,5 @@
-//! Frames of news: a length, a body, and a seal by which its reader knows that it comes from the other end of this very connection.
+//! Frames of out-of-band messages: a length, a body, and a MAC that proves that the other end of this connection sent
+//! it.
 
 use super::Place;
 use super::progress::Report;
@@ -9,42 +10,42 @@ use crate::store::tcp::proof::{HELLO, OPENING};
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-/// Random number of a group's hub, which whoever connects to it must know.
+/// A hub's random number, which every rank that connects to it must know.
 pub(super) type Token = [u8; 16];
 
-/// Bytes before the body: its length.
+/// Size of the length in front of the body.
 const LENGTH: usize = 4;
-/// Bytes behind the body: its seal.
+/// Size of the MAC behind the body.
 const SEAL: usize = 32;
-/// Longest text of a message: as much as a control block keeps of a failure.
+/// Maximum length of a message's text: the length of a failure in the control block.
 const TEXT: usize = 3072;
-/// Most headers of a message.
+/// Maximum number of headers in one message.
 pub(super) const HEADERS: usize = TEXT / Header::BYTES;
-/// Longest body.
+/// Maximum length of a body.
 const BODY: usize = 1 + 4 + 8 + TEXT;
 
-/// Message between two ranks of a group.
+/// A message between two ranks of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// The first of a connection: who has made it.
+    /// The first message of a connection: the rank that connected.
     Hello(Rank),
-    /// Nothing, but that the sender lives.
+    /// A heartbeat.
     Alive,
-    /// The failure of the sender's host.
+    /// The failure of the sender's node.
     Failed(Error),
-    /// A rank has left the group in order, or with an error; a sentence without its begin.
+    /// A rank has left the group, normally or with an error; the text is a predicate without its subject.
     Left(Rank, String),
-    /// A rank has refused a call, because of this.
+    /// A rank has rejected a call, with the reason.
     Refused(Rank, Place, String),
-    /// A rank makes a call of this number, whatever it has refused before.
+    /// A rank makes the call of this number, after any rejections.
     Resumed(Rank, u64),
-    /// A rank waits for long in a call.
+    /// A rank has waited for long in a call.
     Waiting(Rank, Report),
     /// A rank has launched these calls on CUDA tensors, at most [`HEADERS`].
     Launched(Rank, Vec<Header>),
 }
 
-/// `text`, or as much of it as fits.
+/// Returns the prefix of `text` that fits.
 fn cut(text: &str) -> &[u8] {
     let mut bytes = text.len().min(TEXT);
     while !text.is_char_boundary(bytes) {
@@ -119,16 +120,17 @@ impl Message {
     }
 }
 
-/// End of a connection.
+/// One end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
-    /// The one that has connected.
+    /// The end that connected.
     Caller,
-    /// The hub's.
+    /// The hub's end.
     Hub,
 }
 
-/// Key of one connection, with the number of frames that have gone each way: no frame passes for another, or for one of another connection.
+/// The key of one connection, and the number of frames sent and received. Both enter the MAC, so a frame cannot be
+/// replayed, reordered or moved to another connection.
 pub(super) struct Sealer {
     key: [u8; 32],
     end: End,
@@ -145,7 +147,8 @@ fn mac(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
 }
 
 impl Sealer {
-    /// Of the connection that begins with `opening` and `hello`, whose two ends have proven that they know `token`.
+    /// Creates the sealer of the connection that starts with `opening` and `hello`, whose ends have proved that they
+    /// know `token`.
     pub(super) fn new(token: &Token, opening: &[u8; OPENING], hello: &[u8; HELLO], end: End) -> Self {
         let key = mac(token, &[b"symm news connection", opening, hello]).finalize().into_bytes().into();
         Self { key, end, sent: 0, received: 0 }
@@ -155,7 +158,7 @@ impl Sealer {
         mac(&self.key, &[&[by as u8], &number.to_le_bytes(), body])
     }
 
-    /// The frame of `message`, which is to be sent after those made before.
+    /// Returns the frame of `message`. Frames must be sent in the order in which they were created.
     pub(super) fn seal(&mut self, message: &Message) -> Vec<u8> {
         let body = message.encode();
         let seal = self.mac(self.end, self.sent, &body).finalize().into_bytes();
@@ -163,10 +166,12 @@ impl Sealer {
         [&(body.len() as u32).to_le_bytes()[..], &body, &seal].concat()
     }
 
-    /// Takes the first frame off `input`; `None` if it has not come whole.
+    /// Removes the first frame from `input`; returns `None` if it has not arrived completely.
     ///
     /// # Errors
-    /// `Network` if the other end did not make it, or not for this place. Nothing of a body is looked at before its seal has held.
+    ///
+    /// `Network` if the MAC is wrong: the other end did not create the frame, or not at this position. The body is
+    /// decoded only after its MAC has been verified.
     pub(super) fn open(&mut self, input: &mut Vec<u8>) -> Result<Option<Message>> {
         let Some((length, _)) = input.split_first_chunk() else { return Ok(None) };
         let length = u32::from_le_bytes(*length) as usize;

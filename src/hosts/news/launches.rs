@@ -1,7 +1,8 @@
-//! Launches: calls on CUDA tensors, which hosts compare after the fact, as nothing there may wait for a GPU or for another host.
+//! Launches: calls on CUDA tensors. Nodes compare them after the fact, because a launch must not wait for a GPU or
+//! another node.
 //!
-//! The first rank of each host tells the first of all what it has launched, at the next turn of its speaker; that one compares, call by call.
-//! What ranks of one host launch is compared inside it.
+//! In each turn of its node leader, the first rank of each node sends its new launches to the first rank of the group,
+//! which compares them call by call. Launches within a node are compared on that node.
 
 use crate::error::Error;
 use crate::host_map::HostMap;
@@ -9,12 +10,12 @@ use crate::hosts::header::Header;
 use crate::rank::Rank;
 use std::collections::{BTreeMap, VecDeque};
 
-/// Headers kept of one rank. Older ones are not compared: no host launches so far ahead of the others.
+/// Number of headers kept per rank. Older ones are not compared; no node launches that far ahead of the others.
 const KEPT: usize = 4096;
-/// Most headers that are told at once; further ones are not compared: no program launches so many within a turn.
+/// Maximum number of headers sent at once. Further ones are not compared; no program launches that many within a turn.
 pub(super) const TOLD: usize = 512;
 
-/// Calls that the first ranks of all hosts have launched, as the first of all knows them: in order, those that are not compared yet.
+/// The launches of the first ranks of all nodes, in order, that the first rank of the group has not yet compared.
 #[derive(Default)]
 pub(super) struct Launches {
     own: VecDeque<Header>,
@@ -27,22 +28,22 @@ fn keep(kept: &mut VecDeque<Header>, headers: impl IntoIterator<Item = Header>) 
 }
 
 impl Launches {
-    /// Notes what this rank has launched.
+    /// Records the launches of this rank.
     pub(super) fn launched(&mut self, headers: &[Header]) {
         keep(&mut self.own, headers.iter().copied());
     }
 
-    /// Notes what `rank` says that it has launched.
+    /// Records the launches that `rank` has reported.
     pub(super) fn told(&mut self, rank: Rank, headers: Vec<Header>) {
         keep(self.others.entry(rank).or_default(), headers);
     }
 
-    /// Compares what both this rank, `me`, and another have launched: the first difference.
+    /// Compares the calls that both this rank, `me`, and another have launched; returns the first difference.
     pub(super) fn compare(&mut self, layout: &HostMap, me: Rank, group: &str) -> Option<Error> {
         for (&rank, theirs) in &mut self.others {
             while let (Some(their), Some(oldest)) = (theirs.front(), self.own.front()) {
                 let Some(behind) = their.sequence.checked_sub(oldest.sequence) else {
-                    // Compared with nothing: ours is gone.
+                    // Not compared: this rank no longer keeps its own header of that call.
                     theirs.pop_front();
                     continue;
                 };

@@ -1,4 +1,5 @@
-//! How the speakers of a group find each other: the hubs say in the store where they listen, the others connect with them.
+//! How the node leaders of a group connect: the hubs publish their addresses in the store, and the others connect to
+//! them.
 
 use super::connection::Connection;
 use super::frame::{End, Sealer, Token};
@@ -26,19 +27,19 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Pauses between two looks: the first, and the longest.
+/// The first and the longest pause between two polls.
 const PAUSE: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(20);
-/// Time that a hub has for its part of an introduction.
+/// Timeout for a hub's part of an introduction.
 const INTRODUCTION: Duration = Duration::from_secs(2);
-/// Time to look up the name of this host.
+/// Timeout for resolving the name of this node.
 const RESOLVE: Duration = Duration::from_secs(5);
-/// Time that a caller which is about to fail waits for the others.
+/// Upper bound on the time that a caller which is about to fail waits until the hubs have met all callers.
 const OTHERS: Duration = Duration::from_secs(5);
-/// Most addresses at which a hub may listen.
+/// Maximum number of addresses at which a hub listens.
 const ADDRESSES: usize = 8;
 
-/// Where a hub listens, and what its callers must know: its value in the store.
+/// A hub's value in the store: its addresses, and what its callers must know.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Entry {
     pub(super) addresses: Vec<SocketAddr>,
@@ -46,34 +47,36 @@ pub(super) struct Entry {
     pub(super) told: Told,
 }
 
-/// What all ranks learn of the first hub.
+/// The settings that all node leaders receive from the first hub.
 #[derive(Clone, Serialize, Deserialize)]
 pub(in crate::hosts) struct Told {
-    /// Backends by which it connects hosts.
+    /// Its inter-node backends.
     pub(in crate::hosts) engines: String,
     pub(in crate::hosts) life: Life,
 }
 
-/// A speaker that is to meet the others of a group.
+/// A rank's view of the connection of a group's node leaders.
 pub(in crate::hosts) struct Meeting<'a> {
     pub(in crate::hosts) store: &'a dyn Store,
     pub(in crate::hosts) group: &'a str,
-    /// Begin of the hubs' keys: the same for all ranks, and for no other group that is formed at the same time.
+    /// Prefix of the hubs' keys: the same on all ranks, and different from that of any group that forms at the same
+    /// time.
     pub(in crate::hosts) prefix: String,
     pub(in crate::hosts) layout: &'a Arc<HostMap>,
     pub(in crate::hosts) me: Rank,
     pub(in crate::hosts) host: Arc<dyn Host>,
     pub(in crate::hosts) limit: &'a Limit,
-    /// Where a hub listens; absent: where Gloo does.
+    /// Addresses at which a hub listens; `None` for the address that Gloo uses.
     pub(in crate::hosts) addresses: Option<Vec<IpAddr>>,
     pub(in crate::hosts) times: Times,
-    /// Backends by which this rank would connect hosts.
+    /// The inter-node backends that this rank would use.
     pub(in crate::hosts) engines: String,
-    /// Says, at the end of its time, which ranks have kept others of their hosts waiting, if any are known to.
+    /// Called at the timeout: returns an error that names the ranks which keep others of their nodes waiting, if any
+    /// are known.
     pub(in crate::hosts) late: &'a dyn Fn() -> Option<Error>,
 }
 
-/// Key of a hub in the store, until all callers have come, or it gives up.
+/// Key of a hub in the store. It is deleted once all callers have connected, or the hub abandons the meeting.
 struct Key<'a> {
     store: &'a dyn Store,
     name: String,
@@ -81,17 +84,19 @@ struct Key<'a> {
 
 impl Drop for Key<'_> {
     fn drop(&mut self) {
-        // A store that cannot delete keeps it, and whoever finds it there is refused by whoever listens there.
+        // A store that cannot delete keeps the key. A later reader of it is rejected by any process that listens at the
+        // address.
         let _ = self.store.delete(&self.name);
     }
 }
 
 impl Meeting<'_> {
-    /// Returns once this rank, if it is a speaker, is connected with all with whom it is to be: from then on nobody else can be. A speaker
-    /// also learns what the first hub has told.
+    /// Connects this rank, if it is a node leader, to all its peers, and then accepts no further connections. A node
+    /// leader also receives the settings of the first hub.
     ///
     /// # Errors
-    /// `Timeout` names who did not come; what fails on this host meanwhile is an error, too.
+    ///
+    /// `Timeout` names the ranks that did not connect. Any failure on this node meanwhile is an error, too.
     pub(in crate::hosts) fn meet(self) -> Result<(News, Told)> {
         if self.layout.local(self.me) >= SPEAKERS {
             return Ok((News(Mutex::new(None)), Told { engines: self.engines, life: Life::default() }));
@@ -108,7 +113,7 @@ impl Meeting<'_> {
         format!("{}/{hub}", self.prefix)
     }
 
-    /// Fails where waiting on makes no sense.
+    /// Fails if the program was interrupted or the group has failed on this node.
     fn check(&self, interrupts: &mut Interrupts) -> Result<()> {
         interrupts.check()?;
         self.host.failure().map_or(Ok(()), Err)
@@ -139,7 +144,7 @@ impl Meeting<'_> {
         Ok((seat, told))
     }
 
-    /// Returns once all callers have come to the hub of `seat`, which listens `at`.
+    /// Waits until all callers have connected to the hub of `seat`, which listens `at`.
     fn wait_at(&self, seat: &Seat, at: &str) -> Result<()> {
         let (me, group) = (self.layout.describe(self.me), self.group);
         let (mut pause, mut interrupts) = (PAUSE, Interrupts::new());
@@ -183,7 +188,8 @@ impl Meeting<'_> {
         Ok((seat, told))
     }
 
-    /// Returns once the hubs have met all callers, or a moment has passed. A failure that ended them before would leave the others alone.
+    /// Waits until the hubs have met all callers, for [`OTHERS`] at most. If this rank failed earlier, the ranks that
+    /// have not connected would not learn why.
     fn wait_for_others(&self) -> Result<()> {
         let until = Instant::now() + OTHERS.min(self.limit.left().unwrap_or_default());
         let (mut pause, mut interrupts) = (PAUSE, Interrupts::new());
@@ -197,7 +203,8 @@ impl Meeting<'_> {
         Ok(())
     }
 
-    /// A connection with `hub`, and what that tells, however often it must be tried: what stands in the store may be what an earlier group has left.
+    /// Returns a connection to `hub` and that hub's settings. Retries until the timeout, because the store may still
+    /// contain the entry of an earlier group.
     pub(super) fn call_hub(&self, hub: Rank) -> Result<(Connection, Told)> {
         let (key, mut pause, mut interrupts) = (self.key(hub), PAUSE, Interrupts::new());
         let mut reason = "it does not say where it listens".to_owned();
@@ -243,7 +250,7 @@ impl Meeting<'_> {
     }
 }
 
-/// Waits until `socket` can be read or written.
+/// Waits until `socket` is readable or writable.
 pub(super) fn ready(socket: &impl AsFd, flags: PollFlags, deadline: Instant) -> Result<()> {
     let left = deadline.saturating_duration_since(Instant::now());
     let mut fds = [PollFd::new(socket, flags)];

@@ -1,14 +1,15 @@
-//! News: what the hosts of a group tell each other besides their calls: that they live, what has failed, who has left.
+//! Out-of-band messages between nodes: heartbeats, failures, departures and rejected calls.
 //!
-//! The first two ranks of every host, its [speakers](mod@speaker), are connected with those of the first host, the hubs. Whatever one
-//! speaker learns, all learn: whoever knows of a failure tells it once to all with whom it is connected. `docs/design/several-hosts.md` has
-//! a drawing, and who notices what.
+//! The first two ranks of every node, its [node leaders](mod@speaker), connect to the leaders of the first node, the
+//! hubs. A leader that learns of an event sends it once over each of its connections, so the event reaches every
+//! leader. `docs/design/several-hosts.md` has a drawing, and says which rank notices which failure.
 //!
-//! - [`frame`](mod@frame), [`connection`](mod@connection): what is said, and how nobody else can say it
-//! - [`speaker`](mod@speaker): what one rank knows and tells; [`thread`](mod@thread): when it has its turn
-//! - [`refusals`](mod@refusals): calls that a rank has refused and others wait in; [`launches`](mod@launches): calls on CUDA tensors
-//! - [`progress`](mod@progress): which hosts have not come to a call
-//! - [`meeting`](mod@meeting): how the speakers of a group find each other; [`address`](mod@address): where the hubs listen
+//! - [`frame`](mod@frame), [`connection`](mod@connection): the messages, and their protection against forgery
+//! - [`speaker`](mod@speaker): the state of one node leader; [`thread`](mod@thread): the thread that runs it
+//! - [`refusals`](mod@refusals): rejected calls in which other ranks wait; [`launches`](mod@launches): calls on CUDA
+//!   tensors
+//! - [`progress`](mod@progress): which nodes are late for a call
+//! - [`meeting`](mod@meeting): how the node leaders connect; [`address`](mod@address): where the hubs listen
 
 mod address;
 mod connection;
@@ -30,73 +31,73 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use thread::Seat;
 
-/// Ranks of each host that speak for it: the second in case the first dies.
+/// Number of node leaders per node: the second takes over if the first dies.
 const SPEAKERS: usize = 2;
 
-/// The ranks of this host, as a speaker sees them.
+/// The ranks of this node, as a node leader sees them.
 pub(super) trait Host: Send + Sync {
-    /// The first failure of the group here; a death that no call has met yet is one.
+    /// Returns the first failure of the group on this node, including a death that no call has met yet.
     fn failure(&self) -> Option<Error>;
 
-    /// Fails the group here because of `error`, unless it has failed.
+    /// Fails the group on this node with `error`, unless it has failed already.
     fn fail(&self, error: Error);
 
-    /// The call that this rank is in, if it is in one.
+    /// Returns the call that this rank is in, if any.
     fn waiting(&self) -> Option<Waiting> {
         None
     }
 
-    /// Where this rank has refused a call last; `None` if it never has.
+    /// Returns where this rank last rejected a call; `None` if it never has.
     fn refused(&self) -> Option<Place> {
         None
     }
 
-    /// Notes which `hosts`, as messages name them, have not come to the call of this number, in which this rank waits for others.
+    /// Records the names of the `hosts` that are late for this call, in which this rank waits.
     fn note_late(&self, _call: u64, _hosts: String) {}
 
-    /// Calls on CUDA tensors that this rank has launched since this was last asked, where it says so.
+    /// Returns the calls on CUDA tensors that this rank has launched since the last query, if this rank reports them.
     fn launched(&self) -> Vec<Header> {
         Vec::new()
     }
 
-    /// Local indices of the ranks that have left, each with how it has.
+    /// Returns the local ranks that have left, with the text that says how.
     fn departures(&self) -> Vec<(usize, String)>;
 }
 
-/// Where a rank has refused a call.
+/// The point at which a rank has rejected a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Place {
-    /// Calls that it has made before.
+    /// Number of calls that the rank had made before.
     pub(super) calls: u64,
-    /// Calls that it has refused since, this one among them.
+    /// Number of calls that it has rejected since then, including this one.
     pub(super) times: u32,
 }
 
-/// A call that has begun.
+/// A call that has started.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Waiting {
     /// Its number in the group.
     pub(super) number: u64,
     /// Its name.
     pub(super) name: &'static str,
-    /// When it began.
+    /// When it started.
     pub(super) since: Instant,
-    /// When its present phase began.
+    /// When its present phase started.
     pub(super) phase_since: Instant,
-    /// Whether it waits on its rail in that; else inside its host.
+    /// True while the call waits on its rail, false while it waits within its node.
     pub(super) on_rail: bool,
 }
 
-/// Times of a speaker.
+/// The intervals and timeouts of a node leader.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Times {
-    /// Time between two signs of life.
+    /// Heartbeat interval.
     pub(super) beat: Duration,
-    /// Number of signs that a host may miss.
+    /// Number of heartbeats that a node may miss.
     pub(super) beats: u32,
-    /// Time after the end of a connection in which somebody else may say why.
+    /// Grace period after a connection has ended, in which another connection may deliver the reason.
     pub(super) grace: Duration,
-    /// Time that a caller may take to say who it is.
+    /// Timeout for a caller to identify itself.
     pub(super) hello: Duration,
 }
 
@@ -106,36 +107,39 @@ impl Default for Times {
     }
 }
 
-/// Part of this rank in the news of a group, until it is dropped. A rank that is no speaker tells nothing and learns what its host does.
+/// This rank's part in the out-of-band messages of a group, until it is dropped. It is empty on a rank that is not a
+/// node leader: such a rank sends nothing, and its node's shared memory reports all failures to it.
 pub(super) struct News(Mutex<Option<Seat>>);
 
 impl News {
-    /// Tells all other hosts that the group has failed here, unless they have been told.
+    /// Notifies all other nodes, once, that the group has failed on this node.
     pub(super) fn tell(&self, failure: &Error) {
         self.with(|speaker| speaker.tell(failure));
     }
 
-    /// Tells all other hosts that this rank has refused a call at `place`, because of `text`.
+    /// Notifies all other nodes that this rank has rejected a call at `place`, because of `text`.
     pub(super) fn refuse(&self, place: Place, text: &str) {
         self.with(|speaker| speaker.tell_refused(speaker.me, place, text));
     }
 
-    /// Tells all other hosts that this rank makes the call of this number.
+    /// Notifies all other nodes that this rank makes the call of this number.
     pub(super) fn resume(&self, call: u64) {
         self.with(|speaker| speaker.tell_resumed(speaker.me, call));
     }
 
-    /// Hosts that have not come to where this rank waits on its rail in this call, as messages name them, if that is known.
+    /// Returns the names of the nodes that are late for this call, in which this rank waits on its rail, if they are
+    /// known.
     pub(super) fn late(&self, call: u64) -> Option<String> {
         self.with(|speaker| speaker.late(call)).flatten()
     }
 
-    /// Departure of a rank of another host that was told, as an error: that of `local` index rather than others'.
+    /// Returns the departure of a rank of another node as an error, if one is known; a rank of local rank `local` is
+    /// preferred.
     pub(super) fn departure(&self, local: usize) -> Option<Error> {
         self.with(|speaker| speaker.departure(local)).flatten()
     }
 
-    /// Tells all other hosts that this rank has left, and ends its connections.
+    /// Notifies all other nodes that this rank has left, and closes its connections.
     pub(super) fn leave(&self, how: &str) {
         let seat = lock(&self.0).take();
         if let Some(seat) = seat {

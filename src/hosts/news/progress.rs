@@ -1,8 +1,9 @@
-//! Progress: which ranks wait in a long call for other hosts, so that those which have not come to it can be told from the others.
+//! Progress: which ranks wait for other nodes in a long call, so that an error can name the nodes that are late.
 //!
-//! A backend tells a rank only that all others have answered. So a speaker that waits for long, in the same phase, says so: the rank, the
-//! number of the call, and whether it waits on its rail. Whoever has not said that it waits there is late. On two hosts nobody says anything:
-//! it is the other one. Reports of a rank are numbered, since they come by two ways.
+//! A backend only reports that all other ranks have answered. A node leader that waits for long in one phase of a call
+//! therefore broadcasts its rank, the call's number, and whether it waits on its rail. Every node without such a report
+//! counts as late. With two nodes no reports are sent, because only the other node can be late. The reports of a rank
+//! are numbered, because each may arrive over two connections.
 
 use super::{SPEAKERS, Waiting};
 use crate::host_map::HostMap;
@@ -10,26 +11,26 @@ use crate::rank::Rank;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Time in one phase of a call after which a rank says that it waits.
+/// How long a rank waits in one phase of a call before it reports so.
 const LONG: Duration = Duration::from_millis(200);
 
-/// What a rank says of the call that it waits in.
+/// A rank's report about the call in which it waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Report {
     /// Number of the report among those of its rank, from 1.
     pub(super) number: u64,
     /// Number of the call.
     pub(super) call: u64,
-    /// Whether it waits on its rail; else inside its host.
+    /// True if it waits on its rail, false if it waits within its node.
     pub(super) on_rail: bool,
 }
 
-/// The last reports of all speakers.
+/// The last reports of all node leaders.
 #[derive(Default)]
 pub(super) struct Progress(BTreeMap<Rank, Report>);
 
 impl Progress {
-    /// Notes what `rank` says; whether that is new.
+    /// Records the report of `rank`; returns true if it is new.
     pub(super) fn told(&mut self, rank: Rank, report: Report) -> bool {
         let new = self.0.get(&rank).is_none_or(|known| known.number < report.number);
         if new {
@@ -38,7 +39,7 @@ impl Progress {
         new
     }
 
-    /// What rank `me`, in the call `waiting`, is to say now, if anything: it is noted.
+    /// Returns the report that rank `me`, in the call `waiting`, must send now, if any, and records it.
     pub(super) fn due(&mut self, layout: &HostMap, me: Rank, waiting: Option<Waiting>, now: Instant) -> Option<Report> {
         let long = |waiting: &Waiting| layout.hosts() > 2 && now.saturating_duration_since(waiting.phase_since) >= LONG;
         let Waiting { number: call, on_rail, .. } = waiting.filter(long)?;
@@ -51,11 +52,12 @@ impl Progress {
         Some(report)
     }
 
-    /// Hosts that have not come to where rank `me` waits, on its rail in call `call`; none if that cannot be told.
+    /// Returns the nodes that have not reported that they wait in call `call`, where rank `me` waits on its rail.
     pub(super) fn late(&self, layout: &HostMap, me: Rank, call: u64) -> Vec<usize> {
         let (own, local) = (layout.host(me), layout.local(me));
         let came = |host: usize| {
-            // Who has this rail, if it speaks; else it is enough that the first rank of the host is in the call.
+            // The rank on this rail if it is a node leader; otherwise it suffices that the first rank of the node is in
+            // the call.
             let place = if local < SPEAKERS { local } else { 0 };
             let report = layout.members(host).get(place).and_then(|rank| self.0.get(rank));
             report.is_some_and(|report| report.call > call || report.call == call && (report.on_rail || place != local))

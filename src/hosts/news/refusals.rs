@@ -1,9 +1,10 @@
-//! Refusals: calls that single ranks have refused, as hosts tell each other.
+//! Rejected calls, as nodes report them to each other.
 //!
-//! Ranks of the own host learn of them by shared memory. Here are those that all ranks of their host have refused, or a rank that is alone
-//! on its host: a rank tells that it has refused a call, and later that it makes one. Whoever is in a call then that the rank has not made
-//! fails the group; but who has itself refused as many calls there waits for a rank that is late. What was told twice, by two ways, counts
-//! once: numbers only grow.
+//! Ranks of one node learn of each other's rejections through shared memory. This module covers calls that all ranks of
+//! a node have rejected, or that the only rank of a node has. A rank reports that it has rejected a call, and later
+//! that it makes one. A rank of another node that is then in a call which the first rank has not made fails the group,
+//! unless it has itself rejected as many calls at that point: then the first rank is only late. A report that arrives
+//! over two connections counts once, because its numbers only grow.
 
 use super::{Place, Waiting};
 use crate::host_map::HostMap;
@@ -11,24 +12,25 @@ use crate::rank::Rank;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Time that a call must last before a refusal ends it: the rank may be about to make it, and that may be on its way.
+/// Minimum age of a call before a rejection ends it: the rank may be about to make the call, or its report may be on
+/// the way.
 const PATIENCE: Duration = Duration::from_millis(60);
 
-/// What a speaker knows of refusals.
+/// A node leader's view of rejected calls.
 #[derive(Default)]
 pub(super) struct Refusals {
-    /// Places and reasons, by rank.
+    /// The last rejection of each rank that has not made a call since, with its reason.
     standing: BTreeMap<Rank, (Place, String)>,
-    /// The last calls that were told to be made after a refusal.
+    /// The last call that each rank has made after a rejection.
     resumed: BTreeMap<Rank, u64>,
-    /// The call that the own rank is in.
+    /// The call that this rank is in.
     pub(super) waiting: Option<Waiting>,
-    /// Where the own rank has refused a call last.
+    /// Where this rank last rejected a call.
     pub(super) own: Option<Place>,
 }
 
 impl Refusals {
-    /// Notes that `rank` has refused a call at `place`; returns whether that is new.
+    /// Records that `rank` has rejected a call at `place`; returns true if that is new.
     pub(super) fn refused(&mut self, rank: Rank, place: Place, why: &str) -> bool {
         let outdated = self.resumed.get(&rank).is_some_and(|&call| call > place.calls);
         let known = self.standing.get(&rank).is_some_and(|(known, _)| *known >= place);
@@ -38,7 +40,7 @@ impl Refusals {
         !outdated && !known
     }
 
-    /// Notes that `rank` makes a call; returns whether that is new.
+    /// Records that `rank` makes a call; returns true if that is new.
     pub(super) fn resumed(&mut self, rank: Rank, call: u64) -> bool {
         let last = self.resumed.entry(rank).or_default();
         if *last >= call {
@@ -51,7 +53,7 @@ impl Refusals {
         true
     }
 
-    /// What is to be said of the call that rank `me` is in, if a rank of another host has refused it.
+    /// Returns the error message for the call that rank `me` is in, if a rank of another node has rejected that call.
     pub(super) fn end(&self, layout: &HostMap, me: Rank, group: &str, now: Instant) -> Option<String> {
         let long = |waiting: &Waiting| now.saturating_duration_since(waiting.since) >= PATIENCE;
         let Waiting { number, name, .. } = self.waiting.filter(long)?;

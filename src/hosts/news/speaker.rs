@@ -1,4 +1,4 @@
-//! Speaker: a rank that tells other hosts what happens on its own, and its host what happens on others.
+//! A node leader: a rank that sends the events of its node to other nodes, and reports their events to its node.
 
 use super::connection::Connection;
 use super::frame::{HEADERS, Message, Token};
@@ -19,30 +19,30 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Maximum number of callers that have not proved that they know the token; the oldest goes first.
+/// Maximum number of connections that have not proved that they know the token; beyond it, the oldest is closed.
 pub(super) const UNIDENTIFIED: usize = 64;
 
-/// Ranks that speak for `host`.
+/// The node leaders of `host`.
 pub(super) fn speakers(layout: &HostMap, host: usize) -> &[Rank] {
     let members = layout.members(host);
     &members[..members.len().min(SPEAKERS)]
 }
 
-/// Door of a hub, as long as not all callers have come.
+/// The listening sockets of a hub; open until all callers have connected.
 pub(super) struct Door {
     pub(super) listeners: Arc<Listeners>,
     pub(super) token: Token,
 }
 
-/// A connection that has ended without a word.
+/// A connection that ended before its peer announced that it leaves.
 struct Lost {
     peer: Rank,
     why: String,
-    /// Time until which somebody else may say more of it.
+    /// Deadline for another connection to deliver the reason.
     due: Instant,
 }
 
-/// Part of one rank in the news of a group. It knows all that it is told; what it does with it takes no time.
+/// One rank's part in the out-of-band messages of a group. None of its functions blocks.
 pub(super) struct Speaker {
     pub(super) group: String,
     pub(super) layout: Arc<HostMap>,
@@ -51,9 +51,9 @@ pub(super) struct Speaker {
     pub(super) times: Times,
     pub(super) door: Option<Door>,
     connections: Vec<Connection>,
-    /// Whether the failure of this host was told.
+    /// True once the failure of this node has been broadcast.
     told: bool,
-    /// Ranks that have left, and how.
+    /// Ranks that have left, with the text that says how.
     left: BTreeMap<Rank, String>,
     lost: Vec<Lost>,
     pub(super) refusals: Refusals,
@@ -88,7 +88,7 @@ impl Speaker {
         self.flush();
     }
 
-    /// Speakers of other hosts that a hub still waits for.
+    /// Node leaders of other nodes that have not yet connected to this hub; empty on a rank that is not a hub.
     pub(super) fn missing(&self) -> Vec<Rank> {
         let own = self.layout.host(self.me);
         let others = (0..self.layout.hosts()).filter(|&host| own == 0 && host != own);
@@ -96,7 +96,8 @@ impl Speaker {
         others.flat_map(|host| speakers(&self.layout, host)).copied().filter(|rank| !here(rank)).collect()
     }
 
-    /// Departure of a rank of another host, if one has been told: that of `local` index rather than others'.
+    /// Returns the departure of a rank of another node as an error, if one is known; a rank of local rank `local` is
+    /// preferred.
     pub(super) fn departure(&self, local: usize) -> Option<Error> {
         let own = self.layout.host(self.me);
         let mut others = self.left.iter().filter(|(rank, _)| self.layout.host(**rank) != own);
@@ -105,7 +106,7 @@ impl Speaker {
         Some(Error::peer(format!("{} of group \"{}\" {how}", self.layout.describe(*rank), self.group)))
     }
 
-    /// Descriptors to be polled.
+    /// Adds the file descriptors to poll to `found`.
     pub(super) fn descriptors(&self, found: &mut Vec<(Descriptor, PollFlags)>) {
         if let Some(door) = &self.door {
             found.extend((0..door.listeners.sockets.len()).map(|at| (Descriptor::Door(Arc::clone(&door.listeners), at), PollFlags::IN)));
@@ -116,14 +117,14 @@ impl Speaker {
         }));
     }
 
-    /// Tells everybody, once, that this host has failed.
+    /// Broadcasts, once, that this node has failed.
     pub(super) fn tell(&mut self, failure: &Error) {
         if !std::mem::replace(&mut self.told, true) {
             self.broadcast(&Message::Failed(failure.clone()));
         }
     }
 
-    /// Notes that `rank` has left, and tells everybody, once.
+    /// Records that `rank` has left, and broadcasts it once.
     pub(super) fn tell_left(&mut self, rank: Rank, how: &str) {
         if let Entry::Vacant(entry) = self.left.entry(rank) {
             entry.insert(how.into());
@@ -131,7 +132,7 @@ impl Speaker {
         }
     }
 
-    /// Tells everybody, once, which ranks of this host have left.
+    /// Broadcasts, once, which ranks of this node have left.
     pub(super) fn tell_departures(&mut self, departures: &[(usize, String)]) {
         let (layout, own) = (Arc::clone(&self.layout), self.layout.host(self.me));
         for (local, how) in departures {
@@ -139,28 +140,29 @@ impl Speaker {
         }
     }
 
-    /// Notes that `rank` has refused a call at `place`, and tells everybody, once.
+    /// Records that `rank` has rejected a call at `place`, and broadcasts it once.
     pub(super) fn tell_refused(&mut self, rank: Rank, place: Place, why: &str) {
         if rank.index() < self.layout.size() && self.refusals.refused(rank, place, why) {
             self.broadcast(&Message::Refused(rank, place, why.into()));
         }
     }
 
-    /// Notes that `rank` makes a call, and tells everybody, once.
+    /// Records that `rank` makes a call after a rejection, and broadcasts it once.
     pub(super) fn tell_resumed(&mut self, rank: Rank, call: u64) {
         if rank.index() < self.layout.size() && self.refusals.resumed(rank, call) {
             self.broadcast(&Message::Resumed(rank, call));
         }
     }
 
-    /// Tells everybody, once, what `rank` has said of the call that it waits in.
+    /// Broadcasts, once, what `rank` has reported about the call in which it waits.
     fn tell_progress(&mut self, rank: Rank, report: Report) {
         if rank.index() < self.layout.size() && self.progress.told(rank, report) {
             self.broadcast(&Message::Waiting(rank, report));
         }
     }
 
-    /// Tells everybody that the own rank waits for long in `waiting`, if it does. Returns the call and the hosts that have not come to it.
+    /// Broadcasts that this rank has waited for long in `waiting`, if so. If it waits on its rail, returns the call's
+    /// number and the late nodes, if [`Self::late`] knows them.
     pub(super) fn tell_waiting(&mut self, waiting: Option<Waiting>) -> Option<(u64, String)> {
         if let Some(report) = self.progress.due(&self.layout, self.me, waiting, Instant::now()) {
             self.broadcast(&Message::Waiting(self.me, report));
@@ -169,14 +171,16 @@ impl Speaker {
         Some((number, self.late(number)?))
     }
 
-    /// Hosts that have not come to where the own rank waits on its rail in this call, as messages name them, if some of several have.
+    /// Returns the names of the nodes that have not reported that they wait in this call, if at least one other node
+    /// has.
     pub(super) fn late(&self, call: u64) -> Option<String> {
         let late = self.progress.late(&self.layout, self.me, call);
         let names: Vec<String> = late.iter().map(|&host| self.layout.name_host(host)).collect();
         (!late.is_empty() && late.len() + 1 < self.layout.hosts()).then(|| names.join(", "))
     }
 
-    /// Tells the first of all ranks, which compares them, what this one has launched. What the others of a host launch is compared there.
+    /// Sends the calls that this rank has launched to the first rank of the first node, which compares them. Launches
+    /// within a node are compared on that node.
     pub(super) fn tell_launched(&mut self, headers: &[Header]) {
         let first = self.layout.members(0)[0];
         if self.me == first {
@@ -191,7 +195,7 @@ impl Speaker {
         }
     }
 
-    /// Says that this rank has left, and ends its connections.
+    /// Broadcasts that this rank has left, and closes its connections.
     pub(super) fn leave(&mut self, how: &str) {
         self.tell_left(self.me, how);
         self.door = None;
@@ -212,13 +216,14 @@ impl Speaker {
             log::debug!("{}: a caller was refused: {why}", self.group);
             return;
         };
-        // Only another speaker of its host can know more.
+        // Only another leader of the peer's node can know the reason.
         let alone = speakers(&self.layout, self.layout.host(peer)).len() == 1;
         let due = Instant::now() + if alone { Duration::ZERO } else { self.times.grace };
         self.lost.push(Lost { peer, why, due });
     }
 
-    /// Does what is due, with those of its descriptors that are `ready`: returns what has failed, of which the host is to be told.
+    /// Handles the `ready` file descriptors and everything that is due. Returns a failure that the caller must report
+    /// to this node.
     pub(super) fn turn(&mut self, ready: &HashSet<RawFd>) -> Option<Error> {
         // Read first, so that new connections do not displace a caller whose proof has arrived.
         let heard = self.read(ready);
@@ -227,7 +232,7 @@ impl Speaker {
         for message in heard {
             match message {
                 Message::Failed(error) => failure = failure.or(Some(error)),
-                // Others may not be connected with it.
+                // Forwarded, because the other nodes may have no connection to that rank.
                 Message::Left(rank, how) if rank.index() < self.layout.size() => self.tell_left(rank, &how),
                 Message::Refused(rank, place, why) => self.tell_refused(rank, place, &why),
                 Message::Resumed(rank, call) => self.tell_resumed(rank, call),
@@ -245,16 +250,16 @@ impl Speaker {
         self.flush();
         let failure = failure.or_else(|| self.ended(now)).or_else(|| self.silent(now)).or_else(|| self.refused(now));
         let failure = failure.or_else(|| self.launches.compare(&self.layout, self.me, &self.group));
-        // Others first: once this host has failed, its program may end the process.
+        // Other nodes are notified first, because the program may end this process once its node has failed.
         failure.inspect(|error| self.tell(error))
     }
 
-    /// The call that the own rank is in has been refused on another host.
+    /// Returns an error if a rank of another node has rejected the call that this rank is in.
     fn refused(&self, now: Instant) -> Option<Error> {
         self.refusals.end(&self.layout, self.me, &self.group, now).map(Error::mismatch)
     }
 
-    /// The first lost connection of which nobody has said more.
+    /// Returns an error for the first lost connection whose grace period passed without a reason.
     fn ended(&mut self, now: Instant) -> Option<Error> {
         self.lost.retain(|lost| !self.left.contains_key(&lost.peer));
         let at = self.lost.iter().position(|lost| lost.due <= now)?;
@@ -272,7 +277,7 @@ impl Speaker {
         }))
     }
 
-    /// A host of which nothing has come for too long, on any connection.
+    /// Returns an error for a node that has been silent for too long on all connections.
     fn silent(&self, now: Instant) -> Option<Error> {
         let limit = self.times.beat * self.times.beats;
         let silent =
@@ -321,7 +326,7 @@ impl Speaker {
             }
         }
         if self.door.is_some() && self.missing().is_empty() {
-            // All have come: nobody else can from now on.
+            // All callers have connected; further connections are not accepted.
             self.door = None;
             self.connections.retain(|connection| connection.peer().is_some());
         }
@@ -356,7 +361,7 @@ impl Speaker {
     }
 }
 
-/// A descriptor that lives while it is polled.
+/// A file descriptor that stays open while it is polled.
 pub(super) enum Descriptor {
     Door(Arc<Listeners>, usize),
     Connection(Arc<OwnedFd>),

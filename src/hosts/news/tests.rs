@@ -27,11 +27,11 @@ use std::time::{Duration, Instant};
 
 const LAYOUTS: [&[u8]; 5] = [&[0, 0, 1, 1], &[0, 1, 2], &[0, 0, 0, 1], &[0, 1, 1, 1], &[0, 0, 1, 2, 2]];
 
-/// Short, but for hosts that only wait for others' turns.
+/// Short intervals, except where nodes only wait for the turns of others.
 const QUICK: Times =
     Times { beat: Duration::from_millis(100), beats: 5, grace: Duration::from_millis(60), hello: Duration::from_millis(300) };
 
-/// What the ranks of a host share.
+/// The state that the ranks of a node share.
 #[derive(Default)]
 struct Shared {
     failure: Mutex<Option<Error>>,
@@ -48,7 +48,7 @@ impl Host for Shared {
         self.failure.lock().expect("no panic").get_or_insert(error);
     }
 
-    /// All speakers of a host here are one: the first that asks tells.
+    /// All node leaders of a node share this state: the first that asks reports the departures.
     fn launched(&self) -> Vec<Header> {
         std::mem::take(&mut *self.launched.lock().expect("no panic"))
     }
@@ -58,7 +58,7 @@ impl Host for Shared {
     }
 }
 
-/// A group whose speakers meet through a store.
+/// A group whose node leaders meet through a store.
 struct Job {
     layout: Arc<HostMap>,
     hosts: Vec<Arc<Shared>>,
@@ -106,7 +106,7 @@ impl Job {
         self.meeting(rank, &Limit::from(Instant::now(), time)).meet().map(|(news, _)| news)
     }
 
-    /// The news of `ranks`, once all have met.
+    /// Returns the [`News`] of `ranks`, once all are connected.
     fn meet(&self, ranks: impl IntoIterator<Item = Rank>) -> Vec<(Rank, News)> {
         std::thread::scope(|scope| {
             let meet = |rank| (rank, scope.spawn(move || self.meet_within(rank, Duration::from_secs(20))));
@@ -115,7 +115,7 @@ impl Job {
         })
     }
 
-    /// The failure of each host, once all that are not `but` have one, and how long that took.
+    /// Returns the failure of each node once all except `but` have one, and how long that took.
     fn failures(&self, but: Option<usize>) -> (Vec<Option<Error>>, Duration) {
         let begun = Instant::now();
         loop {
@@ -140,14 +140,14 @@ impl Job {
     }
 }
 
-/// First words of a caller that knows the token.
+/// The introduction of a caller that knows the token.
 type Words = dyn Fn(&mut Sealer) -> Vec<u8>;
 
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(10)
 }
 
-/// Whether the other end closes `socket`, whatever it sends before.
+/// Waits until the other end closes `socket`, and discards its bytes; returns false if it does not.
 fn is_closed(socket: &OwnedFd) -> bool {
     let mut byte = [0];
     while receive(socket, &mut byte, Instant::now() + Duration::from_secs(3)).is_ok() {}
@@ -161,7 +161,7 @@ fn a_failure_reaches_every_host_and_the_first_stands() {
             let job = Job::new(hosts, Times::default());
             let news = job.meet(job.ranks());
             assert_eq!(job.store.num_keys(), Ok(0), "the hubs' keys are gone");
-            // Told by nobody: its speakers notice.
+            // No rank reports it; its node leaders notice.
             let error = Error::mismatch(format!("host {culprit} has failed"));
             job.hosts[culprit].fail(error.clone());
             let (failures, took) = job.failures(None);
@@ -203,7 +203,7 @@ fn who_leaves_is_known_to_all_and_fails_nobody() {
     for hosts in LAYOUTS {
         let job = Job::new(hosts, QUICK);
         let mut news = job.meet(job.ranks());
-        // The last rank, which need not be a speaker, and then the hub.
+        // The last rank, which need not be a node leader, and then the hub.
         let last = Rank(hosts.len() as u32 - 1);
         let local = job.layout.local(last);
         job.host(last).departures.lock().expect("no panic").insert(local, "left the group".into());
@@ -236,7 +236,7 @@ fn the_end_of_a_connection_is_the_end_of_its_rank() {
             }
             let mut news = job.meet(job.ranks());
             let at = news.iter().position(|(rank, _)| *rank == victim).expect("is there");
-            // Its process ends, and its connections do.
+            // Its process ends, and so do its connections.
             drop(news.remove(at));
             let alone = job.layout.members(host).len() == 1;
             let (failures, took) = job.failures(alone.then_some(host));
@@ -290,7 +290,7 @@ fn a_silent_hub_is_named_too() {
     let Address::Inet(addresses) = listeners.address.clone() else { panic!("an address of the network") };
     let told = Told { engines: "cpu:gloo".into(), life: <_>::default() };
     let entry = Entry { addresses, token: [5; 16], told: told.clone() };
-    // What an earlier group has left in the store is no place to stay at.
+    // The caller must not trust what an earlier group has left in the store.
     let gone = Entry { addresses: vec![(Ipv4Addr::LOCALHOST, 1).into()], token: [6; 16], told };
     job.store.set("news/0", &serde_json::to_vec(&gone).expect("written")).expect("set");
     std::thread::scope(|scope| {
@@ -402,7 +402,7 @@ fn new_callers_do_not_displace_a_caller_that_has_answered() {
         hub.descriptors(&mut found);
         assert_eq!(hub.turn(&found.iter().map(|(descriptor, _)| descriptor.as_fd().as_raw_fd()).collect()), None);
     };
-    // Returns once the bytes that the caller has sent are at the hub, which holds the connection as its first.
+    // Returns once the caller's bytes have reached the hub, whose first connection the caller is.
     let arrived = |hub: &Speaker| {
         let mut found = Vec::new();
         hub.descriptors(&mut found);
@@ -425,7 +425,7 @@ fn new_callers_do_not_displace_a_caller_that_has_answered() {
     let _flood: Vec<OwnedFd> = (0..2 * UNIDENTIFIED).map(|_| connect()).collect();
     hear(&mut hub, &caller, &mut admission);
     introduction.admitted(&admission, Some(&token)).expect("it is admitted");
-    // It has proved that it knows the token, and has yet to say its rank.
+    // It has proved that it knows the token, but has not sent its rank.
     let _flood_again: Vec<OwnedFd> = (0..2 * UNIDENTIFIED).map(|_| connect()).collect();
     (0..4).for_each(|_| turn(&mut hub));
     transmit(&caller, &sealer.seal(&Message::Hello(Rank(1))), soon()).expect("sent");
@@ -441,7 +441,7 @@ fn beats_are_counted_in_turns() {
     let (near, _far) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("sockets");
     let sealer = Sealer::new(&[0; 16], &[0; OPENING], &[0; HELLO], End::Caller);
     let mut connection = Connection::made(near, sealer, Rank(1), Rank(0));
-    // This rank was stopped for a minute: it has missed what it could have heard.
+    // As if this rank had been stopped for a minute: it has missed heartbeats that it could have received.
     connection.heard = Instant::now().checked_sub(Duration::from_secs(60)).expect("a minute ago");
     let mut speaker = Speaker::new("test", &layout, Rank(1), Arc::<Shared>::default(), times, None);
     speaker.adopt(connection);

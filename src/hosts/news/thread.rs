@@ -1,4 +1,4 @@
-//! The thread on which all speakers of the process have their turns. It starts with the first and ends with the last.
+//! The thread that runs all node leaders of the process. It starts with the first and ends with the last.
 
 use super::speaker::{Descriptor, Speaker};
 use crate::error::Result;
@@ -13,14 +13,14 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// Time between two looks at what happens on the own host, which wakes nobody.
+/// Poll interval for events on this node, which do not wake the thread.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
 #[derive(Default)]
 struct State {
     speakers: HashMap<u64, Speaker>,
     next: u64,
-    /// Wakes the thread; absent while none runs.
+    /// Wakes the thread; `None` while no thread runs.
     wake: Option<Arc<Wake>>,
 }
 
@@ -28,11 +28,11 @@ struct State {
 static STATE: PerProcess<Mutex<State>> = PerProcess::new(|| Mutex::new(State::default()));
 
 fn state() -> MutexGuard<'static, State> {
-    // Hosts are asked and told outside this lock, and nothing under it panics half-way.
+    // `Host` is called outside this lock, and nothing panics half-way under it.
     lock(STATE.get())
 }
 
-/// A speaker that has its turns until this is dropped.
+/// A node leader that the thread runs until this is dropped.
 #[derive(Debug)]
 pub(super) struct Seat {
     id: u64,
@@ -40,10 +40,11 @@ pub(super) struct Seat {
 }
 
 impl Seat {
-    /// Gives `speaker` its turns from now on.
+    /// Makes the thread run `speaker` from now on.
     ///
     /// # Errors
-    /// `Config` where the system refuses the thread.
+    ///
+    /// `Config` if the system cannot create the thread.
     pub(super) fn new(speaker: Speaker) -> Result<Self> {
         let mut state = state();
         if state.wake.is_none() {
@@ -59,7 +60,8 @@ impl Seat {
         Ok(Self { id, generation: generation() })
     }
 
-    /// Does `work` with the speaker between two turns; `None` in a forked child, whose parent's it is.
+    /// Runs `work` on the node leader between two turns; returns `None` in a forked child, because the node leader
+    /// belongs to the parent.
     pub(super) fn with<T>(&self, work: impl FnOnce(&mut Speaker) -> T) -> Option<T> {
         if self.generation != generation() {
             return None;
@@ -78,7 +80,7 @@ impl Drop for Seat {
             let speaker = state.speakers.remove(&self.id);
             notify(&state);
             drop(state);
-            // It may be the last that knows its host.
+            // Dropped outside the lock, because it may hold the last reference to its host.
             drop(speaker);
         }
     }
@@ -95,7 +97,7 @@ fn run(wake: &Wake) {
         let hosts = {
             let mut state = state();
             if state.speakers.is_empty() {
-                // In the same breath: a speaker that comes later starts another thread.
+                // Cleared under the same lock, so that a node leader that is added later starts another thread.
                 state.wake = None;
                 return;
             }
@@ -138,8 +140,8 @@ fn run(wake: &Wake) {
     }
 }
 
-/// Sleeps until a descriptor is ready, the speakers change or it is time for a look; returns the numbers of those that are ready: a hint, for
-/// what has such a number may be another by the time it is used.
+/// Sleeps until a file descriptor is ready, the node leaders change or [`LOOK`] has passed; returns the numbers of the
+/// ready descriptors. They are hints: a number may belong to another descriptor by the time it is used.
 fn wait(wake: &Wake, polled: &[(Descriptor, PollFlags)]) -> HashSet<RawFd> {
     let own = PollFd::from_borrowed_fd(wake.as_fd(), PollFlags::IN);
     let others = polled.iter().map(|(descriptor, flags)| PollFd::from_borrowed_fd(descriptor.as_fd(), *flags));
