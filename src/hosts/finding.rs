@@ -1,4 +1,4 @@
-//! Finding: what connects the hosts of a group, and which of its ranks are on which.
+//! Finding: the inter-node backends of a group, and its node map.
 
 use crate::boot::{self, Apart, Found, JoinOptions, Joined};
 use crate::config::{Config, Engines, HostsChoice};
@@ -12,28 +12,29 @@ use crate::trace;
 use std::sync::Mutex;
 use std::time::Instant;
 
-/// What the default group has found out. Where it is on several hosts, every later group of the process computes its map from that, without a
-/// word to anybody.
+/// The placement of the default group. If it spans nodes, every later group of the process computes its node map from
+/// this without communication.
 #[derive(Clone, Debug)]
 pub(super) struct Known {
-    /// Places of its ranks.
+    /// The nodes of its ranks.
     pub(super) placements: Vec<Placement>,
-    /// What connects its hosts.
+    /// Its inter-node backends.
     choice: HostsChoice,
 }
 
 static KNOWN: PerProcess<Mutex<Option<Known>>> = PerProcess::new(|| Mutex::new(None));
 
-/// What the default group knows, if it is on several hosts.
+/// Returns the placement of the default group, if it spans nodes.
 pub(super) fn known() -> Option<Known> {
     lock(KNOWN.get()).clone()
 }
 
-/// What connects the hosts of the group that `options` name, whose own choice is `named`; if it has none, its default group's. `torch` says
-/// which backends a name stands for.
+/// Returns the inter-node backends of the group that `options` name: those that `named` selects, or by default those of
+/// the default group. `torch` returns the backends for a name.
 ///
 /// # Errors
-/// `Value` where there is no choice of that name, `Config` where `SYMM_HOSTS` names none.
+///
+/// `Value` if `named` is not a valid choice, `Config` if `SYMM_HOSTS` is not.
 pub fn connects(named: &str, options: &JoinOptions, torch: impl Fn(&str) -> Result<Engines>) -> Result<HostsChoice> {
     if options.is_default {
         *lock(KNOWN.get()) = None;
@@ -49,25 +50,27 @@ pub fn connects(named: &str, options: &JoinOptions, torch: impl Fn(&str) -> Resu
 
 /// Where the ranks of a group are.
 pub enum Place {
-    /// On one host, where they share this.
+    /// On one node, with the memory that they share.
     OneHost(Box<Joined>),
-    /// On several.
+    /// On several nodes.
     SeveralHosts(Box<Several>),
 }
 
-/// A group on several hosts that is about to join.
+/// A multi-node group that is about to join.
 pub struct Several {
     pub(super) layout: HostMap,
-    /// Records of the ranks in the store, where they have found out just now.
+    /// The ranks' records in the store, if the node map was found through them.
     pub(super) apart: Option<Box<Apart>>,
-    /// Time since which the limit of joining runs.
+    /// Start of the timeout of joining.
     pub(super) since: Instant,
 }
 
-/// Joins the group that `options` name if its ranks are on one host, and else tells where they are, unless `choice` refuses that.
+/// Joins the group that `options` name if its ranks are on one node. Otherwise returns their node map, unless `choice`
+/// rejects multi-node groups.
 ///
 /// # Errors
-/// As joining on one host; `Timeout` names the ranks that did not come.
+///
+/// The errors of joining on one node; `Timeout` names the ranks that did not join.
 pub fn find(store: &dyn Store, options: &JoinOptions, choice: &HostsChoice) -> Result<Place> {
     let since = Instant::now();
     let together = || boot::join(store, &options.spec(MAX_RANKS, trace::ended)?).map(|joined| Place::OneHost(Box::new(joined)));
@@ -94,8 +97,9 @@ pub fn find(store: &dyn Store, options: &JoinOptions, choice: &HostsChoice) -> R
     })
 }
 
-/// Map of the group that `options` name, if its ranks are among those `known`: not where nobody has said which they are in the default
-/// group, as of a merged one, which may have no common one. Joining refuses numbers that cannot be.
+/// Returns the node map of the group that `options` name, if the ranks' numbers in the default group are given and
+/// `known`. A merged group may lack them, because it may have no common default group. Joining rejects impossible
+/// numbers.
 fn layout(known: &Known, options: &JoinOptions) -> Option<HostMap> {
     let size = usize::try_from(options.size).ok().filter(|&size| (0..size as i32).contains(&options.rank))?;
     let globals = options.global_ranks.get(..size)?.iter().map(|&global| global as usize);

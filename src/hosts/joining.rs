@@ -1,8 +1,10 @@
-//! Joining a group on several hosts: the ranks of each host join first, then hosts meet, then rails are made.
+//! Joining a multi-node group: the ranks of each node join first, then the node leaders connect, then rails are
+//! created.
 //!
-//! Ranks that would connect hosts by different backends would wait for each other: so hubs tell theirs where they say how they can be
-//! reached, the first rank of each host tells its host, and nobody makes a rail who was told of another than its own. Making one waits for
-//! peers and looks at nothing else, so it happens aside: who waits for it hears of failures.
+//! Ranks with different inter-node backends would wait for each other forever. The hubs therefore publish theirs with
+//! their addresses, the first rank of each node sends them to its node, and a rank that would use other backends fails
+//! before it creates a rail. Creating a rail waits for peers and cannot be interrupted, so it runs on a thread of its
+//! own while the joining thread polls for failures.
 
 use super::chosen::{self, Chosen};
 use super::cuda::{Cuda, backends::Backends};
@@ -37,36 +39,37 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
 
-/// Time between two looks at the group while a rail is made.
+/// Poll interval for the group's failure while a rail is created.
 const LOOK: Duration = Duration::from_millis(20);
-/// Length of the text that the first rank of a host sends behind the group's life: the backends that connect hosts, and the members.
+/// Length of the text that the first rank of a node sends after the group's life: the inter-node backends, and the
+/// members.
 const NAMES: usize = 512;
-/// Stands between the backends and the members.
+/// Separates the backends from the members.
 const BETWEEN_NAMES: char = '\n';
 
-/// What connects a rank of a group on several hosts with the others.
+/// The connections of one rank of a multi-node group to other nodes.
 pub struct Between {
     /// This rank's rail, if it gets one.
     pub rail: Arc<dyn Rail>,
-    /// Carry its messages to ranks of other hosts.
+    /// Carry its messages to ranks of other nodes.
     pub links: Arc<dyn Links>,
     /// Move its CUDA tensors.
     pub backends: Option<Arc<dyn Backends>>,
 }
 
-/// Choices of a rank that count if its group is on several hosts.
+/// A rank's choices for a multi-node group.
 pub struct Across<'a> {
-    /// The backends that connect them, or that nothing may.
+    /// The inter-node backends, or that multi-node groups are not allowed.
     pub choice: HostsChoice,
-    /// Type of partial results.
+    /// Type of partial sums.
     pub partials: Partials,
-    /// Store of the group, in which two ranks meet later.
+    /// The group's store, in which two ranks meet later.
     pub store: &'a Arc<dyn Store>,
-    /// Makes the backends of these names.
+    /// Creates the backends of these names.
     pub between: &'a dyn Fn(&Engines) -> Between,
 }
 
-/// A group on several hosts that one rank joins.
+/// A multi-node group that one rank joins.
 pub struct Joining<'a> {
     options: &'a JoinOptions,
     across: &'a Across<'a>,
@@ -77,18 +80,18 @@ pub struct Joining<'a> {
     limit: Limit,
 }
 
-/// A rank that has met the other hosts of its group.
+/// A rank that has connected to the other nodes of its group.
 pub struct Joiner<'a> {
     hosts: Arc<Hosts>,
     chosen: Chosen,
     address: Option<Address<'a>>,
 }
 
-/// Ends the search for the ranks, in the store, once they have joined or have failed.
+/// The records in the store by which the ranks found each other, to be ended once they have joined or failed.
 pub struct Search(Option<Box<Apart>>);
 
 impl Search {
-    /// Ends it as joining has ended.
+    /// Ends the search with the outcome of joining.
     pub fn end(self, store: &dyn Store, failed: Option<&Error>) {
         if let Some(apart) = self.0 {
             apart.end(store, failed);
@@ -97,10 +100,10 @@ impl Search {
 }
 
 impl<'a> Joining<'a> {
-    /// Joining of the group that `options` name, of whose ranks `several` says where they are.
+    /// Starts to join the group that `options` name; `several` has its node map.
     ///
     /// # Errors
-    /// `Internal` where nothing may connect hosts.
+    /// `Internal` if inter-node backends are not allowed.
     pub fn new(store: &'a dyn Store, options: &'a JoinOptions, several: Several, across: &'a Across<'a>) -> Result<(Self, Search)> {
         let HostsChoice::Engines(engines) = &across.choice else { return Err(Error::internal("several hosts were not refused")) };
         let Several { layout, apart, since } = several;
@@ -110,7 +113,7 @@ impl<'a> Joining<'a> {
         Ok((Self { options, across, engines, store, layout: Arc::new(layout), rank, limit }, Search(apart)))
     }
 
-    /// Joins the ranks of this host, among which `group` makes a group.
+    /// Joins the ranks of this node; `group` creates a group of them.
     pub fn inside<T>(&self, group: impl FnOnce(Joined, &JoinOptions, Part) -> Result<T>) -> Result<T> {
         let Self { options, layout, rank, .. } = self;
         let host = layout.host(*rank);
@@ -136,8 +139,8 @@ impl<'a> Joining<'a> {
         })
     }
 
-    /// Meets the other hosts and connects the group with this `health` and these `messages` with all of them. `runner` runs calls of the
-    /// ranks of this host.
+    /// Connects the group, with this `health` and these `messages`, to the other nodes. `runner` runs calls of the
+    /// ranks of this node.
     pub fn meet(&self, health: &Arc<Health>, messages: &Messages, runner: &mut Runner) -> Result<(Arc<Hosts>, Joiner<'_>)> {
         let Self { options, layout, engines, rank, limit, .. } = self;
         let (me, host, local, group) = (*rank, layout.host(*rank), layout.local(*rank), &options.group);
@@ -192,7 +195,7 @@ impl<'a> Joining<'a> {
             cuda: backends.map(|backends| Cuda::new(backends, Arc::clone(store))),
             globals: options.global_ranks.clone(),
         };
-        // To find thresholds of GPUs asks their driver: only the first rank does, whose thresholds all ranks use.
+        // Finding the thresholds of GPUs queries their driver, so only rank 0 does it; all ranks use its thresholds.
         let asks = connections.cuda.is_some() && me == Rank(0);
         let here = layout.members(host).len();
         let thresholds = chosen::thresholds(options, here, Device::Cpu);
@@ -210,13 +213,15 @@ impl<'a> Joining<'a> {
         self.limit.left().unwrap_or_default()
     }
 
-    /// At the end of the time: the error that names the ranks for which others of their hosts have waited, if any have.
+    /// Returns the error for the timeout that names the late ranks of nodes whose other ranks have arrived, if there
+    /// are any.
     fn late(&self) -> Option<Error> {
         let (mut late, layout, group) = (Vec::new(), &self.layout, &self.options.group);
         for host in 0..layout.hosts() {
             let members = layout.members(host);
             let store = PrefixStore::new(&inside(layout, host), &self.store);
-            // Nothing is left of ranks that have found each other. Where nobody has come, nobody knows more than that.
+            // Ranks that have found each other have removed their keys. If no key of a node exists, its ranks are
+            // therefore not known to be late.
             let came = boot::came(&store, group, &Config::get().restart, members.len() as u32).ok()?;
             let waited_for = (0..).map(Rank).zip(members).filter(|(local, _)| !came.is_empty() && !came.contains(local));
             late.extend(waited_for.map(|(_, &rank)| layout.describe(rank)));
@@ -225,7 +230,7 @@ impl<'a> Joining<'a> {
         Some(Error::timeout(format!("{me} waited {:.1} s for {late} to join group \"{group}\"", self.limit.waited().as_secs_f64())))
     }
 
-    /// Returns what the hub sent to the first rank of this host, which has it in `told`.
+    /// Returns the hub's settings on all ranks of this node; the first rank has received them in `told`.
     fn told_by_first(&self, runner: &mut Runner, told: Told) -> Result<Told> {
         if self.layout.members(self.layout.host(self.rank)).len() == 1 {
             return Ok(told);
@@ -234,14 +239,14 @@ impl<'a> Joining<'a> {
         bytes.resize(Life::BYTES + NAMES, 0);
         let mut span = || Cow::Owned(vec![Span { addr: bytes.as_mut_ptr().addr(), bytes: Life::BYTES + NAMES }]);
         let (inputs, outputs) = if first { (span(), Cow::default()) } else { (Cow::default(), span()) };
-        // Those that meet other hosts know more at the end of their time.
+        // The longer timeout lets the node leaders, which know which nodes are late, report first.
         let limit = Limit::from_first_wait(self.left() + GRACE);
         runner.run(&Call::inner(Spec { op: Op::Broadcast, inputs, outputs, ..Spec::barrier(None) }), &limit)?;
         let (life, names) = bytes.split_first_chunk().ok_or_else(|| Error::internal("the first rank sent too few bytes"))?;
         Ok(Told { engines: String::from_utf8_lossy(names).trim_end_matches('\0').to_owned(), life: Life::from_bytes(*life) })
     }
 
-    /// Makes this rank's rail, of this `name`. Ends once the group has failed.
+    /// Creates this rank's rail with this `name`. Returns early if the group fails.
     fn made(&self, rail: Arc<dyn Rail>, health: &Health, name: &str) -> Result<Arc<dyn Rail>> {
         let (layout, limit) = (&self.layout, &self.limit);
         let (host, hosts, local) = (layout.host(self.rank), layout.hosts(), layout.local(self.rank));
@@ -264,7 +269,7 @@ impl<'a> Joining<'a> {
                 Ok(Ok(())) => return Ok(()),
                 Ok(Err(error)) if limit.left().is_some() => return Err(failed(error)),
                 Ok(Err(error)) => {
-                    // Others, whose time ends now, too, may say more.
+                    // Other ranks, which time out at the same moment, may report a better reason.
                     let until = Instant::now() + HEAR;
                     while health.error().is_none() && Instant::now() < until {
                         std::thread::sleep(LOOK / 4);
@@ -281,11 +286,11 @@ impl<'a> Joining<'a> {
 }
 
 impl Joiner<'_> {
-    /// Returns once all ranks of all hosts have joined and have made the same choice; `run` runs calls of the group.
+    /// Waits until all ranks of all nodes have joined and made the same choice; `run` runs calls of the group.
     pub fn agree(mut self, run: impl FnOnce(&Call<'_>) -> Result<()>) -> Result<()> {
-        // Whoever passes has found all ranks on all hosts.
+        // A rank that passes this exchange knows that all ranks of all nodes have joined.
         self.hosts.agree_on(self.chosen, run)?;
-        // All have connected, unless Gloo connects later.
+        // All rails are connected by now, unless Gloo connects lazily; then the keys stay.
         if let Some(address) = self.address.as_mut().filter(|_| Config::get().gloo_lazy) {
             address.keys.clear();
         }
@@ -293,7 +298,8 @@ impl Joiner<'_> {
     }
 }
 
-/// A guard of the keys by which other hosts reach this rank's rail. When it is dropped all have connected, or the group has failed.
+/// A guard of the keys by which other nodes reach this rank's rail. It is dropped when all have connected or the group
+/// has failed.
 struct Address<'a> {
     store: &'a dyn Store,
     keys: Vec<String>,
@@ -306,12 +312,12 @@ impl Drop for Address<'_> {
     }
 }
 
-/// Begin of the keys by which the ranks of `host` join.
+/// Returns the prefix of the keys by which the ranks of `host` join.
 fn inside(layout: &HostMap, host: usize) -> String {
     format!("symm-host/{}/{host}", layout.members(host)[0])
 }
 
-/// Other hosts whose ranks are threads of a test, which bring a `rail` if they get one and meet in `store`.
+/// Connects nodes whose ranks are threads of a test; a rank may bring a `rail`, and all meet in `store`.
 #[cfg(test)]
 pub(crate) fn among_threads(
     health: &Arc<Health>,

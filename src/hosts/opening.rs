@@ -1,4 +1,4 @@
-//! Opening: how every call begins. Ranks show each other what they were called for, and with it whatever is short enough.
+//! Opening: the start of every call. Ranks exchange the descriptions of their calls, and with them all data that fit.
 
 use super::executor::{Between, Executor, Scratch, copy};
 use super::header::Header;
@@ -10,23 +10,25 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use std::sync::Arc;
 
-/// Bytes that a rank shows the others of its host, and each host the others, of every call: a header and records.
+/// Size of a slot, which contains a header and records. In every call each rank sends one to the ranks of its node, and
+/// each node sends one to the other nodes.
 pub(super) const SLOT: usize = 1024;
-/// Bytes of records that have room in a slot.
+/// Maximum number of bytes of records in a slot.
 const ROOM: usize = SLOT - Header::BYTES;
-/// Bytes of a record before its data: the factor of the rank.
+/// Size of the rank's factor, with which a record starts.
 const FACTOR: usize = 8;
 
-/// What the ranks of this host have shown each other, and the slots of all hosts, once rail 0 has brought them.
+/// An opened call: this rank's rail, and the slots of all nodes, once rail 0 has received them.
 pub(super) struct Opening<'a> {
     executor: &'a Executor<'a>,
-    /// Rail of this rank, if the call uses it.
+    /// This rank's rail, if the call uses it.
     pub(super) between: Option<Between<'a>>,
     slots: Scratch,
 }
 
 impl Executor<'_> {
-    /// Bytes that `rank` gives in this call, where all ranks know that. In an all_to_all: as if everybody gave as much as this rank.
+    /// Returns the number of bytes that `rank` contributes to this call, if all ranks know it. For an all_to_all it
+    /// assumes that every rank contributes as much as this one.
     pub(super) fn given(&self, rank: Rank) -> usize {
         let (n, agreed) = (self.layout.size(), self.call.agreed_bytes() as usize);
         let of_root = |bytes: usize| if rank == self.call.root { bytes } else { 0 };
@@ -40,23 +42,25 @@ impl Executor<'_> {
         }
     }
 
-    /// Bytes of the record of `rank` in a slot.
+    /// Returns the size of the record of `rank` in a slot.
     fn record_bytes(&self, rank: Rank) -> usize {
         let given = self.given(rank);
         if given == 0 { 0 } else { FACTOR + given }
     }
 
-    /// Whether what the ranks of each host give has room in a slot: then all of it is exchanged with the headers.
+    /// Returns true if the contributions of each node's ranks fit into a slot; they are then exchanged with the
+    /// headers.
     pub(super) fn is_short(&self) -> bool {
         let records = |host: usize| self.layout.members(host).iter().map(|&rank| self.record_bytes(rank)).sum::<usize>();
         (0..self.layout.hosts()).all(|host| records(host) <= ROOM)
     }
 
-    /// 1. Inside: ranks show each other what they were called for, and compare. 2. Between: rail 0 begins to bring each host what the
-    ///    others were called for; [`Opening::agree`] ends that. Ranks with one of the first `rails` rails get `bytes` bytes of staging.
+    /// 1. Intra-node: ranks exchange and compare their headers. 2. Inter-node: rail 0 starts to exchange the headers of
+    /// the nodes; [`Opening::agree`] completes that. Ranks with one of the first `rails` rails get `bytes` bytes of
+    /// staging.
     ///
-    /// The first transfer of every call is on rail 0 and has one length, whatever the call is: backends may end the process where lengths
-    /// differ. It comes after all ranks of the host were found to run the same call.
+    /// The first transfer of every call is on rail 0 and has the same length for all calls, because some backends end
+    /// the process if lengths differ. It starts only after all ranks of the node were found to run the same call.
     pub(super) fn open(&self, rails: usize, bytes: usize) -> Result<Opening<'_>> {
         let even = self.even();
         let short = self.is_short() && (self.call.op != Op::AllToAll || even.is_some());
@@ -72,7 +76,7 @@ impl Executor<'_> {
             let whole = shown.span();
             let outputs = (0..self.locals()).map(|local| part(whole, &(local * SLOT..(local + 1) * SLOT))).collect();
             let own = Span { addr: own.as_mut_ptr().addr(), bytes: SLOT };
-            // Who does not come now is missing: nobody knows more.
+            // A rank that does not arrive by the deadline is missing; no other rank knows more.
             let show = self.inner_bytes(Op::AllGather, vec![own], outputs);
             self.inside_within(&[show], self.limit.left().unwrap_or_default())?;
         }
@@ -85,7 +89,7 @@ impl Executor<'_> {
             let mut end = Header::BYTES;
             for (&rank, shown) in here.iter().zip(shown.bytes().chunks_exact(SLOT)).filter(|_| short) {
                 let record = self.record_bytes(rank);
-                // Where ranks of an all_to_all give unequal lengths no records are looked at, and they may not have room.
+                // If the lengths of an all_to_all are unequal, no rank reads the records, and they may not fit.
                 let (Some(to), Some(from)) = (slot.get_mut(end..end + record), shown.get(Header::BYTES..Header::BYTES + record)) else {
                     break;
                 };
@@ -99,20 +103,20 @@ impl Executor<'_> {
         Ok(opening)
     }
 
-    /// What [`Self::open`] returns, for a call that all hosts were found to run.
+    /// Returns the result of [`Self::open`] for a call that all nodes were found to run.
     pub(super) fn opened(&self, rails: usize, bytes: usize) -> Result<Opening<'_>> {
         let between = if self.local() < rails { Some(self.between(bytes)?) } else { None };
         Ok(Opening { executor: self, between, slots: Scratch::new(self.layout.hosts() * SLOT) })
     }
 
-    /// This rank's rail, with `bytes` bytes of staging.
+    /// Returns this rank's rail, with `bytes` bytes of staging.
     fn between(&self, bytes: usize) -> Result<Between<'_>> {
         let begin = (self.layout.hosts() + 1) * SLOT;
         let rail = self.hosts.rail()?;
         Ok(Between::new(self, rail.staging(begin + bytes)?, begin, Arc::clone(&rail)))
     }
 
-    /// Lengths that all ranks have told each other and that fit.
+    /// Exchanges the lengths of all ranks; fails if a sender's and its receiver's differ.
     pub(super) fn told_lengths(&self) -> Result<Lengths> {
         let n = self.layout.size();
         let words = self.tell_all(self.call.inputs.iter().chain(&*self.call.outputs).map(|span| span.bytes as u64).collect())?;
@@ -131,7 +135,7 @@ impl Executor<'_> {
         Ok(Lengths::Each { sent, n })
     }
 
-    /// The words of all ranks, in their order; all have as many.
+    /// Returns the words of all ranks, in rank order; every rank passes the same number of words.
     fn tell_all(&self, mut words: Vec<u64>) -> Result<Vec<u64>> {
         let (host, hosts, row) = (self.host(), self.layout.hosts(), words.len() * 8);
         let most = (0..hosts).map(|host| self.layout.members(host).len()).max().unwrap_or(0) * row;
@@ -156,7 +160,7 @@ impl Executor<'_> {
         Ok(rows.map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default())).collect())
     }
 
-    /// Writes this rank's record: its factor, then all that it gives.
+    /// Writes this rank's record: its factor, then its data.
     fn record(&self, slot: &mut [u8]) {
         slot[..FACTOR].copy_from_slice(&self.call.factor.to_bits().to_le_bytes());
         let mut at = slot.as_mut_ptr().addr() + FACTOR;
@@ -166,7 +170,7 @@ impl Executor<'_> {
         }
     }
 
-    /// Length of everything that this rank gives any rank, and takes from any, in an all_to_all; `None` where there are several.
+    /// Returns the one length of all inputs and outputs of this rank in an all_to_all; `None` if lengths differ.
     fn even(&self) -> Option<usize> {
         let first = self.call.inputs.first().filter(|_| self.call.op == Op::AllToAll)?.bytes;
         self.call.inputs.iter().chain(&*self.call.outputs).all(|span| span.bytes == first).then_some(first)
@@ -174,8 +178,8 @@ impl Executor<'_> {
 }
 
 impl Opening<'_> {
-    /// Returns once all hosts were found to run the same call: on local index 0, and with several `rails` everywhere. Otherwise the other
-    /// ranks need not know before they meet local index 0 inside.
+    /// Waits until all nodes were found to run the same call: on local rank 0, and on all ranks if there are several
+    /// `rails`. With one rail the other ranks learn it when they next meet local rank 0.
     pub(super) fn agree(&mut self, rails: usize) -> Result<()> {
         self.compare()?;
         let executor = self.executor;
@@ -185,7 +189,7 @@ impl Opening<'_> {
         Ok(())
     }
 
-    /// The slots of all hosts on every rank, once all hosts were found to run the same call.
+    /// Returns the slots of all nodes on every rank, once all nodes were found to run the same call.
     pub(super) fn told(mut self) -> Result<Slots> {
         self.compare()?;
         let Self { executor, mut slots, .. } = self;
@@ -197,7 +201,7 @@ impl Opening<'_> {
         Ok(Slots { even: Header::common(slots.bytes(), SLOT), bytes: slots })
     }
 
-    /// On local index 0: waits for the slots of all hosts and compares them.
+    /// On local rank 0: waits for the slots of all nodes and compares them.
     fn compare(&mut self) -> Result<()> {
         let executor = self.executor;
         let Some(between) = self.between.as_ref().filter(|_| executor.local() == 0) else { return Ok(()) };
@@ -209,15 +213,15 @@ impl Opening<'_> {
     }
 }
 
-/// The slots of all hosts.
+/// The slots of all nodes.
 pub(super) struct Slots {
     bytes: Scratch,
-    /// Length of what every rank gives every other in an all_to_all, if there is one.
+    /// The one length of all inputs and outputs in an all_to_all; `None` if lengths differ.
     pub(super) even: Option<usize>,
 }
 
 impl Slots {
-    /// Factor of each rank and what it gives, host by host in the order of their ranks, in a short call.
+    /// Returns the factor and the data of each rank in a short call, by node and local rank.
     pub(super) fn records<'a>(&'a self, executor: &'a Executor<'_>) -> Vec<Vec<(f64, &'a [u8])>> {
         let of_host = |(host, slot): (usize, &'a [u8])| {
             let mut rest = &slot[Header::BYTES..];

@@ -1,4 +1,4 @@
-//! Traffic: what the groups of this process have sent to other hosts, and received from them.
+//! Traffic: the bytes that the groups of this process exchange with other nodes.
 
 use crate::config::Engines;
 use crate::error::{Error, Result};
@@ -11,23 +11,23 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// What connects this rank with ranks of other hosts.
+/// A path from this rank to ranks of other nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Path {
-    /// A rail, of CPU tensors.
+    /// A rail for CPU tensors.
     Rail(usize),
-    /// The link with a rank of this number in the default group, of CPU tensors.
+    /// The wire for CPU tensors to a rank with this number in the default group.
     Link(Rank),
-    /// A rail, of CUDA tensors.
+    /// A rail for CUDA tensors.
     CudaRail(usize),
-    /// The backend of all ranks, of CUDA tensors.
+    /// The backend of all ranks for CUDA tensors.
     CudaAll,
-    /// The backend of this rank and one of this number in the default group, of CUDA tensors.
+    /// The backend for CUDA tensors of this rank and another with this number in the default group.
     CudaPair(Rank),
 }
 
 impl Path {
-    /// Its name, where `engines` connect hosts.
+    /// Returns the name of the path in a group with these inter-node `engines`.
     fn name(self, Engines { cpu, cuda }: &Engines) -> String {
         match self {
             Self::Rail(rail) => format!("{cpu} rail {rail}"),
@@ -39,36 +39,38 @@ impl Path {
     }
 }
 
-/// What has gone by a path. Bytes count once for each host that they go to; what a backend forwards for others does not count.
+/// The traffic of a path. Bytes count once for each node to which they are sent; bytes that a backend forwards do not
+/// count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Count {
-    /// Collectives that used the path; of a link or pair: sends and receives that named its peer.
+    /// Number of collectives that used the path; on a wire or pair, of sends and receives that named its peer.
     pub calls: u64,
-    /// Transfers that were begun.
+    /// Number of transfers started.
     pub transfers: u64,
-    /// Bytes to other hosts.
+    /// Bytes sent to other nodes.
     pub sent: u64,
-    /// Bytes from other hosts.
+    /// Bytes received from other nodes.
     pub received: u64,
-    /// Transfers of the calls that were counted.
+    /// Value of `transfers` when `calls` was last counted.
     #[serde(skip)]
     seen: u64,
 }
 
-/// What has gone by the paths of one group, and of those of this name before it.
+/// The traffic of one group, including earlier groups of the same name.
 #[derive(Default)]
 pub(super) struct Traffic(Mutex<BTreeMap<Path, Count>>);
 
 /// Maximum number of ended groups whose traffic is kept.
 const KEPT: usize = 64;
 
-/// By the name of the group, and what connects its hosts; in the order in which the groups began.
+/// Traffic by group name and inter-node backends, in the order in which the groups were created.
 type Groups = Vec<((String, Engines), Arc<Traffic>)>;
 
 static GROUPS: PerProcess<Mutex<Groups>> = PerProcess::new(Mutex::default);
 
 impl Traffic {
-    /// Traffic of the group `name` of this process, whose hosts `engines` connect. Of ended groups the oldest are forgotten.
+    /// Returns the traffic of the group `name` with the inter-node backends `engines`. Only the newest [`KEPT`] ended
+    /// groups are kept.
     pub(super) fn of(name: &str, engines: &Engines) -> Arc<Self> {
         let mut groups = lock(GROUPS.get());
         if let Some((_, known)) = groups.iter().find(|((group, by), _)| group == name && by == engines) {
@@ -85,7 +87,7 @@ impl Traffic {
         traffic
     }
 
-    /// Counts a transfer that brings `(sent, received)` bytes.
+    /// Counts a transfer of `(sent, received)` bytes.
     pub(super) fn add(&self, path: Path, (sent, received): (usize, usize)) {
         let mut all = lock(&self.0);
         let count = all.entry(path).or_default();
@@ -94,12 +96,13 @@ impl Traffic {
         count.received += received as u64;
     }
 
-    /// Counts a send or receive of the path's peer.
+    /// Counts a send or receive that names the path's peer.
     pub(super) fn message(&self, path: Path) {
         lock(&self.0).entry(path).or_default().calls += 1;
     }
 
-    /// A collective has ended, or was enqueued: it counts for those of `paths` that have had transfers since the one before.
+    /// Counts a collective that has ended or was enqueued, on each of `paths` that has had transfers since the previous
+    /// one.
     pub(super) fn ended(&self, paths: &[Path]) {
         let mut all = lock(&self.0);
         for path in paths {
@@ -110,7 +113,7 @@ impl Traffic {
     }
 }
 
-/// `{group: {path: count}}` of this process; groups in the order of their names.
+/// Returns `{group: {path: count}}` of this process; groups are ordered by name.
 pub fn counted() -> BTreeMap<String, BTreeMap<String, Count>> {
     let mut all: BTreeMap<String, BTreeMap<String, Count>> = BTreeMap::new();
     for ((group, engines), traffic) in lock(GROUPS.get()).iter() {
@@ -119,7 +122,7 @@ pub fn counted() -> BTreeMap<String, BTreeMap<String, Count>> {
     all
 }
 
-/// Links whose bytes are counted.
+/// Wires that count their bytes.
 pub(super) struct Counted {
     links: Arc<dyn Links>,
     traffic: Arc<Traffic>,
@@ -127,7 +130,8 @@ pub(super) struct Counted {
 }
 
 impl Counted {
-    /// `links` of a group whose ranks have these numbers in the default group; none: the same.
+    /// Counts the bytes of `links` in a group whose ranks have the numbers `globals` in the default group; empty if the
+    /// numbers are the same.
     pub(super) fn new(links: Arc<dyn Links>, traffic: &Arc<Traffic>, globals: &[i32]) -> Self {
         Self { links, traffic: Arc::clone(traffic), globals: globals.to_vec() }
     }

@@ -1,4 +1,4 @@
-//! Backends of torch, such as NCCL, between GPUs of different hosts, and memory of torch's.
+//! Torch's backends, such as NCCL, between GPUs of different nodes, and memory that torch allocates.
 
 use crate::coll::two_level::step::Transfer;
 use crate::error::Result;
@@ -12,16 +12,16 @@ use std::time::Duration;
 /// Ranks that a backend connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
-    /// Those of one local index on all hosts.
+    /// The ranks of one local rank on all nodes.
     Rail,
-    /// All of the group.
+    /// All ranks of the group.
     All,
-    /// This one and another, the lower rank first.
+    /// This rank and another, the lower rank first.
     Pair(Rank),
 }
 
 impl Which {
-    /// Number of the backend among this rank's.
+    /// Returns the number of the backend among this rank's.
     pub fn code(self) -> u32 {
         match self {
             Which::Rail => 0,
@@ -31,36 +31,40 @@ impl Which {
     }
 }
 
-/// Backends of one rank, and memory. Everything is enqueued on the calling thread's stream of the device, which records a graph or not;
-/// nothing waits for a GPU. One thread at a time calls all but `abort` and `close`.
+/// The backends of one rank, and device memory. Everything is enqueued on the calling thread's stream of the device,
+/// which may be recording a graph; nothing waits for a GPU. Only one thread at a time calls functions other than
+/// `abort` and `close`.
 pub trait Backends: Send + Sync {
-    /// Connects this rank, number `rank` of `size`, with the others of `which` once they call it with this `name`.
+    /// Connects this rank, number `rank` of `size`, with the other ranks of `which` once they call it with this `name`.
     fn make(&self, which: Which, name: &str, rank: usize, size: usize, device: i32, timeout: Duration) -> Result<()>;
 
-    /// Address of `bytes` bytes of the device, aligned to 256, for what is enqueued until `finish`.
+    /// Returns the address of `bytes` bytes of device memory, aligned to 256, for work that is enqueued until `finish`.
     fn memory(&self, device: i32, bytes: usize) -> Result<usize>;
 
-    /// Makes the stream wait for all that goes beside it, and gives back all memory, which what was enqueued may still use.
+    /// Makes the stream wait for all concurrent transfers, and frees all memory; enqueued work may still use that
+    /// memory.
     fn finish(&self) -> Result<()>;
 
-    /// Enqueues a transfer of the GPU's memory on the rail: in the stream's order, or behind what the stream holds now and `beside` what follows.
+    /// Enqueues a transfer of GPU memory on the rail: in stream order, or, with `beside`, after the work on the stream
+    /// now and concurrently with later work.
     fn start(&self, device: i32, transfer: &Transfer<Span>, beside: bool) -> Result<()>;
 
-    /// Makes the stream wait for the oldest transfer beside it.
+    /// Makes the stream wait for the oldest concurrent transfer.
     fn follow(&self) -> Result<()>;
 
-    /// Enqueues messages beside the stream: `give[r]` to rank `r` of `which` and `take[r]` from it, where they are not empty.
+    /// Enqueues messages concurrently with the stream: sends `give[r]` to rank `r` of `which`, and receives `take[r]`
+    /// from it, unless they are empty.
     fn exchange(&self, which: Which, device: i32, give: &[Span], take: &[Span]) -> Result<()>;
 
-    /// Ends what is under way in `which`, with an error or none; nothing may be enqueued any more, anywhere. May wait for the device, and so
-    /// for what is under way elsewhere.
+    /// Aborts all transfers of `which`; they may end with an error. Nothing may be enqueued on any backend afterwards.
+    /// May wait for the device, and so for work of other backends.
     fn abort(&self, which: Which);
 
-    /// Lets go of the backends, which have ended.
+    /// Releases the backends, which have ended.
     fn close(&self);
 }
 
-/// Backends, and which of them have been made.
+/// The backends, and the ones that have been created.
 pub(super) struct Connections {
     pub(super) backends: Arc<dyn Backends>,
     made: Mutex<Vec<Which>>,
@@ -71,12 +75,12 @@ impl Connections {
         Self { backends, made: Mutex::default() }
     }
 
-    /// Whether `which` has been made, or is being made.
+    /// Returns true if `which` has been created or is being created.
     pub(super) fn has(&self, which: Which) -> bool {
         lock(&self.made).contains(&which)
     }
 
-    /// Makes `which`, unless it is there; the arguments are those of [`Backends::make`].
+    /// Creates `which`, unless it exists; the arguments are those of [`Backends::make`].
     pub(super) fn make(&self, which: Which, name: &str, rank: usize, size: usize, device: i32, timeout: Duration) -> Result<()> {
         if self.has(which) {
             return Ok(());
@@ -85,7 +89,7 @@ impl Connections {
         self.backends.make(which, name, rank, size, device, timeout)
     }
 
-    /// Aborts all, at once: one that gives its memory back waits for kernels of the others.
+    /// Aborts all backends concurrently, because one that frees its memory waits for kernels of the others.
     pub(super) fn abort(&self) {
         for which in lock(&self.made).iter().copied() {
             let backends = Arc::clone(&self.backends);

@@ -1,6 +1,7 @@
-//! Watch over what was enqueued: a call that another host keeps waiting ends at its deadline, and all end when the group fails.
+//! The watchdog of enqueued calls: ends a call at its deadline, and all calls when the group fails.
 //!
-//! Kernels of the group end by themselves then. Those of a backend, such as NCCL, wait for ever: they are aborted.
+//! The group's own kernels then end by themselves. Kernels of a backend such as NCCL would wait forever, so they are
+//! aborted.
 
 use super::backends::Connections;
 use crate::coll::describe::Description;
@@ -16,19 +17,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Pause between two looks.
+/// Poll interval.
 const LOOK: Duration = Duration::from_millis(20);
-/// Events that are kept for further calls.
+/// Maximum number of events that are kept for later calls.
 const SPARE: usize = 64;
 
-/// A call that was enqueued.
+/// An enqueued call.
 pub(super) struct Open {
     pub(super) begin: Event,
     pub(super) end: Event,
-    /// Time at which its begin was first seen to have passed.
+    /// When the thread first saw that the call had started.
     pub(super) since: Option<Instant>,
     pub(super) timeout: Duration,
-    /// What it is, where it is a collective.
+    /// The description of a collective; `None` for messages.
     pub(super) call: Option<Description>,
     pub(super) number: u64,
     /// Its collectives in the flight recorder.
@@ -39,11 +40,11 @@ pub(super) struct Open {
 struct Calls {
     open: VecDeque<Open>,
     spare: Vec<Event>,
-    /// The thread has ended, or never began.
+    /// True once the thread has ended.
     idle: bool,
 }
 
-/// Calls that are under way, in their order.
+/// The enqueued calls that have not ended, in order.
 #[derive(Default)]
 pub(super) struct Watch {
     calls: Mutex<Calls>,
@@ -51,14 +52,14 @@ pub(super) struct Watch {
     closed: AtomicBool,
 }
 
-/// What the thread looks at.
+/// The state that the thread needs.
 pub(super) struct Watched {
     pub(super) device: Device,
     pub(super) health: Arc<Health>,
     pub(super) connections: Arc<Connections>,
-    /// Number of this rank's rail, if it has one.
+    /// The number of this rank's rail, if it has one.
     pub(super) rail: Option<u16>,
-    /// Words of errors: the group, who waited, and for whom.
+    /// The part of error messages that names the group, the rank that waited, and the nodes for which it waited.
     pub(super) who: String,
 }
 
@@ -67,7 +68,7 @@ impl Watch {
         lock(&self.calls)
     }
 
-    /// Begins to watch.
+    /// Starts the thread.
     pub(super) fn start(self: &Arc<Self>, watched: Watched) -> Result<()> {
         let watch = Arc::clone(self);
         let spawned = thread::spawn("symm-hosts-cuda", Some(512 << 10), move || {
@@ -80,19 +81,19 @@ impl Watch {
         spawned.map(|_| ())
     }
 
-    /// An event behind what `stream` holds now; its context is current.
+    /// Returns an event after the present work of `stream`, whose context must be current.
     pub(super) fn mark(&self, stream: Stream) -> Result<Event> {
         let spare = self.calls().spare.pop();
         let event = spare.map_or_else(Event::new, Ok)?;
         event.record(stream).map(|()| event)
     }
 
-    /// Watches a call, too.
+    /// Adds a call to watch.
     pub(super) fn add(&self, call: Open) {
         self.calls().open.push_back(call);
     }
 
-    /// Ends the watch once nothing is under way, at most after `limit`; whether that is so.
+    /// Ends the thread once no call is open, after `limit` at the latest; returns true if no call is open.
     pub(super) fn close(&self, limit: Duration) -> bool {
         let begun = Instant::now();
         let mut calls = self.calls();
@@ -121,7 +122,7 @@ impl Watch {
         Ok(())
     }
 
-    /// Forgets the calls that have ended; the error of the oldest other one, if its time is over.
+    /// Removes the calls that have ended; returns an error if the oldest remaining call has timed out.
     fn look(&self, watched: &Watched, recorder: &Recorder) -> Result<Option<Error>> {
         let mut calls = self.calls();
         while let Some(call) = calls.open.front_mut() {
