@@ -1,5 +1,5 @@
-//! What the ranks of a group on several hosts go by alike: the type of partial results, which they compare, and thresholds, which the first
-//! rank tells. It travels in the exchange that ends joining.
+//! The choices that all ranks of a multi-node group share: the type of partial sums, which they compare, and the
+//! thresholds, which rank 0 sends. Both travel in the exchange that ends joining.
 
 use super::Hosts;
 use super::finding::known;
@@ -15,40 +15,41 @@ use crate::rank::Rank;
 use crate::sys::fork::PerProcess;
 use std::sync::Mutex;
 
-/// What all ranks of a group go by.
+/// The choices that all ranks of a group share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Chosen {
     pub(super) partials: Partials,
-    /// Of CPU tensors.
+    /// Thresholds of CPU tensors.
     pub(super) thresholds: Thresholds,
-    /// Of CUDA tensors.
+    /// Thresholds of CUDA tensors.
     pub(super) cuda: Thresholds,
 }
 
-/// Bytes of what a rank tells.
+/// Size of the record that each rank sends.
 const RECORD: usize = 1 + 2 * 3 * 8;
 
-/// Thresholds that are tried out, in place of the profile's.
+/// Thresholds on trial, which replace the profile's.
 static TRIAL: PerProcess<Mutex<Option<Thresholds>>> = PerProcess::new(Mutex::default);
 
-/// Has groups that this process joins as their first rank from now on go by `thresholds`; `None`: by the profile's again.
+/// Makes groups that this process joins from now on as rank 0 use `thresholds`; `None` restores the profile's.
 ///
 /// # Errors
-/// `Value` where they are impossible.
+///
+/// `Value` if the thresholds are impossible.
 pub fn try_out(thresholds: Option<Thresholds>) -> Result<()> {
     let checked = thresholds.map(Thresholds::checked).transpose()?;
     *lock(TRIAL.get()) = checked;
     Ok(())
 }
 
-/// Thresholds of tensors on `device` in the group that `options` name, as its first rank knows them, or the usual ones; `here`: the group's
-/// ranks on this host.
+/// Returns rank 0's thresholds for tensors on `device` in the group that `options` name: from the profile, or else the
+/// defaults. `here` is the number of the group's ranks on this node.
 pub(super) fn thresholds(options: &JoinOptions, here: usize, device: Device) -> Thresholds {
     if let Some(tried) = *lock(TRIAL.get()) {
         return tried;
     }
     let own = options.global_ranks.get(options.rank as usize).copied().unwrap_or(options.rank);
-    // Profiles are those of jobs, whatever part of one a group has.
+    // Profiles are looked up by the number of the job's ranks on this node, even if the group has fewer.
     let job = known().and_then(|known| {
         let host = &known.placements.get(own as usize)?.host;
         Some(known.placements.iter().filter(|placement| placement.host == *host).count())
@@ -58,7 +59,7 @@ pub(super) fn thresholds(options: &JoinOptions, here: usize, device: Device) -> 
 }
 
 impl Chosen {
-    /// What a group goes by before its ranks have told each other.
+    /// The choices of a group before its ranks have agreed.
     pub(super) const USUAL: Self = Self { partials: Partials::Tensor, thresholds: Thresholds::USUAL, cuda: Thresholds::USUAL_CUDA };
 
     fn to_bytes(self) -> [u8; RECORD] {
@@ -69,7 +70,7 @@ impl Chosen {
         bytes
     }
 
-    /// Thresholds of CPU and of CUDA tensors in what a rank has told.
+    /// Returns the thresholds of CPU and CUDA tensors in a rank's record.
     fn thresholds_of(bytes: &[u8]) -> Option<[Thresholds; 2]> {
         let (words, []) = bytes.get(1..)?.as_chunks::<8>() else { return None };
         let words: Vec<usize> = words.iter().map(|&word| u64::from_le_bytes(word) as usize).collect();
@@ -80,11 +81,12 @@ impl Chosen {
 }
 
 impl Hosts {
-    /// Returns once all ranks of all hosts have called it with the same partials; `run` runs calls of the group. The
-    /// thresholds of the first rank are those of all.
+    /// Waits until all ranks of all nodes have called it with the same partials; `run` runs calls of the group. All
+    /// ranks then use the thresholds of rank 0.
     ///
     /// # Errors
-    /// `Config` names a rank whose partials differ from the first's.
+    ///
+    /// `Config` names a rank whose partials differ from those of rank 0.
     pub(super) fn agree_on(&self, chosen: Chosen, run: impl FnOnce(&Call<'_>) -> Result<()>) -> Result<()> {
         let (mut own, mut all) = (chosen.to_bytes(), vec![0u8; self.layout.size() * RECORD]);
         let whole = all.as_mut_ptr().addr();

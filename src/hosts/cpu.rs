@@ -1,4 +1,4 @@
-//! Programs for CPU tensors: the steps inside a host are collectives of the inner group, and transfers use the rank's rail.
+//! Programs for CPU tensors: intra-node steps are collectives of the node's ranks, and transfers use the rank's rail.
 #![allow(unsafe_code, reason = "loops over the bytes of tensors and of a program's memory")]
 
 use super::executor::{Executor, Scratch, copy};
@@ -33,7 +33,7 @@ impl Executor<'_> {
         }
     }
 
-    /// all_to_all: where not all lengths are equal every rank first tells all others what it sends and expects.
+    /// Runs an all_to_all; if lengths differ, every rank first sends all others the lengths that it sends and expects.
     fn all_to_all(&self) -> Result<()> {
         let slots = self.open(1, 0)?.told()?;
         let lengths = match slots.even {
@@ -48,8 +48,8 @@ impl Executor<'_> {
         self.walk(&program, self.opened(program.rails, program.temp)?)
     }
 
-    /// All-reduce, residual and RMSNorm: 1. An all_reduce into the place of the normed rows, or beside where those are shorter. 2. Each rank
-    /// norms all rows.
+    /// All-reduce, residual and RMSNorm: 1. An all_reduce into the output of the normed rows, or into scratch memory if
+    /// that output is too short. 2. Each rank norms all rows.
     fn norm(&self) -> Result<()> {
         let (Some(norm), input) = (Norm::of(self.call), self.call.inputs[0]) else { return Ok(()) };
         let mut beside = Scratch::new(if norm.normed == Normed::Same { 0 } else { input.bytes });
@@ -94,7 +94,7 @@ impl Executor<'_> {
         Ok(())
     }
 
-    /// `partials`, which are one of each host in their order and of type `dtype`, combined at `to`.
+    /// Combines `partials`, one per node in node order and of type `dtype`, into `to`.
     pub(super) fn combine(&self, partials: &[Span], to: Span, dtype: DType) {
         let levels = Levels::of(self.call.reduce_op, self.call.dtype, self.layout);
         let source = |(host, span): (usize, &Span)| Source { ptr: span.ptr(), factor: levels.factor(host, self.layout) };
@@ -104,7 +104,7 @@ impl Executor<'_> {
         unsafe { cpu::reduce_partials(levels.outer, dtype, to.ptr(), &sources, to.bytes / dtype.size(), levels.divisor) }
     }
 
-    /// Copies elements of the call's type as those of partial results, or the reverse, where these are float32.
+    /// Converts elements of the call's type to the type of partial sums, or the reverse, if that is float32.
     pub(super) fn cast(&self, from: Span, to: Span, widens: bool) {
         let (kernel, narrow): (unsafe fn(DType, *mut u8, *const u8, usize), _) =
             if widens { (cpu::widen, from) } else { (cpu::narrow, to) };

@@ -1,4 +1,4 @@
-//! Executor: a call on CPU tensors that is under way on several hosts, and its rank's rail.
+//! Executor: a running call on CPU tensors in a multi-node group, and its rank's rail.
 #![allow(unsafe_code, reason = "copies between places of a program")]
 
 use super::Hosts;
@@ -20,24 +20,24 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Time between two looks at the own host while a rail is waited for.
+/// Poll interval for this node's failures while a rank waits on its rail.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Time past the deadline in which who waits for another host still hears from there who is missing.
+/// How long past its deadline a rank that waits for another node waits for a report that names the missing rank.
 pub(super) const HEAR: Duration = Duration::from_millis(80);
 
-/// Time past the deadline in which ranks of a host still hear from the one among them that waited for the other hosts, and knows more.
+/// How long past their deadline the ranks of a node allow for a report from the rank that waited for other nodes.
 pub(super) const GRACE: Duration = Duration::from_millis(120);
 
-/// A call that is under way on several hosts.
+/// A running call of a multi-node group.
 pub(super) struct Executor<'a> {
-    /// Runs collectives of the ranks of this host.
+    /// Runs collectives of the ranks of this node.
     pub(super) inner: &'a RefCell<Runner>,
     pub(super) hosts: &'a Hosts,
     pub(super) layout: &'a HostMap,
     pub(super) rank: Rank,
     pub(super) call: &'a Call<'a>,
-    /// Call of the user, of which `call` may be a part.
+    /// The user's call; `call` may be a part of it.
     pub(super) asked: &'a Call<'a>,
     pub(super) limit: &'a Limit,
     pub(super) sequence: u64,
@@ -45,7 +45,7 @@ pub(super) struct Executor<'a> {
     pub(super) entry: u64,
 }
 
-/// Bytes of this process that hold what is on its way.
+/// Memory of this process for data in transit.
 pub(super) struct Scratch(Vec<u8>);
 
 impl Scratch {
@@ -62,7 +62,7 @@ impl Scratch {
     }
 }
 
-/// Copies `from` to `to`, which is as long.
+/// Copies `from` to `to`, which must have the same length.
 pub(super) fn copy(from: Span, to: Span) {
     assert_eq!(from.bytes, to.bytes, "a copy of unequal lengths");
     if from.bytes > 0 {
@@ -81,36 +81,36 @@ impl Executor<'_> {
         self.layout.local(self.rank)
     }
 
-    /// Number of ranks on this host.
+    /// Number of ranks on this node.
     pub(super) fn locals(&self) -> usize {
         self.layout.members(self.host()).len()
     }
 
-    /// A collective of the ranks of this host that moves bytes; the first of them is its root.
+    /// Returns a collective of the ranks of this node that moves bytes; the first of them is its root.
     pub(super) fn inner_bytes(&self, op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Call<'static> {
         let (inputs, outputs, factor) = (inputs.into(), outputs.into(), self.call.factor);
         Call::inner(Spec { op, reduce_op: ReduceOp::Sum, factor, inputs, outputs, ..Spec::barrier(None) })
     }
 
-    /// Runs collectives of the ranks of this host. Their memory is staging, or parts of the spans of this call.
+    /// Runs collectives of the ranks of this node. Their memory is staging, or parts of the spans of this call.
     pub(super) fn inside(&self, calls: &[Call<'_>]) -> Result<()> {
         self.inside_within(calls, self.limit.left().unwrap_or_default() + GRACE)
     }
 
-    /// As `inside`, but for at most `limit`: no other rank knows more after that.
+    /// As `inside`, but waits for at most `limit`, because no rank could report more after that.
     pub(super) fn inside_within(&self, calls: &[Call<'_>], limit: Duration) -> Result<()> {
         self.begin(Phase::Inside);
         let (mut inner, limit) = (self.inner.borrow_mut(), Limit::from_first_wait(limit));
         calls.iter().try_for_each(|call| inner.run(call, &limit))
     }
 
-    /// Notes in the flight recorder that `phase` begins.
+    /// Records in the flight recorder that `phase` starts.
     pub(super) fn begin(&self, phase: Phase) {
         self.hosts.health.recorder().phase(self.entry, phase);
         self.hosts.current.phase(matches!(phase, Phase::Rail(_)));
     }
 
-    /// Name of the group.
+    /// The name of the group.
     pub(super) fn group(&self) -> &str {
         self.hosts.health.control().name()
     }
@@ -126,27 +126,27 @@ pub(super) struct Between<'a> {
     executor: &'a Executor<'a>,
     rail: Arc<Held>,
     addr: usize,
-    /// Place of the first byte that a call may use.
+    /// Offset of the first byte of staging that a call may use.
     pub(super) begin: usize,
 }
 
 impl<'a> Between<'a> {
-    /// The rail of `executor`'s rank, whose staging is at `addr`; calls may use it from `begin` on.
+    /// Creates the rail of `executor`'s rank, whose staging is at `addr`; calls may use it from `begin` on.
     pub(super) fn new(executor: &'a Executor<'a>, addr: usize, begin: usize, rail: Arc<Held>) -> Self {
         Self { executor, rail, addr, begin }
     }
 
-    /// Staging from place `at` on; slots are before `begin`.
+    /// Returns the staging from offset `at` on; slots are before `begin`.
     pub(super) fn staged(&self, at: usize, bytes: usize) -> Span {
         Span { addr: self.addr + at, bytes }
     }
 
-    /// Begins a transfer of a program, whose memory is the staging behind `begin`.
+    /// Starts a transfer of a program, whose memory is the staging from `begin` on.
     pub(super) fn start_at(&self, transfer: &Transfer<Place>) -> Result<()> {
         self.start(&transfer.map(|place| Span { addr: self.begin + place.span.addr, ..place.span }))
     }
 
-    /// Begins `transfer`.
+    /// Starts `transfer`.
     pub(super) fn start(&self, transfer: &Transfer<Span>) -> Result<()> {
         let left = self.executor.limit.left().ok_or_else(|| self.late())?;
         let executor = self.executor;
@@ -154,7 +154,7 @@ impl<'a> Between<'a> {
         self.rail.start(transfer, left).map_err(|error| self.broken(error))
     }
 
-    /// Waits for the end of the oldest transfer that is under way, watching this host meanwhile.
+    /// Waits until the oldest pending transfer has ended; fails if this node fails meanwhile.
     pub(super) fn finish(&self) -> Result<()> {
         let executor = self.executor;
         executor.begin(Phase::Rail(executor.local() as u16));
@@ -170,7 +170,7 @@ impl<'a> Between<'a> {
         }
     }
 
-    /// The deadline has passed. The host that knows more says who is missing.
+    /// Returns the error after the deadline. Another rank or node may know which rank is missing.
     fn missed(&self) -> Error {
         let executor = self.executor;
         executor.hosts.health.cause(executor.local(), HEAR).unwrap_or_else(|| self.late())
@@ -184,7 +184,8 @@ impl<'a> Between<'a> {
         Error::timeout(format!("{about}: {me} waited {waited:.1} s until its timeout on rail {local} for {others}"))
     }
 
-    /// A host says why it failed before its rails close. Its deadline may have passed just before this one's.
+    /// Returns the error for a lost rail. A node reports why it failed before its rails close; its deadline may have
+    /// passed just before this one's.
     fn broken(&self, error: Error) -> Error {
         let executor = self.executor;
         executor.hosts.health.cause(executor.local(), executor.limit.left().unwrap_or_default().max(HEAR)).unwrap_or_else(|| {

@@ -1,4 +1,4 @@
-//! Header: what ranks show each other of a call before they move its data.
+//! Header: the description of a call that ranks compare before they move its data.
 
 use crate::coll::call::Spec;
 use crate::coll::describe::Description;
@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::host_map::HostMap;
 use crate::rank::Rank;
 
-/// Description of a call, and its number in the group.
+/// The description of a call, and its number in the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) sequence: u64,
@@ -15,7 +15,8 @@ pub(super) struct Header {
 }
 
 impl Header {
-    /// Length of a header, the same for every call: ranks that disagree on all else still exchange it in order.
+    /// Length of a header. It is the same for every call, so ranks that disagree on everything else still exchange it
+    /// in order.
     pub(super) const BYTES: usize = 48;
 
     pub(super) fn of(call: &Spec, sequence: u64) -> Self {
@@ -23,7 +24,8 @@ impl Header {
         Self { sequence, description, fingerprint: description.fingerprint(call) }
     }
 
-    /// The header as others see it, with the one length that everything in an all_to_all has, if it has: that is not compared.
+    /// Returns the encoded header, with the one length of all parts of an all_to_all, if they are equal; that length is
+    /// not compared.
     pub(super) fn to_bytes(self, even: Option<usize>) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         let even = even.map_or(0, |bytes| bytes as u64 + 1);
@@ -39,7 +41,8 @@ impl Header {
         Self { sequence, description: Description { head, bytes, detail }, fingerprint: next() }
     }
 
-    /// The one length of all headers that begin the slots of `slot` bytes in `shown`, if they have one.
+    /// Returns the one length that all headers at the start of the slots of `slot` bytes in `shown` contain, if it is
+    /// the same in all.
     pub(super) fn common(shown: &[u8], slot: usize) -> Option<usize> {
         let mut evens =
             shown.chunks_exact(slot).map(|shown| u64::from_le_bytes(shown[Self::BYTES - 8..Self::BYTES].try_into().unwrap_or_default()));
@@ -47,10 +50,11 @@ impl Header {
         evens.all(|even| even == first).then(|| first.checked_sub(1)).flatten().map(|bytes| bytes as usize)
     }
 
-    /// Whether the headers of `ranks`, which begin slots of `slot` bytes in `shown`, are the same; returns their common length.
+    /// Compares the headers of `ranks`, which start slots of `slot` bytes in `shown`; returns their common length.
     ///
     /// # Errors
-    /// `Mismatch` names the first of `ranks`, the first that differs from it, and what each was called for.
+    ///
+    /// `Mismatch` names the first of `ranks`, the first that differs from it, and the calls of both.
     pub(super) fn agree(shown: &[u8], slot: usize, ranks: &[Rank], layout: &HostMap, group: &str) -> Result<Option<usize>> {
         let headers: Vec<Self> = shown.chunks_exact(slot).map(Self::from_bytes).collect();
         let Some((first, rest)) = headers.split_first() else { return Ok(None) };

@@ -1,4 +1,4 @@
-//! A rail for as long as somebody holds it, and the thread on which it ends.
+//! A rail that several holders share, and the thread on which it ends.
 #![allow(unsafe_code, reason = "a value that another thread drops")]
 
 use super::rail::Rail;
@@ -8,12 +8,12 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
-/// A rail, and what is dropped after it. A backend may end only when its last transfer does: so that takes a thread of its own, whoever
-/// lets go of the rail last.
+/// A rail, and a sender that is dropped after it. Some backends can only end when their last transfer does, so a new
+/// thread drops the rail when its last holder releases it.
 pub(super) struct Held(ManuallyDrop<(Arc<dyn Rail>, Sender<()>)>);
 
 impl Held {
-    /// `ended` is dropped once the rail has ended.
+    /// Wraps `rail`; `ended` is dropped once the rail has ended.
     pub(super) fn new(rail: Arc<dyn Rail>, ended: Sender<()>) -> Self {
         Self(ManuallyDrop::new((rail, ended)))
     }

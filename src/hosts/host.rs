@@ -1,7 +1,8 @@
-//! This host as its speakers tell others of it: what its ranks do, and what has failed.
+//! This node as its leaders report it to others: the calls of its ranks, and failures.
 //!
-//! Inside a host the control block tells everybody at once, and its speakers tell the other hosts ([`news`](super::news)). A rank that fails
-//! lets go of its rail then; a rank that loses a rail because of that soon hears why, and raises the same.
+//! Within a node the control block reports a failure to all ranks at once, and the node leaders report it to the other
+//! nodes ([`news`](super::news)). A rank that fails then releases its rail; a rank that loses a rail because of that
+//! soon receives the reason, and raises the same error.
 
 use super::header::Header;
 use super::news::{Host, Place, Waiting};
@@ -11,14 +12,14 @@ use crate::lock::lock;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// What a rank does, as its speaker sees it.
+/// The calls of one rank, as its node leader sees them.
 #[derive(Default)]
 pub(super) struct Current {
     /// The call that it is in.
     waiting: Mutex<Option<Waiting>>,
     /// Where a call was refused last.
     refused: Mutex<Option<Place>>,
-    /// Calls on CUDA tensors that no speaker has told.
+    /// Calls on CUDA tensors that no node leader has reported yet.
     launched: Mutex<Vec<Header>>,
 }
 
@@ -27,7 +28,7 @@ impl Current {
         *lock(&self.waiting) = call;
     }
 
-    /// Notes that a call was refused after `calls` others were made.
+    /// Records that a call was rejected after `calls` others were made.
     pub(super) fn note_refused(&self, calls: u64) {
         let mut last = lock(&self.refused);
         let times = last.filter(|last| last.calls == calls).map_or(0, |last| last.times) + 1;
@@ -39,25 +40,25 @@ impl Current {
         *lock(&self.refused)
     }
 
-    /// Notes that the call waits on its rail from now on, or inside its host.
+    /// Records that the call from now on waits on its rail, or within its node.
     pub(super) fn phase(&self, on_rail: bool) {
         if let Some(waiting) = &mut *lock(&self.waiting) {
             (waiting.phase_since, waiting.on_rail) = (Instant::now(), on_rail);
         }
     }
 
-    /// Notes calls that were launched.
+    /// Records launched calls.
     pub(super) fn launched(&self, headers: impl IntoIterator<Item = Header>) {
         lock(&self.launched).extend(headers);
     }
 }
 
-/// The ranks of this host, and what this one does.
+/// The ranks of this node, and the calls of this rank.
 pub(super) struct Inner(pub(super) Arc<Health>, pub(super) Arc<Current>);
 
 impl Host for Inner {
     fn failure(&self) -> Option<Error> {
-        // Nobody here needs to run into a death before it ends the group.
+        // A death ends the group even if no rank of this node waits for the dead rank.
         self.0.failure().or_else(|| self.0.control().dead().map(|death| self.0.fail(death)))
     }
 

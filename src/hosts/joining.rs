@@ -87,7 +87,7 @@ pub struct Joiner<'a> {
     address: Option<Address<'a>>,
 }
 
-/// The records in the store by which the ranks found each other, to be ended once they have joined or failed.
+/// The ranks' search for each other in the store, which ends once they have joined or failed.
 pub struct Search(Option<Box<Apart>>);
 
 impl Search {

@@ -1,17 +1,18 @@
-//! Other hosts of a group: what a group has only if its ranks are on several. Inside each host there is shared memory, and between hosts are
-//! backends of torch.
+//! The multi-node part of a group: shared memory connects the ranks of each node, and backends of torch connect the
+//! nodes.
 //!
-//! There are [`rail`]s, one for each local index that every host has, which move bytes and nothing else: what is exchanged, in which order,
-//! and every sum is decided here. `docs/design/several-hosts.md` shows the steps.
+//! The backends, one [`rail`] for each local rank that every node has, only move bytes. This module decides which bytes
+//! move and in which order, and computes every sum. `docs/design/several-hosts.md` shows the steps.
 //!
-//! - [`rail`]: what a backend does; [`header`](mod@header): what ranks compare
-//! - [`partials`](mod@partials): the type in which sums travel; [`chosen`](mod@chosen): what all ranks go by alike
-//! - [`runner`](mod@runner): runs a group's collectives on CPU tensors; [`cpu`](mod@cpu): carries out their programs
-//!   ([`two_level`](crate::coll::two_level)); [`executor`](mod@executor): such a call under way; [`opening`](mod@opening): how it begins;
-//!   [`short`](mod@short): all of it, if it is short
-//! - [`cuda`](mod@cuda): CUDA tensors; [`finding`](mod@finding): whether a group is on several hosts; [`joining`](mod@joining): how it forms
-//! - [`traffic`](mod@traffic): bytes by rail and peer; [`monitored`](mod@monitored): who has come to a monitored barrier
-//! - [`host`](mod@host): this host as others hear of it; [`news`](mod@news): how hosts hear of failures
+//! - [`rail`]: the interface to a backend; [`header`](mod@header): the part of a call that ranks compare
+//! - [`partials`](mod@partials): the type of partial sums; [`chosen`](mod@chosen): the choices that all ranks share
+//! - [`runner`](mod@runner): runs a group's collectives on CPU tensors; [`cpu`](mod@cpu): runs their programs
+//!   ([`two_level`](crate::coll::two_level)); [`executor`](mod@executor): such a call while it runs;
+//!   [`opening`](mod@opening): the start of a call; [`short`](mod@short): short calls, which consist of the opening
+//! - [`cuda`](mod@cuda): CUDA tensors; [`finding`](mod@finding): whether a group spans nodes; [`joining`](mod@joining):
+//!   how it forms
+//! - [`traffic`](mod@traffic): bytes by rail and peer; [`monitored`](mod@monitored): arrivals at a monitored barrier
+//! - [`host`](mod@host): this node as it is reported to others; [`news`](mod@news): out-of-band messages
 
 pub mod chosen;
 mod cpu;
@@ -54,12 +55,12 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use traffic::{Path, Traffic};
 
-/// Time that leaving waits for a backend to end.
+/// How long leaving waits for a backend to end.
 const RELEASE: Duration = Duration::from_millis(800);
-/// The same once the group has failed: a transfer that nobody answers may go on until its deadline.
+/// The same once the group has failed, when a transfer without a peer may last until its deadline.
 const RELEASE_FAILED: Duration = Duration::from_millis(80);
 
-/// The other hosts of a group, as one rank is connected with them.
+/// One rank's connection to the other nodes of its group.
 pub struct Hosts {
     health: Arc<Health>,
     layout: Arc<HostMap>,
@@ -70,36 +71,37 @@ pub struct Hosts {
     traffic: Arc<Traffic>,
     /// Set once all ranks have agreed.
     chosen: OnceLock<Chosen>,
-    /// Closed when the rail has ended.
+    /// Disconnected when the rail has ended.
     ending: Mutex<Receiver<()>>,
-    /// Ranks of the members in the default group; empty: the same as here.
+    /// The members' ranks in the default group; empty if they are the same as here.
     globals: Vec<i32>,
     store: Arc<dyn Store>,
-    /// CUDA tensors, where there are backends for them.
+    /// CUDA tensors, if a backend for them was chosen.
     cuda: Option<Cuda>,
     /// Number of monitored barriers.
     monitored: AtomicU64,
     life: Life,
 }
 
-/// Connections of a rank with the other hosts, once it has met them.
+/// A rank's connections to the other nodes, once they are made.
 struct Connections {
-    /// This rank's rail, if it gets one, which is made.
+    /// This rank's rail, already created, if it has one.
     rail: Option<Arc<dyn Rail>>,
     news: News,
     current: Arc<Current>,
     life: Life,
     engines: Engines,
-    /// Store of the group, in which two ranks meet later.
+    /// The group's store, in which two ranks meet later.
     store: Arc<dyn Store>,
     cuda: Option<Cuda>,
     globals: Vec<i32>,
 }
 
-/// The number of a message's peer in the flight recorder, and the observer of its end if the peer may be on another host.
+/// The number of a message's peer in the flight recorder, and the observer of its end if the peer may be on another
+/// node.
 pub type Recorded = (Option<Rank>, Option<Arc<dyn Observer>>);
 
-/// The record of a message whose peer it knows by its rank in the default group.
+/// Records the end of a message whose peer is known by its rank in the default group.
 struct Globals {
     recorder: Arc<Recorder>,
     ranks: Vec<i32>,
@@ -111,13 +113,13 @@ impl Observer for Globals {
     }
 }
 
-/// The number of `rank` in the default group, where the members have the numbers `globals`.
+/// Returns the number of `rank` in the default group, in which the members have the numbers `globals`.
 fn global(globals: &[i32], rank: Rank) -> Rank {
     globals.get(rank.index()).map_or(rank, |&global| Rank(global as u32))
 }
 
 impl Listener for Hosts {
-    /// Reports the failure to the other hosts, then drops the rail.
+    /// Reports the failure to the other nodes, then drops the rail.
     fn failed(&self, failure: &Error) {
         self.news.tell(failure);
         self.let_go(Duration::ZERO);
@@ -129,7 +131,8 @@ impl Listener for Hosts {
 }
 
 impl Hosts {
-    /// The other hosts of the group with this `health`, whose ranks are where `layout` says, as `rank` has met them.
+    /// Creates the multi-node part of the group with this `health` and node map `layout`, for `rank` with these
+    /// connections.
     fn new(health: &Arc<Health>, layout: &Arc<HostMap>, rank: Rank, connections: Connections) -> Arc<Self> {
         let (ended, ending) = channel();
         let Connections { rail, news, current, life, engines, store, cuda, globals } = connections;
@@ -155,12 +158,12 @@ impl Hosts {
         hosts
     }
 
-    /// This rank, and the number of ranks.
+    /// Returns this rank, and the number of ranks.
     pub fn place(&self) -> (Rank, usize) {
         (self.rank, self.layout.size())
     }
 
-    /// Whether `peer` is a rank of another host.
+    /// Returns true if `peer` is on another node.
     fn is_far(&self, peer: Rank) -> bool {
         self.layout.host(peer) != self.layout.host(self.rank)
     }
@@ -169,22 +172,24 @@ impl Hosts {
         global(&self.globals, rank)
     }
 
-    /// What calls go by.
+    /// Returns the choices that calls use.
     fn chosen(&self) -> &Chosen {
         self.chosen.get().unwrap_or(&Chosen::USUAL)
     }
 
-    /// The rail, as long as the group lives.
+    /// Returns the rail, as long as the group lives.
     fn rail(&self) -> Result<Arc<Held>> {
         let rail = lock(&self.rail).clone();
         rail.ok_or_else(|| Error::aborted("the group has left its other hosts"))
     }
 
-    /// Returns how the flight recorder names the `peer` of a message, `what`: inside the host by its number there, otherwise by its number in
-    /// the default group, with the observer of the message's end. `reach`: messages travel to other hosts.
+    /// Returns the number of `peer` in the flight recorder for a message `what`: its local rank if it is on this node;
+    /// otherwise its rank in the default group, with the observer of the message's end. `reach` is true if messages can
+    /// travel between nodes.
     ///
     /// # Errors
-    /// `Value` for a rank outside the group, `NotImplemented` where messages do not reach it.
+    ///
+    /// `Value` for a rank outside the group, `NotImplemented` if messages do not reach it.
     pub fn recorded_as(&self, what: &str, peer: Option<Rank>, reach: bool) -> Result<Recorded> {
         let layout = &self.layout;
         if let Some(peer) = peer.filter(|peer| peer.index() >= layout.size()) {
@@ -208,7 +213,7 @@ impl Hosts {
         Ok((shown, Some(Arc::new(globals))))
     }
 
-    /// The error of something that groups on several hosts do not have yet.
+    /// Returns the error for a feature `what` that multi-node groups lack.
     pub fn lacks(&self, what: &str) -> Error {
         let hosts: Vec<String> = (0..self.layout.hosts()).map(|host| self.layout.name_host(host)).collect();
         let (name, hosts) = (self.health.control().name(), hosts.join(", "));
@@ -218,23 +223,23 @@ impl Hosts {
         ))
     }
 
-    /// Notes that a call was refused after `calls` others were made.
+    /// Records that a call was rejected after `calls` others were made.
     pub fn note_refused(&self, calls: u64) {
         self.current.note_refused(calls);
     }
 
-    /// Tells the other hosts of the call that was refused last, because of `text`.
+    /// Notifies the other nodes of the last rejected call, with the reason `text`.
     pub fn tell_refused(&self, text: &str) {
         self.current.refused().into_iter().for_each(|place| self.news.refuse(place, text));
     }
 
-    /// Tells the other hosts that this rank makes the call of this number after all.
+    /// Notifies the other nodes that this rank makes the call of this number after a rejection.
     pub fn tell_resumed(&self, call: u64) {
         self.news.resume(call);
     }
 
-    /// Leaves the other hosts, once this rank has left its host: drops its connections with them, at most after `limit`, and reports how it
-    /// has left.
+    /// Leaves the other nodes, after this rank has left its own: closes its connections, after `limit` for CUDA tensors
+    /// at the latest, and reports how it has left.
     pub fn leave(&self, limit: Duration) {
         if let Some(cuda) = &self.cuda {
             cuda.close(limit);
@@ -246,15 +251,15 @@ impl Hosts {
         self.let_go(if failure.is_some() { RELEASE_FAILED } else { RELEASE });
     }
 
-    /// Forgets the rail of the parent of this process: it would wait for threads that do not exist here.
+    /// Forgets the rail of this process's parent, because dropping it would wait for threads that do not exist here.
     pub fn forget(&self) {
         if let Ok(mut rail) = self.rail.try_lock() {
             std::mem::forget(rail.take());
         }
     }
 
-    /// Lets go of the rail, and waits for at most `limit` until it has ended: calls that use it may still have to see that the group has
-    /// failed.
+    /// Releases the rail, and waits for at most `limit` until it has ended: calls that use it may still have to see
+    /// that the group has failed.
     fn let_go(&self, limit: Duration) {
         drop(lock(&self.rail).take());
         if !limit.is_zero() {

@@ -1,4 +1,4 @@
-//! Which type of partial results a group chooses.
+//! The choice of the type of a group's partial sums.
 
 pub use crate::coll::two_level::levels::Partials;
 use crate::error::{Error, Result};
@@ -6,14 +6,15 @@ use crate::lock::lock;
 use crate::sys::fork::PerProcess;
 use std::sync::Mutex;
 
-/// What the default group has chosen.
+/// The default group's choice.
 static DEFAULT: PerProcess<Mutex<Partials>> = PerProcess::new(Mutex::default);
 
 impl Partials {
-    /// What a group chooses by `named`; one that does not choose has its default group's.
+    /// Returns the choice of a group that passes `named`; without a choice of its own it uses the default group's.
     ///
     /// # Errors
-    /// `Value` where there is no choice of that name.
+    ///
+    /// `Value` if `named` is not a valid choice.
     pub fn chosen(named: &str, is_default: bool) -> Result<Self> {
         let mut default = lock(DEFAULT.get());
         let chosen = match named {

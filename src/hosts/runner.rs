@@ -1,4 +1,4 @@
-//! Runs a group's collectives on CPU tensors, one at a time: steps inside the host by the runner of its ranks, directly.
+//! Runs a multi-node group's collectives on CPU tensors; the runner of the node's ranks runs intra-node steps directly.
 
 use super::Hosts;
 use super::executor::Executor;
@@ -12,7 +12,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Runs a group's collectives on several hosts, one at a time.
+/// Runs a multi-node group's collectives, one at a time.
 pub struct HostsRunner {
     inner: RefCell<Runner>,
     hosts: Arc<Hosts>,
@@ -20,12 +20,13 @@ pub struct HostsRunner {
 }
 
 impl HostsRunner {
-    /// A runner for a group of `hosts` that has run nothing yet. `inner` runs what the ranks of this host do among themselves.
+    /// Creates a runner for a group of `hosts` that has run nothing yet. `inner` runs collectives of the ranks of this
+    /// node.
     pub fn new(inner: Runner, hosts: Arc<Hosts>) -> Self {
         Self { inner: RefCell::new(inner), hosts, sequence: 0 }
     }
 
-    /// Number of collectives begun.
+    /// Returns the number of collectives started.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }
@@ -50,7 +51,7 @@ impl HostsRunner {
         outcome.map_err(|error| health.fail(error))
     }
 
-    /// Runs `calls` of the ranks of this host.
+    /// Runs `calls` of the ranks of this node.
     pub fn run_inside(&self, calls: &[Call<'_>], limit: &Limit) -> Result<()> {
         let mut inner = self.inner.borrow_mut();
         calls.iter().try_for_each(|call| inner.run(call, limit))

@@ -1,4 +1,4 @@
-//! Short calls: everything that all ranks give has come with the opening, and each rank takes what it wants of it.
+//! Short calls: the opening carries the data of all ranks, and each rank takes the parts that it needs.
 #![allow(unsafe_code, reason = "loops over the bytes of slots")]
 
 use super::executor::{Executor, Scratch, copy};
@@ -11,8 +11,8 @@ use crate::kernels::cpu::{self, Source, Store};
 use crate::rank::Rank;
 
 impl Executor<'_> {
-    /// 1. Inside: ranks show each other what they give. 2. Between: rail 0 brings each host what the others give. 3. Inside: everybody gets
-    ///    that, and takes what it wants.
+    /// 1. Intra-node: ranks exchange their data. 2. Inter-node: rail 0 exchanges the nodes' data. 3. Intra-node: all
+    /// ranks receive the data of the other nodes, and take the parts that they need.
     pub(super) fn short(&self) -> Result<()> {
         let slots = self.open(1, 0)?.told()?;
         self.take_short(&slots);
@@ -44,7 +44,7 @@ impl Executor<'_> {
         (0..).map(Rank).zip(&*self.call.outputs).for_each(|(from, &output)| take(from, output));
     }
 
-    /// What all ranks give from place `skipped` on, combined in two levels into `output`.
+    /// Combines the data of all ranks from offset `skipped` on, in two levels, into `output`.
     fn combine_records(&self, records: &[Vec<(f64, &[u8])>], skipped: usize, output: Span) {
         let (levels, dtype) = (Levels::of(self.call.reduce_op, self.call.dtype, self.layout), self.call.dtype);
         let wide = self.hosts.chosen().partials.dtype(self.call.reduce_op, dtype);
@@ -82,7 +82,7 @@ fn span(bytes: &[u8]) -> Span {
     Span { addr: bytes.as_ptr().addr(), bytes: bytes.len() }
 }
 
-/// The `n`th part of `bytes` bytes.
+/// Returns the `n`th part of `bytes` bytes.
 fn nth(whole: Span, n: usize, bytes: usize) -> Span {
     part(whole, &(n * bytes..(n + 1) * bytes))
 }

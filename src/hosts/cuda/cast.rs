@@ -1,4 +1,4 @@
-//! Copies of floats as float32, and back, on a GPU: `src/kernels/cuda/hosts/cast.cu`.
+//! Conversion of floats to float32 and back on a GPU: `src/kernels/cuda/hosts/cast.cu`.
 
 use super::sum::{BLOCKS, THREADS};
 use crate::coll::cuda::arguments::bytes_of;
@@ -10,7 +10,7 @@ use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Grid, Kernel, Stream};
 use crate::mem::span::Span;
 
-/// Program, and the kernels that widen and that round.
+/// The program, and its kernels that widen and round.
 pub const NAMES: (&str, [&str; 2]) = ("hosts/cast", ["widen_floats", "round_floats"]);
 
 /// `CastArgs`.
@@ -34,7 +34,7 @@ pub struct Cast {
     pub to: Span,
     /// The narrower type; the other is float32.
     pub dtype: DType,
-    /// Whether the copies are the float32; else they are rounded.
+    /// True if the copies are the float32 elements, false if they are rounded.
     pub widens: bool,
 }
 
@@ -45,8 +45,8 @@ impl Cast {
         CastArgs { from: self.from.addr as u64, to: self.to.addr as u64, count: (narrow.bytes / self.dtype.size()) as u64 }
     }
 
-    /// The kernel that widens elements of `dtype`, or rounds to it, loaded on `device`, whose context is current: the first time that may
-    /// wait for what runs there.
+    /// Loads the kernel that widens elements of `dtype`, or rounds to it, on `device`, whose context must be current.
+    /// The first load may wait for running kernels of the device.
     pub(super) fn kernel(device: &Device, dtype: DType, widens: bool) -> Result<Kernel> {
         let variant = Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(dtype), op: None, zero_copy: false };
         load(device, &variant, NAMES.1[usize::from(!widens)])

@@ -1,4 +1,4 @@
-//! Sends and receives of CUDA tensors: kernels of the group within a host, a backend of two ranks between hosts.
+//! Sends and receives of CUDA tensors: the group's kernels within a node, a backend of two ranks between nodes.
 
 use super::backends::Which;
 use super::watch::Open;
@@ -16,12 +16,12 @@ use crate::sys::interrupt::Interrupts;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-/// Pauses between two looks for a peer in the store.
+/// The first and the longest pause between two polls of the store for a peer.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
 
 impl Hosts {
-    /// Enqueues sends and receives, none of which waits for another; returns as `launch` does. The first message between two ranks of
-    /// different hosts waits for the other rank's.
+    /// Enqueues sends and receives that do not wait for each other; returns as `launch` does. The first message between
+    /// two ranks of different nodes blocks until the other rank starts one, too.
     pub fn launch_transfers(&self, inside: &dyn ThisHost, transfers: &[Transfer], target: CudaTarget, timeout: Duration) -> Result<()> {
         let (host, size) = (self.layout.host(self.rank), self.layout.size());
         let (mut near, mut far) = (Vec::new(), Vec::new());
@@ -47,7 +47,7 @@ impl Hosts {
         outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.health.fail(error) })
     }
 
-    /// Connects this rank with those on other hosts that it sends to or receives from.
+    /// Connects this rank to the ranks on other nodes to which it sends or from which it receives.
     fn meet(&self, cuda: &Cuda, state: &mut State, far: &[(Rank, bool, Span)], target: CudaTarget, timeout: Duration) -> Result<()> {
         self.check_device(cuda, state, target.device)?;
         let peers: BTreeSet<Rank> = far.iter().map(|&(peer, ..)| peer).filter(|&peer| !cuda.connections.has(Which::Pair(peer))).collect();
@@ -56,7 +56,7 @@ impl Hosts {
         }
         self.check_not_recording(target, "message between two ranks of CUDA tensors")?;
         self.use_device(cuda, state, target.device)?;
-        // Lower pairs first, on all ranks: no circle of ranks waits for each other in a batch.
+        // Lower pairs first on all ranks, so that no ranks of a batch wait for each other in a cycle.
         let mut pairs: Vec<(Rank, Rank)> = peers.iter().map(|&peer| (self.rank.min(peer), self.rank.max(peer))).collect();
         pairs.sort();
         for (low, high) in pairs {
@@ -65,14 +65,15 @@ impl Hosts {
             let key = |rank: Rank| format!("{name}/here/{rank}");
             let make = || cuda.connections.make(Which::Pair(peer), &name, index, 2, target.device, timeout + FURTHER);
             let made = self.await_peer(cuda, [key(self.rank), key(peer)], peer, timeout).and_then(|()| make());
-            // The peer has seen it, or nobody needs it. A store that cannot delete keeps it.
+            // The peer has read the key, or does not need it. A store that cannot delete keeps it.
             let _ = cuda.store.delete(&key(self.rank));
             made.map_err(|error| self.unconnected(error, &self.layout.describe(peer)))?;
         }
         Ok(())
     }
 
-    /// Returns once `peer` has come, too, to connect with this rank. Both say so in the store, under `keys`: a backend would wait for ever.
+    /// Waits until `peer`, too, is about to connect. Both ranks set one of `keys` in the store first, because a backend
+    /// would wait for a missing peer forever.
     fn await_peer(&self, cuda: &Cuda, keys: [String; 2], peer: Rank, timeout: Duration) -> Result<()> {
         let [own, other] = keys;
         let (begun, mut pause, mut interrupts) = (Instant::now(), PAUSE.0, Interrupts::new());
@@ -131,7 +132,8 @@ impl Hosts {
     }
 }
 
-/// Messages with each peer, at most one in each direction at a time: `(peer, sent, received)`, in their order.
+/// Returns batches of `(peer, sent, received)`: in each batch at most one message per peer and direction, in their
+/// order.
 fn batches(far: &[(Rank, bool, Span)]) -> Vec<Vec<(Rank, Span, Span)>> {
     let mut batches: Vec<Vec<(Rank, Span, Span)>> = Vec::new();
     for peer in far.iter().map(|&(peer, ..)| peer).collect::<BTreeSet<_>>() {

@@ -1,11 +1,14 @@
-//! CUDA tensors of a group on several hosts: kernels of the group inside each host, a backend of torch's, NCCL, between them.
+//! CUDA tensors of multi-node groups: the group's kernels within each node, and a backend of torch, NCCL, between
+//! nodes.
 //!
-//! Everything is enqueued in stream order and nothing waits for a GPU, but for the first call, which connects. A call is
-//! a program ([`two_level`](crate::coll::two_level)), whose steps follow each other on the caller's stream.
+//! Everything is enqueued in stream order and nothing waits for a GPU, except for the first call, which connects the
+//! ranks. A call is a program ([`two_level`](crate::coll::two_level)), whose steps follow each other on the caller's
+//! stream.
 //!
-//! - [`backends`]: what torch does
-//! - [`sum`]: the kernel that adds up partial results; [`cast`]: those that widen and round
-//! - [`messages`](mod@messages): sends and receives; [`watch`](mod@watch): deadlines, and the end of what waits for a host that has failed
+//! - [`backends`]: the interface to torch's backends
+//! - [`sum`]: the kernel that adds partial sums; [`cast`]: the kernels that widen and round
+//! - [`messages`](mod@messages): sends and receives; [`watch`](mod@watch): timeouts, and the end of calls that wait for
+//!   a failed node
 
 pub mod backends;
 pub mod cast;
@@ -43,27 +46,29 @@ use std::time::Duration;
 use sum::{MOST_HOSTS, Sum};
 use watch::{Open, Watch, Watched};
 
-/// Time past the deadline in which kernels inside a host go on: who waits for another host knows more, and fails the group first.
+/// How much longer the timeout of intra-node kernels is: a rank that waits for another node knows which node is late,
+/// and must fail the group first.
 const GRACE: Duration = Duration::from_secs(1);
-/// Time by which a backend's own limit is longer than the group's: NCCL's ends the process.
+/// How much longer a backend's own timeout is than the group's, because NCCL's timeout ends the process.
 const FURTHER: Duration = Duration::from_secs(600);
 
-/// Time that leaving waits for backends to end.
+/// How long leaving waits until the backends have ended.
 const RELEASE: Duration = Duration::from_secs(2);
 
-/// The ranks of this host, as calls on CUDA tensors need them.
+/// The ranks of this node, as calls on CUDA tensors need them.
 pub trait ThisHost {
     /// Runs a call of the whole group on CPU tensors.
     fn run_call(&self, call: &Call<'_>, timeout: Duration) -> Result<()>;
 
-    /// The GPUs of this host, which are set up on `device` if they are not: blocks until all ranks of this host do so.
+    /// Returns the GPUs of this node. The first call sets them up on `device`, and blocks until all ranks of this node
+    /// do so.
     fn gpus(&self, device: i32) -> Result<Arc<Communicator>>;
 
-    /// Enqueues messages among the ranks of this host, which have their numbers here.
+    /// Enqueues messages among the ranks of this node; peers are local ranks.
     fn launch_near(&self, transfers: &[message::Transfer], target: CudaTarget, timeout: Duration) -> Result<()>;
 }
 
-/// A group's GPUs and what connects them with those of other hosts.
+/// A group's GPUs and their connections to other nodes.
 pub(super) struct Cuda {
     connections: Arc<Connections>,
     store: Arc<dyn Store>,
@@ -76,7 +81,7 @@ pub(super) struct Cuda {
 #[derive(Default)]
 struct State {
     used: Option<Used>,
-    /// The GPUs of this host, and the rail, are connected.
+    /// True once the GPUs of this node and the rail are connected.
     connected: bool,
     launched: u64,
     /// Number of collectives launched.
@@ -86,9 +91,9 @@ struct State {
 /// A device in use.
 struct Used {
     device: Device,
-    /// Last call outside graphs, and in one.
+    /// The last call outside graphs, and the last one in a graph.
     last: [Option<Last>; 2],
-    /// Events behind those.
+    /// Events after these two.
     behind: [Event; 2],
 }
 
@@ -99,7 +104,7 @@ struct Last {
 }
 
 impl Cuda {
-    /// `store`: where two ranks meet.
+    /// Creates the state of a group whose ranks meet in pairs in `store`.
     pub(super) fn new(backends: Arc<dyn Backends>, store: Arc<dyn Store>) -> Self {
         Self {
             connections: Arc::new(Connections::new(backends)),
@@ -112,11 +117,11 @@ impl Cuda {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // What a panic leaves half-changed fails the group.
+        // A panic that leaves this half-changed fails the group.
         lock(&self.state)
     }
 
-    /// Lets go of the backends once what was enqueued is done, at most after `limit`; what is not ends then.
+    /// Releases the backends once the enqueued calls have ended; aborts the calls that are still running after `limit`.
     pub(super) fn close(&self, limit: Duration) {
         if self.generation != fork::generation() || self.closed.swap(true, Ordering::AcqRel) {
             return;
@@ -134,7 +139,7 @@ impl Cuda {
 }
 
 impl Hosts {
-    /// Enqueues `calls` in order; returns at once (the first time: after the set-up with all ranks).
+    /// Enqueues `calls` in order and returns at once; the first call returns after the set-up with all ranks.
     pub fn launch(&self, inside: &dyn ThisHost, calls: &[Call<'_>], target: CudaTarget, timeout: Duration) -> Result<()> {
         norm::refuse_between_hosts(calls)?;
         let cuda = self.cuda(&calls.first().map_or_else(String::new, |call| Description::of(call).to_string()))?;
@@ -148,7 +153,7 @@ impl Hosts {
             headers.clone().try_for_each(|header| self.compare(inside, header, timeout))?;
         }
         self.health.recorder().ask(calls.len());
-        // Other hosts compare them while they run; those of one host are compared by their kernels.
+        // Nodes compare these calls while they run; the kernels compare the calls within a node.
         if self.layout.local(self.rank) == 0 {
             self.current.launched(headers);
         }
@@ -159,7 +164,7 @@ impl Hosts {
         outcome.inspect_err(|error| entries.for_each(|number| self.health.recorder().end(number, &Err(error.clone()), true, "")))
     }
 
-    /// Notes `calls`, the last of which is collective `last`, in the flight recorder: their numbers there.
+    /// Records `calls`, which end with collective number `last`, in the flight recorder; returns their numbers there.
     fn note(&self, calls: &[Call], last: u64, target: CudaTarget, timeout: Duration) -> Range<u64> {
         let (recorder, CudaTarget { device, stream, background }) = (self.health.recorder(), target);
         let place = trace::Target::Cuda { device, stream, background };
@@ -172,13 +177,14 @@ impl Hosts {
         entries
     }
 
-    /// Number of this rank's rail, if it has one.
+    /// Returns the number of this rank's rail, if it has one.
     fn rail_number(&self) -> Option<u16> {
         let local = self.layout.local(self.rank);
         (local < self.layout.rails()).then_some(local as u16)
     }
 
-    /// Returns once all ranks of all hosts were found to run the same call: the host waits, which it does nowhere else.
+    /// Blocks the calling thread until all ranks of all nodes were found to run the same call; the only function here
+    /// that does so for each call.
     fn compare(&self, inside: &dyn ThisHost, header: Header, timeout: Duration) -> Result<()> {
         let (n, each) = (self.layout.size(), Header::BYTES);
         let (mut own, mut all) = (header.to_bytes(None), vec![0u8; n * each]);
@@ -193,14 +199,14 @@ impl Hosts {
 
     /// Sets up the group's GPUs: blocks until all ranks have called it or launched. Idempotent.
     pub fn connect(&self, inside: &dyn ThisHost, device: i32, timeout: Duration) -> Result<()> {
-        // The stream is torch's usual one: nobody records a graph while a group is made.
+        // The default stream, because no program records a graph while it creates a group.
         let target = CudaTarget { device, stream: 0, background: false };
         let cuda = self.cuda("a call")?;
         let mut state = cuda.state();
         self.connected(inside, cuda, &mut state, target, Which::Rail, timeout)
     }
 
-    /// Refuses `what`, which works on one host only.
+    /// Returns the error for `what`, which works on one node only.
     fn not_served(&self, what: &str) -> Error {
         let hosts: Vec<String> = (0..self.layout.hosts()).map(|host| self.layout.name_host(host)).collect();
         let (name, hosts) = (self.health.control().name(), hosts.join(", "));
@@ -221,7 +227,7 @@ impl Hosts {
         })
     }
 
-    /// Refuses another device than the group's, and calls after its end.
+    /// Rejects another device than the group's, and calls after the group's end.
     fn check_device(&self, cuda: &Cuda, state: &State, device: i32) -> Result<()> {
         let name = self.health.control().name();
         if cuda.closed.load(Ordering::Acquire) {
@@ -235,7 +241,7 @@ impl Hosts {
         }
     }
 
-    /// Refuses what connects GPUs where the stream records a graph.
+    /// Rejects a call that must connect GPUs while its stream records a graph.
     fn check_not_recording(&self, target: CudaTarget, first: &str) -> Result<()> {
         if target.stream == 0 || Stream(target.stream).capture()?.is_none() {
             return Ok(());
@@ -252,7 +258,7 @@ impl Hosts {
         self.health.fail(Error { message: text, ..error })
     }
 
-    /// Connects the GPUs as far as `needed`, with all ranks.
+    /// Connects the GPUs and the backend `needed`, with all ranks, unless they are connected.
     fn connected(
         &self,
         inside: &dyn ThisHost,
@@ -268,7 +274,7 @@ impl Hosts {
         }
         let again = state.connected;
         self.check_not_recording(target, if again { "gather, scatter or all_to_all of CUDA tensors" } else { "call on CUDA tensors" })?;
-        // Whoever passes has found all ranks on all hosts, which are about to make the same.
+        // A rank that passes this barrier knows that all ranks of all nodes are about to create the same backends.
         inside.run_call(&Call::barrier(None), timeout)?;
         self.make(inside, cuda, state, target.device, needed, timeout)
             .map_err(|error| self.unconnected(error, &self.layout.name_others(self.layout.host(self.rank))))
@@ -295,7 +301,7 @@ impl Hosts {
         Ok(())
     }
 
-    /// Opens the device, and begins to watch what is enqueued there, unless that has happened.
+    /// Opens the device and starts its watchdog, unless that has happened.
     fn use_device(&self, cuda: &Cuda, state: &mut State, ordinal: i32) -> Result<()> {
         if state.used.is_some() {
             return Ok(());
@@ -317,7 +323,7 @@ impl Hosts {
         Ok(())
     }
 
-    /// Enqueues what `body` does behind everything before, on whatever stream, and has it watched.
+    /// Enqueues the work of `body` after all earlier calls, on whichever streams they are, and adds it to the watchdog.
     fn in_order(
         &self,
         cuda: &Cuda,
@@ -349,7 +355,8 @@ impl Hosts {
             Ok(())
         };
         let outcome = enqueue();
-        // Whatever failed half-way leaves others waiting; a bad argument was refused before.
+        // A call that fails half-way leaves other ranks waiting, so it fails the group; a bad argument is rejected
+        // before anything is enqueued.
         outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.health.fail(error) })
     }
 
@@ -370,7 +377,7 @@ impl Hosts {
         let program = Planning { map: layout, me, partials, thresholds, rules: &Rules::CUDA }.plan(call, None);
         let temp = if program.temp > 0 { backends.memory(ordinal, program.temp)? } else { 0 };
         let bases = Bases { temp, aside: 0 };
-        // Before anything waits for another host there, for which loading would wait in turn.
+        // Loaded before anything on the device waits for another node, because loading would wait for that in turn.
         let kernels = Kernels::load(&program, call, device, layout);
         let start = |transfer: &Transfer<Place>, beside: bool| {
             let transfer = transfer.map(|place| place.at(&bases));
@@ -383,7 +390,7 @@ impl Hosts {
                 let calls: Vec<Call> = calls.iter().map(|inner| inner.call(call.factor, &bases)).collect();
                 inside.gpus(ordinal)?.launch(&calls, target, timeout + GRACE, |_| {})
             }
-            // Programs for CUDA tensors do not have it: hosts compare their calls while they run.
+            // Not in programs for CUDA tensors: nodes compare their calls while these run.
             Step::Agree => Ok(()),
             Step::Start(transfer) => start(transfer, true),
             Step::Run(transfer) => start(transfer, false),
@@ -412,7 +419,7 @@ impl Hosts {
     }
 }
 
-/// Kernels of a program: its sums have one type and operation, and its copies one type.
+/// The kernels of a program. All its sums have one type and operation, and all its casts one type.
 #[derive(Default)]
 struct Kernels {
     sum: Option<Kernel>,
@@ -421,7 +428,7 @@ struct Kernels {
 }
 
 impl Kernels {
-    /// The kernels that `program` for `call` needs, on `device`.
+    /// Loads the kernels that `program` for `call` needs, on `device`.
     fn load(program: &Program, call: &Spec, device: &Device, layout: &HostMap) -> Result<Self> {
         let has = |what: fn(&Step) -> bool| program.steps.iter().any(what);
         let sum = || Sum::kernel(device, program.partial, call.reduce_op, layout);
@@ -434,7 +441,7 @@ impl Kernels {
     }
 }
 
-/// Whether a call needs the backend of all ranks; the same on all of them.
+/// Returns true if a call needs the backend of all ranks; the result is the same on all of them.
 fn exchanges(op: Op) -> bool {
     match op {
         Op::Gather | Op::Scatter | Op::AllToAll => true,
@@ -447,7 +454,7 @@ fn loaded(kernel: Option<Kernel>) -> Result<Kernel> {
     kernel.ok_or_else(|| Error::internal("a kernel of the program was not loaded"))
 }
 
-/// Bytes of all `spans`.
+/// Returns the total length of `spans`.
 fn total(spans: &[Span]) -> usize {
     spans.iter().map(|span| span.bytes).sum()
 }

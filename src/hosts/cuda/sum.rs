@@ -1,4 +1,4 @@
-//! The ordered sum of all hosts' partial results on a GPU: `src/kernels/cuda/hosts/sum_partials.cu`.
+//! The ordered sum of all nodes' partial sums on a GPU: `src/kernels/cuda/hosts/sum_partials.cu`.
 
 use crate::coll::cuda::arguments::bytes_of;
 use crate::coll::cuda::kernels::load;
@@ -11,11 +11,11 @@ use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Grid, Kernel, Stream};
 use crate::mem::span::Span;
 
-/// Threads of a block: `LANE_THREADS` of `device.cuh`.
+/// Number of threads per block: `LANE_THREADS` of `device.cuh`.
 pub(super) const THREADS: u32 = 256;
-/// Blocks, at most.
+/// Maximum number of blocks.
 pub(super) const BLOCKS: usize = 512;
-/// Most hosts that a group with CUDA tensors may have: `MOST_HOSTS`.
+/// Maximum number of nodes of a group with CUDA tensors: `MOST_HOSTS` of the kernel.
 pub const MOST_HOSTS: usize = 128;
 /// Program and kernel.
 pub const NAMES: (&str, &str) = ("hosts/sum_partials", "sum_partials");
@@ -32,15 +32,15 @@ pub struct SumPartials {
     pub to: u64,
     /// Length of a partial.
     pub bytes: u64,
-    /// Number of hosts.
+    /// Number of nodes.
     pub hosts: u32,
-    /// Number that an average divides by.
+    /// Divisor of an average.
     pub divisor: u32,
-    /// Factor of each host under PREMUL_SUM.
+    /// Factor of each node under PREMUL_SUM.
     pub factor: [f64; MOST_HOSTS],
 }
 
-/// A sum over hosts.
+/// A sum over nodes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sum {
     /// Address of the first host's partial.
@@ -56,13 +56,13 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// The sum of `from`, which are one of each host and evenly spaced.
+    /// Creates the sum of `from`, which contains one partial sum per node, at equal distances.
     pub fn of(from: &[Span], to: Span, dtype: DType, op: ReduceOp) -> Self {
         let (first, second) = (from[0].addr, from.get(1).unwrap_or(&from[0]).addr);
         Self { from: first, stride: second - first, to, dtype, op }
     }
 
-    /// Operation that the kernel is compiled for, and its arguments.
+    /// Returns the operation for which the kernel is compiled, and its arguments.
     ///
     /// # Errors
     /// [`Internal`](crate::error::Kind::Internal) where partials are not aligned.
@@ -78,10 +78,10 @@ impl Sum {
         Ok((levels.outer, SumPartials { from, stride, to, bytes, hosts, divisor, factor }))
     }
 
-    /// The kernel of sums of `dtype` with the operation `op` of a call, loaded on `device`, whose context is current: the first time that may
-    /// wait for what runs there.
+    /// Loads the kernel for sums of `dtype` in a call with the operation `op` on `device`, whose context must be
+    /// current. The first load may wait for running kernels of the device.
     pub(super) fn kernel(device: &Device, dtype: DType, op: ReduceOp, layout: &HostMap) -> Result<Kernel> {
-        // The number of hosts is an argument: one kernel serves all.
+        // The number of nodes is an argument, so one kernel serves all.
         let op = Some(Levels::of(op, dtype, layout).outer);
         load(device, &Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(dtype), op, zero_copy: false }, NAMES.1)
     }
