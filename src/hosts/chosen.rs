@@ -34,7 +34,6 @@ static TRIAL: PerProcess<Mutex<Option<Thresholds>>> = PerProcess::new(Mutex::def
 /// Makes groups that this process joins from now on as rank 0 use `thresholds`; `None` restores the profile's.
 ///
 /// # Errors
-///
 /// `Value` if the thresholds are impossible.
 pub fn try_out(thresholds: Option<Thresholds>) -> Result<()> {
     let checked = thresholds.map(Thresholds::checked).transpose()?;
@@ -85,7 +84,6 @@ impl Hosts {
     /// ranks then use the thresholds of rank 0.
     ///
     /// # Errors
-    ///
     /// `Config` names a rank whose partials differ from those of rank 0.
     pub(super) fn agree_on(&self, chosen: Chosen, run: impl FnOnce(&Call<'_>) -> Result<()>) -> Result<()> {
         let (mut own, mut all) = (chosen.to_bytes(), vec![0u8; self.layout.size() * RECORD]);

@@ -99,8 +99,8 @@ impl Executor<'_> {
         let levels = Levels::of(self.call.reduce_op, self.call.dtype, self.layout);
         let source = |(host, span): (usize, &Span)| Source { ptr: span.ptr(), factor: levels.factor(host, self.layout) };
         let sources: Vec<Source> = partials.iter().enumerate().map(source).collect();
-        // SAFETY: all have `to.bytes` bytes and are those of a `Combine` (`two_level::check`: `to` overlaps none of them), or scratch memory;
-        // the call promises its tensors (`Call::new`).
+        // SAFETY: all have `to.bytes` bytes and belong to a `Combine` (`two_level::check`: `to` overlaps none of them),
+        // or are scratch memory; the call promises its tensors (`Call::new`).
         unsafe { cpu::reduce_partials(levels.outer, dtype, to.ptr(), &sources, to.bytes / dtype.size(), levels.divisor) }
     }
 

@@ -23,7 +23,7 @@ use std::time::Duration;
 /// Poll interval for this node's failures while a rank waits on its rail.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// How long past its deadline a rank that waits for another node waits for a report that names the missing rank.
+/// How much longer than its deadline a rank on a rail waits for a report that names the missing rank.
 pub(super) const HEAR: Duration = Duration::from_millis(80);
 
 /// How long past their deadline the ranks of a node allow for a report from the rank that waited for other nodes.
@@ -66,8 +66,8 @@ impl Scratch {
 pub(super) fn copy(from: Span, to: Span) {
     assert_eq!(from.bytes, to.bytes, "a copy of unequal lengths");
     if from.bytes > 0 {
-        // SAFETY: both are places of a program, or slots and scratch memory, of this length. The call promises its tensors (`Call::new`), and
-        // no step's source overlaps its target (`two_level::check`).
+        // SAFETY: both are spans of a program, or slots and scratch memory, of this length. The call promises its
+        // tensors (`Call::new`), and no step's source overlaps its target (`two_level::check`).
         unsafe { cpu::copy(to.ptr(), from.ptr(), from.bytes, Store::Cached) }
     }
 }

@@ -33,7 +33,6 @@ pub(super) fn known() -> Option<Known> {
 /// the default group. `torch` returns the backends for a name.
 ///
 /// # Errors
-///
 /// `Value` if `named` is not a valid choice, `Config` if `SYMM_HOSTS` is not.
 pub fn connects(named: &str, options: &JoinOptions, torch: impl Fn(&str) -> Result<Engines>) -> Result<HostsChoice> {
     if options.is_default {
@@ -69,7 +68,6 @@ pub struct Several {
 /// rejects multi-node groups.
 ///
 /// # Errors
-///
 /// The errors of joining on one node; `Timeout` names the ranks that did not join.
 pub fn find(store: &dyn Store, options: &JoinOptions, choice: &HostsChoice) -> Result<Place> {
     let since = Instant::now();

@@ -53,7 +53,6 @@ impl Header {
     /// Compares the headers of `ranks`, which start slots of `slot` bytes in `shown`; returns their common length.
     ///
     /// # Errors
-    ///
     /// `Mismatch` names the first of `ranks`, the first that differs from it, and the calls of both.
     pub(super) fn agree(shown: &[u8], slot: usize, ranks: &[Rank], layout: &HostMap, group: &str) -> Result<Option<usize>> {
         let headers: Vec<Self> = shown.chunks_exact(slot).map(Self::from_bytes).collect();

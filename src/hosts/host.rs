@@ -17,7 +17,7 @@ use std::time::Instant;
 pub(super) struct Current {
     /// The call that it is in.
     waiting: Mutex<Option<Waiting>>,
-    /// Where a call was refused last.
+    /// The point at which a call was last rejected.
     refused: Mutex<Option<Place>>,
     /// Calls on CUDA tensors that no node leader has reported yet.
     launched: Mutex<Vec<Header>>,
@@ -35,7 +35,7 @@ impl Current {
         *last = Some(Place { calls, times });
     }
 
-    /// Where a call was refused last.
+    /// The point at which a call was last rejected.
     pub(super) fn refused(&self) -> Option<Place> {
         *lock(&self.refused)
     }

@@ -3,8 +3,8 @@
 //!
 //! Ranks with different inter-node backends would wait for each other forever. The hubs therefore publish theirs with
 //! their addresses, the first rank of each node sends them to its node, and a rank that would use other backends fails
-//! before it creates a rail. Creating a rail waits for peers and cannot be interrupted, so it runs on a thread of its
-//! own while the joining thread polls for failures.
+//! before it creates a rail. Creating a rail waits for peers and does not check for failures, so it runs on a thread of
+//! its own while the joining thread polls for failures.
 
 use super::chosen::{self, Chosen};
 use super::cuda::{Cuda, backends::Backends};

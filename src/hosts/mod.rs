@@ -188,7 +188,6 @@ impl Hosts {
     /// travel between nodes.
     ///
     /// # Errors
-    ///
     /// `Value` for a rank outside the group, `NotImplemented` if messages do not reach it.
     pub fn recorded_as(&self, what: &str, peer: Option<Rank>, reach: bool) -> Result<Recorded> {
         let layout = &self.layout;

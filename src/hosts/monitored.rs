@@ -36,7 +36,8 @@ impl Hosts {
         Meeting { store: &*self.store, prefix, me: self.rank, size: self.layout.size() as u32, deadline: Instant::now() }
     }
 
-    /// Removes the keys of this rank that are still in the store, unless the group has failed: rank 0 may still read them then.
+    /// Removes this rank's remaining keys from the store, unless the group has failed, because rank 0 may still read
+    /// them then.
     pub fn forget_keys(&self) {
         if self.health.failure().is_some() {
             return;

@@ -13,7 +13,6 @@ impl Partials {
     /// Returns the choice of a group that passes `named`; without a choice of its own it uses the default group's.
     ///
     /// # Errors
-    ///
     /// `Value` if `named` is not a valid choice.
     pub fn chosen(named: &str, is_default: bool) -> Result<Self> {
         let mut default = lock(DEFAULT.get());

@@ -1,4 +1,4 @@
-//! Rail: a backend of torch between the ranks of one local rank on all nodes.
+//! Rail: a backend of torch between the ranks with the same local rank on all nodes.
 
 use crate::coll::call::Span;
 use crate::coll::two_level::step::Transfer;

@@ -31,7 +31,8 @@ impl HostsRunner {
         self.sequence
     }
 
-    /// Runs `call`, which is `entry` in the flight recorder; returns when its outputs are complete and its inputs may change.
+    /// Runs `call`, which has the number `entry` in the flight recorder; returns when its outputs are complete and its
+    /// inputs may change.
     pub fn run(&mut self, call: &Call<'_>, limit: &Limit, entry: u64) -> Result<()> {
         let hosts = &*self.hosts;
         let (health, layout, rank) = (&*hosts.health, &*hosts.layout, hosts.rank);

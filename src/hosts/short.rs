@@ -64,7 +64,8 @@ impl Executor<'_> {
                 Source { ptr: from.ptr(), factor: *factor }
             };
             let sources: Vec<Source> = given.iter().enumerate().map(source).collect();
-            // SAFETY: `to` and all sources have `bytes` bytes, of the slices above or of copies; `to` overlaps none of them.
+            // SAFETY: `to` and all sources have `bytes` bytes, in the slices above or in copies; `to` overlaps none of
+            // them.
             unsafe { cpu::reduce(levels.inner, wide, to.ptr(), &sources, to.bytes / wide.size(), Store::Cached) }
             to
         };

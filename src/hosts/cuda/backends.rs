@@ -12,7 +12,7 @@ use std::time::Duration;
 /// Ranks that a backend connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
-    /// The ranks of one local rank on all nodes.
+    /// The ranks with the same local rank on all nodes.
     Rail,
     /// All ranks of the group.
     All,

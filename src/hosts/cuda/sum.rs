@@ -24,13 +24,13 @@ pub const NAMES: (&str, &str) = ("hosts/sum_partials", "sum_partials");
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct SumPartials {
-    /// Address of the first host's partial.
+    /// Address of the first node's partial sum.
     pub from: u64,
-    /// Distance from one partial to the next.
+    /// Distance in bytes from one partial sum to the next.
     pub stride: u64,
     /// Destination of the result.
     pub to: u64,
-    /// Length of a partial.
+    /// Length of a partial sum in bytes.
     pub bytes: u64,
     /// Number of nodes.
     pub hosts: u32,
@@ -43,9 +43,9 @@ pub struct SumPartials {
 /// A sum over nodes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sum {
-    /// Address of the first host's partial.
+    /// Address of the first node's partial sum.
     pub from: usize,
-    /// Distance from one partial to the next.
+    /// Distance in bytes from one partial sum to the next.
     pub stride: usize,
     /// Destination of the result.
     pub to: Span,
@@ -65,7 +65,7 @@ impl Sum {
     /// Returns the operation for which the kernel is compiled, and its arguments.
     ///
     /// # Errors
-    /// [`Internal`](crate::error::Kind::Internal) where partials are not aligned.
+    /// [`Internal`](crate::error::Kind::Internal) if partial sums are not aligned.
     pub fn args(&self, layout: &HostMap) -> Result<(ReduceOp, SumPartials)> {
         let (levels, hosts) = (Levels::of(self.op, self.dtype, layout), layout.hosts());
         if !self.from.is_multiple_of(UNIT) || !self.stride.is_multiple_of(UNIT) || hosts > MOST_HOSTS {

@@ -12,7 +12,6 @@ use std::time::Instant;
 /// node's host name, or else loopback.
 ///
 /// # Errors
-///
 /// `Config` if that interface does not exist or has no address.
 pub(super) fn own(deadline: Instant) -> Result<Vec<IpAddr>> {
     match &Config::get().gloo_interface {

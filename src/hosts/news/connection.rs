@@ -117,7 +117,6 @@ impl Connection {
     /// Passes each message that has arrived to `took`.
     ///
     /// # Errors
-    ///
     /// `Network` if the other end is closed or fails its identification, after the messages that arrived before.
     pub(super) fn read(&mut self, token: Option<&Token>, mut took: impl FnMut(&mut Self, Message) -> Result<()>) -> Result<()> {
         for _ in 0..TURN {

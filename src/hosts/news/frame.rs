@@ -169,7 +169,6 @@ impl Sealer {
     /// Removes the first frame from `input`; returns `None` if it has not arrived completely.
     ///
     /// # Errors
-    ///
     /// `Network` if the MAC is wrong: the other end did not create the frame, or not at this position. The body is
     /// decoded only after its MAC has been verified.
     pub(super) fn open(&mut self, input: &mut Vec<u8>) -> Result<Option<Message>> {

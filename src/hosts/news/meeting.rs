@@ -95,7 +95,6 @@ impl Meeting<'_> {
     /// leader also receives the settings of the first hub.
     ///
     /// # Errors
-    ///
     /// `Timeout` names the ranks that did not connect. Any failure on this node meanwhile is an error, too.
     pub(in crate::hosts) fn meet(self) -> Result<(News, Told)> {
         if self.layout.local(self.me) >= SPEAKERS {

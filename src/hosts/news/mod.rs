@@ -31,7 +31,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use thread::Seat;
 
-/// Number of node leaders per node: the second takes over if the first dies.
+/// Maximum number of node leaders per node. With two, the node still reports events if one of them dies.
 const SPEAKERS: usize = 2;
 
 /// The ranks of this node, as a node leader sees them.

@@ -1,4 +1,4 @@
-//! Speakers of several hosts, which are threads of one process, over loopback.
+//! Node leaders of several nodes, as threads of one process, over loopback.
 
 use super::SPEAKERS;
 use super::connection::Connection;

@@ -43,7 +43,6 @@ impl Seat {
     /// Makes the thread run `speaker` from now on.
     ///
     /// # Errors
-    ///
     /// `Config` if the system cannot create the thread.
     pub(super) fn new(speaker: Speaker) -> Result<Self> {
         let mut state = state();
@@ -80,7 +79,7 @@ impl Drop for Seat {
             let speaker = state.speakers.remove(&self.id);
             notify(&state);
             drop(state);
-            // Dropped outside the lock, because it may hold the last reference to its host.
+            // Dropped outside the lock, because it may hold the last reference to its `Host`.
             drop(speaker);
         }
     }
