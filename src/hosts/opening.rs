@@ -56,8 +56,8 @@ impl Executor<'_> {
     }
 
     /// 1. Intra-node: ranks exchange and compare their headers. 2. Inter-node: rail 0 starts to exchange the headers of
-    /// the nodes; [`Opening::agree`] completes that. Ranks with one of the first `rails` rails get `bytes` bytes of
-    /// staging.
+    ///    the nodes; [`Opening::agree`] completes that. Ranks with one of the first `rails` rails get `bytes` bytes of
+    ///    staging.
     ///
     /// The first transfer of every call is on rail 0 and has the same length for all calls, because some backends end
     /// the process if lengths differ. It starts only after all ranks of the node were found to run the same call.

@@ -12,7 +12,7 @@ use crate::rank::Rank;
 
 impl Executor<'_> {
     /// 1. Intra-node: ranks exchange their data. 2. Inter-node: rail 0 exchanges the nodes' data. 3. Intra-node: all
-    /// ranks receive the data of the other nodes, and take the parts that they need.
+    ///    ranks receive the data of the other nodes, and take the parts that they need.
     pub(super) fn short(&self) -> Result<()> {
         let slots = self.open(1, 0)?.told()?;
         self.take_short(&slots);
