@@ -75,7 +75,7 @@ pub mod ffi {
         input: usize,
     }
 
-    /// What became of calls. Where there are `asides`, nothing was begun: an output would overwrite these inputs.
+    /// The outcome of calls. If `asides` is not empty, no call was started, because an output would overwrite these inputs.
     struct Outcome {
         status: Status,
         /// Number of the first call in the group.
@@ -202,7 +202,7 @@ pub mod ffi {
         per_host: usize,
     }
 
-    /// Result of opening a cost model: its prices, or why there are none. `found` is false where no profile is for this hardware.
+    /// The result of opening a cost model: its prices, or the error. `found` is false if no profile fits this hardware.
     struct OpenedCost {
         status: Status,
         found: bool,
@@ -243,7 +243,7 @@ pub mod ffi {
         fn timeout_ms(self: &StoreHandle) -> i64;
         /// Name of the store in errors: its class, and where its server is.
         fn name(self: &StoreHandle) -> String;
-        /// What makes transports of one group.
+        /// Creates the transports of one group.
         type TransportsHandle = crate::bridge::transport::ffi::TransportsHandle;
         /// Handle of Python's signals.
         type InterruptHandle;
@@ -253,7 +253,7 @@ pub mod ffi {
         type Completion;
         /// `source` is the rank a receive got its message from, else -1.
         fn complete(self: &Completion, status: &Status, source: i32);
-        /// Gives up the windows that begin in `bytes` at `address`, memory of a device that is about to be given back.
+        /// Abandons the windows that start in `bytes` at `address`, memory of a device that is about to be freed.
         fn forget_windows(address: usize, bytes: usize);
     }
 
@@ -264,7 +264,7 @@ pub mod ffi {
         fn add(self: &mut Pieces, piece: &[u8]);
         fn count(self: &Pieces) -> usize;
         fn get(self: &Pieces, index: usize) -> &[u8];
-        /// A store of `symm::store`, or why there is none.
+        /// A store of `symm::store`, or the error.
         type NativeStore;
         fn store_memory() -> Box<NativeStore>;
         /// `path` is the system's bytes.
@@ -344,11 +344,11 @@ pub mod ffi {
         ) -> Status;
         /// Sets up the group's memory on CUDA device `device`: blocks until all ranks have called it or launched; idempotent.
         fn connect(self: &GroupHandle, device: i32) -> Status;
-        /// Waits until every rank called it: like a barrier, but at the timeout the root's error lists the ranks that did not come.
+        /// Waits until every rank called it: like a barrier, but at the timeout the root's error lists the missing ranks.
         fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool, call_site: u32) -> Status;
         /// Collective: what every rank has at an `address`, as this one reaches it. `device` negative: the host. After a failure `window` is dead.
         fn rendezvous(self: &GroupHandle, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> OpenedWindow;
-        /// A collective was refused on this rank, because of `text`; ranks that wait for it are told.
+        /// Reports to the ranks that wait for it that this rank rejected a collective because of `text`.
         fn refuse(self: &GroupHandle, text: &str);
         /// Refuses, as `refuse` does, an operator on symmetric memory of the host.
         fn refuse_operator(self: &GroupHandle, text: &str);
@@ -398,13 +398,13 @@ pub mod ffi {
         fn barrier(self: &WindowHandle, channel: i32, timeout_ms: i64, stream: usize) -> Status;
         /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
         fn put_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
-        /// Clears the word of `peer` on `channel` in the own pad, once it is set.
+        /// Waits until `peer` has set its word on `channel` in this rank's pad, then clears the word.
         fn wait_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
-        /// Collective on the host, like the next ones: adds the inputs, tensors in the window; `local` becomes the begin of this rank's before.
+        /// Collective on the host, like the next ones: adds the inputs, tensors in the window; `local` is first copied to the start of this rank's.
         fn one_shot_all_reduce(self: &WindowHandle, dtype: i32, input: Span, local: Span, out: Span) -> Status;
-        /// Adds the inputs, of which each rank adds up a part; `out` may be the input.
+        /// Adds the inputs; each rank adds a part of them. `out` may be the input.
         fn two_shot_all_reduce(self: &WindowHandle, dtype: i32, input: Span, out: Span) -> Status;
-        /// Reduces the inputs, of which each rank gets its piece of each row of `row` bytes.
+        /// Reduces the inputs; each rank gets its piece of each row of `row` bytes.
         fn reduce_scatter(self: &WindowHandle, dtype: i32, reduce_op: u8, input: Span, row: usize, out: Span) -> Status;
         /// Puts the inputs of all ranks one behind the other.
         fn all_gather(self: &WindowHandle, input: Span, out: Span) -> Status;

@@ -1,9 +1,10 @@
 //! One ordered queue of collectives per group.
 //!
-//! A synchronous call on an idle group runs on its caller's thread. Everything else queues; whoever waits for a job, or else the group's
-//! worker, runs what stands before it and then the job itself. The worker thread begins with the first asynchronous call.
-//! A short call posts its data when it is submitted to an idle group, and the rest is left to whoever waits for it.
-//! A completion may call the group again and wait, as torch's communication hooks do: the queue goes on meanwhile, under another worker.
+//! A synchronous call on an idle group runs on its caller's thread. All other calls are queued. The thread that waits for a
+//! job runs the jobs before it and then the job itself; if no thread waits, the group's worker does. The first asynchronous
+//! call starts the worker. A short call posts its data when it is submitted to an idle group; the waiting thread does the
+//! rest. A completion may call the group again and wait, as torch's communication hooks do: another worker then continues
+//! the queue.
 
 mod executor;
 mod state;
@@ -30,9 +31,9 @@ use std::time::{Duration, Instant};
 
 /// A sleeper looks up once an hour even if nothing happens; calls have limits of their own.
 const FOREVER: Duration = Duration::from_secs(3600);
-/// Time that a thread inside a call may still need to finish it once another thread destroys the group.
+/// The time that a thread has to finish its call after another thread destroys the group.
 const PARTING: Duration = Duration::from_millis(50);
-/// Time that a second worker stays without work.
+/// The time after which an idle second worker ends.
 const SPARE: Duration = Duration::from_secs(1);
 
 /// Time between two looks of a worker at a job that is left to its submitter: at the second it runs the job. A worker that looks by itself
@@ -45,8 +46,8 @@ const SOON: Duration = Duration::from_micros(150);
 /// A group's queue.
 pub struct Engine {
     state: Mutex<State>,
-    /// Workers without work sleep on it. Not with the others: whoever ends a call must not wake a thread that has nothing to do, least of
-    /// all where every core has a rank.
+    /// Idle workers sleep on it, apart from other threads: a thread that ends a call must not wake a thread that has no
+    /// work, especially if every core has a rank.
     work: Condvar,
     /// Threads sleep on it that wait for a job, or for all.
     changed: Condvar,
@@ -193,7 +194,7 @@ impl Engine {
         })
     }
 
-    /// Returns once the completion of `ticket` has been called. Without a limit this thread runs the queue if nobody else does.
+    /// Returns once the completion of `ticket` has been called. Without a limit this thread runs the queue if no other thread does.
     pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
         interrupt::check_outside(self.address())?;
         let mut state = lock(&self.state);
@@ -368,7 +369,7 @@ impl Engine {
         }
     }
 
-    /// Runs `job`, the oldest. Nobody may be busy.
+    /// Runs `job`, the oldest. No other thread may be running one.
     fn run_job(&self, mut state: MutexGuard<'_, State>, job: Job) -> Finished {
         state.busy = true;
         drop(state);
