@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -109,7 +110,9 @@ def resources() -> Counter[str]:
             continue
     found["mapping"] = sum("memfd" in line for line in Path("/proc/self/maps").read_text().splitlines())
     for task in Path("/proc/self/task").iterdir():
-        found[f"thread {(task / 'comm').read_text().strip()}"] += 1
+        # A thread may end between the listing and the read.
+        with suppress(OSError):
+            found[f"thread {(task / 'comm').read_text().strip()}"] += 1
     return found
 
 
