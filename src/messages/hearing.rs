@@ -49,7 +49,6 @@ impl Messages {
         let (links, mut address) = (&*far.links, Some(address));
         while let Some(bytes) = arrived(links, peer, Traffic::Frame, LONGEST)? {
             links.listen(peer, Traffic::Frame, LONGEST)?;
-            self.flush();
             let nonsense = || Error::internal(format!("{} sent a frame that makes no sense", far.layout.describe(peer)));
             let (frame, counters) = bytes.first_chunk::<HEAD>().and_then(decode).ok_or_else(nonsense)?;
             drop(address.take());

@@ -38,8 +38,8 @@ pub trait Links: Send + Sync {
         Vec::new()
     }
 
-    /// Waits for the oldest bytes of class `traffic` that are listened for; `None` once the link has been closed. They are at the address
-    /// until they are released.
+    /// Passes on what is queued for `peer`, and waits for the oldest bytes of class `traffic` that are listened for.
+    /// Returns their address, which is valid until they are released, or `None` once the link has been closed.
     fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<usize>>;
 
     /// A frame and its payload have come, `bytes` bytes in all. Told before a receive is complete with them.

@@ -72,7 +72,6 @@ impl Messages {
         for _ in 0..DEPTH {
             far.links.listen(peer, Traffic::Frame, LONGEST)?;
         }
-        self.flush();
         let mut state = self.lock();
         let (begun, closed) = (state.connected(peer), state.closed.is_some());
         self.settle(state);

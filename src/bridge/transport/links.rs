@@ -111,7 +111,7 @@ impl Link {
         let _order = lock(&self.flushing);
         loop {
             let mut state = lock(&self.state);
-            // Whoever closed the link has reported why.
+            // The thread that closed the link has reported why.
             if self.closed.is_set() {
                 return Ok(());
             }
@@ -234,6 +234,8 @@ impl Links for BackendLinks {
 
     fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<usize>> {
         let link = self.link(peer);
+        // Another thread may have taken this link from `due` and not have come to it yet.
+        link.flush()?;
         let work = {
             let state = lock(&link.state);
             if link.closed.is_set() {
