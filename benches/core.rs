@@ -8,14 +8,14 @@
 
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
-use symm::coll::call::{Call, Op, Span, Spec};
+use symm::coll::call::{Call, CallSpec, Collective, Span};
 use symm::coll::message::{Message, MessageSpec};
 use symm::completion::Completion;
 use symm::control::Identity;
 use symm::dtype::{DType, ReduceOp};
-use symm::group::{Group, Tuning};
-use symm::mem::layout::Layout;
-use symm::mem::shm::Segment;
+use symm::group::{Group, GroupTuning};
+use symm::mem::layout::SegmentLayout;
+use symm::mem::shm::ShmSegment;
 use symm::rank::Rank;
 
 const OPS: &[&str] = &["barrier", "broadcast", "all_reduce", "all_reduce_bf16", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];
@@ -27,7 +27,7 @@ fn main() {
         return child(args[1].parse().unwrap(), args[2].parse().unwrap(), &args[3], &args[4..]);
     }
     let n: u32 = args.first().map_or(4, |arg| arg.parse().unwrap());
-    let file = Segment::create(Layout::new(n as usize).total_bytes()).unwrap();
+    let file = ShmSegment::create(SegmentLayout::new(n as usize).total_bytes()).unwrap();
     let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
     let exe = std::env::current_exe().unwrap();
     let children: Vec<_> = (0..n)
@@ -53,9 +53,9 @@ fn child(rank: u32, n: u32, path: &str, args: &[String]) {
     std::io::stdin().read_line(&mut line).unwrap();
     let members = line.split_whitespace().enumerate().map(|(i, pid)| Identity { pid: pid.parse().unwrap(), global: i as u32 }).collect();
     let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
-    let segment = Segment::map(file.into(), Layout::new(n as usize).total_bytes()).unwrap();
-    let tuning = Tuning { direct: args.get(2).is_none_or(|arg| arg != "staged"), ..Tuning::default() };
-    let group = Group::assemble(segment, "bench", Rank(rank), members, Duration::from_secs(60), tuning).unwrap();
+    let segment = ShmSegment::map(file.into(), SegmentLayout::new(n as usize).total_bytes()).unwrap();
+    let tuning = GroupTuning { zero_copy: args.get(2).is_none_or(|arg| arg != "staged"), ..GroupTuning::default() };
+    let group = Group::from_joined(segment, "bench", Rank(rank), members, Duration::from_secs(60), tuning).unwrap();
     let list =
         |index: usize| args.get(index).filter(|text| *text != "all").map(|text| text.split(',').map(String::from).collect::<Vec<_>>());
     let ops = list(0).unwrap_or_else(|| OPS.iter().map(ToString::to_string).collect());
@@ -92,18 +92,18 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
     let all = |data: &mut [f32]| span(data, 0, count);
     let pieces = |data: &mut [f32]| (0..n as usize).map(|i| span(data, i * piece, piece)).collect::<Vec<_>>();
     let (code, inputs, outputs) = match op {
-        "barrier" => (Op::Barrier, vec![], vec![]),
-        "broadcast" if rank == 0 => (Op::Broadcast, vec![all(input)], vec![]),
-        "broadcast" => (Op::Broadcast, vec![], vec![all(output)]),
-        "all_reduce" | "all_reduce_bf16" => (Op::AllReduce, vec![all(input)], vec![all(output)]),
-        "all_gather" => (Op::AllGather, vec![span(input, 0, piece)], pieces(output)),
-        "reduce_scatter" => (Op::ReduceScatter, pieces(input), vec![span(output, 0, piece)]),
-        "all_to_all" => (Op::AllToAll, pieces(input), pieces(output)),
-        "send_recv" => (Op::Barrier, vec![], vec![]),
+        "barrier" => (Collective::Barrier, vec![], vec![]),
+        "broadcast" if rank == 0 => (Collective::Broadcast, vec![all(input)], vec![]),
+        "broadcast" => (Collective::Broadcast, vec![], vec![all(output)]),
+        "all_reduce" | "all_reduce_bf16" => (Collective::AllReduce, vec![all(input)], vec![all(output)]),
+        "all_gather" => (Collective::AllGather, vec![span(input, 0, piece)], pieces(output)),
+        "reduce_scatter" => (Collective::ReduceScatter, pieces(input), vec![span(output, 0, piece)]),
+        "all_to_all" => (Collective::AllToAll, pieces(input), pieces(output)),
+        "send_recv" => (Collective::Barrier, vec![], vec![]),
         other => panic!("no operation {other}; there are {OPS:?}"),
     };
     let run = |op, reduce_op, dtype, inputs: &[Span], outputs: &[Span]| {
-        let spec = Spec { op, dtype, reduce_op, inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) };
+        let spec = CallSpec { op, dtype, reduce_op, inputs: inputs.into(), outputs: outputs.into(), ..CallSpec::barrier(None) };
         let (me, n) = group.place();
         // SAFETY: the tensors belong to this rank and outlive the call.
         group.run(&[unsafe { Call::new(spec, me, n) }.unwrap()], None).unwrap();
@@ -161,12 +161,12 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
         let took = start.elapsed().as_secs_f64() * 1e6 / calls as f64 / if op == "send_recv" { 2.0 } else { 1.0 };
         let mut slowest = [took as f32];
         let most = [span(&mut slowest, 0, 1)];
-        run(Op::AllReduce, ReduceOp::Max, DType::F32, &most, &most);
+        run(Collective::AllReduce, ReduceOp::Max, DType::F32, &most, &most);
         blocks.push(slowest[0].into());
         enough[0] = f32::from(u8::from(blocks.len() >= 5 && begin.elapsed() > Duration::from_millis(600)));
         let told = [span(&mut enough, 0, 1)];
         let (from, to): (&[Span], &[Span]) = if rank == 0 { (&told, &[]) } else { (&[], &told) };
-        run(Op::Broadcast, ReduceOp::Sum, dtype, from, to);
+        run(Collective::Broadcast, ReduceOp::Sum, dtype, from, to);
     }
     blocks.sort_by(f64::total_cmp);
     blocks[blocks.len() / 2]

@@ -13,22 +13,22 @@ struct Allocated;
 struct Connected;
 struct GivenUp;
 struct Manner;
-struct Piece;
+struct Blob;
 struct Seat;
 struct Span;
 struct Started;
 struct Status;
-struct StoreAnswer;
+struct StoreReply;
 enum class StoreOp : uint8_t;
 
 // A key-value store. `src/bridge.rs` documents the contract of each function.
 class StoreHandle {
  public:
   virtual ~StoreHandle() = default;
-  virtual StoreAnswer call(
+  virtual StoreReply call(
       StoreOp op,
-      rust::Slice<const Piece> keys,
-      rust::Slice<const Piece> values,
+      rust::Slice<const Blob> keys,
+      rust::Slice<const Blob> values,
       int64_t amount,
       int64_t timeout_ms) const noexcept = 0;
   virtual bool extended() const = 0;
@@ -89,7 +89,7 @@ class TransportsHandle {
 class InterruptHandle {
  public:
   virtual ~InterruptHandle() = default;
-  virtual bool raised() const noexcept = 0;
+  virtual bool is_pending() const noexcept = 0;
 };
 
 // The receiver of the outcome of an asynchronous call; called once, on any thread.

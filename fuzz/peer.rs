@@ -2,8 +2,8 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
-use symm::mem::layout::Layout;
-use symm::mem::shm::Segment;
+use symm::mem::layout::SegmentLayout;
+use symm::mem::shm::ShmSegment;
 use symm::rank::Rank;
 use symm::control::{ControlBlock, Identity};
 
@@ -15,9 +15,9 @@ static FILE: OnceLock<OwnedFd> = OnceLock::new();
 
 /// Makes the control block of `ME` in a group with `PEER`, over memory in which the last input has left its bytes.
 pub fn control() -> ControlBlock {
-    let bytes = Layout::new(2).total_bytes();
-    let file = FILE.get_or_init(|| Segment::create(bytes).expect("a file")).try_clone().expect("dup");
-    let segment = Segment::map(file, bytes).expect("maps");
+    let bytes = SegmentLayout::new(2).total_bytes();
+    let file = FILE.get_or_init(|| ShmSegment::create(bytes).expect("a file")).try_clone().expect("dup");
+    let segment = ShmSegment::map(file, bytes).expect("maps");
     let members = (0..2).map(|global| Identity { pid: std::process::id(), global }).collect();
     ControlBlock::new(segment, ME, "fuzzed".into(), members, 0)
 }

@@ -7,9 +7,9 @@
 #[allow(missing_docs)] // cxx generates items of its own, and fields without a note say what they are.
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {
-    /// `error::Kind`, or `None` of a success.
+    /// `error::ErrorKind`, or `None` of a success.
     #[repr(u8)]
-    enum Kind {
+    enum ErrorKind {
         None = 0,
         Peer = 1,
         Timeout = 2,
@@ -42,7 +42,7 @@ pub mod ffi {
 
     /// Outcome of a call.
     struct Status {
-        kind: Kind,
+        kind: ErrorKind,
         message: String,
     }
 
@@ -53,7 +53,7 @@ pub mod ffi {
         bytes: usize,
     }
 
-    /// Arguments of one collective; `coll::call::Spec` has the meaning of `inputs` and `outputs`.
+    /// Arguments of one collective; `coll::call::CallSpec` has the meaning of `inputs` and `outputs`.
     struct CallSpec<'a> {
         op: Collective,
         /// `c10::ScalarType`.
@@ -94,20 +94,20 @@ pub mod ffi {
         global_ranks: Vec<i32>,
         is_default: bool,
         timeout_ms: i64,
-        /// What connects hosts: a name of `config::HostsChoice` or of backends, or empty where the group does not choose.
-        between_hosts: String,
-        /// Type of sums between hosts: a name of `hosts::partials::Partials`, or empty where the group does not choose.
-        partials: String,
+        /// What connects nodes: a name of `config::InterNodeChoice` or of backends, or empty where the group does not choose.
+        inter_node_backend: String,
+        /// Type of sums between nodes: a name of `internode::partials::ReduceDtype`, or empty where the group does not choose.
+        reduce_dtype: String,
     }
 
     /// A new group, or null and why not.
-    struct Joined {
+    struct JoinResult {
         status: Status,
         group: Box<GroupHandle>,
     }
 
     /// Arguments of one message, which is sent (`send`) or received; from any rank where `peer` is -1.
-    struct Transfer {
+    struct MessageSpec {
         peer: i32,
         tag: i32,
         dtype: i32,
@@ -139,15 +139,15 @@ pub mod ffi {
     }
 
     /// A key (UTF-8) or a value.
-    struct Piece<'a> {
+    struct Blob<'a> {
         data: &'a [u8],
     }
 
     /// Answer of a store. `number` holds flags too, `pieces` values and keys.
-    struct StoreAnswer {
+    struct StoreReply {
         status: Status,
         number: i64,
-        pieces: Box<Pieces>,
+        pieces: Box<Blobs>,
     }
 
     /// A TCP store; the meaning of the fields stands at `store::tcp::TcpOptions`.
@@ -164,11 +164,11 @@ pub mod ffi {
         listen_fd: i32,
         /// Secret that clients must know; empty: none.
         secret: Vec<u8>,
-        same_user: bool,
+        require_same_user: bool,
     }
 
     /// A new store, or why not. Host and port of a TCP store are those it is reached at.
-    struct OpenedStore {
+    struct StoreResult {
         status: Status,
         store: Box<NativeStore>,
         host: String,
@@ -176,7 +176,7 @@ pub mod ffi {
     }
 
     /// Times of the calls of a load.
-    struct LoadAnswer {
+    struct LoadResult {
         status: Status,
         seconds: f64,
         nanoseconds: Vec<u64>,
@@ -189,7 +189,7 @@ pub mod ffi {
     }
 
     /// A table for people to read.
-    struct TopologyReport {
+    struct TextResult {
         status: Status,
         text: String,
     }
@@ -199,11 +199,11 @@ pub mod ffi {
         device: String,
         ranks: Vec<usize>,
         job: usize,
-        per_host: usize,
+        per_node: usize,
     }
 
     /// The result of opening a cost model: its prices, or the error. `found` is false if no profile fits this hardware.
-    struct OpenedCost {
+    struct CostModelResult {
         status: Status,
         found: bool,
         model: Box<CostModel>,
@@ -226,7 +226,7 @@ pub mod ffi {
     }
 
     /// A new window, or null and why not.
-    struct OpenedWindow {
+    struct WindowResult {
         status: Status,
         window: Box<WindowHandle>,
     }
@@ -236,7 +236,7 @@ pub mod ffi {
         /// A `c10d::Store`.
         type StoreHandle;
         /// Answer of the store; never throws. `timeout_ms` is for `Wait`: c10d bounds all else by the store's own.
-        fn call(self: &StoreHandle, op: StoreOp, keys: &[Piece], values: &[Piece], amount: i64, timeout_ms: i64) -> StoreAnswer;
+        fn call(self: &StoreHandle, op: StoreOp, keys: &[Blob], values: &[Blob], amount: i64, timeout_ms: i64) -> StoreReply;
         /// Whether it has `append`, `multi_get` and `multi_set` of its own.
         fn extended(self: &StoreHandle) -> bool;
         /// The store's own timeout; 0: none.
@@ -248,7 +248,7 @@ pub mod ffi {
         /// Handle of Python's signals.
         type InterruptHandle;
         /// Whether the calling thread, the first, is to stop because of one, and has the exception now. Never throws; takes the GIL.
-        fn raised(self: &InterruptHandle) -> bool;
+        fn is_pending(self: &InterruptHandle) -> bool;
         /// Receiver of the outcome of an asynchronous call; called exactly once, on any thread, without locks held.
         type Completion;
         /// `source` is the rank a receive got its message from, else -1.
@@ -259,42 +259,42 @@ pub mod ffi {
 
     extern "Rust" {
         /// Values or keys that a store answers with; both sides may make one.
-        type Pieces;
-        fn no_pieces() -> Box<Pieces>;
-        fn add(self: &mut Pieces, piece: &[u8]);
-        fn count(self: &Pieces) -> usize;
-        fn get(self: &Pieces, index: usize) -> &[u8];
+        type Blobs;
+        fn no_blobs() -> Box<Blobs>;
+        fn add(self: &mut Blobs, piece: &[u8]);
+        fn count(self: &Blobs) -> usize;
+        fn get(self: &Blobs, index: usize) -> &[u8];
         /// A store of `symm::store`, or the error.
         type NativeStore;
         fn store_memory() -> Box<NativeStore>;
         /// `path` is the system's bytes.
-        fn store_file(path: &[u8], world_size: i64, timeout_ms: i64) -> OpenedStore;
-        fn store_tcp(spec: &TcpSpec) -> OpenedStore;
+        fn store_file(path: &[u8], world_size: i64, timeout_ms: i64) -> StoreResult;
+        fn store_tcp(spec: &TcpSpec) -> StoreResult;
         /// `store` as the core sees it.
-        fn store_through(store: UniquePtr<StoreHandle>) -> Box<NativeStore>;
+        fn wrap_store(store: UniquePtr<StoreHandle>) -> Box<NativeStore>;
         /// Makes calls that wait ask `handle` every 100 ms from now on.
         fn watch_interrupts(handle: UniquePtr<InterruptHandle>);
         fn share(self: &NativeStore) -> Box<NativeStore>;
         /// `timeout_ms` bounds the waiting; 0 is the longest limit there is, negative an error.
-        fn call(self: &NativeStore, op: StoreOp, keys: &[Piece], values: &[Piece], amount: i64, timeout_ms: i64) -> StoreAnswer;
+        fn call(self: &NativeStore, op: StoreOp, keys: &[Blob], values: &[Blob], amount: i64, timeout_ms: i64) -> StoreReply;
         /// Returns once all `size` ranks have called it with this key.
         fn barrier(self: &NativeStore, key: &[u8], rank: i64, size: i64, timeout_ms: i64) -> Status;
         /// A meeting under `prefix`: says `word` about `what` and answers what every rank says; if `what` is empty, assembles all ranks.
-        fn meet(self: &NativeStore, prefix: &[u8], what: &[u8], word: &[u8], rank: i64, size: i64, timeout_ms: i64) -> StoreAnswer;
+        fn meet(self: &NativeStore, prefix: &[u8], what: &[u8], word: &[u8], rank: i64, size: i64, timeout_ms: i64) -> StoreReply;
         /// Clients of one store, for `store::load`.
         type LoadGenerator;
         fn load_generator() -> Box<LoadGenerator>;
-        fn admit(self: &mut LoadGenerator, store: UniquePtr<StoreHandle>);
+        fn add_client(self: &mut LoadGenerator, store: UniquePtr<StoreHandle>);
         /// `work` is a name of `store::load::Work`.
-        fn drive(self: &LoadGenerator, work: &str, calls: u32) -> LoadAnswer;
+        fn run_load(self: &LoadGenerator, work: &str, calls: u32) -> LoadResult;
         /// Link matrix of the GPUs with these UUIDs, in this order.
         fn nvlink_matrix(uuids: &[String]) -> LinkMatrix;
         /// Report of all GPUs of this host.
-        fn topology_report() -> TopologyReport;
+        fn topology_report() -> TextResult;
         /// `coll::cost::Model`.
         type CostModel;
         /// `basis`: `"torch"`, `"links"` or `"measured"`. `gb_per_s` and `us` (of each link), `profile`: empty for the model's own.
-        fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> OpenedCost;
+        fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> CostModelResult;
         /// Price of the collective `op` on `bytes` along dimension `dim`.
         fn price(self: &CostModel, op: &str, bytes: f64, dim: usize) -> Price;
         /// Times of a redistribution's steps beside their collectives.
@@ -308,14 +308,14 @@ pub mod ffi {
         /// Origin of prices, for people.
         fn origin(self: &CostModel) -> String;
         /// JSON: the hardware that a profile of a job of `ranks` is keyed by, and the name of its file; `null` if it cannot be told.
-        fn profile_key(device: &str, ranks: usize) -> TopologyReport;
+        fn profile_key(device: &str, ranks: usize) -> TextResult;
         /// Tells in which folder the package keeps its profiles; the system's bytes.
-        fn shipped_profiles(folder: &[u8]);
+        fn set_bundled_profile_dir(folder: &[u8]);
         /// Folder of the user's profiles; empty: none.
-        fn own_profiles() -> Vec<u8>;
+        fn user_profile_dir() -> Vec<u8>;
         type GroupHandle;
-        /// Joins a group through `store`, and the others where it is on several hosts. On failure `status` says why and `group` is dead.
-        fn join(store: UniquePtr<StoreHandle>, transports: SharedPtr<TransportsHandle>, spec: &JoinSpec) -> Joined;
+        /// Joins a group through `store`, and the others where it is on several nodes. On failure `status` says why and `group` is dead.
+        fn join(store: UniquePtr<StoreHandle>, transports: SharedPtr<TransportsHandle>, spec: &JoinSpec) -> JoinResult;
         /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group. `profiled`:
         /// the flight recorder notes which ranks this one waits for.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool) -> Outcome;
@@ -324,9 +324,9 @@ pub mod ffi {
         /// Checks `calls`, which `launch` gets later, and begins none: calls of a coalesced block are launched at its end.
         fn examine(self: &GroupHandle, calls: &[CallSpec]) -> Outcome;
         /// Starts a send; the returned ticket is for `wait`.
-        fn send(self: &GroupHandle, transfer: &Transfer, done: UniquePtr<Completion>) -> u64;
+        fn send(self: &GroupHandle, transfer: &MessageSpec, done: UniquePtr<Completion>) -> u64;
         /// Starts a receive; the returned ticket is for `wait`.
-        fn recv(self: &GroupHandle, transfer: &Transfer, done: UniquePtr<Completion>) -> u64;
+        fn recv(self: &GroupHandle, transfer: &MessageSpec, done: UniquePtr<Completion>) -> u64;
         /// Blocks until the ticket's completion has been called, helping it along. The status is the waiting's: kind 9 after `timeout_ms`.
         fn wait(self: &GroupHandle, ticket: u64, timeout_ms: i64) -> Status;
         /// Helps outstanding transfers along without blocking.
@@ -336,7 +336,7 @@ pub mod ffi {
         /// Enqueues sends and receives as one.
         fn launch_transfers(
             self: &GroupHandle,
-            transfers: &[Transfer],
+            transfers: &[MessageSpec],
             device: i32,
             stream: usize,
             background: bool,
@@ -347,13 +347,13 @@ pub mod ffi {
         /// Waits until every rank called it: like a barrier, but at the timeout the root's error lists the missing ranks.
         fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool, call_site: u32) -> Status;
         /// Collective: what every rank has at an `address`, as this one reaches it. `device` negative: the host. After a failure `window` is dead.
-        fn rendezvous(self: &GroupHandle, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> OpenedWindow;
+        fn rendezvous(self: &GroupHandle, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> WindowResult;
         /// Reports to the ranks that wait for it that this rank rejected a collective because of `text`.
-        fn refuse(self: &GroupHandle, text: &str);
-        /// Refuses, as `refuse` does, an operator on symmetric memory of the host.
-        fn refuse_operator(self: &GroupHandle, text: &str);
-        /// Refuses a send or receive, as `refuse` does for a collective; its span counts for nothing.
-        fn refuse_message(self: &GroupHandle, transfer: &Transfer, text: &str);
+        fn reject(self: &GroupHandle, text: &str);
+        /// Refuses, as `reject` does, an operator on symmetric memory of the host.
+        fn reject_operator(self: &GroupHandle, text: &str);
+        /// Refuses a send or receive, as `reject` does for a collective; its span counts for nothing.
+        fn reject_message(self: &GroupHandle, transfer: &MessageSpec, text: &str);
         /// Fails the group on every rank; blocked calls return at once.
         fn abort(self: &GroupHandle);
         /// Leaves the group after outstanding calls, at most the timeout; idempotent.
@@ -411,7 +411,7 @@ pub mod ffi {
         /// Sends rows; `spans`: input, splits, output, layout; `rows`: of input and output. `window::operators::exchanges` says more.
         fn all_to_all_vdev(self: &WindowHandle, splits: &WindowHandle, spans: [Span; 4], rows: [usize; 2]) -> Status;
         /// Stores `value` to the word at `address`; who sees it there sees what this thread wrote before.
-        fn publish_word(address: usize, value: u32) -> Status;
+        fn store_release(address: usize, value: u32) -> Status;
         /// Folders in which the CUDA kernels' compiler may be, best first; the system's bytes.
         fn cuda_libraries(folders: &CxxVector<CxxString>);
         /// Returns kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
@@ -420,24 +420,24 @@ pub mod ffi {
         fn capture_of(stream: usize) -> u64;
         /// Whether `Work.wait()` of a CUDA call blocks the host: `SYMM_BLOCKING_WAIT`.
         fn blocking_wait() -> bool;
-        /// Whether calls are to bring their call sites: `SYMM_DEBUG=site`.
+        /// Whether calls are to bring their call sites: `SYMM_DEBUG=call_site`.
         fn call_sites_wanted() -> bool;
         /// The number of a line of the user's program, "train.py:12".
         fn call_site_number(text: &str) -> u32;
-        /// Statistics as JSON: which algorithm has served how many CUDA calls of this process, and what went between hosts.
+        /// Statistics as JSON: which algorithm has served how many CUDA calls of this process, and what went between nodes.
         fn stats() -> String;
-        /// Seconds between two tables of `SYMM_STATS`; 0: none.
+        /// Seconds between two tables of `SYMM_STATS_INTERVAL`; 0: none.
         fn stats_seconds() -> u64;
         /// Journal as JSON: the last calls of this process.
-        fn trace_text() -> TopologyReport;
+        fn trace_text() -> TextResult;
         /// Writes `content` to `path` (the system's bytes), or as `name` where dumps are kept if that is empty; answers the file's path.
-        fn keep_trace(path: &[u8], name: &str, content: &[u8]) -> TopologyReport;
+        fn write_trace(path: &[u8], name: &str, content: &[u8]) -> TextResult;
         /// Whether CUDA device `device` can have memory that its peers load and store directly.
-        fn shares(device: i32) -> bool;
+        fn supports_symm_mem(device: i32) -> bool;
         /// Identity of this process's host as text: equal where ranks share one.
-        fn host_identity() -> String;
-        /// Has groups on several hosts of which this process is the first rank go by these thresholds, in bytes; `piece` 0: the profile's.
-        fn try_thresholds(one_rail: usize, piece: usize, gathered: usize) -> Status;
+        fn node_id() -> String;
+        /// Has groups on several nodes of which this process is the first rank go by these thresholds, in bytes; `chunk_bytes` 0: the profile's.
+        fn set_trial_thresholds(multi_rail_bytes: usize, chunk_bytes: usize, gather_bytes: usize) -> Status;
         /// Logs a line of Python's at INFO.
         fn inform(text: &str);
         /// Keeps the log's lines that `filter` passes (empty: `SYMM_LOG`) for `log_lines`, in place of standard error; not `on`: no longer.
@@ -452,10 +452,10 @@ mod cost;
 mod cuda;
 mod fused;
 mod group;
-mod hosts;
-mod inform;
+mod internode;
 mod kernels;
 mod load;
+mod log;
 mod memory;
 mod native_store;
 mod outcome;
@@ -465,16 +465,16 @@ mod trace;
 mod transport;
 mod window;
 
-use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
+use cost::{CostModel, cost_model, profile_key, set_bundled_profile_dir, user_profile_dir};
 use cuda::{blocking_wait, capture_of, stats, stats_seconds};
 use group::{GroupHandle, join};
-use hosts::{host_identity, try_thresholds};
-use inform::{inform, log_lines, log_to_queue, version};
+use internode::{node_id, set_trial_thresholds};
 use kernels::{check_reduce, cuda_libraries};
 use load::{LoadGenerator, load_generator};
-use memory::{is_symmetric, is_writable, shares};
-use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through, watch_interrupts};
+use log::{inform, log_lines, log_to_queue, version};
+use memory::{is_symmetric, is_writable, supports_symm_mem};
+use native_store::{Blobs, NativeStore, no_blobs, store_file, store_memory, store_tcp, watch_interrupts, wrap_store};
 use outcome::{from_cpp, guarded, milliseconds, started};
 use topology::{nvlink_matrix, topology_report};
-use trace::{call_site_number, call_sites_wanted, keep_trace, trace_text};
-use window::{WindowHandle, allocate_window, free_window, publish_word};
+use trace::{call_site_number, call_sites_wanted, trace_text, write_trace};
+use window::{WindowHandle, allocate_window, free_window, store_release};

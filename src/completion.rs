@@ -45,7 +45,7 @@ impl Completion {
 }
 
 /// A transfer that has ended, whose completion is still to be called.
-pub struct Finished {
+pub struct FinishedTransfer {
     /// The ticket with which its caller waits.
     pub ticket: u64,
     /// The receiver of the outcome.
@@ -56,7 +56,7 @@ pub struct Finished {
     pub source: Option<Rank>,
 }
 
-impl Finished {
+impl FinishedTransfer {
     /// Calls the completions of `all` in order, and returns their tickets. The caller must not hold a lock that a
     /// completion may take.
     pub fn complete(all: Vec<Self>) -> Vec<u64> {

@@ -31,35 +31,35 @@ pub enum ProfileChoice {
 
 /// How the nodes of a group are connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum HostsChoice {
+pub enum InterNodeChoice {
     /// Not at all: a multi-node group is rejected.
-    Refuse,
+    None,
     /// By backends of torch.
-    Engines(Engines),
+    Engines(InterNodeBackends),
 }
 
 /// Names of the torch backends that connect nodes.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Engines {
+pub struct InterNodeBackends {
     /// The backend for CPU tensors.
     pub cpu: String,
     /// The backend for CUDA tensors; empty rejects them.
     pub cuda: String,
 }
 
-impl fmt::Display for Engines {
+impl fmt::Display for InterNodeBackends {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "cpu:{}", self.cpu)?;
         if self.cuda.is_empty() { Ok(()) } else { write!(f, ",cuda:{}", self.cuda) }
     }
 }
 
-impl HostsChoice {
+impl InterNodeChoice {
     /// Returns the choice with this name, if it is not a backend of torch; `auto` depends on the tensors.
     pub fn named(name: &str) -> Option<Self> {
-        let engines = |cuda: &str| Some(Self::Engines(Engines { cpu: "gloo".into(), cuda: cuda.into() }));
+        let engines = |cuda: &str| Some(Self::Engines(InterNodeBackends { cpu: "gloo".into(), cuda: cuda.into() }));
         match name {
-            "refuse" => Some(Self::Refuse),
+            "none" => Some(Self::None),
             "gloo" => engines(""),
             "nccl" | "auto" => engines("nccl"),
             _ => None,
@@ -84,16 +84,16 @@ pub struct Config {
     pub workspace_mb: usize,
     /// `SYMM_P2P`: `0` prevents GPUs from mapping each other's memory; they use host memory instead. Default on.
     pub p2p: bool,
-    /// `SYMM_SHARED_GPUS`: `1` lets ranks share a GPU, for tests; their kernels take turns of some ms. Default off.
+    /// `SYMM_ALLOW_SHARED_GPUS`: `1` lets ranks share a GPU, for tests; their kernels take turns of some ms. Default off.
     pub shared_gpus: bool,
     /// `SYMM_CUDA_TUNING`: thresholds between algorithms (`coll::cuda::plan::Tuning`), the same on all ranks.
     pub cuda_tuning: String,
-    /// `SYMM_PROFILE`: a file of `python -m torch_symm tune`, or `0` to disable; absent: searched for
+    /// `SYMM_COST_PROFILE`: a file of `python -m torch_symm tune`, or `0` to disable; absent: searched for
     /// (`docs/design/cost-model.md`).
     pub profile: ProfileChoice,
-    /// `SYMM_STORE_BYTES`: maximum size of a store server's contents in bytes; absent: 256 MiB.
+    /// `SYMM_STORE_MAX_BYTES`: maximum size of a store server's contents in bytes; absent: 256 MiB.
     pub store_bytes: Option<usize>,
-    /// `SYMM_NVRTC`: NVIDIA's run-time compiler, or its directory; absent: searched for.
+    /// `SYMM_NVRTC_PATH`: NVIDIA's run-time compiler, or its directory; absent: searched for.
     pub nvrtc: Option<PathBuf>,
     /// `SYMM_CACHE_DIR`: an absolute path, or `0` for no cache; absent: `$XDG_CACHE_HOME/torch_symm`, or
     /// `$HOME/.cache/torch_symm` if that is unset.
@@ -104,23 +104,23 @@ pub struct Config {
     /// `SYMM_BLOCKING_WAIT`: `1` makes `Work.wait()` of a CUDA call block the host until the call has ended, and raise
     /// its failure. Default off.
     pub blocking_wait: bool,
-    /// `SYMM_DEBUG`: comma-separated words. `site`: ranks also compare the program line that makes each collective.
+    /// `SYMM_DEBUG`: comma-separated words. `call_site`: ranks also compare the program line that makes each collective.
     pub debug_call_site: bool,
-    /// `SYMM_HOSTS`: `refuse`, `gloo`, `nccl`, `auto` (the default) or backends of torch, which connect the nodes of a
+    /// `SYMM_INTER_NODE_BACKEND`: `none`, `gloo`, `nccl`, `auto` (the default) or backends of torch, which connect the nodes of a
     /// group whose options do not say; the same on all ranks.
-    pub hosts: String,
-    /// `SYMM_REPLACES`: `gloo` makes symm serve the CPU tensors of Gloo groups. Python evaluates it before this is
-    /// read; see `python/torch_symm/_replace.py`. Default: empty.
-    pub replaces: String,
+    pub inter_node: String,
+    /// `SYMM_REPLACE_GLOO`: `1` makes symm serve the CPU tensors of Gloo groups. Python evaluates it before this is
+    /// read; see `python/torch_symm/_replace_gloo.py`. Default: 0.
+    pub replace_gloo: bool,
     /// `GLOO_SOCKET_IFNAME`, Gloo's variable: comma-separated interfaces of the network between nodes; absent: the
     /// interface of the host name's address.
     pub gloo_interface: Option<String>,
     /// `RANK`, torchrun's variable: the rank in log lines; absent: they name the process.
     pub rank: Option<u32>,
-    /// `SYMM_STATS`: seconds between two tables of statistics; 0, the default, disables them.
+    /// `SYMM_STATS_INTERVAL`: seconds between two tables of statistics; 0, the default, disables them.
     pub stats_seconds: u64,
-    /// `SYMM_TEST_HOST`, for tests: ranks with different values take each other to be on other nodes. Default: empty.
-    pub test_host: String,
+    /// `SYMM_TEST_NODE`, for tests: ranks with different values take each other to be on other nodes. Default: empty.
+    pub test_node: String,
     /// `SYMM_TRACE_DIR`: directory for dumps (`docs/guide/trace.md`), absolute; absent: the user's in `temporary`.
     pub trace_dir: Option<PathBuf>,
     /// `TMPDIR`, or `/tmp` if that is unset.
@@ -130,41 +130,41 @@ pub struct Config {
 }
 
 /// The environment variables that start with `SYMM_` and are settings.
-const NAMES: [&str; 20] = [
+const SETTINGS: [&str; 20] = [
     "SYMM_BLOCKING_WAIT",
     "SYMM_CACHE_DIR",
     "SYMM_CMA",
     "SYMM_CPU_THREADS",
     "SYMM_CUDA_TUNING",
     "SYMM_DEBUG",
-    "SYMM_HOSTS",
+    "SYMM_INTER_NODE_BACKEND",
     "SYMM_LOG",
-    "SYMM_NVRTC",
+    "SYMM_NVRTC_PATH",
     "SYMM_P2P",
-    "SYMM_PROFILE",
-    "SYMM_REPLACES",
-    "SYMM_SHARED_GPUS",
+    "SYMM_COST_PROFILE",
+    "SYMM_REPLACE_GLOO",
+    "SYMM_ALLOW_SHARED_GPUS",
     "SYMM_SPIN",
-    "SYMM_STATS",
-    "SYMM_STORE_BYTES",
-    "SYMM_TEST_HOST",
+    "SYMM_STATS_INTERVAL",
+    "SYMM_STORE_MAX_BYTES",
+    "SYMM_TEST_NODE",
     "SYMM_TOPOLOGY_FILE",
     "SYMM_TRACE_DIR",
     "SYMM_WORKSPACE_MB",
 ];
 
 /// Variables with the same prefix that configure the build, the tests and the examples instead.
-const OTHERS: [&str; 4] = ["SYMM_PYTHON", "SYMM_RUST_ALONE", "SYMM_TEST_", "SYMM_RANDOM_"];
+const OTHER_PREFIXES: [&str; 4] = ["SYMM_PYTHON", "SYMM_RUST_ALONE", "SYMM_TEST_", "SYMM_RANDOM_"];
 
 /// Returns a complaint about a variable that looks like a setting but is not one.
 fn misspelt(name: &str) -> Option<String> {
-    let looks = name.starts_with("SYMM_") && !NAMES.contains(&name) && !OTHERS.iter().any(|other| name.starts_with(other));
+    let looks = name.starts_with("SYMM_") && !SETTINGS.contains(&name) && !OTHER_PREFIXES.iter().any(|other| name.starts_with(other));
     // The user chooses the name of the variable that holds a store's secret.
     (looks && !name.contains("SECRET")).then(|| {
-        let nearest = NAMES.iter().map(|known| (edits(name, known), known)).min();
+        let nearest = SETTINGS.iter().map(|known| (edits(name, known), known)).min();
         match nearest {
-            Some((edits, known)) if edits <= 3 => format!("{name} is not a setting; ignored: did you mean {known}?"),
-            _ => format!("{name} is not a setting; ignored: there are {}", NAMES.join(", ")),
+            Some((edits, known)) if edits <= 3 => format!("unknown setting {name} ignored; did you mean {known}?"),
+            _ => format!("unknown setting {name} ignored; known settings: {}", SETTINGS.join(", ")),
         }
     })
 }
@@ -195,7 +195,7 @@ fn unknown_level(filter: &str) -> Option<&str> {
 fn in_force(lookup: impl Fn(&str) -> Option<String>, complaints: &[String]) -> String {
     let ignored = |name: &str| complaints.iter().any(|complaint| complaint.starts_with(name));
     let shown = |name: &&str| Some(format!("{name}={}", lookup(name).filter(|value| !value.trim().is_empty())?.trim()));
-    let set: Vec<String> = NAMES.iter().filter(|name| !ignored(name)).filter_map(shown).collect();
+    let set: Vec<String> = SETTINGS.iter().filter(|name| !ignored(name)).filter_map(shown).collect();
     match set.len() {
         0 => "all settings have their defaults".into(),
         _ => format!("settings: {}; all others have their defaults", set.join(", ")),
@@ -224,9 +224,9 @@ impl Config {
         };
         let spin = number("SYMM_SPIN").map(|spin| u32::try_from(spin).unwrap_or(u32::MAX));
         let cpu_threads = number("SYMM_CPU_THREADS").map(|threads| threads.clamp(1, 64) as usize);
-        let store_bytes = number("SYMM_STORE_BYTES").map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
+        let store_bytes = number("SYMM_STORE_MAX_BYTES").map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
         let workspace_mb = number("SYMM_WORKSPACE_MB").map_or(512, |mebibytes| mebibytes.clamp(1, 1 << 20) as usize);
-        let stats_seconds = number("SYMM_STATS").unwrap_or(0);
+        let stats_seconds = number("SYMM_STATS_INTERVAL").unwrap_or(0);
         let mut switch = |name: &str, usual: bool| match set(name).as_deref() {
             None => usual,
             Some("0") => false,
@@ -237,7 +237,8 @@ impl Config {
             }
         };
         let (cma, p2p) = (switch("SYMM_CMA", true), switch("SYMM_P2P", true));
-        let (blocking_wait, shared_gpus) = (switch("SYMM_BLOCKING_WAIT", false), switch("SYMM_SHARED_GPUS", false));
+        let (blocking_wait, shared_gpus) = (switch("SYMM_BLOCKING_WAIT", false), switch("SYMM_ALLOW_SHARED_GPUS", false));
+        let replace_gloo = switch("SYMM_REPLACE_GLOO", false);
         // The XDG specification says to ignore a relative path.
         let absolute = |name: &str| set(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let usual = || absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
@@ -254,17 +255,10 @@ impl Config {
         let mut debug_call_site = false;
         for word in set("SYMM_DEBUG").iter().flat_map(|words| words.split(',')).map(str::trim).filter(|word| !word.is_empty()) {
             match word {
-                "site" => debug_call_site = true,
-                _ => complaints.push(format!("SYMM_DEBUG: {word:?} is not known, \"site\" is; ignored")),
+                "call_site" => debug_call_site = true,
+                _ => complaints.push(format!("SYMM_DEBUG: {word:?} is not known, \"call_site\" is; ignored")),
             }
         }
-        let replaces = set("SYMM_REPLACES").filter(|name| {
-            let known = name == "gloo";
-            if !known {
-                complaints.push(format!("SYMM_REPLACES={name:?} is not gloo; ignored"));
-            }
-            known
-        });
         let trace_dir = set("SYMM_TRACE_DIR").filter(|path| {
             let absolute = path.starts_with('/');
             if !absolute {
@@ -282,23 +276,23 @@ impl Config {
             p2p,
             shared_gpus,
             cuda_tuning: set("SYMM_CUDA_TUNING").unwrap_or_default(),
-            profile: match set("SYMM_PROFILE").as_deref() {
+            profile: match set("SYMM_COST_PROFILE").as_deref() {
                 None => ProfileChoice::Search,
                 Some("0") => ProfileChoice::Off,
                 Some(path) => ProfileChoice::At(path.into()),
             },
             store_bytes,
-            nvrtc: set("SYMM_NVRTC").map(PathBuf::from),
+            nvrtc: set("SYMM_NVRTC_PATH").map(PathBuf::from),
             cache_dir,
             topology_file: set("SYMM_TOPOLOGY_FILE"),
             blocking_wait,
             debug_call_site,
-            hosts: set("SYMM_HOSTS").unwrap_or_else(|| "auto".into()),
-            replaces: replaces.unwrap_or_default(),
+            inter_node: set("SYMM_INTER_NODE_BACKEND").unwrap_or_else(|| "auto".into()),
+            replace_gloo,
             gloo_interface: set("GLOO_SOCKET_IFNAME"),
             rank: set("RANK").and_then(|rank| rank.parse().ok()),
             stats_seconds,
-            test_host: set("SYMM_TEST_HOST").unwrap_or_default(),
+            test_node: set("SYMM_TEST_NODE").unwrap_or_default(),
             trace_dir: trace_dir.map(PathBuf::from),
             temporary: absolute("TMPDIR").unwrap_or_else(|| "/tmp".into()),
             gloo_lazy: set("TORCH_GLOO_LAZY_INIT").is_some_and(|value| value != "0"),
@@ -353,12 +347,12 @@ mod tests {
             topology_file: None,
             blocking_wait: false,
             debug_call_site: false,
-            hosts: "auto".into(),
-            replaces: String::new(),
+            inter_node: "auto".into(),
+            replace_gloo: false,
             gloo_interface: None,
             rank: None,
             stats_seconds: 0,
-            test_host: String::new(),
+            test_node: String::new(),
             trace_dir: None,
             temporary: "/tmp".into(),
             gloo_lazy: false,
@@ -385,21 +379,21 @@ mod tests {
             ("SYMM_SPIN", "200"),
             ("SYMM_CPU_THREADS", "2"),
             ("SYMM_CMA", "0"),
-            ("SYMM_STORE_BYTES", "4096"),
-            ("SYMM_NVRTC", "/opt/libnvrtc.so.13"),
+            ("SYMM_STORE_MAX_BYTES", "4096"),
+            ("SYMM_NVRTC_PATH", "/opt/libnvrtc.so.13"),
             ("SYMM_CACHE_DIR", "/scratch/kernels"),
             ("SYMM_WORKSPACE_MB", "64"),
             ("SYMM_P2P", "0"),
-            ("SYMM_SHARED_GPUS", "1"),
+            ("SYMM_ALLOW_SHARED_GPUS", "1"),
             ("SYMM_CUDA_TUNING", "lanes=8"),
-            ("SYMM_PROFILE", "/etc/profile.json"),
+            ("SYMM_COST_PROFILE", "/etc/profile.json"),
             ("SYMM_TOPOLOGY_FILE", "/etc/topology.json"),
             ("SYMM_BLOCKING_WAIT", "1"),
-            ("SYMM_DEBUG", "site"),
+            ("SYMM_DEBUG", "call_site"),
             ("RANK", "7"),
-            ("SYMM_STATS", "5"),
+            ("SYMM_STATS_INTERVAL", "5"),
             ("SYMM_TRACE_DIR", "/scratch/traces"),
-            ("SYMM_REPLACES", "gloo"),
+            ("SYMM_REPLACE_GLOO", "1"),
             ("TMPDIR", "/scratch"),
         ]);
         let expected = Config {
@@ -422,32 +416,32 @@ mod tests {
             temporary: "/scratch".into(),
             gloo_lazy: false,
             debug_call_site: true,
-            hosts: "auto".into(),
-            replaces: "gloo".into(),
+            inter_node: "auto".into(),
+            replace_gloo: true,
             gloo_interface: None,
             rank: Some(7),
             stats_seconds: 5,
-            test_host: String::new(),
+            test_node: String::new(),
         };
         assert_eq!((config, complaints), (expected, 0));
-        assert_eq!(parse(&[("SYMM_PROFILE", "0")]).0.profile, ProfileChoice::Off);
-        for (words, expected) in [("", (false, 0)), ("site", (true, 0)), (" site, sight,", (true, 1)), ("all", (false, 1))] {
+        assert_eq!(parse(&[("SYMM_COST_PROFILE", "0")]).0.profile, ProfileChoice::Off);
+        for (words, expected) in [("", (false, 0)), ("call_site", (true, 0)), (" call_site, sight,", (true, 1)), ("all", (false, 1))] {
             let (config, complaints) = parse(&[("SYMM_DEBUG", words)]);
             assert_eq!((config.debug_call_site, complaints), expected, "{words}");
         }
         let (config, complaints) = parse(&[
             ("SYMM_SPIN", "-1"),
             ("SYMM_CMA", "no"),
-            ("SYMM_STORE_BYTES", "1G"),
+            ("SYMM_STORE_MAX_BYTES", "1G"),
             ("SYMM_TRACE_DIR", "here"),
-            ("SYMM_REPLACES", "nccl"),
+            ("SYMM_REPLACE_GLOO", "nccl"),
         ]);
         assert_eq!((config.spin, config.cma, config.store_bytes, config.trace_dir, complaints), (None, true, None, None, 5));
     }
 
     #[test]
     fn unknown_levels_of_the_log_are_complained_about() {
-        for usable in ["info", "OFF", "symm::boot=debug", "warn,symm::p2p=trace", "symm", "debug/knock"] {
+        for usable in ["info", "OFF", "symm::bootstrap=debug", "warn,symm::p2p=trace", "symm", "debug/knock"] {
             let (config, complaints) = parse(&[("SYMM_LOG", usable)]);
             assert_eq!((config.log.as_str(), complaints), (usable, 0));
         }
@@ -478,7 +472,7 @@ mod tests {
         let mut read: Vec<String> = read.into_inner().into_iter().filter(|name| name.starts_with("SYMM_")).collect();
         read.sort();
         read.dedup();
-        assert_eq!(read, NAMES);
+        assert_eq!(read, SETTINGS);
     }
 
     #[test]

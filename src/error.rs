@@ -3,16 +3,16 @@
 /// The kind of an error, by how a user reacts to it.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ErrorKind {
     /// A member exited, left or aborted: `SymmPeerError`.
     Peer = 1,
-    /// A deadline passed: `SymmTimeout`.
+    /// A deadline passed: `SymmTimeoutError`.
     Timeout = 2,
-    /// Members disagree on a call: `SymmMismatch`.
+    /// Members disagree on a call: `SymmMismatchError`.
     Mismatch = 3,
     /// The group could not be formed here: `SymmConfigError`.
     Config = 4,
-    /// This rank's own `abort()` ended the call: `SymmAborted`.
+    /// This rank's own `abort()` ended the call: `SymmAbortedError`.
     Aborted = 5,
     /// A bad argument value: `ValueError`.
     Value = 6,
@@ -20,7 +20,7 @@ pub enum Kind {
     Type = 7,
     /// Not supported for these arguments: `NotImplementedError`.
     NotImplemented = 8,
-    /// `Work.wait(timeout)` timed out while the call itself continues: `SymmTimeout`, and the group stays usable.
+    /// `Work.wait(timeout)` timed out while the call itself continues: `SymmTimeoutError`, and the group stays usable.
     WaitTimeout = 9,
     /// A fault of this library or of the system: `DistBackendError`.
     Internal = 10,
@@ -30,21 +30,21 @@ pub enum Kind {
     QueueEmpty = 12,
 }
 
-impl Kind {
+impl ErrorKind {
     /// Every kind, in the order of their codes.
     pub const ALL: [Self; 12] = [
-        Kind::Peer,
-        Kind::Timeout,
-        Kind::Mismatch,
-        Kind::Config,
-        Kind::Aborted,
-        Kind::Value,
-        Kind::Type,
-        Kind::NotImplemented,
-        Kind::WaitTimeout,
-        Kind::Internal,
-        Kind::Network,
-        Kind::QueueEmpty,
+        ErrorKind::Peer,
+        ErrorKind::Timeout,
+        ErrorKind::Mismatch,
+        ErrorKind::Config,
+        ErrorKind::Aborted,
+        ErrorKind::Value,
+        ErrorKind::Type,
+        ErrorKind::NotImplemented,
+        ErrorKind::WaitTimeout,
+        ErrorKind::Internal,
+        ErrorKind::Network,
+        ErrorKind::QueueEmpty,
     ];
 
     /// Returns the kind with this code, which is used in shared memory and the bridge.
@@ -58,7 +58,7 @@ impl Kind {
 #[error("{message}")]
 pub struct Error {
     /// The kind of the error, which decides which exception it becomes.
-    pub kind: Kind,
+    pub kind: ErrorKind,
     /// The message: what happened to which rank, and after how long.
     pub message: String,
 }
@@ -70,9 +70,9 @@ macro_rules! constructors {
     ($($name:ident => $kind:ident),* $(,)?) => {
         impl Error {
             $(
-                #[doc = concat!("An error of kind [`Kind::", stringify!($kind), "`].")]
+                #[doc = concat!("An error of kind [`ErrorKind::", stringify!($kind), "`].")]
                 pub fn $name(message: impl Into<String>) -> Self {
-                    Self { kind: Kind::$kind, message: message.into() }
+                    Self { kind: ErrorKind::$kind, message: message.into() }
                 }
             )*
         }
@@ -114,9 +114,9 @@ mod tests {
     #[test]
     fn codes_round_trip() {
         for code in 1..=12 {
-            assert_eq!(Kind::from_code(code).map(|kind| kind as u8), Some(code));
+            assert_eq!(ErrorKind::from_code(code).map(|kind| kind as u8), Some(code));
         }
-        assert_eq!(Kind::from_code(0), None);
-        assert_eq!(Kind::from_code(13), None);
+        assert_eq!(ErrorKind::from_code(0), None);
+        assert_eq!(ErrorKind::from_code(13), None);
     }
 }

@@ -1,50 +1,50 @@
 //! A group of ranks: ties the crate together; the only thing the bridge talks to.
 //!
-//! Ranks of one host share memory. A group whose ranks are on several is the same with [`Hosts`]: its calls run through the same engine, and
+//! Ranks of one node share memory. A group whose ranks are on several is the same with [`Internode`]: its calls run through the same engine, and
 //! its messages through the same table.
 
 pub mod device;
 mod join;
-mod monitored;
-mod refusal;
+mod monitored_barrier;
+mod rejection;
 
-use crate::boot;
+use crate::bootstrap;
+use crate::call_queue::CallQueue;
 use crate::coll::call::Call;
 use crate::coll::cuda::agreement::launch_log;
 use crate::coll::message::Message;
-use crate::coll::plan::Thresholds;
+use crate::coll::plan::CpuThresholds;
 use crate::completion::{Completion, Observer};
 use crate::control::ControlBlock;
-use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::exit_watch;
 use crate::health::{DeviceSlot, Health};
-use crate::hosts::Hosts;
+use crate::internode::Internode;
 use crate::lock::lock;
 use crate::messages::{self, Messages};
 use crate::rank::Rank;
-use crate::symm_mem::peers::Linked;
-use crate::trace::{self, Recorder};
-use crate::watch;
+use crate::symm_mem::peers::PeerHeapsCell;
+use crate::trace::{self, GroupRecorder};
 use crate::window;
-use refusal::{Refusals, Refused};
+use rejection::{LocalRejections, RejectedCall};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Settings that a user may choose for a group; the same on all its ranks.
 #[derive(Clone, Copy, Debug)]
-pub struct Tuning {
+pub struct GroupTuning {
     /// Whether receivers of long messages may read the sender's memory where the system permits it.
-    pub direct: bool,
+    pub zero_copy: bool,
     /// Turns a waiting thread spins before it gives its core away; absent: by the number of cores.
     pub spins: Option<u32>,
     /// Thresholds between one way of moving data and the next; they need not be the same on all ranks.
-    pub thresholds: Thresholds,
+    pub thresholds: CpuThresholds,
 }
 
-impl Default for Tuning {
+impl Default for GroupTuning {
     fn default() -> Self {
-        Self { direct: true, spins: None, thresholds: Thresholds::default() }
+        Self { zero_copy: true, spins: None, thresholds: CpuThresholds::default() }
     }
 }
 
@@ -52,24 +52,24 @@ impl Default for Tuning {
 pub struct Group {
     /// Control block of the ranks of this host.
     control: Arc<ControlBlock>,
-    engine: Arc<Engine>,
+    engine: Arc<CallQueue>,
     messages: Arc<Messages>,
     health: Arc<Health>,
-    refusals: Arc<Refusals>,
-    recorder: Arc<Recorder>,
+    rejections: Arc<LocalRejections>,
+    recorder: Arc<GroupRecorder>,
     timeout_ms: AtomicU64,
     closed: AtomicBool,
-    watching: Mutex<Option<watch::Subscription>>,
-    membership: Mutex<Option<boot::Membership>>,
+    watching: Mutex<Option<exit_watch::Subscription>>,
+    lease: Mutex<Option<bootstrap::RankLease>>,
     /// Communicator, made by the first call on a GPU.
     communicator: Arc<DeviceSlot>,
     /// Held by whoever sets the communicator up.
     setting_up: Mutex<()>,
     domains: window::Domains,
     /// Symmetric memory of the host, for collectives.
-    linked: Arc<Linked>,
-    /// The other hosts, if the group is on several.
-    hosts: Option<Arc<Hosts>>,
+    linked: Arc<PeerHeapsCell>,
+    /// The other nodes, if the group is on several.
+    internode: Option<Arc<Internode>>,
 }
 
 impl Group {
@@ -98,14 +98,15 @@ impl Group {
     /// Starts a message, if the group lives, and keeps it in the record.
     fn start(&self, send: bool, message: Message, completion: Completion) -> Result<u64> {
         self.check_alive()?;
-        let recorded_as =
-            |hosts: &Arc<Hosts>| hosts.recorded_as(if send { "send" } else { "recv" }, message.peer, self.messages.far().is_some());
-        let (shown, far) = self.hosts.as_ref().map_or(Ok((message.peer, None)), recorded_as)?;
+        let recorded_as = |internode: &Arc<Internode>| {
+            internode.recorded_as(if send { "send" } else { "recv" }, message.peer, self.messages.internode().is_some())
+        };
+        let (shown, far) = self.internode.as_ref().map_or(Ok((message.peer, None)), recorded_as)?;
         let (shown, timeout) = (message.with_peer(shown), message.timeout.unwrap_or_else(|| self.timeout()));
         let number = if far.is_some() {
-            self.recorder.far_message(send, &shown, timeout)
+            self.recorder.internode_message(send, &shown, timeout)
         } else {
-            self.recorder.message(send, &shown, timeout, trace::Target::Host)
+            self.recorder.message(send, &shown, timeout, trace::CallTarget::Cpu)
         };
         let completion = completion.observed(far.unwrap_or_else(|| Arc::clone(&self.recorder) as Arc<dyn Observer>), number);
         let ticket = if send { self.messages.send(message, timeout, completion) } else { self.messages.recv(message, timeout, completion) };
@@ -121,33 +122,33 @@ impl Group {
     /// A collective was refused on this rank, because of `text`, before anything was exchanged. If peers wait for it, and this rank makes
     /// no other call within 80 ms, the group fails: those of this host learn so within 100 ms of their call or of this one, whichever is
     /// later, and others within 0.2 s.
-    pub fn refuse(&self, text: String) {
+    pub fn reject(&self, text: String) {
         if self.check_alive().and_then(|()| self.health.check_kernels()).is_ok() {
-            self.refusals.add(text, Refused::Collective { on_device: self.health.communicator().is_some() });
+            self.rejections.add(text, RejectedCall::Collective { on_device: self.health.communicator().is_some() });
         }
     }
 
-    /// Refuses, as `refuse` does, an operator on symmetric memory of the host, before this rank came to its first barrier. No window is on
-    /// several hosts.
-    pub fn refuse_operator(&self, text: String) {
-        if self.hosts.is_none() && self.check_alive().is_ok() {
-            self.refusals.add(text, Refused::Operator);
+    /// Refuses, as `reject` does, an operator on symmetric memory of the host, before this rank came to its first barrier. No window is on
+    /// several nodes.
+    pub fn reject_operator(&self, text: String) {
+        if self.internode.is_none() && self.check_alive().is_ok() {
+            self.rejections.add(text, RejectedCall::Operator);
         }
     }
 
-    /// Refuses, as `refuse` does, a send to `peer` or a receive from it, or from anybody. Only a peer that is blocked in its part of it
+    /// Refuses, as `reject` does, a send to `peer` or a receive from it, or from anybody. Only a peer that is blocked in its part of it
     /// learns of that.
-    pub fn refuse_message(&self, send: bool, peer: Option<Rank>, tag: i32, text: String) {
+    pub fn reject_message(&self, send: bool, peer: Option<Rank>, tag: i32, text: String) {
         let known = peer.is_none_or(|peer| peer.index() < self.place().1);
         if known && self.check_alive().is_ok() {
-            self.refusals.add(text, Refused::Message { send, peer, tag });
+            self.rejections.add(text, RejectedCall::Message { send, peer, tag });
         }
     }
 
     /// Moves transfers and calls along without blocking: somebody asks for their end who does not wait for it.
     pub fn progress(&self) {
         if self.check_process().is_ok() {
-            self.engine.hurry();
+            self.engine.run_promptly();
             let _ = self.messages.progress();
         }
     }
@@ -163,19 +164,19 @@ impl Group {
 
     /// Leaves the group once what was submitted is done, at the latest after the timeout. Idempotent.
     pub fn shutdown(&self) {
-        self.leave(self.timeout(), "");
+        self.destroy(self.timeout(), "");
     }
 
     /// Leaves the group once what was submitted is done; what is not after `limit` fails, here and on its peers. Idempotent.
     /// A call in which another thread is blocked gets 50 ms.
     /// `farewell` is the error because of which this rank leaves, for its peers; empty if there is none.
-    pub fn leave(&self, limit: Duration, farewell: &str) {
+    pub fn destroy(&self, limit: Duration, farewell: &str) {
         if self.check_process().is_err() || self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
         let (name, since) = (self.control.name(), Instant::now());
         let left = || limit.saturating_sub(since.elapsed());
-        self.refusals.forget();
+        self.rejections.forget();
         let launched = self.disconnect(limit);
         if !self.engine.drain(left()) {
             let (me, seconds) = (self.control.describe(self.control.rank()), since.elapsed().as_secs_f32());
@@ -183,36 +184,36 @@ impl Group {
             // Messages that are open end below, in words of their own.
             self.control.fail(error);
         }
-        if let Some(hosts) = &self.hosts {
-            hosts.forget_keys();
+        if let Some(internode) = &self.internode {
+            internode.forget_keys();
             self.messages.say_goodbye(left());
         }
-        self.messages.leave(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")), farewell);
+        self.messages.shut_down(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")), farewell);
         self.messages.stop();
         self.engine.stop();
         // Whoever is blocked in a rendezvous has been released by now.
         self.domains.drain(left());
-        self.control.depart(farewell);
+        self.control.note_departure(farewell);
         if launched {
             launch_log::abandon(&self.control);
         }
         drop(lock(&self.watching).take());
-        drop(lock(&self.membership).take());
+        drop(lock(&self.lease).take());
         self.recorder.leave();
         // Who still refers to the group may ask for its failure, which lies in the part that is kept.
         let kept = self.control.segment().leave_file(self.control.layout().control_bytes());
         kept.unwrap_or_else(|errno| log::debug!("group \"{name}\" keeps its memory: {errno}"));
-        if let Some(hosts) = &self.hosts {
-            hosts.leave(left());
+        if let Some(internode) = &self.internode {
+            internode.leave(left());
         }
     }
 
-    /// This group, if all its ranks are on one host.
+    /// This group, if all its ranks are on one node.
     ///
     /// # Errors
-    /// `Config` for `what`, which groups on several hosts do not have.
-    pub fn one_host(&self, what: &str) -> Result<&Self> {
-        self.hosts.as_ref().map_or(Ok(self), |hosts| Err(hosts.lacks(what)))
+    /// `Config` for `what`, which groups on several nodes do not have.
+    pub fn single_node(&self, what: &str) -> Result<&Self> {
+        self.internode.as_ref().map_or(Ok(self), |internode| Err(internode.unsupported(what)))
     }
 
     /// Control block of the ranks of this host.
@@ -227,7 +228,7 @@ impl Group {
 
     /// This rank, and the number of ranks.
     pub fn place(&self) -> (Rank, usize) {
-        self.hosts.as_ref().map_or_else(|| (self.control.rank(), self.control.size()), |hosts| hosts.place())
+        self.internode.as_ref().map_or_else(|| (self.control.rank(), self.control.size()), |internode| internode.place())
     }
 
     /// Number of collectives asked for.
@@ -256,7 +257,7 @@ impl Group {
     }
 
     /// Runs `body`. A panic in it fails the group on all ranks, unless this process is a forked child, which must not touch it.
-    pub fn contain<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    pub fn catch_panic<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         self.health.contain(body)
     }
 
@@ -285,13 +286,13 @@ impl Group {
     fn check_call(&self) -> Result<()> {
         self.check_open()?;
         self.health.check_kernels()?;
-        self.refusals.make_up();
+        self.rejections.resume();
         Ok(())
     }
 
     fn check_alive(&self) -> Result<()> {
         self.check_open()?;
-        self.control.failure().map_or(Ok(()), Err).inspect_err(|error| self.recorder.saw(error))
+        self.control.failure().map_or(Ok(()), Err).inspect_err(|error| self.recorder.note_failure(error))
     }
 }
 
@@ -300,9 +301,9 @@ impl Drop for Group {
         self.shutdown();
         if self.check_process().is_err() {
             self.forget_communicator();
-            self.domains.forget();
-            if let Some(hosts) = &self.hosts {
-                hosts.forget();
+            self.domains.invalidate();
+            if let Some(internode) = &self.internode {
+                internode.forget();
                 std::mem::forget(Arc::clone(&self.messages));
             }
         }

@@ -1,7 +1,7 @@
 //! Health of a group: its first failure, and how everything that belongs to it hears of that.
 //!
-//! A failure stands in the control block, which wakes all ranks of this host. Each part of a group that has more to do is a [`Listener`]:
-//! messages end, then the hosts report the failure to each other and drop the rail. The first call of [`Health::fail`] does all of that
+//! A failure stands in the control block, which wakes all ranks of this host. Each part of a group that has more to do is a [`FailureListener`]:
+//! messages end, then the nodes report the failure to each other and drop the rail. The first call of [`Health::fail`] does all of that
 //! once, in this order.
 
 use crate::coll::cuda::communicator::Communicator;
@@ -9,28 +9,28 @@ use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::lock::{lock, unpoisoned};
 use crate::sys::fork;
-use crate::trace::Recorder;
+use crate::trace::GroupRecorder;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 /// Maximum time that a rank which has lost a connection waits to hear why.
-const HEAR: Duration = Duration::from_millis(400);
+const CAUSE_WAIT: Duration = Duration::from_millis(400);
 /// How long a failure may take to be reported: after this a connection counts as lost because its peer has left.
-const SURE: Duration = Duration::from_millis(150);
+const CAUSE_WAIT_LOCAL: Duration = Duration::from_millis(150);
 /// Poll interval of a rank that waits to hear.
-const PAUSE: Duration = Duration::from_millis(10);
+const CAUSE_POLL: Duration = Duration::from_millis(10);
 
 /// Slot in which a group keeps its communicator, which the first call on a GPU makes.
 pub type DeviceSlot = RwLock<Option<Arc<Communicator>>>;
 
 /// A part of a group that ends, or reports to others, when the group fails.
-pub trait Listener: Send + Sync {
+pub trait FailureListener: Send + Sync {
     /// The group has failed; called once.
     fn failed(&self, failure: &Error);
 
-    /// Departure of a rank of another host, as an error: the rank of this `local` index rather than others.
+    /// Departure of a rank of another node, as an error: the rank of this `local` index rather than others.
     fn departure(&self, _local: usize) -> Option<Error> {
         None
     }
@@ -40,22 +40,22 @@ pub trait Listener: Send + Sync {
 pub struct Health {
     control: Arc<ControlBlock>,
     device: Arc<DeviceSlot>,
-    recorder: Arc<Recorder>,
-    listeners: Mutex<Listeners>,
+    recorder: Arc<GroupRecorder>,
+    listeners: Mutex<FailureListeners>,
     /// Generation of the process that made the group.
     generation: u64,
 }
 
 #[derive(Default)]
-struct Listeners {
+struct FailureListeners {
     /// In the order in which they hear of a failure; empty once they have.
-    waiting: Vec<Weak<dyn Listener>>,
-    told: bool,
+    waiting: Vec<Weak<dyn FailureListener>>,
+    notified: bool,
 }
 
 impl Health {
     /// Health of the group of `control`, whose communicator will be in `device` and whose calls `recorder` keeps.
-    pub fn new(control: &Arc<ControlBlock>, device: &Arc<DeviceSlot>, recorder: &Arc<Recorder>) -> Arc<Self> {
+    pub fn new(control: &Arc<ControlBlock>, device: &Arc<DeviceSlot>, recorder: &Arc<GroupRecorder>) -> Arc<Self> {
         Arc::new(Self {
             control: Arc::clone(control),
             device: Arc::clone(device),
@@ -71,14 +71,14 @@ impl Health {
     }
 
     /// Record of the group's calls.
-    pub fn recorder(&self) -> &Arc<Recorder> {
+    pub fn recorder(&self) -> &Arc<GroupRecorder> {
         &self.recorder
     }
 
     /// Has `listener` hear of the failure after all that came before it.
-    pub fn listen(&self, listener: Weak<dyn Listener>) {
+    pub fn listen(&self, listener: Weak<dyn FailureListener>) {
         let mut listeners = lock(&self.listeners);
-        if !listeners.told {
+        if !listeners.notified {
             return listeners.waiting.push(listener);
         }
         drop(listeners);
@@ -95,7 +95,7 @@ impl Health {
         }
         let stands = self.control.fail(error);
         let mut listeners = lock(&self.listeners);
-        listeners.told = true;
+        listeners.notified = true;
         let waiting = std::mem::take(&mut listeners.waiting);
         drop(listeners);
         waiting.iter().filter_map(Weak::upgrade).for_each(|listener| listener.failed(&stands));
@@ -110,29 +110,29 @@ impl Health {
     /// The first failure, on the host or a device.
     pub fn failure(&self) -> Option<Error> {
         let failure = self.kernels_failure().or_else(|| self.control.failure());
-        failure.inspect(|error| self.recorder.saw(error))
+        failure.inspect(|error| self.recorder.note_failure(error))
     }
 
     /// Fails if a kernel of this rank has given up: only a caller that asks learns of it.
     pub fn check_kernels(&self) -> Result<()> {
-        self.kernels_failure().map_or(Ok(()), Err).inspect_err(|error| self.recorder.saw(error))
+        self.kernels_failure().map_or(Ok(()), Err).inspect_err(|error| self.recorder.note_failure(error))
     }
 
     fn kernels_failure(&self) -> Option<Error> {
         self.communicator().and_then(|communicator| communicator.failure())
     }
 
-    /// Returns why this rank lost a connection, if it hears so within `limit`: a failure, or that a rank of another host has left, the rank
+    /// Returns why this rank lost a connection, if it hears so within `limit`: a failure, or that a rank of another node has left, the rank
     /// of this `local` index rather than others.
     pub fn cause(&self, local: usize, limit: Duration) -> Option<Error> {
-        let (begun, most) = (Instant::now(), limit.min(HEAR));
+        let (begun, most) = (Instant::now(), limit.min(CAUSE_WAIT));
         loop {
             let over = begun.elapsed() >= most;
-            let told = self.error().or_else(|| if over || begun.elapsed() >= SURE { self.departure(local) } else { None });
+            let told = self.error().or_else(|| if over || begun.elapsed() >= CAUSE_WAIT_LOCAL { self.departure(local) } else { None });
             if told.is_some() || over {
                 return told;
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(CAUSE_POLL);
         }
     }
 
@@ -177,7 +177,7 @@ mod tests {
         health: Arc<Health>,
     }
 
-    impl Listener for Part {
+    impl FailureListener for Part {
         fn failed(&self, failure: &Error) {
             assert_eq!(self.health.control.failure().as_ref(), Some(failure), "it stands before anybody hears of it");
             lock(&self.heard).push((self.name, failure.message.clone()));
@@ -192,7 +192,7 @@ mod tests {
 
     fn health() -> Arc<Health> {
         let control = Arc::new(controls(2).swap_remove(0));
-        Health::new(&control, &Arc::default(), &Recorder::new(&control, Duration::from_secs(1)))
+        Health::new(&control, &Arc::default(), &GroupRecorder::new(&control, Duration::from_secs(1)))
     }
 
     #[test]
@@ -200,7 +200,7 @@ mod tests {
         let (health, heard) = (health(), Arc::default());
         let part = |name| Arc::new(Part { name, heard: Arc::clone(&heard), health: Arc::clone(&health) });
         let parts = ["messages", "hosts"].map(part);
-        parts.iter().for_each(|part| health.listen(Arc::downgrade(&(Arc::clone(part) as Arc<dyn Listener>))));
+        parts.iter().for_each(|part| health.listen(Arc::downgrade(&(Arc::clone(part) as Arc<dyn FailureListener>))));
         assert_eq!(health.error(), None);
         let first = health.fail(Error::aborted("the cause"));
         assert_eq!(health.fail(Error::timeout("a consequence")), first);
@@ -208,7 +208,7 @@ mod tests {
         assert_eq!(health.cause(1, Duration::ZERO), Some(first));
         // One that comes later hears of it, too.
         let late = part("late");
-        health.listen(Arc::downgrade(&(Arc::clone(&late) as Arc<dyn Listener>)));
+        health.listen(Arc::downgrade(&(Arc::clone(&late) as Arc<dyn FailureListener>)));
         let names = ["messages", "hosts", "late"].map(|name| (name, "the cause".to_owned()));
         assert_eq!(*lock(&heard), names);
     }
@@ -217,7 +217,7 @@ mod tests {
     fn who_loses_a_connection_hears_that_its_peer_has_left() {
         let (health, heard) = (health(), Arc::default());
         let hosts = Arc::new(Part { name: "hosts", heard, health: Arc::clone(&health) });
-        health.listen(Arc::downgrade(&(Arc::clone(&hosts) as Arc<dyn Listener>)));
+        health.listen(Arc::downgrade(&(Arc::clone(&hosts) as Arc<dyn FailureListener>)));
         assert_eq!(health.cause(0, Duration::ZERO), None);
         assert_eq!(health.cause(1, Duration::MAX), Some(Error::peer("has left")));
     }

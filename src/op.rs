@@ -3,7 +3,7 @@
 /// A collective of c10d, reduced to its data movement, or one that also computes on the moved data.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Op {
+pub enum Collective {
     /// Every rank arrives; no data moves.
     Barrier = 0,
     /// The root's input reaches every output.
@@ -26,23 +26,23 @@ pub enum Op {
     AllReduceAddRmsNorm = 9,
 }
 
-impl Op {
+impl Collective {
     /// Every collective, in code order.
-    pub const ALL: &[Op] = &[
-        Op::Barrier,
-        Op::Broadcast,
-        Op::AllReduce,
-        Op::Reduce,
-        Op::AllGather,
-        Op::Gather,
-        Op::Scatter,
-        Op::ReduceScatter,
-        Op::AllToAll,
-        Op::AllReduceAddRmsNorm,
+    pub const ALL: &[Collective] = &[
+        Collective::Barrier,
+        Collective::Broadcast,
+        Collective::AllReduce,
+        Collective::Reduce,
+        Collective::AllGather,
+        Collective::Gather,
+        Collective::Scatter,
+        Collective::ReduceScatter,
+        Collective::AllToAll,
+        Collective::AllReduceAddRmsNorm,
     ];
 
     /// The collectives of c10d, which only move or combine elements.
-    pub const C10D: &[Op] = Self::ALL.split_at(9).0;
+    pub const C10D: &[Collective] = Self::ALL.split_at(9).0;
 
     /// Returns the collective with this code, which is used in the bridge and shared memory.
     pub fn from_code(code: u8) -> Option<Self> {
@@ -52,26 +52,26 @@ impl Op {
     /// Returns torch's function name, for error messages and traces.
     pub const fn name(self) -> &'static str {
         match self {
-            Op::Barrier => "barrier",
-            Op::Broadcast => "broadcast",
-            Op::AllReduce => "all_reduce",
-            Op::Reduce => "reduce",
-            Op::AllGather => "all_gather",
-            Op::Gather => "gather",
-            Op::Scatter => "scatter",
-            Op::ReduceScatter => "reduce_scatter",
-            Op::AllToAll => "all_to_all",
-            Op::AllReduceAddRmsNorm => "all_reduce_add_rms_norm",
+            Collective::Barrier => "barrier",
+            Collective::Broadcast => "broadcast",
+            Collective::AllReduce => "all_reduce",
+            Collective::Reduce => "reduce",
+            Collective::AllGather => "all_gather",
+            Collective::Gather => "gather",
+            Collective::Scatter => "scatter",
+            Collective::ReduceScatter => "reduce_scatter",
+            Collective::AllToAll => "all_to_all",
+            Collective::AllReduceAddRmsNorm => "all_reduce_add_rms_norm",
         }
     }
 
     /// Returns true if the collective combines elements with an operation that the caller chooses.
     pub const fn reduces(self) -> bool {
-        matches!(self, Op::AllReduce | Op::Reduce | Op::ReduceScatter)
+        matches!(self, Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter)
     }
 
     /// Returns true if the collective has a root.
     pub const fn rooted(self) -> bool {
-        matches!(self, Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter)
+        matches!(self, Collective::Broadcast | Collective::Reduce | Collective::Gather | Collective::Scatter)
     }
 }

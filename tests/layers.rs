@@ -7,17 +7,17 @@ use std::path::{Path, PathBuf};
 /// Modules by height; a module may use lower modules, and others of its kind.
 fn height(module: &str) -> u32 {
     match module {
-        "error" | "dtype" | "lock" | "norm" | "op" | "rank" | "completion" => 0,
+        "error" | "dtype" | "lock" | "rms_norm" | "op" | "rank" | "completion" => 0,
         "config" | "sys" => 1,
-        "mem" | "kernels" | "store" | "topo" | "host_map" => 2,
+        "mem" | "kernels" | "store" | "topo" | "node_map" => 2,
         "sync" => 3,
         "control" => 4,
-        "boot" | "watch" | "symm_mem" => 5,
+        "bootstrap" | "exit_watch" | "symm_mem" => 5,
         "coll" => 6,
         "trace" | "fused" | "window" => 7,
         "health" => 8,
-        "messages" | "hosts" => 9,
-        "engine" => 10,
+        "messages" | "internode" => 9,
+        "call_queue" => 10,
         "group" => 11,
         "bridge" => 12,
         other => panic!("module {other} has no place yet: add it to tests/layers.rs"),

@@ -5,25 +5,25 @@
 #![cfg(loom)]
 #![allow(missing_docs, clippy::unwrap_used)]
 
-#[path = "loom/endings.rs"]
-mod endings;
+#[path = "loom/failure.rs"]
+mod failure;
 #[path = "loom/fused.rs"]
 mod fused;
-#[path = "loom/pieces.rs"]
-mod pieces;
 #[path = "loom/signals.rs"]
 mod signals;
+#[path = "loom/work_items.rs"]
+mod work_items;
 
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering, fence};
 use loom::thread;
-use symm::coll::cpu::pipeline::{self, Chunks, Clock, Phases};
-use symm::coll::cuda::agreement::zero_copy::{self, Shared};
+use symm::coll::cpu::pipeline::{self, ChunkOps, ResultSharing, StageClock};
+use symm::coll::cuda::agreement::zero_copy::{self, ZeroCopyWords};
 use symm::error::Result;
 use symm::mem::layout::{INPUT_SLOTS, RESULT_SLOTS};
 use symm::sync::flag::Flag;
-use symm::sync::ring::{Ring, UNIT};
+use symm::sync::ring::{ByteRing, UNIT};
 
 struct Word(AtomicU64);
 
@@ -82,7 +82,7 @@ fn a_ring_hands_over_every_frame_once_and_in_order() {
         let shared = Arc::new(Shared { tail: Word::new(), head: Word::new(), data: std::array::from_fn(|_| Cell::new()) });
         let producer = Arc::clone(&shared);
         let thread = thread::spawn(move || {
-            let ring = Ring { tail: &producer.tail, head: &producer.head, capacity: UNITS * UNIT };
+            let ring = ByteRing { tail: &producer.tail, head: &producer.head, capacity: UNITS * UNIT };
             let mut tail = 0;
             for (number, units) in FRAMES.into_iter().enumerate() {
                 let room = loop {
@@ -102,7 +102,7 @@ fn a_ring_hands_over_every_frame_once_and_in_order() {
                 }
             }
         });
-        let ring = Ring { tail: &shared.tail, head: &shared.head, capacity: UNITS * UNIT };
+        let ring = ByteRing { tail: &shared.tail, head: &shared.head, capacity: UNITS * UNIT };
         let mut head = 0;
         for (number, units) in FRAMES.into_iter().enumerate() {
             let place = loop {
@@ -180,7 +180,7 @@ struct Stages<'a> {
     stage: u64,
 }
 
-impl Clock for Stages<'_> {
+impl StageClock for Stages<'_> {
     fn stage(&self) -> u64 {
         self.stage
     }
@@ -195,7 +195,7 @@ impl Clock for Stages<'_> {
         Ok(())
     }
 
-    fn look(&mut self) -> Result<()> {
+    fn check_abort(&mut self) -> Result<()> {
         Ok(())
     }
 }
@@ -203,7 +203,7 @@ impl Clock for Stages<'_> {
 struct Sum<'a> {
     group: &'a Group,
     me: usize,
-    phases: Phases,
+    phases: ResultSharing,
     base: u64,
 }
 
@@ -213,14 +213,14 @@ impl Sum<'_> {
     }
 }
 
-impl Chunks for Sum<'_> {
+impl ChunkOps for Sum<'_> {
     fn produce(&mut self, t: u64, slot: usize) {
         self.group.inputs[self.me][slot].write(self.input(self.me, t));
     }
     fn consume(&mut self, t: u64, slot: usize, result: usize) {
         let theirs = self.group.inputs[1 - self.me][slot].read();
         assert_eq!(theirs, self.input(1 - self.me, t));
-        if self.phases == Phases::Two {
+        if self.phases == ResultSharing::Two {
             self.group.results[self.me][result].write(theirs + self.input(self.me, t));
         }
     }
@@ -232,7 +232,7 @@ impl Chunks for Sum<'_> {
 /// Two calls back to back: more stages than slots, then a single chunk.
 fn two_calls(group: &Group, me: usize) {
     let mut stage = 0;
-    for (seq, (phases, count)) in [(Phases::Two, 3), (Phases::One, 1)].into_iter().enumerate() {
+    for (seq, (phases, count)) in [(ResultSharing::Two, 3), (ResultSharing::One, 1)].into_iter().enumerate() {
         arrive(group, me, seq as u64 + 1, 1);
         let mut clock = Stages { group, me, stage };
         pipeline::run(&mut clock, phases, count, &mut Sum { group, me, phases, base: 1000 * seq as u64 }).unwrap();
@@ -283,7 +283,7 @@ fn ranks_agree_from_which_launch_on_kernels_are_zero_copy() {
         words: Arc<Words>,
         me: usize,
     }
-    impl Shared for Seen {
+    impl ZeroCopyWords for Seen {
         fn word(&self) -> u64 {
             self.words.handshake.load(Ordering::Acquire)
         }

@@ -19,7 +19,7 @@ thread_local std::exception_ptr interrupt;
 
 class PythonSignals final : public InterruptHandle {
  public:
-  bool raised() const noexcept override {
+  bool is_pending() const noexcept override {
     if (!Py_IsInitialized()) {
       return false;
     }
@@ -39,36 +39,36 @@ std::array<PyObject*, 11> types{};
 
 } // namespace
 
-void set_python_type(Kind kind, PyObject* type) {
+void set_python_type(ErrorKind kind, PyObject* type) {
   types.at(static_cast<size_t>(kind)) = type;
 }
 
-PyObject* Failure::python_type() {
+PyObject* CoreError::python_type() {
   return types.at(static_cast<size_t>(kind_));
 }
 
 std::exception_ptr exception_of(const Status& status) {
   switch (status.kind) {
-    case Kind::None:
+    case ErrorKind::None:
       return nullptr;
-    case Kind::Peer:
-    case Kind::Timeout:
-    case Kind::Mismatch:
-    case Kind::Config:
-    case Kind::Aborted:
-      return std::make_exception_ptr(Failure(status.kind, status));
-    case Kind::WaitTimeout:
-      return std::make_exception_ptr(Failure(Kind::Timeout, status));
-    case Kind::Value:
+    case ErrorKind::Peer:
+    case ErrorKind::Timeout:
+    case ErrorKind::Mismatch:
+    case ErrorKind::Config:
+    case ErrorKind::Aborted:
+      return std::make_exception_ptr(CoreError(status.kind, status));
+    case ErrorKind::WaitTimeout:
+      return std::make_exception_ptr(CoreError(ErrorKind::Timeout, status));
+    case ErrorKind::Value:
       return make<c10::ValueError>(status);
-    case Kind::Type:
+    case ErrorKind::Type:
       return make<c10::TypeError>(status);
-    case Kind::NotImplemented:
+    case ErrorKind::NotImplemented:
       return make<c10::NotImplementedError>(status);
-    case Kind::Network:
+    case ErrorKind::Network:
       return make<c10::DistNetworkError>(status);
-    case Kind::QueueEmpty:
-    case Kind::Internal:
+    case ErrorKind::QueueEmpty:
+    case ErrorKind::Internal:
       break;
   }
   return make<c10::DistBackendError>(status);
@@ -77,8 +77,8 @@ std::exception_ptr exception_of(const Status& status) {
 bool timed_out(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
-  } catch (const Failure& failure) {
-    return failure.kind() == Kind::Timeout;
+  } catch (const CoreError& failure) {
+    return failure.kind() == ErrorKind::Timeout;
   } catch (...) {
     return false;
   }
@@ -95,35 +95,35 @@ void rethrow_interrupt() {
 }
 
 void check(const Status& status) {
-  if (status.kind != Kind::None) {
+  if (status.kind != ErrorKind::None) {
     rethrow_interrupt();
     std::rethrow_exception(exception_of(status));
   }
 }
 
 void check_store(const Status& status) {
-  if (status.kind == Kind::None) {
+  if (status.kind == ErrorKind::None) {
     return;
   }
   rethrow_interrupt();
   switch (status.kind) {
-    case Kind::None:
+    case ErrorKind::None:
       return;
-    case Kind::Network:
+    case ErrorKind::Network:
       std::rethrow_exception(make<c10::DistNetworkError>(status));
-    case Kind::QueueEmpty:
+    case ErrorKind::QueueEmpty:
       std::rethrow_exception(make<c10::DistQueueEmptyError>(status));
-    case Kind::Value:
-    case Kind::Type:
-    case Kind::NotImplemented:
+    case ErrorKind::Value:
+    case ErrorKind::Type:
+    case ErrorKind::NotImplemented:
       std::rethrow_exception(exception_of(status));
-    case Kind::Peer:
-    case Kind::Timeout:
-    case Kind::Mismatch:
-    case Kind::Config:
-    case Kind::Aborted:
-    case Kind::WaitTimeout:
-    case Kind::Internal:
+    case ErrorKind::Peer:
+    case ErrorKind::Timeout:
+    case ErrorKind::Mismatch:
+    case ErrorKind::Config:
+    case ErrorKind::Aborted:
+    case ErrorKind::WaitTimeout:
+    case ErrorKind::Internal:
       break;
   }
   std::rethrow_exception(make<c10::DistStoreError>(status));
@@ -131,7 +131,7 @@ void check_store(const Status& status) {
 
 Status status_of_store(const std::exception_ptr& error) {
   auto status = status_of(error);
-  if (status.kind == Kind::Aborted) {
+  if (status.kind == ErrorKind::Aborted) {
     // From `check_store` further down the stack: a store of this package behind torch's interface.
     interrupt = error;
   }
@@ -139,31 +139,31 @@ Status status_of_store(const std::exception_ptr& error) {
 }
 
 Status status_of(const std::exception_ptr& error) {
-  const auto status = [](Kind kind, const char* message) {
+  const auto status = [](ErrorKind kind, const char* message) {
     return Status{kind, rust::String::lossy(message)};
   };
   try {
     std::rethrow_exception(error);
   } catch (const python_error& e) {
-    return status(Kind::Aborted, e.what());
+    return status(ErrorKind::Aborted, e.what());
   } catch (const c10::DistQueueEmptyError& e) {
-    return status(Kind::QueueEmpty, e.what_without_backtrace());
+    return status(ErrorKind::QueueEmpty, e.what_without_backtrace());
   } catch (const c10::DistStoreError& e) {
-    return status(Kind::Timeout, e.what_without_backtrace());
+    return status(ErrorKind::Timeout, e.what_without_backtrace());
   } catch (const c10::DistNetworkError& e) {
-    return status(Kind::Network, e.what_without_backtrace());
+    return status(ErrorKind::Network, e.what_without_backtrace());
   } catch (const c10::NotImplementedError& e) {
-    return status(Kind::NotImplemented, e.what_without_backtrace());
+    return status(ErrorKind::NotImplemented, e.what_without_backtrace());
   } catch (const c10::ValueError& e) {
-    return status(Kind::Value, e.what_without_backtrace());
+    return status(ErrorKind::Value, e.what_without_backtrace());
   } catch (const c10::TypeError& e) {
-    return status(Kind::Type, e.what_without_backtrace());
+    return status(ErrorKind::Type, e.what_without_backtrace());
   } catch (const c10::Error& e) {
-    return status(Kind::Config, e.what_without_backtrace());
+    return status(ErrorKind::Config, e.what_without_backtrace());
   } catch (const std::exception& e) {
-    return status(Kind::Config, e.what());
+    return status(ErrorKind::Config, e.what());
   } catch (...) {
-    return status(Kind::Config, "an unknown exception");
+    return status(ErrorKind::Config, "an unknown exception");
   }
 }
 

@@ -14,20 +14,20 @@ namespace symm {
 
 // A failure of a kind that has its own Python exception. Not derived from c10::DistBackendError: where torch calls
 // Python without pybind11, as in a backward pass, it turns every such class into the plain DistBackendError.
-class Failure final : public torch::PyTorchError {
+class CoreError final : public torch::PyTorchError {
  public:
-  Failure(Kind kind, const Status& status) : PyTorchError(std::string(status.message)), kind_(kind) {}
+  CoreError(ErrorKind kind, const Status& status) : PyTorchError(std::string(status.message)), kind_(kind) {}
   PyObject* python_type() override;
-  Kind kind() const {
+  ErrorKind kind() const {
     return kind_;
   }
 
  private:
-  Kind kind_;
+  ErrorKind kind_;
 };
 
 // Sets the result of `python_type` for `kind`; the caller keeps `type` alive forever.
-void set_python_type(Kind kind, PyObject* type);
+void set_python_type(ErrorKind kind, PyObject* type);
 
 // Returns the exception for a failed status of a group; null for success.
 std::exception_ptr exception_of(const Status& status);

@@ -10,14 +10,14 @@ use peer::{CANARY, ME, PEER, blank, control};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use symm::coll::call::{Call, Op, Span, Spec};
-use symm::coll::cpu::Runner;
+use symm::coll::call::{Call, CallSpec, Collective, Span};
+use symm::coll::cpu::CpuRunner;
 use symm::coll::describe::Description;
-use symm::coll::plan::Thresholds;
+use symm::coll::plan::CpuThresholds;
 use symm::mem::layout::{INLINE_BYTES, MEMBER_BYTES, POST_HEAD};
 use symm::rank::Rank;
 use symm::sync::flag::Flag;
-use symm::sync::limit::Limit;
+use symm::sync::timeout::CallTimeout;
 
 const MARGIN: usize = 64;
 
@@ -39,27 +39,27 @@ impl Guarded {
 
 fuzz_target!(|data: &[u8]| {
     let Some((&[op, size, stage, flags], rest)) = data.split_first_chunk::<4>() else { return };
-    let Some(op) = Op::from_code(op % 9) else { return };
+    let Some(op) = Collective::from_code(op % 9) else { return };
     let count = usize::from(size) * if flags & 1 != 0 { 2048 } else { 4 };
     let (root, n) = (u32::from(flags >> 1 & 1), 2);
     let me_root = root == ME.0;
     let when = |yes: bool, count: usize| if yes { count } else { 0 };
     let (inputs, outputs) = match op {
-        Op::Barrier => (0, 0),
-        Op::Broadcast => (when(me_root, 1), when(!me_root, 1)),
-        Op::AllReduce => (1, 1),
-        Op::Reduce => (1, when(me_root, 1)),
-        Op::AllGather => (1, n),
-        Op::Gather => (1, when(me_root, n)),
-        Op::Scatter => (when(me_root, n), 1),
-        Op::ReduceScatter => (n, 1),
-        Op::AllToAll => (n, n),
-        Op::AllReduceAddRmsNorm => unreachable!("codes end before it"),
+        Collective::Barrier => (0, 0),
+        Collective::Broadcast => (when(me_root, 1), when(!me_root, 1)),
+        Collective::AllReduce => (1, 1),
+        Collective::Reduce => (1, when(me_root, 1)),
+        Collective::AllGather => (1, n),
+        Collective::Gather => (1, when(me_root, n)),
+        Collective::Scatter => (when(me_root, n), 1),
+        Collective::ReduceScatter => (n, 1),
+        Collective::AllToAll => (n, n),
+        Collective::AllReduceAddRmsNorm => unreachable!("codes end before it"),
     };
     let mut memory: Vec<Guarded> = (0..inputs + outputs).map(|_| Guarded::new(count)).collect();
     let spans: Vec<Span> = memory.iter_mut().map(Guarded::span).collect();
     let (inputs, outputs) = spans.split_at(inputs);
-    let spec = Spec { op, root: Rank(root), inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) };
+    let spec = CallSpec { op, root: Rank(root), inputs: inputs.into(), outputs: outputs.into(), ..CallSpec::barrier(None) };
     // SAFETY: the memory lives as long as this function, which is its only user.
     let call = unsafe { Call::new(spec, ME, n) }.expect("it is well-formed");
     let control = Arc::new(control());
@@ -94,8 +94,8 @@ fuzz_target!(|data: &[u8]| {
     }
     word(post).publish(1);
     control.stage(PEER).publish(if flags & 64 != 0 { u64::MAX } else { stage.into() });
-    let (limit, begun) = (Limit::from(Instant::now(), Duration::ZERO), Instant::now());
-    let outcome = Runner::new(Arc::clone(&control), Thresholds::DEFAULT, Arc::default()).run(&call, &limit);
+    let (limit, begun) = (CallTimeout::from(Instant::now(), Duration::ZERO), Instant::now());
+    let outcome = CpuRunner::new(Arc::clone(&control), CpuThresholds::DEFAULT, Arc::default()).run(&call, &limit);
     assert!(outcome.is_ok() || outcome.is_err_and(|error| !error.message.is_empty()) || flags & 4 != 0);
     assert!(begun.elapsed() < Duration::from_secs(5), "stayed for {:?}", begun.elapsed());
     assert!(memory.iter().all(Guarded::intact), "written outside the tensors");

@@ -4,22 +4,22 @@
 
 use bytes::Bytes;
 use libfuzzer_sys::fuzz_target;
-use symm::store::table::Table;
-use symm::store::tcp::frame::{Answer, LENGTH, Message};
+use symm::store::table::KeyTable;
+use symm::store::tcp::frame::{ClientFrame, LENGTH, ServerFrame};
 
 fuzz_target!(|data: &[u8]| {
-    if let Ok(message) = Message::decode(data) {
+    if let Ok(message) = ClientFrame::decode(data) {
         let mut frame = Vec::new();
         if message.encode(&mut frame).is_ok() {
-            assert_eq!(Message::decode(&frame[LENGTH..]).as_ref(), Ok(&message));
+            assert_eq!(ClientFrame::decode(&frame[LENGTH..]).as_ref(), Ok(&message));
         }
-        if let Message::Call(_, request) = &message {
-            let _ = Table::bounded(1 << 16).serve(request, None);
+        if let ClientFrame::Call(_, request) = &message {
+            let _ = KeyTable::bounded(1 << 16).serve(request, None);
         }
     }
-    if let Ok(answer) = Answer::decode(&Bytes::copy_from_slice(data)) {
+    if let Ok(answer) = ServerFrame::decode(&Bytes::copy_from_slice(data)) {
         let frame = Bytes::from(answer.encode().concat());
         // Not compared, because decoding replaces text that is not UTF-8.
-        let _ = Answer::decode(&frame.slice(LENGTH..)).expect("an answer that was accepted");
+        let _ = ServerFrame::decode(&frame.slice(LENGTH..)).expect("an answer that was accepted");
     }
 });

@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use symm::boot::fuzz;
+use symm::bootstrap::fuzz;
 
 fuzz_target!(|data: &[u8]| {
     fuzz::record(data);

@@ -17,7 +17,7 @@ use symm::dtype::DType;
 use symm::health::Health;
 use symm::mem::layout::{HEADER_BYTES, LINE_PAIR, RING_HEAD};
 use symm::messages::Messages;
-use symm::trace::Recorder;
+use symm::trace::GroupRecorder;
 
 /// Sizes of the receive: a message in one part, or one that is shown in parts.
 const WANTED: [usize; 2] = [64, 20 << 10];
@@ -41,7 +41,7 @@ fuzz_target!(|data: &[u8]| {
         segment.ptr(start + capacity - 8192, 8192).write_bytes(0, 8192);
         segment.ptr(start + begin, bytes).copy_from_nonoverlapping(frames.as_ptr(), bytes);
     }
-    let recorder = Recorder::new(&control, Duration::from_secs(60));
+    let recorder = GroupRecorder::new(&control, Duration::from_secs(60));
     let messages = Messages::new(&Health::new(&control, &Arc::default(), &recorder), false);
     let mut memory = vec![CANARY; 3 * wanted];
     let span = Span { addr: memory.as_mut_ptr() as usize + wanted, bytes: wanted };

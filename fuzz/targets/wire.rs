@@ -1,4 +1,4 @@
-//! What a rank of another host says on a wire: no bytes may make a receiver panic, write outside a receive's memory, or stay for ever.
+//! What a rank of another node says on a wire: no bytes may make a receiver panic, write outside a receive's memory, or stay for ever.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -13,14 +13,14 @@ use symm::dtype::DType;
 use symm::error::{Error, Result};
 use symm::health::Health;
 use symm::host_map::{HostMap, Placement};
-use symm::mem::layout::Layout;
-use symm::mem::shm::Segment;
+use symm::mem::layout::SegmentLayout;
+use symm::mem::shm::ShmSegment;
 use symm::messages::links::{Links, Traffic};
 use symm::messages::{Far, Messages};
 use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
-use symm::trace::Recorder;
+use symm::trace::GroupRecorder;
 
 const CANARY: u8 = 0xA5;
 const ME: Rank = Rank(0);
@@ -82,8 +82,8 @@ fn frames(mut data: &[u8]) -> VecDeque<Vec<u8>> {
 }
 
 fuzz_target!(|data: &[u8]| {
-    let bytes = Layout::new(1).total_bytes();
-    let segment = Segment::map(Segment::create(bytes).expect("a file"), bytes).expect("maps");
+    let bytes = SegmentLayout::new(1).total_bytes();
+    let segment = ShmSegment::map(ShmSegment::create(bytes).expect("a file"), bytes).expect("maps");
     let part = Part { host: "a".into(), ranks: vec![ME] };
     let members = vec![Identity { pid: std::process::id(), global: 0 }];
     let control = ControlBlock::new(segment, Rank(0), "fuzzed".into(), members, 0).named(Some(part));
@@ -94,7 +94,7 @@ fuzz_target!(|data: &[u8]| {
     let fed = Arc::new(Fed { frames: Mutex::new(frames(data)), arrived, begun: Condvar::new(), open });
     let links = Arc::clone(&fed) as Arc<dyn Links>;
     let control = Arc::new(control);
-    let recorder = Recorder::new(&control, Duration::from_secs(60));
+    let recorder = GroupRecorder::new(&control, Duration::from_secs(60));
     let health = Health::new(&control, &Arc::default(), &recorder);
     let messages = Messages::new(&health, false);
     messages.reach(Far { links, store, layout, me: ME, prefix: "fuzz/".into(), changed: Condvar::new() });

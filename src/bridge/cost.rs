@@ -1,12 +1,12 @@
 //! Prices of collectives, for C++.
 
-use super::ffi::{CostMesh, LocalCost, OpenedCost, Price, TopologyReport};
+use super::ffi::{CostMesh, CostModelResult, LocalCost, Price, TextResult};
 use super::guarded;
-use crate::coll::cost::hardware::{Device, Hardware};
-use crate::coll::cost::profile::{self, Local, Profile};
+use crate::coll::cost::hardware::{DeviceKind, Hardware};
+use crate::coll::cost::profile::{self, Profile, RedistributeCosts};
 use crate::coll::cost::{Basis, Mesh, Model};
 use crate::error::{Error, Result};
-use crate::topo::cost::Link;
+use crate::topo::cost::LinkCost;
 use std::ffi::OsStr;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
@@ -14,7 +14,7 @@ use std::path::Path;
 /// A model, or the error that prevented one.
 pub struct CostModel(Result<Model>);
 
-pub(super) fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> OpenedCost {
+pub(super) fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> CostModelResult {
     let mut model = Err(Error::config("no profile is for this hardware"));
     let mut found = false;
     let status = guarded(|| {
@@ -23,16 +23,16 @@ pub(super) fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f
         }
         Ok(())
     });
-    OpenedCost { status, found, model: Box::new(CostModel(model)) }
+    CostModelResult { status, found, model: Box::new(CostModel(model)) }
 }
 
 fn make(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> Result<Option<Model>> {
-    let CostMesh { device, ranks, job, per_host } = mesh;
-    let mesh = Mesh { device: Device::named(device)?, ranks: ranks.clone(), job: *job, per_host: *per_host };
+    let CostMesh { device, ranks, job, per_node } = mesh;
+    let mesh = Mesh { device: DeviceKind::named(device)?, ranks: ranks.clone(), job: *job, per_node: *per_node };
     if gb_per_s.len() != us.len() {
         return Err(Error::value(format!("{} bandwidths, but {} latencies", gb_per_s.len(), us.len())));
     }
-    let links: Vec<Link> = gb_per_s.iter().zip(us).map(|(&gb_per_s, &us)| Link { gb_per_s, us }).collect();
+    let links: Vec<LinkCost> = gb_per_s.iter().zip(us).map(|(&gb_per_s, &us)| LinkCost { gb_per_s, us }).collect();
     let links = (!links.is_empty()).then_some(links);
     match basis {
         "torch" => Model::torch(&mesh, links).map(Some),
@@ -70,8 +70,8 @@ impl CostModel {
 
     pub(super) fn local(&self) -> LocalCost {
         let local = self.model().ok().and_then(Model::local);
-        let Local { step_us, slice_us, copy_gb_per_s } =
-            local.unwrap_or(Local { step_us: 0.0, slice_us: 0.0, copy_gb_per_s: f64::INFINITY });
+        let RedistributeCosts { step_us, slice_us, copy_gb_per_s } =
+            local.unwrap_or(RedistributeCosts { step_us: 0.0, slice_us: 0.0, copy_gb_per_s: f64::INFINITY });
         LocalCost { known: local.is_some(), step_us, slice_us, copy_gb_per_s }
     }
 
@@ -92,24 +92,24 @@ impl CostModel {
     }
 }
 
-pub(super) fn profile_key(device: &str, ranks: usize) -> TopologyReport {
+pub(super) fn profile_key(device: &str, ranks: usize) -> TextResult {
     let mut text = String::new();
     let status = guarded(|| {
-        let here = Hardware::here(Device::named(device)?, ranks);
+        let here = Hardware::here(DeviceKind::named(device)?, ranks);
         let key = here.map(|here| serde_json::json!({"file": here.file_name(), "says": here.to_string(), "hardware": here}));
         text = serde_json::to_string(&key).map_err(|error| Error::internal(error.to_string()))?;
         Ok(())
     });
-    TopologyReport { status, text }
+    TextResult { status, text }
 }
 
-pub(super) fn shipped_profiles(folder: &[u8]) {
+pub(super) fn set_bundled_profile_dir(folder: &[u8]) {
     guarded(|| {
         profile::shipped_in(OsStr::from_bytes(folder).into());
         Ok(())
     });
 }
 
-pub(super) fn own_profiles() -> Vec<u8> {
+pub(super) fn user_profile_dir() -> Vec<u8> {
     profile::own_folder().map_or_else(Vec::new, |folder| folder.into_os_string().into_vec())
 }

@@ -1,12 +1,12 @@
 //! CUDA calls for C++: which ones are enqueued, and on which streams.
 
-use super::ffi::{CallSpec, Status, Transfer};
+use super::ffi::{CallSpec, MessageSpec, Status};
 use super::group::{GroupHandle, message, with_calls, with_specs};
 use super::{guarded, milliseconds};
 use crate::config::Config;
 use crate::error::Result;
 use crate::group::device::{self, CudaTarget};
-use crate::hosts::traffic;
+use crate::internode::traffic;
 
 impl GroupHandle {
     pub(super) fn launch(&self, calls: &[CallSpec], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
@@ -17,12 +17,19 @@ impl GroupHandle {
         })
     }
 
-    pub(super) fn launch_transfers(&self, transfers: &[Transfer], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
+    pub(super) fn launch_transfers(
+        &self,
+        transfers: &[MessageSpec],
+        device: i32,
+        stream: usize,
+        background: bool,
+        timeout_ms: i64,
+    ) -> Status {
         let target = CudaTarget { device, stream, background };
-        let translate = |transfer: &Transfer| Ok(device::Transfer { send: transfer.send, message: message(transfer)? });
+        let translate = |transfer: &MessageSpec| Ok(device::DeviceMessage { send: transfer.send, message: message(transfer)? });
         guarded(|| {
             let (transfers, timeout) = (transfers.iter().map(translate).collect::<Result<Vec<_>>>()?, milliseconds(timeout_ms));
-            self.with(|group| group.launch_transfers(&transfers, target, timeout))
+            self.with(|group| group.launch_messages(&transfers, target, timeout))
         })
     }
 
@@ -54,7 +61,7 @@ pub(super) fn stats() -> String {
         let mut all = device::stats();
         let between = traffic::counted();
         if let Some(all) = all.as_object_mut().filter(|_| !between.is_empty()) {
-            all.insert("between_hosts".into(), serde_json::json!(between));
+            all.insert("inter_node".into(), serde_json::json!(between));
         }
         answer = all.to_string();
         Ok(())

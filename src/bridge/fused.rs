@@ -4,17 +4,17 @@
 use super::guarded;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::fused::schedule::{self, Channel, Step};
-use crate::fused::sum_parts::{self, Sum};
-use crate::fused::workspace::{Begun, Memory, Workspace};
-use crate::fused::{self, DeviceModel, Product};
+use crate::fused::schedule::{self, PadChannel, StreamStep};
+use crate::fused::sum_parts::{self, PartsSum};
+use crate::fused::workspace::{CallStart, MemoryRequest, Workspace};
+use crate::fused::{self, DeviceModel, MatmulShape};
 use ffi::{FusedAction, FusedCall, FusedChannel, FusedStep, FusedStream, ProductSpec, Status, SumSpec};
 
 /// Like `bridge::ffi`.
 #[allow(missing_docs, unreachable_pub)] // cxx generates public items.
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {
-    /// The action of a step; see `fused::schedule::Step`.
+    /// The action of a step; see `fused::schedule::StreamStep`.
     #[repr(u8)]
     enum FusedAction {
         Mark = 0,
@@ -29,14 +29,14 @@ pub mod ffi {
         Sum = 9,
     }
 
-    /// `fused::schedule::Stream`.
+    /// `fused::schedule::CallStream`.
     #[repr(u8)]
     enum FusedStream {
         Caller = 0,
         Copying = 1,
     }
 
-    /// `fused::schedule::Channel`.
+    /// `fused::schedule::PadChannel`.
     #[repr(u8)]
     enum FusedChannel {
         Entry = 0,
@@ -45,7 +45,7 @@ pub mod ffi {
         Exit = 3,
     }
 
-    /// `fused::schedule::Step`; unused fields are 0.
+    /// `fused::schedule::StreamStep`; unused fields are 0.
     struct FusedStep {
         action: FusedAction,
         stream: FusedStream,
@@ -70,7 +70,7 @@ pub mod ffi {
         steps: Vec<FusedStep>,
     }
 
-    /// A fused matmul whose rows are spread over the ranks; see `fused::Product` for the fields.
+    /// A fused matmul whose rows are spread over the ranks; see `fused::MatmulShape` for the fields.
     struct ProductSpec {
         /// Number of the CUDA device; the host if negative.
         device: i32,
@@ -117,14 +117,14 @@ pub mod ffi {
     }
 }
 
-super::outcome::same_codes!(schedule::Stream, FusedStream: Caller, Copying);
-super::outcome::same_codes!(Channel, FusedChannel: Entry, Ready, Part, Exit);
+super::outcome::same_codes!(schedule::CallStream, FusedStream: Caller, Copying);
+super::outcome::same_codes!(PadChannel, FusedChannel: Entry, Ready, Part, Exit);
 
 /// The turns of a group, and the memory that it requested last.
 pub(crate) struct FusedWorkspace {
     group: String,
     turns: Workspace,
-    wanted: Option<Memory>,
+    wanted: Option<MemoryRequest>,
 }
 
 fn fused_workspace(group: &str, on_host: bool) -> Box<FusedWorkspace> {
@@ -132,18 +132,18 @@ fn fused_workspace(group: &str, on_host: bool) -> Box<FusedWorkspace> {
 }
 
 /// Returns the product of one rank's rows, and the model of the device that computes it.
-fn product(spec: &ProductSpec) -> Result<(Product, DeviceModel)> {
+fn product(spec: &ProductSpec) -> Result<(MatmulShape, DeviceModel)> {
     if spec.rank >= spec.size {
         return Err(Error::value(format!("there is no rank {} among {}", spec.rank, spec.size)));
     }
     let dtype = DType::from_torch(spec.dtype)?;
-    let product = Product { rows: spec.rows, columns: spec.columns, depth: spec.depth, element: dtype.size() };
+    let product = MatmulShape { rows: spec.rows, columns: spec.columns, depth: spec.depth, element: dtype.size() };
     Ok((product, fused::of_device(spec.device, dtype)?))
 }
 
 /// Returns a call without any results yet.
 fn nothing() -> FusedCall {
-    let status = Status { kind: super::ffi::Kind::None, message: String::new() };
+    let status = Status { kind: super::ffi::ErrorKind::None, message: String::new() };
     FusedCall { status, make: 0, keep: false, offset: 0, part_bytes: 0, steps: Vec::new() }
 }
 
@@ -181,16 +181,16 @@ impl FusedWorkspace {
         bytes: usize,
         capture: u64,
         call: &mut FusedCall,
-        steps: impl FnOnce(bool) -> Vec<Step>,
+        steps: impl FnOnce(bool) -> Vec<StreamStep>,
     ) -> Result<()> {
         match self.turns.begin(&format!("{op}: group \"{}\"", self.group), bytes, capture)? {
-            Begun::Turn(turn) => {
+            CallStart::Turn(turn) => {
                 let steps = steps(turn.entry);
                 let steps = if spec.device < 0 { schedule::ended_on_host(steps) } else { steps };
                 call.offset = turn.offset;
                 call.steps = steps.iter().map(shared).collect();
             }
-            Begun::Make(memory) => {
+            CallStart::Make(memory) => {
                 (call.make, call.keep) = (memory.bytes, memory.keep);
                 self.wanted = Some(memory);
             }
@@ -209,27 +209,29 @@ impl FusedWorkspace {
     }
 }
 
-fn shared(step: &Step) -> FusedStep {
+fn shared(step: &StreamStep) -> FusedStep {
     let stream = FusedStream { repr: step.stream() as u8 };
     let none = FusedStep { action: FusedAction::Mark, stream, channel: FusedChannel::Part, mark: 0, rank: 0, count: 0 };
     match step {
-        &Step::Mark(_, mark) => FusedStep { mark, ..none },
-        &Step::After(_, mark) => FusedStep { action: FusedAction::After, mark, ..none },
-        &Step::Barrier(_, channel) => FusedStep { action: FusedAction::Barrier, channel: FusedChannel { repr: channel as u8 }, ..none },
-        &Step::Signal(rank) => FusedStep { action: FusedAction::Signal, rank, ..none },
-        &Step::Wait(rank) => FusedStep { action: FusedAction::Wait, rank, ..none },
-        Step::Share => FusedStep { action: FusedAction::Share, ..none },
-        &Step::Fetch(rank) => FusedStep { action: FusedAction::Fetch, rank, ..none },
-        Step::OwnRows(_) => FusedStep { action: FusedAction::OwnRows, ..none },
-        Step::Multiply(ranks) => FusedStep { action: FusedAction::Multiply, rank: ranks.start, count: ranks.len(), ..none },
-        Step::Sum => FusedStep { action: FusedAction::Sum, ..none },
+        &StreamStep::Mark(_, mark) => FusedStep { mark, ..none },
+        &StreamStep::After(_, mark) => FusedStep { action: FusedAction::After, mark, ..none },
+        &StreamStep::Barrier(_, channel) => {
+            FusedStep { action: FusedAction::Barrier, channel: FusedChannel { repr: channel as u8 }, ..none }
+        }
+        &StreamStep::Signal(rank) => FusedStep { action: FusedAction::Signal, rank, ..none },
+        &StreamStep::Wait(rank) => FusedStep { action: FusedAction::Wait, rank, ..none },
+        StreamStep::Share => FusedStep { action: FusedAction::Share, ..none },
+        &StreamStep::Fetch(rank) => FusedStep { action: FusedAction::Fetch, rank, ..none },
+        StreamStep::OwnRows(_) => FusedStep { action: FusedAction::OwnRows, ..none },
+        StreamStep::Multiply(ranks) => FusedStep { action: FusedAction::Multiply, rank: ranks.start, count: ranks.len(), ..none },
+        StreamStep::Sum => FusedStep { action: FusedAction::Sum, ..none },
     }
 }
 
 fn sum_parts(spec: &SumSpec) -> Status {
     guarded(|| {
         let dtype = DType::from_torch(spec.dtype)?;
-        let sum = Sum { rank: spec.rank, parts: &spec.parts, to: spec.to, bytes: spec.bytes, dtype, mean: spec.mean };
+        let sum = PartsSum { rank: spec.rank, parts: &spec.parts, to: spec.to, bytes: spec.bytes, dtype, mean: spec.mean };
         // SAFETY: C++ passes tensors that it holds, after the steps that order their accesses.
         unsafe { sum_parts::launch(spec.device, spec.stream, &sum) }
     })

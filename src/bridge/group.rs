@@ -7,21 +7,21 @@ use super::transport::links::BackendLinks;
 use super::transport::rail::BackendRail;
 use super::transport::{Maker, engines};
 use super::{ffi, from_cpp, guarded, milliseconds, outcome, started};
-use crate::boot::JoinOptions;
+use crate::bootstrap::JoinOptions;
 use crate::coll::alias;
-use crate::coll::call::{Call, Op, Span, Spec};
+use crate::coll::call::{Call, CallSpec, Collective, Span};
 use crate::coll::message::{Message, MessageSpec};
-use crate::config::Engines;
+use crate::config::InterNodeBackends;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::hosts::cuda::backends::Backends;
-use crate::hosts::finding;
-use crate::hosts::joining::{Across, Between};
-use crate::hosts::partials::Partials;
+use crate::internode::cuda::backends::Backends;
+use crate::internode::discovery;
+use crate::internode::join::{InternodeConnections, InternodeOptions};
+use crate::internode::reduce_dtype::ReduceDtype;
 use crate::rank::Rank;
 use crate::store::Store;
-use crate::store::worker::Worker;
+use crate::store::offload::OffloadedStore;
 use crate::sync::call_site::CallSite;
 use std::mem::offset_of;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ impl GroupHandle {
     /// Runs `body` on the group. A panic fails the group on all ranks.
     pub(super) fn with<T>(&self, body: impl FnOnce(&Group) -> Result<T>) -> Result<T> {
         let group = self.0.as_ref().map_err(Clone::clone)?;
-        group.contain(|| body(group))
+        group.catch_panic(|| body(group))
     }
 
     /// As `with`, where `body` returns nothing.
@@ -89,12 +89,12 @@ impl GroupHandle {
         outcome
     }
 
-    pub(super) fn send(&self, transfer: &ffi::Transfer, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
+    pub(super) fn send(&self, transfer: &ffi::MessageSpec, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
         let completion = from_cpp(completion);
         started(|completion| self.with(|group| group.send(message(transfer)?, completion)), completion)
     }
 
-    pub(super) fn recv(&self, transfer: &ffi::Transfer, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
+    pub(super) fn recv(&self, transfer: &ffi::MessageSpec, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
         let completion = from_cpp(completion);
         started(|completion| self.with(|group| group.recv(message(transfer)?, completion)), completion)
     }
@@ -112,17 +112,17 @@ impl GroupHandle {
         guarded(|| self.with(|group| group.monitored_barrier(timeout, wait_all_ranks, CallSite::known(call_site))))
     }
 
-    pub(super) fn refuse(&self, text: &str) {
-        guarded(|| self.done(|group| group.refuse(text.to_owned())));
+    pub(super) fn reject(&self, text: &str) {
+        guarded(|| self.done(|group| group.reject(text.to_owned())));
     }
 
-    pub(super) fn refuse_operator(&self, text: &str) {
-        guarded(|| self.done(|group| group.refuse_operator(text.to_owned())));
+    pub(super) fn reject_operator(&self, text: &str) {
+        guarded(|| self.done(|group| group.reject_operator(text.to_owned())));
     }
 
-    pub(super) fn refuse_message(&self, transfer: &ffi::Transfer, text: &str) {
+    pub(super) fn reject_message(&self, transfer: &ffi::MessageSpec, text: &str) {
         let peer = u32::try_from(transfer.peer).ok().map(Rank);
-        guarded(|| self.done(|group| group.refuse_message(transfer.send, peer, transfer.tag, text.to_owned())));
+        guarded(|| self.done(|group| group.reject_message(transfer.send, peer, transfer.tag, text.to_owned())));
     }
 
     pub(super) fn abort(&self) {
@@ -134,7 +134,7 @@ impl GroupHandle {
     }
 
     pub(super) fn leave(&self, limit_ms: i64, farewell: &str) {
-        guarded(|| self.done(|group| group.leave(milliseconds(limit_ms).unwrap_or_default(), farewell)));
+        guarded(|| self.done(|group| group.destroy(milliseconds(limit_ms).unwrap_or_default(), farewell)));
     }
 
     pub(super) fn sequence(&self) -> u64 {
@@ -171,7 +171,7 @@ pub(super) fn join(
     store: cxx::UniquePtr<ffi::StoreHandle>,
     transports: cxx::SharedPtr<ffi::TransportsHandle>,
     spec: &ffi::JoinSpec,
-) -> ffi::Joined {
+) -> ffi::JoinResult {
     let mut group = Err(Error::internal("the group was never joined"));
     let status = guarded(|| {
         let options = JoinOptions {
@@ -186,24 +186,28 @@ pub(super) fn join(
         let name = store.name()?;
         let store: Arc<dyn Store> = Arc::new(store);
         let torch = |named: &str| engines(&transports, named);
-        let choice = finding::connects(&spec.between_hosts, &options, torch)?;
-        let partials = Partials::chosen(&spec.partials, spec.is_default)?;
-        let between = |engines: &Engines| {
+        let choice = discovery::connects(&spec.inter_node_backend, &options, torch)?;
+        let partials = ReduceDtype::chosen(&spec.reduce_dtype, spec.is_default)?;
+        let between = |engines: &InterNodeBackends| {
             let cpu = Maker::new(&transports, &engines.cpu);
             let cuda = (!engines.cuda.is_empty()).then(|| DeviceBackends::new(Maker::new(&transports, &engines.cuda)));
-            Between {
+            InternodeConnections {
                 rail: Arc::new(BackendRail::new(cpu.clone())),
                 links: Arc::new(BackendLinks::new(cpu)),
                 backends: cuda.map(|backends| Arc::new(backends) as Arc<dyn Backends>),
             }
         };
-        let worker = Worker::new(Arc::clone(&store), name)?;
-        group = Group::join(&worker, &options, Some(&Across { choice, partials, store: &store, between: &between }));
+        let worker = OffloadedStore::new(Arc::clone(&store), name)?;
+        group = Group::join(
+            &worker,
+            &options,
+            Some(&InternodeOptions { choice, reduce_dtype: partials, store: &store, connections: &between }),
+        );
         // It goes before an answer is looked at: it ends with what it does, or leaves it behind.
         drop(worker);
         group.as_ref().map(|_| ()).map_err(Clone::clone)
     });
-    ffi::Joined { status, group: Box::new(GroupHandle(group)) }
+    ffi::JoinResult { status, group: Box::new(GroupHandle(group)) }
 }
 
 /// Spans of C++ as the core's, which have the same layout.
@@ -215,10 +219,10 @@ fn spans(list: &[ffi::Span]) -> &[Span] {
 }
 
 /// The arguments that `spec` has.
-fn translate<'a>(spec: &ffi::CallSpec<'a>) -> Result<Spec<'a>> {
-    let op = Op::from_code(spec.op.repr).ok_or_else(|| Error::value(format!("collective code {} is unknown", spec.op.repr)))?;
+fn translate<'a>(spec: &ffi::CallSpec<'a>) -> Result<CallSpec<'a>> {
+    let op = Collective::from_code(spec.op.repr).ok_or_else(|| Error::value(format!("collective code {} is unknown", spec.op.repr)))?;
     let reduce_op = ReduceOp::from_torch(spec.reduce_op)?;
-    Ok(Spec {
+    Ok(CallSpec {
         op,
         dtype: if op.reduces() { DType::combined(spec.dtype, reduce_op)? } else { DType::copied(spec.dtype)? },
         reduce_op,
@@ -231,7 +235,7 @@ fn translate<'a>(spec: &ffi::CallSpec<'a>) -> Result<Spec<'a>> {
 }
 
 /// Runs `body` on the arguments of `calls`; a single call takes no memory.
-pub(super) fn with_specs<T>(calls: &[ffi::CallSpec], body: impl FnOnce(&[Spec<'_>]) -> Result<T>) -> Result<T> {
+pub(super) fn with_specs<T>(calls: &[ffi::CallSpec], body: impl FnOnce(&[CallSpec<'_>]) -> Result<T>) -> Result<T> {
     match calls {
         [one] => body(&[translate(one)?]),
         several => body(&several.iter().map(translate).collect::<Result<Vec<_>>>()?),
@@ -239,8 +243,8 @@ pub(super) fn with_specs<T>(calls: &[ffi::CallSpec], body: impl FnOnce(&[Spec<'_
 }
 
 /// Runs `body` on the calls that `specs` are for rank `me` of `n`; a single one takes no memory.
-pub(super) fn with_calls<T>(specs: &[Spec<'_>], (me, n): (Rank, usize), body: impl FnOnce(&[Call<'_>]) -> Result<T>) -> Result<T> {
-    fn call<'a>(spec: &Spec<'a>, me: Rank, n: usize) -> Result<Call<'a>> {
+pub(super) fn with_calls<T>(specs: &[CallSpec<'_>], (me, n): (Rank, usize), body: impl FnOnce(&[Call<'_>]) -> Result<T>) -> Result<T> {
+    fn call<'a>(spec: &CallSpec<'a>, me: Rank, n: usize) -> Result<Call<'a>> {
         // SAFETY: the spans are those of tensors that `Operation` owns until the call has ended. No input overlaps an output other than in
         // place: `GroupHandle::begun` has found that, or has had those inputs copied, before calls are made.
         unsafe { Call::new(spec.clone(), me, n) }
@@ -251,7 +255,7 @@ pub(super) fn with_calls<T>(specs: &[Spec<'_>], (me, n): (Rank, usize), body: im
     }
 }
 
-pub(super) fn message(transfer: &ffi::Transfer) -> Result<Message> {
+pub(super) fn message(transfer: &ffi::MessageSpec) -> Result<Message> {
     let spec = MessageSpec {
         peer: u32::try_from(transfer.peer).ok().map(Rank),
         tag: transfer.tag,

@@ -1,10 +1,10 @@
 //! Clients from C++ for the load generator.
 
-use super::ffi::{LoadAnswer, StoreHandle};
+use super::ffi::{LoadResult, StoreHandle};
 use super::guarded;
 use super::torch_store::TorchStore;
 use crate::store::Store;
-use crate::store::load::{Work, drive};
+use crate::store::load_generator::{Workload, drive};
 
 /// The stores of the clients, one each.
 pub(super) struct LoadGenerator(Vec<TorchStore>);
@@ -14,18 +14,18 @@ pub(super) fn load_generator() -> Box<LoadGenerator> {
 }
 
 impl LoadGenerator {
-    pub(super) fn admit(&mut self, store: cxx::UniquePtr<StoreHandle>) {
+    pub(super) fn add_client(&mut self, store: cxx::UniquePtr<StoreHandle>) {
         self.0.push(TorchStore::new(store));
     }
 
-    pub(super) fn drive(&self, work: &str, calls: u32) -> LoadAnswer {
+    pub(super) fn run_load(&self, work: &str, calls: u32) -> LoadResult {
         let (mut seconds, mut nanoseconds) = (0.0, Vec::new());
         let status = guarded(|| {
             let clients: Vec<&dyn Store> = self.0.iter().map(|store| store as &dyn Store).collect();
-            let measured = drive(&clients, Work::named(work)?, calls)?;
+            let measured = drive(&clients, Workload::named(work)?, calls)?;
             (seconds, nanoseconds) = (measured.seconds, measured.nanoseconds);
             Ok(())
         });
-        LoadAnswer { status, seconds, nanoseconds }
+        LoadResult { status, seconds, nanoseconds }
     }
 }

@@ -22,7 +22,7 @@ extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *
         address = symm_mem::allocate(device, bytes)?;
         Ok(())
     });
-    if outcome.kind != super::ffi::Kind::None {
+    if outcome.kind != super::ffi::ErrorKind::None {
         log::warn!("{bytes} bytes of symmetric memory on cuda:{device} cannot be had: {}", outcome.message);
     }
     // The address is the driver's and has no meaning on the host.
@@ -37,7 +37,7 @@ extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stre
     // Otherwise, windows that are cached for a later rendezvous would keep it.
     super::ffi::forget_windows(segment.addr(), bytes);
     let outcome = guarded(|| symm_mem::release(address));
-    if outcome.kind != super::ffi::Kind::None {
+    if outcome.kind != super::ffi::ErrorKind::None {
         log::error!("{bytes} bytes of symmetric memory at {address:#x} on cuda:{device} stay taken: {}", outcome.message);
     }
 }
@@ -63,7 +63,7 @@ pub(super) fn is_symmetric(address: usize) -> bool {
 /// Cached answers, one per device: FSDP2 asks before every buffer, and asking the driver acquires the device's context.
 static SHARES: Mutex<BTreeMap<i32, bool>> = Mutex::new(BTreeMap::new());
 
-pub(super) fn shares(device: i32) -> bool {
+pub(super) fn supports_symm_mem(device: i32) -> bool {
     let mut answer = false;
     guarded(|| {
         let mut known = lock(&SHARES);

@@ -1,19 +1,19 @@
 //! Stores of this crate, for C++.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
-use super::ffi::{InterruptHandle, OpenedStore, Piece, Status, StoreAnswer, StoreHandle, StoreOp, TcpSpec};
+use super::ffi::{Blob, InterruptHandle, Status, StoreHandle, StoreOp, StoreReply, StoreResult, TcpSpec};
 use super::guarded;
 use super::outcome::same_codes;
 use super::torch_store::TorchStore;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use crate::store::deadline::ThreadDeadline;
 use crate::store::file::FileStore;
-use crate::store::meet::Meeting;
+use crate::store::meet::StoreMeeting;
 use crate::store::memory::MemoryStore;
-use crate::store::request::{Op, Request};
-use crate::store::table::Reply;
+use crate::store::request::{Request, StoreOp as RequestOp};
+use crate::store::table::TableReply;
 use crate::store::tcp::{TcpOptions, TcpStore};
-use crate::store::until::Within;
 use crate::store::{MAX_TIMEOUT, Store};
 use crate::sys::interrupt;
 use bytes::Bytes;
@@ -24,13 +24,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Values or keys that pass between the languages.
-pub struct Pieces(Vec<Bytes>);
+pub struct Blobs(Vec<Bytes>);
 
-pub(super) fn no_pieces() -> Box<Pieces> {
-    Box::new(Pieces(Vec::new()))
+pub(super) fn no_blobs() -> Box<Blobs> {
+    Box::new(Blobs(Vec::new()))
 }
 
-impl Pieces {
+impl Blobs {
     pub(super) fn add(&mut self, piece: &[u8]) {
         self.0.push(Bytes::copy_from_slice(piece));
     }
@@ -55,11 +55,11 @@ pub(super) fn store_memory() -> Box<NativeStore> {
     Box::new(NativeStore(Ok(Arc::new(MemoryStore::new()))))
 }
 
-pub(super) fn store_through(store: cxx::UniquePtr<StoreHandle>) -> Box<NativeStore> {
+pub(super) fn wrap_store(store: cxx::UniquePtr<StoreHandle>) -> Box<NativeStore> {
     Box::new(NativeStore(Ok(Arc::new(TorchStore::new(store)))))
 }
 
-pub(super) fn store_file(path: &[u8], world_size: i64, timeout_ms: i64) -> OpenedStore {
+pub(super) fn store_file(path: &[u8], world_size: i64, timeout_ms: i64) -> StoreResult {
     opened(|| {
         let world_size = unsigned("world size", world_size)?;
         let store = FileStore::open_within(Path::new(OsStr::from_bytes(path)), world_size, limit(timeout_ms)?)?;
@@ -67,7 +67,7 @@ pub(super) fn store_file(path: &[u8], world_size: i64, timeout_ms: i64) -> Opene
     })
 }
 
-pub(super) fn store_tcp(spec: &TcpSpec) -> OpenedStore {
+pub(super) fn store_tcp(spec: &TcpSpec) -> StoreResult {
     opened(|| {
         let options = TcpOptions {
             host: spec.host.clone(),
@@ -79,7 +79,7 @@ pub(super) fn store_tcp(spec: &TcpSpec) -> OpenedStore {
             multi_tenant: spec.multi_tenant,
             listen_fd: (spec.listen_fd >= 0).then_some(spec.listen_fd),
             secret: (!spec.secret.is_empty()).then(|| spec.secret.clone()),
-            same_user: spec.same_user,
+            require_same_user: spec.require_same_user,
         };
         let store = TcpStore::open(options)?;
         let (host, port) = (store.host().to_owned(), store.port());
@@ -88,19 +88,19 @@ pub(super) fn store_tcp(spec: &TcpSpec) -> OpenedStore {
 }
 
 /// The handle that reports pending Python signals.
-struct Signals(cxx::UniquePtr<InterruptHandle>);
+struct PythonSignals(cxx::UniquePtr<InterruptHandle>);
 
-// SAFETY: `raised` may be called from any thread.
-unsafe impl Send for Signals {}
+// SAFETY: `is_pending` may be called from any thread.
+unsafe impl Send for PythonSignals {}
 // SAFETY: as above; it does not change the handle.
-unsafe impl Sync for Signals {}
+unsafe impl Sync for PythonSignals {}
 
 pub(super) fn watch_interrupts(handle: cxx::UniquePtr<InterruptHandle>) {
-    let signals = Signals(handle);
+    let signals = PythonSignals(handle);
     interrupt::ask_with(move || {
         // Captures the whole value, which is `Sync`; a closure would capture only the field.
         let signals = &signals;
-        signals.0.as_ref().is_some_and(InterruptHandle::raised)
+        signals.0.as_ref().is_some_and(InterruptHandle::is_pending)
     });
 }
 
@@ -109,14 +109,14 @@ impl NativeStore {
         Box::new(Self(self.0.clone()))
     }
 
-    pub(super) fn call(&self, op: StoreOp, keys: &[Piece<'_>], values: &[Piece<'_>], amount: i64, timeout_ms: i64) -> StoreAnswer {
-        let mut reply = Reply::Unit;
+    pub(super) fn call(&self, op: StoreOp, keys: &[Blob<'_>], values: &[Blob<'_>], amount: i64, timeout_ms: i64) -> StoreReply {
+        let mut reply = TableReply::Unit;
         let status = guarded(|| {
-            let op = Op::from_code(op.repr).ok_or_else(|| Error::value(format!("operation {} is unknown", op.repr)))?;
+            let op = RequestOp::from_code(op.repr).ok_or_else(|| Error::value(format!("operation {} is unknown", op.repr)))?;
             let keys = keys.iter().map(|key| text(key.data)).collect::<Result<_>>()?;
             let request = Request { amount, ..Request::new(op, keys, values.iter().map(|value| value.data).collect()) };
             let limit = limit(timeout_ms)?;
-            reply = self.store()?.call(&request, Some(Within::left().map_or(limit, |left| limit.min(left))))?;
+            reply = self.store()?.call(&request, Some(ThreadDeadline::left().map_or(limit, |left| limit.min(left))))?;
             Ok(())
         });
         answer(status, reply)
@@ -129,19 +129,19 @@ impl NativeStore {
         })
     }
 
-    pub(super) fn meet(&self, prefix: &[u8], what: &[u8], word: &[u8], rank: i64, size: i64, timeout_ms: i64) -> StoreAnswer {
+    pub(super) fn meet(&self, prefix: &[u8], what: &[u8], word: &[u8], rank: i64, size: i64, timeout_ms: i64) -> StoreReply {
         let mut words = Vec::new();
         let status = guarded(|| {
             let (me, size) = (Rank(unsigned("rank", rank)?), unsigned("world size", size)?);
             let deadline = Instant::now() + limit(timeout_ms)?;
-            let meeting = Meeting { store: self.store()?, prefix: text(prefix)?.into(), me, size, deadline };
+            let meeting = StoreMeeting { store: self.store()?, prefix: text(prefix)?.into(), me, size, deadline };
             if what.is_empty() {
                 return meeting.assemble();
             }
             words = meeting.gather(text(what)?, word)?;
             Ok(())
         });
-        answer(status, Reply::Values(words))
+        answer(status, TableReply::Values(words))
     }
 
     fn store(&self) -> Result<&dyn Store> {
@@ -149,7 +149,7 @@ impl NativeStore {
     }
 }
 
-fn opened(open: impl FnOnce() -> Result<(Arc<dyn Store>, String, u16)>) -> OpenedStore {
+fn opened(open: impl FnOnce() -> Result<(Arc<dyn Store>, String, u16)>) -> StoreResult {
     let mut store = Err(Error::internal("the store was never opened"));
     let (mut host, mut port) = (String::new(), 0);
     let status = guarded(|| {
@@ -157,19 +157,19 @@ fn opened(open: impl FnOnce() -> Result<(Arc<dyn Store>, String, u16)>) -> Opene
         (store, host, port) = (Ok(opened), its_host, its_port);
         Ok(())
     });
-    OpenedStore { status, store: Box::new(NativeStore(store)), host, port }
+    StoreResult { status, store: Box::new(NativeStore(store)), host, port }
 }
 
-fn answer(status: Status, reply: Reply) -> StoreAnswer {
+fn answer(status: Status, reply: TableReply) -> StoreReply {
     let (number, pieces) = match reply {
-        Reply::Unit => (0, vec![]),
-        Reply::Flag(flag) => (i64::from(flag), vec![]),
-        Reply::Number(number) => (number, vec![]),
-        Reply::Value(value) => (0, vec![value]),
-        Reply::Values(values) => (0, values),
-        Reply::Keys(keys) => (0, keys.into_iter().map(Bytes::from).collect()),
+        TableReply::Unit => (0, vec![]),
+        TableReply::Flag(flag) => (i64::from(flag), vec![]),
+        TableReply::Number(number) => (number, vec![]),
+        TableReply::Value(value) => (0, vec![value]),
+        TableReply::Values(values) => (0, values),
+        TableReply::Keys(keys) => (0, keys.into_iter().map(Bytes::from).collect()),
     };
-    StoreAnswer { status, number, pieces: Box::new(Pieces(pieces)) }
+    StoreReply { status, number, pieces: Box::new(Blobs(pieces)) }
 }
 
 /// Converts c10d's timeout, whose 0 for "no limit" becomes the maximum.
@@ -189,4 +189,4 @@ fn text(key: &[u8]) -> Result<&str> {
     std::str::from_utf8(key).map_err(|_| Error::value(format!("a key of {} bytes is not UTF-8", key.len())))
 }
 
-same_codes!(Op, StoreOp: Set, CompareSet, Get, Add, Check, Wait, Delete, NumKeys, Append, MultiGet, MultiSet, Push, Pop, TryPop, QueueLen, ListKeys);
+same_codes!(RequestOp, StoreOp: Set, CompareSet, Get, Add, Check, Wait, Delete, NumKeys, Append, MultiGet, MultiSet, Push, Pop, TryPop, QueueLen, ListKeys);

@@ -3,8 +3,8 @@
 
 use super::ffi;
 use crate::completion::Completion;
-use crate::error::{Error, Kind, Result};
-use crate::op::Op;
+use crate::error::{Error, ErrorKind, Result};
+use crate::op::Collective;
 use crate::rank::Rank;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -28,8 +28,8 @@ pub(super) fn started(body: impl FnOnce(Completion) -> Result<u64>, completion: 
 
 pub(super) fn status(outcome: Result<()>) -> ffi::Status {
     match outcome {
-        Ok(()) => ffi::Status { kind: ffi::Kind::None, message: String::new() },
-        Err(error) => ffi::Status { kind: ffi::Kind { repr: error.kind as u8 }, message: error.message },
+        Ok(()) => ffi::Status { kind: ffi::ErrorKind::None, message: String::new() },
+        Err(error) => ffi::Status { kind: ffi::ErrorKind { repr: error.kind as u8 }, message: error.message },
     }
 }
 
@@ -61,5 +61,5 @@ macro_rules! same_codes {
 }
 pub(super) use same_codes;
 
-same_codes!(Kind, ffi::Kind: Peer, Timeout, Mismatch, Config, Aborted, Value, Type, NotImplemented, WaitTimeout, Internal, Network, QueueEmpty);
-same_codes!(Op, ffi::Collective: Barrier, Broadcast, AllReduce, Reduce, AllGather, Gather, Scatter, ReduceScatter, AllToAll, AllReduceAddRmsNorm);
+same_codes!(ErrorKind, ffi::ErrorKind: Peer, Timeout, Mismatch, Config, Aborted, Value, Type, NotImplemented, WaitTimeout, Internal, Network, QueueEmpty);
+same_codes!(Collective, ffi::Collective: Barrier, Broadcast, AllReduce, Reduce, AllGather, Gather, Scatter, ReduceScatter, AllToAll, AllReduceAddRmsNorm);

@@ -1,6 +1,6 @@
 //! The topology of the GPUs, for C++.
 
-use super::ffi::{LinkMatrix, TopologyReport};
+use super::ffi::{LinkMatrix, TextResult};
 use super::guarded;
 use crate::topo;
 
@@ -13,11 +13,11 @@ pub(super) fn nvlink_matrix(uuids: &[String]) -> LinkMatrix {
     LinkMatrix { status, links }
 }
 
-pub(super) fn topology_report() -> TopologyReport {
+pub(super) fn topology_report() -> TextResult {
     let mut text = String::new();
     let status = guarded(|| {
         text = topo::report::render(&topo::detect()?);
         Ok(())
     });
-    TopologyReport { status, text }
+    TextResult { status, text }
 }

@@ -1,21 +1,21 @@
 //! torch's stores behind this crate's trait.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
-use super::ffi::{self, Piece, StoreHandle, StoreOp};
-use crate::error::{Error, Kind, Result};
-use crate::store::request::{Op, Request};
-use crate::store::table::Reply;
-use crate::store::until::Within;
+use super::ffi::{self, Blob, StoreHandle, StoreOp};
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::deadline::ThreadDeadline;
+use crate::store::request::{Request, StoreOp as RequestOp};
+use crate::store::table::TableReply;
 use crate::store::{MAX_TIMEOUT, Store, timed_out};
 use crate::sys::interrupt::Interrupts;
 use bytes::Bytes;
 use std::time::{Duration, Instant};
 
 /// How much too early a store may report a timeout: stores count in milliseconds, some with their own clocks.
-const EARLY: Duration = Duration::from_millis(50);
+const STORE_CLOCK_SKEW: Duration = Duration::from_millis(50);
 
 /// Maximum pause between two polls of a queue.
-const LOOK: Duration = Duration::from_millis(20);
+const QUEUE_POLL_MAX: Duration = Duration::from_millis(20);
 
 /// A `c10d::Store` of torch or of a user. A call without a limit is limited by the store's own timeout.
 ///
@@ -31,40 +31,40 @@ unsafe impl Send for TorchStore {}
 unsafe impl Sync for TorchStore {}
 
 impl Store for TorchStore {
-    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         request.check()?;
         // For stores of this crate behind c10d's interface, which takes no limit.
-        let _within = Within::limit(limit);
+        let _within = ThreadDeadline::limit(limit);
         match request.op {
-            Op::Wait => self.wait(request, limit),
-            Op::Get | Op::MultiGet => {
+            RequestOp::Wait => self.wait(request, limit),
+            RequestOp::Get | RequestOp::MultiGet => {
                 if limit.is_some() {
                     self.wait(request, limit)?;
                 }
                 self.fetch(request, limit)
             }
-            Op::Pop => self.pop(request, limit),
-            Op::Append if !self.handle()?.extended() => Err(Error::not_implemented(
+            RequestOp::Pop => self.pop(request, limit),
+            RequestOp::Append if !self.handle()?.extended() => Err(Error::not_implemented(
                 "append: the store has none of its own, and its compare_set does not tell two writers of equal values apart",
             )),
-            Op::MultiSet if !self.handle()?.extended() => {
+            RequestOp::MultiSet if !self.handle()?.extended() => {
                 for (key, value) in request.keys.iter().zip(&request.values) {
-                    self.direct(&Request::new(Op::Set, vec![key], vec![value]), 0)?;
+                    self.direct(&Request::new(RequestOp::Set, vec![key], vec![value]), 0)?;
                 }
-                Ok(Reply::Unit)
+                Ok(TableReply::Unit)
             }
-            Op::Set
-            | Op::Delete
-            | Op::CompareSet
-            | Op::Add
-            | Op::Check
-            | Op::NumKeys
-            | Op::Append
-            | Op::MultiSet
-            | Op::Push
-            | Op::TryPop
-            | Op::QueueLen
-            | Op::ListKeys => self.direct(request, 0),
+            RequestOp::Set
+            | RequestOp::Delete
+            | RequestOp::CompareSet
+            | RequestOp::Add
+            | RequestOp::Check
+            | RequestOp::NumKeys
+            | RequestOp::Append
+            | RequestOp::MultiSet
+            | RequestOp::Push
+            | RequestOp::TryPop
+            | RequestOp::QueueLen
+            | RequestOp::ListKeys => self.direct(request, 0),
         }
     }
 }
@@ -91,52 +91,54 @@ impl TorchStore {
         })
     }
 
-    /// Makes one call of the c10d store. `timeout_ms` is for [`Op::Wait`].
-    fn direct(&self, request: &Request<'_>, timeout_ms: i64) -> Result<Reply> {
-        let keys: Vec<Piece<'_>> = request.keys.iter().map(|key| Piece { data: key.as_bytes() }).collect();
-        let values: Vec<Piece<'_>> = request.values.iter().map(|&data| Piece { data }).collect();
+    /// Makes one call of the c10d store. `timeout_ms` is for [`RequestOp::Wait`].
+    fn direct(&self, request: &Request<'_>, timeout_ms: i64) -> Result<TableReply> {
+        let keys: Vec<Blob<'_>> = request.keys.iter().map(|key| Blob { data: key.as_bytes() }).collect();
+        let values: Vec<Blob<'_>> = request.values.iter().map(|&data| Blob { data }).collect();
         let op = StoreOp { repr: request.op as u8 };
         let answer = self.handle()?.call(op, &keys, &values, request.amount, timeout_ms);
-        if answer.status.kind != ffi::Kind::None {
+        if answer.status.kind != ffi::ErrorKind::None {
             // c10d's timeout error covers other failures, too, and an operation that does not wait has no timeout.
-            let late = request.op.waits() || Within::left().is_some_and(|left| left.is_zero());
-            let kind = Kind::from_code(answer.status.kind.repr).filter(|&kind| kind != Kind::Timeout || late);
-            let kind = kind.unwrap_or(Kind::Config);
+            let late = request.op.waits() || ThreadDeadline::left().is_some_and(|left| left.is_zero());
+            let kind = ErrorKind::from_code(answer.status.kind.repr).filter(|&kind| kind != ErrorKind::Timeout || late);
+            let kind = kind.unwrap_or(ErrorKind::Config);
             return Err(Error { kind, message: format!("the store failed at {:?}: {}", request.op, answer.status.message) });
         }
         let mut pieces = answer.pieces.into_vec();
         Ok(match request.op {
-            Op::Set | Op::Wait | Op::Append | Op::MultiSet | Op::Push => Reply::Unit,
-            Op::Check | Op::Delete => Reply::Flag(answer.number != 0),
-            Op::Add | Op::NumKeys | Op::QueueLen => Reply::Number(answer.number),
-            Op::CompareSet | Op::Get | Op::Pop | Op::TryPop => Reply::Value(pieces.pop().unwrap_or_default()),
-            Op::MultiGet => Reply::Values(pieces),
-            Op::ListKeys => Reply::Keys(pieces.into_iter().map(key).collect::<Result<_>>()?),
+            RequestOp::Set | RequestOp::Wait | RequestOp::Append | RequestOp::MultiSet | RequestOp::Push => TableReply::Unit,
+            RequestOp::Check | RequestOp::Delete => TableReply::Flag(answer.number != 0),
+            RequestOp::Add | RequestOp::NumKeys | RequestOp::QueueLen => TableReply::Number(answer.number),
+            RequestOp::CompareSet | RequestOp::Get | RequestOp::Pop | RequestOp::TryPop => {
+                TableReply::Value(pieces.pop().unwrap_or_default())
+            }
+            RequestOp::MultiGet => TableReply::Values(pieces),
+            RequestOp::ListKeys => TableReply::Keys(pieces.into_iter().map(key).collect::<Result<_>>()?),
         })
     }
 
     /// Waits for the keys of `request`.
-    fn wait(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn wait(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         let limit = limit.map_or_else(|| self.own_limit(), |limit| Ok(limit.min(MAX_TIMEOUT)))?;
         // Not 0, which c10d takes for "no limit".
         let timeout = limit.as_millis().max(1) as i64;
         let started = Instant::now();
-        let wait = Request::new(Op::Wait, request.keys.clone(), vec![]);
-        self.direct(&wait, timeout).or_else(|error| self.explain(request, limit, started, error).map(|()| Reply::Unit))
+        let wait = Request::new(RequestOp::Wait, request.keys.clone(), vec![]);
+        self.direct(&wait, timeout).or_else(|error| self.explain(request, limit, started, error).map(|()| TableReply::Unit))
     }
 
     /// Returns the values of the keys of `request`.
-    fn fetch(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn fetch(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         let started = Instant::now();
         let fetch = || {
-            if request.op == Op::Get || self.handle()?.extended() {
+            if request.op == RequestOp::Get || self.handle()?.extended() {
                 return self.direct(request, 0);
             }
             let one = |key: &&str| {
-                let reply = self.direct(&Request::new(Op::Get, vec![key], vec![]), 0)?;
-                if let Reply::Value(value) = reply { Ok(value) } else { Err(Error::internal("get answered no value")) }
+                let reply = self.direct(&Request::new(RequestOp::Get, vec![key], vec![]), 0)?;
+                if let TableReply::Value(value) = reply { Ok(value) } else { Err(Error::internal("get answered no value")) }
             };
-            request.keys.iter().map(one).collect::<Result<_>>().map(Reply::Values)
+            request.keys.iter().map(one).collect::<Result<_>>().map(TableReply::Values)
         };
         fetch().or_else(|error| {
             // No key is missing if they were set at the last moment; then they exist now.
@@ -147,14 +149,14 @@ impl TorchStore {
 
     /// Takes the first value of a queue by polling. c10d's blocking pop knows only the store's own timeout, fails if
     /// another thread was faster, and in a TCPStore holds the lock that this object's pushes need.
-    fn pop(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn pop(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         let limit = limit.map_or_else(|| self.own_limit(), |limit| Ok(limit.min(MAX_TIMEOUT)))?;
         let started = Instant::now();
-        let look = Request::new(Op::TryPop, request.keys.clone(), vec![]);
+        let look = Request::new(RequestOp::TryPop, request.keys.clone(), vec![]);
         let (mut pause, mut interrupts) = (Duration::from_millis(1), Interrupts::new());
         loop {
             match self.direct(&look, 0) {
-                Err(error) if error.kind == Kind::QueueEmpty => {}
+                Err(error) if error.kind == ErrorKind::QueueEmpty => {}
                 outcome => return outcome,
             }
             let left = limit.saturating_sub(started.elapsed());
@@ -163,7 +165,7 @@ impl TorchStore {
             }
             std::thread::sleep(pause.min(left));
             interrupts.check()?;
-            pause = (2 * pause).min(LOOK);
+            pause = (2 * pause).min(QUEUE_POLL_MAX);
         }
     }
 
@@ -171,12 +173,12 @@ impl TorchStore {
     /// has passed, success if no key is missing any more, otherwise the error itself. Stores have their own exceptions
     /// for a timeout, so the clock distinguishes it from a failure.
     fn explain(&self, request: &Request<'_>, limit: Duration, started: Instant, error: Error) -> Result<()> {
-        if error.kind != Kind::Timeout && started.elapsed() + EARLY < limit {
+        if error.kind != ErrorKind::Timeout && started.elapsed() + STORE_CLOCK_SKEW < limit {
             return Err(error);
         }
         let mut missing = Vec::new();
         for (index, key) in request.keys.iter().enumerate() {
-            if self.direct(&Request::new(Op::Check, vec![key], vec![]), 0)? == Reply::Flag(false) {
+            if self.direct(&Request::new(RequestOp::Check, vec![key], vec![]), 0)? == TableReply::Flag(false) {
                 missing.push(index);
             }
         }

@@ -1,32 +1,32 @@
 //! The flight recorder, for C++.
 
-use super::ffi::TopologyReport;
+use super::ffi::TextResult;
 use super::guarded;
 use crate::config::Config;
 use crate::sync::call_site::CallSite;
-use crate::trace::{folder, render};
+use crate::trace::{dump_dir, render};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-pub(super) fn trace_text() -> TopologyReport {
+pub(super) fn trace_text() -> TextResult {
     let mut text = String::new();
     let status = guarded(|| {
         text = render()?;
         Ok(())
     });
-    TopologyReport { status, text }
+    TextResult { status, text }
 }
 
-pub(super) fn keep_trace(path: &[u8], name: &str, content: &[u8]) -> TopologyReport {
+pub(super) fn write_trace(path: &[u8], name: &str, content: &[u8]) -> TextResult {
     let mut text = String::new();
     let status = guarded(|| {
         let given = Path::new(OsStr::from_bytes(path));
-        let path = if path.is_empty() { folder::keep(name, content)? } else { folder::write(given, content).map(|()| given.into())? };
+        let path = if path.is_empty() { dump_dir::keep(name, content)? } else { dump_dir::write(given, content).map(|()| given.into())? };
         text = path.to_string_lossy().into_owned();
         Ok(())
     });
-    TopologyReport { status, text }
+    TextResult { status, text }
 }
 
 pub(super) fn call_sites_wanted() -> bool {

@@ -1,15 +1,15 @@
-//! Backends of torch between hosts: as a [`rail`](mod@rail), as [`links`](mod@links), and between GPUs ([`device`](mod@device)).
+//! Backends of torch between nodes: as a [`rail`](mod@rail), as [`links`](mod@links), and between GPUs ([`device`](mod@device)).
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 pub(super) mod device;
 pub(super) mod links;
 pub(super) mod rail;
 
-use crate::coll::two_level::step::Transfer;
-use crate::config::Engines;
-use crate::error::{Error, Kind, Result};
+use crate::coll::two_level::step::RailOp;
+use crate::config::InterNodeBackends;
+use crate::error::{Error, ErrorKind, Result};
 use crate::mem;
-use crate::sys::polled::apart_from_children;
+use crate::sys::epoll_fds::apart_from_children;
 use cxx::SharedPtr;
 use cxx::memory::SharedPtrTarget;
 use ffi::{BufferHandle, Manner, PendingHandle, Seat, Span, Started, Status, TransportHandle, TransportsHandle};
@@ -63,7 +63,7 @@ pub mod ffi {
         /// Memory of torch's allocators. It stays as long as a transfer uses it, even after this rank has abandoned the transfer.
         type BufferHandle;
         fn address(self: &BufferHandle) -> usize;
-        /// A transfer between hosts that has begun. None of its functions throws.
+        /// A transfer between nodes that has begun. None of its functions throws.
         type PendingHandle;
         /// Waits on the host for its end: kind 9 after the limit, where it goes on. The error is the backend's.
         fn wait(self: &PendingHandle, limit_ms: i64) -> Status;
@@ -71,7 +71,7 @@ pub mod ffi {
         fn follow(self: &PendingHandle) -> Status;
         /// Ends it, if the backend can.
         fn abort(self: &PendingHandle) -> Status;
-        /// A `c10d::Backend` that connects ranks of several hosts: it moves bytes. None of its functions throws, and none waits for a peer.
+        /// A `c10d::Backend` that connects ranks of several nodes: it moves bytes. None of its functions throws, and none waits for a peer.
         /// Bytes lie in `keep`, unless that is null: then the caller keeps them until the transfer has ended.
         type TransportHandle;
         fn all_gather(self: &TransportHandle, from: &Span, to: &Span, keep: &SharedPtr<BufferHandle>, manner: &Manner) -> Started;
@@ -93,7 +93,7 @@ pub mod ffi {
         fn shutdown(self: &TransportHandle);
         /// What makes transports of one group.
         type TransportsHandle;
-        /// Names of the backends that `named` stands for, as `config::Engines` has them.
+        /// Names of the backends that `named` stands for, as `config::InterNodeBackends` has them.
         fn find(self: &TransportsHandle, named: &str, cpu: &mut String, cuda: &mut String) -> Status;
         /// Connects this rank with those that connect by the same name. A wait for them ends once `given_up` is set.
         fn connect(self: &TransportsHandle, engine: &str, name: &str, seat: &Seat, timeout_ms: i64, given_up: Box<GivenUp>) -> Connected;
@@ -146,7 +146,7 @@ impl GivenUp {
 }
 
 fn outcome(status: Status) -> Result<()> {
-    match Kind::from_code(status.kind.repr) {
+    match ErrorKind::from_code(status.kind.repr) {
         None => Ok(()),
         Some(kind) => Err(Error { kind, message: status.message }),
     }
@@ -167,17 +167,17 @@ fn begun(started: Started) -> Result<SharedPtr<PendingHandle>> {
 /// Begins `transfer` on `transport`, which connects `size` ranks.
 fn start(
     transport: &TransportHandle,
-    transfer: &Transfer<mem::span::Span>,
+    transfer: &RailOp<mem::span::Span>,
     size: usize,
     keep: &SharedPtr<BufferHandle>,
     manner: &Manner,
 ) -> Result<SharedPtr<PendingHandle>> {
     begun(match transfer {
-        Transfer::AllGather { from, to } => {
+        RailOp::AllGather { from, to } => {
             transport.all_gather(&span(from.addr, from.bytes), &span(to.addr, size * from.bytes), keep, manner)
         }
-        Transfer::AllToAll { from, sent, to, received } => transport.all_to_all(from.addr, sent, to.addr, received, keep, manner),
-        Transfer::Broadcast { root, at } => transport.broadcast(*root, &span(at.addr, at.bytes), keep, manner),
+        RailOp::AllToAll { from, sent, to, received } => transport.all_to_all(from.addr, sent, to.addr, received, keep, manner),
+        RailOp::Broadcast { root, at } => transport.broadcast(*root, &span(at.addr, at.bytes), keep, manner),
     })
 }
 
@@ -185,7 +185,7 @@ fn start(
 fn ended(work: &SharedPtr<PendingHandle>, limit: Duration) -> Result<bool> {
     match outcome(there(work)?.wait(milliseconds(limit))) {
         Ok(()) => Ok(true),
-        Err(error) if error.kind == Kind::WaitTimeout => Ok(false),
+        Err(error) if error.kind == ErrorKind::WaitTimeout => Ok(false),
         Err(error) => Err(error),
     }
 }
@@ -238,8 +238,8 @@ impl Maker {
 ///
 /// # Errors
 /// `Value` says what there is.
-pub(super) fn engines(transports: &SharedPtr<TransportsHandle>, named: &str) -> Result<Engines> {
-    let mut found = Engines { cpu: String::new(), cuda: String::new() };
+pub(super) fn engines(transports: &SharedPtr<TransportsHandle>, named: &str) -> Result<InterNodeBackends> {
+    let mut found = InterNodeBackends { cpu: String::new(), cuda: String::new() };
     outcome(there(transports)?.find(named, &mut found.cpu, &mut found.cuda)).map(|()| found)
 }
 

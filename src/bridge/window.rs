@@ -1,7 +1,7 @@
 //! Symmetric memory for programs: allocations, windows, signals.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
-use super::ffi::{self, OpenedWindow, Status};
+use super::ffi::{self, Status, WindowResult};
 use super::{GroupHandle, guarded, milliseconds};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
@@ -15,15 +15,15 @@ use crate::window::operators::{self, exchanges::RowExchange};
 pub struct WindowHandle(Result<SymmetricWindow>);
 
 impl GroupHandle {
-    pub(super) fn rendezvous(&self, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> OpenedWindow {
+    pub(super) fn rendezvous(&self, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> WindowResult {
         let mut window = Err(Error::internal("the window was never opened"));
         let status = guarded(|| {
             let limit = milliseconds(timeout_ms);
-            window =
-                self.with(|group| group.one_host("tensors are symmetric")?.rendezvous(device.max(HOST), address as u64, pad_bytes, limit));
+            window = self
+                .with(|group| group.single_node("tensors are symmetric")?.rendezvous(device.max(HOST), address as u64, pad_bytes, limit));
             window.as_ref().map(|_| ()).map_err(Clone::clone)
         });
-        OpenedWindow { status, window: Box::new(WindowHandle(window)) }
+        WindowResult { status, window: Box::new(WindowHandle(window)) }
     }
 }
 
@@ -137,7 +137,7 @@ fn span(span: ffi::Span) -> Span {
     Span { addr: span.addr, bytes: span.bytes }
 }
 
-pub(super) fn publish_word(address: usize, value: u32) -> Status {
+pub(super) fn store_release(address: usize, value: u32) -> Status {
     // SAFETY: the C++ side passes the address of a tensor's element.
     guarded(|| unsafe { operators::publish_word(address, value) })
 }

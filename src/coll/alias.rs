@@ -1,8 +1,8 @@
 //! Inputs that an output of the same calls overwrites before they are read.
 
-use super::call::Spec;
+use super::call::CallSpec;
 use crate::mem::span::Span;
-use crate::op::Op;
+use crate::op::Collective;
 use crate::rank::Rank;
 
 /// An input that must be copied before the calls are made.
@@ -17,7 +17,7 @@ pub struct Aside {
 /// Returns the inputs of `calls`, which rank `me` runs in this order, that share memory with an output of the same call
 /// or of an earlier one. Inputs that an output of their call replaces in place are left out. Outputs must not share
 /// memory with each other.
-pub fn overwritten(calls: &[Spec<'_>], me: Rank) -> Vec<Aside> {
+pub fn overwritten(calls: &[CallSpec<'_>], me: Rank) -> Vec<Aside> {
     let all = || calls.iter().flat_map(|call| &*call.outputs).filter(|span| span.bytes > 0);
     let Some(start) = all().map(|span| span.addr).min() else { return Vec::new() };
     let end = all().map(|span| end(*span)).max().unwrap_or(start);
@@ -46,13 +46,13 @@ fn end(span: Span) -> usize {
 }
 
 /// Returns the output of `call` that may be exactly the memory of its input `input`.
-fn replaced(call: &Spec<'_>, input: usize, me: Rank) -> Option<Span> {
+fn replaced(call: &CallSpec<'_>, input: usize, me: Rank) -> Option<Span> {
     let (from, to) = match call.op {
-        Op::AllReduce | Op::Reduce => (0, 0),
-        Op::AllReduceAddRmsNorm => (input.min(1), input),
-        Op::AllGather | Op::Gather => (0, me.index()),
-        Op::Scatter | Op::ReduceScatter => (me.index(), 0),
-        Op::Barrier | Op::Broadcast | Op::AllToAll => return None,
+        Collective::AllReduce | Collective::Reduce => (0, 0),
+        Collective::AllReduceAddRmsNorm => (input.min(1), input),
+        Collective::AllGather | Collective::Gather => (0, me.index()),
+        Collective::Scatter | Collective::ReduceScatter => (me.index(), 0),
+        Collective::Barrier | Collective::Broadcast | Collective::AllToAll => return None,
     };
     if input == from { call.outputs.get(to).copied() } else { None }
 }
@@ -60,15 +60,15 @@ fn replaced(call: &Spec<'_>, input: usize, me: Rank) -> Option<Span> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::call::Spec;
+    use crate::coll::call::CallSpec;
 
     /// Makes a call of `op` whose spans are pairs of an address and a length.
-    fn call(op: Op, inputs: &[(usize, usize)], outputs: &[(usize, usize)]) -> Spec<'static> {
+    fn call(op: Collective, inputs: &[(usize, usize)], outputs: &[(usize, usize)]) -> CallSpec<'static> {
         let spans = |list: &[(usize, usize)]| list.iter().map(|&(addr, bytes)| Span { addr, bytes }).collect::<Vec<_>>().into();
-        Spec { op, inputs: spans(inputs), outputs: spans(outputs), ..Spec::barrier(None) }
+        CallSpec { op, inputs: spans(inputs), outputs: spans(outputs), ..CallSpec::barrier(None) }
     }
 
-    fn found(calls: &[Spec<'_>], me: u32) -> Vec<(usize, usize)> {
+    fn found(calls: &[CallSpec<'_>], me: u32) -> Vec<(usize, usize)> {
         overwritten(calls, Rank(me)).iter().map(|aside| (aside.call, aside.input)).collect()
     }
 
@@ -76,26 +76,26 @@ mod tests {
     fn in_place_is_where_the_collective_has_it() {
         let (first, second, none) = ((64, 8), (72, 8), (64, 0));
         for (op, inputs, outputs, me, copied) in [
-            (Op::AllReduce, vec![first], vec![first], 0, vec![]),
-            (Op::Reduce, vec![first], vec![first], 1, vec![]),
-            (Op::AllReduce, vec![(64, 8)], vec![(68, 8)], 0, vec![(0, 0)]),
-            (Op::AllReduce, vec![(68, 8)], vec![(64, 8)], 0, vec![(0, 0)]),
-            (Op::AllReduce, vec![(64, 4)], vec![first], 0, vec![(0, 0)]),
-            (Op::AllReduce, vec![none], vec![first], 0, vec![]),
-            (Op::AllReduce, vec![first], vec![none], 0, vec![]),
-            (Op::AllGather, vec![second], vec![first, second], 1, vec![]),
-            (Op::AllGather, vec![second], vec![first, second], 0, vec![(0, 0)]),
-            (Op::Gather, vec![first], vec![first, second], 0, vec![]),
-            (Op::Gather, vec![first], vec![], 0, vec![]),
-            (Op::Scatter, vec![first, second], vec![second], 1, vec![]),
-            (Op::Scatter, vec![first, second], vec![second], 0, vec![(0, 1)]),
-            (Op::ReduceScatter, vec![first, second], vec![first], 0, vec![]),
-            (Op::ReduceScatter, vec![first, second], vec![(64, 16)], 0, vec![(0, 0), (0, 1)]),
-            (Op::AllToAll, vec![first, second], vec![first, second], 0, vec![(0, 0), (0, 1)]),
-            (Op::AllToAll, vec![first, second], vec![(80, 8), (88, 8)], 0, vec![]),
-            (Op::AllReduceAddRmsNorm, vec![first, second, (80, 8)], vec![first, second], 0, vec![]),
-            (Op::AllReduceAddRmsNorm, vec![first, second, (80, 8)], vec![(88, 8), (80, 8)], 0, vec![(0, 2)]),
-            (Op::AllReduceAddRmsNorm, vec![first, second], vec![second, first], 0, vec![(0, 0), (0, 1)]),
+            (Collective::AllReduce, vec![first], vec![first], 0, vec![]),
+            (Collective::Reduce, vec![first], vec![first], 1, vec![]),
+            (Collective::AllReduce, vec![(64, 8)], vec![(68, 8)], 0, vec![(0, 0)]),
+            (Collective::AllReduce, vec![(68, 8)], vec![(64, 8)], 0, vec![(0, 0)]),
+            (Collective::AllReduce, vec![(64, 4)], vec![first], 0, vec![(0, 0)]),
+            (Collective::AllReduce, vec![none], vec![first], 0, vec![]),
+            (Collective::AllReduce, vec![first], vec![none], 0, vec![]),
+            (Collective::AllGather, vec![second], vec![first, second], 1, vec![]),
+            (Collective::AllGather, vec![second], vec![first, second], 0, vec![(0, 0)]),
+            (Collective::Gather, vec![first], vec![first, second], 0, vec![]),
+            (Collective::Gather, vec![first], vec![], 0, vec![]),
+            (Collective::Scatter, vec![first, second], vec![second], 1, vec![]),
+            (Collective::Scatter, vec![first, second], vec![second], 0, vec![(0, 1)]),
+            (Collective::ReduceScatter, vec![first, second], vec![first], 0, vec![]),
+            (Collective::ReduceScatter, vec![first, second], vec![(64, 16)], 0, vec![(0, 0), (0, 1)]),
+            (Collective::AllToAll, vec![first, second], vec![first, second], 0, vec![(0, 0), (0, 1)]),
+            (Collective::AllToAll, vec![first, second], vec![(80, 8), (88, 8)], 0, vec![]),
+            (Collective::AllReduceAddRmsNorm, vec![first, second, (80, 8)], vec![first, second], 0, vec![]),
+            (Collective::AllReduceAddRmsNorm, vec![first, second, (80, 8)], vec![(88, 8), (80, 8)], 0, vec![(0, 2)]),
+            (Collective::AllReduceAddRmsNorm, vec![first, second], vec![second, first], 0, vec![(0, 0), (0, 1)]),
         ] {
             assert_eq!(found(&[call(op, &inputs, &outputs)], me), copied, "{op:?} of {inputs:?} into {outputs:?} on rank {me}");
         }
@@ -104,14 +104,14 @@ mod tests {
     #[test]
     fn memory_between_two_outputs_is_free() {
         let outputs = [(200, 8), (100, 8), (300, 8)];
-        assert_eq!(found(&[call(Op::AllGather, &[(108, 92)], &outputs)], 0), []);
-        assert_eq!(found(&[call(Op::AllGather, &[(107, 92)], &outputs)], 0), [(0, 0)]);
-        assert_eq!(found(&[call(Op::AllGather, &[(108, 93)], &outputs)], 0), [(0, 0)]);
+        assert_eq!(found(&[call(Collective::AllGather, &[(108, 92)], &outputs)], 0), []);
+        assert_eq!(found(&[call(Collective::AllGather, &[(107, 92)], &outputs)], 0), [(0, 0)]);
+        assert_eq!(found(&[call(Collective::AllGather, &[(108, 93)], &outputs)], 0), [(0, 0)]);
     }
 
     #[test]
     fn only_calls_that_come_first_overwrite() {
-        let reduce = |input, output| call(Op::AllReduce, &[(input, 8)], &[(output, 8)]);
+        let reduce = |input, output| call(Collective::AllReduce, &[(input, 8)], &[(output, 8)]);
         // The second call reads the first call's output; the first reads its input before the second writes to it.
         assert_eq!(found(&[reduce(64, 80), reduce(80, 96)], 0), [(1, 0)]);
         assert_eq!(found(&[reduce(64, 80), reduce(96, 64)], 0), []);

@@ -4,7 +4,7 @@
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Result;
 pub use crate::mem::span::Span;
-pub use crate::op::Op;
+pub use crate::op::Collective;
 use crate::rank::Rank;
 use crate::sync::call_site::CallSite;
 use std::borrow::Cow;
@@ -28,9 +28,9 @@ use std::ops::Deref;
 ///
 /// An output may be the very same span as the input that it replaces (in place); any other overlap is undefined.
 #[derive(Clone, Debug)]
-pub struct Spec<'a> {
+pub struct CallSpec<'a> {
     /// The collective.
-    pub op: Op,
+    pub op: Collective,
     /// The type of the elements.
     pub dtype: DType,
     /// The operation that combines elements; ignored unless the collective reduces.
@@ -47,11 +47,11 @@ pub struct Spec<'a> {
     pub call_site: Option<&'static CallSite>,
 }
 
-impl Spec<'_> {
+impl CallSpec<'_> {
     /// Makes a barrier.
-    pub const fn barrier(call_site: Option<&'static CallSite>) -> Spec<'static> {
-        Spec {
-            op: Op::Barrier,
+    pub const fn barrier(call_site: Option<&'static CallSite>) -> CallSpec<'static> {
+        CallSpec {
+            op: Collective::Barrier,
             dtype: DType::U8,
             reduce_op: ReduceOp::Sum,
             root: Rank(0),
@@ -63,10 +63,10 @@ impl Spec<'_> {
     }
 
     /// Returns the same arguments with owned lists.
-    pub fn into_owned(self) -> Spec<'static> {
+    pub fn into_owned(self) -> CallSpec<'static> {
         let Self { op, dtype, reduce_op, root, factor, inputs, outputs, call_site } = self;
         let (inputs, outputs) = (inputs.into_owned().into(), outputs.into_owned().into());
-        Spec { op, dtype, reduce_op, root, factor, inputs, outputs, call_site }
+        CallSpec { op, dtype, reduce_op, root, factor, inputs, outputs, call_site }
     }
 }
 
@@ -75,21 +75,21 @@ impl Spec<'_> {
 ///
 /// ```
 /// use std::borrow::Cow;
-/// use symm::coll::call::{Call, Op, Span, Spec};
+/// use symm::coll::call::{Call, CallSpec, Collective, Span};
 /// use symm::dtype::DType;
 /// use symm::rank::Rank;
 ///
 /// let mut data = [1i32, 2, 3];
 /// let span = [Span { addr: data.as_mut_ptr().addr(), bytes: size_of_val(&data) }];
 /// let (inputs, outputs) = (Cow::Borrowed(&span[..]), Cow::Borrowed(&span[..]));
-/// let spec = Spec { op: Op::AllReduce, dtype: DType::I32, inputs, outputs, ..Spec::barrier(None) };
+/// let spec = CallSpec { op: Collective::AllReduce, dtype: DType::I32, inputs, outputs, ..CallSpec::barrier(None) };
 /// // SAFETY: `data` outlives the call, and no other thread uses it meanwhile.
 /// let call = unsafe { Call::new(spec, Rank(0), 2) }?;
 /// assert_eq!(call.volume(), 12);
 /// # Ok::<(), symm::error::Error>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct Call<'a>(Spec<'a>);
+pub struct Call<'a>(CallSpec<'a>);
 
 impl<'a> Call<'a> {
     /// Makes a call of rank `me` of `n`.
@@ -100,20 +100,20 @@ impl<'a> Call<'a> {
     /// when `run` returns, when its completion is called, or when the stream has passed it.
     ///
     /// # Errors
-    /// The errors of [`Spec::validate`].
-    pub unsafe fn new(spec: Spec<'a>, me: Rank, n: usize) -> Result<Self> {
+    /// The errors of [`CallSpec::validate`].
+    pub unsafe fn new(spec: CallSpec<'a>, me: Rank, n: usize) -> Result<Self> {
         spec.validate(me, n)?;
         Ok(Self(spec))
     }
 
     /// Makes a call on the crate's own memory, or a part of a call that was promised and checked.
-    pub(crate) const fn inner(spec: Spec<'a>) -> Self {
+    pub(crate) const fn inner(spec: CallSpec<'a>) -> Self {
         Self(spec)
     }
 
     /// Makes a barrier, which needs no promise.
     pub const fn barrier(call_site: Option<&'static CallSite>) -> Call<'static> {
-        Call(Spec::barrier(call_site))
+        Call(CallSpec::barrier(call_site))
     }
 
     /// Returns the same call with owned lists, which a queue can keep.
@@ -123,9 +123,9 @@ impl<'a> Call<'a> {
 }
 
 impl<'a> Deref for Call<'a> {
-    type Target = Spec<'a>;
+    type Target = CallSpec<'a>;
 
-    fn deref(&self) -> &Spec<'a> {
+    fn deref(&self) -> &CallSpec<'a> {
         &self.0
     }
 }

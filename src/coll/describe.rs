@@ -1,7 +1,7 @@
 //! The description of a call, which ranks compare before they access memory and which messages print.
 
-use crate::coll::call::{Op, Span, Spec};
-use crate::coll::norm::Norm;
+use crate::coll::all_reduce_norm::Norm;
+use crate::coll::call::{CallSpec, Collective, Span};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -11,7 +11,7 @@ use crate::rank::Rank;
 pub struct Description {
     /// op, dtype, reduce op, [`SITED`], root from the lowest byte up.
     pub head: u64,
-    /// The bytes that must agree, see [`Spec::agreed_bytes`].
+    /// The bytes that must agree, see [`CallSpec::agreed_bytes`].
     pub bytes: u64,
     /// [`Norm::word`] of a norm, otherwise 0.
     pub detail: u64,
@@ -22,10 +22,10 @@ const SITED: u64 = 1 << 24;
 
 impl Description {
     /// Returns the description that `call` shows its peers.
-    pub fn of(call: &Spec) -> Self {
+    pub fn of(call: &CallSpec) -> Self {
         let reduce_op = if call.op.reduces() { call.reduce_op as u64 } else { 0 };
         let root = if call.op.rooted() { u64::from(call.root.0) } else { 0 };
-        let dtype = if call.op == Op::Barrier { DType::U8 } else { call.dtype };
+        let dtype = if call.op == Collective::Barrier { DType::U8 } else { call.dtype };
         let with_call_site = if call.call_site.is_some() { SITED } else { 0 };
         let head = call.op as u64 | (dtype as u64) << 8 | reduce_op << 16 | with_call_site | root << 32;
         Self { head, bytes: call.agreed_bytes(), detail: Norm::of(call).map_or(0, |norm| norm.word()) }
@@ -33,7 +33,7 @@ impl Description {
 
     /// Returns one word that differs if descriptions of `call`, agreed lengths or call sites differ (64-bit mixing,
     /// splitmix64's finaliser).
-    pub fn fingerprint(self, call: &Spec) -> u64 {
+    pub fn fingerprint(self, call: &CallSpec) -> u64 {
         let mut hash = mix(self.head ^ mix(self.bytes ^ mix(self.detail)));
         for span in call.agreed_lengths() {
             hash = mix(hash ^ span.bytes as u64);
@@ -66,16 +66,22 @@ impl std::fmt::Display for Description {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let byte = |shift: u32| (self.head >> shift) as u8;
         let (Some(op), Ok(dtype), Ok(reduce_op)) =
-            (Op::from_code(byte(0)), DType::from_torch(byte(8).into()), ReduceOp::from_torch(byte(16)))
+            (Collective::from_code(byte(0)), DType::from_torch(byte(8).into()), ReduceOp::from_torch(byte(16)))
         else {
             return f.write_str("an unreadable call");
         };
         match op {
-            Op::Barrier => return f.write_str("barrier"),
+            Collective::Barrier => return f.write_str("barrier"),
             // Each pair has a different length.
-            Op::AllToAll => return write!(f, "all_to_all({})", dtype.name()),
-            Op::AllReduceAddRmsNorm => return Norm::describe(f, self.bytes, dtype, self.detail),
-            Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter => {}
+            Collective::AllToAll => return write!(f, "all_to_all({})", dtype.name()),
+            Collective::AllReduceAddRmsNorm => return Norm::describe(f, self.bytes, dtype, self.detail),
+            Collective::Broadcast
+            | Collective::AllReduce
+            | Collective::Reduce
+            | Collective::AllGather
+            | Collective::Gather
+            | Collective::Scatter
+            | Collective::ReduceScatter => {}
         }
         let count = self.bytes / dtype.size() as u64;
         write!(f, "{}({count} × {}, {} bytes", op.name(), dtype.name(), self.bytes)?;
@@ -89,36 +95,41 @@ impl std::fmt::Display for Description {
     }
 }
 
-impl Spec<'_> {
+impl CallSpec<'_> {
     /// Returns the number of bytes that must be equal on all ranks: of one message, or of all messages if each rank
     /// knows all lengths. 0 for an all-to-all.
     pub fn agreed_bytes(&self) -> u64 {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();
         let one = |spans: &[Span]| spans.first().map_or(0, |span| span.bytes as u64);
         match self.op {
-            Op::Barrier | Op::AllToAll => 0,
-            Op::AllReduce | Op::Reduce | Op::Gather | Op::AllReduceAddRmsNorm => one(&self.inputs),
-            Op::Broadcast => one(if self.outputs.is_empty() { &self.inputs } else { &self.outputs }),
-            Op::Scatter => one(&self.outputs),
-            Op::AllGather => sum(&self.outputs),
-            Op::ReduceScatter => sum(&self.inputs),
+            Collective::Barrier | Collective::AllToAll => 0,
+            Collective::AllReduce | Collective::Reduce | Collective::Gather | Collective::AllReduceAddRmsNorm => one(&self.inputs),
+            Collective::Broadcast => one(if self.outputs.is_empty() { &self.inputs } else { &self.outputs }),
+            Collective::Scatter => one(&self.outputs),
+            Collective::AllGather => sum(&self.outputs),
+            Collective::ReduceScatter => sum(&self.inputs),
         }
     }
 
     /// Returns the lengths that every rank knows of every other rank.
     pub fn agreed_lengths(&self) -> &[Span] {
         match self.op {
-            Op::AllGather => &self.outputs,
-            Op::ReduceScatter => &self.inputs,
-            Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::Gather | Op::Scatter => &[],
-            Op::AllToAll | Op::AllReduceAddRmsNorm => &[],
+            Collective::AllGather => &self.outputs,
+            Collective::ReduceScatter => &self.inputs,
+            Collective::Barrier
+            | Collective::Broadcast
+            | Collective::AllReduce
+            | Collective::Reduce
+            | Collective::Gather
+            | Collective::Scatter => &[],
+            Collective::AllToAll | Collective::AllReduceAddRmsNorm => &[],
         }
     }
 
     /// Returns the inputs that other ranks need. A norm's residual, weight and scale are the same on all ranks and left
     /// out.
     pub fn shared_inputs(&self) -> &[Span] {
-        let count = if self.op == Op::AllReduceAddRmsNorm { 1 } else { self.inputs.len() };
+        let count = if self.op == Collective::AllReduceAddRmsNorm { 1 } else { self.inputs.len() };
         &self.inputs[..count.min(self.inputs.len())]
     }
 
@@ -147,16 +158,16 @@ impl Spec<'_> {
         let root = me == self.root;
         let at_root = |count| if root { count } else { 0 };
         let (inputs, outputs) = match self.op {
-            Op::Barrier => (0, 0),
-            Op::Broadcast => (at_root(1), 1 - at_root(1)),
-            Op::AllReduce => (1, 1),
-            Op::Reduce => (1, at_root(1)),
-            Op::AllGather => (1, n),
-            Op::Gather => (1, at_root(n)),
-            Op::Scatter => (at_root(n), 1),
-            Op::ReduceScatter => (n, 1),
-            Op::AllToAll => (n, n),
-            Op::AllReduceAddRmsNorm => Norm::spans(self),
+            Collective::Barrier => (0, 0),
+            Collective::Broadcast => (at_root(1), 1 - at_root(1)),
+            Collective::AllReduce => (1, 1),
+            Collective::Reduce => (1, at_root(1)),
+            Collective::AllGather => (1, n),
+            Collective::Gather => (1, at_root(n)),
+            Collective::Scatter => (at_root(n), 1),
+            Collective::ReduceScatter => (n, 1),
+            Collective::AllToAll => (n, n),
+            Collective::AllReduceAddRmsNorm => Norm::spans(self),
         };
         let name = self.op.name();
         if self.op.rooted() && self.root.index() >= n {
@@ -171,18 +182,20 @@ impl Spec<'_> {
             if total.is_none_or(|total| total > isize::MAX as usize) || spans.iter().any(|span| span.addr.checked_add(span.bytes).is_none())
             {
                 let lengths: Vec<usize> = spans.iter().map(|span| span.bytes).collect();
-                return Err(Error::value(format!("{name}: {lengths:?} bytes are together more than there is memory")));
+                return Err(Error::value(format!("{name}: {lengths:?} bytes in total exceed the available memory")));
             }
         }
         let own = |spans: &[Span]| spans.get(if spans.len() == n { me.index() } else { 0 }).map_or(0, |span| span.bytes);
         let even = |spans: &[Span]| spans.windows(2).all(|pair| pair[0].bytes == pair[1].bytes);
         let fits = match self.op {
-            Op::Barrier | Op::Broadcast => true,
-            Op::AllReduceAddRmsNorm => return Norm::validate(self),
-            Op::AllReduce | Op::AllGather | Op::ReduceScatter | Op::AllToAll => own(&self.inputs) == own(&self.outputs),
-            Op::Reduce => !root || own(&self.inputs) == own(&self.outputs),
-            Op::Gather => even(&self.outputs) && (!root || own(&self.inputs) == own(&self.outputs)),
-            Op::Scatter => even(&self.inputs) && (!root || own(&self.inputs) == own(&self.outputs)),
+            Collective::Barrier | Collective::Broadcast => true,
+            Collective::AllReduceAddRmsNorm => return Norm::validate(self),
+            Collective::AllReduce | Collective::AllGather | Collective::ReduceScatter | Collective::AllToAll => {
+                own(&self.inputs) == own(&self.outputs)
+            }
+            Collective::Reduce => !root || own(&self.inputs) == own(&self.outputs),
+            Collective::Gather => even(&self.outputs) && (!root || own(&self.inputs) == own(&self.outputs)),
+            Collective::Scatter => even(&self.inputs) && (!root || own(&self.inputs) == own(&self.outputs)),
         };
         let whole = |span: &Span| span.bytes.is_multiple_of(self.dtype.size());
         if fits && self.inputs.iter().chain(&*self.outputs).all(whole) {
@@ -203,35 +216,38 @@ mod tests {
     use super::*;
     use crate::sync::call_site::CallSite;
 
-    fn call(op: Op, root: u32, inputs: &[usize], outputs: &[usize]) -> Spec<'static> {
+    fn call(op: Collective, root: u32, inputs: &[usize], outputs: &[usize]) -> CallSpec<'static> {
         let spans = |lengths: &[usize]| lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect();
         let (inputs, outputs) = (spans(inputs), spans(outputs));
-        Spec { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, inputs, outputs, call_site: None }
+        CallSpec { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, inputs, outputs, call_site: None }
     }
 
     #[test]
     fn descriptions_read_as_calls() {
-        assert_eq!(Description::of(&call(Op::AllReduce, 0, &[4096], &[4096])).to_string(), "all_reduce(1024 × float32, 4096 bytes, SUM)");
-        assert_eq!(Description::of(&call(Op::Broadcast, 2, &[], &[8])).to_string(), "broadcast(2 × float32, 8 bytes, root 2)");
-        assert_eq!(Description::of(&call(Op::Barrier, 0, &[], &[])).to_string(), "barrier");
-        assert_eq!(Description::of(&call(Op::AllToAll, 0, &[4, 8], &[4, 8])).to_string(), "all_to_all(float32)");
+        assert_eq!(
+            Description::of(&call(Collective::AllReduce, 0, &[4096], &[4096])).to_string(),
+            "all_reduce(1024 × float32, 4096 bytes, SUM)"
+        );
+        assert_eq!(Description::of(&call(Collective::Broadcast, 2, &[], &[8])).to_string(), "broadcast(2 × float32, 8 bytes, root 2)");
+        assert_eq!(Description::of(&call(Collective::Barrier, 0, &[], &[])).to_string(), "barrier");
+        assert_eq!(Description::of(&call(Collective::AllToAll, 0, &[4, 8], &[4, 8])).to_string(), "all_to_all(float32)");
     }
 
     #[test]
     fn fingerprints_tell_calls_apart() {
-        let print = |call: &Spec| Description::of(call).fingerprint(call);
-        let base = call(Op::AllGather, 0, &[4], &[4, 8]);
-        assert_eq!(print(&base), print(&call(Op::AllGather, 1, &[8], &[4, 8])), "unused root, other rank's input");
-        assert_ne!(print(&base), print(&call(Op::AllGather, 0, &[8], &[8, 4])), "other lengths");
-        assert_ne!(print(&base), print(&Spec { dtype: DType::I32, ..base.clone() }));
-        assert_ne!(print(&call(Op::Reduce, 0, &[4], &[4])), print(&call(Op::Reduce, 1, &[4], &[])), "other root");
+        let print = |call: &CallSpec| Description::of(call).fingerprint(call);
+        let base = call(Collective::AllGather, 0, &[4], &[4, 8]);
+        assert_eq!(print(&base), print(&call(Collective::AllGather, 1, &[8], &[4, 8])), "unused root, other rank's input");
+        assert_ne!(print(&base), print(&call(Collective::AllGather, 0, &[8], &[8, 4])), "other lengths");
+        assert_ne!(print(&base), print(&CallSpec { dtype: DType::I32, ..base.clone() }));
+        assert_ne!(print(&call(Collective::Reduce, 0, &[4], &[4])), print(&call(Collective::Reduce, 1, &[4], &[])), "other root");
     }
 
     #[test]
     fn fingerprints_tell_sites_apart() {
-        let at = |text: &str| Spec { call_site: CallSite::known(CallSite::number(text)), ..call(Op::AllReduce, 0, &[4], &[4]) };
-        let print = |call: &Spec| Description::of(call).fingerprint(call);
-        let plain = call(Op::AllReduce, 0, &[4], &[4]);
+        let at = |text: &str| CallSpec { call_site: CallSite::known(CallSite::number(text)), ..call(Collective::AllReduce, 0, &[4], &[4]) };
+        let print = |call: &CallSpec| Description::of(call).fingerprint(call);
+        let plain = call(Collective::AllReduce, 0, &[4], &[4]);
         assert_eq!(print(&at("a.py:1")), print(&at("a.py:1")));
         assert_ne!(print(&at("a.py:1")), print(&at("a.py:2")));
         assert_ne!(print(&at("a.py:1")), print(&plain));
@@ -243,12 +259,12 @@ mod tests {
 
     #[test]
     fn spans_that_do_not_fit_are_refused() {
-        assert!(call(Op::AllReduce, 0, &[8], &[8]).validate(Rank(0), 2).is_ok());
-        assert!(call(Op::AllReduce, 0, &[8], &[4]).validate(Rank(0), 2).is_err());
-        assert!(call(Op::AllReduce, 0, &[6], &[6]).validate(Rank(0), 2).is_err(), "half an element");
-        assert!(call(Op::Broadcast, 2, &[], &[4]).validate(Rank(0), 2).is_err(), "root outside");
-        assert!(call(Op::Gather, 0, &[4], &[4, 8]).validate(Rank(0), 2).is_err(), "uneven gather");
-        assert!(call(Op::Scatter, 1, &[], &[4]).validate(Rank(0), 2).is_ok());
+        assert!(call(Collective::AllReduce, 0, &[8], &[8]).validate(Rank(0), 2).is_ok());
+        assert!(call(Collective::AllReduce, 0, &[8], &[4]).validate(Rank(0), 2).is_err());
+        assert!(call(Collective::AllReduce, 0, &[6], &[6]).validate(Rank(0), 2).is_err(), "half an element");
+        assert!(call(Collective::Broadcast, 2, &[], &[4]).validate(Rank(0), 2).is_err(), "root outside");
+        assert!(call(Collective::Gather, 0, &[4], &[4, 8]).validate(Rank(0), 2).is_err(), "uneven gather");
+        assert!(call(Collective::Scatter, 1, &[], &[4]).validate(Rank(0), 2).is_ok());
     }
 
     #[test]
@@ -256,11 +272,11 @@ mod tests {
         let huge = usize::MAX / 4 / 4 * 4;
         let lengths = [huge, huge, huge, huge, 20];
         for (inputs, outputs) in [(&lengths, &[4; 5]), (&[4; 5], &lengths)] {
-            let error = call(Op::AllToAll, 0, inputs, outputs).validate(Rank(0), 5).expect_err("they wrap");
+            let error = call(Collective::AllToAll, 0, inputs, outputs).validate(Rank(0), 5).expect_err("they wrap");
             assert!(error.message.contains("more than there is memory"), "{error}");
         }
         let beyond = Span { addr: usize::MAX - 3, bytes: 8 };
-        let call = Spec { outputs: vec![beyond].into(), ..call(Op::Broadcast, 1, &[], &[8]) };
+        let call = CallSpec { outputs: vec![beyond].into(), ..call(Collective::Broadcast, 1, &[], &[8]) };
         assert!(call.validate(Rank(0), 2).is_err(), "an end that wraps");
     }
 }

@@ -73,7 +73,7 @@ impl Deref for Message {
 
 /// A send or a receive in the memory of a GPU.
 #[derive(Clone, Copy, Debug)]
-pub struct Transfer {
+pub struct DeviceMessage {
     /// A send; else a receive.
     pub send: bool,
     /// Message: its peer, tensor and so on. The tag means nothing: messages between two ranks arrive in their order.

@@ -1,13 +1,13 @@
-//! Collectives: what was asked ([`call`], [`alias`]), what will run ([`plan`]), how ([`cpu`], [`cuda`]), on several hosts ([`two_level`]),
+//! Collectives: what was asked ([`call`], [`alias`]), what will run ([`plan`]), how ([`cpu`], [`cuda`]), on several nodes ([`two_level`]),
 //! and how long it takes ([`cost`]).
 
 pub mod alias;
+pub mod all_reduce_norm;
 pub mod call;
 pub mod cost;
 pub mod cpu;
 pub mod cuda;
 pub mod describe;
 pub mod message;
-pub mod norm;
 pub mod plan;
 pub mod two_level;

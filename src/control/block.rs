@@ -1,17 +1,17 @@
 //! A member's view of the group's control block, and the words in which each member publishes its state.
 #![allow(unsafe_code, reason = "words at offsets of shared memory")]
 
-use super::call_state::{Awaited, Barriers, Doing, Refusals};
-use super::patience::{PATIENCE, now};
+use super::call_state::{AwaitedMessage, BarrierCount, CurrentCall, RejectionCount};
+use super::spin_budget::{PATIENCE, now};
 use crate::lock::lock;
-use crate::mem::layout::{HEADER_BYTES, Layout, MEMBER_BYTES};
-use crate::mem::shm::Segment;
-use crate::op::Op;
+use crate::mem::layout::{HEADER_BYTES, MEMBER_BYTES, SegmentLayout};
+use crate::mem::shm::ShmSegment;
+use crate::op::Collective;
 use crate::rank::Rank;
 use crate::sync::doorbell::{Doorbell, Sleepers};
 use crate::sync::failure::FirstFailure;
 use crate::sync::shared_text::SharedText;
-use crate::sys::core;
+use crate::sys::cpu_affinity;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, OnceLock};
 
@@ -21,7 +21,7 @@ const SPINS_SHORT: u32 = 64;
 
 /// The words that all members share.
 #[repr(C, align(128))]
-pub(super) struct Header {
+pub(super) struct SegmentHeader {
     pub(super) failure: FirstFailure,
     pub(super) sleepers: AlignedSleepers,
 }
@@ -39,22 +39,22 @@ pub(super) struct MemberWords {
     phase: AtomicU32,
     capable: AtomicU32,
     probe: AtomicU64,
-    /// The last collective started, see [`Doing`]; initially 0.
+    /// The last collective started, see [`CurrentCall`]; initially 0.
     pub(super) doing: AtomicU64,
-    /// The message for which a thread sleeps, see [`Awaited`]; otherwise 0.
+    /// The message for which a thread sleeps, see [`AwaitedMessage`]; otherwise 0.
     awaited: AtomicU64,
-    /// Its barriers of symmetric memory, see [`Barriers`].
+    /// Its barriers of symmetric memory, see [`BarrierCount`].
     barriers: AtomicU64,
     /// When the last collectives of even and of odd number started.
     starts: [AtomicU64; 2],
-    /// The calls that it rejected last, see [`Refusals`].
-    refusals: AtomicU64,
+    /// The calls that it rejected last, see [`RejectionCount`].
+    rejections: AtomicU64,
     attending: AtomicU32,
     /// The core on which it last started a call, plus 1; 0 before the first call.
     pub(super) core: AtomicU32,
     call_site: AlignedText,
     /// The error with which it left; read once `departed` is set.
-    pub(super) farewell: AlignedText,
+    pub(super) exit_reason: AlignedText,
 }
 
 #[repr(C, align(128))]
@@ -63,7 +63,7 @@ pub(super) struct AlignedBell(pub(super) Doorbell);
 #[repr(C, align(128))]
 pub(super) struct AlignedText(pub(super) SharedText);
 
-const _: () = assert!(size_of::<Header>() <= HEADER_BYTES && size_of::<MemberWords>() <= MEMBER_BYTES);
+const _: () = assert!(size_of::<SegmentHeader>() <= HEADER_BYTES && size_of::<MemberWords>() <= MEMBER_BYTES);
 
 /// The identity of a member, as messages name it.
 #[derive(Clone, Debug)]
@@ -77,65 +77,65 @@ pub struct Identity {
 /// The larger group, if this group is its part on one node. Messages name members by their ranks in the larger
 /// group.
 #[derive(Clone, Debug)]
-pub struct Part {
+pub struct ParentGroup {
     /// The name of the node.
-    pub host: String,
+    pub node: String,
     /// The ranks of the members in the larger group.
     pub ranks: Vec<Rank>,
 }
 
 /// Describes the progress of a rank's calls that run in kernels.
-pub type Progress = fn(&ControlBlock, Rank) -> String;
+pub type KernelProgress = fn(&ControlBlock, Rank) -> String;
 
 /// A member's view of its group.
 #[derive(Debug)]
 pub struct ControlBlock {
-    pub(super) segment: Segment,
-    pub(super) layout: Layout,
+    pub(super) segment: ShmSegment,
+    pub(super) layout: SegmentLayout,
     pub(super) rank: Rank,
     pub(super) name: String,
     pub(super) members: Vec<Identity>,
-    part: Option<Part>,
+    parent: Option<ParentGroup>,
     /// The larger group's call for which this member runs collectives; empty before the first.
-    asked: Mutex<String>,
-    pub(super) gone: Vec<OnceLock<String>>,
+    parent_call: Mutex<String>,
+    pub(super) exited: Vec<OnceLock<String>>,
     /// The first of them that this member has seen.
-    pub(super) first_gone: OnceLock<Rank>,
+    pub(super) first_exited: OnceLock<Rank>,
     /// Describes the progress of calls that run in kernels. Set once kernels wait for peers without a thread of this
     /// process; from then on, a member's exit fails the group at once.
-    pub(super) unattended: OnceLock<Progress>,
+    pub(super) kernel_progress: OnceLock<KernelProgress>,
     pub(super) spins: u32,
     /// How often this rank found that it keeps a peer from its core.
-    pub(super) crowded: AtomicU32,
+    pub(super) yields_to_peer: AtomicU32,
     /// True once the early warning has been logged; one per group is enough.
     pub(super) warned: AtomicBool,
 }
 
 impl ControlBlock {
     /// Makes the view of `rank` in the group `name`; a waiting thread spins `spins` times before it yields its core.
-    pub fn new(segment: Segment, rank: Rank, name: String, members: Vec<Identity>, spins: u32) -> Self {
-        let layout = Layout::new(members.len());
-        let gone = members.iter().map(|_| OnceLock::new()).collect();
+    pub fn new(segment: ShmSegment, rank: Rank, name: String, members: Vec<Identity>, spins: u32) -> Self {
+        let layout = SegmentLayout::new(members.len());
+        let exited = members.iter().map(|_| OnceLock::new()).collect();
         Self {
             segment,
             layout,
             rank,
             name,
             members,
-            part: None,
-            asked: Mutex::default(),
-            gone,
-            first_gone: OnceLock::new(),
-            unattended: OnceLock::new(),
+            parent: None,
+            parent_call: Mutex::default(),
+            exited,
+            first_exited: OnceLock::new(),
+            kernel_progress: OnceLock::new(),
             spins,
-            crowded: AtomicU32::new(0),
+            yields_to_peer: AtomicU32::new(0),
             warned: AtomicBool::new(false),
         }
     }
 
     /// Makes messages name members by their ranks in the larger group, if this group is a part of one.
-    pub fn named(self, part: Option<Part>) -> Self {
-        Self { part: part.filter(|part| part.ranks.len() == self.members.len()), ..self }
+    pub fn named(self, part: Option<ParentGroup>) -> Self {
+        Self { parent: part.filter(|part| part.ranks.len() == self.members.len()), ..self }
     }
 
     /// Returns the rank of this member.
@@ -166,12 +166,12 @@ impl ControlBlock {
     }
 
     /// Returns the group's memory.
-    pub fn segment(&self) -> &Segment {
+    pub fn segment(&self) -> &ShmSegment {
         &self.segment
     }
 
     /// Returns the layout of the shared memory.
-    pub fn layout(&self) -> Layout {
+    pub fn layout(&self) -> SegmentLayout {
         self.layout
     }
 
@@ -180,7 +180,7 @@ impl ControlBlock {
         &self.name
     }
 
-    pub(super) fn header(&self) -> &Header {
+    pub(super) fn header(&self) -> &SegmentHeader {
         // SAFETY: Header consists of atomics, and offset 0 of every member's mapping holds a Header.
         unsafe { self.segment.at(0) }
     }
@@ -197,12 +197,12 @@ impl ControlBlock {
 
     /// Returns the number of the last collective that `rank` has started.
     pub fn collective(&self, rank: Rank) -> u64 {
-        self.doing(rank).map_or(0, |doing| doing.number)
+        self.current_call(rank).map_or(0, |doing| doing.number)
     }
 
     /// Returns the last collective that `rank` has started.
-    pub fn doing(&self, rank: Rank) -> Option<Doing> {
-        Doing::of(self.words(rank).doing.load(Ordering::Relaxed))
+    pub fn current_call(&self, rank: Rank) -> Option<CurrentCall> {
+        CurrentCall::of(self.words(rank).doing.load(Ordering::Relaxed))
     }
 
     /// Returns the phase of joining that `rank` has reached.
@@ -217,13 +217,13 @@ impl ControlBlock {
     }
 
     /// Returns the word that is 1 if `rank` could read the memory of every peer.
-    pub fn capable(&self, rank: Rank) -> &AtomicU32 {
+    pub fn can_read_peers(&self, rank: Rank) -> &AtomicU32 {
         &self.words(rank).capable
     }
 
     /// Publishes that this rank starts collective `number`, and on which core.
-    pub fn begin(&self, number: u64, op: Op) {
-        self.words(self.rank).doing.store(Doing { number, op, finished: false }.word(), Ordering::Relaxed);
+    pub fn begin(&self, number: u64, op: Collective) {
+        self.words(self.rank).doing.store(CurrentCall { number, op, finished: false }.word(), Ordering::Relaxed);
         self.note_core();
     }
 
@@ -235,8 +235,8 @@ impl ControlBlock {
     }
 
     /// Publishes that this rank has finished its part of that collective.
-    pub fn finish(&self, number: u64, op: Op) {
-        self.words(self.rank).doing.store(Doing { number, op, finished: true }.word(), Ordering::Relaxed);
+    pub fn finish(&self, number: u64, op: Collective) {
+        self.words(self.rank).doing.store(CurrentCall { number, op, finished: true }.word(), Ordering::Relaxed);
     }
 
     /// Returns the call site of the last call that `rank` has posted, if it publishes call sites. It is written before
@@ -246,60 +246,60 @@ impl ControlBlock {
     }
 
     fn note_core(&self) {
-        self.words(self.rank).core.store(core::current() as u32 + 1, Ordering::Relaxed);
+        self.words(self.rank).core.store(cpu_affinity::current() as u32 + 1, Ordering::Relaxed);
     }
 
     /// Publishes whether a thread of this rank is driving the progress of messages.
-    pub fn attend(&self, attending: bool) {
+    pub fn set_progressing(&self, attending: bool) {
         self.note_core();
         self.words(self.rank).attending.store(attending.into(), Ordering::Relaxed);
     }
 
     /// Returns true if a thread of `rank` is driving the progress of messages. A hint.
-    pub fn attends(&self, rank: Rank) -> bool {
+    pub fn is_progressing(&self, rank: Rank) -> bool {
         self.words(rank).attending.load(Ordering::Relaxed) != 0
     }
 
     /// Publishes the message for which a thread of this rank is about to sleep. Must be withdrawn before the thread
     /// reads anything that may end the wait, so that a peer that sees its data consumed also sees the withdrawal.
-    pub fn await_message(&self, awaited: Option<Awaited>) {
-        self.words(self.rank).awaited.store(awaited.map_or(0, Awaited::word), Ordering::Relaxed);
+    pub fn await_message(&self, awaited: Option<AwaitedMessage>) {
+        self.words(self.rank).awaited.store(awaited.map_or(0, AwaitedMessage::word), Ordering::Relaxed);
     }
 
     /// Returns true if a thread of `rank` sleeps for this message.
-    pub fn awaits(&self, rank: Rank, awaited: Awaited) -> bool {
+    pub fn awaits(&self, rank: Rank, awaited: AwaitedMessage) -> bool {
         self.words(rank).awaited.load(Ordering::Relaxed) == awaited.word()
     }
 
     /// Publishes that a thread of this rank starts to wait in a host-side barrier of symmetric memory.
     pub fn enter_barrier(&self) {
-        self.words(self.rank).barriers.fetch_add(Barriers::WAITS, Ordering::Relaxed);
+        self.words(self.rank).barriers.fetch_add(BarrierCount::WAITS, Ordering::Relaxed);
     }
 
     /// Publishes that the wait is over; `met` is true if all members arrived.
     pub fn leave_barrier(&self, met: bool) {
-        let change = if met { Barriers::MET - Barriers::WAITS } else { Barriers::WAITS.wrapping_neg() };
+        let change = if met { BarrierCount::MET - BarrierCount::WAITS } else { BarrierCount::WAITS.wrapping_neg() };
         self.words(self.rank).barriers.fetch_add(change, Ordering::Relaxed);
     }
 
     /// Returns the state of `rank` in the host-side barriers of symmetric memory.
-    pub fn barriers(&self, rank: Rank) -> Barriers {
-        Barriers::of(self.words(rank).barriers.load(Ordering::Relaxed))
+    pub fn barriers(&self, rank: Rank) -> BarrierCount {
+        BarrierCount::of(self.words(rank).barriers.load(Ordering::Relaxed))
     }
 
     /// Publishes that this rank has rejected a call, after `calls` others. Peers see this before anything that the rank
     /// starts later.
-    pub fn note_refusal(&self, calls: u64) {
-        let word = &self.words(self.rank).refusals;
+    pub fn note_rejection(&self, calls: u64) {
+        let word = &self.words(self.rank).rejections;
         // Only one thread at a time makes or rejects calls of a group.
-        word.store(Refusals::of(word.load(Ordering::Relaxed)).and_after(calls).word(), Ordering::Relaxed);
+        word.store(RejectionCount::of(word.load(Ordering::Relaxed)).and_after(calls).word(), Ordering::Relaxed);
         fence(Ordering::Release);
     }
 
     /// Returns the calls that `rank` has rejected since its last valid call. Must be read after `doing`.
-    pub fn refusals(&self, rank: Rank) -> Refusals {
+    pub fn rejections(&self, rank: Rank) -> RejectionCount {
         fence(Ordering::Acquire);
-        Refusals::of(self.words(rank).refusals.load(Ordering::Relaxed))
+        RejectionCount::of(self.words(rank).rejections.load(Ordering::Relaxed))
     }
 
     /// Returns the process id of `rank`.
@@ -313,33 +313,33 @@ impl ControlBlock {
     }
 
     /// Returns true if the group is the part of a larger one on one node.
-    pub fn is_part(&self) -> bool {
-        self.part.is_some()
+    pub fn has_parent(&self) -> bool {
+        self.parent.is_some()
     }
 
     /// Sets the larger group's call for which collectives run from now on, such as "all_reduce(4 × float32, 16 bytes,
     /// SUM) #7 of group "g"". Errors of the collectives name it.
-    pub fn run_for(&self, asked: String) {
-        *lock(&self.asked) = asked;
+    pub fn set_parent_call(&self, asked: String) {
+        *lock(&self.parent_call) = asked;
     }
 
     /// Returns the larger group's call for which collectives run, if this group is a part of one.
-    pub fn asked(&self) -> Option<String> {
-        self.part.as_ref()?;
-        Some(lock(&self.asked).clone()).filter(|asked| !asked.is_empty())
+    pub fn parent_call(&self) -> Option<String> {
+        self.parent.as_ref()?;
+        Some(lock(&self.parent_call).clone()).filter(|asked| !asked.is_empty())
     }
 
     /// Returns the rank by which messages name `rank`.
-    pub fn shown(&self, rank: Rank) -> Rank {
-        self.part.as_ref().map_or(rank, |part| part.ranks[rank.index()])
+    pub fn display_rank(&self, rank: Rank) -> Rank {
+        self.parent.as_ref().map_or(rank, |part| part.ranks[rank.index()])
     }
 
     /// Returns the name of a rank, such as "rank 1 (pid 4711)", with its rank in the default group if that differs; in
-    /// a part of a larger group, "rank 3 (host "b", pid 4711)".
+    /// a part of a larger group, "rank 3 (node "b", pid 4711)".
     pub fn describe(&self, rank: Rank) -> String {
         let Identity { pid, global } = self.members[rank.index()];
-        if let Some(Part { host, .. }) = &self.part {
-            return format!("rank {} (host {host:?}, pid {pid})", self.shown(rank));
+        if let Some(ParentGroup { node: host, .. }) = &self.parent {
+            return format!("rank {} (node {host:?}, pid {pid})", self.display_rank(rank));
         }
         if global == rank.0 { format!("rank {rank} (pid {pid})") } else { format!("rank {rank} (global rank {global}, pid {pid})") }
     }

@@ -1,32 +1,32 @@
 //! The state of a member's call, in one word of the control block each.
 
-use crate::op::Op;
+use crate::op::Collective;
 use crate::rank::Rank;
 
 /// The position of a member in its sequence of collectives, as messages show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Doing {
+pub struct CurrentCall {
     /// The number of the collective, from 1.
     pub number: u64,
     /// The operation of the collective.
-    pub op: Op,
+    pub op: Collective,
     /// True once this member's part of it is complete.
     pub finished: bool,
 }
 
-impl Doing {
+impl CurrentCall {
     // One word, so that the end of a collective costs one store to a line that its rank has written at the start.
     pub(super) fn word(self) -> u64 {
         self.number << 8 | (self.op as u64) << 1 | u64::from(self.finished)
     }
 
     pub(super) fn of(word: u64) -> Option<Self> {
-        let op = Op::from_code((word >> 1) as u8 & 127)?;
+        let op = Collective::from_code((word >> 1) as u8 & 127)?;
         (word != 0).then_some(Self { number: word >> 8, op, finished: word & 1 == 1 })
     }
 }
 
-impl std::fmt::Display for Doing {
+impl std::fmt::Display for CurrentCall {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (op, number) = (self.op.name(), self.number);
         if self.finished { write!(f, "finished {op} #{number} and began nothing since") } else { write!(f, "in {op} #{number}") }
@@ -35,7 +35,7 @@ impl std::fmt::Display for Doing {
 
 /// A message for which a member waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Awaited {
+pub struct AwaitedMessage {
     /// True for a wait in a send, false in a receive.
     pub send: bool,
     /// The peer that receives or sends the message.
@@ -44,7 +44,7 @@ pub struct Awaited {
     pub tag: i32,
 }
 
-impl Awaited {
+impl AwaitedMessage {
     // One word, never 0.
     pub(super) fn word(self) -> u64 {
         u64::from(self.tag as u32) << 32 | u64::from(self.peer.0) << 2 | u64::from(self.send) << 1 | 1
@@ -54,14 +54,14 @@ impl Awaited {
 /// The calls that a member has rejected since its last valid call. Peers that have rejected equally many no longer
 /// disturb each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Refusals {
+pub struct RejectionCount {
     /// The number of calls before, plus 1; 0 if it has rejected no call.
     calls: u64,
     /// The number of calls rejected since.
     times: u64,
 }
 
-impl Refusals {
+impl RejectionCount {
     const TIMES: u64 = 0xffff;
 
     // One word: the number of calls above the number of rejections, which saturates.
@@ -88,14 +88,14 @@ impl Refusals {
 
 /// A member's host-side barriers of symmetric memory; all members make the same ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Barriers {
+pub struct BarrierCount {
     /// Number of barriers in which all members have arrived.
     pub met: u32,
     /// Number of threads that wait in a barrier.
     pub waiting: u32,
 }
 
-impl Barriers {
+impl BarrierCount {
     // One word, so that no peer takes a finished wait for a wait in the next barrier.
     pub(super) const WAITS: u64 = 1;
     pub(super) const MET: u64 = 1 << 32;

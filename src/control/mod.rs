@@ -1,15 +1,15 @@
 //! A group's control block: the members ([`block`]), how they wait for each other ([`wait`]) and for how long they spin
-//! ([`patience`]), and failures ([`status`]).
+//! ([`spin_budget`]), and failures ([`status`]).
 
 mod block;
 mod call_state;
-pub mod patience;
+pub mod spin_budget;
 mod status;
 mod wait;
 
-pub use block::{ControlBlock, Identity, Part, Progress};
-pub use call_state::{Awaited, Barriers, Doing, Refusals};
-pub use wait::YIELDS;
+pub use block::{ControlBlock, Identity, KernelProgress, ParentGroup};
+pub use call_state::{AwaitedMessage, BarrierCount, CurrentCall, RejectionCount};
+pub use wait::YIELD_TURNS;
 
 #[cfg(test)]
 pub(crate) mod tests;

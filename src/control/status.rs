@@ -1,6 +1,6 @@
 //! The status of a group: its failure, members that have left or exited, and what late members are doing.
 
-use super::block::{ControlBlock, Progress};
+use super::block::{ControlBlock, KernelProgress};
 use crate::error::{Error, Result};
 use crate::rank::{Rank, name_ranks};
 use crate::sys::process;
@@ -24,7 +24,7 @@ impl ControlBlock {
     /// Fails the group because of a panic of this rank: its unfinished work is in an unknown state, and peers may wait
     /// for it.
     pub fn panicked(&self, panic: &(dyn std::any::Any + Send)) -> Error {
-        let doing = self.doing(self.rank).map_or_else(String::new, |doing| format!(", {doing}"));
+        let doing = self.current_call(self.rank).map_or_else(String::new, |doing| format!(", {doing}"));
         let who = format!("{} of group \"{}\"{doing}", self.describe(self.rank), self.name());
         self.fail(Error::panicked(&who, panic))
     }
@@ -36,23 +36,23 @@ impl ControlBlock {
     }
 
     /// Records that the process of `rank` has ended, and wakes this member.
-    pub fn note_gone(&self, rank: Rank, how: String) {
-        let _ = self.gone[rank.index()].set(how);
-        let _ = self.first_gone.set(rank);
+    pub fn note_exit(&self, rank: Rank, how: String) {
+        let _ = self.exited[rank.index()].set(how);
+        let _ = self.first_exited.set(rank);
         self.words(self.rank).bell.0.ring();
-        self.fail_if_unattended();
+        self.fail_if_kernels_wait();
     }
 
     /// From now on, a member's exit fails the group even if no call waits for it here, because kernels may. `progress`
     /// is for the message.
-    pub fn wait_unattended(&self, progress: Progress) {
+    pub fn set_kernel_progress(&self, progress: KernelProgress) {
         // An earlier caller has set the same value.
-        let _ = self.unattended.set(progress);
-        self.fail_if_unattended();
+        let _ = self.kernel_progress.set(progress);
+        self.fail_if_kernels_wait();
     }
 
-    fn fail_if_unattended(&self) {
-        if let Some(progress) = self.unattended.get()
+    fn fail_if_kernels_wait(&self) {
+        if let Some(progress) = self.kernel_progress.get()
             && let Some(((rank, _), dead)) = self.dead_rank().zip(self.dead())
         {
             let (theirs, me, own) = (progress(self, rank), self.describe(self.rank), progress(self, self.rank));
@@ -61,24 +61,24 @@ impl ControlBlock {
     }
 
     /// Publishes that this member leaves the group, because of the error `farewell` unless that is empty. Idempotent.
-    pub fn depart(&self, farewell: &str) {
+    pub fn note_departure(&self, farewell: &str) {
         if self.words(self.rank).departed.load(Ordering::Relaxed) != 0 {
             return;
         }
-        self.words(self.rank).farewell.0.write_start(farewell);
+        self.words(self.rank).exit_reason.0.write_start(farewell);
         self.words(self.rank).departed.store(1, Ordering::Release);
         self.ring_all();
     }
 
     /// Returns why `rank` is unable to take part, if it is.
-    pub fn absence(&self, rank: Rank) -> Option<String> {
+    pub fn exit_reason(&self, rank: Rank) -> Option<String> {
         self.departure(rank).or_else(|| self.ended(rank).cloned())
     }
 
     /// Returns how `rank` has left the group, if it has.
     pub fn departure(&self, rank: Rank) -> Option<String> {
         let departed = self.words(rank).departed.load(Ordering::Acquire) != 0;
-        departed.then(|| match self.words(rank).farewell.0.read() {
+        departed.then(|| match self.words(rank).exit_reason.0.read() {
             farewell if farewell.is_empty() => "left the group (destroy_process_group or exit)".into(),
             farewell => format!("left the group after {farewell}"),
         })
@@ -86,12 +86,12 @@ impl ControlBlock {
 
     /// Returns true if the process of some member is known to have ended.
     pub fn any_ended(&self) -> bool {
-        self.first_gone.get().is_some()
+        self.first_exited.get().is_some()
     }
 
     /// Returns how the process of `rank` ended, if that is known; the rank may have left the group before.
     pub fn ended(&self, rank: Rank) -> Option<&String> {
-        self.gone[rank.index()].get()
+        self.exited[rank.index()].get()
     }
 
     /// Returns the error that names a member whose process ended without leaving the group.
@@ -102,7 +102,7 @@ impl ControlBlock {
 
     /// Returns the first member whose process ended without leaving the group, and how it ended.
     pub fn dead_rank(&self) -> Option<(Rank, &String)> {
-        let first = *self.first_gone.get()?;
+        let first = *self.first_exited.get()?;
         let died = |rank: Rank| self.ended(rank).filter(|_| self.words(rank).departed.load(Ordering::Acquire) == 0);
         iter::once(first).chain(self.ranks()).find_map(|rank| Some((rank, died(rank)?)))
     }
@@ -110,23 +110,23 @@ impl ControlBlock {
     /// Returns the state of a rank's process, such as "rank 1: pid 4711 alive, asleep".
     pub fn process_state(&self, rank: Rank) -> String {
         let pid = self.pid(rank);
-        format!("rank {}: pid {pid} {}", self.shown(rank), process::state(pid).unwrap_or("exited"))
+        format!("rank {}: pid {pid} {}", self.display_rank(rank), process::state(pid).unwrap_or("exited"))
     }
 
     /// Lists the missing members and what each process is doing.
-    pub fn late(&self, missing: &dyn Fn(Rank) -> bool) -> String {
+    pub fn late_ranks(&self, missing: &dyn Fn(Rank) -> bool) -> String {
         let late: Vec<Rank> = self.ranks().filter(|&rank| rank != self.rank && missing(rank)).collect();
         let state = |rank: &Rank| {
-            let doing = match self.doing(*rank) {
+            let doing = match self.current_call(*rank) {
                 None => "has begun no collective".into(),
                 // The collective's name would not help the user, who called another.
-                Some(doing) if self.is_part() => if doing.finished { "in no collective" } else { "in a collective" }.into(),
+                Some(doing) if self.has_parent() => if doing.finished { "in no collective" } else { "in a collective" }.into(),
                 Some(doing) => doing.to_string(),
             };
             format!("{}, {doing}", self.process_state(*rank))
         };
         let states: Vec<String> = late.iter().map(state).collect();
-        let late: Vec<Rank> = late.into_iter().map(|rank| self.shown(rank)).collect();
+        let late: Vec<Rank> = late.into_iter().map(|rank| self.display_rank(rank)).collect();
         format!("{} ({})", name_ranks(&late), states.join("; "))
     }
 }

@@ -3,21 +3,21 @@
 
 use super::*;
 
-use crate::mem::layout::Layout;
-use crate::mem::shm::Segment;
-use crate::op::Op;
+use crate::mem::layout::SegmentLayout;
+use crate::mem::shm::ShmSegment;
+use crate::op::Collective;
 use crate::rank::Rank;
-use crate::sync::limit::Limit;
+use crate::sync::timeout::CallTimeout;
 use crate::sys::process;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Makes the control blocks of a group of `n` ranks, all in this process.
 pub(crate) fn controls(n: u32) -> Vec<ControlBlock> {
-    let bytes = Layout::new(n as usize).total_bytes();
-    let file = Segment::create(bytes).expect("memfd");
+    let bytes = SegmentLayout::new(n as usize).total_bytes();
+    let file = ShmSegment::create(bytes).expect("memfd");
     let control = |rank| {
-        let segment = Segment::map(file.try_clone().expect("dup"), bytes).expect("map");
+        let segment = ShmSegment::map(file.try_clone().expect("dup"), bytes).expect("map");
         let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
         ControlBlock::new(segment, Rank(rank), "test".into(), members, 1)
     };
@@ -33,12 +33,12 @@ pub(crate) fn rung(control: &ControlBlock, rank: Rank) -> u32 {
 fn control(pids: &[u32]) -> ControlBlock {
     let members: Vec<Identity> =
         std::iter::once(std::process::id()).chain(pids.iter().copied()).zip(0..).map(|(pid, global)| Identity { pid, global }).collect();
-    let bytes = Layout::new(members.len()).total_bytes();
-    let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
+    let bytes = SegmentLayout::new(members.len()).total_bytes();
+    let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
     ControlBlock::new(segment, Rank(0), "test".into(), members, 1)
 }
 
-fn stands(control: &ControlBlock, rank: u32, doing: Doing) {
+fn stands(control: &ControlBlock, rank: u32, doing: CurrentCall) {
     control.words(Rank(rank)).doing.store(doing.word(), Ordering::Relaxed);
 }
 
@@ -54,10 +54,10 @@ fn a_timeout_says_what_each_missing_rank_is_doing() {
         std::thread::sleep(Duration::from_millis(1));
     }
     let control = control(&[pid, pid, pid, u32::MAX]);
-    stands(&control, 1, Doing { number: 1041, op: Op::AllGather, finished: false });
-    stands(&control, 2, Doing { number: 1041, op: Op::AllGather, finished: true });
-    stands(&control, 4, Doing { number: 7, op: Op::Barrier, finished: true });
-    let late = control.late(&|rank| rank != Rank(0));
+    stands(&control, 1, CurrentCall { number: 1041, op: Collective::AllGather, finished: false });
+    stands(&control, 2, CurrentCall { number: 1041, op: Collective::AllGather, finished: true });
+    stands(&control, 4, CurrentCall { number: 7, op: Collective::Barrier, finished: true });
+    let late = control.late_ranks(&|rank| rank != Rank(0));
     sleeper.kill().expect("killed");
     sleeper.wait().expect("reaped");
     let expected = format!(
@@ -73,14 +73,14 @@ fn a_timeout_says_what_each_missing_rank_is_doing() {
 
 #[test]
 fn where_a_rank_stands_survives_its_word() {
-    assert_eq!(Doing::of(0), None);
-    for &op in Op::ALL {
+    assert_eq!(CurrentCall::of(0), None);
+    for &op in Collective::ALL {
         for finished in [false, true] {
-            let doing = Doing { number: 1 << 50, op, finished };
-            assert_eq!(Doing::of(doing.word()), Some(doing));
+            let doing = CurrentCall { number: 1 << 50, op, finished };
+            assert_eq!(CurrentCall::of(doing.word()), Some(doing));
         }
     }
-    assert_eq!(Doing::of(1 << 8 | 126 << 1), None, "no such collective");
+    assert_eq!(CurrentCall::of(1 << 8 | 126 << 1), None, "no such collective");
 }
 
 #[test]
@@ -88,7 +88,7 @@ fn a_group_warns_once_for_all_its_calls() {
     let control = control(&[std::process::id()]);
     assert!(!control.warned.load(Ordering::Relaxed));
     for _ in 0..2 {
-        let limit = Limit::from_first_wait(Duration::from_millis(600));
+        let limit = CallTimeout::from_first_wait(Duration::from_millis(600));
         control.wait_alone(&limit, &|| "a test".into(), |_| true).expect_err("late");
         assert!(control.warned.load(Ordering::Relaxed));
     }
@@ -100,24 +100,24 @@ fn who_leaves_may_say_because_of_what() {
         [("", "left the group (destroy_process_group or exit)"), ("KeyError: 'x'", "left the group after KeyError: 'x'")]
     {
         let controls = controls(2);
-        assert_eq!(controls[0].absence(Rank(1)), None);
-        controls[1].depart(farewell);
-        assert_eq!(controls[0].absence(Rank(1)).as_deref(), Some(expected));
+        assert_eq!(controls[0].exit_reason(Rank(1)), None);
+        controls[1].note_departure(farewell);
+        assert_eq!(controls[0].exit_reason(Rank(1)).as_deref(), Some(expected));
     }
 }
 
 #[test]
 fn p3_of_several_who_have_died_the_first_is_named() {
     let control = control(&[7, 8]);
-    control.note_gone(Rank(2), "has ended (killed by signal 9 (SIGKILL))".into());
-    control.note_gone(Rank(1), "has ended (killed by signal 15 (SIGTERM))".into());
-    let limit = Limit::from_first_wait(Duration::from_secs(60));
+    control.note_exit(Rank(2), "has ended (killed by signal 9 (SIGKILL))".into());
+    control.note_exit(Rank(1), "has ended (killed by signal 15 (SIGTERM))".into());
+    let limit = CallTimeout::from_first_wait(Duration::from_secs(60));
     let error = control.check(&limit, &|| "a test".into(), &|_| true).expect_err("both are missing");
     assert!(error.message.starts_with("rank 2 (pid 8) has ended (killed by signal 9"), "{error}");
     assert!(control.dead().expect("both have died").message.starts_with("rank 2 (pid 8)"));
     let control = self::control(&[7, 8]);
-    control.note_gone(Rank(2), "has ended".into());
-    control.note_gone(Rank(1), "has ended".into());
+    control.note_exit(Rank(2), "has ended".into());
+    control.note_exit(Rank(1), "has ended".into());
     let error = control.check(&limit, &|| "a test".into(), &|rank| rank == Rank(1)).expect_err("rank 1 is missing");
     assert!(error.message.starts_with("rank 1 (pid 7) has ended"), "rank 2 has given what this waits for: {error}");
 }
@@ -125,15 +125,15 @@ fn p3_of_several_who_have_died_the_first_is_named() {
 #[test]
 fn a_part_of_a_larger_group_names_members_as_that_does() {
     let other = control(&[7]);
-    let control = control(&[u32::MAX]).named(Some(Part { host: "b".into(), ranks: vec![Rank(2), Rank(3)] }));
+    let control = control(&[u32::MAX]).named(Some(ParentGroup { node: "b".into(), ranks: vec![Rank(2), Rank(3)] }));
     let pid = std::process::id();
     assert_eq!(control.describe(Rank(0)), format!("rank 2 (host \"b\", pid {pid})"));
-    assert_eq!(control.shown(Rank(1)), Rank(3));
-    let late = control.late(&|rank| rank != Rank(0));
+    assert_eq!(control.display_rank(Rank(1)), Rank(3));
+    let late = control.late_ranks(&|rank| rank != Rank(0));
     assert_eq!(late, format!("rank 3 (rank 3: pid {} exited, has begun no collective)", u32::MAX));
-    control.note_gone(Rank(1), "has ended (gone)".into());
+    control.note_exit(Rank(1), "has ended (gone)".into());
     let dead = control.dead().expect("it has ended");
-    assert_eq!(dead.message, format!("rank 3 (host \"b\", pid {}) of group \"test\" has ended (gone)", u32::MAX));
-    let plain = other.named(Some(Part { host: "b".into(), ranks: vec![Rank(2)] }));
+    assert_eq!(dead.message, format!("rank 3 (node \"b\", pid {}) of group \"test\" has ended (gone)", u32::MAX));
+    let plain = other.named(Some(ParentGroup { node: "b".into(), ranks: vec![Rank(2)] }));
     assert_eq!(plain.describe(Rank(1)), "rank 1 (pid 7)", "lengths that do not fit are no part");
 }

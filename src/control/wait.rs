@@ -1,12 +1,12 @@
 //! Waiting for peers: never without a limit, and never past a failure or a peer's exit.
 
 use super::block::ControlBlock;
-use super::patience::{PATIENCE, now, yield_core};
-use crate::error::{Error, Kind, Result};
+use super::spin_budget::{PATIENCE, now, yield_core};
+use crate::error::{Error, ErrorKind, Result};
 use crate::rank::Rank;
-use crate::sync::last_look::lost;
-use crate::sync::limit::Limit;
-use crate::sys::core;
+use crate::sync::final_check::lost;
+use crate::sync::timeout::CallTimeout;
+use crate::sys::cpu_affinity;
 use crate::sys::interrupt::Interrupts;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -23,15 +23,15 @@ enum Wait {
 }
 
 /// Number of spin iterations between two checks of the clock, the failure record and exited members.
-const CHECK_EVERY: u32 = 64;
+const CHECK_TURNS: u32 = 64;
 /// Number of spin iterations after which a waiting thread checks whether a missing peer needs the core on which it
 /// spins.
-const LOOK_AROUND: u32 = 16;
+const CORE_CHECK_TURNS: u32 = 16;
 /// A rank in the way of a peer tries to move away once in this many cases.
-const PART_EVERY: u32 = 8;
+const MIGRATE_EVERY: u32 = 8;
 /// Number of yields before a waiting thread sleeps: some 100 µs on an uncontended core, twice the cost of sleeping and
 /// waking. If the core is contended, it is often by the very rank for which the thread waits.
-pub const YIELDS: u32 = 200;
+pub const YIELD_TURNS: u32 = 200;
 
 impl ControlBlock {
     /// Returns true if one of `peers` needs the core on which this thread runs, so that spinning would keep it from
@@ -39,10 +39,10 @@ impl ControlBlock {
     /// separate them; therefore the higher rank moves away.
     #[cold]
     pub fn in_the_way(&self, mut peers: impl Iterator<Item = Rank>) -> bool {
-        let here = core::current();
+        let here = cpu_affinity::current();
         let Some(peer) = peers.find(|&peer| self.core(peer) == here) else { return false };
-        let due = || self.crowded.fetch_add(1, Ordering::Relaxed).is_multiple_of(PART_EVERY);
-        !(peer < self.rank && due() && core::leave(|core| self.peers().any(|peer| self.core(peer) == core)))
+        let due = || self.yields_to_peer.fetch_add(1, Ordering::Relaxed).is_multiple_of(MIGRATE_EVERY);
+        !(peer < self.rank && due() && cpu_affinity::leave(|core| self.peers().any(|peer| self.core(peer) == core)))
     }
 
     fn core(&self, rank: Rank) -> usize {
@@ -55,31 +55,31 @@ impl ControlBlock {
     /// Fails, and fails the group, if a missing peer has exited or left, if the group has failed, or at the limit.
     /// `about` names the call.
     #[inline]
-    pub fn wait_for_peers(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
+    pub fn wait_for_peers(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
         self.wait(limit, about, missing, Wait::Missing)
     }
 
     /// Waits like `wait_for_peers`, for a point that no rank passes before all ranks have reached it. The exit of any
     /// rank, missing or not, fails the wait at once, however long the missing ranks take.
     #[inline]
-    pub fn wait_together(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
+    pub fn wait_together(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
         self.wait(limit, about, missing, Wait::Together)
     }
 
     /// Waits like `wait_for_peers`, but a timeout fails only this call and not the group.
-    pub fn wait_alone(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
+    pub fn wait_alone(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
         self.wait(limit, about, missing, Wait::Alone)
     }
 
     #[inline]
-    fn wait(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool, purpose: Wait) -> Result<()> {
+    fn wait(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool, purpose: Wait) -> Result<()> {
         let most = self.spins();
         for peer in self.peers() {
             let mut spins = 0;
             while missing(peer) {
                 spins += 1;
-                let hopeless = spins == LOOK_AROUND && self.in_the_way(self.peers().filter(|&peer| missing(peer)));
-                if hopeless || spins > most || (spins % CHECK_EVERY == 0 && self.header().failure.stands()) {
+                let hopeless = spins == CORE_CHECK_TURNS && self.in_the_way(self.peers().filter(|&peer| missing(peer)));
+                if hopeless || spins > most || (spins % CHECK_TURNS == 0 && self.header().failure.stands()) {
                     return self.wait_slowly(limit, about, &missing, purpose);
                 }
                 std::hint::spin_loop();
@@ -89,26 +89,26 @@ impl ControlBlock {
     }
 
     #[cold]
-    fn wait_slowly(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool, purpose: Wait) -> Result<()> {
+    fn wait_slowly(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool, purpose: Wait) -> Result<()> {
         let first_missing = || self.peers().any(missing);
         let (mut turns, mut interrupts) = (0, None::<Interrupts>);
         while first_missing() {
             let trouble = self.trouble(limit, about, missing);
             match trouble.or_else(|| if purpose == Wait::Together { self.death(limit, about, missing) } else { None }) {
-                Some(error) if purpose == Wait::Alone && error.kind == Kind::Timeout && self.failure().is_none() => return Err(error),
+                Some(error) if purpose == Wait::Alone && error.kind == ErrorKind::Timeout && self.failure().is_none() => return Err(error),
                 Some(error) => return Err(self.fail(error)),
                 None => {}
             }
-            if limit.warning_due() && !self.warned.swap(true, Ordering::Relaxed) {
-                let (late, seconds) = (self.late(missing), limit.waited().as_secs_f32());
+            if limit.should_warn() && !self.warned.swap(true, Ordering::Relaxed) {
+                let (late, seconds) = (self.late_ranks(missing), limit.elapsed().as_secs_f32());
                 log::warn!("{} has waited {seconds:.1} s in {} for {late}", self.describe(self.rank), about());
             }
             turns += 1;
-            if turns <= YIELDS && !PATIENCE.is_short(now) {
+            if turns <= YIELD_TURNS && !PATIENCE.is_short(now) {
                 yield_core();
             } else {
                 interrupts.get_or_insert_default().check().map_err(|_| self.interrupted(&about()))?;
-                self.sleep(limit.left().unwrap_or(Duration::ZERO), || !first_missing() || self.header().failure.stands());
+                self.sleep(limit.remaining().unwrap_or(Duration::ZERO), || !first_missing() || self.header().failure.stands());
             }
         }
         Ok(())
@@ -125,40 +125,40 @@ impl ControlBlock {
     }
 
     /// Fails the group if the `missing` members can no longer arrive.
-    pub fn check(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Result<()> {
+    pub fn check(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Result<()> {
         self.trouble(limit, about, missing).map_or(Ok(()), |error| Err(self.fail(error)))
     }
 
     /// Checks the group for a call that continues without a wait: fails if the group has failed, and fails the group at
     /// the limit.
-    pub fn look(&self, limit: &Limit, about: &dyn Fn() -> String) -> Result<()> {
+    pub fn look(&self, limit: &CallTimeout, about: &dyn Fn() -> String) -> Result<()> {
         if let Some(failure) = self.failure() {
             return Err(failure);
         }
-        if limit.left().is_some() {
+        if limit.remaining().is_some() {
             return Ok(());
         }
-        let (me, seconds) = (self.describe(self.rank), limit.waited().as_secs_f32());
-        Err(self.fail(Error::timeout(format!("{me} was {seconds:.1} s until its timeout in {}; no rank was late", about()))))
+        let (me, seconds) = (self.describe(self.rank), limit.elapsed().as_secs_f32());
+        Err(self.fail(Error::timeout(format!("{me} timed out after {seconds:.1} s in {}; no rank was late", about()))))
     }
 
     /// Returns the error that prevents the `missing` members from arriving, if there is one.
-    fn trouble(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
+    fn trouble(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
         let any_missing = || self.peers().any(missing);
         if let Some(failure) = lost(any_missing, || self.failure()) {
             return Some(failure);
         }
-        let seconds = || limit.waited().as_secs_f32();
+        let seconds = || limit.elapsed().as_secs_f32();
         let me = || self.describe(self.rank);
-        let absent = |peer| lost(|| missing(peer), || self.absence(peer)).map(|how| (peer, how));
+        let absent = |peer| lost(|| missing(peer), || self.exit_reason(peer)).map(|how| (peer, how));
         // The launcher may have ended other ranks since.
-        if let Some((peer, how)) = self.first_gone.get().copied().into_iter().chain(self.peers()).find_map(absent) {
+        if let Some((peer, how)) = self.first_exited.get().copied().into_iter().chain(self.peers()).find_map(absent) {
             let text = format!("{} {how}; {} had waited {:.1} s for it in {}", self.describe(peer), me(), seconds(), about());
             return Some(Error::peer(text));
         }
         let expired = || {
-            limit.left().is_none().then(|| {
-                let text = format!("{} waited {:.1} s until its timeout in {} for {}", me(), seconds(), about(), self.late(missing));
+            limit.remaining().is_none().then(|| {
+                let text = format!("{} timed out after {:.1} s in {}, waiting for {}", me(), seconds(), about(), self.late_ranks(missing));
                 Error::timeout(text)
             })
         };
@@ -166,12 +166,12 @@ impl ControlBlock {
     }
 
     /// Returns the error that names a member that has exited while others are still missing.
-    fn death(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
+    fn death(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
         let (peer, how) = self.dead_rank()?;
         // Checked again after the exit is seen; otherwise this could miss that the last missing rank arrived before the
         // exit.
         self.peers().any(missing).then(|| {
-            let (seconds, late) = (limit.waited().as_secs_f32(), self.late(missing));
+            let (seconds, late) = (limit.elapsed().as_secs_f32(), self.late_ranks(missing));
             let (peer, me) = (self.describe(peer), self.describe(self.rank));
             Error::peer(format!("{peer} {how}; {me} had waited {seconds:.1} s with it for {late} in {}", about()))
         })

@@ -1,11 +1,11 @@
 //! An all-gather before a product: shards arrive one after another and are multiplied in groups.
 
-use super::{DeviceModel, Product, SIGNAL_US};
+use super::{DeviceModel, MatmulShape, SIGNAL_US};
 use std::ops::Range;
 
 /// A run of shards that one product multiplies, and how many peers' shards must have arrived before it starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shards {
+pub struct ShardBatch {
     /// The ranks whose shards these are; neighbours in the gathered matrix.
     pub ranks: Range<usize>,
     /// The number of shards that must have arrived; they arrive in the order `rank + 1, rank + 2, …`.
@@ -14,12 +14,12 @@ pub struct Shards {
 
 /// The plan of an all-gather after the product of this rank's own rows.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Gather {
+pub struct GatherPlan {
     /// True if this rank's rows are copied to the gathered matrix before any other product, which would wait for the
     /// link anyway. Otherwise they are copied while the last products run.
     pub own_early: bool,
     /// The products in order. A group of shards that wraps around the last rank is two products.
-    pub products: Vec<Shards>,
+    pub products: Vec<ShardBatch>,
 }
 
 /// Returns the grouping whose last product ends first, for `rank` of `n`.
@@ -29,13 +29,13 @@ pub struct Gather {
 ///
 /// Copying this rank's rows costs the processors the same at any time. If the call is bound by the link, a copy during
 /// the last product delays its end (4 H200, 4096 × 8192 × 2048: 236 µs; early: 228 µs).
-pub fn gather(n: usize, rank: usize, product: &Product, model: &DeviceModel) -> Gather {
+pub fn gather(n: usize, rank: usize, product: &MatmulShape, model: &DeviceModel) -> GatherPlan {
     let own = 2.0 * model.memory_us(product.bytes(product.depth));
     let (late, products) = grouped(n, rank, product, model, 0.0);
     let (early, behind) = grouped(n, rank, product, model, own);
     // Rounding errors must not decide: where products dominate, both times are equal.
     let own_early = early + 1e-3 < late + own;
-    Gather { own_early, products: if own_early { behind } else { products } }
+    GatherPlan { own_early, products: if own_early { behind } else { products } }
 }
 
 /// Returns the earliest end of the last product, and the grouping of shards that reaches it, if the processors have
@@ -44,7 +44,7 @@ pub fn gather(n: usize, rank: usize, product: &Product, model: &DeviceModel) -> 
 /// The end of a group decides only when its product may start. So the earliest end of everything up to a shard follows
 /// from the earliest end of everything up to an earlier shard: dynamic programming over the shards finds the best
 /// grouping.
-fn grouped(n: usize, rank: usize, product: &Product, model: &DeviceModel, busy: f64) -> (f64, Vec<Shards>) {
+fn grouped(n: usize, rank: usize, product: &MatmulShape, model: &DeviceModel, busy: f64) -> (f64, Vec<ShardBatch>) {
     let shard = product.bytes(product.depth);
     let ready = SIGNAL_US + 2.0 * model.memory_us(shard);
     let arrival = |shards: usize| ready + shards as f64 * model.copy_us(shard);
@@ -67,7 +67,7 @@ fn grouped(n: usize, rank: usize, product: &Product, model: &DeviceModel, busy: 
         last = best[last].1;
     }
     let products = groups.into_iter().rev();
-    let products = products.flat_map(|(before, last)| runs(n, rank, before, last).map(move |ranks| Shards { ranks, arrived: last }));
+    let products = products.flat_map(|(before, last)| runs(n, rank, before, last).map(move |ranks| ShardBatch { ranks, arrived: last }));
     (best[n - 1].0, products.collect())
 }
 

@@ -5,9 +5,9 @@
 //! L. Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978; C. Fidge, "Timestamps in
 //! Message-Passing Systems That Preserve the Partial Ordering", 1988.
 
-use super::schedule::{self, Channel, Step, Stream};
-use super::workspace::{Begun, Turn, Workspace};
-use super::{DeviceModel, Product};
+use super::schedule::{self, CallStream, PadChannel, StreamStep};
+use super::workspace::{CallStart, Workspace, WorkspaceSlot};
+use super::{DeviceModel, MatmulShape};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ const H200: DeviceModel = DeviceModel { processors: 132, flops_per_us: 6e6, link
 const MIB: usize = 1 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Op {
+enum ModelOp {
     Gather,
     /// A reduce-scatter that fetches this many parts.
     Scatter(usize),
@@ -24,25 +24,25 @@ enum Op {
 /// What all ranks do, in the order of their callers' streams.
 #[derive(Clone, Copy, Debug)]
 enum Item {
-    Eager(Op),
+    Eager(ModelOp),
     /// A call that fails on all ranks, at the first step from this index on that may fail; a step that only signals
     /// cannot.
-    Failed(Op, usize),
+    Failed(ModelOp, usize),
     /// Replays the graph with this number.
     Replay(usize),
 }
 
 /// A call of one rank.
 #[derive(Clone)]
-struct Call {
-    op: Op,
+struct ModelCall {
+    op: ModelOp,
     offset: usize,
-    steps: Vec<Step>,
+    steps: Vec<StreamStep>,
 }
 
 /// The memory that an access touches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Place {
+enum ModelPlace {
     /// The piece at this offset of this rank's workspace.
     Piece(usize, usize),
     /// The rows that this rank received in this call from this other rank.
@@ -62,7 +62,7 @@ struct Access {
 /// The progress of one stream in one call: its steps, the next one, and its vector clock over all timelines.
 struct Cursor {
     timeline: usize,
-    steps: Vec<Step>,
+    steps: Vec<StreamStep>,
     next: usize,
     /// How many peers the current barrier has signalled, and how many it has heard from.
     told: usize,
@@ -73,7 +73,7 @@ struct Cursor {
 impl Cursor {
     /// The cursor of a call's stream that has seen `clock`. The copying stream of each call is a stream of its own,
     /// because a graph has no stream.
-    fn new(calls: &[Vec<Call>], number: usize, rank: usize, stream: Stream, clock: &[usize]) -> Self {
+    fn new(calls: &[Vec<ModelCall>], number: usize, rank: usize, stream: CallStream, clock: &[usize]) -> Self {
         let call = &calls[number];
         let timeline = 2 * (number * call.len() + rank) + stream as usize;
         let steps = call[rank].steps.iter().filter(|step| step.stream() == stream).cloned().collect();
@@ -88,24 +88,24 @@ impl Cursor {
 }
 
 /// A rank that is in the call with this number.
-struct Rank {
+struct ModelRank {
     number: usize,
     streams: [Cursor; 2],
     marks: HashMap<usize, Vec<usize>>,
 }
 
-impl Rank {
-    fn new(calls: &[Vec<Call>], number: usize, rank: usize, clock: &[usize]) -> Self {
+impl ModelRank {
+    fn new(calls: &[Vec<ModelCall>], number: usize, rank: usize, clock: &[usize]) -> Self {
         let stream = |stream, clock| Cursor::new(calls, number, rank, stream, clock);
-        Self { number, streams: [stream(Stream::Caller, clock), stream(Stream::Copying, &[])], marks: HashMap::new() }
+        Self { number, streams: [stream(CallStream::Caller, clock), stream(CallStream::Copying, &[])], marks: HashMap::new() }
     }
 }
 
 struct Run<'a> {
     n: usize,
-    calls: &'a [Vec<Call>],
-    words: HashMap<(usize, usize, Channel), (bool, Vec<usize>)>,
-    accesses: HashMap<Place, Vec<Access>>,
+    calls: &'a [Vec<ModelCall>],
+    words: HashMap<(usize, usize, PadChannel), (bool, Vec<usize>)>,
+    accesses: HashMap<ModelPlace, Vec<Access>>,
 }
 
 fn join(clock: &mut [usize], other: &[usize]) {
@@ -114,7 +114,7 @@ fn join(clock: &mut [usize], other: &[usize]) {
 
 impl Run<'_> {
     /// Signals a peer if its word is clear.
-    fn put(&mut self, from: usize, to: usize, channel: Channel, clock: &mut [usize]) -> bool {
+    fn put(&mut self, from: usize, to: usize, channel: PadChannel, clock: &mut [usize]) -> bool {
         let (set, last) = self.words.entry((from, to, channel)).or_default();
         if *set {
             return false;
@@ -124,7 +124,7 @@ impl Run<'_> {
         true
     }
 
-    fn take(&mut self, from: usize, to: usize, channel: Channel, clock: &mut [usize]) -> bool {
+    fn take(&mut self, from: usize, to: usize, channel: PadChannel, clock: &mut [usize]) -> bool {
         let (set, last) = self.words.entry((from, to, channel)).or_default();
         if !*set {
             return false;
@@ -134,7 +134,7 @@ impl Run<'_> {
         true
     }
 
-    fn touch(&mut self, place: Place, write: bool, parts: Range<usize>, cursor: &Cursor, what: &str) -> Result<(), String> {
+    fn touch(&mut self, place: ModelPlace, write: bool, parts: Range<usize>, cursor: &Cursor, what: &str) -> Result<(), String> {
         let before = self.accesses.entry(place).or_default();
         let overlap = |access: &&Access| access.parts.start < parts.end && parts.start < access.parts.end;
         let unordered = |access: &&Access| cursor.clock[access.timeline] < access.time;
@@ -150,17 +150,17 @@ impl Run<'_> {
     fn step(&mut self, rank: usize, number: usize, cursor: &mut Cursor, marks: &mut HashMap<usize, Vec<usize>>) -> Result<bool, String> {
         let Some(step) = cursor.steps.get(cursor.next).cloned() else { return Ok(false) };
         cursor.clock[cursor.timeline] += 1;
-        let Call { op, offset, .. } = self.calls[number][rank];
+        let ModelCall { op, offset, .. } = self.calls[number][rank];
         let (n, all) = (self.n, 0..self.n);
         let what = format!("{step:?} of rank {rank} in call {number}");
-        let local = |from| Place::Local(rank, number, from);
+        let local = |from| ModelPlace::Local(rank, number, from);
         match step {
-            Step::Mark(_, mark) => drop(marks.insert(mark, cursor.clock.clone())),
-            Step::After(_, mark) => match marks.get(&mark) {
+            StreamStep::Mark(_, mark) => drop(marks.insert(mark, cursor.clock.clone())),
+            StreamStep::After(_, mark) => match marks.get(&mark) {
                 Some(clock) => join(&mut cursor.clock, clock),
                 None => return Ok(false),
             },
-            Step::Barrier(_, channel) => {
+            StreamStep::Barrier(_, channel) => {
                 let peers: Vec<usize> = (0..n).filter(|&peer| peer != rank).collect();
                 while cursor.told < peers.len() {
                     if !self.put(rank, peers[cursor.told], channel, &mut cursor.clock) {
@@ -176,34 +176,35 @@ impl Run<'_> {
                 }
                 (cursor.told, cursor.heard) = (0, 0);
             }
-            Step::Signal(to) => {
-                if !self.put(rank, to, Channel::Part, &mut cursor.clock) {
+            StreamStep::Signal(to) => {
+                if !self.put(rank, to, PadChannel::Part, &mut cursor.clock) {
                     return Ok(false);
                 }
             }
-            Step::Wait(from) => {
-                if !self.take(from, rank, Channel::Part, &mut cursor.clock) {
+            StreamStep::Wait(from) => {
+                if !self.take(from, rank, PadChannel::Part, &mut cursor.clock) {
                     return Ok(false);
                 }
             }
-            Step::Share => self.touch(Place::Piece(rank, offset), true, all, cursor, &what)?,
-            Step::Fetch(from) => {
-                let parts = if op == Op::Gather { all.clone() } else { rank..rank + 1 };
-                self.touch(Place::Piece(from, offset), false, parts, cursor, &what)?;
+            StreamStep::Share => self.touch(ModelPlace::Piece(rank, offset), true, all, cursor, &what)?,
+            StreamStep::Fetch(from) => {
+                let parts = if op == ModelOp::Gather { all.clone() } else { rank..rank + 1 };
+                self.touch(ModelPlace::Piece(from, offset), false, parts, cursor, &what)?;
                 self.touch(local(from), true, all, cursor, &what)?;
             }
-            Step::OwnRows(_) => self.touch(local(rank), true, all, cursor, &what)?,
-            Step::Multiply(ranks) if op == Op::Gather => {
+            StreamStep::OwnRows(_) => self.touch(local(rank), true, all, cursor, &what)?,
+            StreamStep::Multiply(ranks) if op == ModelOp::Gather => {
                 for from in ranks.filter(|&from| from != rank) {
                     assert!(self.accesses.contains_key(&local(from)), "{what} before the shard came");
                     self.touch(local(from), false, all.clone(), cursor, &what)?;
                 }
             }
-            Step::Multiply(ranks) => self.touch(Place::Piece(rank, offset), true, ranks, cursor, &what)?,
-            Step::Sum => {
+            StreamStep::Multiply(ranks) => self.touch(ModelPlace::Piece(rank, offset), true, ranks, cursor, &what)?,
+            StreamStep::Sum => {
                 for from in 0..n {
                     let fetched = self.accesses.contains_key(&local(from));
-                    let (place, parts) = if fetched { (local(from), all.clone()) } else { (Place::Piece(from, offset), rank..rank + 1) };
+                    let (place, parts) =
+                        if fetched { (local(from), all.clone()) } else { (ModelPlace::Piece(from, offset), rank..rank + 1) };
                     self.touch(place, false, parts, cursor, &what)?;
                 }
             }
@@ -215,7 +216,7 @@ impl Run<'_> {
     /// Runs every rank's calls until no rank can make progress, and reports the first pair of unordered accesses.
     fn check(mut self) -> Result<(), String> {
         let calls = self.calls;
-        let mut ranks: Vec<Rank> = (0..self.n).map(|rank| Rank::new(calls, 0, rank, &[])).collect();
+        let mut ranks: Vec<ModelRank> = (0..self.n).map(|rank| ModelRank::new(calls, 0, rank, &[])).collect();
         let mut moved = true;
         while std::mem::take(&mut moved) {
             for (number, rank) in ranks.iter_mut().enumerate() {
@@ -227,7 +228,7 @@ impl Run<'_> {
                 if rank.streams.iter().all(Cursor::is_done) && rank.number + 1 < calls.len() {
                     let [mut clock, copied] = rank.streams.each_ref().map(|stream| stream.clock.clone());
                     join(&mut clock, &copied);
-                    *rank = Rank::new(calls, rank.number + 1, number, &clock);
+                    *rank = ModelRank::new(calls, rank.number + 1, number, &clock);
                     moved = true;
                 }
             }
@@ -238,40 +239,44 @@ impl Run<'_> {
 }
 
 /// Maps a turn to the turn that a call uses: the identity, or a deliberate error that the check must find.
-type Turns = fn(Turn) -> Turn;
+type Turns = fn(WorkspaceSlot) -> WorkspaceSlot;
 
 /// Runs a program on `n` ranks with previously recorded graphs and a workspace for `bytes`.
-fn run(n: usize, bytes: usize, graphs: &[&[Op]], program: &[Item], turns: Turns) -> Result<(), String> {
+fn run(n: usize, bytes: usize, graphs: &[&[ModelOp]], program: &[Item], turns: Turns) -> Result<(), String> {
     let mut workspaces = vec![Workspace::new(false); n];
-    let mut calls = |op: Op, capture: u64, failed: Option<usize>| -> Vec<Call> {
+    let mut calls = |op: ModelOp, capture: u64, failed: Option<usize>| -> Vec<ModelCall> {
         let each = workspaces.iter_mut().enumerate().map(|(rank, workspace)| {
             let turn = loop {
                 match workspace.begin("test", bytes, capture).expect("served") {
-                    Begun::Turn(turn) => break turns(turn),
-                    Begun::Make(memory) => workspace.made(&memory),
+                    CallStart::Turn(turn) => break turns(turn),
+                    CallStart::Make(memory) => workspace.made(&memory),
                 }
             };
             let mut steps = match op {
-                Op::Gather => {
-                    let plan = super::gather(n, rank, &Product { rows: 512, columns: 1024, depth: 8192, element: 2 }, &H200);
+                ModelOp::Gather => {
+                    let plan = super::gather(n, rank, &MatmulShape { rows: 512, columns: 1024, depth: 8192, element: 2 }, &H200);
                     schedule::gather(n, rank, &plan, turn.entry, rank % 2 == 0)
                 }
-                Op::Scatter(pulled) => schedule::scatter(n, rank, pulled, turn.entry),
+                ModelOp::Scatter(pulled) => schedule::scatter(n, rank, pulled, turn.entry),
             };
             if let Some(from) = failed {
                 workspace.fail();
-                let may_fail =
-                    |step: &Step| matches!(step, Step::Share | Step::Fetch(_) | Step::OwnRows(_) | Step::Multiply(_) | Step::Sum);
+                let may_fail = |step: &StreamStep| {
+                    matches!(
+                        step,
+                        StreamStep::Share | StreamStep::Fetch(_) | StreamStep::OwnRows(_) | StreamStep::Multiply(_) | StreamStep::Sum
+                    )
+                };
                 let cut = steps.iter().enumerate().position(|(at, step)| at >= from && may_fail(step));
                 steps.truncate(cut.unwrap_or(steps.len()));
             }
-            Call { op, offset: turn.offset, steps }
+            ModelCall { op, offset: turn.offset, steps }
         });
         each.collect()
     };
     // Creates the memory now, because a capture may not.
-    let mut all = vec![calls(Op::Gather, 0, None)];
-    let graphs: Vec<Vec<Vec<Call>>> =
+    let mut all = vec![calls(ModelOp::Gather, 0, None)];
+    let graphs: Vec<Vec<Vec<ModelCall>>> =
         graphs.iter().enumerate().map(|(graph, ops)| ops.iter().map(|&op| calls(op, graph as u64 + 1, None)).collect()).collect();
     for &item in program {
         match item {
@@ -283,7 +288,7 @@ fn run(n: usize, bytes: usize, graphs: &[&[Op]], program: &[Item], turns: Turns)
     Run { n, calls: &all, words: HashMap::new(), accesses: HashMap::new() }.check()
 }
 
-const GRAPHS: [&[Op]; 3] = [&[Op::Gather], &[Op::Scatter(1), Op::Gather, Op::Gather], &[Op::Scatter(0)]];
+const GRAPHS: [&[ModelOp]; 3] = [&[ModelOp::Gather], &[ModelOp::Scatter(1), ModelOp::Gather, ModelOp::Gather], &[ModelOp::Scatter(0)]];
 
 fn programs(items: &[Item], length: usize) -> Vec<Vec<Item>> {
     let mut programs = vec![Vec::new()];
@@ -293,7 +298,7 @@ fn programs(items: &[Item], length: usize) -> Vec<Vec<Item>> {
     programs
 }
 
-fn as_it_is(turn: Turn) -> Turn {
+fn as_it_is(turn: WorkspaceSlot) -> WorkspaceSlot {
     turn
 }
 
@@ -301,11 +306,11 @@ fn as_it_is(turn: Turn) -> Turn {
 fn no_program_has_a_race() {
     use Item::{Eager, Failed, Replay};
     let items = [
-        Eager(Op::Gather),
-        Eager(Op::Scatter(0)),
-        Eager(Op::Scatter(1)),
-        Failed(Op::Gather, 0),
-        Failed(Op::Scatter(1), 9),
+        Eager(ModelOp::Gather),
+        Eager(ModelOp::Scatter(0)),
+        Eager(ModelOp::Scatter(1)),
+        Failed(ModelOp::Gather, 0),
+        Failed(ModelOp::Scatter(1), 9),
         Replay(0),
         Replay(1),
         Replay(2),
@@ -321,10 +326,10 @@ fn no_program_has_a_race() {
 
 #[test]
 fn a_call_may_fail_at_any_step() {
-    for op in [Op::Gather, Op::Scatter(0), Op::Scatter(2)] {
+    for op in [ModelOp::Gather, ModelOp::Scatter(0), ModelOp::Scatter(2)] {
         for from in 0..24 {
-            for rest in programs(&[Item::Eager(Op::Gather), Item::Eager(Op::Scatter(1))], 3) {
-                let program = [&[Item::Eager(Op::Scatter(0)), Item::Failed(op, from)], rest.as_slice()].concat();
+            for rest in programs(&[Item::Eager(ModelOp::Gather), Item::Eager(ModelOp::Scatter(1))], 3) {
+                let program = [&[Item::Eager(ModelOp::Scatter(0)), Item::Failed(op, from)], rest.as_slice()].concat();
                 run(3, MIB, &[], &program, as_it_is).unwrap_or_else(|race| panic!("{race}: {program:?}"));
             }
         }
@@ -336,12 +341,12 @@ fn wrong_turns_are_found() {
     use Item::{Eager, Failed, Replay};
     let race = |program: &[Item], turns: Turns| run(2, MIB, &GRAPHS, program, turns).expect_err("a race");
     // A single piece without a barrier.
-    let found = race(&[Eager(Op::Gather)], |turn| Turn { offset: 0, ..turn });
+    let found = race(&[Eager(ModelOp::Gather)], |turn| WorkspaceSlot { offset: 0, ..turn });
     assert!(found.contains("Share of rank") && found.contains("Fetch"), "{found}");
-    race(&[Eager(Op::Scatter(1)), Eager(Op::Scatter(0))], |turn| Turn { offset: 0, ..turn });
-    let unguarded: Turns = |turn| Turn { entry: false, ..turn };
+    race(&[Eager(ModelOp::Scatter(1)), Eager(ModelOp::Scatter(0))], |turn| WorkspaceSlot { offset: 0, ..turn });
+    let unguarded: Turns = |turn| WorkspaceSlot { entry: false, ..turn };
     // A graph replayed after itself.
     race(&[Replay(0), Replay(0)], unguarded);
     // A peer that this rank did not hear from in a failed call may still read what the call before it shared.
-    race(&[Eager(Op::Gather), Failed(Op::Gather, 0), Eager(Op::Gather)], unguarded);
+    race(&[Eager(ModelOp::Gather), Failed(ModelOp::Gather, 0), Eager(ModelOp::Gather)], unguarded);
 }

@@ -16,7 +16,7 @@ pub mod sum_parts;
 mod tests;
 pub mod workspace;
 
-pub use gather::{Gather, Shards, gather};
+pub use gather::{GatherPlan, ShardBatch, gather};
 pub use model::of_device;
 pub use scatter::pulled;
 
@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 
 /// The product of one rank's rows: `rows × depth` times `depth × columns`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Product {
+pub struct MatmulShape {
     /// Rows of one rank.
     pub rows: usize,
     /// Columns of all right factors together.
@@ -64,11 +64,11 @@ const PART_ALIGNMENT: usize = 256;
 /// Microseconds that a signal between two ranks takes, or a barrier.
 const SIGNAL_US: f64 = 5.0;
 
-impl Product {
+impl MatmulShape {
     /// Size of one rank's shard of an all-gather, in bytes.
     ///
     /// # Errors
-    /// [`Value`](crate::error::Kind::Value) if the size overflows.
+    /// [`Value`](crate::error::ErrorKind::Value) if the size overflows.
     pub fn shard_bytes(&self) -> Result<usize> {
         self.bytes_of_all(self.depth, 1, 1).map(|(_, all)| all)
     }
@@ -100,7 +100,7 @@ impl Product {
 impl DeviceModel {
     /// Time of the product of `rows` rows. Tiles run in waves of one per processor. If there are fewer tiles than
     /// processors, several processors share a tile; a last wave that is not full uses smaller tiles.
-    pub fn product_us(&self, rows: usize, product: &Product) -> f64 {
+    pub fn product_us(&self, rows: usize, product: &MatmulShape) -> f64 {
         let tiles = rows.div_ceil(TILE.0).saturating_mul(product.columns.div_ceil(TILE.1));
         let tile_us = 2.0 * (TILE.0 * TILE.1) as f64 * product.depth as f64 / self.flops_per_us;
         let (full, rest) = (tiles / self.processors, tiles % self.processors);

@@ -6,13 +6,13 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::cuda::driver::Device;
 use crate::lock::lock;
-use crate::topo::cost::Way;
+use crate::topo::cost::LinkKind;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 /// Part of the model that does not depend on the element type.
 #[derive(Clone, Copy)]
-struct Hardware {
+struct DeviceHardware {
     major: u32,
     processors: usize,
     link: f64,
@@ -22,7 +22,7 @@ struct Hardware {
 const HOST: DeviceModel = DeviceModel { processors: 1, flops_per_us: 5e4, link: 5.0, memory: 10.0 };
 
 /// Hardware by device; each device is queried once.
-static HARDWARE: Mutex<BTreeMap<i32, Hardware>> = Mutex::new(BTreeMap::new());
+static HARDWARE: Mutex<BTreeMap<i32, DeviceHardware>> = Mutex::new(BTreeMap::new());
 
 /// Returns the model of CUDA device `device`, or of the host if `device` is negative.
 pub fn of_device(device: i32, dtype: DType) -> Result<DeviceModel> {
@@ -37,13 +37,13 @@ pub fn of_device(device: i32, dtype: DType) -> Result<DeviceModel> {
     Ok(model(hardware, dtype))
 }
 
-fn ask(device: i32) -> Result<Hardware> {
+fn ask(device: i32) -> Result<DeviceHardware> {
     let opened = Device::open(device)?;
-    let way = hardware::gpus().map_or(Way::Pcie, |(_, way)| *way);
-    Ok(Hardware { major: opened.capability.0, processors: opened.processors()?, link: way.link().gb_per_s })
+    let way = hardware::gpus().map_or(LinkKind::Pcie, |(_, way)| *way);
+    Ok(DeviceHardware { major: opened.capability.0, processors: opened.processors()?, link: way.link().gb_per_s })
 }
 
-fn model(Hardware { major, processors, link }: Hardware, dtype: DType) -> DeviceModel {
+fn model(DeviceHardware { major, processors, link }: DeviceHardware, dtype: DType) -> DeviceModel {
     // TFLOPS of a processor in 16 bits: an H200 reaches 790 with 132 processors (2026-11-20, 4096 × 1024 × 8192);
     // others are scaled by their data sheets. Wider types run without tensor cores.
     let (wide, memory) = match major {
@@ -62,11 +62,11 @@ mod tests {
 
     #[test]
     fn models_of_known_devices() {
-        let h200 = Hardware { major: 9, processors: 132, link: 369.0 };
+        let h200 = DeviceHardware { major: 9, processors: 132, link: 369.0 };
         let wide = model(h200, DType::BF16);
         assert_eq!((wide.processors, wide.flops_per_us, wide.link), (132, 6e6, 369.0));
         assert!(model(h200, DType::F32).flops_per_us < wide.flops_per_us / 10.0);
-        assert!(model(Hardware { major: 12, ..h200 }, DType::F16).memory > wide.memory);
+        assert!(model(DeviceHardware { major: 12, ..h200 }, DType::F16).memory > wide.memory);
     }
 
     #[test]

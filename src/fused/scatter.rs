@@ -1,6 +1,6 @@
 //! A reduce-scatter after a product: each rank sums the parts that all ranks computed for it.
 
-use super::{DeviceModel, Product, SIGNAL_US};
+use super::{DeviceModel, MatmulShape, SIGNAL_US};
 
 /// Rate at which processors load a peer's memory, as a fraction of a copy engine's rate.
 const LOADED: f64 = 0.9;
@@ -13,7 +13,7 @@ const WORTH_US: f64 = 1.0;
 ///
 /// Each rank computes the part of rank `rank + 1` first and its own last. So on every rank, the part from the peer `k`
 /// ranks before it is ready after `k` of `n` products.
-pub fn pulled(n: usize, product: &Product, model: &DeviceModel) -> usize {
+pub fn pulled(n: usize, product: &MatmulShape, model: &DeviceModel) -> usize {
     let part = product.bytes(product.columns);
     let step = model.product_us(product.rows, product);
     let (mut copied, mut best) = (0.0f64, (f64::INFINITY, 0));

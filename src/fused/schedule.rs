@@ -4,20 +4,20 @@
 //! steps run in the order of the list. Both streams join at the end of a call; this is not one of the steps, because a
 //! failed call ends as well.
 
-use super::{Gather, Shards};
+use super::{GatherPlan, ShardBatch};
 use std::ops::Range;
 
 /// A stream of a call.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stream {
+pub enum CallStream {
     /// The stream on which the operator was called.
     Caller = 0,
     /// The stream that copies from peers.
     Copying = 1,
 }
 
-impl Stream {
+impl CallStream {
     /// Both streams, in the order of their codes.
     pub const ALL: [Self; 2] = [Caller, Copying];
 }
@@ -25,7 +25,7 @@ impl Stream {
 /// A channel of the workspace's signal pads. Each word is set and cleared within one call.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Channel {
+pub enum PadChannel {
     /// All ranks have entered the call.
     Entry = 0,
     /// All ranks' shards are in the workspace.
@@ -36,20 +36,20 @@ pub enum Channel {
     Exit = 3,
 }
 
-impl Channel {
+impl PadChannel {
     /// Every channel, in the order of their codes.
     pub const ALL: [Self; 4] = [Self::Entry, Self::Ready, Self::Part, Self::Exit];
 }
 
 /// A step of a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum StreamStep {
     /// Marks the current end of the stream. Marks are numbered from 0 in each call.
-    Mark(Stream, usize),
+    Mark(CallStream, usize),
     /// Work enqueued on the stream from now on starts after the mark.
-    After(Stream, usize),
+    After(CallStream, usize),
     /// Waits until all ranks have reached this point.
-    Barrier(Stream, Channel),
+    Barrier(CallStream, PadChannel),
     /// Signals the rank that its part is ready. This is on the caller's stream: on another stream, the signal's kernel
     /// would compete with the next product for processors and perhaps wait until that product ends.
     Signal(usize),
@@ -60,16 +60,16 @@ pub enum Step {
     /// Copies the needed bytes of the rank's piece, on the copying stream.
     Fetch(usize),
     /// Copies this rank's rows to the gathered matrix.
-    OwnRows(Stream),
+    OwnRows(CallStream),
     /// Multiplies the rows of these ranks, on the caller's stream.
     Multiply(Range<usize>),
     /// Sums all ranks' parts on the caller's stream; parts that were not fetched are read from their rank's memory.
     Sum,
 }
 
-impl Step {
+impl StreamStep {
     /// The stream on which the step is enqueued.
-    pub fn stream(&self) -> Stream {
+    pub fn stream(&self) -> CallStream {
         match self {
             &(Mark(stream, _) | After(stream, _) | Barrier(stream, _) | OwnRows(stream)) => stream,
             Wait(_) | Share | Fetch(_) => Copying,
@@ -78,22 +78,22 @@ impl Step {
     }
 }
 
-use Step::{After, Barrier, Fetch, Mark, Multiply, OwnRows, Share, Signal, Sum, Wait};
-use Stream::{Caller, Copying};
+use CallStream::{Caller, Copying};
+use StreamStep::{After, Barrier, Fetch, Mark, Multiply, OwnRows, Share, Signal, Sum, Wait};
 
 /// A list of steps, with the number of marks in it.
 #[derive(Default)]
-struct Steps {
-    list: Vec<Step>,
+struct StreamSteps {
+    list: Vec<StreamStep>,
     marks: usize,
 }
 
-impl Steps {
-    fn add(&mut self, step: Step) {
+impl StreamSteps {
+    fn add(&mut self, step: StreamStep) {
         self.list.push(step);
     }
 
-    fn mark(&mut self, stream: Stream) -> usize {
+    fn mark(&mut self, stream: CallStream) -> usize {
         let number = self.marks;
         self.add(Mark(stream, number));
         self.marks += 1;
@@ -101,35 +101,35 @@ impl Steps {
     }
 
     /// Orders everything that `then` gets from now on after everything that `first` holds.
-    fn join(&mut self, then: Stream, first: Stream) {
+    fn join(&mut self, then: CallStream, first: CallStream) {
         let mark = self.mark(first);
         self.add(After(then, mark));
     }
 }
 
 /// Returns the steps of an all-gather and its products by `plan`, for `rank` of `n`. `entry` is the field of the
-/// [turn](super::workspace::Turn); `own_rows` is true if the caller wants the whole gathered matrix.
-pub fn gather(n: usize, rank: usize, plan: &Gather, entry: bool, own_rows: bool) -> Vec<Step> {
-    let mut steps = Steps::default();
+/// [turn](super::workspace::WorkspaceSlot); `own_rows` is true if the caller wants the whole gathered matrix.
+pub fn gather(n: usize, rank: usize, plan: &GatherPlan, entry: bool, own_rows: bool) -> Vec<StreamStep> {
+    let mut steps = StreamSteps::default();
     // step 1: share this rank's shard and wait for all others
     steps.join(Copying, Caller);
     if entry {
-        steps.add(Barrier(Copying, Channel::Entry));
+        steps.add(Barrier(Copying, PadChannel::Entry));
     }
     steps.add(Share);
-    steps.add(Barrier(Copying, Channel::Ready));
+    steps.add(Barrier(Copying, PadChannel::Ready));
     // A product that fills the device would keep the barrier's kernel from running.
     steps.join(Caller, Copying);
     // step 2: multiply. The copies run one group ahead, so that the host enqueues them before the link is idle.
     let mut fetched = 0;
-    let mut fetch = |steps: &mut Steps, group: &[Shards]| {
+    let mut fetch = |steps: &mut StreamSteps, group: &[ShardBatch]| {
         for shard in fetched..group[0].arrived {
             steps.add(Fetch((rank + shard + 1) % n));
         }
         fetched = group[0].arrived;
         steps.mark(Copying)
     };
-    let groups: Vec<&[Shards]> = plan.products.chunk_by(|a, b| a.arrived == b.arrived).collect();
+    let groups: Vec<&[ShardBatch]> = plan.products.chunk_by(|a, b| a.arrived == b.arrived).collect();
     let mut arrived = groups.first().map(|group| fetch(&mut steps, group));
     steps.add(Multiply(rank..rank + 1));
     if own_rows && plan.own_early {
@@ -152,12 +152,12 @@ pub fn gather(n: usize, rank: usize, plan: &Gather, entry: bool, own_rows: bool)
 
 /// Returns the steps of a product whose rows are summed over all `n` ranks, for `rank`, which copies the first `pulled`
 /// parts from peers while products run. A piece of the workspace holds a rank's part for each rank.
-pub fn scatter(n: usize, rank: usize, pulled: usize, entry: bool) -> Vec<Step> {
-    let mut steps = Steps::default();
+pub fn scatter(n: usize, rank: usize, pulled: usize, entry: bool) -> Vec<StreamStep> {
+    let mut steps = StreamSteps::default();
     // The target of the copies may have been in use on the caller's stream until now.
     steps.join(Copying, Caller);
     if entry {
-        steps.add(Barrier(Caller, Channel::Entry));
+        steps.add(Barrier(Caller, PadChannel::Entry));
     }
     // Compute the next rank's part first and this rank's own part last: in each step every rank computes for a
     // different rank.
@@ -179,7 +179,7 @@ pub fn scatter(n: usize, rank: usize, pulled: usize, entry: bool) -> Vec<Step> {
 /// Adds the end of a call on the host: a barrier. A rank may destroy its group, and with it the workspace, right after
 /// the call, and a peer that still reads there would find zeros. The barrier costs little compared with a product. On
 /// GPUs mapped memory stays mapped.
-pub fn ended_on_host(mut steps: Vec<Step>) -> Vec<Step> {
-    steps.push(Barrier(Caller, Channel::Exit));
+pub fn ended_on_host(mut steps: Vec<StreamStep>) -> Vec<StreamStep> {
+    steps.push(Barrier(Caller, PadChannel::Exit));
     steps
 }

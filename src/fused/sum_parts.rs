@@ -6,7 +6,7 @@ use crate::coll::cuda::kernels::load;
 use crate::coll::cuda::workspace::layout::MAX_RANKS;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
-use crate::kernels::cpu::{self, Source, Store};
+use crate::kernels::cpu::{self, InputElements, WriteMode};
 use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Grid, Stream};
 use crate::lock::lock;
@@ -37,7 +37,7 @@ pub struct SumParts {
 
 /// The sum that one rank computes.
 #[derive(Clone, Copy, Debug)]
-pub struct Sum<'a> {
+pub struct PartsSum<'a> {
     /// This rank's number; the kernels of different ranks start with different peers.
     pub rank: usize,
     /// Address of every rank's part, as mapped in this process.
@@ -52,7 +52,7 @@ pub struct Sum<'a> {
     pub mean: bool,
 }
 
-impl Sum<'_> {
+impl PartsSum<'_> {
     /// The operation that the kernel is compiled for.
     fn op(&self) -> ReduceOp {
         if self.mean { ReduceOp::Avg } else { ReduceOp::Sum }
@@ -72,19 +72,19 @@ impl Sum<'_> {
     /// Meanwhile the parts may be read but not written, and no other thread accesses the destination.
     unsafe fn on_host(&self) -> Result<()> {
         self.check()?;
-        let sources: Vec<Source> = self.parts.iter().map(|&part| Source { ptr: part as *const u8, factor: 1.0 }).collect();
+        let sources: Vec<InputElements> = self.parts.iter().map(|&part| InputElements { ptr: part as *const u8, factor: 1.0 }).collect();
         // SAFETY: by the caller's promise; `check` accepted the types, and `to` overlaps no part.
-        unsafe { cpu::reduce(self.op(), self.dtype, self.to as *mut u8, &sources, self.bytes / self.dtype.size(), Store::Cached) };
+        unsafe { cpu::reduce(self.op(), self.dtype, self.to as *mut u8, &sources, self.bytes / self.dtype.size(), WriteMode::Cached) };
         Ok(())
     }
 
     /// Returns the arguments of the kernel.
     ///
     /// # Errors
-    /// [`Value`](crate::error::Kind::Value) if the kernel cannot compute this sum.
+    /// [`Value`](crate::error::ErrorKind::Value) if the kernel cannot compute this sum.
     pub fn args(&self) -> Result<SumParts> {
         self.check()?;
-        let &Sum { rank, parts, to, bytes, .. } = self;
+        let &PartsSum { rank, parts, to, bytes, .. } = self;
         let n = parts.len();
         if !(2..=MAX_RANKS).contains(&n) || rank >= n {
             return Err(Error::value(format!("parts of {n} ranks for rank {rank} cannot be added up; from 2 to {MAX_RANKS} ranks can")));
@@ -106,7 +106,7 @@ static DEVICES: Mutex<BTreeMap<i32, (Device, usize)>> = Mutex::new(BTreeMap::new
 /// # Safety
 /// The addresses belong to memory of this device. From the moment the stream reaches the sum until the sum is done,
 /// nothing else writes the parts or accesses the destination.
-pub unsafe fn launch(device: i32, stream: usize, sum: &Sum<'_>) -> Result<()> {
+pub unsafe fn launch(device: i32, stream: usize, sum: &PartsSum<'_>) -> Result<()> {
     if device < 0 {
         // SAFETY: by the caller's promise.
         return unsafe { sum.on_host() };
@@ -135,10 +135,10 @@ pub unsafe fn launch(device: i32, stream: usize, sum: &Sum<'_>) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Kind;
+    use crate::error::ErrorKind;
 
-    fn sum(parts: &[usize]) -> Sum<'_> {
-        Sum { rank: 1, parts, to: 0x9000, bytes: 64, dtype: DType::BF16, mean: false }
+    fn sum(parts: &[usize]) -> PartsSum<'_> {
+        PartsSum { rank: 1, parts, to: 0x9000, bytes: 64, dtype: DType::BF16, mean: false }
     }
 
     #[test]
@@ -154,12 +154,12 @@ mod tests {
             (sum(&[0x1000]), "parts of 1 ranks for rank 1"),
             (sum(&many), "parts of 17 ranks"),
             (sum(&[0x1000, 0x2008]), "0x2008"),
-            (Sum { bytes: 63, ..sum(&[0x1000, 0x2000]) }, "63 bytes"),
-            (Sum { dtype: DType::Bool, mean: true, ..sum(&[0x1000, 0x2000]) }, ""),
+            (PartsSum { bytes: 63, ..sum(&[0x1000, 0x2000]) }, "63 bytes"),
+            (PartsSum { dtype: DType::Bool, mean: true, ..sum(&[0x1000, 0x2000]) }, ""),
         ];
         for (sum, words) in refused {
             let error = sum.args().expect_err("refused");
-            assert!(error.kind != Kind::Internal && error.message.contains(words), "{:?}: {error}", error.kind);
+            assert!(error.kind != ErrorKind::Internal && error.message.contains(words), "{:?}: {error}", error.kind);
         }
         // SAFETY: this device does not exist, so nothing is accessed.
         assert!(unsafe { launch(4711, 0, &sum(&[0x1000, 0x2000])) }.is_err());
@@ -171,12 +171,12 @@ mod tests {
         let addresses = parts.each_ref().map(|part| part.as_ptr() as usize);
         for (mean, expected) in [(false, [0.0f32, 9.0]), (true, [0.0, 3.0])] {
             let mut to = [7.0f32; 2];
-            let sum = Sum { rank: 0, parts: &addresses, to: to.as_mut_ptr() as usize, bytes: 8, dtype: DType::F32, mean };
+            let sum = PartsSum { rank: 0, parts: &addresses, to: to.as_mut_ptr() as usize, bytes: 8, dtype: DType::F32, mean };
             // SAFETY: all memory belongs to this test and has the stated length.
             unsafe { launch(-1, 0, &sum) }.expect("added up");
             assert_eq!(to, expected);
             // SAFETY: as above; the call is rejected before it writes.
-            assert!(unsafe { launch(-1, 0, &Sum { bytes: 7, ..sum }) }.is_err());
+            assert!(unsafe { launch(-1, 0, &PartsSum { bytes: 7, ..sum }) }.is_err());
         }
     }
 }

@@ -3,14 +3,14 @@ use super::*;
 /// An H200 connected through NVSwitch.
 const H200: DeviceModel = DeviceModel { processors: 132, flops_per_us: 6e6, link: 370.0, memory: 3500.0 };
 
-fn bf16(rows: usize, columns: usize, depth: usize) -> Product {
-    Product { rows, columns, depth, element: 2 }
+fn bf16(rows: usize, columns: usize, depth: usize) -> MatmulShape {
+    MatmulShape { rows, columns, depth, element: 2 }
 }
 
 /// The number of shards in each group of products.
-fn groups(plan: &[Shards]) -> Vec<usize> {
+fn groups(plan: &[ShardBatch]) -> Vec<usize> {
     let mut counts: Vec<(usize, usize)> = Vec::new();
-    for Shards { ranks, arrived } in plan {
+    for ShardBatch { ranks, arrived } in plan {
         match counts.last_mut() {
             Some((last, count)) if last == arrived => *count += ranks.len(),
             _ => counts.push((*arrived, ranks.len())),
@@ -51,7 +51,7 @@ fn every_shard_is_multiplied_once_and_not_before_it_came() {
                 let plan = gather(n, rank, &bf16(rows, 1024, 8192), &H200).products;
                 let mut seen = vec![false; n];
                 let mut before = 0;
-                for Shards { ranks, arrived } in &plan {
+                for ShardBatch { ranks, arrived } in &plan {
                     assert!(*arrived >= before && *arrived < n, "{plan:?}");
                     before = *arrived;
                     for shard in ranks.clone() {
@@ -70,7 +70,7 @@ fn groups_of_the_shapes_that_are_measured() {
     // With few rows the link takes longer than all products. With many, products do, and larger groups fill their
     // waves.
     for (rows, columns, bound_by_link) in [(512, 1024, true), (2048, 1024, true), (1024, 3584, false)] {
-        let Gather { own_early, products: plan } = gather(8, 3, &bf16(rows, columns, 8192), &H200);
+        let GatherPlan { own_early, products: plan } = gather(8, 3, &bf16(rows, columns, 8192), &H200);
         assert!(own_early || !bound_by_link, "{plan:?}");
         let groups = groups(&plan);
         assert_eq!(groups.iter().sum::<usize>(), 7, "{plan:?}");
@@ -96,7 +96,7 @@ fn the_own_rows_are_copied_while_the_link_is_waited_for() {
 fn a_group_that_wraps_is_two_products() {
     // The link is so fast that smaller groups save nothing.
     let plan = gather(4, 2, &bf16(128, 256, 64), &DeviceModel { link: 1e9, ..H200 }).products;
-    let of = |ranks, arrived| Shards { ranks, arrived };
+    let of = |ranks, arrived| ShardBatch { ranks, arrived };
     let wrapped = plan.iter().all(|shards| shards.ranks.start == 3 || shards.ranks.end <= 2);
     assert!(wrapped, "{plan:?}");
     assert_eq!(gather(2, 1, &bf16(128, 256, 64), &H200).products, [of(0..1, 1)]);

@@ -23,7 +23,7 @@ const MANY_PIECES: usize = 64 << 20;
 
 /// The part of a workspace that one call uses; the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Turn {
+pub struct WorkspaceSlot {
     /// Offset of the piece in bytes.
     pub offset: usize,
     /// True if the call must not write before all ranks have entered it.
@@ -32,7 +32,7 @@ pub struct Turn {
 
 /// The memory that all ranks must create in a rendezvous before a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Memory {
+pub struct MemoryRequest {
     /// Length in bytes, the same on all ranks.
     pub bytes: usize,
     /// True if graphs use the previous memory, which must then be kept.
@@ -43,11 +43,11 @@ pub struct Memory {
 
 /// The answer to a call that starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Begun {
+pub enum CallStart {
     /// The call may use this piece.
-    Turn(Turn),
+    Turn(WorkspaceSlot),
     /// The caller may retry once this memory exists and it has called [`Workspace::made`].
-    Make(Memory),
+    Make(MemoryRequest),
 }
 
 /// The state that assigns pieces to a group's fused products on one device. Every rank makes the same calls in the same
@@ -76,11 +76,11 @@ impl Workspace {
     /// that records it, or 0. Errors name `who`.
     ///
     /// # Errors
-    /// [`Internal`](crate::error::Kind::Internal) if the workspace is too small while a graph is recorded;
-    /// [`Value`](crate::error::Kind::Value) if the size overflows.
-    pub fn begin(&mut self, who: &str, bytes: usize, capture: u64) -> Result<Begun> {
+    /// [`Internal`](crate::error::ErrorKind::Internal) if the workspace is too small while a graph is recorded;
+    /// [`Value`](crate::error::ErrorKind::Value) if the size overflows.
+    pub fn begin(&mut self, who: &str, bytes: usize, capture: u64) -> Result<CallStart> {
         if bytes > self.piece {
-            return self.more(who, bytes, capture).map(Begun::Make);
+            return self.more(who, bytes, capture).map(CallStart::Make);
         }
         let recorded = capture != 0;
         self.in_graphs |= recorded;
@@ -89,10 +89,10 @@ impl Workspace {
         let (calls, own) = if recorded { (&mut self.recorded, 2) } else { (&mut self.eager, 0) };
         *calls += 1;
         let piece = if self.pieces == 1 { 0 } else { own + *calls % 2 };
-        Ok(Begun::Turn(Turn { offset: piece * self.piece, entry }))
+        Ok(CallStart::Turn(WorkspaceSlot { offset: piece * self.piece, entry }))
     }
 
-    fn more(&self, who: &str, bytes: usize, capture: u64) -> Result<Memory> {
+    fn more(&self, who: &str, bytes: usize, capture: u64) -> Result<MemoryRequest> {
         if capture != 0 {
             return Err(Error::internal(format!(
                 "{who} has {} bytes of workspace and needs {bytes}, which cannot be made while a graph is recorded; \
@@ -107,12 +107,12 @@ impl Workspace {
         let Some((piece, bytes)) = memory.filter(|&(_, bytes)| isize::try_from(bytes).is_ok()) else {
             return Err(Error::value(format!("{who} cannot have a workspace of {bytes} bytes")));
         };
-        Ok(Memory { bytes, keep: self.in_graphs, piece, pieces: pieces(piece) })
+        Ok(MemoryRequest { bytes, keep: self.in_graphs, piece, pieces: pieces(piece) })
     }
 
     /// Notes that all ranks have created the memory, and so have finished reading the previous one.
-    pub fn made(&mut self, memory: &Memory) {
-        let &Memory { piece, pieces, .. } = memory;
+    pub fn made(&mut self, memory: &MemoryRequest) {
+        let &MemoryRequest { piece, pieces, .. } = memory;
         *self = Self { piece, pieces, ..Self::new(self.on_host) };
     }
 
@@ -125,22 +125,22 @@ impl Workspace {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Kind;
+    use crate::error::ErrorKind;
 
     const MIB: usize = 1 << 20;
 
-    fn turn(workspace: &mut Workspace, bytes: usize, capture: u64) -> Turn {
+    fn turn(workspace: &mut Workspace, bytes: usize, capture: u64) -> WorkspaceSlot {
         loop {
             match workspace.begin("gather", bytes, capture).expect("served") {
-                Begun::Turn(turn) => return turn,
-                Begun::Make(memory) => workspace.made(&memory),
+                CallStart::Turn(turn) => return turn,
+                CallStart::Make(memory) => workspace.made(&memory),
             }
         }
     }
 
     fn with(on_host: bool, bytes: usize) -> Workspace {
         let mut workspace = Workspace::new(on_host);
-        let Ok(Begun::Make(memory)) = workspace.begin("gather", bytes, 0) else { panic!("there is no memory yet") };
+        let Ok(CallStart::Make(memory)) = workspace.begin("gather", bytes, 0) else { panic!("there is no memory yet") };
         workspace.made(&memory);
         workspace
     }
@@ -157,11 +157,11 @@ mod tests {
     #[test]
     fn a_large_workspace_has_one_piece_and_a_barrier() {
         let mut workspace = Workspace::new(false);
-        let Ok(Begun::Make(memory)) = workspace.begin("gather", 65 * MIB, 0) else { panic!("there is no memory yet") };
+        let Ok(CallStart::Make(memory)) = workspace.begin("gather", 65 * MIB, 0) else { panic!("there is no memory yet") };
         assert_eq!((memory.bytes, memory.keep), (66 * MIB, false));
         workspace.made(&memory);
         let turns = [0, 0, 7, 7].map(|capture| turn(&mut workspace, MIB, capture));
-        assert_eq!(turns, [Turn { offset: 0, entry: true }; 4]);
+        assert_eq!(turns, [WorkspaceSlot { offset: 0, entry: true }; 4]);
     }
 
     #[test]
@@ -169,16 +169,16 @@ mod tests {
         for (on_host, bytes, made) in
             [(true, 1, 4 * MIB), (false, 1, 8 * MIB), (false, 64 * MIB, 256 * MIB), (true, 64 * MIB + 1, 66 * MIB)]
         {
-            let Ok(Begun::Make(memory)) = Workspace::new(on_host).begin("gather", bytes, 0) else { panic!("there is no memory yet") };
+            let Ok(CallStart::Make(memory)) = Workspace::new(on_host).begin("gather", bytes, 0) else { panic!("there is no memory yet") };
             assert_eq!((memory.bytes, memory.keep), (made, false), "{bytes}");
         }
         let mut workspace = with(false, 1);
         turn(&mut workspace, 2 * MIB, 5);
-        let Ok(Begun::Make(memory)) = workspace.begin("gather", 2 * MIB + 1, 0) else { panic!("too small") };
+        let Ok(CallStart::Make(memory)) = workspace.begin("gather", 2 * MIB + 1, 0) else { panic!("too small") };
         assert_eq!((memory.bytes, memory.keep), (16 * MIB, true));
         workspace.made(&memory);
         // The graph uses the previous memory; the current memory may be replaced.
-        assert!(matches!(workspace.begin("gather", 5 * MIB, 0), Ok(Begun::Make(Memory { keep: false, .. }))));
+        assert!(matches!(workspace.begin("gather", 5 * MIB, 0), Ok(CallStart::Make(MemoryRequest { keep: false, .. }))));
         // A capture that was in progress also starts over.
         assert!(turn(&mut workspace, MIB, 5).entry);
     }
@@ -187,11 +187,11 @@ mod tests {
     fn what_cannot_be_made_is_refused_and_changes_nothing() {
         let mut workspace = with(false, 1);
         let recorded = workspace.begin("scatter", 2 * MIB + 1, 7).expect_err("a graph is recorded");
-        assert_eq!(recorded.kind, Kind::Internal);
+        assert_eq!(recorded.kind, ErrorKind::Internal);
         assert!(recorded.message.starts_with("scatter has 2097152 bytes of workspace and needs 2097153"), "{recorded}");
         for bytes in [usize::MAX, isize::MAX as usize] {
             let error = workspace.begin("scatter", bytes, 0).expect_err("no such memory");
-            assert_eq!((error.kind, error.message), (Kind::Value, format!("scatter cannot have a workspace of {bytes} bytes")));
+            assert_eq!((error.kind, error.message), (ErrorKind::Value, format!("scatter cannot have a workspace of {bytes} bytes")));
         }
         assert_eq!(turn(&mut workspace, 1, 0), turn(&mut with(false, 1), 1, 0));
     }

@@ -1,20 +1,20 @@
 //! Calls of a group on GPUs.
 
 use super::Group;
-use crate::coll::call::{Call, Op, Span, Spec};
+use crate::coll::call::{Call, CallSpec, Collective, Span};
 pub use crate::coll::cuda::communicator::CudaTarget;
 use crate::coll::cuda::communicator::{Communicator, Stage};
-pub use crate::coll::message::Transfer;
+pub use crate::coll::message::DeviceMessage;
 use crate::error::{Error, Result};
 use crate::health::DeviceSlot;
-use crate::hosts::cuda::ThisHost;
+use crate::internode::cuda::IntraNode;
 use crate::kernels::cuda::driver::Stream;
 use crate::lock::{lock, unpoisoned};
 use crate::rank::Rank;
-use crate::sync::limit::Limit;
+use crate::sync::timeout::CallTimeout;
 use crate::sys::thread;
 use crate::trace;
-use crate::window::{Meeting, SymmetricWindow};
+use crate::window::{RendezvousContext, SymmetricWindow};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,8 +27,8 @@ impl Group {
     /// Sets up the group's memory on `device`; collective: blocks until all ranks have called it or launched. Idempotent.
     pub fn connect(&self, device: i32) -> Result<()> {
         self.check_open()?;
-        match &self.hosts {
-            Some(hosts) => hosts.connect(self, device, self.timeout()),
+        match &self.internode {
+            Some(internode) => internode.connect(self, device, self.timeout()),
             None => self.connected(device, self.timeout()).map(|_| ()),
         }
     }
@@ -56,8 +56,8 @@ impl Group {
             return Ok(communicator);
         }
         self.check_alive()?;
-        let limit = Limit::from(Instant::now(), timeout);
-        let communicator = Arc::new(Communicator::connect(&self.control, device, &limit, &|bytes| self.gather_on_host(bytes, &limit))?);
+        let limit = CallTimeout::from(Instant::now(), timeout);
+        let communicator = Arc::new(Communicator::connect(&self.control, device, &limit, &|bytes| self.gather_on_node(bytes, &limit))?);
         let mut place = unpoisoned(self.communicator.write());
         // `leave` closes the group before it takes the communicator: one of the two sees the other.
         self.check_open()?;
@@ -68,35 +68,36 @@ impl Group {
     /// Collective: a window on what every rank has at an `address` of its own; see [`window::Domains::rendezvous`].
     pub fn rendezvous(&self, device: i32, address: u64, pad_bytes: usize, timeout: Option<Duration>) -> Result<SymmetricWindow> {
         self.check_alive()?;
-        let limit = Limit::from(Instant::now(), timeout.unwrap_or_else(|| self.timeout()));
-        let gather = |bytes: &[u8]| self.gather_on_host(bytes, &limit);
-        let meeting = Meeting { control: &self.control, gather: &gather, limit: &limit, linked: &self.linked, timeout: self.timeout() };
+        let limit = CallTimeout::from(Instant::now(), timeout.unwrap_or_else(|| self.timeout()));
+        let gather = |bytes: &[u8]| self.gather_on_node(bytes, &limit);
+        let meeting =
+            RendezvousContext { control: &self.control, gather: &gather, limit: &limit, linked: &self.linked, timeout: self.timeout() };
         self.domains.rendezvous(&meeting, device, address, pad_bytes)
     }
 
     /// `bytes` of every rank, through the host's memory.
-    pub(super) fn gather_on_host(&self, bytes: &[u8], limit: &Limit) -> Result<Vec<Vec<u8>>> {
+    pub(super) fn gather_on_node(&self, bytes: &[u8], limit: &CallTimeout) -> Result<Vec<Vec<u8>>> {
         let mut all = vec![vec![0u8; bytes.len()]; self.control.size()];
         let outputs = all.iter_mut().map(|out| Span { addr: out.as_mut_ptr() as usize, bytes: out.len() }).collect();
         let inputs = vec![Span { addr: bytes.as_ptr() as usize, bytes: bytes.len() }].into();
-        let call = Call::inner(Spec { op: Op::AllGather, inputs, outputs, ..Spec::barrier(None) });
-        let left = limit.left().unwrap_or(Duration::from_millis(1));
-        if self.hosts.is_some() { self.engine.run_inside(&[call], left) } else { self.engine.run(&[call], left) }?;
+        let call = Call::inner(CallSpec { op: Collective::AllGather, inputs, outputs, ..CallSpec::barrier(None) });
+        let left = limit.remaining().unwrap_or(Duration::from_millis(1));
+        if self.internode.is_some() { self.engine.run_intra_node(&[call], left) } else { self.engine.run(&[call], left) }?;
         Ok(all)
     }
 
     /// Enqueues `calls` in order; returns at once (the first time: after the set-up with the peers).
     pub fn launch(&self, calls: &[Call<'_>], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
         self.check_open()?;
-        self.refusals.make_up();
+        self.rejections.resume();
         let timeout = timeout.unwrap_or_else(|| self.timeout());
-        if let Some(hosts) = &self.hosts {
-            return hosts.launch(self, calls, target, timeout);
+        if let Some(internode) = &self.internode {
+            return internode.launch(self, calls, target, timeout);
         }
         let communicator = self.connected(target.device, timeout)?;
         self.recorder.ask(calls.len());
         let CudaTarget { device, stream, background } = target;
-        let first = self.recorder.schedule(calls, timeout, background, trace::Target::Cuda { device, stream, background });
+        let first = self.recorder.schedule(calls, timeout, background, trace::CallTarget::Cuda { device, stream, background });
         let mut next = first;
         // Sequence number of a call until it is known what serves it, so that an entry is changed once.
         let mut begun = None;
@@ -107,7 +108,7 @@ impl Group {
             }
             Stage::Served(algorithm) => {
                 if let Some(sequence) = begun.take() {
-                    self.recorder.start_as(next - 1, sequence, algorithm);
+                    self.recorder.start_child(next - 1, sequence, algorithm);
                 }
             }
         });
@@ -118,17 +119,17 @@ impl Group {
             // The last that was begun, and those behind it.
             (first.max(next.saturating_sub(1))..first + calls.len() as u64)
                 .for_each(|number| self.recorder.end(number, &Err(error.clone()), number < next, ""));
-            self.recorder.saw(error);
+            self.recorder.note_failure(error);
         })
     }
 
-    /// Enqueues sends and receives; returns as `launch` does. On one host they are one launch, in which no two go the same way.
-    pub fn launch_transfers(&self, transfers: &[Transfer], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
+    /// Enqueues sends and receives; returns as `launch` does. On one node they are one launch, in which no two go the same way.
+    pub fn launch_messages(&self, transfers: &[DeviceMessage], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
         self.check_open()?;
         let timeout = timeout.unwrap_or_else(|| self.timeout());
-        match &self.hosts {
-            Some(hosts) => hosts.launch_transfers(self, transfers, target, timeout),
-            None => self.launch_near(transfers, target, timeout),
+        match &self.internode {
+            Some(internode) => internode.launch_messages(self, transfers, target, timeout),
+            None => self.launch_intra_node(transfers, target, timeout),
         }
     }
 
@@ -153,7 +154,7 @@ impl Group {
     }
 }
 
-impl ThisHost for Group {
+impl IntraNode for Group {
     fn run_call(&self, call: &Call<'_>, timeout: Duration) -> Result<()> {
         self.engine.run(std::slice::from_ref(call), timeout)
     }
@@ -162,10 +163,10 @@ impl ThisHost for Group {
         self.connected(device, self.timeout())
     }
 
-    fn launch_near(&self, transfers: &[Transfer], target: CudaTarget, timeout: Duration) -> Result<()> {
+    fn launch_intra_node(&self, transfers: &[DeviceMessage], target: CudaTarget, timeout: Duration) -> Result<()> {
         self.check_alive()?;
         let CudaTarget { device, stream, background } = target;
-        let place = trace::Target::Cuda { device, stream, background };
+        let place = trace::CallTarget::Cuda { device, stream, background };
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for transfer in transfers {
             let peer = transfer.message.peer.filter(|peer| peer.index() < self.control.size());
@@ -174,11 +175,11 @@ impl ThisHost for Group {
             messages.push((peer, transfer.message.span));
         }
         let communicator = self.connected(target.device, timeout)?;
-        let note = |transfer: &Transfer| self.recorder.message(transfer.send, &transfer.message, timeout, place);
+        let note = |transfer: &DeviceMessage| self.recorder.message(transfer.send, &transfer.message, timeout, place);
         let numbers: Vec<u64> = transfers.iter().map(note).collect();
         communicator.transfer(&sends, &receives, target, timeout).inspect_err(|error| {
             numbers.iter().for_each(|&number| self.recorder.end(number, &Err(error.clone()), true, ""));
-            self.recorder.saw(error);
+            self.recorder.note_failure(error);
         })
     }
 }
@@ -214,7 +215,7 @@ pub fn stats() -> serde_json::Value {
     use crate::coll::cuda::stats;
     let mut all = serde_json::json!(stats::served());
     if let Some((all, direct)) = all.as_object_mut().zip(Some(stats::direct()).filter(|&direct| direct > 0)) {
-        all.insert("direct".into(), direct.into());
+        all.insert("zero_copy".into(), direct.into());
     }
     all
 }

@@ -1,30 +1,30 @@
-//! Joining a group: its ranks find each other, those of a host share memory and meet there, and hosts are connected.
+//! Joining a group: its ranks find each other, those of a host share memory and meet there, and nodes are connected.
 #![allow(unsafe_code, reason = "a word of a peer's memory, read to learn whether that is possible")]
 
-use super::refusal::Refusals;
-use super::{Group, Tuning, device};
-use crate::boot::{JoinOptions, Joined, Member};
-use crate::coll::cost::hardware::Device;
+use super::rejection::LocalRejections;
+use super::{Group, GroupTuning, device};
+use crate::bootstrap::{JoinOptions, Joined, MemberProcess};
+use crate::call_queue::CallQueue;
+use crate::coll::cost::hardware::DeviceKind;
 use crate::coll::cost::profile;
-use crate::coll::cpu::{Runner, helpers};
-use crate::config::{Config, HostsChoice};
-use crate::control::{ControlBlock, Identity, Part};
-use crate::engine::Engine;
+use crate::coll::cpu::{CpuRunner, helpers};
+use crate::config::{Config, InterNodeChoice};
+use crate::control::{ControlBlock, Identity, ParentGroup};
 use crate::error::{Error, Result};
+use crate::exit_watch;
 use crate::health::{DeviceSlot, Health};
-use crate::hosts::Hosts;
-use crate::hosts::finding::{self, Place};
-use crate::hosts::joining::{Across, Joining};
-use crate::mem::layout::Layout;
-use crate::mem::shm::Segment;
+use crate::internode::Internode;
+use crate::internode::discovery::{self, GroupLocation};
+use crate::internode::join::{InternodeJoin, InternodeOptions};
+use crate::mem::layout::SegmentLayout;
+use crate::mem::shm::ShmSegment;
 use crate::messages::Messages;
 use crate::rank::Rank;
 use crate::store::Store;
-use crate::symm_mem::peers::Linked;
-use crate::sync::limit::Limit;
-use crate::sys::remote;
-use crate::trace::Recorder;
-use crate::watch;
+use crate::symm_mem::peers::PeerHeapsCell;
+use crate::sync::timeout::CallTimeout;
+use crate::sys::process_vm;
+use crate::trace::GroupRecorder;
 use crate::window;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -38,63 +38,70 @@ const SPINS_CROWDED: u32 = 64;
 const PROBE: u64 = 0x746f_7263_6873_796d;
 
 impl Group {
-    /// Joins the group that `options` name, meeting its other members through `store`: on one host, or where `across` connects several.
-    pub fn join(store: &dyn Store, options: &JoinOptions, across: Option<&Across<'_>>) -> Result<Self> {
-        let choice = across.map_or(&HostsChoice::Refuse, |across| &across.choice);
-        match (finding::find(store, options, choice)?, across) {
-            (Place::OneHost(joined), _) => Self::of(*joined, options, None),
-            (Place::SeveralHosts(several), Some(across)) => {
-                let (joining, search) = Joining::new(store, options, *several, across)?;
-                let joined = Self::across_hosts(&joining, options);
+    /// Joins the group that `options` name, meeting its other members through `store`: on one node, or where `across` connects several.
+    pub fn join(store: &dyn Store, options: &JoinOptions, across: Option<&InternodeOptions<'_>>) -> Result<Self> {
+        let choice = across.map_or(&InterNodeChoice::None, |across| &across.choice);
+        match (discovery::find(store, options, choice)?, across) {
+            (GroupLocation::SingleNode(joined), _) => Self::of(*joined, options, None),
+            (GroupLocation::MultiNode(several), Some(across)) => {
+                let (joining, search) = InternodeJoin::new(store, options, *several, across)?;
+                let joined = Self::multi_node(&joining, options);
                 search.end(store, joined.as_ref().err());
                 joined
             }
-            (Place::SeveralHosts(_), None) => Err(Error::internal("several hosts were not refused")),
+            (GroupLocation::MultiNode(_), None) => Err(Error::internal("several nodes were not refused")),
         }
     }
 
-    fn across_hosts(joining: &Joining<'_>, options: &JoinOptions) -> Result<Self> {
+    fn multi_node(joining: &InternodeJoin<'_>, options: &JoinOptions) -> Result<Self> {
         let mut group = joining.inside(|joined, inner, part| Self::of(joined, inner, Some(part)))?;
         group.set_timeout(options.timeout());
-        let joiner = group.connect_hosts(|health, messages, runner| joining.meet(health, messages, runner))?;
+        let joiner = group.connect_nodes(|health, messages, runner| joining.meet(health, messages, runner))?;
         joiner.agree(|call| group.run(std::slice::from_ref(call), Some(joining.left())))?;
         Ok(group)
     }
 
     /// Makes the group, whose ranks are all on this host, a part of one on several: `meet` connects it with the others.
-    pub(super) fn connect_hosts<T>(
+    pub(super) fn connect_nodes<T>(
         &mut self,
-        meet: impl FnOnce(&Arc<Health>, &Messages, &mut Runner) -> Result<(Arc<Hosts>, T)>,
+        meet: impl FnOnce(&Arc<Health>, &Messages, &mut CpuRunner) -> Result<(Arc<Internode>, T)>,
     ) -> Result<T> {
-        let (hosts, more) = self.engine.connect(|runner| meet(&self.health, &self.messages, runner))?;
-        self.refusals = Refusals::new(&self.health, &self.engine, &self.messages, Some(Arc::clone(&hosts)));
-        self.hosts = Some(hosts);
+        let (internode, more) = self.engine.connect(|runner| meet(&self.health, &self.messages, runner))?;
+        self.rejections = LocalRejections::new(&self.health, &self.engine, &self.messages, Some(Arc::clone(&internode)));
+        self.internode = Some(internode);
         Ok(more)
     }
 
     /// The group of the ranks that have `joined` on this host: all, or a part of the group on several.
-    fn of(joined: Joined, options: &JoinOptions, part: Option<Part>) -> Result<Self> {
+    fn of(joined: Joined, options: &JoinOptions, part: Option<ParentGroup>) -> Result<Self> {
         let config = Config::get();
         let (size, rank, group) = (joined.members.len(), Rank(options.rank as u32), options.name());
         let global = |r: usize| options.global_ranks.get(r).map_or(r as u32, |&g| g as u32);
-        let identity = |(r, member): (usize, &Member)| Identity { pid: member.pid, global: global(r) };
+        let identity = |(r, member): (usize, &MemberProcess)| Identity { pid: member.pid, global: global(r) };
         let members = joined.members.iter().enumerate().map(identity).collect();
-        let thresholds = profile::settings(Device::Cpu, size).map(|measured| measured.thresholds()).unwrap_or_default();
-        let tuning = Tuning { direct: config.cma, spins: config.spin, thresholds };
-        let segment = Segment::map_at(joined.segment, joined.addresses)?;
+        let thresholds = profile::settings(DeviceKind::Cpu, size).map(|measured| measured.thresholds()).unwrap_or_default();
+        let tuning = GroupTuning { zero_copy: config.cma, spins: config.spin, thresholds };
+        let segment = ShmSegment::map_at(joined.segment, joined.addresses)?;
         let control = control_block(segment, group, rank, members, tuning).named(part);
         let mut made = Self::with_watched(control, &joined.members, options.timeout(), tuning)?;
-        made.membership = Mutex::new(joined.membership);
+        made.lease = Mutex::new(joined.lease);
         Ok(made)
     }
 
     /// A group in memory that its members already share. `members` in rank order; their processes are not watched.
-    pub fn assemble(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, timeout: Duration, tuning: Tuning) -> Result<Self> {
-        segment.reserve(0, Layout::new(members.len()).control_bytes(), format_args!("group \"{name}\""))?;
+    pub fn from_joined(
+        segment: ShmSegment,
+        name: &str,
+        rank: Rank,
+        members: Vec<Identity>,
+        timeout: Duration,
+        tuning: GroupTuning,
+    ) -> Result<Self> {
+        segment.reserve(0, SegmentLayout::new(members.len()).control_bytes(), format_args!("group \"{name}\""))?;
         Self::with_watched(control_block(segment, name, rank, members, tuning), &[], timeout, tuning)
     }
 
-    pub(super) fn with_watched(control: ControlBlock, watched: &[Member], timeout: Duration, tuning: Tuning) -> Result<Self> {
+    pub(super) fn with_watched(control: ControlBlock, watched: &[MemberProcess], timeout: Duration, tuning: GroupTuning) -> Result<Self> {
         let control = Arc::new(control);
         let (name, rank) = (control.name(), control.rank());
         let communicator = Arc::<DeviceSlot>::default();
@@ -103,10 +110,10 @@ impl Group {
         } else {
             // The control block does not outlive the group because somebody watches its members.
             let (listener, slot) = (Arc::downgrade(&control), Arc::downgrade(&communicator));
-            let on_exit: watch::OnExit = Arc::new(move |rank, how| {
+            let on_exit: exit_watch::OnExit = Arc::new(move |rank, how| {
                 let Some(control) = listener.upgrade() else { return };
                 let _ = control.contain(|| {
-                    control.note_gone(rank, format!("has ended ({how})"));
+                    control.note_exit(rank, format!("has ended ({how})"));
                     slot.upgrade().inspect(|slot| device::release_dead(slot, rank));
                     Ok(())
                 });
@@ -115,20 +122,20 @@ impl Group {
                 let (me, size) = (control.describe(rank), control.size());
                 control.fail(Error { message: format!("{me} cannot join group \"{name}\" of {size} ranks: {error}"), ..error })
             };
-            Some(watch::watch(watched, on_exit).map_err(reported)?)
+            Some(exit_watch::watch(watched, on_exit).map_err(reported)?)
         };
-        let limit = Limit::from(Instant::now(), timeout);
-        let direct = meet(&control, &limit, tuning.direct)?;
+        let limit = CallTimeout::from(Instant::now(), timeout);
+        let direct = meet(&control, &limit, tuning.zero_copy)?;
         let long = if direct { "reads long messages from the sender's memory" } else { "receives long messages in pieces" };
         log::info!("{} joined group \"{name}\" of {} ranks and {long}", control.describe(rank), control.size());
-        let recorder = Recorder::new(&control, timeout);
+        let recorder = GroupRecorder::new(&control, timeout);
         let health = Health::new(&control, &communicator, &recorder);
-        let linked = Arc::<Linked>::default();
-        let runner = Runner::new(Arc::clone(&control), tuning.thresholds, Arc::clone(&linked)).reading(direct);
-        let engine = Engine::new(runner, &health);
+        let linked = Arc::<PeerHeapsCell>::default();
+        let runner = CpuRunner::new(Arc::clone(&control), tuning.thresholds, Arc::clone(&linked)).reading(direct);
+        let engine = CallQueue::new(runner, &health);
         let messages = Messages::new(&health, direct);
         Ok(Self {
-            refusals: Refusals::new(&health, &engine, &messages, None),
+            rejections: LocalRejections::new(&health, &engine, &messages, None),
             engine,
             messages,
             health,
@@ -137,17 +144,17 @@ impl Group {
             timeout_ms: AtomicU64::new(timeout.as_millis() as u64),
             closed: AtomicBool::new(false),
             watching: Mutex::new(watching),
-            membership: Mutex::default(),
+            lease: Mutex::default(),
             communicator,
             setting_up: Mutex::new(()),
             domains: window::Domains::default(),
             linked,
-            hosts: None,
+            internode: None,
         })
     }
 }
 
-pub(super) fn control_block(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, tuning: Tuning) -> ControlBlock {
+pub(super) fn control_block(segment: ShmSegment, name: &str, rank: Rank, members: Vec<Identity>, tuning: GroupTuning) -> ControlBlock {
     helpers::note_ranks(members.len());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spins = tuning.spins.unwrap_or(if cores >= members.len() { SPINS } else { SPINS_CROWDED });
@@ -155,7 +162,7 @@ pub(super) fn control_block(segment: Segment, name: &str, rank: Rank, members: V
 }
 
 /// Waits for all members in the shared memory; returns whether every rank may read every other's private memory.
-fn meet(control: &ControlBlock, limit: &Limit, try_direct: bool) -> Result<bool> {
+fn meet(control: &ControlBlock, limit: &CallTimeout, try_direct: bool) -> Result<bool> {
     let me = control.rank();
     let about = || format!("joining group \"{}\"", control.name());
     let arrive = |phase: u32| {
@@ -170,10 +177,10 @@ fn meet(control: &ControlBlock, limit: &Limit, try_direct: bool) -> Result<bool>
         let mut copy = [0u8; 8];
         let from = control.probe(peer).load(Ordering::Relaxed) as usize;
         // SAFETY: `copy` is a local array of 8 bytes.
-        let read = unsafe { remote::read_memory(control.pid(peer), from, copy.as_mut_ptr(), copy.len()) };
+        let read = unsafe { process_vm::read_memory(control.pid(peer), from, copy.as_mut_ptr(), copy.len()) };
         read.is_ok() && copy == PROBE.to_ne_bytes()
     };
-    control.capable(me).store(u32::from(try_direct && control.peers().all(readable)), Ordering::Relaxed);
+    control.can_read_peers(me).store(u32::from(try_direct && control.peers().all(readable)), Ordering::Relaxed);
     arrive(2)?;
-    Ok(control.ranks().all(|rank| control.capable(rank).load(Ordering::Relaxed) == 1))
+    Ok(control.ranks().all(|rank| control.can_read_peers(rank).load(Ordering::Relaxed) == 1))
 }

@@ -1,27 +1,28 @@
 //! Ranks as threads of one process.
 
-mod hosts;
+mod nodes;
 
 use super::*;
-use crate::coll::call::{Op, Span, Spec};
+use crate::coll::call::{CallSpec, Collective, Span};
 use crate::coll::message::MessageSpec;
 use crate::control::Identity;
 use crate::dtype::DType;
-use crate::mem::layout::Layout;
-use crate::mem::shm::Segment;
+use crate::mem::layout::SegmentLayout;
+use crate::mem::shm::ShmSegment;
 
 /// Runs `body` on `n` ranks in threads of this process.
 fn with_ranks(n: u32, body: impl Fn(Group, u32) + Sync) {
-    let bytes = Layout::new(n as usize).total_bytes();
-    let file = Segment::create(bytes).expect("memfd");
+    let bytes = SegmentLayout::new(n as usize).total_bytes();
+    let file = ShmSegment::create(bytes).expect("memfd");
     std::thread::scope(|scope| {
         for rank in 0..n {
             let (file, body) = (file.try_clone().expect("dup"), &body);
             scope.spawn(move || {
-                let segment = Segment::map(file, bytes).expect("map");
+                let segment = ShmSegment::map(file, bytes).expect("map");
                 let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
                 body(
-                    Group::assemble(segment, "test", Rank(rank), members, Duration::from_secs(20), Tuning::default()).expect("assemble"),
+                    Group::from_joined(segment, "test", Rank(rank), members, Duration::from_secs(20), GroupTuning::default())
+                        .expect("assemble"),
                     rank,
                 );
             });
@@ -33,9 +34,9 @@ fn span<T>(slice: &mut [T]) -> Span {
     Span { addr: slice.as_mut_ptr() as usize, bytes: size_of_val(slice) }
 }
 
-fn call(op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Call<'static> {
+fn call(op: Collective, inputs: Vec<Span>, outputs: Vec<Span>) -> Call<'static> {
     let (inputs, outputs) = (inputs.into(), outputs.into());
-    Call::inner(Spec { op, dtype: DType::I32, inputs, outputs, ..Spec::barrier(None) })
+    Call::inner(CallSpec { op, dtype: DType::I32, inputs, outputs, ..CallSpec::barrier(None) })
 }
 
 #[test]
@@ -46,7 +47,7 @@ fn all_to_all_and_messages_of_every_plan() {
             let mut inputs: Vec<Vec<i32>> = (0..3).map(|to| (0..count).map(|i| value(rank, to, i)).collect()).collect();
             let mut outputs = vec![vec![0i32; count]; 3];
             let (i, o) = (inputs.iter_mut().map(|v| span(v)).collect(), outputs.iter_mut().map(|v| span(v)).collect());
-            group.run(&[call(Op::AllToAll, i, o)], None).expect("all_to_all");
+            group.run(&[call(Collective::AllToAll, i, o)], None).expect("all_to_all");
             for from in 0..3 {
                 assert!(outputs[from as usize].iter().enumerate().all(|(i, &v)| v == value(from, rank, i)));
             }
@@ -68,14 +69,14 @@ fn a_disagreement_names_both_calls_on_every_rank() {
     with_ranks(3, |group, rank| {
         let mut data = vec![0i32; 4 + (rank == 1) as usize];
         let op = call(
-            Op::Broadcast,
+            Collective::Broadcast,
             if rank == 0 { vec![span(&mut data)] } else { vec![] },
             if rank == 0 { vec![] } else { vec![span(&mut data)] },
         );
         let error = group.run(&[op], None).expect_err("sizes differ");
-        assert_eq!(error.kind, crate::error::Kind::Mismatch);
+        assert_eq!(error.kind, crate::error::ErrorKind::Mismatch);
         assert!(error.message.contains("16 bytes") && error.message.contains("20 bytes"), "{error}");
-        let again = group.run(&[call(Op::Barrier, vec![], vec![])], None).expect_err("dead");
+        let again = group.run(&[call(Collective::Barrier, vec![], vec![])], None).expect_err("dead");
         assert_eq!(again.message, error.message, "the first cause stands");
     });
 }
@@ -85,18 +86,18 @@ fn a_panic_of_one_rank_fails_the_group_for_all() {
     let inside = |group: &Group| {
         // More lengths than a post has room for, which `validate` would have refused.
         let many = vec![Span { addr: 0, bytes: 0 }; 100_000];
-        group.engine.run(&[call(Op::AllGather, vec![], many)], Duration::from_secs(20))
+        group.engine.run(&[call(Collective::AllGather, vec![], many)], Duration::from_secs(20))
     };
-    let outside = |group: &Group| group.contain(|| panic!("on purpose"));
+    let outside = |group: &Group| group.catch_panic(|| panic!("on purpose"));
     for break_down in [&inside as &(dyn Fn(&Group) -> Result<()> + Sync), &outside] {
         with_ranks(2, |group, rank| {
             let since = Instant::now();
-            let own = vec![call(Op::Barrier, vec![], vec![])];
+            let own = vec![call(Collective::Barrier, vec![], vec![])];
             let error = if rank == 1 { break_down(&group) } else { group.run(&own, None) }.expect_err("it panicked");
-            assert_eq!(error.kind, crate::error::Kind::Internal, "{error}");
+            assert_eq!(error.kind, crate::error::ErrorKind::Internal, "{error}");
             assert!(error.message.starts_with("rank 1 (pid ") && error.message.contains("a bug in torch-symm: panic: "), "{error}");
             assert!(since.elapsed() < Duration::from_secs(5), "not at the deadline");
-            let again = group.run(&[call(Op::Barrier, vec![], vec![])], None).expect_err("dead");
+            let again = group.run(&[call(Collective::Barrier, vec![], vec![])], None).expect_err("dead");
             assert_eq!(again.message, error.message, "the first cause stands");
         });
     }
@@ -108,7 +109,7 @@ fn a_rank_that_leaves_is_named() {
         if rank == 1 {
             return;
         }
-        let error = group.run(&[call(Op::Barrier, vec![], vec![])], None).expect_err("alone");
+        let error = group.run(&[call(Collective::Barrier, vec![], vec![])], None).expect_err("alone");
         assert!(error.message.contains("rank 1") && error.message.contains("left"), "{error}");
     });
 }
@@ -151,7 +152,7 @@ fn leaving_ends_a_set_up_of_gpus_that_waits_for_peers() {
 #[test]
 fn an_asynchronous_call_needs_nobody_who_waits() {
     with_ranks(2, |group, _| {
-        let submit = |done| group.submit(&[call(Op::Barrier, vec![], vec![])], None, done).expect("queued");
+        let submit = |done| group.submit(&[call(Collective::Barrier, vec![], vec![])], None, done).expect("queued");
         // Waited for at once, so often that a worker leaves the next one to its submitter for a while.
         for _ in 0..20 {
             group.wait(submit(Completion::new(|outcome, _| outcome.expect("a barrier"))), None).expect("done");
@@ -171,7 +172,7 @@ fn an_asynchronous_call_needs_nobody_who_waits() {
 fn submit_sum(group: &Group, data: &mut [i32]) -> (u64, std::sync::mpsc::Receiver<Result<()>>) {
     let (reported, hears) = std::sync::mpsc::channel();
     let completion = Completion::new(move |outcome, _| drop(reported.send(outcome)));
-    let ticket = group.submit(&[call(Op::AllReduce, vec![span(data)], vec![span(data)])], None, completion).expect("queued");
+    let ticket = group.submit(&[call(Collective::AllReduce, vec![span(data)], vec![span(data)])], None, completion).expect("queued");
     (ticket, hears)
 }
 
@@ -189,7 +190,7 @@ fn calls_that_were_posted_keep_their_order_with_all_others() {
                     group.wait(jobs[job].0, None).expect("done");
                 }
                 let all = span(&mut data[..first.min(second)]);
-                group.run(&[call(Op::AllReduce, vec![all], vec![all])], None).expect("behind them");
+                group.run(&[call(Collective::AllReduce, vec![all], vec![all])], None).expect("behind them");
                 assert!(
                     jobs.iter().all(|(_, hears)| hears.recv_timeout(Duration::from_secs(20)) == Ok(Ok(()))),
                     "{first} {second} {waits:?}"
@@ -231,7 +232,7 @@ fn a_posted_call_whose_peer_leaves_or_gives_up_fails_when_it_is_awaited() {
                 let error = hears.try_recv().expect("it has ended").expect_err("rank 1 does not come");
                 assert!(error.message.contains("rank 1 (pid "), "{error}");
                 assert_eq!(data, vec![1; 10], "nothing was written");
-                assert_eq!(group.run(&[call(Op::Barrier, vec![], vec![])], None), Err(group.failure().expect("it failed")));
+                assert_eq!(group.run(&[call(Collective::Barrier, vec![], vec![])], None), Err(group.failure().expect("it failed")));
             } else {
                 posted.wait();
                 if aborts {
@@ -251,7 +252,7 @@ fn a_limited_wait_for_a_posted_call_gives_up_and_leaves_it_alone() {
         if rank == 0 {
             let (ticket, hears) = submit_sum(&group, &mut data);
             let error = group.wait(ticket, Some(limit)).expect_err("rank 1 has not come");
-            assert_eq!(error.kind, crate::error::Kind::WaitTimeout, "{error}");
+            assert_eq!(error.kind, crate::error::ErrorKind::WaitTimeout, "{error}");
             tried.wait();
             group.wait(ticket, Some(Duration::from_secs(20))).expect("it came");
             assert_eq!(hears.try_recv(), Ok(Ok(())));

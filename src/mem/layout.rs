@@ -19,14 +19,14 @@ pub const SLOT_BYTES: usize = 256 << 10;
 pub const INPUT_SLOTS: usize = 3;
 /// Number of result slots of a rank: a result is read one stage after it was written.
 pub const RESULT_SLOTS: usize = 2;
-/// Size of the data of all rings that one rank writes, within the limits [`LEAST_RING_BYTES`] and [`MOST_RING_BYTES`]
+/// Size of the data of all rings that one rank writes, within the limits [`MIN_RING_BYTES`] and [`MAX_RING_BYTES`]
 /// per ring.
 const RINGS_BYTES: usize = 16 << 20;
 /// Minimum size of a ring's data, a power of two. Rings are reserved in steps of this size.
-pub const LEAST_RING_BYTES: usize = 512 << 10;
+pub const MIN_RING_BYTES: usize = 512 << 10;
 /// Maximum size of a ring's data: twice a second-level cache, so that written lines have left the reader's cache.
 /// Writing lines that another core still holds takes four times as long (`docs/measurements/cpu.md`).
-const MOST_RING_BYTES: usize = 4 << 20;
+const MAX_RING_BYTES: usize = 4 << 20;
 /// The head, tail and matched-bytes counters of a ring, each on its own pair of cache lines.
 pub const RING_HEAD: usize = 4 * LINE_PAIR;
 /// Alignment that separates words of different writers: 128, not 64, because adjacent-line prefetch pairs lines on x86.
@@ -42,11 +42,11 @@ pub const MAX_RANKS: usize = 128;
 
 /// Offsets for a group of `n` members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct SegmentLayout {
     n: usize,
 }
 
-impl Layout {
+impl SegmentLayout {
     /// Returns the layout for `n` members, `1 <= n <= MAX_RANKS`.
     pub fn new(n: usize) -> Self {
         assert!((1..=MAX_RANKS).contains(&n), "{n} ranks");
@@ -91,7 +91,7 @@ impl Layout {
 
     /// Returns the size of a ring's data, a power of two.
     pub fn ring_data_bytes(self) -> usize {
-        (RINGS_BYTES / self.n.next_power_of_two()).clamp(LEAST_RING_BYTES, MOST_RING_BYTES)
+        (RINGS_BYTES / self.n.next_power_of_two()).clamp(MIN_RING_BYTES, MAX_RING_BYTES)
     }
 
     /// Returns the offset of a rank's input slot.
@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     /// Returns every area as (offset, bytes).
-    fn areas(layout: Layout) -> Vec<(usize, usize)> {
+    fn areas(layout: SegmentLayout) -> Vec<(usize, usize)> {
         let n = layout.ranks() as u32;
         let mut list = vec![(0, HEADER_BYTES)];
         for a in (0..n).map(Rank) {
@@ -165,7 +165,7 @@ mod tests {
     #[test]
     fn areas_are_aligned_disjoint_and_inside() {
         for n in 1..=MAX_RANKS {
-            let layout = Layout::new(n);
+            let layout = SegmentLayout::new(n);
             let mut list = areas(layout);
             assert_eq!(layout.control_bytes(), layout.ring(Rank(0), Rank(0)), "{n} ranks: the reserved part ends where rings begin");
             list.sort_unstable();
@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn a_share_of_a_chunk_fits_its_result_slot_and_all_lengths_their_table() {
         for n in 1..=MAX_RANKS {
-            let layout = Layout::new(n);
+            let layout = SegmentLayout::new(n);
             // `coll::cpu::all_reduce` divides a chunk of `SLOT_BYTES` in this way.
             let share = SLOT_BYTES.div_ceil(n).next_multiple_of(64);
             assert!(share <= layout.result_bytes(), "{n} ranks: {share} bytes in a slot of {}", layout.result_bytes());

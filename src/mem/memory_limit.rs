@@ -27,7 +27,7 @@ pub fn tightest() -> Option<MemoryLimit> {
     let swap = field(&meminfo, "SwapFree:").unwrap_or(0) * 1024;
     let machine = field(&meminfo, "MemAvailable:").map(|kib| MemoryLimit { free: kib * 1024 + swap, of: "on this machine".into() });
     // Determined once, because processes are usually moved between groups before they start.
-    static GROUPS: PerProcess<OnceLock<Vec<(Version, PathBuf)>>> = PerProcess::new(OnceLock::new);
+    static GROUPS: PerProcess<OnceLock<Vec<(CgroupVersion, PathBuf)>>> = PerProcess::new(OnceLock::new);
     let groups = GROUPS.get().get_or_init(|| {
         let own = |name: &str| read(&Path::new("/proc/self").join(name)).unwrap_or_default();
         folders(&own("cgroup"), &own("mountinfo"))
@@ -47,12 +47,12 @@ fn field(text: &str, name: &str) -> Option<u64> {
 
 /// Version of the control groups; both may be mounted, and one of them controls the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Version {
+enum CgroupVersion {
     One,
     Two,
 }
 
-impl Version {
+impl CgroupVersion {
     /// Returns how much memory one group still allows, if it sets a limit. `read` reads one of its files.
     fn free(self, swap: u64, read: impl Fn(&str) -> Option<String>) -> Option<u64> {
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
@@ -84,14 +84,14 @@ impl Version {
 
 /// Returns the directories of this process's memory groups, innermost first, from `/proc/self/cgroup` and
 /// `/proc/self/mountinfo`.
-fn folders(cgroup: &str, mounts: &str) -> Vec<(Version, PathBuf)> {
+fn folders(cgroup: &str, mounts: &str) -> Vec<(CgroupVersion, PathBuf)> {
     let mut folders = Vec::new();
     for line in cgroup.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(inside)) = (parts.next(), parts.next()) else { continue };
         let version = match controllers {
-            "" => Version::Two,
-            list if list.split(',').any(|name| name == "memory") => Version::One,
+            "" => CgroupVersion::Two,
+            list if list.split(',').any(|name| name == "memory") => CgroupVersion::One,
             _ => continue,
         };
         let Some((root, point)) = mounts.lines().find_map(|line| mount(line, version)) else { continue };
@@ -108,12 +108,12 @@ fn folders(cgroup: &str, mounts: &str) -> Vec<(Version, PathBuf)> {
 }
 
 /// Returns the root and the mount point in `line`, if it mounts the memory groups of this version.
-fn mount(line: &str, version: Version) -> Option<(&str, &str)> {
+fn mount(line: &str, version: CgroupVersion) -> Option<(&str, &str)> {
     let (before, after) = line.split_once(" - ")?;
     let (before, after): (Vec<&str>, Vec<&str>) = (before.split(' ').collect(), after.split(' ').collect());
     let wanted = match version {
-        Version::One => *after.first()? == "cgroup" && after.get(2)?.split(',').any(|option| option == "memory"),
-        Version::Two => *after.first()? == "cgroup2",
+        CgroupVersion::One => *after.first()? == "cgroup" && after.get(2)?.split(',').any(|option| option == "memory"),
+        CgroupVersion::Two => *after.first()? == "cgroup2",
     };
     wanted.then_some((*before.get(3)?, *before.get(4)?))
 }
@@ -139,7 +139,7 @@ mod tests {
                       38 32 0:33 / /sys/fs/cgroup/unified rw - cgroup2 none rw\n";
         let unified = "30 24 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
         let container = "30 24 0:26 /docker/ab /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
-        let (one, two) = (Version::One, Version::Two);
+        let (one, two) = (CgroupVersion::One, CgroupVersion::Two);
         let cases = [
             (
                 "9:name=systemd:/\n4:memory:/a/b\n1:cpu:/x\n0::/\n",
@@ -162,7 +162,7 @@ mod tests {
             ("nonsense\n", "nonsense\n", vec![]),
         ];
         for (cgroup, mounts, expected) in cases {
-            let expected: Vec<(Version, PathBuf)> = expected.into_iter().map(|(version, path)| (version, path.into())).collect();
+            let expected: Vec<(CgroupVersion, PathBuf)> = expected.into_iter().map(|(version, path)| (version, path.into())).collect();
             assert_eq!(folders(cgroup, mounts), expected, "{cgroup}");
         }
     }
@@ -170,12 +170,12 @@ mod tests {
     #[test]
     fn what_a_group_allows_is_its_limit_without_what_it_cannot_give_back() {
         type Files = &'static [(&'static str, &'static str)];
-        let cases: [(Version, Files, Option<u64>); 8] = [
-            (Version::Two, &[("memory.max", "max\n"), ("memory.current", "5\n")], None),
-            (Version::Two, &[], None),
-            (Version::Two, &[("memory.max", "1000\n"), ("memory.current", "600\n"), ("memory.swap.max", "0\n")], Some(400)),
+        let cases: [(CgroupVersion, Files, Option<u64>); 8] = [
+            (CgroupVersion::Two, &[("memory.max", "max\n"), ("memory.current", "5\n")], None),
+            (CgroupVersion::Two, &[], None),
+            (CgroupVersion::Two, &[("memory.max", "1000\n"), ("memory.current", "600\n"), ("memory.swap.max", "0\n")], Some(400)),
             (
-                Version::Two,
+                CgroupVersion::Two,
                 &[
                     ("memory.max", "1000"),
                     ("memory.current", "600"),
@@ -185,15 +185,15 @@ mod tests {
                 ],
                 Some(525),
             ),
-            (Version::Two, &[("memory.max", "1000"), ("memory.current", "1010"), ("memory.swap.max", "max")], Some(100)),
-            (Version::One, &[("memory.limit_in_bytes", "9223372036854771712\n"), ("memory.usage_in_bytes", "5")], None),
+            (CgroupVersion::Two, &[("memory.max", "1000"), ("memory.current", "1010"), ("memory.swap.max", "max")], Some(100)),
+            (CgroupVersion::One, &[("memory.limit_in_bytes", "9223372036854771712\n"), ("memory.usage_in_bytes", "5")], None),
             (
-                Version::One,
+                CgroupVersion::One,
                 &[("memory.limit_in_bytes", "1000"), ("memory.usage_in_bytes", "600"), ("memory.stat", "total_inactive_file 50\n")],
                 Some(550),
             ),
             (
-                Version::One,
+                CgroupVersion::One,
                 &[
                     ("memory.limit_in_bytes", "1000"),
                     ("memory.usage_in_bytes", "600"),

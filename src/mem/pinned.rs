@@ -11,29 +11,29 @@ use std::sync::atomic::AtomicU32;
 
 /// Zeroed words, read and written by this process and the GPU.
 #[derive(Debug)]
-pub struct Words {
-    host: *mut c_void,
+pub struct PinnedWords {
+    words: *mut c_void,
     device: u64,
     count: usize,
 }
 
 // SAFETY: the memory is only reached as atomics.
-unsafe impl Send for Words {}
+unsafe impl Send for PinnedWords {}
 // SAFETY: as above.
-unsafe impl Sync for Words {}
+unsafe impl Sync for PinnedWords {}
 
-impl Words {
+impl PinnedWords {
     /// Allocates `count` words in the current context.
     pub fn new(count: usize) -> Result<Self> {
         let bytes = count * size_of::<u32>();
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
-        let mut words = Self { host: std::ptr::null_mut(), device: 0, count };
+        let mut words = Self { words: std::ptr::null_mut(), device: 0, count };
         // SAFETY: valid for a write; freed by `drop`.
-        check("allocating pinned memory", unsafe { sys::cuMemHostAlloc(&raw mut words.host, bytes, flags) })?;
+        check("allocating pinned memory", unsafe { sys::cuMemHostAlloc(&raw mut words.words, bytes, flags) })?;
         // SAFETY: the allocation is `bytes` long, and no other thread has its address yet.
-        unsafe { std::ptr::write_bytes(words.host.cast::<u8>(), 0, bytes) };
+        unsafe { std::ptr::write_bytes(words.words.cast::<u8>(), 0, bytes) };
         // SAFETY: valid for a write; the memory was allocated for mapping.
-        check("mapping pinned memory", unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut words.device, words.host, 0) })?;
+        check("mapping pinned memory", unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut words.device, words.words, 0) })?;
         Ok(words)
     }
 
@@ -45,21 +45,21 @@ impl Words {
     /// The words.
     pub fn get(&self) -> &[AtomicU32] {
         // SAFETY: allocated for `count` words, aligned to a page, zeroed; lives as long as `self`; the GPU writes whole words.
-        unsafe { std::slice::from_raw_parts(self.host.cast(), self.count) }
+        unsafe { std::slice::from_raw_parts(self.words.cast(), self.count) }
     }
 }
 
-impl Drop for Words {
+impl Drop for PinnedWords {
     fn drop(&mut self) {
-        if !self.host.is_null() {
+        if !self.words.is_null() {
             // SAFETY: made by `new`; no kernel uses it after its owner drops it.
-            let _ = unsafe { sys::cuMemFreeHost(self.host) };
+            let _ = unsafe { sys::cuMemFreeHost(self.words) };
         }
     }
 }
 
 /// Host memory that is mapped for the GPU.
-pub struct Registered {
+pub struct RegisteredMemory {
     // Before its keeper, because the memory must still be mapped when it is unregistered.
     registration: Registration,
     _keeper: Arc<dyn Any + Send + Sync>,
@@ -76,8 +76,8 @@ unsafe impl Send for Registration {}
 // SAFETY: as above.
 unsafe impl Sync for Registration {}
 
-impl Registered {
-    /// Maps `bytes` bytes at `host` (both multiples of a page) for the GPU, in the current context.
+impl RegisteredMemory {
+    /// Maps `bytes` bytes at `words` (both multiples of a page) for the GPU, in the current context.
     ///
     /// # Safety
     /// The range is mapped and its pages are reserved as long as `keeper` lives.

@@ -4,10 +4,10 @@
 use super::memory_limit::tightest;
 use crate::error::{Error, Result};
 use crate::lock::lock;
-use crate::sys::again::retry;
+use crate::sys::eintr::retry;
 use crate::sys::process;
 use crate::sys::required::Required;
-use crate::sys::thread::Undisturbed;
+use crate::sys::thread::BlockedSignals;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MremapFlags, ProtFlags};
@@ -21,16 +21,16 @@ use std::sync::{Arc, Mutex};
 /// mapping: ranks that are threads of one process may use the same addresses, which lets ThreadSanitizer see their
 /// races.
 #[derive(Clone, Debug)]
-pub struct Segment {
+pub struct ShmSegment {
     /// The base of `mapping`, copied to save an indirection on every access.
     base: NonNull<u8>,
     bytes: usize,
-    mapping: Arc<Mapping>,
+    mapping: Arc<ShmMapping>,
 }
 
 /// The mapping itself, unmapped on drop.
 #[derive(Debug)]
-struct Mapping {
+struct ShmMapping {
     base: NonNull<u8>,
     bytes: usize,
     identity: u64,
@@ -40,27 +40,27 @@ struct Mapping {
 
 // SAFETY: the mapping is plain memory; the protocols in `sync` and `coll` decide which thread may touch which byte
 // when.
-unsafe impl Send for Segment {}
+unsafe impl Send for ShmSegment {}
 // SAFETY: as above.
-unsafe impl Sync for Segment {}
+unsafe impl Sync for ShmSegment {}
 // SAFETY: as above; only `drop` uses it, when no segment is left.
-unsafe impl Send for Mapping {}
+unsafe impl Send for ShmMapping {}
 // SAFETY: as above.
-unsafe impl Sync for Mapping {}
+unsafe impl Sync for ShmMapping {}
 
 /// Addresses reserved for a future segment, so that mapping it cannot fail for lack of addresses.
 #[derive(Debug)]
-pub struct Addresses {
+pub struct HostReservation {
     base: NonNull<u8>,
     bytes: usize,
 }
 
 // SAFETY: nothing is at the addresses that a thread could touch.
-unsafe impl Send for Addresses {}
+unsafe impl Send for HostReservation {}
 // SAFETY: as above.
-unsafe impl Sync for Addresses {}
+unsafe impl Sync for HostReservation {}
 
-impl Addresses {
+impl HostReservation {
     /// Reserves `bytes` bytes of addresses, which cost no memory.
     pub fn reserve(bytes: usize, purpose: impl Display) -> Result<Self> {
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
@@ -75,14 +75,14 @@ impl Addresses {
     }
 }
 
-impl Drop for Addresses {
+impl Drop for HostReservation {
     fn drop(&mut self) {
         // SAFETY: base and bytes come from mmap; code that maps a segment here forgets this value.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
 
-impl Segment {
+impl ShmSegment {
     /// Creates an unnamed file of `bytes` bytes whose size is sealed, so no access within it can fault.
     pub fn create(bytes: usize) -> Result<OwnedFd> {
         Self::create_or(bytes as u64, Required::failed)
@@ -106,11 +106,11 @@ impl Segment {
 
     /// Maps the first `bytes` bytes of `file`.
     pub fn map(file: OwnedFd, bytes: usize) -> Result<Self> {
-        Self::map_at(file, Addresses::reserve(bytes, "the group's memory")?)
+        Self::map_at(file, HostReservation::reserve(bytes, "the group's memory")?)
     }
 
     /// Maps the file over `addresses`, for their whole length.
-    pub fn map_at(file: OwnedFd, addresses: Addresses) -> Result<Self> {
+    pub fn map_at(file: OwnedFd, addresses: HostReservation) -> Result<Self> {
         let (base, bytes) = (addresses.base, addresses.bytes);
         let stat = rustix::fs::fstat(&file).map_err(|errno| Required::Look.failed(errno))?;
         if (stat.st_size as u64) < bytes as u64 {
@@ -130,7 +130,7 @@ impl Segment {
         .map_err(|errno| Required::Map.failed(errno))?;
         // The segment owns the range from here on.
         std::mem::forget(addresses);
-        Ok(Self { base, bytes, mapping: Arc::new(Mapping { base, bytes, identity: stat.st_ino, file: Mutex::new(Some(file)) }) })
+        Ok(Self { base, bytes, mapping: Arc::new(ShmMapping { base, bytes, identity: stat.st_ino, file: Mutex::new(Some(file)) }) })
     }
 
     /// Returns a number that all mappings of one file share; the kernel does not reuse it soon.
@@ -158,7 +158,7 @@ impl Segment {
     /// are copied from the file; peers do not see later writes to it. Does nothing while a clone shares the mapping.
     pub fn leave_file(&self, kept: usize) -> rustix::io::Result<()> {
         self.check(0, kept);
-        let Mapping { base, bytes, file, .. } = &*self.mapping;
+        let ShmMapping { base, bytes, file, .. } = &*self.mapping;
         let mut file = lock(file);
         if file.is_none() || Arc::strong_count(&self.mapping) > 1 {
             return Ok(());
@@ -226,7 +226,7 @@ pub(crate) fn reserve(file: &OwnedFd, offset: usize, bytes: usize, purpose: impl
         return Err(none(""));
     }
     // A signal undoes the allocation so far, and a periodic timer would do so forever.
-    let _undisturbed = Undisturbed::new();
+    let _undisturbed = BlockedSignals::new();
     let allocate = || rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64);
     retry(allocate).map_err(|errno| match errno {
         Errno::NOMEM | Errno::NOSPC => none(&format!(": {errno}")),
@@ -237,7 +237,7 @@ pub(crate) fn reserve(file: &OwnedFd, offset: usize, bytes: usize, purpose: impl
     })
 }
 
-impl Drop for Mapping {
+impl Drop for ShmMapping {
     fn drop(&mut self) {
         // SAFETY: base and bytes come from mmap; every reference borrows a segment, and no segment is left.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
@@ -250,9 +250,9 @@ mod tests {
 
     #[test]
     fn two_mappings_of_one_file_show_the_same_bytes() {
-        let file = Segment::create(8192).expect("memfd");
+        let file = ShmSegment::create(8192).expect("memfd");
         let other = file.try_clone().expect("dup");
-        let (a, b) = (Segment::map(file, 8192).expect("map"), Segment::map(other, 8192).expect("map"));
+        let (a, b) = (ShmSegment::map(file, 8192).expect("map"), ShmSegment::map(other, 8192).expect("map"));
         a.reserve(0, 8192, "a test").expect("reserve");
         // SAFETY: both ranges are mapped and only this thread touches them.
         unsafe {
@@ -263,11 +263,11 @@ mod tests {
 
     #[test]
     fn a_segment_that_leaves_its_file_keeps_addresses_and_the_first_bytes() {
-        let file = Segment::create(8192).expect("memfd");
-        let peer = Segment::map(file.try_clone().expect("dup"), 8192).expect("map");
-        let segment = Segment::map(file, 8192).expect("map");
+        let file = ShmSegment::create(8192).expect("memfd");
+        let peer = ShmSegment::map(file.try_clone().expect("dup"), 8192).expect("map");
+        let segment = ShmSegment::map(file, 8192).expect("map");
         // SAFETY: atomics only, within the mappings.
-        let words = |segment: &Segment| [0, 4096].map(|at| unsafe { std::ptr::from_ref(segment.at::<AtomicU64>(at)) });
+        let words = |segment: &ShmSegment| [0, 4096].map(|at| unsafe { std::ptr::from_ref(segment.at::<AtomicU64>(at)) });
         // SAFETY: the segments live until the end, and only this thread uses them.
         let (own, its) = (words(&segment).map(|word| unsafe { &*word }), words(&peer).map(|word| unsafe { &*word }));
         own.iter().for_each(|word| word.store(7, Ordering::Relaxed));
@@ -288,9 +288,9 @@ mod tests {
 
     #[test]
     fn the_size_is_final_and_checked() {
-        let file = Segment::create(4096).expect("memfd");
+        let file = ShmSegment::create(4096).expect("memfd");
         assert!(rustix::fs::ftruncate(&file, 0).is_err(), "sealed against shrinking");
-        let error = Segment::map(file, 8192).expect_err("too small");
+        let error = ShmSegment::map(file, 8192).expect_err("too small");
         assert!(error.message.contains("4096") && error.message.contains("8192"), "{error}");
     }
 }

@@ -11,20 +11,20 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 /// Reserved device addresses. Nothing need be mapped there.
 #[derive(Debug)]
-pub struct Reservation {
+pub struct DeviceReservation {
     address: u64,
     bytes: usize,
 }
 
 /// A mapping of physical GPU memory, this process's or a peer's, into this device's address space.
 #[derive(Debug)]
-pub struct Mapping {
-    reservation: Reservation,
+pub struct DeviceMapping {
+    reservation: DeviceReservation,
 }
 
 /// Physical memory on a device.
 #[derive(Debug)]
-pub struct Physical {
+pub struct DeviceAllocation {
     handle: sys::CUmemGenericAllocationHandle,
     bytes: usize,
 }
@@ -64,7 +64,7 @@ pub fn granularity(device: &Device) -> Result<usize> {
     Ok(bytes)
 }
 
-impl Physical {
+impl DeviceAllocation {
     /// Allocates `bytes` (a multiple of the granularity) on `device`.
     pub fn create(device: &Device, bytes: usize) -> Result<Self> {
         let (mut handle, properties) = (0, properties(device));
@@ -97,21 +97,21 @@ impl Physical {
     }
 
     /// Maps the whole memory, readable and writable for `device`. The mapping keeps the memory alive.
-    pub fn map(&self, device: &Device) -> Result<Mapping> {
-        let reservation = Reservation::new(self.bytes)?;
+    pub fn map(&self, device: &Device) -> Result<DeviceMapping> {
+        let reservation = DeviceReservation::new(self.bytes)?;
         reservation.map(0, self, device)?;
-        Ok(Mapping { reservation })
+        Ok(DeviceMapping { reservation })
     }
 }
 
-impl Drop for Physical {
+impl Drop for DeviceAllocation {
     fn drop(&mut self) {
         // SAFETY: made by `create` or `import`; mappings hold their own references.
         let _ = unsafe { sys::cuMemRelease(self.handle) };
     }
 }
 
-impl Reservation {
+impl DeviceReservation {
     /// Reserves `bytes` (a multiple of the granularity) of addresses.
     pub fn new(bytes: usize) -> Result<Self> {
         let mut address = 0;
@@ -127,7 +127,7 @@ impl Reservation {
 
     /// Maps the whole `memory` at `offset`, readable and writable for `device`. Nothing may be mapped there yet. The
     /// mapping keeps the memory alive.
-    pub fn map(&self, offset: usize, memory: &Physical, device: &Device) -> Result<()> {
+    pub fn map(&self, offset: usize, memory: &DeviceAllocation, device: &Device) -> Result<()> {
         if offset.checked_add(memory.bytes).is_none_or(|end| end > self.bytes) {
             return Err(Error::internal(format!("{} bytes at {offset} leave a range of {} bytes", memory.bytes, self.bytes)));
         }
@@ -154,21 +154,21 @@ impl Reservation {
     }
 }
 
-impl Drop for Reservation {
+impl Drop for DeviceReservation {
     fn drop(&mut self) {
         // SAFETY: reserved by `new`; every mapping there has been unmapped.
         let _ = unsafe { sys::cuMemAddressFree(self.address, self.bytes) };
     }
 }
 
-impl Mapping {
+impl DeviceMapping {
     /// Returns the device address of the first byte.
     pub fn address(&self) -> u64 {
         self.reservation.address
     }
 }
 
-impl Drop for Mapping {
+impl Drop for DeviceMapping {
     fn drop(&mut self) {
         self.reservation.unmap(0, self.reservation.bytes);
     }

@@ -1,16 +1,16 @@
 //! How messages end: completions, failures, and the end of all at once.
 
 use super::peer::Peer;
-use super::ring::Ring;
-use super::wire::Phase;
-use super::{Messages, Sending, Source, State, Stream};
-use crate::completion::Finished;
+use super::ring::RingLink;
+use super::wire::LinkState;
+use super::{ChunkedReceive, MessageTable, Messages, PendingSend, Source};
+use crate::completion::FinishedTransfer;
 use crate::control::ControlBlock;
 use crate::dtype::DType;
-use crate::error::{Error, Kind, Result};
-use crate::health::Listener;
+use crate::error::{Error, ErrorKind, Result};
+use crate::health::FailureListener;
 use crate::rank::Rank;
-use crate::sync::limit::Limit;
+use crate::sync::timeout::CallTimeout;
 use std::collections::BTreeMap;
 use std::sync::MutexGuard;
 use std::sync::atomic::{Ordering, fence};
@@ -21,14 +21,14 @@ pub(super) fn gave_up(since: Instant) -> Error {
     Error::wait_timeout(format!("wait() gave up after {:.1} s; the transfer itself goes on", since.elapsed().as_secs_f32()))
 }
 
-/// Names a message within a host in errors.
+/// Names a message within a node in errors.
 pub(super) fn about(control: &ControlBlock, name: &str, bytes: usize, tag: i32) -> String {
     format!("{name}({bytes} bytes, tag {tag}) of group \"{}\"", control.name())
 }
 
 /// Whether `error` is that of a connection, not of what came by it.
 pub(super) fn is_broken(error: &Error) -> bool {
-    matches!(error.kind, Kind::Peer | Kind::Network)
+    matches!(error.kind, ErrorKind::Peer | ErrorKind::Network)
 }
 
 /// What the loss of the link to `whom` because of `error` means, where a message needs it `urgent`ly: its name, and since when it waits.
@@ -44,19 +44,19 @@ pub(super) fn lost_link(control: &ControlBlock, whom: &str, urgent: Option<&(Str
 }
 
 /// A send or receive under way, as error messages name it.
-pub(super) struct Pending<'a> {
+pub(super) struct TransferLabel<'a> {
     pub(super) name: &'static str,
     /// `None`: anybody.
     pub(super) peer: Option<Rank>,
     pub(super) tag: i32,
     pub(super) dtype: DType,
     pub(super) bytes: usize,
-    pub(super) limit: &'a Limit,
+    pub(super) limit: &'a CallTimeout,
 }
 
-impl Pending<'_> {
-    /// Its name where ranks of other hosts are concerned.
-    fn about_far(&self, control: &ControlBlock) -> String {
+impl TransferLabel<'_> {
+    /// Its name where ranks of other nodes are concerned.
+    fn about_internode(&self, control: &ControlBlock) -> String {
         let (name, bytes, dtype, tag, group) = (self.name, self.bytes, self.dtype.name(), self.tag, control.name());
         format!("{name}({bytes} bytes, {dtype}, tag {tag}) of group \"{group}\"")
     }
@@ -64,22 +64,22 @@ impl Pending<'_> {
 
 /// Peers of this host that take part in nothing further, and how each became so. They are to be asked for before what they wrote is read:
 /// else some of it may be missed.
-struct Lost {
+struct LostPeers {
     absent: Vec<(Rank, String)>,
     dead: Option<(Rank, String)>,
 }
 
-impl Lost {
+impl LostPeers {
     fn among(control: &ControlBlock) -> Self {
-        let absent = control.peers().filter_map(|peer| Some((peer, control.absence(peer)?))).collect();
+        let absent = control.peers().filter_map(|peer| Some((peer, control.exit_reason(peer)?))).collect();
         Self { absent, dead: control.dead_rank().map(|(rank, how)| (rank, how.clone())) }
     }
 
     /// Whose end is that of a message with `peer`, or with anybody: its own, or the death of any member. One that left in order owes others
-    /// nothing. `far`: ranks of other hosts may complete it, too.
+    /// nothing. `far`: ranks of other nodes may complete it, too.
     fn ends(&self, control: &ControlBlock, peer: Option<Rank>, far: bool) -> Option<&(Rank, String)> {
         let needed = match peer {
-            Some(peer) => self.absent.iter().find(|(rank, _)| control.shown(*rank) == peer),
+            Some(peer) => self.absent.iter().find(|(rank, _)| control.display_rank(*rank) == peer),
             None if far => None,
             None => self.absent.first().filter(|_| self.absent.len() + 1 == control.size()),
         };
@@ -87,15 +87,15 @@ impl Lost {
     }
 }
 
-impl State {
-    pub(super) fn limits(&self) -> impl Iterator<Item = &Limit> {
+impl MessageTable {
+    pub(super) fn limits(&self) -> impl Iterator<Item = &CallTimeout> {
         self.pending().map(|pending| pending.limit)
     }
 
-    pub(super) fn pending(&self) -> impl Iterator<Item = Pending<'_>> {
+    pub(super) fn pending(&self) -> impl Iterator<Item = TransferLabel<'_>> {
         let receives = self.matching.posted.iter().map(|posted| (posted, posted.peer));
-        let streams = self.streams.iter().map(|((from, _), stream)| (&stream.posted, stream.posted.peer.or(self.far_only(*from))));
-        let receives = receives.chain(streams).map(|(posted, peer)| Pending {
+        let streams = self.streams.iter().map(|((from, _), stream)| (&stream.posted, stream.posted.peer.or(self.internode_only(*from))));
+        let receives = receives.chain(streams).map(|(posted, peer)| TransferLabel {
             name: "recv",
             peer,
             tag: posted.tag,
@@ -103,37 +103,37 @@ impl State {
             bytes: posted.span.bytes,
             limit: &posted.limit,
         });
-        let send = |send: &Sending| (Some(send.peer), send.tag, send.dtype, send.span.bytes);
+        let send = |send: &PendingSend| (Some(send.peer), send.tag, send.dtype, send.span.bytes);
         let sends = self.sends.values().map(move |sending| {
             let (peer, tag, dtype, bytes) = send(sending);
-            Pending { name: "send", peer, tag, dtype, bytes, limit: &sending.limit }
+            TransferLabel { name: "send", peer, tag, dtype, bytes, limit: &sending.limit }
         });
         receives.chain(sends)
     }
 
-    /// `from`, if it is on another host: a message from any rank that has begun there needs it.
-    fn far_only(&self, from: Rank) -> Option<Rank> {
-        self.is_far(from).then_some(from)
+    /// `from`, if it is on another node: a message from any rank that has begun there needs it.
+    fn internode_only(&self, from: Rank) -> Option<Rank> {
+        self.is_internode(from).then_some(from)
     }
 
     /// Name of the message with `peer` whose deadline is the next, and for how many seconds it has waited.
-    pub(super) fn most_urgent(&self, peer: Rank) -> Option<(Pending<'_>, Duration)> {
+    pub(super) fn most_urgent(&self, peer: Rank) -> Option<(TransferLabel<'_>, Duration)> {
         let with = self.pending().filter(|pending| pending.peer == Some(peer));
-        with.map(|pending| (pending.limit.left().unwrap_or_default(), pending))
+        with.map(|pending| (pending.limit.remaining().unwrap_or_default(), pending))
             .min_by_key(|(left, _)| *left)
             .map(|(left, pending)| (pending, left))
     }
 
     /// As errors of a lost link name it.
     pub(super) fn urgent(&self, control: &ControlBlock, peer: Rank) -> Option<(String, f32)> {
-        self.most_urgent(peer).map(|(pending, _)| (pending.about_far(control), pending.limit.waited().as_secs_f32()))
+        self.most_urgent(peer).map(|(pending, _)| (pending.about_internode(control), pending.limit.elapsed().as_secs_f32()))
     }
 
     /// Reason why some open message can never complete, or must not, if there is one.
-    fn hopeless(&self, control: &ControlBlock, lost: &Lost) -> Option<Error> {
+    fn unreachable_error(&self, control: &ControlBlock, lost: &LostPeers) -> Option<Error> {
         self.pending().find_map(|pending| {
-            let late = pending.limit.left().is_none();
-            if pending.peer.is_some_and(|peer| self.is_far(peer)) {
+            let late = pending.limit.remaining().is_none();
+            if pending.peer.is_some_and(|peer| self.is_internode(peer)) {
                 return control.dead().or_else(|| late.then(|| self.late(control, &pending)));
             }
             let end = lost.ends(control, pending.peer, self.reaches);
@@ -142,17 +142,17 @@ impl State {
     }
 
     /// The error of a message whose time is up.
-    fn late(&self, control: &ControlBlock, pending: &Pending<'_>) -> Error {
-        let (me, seconds) = (control.describe(control.rank()), pending.limit.waited().as_secs_f32());
+    fn late(&self, control: &ControlBlock, pending: &TransferLabel<'_>) -> Error {
+        let (me, seconds) = (control.describe(control.rank()), pending.limit.elapsed().as_secs_f32());
         let near = || about(control, pending.name, pending.bytes, pending.tag);
         let (what, whom) = match pending.peer.map(|peer| &self.peers[peer.index()]) {
-            Some(Peer::Far(wire)) => {
+            Some(Peer::Internode(wire)) => {
                 let state = match (&wire.phase, pending.name) {
-                    (Phase::Idle | Phase::Meeting, _) => "which has begun no message with it",
-                    (Phase::Open | Phase::Lost(_), "send") => "which did not receive it",
-                    (Phase::Open | Phase::Lost(_), _) => "which did not send it",
+                    (LinkState::Idle | LinkState::Connecting, _) => "which has begun no message with it",
+                    (LinkState::Open | LinkState::Lost(_), "send") => "which did not receive it",
+                    (LinkState::Open | LinkState::Lost(_), _) => "which did not send it",
                 };
-                (pending.about_far(control), format!("{}, {state}", wire.name))
+                (pending.about_internode(control), format!("{}, {state}", wire.name))
             }
             Some(peer) => (near(), state_of(control, peer.ring().map_or(control.rank(), |ring| ring.peer))),
             None if self.reaches => {
@@ -162,14 +162,14 @@ impl State {
             }
             None => (near(), "any rank".into()),
         };
-        Error::timeout(format!("{me} waited {seconds:.1} s until its timeout in {what} for {whom}"))
+        Error::timeout(format!("{me} timed out after {seconds:.1} s in {what}, waiting for {whom}"))
     }
 
     /// The error of a message that the `end` of a rank of this host ends.
-    fn ended(&self, control: &ControlBlock, pending: &Pending<'_>, (end, how): &(Rank, String)) -> Error {
+    fn ended(&self, control: &ControlBlock, pending: &TransferLabel<'_>, (end, how): &(Rank, String)) -> Error {
         let what = about(control, pending.name, pending.bytes, pending.tag);
-        let (me, seconds) = (control.describe(control.rank()), pending.limit.waited().as_secs_f32());
-        let other = pending.peer.filter(|&peer| peer != control.shown(*end));
+        let (me, seconds) = (control.describe(control.rank()), pending.limit.elapsed().as_secs_f32());
+        let other = pending.peer.filter(|&peer| peer != control.display_rank(*end));
         let whom = other.map_or_else(|| "it".into(), |peer| self.peers[peer.index()].describe(control));
         Error::peer(format!("{} {how}; {me} had waited {seconds:.1} s for {whom} in {what}", control.describe(*end)))
     }
@@ -180,7 +180,7 @@ impl State {
         self.closed.get_or_insert_with(|| error.clone());
         let posted = std::mem::take(&mut self.matching.posted);
         // What is being read is written to until the step ends, which then fails as well.
-        let being_read = |(_, stream): &(_, Stream)| matches!(stream.source, Source::BeingRead(_));
+        let being_read = |(_, stream): &(_, ChunkedReceive)| matches!(stream.source, Source::BeingRead(_));
         let (kept, streams): (BTreeMap<_, _>, BTreeMap<_, _>) = std::mem::take(&mut self.streams).into_iter().partition(being_read);
         self.streams = kept;
         for posted in posted.into_iter().chain(streams.into_values().map(|stream| stream.posted)) {
@@ -189,7 +189,7 @@ impl State {
         for (ticket, send) in std::mem::take(&mut self.sends) {
             self.finish(ticket, send.completion, Err(error.clone()), None);
         }
-        self.peers.iter_mut().filter_map(Peer::ring_mut).for_each(Ring::let_go);
+        self.peers.iter_mut().filter_map(Peer::ring_mut).for_each(RingLink::release_span);
     }
 }
 
@@ -198,7 +198,7 @@ fn state_of(control: &ControlBlock, peer: Rank) -> String {
     format!("{} ({state})", control.describe(peer))
 }
 
-impl Listener for Messages {
+impl FailureListener for Messages {
     fn failed(&self, failure: &Error) {
         self.close(failure);
     }
@@ -209,28 +209,28 @@ impl Messages {
     pub fn close(&self, error: &Error) {
         let mut state = self.lock();
         state.fail_all(error);
-        self.settle(state);
-        if let Some(far) = self.far.get() {
+        self.run_completions(state);
+        if let Some(far) = self.internode.get() {
             self.disconnect(far, Duration::ZERO);
         }
     }
 
     /// As `close`, because this rank leaves the group with `farewell`. If a send is open, the rank departs before the send fails: a receiver
     /// that reads its memory must know, as this memory is its owner's again afterwards.
-    pub fn leave(&self, error: &Error, farewell: &str) {
+    pub fn shut_down(&self, error: &Error, farewell: &str) {
         let mut state = self.lock();
         if !state.sends.is_empty() {
-            self.control.depart(farewell);
+            self.control.note_departure(farewell);
         }
         state.fail_all(error);
-        self.settle(state);
-        if let Some(far) = self.far.get() {
-            self.leave_far(far);
+        self.run_completions(state);
+        if let Some(far) = self.internode.get() {
+            self.leave_internode(far);
         }
     }
 
     /// A failure of one message is the group's.
-    pub(super) fn absorb(&self, state: &mut State, moved: Result<bool>) -> bool {
+    pub(super) fn fail_group_on_error(&self, state: &mut MessageTable, moved: Result<bool>) -> bool {
         moved.unwrap_or_else(|error| {
             self.fail_under_lock(state, error);
             true
@@ -238,15 +238,15 @@ impl Messages {
     }
 
     /// Fails the group on this host; the rest of it hears of that without the lock, in `complete`.
-    fn fail_under_lock(&self, state: &mut State, error: Error) {
+    fn fail_under_lock(&self, state: &mut MessageTable, error: Error) {
         let error = self.control.fail(error);
-        state.untold = Some(error.clone());
+        state.unnotified = Some(error.clone());
         state.fail_all(&error);
     }
 
-    /// Passes on what was said to ranks of other hosts, and calls the completions that are due, without the lock.
-    pub(super) fn complete(&self, mut state: MutexGuard<'_, State>) {
-        let (finished, untold) = (std::mem::take(&mut state.finished), state.untold.take());
+    /// Passes on what was said to ranks of other nodes, and calls the completions that are due, without the lock.
+    pub(super) fn complete(&self, mut state: MutexGuard<'_, MessageTable>) {
+        let (finished, untold) = (std::mem::take(&mut state.finished), state.unnotified.take());
         drop(state);
         self.flush();
         if let Some(error) = untold {
@@ -255,7 +255,7 @@ impl Messages {
         if finished.is_empty() {
             return;
         }
-        let tickets = Finished::complete(finished);
+        let tickets = FinishedTransfer::complete(finished);
         let mut state = self.lock();
         for ticket in tickets {
             state.open.remove(&ticket);
@@ -270,27 +270,27 @@ impl Messages {
         if self.lock().open.is_empty() {
             return;
         }
-        let told = self.far.get().and_then(|_| self.health.error());
+        let told = self.internode.get().and_then(|_| self.health.error());
         let mut state = self.lock();
         self.fail_hopeless(&mut state);
         // A death on this host has its own words above.
         if let (Some(error), None) = (told, &state.closed) {
             state.fail_all(&error);
         }
-        let lost = state.ask_whether_refused();
-        self.settle(state);
+        let lost = state.ask_whether_rejected();
+        self.run_completions(state);
         for (peer, error) in lost {
-            self.lose(peer, error);
+            self.fail_peer(peer, error);
         }
     }
 
-    pub(super) fn fail_hopeless(&self, state: &mut State) {
-        let lost = Lost::among(&self.control);
+    pub(super) fn fail_hopeless(&self, state: &mut MessageTable) {
+        let lost = LostPeers::among(&self.control);
         // What a peer wrote before it ended is still served.
         self.advance(state);
         if let Some(failure) = self.control.failure() {
             state.fail_all(&failure);
-        } else if let Some(error) = state.hopeless(&self.control, &lost) {
+        } else if let Some(error) = state.unreachable_error(&self.control, &lost) {
             self.fail_under_lock(state, error);
         }
     }

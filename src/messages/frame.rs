@@ -5,16 +5,16 @@ use crate::sync::ring::UNIT;
 /// Meaning of a frame.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FrameKind {
     /// Nothing: skip to the start of the ring.
     Padding = 0,
     /// A whole message follows.
     Eager = 1,
     /// A longer message is available: in a ring at `value`, an address in the sender's memory; on a wire its first `value` bytes follow in
     /// frames.
-    Offer = 2,
+    Rts = 2,
     /// Send the offered message, of `bytes` bytes, from offset `value` on: the rest, or as much as one frame carries.
-    Request = 3,
+    Cts = 3,
     /// The bytes at offset `value` of a requested message follow.
     Data = 4,
     /// The offered message was read; its memory is the sender's again.
@@ -25,35 +25,35 @@ pub(super) enum Kind {
     Credit = 7,
     /// The sender leaves once it hears that this was read.
     Bye = 8,
-    /// The sender has refused a message of its own, for the reason that follows; `value` says which: [`REFUSED_SEND`] or [`REFUSED_RECV`].
-    Refused = 9,
+    /// The sender has refused a message of its own, for the reason that follows; `value` says which: [`REJECTED_SEND`] or [`REJECTED_RECV`].
+    Rejected = 9,
     /// The sender's message waits for the call that its peer has refused; `value` is as in the refusal. The peer fails the group if it has
     /// made no call since.
     Waits = 10,
 }
 
 /// A send was refused; a receive of the peer may wait for its message.
-pub(super) const REFUSED_SEND: u64 = 1;
+pub(super) const REJECTED_SEND: u64 = 1;
 /// A receive was refused; a send of the peer may wait for it.
-pub(super) const REFUSED_RECV: u64 = 2;
+pub(super) const REJECTED_RECV: u64 = 2;
 
 /// The head of a frame. `id` numbers the messages of a sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Frame {
-    pub kind: Kind,
+    pub kind: FrameKind,
     /// torch's code of the element type, for messages about a mismatch.
     pub dtype: u8,
     pub tag: i32,
     pub id: u64,
     /// Bytes of the whole message.
     pub bytes: u64,
-    /// Address or offset, see [`Kind`].
+    /// Address or offset, see [`FrameKind`].
     pub value: u64,
 }
 
 /// Lengths that a link uses.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Limits {
+pub(super) struct LinkLimits {
     /// Longest message that travels unasked, in one frame.
     pub eager: usize,
     /// Longest payload of a frame of a longer message.
@@ -61,57 +61,64 @@ pub(super) struct Limits {
     /// Number of bytes that one request asks for; on a ring all that are missing.
     pub request: usize,
     /// Maximum number of bytes of a longer message that follow its offer unasked.
-    pub unasked: usize,
+    pub eager_prefix: usize,
     /// True if a receiver may read the sender's memory, and acknowledges then.
     pub direct: bool,
 }
 
 /// Limits of a ring. Several of the longest frames fit it, and one part of a long message is read while the next is written.
-pub(super) const RING: Limits = Limits { eager: 64 << 10, data: 32 << 10, request: usize::MAX, unasked: 0, direct: true };
+pub(super) const RING: LinkLimits = LinkLimits { eager: 64 << 10, data: 32 << 10, request: usize::MAX, eager_prefix: 0, direct: true };
 /// Limits of a wire. A request takes a round trip, and two more threads on either side; while one piece is copied another is on the wire.
-pub(super) const WIRE: Limits = Limits { eager: 256 << 10, data: 128 << 10, request: 128 << 10, unasked: 1 << 20, direct: false };
+pub(super) const WIRE: LinkLimits =
+    LinkLimits { eager: 256 << 10, data: 128 << 10, request: 128 << 10, eager_prefix: 1 << 20, direct: false };
 
 /// Longest text of a refusal.
-pub(super) const TEXT: usize = 976;
+pub(super) const MAX_TEXT_BYTES: usize = 976;
 /// Most payload of a message in one frame that its sender shows at once: its receiver copies one part while the next is written.
 const PART_BYTES: usize = 16 << 10;
 
-impl Limits {
+impl LinkLimits {
     /// Bytes of a message of `bytes` bytes that follow its offer unasked, where its receiver has room for `pieces` frames. The last one is
     /// requested.
-    pub(super) fn unasked(&self, bytes: u64, pieces: usize) -> usize {
-        let most = (bytes.saturating_sub(1) / self.data as u64).min((self.unasked / self.data) as u64) as usize;
+    pub(super) fn eager_prefix(&self, bytes: u64, pieces: usize) -> usize {
+        let most = (bytes.saturating_sub(1) / self.data as u64).min((self.eager_prefix / self.data) as u64) as usize;
         most.min(pieces) * self.data
     }
 }
 
 impl Frame {
     /// A frame of no message.
-    pub(super) const fn bare(kind: Kind) -> Self {
+    pub(super) const fn bare(kind: FrameKind) -> Self {
         Self { kind, dtype: 0, tag: 0, id: 0, bytes: 0, value: 0 }
     }
 
-    pub(super) const fn control(kind: Kind, id: u64, value: u64) -> Self {
+    pub(super) const fn control(kind: FrameKind, id: u64, value: u64) -> Self {
         Self { id, value, ..Self::bare(kind) }
     }
 
     /// Bytes that follow the head on a link of these limits.
-    pub(super) fn payload(&self, limits: &Limits) -> usize {
+    pub(super) fn payload(&self, limits: &LinkLimits) -> usize {
         match self.kind {
-            Kind::Eager | Kind::Refused => self.bytes as usize,
-            Kind::Data | Kind::Start => self.bytes.saturating_sub(self.value).min(limits.data as u64) as usize,
-            Kind::Padding | Kind::Offer | Kind::Request | Kind::Taken | Kind::Credit | Kind::Bye | Kind::Waits => 0,
+            FrameKind::Eager | FrameKind::Rejected => self.bytes as usize,
+            FrameKind::Data | FrameKind::Start => self.bytes.saturating_sub(self.value).min(limits.data as u64) as usize,
+            FrameKind::Padding
+            | FrameKind::Rts
+            | FrameKind::Cts
+            | FrameKind::Taken
+            | FrameKind::Credit
+            | FrameKind::Bye
+            | FrameKind::Waits => 0,
         }
     }
 
     /// Most payload that is written into a ring before the receiver is shown it.
     pub(super) fn part_bytes(&self) -> usize {
-        if self.kind == Kind::Eager { PART_BYTES } else { RING.data }
+        if self.kind == FrameKind::Eager { PART_BYTES } else { RING.data }
     }
 
     /// Whether it is the first frame of a message.
     pub(super) fn begins_message(&self) -> bool {
-        matches!(self.kind, Kind::Eager | Kind::Offer)
+        matches!(self.kind, FrameKind::Eager | FrameKind::Rts)
     }
 
     /// Bytes in a ring.
@@ -124,35 +131,35 @@ impl Frame {
     }
 
     /// `None` for words that no sender writes on a link of these limits.
-    pub(super) fn decode(words: [u64; 4], limits: &Limits) -> Option<Self> {
-        const KINDS: [Kind; 11] = [
-            Kind::Padding,
-            Kind::Eager,
-            Kind::Offer,
-            Kind::Request,
-            Kind::Data,
-            Kind::Taken,
-            Kind::Start,
-            Kind::Credit,
-            Kind::Bye,
-            Kind::Refused,
-            Kind::Waits,
+    pub(super) fn decode(words: [u64; 4], limits: &LinkLimits) -> Option<Self> {
+        const KINDS: [FrameKind; 11] = [
+            FrameKind::Padding,
+            FrameKind::Eager,
+            FrameKind::Rts,
+            FrameKind::Cts,
+            FrameKind::Data,
+            FrameKind::Taken,
+            FrameKind::Start,
+            FrameKind::Credit,
+            FrameKind::Bye,
+            FrameKind::Rejected,
+            FrameKind::Waits,
         ];
         let kind = *KINDS.get(usize::from(words[0] as u8))?;
         let (dtype, tag) = ((words[0] >> 8) as u8, (words[0] >> 32) as i32);
         let frame = Self { kind, dtype, tag, id: words[1], bytes: words[2], value: words[3] };
         let (ring, piece) = (limits.direct, limits.direct || frame.value.is_multiple_of(limits.data as u64));
-        let refusal = [REFUSED_SEND, REFUSED_RECV].contains(&frame.value);
-        let unasked = limits.unasked(frame.bytes, usize::MAX) as u64;
+        let refusal = [REJECTED_SEND, REJECTED_RECV].contains(&frame.value);
+        let unasked = limits.eager_prefix(frame.bytes, usize::MAX) as u64;
         let sound = match kind {
-            Kind::Padding | Kind::Taken => ring,
-            Kind::Eager => frame.bytes <= limits.eager as u64,
-            Kind::Offer => ring || (frame.value <= unasked && piece),
-            Kind::Request | Kind::Data => frame.value < frame.bytes && piece,
-            Kind::Start => !ring && frame.value < unasked && piece,
-            Kind::Credit | Kind::Bye => !ring,
-            Kind::Refused => !ring && frame.bytes <= TEXT as u64 && refusal,
-            Kind::Waits => !ring && refusal,
+            FrameKind::Padding | FrameKind::Taken => ring,
+            FrameKind::Eager => frame.bytes <= limits.eager as u64,
+            FrameKind::Rts => ring || (frame.value <= unasked && piece),
+            FrameKind::Cts | FrameKind::Data => frame.value < frame.bytes && piece,
+            FrameKind::Start => !ring && frame.value < unasked && piece,
+            FrameKind::Credit | FrameKind::Bye => !ring,
+            FrameKind::Rejected => !ring && frame.bytes <= MAX_TEXT_BYTES as u64 && refusal,
+            FrameKind::Waits => !ring && refusal,
         };
         sound.then_some(frame)
     }
@@ -166,42 +173,45 @@ mod tests {
 
     #[test]
     fn frames_round_trip_and_nonsense_is_refused() {
-        let frame = Frame { kind: Kind::Eager, dtype: 6, tag: -7, id: 3, bytes: 33, value: 0 };
+        let frame = Frame { kind: FrameKind::Eager, dtype: 6, tag: -7, id: 3, bytes: 33, value: 0 };
         let decode = |frame: Frame| Frame::decode(frame.encode(), &RING);
         assert_eq!(decode(frame), Some(frame));
         assert_eq!((frame.payload(&RING), frame.footprint()), (33, 96));
         assert_eq!(Frame::decode([11, 0, 0, 0], &RING), None);
         assert_eq!(decode(Frame { bytes: 1 << 40, ..frame }), None);
         assert_eq!(decode(Frame { bytes: RING.eager as u64, ..frame }).map(|frame| frame.payload(&RING)), Some(RING.eager));
-        assert_eq!(Frame { kind: Kind::Data, value: 30, ..frame }.payload(&RING), 3);
+        assert_eq!(Frame { kind: FrameKind::Data, value: 30, ..frame }.payload(&RING), 3);
         for (value, sound) in [(32, true), (33, false), (34, false)] {
-            let data = Frame { kind: Kind::Data, value, ..frame };
+            let data = Frame { kind: FrameKind::Data, value, ..frame };
             assert_eq!(decode(data), sound.then_some(data));
         }
-        let long = Frame { kind: Kind::Data, bytes: 1 << 40, value: 0, ..frame };
+        let long = Frame { kind: FrameKind::Data, bytes: 1 << 40, value: 0, ..frame };
         assert_eq!((long.payload(&RING), long.footprint()), (RING.data, UNIT + RING.data as u64));
-        for kind in [Kind::Start, Kind::Credit, Kind::Bye, Kind::Refused, Kind::Waits] {
-            assert_eq!(decode(Frame { bytes: 1 << 40, value: REFUSED_SEND, ..Frame::bare(kind) }), None, "{kind:?} on a ring");
+        for kind in [FrameKind::Start, FrameKind::Credit, FrameKind::Bye, FrameKind::Rejected, FrameKind::Waits] {
+            assert_eq!(decode(Frame { bytes: 1 << 40, value: REJECTED_SEND, ..Frame::bare(kind) }), None, "{kind:?} on a ring");
         }
     }
 
     #[test]
     fn all_but_the_last_piece_are_sent_unasked_up_to_a_limit_and_as_far_as_there_is_room() {
         let at = |pieces: usize| (pieces * WIRE.data) as u64;
-        assert_eq!([0, 1, at(1), at(1) + 1, at(3)].map(|bytes| WIRE.unasked(bytes, 99) / WIRE.data), [0, 0, 0, 1, 2]);
-        assert_eq!((WIRE.unasked(at(1000), 99), WIRE.unasked(at(1000), 3), WIRE.unasked(at(1000), 0)), (WIRE.unasked, 3 * WIRE.data, 0));
+        assert_eq!([0, 1, at(1), at(1) + 1, at(3)].map(|bytes| WIRE.eager_prefix(bytes, 99) / WIRE.data), [0, 0, 0, 1, 2]);
+        assert_eq!(
+            (WIRE.eager_prefix(at(1000), 99), WIRE.eager_prefix(at(1000), 3), WIRE.eager_prefix(at(1000), 0)),
+            (WIRE.eager_prefix, 3 * WIRE.data, 0)
+        );
     }
 
     #[test]
     fn frames_of_a_wire_come_back_as_they_were_and_nonsense_does_not() {
         let decode = |frame: Frame| Frame::decode(frame.encode(), &WIRE);
-        let frame = Frame { kind: Kind::Eager, dtype: 6, tag: -7, id: 1 << 40, bytes: 3, value: 0 };
+        let frame = Frame { kind: FrameKind::Eager, dtype: 6, tag: -7, id: 1 << 40, bytes: 3, value: 0 };
         assert_eq!((decode(frame), frame.payload(&WIRE)), (Some(frame), 3));
-        let piece = Frame { kind: Kind::Data, bytes: WIRE.data as u64 + 5, value: WIRE.data as u64, ..frame };
+        let piece = Frame { kind: FrameKind::Data, bytes: WIRE.data as u64 + 5, value: WIRE.data as u64, ..frame };
         assert_eq!((decode(piece), piece.payload(&WIRE)), (Some(piece), 5));
-        let start = Frame { kind: Kind::Start, value: 0, ..piece };
+        let start = Frame { kind: FrameKind::Start, value: 0, ..piece };
         assert_eq!((decode(start), start.payload(&WIRE)), (Some(start), WIRE.data));
-        let offer = Frame { kind: Kind::Offer, ..piece };
+        let offer = Frame { kind: FrameKind::Rts, ..piece };
         assert_eq!((decode(offer), offer.payload(&WIRE)), (Some(offer), 0), "the first piece follows");
         for wrong in [
             Frame { bytes: WIRE.eager as u64 + 1, ..frame },
@@ -209,9 +219,9 @@ mod tests {
             Frame { value: 2 * WIRE.data as u64, ..piece },
             Frame { value: WIRE.data as u64, ..start },
             Frame { value: 2 * WIRE.data as u64, ..offer },
-            Frame { kind: Kind::Taken, ..frame },
-            Frame::bare(Kind::Padding),
-            Frame::bare(Kind::Waits),
+            Frame { kind: FrameKind::Taken, ..frame },
+            Frame::bare(FrameKind::Padding),
+            Frame::bare(FrameKind::Waits),
         ] {
             assert_eq!(decode(wrong), None, "{wrong:?}");
         }

@@ -1,4 +1,4 @@
-//! Links: backends of two ranks each, on different hosts.
+//! Links: backends of two ranks each, on different nodes.
 #![allow(unsafe_code, reason = "staging of backends")]
 
 use crate::config::Config;

@@ -4,7 +4,7 @@ use crate::coll::call::Span;
 use crate::completion::Completion;
 use crate::dtype::DType;
 use crate::rank::Rank;
-use crate::sync::limit::Limit;
+use crate::sync::timeout::CallTimeout;
 use std::collections::VecDeque;
 
 /// A receive that waits for its message.
@@ -15,28 +15,28 @@ pub(super) struct Posted {
     pub tag: i32,
     pub dtype: DType,
     pub span: Span,
-    pub limit: Limit,
+    pub limit: CallTimeout,
     pub completion: Completion,
 }
 
 /// A message that waits for its receive.
 #[derive(Debug)]
-pub(super) struct Unexpected {
+pub(super) struct UnmatchedMessage {
     pub from: Rank,
     pub tag: i32,
     /// torch's code of its element type.
     pub dtype: u8,
     pub bytes: u64,
-    pub content: Content,
+    pub content: MessageBody,
 }
 
 /// Content of a message, by where its bytes are.
 #[derive(Debug)]
-pub(super) enum Content {
+pub(super) enum MessageBody {
     /// Bytes that have come along.
     Eager(Box<[u8]>),
     /// Bytes that the sender has: message `id`, whose offer has this value. The first of them have come along.
-    Offer { id: u64, value: u64, first: Vec<u8> },
+    Rts { id: u64, value: u64, first: Vec<u8> },
     /// Bytes of a send of this rank to itself, which has this ticket.
     Own { ticket: u64 },
 }
@@ -44,16 +44,16 @@ pub(super) enum Content {
 /// Queues of messages and of receives, oldest first. At most one of a matching pair is in them.
 pub(super) struct Matching {
     pub posted: VecDeque<Posted>,
-    unexpected: VecDeque<Unexpected>,
+    unexpected: VecDeque<UnmatchedMessage>,
     /// Bytes that the unexpected messages of each rank take here.
     backlog: Vec<usize>,
 }
 
-impl Unexpected {
+impl UnmatchedMessage {
     fn footprint(&self) -> usize {
         let content = match &self.content {
-            Content::Eager(bytes) => bytes.len(),
-            Content::Offer { .. } | Content::Own { .. } => 0,
+            MessageBody::Eager(bytes) => bytes.len(),
+            MessageBody::Rts { .. } | MessageBody::Own { .. } => 0,
         };
         size_of::<Self>() + content
     }
@@ -66,7 +66,7 @@ impl Matching {
     }
 
     /// Keeps a message until it is asked for.
-    pub(super) fn keep(&mut self, message: Unexpected) {
+    pub(super) fn keep(&mut self, message: UnmatchedMessage) {
         self.backlog[message.from.index()] += message.footprint();
         self.unexpected.push_back(message);
     }
@@ -77,8 +77,8 @@ impl Matching {
     }
 
     /// The message for a receive from `peer` with `tag`, if it has come.
-    pub(super) fn take_message(&mut self, peer: Option<Rank>, tag: i32) -> Option<Unexpected> {
-        let fits = |message: &Unexpected| message.tag == tag && peer.is_none_or(|peer| peer == message.from);
+    pub(super) fn take_message(&mut self, peer: Option<Rank>, tag: i32) -> Option<UnmatchedMessage> {
+        let fits = |message: &UnmatchedMessage| message.tag == tag && peer.is_none_or(|peer| peer == message.from);
         let place = self.unexpected.iter().position(fits)?;
         self.unexpected.remove(place).inspect(|message| self.backlog[message.from.index()] -= message.footprint())
     }
@@ -92,10 +92,10 @@ impl Matching {
     /// Keeps `piece`, the bytes at offset `at` of the offered message `id`, if they come unasked and are the next.
     pub(super) fn keep_start(&mut self, from: Rank, id: u64, at: usize, piece: &[u8]) -> bool {
         let first = self.unexpected.iter_mut().filter(|message| message.from == from).find_map(|message| match &mut message.content {
-            Content::Offer { id: offered, value, first } => {
+            MessageBody::Rts { id: offered, value, first } => {
                 (*offered == id && first.len() == at && *value as usize >= at + piece.len()).then_some(first)
             }
-            Content::Eager(_) | Content::Own { .. } => None,
+            MessageBody::Eager(_) | MessageBody::Own { .. } => None,
         });
         first.map(|first| first.extend_from_slice(piece)).is_some()
     }
@@ -114,7 +114,7 @@ mod tests {
     use std::time::Duration;
 
     fn posted(ticket: u64, peer: Option<u32>, tag: i32) -> Posted {
-        let limit = Limit::from_first_wait(Duration::from_secs(1));
+        let limit = CallTimeout::from_first_wait(Duration::from_secs(1));
         Posted {
             ticket,
             peer: peer.map(Rank),
@@ -151,9 +151,9 @@ mod tests {
     fn messages_match_in_order_of_arrival() {
         let mut queues = Matching::new(4);
         for (from, tag, ticket) in [(1, 0, 10), (2, 0, 11), (1, 0, 12)] {
-            queues.keep(Unexpected { from: Rank(from), tag, dtype: 0, bytes: 0, content: Content::Own { ticket } });
+            queues.keep(UnmatchedMessage { from: Rank(from), tag, dtype: 0, bytes: 0, content: MessageBody::Own { ticket } });
         }
-        let from = |message: Option<Unexpected>| message.map(|m| (m.from.0, matches!(m.content, Content::Own { ticket: 12 })));
+        let from = |message: Option<UnmatchedMessage>| message.map(|m| (m.from.0, matches!(m.content, MessageBody::Own { ticket: 12 })));
         assert_eq!(from(queues.take_message(Some(Rank(2)), 0)), Some((2, false)));
         assert_eq!(from(queues.take_message(None, 0)), Some((1, false)));
         assert_eq!(from(queues.take_message(None, 0)), Some((1, true)));
@@ -163,14 +163,14 @@ mod tests {
     #[test]
     fn what_is_kept_is_counted_for_its_sender_until_it_is_taken() {
         let mut queues = Matching::new(2);
-        let head = size_of::<Unexpected>();
-        queues.keep(Unexpected { from: Rank(1), tag: 0, dtype: 0, bytes: 5, content: Content::Eager([0; 5].into()) });
-        queues.keep(Unexpected {
+        let head = size_of::<UnmatchedMessage>();
+        queues.keep(UnmatchedMessage { from: Rank(1), tag: 0, dtype: 0, bytes: 5, content: MessageBody::Eager([0; 5].into()) });
+        queues.keep(UnmatchedMessage {
             from: Rank(1),
             tag: 1,
             dtype: 0,
             bytes: 1 << 30,
-            content: Content::Offer { id: 1, value: 0, first: Vec::new() },
+            content: MessageBody::Rts { id: 1, value: 0, first: Vec::new() },
         });
         assert_eq!((queues.backlog(Rank(0)), queues.backlog(Rank(1))), (0, 2 * head + 5));
         assert!(queues.take_message(None, 0).is_some());

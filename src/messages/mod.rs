@@ -1,44 +1,44 @@
 //! Messages: sends and receives between the ranks of a group, matched by tag.
 //!
-//! Frames travel by a [`link`](mod@link) to each peer: within a host a [`ring`](mod@ring) in each direction, between hosts a
+//! Frames travel by a [`link`](mod@link) to each peer: within a node a [`ring`](mod@ring) in each direction, between nodes a
 //! [`wire`](mod@wire), a backend of two ranks. A short message travels in its frame. A long one is offered first; its receiver then reads it
 //! straight out of the sender's memory and acknowledges, or, where that is not permitted, requests it and receives it in frames. A thread that
 //! waits for a message moves all of them along, but those of wires, each of which has a thread; a progress thread does while no thread waits.
 
+mod connect;
 mod ending;
-mod far;
 mod frame;
-mod hearing;
+mod internode;
 mod link;
 pub mod links;
 mod matching;
-mod meet;
 mod peer;
 mod reading;
-mod refused;
+mod receiving;
+mod rejection;
 mod ring;
 mod waiting;
 mod wire;
 
-pub use far::Far;
+pub use internode::InternodeLinks;
 
 use self::ending::about;
-use self::frame::{Frame, Kind};
+use self::frame::{Frame, FrameKind};
 use self::link::Link;
-use self::matching::{Content, Matching, Posted, Unexpected};
+use self::matching::{Matching, MessageBody, Posted, UnmatchedMessage};
 use self::peer::Peer;
-use self::ring::Ring;
-use self::wire::Wire;
+use self::ring::RingLink;
+use self::wire::WireLink;
 use crate::coll::call::Span;
 use crate::coll::message::{Message, MessageSpec};
-use crate::completion::{Completion, Finished};
+use crate::completion::{Completion, FinishedTransfer};
 use crate::control::ControlBlock;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::health::{Health, Listener};
+use crate::health::{FailureListener, Health};
 use crate::lock::lock;
 use crate::rank::Rank;
-use crate::sync::limit::Limit;
+use crate::sync::timeout::CallTimeout;
 use crate::sys::thread;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
@@ -53,40 +53,40 @@ pub struct Messages {
     health: Arc<Health>,
     control: Arc<ControlBlock>,
     direct: bool,
-    state: Mutex<State>,
+    state: Mutex<MessageTable>,
     /// The progress thread waits here while nothing is open.
     begun: Condvar,
     worker: Mutex<Option<JoinHandle<()>>>,
-    /// Ranks of other hosts, where links carry messages to them.
-    far: OnceLock<Far>,
+    /// Ranks of other nodes, where links carry messages to them.
+    internode: OnceLock<InternodeLinks>,
 }
 
-struct State {
+struct MessageTable {
     /// All ranks of the group, on whichever host.
     peers: Vec<Peer>,
     matching: Matching,
-    sends: BTreeMap<u64, Sending>,
-    streams: BTreeMap<(Rank, u64), Stream>,
+    sends: BTreeMap<u64, PendingSend>,
+    streams: BTreeMap<(Rank, u64), ChunkedReceive>,
     /// What has come of the message that each peer is writing.
-    begun: Vec<Begun>,
-    finished: Vec<Finished>,
+    begun: Vec<IncompleteFrame>,
+    finished: Vec<FinishedTransfer>,
     /// Tickets whose completion has not been called.
     open: BTreeSet<u64>,
     next: u64,
     waiting_threads: usize,
     /// Peers are told what a thread waits for.
     announced: bool,
-    parked: bool,
+    idle: bool,
     /// Number of steps of long messages that were read.
     steps: u64,
     /// Error that completed all transfers, the first one; none starts after that.
     closed: Option<Error>,
     /// The same, while the rest of the group has not heard of it.
-    untold: Option<Error>,
+    unnotified: Option<Error>,
     stopping: bool,
-    /// Messages reach ranks of other hosts.
+    /// Messages reach ranks of other nodes.
     reaches: bool,
-    leaving: bool,
+    shutting_down: bool,
     /// Threads of wires.
     threads: Vec<ThreadId>,
     /// True once a thread looks for ranks that send, and why none does any more.
@@ -94,12 +94,12 @@ struct State {
     blind: Option<Error>,
 }
 
-struct Sending {
+struct PendingSend {
     peer: Rank,
     tag: i32,
     dtype: DType,
     span: Span,
-    limit: Limit,
+    limit: CallTimeout,
     completion: Completion,
     /// The peer knows of it.
     started: bool,
@@ -107,19 +107,19 @@ struct Sending {
     next: usize,
 }
 
-impl Sending {
+impl PendingSend {
     /// Head of the whole message, which has this number.
     fn frame(&self, id: u64) -> Frame {
-        Frame { kind: Kind::Eager, dtype: self.dtype as u8, tag: self.tag, id, bytes: self.span.bytes as u64, value: 0 }
+        Frame { kind: FrameKind::Eager, dtype: self.dtype as u8, tag: self.tag, id, bytes: self.span.bytes as u64, value: 0 }
     }
 }
 
 /// A message of which `got` bytes have arrived.
-struct Stream {
+struct ChunkedReceive {
     posted: Posted,
     got: u64,
     /// Bytes that come in frames without another request.
-    asked: u64,
+    requested: u64,
     source: Source,
 }
 
@@ -136,7 +136,7 @@ enum Source {
 
 /// The receive with `ticket` has got the first `bytes` bytes of a message in one frame, whose rest is still being written.
 #[derive(Clone, Copy, Default)]
-struct Begun {
+struct IncompleteFrame {
     ticket: u64,
     bytes: usize,
 }
@@ -147,56 +147,56 @@ impl Messages {
     /// Makes a table without transfers. `direct` says that every rank may read every other's memory.
     pub fn new(health: &Arc<Health>, direct: bool) -> Arc<Self> {
         let (health, control) = (Arc::clone(health), Arc::clone(health.control()));
-        let own = control.shown(control.rank());
-        let size = control.ranks().map(|rank| control.shown(rank).index() + 1).max().unwrap_or_default();
-        let mut state = State {
+        let own = control.display_rank(control.rank());
+        let size = control.ranks().map(|rank| control.display_rank(rank).index() + 1).max().unwrap_or_default();
+        let mut state = MessageTable {
             peers: (0..size).map(|_| Peer::Apart).collect(),
             matching: Matching::new(size),
             sends: BTreeMap::new(),
             streams: BTreeMap::new(),
-            begun: vec![Begun::default(); size],
+            begun: vec![IncompleteFrame::default(); size],
             finished: Vec::new(),
             open: BTreeSet::new(),
             next: TICKET_BIT,
             waiting_threads: 0,
             announced: false,
-            parked: false,
+            idle: false,
             steps: 0,
             closed: None,
-            untold: None,
+            unnotified: None,
             stopping: false,
             reaches: false,
-            leaving: false,
+            shutting_down: false,
             threads: Vec::new(),
             seeking: false,
             blind: None,
         };
         for peer in control.peers() {
-            state.peers[control.shown(peer).index()] = Peer::Near(Ring::new(Arc::clone(&control), peer));
+            state.peers[control.display_rank(peer).index()] = Peer::IntraNode(RingLink::new(Arc::clone(&control), peer));
         }
         state.peers[own.index()] = Peer::Own;
         let (state, begun, worker) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
-        let made = Arc::new(Self { health, control, direct, state, begun, worker, far: OnceLock::new() });
-        let listener: Arc<dyn Listener> = made.clone();
+        let made = Arc::new(Self { health, control, direct, state, begun, worker, internode: OnceLock::new() });
+        let listener: Arc<dyn FailureListener> = made.clone();
         made.health.listen(Arc::downgrade(&listener));
         made
     }
 
-    /// Reaches ranks of other hosts from now on; no message has begun yet.
-    pub fn reach(&self, far: Far) {
+    /// Reaches ranks of other nodes from now on; no message has begun yet.
+    pub fn reach(&self, far: InternodeLinks) {
         let mut state = self.lock();
-        state.peers.resize_with(far.layout.size(), || Peer::Apart);
+        state.peers.resize_with(far.node_map.size(), || Peer::Apart);
         for peer in far.ranks() {
-            state.peers[peer.index()] = Peer::Far(Box::new(Wire::new(Arc::clone(&far.links), peer, far.layout.describe(peer))));
+            state.peers[peer.index()] = Peer::Internode(Box::new(WireLink::new(Arc::clone(&far.links), peer, far.node_map.describe(peer))));
         }
         let size = state.peers.len();
-        (state.matching, state.begun, state.reaches) = (Matching::new(size), vec![Begun::default(); size], true);
-        let _ = self.far.set(far);
+        (state.matching, state.begun, state.reaches) = (Matching::new(size), vec![IncompleteFrame::default(); size], true);
+        let _ = self.internode.set(far);
     }
 
-    /// The ranks of other hosts, if messages reach them.
-    pub fn far(&self) -> Option<&Far> {
-        self.far.get()
+    /// The ranks of other nodes, if messages reach them.
+    pub fn internode(&self) -> Option<&InternodeLinks> {
+        self.internode.get()
     }
 
     /// Starts a send.
@@ -214,14 +214,14 @@ impl Messages {
         state.closed.clone().map_or(Ok(()), Err)?;
         if far {
             self.meet_once(&mut state, peer)?;
-            state.wire(peer).into_iter().for_each(|wire| wire.unsaid = false);
+            state.wire(peer).into_iter().for_each(|wire| wire.unsent_rejection = false);
         }
-        let ticket = state.number();
+        let ticket = state.new_ticket();
         let MessageSpec { tag, dtype, span, .. } = *message;
-        let frame = Frame { kind: Kind::Eager, dtype: dtype as u8, tag, id: ticket, bytes: span.bytes as u64, value: 0 };
+        let frame = Frame { kind: FrameKind::Eager, dtype: dtype as u8, tag, id: ticket, bytes: span.bytes as u64, value: 0 };
         let sent = match &mut state.peers[peer.index()] {
-            Peer::Near(ring) => ring.send_now(frame, span),
-            Peer::Far(wire) => wire.send_now(frame, span),
+            Peer::IntraNode(ring) => ring.send_now(frame, span),
+            Peer::Internode(wire) => wire.send_now(frame, span),
             Peer::Own | Peer::Apart => Ok(false),
         };
         if sent == Ok(true) {
@@ -234,14 +234,14 @@ impl Messages {
         }
         self.start_worker()?;
         state.open.insert(ticket);
-        let limit = Limit::from(Instant::now(), timeout);
-        state.sends.insert(ticket, Sending { peer, tag, dtype, span, limit, completion, started: false, next: 0 });
+        let limit = CallTimeout::from(Instant::now(), timeout);
+        state.sends.insert(ticket, PendingSend { peer, tag, dtype, span, limit, completion, started: false, next: 0 });
         let begun = match sent {
             Ok(_) if matches!(state.peers[peer.index()], Peer::Own) => match state.matching.take_receive(peer, tag) {
                 Some(posted) => state.deliver_own(&self.control, posted, ticket),
                 None => {
-                    let (bytes, content) = (frame.bytes, Content::Own { ticket });
-                    state.matching.keep(Unexpected { from: peer, tag, dtype: frame.dtype, bytes, content });
+                    let (bytes, content) = (frame.bytes, MessageBody::Own { ticket });
+                    state.matching.keep(UnmatchedMessage { from: peer, tag, dtype: frame.dtype, bytes, content });
                     Ok(())
                 }
             },
@@ -260,20 +260,20 @@ impl Messages {
         state.closed.clone().map_or(Ok(()), Err)?;
         if let Some(peer) = message.peer.filter(|_| far) {
             self.meet_once(&mut state, peer)?;
-            state.wire(peer).into_iter().for_each(|wire| wire.unsaid = false);
+            state.wire(peer).into_iter().for_each(|wire| wire.unsent_rejection = false);
         }
         if message.peer.is_none() && state.reaches {
             if !std::mem::replace(&mut state.seeking, true) {
-                self.spawn(&mut state, "symm-messages-any", |this, far| this.seek(far)).inspect_err(|_| state.seeking = false)?;
+                self.spawn(&mut state, "symm-p2p-any", |this, far| this.seek(far)).inspect_err(|_| state.seeking = false)?;
             }
-            self.far.get().into_iter().for_each(|far| far.changed.notify_all());
+            self.internode.get().into_iter().for_each(|far| far.changed.notify_all());
         }
         let ticket = state.ticket();
         let MessageSpec { peer, tag, dtype, span, .. } = *message;
-        let posted = Posted { ticket, peer, tag, dtype, span, limit: Limit::from_first_wait(timeout), completion };
+        let posted = Posted { ticket, peer, tag, dtype, span, limit: CallTimeout::from_first_wait(timeout), completion };
         let found = state.matching.take_message(peer, tag);
         // Nobody need look at the clock meanwhile: the progress thread may be in a completion. One that is complete at once reads none.
-        if !found.as_ref().is_some_and(|message| matches!(message.content, Content::Eager(_))) {
+        if !found.as_ref().is_some_and(|message| matches!(message.content, MessageBody::Eager(_))) {
             posted.limit.start();
         }
         let (from, begun) = match found {
@@ -289,16 +289,16 @@ impl Messages {
 
     /// Moves things along once, after a message has `begun` with `peer`; where something stays open, sees to it that the progress thread looks
     /// after it.
-    fn begin(&self, mut state: MutexGuard<'_, State>, peer: Option<Rank>, begun: Result<()>) {
-        let far = peer.filter(|&peer| state.is_far(peer));
-        let lost = self.absorb_far(&mut state, far, begun);
+    fn begin(&self, mut state: MutexGuard<'_, MessageTable>, peer: Option<Rank>, begun: Result<()>) {
+        let far = peer.filter(|&peer| state.is_internode(peer));
+        let lost = self.absorb_internode(&mut state, far, begun);
         self.advance(&mut state);
-        if state.parked && state.open.len() > state.finished.len() {
+        if state.idle && state.open.len() > state.finished.len() {
             self.begun.notify_all();
         }
-        self.settle(state);
+        self.run_completions(state);
         if let Some((peer, error)) = lost {
-            self.lose(peer, error);
+            self.fail_peer(peer, error);
         }
     }
 
@@ -306,14 +306,14 @@ impl Messages {
     pub fn progress(&self) -> bool {
         let mut state = self.lock();
         let moved = self.advance(&mut state);
-        self.settle(state) || moved
+        self.run_completions(state) || moved
     }
 
     /// Peer among `peers` that sleeps for a message that this rank has not begun: a `send` of its own, or a receive, with this tag. Never
     /// waits: while something is moved along here, it names nobody.
     pub fn awaited_by(&self, mut peers: impl Iterator<Item = Rank>, send: bool, tag: i32) -> Option<Rank> {
         let state = self.state.try_lock().ok()?;
-        peers.find(|&peer| state.is_awaited(&self.control, peer, send, tag))
+        peers.find(|&peer| state.peer_waits_for(&self.control, peer, send, tag))
     }
 
     /// Ends the progress thread.
@@ -327,18 +327,18 @@ impl Messages {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, MessageTable> {
         lock(&self.state)
     }
 
     /// Writes and reads what can be; a failure closes everything.
-    fn advance(&self, state: &mut State) -> bool {
+    fn advance(&self, state: &mut MessageTable) -> bool {
         // A rank that has left has no rings any more.
         if state.closed.is_some() {
             return false;
         }
         let moved = state.advance(&self.control, self.direct);
-        self.absorb(state, moved)
+        self.fail_group_on_error(state, moved)
     }
 
     /// Starts the worker before anything is posted. What is posted is read or written until its completion, and so must have a thread to
@@ -347,19 +347,19 @@ impl Messages {
         let mut worker = lock(&self.worker);
         if worker.is_none() {
             let this = Arc::clone(self);
-            let thread = thread::spawn("symm-transfers", None, move || this.work());
+            let thread = thread::spawn("symm-progress", None, move || this.work());
             *worker = Some(thread.map_err(|e| Error::internal(format!("starting a group's progress thread: {e}")))?);
         }
         Ok(())
     }
 }
 
-impl State {
-    /// Whether `peer` is on another host; fails for a rank that no message reaches.
+impl MessageTable {
+    /// Whether `peer` is on another node; fails for a rank that no message reaches.
     fn check_peer(&self, peer: Rank) -> Result<bool> {
         match self.peers.get(peer.index()) {
             Some(Peer::Apart) | None => Err(Error::value(format!("rank {peer} is outside the group of {} ranks", self.peers.len()))),
-            Some(peer) => Ok(matches!(peer, Peer::Far(_))),
+            Some(peer) => Ok(matches!(peer, Peer::Internode(_))),
         }
     }
 }

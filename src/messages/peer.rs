@@ -1,17 +1,17 @@
 //! State of the messages between this rank and its peers, and what each frame does to it.
 #![allow(unsafe_code, reason = "copies between links and the bytes of tensors")]
 
-use super::frame::{Frame, Kind, Limits, RING, WIRE};
+use super::frame::{Frame, FrameKind, LinkLimits, RING, WIRE};
 use super::link::Link;
-use super::matching::{Content, Matching, Posted, Unexpected};
-use super::ring::{EAGER_WINDOW, Ring};
-use super::wire::Wire;
-use super::{Begun, Finished, STREAM_BYTES, Sending, Source, State, Stream, reading};
+use super::matching::{Matching, MessageBody, Posted, UnmatchedMessage};
+use super::ring::{EAGER_WINDOW, RingLink};
+use super::wire::WireLink;
+use super::{ChunkedReceive, FinishedTransfer, IncompleteFrame, MessageTable, PendingSend, STREAM_BYTES, Source, reading};
 use crate::completion::Completion;
-use crate::control::{Awaited, ControlBlock};
+use crate::control::{AwaitedMessage, ControlBlock};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::cpu::{self, Store};
+use crate::kernels::cpu::{self, WriteMode};
 use crate::rank::Rank;
 use std::collections::BTreeMap;
 
@@ -22,50 +22,50 @@ const BACKLOG_BYTES: usize = EAGER_WINDOW as usize * RING.eager;
 pub(super) enum Peer {
     /// This rank.
     Own,
-    /// A rank of another host, to which nothing carries messages.
+    /// A rank of another node, to which nothing carries messages.
     Apart,
     /// A rank of this host.
-    Near(Ring),
-    /// A rank of another host.
-    Far(Box<Wire>),
+    IntraNode(RingLink),
+    /// A rank of another node.
+    Internode(Box<WireLink>),
 }
 
 impl Peer {
     /// The link with the peer.
     pub(super) fn link(&mut self) -> Result<&mut dyn Link> {
         match self {
-            Self::Near(ring) => Ok(ring),
-            Self::Far(wire) => Ok(&mut **wire),
+            Self::IntraNode(ring) => Ok(ring),
+            Self::Internode(wire) => Ok(&mut **wire),
             Self::Own | Self::Apart => Err(Error::internal("no link carries messages to this rank")),
         }
     }
 
-    pub(super) fn ring(&self) -> Option<&Ring> {
-        if let Self::Near(ring) = self { Some(ring) } else { None }
+    pub(super) fn ring(&self) -> Option<&RingLink> {
+        if let Self::IntraNode(ring) = self { Some(ring) } else { None }
     }
 
-    pub(super) fn ring_mut(&mut self) -> Option<&mut Ring> {
-        if let Self::Near(ring) = self { Some(ring) } else { None }
+    pub(super) fn ring_mut(&mut self) -> Option<&mut RingLink> {
+        if let Self::IntraNode(ring) = self { Some(ring) } else { None }
     }
 
-    pub(super) fn wire(&self) -> Option<&Wire> {
-        if let Self::Far(wire) = self { Some(wire) } else { None }
+    pub(super) fn wire(&self) -> Option<&WireLink> {
+        if let Self::Internode(wire) = self { Some(wire) } else { None }
     }
 
-    pub(super) fn wire_mut(&mut self) -> Option<&mut Wire> {
-        if let Self::Far(wire) = self { Some(wire) } else { None }
+    pub(super) fn wire_mut(&mut self) -> Option<&mut WireLink> {
+        if let Self::Internode(wire) = self { Some(wire) } else { None }
     }
 
     /// Limits of the link with the peer.
-    pub(super) fn limits(&self) -> &'static Limits {
-        if let Self::Far(_) = self { &WIRE } else { &RING }
+    pub(super) fn limits(&self) -> &'static LinkLimits {
+        if let Self::Internode(_) = self { &WIRE } else { &RING }
     }
 
     /// Name of the peer in error messages.
     pub(super) fn describe(&self, control: &ControlBlock) -> String {
         match self {
-            Self::Near(ring) => control.describe(ring.peer),
-            Self::Far(wire) => wire.name.clone(),
+            Self::IntraNode(ring) => control.describe(ring.peer),
+            Self::Internode(wire) => wire.name.clone(),
             Self::Own | Self::Apart => control.describe(control.rank()),
         }
     }
@@ -81,7 +81,7 @@ pub(super) enum Placed {
     Continues(Option<Posted>),
 }
 
-impl Begun {
+impl IncompleteFrame {
     /// Bytes that `posted` has got.
     fn bytes_of(self, posted: &Posted) -> usize {
         if self.ticket == posted.ticket { self.bytes } else { 0 }
@@ -93,54 +93,54 @@ impl Begun {
         let Some(posted) = receive else { return };
         let done = self.bytes_of(posted).min(payload.len());
         // SAFETY: the receiver's span has as many bytes as the whole message, and is left alone until its completion.
-        unsafe { cpu::copy(posted.span.ptr().add(done), payload[done..].as_ptr(), payload.len() - done, Store::Cached) }
+        unsafe { cpu::copy(posted.span.ptr().add(done), payload[done..].as_ptr(), payload.len() - done, WriteMode::Cached) }
         *self = Self { ticket: posted.ticket, bytes: payload.len() };
     }
 }
 
-impl State {
+impl MessageTable {
     /// The next ticket, which is not open yet.
-    pub(super) fn number(&mut self) -> u64 {
+    pub(super) fn new_ticket(&mut self) -> u64 {
         self.next += 1;
         self.next - 1
     }
 
     pub(super) fn ticket(&mut self) -> u64 {
-        let ticket = self.number();
+        let ticket = self.new_ticket();
         self.open.insert(ticket);
         ticket
     }
 
     /// The ring to `peer`, a rank of this host.
-    pub(super) fn ring(&mut self, peer: Rank) -> Option<&mut Ring> {
+    pub(super) fn ring(&mut self, peer: Rank) -> Option<&mut RingLink> {
         self.peers[peer.index()].ring_mut()
     }
 
-    /// The wire to `peer`, a rank of another host.
-    pub(super) fn wire(&mut self, peer: Rank) -> Option<&mut Wire> {
+    /// The wire to `peer`, a rank of another node.
+    pub(super) fn wire(&mut self, peer: Rank) -> Option<&mut WireLink> {
         self.peers.get_mut(peer.index())?.wire_mut()
     }
 
-    pub(super) fn is_far(&self, peer: Rank) -> bool {
-        matches!(self.peers.get(peer.index()), Some(Peer::Far(_)))
+    pub(super) fn is_internode(&self, peer: Rank) -> bool {
+        matches!(self.peers.get(peer.index()), Some(Peer::Internode(_)))
     }
 
-    fn rings(&self) -> impl Iterator<Item = (Rank, &Ring)> {
+    fn rings(&self) -> impl Iterator<Item = (Rank, &RingLink)> {
         (0..).map(Rank).zip(&self.peers).filter_map(|(rank, peer)| Some((rank, peer.ring()?)))
     }
 
-    pub(super) fn stirs(&self) -> bool {
-        self.rings().any(|(peer, ring)| ring.has_room() || (ring.has_come() && self.listens(peer)))
+    pub(super) fn has_work(&self) -> bool {
+        self.rings().any(|(peer, ring)| ring.has_room() || (ring.has_arrived() && self.may_read(peer)))
     }
 
     /// Whether what `peer` sends is read. Not while it has sent too much that nobody has asked for and nothing is open that more of it
     /// could complete: a receive from it or from anybody, or a send whose answer stands behind the rest. It then runs out of room.
-    fn listens(&self, peer: Rank) -> bool {
+    fn may_read(&self, peer: Rank) -> bool {
         self.matching.backlog(peer) < BACKLOG_BYTES || self.pending().any(|pending| pending.peer.is_none_or(|other| other == peer))
     }
 
     pub(super) fn finish(&mut self, ticket: u64, completion: Completion, outcome: Result<()>, source: Option<Rank>) {
-        self.finished.push(Finished { ticket, completion, outcome, source });
+        self.finished.push(FinishedTransfer { ticket, completion, outcome, source });
     }
 
     fn received(&mut self, posted: Posted, from: Rank) {
@@ -154,7 +154,7 @@ impl State {
     }
 
     /// Tells peers of this host, until the next step, what `ticket` waits for.
-    pub(super) fn announce(&mut self, control: &ControlBlock, ticket: u64) {
+    pub(super) fn announce_wait(&mut self, control: &ControlBlock, ticket: u64) {
         let send = self.sends.get(&ticket).map(|send| (true, send.peer, send.tag));
         let waits = send.or_else(|| {
             let posted = self.matching.posted.iter().find(|posted| posted.ticket == ticket)?;
@@ -162,17 +162,17 @@ impl State {
         });
         let awaited = waits.and_then(|(send, peer, tag)| {
             let peer = match &self.peers[peer.index()] {
-                Peer::Near(ring) => ring.peer,
+                Peer::IntraNode(ring) => ring.peer,
                 Peer::Own => control.rank(),
-                Peer::Far(_) | Peer::Apart => return None,
+                Peer::Internode(_) | Peer::Apart => return None,
             };
-            Some(Awaited { send, peer, tag })
+            Some(AwaitedMessage { send, peer, tag })
         });
         self.announced = awaited.is_some();
         control.await_message(awaited);
     }
 
-    pub(super) fn take_back(&mut self, control: &ControlBlock) {
+    pub(super) fn retract_wait(&mut self, control: &ControlBlock) {
         if std::mem::take(&mut self.announced) {
             control.await_message(None);
         }
@@ -180,23 +180,23 @@ impl State {
 
     /// Whether `peer`, of this host, sleeps for a message of this rank, though it has read all that was sent to it, and nothing between the
     /// two is open here.
-    pub(super) fn is_awaited(&self, control: &ControlBlock, peer: Rank, send: bool, tag: i32) -> bool {
-        let rank = control.shown(peer);
+    pub(super) fn peer_waits_for(&self, control: &ControlBlock, peer: Rank, send: bool, tag: i32) -> bool {
+        let rank = control.display_rank(peer);
         let open = || self.pending().any(|pending| pending.peer.is_none_or(|other| other == rank));
-        let drained = || self.peers[rank.index()].ring().is_some_and(Ring::is_drained);
+        let drained = || self.peers[rank.index()].ring().is_some_and(RingLink::is_drained);
         // In this order: see `await_message`.
-        !open() && drained() && control.awaits(peer, Awaited { send, peer: control.rank(), tag })
+        !open() && drained() && control.awaits(peer, AwaitedMessage { send, peer: control.rank(), tag })
     }
 
     /// Reads and writes the rings.
     pub(super) fn advance(&mut self, control: &ControlBlock, direct: bool) -> Result<bool> {
-        self.take_back(control);
+        self.retract_wait(control);
         let mut moved = false;
         for peer in (0..self.peers.len() as u32).map(Rank) {
             if self.ring(peer).is_none() {
                 continue;
             }
-            while self.listens(peer) {
+            while self.may_read(peer) {
                 let Self { peers, matching, streams, begun, .. } = self;
                 let (Some(ring), begun, mut incoming) = (peers[peer.index()].ring_mut(), &mut begun[peer.index()], None) else { break };
                 let mut wrong = None;
@@ -213,7 +213,7 @@ impl State {
                     Ok(())
                 })?;
                 if let Some(frame) = wrong {
-                    return Err(self.nonsense(control, peer, frame));
+                    return Err(self.protocol_error(control, peer, frame));
                 }
                 let Some((frame, placed)) = incoming else { break };
                 self.react(control, direct, peer, frame, placed)?;
@@ -229,13 +229,13 @@ impl State {
         Ok(moved)
     }
 
-    /// Does what `frame` of a rank of another host asks for; `payload` has come with it.
-    pub(super) fn hear(&mut self, control: &ControlBlock, peer: Rank, frame: Frame, payload: &[u8]) -> Result<()> {
+    /// Does what `frame` of a rank of another node asks for; `payload` has come with it.
+    pub(super) fn receive_frames(&mut self, control: &ControlBlock, peer: Rank, frame: Frame, payload: &[u8]) -> Result<()> {
         let Self { matching, streams, .. } = self;
-        let Some(placed) = place(matching, streams, Begun::default(), peer, frame, payload) else {
-            return Err(self.nonsense(control, peer, frame));
+        let Some(placed) = place(matching, streams, IncompleteFrame::default(), peer, frame, payload) else {
+            return Err(self.protocol_error(control, peer, frame));
         };
-        if let (Kind::Start, Placed::Continues(_)) = (frame.kind, &placed) {
+        if let (FrameKind::Start, Placed::Continues(_)) = (frame.kind, &placed) {
             self.peers[peer.index()].link()?.matched(payload.len())?;
         }
         self.react(control, false, peer, frame, placed)
@@ -244,30 +244,30 @@ impl State {
     /// Completes a frame whose payload has been put in its place.
     fn react(&mut self, control: &ControlBlock, direct: bool, peer: Rank, frame: Frame, placed: Placed) -> Result<()> {
         match (frame.kind, placed) {
-            (Kind::Eager, Placed::Begins(posted)) => {
+            (FrameKind::Eager, Placed::Begins(posted)) => {
                 let posted = self.check_size(control, peer, (frame.bytes, frame.dtype), posted)?;
                 // A receive that is complete tells so even if the link is lost at that moment.
                 self.received(posted, peer);
                 self.peers[peer.index()].link()?.matched(frame.bytes as usize)?;
             }
-            (Kind::Offer, Placed::Begins(posted)) => {
-                let content = Content::Offer { id: frame.id, value: frame.value, first: Vec::new() };
+            (FrameKind::Rts, Placed::Begins(posted)) => {
+                let content = MessageBody::Rts { id: frame.id, value: frame.value, first: Vec::new() };
                 let Frame { tag, dtype, bytes, .. } = frame;
-                self.deliver(control, direct, posted, Unexpected { from: peer, tag, dtype, bytes, content })?;
+                self.deliver(control, direct, posted, UnmatchedMessage { from: peer, tag, dtype, bytes, content })?;
             }
-            (Kind::Data, Placed::Continues(complete)) => {
+            (FrameKind::Data, Placed::Continues(complete)) => {
                 let whole = complete.is_some();
                 if let Some(posted) = complete {
                     self.received(posted, peer);
                 }
                 self.peers[peer.index()].link()?.arrived(whole)?;
-                self.ask(peer)?;
+                self.send_cts(peer)?;
             }
-            (Kind::Request, _) => self.serve(control, peer, frame)?,
-            (Kind::Taken, _) => {
+            (FrameKind::Cts, _) => self.run_peer(control, peer, frame)?,
+            (FrameKind::Taken, _) => {
                 // A second answer would have memory read that is its sender's again.
                 if self.sends.get(&frame.id).is_some_and(|send| send.peer != peer || send.next > 0) {
-                    return Err(self.nonsense(control, peer, frame));
+                    return Err(self.protocol_error(control, peer, frame));
                 }
                 self.finish_send(frame.id);
             }
@@ -277,17 +277,19 @@ impl State {
     }
 
     /// Sends what `peer` requests of a message that was offered to it, each byte once.
-    fn serve(&mut self, control: &ControlBlock, peer: Rank, frame: Frame) -> Result<()> {
+    fn run_peer(&mut self, control: &ControlBlock, peer: Rank, frame: Frame) -> Result<()> {
         let limits = self.peers[peer.index()].limits();
         // A receiver that reads for itself requests what it has not read.
-        let fits = |send: &Sending| {
+        let fits = |send: &PendingSend| {
             let next = send.next as u64 == frame.value || (limits.direct && send.next == 0);
             send.peer == peer && send.started && next && send.span.bytes as u64 == frame.bytes
         };
-        let Some(send) = self.sends.get_mut(&frame.id).filter(|send| fits(send)) else { return Err(self.nonsense(control, peer, frame)) };
+        let Some(send) = self.sends.get_mut(&frame.id).filter(|send| fits(send)) else {
+            return Err(self.protocol_error(control, peer, frame));
+        };
         send.next = (frame.value as usize).saturating_add(limits.request).min(send.span.bytes);
         let span = send.span;
-        let head = Frame { kind: Kind::Data, tag: send.tag, dtype: 0, ..frame };
+        let head = Frame { kind: FrameKind::Data, tag: send.tag, dtype: 0, ..frame };
         if self.peers[peer.index()].link()?.serve(head, span)? {
             self.finish_send(frame.id);
         }
@@ -307,31 +309,31 @@ impl State {
     }
 
     /// Gives a message that has come or been offered to its receive.
-    pub(super) fn deliver(&mut self, control: &ControlBlock, direct: bool, posted: Posted, message: Unexpected) -> Result<()> {
+    pub(super) fn deliver(&mut self, control: &ControlBlock, direct: bool, posted: Posted, message: UnmatchedMessage) -> Result<()> {
         let from = message.from;
         let posted = self.check_size(control, from, (message.bytes, message.dtype), posted)?;
         match message.content {
-            Content::Eager(bytes) => {
+            MessageBody::Eager(bytes) => {
                 // SAFETY: sizes are equal (checked above); the span is the receiver's.
-                unsafe { cpu::copy(posted.span.ptr(), bytes.as_ptr(), bytes.len(), Store::Cached) }
+                unsafe { cpu::copy(posted.span.ptr(), bytes.as_ptr(), bytes.len(), WriteMode::Cached) }
                 self.received(posted, from);
                 self.peers[from.index()].link()?.matched(bytes.len())?;
             }
-            Content::Own { ticket } => self.deliver_own(control, posted, ticket)?,
+            MessageBody::Own { ticket } => self.deliver_own(control, posted, ticket)?,
             // Nothing is to be read or requested.
-            Content::Offer { id, .. } if message.bytes == 0 => {
+            MessageBody::Rts { id, .. } if message.bytes == 0 => {
                 if let Some(ring) = self.ring(from) {
-                    ring.say(Frame::control(Kind::Taken, id, 0));
+                    ring.send_frame(Frame::control(FrameKind::Taken, id, 0));
                 }
                 self.received(posted, from);
             }
-            Content::Offer { id, value, first } => {
+            MessageBody::Rts { id, value, first } => {
                 let bytes = posted.span.bytes;
-                let mut stream = Stream { posted, got: first.len() as u64, asked: 0, source: Source::Frames };
-                if self.is_far(from) {
+                let mut stream = ChunkedReceive { posted, got: first.len() as u64, requested: 0, source: Source::Frames };
+                if self.is_internode(from) {
                     // SAFETY: `keep_start` takes no more than the offer says, which is less than the whole; the span is the receiver's.
-                    unsafe { cpu::copy(stream.posted.span.ptr(), first.as_ptr(), first.len(), Store::Cached) }
-                    stream.asked = value;
+                    unsafe { cpu::copy(stream.posted.span.ptr(), first.as_ptr(), first.len(), WriteMode::Cached) }
+                    stream.requested = value;
                     for piece in first.chunks(self.peers[from.index()].limits().data) {
                         self.peers[from.index()].link()?.matched(piece.len())?;
                     }
@@ -343,24 +345,24 @@ impl State {
                     stream.source = Source::Memory(value);
                 }
                 self.streams.insert((from, id), stream);
-                self.ask(from)?;
+                self.send_cts(from)?;
             }
         }
         Ok(())
     }
 
     /// Requests what is missing of messages of `from` that come in frames, the oldest first, as far as its link lets it.
-    pub(super) fn ask(&mut self, from: Rank) -> Result<()> {
+    pub(super) fn send_cts(&mut self, from: Rank) -> Result<()> {
         let link = self.peers[from.index()].link()?;
         for (&(_, id), stream) in self.streams.range_mut((from, 0)..=(from, u64::MAX)) {
             let bytes = stream.posted.span.bytes as u64;
-            while stream.source == Source::Frames && stream.asked < bytes {
-                let room = link.room((bytes - stream.asked) as usize);
+            while stream.source == Source::Frames && stream.requested < bytes {
+                let room = link.room((bytes - stream.requested) as usize);
                 if room == 0 {
                     return Ok(());
                 }
-                let frame = Frame { bytes, ..Frame::control(Kind::Request, id, stream.asked) };
-                stream.asked += room as u64;
+                let frame = Frame { bytes, ..Frame::control(FrameKind::Cts, id, stream.requested) };
+                stream.requested += room as u64;
                 link.request(frame)?;
             }
         }
@@ -374,7 +376,7 @@ impl State {
         let posted = self.check_size(control, me, (span.bytes as u64, dtype), posted)?;
         if span.addr != posted.span.addr {
             // SAFETY: sizes are equal (checked above); both spans are the user's, and a message is not received over itself in part.
-            unsafe { cpu::copy(posted.span.ptr(), span.ptr(), span.bytes, Store::Cached) }
+            unsafe { cpu::copy(posted.span.ptr(), span.ptr(), span.bytes, WriteMode::Cached) }
         }
         self.finish_send(ticket);
         self.received(posted, me);
@@ -388,7 +390,7 @@ impl State {
             return Ok(posted);
         }
         let (peer, me, expected) = (self.peers[from.index()].describe(control), control.describe(control.rank()), span.bytes);
-        let error = Error::mismatch(if self.is_far(from) {
+        let error = Error::mismatch(if self.is_internode(from) {
             let sent = DType::from_torch(i32::from(dtype)).map_or("unknown", DType::name);
             let (group, wanted) = (control.name(), wanted.name());
             format!("{peer} sent {bytes} bytes ({sent}, tag {tag}) to {me} in group \"{group}\", whose recv expects {expected} ({wanted})")
@@ -399,58 +401,58 @@ impl State {
         Err(error)
     }
 
-    pub(super) fn nonsense(&self, control: &ControlBlock, peer: Rank, frame: Frame) -> Error {
+    pub(super) fn protocol_error(&self, control: &ControlBlock, peer: Rank, frame: Frame) -> Error {
         let (name, group) = (self.peers[peer.index()].describe(control), control.name());
-        let place = if self.is_far(peer) { format!(" in group \"{group}\"") } else { String::new() };
-        Error::internal(format!("{name} sent a frame that makes no sense{place}: {frame:?}"))
+        let place = if self.is_internode(peer) { format!(" in group \"{group}\"") } else { String::new() };
+        Error::internal(format!("{name} sent a malformed frame{place}: {frame:?}"))
     }
 }
 
 /// Puts a frame's payload where it belongs. `None`: no sender writes such a frame, and nothing was touched.
 fn place(
     matching: &mut Matching,
-    streams: &mut BTreeMap<(Rank, u64), Stream>,
-    begun: Begun,
+    streams: &mut BTreeMap<(Rank, u64), ChunkedReceive>,
+    begun: IncompleteFrame,
     from: Rank,
     frame: Frame,
     payload: &[u8],
 ) -> Option<Placed> {
     match frame.kind {
-        Kind::Eager | Kind::Offer => {
+        FrameKind::Eager | FrameKind::Rts => {
             if let Some(posted) = matching.take_receive(from, frame.tag) {
                 // An offer has no payload; a message of another size is reported by `check_size`.
                 if posted.span.bytes == payload.len() {
                     let rest = &payload[begun.bytes_of(&posted).min(payload.len())..];
                     let to = posted.span.ptr().wrapping_add(payload.len() - rest.len());
                     // SAFETY: the payload has as many bytes as the receiver's span, which is left alone until its completion.
-                    unsafe { cpu::copy(to, rest.as_ptr(), rest.len(), Store::Cached) }
+                    unsafe { cpu::copy(to, rest.as_ptr(), rest.len(), WriteMode::Cached) }
                 }
                 return Some(Placed::Begins(posted));
             }
-            let offer = || Content::Offer { id: frame.id, value: frame.value, first: Vec::new() };
-            let content = if frame.kind == Kind::Eager { Content::Eager(payload.into()) } else { offer() };
-            matching.keep(Unexpected { from, tag: frame.tag, dtype: frame.dtype, bytes: frame.bytes, content });
+            let offer = || MessageBody::Rts { id: frame.id, value: frame.value, first: Vec::new() };
+            let content = if frame.kind == FrameKind::Eager { MessageBody::Eager(payload.into()) } else { offer() };
+            matching.keep(UnmatchedMessage { from, tag: frame.tag, dtype: frame.dtype, bytes: frame.bytes, content });
             Some(Placed::Kept)
         }
-        Kind::Data | Kind::Start => {
+        FrameKind::Data | FrameKind::Start => {
             // They come in order and without gaps, so that all have come once as many bytes have. `payload` holds at most `bytes - value`.
             let end = frame.value + payload.len() as u64;
-            let fits = |stream: &&mut Stream| {
+            let fits = |stream: &&mut ChunkedReceive| {
                 let bytes = stream.posted.span.bytes as u64;
-                stream.source == Source::Frames && (frame.bytes, frame.value) == (bytes, stream.got) && end <= stream.asked
+                stream.source == Source::Frames && (frame.bytes, frame.value) == (bytes, stream.got) && end <= stream.requested
             };
             let Some(stream) = streams.get_mut(&(from, frame.id)).filter(fits) else {
-                let waits = frame.kind == Kind::Start && matching.keep_start(from, frame.id, frame.value as usize, payload);
+                let waits = frame.kind == FrameKind::Start && matching.keep_start(from, frame.id, frame.value as usize, payload);
                 return waits.then_some(Placed::Kept);
             };
-            let store = if frame.bytes >= STREAM_BYTES as u64 { Store::Streaming } else { Store::Cached };
+            let store = if frame.bytes >= STREAM_BYTES as u64 { WriteMode::Streaming } else { WriteMode::Cached };
             // SAFETY: the piece lies within the receiver's span (checked above), which is left alone until its completion.
             unsafe { cpu::copy(stream.posted.span.ptr().add(frame.value as usize), payload.as_ptr(), payload.len(), store) }
             stream.got = end;
             let whole = if end == frame.bytes { streams.remove(&(from, frame.id)) } else { None };
             Some(Placed::Continues(whole.map(|stream| stream.posted)))
         }
-        Kind::Request | Kind::Taken => Some(Placed::Kept),
-        Kind::Padding | Kind::Credit | Kind::Bye | Kind::Refused | Kind::Waits => None,
+        FrameKind::Cts | FrameKind::Taken => Some(Placed::Kept),
+        FrameKind::Padding | FrameKind::Credit | FrameKind::Bye | FrameKind::Rejected | FrameKind::Waits => None,
     }
 }

@@ -1,13 +1,13 @@
-//! The two rings between this rank and one peer: the link within a host.
+//! The two rings between this rank and one peer: the link within a node.
 #![allow(unsafe_code, reason = "copies between rings and the bytes of tensors")]
 
-use super::frame::{Frame, Kind, RING};
+use super::frame::{Frame, FrameKind, RING};
 use super::link::Link;
 use crate::coll::call::Span;
 use crate::control::ControlBlock;
-use crate::error::{Error, Kind as ErrorKind, Result};
-use crate::kernels::cpu::{self, Store};
-use crate::mem::layout::{LEAST_RING_BYTES, LINE_PAIR, RING_HEAD};
+use crate::error::{Error, ErrorKind, Result};
+use crate::kernels::cpu::{self, WriteMode};
+use crate::mem::layout::{LINE_PAIR, MIN_RING_BYTES, RING_HEAD};
 use crate::rank::Rank;
 use crate::sync::flag::Flag;
 use crate::sync::ring::{self, UNIT};
@@ -17,17 +17,17 @@ use std::sync::atomic::AtomicU64;
 
 /// Something that waits for space in the outgoing ring.
 #[derive(Debug)]
-enum Outgoing {
+enum OutgoingFrame {
     /// A frame without payload.
     Control(Frame),
     /// A whole message; send `id` is complete once it is written.
     Eager(Frame, Span),
     /// A message from the given offset on; send `id` is complete with its last byte.
-    Stream(Frame, Span),
+    Chunks(Frame, Span),
 }
 
 /// Side of this rank in the link with `peer`.
-pub(super) struct Ring {
+pub(super) struct RingLink {
     control: Arc<ControlBlock>,
     /// The peer's number among the ranks of this host.
     pub(super) peer: Rank,
@@ -37,37 +37,37 @@ pub(super) struct Ring {
     seen: u64,
     /// Bytes of the outgoing ring that have memory, its counters among them.
     reserved: usize,
-    outbox: VecDeque<Outgoing>,
+    outbox: VecDeque<OutgoingFrame>,
     /// Short messages sent; the peer counts those it has matched.
     eager: u64,
     /// Short messages that have come, and those of them that were matched.
-    came: u64,
+    received: u64,
     matched: u64,
     /// Number of the latest message that has come, short or offered; 0: none.
-    latest: u64,
+    last_id: u64,
     /// A read of the peer's memory has failed: none is tried again.
-    unreadable: bool,
+    cma_failed: bool,
 }
 
 /// Short messages that the peer has not matched yet; beyond it they are offered.
 pub(super) const EAGER_WINDOW: u64 = 1024;
 
-struct Side<'a> {
-    ring: ring::Ring<'a, AtomicU64>,
+struct RingSide<'a> {
+    ring: ring::ByteRing<'a, AtomicU64>,
     matched: &'a AtomicU64,
     data: *mut u8,
 }
 
-fn side(control: &ControlBlock, from: Rank, to: Rank) -> Side<'_> {
+fn side(control: &ControlBlock, from: Rank, to: Rank) -> RingSide<'_> {
     let (segment, offset) = (control.segment(), control.layout().ring(from, to));
     // SAFETY: three counters on line pairs of their own at the head of each ring.
     let word = |index: usize| unsafe { segment.at::<AtomicU64>(offset + index * LINE_PAIR) };
     let bytes = control.layout().ring_data_bytes();
-    let ring = ring::Ring { tail: word(0), head: word(1), capacity: bytes as u64 };
-    Side { ring, matched: word(2), data: segment.ptr(offset + RING_HEAD, bytes) }
+    let ring = ring::ByteRing { tail: word(0), head: word(1), capacity: bytes as u64 };
+    RingSide { ring, matched: word(2), data: segment.ptr(offset + RING_HEAD, bytes) }
 }
 
-impl Ring {
+impl RingLink {
     pub(super) fn new(control: Arc<ControlBlock>, peer: Rank) -> Self {
         Self {
             control,
@@ -78,18 +78,18 @@ impl Ring {
             reserved: 0,
             outbox: VecDeque::new(),
             eager: 0,
-            came: 0,
+            received: 0,
             matched: 0,
-            latest: 0,
-            unreadable: false,
+            last_id: 0,
+            cma_failed: false,
         }
     }
 
-    fn incoming(&self) -> Side<'_> {
+    fn incoming(&self) -> RingSide<'_> {
         side(&self.control, self.peer, self.control.rank())
     }
 
-    fn outgoing(&self) -> Side<'_> {
+    fn outgoing(&self) -> RingSide<'_> {
         side(&self.control, self.control.rank(), self.peer)
     }
 
@@ -99,44 +99,44 @@ impl Ring {
         self.eager.wrapping_sub(self.outgoing().matched.observe()) < EAGER_WINDOW
     }
 
-    fn enqueue(&mut self, item: Outgoing) {
-        if matches!(item, Outgoing::Eager(..)) {
+    fn enqueue(&mut self, item: OutgoingFrame) {
+        if matches!(item, OutgoingFrame::Eager(..)) {
             self.eager += 1;
         }
         self.outbox.push_back(item);
     }
 
     /// Says a frame without payload as soon as there is room.
-    pub(super) fn say(&mut self, frame: Frame) {
-        self.enqueue(Outgoing::Control(frame));
+    pub(super) fn send_frame(&mut self, frame: Frame) {
+        self.enqueue(OutgoingFrame::Control(frame));
     }
 
     /// Forgets what waits for space, but for frames without payload: the memory that it would be read from is its sender's again.
-    pub(super) fn let_go(&mut self) {
-        self.outbox.retain(|item| matches!(item, Outgoing::Control(_)));
+    pub(super) fn release_span(&mut self) {
+        self.outbox.retain(|item| matches!(item, OutgoingFrame::Control(_)));
     }
 
     /// Whether reading the peer's memory directly is worth a try.
     pub(super) fn is_readable(&self) -> bool {
-        !self.unreadable
+        !self.cma_failed
     }
 
     /// Reads the peer's memory no more, because of `error`: its long messages come in frames from now on. The system may take back what it
     /// allowed when the group was joined; frames need no leave. A peer that has died (an error of kind `Peer`) is found out elsewhere: no warning.
-    pub(super) fn give_up_reading(&mut self, error: &Error) {
-        if !std::mem::replace(&mut self.unreadable, true) && error.kind != ErrorKind::Peer {
+    pub(super) fn disable_cma(&mut self, error: &Error) {
+        if !std::mem::replace(&mut self.cma_failed, true) && error.kind != ErrorKind::Peer {
             log::warn!("long messages from {} come in pieces from now on: {error}", self.control.describe(self.peer));
         }
     }
 
     /// Whether the peer has sent something.
-    pub(super) fn has_come(&self) -> bool {
+    pub(super) fn has_arrived(&self) -> bool {
         self.incoming().ring.tail.observe() != self.seen
     }
 
     /// Whether the peer has freed space for what waits here.
     pub(super) fn has_room(&self) -> bool {
-        let reserved = |item: &Outgoing| self.outgoing().ring.reserve(self.tail, next_frame(item).footprint()).is_some();
+        let reserved = |item: &OutgoingFrame| self.outgoing().ring.reserve(self.tail, next_frame(item).footprint()).is_some();
         self.outbox.front().is_some_and(reserved)
     }
 
@@ -159,13 +159,13 @@ impl Ring {
             have_memory(&self.control, self.peer, &mut self.reserved, RING_HEAD + end as usize)?;
             let Some(item) = self.outbox.front_mut() else { break };
             if let Some(place) = reserved.padding {
-                write_head(&side, place, Frame::control(Kind::Padding, 0, 0));
+                write_head(&side, place, Frame::control(FrameKind::Padding, 0, 0));
             }
             write_head(&side, reserved.place, frame);
             let payload = match item {
-                Outgoing::Control(_) => None,
-                Outgoing::Eager(_, span) => Some(span.ptr()),
-                Outgoing::Stream(_, span) => Some(span.ptr().wrapping_add(frame.value as usize)),
+                OutgoingFrame::Control(_) => None,
+                OutgoingFrame::Eager(_, span) => Some(span.ptr()),
+                OutgoingFrame::Chunks(_, span) => Some(span.ptr().wrapping_add(frame.value as usize)),
             };
             if let Some(from) = payload {
                 let begin = reserved.tail - frame.footprint() + UNIT;
@@ -177,19 +177,19 @@ impl Ring {
                     let (to, bytes) = ((reserved.place + UNIT) as usize + at, frame.part_bytes().min(frame.payload(&RING) - at));
                     // SAFETY: `reserved` granted footprint() bytes at `place` before the ring's end, which the consumer has released; the
                     // span is the sender's, whose send is not complete yet.
-                    unsafe { cpu::copy(side.data.add(to), from.add(at), bytes, Store::Cached) }
+                    unsafe { cpu::copy(side.data.add(to), from.add(at), bytes, WriteMode::Cached) }
                 }
             }
             self.tail = reserved.tail;
             side.ring.publish(self.tail);
             match item {
-                Outgoing::Stream(head, _) if frame.value + (frame.payload(&RING) as u64) < frame.bytes => {
+                OutgoingFrame::Chunks(head, _) if frame.value + (frame.payload(&RING) as u64) < frame.bytes => {
                     head.value += frame.payload(&RING) as u64;
                     self.control.wake(self.peer);
                     continue;
                 }
-                Outgoing::Eager(..) | Outgoing::Stream(..) => sent(frame.id),
-                Outgoing::Control(_) => {}
+                OutgoingFrame::Eager(..) | OutgoingFrame::Chunks(..) => sent(frame.id),
+                OutgoingFrame::Control(_) => {}
             }
             self.outbox.pop_front();
         }
@@ -212,18 +212,18 @@ impl Ring {
             let tail = side.ring.tail.observe();
             let ahead = tail.wrapping_sub(self.head);
             // Padding ends the ring, so none stands at its start: a blank ring with a forged tail would be skipped for ever.
-            let length = |frame: &Frame| if frame.kind == Kind::Padding { capacity - place } else { frame.footprint() };
+            let length = |frame: &Frame| if frame.kind == FrameKind::Padding { capacity - place } else { frame.footprint() };
             let written = |frame: &Frame| length(frame) <= ahead || (frame.payload(&RING) > frame.part_bytes() && ahead > UNIT);
             let fits = |frame: &Frame| place + length(frame) <= capacity && written(frame) && length(frame) < capacity;
             // No more short messages than may go unasked, so that they cannot fill the memory here.
-            let allowed = |frame: &Frame| frame.kind != Kind::Eager || self.came - self.matched < EAGER_WINDOW;
+            let allowed = |frame: &Frame| frame.kind != FrameKind::Eager || self.received - self.matched < EAGER_WINDOW;
             // A sender numbers its messages upwards: a second one of a number would take the place of the first, whose receive would never
             // end.
-            let fresh = |frame: &Frame| !frame.begins_message() || frame.id > self.latest;
+            let fresh = |frame: &Frame| !frame.begins_message() || frame.id > self.last_id;
             let Some(frame) = frame.filter(|frame| fits(frame) && allowed(frame) && fresh(frame) && ahead <= capacity) else {
-                return Err(Error::internal(format!("{} sent a frame that makes no sense: {words:x?}", self.control.describe(self.peer))));
+                return Err(Error::internal(format!("{} sent a malformed frame: {words:x?}", self.control.describe(self.peer))));
             };
-            if frame.kind == Kind::Padding {
+            if frame.kind == FrameKind::Padding {
                 self.head += capacity - place;
                 self.seen = self.head;
                 continue;
@@ -237,9 +237,9 @@ impl Ring {
                 return Ok(false);
             }
             if frame.begins_message() {
-                self.latest = frame.id;
+                self.last_id = frame.id;
             }
-            self.came += u64::from(frame.kind == Kind::Eager);
+            self.received += u64::from(frame.kind == FrameKind::Eager);
             self.head += frame.footprint();
             self.seen = self.head;
             side.ring.release(self.head);
@@ -252,12 +252,12 @@ impl Ring {
     }
 }
 
-impl Link for Ring {
+impl Link for RingLink {
     fn send_now(&mut self, frame: Frame, span: Span) -> Result<bool> {
         if span.bytes > RING.eager || !self.outbox.is_empty() || !self.may_send_eagerly() {
             return Ok(false);
         }
-        self.enqueue(Outgoing::Eager(frame, span));
+        self.enqueue(OutgoingFrame::Eager(frame, span));
         let sent = self.flush(|_| ());
         if self.outbox.pop_back().is_some() {
             self.eager -= 1;
@@ -267,9 +267,9 @@ impl Link for Ring {
 
     fn send(&mut self, frame: Frame, span: Span) -> Result<Option<usize>> {
         self.enqueue(if span.bytes <= RING.eager && self.may_send_eagerly() {
-            Outgoing::Eager(frame, span)
+            OutgoingFrame::Eager(frame, span)
         } else {
-            Outgoing::Control(Frame { kind: Kind::Offer, value: span.addr as u64, ..frame })
+            OutgoingFrame::Control(Frame { kind: FrameKind::Rts, value: span.addr as u64, ..frame })
         });
         Ok(Some(0))
     }
@@ -285,7 +285,7 @@ impl Link for Ring {
     }
 
     fn request(&mut self, frame: Frame) -> Result<()> {
-        self.say(frame);
+        self.send_frame(frame);
         Ok(())
     }
 
@@ -294,7 +294,7 @@ impl Link for Ring {
     }
 
     fn serve(&mut self, frame: Frame, span: Span) -> Result<bool> {
-        self.enqueue(Outgoing::Stream(frame, span));
+        self.enqueue(OutgoingFrame::Chunks(frame, span));
         Ok(false)
     }
 }
@@ -304,7 +304,7 @@ impl Link for Ring {
 fn have_memory(control: &ControlBlock, peer: Rank, reserved: &mut usize, end: usize) -> Result<()> {
     while *reserved < end {
         let ring = control.layout().ring(control.rank(), peer);
-        let bytes = if *reserved == 0 { RING_HEAD + LEAST_RING_BYTES } else { LEAST_RING_BYTES };
+        let bytes = if *reserved == 0 { RING_HEAD + MIN_RING_BYTES } else { MIN_RING_BYTES };
         let purpose = format_args!("messages from rank {} to rank {peer}", control.rank());
         control.segment().reserve(ring + *reserved, bytes, purpose)?;
         *reserved += bytes;
@@ -312,13 +312,13 @@ fn have_memory(control: &ControlBlock, peer: Rank, reserved: &mut usize, end: us
     Ok(())
 }
 
-fn next_frame(item: &Outgoing) -> Frame {
+fn next_frame(item: &OutgoingFrame) -> Frame {
     match item {
-        Outgoing::Control(frame) | Outgoing::Eager(frame, _) | Outgoing::Stream(frame, _) => *frame,
+        OutgoingFrame::Control(frame) | OutgoingFrame::Eager(frame, _) | OutgoingFrame::Chunks(frame, _) => *frame,
     }
 }
 
-fn write_head(side: &Side<'_>, place: u64, frame: Frame) {
+fn write_head(side: &RingSide<'_>, place: u64, frame: Frame) {
     // SAFETY: `place` is a multiple of UNIT below the capacity, granted by `reserved`.
     unsafe { side.data.add(place as usize).cast::<[u64; 4]>().write(frame.encode()) }
 }
@@ -327,28 +327,28 @@ fn write_head(side: &Side<'_>, place: u64, frame: Frame) {
 mod tests {
     use super::*;
     use crate::control::Identity;
-    use crate::mem::layout::Layout;
-    use crate::mem::shm::Segment;
+    use crate::mem::layout::SegmentLayout;
+    use crate::mem::shm::ShmSegment;
 
     const PEER: Rank = Rank(1);
 
     /// The link of rank 0 with `PEER`, and its control block.
-    fn connected() -> (Arc<ControlBlock>, Ring) {
-        let bytes = Layout::new(2).total_bytes();
-        let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
+    fn connected() -> (Arc<ControlBlock>, RingLink) {
+        let bytes = SegmentLayout::new(2).total_bytes();
+        let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
         let members = (0..2).map(|global| Identity { pid: std::process::id(), global }).collect();
         let control = Arc::new(ControlBlock::new(segment, Rank(0), "test".into(), members, 0));
-        (Arc::clone(&control), Ring::new(control, PEER))
+        (Arc::clone(&control), RingLink::new(control, PEER))
     }
 
     #[test]
     fn counters_and_frames_that_no_peer_writes_are_an_error_not_a_wait() {
-        let offer = Frame::control(Kind::Offer, 1, 0);
-        let long = Frame { id: 1, bytes: 4096, ..Frame::bare(Kind::Eager) };
+        let offer = Frame::control(FrameKind::Rts, 1, 0);
+        let long = Frame { id: 1, bytes: 4096, ..Frame::bare(FrameKind::Eager) };
         // The first frame, and the tail: nothing but padding, more than a ring holds, a message longer than what was sent, and one whose first
         // part is not there.
         let parts = Frame { bytes: 40 << 10, ..long };
-        let beyond = Layout::new(2).ring_data_bytes() as u64 + 32;
+        let beyond = SegmentLayout::new(2).ring_data_bytes() as u64 + 32;
         for (frame, tail) in [(None, u64::MAX), (None, 32), (Some(offer), beyond), (Some(long), 64), (Some(parts), 32)] {
             let (control, mut connection) = connected();
             let ring = side(&control, PEER, Rank(0));
@@ -377,11 +377,11 @@ mod tests {
     fn a_message_that_is_being_written_is_shown_in_parts_and_does_not_stir_without_more() {
         let (control, mut connection) = connected();
         let ring = side(&control, PEER, Rank(0));
-        let frame = Frame { id: 1, bytes: 40 << 10, ..Frame::bare(Kind::Eager) };
+        let frame = Frame { id: 1, bytes: 40 << 10, ..Frame::bare(FrameKind::Eager) };
         write_head(&ring, 0, frame);
         for (bytes, whole) in [(16 << 10, false), (32 << 10, false), (40 << 10, true)] {
             ring.ring.publish(UNIT + bytes);
-            assert!(connection.has_come());
+            assert!(connection.has_arrived());
             let mut shown = 0;
             let take = |_: Frame, payload: &[u8]| {
                 shown = payload.len() as u64;
@@ -389,7 +389,7 @@ mod tests {
             };
             assert_eq!(connection.receive(take), Ok(whole));
             assert_eq!(shown, bytes);
-            assert!(!connection.has_come(), "nothing new");
+            assert!(!connection.has_arrived(), "nothing new");
         }
         assert_eq!(ring.ring.head.observe(), frame.footprint());
     }

@@ -3,9 +3,9 @@
 //! A meeting does not detect processes that are dead, stopped or left over from an earlier run; `boot::gather` does.
 
 use super::Store;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::rank::{Rank, name_ranks};
-use crate::sys::host::Host;
+use crate::sys::node_id::NodeId;
 use crate::sys::process::{self, ProcessId};
 use bytes::Bytes;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 const NAMED: usize = 8;
 
 /// One rank's part in a meeting of `size` ranks, under keys that start with `prefix`.
-pub struct Meeting<'a, S: ?Sized = dyn Store + 'a> {
+pub struct StoreMeeting<'a, S: ?Sized = dyn Store + 'a> {
     /// The store that all ranks use.
     pub store: &'a S,
     /// Prefix of the meeting's keys.
@@ -31,7 +31,7 @@ pub struct Meeting<'a, S: ?Sized = dyn Store + 'a> {
     pub deadline: Instant,
 }
 
-impl<S: Store + ?Sized> Meeting<'_, S> {
+impl<S: Store + ?Sized> StoreMeeting<'_, S> {
     fn key(&self, what: &str, rank: Rank) -> String {
         format!("{}/{what}/{rank}", self.prefix)
     }
@@ -45,7 +45,7 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
     }
 
     /// Publishes `word` on the topic `what` to all ranks.
-    pub fn tell(&self, what: &str, word: &[u8]) -> Result<()> {
+    pub fn announce(&self, what: &str, word: &[u8]) -> Result<()> {
         self.store.set(&self.key(what, self.me), word)
     }
 
@@ -88,11 +88,11 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
     /// # Errors
     /// `Timeout` names the missing ranks.
     pub fn gather(&self, what: &str, word: &[u8]) -> Result<Vec<Bytes>> {
-        self.tell(what, word)?;
+        self.announce(what, word)?;
         let keys = self.keys(what);
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         self.store.wait(&keys, Some(self.left())).or_else(|error| {
-            let missing = if error.kind == Kind::Timeout { self.missing(what)? } else { return Err(error) };
+            let missing = if error.kind == ErrorKind::Timeout { self.missing(what)? } else { return Err(error) };
             if missing.is_empty() {
                 Ok(())
             } else {
@@ -109,28 +109,28 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
     /// `Timeout` names the missing ranks; `Network` if rank 0 has exited; `Config` if another live process has joined
     /// as this rank.
     pub fn assemble(&self) -> Result<()> {
-        self.refuse_taken()?;
+        self.reject_taken()?;
         let turn = self.turn()?;
         let [here, received] = ["here", "received"].map(|what| format!("{what}/{turn}"));
         let reported = format!("{}/reported/{turn}", self.prefix);
-        self.tell(&here, b"1")?;
+        self.announce(&here, b"1")?;
         let complaint = || {
             let missing = self.missing(&here)?;
             let (missing, came) = (named(&missing), self.size as usize - missing.len());
-            Ok(format!("rendezvous of {} ranks: {missing} did not come until the timeout, {came} did", self.size))
+            Ok(format!("rendezvous of {} ranks: {missing} did not arrive before the timeout, {came} did", self.size))
         };
         if self.me.0 != 0 {
             let word = self.store.get(&reported, Some(self.left() + LAST_WORDS)).and_then(|word| {
                 if !word.is_empty() {
-                    self.tell(&received, b"1")?;
+                    self.announce(&received, b"1")?;
                 }
                 Ok(String::from_utf8_lossy(&word).into_owned())
             });
-            let word = word.or_else(|error| if error.kind == Kind::Timeout { complaint() } else { Err(error) });
+            let word = word.or_else(|error| if error.kind == ErrorKind::Timeout { complaint() } else { Err(error) });
             return match word {
                 Ok(word) if word.is_empty() => Ok(()),
                 Ok(word) => Err(Error::timeout(word)),
-                Err(error) if error.kind == Kind::Network => {
+                Err(error) if error.kind == ErrorKind::Network => {
                     let text = format!("rank 0, which serves the rendezvous, has ended or gone: {}", error.message);
                     Err(Error { message: text, ..error })
                 }
@@ -139,13 +139,13 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
         }
         let all: Vec<Rank> = self.ranks().collect();
         match self.wait(&here, &all, self.left()) {
-            Err(error) if error.kind == Kind::Timeout => {
+            Err(error) if error.kind == ErrorKind::Timeout => {
                 let word = complaint()?;
                 let came = self.came(&here)?;
                 self.store.set(&reported, word.as_bytes())?;
                 // Rank 0 itself need not acknowledge.
                 match self.wait(&received, &came[1..], LAST_WORDS) {
-                    Err(error) if error.kind != Kind::Timeout => Err(error),
+                    Err(error) if error.kind != ErrorKind::Timeout => Err(error),
                     Ok(()) | Err(_) => Err(Error::timeout(word)),
                 }
             }
@@ -159,9 +159,9 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
 
     /// Fails if another live process has joined as this rank. Processes that have met here may meet again in another
     /// order.
-    fn refuse_taken(&self) -> Result<()> {
+    fn reject_taken(&self) -> Result<()> {
         // Without /proc, processes cannot be compared.
-        let (Ok(own), Ok(host)) = (process::own(), Host::own()) else { return Ok(()) };
+        let (Ok(own), Ok(host)) = (process::own(), NodeId::own()) else { return Ok(()) };
         let place = format!("{} {}", host.boot, host.pid);
         let mine = format!("{place} {} {}", own.pid, own.start_time);
         let key = self.key("process", self.me);
@@ -195,7 +195,7 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
             return self.store.set(&open, b"");
         }
         self.store.wait(&[&open], Some(self.left())).or_else(|error| {
-            if error.kind != Kind::Timeout {
+            if error.kind != ErrorKind::Timeout {
                 return Err(error);
             }
             let came = |rank| Ok(self.store.check(&[&place(rank)])? && self.store.add(&place(rank), 0)? >= round);
@@ -215,7 +215,7 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
 /// Removes `key`, unless the store cannot delete keys.
 fn forget<S: Store + ?Sized>(store: &S, key: &str) -> Result<()> {
     match store.delete(key) {
-        Err(error) if error.kind == Kind::NotImplemented => Ok(()),
+        Err(error) if error.kind == ErrorKind::NotImplemented => Ok(()),
         outcome => outcome.map(|_| ()),
     }
 }
@@ -234,12 +234,12 @@ mod tests {
 
     const SHORT: Duration = Duration::from_millis(50);
 
-    fn meeting(store: &MemoryStore, me: u32, size: u32, limit: Duration) -> Meeting<'_, MemoryStore> {
-        Meeting { store, prefix: "m".into(), me: Rank(me), size, deadline: Instant::now() + limit }
+    fn meeting(store: &MemoryStore, me: u32, size: u32, limit: Duration) -> StoreMeeting<'_, MemoryStore> {
+        StoreMeeting { store, prefix: "m".into(), me: Rank(me), size, deadline: Instant::now() + limit }
     }
 
     /// Runs `body` on each of `ranks` concurrently and returns the results.
-    fn on_ranks<T: Send>(ranks: &[u32], size: u32, limit: Duration, body: impl Fn(Meeting<'_, MemoryStore>) -> T + Sync) -> Vec<T> {
+    fn on_ranks<T: Send>(ranks: &[u32], size: u32, limit: Duration, body: impl Fn(StoreMeeting<'_, MemoryStore>) -> T + Sync) -> Vec<T> {
         let store = MemoryStore::new();
         std::thread::scope(|scope| {
             let one = |&rank: &u32| {
@@ -262,7 +262,7 @@ mod tests {
     fn a_gathering_names_the_first_missing_ranks_at_its_deadline() {
         for (size, named) in [(2, "rank 1"), (3, "ranks 1, 2"), (11, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more")] {
             let error = on_ranks(&[0], size, SHORT, |here| here.gather("word", b"")).remove(0).expect_err("missing");
-            assert_eq!((error.kind, error.message), (Kind::Timeout, format!("waits for {named}, which did not come in time")));
+            assert_eq!((error.kind, error.message), (ErrorKind::Timeout, format!("waits for {named}, which did not come in time")));
         }
     }
 
@@ -270,8 +270,8 @@ mod tests {
     fn ranks_that_told_have_come_until_they_forget() {
         let store = MemoryStore::new();
         let [zero, two] = [0, 2].map(|me| meeting(&store, me, 3, SHORT));
-        two.tell("this", b"").expect("set");
-        zero.tell("that", b"").expect("set");
+        two.announce("this", b"").expect("set");
+        zero.announce("that", b"").expect("set");
         assert_eq!((zero.came("this"), zero.came("that")), (Ok(vec![Rank(2)]), Ok(vec![Rank(0)])));
         two.forget("this").expect("deleted");
         assert_eq!(zero.came("this"), Ok(vec![]));
@@ -292,16 +292,16 @@ mod tests {
             [meeting(&store, 0, 4, SHORT).assemble(), patient.join().expect("no panic")]
         });
         for error in errors.map(|outcome| outcome.expect_err("missing")) {
-            let text = "rendezvous of 4 ranks: ranks 1, 3 did not come until the timeout, 2 did";
-            assert_eq!((error.kind, error.message.as_str()), (Kind::Timeout, text));
+            let text = "rendezvous of 4 ranks: ranks 1, 3 did not arrive before the timeout, 2 did";
+            assert_eq!((error.kind, error.message.as_str()), (ErrorKind::Timeout, text));
         }
         let error = on_ranks(&[1], 2, SHORT, |here| here.assemble()).remove(0).expect_err("no rank 0");
-        assert_eq!(error.message, "rendezvous of 2 ranks: rank 0 did not come until the timeout, 1 did");
+        assert_eq!(error.message, "rendezvous of 2 ranks: rank 0 did not arrive before the timeout, 1 did");
     }
 
     #[test]
     fn a_living_process_is_not_replaced_and_an_ended_one_is() {
-        let (store, host) = (MemoryStore::new(), Host::own().expect("/proc"));
+        let (store, host) = (MemoryStore::new(), NodeId::own().expect("/proc"));
         let claim = |pid: u32, start_time: &str| {
             let text = format!("{} {} {pid} {start_time}", host.boot, host.pid);
             store.set("m/process/0", text.as_bytes()).expect("set");
@@ -312,11 +312,11 @@ mod tests {
         claim(child.id(), start_time);
         let error = meeting(&store, 0, 1, SHORT).assemble().expect_err("claimed");
         let text = format!("rank 0 of 1 is claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
-        assert_eq!((error.kind, error.message), (Kind::Config, text));
+        assert_eq!((error.kind, error.message), (ErrorKind::Config, text));
         // Processes that have met here may join again as other ranks.
         let own = process::own().expect("/proc");
         store.set("m/process/1", format!("{} {} {} {}", host.boot, host.pid, own.pid, own.start_time).as_bytes()).expect("set");
-        assert_eq!(meeting(&store, 0, 2, SHORT).refuse_taken(), Ok(()));
+        assert_eq!(meeting(&store, 0, 2, SHORT).reject_taken(), Ok(()));
         store.delete("m/process/1").expect("deleted");
         claim(child.id(), start_time);
         child.kill().and_then(|()| child.wait()).expect("killed");

@@ -1,7 +1,7 @@
 //! A store for the threads of one process.
 
 use super::request::Request;
-use super::table::{Answer, Reply, Table};
+use super::table::{KeyTable, TableReply, TableResult};
 use super::{Store, deadline, timed_out};
 use crate::error::{Error, Result};
 use crate::lock::{lock, unpoisoned};
@@ -9,8 +9,8 @@ use crate::sys::{fork, interrupt};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-struct Shared {
-    table: Mutex<Table>,
+struct SharedTable {
+    table: Mutex<KeyTable>,
     changed: Condvar,
     /// Fork generation of the process that made the store.
     generation: u64,
@@ -18,11 +18,11 @@ struct Shared {
 
 /// A key-value store in this process's memory. Clones share the contents.
 #[derive(Clone)]
-pub struct MemoryStore(Arc<Shared>);
+pub struct MemoryStore(Arc<SharedTable>);
 
 impl Default for MemoryStore {
     fn default() -> Self {
-        Self(Arc::new(Shared { table: Mutex::default(), changed: Condvar::new(), generation: fork::generation() }))
+        Self(Arc::new(SharedTable { table: Mutex::default(), changed: Condvar::new(), generation: fork::generation() }))
     }
 }
 
@@ -42,21 +42,21 @@ impl MemoryStore {
         self.len() == 0
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn table(&self) -> MutexGuard<'_, KeyTable> {
         // A request is executed completely or not at all, so the table is consistent even if the lock is poisoned.
         lock(&self.0.table)
     }
 }
 
 impl Store for MemoryStore {
-    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         if self.0.generation != fork::generation() {
             return Err(Error::config("a memory store lives in the process that made it, not in its forked children"));
         }
         let deadline = deadline(limit);
         let mut table = self.table();
         loop {
-            if let Answer::Done(reply) = table.serve(request, None)? {
+            if let TableResult::Done(reply) = table.serve(request, None)? {
                 if request.op.writes() {
                     self.0.changed.notify_all();
                 }
@@ -66,7 +66,7 @@ impl Store for MemoryStore {
             if remaining.is_zero() {
                 return Err(timed_out(request, limit, &table.missing(request)));
             }
-            let nap = remaining.min(interrupt::LOOK);
+            let nap = remaining.min(interrupt::SIGNAL_POLL);
             let (woken, over) = unpoisoned(self.0.changed.wait_timeout(table, nap));
             table = woken;
             if over.timed_out() {

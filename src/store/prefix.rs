@@ -2,7 +2,7 @@
 
 use super::Store;
 use super::request::Request;
-use super::table::Reply;
+use super::table::TableReply;
 use crate::error::Result;
 use std::time::Duration;
 
@@ -20,11 +20,11 @@ impl<S> PrefixStore<S> {
 }
 
 impl<S: Store> Store for PrefixStore<S> {
-    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         let keys: Vec<String> = request.keys.iter().map(|key| format!("{}{key}", self.prefix)).collect();
         let reply = self.store.call(&request.with_keys(keys.iter().map(String::as_str).collect()), limit)?;
-        if let Reply::Keys(keys) = &reply {
-            return Ok(Reply::Keys(keys.iter().filter_map(|key| key.strip_prefix(&self.prefix)).map(str::to_owned).collect()));
+        if let TableReply::Keys(keys) = &reply {
+            return Ok(TableReply::Keys(keys.iter().filter_map(|key| key.strip_prefix(&self.prefix)).map(str::to_owned).collect()));
         }
         Ok(reply)
     }
@@ -32,7 +32,7 @@ impl<S: Store> Store for PrefixStore<S> {
 
 /// A reference to a store is a store.
 impl<S: Store + ?Sized> Store for &S {
-    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         (**self).call(request, limit)
     }
 }

@@ -10,7 +10,7 @@ pub const MAX_KEYS: usize = 64 * 1024;
 
 /// Number of keys that an operation names.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Keys {
+enum KeyCount {
     Zero,
     One,
     Any,
@@ -21,11 +21,11 @@ macro_rules! operations {
         /// An operation of `c10d::Store`.
         #[repr(u8)]
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum Op {
+        pub enum StoreOp {
             $($(#[$doc])* $name = $code,)*
         }
 
-        impl Op {
+        impl StoreOp {
             /// All operations.
             pub const ALL: &[Self] = &[$(Self::$name),*];
 
@@ -53,8 +53,8 @@ macro_rules! operations {
             }
 
             /// Returns the number of keys that the operation names and the number of values per key.
-            fn shape(self) -> (Keys, usize) {
-                match self { $(Self::$name => (Keys::$keys, $values),)* }
+            fn shape(self) -> (KeyCount, usize) {
+                match self { $(Self::$name => (KeyCount::$keys, $values),)* }
             }
         }
     };
@@ -100,18 +100,18 @@ operations! {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request<'a> {
     /// The operation.
-    pub op: Op,
+    pub op: StoreOp,
     /// The keys that the operation names.
     pub keys: Vec<&'a str>,
     /// The values, in the order of the keys.
     pub values: Vec<&'a [u8]>,
-    /// The amount that [`Op::Add`] adds.
+    /// The amount that [`StoreOp::Add`] adds.
     pub amount: i64,
 }
 
 impl<'a> Request<'a> {
     /// Makes a request without an amount.
-    pub fn new(op: Op, keys: Vec<&'a str>, values: Vec<&'a [u8]>) -> Self {
+    pub fn new(op: StoreOp, keys: Vec<&'a str>, values: Vec<&'a [u8]>) -> Self {
         Self { op, keys, values, amount: 0 }
     }
 
@@ -131,9 +131,9 @@ impl<'a> Request<'a> {
     pub fn check(&self) -> Result<()> {
         let (keys, values) = self.op.shape();
         let fits = match keys {
-            Keys::Zero => self.keys.is_empty(),
-            Keys::One => self.keys.len() == 1,
-            Keys::Any => true,
+            KeyCount::Zero => self.keys.is_empty(),
+            KeyCount::One => self.keys.len() == 1,
+            KeyCount::Any => true,
         };
         if !fits || self.values.len() != values * self.keys.len() {
             return Err(Error::value(format!("{:?} of {} keys and {} values", self.op, self.keys.len(), self.values.len())));
@@ -162,17 +162,17 @@ impl<'a> Request<'a> {
 
     /// Decodes the request that occupies exactly `bytes`. Allocates at most a small multiple of their number.
     pub fn decode(bytes: &'a [u8]) -> Result<Self> {
-        let mut fields = Fields(bytes);
+        let mut fields = MessageReader(bytes);
         let code = fields.u8()?;
-        let op = Op::from_code(code).ok_or_else(|| Error::value(format!("operation {code} is unknown")))?;
+        let op = StoreOp::from_code(code).ok_or_else(|| Error::value(format!("operation {code} is unknown")))?;
         let amount = i64::from_le_bytes(fields.array()?);
         let count = fields.u32()? as usize;
         let (keys, values_per_key) = op.shape();
         let most = match keys {
-            Keys::Zero => 0,
-            Keys::One => 1,
+            KeyCount::Zero => 0,
+            KeyCount::One => 1,
             // Each key takes at least the 4 bytes of its length.
-            Keys::Any => MAX_KEYS.min(fields.0.len() / 4),
+            KeyCount::Any => MAX_KEYS.min(fields.0.len() / 4),
         };
         if count > most {
             return Err(Error::value(format!("{op:?} of {count} keys in {} bytes", bytes.len())));
@@ -192,9 +192,9 @@ impl<'a> Request<'a> {
 }
 
 /// The unread rest of a message.
-pub(super) struct Fields<'a>(pub(super) &'a [u8]);
+pub(super) struct MessageReader<'a>(pub(super) &'a [u8]);
 
-impl<'a> Fields<'a> {
+impl<'a> MessageReader<'a> {
     fn take(&mut self, count: usize) -> Result<&'a [u8]> {
         let (head, tail) =
             self.0.split_at_checked(count).ok_or_else(|| Error::value(format!("a message ends {} bytes early", count - self.0.len())))?;
@@ -240,12 +240,12 @@ mod tests {
 
     #[test]
     fn every_operation_comes_back_and_no_prefix_of_it_is_taken() {
-        for &op in Op::ALL {
+        for &op in StoreOp::ALL {
             let (keys, values) = op.shape();
             let keys = match keys {
-                Keys::Zero => vec![],
-                Keys::One => vec!["key"],
-                Keys::Any => vec!["", "key", "schlüssel"],
+                KeyCount::Zero => vec![],
+                KeyCount::One => vec!["key"],
+                KeyCount::Any => vec!["", "key", "schlüssel"],
             };
             let values = vec![&b"value"[..]; values * keys.len()];
             let request = Request { amount: -7, ..Request::new(op, keys, values) };
@@ -256,21 +256,21 @@ mod tests {
                 assert!(Request::decode(&bytes[..length]).is_err(), "{op:?} cut to {length} bytes");
             }
             assert!(Request::decode(&[&bytes[..], &[0]].concat()).is_err());
-            assert_eq!(Op::from_code(op as u8), Some(op));
+            assert_eq!(StoreOp::from_code(op as u8), Some(op));
         }
-        assert_eq!((Op::from_code(0), Op::from_code(17)), (None, None));
+        assert_eq!((StoreOp::from_code(0), StoreOp::from_code(17)), (None, None));
     }
 
     #[test]
     fn lengths_that_lie_are_refused_before_anything_is_allocated_for_them() {
-        let mut bytes = encoded(&Request::new(Op::Wait, vec!["a"], vec![]));
+        let mut bytes = encoded(&Request::new(StoreOp::Wait, vec!["a"], vec![]));
         bytes[9..13].copy_from_slice(&u32::MAX.to_le_bytes());
         assert!(Request::decode(&bytes).is_err());
-        let mut bytes = encoded(&Request::new(Op::Get, vec!["a"], vec![]));
+        let mut bytes = encoded(&Request::new(StoreOp::Get, vec!["a"], vec![]));
         bytes[13..17].copy_from_slice(&u32::MAX.to_le_bytes());
         assert!(Request::decode(&bytes).is_err());
         let long = "k".repeat(MAX_KEY + 1);
-        assert!(Request::decode(&encoded(&Request::new(Op::Get, vec![&long], vec![]))).is_err());
-        assert!(Request::new(Op::MultiSet, vec!["a"], vec![b"1", b"2"]).check().is_err());
+        assert!(Request::decode(&encoded(&Request::new(StoreOp::Get, vec![&long], vec![]))).is_err());
+        assert!(Request::new(StoreOp::MultiSet, vec!["a"], vec![b"1", b"2"]).check().is_err());
     }
 }

@@ -1,6 +1,6 @@
 //! The contents of a store and how it answers requests: the only implementation of the operations' semantics.
 
-use super::request::{Op, Request};
+use super::request::{Request, StoreOp};
 use crate::error::{Error, Result};
 use bytes::{Bytes, BytesMut};
 use std::collections::{HashMap, VecDeque};
@@ -13,7 +13,7 @@ const OVERHEAD: usize = 128;
 
 /// Reply of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Reply {
+pub enum TableReply {
     /// The operation is done and has no value.
     Unit,
     /// Yes or no.
@@ -28,31 +28,31 @@ pub enum Reply {
     Keys(Vec<String>),
 }
 
-/// The outcome of [`Table::serve`].
+/// The outcome of [`KeyTable::serve`].
 #[derive(Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum TableResult {
     /// The request is done.
-    Done(Reply),
+    Done(TableReply),
     /// The request must wait: the key with this index is missing.
     Missing(usize),
 }
 
 /// Keys with values, and keys with queues. A key may have both; as in c10d, only `check` and `wait` see queues as keys.
 #[derive(Debug)]
-pub struct Table {
+pub struct KeyTable {
     values: HashMap<String, Bytes>,
     queues: HashMap<String, VecDeque<Bytes>>,
     bytes: usize,
     limit: usize,
 }
 
-impl Default for Table {
+impl Default for KeyTable {
     fn default() -> Self {
         Self::bounded(usize::MAX)
     }
 }
 
-impl Table {
+impl KeyTable {
     /// Makes an empty table that holds at most `limit` bytes: keys, values and 128 for each.
     pub fn bounded(limit: usize) -> Self {
         Self { values: HashMap::new(), queues: HashMap::new(), bytes: 0, limit }
@@ -73,10 +73,10 @@ impl Table {
         self.bytes
     }
 
-    /// Returns true if `key` has what `op` waits for: a value or a queue for [`Op::Wait`], otherwise what `op` returns.
-    fn has(&self, op: Op, key: &str) -> bool {
+    /// Returns true if `key` has what `op` waits for: a value or a queue for [`StoreOp::Wait`], otherwise what `op` returns.
+    fn has(&self, op: StoreOp, key: &str) -> bool {
         let queued = self.queues.contains_key(key);
-        if op == Op::Pop { queued } else { self.values.contains_key(key) || (queued && op == Op::Wait) }
+        if op == StoreOp::Pop { queued } else { self.values.contains_key(key) || (queued && op == StoreOp::Wait) }
     }
 
     /// Returns the indices of the keys for which `request` waits.
@@ -88,27 +88,27 @@ impl Table {
     /// Executes `request`, or changes nothing if a key is missing or on an error: `Value` for a malformed number,
     /// `QueueEmpty`, or `Config` when full. `source` is the buffer that `request` points into; large values may keep it
     /// alive.
-    pub fn serve(&mut self, request: &Request<'_>, source: Option<&Bytes>) -> Result<Answer> {
+    pub fn serve(&mut self, request: &Request<'_>, source: Option<&Bytes>) -> Result<TableResult> {
         request.check()?;
         let Request { op, keys, values, amount } = request;
         if op.waits() {
             // From the end: keys are usually set in order, so a caller that waits for the last one usually waits once.
             if let Some(index) = keys.iter().rposition(|key| !self.has(*op, key)) {
-                return Ok(Answer::Missing(index));
+                return Ok(TableResult::Missing(index));
             }
         }
         let reply = match op {
-            Op::Set => self.put(keys[0], keep(values[0], source)).map(|()| Reply::Unit)?,
-            Op::CompareSet => self.compare_set(keys[0], values[0], keep(values[1], source))?,
-            Op::Get => Reply::Value(self.value(keys[0])),
-            Op::Add => self.add(keys[0], *amount)?,
-            Op::Check => Reply::Flag(keys.iter().all(|key| self.has(Op::Wait, key))),
-            Op::Wait => Reply::Unit,
-            Op::Delete => Reply::Flag(self.delete(keys[0])),
-            Op::NumKeys => Reply::Number(self.values.len() as i64),
-            Op::Append => self.append(keys[0], values[0]).map(|()| Reply::Unit)?,
-            Op::MultiGet => Reply::Values(keys.iter().map(|key| self.value(key)).collect()),
-            Op::MultiSet => {
+            StoreOp::Set => self.put(keys[0], keep(values[0], source)).map(|()| TableReply::Unit)?,
+            StoreOp::CompareSet => self.compare_set(keys[0], values[0], keep(values[1], source))?,
+            StoreOp::Get => TableReply::Value(self.value(keys[0])),
+            StoreOp::Add => self.add(keys[0], *amount)?,
+            StoreOp::Check => TableReply::Flag(keys.iter().all(|key| self.has(StoreOp::Wait, key))),
+            StoreOp::Wait => TableReply::Unit,
+            StoreOp::Delete => TableReply::Flag(self.delete(keys[0])),
+            StoreOp::NumKeys => TableReply::Number(self.values.len() as i64),
+            StoreOp::Append => self.append(keys[0], values[0]).map(|()| TableReply::Unit)?,
+            StoreOp::MultiGet => TableReply::Values(keys.iter().map(|key| self.value(key)).collect()),
+            StoreOp::MultiSet => {
                 // Atomic: checks the capacity for all values first, without counting the bytes that replaced values
                 // free.
                 let need = keys.iter().zip(values).map(|(key, value)| key.len() + value.len() + OVERHEAD).sum();
@@ -116,14 +116,14 @@ impl Table {
                 for (key, value) in keys.iter().zip(values) {
                     self.put(key, keep(value, source))?;
                 }
-                Reply::Unit
+                TableReply::Unit
             }
-            Op::Push => self.push(keys[0], keep(values[0], source))?,
-            Op::Pop | Op::TryPop => Reply::Value(self.pop(keys[0])?),
-            Op::QueueLen => Reply::Number(self.queues.get(keys[0]).map_or(0, VecDeque::len) as i64),
-            Op::ListKeys => Reply::Keys(self.values.keys().cloned().collect()),
+            StoreOp::Push => self.push(keys[0], keep(values[0], source))?,
+            StoreOp::Pop | StoreOp::TryPop => TableReply::Value(self.pop(keys[0])?),
+            StoreOp::QueueLen => TableReply::Number(self.queues.get(keys[0]).map_or(0, VecDeque::len) as i64),
+            StoreOp::ListKeys => TableReply::Keys(self.values.keys().cloned().collect()),
         };
-        Ok(Answer::Done(reply))
+        Ok(TableResult::Done(reply))
     }
 
     fn check_room(&self, more: usize) -> Result<()> {
@@ -157,17 +157,17 @@ impl Table {
         Ok(())
     }
 
-    fn compare_set(&mut self, key: &str, expected: &[u8], desired: Bytes) -> Result<Reply> {
+    fn compare_set(&mut self, key: &str, expected: &[u8], desired: Bytes) -> Result<TableReply> {
         match self.values.get(key) {
-            Some(value) if value != expected => return Ok(Reply::Value(value.clone())),
+            Some(value) if value != expected => return Ok(TableReply::Value(value.clone())),
             // As in c10d, an absent key with a non-empty expectation stays absent, and the expectation is returned.
-            None if !expected.is_empty() => return Ok(Reply::Value(Bytes::copy_from_slice(expected))),
+            None if !expected.is_empty() => return Ok(TableReply::Value(Bytes::copy_from_slice(expected))),
             Some(_) | None => self.put(key, desired.clone())?,
         }
-        Ok(Reply::Value(desired))
+        Ok(TableReply::Value(desired))
     }
 
-    fn add(&mut self, key: &str, amount: i64) -> Result<Reply> {
+    fn add(&mut self, key: &str, amount: i64) -> Result<TableReply> {
         let value = self.values.get(key).map_or(&[][..], |value| value);
         let before = match std::str::from_utf8(value).map(str::trim) {
             Ok("") => Some(0),
@@ -179,7 +179,7 @@ impl Table {
         let sum =
             before.checked_add(amount).ok_or_else(|| Error::value(format!("add to key {key:?}: {before} + {amount} overflows 64 bits")))?;
         self.put(key, Bytes::from(sum.to_string()))?;
-        Ok(Reply::Number(sum))
+        Ok(TableReply::Number(sum))
     }
 
     fn delete(&mut self, key: &str) -> bool {
@@ -206,12 +206,12 @@ impl Table {
         Ok(())
     }
 
-    fn push(&mut self, key: &str, value: Bytes) -> Result<Reply> {
+    fn push(&mut self, key: &str, value: Bytes) -> Result<TableReply> {
         let need = key.len() + value.len() + OVERHEAD;
         self.check_room(need)?;
         self.queues.entry(key.to_owned()).or_default().push_back(value);
         self.bytes += need;
-        Ok(Reply::Unit)
+        Ok(TableReply::Unit)
     }
 
     fn pop(&mut self, key: &str) -> Result<Bytes> {
@@ -238,19 +238,19 @@ fn keep(value: &[u8], source: Option<&Bytes>) -> Bytes {
 mod tests {
     use super::*;
 
-    fn serve(table: &mut Table, op: Op, keys: &[&str], values: &[&[u8]]) -> Result<Answer> {
+    fn serve(table: &mut KeyTable, op: StoreOp, keys: &[&str], values: &[&[u8]]) -> Result<TableResult> {
         table.serve(&Request::new(op, keys.to_vec(), values.to_vec()), None)
     }
 
     #[test]
     fn bytes_return_to_zero_with_the_last_value() {
-        let mut table = Table::bounded(10_000);
-        for op in [Op::Set, Op::Append, Op::Push, Op::Push] {
+        let mut table = KeyTable::bounded(10_000);
+        for op in [StoreOp::Set, StoreOp::Append, StoreOp::Push, StoreOp::Push] {
             assert!(serve(&mut table, op, &["k"], &[b"value"]).is_ok());
         }
-        assert!(serve(&mut table, Op::MultiSet, &["k", "k", "l"], &[b"1", b"22", b"333"]).is_ok());
+        assert!(serve(&mut table, StoreOp::MultiSet, &["k", "k", "l"], &[b"1", b"22", b"333"]).is_ok());
         assert_eq!(table.bytes(), 2 * (1 + OVERHEAD + 5) + (1 + OVERHEAD + 2) + (1 + OVERHEAD + 3));
-        for (op, key) in [(Op::Delete, "k"), (Op::Delete, "l"), (Op::Pop, "k"), (Op::TryPop, "k")] {
+        for (op, key) in [(StoreOp::Delete, "k"), (StoreOp::Delete, "l"), (StoreOp::Pop, "k"), (StoreOp::TryPop, "k")] {
             assert!(serve(&mut table, op, &[key], &[]).is_ok());
         }
         assert_eq!(table.bytes(), 0);
@@ -259,22 +259,22 @@ mod tests {
 
     #[test]
     fn a_full_table_refuses_and_changes_nothing() {
-        let mut table = Table::bounded(2 * OVERHEAD + 100);
-        assert!(serve(&mut table, Op::Set, &["k"], &[&[0; 90]]).is_ok());
+        let mut table = KeyTable::bounded(2 * OVERHEAD + 100);
+        assert!(serve(&mut table, StoreOp::Set, &["k"], &[&[0; 90]]).is_ok());
         let before = table.bytes();
         for (op, keys, values) in [
-            (Op::Set, &["l"][..], &[&[0; 60][..]][..]),
-            (Op::Set, &["k"], &[&[0; 300]]),
-            (Op::CompareSet, &["l"], &[&[], &[0; 300]]),
-            (Op::Append, &["k"], &[&[0; 300]]),
-            (Op::Push, &["q"], &[&[0; 300]]),
-            (Op::MultiSet, &["a", "b"], &[&[0; 1], &[0; 1]]),
+            (StoreOp::Set, &["l"][..], &[&[0; 60][..]][..]),
+            (StoreOp::Set, &["k"], &[&[0; 300]]),
+            (StoreOp::CompareSet, &["l"], &[&[], &[0; 300]]),
+            (StoreOp::Append, &["k"], &[&[0; 300]]),
+            (StoreOp::Push, &["q"], &[&[0; 300]]),
+            (StoreOp::MultiSet, &["a", "b"], &[&[0; 1], &[0; 1]]),
         ] {
             let error = serve(&mut table, op, keys, values).expect_err("full");
             assert!(error.message.contains("full"), "{op:?}: {error:?}");
             assert_eq!((table.bytes(), table.len()), (before, 1));
         }
-        assert!(serve(&mut table, Op::Set, &["k"], &[&[0; 10]]).is_ok());
+        assert!(serve(&mut table, StoreOp::Set, &["k"], &[&[0; 10]]).is_ok());
     }
 
     #[test]

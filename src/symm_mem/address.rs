@@ -1,19 +1,19 @@
 //! The address at which the peers of a group find a heap.
 
-use super::frame::Key;
+use super::frame::HeapKey;
 
 /// The address of a heap; only members of a group with it get it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Address {
+pub struct HeapAddress {
     /// Key of the heap.
-    pub key: Key,
+    pub key: HeapKey,
     /// Name of its listener. It differs from the key, because every process can read such names in /proc.
-    pub listener: Key,
+    pub listener: HeapKey,
     /// Size of its address range in bytes.
     pub span: u64,
 }
 
-impl Address {
+impl HeapAddress {
     /// Length of the encoded address.
     pub const BYTES: usize = 40;
 

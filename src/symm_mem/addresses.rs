@@ -2,18 +2,18 @@
 
 use crate::error::Result;
 use crate::kernels::cuda::driver::{Device, OwnStream, RelaxedCapture};
-use crate::mem::vmm::{self, Physical, Reservation};
+use crate::mem::vmm::{self, DeviceAllocation, DeviceReservation};
 use rustix::fd::OwnedFd;
 use std::sync::Arc;
 
 /// A device as a source of addresses.
-pub trait Addresses: Send + Sync {
+pub trait AddressSpace: Send + Sync {
     /// Sizes and offsets are multiples of this number of bytes.
     fn granularity(&self) -> usize;
     /// Size of a heap's address range: twice the memory, so that holes between segments never use up the addresses.
     fn span(&self) -> usize;
     /// Reserves addresses for a heap of `bytes`, of this process or of a peer.
-    fn reserve(&self, bytes: usize) -> Result<Box<dyn Range>>;
+    fn reserve(&self, bytes: usize) -> Result<Box<dyn AddressRange>>;
     /// Waits until all work that this process has enqueued on the device is done.
     fn settle(&self) -> Result<()>;
     /// Zeroes `bytes` bytes of a segment at `address` that is not in use, and returns when that is done.
@@ -21,11 +21,11 @@ pub trait Addresses: Send + Sync {
 }
 
 /// A reserved range of addresses. Dropped once nothing is mapped there.
-pub trait Range: Send + Sync {
+pub trait AddressRange: Send + Sync {
     /// Returns its first address.
     fn address(&self) -> u64;
     /// Creates memory of `bytes` at `offset`.
-    fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Piece>>;
+    fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Backing>>;
     /// Maps a peer's memory of `bytes` at `offset`, from the file descriptor that the peer sent.
     fn import(&self, offset: usize, bytes: usize, descriptor: OwnedFd) -> Result<()>;
     /// Ends a `create` or `import` with the same `offset` and `bytes`; no kernel uses the memory any more.
@@ -33,14 +33,14 @@ pub trait Range: Send + Sync {
 }
 
 /// Created memory; it lasts as long as this value, a file descriptor or a mapping exists in any process.
-pub trait Piece: Send + Sync {
+pub trait Backing: Send + Sync {
     /// Returns a file descriptor for one more peer. Not kept, because there may be more pieces than a process may have
     /// open files.
     fn export(&self) -> Result<OwnedFd>;
 }
 
 /// A GPU.
-pub struct Gpu {
+pub struct GpuAddressSpace {
     device: Arc<Device>,
     granularity: usize,
     span: usize,
@@ -48,11 +48,11 @@ pub struct Gpu {
 
 struct GpuRange {
     // Before the device, because the addresses belong to its context.
-    reservation: Reservation,
+    reservation: DeviceReservation,
     device: Arc<Device>,
 }
 
-impl Gpu {
+impl GpuAddressSpace {
     /// Makes the interface of `device`, which must support it.
     pub fn new(device: Device) -> Result<Self> {
         let granularity = {
@@ -64,7 +64,7 @@ impl Gpu {
     }
 }
 
-impl Addresses for Gpu {
+impl AddressSpace for GpuAddressSpace {
     fn granularity(&self) -> usize {
         self.granularity
     }
@@ -73,9 +73,9 @@ impl Addresses for Gpu {
         self.span
     }
 
-    fn reserve(&self, bytes: usize) -> Result<Box<dyn Range>> {
+    fn reserve(&self, bytes: usize) -> Result<Box<dyn AddressRange>> {
         let _entered = self.device.enter()?;
-        Ok(Box::new(GpuRange { reservation: Reservation::new(bytes)?, device: Arc::clone(&self.device) }))
+        Ok(Box::new(GpuRange { reservation: DeviceReservation::new(bytes)?, device: Arc::clone(&self.device) }))
     }
 
     fn settle(&self) -> Result<()> {
@@ -92,16 +92,16 @@ impl Addresses for Gpu {
     }
 }
 
-impl Range for GpuRange {
+impl AddressRange for GpuRange {
     fn address(&self) -> u64 {
         self.reservation.address()
     }
 
-    fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Piece>> {
+    fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Backing>> {
         let _entered = self.device.enter()?;
         // Also while a stream is captured, because torch's allocator requests segments then.
         let _relaxed = RelaxedCapture::begin()?;
-        let memory = Physical::create(&self.device, bytes)?;
+        let memory = DeviceAllocation::create(&self.device, bytes)?;
         self.reservation.map(offset, &memory, &self.device)?;
         Ok(Arc::new(memory))
     }
@@ -109,7 +109,7 @@ impl Range for GpuRange {
     fn import(&self, offset: usize, bytes: usize, descriptor: OwnedFd) -> Result<()> {
         let _entered = self.device.enter()?;
         let _relaxed = RelaxedCapture::begin()?;
-        self.reservation.map(offset, &Physical::import(&descriptor, bytes)?, &self.device)
+        self.reservation.map(offset, &DeviceAllocation::import(&descriptor, bytes)?, &self.device)
     }
 
     fn unmap(&self, offset: usize, bytes: usize) {
@@ -119,8 +119,8 @@ impl Range for GpuRange {
     }
 }
 
-impl Piece for Physical {
+impl Backing for DeviceAllocation {
     fn export(&self) -> Result<OwnedFd> {
-        Physical::export(self)
+        DeviceAllocation::export(self)
     }
 }

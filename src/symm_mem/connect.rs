@@ -1,12 +1,12 @@
 //! Connection of two heaps: one connects, the other accepts.
 
-use super::address::Address;
-use super::attention::{self, Attention};
-use super::frame::Frame;
-use super::link::{Failed, Hold, Link};
-use super::local::{Heap, offer};
-use super::remote::{Remote, Sound};
+use super::address::HeapAddress;
+use super::frame::HeapFrame;
+use super::heap::{Heap, offer};
+use super::link::{FailureCheck, HeapLink, LinkRef};
+use super::remote_heap::{ProtocolResult, RemoteHeap};
 use super::service;
+use super::service_thread::{self, ServiceThread};
 use crate::error::{Error, Result};
 use crate::lock::{lock, unpoisoned};
 use crate::sys::required::Required;
@@ -28,13 +28,13 @@ fn refused(step: Required) -> impl Fn(Errno) -> Error {
 
 impl Heap {
     /// Keeps the process's service thread alive, without which no peer can connect.
-    pub fn attend(&self) -> Result<Attention> {
+    pub fn attend(&self) -> Result<ServiceThread> {
         service::attend()
     }
 
     /// Returns a link to the heap at `peer` for a group that reports failures with `failed`, and its number, which the
     /// other end passes to `meet`. One of the two ends calls this.
-    pub fn connect(&self, peer: &Address, failed: &Failed) -> Result<(Hold, u64)> {
+    pub fn connect(&self, peer: &HeapAddress, failed: &FailureCheck) -> Result<(LinkRef, u64)> {
         let _turn = lock(&self.connecting);
         let own = self.state().links.iter().rfind(|link| link.key == peer.key && !link.is_closed()).cloned();
         if let Some(link) = own
@@ -49,9 +49,9 @@ impl Heap {
         }
         let number = u64::from_le_bytes(random::bytes()?);
         let remote = self.reserve(peer.span)?;
-        let hello = Frame::Hello { to: peer.key, from: self.address.key, link: number, span: self.address.span };
+        let hello = HeapFrame::Hello { to: peer.key, from: self.address.key, link: number, span: self.address.span };
         socket::send(&socket, &hello.encode(), None).map_err(refused(Required::Send))?;
-        let link = Arc::new(Link::new(peer.key, number, them.pid, socket, remote));
+        let link = Arc::new(HeapLink::new(peer.key, number, them.pid, socket, remote));
         let hold = link.hold(self.attend()?, Arc::clone(failed)).ok_or_else(|| Error::internal("a new link is closed"))?;
         self.add(link);
         Ok((hold, number))
@@ -59,7 +59,7 @@ impl Heap {
 
     /// The other end of `connect`: returns a claim to the link with this number once it exists. Returns `None` if it
     /// does not exist by `deadline` or has closed; the end that made it must then `abandon` it.
-    pub fn meet(&self, peer: &Address, number: u64, failed: &Failed, deadline: Instant) -> Result<Option<Hold>> {
+    pub fn meet(&self, peer: &HeapAddress, number: u64, failed: &FailureCheck, deadline: Instant) -> Result<Option<LinkRef>> {
         let attention = self.attend()?;
         let mut state = self.state();
         loop {
@@ -76,16 +76,16 @@ impl Heap {
         }
     }
 
-    fn reserve(&self, span: u64) -> Result<Remote> {
+    fn reserve(&self, span: u64) -> Result<RemoteHeap> {
         if span == 0 || span > MOST_SPAN {
             return Err(Error::config(format!("a peer's symmetric memory has {span} bytes of addresses")));
         }
-        Ok(Remote::new(self.space.reserve(span as usize)?, span as usize))
+        Ok(RemoteHeap::new(self.space.reserve(span as usize)?, span as usize))
     }
 
     /// Accepts a link from process `pid`, which sent `frame` as its first message.
-    pub(super) fn admit(&self, pid: u32, socket: OwnedFd, frame: &[u8]) -> Sound {
-        let Some(Frame::Hello { to, from, link, span }) = Frame::decode(frame) else {
+    pub(super) fn admit(&self, pid: u32, socket: OwnedFd, frame: &[u8]) -> ProtocolResult {
+        let Some(HeapFrame::Hello { to, from, link, span }) = HeapFrame::decode(frame) else {
             return Err("did not introduce itself".into());
         };
         if to != self.address.key {
@@ -95,11 +95,11 @@ impl Heap {
             return Err("used a link's number again".into());
         }
         let remote = self.reserve(span).map_err(|error| format!("cannot be mapped: {error}"))?;
-        self.add(Arc::new(Link::new(from, link, pid, socket, remote)));
+        self.add(Arc::new(HeapLink::new(from, link, pid, socket, remote)));
         Ok(())
     }
 
-    fn add(&self, link: Arc<Link>) {
+    fn add(&self, link: Arc<HeapLink>) {
         let mut state = self.state();
         for (offset, segment) in &state.segments {
             if let Some(piece) = &segment.piece {
@@ -109,6 +109,6 @@ impl Heap {
         state.links.push(link);
         drop(state);
         self.changed.notify_all();
-        attention::wake();
+        service_thread::wake();
     }
 }

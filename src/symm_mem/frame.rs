@@ -1,21 +1,21 @@
 //! Frames between two heaps: messages of one fixed size. Pure.
 
 /// Key of a heap. It is random, so that only processes that received it can name the heap.
-pub type Key = [u8; 16];
+pub type HeapKey = [u8; 16];
 
 /// Size of every message in bytes.
 pub(super) const FRAME_BYTES: usize = 56;
 
 /// A message. All but the first are sent in both directions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Frame {
+pub(super) enum HeapFrame {
     /// The first message of the heap that connects: the wanted heap, its own key, the link's number and its address
     /// range.
     Hello {
         /// Key of the heap that listens: a peer that can name it belongs to a group with it.
-        to: Key,
+        to: HeapKey,
         /// Key of the heap that connects.
-        from: Key,
+        from: HeapKey,
         /// A random number that both ends of the link share.
         link: u64,
         /// Size of its heap's address range in bytes.
@@ -54,19 +54,19 @@ pub(super) enum Frame {
 
 const MAGIC: u32 = 0x7068_7331;
 
-impl Frame {
+impl HeapFrame {
     /// Encodes the frame.
     pub(super) fn encode(self) -> [u8; FRAME_BYTES] {
         let (kind, words): (u32, [u64; 6]) = match self {
-            Frame::Hello { to, from, link, span } => {
-                let half = |key: Key, at: usize| u64::from_le_bytes(std::array::from_fn(|i| key[at + i]));
+            HeapFrame::Hello { to, from, link, span } => {
+                let half = |key: HeapKey, at: usize| u64::from_le_bytes(std::array::from_fn(|i| key[at + i]));
                 (1, [half(to, 0), half(to, 8), half(from, 0), half(from, 8), link, span])
             }
-            Frame::Offer { id, offset, bytes } => (2, [id, offset, bytes, 0, 0, 0]),
-            Frame::Accepted { id } => (3, [id, 0, 0, 0, 0, 0]),
-            Frame::Refused { id } => (4, [id, 0, 0, 0, 0, 0]),
-            Frame::Withdraw { id } => (5, [id, 0, 0, 0, 0, 0]),
-            Frame::Gone { id } => (6, [id, 0, 0, 0, 0, 0]),
+            HeapFrame::Offer { id, offset, bytes } => (2, [id, offset, bytes, 0, 0, 0]),
+            HeapFrame::Accepted { id } => (3, [id, 0, 0, 0, 0, 0]),
+            HeapFrame::Refused { id } => (4, [id, 0, 0, 0, 0, 0]),
+            HeapFrame::Withdraw { id } => (5, [id, 0, 0, 0, 0, 0]),
+            HeapFrame::Gone { id } => (6, [id, 0, 0, 0, 0, 0]),
         };
         let mut bytes = [0; FRAME_BYTES];
         bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
@@ -88,12 +88,12 @@ impl Frame {
         let id = words[0];
         let key = |at: usize| std::array::from_fn(|i| rest[at + i]);
         let frame = match u32::from_le_bytes([head[4], head[5], head[6], head[7]]) {
-            1 => Frame::Hello { to: key(0), from: key(16), link: words[4], span: words[5] },
-            2 => Frame::Offer { id, offset: words[1], bytes: words[2] },
-            3 => Frame::Accepted { id },
-            4 => Frame::Refused { id },
-            5 => Frame::Withdraw { id },
-            6 => Frame::Gone { id },
+            1 => HeapFrame::Hello { to: key(0), from: key(16), link: words[4], span: words[5] },
+            2 => HeapFrame::Offer { id, offset: words[1], bytes: words[2] },
+            3 => HeapFrame::Accepted { id },
+            4 => HeapFrame::Refused { id },
+            5 => HeapFrame::Withdraw { id },
+            6 => HeapFrame::Gone { id },
             _ => return None,
         };
         // Unused bytes of a message are zero.
@@ -111,24 +111,24 @@ mod tests {
         let key = |first: u8| std::array::from_fn(|i| first + i as u8);
         let id = u64::MAX - 3;
         for frame in [
-            Frame::Hello { to: key(3), from: key(90), link: 1 << 60, span: 1 << 38 },
-            Frame::Offer { id, offset: 1 << 30, bytes: 2 << 20 },
-            Frame::Accepted { id },
-            Frame::Refused { id },
-            Frame::Withdraw { id },
-            Frame::Gone { id },
+            HeapFrame::Hello { to: key(3), from: key(90), link: 1 << 60, span: 1 << 38 },
+            HeapFrame::Offer { id, offset: 1 << 30, bytes: 2 << 20 },
+            HeapFrame::Accepted { id },
+            HeapFrame::Refused { id },
+            HeapFrame::Withdraw { id },
+            HeapFrame::Gone { id },
         ] {
             let bytes = frame.encode();
-            assert_eq!(Frame::decode(&bytes), Some(frame));
-            assert_eq!(Frame::decode(&bytes[..FRAME_BYTES - 1]), None, "cut short");
-            assert_eq!(Frame::decode(&[&bytes[..], &[0]].concat()), None, "too long");
+            assert_eq!(HeapFrame::decode(&bytes), Some(frame));
+            assert_eq!(HeapFrame::decode(&bytes[..FRAME_BYTES - 1]), None, "cut short");
+            assert_eq!(HeapFrame::decode(&[&bytes[..], &[0]].concat()), None, "too long");
             let mut other = bytes;
             other[0] ^= 1;
-            assert_eq!(Frame::decode(&other), None, "not ours");
+            assert_eq!(HeapFrame::decode(&other), None, "not ours");
         }
-        let mut stray = Frame::Gone { id }.encode();
+        let mut stray = HeapFrame::Gone { id }.encode();
         stray[FRAME_BYTES - 1] = 1;
-        assert_eq!(Frame::decode(&stray), None, "bytes that mean nothing");
+        assert_eq!(HeapFrame::decode(&stray), None, "bytes that mean nothing");
     }
 
     proptest! {
@@ -140,7 +140,7 @@ mod tests {
                 bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
                 bytes[4..8].copy_from_slice(&kind.to_le_bytes());
             }
-            if let Some(frame) = Frame::decode(&bytes) {
+            if let Some(frame) = HeapFrame::decode(&bytes) {
                 prop_assert_eq!(&frame.encode()[..], &bytes[..]);
             }
         }

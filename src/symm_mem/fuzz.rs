@@ -1,10 +1,10 @@
 //! Fuzz harness for the frames that a heap receives: no message may make it panic, or map anything outside the range
 //! that it reserved.
 
-use super::frame::{FRAME_BYTES, Frame, Key};
+use super::frame::{FRAME_BYTES, HeapFrame, HeapKey};
+use super::heap::Heap;
 use super::host::{HostMemory, PAGE};
-use super::local::Heap;
-use crate::mem::shm::Segment;
+use crate::mem::shm::ShmSegment;
 use crate::sys::socket;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
@@ -26,20 +26,20 @@ fn listener() -> &'static Listener {
     LISTENER.get_or_init(|| {
         let heap = Heap::new(Arc::new(HostMemory::with_span(PAGES * PAGE))).expect("a heap");
         heap.allocate(PAGE).expect("room");
-        Listener { heap, files: [PAGES * PAGE, PAGE].map(|bytes| Segment::create(bytes).expect("a file")) }
+        Listener { heap, files: [PAGES * PAGE, PAGE].map(|bytes| ShmSegment::create(bytes).expect("a file")) }
     })
 }
 
-fn step(bytes: &[u8]) -> (Frame, Option<&'static OwnedFd>) {
+fn step(bytes: &[u8]) -> (HeapFrame, Option<&'static OwnedFd>) {
     let word = |index: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[2 + 8 * index + i]));
     let (id, offset, length) = (word(0), word(1), word(2));
     let frame = match bytes[0] % 6 {
-        0 => Frame::Hello { to: [bytes[2]; 16], from: [bytes[3]; 16], link: offset, span: length },
-        1 => Frame::Accepted { id },
-        2 => Frame::Refused { id },
-        3 => Frame::Withdraw { id },
-        4 => Frame::Gone { id },
-        _ => Frame::Offer { id, offset, bytes: length },
+        0 => HeapFrame::Hello { to: [bytes[2]; 16], from: [bytes[3]; 16], link: offset, span: length },
+        1 => HeapFrame::Accepted { id },
+        2 => HeapFrame::Refused { id },
+        3 => HeapFrame::Withdraw { id },
+        4 => HeapFrame::Gone { id },
+        _ => HeapFrame::Offer { id, offset, bytes: length },
     };
     let files = &listener().files;
     (frame, [None, Some(&files[0]), Some(&files[0]), Some(&files[1])][usize::from(bytes[1] % 4)])
@@ -47,14 +47,14 @@ fn step(bytes: &[u8]) -> (Frame, Option<&'static OwnedFd>) {
 
 /// A peer that introduces itself and then sends `bytes`.
 pub fn messages(bytes: &[u8]) {
-    if let Some(frame) = Frame::decode(bytes) {
+    if let Some(frame) = HeapFrame::decode(bytes) {
         assert_eq!(frame.encode()[..], *bytes);
     }
     let heap = &listener().heap;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let (near, far) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).expect("a pair");
-    let from: Key = [7; 16];
-    let hello = Frame::Hello { to: heap.address().key, from, link: 1, span: (PAGES * PAGE) as u64 };
+    let from: HeapKey = [7; 16];
+    let hello = HeapFrame::Hello { to: heap.address().key, from, link: 1, span: (PAGES * PAGE) as u64 };
     heap.admit(std::process::id(), near, &hello.encode()).expect("a right introduction");
     let Some(link) = heap.state().links.last().cloned() else { unreachable!("just admitted") };
     for bytes in bytes.chunks_exact(STEP).take(64) {

@@ -1,11 +1,11 @@
 //! Host memory for a heap: one unnamed file per process, whose pieces are the segments.
 #![allow(unsafe_code, reason = "mappings at chosen addresses")]
 
-use super::addresses::{Addresses, Piece, Range};
+use super::addresses::{AddressRange, AddressSpace, Backing};
 use crate::error::{Error, Result};
 use crate::lock::lock;
-use crate::mem::shm::{Segment, reserve};
-use crate::sys::again::retry;
+use crate::mem::shm::{ShmSegment, reserve};
+use crate::sys::eintr::retry;
 use crate::sys::required::Required;
 use rustix::fd::OwnedFd;
 use rustix::fs::{FallocateFlags, SealFlags, fallocate, fcntl_get_seals, fstat};
@@ -36,7 +36,7 @@ unsafe impl Send for HostRange {}
 // SAFETY: as above.
 unsafe impl Sync for HostRange {}
 
-struct Part(Arc<OwnedFd>);
+struct HostMemoryPart(Arc<OwnedFd>);
 
 impl HostMemory {
     /// Makes host memory with addresses for twice this node's memory; a process has enough for its peers' heaps.
@@ -51,7 +51,7 @@ impl HostMemory {
     }
 }
 
-impl Addresses for HostMemory {
+impl AddressSpace for HostMemory {
     fn granularity(&self) -> usize {
         PAGE
     }
@@ -60,7 +60,7 @@ impl Addresses for HostMemory {
         self.span
     }
 
-    fn reserve(&self, bytes: usize) -> Result<Box<dyn Range>> {
+    fn reserve(&self, bytes: usize) -> Result<Box<dyn AddressRange>> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of this process.
         let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::empty(), flags) };
@@ -94,7 +94,7 @@ impl HostRange {
         if let Some(file) = &*file {
             return Ok(Arc::clone(file));
         }
-        let made = Arc::new(Segment::create(self.bytes)?);
+        let made = Arc::new(ShmSegment::create(self.bytes)?);
         *file = Some(Arc::clone(&made));
         Ok(made)
     }
@@ -113,12 +113,12 @@ impl HostRange {
     }
 }
 
-impl Range for HostRange {
+impl AddressRange for HostRange {
     fn address(&self) -> u64 {
         self.base as u64
     }
 
-    fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Piece>> {
+    fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Backing>> {
         let file = self.own_file()?;
         self.check(offset, bytes);
         // Peers may have written to an earlier segment here that they kept. Their writes must not appear in this one,
@@ -126,7 +126,7 @@ impl Range for HostRange {
         give_pages_back(&file, offset, bytes);
         let made = reserve(&file, offset, bytes, "symmetric memory of the host").and_then(|()| self.map(offset, bytes, &file));
         made.inspect_err(|_| give_pages_back(&file, offset, bytes))?;
-        Ok(Arc::new(Part(file)))
+        Ok(Arc::new(HostMemoryPart(file)))
     }
 
     fn import(&self, offset: usize, bytes: usize, descriptor: OwnedFd) -> Result<()> {
@@ -163,7 +163,7 @@ impl Drop for HostRange {
     }
 }
 
-impl Piece for Part {
+impl Backing for HostMemoryPart {
     fn export(&self) -> Result<OwnedFd> {
         self.0.try_clone().map_err(|error| Error::internal(format!("duplicating a descriptor: {error}")))
     }

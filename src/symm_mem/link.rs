@@ -1,11 +1,11 @@
 //! A heap link: a connection over which two heaps advertise their segments to each other.
 
-use super::addresses::Piece;
-use super::attention::Attention;
-use super::frame::{FRAME_BYTES, Frame, Key};
-use super::remote::{Remote, Sound};
+use super::addresses::Backing;
+use super::frame::{FRAME_BYTES, HeapFrame, HeapKey};
+use super::remote_heap::{ProtocolResult, RemoteHeap};
+use super::service_thread::ServiceThread;
 use crate::lock::lock;
-use crate::sys::fork::{Unshared, generation};
+use crate::sys::fork::{CloseInChild, generation};
 use crate::sys::process;
 use crate::sys::socket::{self, Received};
 use rustix::fd::{AsFd, OwnedFd};
@@ -16,12 +16,12 @@ use std::sync::{Arc, Mutex};
 
 /// Returns true if a group has failed: its kernels may then still use memory that its owner has finished with. The call
 /// also detects a failure that has not been noticed yet.
-pub type Failed = Arc<dyn Fn() -> bool + Send + Sync>;
+pub type FailureCheck = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// The heap whose segments a link advertises.
-pub(super) trait Owner {
+pub(super) trait SegmentOwner {
     /// Handles the answer of the peer at the other end of `link` to the advertised segment `id`.
-    fn answered(&self, link: u64, id: u64, accepted: bool) -> Sound;
+    fn answered(&self, link: u64, id: u64, accepted: bool) -> ProtocolResult;
     /// Handles the message that the peer at the other end of `link` has unmapped segment `id`.
     fn gone(&self, link: u64, id: u64);
 }
@@ -29,36 +29,36 @@ pub(super) trait Owner {
 /// An open socket that a forked child does not keep open.
 pub(super) struct Socket {
     // Before `fd`, to which it refers. Absent if too many exist: then a child merely keeps the link's end open.
-    _unshared: Option<Unshared>,
+    _unshared: Option<CloseInChild>,
     pub(super) fd: OwnedFd,
 }
 
 /// An exiting process closes its highest file descriptors first, so this one closes before the slow release of GPU
 /// memory.
-const HIGH: i32 = 768;
+const HIGH_FD_START: i32 = 768;
 
 impl Socket {
     pub(super) fn new(fd: OwnedFd) -> Self {
         // If the limit does not allow such a number, peers notice an exit later.
-        let fd = rustix::io::fcntl_dupfd_cloexec(&fd, HIGH).unwrap_or(fd);
-        Self { _unshared: Unshared::new(fd.as_fd()), fd }
+        let fd = rustix::io::fcntl_dupfd_cloexec(&fd, HIGH_FD_START).unwrap_or(fd);
+        Self { _unshared: CloseInChild::new(fd.as_fd()), fd }
     }
 }
 
 /// A frame to be sent, with the memory whose file descriptor is attached.
-type Mail = (Frame, Option<Arc<dyn Piece>>);
+type OutgoingFrame = (HeapFrame, Option<Arc<dyn Backing>>);
 
 /// One connection, with the peer's heap at the other end.
-pub(super) struct Link {
+pub(super) struct HeapLink {
     /// Key of the peer's heap.
-    pub(super) key: Key,
+    pub(super) key: HeapKey,
     /// The number that both ends share.
     pub(super) number: u64,
     /// The peer's process id.
     pub(super) pid: u32,
     socket: Socket,
-    remote: Remote,
-    outbox: Mutex<VecDeque<Mail>>,
+    remote: RemoteHeap,
+    outbox: Mutex<VecDeque<OutgoingFrame>>,
     holds: Mutex<Holds>,
     closed: AtomicBool,
     /// True if the peer made a thread wait in vain and has not sent anything since.
@@ -67,43 +67,43 @@ pub(super) struct Link {
 
 #[derive(Default)]
 struct Holds {
-    all: HashMap<u64, Claim>,
+    all: HashMap<u64, LinkClaim>,
     next: u64,
 }
 
 /// A group's claim to the link.
-struct Claim {
-    failed: Failed,
+struct LinkClaim {
+    failed: FailureCheck,
     /// True once the peer has exited and no kernel of the group uses its segments any more.
     released: bool,
 }
 
 /// A group's claim to a link. While it exists, the peer's segments stay mapped as long as this group's kernels may use
 /// them. The link closes when the last claim is dropped.
-pub struct Hold {
-    link: Arc<Link>,
+pub struct LinkRef {
+    link: Arc<HeapLink>,
     id: u64,
     generation: u64,
     // Last, because the thread serves the link until it is closed.
-    _attention: Attention,
+    _attention: ServiceThread,
 }
 
 /// A window's claim to a segment of a peer.
-pub struct Pin {
-    link: Arc<Link>,
+pub struct SegmentPin {
+    link: Arc<HeapLink>,
     id: u64,
 }
 
-impl Drop for Pin {
+impl Drop for SegmentPin {
     fn drop(&mut self) {
         if self.link.remote.unpin(self.id) && !self.link.is_closed() && !self.link.any_failed() {
-            self.link.remote.let_go();
+            self.link.remote.unmap();
         }
     }
 }
 
-impl Link {
-    pub(super) fn new(key: Key, number: u64, pid: u32, socket: OwnedFd, remote: Remote) -> Self {
+impl HeapLink {
+    pub(super) fn new(key: HeapKey, number: u64, pid: u32, socket: OwnedFd, remote: RemoteHeap) -> Self {
         Self {
             key,
             number,
@@ -118,23 +118,23 @@ impl Link {
     }
 
     /// Makes a claim for a group that reports failures with `failed`; `None` if the link is closed.
-    pub(super) fn hold(self: &Arc<Self>, attention: Attention, failed: Failed) -> Option<Hold> {
+    pub(super) fn hold(self: &Arc<Self>, attention: ServiceThread, failed: FailureCheck) -> Option<LinkRef> {
         let mut holds = lock(&self.holds);
-        // Under the lock, under which `Hold::drop` closes the link.
+        // Under the lock, under which `LinkRef::drop` closes the link.
         if self.is_closed() {
             return None;
         }
         holds.next += 1;
         let id = holds.next;
-        holds.all.insert(id, Claim { failed, released: false });
+        holds.all.insert(id, LinkClaim { failed, released: false });
         drop(holds);
-        Some(Hold { link: Arc::clone(self), id, generation: generation(), _attention: attention })
+        Some(LinkRef { link: Arc::clone(self), id, generation: generation(), _attention: attention })
     }
 
     /// Returns true if any group that uses the link has failed. Queries all of them, so that each detects its failure.
     pub(super) fn any_failed(&self) -> bool {
         // Called outside the lock, because the callbacks may take other locks.
-        let requested: Vec<Failed> = lock(&self.holds).all.values().map(|claim| Arc::clone(&claim.failed)).collect();
+        let requested: Vec<FailureCheck> = lock(&self.holds).all.values().map(|claim| Arc::clone(&claim.failed)).collect();
         requested.iter().fold(false, |any, failed| failed() | any)
     }
 
@@ -178,12 +178,12 @@ impl Link {
     }
 
     #[cfg(test)]
-    pub(super) fn remote(&self) -> &Remote {
+    pub(super) fn remote(&self) -> &RemoteHeap {
         &self.remote
     }
 
     /// Queues `frame` for the thread to send, with the file descriptor of `piece` attached.
-    pub(super) fn post(&self, frame: Frame, piece: Option<Arc<dyn Piece>>) {
+    pub(super) fn post(&self, frame: HeapFrame, piece: Option<Arc<dyn Backing>>) {
         lock(&self.outbox).push_back((frame, piece));
     }
 
@@ -220,7 +220,7 @@ impl Link {
     }
 
     /// Handles up to 64 messages of the peer, so that other links get their turn. Errors are violations by the peer.
-    pub(super) fn receive(&self, owner: &dyn Owner) -> Sound {
+    pub(super) fn receive(&self, owner: &dyn SegmentOwner) -> ProtocolResult {
         for _ in 0..64 {
             let mut buffer = [0; FRAME_BYTES + 1];
             let Received { length, fd, cut } = match socket::receive(&self.socket.fd, &mut buffer) {
@@ -240,17 +240,17 @@ impl Link {
             if cut {
                 return Err("sent more than one message can hold, or no descriptor is free here".into());
             }
-            let frame = Frame::decode(&buffer[..length]).ok_or_else(|| format!("sent {length} bytes that are no message"))?;
+            let frame = HeapFrame::decode(&buffer[..length]).ok_or_else(|| format!("sent {length} bytes, a malformed message"))?;
             self.take(owner, frame, fd)?;
         }
         Ok(())
     }
 
-    fn take(&self, owner: &dyn Owner, frame: Frame, fd: Option<OwnedFd>) -> Sound {
+    fn take(&self, owner: &dyn SegmentOwner, frame: HeapFrame, fd: Option<OwnedFd>) -> ProtocolResult {
         let fd = match (frame, fd) {
-            (Frame::Offer { id, offset, bytes }, Some(fd)) => {
+            (HeapFrame::Offer { id, offset, bytes }, Some(fd)) => {
                 let mapped = self.remote.accept(id, offset, bytes, fd)?;
-                self.post(if mapped { Frame::Accepted { id } } else { Frame::Refused { id } }, None);
+                self.post(if mapped { HeapFrame::Accepted { id } } else { HeapFrame::Refused { id } }, None);
                 return Ok(());
             }
             (_, fd) => fd,
@@ -259,21 +259,21 @@ impl Link {
             return Err("sent a descriptor with a message that needs none".into());
         }
         match frame {
-            Frame::Offer { id, .. } => return Err(format!("offered segment {id} without a descriptor")),
-            Frame::Hello { .. } => return Err("introduced itself twice".into()),
-            Frame::Withdraw { id } => {
+            HeapFrame::Offer { id, .. } => return Err(format!("offered segment {id} without a descriptor")),
+            HeapFrame::Hello { .. } => return Err("introduced itself twice".into()),
+            HeapFrame::Withdraw { id } => {
                 self.remote.withdraw(id, self.any_failed())?;
-                self.post(Frame::Gone { id }, None);
+                self.post(HeapFrame::Gone { id }, None);
             }
-            Frame::Accepted { id } => owner.answered(self.number, id, true)?,
-            Frame::Refused { id } => owner.answered(self.number, id, false)?,
-            Frame::Gone { id } => owner.gone(self.number, id),
+            HeapFrame::Accepted { id } => owner.answered(self.number, id, true)?,
+            HeapFrame::Refused { id } => owner.answered(self.number, id, false)?,
+            HeapFrame::Gone { id } => owner.gone(self.number, id),
         }
         Ok(())
     }
 }
 
-impl Hold {
+impl LinkRef {
     /// Returns the address at which the peer's heap starts in this process; offsets are the same in both.
     pub fn base(&self) -> u64 {
         self.link.base()
@@ -281,9 +281,9 @@ impl Hold {
 
     /// Keeps `bytes` at `offset` of the peer's heap mapped while the pin exists; `None` if they are not in one mapped
     /// segment.
-    pub fn pin(&self, offset: u64, bytes: usize) -> Option<Pin> {
+    pub fn pin(&self, offset: u64, bytes: usize) -> Option<SegmentPin> {
         let id = self.link.remote.pin(usize::try_from(offset).ok()?, bytes)?;
-        Some(Pin { link: Arc::clone(&self.link), id })
+        Some(SegmentPin { link: Arc::clone(&self.link), id })
     }
 
     /// Notes that the peer's process has exited and no kernel of this group uses its segments any more. They are
@@ -307,12 +307,12 @@ impl Hold {
     }
 
     /// Returns the link.
-    pub(super) fn link(&self) -> &Arc<Link> {
+    pub(super) fn link(&self) -> &Arc<HeapLink> {
         &self.link
     }
 }
 
-impl Drop for Hold {
+impl Drop for LinkRef {
     fn drop(&mut self) {
         // In a forked child this is a copy; the link belongs to the parent.
         if self.generation != generation() {
@@ -326,7 +326,7 @@ impl Drop for Hold {
         drop(holds);
         drop(ended);
         if !self.link.is_closed() && !self.link.any_failed() {
-            self.link.remote.let_go();
+            self.link.remote.unmap();
         }
     }
 }

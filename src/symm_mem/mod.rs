@@ -2,35 +2,35 @@
 //! at the same offsets.
 //!
 //! An offset in a peer's heap is the same offset in a range that this process reserved for that peer. So a kernel that
-//! gets an offset needs no table, and calls register nothing. [`local`] creates segments and advertises them.
-//! [`remote`] maps the segments that peers advertise, over a heap [`link`]. The process's one thread ([`service`])
+//! gets an offset needs no table, and calls register nothing. [`heap`] creates segments and advertises them.
+//! [`remote_heap`] maps the segments that peers advertise, over a heap [`link`]. The process's one thread ([`service`])
 //! serves the links once two heaps [`connect`]. [`addresses`] is the interface of a device.
 
 mod address;
 mod addresses;
-mod attention;
 mod connect;
 mod frame;
 #[cfg(fuzzing)]
 pub mod fuzz;
+mod heap;
 mod host;
 mod link;
-mod local;
 pub mod peers;
 mod pins;
-mod remote;
+mod remote_heap;
 mod service;
+mod service_thread;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use address::Address;
-pub use addresses::{Addresses, Gpu, Piece, Range};
-pub use attention::Attention;
-pub use frame::Key;
+pub use address::HeapAddress;
+pub use addresses::{AddressRange, AddressSpace, Backing, GpuAddressSpace};
+pub use frame::HeapKey;
+pub use heap::Heap;
 pub use host::HostMemory;
-pub use link::{Failed, Hold, Pin};
-pub use local::Heap;
+pub use link::{FailureCheck, LinkRef, SegmentPin};
 pub use pins::OwnPin;
+pub use service_thread::ServiceThread;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -62,7 +62,7 @@ pub fn of(device: i32) -> Result<Arc<Heap>> {
     if !vmm::supported(&opened) {
         return Err(Error::config(format!("cuda:{device} cannot share memory with other processes")));
     }
-    let heap = Heap::new(Arc::new(Gpu::new(opened)?))?;
+    let heap = Heap::new(Arc::new(GpuAddressSpace::new(opened)?))?;
     heaps.insert(device, Arc::clone(&heap));
     Ok(heap)
 }

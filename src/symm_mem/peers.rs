@@ -1,19 +1,19 @@
 //! The symmetric memory of a group: every rank's heap, as mapped for this rank's device.
 
-use super::{Address, Failed, Heap, Hold, Pin};
+use super::{FailureCheck, Heap, HeapAddress, LinkRef, SegmentPin};
 use crate::control::ControlBlock;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::mem::span::Span;
 use crate::rank::Rank;
-use crate::sync::limit::Limit;
+use crate::sync::timeout::CallTimeout;
 use std::cell::OnceCell;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 /// How long the first call on a segment waits for peers to map it; after that the call is staged.
-const PATIENCE: Duration = Duration::from_secs(1);
+const SEGMENT_MAP_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a rank waits for a link that its peer has made.
-const MEETING: Duration = Duration::from_secs(5);
+const HEAP_LINK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of attempts: a link may be closed by its other end's last group just as it is found.
 const ATTEMPTS: usize = 5;
 
@@ -21,7 +21,7 @@ const ATTEMPTS: usize = 5;
 pub type AllGather<'a> = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + 'a;
 
 /// A step that all ranks take: each gives bytes, or the reason why it cannot continue, and gets the bytes of all.
-pub type Step<'a> = dyn Fn(usize, Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> + 'a;
+pub type StepFn<'a> = dyn Fn(usize, Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> + 'a;
 
 /// Maximum length of the message of a rank that failed in a step.
 const TEXT_BYTES: usize = 400;
@@ -45,7 +45,7 @@ pub fn step(gather: &AllGather<'_>, control: &ControlBlock, deed: &str, bytes: u
         if message[0] != 0 {
             let text = String::from_utf8_lossy(&message[1..]);
             let text = format!("{} cannot {deed} group \"{}\": {}", control.describe(rank), control.name(), text.trim_end_matches('\0'));
-            return Err(Error { kind: Kind::from_code(message[0]).unwrap_or(Kind::Internal), message: text });
+            return Err(Error { kind: ErrorKind::from_code(message[0]).unwrap_or(ErrorKind::Internal), message: text });
         }
     }
     Ok(all.into_iter().map(|message| message[1..][..bytes].to_vec()).collect())
@@ -53,21 +53,21 @@ pub fn step(gather: &AllGather<'_>, control: &ControlBlock, deed: &str, bytes: u
 
 /// Returns `most`, or half of the rest of `limit` if that is less: all ranks wait for this one, and its reason must
 /// reach them before their limit.
-fn share(limit: &Limit, most: Duration) -> Duration {
-    most.min(limit.left().unwrap_or_default() / 2)
+fn wait_budget(limit: &CallTimeout, most: Duration) -> Duration {
+    most.min(limit.remaining().unwrap_or_default() / 2)
 }
 
 /// The reason why the ranks' heaps could not be linked.
-pub type Lacking = String;
+pub type UnavailableReason = String;
 
 /// Maximum length of a rank's reason in bytes.
 const REASON_BYTES: usize = 200;
 
 /// The symmetric memory of a group: every rank's heap, as mapped for this rank's device.
-pub struct Heaps {
+pub struct PeerHeaps {
     heap: Arc<Heap>,
     /// Links by rank; `None` for ranks of this process.
-    holds: Vec<Option<Hold>>,
+    holds: Vec<Option<LinkRef>>,
     /// Address at which each rank's heap starts in this process.
     pub bases: Vec<u64>,
 }
@@ -75,40 +75,40 @@ pub struct Heaps {
 /// The heaps of a group, for code that checks whether it has any: set once its ranks have linked, until its domains are
 /// dropped.
 #[derive(Debug, Default)]
-pub struct Linked(OnceLock<Weak<Heaps>>);
+pub struct PeerHeapsCell(OnceLock<Weak<PeerHeaps>>);
 
-impl Linked {
+impl PeerHeapsCell {
     /// Returns the heaps of the group, if its ranks have linked.
-    pub fn get(&self) -> Option<Arc<Heaps>> {
+    pub fn get(&self) -> Option<Arc<PeerHeaps>> {
         self.0.get().and_then(Weak::upgrade)
     }
 
     /// Publishes `heaps`.
-    pub fn tell(&self, heaps: &Arc<Heaps>) {
+    pub fn set(&self, heaps: &Arc<PeerHeaps>) {
         self.0.get_or_init(|| Arc::downgrade(heaps));
     }
 }
 
-impl Heaps {
+impl PeerHeaps {
     /// Links `heap` with the heaps of all ranks, at `addresses`, if every rank has one and linking succeeds within half
     /// of `limit`. Otherwise returns the reason. The result is the same on all ranks. `failed` reports failures of the
     /// group.
     pub fn link(
         control: &ControlBlock,
-        step: &Step<'_>,
+        step: &StepFn<'_>,
         heap: Option<&Arc<Heap>>,
-        addresses: &[Option<Address>],
-        failed: &Failed,
-        limit: &Limit,
-    ) -> Result<std::result::Result<Self, Lacking>> {
-        let known: Option<Vec<Address>> = addresses.iter().copied().collect();
+        addresses: &[Option<HeapAddress>],
+        failed: &FailureCheck,
+        limit: &CallTimeout,
+    ) -> Result<std::result::Result<Self, UnavailableReason>> {
+        let known: Option<Vec<HeapAddress>> = addresses.iter().copied().collect();
         let (Some(addresses), Some(heap)) = (known, heap) else {
             let without = control.ranks().zip(addresses).find(|(_, address)| address.is_none());
             let without = without.map_or_else(|| "this rank".into(), |(rank, _)| control.describe(rank));
             return Ok(Err(format!("{without} has none to give")));
         };
         // One deadline for all attempts: retries are for links that close just now, which needs no waiting.
-        let patience = share(limit, MEETING);
+        let patience = wait_budget(limit, HEAP_LINK_TIMEOUT);
         let deadline = Instant::now() + patience;
         let first = OnceCell::new();
         for _ in 0..ATTEMPTS {
@@ -122,16 +122,16 @@ impl Heaps {
 
     fn attempt(
         control: &ControlBlock,
-        step: &Step<'_>,
+        step: &StepFn<'_>,
         heap: &Arc<Heap>,
-        addresses: &[Address],
-        failed: &Failed,
+        addresses: &[HeapAddress],
+        failed: &FailureCheck,
         deadline: Instant,
-    ) -> Result<std::result::Result<Self, Lacking>> {
+    ) -> Result<std::result::Result<Self, UnavailableReason>> {
         let me = control.rank().index();
         // The end with the lower key connects, and sends the link's number.
         let own = addresses[me].key;
-        let mut holds: Vec<Option<Hold>> = addresses.iter().map(|_| None).collect();
+        let mut holds: Vec<Option<LinkRef>> = addresses.iter().map(|_| None).collect();
         let mut numbers = vec![0u64; addresses.len()];
         // The reason why the first missing link is missing.
         let why = OnceCell::new();
@@ -169,15 +169,15 @@ impl Heaps {
             log::info!("group \"{}\": {reason}", control.name());
             // If a peer has not met a link, it does not have the link; the next attempt makes another.
             let dead = holds.into_iter().zip(&messages).filter(|(_, lacking)| lacking.get(me) == Some(&1));
-            dead.filter_map(|(hold, _)| hold).for_each(Hold::abandon);
+            dead.filter_map(|(hold, _)| hold).for_each(LinkRef::abandon);
             return Ok(Err(reason));
         }
-        let bases = holds.iter().map(|hold| hold.as_ref().map_or(heap.base(), Hold::base)).collect();
+        let bases = holds.iter().map(|hold| hold.as_ref().map_or(heap.base(), LinkRef::base)).collect();
         Ok(Ok(Self { heap: Arc::clone(heap), holds, bases }))
     }
 
     /// Makes the heaps of a group of one rank, which has no links.
-    pub fn alone(heap: &Arc<Heap>) -> Self {
+    pub fn single_rank(heap: &Arc<Heap>) -> Self {
         Self { heap: Arc::clone(heap), holds: vec![None], bases: vec![heap.base()] }
     }
 
@@ -196,7 +196,7 @@ impl Heaps {
 
     /// Keeps `bytes` at `offset` of the heap of `rank` mapped while the pin exists; a rank of this process needs no
     /// pin. `None` if they are not mapped.
-    pub fn pin(&self, rank: usize, offset: u64, bytes: usize) -> Option<Option<Pin>> {
+    pub fn pin(&self, rank: usize, offset: u64, bytes: usize) -> Option<Option<SegmentPin>> {
         match self.holds.get(rank)? {
             Some(hold) => hold.pin(offset, bytes).map(Some),
             None => Some(None),
@@ -216,7 +216,7 @@ impl Heaps {
 
     /// Returns the local address of `bytes` at `offset` of the heap of `rank`, which stay mapped while the pin exists.
     /// `None` if they are not in one mapped segment.
-    pub fn reach(&self, rank: Rank, offset: u64, bytes: usize) -> Option<(u64, Option<Pin>)> {
+    pub fn reach(&self, rank: Rank, offset: u64, bytes: usize) -> Option<(u64, Option<SegmentPin>)> {
         let pin = self.pin(rank.index(), offset, bytes)?;
         let address = self.bases[rank.index()].checked_add(offset)?;
         let held = pin.is_some() || self.heap.segment(address).is_some_and(|(_, left)| bytes <= left);
@@ -231,7 +231,7 @@ impl Heaps {
     /// Returns true if all of `span` is in memory of this rank that every peer has mapped. Waits briefly, and only
     /// once, for peers that have not answered yet.
     pub fn reachable(&self, span: Span) -> bool {
-        self.reachable_within(span, PATIENCE)
+        self.reachable_within(span, SEGMENT_MAP_TIMEOUT)
     }
 
     fn reachable_within(&self, span: Span, patience: Duration) -> bool {
@@ -239,11 +239,11 @@ impl Heaps {
     }
 
     /// Returns the ranks that have not mapped `span`, which a window uses, within half of the rest of `limit`.
-    pub fn unmapped_by(&self, span: Span, limit: &Limit) -> Vec<Rank> {
-        if self.holds.iter().all(Option::is_none) || self.reachable_within(span, share(limit, PATIENCE)) {
+    pub fn unmapped_by(&self, span: Span, limit: &CallTimeout) -> Vec<Rank> {
+        if self.holds.iter().all(Option::is_none) || self.reachable_within(span, wait_budget(limit, SEGMENT_MAP_TIMEOUT)) {
             return Vec::new();
         }
-        let maps = |hold: &Hold| self.heap.reachable(span.addr as u64, span.bytes, std::iter::once(hold), Duration::ZERO);
+        let maps = |hold: &LinkRef| self.heap.reachable(span.addr as u64, span.bytes, std::iter::once(hold), Duration::ZERO);
         let without = self.holds.iter().enumerate().filter(|(_, hold)| hold.as_ref().is_some_and(|hold| !maps(hold)));
         without.map(|(rank, _)| Rank(rank as u32)).collect()
     }
@@ -253,8 +253,8 @@ impl Heaps {
 mod tests {
     use super::*;
     use crate::control::Identity;
-    use crate::mem::layout::Layout;
-    use crate::mem::shm::Segment;
+    use crate::mem::layout::SegmentLayout;
+    use crate::mem::shm::ShmSegment;
     use crate::symm_mem::tests::host::{Host, PAGE, read, write};
     use std::cell::Cell;
     use std::sync::{Condvar, Mutex};
@@ -262,13 +262,13 @@ mod tests {
     const N: usize = 4;
 
     fn control(file: &rustix::fd::OwnedFd, rank: usize) -> ControlBlock {
-        let segment = Segment::map(file.try_clone().expect("dup"), Layout::new(N).total_bytes()).expect("map");
+        let segment = ShmSegment::map(file.try_clone().expect("dup"), SegmentLayout::new(N).total_bytes()).expect("map");
         let members = (0..N as u32).map(|global| Identity { pid: std::process::id(), global }).collect();
         ControlBlock::new(segment, Rank(rank as u32), "test".into(), members, 1)
     }
 
-    fn limit() -> Limit {
-        Limit::from(Instant::now(), Duration::from_secs(60))
+    fn limit() -> CallTimeout {
+        CallTimeout::from(Instant::now(), Duration::from_secs(60))
     }
 
     /// The messages of all ranks, by step.
@@ -295,8 +295,8 @@ mod tests {
     }
 
     /// Runs `body` on ranks that are threads, each with its own heap, and with a step for all of them.
-    fn with_ranks(body: impl Fn(&ControlBlock, usize, &Arc<Heap>, &Step<'_>) + Sync) {
-        let file = Segment::create(Layout::new(N).total_bytes()).expect("memfd");
+    fn with_ranks(body: impl Fn(&ControlBlock, usize, &Arc<Heap>, &StepFn<'_>) + Sync) {
+        let file = ShmSegment::create(SegmentLayout::new(N).total_bytes()).expect("memfd");
         let table = Table::default();
         std::thread::scope(|scope| {
             for rank in 0..N {
@@ -315,17 +315,17 @@ mod tests {
         });
     }
 
-    fn reported(heap: &Heap, step: &Step<'_>) -> Vec<Option<Address>> {
-        let messages = step(Address::BYTES, Ok(heap.address().encode().to_vec())).expect("messages");
-        messages.iter().map(|bytes| bytes[..].try_into().ok().map(Address::decode)).collect()
+    fn reported(heap: &Heap, step: &StepFn<'_>) -> Vec<Option<HeapAddress>> {
+        let messages = step(HeapAddress::BYTES, Ok(heap.address().encode().to_vec())).expect("messages");
+        messages.iter().map(|bytes| bytes[..].try_into().ok().map(HeapAddress::decode)).collect()
     }
 
     #[test]
     fn what_a_rank_allocates_all_others_reach() {
         with_ranks(|control, me, heap, step| {
             let addresses = reported(heap, step);
-            let failed: Failed = Arc::new(|| false);
-            let heaps = Heaps::link(control, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
+            let failed: FailureCheck = Arc::new(|| false);
+            let heaps = PeerHeaps::link(control, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
             let spans = |addr: u64| vec![Span { addr: addr as usize, bytes: PAGE }];
             assert!(!heaps.holds_any(spans(heap.base()).iter()), "nothing is allocated");
             // Each rank's tensor has a different offset.
@@ -348,12 +348,12 @@ mod tests {
     fn groups_come_and_go_in_any_order() {
         with_ranks(|control, me, heap, step| {
             let addresses = reported(heap, step);
-            let failed: Failed = Arc::new(|| false);
+            let failed: FailureCheck = Arc::new(|| false);
             heap.allocate(PAGE).expect("room");
             let mut before = None;
             let begun = Instant::now();
             for round in 0..20 {
-                let heaps = Heaps::link(control, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
+                let heaps = PeerHeaps::link(control, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
                 assert!(heaps.reachable(Span { addr: heap.base() as usize, bytes: PAGE }), "round {round}");
                 step(0, Ok(Vec::new())).expect("all have looked");
                 // Some ranks drop a group before they make the next one, some after: links are found just as they
@@ -362,7 +362,7 @@ mod tests {
                 std::thread::sleep(Duration::from_micros((me * round * 7 % 50) as u64));
             }
             drop(before);
-            assert!(begun.elapsed() < MEETING, "nobody waits for a link that has closed: {:?}", begun.elapsed());
+            assert!(begun.elapsed() < HEAP_LINK_TIMEOUT, "nobody waits for a link that has closed: {:?}", begun.elapsed());
         });
     }
 
@@ -371,9 +371,9 @@ mod tests {
         with_ranks(|control, me, heap, step| {
             let mut addresses = reported(heap, step);
             addresses[2] = None;
-            let failed: Failed = Arc::new(|| false);
+            let failed: FailureCheck = Arc::new(|| false);
             let own = (me != 2).then_some(heap);
-            let reason = Heaps::link(control, step, own, &addresses, &failed, &limit()).expect("agreed").err().expect("not linked");
+            let reason = PeerHeaps::link(control, step, own, &addresses, &failed, &limit()).expect("agreed").err().expect("not linked");
             assert!(reason.contains("rank 2"), "{reason}");
         });
     }
@@ -387,13 +387,13 @@ mod tests {
             if let Some(address) = &mut addresses[last] {
                 address.listener = [7; 16];
             }
-            let failed: Failed = Arc::new(|| false);
+            let failed: FailureCheck = Arc::new(|| false);
             let begun = Instant::now();
-            let limit = Limit::from(begun, Duration::from_millis(800));
-            let linked = Heaps::link(control, step, Some(heap), &addresses, &failed, &limit).expect("agreed");
+            let limit = CallTimeout::from(begun, Duration::from_millis(800));
+            let linked = PeerHeaps::link(control, step, Some(heap), &addresses, &failed, &limit).expect("agreed");
             let Err(reason) = linked else { panic!("rank {me} is linked with a rank that cannot be found") };
             assert!(reason.contains("no link with") && reason.contains(&format!("rank {last}")), "{reason}");
-            assert!(limit.left().is_some(), "{:?}", begun.elapsed());
+            assert!(limit.remaining().is_some(), "{:?}", begun.elapsed());
         });
     }
 }

@@ -1,7 +1,7 @@
 //! Segments that windows of this process still use: after they are freed, they stay until the last of those windows is
 //! dropped.
 
-use super::local::{Heap, State};
+use super::heap::{Heap, HeapState};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ impl Heap {
     }
 }
 
-impl State {
+impl HeapState {
     /// Returns the offsets of the segments that contain `bytes` from `offset`, none of them freed; `None` if there is a
     /// gap.
     fn whole(&self, offset: usize, bytes: usize) -> Option<Vec<usize>> {

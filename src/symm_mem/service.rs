@@ -1,17 +1,17 @@
 //! The thread that serves all links of the process. It starts with the first group that links heaps and ends with the
 //! last.
 
-use super::addresses::Addresses;
-use super::attention::{self, Attention};
+use super::addresses::AddressSpace;
 use super::frame::FRAME_BYTES;
-use super::link::Link;
-use super::local::Heap;
+use super::heap::Heap;
+use super::link::HeapLink;
+use super::service_thread::{self, ServiceThread};
 use crate::error::Result;
 use crate::lock::lock;
 use crate::sys::fork::PerProcess;
 use crate::sys::rate_limit::RateLimit;
-use crate::sys::socket::{self, Peer, Received};
-use crate::sys::thread::{self, Wake};
+use crate::sys::socket::{self, PeerCredentials, Received};
+use crate::sys::thread::{self, Waker};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
@@ -43,16 +43,16 @@ fn living() -> Vec<Arc<Heap>> {
 }
 
 /// Keeps the thread alive, without which no peer can connect.
-pub(super) fn attend() -> Result<Attention> {
-    Attention::new(|wake| thread::spawn("symm-heap", Some(512 << 10), move || run(&wake)).map(|_| ()))
+pub(super) fn attend() -> Result<ServiceThread> {
+    ServiceThread::new(|wake| thread::spawn("symm-heap", Some(512 << 10), move || run(&wake)).map(|_| ()))
 }
 
 impl Heap {
     /// Makes a heap on `space` without links, which the thread serves while it exists.
-    pub fn new(space: Arc<dyn Addresses>) -> Result<Arc<Self>> {
-        let heap = Self::unserved(space)?;
+    pub fn new(space: Arc<dyn AddressSpace>) -> Result<Arc<Self>> {
+        let heap = Self::pending_links(space)?;
         lock(HEAPS.get()).push(heap.shared());
-        attention::wake();
+        service_thread::wake();
         Ok(heap)
     }
 }
@@ -65,13 +65,13 @@ struct Unidentified {
     since: Instant,
 }
 
-fn run(wake: &Wake) {
+fn run(wake: &Waker) {
     let mut unidentified: Vec<Unidentified> = Vec::new();
     // Set for one iteration, of at most `PAUSE`: a connection that cannot be accepted would make `poll` return at once.
     let mut deaf = false;
     loop {
         // A later claim starts another thread. That thread finds no unserved link, because idle links are closed here.
-        let over = attention::is_over(|| {
+        let over = service_thread::is_over(|| {
             for heap in living() {
                 heap.links().iter().for_each(|link| link.close_if_idle());
                 drop(heap.links());
@@ -81,7 +81,7 @@ fn run(wake: &Wake) {
             return;
         }
         let heaps = living();
-        let links: Vec<(Arc<Heap>, Arc<Link>)> =
+        let links: Vec<(Arc<Heap>, Arc<HeapLink>)> =
             heaps.iter().flat_map(|heap| heap.links().into_iter().map(|link| (Arc::clone(heap), link))).collect();
         for (_, link) in &links {
             link.send();
@@ -105,7 +105,7 @@ fn run(wake: &Wake) {
 }
 
 /// Waits; returns which of the listeners, pending connections and links are readable, in this order.
-fn wait(wake: &Wake, heaps: &[Arc<Heap>], unidentified: &[Unidentified], links: &[(Arc<Heap>, Arc<Link>)], deaf: bool) -> Vec<bool> {
+fn wait(wake: &Waker, heaps: &[Arc<Heap>], unidentified: &[Unidentified], links: &[(Arc<Heap>, Arc<HeapLink>)], deaf: bool) -> Vec<bool> {
     let reads = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
     let mut fds = vec![reads(wake.as_fd())];
     // Stop accepting at the maximum number of pending connections.
@@ -150,7 +150,7 @@ fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
         };
         match socket::peer(&socket) {
             Ok(peer) if !peer.is_own_user() => {
-                let Peer { uid, pid } = peer;
+                let PeerCredentials { uid, pid } = peer;
                 OTHER_USERS.warn(format_args!("user {uid} (process {pid}) knocked at the symmetric memory of this one; refused"));
             }
             Ok(peer) => unidentified.push(Unidentified { heap: Arc::clone(heap), pid: peer.pid, socket, since: Instant::now() }),

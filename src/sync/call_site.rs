@@ -1,4 +1,4 @@
-//! Call sites: the line of the user's program that makes a call, for `SYMM_DEBUG=site`.
+//! Call sites: the line of the user's program that makes a call, for `SYMM_DEBUG=call_site`.
 
 use crate::lock::lock;
 use crate::sys::fork::PerProcess;
@@ -13,13 +13,13 @@ pub struct CallSite {
 }
 
 #[derive(Default)]
-struct Known {
+struct CallSiteTable {
     all: Vec<&'static CallSite>,
     numbers: HashMap<&'static str, u32>,
 }
 
 /// The call sites of this process. They are never freed; there are at most as many as lines in the program.
-static KNOWN: PerProcess<Mutex<Known>> = PerProcess::new(|| Mutex::new(Known::default()));
+static KNOWN: PerProcess<Mutex<CallSiteTable>> = PerProcess::new(|| Mutex::new(CallSiteTable::default()));
 
 impl CallSite {
     /// Returns the number of the call site `text`, from 1.

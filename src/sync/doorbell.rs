@@ -25,7 +25,7 @@ pub struct Doorbell {
 pub struct Sleepers(AtomicU32);
 
 /// Maximum length of one sleep: a wake-up that is lost because its sender was killed costs this much, not the deadline.
-const SLICE: Duration = Duration::from_millis(50);
+const FUTEX_SLICE: Duration = Duration::from_millis(50);
 
 impl Doorbell {
     /// Returns how often the bell was rung.
@@ -41,7 +41,7 @@ impl Doorbell {
         group.0.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         if !ready() {
-            let time = limit.min(SLICE);
+            let time = limit.min(FUTEX_SLICE);
             let time = rustix::time::Timespec { tv_sec: 0, tv_nsec: time.as_nanos() as _ };
             // Woken, timed out, interrupted or rung meanwhile: the caller checks its condition in every case.
             let _ = futex::wait(&self.rung, futex::Flags::empty(), seen, Some(&time));
@@ -93,7 +93,7 @@ mod tests {
         });
         let start = Instant::now();
         bell.sleep(&group, Duration::from_secs(5), || false);
-        assert!((SLICE..Duration::from_secs(4)).contains(&start.elapsed()), "{:?}", start.elapsed());
+        assert!((FUTEX_SLICE..Duration::from_secs(4)).contains(&start.elapsed()), "{:?}", start.elapsed());
         assert!(!group.any());
     }
 

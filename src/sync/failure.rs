@@ -1,7 +1,7 @@
 //! The first failure of a group: written once, read by every rank.
 
 use super::atomic::Atomic;
-use crate::error::{Error, Kind};
+use crate::error::{Error, ErrorKind};
 use crate::rank::Rank;
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ pub struct FirstFailure<W = AtomicU32, B = AtomicU8, const TEXT: usize = TEXT_BY
 
 /// What a reader found.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Look {
+pub enum FailureState {
     /// No failure.
     None,
     /// A failure whose author is between the two stores, or was killed there.
@@ -68,30 +68,30 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
         let start = Instant::now();
         loop {
             match self.look(reader) {
-                Look::None => return None,
-                Look::Written(error) => return Some(error),
+                FailureState::None => return None,
+                FailureState::Written(error) => return Some(error),
                 // The author may have been killed between the two stores.
-                Look::Writing if start.elapsed() > Duration::from_millis(100) => {
+                FailureState::Writing if start.elapsed() > Duration::from_millis(100) => {
                     return Some(Error::peer("another rank died while it was reporting a failure"));
                 }
-                Look::Writing => std::thread::yield_now(),
+                FailureState::Writing => std::thread::yield_now(),
             }
         }
     }
 
     /// Returns the present state, from the view of `reader`.
-    pub fn look(&self, reader: Rank) -> Look {
+    pub fn look(&self, reader: Rank) -> FailureState {
         match self.state.load(Ordering::Acquire) {
-            NONE => return Look::None,
+            NONE => return FailureState::None,
             WRITTEN => {}
-            _ => return Look::Writing,
+            _ => return FailureState::Writing,
         }
         let bytes = (self.bytes.load(Ordering::Relaxed) as usize).min(TEXT);
         let text: Vec<u8> = self.text[..bytes].iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
-        let kind = Kind::from_code(self.kind.load(Ordering::Relaxed) as u8).unwrap_or(Kind::Internal);
+        let kind = ErrorKind::from_code(self.kind.load(Ordering::Relaxed) as u8).unwrap_or(ErrorKind::Internal);
         let own = self.author.load(Ordering::Relaxed) == reader.0;
-        let kind = if kind == Kind::Aborted && !own { Kind::Peer } else { kind };
-        Look::Written(Error { kind, message: String::from_utf8_lossy(&text).into_owned() })
+        let kind = if kind == ErrorKind::Aborted && !own { ErrorKind::Peer } else { kind };
+        FailureState::Written(Error { kind, message: String::from_utf8_lossy(&text).into_owned() })
     }
 }
 
@@ -123,9 +123,9 @@ mod tests {
     fn an_author_who_never_ends_is_given_up() {
         let failure: FirstFailure = FirstFailure::blank(AtomicU32::new, AtomicU8::new);
         failure.state.store(WRITING, Ordering::Relaxed);
-        assert_eq!((failure.stands(), failure.look(Rank(0))), (true, Look::Writing));
+        assert_eq!((failure.stands(), failure.look(Rank(0))), (true, FailureState::Writing));
         let start = Instant::now();
-        assert_eq!(failure.read(Rank(0)).map(|error| error.kind), Some(Kind::Peer));
+        assert_eq!(failure.read(Rank(0)).map(|error| error.kind), Some(ErrorKind::Peer));
         assert!(start.elapsed() >= Duration::from_millis(100));
     }
 

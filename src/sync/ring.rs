@@ -11,7 +11,7 @@ pub const UNIT: u64 = 32;
 
 /// The two counters of a ring. `tail`: bytes produced so far; `head`: bytes consumed so far.
 #[derive(Clone, Copy, Debug)]
-pub struct Ring<'a, F> {
+pub struct ByteRing<'a, F> {
     /// Written by the producer.
     pub tail: &'a F,
     /// Written by the consumer.
@@ -31,7 +31,7 @@ pub struct Reservation {
     pub tail: u64,
 }
 
-impl<F: Flag> Ring<'_, F> {
+impl<F: Flag> ByteRing<'_, F> {
     /// Reserves space for a frame of `bytes` bytes (a multiple of `UNIT`), given the producer's own `tail`; `None`
     /// while the ring is too full.
     pub fn reserve(&self, tail: u64, bytes: u64) -> Option<Reservation> {
@@ -71,7 +71,7 @@ mod tests {
     #[test]
     fn frames_never_wrap_and_never_overtake() {
         let (tail, head) = (AtomicU64::new(0), AtomicU64::new(0));
-        let ring = Ring { tail: &tail, head: &head, capacity: 4 * UNIT };
+        let ring = ByteRing { tail: &tail, head: &head, capacity: 4 * UNIT };
         let first = ring.reserve(0, 3 * UNIT).expect("empty");
         assert_eq!(first, Reservation { padding: None, place: 0, tail: 3 * UNIT });
         assert_eq!(ring.oldest(0), None);
@@ -90,7 +90,7 @@ mod tests {
     #[test]
     fn a_frame_may_end_where_the_ring_does() {
         let (tail, head) = (AtomicU64::new(0), AtomicU64::new(9 * UNIT));
-        let ring = Ring { tail: &tail, head: &head, capacity: 4 * UNIT };
+        let ring = ByteRing { tail: &tail, head: &head, capacity: 4 * UNIT };
         let room = |from, units| ring.reserve(from * UNIT, units * UNIT).map(|room| (room.padding, room.place / UNIT, room.tail / UNIT));
         assert_eq!(room(9, 3), Some((None, 1, 12)));
         assert_eq!(room(9, 4), None, "with the padding it would take seven");

@@ -17,16 +17,16 @@ const FILLED_SOON: i32 = -2;
 /// A file descriptor that forked children do not get, and the [identity](identity) of its open file. The owner may
 /// close the descriptor before it removes it from the list, and the number may then be reused.
 #[derive(Debug)]
-struct Guarded {
+struct GuardedFd {
     fd: AtomicI32,
     file: AtomicU64,
-    /// True if no [`Unshared`] will remove it from the list.
+    /// True if no [`CloseInChild`] will remove it from the list.
     kept: AtomicBool,
 }
 
 /// Fixed size, because a fork could interrupt a growing list.
-static UNSHARED: [Guarded; SLOTS] =
-    [const { Guarded { fd: AtomicI32::new(FREE), file: AtomicU64::new(0), kept: AtomicBool::new(false) } }; SLOTS];
+static UNSHARED: [GuardedFd; SLOTS] =
+    [const { GuardedFd { fd: AtomicI32::new(FREE), file: AtomicU64::new(0), kept: AtomicBool::new(false) } }; SLOTS];
 
 /// Maximum number of listed descriptors: enough for the connections of a hub of 128 nodes in eight groups with one rail
 /// each. A child checks every slot, which takes some microseconds.
@@ -64,7 +64,7 @@ fn exchange_for_nothing(fd: i32) {
     }
 }
 
-impl Guarded {
+impl GuardedFd {
     /// Returns true if `fd` is still the same file.
     fn is_open(&self, fd: i32) -> bool {
         identity(fd) == Some(self.file.load(Ordering::Relaxed))
@@ -101,20 +101,20 @@ impl Guarded {
 /// Keeps an open file out of forked children while this value lives. A child would otherwise share its locks and
 /// connections, which would then outlive a killed parent.
 #[derive(Debug)]
-pub struct Unshared {
-    slot: &'static Guarded,
+pub struct CloseInChild {
+    slot: &'static GuardedFd,
     generation: u64,
 }
 
-impl Unshared {
+impl CloseInChild {
     /// Guards the open file `fd`; `None` if no slot is free.
     pub fn new(fd: BorrowedFd<'_>) -> Option<Self> {
         let (generation, fd) = (generation(), fd.as_raw_fd());
-        Guarded::fill(fd, identity(fd)?, false).map(|slot| Self { slot, generation })
+        GuardedFd::fill(fd, identity(fd)?, false).map(|slot| Self { slot, generation })
     }
 }
 
-impl Drop for Unshared {
+impl Drop for CloseInChild {
     fn drop(&mut self) {
         // In a child, the slot is free or belongs to another file.
         if self.generation == generation() {
@@ -131,9 +131,9 @@ pub(super) fn keep_from_children(fd: i32) {
     // SAFETY: only sets a flag of the descriptor. If it was closed meanwhile, this fails, or sets a flag that is right
     // for its successor.
     unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
-    let is_listed = |slot: &Guarded| slot.fd.load(Ordering::Acquire) == fd && slot.file.load(Ordering::Relaxed) == file;
+    let is_listed = |slot: &GuardedFd| slot.fd.load(Ordering::Acquire) == fd && slot.file.load(Ordering::Relaxed) == file;
     if !UNSHARED.iter().any(is_listed) {
-        Guarded::fill(fd, file, true);
+        GuardedFd::fill(fd, file, true);
     }
 }
 
@@ -198,12 +198,12 @@ impl<T: Send + Sync> PerProcess<T> {
 /// A value that only its process drops. A forked child may read its copy, but must not drop resources that belong to
 /// the parent.
 #[derive(Debug)]
-pub struct OfProcess<T> {
+pub struct ProcessOwned<T> {
     value: ManuallyDrop<T>,
     generation: u64,
 }
 
-impl<T> OfProcess<T> {
+impl<T> ProcessOwned<T> {
     /// Makes a value of this process.
     pub fn new(value: T) -> Self {
         Self { value: ManuallyDrop::new(value), generation: generation() }
@@ -220,7 +220,7 @@ impl<T> OfProcess<T> {
     }
 }
 
-impl<T> Deref for OfProcess<T> {
+impl<T> Deref for ProcessOwned<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -228,7 +228,7 @@ impl<T> Deref for OfProcess<T> {
     }
 }
 
-impl<T> Drop for OfProcess<T> {
+impl<T> Drop for ProcessOwned<T> {
     fn drop(&mut self) {
         if self.is_own() {
             // SAFETY: not used after `drop`, which runs once.

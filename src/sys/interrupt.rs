@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Maximum time that a call waits between two checks.
-pub const LOOK: Duration = Duration::from_millis(100);
+pub const SIGNAL_POLL: Duration = Duration::from_millis(100);
 
 type Ask = Box<dyn Fn() -> bool + Send + Sync>;
 
@@ -58,16 +58,16 @@ pub struct Interrupts(Instant);
 impl Interrupts {
     /// Starts a wait now.
     pub fn new() -> Self {
-        Self(Instant::now() + LOOK)
+        Self(Instant::now() + SIGNAL_POLL)
     }
 
-    /// Checks like [`check`], at most once per [`LOOK`].
+    /// Checks like [`check`], at most once per [`SIGNAL_POLL`].
     pub fn check(&mut self) -> Result<()> {
         let now = Instant::now();
         if now < self.0 {
             return Ok(());
         }
-        self.0 = now + LOOK;
+        self.0 = now + SIGNAL_POLL;
         check()
     }
 }

@@ -18,10 +18,10 @@ const MOST: usize = 10_000;
 
 /// A line of the log.
 #[derive(Clone, Debug)]
-pub struct Line {
+pub struct LogLine {
     /// The level.
     pub level: Level,
-    /// Path of the module that wrote it, such as `symm::boot::claim`.
+    /// Path of the module that wrote it, such as `symm::bootstrap::claim`.
     pub target: String,
     /// The text.
     pub text: String,
@@ -30,26 +30,26 @@ pub struct Line {
 }
 
 #[derive(Default)]
-struct Queue {
-    state: Mutex<State>,
+struct LogQueue {
+    state: Mutex<LogState>,
     /// Wakes the thread that takes lines.
     added: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    lines: VecDeque<Line>,
+struct LogState {
+    lines: VecDeque<LogLine>,
     /// Filter of the lines that go into the queue; without one, lines go to standard error.
     filter: Option<Arc<Logger>>,
 }
 
-impl Queue {
+impl LogQueue {
     fn filter(&self) -> Option<Arc<Logger>> {
         lock(&self.state).filter.clone()
     }
 
     /// Queues `line`; false if the queue is full or no longer in use.
-    fn add(&self, line: Line) -> bool {
+    fn add(&self, line: LogLine) -> bool {
         let mut state = lock(&self.state);
         let room = state.filter.is_some() && state.lines.len() < MOST;
         if room {
@@ -59,16 +59,16 @@ impl Queue {
         room
     }
 
-    fn take(&self, limit: Duration) -> Vec<Line> {
+    fn take(&self, limit: Duration) -> Vec<LogLine> {
         let state = lock(&self.state);
-        let idle = |state: &mut State| state.lines.is_empty() && state.filter.is_some();
+        let idle = |state: &mut LogState| state.lines.is_empty() && state.filter.is_some();
         let (mut state, _) = unpoisoned(self.added.wait_timeout_while(state, limit, idle));
         state.lines.drain(..).collect()
     }
 }
 
 static LOGGER: PerProcess<OnceLock<Logger>> = PerProcess::new(OnceLock::new);
-static QUEUE: PerProcess<Queue> = PerProcess::new(Queue::default);
+static QUEUE: PerProcess<LogQueue> = PerProcess::new(LogQueue::default);
 
 /// Forwards to the logger of the current process.
 struct Current;
@@ -85,7 +85,7 @@ impl Log for Current {
         let queue = QUEUE.get();
         if let Some(filter) = queue.filter() {
             let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-            let line = || Line { level: record.level(), target: record.target().into(), text: record.args().to_string(), at };
+            let line = || LogLine { level: record.level(), target: record.target().into(), text: record.args().to_string(), at };
             if !filter.matches(record) || queue.add(line()) {
                 return;
             }
@@ -136,7 +136,7 @@ pub fn to_standard_error() {
 }
 
 /// Takes the queued lines. While lines go to the queue, waits up to `limit` for the first.
-pub fn take_lines(limit: Duration) -> Vec<Line> {
+pub fn take_lines(limit: Duration) -> Vec<LogLine> {
     QUEUE.get().take(limit)
 }
 
@@ -144,13 +144,13 @@ pub fn take_lines(limit: Duration) -> Vec<Line> {
 mod tests {
     use super::*;
 
-    fn line(text: &str) -> Line {
-        Line { level: Level::Info, target: "symm".into(), text: text.into(), at: Duration::ZERO }
+    fn line(text: &str) -> LogLine {
+        LogLine { level: Level::Info, target: "symm".into(), text: text.into(), at: Duration::ZERO }
     }
 
     #[test]
     fn lines_wait_until_somebody_takes_them() {
-        let queue = Queue::default();
+        let queue = LogQueue::default();
         assert!(!queue.add(line("nobody wants it")));
         assert!(queue.take(Duration::MAX).is_empty(), "nothing comes any more");
         lock(&queue.state).filter = Some(Arc::new(filtered("info")));
@@ -162,7 +162,7 @@ mod tests {
 
     #[test]
     fn a_full_queue_takes_no_more() {
-        let queue = Queue::default();
+        let queue = LogQueue::default();
         lock(&queue.state).filter = Some(Arc::new(filtered("info")));
         let added = (0..MOST + 10).filter(|_| queue.add(line("one"))).count();
         assert_eq!((added, queue.take(Duration::ZERO).len(), queue.add(line("again"))), (MOST, MOST, true));
@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn who_waits_is_woken_by_a_line_and_by_the_end() {
-        let queue = Queue::default();
+        let queue = LogQueue::default();
         lock(&queue.state).filter = Some(Arc::new(filtered("info")));
         std::thread::scope(|scope| {
             let taker = scope.spawn(|| (queue.take(Duration::MAX).len(), queue.take(Duration::MAX).len()));

@@ -3,7 +3,7 @@
 
 use super::fork::PerProcess;
 use super::required::unreadable;
-use super::thread::Wake;
+use super::thread::Waker;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -142,12 +142,12 @@ pub fn is_ending(process: ProcessId) -> bool {
 
 /// Processes that may be exiting, and the listener.
 #[derive(Default)]
-struct Suspects {
+struct PossiblyExiting {
     pids: Vec<u32>,
-    listener: Weak<Wake>,
+    listener: Weak<Waker>,
 }
 
-static SUSPECTS: PerProcess<Mutex<Suspects>> = PerProcess::new(Mutex::default);
+static SUSPECTS: PerProcess<Mutex<PossiblyExiting>> = PerProcess::new(Mutex::default);
 
 /// Reports that a connection to process `pid` has ended, so the process may be exiting. An exiting process closes its
 /// file descriptors, the highest first, before it frees its GPU memory, and its pidfd becomes readable only after that,
@@ -161,7 +161,7 @@ pub fn suspect(pid: u32) {
 }
 
 /// Wakes `listener` for each suspect from now on.
-pub fn report_suspects_to(listener: &Arc<Wake>) {
+pub fn report_suspects_to(listener: &Arc<Waker>) {
     let mut suspects = lock(SUSPECTS.get());
     suspects.pids.clear();
     suspects.listener = Arc::downgrade(listener);

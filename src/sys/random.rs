@@ -1,6 +1,6 @@
 //! Random bits for names and secrets.
 
-use super::again::retry;
+use super::eintr::retry;
 use super::required::Required;
 use crate::error::{Error, Result};
 use rustix::rand::{GetRandomFlags, getrandom};

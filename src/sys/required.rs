@@ -1,6 +1,6 @@
 //! System calls that every group needs, and the remedies for machines that reject them.
 
-use crate::error::{Error, Kind};
+use crate::error::{Error, ErrorKind};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
@@ -77,26 +77,26 @@ impl Required {
         let (kind, advice) = match errno {
             // `INTR` means a call that never succeeds ([`retry`](super::again::retry)).
             Errno::NOSYS | Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP | Errno::INTR => (
-                Kind::Config,
+                ErrorKind::Config,
                 "; a container's seccomp profile, a security module or Linux before 5.3 forbids this system call: allow it there".into(),
             ),
             Errno::FBIG => {
                 let limit = getrlimit(Resource::Fsize).current.map_or_else(|| "unlimited".into(), |limit| limit.to_string());
-                (Kind::Config, format!("; RLIMIT_FSIZE is {limit} and limits shared memory, too: ulimit -f unlimited"))
+                (ErrorKind::Config, format!("; RLIMIT_FSIZE is {limit} and limits shared memory, too: ulimit -f unlimited"))
             }
             Errno::MFILE => {
                 let (limit, open) = descriptors();
                 let limit = limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string());
-                (Kind::Config, format!("; RLIMIT_NOFILE is {limit} and {open} descriptors are open: raise ulimit -n"))
+                (ErrorKind::Config, format!("; RLIMIT_NOFILE is {limit} and {open} descriptors are open: raise ulimit -n"))
             }
-            Errno::NFILE => (Kind::Config, "; the machine has as many open files as fs.file-max allows: raise it".into()),
+            Errno::NFILE => (ErrorKind::Config, "; the machine has as many open files as fs.file-max allows: raise it".into()),
             Errno::AGAIN if self == Self::Thread => {
-                (Kind::Config, "; RLIMIT_NPROC or pids.max of the control group limits threads: raise it".into())
+                (ErrorKind::Config, "; RLIMIT_NPROC or pids.max of the control group limits threads: raise it".into())
             }
             Errno::NOMEM | Errno::NOSPC => {
-                (Kind::Config, "; memory or addresses are short: free some, or raise the container's limit".into())
+                (ErrorKind::Config, "; memory or addresses are short: free some, or raise the container's limit".into())
             }
-            _ => (Kind::Internal, String::new()),
+            _ => (ErrorKind::Internal, String::new()),
         };
         Error { kind, message: format!("{} failed, for {}: {errno}{advice}", self.calls(), self.purpose()) }
     }
@@ -129,16 +129,16 @@ mod tests {
     #[test]
     fn what_the_machine_forbids_or_limits_is_a_matter_of_configuration() {
         let cases = [
-            (Required::Memory, Errno::PERM, Kind::Config, "memfd_create failed, for shared memory: Operation not permitted"),
-            (Required::Pages, Errno::OPNOTSUPP, Kind::Config, "seccomp"),
-            (Required::Watch, Errno::NOSYS, Kind::Config, "Linux before 5.3"),
-            (Required::Size, Errno::FBIG, Kind::Config, "ulimit -f unlimited"),
-            (Required::Wake, Errno::MFILE, Kind::Config, "raise ulimit -n"),
-            (Required::Wake, Errno::NFILE, Kind::Config, "fs.file-max"),
-            (Required::Thread, Errno::AGAIN, Kind::Config, "pids.max"),
-            (Required::Map, Errno::NOMEM, Kind::Config, "short"),
-            (Required::Send, Errno::AGAIN, Kind::Internal, "sendmsg failed"),
-            (Required::Poll, Errno::INVAL, Kind::Internal, "ppoll failed"),
+            (Required::Memory, Errno::PERM, ErrorKind::Config, "memfd_create failed, for shared memory: Operation not permitted"),
+            (Required::Pages, Errno::OPNOTSUPP, ErrorKind::Config, "seccomp"),
+            (Required::Watch, Errno::NOSYS, ErrorKind::Config, "Linux before 5.3"),
+            (Required::Size, Errno::FBIG, ErrorKind::Config, "ulimit -f unlimited"),
+            (Required::Wake, Errno::MFILE, ErrorKind::Config, "raise ulimit -n"),
+            (Required::Wake, Errno::NFILE, ErrorKind::Config, "fs.file-max"),
+            (Required::Thread, Errno::AGAIN, ErrorKind::Config, "pids.max"),
+            (Required::Map, Errno::NOMEM, ErrorKind::Config, "short"),
+            (Required::Send, Errno::AGAIN, ErrorKind::Internal, "sendmsg failed"),
+            (Required::Poll, Errno::INVAL, ErrorKind::Internal, "ppoll failed"),
         ];
         for (step, errno, kind, text) in cases {
             let error = step.failed(errno);

@@ -38,14 +38,14 @@ pub fn accept(listener: &OwnedFd) -> Result<OwnedFd> {
 
 /// The process that made the other end, as the kernel knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Peer {
+pub struct PeerCredentials {
     /// Process id; 0 if the process lives in a pid namespace that is not visible from here.
     pub pid: u32,
     /// User of the process.
     pub uid: u32,
 }
 
-impl Peer {
+impl PeerCredentials {
     /// Returns true if the process belongs to the same user as this one. Every user can read abstract names in
     /// /proc/net/unix.
     pub fn is_own_user(&self) -> bool {
@@ -54,7 +54,7 @@ impl Peer {
 }
 
 /// Returns the process that made the other end of `socket` by `connect` or `listen`.
-pub fn peer(socket: &OwnedFd) -> Result<Peer> {
+pub fn peer(socket: &OwnedFd) -> Result<PeerCredentials> {
     // Not rustix's `socket_peercred`, whose process id must not be 0: an unidentified peer can make it 0.
     let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
@@ -65,7 +65,7 @@ pub fn peer(socket: &OwnedFd) -> Result<Peer> {
     if status != 0 {
         return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL));
     }
-    Ok(Peer { pid: credentials.pid.max(0).unsigned_abs(), uid: credentials.uid })
+    Ok(PeerCredentials { pid: credentials.pid.max(0).unsigned_abs(), uid: credentials.uid })
 }
 
 /// Sends one message, with `fd` if given.
@@ -119,9 +119,9 @@ mod tests {
         assert_eq!(accept(&listener).expect_err("nobody came"), Errno::AGAIN);
         let near = connect_to(&name).expect("connects");
         let far = accept(&listener).expect("came");
-        let own = Peer { pid: std::process::id(), uid: rustix::process::geteuid().as_raw() };
+        let own = PeerCredentials { pid: std::process::id(), uid: rustix::process::geteuid().as_raw() };
         assert_eq!((peer(&near), peer(&far)), (Ok(own), Ok(own)));
-        assert!(own.is_own_user() && !Peer { uid: own.uid ^ 1, ..own }.is_own_user());
+        assert!(own.is_own_user() && !PeerCredentials { uid: own.uid ^ 1, ..own }.is_own_user());
 
         let mut buffer = [0; 8];
         assert_eq!(receive(&far, &mut buffer).expect_err("nothing sent"), Errno::AGAIN);

@@ -11,9 +11,9 @@ use std::time::Duration;
 
 /// An event that wakes a thread that polls it.
 #[derive(Debug)]
-pub struct Wake(OwnedFd);
+pub struct Waker(OwnedFd);
 
-impl Wake {
+impl Waker {
     /// Makes an event that is not set.
     pub fn new() -> Result<Self> {
         let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
@@ -34,7 +34,7 @@ impl Wake {
     }
 }
 
-impl AsFd for Wake {
+impl AsFd for Waker {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -50,7 +50,7 @@ pub fn spawn<T: Send + 'static>(
 ) -> Result<std::thread::JoinHandle<T>> {
     let builder = std::thread::Builder::new().name(name.into());
     let builder = stack.into_iter().fold(builder, std::thread::Builder::stack_size);
-    let _undisturbed = Undisturbed::new();
+    let _undisturbed = BlockedSignals::new();
     builder.spawn(work).map_err(|error| Required::Thread.failed(Errno::from_io_error(&error).unwrap_or(Errno::INVAL)))
 }
 
@@ -75,13 +75,13 @@ pub fn aside(name: &str, limit: Duration, work: impl FnOnce() + Send + 'static) 
 /// Blocks the signals of the thread that made it while it lives, so that they wait or other threads take them. For
 /// system calls that start over when they are interrupted. Signals of the thread's own faults (SIGSEGV and the like)
 /// are not blocked, because the kernel would kill the process without calling the handlers that report where.
-pub struct Undisturbed {
+pub struct BlockedSignals {
     before: libc::sigset_t,
     /// A mask belongs to one thread.
     _here: std::marker::PhantomData<*const ()>,
 }
 
-impl Undisturbed {
+impl BlockedSignals {
     /// Blocks the calling thread's signals, except those of its own faults, until the value is dropped.
     pub fn new() -> Self {
         const OWN: [i32; 7] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGABRT, libc::SIGSYS];
@@ -99,13 +99,13 @@ impl Undisturbed {
     }
 }
 
-impl Default for Undisturbed {
+impl Default for BlockedSignals {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Drop for Undisturbed {
+impl Drop for BlockedSignals {
     fn drop(&mut self) {
         // SAFETY: `before` was written by `pthread_sigmask` in `new`; the null old set is allowed.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.before, std::ptr::null_mut()) };
@@ -136,7 +136,7 @@ mod tests {
         let there = spawn("symm-test", None, blocked).expect("starts").join().expect("no panic");
         assert_eq!(there, [libc::SIGINT, libc::SIGALRM, libc::SIGPROF]);
         assert_eq!(blocked(), here);
-        let (outer, inner) = (Undisturbed::new(), Undisturbed::new());
+        let (outer, inner) = (BlockedSignals::new(), BlockedSignals::new());
         drop(inner);
         assert_eq!(blocked().len(), 3, "until the first one goes");
         drop(outer);

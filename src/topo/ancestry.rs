@@ -2,7 +2,7 @@
 
 /// The nearest component through which two devices reach each other, nearest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Ancestor {
+pub enum PciAncestor {
     /// Both are the same device.
     Same,
     /// At most one PCIe switch is between them.
@@ -17,7 +17,7 @@ pub enum Ancestor {
     Sys,
 }
 
-impl Ancestor {
+impl PciAncestor {
     /// All ancestors, nearest first.
     pub const ALL: [Self; 6] = [Self::Same, Self::Pix, Self::Pxb, Self::Phb, Self::Node, Self::Sys];
 
@@ -76,12 +76,12 @@ fn below_host(path: &str) -> Option<Vec<&str>> {
 
 #[cfg(test)]
 mod tests {
-    use super::Ancestor::{self, Node, Phb, Pix, Pxb, Same, Sys};
+    use super::PciAncestor::{self, Node, Phb, Pix, Pxb, Same, Sys};
 
     const SWITCH: &str = "/sys/devices/pci0000:3a/0000:3a:00.0/0000:3b:00.0";
 
-    fn common(one: &str, other: &str) -> Ancestor {
-        Ancestor::common((Some(one), Some(0)), (Some(other), Some(0)))
+    fn common(one: &str, other: &str) -> PciAncestor {
+        PciAncestor::common((Some(one), Some(0)), (Some(other), Some(0)))
     }
 
     #[test]
@@ -118,16 +118,16 @@ mod tests {
     #[test]
     fn without_folders_nodes_decide() {
         for (one, other, expected) in [(Some(0), Some(0), Node), (Some(0), Some(1), Sys), (None, None, Node), (None, Some(0), Sys)] {
-            assert_eq!(Ancestor::common((None, one), (None, other)), expected);
-            assert_eq!(Ancestor::common((Some("/sys/devices/pci0000:00/0000:00:01.0"), one), (None, other)), expected);
-            assert_eq!(Ancestor::common((Some("no host bridge"), one), (Some("no host bridge"), other)), expected);
+            assert_eq!(PciAncestor::common((None, one), (None, other)), expected);
+            assert_eq!(PciAncestor::common((Some("/sys/devices/pci0000:00/0000:00:01.0"), one), (None, other)), expected);
+            assert_eq!(PciAncestor::common((Some("no host bridge"), one), (Some("no host bridge"), other)), expected);
         }
         let (one, other) = ("/sys/devices/pci0000:00/0000:01:00.0", "/sys/devices/pci0000:80/0000:81:00.0");
-        assert_eq!(Ancestor::common((Some(one), Some(0)), (Some(other), Some(1))), Sys);
+        assert_eq!(PciAncestor::common((Some(one), Some(0)), (Some(other), Some(1))), Sys);
     }
 
     #[test]
     fn nearest_comes_first() {
-        assert!(Ancestor::ALL.is_sorted());
+        assert!(PciAncestor::ALL.is_sorted());
     }
 }

@@ -3,12 +3,12 @@
 //!
 //! The cost of a collective also depends on its algorithm, which this module does not know; see `coll::cost`.
 
-use super::Detected;
+use super::Topology;
 use super::device::NvlinkVersion;
 
 /// A link between ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Link {
+pub struct LinkCost {
     /// Rate at which a rank sends, in 10⁹ bytes per second; in torch's model, in 2³⁰.
     pub gb_per_s: f64,
     /// Latency of a trip in µs.
@@ -26,14 +26,14 @@ const TORCH_BASE_US: f64 = 6.6;
 /// What torch adds to the cost of an all-to-all in µs, so that it prefers an all-gather of the same price.
 const TORCH_ALL_TO_ALL_US: f64 = 1.0;
 
-/// Returns the links that torch's model assigns to the dimensions of a mesh of shape `ranks`, on nodes with `per_host`
+/// Returns the links that torch's model assigns to the dimensions of a mesh of shape `ranks`, on nodes with `per_node`
 /// devices.
-pub fn torch_links(ranks: &[usize], per_host: usize) -> Vec<Link> {
-    let mut links = vec![Link { gb_per_s: TORCH_GB_PER_S, us: TORCH_HOP_US[0] }; ranks.len()];
+pub fn torch_links(ranks: &[usize], per_node: usize) -> Vec<LinkCost> {
+    let mut links = vec![LinkCost { gb_per_s: TORCH_GB_PER_S, us: TORCH_HOP_US[0] }; ranks.len()];
     let mut total: usize = 1;
     for (link, &size) in links.iter_mut().zip(ranks).rev() {
         total = total.saturating_mul(size);
-        if total > per_host {
+        if total > per_node {
             link.gb_per_s *= TORCH_BETWEEN_HOSTS;
             link.us = TORCH_HOP_US[1];
         }
@@ -43,7 +43,7 @@ pub fn torch_links(ranks: &[usize], per_host: usize) -> Vec<Link> {
 
 /// Returns the cost of a ring of `ranks` by torch's formula, `6.6 + hops × µs + (GiB × hops / ranks) / (GiB/s) × 10⁶`,
 /// with torch's order of operations, so that every bit is equal. `rounds` is 2 for an all-reduce, otherwise 1.
-pub fn torch_ring(bytes: f64, ranks: usize, rounds: usize, link: Link) -> f64 {
+pub fn torch_ring(bytes: f64, ranks: usize, rounds: usize, link: LinkCost) -> f64 {
     let hops = (rounds * (ranks - 1)) as f64;
     let latency = TORCH_BASE_US + hops * link.us;
     // Exact, like every division by a power of two; torch's callers divide by 1024 three times.
@@ -52,19 +52,19 @@ pub fn torch_ring(bytes: f64, ranks: usize, rounds: usize, link: Link) -> f64 {
 }
 
 /// Returns torch's cost of an all-to-all of tensors of `bytes`.
-pub fn torch_all_to_all(bytes: f64, ranks: usize, link: Link) -> f64 {
+pub fn torch_all_to_all(bytes: f64, ranks: usize, link: LinkCost) -> f64 {
     torch_ring(bytes, ranks, 1, link) + TORCH_ALL_TO_ALL_US
 }
 
 /// Returns the cost of a broadcast, which torch's model lacks: a pipeline sends everything over every link.
-pub fn torch_broadcast(bytes: f64, ranks: usize, link: Link) -> f64 {
+pub fn torch_broadcast(bytes: f64, ranks: usize, link: LinkCost) -> f64 {
     let hops = (ranks - 1) as f64;
     TORCH_BASE_US + hops * link.us + bytes / f64::from(1 << 30) / link.gb_per_s * 1e6
 }
 
 /// How ranks reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum LinkKind {
     /// NVLinks, either between every two GPUs or to a switch.
     NvLink {
         /// Minimum number of NVLinks between two of the GPUs.
@@ -88,9 +88,9 @@ pub enum Way {
 /// once).
 const NVLINK_USABLE: f64 = 0.82;
 
-impl Way {
+impl LinkKind {
     /// Returns the worst connection between two of the GPUs in `detected`; `None` if there are no GPUs.
-    pub fn between(detected: &Detected) -> Option<Self> {
+    pub fn between(detected: &Topology) -> Option<Self> {
         let n = detected.gpus.len();
         if n == 0 {
             return None;
@@ -107,20 +107,20 @@ impl Way {
     }
 
     /// Returns the assumed speed of the connection, which was not measured on this machine.
-    pub fn link(self) -> Link {
+    pub fn link(self) -> LinkCost {
         match self {
-            Self::NvLink { links, version } => Link { gb_per_s: NVLINK_USABLE * f64::from(links) * per_nvlink(version), us: 0.6 },
+            Self::NvLink { links, version } => LinkCost { gb_per_s: NVLINK_USABLE * f64::from(links) * per_nvlink(version), us: 0.6 },
             // 16 lanes of PCIe 4 nominally carry 31.5 GB/s.
-            Self::Pcie => Link { gb_per_s: 25.0, us: 1.0 },
+            Self::Pcie => LinkCost { gb_per_s: 25.0, us: 1.0 },
             // Written to host memory and read again.
-            Self::HostMemory => Link { gb_per_s: 12.0, us: 1.5 },
+            Self::HostMemory => LinkCost { gb_per_s: 12.0, us: 1.5 },
             // An all-reduce of 16 MB among 4 ranks sends 24 MB in 2.7 ms (README, 2026-11-21, 4-core EPYC).
-            Self::SharedMemory => Link { gb_per_s: 9.0, us: 0.3 },
+            Self::SharedMemory => LinkCost { gb_per_s: 9.0, us: 0.3 },
             // As in torch's model.
-            Self::Network => Link { gb_per_s: TORCH_GB_PER_S * TORCH_BETWEEN_HOSTS, us: TORCH_HOP_US[1] },
+            Self::Network => LinkCost { gb_per_s: TORCH_GB_PER_S * TORCH_BETWEEN_HOSTS, us: TORCH_HOP_US[1] },
             // Nominally 10 Gb/s for all ranks of a node; half of a message's round trip (docs/measurements/cpu.md,
             // 2026-11-24).
-            Self::Sockets => Link { gb_per_s: 1.25, us: 135.0 },
+            Self::Sockets => LinkCost { gb_per_s: 1.25, us: 135.0 },
         }
     }
 }
@@ -135,7 +135,7 @@ fn per_nvlink(version: Option<NvlinkVersion>) -> f64 {
     }
 }
 
-impl std::fmt::Display for Way {
+impl std::fmt::Display for LinkKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::NvLink { links, version: Some(version) } => write!(f, "NVLink {version} x {links}"),
@@ -152,12 +152,12 @@ impl std::fmt::Display for Way {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::topo::Source;
+    use crate::topo::TopologySource;
     use crate::topo::device::{Gpu, Mig, PciAddress, Uuid};
     use crate::topo::mesh::NvlMesh;
     use crate::topo::square::Square;
 
-    fn gpus(links: &[Vec<u32>], version: Option<NvlinkVersion>, peers: bool) -> Detected {
+    fn gpus(links: &[Vec<u32>], version: Option<NvlinkVersion>, peers: bool) -> Topology {
         let n = links.len();
         let gpu = |number: usize| Gpu {
             uuid: Uuid::new(&number.to_string()),
@@ -169,7 +169,7 @@ mod tests {
             mig: Mig::Off,
         };
         let peers = Square::from_pairs(n, |a, b| a == b || peers);
-        Detected::new(Source::Absent("a test".into()), (0..n).map(gpu).collect(), NvlMesh::new(links).expect("right"), peers)
+        Topology::new(TopologySource::Absent("a test".into()), (0..n).map(gpu).collect(), NvlMesh::new(links).expect("right"), peers)
     }
 
     #[test]
@@ -177,7 +177,7 @@ mod tests {
         // Printed by torch 2.11 for meshes (2, 4) on nodes of 4 devices; tests/python/test_cost_model.py compares with
         // torch itself.
         let links = torch_links(&[2, 4], 4);
-        assert_eq!(links, [Link { gb_per_s: 87.7 * 0.22, us: 2.7 }, Link { gb_per_s: 87.7, us: 0.6 }]);
+        assert_eq!(links, [LinkCost { gb_per_s: 87.7 * 0.22, us: 2.7 }, LinkCost { gb_per_s: 87.7, us: 0.6 }]);
         assert_eq!(torch_ring(0.0, 4, 1, links[1]), 6.6 + 3.0 * 0.6);
         assert_eq!(torch_ring(f64::from(1 << 30), 2, 2, links[0]), 6.6 + 2.0 * 2.7 + 1.0 / (87.7 * 0.22) * 1e6);
         assert_eq!(torch_all_to_all(5e6, 4, links[1]), torch_ring(5e6, 4, 1, links[1]) + 1.0);
@@ -187,19 +187,19 @@ mod tests {
     #[test]
     fn the_worst_pair_decides() {
         let full = |links: u32| vec![vec![0, links, links], vec![links, 0, links], vec![links, links, 0]];
-        let way = Way::between(&gpus(&full(18), Some(NvlinkVersion(4, 0)), true)).expect("GPUs");
+        let way = LinkKind::between(&gpus(&full(18), Some(NvlinkVersion(4, 0)), true)).expect("GPUs");
         assert_eq!((way.to_string().as_str(), way.link().gb_per_s.round()), ("NVLink 4.0 x 18", 369.0));
         let lame = vec![vec![0, 4, 4], vec![4, 0, 2], vec![4, 2, 0]];
-        assert_eq!(Way::between(&gpus(&lame, None, true)), Some(Way::NvLink { links: 2, version: None }));
-        assert_eq!(Way::between(&gpus(&full(0), None, true)), Some(Way::Pcie));
-        assert_eq!(Way::between(&gpus(&full(0), None, false)), Some(Way::HostMemory));
-        assert_eq!(Way::between(&gpus(&[], None, true)), None);
+        assert_eq!(LinkKind::between(&gpus(&lame, None, true)), Some(LinkKind::NvLink { links: 2, version: None }));
+        assert_eq!(LinkKind::between(&gpus(&full(0), None, true)), Some(LinkKind::Pcie));
+        assert_eq!(LinkKind::between(&gpus(&full(0), None, false)), Some(LinkKind::HostMemory));
+        assert_eq!(LinkKind::between(&gpus(&[], None, true)), None);
     }
 
     #[test]
     fn nearer_ways_are_faster() {
-        let way = |version: u8| Way::NvLink { links: 18, version: Some(NvlinkVersion(version, 0)) };
-        let order = [way(6), way(5), way(4), Way::Pcie, Way::HostMemory];
+        let way = |version: u8| LinkKind::NvLink { links: 18, version: Some(NvlinkVersion(version, 0)) };
+        let order = [way(6), way(5), way(4), LinkKind::Pcie, LinkKind::HostMemory];
         assert!(order.windows(2).all(|pair| pair[0].link().gb_per_s > pair[1].link().gb_per_s));
     }
 }

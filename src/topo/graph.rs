@@ -5,7 +5,7 @@ use super::square::Square;
 
 /// How a set of GPUs is connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Topology {
+pub enum MeshShape {
     /// Every pair has NVLinks, or there is only one GPU.
     FullyConnected,
     /// Two quads of linked GPUs, each GPU with one partner in the other quad.
@@ -16,7 +16,7 @@ pub enum Topology {
     Unknown,
 }
 
-impl std::fmt::Display for Topology {
+impl std::fmt::Display for MeshShape {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::FullyConnected => "fully connected",
@@ -100,17 +100,17 @@ impl Set {
 ///
 /// # Panics
 /// If `peers` and `mesh` have different sizes.
-pub fn classify(mesh: &NvlMesh, peers: &Square<bool>) -> Topology {
+pub fn classify(mesh: &NvlMesh, peers: &Square<bool>) -> MeshShape {
     assert_eq!(mesh.size(), peers.size(), "links and peer access of different sets of GPUs");
     if mesh.size() == 0 {
-        Topology::Unknown
+        MeshShape::Unknown
     } else if mesh.complete() {
-        Topology::FullyConnected
+        MeshShape::FullyConnected
     } else if let Some(cube) = CubeMesh::of(mesh) {
-        Topology::HybridCubeMesh(cube)
+        MeshShape::HybridCubeMesh(cube)
     } else if peers.every_pair(|granted| granted) {
-        Topology::Pcie
+        MeshShape::Pcie
     } else {
-        Topology::Unknown
+        MeshShape::Unknown
     }
 }

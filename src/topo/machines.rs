@@ -1,8 +1,8 @@
 //! Tests that the link matrices of known machines, and of meshes that no machine has, are classified correctly.
 
 use super::device::PciAddress;
-use super::graph::{CubeMesh, Topology, classify};
-use super::mesh::{Links, NvlMesh, Remote};
+use super::graph::{CubeMesh, MeshShape, classify};
+use super::mesh::{GpuLinks, NvlMesh, Remote};
 use super::square::Square;
 use proptest::prelude::*;
 
@@ -28,15 +28,15 @@ fn rows(size: usize, links: impl Fn(usize, usize) -> u32) -> Rows {
     (0..size).map(|a| (0..size).map(|b| if a == b { 0 } else { links(a, b) }).collect()).collect()
 }
 
-fn named(rows: &Rows, p2p: bool) -> Topology {
+fn named(rows: &Rows, p2p: bool) -> MeshShape {
     let mesh = NvlMesh::new(rows).expect("symmetric");
     classify(&mesh, &Square::from_pairs(mesh.size(), |_, _| p2p))
 }
 
-fn cube(topology: Topology) -> CubeMesh {
+fn cube(topology: MeshShape) -> CubeMesh {
     match topology {
-        Topology::HybridCubeMesh(cube) => cube,
-        other @ (Topology::FullyConnected | Topology::Pcie | Topology::Unknown) => panic!("{other}"),
+        MeshShape::HybridCubeMesh(cube) => cube,
+        other @ (MeshShape::FullyConnected | MeshShape::Pcie | MeshShape::Unknown) => panic!("{other}"),
     }
 }
 
@@ -52,7 +52,7 @@ fn dgx_1v_is_a_hybrid_cube_mesh() {
 fn dgx_1v_out_of_what_its_gpus_report() {
     let bus = |gpu: usize| PciAddress { domain: 0, bus: gpu as u8 + 6, device: 0 };
     let to = |(other, links): (usize, &u32)| vec![Remote::Gpu(bus(other)); *links as usize];
-    let links = |gpu: usize| Links { bus: bus(gpu), remotes: DGX_1V[gpu].iter().enumerate().flat_map(to).collect() };
+    let links = |gpu: usize| GpuLinks { bus: bus(gpu), remotes: DGX_1V[gpu].iter().enumerate().flat_map(to).collect() };
     let observed = NvlMesh::observed(&(0..8).map(links).collect::<Vec<_>>());
     assert_eq!(observed, NvlMesh::new(&dgx_1v()).expect("symmetric"));
 }
@@ -65,11 +65,11 @@ const SWITCHED: [(&str, usize, usize); 6] =
 fn machines_with_switches_are_fully_connected() {
     for (machine, gpus, links) in SWITCHED {
         let bus = |gpu: usize| PciAddress { domain: 0, bus: gpu as u8, device: 0 };
-        let observed: Vec<Links> = (0..gpus).map(|gpu| Links { bus: bus(gpu), remotes: vec![Remote::Switch; links] }).collect();
+        let observed: Vec<GpuLinks> = (0..gpus).map(|gpu| GpuLinks { bus: bus(gpu), remotes: vec![Remote::Switch; links] }).collect();
         let mesh = NvlMesh::observed(&observed);
         let counts: Rows = mesh.rows().map(<[u32]>::to_vec).collect();
         assert_eq!(counts, rows(gpus, |_, _| links as u32), "{machine}");
-        assert_eq!(named(&counts, true), Topology::FullyConnected, "{machine}");
+        assert_eq!(named(&counts, true), MeshShape::FullyConnected, "{machine}");
     }
 }
 
@@ -77,27 +77,27 @@ fn machines_with_switches_are_fully_connected() {
 fn bridged_pairs_are_not_fully_connected() {
     for gpus in [4, 8] {
         let pairs = rows(gpus, |a, b| if a / 2 == b / 2 { 4 } else { 0 });
-        assert_eq!(named(&pairs, true), Topology::Pcie);
-        assert_eq!(named(&pairs, false), Topology::Unknown);
+        assert_eq!(named(&pairs, true), MeshShape::Pcie);
+        assert_eq!(named(&pairs, false), MeshShape::Unknown);
     }
-    assert_eq!(named(&rows(2, |_, _| 4), true), Topology::FullyConnected);
-    assert_eq!(named(&rows(8, |_, _| 0), true), Topology::Pcie);
-    assert_eq!(named(&vec![], true), Topology::Unknown);
+    assert_eq!(named(&rows(2, |_, _| 4), true), MeshShape::FullyConnected);
+    assert_eq!(named(&rows(8, |_, _| 0), true), MeshShape::Pcie);
+    assert_eq!(named(&vec![], true), MeshShape::Unknown);
 }
 
 #[test]
 fn one_unlinked_gpu_spoils_pcie() {
     let mesh = NvlMesh::new(&rows(4, |_, _| 0)).expect("symmetric");
-    assert_eq!(classify(&mesh, &Square::from_pairs(4, |a, b| (a, b) != (1, 3))), Topology::Unknown);
+    assert_eq!(classify(&mesh, &Square::from_pairs(4, |a, b| (a, b) != (1, 3))), MeshShape::Unknown);
     // A device's access to itself does not matter.
-    assert_eq!(classify(&mesh, &Square::from_pairs(4, |a, b| a != b)), Topology::Pcie);
+    assert_eq!(classify(&mesh, &Square::from_pairs(4, |a, b| a != b)), MeshShape::Pcie);
 }
 
 #[test]
 fn quads_of_a_cube_mesh_are_fully_connected() {
     let mesh = NvlMesh::new(&dgx_1v()).expect("symmetric");
-    assert_eq!(named(&mesh.select(&[3, 1, 0, 2]).rows().map(<[u32]>::to_vec).collect(), true), Topology::FullyConnected);
-    assert_eq!(named(&mesh.select(&[0, 1, 4, 5]).rows().map(<[u32]>::to_vec).collect(), true), Topology::Pcie);
+    assert_eq!(named(&mesh.select(&[3, 1, 0, 2]).rows().map(<[u32]>::to_vec).collect(), true), MeshShape::FullyConnected);
+    assert_eq!(named(&mesh.select(&[0, 1, 4, 5]).rows().map(<[u32]>::to_vec).collect(), true), MeshShape::Pcie);
 }
 
 #[test]
@@ -109,8 +109,8 @@ fn a_cube_mesh_without_one_link_is_none() {
                 continue;
             }
             (broken[a][b], broken[b][a]) = (0, 0);
-            assert_eq!(named(&broken, true), Topology::Pcie, "without {a}-{b}");
-            assert_eq!(named(&broken, false), Topology::Unknown, "without {a}-{b}");
+            assert_eq!(named(&broken, true), MeshShape::Pcie, "without {a}-{b}");
+            assert_eq!(named(&broken, false), MeshShape::Unknown, "without {a}-{b}");
         }
     }
 }
@@ -139,7 +139,7 @@ fn four_neighbours_alone_make_no_cube_mesh() {
         for row in &rows {
             assert_eq!(row.iter().sum::<u32>(), 4, "{graph}: {row:?}");
         }
-        assert_eq!(named(&rows, true), Topology::Pcie, "{graph}");
+        assert_eq!(named(&rows, true), MeshShape::Pcie, "{graph}");
     }
 }
 

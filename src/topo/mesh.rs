@@ -18,14 +18,14 @@ pub enum Remote {
 
 /// The active links of one GPU, as it reports them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Links {
+pub struct GpuLinks {
     /// The PCI address of the GPU itself.
     pub bus: PciAddress,
     /// The far end of each link.
     pub remotes: Vec<Remote>,
 }
 
-impl Links {
+impl GpuLinks {
     fn to(&self, remote: Remote) -> u32 {
         self.remotes.iter().filter(|end| **end == remote).map(|_| 1).sum()
     }
@@ -47,7 +47,7 @@ impl NvlMesh {
 
     /// Builds the mesh that the GPUs report. A direct link counts if both of its ends report it. Two GPUs on switches
     /// can use as many links as the GPU with fewer of them has.
-    pub fn observed(gpus: &[Links]) -> Self {
+    pub fn observed(gpus: &[GpuLinks]) -> Self {
         Self(Square::from_pairs(gpus.len(), |a, b| {
             let (one, other) = (&gpus[a], &gpus[b]);
             if a == b || one.bus == other.bus {
@@ -104,8 +104,8 @@ mod tests {
     }
 
     fn observed(gpus: &[&[Remote]]) -> Vec<Vec<u32>> {
-        let links = |(gpu, remotes): (usize, &&[Remote])| Links { bus: bus(gpu as u8), remotes: remotes.to_vec() };
-        let links: Vec<Links> = gpus.iter().enumerate().map(links).collect();
+        let links = |(gpu, remotes): (usize, &&[Remote])| GpuLinks { bus: bus(gpu as u8), remotes: remotes.to_vec() };
+        let links: Vec<GpuLinks> = gpus.iter().enumerate().map(links).collect();
         NvlMesh::observed(&links).rows().map(<[u32]>::to_vec).collect()
     }
 

@@ -2,7 +2,7 @@
 #![allow(unsafe_code, reason = "functions of NVML, found at run time")]
 
 use super::device::{Gpu, Mig, NvlinkVersion, PciAddress, Uuid};
-use super::mesh::{Links, Remote};
+use super::mesh::{GpuLinks, Remote};
 use super::square::Square;
 use super::sysfs;
 use nvml_wrapper::enum_wrappers::device::{P2pCapabilitiesIndex, P2pStatus};
@@ -20,7 +20,7 @@ const MAX_LINKS: u32 = 18;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Readings {
     pub(super) gpus: Vec<Gpu>,
-    pub(super) links: Vec<Links>,
+    pub(super) links: Vec<GpuLinks>,
     /// True for pairs whose memory NVML allows each GPU of the pair to read and write.
     pub(super) peers: Square<bool>,
 }
@@ -54,7 +54,7 @@ fn read(library: &OsStr, sys: &Path) -> Result<Readings, String> {
     });
     let mut devices: Vec<(Gpu, Device<'_>)> = named.collect();
     devices.sort_by_key(|(gpu, _)| gpu.bus);
-    let links = devices.iter().map(|(gpu, device)| Links { bus: gpu.bus, remotes: remotes(device, gpu) }).collect();
+    let links = devices.iter().map(|(gpu, device)| GpuLinks { bus: gpu.bus, remotes: remotes(device, gpu) }).collect();
     let peers = Square::from_pairs(devices.len(), |a, b| {
         let ((one, one_device), (other, other_device)) = (&devices[a], &devices[b]);
         one.mig == Mig::Off && other.mig == Mig::Off && (a == b || reach(one_device, other_device))

@@ -1,16 +1,16 @@
 //! The topology as a table, like `nvidia-smi topo -m`.
 
-use super::ancestry::Ancestor;
+use super::ancestry::PciAncestor;
 use super::device::{Gpu, Mig};
-use super::{Detected, Source};
+use super::{Topology, TopologySource};
 
 /// Renders a summary, a table with a row per GPU, the pairs without peer access, and a legend.
-pub fn render(detected: &Detected) -> String {
+pub fn render(detected: &Topology) -> String {
     let gpus = &detected.gpus;
     let source = match &detected.source {
-        Source::Nvml => "NVML".into(),
-        Source::Injected(path) => path.clone(),
-        Source::Absent(reason) => reason.clone(),
+        TopologySource::Nvml => "NVML".into(),
+        TopologySource::Injected(path) => path.clone(),
+        TopologySource::Absent(reason) => reason.clone(),
     };
     let noun = if gpus.len() == 1 { "GPU" } else { "GPUs" };
     let mut text = format!("{} {noun}, {} ({source})\n", gpus.len(), detected.topology);
@@ -25,13 +25,13 @@ pub fn render(detected: &Detected) -> String {
     text.push_str(&align(&table));
     text.push_str(&unlinked(detected));
     text.push_str("\nNV# = so many NVLinks\n");
-    for ancestor in Ancestor::ALL {
+    for ancestor in PciAncestor::ALL {
         text.push_str(&format!("{} = {}\n", ancestor.label(), ancestor.meaning()));
     }
     text
 }
 
-fn row(detected: &Detected, gpu: usize) -> Vec<String> {
+fn row(detected: &Topology, gpu: usize) -> Vec<String> {
     let Gpu { bus, name, numa, nvlink, mig, .. } = &detected.gpus[gpu];
     let cells = (0..detected.gpus.len()).map(|other| cell(detected, gpu, other));
     let name = match mig {
@@ -43,11 +43,11 @@ fn row(detected: &Detected, gpu: usize) -> Vec<String> {
     [format!("GPU{gpu}")].into_iter().chain(cells).chain(tail).collect()
 }
 
-fn cell(detected: &Detected, gpu: usize, other: usize) -> String {
+fn cell(detected: &Topology, gpu: usize, other: usize) -> String {
     let place = |gpu: usize| (detected.gpus[gpu].path.as_deref(), detected.gpus[gpu].numa);
     match detected.mesh.links(gpu, other) {
-        _ if gpu == other => Ancestor::Same.label().into(),
-        0 => Ancestor::common(place(gpu), place(other)).label().into(),
+        _ if gpu == other => PciAncestor::Same.label().into(),
+        0 => PciAncestor::common(place(gpu), place(other)).label().into(),
         links => format!("NV{links}"),
     }
 }
@@ -64,7 +64,7 @@ fn align(table: &[Vec<String>]) -> String {
     table.iter().map(line).collect()
 }
 
-fn unlinked(detected: &Detected) -> String {
+fn unlinked(detected: &Topology) -> String {
     let size = detected.gpus.len();
     let pairs = (0..size).flat_map(|a| (a + 1..size).map(move |b| (a, b)));
     let apart: Vec<String> = pairs.filter(|&(a, b)| !detected.peers.at(a, b)).map(|(a, b)| format!("{a}-{b}")).collect();

@@ -14,12 +14,12 @@ fn read(clock: ClockId) -> u64 {
 
 /// The offset of the time of day from the other clocks.
 #[derive(Clone, Copy)]
-pub(super) struct Day {
+pub(super) struct WallClock {
     ahead: u64,
     booted: u64,
 }
 
-impl Day {
+impl WallClock {
     /// Returns the present offset. Entries are converted when they are written, so one reading serves all of them.
     pub(super) fn now() -> Self {
         let realtime = read(ClockId::Realtime);
@@ -44,7 +44,7 @@ mod tests {
 
     #[test]
     fn readings_become_times_of_day() {
-        let day = Day::now();
+        let day = WallClock::now();
         let expected = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
         let found = day.of(now()).expect("taken");
         assert!(found.abs_diff(expected) < 1_000_000_000, "{found} {expected}");

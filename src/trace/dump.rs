@@ -1,12 +1,12 @@
 //! The dump: everything that the recorder keeps, as JSON (`docs/design/trace.md`).
 
-use super::clock::Day;
-use super::entry::{Entry, Phase, State, Target, What};
-use super::registry::{self, Failure, Peer, Record};
-use super::{Journal, KEPT, folder, totals};
-use crate::error::{Error, Kind, Result};
+use super::clock::WallClock;
+use super::entry::{CallKind, CallTarget, EntryState, InternodePhase, TraceEntry};
+use super::registry::{self, DumpPeer, GroupRecord, ObservedFailure};
+use super::{FlightRecorder, KEPT, dump_dir, totals};
+use crate::error::{Error, ErrorKind, Result};
 use crate::lock::lock;
-use crate::sys::host;
+use crate::sys::node_id;
 use serde::Serialize;
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
@@ -28,27 +28,27 @@ struct Dump {
     written_ns: Option<u64>,
     calls_made: u64,
     calls_kept: usize,
-    groups: Vec<Group>,
-    calls: Vec<Call>,
+    groups: Vec<DumpGroup>,
+    calls: Vec<DumpCall>,
     #[serde(skip_serializing_if = "Option::is_none")]
     totals: Option<totals::Report>,
 }
 
 #[derive(Serialize)]
-struct Group {
+struct DumpGroup {
     id: u64,
     memory: u64,
     name: String,
     rank: u32,
-    members: Vec<registry::Member>,
-    other_hosts: Option<String>,
+    members: Vec<registry::DumpMember>,
+    other_nodes: Option<String>,
     timeout_ms: u64,
     joined_ns: Option<u64>,
     left_ns: Option<u64>,
     begun: u64,
     launched: Option<u64>,
     failure: Option<FailureText>,
-    peers: Vec<Peer>,
+    peers: Vec<DumpPeer>,
 }
 
 #[derive(Serialize)]
@@ -59,7 +59,7 @@ struct FailureText {
 }
 
 #[derive(Serialize)]
-struct Call {
+struct DumpCall {
     number: u64,
     group: u64,
     op: &'static str,
@@ -71,7 +71,7 @@ struct Call {
     reduce_op: Option<&'static str>,
     root: Option<u32>,
     peer: Option<u32>,
-    far: bool,
+    internode: bool,
     tag: Option<i32>,
     even: bool,
     bytes_in: u64,
@@ -95,34 +95,37 @@ struct Call {
 }
 
 /// Returns the name of the exception that callers get for a kind of failure.
-const fn kind_name(kind: Kind) -> &'static str {
+const fn kind_name(kind: ErrorKind) -> &'static str {
     match kind {
-        Kind::Peer => "SymmPeerError",
-        Kind::Timeout | Kind::WaitTimeout => "SymmTimeout",
-        Kind::Mismatch => "SymmMismatch",
-        Kind::Config => "SymmConfigError",
-        Kind::Aborted => "SymmAborted",
-        Kind::Value => "ValueError",
-        Kind::Type => "TypeError",
-        Kind::NotImplemented => "NotImplementedError",
-        Kind::Internal => "DistBackendError",
-        Kind::Network => "DistNetworkError",
-        Kind::QueueEmpty => "QueueEmptyError",
+        ErrorKind::Peer => "SymmPeerError",
+        ErrorKind::Timeout | ErrorKind::WaitTimeout => "SymmTimeoutError",
+        ErrorKind::Mismatch => "SymmMismatchError",
+        ErrorKind::Config => "SymmConfigError",
+        ErrorKind::Aborted => "SymmAbortedError",
+        ErrorKind::Value => "ValueError",
+        ErrorKind::Type => "TypeError",
+        ErrorKind::NotImplemented => "NotImplementedError",
+        ErrorKind::Internal => "DistBackendError",
+        ErrorKind::Network => "DistNetworkError",
+        ErrorKind::QueueEmpty => "QueueEmptyError",
     }
 }
 
-fn group(record: &Record, day: Day) -> Group {
+fn group(record: &GroupRecord, day: WallClock) -> DumpGroup {
     let (begun, launched) = record.last();
     let failure = record.failure.as_ref();
-    let text =
-        |failure: &Failure| FailureText { kind: kind_name(failure.kind), message: failure.message.clone(), seen_ns: day.of(failure.at) };
-    Group {
+    let text = |failure: &ObservedFailure| FailureText {
+        kind: kind_name(failure.kind),
+        message: failure.message.clone(),
+        seen_ns: day.of(failure.at),
+    };
+    DumpGroup {
         id: record.id,
         memory: record.memory,
         name: record.name.clone(),
         rank: record.rank.0,
         members: record.members.clone(),
-        other_hosts: record.other_hosts.clone(),
+        other_nodes: record.other_nodes.clone(),
         timeout_ms: record.timeout_ms,
         joined_ns: day.of(record.joined),
         left_ns: day.of(record.left),
@@ -134,42 +137,42 @@ fn group(record: &Record, day: Day) -> Group {
 }
 
 /// Describes the `phase` of a multi-node collective, now or when it failed.
-fn phase_text(entry: &Entry, phase: Phase, group: &Record) -> String {
-    let late = group.late_hosts.as_ref().filter(|(sequence, _)| *sequence == entry.sequence).map(|(_, hosts)| hosts);
-    let waiting = late.or(group.other_hosts.as_ref()).map_or("other hosts", String::as_str);
+fn phase_text(entry: &TraceEntry, phase: InternodePhase, group: &GroupRecord) -> String {
+    let late = group.late_nodes.as_ref().filter(|(sequence, _)| *sequence == entry.sequence).map(|(_, nodes)| nodes);
+    let waiting = late.or(group.other_nodes.as_ref()).map_or("other nodes", String::as_str);
     match phase {
-        Phase::Inside => "inside the host".into(),
-        Phase::Rail(rail) => format!("rail {rail}, waiting for {waiting}"),
-        Phase::Enqueued(None) => "enqueued".into(),
-        Phase::Enqueued(Some(rail)) => format!("enqueued on rail {rail}"),
-        Phase::Running(None) => "begun on the GPU".into(),
-        Phase::Running(Some(rail)) => format!("begun on the GPU, inside the host or on rail {rail} with {waiting}"),
+        InternodePhase::IntraNode => "inside the node".into(),
+        InternodePhase::Rail(rail) => format!("rail {rail}, waiting for {waiting}"),
+        InternodePhase::Enqueued(None) => "enqueued".into(),
+        InternodePhase::Enqueued(Some(rail)) => format!("enqueued on rail {rail}"),
+        InternodePhase::Running(None) => "begun on the GPU".into(),
+        InternodePhase::Running(Some(rail)) => format!("begun on the GPU, inside the node or on rail {rail} with {waiting}"),
     }
 }
 
-fn call(entry: &Entry, group: &Record, day: Day) -> Call {
+fn call(entry: &TraceEntry, group: &GroupRecord, day: WallClock) -> DumpCall {
     let bytes = entry.bytes_in.max(entry.bytes_out);
     let with = |tag: i32| format!("({} × {}, {bytes} bytes, tag {tag})", entry.elements(), entry.dtype.name());
     let (op, text, reduce_op, root, peer, tag, even) = match entry.what {
-        What::Collective { op, reduce_op, root, description, even } => {
+        CallKind::Collective { op, reduce_op, root, description, even } => {
             let reduce_op = op.reduces().then(|| reduce_op.name());
             (op.name(), description.to_string(), reduce_op, op.rooted().then_some(root.0), None, None, even)
         }
-        What::Send { peer, tag } => ("send", format!("send{}", with(tag)), None, None, peer, Some(tag), true),
-        What::Receive { peer, tag } => ("recv", format!("recv{}", with(tag)), None, None, peer, Some(tag), true),
+        CallKind::Send { peer, tag } => ("send", format!("send{}", with(tag)), None, None, peer, Some(tag), true),
+        CallKind::Receive { peer, tag } => ("recv", format!("recv{}", with(tag)), None, None, peer, Some(tag), true),
     };
     let (device, stream, background) = match entry.place {
-        Target::Host => ("cpu".into(), None, None),
-        Target::Cuda { device, stream, background } => (format!("cuda:{device}"), Some(stream), Some(background)),
+        CallTarget::Cpu => ("cpu".into(), None, None),
+        CallTarget::Cuda { device, stream, background } => (format!("cuda:{device}"), Some(stream), Some(background)),
     };
-    let phase = entry.phase.filter(|_| entry.state != State::Completed);
+    let phase = entry.phase.filter(|_| entry.state != EntryState::Completed);
     let (state, outcome) = match entry.state {
-        State::Scheduled => ("scheduled", None),
-        State::Started => ("started", None),
-        State::Completed => ("completed", None),
-        State::Failed(kind) => ("failed", Some(kind_name(kind))),
+        EntryState::Scheduled => ("scheduled", None),
+        EntryState::Started => ("started", None),
+        EntryState::Completed => ("completed", None),
+        EntryState::Failed(kind) => ("failed", Some(kind_name(kind))),
     };
-    Call {
+    DumpCall {
         number: entry.number,
         group: entry.group,
         op,
@@ -181,7 +184,7 @@ fn call(entry: &Entry, group: &Record, day: Day) -> Call {
         reduce_op,
         root,
         peer: peer.map(|peer| peer.0),
-        far: entry.far,
+        internode: entry.internode,
         tag,
         even,
         bytes_in: entry.bytes_in,
@@ -205,17 +208,17 @@ fn call(entry: &Entry, group: &Record, day: Day) -> Call {
 }
 
 /// Renders the contents of `journal` as JSON.
-pub(super) fn render(journal: &Journal) -> Result<String> {
-    let day = Day::now();
+pub(super) fn render(journal: &FlightRecorder) -> Result<String> {
+    let day = WallClock::now();
     let records = lock(&journal.groups).records();
-    let known: HashMap<u64, &Record> = records.iter().map(|record| (record.id, record)).collect();
+    let known: HashMap<u64, &GroupRecord> = records.iter().map(|record| (record.id, record)).collect();
     let entries = journal.ring.copy();
     let dump = Dump {
         format: "torch-symm trace",
         version: VERSION,
         library: env!("TORCH_SYMM_VERSION"),
-        host: host::name(),
-        boot_id: host::Host::own().map(|host| host.boot).unwrap_or_default(),
+        host: node_id::name(),
+        boot_id: node_id::NodeId::own().map(|node| node.boot).unwrap_or_default(),
         boot_time_ns: day.booted(),
         pid: std::process::id(),
         written_ns: day.of(super::clock::now()),
@@ -231,7 +234,7 @@ pub(super) fn render(journal: &Journal) -> Result<String> {
 /// Writes the dump of the process of global rank `global` on its own thread, because a file system that hangs must not
 /// hold up the failed call. `None` if no thread can be started. The thread logs the path and `cause`, because the
 /// launcher may end this process before it can report the failure itself.
-pub(super) fn begin(journal: &'static Journal, global: u32, cause: &Error) -> Option<Receiver<()>> {
+pub(super) fn begin(journal: &'static FlightRecorder, global: u32, cause: &Error) -> Option<Receiver<()>> {
     let (done, written) = channel();
     let cause = format!("{}: {cause}", kind_name(cause.kind));
     let thread = crate::sys::thread::spawn("symm-trace", None, move || {
@@ -252,8 +255,8 @@ pub(super) fn begin(journal: &'static Journal, global: u32, cause: &Error) -> Op
     Some(written)
 }
 
-fn write(journal: &Journal, global: u32) -> Result<PathBuf> {
-    folder::keep(&format!("trace-{}-rank{global}.json", std::process::id()), render(journal)?.as_bytes())
+fn write(journal: &FlightRecorder, global: u32) -> Result<PathBuf> {
+    dump_dir::keep(&format!("trace-{}-rank{global}.json", std::process::id()), render(journal)?.as_bytes())
 }
 
 /// Returns true if `path` has not been logged before.

@@ -1,17 +1,17 @@
 //! The entry that the recorder keeps of a call.
 
-use crate::coll::call::{Op, Span, Spec};
+use crate::coll::call::{CallSpec, Collective, Span};
 use crate::coll::describe::Description;
 use crate::coll::message::{Message, MessageSpec};
 use crate::dtype::{DType, ReduceOp};
-use crate::error::{Kind, Result};
+use crate::error::{ErrorKind, Result};
 use crate::rank::Rank;
 
 /// The operation of the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
+pub(super) enum CallKind {
     Collective {
-        op: Op,
+        op: Collective,
         reduce_op: ReduceOp,
         root: Rank,
         description: Description,
@@ -30,9 +30,9 @@ pub(super) enum What {
 
 /// Where a call's tensors are, and where it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Target {
+pub enum CallTarget {
     /// CPU tensors.
-    Host,
+    Cpu,
     /// CUDA tensors.
     Cuda {
         /// Index of the device in torch.
@@ -46,9 +46,9 @@ pub enum Target {
 
 /// The phase of a multi-node collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
+pub enum InternodePhase {
     /// It runs collectives of the ranks of this node.
-    Inside,
+    IntraNode,
     /// It waits for data of the other nodes on the rail of this number.
     Rail(u16),
     /// It is enqueued on a GPU and will use the rail of this number, if any.
@@ -59,66 +59,66 @@ pub enum Phase {
 
 /// The state of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum EntryState {
     /// In its group's queue, behind others.
     Scheduled,
     /// Enqueued on CUDA. The host does not learn when it ends.
     Started,
     Completed,
-    Failed(Kind),
+    Failed(ErrorKind),
 }
 
 /// The entry of one call of one rank. It holds plain values, so that a slot of the ring is overwritten without freeing
 /// anything.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Entry {
+pub(super) struct TraceEntry {
     /// The number of the call, from 1, in the order in which the process made its calls.
     pub(super) number: u64,
     /// The group's number in this process.
     pub(super) group: u64,
-    pub(super) what: What,
+    pub(super) what: CallKind,
     pub(super) dtype: DType,
     pub(super) bytes_in: u64,
     pub(super) bytes_out: u64,
     /// The sequence number in error messages: collectives on CPU tensors and on CUDA tensors are counted separately,
     /// from 1; sends and receives together. 0 before the call has started.
     pub(super) sequence: u64,
-    pub(super) place: Target,
+    pub(super) place: CallTarget,
     pub(super) asynchronous: bool,
     /// True if the peer is on another node; its number is then its rank in the default group.
-    pub(super) far: bool,
+    pub(super) internode: bool,
     pub(super) timeout_ms: u64,
     /// Readings of `clock::now`; 0 if not taken yet.
     pub(super) created: u64,
     pub(super) started: u64,
     pub(super) ended: u64,
-    pub(super) state: State,
+    pub(super) state: EntryState,
     /// The last phase that has started, and when.
-    pub(super) phase: Option<(Phase, u64)>,
+    pub(super) phase: Option<(InternodePhase, u64)>,
     /// The name of the algorithm that ran the call; empty if the call did not run or the algorithm is unknown.
     pub(super) algorithm: &'static str,
     /// Nanoseconds until the last rank had started, and that rank; only for calls under a profiler.
     pub(super) waited: Option<(u64, Option<Rank>)>,
 }
 
-impl Entry {
+impl TraceEntry {
     /// An unused slot.
     pub(super) const EMPTY: Self = Self {
         number: 0,
         group: 0,
-        what: What::Send { peer: None, tag: 0 },
+        what: CallKind::Send { peer: None, tag: 0 },
         dtype: DType::U8,
         bytes_in: 0,
         bytes_out: 0,
         sequence: 0,
-        place: Target::Host,
+        place: CallTarget::Cpu,
         asynchronous: false,
-        far: false,
+        internode: false,
         timeout_ms: 0,
         created: 0,
         started: 0,
         ended: 0,
-        state: State::Scheduled,
+        state: EntryState::Scheduled,
         phase: None,
         algorithm: "",
         waited: None,
@@ -127,13 +127,13 @@ impl Entry {
     /// Makes the entry of `call` when it is submitted. Inlined, like everything on the path to its slot: each copy of
     /// an entry takes a third of the time of an arrival.
     #[inline(always)]
-    pub(super) fn of_call(call: &Spec) -> Self {
+    pub(super) fn of_call(call: &CallSpec) -> Self {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();
         let lengths = call.agreed_lengths();
         let even = lengths.iter().all(|span| span.bytes == lengths[0].bytes);
         let (op, reduce_op, root) = (call.op, call.reduce_op, call.root);
         Self {
-            what: What::Collective { op, reduce_op, root, description: Description::of(call), even },
+            what: CallKind::Collective { op, reduce_op, root, description: Description::of(call), even },
             dtype: call.dtype,
             bytes_in: sum(&call.inputs),
             bytes_out: sum(&call.outputs),
@@ -145,23 +145,24 @@ impl Entry {
     pub(super) fn of_message(send: bool, message: &Message) -> Self {
         let MessageSpec { peer, tag, dtype, span, .. } = **message;
         let bytes = span.bytes as u64;
-        let (what, bytes_in, bytes_out) = if send { (What::Send { peer, tag }, bytes, 0) } else { (What::Receive { peer, tag }, 0, bytes) };
+        let (what, bytes_in, bytes_out) =
+            if send { (CallKind::Send { peer, tag }, bytes, 0) } else { (CallKind::Receive { peer, tag }, 0, bytes) };
         Self { what, dtype, bytes_in, bytes_out, ..Self::EMPTY }
     }
 
     /// Sets the state to `outcome`.
     pub(super) fn end(&mut self, outcome: &Result<()>, at: u64) {
         self.ended = at;
-        self.state = outcome.as_ref().map_or_else(|error| State::Failed(error.kind), |()| State::Completed);
+        self.state = outcome.as_ref().map_or_else(|error| EntryState::Failed(error.kind), |()| EntryState::Completed);
     }
 
     /// Returns the number of elements that ranks agree on, or the length of the message.
     pub(super) fn elements(&self) -> u64 {
         let bytes = match self.what {
-            What::Collective { op: Op::Barrier, .. } => 0,
-            What::Collective { op: Op::AllToAll, .. } => self.bytes_in,
-            What::Collective { description, .. } => description.bytes,
-            What::Send { .. } | What::Receive { .. } => self.bytes_in.max(self.bytes_out),
+            CallKind::Collective { op: Collective::Barrier, .. } => 0,
+            CallKind::Collective { op: Collective::AllToAll, .. } => self.bytes_in,
+            CallKind::Collective { description, .. } => description.bytes,
+            CallKind::Send { .. } | CallKind::Receive { .. } => self.bytes_in.max(self.bytes_out),
         };
         bytes / self.dtype.size() as u64
     }

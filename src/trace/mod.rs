@@ -7,27 +7,27 @@
 
 mod clock;
 mod dump;
+pub mod dump_dir;
 mod entry;
-pub mod folder;
 mod registry;
 mod ring;
 mod totals;
 
-pub use entry::{Phase, Target};
+pub use entry::{CallTarget, InternodePhase};
 pub use ring::KEPT;
 
-use crate::coll::call::{Call, Spec};
+use crate::coll::call::{Call, CallSpec};
 use crate::coll::message::Message;
 use crate::completion::Observer;
 use crate::config::Config;
 use crate::control::ControlBlock;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::lock::lock;
 use crate::rank::Rank;
 use crate::sys::fork::{self, PerProcess};
-use entry::{Entry, State, What};
+use entry::{CallKind, EntryState, TraceEntry};
 use registry::Registry;
-use ring::Ring;
+use ring::EntryRing;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
@@ -37,23 +37,23 @@ use totals::Totals;
 
 /// How long a failed call waits for its dump. The program may exit right after the call, and an unfinished dump would
 /// be lost.
-const PATIENCE: Duration = Duration::from_millis(20);
+const DUMP_WAIT: Duration = Duration::from_millis(20);
 /// How long leaving a group waits for its dump.
-const FAREWELL: Duration = Duration::from_millis(300);
+const DUMP_WAIT_ON_EXIT: Duration = Duration::from_millis(300);
 
 /// The journal of a process.
-struct Journal {
-    ring: Ring,
+struct FlightRecorder {
+    ring: EntryRing,
     groups: Mutex<Registry>,
-    /// Counts of all calls, if `SYMM_STATS` requests them.
+    /// Counts of all calls, if `SYMM_STATS_INTERVAL` requests them.
     totals: Option<Totals>,
 }
 
-static JOURNAL: PerProcess<Journal> = PerProcess::new(|| Journal::new(Config::get().stats_seconds > 0));
+static JOURNAL: PerProcess<FlightRecorder> = PerProcess::new(|| FlightRecorder::new(Config::get().stats_seconds > 0));
 
-impl Journal {
+impl FlightRecorder {
     fn new(counts: bool) -> Self {
-        Self { ring: Ring::new(), groups: Mutex::default(), totals: counts.then(Totals::new) }
+        Self { ring: EntryRing::new(), groups: Mutex::default(), totals: counts.then(Totals::new) }
     }
 }
 
@@ -69,8 +69,8 @@ pub fn ended(global: u32) -> Option<String> {
 }
 
 /// Records the calls of one rank in one group.
-pub struct Recorder {
-    journal: &'static Journal,
+pub struct GroupRecorder {
+    journal: &'static FlightRecorder,
     group: u64,
     control: Arc<ControlBlock>,
     collectives: AtomicU64,
@@ -87,13 +87,13 @@ pub struct Recorder {
     writing: Mutex<Option<Receiver<()>>>,
 }
 
-impl Recorder {
+impl GroupRecorder {
     /// Makes the recorder of the group of `control`, whose calls have `timeout` unless they pass their own.
     pub fn new(control: &Arc<ControlBlock>, timeout: Duration) -> Arc<Self> {
         Self::in_journal(JOURNAL.get(), control, timeout)
     }
 
-    fn in_journal(journal: &'static Journal, control: &Arc<ControlBlock>, timeout: Duration) -> Arc<Self> {
+    fn in_journal(journal: &'static FlightRecorder, control: &Arc<ControlBlock>, timeout: Duration) -> Arc<Self> {
         let group = lock(&journal.groups).add(control, timeout);
         Arc::new(Self {
             journal,
@@ -111,19 +111,19 @@ impl Recorder {
     }
 
     #[inline(always)]
-    fn entry(&self, call: &Spec, timeout: Duration) -> Entry {
-        Entry { group: self.group, timeout_ms: milliseconds(timeout), created: clock::now(), ..Entry::of_call(call) }
+    fn entry(&self, call: &CallSpec, timeout: Duration) -> TraceEntry {
+        TraceEntry { group: self.group, timeout_ms: milliseconds(timeout), created: clock::now(), ..TraceEntry::of_call(call) }
     }
 
     /// Records `calls`, which start later, under consecutive numbers, and returns the first.
-    pub fn schedule(&self, calls: &[Call<'_>], timeout: Duration, asynchronous: bool, place: Target) -> u64 {
+    pub fn schedule(&self, calls: &[Call<'_>], timeout: Duration, asynchronous: bool, place: CallTarget) -> u64 {
         // Multi-node calls are not in the launch log of this node's part of the group.
-        if place != Target::Host && !self.control.is_part() && !self.cuda.swap(true, Ordering::Relaxed) {
+        if place != CallTarget::Cpu && !self.control.has_parent() && !self.cuda.swap(true, Ordering::Relaxed) {
             lock(&self.journal.groups).note_cuda(self.group);
         }
         let first = self.journal.ring.take(calls.len());
         for (number, call) in (first..).zip(calls) {
-            self.journal.ring.put(Entry { number, asynchronous, place, ..self.entry(call, timeout) });
+            self.journal.ring.put(TraceEntry { number, asynchronous, place, ..self.entry(call, timeout) });
             self.count(number);
         }
         first
@@ -131,22 +131,22 @@ impl Recorder {
 
     /// Records that the entry `number` starts as collective `sequence`.
     pub fn start(&self, number: u64, sequence: u64) {
-        self.start_as(number, sequence, "");
+        self.start_child(number, sequence, "");
     }
 
     /// Records a start like `start`, with `algorithm` known in advance.
-    pub fn start_as(&self, number: u64, sequence: u64, algorithm: &'static str) {
+    pub fn start_child(&self, number: u64, sequence: u64, algorithm: &'static str) {
         let started = clock::now();
         self.journal.ring.change(number, |entry| {
-            (entry.sequence, entry.started, entry.state, entry.algorithm) = (sequence, started, State::Started, algorithm);
-            if entry.place == Target::Host {
-                self.tell_start(sequence, started);
+            (entry.sequence, entry.started, entry.state, entry.algorithm) = (sequence, started, EntryState::Started, algorithm);
+            if entry.place == CallTarget::Cpu {
+                self.log_start(sequence, started);
             }
         });
     }
 
     /// Publishes to peers when this rank started collective `sequence`.
-    fn tell_start(&self, sequence: u64, at: u64) {
+    fn log_start(&self, sequence: u64, at: u64) {
         if !self.twofold.load(Ordering::Relaxed) {
             // Published with the post of the call.
             self.control.start(self.control.rank(), sequence).store(at, Ordering::Relaxed);
@@ -155,7 +155,7 @@ impl Recorder {
 
     /// Returns how long `entry`, which has succeeded, waited for the last rank to start, and that rank. Reads each
     /// peer's memory.
-    fn waited(&self, entry: &Entry) -> (u64, Option<Rank>) {
+    fn waited(&self, entry: &TraceEntry) -> (u64, Option<Rank>) {
         let begun = |rank| self.control.start(rank, entry.sequence).load(Ordering::Relaxed);
         let last = self.control.peers().max_by_key(|&rank| begun(rank));
         let late = last.map_or(0, begun).min(entry.ended).saturating_sub(entry.started);
@@ -171,11 +171,11 @@ impl Recorder {
     }
 
     /// Records a CPU call that starts at once, as collective `sequence`, and returns its number.
-    pub fn begin(&self, call: &Spec, timeout: Duration, sequence: u64) -> u64 {
+    pub fn begin(&self, call: &CallSpec, timeout: Duration, sequence: u64) -> u64 {
         let (number, entry) = (self.journal.ring.take(1), self.entry(call, timeout));
-        self.journal.ring.put(Entry { number, sequence, started: entry.created, state: State::Started, ..entry });
+        self.journal.ring.put(TraceEntry { number, sequence, started: entry.created, state: EntryState::Started, ..entry });
         self.count(number);
-        self.tell_start(sequence, entry.created);
+        self.log_start(sequence, entry.created);
         number
     }
 
@@ -190,26 +190,26 @@ impl Recorder {
 
     /// Adds the time of `entry`, which has ended, to the counts.
     #[inline(always)]
-    fn count_time(&self, entry: &Entry) {
+    fn count_time(&self, entry: &TraceEntry) {
         if let Some(totals) = &self.journal.totals {
             totals.ended(entry, self.control.size());
         }
     }
 
     /// Records the other nodes of the group, as messages name them.
-    pub fn note_hosts(&self, others: String) {
+    pub fn note_nodes(&self, others: String) {
         self.twofold.store(true, Ordering::Relaxed);
-        lock(&self.journal.groups).note_hosts(self.group, others);
+        lock(&self.journal.groups).note_nodes(self.group, others);
     }
 
-    /// Records which `hosts`, as messages name them, are late for collective `sequence`, in which this rank waits for
+    /// Records which `nodes`, as messages name them, are late for collective `sequence`, in which this rank waits for
     /// other nodes.
-    pub fn note_late(&self, sequence: u64, hosts: String) {
-        lock(&self.journal.groups).note_late(self.group, sequence, hosts);
+    pub fn note_late(&self, sequence: u64, nodes: String) {
+        lock(&self.journal.groups).note_late(self.group, sequence, nodes);
     }
 
     /// Records that `phase` of the entry `number` starts.
-    pub fn phase(&self, number: u64, phase: Phase) {
+    pub fn phase(&self, number: u64, phase: InternodePhase) {
         let at = clock::now();
         self.journal.ring.change(number, |entry| entry.phase = Some((phase, at)));
     }
@@ -222,7 +222,7 @@ impl Recorder {
         self.journal.ring.change(number, |entry| {
             entry.end(outcome, at);
             entry.algorithm = algorithm;
-            if watched && begun && outcome.is_ok() && entry.place == Target::Host {
+            if watched && begun && outcome.is_ok() && entry.place == CallTarget::Cpu {
                 entry.waited = Some(self.waited(entry));
             }
             if !begun {
@@ -237,7 +237,7 @@ impl Recorder {
         let (at, outcome) = (clock::now(), Err(error.clone()));
         for number in numbers {
             self.journal.ring.change(number, |entry| {
-                if entry.state == State::Scheduled {
+                if entry.state == EntryState::Scheduled {
                     entry.end(&outcome, at);
                 }
             });
@@ -260,22 +260,23 @@ impl Recorder {
     }
 
     /// Records a send or receive that starts now, and returns its number.
-    pub fn message(&self, send: bool, message: &Message, timeout: Duration, place: Target) -> u64 {
+    pub fn message(&self, send: bool, message: &Message, timeout: Duration, place: CallTarget) -> u64 {
         self.add_message(send, message, timeout, place, false)
     }
 
     /// Records a message like `message`, to or from a rank of another node; its peer is a global rank.
-    pub fn far_message(&self, send: bool, message: &Message, timeout: Duration) -> u64 {
-        self.add_message(send, message, timeout, Target::Host, true)
+    pub fn internode_message(&self, send: bool, message: &Message, timeout: Duration) -> u64 {
+        self.add_message(send, message, timeout, CallTarget::Cpu, true)
     }
 
-    fn add_message(&self, send: bool, message: &Message, timeout: Duration, place: Target, far: bool) -> u64 {
+    fn add_message(&self, send: bool, message: &Message, timeout: Duration, place: CallTarget, far: bool) -> u64 {
         let (number, created) = (self.journal.ring.take(1), clock::now());
         let sequence = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
         let (group, asynchronous, timeout_ms) = (self.group, true, milliseconds(timeout));
-        let entry = Entry::of_message(send, message);
-        let entry = Entry { number, group, sequence, timeout_ms, created, started: created, asynchronous, place, far, ..entry };
-        self.journal.ring.put(Entry { state: State::Started, ..entry });
+        let entry = TraceEntry::of_message(send, message);
+        let entry =
+            TraceEntry { number, group, sequence, timeout_ms, created, started: created, asynchronous, place, internode: far, ..entry };
+        self.journal.ring.put(TraceEntry { state: EntryState::Started, ..entry });
         self.count(number);
         number
     }
@@ -287,17 +288,17 @@ impl Recorder {
 
     /// Writes the dump if `error` is the first group failure that this rank sees. Errors of arguments, or of this
     /// rank's own making, do not count.
-    pub fn saw(&self, error: &Error) {
+    pub fn note_failure(&self, error: &Error) {
         let failure = match error.kind {
-            Kind::Peer | Kind::Timeout | Kind::Mismatch | Kind::Internal => self.control.failure().is_some(),
-            Kind::Config
-            | Kind::Aborted
-            | Kind::Value
-            | Kind::Type
-            | Kind::NotImplemented
-            | Kind::WaitTimeout
-            | Kind::Network
-            | Kind::QueueEmpty => false,
+            ErrorKind::Peer | ErrorKind::Timeout | ErrorKind::Mismatch | ErrorKind::Internal => self.control.failure().is_some(),
+            ErrorKind::Config
+            | ErrorKind::Aborted
+            | ErrorKind::Value
+            | ErrorKind::Type
+            | ErrorKind::NotImplemented
+            | ErrorKind::WaitTimeout
+            | ErrorKind::Network
+            | ErrorKind::QueueEmpty => false,
         };
         // A forked child may query its parent's group for a failure, but the group's locks may be held forever there.
         if !failure || self.generation != fork::generation() || self.failed.swap(true, Ordering::AcqRel) {
@@ -306,7 +307,7 @@ impl Recorder {
         lock(&self.journal.groups).note_failure(self.group, &self.control, error);
         let global = self.control.global(self.control.rank());
         let written = dump::begin(self.journal, global, error);
-        let late = written.as_ref().is_some_and(|written| written.recv_timeout(PATIENCE).is_err());
+        let late = written.as_ref().is_some_and(|written| written.recv_timeout(DUMP_WAIT).is_err());
         if late {
             *lock(&self.writing) = written;
         }
@@ -317,7 +318,7 @@ impl Recorder {
         lock(&self.journal.groups).leave(self.group);
         let writing = lock(&self.writing).take();
         if let Some(writing) = writing {
-            let _ = writing.recv_timeout(FAREWELL);
+            let _ = writing.recv_timeout(DUMP_WAIT_ON_EXIT);
         }
     }
 }
@@ -326,12 +327,12 @@ fn milliseconds(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-impl Observer for Recorder {
+impl Observer for GroupRecorder {
     fn ended(&self, number: u64, outcome: &Result<()>, source: Option<Rank>) {
         let at = clock::now();
         self.journal.ring.change(number, |entry| {
             entry.end(outcome, at);
-            if let What::Receive { peer, .. } = &mut entry.what
+            if let CallKind::Receive { peer, .. } = &mut entry.what
                 && peer.is_none()
             {
                 *peer = source;
@@ -339,7 +340,7 @@ impl Observer for Recorder {
             self.count_time(entry);
         });
         if let Err(error) = outcome {
-            self.saw(error);
+            self.note_failure(error);
         }
     }
 }

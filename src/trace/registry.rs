@@ -3,7 +3,7 @@
 use super::clock;
 use crate::coll::cuda::agreement::launch_log;
 use crate::control::ControlBlock;
-use crate::error::{Error, Kind};
+use crate::error::{Error, ErrorKind};
 use crate::rank::Rank;
 use crate::sys::process;
 use serde::Serialize;
@@ -16,7 +16,7 @@ const LEFT: usize = 64;
 
 /// A member, as listed in the dump.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(super) struct Member {
+pub(super) struct DumpMember {
     pub(super) rank: u32,
     pub(super) global_rank: u32,
     pub(super) pid: u32,
@@ -24,9 +24,9 @@ pub(super) struct Member {
 
 /// A peer, as this rank knew it at some moment.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Peer {
+pub(super) struct DumpPeer {
     #[serde(flatten)]
-    pub(super) place: Member,
+    pub(super) place: DumpMember,
     /// The state of its process; `None` if the process did not exist.
     pub(super) process: Option<&'static str>,
     /// The number of the last CPU collective that it had started.
@@ -39,44 +39,44 @@ pub(super) struct Peer {
 
 /// The first group failure that this rank saw, and the state of the peers at that time.
 #[derive(Clone, Debug)]
-pub(super) struct Failure {
-    pub(super) kind: Kind,
+pub(super) struct ObservedFailure {
+    pub(super) kind: ErrorKind,
     pub(super) message: String,
     pub(super) at: u64,
-    pub(super) peers: Vec<Peer>,
+    pub(super) peers: Vec<DumpPeer>,
 }
 
 /// A group that has or had this process as a member.
 #[derive(Clone, Debug)]
-pub(super) struct Record {
+pub(super) struct GroupRecord {
     pub(super) id: u64,
     /// The id of the group's shared memory, the same on all members.
     pub(super) memory: u64,
     pub(super) name: String,
     pub(super) rank: Rank,
-    pub(super) members: Vec<Member>,
+    pub(super) members: Vec<DumpMember>,
     /// The group's other nodes, as messages name them.
-    pub(super) other_hosts: Option<String>,
+    pub(super) other_nodes: Option<String>,
     /// A collective in which this rank waits or has waited, and the nodes that are late for it.
-    pub(super) late_hosts: Option<(u64, String)>,
+    pub(super) late_nodes: Option<(u64, String)>,
     pub(super) timeout_ms: u64,
     pub(super) joined: u64,
     pub(super) left: u64,
-    pub(super) failure: Option<Failure>,
+    pub(super) failure: Option<ObservedFailure>,
     /// The last collectives started and launched, once the group was left.
     last: (u64, Option<u64>),
     control: Weak<ControlBlock>,
     cuda: bool,
 }
 
-impl Record {
+impl GroupRecord {
     /// Returns the last collective started on CPU tensors, and the last one launched on CUDA.
     pub(super) fn last(&self) -> (u64, Option<u64>) {
         self.control.upgrade().filter(|_| self.left == 0).map_or(self.last, |control| reached(&control, self.rank, self.cuda))
     }
 
     /// Returns the present state of the members; empty once the group was left.
-    pub(super) fn peers(&self) -> Vec<Peer> {
+    pub(super) fn peers(&self) -> Vec<DumpPeer> {
         let control = self.control.upgrade().filter(|_| self.left == 0);
         control.map_or_else(Vec::new, |control| peers(&control, self.cuda))
     }
@@ -87,24 +87,24 @@ fn reached(control: &ControlBlock, rank: Rank, cuda: bool) -> (u64, Option<u64>)
     (control.collective(rank), cuda.then(|| launch_log::launched(control, rank)))
 }
 
-fn place(control: &ControlBlock, rank: Rank) -> Member {
-    Member { rank: rank.0, global_rank: control.global(rank), pid: control.pid(rank) }
+fn place(control: &ControlBlock, rank: Rank) -> DumpMember {
+    DumpMember { rank: rank.0, global_rank: control.global(rank), pid: control.pid(rank) }
 }
 
-fn peers(control: &ControlBlock, cuda: bool) -> Vec<Peer> {
+fn peers(control: &ControlBlock, cuda: bool) -> Vec<DumpPeer> {
     let peer = |rank: Rank| {
         let (begun, launched) = reached(control, rank, cuda);
         let process = process::state(control.pid(rank));
         // Another rank may have reported an exit that this rank's watcher has yet to see.
         let over = || process.is_none_or(|state| state == "exited").then(|| "has ended".into());
-        Peer { place: place(control, rank), process, begun, launched, absence: control.absence(rank).or_else(over) }
+        DumpPeer { place: place(control, rank), process, begun, launched, absence: control.exit_reason(rank).or_else(over) }
     };
     control.ranks().map(peer).collect()
 }
 
 #[derive(Default)]
 pub(super) struct Registry {
-    records: Vec<Record>,
+    records: Vec<GroupRecord>,
     next: u64,
 }
 
@@ -112,14 +112,14 @@ impl Registry {
     /// Adds a group and returns its number in this process.
     pub(super) fn add(&mut self, control: &Arc<ControlBlock>, timeout: Duration) -> u64 {
         self.next += 1;
-        self.records.push(Record {
+        self.records.push(GroupRecord {
             id: self.next,
             memory: control.segment().identity(),
             name: control.name().into(),
             rank: control.rank(),
             members: control.ranks().map(|rank| place(control, rank)).collect(),
-            other_hosts: None,
-            late_hosts: None,
+            other_nodes: None,
+            late_nodes: None,
             timeout_ms: super::milliseconds(timeout),
             joined: clock::now(),
             left: 0,
@@ -131,21 +131,21 @@ impl Registry {
         self.next
     }
 
-    fn find(&mut self, id: u64) -> Option<&mut Record> {
+    fn find(&mut self, id: u64) -> Option<&mut GroupRecord> {
         self.records.iter_mut().find(|record| record.id == id)
     }
 
     /// Records that the group has ranks on `others`, too.
-    pub(super) fn note_hosts(&mut self, id: u64, others: String) {
+    pub(super) fn note_nodes(&mut self, id: u64, others: String) {
         if let Some(record) = self.find(id) {
-            record.other_hosts = Some(others);
+            record.other_nodes = Some(others);
         }
     }
 
-    /// Records that collective `sequence` waits for `hosts`.
-    pub(super) fn note_late(&mut self, id: u64, sequence: u64, hosts: String) {
+    /// Records that collective `sequence` waits for `nodes`.
+    pub(super) fn note_late(&mut self, id: u64, sequence: u64, nodes: String) {
         if let Some(record) = self.find(id) {
-            record.late_hosts = Some((sequence, hosts));
+            record.late_nodes = Some((sequence, nodes));
         }
     }
 
@@ -162,7 +162,7 @@ impl Registry {
             && record.failure.is_none()
         {
             let peers = peers(control, record.cuda);
-            record.failure = Some(Failure { kind: error.kind, message: error.message.clone(), at: clock::now(), peers });
+            record.failure = Some(ObservedFailure { kind: error.kind, message: error.message.clone(), at: clock::now(), peers });
         }
     }
 
@@ -172,7 +172,7 @@ impl Registry {
         record.last = record.last();
         record.left = clock::now();
         record.control = Weak::new();
-        let left = |record: &&Record| record.left != 0;
+        let left = |record: &&GroupRecord| record.left != 0;
         if self.records.iter().filter(left).count() > LEFT
             && let Some(oldest) = self.records.iter().filter(left).min_by_key(|record| record.left).map(|record| record.id)
         {
@@ -191,7 +191,7 @@ impl Registry {
     }
 
     /// Returns the records of all known groups, in the order in which they were joined.
-    pub(super) fn records(&self) -> Vec<Record> {
+    pub(super) fn records(&self) -> Vec<GroupRecord> {
         self.records.clone()
     }
 }

@@ -1,33 +1,33 @@
 use super::*;
-use crate::coll::call::{Op, Span};
+use crate::coll::call::{Collective, Span};
 use crate::coll::message::MessageSpec;
 use crate::control::Identity;
 use crate::dtype::{DType, ReduceOp};
-use crate::mem::layout::Layout;
-use crate::mem::shm::Segment;
+use crate::mem::layout::SegmentLayout;
+use crate::mem::shm::ShmSegment;
 use serde_json::Value;
 use std::time::Instant;
 
 /// Makes a journal that only this test uses.
-fn journal() -> &'static Journal {
-    Box::leak(Box::new(Journal::new(false)))
+fn journal() -> &'static FlightRecorder {
+    Box::leak(Box::new(FlightRecorder::new(false)))
 }
 
 /// Makes the control block of rank 1 of 3.
 fn control(name: &str) -> Arc<ControlBlock> {
-    let bytes = Layout::new(3).total_bytes();
-    let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
+    let bytes = SegmentLayout::new(3).total_bytes();
+    let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
     let members = (0..3).map(|rank| Identity { pid: std::process::id(), global: 10 + rank }).collect();
     Arc::new(ControlBlock::new(segment, Rank(1), name.into(), members, 1))
 }
 
-fn call(op: Op, bytes: usize) -> Call<'static> {
+fn call(op: Collective, bytes: usize) -> Call<'static> {
     let span = vec![Span { addr: 0, bytes }];
     let (dtype, reduce_op, root) = (DType::F32, ReduceOp::Max, Rank(2));
-    Call::inner(Spec { op, dtype, reduce_op, root, factor: 1.0, inputs: span.clone().into(), outputs: span.into(), call_site: None })
+    Call::inner(CallSpec { op, dtype, reduce_op, root, factor: 1.0, inputs: span.clone().into(), outputs: span.into(), call_site: None })
 }
 
-fn rendered(journal: &Journal) -> Value {
+fn rendered(journal: &FlightRecorder) -> Value {
     serde_json::from_str(&dump::render(journal).expect("renders")).expect("JSON")
 }
 
@@ -36,22 +36,22 @@ const LIMIT: Duration = Duration::from_secs(30);
 #[test]
 fn a_dump_tells_each_calls_story() {
     let (journal, control) = (journal(), control("a \"group\""));
-    let recorder = Recorder::in_journal(journal, &control, LIMIT);
-    let done = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, 1);
+    let recorder = GroupRecorder::in_journal(journal, &control, LIMIT);
+    let done = recorder.begin(&call(Collective::AllReduce, 4096), LIMIT, 1);
     recorder.end(done, &Ok(()), true, "inline");
-    let failed = recorder.begin(&call(Op::Broadcast, 8), LIMIT, 2);
+    let failed = recorder.begin(&call(Collective::Broadcast, 8), LIMIT, 2);
     recorder.end(failed, &Err(Error::mismatch("no")), true, "");
-    let refused = recorder.begin(&call(Op::Barrier, 0), LIMIT, 3);
+    let refused = recorder.begin(&call(Collective::Barrier, 0), LIMIT, 3);
     recorder.end(refused, &Err(Error::peer("no")), false, "");
-    let queued = recorder.schedule(&[call(Op::AllGather, 4), call(Op::AllToAll, 4)], LIMIT, true, Target::Host);
+    let queued = recorder.schedule(&[call(Collective::AllGather, 4), call(Collective::AllToAll, 4)], LIMIT, true, CallTarget::Cpu);
     recorder.start(queued, 3);
     recorder.abandon(queued..queued + 2, &Error::timeout("no"));
-    let place = Target::Cuda { device: 1, stream: 77, background: true };
-    let launched = recorder.schedule(&[call(Op::Reduce, 4)], LIMIT, true, place);
-    recorder.start_as(launched, 1, "reduce_staged");
+    let place = CallTarget::Cuda { device: 1, stream: 77, background: true };
+    let launched = recorder.schedule(&[call(Collective::Reduce, 4)], LIMIT, true, place);
+    recorder.start_child(launched, 1, "reduce_staged");
     let span = Span { addr: 0, bytes: 12 };
     let message = Message::of(MessageSpec { peer: None, tag: 5, dtype: DType::I32, span, timeout: None });
-    let received = recorder.message(false, &message, LIMIT, Target::Host);
+    let received = recorder.message(false, &message, LIMIT, CallTarget::Cpu);
     recorder.ended(received, &Ok(()), Some(Rank(2)));
 
     let dump = rendered(journal);
@@ -69,7 +69,7 @@ fn a_dump_tells_each_calls_story() {
     let sequences = [Some(1), Some(2), None, Some(3), None, Some(1), Some(1)];
     assert_eq!(seen("sequence"), sequences.map(Value::from));
     assert_eq!((&calls[0]["call"], &calls[0]["root"]), (&"all_reduce(1024 × float32, 4096 bytes, MAX)".into(), &Value::Null));
-    assert_eq!((&calls[1]["outcome"], &calls[1]["root"]), (&"SymmMismatch".into(), &2.into()));
+    assert_eq!((&calls[1]["outcome"], &calls[1]["root"]), (&"SymmMismatchError".into(), &2.into()));
     assert_eq!((&calls[5]["device"], &calls[5]["stream"], &calls[0]["device"]), (&"cuda:1".into(), &77.into(), &"cpu".into()));
     assert_eq!((&calls[6]["peer"], &calls[6]["tag"], &calls[6]["elements"]), (&2.into(), &5.into(), &3.into()));
     assert_eq!((&calls[0]["algorithm"], &calls[1]["algorithm"]), (&"inline".into(), &Value::Null));
@@ -82,24 +82,24 @@ fn a_dump_tells_each_calls_story() {
 
 #[test]
 fn all_calls_are_counted_by_operation_and_size() {
-    let (journal, control) = (&*Box::leak(Box::new(Journal::new(true))), control("counted"));
-    let recorder = Recorder::in_journal(journal, &control, LIMIT);
+    let (journal, control) = (&*Box::leak(Box::new(FlightRecorder::new(true))), control("counted"));
+    let recorder = GroupRecorder::in_journal(journal, &control, LIMIT);
     let calls = KEPT as u64 + 10;
     for sequence in 1..=calls {
-        let number = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, sequence);
+        let number = recorder.begin(&call(Collective::AllReduce, 4096), LIMIT, sequence);
         recorder.end(number, &Ok(()), true, "inline");
     }
     // The same number again is scheduled before the first of them ends: their times are unknown, but they are counted.
-    let queued = recorder.schedule(&vec![call(Op::Gather, 1000); KEPT + 5], LIMIT, true, Target::Host);
+    let queued = recorder.schedule(&vec![call(Collective::Gather, 1000); KEPT + 5], LIMIT, true, CallTarget::Cpu);
     recorder.start(queued, 1);
     recorder.end(queued, &Ok(()), true, "inline");
     recorder.start(queued + KEPT as u64, 2);
     recorder.end(queued + KEPT as u64, &Err(Error::mismatch("no")), true, "");
-    let place = Target::Cuda { device: 0, stream: 1, background: false };
-    recorder.schedule(&[call(Op::AllReduce, 4096)], LIMIT, false, place);
+    let place = CallTarget::Cuda { device: 0, stream: 1, background: false };
+    recorder.schedule(&[call(Collective::AllReduce, 4096)], LIMIT, false, place);
     let span = Span { addr: 0, bytes: 12 };
     let message = Message::of(MessageSpec { peer: Some(Rank(0)), tag: 5, dtype: DType::I32, span, timeout: None });
-    recorder.ended(recorder.message(true, &message, LIMIT, Target::Host), &Ok(()), None);
+    recorder.ended(recorder.message(true, &message, LIMIT, CallTarget::Cpu), &Ok(()), None);
 
     let totals = &rendered(journal)["totals"];
     assert!(totals["since_ns"].as_u64().is_some());
@@ -121,9 +121,9 @@ fn all_calls_are_counted_by_operation_and_size() {
 #[test]
 fn who_was_waited_for_is_noted_where_a_profiler_watches() {
     let (journal, control) = (journal(), control("watched"));
-    let recorder = Recorder::in_journal(journal, &control, LIMIT);
+    let recorder = GroupRecorder::in_journal(journal, &control, LIMIT);
     let run = |sequence: u64, peers: [u64; 2]| {
-        let number = recorder.begin(&call(Op::AllReduce, 4), LIMIT, sequence);
+        let number = recorder.begin(&call(Collective::AllReduce, 4), LIMIT, sequence);
         let own = control.start(Rank(1), sequence).load(Ordering::Relaxed);
         for (rank, late) in [Rank(0), Rank(2)].into_iter().zip(peers) {
             control.start(rank, sequence).store(own + late, Ordering::Relaxed);
@@ -149,18 +149,18 @@ fn who_was_waited_for_is_noted_where_a_profiler_watches() {
 #[test]
 fn a_failure_is_kept_with_what_was_known_of_the_peers() {
     let (journal, control) = (journal(), control("failing"));
-    let recorder = Recorder::in_journal(journal, &control, LIMIT);
-    recorder.saw(&Error::timeout("this call alone"));
-    recorder.saw(&control.fail(Error::aborted("by this rank")));
+    let recorder = GroupRecorder::in_journal(journal, &control, LIMIT);
+    recorder.note_failure(&Error::timeout("this call alone"));
+    recorder.note_failure(&control.fail(Error::aborted("by this rank")));
     assert_eq!(rendered(journal)["groups"][0]["failure"], Value::Null, "neither fails the group for others to explain");
 
     let control = self::control("failing");
-    let recorder = Recorder::in_journal(journal, &control, LIMIT);
-    control.note_gone(Rank(2), "has ended (killed by signal 9 (SIGKILL))".into());
-    control.begin(41, Op::AllReduce);
-    recorder.saw(&control.fail(Error::peer("rank 2 has ended")));
-    control.begin(42, Op::AllReduce);
-    recorder.saw(&Error::peer("a later one"));
+    let recorder = GroupRecorder::in_journal(journal, &control, LIMIT);
+    control.note_exit(Rank(2), "has ended (killed by signal 9 (SIGKILL))".into());
+    control.begin(41, Collective::AllReduce);
+    recorder.note_failure(&control.fail(Error::peer("rank 2 has ended")));
+    control.begin(42, Collective::AllReduce);
+    recorder.note_failure(&Error::peer("a later one"));
     let dump = rendered(journal);
     let group = &dump["groups"][1];
     assert_eq!((&group["failure"]["kind"], &group["failure"]["message"]), (&"SymmPeerError".into(), &"rank 2 has ended".into()));
@@ -172,14 +172,14 @@ fn a_failure_is_kept_with_what_was_known_of_the_peers() {
 #[test]
 fn groups_that_were_left_are_forgotten_in_their_order() {
     let journal = journal();
-    let kept = Recorder::in_journal(journal, &control("open"), LIMIT);
+    let kept = GroupRecorder::in_journal(journal, &control("open"), LIMIT);
     for number in 0..100 {
-        let recorder = Recorder::in_journal(journal, &control(&number.to_string()), LIMIT);
-        recorder.begin(&call(Op::Barrier, 0), LIMIT, 1);
+        let recorder = GroupRecorder::in_journal(journal, &control(&number.to_string()), LIMIT);
+        recorder.begin(&call(Collective::Barrier, 0), LIMIT, 1);
         recorder.leave();
         recorder.leave();
     }
-    kept.begin(&call(Op::Barrier, 0), LIMIT, 1);
+    kept.begin(&call(Collective::Barrier, 0), LIMIT, 1);
     let dump = rendered(journal);
     let names: Vec<&str> = dump["groups"].as_array().expect("a list").iter().filter_map(|group| group["name"].as_str()).collect();
     assert_eq!((names.len(), names[0], names[1], names[64]), (65, "open", "36", "99"));
@@ -191,8 +191,8 @@ fn groups_that_were_left_are_forgotten_in_their_order() {
 #[test]
 #[ignore = "a measurement"]
 fn what_an_entry_costs() {
-    let recorder = Recorder::in_journal(journal(), &control("measured"), LIMIT);
-    let call = call(Op::AllReduce, 4);
+    let recorder = GroupRecorder::in_journal(journal(), &control("measured"), LIMIT);
+    let call = call(Collective::AllReduce, 4);
     let mut blocks: Vec<f64> = (0..50)
         .map(|_| {
             let start = Instant::now();

@@ -1,16 +1,16 @@
-//! Counts of all calls of a process, by operation and size, which `SYMM_STATS` shows at the end of a job.
+//! Counts of all calls of a process, by operation and size, which `SYMM_STATS_INTERVAL` shows at the end of a job.
 //!
 //! Size classes are powers of two, so the memory is bounded, however long the job and however many its sizes. Nothing
-//! is counted unless `SYMM_STATS` requests it.
+//! is counted unless `SYMM_STATS_INTERVAL` requests it.
 
-use super::clock::{self, Day};
-use super::entry::{Entry, State, Target, What};
-use crate::op::Op;
+use super::clock::{self, WallClock};
+use super::entry::{CallKind, CallTarget, EntryState, TraceEntry};
+use crate::op::Collective;
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Number of operations: the collectives, send and receive.
-const OPS: usize = Op::ALL.len() + 2;
+const OPS: usize = Collective::ALL.len() + 2;
 /// Number of size classes: 0 bytes, and 1 byte to 2^64.
 const CLASSES: usize = 66;
 
@@ -33,7 +33,7 @@ pub(super) struct Totals {
 
 /// A cell with a count above 0, as listed in the dump.
 #[derive(Serialize)]
-struct Line {
+struct TotalsLine {
     op: &'static str,
     device: &'static str,
     /// Upper bound of the size class.
@@ -49,7 +49,7 @@ struct Line {
 #[derive(Serialize)]
 pub(super) struct Report {
     since_ns: Option<u64>,
-    lines: Vec<Line>,
+    lines: Vec<TotalsLine>,
 }
 
 /// Returns the class of a size: 0 for no bytes, and n for sizes from 2^(n-2) + 1 to 2^(n-1).
@@ -58,7 +58,7 @@ fn class(size: u64) -> usize {
 }
 
 fn name(op: usize) -> &'static str {
-    Op::ALL.get(op).map_or(if op == Op::ALL.len() { "send" } else { "recv" }, |op| op.name())
+    Collective::ALL.get(op).map_or(if op == Collective::ALL.len() { "send" } else { "recv" }, |op| op.name())
 }
 
 impl Totals {
@@ -67,27 +67,29 @@ impl Totals {
     }
 
     /// Returns the cell of `entry`, of a group of `world` ranks, and its size as nccl-tests counts it.
-    fn cell(&self, entry: &Entry, world: usize) -> (&Cell, u64) {
+    fn cell(&self, entry: &TraceEntry, world: usize) -> (&Cell, u64) {
         let (op, shards) = match entry.what {
-            What::Collective { op, .. } => (op as usize, if matches!(op, Op::Gather | Op::Scatter) { world as u64 } else { 1 }),
-            What::Send { .. } => (Op::ALL.len(), 1),
-            What::Receive { .. } => (Op::ALL.len() + 1, 1),
+            CallKind::Collective { op, .. } => {
+                (op as usize, if matches!(op, Collective::Gather | Collective::Scatter) { world as u64 } else { 1 })
+            }
+            CallKind::Send { .. } => (Collective::ALL.len(), 1),
+            CallKind::Receive { .. } => (Collective::ALL.len() + 1, 1),
         };
         let size = (entry.elements() * entry.dtype.size() as u64).saturating_mul(shards);
-        let cuda = usize::from(entry.place != Target::Host);
+        let cuda = usize::from(entry.place != CallTarget::Cpu);
         (&self.cells[(op * CLASSES + class(size)) * 2 + cuda], size)
     }
 
     /// Counts a new call.
-    pub(super) fn made(&self, entry: &Entry, world: usize) {
+    pub(super) fn made(&self, entry: &TraceEntry, world: usize) {
         let (cell, size) = self.cell(entry, world);
         cell.calls.fetch_add(1, Ordering::Relaxed);
         cell.bytes.fetch_add(size, Ordering::Relaxed);
     }
 
     /// Adds the time of a call that has ended. Failed calls and calls on a GPU have no time.
-    pub(super) fn ended(&self, entry: &Entry, world: usize) {
-        let known = entry.state == State::Completed && entry.started != 0 && entry.place == Target::Host;
+    pub(super) fn ended(&self, entry: &TraceEntry, world: usize) {
+        let known = entry.state == EntryState::Completed && entry.started != 0 && entry.place == CallTarget::Cpu;
         if known {
             let (cell, _) = self.cell(entry, world);
             let spent = entry.ended.saturating_sub(entry.started);
@@ -98,11 +100,11 @@ impl Totals {
     }
 
     /// Returns the counts so far. Calls continue meanwhile.
-    pub(super) fn report(&self, day: Day) -> Report {
+    pub(super) fn report(&self, day: WallClock) -> Report {
         let line = |(index, cell): (usize, &Cell)| {
             let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
             let (op, class) = (index / 2 / CLASSES, index / 2 % CLASSES);
-            Line {
+            TotalsLine {
                 op: name(op),
                 device: if index % 2 == 1 { "cuda" } else { "cpu" },
                 size: class.checked_sub(1).map_or(0, |bits| 1u64.checked_shl(bits as u32).unwrap_or(u64::MAX)),
@@ -131,7 +133,7 @@ mod tests {
     #[test]
     fn operations_have_names() {
         let names: Vec<&str> = (0..OPS).map(name).collect();
-        assert_eq!((names[0], names[Op::ALL.len() - 1]), ("barrier", "all_reduce_add_rms_norm"));
-        assert_eq!(names[Op::ALL.len()..], ["send", "recv"]);
+        assert_eq!((names[0], names[Collective::ALL.len() - 1]), ("barrier", "all_reduce_add_rms_norm"));
+        assert_eq!(names[Collective::ALL.len()..], ["send", "recv"]);
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Mutex;
 
 /// Properties of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Allocation {
+pub(super) struct WindowAllocation {
     /// The requested length.
     pub(super) bytes: usize,
     /// Sequence number among this process's allocations on this device.
@@ -18,12 +18,12 @@ pub(super) struct Allocation {
 }
 
 #[derive(Default)]
-struct Known {
-    by_address: HashMap<u64, Allocation>,
+struct AllocationTable {
+    by_address: HashMap<u64, WindowAllocation>,
     made: HashMap<i32, u64>,
 }
 
-static KNOWN: PerProcess<Mutex<Known>> = PerProcess::new(Mutex::default);
+static KNOWN: PerProcess<Mutex<AllocationTable>> = PerProcess::new(Mutex::default);
 
 /// Returns the address of `bytes` of zeroed symmetric memory of a CUDA device, or of the host ([`HOST`]).
 pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
@@ -37,7 +37,7 @@ pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
     let count = known.made.entry(device).or_default();
     *count += 1;
     let number = *count;
-    known.by_address.insert(address, Allocation { bytes, number });
+    known.by_address.insert(address, WindowAllocation { bytes, number });
     Ok(address)
 }
 
@@ -50,14 +50,14 @@ pub fn free(address: u64) -> Result<()> {
 }
 
 /// Returns the properties of the allocation that starts at `address`.
-pub(super) fn find(address: u64) -> Option<Allocation> {
+pub(super) fn find(address: u64) -> Option<WindowAllocation> {
     lock(KNOWN.get()).by_address.get(&address).copied()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Kind;
+    use crate::error::ErrorKind;
 
     #[test]
     fn the_hosts_memory_is_zeroed_known_by_its_size_and_gone_when_given_back() {
@@ -72,13 +72,13 @@ mod tests {
         assert!(two.number > one.number);
         free(address).expect("known");
         assert_eq!(find(address), None);
-        assert_eq!(free(address).expect_err("twice").kind, Kind::Value);
+        assert_eq!(free(address).expect_err("twice").kind, ErrorKind::Value);
         free(other).expect("known");
     }
 
     #[test]
     fn memory_without_end_is_refused() {
         let error = allocate(HOST, usize::MAX / 2).expect_err("nobody has it");
-        assert!(error.kind == Kind::Config && error.message.contains("out of memory"), "{error}");
+        assert!(error.kind == ErrorKind::Config && error.message.contains("out of memory"), "{error}");
     }
 }

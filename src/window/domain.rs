@@ -1,14 +1,14 @@
 //! A group's state for one kind of memory: links to the peers' heaps, signal pads and signals.
 
-use super::Memory;
+use super::WindowMemory;
 use super::allocations;
-use super::offer::{Dropped, Offer};
 use super::pad_pool::Pads;
-use super::signal_cuda::Signals;
+use super::rendezvous_request::{DroppedWindows, RendezvousRequest};
+use super::signal_cuda::GpuSignals;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::lock::{lock, unpoisoned};
-use crate::symm_mem::peers::Heaps;
+use crate::symm_mem::peers::PeerHeaps;
 use crate::symm_mem::{self, HOST, Heap};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -16,32 +16,32 @@ use std::time::Duration;
 
 /// Where a group's windows are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Kind {
-    Host,
+pub(super) enum MemoryKind {
+    Cpu,
     Gpu,
 }
 
 /// A group's state for one kind of memory.
 #[derive(Default)]
-pub(super) struct Domain {
+pub(super) struct MemoryDomain {
     /// Links to the peers' heaps; set by the first window.
-    pub(super) heaps: OnceLock<Arc<Heaps>>,
+    pub(super) heaps: OnceLock<Arc<PeerHeaps>>,
     pads: Mutex<Pads>,
     /// This rank's device and the signals between the group's GPUs; unset on the host.
-    pub(super) signals: OnceLock<(i32, Signals)>,
+    pub(super) signals: OnceLock<(i32, GpuSignals)>,
     /// Memory of dropped windows that graphs of the group may still use.
-    recorded: Mutex<Vec<Memory>>,
+    recorded: Mutex<Vec<WindowMemory>>,
 }
 
 /// The domains of a group. The lock is held during a rendezvous, because ranks take its steps one after another.
 #[derive(Default)]
-pub struct Domains(pub(super) Mutex<HashMap<Kind, Arc<Domain>>>);
+pub struct Domains(pub(super) Mutex<HashMap<MemoryKind, Arc<MemoryDomain>>>);
 
 impl Domains {
     /// Waits up to `limit` until the enqueued signals are done, then makes the others end. No signal can be enqueued
     /// afterwards.
     pub fn drain(&self, limit: Duration) {
-        let domains: Vec<Arc<Domain>> = lock(&self.0).values().cloned().collect();
+        let domains: Vec<Arc<MemoryDomain>> = lock(&self.0).values().cloned().collect();
         for (_, signals) in domains.iter().filter_map(|domain| domain.signals.get()) {
             if !signals.drain(limit) {
                 log::warn!("signals of a group that is left have not ended, and keep their memory until this process ends");
@@ -50,24 +50,24 @@ impl Domains {
     }
 
     /// Forgets, without freeing them, the domains of another process.
-    pub fn forget(&mut self) {
+    pub fn invalidate(&mut self) {
         std::mem::forget(std::mem::take(unpoisoned(self.0.get_mut())));
     }
 }
 
-impl Domain {
+impl MemoryDomain {
     pub(super) fn pads(&self) -> MutexGuard<'_, Pads> {
         lock(&self.pads)
     }
 
-    pub(super) fn recorded(&self) -> MutexGuard<'_, Vec<Memory>> {
+    pub(super) fn recorded(&self) -> MutexGuard<'_, Vec<WindowMemory>> {
         lock(&self.recorded)
     }
 
     /// Returns the signals between the group's GPUs. Called by one thread at a time.
-    fn signals(&self, control: &Arc<ControlBlock>, device: i32) -> Result<&Signals> {
+    fn signals(&self, control: &Arc<ControlBlock>, device: i32) -> Result<&GpuSignals> {
         if self.signals.get().is_none() {
-            let made = Signals::new(control, device)?;
+            let made = GpuSignals::new(control, device)?;
             self.signals.get_or_init(|| (device, made));
         }
         match self.signals.get() {
@@ -81,7 +81,13 @@ impl Domain {
     }
 
     /// Prepares this rank's part of a rendezvous: its heap and its offer.
-    pub(super) fn prepare(&self, control: &Arc<ControlBlock>, device: i32, address: u64, pad_bytes: usize) -> Result<(Arc<Heap>, Offer)> {
+    pub(super) fn prepare(
+        &self,
+        control: &Arc<ControlBlock>,
+        device: i32,
+        address: u64,
+        pad_bytes: usize,
+    ) -> Result<(Arc<Heap>, RendezvousRequest)> {
         let heap = symm_mem::of(device)?;
         let domain = if device == HOST { "the host".into() } else { format!("cuda:{device}") };
         let foreign =
@@ -91,7 +97,7 @@ impl Domain {
             self.signals(control, device)?;
         }
         let dropped = self.pads().dropped();
-        if dropped != Dropped::default() {
+        if dropped != DroppedWindows::default() {
             // Signals to peers' pads of the dropped windows may still be in progress.
             heap.settle()?;
         }
@@ -99,7 +105,7 @@ impl Domain {
         // Before the ranks meet, so no rank signals earlier.
         heap.clear(pad.address, pad.bytes)?;
         let allocation = allocations::find(address);
-        let offer = Offer {
+        let offer = RendezvousRequest {
             host: device == HOST,
             linked: self.heaps.get().is_some(),
             exact: allocation.is_some(),
@@ -116,7 +122,7 @@ impl Domain {
     }
 }
 
-impl Drop for Domain {
+impl Drop for MemoryDomain {
     /// Releases the pads; the group and its windows no longer exist.
     fn drop(&mut self) {
         let pads = std::mem::take(unpoisoned(self.pads.get_mut()));

@@ -3,10 +3,10 @@
 
 pub mod allocations;
 mod domain;
-mod offer;
 pub mod operators;
 mod pad_pool;
 mod rendezvous;
+mod rendezvous_request;
 pub mod signal_cuda;
 pub mod signal_host;
 
@@ -15,13 +15,13 @@ use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Stream;
 use crate::mem::device::DeviceTable;
 use crate::rank::Rank;
-use crate::symm_mem::{OwnPin, Pin};
-use crate::sys::fork::OfProcess;
-use domain::Domain;
+use crate::symm_mem::{OwnPin, SegmentPin};
+use crate::sys::fork::ProcessOwned;
 pub use domain::Domains;
+use domain::MemoryDomain;
 use pad_pool::Pad;
-pub use rendezvous::Meeting;
-use signal_cuda::Signals;
+pub use rendezvous::RendezvousContext;
+use signal_cuda::GpuSignals;
 use signal_host::SignalPads;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,7 +30,7 @@ use std::time::Duration;
 /// The arrays of addresses that a device reads.
 enum Tables {
     /// The arrays of the window itself.
-    Host,
+    Cpu,
     Gpu {
         buffers: DeviceTable,
         pads: DeviceTable,
@@ -55,19 +55,19 @@ pub struct SymmetricWindow {
     timeout: Duration,
     /// True if a graph may use the window, which then lasts as long as its group.
     recorded: AtomicBool,
-    held: OfProcess<Held>,
+    held: ProcessOwned<WindowPins>,
 }
 
 /// The resources of a window: the mapped memory of all ranks.
-struct Held {
-    domain: Arc<Domain>,
-    memory: Option<Memory>,
+struct WindowPins {
+    domain: Arc<MemoryDomain>,
+    memory: Option<WindowMemory>,
 }
 
 /// The memory that a window maps.
-struct Memory {
+struct WindowMemory {
     tables: Tables,
-    _pins: Vec<Pin>,
+    _pins: Vec<SegmentPin>,
     _own: OwnPin,
 }
 
@@ -100,7 +100,7 @@ impl SymmetricWindow {
     /// Returns the address at which the device can read `buffers` as an array.
     pub fn buffer_table(&self) -> u64 {
         match self.tables() {
-            Tables::Host => self.buffers.as_ptr() as u64,
+            Tables::Cpu => self.buffers.as_ptr() as u64,
             Tables::Gpu { buffers, .. } => buffers.address(),
         }
     }
@@ -108,7 +108,7 @@ impl SymmetricWindow {
     /// Returns the address at which the device can read `pads` as an array.
     pub fn pad_table(&self) -> u64 {
         match self.tables() {
-            Tables::Host => self.pads.as_ptr() as u64,
+            Tables::Cpu => self.pads.as_ptr() as u64,
             Tables::Gpu { pads, .. } => pads.address(),
         }
     }
@@ -116,18 +116,18 @@ impl SymmetricWindow {
     /// Returns the address at which the device can read `global_ranks` as an array.
     pub fn rank_table(&self) -> u64 {
         match self.tables() {
-            Tables::Host => self.global_ranks.as_ptr() as u64,
+            Tables::Cpu => self.global_ranks.as_ptr() as u64,
             Tables::Gpu { ranks, .. } => ranks.address(),
         }
     }
 
     /// Returns the signals between GPUs; `None` on the host.
-    fn gpu(&self) -> Option<&Signals> {
+    fn gpu(&self) -> Option<&GpuSignals> {
         self.held.domain.signals.get().map(|(_, signals)| signals)
     }
 
     /// Returns the signals between GPUs for use on `stream`, which may be being captured; `None` on the host.
-    fn gpu_on(&self, stream: usize) -> Option<&Signals> {
+    fn gpu_on(&self, stream: usize) -> Option<&GpuSignals> {
         let signals = self.gpu()?;
         if Stream(stream).capture().is_ok_and(|capture| capture.is_some()) {
             self.record();
@@ -136,7 +136,7 @@ impl SymmetricWindow {
     }
 
     fn tables(&self) -> &Tables {
-        self.held.memory.as_ref().map_or(&Tables::Host, |memory| &memory.tables)
+        self.held.memory.as_ref().map_or(&Tables::Cpu, |memory| &memory.tables)
     }
 
     /// Fails in a forked child, whose signals would look like its parent's.
@@ -163,7 +163,7 @@ impl SymmetricWindow {
 
     /// Returns the failure of the group, or of a signal of this rank for which no thread waited.
     pub fn failure(&self) -> Option<Error> {
-        self.gpu().map_or_else(|| self.control.failure(), Signals::failure)
+        self.gpu().map_or_else(|| self.control.failure(), GpuSignals::failure)
     }
 
     /// Returns true if this rank still holds the memory from which the window was made.
@@ -184,7 +184,7 @@ impl SymmetricWindow {
             return Err(error);
         }
         // Otherwise peers that have also left could still meet in memory that stays mapped.
-        if self.control.absence(self.rank()).is_some() {
+        if self.control.exit_reason(self.rank()).is_some() {
             return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
         }
         let slot = SignalPads::slot(channel, self.pad.bytes, self.control.size())?;
@@ -240,7 +240,7 @@ impl Drop for SymmetricWindow {
             let memory = held.memory.take();
             held.domain.recorded().extend(memory);
         } else {
-            held.domain.pads().note_dropped(self.pad);
+            held.domain.pads().record_dropped(self.pad);
         }
     }
 }

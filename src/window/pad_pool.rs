@@ -1,6 +1,6 @@
 //! The signal pads that this rank assigns to its windows.
 
-use super::offer::{Dropped, Offer, REPORTED};
+use super::rendezvous_request::{DroppedWindows, REPORTED, RendezvousRequest};
 use crate::error::Result;
 use crate::mem::layout::MAX_RANKS;
 use crate::symm_mem::Heap;
@@ -32,14 +32,14 @@ pub(super) struct Pads {
     rest: (u64, usize),
     windows: u64,
     /// Windows that some rank still uses, by number.
-    living: HashMap<u64, Living>,
+    living: HashMap<u64, OpenWindow>,
     /// Pads of windows that this rank has dropped but not yet reported.
     dropped: VecDeque<Pad>,
 }
 
 /// A window that some rank still uses.
 #[derive(Default)]
-struct Living {
+struct OpenWindow {
     /// This rank's pad, once this rank has reported the drop.
     pad: Option<Pad>,
     /// A bit for each rank that has reported the drop. Repeated reports, and reports of unknown windows, change
@@ -68,19 +68,19 @@ impl Pads {
     }
 
     /// Returns the pad that was taken last, if its window did not open.
-    pub(super) fn put_back(&mut self, base: u64, own: &Offer) {
+    pub(super) fn return_pad(&mut self, base: u64, own: &RendezvousRequest) {
         self.free.entry(own.pad_bytes as usize).or_default().push(base + own.pad);
     }
 
     /// The windows that this rank reports next. They are reported again until a window opens.
-    pub(super) fn dropped(&self) -> Dropped {
+    pub(super) fn dropped(&self) -> DroppedWindows {
         let mut numbers = [0; REPORTED];
         numbers.iter_mut().zip(&self.dropped).for_each(|(number, pad)| *number = pad.number);
-        Dropped(numbers)
+        DroppedWindows(numbers)
     }
 
     /// Notes that all ranks have opened a window with the offers `all`, this rank with `own`. Returns the window's pad.
-    pub(super) fn opened(&mut self, all: &[Offer], base: u64, own: &Offer) -> Pad {
+    pub(super) fn opened(&mut self, all: &[RendezvousRequest], base: u64, own: &RendezvousRequest) -> Pad {
         for (rank, offer) in all.iter().enumerate() {
             for number in offer.dropped.0 {
                 if let Some(living) = self.living.get_mut(&number) {
@@ -102,7 +102,7 @@ impl Pads {
             pad.is_none()
         });
         self.windows += 1;
-        self.living.insert(self.windows, Living::default());
+        self.living.insert(self.windows, OpenWindow::default());
         Pad { number: self.windows, address: base + own.pad, bytes: own.pad_bytes as usize }
     }
 
@@ -112,7 +112,7 @@ impl Pads {
     }
 
     /// Notes that this rank has dropped the window with this pad.
-    pub(super) fn note_dropped(&mut self, pad: Pad) {
+    pub(super) fn record_dropped(&mut self, pad: Pad) {
         self.dropped.push_back(pad);
     }
 }
@@ -120,16 +120,28 @@ impl Pads {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::symm_mem::{Address, HOST, of};
+    use crate::symm_mem::{HOST, HeapAddress, of};
 
     const BYTES: usize = 512;
 
     /// The offer of a rank that has dropped the windows with these numbers.
-    fn offer(pad: u64, dropped: [u64; REPORTED]) -> Offer {
-        let heap = Address { key: [0; 16], listener: [0; 16], span: 1 };
+    fn offer(pad: u64, dropped: [u64; REPORTED]) -> RendezvousRequest {
+        let heap = HeapAddress { key: [0; 16], listener: [0; 16], span: 1 };
         let pad_bytes = BYTES as u64;
-        let dropped = Dropped(dropped);
-        Offer { host: true, linked: true, exact: true, number: 1, bytes: 1, buffer: 0, pad, pad_bytes, segment: 1, dropped, heap }
+        let dropped = DroppedWindows(dropped);
+        RendezvousRequest {
+            host: true,
+            linked: true,
+            exact: true,
+            number: 1,
+            bytes: 1,
+            buffer: 0,
+            pad,
+            pad_bytes,
+            segment: 1,
+            dropped,
+            heap,
+        }
     }
 
     /// A rank with its pads, in a group of three.
@@ -152,7 +164,7 @@ mod tests {
         let mut rank = Rank { heap: of(HOST).expect("the host has one"), pads: Pads::default() };
         let first = rank.open([[0; 4]; 2]);
         assert_eq!(first.number, 1);
-        rank.pads.note_dropped(first);
+        rank.pads.record_dropped(first);
         // This rank reports its own drop; one peer repeats itself and reports windows that never existed.
         let mut held = vec![rank.open([[1, 1, 1, 1], [u64::MAX, 2, 3, 0]])];
         for _ in 0..3 {

@@ -1,31 +1,31 @@
 //! Rendezvous: all ranks of a group open a window together.
 
-use super::domain::{Domain, Domains, Kind};
-use super::offer::{self, Offer};
-use super::{Held, Memory, SymmetricWindow, Tables};
+use super::domain::{Domains, MemoryDomain, MemoryKind};
+use super::rendezvous_request::{self, RendezvousRequest};
+use super::{SymmetricWindow, Tables, WindowMemory, WindowPins};
 use crate::coll::call::Span;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::rank::Rank;
-use crate::symm_mem::peers::{AllGather, Heaps, Linked, Step, step};
-use crate::symm_mem::{Failed, HOST, Heap};
-use crate::sync::limit::Limit;
-use crate::sys::fork::OfProcess;
+use crate::symm_mem::peers::{AllGather, PeerHeaps, PeerHeapsCell, StepFn, step};
+use crate::symm_mem::{FailureCheck, HOST, Heap};
+use crate::sync::timeout::CallTimeout;
+use crate::sys::fork::ProcessOwned;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 /// The inputs of a rendezvous: the group whose ranks meet, and its deadline.
-pub struct Meeting<'a> {
+pub struct RendezvousContext<'a> {
     /// Control block of the group.
     pub control: &'a Arc<ControlBlock>,
     /// Sends every rank's bytes to every rank.
     pub gather: &'a AllGather<'a>,
     /// The deadline of the rendezvous.
-    pub limit: &'a Limit,
+    pub limit: &'a CallTimeout,
     /// Where the group's collectives find the linked heaps of host memory.
-    pub linked: &'a Linked,
+    pub linked: &'a PeerHeapsCell,
     /// Default timeout of the window's signals.
     pub timeout: Duration,
 }
@@ -34,8 +34,8 @@ impl Domains {
     /// Collective. Opens a window on each rank's memory at `address`, which may differ between ranks, on CUDA device
     /// `device` or, if negative, on the host. Each rank gets a signal pad of at least `pad_bytes`. Fails on all ranks:
     /// with `Mismatch` if sizes differ, with `Value` if the memory of one rank is not symmetric.
-    pub fn rendezvous(&self, meeting: &Meeting<'_>, device: i32, address: u64, pad_bytes: usize) -> Result<SymmetricWindow> {
-        let kind = if device == HOST { Kind::Host } else { Kind::Gpu };
+    pub fn rendezvous(&self, meeting: &RendezvousContext<'_>, device: i32, address: u64, pad_bytes: usize) -> Result<SymmetricWindow> {
+        let kind = if device == HOST { MemoryKind::Cpu } else { MemoryKind::Gpu };
         let mut domains = lock(&self.0);
         let named = |error: Error| Error { message: format!("rendezvous of symmetric memory: {}", error.message), ..error };
         let gather = |bytes: &[u8]| (meeting.gather)(bytes).map_err(named);
@@ -45,21 +45,26 @@ impl Domains {
         let prepared = domain.prepare(control, device, address, pad_bytes);
         let outcome = meeting.open(&domain, &prepared, &step);
         if let (Err(_), Ok((heap, own))) = (&outcome, &prepared) {
-            domain.pads().put_back(heap.base(), own);
+            domain.pads().return_pad(heap.base(), own);
         }
         outcome
     }
 }
 
-impl Meeting<'_> {
+impl RendezvousContext<'_> {
     /// Opens the window once this rank has prepared its part or failed to.
-    fn open(&self, domain: &Arc<Domain>, prepared: &Result<(Arc<Heap>, Offer)>, step: &Step<'_>) -> Result<SymmetricWindow> {
+    fn open(
+        &self,
+        domain: &Arc<MemoryDomain>,
+        prepared: &Result<(Arc<Heap>, RendezvousRequest)>,
+        step: &StepFn<'_>,
+    ) -> Result<SymmetricWindow> {
         let (control, limit) = (self.control, self.limit);
         let messages = prepared.as_ref().map_err(Clone::clone).map(|(_, offer)| offer.encode());
-        let messages = step(Offer::BYTES, messages)?;
+        let messages = step(RendezvousRequest::BYTES, messages)?;
         let (heap, _) = prepared.as_ref().map_err(Clone::clone)?;
-        let all: Vec<Offer> = messages.iter().map(|bytes| Offer::decode(bytes)).collect();
-        offer::compare(control, &all)?;
+        let all: Vec<RendezvousRequest> = messages.iter().map(|bytes| RendezvousRequest::decode(bytes)).collect();
+        rendezvous_request::compare(control, &all)?;
         let me = control.rank().index();
         let own = &all[me];
         let heaps = match domain.heaps.get().filter(|_| all.iter().all(|offer| offer.linked)) {
@@ -70,7 +75,7 @@ impl Meeting<'_> {
                 // Before a step in which all ranks take part, so that no rank sends memory to a rank that does not yet
                 // check for it.
                 if own.host {
-                    self.linked.tell(heaps);
+                    self.linked.set(heaps);
                 }
                 heaps
             }
@@ -88,7 +93,7 @@ impl Meeting<'_> {
         let reached = reach(own.buffer, bytes).and_then(|()| reach(own.pad, own.pad_bytes as usize));
         step(0, reached.map(|()| Vec::new()))?;
         // Peers' addresses are checked below: all of the memory is pinned, or the window does not open.
-        let at = |offset: fn(&Offer) -> u64| {
+        let at = |offset: fn(&RendezvousRequest) -> u64| {
             heaps.bases.iter().zip(&all).map(move |(base, offer)| base.wrapping_add(offset(offer))).collect::<Vec<_>>()
         };
         let (buffers, pads) = (at(|offer| offer.buffer), at(|offer| offer.pad));
@@ -101,12 +106,12 @@ impl Meeting<'_> {
                     pins.extend(heaps.pin(rank, offset, bytes).ok_or_else(gone)?);
                 }
             }
-            let Some((_, signals)) = domain.signals.get() else { return Ok(Memory { tables: Tables::Host, _pins: pins, _own: own }) };
+            let Some((_, signals)) = domain.signals.get() else { return Ok(WindowMemory { tables: Tables::Cpu, _pins: pins, _own: own }) };
             let addresses = |all: &[u64]| all.iter().flat_map(|address| address.to_ne_bytes()).collect::<Vec<u8>>();
             let ranks: Vec<u8> = global_ranks.iter().flat_map(|rank| rank.to_ne_bytes()).collect();
             let table = |bytes: &[u8]| signals.table(bytes);
             let tables = Tables::Gpu { buffers: table(&addresses(&buffers))?, pads: table(&addresses(&pads))?, ranks: table(&ranks)? };
-            Ok(Memory { tables, _pins: pins, _own: own })
+            Ok(WindowMemory { tables, _pins: pins, _own: own })
         };
         let pinned = pin();
         step(0, pinned.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
@@ -122,19 +127,19 @@ impl Meeting<'_> {
             segment: own.segment,
             timeout: self.timeout,
             recorded: AtomicBool::new(false),
-            held: OfProcess::new(Held { domain: Arc::clone(domain), memory }),
+            held: ProcessOwned::new(WindowPins { domain: Arc::clone(domain), memory }),
         })
     }
 
     /// Links this rank's heap with the heaps of all other ranks.
-    fn link(&self, heap: &Arc<Heap>, all: &[Offer], step: &Step<'_>) -> Result<Heaps> {
+    fn link(&self, heap: &Arc<Heap>, all: &[RendezvousRequest], step: &StepFn<'_>) -> Result<PeerHeaps> {
         if all.len() == 1 {
-            return Ok(Heaps::alone(heap));
+            return Ok(PeerHeaps::single_rank(heap));
         }
         let requested = Arc::downgrade(self.control);
-        let failed: Failed = Arc::new(move || requested.upgrade().is_some_and(|control| control.failure().is_some()));
+        let failed: FailureCheck = Arc::new(move || requested.upgrade().is_some_and(|control| control.failure().is_some()));
         let addresses: Vec<_> = all.iter().map(|offer| Some(offer.heap)).collect();
-        let heaps = Heaps::link(self.control, step, Some(heap), &addresses, &failed, self.limit)?;
+        let heaps = PeerHeaps::link(self.control, step, Some(heap), &addresses, &failed, self.limit)?;
         let refused =
             |lacking| Error::config(format!("the processes of group \"{}\" cannot give each other memory: {lacking}", self.control.name()));
         heaps.map_err(refused)

@@ -5,12 +5,12 @@
 
 mod request;
 
-pub use request::{GaveUp, REPORT_WORDS, Signal, SignalEnds};
+pub use request::{REPORT_WORDS, Signal, SignalTargets, SignalTimeout};
 
 use crate::coll::cuda::agreement::launch_log;
 use crate::coll::cuda::arguments::MAX_PEERS;
-use crate::coll::cuda::communicator::NOTICE;
-use crate::coll::cuda::failure::abort_flag::Stop;
+use crate::coll::cuda::communicator::KERNEL_ABORT_TIMEOUT;
+use crate::coll::cuda::failure::abort_flag::AbortFlag;
 use crate::coll::cuda::kernels::load;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
@@ -18,7 +18,7 @@ use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Event, Grid, Kernel, OwnStream, RelaxedCapture, Stream, pass};
 use crate::lock::lock;
 use crate::mem::device::DeviceTable;
-use crate::mem::pinned::Words;
+use crate::mem::pinned::PinnedWords;
 use crate::rank::Rank;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::Ordering;
@@ -34,17 +34,17 @@ const THREADS: u32 = 32;
 ///
 /// A pad has a word for each slot and signalling rank, `slot * ranks + source`, initially zero. Each slot carries one
 /// signal at a time in each direction: two puts to one rank in one slot, or two waits for one rank, must be ordered.
-pub struct Signals {
+pub struct GpuSignals {
     control: Arc<ControlBlock>,
     kernel: Kernel,
-    enqueued: Mutex<Enqueued>,
-    held: ManuallyDrop<Held>,
+    enqueued: Mutex<EnqueuedSignal>,
+    held: ManuallyDrop<SignalResources>,
     // Last, because everything above is freed in its context.
     device: Arc<Device>,
 }
 
 #[derive(Default)]
-struct Enqueued {
+struct EnqueuedSignal {
     /// Streams on which signals may be in progress.
     streams: Vec<Stream>,
     /// True once no more signals may be enqueued.
@@ -52,13 +52,13 @@ struct Enqueued {
 }
 
 /// Memory and a stream that kernels use, and that belong to the context.
-struct Held {
-    report: Words,
-    stop: Stop,
+struct SignalResources {
+    report: PinnedWords,
+    stop: AbortFlag,
     stream: OwnStream,
 }
 
-impl Signals {
+impl GpuSignals {
     /// Loads the kernel now, so that no rank has to load it while peers already wait in theirs. From now on the exit of
     /// a member fails the group at once. Fails for groups of more than 8 ranks.
     pub fn new(control: &Arc<ControlBlock>, device: i32) -> Result<Self> {
@@ -72,9 +72,9 @@ impl Signals {
         let _relaxed = RelaxedCapture::begin()?;
         let entered = device.enter()?;
         let kernel = load(&device, &variant, symbol)?;
-        let held = Held { report: Words::new(REPORT_WORDS)?, stop: Stop::of(control)?, stream: OwnStream::new()? };
+        let held = SignalResources { report: PinnedWords::new(REPORT_WORDS)?, stop: AbortFlag::of(control)?, stream: OwnStream::new()? };
         drop(entered);
-        control.wait_unattended(launch_log::progress);
+        control.set_kernel_progress(launch_log::progress);
         Ok(Self { control: Arc::clone(control), kernel, enqueued: Mutex::default(), held: ManuallyDrop::new(held), device })
     }
 
@@ -105,7 +105,7 @@ impl Signals {
             return Err(Error::internal(format!("{} signal pads for the {n} ranks of group \"{name}\"", pads.len())));
         }
         let (stop, report) = (self.held.stop.device(), self.held.report.device());
-        let place = SignalEnds { me: self.control.rank(), pads, slot, timeout, stop, report };
+        let place = SignalTargets { me: self.control.rank(), pads, slot, timeout, stop, report };
         let Some(args) = signal.args(&place)? else { return Ok(()) };
         let stream = Stream(stream);
         let _entered = self.device.enter()?;
@@ -127,11 +127,11 @@ impl Signals {
             return Some(failure);
         }
         let words = self.held.report.get();
-        let gave_up = GaveUp::read(words[0].load(Ordering::Acquire))?;
+        let gave_up = SignalTimeout::read(words[0].load(Ordering::Acquire))?;
         let seconds = f64::from(words[1].load(Ordering::Relaxed)) / 1e3;
-        let late = self.control.late(&|rank| gave_up.missing.contains(&rank));
+        let late = self.control.late_ranks(&|rank| gave_up.missing.contains(&rank));
         let (me, name) = (self.control.describe(self.control.rank()), self.control.name());
-        let text = format!("{me} waited {seconds:.1} s until its timeout in {gave_up} of group \"{name}\" for {late}");
+        let text = format!("{me} timed out after {seconds:.1} s in {gave_up} of group \"{name}\", waiting for {late}");
         Some(self.control.fail(Error::timeout(text)))
     }
 
@@ -160,7 +160,7 @@ impl Signals {
         let Ok(_entered) = self.device.enter() else { return false };
         if !pass(&events, limit) {
             self.held.report.get()[0].store(request::CLOSED, Ordering::Release);
-            if !pass(&events, NOTICE) {
+            if !pass(&events, KERNEL_ABORT_TIMEOUT) {
                 return false;
             }
         }
@@ -185,7 +185,7 @@ impl Signals {
     }
 }
 
-impl Drop for Signals {
+impl Drop for GpuSignals {
     fn drop(&mut self) {
         if !self.drain(Duration::ZERO) {
             log::warn!("group \"{}\": signals are still under way; what they use stays", self.control.name());

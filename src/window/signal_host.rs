@@ -5,7 +5,7 @@ use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::sync::atomic::Atomic;
-use crate::sync::limit::Limit;
+use crate::sync::timeout::CallTimeout;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -57,7 +57,7 @@ impl<'a> SignalPads<'a> {
     /// Waits until this rank's word in the pad of `peer` is clear, then sets it.
     pub fn put(&self, peer: Rank, slot: u32, timeout: Duration) -> Result<()> {
         let word = self.word(peer, slot, self.control.rank());
-        self.await_value(peer, word, CLEAR, &Limit::from_first_wait(timeout), &|| self.about("put_signal", slot))?;
+        self.await_value(peer, word, CLEAR, &CallTimeout::from_first_wait(timeout), &|| self.about("put_signal", slot))?;
         self.set(word, peer);
         Ok(())
     }
@@ -65,7 +65,7 @@ impl<'a> SignalPads<'a> {
     /// Waits until the word of `peer` in this rank's pad is set, then clears it.
     pub fn wait(&self, peer: Rank, slot: u32, timeout: Duration) -> Result<()> {
         let word = self.word(self.control.rank(), slot, peer);
-        self.await_value(peer, word, SET, &Limit::from_first_wait(timeout), &|| self.about("wait_signal", slot))?;
+        self.await_value(peer, word, SET, &CallTimeout::from_first_wait(timeout), &|| self.about("wait_signal", slot))?;
         self.clear(word, peer);
         Ok(())
     }
@@ -73,7 +73,7 @@ impl<'a> SignalPads<'a> {
     /// Returns once all ranks have called it with this slot; their earlier writes are then visible.
     pub fn barrier(&self, slot: u32, timeout: Duration) -> Result<()> {
         self.control.enter_barrier();
-        let met = meet(&SlotWords { pads: self, slot, limit: Limit::from_first_wait(timeout) });
+        let met = meet(&SlotWords { pads: self, slot, limit: CallTimeout::from_first_wait(timeout) });
         self.control.leave_barrier(met.is_ok());
         met
     }
@@ -99,7 +99,7 @@ impl<'a> SignalPads<'a> {
     }
 
     /// Waits until `word`, which `peer` changes, has `value`.
-    fn await_value(&self, peer: Rank, word: &AtomicU32, value: u32, limit: &Limit, about: &dyn Fn() -> String) -> Result<()> {
+    fn await_value(&self, peer: Rank, word: &AtomicU32, value: u32, limit: &CallTimeout, about: &dyn Fn() -> String) -> Result<()> {
         let reached = || word.load(Ordering::Acquire) == value;
         if peer == self.control.rank() {
             let me = self.control.describe(peer);
@@ -148,7 +148,7 @@ pub fn meet(words: &impl Words) -> Result<()> {
 struct SlotWords<'a> {
     pads: &'a SignalPads<'a>,
     slot: u32,
-    limit: Limit,
+    limit: CallTimeout,
 }
 
 impl Words for SlotWords<'_> {
@@ -180,9 +180,9 @@ mod tests {
     use super::*;
     use crate::control::Identity;
     use crate::control::tests::{controls, rung};
-    use crate::error::Kind;
-    use crate::mem::layout::Layout;
-    use crate::mem::shm::Segment;
+    use crate::error::ErrorKind;
+    use crate::mem::layout::SegmentLayout;
+    use crate::mem::shm::ShmSegment;
     use std::sync::atomic::AtomicU64;
 
     const BYTES: usize = 256;
@@ -190,14 +190,15 @@ mod tests {
 
     /// Runs `body` on ranks that are threads of this process.
     fn with_ranks(n: u32, body: impl Fn(SignalPads<'_>, Rank) + Sync) -> Vec<Vec<u32>> {
-        let file = Segment::create(Layout::new(n as usize).total_bytes()).expect("memfd");
+        let file = ShmSegment::create(SegmentLayout::new(n as usize).total_bytes()).expect("memfd");
         let memory: Vec<Vec<AtomicU32>> = (0..n).map(|_| (0..BYTES / 4).map(|_| AtomicU32::new(0)).collect()).collect();
         let pads: Vec<u64> = memory.iter().map(|pad| pad.as_ptr() as u64).collect();
         std::thread::scope(|scope| {
             for rank in (0..n).map(Rank) {
                 let (file, pads, body) = (&file, &pads, &body);
                 scope.spawn(move || {
-                    let segment = Segment::map(file.try_clone().expect("dup"), Layout::new(n as usize).total_bytes()).expect("map");
+                    let segment =
+                        ShmSegment::map(file.try_clone().expect("dup"), SegmentLayout::new(n as usize).total_bytes()).expect("map");
                     let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
                     let control = ControlBlock::new(segment, rank, "test".into(), members, 64);
                     // SAFETY: the words live longer than the threads and are atomics.
@@ -249,11 +250,11 @@ mod tests {
         with_ranks(2, |pads, me| {
             if me.0 == 0 {
                 let error = pads.wait(Rank(1), 3, Duration::from_millis(30)).expect_err("nobody sets it");
-                assert_eq!(error.kind, Kind::Timeout);
+                assert_eq!(error.kind, ErrorKind::Timeout);
                 assert!(error.message.contains("rank 1") && error.message.contains("wait_signal on channel 3"), "{error}");
                 pads.put(Rank(1), 3, LONG).expect("clear");
                 let error = pads.put(Rank(1), 3, Duration::from_millis(30)).expect_err("still set");
-                assert!(error.kind == Kind::Timeout && error.message.contains("put_signal"), "{error}");
+                assert!(error.kind == ErrorKind::Timeout && error.message.contains("put_signal"), "{error}");
                 assert_eq!(pads.control.failure(), None);
             }
             pads.barrier(0, LONG).expect("works on");
@@ -296,7 +297,7 @@ mod tests {
         alone(|[zero, _, _], _| {
             zero.put(Rank(1), 3, LONG).expect("clear");
             let error = zero.barrier(3, Duration::from_millis(30)).expect_err("rank 1 takes nothing");
-            assert!(error.kind == Kind::Timeout && error.message.contains("for rank 1 ("), "{error}");
+            assert!(error.kind == ErrorKind::Timeout && error.message.contains("for rank 1 ("), "{error}");
             assert!(error.message.contains("a barrier on channel 3"), "{error}");
         });
     }
@@ -304,7 +305,7 @@ mod tests {
     #[test]
     fn a_rank_does_not_wait_for_itself() {
         with_ranks(1, |pads, me| {
-            assert_eq!(pads.wait(me, 0, LONG).expect_err("nobody else would").kind, Kind::Value);
+            assert_eq!(pads.wait(me, 0, LONG).expect_err("nobody else would").kind, ErrorKind::Value);
             pads.put(me, 0, LONG).expect("clear");
             pads.wait(me, 0, LONG).expect("set");
             pads.barrier(0, LONG).expect("all are here");
@@ -327,7 +328,7 @@ mod tests {
         assert_eq!(SignalPads::slot(7, 64, 2), Ok(7));
         for channel in [-1, 8] {
             let error = SignalPads::slot(channel, 64, 2).expect_err("no such channel");
-            assert!(error.kind == Kind::Value && error.message.contains("has 8 for 2 ranks"), "{error}");
+            assert!(error.kind == ErrorKind::Value && error.message.contains("has 8 for 2 ranks"), "{error}");
         }
     }
 }

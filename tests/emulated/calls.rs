@@ -1,9 +1,9 @@
 //! Collectives on all ranks of a group at once: each rank's inputs and expected outputs.
 #![allow(dead_code, reason = "each program uses its part")]
 
-use symm::coll::call::{Op, Span, Spec};
+use symm::coll::call::{CallSpec, Collective, Span};
 use symm::dtype::{DType, ReduceOp};
-use symm::kernels::cpu::{self, Source, Store};
+use symm::kernels::cpu::{self, InputElements, WriteMode};
 use symm::rank::Rank;
 
 /// xorshift.
@@ -60,10 +60,19 @@ impl Tensors {
         data.iter().map(|d| Span { addr: d.as_ptr() as usize + self.shift, bytes: d.len() - self.shift }).collect()
     }
 
-    pub(crate) fn call(&self, op: Op, dtype: DType, reduce_op: ReduceOp, root: u32) -> Spec<'static> {
+    pub(crate) fn call(&self, op: Collective, dtype: DType, reduce_op: ReduceOp, root: u32) -> CallSpec<'static> {
         let inputs = self.spans(&self.inputs);
         let outputs = if self.in_place { inputs.clone() } else { self.spans(&self.outputs) };
-        Spec { op, dtype, reduce_op, root: Rank(root), factor: factor(0), inputs: inputs.into(), outputs: outputs.into(), call_site: None }
+        CallSpec {
+            op,
+            dtype,
+            reduce_op,
+            root: Rank(root),
+            factor: factor(0),
+            inputs: inputs.into(),
+            outputs: outputs.into(),
+            call_site: None,
+        }
     }
 
     pub(crate) fn input(&self, i: usize) -> &[u8] {
@@ -82,7 +91,7 @@ pub(crate) fn factor(rank: usize) -> f64 {
 
 /// One collective on all ranks.
 pub(crate) struct Case {
-    pub(crate) op: Op,
+    pub(crate) op: Collective,
     pub(crate) dtype: DType,
     pub(crate) reduce_op: ReduceOp,
     pub(crate) root: usize,
@@ -104,26 +113,26 @@ impl Case {
         let root = me == self.root;
         let when = |yes: bool, list: Vec<usize>| if yes { list } else { Vec::new() };
         match self.op {
-            Op::Barrier => (vec![], vec![]),
-            Op::Broadcast => (when(root, vec![one]), when(!root, vec![one])),
-            Op::AllReduce => (vec![one], vec![one]),
-            Op::Reduce => (vec![one], when(root, vec![one])),
-            Op::AllGather => (vec![self.bytes(me, 0)], (0..n).map(|r| self.bytes(r, 0)).collect()),
-            Op::Gather => (vec![one], when(root, vec![one; n])),
-            Op::Scatter => (when(root, vec![one; n]), vec![one]),
-            Op::ReduceScatter => ((0..n).map(|r| self.bytes(0, r)).collect(), vec![self.bytes(0, me)]),
-            Op::AllToAll => ((0..n).map(|r| self.bytes(me, r)).collect(), (0..n).map(|r| self.bytes(r, me)).collect()),
-            Op::AllReduceAddRmsNorm => unreachable!("not of c10d"),
+            Collective::Barrier => (vec![], vec![]),
+            Collective::Broadcast => (when(root, vec![one]), when(!root, vec![one])),
+            Collective::AllReduce => (vec![one], vec![one]),
+            Collective::Reduce => (vec![one], when(root, vec![one])),
+            Collective::AllGather => (vec![self.bytes(me, 0)], (0..n).map(|r| self.bytes(r, 0)).collect()),
+            Collective::Gather => (vec![one], when(root, vec![one; n])),
+            Collective::Scatter => (when(root, vec![one; n]), vec![one]),
+            Collective::ReduceScatter => ((0..n).map(|r| self.bytes(0, r)).collect(), vec![self.bytes(0, me)]),
+            Collective::AllToAll => ((0..n).map(|r| self.bytes(me, r)).collect(), (0..n).map(|r| self.bytes(r, me)).collect()),
+            Collective::AllReduceAddRmsNorm => unreachable!("not of c10d"),
         }
     }
 
     pub(crate) fn reduced(&self, pieces: &[&[u8]]) -> Vec<u8> {
         let mut result = vec![0u8; pieces[0].len()];
-        let sources: Vec<Source> =
-            pieces.iter().enumerate().map(|(rank, piece)| Source { ptr: piece.as_ptr(), factor: factor(rank) }).collect();
+        let sources: Vec<InputElements> =
+            pieces.iter().enumerate().map(|(rank, piece)| InputElements { ptr: piece.as_ptr(), factor: factor(rank) }).collect();
         let count = result.len() / self.dtype.size();
         // SAFETY: all pieces and the result are `count` elements long.
-        unsafe { cpu::reduce(self.reduce_op, self.dtype, result.as_mut_ptr(), &sources, count, Store::Cached) };
+        unsafe { cpu::reduce(self.reduce_op, self.dtype, result.as_mut_ptr(), &sources, count, WriteMode::Cached) };
         result
     }
 
@@ -132,23 +141,23 @@ impl Case {
         let root = me == self.root;
         let column = |i: usize| all.iter().map(|t| t.input(i)).collect::<Vec<_>>();
         match self.op {
-            Op::Barrier => vec![],
-            Op::Broadcast if root => vec![],
-            Op::Broadcast => vec![all[self.root].input(0).to_vec()],
-            Op::AllReduce => vec![self.reduced(&column(0))],
-            Op::Reduce if root => vec![self.reduced(&column(0))],
-            Op::Gather if !root => vec![],
-            Op::Reduce => vec![],
-            Op::AllGather | Op::Gather => column(0).iter().map(|piece| piece.to_vec()).collect(),
-            Op::Scatter => vec![all[self.root].input(me).to_vec()],
-            Op::ReduceScatter => vec![self.reduced(&column(me))],
-            Op::AllToAll => column(me).iter().map(|piece| piece.to_vec()).collect(),
-            Op::AllReduceAddRmsNorm => unreachable!("not of c10d"),
+            Collective::Barrier => vec![],
+            Collective::Broadcast if root => vec![],
+            Collective::Broadcast => vec![all[self.root].input(0).to_vec()],
+            Collective::AllReduce => vec![self.reduced(&column(0))],
+            Collective::Reduce if root => vec![self.reduced(&column(0))],
+            Collective::Gather if !root => vec![],
+            Collective::Reduce => vec![],
+            Collective::AllGather | Collective::Gather => column(0).iter().map(|piece| piece.to_vec()).collect(),
+            Collective::Scatter => vec![all[self.root].input(me).to_vec()],
+            Collective::ReduceScatter => vec![self.reduced(&column(me))],
+            Collective::AllToAll => column(me).iter().map(|piece| piece.to_vec()).collect(),
+            Collective::AllReduceAddRmsNorm => unreachable!("not of c10d"),
         }
     }
 }
 
 /// A sum, or a message, of `count` elements.
-pub(crate) fn case(op: Op, dtype: DType, count: usize) -> Case {
+pub(crate) fn case(op: Collective, dtype: DType, count: usize) -> Case {
     Case { op, dtype, reduce_op: ReduceOp::Sum, root: count % 2, count, uneven: false, shift: 0 }
 }

@@ -7,9 +7,9 @@ use crate::program::Program;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
-use symm::coll::call::Op;
+use symm::coll::call::Collective;
 use symm::coll::cuda::launch::RSAG_STAGED;
-use symm::coll::cuda::plan::{Plan, Tuning};
+use symm::coll::cuda::plan::{CudaPlan, CudaThresholds};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cuda::driver::Grid;
 use symm::rank::Rank;
@@ -66,13 +66,13 @@ fn run(n: usize, cases: &[Case], rounds: usize) -> HashMap<&'static str, usize> 
 fn mixture(counts: &[usize]) -> Vec<Case> {
     let mut cases = Vec::new();
     for (i, &count) in counts.iter().enumerate() {
-        for op in Op::C10D {
+        for op in Collective::C10D {
             cases.push(Case { shift: i % 3, ..case(*op, DType::I32, count) });
-            if matches!(op, Op::AllGather | Op::ReduceScatter | Op::AllToAll) {
+            if matches!(op, Collective::AllGather | Collective::ReduceScatter | Collective::AllToAll) {
                 cases.push(Case { uneven: true, ..case(*op, DType::I32, count) });
             }
         }
-        cases.push(case(Op::AllReduce, DType::F32, count));
+        cases.push(case(Collective::AllReduce, DType::F32, count));
     }
     cases
 }
@@ -100,7 +100,9 @@ fn eight_ranks() {
 
 #[test]
 fn small_calls_by_the_hundred() {
-    let cases: Vec<Case> = (0..60).map(|i| case([Op::AllReduce, Op::Broadcast, Op::AllToAll][i % 3], DType::F32, 1 + i * 7 % 40)).collect();
+    let cases: Vec<Case> = (0..60)
+        .map(|i| case([Collective::AllReduce, Collective::Broadcast, Collective::AllToAll][i % 3], DType::F32, 1 + i * 7 % 40))
+        .collect();
     run(4, &cases, 4);
 }
 
@@ -108,9 +110,10 @@ fn small_calls_by_the_hundred() {
 /// one.
 #[test]
 fn calls_that_do_not_fit_on_the_device_together_get_by() {
-    let tuning = Tuning { one_shot_bytes: 0, two_shot_bytes: 0, low_latency_bytes: 0, lanes: 6, threads: 8, ..Tuning::of(2) };
+    let tuning =
+        CudaThresholds { one_shot_bytes: 0, two_shot_bytes: 0, low_latency_bytes: 0, lanes: 6, threads: 8, ..CudaThresholds::of(2) };
     let channels = [Host::with_tuning(2, tuning), Host::with_tuning(2, tuning)];
-    let cases = [case(Op::AllReduce, DType::F32, 200_000), case(Op::AllReduce, DType::F32, 200_000)];
+    let cases = [case(Collective::AllReduce, DType::F32, 200_000), case(Collective::AllReduce, DType::F32, 200_000)];
     let tensors: Vec<Vec<Tensors>> =
         (0..2).map(|channel| (0..2).map(|me| Tensors::new(&[800_000], &[800_000], 0, channel * 2 + me + 1)).collect()).collect();
     let defines =
@@ -146,7 +149,13 @@ fn calls_that_do_not_fit_on_the_device_together_get_by() {
 fn a_rank_that_never_comes_ends_the_wait_and_is_named() {
     let mut host = Host::new(3);
     host.timeout = Duration::from_millis(300);
-    for (op, count) in [(Op::AllReduce, 4), (Op::AllReduce, 1000), (Op::AllReduce, 20_000), (Op::AllGather, 3), (Op::AllGather, 9000)] {
+    for (op, count) in [
+        (Collective::AllReduce, 4),
+        (Collective::AllReduce, 1000),
+        (Collective::AllReduce, 20_000),
+        (Collective::AllGather, 3),
+        (Collective::AllGather, 9000),
+    ] {
         std::thread::scope(|scope| {
             for me in 0..2 {
                 let host = &host;
@@ -156,7 +165,7 @@ fn a_rank_that_never_comes_ends_the_wait_and_is_named() {
                     let tensors = Tensors::new(&inputs, &outputs, 0, 1);
                     let call = tensors.call(op, DType::F32, ReduceOp::Sum, 0);
                     let plan = host.plan(me, &call);
-                    assert_ne!(plan, Plan::Nothing);
+                    assert_ne!(plan, CudaPlan::Nothing);
                     host.run(me, &host.context(me, 77, Some(&call)).prepare(&call, plan).unwrap(), DType::F32, ReduceOp::Sum);
                 });
             }
@@ -172,7 +181,7 @@ fn a_rank_that_never_comes_ends_the_wait_and_is_named() {
 /// All-to-alls between two ranks, which both know the lengths: the messages to themselves are longer, or empty.
 #[test]
 fn what_a_rank_keeps_may_be_longer_than_what_it_sends() {
-    let host = Host::with_tuning(2, Tuning { low_latency_bytes: 8000, lanes: 6, ..Tuning::of(2) });
+    let host = Host::with_tuning(2, CudaThresholds { low_latency_bytes: 8000, lanes: 6, ..CudaThresholds::of(2) });
     let mut blocks = Vec::new();
     for (sent, kept) in [([7, 900], [100_000, 3]), ([0, 0], [70_001, 0]), ([9000, 1], [200_000, 500]), ([50_000, 70_000], [0, 300_001])] {
         let given = |me: usize| if me == 0 { [kept[0], sent[0]] } else { [sent[1], kept[1]] };
@@ -181,7 +190,7 @@ fn what_a_rank_keeps_may_be_longer_than_what_it_sends() {
             for (me, tensors) in tensors.iter().enumerate() {
                 let host = &host;
                 scope.spawn(move || {
-                    let call = tensors.call(Op::AllToAll, DType::U8, ReduceOp::Sum, 0);
+                    let call = tensors.call(Collective::AllToAll, DType::U8, ReduceOp::Sum, 0);
                     let launch = host.context(me, 1, Some(&call)).prepare(&call, host.plan(me, &call)).unwrap();
                     host.run(me, &launch, DType::U8, ReduceOp::Sum);
                 });
@@ -190,7 +199,7 @@ fn what_a_rank_keeps_may_be_longer_than_what_it_sends() {
         for me in 0..2 {
             assert!((0..2).all(|r| tensors[me].output(r) == tensors[r].input(me)), "{sent:?} {kept:?} on rank {me}");
         }
-        let call = tensors[0].call(Op::AllToAll, DType::U8, ReduceOp::Sum, 0);
+        let call = tensors[0].call(Collective::AllToAll, DType::U8, ReduceOp::Sum, 0);
         let plan = host.plan(0, &call);
         blocks.push((plan.name(), host.context(0, 1, Some(&call)).prepare(&call, plan).unwrap().grid.blocks));
     }

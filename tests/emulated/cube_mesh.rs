@@ -4,9 +4,9 @@
 use crate::calls::{Case, Random, Tensors, case};
 use crate::host::Host;
 use std::time::Duration;
-use symm::coll::call::{Op, Spec};
+use symm::coll::call::{CallSpec, Collective};
 use symm::dtype::{DType, ReduceOp};
-use symm::kernels::cpu::{self, Source, Store};
+use symm::kernels::cpu::{self, InputElements, WriteMode};
 use symm::rank::Rank;
 use symm::topo::graph::CubeMesh;
 use symm::topo::mesh::NvlMesh;
@@ -30,9 +30,9 @@ fn straight() -> CubeMesh {
 
 fn reduced(op: ReduceOp, dtype: DType, pieces: &[&[u8]]) -> Vec<u8> {
     let mut result = vec![0u8; pieces[0].len()];
-    let sources: Vec<Source> = pieces.iter().map(|piece| Source { ptr: piece.as_ptr(), factor: 0.5 }).collect();
+    let sources: Vec<InputElements> = pieces.iter().map(|piece| InputElements { ptr: piece.as_ptr(), factor: 0.5 }).collect();
     // SAFETY: all pieces and the result are equally long.
-    unsafe { cpu::reduce(op, dtype, result.as_mut_ptr(), &sources, pieces[0].len() / dtype.size(), Store::Cached) };
+    unsafe { cpu::reduce(op, dtype, result.as_mut_ptr(), &sources, pieces[0].len() / dtype.size(), WriteMode::Cached) };
     result
 }
 
@@ -96,7 +96,7 @@ struct Step {
 
 impl Step {
     fn all_reduce(dtype: DType, reduce_op: ReduceOp, count: usize) -> Self {
-        Self { case: Case { reduce_op, ..case(Op::AllReduce, dtype, count) }, in_place: false, blocks: None }
+        Self { case: Case { reduce_op, ..case(Collective::AllReduce, dtype, count) }, in_place: false, blocks: None }
     }
 
     fn tensors(&self, me: usize, number: usize) -> Tensors {
@@ -109,7 +109,7 @@ impl Step {
         tensors
     }
 
-    fn call(&self, tensors: &Tensors) -> Spec<'static> {
+    fn call(&self, tensors: &Tensors) -> CallSpec<'static> {
         tensors.call(self.case.op, self.case.dtype, self.case.reduce_op, self.case.root as u32)
     }
 
@@ -143,7 +143,7 @@ fn run(mesh: &CubeMesh, steps: &[Step]) -> Vec<&'static str> {
             places.iter().map(|place| &place[step.case.shift..]).collect::<Vec<_>>()
         };
         for me in 0..N {
-            let wanted = if op == Op::AllReduce {
+            let wanted = if op == Collective::AllReduce {
                 vec![expected(mesh, reduce_op, dtype, &given.iter().map(|tensors| tensors.input(0)).collect::<Vec<_>>())]
             } else {
                 step.case.expected(me, &given)
@@ -153,7 +153,7 @@ fn run(mesh: &CubeMesh, steps: &[Step]) -> Vec<&'static str> {
                 let (dtype, how) = (dtype.name(), reduce_op.name());
                 assert_eq!(wrong, None, "call {i}, {op:?} {how} of {count} × {dtype} on rank {me}, output {j}; {mesh:?}");
             }
-            if op == Op::AllReduce {
+            if op == Collective::AllReduce {
                 assert_eq!(results(me), results(0), "rank {me} has other bits than rank 0");
             }
         }
@@ -208,7 +208,16 @@ fn labels_do_not_matter() {
 #[test]
 fn calls_that_hear_from_all_and_calls_that_hear_from_neighbours_take_turns() {
     let mut random = Random(5);
-    let others = [Op::Barrier, Op::AllGather, Op::ReduceScatter, Op::Broadcast, Op::Reduce, Op::Gather, Op::Scatter, Op::AllToAll];
+    let others = [
+        Collective::Barrier,
+        Collective::AllGather,
+        Collective::ReduceScatter,
+        Collective::Broadcast,
+        Collective::Reduce,
+        Collective::Gather,
+        Collective::Scatter,
+        Collective::AllToAll,
+    ];
     let mut steps = Vec::new();
     for _ in 0..150 {
         let (rounds, count) = (random.below(4) == 0, 1 + random.below(60));

@@ -4,11 +4,11 @@ use crate::heap::Heap;
 use crate::program::Program;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use symm::coll::call::{Span, Spec};
-use symm::coll::cuda::arguments::{Common, DIRECT_WORD, REPORT_WORDS};
-use symm::coll::cuda::launch::{Edges, Launch, LaunchContext, Symmetric};
-use symm::coll::cuda::plan::{self, Conditions, Plan, Tuning};
-use symm::coll::cuda::workspace::layout::{Layout, MAX_RANKS, Stage};
+use symm::coll::call::{CallSpec, Span};
+use symm::coll::cuda::arguments::{CommonArgs, DIRECT_WORD, REPORT_WORDS};
+use symm::coll::cuda::launch::{CubeMeshView, Launch, LaunchContext, SymmetricView};
+use symm::coll::cuda::plan::{self, Conditions, CudaPlan, CudaThresholds};
+use symm::coll::cuda::workspace::layout::{ChannelLayout, MAX_RANKS, StagingPass};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cuda::driver::Grid;
 use symm::topo::graph::CubeMesh;
@@ -27,7 +27,7 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    pub(crate) fn new(layout: &Layout) -> Self {
+    pub(crate) fn new(layout: &ChannelLayout) -> Self {
         let mut units = vec![0u128; layout.channel_bytes() / 16];
         units[layout.sentinel() / 16..][..layout.sentinel_bytes() / 16].fill(u128::MAX);
         Self { units, report: vec![0; REPORT_WORDS], stop: Box::new(0) }
@@ -37,8 +37,8 @@ impl Memory {
 /// A group whose GPUs are threads.
 pub(crate) struct Host {
     pub(crate) n: usize,
-    pub(crate) layout: Layout,
-    pub(crate) tuning: Tuning,
+    pub(crate) layout: ChannelLayout,
+    pub(crate) tuning: CudaThresholds,
     pub(crate) memory: Vec<Memory>,
     pub(crate) timeout: Duration,
     /// Each rank's symmetric memory; without it, calls are not zero-copy.
@@ -56,7 +56,7 @@ const GUARD: u128 = 0xA5A5_5A5A_0F0F_F0F0_A5A5_5A5A_0F0F_F0F0;
 impl Host {
     pub(crate) fn new(n: usize) -> Self {
         // Small limits, so that short messages use many blocks, chunks and rounds of slots.
-        let tuning = Tuning {
+        let tuning = CudaThresholds {
             one_shot_bytes: 700,
             two_shot_bytes: 6000,
             zero_copy_two_shot_bytes: 6000,
@@ -72,8 +72,8 @@ impl Host {
         Self::with_tuning(n, tuning)
     }
 
-    pub(crate) fn with_tuning(n: usize, tuning: Tuning) -> Self {
-        let layout = Layout::new(n, 64 << 20).expect("fits");
+    pub(crate) fn with_tuning(n: usize, tuning: CudaThresholds) -> Self {
+        let layout = ChannelLayout::new(n, 64 << 20).expect("fits");
         let memory = (0..n).map(|_| Memory::new(&layout)).collect();
         Self {
             n,
@@ -92,12 +92,12 @@ impl Host {
     /// Ranks whose GPUs form a hybrid cube mesh.
     pub(crate) fn with_mesh(mesh: CubeMesh) -> Self {
         let n = mesh.relay.len();
-        let host = Self::with_tuning(n, Tuning { lanes: 2, threads: THREADS as usize, ..Tuning::of(n) });
+        let host = Self::with_tuning(n, CudaThresholds { lanes: 2, threads: THREADS as usize, ..CudaThresholds::of(n) });
         let guard = vec![GUARD; host.memory[0].units.len()];
         Self { mesh: Some(mesh), guard, ..host }
     }
 
-    fn edges(&self, me: usize) -> Option<Edges<'_>> {
+    fn edges(&self, me: usize) -> Option<CubeMeshView<'_>> {
         let mesh = self.mesh.as_ref()?;
         let mut peer = [self.guard.as_ptr() as u64; MAX_RANKS];
         for (rank, memory) in self.memory.iter().enumerate() {
@@ -105,7 +105,7 @@ impl Host {
                 peer[rank] = memory.units.as_ptr() as u64;
             }
         }
-        Some(Edges { mesh, peer })
+        Some(CubeMeshView { mesh, peer })
     }
 
     /// Sets all counts as after about four billion calls, just before they wrap.
@@ -116,8 +116,8 @@ impl Host {
             (layout.ll_epochs(), 4 * layout.ll_blocks()),
             (layout.sentinel_epochs(), 256),
             (layout.handshake_epochs(), 4 * layout.handshake_blocks()),
-            lanes(Stage::Scatter),
-            lanes(Stage::Gather),
+            lanes(StagingPass::Scatter),
+            lanes(StagingPass::Gather),
         ];
         for memory in &mut self.memory {
             for (offset, bytes) in counts {
@@ -136,7 +136,7 @@ impl Host {
         self.reachable = self.heaps.iter().enumerate().map(within).collect();
     }
 
-    pub(crate) fn is_zero_copy(&self, me: usize, call: &Spec<'_>) -> bool {
+    pub(crate) fn is_zero_copy(&self, me: usize, call: &CallSpec<'_>) -> bool {
         !self.heaps.is_empty() && plan::worth_zero_copy(call, me, self.n, &self.tuning)
     }
 
@@ -161,22 +161,22 @@ impl Host {
         self.memory.iter().all(|memory| memory.report[..DIRECT_WORD].iter().all(|&word| word == 0))
     }
 
-    pub(crate) fn common(&self, me: usize, call: u64) -> Common {
+    pub(crate) fn common(&self, me: usize, call: u64) -> CommonArgs {
         let mut peer = [0; MAX_RANKS];
         for (address, memory) in peer.iter_mut().zip(&self.memory) {
             *address = memory.units.as_ptr() as u64;
         }
         let memory = &self.memory[me];
         let (stop, report) = (&raw const *memory.stop as u64, memory.report.as_ptr() as u64);
-        Common { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call }
+        CommonArgs { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call }
     }
 
     /// The context of launch `number`. Sends and receives, which may always find offers, have no `call`.
-    pub(crate) fn context(&self, me: usize, number: u64, call: Option<&Spec<'_>>) -> LaunchContext<'_> {
+    pub(crate) fn context(&self, me: usize, number: u64, call: Option<&CallSpec<'_>>) -> LaunchContext<'_> {
         let symmetric = self.reachable.get(me).filter(|_| call.is_none_or(|call| self.is_zero_copy(me, call))).map(|reachable| {
             let mut heap = [0; MAX_RANKS];
             heap.iter_mut().zip(&self.heaps).for_each(|(begins, heap)| *begins = heap.seen_by(me) as u64);
-            Symmetric { heap, count: COUNT, least: self.tuning.zero_copy_bytes as u32, reachable }
+            SymmetricView { heap, count: COUNT, least: self.tuning.zero_copy_bytes as u32, reachable }
         });
         LaunchContext {
             me,
@@ -189,7 +189,7 @@ impl Host {
         }
     }
 
-    pub(crate) fn plan(&self, me: usize, call: &Spec<'_>) -> Plan {
+    pub(crate) fn plan(&self, me: usize, call: &CallSpec<'_>) -> CudaPlan {
         let (layout, tuning, zero_copy) = (&self.layout, &self.tuning, self.is_zero_copy(me, call));
         plan::choose(call, &Conditions { me, n: self.n, layout, tuning, cube_mesh: self.mesh.is_some(), zero_copy })
     }

@@ -1,12 +1,12 @@
 //! Rows that are summed, added to a residual and normalised by kernels on host threads: the bits equal the CPU's.
 
 use crate::host::Host;
-use symm::coll::call::{Op, Span, Spec};
-use symm::coll::cuda::norm;
-use symm::coll::cuda::plan::{Plan, Tuning};
-use symm::coll::norm::{Norm, Normed};
+use symm::coll::all_reduce_norm::{Norm, Normed};
+use symm::coll::call::{CallSpec, Collective, Span};
+use symm::coll::cuda::all_reduce_norm;
+use symm::coll::cuda::plan::{CudaPlan, CudaThresholds};
 use symm::dtype::{DType, ReduceOp};
-use symm::kernels::cpu::{self, Rows};
+use symm::kernels::cpu::{self, NormRows};
 use symm::rank::Rank;
 
 /// Memory of one rank: inputs and outputs at odd addresses, if `shift` is.
@@ -46,7 +46,7 @@ impl Tensors {
         Self { inputs, outputs: lengths[..outputs].iter().map(|bytes| vec![0xEE; shift + bytes]).collect(), shift }
     }
 
-    fn call(&self, norm: &Norm) -> Spec<'static> {
+    fn call(&self, norm: &Norm) -> CallSpec<'static> {
         let spans = |data: &[Vec<u8>], numbers: usize| {
             let of = |(i, data): (usize, &Vec<u8>)| {
                 // 32-bit numbers are aligned.
@@ -59,8 +59,8 @@ impl Tensors {
         if let Some(scales) = outputs.get_mut(2) {
             *scales = Span { addr: scales.addr.next_multiple_of(4) - 4 * usize::from(!scales.addr.is_multiple_of(4)), ..*scales };
         }
-        Spec {
-            op: Op::AllReduceAddRmsNorm,
+        CallSpec {
+            op: Collective::AllReduceAddRmsNorm,
             dtype: norm.dtype,
             reduce_op: ReduceOp::Sum,
             root: Rank(0),
@@ -77,7 +77,7 @@ fn expected(norm: &Norm, ranks: &[Tensors]) -> Vec<Vec<u8>> {
     let wanted = Tensors::new(norm, 0, ranks[0].shift);
     let call = wanted.call(norm);
     let sources: Vec<*const u8> = ranks.iter().map(|rank| rank.call(norm).inputs[0].ptr().cast_const()).collect();
-    let memory = Rows {
+    let memory = NormRows {
         sources: &sources,
         residual: call.inputs[1].ptr(),
         weight: call.inputs[2].ptr(),
@@ -92,7 +92,7 @@ fn expected(norm: &Norm, ranks: &[Tensors]) -> Vec<Vec<u8>> {
 }
 
 /// Runs `norms` one after another, `rounds` times; returns the names of their plans.
-fn run(n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: Tuning) -> Vec<&'static str> {
+fn run(n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: CudaThresholds) -> Vec<&'static str> {
     let host = Host::with_tuning(n, tuning);
     let tensors: Vec<Vec<Tensors>> = norms.iter().map(|norm| (0..n).map(|me| Tensors::new(norm, me, shift)).collect()).collect();
     std::thread::scope(|scope| {
@@ -105,8 +105,8 @@ fn run(n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: Tuning) -> V
                         call.validate(Rank(me as u32), n).expect("valid");
                         let context = host.context(me, round * norms.len() as u64 + i as u64, Some(&call));
                         let plan = host.plan(me, &call);
-                        if let Plan::NormRows { .. } = plan {
-                            let sum = norm::reduction(&call);
+                        if let CudaPlan::NormRows { .. } = plan {
+                            let sum = all_reduce_norm::reduction(&call);
                             if let Some(launch) = context.prepare(&sum, host.plan(me, &sum)) {
                                 host.run(me, &launch, norm.dtype, ReduceOp::Sum);
                             }
@@ -149,7 +149,7 @@ fn mixture(dtype: DType, rows: &[(usize, usize)]) -> Vec<Norm> {
 
 #[test]
 fn in_one_kernel() {
-    let tuning = Tuning { one_shot_bytes: 1 << 20, overlap: 0, ..Tuning::of(2) };
+    let tuning = CudaThresholds { one_shot_bytes: 1 << 20, overlap: 0, ..CudaThresholds::of(2) };
     for (n, dtype, shift) in [(2, DType::BF16, 0), (3, DType::F32, 4), (2, DType::F16, 2)] {
         let served = run(n, &mixture(dtype, &[&ROWS[..], &LONG_ROWS].concat()), shift, 2, tuning);
         assert!(served.iter().all(|name| ["norm_one_shot", "nothing"].contains(name)), "{served:?}");
@@ -158,7 +158,7 @@ fn in_one_kernel() {
 
 #[test]
 fn after_an_all_reduce() {
-    let tuning = Tuning { one_shot_bytes: 0, lanes: 2, threads: 8, overlap: 0, ..Tuning::of(2) };
+    let tuning = CudaThresholds { one_shot_bytes: 0, lanes: 2, threads: 8, overlap: 0, ..CudaThresholds::of(2) };
     for (n, dtype) in [(2, DType::BF16), (3, DType::F32)] {
         let served = run(n, &mixture(dtype, &ROWS), 0, 2, tuning);
         assert!(served.iter().all(|name| ["norm_rows", "nothing"].contains(name)), "{served:?}");

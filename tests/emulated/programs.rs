@@ -5,9 +5,9 @@ use crate::calls::{Case, Random, Tensors, factor};
 use crate::heap::Heap;
 use crate::host::Host;
 use std::time::Duration;
-use symm::coll::call::{Op, Span, Spec};
+use symm::coll::call::{CallSpec, Collective, Span};
 use symm::coll::cuda::launch::Launch;
-use symm::coll::cuda::plan::{self, Plan, Tuning};
+use symm::coll::cuda::plan::{self, CudaPlan, CudaThresholds};
 use symm::dtype::{DType, ReduceOp};
 use symm::rank::Rank;
 
@@ -94,7 +94,7 @@ impl Drop for Guarded {
 
 /// A collective of all of `n` ranks.
 struct Request {
-    op: Op,
+    op: Collective,
     n: usize,
     dtype: DType,
     reduce_op: ReduceOp,
@@ -104,7 +104,7 @@ struct Request {
 
 /// The action of a rank in one step of a random program.
 enum Act {
-    Collective(Spec<'static>),
+    Collective(CallSpec<'static>),
     /// `apart`: the sends in one launch, the receives in another that runs at the same time.
     Transfers {
         sends: Vec<(usize, Span)>,
@@ -134,7 +134,7 @@ impl Scene {
         if random.below(8) == 0 {
             return Self::transfers(random, n, heaps, symmetry);
         }
-        let op = random.of(Op::C10D);
+        let op = random.of(Collective::C10D);
         let base = random.bytes(dtype.size());
         Self::collective(random, heaps, symmetry, Request { op, n, dtype, reduce_op, base })
     }
@@ -143,7 +143,7 @@ impl Scene {
         let Request { op, n, dtype, reduce_op, base } = requested;
         let (root, uneven) = (random.below(n), random.below(3));
         // One rank has only short messages; all others have messages that are too long for LL lines.
-        let apart = (op == Op::AllToAll && n < 5 && random.below(3) == 0).then(|| random.below(n));
+        let apart = (op == Collective::AllToAll && n < 5 && random.below(3) == 0).then(|| random.below(n));
         // Lengths of the message between two ranks, or of all messages.
         let mut matrix = vec![vec![base; n]; n];
         for (place, length) in matrix.iter_mut().flatten().enumerate() {
@@ -157,11 +157,16 @@ impl Scene {
         }
         let case = Case { op, dtype, reduce_op, root, count: base / dtype.size(), uneven: false, shift: 0 };
         let lengths = |me: usize| match op {
-            Op::AllGather => (vec![matrix[me][0]], (0..n).map(|r| matrix[r][0]).collect()),
-            Op::ReduceScatter => (matrix[0].clone(), vec![matrix[0][me]]),
-            Op::AllToAll => (matrix[me].clone(), (0..n).map(|r| matrix[r][me]).collect()),
-            Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::Gather | Op::Scatter => case.lengths(me, n),
-            Op::AllReduceAddRmsNorm => unreachable!("not of c10d"),
+            Collective::AllGather => (vec![matrix[me][0]], (0..n).map(|r| matrix[r][0]).collect()),
+            Collective::ReduceScatter => (matrix[0].clone(), vec![matrix[0][me]]),
+            Collective::AllToAll => (matrix[me].clone(), (0..n).map(|r| matrix[r][me]).collect()),
+            Collective::Barrier
+            | Collective::Broadcast
+            | Collective::AllReduce
+            | Collective::Reduce
+            | Collective::Gather
+            | Collective::Scatter => case.lengths(me, n),
+            Collective::AllReduceAddRmsNorm => unreachable!("not of c10d"),
         };
         let mut given = Vec::new();
         let mut got = Vec::new();
@@ -180,7 +185,7 @@ impl Scene {
         for (me, (inputs, outputs)) in given.into_iter().zip(got).enumerate() {
             let expected = case.expected(me, &all);
             let spans = |list: &[Guarded]| list.iter().map(Guarded::span).collect::<Vec<_>>();
-            let mut call = Spec {
+            let mut call = CallSpec {
                 op,
                 dtype,
                 reduce_op,
@@ -191,10 +196,10 @@ impl Scene {
                 call_site: None,
             };
             let replaces = match op {
-                Op::AllReduce | Op::Reduce => Some((0, 0)),
-                Op::AllGather | Op::Gather => Some((0, me)),
-                Op::Scatter | Op::ReduceScatter => Some((me, 0)),
-                Op::Barrier | Op::Broadcast | Op::AllToAll | Op::AllReduceAddRmsNorm => None,
+                Collective::AllReduce | Collective::Reduce => Some((0, 0)),
+                Collective::AllGather | Collective::Gather => Some((0, me)),
+                Collective::Scatter | Collective::ReduceScatter => Some((me, 0)),
+                Collective::Barrier | Collective::Broadcast | Collective::AllToAll | Collective::AllReduceAddRmsNorm => None,
             };
             let replaces = replaces.filter(|_| in_place && !call.inputs.is_empty() && !call.outputs.is_empty());
             if let Some((input, output)) = replaces {
@@ -270,8 +275,8 @@ impl Scene {
         let short = plan::short_bytes(plan) as usize;
         let any = |spans: &[Span]| spans.iter().enumerate().any(|(r, span)| span.bytes > short && (spans.len() < host.n || r != me));
         // The root of a broadcast sends everything through staging, unless only one other rank receives it.
-        let gives = call.op == Op::Broadcast && host.n > 2 && call.root.index() == me;
-        let moved = !gives && (!matches!(plan, Plan::Exchange { .. }) || any(&call.inputs) || any(&call.outputs));
+        let gives = call.op == Collective::Broadcast && host.n > 2 && call.root.index() == me;
+        let moved = !gives && (!matches!(plan, CudaPlan::Exchange { .. }) || any(&call.inputs) || any(&call.outputs));
         host.is_zero_copy(me, call) && plan.can_be_zero_copy() && moved
     }
 
@@ -296,7 +301,7 @@ fn random_programs(n: usize, zero_copy: bool) {
     let seed = number("SYMM_RANDOM_SEED", 1);
     for program in 0..number("SYMM_RANDOM_PROGRAMS", 1) {
         let mut random = Random((seed << 32 | program << 8 | n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-        let tuning = Tuning {
+        let tuning = CudaThresholds {
             one_shot_bytes: random.of(&[0, 700, 5000, 70_000]),
             two_shot_bytes: random.of(&[0, 6000, 70_000]),
             zero_copy_two_shot_bytes: random.of(&[0, 0, 6000]),
@@ -387,9 +392,15 @@ fn random_zero_copy_programs_on_eight_ranks() {
 }
 
 /// A tuning under which every collective of `n` ranks that can be zero-copy is zero-copy.
-fn always_zero_copy(n: usize) -> Tuning {
-    let long = Tuning { one_shot_bytes: 0, zero_copy_two_shot_bytes: 0, zero_copy_bytes: 1, low_latency_bytes: 0, ..Tuning::of(n) };
-    Tuning { lanes: 4, threads: 8, ..long }
+fn always_zero_copy(n: usize) -> CudaThresholds {
+    let long = CudaThresholds {
+        one_shot_bytes: 0,
+        zero_copy_two_shot_bytes: 0,
+        zero_copy_bytes: 1,
+        low_latency_bytes: 0,
+        ..CudaThresholds::of(n)
+    };
+    CudaThresholds { lanes: 4, threads: 8, ..long }
 }
 
 /// Every collective with only symmetric tensors is zero-copy, for all element types, operations and tails.
@@ -407,9 +418,9 @@ fn all_symmetric_goes_direct(n: usize) {
     ];
     let mut scenes = Vec::new();
     for (i, (dtype, reduce_op)) in reductions.into_iter().enumerate() {
-        for op in Op::C10D.iter().filter(|op| **op != Op::Barrier && (op.reduces() || i == 0)) {
+        for op in Collective::C10D.iter().filter(|op| **op != Collective::Barrier && (op.reduces() || i == 0)) {
             // Longer than the messages on LL lines if not every rank knows the longest message.
-            let least = if *op == Op::AllToAll { 66_000 } else { 100 };
+            let least = if *op == Collective::AllToAll { 66_000 } else { 100 };
             let base = (least + random.below(20_000)) / dtype.size() * dtype.size();
             let requested = Request { op: *op, n, dtype, reduce_op, base };
             scenes.push(Scene::collective(&mut random, &host.heaps, Symmetry::All, requested));
@@ -453,7 +464,7 @@ fn all_symmetric_goes_direct_on_eight_ranks() {
 #[test]
 fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
     // Not a gather, in which only the root needs all others.
-    for op in [Op::AllReduce, Op::AllGather, Op::ReduceScatter, Op::Broadcast] {
+    for op in [Collective::AllReduce, Collective::AllGather, Collective::ReduceScatter, Collective::Broadcast] {
         let mut host = Host::with_tuning(3, always_zero_copy(3));
         host.handshake(HEAP);
         host.timeout = Duration::from_millis(300);
@@ -468,7 +479,8 @@ fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
         });
         assert!(host.longest() < Duration::from_secs(60), "{op:?}: {:?}", host.longest());
         // The root of a broadcast has finished once its chunks fit into slots.
-        let needs_all = |me: &usize| !matches!(&scene.acts[*me], Act::Collective(call) if op == Op::Broadcast && call.root.index() == *me);
+        let needs_all =
+            |me: &usize| !matches!(&scene.acts[*me], Act::Collective(call) if op == Collective::Broadcast && call.root.index() == *me);
         for memory in (0..2).filter(needs_all).map(|me| &host.memory[me]) {
             assert_eq!((memory.report[0], memory.report[1], memory.report[4 + 2]), (1, 77, 1), "{op:?}: {:?}", memory.report);
         }

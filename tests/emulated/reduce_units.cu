@@ -1,6 +1,6 @@
 // Reductions without a protocol: each thread folds units of all ranks. With SYMM_DTYPE and SYMM_OP for that pair,
 // otherwise for any.
-#include "types.cuh"
+#include "reduction.cuh"
 
 struct Args {
   const Unit* in[WORLD];

@@ -2,7 +2,7 @@
 
 use crate::program::Program;
 use symm::dtype::{DType, ReduceOp};
-use symm::kernels::cpu::{self, Source, Store};
+use symm::kernels::cpu::{self, InputElements, WriteMode};
 use symm::kernels::cuda::driver::Grid;
 
 const UNIT: usize = 16;
@@ -81,9 +81,10 @@ fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
 
 fn on_cpu(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], factors: &[f64]) -> Vec<u8> {
     let mut output = vec![0; inputs[0].len()];
-    let sources: Vec<Source> = inputs.iter().zip(factors).map(|(data, &factor)| Source { ptr: data.as_ptr(), factor }).collect();
+    let sources: Vec<InputElements> =
+        inputs.iter().zip(factors).map(|(data, &factor)| InputElements { ptr: data.as_ptr(), factor }).collect();
     // SAFETY: all buffers are of the same length, a multiple of the element size.
-    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), Store::Cached) };
+    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), WriteMode::Cached) };
     output
 }
 

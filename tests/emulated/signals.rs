@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use symm::kernels::cuda::driver::Grid;
 use symm::rank::Rank;
-use symm::window::signal_cuda::{GaveUp, REPORT_WORDS, Signal, SignalEnds};
+use symm::window::signal_cuda::{REPORT_WORDS, Signal, SignalTargets, SignalTimeout};
 
 const SLOTS: usize = 8;
 /// Longer than any test takes on a busy node.
@@ -35,7 +35,7 @@ impl Host {
     fn run(&self, me: usize, signal: Signal, slot: u32) {
         let pads: Vec<u64> = self.pads.iter().map(|pad| pad.as_ptr() as u64).collect();
         let (stop, report) = (self.stop.as_ptr() as u64, self.reports[me].as_ptr() as u64);
-        let place = SignalEnds { me: Rank(me as u32), pads: &pads, slot, timeout: self.timeout, stop, report };
+        let place = SignalTargets { me: Rank(me as u32), pads: &pads, slot, timeout: self.timeout, stop, report };
         let args = signal.args(&place).unwrap().expect("something to do");
         // SAFETY: pads, reports and the stop word outlive the launch and are written only as atomics.
         unsafe { self.program.launch("signal", me as u32, Grid::new(1, 8), args.bytes()) };
@@ -46,8 +46,8 @@ impl Host {
         &self.pads[rank][slot * self.n + source]
     }
 
-    fn reported(&self, me: usize) -> Option<GaveUp> {
-        GaveUp::read(self.reports[me][0].load(Ordering::Acquire))
+    fn reported(&self, me: usize) -> Option<SignalTimeout> {
+        SignalTimeout::read(self.reports[me][0].load(Ordering::Acquire))
     }
 
     /// Returns true if no kernel has timed out and no signal is left.
@@ -189,7 +189,7 @@ fn a_slot_is_shared_with_whoever_swaps_its_words() {
 }
 
 /// Runs `signal` of each of `ranks`; returns the report of each.
-fn give_up(host: &Host, ranks: &[usize], signal: Signal, slot: u32) -> Vec<Option<GaveUp>> {
+fn give_up(host: &Host, ranks: &[usize], signal: Signal, slot: u32) -> Vec<Option<SignalTimeout>> {
     let begun = Instant::now();
     std::thread::scope(|scope| ranks.iter().for_each(|&me| drop(scope.spawn(move || host.run(me, signal, slot)))));
     assert!(begun.elapsed() >= host.timeout && begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
@@ -199,7 +199,7 @@ fn give_up(host: &Host, ranks: &[usize], signal: Signal, slot: u32) -> Vec<Optio
     ranks.iter().map(|&me| host.reported(me)).collect()
 }
 
-fn missing(reported: &Option<GaveUp>) -> (String, Vec<Rank>) {
+fn missing(reported: &Option<SignalTimeout>) -> (String, Vec<Rank>) {
     let gave_up = reported.as_ref().expect("a report");
     (gave_up.to_string(), gave_up.missing.clone())
 }

@@ -2,33 +2,33 @@
 
 use crate::program::{Program, numbers};
 use symm::dtype::{DType, ReduceOp};
-use symm::host_map::{HostMap, Placement};
-use symm::hosts::cuda::cast::{self, Cast};
-use symm::hosts::cuda::sum::{NAMES, Sum};
-use symm::kernels::cpu::{self, Source};
+use symm::internode::cuda::cast::{self, Cast};
+use symm::internode::cuda::sum::{NAMES, PartialsSum};
+use symm::kernels::cpu::{self, InputElements};
 use symm::kernels::cuda::driver::Grid;
 use symm::mem::span::Span;
+use symm::node_map::{NodeMap, RankLocation};
 
 const BLOCKS: u32 = 3;
 const THREADS: u32 = 4;
 /// The content of the bytes around a result.
 const UNTOUCHED: u8 = 0xa5;
 
-fn layout(hosts: &[u8]) -> HostMap {
-    let place = |host: &u8| Placement::on(&format!("node{host}"));
-    HostMap::of(&hosts.iter().map(place).collect::<Vec<_>>())
+fn layout(nodes: &[u8]) -> NodeMap {
+    let place = |node: &u8| RankLocation::on(&format!("node{node}"));
+    NodeMap::of(&nodes.iter().map(place).collect::<Vec<_>>())
 }
 
-fn check(hosts: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usize) {
-    let layout = layout(hosts);
-    let outer = |bytes| Sum { from: 0, stride: 16, to: Span { addr: 0, bytes }, dtype, op }.args(&layout).expect("aligned").0;
+fn check(nodes: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usize) {
+    let layout = layout(nodes);
+    let outer = |bytes| PartialsSum { from: 0, stride: 16, to: Span { addr: 0, bytes }, dtype, op }.args(&layout).expect("aligned").0;
     let program = Program::build(NAMES.0, 2, Some(dtype), Some(outer(16)));
     for &count in counts {
         let bytes = count * dtype.size();
-        let partials: Vec<Vec<u128>> = (0..layout.hosts()).map(|host| numbers(host, bytes, dtype)).collect();
+        let partials: Vec<Vec<u128>> = (0..layout.num_nodes()).map(|node| numbers(node, bytes, dtype)).collect();
         let from = partials.concat();
         let mut to = vec![UNTOUCHED; bytes + begin + 16];
-        let sum = Sum {
+        let sum = PartialsSum {
             from: from.as_ptr().addr(),
             stride: bytes.next_multiple_of(16),
             to: Span { addr: to.as_mut_ptr().addr() + begin, bytes },
@@ -36,8 +36,8 @@ fn check(hosts: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usiz
             op,
         };
         let (outer, args) = sum.args(&layout).expect("aligned");
-        let source = |(part, &factor): (&Vec<u128>, &f64)| Source { ptr: part.as_ptr().cast(), factor };
-        let sources: Vec<Source> = partials.iter().zip(&args.factor).map(source).collect();
+        let source = |(part, &factor): (&Vec<u128>, &f64)| InputElements { ptr: part.as_ptr().cast(), factor };
+        let sources: Vec<InputElements> = partials.iter().zip(&args.factor).map(source).collect();
         let mut expected = vec![0u8; bytes];
         // SAFETY: every partial result and the sum have `bytes`, a multiple of the element.
         unsafe { cpu::reduce_partials(outer, dtype, expected.as_mut_ptr(), &sources, count, args.divisor as usize) };
@@ -45,7 +45,7 @@ fn check(hosts: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usiz
         let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
         // SAFETY: partial results and sum live until the kernel has ended, and it writes only the sum.
         unsafe { program.launch(NAMES.1, 0, Grid::new(BLOCKS, THREADS), args) };
-        let about = format!("{op:?} of {count} {dtype:?} on {hosts:?}");
+        let about = format!("{op:?} of {count} {dtype:?} on {nodes:?}");
         assert_eq!(to[begin..begin + bytes], expected, "{about}");
         let around = to[..begin].iter().chain(&to[begin + bytes..]);
         assert!(around.into_iter().all(|&byte| byte == UNTOUCHED), "{about}: written beside the result");
@@ -53,7 +53,7 @@ fn check(hosts: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usiz
 }
 
 #[test]
-fn sums_in_the_order_of_hosts_at_every_length() {
+fn sums_in_the_order_of_nodes_at_every_length() {
     let counts = [0, 1, 7, 8, 9, 16 * 61 + 3];
     check(&[0, 1], DType::BF16, ReduceOp::Sum, &counts, 0);
     check(&[0, 0, 1, 2, 3, 4], DType::F32, ReduceOp::Sum, &counts, 4);
@@ -61,7 +61,7 @@ fn sums_in_the_order_of_hosts_at_every_length() {
 }
 
 #[test]
-fn averages_divide_once_and_weigh_uneven_hosts() {
+fn averages_divide_once_and_weigh_uneven_nodes() {
     let counts = [1, 100];
     check(&[0, 1], DType::BF16, ReduceOp::Avg, &counts, 0);
     check(&[0, 0, 0, 1], DType::BF16, ReduceOp::Avg, &counts, 0);
@@ -113,7 +113,7 @@ fn check_cast(dtype: DType, count: usize, begin: usize) {
 }
 
 #[test]
-fn floats_are_widened_and_rounded_as_on_the_host() {
+fn floats_are_widened_and_rounded_as_on_the_node() {
     for (dtype, begin) in [(DType::BF16, 0), (DType::F16, 3), (DType::F8E4M3FN, 1)] {
         check_cast(dtype, 16 * 61 + 3, begin);
     }

@@ -2,8 +2,8 @@
 
 use crate::program::{Program, numbers};
 use symm::dtype::{DType, ReduceOp};
-use symm::fused::sum_parts::{NAMES, Sum};
-use symm::kernels::cpu::{self, Source, Store};
+use symm::fused::sum_parts::{NAMES, PartsSum};
+use symm::kernels::cpu::{self, InputElements, WriteMode};
 use symm::kernels::cuda::driver::Grid;
 
 const BLOCKS: u32 = 3;
@@ -16,13 +16,13 @@ fn check(n: usize, dtype: DType, mean: bool, bytes: usize) {
     let addresses: Vec<usize> = parts.iter().map(|part| part.as_ptr().addr()).collect();
     let op = if mean { ReduceOp::Avg } else { ReduceOp::Sum };
     let mut expected = vec![0u8; bytes];
-    let sources: Vec<Source> = parts.iter().map(|part| Source { ptr: part.as_ptr().cast(), factor: 1.0 }).collect();
+    let sources: Vec<InputElements> = parts.iter().map(|part| InputElements { ptr: part.as_ptr().cast(), factor: 1.0 }).collect();
     // SAFETY: every part and the result have at least `bytes`, a multiple of the element.
-    unsafe { cpu::reduce(op, dtype, expected.as_mut_ptr(), &sources, bytes / dtype.size(), Store::Cached) };
+    unsafe { cpu::reduce(op, dtype, expected.as_mut_ptr(), &sources, bytes / dtype.size(), WriteMode::Cached) };
     let program = Program::build(NAMES.0, n as u32, Some(dtype), Some(op));
     for rank in 0..n {
         let mut to = vec![u128::from_ne_bytes([UNTOUCHED; 16]); bytes.div_ceil(16) + 1];
-        let sum = Sum { rank, parts: &addresses, to: to.as_mut_ptr().addr(), bytes, dtype, mean };
+        let sum = PartsSum { rank, parts: &addresses, to: to.as_mut_ptr().addr(), bytes, dtype, mean };
         let args = sum.args().expect("can be added up");
         // SAFETY: `repr(C)` numbers without padding.
         let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };

@@ -3,8 +3,8 @@
 
 use crate::host::Host;
 use std::time::Duration;
-use symm::coll::call::{Op, Span, Spec};
-use symm::coll::cuda::plan::{self, Tuning};
+use symm::coll::call::{CallSpec, Collective, Span};
+use symm::coll::cuda::plan::{self, CudaThresholds};
 use symm::dtype::{DType, ReduceOp};
 
 const RANKS: usize = 3;
@@ -15,7 +15,7 @@ const SHORT: usize = 64;
 type Lengths = [[usize; RANKS]; RANKS];
 
 /// Rank `me`'s call, and the expected content of each output: address, bytes, value.
-fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (Spec<'static>, Vec<(usize, usize, u8)>) {
+fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (CallSpec<'static>, Vec<(usize, usize, u8)>) {
     let heap = &host.heaps[me];
     let span = |bytes: usize, fill: u8| {
         let at = heap.take(bytes);
@@ -27,12 +27,12 @@ fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (Spec<'static>, Vec<
     let inputs: Vec<Span> = (0..RANKS).map(|to| span(lengths[me][to], value(me, to))).collect();
     let outputs: Vec<Span> = (0..RANKS).map(|from| span(lengths[from][me], 0)).collect();
     let expected = outputs.iter().enumerate().map(|(from, output)| (output.addr, output.bytes, value(from, me))).collect();
-    (Spec { op: Op::AllToAll, inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) }, expected)
+    (CallSpec { op: Collective::AllToAll, inputs: inputs.into(), outputs: outputs.into(), ..CallSpec::barrier(None) }, expected)
 }
 
 /// A group as on GPUs, except for lanes and threads: shorter messages use LL lines and take no part in the handshake.
 fn host() -> Host {
-    let mut host = Host::with_tuning(RANKS, Tuning { lanes: 2, threads: 8, ..Tuning::of(RANKS) });
+    let mut host = Host::with_tuning(RANKS, CudaThresholds { lanes: 2, threads: 8, ..CudaThresholds::of(RANKS) });
     host.handshake(256 << 20);
     host.timeout = Duration::from_secs(20);
     host

@@ -4,19 +4,19 @@
 use crate::calls::{Case, Tensors, case};
 use crate::on_a_gpu;
 use std::collections::HashMap;
-use symm::coll::call::{Op, Span, Spec};
-use symm::coll::cuda::arguments::{Common, DIRECT_WORD, REPORT_WORDS};
+use symm::coll::call::{CallSpec, Collective, Span};
+use symm::coll::cuda::arguments::{CommonArgs, DIRECT_WORD, REPORT_WORDS};
 use symm::coll::cuda::launch::{
-    BROADCAST, EXCHANGE, EXCHANGE_LOW_LATENCY, Edges, Kernel as Launched, Launch, LaunchContext, ONE_SHOT, REDUCE_LOW_LATENCY,
-    REDUCE_STAGED, RSAG_STAGED, Symmetric, TWO_SHOT,
+    BROADCAST, CubeMeshView, EXCHANGE, EXCHANGE_LOW_LATENCY, KernelSpec as Launched, Launch, LaunchContext, ONE_SHOT, REDUCE_LOW_LATENCY,
+    REDUCE_STAGED, RSAG_STAGED, SymmetricView, TWO_SHOT,
 };
-use symm::coll::cuda::plan::{self, Conditions, Tuning};
-use symm::coll::cuda::workspace::layout::{Layout, MAX_RANKS};
+use symm::coll::cuda::plan::{self, Conditions, CudaThresholds};
+use symm::coll::cuda::workspace::layout::{ChannelLayout, MAX_RANKS};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cuda::compile::{Arch, Variant, cubin};
 use symm::kernels::cuda::driver::{Device, Kernel, OwnStream};
-use symm::mem::pinned::Words;
-use symm::mem::vmm::{Mapping, Physical, granularity};
+use symm::mem::pinned::PinnedWords;
+use symm::mem::vmm::{DeviceAllocation, DeviceMapping, granularity};
 use symm::topo::graph::CubeMesh;
 
 /// Bytes for the tensors of one rank in one call.
@@ -26,19 +26,19 @@ const ARENA: usize = 64 << 20;
 type Key = (&'static Launched, bool, Option<(DType, ReduceOp)>);
 
 struct Rank {
-    memory: Mapping,
-    arena: Mapping,
+    memory: DeviceMapping,
+    arena: DeviceMapping,
     stream: OwnStream,
-    report: Words,
+    report: PinnedWords,
     kernels: HashMap<Key, Kernel>,
 }
 
 struct Group<'a> {
     device: &'a Device,
     n: usize,
-    layout: Layout,
-    tuning: Tuning,
-    stop: Words,
+    layout: ChannelLayout,
+    tuning: CudaThresholds,
+    stop: PinnedWords,
     cube_mesh: Option<CubeMesh>,
     /// The ranks (a bit each) whose tensors are symmetric memory, where calls are zero-copy.
     symmetric: Option<u32>,
@@ -47,34 +47,34 @@ struct Group<'a> {
 
 impl<'a> Group<'a> {
     fn new(device: &'a Device, n: usize) -> Self {
-        let layout = Layout::new(n, 128 << 20).unwrap();
+        let layout = ChannelLayout::new(n, 128 << 20).unwrap();
         // All ranks' blocks must be on the GPU at the same time.
-        let tuning = Tuning {
+        let tuning = CudaThresholds {
             one_shot_bytes: 8 << 10,
             two_shot_bytes: 64 << 10,
             zero_copy_bytes: 1,
             low_latency_bytes: 16 << 10,
             blocks: 4,
             lanes: 4,
-            ..Tuning::of(n)
+            ..CudaThresholds::of(n)
         };
         let map = |bytes: usize| {
             let bytes = bytes.next_multiple_of(granularity(device).unwrap());
-            Physical::create(device, bytes).unwrap().map(device).unwrap()
+            DeviceAllocation::create(device, bytes).unwrap().map(device).unwrap()
         };
         let rank = |_| {
             let (memory, arena, stream) = (map(layout.channel_bytes()), map(ARENA), OwnStream::new().unwrap());
             stream.stream().fill(memory.address(), 0, layout.channel_bytes()).unwrap();
             stream.stream().fill(memory.address() + layout.sentinel() as u64, 0xFF, layout.sentinel_bytes()).unwrap();
             stream.stream().synchronize().unwrap();
-            Rank { memory, arena, stream, report: Words::new(REPORT_WORDS).unwrap(), kernels: HashMap::new() }
+            Rank { memory, arena, stream, report: PinnedWords::new(REPORT_WORDS).unwrap(), kernels: HashMap::new() }
         };
         Self {
             device,
             n,
             layout,
             tuning,
-            stop: Words::new(1).unwrap(),
+            stop: PinnedWords::new(1).unwrap(),
             cube_mesh: None,
             symmetric: None,
             ranks: (0..n).map(rank).collect(),
@@ -98,14 +98,14 @@ impl<'a> Group<'a> {
 
     /// `call` with its tensors moved to the GPU: inputs, then outputs, each with its former offset from a 16-byte
     /// boundary.
-    fn moved(&self, me: usize, call: &Spec<'_>) -> Spec<'static> {
+    fn moved(&self, me: usize, call: &CallSpec<'_>) -> CallSpec<'static> {
         let mut next = self.ranks[me].arena.address() as usize;
         let mut place = |span: &Span| {
             let at = next + span.addr % 16;
             next = (at + span.bytes).next_multiple_of(512);
             Span { addr: at, bytes: span.bytes }
         };
-        Spec {
+        CallSpec {
             inputs: call.inputs.iter().map(&mut place).collect(),
             outputs: call.outputs.iter().map(&mut place).collect(),
             ..call.clone().into_owned()
@@ -130,7 +130,7 @@ impl<'a> Group<'a> {
         let copy = |group: &Self, me: usize, to: &Span, from: &Span| {
             group.ranks[me].stream.stream().copy(to.addr as u64, from.addr as u64, to.bytes).unwrap();
         };
-        let device: Vec<Spec> = (0..self.n).map(|me| self.moved(me, &call(me))).collect();
+        let device: Vec<CallSpec> = (0..self.n).map(|me| self.moved(me, &call(me))).collect();
         for (me, device) in device.iter().enumerate() {
             call(me).inputs.iter().zip(&*device.inputs).for_each(|(from, to)| copy(self, me, to, from));
             self.ranks[me].stream.stream().synchronize().unwrap();
@@ -148,11 +148,11 @@ impl<'a> Group<'a> {
                     plan::choose(&device[me], &Conditions { me, n: self.n, layout: &layout, tuning: &self.tuning, cube_mesh, zero_copy });
                 name = plan.served_as(zero_copy);
                 let report = self.ranks[me].report.device();
-                let common = Common { peer, stop: self.stop.device(), report, timeout: 10_000_000_000, call: 1 };
-                let edges = self.cube_mesh.as_ref().map(|mesh| Edges { mesh, peer });
+                let common = CommonArgs { peer, stop: self.stop.device(), report, timeout: 10_000_000_000, call: 1 };
+                let edges = self.cube_mesh.as_ref().map(|mesh| CubeMeshView { mesh, peer });
                 let here = self.symmetric.is_some_and(|ranks| ranks >> me & 1 == 1);
                 let reachable = move |_: Span| here;
-                let symmetric = zero_copy.then_some(Symmetric { heap, count: 0, least: 1, reachable: &reachable });
+                let symmetric = zero_copy.then_some(SymmetricView { heap, count: 0, least: 1, reachable: &reachable });
                 LaunchContext { me, n: self.n, layout: &layout, threads: 128, edges, common, symmetric }.prepare(&device[me], plan)
             })
             .collect();
@@ -171,11 +171,11 @@ impl<'a> Group<'a> {
             let report: Vec<u32> = self.ranks[me].report.get().iter().map(|w| w.load(std::sync::atomic::Ordering::Relaxed)).collect();
             assert!(report[..DIRECT_WORD].iter().all(|&word| word == 0), "rank {me} of {} gave up in {name}: {report:?}", self.n);
         }
-        let all = self.symmetric == Some((1 << self.n) - 1) && case.shift == 0 && case.op != Op::AllToAll;
+        let all = self.symmetric == Some((1 << self.n) - 1) && case.shift == 0 && case.op != Collective::AllToAll;
         for (me, before) in before.into_iter().enumerate() {
             let direct = self.direct(me) - before;
             // The root of a broadcast sends all data through staging, unless there is only one other rank.
-            let gives = case.op == Op::Broadcast && self.n > 2 && call(me).root.index() == me;
+            let gives = case.op == Collective::Broadcast && self.n > 2 && call(me).root.index() == me;
             let moves = name.ends_with("_zero_copy") && !gives;
             assert!(direct <= 1 && (!all || direct == u32::from(moves)), "rank {me} in {name}: {direct} kernels");
             for (i, expected) in case.expected(me, &tensors).iter().enumerate() {
@@ -230,7 +230,7 @@ fn every_kernel(device: &Device) {
         let mut seed = 1;
         for dtype in DTYPES {
             for count in [1, 37, 1500, 9000, 70_001] {
-                for &op in Op::C10D {
+                for &op in Collective::C10D {
                     for shift in [0, dtype.size() % 16] {
                         seed += 1;
                         let name = group.run(&Case { shift, ..case(op, dtype, count) }, seed);
@@ -244,7 +244,7 @@ fn every_kernel(device: &Device) {
             group.symmetric = Some(ranks);
             for dtype in DTYPES {
                 for count in [1500, 9000, 70_001] {
-                    for &op in Op::C10D {
+                    for &op in Collective::C10D {
                         for shift in [0, dtype.size() % 16] {
                             seed += 1;
                             let name = group.run(&Case { shift, ..case(op, dtype, count) }, seed);
@@ -259,7 +259,7 @@ fn every_kernel(device: &Device) {
             // Integers: floats are added in a different order there.
             group.cube_mesh = Some(CubeMesh { quad: [[0, 1, 2, 3], [4, 5, 6, 7]], relay: [5, 4, 7, 6, 1, 0, 3, 2] });
             for count in [1, 37, 1500, 9000] {
-                let name = group.run(&case(Op::AllReduce, DType::I32, count), seed + count as u64);
+                let name = group.run(&case(Collective::AllReduce, DType::I32, count), seed + count as u64);
                 *served.entry(name).or_insert(0) += 1;
             }
         }

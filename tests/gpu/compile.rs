@@ -142,7 +142,7 @@ fn parse(log: &str) -> Vec<Needs> {
 fn outcomes() -> Option<&'static [Outcome]> {
     if Config::get().nvrtc.is_none() {
         // Not eprintln, because the test harness would capture it.
-        let _ = writeln!(std::io::stderr(), "skipped: SYMM_NVRTC is not set");
+        let _ = writeln!(std::io::stderr(), "skipped: SYMM_NVRTC_PATH is not set");
         return None;
     }
     static ALL: OnceLock<Vec<Outcome>> = OnceLock::new();

@@ -6,19 +6,19 @@ use cudarc::driver::sys;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use symm::control::{ControlBlock, Identity};
-use symm::error::Kind;
+use symm::error::ErrorKind;
 use symm::kernels::cuda::driver::{OwnStream, check};
 use symm::mem::device::DeviceTable;
-use symm::mem::layout::Layout;
-use symm::mem::shm::Segment;
+use symm::mem::layout::SegmentLayout;
+use symm::mem::shm::ShmSegment;
 use symm::rank::Rank;
-use symm::window::signal_cuda::Signals;
+use symm::window::signal_cuda::GpuSignals;
 
 const SLOTS: usize = 16;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 struct Member {
-    signals: Signals,
+    signals: GpuSignals,
     stream: OwnStream,
     pad: DeviceTable,
     /// A byte that peers copy, and the bytes copied from each peer.
@@ -42,14 +42,14 @@ impl Member {
 }
 
 fn members(n: u32) -> Vec<Member> {
-    let bytes = Layout::new(n as usize).total_bytes();
-    let file = Segment::create(bytes).unwrap();
+    let bytes = SegmentLayout::new(n as usize).total_bytes();
+    let file = ShmSegment::create(bytes).unwrap();
     let member = |rank| {
-        let segment = Segment::map(file.try_clone().unwrap(), bytes).unwrap();
+        let segment = ShmSegment::map(file.try_clone().unwrap(), bytes).unwrap();
         let identities = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
         let control = Arc::new(ControlBlock::new(segment, Rank(rank), "test".into(), identities, 1));
         control.segment().reserve(0, control.layout().control_bytes(), format_args!("a test")).unwrap();
-        let signals = Signals::new(&control, 0).unwrap();
+        let signals = GpuSignals::new(&control, 0).unwrap();
         let pad = signals.table(&vec![0xFF; SLOTS * 4 * n as usize]).unwrap();
         signals.clear(pad.address(), SLOTS * 4 * n as usize).unwrap();
         let (shown, seen) = (signals.table(&[0]).unwrap(), signals.table(&vec![0; n as usize]).unwrap());
@@ -173,20 +173,20 @@ fn one_barrier_at_a_time(n: u32) {
 fn late(members: &[Member]) {
     let pads = pads(members);
     // A second user of the same group.
-    let second = Signals::new(&members[1].control, 0).unwrap();
+    let second = GpuSignals::new(&members[1].control, 0).unwrap();
     let begun = Instant::now();
     members[1].signals.barrier(&pads, 9, Duration::from_millis(200), members[1].raw()).unwrap();
     members[1].stream.stream().synchronize().unwrap();
     assert!(begun.elapsed() >= Duration::from_millis(200) && begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     let error = members[1].signals.barrier(&pads, 9, PATIENCE, members[1].raw()).expect_err("it gave up");
-    assert_eq!(error.kind, Kind::Timeout);
-    assert!(error.message.contains("waited 0.2 s until its timeout in barrier on channel 9 of group \"test\" for rank"), "{error}");
+    assert_eq!(error.kind, ErrorKind::Timeout);
+    assert!(error.message.contains("timed out after 0.2 s in barrier on channel 9 of group \"test\", waiting for rank"), "{error}");
     let named = (0..members.len()).filter(|&rank| error.message.contains(&format!("rank {rank}: pid"))).collect::<Vec<_>>();
     assert_eq!(named, (0..members.len()).filter(|&rank| rank != 1).collect::<Vec<_>>(), "{error}");
     let received = members[0].signals.put(&pads, Rank(1), 0, PATIENCE, members[0].raw()).expect_err("the group has failed");
-    assert_eq!(received.kind, Kind::Timeout);
+    assert_eq!(received.kind, ErrorKind::Timeout);
     drop(second);
-    assert_eq!(members[1].signals.failure().map(|error| error.kind), Some(Kind::Timeout));
+    assert_eq!(members[1].signals.failure().map(|error| error.kind), Some(ErrorKind::Timeout));
 }
 
 fn waiting_kernels_end_when_they_are_drained() {
@@ -198,5 +198,5 @@ fn waiting_kernels_end_when_they_are_drained() {
     assert!(begun.elapsed() >= Duration::from_millis(100) && begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     assert_eq!(members[0].signals.failure(), None);
     let refused = members[0].signals.barrier(&pads, 0, PATIENCE, members[0].raw()).expect_err("closed");
-    assert_eq!(refused.kind, Kind::Aborted);
+    assert_eq!(refused.kind, ErrorKind::Aborted);
 }

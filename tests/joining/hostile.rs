@@ -13,8 +13,8 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
-use symm::boot::{JoinSpec, join};
-use symm::error::Kind;
+use symm::bootstrap::{JoinSpec, join};
+use symm::error::ErrorKind;
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
 use symm::sys::required;
@@ -32,7 +32,7 @@ fn record(store: &MemoryStore) -> Value {
     serde_json::from_slice(&store.get("symm/g/0/0", Some(LONG)).unwrap()).unwrap()
 }
 
-/// Rank 0's answer in the normal case, as `src/boot/wire.rs` writes it.
+/// Rank 0's answer in the normal case, as `src/bootstrap/wire.rs` writes it.
 fn answer(token: &[u8]) -> Vec<u8> {
     [b"symm", token, &[0]].concat()
 }
@@ -98,7 +98,7 @@ fn p20_only_sealed_memory_of_the_right_size_is_taken() {
         ];
         for (number, (fd, expected)) in cases.into_iter().enumerate() {
             let error = handed(number as u32, answer, Some(fd.as_fd()));
-            assert!(error.kind == Kind::Internal && error.message.contains(expected), "{expected}: {error}");
+            assert!(error.kind == ErrorKind::Internal && error.message.contains(expected), "{expected}: {error}");
             assert!(error.message.contains("rank 0") && error.message.contains("rank 1"), "{error}");
         }
         let good = memory(BYTES, all);

@@ -7,17 +7,17 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
-use symm::boot::{Found, JoinSpec, Joined, Member, find, join};
-use symm::error::{Error, Kind, Result};
+use symm::bootstrap::{Discovered, JoinSpec, Joined, MemberProcess, find, join};
+use symm::error::{Error, ErrorKind, Result};
+use symm::exit_watch::watch;
 use symm::store::Store;
 use symm::store::file::FileStore;
 use symm::store::memory::MemoryStore;
+use symm::store::offload::OffloadedStore;
 use symm::store::request::Request;
-use symm::store::table::Reply;
-use symm::store::worker::Worker;
-use symm::sys::lock::{Mode, try_lock};
+use symm::store::table::TableReply;
+use symm::sys::byte_lock::{Mode, try_lock};
 use symm::sys::process::{self, ProcessId};
-use symm::watch::watch;
 
 #[test]
 fn all_ranks_share_memory_token_and_members() {
@@ -55,7 +55,7 @@ struct Counted {
 }
 
 impl Store for Counted {
-    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         self.keys.lock().unwrap().insert(format!("{:?} {:?}", request.op, request.keys));
         self.inner.call(request, limit)
     }
@@ -68,9 +68,9 @@ fn ranks_of_one_host_say_no_more_where_hosts_may_be_connected() {
         let store = Counted::default();
         threads(0..4, |rank| {
             let spec = spec("g", rank, 4, LONG);
-            match if several { find(&store, &spec) } else { join(&store, &spec).map(Found::Together) }.unwrap() {
-                Found::Together(joined) => assert_eq!(joined.members.len(), 4),
-                Found::Apart(apart) => panic!("on one host: {apart:?}"),
+            match if several { find(&store, &spec) } else { join(&store, &spec).map(Discovered::SingleNode) }.unwrap() {
+                Discovered::SingleNode(joined) => assert_eq!(joined.members.len(), 4),
+                Discovered::MultiNode(apart) => panic!("on one node: {apart:?}"),
             }
         });
         assert!(store.inner.is_empty());
@@ -86,8 +86,8 @@ fn more_ranks_than_one_host_can_have_are_refused_once_they_are_known_to_be_on_on
     for outcome in threads(0..129, |rank| find(&store, &JoinSpec { segment_bytes: 0, reserved_bytes: 0, ..spec("g", rank, 129, LONG) })) {
         let error = outcome.err().unwrap();
         assert_eq!(
-            (error.kind, error.message.contains("129 ranks is larger than torch-symm supports on one host (128)")),
-            (Kind::Config, true),
+            (error.kind, error.message.contains("129 ranks is larger than torch-symm supports on one node (128)")),
+            (ErrorKind::Config, true),
             "{error}"
         );
     }
@@ -99,8 +99,8 @@ fn ranks_that_do_not_exist_are_refused() {
     let store = MemoryStore::new();
     let outcome = join(&store, &spec("g", 4, 4, LONG));
     assert_eq!(*error(&outcome), Error::value("rank 4 does not exist in group \"g\" of 4 ranks"));
-    assert_eq!(error(&join(&store, &spec("g", 0, 0, LONG))).kind, Kind::Value);
-    assert_eq!(error(&join(&store, &spec("g", 0, 129, LONG))).kind, Kind::Config);
+    assert_eq!(error(&join(&store, &spec("g", 0, 0, LONG))).kind, ErrorKind::Value);
+    assert_eq!(error(&join(&store, &spec("g", 0, 129, LONG))).kind, ErrorKind::Config);
     assert!(store.is_empty());
 }
 
@@ -113,7 +113,7 @@ fn missing_ranks_are_named_by_all() {
     assert!(started.elapsed() < SOON);
     for outcome in &outcomes {
         let error = error(outcome);
-        assert_eq!(error.kind, Kind::Timeout);
+        assert_eq!(error.kind, ErrorKind::Timeout);
         assert!(error.message.contains("waited 0.4 s for ranks 2 and 3 to join group \"g\" of 4 ranks"), "{error}");
     }
     // Each leaves its record, with the cause, which does not affect a group of another name.
@@ -135,7 +135,7 @@ fn a_name_that_torch_derives_from_other_groups_is_explained_to_who_waits() {
     for (group, explained) in [("0123456789abcdef0123456789abcdef01234567", true), ("g", false)] {
         let outcome = join(&store, &spec(group, 0, 2, SHORT));
         let Error { kind, message } = error(&outcome);
-        assert_eq!(*kind, Kind::Timeout);
+        assert_eq!(*kind, ErrorKind::Timeout);
         assert!(message.contains("for rank 1 to join") && message.contains("joins under another name") == explained, "{message}");
     }
 }
@@ -148,7 +148,7 @@ fn members_that_ranks_list_differently_are_named_to_all() {
     let outcomes = threads(0..3, |rank| join(&store, &JoinSpec { global_ranks: lists[rank as usize], ..spec("g", rank, 3, LONG) }));
     for outcome in &outcomes {
         let Error { kind, message } = error(outcome);
-        assert_eq!(*kind, Kind::Config);
+        assert_eq!(*kind, ErrorKind::Config);
         assert!(message.contains("its rank 0 lists [0, 1, 2], its rank 2 [3, 4, 2]"), "{message}");
     }
 }
@@ -161,7 +161,7 @@ fn a_late_rank_learns_why_the_others_left() {
     let started = Instant::now();
     let outcome = join(&store, &spec("g", 1, 2, LONG));
     assert!(started.elapsed() < SOON);
-    assert_eq!(error(&outcome).kind, Kind::Timeout);
+    assert_eq!(error(&outcome).kind, ErrorKind::Timeout);
     assert!(error(&outcome).message.contains("for rank 1 to join"), "{outcome:?}");
 }
 
@@ -172,7 +172,7 @@ struct Stopped {
 }
 
 impl Store for Stopped {
-    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         if request.op.writes() {
             let _ = self.go.lock().unwrap().recv();
         }
@@ -189,7 +189,8 @@ fn a_store_that_does_not_answer_is_named_at_the_deadline() {
     let lock = std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
     assert!(try_lock(lock.as_fd(), 1 << 62, Mode::Exclusive).unwrap());
     let (go, stopped) = channel();
-    let worker = Worker::new(Arc::new(Stopped { inner: MemoryStore::new(), go: Mutex::new(stopped) }), "the store at x:1".into()).unwrap();
+    let worker =
+        OffloadedStore::new(Arc::new(Stopped { inner: MemoryStore::new(), go: Mutex::new(stopped) }), "the store at x:1".into()).unwrap();
     let holder = format!("is held by process {} (alive, ", std::process::id());
     let cases: [(&dyn Store, &str); 2] = [(&file, &holder), (&worker, "the store at x:1 did not answer CompareSet within ")];
     for (store, expected) in cases {
@@ -197,7 +198,7 @@ fn a_store_that_does_not_answer_is_named_at_the_deadline() {
         let outcome = join(store, &spec("g", 1, 2, SHORT));
         assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
         let Error { kind, message } = error(&outcome);
-        assert_eq!(*kind, Kind::Timeout);
+        assert_eq!(*kind, ErrorKind::Timeout);
         let begin =
             format!("rank 1 (pid {}) could not join group \"g\" of 2 ranks: CompareSet of \"symm/g/0/1\" was not", std::process::id());
         assert!(message.starts_with(&begin) && message.contains(expected), "{message}");
@@ -215,7 +216,7 @@ fn disagreeing_ranks_all_raise_the_same() {
     let cases = [
         (version.as_str(), "\"version\":\"9.9.9\"", "ranks 0 and 2 run different versions of torch-symm"),
         ("\"protocol\":2", "\"protocol\":77", "ranks 0 and 2 run different versions of torch-symm"),
-        (boot.trim(), "another-kernel", "ranks 0 and 2 run on different hosts"),
+        (boot.trim(), "another-kernel", "ranks 0 and 2 run on different nodes"),
         (uid.as_str(), "\"uid\":54321", "ranks 0 and 2 run as different users"),
         ("\"segment_bytes\":8192", "\"segment_bytes\":1", "ranks 0 and 2 disagree on the shared memory"),
         ("\"size\":3", "\"size\":5", "ranks 0 and 2 disagree on the size"),
@@ -230,7 +231,7 @@ fn disagreeing_ranks_all_raise_the_same() {
         });
         assert!(started.elapsed() < SOON);
         for outcome in &outcomes {
-            assert_eq!(error(outcome).kind, Kind::Config);
+            assert_eq!(error(outcome).kind, ErrorKind::Config);
             assert!(error(outcome).message.contains(expected), "{outcome:?}");
         }
     }
@@ -260,7 +261,7 @@ fn memory_that_rank_0_cannot_have_is_told_to_all_with_what_is_free() {
         format!("out of memory: rank 0 (pid {}), to join group \"g\" of 3 ranks, needs {} bytes, ", std::process::id(), 1u64 << 60);
     for outcome in &outcomes {
         let error = error(outcome);
-        assert!(error.kind == Kind::Config && error.message.starts_with(&expected) && error.message.contains(" are free "), "{error}");
+        assert!(error.kind == ErrorKind::Config && error.message.starts_with(&expected) && error.message.contains(" are free "), "{error}");
     }
 }
 
@@ -298,7 +299,7 @@ fn a_thousand_groups_of_one_name_leave_nothing() {
 fn watchers() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let names = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")));
-    names.filter(|name| name.as_ref().is_ok_and(|name| name.trim() == "symm-watch")).count()
+    names.filter(|name| name.as_ref().is_ok_and(|name| name.trim() == "symm-exit-watch")).count()
 }
 
 #[test]
@@ -307,7 +308,7 @@ fn one_watcher_serves_all_groups_and_ends_with_the_last() {
     let (mut child, start_time) = sleeper();
     let pid = child.id();
     let pidfd = process::open(ProcessId { pid, start_time }).unwrap();
-    let member = Member { pid, start_time, pidfd };
+    let member = MemberProcess { pid, start_time, pidfd };
     for cycle in 0..100 {
         let groups = if cycle == 0 { 200 } else { 1 };
         let watches: Vec<_> = (0..groups).map(|_| watch(std::slice::from_ref(&member), Arc::new(|_, _| ())).unwrap()).collect();

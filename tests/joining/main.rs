@@ -9,8 +9,8 @@ mod stores;
 mod fault_points;
 mod threads;
 
-mod claims;
+mod duplicate_ranks;
 mod hostile;
 mod join;
-mod killed;
 mod processes;
+mod rank_death;

@@ -14,15 +14,15 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
-use symm::boot::{JoinSpec, join};
-use symm::error::{Kind, Result};
+use symm::bootstrap::{JoinSpec, join};
+use symm::error::{ErrorKind, Result};
+use symm::exit_watch::watch;
 use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::file::FileStore;
-use symm::store::request::{Op, Request};
-use symm::store::table::Reply;
+use symm::store::request::{Request, StoreOp};
+use symm::store::table::TableReply;
 use symm::sys::required;
-use symm::watch::watch;
 
 /// The file of a job through which its ranks meet.
 const STORE: &str = "store";
@@ -76,9 +76,9 @@ impl Slow {
 }
 
 impl Store for Slow {
-    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         let reply = self.store.call(request, limit)?;
-        if request.op == Op::MultiGet {
+        if request.op == StoreOp::MultiGet {
             std::thread::sleep(Duration::from_millis(self.role.sleep_ms));
         }
         Ok(reply)
@@ -104,11 +104,11 @@ fn rank_process() {
         group: "g",
         rank: Rank(rank),
         size: role.size,
-        restart: "0",
+        attempt: "0",
         timeout: Duration::from_millis(role.timeout_ms),
         segment_bytes: 1 << 20,
         reserved_bytes: 4096,
-        keep_membership: role.keep_membership,
+        hold_rank: role.keep_membership,
         global_ranks: &[],
         known: None,
     };
@@ -308,7 +308,7 @@ fn a_process_that_claims_a_taken_rank_is_refused() {
     second.dir.clone_from(&job.dir);
     let refused = second.finish();
     let expected = format!("rank 2 of group \"g\" of 4 ranks is claimed twice: by pid {first} and by pid {pid}");
-    assert_eq!((refused[0].1.kind, &refused[0].1.message), (Kind::Config as u8, &expected));
+    assert_eq!((refused[0].1.kind, &refused[0].1.message), (ErrorKind::Config as u8, &expected));
     assert!(refused[0].1.seconds < AT_ONCE);
     job.start(&Role { timeout_ms: 20_000, ..job.role(3) });
     let reports = job.finish();
@@ -339,7 +339,7 @@ fn a_process_that_claims_a_rank_of_a_group_that_lives_is_refused() {
             let expected =
                 format!("rank {rank} of group \"g\" of 4 ranks is claimed twice: by pid {} and by pid {}", job.pid(rank), late.pid(rank));
             let refused = late.finish();
-            assert_eq!((refused[0].1.kind, &refused[0].1.message), (Kind::Config as u8, &expected));
+            assert_eq!((refused[0].1.kind, &refused[0].1.message), (ErrorKind::Config as u8, &expected));
             assert!(refused[0].1.seconds < AT_ONCE && refused[0].1.leaked == 0, "{refused:?}");
             assert!(formed(&job), "the late one has left something");
             late.dir = own;
@@ -371,10 +371,10 @@ fn too_few_descriptors_are_named_by_all() {
             if spare == 0 {
                 // It cannot even determine the kernel version.
                 let expected = format!("rank {victim} (pid {pid}) cannot join group \"g\" of 4 ranks: /proc/");
-                assert!(report.kind == Kind::Config as u8 && report.message.starts_with(&expected), "{case}");
+                assert!(report.kind == ErrorKind::Config as u8 && report.message.starts_with(&expected), "{case}");
                 assert!(report.message.contains("Too many open files") && report.message.ends_with("raise ulimit -n"), "{case}");
             } else {
-                assert_eq!(report.kind, Kind::Config as u8, "{case}");
+                assert_eq!(report.kind, ErrorKind::Config as u8, "{case}");
                 assert!(report.message.starts_with("RLIMIT_NOFILE "), "{case}");
                 assert!(report.message.contains(&format!(" of rank {victim} (pid {pid}) is too low: ")), "{case}");
             }

@@ -7,13 +7,13 @@ use serde_json::Value;
 use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
-use symm::boot::{JoinSpec, Joined, join};
+use symm::bootstrap::{JoinSpec, Joined, join};
 use symm::error::{Error, Result};
 use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
-use symm::store::request::{Op, Request};
-use symm::store::table::Reply;
+use symm::store::request::{Request, StoreOp};
+use symm::store::table::TableReply;
 use symm::sys::required;
 
 pub(crate) const SHORT: Duration = Duration::from_millis(400);
@@ -51,11 +51,11 @@ pub(crate) fn spec(group: &str, rank: u32, size: u32, timeout: Duration) -> Join
         group,
         rank: Rank(rank),
         size,
-        restart: "0",
+        attempt: "0",
         timeout,
         segment_bytes: 8192,
         reserved_bytes: 4096,
-        keep_membership: false,
+        hold_rank: false,
         global_ranks: &[],
         known: None,
     }
@@ -86,14 +86,14 @@ fn replace(bytes: &[u8], from: &str, to: &str) -> Vec<u8> {
 }
 
 impl Store for Doctored<'_> {
-    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         let values: Vec<Vec<u8>> = request.values.iter().map(|value| replace(value, self.from, self.to)).collect();
         let changed = Request { values: values.iter().map(Vec::as_slice).collect(), ..request.clone() };
         let reply = self.inner.call(&changed, limit)?;
-        if request.op == Op::CompareSet
-            && let Reply::Value(standing) = &reply
+        if request.op == StoreOp::CompareSet
+            && let TableReply::Value(standing) = &reply
         {
-            return Ok(Reply::Value(replace(standing, self.to, self.from).into()));
+            return Ok(TableReply::Value(replace(standing, self.to, self.from).into()));
         }
         Ok(reply)
     }
@@ -126,7 +126,7 @@ pub(crate) fn token(record: &Value) -> Vec<u8> {
     record["nonce"].as_array().unwrap().iter().map(|byte| byte.as_u64().unwrap() as u8).collect()
 }
 
-/// The first message of a rank to rank 0, as `src/boot/wire.rs` writes it.
+/// The first message of a rank to rank 0, as `src/bootstrap/wire.rs` writes it.
 pub(crate) fn hello(rank: u32, size: u32, pid: u32, bytes: u64, token: &[u8]) -> Vec<u8> {
     let mut message = Vec::from(*b"symm");
     for word in [2, rank, size, pid] {

@@ -1,15 +1,15 @@
 //! The workspace of fused matmuls: a call's data have been read by all peers when they are overwritten two calls later,
 //! without a barrier in between.
 
-use super::endings::Thirty2;
+use super::failure::Thirty2;
 use super::{Cell, model};
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
 use symm::error::Result;
-use symm::fused::schedule::{self, Channel, Step};
-use symm::fused::workspace::{Begun, Workspace};
-use symm::fused::{Gather, Shards};
+use symm::fused::schedule::{self, PadChannel, StreamStep};
+use symm::fused::workspace::{CallStart, Workspace};
+use symm::fused::{GatherPlan, ShardBatch};
 use symm::rank::Rank;
 use symm::window::signal_host::{Words, meet};
 
@@ -27,7 +27,7 @@ struct Memory {
 struct Side<'a> {
     memory: &'a Memory,
     me: usize,
-    channel: Channel,
+    channel: PadChannel,
 }
 
 impl Words for Side<'_> {
@@ -77,28 +77,28 @@ fn run(memory: &Memory, me: usize, ops: &[Op], turns: fn(usize) -> usize) {
     for (call, op) in ops.iter().enumerate() {
         let turn = loop {
             match workspace.begin("test", BYTES, 0).unwrap() {
-                Begun::Turn(turn) => break turn,
-                Begun::Make(memory) => workspace.made(&memory),
+                CallStart::Turn(turn) => break turn,
+                CallStart::Make(memory) => workspace.made(&memory),
             }
         };
         let piece = turns(usize::from(turn.offset > 0));
-        let plan = Gather { own_early: false, products: vec![Shards { ranks: peer..peer + 1, arrived: 1 }] };
+        let plan = GatherPlan { own_early: false, products: vec![ShardBatch { ranks: peer..peer + 1, arrived: 1 }] };
         let (steps, from) = match op {
             Op::Gather => (schedule::gather(RANKS, me, &plan, turn.entry, false), 0),
             Op::Scatter => (schedule::scatter(RANKS, me, 0, turn.entry), me),
         };
         for step in steps {
             match (step, op) {
-                (Step::Mark(..) | Step::After(..) | Step::OwnRows(_) | Step::Multiply(_), Op::Gather) => {}
-                (Step::Mark(..) | Step::After(..) | Step::OwnRows(_), Op::Scatter) => {}
-                (Step::Barrier(_, channel), _) => meet(&side(channel)).unwrap(),
-                (Step::Signal(to), _) => change(&memory.words[to][Channel::Part as usize], 0, 1),
-                (Step::Wait(_), _) => change(&memory.words[me][Channel::Part as usize], 1, 0),
-                (Step::Share, _) => memory.parts[me][piece][0].write(value(call, me, 0)),
-                (Step::Multiply(ranks), Op::Scatter) => {
+                (StreamStep::Mark(..) | StreamStep::After(..) | StreamStep::OwnRows(_) | StreamStep::Multiply(_), Op::Gather) => {}
+                (StreamStep::Mark(..) | StreamStep::After(..) | StreamStep::OwnRows(_), Op::Scatter) => {}
+                (StreamStep::Barrier(_, channel), _) => meet(&side(channel)).unwrap(),
+                (StreamStep::Signal(to), _) => change(&memory.words[to][PadChannel::Part as usize], 0, 1),
+                (StreamStep::Wait(_), _) => change(&memory.words[me][PadChannel::Part as usize], 1, 0),
+                (StreamStep::Share, _) => memory.parts[me][piece][0].write(value(call, me, 0)),
+                (StreamStep::Multiply(ranks), Op::Scatter) => {
                     memory.parts[me][piece][ranks.start].write(value(call, me, ranks.start));
                 }
-                (Step::Fetch(_) | Step::Sum, _) => assert_eq!(memory.parts[peer][piece][from].read(), value(call, peer, from)),
+                (StreamStep::Fetch(_) | StreamStep::Sum, _) => assert_eq!(memory.parts[peer][piece][from].read(), value(call, peer, from)),
             }
         }
     }

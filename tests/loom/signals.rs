@@ -1,6 +1,6 @@
 //! Signal pads on CPU: a barrier's words are reused at once, and cleared before any rank may set them.
 
-use super::endings::Thirty2;
+use super::failure::Thirty2;
 use super::{Cell, Word, model};
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};

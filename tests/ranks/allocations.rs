@@ -4,7 +4,7 @@ use crate::threads::with_ranks;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use symm::coll::alias::overwritten;
-use symm::coll::call::{Call, Op, Span, Spec};
+use symm::coll::call::{Call, CallSpec, Collective, Span};
 use symm::dtype::DType;
 use symm::rank::Rank;
 
@@ -36,20 +36,26 @@ fn a_short_call_on_an_idle_group_takes_no_memory() {
         for count in [1, 100] {
             let mut data = vec![rank as i32 + 1; count];
             let (me, n) = group.place();
-            let mut run = |op: Op| {
+            let mut run = |op: Collective| {
                 let span = [Span { addr: data.as_mut_ptr().addr(), bytes: size_of_val(&*data) }];
                 let (inputs, outputs): (&[Span], &[Span]) = match (op, rank) {
-                    (Op::Broadcast, 0) => (&span, &[]),
-                    (Op::Broadcast, _) => (&[], &span),
+                    (Collective::Broadcast, 0) => (&span, &[]),
+                    (Collective::Broadcast, _) => (&[], &span),
                     _ => (&span, &span),
                 };
-                let spec =
-                    Spec { op, dtype: DType::I32, root: Rank(0), inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) };
+                let spec = CallSpec {
+                    op,
+                    dtype: DType::I32,
+                    root: Rank(0),
+                    inputs: inputs.into(),
+                    outputs: outputs.into(),
+                    ..CallSpec::barrier(None)
+                };
                 assert_eq!(overwritten(std::slice::from_ref(&spec), me), []);
                 // SAFETY: `data` is this rank's own, and outlives the call.
                 group.run(&[unsafe { Call::new(spec, me, n) }.unwrap()], None).unwrap();
             };
-            for op in [Op::AllReduce, Op::Broadcast] {
+            for op in [Collective::AllReduce, Collective::Broadcast] {
                 (0..3).for_each(|_| run(op));
                 let before = TAKEN.get();
                 (0..10).for_each(|_| run(op));

@@ -1,13 +1,13 @@
 //! Every collective × dtype × reduce op × odd sizes × 1 to 8 ranks × algorithm, compared with the definition: on
 //! private memory, and on symmetric memory of some ranks or of all. Ranks as processes:
-//! `tests/python/test_symm_mem_direct.py`.
+//! `tests/python/test_symm_mem_zero_copy.py`.
 //!
 //! Reductions are compared bit by bit with one call of the kernel over all ranks' inputs, which `kernels::cpu` checks
 //! against an f64 reference. So every algorithm, size and location of tensors gives the same bits on every rank.
 
 use crate::threads::{call, input, reduced, run, span, with_ranks};
 use std::time::Instant;
-use symm::coll::call::{Op, Span, Spec};
+use symm::coll::call::{CallSpec, Collective, Span};
 use symm::dtype::{DType, ReduceOp};
 use symm::group::Group;
 use symm::kernels::cpu;
@@ -76,10 +76,10 @@ struct Member<'a> {
 
 impl Member<'_> {
     /// Runs a call on the tensors allocated last, before they are overwritten.
-    fn run(&mut self, op: Op, dtype: DType, reduce_op: ReduceOp, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) {
+    fn run(&mut self, op: Collective, dtype: DType, reduce_op: ReduceOp, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) {
         let factor = f64::from(self.rank) + 0.5;
         let (inputs, outputs) = (inputs.into(), outputs.into());
-        let spec = Spec { op, dtype, reduce_op, root: Rank(root), factor, inputs, outputs, call_site: None };
+        let spec = CallSpec { op, dtype, reduce_op, root: Rank(root), factor, inputs, outputs, call_site: None };
         run(self.group, spec, None).unwrap();
         (self.given.used, self.taken.used) = (0, 0);
     }
@@ -105,15 +105,15 @@ impl Member<'_> {
         let all = (0..self.n).map(|from| input(dtype, from, 0, bytes)).collect::<Vec<_>>();
         let expected = reduced(dtype, op, &all);
         let spans = self.give(dtype, self.rank, &[bytes]);
-        self.run(Op::AllReduce, dtype, op, 0, spans.clone(), spans.clone());
+        self.run(Collective::AllReduce, dtype, op, 0, spans.clone(), spans.clone());
         assert!(*bytes_of(spans[0]) == expected, "all_reduce in place, {what}");
         // Not in place: no rank's input changes.
         let (spans, outputs) = (self.give(dtype, self.rank, &[bytes]), self.blank(&[bytes]));
-        self.run(Op::AllReduce, dtype, op, 0, spans.clone(), outputs.clone());
+        self.run(Collective::AllReduce, dtype, op, 0, spans.clone(), outputs.clone());
         assert!(*bytes_of(outputs[0]) == expected && *bytes_of(spans[0]) == all[self.rank as usize], "all_reduce, {what}");
         let (root, spans) = (self.n - 1, self.give(dtype, self.rank, &[bytes]));
         let outputs = if self.rank == root { self.blank(&[bytes]) } else { vec![] };
-        self.run(Op::Reduce, dtype, op, root, spans, outputs.clone());
+        self.run(Collective::Reduce, dtype, op, root, spans, outputs.clone());
         assert!(outputs.iter().all(|output| *bytes_of(*output) == expected), "reduce, {what}");
     }
 
@@ -125,7 +125,7 @@ impl Member<'_> {
         for in_place in [false, true] {
             let inputs = self.give(dtype, self.rank, &lengths);
             let output = if in_place { inputs[own] } else { self.blank(&lengths[own..=own])[0] };
-            self.run(Op::ReduceScatter, dtype, op, 0, inputs.clone(), vec![output]);
+            self.run(Collective::ReduceScatter, dtype, op, 0, inputs.clone(), vec![output]);
             assert!(*bytes_of(output) == expected, "reduce_scatter of {} ranks, {dtype:?}, {op:?}, {bytes} bytes, rank {own}", self.n);
             for (to, span) in (0..).zip(inputs).filter(|(to, _)| *to != self.rank) {
                 assert!(*bytes_of(span) == input(dtype, self.rank, to, span.bytes), "an input has changed");
@@ -141,29 +141,29 @@ impl Member<'_> {
 
         let inputs = if rank == root { self.give(dtype, rank, &[bytes]) } else { vec![] };
         let outputs = if rank == root { vec![] } else { self.blank(&[bytes]) };
-        self.run(Op::Broadcast, dtype, sum, root, inputs, outputs.clone());
+        self.run(Collective::Broadcast, dtype, sum, root, inputs, outputs.clone());
         assert!(outputs.iter().all(|span| *bytes_of(*span) == input(dtype, root, 0, bytes)), "{}", what("broadcast"));
 
         let lengths: Vec<usize> = others.clone().map(uneven).collect();
         let gathered = |outputs: &[Span]| (0..).zip(outputs).all(|(r, span)| *bytes_of(*span) == input(dtype, r, 0, span.bytes));
         let (inputs, outputs) = (self.give(dtype, rank, &lengths[own..=own]), self.blank(&lengths));
-        self.run(Op::AllGather, dtype, sum, 0, inputs, outputs.clone());
+        self.run(Collective::AllGather, dtype, sum, 0, inputs, outputs.clone());
         assert!(gathered(&outputs), "{}", what("all_gather"));
         // In place: this rank's input is at its place in the output.
         let outputs = self.given.take(own, &lengths);
         outputs.iter().for_each(|span| bytes_of(*span).fill(0xee));
         bytes_of(outputs[own]).copy_from_slice(&input(dtype, rank, 0, lengths[own]));
-        self.run(Op::AllGather, dtype, sum, 0, vec![outputs[own]], outputs.clone());
+        self.run(Collective::AllGather, dtype, sum, 0, vec![outputs[own]], outputs.clone());
         assert!(gathered(&outputs), "{}", what("all_gather in place"));
 
         let outputs = if rank == root { self.blank(&vec![bytes; n as usize]) } else { vec![] };
         let inputs = self.give(dtype, rank, &[bytes]);
-        self.run(Op::Gather, dtype, sum, root, inputs, outputs.clone());
+        self.run(Collective::Gather, dtype, sum, root, inputs, outputs.clone());
         assert!(gathered(&outputs), "{}", what("gather"));
 
         let inputs = if rank == root { self.give(dtype, rank, &vec![bytes; n as usize]) } else { vec![] };
         let outputs = self.blank(&[bytes]);
-        self.run(Op::Scatter, dtype, sum, root, inputs, outputs.clone());
+        self.run(Collective::Scatter, dtype, sum, root, inputs, outputs.clone());
         assert!(*bytes_of(outputs[0]) == input(dtype, root, rank, bytes), "{}", what("scatter"));
 
         // Every pair has a different length; one is zero.
@@ -171,12 +171,12 @@ impl Member<'_> {
         let sent: Vec<usize> = others.clone().map(|to| pair(rank, to)).collect();
         let got: Vec<usize> = others.map(|from| pair(from, rank)).collect();
         let (inputs, outputs) = (self.give(dtype, rank, &sent), self.blank(&got));
-        self.run(Op::AllToAll, dtype, sum, 0, inputs, outputs.clone());
+        self.run(Collective::AllToAll, dtype, sum, 0, inputs, outputs.clone());
         let exchanged = |outputs: &[Span]| (0..).zip(outputs).all(|(r, span)| *bytes_of(*span) == input(dtype, r, rank, span.bytes));
         assert!(exchanged(&outputs), "{}", what("all_to_all"));
         // In place: peers would read memory that this rank overwrites, so they must not.
         let spans = self.give(dtype, rank, &vec![bytes; n as usize]);
-        self.run(Op::AllToAll, dtype, sum, 0, spans.clone(), spans.clone());
+        self.run(Collective::AllToAll, dtype, sum, 0, spans.clone(), spans.clone());
         assert!(exchanged(&spans), "{}", what("all_to_all in place"));
     }
 }
@@ -282,12 +282,12 @@ fn no_rank_returns_while_another_reads_its_tensor() {
             let spans = member.given.take(0, &[40_000]);
             bytes_of(spans[0]).fill((turn + member.rank) as u8);
             if turn % 2 == 0 {
-                member.run(Op::AllReduce, DType::U8, ReduceOp::Sum, 0, spans.clone(), spans.clone());
+                member.run(Collective::AllReduce, DType::U8, ReduceOp::Sum, 0, spans.clone(), spans.clone());
                 let sum = (0..n).fold(0u8, |sum, rank| sum.wrapping_add((turn + rank) as u8));
                 assert!(bytes_of(spans[0]).iter().all(|&byte| byte == sum), "turn {turn}");
             } else {
                 let outputs = member.taken.take(0, &vec![40_000; n as usize]);
-                member.run(Op::AllGather, DType::U8, ReduceOp::Sum, 0, spans.clone(), outputs.clone());
+                member.run(Collective::AllGather, DType::U8, ReduceOp::Sum, 0, spans.clone(), outputs.clone());
                 bytes_of(spans[0]).fill(0xaa);
                 for (rank, span) in (0..).zip(&outputs) {
                     assert!(bytes_of(*span).iter().all(|&byte| byte == (turn + rank) as u8), "turn {turn}");
@@ -304,7 +304,7 @@ fn many_small_calls_of_mixed_kinds_keep_their_order() {
             let bytes = [4, 64, 12_000, 100][i as usize % 4];
             let mut data = vec![i.wrapping_mul(rank + 1); bytes / 4];
             let span = vec![span(&mut data)];
-            run(group, call(Op::AllReduce, DType::I32, span.clone(), span), None).expect("all_reduce");
+            run(group, call(Collective::AllReduce, DType::I32, span.clone(), span), None).expect("all_reduce");
             assert!(data.iter().all(|&value| value == i.wrapping_mul(10)), "call {i}");
         }
     });
@@ -317,7 +317,7 @@ fn more_ranks_than_cores_do_not_collapse() {
         for _ in 0..50 {
             let mut data = vec![1i32; 5000];
             let span = vec![span(&mut data)];
-            run(group, call(Op::AllReduce, DType::I32, span.clone(), span), None).expect("all_reduce");
+            run(group, call(Collective::AllReduce, DType::I32, span.clone(), span), None).expect("all_reduce");
             assert!(data.iter().all(|&value| value == 16));
         }
     });

@@ -7,32 +7,32 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use symm::coll::call::{Op, Span};
+use symm::coll::call::{Collective, Span};
 use symm::coll::message::{Message, MessageSpec};
 use symm::completion::Completion;
 use symm::control::Identity;
 use symm::dtype::DType;
-use symm::error::{Error, Kind, Result};
-use symm::group::{Group, Tuning};
-use symm::mem::layout::{INLINE_BYTES, LINE_PAIR, Layout, POST_HEAD, RING_HEAD};
-use symm::mem::shm::Segment;
+use symm::error::{Error, ErrorKind, Result};
+use symm::group::{Group, GroupTuning};
+use symm::mem::layout::{INLINE_BYTES, LINE_PAIR, POST_HEAD, RING_HEAD, SegmentLayout};
+use symm::mem::shm::ShmSegment;
 use symm::rank::Rank;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The memory of a group of `n`, and a mapping of it that belongs to no rank.
-fn memory(n: usize) -> (OwnedFd, Segment) {
-    let bytes = Layout::new(n).total_bytes();
-    let file = Segment::create(bytes).unwrap();
-    let forger = Segment::map(file.try_clone().unwrap(), bytes).unwrap();
+fn memory(n: usize) -> (OwnedFd, ShmSegment) {
+    let bytes = SegmentLayout::new(n).total_bytes();
+    let file = ShmSegment::create(bytes).unwrap();
+    let forger = ShmSegment::map(file.try_clone().unwrap(), bytes).unwrap();
     (file, forger)
 }
 
 fn assemble(file: &OwnedFd, rank: u32, n: u32, direct: bool) -> Group {
-    let segment = Segment::map(file.try_clone().unwrap(), Layout::new(n as usize).total_bytes()).unwrap();
+    let segment = ShmSegment::map(file.try_clone().unwrap(), SegmentLayout::new(n as usize).total_bytes()).unwrap();
     let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
-    let tuning = Tuning { direct, ..Tuning::default() };
-    Group::assemble(segment, "test", Rank(rank), members, PATIENCE, tuning).unwrap()
+    let tuning = GroupTuning { zero_copy: direct, ..GroupTuning::default() };
+    Group::from_joined(segment, "test", Rank(rank), members, PATIENCE, tuning).unwrap()
 }
 
 /// Both ranks of a group of two. `timeout` is for their calls; a busy node may need longer to start two threads.
@@ -96,15 +96,15 @@ impl Drop for Pages {
 
 /// The ring through which rank 1 sends to rank 0, written by the forger.
 struct Ring<'a> {
-    forger: &'a Segment,
+    forger: &'a ShmSegment,
     tail: u64,
 }
 
 impl Ring<'_> {
     /// Writes four words as the next frame, and publishes `bytes` bytes.
     fn say(&mut self, words: [u64; 4], bytes: u64) {
-        let base = Layout::new(2).ring(Rank(1), Rank(0));
-        let place = base + RING_HEAD + (self.tail % Layout::new(2).ring_data_bytes() as u64) as usize;
+        let base = SegmentLayout::new(2).ring(Rank(1), Rank(0));
+        let place = base + RING_HEAD + (self.tail % SegmentLayout::new(2).ring_data_bytes() as u64) as usize;
         for (index, word) in words.into_iter().enumerate() {
             // SAFETY: atomics; frames are words of a ring.
             unsafe { self.forger.at::<AtomicU64>(place + 8 * index) }.store(word, Ordering::Relaxed);
@@ -116,7 +116,7 @@ impl Ring<'_> {
 
     /// Number of bytes that rank 0 has read.
     fn read(&self) -> u64 {
-        let base = Layout::new(2).ring(Rank(1), Rank(0));
+        let base = SegmentLayout::new(2).ring(Rank(1), Rank(0));
         // SAFETY: the second counter of a ring is its head.
         unsafe { self.forger.at::<AtomicU64>(base + LINE_PAIR) }.load(Ordering::Acquire)
     }
@@ -127,7 +127,7 @@ fn memory_of_a_send_that_has_failed_is_not_read_again() {
     let (file, _forger) = memory(2);
     let [sender, receiver] = pair(&file, PATIENCE, false);
     // More than the ring holds, so that some wait for space.
-    let fit = (Layout::new(2).ring_data_bytes() / (60 << 10)) as i32;
+    let fit = (SegmentLayout::new(2).ring_data_bytes() / (60 << 10)) as i32;
     let sent: Vec<(Pages, _)> = (0..fit + 12)
         .map(|tag| {
             let (pages, (done, outcome)) = (Pages::new(60 << 10), received());
@@ -164,8 +164,8 @@ fn forged_frames_end_no_transfer_of_others_and_stretch_none() {
         outcome()
     })
     .expect_err("nobody asks twice");
-    assert_eq!(error.kind, Kind::Internal, "{error}");
-    assert!(error.message.contains("rank 1") && error.message.contains("makes no sense"), "{error}");
+    assert_eq!(error.kind, ErrorKind::Internal, "{error}");
+    assert!(error.message.contains("rank 1") && error.message.contains("malformed"), "{error}");
     drop(pages);
     victim.progress();
 }
@@ -192,7 +192,7 @@ fn a_frame_that_makes_no_sense_is_an_error_that_names_its_sender() {
             outcome()
         })
         .expect_err(what);
-        assert!(error.kind == Kind::Internal && error.message.contains("rank 1"), "{what}: {error}");
+        assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{what}: {error}");
         assert_eq!(room, [0; 16], "{what}");
     }
 }
@@ -261,7 +261,7 @@ fn accepted(bytes: usize, frames: &[([u64; 4], u64)]) {
 
 fn refused(bytes: usize, frames: &[([u64; 4], u64)]) {
     let error = outcome_of(bytes, frames, true).expect("an outcome").expect_err("no sender writes such frames");
-    assert!(error.kind == Kind::Internal && error.message.contains("rank 1"), "{error}");
+    assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{error}");
 }
 
 #[test]
@@ -301,7 +301,7 @@ fn a_message_whose_rest_does_not_come_is_no_message() {
     assert_eq!(outcome_of(BYTES as usize, &[begun, more(8 << 10)], false), None, "24 of 40 KB have come");
     refused(BYTES as usize, &[([1 | 3 << 32, 77, BYTES, 0], 32)]);
     let other = outcome_of(16, &[begun, more(24 << 10)], true).expect("an outcome").expect_err("it is longer than the receive");
-    assert_eq!(other.kind, Kind::Mismatch, "{other}");
+    assert_eq!(other.kind, ErrorKind::Mismatch, "{other}");
 }
 
 #[test]
@@ -320,7 +320,7 @@ fn more_short_messages_than_may_go_unasked_are_an_error_that_names_their_sender(
     victim.progress();
     // The progress thread may have noticed it.
     let error = until("an outcome", outcome).expect_err("one too many");
-    assert!(error.kind == Kind::Internal && error.message.contains("rank 1"), "{error}");
+    assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{error}");
 }
 
 /// A generator of the same numbers in every run.
@@ -341,10 +341,10 @@ fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
     let part = |index: usize, count: usize| Span { addr: room.as_ptr() as usize + 4 * 1024 * index, bytes: 4 * count };
     assert!(words >= 8 * 1024);
     for count in [1, 300, 1000] {
-        run(group, call(Op::AllReduce, DType::I32, vec![part(0, count)], vec![part(0, count)]), None)?;
+        run(group, call(Collective::AllReduce, DType::I32, vec![part(0, count)], vec![part(0, count)]), None)?;
         let outputs = vec![part(2 + me, if me == 0 { count } else { 1 }); 2];
-        run(group, call(Op::AllToAll, DType::I32, vec![part(0, count), part(1, 1)], outputs), None)?;
-        run(group, call(Op::AllGather, DType::I32, vec![part(0, count)], vec![part(4, count), part(5, count)]), None)?;
+        run(group, call(Collective::AllToAll, DType::I32, vec![part(0, count), part(1, 1)], outputs), None)?;
+        run(group, call(Collective::AllGather, DType::I32, vec![part(0, count)], vec![part(4, count), part(5, count)]), None)?;
         let (done, outcome) = received();
         let peer = 1 - me as u32;
         let ticket = if me == 0 {
@@ -360,8 +360,8 @@ fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
 
 /// Rank 1's part of the first collective, matching rank 0's call, but with a message to itself of `longest` bytes and
 /// all stages done.
-fn forge_an_all_to_all(forger: &Segment, bytes: u64, longest: u64) {
-    let layout = Layout::new(2);
+fn forge_an_all_to_all(forger: &ShmSegment, bytes: u64, longest: u64) {
+    let layout = SegmentLayout::new(2);
     let word = |offset: usize| {
         // SAFETY: atomics may be written anywhere within the segment.
         unsafe { forger.at::<AtomicU64>(offset) }
@@ -389,11 +389,11 @@ fn stages_without_end_end_at_the_deadline_or_with_the_group() {
         let parts: Vec<Span> = room.chunks_mut(4096).map(span).collect();
         let (inputs, outputs) = (parts[..2].to_vec(), parts[2..].to_vec());
         let error = thread::scope(|scope| {
-            let running = scope.spawn(|| run(&victim, call(Op::AllToAll, DType::I32, inputs, outputs), None));
+            let running = scope.spawn(|| run(&victim, call(Collective::AllToAll, DType::I32, inputs, outputs), None));
             forge_an_all_to_all(&forger, 4096, 1 << 60);
             if aborted {
                 // SAFETY: atomics; the first word of a member is its stage.
-                let stage = unsafe { forger.at::<AtomicU64>(Layout::new(2).member(Rank(0))) };
+                let stage = unsafe { forger.at::<AtomicU64>(SegmentLayout::new(2).member(Rank(0))) };
                 until("the 1000th stage of rank 0", || (stage.load(Ordering::Acquire) >= 1000).then_some(()));
                 victim.abort();
             }
@@ -407,15 +407,15 @@ fn stages_without_end_end_at_the_deadline_or_with_the_group() {
             assert!(ended, "the call outlasts its deadline or the group: {error}");
             error
         });
-        assert_eq!(error.kind, if aborted { Kind::Aborted } else { Kind::Timeout }, "{error}");
-        assert!(aborted || error.message.contains("until its timeout in all_to_all"), "{error}");
+        assert_eq!(error.kind, if aborted { ErrorKind::Aborted } else { ErrorKind::Timeout }, "{error}");
+        assert!(aborted || error.message.contains("s in all_to_all"), "{error}");
     }
 }
 
 #[test]
 fn garbage_in_the_shared_memory_never_harms_a_rank() {
     let mut dice = Dice(0x9E37_79B9_7F4A_7C15);
-    let layout = Layout::new(2);
+    let layout = SegmentLayout::new(2);
     for round in 0..60 {
         let (file, forger) = memory(2);
         let groups = pair(&file, Duration::from_millis(150), round % 2 == 0);
@@ -488,7 +488,7 @@ fn a_wait_that_panics_leaves_what_is_open_to_the_progress_thread() {
         victim.recv(message(1, 4, span(&mut second)), done).unwrap();
         let panicked = thread::scope(|scope| {
             let waiting = scope.spawn(|| std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| victim.wait(ticket, Some(PATIENCE)))));
-            until("the wait", || silent.control().attends(Rank(0)).then_some(()));
+            until("the wait", || silent.control().is_progressing(Rank(0)).then_some(()));
             ring.say([1 | 3 << 32, 1, 16, 0], 64);
             waiting.join().unwrap().is_err()
         });

@@ -6,9 +6,9 @@ mod process;
 mod threads;
 
 mod allocations;
+mod cma;
 mod collectives;
 mod hostile_memory;
 mod memory_limit;
-mod read;
-mod splits;
+mod uneven_splits;
 mod windows;

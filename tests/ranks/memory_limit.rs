@@ -4,7 +4,7 @@
 use crate::process::{process, role};
 use std::io::{Result, Write};
 use std::path::{Path, PathBuf};
-use symm::error::Kind;
+use symm::error::ErrorKind;
 use symm::symm_mem::HOST;
 use symm::window::allocations::{allocate, free};
 
@@ -19,7 +19,7 @@ fn within() {
     std::fs::write(Path::new(&cgroup).join("cgroup.procs"), std::process::id().to_string()).unwrap();
     for _ in 0..2 {
         let error = allocate(HOST, 2 * LIMIT).expect_err("twice the limit");
-        assert_eq!(error.kind, Kind::Config);
+        assert_eq!(error.kind, ErrorKind::Config);
         let expected = format!("out of memory: symmetric memory of the host needs {} bytes, ", 2 * LIMIT);
         let rest = error.message.strip_prefix(&expected).unwrap_or_else(|| panic!("{error}"));
         let (left, of) = rest.split_once(" are free ").unwrap_or_else(|| panic!("{error}"));

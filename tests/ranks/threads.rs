@@ -2,28 +2,28 @@
 #![allow(dead_code, reason = "each program uses its part")]
 
 use std::time::Duration;
-use symm::coll::call::{Call, Op, Span, Spec};
+use symm::coll::call::{Call, CallSpec, Collective, Span};
 use symm::control::Identity;
 use symm::dtype::{DType, ReduceOp};
 use symm::error::Result;
-use symm::group::{Group, Tuning};
-use symm::kernels::cpu::{self, Source, Store};
-use symm::mem::layout::Layout;
-use symm::mem::shm::Segment;
+use symm::group::{Group, GroupTuning};
+use symm::kernels::cpu::{self, InputElements, WriteMode};
+use symm::mem::layout::SegmentLayout;
+use symm::mem::shm::ShmSegment;
 use symm::rank::Rank;
 
 /// Runs `body` on `n` ranks, each in a separate thread.
 pub(crate) fn with_ranks(n: u32, body: impl Fn(&Group, u32) + Sync) {
-    let bytes = Layout::new(n as usize).total_bytes();
-    let file = Segment::create(bytes).expect("memfd");
+    let bytes = SegmentLayout::new(n as usize).total_bytes();
+    let file = ShmSegment::create(bytes).expect("memfd");
     std::thread::scope(|scope| {
         for rank in 0..n {
             let (file, body) = (file.try_clone().expect("dup"), &body);
             scope.spawn(move || {
-                let segment = Segment::map(file, bytes).expect("map");
+                let segment = ShmSegment::map(file, bytes).expect("map");
                 let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
-                let group =
-                    Group::assemble(segment, "test", Rank(rank), members, Duration::from_secs(60), Tuning::default()).expect("assemble");
+                let group = Group::from_joined(segment, "test", Rank(rank), members, Duration::from_secs(60), GroupTuning::default())
+                    .expect("assemble");
                 body(&group, rank);
             });
         }
@@ -36,12 +36,12 @@ pub(crate) fn span<T>(data: &mut [T]) -> Span {
 }
 
 /// A call of root 0.
-pub(crate) fn call(op: Op, dtype: DType, inputs: Vec<Span>, outputs: Vec<Span>) -> Spec<'static> {
-    Spec { op, dtype, inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) }
+pub(crate) fn call(op: Collective, dtype: DType, inputs: Vec<Span>, outputs: Vec<Span>) -> CallSpec<'static> {
+    CallSpec { op, dtype, inputs: inputs.into(), outputs: outputs.into(), ..CallSpec::barrier(None) }
 }
 
 /// Runs one call of `group`.
-pub(crate) fn run(group: &Group, spec: Spec<'_>, timeout: Option<Duration>) -> Result<()> {
+pub(crate) fn run(group: &Group, spec: CallSpec<'_>, timeout: Option<Duration>) -> Result<()> {
     let (me, n) = group.place();
     // SAFETY: tests keep the memory of `spec` until the call has ended, each rank its own.
     group.run(&[unsafe { Call::new(spec, me, n) }?], timeout)
@@ -66,9 +66,9 @@ pub(crate) fn input(dtype: DType, from: u32, to: u32, bytes: usize) -> Vec<u8> {
 /// The expected reduction of `inputs`, one per rank.
 pub(crate) fn reduced(dtype: DType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
     let mut output = vec![0u8; inputs[0].len()];
-    let sources: Vec<Source> =
-        inputs.iter().enumerate().map(|(rank, data)| Source { ptr: data.as_ptr(), factor: rank as f64 + 0.5 }).collect();
+    let sources: Vec<InputElements> =
+        inputs.iter().enumerate().map(|(rank, data)| InputElements { ptr: data.as_ptr(), factor: rank as f64 + 0.5 }).collect();
     // SAFETY: all buffers are of the same length, a multiple of the element size.
-    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), Store::Cached) };
+    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), WriteMode::Cached) };
     output
 }

@@ -1,5 +1,5 @@
 //! Windows on symmetric host memory, with ranks as threads of one process. Ranks as processes:
-//! `tests/python/test_symm_mem_engine.py`.
+//! `tests/python/test_symm_mem_backend.py`.
 
 use crate::threads::{barrier, span, with_ranks};
 use std::collections::HashSet;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use symm::coll::call::Span;
 use symm::dtype::{DType, ReduceOp};
-use symm::error::Kind;
+use symm::error::ErrorKind;
 use symm::group::Group;
 use symm::symm_mem::HOST;
 use symm::window::SymmetricWindow;
@@ -62,7 +62,7 @@ fn windows_of_one_allocation_have_pads_of_their_own() {
         let peer = 1 - me as i32;
         one.put_signal(peer, 7, None, 0).unwrap();
         let error = two.wait_signal(peer, 7, SHORT, 0).unwrap_err();
-        assert!(error.kind == Kind::Timeout && error.message.contains(&format!("rank {peer}")), "{error}");
+        assert!(error.kind == ErrorKind::Timeout && error.message.contains(&format!("rank {peer}")), "{error}");
         one.wait_signal(peer, 7, None, 0).unwrap();
         barrier(group, None).unwrap();
         allocations::free(address).unwrap();
@@ -74,7 +74,7 @@ fn different_sizes_are_an_error_that_shows_both_sides_and_the_group_goes_on() {
     with_ranks(3, |group, me| {
         let address = allocations::allocate(HOST, if me == 2 { 8192 } else { 4096 }).unwrap();
         let error = group.rendezvous(HOST, address, PAD, None).err().unwrap();
-        assert_eq!(error.kind, Kind::Mismatch);
+        assert_eq!(error.kind, ErrorKind::Mismatch);
         for part in ["rank 0", "4096 bytes", "rank 2", "8192 bytes"] {
             assert!(error.message.contains(part), "{error}");
         }
@@ -92,7 +92,7 @@ fn memory_that_is_not_symmetric_is_refused_on_all_ranks() {
         let own = vec![0u8; 4096];
         let address = if me == 1 { own.as_ptr() as u64 } else { allocations::allocate(HOST, 4096).unwrap() };
         let error = group.rendezvous(HOST, address, PAD, None).err().unwrap();
-        assert!(error.kind == Kind::Value && error.message.contains("not in symmetric memory of the host"), "{error}");
+        assert!(error.kind == ErrorKind::Value && error.message.contains("not in symmetric memory of the host"), "{error}");
         assert_eq!(error.message.contains("rank 1"), me == 0, "the others are told who: {error}");
         if me == 0 {
             allocations::free(address).unwrap();
@@ -108,7 +108,7 @@ fn a_rank_that_does_not_come_is_named() {
         if me == 0 {
             let address = allocations::allocate(HOST, 64).unwrap();
             let error = group.rendezvous(HOST, address, PAD, SHORT).err().unwrap();
-            assert!(error.kind == Kind::Timeout && error.message.contains("rank 1"), "{error}");
+            assert!(error.kind == ErrorKind::Timeout && error.message.contains("rank 1"), "{error}");
             assert!(begun.elapsed() < Duration::from_secs(5));
             assert!(error.message.contains("rendezvous"), "{error}");
             allocations::free(address).unwrap();
@@ -138,7 +138,7 @@ fn memory_lasts_as_long_as_its_windows() {
         }
         two.barrier(1, None, 0).unwrap();
         drop(two);
-        assert_eq!(allocations::free(address).unwrap_err().kind, Kind::Value);
+        assert_eq!(allocations::free(address).unwrap_err().kind, ErrorKind::Value);
     });
 }
 
@@ -332,7 +332,7 @@ fn wrong_ranks_and_channels_are_refused() {
             window.barrier(PAD as i32 / 8, None, 0),
             window.put_signal(1, -1, None, 0),
         ] {
-            assert_eq!(error.unwrap_err().kind, Kind::Value);
+            assert_eq!(error.unwrap_err().kind, ErrorKind::Value);
         }
         barrier(group, None).unwrap();
         allocations::free(address).unwrap();
@@ -348,7 +348,7 @@ fn a_window_ends_with_its_group() {
         group.shutdown();
         // Both ranks call it, and could otherwise meet.
         let error = window.barrier(0, None, 0).unwrap_err();
-        assert!(error.kind == Kind::Aborted && error.message.contains("destroyed"), "rank {me}: {error}");
+        assert!(error.kind == ErrorKind::Aborted && error.message.contains("destroyed"), "rank {me}: {error}");
         allocations::free(address).unwrap();
     });
 }

@@ -3,9 +3,9 @@
 
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
-use symm::store::tcp::address::Address;
-use symm::store::tcp::limits::Limits;
-use symm::store::tcp::listen::Listeners;
+use symm::store::tcp::address::StoreAddress;
+use symm::store::tcp::limits::ConnectionLimits;
+use symm::store::tcp::listen::ListeningSockets;
 use symm::store::tcp::server::Server;
 use symm::store::tcp::{TcpOptions, TcpStore};
 
@@ -26,7 +26,7 @@ pub(crate) fn options(host: &str, port: u16) -> TcpOptions {
         multi_tenant: false,
         listen_fd: None,
         secret: None,
-        same_user: false,
+        require_same_user: false,
     }
 }
 
@@ -53,9 +53,9 @@ pub(crate) fn free_port() -> u16 {
 }
 
 /// A server on loopback with its own limits, and its port.
-pub(crate) fn server(limits: Limits, secret: Option<&str>) -> (Server, u16) {
-    let address = Address::resolve("127.0.0.1", 0, Instant::now() + LONG).unwrap();
-    let server = Server::start(Listeners::at(&address).unwrap(), secret.map(|secret| secret.as_bytes().to_vec()), limits).unwrap();
+pub(crate) fn server(limits: ConnectionLimits, secret: Option<&str>) -> (Server, u16) {
+    let address = StoreAddress::resolve("127.0.0.1", 0, Instant::now() + LONG).unwrap();
+    let server = Server::start(ListeningSockets::at(&address).unwrap(), secret.map(|secret| secret.as_bytes().to_vec()), limits).unwrap();
     let port = server.address().port();
     (server, port)
 }

@@ -10,12 +10,12 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use symm::error::{Error, Kind};
+use symm::error::{Error, ErrorKind};
 use symm::store::Store;
 use symm::store::file::FileStore;
 use symm::store::memory::MemoryStore;
-use symm::store::request::{Op, Request};
-use symm::sys::lock::{Mode, try_lock, unlock};
+use symm::store::request::{Request, StoreOp};
+use symm::sys::byte_lock::{Mode, try_lock, unlock};
 use tempfile::TempDir;
 
 const FRONT: usize = 80;
@@ -54,7 +54,7 @@ fn a_flipped_byte_anywhere_is_an_error_or_changes_nothing() {
                     assert_eq!(other.get("last", None).unwrap(), b"changed"[..]);
                 }
                 Err(error) => {
-                    assert!(error.kind == Kind::Config && error.message.contains("is damaged at byte "), "{error}");
+                    assert!(error.kind == ErrorKind::Config && error.message.contains("is damaged at byte "), "{error}");
                     assert_eq!(std::fs::read(&path).unwrap(), damaged, "nothing is repaired");
                 }
             }
@@ -69,7 +69,7 @@ fn a_file_cut_short_is_an_error_and_stays_as_it_is() {
         write_private(&path, &log[..length]);
         let error = FileStore::open(&path, MANY).err().unwrap();
         assert_eq!(error.message, refusal(&path).message);
-        assert!(error.kind == Kind::Config && error.message.contains(&format!("is damaged at byte {length}: it ends")), "{error}");
+        assert!(error.kind == ErrorKind::Config && error.message.contains(&format!("is damaged at byte {length}: it ends")), "{error}");
         assert_eq!(std::fs::read(&path).unwrap(), &log[..length]);
     }
 }
@@ -184,7 +184,7 @@ fn another_file_at_the_path_is_not_removed_and_a_wait_says_so() {
     std::fs::remove_file(&path).unwrap();
     write_private(&path, b"another's");
     let error = store.get("k", Some(Duration::from_secs(10))).unwrap_err();
-    assert!(error.kind == Kind::Config && error.message.contains("was removed or replaced"), "{error}");
+    assert!(error.kind == ErrorKind::Config && error.message.contains("was removed or replaced"), "{error}");
     drop(store);
     assert_eq!(std::fs::read(&path).unwrap(), b"another's");
     assert!(refusal(&path).message.contains("is damaged at byte 0: it does not begin like the log of a store"));
@@ -232,7 +232,7 @@ fn only_a_private_file_in_a_safe_folder_is_opened() {
     rustix::fs::mknodat(rustix::fs::CWD, &inside, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
     assert!(refusal(&inside).message.ends_with("it is not a regular file"));
     for path in ["", "/"] {
-        assert_eq!(refusal(Path::new(path)).kind, Kind::Config);
+        assert_eq!(refusal(Path::new(path)).kind, ErrorKind::Config);
     }
 }
 
@@ -257,10 +257,10 @@ fn a_wait_hears_of_a_key_soon_and_names_it_when_it_does_not_come() {
     assert!(keys.any(|key| late(&key) < Duration::from_millis(50)));
     let started = Instant::now();
     let error = first.wait(&["k", "absent"], Some(Duration::from_millis(50))).unwrap_err();
-    assert_eq!(error.kind, Kind::Timeout);
+    assert_eq!(error.kind, ErrorKind::Timeout);
     assert_eq!(error.message, format!("wait timeout after 50 ms: 1 key of 2 did not come: \"absent\" (file store {path:?})"));
     assert!((50..5000).contains(&started.elapsed().as_millis()));
-    assert_eq!(first.queue_pop("q", Some(Duration::ZERO)).unwrap_err().kind, Kind::Timeout);
+    assert_eq!(first.queue_pop("q", Some(Duration::ZERO)).unwrap_err().kind, ErrorKind::Timeout);
 }
 
 #[test]
@@ -320,10 +320,10 @@ fn reads_need_no_lock_and_writes_say_who_has_it() {
     let file = std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
     assert!(try_lock(file.as_fd(), 1 << 62, Mode::Exclusive).unwrap());
     assert_eq!(store.get("k", None).unwrap(), b"v"[..]);
-    let error = store.call(&Request::new(Op::Set, vec!["k"], vec![b"w"]), Some(Duration::from_millis(20))).unwrap_err();
+    let error = store.call(&Request::new(StoreOp::Set, vec!["k"], vec![b"w"]), Some(Duration::from_millis(20))).unwrap_err();
     let holder = format!("the lock of the file store {path:?} is held by process {} (alive, ", std::process::id());
     assert!(error.message.starts_with(&holder), "{error}");
-    assert_eq!(error.kind, Kind::Timeout);
+    assert_eq!(error.kind, ErrorKind::Timeout);
     unlock(file.as_fd(), 1 << 62).unwrap();
     store.set("k", b"w").unwrap();
 }
@@ -338,9 +338,9 @@ fn what_changes_nothing_is_not_written() {
     store.compare_set("c", b"not this", b"w").unwrap();
     store.compare_set("absent", b"something", b"w").unwrap();
     store.add("n", 0).unwrap();
-    assert_eq!(store.add("a", 1).unwrap_err().kind, Kind::Value);
-    assert_eq!(store.try_queue_pop("absent").unwrap_err().kind, Kind::QueueEmpty);
-    assert_eq!(store.queue_pop("absent", Some(Duration::from_millis(5))).unwrap_err().kind, Kind::Timeout);
+    assert_eq!(store.add("a", 1).unwrap_err().kind, ErrorKind::Value);
+    assert_eq!(store.try_queue_pop("absent").unwrap_err().kind, ErrorKind::QueueEmpty);
+    assert_eq!(store.queue_pop("absent", Some(Duration::from_millis(5))).unwrap_err().kind, ErrorKind::Timeout);
     assert_eq!(std::fs::read(&path).unwrap(), before);
     assert_eq!(store.add("new", 0).unwrap(), 0);
     assert!(FileStore::open(&path, 1).unwrap().check(&["new"]).unwrap());
@@ -354,7 +354,7 @@ fn large_values_and_many_keys() {
     first.set("large", &large).unwrap();
     assert!(second.get("large", None).unwrap() == large);
     let error = first.multi_set(&["a", "b"], &[&large, &large]).unwrap_err();
-    assert!(error.kind == Kind::Value && error.message.contains("a file store takes at most 134217728 at once"), "{error}");
+    assert!(error.kind == ErrorKind::Value && error.message.contains("a file store takes at most 134217728 at once"), "{error}");
     let names: Vec<String> = (0..1000).map(|index| format!("key {index}")).collect();
     let keys: Vec<&str> = names.iter().map(String::as_str).collect();
     for key in &keys {

@@ -5,9 +5,9 @@
 use crate::logs::{contents, expected, log_of, program};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
-use symm::error::{Error, Kind, Result};
+use symm::error::{Error, ErrorKind, Result};
 use symm::store::file::log::Replica;
-use symm::store::table::Answer;
+use symm::store::table::TableResult;
 
 const FRONT: usize = 80;
 const RECORD: usize = 12;
@@ -49,8 +49,8 @@ fn load(bytes: &[u8]) -> (Result<Replica>, usize) {
 
 fn contents_in(replica: &mut Replica) -> Vec<(String, Vec<u8>)> {
     contents(&mut |request| match replica.table.serve(request, None)? {
-        Answer::Done(reply) => Ok(reply),
-        Answer::Missing(_) => Err(Error::internal("missing")),
+        TableResult::Done(reply) => Ok(reply),
+        TableResult::Missing(_) => Err(Error::internal("missing")),
     })
 }
 
@@ -67,7 +67,7 @@ fn any_flipped_byte_is_an_error_or_changes_nothing() {
                     assert_eq!(contents_in(&mut replica), expected, "byte {at} ^ {flip:#x}");
                     survived += 1;
                 }
-                Err(error) => assert!(error.kind == Kind::Config && error.message.contains("at byte "), "{error:?}"),
+                Err(error) => assert!(error.kind == ErrorKind::Config && error.message.contains("at byte "), "{error:?}"),
             }
         }
     }
@@ -78,7 +78,7 @@ fn any_flipped_byte_is_an_error_or_changes_nothing() {
 #[test]
 fn what_stands_behind_the_end_does_not_count_and_nothing_is_no_log() {
     let (log, expected) = (log_of(|store| program(store)), expected());
-    assert!(Replica::load(&[][..]).is_err_and(|error| error.kind == Kind::Config && error.message.contains("is damaged at byte 0")));
+    assert!(Replica::load(&[][..]).is_err_and(|error| error.kind == ErrorKind::Config && error.message.contains("is damaged at byte 0")));
     for tail in [&log[FRONT..], &[0; 100], &[0xff; 100], &log[..]] {
         assert_eq!(contents_in(&mut Replica::load(&[&log[..], tail].concat()[..]).unwrap()), expected);
     }
@@ -190,7 +190,7 @@ fn no_bytes_make_the_reader_panic_or_allocate_without_bound() {
         assert!(peak <= 64 * log.len() + (256 << 10), "{peak} bytes for a log of {}", log.len());
         match outcome {
             Ok(_) => read += 1,
-            Err(error) => assert_eq!(error.kind, Kind::Config),
+            Err(error) => assert_eq!(error.kind, ErrorKind::Config),
         }
     }
     assert!(read > logs / 10, "{read} of {logs} logs were read");

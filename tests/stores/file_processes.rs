@@ -10,7 +10,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::Duration;
-use symm::error::Kind;
+use symm::error::ErrorKind;
 use symm::store::Store;
 use symm::store::file::FileStore;
 
@@ -175,7 +175,7 @@ fn full(store: &FileStore, path: &Path) {
     setrlimit(Resource::Fsize, Rlimit { current: Some(1000), maximum: None }).unwrap();
     for _ in 0..2 {
         let error = store.set("k", &[1; 2000]).unwrap_err();
-        assert!(error.kind == Kind::Internal && error.message.contains("write 2034 bytes at byte "), "{error}");
+        assert!(error.kind == ErrorKind::Internal && error.message.contains("write 2034 bytes at byte "), "{error}");
         assert!(store.append("k", &[1; 2000]).is_err());
         assert!(store.queue_push("q", &[1; 2000]).is_err());
         for user in [store, &other] {
@@ -200,7 +200,7 @@ fn a_forked_child_must_open_its_own_and_its_end_changes_nothing() {
     let child = unsafe { libc::fork() };
     if child == 0 {
         let refused = copy.get("k", None).is_err_and(|error| {
-            error.kind == Kind::Config && error.message.ends_with("was opened by the parent of this process, which must open its own")
+            error.kind == ErrorKind::Config && error.message.ends_with("was opened by the parent of this process, which must open its own")
         });
         // Both of the child's references.
         drop(std::mem::ManuallyDrop::into_inner(copy));

@@ -4,8 +4,8 @@ use symm::error::Result;
 use symm::store::Store;
 use symm::store::file::FileStore;
 use symm::store::memory::MemoryStore;
-use symm::store::request::{Op, Request};
-use symm::store::table::Reply;
+use symm::store::request::{Request, StoreOp};
+use symm::store::table::TableReply;
 
 /// A number of users that keeps the file in existence.
 pub(crate) const MANY: u32 = 100;
@@ -39,15 +39,15 @@ pub(crate) fn log_of(program: impl Fn(&dyn Store) -> Result<()>) -> Vec<u8> {
 }
 
 /// The complete content of the store behind `ask`: keys with their values, and the queue, which is emptied.
-pub(crate) fn contents(ask: &mut dyn FnMut(&Request<'_>) -> Result<Reply>) -> Vec<(String, Vec<u8>)> {
-    let Reply::Keys(mut keys) = ask(&Request::new(Op::ListKeys, vec![], vec![])).unwrap() else { panic!("keys") };
+pub(crate) fn contents(ask: &mut dyn FnMut(&Request<'_>) -> Result<TableReply>) -> Vec<(String, Vec<u8>)> {
+    let TableReply::Keys(mut keys) = ask(&Request::new(StoreOp::ListKeys, vec![], vec![])).unwrap() else { panic!("keys") };
     keys.sort();
     let mut all = Vec::new();
     for key in keys {
-        let Reply::Value(value) = ask(&Request::new(Op::Get, vec![&key], vec![])).unwrap() else { panic!("a value") };
+        let TableReply::Value(value) = ask(&Request::new(StoreOp::Get, vec![&key], vec![])).unwrap() else { panic!("a value") };
         all.push((key, value.to_vec()));
     }
-    while let Ok(Reply::Value(value)) = ask(&Request::new(Op::TryPop, vec![QUEUE], vec![])) {
+    while let Ok(TableReply::Value(value)) = ask(&Request::new(StoreOp::TryPop, vec![QUEUE], vec![])) {
         all.push((QUEUE.into(), value.to_vec()));
     }
     all

@@ -6,7 +6,7 @@ use crate::programs::{KEYS, perform, step};
 use proptest::prelude::*;
 use std::thread;
 use std::time::{Duration, Instant};
-use symm::error::Kind;
+use symm::error::ErrorKind;
 use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
@@ -32,7 +32,7 @@ fn all_kinds_of_addresses_serve() {
 #[test]
 fn at_loopback_without_a_secret_a_unix_socket_can_take_the_ports_place() {
     let port = free_port();
-    let own = |host: &str, port| TcpOptions { same_user: true, ..options(host, port) };
+    let own = |host: &str, port| TcpOptions { require_same_user: true, ..options(host, port) };
     let store = TcpStore::open(TcpOptions { is_master: true, ..own("127.0.0.1", port) }).unwrap();
     assert_eq!((store.host(), store.port()), (format!("unix:@torch-symm:{port}").as_str(), 0));
     assert!(std::net::TcpStream::connect(("127.0.0.1", port)).is_err(), "nobody listens at the port");
@@ -57,15 +57,15 @@ fn large_values_pass_and_too_large_ones_are_refused_by_the_sender() {
     let other = client(&store, None);
     assert!(other.get("large", Some(LONG)).unwrap() == large);
     let error = store.set("larger", &vec![0; 80 << 20]).unwrap_err();
-    assert_eq!(error.kind, Kind::Value, "{error}");
+    assert_eq!(error.kind, ErrorKind::Value, "{error}");
     // Together they are more than one reply holds.
     let error = other.multi_get(&["large", "large"], Some(LONG)).unwrap_err();
-    assert_eq!(error.kind, Kind::Value, "{error}");
+    assert_eq!(error.kind, ErrorKind::Value, "{error}");
     for index in 0..3 {
         store.set(&format!("more {index}"), &large[..50 << 20]).unwrap();
     }
     let error = store.set("last straw", &large).unwrap_err();
-    assert!(error.kind == Kind::Config && error.message.contains("full"), "{error}");
+    assert!(error.kind == ErrorKind::Config && error.message.contains("full"), "{error}");
     store.delete("large").unwrap();
     store.set("last straw", &large).unwrap();
 }
@@ -88,7 +88,7 @@ fn a_wait_ends_with_the_last_key_or_at_its_limit_naming_the_missing() {
     let started = Instant::now();
     let error = other.wait(&["key 1", "absent", "key 2", "gone"], Some(SHORT)).unwrap_err();
     assert!(started.elapsed() >= SHORT && started.elapsed() < SOON);
-    assert_eq!(error.kind, Kind::Timeout);
+    assert_eq!(error.kind, ErrorKind::Timeout);
     for part in ["timeout after 100 ms", "2 keys of 4", "\"absent\", \"gone\"", "127.0.0.1"] {
         assert!(error.message.contains(part), "{error}");
     }
@@ -141,7 +141,7 @@ fn a_barrier_opens_for_all_again_and_again_and_names_who_is_missing() {
         came.into_iter().map(|thread| thread.join().unwrap().unwrap_err()).collect()
     });
     for error in errors {
-        assert!(error.kind == Kind::Timeout && error.message.contains("ranks 1 and 3 of 5"), "{error}");
+        assert!(error.kind == ErrorKind::Timeout && error.message.contains("ranks 1 and 3 of 5"), "{error}");
     }
 }
 
@@ -158,7 +158,7 @@ fn a_master_waits_for_its_workers_or_says_how_many_came() {
     assert!(stores.iter().all(|store| store.port() == port));
     drop(stores);
     let error = TcpStore::open(TcpOptions { timeout: SHORT, ..all(true) }).err().unwrap();
-    assert!(error.kind == Kind::Timeout && error.message.contains("1 of 3 joined"), "{error}");
+    assert!(error.kind == ErrorKind::Timeout && error.message.contains("1 of 3 joined"), "{error}");
 }
 
 #[test]
@@ -171,9 +171,9 @@ fn masters_of_one_process_share_a_server_if_they_say_so() {
     drop(first);
     assert_eq!(second.get("key", Some(LONG)).unwrap(), "1");
     let error = TcpStore::open(TcpOptions { multi_tenant: false, ..tenant() }).err().unwrap();
-    assert!(error.kind == Kind::Network && error.message.contains("in use"), "{error}");
+    assert!(error.kind == ErrorKind::Network && error.message.contains("in use"), "{error}");
     let error = TcpStore::open(TcpOptions { secret: Some(b"s".to_vec()), ..tenant() }).err().unwrap();
-    assert_eq!(error.kind, Kind::Config, "{error}");
+    assert_eq!(error.kind, ErrorKind::Config, "{error}");
     drop(second);
     // The port is free again, and the new server has none of the old keys.
     assert_eq!(TcpStore::open(tenant()).unwrap().num_keys().unwrap(), 0);
@@ -191,7 +191,7 @@ fn a_client_that_comes_before_its_server_waits_for_it() {
     });
     let started = Instant::now();
     let error = TcpStore::open(TcpOptions { timeout: SHORT, ..options("127.0.0.1", port) }).err().unwrap();
-    assert!(error.kind == Kind::Network && error.message.contains("refused"), "{error}");
+    assert!(error.kind == ErrorKind::Network && error.message.contains("refused"), "{error}");
     assert!(started.elapsed() < SOON);
 }
 
@@ -208,11 +208,11 @@ fn the_end_of_the_server_ends_calls_at_once() {
         let ended = Instant::now();
         drop(store);
         let (error, noticed) = waiter.join().unwrap();
-        assert!(error.kind == Kind::Network && error.message.contains("Get of key \"never\""), "{error}");
+        assert!(error.kind == ErrorKind::Network && error.message.contains("Get of key \"never\""), "{error}");
         assert!(noticed < ended + SOON);
     });
     let started = Instant::now();
-    assert_eq!(other.add("key", 1).unwrap_err().kind, Kind::Network);
+    assert_eq!(other.add("key", 1).unwrap_err().kind, ErrorKind::Network);
     assert!(started.elapsed() < SOON);
 }
 

@@ -9,12 +9,12 @@ use std::net::{Shutdown, TcpStream};
 use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
-use symm::error::{Error, Kind};
+use symm::error::{Error, ErrorKind};
 use symm::store::Store;
-use symm::store::request::{Op, Request};
-use symm::store::tcp::frame::Message;
-use symm::store::tcp::limits::{Limits, MAX_FRAME};
-use symm::store::tcp::proof::{ADMISSION, HELLO, Introduction, OPENING};
+use symm::store::request::{Request, StoreOp};
+use symm::store::tcp::frame::ClientFrame;
+use symm::store::tcp::limits::{ConnectionLimits, MAX_FRAME};
+use symm::store::tcp::proof::{ADMISSION, ClientHello, HELLO, OPENING};
 use symm::store::tcp::{TcpOptions, TcpStore};
 
 fn honest(port: u16, secret: Option<&str>) -> TcpStore {
@@ -33,7 +33,7 @@ fn unidentified(port: u16) -> (TcpStream, [u8; OPENING]) {
 /// A connection that the server has admitted.
 fn admitted(port: u16) -> TcpStream {
     let (mut socket, words) = unidentified(port);
-    let (introduction, hello) = Introduction::answer(&words, None).unwrap();
+    let (introduction, hello) = ClientHello::answer(&words, None).unwrap();
     socket.write_all(&hello).unwrap();
     let mut admission = [0; ADMISSION];
     socket.read_exact(&mut admission).unwrap();
@@ -53,9 +53,9 @@ fn closed(mut socket: TcpStream) -> bool {
     }
 }
 
-fn frame(op: Op, keys: &[&str], values: &[&[u8]]) -> Vec<u8> {
+fn frame(op: StoreOp, keys: &[&str], values: &[&[u8]]) -> Vec<u8> {
     let mut frame = Vec::new();
-    Message::Call(LONG, Request::new(op, keys.to_vec(), values.to_vec())).encode(&mut frame).unwrap();
+    ClientFrame::Call(LONG, Request::new(op, keys.to_vec(), values.to_vec())).encode(&mut frame).unwrap();
     frame
 }
 
@@ -87,7 +87,7 @@ fn p18_garbage_closes_its_connection_and_no_other() {
     if !alone() {
         return;
     }
-    let (_server, port) = server(Limits::default(), None);
+    let (_server, port) = server(ConnectionLimits::default(), None);
     let store = honest(port, None);
     for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 4], &[0xff; 4096], b"symmkv1", b"symmkv0\n"] {
         let (mut socket, _) = unidentified(port);
@@ -109,7 +109,7 @@ fn p18_a_length_of_four_gigabytes_is_refused_and_costs_nothing() {
     if !alone() {
         return;
     }
-    let (_server, port) = server(Limits::default(), None);
+    let (_server, port) = server(ConnectionLimits::default(), None);
     let store = honest(port, None);
     let before = resident();
     for length in [u32::MAX, MAX_FRAME as u32 + 1] {
@@ -137,7 +137,7 @@ fn p18_bytes_in_flight_and_at_rest_are_bounded() {
         return;
     }
     const MB: usize = 1 << 20;
-    let limits = Limits { stored: 32 * MB, moving: 1, ..Limits::default() };
+    let limits = ConnectionLimits { stored: 32 * MB, moving: 1, ..ConnectionLimits::default() };
     let (_server, port) = server(limits, None);
     let store = honest(port, None);
     let before = resident();
@@ -149,7 +149,7 @@ fn p18_bytes_in_flight_and_at_rest_are_bounded() {
     let deaf: Vec<TcpStream> = (0..96)
         .map(|index| {
             let mut socket = admitted(port);
-            socket.write_all(&frame(Op::Get, &[&format!("key {}", index % 6)], &[])).unwrap();
+            socket.write_all(&frame(StoreOp::Get, &[&format!("key {}", index % 6)], &[])).unwrap();
             socket
         })
         .collect();
@@ -167,22 +167,22 @@ fn p18_requests_that_wait_leave_their_room_to_what_moves() {
         return;
     }
     const MB: usize = 1 << 20;
-    let (_server, port) = server(Limits { moving: 1, ..Limits::default() }, None);
+    let (_server, port) = server(ConnectionLimits { moving: 1, ..ConnectionLimits::default() }, None);
     let store = honest(port, None);
     let keys: Vec<String> = (0..1000).map(|index| format!("{index:060000}")).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let mut waiting = admitted(port);
-    waiting.write_all(&frame(Op::Wait, &keys, &[])).unwrap();
+    waiting.write_all(&frame(StoreOp::Wait, &keys, &[])).unwrap();
     // A value for which the 60 MB of that request leave no space.
     let value = vec![1; 20 * MB];
-    let set = Request::new(Op::Set, vec!["key"], vec![&value]);
+    let set = Request::new(StoreOp::Set, vec!["key"], vec![&value]);
     store.call(&set, Some(LONG / 3)).unwrap();
     // The same amount again may not wait: it is rejected, and blocks no other client.
     let error = store.wait(&keys, Some(LONG / 3)).unwrap_err();
-    assert!(error.kind == Kind::Config && error.message.contains("cannot wait"), "{error}");
+    assert!(error.kind == ErrorKind::Config && error.message.contains("cannot wait"), "{error}");
     assert_eq!(store.get("key", Some(LONG / 3)).unwrap().len(), value.len());
     drop(waiting);
-    eventually("room for another", || store.wait(&keys, Some(Duration::ZERO)).unwrap_err().kind == Kind::Timeout);
+    eventually("room for another", || store.wait(&keys, Some(Duration::ZERO)).unwrap_err().kind == ErrorKind::Timeout);
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn p18_a_thousand_idle_connections_and_as_many_unidentified_peers_delay_nobody()
     if !alone() {
         return;
     }
-    let limits = Limits { unidentified: 100, hello: Duration::from_secs(2), ..Limits::default() };
+    let limits = ConnectionLimits { unidentified: 100, hello: Duration::from_secs(2), ..ConnectionLimits::default() };
     let (_server, port) = server(limits, None);
     let store = honest(port, None);
     let before = descriptors();
@@ -204,7 +204,7 @@ fn p18_a_thousand_idle_connections_and_as_many_unidentified_peers_delay_nobody()
     assert!(ends.into_iter().all(closed));
     assert!(started.elapsed() < Duration::from_secs(10));
     for mut socket in idle {
-        socket.write_all(&frame(Op::Add, &["idle"], &[])).unwrap();
+        socket.write_all(&frame(StoreOp::Add, &["idle"], &[])).unwrap();
         assert!(socket.read(&mut [0; 64]).unwrap() > 0);
     }
     eventually("the server closing its side", || descriptors() <= before + 2);
@@ -215,22 +215,22 @@ fn p18_only_those_who_know_the_secret_are_served() {
     if !alone() {
         return;
     }
-    let (_server, port) = server(Limits::default(), Some("right"));
+    let (_server, port) = server(ConnectionLimits::default(), Some("right"));
     let store = honest(port, Some("right"));
     store.set("key", b"value").unwrap();
     for secret in [None, Some(b"wrong".to_vec()), Some(b"right ".to_vec())] {
         let error = TcpStore::open(TcpOptions { secret, ..options("127.0.0.1", port) }).err().unwrap();
-        assert!(error.kind == Kind::Config && error.message.contains("secret"), "{error}");
+        assert!(error.kind == ErrorKind::Config && error.message.contains("secret"), "{error}");
     }
     // A complete hello that was valid for another connection, with requests right behind it.
     let (mut first, words) = unidentified(port);
-    let (_, hello) = Introduction::answer(&words, Some(b"right")).unwrap();
+    let (_, hello) = ClientHello::answer(&words, Some(b"right")).unwrap();
     first.write_all(&hello).unwrap();
     let mut admission = [0; ADMISSION];
     first.read_exact(&mut admission).unwrap();
     assert_eq!(admission[0], 1);
     let (mut second, _) = unidentified(port);
-    second.write_all(&[&hello[..], &frame(Op::Set, &["key"], &[b"replayed"])].concat()).unwrap();
+    second.write_all(&[&hello[..], &frame(StoreOp::Set, &["key"], &[b"replayed"])].concat()).unwrap();
     let mut admission = [1; ADMISSION];
     second.read_exact(&mut admission).unwrap();
     assert_eq!(admission, [0; ADMISSION]);
@@ -243,10 +243,10 @@ fn a_client_refuses_what_is_not_the_store_it_means() {
     if !alone() {
         return;
     }
-    let (_open, open) = server(Limits::default(), None);
+    let (_open, open) = server(ConnectionLimits::default(), None);
     let secret = || Some(b"secret".to_vec());
     let error = TcpStore::open(TcpOptions { secret: secret(), ..options("127.0.0.1", open) }).err().unwrap();
-    assert!(error.kind == Kind::Config && error.message.contains("does not ask"), "{error}");
+    assert!(error.kind == ErrorKind::Config && error.message.contains("does not ask"), "{error}");
     // A server that speaks the protocol and does not know the secret.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -270,7 +270,7 @@ fn a_client_refuses_what_is_not_the_store_it_means() {
     assert!(meet(b"HTTP/1.1 400 Bad Request and so on, and on".to_vec(), LONG).message.contains("not a torch-symm store"));
     let started = Instant::now();
     let error = meet(Vec::new(), SHORT);
-    assert!(error.kind == Kind::Network && error.message.contains("says nothing"), "{error}");
+    assert!(error.kind == ErrorKind::Network && error.message.contains("says nothing"), "{error}");
     assert!(started.elapsed() < SOON);
 }
 
@@ -279,7 +279,7 @@ fn a_client_that_is_taken_for_one_unidentified_peer_too_many_comes_again() {
     if !alone() {
         return;
     }
-    let (_server, port) = server(Limits::default(), None);
+    let (_server, port) = server(ConnectionLimits::default(), None);
     let door = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let store_port = door.local_addr().unwrap().port();
     thread::spawn(move || {
@@ -307,11 +307,11 @@ fn p18_slow_and_dead_clients_are_let_go() {
     if !alone() {
         return;
     }
-    let limits = Limits { frame: Duration::from_millis(300), ..Limits::default() };
+    let limits = ConnectionLimits { frame: Duration::from_millis(300), ..ConnectionLimits::default() };
     let (_server, port) = server(limits, None);
     let store = honest(port, None);
     let before = descriptors();
-    let set = frame(Op::Set, &["half"], &[&[7; 100_000]]);
+    let set = frame(StoreOp::Set, &["half"], &[&[7; 100_000]]);
     for length in [1, 3, 4, 20, 5000, set.len() - 1] {
         // Exited in the middle of a frame.
         let mut dead = admitted(port);
@@ -333,12 +333,12 @@ fn p18_clients_that_ask_for_what_is_not_there_and_go_are_let_go_at_once() {
     if !alone() {
         return;
     }
-    let (_server, port) = server(Limits::default(), None);
+    let (_server, port) = server(ConnectionLimits::default(), None);
     let store = honest(port, None);
     let before = descriptors();
     for _ in 0..50 {
         // Request and end usually arrive together, so that the end has no separate event.
-        admitted(port).write_all(&frame(Op::Get, &["never"], &[])).unwrap();
+        admitted(port).write_all(&frame(StoreOp::Get, &["never"], &[])).unwrap();
     }
     let started = Instant::now();
     eventually("the server closing its side", || descriptors() <= before);
@@ -351,7 +351,7 @@ fn p18_running_out_of_descriptors_is_survived() {
     if !alone() {
         return;
     }
-    let (_server, port) = server(Limits::default(), None);
+    let (_server, port) = server(ConnectionLimits::default(), None);
     let store = honest(port, None);
     let limit = getrlimit(Resource::Nofile);
     let before = descriptors();
@@ -391,7 +391,7 @@ fn p18_a_server_raises_the_limit_on_descriptors() {
     }
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(512), ..limit }).unwrap();
-    let _server = server(Limits::default(), None);
+    let _server = server(ConnectionLimits::default(), None);
     let raised = getrlimit(Resource::Nofile).current;
     setrlimit(Resource::Nofile, limit).unwrap();
     let wanted = limit.maximum.map_or(16 * 1024, |most| most.min(16 * 1024));
@@ -436,10 +436,10 @@ fn a_killed_server_is_noticed_at_once_and_a_stopped_one_at_the_limit() {
     let stat = format!("/proc/{}/stat", child.id());
     eventually("the server's stop", || std::fs::read_to_string(&stat).unwrap().contains(") T "));
     let started = Instant::now();
-    let errors: Vec<Error> = [Op::Get, Op::Add]
+    let errors: Vec<Error> = [StoreOp::Get, StoreOp::Add]
         .map(|op| store.call(&Request::new(op, vec!["key"], vec![]), Some(Duration::from_millis(300))).unwrap_err())
         .to_vec();
-    assert!(errors.iter().all(|error| error.kind == Kind::Timeout && error.message.contains("did not answer")), "{errors:?}");
+    assert!(errors.iter().all(|error| error.kind == ErrorKind::Timeout && error.message.contains("did not answer")), "{errors:?}");
     assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
     kill_process(pid, Signal::CONT).unwrap();
     assert_eq!(store.get("key", Some(LONG)).unwrap(), "value");
@@ -449,7 +449,7 @@ fn a_killed_server_is_noticed_at_once_and_a_stopped_one_at_the_limit() {
         let killed = Instant::now();
         kill_process(pid, Signal::KILL).unwrap();
         let error = waiter.join().unwrap();
-        assert!(error.kind == Kind::Network && killed.elapsed() < SOON, "{error}");
+        assert!(error.kind == ErrorKind::Network && killed.elapsed() < SOON, "{error}");
     });
     child.wait().unwrap();
     // A new server at the same address is a different store.

@@ -17,7 +17,7 @@ namespace symm {
 namespace {
 
 // Makes a subclass of torch.distributed.DistBackendError for failures of this kind.
-void bind_error(py::module_& module, Kind kind, const char* name, const char* doc) {
+void bind_error(py::module_& module, ErrorKind kind, const char* name, const char* doc) {
   const py::object base = py::module_::import("torch._C").attr("_DistBackendError");
   const std::string full = std::string("torch_symm.") + name;
   // Lives as long as the process, because any thread may throw exceptions until the end.
@@ -48,25 +48,25 @@ std::chrono::milliseconds milliseconds_of(const Timeout& timeout) {
 void bind(py::module_ module) {
   module.doc() = "The native part of torch_symm.";
   module.attr("__version__") = std::string(version());
-  bind_error(module, Kind::Peer, "SymmPeerError", "A rank died, left or aborted while others needed it.");
-  bind_error(module, Kind::Timeout, "SymmTimeout", "A deadline passed; the message names the ranks that are missing.");
-  bind_error(module, Kind::Mismatch, "SymmMismatch", "Ranks were asked for different collectives; the message shows each.");
-  bind_error(module, Kind::Config, "SymmConfigError", "A group cannot be formed or used here; the message says why.");
-  bind_error(module, Kind::Aborted, "SymmAborted", "This process aborted or destroyed the group.");
+  bind_error(module, ErrorKind::Peer, "SymmPeerError", "A rank died, left or aborted while others needed it.");
+  bind_error(module, ErrorKind::Timeout, "SymmTimeoutError", "A deadline passed; the message names the ranks that are missing.");
+  bind_error(module, ErrorKind::Mismatch, "SymmMismatchError", "Ranks were asked for different collectives; the message shows each.");
+  bind_error(module, ErrorKind::Config, "SymmConfigError", "A group cannot be formed or used here; the message says why.");
+  bind_error(module, ErrorKind::Aborted, "SymmAbortedError", "This process aborted or destroyed the group.");
 
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) {
         std::rethrow_exception(error);
       }
-    } catch (Failure& failure) {
+    } catch (CoreError& failure) {
       PyErr_SetString(failure.python_type(), failure.what());
     }
   });
 
   // Before the interpreter ends: afterwards, a thread that drops a tensor with a Python object would end the process.
   module.def(
-      "_leave_all",
+      "_destroy_all",
       [](const std::string& farewell) { leave_all(std::chrono::seconds(5), farewell); },
       py::arg("farewell") = "",
       py::call_guard<py::gil_scoped_release>());
@@ -76,22 +76,22 @@ void bind(py::module_ module) {
           py::init([](const Timeout& timeout,
                       const std::string& group,
                       const std::vector<uint64_t>& ranks,
-                      const std::string& between_hosts,
-                      const std::string& partials) {
+                      const std::string& inter_node_backend,
+                      const std::string& reduce_dtype) {
             auto options = c10::make_intrusive<Options>(milliseconds_of(timeout));
             options->group_name = group;
             options->global_ranks_in_group = ranks;
-            options->between_hosts = between_hosts;
-            options->partials = partials;
+            options->inter_node_backend = inter_node_backend;
+            options->reduce_dtype = reduce_dtype;
             return options;
           }),
           py::arg("timeout") = Timeout(kBackendDefaultTimeout),
           py::arg("group_name") = "",
           py::arg("global_ranks_in_group") = std::vector<uint64_t>(),
-          py::arg("between_hosts") = "",
-          py::arg("partials") = "")
-      .def_readwrite("between_hosts", &Options::between_hosts)
-      .def_readwrite("partials", &Options::partials)
+          py::arg("inter_node_backend") = "",
+          py::arg("reduce_dtype") = "")
+      .def_readwrite("inter_node_backend", &Options::inter_node_backend)
+      .def_readwrite("reduce_dtype", &Options::reduce_dtype)
       .def_property(
           "timeout",
           [](const Options& self) { return self.timeout; },
@@ -160,15 +160,15 @@ void bind(py::module_ module) {
       .def("abort", &ProcessGroupSymm::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &ProcessGroupSymm::shutdown, py::call_guard<py::gil_scoped_release>());
 
-  bind_for_gloo(module);
+  bind_gloo_substitute(module);
   module.def("_stats", [] { return std::string(stats()); });
   module.def("_stats_seconds", [] { return stats_seconds(); });
-  module.def("_shares", &shares, py::arg("device"));
+  module.def("_supports_symm_mem", &supports_symm_mem, py::arg("device"));
 
   bind_symmetric_memory(module);
   bind_cost(module);
   bind_fused(module);
-  bind_hosts(module);
+  bind_internode(module);
   bind_log(module);
   bind_stores(module);
   bind_topology(module);

@@ -9,9 +9,9 @@ template <typename T>
 using Holder = c10::intrusive_ptr<T>;
 
 void bind_cost(pybind11::module_& module);
-void bind_for_gloo(pybind11::module_& module);
+void bind_gloo_substitute(pybind11::module_& module);
 void bind_fused(pybind11::module_& module);
-void bind_hosts(pybind11::module_& module);
+void bind_internode(pybind11::module_& module);
 void bind_log(pybind11::module_& module);
 void bind_stores(pybind11::module_& module);
 void bind_topology(pybind11::module_& module);

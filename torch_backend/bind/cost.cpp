@@ -27,8 +27,8 @@ std::unique_ptr<Prices> open_prices(
     const std::string& device,
     const std::vector<size_t>& ranks,
     size_t job,
-    size_t per_host,
-    const std::string& basis,
+    size_t per_node,
+    const std::string& source,
     const std::vector<double>& gb_per_s,
     const std::vector<double>& us,
     const std::string& profile) {
@@ -38,9 +38,9 @@ std::unique_ptr<Prices> open_prices(
     mesh.ranks.push_back(size);
   }
   mesh.job = job;
-  mesh.per_host = per_host;
+  mesh.per_node = per_node;
   auto opened = cost_model(
-      mesh, rust::String::lossy(basis), {gb_per_s.data(), gb_per_s.size()}, {us.data(), us.size()}, bytes_of(profile));
+      mesh, rust::String::lossy(source), {gb_per_s.data(), gb_per_s.size()}, {us.data(), us.size()}, bytes_of(profile));
   check(opened.status);
   return opened.found ? std::make_unique<Prices>(Prices{std::move(opened.model)}) : nullptr;
 }
@@ -52,7 +52,7 @@ std::vector<double> listed(const rust::Vec<double>& values) {
 } // namespace
 
 void bind_cost(py::module_& module) {
-  py::class_<Prices>(module, "_Prices")
+  py::class_<Prices>(module, "_CostModel")
       .def(
           "price",
           [](const Prices& self, const std::string& op, double bytes, size_t dim) {
@@ -78,13 +78,13 @@ void bind_cost(py::module_& module) {
       .def_property_readonly("origin", [](const Prices& self) { return std::string(self.model->origin()); });
 
   module.def(
-      "_prices",
+      "_open_cost_model",
       &open_prices,
       py::arg("device"),
       py::arg("ranks"),
       py::arg("job"),
-      py::arg("per_host"),
-      py::arg("basis"),
+      py::arg("per_node"),
+      py::arg("source"),
       py::arg("gb_per_s") = std::vector<double>(),
       py::arg("us") = std::vector<double>(),
       py::arg("profile") = std::string());
@@ -100,10 +100,10 @@ void bind_cost(py::module_& module) {
       py::arg("ranks"));
 
   module.def(
-      "_shipped_profiles", [](const std::string& folder) { shipped_profiles(bytes_of(folder)); }, py::arg("folder"));
+      "_set_bundled_profile_dir", [](const std::string& folder) { set_bundled_profile_dir(bytes_of(folder)); }, py::arg("folder"));
 
-  module.def("_own_profiles", [] {
-    const auto folder = own_profiles();
+  module.def("_user_profile_dir", [] {
+    const auto folder = user_profile_dir();
     return py::bytes(reinterpret_cast<const char*>(folder.data()), folder.size());
   });
 }

@@ -29,7 +29,7 @@ Holder<TcpStore> open_tcp(
     bool multi_tenant,
     std::optional<int32_t> listen_fd,
     const std::optional<std::string>& secret,
-    bool same_user) {
+    bool require_same_user) {
   TORCH_CHECK_VALUE(port >= 0 && port <= UINT16_MAX, "port must have value from 0 to 65535 but was ", port, ".");
   TORCH_CHECK_VALUE(world_size != 0, "TCPStore world size cannot be 0");
   TORCH_CHECK_VALUE(world_size.value_or(0) <= UINT32_MAX, "TCPStore world size ", *world_size, " is too large");
@@ -46,7 +46,7 @@ Holder<TcpStore> open_tcp(
   for (const char byte : secret.value_or("")) {
     spec.secret.push_back(static_cast<uint8_t>(byte));
   }
-  spec.same_user = same_user;
+  spec.require_same_user = require_same_user;
   // Not a call guard: pybind11 registers the object inside it, and its registry needs the GIL.
   const py::gil_scoped_release released;
   return c10::make_intrusive<TcpStore>(spec);
@@ -150,7 +150,7 @@ void bind_stores(py::module_& module) {
           py::arg("multi_tenant") = false,
           py::arg("master_listen_fd") = py::none(),
           py::arg("secret") = py::none(),
-          py::arg("same_user") = false)
+          py::arg("require_same_user") = false)
       .def_readonly("host", &TcpStore::host)
       .def_readonly("port", &TcpStore::port)
       .def_readonly("is_master", &TcpStore::is_master)
@@ -160,13 +160,13 @@ void bind_stores(py::module_& module) {
 
   // For benchmarks: returns the total seconds, and the nanoseconds of each call, of clients that call concurrently.
   module.def(
-      "_drive",
+      "_run_load",
       [](const std::vector<Holder<::c10d::Store>>& clients, const std::string& work, uint32_t calls) {
         auto all = load_generator();
         for (const auto& client : clients) {
-          all->admit(std::make_unique<TorchStore>(client));
+          all->add_client(std::make_unique<TorchStore>(client));
         }
-        const auto answer = all->drive(work, calls);
+        const auto answer = all->run_load(work, calls);
         check(answer.status);
         return std::make_pair(answer.seconds, std::vector<uint64_t>(answer.nanoseconds.begin(), answer.nanoseconds.end()));
       },
@@ -177,10 +177,10 @@ void bind_stores(py::module_& module) {
 
   // torch's store as the core sees it, for tests of both directions of the bridge.
   module.def(
-      "_through_rust",
+      "_wrap_store",
       [](const Holder<::c10d::Store>& store) {
         const auto timeout = store->getTimeout();
-        return c10::make_intrusive<SymmStore>(store_through(std::make_unique<TorchStore>(store)), timeout);
+        return c10::make_intrusive<SymmStore>(wrap_store(std::make_unique<TorchStore>(store)), timeout);
       },
       py::arg("store"),
       released);

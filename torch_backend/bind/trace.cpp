@@ -17,12 +17,12 @@ void bind_trace(py::module_& module) {
       py::call_guard<py::gil_scoped_release>());
 
   module.def(
-      "_keep_trace",
+      "_write_trace",
       [](const std::string& path, const std::string& name, const std::string& content) {
         const auto bytes = [](const std::string& text) {
           return rust::Slice<const uint8_t>(reinterpret_cast<const uint8_t*>(text.data()), text.size());
         };
-        const auto report = keep_trace(bytes(path), rust::Str(name), bytes(content));
+        const auto report = write_trace(bytes(path), rust::Str(name), bytes(content));
         check(report.status);
         return std::string(report.text);
       },

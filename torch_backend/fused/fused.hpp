@@ -1,5 +1,5 @@
 // Fused matmuls as torch operators: torch.ops.symm._all_gather_matmul and _matmul_reduce_scatter. Each is one call that
-// enqueues everything; docs/design/fused-products.md has the schedules.
+// enqueues everything; docs/design/fused-matmul.md has the schedules.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -4,7 +4,7 @@
 
 #include "errors.hpp"
 #include "fused/fused.hpp"
-#include "symm_mem/symm_ops.hpp"
+#include "symm_mem/operators.hpp"
 
 namespace symm {
 

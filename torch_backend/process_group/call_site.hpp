@@ -1,4 +1,4 @@
-// Call sites: the line of the user's program that makes a call, for SYMM_DEBUG=site.
+// Call sites: the line of the user's program that makes a call, for SYMM_DEBUG=call_site.
 #pragma once
 
 #include <cstdint>

@@ -17,10 +17,10 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::broadcast(Tensors& tensors, const ::
   auto operation = std::make_shared<Operation>(OpType::BROADCAST, "symm:broadcast");
   operation->begin(Collective::Broadcast, tensor).root = static_cast<int32_t>(opts.rootRank);
   if (getRank() == opts.rootRank) {
-    operation->give(tensor);
+    operation->add_input(tensor);
     operation->outputs.push_back(tensor);
   } else {
-    operation->take(tensor);
+    operation->add_output(tensor);
     operation->note_input(tensor);
   }
   return launch(operation, opts.timeout, opts.asyncOp);
@@ -67,7 +67,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce(Tensors& tensors, const ::c10
   if (getRank() == opts.rootRank) {
     operation->transform(tensor);
   } else {
-    operation->give(tensor);
+    operation->add_input(tensor);
     operation->outputs.push_back(tensor);
   }
   return launch(operation, opts.timeout, opts.asyncOp);
@@ -89,8 +89,8 @@ std::shared_ptr<Operation> ProcessGroupSymm::allgather_operation(const Tensors& 
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_parts("_allgather_base", "output", outputs[i], "input", inputs[i], getSize());
     operation->begin(Collective::AllGather, inputs[i]);
-    operation->give(inputs[i]);
-    operation->take_pieces(outputs[i], even_lengths(inputs[i]));
+    operation->add_input(inputs[i]);
+    operation->add_outputs(outputs[i], even_lengths(inputs[i]));
   }
   return operation;
 }
@@ -122,10 +122,10 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::gather_single(
   check_root("gather_single", opts.rootRank, 0, getSize());
   auto operation = std::make_shared<Operation>(OpType::GATHER, "symm:gather");
   operation->begin(Collective::Gather, input).root = static_cast<int32_t>(opts.rootRank);
-  operation->give(input);
+  operation->add_input(input);
   if (getRank() == opts.rootRank) {
     check_parts("gather_single", "output", output, "input", input, getSize());
-    operation->take_pieces(output, even_lengths(input));
+    operation->add_outputs(output, even_lengths(input));
   }
   return launch(operation, opts.timeout, opts.asyncOp);
 } catch (...) {
@@ -145,8 +145,8 @@ std::shared_ptr<Operation> ProcessGroupSymm::reduce_scatter_operation(
     check_parts("_reduce_scatter_base", "input", inputs[i], "output", outputs[i], getSize());
     operation->begin(Collective::ReduceScatter, inputs[i]);
     operation->reduce_with(op);
-    operation->give_pieces(inputs[i], even_lengths(outputs[i]));
-    operation->take(outputs[i]);
+    operation->add_inputs(inputs[i], even_lengths(outputs[i]));
+    operation->add_output(outputs[i]);
   }
   return operation;
 }
@@ -185,8 +185,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall_base(
   operation->input_splits = input_splits;
   operation->output_splits = output_splits;
   operation->begin(Collective::AllToAll, input);
-  operation->give_pieces(input, sent);
-  operation->take_pieces(output, received);
+  operation->add_inputs(input, sent);
+  operation->add_outputs(output, received);
   return launch(operation, opts.timeout, opts.asyncOp);
 } catch (...) {
   refused();
@@ -196,8 +196,8 @@ void ProcessGroupSymm::all_reduce_into(const at::Tensor& output, const at::Tenso
   auto operation = std::make_shared<Operation>(OpType::ALLREDUCE, "symm:all_reduce");
   operation->begin(Collective::AllReduce, input);
   operation->reduce_with(op);
-  operation->give(input);
-  operation->take(output);
+  operation->add_input(input);
+  operation->add_output(output);
   launch(operation, ::c10d::kUnsetTimeout, false);
 } catch (...) {
   refused();
@@ -209,12 +209,12 @@ void ProcessGroupSymm::all_reduce_add_rms_norm(const NormTensors& tensors, doubl
   operation->begin(Collective::AllReduceAddRmsNorm, tensors.input).factor = eps;
   for (const auto* tensor : {&tensors.input, &tensors.residual, &tensors.weight, &tensors.scale}) {
     if (tensor->defined()) {
-      operation->give(*tensor);
+      operation->add_input(*tensor);
     }
   }
   for (const auto* tensor : {&tensors.normed, &tensors.sum, &tensors.scales}) {
     if (tensor->defined()) {
-      operation->take(*tensor);
+      operation->add_output(*tensor);
     }
   }
   launch(operation, ::c10d::kUnsetTimeout, false);

@@ -142,7 +142,7 @@ at::Tensor Operation::readable(const at::Tensor& tensor) {
                                                                  : tensor.contiguous());
 }
 
-bool Operation::meets_written(const at::Tensor& tensor) {
+bool Operation::aliases_output(const at::Tensor& tensor) {
   if (tensor.numel() == 0) {
     return false;
   }
@@ -164,7 +164,7 @@ at::Tensor Operation::writable(const at::Tensor& tensor, bool keep_values) {
   check(tensor, "output");
   check_writable(tensor, std::strchr(title, ':') + 1);
   const auto direct = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-  if (!meets_written(tensor) && direct) {
+  if (!aliases_output(tensor) && direct) {
     return alive_.emplace_back(tensor);
   }
   TORCH_CHECK_VALUE(
@@ -177,12 +177,12 @@ at::Tensor Operation::writable(const at::Tensor& tensor, bool keep_values) {
   return alive_.emplace_back(copy);
 }
 
-void Operation::give(const at::Tensor& tensor) {
+void Operation::add_input(const at::Tensor& tensor) {
   note_input(tensor);
   calls.back().inputs.push_back(span_of(readable(tensor)));
 }
 
-void Operation::take(const at::Tensor& tensor) {
+void Operation::add_output(const at::Tensor& tensor) {
   outputs.push_back(tensor);
   calls.back().outputs.push_back(span_of(writable(tensor, false)));
 }
@@ -195,12 +195,12 @@ void Operation::transform(const at::Tensor& tensor) {
   calls.back().outputs.push_back(span);
 }
 
-void Operation::give_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths) {
+void Operation::add_inputs(const at::Tensor& tensor, const std::vector<int64_t>& lengths) {
   note_input(tensor);
   add_pieces(readable(tensor), lengths, calls.back().inputs);
 }
 
-void Operation::take_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths) {
+void Operation::add_outputs(const at::Tensor& tensor, const std::vector<int64_t>& lengths) {
   outputs.push_back(tensor);
   add_pieces(writable(tensor, false), lengths, calls.back().outputs);
 }
@@ -246,7 +246,7 @@ std::vector<std::vector<at::Tensor>> Operation::results() const {
   return by_rank;
 }
 
-void Operation::copy_aside(Span& input) {
+void Operation::copy_input(Span& input) {
   const auto bytes = static_cast<int64_t>(input.bytes);
   const auto options = at::TensorOptions(at::kByte).device(*device);
   const auto& copy = alive_.emplace_back(at::empty({bytes}, options));

@@ -43,14 +43,14 @@ class Operation {
   // Sets the reduce op of the current collective, and its factor.
   void reduce_with(const ::c10d::ReduceOp& op);
   // Adds `tensor` as an input of the current collective.
-  void give(const at::Tensor& tensor);
+  void add_input(const at::Tensor& tensor);
   // Adds `tensor` as an output of the current collective and a part of the result.
-  void take(const at::Tensor& tensor);
+  void add_output(const at::Tensor& tensor);
   // Adds `tensor` as both input and output.
   void transform(const at::Tensor& tensor);
   // Adds consecutive parts of `tensor` with the given lengths in elements.
-  void give_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths);
-  void take_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths);
+  void add_inputs(const at::Tensor& tensor, const std::vector<int64_t>& lengths);
+  void add_outputs(const at::Tensor& tensor, const std::vector<int64_t>& lengths);
 
   // Records `tensor`, an input that the caller passed.
   void note_input(const at::Tensor& tensor) {
@@ -76,7 +76,7 @@ class Operation {
         return outcome;
       }
       for (const auto& aside : outcome.asides) {
-        copy_aside(this->calls[aside.call].inputs[aside.input]);
+        copy_input(this->calls[aside.call].inputs[aside.input]);
       }
     }
   }
@@ -131,9 +131,9 @@ class Operation {
  private:
   void check(const at::Tensor& tensor, const char* role);
   // Replaces `input` by a copy of its present value.
-  void copy_aside(Span& input);
+  void copy_input(Span& input);
   // Adds the memory of `tensor` to the written ranges; returns true if it overlaps an earlier one.
-  bool meets_written(const at::Tensor& tensor);
+  bool aliases_output(const at::Tensor& tensor);
 
   c10::SmallVector<at::Tensor, 2> alive_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pending_;

@@ -14,7 +14,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
     int tag,
     bool send) try {
   TORCH_CHECK_VALUE(tag >= 0, "ProcessGroupSymm::", operation->name(), ": Tag must be nonnegative, got ", tag);
-  Transfer transfer;
+  MessageSpec transfer;
   transfer.peer = peer;
   transfer.tag = tag;
   transfer.dtype = static_cast<int32_t>(tensor.scalar_type());

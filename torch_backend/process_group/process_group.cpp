@@ -10,7 +10,7 @@
 #include "errors.hpp"
 #include "fused/workspace.hpp"
 #include "gil.hpp"
-#include "hosts/transport.hpp"
+#include "internode/transport.hpp"
 #include "store/store.hpp"
 
 namespace symm {
@@ -33,7 +33,7 @@ Living& living() {
 void check_members_stay(const ::c10d::Backend::Options& options) {
   if (reconfigurable(options)) {
     check(Status{
-        Kind::Config,
+        ErrorKind::Config,
         c10::str(
             "group \"", options.group_name, "\" is asked for with enable_reconfigure=True, and the members of a group of symm never change: ",
             "leave it out; after a failure call destroy_process_group() and make a new group of the ranks that are left")});
@@ -45,8 +45,8 @@ c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backen
   auto options = c10::make_intrusive<ProcessGroupSymm::Options>(given.timeout);
   copy_names(given, *options);
   if (const auto* own = dynamic_cast<const ProcessGroupSymm::Options*>(&given)) {
-    options->between_hosts = own->between_hosts;
-    options->partials = own->partials;
+    options->inter_node_backend = own->inter_node_backend;
+    options->reduce_dtype = own->reduce_dtype;
   }
   options->global_ranks_in_group = given.global_ranks_in_group;
   return options;
@@ -69,8 +69,8 @@ Group join_group(
   }
   spec.is_default = is_default;
   spec.timeout_ms = options.timeout.count();
-  spec.between_hosts = options.between_hosts;
-  spec.partials = options.partials;
+  spec.inter_node_backend = options.inter_node_backend;
+  spec.reduce_dtype = options.reduce_dtype;
   auto joined = join(std::make_unique<TorchStore>(store), std::make_shared<Transports>(options.group_name, store), spec);
   check(joined.status);
   auto group = std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));
@@ -145,7 +145,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
                    : (*group_)->run(calls, timeout.count(), seen);
     });
     work->begun(outcome.sequence, outcome.ticket);
-    if (!async || outcome.status.kind != Kind::None) {
+    if (!async || outcome.status.kind != ErrorKind::None) {
       work->complete(exception_of(outcome.status), -1);
       work->rethrow();
     }
@@ -154,16 +154,16 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
 }
 
 void ProcessGroupSymm::refused() const {
-  (*group_)->refuse(status_of(std::current_exception()).message);
+  (*group_)->reject(status_of(std::current_exception()).message);
   throw;
 }
 
 void ProcessGroupSymm::refused(int peer, int tag, bool send) const {
-  Transfer transfer{};
+  MessageSpec transfer{};
   transfer.peer = peer;
   transfer.tag = tag;
   transfer.send = send;
-  (*group_)->refuse_message(transfer, status_of(std::current_exception()).message);
+  (*group_)->reject_message(transfer, status_of(std::current_exception()).message);
   throw;
 }
 
@@ -267,22 +267,22 @@ void ProcessGroupSymm::enableCollectivesTiming() {
 
 ::c10d::ErrorType ProcessGroupSymm::getError() {
   switch ((*group_)->error().kind) {
-    case Kind::None:
+    case ErrorKind::None:
       return ::c10d::ErrorType::SUCCESS;
-    case Kind::Timeout:
+    case ErrorKind::Timeout:
       return ::c10d::ErrorType::TIMEOUT;
-    case Kind::Peer:
+    case ErrorKind::Peer:
       return ::c10d::ErrorType::REMOTE_ERROR;
-    case Kind::Mismatch:
-    case Kind::Config:
-    case Kind::Aborted:
-    case Kind::Value:
-    case Kind::Type:
-    case Kind::NotImplemented:
-    case Kind::WaitTimeout:
-    case Kind::Internal:
-    case Kind::Network:
-    case Kind::QueueEmpty:
+    case ErrorKind::Mismatch:
+    case ErrorKind::Config:
+    case ErrorKind::Aborted:
+    case ErrorKind::Value:
+    case ErrorKind::Type:
+    case ErrorKind::NotImplemented:
+    case ErrorKind::WaitTimeout:
+    case ErrorKind::Internal:
+    case ErrorKind::Network:
+    case ErrorKind::QueueEmpty:
       break;
   }
   return ::c10d::ErrorType::COMM_ERROR;

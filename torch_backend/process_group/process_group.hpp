@@ -14,9 +14,9 @@
 
 #include "compat.hpp"
 #include "process_group/operation.hpp"
-#include "process_group/record.hpp"
+#include "process_group/profiling.hpp"
 #include "process_group/timeout_extensions.hpp"
-#include "symm_mem/memory.hpp"
+#include "symm_mem/pool_allocator.hpp"
 #include "work/device_work.hpp"
 #include "work/work.hpp"
 
@@ -46,10 +46,10 @@ class ProcessGroupSymm : public ::c10d::Backend {
       return c10::make_intrusive<Options>(*this);
     }
 
-    // What connects hosts; empty: as the environment or the default group says.
-    std::string between_hosts;
-    // Type of sums between hosts, "tensor" or "fp32"; empty: as the default group.
-    std::string partials;
+    // What connects nodes; empty: as the environment or the default group says.
+    std::string inter_node_backend;
+    // Type of sums between nodes, "tensor" or "float32"; empty: as the default group.
+    std::string reduce_dtype;
   };
 
   using Tensors = std::vector<at::Tensor>;
@@ -177,7 +177,7 @@ class ProcessGroupSymm : public ::c10d::Backend {
   WorkPtr launch(std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout, bool async);
   // Enqueues an operation on CUDA tensors, or adds it to the block that is being coalesced.
   WorkPtr launch_on_device(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout, bool async);
-  WorkPtr launch_on_device(const std::shared_ptr<Operation>& operation, const Transfer& transfer, const Caller& from);
+  WorkPtr launch_on_device(const std::shared_ptr<Operation>& operation, const MessageSpec& transfer, const Caller& from);
   // Enqueues an operation in the caller's stream, where nobody needs a work for it: no profiler listens, nothing is coalesced, the host
   // does not wait. False if that is not so.
   bool launch_in_order(Operation& operation, std::chrono::milliseconds timeout);
@@ -221,7 +221,7 @@ class ProcessGroupSymm : public ::c10d::Backend {
   c10::intrusive_ptr<::c10d::Store> store_;
   c10::intrusive_ptr<Options> options_;
   Group group_;
-  PoolHold pools_;
+  PoolRef pools_;
   // State since startCoalescing().
   struct Coalesced {
     std::vector<WorkPtr> parts;

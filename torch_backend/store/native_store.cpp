@@ -10,17 +10,17 @@ namespace {
 
 using Value = SymmStore::Value;
 
-Piece piece(const std::string& text) {
+Blob piece(const std::string& text) {
   return {{reinterpret_cast<const uint8_t*>(text.data()), text.size()}};
 }
 
-Piece piece(const Value& value) {
+Blob piece(const Value& value) {
   return {{value.data(), value.size()}};
 }
 
 template <typename T>
-std::vector<Piece> pieces(const std::vector<T>& list) {
-  std::vector<Piece> result;
+std::vector<Blob> pieces(const std::vector<T>& list) {
+  std::vector<Blob> result;
   result.reserve(list.size());
   for (const auto& item : list) {
     result.push_back(piece(item));
@@ -28,12 +28,12 @@ std::vector<Piece> pieces(const std::vector<T>& list) {
   return result;
 }
 
-rust::Slice<const Piece> slice(const std::vector<Piece>& list) {
+rust::Slice<const Blob> slice(const std::vector<Blob>& list) {
   return {list.data(), list.size()};
 }
 
 template <typename T>
-std::vector<T> collected(const StoreAnswer& answer) {
+std::vector<T> collected(const StoreReply& answer) {
   std::vector<T> result;
   const auto count = answer.pieces->count();
   result.reserve(count);
@@ -44,12 +44,12 @@ std::vector<T> collected(const StoreAnswer& answer) {
   return result;
 }
 
-Value value_of(const StoreAnswer& answer) {
+Value value_of(const StoreReply& answer) {
   const auto data = answer.pieces->get(0);
   return {data.begin(), data.end()};
 }
 
-OpenedStore checked(OpenedStore opened) {
+StoreResult checked(StoreResult opened) {
   check_store(opened.status);
   return opened;
 }
@@ -58,10 +58,10 @@ OpenedStore checked(OpenedStore opened) {
 
 SymmStore::SymmStore(rust::Box<NativeStore> store, Milliseconds timeout) : Store(timeout), store_(std::move(store)) {}
 
-StoreAnswer SymmStore::call(
+StoreReply SymmStore::call(
     StoreOp op,
-    rust::Slice<const Piece> keys,
-    rust::Slice<const Piece> values,
+    rust::Slice<const Blob> keys,
+    rust::Slice<const Blob> values,
     int64_t amount,
     Milliseconds timeout) const {
   auto answer = store_->call(op, keys, values, amount, timeout.count());
@@ -69,10 +69,10 @@ StoreAnswer SymmStore::call(
   return answer;
 }
 
-StoreAnswer SymmStore::call(
+StoreReply SymmStore::call(
     StoreOp op,
-    std::initializer_list<Piece> keys,
-    std::initializer_list<Piece> values,
+    std::initializer_list<Blob> keys,
+    std::initializer_list<Blob> values,
     int64_t amount) const {
   return call(op, {keys.begin(), keys.size()}, {values.begin(), values.size()}, amount, timeout_);
 }
@@ -164,7 +164,7 @@ void SymmStore::rankBarrier(const std::string& key, int64_t rank, int64_t size, 
 
 void SymmStore::assemble(const std::string& prefix, int64_t rank, int64_t size, Milliseconds timeout) const {
   const auto status = store_->meet(piece(prefix).data, {}, {}, rank, size, timeout.count()).status;
-  status.kind == Kind::Config ? symm::check(status) : check_store(status);
+  status.kind == ErrorKind::Config ? symm::check(status) : check_store(status);
 }
 
 std::vector<std::string> SymmStore::gather(
@@ -201,7 +201,7 @@ c10::intrusive_ptr<::c10d::Store> FileStore::clone() {
 
 TcpStore::TcpStore(const TcpSpec& spec) : TcpStore(spec, checked(store_tcp(spec))) {}
 
-TcpStore::TcpStore(const TcpSpec& spec, OpenedStore opened)
+TcpStore::TcpStore(const TcpSpec& spec, StoreResult opened)
     : SymmStore(std::move(opened.store), Milliseconds(spec.timeout_ms)),
       host(opened.host),
       port(opened.port),

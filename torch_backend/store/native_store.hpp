@@ -67,13 +67,13 @@ class SymmStore : public ::c10d::Store {
   rust::Box<NativeStore> share() const;
 
  private:
-  StoreAnswer call(
+  StoreReply call(
       StoreOp op,
-      rust::Slice<const Piece> keys,
-      rust::Slice<const Piece> values,
+      rust::Slice<const Blob> keys,
+      rust::Slice<const Blob> values,
       int64_t amount,
       Milliseconds timeout) const;
-  StoreAnswer call(StoreOp op, std::initializer_list<Piece> keys, std::initializer_list<Piece> values, int64_t amount = 0) const;
+  StoreReply call(StoreOp op, std::initializer_list<Blob> keys, std::initializer_list<Blob> values, int64_t amount = 0) const;
 
   rust::Box<NativeStore> store_;
 };
@@ -115,7 +115,7 @@ class TcpStore final : public SymmStore {
   const bool has_secret;
 
  private:
-  TcpStore(const TcpSpec& spec, OpenedStore opened);
+  TcpStore(const TcpSpec& spec, StoreResult opened);
 };
 
 } // namespace symm

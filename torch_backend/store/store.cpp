@@ -18,11 +18,11 @@ namespace {
 
 using Value = std::vector<uint8_t>;
 
-std::string text(const Piece& piece) {
+std::string text(const Blob& piece) {
   return {piece.data.begin(), piece.data.end()};
 }
 
-std::vector<std::string> texts(rust::Slice<const Piece> pieces) {
+std::vector<std::string> texts(rust::Slice<const Blob> pieces) {
   std::vector<std::string> result;
   for (const auto& piece : pieces) {
     result.push_back(text(piece));
@@ -30,11 +30,11 @@ std::vector<std::string> texts(rust::Slice<const Piece> pieces) {
   return result;
 }
 
-Value bytes(const Piece& piece) {
+Value bytes(const Blob& piece) {
   return {piece.data.begin(), piece.data.end()};
 }
 
-std::vector<Value> all_bytes(rust::Slice<const Piece> pieces) {
+std::vector<Value> all_bytes(rust::Slice<const Blob> pieces) {
   std::vector<Value> result;
   for (const auto& piece : pieces) {
     result.push_back(bytes(piece));
@@ -42,18 +42,18 @@ std::vector<Value> all_bytes(rust::Slice<const Piece> pieces) {
   return result;
 }
 
-void add(StoreAnswer& answer, const Value& value) {
+void add(StoreReply& answer, const Value& value) {
   answer.pieces->add({value.data(), value.size()});
 }
 
 void ask(
     ::c10d::Store& store,
     StoreOp op,
-    rust::Slice<const Piece> keys,
-    rust::Slice<const Piece> values,
+    rust::Slice<const Blob> keys,
+    rust::Slice<const Blob> values,
     int64_t amount,
     int64_t timeout_ms,
-    StoreAnswer& answer) {
+    StoreReply& answer) {
   // Request::check() has verified that the keys and values exist.
   switch (op) {
     case StoreOp::Set:
@@ -104,13 +104,13 @@ void ask(
 
 } // namespace
 
-StoreAnswer TorchStore::call(
+StoreReply TorchStore::call(
     StoreOp op,
-    rust::Slice<const Piece> keys,
-    rust::Slice<const Piece> values,
+    rust::Slice<const Blob> keys,
+    rust::Slice<const Blob> values,
     int64_t amount,
     int64_t timeout_ms) const noexcept {
-  StoreAnswer answer{Status{}, 0, no_pieces()};
+  StoreReply answer{Status{}, 0, no_blobs()};
   try {
     ask(*store_, op, keys, values, amount, timeout_ms, answer);
   } catch (...) {

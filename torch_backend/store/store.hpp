@@ -11,10 +11,10 @@ class TorchStore final : public StoreHandle {
  public:
   explicit TorchStore(c10::intrusive_ptr<::c10d::Store> store) : store_(std::move(store)) {}
 
-  StoreAnswer call(
+  StoreReply call(
       StoreOp op,
-      rust::Slice<const Piece> keys,
-      rust::Slice<const Piece> values,
+      rust::Slice<const Blob> keys,
+      rust::Slice<const Blob> values,
       int64_t amount,
       int64_t timeout_ms) const noexcept override;
   bool extended() const override;

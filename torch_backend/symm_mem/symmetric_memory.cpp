@@ -10,7 +10,7 @@
 
 #include "errors.hpp"
 #include "gil.hpp"
-#include "symm_mem/symm_ops.hpp"
+#include "symm_mem/operators.hpp"
 
 namespace symm {
 
@@ -73,7 +73,7 @@ void SymmetricAllocator::free(void* ptr) {
     return;
   }
   const auto outcome = without_gil([&] { return free_window(address); });
-  if (outcome.kind != Kind::None) {
+  if (outcome.kind != ErrorKind::None) {
     LOG(ERROR) << "symmetric memory at " << ptr << " stays taken: " << std::string(outcome.message);
   }
 }

@@ -42,7 +42,7 @@ int64_t limit(size_t timeout_ms) {
 
 SymmetricWindow::SymmetricWindow(
     rust::Box<WindowHandle> window,
-    const Membership& member,
+    const MemoryGroup& member,
     at::Device device,
     size_t bytes,
     size_t pad_bytes)

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "process_group/membership.hpp"
+#include "symm_mem/group_lookup.hpp"
 #include "symm/src/bridge.rs.h"
 
 namespace symm {
@@ -16,7 +16,7 @@ namespace symm {
 class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
  public:
   // `bytes` is the size of each rank's buffer, `pad_bytes` of each rank's signal pad.
-  SymmetricWindow(rust::Box<WindowHandle> window, const Membership& member, at::Device device, size_t bytes, size_t pad_bytes);
+  SymmetricWindow(rust::Box<WindowHandle> window, const MemoryGroup& member, at::Device device, size_t bytes, size_t pad_bytes);
 
   ~SymmetricWindow() override;
 

@@ -28,7 +28,7 @@ DeviceStreams::~DeviceStreams() {
   }
 }
 
-c10::Stream DeviceStreams::own_after(Own which, const c10::Stream& stream) {
+c10::Stream DeviceStreams::own_after(SideStream which, const c10::Stream& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto& own = own_.at(static_cast<size_t>(which));
   if (!own) {

@@ -15,7 +15,7 @@
 namespace symm {
 
 // A group's own stream on a device: sends do not wait for receives, nor other calls for either.
-enum class Own { Calls, Sends, Receives };
+enum class SideStream { Calls, Sends, Receives };
 
 // A group's streams on one device, and the events that order them with others. Usable from any thread.
 class DeviceStreams {
@@ -33,7 +33,7 @@ class DeviceStreams {
     return interface_->getStream(device_);
   }
   // Returns the group's own stream, of high priority, after making it wait for the present work on `stream`.
-  c10::Stream own_after(Own which, const c10::Stream& stream);
+  c10::Stream own_after(SideStream which, const c10::Stream& stream);
   // Returns the `CUstream`.
   size_t handle(const c10::Stream& stream) const;
   // Returns true if the stream records a graph; its events must not be queried then.

@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "errors.hpp"
-#include "process_group/record.hpp"
+#include "process_group/profiling.hpp"
 
 namespace symm {
 
@@ -64,7 +64,7 @@ bool DeviceWork::add(const std::shared_ptr<Operation>& operation, Milliseconds t
   return gather(operation, timeout, background);
 }
 
-bool DeviceWork::add(const std::shared_ptr<Operation>& operation, const Transfer& transfer) {
+bool DeviceWork::add(const std::shared_ptr<Operation>& operation, const MessageSpec& transfer) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!gather(operation, Milliseconds(transfer.timeout_ms), true)) {
     return false;
@@ -74,7 +74,7 @@ bool DeviceWork::add(const std::shared_ptr<Operation>& operation, const Transfer
 }
 
 bool DeviceWork::gather(const std::shared_ptr<Operation>& operation, Milliseconds timeout, bool background) {
-  if (phase_ != Phase::Gathering) {
+  if (phase_ != Phase::Batching) {
     return false;
   }
   operations_.push_back(operation);
@@ -86,7 +86,7 @@ bool DeviceWork::gather(const std::shared_ptr<Operation>& operation, Millisecond
 
 bool DeviceWork::isCompleted() {
   std::lock_guard<std::mutex> lock(mutex_);
-  launch_gathered();
+  launch_batch();
   const auto now = progress();
   return now == Progress::Done || now == Progress::Recorded || failure();
 }
@@ -124,7 +124,7 @@ std::vector<at::Tensor> DeviceWork::result() {
 
 void DeviceWork::synchronize() {
   std::lock_guard<std::mutex> lock(mutex_);
-  launch_gathered();
+  launch_batch();
   if (phase_ == Phase::Refused) {
     return;
   }
@@ -191,7 +191,7 @@ uint64_t DeviceWork::getSequencenumber() const {
 
 c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
   std::lock_guard<std::mutex> lock(mutex_);
-  launch_gathered();
+  launch_batch();
   if (future_) {
     return future_;
   }

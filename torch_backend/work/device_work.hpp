@@ -34,7 +34,7 @@ class DeviceWork final : public ::c10d::Work {
   bool add(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout, bool background);
   // Adds a send or receive, always on another stream than the caller's, because c10d does not say whether the caller
   // will wait.
-  bool add(const std::shared_ptr<Operation>& operation, const Transfer& transfer);
+  bool add(const std::shared_ptr<Operation>& operation, const MessageSpec& transfer);
   // Enqueues the calls that were added, after the present work on the calling thread's stream; has no effect after the
   // first time. Throws if the core rejects the calls, and then stores that error.
   void launch();
@@ -70,16 +70,16 @@ class DeviceWork final : public ::c10d::Work {
   std::chrono::milliseconds getTimeout() const SYMM_OVERRIDE_TIMEOUTS;
 
  private:
-  enum class Phase { Gathering, Launched, Refused, Done };
+  enum class Phase { Batching, Launched, Refused, Done };
   // Progress on the device, as known without waiting. Recorded: it runs when a graph is replayed. Unknown: a query
   // would end a capture.
   enum class Progress { Running, Done, Recorded, Unknown };
 
   // mutex_ must be held for these.
   bool gather(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout, bool background);
-  void launch_gathered();
+  void launch_batch();
   // Returns the stream for background calls.
-  Own own_stream() const;
+  SideStream own_stream() const;
   void enqueue() const;
   c10::Event& end() const;
   Progress progress() const;
@@ -95,11 +95,11 @@ class DeviceWork final : public ::c10d::Work {
   const uint64_t sequence_;
   // Everything below is guarded by mutex_ of the base.
   c10::SmallVector<std::shared_ptr<Operation>, 1> operations_;
-  std::vector<Transfer> transfers_;
+  std::vector<MessageSpec> transfers_;
   bool background_ = false;
   // The longest timeout of a call; if not positive, the group's.
   std::optional<std::chrono::milliseconds> timeout_;
-  mutable Phase phase_ = Phase::Gathering;
+  mutable Phase phase_ = Phase::Batching;
   mutable std::exception_ptr failure_;
   // The launching thread's stream, and the stream of the calls: the same one, or one of the group's own.
   std::optional<c10::Stream> origin_;

@@ -4,7 +4,7 @@
 #include <iomanip>
 
 #include "errors.hpp"
-#include "process_group/record.hpp"
+#include "process_group/profiling.hpp"
 
 namespace symm {
 
@@ -17,7 +17,7 @@ using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 void wait_gave_up(std::chrono::milliseconds limit) {
   const auto text =
       c10::str("wait() gave up after ", std::fixed, std::setprecision(1), limit.count() / 1000.0, " s; the call itself goes on");
-  std::rethrow_exception(exception_of(Status{Kind::WaitTimeout, text}));
+  std::rethrow_exception(exception_of(Status{ErrorKind::WaitTimeout, text}));
 }
 
 Future result_of(const Future& future) {

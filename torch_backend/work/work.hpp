@@ -15,10 +15,10 @@ namespace symm {
 
 using Group = std::shared_ptr<rust::Box<GroupHandle>>;
 
-// Throws the SymmTimeout of a `wait(limit)` that ends before its call does; the group stays usable.
+// Throws the SymmTimeoutError of a `wait(limit)` that ends before its call does; the group stays usable.
 [[noreturn]] void wait_gave_up(std::chrono::milliseconds limit);
 
-// Returns a future of the `WorkResult` with which `future` ends: TIMEOUT for a SymmTimeout, COMM_ERROR for every other
+// Returns a future of the `WorkResult` with which `future` ends: TIMEOUT for a SymmTimeoutError, COMM_ERROR for every other
 // error.
 c10::intrusive_ptr<c10::ivalue::Future> result_of(const c10::intrusive_ptr<c10::ivalue::Future>& future);
 

@@ -2,9 +2,9 @@
 
 use super::ffi::{Manner, PendingHandle, Seat, TransportHandle};
 use super::{Buffer, GivenUp, Maker, begun, outcome, span, start, there};
-use crate::coll::two_level::step::Transfer;
+use crate::coll::two_level::step::RailOp;
 use crate::error::{Error, Result};
-use crate::hosts::cuda::backends::{Backends, Which};
+use crate::internode::cuda::backends::{Backends, Which};
 use crate::lock::lock;
 use crate::mem::span::Span;
 use cxx::SharedPtr;
@@ -73,7 +73,7 @@ impl Backends for DeviceBackends {
         followed
     }
 
-    fn start(&self, device: i32, transfer: &Transfer<Span>, beside: bool) -> Result<()> {
+    fn start(&self, device: i32, transfer: &RailOp<Span>, beside: bool) -> Result<()> {
         let (transport, size) = self.made(Which::Rail)?;
         let manner = Manner { timeout_ms: 0, beside, device };
         let work = start(there(&transport)?, transfer, size, &SharedPtr::null(), &manner)?;

@@ -2,9 +2,9 @@
 
 use super::ffi::{Manner, PendingHandle, Seat, TransportHandle};
 use super::{Buffer, GivenUp, HOST, Maker, connected, ended, milliseconds, start};
-use crate::coll::two_level::step::Transfer;
+use crate::coll::two_level::step::RailOp;
 use crate::error::{Error, Result};
-use crate::hosts::rail::Rail;
+use crate::internode::rail::Rail;
 use crate::lock::lock;
 use crate::mem::span::Span;
 use cxx::SharedPtr;
@@ -54,7 +54,7 @@ impl Rail for BackendRail {
         Ok(state.staging.as_ref().map_or(0, |staging| staging.address))
     }
 
-    fn start(&self, transfer: &Transfer<Span>, timeout: Duration) -> Result<()> {
+    fn start(&self, transfer: &RailOp<Span>, timeout: Duration) -> Result<()> {
         let mut state = lock(&self.state);
         let transport = connected(&state.transport)?;
         let Buffer { handle, address, .. } = state.staging.as_ref().ok_or_else(|| Error::internal("there is no staging"))?;

@@ -1,20 +1,20 @@
 //! Names of the algorithms that run a group's collectives. Pure.
 
-use super::hardware::Device;
-use crate::coll::call::{Op, Span, Spec};
+use super::hardware::DeviceKind;
+use crate::coll::call::{CallSpec, Collective, Span};
 use crate::coll::cuda;
-use crate::coll::cuda::workspace::layout::Layout;
-use crate::coll::plan::{self, Thresholds};
+use crate::coll::cuda::workspace::layout::ChannelLayout;
+use crate::coll::plan::{self, CpuThresholds};
 use crate::dtype::DType;
-use crate::topo::cost::Link;
+use crate::topo::cost::LinkCost;
 
 /// The conditions of the choice in addition to the call.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Algorithms {
     /// `coll::plan`.
-    Cpu(Thresholds),
+    Cpu(CpuThresholds),
     /// `coll::cuda::plan`.
-    Cuda(Layout, cuda::plan::Tuning),
+    Cuda(ChannelLayout, cuda::plan::CudaThresholds),
     /// Groups that this crate does not support: too many ranks, or several nodes.
     Foreign,
 }
@@ -27,24 +27,31 @@ const FOREIGN_BASE_US: f64 = 6.6;
 
 impl Algorithms {
     /// Returns the algorithms on `device` in groups of `ranks` with a workspace of `workspace` bytes.
-    pub(super) fn of(device: Device, ranks: usize, workspace: usize, thresholds: Thresholds, tuning: cuda::plan::Tuning) -> Self {
+    pub(super) fn of(
+        device: DeviceKind,
+        ranks: usize,
+        workspace: usize,
+        thresholds: CpuThresholds,
+        tuning: cuda::plan::CudaThresholds,
+    ) -> Self {
         match device {
-            Device::Cpu if ranks <= crate::mem::layout::MAX_RANKS => Self::Cpu(thresholds),
-            Device::Cuda if ranks <= cuda::workspace::layout::MAX_RANKS => {
-                Layout::new(ranks, workspace.max(Layout::least(ranks))).map_or(Self::Foreign, |layout| Self::Cuda(layout, tuning))
+            DeviceKind::Cpu if ranks <= crate::mem::layout::MAX_RANKS => Self::Cpu(thresholds),
+            DeviceKind::Cuda if ranks <= cuda::workspace::layout::MAX_RANKS => {
+                ChannelLayout::new(ranks, workspace.max(ChannelLayout::least(ranks)))
+                    .map_or(Self::Foreign, |layout| Self::Cuda(layout, tuning))
             }
-            Device::Cpu | Device::Cuda => Self::Foreign,
+            DeviceKind::Cpu | DeviceKind::Cuda => Self::Foreign,
         }
     }
 
     /// Returns the algorithm for `op` on tensors of `bytes` among `ranks`.
-    pub(super) fn name(&self, op: Op, bytes: f64, ranks: usize) -> &'static str {
+    pub(super) fn name(&self, op: Collective, bytes: f64, ranks: usize) -> &'static str {
         let longest = longest(op, bytes, ranks);
         match self {
             Self::Cpu(thresholds) => plan::choose(op, longest, ranks, thresholds, false).name(),
             Self::Cuda(layout, tuning) => {
                 let spans = vec![Span { addr: 0, bytes: longest }; ranks];
-                let call = Spec { op, dtype: DType::F32, inputs: (&spans).into(), outputs: (&spans).into(), ..Spec::barrier(None) };
+                let call = CallSpec { op, dtype: DType::F32, inputs: (&spans).into(), outputs: (&spans).into(), ..CallSpec::barrier(None) };
                 let conditions = cuda::plan::Conditions { me: 0, n: ranks, layout, tuning, cube_mesh: false, zero_copy: false };
                 cuda::plan::choose(&call, &conditions).name()
             }
@@ -54,24 +61,24 @@ impl Algorithms {
 
     /// Estimates a call's time over `link` without measurements: a fixed cost, a trip for each time that ranks wait for
     /// each other, and the bytes that a rank sends (`docs/design/cpu-collectives.md`, `docs/design/cuda-kernels.md`).
-    pub(super) fn estimate(&self, op: Op, bytes: f64, ranks: usize, link: Link) -> f64 {
+    pub(super) fn estimate(&self, op: Collective, bytes: f64, ranks: usize, link: LinkCost) -> f64 {
         let name = self.name(op, bytes, ranks);
         let n = ranks as f64;
         let share = (n - 1.0) / n;
         let received = match op {
-            Op::AllReduce | Op::AllReduceAddRmsNorm => 2.0 * share,
-            Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Scatter => share,
-            Op::Broadcast | Op::Reduce | Op::Gather => 1.0,
-            Op::Barrier => 0.0,
+            Collective::AllReduce | Collective::AllReduceAddRmsNorm => 2.0 * share,
+            Collective::AllGather | Collective::ReduceScatter | Collective::AllToAll | Collective::Scatter => share,
+            Collective::Broadcast | Collective::Reduce | Collective::Gather => 1.0,
+            Collective::Barrier => 0.0,
         };
         let (trips, sent) = match name {
-            "exchange_low_latency" if op == Op::Broadcast => (1.0, 2.0 * (n - 1.0)),
+            "exchange_low_latency" if op == Collective::Broadcast => (1.0, 2.0 * (n - 1.0)),
             "exchange_low_latency" | "exchange_mixed" => (1.0, 2.0 * received),
             "one_shot" => (1.0, n - 1.0),
-            "reduce_low_latency" if op == Op::AllReduce => (1.0, 2.0 * (n - 1.0)),
+            "reduce_low_latency" if op == Collective::AllReduce => (1.0, 2.0 * (n - 1.0)),
             "reduce_low_latency" => (1.0, 2.0 * received),
             "inline" | "reduce_staged" | "exchange_staged" => (1.0, received),
-            "ring" if op == Op::AllReduce => (2.0 * (n - 1.0), received),
+            "ring" if op == Collective::AllReduce => (2.0 * (n - 1.0), received),
             "ring" => (n - 1.0, received),
             _ => (2.0, received),
         };
@@ -86,10 +93,12 @@ impl Algorithms {
 }
 
 /// Returns the length of the longest message between two ranks when `op` works on tensors of `bytes`.
-fn longest(op: Op, bytes: f64, ranks: usize) -> usize {
+fn longest(op: Collective, bytes: f64, ranks: usize) -> usize {
     let message = match op {
-        Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter | Op::AllToAll => bytes / ranks as f64,
-        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllReduceAddRmsNorm => bytes,
+        Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::ReduceScatter | Collective::AllToAll => {
+            bytes / ranks as f64
+        }
+        Collective::Barrier | Collective::Broadcast | Collective::AllReduce | Collective::Reduce | Collective::AllReduceAddRmsNorm => bytes,
     };
     message.ceil() as usize
 }
@@ -100,34 +109,34 @@ mod tests {
 
     #[test]
     fn names_are_those_of_the_plans() {
-        let cpu = Algorithms::of(Device::Cpu, 4, 0, Thresholds::default(), cuda::plan::Tuning::of(4));
+        let cpu = Algorithms::of(DeviceKind::Cpu, 4, 0, CpuThresholds::default(), cuda::plan::CudaThresholds::of(4));
         for (op, bytes, expected) in [
-            (Op::AllReduce, 4096.0, "inline"),
-            (Op::AllReduce, 1e6, "staged"),
-            (Op::AllReduce, 256e6, "staged_streaming"),
-            (Op::AllToAll, 4096.0, "inline"),
-            (Op::AllGather, 16384.0, "inline"),
-            (Op::ReduceScatter, 16384.0, "staged"),
+            (Collective::AllReduce, 4096.0, "inline"),
+            (Collective::AllReduce, 1e6, "staged"),
+            (Collective::AllReduce, 256e6, "staged_streaming"),
+            (Collective::AllToAll, 4096.0, "inline"),
+            (Collective::AllGather, 16384.0, "inline"),
+            (Collective::ReduceScatter, 16384.0, "staged"),
         ] {
             assert_eq!(cpu.name(op, bytes, 4), expected, "{op:?} {bytes}");
         }
-        let tuning = cuda::plan::Tuning::of(8);
-        let cuda = Algorithms::of(Device::Cuda, 8, 256 << 20, Thresholds::default(), tuning);
-        let name = |bytes: usize| cuda.name(Op::AllReduce, bytes as f64, 8);
+        let tuning = cuda::plan::CudaThresholds::of(8);
+        let cuda = Algorithms::of(DeviceKind::Cuda, 8, 256 << 20, CpuThresholds::default(), tuning);
+        let name = |bytes: usize| cuda.name(Collective::AllReduce, bytes as f64, 8);
         assert_eq!([1 << 10, 1 << 20, 64 << 20].map(name), ["one_shot", "two_shot", "rsag_staged"]);
-        assert_eq!(cuda.name(Op::AllToAll, 1e3, 8), "exchange_mixed");
-        let many = Algorithms::of(Device::Cuda, 32, 256 << 20, Thresholds::default(), cuda::plan::Tuning::of(32));
-        assert_eq!(many.name(Op::AllReduce, 1e3, 32), "ring");
+        assert_eq!(cuda.name(Collective::AllToAll, 1e3, 8), "exchange_mixed");
+        let many = Algorithms::of(DeviceKind::Cuda, 32, 256 << 20, CpuThresholds::default(), cuda::plan::CudaThresholds::of(32));
+        assert_eq!(many.name(Collective::AllReduce, 1e3, 32), "ring");
     }
 
     #[test]
     fn estimates_follow_bytes_and_trips() {
-        let link = Link { gb_per_s: 370.0, us: 0.6 };
-        let cuda = Algorithms::of(Device::Cuda, 4, 256 << 20, Thresholds::default(), cuda::plan::Tuning::of(4));
-        assert_eq!(cuda.estimate(Op::AllReduce, 0.0, 4, link), 2.0 + 2.0 * 0.6, "nothing is two stages of nothing");
-        assert_eq!(cuda.estimate(Op::AllReduce, 1024.0, 4, link), 2.0 + 0.6 + 3.0 * 1024.0 / 370e3);
-        assert_eq!(cuda.estimate(Op::AllReduce, 64e6, 4, link), 2.0 + 1.2 + 1.5 * 64e6 / 370e3);
-        assert_eq!(cuda.estimate(Op::AllGather, 64e6, 4, link), 2.0 + 0.6 + 0.75 * 64e6 / 370e3);
-        assert_eq!(Algorithms::Foreign.estimate(Op::AllReduce, 0.0, 4, link), 6.6 + 6.0 * 0.6);
+        let link = LinkCost { gb_per_s: 370.0, us: 0.6 };
+        let cuda = Algorithms::of(DeviceKind::Cuda, 4, 256 << 20, CpuThresholds::default(), cuda::plan::CudaThresholds::of(4));
+        assert_eq!(cuda.estimate(Collective::AllReduce, 0.0, 4, link), 2.0 + 2.0 * 0.6, "nothing is two stages of nothing");
+        assert_eq!(cuda.estimate(Collective::AllReduce, 1024.0, 4, link), 2.0 + 0.6 + 3.0 * 1024.0 / 370e3);
+        assert_eq!(cuda.estimate(Collective::AllReduce, 64e6, 4, link), 2.0 + 1.2 + 1.5 * 64e6 / 370e3);
+        assert_eq!(cuda.estimate(Collective::AllGather, 64e6, 4, link), 2.0 + 0.6 + 0.75 * 64e6 / 370e3);
+        assert_eq!(Algorithms::Foreign.estimate(Collective::AllReduce, 0.0, 4, link), 6.6 + 6.0 * 0.6);
     }
 }

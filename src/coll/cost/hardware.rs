@@ -3,26 +3,26 @@
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::sys;
-use crate::topo::cost::Way;
-use crate::topo::{self, Source};
+use crate::topo::cost::LinkKind;
+use crate::topo::{self, TopologySource};
 use serde::{Deserialize, Serialize};
 use std::sync::OnceLock;
 
 /// The device of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Device {
+pub enum DeviceKind {
     /// Host memory.
     Cpu,
     /// GPU memory.
     Cuda,
 }
 
-impl Device {
+impl DeviceKind {
     /// Returns the device with this torch name.
     ///
     /// # Errors
-    /// [`Value`](crate::error::Kind::Value) for any other name.
+    /// [`Value`](crate::error::ErrorKind::Value) for any other name.
     pub fn named(name: &str) -> Result<Self> {
         match name {
             "cpu" => Ok(Self::Cpu),
@@ -34,13 +34,13 @@ impl Device {
 
 /// Returns the model of this node's GPUs and how they access each other. The result is cached, because every group that
 /// sets up its GPUs needs it and NVML is slow.
-pub fn gpus() -> Option<&'static (String, Way)> {
-    static GPUS: OnceLock<(String, Way)> = OnceLock::new();
+pub fn gpus() -> Option<&'static (String, LinkKind)> {
+    static GPUS: OnceLock<(String, LinkKind)> = OnceLock::new();
     if let Some(known) = GPUS.get() {
         return Some(known);
     }
-    let detected = topo::detect().ok().filter(|detected| detected.source == Source::Nvml)?;
-    let link = if Config::get().p2p { Way::between(&detected)? } else { Way::HostMemory };
+    let detected = topo::detect().ok().filter(|detected| detected.source == TopologySource::Nvml)?;
+    let link = if Config::get().p2p { LinkKind::between(&detected)? } else { LinkKind::HostMemory };
     let found = (detected.gpus.first()?.name.clone(), link);
     Some(GPUS.get_or_init(|| found))
 }
@@ -50,7 +50,7 @@ pub fn gpus() -> Option<&'static (String, Way)> {
 #[serde(deny_unknown_fields)]
 pub struct Hardware {
     /// Device: CPU or GPU.
-    pub device: Device,
+    pub device: DeviceKind,
     /// Model of the processor or GPU.
     pub name: String,
     /// Number of cores that a process may use; 0 for GPUs.
@@ -63,13 +63,13 @@ pub struct Hardware {
 
 impl Hardware {
     /// Returns the hardware of this node for a job of `ranks` ranks; `None` if its model is unknown.
-    pub fn here(device: Device, ranks: usize) -> Option<Self> {
+    pub fn here(device: DeviceKind, ranks: usize) -> Option<Self> {
         match device {
-            Device::Cpu => {
+            DeviceKind::Cpu => {
                 let cores = std::thread::available_parallelism().map_or(1, usize::from);
-                Some(Self { device, name: sys::host::cpu().into(), cores, link: Way::SharedMemory.to_string(), ranks })
+                Some(Self { device, name: sys::node_id::cpu().into(), cores, link: LinkKind::SharedMemory.to_string(), ranks })
             }
-            Device::Cuda => {
+            DeviceKind::Cuda => {
                 let (name, link) = gpus()?;
                 Some(Self { device, name: name.clone(), cores: 0, link: link.to_string(), ranks })
             }
@@ -79,8 +79,8 @@ impl Hardware {
     /// Returns the name of its profile file: `cpu-amd-epyc-4-cores-4-ranks.json`.
     pub fn file_name(&self) -> String {
         let words = match self.device {
-            Device::Cpu => format!("cpu {} {} cores {} ranks", self.name, self.cores, self.ranks),
-            Device::Cuda => format!("cuda {} {} {} ranks", self.name, self.link, self.ranks),
+            DeviceKind::Cpu => format!("cpu {} {} cores {} ranks", self.name, self.cores, self.ranks),
+            DeviceKind::Cuda => format!("cuda {} {} {} ranks", self.name, self.link, self.ranks),
         };
         let plain: String = words.to_lowercase().chars().map(|c| if c.is_ascii_alphanumeric() { c } else { ' ' }).collect();
         plain.split_whitespace().collect::<Vec<_>>().join("-") + ".json"
@@ -90,8 +90,8 @@ impl Hardware {
 impl std::fmt::Display for Hardware {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.device {
-            Device::Cpu => write!(f, "{} ranks on {} cores of {}, {}", self.ranks, self.cores, self.name, self.link),
-            Device::Cuda => write!(f, "{} ranks on {}, {}", self.ranks, self.name, self.link),
+            DeviceKind::Cpu => write!(f, "{} ranks on {} cores of {}, {}", self.ranks, self.cores, self.name, self.link),
+            DeviceKind::Cuda => write!(f, "{} ranks on {}, {}", self.ranks, self.name, self.link),
         }
     }
 }
@@ -102,19 +102,24 @@ mod tests {
 
     #[test]
     fn names_of_files_are_plain() {
-        let cpu =
-            Hardware { device: Device::Cpu, name: "Intel(R) Xeon(R) @ 2.1GHz".into(), cores: 4, link: "shared memory".into(), ranks: 2 };
+        let cpu = Hardware {
+            device: DeviceKind::Cpu,
+            name: "Intel(R) Xeon(R) @ 2.1GHz".into(),
+            cores: 4,
+            link: "shared memory".into(),
+            ranks: 2,
+        };
         assert_eq!(cpu.file_name(), "cpu-intel-r-xeon-r-2-1ghz-4-cores-2-ranks.json");
-        let cuda = Hardware { device: Device::Cuda, name: "NVIDIA H200".into(), cores: 0, link: "NVLink 4.0 x 18".into(), ranks: 8 };
+        let cuda = Hardware { device: DeviceKind::Cuda, name: "NVIDIA H200".into(), cores: 0, link: "NVLink 4.0 x 18".into(), ranks: 8 };
         assert_eq!(cuda.file_name(), "cuda-nvidia-h200-nvlink-4-0-x-18-8-ranks.json");
     }
 
     #[test]
     fn this_host_has_a_cpu() {
-        let here = Hardware::here(Device::Cpu, 4).expect("a model");
+        let here = Hardware::here(DeviceKind::Cpu, 4).expect("a model");
         assert!(here.cores > 0 && !here.name.is_empty() && here.ranks == 4, "{here}");
         assert_eq!(
-            Device::named("xpu").expect_err("none").message,
+            DeviceKind::named("xpu").expect_err("none").message,
             "there is no cost model for devices of type \"xpu\", but for cpu and cuda"
         );
     }

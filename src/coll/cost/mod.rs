@@ -3,24 +3,24 @@
 //! One type, [`Model`], has three bases: torch's constants and formula ([`crate::topo::cost`]); detected links, with
 //! the bytes and trips of the algorithm that [`plan`](crate::coll::plan) chooses ([`algorithms`]); and times measured
 //! on this hardware, by algorithm ([`profile`], [`curve`]). It is here and not in `topo` because a price depends on the
-//! algorithm that runs at that size, and `topo` may not know algorithms. [`wire`] has inter-node measurements.
+//! algorithm that runs at that size, and `topo` may not know algorithms. [`network`] has inter-node measurements.
 //! `docs/design/cost-model.md`.
 
 mod algorithms;
-mod between;
 mod curve;
 pub mod hardware;
+mod internode;
+pub mod network;
 pub mod profile;
-pub mod wire;
 
-use crate::coll::call::Op;
-use crate::coll::cuda::plan::Tuning;
+use crate::coll::call::Collective;
+use crate::coll::cuda::plan::CudaThresholds;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::topo::cost::{self, Link};
+use crate::topo::cost::{self, LinkCost};
 use algorithms::Algorithms;
-use hardware::{Device, Hardware};
-use profile::{Group, Local, Profile};
+use hardware::{DeviceKind, Hardware};
+use profile::{GroupTimes, Profile, RedistributeCosts};
 use std::path::PathBuf;
 
 /// The basis of prices.
@@ -38,69 +38,70 @@ pub enum Basis {
 #[derive(Clone, Debug)]
 pub struct Mesh {
     /// The device of the tensors.
-    pub device: Device,
+    pub device: DeviceKind,
     /// Number of ranks along each dimension.
     pub ranks: Vec<usize>,
     /// Number of the job's ranks on this node.
     pub job: usize,
     /// Number of devices of a node.
-    pub per_host: usize,
+    pub per_node: usize,
 }
 
 /// Prices on one mesh.
 #[derive(Debug)]
 pub struct Model {
     basis: Basis,
-    dims: Vec<Dim>,
+    dims: Vec<MeshDim>,
     origin: String,
     reference_us: f64,
-    local: Option<Local>,
+    local: Option<RedistributeCosts>,
 }
 
 #[derive(Debug)]
-struct Dim {
+struct MeshDim {
     ranks: usize,
-    link: Link,
+    link: LinkCost,
     algorithms: Algorithms,
-    measured: Option<Group>,
+    measured: Option<GroupTimes>,
     /// Set if the dimension spans nodes: `link` then connects nodes, and `algorithms` and `measured` are for the ranks
     /// of one node.
-    span: Option<Span>,
+    span: Option<InternodeDim>,
 }
 
 /// A dimension's groups on several nodes.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Span {
-    hosts: usize,
+struct InternodeDim {
+    nodes: usize,
     /// Number of a group's ranks on one node.
-    locals: usize,
+    local_size: usize,
     /// Load of a link relative to the traffic that one group sends from a node: on CPU all groups of the node share one
     /// link, on CUDA each rank has one.
     load: f64,
     /// Link between the ranks of a node.
-    inside: Link,
+    intra_node: LinkCost,
 }
 
 /// Returns the collective with this name, if it has a price.
-fn priced(name: &str) -> Result<Op> {
-    const PRICED: [Op; 5] = [Op::AllGather, Op::AllReduce, Op::ReduceScatter, Op::AllToAll, Op::Broadcast];
+fn priced(name: &str) -> Result<Collective> {
+    const PRICED: [Collective; 5] =
+        [Collective::AllGather, Collective::AllReduce, Collective::ReduceScatter, Collective::AllToAll, Collective::Broadcast];
     let known = PRICED.iter().copied().find(|op| op.name() == name);
-    known.ok_or_else(|| Error::value(format!("{name:?} has no price; {} have one", PRICED.map(Op::name).join(", "))))
+    known.ok_or_else(|| Error::value(format!("{name:?} has no price; {} have one", PRICED.map(Collective::name).join(", "))))
 }
 
 impl Model {
     /// torch's formula over torch's links, or over `links`.
-    pub fn torch(mesh: &Mesh, links: Option<Vec<Link>>) -> Result<Self> {
+    pub fn torch(mesh: &Mesh, links: Option<Vec<LinkCost>>) -> Result<Self> {
         let origin = if links.is_some() { "torch's formula, links as given" } else { "torch's formula and constants" };
-        let links = links.unwrap_or_else(|| cost::torch_links(&mesh.ranks, mesh.per_host));
+        let links = links.unwrap_or_else(|| cost::torch_links(&mesh.ranks, mesh.per_node));
         Self::new(Basis::Torch, mesh, links, None, origin.into())
     }
 
     /// Detected links, or `links`.
-    pub fn links(mesh: &Mesh, links: Option<Vec<Link>>) -> Result<Self> {
+    pub fn links(mesh: &Mesh, links: Option<Vec<LinkCost>>) -> Result<Self> {
         let (links, origin) = match links {
             Some(links) => (links, "links as given".into()),
-            None => between::detected(mesh)?,
+            None => internode::detected(mesh)?,
         };
         Self::new(Basis::Links, mesh, links, None, origin)
     }
@@ -110,19 +111,19 @@ impl Model {
     ///
     /// # Errors
     /// The errors of [`profile::find`].
-    pub fn measured(mesh: &Mesh, links: Option<Vec<Link>>) -> Result<Option<Self>> {
+    pub fn measured(mesh: &Mesh, links: Option<Vec<LinkCost>>) -> Result<Option<Self>> {
         let Some(hardware) = Hardware::here(mesh.device, mesh.job) else { return Ok(None) };
         profile::find(&hardware)?.map(|found| Self::of_profile(mesh, links, found)).transpose()
     }
 
     /// Prices from `found`, a profile and its file.
-    pub fn of_profile(mesh: &Mesh, links: Option<Vec<Link>>, (profile, path): (Profile, PathBuf)) -> Result<Self> {
-        let links = links.map_or_else(|| between::known(mesh, profile.between_hosts.as_ref()), Ok)?;
+    pub fn of_profile(mesh: &Mesh, links: Option<Vec<LinkCost>>, (profile, path): (Profile, PathBuf)) -> Result<Self> {
+        let links = links.map_or_else(|| internode::known(mesh, profile.inter_node.as_ref()), Ok)?;
         let origin = format!("measured {} on {} ({})", profile.measured.date, profile.hardware, path.display());
         Self::new(Basis::Measured, mesh, links, Some(&profile), origin)
     }
 
-    fn new(basis: Basis, mesh: &Mesh, links: Vec<Link>, profile: Option<&Profile>, origin: String) -> Result<Self> {
+    fn new(basis: Basis, mesh: &Mesh, links: Vec<LinkCost>, profile: Option<&Profile>, origin: String) -> Result<Self> {
         if links.len() != mesh.ranks.len() {
             return Err(Error::value(format!("{} links for a mesh of {} dimensions", links.len(), mesh.ranks.len())));
         }
@@ -132,14 +133,14 @@ impl Model {
                 link.gb_per_s, link.us
             )));
         }
-        let spans = if basis == Basis::Torch { vec![None; links.len()] } else { between::spans(mesh)? };
+        let spans = if basis == Basis::Torch { vec![None; links.len()] } else { internode::spans(mesh)? };
         let dims = mesh.ranks.iter().zip(links).zip(spans);
         let dims = dims.map(|((&ranks, link), span)| dim(mesh, ranks, link, span, profile)).collect::<Result<_>>()?;
         let reference_us = profile.map_or(0.0, |profile| profile.measured.reference_us);
         Ok(Self { basis, dims, origin, reference_us, local: profile.and_then(|profile| profile.local) })
     }
 
-    fn dim(&self, dim: usize) -> Result<&Dim> {
+    fn dim(&self, dim: usize) -> Result<&MeshDim> {
         self.dims.get(dim).ok_or_else(|| Error::value(format!("mesh dimension {dim} of {}", self.dims.len())))
     }
 
@@ -147,31 +148,34 @@ impl Model {
     /// active. `bytes` is the size of the longest tensor that a rank sends or receives: the output of all_gather, the
     /// input of reduce_scatter and all_to_all.
     pub fn us(&self, op: &str, bytes: f64, dim: usize) -> Result<f64> {
-        let (op, Dim { ranks, link, algorithms, measured, span }) = (priced(op)?, self.dim(dim)?);
+        let (op, MeshDim { ranks, link, algorithms, measured, span }) = (priced(op)?, self.dim(dim)?);
         if !(bytes >= 0.0 && bytes.is_finite()) {
             return Err(Error::value(format!("{bytes} bytes cannot be moved")));
         }
         if self.basis == Basis::Torch {
             return Ok(match op {
-                Op::AllReduce | Op::AllReduceAddRmsNorm => cost::torch_ring(bytes, *ranks, 2, *link),
-                Op::AllToAll => cost::torch_all_to_all(bytes, *ranks, *link),
-                Op::Broadcast => cost::torch_broadcast(bytes, *ranks, *link),
-                Op::AllGather | Op::ReduceScatter | Op::Barrier | Op::Reduce | Op::Gather | Op::Scatter => {
-                    cost::torch_ring(bytes, *ranks, 1, *link)
-                }
+                Collective::AllReduce | Collective::AllReduceAddRmsNorm => cost::torch_ring(bytes, *ranks, 2, *link),
+                Collective::AllToAll => cost::torch_all_to_all(bytes, *ranks, *link),
+                Collective::Broadcast => cost::torch_broadcast(bytes, *ranks, *link),
+                Collective::AllGather
+                | Collective::ReduceScatter
+                | Collective::Barrier
+                | Collective::Reduce
+                | Collective::Gather
+                | Collective::Scatter => cost::torch_ring(bytes, *ranks, 1, *link),
             });
         }
         if *ranks == 1 {
             return Ok(0.0);
         }
-        let on_one_host = |ranks: usize, link: Link| {
+        let on_one_node = |ranks: usize, link: LinkCost| {
             let measured = measured.as_ref().and_then(|group| group.us(op, algorithms.name(op, bytes, ranks), bytes));
             measured.unwrap_or_else(|| algorithms.estimate(op, bytes, ranks, link))
         };
         Ok(match span {
-            None => on_one_host(*ranks, *link),
+            None => on_one_node(*ranks, *link),
             Some(span) => {
-                let inside = if span.locals > 1 { on_one_host(span.locals, span.inside) } else { 0.0 };
+                let inside = if span.local_size > 1 { on_one_node(span.local_size, span.intra_node) } else { 0.0 };
                 inside + span.us(op, bytes, *link)
             }
         })
@@ -195,17 +199,17 @@ impl Model {
     }
 
     /// Returns the link of each dimension.
-    pub fn dim_links(&self) -> impl Iterator<Item = Link> {
+    pub fn dim_links(&self) -> impl Iterator<Item = LinkCost> {
         self.dims.iter().map(|dim| dim.link)
     }
 
-    /// [`Measured::reference_us`](profile::Measured::reference_us) of the profile; 0 without one.
+    /// [`MeasuredOn::reference_us`](profile::MeasuredOn::reference_us) of the profile; 0 without one.
     pub fn reference_us(&self) -> f64 {
         self.reference_us
     }
 
     /// Returns the times of a redistribution's steps in addition to their collectives, if they were measured.
-    pub fn local(&self) -> Option<Local> {
+    pub fn local(&self) -> Option<RedistributeCosts> {
         self.local
     }
 
@@ -215,21 +219,21 @@ impl Model {
     }
 }
 
-fn dim(mesh: &Mesh, ranks: usize, link: Link, span: Option<Span>, profile: Option<&Profile>) -> Result<Dim> {
+fn dim(mesh: &Mesh, ranks: usize, link: LinkCost, span: Option<InternodeDim>, profile: Option<&Profile>) -> Result<MeshDim> {
     if ranks == 0 {
         return Err(Error::value("a mesh dimension of no ranks"));
     }
-    let near = span.map_or(ranks, |span| span.locals);
+    let near = span.map_or(ranks, |span| span.local_size);
     let measured = profile.and_then(|profile| profile.group(near)).cloned();
     let config = Config::get();
-    let thresholds = measured.as_ref().map(Group::thresholds).unwrap_or_default();
-    let mut tuning = Tuning::of(near);
+    let thresholds = measured.as_ref().map(GroupTimes::thresholds).unwrap_or_default();
+    let mut tuning = CudaThresholds::of(near);
     for text in [measured.as_ref().map_or("", |group| &group.cuda_tuning), &config.cuda_tuning] {
         // An unreadable tuning is ignored, as it is with a warning where groups are set up.
         tuning = tuning.overlaid(text).unwrap_or(tuning);
     }
     let algorithms = Algorithms::of(mesh.device, near, config.workspace_mb << 20, thresholds, tuning);
-    Ok(Dim { ranks, link, algorithms, measured, span })
+    Ok(MeshDim { ranks, link, algorithms, measured, span })
 }
 
 #[cfg(test)]

@@ -1,11 +1,11 @@
 //! A profile: times measured on one kind of hardware, in a JSON file, and where such files are.
 
 use super::curve::Curve;
-use super::hardware::{Device, Hardware};
-use super::wire::Wire;
-use crate::coll::call::Op;
-use crate::coll::cuda::plan::Tuning;
-use crate::coll::plan::Thresholds;
+use super::hardware::{DeviceKind, Hardware};
+use super::network::NetworkProfile;
+use crate::coll::call::Collective;
+use crate::coll::cuda::plan::CudaThresholds;
+use crate::coll::plan::CpuThresholds;
 use crate::config::{CacheDir, Config, ProfileChoice};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -31,23 +31,23 @@ pub struct Profile {
     /// [`VERSION`].
     pub version: u64,
     /// When and how the profile was made, for people.
-    pub measured: Measured,
+    pub measured: MeasuredOn,
     /// The hardware for which the profile is valid.
     pub hardware: Hardware,
     /// Measurements by number of ranks in a group.
-    pub groups: Vec<Group>,
+    pub groups: Vec<GroupTimes>,
     /// Times of a redistribution's steps, if they were measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub local: Option<Local>,
+    pub local: Option<RedistributeCosts>,
     /// Inter-node measurements, if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub between_hosts: Option<Wire>,
+    pub inter_node: Option<NetworkProfile>,
 }
 
 /// When and how a profile was made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Measured {
+pub struct MeasuredOn {
     /// Date and time of the measurement, ISO 8601.
     pub date: String,
     /// Versions of the measured software.
@@ -64,13 +64,13 @@ pub struct Measured {
 /// Times of groups of one size, while all groups of the job are active.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Group {
+pub struct GroupTimes {
     /// Number of ranks in each group.
     pub ranks: usize,
     /// Thresholds, written as in `SYMM_CUDA_TUNING`; empty: the defaults.
     #[serde(default)]
     pub cuda_tuning: String,
-    /// [`Thresholds::stream_bytes`], if a value other than the default was better.
+    /// [`CpuThresholds::stream_bytes`], if a value other than the default was better.
     #[serde(default)]
     pub stream_bytes: Option<u64>,
     /// Curves, one for each collective and algorithm.
@@ -80,7 +80,7 @@ pub struct Group {
 /// Times of a redistribution's steps in addition to their collectives, as DTensor runs them.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Local {
+pub struct RedistributeCosts {
     /// The host's time for a step with a collective, in microseconds.
     pub step_us: f64,
     /// Microseconds of a step that slices a tensor which every rank has.
@@ -118,14 +118,17 @@ impl Profile {
         let refused = |why: String| Err(Error::value(why));
         let ranks = self.hardware.ranks;
         // A job with one rank per node has no intra-node groups.
-        let alone = ranks == 1 && self.between_hosts.is_some();
+        let alone = ranks == 1 && self.inter_node.is_some();
         if !alone && !(2..=MAX_RANKS).contains(&ranks) {
             return refused(format!("a job of {ranks} ranks; from 2 to {MAX_RANKS} are possible"));
         }
         if self.groups.is_empty() && !alone {
             return refused("it has no groups".into());
         }
-        self.between_hosts.as_ref().map_or(Ok(()), Wire::check).or_else(|error| refused(format!("between_hosts: {}", error.message)))?;
+        self.inter_node
+            .as_ref()
+            .map_or(Ok(()), NetworkProfile::check)
+            .or_else(|error| refused(format!("inter_node: {}", error.message)))?;
         let figures = self
             .local
             .iter()
@@ -150,7 +153,7 @@ impl Profile {
     /// Loads the profile in the file at `path`.
     ///
     /// # Errors
-    /// [`Config`](crate::error::Kind::Config), with a message that names the file.
+    /// [`Config`](crate::error::ErrorKind::Config), with a message that names the file.
     pub fn load(path: &Path) -> Result<Self> {
         let refused = |why: String| Error::config(format!("profile {}: {why}", path.display()));
         // Checked before the file is opened, because opening a pipe would wait for its writer.
@@ -165,19 +168,19 @@ impl Profile {
     }
 
     /// Returns the entry for groups of `ranks`.
-    pub fn group(&self, ranks: usize) -> Option<&Group> {
+    pub fn group(&self, ranks: usize) -> Option<&GroupTimes> {
         self.groups.iter().find(|group| group.ranks == ranks)
     }
 }
 
-impl Group {
+impl GroupTimes {
     fn check(&self) -> Result<()> {
-        Tuning::of(self.ranks).overlaid(&self.cuda_tuning).map_err(|why| Error::value(format!("cuda_tuning: {why}")))?;
+        CudaThresholds::of(self.ranks).overlaid(&self.cuda_tuning).map_err(|why| Error::value(format!("cuda_tuning: {why}")))?;
         if let Some(bytes) = self.stream_bytes.filter(|bytes| !(1..=1 << 50).contains(bytes)) {
             return Err(Error::value(format!("stream_bytes is {bytes}; from 1 to {} are possible", 1_u64 << 50)));
         }
         for (index, curve) in self.curves.iter().enumerate() {
-            if Op::ALL.iter().all(|op| op.name() != curve.op) {
+            if Collective::ALL.iter().all(|op| op.name() != curve.op) {
                 return Err(Error::value(format!("{:?} is no collective", curve.op)));
             }
             if self.curves[..index].iter().any(|other| (&other.op, &other.algorithm) == (&curve.op, &curve.algorithm)) {
@@ -189,20 +192,20 @@ impl Group {
     }
 
     /// Returns the thresholds of groups on CPU: the defaults, except for measured values.
-    pub fn thresholds(&self) -> Thresholds {
+    pub fn thresholds(&self) -> CpuThresholds {
         let stream_bytes = self.stream_bytes.and_then(|bytes| usize::try_from(bytes).ok());
-        stream_bytes.map_or_else(Thresholds::default, |stream_bytes| Thresholds { stream_bytes })
+        stream_bytes.map_or_else(CpuThresholds::default, |stream_bytes| CpuThresholds { stream_bytes })
     }
 
     /// Returns true if `op` was measured.
-    pub(super) fn has(&self, op: Op) -> bool {
+    pub(super) fn has(&self, op: Collective) -> bool {
         self.curves.iter().any(|curve| curve.op == op.name())
     }
 
     /// Returns the microseconds of `op` on `bytes` when `algorithm` runs it: from the curve of that algorithm or, if
     /// the thresholds have changed since the measurement, from the curve that was measured nearest to this size. `None`
     /// if the collective was not measured.
-    pub(super) fn us(&self, op: Op, algorithm: &str, bytes: f64) -> Option<f64> {
+    pub(super) fn us(&self, op: Collective, algorithm: &str, bytes: f64) -> Option<f64> {
         let of_op = || self.curves.iter().filter(|curve| curve.op == op.name());
         let nearest = || of_op().min_by(|a, b| a.distance(bytes).total_cmp(&b.distance(bytes)));
         of_op().find(|curve| curve.algorithm == algorithm).or_else(nearest).map(|curve| curve.at(bytes))
@@ -225,11 +228,11 @@ pub fn own_folder() -> Option<PathBuf> {
     }
 }
 
-/// Returns the profile for `hardware` and its file: the one that `SYMM_PROFILE` names, otherwise the user's, otherwise
-/// one from the package. `None` if no file exists, or if `SYMM_PROFILE` is 0.
+/// Returns the profile for `hardware` and its file: the one that `SYMM_COST_PROFILE` names, otherwise the user's, otherwise
+/// one from the package. `None` if no file exists, or if `SYMM_COST_PROFILE` is 0.
 ///
 /// # Errors
-/// The file that `SYMM_PROFILE` names is faulty or is for other hardware. Other files with such an error are skipped
+/// The file that `SYMM_COST_PROFILE` names is faulty or is for other hardware. Other files with such an error are skipped
 /// with a warning.
 pub fn find(hardware: &Hardware) -> Result<Option<(Profile, PathBuf)>> {
     match &Config::get().profile {
@@ -259,7 +262,7 @@ pub fn find(hardware: &Hardware) -> Result<Option<(Profile, PathBuf)>> {
 /// Returns `profile` from the file at `path`, if it was measured on `hardware`.
 ///
 /// # Errors
-/// [`Config`](crate::error::Kind::Config), with a message that names both kinds of hardware.
+/// [`Config`](crate::error::ErrorKind::Config), with a message that names both kinds of hardware.
 pub fn accept(profile: Profile, path: &Path, hardware: &Hardware) -> Result<(Profile, PathBuf)> {
     if profile.hardware != *hardware {
         return Err(Error::config(format!(
@@ -272,19 +275,19 @@ pub fn accept(profile: Profile, path: &Path, hardware: &Hardware) -> Result<(Pro
 }
 
 /// Returns the profile's entry for groups of `ranks` ranks, for the choice of algorithms.
-pub fn settings(device: Device, ranks: usize) -> Option<Group> {
+pub fn settings(device: DeviceKind, ranks: usize) -> Option<GroupTimes> {
     for_choices(device, ranks).and_then(|profile| profile.group(ranks).cloned())
 }
 
 /// Returns the inter-node measurements in the profile for a job of `ranks` ranks on this node.
-pub fn between_hosts(device: Device, ranks: usize) -> Option<Wire> {
-    for_choices(device, ranks).and_then(|profile| profile.between_hosts)
+pub fn between_nodes(device: DeviceKind, ranks: usize) -> Option<NetworkProfile> {
+    for_choices(device, ranks).and_then(|profile| profile.inter_node)
 }
 
 /// Returns the profile with which a group of `ranks` ranks chooses algorithms. A profile of a job with more ranks is
-/// also used if `SYMM_PROFILE` names it. A faulty file causes a warning only, because thresholds do not justify failing
+/// also used if `SYMM_COST_PROFILE` names it. A faulty file causes a warning only, because thresholds do not justify failing
 /// a group.
-fn for_choices(device: Device, ranks: usize) -> Option<Profile> {
+fn for_choices(device: DeviceKind, ranks: usize) -> Option<Profile> {
     let job = match &Config::get().profile {
         ProfileChoice::Off => return None,
         ProfileChoice::At(path) => Profile::load(path).ok().map(|profile| profile.hardware.ranks),

@@ -1,24 +1,24 @@
 use super::*;
-use crate::topo::cost::Way;
-use profile::Measured;
+use crate::topo::cost::LinkKind;
+use profile::MeasuredOn;
 
 fn mesh(ranks: &[usize]) -> Mesh {
-    Mesh { device: Device::Cpu, ranks: ranks.to_vec(), job: 4, per_host: 4 }
+    Mesh { device: DeviceKind::Cpu, ranks: ranks.to_vec(), job: 4, per_node: 4 }
 }
 
 fn profile() -> (Profile, PathBuf) {
-    let hardware = Hardware { device: Device::Cpu, name: "EPYC".into(), cores: 4, link: "shared memory".into(), ranks: 4 };
+    let hardware = Hardware { device: DeviceKind::Cpu, name: "EPYC".into(), cores: 4, link: "shared memory".into(), ranks: 4 };
     let curve = |op: &str, algorithm: &str, points: &[(u64, f64)]| {
         let (bytes, us) = points.iter().copied().unzip();
         curve::Curve { op: op.into(), algorithm: algorithm.into(), bytes, us }
     };
     let curves =
         vec![curve("all_reduce", "inline", &[(1024, 4.0), (8128, 6.0)]), curve("all_reduce", "staged", &[(8192, 9.0), (1 << 20, 70.0)])];
-    let groups = vec![Group { ranks: 4, cuda_tuning: String::new(), stream_bytes: None, curves }];
+    let groups = vec![GroupTimes { ranks: 4, cuda_tuning: String::new(), stream_bytes: None, curves }];
     let measured =
-        Measured { date: "2026-11-21".into(), software: String::new(), command: String::new(), load: vec![], reference_us: 81.0 };
+        MeasuredOn { date: "2026-11-21".into(), software: String::new(), command: String::new(), load: vec![], reference_us: 81.0 };
     (
-        Profile { format: profile::FORMAT.into(), version: profile::VERSION, measured, hardware, groups, local: None, between_hosts: None },
+        Profile { format: profile::FORMAT.into(), version: profile::VERSION, measured, hardware, groups, local: None, inter_node: None },
         "here.json".into(),
     )
 }
@@ -60,27 +60,27 @@ fn a_single_rank_pays_nothing_but_in_torchs_model() {
 }
 
 #[test]
-fn hosts_are_joined_by_the_network() {
-    let model = Model::links(&Mesh { per_host: 2, ..mesh(&[2, 2]) }, None).expect("made");
+fn nodes_are_joined_by_the_network() {
+    let model = Model::links(&Mesh { per_node: 2, ..mesh(&[2, 2]) }, None).expect("made");
     let bandwidths: Vec<f64> = model.dim_links().map(|link| link.gb_per_s).collect();
-    assert_eq!(bandwidths, [Way::Sockets.link().gb_per_s, Way::SharedMemory.link().gb_per_s]);
+    assert_eq!(bandwidths, [LinkKind::Sockets.link().gb_per_s, LinkKind::SharedMemory.link().gb_per_s]);
     assert_eq!((model.algorithm("all_reduce", 1e6, 0), model.algorithm("all_reduce", 1e6, 1)), (Ok("two_level"), Ok("staged")));
 }
 
 #[test]
-fn what_was_measured_on_one_host_prices_no_network() {
+fn what_was_measured_on_one_node_prices_no_network() {
     // Four nodes of four ranks: the groups along dimension 0 have one rank on each node, and four share a node's
     // network.
-    let several = Mesh { per_host: 4, ..mesh(&[4, 4]) };
+    let several = Mesh { per_node: 4, ..mesh(&[4, 4]) };
     let model = Model::of_profile(&several, None, profile()).expect("made");
     assert_eq!((model.us("all_reduce", 1048576.0, 1), model.basis("all_reduce", 1)), (Ok(70.0), Ok(Basis::Measured)));
     let wire = 6.6 + 2.0 * 135.0 + 4.0 * 1.5 * 1048576.0 / 1250.0;
     assert_eq!((model.us("all_reduce", 1048576.0, 0), model.basis("all_reduce", 0)), (Ok(wire), Ok(Basis::Links)));
     // One group on two nodes: the intra-node part is measured.
-    let whole = Model::of_profile(&Mesh { per_host: 4, ..mesh(&[8]) }, None, profile()).expect("made");
+    let whole = Model::of_profile(&Mesh { per_node: 4, ..mesh(&[8]) }, None, profile()).expect("made");
     assert_eq!(whole.us("all_reduce", 1048576.0, 0), Ok(70.0 + (6.6 + 2.0 * 135.0 + 1048576.0 / 1250.0)));
-    let slow = Link { gb_per_s: 0.125, us: 10.0 };
-    let given = Model::of_profile(&Mesh { per_host: 4, ..mesh(&[8]) }, Some(vec![slow]), profile()).expect("made");
+    let slow = LinkCost { gb_per_s: 0.125, us: 10.0 };
+    let given = Model::of_profile(&Mesh { per_node: 4, ..mesh(&[8]) }, Some(vec![slow]), profile()).expect("made");
     assert_eq!(given.us("all_reduce", 1048576.0, 0), Ok(70.0 + (6.6 + 2.0 * 10.0 + 1048576.0 / 125.0)));
 }
 
@@ -95,7 +95,7 @@ fn wrong_questions_are_refused() {
     ] {
         assert_eq!(model.us(op, bytes, dim).expect_err("wrong").message, why);
     }
-    let link = |gb_per_s, us| Model::links(&mesh(&[4]), Some(vec![Link { gb_per_s, us }])).is_ok();
+    let link = |gb_per_s, us| Model::links(&mesh(&[4]), Some(vec![LinkCost { gb_per_s, us }])).is_ok();
     assert_eq!([link(1.0, 0.0), link(0.0, 1.0), link(1.0, -1.0), link(f64::NAN, 1.0)], [true, false, false, false]);
     assert!(Model::links(&mesh(&[4]), Some(vec![])).is_err() && Model::links(&mesh(&[0]), None).is_err());
 }
@@ -103,9 +103,9 @@ fn wrong_questions_are_refused() {
 #[test]
 fn prices_grow_with_size() {
     for ranks in [2, 3, 4, 8] {
-        for device in [Device::Cpu, Device::Cuda] {
-            let mesh = Mesh { device, ranks: vec![ranks], job: ranks, per_host: ranks };
-            for model in [Model::torch(&mesh, None), Model::links(&mesh, Some(vec![Link { gb_per_s: 10.0, us: 1.0 }]))] {
+        for device in [DeviceKind::Cpu, DeviceKind::Cuda] {
+            let mesh = Mesh { device, ranks: vec![ranks], job: ranks, per_node: ranks };
+            for model in [Model::torch(&mesh, None), Model::links(&mesh, Some(vec![LinkCost { gb_per_s: 10.0, us: 1.0 }]))] {
                 let model = model.expect("made");
                 for op in ["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast"] {
                     let price = |shift: u32| model.us(op, f64::from(1u32 << shift), 0).expect("a price");

@@ -3,36 +3,36 @@
 //! Whatever the plan, one rank combines an element over ranks 0..n-1 in this order, so every rank gets the same bits.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
-use super::Step;
-use super::exchange::{Stages, chunk_of};
-use super::helpers::{Copied, Helpers};
-use super::pipeline::{self, Chunks, Phases};
-use crate::coll::call::{Op, Span, Spec};
-use crate::coll::plan::Plan;
+use super::CpuCall;
+use super::exchange::{StageCounters, chunk_of};
+use super::helpers::{CopyItem, Helpers};
+use super::pipeline::{self, ChunkOps, ResultSharing};
+use crate::coll::call::{CallSpec, Collective, Span};
+use crate::coll::plan::CpuPlan;
 use crate::control::ControlBlock;
 use crate::error::Result;
-use crate::kernels::cpu::{self, Source, Store};
+use crate::kernels::cpu::{self, InputElements, WriteMode};
 use crate::mem::layout::MAX_RANKS;
 use crate::rank::Rank;
 
-impl Step<'_> {
-    pub(super) fn all_reduce(&mut self, plan: Plan) -> Result<()> {
+impl CpuCall<'_> {
+    pub(super) fn all_reduce(&mut self, plan: CpuPlan) -> Result<()> {
         let (control, call) = (self.control, self.call);
         let me = control.rank();
         match plan {
-            Plan::Inline => {
+            CpuPlan::Inline => {
                 if let Some(output) = call.outputs.first() {
                     // An array, because an allocation takes a noticeable part of such a call's time.
-                    let mut sources = [Source { ptr: std::ptr::null(), factor: 1.0 }; MAX_RANKS];
+                    let mut sources = [InputElements { ptr: std::ptr::null(), factor: 1.0 }; MAX_RANKS];
                     let sources = &mut sources[..control.size()];
                     for (source, rank) in sources.iter_mut().zip(control.ranks()) {
                         *source = if rank == me { self.own(0) } else { self.peer(rank, self.posted(rank)) };
                     }
-                    self.reduce(output.ptr(), sources, output.bytes, Store::Cached);
+                    self.reduce(output.ptr(), sources, output.bytes, WriteMode::Cached);
                 }
                 Ok(())
             }
-            Plan::Staged { chunk, store } => {
+            CpuPlan::Staged { chunk, store } => {
                 let input = call.inputs[0];
                 let mut chunks = Shares {
                     control,
@@ -47,7 +47,7 @@ impl Step<'_> {
                     store,
                 };
                 let count = input.bytes.div_ceil(chunk) as u64;
-                pipeline::run(&mut Stages(self), Phases::Two, count, &mut chunks)
+                pipeline::run(&mut StageCounters(self), ResultSharing::Two, count, &mut chunks)
             }
         }
     }
@@ -56,15 +56,15 @@ impl Step<'_> {
 /// The shares of one rank in a message that moves in chunks.
 struct Shares<'a> {
     control: &'a ControlBlock,
-    call: &'a Spec<'a>,
+    call: &'a CallSpec<'a>,
     input: Span,
     output: Option<Span>,
     factors: Vec<f64>,
     helpers: Helpers,
-    sources: Vec<Source>,
-    copies: Vec<Copied>,
+    sources: Vec<InputElements>,
+    copies: Vec<CopyItem>,
     chunk: usize,
-    store: Store,
+    store: WriteMode,
 }
 
 impl Shares<'_> {
@@ -84,7 +84,7 @@ impl Shares<'_> {
     }
 }
 
-impl Chunks for Shares<'_> {
+impl ChunkOps for Shares<'_> {
     fn produce(&mut self, t: u64, slot: usize) {
         let me = self.control.rank();
         let (start, bytes) = chunk_of(self.input.bytes, self.chunk, t);
@@ -92,7 +92,7 @@ impl Chunks for Shares<'_> {
         let (own, own_bytes) = self.share(me, bytes);
         let (from, to) = (self.input.ptr().wrapping_add(start), self.slot(me, slot));
         let after = own + own_bytes;
-        let copies = [Copied::new(to, from, own), Copied::new(to.wrapping_add(after), from.wrapping_add(after), bytes - after)];
+        let copies = [CopyItem::new(to, from, own), CopyItem::new(to.wrapping_add(after), from.wrapping_add(after), bytes - after)];
         // SAFETY: own + own_bytes <= bytes <= chunk; the slot is this rank's and free in this stage (pipeline).
         unsafe { self.helpers.copy(&copies, cpu::STAGING) }
     }
@@ -104,15 +104,15 @@ impl Chunks for Shares<'_> {
         self.sources.clear();
         for rank in self.control.ranks() {
             let ptr = if rank == me { self.input.ptr().wrapping_add(start) } else { self.slot(rank, slot) };
-            self.sources.push(Source { ptr: ptr.wrapping_add(own), factor: self.factors[rank.index()] });
+            self.sources.push(InputElements { ptr: ptr.wrapping_add(own), factor: self.factors[rank.index()] });
         }
         let shared = self.result(me, result);
         let dst = self.output.map(|output| output.ptr().wrapping_add(start + own));
         let (to, twin, store) = match dst {
             // The root of a reduce does not publish its share.
-            Some(dst) if self.call.op == Op::Reduce => (dst, None, self.store),
+            Some(dst) if self.call.op == Collective::Reduce => (dst, None, self.store),
             Some(dst) => (shared, Some(dst), self.store),
-            None => (shared, None, Store::Cached),
+            None => (shared, None, WriteMode::Cached),
         };
         // SAFETY: own_bytes bytes of the result slot, of the output, which is as long as the input, and of the slots
         // (pipeline).
@@ -125,7 +125,7 @@ impl Chunks for Shares<'_> {
         self.copies.clear();
         for peer in self.control.peers() {
             let (share, share_bytes) = self.share(peer, bytes);
-            self.copies.push(Copied::new(output.ptr().wrapping_add(start + share), self.result(peer, result), share_bytes));
+            self.copies.push(CopyItem::new(output.ptr().wrapping_add(start + share), self.result(peer, result), share_bytes));
         }
         // SAFETY: start + share + share_bytes <= output.bytes; the peers' result slots hold their shares of chunk `t` (pipeline).
         unsafe { self.helpers.copy(&self.copies, self.store) }

@@ -4,13 +4,13 @@
 //! left `s`.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
-use super::Step;
+use super::CpuCall;
 use super::helpers::{reduce_chunk, shares_cores};
-use crate::coll::call::{Op, Span, Spec};
+use crate::coll::call::{CallSpec, Collective, Span};
 use crate::coll::describe::Description;
-use crate::coll::plan::Plan;
+use crate::coll::plan::CpuPlan;
 use crate::error::{Error, Result};
-use crate::kernels::cpu::{self, Source, Store};
+use crate::kernels::cpu::{self, InputElements, WriteMode};
 use crate::mem::layout::{INLINE_BYTES, POST_HEAD};
 use crate::rank::Rank;
 use crate::sync::flag::Flag;
@@ -42,12 +42,16 @@ const UNREAD: usize = 6;
 const SENT: usize = 8;
 
 /// Returns true if the data that this rank sends fit next to its flag; `plan` is the plan for the lengths it knows.
-pub(super) fn fits_post(call: &Spec, plan: Plan) -> bool {
+pub(super) fn fits_post(call: &CallSpec, plan: CpuPlan) -> bool {
     // For an all-to-all, each rank decides for itself.
-    if call.op == Op::AllToAll { call.inputs.iter().map(|span| span.bytes).sum::<usize>() <= INLINE_BYTES } else { plan == Plan::Inline }
+    if call.op == Collective::AllToAll {
+        call.inputs.iter().map(|span| span.bytes).sum::<usize>() <= INLINE_BYTES
+    } else {
+        plan == CpuPlan::Inline
+    }
 }
 
-impl Step<'_> {
+impl CpuCall<'_> {
     fn post(&self, rank: Rank) -> &Head {
         // SAFETY: Head consists of atomics, and `layout.post` is the offset of one for every rank and parity.
         unsafe { self.control.segment().at(self.control.layout().post(rank, self.seq)) }
@@ -65,7 +69,7 @@ impl Step<'_> {
         unsafe { self.control.segment().at(layout.post(rank, self.seq) + POST_HEAD + INLINE_BYTES + word * 8) }
     }
 
-    /// Returns the offer of `rank`, see [`Step::offer`]; undefined for calls that are not staged.
+    /// Returns the offer of `rank`, see [`CpuCall::offer`]; undefined for calls that are not staged.
     pub(super) fn offered(&self, rank: Rank) -> u64 {
         self.table(rank, OFFER).load(Ordering::Relaxed)
     }
@@ -75,7 +79,7 @@ impl Step<'_> {
         self.control.ranks().any(|rank| self.table(rank, SHARES_CORES).load(Ordering::Relaxed) != 0)
     }
 
-    /// Returns the word of `rank` about reads of peers' memory, see [`Step::reading`].
+    /// Returns the word of `rank` about reads of peers' memory, see [`CpuCall::reading`].
     pub(super) fn posted_reading(&self, rank: Rank) -> u64 {
         self.table(rank, READING).load(Ordering::Relaxed)
     }
@@ -154,7 +158,7 @@ impl Step<'_> {
     pub(super) fn write_post(&self, inline: bool) {
         let (control, call, me) = (self.control, self.call, self.control.rank());
         let (sent, received): (&[Span], &[Span]) =
-            if call.op == Op::AllToAll { (&call.inputs, &call.outputs) } else { (call.agreed_lengths(), &[]) };
+            if call.op == Collective::AllToAll { (&call.inputs, &call.outputs) } else { (call.agreed_lengths(), &[]) };
         let description = Description::of(call);
         let put = |word: usize, value: u64| self.table(me, word).store(value, Ordering::Relaxed);
         put(HEAD, description.head);
@@ -171,7 +175,7 @@ impl Step<'_> {
                     put(self.address_word(i), span.addr as u64);
                 }
             }
-        } else if call.op == Op::AllToAll {
+        } else if call.op == Collective::AllToAll {
             put(OFFER, self.offer());
             put(SHARES_CORES, 0);
             put(READING, 0);
@@ -189,7 +193,7 @@ impl Step<'_> {
                 // flag is published below, and none still reads the previous one (module docs). The spans are the
                 // caller's.
                 unsafe {
-                    cpu::copy(at, span.ptr(), span.bytes, Store::Cached);
+                    cpu::copy(at, span.ptr(), span.bytes, WriteMode::Cached);
                     at = at.add(span.bytes);
                 }
             }
@@ -228,7 +232,7 @@ impl Step<'_> {
         if self.control.peers().map(described).all(|other| other.without_call_site() == own.without_call_site())
             && self.control.peers().map(described).any(|other| other.has_call_site() != own.has_call_site())
         {
-            text.push_str(": some were started with SYMM_DEBUG=site, others were not");
+            text.push_str(": some were started with SYMM_DEBUG=call_site, others were not");
         }
         for rank in self.control.ranks() {
             let description = described(rank);
@@ -245,12 +249,12 @@ impl Step<'_> {
     }
 
     /// Source of this rank's own input `index`.
-    pub(super) fn own(&self, index: usize) -> Source {
-        Source { ptr: self.call.inputs[index].ptr(), factor: self.call.factor }
+    pub(super) fn own(&self, index: usize) -> InputElements {
+        InputElements { ptr: self.call.inputs[index].ptr(), factor: self.call.factor }
     }
 
     /// Reduces `bytes` bytes of every source into `dst`.
-    pub(super) fn reduce(&self, dst: *mut u8, sources: &[Source], bytes: usize, store: Store) {
+    pub(super) fn reduce(&self, dst: *mut u8, sources: &[InputElements], bytes: usize, store: WriteMode) {
         reduce_chunk(self.call, dst, sources, bytes, store);
     }
 }

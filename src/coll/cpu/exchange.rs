@@ -3,21 +3,21 @@
 //! They differ only in the senders, the receivers, and whether all receivers get the same message.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
-use super::Step;
-use super::helpers::{Copied, Helpers};
-use super::pipeline::{self, Chunks, Clock, Phases};
-use crate::coll::call::{Op, Span};
-use crate::coll::plan::Plan;
+use super::CpuCall;
+use super::helpers::{CopyItem, Helpers};
+use super::pipeline::{self, ChunkOps, ResultSharing, StageClock};
+use crate::coll::call::{Collective, Span};
+use crate::coll::plan::CpuPlan;
 use crate::error::{Error, Result};
-use crate::kernels::cpu::{self, Store};
+use crate::kernels::cpu::{self, WriteMode};
 use crate::mem::layout::INLINE_BYTES;
 use crate::rank::Rank;
 use crate::sync::flag::Flag;
 
 /// A group's stage counters, as the pipeline sees them.
-pub(super) struct Stages<'a, 'b>(pub(super) &'a mut Step<'b>);
+pub(super) struct StageCounters<'a, 'b>(pub(super) &'a mut CpuCall<'b>);
 
-impl Clock for Stages<'_, '_> {
+impl StageClock for StageCounters<'_, '_> {
     fn stage(&self) -> u64 {
         *self.0.stage
     }
@@ -35,7 +35,7 @@ impl Clock for Stages<'_, '_> {
         step.control.wait_for_peers(step.limit, &|| step.about(), missing)
     }
 
-    fn look(&mut self) -> Result<()> {
+    fn check_abort(&mut self) -> Result<()> {
         let step = &self.0;
         step.control.look(step.limit, &|| step.about())
     }
@@ -47,10 +47,10 @@ pub(super) fn chunk_of(bytes: usize, chunk: usize, t: u64) -> (usize, usize) {
     (start, chunk.min(bytes - start))
 }
 
-impl Step<'_> {
+impl CpuCall<'_> {
     /// Returns true if every receiver gets a different message.
     pub(super) fn personal(&self) -> bool {
-        matches!(self.call.op, Op::Scatter | Op::AllToAll)
+        matches!(self.call.op, Collective::Scatter | Collective::AllToAll)
     }
 
     /// The messages that this rank sends, each with its index among its sender's messages.
@@ -64,13 +64,13 @@ impl Step<'_> {
     /// The messages that this rank receives, with their senders.
     pub(super) fn incoming(&self) -> impl Iterator<Item = (Rank, Span)> {
         let (call, me) = (self.call, self.control.rank());
-        let one = matches!(call.op, Op::Broadcast | Op::Scatter);
+        let one = matches!(call.op, Collective::Broadcast | Collective::Scatter);
         let single = call.outputs.first().filter(|_| one && me != call.root).map(|&span| (call.root, span));
         let many = self.control.peers().filter(move |_| !one).filter_map(|peer| Some((peer, *call.outputs.get(peer.index())?)));
         single.into_iter().chain(many)
     }
 
-    /// [`Step::incoming`] starting from the next rank, so that the ranks do not all read the same tensor at once.
+    /// [`CpuCall::incoming`] starting from the next rank, so that the ranks do not all read the same tensor at once.
     pub(super) fn incoming_from_next(&self) -> Vec<(Rank, Span)> {
         let mut incoming: Vec<_> = self.incoming().collect();
         let next = incoming.iter().position(|&(from, _)| from > self.control.rank()).unwrap_or(0);
@@ -81,10 +81,15 @@ impl Step<'_> {
     /// Returns how many bytes `from` sends to other ranks before `output`, which is for this rank.
     pub(super) fn skipped(&self, from: Rank, output: Span) -> usize {
         match self.call.op {
-            Op::Scatter => self.control.rank().index() * output.bytes,
-            Op::AllToAll => (0..self.control.rank().0).fold(0, |sum, to| self.sent(from, Rank(to)).saturating_add(sum)),
-            Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather => 0,
-            Op::ReduceScatter | Op::AllReduceAddRmsNorm => 0,
+            Collective::Scatter => self.control.rank().index() * output.bytes,
+            Collective::AllToAll => (0..self.control.rank().0).fold(0, |sum, to| self.sent(from, Rank(to)).saturating_add(sum)),
+            Collective::Barrier
+            | Collective::Broadcast
+            | Collective::AllReduce
+            | Collective::Reduce
+            | Collective::AllGather
+            | Collective::Gather => 0,
+            Collective::ReduceScatter | Collective::AllReduceAddRmsNorm => 0,
         }
     }
 
@@ -96,15 +101,15 @@ impl Step<'_> {
             && input.addr != output.addr
         {
             // SAFETY: `validate` saw equal lengths; the spans are the caller's and do not overlap unless they are the same.
-            unsafe { helpers.copy(&[Copied::new(output.ptr(), input.ptr(), input.bytes)], Store::Cached) }
+            unsafe { helpers.copy(&[CopyItem::new(output.ptr(), input.ptr(), input.bytes)], WriteMode::Cached) }
         }
     }
 
     /// Runs the exchange; `longest` is the length of the longest message between two ranks.
-    pub(super) fn exchange(&mut self, plan: Plan, longest: usize) -> Result<()> {
-        let helpers = if plan == Plan::Inline { Helpers::none() } else { Helpers::of(self.call.total()) };
+    pub(super) fn exchange(&mut self, plan: CpuPlan, longest: usize) -> Result<()> {
+        let helpers = if plan == CpuPlan::Inline { Helpers::none() } else { Helpers::of(self.call.total()) };
         match plan {
-            Plan::Inline => {
+            CpuPlan::Inline => {
                 for (from, output) in self.incoming() {
                     let skipped = self.skipped(from, output);
                     // The lengths are read again after the comparison, and a faulty rank may have overwritten them.
@@ -115,13 +120,13 @@ impl Step<'_> {
                             .fail(Error::internal(format!("{about}: the lengths that {from} sends have changed meanwhile"))));
                     }
                     // SAFETY: within the INLINE_BYTES of the post (checked above), which `await_posts` acquired.
-                    unsafe { cpu::copy(output.ptr(), self.posted(from).add(skipped), output.bytes, Store::Cached) }
+                    unsafe { cpu::copy(output.ptr(), self.posted(from).add(skipped), output.bytes, WriteMode::Cached) }
                 }
             }
-            Plan::Staged { chunk, store } => {
+            CpuPlan::Staged { chunk, store } => {
                 let count = longest.div_ceil(chunk) as u64;
                 let (control, personal) = (self.control, self.personal());
-                let mut chunks = Messages {
+                let mut chunks = RankMessages {
                     outgoing: self.outgoing().collect(),
                     incoming: self.incoming().collect(),
                     slot: &|from, slot, index| {
@@ -134,7 +139,7 @@ impl Step<'_> {
                     chunk,
                     store,
                 };
-                pipeline::run(&mut Stages(self), Phases::One, count, &mut chunks)?;
+                pipeline::run(&mut StageCounters(self), ResultSharing::One, count, &mut chunks)?;
             }
         }
         self.keep_own(&helpers);
@@ -143,24 +148,24 @@ impl Step<'_> {
 }
 
 /// The messages of one rank, in chunks.
-struct Messages<'a> {
+struct RankMessages<'a> {
     outgoing: Vec<(usize, Span)>,
     incoming: Vec<(Rank, Span)>,
     /// Returns the address of message `index` in an input slot of a rank, valid for `chunk` bytes.
     slot: &'a dyn Fn(Rank, usize, usize) -> *mut u8,
     me: Rank,
     helpers: &'a Helpers,
-    copies: Vec<Copied>,
+    copies: Vec<CopyItem>,
     chunk: usize,
-    store: Store,
+    store: WriteMode,
 }
 
-impl Chunks for Messages<'_> {
+impl ChunkOps for RankMessages<'_> {
     fn produce(&mut self, t: u64, slot: usize) {
         self.copies.clear();
         for &(index, span) in &self.outgoing {
             let (start, bytes) = chunk_of(span.bytes, self.chunk, t);
-            self.copies.push(Copied::new((self.slot)(self.me, slot, index), span.ptr().wrapping_add(start), bytes));
+            self.copies.push(CopyItem::new((self.slot)(self.me, slot, index), span.ptr().wrapping_add(start), bytes));
         }
         // SAFETY: start + bytes <= span.bytes; the slot is this rank's and free in this stage (pipeline).
         unsafe { self.helpers.copy(&self.copies, cpu::STAGING) }
@@ -170,7 +175,7 @@ impl Chunks for Messages<'_> {
         self.copies.clear();
         for &(from, span) in &self.incoming {
             let (start, bytes) = chunk_of(span.bytes, self.chunk, t);
-            self.copies.push(Copied::new(span.ptr().wrapping_add(start), (self.slot)(from, slot, self.me.index()), bytes));
+            self.copies.push(CopyItem::new(span.ptr().wrapping_add(start), (self.slot)(from, slot, self.me.index()), bytes));
         }
         // SAFETY: as above; the slot holds chunk `t` of a message of the same length (compared at arrival).
         unsafe { self.helpers.copy(&self.copies, self.store) }

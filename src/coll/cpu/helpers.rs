@@ -1,19 +1,19 @@
 //! Threads that copy and reduce a part of long calls, where cores are idle.
 //!
 //! One core reaches only a fraction of the memory bandwidth (`docs/measurements/cpu.md`). So a rank that has more than
-//! one core divides each stage of a long call into [`Pieces`], and any thread that is free claims the next piece. A
+//! one core divides each stage of a long call into [`WorkItems`], and any thread that is free claims the next piece. A
 //! helper that does not start, because its core is busy, delays nothing. A helper that loses its core within a piece
-//! delays the call; the ranks then do without helpers for a while, as [`Patience`] decides.
+//! delays the call; the ranks then do without helpers for a while, as [`SpinBudget`] decides.
 //!
 //! Helpers belong to the process. After the last piece they poll for 200 µs, then sleep, and exit after a second.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors, and a job that lives on its owner's stack")]
 
-use crate::coll::call::Spec;
+use crate::coll::call::CallSpec;
 use crate::config::Config;
-use crate::control::patience::{PATIENCE, Patience, now};
-use crate::kernels::cpu::{self, Source, Store};
+use crate::control::spin_budget::{PATIENCE, SpinBudget, now};
+use crate::kernels::cpu::{self, InputElements, WriteMode};
 use crate::lock::{lock, unpoisoned};
-use crate::sync::pieces::Pieces;
+use crate::sync::work_items::WorkItems;
 use crate::sys::fork::PerProcess;
 use crate::sys::thread;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -29,31 +29,31 @@ const MOST_THREADS: usize = 4;
 const PIECE: usize = 16 << 10;
 const PIECES: usize = 2;
 /// How long a helper polls before it sleeps, and how long it sleeps before it exits.
-const LINGER: Duration = Duration::from_micros(200);
-const SPARE: Duration = Duration::from_secs(1);
+const HELPER_SPIN: Duration = Duration::from_micros(200);
+const IDLE_THREAD_TIMEOUT: Duration = Duration::from_secs(1);
 /// Polls between two reads of the clock, and spin iterations before a thread that waits for a helper yields.
-const TURNS: u32 = 64;
+const SPIN_TURNS: u32 = 64;
 const SPINS: u32 = 2000;
 
 /// Size of the largest group of this process; its ranks share the cores.
 static RANKS: AtomicUsize = AtomicUsize::new(1);
-static TEAM: PerProcess<Team> = PerProcess::new(Team::default);
+static TEAM: PerProcess<HelperPool> = PerProcess::new(HelperPool::default);
 
 /// The helpers of a process.
 #[derive(Debug, Default)]
-struct Team {
+struct HelperPool {
     /// Held by the call that uses the helpers.
     owner: Mutex<()>,
-    pieces: Pieces<AtomicU64>,
+    pieces: WorkItems<AtomicU64>,
     /// True if a piece has panicked.
     panicked: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
     called: Condvar,
-    patience: Patience,
+    patience: SpinBudget,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PoolState {
     threads: usize,
     asleep: usize,
     /// Number of calls so far.
@@ -63,14 +63,14 @@ struct State {
 /// The work of a stage on a range of its bytes: start and length.
 type Work<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
-struct Job<'a> {
+struct HelperJob<'a> {
     work: &'a Work<'a>,
     bytes: usize,
     /// Size of a piece in bytes.
     piece: usize,
 }
 
-impl Job<'_> {
+impl HelperJob<'_> {
     fn run(&self, piece: u64) {
         let start = piece as usize * self.piece;
         (self.work)(start, self.piece.min(self.bytes - start));
@@ -79,13 +79,13 @@ impl Job<'_> {
 
 /// A copy of bytes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Copied {
+pub(super) struct CopyItem {
     to: usize,
     from: usize,
     bytes: usize,
 }
 
-impl Copied {
+impl CopyItem {
     pub(super) fn new(to: *mut u8, from: *const u8, bytes: usize) -> Self {
         Self { to: to.addr(), from: from.addr(), bytes }
     }
@@ -147,7 +147,7 @@ impl Helpers {
         let (wanted, team) = (Config::get().cpu_threads, TEAM.get());
         let threads = wanted.unwrap_or_else(usual_threads);
         // Ranks that lose time slices to other threads have no cores to spare.
-        let crowded = || PATIENCE.is_short(now) || PATIENCE.is_crowded(now) || team.patience.is_short(now);
+        let crowded = || PATIENCE.is_short(now) || PATIENCE.yields_to_peer(now) || team.patience.is_short(now);
         if threads < 2 || wanted.is_none() && crowded() {
             return Self::none();
         }
@@ -163,14 +163,14 @@ impl Helpers {
         if self.held.is_none() || bytes <= piece {
             return work(0, bytes);
         }
-        TEAM.get().run(&Job { work, bytes, piece }, bytes.div_ceil(piece) as u64);
+        TEAM.get().run(&HelperJob { work, bytes, piece }, bytes.div_ceil(piece) as u64);
     }
 
     /// Makes all of `copies`.
     ///
     /// # Safety
     /// As [`cpu::copy`], for each.
-    pub(super) unsafe fn copy(&self, copies: &[Copied], store: Store) {
+    pub(super) unsafe fn copy(&self, copies: &[CopyItem], store: WriteMode) {
         let all: usize = copies.iter().map(|copied| copied.bytes).sum();
         self.share(all, &|start, bytes| {
             let (end, mut before) = (start + bytes, 0);
@@ -191,14 +191,22 @@ impl Helpers {
     ///
     /// # Safety
     /// As [`cpu::reduce`]; `twin` is valid for writes of the same length and overlaps nothing else.
-    pub(super) unsafe fn reduce(&self, call: &Spec, dst: *mut u8, sources: &[Source], bytes: usize, twin: Option<*mut u8>, store: Store) {
-        let all = Shared { dst, sources, twin };
+    pub(super) unsafe fn reduce(
+        &self,
+        call: &CallSpec,
+        dst: *mut u8,
+        sources: &[InputElements],
+        bytes: usize,
+        twin: Option<*mut u8>,
+        store: WriteMode,
+    ) {
+        let all = ReduceItem { dst, sources, twin };
         self.share(bytes, &|start, bytes| {
             let all = &all;
-            let later = |source: &Source| Source { ptr: source.ptr.wrapping_add(start), ..*source };
-            let shifted: Vec<Source> = if start == 0 { Vec::new() } else { all.sources.iter().map(later).collect() };
+            let later = |source: &InputElements| InputElements { ptr: source.ptr.wrapping_add(start), ..*source };
+            let shifted: Vec<InputElements> = if start == 0 { Vec::new() } else { all.sources.iter().map(later).collect() };
             let (dst, sources) = (all.dst.wrapping_add(start), if start == 0 { all.sources } else { &shifted });
-            reduce_chunk(call, dst, sources, bytes, if all.twin.is_some() { Store::Cached } else { store });
+            reduce_chunk(call, dst, sources, bytes, if all.twin.is_some() { WriteMode::Cached } else { store });
             if let Some(twin) = all.twin {
                 // SAFETY: the caller's contract; the bytes at `dst` were just written.
                 unsafe { cpu::copy(twin.wrapping_add(start), dst, bytes, store) }
@@ -208,23 +216,23 @@ impl Helpers {
 }
 
 /// `Step::reduce` for a pipeline, which holds the step itself.
-pub(super) fn reduce_chunk(call: &Spec, dst: *mut u8, sources: &[Source], bytes: usize, store: Store) {
+pub(super) fn reduce_chunk(call: &CallSpec, dst: *mut u8, sources: &[InputElements], bytes: usize, store: WriteMode) {
     // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches for, or posts and slots
     // of the segment whose bounds `Segment::ptr` checked. It synchronises with their writers before.
     unsafe { cpu::reduce(call.reduce_op, call.dtype, dst, sources, bytes / call.dtype.size(), store) }
 }
 
 /// The memory of a reduction that is divided into pieces.
-struct Shared<'a> {
+struct ReduceItem<'a> {
     dst: *mut u8,
-    sources: &'a [Source],
+    sources: &'a [InputElements],
     twin: Option<*mut u8>,
 }
 
 // SAFETY: the pointers are used on ranges that do not overlap, while the owner waits.
-unsafe impl Sync for Shared<'_> {}
+unsafe impl Sync for ReduceItem<'_> {}
 
-impl Team {
+impl HelperPool {
     /// Wakes `helpers` helpers, or starts them.
     #[inline(never)]
     fn call(&'static self, helpers: usize) {
@@ -245,7 +253,7 @@ impl Team {
     }
 
     /// Runs `count` pieces of `job` together with the helpers that claim some of them.
-    fn run(&self, job: &Job<'_>, count: u64) {
+    fn run(&self, job: &HelperJob<'_>, count: u64) {
         self.pieces.offer(std::ptr::from_ref(job).addr() as u64, count);
         let mut panic = None;
         while let Some((_, piece)) = self.pieces.claim() {
@@ -290,7 +298,7 @@ impl Team {
     fn sleep(&self, calls: u64) -> Option<u64> {
         let mut state = lock(&self.state);
         state.asleep += 1;
-        let waited = self.called.wait_timeout_while(state, SPARE, |state| state.calls == calls);
+        let waited = self.called.wait_timeout_while(state, IDLE_THREAD_TIMEOUT, |state| state.calls == calls);
         let (mut state, outcome) = unpoisoned(waited);
         state.asleep -= 1;
         if outcome.timed_out() {
@@ -305,7 +313,7 @@ impl Team {
         loop {
             while let Some((job, piece)) = self.pieces.claim() {
                 // SAFETY: `job` is the address of the owner's job, which lives until all its pieces are finished; it is shared as `Work` is.
-                let job = unsafe { &*(job as usize as *const Job<'_>) };
+                let job = unsafe { &*(job as usize as *const HelperJob<'_>) };
                 if catch_unwind(AssertUnwindSafe(|| job.run(piece))).is_err() {
                     self.panicked.store(true, Ordering::Relaxed);
                 }
@@ -314,8 +322,8 @@ impl Team {
             }
             std::hint::spin_loop();
             turns += 1;
-            if turns.is_multiple_of(TURNS) {
-                if last.elapsed() > LINGER {
+            if turns.is_multiple_of(SPIN_TURNS) {
+                if last.elapsed() > HELPER_SPIN {
                     return;
                 }
                 // Another thread that needs this core gets it.
@@ -331,14 +339,14 @@ mod tests {
     use std::sync::atomic::AtomicU8;
 
     /// Returns a team of helpers that only this test uses.
-    fn team() -> &'static Team {
+    fn team() -> &'static HelperPool {
         Box::leak(Box::default())
     }
 
-    fn job_of(team: &'static Team, bytes: usize, piece: usize, work: &Work<'_>) {
+    fn job_of(team: &'static HelperPool, bytes: usize, piece: usize, work: &Work<'_>) {
         let _held = team.owner.lock();
         team.call(2);
-        team.run(&Job { work, bytes, piece }, bytes.div_ceil(piece) as u64);
+        team.run(&HelperJob { work, bytes, piece }, bytes.div_ceil(piece) as u64);
     }
 
     #[test]

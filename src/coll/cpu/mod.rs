@@ -2,41 +2,41 @@
 //!
 //! Every collective starts with an arrival ([`arrival`]): each rank posts the call that it was asked to run, waits for
 //! all posts and compares them. No user memory is written before. The rest depends on the plan: the data arrived with
-//! the posts, or move through staging in a [`pipeline`], or are read in place in symmetric memory ([`direct`]).
+//! the posts, or move through staging in a [`pipeline`], or are read in place in symmetric memory ([`zero_copy`]).
 
 mod all_reduce;
+mod all_reduce_norm;
 mod arrival;
-mod direct;
+mod cma;
 mod exchange;
 pub(crate) mod helpers;
-mod norm;
 pub mod pipeline;
 mod reduce_scatter;
-mod remote;
+mod zero_copy;
 
-use crate::coll::call::{Call, Op, Spec};
-use crate::coll::norm::Norm;
-use crate::coll::plan::{self, Plan, Thresholds};
+use crate::coll::all_reduce_norm::Norm;
+use crate::coll::call::{Call, CallSpec, Collective};
+use crate::coll::plan::{self, CpuPlan, CpuThresholds};
 use crate::control::ControlBlock;
 use crate::error::Result;
-use crate::symm_mem::peers::{Heaps, Linked};
-use crate::sync::limit::Limit;
+use crate::symm_mem::peers::{PeerHeaps, PeerHeapsCell};
+use crate::sync::timeout::CallTimeout;
+pub(crate) use all_reduce_norm::norm_alone;
 use arrival::fits_post;
 use helpers::Helpers;
-pub(crate) use norm::norm_alone;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Runs a group's collectives, one at a time.
 #[derive(Debug)]
-pub struct Runner {
+pub struct CpuRunner {
     control: Arc<ControlBlock>,
     seq: u64,
     stage: u64,
     staging_reserved: bool,
-    thresholds: Thresholds,
-    linked: Arc<Linked>,
-    served: &'static str,
+    thresholds: CpuThresholds,
+    linked: Arc<PeerHeapsCell>,
+    last_algorithm: &'static str,
     /// True if this rank knows of no rank that cannot read another's memory.
     reads: bool,
     /// True if the next call has been posted.
@@ -44,30 +44,30 @@ pub struct Runner {
 }
 
 /// A collective in progress.
-struct Step<'a> {
+struct CpuCall<'a> {
     control: &'a ControlBlock,
-    call: &'a Spec<'a>,
-    limit: &'a Limit,
+    call: &'a CallSpec<'a>,
+    limit: &'a CallTimeout,
     /// True if this rank may read its peers' memory.
     reads: &'a mut bool,
     /// The group's linked symmetric memory, if its ranks have linked.
-    heaps: Option<&'a Heaps>,
+    heaps: Option<&'a PeerHeaps>,
     seq: u64,
     stage: &'a mut u64,
 }
 
 /// Returns the plan of `call` among `n` ranks.
-fn choose(call: &Spec, longest: usize, n: usize, thresholds: &Thresholds, shared_cores: bool) -> Plan {
+fn choose(call: &CallSpec, longest: usize, n: usize, thresholds: &CpuThresholds, shared_cores: bool) -> CpuPlan {
     match Norm::of(call) {
         Some(norm) => plan::choose_rows(&norm, n, shared_cores),
         None => plan::choose(call.op, longest, n, thresholds, shared_cores),
     }
 }
 
-impl Runner {
+impl CpuRunner {
     /// Makes a runner for a new group, whose symmetric memory will appear in `linked`.
-    pub fn new(control: Arc<ControlBlock>, thresholds: Thresholds, linked: Arc<Linked>) -> Self {
-        Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds, linked, served: "", reads: false, posted: false }
+    pub fn new(control: Arc<ControlBlock>, thresholds: CpuThresholds, linked: Arc<PeerHeapsCell>) -> Self {
+        Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds, linked, last_algorithm: "", reads: false, posted: false }
     }
 
     /// Sets whether every rank may read every other rank's memory.
@@ -86,8 +86,8 @@ impl Runner {
     }
 
     /// Returns the name of the last call's algorithm, or "" if no algorithm was chosen.
-    pub fn served(&self) -> &'static str {
-        self.served
+    pub fn last_algorithm(&self) -> &'static str {
+        self.last_algorithm
     }
 
     /// Posts `call` if all bytes that this rank sends fit next to the flag; the next call passed to `run` must then be
@@ -99,17 +99,17 @@ impl Runner {
         }
         self.seq += 1;
         begins(self.seq);
-        let (control, heaps, limit) = (Arc::clone(&self.control), self.linked.get(), Limit::from_first_wait(Duration::ZERO));
+        let (control, heaps, limit) = (Arc::clone(&self.control), self.linked.get(), CallTimeout::from_first_wait(Duration::ZERO));
         let (heaps, reads) = (heaps.as_deref(), &mut self.reads);
-        Step { control: &control, call, limit: &limit, reads, heaps, seq: self.seq, stage: &mut self.stage }.write_post(inline);
+        CpuCall { control: &control, call, limit: &limit, reads, heaps, seq: self.seq, stage: &mut self.stage }.write_post(inline);
         self.posted = true;
         true
     }
 
     /// Runs `call`, or the rest of it if it was posted. Returns when its outputs are complete and its inputs may
     /// change.
-    pub fn run(&mut self, call: &Call<'_>, limit: &Limit) -> Result<()> {
-        self.served = "";
+    pub fn run(&mut self, call: &Call<'_>, limit: &CallTimeout) -> Result<()> {
+        self.last_algorithm = "";
         let posted = std::mem::take(&mut self.posted);
         if !posted {
             if let Some(failure) = self.control.failure() {
@@ -121,9 +121,9 @@ impl Runner {
         let plan = choose(call, longest, n, &self.thresholds, false);
         let (control, heaps) = (Arc::clone(&self.control), self.linked.get());
         let (heaps, reads) = (heaps.as_deref(), &mut self.reads);
-        let mut step = Step { control: &control, call, limit, reads, heaps, seq: self.seq, stage: &mut self.stage };
+        let mut step = CpuCall { control: &control, call, limit, reads, heaps, seq: self.seq, stage: &mut self.stage };
         if n == 1 {
-            self.served = "alone";
+            self.last_algorithm = "alone";
             return step.alone();
         }
         if !posted {
@@ -132,70 +132,72 @@ impl Runner {
         step.arrive()?;
         // Only the posts of all ranks tell the longest message of an all-to-all, and whether ranks share cores.
         let staged = match (call.op, plan) {
-            (Op::AllToAll, _) => step.compare_lengths()?,
-            (_, Plan::Inline) => None,
-            (_, Plan::Staged { .. }) => Some(longest),
+            (Collective::AllToAll, _) => step.compare_lengths()?,
+            (_, CpuPlan::Inline) => None,
+            (_, CpuPlan::Staged { .. }) => Some(longest),
         };
         let longest = staged.unwrap_or_default();
         let shared_cores = staged.is_some() && step.cores_are_shared();
-        let plan = staged.map_or(Plan::Inline, |longest| choose(call, longest, n, &self.thresholds, shared_cores));
-        if let Plan::Staged { store, .. } = plan
+        let plan = staged.map_or(CpuPlan::Inline, |longest| choose(call, longest, n, &self.thresholds, shared_cores));
+        if let CpuPlan::Staged { store, .. } = plan
             && step.all_offered()
         {
-            self.served = "direct";
+            self.last_algorithm = "direct";
             step.direct(store)?;
             control.finish(self.seq, call.op);
             return Ok(());
         }
         if staged.is_some() && step.reads_peers(longest, shared_cores) {
-            self.served = "read";
+            self.last_algorithm = "read";
             if step.read_peers()? {
                 control.finish(self.seq, call.op);
                 return Ok(());
             }
         }
-        self.served = plan.name();
-        if matches!(plan, Plan::Staged { .. }) && !self.staging_reserved {
+        self.last_algorithm = plan.name();
+        if matches!(plan, CpuPlan::Staged { .. }) && !self.staging_reserved {
             let layout = control.layout();
             let purpose = format_args!("group \"{}\"", control.name());
             control.segment().reserve(layout.staging(control.rank()), layout.staging_bytes(), purpose).map_err(|e| control.fail(e))?;
             self.staging_reserved = true;
         }
         match call.op {
-            Op::Barrier => {}
-            Op::AllReduce | Op::Reduce => step.all_reduce(plan)?,
-            Op::ReduceScatter => step.reduce_scatter(plan)?,
-            Op::AllReduceAddRmsNorm => Norm::of(call).map_or(Ok(()), |norm| step.norm(&norm, plan))?,
-            Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => step.exchange(plan, longest)?,
+            Collective::Barrier => {}
+            Collective::AllReduce | Collective::Reduce => step.all_reduce(plan)?,
+            Collective::ReduceScatter => step.reduce_scatter(plan)?,
+            Collective::AllReduceAddRmsNorm => Norm::of(call).map_or(Ok(()), |norm| step.norm(&norm, plan))?,
+            Collective::Broadcast | Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::AllToAll => {
+                step.exchange(plan, longest)?
+            }
         }
         control.finish(self.seq, call.op);
         Ok(())
     }
 }
 
-impl Step<'_> {
+impl CpuCall<'_> {
     /// Runs the collective of a group of one rank.
     fn alone(&self) -> Result<()> {
         match self.call.op {
-            Op::Barrier | Op::Broadcast => {}
-            Op::AllReduce | Op::Reduce | Op::ReduceScatter => {
+            Collective::Barrier | Collective::Broadcast => {}
+            Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter => {
                 let (input, output) = (self.call.inputs[0], self.call.outputs[0]);
-                self.reduce(output.ptr(), &[self.own(0)], input.bytes, crate::kernels::cpu::Store::Cached);
+                self.reduce(output.ptr(), &[self.own(0)], input.bytes, crate::kernels::cpu::WriteMode::Cached);
             }
-            Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => self.keep_own(&Helpers::none()),
-            Op::AllReduceAddRmsNorm => norm_alone(self.call),
+            Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::AllToAll => self.keep_own(&Helpers::none()),
+            Collective::AllReduceAddRmsNorm => norm_alone(self.call),
         }
         Ok(())
     }
 
     /// Names the call in messages.
     fn about(&self) -> String {
-        if let Some(asked) = self.control.asked() {
+        if let Some(asked) = self.control.parent_call() {
             return asked;
         }
         let description = crate::coll::describe::Description::of(self.call);
         let (seq, group) = (self.seq, self.control.name());
-        if self.call.op == Op::AllToAll {
+        if self.call.op == Collective::AllToAll {
             let sent: usize = self.call.inputs.iter().map(|span| span.bytes).sum();
             return format!("{description} #{seq} of group \"{group}\" (this rank sends {sent} bytes)");
         }
@@ -211,21 +213,21 @@ mod tests {
     use crate::dtype::DType;
     use crate::error::Error;
 
-    fn runners(n: u32) -> Vec<Runner> {
-        controls(n).into_iter().map(|control| Runner::new(Arc::new(control), Thresholds::default(), Arc::default())).collect()
+    fn runners(n: u32) -> Vec<CpuRunner> {
+        controls(n).into_iter().map(|control| CpuRunner::new(Arc::new(control), CpuThresholds::default(), Arc::default())).collect()
     }
 
     fn spans(all: &mut [Vec<i32>]) -> Vec<Span> {
         all.iter_mut().map(|one| Span { addr: one.as_mut_ptr() as usize, bytes: size_of_val(&**one) }).collect()
     }
 
-    fn call(op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Call<'static> {
+    fn call(op: Collective, inputs: Vec<Span>, outputs: Vec<Span>) -> Call<'static> {
         let (inputs, outputs) = (inputs.into(), outputs.into());
-        Call::inner(Spec { op, dtype: DType::I32, inputs, outputs, ..Spec::barrier(None) })
+        Call::inner(CallSpec { op, dtype: DType::I32, inputs, outputs, ..CallSpec::barrier(None) })
     }
 
-    fn soon() -> Limit {
-        Limit::from_first_wait(Duration::from_secs(20))
+    fn soon() -> CallTimeout {
+        CallTimeout::from_first_wait(Duration::from_secs(20))
     }
 
     #[test]
@@ -233,7 +235,7 @@ mod tests {
         let mut runners = runners(2);
         let mut data = [vec![vec![1, 2]], vec![vec![30, 40]]];
         for (number, expected) in [(1, [31, 42]), (2, [62, 84])] {
-            let calls = data.each_mut().map(|data| call(Op::AllReduce, spans(data), spans(data)));
+            let calls = data.each_mut().map(|data| call(Collective::AllReduce, spans(data), spans(data)));
             let before = data[0][0].clone();
             let begun = std::cell::Cell::new(0);
             assert!(runners[0].post(&calls[0], &|sequence| begun.set(sequence)));
@@ -249,7 +251,7 @@ mod tests {
     fn what_peers_need_more_of_is_not_posted() {
         let mut long = [vec![0; 10_000]];
         let mut short = [vec![0; 10]];
-        let [long, short] = [spans(&mut long), spans(&mut short)].map(|spans| call(Op::AllReduce, spans.clone(), spans));
+        let [long, short] = [spans(&mut long), spans(&mut short)].map(|spans| call(Collective::AllReduce, spans.clone(), spans));
         let mut pair = runners(2);
         assert!(!pair[0].post(&long, &|_| panic!("it does not begin")));
         assert!(!runners(1)[0].post(&short, &|_| panic!("nobody waits for it")));
@@ -265,7 +267,7 @@ mod tests {
         let mut runners = runners(2);
         let mut inputs = [0, 1].map(|from: usize| lengths[from].map(|length| vec![from as i32 + 1; length]));
         let mut outputs = [0, 1].map(|to: usize| lengths.map(|lengths| vec![0; lengths[to]]));
-        let calls: Vec<Call> = inputs.iter_mut().zip(&mut outputs).map(|(i, o)| call(Op::AllToAll, spans(i), spans(o))).collect();
+        let calls: Vec<Call> = inputs.iter_mut().zip(&mut outputs).map(|(i, o)| call(Collective::AllToAll, spans(i), spans(o))).collect();
         assert!(runners[0].post(&calls[0], &|_| {}) && !runners[1].post(&calls[1], &|_| {}));
         std::thread::scope(|scope| {
             for (runner, call) in runners.iter_mut().zip(&calls) {

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::mem::layout::{INPUT_SLOTS, RESULT_SLOTS};
 
 /// The ranks' stage counters.
-pub trait Clock {
+pub trait StageClock {
     /// Returns the number of stages that this rank has finished.
     fn stage(&self) -> u64;
     /// Finishes a stage and publishes, with release ordering, everything that was written in it.
@@ -20,7 +20,7 @@ pub trait Clock {
     fn wait_for(&mut self, stage: u64) -> Result<()>;
     /// Fails if the group has failed or the call's timeout has expired, even though no peer is missing. It is called
     /// only while no peer can have finished the call, so that an event which fails a later call does not end this one.
-    fn look(&mut self) -> Result<()>;
+    fn check_abort(&mut self) -> Result<()>;
 }
 
 /// Stages between two checks of the group. A faulty peer can dictate the number of stages and claim to have finished
@@ -28,7 +28,7 @@ pub trait Clock {
 const LOOK_EVERY: u64 = 64;
 
 /// The work of a collective on one chunk.
-pub trait Chunks {
+pub trait ChunkOps {
     /// Writes chunk `t` of this rank's input to its input slot.
     fn produce(&mut self, t: u64, slot: usize);
     /// Processes chunk `t` in all ranks' input slots; in two-phase collectives, writes this rank's share to its result
@@ -40,7 +40,7 @@ pub trait Chunks {
 
 /// Whether ranks share their results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phases {
+pub enum ResultSharing {
     /// Each rank keeps what it consumes.
     One,
     /// Two stages: each rank consumes its share, and all ranks collect the shares.
@@ -49,13 +49,13 @@ pub enum Phases {
 
 /// Moves `count` chunks through the slots. The caller has just seen every peer arrive at this call, so every peer has
 /// finished all stages of the previous call.
-pub fn run(clock: &mut impl Clock, phases: Phases, count: u64, chunks: &mut impl Chunks) -> Result<()> {
+pub fn run(clock: &mut impl StageClock, phases: ResultSharing, count: u64, chunks: &mut impl ChunkOps) -> Result<()> {
     if count == 0 {
         return Ok(());
     }
     let input = |stage: u64| (stage % INPUT_SLOTS as u64) as usize;
     let result = |stage: u64| (stage % RESULT_SLOTS as u64) as usize;
-    let stages = count + if phases == Phases::Two { 2 } else { 1 };
+    let stages = count + if phases == ResultSharing::Two { 2 } else { 1 };
     for t in 0..stages {
         let stage = clock.stage();
         if t < count {
@@ -66,14 +66,14 @@ pub fn run(clock: &mut impl Clock, phases: Phases, count: u64, chunks: &mut impl
             if t - 1 < count {
                 chunks.consume(t - 1, input(stage - 1), result(stage));
             }
-            if t > 1 && phases == Phases::Two {
+            if t > 1 && phases == ResultSharing::Two {
                 chunks.finish(t - 2, result(stage - 1));
             }
         }
         // A peer is at most one stage ahead, so it can have finished the call only while this rank is in the last
         // stage.
         if t % LOOK_EVERY == LOOK_EVERY - 1 && t + 1 < stages {
-            clock.look()?;
+            clock.check_abort()?;
         }
         clock.tick();
     }
@@ -81,7 +81,7 @@ pub fn run(clock: &mut impl Clock, phases: Phases, count: u64, chunks: &mut impl
 }
 
 /// The work of an in-place all-reduce on one chunk: each rank reduces a part of it.
-pub trait Parts {
+pub trait InPlaceOps {
     /// Reduces this rank's part of chunk `t` from all ranks' tensors into its own tensor.
     fn reduce(&mut self, t: u64);
     /// Copies the parts of chunk `t` that the peers have reduced from their tensors into this rank's tensor.
@@ -90,7 +90,7 @@ pub trait Parts {
 
 /// Reduces `count` chunks in place. On return, peers may still be reading this rank's parts; the caller waits for that.
 /// The caller has just seen every peer arrive at this call.
-pub fn run_in_place(clock: &mut impl Clock, count: u64, parts: &mut impl Parts) -> Result<()> {
+pub fn run_in_place(clock: &mut impl StageClock, count: u64, parts: &mut impl InPlaceOps) -> Result<()> {
     for t in 0..count {
         parts.reduce(t);
         if t > 0 {
@@ -98,7 +98,7 @@ pub fn run_in_place(clock: &mut impl Clock, count: u64, parts: &mut impl Parts) 
             parts.fetch(t - 1);
         }
         if t % LOOK_EVERY == LOOK_EVERY - 1 {
-            clock.look()?;
+            clock.check_abort()?;
         }
         clock.tick();
     }
@@ -117,7 +117,7 @@ mod tests {
     /// The stage of this rank, and the stage from which the check fails.
     struct Alone(u64, u64);
 
-    impl Clock for Alone {
+    impl StageClock for Alone {
         fn stage(&self) -> u64 {
             self.0
         }
@@ -127,7 +127,7 @@ mod tests {
         fn wait_for(&mut self, _stage: u64) -> Result<()> {
             Ok(())
         }
-        fn look(&mut self) -> Result<()> {
+        fn check_abort(&mut self) -> Result<()> {
             if self.0 < self.1 { Ok(()) } else { Err(Error::timeout("time is up")) }
         }
     }
@@ -141,7 +141,7 @@ mod tests {
         consumed: Vec<u64>,
     }
 
-    impl Chunks for Log {
+    impl ChunkOps for Log {
         fn produce(&mut self, t: u64, slot: usize) {
             self.inputs[slot] = Some(t);
             self.produced.push(t);
@@ -161,12 +161,12 @@ mod tests {
     fn every_chunk_passes_once_in_order_from_its_own_slot() {
         let mut clock = Alone(0, u64::MAX);
         for count in [0, 1, 2, 3, 10] {
-            for phases in [Phases::One, Phases::Two] {
+            for phases in [ResultSharing::One, ResultSharing::Two] {
                 let mut log = Log::default();
                 run(&mut clock, phases, count, &mut log).expect("alone");
                 let all: Vec<u64> = (0..count).collect();
                 assert_eq!((&log.produced, &log.consumed), (&all, &all));
-                assert_eq!(log.finished, if phases == Phases::Two { all } else { Vec::new() });
+                assert_eq!(log.finished, if phases == ResultSharing::Two { all } else { Vec::new() });
             }
         }
     }
@@ -175,7 +175,7 @@ mod tests {
     #[derive(Default)]
     struct Order(Vec<(&'static str, u64)>);
 
-    impl Parts for Order {
+    impl InPlaceOps for Order {
         fn reduce(&mut self, t: u64) {
             self.0.push(("reduce", t));
         }
@@ -202,7 +202,7 @@ mod tests {
     fn a_call_that_never_waits_is_looked_at_but_not_in_its_last_stage() {
         for (count, passes) in [(LOOK_EVERY - 1, true), (LOOK_EVERY, false), (u64::MAX - 1, false)] {
             let mut clock = Alone(0, 0);
-            let outcome = run(&mut clock, Phases::One, count, &mut Log::default());
+            let outcome = run(&mut clock, ResultSharing::One, count, &mut Log::default());
             assert_eq!(outcome.is_ok(), passes, "{count} chunks");
             assert_eq!(clock.0, if passes { count + 1 } else { LOOK_EVERY - 1 });
         }

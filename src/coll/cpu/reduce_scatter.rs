@@ -1,33 +1,33 @@
 //! Reduce-scatter: each rank reduces its own message from all ranks' posts or slots.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
-use super::Step;
-use super::exchange::{Stages, chunk_of};
-use super::helpers::{Copied, Helpers};
-use super::pipeline::{self, Chunks, Phases};
-use crate::coll::call::{Span, Spec};
-use crate::coll::plan::Plan;
+use super::CpuCall;
+use super::exchange::{StageCounters, chunk_of};
+use super::helpers::{CopyItem, Helpers};
+use super::pipeline::{self, ChunkOps, ResultSharing};
+use crate::coll::call::{CallSpec, Span};
+use crate::coll::plan::CpuPlan;
 use crate::error::Result;
-use crate::kernels::cpu::{self, Source, Store};
+use crate::kernels::cpu::{self, InputElements, WriteMode};
 use crate::rank::Rank;
 
-impl Step<'_> {
-    pub(super) fn reduce_scatter(&mut self, plan: Plan) -> Result<()> {
+impl CpuCall<'_> {
+    pub(super) fn reduce_scatter(&mut self, plan: CpuPlan) -> Result<()> {
         let (control, call) = (self.control, self.call);
         let (me, output) = (control.rank(), call.outputs[0]);
         match plan {
-            Plan::Inline => {
+            CpuPlan::Inline => {
                 let skipped: usize = call.inputs[..me.index()].iter().map(|span| span.bytes).sum();
-                let sources: Vec<Source> = control
+                let sources: Vec<InputElements> = control
                     .ranks()
                     .map(|rank| if rank == me { self.own(me.index()) } else { self.peer(rank, self.posted(rank).wrapping_add(skipped)) })
                     .collect();
-                self.reduce(output.ptr(), &sources, output.bytes, Store::Cached);
+                self.reduce(output.ptr(), &sources, output.bytes, WriteMode::Cached);
                 Ok(())
             }
-            Plan::Staged { chunk, store } => {
+            CpuPlan::Staged { chunk, store } => {
                 let count = call.longest().div_ceil(chunk) as u64;
-                let step: &Step<'_> = self;
+                let step: &CpuCall<'_> = self;
                 let factors: Vec<f64> = control.ranks().map(|rank| step.factor(rank)).collect();
                 let mut chunks = Scatter {
                     call,
@@ -41,36 +41,36 @@ impl Step<'_> {
                     chunk,
                     store,
                 };
-                pipeline::run(&mut Stages(self), Phases::One, count, &mut chunks)
+                pipeline::run(&mut StageCounters(self), ResultSharing::One, count, &mut chunks)
             }
         }
     }
 
     /// A peer's elements as a source.
-    pub(super) fn peer(&self, rank: Rank, ptr: *const u8) -> Source {
-        Source { ptr, factor: self.factor(rank) }
+    pub(super) fn peer(&self, rank: Rank, ptr: *const u8) -> InputElements {
+        InputElements { ptr, factor: self.factor(rank) }
     }
 }
 
 struct Scatter<'a> {
-    call: &'a Spec<'a>,
+    call: &'a CallSpec<'a>,
     helpers: Helpers,
     output: Span,
     factors: Vec<f64>,
     slot: &'a dyn Fn(Rank, usize, usize) -> *mut u8,
-    sources: Vec<Source>,
-    copies: Vec<Copied>,
+    sources: Vec<InputElements>,
+    copies: Vec<CopyItem>,
     me: Rank,
     chunk: usize,
-    store: Store,
+    store: WriteMode,
 }
 
-impl Chunks for Scatter<'_> {
+impl ChunkOps for Scatter<'_> {
     fn produce(&mut self, t: u64, slot: usize) {
         self.copies.clear();
         for (index, span) in self.call.inputs.iter().enumerate().filter(|&(index, _)| index != self.me.index()) {
             let (start, bytes) = chunk_of(span.bytes, self.chunk, t);
-            self.copies.push(Copied::new((self.slot)(self.me, slot, index), span.ptr().wrapping_add(start), bytes));
+            self.copies.push(CopyItem::new((self.slot)(self.me, slot, index), span.ptr().wrapping_add(start), bytes));
         }
         // SAFETY: start + bytes <= span.bytes; the slot is this rank's and free in this stage (pipeline).
         unsafe { self.helpers.copy(&self.copies, cpu::STAGING) }
@@ -82,7 +82,7 @@ impl Chunks for Scatter<'_> {
         self.sources.clear();
         for (rank, &factor) in self.factors.iter().enumerate() {
             let ptr = if rank == me { self.call.inputs[me].ptr().wrapping_add(start) } else { (self.slot)(Rank(rank as u32), slot, me) };
-            self.sources.push(Source { ptr, factor });
+            self.sources.push(InputElements { ptr, factor });
         }
         let dst = self.output.ptr().wrapping_add(start);
         // SAFETY: start + bytes <= output.bytes; the slots hold chunk `t` of messages of the same length (compared at arrival).

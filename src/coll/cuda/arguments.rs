@@ -6,10 +6,10 @@ use super::workspace::layout::{Channel, MAX_RANKS};
 /// A pointer or a number for each rank.
 pub type PerRank = [u64; MAX_RANKS];
 
-/// `Common` in `wait.cuh`.
+/// `CommonArgs` in `wait.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct Common {
+pub struct CommonArgs {
     /// Memory of this channel on every rank, as mapped in this process.
     pub peer: PerRank,
     /// Address of a word of host memory that is not 0 once the group has failed.
@@ -22,10 +22,10 @@ pub struct Common {
     pub call: u64,
 }
 
-/// `LowLatency` in `low_latency.cuh`.
+/// `LowLatencyArgs` in `low_latency.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct LowLatency {
+pub struct LowLatencyArgs {
     /// Offset in the channel.
     pub epochs: u64,
     /// Offset in the channel.
@@ -34,10 +34,10 @@ pub struct LowLatency {
     pub units: u32,
 }
 
-/// `Sentinel` in `sentinel.cuh`.
+/// `SentinelArgs` in `sentinel.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct Sentinel {
+pub struct SentinelArgs {
     /// Offset in the channel.
     pub epochs: u64,
     /// Offset in the channel.
@@ -46,10 +46,10 @@ pub struct Sentinel {
     pub units: u32,
 }
 
-/// `Staging` in `staging.cuh`.
+/// `StagingArgs` in `staging.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct Staging {
+pub struct StagingArgs {
     /// Offset in the channel.
     pub words: u64,
     /// Offset in the channel.
@@ -62,10 +62,10 @@ pub struct Staging {
     pub lanes: u32,
 }
 
-/// `Outgoing` in `pieces.cuh`.
+/// `OutgoingArgs` in `staged_roles.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Outgoing {
+pub struct OutgoingArgs {
     /// The message for each rank.
     pub from: PerRank,
     /// Length of each message.
@@ -99,19 +99,19 @@ pub struct Handshake {
 /// `ExchangeArgs` in `exchange.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct Exchange {
+pub struct ExchangeArgs {
     /// Arguments that every kernel has.
-    pub common: Common,
+    pub common: CommonArgs,
     /// Location of the LL lines.
-    pub ll: LowLatency,
+    pub ll: LowLatencyArgs,
     /// Location of the staging slots.
-    pub staging: Staging,
+    pub staging: StagingArgs,
     /// Number of blocks that use LL lines.
     pub ll_blocks: u32,
     /// Maximum length of a message on LL lines; longer ones are staged.
     pub short_bytes: u64,
     /// Messages that this rank sends.
-    pub out: Outgoing,
+    pub out: OutgoingArgs,
     /// Destination of each rank's message.
     pub to: PerRank,
     /// Length of each rank's message.
@@ -120,16 +120,16 @@ pub struct Exchange {
     pub handshake: Handshake,
 }
 
-/// `TransfersArgs` in `exchange/transfers.cu`.
+/// `TransfersArgs` in `exchange/send_recv.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct Transfers {
+pub struct TransfersArgs {
     /// Arguments that every kernel has.
-    pub common: Common,
+    pub common: CommonArgs,
     /// Location of the staging slots.
-    pub staging: Staging,
+    pub staging: StagingArgs,
     /// Messages that this rank sends.
-    pub out: Outgoing,
+    pub out: OutgoingArgs,
     /// Destination of each rank's message.
     pub to: PerRank,
     /// Length of each rank's message.
@@ -141,11 +141,11 @@ pub struct Transfers {
 /// `ReduceArgs` in `reduce/low_latency.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct ReduceLowLatency {
+pub struct ReduceLowLatencyArgs {
     /// Arguments that every kernel has.
-    pub common: Common,
+    pub common: CommonArgs,
     /// Location of the LL lines.
-    pub ll: LowLatency,
+    pub ll: LowLatencyArgs,
     /// Message for each rank; 0 if absent.
     pub from: PerRank,
     /// Length of the message for each rank.
@@ -161,13 +161,13 @@ pub struct ReduceLowLatency {
 /// `ReduceStagedArgs` in `reduce/staged.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct ReduceStaged {
+pub struct ReduceStagedArgs {
     /// Arguments that every kernel has.
-    pub common: Common,
+    pub common: CommonArgs,
     /// Location of the staging slots.
-    pub staging: Staging,
+    pub staging: StagingArgs,
     /// Messages that this rank sends.
-    pub out: Outgoing,
+    pub out: OutgoingArgs,
     /// Destination of the result; 0 if this rank gets none.
     pub to: u64,
     /// Length of the result.
@@ -181,11 +181,11 @@ pub struct ReduceStaged {
 /// `AllReduceArgs` in `sentinel.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct AllReduce {
+pub struct AllReduceArgs {
     /// Arguments that every kernel has.
-    pub common: Common,
+    pub common: CommonArgs,
     /// Location of the sentinel slots.
-    pub sentinel: Sentinel,
+    pub sentinel: SentinelArgs,
     /// The input.
     pub from: u64,
     /// The result.
@@ -199,11 +199,11 @@ pub struct AllReduce {
 /// `CubeMeshArgs` in `all_reduce/cube_mesh.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct CubeMesh {
+pub struct CubeMeshArgs {
     /// Arguments that every kernel has; of `peer`, only the entries of neighbours and this rank are used.
-    pub common: Common,
+    pub common: CommonArgs,
     /// Location of the LL lines.
-    pub ll: LowLatency,
+    pub ll: LowLatencyArgs,
     /// The input.
     pub from: u64,
     /// The result.
@@ -223,13 +223,13 @@ pub struct CubeMesh {
 /// `RsagStagedArgs` in `rsag_staged.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct RsagStaged {
+pub struct RsagStagedArgs {
     /// Arguments that every kernel has.
-    pub common: Common,
+    pub common: CommonArgs,
     /// The first pass.
-    pub scatter: Staging,
+    pub scatter: StagingArgs,
     /// The second pass.
-    pub gather: Staging,
+    pub gather: StagingArgs,
     /// The input.
     pub from: u64,
     /// The result; 0 if absent.
@@ -253,11 +253,11 @@ pub struct RsagStaged {
 /// `NormArgs` in `norm.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct Norm {
+pub struct NormArgs {
     /// Arguments that every kernel has.
-    pub common: Common,
+    pub common: CommonArgs,
     /// Location of the sentinel slots.
-    pub sentinel: Sentinel,
+    pub sentinel: SentinelArgs,
     /// This rank's input, or the sum over ranks.
     pub from: u64,
     /// The residual.
@@ -288,7 +288,7 @@ pub const MAX_PEERS: usize = 8;
 /// `SignalArgs` in `signal/signal.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct Signal {
+pub struct SignalArgs {
     /// Pad of each rank, as mapped in this process.
     pub pads: [u64; MAX_PEERS],
     /// Address of a word of host memory that is not 0 once the group has failed.
@@ -307,7 +307,7 @@ pub struct Signal {
     pub wait: u32,
 }
 
-impl Signal {
+impl SignalArgs {
     /// Returns the arguments as the kernel reads them.
     pub fn bytes(&self) -> &[u8] {
         bytes_of(self)
@@ -323,7 +323,7 @@ pub struct ArgBytes {
 }
 
 /// Size of the largest arguments in bytes.
-const MAX_ARGS: usize = size_of::<Exchange>();
+const MAX_ARGS: usize = size_of::<ExchangeArgs>();
 
 impl ArgBytes {
     pub(super) fn of<T: Copy>(args: &T) -> Self {
@@ -361,15 +361,15 @@ pub const DIRECT_WORD: usize = 4 + MAX_RANKS;
 
 // `static_assert`s next to the declarations in C++ check the same sizes.
 const _: () = {
-    assert!(size_of::<Common>() == 160 && REPORT_WORDS * 4 == 112);
+    assert!(size_of::<CommonArgs>() == 160 && REPORT_WORDS * 4 == 112);
     assert!(size_of::<Handshake>() == 168);
-    assert!(size_of::<Exchange>() == 920);
-    assert!(size_of::<Transfers>() == 880);
-    assert!(size_of::<ReduceLowLatency>() == 464);
-    assert!(size_of::<ReduceStaged>() == 648);
-    assert!(size_of::<AllReduce>() == 216);
-    assert!(size_of::<RsagStaged>() == 440);
-    assert!(size_of::<CubeMesh>() == 240);
-    assert!(size_of::<Norm>() == 264);
-    assert!(size_of::<Signal>() == 8 * MAX_PEERS + 40);
+    assert!(size_of::<ExchangeArgs>() == 920);
+    assert!(size_of::<TransfersArgs>() == 880);
+    assert!(size_of::<ReduceLowLatencyArgs>() == 464);
+    assert!(size_of::<ReduceStagedArgs>() == 648);
+    assert!(size_of::<AllReduceArgs>() == 216);
+    assert!(size_of::<RsagStagedArgs>() == 440);
+    assert!(size_of::<CubeMeshArgs>() == 240);
+    assert!(size_of::<NormArgs>() == 264);
+    assert!(size_of::<SignalArgs>() == 8 * MAX_PEERS + 40);
 };

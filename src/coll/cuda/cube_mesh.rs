@@ -1,8 +1,8 @@
 //! The edges of a group whose GPUs form a hybrid cube mesh.
 
 use super::arguments::PerRank;
-use super::workspace::layout::{Channel, Layout};
-use super::workspace::memory::{Memory, Peer};
+use super::workspace::layout::{Channel, ChannelLayout};
+use super::workspace::memory::{PeerInfo, PeerWorkspaces};
 use crate::topo::{self, graph::CubeMesh};
 
 /// Number of ranks of such a group.
@@ -16,7 +16,7 @@ pub(super) struct Edges {
     /// Memory that only neighbours map, for groups that otherwise use host memory because not all GPUs can access each
     /// other. The offset of a channel's LL lines does not depend on the size of the memory, so the group's layout also
     /// applies here.
-    pub(super) apart: Option<(Memory, Layout)>,
+    pub(super) apart: Option<(PeerWorkspaces, ChannelLayout)>,
 }
 
 impl Edges {
@@ -38,7 +38,7 @@ pub(super) fn reaches(mesh: &CubeMesh, me: usize, rank: usize) -> bool {
 }
 
 /// Returns the mesh of the group's GPUs in rank order, if this rank detects one.
-pub(super) fn detected(peers: &[Peer]) -> Option<CubeMesh> {
+pub(super) fn detected(peers: &[PeerInfo]) -> Option<CubeMesh> {
     let uuids: Vec<String> = peers.iter().map(|peer| spelled(&peer.uuid)).collect();
     match topo::connectivity_of(&uuids) {
         Ok(mesh) => CubeMesh::of(&mesh),
@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn low_latency_lines_lie_alike_in_little_and_much_memory() {
-        let (little, much) = [64, 1024].map(|mebibytes| Layout::new(RANKS, mebibytes << 20).expect("fits")).into();
+        let (little, much) = [64, 1024].map(|mebibytes| ChannelLayout::new(RANKS, mebibytes << 20).expect("fits")).into();
         assert_eq!((little.ll_epochs(), little.ll_lines()), (much.ll_epochs(), much.ll_lines()));
         assert_eq!(little.sentinel(), much.sentinel());
     }

@@ -1,14 +1,14 @@
 //! Translation of a call and its plan into a kernel and its arguments. Pure.
 
+use super::all_reduce_norm;
 use super::arguments::{
-    self, AllReduce, ArgBytes, Common, Exchange, Handshake, LowLatency, Outgoing, PerRank, ReduceLowLatency, ReduceStaged, RsagStaged,
-    Sentinel, Staging, Transfers,
+    self, AllReduceArgs, ArgBytes, CommonArgs, ExchangeArgs, Handshake, LowLatencyArgs, OutgoingArgs, PerRank, ReduceLowLatencyArgs,
+    ReduceStagedArgs, RsagStagedArgs, SentinelArgs, StagingArgs, TransfersArgs,
 };
-use super::norm;
-use super::plan::{Plan, short_bytes};
-use super::workspace::layout::{LL_UNITS, Layout, MAX_RANKS, Stage, UNIT};
-use crate::coll::call::{Op, Span, Spec};
-use crate::coll::norm::Norm;
+use super::plan::{CudaPlan, short_bytes};
+use super::workspace::layout::{ChannelLayout, LL_UNITS, MAX_RANKS, StagingPass, UNIT};
+use crate::coll::all_reduce_norm::Norm;
+use crate::coll::call::{CallSpec, Collective, Span};
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Grid;
 use crate::topo::graph::CubeMesh;
@@ -21,7 +21,7 @@ const FEW_THREADS: u32 = 128;
 
 /// A kernel that collectives launch, with its own program.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Kernel {
+pub struct KernelSpec {
     /// Its name.
     pub symbol: &'static str,
     /// The name of its program's source below `src/kernels/cuda`.
@@ -32,7 +32,7 @@ pub struct Kernel {
     pub zero_copy: bool,
 }
 
-impl Kernel {
+impl KernelSpec {
     const fn new(program: &'static str, symbol: &'static str) -> Self {
         Self { symbol, program, typed: true, zero_copy: false }
     }
@@ -48,32 +48,32 @@ impl Kernel {
 }
 
 /// Moves bytes from every rank to every rank.
-pub static EXCHANGE: Kernel = Kernel::new("exchange/exchange", "exchange").untyped().zero_copy();
+pub static EXCHANGE: KernelSpec = KernelSpec::new("exchange/exchange", "exchange").untyped().zero_copy();
 /// As [`EXCHANGE`], for short messages only.
-pub static EXCHANGE_LOW_LATENCY: Kernel = Kernel::new("exchange/low_latency", "exchange_low_latency").untyped();
+pub static EXCHANGE_LOW_LATENCY: KernelSpec = KernelSpec::new("exchange/low_latency", "exchange_low_latency").untyped();
 /// Sends and receives.
-pub static TRANSFERS: Kernel = Kernel::new("exchange/transfers", "transfers").untyped();
+pub static TRANSFERS: KernelSpec = KernelSpec::new("exchange/send_recv", "transfers").untyped();
 /// A broadcast of a long message.
-pub static BROADCAST: Kernel = Kernel::new("broadcast/staged", "broadcast_staged").untyped().zero_copy();
+pub static BROADCAST: KernelSpec = KernelSpec::new("broadcast/staged", "broadcast_staged").untyped().zero_copy();
 /// Any reduction of short messages.
-pub static REDUCE_LOW_LATENCY: Kernel = Kernel::new("reduce/low_latency", "reduce_low_latency");
+pub static REDUCE_LOW_LATENCY: KernelSpec = KernelSpec::new("reduce/low_latency", "reduce_low_latency");
 /// Reduce-scatter of long messages.
-pub static REDUCE_STAGED: Kernel = Kernel::new("reduce/staged", "reduce_staged").zero_copy();
+pub static REDUCE_STAGED: KernelSpec = KernelSpec::new("reduce/staged", "reduce_staged").zero_copy();
 /// One-shot all-reduce.
-pub static ONE_SHOT: Kernel = Kernel::new("all_reduce/one_shot", "all_reduce_one_shot");
+pub static ONE_SHOT: KernelSpec = KernelSpec::new("all_reduce/one_shot", "all_reduce_one_shot");
 /// Two-shot all-reduce.
-pub static TWO_SHOT: Kernel = Kernel::new("all_reduce/two_shot", "all_reduce_two_shot");
+pub static TWO_SHOT: KernelSpec = KernelSpec::new("all_reduce/two_shot", "all_reduce_two_shot");
 /// All-reduce along the edges of a hybrid cube mesh.
-pub static CUBE_MESH: Kernel = Kernel::new("all_reduce/cube_mesh", "all_reduce_cube_mesh");
+pub static CUBE_MESH: KernelSpec = KernelSpec::new("all_reduce/cube_mesh", "all_reduce_cube_mesh");
 /// All-reduce and reduce of long messages.
-pub static RSAG_STAGED: Kernel = Kernel::new("all_reduce/rsag_staged", "rsag_staged").zero_copy();
+pub static RSAG_STAGED: KernelSpec = KernelSpec::new("all_reduce/rsag_staged", "rsag_staged").zero_copy();
 /// One-shot all-reduce of rows, with residual and norm.
-pub static NORM_ONE_SHOT: Kernel = Kernel::new("norm/one_shot", "all_reduce_add_rms_norm_one_shot");
+pub static NORM_ONE_SHOT: KernelSpec = KernelSpec::new("norm/one_shot", "all_reduce_add_rms_norm_one_shot");
 /// Residual and norm of rows that have been summed.
-pub static NORM_ROWS: Kernel = Kernel::new("norm/rows", "norm_rows");
+pub static NORM_ROWS: KernelSpec = KernelSpec::new("norm/rows", "norm_rows");
 
 /// Every kernel that collectives launch.
-pub static KERNELS: [&Kernel; 12] = [
+pub static KERNELS: [&KernelSpec; 12] = [
     &EXCHANGE,
     &EXCHANGE_LOW_LATENCY,
     &TRANSFERS,
@@ -92,7 +92,7 @@ pub static KERNELS: [&Kernel; 12] = [
 #[derive(Clone, Copy, Debug)]
 pub struct Launch {
     /// The kernel.
-    pub kernel: &'static Kernel,
+    pub kernel: &'static KernelSpec,
     /// Number of blocks and of their threads.
     pub grid: Grid,
     /// True for the zero-copy variant.
@@ -103,7 +103,7 @@ pub struct Launch {
 
 /// A hybrid cube mesh as one rank sees it.
 #[derive(Clone, Copy, Debug)]
-pub struct Edges<'a> {
+pub struct CubeMeshView<'a> {
     /// The whole mesh.
     pub mesh: &'a CubeMesh,
     /// The channel's memory on this rank and its neighbours; other entries are not used.
@@ -112,7 +112,7 @@ pub struct Edges<'a> {
 
 /// Symmetric memory as one rank accesses it.
 #[derive(Clone, Copy)]
-pub struct Symmetric<'a> {
+pub struct SymmetricView<'a> {
     /// Start of each rank's symmetric memory, as mapped in this process; including this rank's.
     pub heap: PerRank,
     /// Index in the report of the count of the channel's collectives or sends.
@@ -123,7 +123,7 @@ pub struct Symmetric<'a> {
     pub reachable: &'a dyn Fn(Span) -> bool,
 }
 
-impl std::fmt::Debug for Symmetric<'_> {
+impl std::fmt::Debug for SymmetricView<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Symmetric").field("heap", &self.heap).field("count", &self.count).finish_non_exhaustive()
     }
@@ -137,34 +137,34 @@ pub struct LaunchContext<'a> {
     /// Number of ranks.
     pub n: usize,
     /// The group's layout.
-    pub layout: &'a Layout,
+    pub layout: &'a ChannelLayout,
     /// The edges of the group's hybrid cube mesh; required for a call planned for one.
-    pub edges: Option<Edges<'a>>,
+    pub edges: Option<CubeMeshView<'a>>,
     /// Number of threads in a block of a lane.
     pub threads: u32,
     /// Arguments that every kernel has.
-    pub common: Common,
+    pub common: CommonArgs,
     /// Symmetric memory of a zero-copy call; `None` if the call is not zero-copy.
-    pub symmetric: Option<Symmetric<'a>>,
+    pub symmetric: Option<SymmetricView<'a>>,
 }
 
 impl LaunchContext<'_> {
-    fn low_latency(&self) -> LowLatency {
-        LowLatency { epochs: self.layout.ll_epochs() as u64, lines: self.layout.ll_lines() as u64, units: LL_UNITS as u32 }
+    fn low_latency(&self) -> LowLatencyArgs {
+        LowLatencyArgs { epochs: self.layout.ll_epochs() as u64, lines: self.layout.ll_lines() as u64, units: LL_UNITS as u32 }
     }
 
-    fn sentinel(&self) -> Sentinel {
+    fn sentinel(&self) -> SentinelArgs {
         let units = self.layout.sentinel_units() as u32;
-        Sentinel { epochs: self.layout.sentinel_epochs() as u64, slots: self.layout.sentinel() as u64, units }
+        SentinelArgs { epochs: self.layout.sentinel_epochs() as u64, slots: self.layout.sentinel() as u64, units }
     }
 
-    fn staging(&self, stage: Stage, lanes: u32, chunk: u32) -> Staging {
+    fn staging(&self, stage: StagingPass, lanes: u32, chunk: u32) -> StagingArgs {
         let (words, slots) = (self.layout.words(stage) as u64, self.layout.slots(stage) as u64);
-        Staging { words, slots, slot_bytes: self.layout.slot_bytes() as u32, chunk_bytes: chunk, lanes }
+        StagingArgs { words, slots, slot_bytes: self.layout.slot_bytes() as u32, chunk_bytes: chunk, lanes }
     }
 
     /// Returns the number of threads in a block of one of `lanes` (docs/measurements/gpu-h200.md).
-    fn lane_threads(&self, kernel: &Kernel, lanes: u32) -> u32 {
+    fn lane_threads(&self, kernel: &KernelSpec, lanes: u32) -> u32 {
         let wide = self.n == 2 || lanes as usize > self.layout.few_lanes();
         // The kernels of a send and of a receive must fit on the device together, with the most registers of all
         // (tests/gpu/compile.rs).
@@ -173,7 +173,7 @@ impl LaunchContext<'_> {
     }
 
     /// Returns true if `plan` is launched in its zero-copy variant.
-    fn handshakes(&self, plan: Plan) -> bool {
+    fn handshakes(&self, plan: CudaPlan) -> bool {
         self.symmetric.is_some() && self.n > 1 && plan.can_be_zero_copy()
     }
 
@@ -185,45 +185,53 @@ impl LaunchContext<'_> {
     /// Returns the handshake of a zero-copy kernel: `give` has a bit for each rank that may load this rank's message
     /// for it, `take` one for each rank that may store its message for this rank.
     fn handshake(&self, give: u32, take: u32) -> Handshake {
-        let Some(Symmetric { heap, count, least, .. }) = self.symmetric else { return Handshake::default() };
+        let Some(SymmetricView { heap, count, least, .. }) = self.symmetric else { return Handshake::default() };
         let (epochs, lines) = (self.layout.handshake_epochs() as u64, self.layout.handshake_lines() as u64);
         Handshake { epochs, lines, counts: self.layout.handshake_counts() as u64, heap, give, take, count, least }
     }
 
     /// Returns the messages that `call` sends to each rank.
-    fn outgoing(&self, call: &Spec) -> Outgoing {
+    fn outgoing(&self, call: &CallSpec) -> OutgoingArgs {
         let root = call.root.index();
-        let mut out = Outgoing::default();
+        let mut out = OutgoingArgs::default();
         let mut put = |r: usize, span: Span| (out.from[r], out.bytes[r]) = (span.addr as u64, span.bytes as u64);
         match call.op {
-            Op::Barrier | Op::AllReduceAddRmsNorm => {}
-            Op::Broadcast | Op::AllGather | Op::AllReduce => {
+            Collective::Barrier | Collective::AllReduceAddRmsNorm => {}
+            Collective::Broadcast | Collective::AllGather | Collective::AllReduce => {
                 call.inputs.iter().for_each(|&input| (0..self.n).for_each(|r| put(r, input)));
                 out.same = 1;
             }
-            Op::Reduce | Op::Gather => {
+            Collective::Reduce | Collective::Gather => {
                 put(root, call.inputs[0]);
                 put(self.me, call.inputs[0]);
             }
-            Op::Scatter | Op::ReduceScatter | Op::AllToAll => call.inputs.iter().enumerate().for_each(|(r, &input)| put(r, input)),
+            Collective::Scatter | Collective::ReduceScatter | Collective::AllToAll => {
+                call.inputs.iter().enumerate().for_each(|(r, &input)| put(r, input))
+            }
         }
         out
     }
 
     /// Returns the destination and length of each rank's message.
-    fn incoming(&self, call: &Spec) -> (PerRank, PerRank) {
+    fn incoming(&self, call: &CallSpec) -> (PerRank, PerRank) {
         let (mut to, mut bytes) = ([0; MAX_RANKS], [0; MAX_RANKS]);
         let mut put = |r: usize, span: Span| (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
         match call.op {
-            Op::Broadcast | Op::Scatter => call.outputs.iter().for_each(|&output| put(call.root.index(), output)),
-            Op::Barrier | Op::AllReduce | Op::Reduce | Op::ReduceScatter | Op::AllReduceAddRmsNorm => {}
-            Op::AllGather | Op::Gather | Op::AllToAll => call.outputs.iter().enumerate().for_each(|(r, &output)| put(r, output)),
+            Collective::Broadcast | Collective::Scatter => call.outputs.iter().for_each(|&output| put(call.root.index(), output)),
+            Collective::Barrier
+            | Collective::AllReduce
+            | Collective::Reduce
+            | Collective::ReduceScatter
+            | Collective::AllReduceAddRmsNorm => {}
+            Collective::AllGather | Collective::Gather | Collective::AllToAll => {
+                call.outputs.iter().enumerate().for_each(|(r, &output)| put(r, output))
+            }
         }
         (to, bytes)
     }
 
     /// Returns the kernel for `call` under `plan`, or `None` if there is nothing to do.
-    pub fn prepare(&self, call: &Spec, plan: Plan) -> Option<Launch> {
+    pub fn prepare(&self, call: &CallSpec, plan: CudaPlan) -> Option<Launch> {
         let common = self.common;
         let all = |yes: bool| if yes { (1u32 << self.n) - 1 } else { 0 };
         let output = call.outputs.first().copied().unwrap_or(Span { addr: 0, bytes: 0 });
@@ -233,8 +241,8 @@ impl LaunchContext<'_> {
             Some(Launch { kernel, grid, zero_copy, args })
         };
         match plan {
-            Plan::Nothing => None,
-            Plan::Exchange { .. } => {
+            CudaPlan::Nothing => None,
+            CudaPlan::Exchange { .. } => {
                 let (to, bytes) = self.incoming(call);
                 let span = |r: usize| Span { addr: to[r] as usize, bytes: bytes[r] as usize };
                 let zero_copy = self.handshakes(plan);
@@ -244,43 +252,43 @@ impl LaunchContext<'_> {
                 let handshake = self.handshake(0, (0..self.n).filter(takes).map(|r| 1 << r).sum());
                 Some(self.exchange(plan, self.outgoing(call), to, bytes, zero_copy, handshake))
             }
-            Plan::ReduceLowLatency { blocks } => {
+            CudaPlan::ReduceLowLatency { blocks } => {
                 let out = self.outgoing(call);
                 let (ll, factor) = (self.low_latency(), call.factor);
                 let (to, bytes) = (output.addr as u64, output.bytes as u64);
-                let args = ReduceLowLatency { common, ll, from: out.from, send: out.bytes, to, bytes, factor };
+                let args = ReduceLowLatencyArgs { common, ll, from: out.from, send: out.bytes, to, bytes, factor };
                 launch(&REDUCE_LOW_LATENCY, blocks, ArgBytes::of(&args))
             }
-            Plan::ReduceStaged { lanes, chunk } => {
-                let (staging, mut out) = (self.staging(Stage::Scatter, lanes, chunk), self.outgoing(call));
+            CudaPlan::ReduceStaged { lanes, chunk } => {
+                let (staging, mut out) = (self.staging(StagingPass::Scatter, lanes, chunk), self.outgoing(call));
                 let handshake = self.handshake(all(call.inputs.iter().all(|&input| self.direct(input))), 0);
                 for r in (0..self.n).filter(|&r| handshake.give != 0 && out.bytes[r] == 0) {
                     // An empty message may have any address of this heap.
                     out.from[r] = handshake.heap[self.me];
                 }
                 let (to, bytes) = (output.addr as u64, output.bytes as u64);
-                let args = ReduceStaged { common, staging, out, to, bytes, factor: call.factor, handshake };
+                let args = ReduceStagedArgs { common, staging, out, to, bytes, factor: call.factor, handshake };
                 staged(&REDUCE_STAGED, lanes, 2, ArgBytes::of(&args))
             }
-            Plan::OneShot { blocks } | Plan::TwoShot { blocks } => {
+            CudaPlan::OneShot { blocks } | CudaPlan::TwoShot { blocks } => {
                 let (input, sentinel) = (call.inputs[0], self.sentinel());
                 let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
-                let args = AllReduce { common, sentinel, from, to, bytes, factor: call.factor };
+                let args = AllReduceArgs { common, sentinel, from, to, bytes, factor: call.factor };
                 // One-shot: one thread per unit, up to the maximum size of a block.
                 let units = input.bytes.div_ceil(UNIT).div_ceil(blocks as usize) as u32;
-                let one = matches!(plan, Plan::OneShot { .. });
+                let one = matches!(plan, CudaPlan::OneShot { .. });
                 let threads = if one { units.next_multiple_of(32).min(THREADS) } else { THREADS };
                 let kernel = if one { &ONE_SHOT } else { &TWO_SHOT };
                 Some(Launch { kernel, grid: Grid::new(blocks, threads), zero_copy: false, args: ArgBytes::of(&args) })
             }
-            Plan::NormOneShot { blocks, cluster } => self.norm(call, &NORM_ONE_SHOT, (blocks, cluster), call.inputs[0]),
-            Plan::NormRows { blocks } => self.norm(call, &NORM_ROWS, (blocks, 1), norm::reduction(call).outputs[0]),
-            Plan::CubeMesh { blocks } => {
-                let Edges { mesh, peer } = self.edges.unwrap_or_else(|| unreachable!("planned where there are edges"));
+            CudaPlan::NormOneShot { blocks, cluster } => self.norm(call, &NORM_ONE_SHOT, (blocks, cluster), call.inputs[0]),
+            CudaPlan::NormRows { blocks } => self.norm(call, &NORM_ROWS, (blocks, 1), all_reduce_norm::reduction(call).outputs[0]),
+            CudaPlan::CubeMesh { blocks } => {
+                let CubeMeshView { mesh, peer } = self.edges.unwrap_or_else(|| unreachable!("planned where there are edges"));
                 let (me, input) = (self.me as u32, call.inputs[0]);
                 let mut mates = mesh.quad_of(me).into_iter().filter(|&rank| rank != me);
-                let args = arguments::CubeMesh {
-                    common: Common { peer, ..common },
+                let args = arguments::CubeMeshArgs {
+                    common: CommonArgs { peer, ..common },
                     ll: self.low_latency(),
                     from: input.addr as u64,
                     to: output.addr as u64,
@@ -292,32 +300,32 @@ impl LaunchContext<'_> {
                 };
                 launch(&CUBE_MESH, blocks, ArgBytes::of(&args))
             }
-            Plan::RsagStaged { lanes, chunk } => {
-                let (scatter, gather) = (self.staging(Stage::Scatter, lanes, chunk), self.staging(Stage::Gather, lanes, chunk));
+            CudaPlan::RsagStaged { lanes, chunk } => {
+                let (scatter, gather) = (self.staging(StagingPass::Scatter, lanes, chunk), self.staging(StagingPass::Gather, lanes, chunk));
                 let input = call.inputs.first().copied().unwrap_or(output);
                 let root = call.root.0;
-                let targets = if call.op == Op::Reduce { 1 << root } else { (1u32 << self.n) - 1 };
+                let targets = if call.op == Collective::Reduce { 1 << root } else { (1u32 << self.n) - 1 };
                 let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
                 // The root of a broadcast sends only pieces of other ranks: a piece of its own would go to every rank
                 // as well.
                 let n = self.n as u32;
-                let broadcast = call.op == Op::Broadcast;
+                let broadcast = call.op == Collective::Broadcast;
                 let (kernel, parts, first) = if broadcast { (&BROADCAST, n - 1, (root + 1) % n) } else { (&RSAG_STAGED, n, 0) };
                 // The root of a broadcast already has all bytes.
                 let stored = !broadcast || self.me != call.root.index();
                 let takes = stored && call.outputs.first().is_some_and(|&output| self.direct(output));
                 let (factor, handshake) = (call.factor, self.handshake(0, all(takes)));
-                let args = RsagStaged { common, scatter, gather, from, to, bytes, factor, root, parts, first, targets, handshake };
+                let args = RsagStagedArgs { common, scatter, gather, from, to, bytes, factor, root, parts, first, targets, handshake };
                 staged(kernel, lanes, 3, ArgBytes::of(&args))
             }
         }
     }
 
     /// Returns the launch of `kernel`, which normalises the rows of `call`; `from` is this rank's input or the sum.
-    fn norm(&self, call: &Spec, kernel: &'static Kernel, (blocks, cluster): (u32, u32), from: Span) -> Option<Launch> {
+    fn norm(&self, call: &CallSpec, kernel: &'static KernelSpec, (blocks, cluster): (u32, u32), from: Span) -> Option<Launch> {
         let of_call = Norm::of(call)?;
         let addr = |spans: &[Span], at: usize| spans.get(at).map_or(0, |span| span.addr as u64);
-        let args = arguments::Norm {
+        let args = arguments::NormArgs {
             common: self.common,
             sentinel: self.sentinel(),
             from: from.addr as u64,
@@ -332,14 +340,14 @@ impl LaunchContext<'_> {
             eps: of_call.eps,
             normed_type: of_call.normed as u32,
         };
-        let grid = Grid { blocks, threads: norm::threads(&of_call, cluster as usize) as u32, cluster };
+        let grid = Grid { blocks, threads: all_reduce_norm::threads(&of_call, cluster as usize) as u32, cluster };
         Some(Launch { kernel, grid, zero_copy: false, args: ArgBytes::of(&args) })
     }
 
     /// Returns one kernel for sends `(to whom, what)` and receives `(from whom, where)`. Two messages in one direction
     /// between the same two ranks need two kernels: the second one is rejected.
-    pub fn transfers(&self, sends: &[(usize, Span)], receives: &[(usize, Span)], plan: Plan) -> Result<Launch> {
-        let (mut out, mut to, mut bytes) = (Outgoing::default(), [0; MAX_RANKS], [0; MAX_RANKS]);
+    pub fn transfers(&self, sends: &[(usize, Span)], receives: &[(usize, Span)], plan: CudaPlan) -> Result<Launch> {
+        let (mut out, mut to, mut bytes) = (OutgoingArgs::default(), [0; MAX_RANKS], [0; MAX_RANKS]);
         let twice = || Error::internal("two messages in one direction between the same two ranks in one launch");
         for &(r, span) in sends {
             if out.from[r] != 0 {
@@ -353,25 +361,25 @@ impl LaunchContext<'_> {
             }
             (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
         }
-        let Plan::Exchange { lanes, .. } = plan else { unreachable!("transfers are exchanges") };
+        let CudaPlan::Exchange { lanes, .. } = plan else { unreachable!("transfers are exchanges") };
         let least = self.symmetric.map_or(u64::MAX, |symmetric| u64::from(symmetric.least));
         let long = |bytes: &PerRank, r: usize| r != self.me && bytes[r] >= least;
         let offered = |r: usize| long(&bytes, r) && self.direct(Span { addr: to[r] as usize, bytes: bytes[r] as usize });
         let mask = |yes: &dyn Fn(usize) -> bool| (0..self.n).filter(|&r| yes(r)).map(|r| 1 << r).sum();
         let (give, take) = (mask(&|r| long(&out.bytes, r)), mask(&offered));
         let handshake = Handshake { lines: self.layout.offers() as u64, ..self.handshake(give, take) };
-        let staging = self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32);
+        let staging = self.staging(StagingPass::Scatter, lanes, self.layout.slot_bytes() as u32);
         let threads = self.lane_threads(&TRANSFERS, lanes);
-        let args = ArgBytes::of(&Transfers { common: self.common, staging, out, to, bytes, handshake });
+        let args = ArgBytes::of(&TransfersArgs { common: self.common, staging, out, to, bytes, handshake });
         Ok(Launch { kernel: &TRANSFERS, grid: Grid::new(2 * lanes, threads), zero_copy: false, args })
     }
 
-    fn exchange(&self, plan: Plan, out: Outgoing, to: PerRank, bytes: PerRank, zero_copy: bool, handshake: Handshake) -> Launch {
-        let Plan::Exchange { ll_blocks, lanes } = plan else {
+    fn exchange(&self, plan: CudaPlan, out: OutgoingArgs, to: PerRank, bytes: PerRank, zero_copy: bool, handshake: Handshake) -> Launch {
+        let CudaPlan::Exchange { ll_blocks, lanes } = plan else {
             unreachable!("only exchanges come here");
         };
-        let (ll, staging) = (self.low_latency(), self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32));
-        let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, handshake };
+        let (ll, staging) = (self.low_latency(), self.staging(StagingPass::Scatter, lanes, self.layout.slot_bytes() as u32));
+        let args = ExchangeArgs { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, handshake };
         // This rank's message to itself may be longer than the others; more blocks then copy it.
         let keeping = out.bytes[self.me].div_ceil((LL_UNITS * UNIT) as u64).min(self.layout.lanes() as u64) as u32;
         let (kernel, grid) = match lanes {

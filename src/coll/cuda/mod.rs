@@ -6,15 +6,15 @@
 //! [`failure`] carries a group's failure into kernels and a kernel's failure out of them.
 
 pub mod agreement;
+pub mod all_reduce_norm;
 pub mod arguments;
 pub mod communicator;
 mod cube_mesh;
 pub mod failure;
 pub mod kernels;
 pub mod launch;
-pub mod norm;
+mod peer_access;
 pub mod plan;
-mod probed;
 pub mod stats;
 mod tuning;
 pub mod workspace;

@@ -1,16 +1,16 @@
 //! Choice of a call's kernel and its number of blocks. Pure, and the same on every rank, because it uses only values
 //! that every rank knows.
 
-use super::norm;
-pub use super::tuning::Tuning;
-use super::workspace::layout::{LL_UNITS, Layout, UNIT};
-use crate::coll::call::{Op, Spec};
-use crate::coll::norm::Norm;
+use super::all_reduce_norm;
+pub use super::tuning::CudaThresholds;
+use super::workspace::layout::{ChannelLayout, LL_UNITS, UNIT};
+use crate::coll::all_reduce_norm::Norm;
+use crate::coll::call::{CallSpec, Collective};
 use crate::dtype::DType;
 
 /// The kernel of a call and its blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Plan {
+pub enum CudaPlan {
     /// No kernel: no rank has anything to move.
     Nothing,
     /// Moves messages unchanged: short ones on LL lines, others staged.
@@ -68,45 +68,51 @@ pub enum Plan {
     },
 }
 
-impl Plan {
+impl CudaPlan {
     /// Returns the name of the plan in `torch_symm.stats()`.
     pub fn name(self) -> &'static str {
         match self {
-            Plan::Nothing => "nothing",
-            Plan::Exchange { ll_blocks: 0, .. } => "exchange_staged",
-            Plan::Exchange { lanes: 0, .. } => "exchange_low_latency",
-            Plan::Exchange { .. } => "exchange_mixed",
-            Plan::ReduceLowLatency { .. } => "reduce_low_latency",
-            Plan::ReduceStaged { .. } => "reduce_staged",
-            Plan::OneShot { .. } => "one_shot",
-            Plan::TwoShot { .. } => "two_shot",
-            Plan::CubeMesh { .. } => "cube_mesh",
-            Plan::RsagStaged { .. } => "rsag_staged",
-            Plan::NormOneShot { .. } => "norm_one_shot",
-            Plan::NormRows { .. } => "norm_rows",
+            CudaPlan::Nothing => "nothing",
+            CudaPlan::Exchange { ll_blocks: 0, .. } => "exchange_staged",
+            CudaPlan::Exchange { lanes: 0, .. } => "exchange_low_latency",
+            CudaPlan::Exchange { .. } => "exchange_mixed",
+            CudaPlan::ReduceLowLatency { .. } => "reduce_low_latency",
+            CudaPlan::ReduceStaged { .. } => "reduce_staged",
+            CudaPlan::OneShot { .. } => "one_shot",
+            CudaPlan::TwoShot { .. } => "two_shot",
+            CudaPlan::CubeMesh { .. } => "cube_mesh",
+            CudaPlan::RsagStaged { .. } => "rsag_staged",
+            CudaPlan::NormOneShot { .. } => "norm_one_shot",
+            CudaPlan::NormRows { .. } => "norm_rows",
         }
     }
 
     /// Returns true if its kernel has a zero-copy variant. It is not used in a group of one rank.
     pub fn can_be_zero_copy(self) -> bool {
         match self {
-            Plan::Exchange { lanes, .. } => lanes > 0,
-            Plan::ReduceStaged { .. } | Plan::RsagStaged { .. } => true,
-            Plan::Nothing | Plan::ReduceLowLatency { .. } | Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } => false,
-            Plan::NormOneShot { .. } | Plan::NormRows { .. } => false,
+            CudaPlan::Exchange { lanes, .. } => lanes > 0,
+            CudaPlan::ReduceStaged { .. } | CudaPlan::RsagStaged { .. } => true,
+            CudaPlan::Nothing
+            | CudaPlan::ReduceLowLatency { .. }
+            | CudaPlan::OneShot { .. }
+            | CudaPlan::TwoShot { .. }
+            | CudaPlan::CubeMesh { .. } => false,
+            CudaPlan::NormOneShot { .. } | CudaPlan::NormRows { .. } => false,
         }
     }
 
     /// Returns the name in `torch_symm.stats()` of a call that is `zero_copy` ([`Conditions::zero_copy`]) or not.
     pub fn served_as(self, zero_copy: bool) -> &'static str {
         match self {
-            Plan::Exchange { ll_blocks: 0, lanes: 1.., .. } if zero_copy => "exchange_staged_zero_copy",
-            Plan::Exchange { lanes: 1.., .. } if zero_copy => "exchange_mixed_zero_copy",
-            Plan::ReduceStaged { .. } if zero_copy => "reduce_staged_zero_copy",
-            Plan::RsagStaged { .. } if zero_copy => "rsag_staged_zero_copy",
-            Plan::Nothing | Plan::Exchange { .. } | Plan::ReduceLowLatency { .. } | Plan::ReduceStaged { .. } => self.name(),
-            Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } | Plan::RsagStaged { .. } => self.name(),
-            Plan::NormOneShot { .. } | Plan::NormRows { .. } => self.name(),
+            CudaPlan::Exchange { ll_blocks: 0, lanes: 1.., .. } if zero_copy => "exchange_staged_zero_copy",
+            CudaPlan::Exchange { lanes: 1.., .. } if zero_copy => "exchange_mixed_zero_copy",
+            CudaPlan::ReduceStaged { .. } if zero_copy => "reduce_staged_zero_copy",
+            CudaPlan::RsagStaged { .. } if zero_copy => "rsag_staged_zero_copy",
+            CudaPlan::Nothing | CudaPlan::Exchange { .. } | CudaPlan::ReduceLowLatency { .. } | CudaPlan::ReduceStaged { .. } => {
+                self.name()
+            }
+            CudaPlan::OneShot { .. } | CudaPlan::TwoShot { .. } | CudaPlan::CubeMesh { .. } | CudaPlan::RsagStaged { .. } => self.name(),
+            CudaPlan::NormOneShot { .. } | CudaPlan::NormRows { .. } => self.name(),
         }
     }
 }
@@ -116,7 +122,7 @@ const UNKNOWN_LL_BLOCKS: u32 = 16;
 /// Minimum length of a chunk that is worth a fence; `staging.cuh` has the same.
 const MIN_CHUNK: usize = 4 << 10;
 
-/// Returns true if a word of all ones can only be a NaN of this type (`EMPTY_IS_NAN` in `types.cuh`).
+/// Returns true if a word of all ones can only be a NaN of this type (`EMPTY_IS_NAN` in `reduction.cuh`).
 fn can_use_sentinels(dtype: DType) -> bool {
     match dtype {
         DType::F16 | DType::BF16 | DType::F32 | DType::C64 => true,
@@ -137,9 +143,9 @@ pub struct Conditions<'a> {
     /// Number of ranks.
     pub n: usize,
     /// The group's layout.
-    pub layout: &'a Layout,
+    pub layout: &'a ChannelLayout,
     /// Thresholds between the algorithms.
-    pub tuning: &'a Tuning,
+    pub tuning: &'a CudaThresholds,
     /// True if the group's GPUs form a hybrid cube mesh.
     pub cube_mesh: bool,
     /// True if long messages of the group check whether tensors are in symmetric memory; never in a group of one rank.
@@ -148,118 +154,126 @@ pub struct Conditions<'a> {
 
 /// Returns the length of the longest message between two ranks that every rank knows. In a group of two, both know the
 /// lengths of an all-to-all.
-fn longest_known(call: &Spec, me: usize, n: usize) -> usize {
-    if call.op == Op::AllToAll && n == 2 { call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes) } else { call.longest() }
+fn longest_known(call: &CallSpec, me: usize, n: usize) -> usize {
+    if call.op == Collective::AllToAll && n == 2 { call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes) } else { call.longest() }
 }
 
 /// Returns the plan for `call`.
-pub fn choose(call: &Spec, conditions: &Conditions<'_>) -> Plan {
+pub fn choose(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
     let Conditions { me, n, layout, tuning, cube_mesh, zero_copy } = *conditions;
     let longest = longest_known(call, me, n);
-    if longest == 0 && !matches!(call.op, Op::Barrier | Op::AllToAll) {
-        return Plan::Nothing;
+    if longest == 0 && !matches!(call.op, Collective::Barrier | Collective::AllToAll) {
+        return CudaPlan::Nothing;
     }
     let short = longest <= tuning.low_latency_bytes.min(layout.ll_blocks() * LL_UNITS * UNIT);
     let ll_blocks = longest.div_ceil(LL_UNITS * UNIT).max(1) as u32;
     // A message in pieces, one for each rank.
-    let parts = if call.op == Op::Broadcast { (n - 1).max(1) } else { n };
+    let parts = if call.op == Collective::Broadcast { (n - 1).max(1) } else { n };
     let piece = longest.div_ceil(parts);
     let most = Lanes { layout, tuning };
     let exchange_lanes = most.of_exchanges(call.op, n, longest, zero_copy);
-    let exchange_staged = Plan::Exchange { ll_blocks: 0, lanes: lanes_for(longest, exchange_lanes) };
+    let exchange_staged = CudaPlan::Exchange { ll_blocks: 0, lanes: lanes_for(longest, exchange_lanes) };
     let lanes = lanes_for(piece, most.of_pieces(call.op, n, piece, zero_copy));
     // Two chunks per lane: one is in the second stage while the other is in the first.
-    let rsag_staged = Plan::RsagStaged { lanes, chunk: chunk_of(piece, lanes, 2, layout) };
+    let rsag_staged = CudaPlan::RsagStaged { lanes, chunk: chunk_of(piece, lanes, 2, layout) };
     match call.op {
         // In a group of one the input becomes the output, through the kernel if a factor may have to be applied.
-        Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => rsag_staged,
-        Op::Broadcast if n == 1 => Plan::Nothing,
-        Op::AllToAll if n != 2 => Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: exchange_lanes as u32 },
-        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll if short => Plan::Exchange { ll_blocks, lanes: 0 },
-        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => exchange_staged,
-        Op::Broadcast if short => Plan::Exchange { ll_blocks, lanes: 0 },
-        // With two ranks the only receiver cannot pass a piece on, so it gets one message.
-        Op::Broadcast if n == 2 => exchange_staged,
-        Op::Broadcast => rsag_staged,
-        Op::ReduceScatter if short => Plan::ReduceLowLatency { blocks: ll_blocks },
-        Op::ReduceScatter => {
-            let lanes = lanes_for(longest, most.of_reduce_scatter(longest, zero_copy));
-            Plan::ReduceStaged { lanes, chunk: chunk_of(longest, lanes, 1, layout) }
+        Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter if n == 1 => rsag_staged,
+        Collective::Broadcast if n == 1 => CudaPlan::Nothing,
+        Collective::AllToAll if n != 2 => CudaPlan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: exchange_lanes as u32 },
+        Collective::Barrier | Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::AllToAll if short => {
+            CudaPlan::Exchange { ll_blocks, lanes: 0 }
         }
-        Op::AllReduce if cube_mesh && longest <= CUBE_MESH_BYTES => Plan::CubeMesh { blocks: ll_blocks.min(layout.ll_blocks() as u32) },
-        Op::AllReduce if can_use_sentinels(call.dtype) => on_sentinel_slots(longest, n, layout, tuning, zero_copy).unwrap_or(rsag_staged),
-        Op::AllReduce | Op::Reduce if short => Plan::ReduceLowLatency { blocks: ll_blocks },
-        Op::AllReduce | Op::Reduce => rsag_staged,
-        Op::AllReduceAddRmsNorm => rows(call, conditions),
+        Collective::Barrier | Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::AllToAll => exchange_staged,
+        Collective::Broadcast if short => CudaPlan::Exchange { ll_blocks, lanes: 0 },
+        // With two ranks the only receiver cannot pass a piece on, so it gets one message.
+        Collective::Broadcast if n == 2 => exchange_staged,
+        Collective::Broadcast => rsag_staged,
+        Collective::ReduceScatter if short => CudaPlan::ReduceLowLatency { blocks: ll_blocks },
+        Collective::ReduceScatter => {
+            let lanes = lanes_for(longest, most.of_reduce_scatter(longest, zero_copy));
+            CudaPlan::ReduceStaged { lanes, chunk: chunk_of(longest, lanes, 1, layout) }
+        }
+        Collective::AllReduce if cube_mesh && longest <= CUBE_MESH_BYTES => {
+            CudaPlan::CubeMesh { blocks: ll_blocks.min(layout.ll_blocks() as u32) }
+        }
+        Collective::AllReduce if can_use_sentinels(call.dtype) => {
+            on_sentinel_slots(longest, n, layout, tuning, zero_copy).unwrap_or(rsag_staged)
+        }
+        Collective::AllReduce | Collective::Reduce if short => CudaPlan::ReduceLowLatency { blocks: ll_blocks },
+        Collective::AllReduce | Collective::Reduce => rsag_staged,
+        Collective::AllReduceAddRmsNorm => rows(call, conditions),
     }
 }
 
 /// Returns the plan for rows that are summed and normalised: one kernel if they are short and few, otherwise an
 /// all-reduce and a kernel for the rows.
-fn rows(call: &Spec, conditions: &Conditions<'_>) -> Plan {
+fn rows(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
     let Conditions { n, layout, tuning, cube_mesh, .. } = *conditions;
-    let Some(norm) = Norm::of(call).filter(|norm| norm.rows > 0) else { return Plan::Nothing };
+    let Some(norm) = Norm::of(call).filter(|norm| norm.rows > 0) else { return CudaPlan::Nothing };
     // Sums on a hybrid cube mesh have a different order, in which the separate steps would also add them there.
     let on_edges = cube_mesh && norm.row_bytes() * norm.rows <= CUBE_MESH_BYTES;
-    match norm::one_shot(&norm, n, layout, tuning).filter(|_| !on_edges) {
-        Some((blocks, cluster)) => Plan::NormOneShot { blocks, cluster },
-        None => Plan::NormRows { blocks: norm::rows_blocks(norm.rows) },
+    match all_reduce_norm::one_shot(&norm, n, layout, tuning).filter(|_| !on_edges) {
+        Some((blocks, cluster)) => CudaPlan::NormOneShot { blocks, cluster },
+        None => CudaPlan::NormRows { blocks: all_reduce_norm::rows_blocks(norm.rows) },
     }
 }
 
 /// Maximum size, divided by n², of the pieces of a reduce-scatter among n ranks that are loaded from peers' inputs;
 /// longer ones are faster when pushed through staging.
-const LOADED_BYTES: usize = 256 << 20;
+const PULL_BYTES: usize = 256 << 20;
 
 /// Returns true if `call`, for rank `me` of `n`, is long enough to benefit from zero-copy. For an all-to-all among
 /// three or more ranks the kernel decides for each message.
-pub fn worth_zero_copy(call: &Spec, me: usize, n: usize, tuning: &Tuning) -> bool {
+pub fn worth_zero_copy(call: &CallSpec, me: usize, n: usize, tuning: &CudaThresholds) -> bool {
     let message = match call.op {
-        Op::AllToAll if n != 2 => return n > 1,
-        Op::AllToAll => longest_known(call, me, n),
-        Op::AllReduceAddRmsNorm => return false,
-        Op::ReduceScatter if call.longest() >= LOADED_BYTES / (n * n) => return false,
-        Op::AllReduce | Op::Reduce => call.longest() / n,
-        Op::Broadcast => call.longest() / (n - 1).max(1),
-        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter => call.longest(),
+        Collective::AllToAll if n != 2 => return n > 1,
+        Collective::AllToAll => longest_known(call, me, n),
+        Collective::AllReduceAddRmsNorm => return false,
+        Collective::ReduceScatter if call.longest() >= PULL_BYTES / (n * n) => return false,
+        Collective::AllReduce | Collective::Reduce => call.longest() / n,
+        Collective::Broadcast => call.longest() / (n - 1).max(1),
+        Collective::Barrier | Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::ReduceScatter => {
+            call.longest()
+        }
     };
     n > 1 && message >= tuning.zero_copy_bytes
 }
 
 /// Returns the plan for sends and receives, which only their two ends know.
-pub fn transfers(layout: &Layout, tuning: &Tuning) -> Plan {
-    Plan::Exchange { ll_blocks: 0, lanes: Lanes { layout, tuning }.all() as u32 }
+pub fn transfers(layout: &ChannelLayout, tuning: &CudaThresholds) -> CudaPlan {
+    CudaPlan::Exchange { ll_blocks: 0, lanes: Lanes { layout, tuning }.all() as u32 }
 }
 
 /// Returns the maximum length of a message that `plan` sends on LL lines.
-pub fn short_bytes(plan: Plan) -> u64 {
+pub fn short_bytes(plan: CudaPlan) -> u64 {
     match plan {
-        Plan::Exchange { ll_blocks, .. } => u64::from(ll_blocks) * (LL_UNITS * UNIT) as u64,
-        Plan::Nothing | Plan::ReduceLowLatency { .. } | Plan::ReduceStaged { .. } => 0,
-        Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } | Plan::RsagStaged { .. } => 0,
-        Plan::NormOneShot { .. } | Plan::NormRows { .. } => 0,
+        CudaPlan::Exchange { ll_blocks, .. } => u64::from(ll_blocks) * (LL_UNITS * UNIT) as u64,
+        CudaPlan::Nothing | CudaPlan::ReduceLowLatency { .. } | CudaPlan::ReduceStaged { .. } => 0,
+        CudaPlan::OneShot { .. } | CudaPlan::TwoShot { .. } | CudaPlan::CubeMesh { .. } | CudaPlan::RsagStaged { .. } => 0,
+        CudaPlan::NormOneShot { .. } | CudaPlan::NormRows { .. } => 0,
     }
 }
 
 /// Returns a one-shot or two-shot plan, if the slots are large enough and every block gets a unit of every piece.
-fn on_sentinel_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning, zero_copy: bool) -> Option<Plan> {
+fn on_sentinel_slots(bytes: usize, n: usize, layout: &ChannelLayout, tuning: &CudaThresholds, zero_copy: bool) -> Option<CudaPlan> {
     let units = bytes.div_ceil(UNIT);
     let blocks = |units: usize| units.div_ceil(tuning.block_units).clamp(1, tuning.blocks);
     if bytes <= tuning.one_shot_bytes {
         let blocks = blocks(units);
         if units.div_ceil(blocks) <= layout.sentinel_units() {
-            return Some(Plan::OneShot { blocks: blocks as u32 });
+            return Some(CudaPlan::OneShot { blocks: blocks as u32 });
         }
     }
     let blocks = blocks(units.div_ceil(n));
     let fits = units.div_ceil(blocks).div_ceil(n) < layout.sentinel_units() && units / blocks >= n;
     let most = if zero_copy { tuning.zero_copy_two_shot_bytes } else { tuning.two_shot_bytes };
-    (bytes <= most && fits).then_some(Plan::TwoShot { blocks: blocks as u32 })
+    (bytes <= most && fits).then_some(CudaPlan::TwoShot { blocks: blocks as u32 })
 }
 
 /// Reductions of messages from this length on use all lanes, which fill the link sooner. Shorter ones are faster with
 /// fewer lanes.
-const WIDE_BYTES: usize = 2 << 20;
+const ALL_LANES_BYTES: usize = 2 << 20;
 
 /// All-reduces between two ranks whose sums are stored directly to tensors use all lanes if their pieces are shorter
 /// than this.
@@ -269,14 +283,14 @@ const LONG_PIECE: usize = 64 << 20;
 const WIDE_MESSAGE: usize = 4 << 20;
 
 /// Maximum number of lanes that load from peers' tensors: more lanes wait longer at the handshake than they gain.
-const LOADING_LANES: usize = 64;
+const PULL_LANES: usize = 64;
 
 /// The maximum number of lanes for each kind of kernel. The total number of blocks is a multiple of the number of
-/// processors, which is [`Tuning::lanes`]: if some processors have one more block, all others wait for them
+/// processors, which is [`CudaThresholds::lanes`]: if some processors have one more block, all others wait for them
 /// (docs/measurements/gpu-h200.md).
 struct Lanes<'a> {
-    layout: &'a Layout,
-    tuning: &'a Tuning,
+    layout: &'a ChannelLayout,
+    tuning: &'a CudaThresholds,
 }
 
 impl Lanes<'_> {
@@ -289,27 +303,27 @@ impl Lanes<'_> {
     }
 
     /// Exchanges have two roles: one block per processor, or two for long messages that differ.
-    fn of_exchanges(&self, op: Op, n: usize, longest: usize, zero_copy: bool) -> usize {
-        let wide = op == Op::AllToAll && n == 2 && longest >= WIDE_MESSAGE && !zero_copy;
+    fn of_exchanges(&self, op: Collective, n: usize, longest: usize, zero_copy: bool) -> usize {
+        let wide = op == Collective::AllToAll && n == 2 && longest >= WIDE_MESSAGE && !zero_copy;
         if wide { self.all() } else { (self.tuning.lanes / 2).clamp(1, self.all()) }
     }
 
     fn of_reduce_scatter(&self, bytes: usize, zero_copy: bool) -> usize {
-        match (zero_copy, bytes >= WIDE_BYTES) {
-            (true, _) => self.few().min(LOADING_LANES),
+        match (zero_copy, bytes >= ALL_LANES_BYTES) {
+            (true, _) => self.few().min(PULL_LANES),
             (false, true) => self.all(),
             (false, false) => self.few(),
         }
     }
 
     /// All-reduce, reduce and broadcast among `n` ranks have three roles: two blocks per processor, or three.
-    fn of_pieces(&self, op: Op, n: usize, piece: usize, zero_copy: bool) -> usize {
+    fn of_pieces(&self, op: Collective, n: usize, piece: usize, zero_copy: bool) -> usize {
         let two_thirds = (self.tuning.lanes * 2 / 3).clamp(1, self.all());
         match n {
-            2 if op == Op::AllReduce && zero_copy && piece < LONG_PIECE => self.all(),
+            2 if op == Collective::AllReduce && zero_copy && piece < LONG_PIECE => self.all(),
             2 => two_thirds,
-            3..=4 if op == Op::Broadcast => two_thirds,
-            _ if op == Op::AllReduce && piece >= WIDE_BYTES => self.all(),
+            3..=4 if op == Collective::Broadcast => two_thirds,
+            _ if op == Collective::AllReduce && piece >= ALL_LANES_BYTES => self.all(),
             _ => self.few(),
         }
     }
@@ -324,7 +338,7 @@ fn lanes_for(bytes: usize, most: usize) -> u32 {
 const LONGEST_CHUNK: usize = 24 << 10;
 
 /// Returns the chunk size of such messages: `each` chunks per lane, within the minimum and maximum size.
-fn chunk_of(bytes: usize, lanes: u32, each: usize, layout: &Layout) -> u32 {
+fn chunk_of(bytes: usize, lanes: u32, each: usize, layout: &ChannelLayout) -> u32 {
     let most = layout.slot_bytes().min(LONGEST_CHUNK);
     bytes.div_ceil(lanes as usize * each).next_multiple_of(512).clamp(MIN_CHUNK.min(most), most) as u32
 }
@@ -336,10 +350,10 @@ mod tests {
     use crate::dtype::ReduceOp;
     use crate::rank::Rank;
 
-    fn call(op: Op, dtype: DType, bytes: usize) -> Spec<'static> {
+    fn call(op: Collective, dtype: DType, bytes: usize) -> CallSpec<'static> {
         // More spans than an all-to-all needs do no harm.
-        let spans = vec![Span { addr: 0, bytes }; if op == Op::AllToAll { 16 } else { 1 }];
-        Spec {
+        let spans = vec![Span { addr: 0, bytes }; if op == Collective::AllToAll { 16 } else { 1 }];
+        CallSpec {
             op,
             dtype,
             reduce_op: ReduceOp::Sum,
@@ -354,34 +368,34 @@ mod tests {
     #[test]
     fn every_plan_fits_its_memory() {
         for n in 2..=16 {
-            let (layout, tuning) = (Layout::new(n, 256 << 20).expect("fits"), Tuning::of(n));
+            let (layout, tuning) = (ChannelLayout::new(n, 256 << 20).expect("fits"), CudaThresholds::of(n));
             let conditions = Conditions { me: 0, n, layout: &layout, tuning: &tuning, cube_mesh: n == 8, zero_copy: false };
-            for op in Op::C10D {
+            for op in Collective::C10D {
                 for shift in 0..33 {
                     for bytes in [1usize << shift, (1 << shift) + 1, (1 << shift) * 3 / 2] {
                         let units = bytes.div_ceil(UNIT);
                         match choose(&call(*op, DType::BF16, bytes), &conditions) {
-                            Plan::Nothing => panic!("{op:?} of {bytes} bytes"),
-                            Plan::Exchange { ll_blocks, lanes } => {
+                            CudaPlan::Nothing => panic!("{op:?} of {bytes} bytes"),
+                            CudaPlan::Exchange { ll_blocks, lanes } => {
                                 assert!(ll_blocks as usize <= layout.ll_blocks() && lanes as usize <= layout.lanes());
                                 assert!(lanes > 0 || units <= ll_blocks as usize * LL_UNITS);
                             }
-                            Plan::ReduceLowLatency { blocks } => {
+                            CudaPlan::ReduceLowLatency { blocks } => {
                                 assert!(units <= blocks as usize * LL_UNITS && blocks as usize <= layout.ll_blocks())
                             }
-                            Plan::OneShot { blocks } => {
+                            CudaPlan::OneShot { blocks } => {
                                 assert!(units.div_ceil(blocks as usize) <= layout.sentinel_units() && units >= blocks as usize);
                             }
-                            Plan::TwoShot { blocks } => {
+                            CudaPlan::TwoShot { blocks } => {
                                 let block = units.div_ceil(blocks as usize);
                                 assert!(block.div_ceil(n) <= layout.sentinel_units() && units / blocks as usize >= n, "{n} {bytes}");
                             }
-                            Plan::CubeMesh { blocks } => {
-                                assert!(n == 8 && *op == Op::AllReduce && bytes <= CUBE_MESH_BYTES);
+                            CudaPlan::CubeMesh { blocks } => {
+                                assert!(n == 8 && *op == Collective::AllReduce && bytes <= CUBE_MESH_BYTES);
                                 assert!((1..=layout.ll_blocks()).contains(&(blocks as usize)) && units > (blocks as usize - 1) * LL_UNITS);
                             }
-                            Plan::NormOneShot { .. } | Plan::NormRows { .. } => panic!("{op:?} norms nothing"),
-                            Plan::ReduceStaged { lanes, chunk } | Plan::RsagStaged { lanes, chunk } => {
+                            CudaPlan::NormOneShot { .. } | CudaPlan::NormRows { .. } => panic!("{op:?} norms nothing"),
+                            CudaPlan::ReduceStaged { lanes, chunk } | CudaPlan::RsagStaged { lanes, chunk } => {
                                 assert!(
                                     (1..=layout.lanes()).contains(&(lanes as usize))
                                         && chunk as usize <= layout.slot_bytes()
@@ -397,30 +411,36 @@ mod tests {
 
     #[test]
     fn the_size_and_the_type_decide() {
-        let (layout, tuning) = (Layout::new(8, 256 << 20).expect("fits"), Tuning::of(8));
+        let (layout, tuning) = (ChannelLayout::new(8, 256 << 20).expect("fits"), CudaThresholds::of(8));
         let conditions = Conditions { me: 0, n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
         let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &conditions);
-        assert_eq!(plan(Op::AllReduce, DType::BF16, 1024), Plan::OneShot { blocks: 1 });
-        assert_eq!(plan(Op::AllReduce, DType::I32, 1024), Plan::ReduceLowLatency { blocks: 1 });
-        assert!(matches!(plan(Op::AllReduce, DType::BF16, 1 << 20), Plan::TwoShot { .. }));
-        assert!(matches!(plan(Op::AllReduce, DType::BF16, 16 << 20), Plan::RsagStaged { .. }));
-        assert_eq!(plan(Op::AllReduce, DType::F32, 0), Plan::Nothing);
-        assert!(matches!(plan(Op::AllToAll, DType::F32, 0), Plan::Exchange { .. }), "others may have data");
+        assert_eq!(plan(Collective::AllReduce, DType::BF16, 1024), CudaPlan::OneShot { blocks: 1 });
+        assert_eq!(plan(Collective::AllReduce, DType::I32, 1024), CudaPlan::ReduceLowLatency { blocks: 1 });
+        assert!(matches!(plan(Collective::AllReduce, DType::BF16, 1 << 20), CudaPlan::TwoShot { .. }));
+        assert!(matches!(plan(Collective::AllReduce, DType::BF16, 16 << 20), CudaPlan::RsagStaged { .. }));
+        assert_eq!(plan(Collective::AllReduce, DType::F32, 0), CudaPlan::Nothing);
+        assert!(matches!(plan(Collective::AllToAll, DType::F32, 0), CudaPlan::Exchange { .. }), "others may have data");
     }
 
     #[test]
     fn no_processor_has_a_block_more_than_the_others() {
         for (n, processors, zero_copy) in [(2, 132, false), (2, 132, true), (2, 108, false), (3, 132, false), (4, 132, false)] {
-            let (layout, tuning) = (Layout::new(n, 512 << 20).expect("fits"), Tuning { lanes: processors, ..Tuning::of(n) });
+            let (layout, tuning) =
+                (ChannelLayout::new(n, 512 << 20).expect("fits"), CudaThresholds { lanes: processors, ..CudaThresholds::of(n) });
             let conditions = Conditions { me: 0, n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy };
-            for op in [Op::Broadcast, Op::AllGather, Op::AllToAll, Op::AllReduce, Op::ReduceScatter] {
+            for op in [Collective::Broadcast, Collective::AllGather, Collective::AllToAll, Collective::AllReduce, Collective::ReduceScatter]
+            {
                 let blocks = match choose(&call(op, DType::BF16, 256 << 20), &conditions) {
-                    Plan::Exchange { lanes, .. } => 2 * lanes,
-                    Plan::ReduceStaged { .. } if zero_copy => continue,
-                    Plan::ReduceStaged { lanes, .. } => 2 * lanes,
-                    Plan::RsagStaged { lanes, .. } => 3 * lanes,
-                    Plan::Nothing | Plan::ReduceLowLatency { .. } | Plan::OneShot { .. } | Plan::TwoShot { .. } => panic!("{op:?} is long"),
-                    Plan::CubeMesh { .. } | Plan::NormOneShot { .. } | Plan::NormRows { .. } => panic!("{op:?} is none of these"),
+                    CudaPlan::Exchange { lanes, .. } => 2 * lanes,
+                    CudaPlan::ReduceStaged { .. } if zero_copy => continue,
+                    CudaPlan::ReduceStaged { lanes, .. } => 2 * lanes,
+                    CudaPlan::RsagStaged { lanes, .. } => 3 * lanes,
+                    CudaPlan::Nothing | CudaPlan::ReduceLowLatency { .. } | CudaPlan::OneShot { .. } | CudaPlan::TwoShot { .. } => {
+                        panic!("{op:?} is long")
+                    }
+                    CudaPlan::CubeMesh { .. } | CudaPlan::NormOneShot { .. } | CudaPlan::NormRows { .. } => {
+                        panic!("{op:?} is none of these")
+                    }
                 };
                 assert!(blocks.is_multiple_of(processors as u32), "{op:?} of {n}: {blocks} blocks on {processors} processors");
             }
@@ -430,29 +450,29 @@ mod tests {
     #[test]
     fn a_broadcast_to_a_single_other_rank_is_one_message() {
         for (n, long) in [(2, "exchange_staged"), (3, "rsag_staged")] {
-            let (layout, tuning) = (Layout::new(n, 256 << 20).expect("fits"), Tuning::of(n));
+            let (layout, tuning) = (ChannelLayout::new(n, 256 << 20).expect("fits"), CudaThresholds::of(n));
             let conditions = Conditions { me: 0, n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
-            let name = |bytes| choose(&call(Op::Broadcast, DType::BF16, bytes), &conditions).name();
+            let name = |bytes| choose(&call(Collective::Broadcast, DType::BF16, bytes), &conditions).name();
             assert_eq!((name(1 << 10), name(64 << 20)), ("exchange_low_latency", long), "{n} ranks");
         }
     }
 
     #[test]
     fn short_all_reduces_of_a_cube_mesh_keep_to_its_edges() {
-        let (layout, tuning) = (Layout::new(8, 256 << 20).expect("fits"), Tuning::of(8));
+        let (layout, tuning) = (ChannelLayout::new(8, 256 << 20).expect("fits"), CudaThresholds::of(8));
         let with = Conditions { me: 0, n: 8, layout: &layout, tuning: &tuning, cube_mesh: true, zero_copy: false };
         let without = Conditions { cube_mesh: false, ..with };
         let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &with);
         for dtype in [DType::BF16, DType::F64, DType::I8, DType::F8E4M3FN] {
-            assert_eq!(plan(Op::AllReduce, dtype, 8), Plan::CubeMesh { blocks: 1 });
-            assert_eq!(plan(Op::AllReduce, dtype, 4096), Plan::CubeMesh { blocks: 1 });
-            assert_eq!(plan(Op::AllReduce, dtype, 4097), Plan::CubeMesh { blocks: 2 });
-            assert_eq!(plan(Op::AllReduce, dtype, CUBE_MESH_BYTES).name(), "cube_mesh");
-            assert_eq!(plan(Op::AllReduce, dtype, 0), Plan::Nothing);
-            let long = call(Op::AllReduce, dtype, CUBE_MESH_BYTES + 1);
+            assert_eq!(plan(Collective::AllReduce, dtype, 8), CudaPlan::CubeMesh { blocks: 1 });
+            assert_eq!(plan(Collective::AllReduce, dtype, 4096), CudaPlan::CubeMesh { blocks: 1 });
+            assert_eq!(plan(Collective::AllReduce, dtype, 4097), CudaPlan::CubeMesh { blocks: 2 });
+            assert_eq!(plan(Collective::AllReduce, dtype, CUBE_MESH_BYTES).name(), "cube_mesh");
+            assert_eq!(plan(Collective::AllReduce, dtype, 0), CudaPlan::Nothing);
+            let long = call(Collective::AllReduce, dtype, CUBE_MESH_BYTES + 1);
             assert_eq!(choose(&long, &with), choose(&long, &without));
         }
-        for op in Op::C10D.iter().filter(|op| **op != Op::AllReduce) {
+        for op in Collective::C10D.iter().filter(|op| **op != Collective::AllReduce) {
             let call = call(*op, DType::F32, 4096);
             assert_eq!(choose(&call, &with), choose(&call, &without), "{op:?}");
         }
@@ -460,41 +480,48 @@ mod tests {
 
     #[test]
     fn long_messages_alone_are_zero_copy() {
-        let layout = Layout::new(8, 256 << 20).expect("fits");
-        let tuning = Tuning { zero_copy_two_shot_bytes: 1 << 20, ..Tuning::of(8) };
+        let layout = ChannelLayout::new(8, 256 << 20).expect("fits");
+        let tuning = CudaThresholds { zero_copy_two_shot_bytes: 1 << 20, ..CudaThresholds::of(8) };
         let without = Conditions { me: 0, n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
         let with = Conditions { zero_copy: true, ..without };
         for (op, bytes, name) in [
-            (Op::AllGather, 1 << 10, "exchange_low_latency"),
-            (Op::AllGather, 1 << 20, "exchange_staged_zero_copy"),
-            (Op::AllToAll, 1 << 10, "exchange_mixed_zero_copy"),
-            (Op::Broadcast, 1 << 20, "rsag_staged_zero_copy"),
-            (Op::ReduceScatter, 1 << 10, "reduce_low_latency"),
-            (Op::ReduceScatter, 1 << 20, "reduce_staged_zero_copy"),
-            (Op::AllReduce, 1 << 20, "two_shot"),
-            (Op::AllReduce, 2 << 20, "rsag_staged_zero_copy"),
+            (Collective::AllGather, 1 << 10, "exchange_low_latency"),
+            (Collective::AllGather, 1 << 20, "exchange_staged_zero_copy"),
+            (Collective::AllToAll, 1 << 10, "exchange_mixed_zero_copy"),
+            (Collective::Broadcast, 1 << 20, "rsag_staged_zero_copy"),
+            (Collective::ReduceScatter, 1 << 10, "reduce_low_latency"),
+            (Collective::ReduceScatter, 1 << 20, "reduce_staged_zero_copy"),
+            (Collective::AllReduce, 1 << 20, "two_shot"),
+            (Collective::AllReduce, 2 << 20, "rsag_staged_zero_copy"),
         ] {
             let plan = choose(&call(op, DType::BF16, bytes), &with);
             assert_eq!(plan.served_as(true), name);
             assert_eq!(plan.can_be_zero_copy(), name.ends_with("_zero_copy"), "{op:?} {bytes}");
             assert_eq!(plan.served_as(false), plan.name());
         }
-        assert!(matches!(choose(&call(Op::AllReduce, DType::BF16, 2 << 20), &without), Plan::TwoShot { .. }));
-        let worth = |op, bytes, n| worth_zero_copy(&call(op, DType::BF16, bytes), 0, n, &Tuning { zero_copy_bytes: 1 << 20, ..tuning });
+        assert!(matches!(choose(&call(Collective::AllReduce, DType::BF16, 2 << 20), &without), CudaPlan::TwoShot { .. }));
+        let worth =
+            |op, bytes, n| worth_zero_copy(&call(op, DType::BF16, bytes), 0, n, &CudaThresholds { zero_copy_bytes: 1 << 20, ..tuning });
         for (op, n, least) in [
-            (Op::AllGather, 2, 1 << 20),
-            (Op::ReduceScatter, 8, 1 << 20),
-            (Op::AllReduce, 4, 4 << 20),
-            (Op::Broadcast, 4, 3 << 20),
-            (Op::Broadcast, 2, 1 << 20),
-            (Op::AllToAll, 2, 1 << 20),
-            (Op::AllToAll, 3, 0),
+            (Collective::AllGather, 2, 1 << 20),
+            (Collective::ReduceScatter, 8, 1 << 20),
+            (Collective::AllReduce, 4, 4 << 20),
+            (Collective::Broadcast, 4, 3 << 20),
+            (Collective::Broadcast, 2, 1 << 20),
+            (Collective::AllToAll, 2, 1 << 20),
+            (Collective::AllToAll, 3, 0),
         ] {
             assert!(worth(op, least, n) && (least == 0 || !worth(op, least - 2, n)), "{op:?}");
         }
-        assert!(worth(Op::ReduceScatter, (4 << 20) - 1, 8) && !worth(Op::ReduceScatter, 4 << 20, 8), "pushed faster than loaded");
-        assert!(![Op::Broadcast, Op::AllToAll, Op::AllGather].iter().any(|op| worth(*op, 1 << 30, 1)), "there is nobody to share with");
+        assert!(
+            worth(Collective::ReduceScatter, (4 << 20) - 1, 8) && !worth(Collective::ReduceScatter, 4 << 20, 8),
+            "pushed faster than loaded"
+        );
+        assert!(
+            ![Collective::Broadcast, Collective::AllToAll, Collective::AllGather].iter().any(|op| worth(*op, 1 << 30, 1)),
+            "there is nobody to share with"
+        );
         // The blocks of one kernel must have their words in the handshake's area.
-        assert!(UNKNOWN_LL_BLOCKS as usize <= Layout::new(16, 256 << 20).expect("fits").handshake_blocks());
+        assert!(UNKNOWN_LL_BLOCKS as usize <= ChannelLayout::new(16, 256 << 20).expect("fits").handshake_blocks());
     }
 }

@@ -1,6 +1,6 @@
 //! Statistics of this process: how many calls each algorithm ran.
 
-use crate::coll::call::Op;
+use crate::coll::call::Collective;
 use crate::lock::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak};
@@ -13,7 +13,7 @@ pub(super) trait DirectCalls: Send + Sync {
 
 /// How many calls of a collective (`None`: sends and receives) an algorithm has run.
 struct Served {
-    op: Option<Op>,
+    op: Option<Collective>,
     algorithm: &'static str,
     calls: u64,
 }
@@ -23,7 +23,7 @@ static SERVED: Mutex<Vec<Served>> = Mutex::new(Vec::new());
 /// Counts a call of `op` (`None`: sends and receives) that `algorithm` ran. Names are compared by address, because a
 /// comparison of text would take as long as the other bookkeeping of a call; [`served`] adds up names with two
 /// addresses.
-pub(super) fn count(op: Option<Op>, algorithm: &'static str) {
+pub(super) fn count(op: Option<Collective>, algorithm: &'static str) {
     let mut all = lock(&SERVED);
     match all.iter_mut().find(|served| served.op == op && std::ptr::eq(served.algorithm, algorithm)) {
         Some(served) => served.calls += 1,
@@ -35,7 +35,7 @@ pub(super) fn count(op: Option<Op>, algorithm: &'static str) {
 pub fn served() -> BTreeMap<&'static str, BTreeMap<&'static str, u64>> {
     let mut all = BTreeMap::<_, BTreeMap<_, _>>::new();
     for &Served { op, algorithm, calls } in lock(&SERVED).iter() {
-        *all.entry(op.map_or("send_recv", Op::name)).or_default().entry(algorithm).or_insert(0) += calls;
+        *all.entry(op.map_or("send_recv", Collective::name)).or_default().entry(algorithm).or_insert(0) += calls;
     }
     all
 }

@@ -7,7 +7,7 @@ const MAX_CLUSTER: usize = 8;
 
 /// The thresholds between algorithms; the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tuning {
+pub struct CudaThresholds {
     /// Maximum size of a one-shot all-reduce.
     pub one_shot_bytes: usize,
     /// Maximum size of a two-shot all-reduce.
@@ -34,7 +34,7 @@ pub struct Tuning {
     pub cluster: usize,
 }
 
-impl Tuning {
+impl CudaThresholds {
     /// Measured on H200 (docs/measurements/gpu-h200.md).
     pub fn of(ranks: usize) -> Self {
         let one_shot_bytes = match ranks {
@@ -135,15 +135,15 @@ mod tests {
 
     #[test]
     fn tunings_are_read() {
-        let tuning = Tuning::of(4).overlaid("lanes=8, one_shot_bytes=123").expect("read");
+        let tuning = CudaThresholds::of(4).overlaid("lanes=8, one_shot_bytes=123").expect("read");
         assert_eq!((tuning.lanes, tuning.one_shot_bytes), (8, 123));
-        assert_eq!(Tuning::of(4).overlaid("lanes=0,").expect("read").lanes, 1);
-        assert_eq!(Tuning::of(4).overlaid("zero_copy_bytes=0").expect("read").zero_copy_bytes, 1);
-        let on = Tuning::of(4).on(108, false);
+        assert_eq!(CudaThresholds::of(4).overlaid("lanes=0,").expect("read").lanes, 1);
+        assert_eq!(CudaThresholds::of(4).overlaid("zero_copy_bytes=0").expect("read").zero_copy_bytes, 1);
+        let on = CudaThresholds::of(4).on(108, false);
         assert_eq!((on.lanes, on.cluster), (108, 1));
-        assert_eq!(Tuning::of(4).on(1000, true), Tuning::of(4));
+        assert_eq!(CudaThresholds::of(4).on(1000, true), CudaThresholds::of(4));
         for bad in ["lanes", "lanes=x", "colour=3"] {
-            assert!(Tuning::of(4).overlaid(bad).is_err(), "{bad}");
+            assert!(CudaThresholds::of(4).overlaid(bad).is_err(), "{bad}");
         }
     }
 }

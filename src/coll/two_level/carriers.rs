@@ -2,17 +2,17 @@
 //! Pure.
 
 use super::planner::Planner;
-use super::slices::{Turns, rails};
-use super::step::{NOWHERE, Place, Transfer};
-use crate::coll::call::{Op, Spec};
-use crate::host_map::HostMap;
+use super::slices::{ChunkSchedule, rails};
+use super::step::{NOWHERE, Place, RailOp};
+use crate::coll::call::{CallSpec, Collective};
+use crate::node_map::NodeMap;
 use crate::rank::Rank;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The bytes that each rank sends to each other rank.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Lengths {
+pub enum MessageLengths {
     /// The same for all pairs.
     Even(usize),
     /// One length for all messages between one rank and the others, in one direction; there are no other messages.
@@ -33,10 +33,10 @@ pub enum Lengths {
     },
 }
 
-impl Lengths {
+impl MessageLengths {
     /// The lengths of a gather or scatter.
-    fn rooted(call: &Spec) -> Self {
-        Self::Rooted { root: call.root, gathers: call.op == Op::Gather, bytes: call.agreed_bytes() as usize }
+    fn rooted(call: &CallSpec) -> Self {
+        Self::Rooted { root: call.root, gathers: call.op == Collective::Gather, bytes: call.agreed_bytes() as usize }
     }
 
     fn of(&self, from: Rank, to: Rank) -> usize {
@@ -55,13 +55,13 @@ impl Lengths {
 }
 
 /// The routes of inter-node messages: which rank carries each one, in how many pipeline steps.
-struct Ways<'a> {
-    layout: &'a HostMap,
-    host: usize,
+struct RailRoutes<'a> {
+    layout: &'a NodeMap,
+    node: usize,
     local: usize,
-    lengths: &'a Lengths,
+    lengths: &'a MessageLengths,
     rails: usize,
-    turns: Turns,
+    turns: ChunkSchedule,
     /// The messages that this rank carries to each node, and from each node.
     sent: Vec<Vec<(Rank, Rank)>>,
     received: Vec<Vec<(Rank, Rank)>>,
@@ -69,46 +69,46 @@ struct Ways<'a> {
     longest: usize,
 }
 
-impl<'a> Ways<'a> {
-    fn new(planner: &Planner<'a>, lengths: &'a Lengths, turns: Turns) -> Self {
-        let (layout, host, local, rails) = (planner.layout, planner.host(), planner.local(), planner.rails);
-        let mut ways = Self { layout, host, local, lengths, rails, turns, sent: Vec::new(), received: Vec::new(), longest: 0 };
-        let hosts = || 0..layout.hosts();
-        ways.sent = hosts().map(|to| ways.carried(host, to)).collect();
-        ways.received = hosts().map(|from| ways.carried(from, host)).collect();
-        let all = hosts().flat_map(|from| hosts().map(move |to| (from, to))).flat_map(|(from, to)| ways.carried(from, to));
+impl<'a> RailRoutes<'a> {
+    fn new(planner: &Planner<'a>, lengths: &'a MessageLengths, turns: ChunkSchedule) -> Self {
+        let (layout, node, local, rails) = (planner.layout, planner.node(), planner.local(), planner.rails);
+        let mut ways = Self { layout, node: node, local, lengths, rails, turns, sent: Vec::new(), received: Vec::new(), longest: 0 };
+        let nodes = || 0..layout.num_nodes();
+        ways.sent = nodes().map(|to| ways.messages_on_rail(node, to)).collect();
+        ways.received = nodes().map(|from| ways.messages_on_rail(from, node)).collect();
+        let all = nodes().flat_map(|from| nodes().map(move |to| (from, to))).flat_map(|(from, to)| ways.messages_on_rail(from, to));
         ways.longest = all.map(|(from, to)| lengths.of(from, to)).max().unwrap_or(0);
         ways
     }
 
     /// Returns the local rank that carries the message from `from` to `to` on another node; the same local rank
     /// receives it there. The sum spreads messages over rails for one sender, for one receiver and for all pairs.
-    fn carrier(&self, from: Rank, to: Rank) -> usize {
-        (self.layout.local(from) + self.layout.local(to)) % self.rails
+    fn rail_of(&self, from: Rank, to: Rank) -> usize {
+        (self.layout.local_rank(from) + self.layout.local_rank(to)) % self.rails
     }
 
-    /// Returns the rank of `host` that exchanges messages with local rank `local` of this node through `carrier`. Each
+    /// Returns the rank of `node` that exchanges messages with local rank `local` of this node through `carrier`. Each
     /// block of `rails` ranks has at most one such rank.
-    fn partner(&self, carrier: usize, local: usize, host: usize, block: usize) -> Option<Rank> {
+    fn peer_on_rail(&self, carrier: usize, local: usize, node: usize, block: usize) -> Option<Rank> {
         let index = block * self.rails + (carrier + self.rails - local % self.rails) % self.rails;
-        if carrier < self.rails { self.layout.members(host).get(index).copied() } else { None }
+        if carrier < self.rails { self.layout.ranks_of(node).get(index).copied() } else { None }
     }
 
     /// The blocks of ranks of all other nodes, as pairs of node and block number.
     fn blocks(&self) -> impl Iterator<Item = (usize, usize)> {
-        let (layout, here, rails) = (self.layout, self.host, self.rails);
-        let blocks = move |host: usize| (0..layout.members(host).len().div_ceil(rails)).map(move |block| (host, block));
-        (0..layout.hosts()).filter(move |&host| host != here).flat_map(blocks)
+        let (layout, here, rails) = (self.layout, self.node, self.rails);
+        let blocks = move |node: usize| (0..layout.ranks_of(node).len().div_ceil(rails)).map(move |block| (node, block));
+        (0..layout.num_nodes()).filter(move |&node| node != here).flat_map(blocks)
     }
 
     /// The messages that this rank carries from node `from` to node `to`.
-    fn carried(&self, from: usize, to: usize) -> Vec<(Rank, Rank)> {
+    fn messages_on_rail(&self, from: usize, to: usize) -> Vec<(Rank, Rank)> {
         if from == to {
             return vec![];
         }
-        let members = |host: usize| self.layout.members(host).iter().copied();
+        let members = |node: usize| self.layout.ranks_of(node).iter().copied();
         let pairs = members(from).flat_map(|from| members(to).map(move |to| (from, to)));
-        pairs.filter(|&(from, to)| self.carrier(from, to) == self.local).collect()
+        pairs.filter(|&(from, to)| self.rail_of(from, to) == self.local).collect()
     }
 
     /// Returns the chunk of a message from `from` to `to` that moves in step `turn`.
@@ -117,7 +117,7 @@ impl<'a> Ways<'a> {
     }
 
     /// Returns true if any rank of this rank's rail sends in step `turn`; all of them compute the same.
-    fn is_busy(&self, turn: usize) -> bool {
+    fn sends_in_step(&self, turn: usize) -> bool {
         !self.turns.piece(&(0..self.longest), turn).is_empty()
     }
 
@@ -127,7 +127,7 @@ impl<'a> Ways<'a> {
     }
 
     /// Returns the positions of `carried` in step `turn`; they are contiguous in `whole`.
-    fn places(&self, carried: &[Vec<(Rank, Rank)>], turn: usize, whole: Place) -> BTreeMap<(Rank, Rank), Place> {
+    fn offsets(&self, carried: &[Vec<(Rank, Rank)>], turn: usize, whole: Place) -> BTreeMap<(Rank, Rank), Place> {
         let mut end = 0;
         let mut next = |&(from, to): &(Rank, Rank)| {
             let start = end;
@@ -142,45 +142,45 @@ impl Planner<'_> {
     /// In each step: 1. Intra-node: chunks for other nodes move to their carriers. 2. Inter-node: carriers exchange.
     /// 3. Intra-node: chunks move to their ranks. `near`, the messages within the node, moves while the first chunks
     ///    are on the wire.
-    pub(super) fn carry(&mut self, told: Option<&Lengths>, give: &[Place], take: &[Place], near: Option<(Vec<Place>, Vec<Place>)>) {
-        let (layout, hosts, rooted) = (self.layout, self.layout.hosts(), Lengths::rooted(self.call));
+    pub(super) fn carry(&mut self, told: Option<&MessageLengths>, give: &[Place], take: &[Place], near: Option<(Vec<Place>, Vec<Place>)>) {
+        let (layout, nodes, rooted) = (self.layout, self.layout.num_nodes(), MessageLengths::rooted(self.call));
         let lengths = told.unwrap_or(&rooted);
         self.rails = match lengths {
-            Lengths::Even(bytes) => rails(bytes * layout.size(), layout, &self.thresholds),
-            Lengths::Rooted { .. } | Lengths::Each { .. } => layout.rails(),
+            MessageLengths::Even(bytes) => rails(bytes * layout.size(), layout, &self.thresholds),
+            MessageLengths::Rooted { .. } | MessageLengths::Each { .. } => layout.num_rails(),
         };
         // Ranks of an all_to_all agree on the call before they exchange its lengths.
-        if self.call.op != Op::AllToAll {
+        if self.call.op != Collective::AllToAll {
             self.agree();
         }
         let ranks = || (0..layout.size() as u32).map(Rank);
         let pairs = ranks().flat_map(|from| ranks().map(move |to| (from, to)));
-        let far = pairs.filter(|&(from, to)| layout.host(from) != layout.host(to));
+        let far = pairs.filter(|&(from, to)| layout.node_of(from) != layout.node_of(to));
         let longest = far.map(|(from, to)| lengths.of(from, to)).max().unwrap_or(0);
-        let parts = |from: usize, to: usize| (layout.members(from).len() * layout.members(to).len()).div_ceil(self.rails);
-        let most = (0..hosts).flat_map(|from| (0..hosts).map(move |to| (from, to))).filter(|(from, to)| from != to);
+        let parts = |from: usize, to: usize| (layout.ranks_of(from).len() * layout.ranks_of(to).len()).div_ceil(self.rails);
+        let most = (0..nodes).flat_map(|from| (0..nodes).map(move |to| (from, to))).filter(|(from, to)| from != to);
         let most = most.map(|(from, to)| parts(from, to)).max().unwrap_or(1);
-        let ways = Ways::new(self, lengths, Turns::of_messages(longest, most, &self.thresholds));
-        self.in_chunks(ways.turns.count, |planner, turn| {
-            let received = planner.give_to_carriers(&ways, turn, give);
+        let ways = RailRoutes::new(self, lengths, ChunkSchedule::of_messages(longest, most, &self.thresholds));
+        self.chunked(ways.turns.count, |planner, turn| {
+            let received = planner.stage_for_rails(&ways, turn, give);
             if let Some((give, take)) = near.clone().filter(|_| turn == 0) {
-                planner.move_inside(Op::AllToAll, 0, give, take);
+                planner.move_intra_node(Collective::AllToAll, 0, give, take);
             }
             planner.next_stage();
-            planner.take_from_carriers(&ways, turn, received, take);
+            planner.deliver_from_rails(&ways, turn, received, take);
         });
     }
 
     /// Moves the chunks of step `turn` to their carriers, which start the exchange; returns where chunks for this node
     /// arrive.
-    fn give_to_carriers(&mut self, ways: &Ways<'_>, turn: usize, give: &[Place]) -> Place {
-        let (rank, local, here) = (self.rank, self.local(), self.layout.members(self.host()));
+    fn stage_for_rails(&mut self, ways: &RailRoutes<'_>, turn: usize, give: &[Place]) -> Place {
+        let (rank, local, here) = (self.rank, self.local(), self.layout.ranks_of(self.node()));
         let (sent, received) = (ways.lengths(&ways.sent, turn), ways.lengths(&ways.received, turn));
         let (from, to) = (self.take(sent.iter().sum()), self.take(received.iter().sum()));
-        let places = ways.places(&ways.sent, turn, from);
+        let places = ways.offsets(&ways.sent, turn, from);
         let mut calls = Vec::new();
-        for (host, block) in ways.blocks() {
-            let partner = |carrier, local| ways.partner(carrier, local, host, block);
+        for (node, block) in ways.blocks() {
+            let partner = |carrier, local| ways.peer_on_rail(carrier, local, node, block);
             let moves =
                 |from: usize| (0..ways.rails).filter_map(move |c| partner(c, from)).any(|to| !ways.piece(here[from], to, turn).is_empty());
             if !(0..here.len()).any(moves) {
@@ -191,20 +191,20 @@ impl Planner<'_> {
             let brought = |(from, &rank): (usize, &Rank)| partner(local, from).map_or(NOWHERE, |to| places[&(rank, to)]);
             calls.push((inputs, here.iter().enumerate().map(brought).collect()));
         }
-        self.all_inside(Op::AllToAll, 0, calls);
-        if ways.is_busy(turn) {
-            self.start(Transfer::AllToAll { from, sent, to, received });
+        self.all_intra_node(Collective::AllToAll, 0, calls);
+        if ways.sends_in_step(turn) {
+            self.start(RailOp::AllToAll { from, sent, to, received });
         }
         to
     }
 
     /// Moves the chunks of step `turn`, which have arrived at `received`, to their ranks.
-    fn take_from_carriers(&mut self, ways: &Ways<'_>, turn: usize, received: Place, take: &[Place]) {
-        let (rank, local, here) = (self.rank, self.local(), self.layout.members(self.host()));
-        let places = ways.places(&ways.received, turn, received);
+    fn deliver_from_rails(&mut self, ways: &RailRoutes<'_>, turn: usize, received: Place, take: &[Place]) {
+        let (rank, local, here) = (self.rank, self.local(), self.layout.ranks_of(self.node()));
+        let places = ways.offsets(&ways.received, turn, received);
         let mut calls = Vec::new();
-        for (host, block) in ways.blocks() {
-            let partner = |carrier, local| ways.partner(carrier, local, host, block);
+        for (node, block) in ways.blocks() {
+            let partner = |carrier, local| ways.peer_on_rail(carrier, local, node, block);
             let moves =
                 |to: usize| (0..ways.rails).filter_map(move |c| partner(c, to)).any(|from| !ways.piece(from, here[to], turn).is_empty());
             if !(0..here.len()).any(moves) {
@@ -216,6 +216,6 @@ impl Planner<'_> {
             let outputs = (0..here.len()).map(|carrier| partner(carrier, local).map_or(NOWHERE, taken)).collect();
             calls.push((inputs, outputs));
         }
-        self.all_inside(Op::AllToAll, 0, calls);
+        self.all_intra_node(Collective::AllToAll, 0, calls);
     }
 }

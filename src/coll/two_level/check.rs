@@ -1,7 +1,7 @@
 //! The rules that every program obeys, and on which executors rely when they access memory.
 
-use super::step::{Memory, Place, Program, Step, Transfer};
-use crate::coll::call::Spec;
+use super::step::{Place, Program, ProgramMemory, RailOp, Step};
+use crate::coll::call::CallSpec;
 use std::collections::VecDeque;
 
 /// The places that a step reads and the places that it writes.
@@ -11,7 +11,7 @@ struct Touched {
     writes: Vec<Place>,
 }
 
-/// Checks the program of a rank of node `host` for `call`:
+/// Checks the program of a rank of node `node` for `call`:
 ///
 /// - Every place is in the program's memory or in a tensor, and no step writes an input.
 /// - No step writes bytes that it reads, except in place.
@@ -20,7 +20,7 @@ struct Touched {
 ///
 /// # Errors
 /// The first step that breaks a rule, and the rule.
-pub fn check(program: &Program, call: &Spec, host: usize) -> Result<(), String> {
+pub fn check(program: &Program, call: &CallSpec, node: usize) -> Result<(), String> {
     let mut open: VecDeque<Touched> = VecDeque::new();
     for step in &program.steps {
         let refused = |rule: &str| Err(format!("{rule}: {step:?}"));
@@ -30,7 +30,7 @@ pub fn check(program: &Program, call: &Spec, host: usize) -> Result<(), String> 
             }
             continue;
         }
-        for touched in touched(step, host) {
+        for touched in touched(step, node) {
             let written = touched.writes.iter().map(|place| (place, true));
             if !touched.reads.iter().map(|place| (place, false)).chain(written).all(|(place, writes)| lies(place, writes, program, call)) {
                 return refused("outside of its memory");
@@ -54,15 +54,15 @@ pub fn check(program: &Program, call: &Spec, host: usize) -> Result<(), String> 
 }
 
 /// Returns the memory that `step` accesses, call by call.
-fn touched(step: &Step, host: usize) -> Vec<Touched> {
+fn touched(step: &Step, node: usize) -> Vec<Touched> {
     let one = |reads: &[Place], writes: &[Place]| vec![Touched { reads: reads.to_vec(), writes: writes.to_vec() }];
     match step {
         Step::Local(calls) => calls.iter().flat_map(|call| one(&call.inputs, &call.outputs)).collect(),
         Step::Agree | Step::Wait => vec![],
         Step::Start(transfer) | Step::Run(transfer) => match transfer {
-            Transfer::AllGather { from, to } | Transfer::AllToAll { from, to, .. } => one(&[*from], &[*to]),
-            Transfer::Broadcast { root, at } if *root == host => one(&[*at], &[]),
-            Transfer::Broadcast { at, .. } => one(&[], &[*at]),
+            RailOp::AllGather { from, to } | RailOp::AllToAll { from, to, .. } => one(&[*from], &[*to]),
+            RailOp::Broadcast { root, at } if *root == node => one(&[*at], &[]),
+            RailOp::Broadcast { at, .. } => one(&[], &[*at]),
         },
         Step::Exchange { give, take } => one(give, take),
         Step::Combine { from, to } => one(from, &[*to]),
@@ -71,13 +71,13 @@ fn touched(step: &Step, host: usize) -> Vec<Touched> {
 }
 
 /// Returns true if `place` is in its memory: in a tensor that may be written, if the step `writes`.
-fn lies(place: &Place, writes: bool, program: &Program, call: &Spec) -> bool {
+fn lies(place: &Place, writes: bool, program: &Program, call: &CallSpec) -> bool {
     let (start, end) = (place.span.addr, place.span.addr + place.bytes());
     match place.memory {
         _ if place.bytes() == 0 => true,
-        Memory::Temp => end <= program.temp,
-        Memory::Aside => end <= program.aside,
-        Memory::Given => {
+        ProgramMemory::Temp => end <= program.temp,
+        ProgramMemory::Aside => end <= program.aside,
+        ProgramMemory::Given => {
             let inputs = call.inputs.iter().filter(|_| !writes);
             let spans: Vec<_> = inputs.chain(&*call.outputs).filter(|span| span.bytes > 0).collect();
             // Contiguous tensors count as one.
@@ -99,7 +99,7 @@ fn overlap(a: &Place, b: &Place) -> bool {
 fn in_place(step: &Step, read: &Place, write: &Place) -> bool {
     match step {
         Step::Local(_) => read == write,
-        Step::Start(Transfer::AllGather { from, to }) | Step::Run(Transfer::AllGather { from, to }) => {
+        Step::Start(RailOp::AllGather { from, to }) | Step::Run(RailOp::AllGather { from, to }) => {
             (from.span.addr - to.span.addr).is_multiple_of(from.bytes())
         }
         Step::Start(_) | Step::Run(_) | Step::Agree | Step::Wait => false,
@@ -110,17 +110,18 @@ fn in_place(step: &Step, read: &Place, write: &Place) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::call::{Op, Span};
+    use crate::coll::call::{Collective, Span};
     use crate::dtype::DType;
 
     #[test]
     fn programs_that_break_a_rule_are_refused() {
         let (input, output) = (Span { addr: 1000, bytes: 64 }, Span { addr: 2000, bytes: 64 });
-        let call = Spec { op: Op::AllReduce, inputs: vec![input].into(), outputs: vec![output].into(), ..Spec::barrier(None) };
-        let given = |addr| Place { memory: Memory::Given, span: Span { addr, bytes: 64 } };
-        let temp = |addr| Place { memory: Memory::Temp, span: Span { addr, bytes: 64 } };
+        let call =
+            CallSpec { op: Collective::AllReduce, inputs: vec![input].into(), outputs: vec![output].into(), ..CallSpec::barrier(None) };
+        let given = |addr| Place { memory: ProgramMemory::Given, span: Span { addr, bytes: 64 } };
+        let temp = |addr| Place { memory: ProgramMemory::Temp, span: Span { addr, bytes: 64 } };
         let copy = |from, to| Step::Copy { from, to };
-        let gather = |from, to: Place| Transfer::AllGather { from, to: to.sized(128) };
+        let gather = |from, to: Place| RailOp::AllGather { from, to: to.sized(128) };
         let refused = |steps: Vec<Step>| {
             let program = Program { steps, temp: 256, aside: 0, rails: 1, partial: DType::U8 };
             check(&program, &call, 0).err().map(|text| text.split(':').next().unwrap_or_default().to_owned())

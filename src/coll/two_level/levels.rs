@@ -1,12 +1,12 @@
 //! The intra-node and inter-node operations, and the type of partial results. Pure.
 
 use crate::dtype::{DType, ReduceOp};
-use crate::host_map::HostMap;
 use crate::kernels::cpu;
+use crate::node_map::NodeMap;
 
 /// The type of partial results; the same on all ranks of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Partials {
+pub enum ReduceDtype {
     /// The tensor's type: an element is rounded once on each node and once more between nodes.
     #[default]
     Tensor,
@@ -14,11 +14,11 @@ pub enum Partials {
     Fp32,
 }
 
-impl Partials {
+impl ReduceDtype {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Tensor => "tensor",
-            Self::Fp32 => "fp32",
+            Self::Fp32 => "float32",
         }
     }
 
@@ -34,7 +34,7 @@ impl Partials {
 
 /// The two levels of a reduction: the ranks of a node in order, rounded once, then the nodes in order, rounded once.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Levels {
+pub(crate) struct TwoLevelOps {
     /// The intra-node operation.
     pub(crate) inner: ReduceOp,
     /// The inter-node operation.
@@ -45,9 +45,9 @@ pub(crate) struct Levels {
     weighted: bool,
 }
 
-impl Levels {
-    pub(crate) fn of(op: ReduceOp, dtype: DType, layout: &HostMap) -> Self {
-        let same = |op| Self { inner: op, outer: op, divisor: layout.hosts(), weighted: false };
+impl TwoLevelOps {
+    pub(crate) fn of(op: ReduceOp, dtype: DType, layout: &NodeMap) -> Self {
+        let same = |op| Self { inner: op, outer: op, divisor: layout.num_nodes(), weighted: false };
         match op {
             ReduceOp::Sum | ReduceOp::Product | ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
                 same(op)
@@ -56,14 +56,14 @@ impl Levels {
             // Integers wrap, so the sum equals the single-node sum; it is divided once.
             ReduceOp::Avg if is_integer(dtype) => Self { inner: ReduceOp::Sum, outer: op, divisor: layout.size(), weighted: false },
             // Averages of averages, which do not overflow where the sum of a node's ranks would.
-            ReduceOp::Avg if (0..layout.hosts()).all(|host| layout.members(host).len() == layout.members(0).len()) => same(op),
-            ReduceOp::Avg => Self { inner: op, outer: ReduceOp::PremulSum, divisor: layout.hosts(), weighted: true },
+            ReduceOp::Avg if (0..layout.num_nodes()).all(|node| layout.ranks_of(node).len() == layout.ranks_of(0).len()) => same(op),
+            ReduceOp::Avg => Self { inner: op, outer: ReduceOp::PremulSum, divisor: layout.num_nodes(), weighted: true },
         }
     }
 
-    /// Returns the factor of `host` under an inter-node PREMUL_SUM.
-    pub(crate) fn factor(&self, host: usize, layout: &HostMap) -> f64 {
-        if self.weighted { layout.members(host).len() as f64 / layout.size() as f64 } else { 1.0 }
+    /// Returns the factor of `node` under an inter-node PREMUL_SUM.
+    pub(crate) fn factor(&self, node: usize, layout: &NodeMap) -> f64 {
+        if self.weighted { layout.ranks_of(node).len() as f64 / layout.size() as f64 } else { 1.0 }
     }
 }
 
@@ -89,12 +89,12 @@ mod tests {
 
     #[test]
     fn only_what_rounds_travels_wider() {
-        let of = |op, dtype| Partials::Fp32.dtype(op, dtype);
+        let of = |op, dtype| ReduceDtype::Fp32.dtype(op, dtype);
         assert_eq!(of(ReduceOp::Sum, DType::BF16), DType::F32);
         assert_eq!(of(ReduceOp::Avg, DType::F8E4M3FN), DType::F32);
         assert_eq!(of(ReduceOp::Max, DType::F16), DType::F16);
         assert_eq!(of(ReduceOp::Sum, DType::F64), DType::F64);
         assert_eq!(of(ReduceOp::Sum, DType::I8), DType::I8);
-        assert_eq!(Partials::Tensor.dtype(ReduceOp::Sum, DType::BF16), DType::BF16);
+        assert_eq!(ReduceDtype::Tensor.dtype(ReduceOp::Sum, DType::BF16), DType::BF16);
     }
 }

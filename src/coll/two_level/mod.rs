@@ -23,12 +23,12 @@ pub mod step;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use super::call::{Op, Spec};
-use super::cost::wire::Thresholds;
-use crate::host_map::HostMap;
+use super::call::{CallSpec, Collective};
+use super::cost::network::RailThresholds;
+use crate::node_map::NodeMap;
 use crate::rank::Rank;
-pub use carriers::Lengths;
-use levels::Partials;
+pub use carriers::MessageLengths;
+use levels::ReduceDtype;
 use planner::Planner;
 use rules::Rules;
 use step::Program;
@@ -37,31 +37,31 @@ use step::Program;
 #[derive(Clone, Copy, Debug)]
 pub struct Planning<'a> {
     /// The nodes of the group's ranks.
-    pub map: &'a HostMap,
+    pub map: &'a NodeMap,
     /// This rank.
     pub me: Rank,
     /// The type of partial results, the same on all ranks.
-    pub partials: Partials,
+    pub reduce_dtype: ReduceDtype,
     /// The thresholds, the same on all ranks.
-    pub thresholds: Thresholds,
+    pub thresholds: RailThresholds,
     /// The rules of the tensors' device.
     pub rules: &'static Rules,
 }
 
 impl Planning<'_> {
     /// Returns the program of this rank for `call`. `told`: the lengths of an all_to_all of CPU tensors.
-    pub fn plan(&self, call: &Spec, told: Option<&Lengths>) -> Program {
+    pub fn plan(&self, call: &CallSpec, told: Option<&MessageLengths>) -> Program {
         let mut planner = Planner::new(*self, call);
         match call.op {
-            Op::Barrier => planner.barrier(),
-            Op::Broadcast => planner.broadcast(),
-            Op::AllReduce | Op::Reduce => planner.all_reduce(),
-            Op::AllGather => planner.all_gather(),
-            Op::ReduceScatter => planner.reduce_scatter(),
-            Op::Gather | Op::Scatter | Op::AllToAll => planner.exchange(told),
+            Collective::Barrier => planner.barrier(),
+            Collective::Broadcast => planner.broadcast(),
+            Collective::AllReduce | Collective::Reduce => planner.all_reduce(),
+            Collective::AllGather => planner.all_gather(),
+            Collective::ReduceScatter => planner.reduce_scatter(),
+            Collective::Gather | Collective::Scatter | Collective::AllToAll => planner.exchange(told),
             // On CPUs this runs as an all_reduce and a norm; between GPUs of several nodes it is rejected
-            // (`refuse_between_hosts`).
-            Op::AllReduceAddRmsNorm => {}
+            // (`reject_multi_node`).
+            Collective::AllReduceAddRmsNorm => {}
         }
         planner.program()
     }

@@ -1,21 +1,21 @@
 //! Programs of calls that move bytes. Pure.
 
-use super::carriers::Lengths;
+use super::carriers::MessageLengths;
 use super::planner::Planner;
-use super::step::{NOWHERE, Place, Step, Transfer};
-use crate::coll::call::{Op, Span};
+use super::step::{NOWHERE, Place, RailOp, Step};
+use crate::coll::call::{Collective, Span};
 use std::ops::Range;
 
 impl Planner<'_> {
     /// 1. Intra-node: all ranks arrive. 2. Inter-node: one rank of each node signals this. 3. Intra-node: all ranks
     ///    learn that every node has arrived.
     pub(super) fn barrier(&mut self) {
-        self.move_inside(Op::Barrier, 0, vec![], vec![]);
+        self.move_intra_node(Collective::Barrier, 0, vec![], vec![]);
         if self.local() == 0 {
-            let (from, to) = (self.take(self.rules.align), self.take(self.rules.align * self.layout.hosts()));
-            self.steps.push(Step::Run(Transfer::AllGather { from, to }));
+            let (from, to) = (self.take(self.rules.align), self.take(self.rules.align * self.layout.num_nodes()));
+            self.steps.push(Step::Run(RailOp::AllGather { from, to }));
         }
-        self.move_inside(Op::Barrier, 0, vec![], vec![]);
+        self.move_intra_node(Collective::Barrier, 0, vec![], vec![]);
     }
 
     /// For each chunk: 1. Intra-node, on the root's node: all ranks get the whole chunk. 2. Inter-node: each rail sends
@@ -23,54 +23,54 @@ impl Planner<'_> {
     pub(super) fn broadcast(&mut self) {
         self.agree();
         let whole = Place::given(if self.rank == self.call.root { self.call.inputs[0] } else { self.call.outputs[0] });
-        let growth = if self.all_alone() { None } else { Some(1) };
+        let growth = if self.without_rails() { None } else { Some(1) };
         let chunks = self.cut(whole.bytes(), growth).chunks;
-        self.in_chunks(chunks.len(), |planner, chunk| planner.broadcast_chunk(whole, &chunks[chunk]));
+        self.chunked(chunks.len(), |planner, chunk| planner.broadcast_chunk(whole, &chunks[chunk]));
     }
 
     /// Plans one chunk: `pieces[r]` of `whole` travels over rail `r`.
     fn broadcast_chunk(&mut self, whole: Place, pieces: &[Range<usize>]) {
-        let root = self.layout.host(self.call.root);
-        let here = root == self.host();
+        let root = self.layout.node_of(self.call.root);
+        let here = root == self.node();
         let pieces: Vec<Place> = pieces.iter().map(|piece| whole.part(piece)).collect();
         let piece = pieces.get(self.local()).copied().unwrap_or(NOWHERE);
         let at = if self.rules.any_memory { piece } else { self.take(piece.bytes()) };
         // The root's own piece is on the wire while the other ranks of its node get theirs.
         let last = here && self.rules.root_first && self.rank == self.call.root;
         if here && !last {
-            self.broadcast_inside(&pieces);
+            self.broadcast_intra_node(&pieces);
         }
         if at.bytes() > 0 {
             if here {
                 self.copy(piece, at);
             }
-            self.start(Transfer::Broadcast { root, at });
+            self.start(RailOp::Broadcast { root, at });
         }
         if last {
-            self.broadcast_inside(&pieces);
+            self.broadcast_intra_node(&pieces);
         }
         self.next_stage();
         if !here {
             let take = self.for_locals(pieces);
-            self.move_inside(Op::AllGather, 0, vec![at], take);
+            self.move_intra_node(Collective::AllGather, 0, vec![at], take);
         }
     }
 
     /// On the root's node: every rank gets `pieces`.
-    fn broadcast_inside(&mut self, pieces: &[Place]) {
+    fn broadcast_intra_node(&mut self, pieces: &[Place]) {
         let pieces = Place::joined(pieces).map_or_else(|| pieces.to_vec(), |whole| vec![whole]);
         let own = self.rank == self.call.root;
         let call = |piece| if own { (vec![piece], vec![]) } else { (vec![], vec![piece]) };
-        self.all_inside(Op::Broadcast, self.layout.local(self.call.root), pieces.into_iter().map(call).collect());
+        self.all_intra_node(Collective::Broadcast, self.layout.local_rank(self.call.root), pieces.into_iter().map(call).collect());
     }
 
     /// First, intra-node: all ranks gather the inputs of their own node. Then for each chunk: 1. Inter-node: each rail
     /// sends its slice of that to the other nodes. 2. Intra-node: all ranks get the slices of each other node.
     pub(super) fn all_gather(&mut self) {
-        let (host, hosts) = (self.host(), self.layout.hosts());
-        let outputs: Vec<Vec<Place>> = (0..hosts).map(|host| self.of_host(&self.call.outputs, host)).collect();
+        let (node, nodes) = (self.node(), self.layout.num_nodes());
+        let outputs: Vec<Vec<Place>> = (0..nodes).map(|node| self.of_node(&self.call.outputs, node)).collect();
         let equal = outputs.iter().all(|places| places[0].bytes() == outputs[0][0].bytes());
-        if self.rules.any_memory && self.all_alone() && equal {
+        if self.rules.any_memory && self.without_rails() && equal {
             return self.all_gather_alone(&outputs.concat());
         }
         let lengths: Vec<usize> = outputs.iter().map(|places| places.iter().map(Place::bytes).sum()).collect();
@@ -79,7 +79,7 @@ impl Planner<'_> {
         let mut whole = |(other, places): (usize, &Vec<Place>)| {
             Place::joined(places).unwrap_or_else(|| {
                 // This node's inputs do not use the wire.
-                let whole = if other == host { NOWHERE } else { self.take_aside(lengths[other]) };
+                let whole = if other == node { NOWHERE } else { self.take_aside(lengths[other]) };
                 apart.push((whole, other));
                 whole
             })
@@ -88,10 +88,10 @@ impl Planner<'_> {
         let chunks = self.cut_each(&lengths, 1);
         self.agree();
         let own = self.call.inputs.iter().map(|&span| Place::given(span)).collect();
-        self.move_inside(Op::AllGather, 0, own, outputs[host].clone());
-        self.in_chunks(chunks.len(), |planner, chunk| planner.all_gather_chunk(&outputs[host], &wholes, &chunks[chunk]));
-        for (whole, other) in apart.into_iter().filter(|&(_, other)| other != host) {
-            self.spread(whole, &outputs[other]);
+        self.move_intra_node(Collective::AllGather, 0, own, outputs[node].clone());
+        self.chunked(chunks.len(), |planner, chunk| planner.all_gather_chunk(&outputs[node], &wholes, &chunks[chunk]));
+        for (whole, other) in apart.into_iter().filter(|&(_, other)| other != node) {
+            self.scatter_into(whole, &outputs[other]);
         }
     }
 
@@ -104,31 +104,31 @@ impl Planner<'_> {
         }
         // No other rank knows whether this rank's outputs are contiguous, so the transfer is the same in both cases.
         let to = Place::joined(outputs).unwrap_or_else(|| self.take(outputs.len() * from.bytes()));
-        self.steps.push(Step::Run(Transfer::AllGather { from, to }));
-        self.spread(to, outputs);
+        self.steps.push(Step::Run(RailOp::AllGather { from, to }));
+        self.scatter_into(to, outputs);
     }
 
     /// Plans one chunk: `pieces[h][r]` of the inputs of node `h` travels over rail `r` to `wholes[h]` on the other
     /// nodes. `own` has this node's inputs.
     fn all_gather_chunk(&mut self, own: &[Place], wholes: &[Place], pieces: &[Vec<Range<usize>>]) {
-        let (host, local, hosts) = (self.host(), self.local(), self.layout.hosts());
+        let (node, local, nodes) = (self.node(), self.local(), self.layout.num_nodes());
         let lengths: Vec<usize> = pieces.iter().map(|pieces| pieces.get(local).map_or(0, Range::len)).collect();
         let received = self.take(self.shared_bytes(&lengths));
-        let mut shared = vec![NOWHERE; hosts];
+        let mut shared = vec![NOWHERE; nodes];
         if lengths.iter().any(|&bytes| bytes > 0) {
-            let from = self.on_the_wire(own, &pieces[host][local], self.given_bytes(&lengths));
+            let from = self.on_the_wire(own, &pieces[node][local], self.given_bytes(&lengths));
             shared = self.share(from, &lengths, received);
         }
         self.next_stage();
-        for other in (0..hosts).filter(|&other| other != host) {
+        for other in (0..nodes).filter(|&other| other != node) {
             let take = self.for_locals(pieces[other].iter().map(|piece| wholes[other].part(piece)).collect());
-            self.move_inside(Op::AllGather, 0, vec![shared[other]], take);
+            self.move_intra_node(Collective::AllGather, 0, vec![shared[other]], take);
         }
     }
 
     /// gather, scatter and all_to_all: messages within a node move intra-node, all others between ranks of two nodes.
-    pub(super) fn exchange(&mut self, told: Option<&Lengths>) {
-        let (n, root, host) = (self.layout.size(), self.call.root, self.host());
+    pub(super) fn exchange(&mut self, told: Option<&MessageLengths>) {
+        let (n, root, node) = (self.layout.size(), self.call.root, self.node());
         let places = |spans: &[Span]| -> Vec<Place> {
             if spans.is_empty() { vec![NOWHERE; n] } else { spans.iter().map(|&span| Place::given(span)).collect() }
         };
@@ -139,31 +139,31 @@ impl Planner<'_> {
         };
         let (inputs, outputs) = (&self.call.inputs, &self.call.outputs);
         let (mut give, mut take) = match self.call.op {
-            Op::Gather => (of_root(inputs), places(outputs)),
-            Op::Scatter => (places(inputs), of_root(outputs)),
-            Op::AllToAll
-            | Op::Barrier
-            | Op::Broadcast
-            | Op::AllReduce
-            | Op::Reduce
-            | Op::AllGather
-            | Op::ReduceScatter
-            | Op::AllReduceAddRmsNorm => (places(inputs), places(outputs)),
+            Collective::Gather => (of_root(inputs), places(outputs)),
+            Collective::Scatter => (places(inputs), of_root(outputs)),
+            Collective::AllToAll
+            | Collective::Barrier
+            | Collective::Broadcast
+            | Collective::AllReduce
+            | Collective::Reduce
+            | Collective::AllGather
+            | Collective::ReduceScatter
+            | Collective::AllReduceAddRmsNorm => (places(inputs), places(outputs)),
         };
         let me = self.rank.index();
         if give[me] == take[me] {
             (give[me], take[me]) = (NOWHERE, NOWHERE);
         }
         let here = |places: &mut Vec<Place>| -> Vec<Place> {
-            self.layout.members(host).iter().map(|rank| std::mem::replace(&mut places[rank.index()], NOWHERE)).collect()
+            self.layout.ranks_of(node).iter().map(|rank| std::mem::replace(&mut places[rank.index()], NOWHERE)).collect()
         };
         let (near_give, near_take) = (here(&mut give), here(&mut take));
-        let near = (self.call.op == Op::AllToAll || self.layout.host(root) == host).then_some((near_give, near_take));
+        let near = (self.call.op == Collective::AllToAll || self.layout.node_of(root) == node).then_some((near_give, near_take));
         if self.rules.carriers {
             return self.carry(told, &give, &take, near);
         }
         if let Some((give, take)) = near {
-            self.move_inside(Op::AllToAll, 0, give, take);
+            self.move_intra_node(Collective::AllToAll, 0, give, take);
         }
         if give.iter().chain(&take).any(|place| place.bytes() > 0) {
             self.steps.push(Step::Exchange { give, take });

@@ -5,7 +5,7 @@
 //! on.
 
 use super::planner::{Planner, Room};
-use super::step::{Memory, Step};
+use super::step::{ProgramMemory, Step};
 
 /// The stages of one chunk, and the memory that they need.
 struct Chunk {
@@ -24,7 +24,7 @@ impl Planner<'_> {
 
     /// Plans a call of `count` chunks with `chunk`; all chunks have the same number of stages. As many chunks as there
     /// are stages are in progress at a time, each in its own memory.
-    pub(super) fn in_chunks(&mut self, count: usize, chunk: impl Fn(&mut Self, usize)) {
+    pub(super) fn chunked(&mut self, count: usize, chunk: impl Fn(&mut Self, usize)) {
         let (mut steps, start) = (std::mem::take(&mut self.steps), self.used);
         let mut one = |number: usize| {
             self.used = start;
@@ -53,9 +53,9 @@ impl Planner<'_> {
 fn shift(step: &mut Step, start: Room, by: Room) {
     for place in step.places_mut() {
         let (start, by) = match place.memory {
-            Memory::Given => continue,
-            Memory::Temp => (start.temp, by.temp),
-            Memory::Aside => (start.aside, by.aside),
+            ProgramMemory::Given => continue,
+            ProgramMemory::Temp => (start.temp, by.temp),
+            ProgramMemory::Aside => (start.aside, by.aside),
         };
         if place.span.addr >= start {
             place.span.addr += by;
@@ -93,7 +93,7 @@ fn together(steps: Vec<Step>) -> Vec<Step> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::step::{NOWHERE, Transfer};
+    use super::super::step::{NOWHERE, RailOp};
     use super::*;
 
     /// A copy that represents stage `stage` of chunk `chunk`.
@@ -102,7 +102,7 @@ mod tests {
     }
 
     fn start(root: usize) -> Step {
-        Step::Start(Transfer::Broadcast { root, at: NOWHERE })
+        Step::Start(RailOp::Broadcast { root, at: NOWHERE })
     }
 
     #[test]
@@ -119,7 +119,7 @@ mod tests {
         let mut open = std::collections::VecDeque::new();
         let mut ended = Vec::new();
         for step in &steps {
-            if let Step::Start(Transfer::Broadcast { root, .. }) = step {
+            if let Step::Start(RailOp::Broadcast { root, .. }) = step {
                 open.push_back(*root);
             }
             if *step == Step::Wait {
@@ -132,7 +132,7 @@ mod tests {
     #[test]
     fn a_lone_chunk_waits_at_once_unless_it_has_something_to_do() {
         let lone = |between: Vec<Step>| pipeline(vec![vec![[vec![start(1)], between].concat(), vec![Step::Wait, work(0, 1)]]]);
-        assert_eq!(lone(vec![]), [Step::Run(Transfer::Broadcast { root: 1, at: NOWHERE }), work(0, 1)]);
+        assert_eq!(lone(vec![]), [Step::Run(RailOp::Broadcast { root: 1, at: NOWHERE }), work(0, 1)]);
         assert_eq!(lone(vec![work(0, 0)]), [start(1), work(0, 0), Step::Wait, work(0, 1)]);
     }
 }

@@ -1,14 +1,14 @@
 //! The building blocks of all programs: memory, slices, transfers and intra-node collectives. Pure.
 
 use super::Planning;
-use super::levels::Levels;
+use super::levels::TwoLevelOps;
 use super::rules::Rules;
-use super::slices::{self, Turns, overlap, rails, ranges};
-use super::step::{InnerCall, Memory, NOWHERE, Place, Program, Step, Transfer};
-use crate::coll::call::{Op, Span, Spec};
-use crate::coll::cost::wire::Thresholds;
+use super::slices::{self, ChunkSchedule, overlap, rails, ranges};
+use super::step::{InnerCall, NOWHERE, Place, Program, ProgramMemory, RailOp, Step};
+use crate::coll::call::{CallSpec, Collective, Span};
+use crate::coll::cost::network::RailThresholds;
 use crate::dtype::{DType, ReduceOp};
-use crate::host_map::HostMap;
+use crate::node_map::NodeMap;
 use crate::rank::Rank;
 use std::ops::Range;
 
@@ -30,9 +30,9 @@ impl Room {
 }
 
 pub(super) struct Planner<'a> {
-    pub(super) call: &'a Spec<'a>,
-    pub(super) layout: &'a HostMap,
-    pub(super) thresholds: Thresholds,
+    pub(super) call: &'a CallSpec<'a>,
+    pub(super) layout: &'a NodeMap,
+    pub(super) thresholds: RailThresholds,
     pub(super) rules: &'static Rules,
     /// The type of partial results.
     pub(super) partial: DType,
@@ -56,8 +56,8 @@ pub(super) struct Cut {
 }
 
 impl<'a> Planner<'a> {
-    pub(super) fn new(planning: Planning<'a>, call: &'a Spec<'a>) -> Self {
-        let Planning { map: layout, me: rank, partials, thresholds, rules } = planning;
+    pub(super) fn new(planning: Planning<'a>, call: &'a CallSpec<'a>) -> Self {
+        let Planning { map: layout, me: rank, reduce_dtype: partials, thresholds, rules } = planning;
         let partial = if call.op.reduces() { partials.dtype(call.reduce_op, call.dtype) } else { call.dtype };
         let (used, most, stages, steps) = (Room::default(), Room::default(), Vec::new(), Vec::new());
         Self { call, layout, thresholds, rules, partial, rank, used, most, stages, steps, rails: 1, agreed: false }
@@ -70,21 +70,21 @@ impl<'a> Planner<'a> {
 }
 
 impl Planner<'_> {
-    pub(super) fn host(&self) -> usize {
-        self.layout.host(self.rank)
+    pub(super) fn node(&self) -> usize {
+        self.layout.node_of(self.rank)
     }
 
     pub(super) fn local(&self) -> usize {
-        self.layout.local(self.rank)
+        self.layout.local_rank(self.rank)
     }
 
-    pub(super) fn locals(&self) -> usize {
-        self.layout.members(self.host()).len()
+    pub(super) fn local_size(&self) -> usize {
+        self.layout.ranks_of(self.node()).len()
     }
 
-    /// Returns the spans of `host`'s ranks; `spans` has one for each rank.
-    pub(super) fn of_host(&self, spans: &[Span], host: usize) -> Vec<Place> {
-        self.layout.members(host).iter().map(|rank| Place::given(spans[rank.index()])).collect()
+    /// Returns the spans of `node`'s ranks; `spans` has one for each rank.
+    pub(super) fn of_node(&self, spans: &[Span], node: usize) -> Vec<Place> {
+        self.layout.ranks_of(node).iter().map(|rank| Place::given(spans[rank.index()])).collect()
     }
 
     /// Allocates `bytes` bytes that transfers may use.
@@ -92,7 +92,7 @@ impl Planner<'_> {
         let addr = self.used.temp;
         self.used.temp += bytes.next_multiple_of(self.rules.align);
         self.most = self.most.most(self.used);
-        Place { memory: Memory::Temp, span: Span { addr, bytes } }
+        Place { memory: ProgramMemory::Temp, span: Span { addr, bytes } }
     }
 
     /// Allocates `bytes` bytes that no transfer uses.
@@ -103,12 +103,12 @@ impl Planner<'_> {
         let addr = self.used.aside;
         self.used.aside += bytes.next_multiple_of(self.rules.align);
         self.most = self.most.most(self.used);
-        Place { memory: Memory::Aside, span: Span { addr, bytes } }
+        Place { memory: ProgramMemory::Aside, span: Span { addr, bytes } }
     }
 
     /// Allocates a partial result of elements that occupy `bytes` bytes in a tensor.
     pub(super) fn take_partial(&mut self, bytes: usize) -> Place {
-        let growth = self.growth();
+        let growth = self.size_ratio();
         self.take(self.padded(bytes) * growth).sized(bytes * growth)
     }
 
@@ -132,13 +132,17 @@ impl Planner<'_> {
 
     /// Returns the number of a tensor's bytes in a chunk, if they grow `growth` times on the wire.
     fn chunk(&self, growth: usize) -> usize {
-        (self.thresholds.piece / growth).next_multiple_of(self.rules.align).max(self.rules.align)
+        (self.thresholds.chunk_bytes / growth).next_multiple_of(self.rules.align).max(self.rules.align)
     }
 
     /// Returns the pipeline steps of slices of up to `longest` bytes, which grow `growth` times on the wire for all
     /// nodes together.
-    fn turns(&self, longest: usize, growth: usize) -> Turns {
-        if self.rules.slices_first { Turns::of(longest, &self.thresholds) } else { Turns::at_most(longest, self.chunk(growth)) }
+    fn turns(&self, longest: usize, growth: usize) -> ChunkSchedule {
+        if self.rules.slices_first {
+            ChunkSchedule::of(longest, &self.thresholds)
+        } else {
+            ChunkSchedule::at_most(longest, self.chunk(growth))
+        }
     }
 
     /// Cuts `bytes` bytes into chunks and these into the rails' pieces. `growth` is the ratio of the length on the wire
@@ -147,11 +151,11 @@ impl Planner<'_> {
         let rails = self.choose_rails(bytes);
         if self.rules.slices_first {
             let slices = self.slices(bytes, rails);
-            let turns = Turns::of(slices[0].len(), &self.thresholds);
+            let turns = ChunkSchedule::of(slices[0].len(), &self.thresholds);
             let chunks = (0..turns.count).map(|turn| slices.iter().map(|slice| turns.piece(slice, turn)).collect()).collect();
             return Cut { chunks, longest: slices[0].len() };
         }
-        let turns = Turns::at_most(bytes, growth.map_or(usize::MAX, |growth| self.chunk(growth) * rails));
+        let turns = ChunkSchedule::at_most(bytes, growth.map_or(usize::MAX, |growth| self.chunk(growth) * rails));
         let chunk = |turn: usize| {
             let within = turns.piece(&(0..bytes), turn);
             self.slices(within.len(), rails).iter().map(|slice| slice.start + within.start..slice.end + within.start).collect()
@@ -169,18 +173,18 @@ impl Planner<'_> {
     }
 
     /// Returns true if no node has two ranks, so that there is no intra-node work to overlap with.
-    pub(super) fn all_alone(&self) -> bool {
-        self.layout.size() == self.layout.hosts()
+    pub(super) fn without_rails(&self) -> bool {
+        self.layout.size() == self.layout.num_nodes()
     }
 
     /// Returns the ratio of the size of a partial result to the size of its elements in a tensor.
-    pub(super) fn growth(&self) -> usize {
+    pub(super) fn size_ratio(&self) -> usize {
         self.partial.size() / self.call.dtype.size()
     }
 
     /// Returns the two levels of the call's reduction.
-    pub(super) fn levels(&self) -> Levels {
-        Levels::of(self.call.reduce_op, self.call.dtype, self.layout)
+    pub(super) fn levels(&self) -> TwoLevelOps {
+        TwoLevelOps::of(self.call.reduce_op, self.call.dtype, self.layout)
     }
 
     /// Adds the step in which all nodes agree that they run this call, unless it exists already.
@@ -190,17 +194,17 @@ impl Planner<'_> {
         }
     }
 
-    pub(super) fn start(&mut self, transfer: Transfer<Place>) {
+    pub(super) fn start(&mut self, transfer: RailOp<Place>) {
         self.steps.push(Step::Start(transfer));
     }
 
     /// Returns how many bytes a [`Self::share`] of `lengths` receives.
     pub(super) fn shared_bytes(&self, lengths: &[usize]) -> usize {
-        if self.sends_to_other() { lengths[1 - self.host()] } else { lengths.len() * self.longest(lengths) }
+        if self.sends_to_other() { lengths[1 - self.node()] } else { lengths.len() * self.longest(lengths) }
     }
 
     fn sends_to_other(&self) -> bool {
-        self.layout.hosts() == 2 && !self.rules.pair_gathers
+        self.layout.num_nodes() == 2 && !self.rules.pair_gathers
     }
 
     /// Returns the length on the wire of the longest of `lengths`.
@@ -211,22 +215,22 @@ impl Planner<'_> {
     /// Starts to send `lengths[h]` bytes of each node `h` to all others, this node's from `from`, to `to`; returns the
     /// positions of all. `from` has [`Self::given_bytes`] bytes.
     pub(super) fn share(&mut self, from: Place, lengths: &[usize], to: Place) -> Vec<Place> {
-        let host = self.host();
+        let node = self.node();
         if self.sends_to_other() {
             // Unlike an all_gather, this sends no bytes to this node itself.
             let (mut sent, mut received, mut places) = (vec![0; 2], vec![0; 2], vec![to; 2]);
-            (sent[1 - host], received[1 - host], places[host]) = (lengths[host], lengths[1 - host], from);
-            self.start(Transfer::AllToAll { from, sent, to, received });
+            (sent[1 - node], received[1 - node], places[node]) = (lengths[node], lengths[1 - node], from);
+            self.start(RailOp::AllToAll { from, sent, to, received });
             return places;
         }
         let each = self.longest(lengths);
-        self.start(Transfer::AllGather { from, to });
-        lengths.iter().enumerate().map(|(host, length)| to.part(&(host * each..host * each + length))).collect()
+        self.start(RailOp::AllGather { from, to });
+        lengths.iter().enumerate().map(|(node, length)| to.part(&(node * each..node * each + length))).collect()
     }
 
     /// Returns the number of bytes that this node provides in a [`Self::share`] of `lengths`.
     pub(super) fn given_bytes(&self, lengths: &[usize]) -> usize {
-        if self.sends_to_other() { lengths[self.host()] } else { self.longest(lengths) }
+        if self.sends_to_other() { lengths[self.node()] } else { self.longest(lengths) }
     }
 
     pub(super) fn cast(&mut self, from: Place, to: Place, widens: bool) {
@@ -248,13 +252,13 @@ impl Planner<'_> {
     }
 
     /// Copies `from` to `parts`, which together have its length.
-    pub(super) fn spread(&mut self, from: Place, parts: &[Place]) {
+    pub(super) fn scatter_into(&mut self, from: Place, parts: &[Place]) {
         let places = ranges(parts.iter().map(Place::bytes));
         parts.iter().zip(places).for_each(|(&part, place)| self.copy(from.part(&place), part));
     }
 
     /// Returns the bytes `range` of the concatenation of `places`: in place if they are contiguous, otherwise a copy.
-    pub(super) fn contiguous(&mut self, places: &[Place], range: &Range<usize>) -> Place {
+    pub(super) fn gather_contiguous(&mut self, places: &[Place], range: &Range<usize>) -> Place {
         let parts = parts(places, range);
         Place::joined(&parts).unwrap_or_else(|| {
             let whole = self.take_aside(range.len());
@@ -271,7 +275,7 @@ impl Planner<'_> {
             self.copy_all(&parts(places, range), from);
             return from;
         }
-        let slice = self.contiguous(places, range);
+        let slice = self.gather_contiguous(places, range);
         let from = if slice.bytes() == bytes { slice } else { self.take(bytes) };
         self.copy(slice, from.sized(slice.bytes()));
         from
@@ -279,19 +283,19 @@ impl Planner<'_> {
 
     /// Returns one position for each rank of this node: `places`, padded with empty ones.
     pub(super) fn for_locals(&self, mut places: Vec<Place>) -> Vec<Place> {
-        places.resize(self.locals(), NOWHERE);
+        places.resize(self.local_size(), NOWHERE);
         places
     }
 
     /// Plans an intra-node collective that moves bytes.
-    pub(super) fn move_inside(&mut self, op: Op, root: usize, inputs: Vec<Place>, outputs: Vec<Place>) {
-        self.all_inside(op, root, vec![(inputs, outputs)]);
+    pub(super) fn move_intra_node(&mut self, op: Collective, root: usize, inputs: Vec<Place>, outputs: Vec<Place>) {
+        self.all_intra_node(op, root, vec![(inputs, outputs)]);
     }
 
     /// Plans intra-node collectives that move bytes, one for each pair of inputs and outputs; with one rank they are
     /// copies.
-    pub(super) fn all_inside(&mut self, op: Op, root: usize, calls: Vec<(Vec<Place>, Vec<Place>)>) {
-        if self.locals() == 1 {
+    pub(super) fn all_intra_node(&mut self, op: Collective, root: usize, calls: Vec<(Vec<Place>, Vec<Place>)>) {
+        if self.local_size() == 1 {
             return calls.iter().for_each(|call| {
                 if let ([from], [to]) = (&*call.0, &*call.1) {
                     self.copy(*from, *to);

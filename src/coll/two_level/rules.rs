@@ -16,7 +16,7 @@ pub struct Rules {
     pub slices_first: bool,
     /// True if all nodes compare their calls before the first transfer of data.
     pub agrees: bool,
-    /// True if transfers may use aligned tensors and any memory of the program; otherwise they use only [`Memory::Temp`](super::step::Memory).
+    /// True if transfers may use aligned tensors and any memory of the program; otherwise they use only [`Memory::Temp`](super::step::ProgramMemory).
     pub any_memory: bool,
     /// True if two nodes gather in place, including their own part; otherwise each sends only the other's part.
     pub pair_gathers: bool,

@@ -1,19 +1,19 @@
 //! The slice of a message on each rail, and its chunks. Pure.
 
-use crate::coll::cost::wire::Thresholds;
-use crate::host_map::HostMap;
+use crate::coll::cost::network::RailThresholds;
 use crate::mem::span::Span;
+use crate::node_map::NodeMap;
 use std::ops::Range;
 
 /// A chunk of a longer slice has at least 1/4 of the maximum length.
-const LEAST_PIECE: usize = 4;
+const MIN_CHUNK_FRACTION: usize = 4;
 
 /// Minimum number of pipeline steps of a long slice; nothing is on the wire during the first step.
-const TURNS: usize = 4;
+const MIN_STEPS: usize = 4;
 
 /// Returns the number of rails that carry a call of `bytes` bytes; the same on all ranks.
-pub(crate) fn rails(bytes: usize, layout: &HostMap, thresholds: &Thresholds) -> usize {
-    if bytes <= thresholds.one_rail { 1 } else { layout.rails() }
+pub(crate) fn rails(bytes: usize, layout: &NodeMap, thresholds: &RailThresholds) -> usize {
+    if bytes <= thresholds.multi_rail_bytes { 1 } else { layout.num_rails() }
 }
 
 /// Divides `bytes` bytes of elements of `size` bytes into `parts` ranges in order, as evenly as possible.
@@ -26,26 +26,26 @@ pub(crate) fn slices(bytes: usize, size: usize, parts: usize) -> Vec<Range<usize
 
 /// The pipeline steps of a call: one chunk of each slice moves in each step.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Turns {
+pub(crate) struct ChunkSchedule {
     /// Length of the longest chunk in bytes.
     pub(crate) piece: usize,
     pub(crate) count: usize,
 }
 
-impl Turns {
+impl ChunkSchedule {
     /// Returns the steps of a call whose longest slice has `longest` bytes.
-    pub(crate) fn of(longest: usize, thresholds: &Thresholds) -> Self {
-        let most = thresholds.piece;
-        Self::at_most(longest, longest.div_ceil(TURNS).next_multiple_of(64).clamp(most / LEAST_PIECE, most))
+    pub(crate) fn of(longest: usize, thresholds: &RailThresholds) -> Self {
+        let most = thresholds.chunk_bytes;
+        Self::at_most(longest, longest.div_ceil(MIN_STEPS).next_multiple_of(64).clamp(most / MIN_CHUNK_FRACTION, most))
     }
 
     /// Returns the steps of a call that moves up to `parts` messages of up to `longest` bytes over each rail.
-    pub(crate) fn of_messages(longest: usize, parts: usize, thresholds: &Thresholds) -> Self {
+    pub(crate) fn of_messages(longest: usize, parts: usize, thresholds: &RailThresholds) -> Self {
         let whole = Self::of(longest.saturating_mul(parts), thresholds).piece;
         Self::at_most(longest, (whole / parts.max(1)).next_multiple_of(64))
     }
 
-    /// Returns the steps of slices of up to `longest` bytes, in chunks of `piece`.
+    /// Returns the steps of slices of up to `longest` bytes, in chunks of `chunk_bytes`.
     pub(crate) fn at_most(longest: usize, piece: usize) -> Self {
         Self { piece: piece.min(longest), count: longest.div_ceil(piece.max(1)).max(1) }
     }
@@ -88,7 +88,7 @@ mod tests {
         #[test]
         fn slices_and_pieces_cover_everything_once(count in 0usize..100_000_000, size in 0usize..5, parts in 1usize..20, grains in 1usize..300) {
             let (size, mut end) = (1 << size, 0);
-            let thresholds = Thresholds { piece: grains * 4096, ..Thresholds::USUAL };
+            let thresholds = RailThresholds { chunk_bytes: grains * 4096, ..RailThresholds::DEFAULT };
             let slices = slices(count * size, size, parts);
             prop_assert_eq!(slices.len(), parts);
             for slice in &slices {
@@ -96,7 +96,7 @@ mod tests {
                 end = slice.end;
             }
             prop_assert_eq!(end, count * size);
-            for turns in [Turns::of(slices[0].len(), &thresholds), Turns::of_messages(slices[0].len(), parts, &thresholds)] {
+            for turns in [ChunkSchedule::of(slices[0].len(), &thresholds), ChunkSchedule::of_messages(slices[0].len(), parts, &thresholds)] {
                 for slice in &slices {
                     end = slice.start;
                     for piece in (0..turns.count).map(|turn| turns.piece(slice, turn)) {

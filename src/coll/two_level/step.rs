@@ -1,14 +1,14 @@
 //! The steps of a program, and where their bytes are.
 
 use super::slices;
-use crate::coll::call::{Call, Op, Span, Spec};
+use crate::coll::call::{Call, CallSpec, Collective, Span};
 use crate::dtype::{DType, ReduceOp};
 use crate::rank::Rank;
 use std::ops::Range;
 
 /// The memory that contains a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Memory {
+pub enum ProgramMemory {
     /// The memory of the call's tensors.
     Given,
     /// Memory of the program that transfers may use.
@@ -21,29 +21,29 @@ pub enum Memory {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// The memory that contains it.
-    pub memory: Memory,
+    pub memory: ProgramMemory,
     /// Address and length; in the program's memory the address counts from the first byte.
     pub span: Span,
 }
 
 /// The empty span.
-pub(crate) const NOTHING: Span = Span { addr: 0, bytes: 0 };
+pub(crate) const EMPTY: Span = Span { addr: 0, bytes: 0 };
 
 /// The empty place.
-pub(super) const NOWHERE: Place = Place { memory: Memory::Given, span: NOTHING };
+pub(super) const NOWHERE: Place = Place { memory: ProgramMemory::Given, span: EMPTY };
 
 /// The addresses of a program's memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Bases {
-    /// The first byte of [`Memory::Temp`].
+    /// The first byte of [`ProgramMemory::Temp`].
     pub temp: usize,
-    /// The first byte of [`Memory::Aside`].
+    /// The first byte of [`ProgramMemory::Aside`].
     pub aside: usize,
 }
 
 impl Place {
     pub(super) fn given(span: Span) -> Self {
-        Self { memory: Memory::Given, span }
+        Self { memory: ProgramMemory::Given, span }
     }
 
     /// Number of bytes.
@@ -77,9 +77,9 @@ impl Place {
     /// Returns the memory of the place, if the program's memory is at `bases`.
     pub fn at(&self, bases: &Bases) -> Span {
         let base = match self.memory {
-            Memory::Given => 0,
-            Memory::Temp => bases.temp,
-            Memory::Aside => bases.aside,
+            ProgramMemory::Given => 0,
+            ProgramMemory::Temp => bases.temp,
+            ProgramMemory::Aside => bases.aside,
         };
         Span { addr: self.span.addr + base, ..self.span }
     }
@@ -89,7 +89,7 @@ impl Place {
 #[derive(Clone, Debug, PartialEq)]
 pub struct InnerCall {
     /// The collective.
-    pub op: Op,
+    pub op: Collective,
     /// The type of the elements.
     pub dtype: DType,
     /// The operation that combines elements.
@@ -107,13 +107,13 @@ impl InnerCall {
     pub(crate) fn call(&self, factor: f64, bases: &Bases) -> Call<'static> {
         let Self { op, dtype, reduce_op, root, .. } = *self;
         let [inputs, outputs] = [&self.inputs, &self.outputs].map(|places| places.iter().map(|place| place.at(bases)).collect());
-        Call::inner(Spec { op, dtype, reduce_op, root: Rank(root as u32), factor, inputs, outputs, call_site: None })
+        Call::inner(CallSpec { op, dtype, reduce_op, root: Rank(root as u32), factor, inputs, outputs, call_site: None })
     }
 }
 
 /// A transfer between the ranks of a rail, with nodes in order. `P` is the type of a place.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Transfer<P> {
+pub enum RailOp<P> {
     /// The bytes at `from` on every node are concatenated at `to`.
     AllGather {
         /// This node's bytes; the same number on every node.
@@ -142,15 +142,15 @@ pub enum Transfer<P> {
     },
 }
 
-impl<P> Transfer<P> {
+impl<P> RailOp<P> {
     /// Returns the same transfer between other places.
-    pub fn map<Q>(&self, place: impl Fn(&P) -> Q) -> Transfer<Q> {
+    pub fn map<Q>(&self, place: impl Fn(&P) -> Q) -> RailOp<Q> {
         match self {
-            Self::AllGather { from, to } => Transfer::AllGather { from: place(from), to: place(to) },
+            Self::AllGather { from, to } => RailOp::AllGather { from: place(from), to: place(to) },
             Self::AllToAll { from, sent, to, received } => {
-                Transfer::AllToAll { from: place(from), sent: sent.clone(), to: place(to), received: received.clone() }
+                RailOp::AllToAll { from: place(from), sent: sent.clone(), to: place(to), received: received.clone() }
             }
-            Self::Broadcast { root, at } => Transfer::Broadcast { root: *root, at: place(at) },
+            Self::Broadcast { root, at } => RailOp::Broadcast { root: *root, at: place(at) },
         }
     }
 
@@ -163,15 +163,15 @@ impl<P> Transfer<P> {
     }
 }
 
-impl Transfer<Span> {
-    /// Returns how many bytes the rank of `host`, of `hosts`, sends to others and receives from them.
-    pub(crate) fn bytes(&self, host: usize, hosts: usize) -> (usize, usize) {
-        let others = hosts.saturating_sub(1);
-        let without = |lengths: &[usize]| lengths.iter().sum::<usize>() - lengths.get(host).copied().unwrap_or(0);
+impl RailOp<Span> {
+    /// Returns how many bytes the rank of `node`, of `nodes`, sends to others and receives from them.
+    pub(crate) fn bytes(&self, node: usize, nodes: usize) -> (usize, usize) {
+        let others = nodes.saturating_sub(1);
+        let without = |lengths: &[usize]| lengths.iter().sum::<usize>() - lengths.get(node).copied().unwrap_or(0);
         match self {
             Self::AllGather { from, .. } => (others * from.bytes, others * from.bytes),
             Self::AllToAll { sent, received, .. } => (without(sent), without(received)),
-            Self::Broadcast { root, at } if *root == host => (others * at.bytes, 0),
+            Self::Broadcast { root, at } if *root == node => (others * at.bytes, 0),
             Self::Broadcast { at, .. } => (0, at.bytes),
         }
     }
@@ -185,11 +185,11 @@ pub enum Step {
     /// All nodes agree that they run this call.
     Agree,
     /// Starts a transfer on this rank's rail; the next steps do not wait for it.
-    Start(Transfer<Place>),
+    Start(RailOp<Place>),
     /// Waits for the oldest transfer that was started.
     Wait,
     /// Runs a transfer on this rank's rail to its end.
-    Run(Transfer<Place>),
+    Run(RailOp<Place>),
     /// Exchanges messages with ranks of other nodes, by rank.
     Exchange {
         /// The bytes for each rank.
@@ -241,9 +241,9 @@ impl Step {
 pub struct Program {
     /// The steps.
     pub steps: Vec<Step>,
-    /// Size of [`Memory::Temp`] in bytes.
+    /// Size of [`ProgramMemory::Temp`] in bytes.
     pub temp: usize,
-    /// Size of [`Memory::Aside`] in bytes.
+    /// Size of [`ProgramMemory::Aside`] in bytes.
     pub aside: usize,
     /// Number of rails that the call uses.
     pub rails: usize,
@@ -256,19 +256,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_stays_on_the_host_is_not_counted() {
+    fn what_stays_on_the_node_is_not_counted() {
         let span = |addr, bytes| Span { addr, bytes };
-        assert_eq!(Transfer::AllGather { from: span(0, 8), to: span(8, 24) }.bytes(1, 3), (16, 16));
+        assert_eq!(RailOp::AllGather { from: span(0, 8), to: span(8, 24) }.bytes(1, 3), (16, 16));
         let (sent, received) = (vec![1, 2, 4], vec![8, 16, 32]);
-        assert_eq!(Transfer::AllToAll { from: span(0, 7), sent, to: span(8, 56), received }.bytes(1, 3), (5, 40));
-        assert_eq!(Transfer::Broadcast { root: 1, at: span(0, 8) }.bytes(1, 3), (16, 0));
-        assert_eq!(Transfer::Broadcast { root: 1, at: span(0, 8) }.bytes(2, 3), (0, 8));
+        assert_eq!(RailOp::AllToAll { from: span(0, 7), sent, to: span(8, 56), received }.bytes(1, 3), (5, 40));
+        assert_eq!(RailOp::Broadcast { root: 1, at: span(0, 8) }.bytes(1, 3), (16, 0));
+        assert_eq!(RailOp::Broadcast { root: 1, at: span(0, 8) }.bytes(2, 3), (0, 8));
     }
 
     #[test]
     fn only_places_of_one_memory_are_one() {
         let place = |memory, addr, bytes| Place { memory, span: Span { addr, bytes } };
-        let [temp, aside] = [Memory::Temp, Memory::Aside].map(|memory| move |addr, bytes| place(memory, addr, bytes));
+        let [temp, aside] = [ProgramMemory::Temp, ProgramMemory::Aside].map(|memory| move |addr, bytes| place(memory, addr, bytes));
         assert_eq!(Place::joined(&[temp(8, 4), temp(12, 2)]), Some(temp(8, 6)));
         assert_eq!(Place::joined(&[NOWHERE, temp(8, 4), aside(1, 0)]), Some(temp(8, 4)));
         assert_eq!(Place::joined(&[temp(8, 4), aside(12, 2)]), None);

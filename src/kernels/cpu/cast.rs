@@ -15,7 +15,7 @@ const TILE: usize = 64;
 /// # Safety
 /// The CPU has the instruction set; both are valid for `count` elements. `dst` is `src`, if elements become
 /// narrower, or does not overlap it.
-pub(super) type Cast = unsafe fn(dst: *mut u8, src: *const u8, count: usize);
+pub(super) type CastFn = unsafe fn(dst: *mut u8, src: *const u8, count: usize);
 
 macro_rules! casts {
     ($name:ident, $one:ident, $from:expr, $to:expr) => {
@@ -23,7 +23,7 @@ macro_rules! casts {
             use super::{Element, Vector, vector};
 
             /// # Safety
-            /// As [`super::Cast`].
+            /// As [`super::CastFn`].
             #[inline(always)]
             unsafe fn run<E: Element<Acc = f32>, I: Vector>(dst: *mut u8, src: *const u8, count: usize) {
                 let (from, to) = ($from(size_of::<E>()), $to(size_of::<E>()));
@@ -45,14 +45,14 @@ macro_rules! casts {
             }
 
             /// # Safety
-            /// As [`super::Cast`].
+            /// As [`super::CastFn`].
             pub(super) unsafe fn portable<E: Element<Acc = f32>>(dst: *mut u8, src: *const u8, count: usize) {
                 // SAFETY: the caller's contract is this function's.
                 unsafe { run::<E, vector::Portable>(dst, src, count) }
             }
 
             /// # Safety
-            /// As [`super::Cast`].
+            /// As [`super::CastFn`].
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,f16c")]
             pub(super) unsafe fn avx2<E: Element<Acc = f32>>(dst: *mut u8, src: *const u8, count: usize) {
@@ -61,7 +61,7 @@ macro_rules! casts {
             }
 
             /// # Safety
-            /// As [`super::Cast`].
+            /// As [`super::CastFn`].
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
             pub(super) unsafe fn avx512<E: Element<Acc = f32>>(dst: *mut u8, src: *const u8, count: usize) {
@@ -91,7 +91,7 @@ unsafe fn narrow_some<E: Element<Acc = f32>, I: Vector, const T: usize>(dst: *mu
     unsafe { E::narrow_tile::<I, T>(&src.cast::<[f32; T]>().read_unaligned(), dst) }
 }
 
-fn pair<E: Element<Acc = f32>>(isa: Isa) -> (Cast, Cast) {
+fn pair<E: Element<Acc = f32>>(isa: Isa) -> (CastFn, CastFn) {
     match isa {
         Isa::Portable => (widening::portable::<E>, narrowing::portable::<E>),
         #[cfg(target_arch = "x86_64")]
@@ -102,7 +102,7 @@ fn pair<E: Element<Acc = f32>>(isa: Isa) -> (Cast, Cast) {
 }
 
 /// Returns the conversions from `dtype` to float32 and back; `None` if it is not a float narrower than 32 bits.
-pub(super) fn casts(dtype: DType, isa: Isa) -> Option<(Cast, Cast)> {
+pub(super) fn casts(dtype: DType, isa: Isa) -> Option<(CastFn, CastFn)> {
     match dtype {
         DType::F16 => Some(pair::<F16>(isa)),
         DType::BF16 => Some(pair::<BF16>(isa)),

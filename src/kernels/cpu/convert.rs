@@ -9,7 +9,7 @@ use super::element::Element;
 use super::vector::Vector;
 
 /// A small float: one sign bit, `EXPONENT` bits, `MANTISSA` bits.
-trait Layout: Copy {
+trait FloatFormat: Copy {
     const MANTISSA: u32;
     const BIAS: u32;
     /// The bit below the sign bit and all lower bits.
@@ -35,7 +35,7 @@ macro_rules! layouts {
         #[repr(transparent)]
         pub(super) struct $name(pub(super) $bits);
 
-        impl Layout for $name {
+        impl FloatFormat for $name {
             const MANTISSA: u32 = $mantissa;
             const BIAS: u32 = $bias;
             const MAGNITUDE: u32 = (<$bits>::MAX >> 1) as u32;
@@ -82,7 +82,7 @@ const fn power_of_two(exponent: i32) -> f32 {
 }
 
 #[inline(always)]
-fn widen<L: Layout>(value: L) -> f32 {
+fn widen<L: FloatFormat>(value: L) -> f32 {
     let code = value.to_code();
     let magnitude = code & L::MAGNITUDE;
     let negative = code & !L::MAGNITUDE;
@@ -100,7 +100,7 @@ fn widen<L: Layout>(value: L) -> f32 {
 }
 
 #[inline(always)]
-fn narrow<L: Layout>(value: f32) -> L {
+fn narrow<L: FloatFormat>(value: f32) -> L {
     let bits = value.to_bits();
     let magnitude = bits & 0x7fff_ffff;
     let cut = F32_MANTISSA - L::MANTISSA;

@@ -6,7 +6,7 @@
 /// reach 20-27 GB/s in pieces and 16-17 without (Zen 5 EPYC, 2026-11-21, `cargo bench --bench kernels -- copy`). Only
 /// [`Store`] decides whether stores are non-temporal.
 ///
-/// [`Store`]: super::Store
+/// [`Store`]: super::WriteMode
 const PIECE: usize = 128 << 10;
 
 /// Copies with stores that leave `dst` in the cache.

@@ -2,8 +2,8 @@
 
 use super::convert::{BF16, E4M3Fn, E4M3Fnuz, E5M2, E5M2Fnuz, F16};
 use super::element::{Bits, Element};
-use super::op::{And, Avg, Max, Min, Op, Or, PremulSum, Product, Sum, Xor};
-use super::reduce::{self, Kernel};
+use super::reduce::{self, ReduceKernel};
+use super::reduce_op::{And, Avg, Max, Min, Or, PremulSum, Product, ReduceFn, Sum, Xor};
 use crate::dtype::{DType, ReduceOp};
 
 /// An instruction set for which the loops are compiled.
@@ -42,7 +42,7 @@ impl Isa {
         Isa::available().last().copied().unwrap_or(Isa::Portable)
     }
 
-    fn kernel<E: Element, O: Op<E::Acc>, const T: usize>(self) -> Kernel {
+    fn kernel<E: Element, O: ReduceFn<E::Acc>, const T: usize>(self) -> ReduceKernel {
         match self {
             Isa::Portable => reduce::portable::<E, O, T>,
             #[cfg(target_arch = "x86_64")]
@@ -61,7 +61,7 @@ pub(super) fn parts(dtype: DType) -> usize {
 
 /// Returns the loop for `op` over `dtype`, if the combination is supported.
 // Tiles are 256 bytes of accumulators: four AVX-512 or eight AVX2 registers.
-pub(super) fn kernel(op: ReduceOp, dtype: DType, isa: Isa) -> Option<Kernel> {
+pub(super) fn kernel(op: ReduceOp, dtype: DType, isa: Isa) -> Option<ReduceKernel> {
     match dtype {
         DType::F32 => float::<f32, 64>(op, isa),
         DType::F64 => float::<f64, 32>(op, isa),
@@ -85,7 +85,7 @@ pub(super) fn kernel(op: ReduceOp, dtype: DType, isa: Isa) -> Option<Kernel> {
     }
 }
 
-fn float<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<Kernel> {
+fn float<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<ReduceKernel> {
     match op {
         ReduceOp::Sum => Some(isa.kernel::<E, Sum, T>()),
         ReduceOp::Avg => Some(isa.kernel::<E, Avg, T>()),
@@ -97,7 +97,7 @@ fn float<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<Kernel> {
     }
 }
 
-fn complex<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<Kernel> {
+fn complex<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<ReduceKernel> {
     match op {
         ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => float::<E, T>(op, isa),
         ReduceOp::Product | ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => None,
@@ -106,7 +106,7 @@ fn complex<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<Kernel>
 
 /// `W` is the unsigned integer of `E`'s size, for which wrapping and bit operations give the same bits, so only half
 /// the loops are compiled.
-fn integer<E, W, const T: usize>(op: ReduceOp, isa: Isa) -> Option<Kernel>
+fn integer<E, W, const T: usize>(op: ReduceOp, isa: Isa) -> Option<ReduceKernel>
 where
     E: Element,
     W: Element<Acc: Bits>,
@@ -125,7 +125,7 @@ where
 }
 
 /// A bool is a byte 0 or 1, and its arithmetic is torch's: `True + True` is `True`.
-fn boolean(op: ReduceOp, isa: Isa) -> Option<Kernel> {
+fn boolean(op: ReduceOp, isa: Isa) -> Option<ReduceKernel> {
     match op {
         ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr => Some(isa.kernel::<u8, Or, 256>()),
         ReduceOp::Product | ReduceOp::Min | ReduceOp::BitAnd => Some(isa.kernel::<u8, And, 256>()),

@@ -1,7 +1,7 @@
 //! CPU kernels: reduce, copy, convert; the best instruction set of this CPU is chosen at run time.
 //!
 //! Guarantee: an output element depends only on the input elements and the order of the sources. It does not depend on
-//! the instruction set, the alignment, the count, the way a range is split or the [`Store`]. Floats narrower than 32
+//! the instruction set, the alignment, the count, the way a range is split or the [`WriteMode`]. Floats narrower than 32
 //! bits and `f32` accumulate in `f32`, `f64` in `f64`, and round once; integers wrap. A NaN result is always the
 //! format's canonical quiet NaN. Subnormals are kept, even if the calling thread flushes them.
 //!
@@ -9,9 +9,9 @@
 //! - [`cast`]: narrow floats to float32 and back
 //! - [`convert`]: float16, bfloat16 and the float8 formats
 //! - [`vector`]: the conversions with an instruction in some instruction sets
-//! - [`mode`]: the calling thread's rounding and flushing
+//! - [`fp_mode`]: the calling thread's rounding and flushing
 //! - [`norm`]: residual and RMSNorm of summed rows
-//! - [`op`]: the reduce operations
+//! - [`reduce_op`]: the reduce operations
 //! - [`reduce`](mod@reduce): the one loop, compiled for each instruction set
 //! - [`dispatch`]: which compiled loop runs a call
 //! - [`copy`](mod@copy): memory to memory
@@ -22,10 +22,10 @@ mod convert;
 mod copy;
 mod dispatch;
 mod element;
-mod mode;
+mod fp_mode;
 mod norm;
-mod op;
 mod reduce;
+mod reduce_op;
 #[cfg(test)]
 mod reference;
 #[cfg(test)]
@@ -35,11 +35,11 @@ mod vector;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use dispatch::Isa;
-pub use norm::{Rows, add_rms_norm};
+pub use norm::{NormRows, add_rms_norm};
 
 /// The elements of one rank, as a kernel reads them.
 #[derive(Clone, Copy, Debug)]
-pub struct Source {
+pub struct InputElements {
     /// Address of the first element; any alignment.
     pub ptr: *const u8,
     /// Factor of each element under PREMUL_SUM; ignored otherwise.
@@ -48,7 +48,7 @@ pub struct Source {
 
 /// How a kernel writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Store {
+pub enum WriteMode {
     /// Stores through the cache.
     Cached,
     /// Stores past the cache, for destinations that no thread reads soon. Fenced before the kernel returns.
@@ -90,8 +90,8 @@ fn instead(dtype: DType) -> String {
 /// # Safety
 /// Each source and `dst` must be valid for `count` elements of `dtype`, at any alignment; `dst` is the same as a source
 /// or overlaps none. Under `Bool` every byte is 0 or 1.
-pub unsafe fn reduce(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, store: Store) {
-    let _mode = mode::DefaultMode::enter();
+pub unsafe fn reduce(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[InputElements], count: usize, store: WriteMode) {
+    let _mode = fp_mode::DefaultFpMode::enter();
     // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
     unsafe { reduce_on(Isa::best(), op, dtype, dst, sources, count, sources.len(), store) }
 }
@@ -100,10 +100,10 @@ pub unsafe fn reduce(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source
 ///
 /// # Safety
 /// As [`reduce`].
-pub unsafe fn reduce_partials(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, ranks: usize) {
-    let _mode = mode::DefaultMode::enter();
+pub unsafe fn reduce_partials(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[InputElements], count: usize, ranks: usize) {
+    let _mode = fp_mode::DefaultFpMode::enter();
     // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
-    unsafe { reduce_on(Isa::best(), op, dtype, dst, sources, count, ranks, Store::Cached) }
+    unsafe { reduce_on(Isa::best(), op, dtype, dst, sources, count, ranks, WriteMode::Cached) }
 }
 
 /// [`reduce_partials`] with a named instruction set and store.
@@ -111,14 +111,23 @@ pub unsafe fn reduce_partials(op: ReduceOp, dtype: DType, dst: *mut u8, sources:
 /// # Safety
 /// As [`reduce`], on a CPU that has `isa`.
 #[allow(clippy::too_many_arguments, reason = "the arguments of `reduce`, and two more")]
-unsafe fn reduce_on(isa: Isa, op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, ranks: usize, store: Store) {
+unsafe fn reduce_on(
+    isa: Isa,
+    op: ReduceOp,
+    dtype: DType,
+    dst: *mut u8,
+    sources: &[InputElements],
+    count: usize,
+    ranks: usize,
+    store: WriteMode,
+) {
     let Some(kernel) = dispatch::kernel(op, dtype, isa) else {
         panic!("reduce op {} was let through for {}", op.name(), dtype.name());
     };
     if sources.is_empty() || count == 0 {
         return;
     }
-    let job = reduce::Job { dst, sources, count: count * dispatch::parts(dtype), ranks, store };
+    let job = reduce::ReduceJob { dst, sources, count: count * dispatch::parts(dtype), ranks, store };
     // SAFETY: the caller's contract; `kernel` was looked up for this dtype, whose parts `count` now counts.
     unsafe { kernel(&job) }
 }
@@ -137,7 +146,7 @@ pub fn is_narrow(dtype: DType) -> bool {
 /// `src` must be valid for reads and `dst` for writes of `count` elements, at any alignment; they do not overlap.
 pub unsafe fn widen(dtype: DType, dst: *mut u8, src: *const u8, count: usize) {
     let Some((widen, _)) = cast::casts(dtype, Isa::best()) else { panic!("{} is not narrow", dtype.name()) };
-    let _mode = mode::DefaultMode::enter();
+    let _mode = fp_mode::DefaultFpMode::enter();
     // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
     unsafe { widen(dst, src, count) }
 }
@@ -151,24 +160,24 @@ pub unsafe fn widen(dtype: DType, dst: *mut u8, src: *const u8, count: usize) {
 /// As [`widen`]; `dst` may be `src`.
 pub unsafe fn narrow(dtype: DType, dst: *mut u8, src: *const u8, count: usize) {
     let Some((_, narrow)) = cast::casts(dtype, Isa::best()) else { panic!("{} is not narrow", dtype.name()) };
-    let _mode = mode::DefaultMode::enter();
+    let _mode = fp_mode::DefaultFpMode::enter();
     // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
     unsafe { narrow(dst, src, count) }
 }
 
 /// How shared staging is written.
-pub const STAGING: Store = Store::Cached;
+pub const STAGING: WriteMode = WriteMode::Cached;
 
 /// Copies `bytes` bytes from `src` to `dst`.
 ///
 /// # Safety
 /// `src` must be valid for reads and `dst` for writes of `bytes` bytes; they do not overlap.
-pub unsafe fn copy(dst: *mut u8, src: *const u8, bytes: usize, store: Store) {
+pub unsafe fn copy(dst: *mut u8, src: *const u8, bytes: usize, store: WriteMode) {
     // SAFETY: the caller's contract is the same as of both.
     unsafe {
         match store {
-            Store::Cached => copy::cached(dst, src, bytes),
-            Store::Streaming => {
+            WriteMode::Cached => copy::cached(dst, src, bytes),
+            WriteMode::Streaming => {
                 copy::stream(dst, src, bytes);
                 copy::fence();
             }

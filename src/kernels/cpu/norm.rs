@@ -13,10 +13,10 @@
 use super::convert::{BF16, E4M3Fn, F16};
 use super::dispatch::Isa;
 use super::element::Element;
-use super::mode::DefaultMode;
+use super::fp_mode::DefaultFpMode;
 use super::vector::{self, Vector};
 use crate::dtype::DType;
-use crate::norm::{GROUP, Norm, Normed};
+use crate::rms_norm::{GROUP, Norm, Normed};
 
 const LANES: usize = 1024;
 const BLOCK: usize = 32;
@@ -29,7 +29,7 @@ const LEAST_SCALE: f32 = 1.0 / (LARGEST * 512.0);
 
 /// The memory of rows, each row after the other.
 #[derive(Clone, Debug)]
-pub struct Rows<'a> {
+pub struct NormRows<'a> {
     /// Input of each rank, in rank order.
     pub sources: &'a [*const u8],
     /// Residual of each row.
@@ -51,7 +51,7 @@ pub struct Rows<'a> {
 /// # Safety
 /// Everything in `memory` is valid for `rows` rows of `norm` at any alignment; `normed` is a source or overlaps nothing, `sum` is
 /// `residual` or overlaps nothing.
-pub unsafe fn add_rms_norm(norm: &Norm, rows: usize, memory: &Rows<'_>) {
+pub unsafe fn add_rms_norm(norm: &Norm, rows: usize, memory: &NormRows<'_>) {
     // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
     unsafe { add_rms_norm_on(Isa::best(), norm, rows, memory) }
 }
@@ -60,8 +60,8 @@ pub unsafe fn add_rms_norm(norm: &Norm, rows: usize, memory: &Rows<'_>) {
 ///
 /// # Safety
 /// As [`add_rms_norm`], on a CPU that has `isa`.
-unsafe fn add_rms_norm_on(isa: Isa, norm: &Norm, rows: usize, memory: &Rows<'_>) {
-    let _mode = DefaultMode::enter();
+unsafe fn add_rms_norm_on(isa: Isa, norm: &Norm, rows: usize, memory: &NormRows<'_>) {
+    let _mode = DefaultFpMode::enter();
     // SAFETY: the caller's contract is the same as of each.
     unsafe {
         match norm.dtype {
@@ -76,7 +76,7 @@ unsafe fn add_rms_norm_on(isa: Isa, norm: &Norm, rows: usize, memory: &Rows<'_>)
 
 /// # Safety
 /// As [`add_rms_norm_on`], of elements of type `E`.
-unsafe fn of_type<E: Element<Acc = f32>>(isa: Isa, norm: &Norm, rows: usize, memory: &Rows<'_>) {
+unsafe fn of_type<E: Element<Acc = f32>>(isa: Isa, norm: &Norm, rows: usize, memory: &NormRows<'_>) {
     // SAFETY: the caller's contract is the same as of each.
     unsafe {
         match isa {
@@ -93,7 +93,7 @@ unsafe fn of_type<E: Element<Acc = f32>>(isa: Isa, norm: &Norm, rows: usize, mem
 /// As [`add_rms_norm`], on a CPU with AVX2 and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn avx2<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &Rows<'_>) {
+unsafe fn avx2<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &NormRows<'_>) {
     // SAFETY: the caller's contract is this function's.
     unsafe { run::<E, vector::Avx2>(norm, rows, memory) }
 }
@@ -102,7 +102,7 @@ unsafe fn avx2<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &Rows<'_
 /// As [`add_rms_norm`], on a CPU with AVX-512 F, BW, VL and DQ.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn avx512<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &Rows<'_>) {
+unsafe fn avx512<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &NormRows<'_>) {
     // SAFETY: the caller's contract is this function's.
     unsafe { run::<E, vector::Avx512>(norm, rows, memory) }
 }
@@ -111,7 +111,7 @@ unsafe fn avx512<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &Rows<
 /// As [`add_rms_norm`].
 // Loops and no closures: code that is not inlined would be compiled for the least instruction set.
 #[inline(always)]
-unsafe fn run<E: Element<Acc = f32>, I: Vector>(norm: &Norm, rows: usize, memory: &Rows<'_>) {
+unsafe fn run<E: Element<Acc = f32>, I: Vector>(norm: &Norm, rows: usize, memory: &NormRows<'_>) {
     let hidden = norm.hidden;
     let whole = hidden - hidden % TILE;
     for row in 0..rows {
@@ -193,7 +193,7 @@ fn rounded<E: Element<Acc = f32>, I: Vector, const T: usize>(values: &[f32; T]) 
 /// # Safety
 /// The memory is valid for them, of type `E`; the CPU has `I`.
 #[inline(always)]
-unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(memory: &Rows<'_>, at: usize, first: usize, lanes: &mut [f32; LANES]) {
+unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(memory: &NormRows<'_>, at: usize, first: usize, lanes: &mut [f32; LANES]) {
     let place = at + first * size_of::<E>();
     let Some((&own, others)) = memory.sources.split_first() else { return };
     // SAFETY: the caller's contract.
@@ -413,7 +413,7 @@ mod tests {
         let mut outputs = [norm.normed_bytes(), norm.row_bytes(), norm.scale_bytes()].map(|bytes| vec![0xEE; bytes * rows]);
         let pointers: Vec<*const u8> = sources.iter().map(|source| source.as_ptr()).collect();
         let [normed, sum, scales] = &mut outputs;
-        let memory = Rows {
+        let memory = NormRows {
             sources: &pointers,
             residual: residual.as_ptr(),
             weight: weight.as_ptr(),

@@ -7,26 +7,26 @@
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 use super::element::{Element, Number};
-use super::op::Op;
+use super::reduce_op::ReduceFn;
 use super::vector::{self, Vector};
-use super::{Source, Store, copy};
+use super::{InputElements, WriteMode, copy};
 
 /// One call of [`super::reduce`]. The code that builds it vouches for its pointers.
-pub(super) struct Job<'a> {
+pub(super) struct ReduceJob<'a> {
     pub(super) dst: *mut u8,
-    pub(super) sources: &'a [Source],
+    pub(super) sources: &'a [InputElements],
     /// Number of elements, as the kernel counts them (a complex number counts as two).
     pub(super) count: usize,
     /// Number of ranks that the sources represent, by which an average divides.
     pub(super) ranks: usize,
-    pub(super) store: Store,
+    pub(super) store: WriteMode,
 }
 
 /// A reduction compiled for one op, element type and instruction set.
 ///
 /// # Safety
 /// The CPU has the instruction set; the job satisfies the contract of [`super::reduce`].
-pub(super) type Kernel = unsafe fn(&Job);
+pub(super) type ReduceKernel = unsafe fn(&ReduceJob);
 
 /// Number of bytes that a streaming reduction computes in L1 before it writes them out; a power of two of cache lines.
 const BLOCK: usize = 4096;
@@ -40,7 +40,7 @@ struct Block([u8; BLOCK]);
 
 /// # Safety
 /// The job satisfies the contract of [`super::reduce`] with elements of type `E`.
-pub(super) unsafe fn portable<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) {
+pub(super) unsafe fn portable<E: Element, O: ReduceFn<E::Acc>, const T: usize>(job: &ReduceJob) {
     // SAFETY: the caller's contract is this function's.
     unsafe { run::<E, O, vector::Portable, T>(job) }
 }
@@ -49,7 +49,7 @@ pub(super) unsafe fn portable<E: Element, O: Op<E::Acc>, const T: usize>(job: &J
 /// As [`portable`], on a CPU with AVX2 and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
-pub(super) unsafe fn avx2<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) {
+pub(super) unsafe fn avx2<E: Element, O: ReduceFn<E::Acc>, const T: usize>(job: &ReduceJob) {
     // SAFETY: the caller's contract is this function's.
     unsafe { run::<E, O, vector::Avx2, T>(job) }
 }
@@ -58,7 +58,7 @@ pub(super) unsafe fn avx2<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) 
 /// As [`portable`], on a CPU with AVX-512 F, BW, VL and DQ.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-pub(super) unsafe fn avx512<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) {
+pub(super) unsafe fn avx512<E: Element, O: ReduceFn<E::Acc>, const T: usize>(job: &ReduceJob) {
     // SAFETY: the caller's contract is this function's.
     unsafe { run::<E, O, vector::Avx512, T>(job) }
 }
@@ -66,9 +66,9 @@ pub(super) unsafe fn avx512<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job
 /// # Safety
 /// As [`portable`].
 #[inline(always)]
-unsafe fn run<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(job: &Job) {
+unsafe fn run<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: &ReduceJob) {
     let size = size_of::<E>();
-    if job.store == Store::Cached {
+    if job.store == WriteMode::Cached {
         // SAFETY: all of `job` is in bounds by the caller's contract.
         unsafe { span::<E, O, I, T>(job, 0, job.count, job.dst) };
         return;
@@ -95,7 +95,7 @@ unsafe fn run<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(job: &Job) {
 /// # Safety
 /// The sources are valid for `start + count` elements, `out` for `count`; `out` is a source at `start` or overlaps none.
 #[inline(always)]
-unsafe fn span<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(job: &Job, start: usize, count: usize, out: *mut u8) {
+unsafe fn span<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: &ReduceJob, start: usize, count: usize, out: *mut u8) {
     let size = size_of::<E>();
     let whole = count - count % T;
     let mut done = 0;
@@ -137,11 +137,11 @@ unsafe fn span<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(job: &Job, 
 /// # Safety
 /// `locate` returns pointers that are valid for `T` elements until its next call; the CPU has `I`.
 #[inline(always)]
-unsafe fn tile<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(
-    job: &Job,
-    mut locate: impl FnMut(&Source) -> *const u8,
+unsafe fn tile<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(
+    job: &ReduceJob,
+    mut locate: impl FnMut(&InputElements) -> *const u8,
 ) -> [E::Acc; T] {
-    let mut lifted = |source: &Source| {
+    let mut lifted = |source: &InputElements| {
         let factor = E::Acc::factor(source.factor);
         // SAFETY: `locate`'s pointers are valid for `T` elements, and this is read before its next call.
         let mut values = unsafe { E::widen_tile::<I, T>(locate(source)) };

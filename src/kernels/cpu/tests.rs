@@ -2,7 +2,7 @@
 
 use super::dispatch::Isa;
 use super::reference::{self, decode, encode};
-use super::{Source, Store, copy, reduce, reduce_on, supports};
+use super::{InputElements, WriteMode, copy, reduce, reduce_on, supports};
 use crate::dtype::{DType, ReduceOp};
 use proptest::prelude::*;
 
@@ -80,13 +80,14 @@ fn misaligned(inputs: &[Vec<u8>], offset: usize) -> Vec<(Vec<u8>, usize)> {
     inputs.iter().enumerate().map(shifted).collect()
 }
 
-fn sources(shifted: &[(Vec<u8>, usize)]) -> Vec<Source> {
-    let source = |(rank, (bytes, shift)): (usize, &(Vec<u8>, usize))| Source { ptr: bytes[*shift..].as_ptr(), factor: FACTORS[rank] };
+fn sources(shifted: &[(Vec<u8>, usize)]) -> Vec<InputElements> {
+    let source =
+        |(rank, (bytes, shift)): (usize, &(Vec<u8>, usize))| InputElements { ptr: bytes[*shift..].as_ptr(), factor: FACTORS[rank] };
     shifted.iter().enumerate().map(source).collect()
 }
 
 /// Returns the result of the kernel of `isa`, and checks that the kernel writes nothing else.
-fn computed(isa: Isa, op: ReduceOp, dtype: DType, list: &[Source], count: usize, offset: usize, store: Store) -> Vec<u8> {
+fn computed(isa: Isa, op: ReduceOp, dtype: DType, list: &[InputElements], count: usize, offset: usize, store: WriteMode) -> Vec<u8> {
     let bytes = count * dtype.size();
     let mut out = vec![GUARD; offset + bytes + 64];
     // SAFETY: the sources hold `count` elements, and `out` holds `count` from `offset`; `isa` is from `available`.
@@ -102,7 +103,7 @@ fn every_path_computes_the_reference() {
         for ranks in [1, 2, 3, 5, 8] {
             let inputs = inputs(dtype, ranks, most, ranks as u64);
             let expected = expected(op, dtype, &inputs, most);
-            for (offset, store) in [(0, Store::Cached), (1, Store::Cached), (0, Store::Streaming), (35, Store::Streaming)] {
+            for (offset, store) in [(0, WriteMode::Cached), (1, WriteMode::Cached), (0, WriteMode::Streaming), (35, WriteMode::Streaming)] {
                 let shifted = misaligned(&inputs, offset);
                 let list = sources(&shifted);
                 for &isa in Isa::available() {
@@ -124,7 +125,7 @@ fn every_path_computes_the_reference() {
 #[test]
 fn nothing_is_written_without_sources() {
     for (op, dtype) in pairs() {
-        let result = computed(Isa::best(), op, dtype, &[], 65, 3, Store::Cached);
+        let result = computed(Isa::best(), op, dtype, &[], 65, 3, WriteMode::Cached);
         assert!(result.iter().all(|&byte| byte == GUARD));
     }
 }
@@ -132,7 +133,7 @@ fn nothing_is_written_without_sources() {
 #[test]
 fn the_result_may_replace_any_source() {
     for (op, dtype) in pairs() {
-        for (store, replaced) in [(Store::Cached, 0), (Store::Cached, 2), (Store::Streaming, 1)] {
+        for (store, replaced) in [(WriteMode::Cached, 0), (WriteMode::Cached, 2), (WriteMode::Streaming, 1)] {
             let count = 1201;
             let inputs = inputs(dtype, 3, count, 9);
             let mut shifted = misaligned(&inputs, 5);
@@ -152,8 +153,8 @@ fn the_result_may_replace_any_source() {
 fn averages_of_many_ranks_fit() {
     for (dtype, value, average) in [(DType::I8, 0xff, 0xff), (DType::I8, 1, 0xff), (DType::U8, 1, 1), (DType::U8, 2, 0)] {
         let values = [value; 9];
-        let source = Source { ptr: values.as_ptr(), factor: 1.0 };
-        let result = computed(Isa::best(), ReduceOp::Avg, dtype, &[source; 128], 9, 0, Store::Cached);
+        let source = InputElements { ptr: values.as_ptr(), factor: 1.0 };
+        let result = computed(Isa::best(), ReduceOp::Avg, dtype, &[source; 128], 9, 0, WriteMode::Cached);
         assert_eq!(result, [average; 9], "{value} as {}", dtype.name());
     }
 }
@@ -162,8 +163,8 @@ fn averages_of_many_ranks_fit() {
 fn huge_values_cancel_in_rank_order() {
     let values = [1e30f32, -1e30, 1.0];
     for (order, sum) in [([0, 1, 2], 1.0), ([0, 2, 1], 0.0), ([2, 0, 1], 0.0)] {
-        let list = order.map(|i| Source { ptr: values[i..].as_ptr().cast(), factor: 1.0 });
-        let result = computed(Isa::best(), ReduceOp::Sum, DType::F32, &list, 1, 0, Store::Cached);
+        let list = order.map(|i| InputElements { ptr: values[i..].as_ptr().cast(), factor: 1.0 });
+        let result = computed(Isa::best(), ReduceOp::Sum, DType::F32, &list, 1, 0, WriteMode::Cached);
         assert_eq!(decode(DType::F32, &result), sum);
     }
 }
@@ -215,8 +216,8 @@ fn conversions_hold_at_every_code_and_around_every_midpoint() {
         for code in 0..1u32 << bits {
             let bytes = &code.to_le_bytes()[..dtype.size()];
             let value = decode(dtype, bytes);
-            let source = Source { ptr: bytes.as_ptr(), factor: 1.0 };
-            let same = computed(Isa::Portable, ReduceOp::Sum, dtype, &[source], 1, 0, Store::Cached);
+            let source = InputElements { ptr: bytes.as_ptr(), factor: 1.0 };
+            let same = computed(Isa::Portable, ReduceOp::Sum, dtype, &[source], 1, 0, WriteMode::Cached);
             assert_eq!(same, encode(dtype, value), "{code:#x} of {}", dtype.name());
             let next = decode(dtype, &(code + 1).to_le_bytes()[..dtype.size()]);
             let middle = ((value + next) / 2.0) as f32;
@@ -246,7 +247,7 @@ fn refusals_name_what_is_served() {
 
 #[test]
 fn copies_move_every_byte_and_no_other() {
-    for store in [Store::Cached, Store::Streaming] {
+    for store in [WriteMode::Cached, WriteMode::Streaming] {
         for bytes in [0, 1, 15, 63, 64, 65, 127, 1000, 4096, 600_003] {
             for (from, to) in [(0, 0), (1, 0), (0, 7), (33, 63)] {
                 let mut random = Random(bytes as u64);
@@ -268,14 +269,14 @@ proptest! {
         offset in 0..64usize, seed: u64, streaming: bool,
     ) {
         let (op, dtype) = pairs().nth(pair).expect("counted");
-        let store = if streaming { Store::Streaming } else { Store::Cached };
+        let store = if streaming { WriteMode::Streaming } else { WriteMode::Cached };
         let inputs = inputs(dtype, ranks, count, seed);
         let at = at.min(count);
         let shifted = misaligned(&inputs, offset);
         let list = sources(&shifted);
-        let later: Vec<Source> = list
+        let later: Vec<InputElements> = list
             .iter()
-            .map(|source| Source { ptr: source.ptr.wrapping_add(at * dtype.size()), ..*source })
+            .map(|source| InputElements { ptr: source.ptr.wrapping_add(at * dtype.size()), ..*source })
             .collect();
         let first = computed(Isa::best(), op, dtype, &list, at, offset, store);
         let second = computed(Isa::best(), op, dtype, &later, count - at, offset, store);

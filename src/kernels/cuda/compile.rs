@@ -1,6 +1,6 @@
 //! Compilation of a program to machine code: its constants and its architecture.
 
-use super::cache::{Key, kept, kept_before};
+use super::cache::{CacheKey, kept, kept_before};
 use super::nvrtc::{Compiled, nvrtc};
 use super::source::{HEADERS, program};
 use crate::config::Config;
@@ -81,8 +81,8 @@ pub fn compile(variant: &Variant, arch: Arch, further: &[&str]) -> Result<Compil
     nvrtc()?.compile(&format!("{}.cu", program.name), program.text, HEADERS, &options)
 }
 
-fn key(variant: &Variant, arch: Arch) -> Result<Key> {
-    Ok(Key::of(nvrtc()?.version(), program(variant.program)?, HEADERS, &options(variant, arch)))
+fn key(variant: &Variant, arch: Arch) -> Result<CacheKey> {
+    Ok(CacheKey::of(nvrtc()?.version(), program(variant.program)?, HEADERS, &options(variant, arch)))
 }
 
 /// Returns the machine code of `variant` for `arch`, to be loaded as a module, if it is cached.

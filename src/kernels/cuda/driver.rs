@@ -341,7 +341,7 @@ impl Kernel {
     /// may already wait in their kernels.
     pub fn load(cubin: &[u8], name: &str) -> Result<Self> {
         let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
-        let symbol = CString::new(name).map_err(|_| Error::internal(format!("{name:?} is no name of a kernel")))?;
+        let symbol = CString::new(name).map_err(|_| Error::internal(format!("{name:?} is not a valid kernel name")))?;
         // SAFETY: `cubin` is a whole image from the compiler; the results are valid for writes.
         unsafe {
             check(&format!("loading {name}"), sys::cuModuleLoadData(&raw mut module, cubin.as_ptr().cast()))?;

@@ -4,13 +4,13 @@ mod wire_frames;
 mod wires;
 
 use super::frame::RING;
-use super::reading::QUICK_BYTES;
+use super::reading::DIRECT_READ_MAX_BYTES;
 use super::*;
 use crate::control::Identity;
 use crate::dtype::DType;
-use crate::mem::layout::Layout;
-use crate::mem::shm::Segment;
-use crate::trace::Recorder;
+use crate::mem::layout::SegmentLayout;
+use crate::mem::shm::ShmSegment;
+use crate::trace::GroupRecorder;
 
 /// No process has it: what is read of it fails.
 const NOBODY: u32 = i32::MAX as u32;
@@ -18,15 +18,15 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Health of the group of `control`, which has no GPUs.
 fn health(control: &Arc<ControlBlock>) -> Arc<Health> {
-    Health::new(control, &Arc::default(), &Recorder::new(control, PATIENCE))
+    Health::new(control, &Arc::default(), &GroupRecorder::new(control, PATIENCE))
 }
 
 /// Three ranks of this process, of which rank 0 takes rank 1 for one whose memory it cannot read.
 fn ranks() -> Vec<Arc<Messages>> {
-    let bytes = Layout::new(3).total_bytes();
-    let file = Segment::create(bytes).expect("memfd");
+    let bytes = SegmentLayout::new(3).total_bytes();
+    let file = ShmSegment::create(bytes).expect("memfd");
     let rank = |rank| {
-        let segment = Segment::map(file.try_clone().expect("dup"), bytes).expect("map");
+        let segment = ShmSegment::map(file.try_clone().expect("dup"), bytes).expect("map");
         let pid = |peer| if rank == 0 && peer == 1 { NOBODY } else { std::process::id() };
         let members = (0..3).map(|global| Identity { pid: pid(global), global }).collect();
         let control = Arc::new(ControlBlock::new(segment, Rank(rank), "test".into(), members, 1));
@@ -88,8 +88,8 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
     type Event = fn(&Messages, &Messages);
     let nothing: Event = |_, _| ();
     let fails: Event = |receiver, sender| receiver.close(&sender.control.fail(Error::timeout("the send's time is up")));
-    let departs: Event = |_, sender| sender.leave(&Error::aborted("the sender leaves"), "");
-    let closes: Event = |receiver, _| receiver.leave(&Error::aborted("this rank leaves"), "");
+    let departs: Event = |_, sender| sender.shut_down(&Error::aborted("the sender leaves"), "");
+    let closes: Event = |receiver, _| receiver.shut_down(&Error::aborted("this rank leaves"), "");
     for (what, event, freed) in [
         ("nothing", nothing, false),
         ("the send fails", fails, false),
@@ -99,7 +99,7 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
         ("the receiver leaves", closes, false),
     ] {
         let ranks = ranks();
-        let [mut from, mut to] = [7u8, 0].map(|value| vec![value; QUICK_BYTES + 1]);
+        let [mut from, mut to] = [7u8, 0].map(|value| vec![value; DIRECT_READ_MAX_BYTES + 1]);
         let (tell, told) = std::sync::mpsc::channel();
         let mut state = ranks[0].lock();
         let ticket = state.ticket();
@@ -108,7 +108,7 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
             peer: Some(Rank(2)),
             tag: 3,
             span: Span { addr: to.as_mut_ptr() as usize, bytes: to.len() },
-            limit: Limit::from(Instant::now(), PATIENCE),
+            limit: CallTimeout::from(Instant::now(), PATIENCE),
             completion: Completion::new(move |outcome, _| tell.send(outcome).expect("waited for")),
             dtype: DType::U8,
         });
@@ -139,7 +139,7 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
             assert_eq!(state.is_reading_due(), !last, "{what}");
         }
         assert!(state.peers[2].ring().expect("it is near").is_readable(), "{what}: no warning that messages come in pieces");
-        ranks[0].settle(state);
+        ranks[0].run_completions(state);
         let outcome = told.try_recv().ok();
         match what {
             "nothing" => assert!(outcome == Some(Ok(())) && to == from),
@@ -171,13 +171,13 @@ fn more_empty_messages_than_may_go_unasked_arrive() {
 #[test]
 fn a_panic_in_a_read_fails_the_group_and_the_receive() {
     let ranks = ranks();
-    let [mut from, mut to] = [7u8, 0].map(|value| vec![value; QUICK_BYTES + 1]);
+    let [mut from, mut to] = [7u8, 0].map(|value| vec![value; DIRECT_READ_MAX_BYTES + 1]);
     let [source, target] = [&mut from, &mut to].map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() });
     let (tell, told) = std::sync::mpsc::channel();
     ranks[2].send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| ())).expect("begun");
     let mut state = ranks[0].lock();
     let done = Completion::new(move |outcome, _| tell.send(outcome).expect("waited for"));
-    let limit = Limit::from(Instant::now(), PATIENCE);
+    let limit = CallTimeout::from(Instant::now(), PATIENCE);
     let ticket = state.ticket();
     state.matching.posted.push_back(Posted {
         ticket,
@@ -201,7 +201,7 @@ fn a_panic_in_a_read_fails_the_group_and_the_receive() {
 #[test]
 fn a_read_that_no_thread_waits_for_goes_on_while_others_sleep() {
     let ranks = ranks();
-    let (from, mut to, mut missing) = (vec![7u8; 8 * QUICK_BYTES], vec![0u8; 8 * QUICK_BYTES], [0u8]);
+    let (from, mut to, mut missing) = (vec![7u8; 8 * DIRECT_READ_MAX_BYTES], vec![0u8; 8 * DIRECT_READ_MAX_BYTES], [0u8]);
     let [source, target, missing] = [(from.as_ptr(), from.len()), (to.as_mut_ptr(), to.len()), (missing.as_mut_ptr(), 1)]
         .map(|(start, bytes)| Span { addr: start as usize, bytes });
     let never = ranks[0].recv(message(Rank(1), missing), 3 * PATIENCE, Completion::new(|_, _| {})).expect("begun");

@@ -1,16 +1,16 @@
-//! Tests of single frames, of leaving and of refused messages between hosts.
+//! Tests of single frames, of leaving and of refused messages between nodes.
 
 use super::wires::{Member, alone, data, on_ranks, place};
 use crate::coll::call::Span;
 use crate::coll::message::{Message, MessageSpec};
 use crate::completion::Completion;
 use crate::dtype::DType;
-use crate::error::{Kind, Result};
-use crate::host_map::HostMap;
+use crate::error::{ErrorKind, Result};
 use crate::messages::Messages;
 use crate::messages::frame::{self, Frame};
 use crate::messages::links::{Links, Traffic};
-use crate::messages::wire::{Counters, HEAD, Phase, decode};
+use crate::messages::wire::{Counters, HEADER_BYTES, LinkState, decode};
+use crate::node_map::NodeMap;
 use crate::rank::Rank;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ fn a_wait_may_end_before_its_message() {
             let mut into = [0; 4];
             let (ticket, outcome) = member.start(false, 1, 0, &mut into, 60.0).expect("starts");
             let error = member.messages.wait(ticket, Some(Duration::from_millis(50))).expect_err("nothing has come");
-            assert_eq!(error.kind, Kind::WaitTimeout);
+            assert_eq!(error.kind, ErrorKind::WaitTimeout);
             member.send(1, 1, &mut [0]);
             assert_eq!(member.finish((ticket, outcome)), (Ok(()), Some(Rank(1))));
             assert_eq!(into, [7; 4]);
@@ -40,7 +40,7 @@ fn a_wait_may_end_before_its_message() {
 struct Sent(Mutex<Vec<Frame>>);
 
 impl Sent {
-    fn kinds(&self) -> Vec<frame::Kind> {
+    fn kinds(&self) -> Vec<frame::FrameKind> {
         self.0.lock().expect("no panic").iter().map(|frame| frame.kind).collect()
     }
 }
@@ -51,7 +51,7 @@ impl Links for Sent {
     }
 
     fn send(&self, _peer: Rank, frame: &[u8], _traffic: Traffic, _payload: &[u8]) -> Result<()> {
-        let frame = frame.first_chunk::<HEAD>().and_then(decode).expect("a frame").0;
+        let frame = frame.first_chunk::<HEADER_BYTES>().and_then(decode).expect("a frame").0;
         self.0.lock().expect("no panic").push(frame);
         Ok(())
     }
@@ -79,17 +79,17 @@ struct Alone {
 
 impl Alone {
     fn new() -> Self {
-        let layout = Arc::new(HostMap::of(&(0..2).map(place).collect::<Vec<_>>()));
+        let layout = Arc::new(NodeMap::of(&(0..2).map(place).collect::<Vec<_>>()));
         let sent = Arc::<Sent>::default();
         let messages = alone(0, &layout, Arc::clone(&sent) as Arc<dyn Links>, Arc::default());
-        messages.lock().wire(PEER).expect("it is far").phase = Phase::Open;
+        messages.lock().wire(PEER).expect("it is far").phase = LinkState::Open;
         Self { messages, sent }
     }
 
     fn hear(&self, frame: Frame, counters: Counters, payload: &[u8]) -> Result<()> {
         let mut state = self.messages.lock();
         let heard = state.take_in(&self.messages, PEER, (frame, counters), payload);
-        self.messages.settle(state);
+        self.messages.run_completions(state);
         heard
     }
 
@@ -106,7 +106,7 @@ impl Drop for Alone {
 }
 
 fn eager(bytes: usize) -> Frame {
-    Frame { dtype: DType::U8 as u8, bytes: bytes as u64, ..Frame::bare(frame::Kind::Eager) }
+    Frame { dtype: DType::U8 as u8, bytes: bytes as u64, ..Frame::bare(frame::FrameKind::Eager) }
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn a_peer_that_has_read_or_matched_what_it_cannot_have_is_not_believed() {
             let message = Alone::message(&mut data);
             alone.messages.send(message, Duration::from_secs(60), Completion::new(|_, _| {})).expect("sent");
         }
-        let credit = |read, matched| alone.hear(Frame::bare(frame::Kind::Credit), Counters { read, matched }, &[]);
+        let credit = |read, matched| alone.hear(Frame::bare(frame::FrameKind::Credit), Counters { read, matched }, &[]);
         credit(1, one).expect("it may have");
         let answer = credit(read, matched);
         assert_eq!(answer.is_ok(), believed, "{read}, {matched}: {answer:?}");
@@ -138,7 +138,7 @@ fn credit_is_given_for_many_frames_and_for_many_bytes() {
             alone.messages.recv(message, Duration::from_secs(60), Completion::new(|_, _| {})).expect("begins");
             alone.hear(eager(bytes), Counters::default(), &payload).expect("it fits");
         }
-        assert_eq!(alone.sent.kinds(), [frame::Kind::Credit], "{due} messages of {bytes} bytes");
+        assert_eq!(alone.sent.kinds(), [frame::FrameKind::Credit], "{due} messages of {bytes} bytes");
     }
 }
 
@@ -157,7 +157,7 @@ fn after_a_late_message_nothing_reaches_its_tensor() {
         let mut into = vec![0xee; 3_000_000];
         let started = member.start(false, 1, 4, &mut into, 0.2).expect("starts");
         let error = member.finish(started).0.expect_err("nothing comes");
-        assert!(error.message.ends_with("for rank 1 (host \"node1\", pid 7), which did not send it"), "{error}");
+        assert!(error.message.ends_with("for rank 1 (node \"node1\", pid 7), which did not send it"), "{error}");
         assert!(into.iter().all(|&byte| byte == 0xee));
     });
 }
@@ -178,7 +178,7 @@ fn what_a_rank_has_sent_is_read_before_its_connection_ends() {
         until(|| {
             let wires = member.net.wires.lock().expect("no panic");
             let wire = wires.wires.get(&(Rank(0), Rank(1), 0));
-            let bye = wire.and_then(|wire| wire.sent.back()).is_some_and(|frame| frame[0] == frame::Kind::Bye as u8);
+            let bye = wire.and_then(|wire| wire.sent.back()).is_some_and(|frame| frame[0] == frame::FrameKind::Bye as u8);
             bye || wires.closed.contains(&(Rank(0), Rank(1)))
         });
         std::thread::sleep(Duration::from_millis(50));
@@ -211,7 +211,7 @@ fn a_refusal_counts_until_its_rank_makes_another_call() {
                 if before {
                     recorder.ask(1);
                 }
-                member.messages.tell_refused(Some(Rank(1)), begun, true, 3, "it is wrong".into());
+                member.messages.notify_rejected(Some(Rank(1)), begun, true, 3, "it is wrong".into());
                 assert_eq!(own(), !before, "the peer does not learn of it once its rank has made another call");
                 if after {
                     recorder.ask(1);

@@ -4,15 +4,15 @@ use super::health;
 use crate::coll::call::Span;
 use crate::coll::message::{Message, MessageSpec};
 use crate::completion::Completion;
-use crate::control::{ControlBlock, Identity, Part};
+use crate::control::{ControlBlock, Identity, ParentGroup};
 use crate::dtype::DType;
-use crate::error::{Error, Kind, Result};
-use crate::host_map::{HostMap, Placement};
+use crate::error::{Error, ErrorKind, Result};
 use crate::lock::{lock, unpoisoned};
-use crate::mem::layout::Layout;
-use crate::mem::shm::Segment;
+use crate::mem::layout::SegmentLayout;
+use crate::mem::shm::ShmSegment;
 use crate::messages::links::{Links, Traffic};
-use crate::messages::{Far, Messages, TICKET_BIT};
+use crate::messages::{InternodeLinks, Messages, TICKET_BIT};
+use crate::node_map::{NodeMap, RankLocation};
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
 use std::collections::{HashMap, VecDeque};
@@ -191,25 +191,25 @@ impl Member {
     }
 }
 
-pub(super) fn place(rank: u32) -> Placement {
-    Placement::on(&format!("node{rank}"))
+pub(super) fn place(rank: u32) -> RankLocation {
+    RankLocation::on(&format!("node{rank}"))
 }
 
 /// The messages of rank `me`, on a host of its own, by `links`.
-pub(super) fn alone(me: u32, layout: &Arc<HostMap>, links: Arc<dyn Links>, store: Arc<MemoryStore>) -> Arc<Messages> {
-    let bytes = Layout::new(1).total_bytes();
-    let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
-    let part = Part { host: format!("node{me}"), ranks: vec![Rank(me)] };
+pub(super) fn alone(me: u32, layout: &Arc<NodeMap>, links: Arc<dyn Links>, store: Arc<MemoryStore>) -> Arc<Messages> {
+    let bytes = SegmentLayout::new(1).total_bytes();
+    let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
+    let part = ParentGroup { node: format!("node{me}"), ranks: vec![Rank(me)] };
     let control = ControlBlock::new(segment, Rank(0), "test".into(), vec![Identity { pid: 7, global: me }], 1).named(Some(part));
     let messages = Messages::new(&health(&Arc::new(control)), false);
     let (layout, prefix) = (Arc::clone(layout), "symm-pair/test/".into());
-    messages.reach(Far { links, store, layout, me: Rank(me), prefix, changed: Condvar::new() });
+    messages.reach(InternodeLinks { links, store, node_map: layout, me: Rank(me), prefix, changed: Condvar::new() });
     messages
 }
 
 /// Runs `body` on ranks that are on `size` hosts; they leave in order afterwards.
 pub(super) fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
-    let layout = Arc::new(HostMap::of(&(0..size).map(place).collect::<Vec<_>>()));
+    let layout = Arc::new(NodeMap::of(&(0..size).map(place).collect::<Vec<_>>()));
     let (net, store) = (Arc::<Net>::default(), Arc::new(MemoryStore::default()));
     std::thread::scope(|scope| {
         for me in 0..size {
@@ -220,7 +220,7 @@ pub(super) fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
                 body(&Member { messages: Arc::clone(&messages), net, me });
                 let begun = Instant::now();
                 messages.say_goodbye(Duration::from_secs(5));
-                messages.leave(&Error::aborted("the group was destroyed"), "");
+                messages.shut_down(&Error::aborted("the group was destroyed"), "");
                 messages.stop();
                 assert!(begun.elapsed() < Duration::from_millis(900), "leaving has waited for nothing: {:?}", begun.elapsed());
                 assert!(messages.lock().threads.is_empty(), "all threads have ended");
@@ -381,7 +381,7 @@ fn lengths_that_differ_are_an_error_at_the_receiver() {
                 let mut into = vec![0xee; bytes + 4];
                 let started = member.start(false, 0, 3, &mut into, 60.0).expect("starts");
                 let error = member.finish(started).0.expect_err("they differ");
-                assert_eq!(error.kind, Kind::Mismatch, "{error}");
+                assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
                 let text = format!(
                     "rank 0 (host \"node0\", pid 7) sent {bytes} bytes (uint8, tag 3) to rank 1 (host \"node1\", pid 7) in group \"test\", \
                      whose recv expects {} (uint8)",
@@ -406,8 +406,8 @@ fn a_deadline_names_the_peer_and_ends_the_group() {
         let started = member.start(false, 1, 9, &mut into, 0.2).expect("starts");
         let error = member.finish(started).0.expect_err("nobody comes");
         let took = begun.elapsed();
-        assert_eq!(error.kind, Kind::Timeout, "{error}");
-        let text = "s until its timeout in recv(12 bytes, uint8, tag 9) of group \"test\" for rank 1 (host \"node1\", pid 7), \
+        assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+        let text = "s in recv(12 bytes, uint8, tag 9) of group \"test\", waiting for rank 1 (host \"node1\", pid 7), \
                     which has begun no message with it";
         assert!(error.message.ends_with(text), "{error}");
         assert!((200..500).contains(&took.as_millis()), "{took:?}");
@@ -451,7 +451,7 @@ fn who_leaves_has_been_read_and_who_needs_it_then_hears_of_it() {
         let mut into = [0; 4];
         let started = member.start(false, 0, 0, &mut into, 60.0).expect("starts");
         let error = member.finish(started).0.expect_err("nobody is there");
-        assert_eq!(error.kind, Kind::Peer, "{error}");
+        assert_eq!(error.kind, ErrorKind::Peer, "{error}");
         assert!(error.message.contains("lost its connection to rank 0 (host \"node0\", pid 7)"), "{error}");
     });
 }

@@ -37,7 +37,7 @@ pub(super) const RECORD: usize = 12;
 pub(super) const MAX_PAYLOAD: usize = 128 << 20;
 
 /// A random id of one run of the file.
-pub(super) type Run = [u8; 16];
+pub(super) type RunId = [u8; 16];
 
 /// The end of a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +50,7 @@ pub(super) struct Position {
 
 impl Position {
     /// Returns the position of the first record of `run`.
-    pub(super) fn start(run: &Run) -> Self {
+    pub(super) fn start(run: &RunId) -> Self {
         Self { length: FRONT as u64, records: 0, chain: crc(0, run) }
     }
 
@@ -60,7 +60,7 @@ impl Position {
     }
 
     /// Encodes the position for a slot of `run`.
-    pub(super) fn slot(self, run: &Run) -> [u8; SLOT] {
+    pub(super) fn slot(self, run: &RunId) -> [u8; SLOT] {
         let mut slot = [0; SLOT];
         slot[..8].copy_from_slice(&self.length.to_le_bytes());
         slot[8..16].copy_from_slice(&self.records.to_le_bytes());
@@ -71,7 +71,7 @@ impl Position {
     }
 
     /// Decodes a slot; `None` if it is damaged.
-    fn from_slot(run: &Run, slot: &[u8]) -> Option<Self> {
+    fn from_slot(run: &RunId, slot: &[u8]) -> Option<Self> {
         let position = Self { length: u64_at(slot, 0), records: u64_at(slot, 8), chain: u32_at(slot, 16) };
         (position.slot(run) == slot && position.length >= FRONT as u64).then_some(position)
     }
@@ -83,14 +83,14 @@ pub(super) fn slot_at(index: usize) -> usize {
 }
 
 /// The front of a file, decoded.
-pub(super) struct Front {
-    pub(super) run: Run,
+pub(super) struct Preamble {
+    pub(super) run: RunId,
     slots: [Option<Position>; 2],
 }
 
-impl Front {
+impl Preamble {
     /// Returns a front for an empty log.
-    pub(super) fn fresh(run: &Run) -> [u8; FRONT] {
+    pub(super) fn fresh(run: &RunId) -> [u8; FRONT] {
         let mut front = [0; FRONT];
         front[..8].copy_from_slice(&MAGIC);
         front[8..12].copy_from_slice(&VERSION.to_le_bytes());
@@ -189,19 +189,19 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 mod tests {
     use super::*;
 
-    const RUN: Run = [7; 16];
+    const RUN: RunId = [7; 16];
 
     #[test]
     fn any_flipped_byte_of_a_front_is_noticed_where_it_stands() {
-        let mut front = Front::fresh(&RUN);
+        let mut front = Preamble::fresh(&RUN);
         let next = Position::start(&RUN).behind(10, 3);
         front[slot_at(1)..].copy_from_slice(&next.slot(&RUN));
-        assert!(matches!(Front::decode(&front), Ok(whole) if whole.is_whole() && whole.newest() == Some((1, next))));
+        assert!(matches!(Preamble::decode(&front), Ok(whole) if whole.is_whole() && whole.newest() == Some((1, next))));
         for at in 0..FRONT {
             for flip in 1..=255 {
                 let mut damaged = front;
                 damaged[at] ^= flip;
-                match Front::decode(&damaged) {
+                match Preamble::decode(&damaged) {
                     Err(_) => assert!(at < HEADER),
                     Ok(read) => {
                         assert!(at >= HEADER && !read.is_whole());
@@ -215,10 +215,10 @@ mod tests {
 
     #[test]
     fn slots_of_another_run_do_not_count() {
-        let mut front = Front::fresh(&RUN);
+        let mut front = Preamble::fresh(&RUN);
         let unidentified = Position { length: 1000, records: 9, chain: 1 };
         front[slot_at(1)..].copy_from_slice(&unidentified.slot(&[8; 16]));
-        assert!(matches!(Front::decode(&front), Ok(read) if read.newest() == Some((0, Position::start(&RUN)))));
+        assert!(matches!(Preamble::decode(&front), Ok(read) if read.newest() == Some((0, Position::start(&RUN)))));
     }
 
     #[test]

@@ -1,13 +1,13 @@
 //! Replays a log and builds new entries. This file knows nothing of files, locks or time, and the bytes may be
 //! arbitrary.
 
-pub use super::source::Source;
+pub use super::source::LogSource;
 
-use super::format::{FRONT, Front, HEADER, MAX_PAYLOAD, Position, RECORD, RecordHeader, Run, slot_at};
+use super::format::{FRONT, HEADER, MAX_PAYLOAD, Position, Preamble, RECORD, RecordHeader, RunId, slot_at};
 use super::source::{cut, damaged};
 use crate::error::{Error, Result};
 use crate::store::request::Request;
-use crate::store::table::{Answer, Table};
+use crate::store::table::{KeyTable, TableResult};
 use bytes::Bytes;
 
 /// These codes lie above the codes of operations, which share the byte.
@@ -15,7 +15,7 @@ const JOIN: u8 = 0xf0;
 const LEAVE: u8 = 0xf1;
 
 /// An entry to append to a log.
-pub(super) enum Entry<'a> {
+pub(super) enum LogEntry<'a> {
     Join,
     Leave,
     Request(&'a Request<'a>),
@@ -24,12 +24,12 @@ pub(super) enum Entry<'a> {
 /// The contents of a log, up to the point that has been read.
 pub struct Replica {
     /// The keys and values in the log.
-    pub table: Table,
+    pub table: KeyTable,
     /// Number of users that have joined in this run.
     pub joined: u64,
     /// Number of users that have left in this run.
     pub left: u64,
-    run: Run,
+    run: RunId,
     /// The front of the file, as last read or written.
     front: [u8; FRONT],
     /// Index of the newest intact slot.
@@ -43,22 +43,22 @@ impl Replica {
     /// Loads everything that was acknowledged in `source`. No process may write to it meanwhile.
     ///
     /// `Config` names the byte if the log is damaged. Allocates a small multiple of the log's size.
-    pub fn load<S: Source + ?Sized>(source: &S) -> Result<Self> {
+    pub fn load<S: LogSource + ?Sized>(source: &S) -> Result<Self> {
         let mut front = [0; FRONT];
         let count = source.read(&mut front, 0)?;
         if count < FRONT {
             return Err(cut(source, &front[..count]));
         }
-        let run = Front::decode(&front).map_err(|(at, what)| damaged(source, at as u64, what))?.run;
+        let run = Preamble::decode(&front).map_err(|(at, what)| damaged(source, at as u64, what))?.run;
         let mut replica = Self::fresh(run);
         replica.advance(source, front, true)?;
         Ok(replica)
     }
 
     /// Makes an empty log of `run`; its bytes are [`front`](Self::front).
-    pub(super) fn fresh(run: Run) -> Self {
-        let (front, position) = (Front::fresh(&run), Position::start(&run));
-        Self { table: Table::default(), joined: 0, left: 0, run, front, slot: 0, position, stale: false }
+    pub(super) fn fresh(run: RunId) -> Self {
+        let (front, position) = (Preamble::fresh(&run), Position::start(&run));
+        Self { table: KeyTable::default(), joined: 0, left: 0, run, front, slot: 0, position, stale: false }
     }
 
     pub(super) fn front(&self) -> &[u8; FRONT] {
@@ -67,7 +67,7 @@ impl Replica {
 
     /// Reads the entries added since; `false` if that needs the lock. `locked` is true if no process can write
     /// meanwhile.
-    pub(super) fn follow<S: Source + ?Sized>(&mut self, source: &S, locked: bool) -> Result<bool> {
+    pub(super) fn follow<S: LogSource + ?Sized>(&mut self, source: &S, locked: bool) -> Result<bool> {
         let mut front = [0; FRONT];
         let count = source.read(&mut front, 0)?;
         if front == self.front && !self.stale {
@@ -77,7 +77,7 @@ impl Replica {
             return Err(cut(source, &front[..count]));
         }
         if front[..HEADER] != self.front[..HEADER] {
-            Front::decode(&front).map_err(|(at, what)| damaged(source, at as u64, what))?;
+            Preamble::decode(&front).map_err(|(at, what)| damaged(source, at as u64, what))?;
             return Err(Error::config(format!("{} was started afresh by another run while this one used it", source.name())));
         }
         if self.stale {
@@ -89,8 +89,8 @@ impl Replica {
         self.advance(source, front, locked)
     }
 
-    fn advance<S: Source + ?Sized>(&mut self, source: &S, bytes: [u8; FRONT], locked: bool) -> Result<bool> {
-        let front = Front::decode(&bytes).map_err(|(at, what)| damaged(source, at as u64, what))?;
+    fn advance<S: LogSource + ?Sized>(&mut self, source: &S, bytes: [u8; FRONT], locked: bool) -> Result<bool> {
+        let front = Preamble::decode(&bytes).map_err(|(at, what)| damaged(source, at as u64, what))?;
         // Another process may be writing one slot, and the other slot may be long outdated.
         if !front.is_whole() && !locked {
             return Ok(false);
@@ -115,7 +115,7 @@ impl Replica {
     }
 
     /// Applies an intact record.
-    pub(super) fn apply<S: Source + ?Sized>(
+    pub(super) fn apply<S: LogSource + ?Sized>(
         &mut self,
         source: &S,
         header: RecordHeader,
@@ -132,8 +132,8 @@ impl Replica {
                     return Err(unfit(format!("{:?} changes nothing", request.op)));
                 }
                 match self.table.serve(&request, record).map_err(|error| unfit(error.message))? {
-                    Answer::Done(_) => {}
-                    Answer::Missing(index) => {
+                    TableResult::Done(_) => {}
+                    TableResult::Missing(index) => {
                         return Err(unfit(format!("{:?} of {:?}, which is not there", request.op, request.keys[index])));
                     }
                 }
@@ -147,16 +147,16 @@ impl Replica {
     /// offsets. If that fails, the bytes that reached the log decide whether the entry counts.
     pub(super) fn append(
         &mut self,
-        entry: &Entry<'_>,
+        entry: &LogEntry<'_>,
         buffer: &mut Vec<u8>,
         write: &mut dyn FnMut(&[u8], u64) -> Result<()>,
     ) -> Result<()> {
         buffer.clear();
         buffer.resize(RECORD, 0);
         match entry {
-            Entry::Join => buffer.push(JOIN),
-            Entry::Leave => buffer.push(LEAVE),
-            Entry::Request(request) => request.encode(buffer),
+            LogEntry::Join => buffer.push(JOIN),
+            LogEntry::Leave => buffer.push(LEAVE),
+            LogEntry::Request(request) => request.encode(buffer),
         }
         let header = RecordHeader::of(&buffer[RECORD..], self.position.chain);
         buffer[..RECORD].copy_from_slice(&header.encode());
@@ -167,9 +167,9 @@ impl Replica {
         write(&bytes, slot_at(slot) as u64)?;
         self.stale = false;
         match entry {
-            Entry::Join => self.joined += 1,
-            Entry::Leave => self.left += 1,
-            Entry::Request(_) => {}
+            LogEntry::Join => self.joined += 1,
+            LogEntry::Leave => self.left += 1,
+            LogEntry::Request(_) => {}
         }
         self.front[slot_at(slot)..][..bytes.len()].copy_from_slice(&bytes);
         (self.slot, self.position) = (slot, next);

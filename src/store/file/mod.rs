@@ -1,36 +1,36 @@
 //! A store in a file that its users share: processes of one node, or of several nodes with a shared file system.
 //!
 //! - [`log`], `format`, `scan`, `source`: the bytes, an append-only log of requests whose replay yields a
-//!   [`Table`](super::table::Table)
-//! - `disk`, `path`: the open file with its locks, and opening it safely
-//! - `users`: joining and leaving; `user`: one user and its requests; `wait`: pauses between polls
+//!   [`KeyTable`](super::table::KeyTable)
+//! - `log_file`, `path`: the open file with its locks, and opening it safely
+//! - `lifecycle`: joining and leaving; `client`: one user and its requests; `backoff`: pauses between polls
 //!
 //! Acknowledged writes survive the death of any user at any instruction, but not a crash of the node: nothing is
 //! synced.
 
-mod disk;
+mod backoff;
+mod client;
 mod format;
+mod lifecycle;
 pub mod log;
+mod log_file;
 mod path;
 mod scan;
 mod source;
-mod user;
-mod users;
-mod wait;
 
 use super::Store;
 use super::request::Request;
-use super::table::Reply;
+use super::table::TableReply;
 use crate::error::Result;
+use client::FileClient;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
-use user::User;
 
 /// A key-value store in a file. Clones share it. The last user to leave removes the file, if `world_size` users have
 /// joined.
 #[derive(Clone)]
-pub struct FileStore(Arc<User>);
+pub struct FileStore(Arc<FileClient>);
 
 impl FileStore {
     /// Joins the users of the store at `path`, which is created if the file does not exist or is empty.
@@ -43,12 +43,12 @@ impl FileStore {
     /// file with mode 0600 that belongs to this user, or if it is damaged; `Timeout` if another process holds its lock
     /// for 300 s.
     pub fn open(path: &Path, world_size: u32) -> Result<Self> {
-        Ok(Self(Arc::new(User::join(path, world_size, None)?)))
+        Ok(Self(Arc::new(FileClient::join(path, world_size, None)?)))
     }
 
     /// Joins like [`open`](Self::open), waiting for the lock until `limit` has passed.
     pub fn open_within(path: &Path, world_size: u32, limit: Duration) -> Result<Self> {
-        Ok(Self(Arc::new(User::join(path, world_size, Some(limit))?)))
+        Ok(Self(Arc::new(FileClient::join(path, world_size, Some(limit))?)))
     }
 
     /// Returns the path of the file, as given.
@@ -58,7 +58,7 @@ impl FileStore {
 }
 
 impl Store for FileStore {
-    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         self.0.call(request, limit)
     }
 }

@@ -2,7 +2,7 @@
 
 use super::format::{RECORD, RecordHeader};
 use super::log::Replica;
-use super::source::{Source, damaged};
+use super::source::{LogSource, damaged};
 use crate::error::Result;
 use bytes::Bytes;
 
@@ -12,7 +12,7 @@ const WINDOW: u64 = 64 * 1024;
 impl Replica {
     /// Reads records up to byte `end` and fails if one of them is damaged; without `end`, reads up to the first damaged
     /// record.
-    pub(super) fn read<S: Source + ?Sized>(&mut self, source: &S, end: Option<u64>) -> Result<()> {
+    pub(super) fn read<S: LogSource + ?Sized>(&mut self, source: &S, end: Option<u64>) -> Result<()> {
         let until = match end {
             Some(end) => end,
             None => source.size()?,
@@ -40,7 +40,7 @@ impl Replica {
     }
 
     /// Applies the complete records in `window`, and returns their number.
-    fn read_whole<S: Source + ?Sized>(&mut self, source: &S, mut window: &[u8]) -> Result<usize> {
+    fn read_whole<S: LogSource + ?Sized>(&mut self, source: &S, mut window: &[u8]) -> Result<usize> {
         let mut count = 0;
         while let Some(header) = window.get(..RECORD).and_then(RecordHeader::decode)
             && let Some(payload) = window[RECORD..].get(..header.length as usize)
@@ -54,7 +54,7 @@ impl Replica {
     }
 
     /// Returns the record at the start of `window`, if it is intact and ends before `until`.
-    fn read_long<S: Source + ?Sized>(&self, source: &S, window: &[u8], until: u64) -> Result<Option<(RecordHeader, Bytes)>> {
+    fn read_long<S: LogSource + ?Sized>(&self, source: &S, window: &[u8], until: u64) -> Result<Option<(RecordHeader, Bytes)>> {
         let Some(header) = window.get(..RECORD).and_then(RecordHeader::decode) else {
             return Ok(None);
         };

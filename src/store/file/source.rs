@@ -4,7 +4,7 @@ use super::format::{FRONT, MAGIC, NOT_A_LOG};
 use crate::error::{Error, Result};
 
 /// The bytes of a log.
-pub trait Source {
+pub trait LogSource {
     /// Returns the name of the file for errors.
     fn name(&self) -> String;
 
@@ -15,7 +15,7 @@ pub trait Source {
     fn read(&self, buffer: &mut [u8], at: u64) -> Result<usize>;
 }
 
-impl Source for [u8] {
+impl LogSource for [u8] {
     fn name(&self) -> String {
         format!("a log of {} bytes", self.len())
     }
@@ -33,12 +33,12 @@ impl Source for [u8] {
 }
 
 /// Returns the error of a damaged log.
-pub(super) fn damaged<S: Source + ?Sized>(source: &S, at: u64, what: impl std::fmt::Display) -> Error {
+pub(super) fn damaged<S: LogSource + ?Sized>(source: &S, at: u64, what: impl std::fmt::Display) -> Error {
     Error::config(format!("{} is damaged at byte {at}: {what}", source.name()))
 }
 
 /// Returns the error of a file that ends within its front.
-pub(super) fn cut<S: Source + ?Sized>(source: &S, front: &[u8]) -> Error {
+pub(super) fn cut<S: LogSource + ?Sized>(source: &S, front: &[u8]) -> Error {
     if front.iter().zip(MAGIC).any(|(one, other)| *one != other) {
         return damaged(source, 0, NOT_A_LOG);
     }

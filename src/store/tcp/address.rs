@@ -14,7 +14,7 @@ pub(super) const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NO
 
 /// A resolved address.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Address {
+pub enum StoreAddress {
     /// The addresses of a host name, with a port.
     Inet(Vec<SocketAddr>),
     /// A path, or a name in the abstract namespace, which has no file.
@@ -30,7 +30,7 @@ pub enum UnixName {
     Abstract(String),
 }
 
-impl Address {
+impl StoreAddress {
     /// `host` is a name, an IPv4 or IPv6 address, or `unix:/path` or `unix:@name`, which ignore `port`. A name is
     /// resolved on another thread, for at most until `deadline`.
     pub fn resolve(host: &str, port: u16, deadline: Instant) -> Result<Self> {
@@ -56,8 +56,8 @@ impl Address {
         looked_up?;
         let answer = loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            match receiver.recv_timeout(left.min(interrupt::LOOK)) {
-                Err(mpsc::RecvTimeoutError::Timeout) if left > interrupt::LOOK => interrupt::check()?,
+            match receiver.recv_timeout(left.min(interrupt::SIGNAL_POLL)) {
+                Err(mpsc::RecvTimeoutError::Timeout) if left > interrupt::SIGNAL_POLL => interrupt::check()?,
                 answer => break answer,
             }
         };
@@ -130,7 +130,7 @@ impl Address {
     }
 }
 
-impl std::fmt::Display for Address {
+impl std::fmt::Display for StoreAddress {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Inet(all) => {
@@ -214,8 +214,8 @@ pub fn peer_name(connection: &OwnedFd) -> String {
 mod tests {
     use super::*;
 
-    fn resolve(host: &str) -> Result<Address> {
-        Address::resolve(host, 7, Instant::now() + Duration::from_secs(5))
+    fn resolve(host: &str) -> Result<StoreAddress> {
+        StoreAddress::resolve(host, 7, Instant::now() + Duration::from_secs(5))
     }
 
     #[test]

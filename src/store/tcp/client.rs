@@ -1,13 +1,13 @@
 //! A client: a pool of connections to one server, each used by one call at a time.
 
-use super::address::Address;
-use super::frame::{Answer, LENGTH, Message};
+use super::address::StoreAddress;
+use super::frame::{ClientFrame, LENGTH, ServerFrame};
 use super::limits::MAX_FRAME;
-use super::proof::{ADMISSION, Introduction, OPENING, farewell};
-use crate::error::{Error, Kind, Result};
+use super::proof::{ADMISSION, ClientHello, OPENING, farewell};
+use crate::error::{Error, ErrorKind, Result};
 use crate::lock::lock;
 use crate::store::request::Request;
-use crate::store::table::Reply;
+use crate::store::table::TableReply;
 use crate::store::{MAX_TIMEOUT, timed_out};
 use crate::sys::{fork, interrupt};
 use bytes::Bytes;
@@ -20,30 +20,30 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Time after a call's limit in which the server's report of the timeout may still arrive.
-const GRACE: Duration = Duration::from_millis(80);
+const SERVER_TIMEOUT_GRACE: Duration = Duration::from_millis(80);
 
 /// How long a call spins for its answer before it sleeps, if spinning has paid off recently.
 const SPIN: Duration = Duration::from_micros(40);
 
 /// Maximum sleep of a read before it checks the clock and pending signals.
-const NAP: Duration = interrupt::LOOK;
+const SIGNAL_POLL: Duration = interrupt::SIGNAL_POLL;
 
 /// Maximum number of idle connections kept. Concurrent calls use one connection each.
 const IDLE: usize = 16;
 
 /// First and longest pause between attempts to reach a server that has not started yet.
-const PAUSE: Duration = Duration::from_millis(1);
-const PAUSE_MAX: Duration = Duration::from_millis(50);
+const CONNECT_RETRY_MIN: Duration = Duration::from_millis(1);
+const CONNECT_RETRY_MAX: Duration = Duration::from_millis(50);
 
 /// A connection to the server.
-struct Connection {
+struct ServerConnection {
     socket: OwnedFd,
     frame: Vec<u8>,
     /// Fork generation of the process that made the connection.
     generation: u64,
 }
 
-impl Drop for Connection {
+impl Drop for ServerConnection {
     fn drop(&mut self) {
         // Ends the connection even if a forked child holds a copy of the file descriptor, but not in the child.
         if self.generation == fork::generation() {
@@ -54,10 +54,10 @@ impl Drop for Connection {
 
 /// How long a client that needs another connection retries while the server closes it at once. A server that is
 /// overloaded by unidentified peers may take the client for one of them.
-const PATIENCE: Duration = Duration::from_secs(1);
+const RECONNECT_WINDOW: Duration = Duration::from_secs(1);
 
 /// Why an exchange ended without an answer.
-enum Broken {
+enum ExchangeError {
     /// The exchange failed before anything was sent.
     Unsent(Error),
     /// The program has asked to stop waiting.
@@ -70,51 +70,51 @@ enum Broken {
     Garbled(Error),
 }
 
-impl Connection {
+impl ServerConnection {
     /// Waits until the socket is ready.
-    fn ready(&self, what: PollFlags, deadline: Instant) -> std::result::Result<(), Broken> {
+    fn ready(&self, what: PollFlags, deadline: Instant) -> std::result::Result<(), ExchangeError> {
         loop {
             let remaining = deadline.saturating_duration_since(Instant::now());
             if remaining.is_zero() {
-                return Err(Broken::Late);
+                return Err(ExchangeError::Late);
             }
             let mut fds = [PollFd::new(&self.socket, what)];
-            match poll(&mut fds, Timespec::try_from(remaining.min(NAP)).ok().as_ref()) {
-                Ok(0) | Err(Errno::INTR) => interrupt::check().map_err(Broken::Interrupted)?,
+            match poll(&mut fds, Timespec::try_from(remaining.min(SIGNAL_POLL)).ok().as_ref()) {
+                Ok(0) | Err(Errno::INTR) => interrupt::check().map_err(ExchangeError::Interrupted)?,
                 Ok(_) => return Ok(()),
-                Err(errno) => return Err(Broken::Closed(Some(errno))),
+                Err(errno) => return Err(ExchangeError::Closed(Some(errno))),
             }
         }
     }
 
-    fn send(&self, mut bytes: &[u8], deadline: Instant) -> std::result::Result<(), Broken> {
+    fn send(&self, mut bytes: &[u8], deadline: Instant) -> std::result::Result<(), ExchangeError> {
         while !bytes.is_empty() {
             match send(&self.socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
                 Ok(count) => bytes = &bytes[count..],
                 Err(Errno::AGAIN | Errno::INTR) => self.ready(PollFlags::OUT, deadline)?,
-                Err(errno) => return Err(Broken::Closed(Some(errno))),
+                Err(errno) => return Err(ExchangeError::Closed(Some(errno))),
             }
         }
         Ok(())
     }
 
     /// Reads between one byte and as many as `into` holds.
-    fn read(&self, into: &mut [u8], deadline: Instant) -> std::result::Result<usize, Broken> {
+    fn read(&self, into: &mut [u8], deadline: Instant) -> std::result::Result<usize, ExchangeError> {
         loop {
             // Sleeps in a blocking read while there is time; the last nap polls with a timeout.
-            if deadline.saturating_duration_since(Instant::now()) <= NAP {
+            if deadline.saturating_duration_since(Instant::now()) <= SIGNAL_POLL {
                 self.ready(PollFlags::IN, deadline)?;
             }
             match recv(&self.socket, &mut *into, RecvFlags::empty()) {
-                Ok((0, _)) => return Err(Broken::Closed(None)),
+                Ok((0, _)) => return Err(ExchangeError::Closed(None)),
                 Ok((count, _)) => return Ok(count),
-                Err(Errno::AGAIN | Errno::INTR) => interrupt::check().map_err(Broken::Interrupted)?,
-                Err(errno) => return Err(Broken::Closed(Some(errno))),
+                Err(Errno::AGAIN | Errno::INTR) => interrupt::check().map_err(ExchangeError::Interrupted)?,
+                Err(errno) => return Err(ExchangeError::Closed(Some(errno))),
             }
         }
     }
 
-    fn receive(&self, mut into: &mut [u8], deadline: Instant) -> std::result::Result<(), Broken> {
+    fn receive(&self, mut into: &mut [u8], deadline: Instant) -> std::result::Result<(), ExchangeError> {
         while !into.is_empty() {
             let count = self.read(into, deadline)?;
             into = &mut into[count..];
@@ -135,8 +135,13 @@ impl Connection {
     }
 
     /// Sends `message` and returns the answer.
-    fn exchange(&mut self, message: &Message<'_>, deadline: Instant, eager: &Eagerness) -> std::result::Result<Answer, Broken> {
-        message.encode(&mut self.frame).map_err(Broken::Unsent)?;
+    fn exchange(
+        &mut self,
+        message: &ClientFrame<'_>,
+        deadline: Instant,
+        eager: &SpinHistory,
+    ) -> std::result::Result<ServerFrame, ExchangeError> {
+        message.encode(&mut self.frame).map_err(ExchangeError::Unsent)?;
         self.send(&self.frame, deadline)?;
         if eager.worthwhile() {
             eager.learn(self.spin());
@@ -150,7 +155,7 @@ impl Connection {
         let count = count.max(LENGTH);
         let length = u32::from_le_bytes([start[0], start[1], start[2], start[3]]) as usize;
         if length > MAX_FRAME || count > LENGTH + length {
-            return Err(Broken::Garbled(Error::network(format!("an answer of {length} bytes"))));
+            return Err(ExchangeError::Garbled(Error::network(format!("an answer of {length} bytes"))));
         }
         let mut body = vec![0; length];
         let have = count - LENGTH;
@@ -159,15 +164,15 @@ impl Connection {
         if self.frame.capacity() > 1 << 20 {
             self.frame = Vec::new();
         }
-        Answer::decode(&Bytes::from(body)).map_err(Broken::Garbled)
+        ServerFrame::decode(&Bytes::from(body)).map_err(ExchangeError::Garbled)
     }
 }
 
 /// Whether spinning for answers has paid off recently. Shared by all connections of a client.
 #[derive(Default)]
-struct Eagerness(std::sync::atomic::AtomicI32);
+struct SpinHistory(std::sync::atomic::AtomicI32);
 
-impl Eagerness {
+impl SpinHistory {
     /// Returns true if a call should spin. After failures, one call in 32 tries again.
     fn worthwhile(&self) -> bool {
         use std::sync::atomic::Ordering::Relaxed;
@@ -181,20 +186,20 @@ impl Eagerness {
 
 /// The client of a server.
 pub(super) struct Client {
-    address: Address,
+    address: StoreAddress,
     secret: Option<Vec<u8>>,
-    idle: Mutex<Vec<Connection>>,
-    eager: Eagerness,
+    idle: Mutex<Vec<ServerConnection>>,
+    eager: SpinHistory,
     /// Fork generation of the process that made the client; a forked child must not use its parent's connections.
     generation: u64,
 }
 
 impl Client {
     /// Makes a client that has reached its server, retrying until `deadline`.
-    pub(super) fn connect(address: Address, secret: Option<Vec<u8>>, deadline: Instant) -> Result<Self> {
-        let client = Self { address, secret, idle: Mutex::default(), eager: Eagerness::default(), generation: fork::generation() };
+    pub(super) fn connect(address: StoreAddress, secret: Option<Vec<u8>>, deadline: Instant) -> Result<Self> {
+        let client = Self { address, secret, idle: Mutex::default(), eager: SpinHistory::default(), generation: fork::generation() };
         let started = Instant::now();
-        let (mut pause, mut interrupts) = (PAUSE, interrupt::Interrupts::new());
+        let (mut pause, mut interrupts) = (CONNECT_RETRY_MIN, interrupt::Interrupts::new());
         loop {
             match client.reach(deadline, false) {
                 Ok(connection) => {
@@ -209,7 +214,7 @@ impl Client {
                 Err((_, true)) => {
                     std::thread::sleep(pause);
                     interrupts.check()?;
-                    pause = (pause * 2).min(PAUSE_MAX);
+                    pause = (pause * 2).min(CONNECT_RETRY_MAX);
                 }
             }
         }
@@ -217,12 +222,12 @@ impl Client {
 
     /// Makes a new connection that the server has admitted. On failure, returns the error and true if a retry makes
     /// sense. `known` is true if the server has been reached before; if it refuses connections now, it has ended.
-    fn reach(&self, deadline: Instant, known: bool) -> std::result::Result<Connection, (Error, bool)> {
+    fn reach(&self, deadline: Instant, known: bool) -> std::result::Result<ServerConnection, (Error, bool)> {
         let address = &self.address;
         let mut refusals = Vec::new();
         let refused = |name: String, errno: Errno| {
             refusals.push(match (errno, address) {
-                (Errno::PERM, Address::Unix(_)) => {
+                (Errno::PERM, StoreAddress::Unix(_)) => {
                     format!("{name} is another user's; ranks of several users need a secret, or to say that there is none (secret=none)")
                 }
                 _ => format!("{name}: {errno}"),
@@ -231,28 +236,31 @@ impl Client {
         let Some(socket) = address.connect(refused) else {
             return Err((Error::network(format!("the store cannot be reached: {}", refusals.join("; "))), !known));
         };
-        let blocking = rustix::io::ioctl_fionbio(&socket, false).and_then(|()| set_socket_timeout(&socket, Timeout::Recv, Some(NAP)));
+        let blocking =
+            rustix::io::ioctl_fionbio(&socket, false).and_then(|()| set_socket_timeout(&socket, Timeout::Recv, Some(SIGNAL_POLL)));
         blocking.map_err(|errno| (Error::os("a socket that waits", errno), false))?;
-        let connection = Connection { socket, frame: Vec::new(), generation: fork::generation() };
+        let connection = ServerConnection { socket, frame: Vec::new(), generation: fork::generation() };
         let secret = self.secret.as_deref();
-        let broken = |broken: Broken| match broken {
-            Broken::Late if known => (self.broken("a new connection", Broken::Late), false),
-            Broken::Late => (Error::network(format!("what listens at {address} says nothing; a torch-symm store would (timeout)")), false),
+        let broken = |broken: ExchangeError| match broken {
+            ExchangeError::Late if known => (self.broken("a new connection", ExchangeError::Late), false),
+            ExchangeError::Late => {
+                (Error::network(format!("what listens at {address} says nothing; a torch-symm store would (timeout)")), false)
+            }
             // A server that is shutting down accepts and closes.
-            Broken::Closed(_) => {
+            ExchangeError::Closed(_) => {
                 let whose = match address {
-                    Address::Unix(_) => "; a store there serves its own user only",
-                    Address::Inet(_) => "",
+                    StoreAddress::Unix(_) => "; a store there serves its own user only",
+                    StoreAddress::Inet(_) => "",
                 };
                 (Error::network(format!("what listens at {address} closed the connection{whose}")), true)
             }
-            Broken::Unsent(error) | Broken::Interrupted(error) | Broken::Garbled(error) => (error, false),
+            ExchangeError::Unsent(error) | ExchangeError::Interrupted(error) | ExchangeError::Garbled(error) => (error, false),
         };
         let wrong = |error: Error| (Error { message: format!("the store at {address}: {}", error.message), ..error }, false);
         let mut opening = [0; OPENING];
         connection.receive(&mut opening, deadline).map_err(broken)?;
-        let (introduction, hello) = Introduction::answer(&opening, secret).map_err(|error| {
-            if error.kind == Kind::Config {
+        let (introduction, hello) = ClientHello::answer(&opening, secret).map_err(|error| {
+            if error.kind == ErrorKind::Config {
                 // Only for the server's log.
                 let _ = connection.send(&farewell(secret.is_some()), deadline);
             }
@@ -265,24 +273,24 @@ impl Client {
         Ok(connection)
     }
 
-    fn take(&self, deadline: Instant) -> Result<Connection> {
+    fn take(&self, deadline: Instant) -> Result<ServerConnection> {
         if self.generation == fork::generation()
             && let Some(connection) = lock(&self.idle).pop()
         {
             return Ok(connection);
         }
-        let patience = deadline.min(Instant::now() + PATIENCE);
-        let mut pause = PAUSE;
+        let patience = deadline.min(Instant::now() + RECONNECT_WINDOW);
+        let mut pause = CONNECT_RETRY_MIN;
         loop {
             match self.reach(deadline, true) {
                 Err((_, true)) if Instant::now() + pause < patience => std::thread::sleep(pause),
                 outcome => return outcome.map_err(|(error, _)| error),
             }
-            pause = (pause * 2).min(PAUSE_MAX);
+            pause = (pause * 2).min(CONNECT_RETRY_MAX);
         }
     }
 
-    fn give_back(&self, connection: Connection) {
+    fn give_back(&self, connection: ServerConnection) {
         if self.generation == fork::generation() {
             let mut idle = lock(&self.idle);
             if idle.len() < IDLE {
@@ -293,19 +301,19 @@ impl Client {
 
     /// Reports to the server that this worker has joined.
     pub(super) fn join(&self, deadline: Instant) -> Result<()> {
-        match self.exchange(&Message::Join, deadline)? {
+        match self.exchange(&ClientFrame::Join, deadline)? {
             Ok(_) => Ok(()),
             Err(broken) => Err(self.broken("joining", broken)),
         }
     }
 
     /// Executes `request`.
-    pub(super) fn call(&self, request: &Request<'_>, limit: Duration) -> Result<Reply> {
+    pub(super) fn call(&self, request: &Request<'_>, limit: Duration) -> Result<TableReply> {
         let limit = limit.min(MAX_TIMEOUT);
-        let message = Message::Call(limit, request.clone());
-        let answer = match self.exchange(&message, Instant::now() + limit + GRACE)? {
+        let message = ClientFrame::Call(limit, request.clone());
+        let answer = match self.exchange(&message, Instant::now() + limit + SERVER_TIMEOUT_GRACE)? {
             Ok(answer) => answer,
-            Err(Broken::Late) if request.op.waits() => {
+            Err(ExchangeError::Late) if request.op.waits() => {
                 let all: Vec<usize> = (0..request.keys.len()).collect();
                 let error = timed_out(request, Some(limit), &all);
                 return Err(Error::timeout(format!("{}; the store at {} did not answer either", error.message, self.address)));
@@ -316,41 +324,41 @@ impl Client {
             }
         };
         match answer {
-            Answer::Done(reply) => Ok(reply),
-            Answer::Missing(indices) if indices.iter().all(|&index| index < request.keys.len()) => {
+            ServerFrame::Done(reply) => Ok(reply),
+            ServerFrame::Missing(indices) if indices.iter().all(|&index| index < request.keys.len()) => {
                 let error = timed_out(request, Some(limit), &indices);
                 Err(Error::timeout(format!("{} at {}", error.message, self.address)))
             }
-            Answer::Missing(_) => Err(Error::internal(format!("the store at {} missed keys that were not asked for", self.address))),
-            Answer::Failed(error) if matches!(error.kind, Kind::Value | Kind::QueueEmpty) => Err(error),
-            Answer::Failed(error) => Err(Error { message: format!("the store at {}: {}", self.address, error.message), ..error }),
+            ServerFrame::Missing(_) => Err(Error::internal(format!("the store at {} missed keys that were not asked for", self.address))),
+            ServerFrame::Failed(error) if matches!(error.kind, ErrorKind::Value | ErrorKind::QueueEmpty) => Err(error),
+            ServerFrame::Failed(error) => Err(Error { message: format!("the store at {}: {}", self.address, error.message), ..error }),
         }
     }
 
-    fn exchange(&self, message: &Message<'_>, deadline: Instant) -> Result<std::result::Result<Answer, Broken>> {
+    fn exchange(&self, message: &ClientFrame<'_>, deadline: Instant) -> Result<std::result::Result<ServerFrame, ExchangeError>> {
         let mut connection = self.take(deadline)?;
         let outcome = connection.exchange(message, deadline, &self.eager);
         // After any other failure, the connection may hold part of an answer.
-        if let Ok(_) | Err(Broken::Unsent(_)) = &outcome {
+        if let Ok(_) | Err(ExchangeError::Unsent(_)) = &outcome {
             self.give_back(connection);
         }
         Ok(outcome)
     }
 
-    fn broken(&self, what: &str, broken: Broken) -> Error {
+    fn broken(&self, what: &str, broken: ExchangeError) -> Error {
         let address = &self.address;
         match broken {
-            Broken::Unsent(error) | Broken::Interrupted(error) => error,
-            Broken::Late => Error::timeout(format!(
+            ExchangeError::Unsent(error) | ExchangeError::Interrupted(error) => error,
+            ExchangeError::Late => Error::timeout(format!(
                 "the store at {address} did not answer {what} in time (timeout): its process is stopped or overloaded"
             )),
-            Broken::Closed(reason) => {
+            ExchangeError::Closed(reason) => {
                 let reason = reason.map_or_else(String::new, |errno| format!(" ({errno})"));
                 Error::network(format!(
                     "the store at {address} closed the connection during {what}{reason}: its process has probably ended"
                 ))
             }
-            Broken::Garbled(error) => Error::network(format!("the store at {address} answered {what} with {}", error.message)),
+            ExchangeError::Garbled(error) => Error::network(format!("the store at {address} answered {what} with {}", error.message)),
         }
     }
 }

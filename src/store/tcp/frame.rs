@@ -1,9 +1,9 @@
 //! Frames between a client and a server after authentication: a 4-byte length, then a body.
 
 use super::limits::MAX_FRAME;
-use crate::error::{Error, Kind, Result};
-use crate::store::request::{Fields, Request};
-use crate::store::table::Reply;
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::request::{MessageReader, Request};
+use crate::store::table::TableReply;
 use bytes::Bytes;
 use std::time::Duration;
 
@@ -15,17 +15,17 @@ const APART: usize = 16 * 1024;
 
 /// A message of a client.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Message<'a> {
+pub enum ClientFrame<'a> {
     /// A request and its limit.
     Call(Duration, Request<'a>),
     /// Adds one to the number of workers for which the master waits.
     Join,
 }
 
-impl<'a> Message<'a> {
+impl<'a> ClientFrame<'a> {
     /// Decodes a body.
     pub fn decode(body: &'a [u8]) -> Result<Self> {
-        let mut fields = Fields(body);
+        let mut fields = MessageReader(body);
         match fields.u8()? {
             1 => {
                 let limit = Duration::from_millis(u64::from(fields.u32()?));
@@ -61,38 +61,38 @@ impl<'a> Message<'a> {
 
 /// An answer of the server.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum ServerFrame {
     /// The reply of the store.
-    Done(Reply),
+    Done(TableReply),
     /// The time is over, and the keys with these indices do not exist.
     Missing(Vec<usize>),
     /// The message was rejected.
     Failed(Error),
 }
 
-impl Answer {
+impl ServerFrame {
     /// Encodes the whole frame, in pieces to be sent in order.
     pub fn encode(&self) -> Vec<Bytes> {
-        let mut pieces = Pieces { done: Vec::new(), open: vec![0; LENGTH], length: 0 };
+        let mut pieces = FrameBuilder { done: Vec::new(), open: vec![0; LENGTH], length: 0 };
         match self {
-            Self::Done(Reply::Unit) => pieces.put(&[0]),
-            Self::Done(Reply::Flag(flag)) => pieces.put(&[1, u8::from(*flag)]),
-            Self::Done(Reply::Number(number)) => {
+            Self::Done(TableReply::Unit) => pieces.put(&[0]),
+            Self::Done(TableReply::Flag(flag)) => pieces.put(&[1, u8::from(*flag)]),
+            Self::Done(TableReply::Number(number)) => {
                 pieces.put(&[2]);
                 pieces.put(&number.to_le_bytes());
             }
-            Self::Done(Reply::Value(value)) => {
+            Self::Done(TableReply::Value(value)) => {
                 pieces.put(&[3]);
                 pieces.put_value(value);
             }
-            Self::Done(Reply::Values(values)) => {
+            Self::Done(TableReply::Values(values)) => {
                 pieces.put(&[4]);
                 pieces.put(&(values.len() as u32).to_le_bytes());
                 for value in values {
                     pieces.put_value(value);
                 }
             }
-            Self::Done(Reply::Keys(keys)) => {
+            Self::Done(TableReply::Keys(keys)) => {
                 pieces.put(&[5]);
                 pieces.put(&(keys.len() as u32).to_le_bytes());
                 for key in keys {
@@ -117,12 +117,12 @@ impl Answer {
     /// Returns the length of the body, which must not exceed [`MAX_FRAME`].
     pub fn encoded_len(&self) -> usize {
         1 + match self {
-            Self::Done(Reply::Unit) => 0,
-            Self::Done(Reply::Flag(_)) => 1,
-            Self::Done(Reply::Number(_)) => 8,
-            Self::Done(Reply::Value(value)) => 4 + value.len(),
-            Self::Done(Reply::Values(values)) => 4 + values.iter().map(|value| 4 + value.len()).sum::<usize>(),
-            Self::Done(Reply::Keys(keys)) => 4 + keys.iter().map(|key| 4 + key.len()).sum::<usize>(),
+            Self::Done(TableReply::Unit) => 0,
+            Self::Done(TableReply::Flag(_)) => 1,
+            Self::Done(TableReply::Number(_)) => 8,
+            Self::Done(TableReply::Value(value)) => 4 + value.len(),
+            Self::Done(TableReply::Values(values)) => 4 + values.iter().map(|value| 4 + value.len()).sum::<usize>(),
+            Self::Done(TableReply::Keys(keys)) => 4 + keys.iter().map(|key| 4 + key.len()).sum::<usize>(),
             Self::Missing(indices) => 4 * indices.len(),
             Self::Failed(error) => 1 + error.message.len(),
         }
@@ -130,20 +130,22 @@ impl Answer {
 
     /// Decodes a body; the values share its memory.
     pub fn decode(body: &Bytes) -> Result<Self> {
-        let mut fields = Fields(body);
+        let mut fields = MessageReader(body);
         let answer = match fields.u8()? {
-            0 => Self::Done(Reply::Unit),
-            1 => Self::Done(Reply::Flag(fields.u8()? != 0)),
-            2 => Self::Done(Reply::Number(i64::from_le_bytes(fields.array()?))),
-            3 => Self::Done(Reply::Value(body.slice_ref(fields.bytes()?))),
+            0 => Self::Done(TableReply::Unit),
+            1 => Self::Done(TableReply::Flag(fields.u8()? != 0)),
+            2 => Self::Done(TableReply::Number(i64::from_le_bytes(fields.array()?))),
+            3 => Self::Done(TableReply::Value(body.slice_ref(fields.bytes()?))),
             4 => {
                 let count = fields.u32()?;
-                Self::Done(Reply::Values((0..count).map(|_| fields.bytes().map(|value| body.slice_ref(value))).collect::<Result<_>>()?))
+                Self::Done(TableReply::Values(
+                    (0..count).map(|_| fields.bytes().map(|value| body.slice_ref(value))).collect::<Result<_>>()?,
+                ))
             }
             5 => {
                 let count = fields.u32()?;
                 let keys = (0..count).map(|_| Ok(String::from_utf8_lossy(fields.bytes()?).into_owned()));
-                Self::Done(Reply::Keys(keys.collect::<Result<_>>()?))
+                Self::Done(TableReply::Keys(keys.collect::<Result<_>>()?))
             }
             6 => {
                 let mut indices = Vec::new();
@@ -153,7 +155,7 @@ impl Answer {
                 Self::Missing(indices)
             }
             7 => {
-                let kind = Kind::from_code(fields.u8()?).unwrap_or(Kind::Internal);
+                let kind = ErrorKind::from_code(fields.u8()?).unwrap_or(ErrorKind::Internal);
                 let message = String::from_utf8_lossy(std::mem::take(&mut fields.0)).into_owned();
                 Self::Failed(Error { kind, message })
             }
@@ -165,13 +167,13 @@ impl Answer {
 }
 
 /// A frame under construction.
-struct Pieces {
+struct FrameBuilder {
     done: Vec<Bytes>,
     open: Vec<u8>,
     length: usize,
 }
 
-impl Pieces {
+impl FrameBuilder {
     fn put(&mut self, bytes: &[u8]) {
         self.open.extend_from_slice(bytes);
         self.length += bytes.len();
@@ -207,28 +209,28 @@ impl Pieces {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::request::Op;
+    use crate::store::request::StoreOp;
 
     #[test]
     fn answers_come_back_and_no_prefix_is_taken_for_one() {
         let large = Bytes::from(vec![3; APART + 1]);
         for answer in [
-            Answer::Done(Reply::Unit),
-            Answer::Done(Reply::Flag(true)),
-            Answer::Done(Reply::Number(-5)),
-            Answer::Done(Reply::Value(large.clone())),
-            Answer::Done(Reply::Values(vec![Bytes::new(), large.clone(), Bytes::from_static(b"x"), large])),
-            Answer::Done(Reply::Keys(vec![String::new(), "schlüssel".into()])),
-            Answer::Missing(vec![0, 7]),
-            Answer::Failed(Error::queue_empty("queue is empty")),
+            ServerFrame::Done(TableReply::Unit),
+            ServerFrame::Done(TableReply::Flag(true)),
+            ServerFrame::Done(TableReply::Number(-5)),
+            ServerFrame::Done(TableReply::Value(large.clone())),
+            ServerFrame::Done(TableReply::Values(vec![Bytes::new(), large.clone(), Bytes::from_static(b"x"), large])),
+            ServerFrame::Done(TableReply::Keys(vec![String::new(), "schlüssel".into()])),
+            ServerFrame::Missing(vec![0, 7]),
+            ServerFrame::Failed(Error::queue_empty("queue is empty")),
         ] {
             let frame = Bytes::from(answer.encode().concat());
             let body = frame.slice(LENGTH..);
             assert_eq!(frame[..LENGTH], (body.len() as u32).to_le_bytes());
             assert_eq!(body.len(), answer.encoded_len());
-            assert_eq!(Answer::decode(&body).as_ref(), Ok(&answer));
-            if !matches!(answer, Answer::Missing(_) | Answer::Failed(_)) {
-                assert!((0..body.len()).step_by(1 + body.len() / 100).all(|length| Answer::decode(&body.slice(..length)).is_err()));
+            assert_eq!(ServerFrame::decode(&body).as_ref(), Ok(&answer));
+            if !matches!(answer, ServerFrame::Missing(_) | ServerFrame::Failed(_)) {
+                assert!((0..body.len()).step_by(1 + body.len() / 100).all(|length| ServerFrame::decode(&body.slice(..length)).is_err()));
             }
         }
     }
@@ -236,14 +238,14 @@ mod tests {
     #[test]
     fn messages_come_back_and_long_ones_are_refused() -> Result<()> {
         let mut frame = Vec::new();
-        let call = Message::Call(Duration::from_millis(7), Request::new(Op::Set, vec!["k"], vec![b"v"]));
-        for message in [call, Message::Join] {
+        let call = ClientFrame::Call(Duration::from_millis(7), Request::new(StoreOp::Set, vec!["k"], vec![b"v"]));
+        for message in [call, ClientFrame::Join] {
             message.encode(&mut frame)?;
-            assert_eq!(Message::decode(&frame[LENGTH..])?, message);
-            assert!((LENGTH..frame.len()).all(|length| Message::decode(&frame[LENGTH..length]).is_err()));
+            assert_eq!(ClientFrame::decode(&frame[LENGTH..])?, message);
+            assert!((LENGTH..frame.len()).all(|length| ClientFrame::decode(&frame[LENGTH..length]).is_err()));
         }
         let long = vec![0; MAX_FRAME];
-        assert!(Message::Call(Duration::ZERO, Request::new(Op::Set, vec!["k"], vec![&long])).encode(&mut frame).is_err());
+        assert!(ClientFrame::Call(Duration::ZERO, Request::new(StoreOp::Set, vec!["k"], vec![&long])).encode(&mut frame).is_err());
         Ok(())
     }
 }

@@ -7,7 +7,7 @@ pub const MAX_FRAME: usize = 64 * 1024 * 1024 + 2 * 64 * 1024;
 
 /// Limits of a server; `docs/design/store.md` explains the defaults.
 #[derive(Clone, Debug)]
-pub struct Limits {
+pub struct ConnectionLimits {
     /// Maximum size of all keys and values.
     pub stored: usize,
     /// Maximum size of all long frames in transit, over all clients.
@@ -22,7 +22,7 @@ pub struct Limits {
     pub frame: Duration,
 }
 
-impl Default for Limits {
+impl Default for ConnectionLimits {
     fn default() -> Self {
         Self {
             stored: 256 * 1024 * 1024,

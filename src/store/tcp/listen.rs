@@ -1,7 +1,7 @@
 //! The listening sockets of a server.
 
-use super::address::{Address, FLAGS, UnixName, attend, connect_unix, ours, unix_address};
-use super::occupant;
+use super::address::{FLAGS, StoreAddress, UnixName, attend, connect_unix, ours, unix_address};
+use super::address_owner;
 use crate::error::{Error, Result};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
@@ -15,15 +15,15 @@ use std::path::{Path, PathBuf};
 const BACKLOG: i32 = 4096;
 
 /// The sockets on which a server listens. A Unix socket's path is removed with them.
-pub struct Listeners {
+pub struct ListeningSockets {
     /// The sockets.
     pub sockets: Vec<OwnedFd>,
     /// The address, with the port that was chosen.
-    pub address: Address,
+    pub address: StoreAddress,
     path: Option<(PathBuf, u64)>,
 }
 
-impl Drop for Listeners {
+impl Drop for ListeningSockets {
     fn drop(&mut self) {
         for socket in &self.sockets {
             // Frees the port even if a forked child holds a copy of the file descriptor.
@@ -37,12 +37,12 @@ impl Drop for Listeners {
     }
 }
 
-impl Listeners {
+impl ListeningSockets {
     /// Listens on all addresses of `address`; port 0 picks a free one. `Network` on failure.
-    pub fn at(address: &Address) -> Result<Self> {
+    pub fn at(address: &StoreAddress) -> Result<Self> {
         match address {
-            Address::Inet(all) => inet(all),
-            Address::Unix(name) => unix(name),
+            StoreAddress::Inet(all) => inet(all),
+            StoreAddress::Unix(name) => unix(name),
         }
     }
 
@@ -52,15 +52,15 @@ impl Listeners {
         rustix::io::ioctl_fionbio(&socket, true).map_err(fail)?;
         listen(&socket, BACKLOG).map_err(fail)?;
         let address = bound(&socket).map_err(fail)?;
-        Ok(Self { sockets: vec![socket], address: Address::Inet(vec![address]), path: None })
+        Ok(Self { sockets: vec![socket], address: StoreAddress::Inet(vec![address]), path: None })
     }
 
     /// Accepts the next connection to `socket`; `AGAIN` if no connection is waiting.
     pub fn accept(&self, socket: &OwnedFd) -> rustix::io::Result<OwnedFd> {
         let (connection, _) = acceptfrom_with(socket.as_fd(), FLAGS)?;
         match &self.address {
-            Address::Inet(_) => attend(&connection)?,
-            Address::Unix(_) => {}
+            StoreAddress::Inet(_) => attend(&connection)?,
+            StoreAddress::Unix(_) => {}
         }
         Ok(connection)
     }
@@ -68,8 +68,8 @@ impl Listeners {
     /// Returns true if the peer of `connection` may use the store: on a Unix socket, only this user and root.
     pub fn serves(&self, connection: &OwnedFd) -> bool {
         match &self.address {
-            Address::Inet(_) => true,
-            Address::Unix(_) => ours(connection),
+            StoreAddress::Inet(_) => true,
+            StoreAddress::Unix(_) => ours(connection),
         }
     }
 }
@@ -79,7 +79,7 @@ fn bound(socket: &OwnedFd) -> rustix::io::Result<SocketAddr> {
     SocketAddr::try_from(address)
 }
 
-fn inet(all: &[SocketAddr]) -> Result<Listeners> {
+fn inet(all: &[SocketAddr]) -> Result<ListeningSockets> {
     let mut sockets = Vec::new();
     let mut addresses: Vec<SocketAddr> = Vec::new();
     let mut absent = None;
@@ -98,7 +98,7 @@ fn inet(all: &[SocketAddr]) -> Result<Listeners> {
             // A name may resolve to addresses that this machine does not have, such as ::1 without IPv6.
             Err(errno @ (Errno::ADDRNOTAVAIL | Errno::AFNOSUPPORT)) => absent = Some((wanted, errno)),
             Err(Errno::ADDRINUSE) => {
-                let occupant = occupant::described(&Address::Inet(vec![wanted]));
+                let occupant = address_owner::described(&StoreAddress::Inet(vec![wanted]));
                 return Err(Error::network(format!("the store cannot listen at {wanted}, which is in use: {occupant}")));
             }
             Err(errno) => return Err(Error::network(format!("the store cannot listen at {wanted}: {errno}"))),
@@ -106,9 +106,9 @@ fn inet(all: &[SocketAddr]) -> Result<Listeners> {
     }
     match absent {
         Some((wanted, errno)) if sockets.is_empty() => {
-            Err(Error::network(format!("the store cannot listen at {wanted}, which is no address of this machine: {errno}")))
+            Err(Error::network(format!("cannot listen on {wanted}: not an address of this machine: {errno}")))
         }
-        _ => Ok(Listeners { sockets, address: Address::Inet(addresses), path: None }),
+        _ => Ok(ListeningSockets { sockets, address: StoreAddress::Inet(addresses), path: None }),
     }
 }
 
@@ -127,14 +127,14 @@ fn listen_inet(address: &SocketAddr) -> rustix::io::Result<(OwnedFd, SocketAddr)
     Ok((socket, address))
 }
 
-fn unix(name: &UnixName) -> Result<Listeners> {
-    let address = Address::Unix(name.clone());
+fn unix(name: &UnixName) -> Result<ListeningSockets> {
+    let address = StoreAddress::Unix(name.clone());
     let fail = |errno: Errno| match (name, errno) {
         (UnixName::Path(path), Errno::NAMETOOLONG) => {
             Error::value(format!("the store cannot listen at {address}: the path has {} bytes, at most 107 fit", path.as_os_str().len()))
         }
         (_, Errno::ADDRINUSE) => {
-            Error::network(format!("the store cannot listen at {address}, which is in use: {}", occupant::described(&address)))
+            Error::network(format!("the store cannot listen at {address}, which is in use: {}", address_owner::described(&address)))
         }
         _ => Error::network(format!("the store cannot listen at {address}: {errno}")),
     };
@@ -159,7 +159,7 @@ fn unix(name: &UnixName) -> Result<Listeners> {
         UnixName::Abstract(_) => None,
     };
     listen(&socket, BACKLOG).map_err(fail)?;
-    Ok(Listeners { sockets: vec![socket], address, path })
+    Ok(ListeningSockets { sockets: vec![socket], address, path })
 }
 
 /// Returns true if `path` is a socket of this user on which no server listens any more.
@@ -174,29 +174,29 @@ mod tests {
     use super::*;
     use std::time::{Duration, Instant};
 
-    fn resolve(host: &str) -> Result<Address> {
-        Address::resolve(host, 7, Instant::now() + Duration::from_secs(5))
+    fn resolve(host: &str) -> Result<StoreAddress> {
+        StoreAddress::resolve(host, 7, Instant::now() + Duration::from_secs(5))
     }
 
     #[test]
     fn a_port_has_one_listener_and_a_path_is_free_after_it() -> Result<()> {
-        let first = Listeners::at(&resolve("127.0.0.1")?.near())
-            .or_else(|_| Listeners::at(&Address::Inet(vec![SocketAddr::from(([127, 0, 0, 1], 0))])))?;
-        assert!(Listeners::at(&first.address).is_err_and(|error| error.message.contains("in use")));
+        let first = ListeningSockets::at(&resolve("127.0.0.1")?.near())
+            .or_else(|_| ListeningSockets::at(&StoreAddress::Inet(vec![SocketAddr::from(([127, 0, 0, 1], 0))])))?;
+        assert!(ListeningSockets::at(&first.address).is_err_and(|error| error.message.contains("in use")));
         assert!(first.address.port() != 0);
         let place = std::env::temp_dir().join(format!("symm-address-{}", std::process::id()));
-        let name = Address::Unix(UnixName::Path(place.clone()));
-        let listeners = Listeners::at(&name)?;
-        assert!(Listeners::at(&name).is_err_and(|error| error.message.contains("in use")));
+        let name = StoreAddress::Unix(UnixName::Path(place.clone()));
+        let listeners = ListeningSockets::at(&name)?;
+        assert!(ListeningSockets::at(&name).is_err_and(|error| error.message.contains("in use")));
         drop(listeners);
         assert!(!place.exists());
         // Left by a server that was killed.
         drop(std::os::unix::net::UnixListener::bind(&place));
         assert!(place.exists());
-        drop(Listeners::at(&name)?);
+        drop(ListeningSockets::at(&name)?);
         assert!(!place.exists());
-        let long = Address::Unix(UnixName::Path(format!("/tmp/{}", "x".repeat(200)).into()));
-        assert!(Listeners::at(&long).is_err_and(|error| error.message.contains("107")));
+        let long = StoreAddress::Unix(UnixName::Path(format!("/tmp/{}", "x".repeat(200)).into()));
+        assert!(ListeningSockets::at(&long).is_err_and(|error| error.message.contains("107")));
         Ok(())
     }
 }

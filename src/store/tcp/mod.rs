@@ -2,45 +2,45 @@
 #![allow(unsafe_code, reason = "a socket that its owner hands over")]
 
 pub mod address;
+mod address_owner;
 mod client;
 pub mod frame;
 pub mod limits;
 pub mod listen;
-mod occupant;
 pub mod proof;
 pub mod server;
 
 use super::request::Request;
-use super::table::Reply;
+use super::table::TableReply;
 use super::{DEFAULT_TIMEOUT, MAX_TIMEOUT, Store};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::sys::fork::PerProcess;
-use address::Address;
+use address::StoreAddress;
 use client::Client;
-use limits::Limits;
-use listen::Listeners;
+use limits::ConnectionLimits;
+use listen::ListeningSockets;
 use rustix::fd::{FromRawFd, OwnedFd, RawFd};
 use server::Server;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 /// A server that several stores of this process may share, with the options under which they find it.
-struct Tenancy {
+struct SharedServer {
     host: String,
     port: u16,
-    same_user: bool,
+    require_same_user: bool,
     server: Weak<Server>,
 }
 
-impl Tenancy {
+impl SharedServer {
     fn requested(&self, options: &TcpOptions) -> bool {
-        (self.host.as_str(), self.port, self.same_user) == (options.host.as_str(), options.port, options.same_user)
+        (self.host.as_str(), self.port, self.require_same_user) == (options.host.as_str(), options.port, options.require_same_user)
     }
 }
 
-static SERVERS: PerProcess<Mutex<Vec<Tenancy>>> = PerProcess::new(|| Mutex::new(Vec::new()));
+static SERVERS: PerProcess<Mutex<Vec<SharedServer>>> = PerProcess::new(|| Mutex::new(Vec::new()));
 
 /// Options of a store, with the semantics of torch's `TCPStore`.
 #[derive(Clone)]
@@ -64,8 +64,8 @@ pub struct TcpOptions {
     /// The secret that clients must know.
     pub secret: Option<Vec<u8>>,
     /// True to serve only processes of this user if there is no secret and `host` is loopback; see
-    /// [`Address::for_same_user`].
-    pub same_user: bool,
+    /// [`StoreAddress::for_same_user`].
+    pub require_same_user: bool,
 }
 
 /// A client, and on the master also the server.
@@ -101,8 +101,8 @@ impl TcpStore {
         };
         let port = address.port();
         let host = match &address {
-            Address::Inet(_) => options.host,
-            Address::Unix(_) => address.to_string(),
+            StoreAddress::Inet(_) => options.host,
+            StoreAddress::Unix(_) => address.to_string(),
         };
         let client = Client::connect(address, options.secret, deadline)?;
         if let Some(size) = options.world_size.filter(|_| options.wait_for_workers) {
@@ -133,15 +133,15 @@ impl TcpStore {
 }
 
 impl Store for TcpStore {
-    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         self.client.call(request, limit.unwrap_or(DEFAULT_TIMEOUT))
     }
 }
 
 /// Returns the address of the server.
-fn endpoint(options: &TcpOptions, deadline: Instant) -> Result<Address> {
-    let address = Address::resolve(&options.host, options.port, deadline)?;
-    if options.same_user && options.secret.is_none() { address.for_same_user() } else { Ok(address) }
+fn endpoint(options: &TcpOptions, deadline: Instant) -> Result<StoreAddress> {
+    let address = StoreAddress::resolve(&options.host, options.port, deadline)?;
+    if options.require_same_user && options.secret.is_none() { address.for_same_user() } else { Ok(address) }
 }
 
 fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
@@ -159,19 +159,19 @@ fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
         return Ok(server);
     }
     let listeners = match listen_fd {
-        Some(fd) => Listeners::adopt(fd)?,
-        None => Listeners::at(&endpoint(options, deadline)?)?,
+        Some(fd) => ListeningSockets::adopt(fd)?,
+        None => ListeningSockets::at(&endpoint(options, deadline)?)?,
     };
-    let mut limits = Limits::default();
+    let mut limits = ConnectionLimits::default();
     if let Some(bytes) = Config::get().store_bytes {
         limits.stored = bytes;
     }
     let server = Arc::new(Server::start(listeners, options.secret.clone(), limits)?);
     if shared {
-        servers.push(Tenancy {
+        servers.push(SharedServer {
             host: options.host.clone(),
             port: options.port,
-            same_user: options.same_user,
+            require_same_user: options.require_same_user,
             server: Arc::downgrade(&server),
         });
     }

@@ -29,17 +29,17 @@ pub type Nonce = [u8; WIDTH];
 
 /// The side that sends a proof; it keeps a proof of one side from being valid for the other.
 #[derive(Clone, Copy)]
-enum Side {
+enum Role {
     Client,
     Server,
 }
 
-fn mac(secret: &[u8], side: Side, server: &Nonce, client: &Nonce) -> Result<Hmac<Sha256>> {
+fn mac(secret: &[u8], side: Role, server: &Nonce, client: &Nonce) -> Result<Hmac<Sha256>> {
     // HMAC accepts keys of any length.
     let mut mac = Hmac::<Sha256>::new_from_slice(secret).map_err(|error| Error::internal(error.to_string()))?;
     mac.update(match side {
-        Side::Client => b"symm store client",
-        Side::Server => b"symm store server",
+        Role::Client => b"symm store client",
+        Role::Server => b"symm store server",
     });
     mac.update(server);
     mac.update(client);
@@ -47,7 +47,7 @@ fn mac(secret: &[u8], side: Side, server: &Nonce, client: &Nonce) -> Result<Hmac
 }
 
 /// Compares in constant time.
-fn holds(secret: &[u8], side: Side, server: &Nonce, client: &Nonce, proof: &[u8]) -> bool {
+fn holds(secret: &[u8], side: Role, server: &Nonce, client: &Nonce, proof: &[u8]) -> bool {
     mac(secret, side, server, client).is_ok_and(|mac| mac.verify_slice(proof).is_ok())
 }
 
@@ -66,7 +66,7 @@ pub fn opening(secret: bool) -> Result<([u8; OPENING], Nonce)> {
 
 /// Why a server does not admit a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refusal {
+pub enum AuthError {
     /// The peer speaks another protocol.
     Foreign,
     /// The peer has no secret, but the server has one.
@@ -78,21 +78,21 @@ pub enum Refusal {
 }
 
 /// Returns the server's answer to a client's hello.
-pub fn admit(secret: Option<&[u8]>, server: &Nonce, hello: &[u8; HELLO]) -> std::result::Result<[u8; ADMISSION], Refusal> {
+pub fn admit(secret: Option<&[u8]>, server: &Nonce, hello: &[u8; HELLO]) -> std::result::Result<[u8; ADMISSION], AuthError> {
     if !hello.starts_with(MAGIC) {
-        return Err(Refusal::Foreign);
+        return Err(AuthError::Foreign);
     }
     let client: Nonce = fixed(&hello[9..9 + WIDTH]);
     let Some(secret) = secret else {
-        return if hello[8] == 0 { Ok(fixed(&[1])) } else { Err(Refusal::Needless) };
+        return if hello[8] == 0 { Ok(fixed(&[1])) } else { Err(AuthError::Needless) };
     };
     if hello[8] != 1 {
-        return Err(Refusal::Without);
+        return Err(AuthError::Without);
     }
-    if !holds(secret, Side::Client, server, &client, &hello[9 + WIDTH..]) {
-        return Err(Refusal::Wrong);
+    if !holds(secret, Role::Client, server, &client, &hello[9 + WIDTH..]) {
+        return Err(AuthError::Wrong);
     }
-    let proof = mac(secret, Side::Server, server, &client).map_err(|_| Refusal::Wrong)?.finalize().into_bytes();
+    let proof = mac(secret, Role::Server, server, &client).map_err(|_| AuthError::Wrong)?.finalize().into_bytes();
     Ok(fixed(&[&[1], &proof[..]].concat()))
 }
 
@@ -109,12 +109,12 @@ pub fn farewell(secret: bool) -> [u8; HELLO] {
 }
 
 /// The state of a client after the server's opening.
-pub struct Introduction {
+pub struct ClientHello {
     server: Nonce,
     client: Nonce,
 }
 
-impl Introduction {
+impl ClientHello {
     /// Reads the server's opening and returns the client's hello. Errors describe the server without its name.
     pub fn answer(opening: &[u8; OPENING], secret: Option<&[u8]>) -> Result<(Self, [u8; HELLO])> {
         if !opening.starts_with(MAGIC) {
@@ -132,7 +132,7 @@ impl Introduction {
         let client = random::bytes()?;
         let mut hello: [u8; HELLO] = fixed(&[&MAGIC[..], &[u8::from(secret.is_some())], &client].concat());
         if let Some(secret) = secret {
-            let proof = mac(secret, Side::Client, &server, &client)?.finalize().into_bytes();
+            let proof = mac(secret, Role::Client, &server, &client)?.finalize().into_bytes();
             hello[9 + WIDTH..].copy_from_slice(&proof);
         }
         Ok((Self { server, client }, hello))
@@ -140,7 +140,7 @@ impl Introduction {
 
     /// Succeeds if the server admits this client and, if there is a secret, has proven that it knows it.
     pub fn admitted(&self, admission: &[u8; ADMISSION], secret: Option<&[u8]>) -> Result<()> {
-        let proven = secret.is_none_or(|secret| holds(secret, Side::Server, &self.server, &self.client, &admission[1..]));
+        let proven = secret.is_none_or(|secret| holds(secret, Role::Server, &self.server, &self.client, &admission[1..]));
         if admission[0] == 1 && proven { Ok(()) } else { Err(Error::config("it does not know the secret that this client was given")) }
     }
 }
@@ -151,7 +151,7 @@ mod tests {
 
     fn meet(server: Option<&[u8]>, client: Option<&[u8]>) -> Result<()> {
         let (words, nonce) = opening(server.is_some())?;
-        let (introduction, hello) = Introduction::answer(&words, client)?;
+        let (introduction, hello) = ClientHello::answer(&words, client)?;
         let admission = admit(server, &nonce, &hello).map_err(|refusal| Error::config(format!("{refusal:?}")))?;
         introduction.admitted(&admission, client)
     }
@@ -168,20 +168,20 @@ mod tests {
     #[test]
     fn a_proof_serves_one_connection() -> Result<()> {
         let (words, nonce) = opening(true)?;
-        let (introduction, hello) = Introduction::answer(&words, Some(b"s"))?;
+        let (introduction, hello) = ClientHello::answer(&words, Some(b"s"))?;
         let admission = admit(Some(b"s"), &nonce, &hello).map_err(|_| Error::internal("refused"))?;
         let (again, other) = opening(true)?;
-        assert_eq!(admit(Some(b"s"), &other, &hello), Err(Refusal::Wrong));
-        let (fresh, _) = Introduction::answer(&again, Some(b"s"))?;
+        assert_eq!(admit(Some(b"s"), &other, &hello), Err(AuthError::Wrong));
+        let (fresh, _) = ClientHello::answer(&again, Some(b"s"))?;
         assert!(introduction.admitted(&admission, Some(b"s")).is_ok());
         assert!(fresh.admitted(&admission, Some(b"s")).is_err());
         // The server's own proof, sent back to it.
         let mut echo = hello;
         echo[9 + WIDTH..].copy_from_slice(&admission[1..]);
-        assert_eq!(admit(Some(b"s"), &nonce, &echo), Err(Refusal::Wrong));
-        assert_eq!(admit(None, &nonce, &[b'G'; HELLO]), Err(Refusal::Foreign));
-        assert_eq!(admit(Some(b"s"), &nonce, &farewell(false)), Err(Refusal::Without));
-        assert_eq!(admit(None, &nonce, &farewell(true)), Err(Refusal::Needless));
+        assert_eq!(admit(Some(b"s"), &nonce, &echo), Err(AuthError::Wrong));
+        assert_eq!(admit(None, &nonce, &[b'G'; HELLO]), Err(AuthError::Foreign));
+        assert_eq!(admit(Some(b"s"), &nonce, &farewell(false)), Err(AuthError::Without));
+        assert_eq!(admit(None, &nonce, &farewell(true)), Err(AuthError::Needless));
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::error::{Error, Result};
 pub(crate) use crate::symm_mem::host::PAGE;
-use crate::symm_mem::{Addresses, HostMemory, Piece, Range};
+use crate::symm_mem::{AddressRange, AddressSpace, Backing, HostMemory};
 use rustix::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +20,7 @@ pub(crate) struct Host {
 }
 
 struct Fallible {
-    range: Box<dyn Range>,
+    range: Box<dyn AddressRange>,
     exhausted: Arc<AtomicBool>,
     alone: Arc<AtomicBool>,
 }
@@ -32,7 +32,7 @@ impl Host {
     }
 }
 
-impl Addresses for Host {
+impl AddressSpace for Host {
     fn granularity(&self) -> usize {
         self.memory.granularity()
     }
@@ -41,7 +41,7 @@ impl Addresses for Host {
         self.memory.span()
     }
 
-    fn reserve(&self, bytes: usize) -> Result<Box<dyn Range>> {
+    fn reserve(&self, bytes: usize) -> Result<Box<dyn AddressRange>> {
         let range = self.memory.reserve(bytes)?;
         Ok(Box::new(Fallible { range, exhausted: Arc::clone(&self.exhausted), alone: Arc::clone(&self.alone) }))
     }
@@ -55,12 +55,12 @@ impl Addresses for Host {
     }
 }
 
-impl Range for Fallible {
+impl AddressRange for Fallible {
     fn address(&self) -> u64 {
         self.range.address()
     }
 
-    fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Piece>> {
+    fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Backing>> {
         if self.exhausted.load(Ordering::Relaxed) {
             return Err(Error::config("out of memory"));
         }

@@ -5,8 +5,8 @@
 use super::host::PAGE;
 use super::processes::{forked, status_of};
 use super::*;
-use crate::mem::shm::Segment;
-use crate::symm_mem::frame::{FRAME_BYTES, Frame};
+use crate::mem::shm::ShmSegment;
+use crate::symm_mem::frame::{FRAME_BYTES, HeapFrame};
 use crate::sys::random;
 use crate::sys::socket;
 use rustix::fd::{AsFd, OwnedFd};
@@ -30,17 +30,17 @@ impl Raw {
         let (socket, key) = (Self::knock(heap), random::bytes().expect("random"));
         let number = u64::from_le_bytes(random::bytes().expect("random"));
         let raw = Self { socket, key, number };
-        raw.say(Frame::Hello { to: heap.address().key, from: key, link: number, span: 16 * PAGE as u64 });
+        raw.say(HeapFrame::Hello { to: heap.address().key, from: key, link: number, span: 16 * PAGE as u64 });
         raw
     }
 
     /// Returns the claim of `heap` to this link.
-    fn hold(&self, heap: &Heap) -> Hold {
-        let address = Address { key: self.key, listener: [0; 16], span: 0 };
+    fn hold(&self, heap: &Heap) -> LinkRef {
+        let address = HeapAddress { key: self.key, listener: [0; 16], span: 0 };
         heap.meet(&address, self.number, &healthy(), Instant::now() + PATIENCE).expect("the thread runs").expect("admitted")
     }
 
-    fn say(&self, frame: Frame) {
+    fn say(&self, frame: HeapFrame) {
         self.send(&frame.encode());
     }
 
@@ -49,24 +49,24 @@ impl Raw {
     }
 
     fn offer(&self, id: u64, offset: usize, bytes: usize) {
-        let file = Segment::create(16 * PAGE).expect("memfd");
-        let frame = Frame::Offer { id, offset: offset as u64, bytes: bytes as u64 };
+        let file = ShmSegment::create(16 * PAGE).expect("memfd");
+        let frame = HeapFrame::Offer { id, offset: offset as u64, bytes: bytes as u64 };
         socket::send(&self.socket, &frame.encode(), Some(file.as_fd())).expect("sent");
     }
 
-    fn hear(&self) -> Option<Frame> {
+    fn hear(&self) -> Option<HeapFrame> {
         hear(&self.socket)
     }
 }
 
 /// Returns the next message; `None` if the other end has closed.
-fn hear(socket: &OwnedFd) -> Option<Frame> {
+fn hear(socket: &OwnedFd) -> Option<HeapFrame> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         let mut buffer = [0; FRAME_BYTES];
         match socket::receive(socket, &mut buffer) {
             Ok(received) if received.length == 0 => return None,
-            Ok(received) => return Some(Frame::decode(&buffer[..received.length]).expect("a message")),
+            Ok(received) => return Some(HeapFrame::decode(&buffer[..received.length]).expect("a message")),
             Err(Errno::AGAIN | Errno::INTR) => std::thread::sleep(Duration::from_millis(1)),
             Err(_) => return None,
         }
@@ -80,15 +80,15 @@ fn who_breaks_the_rules_is_cut_off() {
     let _attention = heap.attend().expect("runs");
     type Deed = Box<dyn Fn(&Raw)>;
     let cases: Vec<(&str, Deed)> = vec![
-        ("a short message", Box::new(|raw| raw.send(&Frame::Gone { id: 1 }.encode()[..20]))),
+        ("a short message", Box::new(|raw| raw.send(&HeapFrame::Gone { id: 1 }.encode()[..20]))),
         ("a long message", Box::new(|raw| raw.send(&[0; FRAME_BYTES + 8]))),
         ("nonsense", Box::new(|raw| raw.send(&[7; FRAME_BYTES]))),
-        ("no descriptor", Box::new(|raw| raw.say(Frame::Offer { id: 1, offset: 0, bytes: PAGE as u64 }))),
+        ("no descriptor", Box::new(|raw| raw.say(HeapFrame::Offer { id: 1, offset: 0, bytes: PAGE as u64 }))),
         (
             "a stray descriptor",
             Box::new(|raw| {
-                let file = Segment::create(PAGE).expect("memfd");
-                socket::send(&raw.socket, &Frame::Gone { id: 1 }.encode(), Some(file.as_fd())).expect("sent");
+                let file = ShmSegment::create(PAGE).expect("memfd");
+                socket::send(&raw.socket, &HeapFrame::Gone { id: 1 }.encode(), Some(file.as_fd())).expect("sent");
             }),
         ),
         ("behind the end", Box::new(|raw| raw.offer(1, 16 * PAGE, PAGE))),
@@ -109,17 +109,17 @@ fn who_breaks_the_rules_is_cut_off() {
                 raw.offer(1, 4 * PAGE, PAGE);
             }),
         ),
-        ("an unknown withdrawal", Box::new(|raw| raw.say(Frame::Withdraw { id: 3 }))),
+        ("an unknown withdrawal", Box::new(|raw| raw.say(HeapFrame::Withdraw { id: 3 }))),
         (
             "two withdrawals",
             Box::new(|raw| {
                 raw.offer(1, 0, PAGE);
-                raw.say(Frame::Withdraw { id: 1 });
-                raw.say(Frame::Withdraw { id: 1 });
+                raw.say(HeapFrame::Withdraw { id: 1 });
+                raw.say(HeapFrame::Withdraw { id: 1 });
             }),
         ),
-        ("an answer to no offer", Box::new(|raw| raw.say(Frame::Accepted { id: 1 << 40 }))),
-        ("an introduction", Box::new(|raw| raw.say(Frame::Hello { to: [0; 16], from: [0; 16], link: 1, span: 1 }))),
+        ("an answer to no offer", Box::new(|raw| raw.say(HeapFrame::Accepted { id: 1 << 40 }))),
+        ("an introduction", Box::new(|raw| raw.say(HeapFrame::Hello { to: [0; 16], from: [0; 16], link: 1, span: 1 }))),
     ];
     let friend = Raw::new(&heap);
     let friendly = friend.hold(&heap);
@@ -134,7 +134,7 @@ fn who_breaks_the_rules_is_cut_off() {
     }
     assert!(!friendly.link().is_closed(), "others are served");
     friend.offer(1, 0, PAGE);
-    assert_eq!(friend.hear(), Some(Frame::Accepted { id: 1 }));
+    assert_eq!(friend.hear(), Some(HeapFrame::Accepted { id: 1 }));
 }
 
 #[test]
@@ -142,7 +142,7 @@ fn who_does_not_introduce_itself_is_not_let_in() {
     let (heap, _) = heap(16);
     let _attention = heap.attend().expect("runs");
     let address = heap.address();
-    let hello = |to, link, span| Frame::Hello { to, from: [9; 16], link, span };
+    let hello = |to, link, span| HeapFrame::Hello { to, from: [9; 16], link, span };
     let taken = Raw::new(&heap);
     let hold = taken.hold(&heap);
     let span = PAGE as u64;
@@ -151,7 +151,7 @@ fn who_does_not_introduce_itself_is_not_let_in() {
         ("no heap is that large", hello(address.key, 2, 1 << 60)),
         ("no heap is that small", hello(address.key, 3, 0)),
         ("another link has that number", hello(address.key, taken.number, span)),
-        ("no introduction", Frame::Accepted { id: 1 }),
+        ("no introduction", HeapFrame::Accepted { id: 1 }),
     ] {
         let socket = Raw::knock(&heap);
         socket::send(&socket, &frame.encode(), None).expect("sent");
@@ -184,13 +184,13 @@ fn p20_memory_that_could_be_cut_short_is_refused_and_the_link_stays() {
         ("a file", tempfile::tempfile().expect("a file").into()),
     ];
     for (id, (what, file)) in (1..).zip(&cases) {
-        let frame = Frame::Offer { id, offset: 2 * PAGE as u64, bytes: PAGE as u64 };
+        let frame = HeapFrame::Offer { id, offset: 2 * PAGE as u64, bytes: PAGE as u64 };
         socket::send(&raw.socket, &frame.encode(), Some(file.as_fd())).expect("sent");
-        assert_eq!(raw.hear(), Some(Frame::Refused { id }), "{what}");
+        assert_eq!(raw.hear(), Some(HeapFrame::Refused { id }), "{what}");
     }
     assert_eq!(mapped(&hold), 0);
     raw.offer(9, 2 * PAGE, PAGE);
-    assert_eq!(raw.hear(), Some(Frame::Accepted { id: 9 }));
+    assert_eq!(raw.hear(), Some(HeapFrame::Accepted { id: 9 }));
 }
 
 /// Must not allocate: it runs between `fork` and `_exit`.
@@ -223,14 +223,14 @@ fn p19_another_user_is_not_linked_even_with_the_right_words() {
     let (heap, _) = heap(16);
     let _attention = heap.attend().expect("runs");
     let address = rustix::net::SocketAddrUnix::new_abstract_name(heap.address().name().as_bytes()).expect("a name");
-    let hello = Frame::Hello { to: heap.address().key, from: [9; 16], link: 1, span: PAGE as u64 }.encode();
+    let hello = HeapFrame::Hello { to: heap.address().key, from: [9; 16], link: 1, span: PAGE as u64 }.encode();
     let child = forked(|| {
         let code = knock_as_another_user(&address, &hello);
         assert_eq!(code, 0, "9: no other user, 8: no socket, 7: no listener, 1: let in");
         true
     });
     assert_eq!(status_of(child), 0, "it was let in");
-    let from = Address { key: [9; 16], listener: [0; 16], span: 0 };
+    let from = HeapAddress { key: [9; 16], listener: [0; 16], span: 0 };
     assert!(heap.meet(&from, 1, &healthy(), Instant::now() + Duration::from_millis(50)).expect("runs").is_none());
 }
 
@@ -251,14 +251,14 @@ fn random_messages_never_harm() {
         for _ in 0..30 {
             let (id, page) = (next(4), PAGE as u64);
             let frame = match next(7) {
-                0 | 1 => Frame::Offer { id, offset: next(20) * page, bytes: next(4) * page },
-                2 => Frame::Withdraw { id },
-                3 => Frame::Accepted { id },
-                4 => Frame::Gone { id },
-                5 => Frame::Refused { id },
-                _ => Frame::Offer { id, offset: next(u64::MAX), bytes: next(u64::MAX) },
+                0 | 1 => HeapFrame::Offer { id, offset: next(20) * page, bytes: next(4) * page },
+                2 => HeapFrame::Withdraw { id },
+                3 => HeapFrame::Accepted { id },
+                4 => HeapFrame::Gone { id },
+                5 => HeapFrame::Refused { id },
+                _ => HeapFrame::Offer { id, offset: next(u64::MAX), bytes: next(u64::MAX) },
             };
-            let file = Segment::create(PAGE).expect("memfd");
+            let file = ShmSegment::create(PAGE).expect("memfd");
             let mut bytes = frame.encode();
             if next(10) == 0 {
                 bytes[next(FRAME_BYTES as u64) as usize] ^= 1 << next(8);
@@ -272,7 +272,7 @@ fn random_messages_never_harm() {
     let friend = Raw::new(&heap);
     let _hold = friend.hold(&heap);
     friend.offer(1, 0, PAGE);
-    assert_eq!(friend.hear(), Some(Frame::Accepted { id: 1 }));
+    assert_eq!(friend.hear(), Some(HeapFrame::Accepted { id: 1 }));
 }
 
 #[test]
@@ -289,15 +289,15 @@ fn who_does_not_answer_is_waited_for_once() {
     assert!(!heap.reachable(two, 8, std::iter::once(&hold), PATIENCE));
     heap.release(two).expect("known");
     assert!(begun.elapsed() < PATIENCE / 2, "{:?}", begun.elapsed());
-    let Some(Frame::Offer { id, .. }) = raw.hear() else { panic!("an offer") };
-    raw.say(Frame::Accepted { id });
+    let Some(HeapFrame::Offer { id, .. }) = raw.hear() else { panic!("an offer") };
+    raw.say(HeapFrame::Accepted { id });
     until("it counts again", || heap.reachable(one, 8, std::iter::once(&hold), Duration::ZERO));
 }
 
 #[test]
 fn a_link_that_does_not_come_is_waited_for_until_the_deadline() {
     let (heap, _) = heap(16);
-    let address = Address { key: [1; 16], listener: [2; 16], span: PAGE as u64 };
+    let address = HeapAddress { key: [1; 16], listener: [2; 16], span: PAGE as u64 };
     assert!(heap.meet(&address, 7, &healthy(), Instant::now() + Duration::from_millis(50)).expect("runs").is_none());
     assert!(heap.connect(&address, &healthy()).is_err(), "nobody listens there");
     let raw = Raw::new(&heap);
@@ -314,7 +314,7 @@ fn a_segment_that_begins_within_a_page_is_refused_and_the_link_goes_on() {
     raw.offer(1, 112, PAGE);
     raw.offer(2, 4 * PAGE, PAGE);
     let mut received = [raw.hear(), raw.hear()];
-    received.sort_by_key(|frame| matches!(frame, Some(Frame::Accepted { .. })));
-    assert_eq!(received, [Some(Frame::Refused { id: 1 }), Some(Frame::Accepted { id: 2 })]);
+    received.sort_by_key(|frame| matches!(frame, Some(HeapFrame::Accepted { .. })));
+    assert_eq!(received, [Some(HeapFrame::Refused { id: 1 }), Some(HeapFrame::Accepted { id: 2 })]);
     assert_eq!(mapped(&hold), 1);
 }

@@ -66,8 +66,9 @@ fn giving_back_makes_failures_known_before_peers_hear_of_it() {
     let ((one, _), (other, _)) = (heap(16), heap(16));
     let requested = Arc::new(AtomicBool::new(false));
     let (ask, reported) = (Arc::clone(&requested), Arc::clone(&requested));
-    let (near, number) = one.connect(&other.address(), &(Arc::new(move || ask.swap(true, Ordering::SeqCst)) as Failed)).expect("connects");
-    let failed: Failed = Arc::new(move || reported.load(Ordering::SeqCst));
+    let (near, number) =
+        one.connect(&other.address(), &(Arc::new(move || ask.swap(true, Ordering::SeqCst)) as FailureCheck)).expect("connects");
+    let failed: FailureCheck = Arc::new(move || reported.load(Ordering::SeqCst));
     let far = other.meet(&one.address(), number, &failed, Instant::now() + PATIENCE).expect("runs").expect("came");
     let address = one.allocate(PAGE).expect("room");
     assert!(reachable(&one, address, 8, &near));

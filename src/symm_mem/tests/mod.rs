@@ -5,10 +5,10 @@ mod hostile;
 mod links;
 mod processes;
 
-use super::link::Link;
-use super::local::Heap;
-use super::{Address, Failed, Hold, allocate, release, supported};
-use crate::error::Kind;
+use super::heap::Heap;
+use super::link::HeapLink;
+use super::{FailureCheck, HeapAddress, LinkRef, allocate, release, supported};
+use crate::error::ErrorKind;
 use host::{Host, PAGE};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,12 +21,12 @@ fn heap(pages: usize) -> (Arc<Heap>, Arc<Host>) {
     (Heap::new(Arc::clone(&host) as Arc<_>).expect("made"), host)
 }
 
-fn healthy() -> Failed {
+fn healthy() -> FailureCheck {
     Arc::new(|| false)
 }
 
 /// Links two heaps; returns each heap's claim to its link with the other.
-fn link(one: &Heap, other: &Heap, failed: &Failed) -> (Hold, Hold) {
+fn link(one: &Heap, other: &Heap, failed: &FailureCheck) -> (LinkRef, LinkRef) {
     let (near, number) = one.connect(&other.address(), failed).expect("connects");
     let far = other.meet(&one.address(), number, failed, Instant::now() + PATIENCE).expect("the thread runs").expect("came");
     (near, far)
@@ -41,16 +41,16 @@ fn until(what: &str, done: impl Fn() -> bool) {
 }
 
 /// Returns the address at which the process with `hold` maps the memory at `address` of `heap`.
-fn seen(hold: &Hold, heap: &Heap, address: u64) -> u64 {
+fn seen(hold: &LinkRef, heap: &Heap, address: u64) -> u64 {
     hold.base() + (address - heap.base())
 }
 
-fn reachable(heap: &Heap, address: u64, bytes: usize, hold: &Hold) -> bool {
+fn reachable(heap: &Heap, address: u64, bytes: usize, hold: &LinkRef) -> bool {
     heap.reachable(address, bytes, std::iter::once(hold), PATIENCE)
 }
 
-fn mapped(hold: &Hold) -> usize {
-    Link::remote(hold.link()).mapped()
+fn mapped(hold: &LinkRef) -> usize {
+    HeapLink::remote(hold.link()).mapped()
 }
 
 #[test]
@@ -68,11 +68,14 @@ fn segments_take_the_next_room_and_then_the_first() {
     assert_eq!(make(1), b + 2 * page, "what is left of it");
     make(1);
     let error = heap.allocate(PAGE).expect_err("nothing is left");
-    assert!(error.kind == Kind::Config && error.message.contains("out of memory") && error.message.contains(&PAGE.to_string()), "{error}");
-    assert_eq!(heap.allocate(usize::MAX).expect_err("too much").kind, Kind::Config);
-    assert_eq!(heap.release(a + 1).expect_err("no segment begins there").kind, Kind::Value);
+    assert!(
+        error.kind == ErrorKind::Config && error.message.contains("out of memory") && error.message.contains(&PAGE.to_string()),
+        "{error}"
+    );
+    assert_eq!(heap.allocate(usize::MAX).expect_err("too much").kind, ErrorKind::Config);
+    assert_eq!(heap.release(a + 1).expect_err("no segment begins there").kind, ErrorKind::Value);
     heap.release(a).expect("known");
-    assert_eq!(heap.release(a).expect_err("it is gone").kind, Kind::Value);
+    assert_eq!(heap.release(a).expect_err("it is gone").kind, ErrorKind::Value);
 }
 
 #[test]
@@ -105,13 +108,13 @@ fn what_an_own_window_shows_stays_until_the_last_of_them_goes() {
     until("the offers", || mapped(&far) == 2);
     let pins =
         [one.show(address + 8, PAGE - 8).expect("there"), one.show(address, 2 * PAGE).expect("both"), one.show(next, 0).expect("there")];
-    assert_eq!(one.show(address, 2 * PAGE + 1).err().expect("too long").kind, Kind::Value);
-    assert_eq!(one.show(one.base() - 1, 1).err().expect("outside").kind, Kind::Value);
+    assert_eq!(one.show(address, 2 * PAGE + 1).err().expect("too long").kind, ErrorKind::Value);
+    assert_eq!(one.show(one.base() - 1, 1).err().expect("outside").kind, ErrorKind::Value);
     host::write(address, 7);
     one.release(address).expect("known");
-    assert_eq!(one.release(address).expect_err("twice").kind, Kind::Value);
+    assert_eq!(one.release(address).expect_err("twice").kind, ErrorKind::Value);
     assert_eq!(one.segment(address), None, "no new window");
-    assert_eq!(one.show(address, 1).err().expect("given back").kind, Kind::Value);
+    assert_eq!(one.show(address, 1).err().expect("given back").kind, ErrorKind::Value);
     assert!(reachable(&one, address, PAGE, &far), "calls on what a window shows need no staging");
     let [first, second, third] = pins;
     drop(first);
@@ -164,7 +167,7 @@ fn what_a_dead_peer_had_goes_once_all_groups_are_done_with_it_but_for_windows() 
 fn a_failure_to_make_memory_leaves_its_place_free() {
     let (heap, host) = heap(4);
     host.exhausted.store(true, Ordering::Relaxed);
-    assert_eq!(heap.allocate(PAGE).expect_err("no memory").kind, Kind::Config);
+    assert_eq!(heap.allocate(PAGE).expect_err("no memory").kind, ErrorKind::Config);
     assert!(heap.is_empty());
     host.exhausted.store(false, Ordering::Relaxed);
     assert_eq!(heap.allocate(4 * PAGE).expect("all of it"), heap.base());
@@ -176,8 +179,8 @@ fn what_cannot_be_waited_for_is_given_back_later() {
     let (one, two) = (heap.allocate(PAGE).expect("room"), heap.allocate(PAGE).expect("room"));
     host.busy.store(true, Ordering::Relaxed);
     heap.release(one).expect("later");
-    assert!(!heap.reachable(one, 1, std::iter::empty::<&Hold>(), Duration::ZERO));
-    assert_eq!(heap.release(one).expect_err("twice").kind, Kind::Value);
+    assert!(!heap.reachable(one, 1, std::iter::empty::<&LinkRef>(), Duration::ZERO));
+    assert_eq!(heap.release(one).expect_err("twice").kind, ErrorKind::Value);
     assert_ne!(heap.allocate(PAGE).expect("room"), one, "its kernels may still run");
     host.busy.store(false, Ordering::Relaxed);
     heap.release(two).expect("known");
@@ -187,13 +190,13 @@ fn what_cannot_be_waited_for_is_given_back_later() {
 #[test]
 fn a_heap_is_known_by_what_it_says_of_itself() {
     let (heap, _) = heap(4);
-    assert_eq!(Address::decode(&heap.address().encode()), heap.address());
+    assert_eq!(HeapAddress::decode(&heap.address().encode()), heap.address());
     assert!(heap.contains(heap.base()) && heap.contains(heap.base() + 4 * PAGE as u64 - 1));
     assert!(!heap.contains(heap.base() - 1) && !heap.contains(heap.base() + 4 * PAGE as u64));
 }
 
 /// A group that fails on request.
-fn mortal() -> (Failed, Arc<AtomicBool>) {
+fn mortal() -> (FailureCheck, Arc<AtomicBool>) {
     let dead = Arc::new(AtomicBool::new(false));
     let requested = Arc::clone(&dead);
     (Arc::new(move || requested.load(Ordering::Relaxed)), dead)
@@ -202,7 +205,7 @@ fn mortal() -> (Failed, Arc<AtomicBool>) {
 #[test]
 fn what_is_no_symmetric_memory_cannot_be_given_back() {
     let error = release(4096).expect_err("nothing lies there");
-    assert_eq!(error.kind, Kind::Value);
+    assert_eq!(error.kind, ErrorKind::Value);
     assert!(error.message.contains("0x1000"), "{error}");
 }
 

@@ -3,7 +3,7 @@
 
 use super::host::{PAGE, read, write};
 use super::*;
-use crate::symm_mem::attention;
+use crate::symm_mem::service_thread;
 use rustix::fd::OwnedFd;
 use rustix::pipe::pipe;
 use std::io::Write as _;
@@ -51,7 +51,7 @@ fn a_peer_that_is_killed_leaves_its_memory_to_those_who_use_it() {
         let address = own.allocate(PAGE).expect("room");
         write(address, 42);
         tell(&to_parent, &own.address().encode());
-        let parent = Address::decode(&reported(&from_parent));
+        let parent = HeapAddress::decode(&reported(&from_parent));
         let (hold, number) = own.connect(&parent, &healthy()).expect("connects");
         assert!(reachable(&own, address, PAGE, &hold));
         tell(&to_parent, &number.to_le_bytes());
@@ -61,7 +61,7 @@ fn a_peer_that_is_killed_leaves_its_memory_to_those_who_use_it() {
     });
     let (own, _) = heap(16);
     let _attention = own.attend().expect("runs");
-    let peer = Address::decode(&reported(&from_child));
+    let peer = HeapAddress::decode(&reported(&from_child));
     tell(&to_child, &own.address().encode());
     let number = u64::from_le_bytes(reported(&from_child));
     let hold = own.meet(&peer, number, &healthy(), Instant::now() + PATIENCE).expect("runs").expect("came");
@@ -93,7 +93,7 @@ fn the_thread_ends_with_the_last_group() {
         let links = [&holds.0, &holds.1].map(|hold| Arc::downgrade(hold.link()));
         drop(holds);
         until("the thread ended", || threads() == 0);
-        let gone = links.iter().all(|link| link.upgrade().is_none()) && attention::claims() == 0;
+        let gone = links.iter().all(|link| link.upgrade().is_none()) && service_thread::claims() == 0;
         let again = link(&one, &other, &healthy());
         before == 0 && served && gone && reachable(&one, address, 8, &again.0)
     });
@@ -114,7 +114,7 @@ fn a_forked_child_harms_nothing_of_its_parents() {
             drop(std::ptr::read(&*near));
             drop(std::ptr::read(&*far));
         }
-        threads() == 0 && attention::claims() == 0
+        threads() == 0 && service_thread::claims() == 0
     });
     assert_eq!(status_of(child), 0);
     let (near, far) = (std::mem::ManuallyDrop::into_inner(near), std::mem::ManuallyDrop::into_inner(far));

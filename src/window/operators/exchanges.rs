@@ -4,7 +4,7 @@
 use super::splits::Splits;
 use super::{Inputs, output};
 use crate::error::Result;
-use crate::kernels::cpu::{self, Store};
+use crate::kernels::cpu::{self, WriteMode};
 use crate::mem::span::Span;
 use crate::rank::Rank;
 use crate::window::SymmetricWindow;
@@ -36,7 +36,7 @@ impl Inputs<'_> {
         for (from, counts) in (0..).map(Rank).zip(counts.chunks_mut(n)) {
             // SAFETY: `at` found `length` bytes in the window, which keeps them mapped; `counts` has the same size; any
             // bytes are valid integers.
-            unsafe { cpu::copy(counts.as_mut_ptr().cast(), self.at(from, &(0..length)), length, Store::Cached) };
+            unsafe { cpu::copy(counts.as_mut_ptr().cast(), self.at(from, &(0..length)), length, WriteMode::Cached) };
         }
         Splits { n, counts }
     }
@@ -53,7 +53,7 @@ impl SymmetricWindow {
             for from in self.own_first() {
                 let theirs = inputs.at(from, &(0..input.bytes));
                 // SAFETY: all ranks are in the call and write to no input; `output` checked the capacity for all.
-                unsafe { cpu::copy(to.add(from.index() * input.bytes), theirs, input.bytes, Store::Cached) };
+                unsafe { cpu::copy(to.add(from.index() * input.bytes), theirs, input.bytes, WriteMode::Cached) };
             }
             Ok(())
         })
@@ -78,14 +78,14 @@ impl SymmetricWindow {
             let told: Vec<i64> = received.iter().map(|rows| rows.count).chain(begins).map(|count| count as i64).collect();
             let bytes = size_of_val(&told[..]);
             // SAFETY: `output` checked the capacity; the rest is the caller's promise.
-            unsafe { cpu::copy(output(layout, bytes)?, told.as_ptr().cast(), bytes, Store::Cached) };
+            unsafe { cpu::copy(output(layout, bytes)?, told.as_ptr().cast(), bytes, WriteMode::Cached) };
             // step 3: fetch my rows from each rank
             for from in self.own_first() {
                 let rows = received[from.index()];
                 let theirs = rows.sent_from * row..(rows.sent_from + rows.count) * row;
                 // SAFETY: all ranks are in the call and write to no input; `received` checked that the rows fit into
                 // the `room` rows of `out`.
-                unsafe { cpu::copy(to.add(rows.received_at * row), inputs.at(from, &theirs), theirs.len(), Store::Cached) };
+                unsafe { cpu::copy(to.add(rows.received_at * row), inputs.at(from, &theirs), theirs.len(), WriteMode::Cached) };
             }
             Ok(())
         })

@@ -105,7 +105,7 @@ pub unsafe fn publish_word(address: usize, value: u32) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Kind;
+    use crate::error::ErrorKind;
 
     #[test]
     fn words_are_stored_at_once_or_not_at_all() {
@@ -114,7 +114,7 @@ mod tests {
         // SAFETY: the words belong to this test and no other thread knows them.
         unsafe {
             publish_word(address + 4, u32::MAX).expect("aligned");
-            assert_eq!(publish_word(address + 1, 7).expect_err("across two words").kind, Kind::Value);
+            assert_eq!(publish_word(address + 1, 7).expect_err("across two words").kind, ErrorKind::Value);
         }
         assert_eq!(words.map(AtomicU32::into_inner), [0, u32::MAX]);
     }

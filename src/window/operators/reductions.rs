@@ -4,7 +4,7 @@
 use super::{Inputs, output};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
-use crate::kernels::cpu::{self, Source, Store};
+use crate::kernels::cpu::{self, InputElements, WriteMode};
 use crate::mem::span::Span;
 use crate::rank::Rank;
 use crate::window::SymmetricWindow;
@@ -43,9 +43,9 @@ impl Inputs<'_> {
             return Err(Error::value(format!("{bytes} bytes are not whole elements of {}", dtype.name())));
         }
         let ranks = (0..self.window.size() as u32).map(Rank);
-        let sources: Vec<Source> = ranks.map(|rank| Source { ptr: self.at(rank, range), factor: 1.0 }).collect();
+        let sources: Vec<InputElements> = ranks.map(|rank| InputElements { ptr: self.at(rank, range), factor: 1.0 }).collect();
         // SAFETY: `at` found the sources in the window, which keeps them mapped; the rest is the caller's promise.
-        unsafe { cpu::reduce(op, dtype, out, &sources, bytes / size, Store::Cached) };
+        unsafe { cpu::reduce(op, dtype, out, &sources, bytes / size, WriteMode::Cached) };
         Ok(())
     }
 }
@@ -107,7 +107,7 @@ impl SymmetricWindow {
             let theirs = part(input.bytes, from, n);
             // SAFETY: a part is within the input, and `output` checked the capacity; no rank writes to this part of the
             // input any more.
-            unsafe { cpu::copy(to.add(theirs.start), inputs.at(from, &theirs), theirs.len(), Store::Cached) };
+            unsafe { cpu::copy(to.add(theirs.start), inputs.at(from, &theirs), theirs.len(), WriteMode::Cached) };
         }
         // step 3: wait until all ranks have fetched my part
         self.meet()

@@ -8,7 +8,7 @@ const OP: &str = "all_to_all_vdev";
 
 /// Rows from one rank to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Rows {
+pub(super) struct SplitRows {
     /// Number of rows.
     pub(super) count: usize,
     /// Index of the first row in the sender's input.
@@ -40,7 +40,7 @@ impl Splits {
 
     /// Returns the rows that `me` receives from each rank. Fails with the same error on all ranks if splits exceed the
     /// `rows` rows of an input, and on this rank only if they exceed the `room` rows of its output.
-    pub(super) fn received(&self, me: Rank, rows: usize, room: usize) -> Result<Vec<Rows>> {
+    pub(super) fn received(&self, me: Rank, rows: usize, room: usize) -> Result<Vec<SplitRows>> {
         let sent: Vec<_> = (0..self.n).map(|from| self.sent(from, rows)).collect::<Result<_>>()?;
         let mut begin = 0;
         let checked = sent.iter().enumerate().map(|(from, sent)| {
@@ -51,7 +51,7 @@ impl Splits {
                 )));
             }
             begin += count;
-            Ok(Rows { count, sent_from, received_at: begin - count })
+            Ok(SplitRows { count, sent_from, received_at: begin - count })
         });
         checked.collect()
     }

@@ -19,7 +19,7 @@ pub enum Signal {
 
 /// The peers' pads, and the deadline and report of a signal.
 #[derive(Clone, Copy, Debug)]
-pub struct SignalEnds<'a> {
+pub struct SignalTargets<'a> {
     /// This rank's number.
     pub me: Rank,
     /// Pad of each rank, as mapped in this process.
@@ -34,7 +34,7 @@ pub struct SignalEnds<'a> {
     pub report: u64,
 }
 
-/// Length of a report: a [`GaveUp`], and the milliseconds of the wait.
+/// Length of a report: a [`SignalTimeout`], and the milliseconds of the wait.
 pub const REPORT_WORDS: usize = 2;
 /// Number of slots that a report can name.
 const SLOTS: u32 = 1 << (KIND_BIT - SLOT_BIT);
@@ -45,7 +45,7 @@ pub(super) const CLOSED: u32 = 1;
 
 impl Signal {
     /// Returns the kernel's arguments, or `None` if there is nothing to do.
-    pub fn args(self, place: &SignalEnds<'_>) -> Result<Option<arguments::Signal>> {
+    pub fn args(self, place: &SignalTargets<'_>) -> Result<Option<arguments::SignalArgs>> {
         let n = place.pads.len();
         if n > MAX_PEERS {
             return Err(Error::value(format!("{n} ranks cannot signal each other between GPUs; {MAX_PEERS} is the most")));
@@ -62,7 +62,7 @@ impl Signal {
         };
         let mut pads = [0; MAX_PEERS];
         pads[..n].copy_from_slice(place.pads);
-        Ok((put | wait != 0).then_some(arguments::Signal {
+        Ok((put | wait != 0).then_some(arguments::SignalArgs {
             pads,
             stop: place.stop,
             report: place.report,
@@ -81,14 +81,14 @@ fn out_of_range(rank: Rank, n: usize) -> Error {
 
 /// A signal that timed out.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GaveUp {
+pub struct SignalTimeout {
     name: &'static str,
     slot: u32,
     /// Ranks that did not signal in time, or did not take the previous signal.
     pub missing: Vec<Rank>,
 }
 
-impl GaveUp {
+impl SignalTimeout {
     /// Reads the first word of a report; `None` if no signal has timed out.
     pub fn read(word: u32) -> Option<Self> {
         let name = match word >> KIND_BIT {
@@ -102,7 +102,7 @@ impl GaveUp {
     }
 }
 
-impl fmt::Display for GaveUp {
+impl fmt::Display for SignalTimeout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} on channel {}", self.name, self.slot)
     }
@@ -112,8 +112,8 @@ impl fmt::Display for GaveUp {
 mod tests {
     use super::*;
 
-    fn place(pads: &[u64], slot: u32) -> SignalEnds<'_> {
-        SignalEnds { me: Rank(1), pads, slot, timeout: Duration::from_millis(1500), stop: 7, report: 9 }
+    fn place(pads: &[u64], slot: u32) -> SignalTargets<'_> {
+        SignalTargets { me: Rank(1), pads, slot, timeout: Duration::from_millis(1500), stop: 7, report: 9 }
     }
 
     #[test]
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_barrier_of_one_has_nothing_to_do() {
-        let alone = SignalEnds { me: Rank(0), ..place(&[10], 0) };
+        let alone = SignalTargets { me: Rank(0), ..place(&[10], 0) };
         assert!(Signal::Barrier.args(&alone).expect("valid").is_none());
         assert!(Signal::Put(Rank(0)).args(&alone).expect("valid").is_some());
     }
@@ -150,11 +150,11 @@ mod tests {
         for (signal, name) in [(Signal::Put(Rank(0)), "put_signal"), (Signal::Wait(Rank(0)), "wait_signal"), (Signal::Barrier, "barrier")] {
             for slot in [0, 77, SLOTS - 1] {
                 let args = signal.args(&place(&[1; 8], slot)).expect("valid").expect("something to do");
-                let gave_up = GaveUp::read(args.record | 0b1000_0100).expect("a report");
-                assert_eq!(gave_up, GaveUp { name, slot, missing: vec![Rank(2), Rank(7)] });
+                let gave_up = SignalTimeout::read(args.record | 0b1000_0100).expect("a report");
+                assert_eq!(gave_up, SignalTimeout { name, slot, missing: vec![Rank(2), Rank(7)] });
                 assert_eq!(gave_up.to_string(), format!("{name} on channel {slot}"));
             }
         }
-        assert_eq!((GaveUp::read(0), GaveUp::read(CLOSED)), (None, None));
+        assert_eq!((SignalTimeout::read(0), SignalTimeout::read(CLOSED)), (None, None));
     }
 }

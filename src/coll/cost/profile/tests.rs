@@ -1,5 +1,5 @@
 use super::*;
-use crate::error::Kind;
+use crate::error::ErrorKind;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -51,14 +51,14 @@ fn a_profile_is_read_and_written() {
 #[test]
 fn the_algorithm_chooses_the_curve() {
     let profile = parse(&right()).expect("right");
-    let us = |algorithm: &str, bytes: f64| profile.group(4).and_then(|group| group.us(Op::AllReduce, algorithm, bytes));
+    let us = |algorithm: &str, bytes: f64| profile.group(4).and_then(|group| group.us(Collective::AllReduce, algorithm, bytes));
     assert_eq!(us("inline", 4096.0), Some(5.0));
     assert_eq!(us("staged", 8192.0), Some(7.0));
     // Beyond its last point the inline curve continues with its last segment.
     assert_eq!(us("inline", 7168.0), Some(6.0));
     // Never measured, so the curve measured nearest to the size applies.
     assert_eq!((us("one_shot", 2048.0), us("one_shot", 65536.0)), (Some(4.0 + 1.0 / 3.0), Some(14.0)));
-    assert_eq!(profile.group(4).and_then(|group| group.us(Op::Broadcast, "inline", 1.0)), None);
+    assert_eq!(profile.group(4).and_then(|group| group.us(Collective::Broadcast, "inline", 1.0)), None);
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn files_are_named() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("mine.json");
     let error = Profile::load(&path).expect_err("it is not there");
-    assert!(error.kind == Kind::Config && error.message.contains("mine.json"), "{error}");
+    assert!(error.kind == ErrorKind::Config && error.message.contains("mine.json"), "{error}");
     assert!(Profile::load(folder.path()).expect_err("a folder").message.ends_with("it is not a regular file"));
     std::fs::write(&path, "{}").expect("written");
     assert!(Profile::load(&path).expect_err("empty").message.contains("mine.json: it is not a profile"));
@@ -115,7 +115,7 @@ fn files_are_named() {
     let other: Hardware = serde_json::from_value(hardware(2)).expect("hardware");
     let error = accept(profile.clone(), &path, &other).expect_err("other hardware");
     let message = "was measured with 4 ranks on 4 cores of EPYC, shared memory; here there are 2 ranks on 4 cores of EPYC, shared memory";
-    assert!(error.kind == Kind::Config && error.message.contains(message), "{error}");
+    assert!(error.kind == ErrorKind::Config && error.message.contains(message), "{error}");
     assert!(accept(profile.clone(), &path, &profile.hardware).is_ok());
 }
 
@@ -147,7 +147,7 @@ proptest! {
         value["groups"][0]["curves"][0]["bytes"] = json!(bytes);
         value["groups"][0]["curves"][0]["us"] = json!(us);
         if let Ok(profile) = parse(&value) {
-            prop_assert!(profile.groups[0].us(Op::AllReduce, "inline", 1e6).is_some_and(f64::is_finite));
+            prop_assert!(profile.groups[0].us(Collective::AllReduce, "inline", 1e6).is_some_and(f64::is_finite));
         }
     }
 }

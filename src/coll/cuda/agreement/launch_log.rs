@@ -2,7 +2,7 @@
 //! later sees what the others launched under the same number, and rejects a call that does not match.
 #![allow(unsafe_code, reason = "words that lie in shared or page-locked memory")]
 
-use crate::coll::call::{Op, Span, Spec};
+use crate::coll::call::{CallSpec, Collective, Span};
 use crate::coll::cuda::workspace::layout::{Channel, MAX_RANKS};
 use crate::coll::describe::Description;
 use crate::control::ControlBlock;
@@ -21,7 +21,7 @@ const MESSAGE_RECORDS: usize = 16;
 #[repr(C)]
 struct LaunchLog {
     launched: AtomicU64,
-    entries: [Entry; ENTRIES],
+    entries: [LaunchEntry; ENTRIES],
     /// Messages sent to each rank, and messages received from it.
     sent: [[MessageRecord; MESSAGE_RECORDS]; MAX_RANKS],
     received: [[MessageRecord; MESSAGE_RECORDS]; MAX_RANKS],
@@ -34,7 +34,7 @@ struct ZeroCopyWord(AtomicU64);
 
 /// The words that every launch compares share one cache line, because the other rank's core has to fetch it.
 #[repr(C, align(64))]
-struct Entry {
+struct LaunchEntry {
     /// Number of the launch, from 1; 0 while the other words are being written.
     number: AtomicU64,
     head: AtomicU64,
@@ -70,7 +70,7 @@ struct LaunchRecord {
 }
 
 impl LaunchRecord {
-    fn of(call: &Spec, channel: Channel) -> Self {
+    fn of(call: &CallSpec, channel: Channel) -> Self {
         let description = Description::of(call);
         Self { description, fingerprint: description.fingerprint(call), channel: channel as u64 }
     }
@@ -111,14 +111,14 @@ pub fn progress(control: &ControlBlock, rank: Rank) -> String {
 
 /// Records that this rank launches `call` as its launch `number`, and compares it with the ranks that have launched
 /// theirs. Fails the group if they differ.
-pub fn compare(control: &ControlBlock, number: u64, call: &Spec, channel: Channel) -> Result<()> {
+pub fn compare(control: &ControlBlock, number: u64, call: &CallSpec, channel: Channel) -> Result<()> {
     let record = LaunchRecord::of(call, channel);
     note(launch_log(control, control.rank()), number, &record, call);
-    let me = (call.op == Op::AllToAll).then_some(control.rank());
+    let me = (call.op == Collective::AllToAll).then_some(control.rank());
     for peer in control.peers() {
         let Some((other, lengths)) = read_with(launch_log(control, peer), number, me) else {
             // In this order, so that a launch from before the peer left is seen.
-            if let Some(how) = control.absence(peer)
+            if let Some(how) = control.exit_reason(peer)
                 && launched(control, peer) < number
             {
                 let (them, me, count) = (control.describe(peer), control.describe(control.rank()), launched(control, peer));
@@ -134,7 +134,7 @@ pub fn compare(control: &ControlBlock, number: u64, call: &Spec, channel: Channe
             let alike = other.description.without_call_site() == record.description.without_call_site();
             let how = match (other.description.has_call_site(), record.description.has_call_site()) {
                 (with_call_site, also) if alike && with_call_site != also => {
-                    "; one of them was started with SYMM_DEBUG=site, the other was not"
+                    "; one of them was started with SYMM_DEBUG=call_site, the other was not"
                 }
                 _ if alike && place == place_of_peer => ", with other lengths",
                 _ => "",
@@ -148,7 +148,7 @@ pub fn compare(control: &ControlBlock, number: u64, call: &Spec, channel: Channe
             return Err(control.fail(Error::mismatch(text)));
         }
         if other.channel != record.channel {
-            let name = |channel: u64| Channel::ALL.get(channel as usize).map_or("in a way of its own", |channel| channel.name());
+            let name = |channel: u64| Channel::ALL.get(channel as usize).map_or("on an unknown channel", |channel| channel.name());
             let (mine, theirs) = (control.describe(control.rank()), control.describe(peer));
             let text = format!(
                 "{mine} called {} {} and {theirs} {}, as CUDA collective #{number} of group \"{}\"; all ranks must do alike",
@@ -204,7 +204,7 @@ pub fn abandon(control: &ControlBlock) {
 
 /// A send or receive that is about to be launched.
 #[derive(Clone, Copy, Debug)]
-pub struct Transfer {
+pub struct MessageLaunch {
     /// True for a send, false for a receive.
     pub send: bool,
     /// The rank at the other end.
@@ -217,8 +217,8 @@ pub struct Transfer {
 
 /// Records `transfer`, and compares it with its other end if that has been launched. Fails the group if the lengths
 /// differ, because the two ends would count different chunks.
-pub fn compare_transfer(control: &ControlBlock, transfer: Transfer) -> Result<()> {
-    let Transfer { send, peer, number, bytes } = transfer;
+pub fn compare_transfer(control: &ControlBlock, transfer: MessageLaunch) -> Result<()> {
+    let MessageLaunch { send, peer, number, bytes } = transfer;
     let me = control.rank();
     let (own, other) = (launch_log(control, me), launch_log(control, peer));
     let place = number as usize % MESSAGE_RECORDS;
@@ -249,7 +249,7 @@ pub fn compare_transfer(control: &ControlBlock, transfer: Transfer) -> Result<()
     Err(control.fail(Error::mismatch(text)))
 }
 
-fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call: &Spec) {
+fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call: &CallSpec) {
     let entry = &launch_log.entries[number as usize % ENTRIES];
     entry.number.store(0, Ordering::Relaxed);
     fence(Ordering::Release);
@@ -258,7 +258,7 @@ fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call: &Spec)
     entry.detail.store(record.description.detail, Ordering::Relaxed);
     entry.fingerprint.store(record.fingerprint, Ordering::Relaxed);
     entry.channel.store(record.channel, Ordering::Relaxed);
-    if call.op == Op::AllToAll {
+    if call.op == Collective::AllToAll {
         for (word, span) in entry.sends.iter().zip(&*call.inputs).chain(entry.receives.iter().zip(&*call.outputs)) {
             word.store(span.bytes as u64, Ordering::Relaxed);
         }
@@ -295,17 +295,17 @@ mod tests {
     use super::*;
     use crate::control;
     use crate::dtype::{DType, ReduceOp};
-    use crate::error::Kind;
+    use crate::error::ErrorKind;
     use crate::sync::call_site::CallSite;
 
     fn controls() -> [ControlBlock; 2] {
         control::tests::controls(2).try_into().expect("two")
     }
 
-    fn sum(bytes: usize) -> Spec<'static> {
+    fn sum(bytes: usize) -> CallSpec<'static> {
         let spans = vec![Span { addr: 0, bytes }];
-        let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
-        Spec { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone().into(), outputs: spans.into(), call_site: None }
+        let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
+        CallSpec { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone().into(), outputs: spans.into(), call_site: None }
     }
 
     #[test]
@@ -313,15 +313,15 @@ mod tests {
         let [one, two] = controls();
         compare(&one, 1, &sum(4), Channel::CapturedCollectives).expect("alone so far");
         let error = compare(&two, 1, &sum(4), Channel::Collectives).expect_err("on another channel");
-        assert_eq!(error.kind, Kind::Mismatch);
+        assert_eq!(error.kind, ErrorKind::Mismatch);
         assert!(error.message.contains("to run at once") && error.message.contains("to be recorded into a graph"), "{error}");
-        assert_eq!(one.failure().map(|failure| failure.kind), Some(Kind::Mismatch));
+        assert_eq!(one.failure().map(|failure| failure.kind), Some(ErrorKind::Mismatch));
     }
 
     #[test]
     fn ranks_that_call_from_different_lines_hear_of_it_if_they_ask() {
-        let at = |text: &str| Spec { call_site: CallSite::known(CallSite::number(text)), ..sum(4) };
-        let disagree = |first: Spec, second: Spec| {
+        let at = |text: &str| CallSpec { call_site: CallSite::known(CallSite::number(text)), ..sum(4) };
+        let disagree = |first: CallSpec, second: CallSpec| {
             let [one, two] = controls();
             compare(&one, 1, &first, Channel::Collectives).expect("alone so far");
             compare(&two, 1, &second, Channel::Collectives).map_err(|error| error.message)
@@ -330,7 +330,7 @@ mod tests {
         let text = disagree(at("a.py:1"), at("a.py:2")).expect_err("other lines");
         assert!(text.contains("SUM) at a.py:1 ") && text.contains("SUM) at a.py:2 ") && text.ends_with("\"test\""), "{text}");
         let text = disagree(sum(4), at("a.py:2")).expect_err("one asks");
-        assert!(text.contains("one of them was started with SYMM_DEBUG=site"), "{text}");
+        assert!(text.contains("one of them was started with SYMM_DEBUG=call_site"), "{text}");
     }
 
     #[test]
@@ -348,11 +348,11 @@ mod tests {
         compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
         compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
         compare(&one, 2, &sum(8), Channel::Collectives).expect("alone so far");
-        one.note_gone(Rank(1), "has ended (killed by signal 9 (SIGKILL))".into());
+        one.note_exit(Rank(1), "has ended (killed by signal 9 (SIGKILL))".into());
         assert_eq!(one.failure(), None, "no kernel waits");
-        one.wait_unattended(progress);
+        one.set_kernel_progress(progress);
         let error = one.failure().expect("told at once");
-        assert_eq!(error.kind, Kind::Peer);
+        assert_eq!(error.kind, ErrorKind::Peer);
         for part in [
             "rank 1 (pid ",
             "SIGKILL)), 1 CUDA collectives launched, the last all_reduce",
@@ -364,7 +364,7 @@ mod tests {
 
     #[test]
     fn both_ends_of_a_message_are_compared_whoever_comes_first() {
-        let end = |send: bool, number: u64, bytes: u64| Transfer { send, peer: Rank(u32::from(send)), number, bytes };
+        let end = |send: bool, number: u64, bytes: u64| MessageLaunch { send, peer: Rank(u32::from(send)), number, bytes };
         for sender_first in [true, false] {
             let [one, two] = controls();
             for number in 1..=40 {
@@ -378,7 +378,7 @@ mod tests {
                 compare_transfer(&two, end(false, 41, 12)).expect("the other end has not come");
                 compare_transfer(&one, end(true, 41, 8)).expect_err("another length")
             };
-            assert_eq!(error.kind, Kind::Mismatch);
+            assert_eq!(error.kind, ErrorKind::Mismatch);
             assert!(error.message.contains("sends 8 bytes") && error.message.contains("expects 12, as CUDA message #41"), "{error}");
         }
     }
@@ -386,7 +386,7 @@ mod tests {
     #[test]
     fn a_sender_far_ahead_is_not_compared() {
         let [one, two] = controls();
-        let end = |send: bool, number: u64, bytes: u64| Transfer { send, peer: Rank(u32::from(send)), number, bytes };
+        let end = |send: bool, number: u64, bytes: u64| MessageLaunch { send, peer: Rank(u32::from(send)), number, bytes };
         (1..=100).for_each(|number| compare_transfer(&one, end(true, number, number)).expect("alone so far"));
         compare_transfer(&two, end(false, 1, 9)).expect("what stood there is gone");
         compare_transfer(&two, end(false, 100, 9)).expect_err("another length");
@@ -398,10 +398,10 @@ mod tests {
         compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
         compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
         compare(&one, 2, &sum(8), Channel::Collectives).expect("alone so far");
-        two.depart("");
+        two.note_departure("");
         abandon(&two);
         let error = one.failure().expect("rank 0 waits in vain");
-        assert_eq!(error.kind, Kind::Peer);
+        assert_eq!(error.kind, ErrorKind::Peer);
         assert!(error.message.contains("rank 1") && error.message.contains("after 1 CUDA collectives"), "{error}");
     }
 
@@ -409,11 +409,11 @@ mod tests {
     fn a_launch_without_a_rank_that_has_left_is_refused() {
         let [one, two] = controls();
         compare(&two, 1, &sum(4), Channel::Collectives).expect("alone so far");
-        two.depart("");
+        two.note_departure("");
         abandon(&two);
         compare(&one, 1, &sum(4), Channel::Collectives).expect("it launched that before it left");
         let error = compare(&one, 2, &sum(4), Channel::Collectives).expect_err("it never will");
-        assert_eq!(error.kind, Kind::Peer);
+        assert_eq!(error.kind, ErrorKind::Peer);
         assert!(error.message.contains("left the group") && error.message.contains("#2"), "{error}");
     }
 
@@ -422,7 +422,7 @@ mod tests {
         let [one, two] = controls();
         compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
         compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
-        one.depart("");
+        one.note_departure("");
         abandon(&one);
         assert_eq!(two.failure(), None);
     }

@@ -8,7 +8,7 @@ use super::launch_log;
 use crate::control::ControlBlock;
 use crate::error::Result;
 use crate::rank::Rank;
-use crate::sync::limit::Limit;
+use crate::sync::timeout::CallTimeout;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ impl Proposal {
 }
 
 /// The shared words. A trait, so that loom can run the code below.
-pub trait Shared {
+pub trait ZeroCopyWords {
     /// Returns the word.
     fn word(&self) -> u64;
     /// Replaces `from` by `to` with sequential consistency; returns false if the word was not `from`.
@@ -55,7 +55,7 @@ pub trait Shared {
 /// Returns true if launch `number` is zero-copy; the same on all ranks. This rank, `me`, has published the number and
 /// issued a sequentially consistent fence. If no rank has proposed a launch and this one `wanted` it, it proposes this
 /// launch, or the next one that no rank has reached.
-pub fn decide(shared: &impl Shared, me: u32, number: u64, wanted: bool) -> Result<bool> {
+pub fn decide(shared: &impl ZeroCopyWords, me: u32, number: u64, wanted: bool) -> Result<bool> {
     if wanted && shared.word() == NEVER {
         propose(shared, me, number);
     }
@@ -68,7 +68,7 @@ pub fn decide(shared: &impl Shared, me: u32, number: u64, wanted: bool) -> Resul
     Ok(Proposal::of(shared.word()).is_some_and(|proposal| number >= proposal.first))
 }
 
-fn propose(shared: &impl Shared, me: u32, number: u64) {
+fn propose(shared: &impl ZeroCopyWords, me: u32, number: u64) {
     // This launch is still undecided here, so it may be the first.
     let mut proposal = Proposal { first: number.max(shared.most_launched() + 1), by: me, settled: false };
     if !shared.exchange(NEVER, proposal.word()) {
@@ -92,13 +92,13 @@ fn propose(shared: &impl Shared, me: u32, number: u64) {
 }
 
 /// A group's word, as seen by one launch.
-pub(in crate::coll::cuda) struct OnControlBlock<'a> {
+pub(in crate::coll::cuda) struct ControlBlockWords<'a> {
     pub(in crate::coll::cuda) control: &'a ControlBlock,
     pub(in crate::coll::cuda) number: u64,
     pub(in crate::coll::cuda) timeout: Duration,
 }
 
-impl Shared for OnControlBlock<'_> {
+impl ZeroCopyWords for ControlBlockWords<'_> {
     fn word(&self) -> u64 {
         launch_log::zero_copy_word(self.control).load(Ordering::Acquire)
     }
@@ -117,7 +117,7 @@ impl Shared for OnControlBlock<'_> {
             let (number, group) = (self.number, self.control.name());
             format!("agreeing on symmetric memory before CUDA collective #{number} of group \"{group}\"")
         };
-        self.control.wait_for_peers(&Limit::from_first_wait(self.timeout), &about, |rank| rank == Rank(by) && !ready())
+        self.control.wait_for_peers(&CallTimeout::from_first_wait(self.timeout), &about, |rank| rank == Rank(by) && !ready())
     }
 
     fn wake(&self) {
@@ -128,21 +128,29 @@ impl Shared for OnControlBlock<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::call::{Op, Span, Spec};
+    use crate::coll::call::{CallSpec, Collective, Span};
     use crate::coll::cuda::workspace::layout::Channel;
     use crate::control::tests::controls;
     use crate::dtype::{DType, ReduceOp};
-    use crate::error::Kind;
+    use crate::error::ErrorKind;
     use std::time::Instant;
 
     /// Runs launch `number` of the rank of `control`.
     fn launch(control: &ControlBlock, number: u64, wanted: bool, timeout: Duration) -> Result<bool> {
         let spans = vec![Span { addr: 0, bytes: 4 }];
-        let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
-        let call =
-            Spec { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone().into(), outputs: spans.into(), call_site: None };
+        let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
+        let call = CallSpec {
+            op,
+            dtype,
+            reduce_op,
+            root: Rank(0),
+            factor: 1.0,
+            inputs: spans.clone().into(),
+            outputs: spans.into(),
+            call_site: None,
+        };
         launch_log::compare(control, number, &call, Channel::Collectives)?;
-        decide(&OnControlBlock { control, number, timeout }, control.rank().0, number, wanted)
+        decide(&ControlBlockWords { control, number, timeout }, control.rank().0, number, wanted)
     }
 
     const PATIENCE: Duration = Duration::from_secs(20);
@@ -210,7 +218,7 @@ mod tests {
         let begun = Instant::now();
         let error = launch(&controls[0], 2, false, Duration::from_millis(80)).expect_err("rank 1 has not settled it");
         assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
-        assert_eq!(error.kind, Kind::Timeout);
+        assert_eq!(error.kind, ErrorKind::Timeout);
         assert!(error.message.contains("for rank 1") && error.message.contains("CUDA collective #2"), "{error}");
         assert!(!error.message.contains("rank 2"), "{error}");
     }
@@ -219,9 +227,9 @@ mod tests {
     fn a_proposer_that_leaves_ends_the_wait() {
         let controls = controls(2);
         launch_log::zero_copy_word(&controls[1]).store(Proposal { first: 1, by: 1, settled: false }.word(), Ordering::SeqCst);
-        controls[1].depart("");
-        let shared = OnControlBlock { control: &controls[0], number: 1, timeout: PATIENCE };
+        controls[1].note_departure("");
+        let shared = ControlBlockWords { control: &controls[0], number: 1, timeout: PATIENCE };
         let error = decide(&shared, 0, 1, false).expect_err("rank 1 has left");
-        assert_eq!(error.kind, Kind::Peer);
+        assert_eq!(error.kind, ErrorKind::Peer);
     }
 }

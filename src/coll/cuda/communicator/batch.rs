@@ -6,11 +6,11 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 
 /// The rank at the other end, and the bytes on this rank.
-pub(super) type Message = (usize, Span);
+pub(super) type IndexedSpan = (usize, Span);
 
 /// Removes this rank's messages to itself, and pairs each with its destination; both must be in the same batch.
-pub(super) fn take_own(me: Rank, sends: &mut Vec<Message>, receives: &mut Vec<Message>) -> Result<Vec<(Span, Span)>> {
-    let own = |messages: &mut Vec<Message>| -> Vec<Span> {
+pub(super) fn take_own(me: Rank, sends: &mut Vec<IndexedSpan>, receives: &mut Vec<IndexedSpan>) -> Result<Vec<(Span, Span)>> {
+    let own = |messages: &mut Vec<IndexedSpan>| -> Vec<Span> {
         let (own, rest) = messages.drain(..).partition::<Vec<_>, _>(|(rank, _)| *rank == me.index());
         *messages = rest;
         own.into_iter().map(|(_, span)| span).collect()
@@ -27,7 +27,7 @@ pub(super) fn take_own(me: Rank, sends: &mut Vec<Message>, receives: &mut Vec<Me
 }
 
 /// Removes the first message for each rank; a launch carries one message per rank.
-pub(super) fn first_of_each(messages: &mut Vec<Message>) -> Vec<Message> {
+pub(super) fn first_of_each(messages: &mut Vec<IndexedSpan>) -> Vec<IndexedSpan> {
     let mut seen = [false; MAX_RANKS];
     let (first, rest) = messages.drain(..).partition(|(rank, _)| !std::mem::replace(&mut seen[*rank], true));
     *messages = rest;
@@ -37,13 +37,13 @@ pub(super) fn first_of_each(messages: &mut Vec<Message>) -> Vec<Message> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Kind;
+    use crate::error::ErrorKind;
 
-    fn message(rank: usize, bytes: usize) -> Message {
+    fn message(rank: usize, bytes: usize) -> IndexedSpan {
         (rank, Span { addr: 0x1000, bytes })
     }
 
-    fn lengths(messages: &[Message]) -> Vec<(usize, usize)> {
+    fn lengths(messages: &[IndexedSpan]) -> Vec<(usize, usize)> {
         messages.iter().map(|(rank, span)| (*rank, span.bytes)).collect()
     }
 
@@ -60,7 +60,7 @@ mod tests {
     fn messages_to_oneself_that_do_not_match_are_refused() {
         for (sends, receives) in [(vec![message(1, 5)], vec![]), (vec![message(1, 5)], vec![message(1, 6)])] {
             let error = take_own(Rank(1), &mut sends.clone(), &mut receives.clone()).expect_err("no match");
-            assert_eq!(error.kind, Kind::Value);
+            assert_eq!(error.kind, ErrorKind::Value);
             assert!(error.message.contains("rank 1 sends 1 messages to itself"), "{error}");
         }
     }

@@ -4,32 +4,32 @@ mod batch;
 mod set_up;
 mod stream_order;
 
-pub(in crate::coll::cuda) use super::failure::report::Report;
+pub(in crate::coll::cuda) use super::failure::report::KernelReport;
 
-use super::agreement::launch_log::Transfer;
+use super::agreement::launch_log::MessageLaunch;
 use super::agreement::{launch_log, zero_copy};
-use super::arguments::{COUNTS, Common, PerRank};
-use super::failure::abort_flag::Stop;
+use super::arguments::{COUNTS, CommonArgs, PerRank};
+use super::failure::abort_flag::AbortFlag;
 use super::kernels::Kernels;
-use super::launch::{self, Launch, LaunchContext, Symmetric};
-use super::plan::{self, Conditions, Tuning};
+use super::launch::{self, Launch, LaunchContext, SymmetricView};
+use super::plan::{self, Conditions, CudaThresholds};
 use super::workspace::budget;
-use super::workspace::layout::{Channel, Layout, MAX_RANKS};
-use super::workspace::memory::Memory;
-use super::{cube_mesh, norm, stats};
-use crate::coll::call::{Call, Span, Spec};
+use super::workspace::layout::{Channel, ChannelLayout, MAX_RANKS};
+use super::workspace::memory::PeerWorkspaces;
+use super::{all_reduce_norm, cube_mesh, stats};
+use crate::coll::call::{Call, CallSpec, Span};
 use crate::coll::describe::Description;
 use crate::control::ControlBlock;
 use crate::dtype::{DType, ReduceOp};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::cuda::driver::{Device, Event, OwnStream, Stream, pass};
 use crate::lock::lock;
 use crate::rank::Rank;
-use crate::symm_mem::peers::Heaps;
+use crate::symm_mem::peers::PeerHeaps;
 use batch::{first_of_each, take_own};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use stream_order::{Before, Last, Queue, StreamOrder};
+use stream_order::{Dependency, LastLaunch, StreamOrder, StreamQueue};
 
 /// The stream and the device on which work is enqueued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,22 +44,22 @@ pub struct CudaTarget {
 }
 
 /// How long kernels may take to notice that they must end.
-pub(crate) const NOTICE: Duration = Duration::from_secs(2);
+pub(crate) const KERNEL_ABORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Communicator of a group on one device: workspace, streams, kernels.
 pub struct Communicator {
     control: Arc<ControlBlock>,
-    layout: Layout,
-    tuning: Tuning,
-    state: Mutex<State>,
-    report: Arc<Report>,
-    stop: Stop,
-    symmetric: Option<Heaps>,
+    layout: ChannelLayout,
+    tuning: CudaThresholds,
+    state: Mutex<CommunicatorState>,
+    report: Arc<KernelReport>,
+    stop: AbortFlag,
+    symmetric: Option<PeerHeaps>,
     edges: Option<cube_mesh::Edges>,
-    memory: Memory,
+    memory: PeerWorkspaces,
     /// Start of each channel on each rank.
     peer: [PerRank; Channel::ALL.len()],
-    _share: budget::Share,
+    _share: budget::BudgetShare,
     _stream: OwnStream,
     // Last, because everything above is freed in its context.
     device: Device,
@@ -74,7 +74,7 @@ pub enum Stage {
     Served(&'static str),
 }
 
-struct State {
+struct CommunicatorState {
     kernels: Kernels,
     order: StreamOrder,
     launched: u64,
@@ -96,7 +96,7 @@ impl Communicator {
 
     /// Enqueues `calls` in order; returns at once. `noted` gets the stages of each call before it is enqueued.
     pub fn launch(&self, calls: &[Call<'_>], target: CudaTarget, timeout: Duration, mut noted: impl FnMut(Stage)) -> Result<()> {
-        self.enqueue(target, timeout, &[Queue::Collectives], |communicator, state, stream, channel, context| {
+        self.enqueue(target, timeout, &[StreamQueue::Collectives], |communicator, state, stream, channel, context| {
             for call in calls {
                 state.launched += 1;
                 noted(Stage::Begins(state.launched));
@@ -108,9 +108,9 @@ impl Communicator {
                 noted(Stage::Served(plan.served_as(zero_copy)));
                 let reachable = |span| communicator.reachable(span);
                 let symmetric = communicator.symmetric(channel, &reachable).filter(|_| zero_copy);
-                let context = LaunchContext { common: Common { call: state.launched, ..context.common }, symmetric, ..context };
-                if let plan::Plan::NormRows { .. } = plan {
-                    let sum = norm::reduction(call);
+                let context = LaunchContext { common: CommonArgs { call: state.launched, ..context.common }, symmetric, ..context };
+                if let plan::CudaPlan::NormRows { .. } = plan {
+                    let sum = all_reduce_norm::reduction(call);
                     let first = plan::choose(&sum, &communicator.conditions(false));
                     if let Some(launch) = context.prepare(&sum, first) {
                         state.kernels.launch(&communicator.device, &launch, call.dtype, ReduceOp::Sum, stream)?;
@@ -129,10 +129,10 @@ impl Communicator {
     pub fn transfer(&self, sends: &[(Rank, Span)], receives: &[(Rank, Span)], target: CudaTarget, timeout: Duration) -> Result<()> {
         let mut sends: Vec<_> = sends.iter().map(|&(rank, span)| (rank.index(), span)).collect();
         let mut receives: Vec<_> = receives.iter().map(|&(rank, span)| (rank.index(), span)).collect();
-        let queues: &[Queue] = match (sends.is_empty(), receives.is_empty()) {
-            (false, true) => &[Queue::Sends],
-            (true, false) => &[Queue::Receives],
-            _ => &[Queue::Sends, Queue::Receives],
+        let queues: &[StreamQueue] = match (sends.is_empty(), receives.is_empty()) {
+            (false, true) => &[StreamQueue::Sends],
+            (true, false) => &[StreamQueue::Receives],
+            _ => &[StreamQueue::Sends, StreamQueue::Receives],
         };
         self.enqueue(target, timeout, queues, |communicator, state, stream, channel, context| {
             let plan = plan::transfers(&communicator.layout, &communicator.tuning);
@@ -146,7 +146,7 @@ impl Communicator {
                     let number = &mut state.transfers[usize::from(send)][rank];
                     *number += 1;
                     let (peer, bytes) = (Rank(rank as u32), span.bytes as u64);
-                    launch_log::compare_transfer(&communicator.control, Transfer { send, peer, number: *number, bytes })?;
+                    launch_log::compare_transfer(&communicator.control, MessageLaunch { send, peer, number: *number, bytes })?;
                 }
             }
             while !sends.is_empty() || !receives.is_empty() {
@@ -170,14 +170,14 @@ impl Communicator {
     }
 
     /// Returns the group's symmetric memory, if it has any, for kernels of `channel`.
-    fn symmetric<'a>(&self, channel: Channel, reachable: &'a dyn Fn(Span) -> bool) -> Option<Symmetric<'a>> {
+    fn symmetric<'a>(&self, channel: Channel, reachable: &'a dyn Fn(Span) -> bool) -> Option<SymmetricView<'a>> {
         let least = u32::try_from(self.tuning.zero_copy_bytes).unwrap_or(u32::MAX);
         let count = (COUNTS * channel as usize) as u32;
-        self.symmetric.as_ref().map(|heaps| Symmetric { heap: per_rank(&heaps.bases), count, least, reachable })
+        self.symmetric.as_ref().map(|heaps| SymmetricView { heap: per_rank(&heaps.bases), count, least, reachable })
     }
 
     /// Returns true if this rank's launch `number`, which is `call`, is zero-copy; the same on all ranks.
-    fn zero_copy(&self, call: &Spec<'_>, number: u64, timeout: Duration) -> Result<bool> {
+    fn zero_copy(&self, call: &CallSpec<'_>, number: u64, timeout: Duration) -> Result<bool> {
         let Some(heaps) = &self.symmetric else { return Ok(false) };
         let worth = plan::worth_zero_copy(call, self.control.rank().index(), self.control.size(), &self.tuning);
         // An all-to-all with only short messages does not start zero-copy calls.
@@ -186,7 +186,7 @@ impl Communicator {
             && heaps.holds_any(call.inputs.iter().chain(&*call.outputs))
             && plan::choose(call, &self.conditions(false)).can_be_zero_copy();
         let agreed = zero_copy::decide(
-            &zero_copy::OnControlBlock { control: &self.control, number, timeout },
+            &zero_copy::ControlBlockWords { control: &self.control, number, timeout },
             self.control.rank().0,
             number,
             wanted,
@@ -198,8 +198,8 @@ impl Communicator {
         let me = self.control.rank().index();
         let peer = self.peer[channel as usize];
         let timeout = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
-        let common = Common { peer, stop: self.stop.device(), report: self.report.device(), timeout, call: 0 };
-        let edges = self.edges.as_ref().map(|edges| launch::Edges { mesh: &edges.mesh, peer: edges.reach(me, channel, &peer) });
+        let common = CommonArgs { peer, stop: self.stop.device(), report: self.report.device(), timeout, call: 0 };
+        let edges = self.edges.as_ref().map(|edges| launch::CubeMeshView { mesh: &edges.mesh, peer: edges.reach(me, channel, &peer) });
         LaunchContext {
             me,
             n: self.control.size(),
@@ -215,8 +215,8 @@ impl Communicator {
         &self,
         target: CudaTarget,
         timeout: Duration,
-        queues: &[Queue],
-        body: impl FnOnce(&Self, &mut State, Stream, Channel, LaunchContext<'_>) -> Result<()>,
+        queues: &[StreamQueue],
+        body: impl FnOnce(&Self, &mut CommunicatorState, Stream, Channel, LaunchContext<'_>) -> Result<()>,
     ) -> Result<()> {
         let stream = Stream(target.stream);
         let entered = self.device.enter()?;
@@ -231,20 +231,20 @@ impl Communicator {
         }
         let capture = stream.capture()?;
         state.recorded |= capture.is_some();
-        let channel = Channel::of(capture.is_some(), queues != [Queue::Collectives]);
+        let channel = Channel::of(capture.is_some(), queues != [StreamQueue::Collectives]);
         // Calls of one queue run one after another on the device, whichever streams they use.
         for &queue in queues {
             let before = state.order.next(queue, stream, capture);
             let behind = &state.behind[stream_order::slot(queue, capture)];
-            if let Before::EventOf(last) = before {
+            if let Dependency::EventOf(last) = before {
                 behind.record(last)?;
             }
-            if before != Before::Nothing {
+            if before != Dependency::Nothing {
                 stream.wait(behind)?;
             }
         }
         let mut outcome = body(self, &mut state, stream, channel, self.context(channel, timeout));
-        let stream_of_its_own = matches!(queues, [Queue::Sends] | [Queue::Receives]);
+        let stream_of_its_own = matches!(queues, [StreamQueue::Sends] | [StreamQueue::Receives]);
         if outcome.is_ok() && target.background && !stream_of_its_own {
             // Record now. When this queue continues on another stream, calls of other queues may already follow on this
             // one, and they wait for other ranks.
@@ -257,7 +257,7 @@ impl Communicator {
         drop(entered);
         // After a failure in the middle, peers would wait for a kernel that never runs. A bad argument was rejected
         // before that.
-        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.control.fail(error) })
+        outcome.map_err(|error| if error.kind == ErrorKind::Value { error } else { self.control.fail(error) })
     }
 
     /// Returns why the group has failed, on the host or in a kernel of this rank.
@@ -276,7 +276,7 @@ impl Communicator {
             let text =
                 format!("{} left group \"{}\" with CUDA work under way", self.control.describe(self.control.rank()), self.control.name());
             self.control.fail(Error::aborted(text));
-            return pass(&events, NOTICE);
+            return pass(&events, KERNEL_ABORT_TIMEOUT);
         }
         true
     }
@@ -289,13 +289,13 @@ impl Communicator {
         let events = {
             let state = lock(&self.state);
             // Otherwise recording an event would add to the caller's capture.
-            let captured = |last: &Last| last.stream.capture().ok().flatten().is_some();
+            let captured = |last: &LastLaunch| last.stream.capture().ok().flatten().is_some();
             if state.closed || state.recorded || state.order.last().any(captured) || self.failure().is_none() {
                 return;
             }
             state.ends()
         };
-        if !pass(&events, NOTICE) {
+        if !pass(&events, KERNEL_ABORT_TIMEOUT) {
             return;
         }
         self.memory.release_dead(rank);
@@ -305,7 +305,7 @@ impl Communicator {
         if let Some(heaps) = &self.symmetric {
             heaps.release_dead(rank);
         }
-        log::info!("group \"{}\": the GPU memory of {} is let go", self.control.name(), self.control.describe(rank));
+        log::info!("group \"{}\": released the GPU memory of {}", self.control.name(), self.control.describe(rank));
     }
 
     /// Frees everything. Called after `drain`.
@@ -319,11 +319,11 @@ impl Communicator {
     }
 }
 
-impl State {
+impl CommunicatorState {
     /// Returns events that complete when the enqueued work is done.
     fn ends(&self) -> Vec<Event> {
         // A stream under capture does not run the group's kernels.
-        let mark = |last: &Last| Event::new().and_then(|event| event.record(last.stream).map(|()| event)).ok();
+        let mark = |last: &LastLaunch| Event::new().and_then(|event| event.record(last.stream).map(|()| event)).ok();
         self.order.last().filter(|last| last.capture.is_none()).filter_map(mark).collect()
     }
 }

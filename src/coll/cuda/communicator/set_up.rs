@@ -1,29 +1,29 @@
 //! Set-up of the GPUs of a group, in steps that all ranks take together.
 
-use super::{Communicator, Report, State, StreamOrder, stream_order};
-use crate::boot::pass::Mailbox;
+use super::{Communicator, CommunicatorState, KernelReport, StreamOrder, stream_order};
+use crate::bootstrap::fd_exchange::Mailbox;
 use crate::coll::cost::{hardware, profile};
 use crate::coll::cuda::agreement::launch_log;
-use crate::coll::cuda::failure::abort_flag::Stop;
+use crate::coll::cuda::failure::abort_flag::AbortFlag;
 use crate::coll::cuda::kernels::Kernels;
-use crate::coll::cuda::plan::Tuning;
+use crate::coll::cuda::plan::CudaThresholds;
 use crate::coll::cuda::workspace::budget;
-use crate::coll::cuda::workspace::layout::{Channel, Layout, MAX_RANKS};
-use crate::coll::cuda::workspace::memory::{Memory, Own, Peer, Way};
-use crate::coll::cuda::{cube_mesh, probed};
+use crate::coll::cuda::workspace::layout::{Channel, ChannelLayout, MAX_RANKS};
+use crate::coll::cuda::workspace::memory::{LocalWorkspace, PeerInfo, PeerWorkspaces, SetupContext};
+use crate::coll::cuda::{cube_mesh, peer_access};
 use crate::config::Config;
 use crate::control::ControlBlock;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::cuda::driver::{Device, Entered, Event, OwnStream, RelaxedCapture, Stream};
 use crate::rank::Rank;
-use crate::symm_mem::peers::{self, AllGather, Heaps};
+use crate::symm_mem::peers::{self, AllGather, PeerHeaps};
 use crate::symm_mem::{self, Heap};
-use crate::sync::limit::Limit;
+use crate::sync::timeout::CallTimeout;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// The resources that a rank opens before it reports to the others; they are freed in this order.
-struct Opened {
+struct OpenedWorkspaces {
     stream: OwnStream,
     entered: Entered,
     capture: RelaxedCapture,
@@ -40,11 +40,11 @@ fn step(gather: &AllGather<'_>, control: &ControlBlock, bytes: usize, own: Resul
 
 impl Communicator {
     /// Sets up the group's GPUs. All ranks call it, each with its own device, and it fails on all ranks or none.
-    pub fn connect(control: &Arc<ControlBlock>, device: i32, limit: &Limit, gather: &AllGather<'_>) -> Result<Self> {
+    pub fn connect(control: &Arc<ControlBlock>, device: i32, limit: &CallTimeout, gather: &AllGather<'_>) -> Result<Self> {
         let (config, me, n) = (Config::get(), control.rank().index(), control.size());
         let begun = Instant::now();
-        let measured = profile::settings(hardware::Device::Cuda, n);
-        let usual = measured.and_then(|group| Tuning::of(n).overlaid(&group.cuda_tuning).ok()).unwrap_or(Tuning::of(n));
+        let measured = profile::settings(hardware::DeviceKind::Cuda, n);
+        let usual = measured.and_then(|group| CudaThresholds::of(n).overlaid(&group.cuda_tuning).ok()).unwrap_or(CudaThresholds::of(n));
         let tuning = usual.overlaid(&config.cuda_tuning).unwrap_or_else(|complaint| {
             log::warn!("SYMM_CUDA_TUNING: {complaint}; ignored");
             usual
@@ -63,36 +63,37 @@ impl Communicator {
             // Without a heap the group stages everything.
             let heap = (config.p2p && n > 1).then(|| symm_mem::of(device.ordinal()).inspect_err(|error| log::info!("{error}")).ok());
             let processors = device.processors()? as u64;
-            Ok(Opened { stream: OwnStream::new()?, entered, capture, mailbox, heap: heap.flatten(), processors, device })
+            Ok(OpenedWorkspaces { stream: OwnStream::new()?, entered, capture, mailbox, heap: heap.flatten(), processors, device })
         };
         let opened = opened();
-        let messages = opened.as_ref().map_err(Clone::clone).map(|Opened { device, mailbox, heap, processors, .. }| {
+        let messages = opened.as_ref().map_err(Clone::clone).map(|OpenedWorkspaces { device, mailbox, heap, processors, .. }| {
             let workspace = budget::offer(config.workspace_mb << 20) as u64;
             let heap = heap.as_ref().map(|heap| heap.address());
             // Devices before Hopper have no clusters.
             let (processors, clusters) = (*processors, device.capability.0 >= 9);
-            Peer { uuid: device.uuid, mailbox: mailbox.name(), workspace, p2p: config.p2p, heap, tuning, processors, clusters }.encode()
+            PeerInfo { uuid: device.uuid, mailbox: mailbox.name(), workspace, p2p: config.p2p, heap, tuning, processors, clusters }.encode()
         });
-        let peers = step(gather, control, Peer::BYTES, messages)?;
-        let peers: Option<Vec<Peer>> = peers.iter().map(|bytes| Peer::decode(bytes)).collect();
+        let peers = step(gather, control, PeerInfo::BYTES, messages)?;
+        let peers: Option<Vec<PeerInfo>> = peers.iter().map(|bytes| PeerInfo::decode(bytes)).collect();
         let peers = peers.ok_or_else(|| Error::internal("a peer's description is cut short"))?;
-        let Opened { stream, entered, capture: _capture, mailbox, heap, device, .. } = opened?;
+        let OpenedWorkspaces { stream, entered, capture: _capture, mailbox, heap, device, .. } = opened?;
         if !config.shared_gpus {
-            refuse_shared(control, &peers)?;
+            reject_shared(control, &peers)?;
         }
-        refuse_other_tunings(control, &peers)?;
+        reject_other_tunings(control, &peers)?;
         // The blocks of a row, and of a lane, need their counterparts on every device.
         let processors = peers.iter().map(|peer| peer.processors as usize).min().unwrap_or(1);
         let tuning = tuning.on(processors, peers.iter().all(|peer| peer.clusters));
-        let bytes = peers.iter().map(|peer| peer.workspace as usize).min().unwrap_or(0).min(Layout::most(n)).max(Layout::least(n));
-        let layout = Layout::new(n, bytes)?;
-        let way = Way { control, device: &device, mailbox: &mailbox, peers: &peers, limit };
+        let bytes =
+            peers.iter().map(|peer| peer.workspace as usize).min().unwrap_or(0).min(ChannelLayout::most(n)).max(ChannelLayout::least(n));
+        let layout = ChannelLayout::new(n, bytes)?;
+        let way = SetupContext { control, device: &device, mailbox: &mailbox, peers: &peers, limit };
         let mut memory = None;
         if peers.iter().all(|peer| peer.p2p) {
-            let own = Own::on_device(&device, bytes);
+            let own = LocalWorkspace::on_device(&device, bytes);
             // With too little memory the group fails instead of using host memory; a GPU that cannot share its memory
             // makes it use host memory.
-            let lacking = own.as_ref().err().filter(|error| error.kind == Kind::Config).cloned();
+            let lacking = own.as_ref().err().filter(|error| error.kind == ErrorKind::Config).cloned();
             step(gather, control, 0, lacking.map_or(Ok(Vec::new()), Err))?;
             memory = try_out(gather, &way, own, &layout, stream.stream(), &|_| true)?;
         }
@@ -103,7 +104,7 @@ impl Communicator {
                     "group \"{}\": its GPUs exchange through the host's memory, since some cannot reach each other's",
                     control.name()
                 );
-                try_out(gather, &way, Own::on_host(bytes), &layout, stream.stream(), &|_| true)?.ok_or_else(|| {
+                try_out(gather, &way, LocalWorkspace::on_host(bytes), &layout, stream.stream(), &|_| true)?.ok_or_else(|| {
                     Error::config(format!("the GPUs of group \"{}\" cannot exchange, not even through the host", control.name()))
                 })?
             }
@@ -112,23 +113,24 @@ impl Communicator {
         let events = || (0..stream_order::PLACES).map(|_| Event::new()).collect::<Result<Vec<_>>>();
         let mut kernels = Kernels::new(&device, n, me, tuning.overlap != 0);
         kernels.preload(&device);
-        let made = || Ok((Stop::of(control)?, Report::new(control)?, events()?));
+        let made = || Ok((AbortFlag::of(control)?, KernelReport::new(control)?, events()?));
         let made = made();
         step(gather, control, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
         let (stop, report, behind) = made?;
         let symmetric = if memory.is_direct() && n > 1 {
             let requested = Arc::downgrade(&report);
-            let failed: symm_mem::Failed = Arc::new(move || requested.upgrade().is_some_and(|report| report.failure().is_some()));
+            let failed: symm_mem::FailureCheck = Arc::new(move || requested.upgrade().is_some_and(|report| report.failure().is_some()));
             let addresses: Vec<_> = peers.iter().map(|peer| peer.heap).collect();
-            let linked = Heaps::link(control, &|bytes, own| step(gather, control, bytes, own), heap.as_ref(), &addresses, &failed, limit)?;
+            let linked =
+                PeerHeaps::link(control, &|bytes, own| step(gather, control, bytes, own), heap.as_ref(), &addresses, &failed, limit)?;
             let staged = |reason: &_| log::warn!("group \"{}\": tensors in symmetric memory are staged, since {reason}", control.name());
             linked.inspect_err(staged).ok()
         } else {
             None
         };
         drop(entered);
-        control.wait_unattended(launch_log::progress);
-        let state = State {
+        control.set_kernel_progress(launch_log::progress);
+        let state = CommunicatorState {
             kernels,
             order: StreamOrder::default(),
             launched: 0,
@@ -146,7 +148,7 @@ impl Communicator {
             begun.elapsed().as_secs_f64() * 1e3
         );
         let apart = edges.as_ref().is_some_and(|edges| edges.apart.is_some());
-        let share = budget::Share::take(bytes + if apart { Layout::least(n) } else { 0 });
+        let share = budget::BudgetShare::take(bytes + if apart { ChannelLayout::least(n) } else { 0 });
         let bases = memory.addresses();
         let peer = Channel::ALL.map(|channel| {
             let mut begins = [0; MAX_RANKS];
@@ -162,12 +164,12 @@ impl Communicator {
 /// access the others.
 fn try_out(
     gather: &AllGather<'_>,
-    way: &Way<'_>,
-    own: Result<Own>,
-    layout: &Layout,
+    way: &SetupContext<'_>,
+    own: Result<LocalWorkspace>,
+    layout: &ChannelLayout,
     stream: Stream,
     reaches: &dyn Fn(usize) -> bool,
-) -> Result<Option<Memory>> {
+) -> Result<Option<PeerWorkspaces>> {
     let me = way.control.rank().index();
     let all = |yes: bool| step(gather, way.control, 1, Ok(vec![u8::from(yes)])).map(|answers| answers.iter().all(|answer| answer[0] == 1));
     let noted = |error: Error| log::info!("{error}");
@@ -176,8 +178,8 @@ fn try_out(
     if !all(own.is_ok())? {
         return Ok(None);
     }
-    let share = |own: Own| {
-        let memory = Memory::shared(way, own, reaches)?;
+    let share = |own: LocalWorkspace| {
+        let memory = PeerWorkspaces::shared(way, own, reaches)?;
         memory.clear(me, layout, stream)?;
         Ok(memory)
     };
@@ -189,7 +191,7 @@ fn try_out(
     // Access that worked once in this process is not tested again; only pairs that are new to some rank are.
     let pairs: Vec<_> = way.peers.iter().enumerate().filter(|&(rank, _)| rank != me && reaches(rank)).collect();
     let pairs: Vec<_> = pairs.into_iter().map(|(_, peer)| (way.device.uuid, peer.uuid)).collect();
-    if all(memory.is_direct() && probed::know(&pairs))? {
+    if all(memory.is_direct() && peer_access::know(&pairs))? {
         return Ok(Some(memory));
     }
     if !all(memory.probe(me, layout, stream).unwrap_or(false))? {
@@ -197,13 +199,13 @@ fn try_out(
     }
     let works = all(memory.probed(me, layout, stream).unwrap_or(false))?;
     if works && memory.is_direct() {
-        probed::note(&pairs);
+        peer_access::note(&pairs);
     }
     Ok(works.then_some(memory))
 }
 
 /// Returns the edges of the group's GPUs, if all ranks detect the same hybrid cube mesh and can use it.
-fn edges(way: &Way<'_>, gather: &AllGather<'_>, memory: &Memory, stream: Stream) -> Result<Option<cube_mesh::Edges>> {
+fn edges(way: &SetupContext<'_>, gather: &AllGather<'_>, memory: &PeerWorkspaces, stream: Stream) -> Result<Option<cube_mesh::Edges>> {
     let (control, me) = (way.control, way.control.rank().index());
     if way.peers.len() != cube_mesh::RANKS || !way.peers.iter().all(|peer| peer.p2p) {
         return Ok(None);
@@ -212,7 +214,7 @@ fn edges(way: &Way<'_>, gather: &AllGather<'_>, memory: &Memory, stream: Stream)
     let own = cube_mesh::encoded(mesh.as_ref());
     let messages = step(gather, control, cube_mesh::BYTES, Ok(own.clone()))?;
     if messages.iter().any(|other| *other != own) {
-        log::warn!("group \"{}\": ranks disagree on how their GPUs are linked; nobody goes by it", control.name());
+        log::warn!("group \"{}\": ranks report different GPU topologies; the topology is ignored", control.name());
         return Ok(None);
     }
     let Some(mesh) = mesh else { return Ok(None) };
@@ -220,13 +222,14 @@ fn edges(way: &Way<'_>, gather: &AllGather<'_>, memory: &Memory, stream: Stream)
     if memory.is_direct() {
         return Ok(Some(cube_mesh::Edges { mesh, apart: None }));
     }
-    let bytes = Layout::least(cube_mesh::RANKS);
-    let layout = Layout::new(cube_mesh::RANKS, bytes)?;
-    let memory = try_out(gather, way, Own::on_device(way.device, bytes), &layout, stream, &|rank| cube_mesh::reaches(&mesh, me, rank))?;
+    let bytes = ChannelLayout::least(cube_mesh::RANKS);
+    let layout = ChannelLayout::new(cube_mesh::RANKS, bytes)?;
+    let memory =
+        try_out(gather, way, LocalWorkspace::on_device(way.device, bytes), &layout, stream, &|rank| cube_mesh::reaches(&mesh, me, rank))?;
     Ok(memory.map(|memory| cube_mesh::Edges { mesh, apart: Some((memory, layout)) }))
 }
 
-fn refuse_shared(control: &ControlBlock, peers: &[Peer]) -> Result<()> {
+fn reject_shared(control: &ControlBlock, peers: &[PeerInfo]) -> Result<()> {
     for (rank, peer) in control.ranks().zip(peers) {
         if let Some((other, _)) = control.ranks().zip(peers).find(|(other, them)| *other < rank && them.uuid == peer.uuid) {
             let (one, two, group) = (control.describe(other), control.describe(rank), control.name());
@@ -240,11 +243,11 @@ fn refuse_shared(control: &ControlBlock, peers: &[Peer]) -> Result<()> {
 }
 
 /// Fails if ranks have different tunings, because they would choose different kernels for one call.
-fn refuse_other_tunings(control: &ControlBlock, peers: &[Peer]) -> Result<()> {
+fn reject_other_tunings(control: &ControlBlock, peers: &[PeerInfo]) -> Result<()> {
     let Some((rank, other)) = control.ranks().zip(peers).find(|(_, peer)| peer.tuning != peers[0].tuning) else { return Ok(()) };
     let (one, two, group) = (control.describe(Rank(0)), control.describe(rank), control.name());
     Err(Error::config(format!(
-        "{one} and {two} of group \"{group}\" differ in SYMM_CUDA_TUNING or SYMM_PROFILE: {:?} and {:?}; set both alike on all ranks",
+        "{one} and {two} of group \"{group}\" differ in SYMM_CUDA_TUNING or SYMM_COST_PROFILE: {:?} and {:?}; set both alike on all ranks",
         peers[0].tuning, other.tuning
     )))
 }

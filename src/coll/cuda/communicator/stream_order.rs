@@ -4,7 +4,7 @@ use crate::kernels::cuda::driver::Stream;
 
 /// A class of calls that run one after another. The calls that a graph records are ordered among themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Queue {
+pub(super) enum StreamQueue {
     Collectives,
     Sends,
     Receives,
@@ -14,19 +14,19 @@ pub(super) enum Queue {
 pub(super) const PLACES: usize = 6;
 
 /// Returns the index of a queue, eager or captured.
-pub(super) fn slot(queue: Queue, capture: Option<u64>) -> usize {
+pub(super) fn slot(queue: StreamQueue, capture: Option<u64>) -> usize {
     2 * queue as usize + usize::from(capture.is_some())
 }
 
 /// The last calls of each queue.
 #[derive(Debug, Default)]
 pub(super) struct StreamOrder {
-    last: [Option<Last>; PLACES],
+    last: [Option<LastLaunch>; PLACES],
 }
 
 /// A queue's last call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Last {
+pub(super) struct LastLaunch {
     /// The stream of the call.
     pub(super) stream: Stream,
     /// The capture that recorded the call.
@@ -37,7 +37,7 @@ pub(super) struct Last {
 
 /// What a call's stream has to wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Before {
+pub(super) enum Dependency {
     /// Nothing: the order of the stream, or of the graph, suffices.
     Nothing,
     /// The queue's event as recorded.
@@ -48,24 +48,24 @@ pub(super) enum Before {
 
 impl StreamOrder {
     /// Notes that the next call of `queue` uses `stream`, as part of `capture`; returns what it has to wait for.
-    pub(super) fn next(&mut self, queue: Queue, stream: Stream, capture: Option<u64>) -> Before {
-        let last = self.last[slot(queue, capture)].replace(Last { stream, capture, marked: false });
+    pub(super) fn next(&mut self, queue: StreamQueue, stream: Stream, capture: Option<u64>) -> Dependency {
+        let last = self.last[slot(queue, capture)].replace(LastLaunch { stream, capture, marked: false });
         match last.filter(|last| last.stream != stream && last.capture == capture) {
-            None => Before::Nothing,
-            Some(Last { marked: true, .. }) => Before::Event,
-            Some(Last { stream, .. }) => Before::EventOf(stream),
+            None => Dependency::Nothing,
+            Some(LastLaunch { marked: true, .. }) => Dependency::Event,
+            Some(LastLaunch { stream, .. }) => Dependency::EventOf(stream),
         }
     }
 
     /// Notes that the queue's event has been recorded after its last call.
-    pub(super) fn mark(&mut self, queue: Queue, capture: Option<u64>) {
+    pub(super) fn mark(&mut self, queue: StreamQueue, capture: Option<u64>) {
         if let Some(last) = &mut self.last[slot(queue, capture)] {
             last.marked = true;
         }
     }
 
     /// Returns the last calls of all queues.
-    pub(super) fn last(&self) -> impl Iterator<Item = &Last> {
+    pub(super) fn last(&self) -> impl Iterator<Item = &LastLaunch> {
         self.last.iter().flatten()
     }
 }
@@ -108,12 +108,12 @@ mod tests {
         /// Enqueues a call as `Communicator::enqueue` does; returns the calls that it is ordered after, and the calls
         /// that it should be ordered after.
         fn run(&mut self, order: &mut StreamOrder, number: usize, call: Call) -> [BTreeSet<usize>; 2] {
-            let (from, stream, queues): (usize, usize, &[Queue]) = match call {
-                Call::Sync(from) => (from, from, &[Queue::Collectives]),
-                Call::Async(from) => (from, OWN, &[Queue::Collectives]),
-                Call::Batch(from) => (from, OWN, &[Queue::Sends, Queue::Receives]),
-                Call::Send(from) => (from, SENDS, &[Queue::Sends]),
-                Call::Receive(from) => (from, RECEIVES, &[Queue::Receives]),
+            let (from, stream, queues): (usize, usize, &[StreamQueue]) = match call {
+                Call::Sync(from) => (from, from, &[StreamQueue::Collectives]),
+                Call::Async(from) => (from, OWN, &[StreamQueue::Collectives]),
+                Call::Batch(from) => (from, OWN, &[StreamQueue::Sends, StreamQueue::Receives]),
+                Call::Send(from) => (from, SENDS, &[StreamQueue::Sends]),
+                Call::Receive(from) => (from, RECEIVES, &[StreamQueue::Receives]),
             };
             let before = self.streams[from].clone();
             self.streams[stream].extend(before);
@@ -121,10 +121,10 @@ mod tests {
             for &queue in queues {
                 let before = order.next(queue, Stream(stream), None);
                 let queue = slot(queue, None);
-                if let Before::EventOf(Stream(last)) = before {
+                if let Dependency::EventOf(Stream(last)) = before {
                     self.events[queue] = self.streams[last].clone();
                 }
-                if before != Before::Nothing {
+                if before != Dependency::Nothing {
                     self.streams[stream].extend(self.events[queue].iter());
                 }
                 exact.extend(self.exact[queue].iter());
@@ -162,17 +162,17 @@ mod tests {
 
     #[test]
     fn eager_calls_and_captures_do_not_wait_for_each_other() {
-        let (mut order, queue) = (StreamOrder::default(), Queue::Collectives);
-        assert_eq!(order.next(queue, Stream(1), None), Before::Nothing);
-        assert_eq!(order.next(queue, Stream(2), Some(7)), Before::Nothing);
-        assert_eq!(order.next(queue, Stream(3), Some(7)), Before::EventOf(Stream(2)));
-        assert_eq!(order.next(queue, Stream(2), Some(8)), Before::Nothing);
-        assert_eq!(order.next(queue, Stream(2), None), Before::EventOf(Stream(1)));
+        let (mut order, queue) = (StreamOrder::default(), StreamQueue::Collectives);
+        assert_eq!(order.next(queue, Stream(1), None), Dependency::Nothing);
+        assert_eq!(order.next(queue, Stream(2), Some(7)), Dependency::Nothing);
+        assert_eq!(order.next(queue, Stream(3), Some(7)), Dependency::EventOf(Stream(2)));
+        assert_eq!(order.next(queue, Stream(2), Some(8)), Dependency::Nothing);
+        assert_eq!(order.next(queue, Stream(2), None), Dependency::EventOf(Stream(1)));
     }
 
     #[test]
     fn every_queue_has_a_place() {
-        let all = [Queue::Collectives, Queue::Sends, Queue::Receives];
+        let all = [StreamQueue::Collectives, StreamQueue::Sends, StreamQueue::Receives];
         let places: BTreeSet<usize> = all.iter().flat_map(|&queue| [None, Some(1)].map(|capture| slot(queue, capture))).collect();
         assert!(places.into_iter().eq(0..PLACES));
     }

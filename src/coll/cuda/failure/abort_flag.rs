@@ -5,30 +5,30 @@ use crate::control::ControlBlock;
 use crate::error::Result;
 use crate::lock::lock;
 use crate::mem::layout::HEADER_BYTES;
-use crate::mem::pinned::Registered;
+use crate::mem::pinned::RegisteredMemory;
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
 /// The abort flag of a group: the first word of its header, registered with the GPUs of this process. It is not 0 once
 /// the group has failed. All holders share one registration, because the driver rejects a second one. Dropped in a
 /// context.
-pub(crate) struct Stop {
+pub(crate) struct AbortFlag {
     header: usize,
     device: u64,
 }
 
-struct Opened {
-    registered: Registered,
+struct OpenedFlag {
+    registered: RegisteredMemory,
     holders: usize,
 }
 
 /// The registered headers, by address.
-fn opened() -> MutexGuard<'static, HashMap<usize, Opened>> {
-    static OPENED: LazyLock<Mutex<HashMap<usize, Opened>>> = LazyLock::new(Mutex::default);
+fn opened() -> MutexGuard<'static, HashMap<usize, OpenedFlag>> {
+    static OPENED: LazyLock<Mutex<HashMap<usize, OpenedFlag>>> = LazyLock::new(Mutex::default);
     lock(&OPENED)
 }
 
-impl Stop {
+impl AbortFlag {
     /// Returns the flag of the group of `control`, registered in the current context.
     pub(crate) fn of(control: &Arc<ControlBlock>) -> Result<Self> {
         let header = control.segment().ptr(0, HEADER_BYTES);
@@ -39,9 +39,9 @@ impl Stop {
         }
         let segment = Arc::new(control.segment().hold()?);
         // SAFETY: the header is mapped as long as `segment` lives, and was reserved when the group was created.
-        let registered = unsafe { Registered::new(header, HEADER_BYTES, segment) }?;
+        let registered = unsafe { RegisteredMemory::new(header, HEADER_BYTES, segment) }?;
         let stop = Self { header: header as usize, device: registered.device() };
-        opened.insert(stop.header, Opened { registered, holders: 1 });
+        opened.insert(stop.header, OpenedFlag { registered, holders: 1 });
         Ok(stop)
     }
 
@@ -51,7 +51,7 @@ impl Stop {
     }
 }
 
-impl Drop for Stop {
+impl Drop for AbortFlag {
     fn drop(&mut self) {
         // Unregister before the lock is released, so that the next `of` finds the header either counted or
         // unregistered.

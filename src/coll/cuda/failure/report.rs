@@ -7,7 +7,7 @@ use crate::coll::describe::Description;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::lock::{lock, unpoisoned};
-use crate::mem::pinned::Words;
+use crate::mem::pinned::PinnedWords;
 use crate::rank::{Rank, name_ranks};
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -18,19 +18,19 @@ const REMEMBERED: usize = 1024;
 
 /// The report of this rank's kernels. It is separate from the communicator because other code also reads it: the
 /// service that frees symmetric memory, and the statistics.
-pub(in crate::coll::cuda) struct Report {
+pub(in crate::coll::cuda) struct KernelReport {
     control: Arc<ControlBlock>,
     /// Device address of the words.
     device: u64,
     /// The words of the report; `None` once the communicator, in whose context they are freed, is released.
-    words: RwLock<Option<Words>>,
+    words: RwLock<Option<PinnedWords>>,
     recent: Mutex<VecDeque<(u64, Description)>>,
 }
 
-impl Report {
+impl KernelReport {
     /// Allocates the report in the current context.
     pub(in crate::coll::cuda) fn new(control: &Arc<ControlBlock>) -> Result<Arc<Self>> {
-        let words = Words::new(REPORT_WORDS)?;
+        let words = PinnedWords::new(REPORT_WORDS)?;
         let (device, words) = (words.device(), RwLock::new(Some(words)));
         let report = Arc::new(Self { control: Arc::clone(control), device, words, recent: Mutex::default() });
         stats::add(&report);
@@ -42,7 +42,7 @@ impl Report {
         self.device
     }
 
-    fn words(&self) -> RwLockReadGuard<'_, Option<Words>> {
+    fn words(&self) -> RwLockReadGuard<'_, Option<PinnedWords>> {
         unpoisoned(self.words.read())
     }
 
@@ -88,7 +88,7 @@ impl Report {
         let doing = |rank: &Rank| format!("{}, {}", self.control.process_state(*rank), launch_log::progress(&self.control, *rank));
         let states: Vec<String> = missing.iter().map(doing).collect();
         let text = format!(
-            "{me} waited {seconds:.1} s until its timeout in {about}, CUDA collective #{number} of group \"{}\", for {} ({})",
+            "{me} timed out after {seconds:.1} s in {about}, CUDA collective #{number} of group \"{}\", waiting for {} ({})",
             self.control.name(),
             name_ranks(&missing),
             states.join("; ")
@@ -97,7 +97,7 @@ impl Report {
     }
 }
 
-impl stats::DirectCalls for Report {
+impl stats::DirectCalls for KernelReport {
     fn direct(&self) -> u64 {
         let words = self.words();
         let counts = words.as_ref().map_or(&[][..], |words| &words.get()[DIRECT_WORD..]);

@@ -10,20 +10,20 @@ static TAKEN: Mutex<usize> = Mutex::new(0);
 /// Approximate number of groups that get the requested size.
 const FULL: usize = 4;
 /// Minimum number of bytes offered to a group.
-pub(in crate::coll::cuda) const LEAST: usize = 32 << 20;
+pub(in crate::coll::cuda) const MIN_BYTES: usize = 32 << 20;
 
 /// A share, which is returned when dropped.
 #[derive(Debug)]
-pub(in crate::coll::cuda) struct Share(usize);
+pub(in crate::coll::cuda) struct BudgetShare(usize);
 
 /// Returns how many bytes a group may have if `requested` is the usual share: at most half of the rest of `FULL`
-/// shares, but at least [`LEAST`].
+/// shares, but at least [`MIN_BYTES`].
 pub(in crate::coll::cuda) fn offer(requested: usize) -> usize {
     let left = (FULL * requested).saturating_sub(*lock(&TAKEN));
-    requested.min((left / 2).max(LEAST))
+    requested.min((left / 2).max(MIN_BYTES))
 }
 
-impl Share {
+impl BudgetShare {
     /// Takes `bytes`.
     pub(in crate::coll::cuda) fn take(bytes: usize) -> Self {
         *lock(&TAKEN) += bytes;
@@ -31,7 +31,7 @@ impl Share {
     }
 }
 
-impl Drop for Share {
+impl Drop for BudgetShare {
     fn drop(&mut self) {
         *lock(&TAKEN) -= self.0;
     }
@@ -44,11 +44,11 @@ mod tests {
     #[test]
     fn fifty_groups_stay_bounded() {
         let requested = 256 << 20;
-        let shares: Vec<Share> = (0..50).map(|_| Share::take(offer(requested))).collect();
+        let shares: Vec<BudgetShare> = (0..50).map(|_| BudgetShare::take(offer(requested))).collect();
         let bytes: Vec<usize> = shares.iter().map(|share| share.0).collect();
         assert_eq!(bytes[0], requested);
-        assert!(bytes.windows(2).all(|pair| pair[0] >= pair[1]) && bytes[49] == LEAST, "{bytes:?}");
-        assert!(bytes.iter().sum::<usize>() <= FULL * requested + 50 * LEAST);
+        assert!(bytes.windows(2).all(|pair| pair[0] >= pair[1]) && bytes[49] == MIN_BYTES, "{bytes:?}");
+        assert!(bytes.iter().sum::<usize>() <= FULL * requested + 50 * MIN_BYTES);
         drop(shares);
         assert_eq!(offer(requested), requested);
     }

@@ -23,13 +23,13 @@ pub const UNIT: usize = 16;
 /// Size of a unit with its flags in bytes.
 const LINES: usize = 32;
 /// Product of blocks of an LL-line kernel and ranks: small groups have fewer messages to carry at once.
-const SPREAD: usize = 256;
-/// Product of lanes and ranks if `FAIR` bytes per slot and rank fit into the memory; otherwise it is halved.
-const LANES: usize = 4 * MAX_LANES;
+const LL_BLOCK_RANKS: usize = 256;
+/// Product of lanes and ranks if `MIN_STAGE_BYTES` bytes per slot and rank fit into the memory; otherwise it is halved.
+const LANE_RANKS: usize = 4 * MAX_LANES;
 /// Bytes of a stage for each slot number, lane and rank. With fewer, the loss exceeds the gain from more lanes; more
-/// than `MOST` gain nothing (docs/measurements/gpu-h200.md).
-const FAIR: usize = 16 << 10;
-const MOST: usize = 24 << 10;
+/// than `MAX_STAGE_BYTES` gain nothing (docs/measurements/gpu-h200.md).
+const MIN_STAGE_BYTES: usize = 16 << 10;
+const MAX_STAGE_BYTES: usize = 24 << 10;
 /// Size of the sentinel slots that one two-shot all-reduce may use.
 const SENTINEL_BYTES: usize = 17 << 20;
 /// Size of a lane's words; `Lane` in `staging.cuh`.
@@ -39,7 +39,7 @@ const SENTINEL_EPOCHS: usize = 1024;
 const HANDSHAKE_EPOCHS: usize = 2048;
 const HANDSHAKE_COUNTS: usize = 3840;
 const WORDS: usize = 4096;
-/// Size of the offer of one lane and pair of ranks; `Offer` in `offers.cuh`.
+/// Size of the offer of one lane and pair of ranks; `Offer` in `recv_offers.cuh`.
 const OFFER: usize = 64;
 /// Number of units of one rank in one round of a handshake; `HANDSHAKE_UNITS` in `zero_copy.cuh`.
 const HANDSHAKE_UNITS: usize = 2;
@@ -89,7 +89,7 @@ impl Channel {
 
 /// The layout of one channel; the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct ChannelLayout {
     ranks: usize,
     lanes: usize,
     sentinel_units: usize,
@@ -104,10 +104,10 @@ fn sources(ranks: usize) -> usize {
 
 /// Size of a slot if there is enough memory.
 fn longest_slot(ranks: usize) -> usize {
-    MOST * ranks / sources(ranks) / ALIGN * ALIGN
+    MAX_STAGE_BYTES * ranks / sources(ranks) / ALIGN * ALIGN
 }
 
-impl Layout {
+impl ChannelLayout {
     /// Returns the minimum size on every GPU for a group of `ranks`.
     pub fn least(ranks: usize) -> usize {
         (ranks * (8 << 20)).max(32 << 20)
@@ -115,7 +115,7 @@ impl Layout {
 
     /// Returns the size on every GPU above which a group of `ranks` gains nothing.
     pub fn most(ranks: usize) -> usize {
-        let lanes = (LANES / ranks).min(MAX_LANES);
+        let lanes = (LANE_RANKS / ranks).min(MAX_LANES);
         let layout = Self { ranks, lanes, sentinel_units: 0, slot_bytes: longest_slot(ranks), channel_bytes: 0 };
         Channel::ALL.len() * (layout.sentinel() + SENTINEL_BYTES + 2 * layout.stage_bytes() + ALIGN)
     }
@@ -131,9 +131,9 @@ impl Layout {
             layout.slot_bytes = slot.min(longest_slot(ranks));
             layout
         };
-        let lanes = (LANES / ranks).min(MAX_LANES);
+        let lanes = (LANE_RANKS / ranks).min(MAX_LANES);
         let mut layout = with(lanes);
-        if layout.slot_bytes * sources(ranks) < FAIR * ranks {
+        if layout.slot_bytes * sources(ranks) < MIN_STAGE_BYTES * ranks {
             layout = with(layout.few_lanes());
         }
         if layout.sentinel_units == 0 || layout.slot_bytes < 1024 {
@@ -157,7 +157,7 @@ impl Layout {
 
     /// Returns the maximum number of blocks of an LL-line kernel.
     pub fn ll_blocks(self) -> usize {
-        (SPREAD / self.ranks).min(128)
+        (LL_BLOCK_RANKS / self.ranks).min(128)
     }
 
     /// Returns the maximum number of lanes of a staged kernel.
@@ -167,13 +167,13 @@ impl Layout {
 
     /// Returns the number of lanes for messages that gain nothing from more lanes.
     pub fn few_lanes(self) -> usize {
-        (LANES / 2 / self.ranks).min(MAX_LANES).min(self.lanes)
+        (LANE_RANKS / 2 / self.ranks).min(MAX_LANES).min(self.lanes)
     }
 
     /// Returns the number of lanes with enough memory. The areas before the slots use it in every layout, so their
     /// offsets do not depend on the size of the memory.
     fn most_lanes(self) -> usize {
-        (LANES / self.ranks).min(MAX_LANES)
+        (LANE_RANKS / self.ranks).min(MAX_LANES)
     }
 
     /// Returns the offset in the channel of the epochs of blocks that use LL lines.
@@ -198,7 +198,7 @@ impl Layout {
 
     /// Returns the offset in the channel of the LL lines of handshakes.
     pub fn handshake_lines(self) -> usize {
-        (self.words(Stage::Gather) + self.most_lanes() * LANE_WORDS).next_multiple_of(ALIGN)
+        (self.words(StagingPass::Gather) + self.most_lanes() * LANE_WORDS).next_multiple_of(ALIGN)
     }
 
     fn handshake_bytes(self) -> usize {
@@ -240,12 +240,12 @@ impl Layout {
     }
 
     /// Returns the offset in the channel of the words of a stage's lanes.
-    pub fn words(self, stage: Stage) -> usize {
+    pub fn words(self, stage: StagingPass) -> usize {
         WORDS + stage as usize * self.most_lanes() * LANE_WORDS
     }
 
     /// Returns the offset in the channel of the slots of a stage.
-    pub fn slots(self, stage: Stage) -> usize {
+    pub fn slots(self, stage: StagingPass) -> usize {
         self.sentinel() + self.sentinel_bytes() + stage as usize * self.stage_bytes()
     }
 
@@ -261,7 +261,7 @@ impl Layout {
 
 /// The two passes of staged calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
+pub enum StagingPass {
     /// Each rank's pieces move to the ranks that need them.
     Scatter,
     /// Each rank's result moves to every rank.
@@ -277,21 +277,21 @@ mod tests {
     fn areas_are_aligned_disjoint_and_inside() {
         for ranks in 1..=MAX_RANKS {
             for mebibytes in [64, 256, 1024] {
-                let layout = Layout::new(ranks, mebibytes << 20).expect("fits");
+                let layout = ChannelLayout::new(ranks, mebibytes << 20).expect("fits");
                 let ll = layout.ll_blocks() * 2 * ranks * LL_UNITS * LINES;
                 let areas = [
                     (layout.ll_epochs(), 4 * layout.ll_blocks()),
                     (layout.sentinel_epochs(), 4 * SENTINEL_BLOCKS),
                     (layout.handshake_epochs(), 4 * layout.handshake_blocks()),
                     (layout.handshake_counts(), 4 * COUNTS),
-                    (layout.words(Stage::Scatter), layout.lanes() * LANE_WORDS),
-                    (layout.words(Stage::Gather), layout.lanes() * LANE_WORDS),
+                    (layout.words(StagingPass::Scatter), layout.lanes() * LANE_WORDS),
+                    (layout.words(StagingPass::Gather), layout.lanes() * LANE_WORDS),
                     (layout.handshake_lines(), layout.handshake_bytes()),
                     (layout.offers(), layout.offers_bytes()),
                     (layout.ll_lines(), ll),
                     (layout.sentinel(), layout.sentinel_bytes()),
-                    (layout.slots(Stage::Scatter), layout.stage_bytes()),
-                    (layout.slots(Stage::Gather), layout.stage_bytes()),
+                    (layout.slots(StagingPass::Scatter), layout.stage_bytes()),
+                    (layout.slots(StagingPass::Gather), layout.stage_bytes()),
                 ];
                 for pair in areas.windows(2) {
                     assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{ranks} ranks, {mebibytes} MiB: {pair:?} overlap");
@@ -308,29 +308,29 @@ mod tests {
     #[test]
     fn memory_beyond_the_most_changes_nothing() {
         for ranks in 2..=MAX_RANKS {
-            let most = Layout::new(ranks, Layout::most(ranks)).expect("fits");
-            let more = Layout::new(ranks, 2 * Layout::most(ranks)).expect("fits");
-            assert_eq!(Layout { channel_bytes: most.channel_bytes, ..more }, most, "{ranks} ranks");
-            assert!(most.slot_bytes == longest_slot(ranks) && Layout::most(ranks) <= 512 << 20, "{ranks} ranks: {most:?}");
+            let most = ChannelLayout::new(ranks, ChannelLayout::most(ranks)).expect("fits");
+            let more = ChannelLayout::new(ranks, 2 * ChannelLayout::most(ranks)).expect("fits");
+            assert_eq!(ChannelLayout { channel_bytes: most.channel_bytes, ..more }, most, "{ranks} ranks");
+            assert!(most.slot_bytes == longest_slot(ranks) && ChannelLayout::most(ranks) <= 512 << 20, "{ranks} ranks: {most:?}");
         }
     }
 
     #[test]
     fn little_memory_means_fewer_lanes_before_short_slots() {
-        let lanes = |mebibytes: usize| Layout::new(4, mebibytes << 20).map(|layout| layout.lanes()).expect("fits");
+        let lanes = |mebibytes: usize| ChannelLayout::new(4, mebibytes << 20).map(|layout| layout.lanes()).expect("fits");
         assert_eq!((lanes(128), lanes(256), lanes(512)), (66, 66, 132));
     }
 
     #[test]
     fn the_least_is_enough() {
         for ranks in 1..=MAX_RANKS {
-            assert!(Layout::new(ranks, Layout::least(ranks)).is_ok(), "{ranks} ranks");
+            assert!(ChannelLayout::new(ranks, ChannelLayout::least(ranks)).is_ok(), "{ranks} ranks");
         }
     }
 
     #[test]
     fn too_little_memory_is_refused() {
-        let error = Layout::new(8, 4 << 20).expect_err("too little");
+        let error = ChannelLayout::new(8, 4 << 20).expect_err("too little");
         assert!(error.message.contains("4 MiB") && error.message.contains("8 ranks"), "{error}");
     }
 }

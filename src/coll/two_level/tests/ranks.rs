@@ -2,15 +2,15 @@
 #![allow(unsafe_code, reason = "plays kernels on buffers of the test")]
 
 use super::super::check::check;
-use super::super::levels::{Levels, Partials};
+use super::super::levels::{ReduceDtype, TwoLevelOps};
 use super::super::rules::Rules;
-use super::super::step::{Bases, Memory, Place, Program, Step, Transfer};
-use super::super::{Lengths, Planning};
-use crate::coll::call::{Call, Op, Span, Spec};
-use crate::coll::cost::wire::Thresholds;
+use super::super::step::{Bases, Place, Program, ProgramMemory, RailOp, Step};
+use super::super::{MessageLengths, Planning};
+use crate::coll::call::{Call, CallSpec, Collective, Span};
+use crate::coll::cost::network::RailThresholds;
 use crate::dtype::{DType, ReduceOp};
-use crate::host_map::{HostMap, Placement};
-use crate::kernels::cpu::{self, Source, Store};
+use crate::kernels::cpu::{self, InputElements, WriteMode};
+use crate::node_map::{NodeMap, RankLocation};
 use crate::rank::Rank;
 use std::collections::VecDeque;
 
@@ -18,23 +18,23 @@ use std::collections::VecDeque;
 #[derive(Clone, Copy)]
 pub(super) struct Choice {
     pub(super) rules: &'static Rules,
-    pub(super) partials: Partials,
-    pub(super) thresholds: Thresholds,
+    pub(super) partials: ReduceDtype,
+    pub(super) thresholds: RailThresholds,
 }
 
 impl Choice {
-    pub(super) const CPU: Self = Self { rules: &Rules::CPU, partials: Partials::Tensor, thresholds: Thresholds::USUAL };
-    pub(super) const CUDA: Self = Self { rules: &Rules::CUDA, thresholds: Thresholds::USUAL_CUDA, ..Self::CPU };
+    pub(super) const CPU: Self = Self { rules: &Rules::CPU, partials: ReduceDtype::Tensor, thresholds: RailThresholds::DEFAULT };
+    pub(super) const CUDA: Self = Self { rules: &Rules::CUDA, thresholds: RailThresholds::DEFAULT_CUDA, ..Self::CPU };
 
-    pub(super) fn plan(&self, call: &Spec, map: &HostMap, me: usize, told: Option<&Lengths>) -> Program {
+    pub(super) fn plan(&self, call: &CallSpec, map: &NodeMap, me: usize, told: Option<&MessageLengths>) -> Program {
         let Self { rules, partials, thresholds } = *self;
-        Planning { map, me: Rank(me as u32), partials, thresholds, rules }.plan(call, told)
+        Planning { map, me: Rank(me as u32), reduce_dtype: partials, thresholds, rules }.plan(call, told)
     }
 }
 
-pub(super) fn layout(hosts: &[u8]) -> HostMap {
-    let place = |host: &u8| Placement::on(&format!("node{host}"));
-    HostMap::of(&hosts.iter().map(place).collect::<Vec<_>>())
+pub(super) fn layout(nodes: &[u8]) -> NodeMap {
+    let place = |node: &u8| RankLocation::on(&format!("node{node}"));
+    NodeMap::of(&nodes.iter().map(place).collect::<Vec<_>>())
 }
 
 pub(super) fn read(span: Span) -> Vec<u8> {
@@ -50,18 +50,18 @@ pub(super) fn write(bytes: &[u8], to: Span) {
 
 pub(super) fn reduced(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], factors: &[f64]) -> Vec<u8> {
     let mut output = vec![0; inputs[0].len()];
-    let source = |(data, &factor): (&Vec<u8>, &f64)| Source { ptr: data.as_ptr(), factor };
-    let sources: Vec<Source> = inputs.iter().zip(factors).map(source).collect();
+    let source = |(data, &factor): (&Vec<u8>, &f64)| InputElements { ptr: data.as_ptr(), factor };
+    let sources: Vec<InputElements> = inputs.iter().zip(factors).map(source).collect();
     // SAFETY: all buffers are of one length, a multiple of the element's size.
-    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), Store::Cached) };
+    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), WriteMode::Cached) };
     output
 }
 
 /// Returns the result of a `Combine`.
-fn combined(op: ReduceOp, partial: DType, dtype: DType, layout: &HostMap, partials: &[Vec<u8>]) -> Vec<u8> {
-    let levels = Levels::of(op, dtype, layout);
-    let source = |(host, data): (usize, &Vec<u8>)| Source { ptr: data.as_ptr(), factor: levels.factor(host, layout) };
-    let sources: Vec<Source> = partials.iter().enumerate().map(source).collect();
+fn combined(op: ReduceOp, partial: DType, dtype: DType, layout: &NodeMap, partials: &[Vec<u8>]) -> Vec<u8> {
+    let levels = TwoLevelOps::of(op, dtype, layout);
+    let source = |(node, data): (usize, &Vec<u8>)| InputElements { ptr: data.as_ptr(), factor: levels.factor(node, layout) };
+    let sources: Vec<InputElements> = partials.iter().enumerate().map(source).collect();
     let mut output = vec![0; partials[0].len()];
     let count = output.len() / partial.size();
     // SAFETY: all buffers are of one length, a multiple of the element's size.
@@ -82,13 +82,18 @@ fn inside(calls: &[&Call]) {
     for (me, call) in calls.iter().enumerate() {
         for (at, &output) in call.outputs.iter().enumerate() {
             let bytes = match op {
-                Op::AllGather => given[at][0].clone(),
-                Op::AllToAll => given[at][me].clone(),
-                Op::Broadcast => given[call.root.index()][0].clone(),
-                Op::ReduceScatter => {
+                Collective::AllGather => given[at][0].clone(),
+                Collective::AllToAll => given[at][me].clone(),
+                Collective::Broadcast => given[call.root.index()][0].clone(),
+                Collective::ReduceScatter => {
                     reduced(reduce_op, dtype, &given.iter().map(|inputs| inputs[me].clone()).collect::<Vec<_>>(), &factors)
                 }
-                Op::Barrier | Op::AllReduce | Op::Reduce | Op::Gather | Op::Scatter | Op::AllReduceAddRmsNorm => {
+                Collective::Barrier
+                | Collective::AllReduce
+                | Collective::Reduce
+                | Collective::Gather
+                | Collective::Scatter
+                | Collective::AllReduceAddRmsNorm => {
                     panic!("{op:?} is in no plan")
                 }
             };
@@ -110,7 +115,7 @@ fn cast(given: &[u8], bytes: usize, dtype: DType, widens: bool) -> Vec<u8> {
 
 /// Runs the programs of `calls`, one per rank, with the chosen chunks and again with many chunks. A transfer may run as
 /// soon as all ranks have started it, or when a rank waits for it; the test tries both.
-pub(super) fn run_calls(layout: &HostMap, choice: Choice, calls: &[Spec<'_>]) {
+pub(super) fn run_calls(layout: &NodeMap, choice: Choice, calls: &[CallSpec<'_>]) {
     let outputs = || calls.iter().flat_map(|call| call.outputs.iter().map(|&span| (span, read(span)))).collect::<Vec<_>>();
     let before = outputs();
     // Restores inputs that a call works on in place.
@@ -121,7 +126,7 @@ pub(super) fn run_calls(layout: &HostMap, choice: Choice, calls: &[Spec<'_>]) {
     let once = outputs();
     for late in [false, true] {
         before.iter().chain(&inputs).for_each(|(span, bytes)| write(bytes, *span));
-        let thresholds = Thresholds { piece, gathered: 0, ..choice.thresholds };
+        let thresholds = RailThresholds { chunk_bytes: piece, gather_bytes: 0, ..choice.thresholds };
         Ranks::new(layout, Choice { thresholds, ..choice }, calls).run(late);
         assert!(outputs() == once, "in many chunks, late = {late}");
     }
@@ -130,7 +135,7 @@ pub(super) fn run_calls(layout: &HostMap, choice: Choice, calls: &[Spec<'_>]) {
 /// The transfers that the nodes of one rail have started.
 #[derive(Clone, Default)]
 struct Rail {
-    rounds: Vec<Vec<Option<Transfer<Span>>>>,
+    rounds: Vec<Vec<Option<RailOp<Span>>>>,
     done: Vec<bool>,
 }
 
@@ -148,9 +153,9 @@ struct RankState {
 }
 
 struct Ranks<'a> {
-    layout: &'a HostMap,
+    layout: &'a NodeMap,
     choice: Choice,
-    calls: &'a [Spec<'a>],
+    calls: &'a [CallSpec<'a>],
     ranks: Vec<RankState>,
     rails: Vec<Rail>,
     /// Messages of exchanges, from one rank to another.
@@ -158,16 +163,17 @@ struct Ranks<'a> {
 }
 
 impl<'a> Ranks<'a> {
-    fn new(layout: &'a HostMap, choice: Choice, calls: &'a [Spec<'a>]) -> Self {
+    fn new(layout: &'a NodeMap, choice: Choice, calls: &'a [CallSpec<'a>]) -> Self {
         let n = calls.len();
-        let told = (calls[0].op == Op::AllToAll && choice.rules.carriers).then(|| lengths(calls));
-        let state = |(rank, call): (usize, &Spec)| {
+        let told = (calls[0].op == Collective::AllToAll && choice.rules.carriers).then(|| lengths(calls));
+        let state = |(rank, call): (usize, &CallSpec)| {
             call.validate(Rank(rank as u32), n).expect("valid");
             let program = choice.plan(call, layout, rank, told.as_ref());
-            check(&program, call, layout.host(Rank(rank as u32))).unwrap_or_else(|rule| panic!("rank {rank}: {rule}"));
+            check(&program, call, layout.node_of(Rank(rank as u32))).unwrap_or_else(|rule| panic!("rank {rank}: {rule}"));
             let has = |kind: fn(&Step) -> bool| program.steps.iter().filter(|step| kind(step)).count();
             let transfers = has(|step| matches!(step, Step::Start(_) | Step::Run(_)));
-            let agrees = usize::from(choice.rules.agrees && !matches!(call.op, Op::AllToAll | Op::Barrier) && call.longest() > 0);
+            let agrees =
+                usize::from(choice.rules.agrees && !matches!(call.op, Collective::AllToAll | Collective::Barrier) && call.longest() > 0);
             assert!(has(|step| matches!(step, Step::Agree)) == agrees || transfers == 0, "agrees once");
             let memory = [program.temp, program.aside].map(|bytes| vec![u128::MAX - 0xee; bytes.div_ceil(16)]);
             let bases = Bases { temp: memory[0].as_ptr().addr(), aside: memory[1].as_ptr().addr() };
@@ -178,7 +184,7 @@ impl<'a> Ranks<'a> {
             RankState { steps: program.steps.into(), bases, partial, _memory: memory, started: 0, open, running: None }
         };
         let ranks = calls.iter().enumerate().map(state).collect();
-        Self { layout, choice, calls, ranks, rails: vec![Rail::default(); layout.rails()], sent: vec![vec![None; n]; n] }
+        Self { layout, choice, calls, ranks, rails: vec![Rail::default(); layout.num_rails()], sent: vec![vec![None; n]; n] }
     }
 
     /// Runs all programs to the end; if `late`, a transfer runs only at its `Wait`.
@@ -193,7 +199,7 @@ impl<'a> Ranks<'a> {
     /// Runs the next step of `rank`, unless the step waits for another rank.
     fn step(&mut self, rank: usize, late: bool) -> bool {
         let (me, call) = (Rank(rank as u32), &self.calls[rank]);
-        let (host, local) = (self.layout.host(me), self.layout.local(me));
+        let (node, local) = (self.layout.node_of(me), self.layout.local_rank(me));
         let state = &mut self.ranks[rank];
         let bases = state.bases;
         let at = |place: &Place| place.at(&bases);
@@ -224,16 +230,16 @@ impl<'a> Ranks<'a> {
                 }
                 taken.by_ref().for_each(|(from, &span)| write(self.sent[from][rank].as_ref().expect("sent"), span));
             }
-            Some(Step::Local(_)) => return self.local(host, local),
+            Some(Step::Local(_)) => return self.local(node, local),
             Some(Step::Start(transfer)) => {
-                let round = self.start(rank, host, local, &transfer);
+                let round = self.start(rank, node, local, &transfer);
                 self.ranks[rank].open.push_back(round);
                 if !late {
                     self.end(local, round);
                 }
             }
             Some(Step::Run(transfer)) => {
-                let round = state.running.unwrap_or_else(|| self.start(rank, host, local, &transfer));
+                let round = state.running.unwrap_or_else(|| self.start(rank, node, local, &transfer));
                 self.ranks[rank].running = Some(round);
                 if !self.end(local, round) {
                     return false;
@@ -252,10 +258,10 @@ impl<'a> Ranks<'a> {
         true
     }
 
-    /// Runs the next step of all ranks of `host` if it is a step of intra-node collectives; only the first rank does
+    /// Runs the next step of all ranks of `node` if it is a step of intra-node collectives; only the first rank does
     /// this.
-    fn local(&mut self, host: usize, local: usize) -> bool {
-        let members: Vec<usize> = self.layout.members(host).iter().map(|rank| rank.index()).collect();
+    fn local(&mut self, node: usize, local: usize) -> bool {
+        let members: Vec<usize> = self.layout.ranks_of(node).iter().map(|rank| rank.index()).collect();
         let calls = |&member: &usize| match self.ranks[member].steps.front() {
             Some(Step::Local(calls)) => {
                 Some(calls.iter().map(|inner| inner.call(self.calls[member].factor, &self.ranks[member].bases)).collect())
@@ -273,23 +279,23 @@ impl<'a> Ranks<'a> {
     }
 
     /// Notes that `rank` has started `transfer`; returns its number on the rail.
-    fn start(&mut self, rank: usize, host: usize, rail: usize, transfer: &Transfer<Place>) -> usize {
+    fn start(&mut self, rank: usize, node: usize, rail: usize, transfer: &RailOp<Place>) -> usize {
         let (state, rail) = (&mut self.ranks[rank], &mut self.rails[rail]);
         let round = state.started;
         state.started += 1;
         if rail.rounds.len() <= round {
-            rail.rounds.push(vec![None; self.layout.hosts()]);
+            rail.rounds.push(vec![None; self.layout.num_nodes()]);
             rail.done.push(false);
         }
-        rail.rounds[round][host] = Some(transfer.map(|place| place.at(&state.bases)));
+        rail.rounds[round][node] = Some(transfer.map(|place| place.at(&state.bases)));
         round
     }
 
     /// Runs transfer `round` of `rail` unless it has run; returns true if all nodes have started it.
     fn end(&mut self, rail: usize, round: usize) -> bool {
         let rail = &mut self.rails[rail];
-        let all: Vec<Transfer<Span>> = rail.rounds[round].iter().flatten().cloned().collect();
-        if all.len() < self.layout.hosts() {
+        let all: Vec<RailOp<Span>> = rail.rounds[round].iter().flatten().cloned().collect();
+        if all.len() < self.layout.num_nodes() {
             return false;
         }
         if !std::mem::replace(&mut rail.done[round], true) {
@@ -303,10 +309,10 @@ impl<'a> Ranks<'a> {
 fn is_apart(step: &Step) -> bool {
     match step {
         Step::Start(transfer) | Step::Run(transfer) => match transfer {
-            Transfer::AllGather { from, to } | Transfer::AllToAll { from, to, .. } => {
-                [from, to].iter().all(|place| place.memory == Memory::Temp || place.bytes() == 0)
+            RailOp::AllGather { from, to } | RailOp::AllToAll { from, to, .. } => {
+                [from, to].iter().all(|place| place.memory == ProgramMemory::Temp || place.bytes() == 0)
             }
-            Transfer::Broadcast { at, .. } => at.memory == Memory::Temp,
+            RailOp::Broadcast { at, .. } => at.memory == ProgramMemory::Temp,
         },
         Step::Local(_) | Step::Agree | Step::Wait | Step::Exchange { .. } => true,
         Step::Combine { .. } | Step::Cast { .. } | Step::Copy { .. } => true,
@@ -314,44 +320,44 @@ fn is_apart(step: &Step) -> bool {
 }
 
 /// The lengths that ranks have sent to each other.
-fn lengths(calls: &[Spec<'_>]) -> Lengths {
+fn lengths(calls: &[CallSpec<'_>]) -> MessageLengths {
     let sent: Vec<usize> = calls.iter().flat_map(|call| call.inputs.iter().map(|span| span.bytes)).collect();
-    if sent.iter().all(|&bytes| bytes == sent[0]) { Lengths::Even(sent[0]) } else { Lengths::Each { sent, n: calls.len() } }
+    if sent.iter().all(|&bytes| bytes == sent[0]) { MessageLengths::Even(sent[0]) } else { MessageLengths::Each { sent, n: calls.len() } }
 }
 
 /// Runs one transfer of a rail.
-fn transferred(all: &[Transfer<Span>]) {
+fn transferred(all: &[RailOp<Span>]) {
     let cut = |addr: usize, lengths: &[usize], at: usize| Span { addr: addr + lengths[..at].iter().sum::<usize>(), bytes: lengths[at] };
     match &all[0] {
-        Transfer::AllGather { .. } => {
+        RailOp::AllGather { .. } => {
             let given: Vec<Vec<u8>> = all
                 .iter()
                 .map(|transfer| {
-                    let Transfer::AllGather { from, .. } = transfer else { panic!("{transfer:?} beside an all_gather") };
+                    let RailOp::AllGather { from, .. } = transfer else { panic!("{transfer:?} beside an all_gather") };
                     read(*from)
                 })
                 .collect();
             assert!(given.iter().all(|bytes| bytes.len() == given[0].len()), "equal lengths");
             for transfer in all {
-                let Transfer::AllGather { to, .. } = transfer else { unreachable!() };
+                let RailOp::AllGather { to, .. } = transfer else { unreachable!() };
                 write(&given.concat(), *to);
             }
         }
-        Transfer::AllToAll { .. } => {
-            let parts = |transfer: &Transfer<Span>| {
-                let Transfer::AllToAll { from, sent, .. } = transfer else { panic!("{transfer:?} beside an all_to_all") };
+        RailOp::AllToAll { .. } => {
+            let parts = |transfer: &RailOp<Span>| {
+                let RailOp::AllToAll { from, sent, .. } = transfer else { panic!("{transfer:?} beside an all_to_all") };
                 assert_eq!(from.bytes, sent.iter().sum::<usize>(), "sends all");
                 (0..sent.len()).map(|at| read(cut(from.addr, sent, at))).collect::<Vec<_>>()
             };
             let given: Vec<Vec<Vec<u8>>> = all.iter().map(parts).collect();
             for (me, transfer) in all.iter().enumerate() {
-                let Transfer::AllToAll { to, received, .. } = transfer else { unreachable!() };
+                let RailOp::AllToAll { to, received, .. } = transfer else { unreachable!() };
                 given.iter().enumerate().for_each(|(from, parts)| write(&parts[me], cut(to.addr, received, from)));
             }
         }
-        Transfer::Broadcast { root, .. } => {
-            let at = |transfer: &Transfer<Span>| {
-                let Transfer::Broadcast { at, .. } = transfer else { panic!("{transfer:?} beside a broadcast") };
+        RailOp::Broadcast { root, .. } => {
+            let at = |transfer: &RailOp<Span>| {
+                let RailOp::Broadcast { at, .. } = transfer else { panic!("{transfer:?} beside a broadcast") };
                 *at
             };
             let given = read(at(&all[*root]));

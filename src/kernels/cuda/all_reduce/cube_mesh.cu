@@ -20,7 +20,7 @@
 // all: both count the same epochs. The two phases share an epoch: a rank sends to lines with its own index, to its quad
 // only in the first phase and to its relay only in the second, so no line is written twice.
 #include "low_latency.cuh"
-#include "types.cuh"
+#include "reduction.cuh"
 
 struct CubeMeshArgs {
   Common common;

@@ -10,9 +10,9 @@ pub(super) const HEADER: usize = 8 + 8 + 32;
 
 /// The name of machine code: a hash of everything from which it was compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Key([u8; 32]);
+pub struct CacheKey([u8; 32]);
 
-impl Key {
+impl CacheKey {
     /// Returns the key for this list of texts.
     pub(super) fn over<'a>(parts: impl Iterator<Item = &'a str>) -> Self {
         let mut hash = Sha256::new_with_prefix(MAGIC);

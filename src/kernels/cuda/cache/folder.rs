@@ -1,8 +1,8 @@
 //! The directory of the cache. Its content runs on the user's device, so only the user may be able to write there.
 
-use super::entry::Key;
+use super::entry::CacheKey;
 use crate::error::{Error, Result};
-use crate::sys::private;
+use crate::sys::owner_only;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::{FileType, Mode, OFlags, fstat, open, openat};
 use rustix::io::Errno;
@@ -29,7 +29,7 @@ impl Folder {
     }
 
     /// Loads the code stored under `key`; `None` if there is no such entry.
-    pub fn load(&self, key: &Key) -> Result<Option<Vec<u8>>> {
+    pub fn load(&self, key: &CacheKey) -> Result<Option<Vec<u8>>> {
         let Some(folder) = self.open()? else { return Ok(None) };
         let name = key.file();
         let about = |reason: String| Error::internal(format!("{}/{name} {reason}", self.path.display()));
@@ -45,7 +45,7 @@ impl Folder {
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
             return Err(about("is not a file".into()));
         }
-        private::check_owner(&status).map_err(about)?;
+        owner_only::check_owner(&status).map_err(about)?;
         let mut content = Vec::new();
         let read = File::from(file).take(LARGEST + 1).read_to_end(&mut content);
         read.map_err(|error| about(format!("cannot be read: {error}")))?;
@@ -57,13 +57,13 @@ impl Folder {
 
     /// Stores `code` under `key` and replaces the previous content. Readers see the old content or the new, never a
     /// part.
-    pub fn store(&self, key: &Key, code: &[u8]) -> Result<()> {
+    pub fn store(&self, key: &CacheKey, code: &[u8]) -> Result<()> {
         let about = |what: &str, reason: String| Error::internal(format!("the folder {} {what}: {reason}", self.path.display()));
         let made = DirBuilder::new().recursive(true).mode(0o700).create(&self.path);
         made.map_err(|error| about("cannot be made", error.to_string()))?;
         let folder = self.open()?.ok_or_else(|| about("cannot be used", "it has just been removed".into()))?;
         // A file that a crash left incomplete fails its checksum.
-        private::replace(folder.as_fd(), ".", &key.file(), &key.seal(code))
+        owner_only::replace(folder.as_fd(), ".", &key.file(), &key.seal(code))
             .map_err(|error| about(&format!("does not take the {} bytes of {}", code.len(), key.file()), error.to_string()))
     }
 
@@ -76,7 +76,7 @@ impl Folder {
             Err(errno) => return Err(about(format!("cannot be opened: {errno}"))),
         };
         let status = fstat(&folder).map_err(|errno| about(format!("cannot be looked at: {errno}")))?;
-        private::check_owner(&status).map_err(about)?;
+        owner_only::check_owner(&status).map_err(about)?;
         Ok(Some(folder))
     }
 }

@@ -9,11 +9,11 @@ mod folder;
 use super::source::{Header, Program};
 use crate::config::CacheDir;
 use crate::error::{Error, Result};
-pub use entry::Key;
+pub use entry::CacheKey;
 pub use folder::Folder;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-impl Key {
+impl CacheKey {
     /// Returns the key of the code that NVRTC of this `version` compiles from `program` with `options`, which name the
     /// architecture.
     pub fn of(version: (i32, i32), program: &Program, headers: &[Header], options: &[String]) -> Self {
@@ -24,7 +24,7 @@ impl Key {
 }
 
 /// Returns the machine code under `key`: read from the cache, or made and then stored. It fails only if `make` does.
-pub fn kept(place: &CacheDir, key: &Key, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+pub fn kept(place: &CacheDir, key: &CacheKey, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
     let Some(folder) = folder(place) else { return make() };
     if let Some(code) = read(&folder, key) {
         return Ok(code);
@@ -37,11 +37,11 @@ pub fn kept(place: &CacheDir, key: &Key, make: impl FnOnce() -> Result<Vec<u8>>)
 }
 
 /// Returns the machine code under `key`, if it can be read.
-pub fn kept_before(place: &CacheDir, key: &Key) -> Option<Vec<u8>> {
+pub fn kept_before(place: &CacheDir, key: &CacheKey) -> Option<Vec<u8>> {
     read(&folder(place)?, key)
 }
 
-fn read(folder: &Folder, key: &Key) -> Option<Vec<u8>> {
+fn read(folder: &Folder, key: &CacheKey) -> Option<Vec<u8>> {
     folder.load(key).unwrap_or_else(|error| {
         complain(&error);
         None

@@ -9,8 +9,8 @@ use std::sync::atomic::AtomicU32;
 
 const CODE: &[u8] = b"\x7fELF and what else a kernel is made of";
 
-fn key(text: &str) -> Key {
-    Key::over([text].into_iter())
+fn key(text: &str) -> CacheKey {
+    CacheKey::over([text].into_iter())
 }
 
 fn place(within: &tempfile::TempDir) -> PathBuf {
@@ -217,17 +217,17 @@ fn everything_that_shapes_the_code_is_in_its_key() {
     let headers = [Header { name: "h.cuh", text: "header" }];
     let options = ["--gpu-architecture=sm_90".to_owned(), "-DX=1".to_owned()];
     let mut keys = [
-        Key::of((13, 0), &program, &headers, &options),
-        Key::of((12, 0), &program, &headers, &options),
-        Key::of((13, 0), &Program { text: "text ", ..program }, &headers, &options),
-        Key::of((13, 0), &Program { name: "a/c", ..program }, &headers, &options),
-        Key::of((13, 0), &program, &[Header { text: "other", ..headers[0] }], &options),
-        Key::of((13, 0), &program, &[Header { name: "g.cuh", ..headers[0] }], &options),
-        Key::of((13, 0), &program, &[], &options),
-        Key::of((13, 0), &program, &headers, &options[..1]),
+        CacheKey::of((13, 0), &program, &headers, &options),
+        CacheKey::of((12, 0), &program, &headers, &options),
+        CacheKey::of((13, 0), &Program { text: "text ", ..program }, &headers, &options),
+        CacheKey::of((13, 0), &Program { name: "a/c", ..program }, &headers, &options),
+        CacheKey::of((13, 0), &program, &[Header { text: "other", ..headers[0] }], &options),
+        CacheKey::of((13, 0), &program, &[Header { name: "g.cuh", ..headers[0] }], &options),
+        CacheKey::of((13, 0), &program, &[], &options),
+        CacheKey::of((13, 0), &program, &headers, &options[..1]),
     ]
     .map(|key| key.file());
-    assert_eq!(keys[0], Key::of((13, 0), &program, &headers, &options).file(), "the same for the same");
+    assert_eq!(keys[0], CacheKey::of((13, 0), &program, &headers, &options).file(), "the same for the same");
     assert!(keys.iter().all(|name| name.len() == 64 + ".cubin".len()));
     keys.sort();
     assert!(keys.windows(2).all(|pair| pair[0] != pair[1]));

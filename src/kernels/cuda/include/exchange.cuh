@@ -1,9 +1,9 @@
 // Exchange of messages between all ranks: its arguments, and its short messages. Short messages use LL lines, with at
 // least one line to every peer.
 #pragma once
-#include "direct.cuh"
+#include "zero_copy_moves.cuh"
 #include "low_latency.cuh"
-#include "pieces.cuh"
+#include "staged_roles.cuh"
 
 struct ExchangeArgs {
   Common common;

@@ -9,7 +9,7 @@
 // every peer has started it: it has received from each peer, or (all_reduce/cube_mesh.cu) from a rank that had. So a
 // block that writes to the buffer of epoch e + 2 has ended e + 1, which every peer started after it had read all of e.
 #pragma once
-#include "bytes.cuh"
+#include "units.cuh"
 #include "wait.cuh"
 
 // Location of the LL lines in a channel.

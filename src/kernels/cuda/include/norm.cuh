@@ -16,7 +16,7 @@ constexpr u32 MOST = 4;
 constexpr u32 LANES = 1024;
 constexpr u32 BLOCK = 32;
 
-// The type of the returned rows; `Normed` in src/coll/norm.rs.
+// The type of the returned rows; `Normed` in src/coll/all_reduce_norm.rs.
 enum class Normed : u32 { SAME = 0, STATIC = 1, DYNAMIC = 2 };
 
 // Arguments of the kernels that normalise rows.

@@ -7,7 +7,7 @@
 // Each role has a block per lane, and the chunks pass through all three roles as a pipeline.
 #pragma once
 #include "zero_copy.cuh"
-#include "pieces.cuh"
+#include "staged_roles.cuh"
 
 // Arguments of rsag_staged and broadcast_staged.
 struct RsagStagedArgs {

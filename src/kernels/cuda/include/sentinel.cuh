@@ -5,8 +5,8 @@
 // Two buffers, selected by the parity of the block's epoch, suffice for the reason given in low_latency.cuh: in every
 // call every block must receive from the same block of every peer, so each block needs a unit of every rank's piece.
 #pragma once
-#include "bytes.cuh"
-#include "types.cuh"
+#include "units.cuh"
+#include "reduction.cuh"
 #include "wait.cuh"
 
 static_assert(EMPTY_IS_NAN, "a word of all ones is data for this element type");

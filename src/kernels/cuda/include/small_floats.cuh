@@ -1,6 +1,6 @@
 // Floats narrower than 32 bits: they widen to float exactly, and float rounds back once, to nearest even.
 #pragma once
-#include "numbers.cuh"
+#include "arithmetic.cuh"
 
 // A float of a sign bit and MAGNITUDE below it. Values that round to more than LARGEST become OVER: infinity if the
 // format has one, otherwise NaN. UNSIGNED_ZERO: the format has no infinity and no negative zero, whose code is the NaN.

@@ -11,7 +11,7 @@
 // Both words count chunks since the group was created, and so do `sent` and `taken`, the two ends' copies in device
 // memory: a replayed graph continues where the last call ended. Each word has one writer.
 #pragma once
-#include "bytes.cuh"
+#include "units.cuh"
 #include "wait.cuh"
 
 // Number of slots of one lane, stage and source.

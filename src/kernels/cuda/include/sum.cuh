@@ -1,7 +1,7 @@
 // Sums of one unit of every rank in rank order, read from slots or directly from the ranks' tensors.
 #pragma once
-#include "direct.cuh"
-#include "types.cuh"
+#include "zero_copy_moves.cuh"
+#include "reduction.cuh"
 
 // Returns the sum of this rank's `own` unit, times `factor`, and unit `unit` in every peer's slot.
 DEVICE Unit sum_of(const Unit* const (&slot)[WORLD], u32 unit, Unit own, double factor) {

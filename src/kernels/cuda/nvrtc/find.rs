@@ -34,7 +34,7 @@ pub fn nvrtc() -> Result<&'static Nvrtc> {
 fn find() -> Result<Nvrtc> {
     let found = match &Config::get().nvrtc {
         Some(path) if path.is_dir() => in_folder(path).unwrap_or_else(|| {
-            Err(Error::config(format!("SYMM_NVRTC={} is a folder without any of {}", path.display(), NAMES.join(", "))))
+            Err(Error::config(format!("SYMM_NVRTC_PATH={} is a folder without any of {}", path.display(), NAMES.join(", "))))
         }),
         Some(path) => Nvrtc::open(path.as_os_str(), 0),
         None => search(),
@@ -54,7 +54,7 @@ pub(super) fn search() -> Result<Nvrtc> {
     opened.find_map(Result::ok).ok_or_else(|| {
         Error::config(format!(
             "no CUDA kernel can be compiled: none of {} was found in {} folders of Python's packages or by the system's linker; \
-             SYMM_NVRTC may name it",
+             SYMM_NVRTC_PATH may name it",
             NAMES.join(", "),
             folders.len()
         ))

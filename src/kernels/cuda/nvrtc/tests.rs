@@ -1,4 +1,4 @@
-//! Tests with the real compiler, if `SYMM_NVRTC` names it (`make test-kernels`).
+//! Tests with the real compiler, if `SYMM_NVRTC_PATH` names it (`make test-kernels`).
 
 use super::super::source::HEADERS;
 use super::find::{in_folder, search};
@@ -16,10 +16,10 @@ const OPTIONS: [&str; 4] = ["--gpu-architecture=sm_90", "--std=c++17", "-DSYMM_W
 fn compiler() -> Option<&'static Nvrtc> {
     if Config::get().nvrtc.is_none() {
         // Not eprintln, which the test harness captures.
-        let _ = writeln!(std::io::stderr(), "skipped: SYMM_NVRTC is not set");
+        let _ = writeln!(std::io::stderr(), "skipped: SYMM_NVRTC_PATH is not set");
         return None;
     }
-    Some(nvrtc().expect("SYMM_NVRTC is the library, or its folder"))
+    Some(nvrtc().expect("SYMM_NVRTC_PATH is the library, or its folder"))
 }
 
 fn compile(nvrtc: &Nvrtc, text: &str, further: &[&str]) -> Result<Compiled> {
@@ -50,7 +50,7 @@ fn threads_compile_at_once() {
 fn a_wrong_program_is_shown_with_its_line_and_the_options() {
     let Some(nvrtc) = compiler() else { return };
     let error = compile(nvrtc, &TINY.replace("RANK", "NOTHING"), &[]).err().expect("a name nobody knows");
-    assert_eq!(error.kind, crate::error::Kind::Internal);
+    assert_eq!(error.kind, crate::error::ErrorKind::Internal);
     for part in ["tiny.cu(3)", "NOTHING", "--gpu-architecture=sm_90", "-DSYMM_WORLD=2"] {
         assert!(error.message.contains(part), "{part} is not in: {error}");
     }
@@ -61,7 +61,7 @@ fn a_wrong_program_is_shown_with_its_line_and_the_options() {
 fn an_architecture_it_does_not_know_is_a_matter_of_configuration() {
     let Some(nvrtc) = compiler() else { return };
     let error = nvrtc.compile("tiny.cu", TINY, HEADERS, &["--gpu-architecture=sm_999".into()]).err().expect("no such device");
-    assert_eq!(error.kind, crate::error::Kind::Config);
+    assert_eq!(error.kind, crate::error::ErrorKind::Config);
     assert!(error.message.contains("sm_999"), "{error}");
 }
 
@@ -78,7 +78,7 @@ fn the_folders_of_the_caller_are_searched_in_their_order() {
 #[test]
 fn an_unknown_path_is_named() {
     let error = Nvrtc::open(OsStr::new("/nowhere/libnvrtc.so.13"), 0).err().expect("no such file");
-    assert_eq!(error.kind, crate::error::Kind::Config);
+    assert_eq!(error.kind, crate::error::ErrorKind::Config);
     assert!(error.message.contains("/nowhere/libnvrtc.so.13"), "{error}");
     assert!(in_folder(Path::new("/nowhere")).is_none());
 }

@@ -1,7 +1,7 @@
 // One-shot reductions of short messages on LL lines: every rank sends its message to each rank that needs the result,
 // and that rank adds all messages in rank order.
 #include "low_latency.cuh"
-#include "types.cuh"
+#include "reduction.cuh"
 
 struct ReduceArgs {
   Common common;

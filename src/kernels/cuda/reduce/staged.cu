@@ -1,7 +1,7 @@
 // Reduce-scatter of long messages through staging: every rank sends each piece to the rank that needs it, and that rank
 // adds all pieces in rank order. In a zero-copy call with all inputs in symmetric memory, that rank loads the pieces
 // instead.
-#include "pieces.cuh"
+#include "staged_roles.cuh"
 #include "sum.cuh"
 
 struct ReduceStagedArgs {

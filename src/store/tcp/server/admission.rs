@@ -1,9 +1,9 @@
 //! Admission: accepts and authenticates connections, and keeps them from using the process's last file descriptors.
 
-use super::connection::{Connection, Phase};
+use super::connection::{ClientConnection, ClientPhase};
 use super::event_loop::EventLoop;
 use crate::store::tcp::address::peer_name;
-use crate::store::tcp::proof::{self, HELLO, Refusal};
+use crate::store::tcp::proof::{self, AuthError, HELLO};
 use crate::sys::process;
 use bytes::Bytes;
 use mio::unix::SourceFd;
@@ -17,21 +17,21 @@ use std::time::{Duration, Instant};
 const ACCEPT_TURN: usize = 64;
 
 /// Pause before accepting again when file descriptors have run out.
-const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
+const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 
-/// Number of connections from which the process gets [`ROOM`] file descriptors.
-const MANY: usize = 16;
-const ROOM: u64 = 4096;
+/// Number of connections from which the process gets [`EXTRA_FDS`] file descriptors.
+const RAISE_LIMIT_AT: usize = 16;
+const EXTRA_FDS: u64 = 4096;
 
 /// Number of unidentified peers that stay allowed when they have used their share of the file descriptors, because a
 /// peer that knows the secret is unidentified at first, too.
-const FEW: usize = 16;
+const MIN_UNIDENTIFIED: usize = 16;
 
 /// The part of the process's file descriptors that unidentified peers must leave free: 1 in 4.
-const KEPT_FROM_UNIDENTIFIED: u64 = 4;
+const UNIDENTIFIED_RESERVE: u64 = 4;
 
 /// Number of file descriptors that clients must leave free for the rest of the process, or 1 in 8 if that is fewer.
-const KEPT_FROM_CLIENTS: u64 = 32;
+const CLIENT_RESERVE: u64 = 32;
 
 /// Moves `socket` to the lowest free file descriptor, if that is lower than its own, so that connections that replace
 /// others do not climb.
@@ -46,16 +46,16 @@ impl EventLoop {
     pub(super) fn accept(&mut self, index: usize) {
         for _ in 0..ACCEPT_TURN {
             match self.listeners.accept(&self.listeners.sockets[index]) {
-                Ok(socket) => self.welcome(socket),
+                Ok(socket) => self.accept_pending(socket),
                 Err(Errno::AGAIN) => return,
                 // The peer has disconnected already.
                 Err(Errno::CONNABORTED | Errno::INTR) => {}
                 // The rest of the process has taken the last file descriptor.
-                Err(Errno::MFILE | Errno::NFILE) if self.evict() => {}
+                Err(Errno::MFILE | Errno::NFILE) if self.evict_oldest() => {}
                 Err(errno) => {
                     // The listener stays readable, so no further event announces the connection.
-                    self.deaf.warn(format_args!("the store at {} cannot accept a connection: {errno}", self.listeners.address));
-                    self.accept_at = Some(Instant::now() + ACCEPT_AGAIN);
+                    self.accept_errors.warn(format_args!("the store at {} cannot accept a connection: {errno}", self.listeners.address));
+                    self.accept_at = Some(Instant::now() + ACCEPT_RETRY);
                     return;
                 }
             }
@@ -63,7 +63,7 @@ impl EventLoop {
         self.accept_at = Some(Instant::now());
     }
 
-    fn welcome(&mut self, socket: OwnedFd) {
+    fn accept_pending(&mut self, socket: OwnedFd) {
         if !self.listeners.serves(&socket) {
             return self.refuse(&peer_name(&socket), "it is another user's");
         }
@@ -72,10 +72,10 @@ impl EventLoop {
         }
         // The kernel assigns the lowest free number, and the bounds are numbers, so those above remain for others.
         let (number, limit) = (u64::from(socket.as_raw_fd().unsigned_abs()), process::descriptor_limit());
-        let scarce = number >= limit - KEPT_FROM_CLIENTS.min(limit / 8);
-        let few = number >= limit - limit / KEPT_FROM_UNIDENTIFIED;
-        let crowded = self.unidentified.len() >= self.limits.unidentified || scarce || (few && self.unidentified.len() >= FEW);
-        if crowded && !self.evict() && scarce {
+        let scarce = number >= limit - CLIENT_RESERVE.min(limit / 8);
+        let few = number >= limit - limit / UNIDENTIFIED_RESERVE;
+        let crowded = self.unidentified.len() >= self.limits.unidentified || scarce || (few && self.unidentified.len() >= MIN_UNIDENTIFIED);
+        if crowded && !self.evict_oldest() && scarce {
             return self.refuse(&peer_name(&socket), &format!("descriptors up to {number} are open, RLIMIT_NOFILE is {limit}"));
         }
         let socket = if few { lowered(socket) } else { socket };
@@ -87,18 +87,18 @@ impl EventLoop {
         if self.poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), Token(key), Interest::READABLE | Interest::WRITABLE).is_err() {
             return;
         }
-        let mut connection = Connection::new(socket, nonce);
-        self.calendar.set(key, &mut connection.deadline, Some(Instant::now() + self.limits.hello));
+        let mut connection = ClientConnection::new(socket, nonce);
+        self.deadlines.set(key, &mut connection.deadline, Some(Instant::now() + self.limits.hello));
         self.connections.insert(key, connection);
         self.unidentified.insert(key);
-        if self.connections.len() > MANY && !std::mem::replace(&mut self.roomy, true) {
-            make_room();
+        if self.connections.len() > RAISE_LIMIT_AT && !std::mem::replace(&mut self.fd_limit_raised, true) {
+            raise_fd_limit();
         }
         self.send(key, [Bytes::copy_from_slice(&words)]);
     }
 
     /// Closes the oldest connection that has not authenticated; returns true if one existed.
-    fn evict(&mut self) -> bool {
+    fn evict_oldest(&mut self) -> bool {
         let oldest = self.unidentified.first().copied();
         oldest.into_iter().for_each(|key| self.close(key));
         oldest.is_some()
@@ -109,27 +109,27 @@ impl EventLoop {
     }
 
     /// Admits connection `key` if its hello is valid.
-    pub(super) fn meet(&mut self, key: usize, hello: &[u8; HELLO]) {
+    pub(super) fn authenticate(&mut self, key: usize, hello: &[u8; HELLO]) {
         let Some(connection) = self.connections.get_mut(&key) else {
             return;
         };
-        let Phase::Unidentified(nonce) = connection.phase else {
+        let ClientPhase::Unidentified(nonce) = connection.phase else {
             return;
         };
         let words = match proof::admit(self.secret.as_deref(), &nonce, hello) {
             Ok(admission) => {
-                connection.phase = Phase::Open;
-                self.calendar.set(key, &mut connection.deadline, None);
+                connection.phase = ClientPhase::Open;
+                self.deadlines.set(key, &mut connection.deadline, None);
                 Bytes::copy_from_slice(&admission)
             }
             Err(refusal) => {
                 let why = match refusal {
-                    Refusal::Foreign => "it speaks another protocol",
-                    Refusal::Without => "it was given no secret, and this store has one; all ranks need the same",
-                    Refusal::Wrong => "its secret is not this store's; all ranks need the same",
-                    Refusal::Needless => "it was given a secret, and this store was not; all ranks need the same",
+                    AuthError::Foreign => "it speaks another protocol",
+                    AuthError::Without => "it was given no secret, and this store has one; all ranks need the same",
+                    AuthError::Wrong => "its secret is not this store's; all ranks need the same",
+                    AuthError::Needless => "it was given a secret, and this store was not; all ranks need the same",
                 };
-                connection.phase = Phase::Leaving;
+                connection.phase = ClientPhase::Leaving;
                 let who = connection.peer();
                 self.refuse(&who, why);
                 Bytes::from_static(&[0; proof::ADMISSION])
@@ -143,11 +143,11 @@ impl EventLoop {
 /// Lets the kernel grow the process's table of file descriptors on another thread. The call that exceeds it, at the
 /// 256th and each power of two after it, waits 10 ms and more for all processors; in this thread, all clients would
 /// wait.
-fn make_room() {
+fn raise_fd_limit() {
     let grow = || {
-        let highest = i32::try_from(process::descriptor_limit().min(ROOM).saturating_sub(1)).unwrap_or(i32::MAX);
+        let highest = i32::try_from(process::descriptor_limit().min(EXTRA_FDS).saturating_sub(1)).unwrap_or(i32::MAX);
         // If the table cannot grow, clients wait.
         let _ = eventfd(0, EventfdFlags::CLOEXEC).and_then(|one| fcntl_dupfd_cloexec(&one, highest));
     };
-    let _ = crate::sys::thread::spawn("symm-room", None, grow);
+    let _ = crate::sys::thread::spawn("symm-fd-table", None, grow);
 }

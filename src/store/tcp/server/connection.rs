@@ -4,7 +4,7 @@ use crate::store::tcp::address::peer_name;
 use crate::store::tcp::frame::LENGTH;
 use crate::store::tcp::limits::MAX_FRAME;
 use crate::store::tcp::proof::{self, HELLO, Nonce};
-use crate::sys::again::retry;
+use crate::sys::eintr::retry;
 use bytes::{Buf, Bytes};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
@@ -23,7 +23,7 @@ const TURN: usize = 256 * 1024;
 
 /// The phase of a client's connection.
 #[derive(Debug)]
-pub(super) enum Phase {
+pub(super) enum ClientPhase {
     /// The client has not authenticated.
     Unidentified(Nonce),
     /// The next frame is expected, or arriving.
@@ -66,9 +66,9 @@ pub(super) enum Output {
     Closed,
 }
 
-pub(super) struct Connection {
+pub(super) struct ClientConnection {
     pub(super) socket: OwnedFd,
-    pub(super) phase: Phase,
+    pub(super) phase: ClientPhase,
     /// The request that waits or is to be retried.
     pub(super) request: Option<Bytes>,
     /// The deadline of the current phase; also in the server's deadline queue.
@@ -85,9 +85,9 @@ pub(super) struct Connection {
     output: VecDeque<Bytes>,
 }
 
-impl Connection {
+impl ClientConnection {
     pub(super) fn new(socket: OwnedFd, nonce: Nonce) -> Self {
-        let phase = Phase::Unidentified(nonce);
+        let phase = ClientPhase::Unidentified(nonce);
         Self {
             socket,
             phase,
@@ -114,7 +114,7 @@ impl Connection {
 
     /// Returns true if there may be work that no event announces.
     pub(super) fn pending(&self) -> bool {
-        self.midway() || !self.drained || self.ended || matches!(self.phase, Phase::Leaving)
+        self.midway() || !self.drained || self.ended || matches!(self.phase, ClientPhase::Leaving)
     }
 
     /// Returns true if part of an answer is still unsent.
@@ -136,7 +136,7 @@ impl Connection {
         let have = self.input.len();
         // Bytes beyond the hello of an unidentified peer, or beyond a frame whose length is known, stay in the socket.
         let room = match (&self.phase, self.announced()) {
-            (Phase::Unidentified(_), _) => HELLO - have,
+            (ClientPhase::Unidentified(_), _) => HELLO - have,
             (_, Some(length)) => (LENGTH + length - have).min(TURN),
             (_, None) => FIRST,
         };
@@ -154,7 +154,7 @@ impl Connection {
 
     /// Returns the input that is already complete in the buffer.
     fn complete(&mut self) -> Option<Input> {
-        if matches!(self.phase, Phase::Unidentified(_)) {
+        if matches!(self.phase, ClientPhase::Unidentified(_)) {
             if !proof::plausible(&self.input) {
                 return Some(Input::Closed);
             }

@@ -3,15 +3,15 @@
 //! In one turn, a connection reads and answers at most one frame, or moves at most 256 KiB of a long one. No client can
 //! therefore delay others by more than the time of one request.
 
-use super::calendar::Calendar;
-use super::connection::{Connection, Input, Output, Phase};
-use super::senders::Senders;
-use super::{Shared, WAKER};
+use super::connection::{ClientConnection, ClientPhase, Input, Output};
+use super::deadlines::DeadlineQueue;
+use super::send_pool::SendPool;
+use super::{ServerState, WAKER};
 use crate::error::Error;
-use crate::store::table::Table;
-use crate::store::tcp::frame::Answer;
-use crate::store::tcp::limits::{Limits, MAX_FRAME};
-use crate::store::tcp::listen::Listeners;
+use crate::store::table::KeyTable;
+use crate::store::tcp::frame::ServerFrame;
+use crate::store::tcp::limits::{ConnectionLimits, MAX_FRAME};
+use crate::store::tcp::listen::ListeningSockets;
 use crate::sys::rate_limit::RateLimit;
 use bytes::Bytes;
 use mio::unix::SourceFd;
@@ -24,7 +24,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// How long the loop polls without sleeping after an event, because the same client often sends its next request soon.
-const LINGER: Duration = Duration::from_micros(50);
+const SERVER_SPIN: Duration = Duration::from_micros(50);
 
 /// Number of queued answers from which other threads help to send.
 const MANY: usize = 8;
@@ -34,48 +34,48 @@ const ROUND: usize = 64;
 
 pub(super) struct EventLoop {
     pub(super) poll: Poll,
-    pub(super) listeners: Listeners,
+    pub(super) listeners: ListeningSockets,
     pub(super) secret: Option<Vec<u8>>,
-    pub(super) limits: Limits,
-    pub(super) shared: Arc<Shared>,
-    pub(super) table: Table,
+    pub(super) limits: ConnectionLimits,
+    pub(super) shared: Arc<ServerState>,
+    pub(super) table: KeyTable,
     /// Connections by token; tokens follow those of the listeners. A token is never reused, because an event of the
     /// same batch may still name a connection that was closed.
-    pub(super) connections: HashMap<usize, Connection>,
+    pub(super) connections: HashMap<usize, ClientConnection>,
     /// The token of the next connection.
     pub(super) next: usize,
     /// Clients that wait for each key, in the order of arrival.
     pub(super) waiting: HashMap<String, VecDeque<usize>>,
-    pub(super) calendar: Calendar,
+    pub(super) deadlines: DeadlineQueue,
     /// Connections with queued answers, which are sent together at the end of a round. If clients were woken one at a
     /// time, each would sleep again before the next one wakes, and waking an idle core costs most.
     pub(super) outbox: Vec<usize>,
-    pub(super) senders: Senders,
+    pub(super) senders: SendPool,
     /// Connections with more work that no event announces.
-    pub(super) busy: VecDeque<usize>,
+    pub(super) ready: VecDeque<usize>,
     /// Connections whose long frame or answer waits for memory.
     pub(super) paused: VecDeque<usize>,
     /// Size of the memory that all connections have reserved.
-    pub(super) moving: usize,
+    pub(super) in_flight_bytes: usize,
     /// Size of all long requests that wait for keys.
-    pub(super) parked: usize,
+    pub(super) waiting_bytes: usize,
     /// Unidentified peers, the oldest first.
     pub(super) unidentified: BTreeSet<usize>,
     pub(super) accept_at: Option<Instant>,
     /// Rate limits of the log lines about rejected connections, and about connections that could not be accepted.
     pub(super) refused: RateLimit,
-    pub(super) deaf: RateLimit,
+    pub(super) accept_errors: RateLimit,
     /// True once the process's table of file descriptors has been grown.
-    pub(super) roomy: bool,
+    pub(super) fd_limit_raised: bool,
 }
 
 impl EventLoop {
     pub(super) fn new(
         poll: Poll,
-        listeners: Listeners,
+        listeners: ListeningSockets,
         secret: Option<Vec<u8>>,
-        limits: Limits,
-        shared: Arc<Shared>,
+        limits: ConnectionLimits,
+        shared: Arc<ServerState>,
     ) -> std::io::Result<Self> {
         for (index, socket) in listeners.sockets.iter().enumerate() {
             poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), Token(index), Interest::READABLE)?;
@@ -85,24 +85,24 @@ impl EventLoop {
             poll,
             listeners,
             secret,
-            table: Table::bounded(limits.stored),
+            table: KeyTable::bounded(limits.stored),
             limits,
             shared,
             connections: HashMap::new(),
             next,
             waiting: HashMap::new(),
-            calendar: Calendar::default(),
+            deadlines: DeadlineQueue::default(),
             outbox: Vec::new(),
-            senders: Senders::default(),
-            busy: VecDeque::new(),
+            senders: SendPool::default(),
+            ready: VecDeque::new(),
             paused: VecDeque::new(),
-            moving: 0,
-            parked: 0,
+            in_flight_bytes: 0,
+            waiting_bytes: 0,
             unidentified: BTreeSet::new(),
             accept_at: None,
             refused: RateLimit::new(),
-            deaf: RateLimit::new(),
-            roomy: false,
+            accept_errors: RateLimit::new(),
+            fd_limit_raised: false,
         })
     }
 
@@ -112,10 +112,10 @@ impl EventLoop {
         let mut awake_until = Instant::now();
         loop {
             let now = Instant::now();
-            let nap = if !self.busy.is_empty() || (linger && now < awake_until) {
+            let nap = if !self.ready.is_empty() || (linger && now < awake_until) {
                 Some(Duration::ZERO)
             } else {
-                [self.calendar.first(), self.accept_at].into_iter().flatten().min().map(|next| next.saturating_duration_since(now))
+                [self.deadlines.first(), self.accept_at].into_iter().flatten().min().map(|next| next.saturating_duration_since(now))
             };
             match self.poll.poll(&mut events, nap) {
                 Ok(()) => {}
@@ -130,7 +130,7 @@ impl EventLoop {
                 return keys.into_iter().for_each(|key| self.close(key));
             }
             if self.round(&events) {
-                awake_until = Instant::now() + LINGER;
+                awake_until = Instant::now() + SERVER_SPIN;
             } else {
                 // Lingering must not keep a client off its core.
                 std::thread::yield_now();
@@ -140,7 +140,7 @@ impl EventLoop {
 
     /// Handles `events`, due deadlines and pending work; returns true if there was any.
     pub(super) fn round(&mut self, events: &Events) -> bool {
-        let idle = events.is_empty() && self.busy.is_empty();
+        let idle = events.is_empty() && self.ready.is_empty();
         for event in events {
             match event.token() {
                 WAKER => {}
@@ -149,13 +149,13 @@ impl EventLoop {
             }
         }
         // Work that is added meanwhile waits for the next round, and new events are polled between rounds.
-        for _ in 0..self.busy.len().min(ROUND) {
-            if let Some(key) = self.busy.pop_front() {
+        for _ in 0..self.ready.len().min(ROUND) {
+            if let Some(key) = self.ready.pop_front() {
                 self.turn(key);
             }
         }
         let now = Instant::now();
-        while let Some(key) = self.calendar.expired(now) {
+        while let Some(key) = self.deadlines.expired(now) {
             self.expire(key);
         }
         if self.accept_at.is_some_and(|at| at <= now) {
@@ -172,19 +172,19 @@ impl EventLoop {
         let Some(mut connection) = self.connections.remove(&key) else {
             return;
         };
-        self.calendar.set(key, &mut connection.deadline, None);
+        self.deadlines.set(key, &mut connection.deadline, None);
         match &connection.phase {
-            Phase::Unidentified(_) => {
+            ClientPhase::Unidentified(_) => {
                 self.unidentified.remove(&key);
             }
-            Phase::Waiting { key: name } => self.stop_waiting(key, name),
-            Phase::Open | Phase::Leaving => {}
+            ClientPhase::Waiting { key: name } => self.stop_waiting(key, name),
+            ClientPhase::Open | ClientPhase::Leaving => {}
         }
         let _ = self.poll.registry().deregister(&mut SourceFd(&connection.socket.as_raw_fd()));
         // Closing is not enough, because a forked child may hold a copy of the file descriptor.
         let _ = shutdown(&connection.socket, Shutdown::Both);
         drop(connection.socket);
-        self.parked -= connection.parked;
+        self.waiting_bytes -= connection.parked;
         self.release(connection.reserved);
     }
 
@@ -194,11 +194,11 @@ impl EventLoop {
         if let Some(connection) = self.connections.get_mut(&key) {
             connection.drained = false;
             connection.ended |= ended;
-            if ended && matches!(connection.phase, Phase::Waiting { .. } | Phase::Leaving) {
+            if ended && matches!(connection.phase, ClientPhase::Waiting { .. } | ClientPhase::Leaving) {
                 self.close(key);
             } else if ended {
                 // Deferred: a thousand clients that disconnect at once would delay new requests by 10 ms.
-                self.busy.push_back(key);
+                self.ready.push_back(key);
             } else {
                 self.turn(key);
             }
@@ -214,42 +214,42 @@ impl EventLoop {
             return self.flush(key);
         }
         match connection.phase {
-            Phase::Waiting { .. } => return,
-            Phase::Leaving => return self.close(key),
-            Phase::Unidentified(_) | Phase::Open => {}
+            ClientPhase::Waiting { .. } => return,
+            ClientPhase::Leaving => return self.close(key),
+            ClientPhase::Unidentified(_) | ClientPhase::Open => {}
         }
         if connection.request.is_some() {
             return self.resume(key).into_iter().for_each(|body| self.serve(key, body));
         }
         match connection.read() {
             // The end of the stream is still to be read.
-            Input::Nothing if connection.ended => self.busy.push_back(key),
+            Input::Nothing if connection.ended => self.ready.push_back(key),
             Input::Nothing => {
                 if connection.midway() && connection.deadline.is_none() {
-                    self.calendar.set(key, &mut connection.deadline, Some(Instant::now() + self.limits.frame));
+                    self.deadlines.set(key, &mut connection.deadline, Some(Instant::now() + self.limits.frame));
                 }
             }
-            Input::More => self.busy.push_back(key),
+            Input::More => self.ready.push_back(key),
             Input::Closed => {
-                if matches!(connection.phase, Phase::Unidentified(_)) && connection.midway() {
+                if matches!(connection.phase, ClientPhase::Unidentified(_)) && connection.midway() {
                     let who = connection.peer();
                     self.refuse(&who, "it speaks another protocol");
                 }
                 self.close(key);
             }
-            Input::Hello(hello) => self.meet(key, &hello),
+            Input::Hello(hello) => self.authenticate(key, &hello),
             Input::Long(length) => {
                 if self.reserve(key, length) {
-                    self.busy.push_back(key);
+                    self.ready.push_back(key);
                 }
             }
             Input::TooLong(length) => {
                 let error = Error::value(format!("a frame of {length} bytes; this store takes at most {MAX_FRAME}"));
-                connection.phase = Phase::Leaving;
-                self.answer(key, &Answer::Failed(error));
+                connection.phase = ClientPhase::Leaving;
+                self.answer(key, &ServerFrame::Failed(error));
             }
             Input::Frame(body) => {
-                self.calendar.set(key, &mut connection.deadline, None);
+                self.deadlines.set(key, &mut connection.deadline, None);
                 self.serve(key, body);
             }
         }
@@ -271,14 +271,14 @@ impl EventLoop {
         let Some(pool) = pool else {
             return outbox.into_iter().for_each(|key| self.flush(key));
         };
-        let mut due: Vec<(usize, &mut Connection, Output)> = self
+        let mut due: Vec<(usize, &mut ClientConnection, Output)> = self
             .connections
             .iter_mut()
             .filter(|(_, connection)| connection.unsent())
             .map(|(&key, connection)| (key, connection, Output::Blocked))
             .collect();
         let share = due.len().div_ceil(pool.current_num_threads() + 1).max(1);
-        let write = |part: &mut [(usize, &mut Connection, Output)]| {
+        let write = |part: &mut [(usize, &mut ClientConnection, Output)]| {
             part.iter_mut().for_each(|(_, connection, output)| *output = connection.write())
         };
         pool.in_place_scope(|scope| {
@@ -307,23 +307,23 @@ impl EventLoop {
             Output::Closed => return self.close(key),
             Output::Sent => {
                 let reserved = std::mem::take(&mut connection.reserved);
-                let unidentified = matches!(connection.phase, Phase::Unidentified(_));
+                let unidentified = matches!(connection.phase, ClientPhase::Unidentified(_));
                 // An unidentified peer keeps its deadline, because it has received the opening but has not sent its
                 // hello.
                 let deadline = if unidentified { connection.deadline } else { None };
-                self.calendar.set(key, &mut connection.deadline, deadline);
+                self.deadlines.set(key, &mut connection.deadline, deadline);
                 if connection.pending() {
-                    self.busy.push_back(key);
+                    self.ready.push_back(key);
                 }
                 return self.release(reserved);
             }
             Output::More => {
-                self.busy.push_back(key);
+                self.ready.push_back(key);
                 Some(Instant::now() + self.limits.frame)
             }
             Output::Blocked => Some(connection.deadline.unwrap_or_else(|| Instant::now() + self.limits.frame)),
         };
-        self.calendar.set(key, &mut connection.deadline, deadline);
+        self.deadlines.set(key, &mut connection.deadline, deadline);
     }
 
     /// Reserves memory for `length` bytes, or queues the connection for it.
@@ -332,21 +332,21 @@ impl EventLoop {
             return false;
         };
         let more = length.saturating_sub(connection.reserved);
-        if self.moving + more > self.limits.moving.max(MAX_FRAME) {
-            self.calendar.set(key, &mut connection.deadline, None);
+        if self.in_flight_bytes + more > self.limits.moving.max(MAX_FRAME) {
+            self.deadlines.set(key, &mut connection.deadline, None);
             self.paused.push_back(key);
             return false;
         }
-        self.moving += more;
+        self.in_flight_bytes += more;
         connection.reserved += more;
-        self.calendar.set(key, &mut connection.deadline, Some(Instant::now() + self.limits.frame));
+        self.deadlines.set(key, &mut connection.deadline, Some(Instant::now() + self.limits.frame));
         true
     }
 
     pub(super) fn release(&mut self, bytes: usize) {
-        self.moving -= bytes;
+        self.in_flight_bytes -= bytes;
         if bytes > 0 {
-            self.busy.extend(self.paused.drain(..));
+            self.ready.extend(self.paused.drain(..));
         }
     }
 }
@@ -354,7 +354,7 @@ impl EventLoop {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::tcp::address::Address;
+    use crate::store::tcp::address::StoreAddress;
     use std::net::{Shutdown, SocketAddr, TcpStream};
 
     /// A server's loop that the test turns by hand.
@@ -365,9 +365,9 @@ mod tests {
     }
 
     impl Rig {
-        fn new(limits: Limits) -> std::io::Result<Self> {
-            let address = Address::Inet(vec![SocketAddr::from(([127, 0, 0, 1], 0))]);
-            let listeners = Listeners::at(&address).map_err(std::io::Error::other)?;
+        fn new(limits: ConnectionLimits) -> std::io::Result<Self> {
+            let address = StoreAddress::Inet(vec![SocketAddr::from(([127, 0, 0, 1], 0))]);
+            let listeners = ListeningSockets::at(&address).map_err(std::io::Error::other)?;
             let at = SocketAddr::from(([127, 0, 0, 1], listeners.address.port()));
             let event_loop = EventLoop::new(Poll::new()?, listeners, None, limits, Arc::default())?;
             Ok(Self { event_loop, events: Events::with_capacity(64), at })
@@ -389,7 +389,7 @@ mod tests {
 
     #[test]
     fn the_end_of_one_that_made_room_is_not_taken_for_the_end_of_the_next() -> std::io::Result<()> {
-        let mut rig = Rig::new(Limits { unidentified: 1, ..Limits::default() })?;
+        let mut rig = Rig::new(ConnectionLimits { unidentified: 1, ..ConnectionLimits::default() })?;
         let first = TcpStream::connect(rig.at)?;
         rig.settle()?;
         let old = *rig.event_loop.connections.keys().next().expect("the first is there");
@@ -400,16 +400,16 @@ mod tests {
         drop(first);
         assert_eq!(rig.turn()?, [0, old]);
         rig.settle()?;
-        let connections: Vec<(&usize, &Connection)> = rig.event_loop.connections.iter().collect();
+        let connections: Vec<(&usize, &ClientConnection)> = rig.event_loop.connections.iter().collect();
         assert!(matches!(connections[..], [(&key, connection)] if key != old && !connection.ended), "it is another, and has not ended");
-        assert!(rig.event_loop.busy.is_empty(), "nothing is left to do for it");
+        assert!(rig.event_loop.ready.is_empty(), "nothing is left to do for it");
         Ok(())
     }
 
     #[test]
     fn who_was_refused_is_no_unidentified_peer_any_more() -> std::io::Result<()> {
         use std::io::Write;
-        let mut rig = Rig::new(Limits::default())?;
+        let mut rig = Rig::new(ConnectionLimits::default())?;
         rig.event_loop.secret = Some(b"secret".to_vec());
         let mut wrong = TcpStream::connect(rig.at)?;
         wrong.write_all(&crate::store::tcp::proof::farewell(false))?;

@@ -4,15 +4,15 @@
 //! as tokio would add tasks, timers and threads to one loop over one table.
 
 mod admission;
-mod calendar;
 mod connection;
+mod deadlines;
 mod event_loop;
-mod senders;
+mod send_pool;
 mod service;
 
-use super::address::Address;
-use super::limits::Limits;
-use super::listen::Listeners;
+use super::address::StoreAddress;
+use super::limits::ConnectionLimits;
+use super::listen::ListeningSockets;
 use crate::error::{Error, Result};
 use crate::lock::{lock, unpoisoned};
 use crate::sys::{fork, interrupt, process, thread};
@@ -31,13 +31,13 @@ const SPARE_DESCRIPTORS: u64 = 4096;
 
 /// The state that the loop shares with the threads of the process.
 #[derive(Default)]
-struct Shared {
+struct ServerState {
     stop: AtomicBool,
     joined: Mutex<u32>,
     more: Condvar,
 }
 
-impl Shared {
+impl ServerState {
     fn join(&self) {
         let mut joined = lock(&self.joined);
         *joined += 1;
@@ -47,9 +47,9 @@ impl Shared {
 
 /// A running server, which ends when this is dropped.
 pub struct Server {
-    address: Address,
+    address: StoreAddress,
     secret: Option<Vec<u8>>,
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
     waker: Waker,
     thread: Option<JoinHandle<()>>,
     /// Fork generation of the process in which the thread runs.
@@ -58,7 +58,7 @@ pub struct Server {
 
 impl Server {
     /// Starts a server on `listeners`. If there is a `secret`, it serves only clients that know it.
-    pub fn start(listeners: Listeners, secret: Option<Vec<u8>>, limits: Limits) -> Result<Self> {
+    pub fn start(listeners: ListeningSockets, secret: Option<Vec<u8>>, limits: ConnectionLimits) -> Result<Self> {
         let fail = |error: std::io::Error| Error::internal(format!("the store's server: {error}"));
         let address = listeners.address.clone();
         if !address.local() && secret.is_none() {
@@ -70,14 +70,14 @@ impl Server {
         process::raise_descriptor_limit((limits.clients + limits.unidentified) as u64 + SPARE_DESCRIPTORS);
         let poll = Poll::new().map_err(fail)?;
         let waker = Waker::new(poll.registry(), WAKER).map_err(fail)?;
-        let shared = Arc::<Shared>::default();
+        let shared = Arc::<ServerState>::default();
         let event_loop = EventLoop::new(poll, listeners, secret.clone(), limits, shared.clone()).map_err(fail)?;
         let thread = thread::spawn("symm-store", None, move || event_loop.run())?;
         Ok(Self { address, secret, shared, waker, thread: Some(thread), generation: fork::generation() })
     }
 
     /// Returns the address on which the server listens.
-    pub fn address(&self) -> &Address {
+    pub fn address(&self) -> &StoreAddress {
         &self.address
     }
 
@@ -92,7 +92,7 @@ impl Server {
             let remaining = deadline.saturating_duration_since(Instant::now());
             let joined = lock(&self.shared.joined);
             let few = |joined: &mut u32| *joined < count;
-            let wait = self.shared.more.wait_timeout_while(joined, remaining.min(interrupt::LOOK), few);
+            let wait = self.shared.more.wait_timeout_while(joined, remaining.min(interrupt::SIGNAL_POLL), few);
             let joined = *unpoisoned(wait).0;
             if joined >= count || remaining.is_zero() {
                 return Ok(joined);

@@ -1,11 +1,11 @@
 //! Executes requests, or keeps them until their keys exist or their time is over.
 
-use super::connection::{Phase, SHORT};
+use super::connection::{ClientPhase, SHORT};
 use super::event_loop::EventLoop;
 use crate::error::Error;
 use crate::store::request::Request;
 use crate::store::table;
-use crate::store::tcp::frame::{Answer, Message};
+use crate::store::tcp::frame::{ClientFrame, ServerFrame};
 use crate::store::tcp::limits::MAX_FRAME;
 use bytes::Bytes;
 use std::collections::HashSet;
@@ -14,31 +14,31 @@ use std::time::{Duration, Instant};
 impl EventLoop {
     /// Executes the message in a frame, or lets its sender wait.
     pub(super) fn serve(&mut self, key: usize, body: Bytes) {
-        let message = match Message::decode(&body) {
+        let message = match ClientFrame::decode(&body) {
             Ok(message) => message,
             Err(error) => {
                 // Later bytes cannot be trusted to be a frame.
                 if let Some(connection) = self.connections.get_mut(&key) {
-                    connection.phase = Phase::Leaving;
+                    connection.phase = ClientPhase::Leaving;
                 }
-                return self.answer(key, &Answer::Failed(error));
+                return self.answer(key, &ServerFrame::Failed(error));
             }
         };
         let (limit, request) = match message {
-            Message::Join => {
+            ClientFrame::Join => {
                 self.shared.join();
-                return self.answer(key, &Answer::Done(table::Reply::Unit));
+                return self.answer(key, &ServerFrame::Done(table::TableReply::Unit));
             }
-            Message::Call(limit, request) => (limit, request),
+            ClientFrame::Call(limit, request) => (limit, request),
         };
         match self.table.serve(&request, Some(&body)) {
-            Ok(table::Answer::Done(reply)) => {
-                let answer = Answer::Done(reply);
+            Ok(table::TableResult::Done(reply)) => {
+                let answer = ServerFrame::Done(reply);
                 // Long answers reserve memory; a request that has changed the table is answered in any case.
                 let length = answer.encoded_len();
                 if length > MAX_FRAME {
                     let error = format!("the values are {length} bytes together; a store returns at most {MAX_FRAME} at once");
-                    return self.answer(key, &Answer::Failed(Error::value(error)));
+                    return self.answer(key, &ServerFrame::Failed(Error::value(error)));
                 }
                 if length > SHORT && !request.op.writes() && !self.reserve(key, length) {
                     return self.keep(key, body);
@@ -48,8 +48,8 @@ impl EventLoop {
                     self.wake(&request);
                 }
             }
-            Ok(table::Answer::Missing(index)) => self.wait(key, request.keys[index].to_owned(), limit, body),
-            Err(error) => self.answer(key, &Answer::Failed(error)),
+            Ok(table::TableResult::Missing(index)) => self.wait(key, request.keys[index].to_owned(), limit, body),
+            Err(error) => self.answer(key, &ServerFrame::Failed(error)),
         }
     }
 
@@ -62,17 +62,17 @@ impl EventLoop {
             return self.close(key);
         }
         if connection.deadline.is_none() {
-            self.calendar.set(key, &mut connection.deadline, Some(Instant::now() + limit));
+            self.deadlines.set(key, &mut connection.deadline, Some(Instant::now() + limit));
         }
         // A waiting request frees its share of `moving`. As much again is available to long requests that wait, and
         // there is no queue for it.
         let long = if body.len() > SHORT { body.len() } else { 0 };
         let most = self.limits.moving.max(MAX_FRAME);
-        if self.parked + long > most {
-            let error = format!("a request of {long} bytes cannot wait: {} of {most} bytes of others wait already", self.parked);
-            return self.answer(key, &Answer::Failed(Error::config(error)));
+        if self.waiting_bytes + long > most {
+            let error = format!("a request of {long} bytes cannot wait: {} of {most} bytes of others wait already", self.waiting_bytes);
+            return self.answer(key, &ServerFrame::Failed(Error::config(error)));
         }
-        connection.phase = Phase::Waiting { key: name.clone() };
+        connection.phase = ClientPhase::Waiting { key: name.clone() };
         let reserved = std::mem::take(&mut connection.reserved);
         self.waiting.entry(name).or_default().push_back(key);
         self.keep(key, body);
@@ -85,7 +85,7 @@ impl EventLoop {
         if let Some(connection) = self.connections.get_mut(&key) {
             if body.len() > SHORT && connection.reserved == 0 {
                 connection.parked = body.len();
-                self.parked += body.len();
+                self.waiting_bytes += body.len();
             }
             connection.request = Some(body);
         }
@@ -94,8 +94,8 @@ impl EventLoop {
     /// Takes the request that connection `key` has kept, and ends its wait.
     pub(super) fn resume(&mut self, key: usize) -> Option<Bytes> {
         let connection = self.connections.get_mut(&key)?;
-        connection.phase = Phase::Open;
-        self.parked -= std::mem::take(&mut connection.parked);
+        connection.phase = ClientPhase::Open;
+        self.waiting_bytes -= std::mem::take(&mut connection.parked);
         connection.request.take()
     }
 
@@ -115,7 +115,7 @@ impl EventLoop {
         }
     }
 
-    pub(super) fn answer(&mut self, key: usize, answer: &Answer) {
+    pub(super) fn answer(&mut self, key: usize, answer: &ServerFrame) {
         self.send(key, answer.encode());
     }
 
@@ -126,23 +126,23 @@ impl EventLoop {
             return;
         };
         let name = match &mut connection.phase {
-            Phase::Waiting { key } => std::mem::take(key),
-            Phase::Unidentified(_) => {
+            ClientPhase::Waiting { key } => std::mem::take(key),
+            ClientPhase::Unidentified(_) => {
                 let who = connection.peer();
                 self.refuse(&who, "it did not introduce itself in time");
                 return self.close(key);
             }
-            Phase::Open | Phase::Leaving => return self.close(key),
+            ClientPhase::Open | ClientPhase::Leaving => return self.close(key),
         };
-        self.calendar.set(key, &mut connection.deadline, None);
+        self.deadlines.set(key, &mut connection.deadline, None);
         self.stop_waiting(key, &name);
         let body = self.resume(key).unwrap_or_default();
-        match Message::decode(&body) {
-            Ok(Message::Call(_, request)) => {
-                let answer = Answer::Missing(self.table.missing(&request));
+        match ClientFrame::decode(&body) {
+            Ok(ClientFrame::Call(_, request)) => {
+                let answer = ServerFrame::Missing(self.table.missing(&request));
                 self.answer(key, &answer);
             }
-            Ok(Message::Join) | Err(_) => self.close(key),
+            Ok(ClientFrame::Join) | Err(_) => self.close(key),
         }
     }
 

@@ -1,0 +1,447 @@
+//! A call that was refused on this rank alone: who waits for it learns so, long before a timeout.
+//!
+//! The rank that refused is the one to tell: it looks a little later whether a peer has begun a collective that this rank has not, or
+//! sleeps for a message of this rank that is not on its way. It cannot see other nodes: it reports to them that it has refused, and when it
+//! makes another call, and they check which of their ranks wait. A rank that has made another call by then, or peers that were refused
+//! alike, disturb nobody: a rank says how often it has refused, so that whoever refused alike and has gone on is not taken to wait for the
+//! refused call. Waiting ranks do no more for this than to say which message they sleep for, and in how many barriers they have met.
+
+use crate::call_queue::CallQueue;
+use crate::coll::cuda::agreement::launch_log;
+use crate::control::{BarrierCount, ControlBlock};
+use crate::error::Error;
+use crate::exit_watch::{self, Subscription};
+use crate::health::Health;
+use crate::internode::Internode;
+use crate::lock::lock;
+use crate::messages::Messages;
+use crate::rank::{Rank, name_ranks};
+use crate::trace::GroupRecorder;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// Time from a refusal to the first look: enough to catch the exception and make the right call; a peer that has come by then is told
+/// within 100 ms.
+const REJECTION_DELAY: Duration = Duration::from_millis(80);
+/// Time between two looks, for peers that come later.
+const REJECTION_POLL: Duration = Duration::from_millis(50);
+
+/// Refusals of this rank that it has not made up for.
+pub(super) struct LocalRejections {
+    control: Arc<ControlBlock>,
+    recorder: Arc<GroupRecorder>,
+    engine: Arc<CallQueue>,
+    messages: Arc<Messages>,
+    internode: Option<Arc<Internode>>,
+    note: Mutex<Option<RejectionNote>>,
+    /// Whether other nodes know of a refused collective that this rank has not made up for.
+    notified: AtomicBool,
+}
+
+/// Call that was refused.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum RejectedCall {
+    /// A collective. On a device: kernels were in use, so that a launch may be waiting for this rank.
+    Collective { on_device: bool },
+    /// An operator on symmetric memory of the host.
+    Operator,
+    /// A send to `peer`, or a receive; `None`: from anybody.
+    Message { send: bool, peer: Option<Rank>, tag: i32 },
+}
+
+/// Calls of this rank, which make up for what was refused once there are others.
+type CallsMade = (u64, Option<BarrierCount>);
+
+struct RejectionNote {
+    text: String,
+    rejected: RejectedCall,
+    /// Calls that this rank had been asked for by then.
+    calls_made: CallsMade,
+    /// True once this rank has reported it to other nodes.
+    notified: bool,
+    look: Option<Subscription>,
+}
+
+/// A peer that has begun what this rank has not.
+struct BlockedPeer {
+    rank: Rank,
+    /// Name of a refused call, such as "all_gather, collective #3" or "recv, tag 7,".
+    call: String,
+}
+
+impl LocalRejections {
+    pub(super) fn new(health: &Health, engine: &Arc<CallQueue>, messages: &Arc<Messages>, internode: Option<Arc<Internode>>) -> Arc<Self> {
+        let (control, recorder) = (Arc::clone(health.control()), Arc::clone(health.recorder()));
+        let (engine, messages) = (Arc::clone(engine), Arc::clone(messages));
+        Arc::new(Self {
+            control,
+            recorder,
+            engine,
+            messages,
+            internode: internode,
+            note: Mutex::new(None),
+            notified: AtomicBool::new(false),
+        })
+    }
+
+    /// Notes that a call was refused because of `text`. The last refusal counts.
+    pub(super) fn add(self: &Arc<Self>, text: String, refused: RejectedCall) {
+        if self.control.size() == 1 && self.internode.is_none() {
+            return;
+        }
+        let mut note = lock(&self.note);
+        if let RejectedCall::Collective { .. } | RejectedCall::Operator = refused {
+            let barriers = self.control.barriers(self.control.rank());
+            self.control.note_rejection(self.recorder.collectives() + u64::from(barriers.met));
+            self.internode.iter().for_each(|internode| internode.note_rejected(self.recorder.collectives()));
+        }
+        let look = self.poll_until_settled(REJECTION_DELAY);
+        *note = Some(RejectionNote { text, rejected: refused, calls_made: self.calls_made(refused), notified: false, look });
+    }
+
+    /// The calls that make up for what was refused: a collective for a collective, that or a barrier for an operator, any but barriers for a
+    /// message. Messages do not make up for a collective: a peer that waits in it begins none meanwhile.
+    fn calls_made(&self, refused: RejectedCall) -> CallsMade {
+        match refused {
+            RejectedCall::Collective { .. } => (self.recorder.collectives(), None),
+            RejectedCall::Operator => (self.recorder.collectives(), Some(self.control.barriers(self.control.rank()))),
+            RejectedCall::Message { .. } => (self.recorder.calls(), None),
+        }
+    }
+
+    /// Tells other nodes, if they know of a refused collective, that this rank makes a call.
+    pub(super) fn resume(&self) {
+        if self.notified.load(Ordering::Relaxed) && self.notified.swap(false, Ordering::AcqRel) {
+            self.internode.iter().for_each(|internode| internode.broadcast_resumed(self.recorder.collectives() + 1));
+        }
+    }
+
+    /// Tells other nodes of `note`.
+    fn broadcast_to_nodes(&self, note: &RejectionNote) {
+        let Some(internode) = &self.internode else { return };
+        let (requested, text) = (note.calls_made.0, &note.text);
+        match note.rejected {
+            RejectedCall::Collective { .. } => {
+                self.notified.store(true, Ordering::Release);
+                internode.broadcast_rejection(text);
+                // A call that began in between has not seen that there is something to make up for.
+                if self.recorder.collectives() != requested {
+                    self.resume();
+                }
+            }
+            RejectedCall::Operator => {}
+            RejectedCall::Message { send, peer, tag } => self.messages.notify_rejected(peer, requested, send, tag, text.clone()),
+        }
+    }
+
+    /// Forgets all refusals, since this rank leaves: nobody is told any more.
+    pub(super) fn forget(&self) {
+        drop(lock(&self.note).take());
+    }
+
+    fn poll_until_settled(self: &Arc<Self>, delay: Duration) -> Option<Subscription> {
+        // The watcher does not keep a group.
+        let refusals = Arc::downgrade(self);
+        let look = move || {
+            if let Some(refusals) = refusals.upgrade() {
+                let _ = refusals.control.contain(|| {
+                    refusals.poll();
+                    Ok(())
+                });
+            }
+        };
+        exit_watch::after(delay, look).inspect_err(|error| log::warn!("ranks that wait for a refused call are not told: {error}")).ok()
+    }
+
+    fn poll(self: &Arc<Self>) {
+        let mut note = lock(&self.note);
+        let Some(refused) = note.as_mut() else { return };
+        let waiting = self.waiting(refused.rejected);
+        // After the peers: who waited for a rank that has not moved since waits for it now.
+        if self.calls_made(refused.rejected) != refused.calls_made || self.control.failure().is_some() {
+            *note = None;
+            return;
+        }
+        if waiting.is_empty() {
+            if !std::mem::replace(&mut refused.notified, true) {
+                self.broadcast_to_nodes(refused);
+            }
+            refused.look = if self.control.size() > 1 { self.poll_until_settled(REJECTION_POLL) } else { None };
+            return;
+        }
+        let (me, group) = (self.control.describe(self.control.rank()), self.control.name());
+        let ranks: Vec<Rank> = waiting.iter().map(|waiting| self.control.display_rank(waiting.rank)).collect();
+        let (who, wait) = (name_ranks(&ranks), if ranks.len() == 1 { "waits" } else { "wait" });
+        let text = format!(
+            "{me} rejected a call and has not repeated it since; {who} {wait} for it in {} of group \"{group}\": {}",
+            waiting[0].call, refused.text
+        );
+        *note = None;
+        drop(note);
+        self.control.fail(Error::mismatch(text));
+    }
+
+    /// By rank.
+    fn waiting(&self, refused: RejectedCall) -> Vec<BlockedPeer> {
+        let mut all = match refused {
+            RejectedCall::Collective { on_device } => self.in_collectives(on_device),
+            // A rendezvous is made of collectives.
+            RejectedCall::Operator => self.in_barriers().chain(self.in_collectives(false)).collect(),
+            RejectedCall::Message { send, peer, tag } => {
+                let peers = self.control.peers().filter(|&rank| peer.is_none_or(|peer| peer == self.control.display_rank(rank)));
+                let call = || format!("{}, tag {tag},", if send { "recv" } else { "send" });
+                self.messages.awaited_by(peers, !send, tag).map(|rank| BlockedPeer { rank, call: call() }).into_iter().collect()
+            }
+        };
+        if let RejectedCall::Collective { .. } | RejectedCall::Operator = refused {
+            let own = self.control.rejections(self.control.rank());
+            all.retain(|waiting| !self.control.rejections(waiting.rank).cover(own));
+        }
+        all.sort_by_key(|waiting| waiting.rank);
+        all.dedup_by_key(|waiting| waiting.rank);
+        all
+    }
+
+    fn in_barriers(&self) -> impl Iterator<Item = BlockedPeer> {
+        let own = self.control.barriers(self.control.rank());
+        let waits = move |&rank: &Rank| self.control.barriers(rank).wait_for(own);
+        self.control.peers().filter(waits).map(|rank| BlockedPeer { rank, call: "a barrier of symmetric memory".into() })
+    }
+
+    fn in_collectives(&self, on_device: bool) -> Vec<BlockedPeer> {
+        let (me, control) = (self.control.rank(), &self.control);
+        let on_node = control.peers().filter_map(|rank| {
+            let doing = control.current_call(rank)?;
+            (doing.number > control.collective(me))
+                .then(|| BlockedPeer { rank, call: format!("{}, collective #{}", doing.op.name(), doing.number) })
+        });
+        let on_devices = control.peers().filter(|_| on_device).filter_map(|rank| {
+            let first = launch_log::launched(control, me) + 1;
+            (launch_log::launched(control, rank) >= first).then(|| BlockedPeer { rank, call: format!("CUDA collective #{first}") })
+        });
+        let all: Vec<BlockedPeer> = on_node.chain(on_devices).collect();
+        // After the peers: one that is ahead of a rank with something queued may be waiting for that.
+        if self.engine.idle() { all } else { Vec::new() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::coll::call::{CallSpec, Collective, Span};
+    use crate::coll::cpu::CpuRunner;
+    use crate::coll::cuda::workspace::layout::Channel;
+    use crate::coll::message::{Message, MessageSpec};
+    use crate::coll::plan::CpuThresholds;
+    use crate::completion::Completion;
+    use crate::control::tests::controls;
+    use crate::dtype::{DType, ReduceOp};
+    use crate::error::ErrorKind;
+    use crate::trace::CallTarget;
+    use std::time::Instant;
+
+    /// Three ranks of this process.
+    fn ranks() -> Vec<Arc<LocalRejections>> {
+        let rank = |control: ControlBlock| {
+            let control = Arc::new(control);
+            let recorder = GroupRecorder::new(&control, Duration::from_secs(1));
+            let health = Health::new(&control, &Arc::default(), &recorder);
+            let engine = CallQueue::new(CpuRunner::new(Arc::clone(&control), CpuThresholds::default(), Arc::default()), &health);
+            LocalRejections::new(&health, &engine, &Messages::new(&health, false), None)
+        };
+        controls(3).into_iter().map(rank).collect()
+    }
+
+    fn launch(refusals: &LocalRejections, number: u64) {
+        let spans = vec![Span { addr: 0, bytes: 4 }];
+        let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
+        let call = CallSpec {
+            op,
+            dtype,
+            reduce_op,
+            root: Rank(0),
+            factor: 1.0,
+            inputs: spans.clone().into(),
+            outputs: spans.into(),
+            call_site: None,
+        };
+        launch_log::compare(&refusals.control, number, &call, Channel::Collectives).expect("all alike");
+    }
+
+    fn failure_within(refusals: &LocalRejections, limit: Duration) -> Option<Error> {
+        let begun = Instant::now();
+        while begun.elapsed() < limit {
+            if let Some(failure) = refusals.control.failure() {
+                return Some(failure);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        None
+    }
+
+    const ON_NODE: RejectedCall = RejectedCall::Collective { on_device: false };
+    const QUIET: Duration = Duration::from_millis(250);
+
+    #[test]
+    fn peers_that_wait_for_a_refused_call_are_told_now_or_later() {
+        for later in [false, true] {
+            let ranks = ranks();
+            ranks[1].add("no such dtype".into(), ON_NODE);
+            if later {
+                assert_eq!(failure_within(&ranks[0], QUIET), None, "nobody waits");
+            }
+            ranks[0].control.begin(1, Collective::AllGather);
+            ranks[2].control.begin(1, Collective::AllGather);
+            let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("reported");
+            assert_eq!(failure.kind, ErrorKind::Mismatch);
+            let pid = std::process::id();
+            let text = format!(
+                "rank 1 (pid {pid}) rejected a call and has not repeated it since; ranks 0 and 2 wait for it in all_gather, collective #1 of group \"test\": no such dtype"
+            );
+            assert_eq!(failure.message, text);
+            assert_eq!(ranks[2].control.failure(), Some(failure));
+        }
+    }
+
+    #[test]
+    fn a_launch_that_waits_for_a_refused_one_is_told() {
+        let ranks = ranks();
+        ranks.iter().for_each(|rank| launch(rank, 1));
+        ranks[1].add("no such dtype".into(), RejectedCall::Collective { on_device: true });
+        launch(&ranks[0], 2);
+        let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("reported");
+        assert!(failure.message.contains("rank 0 is blocked in CUDA collective #2"), "{failure}");
+    }
+
+    #[test]
+    fn peers_that_do_not_wait_are_left_alone() {
+        let (forgetful, moved_on, alike) = (ranks(), ranks(), ranks());
+        forgetful[1].add("left".into(), ON_NODE);
+        forgetful[1].forget();
+        moved_on[1].add("made up for".into(), ON_NODE);
+        moved_on[1].recorder.ask(1);
+        for ranks in [&forgetful, &moved_on] {
+            ranks[0].control.begin(1, Collective::Barrier);
+            assert_eq!(failure_within(&ranks[0], QUIET), None);
+        }
+        alike.iter().for_each(|rank| rank.control.begin(1, Collective::Barrier));
+        alike.iter().for_each(|rank| rank.add("all alike".into(), RejectedCall::Collective { on_device: true }));
+        assert_eq!(failure_within(&alike[0], QUIET), None);
+    }
+
+    #[test]
+    fn a_rank_that_is_late_after_all_have_refused_fails_nobody() {
+        for refused in [ON_NODE, RejectedCall::Operator] {
+            let ranks = ranks();
+            let refuse = |rank: usize, why: &str| ranks[rank].add(why.into(), refused);
+            (0..3).for_each(|rank| refuse(rank, "all alike"));
+            [0, 2].into_iter().for_each(|rank| ranks[rank].control.begin(1, Collective::Barrier));
+            assert_eq!(failure_within(&ranks[0], QUIET), None, "the others have refused it, too, and are one further");
+            // The call in which they wait is refused as well.
+            refuse(1, "again");
+            let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("reported");
+            assert!(failure.message.ends_with("of group \"test\": again"), "{failure}");
+        }
+    }
+
+    #[test]
+    fn peers_that_wait_in_a_barrier_for_a_refused_operator_are_told() {
+        // Whether rank 1 comes to the barrier after all, or had met the others in it before.
+        for (comes, had_met) in [(false, false), (true, false), (false, true)] {
+            let ranks = ranks();
+            let enter = |rank: usize| ranks[rank].control.enter_barrier();
+            if had_met {
+                enter(1);
+                ranks[1].control.leave_barrier(true);
+            }
+            ranks[1].add("not contiguous".into(), RejectedCall::Operator);
+            [0, 2].into_iter().for_each(enter);
+            if comes {
+                enter(1);
+            }
+            let told = !comes && !had_met;
+            let failure = failure_within(&ranks[0], if told { Duration::from_secs(5) } else { QUIET });
+            let pid = std::process::id();
+            let text = format!(
+                "rank 1 (pid {pid}) rejected a call and has not repeated it since; ranks 0 and 2 wait for it in a barrier of symmetric memory of group \"test\": not contiguous"
+            );
+            assert_eq!(failure, told.then(|| Error::mismatch(text)), "comes: {comes}, had met: {had_met}");
+        }
+    }
+
+    /// Sends as a group does.
+    fn send(rank: &LocalRejections, message: Message) {
+        rank.recorder.message(true, &message, PATIENCE, CallTarget::Cpu);
+        rank.messages.send(message, PATIENCE, Completion::new(|_, _| {})).expect("sent");
+    }
+
+    fn message(peer: Rank) -> Message {
+        let span = Span { addr: std::ptr::dangling::<u8>() as usize, bytes: 0 };
+        Message::of(MessageSpec { peer: Some(peer), tag: 7, dtype: DType::U8, span, timeout: None })
+    }
+
+    const PATIENCE: Duration = Duration::from_secs(5);
+
+    #[test]
+    fn a_peer_that_sleeps_for_a_refused_message_is_told() {
+        // What rank 1 refused, whom rank 0 waits for, and whether that is the same.
+        let refused = |peer, tag| RejectedCall::Message { send: true, peer, tag };
+        for (refused, peer, reported) in [
+            (refused(Some(Rank(0)), 7), Rank(1), true),
+            (refused(Some(Rank(0)), 8), Rank(1), false),
+            (refused(Some(Rank(2)), 7), Rank(1), false),
+            (refused(Some(Rank(0)), 7), Rank(2), false),
+            (RejectedCall::Message { send: false, peer: None, tag: 7 }, Rank(1), false),
+        ] {
+            let ranks = ranks();
+            let first = &ranks[0].messages;
+            std::thread::scope(|scope| {
+                let ticket = first.recv(message(peer), PATIENCE, Completion::new(|_, _| {})).expect("begun");
+                let waiting = scope.spawn(move || first.wait(ticket, None));
+                ranks[1].add("too short".into(), refused);
+                let failure = failure_within(&ranks[2], if reported { PATIENCE } else { QUIET });
+                assert_eq!(failure.is_some(), reported, "{refused:?}, from {peer}");
+                if let Some(failure) = failure {
+                    let pid = std::process::id();
+                    let text = format!(
+                        "rank 1 (pid {pid}) rejected a call and has not repeated it since; rank 0 is blocked in recv, tag 7, of group \"test\": too short"
+                    );
+                    assert_eq!((failure.kind, failure.message), (ErrorKind::Mismatch, text));
+                }
+                ranks[0].control.fail(Error::aborted("over"));
+                waiting.join().expect("no panic").expect("its completion was called");
+                ranks.iter().for_each(|rank| rank.messages.stop());
+            });
+        }
+    }
+
+    #[test]
+    fn a_message_does_not_make_up_for_a_refused_collective() {
+        let ranks = ranks();
+        ranks[1].add("no such dtype".into(), ON_NODE);
+        send(&ranks[1], message(Rank(0)));
+        ranks[0].control.begin(1, Collective::AllGather);
+        let failure = failure_within(&ranks[0], PATIENCE).expect("reported");
+        assert!(failure.message.contains("rank 0 is blocked in all_gather, collective #1"), "{failure}");
+    }
+
+    #[test]
+    fn a_refused_message_that_is_made_up_for_disturbs_nobody() {
+        let ranks = ranks();
+        let quiet = || Completion::new(|_, _| {});
+        let messages = &ranks[0].messages;
+        std::thread::scope(|scope| {
+            ranks[1].add("too short".into(), RejectedCall::Message { send: true, peer: Some(Rank(0)), tag: 7 });
+            send(&ranks[1], message(Rank(0)));
+            let receive = |_| messages.recv(message(Rank(1)), PATIENCE, quiet()).expect("begun");
+            let [first, second] = [(); 2].map(receive);
+            messages.wait(first, None).expect("it came");
+            let waiting = scope.spawn(move || messages.wait(second, None));
+            assert_eq!(failure_within(&ranks[0], QUIET), None);
+            ranks[0].control.fail(Error::aborted("over"));
+            waiting.join().expect("no panic").expect("its completion was called");
+            ranks.iter().for_each(|rank| rank.messages.stop());
+        });
+    }
+}

@@ -1,0 +1,142 @@
+//! The choices that all ranks of a multi-node group share: the type of partial sums, which they compare, and the
+//! thresholds, which rank 0 sends. Both travel in the exchange that ends joining.
+
+use super::Internode;
+use super::discovery::known;
+use super::reduce_dtype::ReduceDtype;
+use crate::bootstrap::JoinOptions;
+use crate::coll::call::{Call, CallSpec, Collective, Span};
+use crate::coll::cost::hardware::DeviceKind;
+use crate::coll::cost::network::RailThresholds;
+use crate::coll::cost::profile;
+use crate::error::{Error, Result};
+use crate::lock::lock;
+use crate::rank::Rank;
+use crate::sys::fork::PerProcess;
+use std::sync::Mutex;
+
+/// The choices that all ranks of a group share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct AgreedSettings {
+    pub(super) reduce_dtype: ReduceDtype,
+    /// Thresholds of CPU tensors.
+    pub(super) thresholds: RailThresholds,
+    /// Thresholds of CUDA tensors.
+    pub(super) cuda: RailThresholds,
+}
+
+/// Size of the record that each rank sends.
+const ENCODED_BYTES: usize = 1 + 2 * 3 * 8;
+
+/// Thresholds on trial, which replace the profile's.
+static TRIAL_THRESHOLDS: PerProcess<Mutex<Option<RailThresholds>>> = PerProcess::new(Mutex::default);
+
+/// Makes groups that this process joins from now on as rank 0 use `thresholds`; `None` restores the profile's.
+///
+/// # Errors
+/// `Value` if the thresholds are impossible.
+pub fn set_trial_thresholds(thresholds: Option<RailThresholds>) -> Result<()> {
+    let checked = thresholds.map(RailThresholds::checked).transpose()?;
+    *lock(TRIAL_THRESHOLDS.get()) = checked;
+    Ok(())
+}
+
+/// Returns rank 0's thresholds for tensors on `device` in the group that `options` name: from the profile, or else the
+/// defaults. `here` is the number of the group's ranks on this node.
+pub(super) fn thresholds(options: &JoinOptions, here: usize, device: DeviceKind) -> RailThresholds {
+    if let Some(tried) = *lock(TRIAL_THRESHOLDS.get()) {
+        return tried;
+    }
+    let own = options.global_ranks.get(options.rank as usize).copied().unwrap_or(options.rank);
+    // Profiles are looked up by the number of the job's ranks on this node, even if the group has fewer.
+    let job = known().and_then(|known| {
+        let node = &known.placements.get(own as usize)?.node;
+        Some(known.placements.iter().filter(|placement| placement.node == *node).count())
+    });
+    let usual = if device == DeviceKind::Cuda { RailThresholds::DEFAULT_CUDA } else { RailThresholds::DEFAULT };
+    profile::between_nodes(device, job.unwrap_or(here)).map_or(usual, |wire| wire.thresholds)
+}
+
+impl AgreedSettings {
+    /// The choices of a group before its ranks have agreed.
+    pub(super) const DEFAULT: Self =
+        Self { reduce_dtype: ReduceDtype::Tensor, thresholds: RailThresholds::DEFAULT, cuda: RailThresholds::DEFAULT_CUDA };
+
+    fn to_bytes(self) -> [u8; ENCODED_BYTES] {
+        let mut bytes = [self.reduce_dtype as u8; ENCODED_BYTES];
+        let words = |RailThresholds { multi_rail_bytes, chunk_bytes, gather_bytes }: RailThresholds| {
+            [multi_rail_bytes, chunk_bytes, gather_bytes].map(|word| (word as u64).to_le_bytes())
+        };
+        bytes[1..].copy_from_slice([self.thresholds, self.cuda].map(words).as_flattened().as_flattened());
+        bytes
+    }
+
+    /// Returns the thresholds of CPU and CUDA tensors in a rank's record.
+    fn thresholds_of(bytes: &[u8]) -> Option<[RailThresholds; 2]> {
+        let (words, []) = bytes.get(1..)?.as_chunks::<8>() else { return None };
+        let words: Vec<usize> = words.iter().map(|&word| u64::from_le_bytes(word) as usize).collect();
+        let ([cpu, cuda], []) = words.as_chunks::<3>() else { return None };
+        let checked = |&[multi_rail_bytes, chunk_bytes, gather_bytes]: &[usize; 3]| {
+            RailThresholds { multi_rail_bytes, chunk_bytes, gather_bytes }.checked().ok()
+        };
+        Some([checked(cpu)?, checked(cuda)?])
+    }
+}
+
+impl Internode {
+    /// Waits until all ranks of all nodes have called it with the same partials; `run` runs calls of the group. All
+    /// ranks then use the thresholds of rank 0.
+    ///
+    /// # Errors
+    /// `Config` names a rank whose partials differ from those of rank 0.
+    pub(super) fn agree_on(&self, chosen: AgreedSettings, run: impl FnOnce(&Call<'_>) -> Result<()>) -> Result<()> {
+        let (mut own, mut all) = (chosen.to_bytes(), vec![0u8; self.layout.size() * ENCODED_BYTES]);
+        let whole = all.as_mut_ptr().addr();
+        let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: ENCODED_BYTES }].into();
+        let outputs = (0..self.layout.size()).map(|rank| Span { addr: whole + rank * ENCODED_BYTES, bytes: ENCODED_BYTES }).collect();
+        run(&Call::inner(CallSpec { op: Collective::AllGather, inputs, outputs, ..CallSpec::barrier(None) }))?;
+        let first = &all[..ENCODED_BYTES];
+        if let Some(other) = all.chunks_exact(ENCODED_BYTES).position(|record| record[0] != first[0]) {
+            let name = |code: u8| if code == ReduceDtype::Fp32 as u8 { ReduceDtype::Fp32 } else { ReduceDtype::Tensor }.name();
+            let [one, another] = [0, other].map(|rank| self.layout.describe(Rank(rank as u32)));
+            let (group, a, b) = (self.health.control().name(), name(first[0]), name(all[other * ENCODED_BYTES]));
+            return Err(self.health.fail(Error::config(format!(
+                "ranks of group \"{group}\" chose different types for sums between nodes: {one} has reduce_dtype={a:?}, {another} has \
+                     reduce_dtype={b:?}; give torch_symm.Options(reduce_dtype=...) the same value on all ranks"
+            ))));
+        }
+        let thresholds = AgreedSettings::thresholds_of(first).ok_or_else(|| Error::internal("the first rank told impossible thresholds"));
+        let [thresholds, cuda] = thresholds.map_err(|error| self.health.fail(error))?;
+        let _ = self.chosen.set(AgreedSettings { thresholds, cuda, ..chosen });
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thresholds_come_as_they_were_told() {
+        let thresholds = RailThresholds { multi_rail_bytes: 1, chunk_bytes: 1 << 20, gather_bytes: 0 };
+        let cuda = RailThresholds { chunk_bytes: 4 << 20, ..RailThresholds::DEFAULT };
+        let mut bytes = AgreedSettings { reduce_dtype: ReduceDtype::Fp32, thresholds, cuda }.to_bytes();
+        assert_eq!((bytes[0], AgreedSettings::thresholds_of(&bytes)), (ReduceDtype::Fp32 as u8, Some([thresholds, cuda])));
+        bytes[9] = 1;
+        assert_eq!(AgreedSettings::thresholds_of(&bytes), None, "no multiple of the grain");
+        assert_eq!(AgreedSettings::thresholds_of(&bytes[1..]), None);
+    }
+
+    #[test]
+    fn thresholds_are_tried_out_until_that_ends() {
+        let (group, global_ranks) = ("g".to_owned(), Vec::new());
+        let options = JoinOptions { group, rank: 0, size: 2, global_ranks, is_default: false, timeout: None };
+        let tried = RailThresholds { multi_rail_bytes: 7, ..RailThresholds::DEFAULT };
+        set_trial_thresholds(Some(tried)).expect("possible");
+        assert_eq!([DeviceKind::Cpu, DeviceKind::Cuda].map(|device| thresholds(&options, 1, device)), [tried; 2]);
+        let error = set_trial_thresholds(Some(RailThresholds { chunk_bytes: 5, ..tried })).expect_err("impossible");
+        assert_eq!(error.message, "chunk_bytes is 5 bytes; from 4096 to 1073741824 are possible");
+        set_trial_thresholds(None).expect("ends");
+        assert_ne!(thresholds(&options, 1, DeviceKind::Cpu), tried);
+    }
+}

@@ -1,0 +1,77 @@
+// Sum of the partial results of all nodes in node order, with the same bits as kernels::cpu::reduce_partials. The
+// partial results are equally spaced in this rank's memory, each aligned to 16 bytes; the result may have any
+// alignment. The kernel never waits.
+#include "units.cuh"
+#include "reduction.cuh"
+
+#define MOST_HOSTS 128
+
+struct SumPartialsArgs {
+  const u8* from;
+  // Distance from one node's partial result to the next.
+  u64 stride;
+  u8* to;
+  u64 bytes;
+  u32 hosts;
+  // Divisor of an average.
+  u32 divisor;
+  // Factor of each node under PREMUL_SUM.
+  double factor[MOST_HOSTS];
+};
+// src/internode/cuda/sum.rs declares the same layout.
+static_assert(sizeof(SumPartialsArgs) == 40 + 8 * MOST_HOSTS, "");
+
+// Accumulators of one node's unit. `lift` rounds a product as a sender does; here products are not rounded.
+template <Op OP, typename R>
+DEVICE void weigh(typename R::Sum& sum, Unit v, [[maybe_unused]] double factor) {
+  R::begin(sum, v);
+  if constexpr (OP == Op::PREMUL_SUM) {
+#pragma unroll
+    for (int i = 0; i < R::COUNT; i++) sum.each[i] = sum.each[i] * static_cast<typename R::Acc>(factor);
+  }
+}
+
+template <Op OP, typename R>
+DEVICE void add(typename R::Sum& sum, Unit v, [[maybe_unused]] double factor) {
+  if constexpr (OP == Op::PREMUL_SUM) {
+    typename R::Sum next;
+    weigh<OP, R>(next, v, factor);
+#pragma unroll
+    for (int i = 0; i < R::COUNT; i++) sum.each[i] = sum.each[i] + next.each[i];
+  } else {
+    R::combine(sum, v);
+  }
+}
+
+// Divides under AVG, and rounds once.
+template <Op OP, typename R>
+DEVICE Unit rounded(const typename R::Sum& sum, [[maybe_unused]] u32 divisor) {
+  if constexpr (OP == Op::AVG) {
+    typename R::Acc each[R::COUNT];
+    if constexpr (R::IN_PLACE) R::widen(sum.words, each);
+#pragma unroll
+    for (int i = 0; i < R::COUNT; i++) {
+      if constexpr (!R::IN_PLACE) each[i] = sum.each[i];
+      each[i] = each[i] / static_cast<typename R::Acc>(divisor);
+    }
+    return R::narrow(each);
+  } else {
+    return R::partial(sum);
+  }
+}
+
+LANE_KERNEL(sum_partials, SumPartialsArgs) {
+  constexpr Op OP = static_cast<Op>(SYMM_OP);
+  const u64 step = (u64)blocks() * threads();
+  for (u64 i = (u64)block() * threads() + thread(); i < units_of(args.bytes); i += step) {
+    // step 1: start with the first node's unit; all partial results may be read to the end of a unit
+    Sum sum;
+    weigh<OP, Chosen>(sum, *(const Unit*)(args.from + i * 16), args.factor[0]);
+    // step 2: combine the other nodes' units in order
+    for (u32 host = 1; host < args.hosts; ++host) {
+      add<OP, Chosen>(sum, *(const Unit*)(args.from + host * args.stride + i * 16), args.factor[host]);
+    }
+    // step 3: divide, round once and store
+    store_unit(args.to + i * 16, rounded<OP, Chosen>(sum, args.divisor), args.bytes - i * 16);
+  }
+}

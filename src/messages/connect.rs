@@ -1,0 +1,123 @@
+//! How two ranks of different nodes that have messages for each other connect: they find each other in the store, and leave nothing there. A
+//! link exists once both ranks want it, so a thread looks for ranks that have begun to send to this one while receives from any rank are open.
+
+use super::internode::InternodeLinks;
+use super::links::{Traffic, addresses};
+use super::wire::{LinkState, MAX_FRAME_BYTES};
+use super::{MessageTable, Messages};
+use crate::error::Result;
+use crate::lock::unpoisoned;
+use crate::rank::Rank;
+use crate::store::Store;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Pauses between two looks for a peer in the store.
+pub(super) const STORE_POLL: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
+/// Frames that may come before this rank has read the first.
+const DEPTH: usize = 8;
+/// Time in which two ranks that have found each other connect.
+const LINK_CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Keys of this rank, in the store until this is dropped: the peer has read them, or no rank needs them.
+pub(super) struct PublishedKeys<'a> {
+    store: &'a dyn Store,
+    keys: Vec<String>,
+}
+
+impl Drop for PublishedKeys<'_> {
+    fn drop(&mut self) {
+        // A store that cannot delete keeps them.
+        self.keys.iter().for_each(|key| drop(self.store.delete(key)));
+    }
+}
+
+impl InternodeLinks {
+    fn pair_name(&self, peer: Rank) -> String {
+        format!("{}{}-{}", self.prefix, peer.min(self.me), peer.max(self.me))
+    }
+
+    /// Key by which `rank`, this one or `peer`, says that it wants to connect with the other.
+    pub(super) fn key(&self, peer: Rank, rank: Rank) -> String {
+        format!("{}/here/{rank}", self.pair_name(peer))
+    }
+
+    /// Where `peer` can reach this rank, once it connects with it.
+    pub(super) fn address(&self, peer: Rank) -> PublishedKeys<'_> {
+        let index = usize::from(self.me > peer);
+        PublishedKeys { store: &*self.store, keys: addresses(&self.pair_name(peer), index).collect() }
+    }
+}
+
+impl Messages {
+    /// Connects with `peer` once it has begun a message with this rank: false if the group ends before.
+    pub(super) fn meet(&self, far: &InternodeLinks, peer: Rank) -> Result<bool> {
+        let own = PublishedKeys { store: &*far.store, keys: vec![far.key(peer, far.me)] };
+        far.store.set(&own.keys[0], b"1")?;
+        let mut pause = STORE_POLL.0;
+        let met = loop {
+            if self.lock().closed.is_some() {
+                break Ok(false);
+            }
+            if far.store.check(&[&far.key(peer, peer)])? {
+                break far.links.make(peer, &far.pair_name(peer), far.me > peer, LINK_CONNECT_TIMEOUT).map(|()| true);
+            }
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(STORE_POLL.1);
+        };
+        drop(own);
+        if !met? {
+            return Ok(false);
+        }
+        for _ in 0..DEPTH {
+            far.links.listen(peer, Traffic::Frame, MAX_FRAME_BYTES)?;
+        }
+        let mut state = self.lock();
+        let (begun, closed) = (state.connected(peer), state.closed.is_some());
+        self.run_completions(state);
+        begun.map(|()| !closed)
+    }
+
+    /// Connects with ranks of other nodes that have begun a message with this one, while receives from any rank are open.
+    pub(super) fn seek(self: &Arc<Self>, far: &InternodeLinks) {
+        let mut pause = STORE_POLL.0;
+        loop {
+            let mut state = self.lock();
+            while state.matching.posted.iter().all(|posted| posted.peer.is_some()) && state.closed.is_none() {
+                state = unpoisoned(far.changed.wait(state));
+                pause = STORE_POLL.0;
+            }
+            let unmet = state.unmet();
+            if state.closed.is_some() || unmet.is_empty() {
+                return;
+            }
+            drop(state);
+            let found: Result<Vec<bool>> = unmet.iter().map(|&rank| far.store.check(&[&far.key(rank, rank)])).collect();
+            let mut state = self.lock();
+            let met = found.and_then(|found| {
+                let mut senders = unmet.iter().zip(found).filter(|(_, found)| *found);
+                senders.try_for_each(|(&rank, _)| self.meet_once(&mut state, rank))
+            });
+            if let Err(error) = met {
+                let group = self.control.name();
+                log::warn!("group \"{group}\": ranks of other nodes that send are not looked for any more: {}", error.message);
+                state.blind = Some(error);
+                return;
+            }
+            drop(state);
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(STORE_POLL.1);
+        }
+    }
+}
+
+impl MessageTable {
+    /// The link with `peer` exists from now on: begins the sends that came before.
+    fn connected(&mut self, peer: Rank) -> Result<()> {
+        let Some(wire) = self.wire(peer) else { return Ok(()) };
+        wire.phase = LinkState::Open;
+        let waiting: Vec<u64> = self.sends.iter().filter(|(_, send)| send.peer == peer).map(|(&ticket, _)| ticket).collect();
+        waiting.into_iter().try_for_each(|ticket| self.begin_send(ticket))?;
+        self.wire(peer).map_or(Ok(()), |wire| wire.send_rejection())
+    }
+}

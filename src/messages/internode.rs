@@ -1,0 +1,139 @@
+//! Far: what messages with ranks of other nodes need, and the threads that they take.
+
+use super::links::Links;
+use super::wire::{LinkState, WireLink};
+use super::{MessageTable, Messages};
+use crate::error::{Error, Result};
+use crate::lock::unpoisoned;
+use crate::node_map::NodeMap;
+use crate::rank::Rank;
+use crate::store::Store;
+use crate::sys::thread;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar};
+use std::time::{Duration, Instant};
+
+/// Time between two looks at the group while a rank leaves, and after which a message asks whether a refusal stands.
+pub(super) const INTERNODE_POLL: Duration = Duration::from_millis(20);
+/// Time that leaving waits for peers to read what was sent, and again for connections to end.
+const LINK_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The ranks of other nodes, and how messages reach them.
+pub struct InternodeLinks {
+    /// Carry the frames.
+    pub links: Arc<dyn Links>,
+    /// Store through which two ranks meet.
+    pub store: Arc<dyn Store>,
+    /// Which ranks are on which host.
+    pub node_map: Arc<NodeMap>,
+    /// This rank.
+    pub me: Rank,
+    /// Prefix of the names of links, the same on all ranks of this group and of no other.
+    pub prefix: String,
+    /// Threads sleep on it that wait for peers or threads.
+    pub changed: Condvar,
+}
+
+impl InternodeLinks {
+    /// Ranks of other nodes.
+    pub(super) fn ranks(&self) -> impl Iterator<Item = Rank> {
+        let node = self.node_map.node_of(self.me);
+        (0..self.node_map.size() as u32).map(Rank).filter(move |&rank| self.node_map.node_of(rank) != node)
+    }
+}
+
+impl MessageTable {
+    /// Ranks of other nodes with which this one connects or is connected.
+    pub(super) fn met(&self) -> impl Iterator<Item = &WireLink> {
+        self.peers.iter().filter_map(|peer| peer.wire()).filter(|wire| wire.phase != LinkState::Idle)
+    }
+
+    /// Ranks of other nodes that this one is not connected with.
+    pub(super) fn unmet(&self) -> Vec<Rank> {
+        let wires = self.peers.iter().filter_map(|peer| peer.wire());
+        wires.filter(|wire| wire.phase == LinkState::Idle).map(|wire| wire.peer).collect()
+    }
+}
+
+impl Messages {
+    /// Sees to it that this rank connects with `peer`, of another node, once both want that.
+    pub(super) fn meet_once(self: &Arc<Self>, state: &mut MessageTable, peer: Rank) -> Result<()> {
+        if state.wire(peer).is_some_and(|wire| wire.phase == LinkState::Idle) {
+            self.spawn(state, "symm-p2p-peer", move |this, far| this.drive_peer(far, peer))?;
+            if let Some(wire) = state.wire(peer) {
+                wire.phase = LinkState::Connecting;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn spawn(
+        self: &Arc<Self>,
+        state: &mut MessageTable,
+        name: &str,
+        work: impl FnOnce(&Arc<Self>, &InternodeLinks) + Send + 'static,
+    ) -> Result<()> {
+        let this = Arc::clone(self);
+        let thread = thread::spawn(name, None, move || {
+            let Some(far) = this.internode.get() else { return };
+            let panicked = catch_unwind(AssertUnwindSafe(|| work(&this, far))).err();
+            if let Some(panic) = panicked {
+                this.health.fail(Error::panicked(&far.node_map.describe(far.me), &*panic));
+            }
+            this.lock().threads.retain(|&thread| thread != std::thread::current().id());
+            far.changed.notify_all();
+        });
+        state.threads.push(thread?.thread().id());
+        Ok(())
+    }
+
+    /// Closes the connections, and waits for at most `limit` until they have ended.
+    pub(super) fn disconnect(&self, far: &InternodeLinks, limit: Duration) {
+        let peers: Vec<Rank> = self.lock().met().map(|wire| wire.peer).collect();
+        far.changed.notify_all();
+        if !peers.is_empty() {
+            let links = Arc::clone(&far.links);
+            thread::aside("symm-message-end", limit, move || peers.into_iter().for_each(|peer| links.close(peer)));
+        }
+    }
+
+    /// Passes to the backends what was queued for ranks of other nodes. The caller does not hold the lock.
+    pub(super) fn flush(&self) {
+        let lost = self.internode.get().map_or_else(Vec::new, |far| far.links.flush());
+        lost.into_iter().for_each(|(peer, error)| self.fail_peer(peer, error));
+    }
+
+    /// Says to ranks of other nodes that this one leaves, and returns once they have read what was sent, or `limit` has passed.
+    pub fn say_goodbye(&self, limit: Duration) {
+        let Some(far) = self.internode.get().filter(|_| self.health.error().is_none()) else { return };
+        let deadline = Instant::now() + limit.min(LINK_CLOSE_TIMEOUT);
+        let mut state = self.lock();
+        if state.closed.is_some() {
+            return;
+        }
+        state.shutting_down = true;
+        for wire in state.peers.iter_mut().filter_map(|peer| peer.wire_mut()) {
+            // A connection that has just ended has nobody who reads.
+            let _ = wire.send_goodbye();
+        }
+        drop(state);
+        self.flush();
+        let mut state = self.lock();
+        while state.met().any(WireLink::is_unread) && state.closed.is_none() {
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
+            state = unpoisoned(far.changed.wait_timeout(state, left.min(INTERNODE_POLL))).0;
+        }
+    }
+
+    /// Ends the connections and their threads.
+    pub(super) fn leave_internode(&self, far: &InternodeLinks) {
+        self.disconnect(far, LINK_CLOSE_TIMEOUT);
+        let deadline = Instant::now() + LINK_CLOSE_TIMEOUT;
+        let mut state = self.lock();
+        // A completion may drop the last handle of the group on one of these threads.
+        while state.threads.iter().any(|&thread| thread != std::thread::current().id()) {
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
+            state = unpoisoned(far.changed.wait_timeout(state, left)).0;
+        }
+    }
+}

@@ -1,0 +1,19 @@
+//! Upper limits on times: how soon calls end and exits are noticed. A separate program that runs one test at a time, so
+//! that no other test slows it.
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
+
+#[path = "../process/mod.rs"]
+mod process;
+#[path = "../ranks/threads.rs"]
+mod threads;
+
+mod calls;
+mod rank_death;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Held by the running test, because ranks need cores.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,190 @@
+//! Ranks as processes; one is killed, stopped or leaves in every phase.
+//!
+//! Each rank is a process of the test program; ranks meet through a file store.
+
+use crate::alone;
+use crate::process::{process, role};
+use crate::threads::{call, run, span};
+use serde::{Deserialize, Serialize};
+use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::process::{Child, Stdio};
+use std::sync::MutexGuard;
+use std::time::{Duration, Instant};
+use symm::bootstrap::JoinOptions;
+use symm::coll::call::Collective;
+use symm::dtype::DType;
+use symm::error::{ErrorKind, Result};
+use symm::group::Group;
+use symm::store::file::FileStore;
+
+#[derive(Serialize, Deserialize)]
+struct Role {
+    folder: PathBuf,
+    rank: i32,
+    /// Number of elements in each call.
+    count: usize,
+    timeout: f64,
+}
+
+fn all_reduce(group: &Group, data: &mut [f32]) -> Result<()> {
+    let tensor = vec![span(data)];
+    run(group, call(Collective::AllReduce, DType::F32, tensor.clone(), tensor), None)
+}
+
+/// The program of a child: join, then all-reduce until something fails; each step is announced on stdout.
+#[test]
+#[ignore = "the other tests start it"]
+fn rank() {
+    let Some(Role { folder, rank, count, timeout }) = role() else { return };
+    let options = JoinOptions {
+        group: "g".into(),
+        rank,
+        size: 3,
+        global_ranks: Vec::new(),
+        is_default: false,
+        timeout: Some(Duration::from_secs_f64(timeout)),
+    };
+    let say = |text: String| {
+        // Straight to the file descriptor, because the test harness captures printed text.
+        let mut out = std::io::stdout().lock();
+        writeln!(out, "{text}").unwrap();
+        out.flush().unwrap();
+    };
+    say("joining".into());
+    let store = FileStore::open(&folder.join("store"), 3).unwrap();
+    let group = match Group::join(&store, &options, None) {
+        Ok(group) => group,
+        Err(error) => return say(format!("error {} {error}", error.kind as u8)),
+    };
+    say("joined".into());
+    let mut data = vec![1.0f32; count];
+    for call in 0.. {
+        if let Err(error) = all_reduce(&group, &mut data) {
+            say(format!("error {} {error}", error.kind as u8));
+            let again = all_reduce(&group, &mut data).expect_err("the group is dead");
+            assert_eq!(again.message, error.message, "the first cause stands");
+            return;
+        }
+        data.fill(1.0);
+        if call == 3 {
+            say("looping".into());
+        }
+    }
+}
+
+struct Ranks {
+    _alone: MutexGuard<'static, ()>,
+    children: Vec<Child>,
+    lines: Vec<std::sync::mpsc::Receiver<String>>,
+    folder: PathBuf,
+}
+
+fn start(name: &str, ranks: &[i32], count: usize, timeout: f64) -> Ranks {
+    let _alone = alone();
+    let folder = std::env::temp_dir().join(format!("symm-killed-{}-{name}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let mut children = Vec::new();
+    let mut lines = Vec::new();
+    for &rank in ranks {
+        let role = Role { folder: folder.clone(), rank, count, timeout };
+        let mut child = process("killed::rank", &role).stdout(Stdio::piped()).spawn().unwrap();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::spawn(move || out.lines().map_while(std::result::Result::ok).try_for_each(|line| sender.send(line)));
+        children.push(child);
+        lines.push(receiver);
+    }
+    Ranks { _alone, children, lines, folder }
+}
+
+impl Ranks {
+    /// Returns the first line of a rank that starts with `word`, within `limit`.
+    fn expect(&self, index: usize, word: &str, limit: Duration) -> String {
+        let end = Instant::now() + limit;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let line =
+                self.lines[index].recv_timeout(left).unwrap_or_else(|_| panic!("rank {index} did not say {word:?} within {limit:?}"));
+            if line.starts_with(word) {
+                return line;
+            }
+        }
+    }
+
+    fn signal(&self, index: usize, signal: i32) {
+        // SAFETY: a child of this process that has not been reaped.
+        assert_eq!(unsafe { libc::kill(self.children[index].id() as i32, signal) }, 0);
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for child in &mut self.children {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+const SOON: Duration = Duration::from_secs(1);
+const LATER: Duration = Duration::from_secs(20);
+
+fn kill_while_running(name: &str, count: usize, victim: usize) {
+    let mut ranks = start(name, &[0, 1, 2], count, 30.0);
+    (0..3).for_each(|rank| drop(ranks.expect(rank, "looping", LATER)));
+    let pid = ranks.children[victim].id();
+    ranks.signal(victim, libc::SIGKILL);
+    let collected = std::thread::scope(|scope| {
+        let child = &mut ranks.children[victim];
+        scope.spawn(move || child.wait()).join()
+    });
+    assert!(collected.is_ok());
+    for survivor in (0..3).filter(|&rank| rank != victim) {
+        let line = ranks.expect(survivor, "error", SOON);
+        assert!(line.starts_with(&format!("error {} ", ErrorKind::Peer as u8)), "{line}");
+        assert!(line.contains(&format!("rank {victim} (pid {pid})")) && line.contains("all_reduce"), "{line}");
+    }
+}
+
+#[test]
+fn killed_between_and_inside_collectives_of_every_size() {
+    for (index, count) in [2, 3_000, 40_000, 16 << 20].into_iter().enumerate() {
+        kill_while_running(&format!("size{index}"), count, index % 3);
+    }
+}
+
+#[test]
+fn killed_while_joining() {
+    // Rank 1 never arrives; rank 2 is killed while it waits.
+    let ranks = start("joining", &[0, 2], 2, 20.0);
+    (0..2).for_each(|index| drop(ranks.expect(index, "joining", LATER)));
+    std::thread::sleep(Duration::from_millis(500));
+    ranks.signal(1, libc::SIGKILL);
+    let line = ranks.expect(0, "error", Duration::from_secs(5));
+    assert!(line.starts_with(&format!("error {} ", ErrorKind::Peer as u8)) && line.contains("rank 2"), "{line}");
+}
+
+#[test]
+fn stopped_and_continued_loses_nothing() {
+    let ranks = start("stopped", &[0, 1, 2], 1000, 30.0);
+    (0..3).for_each(|rank| drop(ranks.expect(rank, "looping", LATER)));
+    ranks.signal(1, libc::SIGSTOP);
+    std::thread::sleep(Duration::from_millis(700));
+    ranks.signal(1, libc::SIGCONT);
+    std::thread::sleep(Duration::from_millis(300));
+    assert!((0..3).all(|rank| ranks.lines[rank].try_recv().is_err()), "nobody fails");
+}
+
+#[test]
+fn stopped_past_the_timeout_is_named_as_stopped() {
+    let ranks = start("late", &[0, 1, 2], 1000, 1.5);
+    (0..3).for_each(|rank| drop(ranks.expect(rank, "looping", LATER)));
+    ranks.signal(1, libc::SIGSTOP);
+    for survivor in [0, 2] {
+        let line = ranks.expect(survivor, "error", Duration::from_millis(2500));
+        assert!(line.starts_with(&format!("error {} ", ErrorKind::Timeout as u8)), "{line}");
+        assert!(line.contains("rank 1") && line.contains("stopped") && line.contains("all_reduce(1000"), "{line}");
+    }
+}
