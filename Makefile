@@ -27,7 +27,7 @@ test: test-rust test-python
 
 test-slow: test-kernels test-python-slow
 
-# Besides, kernels for every number of ranks, and all of torch's own tests on two hosts.
+# Besides, kernels for every number of ranks, and all of torch's own tests on two nodes.
 test-all: export KERNELS_COMPILE_ALL = 1
 test-all: test test-slow test-torch-all
 
@@ -45,16 +45,16 @@ test-random: tools
 # What needs the compiler of CUDA kernels, which torch brings; one of them uses a GPU if there is one.
 NVRTC = from torch_symm._native import nvrtc_folders; print(*nvrtc_folders(None)[:1])
 test-kernels: build
-	SYMM_NVRTC=$$($(BIN)/python -c '$(NVRTC)') && export SYMM_NVRTC && \
+	SYMM_NVRTC_PATH=$$($(BIN)/python -c '$(NVRTC)') && export SYMM_NVRTC_PATH && \
 		cargo test --quiet --lib nvrtc && cargo test --quiet --test gpu
 
 test-python: test-python-parallel test-python-timed test-cuda
 
 test-python-parallel: build
-	$(PYTEST) $(PARALLEL) -m "not slow and not everything and not timed" tests/python tests/hosts tests/torch
+	$(PYTEST) $(PARALLEL) -m "not slow and not everything and not timed" tests/python tests/internode tests/torch
 
 test-python-timed: build
-	$(PYTEST) $(ALONE) -m "timed and not slow and not everything" tests/python tests/hosts tests/torch
+	$(PYTEST) $(ALONE) -m "timed and not slow and not everything" tests/python tests/internode tests/torch
 
 # Skipped without two GPUs, which two tests cannot share.
 test-cuda: build
@@ -63,10 +63,10 @@ test-cuda: build
 test-python-slow: test-python-slow-others test-python-slow-timed
 
 test-python-slow-others: build
-	$(PYTEST) $(PARALLEL) -m "slow and not timed" tests/python tests/hosts
+	$(PYTEST) $(PARALLEL) -m "slow and not timed" tests/python tests/internode
 
 test-python-slow-timed: build
-	$(PYTEST) $(ALONE) -m "slow and timed" tests/python tests/hosts
+	$(PYTEST) $(ALONE) -m "slow and timed" tests/python tests/internode
 
 # Accelerate, transformers, ignite, Lightning Fabric with torchmetrics, and torchft, each against Gloo. In an environment
 # of its own upon $(VENV), into which pip installs them. CLIENTS=all: DeepSpeed, which compiles with the ninja of $(VENV),
@@ -114,7 +114,7 @@ check-gpu: build
 	$(BIN)/python benches/first_call.py
 	$(BIN)/python -m torch_symm tune --device cuda --output out/profile.json
 	$(BIN)/python -m torch_symm tune --device cuda --check --profile out/profile.json --json out/check.json
-	$(BIN)/python -m torch_symm tune --device cuda --plans 40 --profile out/profile.json --json out/plans.json
+	$(BIN)/python -m torch_symm tune --device cuda --redistribution 40 --profile out/profile.json --json out/plans.json
 
 # The stores against torch's.
 bench-stores: build
@@ -125,9 +125,9 @@ bench-mpi: build
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check impi-rt mpi4py
 	$(BIN)/python benches/mpi.py
 
-# Two hosts of namespaces with a wire of 1 Gb/s between them, against flat Gloo; needs root, ip and tc. BENCH_FLAGS=--help tells the rest.
+# Two nodes of namespaces with a wire of 1 Gb/s between them, against flat Gloo; needs root, ip and tc. BENCH_FLAGS=--help tells the rest.
 bench-hosts: build
-	$(BIN)/python benches/hosts.py $(BENCH_FLAGS)
+	$(BIN)/python benches/internode.py $(BENCH_FLAGS)
 
 lint: build
 	cargo fmt --check
@@ -184,8 +184,8 @@ fuzz: fuzz-build
 # What ranks share on CPU, with real threads on one mapping, under ThreadSanitizer.
 tsan: tools
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" CARGO_TARGET_DIR=target/tsan \
-		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/races/suppressions.txt exitcode=66" \
-		cargo test --quiet --target $(HOST) --test races
+		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan/suppressions.txt exitcode=66" \
+		cargo test --quiet --target $(HOST) --test tsan
 
 # torch_backend/ under AddressSanitizer and UndefinedBehaviorSanitizer, inside torch. By hand: it takes 25 minutes.
 asan: build
@@ -214,7 +214,7 @@ SOAK_MINUTES ?= 60
 soak: build
 	$(BIN)/python tests/soak --minutes $(SOAK_MINUTES) $(SOAK_FLAGS)
 
-# Every fault on real processes, with Gloo beside symm; some ten minutes. FAULTS_FLAGS=--hosts: on two hosts; --help tells the rest.
+# Every fault on real processes, with Gloo beside symm; some ten minutes. FAULTS_FLAGS=--hosts: on two nodes; --help tells the rest.
 faults: build
 	$(BIN)/python tests/faults $(FAULTS_FLAGS)
 

@@ -33,7 +33,7 @@ from decoder_rank import FUSED, PEER, POINTS, WITHOUT, Finished, Task
 from gpu_shared import FAILURES, begin, collect, ranks, write_json, write_table
 from torch_symm.launch import ranks as launched
 from torch_symm.tools.bench.gpu.launch import PATIENT_SETTINGS, START_S
-from torch_symm.tools.bench.gpu.meeting import MAX_TURNS, Meeting
+from torch_symm.tools.bench.gpu.rank_sync import MAX_TURNS, Meeting
 from torch_symm.tools.bench.units import format_size
 from torch_symm.tools.command import count, counts
 
@@ -47,7 +47,7 @@ def measure(task: Task, still_s: float = START_S) -> Iterator[Finished]:
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
-        StandsStill: no batch was finished for ``still_s`` seconds.
+        StalledError: no batch was finished for ``still_s`` seconds.
     """
     meeting = Meeting(task.world, len(task.sides), launched.barrier(task.world))
     results = launched.queue()

@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch_symm._torch import new_group
+from torch_symm._torch_compat import new_group
 from torch_symm.launch.messages import in_a_line
 from torch_symm.tools.bench.gpu.clock import GpuClock, HostClock
+from torch_symm.tools.bench.gpu.contenders import GROUP_TIMEOUT
 from torch_symm.tools.bench.gpu.inputs import Call
-from torch_symm.tools.bench.gpu.meeting import Meeting
-from torch_symm.tools.bench.gpu.sides import GROUP_TIMEOUT
+from torch_symm.tools.bench.gpu.rank_sync import Meeting
 
 WITHOUT, FUSED = "without", "fused"
 PEER = {"cuda": "nccl", "cpu": "gloo"}

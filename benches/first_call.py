@@ -31,8 +31,8 @@ import torch.distributed as dist
 from gpu_shared import FAILURES, begin, ranks, write_json, write_table
 from torch_symm.launch import ranks as launched
 from torch_symm.launch.messages import POLL_S
-from torch_symm.launch.watch import StandsStill
-from torch_symm.tools.bench.gpu.sides import GROUP_TIMEOUT
+from torch_symm.launch.watch import StalledError
+from torch_symm.tools.bench.gpu.contenders import GROUP_TIMEOUT
 from torch_symm.tools.command import count
 
 STEPS = ("init", "first", "second")
@@ -94,7 +94,7 @@ def start(world: int, backend: str, device_type: str) -> list[float]:
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
-        StandsStill: it took longer than 150 s.
+        StalledError: it took longer than 150 s.
     """
     spent = torch.zeros(world, len(STEPS), dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
     with socket.socket() as free:
@@ -105,7 +105,7 @@ def start(world: int, backend: str, device_type: str) -> list[float]:
     with launched.started(enter, given, world) as started:
         while not started.join(timeout=POLL_S):
             if time.monotonic() > until:
-                raise StandsStill(f"a start with {backend} did not end within {START_LIMIT_S:.0f} s")
+                raise StalledError(f"a start with {backend} did not end within {START_LIMIT_S:.0f} s")
     slowest: list[float] = spent.max(dim=0).values.tolist()
     return slowest
 

@@ -26,7 +26,7 @@ from fused_sides import MM, OURS, SMALL, engines, shapes
 from gpu_shared import FAILURES, begin, collect, ranks, write_json, write_table
 from torch_symm.launch import ranks as launched
 from torch_symm.tools.bench.gpu.launch import PATIENT_SETTINGS, START_S
-from torch_symm.tools.bench.gpu.meeting import Meeting
+from torch_symm.tools.bench.gpu.rank_sync import Meeting
 from torch_symm.tools.command import count, whole
 
 TURNS, QUICK_TURNS = 7, 3
@@ -37,7 +37,7 @@ def measure(task: Task, still_s: float = START_S) -> Iterator[Finished]:
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a process failed.
-        StandsStill: no shape was finished for ``still_s`` seconds.
+        StalledError: no shape was finished for ``still_s`` seconds.
     """
     processes = task.world * len(task.engines)
     meeting = Meeting(processes, len(task.sides()), launched.barrier(processes))

@@ -13,10 +13,10 @@ import gpu_host as host
 from gpu_shared import FAILURES, MAX_RANKS, begin, ranks, write_json
 from gpu_table import progress_line, write_tables
 from torch_symm.tools.bench.gpu.calls import OPS, USUAL
+from torch_symm.tools.bench.gpu.contenders import cpu_sides, gpu_sides
 from torch_symm.tools.bench.gpu.inputs import RANDOM as DTYPES
 from torch_symm.tools.bench.gpu.launch import PATIENT_SETTINGS, Options, cells, measure
 from torch_symm.tools.bench.gpu.record import Absent, Measured
-from torch_symm.tools.bench.gpu.sides import cpu_sides, gpu_sides
 from torch_symm.tools.bench.machine import Gpus, Machine
 from torch_symm.tools.bench.units import parse_size
 from torch_symm.tools.command import count, positive

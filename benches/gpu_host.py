@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch_symm.tools.bench.gpu.inputs import Call, Setting
 
 if TYPE_CHECKING:
+    from torch_symm.tools.bench.gpu.contenders import Side
     from torch_symm.tools.bench.gpu.record import Cell
-    from torch_symm.tools.bench.gpu.sides import Side
 
 SIZE = 64 << 10
 OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")

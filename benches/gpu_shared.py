@@ -14,13 +14,13 @@ from typing import Any, TextIO
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch_symm.launch.messages import reported
-from torch_symm.launch.watch import StandsStill
+from torch_symm.launch.watch import StalledError
 from torch_symm.tools.bench import machine
 from torch_symm.tools.command import overloaded
 
 MAX_RANKS = 8
 #: Errors that end a measurement: a rank failed or was killed, or no rank makes progress.
-FAILURES = (ProcessRaisedException, ProcessExitedException, StandsStill)
+FAILURES = (ProcessRaisedException, ProcessExitedException, StalledError)
 
 
 def ranks(parser: ArgumentParser, requested: int | None, device: str) -> int:
@@ -52,13 +52,13 @@ def collect(results: Any, count: int, started: Sequence[Any], still_s: float, wh
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
-        StandsStill: no result arrived for ``still_s`` seconds, or no more will arrive; ``what`` names them.
+        StalledError: no result arrived for ``still_s`` seconds, or no more will arrive; ``what`` names them.
     """
     left, until = count, time.monotonic() + still_s
 
     def watched() -> None:
         if left and time.monotonic() > until:
-            raise StandsStill(f"{left} {what} are missing")
+            raise StalledError(f"{left} {what} are missing")
 
     for message in reported(started, results, count, watched=watched):
         left, until = left - 1, time.monotonic() + still_s

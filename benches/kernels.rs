@@ -7,7 +7,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 use symm::dtype::{DType, ReduceOp};
-use symm::kernels::cpu::{Source, Store, reduce};
+use symm::kernels::cpu::{InputElements, WriteMode, reduce};
 
 #[path = "kernels/copies.rs"]
 mod copies;
@@ -33,10 +33,10 @@ fn least(bytes: usize, mut call: impl FnMut()) -> f64 {
     (0..12).map(timing).fold(f64::INFINITY, f64::min)
 }
 
-fn one(op: ReduceOp, dtype: DType, sources: usize, source_bytes: usize, store: Store) -> f64 {
+fn one(op: ReduceOp, dtype: DType, sources: usize, source_bytes: usize, store: WriteMode) -> f64 {
     // 1.0 in the upper byte of most floats; the values do not affect the speed.
     let inputs: Vec<Vec<u8>> = (0..sources).map(|rank| vec![0x30 + rank as u8; source_bytes]).collect();
-    let list: Vec<Source> = inputs.iter().map(|input| Source { ptr: input.as_ptr(), factor: 0.5 }).collect();
+    let list: Vec<InputElements> = inputs.iter().map(|input| InputElements { ptr: input.as_ptr(), factor: 0.5 }).collect();
     let mut output = vec![0u8; source_bytes];
     let count = source_bytes / dtype.size();
     let seconds = least((sources + 1) * source_bytes, || {
@@ -55,9 +55,9 @@ fn reductions() {
             op.name(),
             dtype.name(),
             sources,
-            one(op, dtype, sources, 8 << 10, Store::Cached),
-            one(op, dtype, sources, 128 << 10, Store::Cached),
-            one(op, dtype, sources, 4 << 20, Store::Streaming),
+            one(op, dtype, sources, 8 << 10, WriteMode::Cached),
+            one(op, dtype, sources, 128 << 10, WriteMode::Cached),
+            one(op, dtype, sources, 4 << 20, WriteMode::Streaming),
         );
     };
     for sources in [2, 3, 4, 8, 16] {
@@ -74,7 +74,7 @@ fn reductions() {
     row(ReduceOp::PremulSum, DType::F32, 4);
     println!("small, ns a call: 4 sources of float32");
     for count in [1, 2, 16, 64, 100, 256, 1024] {
-        let gbs = one(ReduceOp::Sum, DType::F32, 4, count * 4, Store::Cached);
+        let gbs = one(ReduceOp::Sum, DType::F32, 4, count * 4, WriteMode::Cached);
         println!("{count:>6} elements {:>8.1}", (5 * count * 4) as f64 / gbs);
     }
 }

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
-from torch_symm.launch.watch import StandsStill
+from torch_symm.launch.watch import StalledError
 from torch_symm.tools.bench import columns, command, launch, machine
 from torch_symm.tools.bench.ops import DTYPES, OPS, Shape
 from torch_symm.tools.bench.pattern import WrongResult, check_parts, pieces
@@ -71,7 +71,7 @@ def measure(
     """Figures of the rows that MPI has, by placement.
 
     Raises:
-        StandsStill: a row took longer than ``limit_s``; all processes have been ended.
+        StalledError: a row took longer than ``limit_s``; all processes have been ended.
         RuntimeError: MPI's processes failed; the text has their last words.
     """
     task = {"rows": [asdict(wanted) for wanted in rows], "calls": calls, "warmup": warmup, "checks": checks}
@@ -101,7 +101,7 @@ def measure(
             late = watcher.end()
     if late:
         wanted = rows[len(found)]
-        raise StandsStill(
+        raise StalledError(
             f"mpi, {wanted.op} {wanted.dtype} {format_size(wanted.size)}: nothing for {limit_s:g} s (--limit)"
         )
     if process.returncode or len(found) < len(rows):

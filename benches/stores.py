@@ -100,7 +100,7 @@ def measure(kind: str, clients: int, works: Sequence[str]) -> Iterator[Figure]:
     """Both sides of ``kind``, one work after the other."""
     from torch_symm._native import load
 
-    drive = load()._drive
+    drive = load()._run_load
     theirs, ours = SIDES[kind]
     with load_generator(theirs, clients) as (their_clients, _), load_generator(ours, clients) as (our_clients, _):
         for work in works:
@@ -124,7 +124,7 @@ def rendezvous(kind: str, ranks: int) -> Iterator[Figure]:
     """Connecting, once, and meeting; one call is both."""
     from torch_symm._native import load
 
-    drive = load()._drive
+    drive = load()._run_load
     connecting: list[float] = []
     meeting: tuple[list[float], list[float]] = ([], [])
     theirs, ours = SIDES[kind]

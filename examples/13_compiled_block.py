@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/13_compiled_block.py
 
 The block is written with plain functional collectives: tokens are split over ranks, and so are heads and
-hidden units. With symm_mem.install() and Inductor's switch, torch.compile fuses four collectives and their matmuls into
-four operators. It needs a C++ compiler (CPU) or Triton (CUDA), and a torch that was built with NCCL.
+hidden units. With symm_mem.enable_fused_ops() and Inductor's switch, torch.compile fuses four collectives and their
+matmuls into four operators. It needs a C++ compiler (CPU) or Triton (CUDA), and a torch that was built with NCCL.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
 
     if rank == 0:
         print(f"compiling a block of {HEADS} heads on {world} ranks …", flush=True)
-    symm_mem.install()
+    symm_mem.enable_fused_ops()
     warnings.filterwarnings("ignore", message="erase_node")  # from torch's own pass
     with config.patch(_micro_pipeline_tp=True):
         got, codes = run_and_get_code(torch.compile(block, fullgraph=True), *arguments)

@@ -37,7 +37,7 @@ def ranks_disagree() -> None:
     group = dist.new_group()
     try:
         dist.all_reduce(torch.ones(3 if dist.get_rank() == 1 else 4), group=group)
-    except torch_symm.SymmMismatch as error:
+    except torch_symm.SymmMismatchError as error:
         say(f"1. ranks disagree: {error}")
     # A failed group cannot be used again; other groups are not affected.
     dist.destroy_process_group(group)
@@ -49,7 +49,7 @@ def a_rank_is_late() -> None:
         time.sleep(2)
     try:
         dist.all_reduce(torch.ones(4), group=group)
-    except torch_symm.SymmTimeout as error:
+    except torch_symm.SymmTimeoutError as error:
         say(f"2. a rank is late: {error}")
     dist.destroy_process_group(group)
 

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 use symm::dtype::{DType, ReduceOp};
-use symm::kernels::cpu::{Source, Store, copy, reduce};
+use symm::kernels::cpu::{InputElements, WriteMode, copy, reduce};
 
 /// A way to copy: (dst, src, bytes).
 type Copy = unsafe fn(*mut u8, *const u8, usize);
@@ -22,12 +22,12 @@ const WAYS: &[(&str, Copy)] = &[
 
 unsafe fn cached(dst: *mut u8, src: *const u8, bytes: usize) {
     // SAFETY: the caller's contract is this function's.
-    unsafe { copy(dst, src, bytes, Store::Cached) }
+    unsafe { copy(dst, src, bytes, WriteMode::Cached) }
 }
 
 unsafe fn streaming(dst: *mut u8, src: *const u8, bytes: usize) {
     // SAFETY: the caller's contract is this function's.
-    unsafe { copy(dst, src, bytes, Store::Streaming) }
+    unsafe { copy(dst, src, bytes, WriteMode::Streaming) }
 }
 
 unsafe fn memcpy(dst: *mut u8, src: *const u8, bytes: usize) {
@@ -119,15 +119,15 @@ fn staged(way: Copy, chunk: usize, chunks: usize) -> f64 {
             for at in 0..chunks {
                 let slot = |of: usize| rings[of] + at % SLOTS * chunk;
                 let part = rank * (chunk / RANKS);
-                let source = |of| Source { ptr: std::ptr::with_exposed_provenance(slot(of) + part), factor: 1.0 };
+                let source = |of| InputElements { ptr: std::ptr::with_exposed_provenance(slot(of) + part), factor: 1.0 };
                 // SAFETY: the rings outlive the threads; a barrier separates the writes of a slot from its reads, and
                 // two barriers its reads from the next writes.
                 unsafe {
                     way(std::ptr::with_exposed_provenance_mut(slot(rank)), input[at * chunk..].as_ptr(), chunk);
                     barrier();
-                    let list: [Source; RANKS] = std::array::from_fn(source);
+                    let list: [InputElements; RANKS] = std::array::from_fn(source);
                     let count = output.len() / 4;
-                    reduce(ReduceOp::Sum, DType::F32, output.as_mut_ptr(), &list, count, Store::Cached);
+                    reduce(ReduceOp::Sum, DType::F32, output.as_mut_ptr(), &list, count, WriteMode::Cached);
                 }
             }
             barrier();

@@ -15,28 +15,28 @@ from torch_symm._autoload import autoload
 
 if TYPE_CHECKING:
     from torch_symm import compile as compile
+    from torch_symm import dtensor as dtensor
     from torch_symm import symm_mem as symm_mem
-    from torch_symm import tensor as tensor
     from torch_symm._C import (
         FileStore,
         MemoryStore,
         Options,
         ProcessGroupSymm,
-        SymmAborted,
+        SymmAbortedError,
         SymmConfigError,
-        SymmMismatch,
+        SymmMismatchError,
         SymmPeerError,
-        SymmTimeout,
+        SymmTimeoutError,
         TCPStore,
     )
     from torch_symm._describe import describe
-    from torch_symm._hosts import host_group
+    from torch_symm._intra_node import intra_node_group
     from torch_symm._logging import log_to_python
     from torch_symm._memory import mem_allocator
-    from torch_symm._replace import replace
+    from torch_symm._replace_gloo import replace_gloo
     from torch_symm._stats import stats
     from torch_symm._topology import DMAConnectivity, detect_dma_connectivity, topology
-    from torch_symm._trace import annotate_trace, dump_trace, trace
+    from torch_symm._trace import annotate_profiler_trace, dump_trace, trace
     from torch_symm._version import __version__
     from torch_symm._warnings import SymmFallbackWarning, SymmWarning
 
@@ -46,23 +46,23 @@ __all__ = [
     "MemoryStore",
     "Options",
     "ProcessGroupSymm",
-    "SymmAborted",
+    "SymmAbortedError",
     "SymmConfigError",
     "SymmFallbackWarning",
-    "SymmMismatch",
+    "SymmMismatchError",
     "SymmPeerError",
-    "SymmTimeout",
+    "SymmTimeoutError",
     "SymmWarning",
     "TCPStore",
     "__version__",
-    "annotate_trace",
+    "annotate_profiler_trace",
     "describe",
     "detect_dma_connectivity",
     "dump_trace",
-    "host_group",
+    "intra_node_group",
     "log_to_python",
     "mem_allocator",
-    "replace",
+    "replace_gloo",
     "stats",
     "topology",
     "trace",
@@ -74,14 +74,14 @@ _MODULES = {
     "SymmFallbackWarning": "_warnings",
     "SymmWarning": "_warnings",
     "__version__": "_version",
-    "annotate_trace": "_trace",
+    "annotate_profiler_trace": "_trace",
     "describe": "_describe",
     "detect_dma_connectivity": "_topology",
     "dump_trace": "_trace",
-    "host_group": "_hosts",
+    "intra_node_group": "_intra_node",
     "log_to_python": "_logging",
     "mem_allocator": "_memory",
-    "replace": "_replace",
+    "replace_gloo": "_replace_gloo",
     "stats": "_stats",
     "topology": "_topology",
     "trace": "_trace",

@@ -60,8 +60,8 @@ def autoload() -> None:
             if scheme not in rendezvous._rendezvous_handlers:
                 rendezvous.register_rendezvous_handler(scheme, partial(_meet, function))
         # The native part, which reads the settings, reports any other word.
-        if os.environ.get("SYMM_REPLACES", "").strip() == "gloo":
-            import_module("torch_symm._replace").replace("gloo")
+        if os.environ.get("SYMM_REPLACE_GLOO", "").strip() == "1":
+            import_module("torch_symm._replace_gloo").replace_gloo()
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
 

@@ -45,7 +45,7 @@ def describe(group: ProcessGroup | ProcessGroupSymm | None = None) -> str:
     lines = [repr(own)]
     others = _other_hosts(own)
     if others:
-        lines.append(f"  on several hosts, with {others}: two_level, of what serves the ranks of a host")
+        lines.append(f"  on several nodes, with {others}: two_level, of what serves the ranks of a host")
         return "\n".join(lines)
     for kind, shown in [("cpu", "cpu")] + ([] if device is None else [("cuda", f"cuda:{device}")]):
         rows = dict(_rows(kind, ranks))
@@ -82,22 +82,22 @@ def _other_hosts(own: Any) -> str:
 
     # A multi-node group uses this rank's number among the ranks of its node there.
     same = [
-        known["other_hosts"] or ""
+        known["other_nodes"] or ""
         for known in trace()["groups"]
         if (known["name"], known["left_ns"]) == (group_name(own), None)
-        and (known["other_hosts"] or known["rank"] == own.rank())
+        and (known["other_nodes"] or known["rank"] == own.rank())
     ]
     return same[-1] if same else ""
 
 
-def prices(device: str, ranks: int, world: int, basis: str, profile: Path | None = None) -> Any:
+def prices(device: str, ranks: int, world: int, source: str, profile: Path | None = None) -> Any:
     """Prices in groups of ``ranks``, with all ``world`` ranks on one node; ``None`` if nothing was measured here.
 
     Raises:
         SymmConfigError: the profile is faulty or of other hardware.
     """
     path = os.fsencode(profile) if profile else b""
-    return load()._prices(device, [ranks], world, world, basis, profile=path)
+    return load()._open_cost_model(device, [ranks], world, world, source, profile=path)
 
 
 def _rows(device: str, ranks: int) -> Iterator[tuple[str, str]]:

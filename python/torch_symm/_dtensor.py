@@ -15,7 +15,7 @@ from types import ModuleType
 
 from torch_symm._warnings import SymmFallbackWarning
 
-#: What is changed, by the function of ``torch_symm.tensor._redistribute`` that changes it.
+#: What is changed, by the function of ``torch_symm.dtensor._redistribute`` that changes it.
 _CHANGES = {
     "torch.distributed.tensor.placement_types": "replace_method",
     "torch.distributed.tensor.debug._comm_mode": "count_operator",
@@ -33,10 +33,10 @@ def announce() -> None:
         _change_all()
 
 
-def install_redistribute() -> None:
-    """Lets DTensor use :func:`torch_symm.tensor.shard_dim_alltoall` where a mesh dimension's group is symm.
+def enable_redistribute() -> None:
+    """Lets DTensor use :func:`torch_symm.dtensor.shard_dim_alltoall` where a mesh dimension's group is symm.
 
-    The first symm group of a process does so unless :func:`uninstall_redistribute` was called. Never imports DTensor;
+    The first symm group of a process does so unless :func:`disable_redistribute` was called. Never imports DTensor;
     modules that are imported later are changed on import.
     """
     global _refused
@@ -44,8 +44,8 @@ def install_redistribute() -> None:
     _change_all()
 
 
-def uninstall_redistribute() -> None:
-    """Restores DTensor's own method for all groups, until :func:`install_redistribute`."""
+def disable_redistribute() -> None:
+    """Restores DTensor's own method for all groups, until :func:`enable_redistribute`."""
     global _refused
     _refused = True
     if _watch in sys.meta_path:
@@ -67,7 +67,7 @@ def _change_all() -> None:
 def _change(module: ModuleType) -> None:
     """Changes one module. A name that torch has changed stays as it is, with a warning."""
     try:
-        from torch_symm.tensor import _redistribute
+        from torch_symm.dtensor import _redistribute
 
         _undo[module.__name__] = getattr(_redistribute, _CHANGES[module.__name__])(module)
     except (AttributeError, ImportError) as error:

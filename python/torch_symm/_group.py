@@ -12,8 +12,8 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import distributed_c10d
 
-from torch_symm import _coalescing, _dtensor, _logging, _torch
-from torch_symm._live import live
+from torch_symm import _coalescing, _dtensor, _logging, _torch_compat
+from torch_symm._live import publisher
 from torch_symm._native import leave_all, load
 
 
@@ -24,15 +24,15 @@ def create_group(options: Any, group_options: Any) -> Any:
 
     Raises:
         TypeError: ``group_options`` is of another type.
-        SymmConfigError, SymmTimeout: the group cannot be formed; the message names the ranks.
+        SymmConfigError, SymmTimeoutError: the group cannot be formed; the message names the ranks.
     """
     native = load()
     if group_options is not None and not isinstance(group_options, native.Options):
         raise TypeError(f"pg_options must be a torch_symm.Options, not {type(group_options).__name__}")
-    _torch.record_without_torch()
+    _torch_compat.record_without_torch()
     _choose_symmetric_memory()
     own = prepared(native, options, group_options)
-    live.start(native)
+    publisher.start(native)
     try:
         return native.ProcessGroupSymm(options.store, int(options.group_rank), int(options.group_size), own)
     except BaseException:
@@ -51,7 +51,7 @@ def prepared(native: Any, options: Any, group_options: Any) -> Any:
     if getattr(options, "enable_reconfigure", False) or getattr(group_options, "enable_reconfigure", False):
         own.enable_reconfigure = True  # which the native part refuses
     if group_options is not None:
-        own.between_hosts, own.partials = group_options.between_hosts, group_options.partials
+        own.inter_node_backend, own.reduce_dtype = group_options.inter_node_backend, group_options.reduce_dtype
     _leave_with_multiprocessing(native)
     return own
 

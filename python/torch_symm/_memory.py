@@ -27,7 +27,9 @@ def mem_allocator() -> Any:
     count = torch.cuda.device_count()
     current = torch.cuda.current_device() if count else 0
     # The current one first, because querying another one would make a context there.
-    if not any(native._shares(device) for device in sorted(range(count), key=lambda device: device != current)):
+    if not any(
+        native._supports_symm_mem(device) for device in sorted(range(count), key=lambda device: device != current)
+    ):
         raise NotImplementedError(
             f"mem_allocator: none of {count} CUDA devices can have symmetric memory (it needs a driver that shares "
             "memory as file descriptors, and SYMM_P2P must not be 0)"

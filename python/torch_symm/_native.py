@@ -12,7 +12,7 @@ from threading import RLock
 from types import ModuleType
 from typing import Any
 
-from torch_symm import _docs, _repr
+from torch_symm import _docstrings, _repr
 from torch_symm._version import TORCH_VERSIONS
 
 _FOLDER = Path(__file__).parent
@@ -83,10 +83,10 @@ def _why_not(running: str, full: str) -> str:
 def _announce(native: ModuleType, cuda: str | None) -> None:
     """Passes the directories of the kernels' compiler and the profiles, and the factory of inter-node backends."""
     native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
-    native._shipped_profiles(os.fsencode(_FOLDER / "profiles"))
-    native._make_backends_with(_make_backend, _find_backends)
+    native._set_bundled_profile_dir(os.fsencode(_FOLDER / "profiles"))
+    native._set_backend_factory(_make_backend, _find_backends)
     _repr.install(native)
-    _docs.install(native)
+    _docstrings.install(native)
     # In this order: the last registered function runs first, and leaving logs lines.
     atexit.register(_end_logging)
     # Before the interpreter ends: later, a thread that drops a tensor with a Python object would end the process.
@@ -101,24 +101,24 @@ def _end_logging() -> None:
 
 def _make_backend(*described: Any) -> Any:
     """Makes a backend between the nodes of a group; imported when a group first spans nodes."""
-    from torch_symm import _engines
+    from torch_symm import _backends
 
-    return _engines.make(*described)
+    return _backends.make(*described)
 
 
 def _find_backends(choice: str) -> tuple[str, str]:
     """Returns the backends of torch that a choice selects; imported on first use."""
-    from torch_symm import _engines
+    from torch_symm import _backends
 
-    return _engines.find(choice)
+    return _backends.find(choice)
 
 
 def leave_all(native: ModuleType) -> None:
     """Leaves every group of this process, which is ending; peers receive the exception that ends it."""
-    native._leave_all(_farewell())
+    native._destroy_all(_exit_reason())
 
 
-def _farewell() -> str:
+def _exit_reason() -> str:
     """Returns the exception with which this process ends, such as ``KeyError: 'x'``; empty if unknown or absent.
 
     Before the functions of ``atexit`` run, the interpreter stores the exception that ended a script in

@@ -45,7 +45,7 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
     parts = urlsplit(url)
     query, rank, world_size = _query(parts, "symm", {"secret_env", "secret"})
     secret = _secret(query)
-    same_user = secret is None and "secret" not in query
+    require_same_user = secret is None and "secret" not in query
     if parts.netloc:
         host, port = _endpoint(parts)
     elif parts.path:
@@ -54,9 +54,9 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
         host, port = _variable("MASTER_ADDR"), _whole("MASTER_PORT", _variable("MASTER_PORT"))
     deadline = time.monotonic() + timeout.total_seconds()
     if not parts.netloc and not parts.path and _agent_listens():
-        opened = _beside_agent(host, port, rank, world_size, timeout, secret, same_user)
+        opened = _beside_agent(host, port, rank, world_size, timeout, secret, require_same_user)
     else:
-        opened = _open(host, port, rank, world_size, timeout, secret, same_user)
+        opened = _open(host, port, rank, world_size, timeout, secret, require_same_user)
     restarts = _restarts()
     left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     opened._assemble(f"restart {restarts}/symm" if restarts else "symm", rank, world_size, left)
@@ -174,7 +174,7 @@ def _agent_listens() -> bool:
 
 
 def _open(
-    host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None, same_user: bool
+    host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None, require_same_user: bool
 ) -> TCPStore:
     """A store that rank 0 serves. Multi-tenant, so that a second group or RPC of the same process can share it."""
     from torch.distributed import DistNetworkError
@@ -192,7 +192,7 @@ def _open(
             wait_for_workers=False,
             multi_tenant=True,
             secret=secret,
-            same_user=same_user,
+            require_same_user=require_same_user,
         )
     except DistNetworkError as error:
         if rank == 0:
@@ -204,7 +204,7 @@ def _open(
 
 
 def _beside_agent(
-    host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None, same_user: bool
+    host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None, require_same_user: bool
 ) -> TCPStore:
     """A store that rank 0 serves at a free port, which the others learn from the store of torchrun's agent."""
     from torch._C._distributed_c10d import PrefixStore
@@ -218,8 +218,8 @@ def _beside_agent(
     key = f"endpoint/{turns.add(f'turn/{rank}', 1)}"
     if rank != 0:
         place, _, number = turns.get(key).decode().rpartition(" ")
-        return _open(place, int(number), rank, world_size, timeout, secret, same_user)
-    if same_user and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        return _open(place, int(number), rank, world_size, timeout, secret, require_same_user)
+    if require_same_user and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         # All ranks are on this node, whatever address the agent uses.
         host = "localhost"
     # Published before all ranks have arrived, because they need it to arrive.
@@ -232,7 +232,7 @@ def _beside_agent(
         wait_for_workers=False,
         multi_tenant=False,
         secret=secret,
-        same_user=same_user,
+        require_same_user=require_same_user,
     )
     turns.set(key, f"{store.host} {store.port}")
     return store

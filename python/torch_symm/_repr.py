@@ -8,7 +8,7 @@ from typing import Any
 
 def _options(self: Any) -> str:
     shown = [f"timeout={self._timeout.total_seconds():g}"]
-    shown += [f"{name}={value!r}" for name in ("group_name", "between_hosts") if (value := getattr(self, name))]
+    shown += [f"{name}={value!r}" for name in ("group_name", "inter_node_backend") if (value := getattr(self, name))]
     return f"torch_symm.Options({', '.join(shown)})"
 
 

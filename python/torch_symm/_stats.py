@@ -17,26 +17,26 @@ class Stats(dict[str, Any]):
         from torch_symm._trace.dump import parse
 
         text = table.render([parse(trace(), "this process")])
-        counted = {name: value for name, value in self.items() if name != "between_hosts"}
+        counted = {name: value for name, value in self.items() if name != "inter_node"}
         parts = [text, f"CUDA calls by algorithm: {counted!r}" if counted else ""]
-        parts.append(f"Between hosts: {self['between_hosts']!r}" if "between_hosts" in self else "")
+        parts.append(f"Between hosts: {self['inter_node']!r}" if "inter_node" in self else "")
         return "\n".join(part for part in parts if part)
 
 
 def stats() -> Stats:
     """Returns how many calls on CUDA tensors of this process each algorithm has run; empty before the first.
 
-    Counts enqueued calls: a captured call once, not at each replay. ``"direct"`` counts the calls, including replays,
-    in which this rank loaded or stored symmetric memory of a peer, of those that the devices have reached.
+    Counts enqueued calls: a captured call once, not at each replay. ``"zero_copy"`` counts the calls, including
+    replays, in which this rank loaded or stored symmetric memory of a peer, of those that the devices have reached.
 
-    ``"between_hosts"`` exists once a multi-node group has been joined. For the name of each such group, it has what
+    ``"inter_node"`` exists once a multi-node group has been joined. For the name of each such group, it has what
     this rank has exchanged with other nodes, including CPU tensors, by path: ``"gloo rail 0"`` and ``"nccl rail 0"``
     for its rail, ``"gloo rank 3"`` and ``"nccl rank 3"`` for its messages with that rank of the default group, and
     ``"nccl all ranks"``. Each has ``calls``, ``transfers``, and in bytes ``sent`` and ``received``.
 
     ``print(torch_symm.stats())`` shows a table of the last 2000 calls of this process: their number, bytes and µs by
     collective and size (as nccl-tests counts it). Waits for other ranks require the calls of all ranks:
-    ``SYMM_STATS=seconds``, ``torch-symm top``.
+    ``SYMM_STATS_INTERVAL=seconds``, ``torch-symm top``.
 
     Raises:
         ImportError: the native part cannot serve this torch.

@@ -24,12 +24,12 @@ RANKS = 2
 heavy = pytest.mark.skipif(os.environ.get("CLIENTS") != "all", reason="runs with CLIENTS=all")
 
 
-def told(program: str, *arguments: str, replaces: str = "", launched: bool = True) -> list[dict[str, Any]]:
+def told(program: str, *arguments: str, replaces: str = "0", launched: bool = True) -> list[dict[str, Any]]:
     """The output of every rank of the program, by rank; ``launched`` by torchrun, or it starts its ranks itself."""
     command = [sys.executable]
     if launched:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SYMM_REPLACES": replaces, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SYMM_REPLACE_GLOO": replaces, "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(
         [*command, str(PROGRAMS / program), *arguments],
         capture_output=True,
@@ -65,7 +65,7 @@ def same_bits(gloo: list[dict[str, Any]], symm: list[dict[str, Any]]) -> None:
 )
 def test_a_client_that_checks_names(library: str, program: str) -> None:
     pytest.importorskip(library)
-    symm = told(program, replaces="gloo")
+    symm = told(program, replaces="1")
     same_bits(told(program), symm)
     assert {line["backend"] for line in symm} == {"gloo"}
 

@@ -5,8 +5,8 @@ module, ``fn(rank, world, *args)``; it runs on the first ``world`` processes. Af
 a rank, all processes are replaced. Every wait has a limit: ranks that do not answer print the stacks of all their
 threads and are killed.
 
-SYMM_TEST_DEVICE=cpu runs the tests that need no GPU on CPU tensors. With SYMM_SHARED_GPUS=1 there may be more ranks
-than GPUs (SYMM_TEST_WORLDS="5,8"); they share them in turn.
+SYMM_TEST_DEVICE=cpu runs the tests that need no GPU on CPU tensors. With SYMM_ALLOW_SHARED_GPUS=1 there may be more
+ranks than GPUs (SYMM_TEST_WORLDS="5,8"); they share them in turn.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _wanted(usual: tuple[int, ...]) -> tuple[int, ...]:
 
 
 GPUS = _gpus()
-SHARED = os.environ.get("SYMM_SHARED_GPUS") == "1"
+SHARED = os.environ.get("SYMM_ALLOW_SHARED_GPUS") == "1"
 #: Maximum number of ranks.
 PLACES = 3 if DEVICE != "cuda" else 16 if GPUS and SHARED else GPUS
 FULL = min(8, PLACES)

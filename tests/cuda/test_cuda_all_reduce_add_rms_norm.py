@@ -178,7 +178,7 @@ def differs(rank: int, world: int, what: str) -> None:
             ops.all_reduce_add_rms_norm(ones, ones, weight, EPS if rank == 0 or what != "eps" else 1e-6, name())
 
     error, _ = failure_of(call, LIMIT_S)
-    assert isinstance(error, torch_symm.SymmMismatch), repr(error)
+    assert isinstance(error, torch_symm.SymmMismatchError), repr(error)
     assert "all_reduce_add_rms_norm(4 × 1024 × float32, eps 1e-5)" in str(error), str(error)
 
 
@@ -213,7 +213,7 @@ def late(rank: int, world: int) -> None:
         time.sleep(5)
         return
     error, _ = failure_of(lambda: ops.all_reduce_add_rms_norm(ones, ones, weight, EPS, name()), LIMIT_S)
-    assert isinstance(error, torch_symm.SymmTimeout) and "rank 1" in str(error), repr(error)
+    assert isinstance(error, torch_symm.SymmTimeoutError) and "rank 1" in str(error), repr(error)
 
 
 @needs_unshared_gpus

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch_symm
 from pool import WORLDS, Pool, device, needs_gpus, settle
 from torch.distributed.device_mesh import DeviceMesh
-from torch_symm.tensor import MeshTopoInfo
+from torch_symm.dtensor import MeshTopoInfo
 from torch_symm.tools.tune import profile, thresholds_cuda
 
 pytestmark = needs_gpus

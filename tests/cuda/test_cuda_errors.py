@@ -80,7 +80,7 @@ def mismatch(rank: int, world: int, what: str) -> str:
 @pytest.mark.parametrize("what", ["size", "large size", "dtype", "op", "root", "collective"])
 def test_ranks_that_disagree_all_hear_of_it(pool: Pool, what: str) -> None:
     for message in pool.run(mismatch, max(WORLDS), what, group_timeout=TIMEOUT_S):
-        assert message.startswith("SymmMismatch"), message
+        assert message.startswith("SymmMismatchError"), message
 
 
 def arguments(rank: int, world: int) -> None:
@@ -119,9 +119,9 @@ def refused_on_one(rank: int, world: int, launched: int) -> str:
     if rank == 1:
         assert isinstance(error, ValueError), repr(error)
     else:
-        assert isinstance(error, torch_symm.SymmMismatch) and seconds < 2, (repr(error), seconds)
+        assert isinstance(error, torch_symm.SymmMismatchError) and seconds < 2, (repr(error), seconds)
     meet("reported", rank, world)
-    with pytest.raises(torch_symm.SymmMismatch) as reported:
+    with pytest.raises(torch_symm.SymmMismatchError) as reported:
         dist.all_reduce(torch.ones(5, device=device()))
     still_usable(rank, world)
     return str(reported.value)
@@ -165,7 +165,7 @@ def one_gpu(rank: int, world: int) -> str:
 
 
 @needs_unshared_gpus
-@pytest.mark.skipif(SHARED, reason="SYMM_SHARED_GPUS=1 allows it")
+@pytest.mark.skipif(SHARED, reason="SYMM_ALLOW_SHARED_GPUS=1 allows it")
 def test_two_ranks_on_one_gpu(pool: Pool) -> None:
     for message in pool.run(one_gpu, 2, backend=None):
         assert re.search(r"rank 0 .*and rank 1 .*use the same GPU", message), message
@@ -226,7 +226,7 @@ def test_a_rank_that_never_calls_is_named(pool: Pool, collective: str, count: in
     for rank, found in enumerate(results):
         if rank != 1:
             message, seconds = found
-            assert message.startswith("SymmTimeout") and "rank 1" in message, message
+            assert message.startswith("SymmTimeoutError") and "rank 1" in message, message
             assert TIMEOUT_S - 0.5 < seconds < TIMEOUT_S + 2, seconds
 
 

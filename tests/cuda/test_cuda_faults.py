@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from pool import FULL, WORLDS, Pool, device, init, meet, needs_gpus, settle
-from symmetric import new_pool, warm
+from zero_copy import new_pool, warm
 
 pytestmark = needs_gpus
 
@@ -198,7 +198,7 @@ def stopped_too_long(rank: int, world: int) -> str | None:
             os.kill(victim, signal.SIGCONT)
     meet("over", rank, world)
     compute()
-    assert isinstance(error, torch_symm.SymmTimeout), repr(error)
+    assert isinstance(error, torch_symm.SymmTimeoutError), repr(error)
     return str(error)
 
 
@@ -224,7 +224,7 @@ def replayed(rank: int, world: int) -> tuple[str, float] | None:
         graph.replay()
         settle()
         seconds = time.monotonic() - start
-        with pytest.raises(torch_symm.SymmTimeout) as raised:
+        with pytest.raises(torch_symm.SymmTimeoutError) as raised:
             dist.all_reduce(tensor)
         found = str(raised.value), seconds
         # Once more after the failure: it also ends, and it touches no memory that does not exist.
@@ -287,7 +287,7 @@ def mapped_by_others(rank: int, world: int, before: int) -> tuple[int, float] | 
         dist.all_reduce(tensor)
         settle()
         time.sleep(0.02)
-    assert torch_symm.stats().get("direct", 0), "no call used the symmetric memory"
+    assert torch_symm.stats().get("zero_copy", 0), "no call used the symmetric memory"
     meet("used", rank, world)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

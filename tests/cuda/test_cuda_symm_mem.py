@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import windows
 from pool import WORLDS, Pool, device, init, meet, needs_gpus, needs_ranks, settle
-from symmetric import new_pool
 from windows import SCENARIOS, Here, group_name, kept, pad_is_clear
+from zero_copy import new_pool
 
 pytestmark = needs_ranks
 

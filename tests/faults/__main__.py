@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from faults import cases, stage, table
+from faults import cases, processes, table
 from faults.case import Case, broken
-from faults.hosts import over_hosts
+from faults.nodes import over_hosts
 from faults.runner import guarded
 
 
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="replaces the table between the markers of this document"
     )
-    parser.add_argument("--hosts", action="store_true", help="symm's ranks are on two hosts, which are this machine")
+    parser.add_argument("--hosts", action="store_true", help="symm's ranks are on two nodes, which are this machine")
     parser.add_argument("--list", action="store_true", help="names the cases and ends")
     options = parser.parse_args()
     chosen = [
@@ -49,9 +49,9 @@ def main() -> int:
     if not chosen or not set(sides) <= {"gloo", "symm"}:
         parser.error("no such case or side")
     torch.set_num_threads(1)
-    stage.HOSTS = 2 if options.hosts else 1
+    processes.HOSTS = 2 if options.hosts else 1
     with tempfile.TemporaryDirectory(prefix="symm-traces-") as dumps:
-        # Dumps of the flight recorder are meant to stay, and do not count as leftovers.
+        # Dumps of the flight recorder are meant to stay, and do not count as resource_leaks.
         os.environ["SYMM_TRACE_DIR"] = dumps
         return play(chosen, sides, options)
 

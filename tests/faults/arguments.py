@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .case import RIGHT, WRONG, Case, Promise, Saw, add
-from .stage import WORLD, Stage, play
+from .processes import WORLD, Stage, play
 
 ROW = "38 odd arguments (strided, expanded, indivisible, freed storage, wrong device, fp8, one rank only, …)"
 TARGET = (
@@ -21,9 +21,9 @@ TARGET = (
 TIMEOUT_S = 2.0
 REFUSED = ("ValueError", "TypeError", "NotImplementedError", "RuntimeError")
 #: Exceptions that the ranks may see if the call of only one was rejected.
-REPORTED = (*REFUSED, "SymmMismatch", "SymmPeerError", "DistBackendError", "SymmTimeout")
+REPORTED = (*REFUSED, "SymmMismatchError", "SymmPeerError", "DistBackendError", "SymmTimeoutError")
 #: Exceptions if torch itself rejected it.
-UNTOLD = ("TypeError", "SymmTimeout")
+UNTOLD = ("TypeError", "SymmTimeoutError")
 
 Body = Callable[[int], object]
 ARGUMENTS: dict[str, tuple[Body, tuple[str, ...]]] = {}

@@ -7,8 +7,8 @@ from importlib import import_module
 from .case import CASES, Case
 
 THEMES = (
-    *("deaths", "moments", "torchrun", "stops", "mismatches", "refusals", "joining", "arguments", "endings"),
-    *("resources", "stores", "programs", "hosts"),
+    *("deaths", "moments", "torchrun", "sigstop", "mismatches", "rejections", "joining", "arguments", "destroy"),
+    *("resources", "stores", "programs", "nodes"),
 )
 
 

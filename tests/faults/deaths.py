@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .case import RIGHT, WRONG, Case, Promise, Saw, add
-from .stage import WORLD, Layout, Stage, host_of, play
+from .processes import WORLD, Layout, Stage, host_of, play
 
 #: Gloo's survivors wait for this long; its default is 30 minutes.
 TIMEOUT_S = 6.0
@@ -213,7 +213,7 @@ def says(row: Death) -> tuple[str, ...]:
         host = host_of(row.victim, row.layout)
         # A rank on the victim's node knows how it exited, and reports it; no other can.
         beside = row.layout["abcd".index(host)] > 1
-        return (rf'rank {row.victim} \(host "{host}", pid', how if beside else "is gone", "group")
+        return (rf'rank {row.victim} \(node "{host}", pid', how if beside else "is gone", "group")
     message = row.wait not in ("all_reduce", "asynchronous all_reduce", "barrier", "nothing")
     call = r"had waited \d\.\d s for .* in (send|recv)\(" if message else row.wait.split()[-1]
     if row.wait == "nothing":
@@ -253,7 +253,7 @@ OTHER = (
     "SIGKILL inside 4 KB operations, of rank 0, with asynchronous work; exception, _exit, SIGSEGV between collectives"
 )
 WAITS = "SIGKILL of rank 1 while the others wait in messages, barriers, or in nothing"
-HOSTS = "SIGKILL of a rank of several hosts, while the others call and while they do nothing"
+HOSTS = "SIGKILL of a rank of several nodes, while the others call and while they do nothing"
 
 row("killed in 64 MB", LARGE, inside=True, count=16 << 20)
 row("killed, child lives", CHILD, inside=True, count=16 << 20, child="child")

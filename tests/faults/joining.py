@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from .case import RIGHT, WRONG, Case, Outcome, Promise, Saw, add
+from .processes import WORLD, Stage, free_port, host_of, play, scene
 from .resources import works
-from .stage import WORLD, Stage, free_port, host_of, play, scene
 
 TIMEOUT_S = 10.0
 #: Timeout of ranks that wait for an absent rank, or for a silent server.
 LATE_S = 1.5
 #: Exceptions of a rank that cannot join: a named reason, in the class of the side that noticed.
 REFUSED = (
-    "SymmTimeout",
+    "SymmTimeoutError",
     "SymmConfigError",
     "SymmPeerError",
     "DistStoreError",
@@ -280,7 +280,7 @@ for _more in (40, 5, 4, 2, 0):
         "RLIMIT_NOFILE of rank 0: 40, 5, 4, 2 and 0 above what is open",
         "works, or all see RLIMIT_NOFILE (below 5: open files) and rank 0; later groups work",
         Promise(
-            sees=(RIGHT, "SymmConfigError") if _named else (RIGHT, "SymmConfigError", "SymmTimeout"),
+            sees=(RIGHT, "SymmConfigError") if _named else (RIGHT, "SymmConfigError", "SymmTimeoutError"),
             names=(0,) if _named else (),
             pids=False,
             says=("RLIMIT_NOFILE",) if _named else (r"rank 0\b|open files",),
@@ -308,22 +308,22 @@ def stays_away(stage: Stage, rank: int, absent: int, early: int) -> Saw:
 
 
 for _layout, _absent, _early, _row in (
-    ((2, 2), 3, -1, "a rank of several hosts never makes a group"),
-    ((1, 1, 2), 2, 3, "a rank of several hosts never makes a group"),
-    ((2, 2), 0, 3, "a rank of other hosts never makes a group"),
-    ((2, 2), 1, 0, "a rank of other hosts never makes a group"),
-    ((1, 3), 3, 0, "a rank of other hosts never makes a group"),
-    ((3, 2), 4, -1, "a rank of other hosts never makes a group"),
-    ((2, 2, 1), 3, 4, "a rank of other hosts never makes a group"),
+    ((2, 2), 3, -1, "a rank of several nodes never makes a group"),
+    ((1, 1, 2), 2, 3, "a rank of several nodes never makes a group"),
+    ((2, 2), 0, 3, "a rank of other nodes never makes a group"),
+    ((2, 2), 1, 0, "a rank of other nodes never makes a group"),
+    ((1, 3), 3, 0, "a rank of other nodes never makes a group"),
+    ((3, 2), 4, -1, "a rank of other nodes never makes a group"),
+    ((2, 2, 1), 3, 4, "a rank of other nodes never makes a group"),
 ):
-    _missing = rf'rank {_absent} \(host "{host_of(_absent, _layout)}", pid \d+\)'
+    _missing = rf'rank {_absent} \(node "{host_of(_absent, _layout)}", pid \d+\)'
     scene(
         f"rank {_absent} of {_layout} missing, rank {_early} early",
         _row,
         "named on all",
         Promise(
-            sees=("SymmTimeout", RIGHT),
-            says=(rf'^rank \d \(host "[abc]", pid \d+\) waited [01]\.\d s for {_missing} to join group ".+"$',),
+            sees=("SymmTimeoutError", RIGHT),
+            says=(rf'^rank \d \(node "[abc]", pid \d+\) waited [01]\.\d s for {_missing} to join group ".+"$',),
         ),
         sides=("symm",),
         layout=_layout,
@@ -344,7 +344,7 @@ def _(stage: Stage, rank: int) -> Saw:
     for turn in range(2 if rank == 0 else 0):
         begun = time.monotonic()
         saw = stage.observe(lambda turn=turn: stage.join(rank, name=f"alone-{turn}", timeout=0.3) or False)
-        if saw.kind != "SymmTimeout" or time.monotonic() - begun > 3:
+        if saw.kind != "SymmTimeoutError" or time.monotonic() - begun > 3:
             saw.kind = WRONG
             return saw
     stage.join(rank)

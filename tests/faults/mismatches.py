@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from .case import RIGHT, WRONG, Promise, Saw
-from .stage import WORLD, Stage, scene
+from .processes import WORLD, Stage, scene
 
 ROW = "26 mismatches between ranks (collective, shape, dtype, op, root, splits, order)"
 TARGET = (
-    "an error on all in < 50 ms, both calls named, no tensor written; swapped equal calls under SYMM_DEBUG=site only"
+    "an error on all in < 50 ms, both calls named, no tensor written; "
+    "swapped equal calls under SYMM_DEBUG=call_site only"
 )
 TIMEOUT_S = 2.0
 
@@ -175,7 +176,7 @@ MISMATCHES: dict[str, tuple[Make, tuple[str, ...]]] = {
 }
 
 #: Results that differ because nothing is wrong, or because not every rank takes part.
-_SEES = {"same count in another shape": (RIGHT,), "message of another size": ("SymmMismatch", RIGHT)}
+_SEES = {"same count in another shape": (RIGHT,), "message of another size": ("SymmMismatchError", RIGHT)}
 
 
 def disagree(
@@ -223,8 +224,8 @@ def disagree(
 
 
 for _name, (_make, _says) in MISMATCHES.items():
-    _sees = _SEES.get(_name, ("SymmMismatch",))
-    _all = _sees == ("SymmMismatch",)
+    _sees = _SEES.get(_name, ("SymmMismatchError",))
+    _all = _sees == ("SymmMismatchError",)
     scene(
         f"mismatch: {_name}",
         ROW,
@@ -254,16 +255,16 @@ for _name, (_make, _says) in MISMATCHES.items():
         )
     )
 
-HOSTS_ROW = "mismatches between ranks of several hosts"
-HOSTS_TARGET = "an error on all in < 100 ms, both calls named with their hosts, no tensor written"
+HOSTS_ROW = "mismatches between ranks of several nodes"
+HOSTS_TARGET = "an error on all in < 100 ms, both calls named with their nodes, no tensor written"
 for _layout in ((2, 2), (1, 2), (1, 1)):
     scene(
         f"mismatch: 400 KB on rank 0 of {_layout}",
         HOSTS_ROW,
         HOSTS_TARGET,
         Promise(
-            sees=("SymmMismatch",),
-            says=(r'rank 0 \(host "a", pid', "100000 × float32", r"\(4 × float32, 16 bytes, SUM\)"),
+            sees=("SymmMismatchError",),
+            says=(r'rank 0 \(node "a", pid', "100000 × float32", r"\(4 × float32, 16 bytes, SUM\)"),
             within=0.1,
             at_most={"tensors_written": 0},
         ),
@@ -282,11 +283,11 @@ scene(
     HOSTS_ROW,
     HOSTS_TARGET,
     Promise(
-        sees=("SymmMismatch",),
+        sees=("SymmMismatchError",),
         # Each rail compares; the first to do so may differ between runs.
         says=(
-            r'rank [01] \(host "a", pid \d+\) called broadcast\(50000 ',
-            r'rank [23] \(host "b", pid \d+\) called all_gather\(200000 ',
+            r'rank [01] \(node "a", pid \d+\) called broadcast\(50000 ',
+            r'rank [23] \(node "b", pid \d+\) called all_gather\(200000 ',
         ),
         within=0.1,
         at_most={"tensors_written": 0},

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .case import CRASH, RIGHT, WRONG, Case, Outcome, Promise, Saw, add
 from .deaths import KILLED, SOON_S, die, failed, first_cause_stands, waits
-from .stage import WORLD, Stage, play, scene
+from .processes import WORLD, Stage, play, scene
 
 PEER = ("SymmPeerError",)
 BEGUN = "SIGKILL of rank 1 inside an all_reduce that rank 2 begins later"
@@ -116,7 +116,7 @@ for _how, _kind, _text in (
     ("sender dies", "SymmPeerError", rf"^rank 1 \(pid \d+\) has ended.*{LARGE}"),
     ("sender aborts", "SymmPeerError", r"^rank 1 \(pid \d+\) aborted"),
     ("sender leaves", "SymmPeerError", rf"^rank 1 \(pid \d+\) left the group.*{LARGE}"),
-    ("receiver aborts", "SymmAborted", r"^rank 0 \(pid \d+\) aborted"),
+    ("receiver aborts", "SymmAbortedError", r"^rank 0 \(pid \d+\) aborted"),
 ):
     scene(
         f"read cut short: {_how}",
@@ -225,9 +225,9 @@ add(
 
 def dies_while_connecting(stage: Stage, rank: int, kind: str) -> Saw:
     """Rank 1 is killed when rank 0 already waits for its address."""
-    from torch_symm import _engines
+    from torch_symm import _backends
 
-    make: Callable[..., object] = _engines.make
+    make: Callable[..., object] = _backends.make
     dist.destroy_process_group()
 
     def dying(engine: str, name: str, *arguments: object) -> object:
@@ -236,7 +236,7 @@ def dies_while_connecting(stage: Stage, rank: int, kind: str) -> Saw:
             die()
         return make(engine, name, *arguments)
 
-    _engines.make = dying  # type: ignore[assignment]
+    _backends.make = dying  # type: ignore[assignment]
 
     def joined() -> bool:
         stage.join(rank, name="again")
@@ -248,7 +248,7 @@ def dies_while_connecting(stage: Stage, rank: int, kind: str) -> Saw:
 
 for _kind in ("symm-rail", "symm-pair"):
     scene(
-        f"killed while hosts connect: {_kind}",
+        f"killed while nodes connect: {_kind}",
         "SIGKILL of a rank whose host connects with another",
         "the rank is named, no thread is left",
         Promise(sees=PEER, says=("rank 1 ",)),

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from . import leftovers
+from . import resource_leaks
 from .case import RIGHT, WRONG, Case, Outcome, Promise, Saw, add
-from .stage import DUMPED
+from .processes import DUMPED
 
 #: Imports torch once and forks both ranks of every ending; each fork exits like a program.
 PROGRAM = """
@@ -140,7 +140,7 @@ def _hears(text: str, expected: str) -> Saw:
 
 def programs(side: str) -> Outcome:
     endings = [*EXITS.values(), *(FAREWELL.format(ending=ending) for ending in FAREWELLS)]
-    with leftovers.fresh_folder() as place:
+    with resource_leaks.fresh_folder() as place:
         command = [sys.executable, "-W", "error::ResourceWarning", "-c", PROGRAM, side, str(place), json.dumps(endings)]
         subprocess.run(command, timeout=180, check=True)
         saw = [_exit(place, number) for number in range(len(EXITS))]
@@ -177,7 +177,7 @@ def _ends(rank: int, place: str, ending: str) -> None:
 
 
 def process_ends(side: str, way: str, method: str, ending: str, expected: str) -> Outcome:
-    with leftovers.fresh_folder() as place:
+    with resource_leaks.fresh_folder() as place:
         if way == "torch.multiprocessing":
             processes = torch.multiprocessing.start_processes(
                 _ends, (str(place), ending), nprocs=2, join=False, start_method=method
@@ -235,7 +235,7 @@ def _ends_early(rank: int, place: Path) -> None:
 
 def leaves_early(side: str) -> Outcome:
     """It exits by os._exit: messages between the others must not fail because of it."""
-    with leftovers.fresh_folder() as place:
+    with resource_leaks.fresh_folder() as place:
         processes = [get_context("fork").Process(target=_ends_early, args=(rank, place)) for rank in range(3)]
         for process in processes:
             process.start()

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch_symm
 
-from . import leftovers
+from . import resource_leaks
 from .case import RIGHT, WRONG, Case, Outcome, Promise, Saw, add
-from .stage import Stage, play, scene
+from .processes import Stage, play, scene
 
 GROUPS = 200
 _CLONE_NEWNS = 0x00020000
@@ -29,7 +29,7 @@ _MS_RDONLY, _MS_REC, _MS_PRIVATE = 1, 1 << 14, 1 << 18
 def many_groups(stage: Stage, rank: int) -> Saw:
     """Two hundred groups at once, all used, then destroyed."""
     dist.destroy_process_group(dist.new_group())
-    had = leftovers.own()
+    had = resource_leaks.own()
     dist.barrier()
     begun = time.monotonic()
     groups = [dist.new_group() for _ in range(GROUPS)]
@@ -38,13 +38,13 @@ def many_groups(stage: Stage, rank: int) -> Saw:
     for number, group in enumerate(groups):
         dist.all_reduce(tensor := torch.full((3,), float(number)), group=group)
         right &= tensor.tolist() == [number * float(stage.world)] * 3
-    more = leftovers.own() - had
+    more = resource_leaks.own() - had
     for group in groups:
         dist.destroy_process_group(group)
     del groups, group
     return Saw(
         RIGHT if right else WRONG,
-        left=dict(leftovers.beyond(had)),
+        left=dict(resource_leaks.beyond(had)),
         figures={
             "fds_a_group": more["fds"] / GROUPS,
             "threads_a_group": more["threads"] / GROUPS,
@@ -220,7 +220,7 @@ add(
         "memory that rank 0 cannot have",
         "memory that rank 0 cannot have",
         partial(play, with_little_memory, world=3, join=False, timeout=0.5),
-        Promise(sees=("SymmConfigError", "SymmTimeout"), names=(0,), within=1.5),
+        Promise(sees=("SymmConfigError", "SymmTimeoutError"), names=(0,), within=1.5),
         "an error on all, which has rank 0 and the bytes",
         sides=("symm",),
         where="one",

@@ -11,21 +11,21 @@ from pathlib import Path
 
 from torch_symm.launch.ranks import Forked
 
-from . import leftovers
+from . import resource_leaks
 from .case import CRASH, HANG, Case, Outcome, Saw
 
 
 def guarded(case: Case, side: str, limit: float) -> Outcome:
     """The outcome of a case on a side; after ``limit`` seconds the case is killed, with its processes."""
-    with leftovers.fresh_folder() as folder, leftovers.adopting_orphans():
+    with resource_leaks.fresh_folder() as folder, resource_leaks.adopting_orphans():
         result, log = folder / "outcome", folder / "log"
-        adopted = leftovers.children()
+        adopted = resource_leaks.children()
         forked = Forked()
         forked.fork(lambda: _play(case, side, result, log))
         late = not forked.wait(limit)
         forked.end()
         # If killed, the case leaves its ranks, and they their children, to this process.
-        while leftovers.end_orphans(adopted, set(), grace=0.0):
+        while resource_leaks.end_orphans(adopted, set(), grace=0.0):
             pass
         with contextlib.suppress(OSError, EOFError):
             return pickle.loads(result.read_bytes())  # type: ignore[no-any-return]

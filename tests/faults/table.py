@@ -19,7 +19,7 @@ from .case import Case, Outcome
 #: Marks of the table's place in a document, for one node and for several.
 MARKS = {
     False: ("<!-- fault matrix: begin -->", "<!-- fault matrix: end -->"),
-    True: ("<!-- fault matrix over hosts: begin -->", "<!-- fault matrix over hosts: end -->"),
+    True: ("<!-- fault matrix over nodes: begin -->", "<!-- fault matrix over nodes: end -->"),
 }
 
 

@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 
-from . import leftovers
+from . import resource_leaks
 from .case import Case, Outcome, Promise, Saw, add
-from .stage import WORLD
+from .processes import WORLD
 
 TORCHRUN = """
 import os, signal, sys, threading, time, torch, torch.distributed as dist
@@ -35,7 +35,7 @@ main()
 
 def torchrun(side: str) -> Outcome:
     """SIGKILL of a rank under torchrun: how long the job lives on, and the content of its output and error files."""
-    with leftovers.fresh_folder() as place:
+    with resource_leaks.fresh_folder() as place:
         (place / "script.py").write_text(TORCHRUN)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
         command += [f"--log-dir={place / 'logs'}", str(place / "script.py"), side, str(place)]

@@ -24,7 +24,7 @@ def run_program(
     """Returns the lines that each rank of ``program`` prints; ``hosts``: a letter for the node of each rank.
 
     Raises:
-        RanksFailed: a rank raised, or ended with another status than 0.
+        RanksFailedError: a rank raised, or ended with another status than 0.
     """
     path = ROOT / program
     _import(path.read_text())
@@ -55,7 +55,7 @@ def _run(rank: int, processes: int, path: Path, arguments: tuple[str, ...], host
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port.read_text())
     if hosts:
-        os.environ.update(SYMM_HOSTS="gloo", SYMM_TEST_HOST=hosts[rank], GLOO_SOCKET_IFNAME="lo")
+        os.environ.update(SYMM_INTER_NODE_BACKEND="gloo", SYMM_TEST_NODE=hosts[rank], GLOO_SOCKET_IFNAME="lo")
     sys.argv[1:] = arguments
     try:
         with redirect_stdout(io.StringIO()) as printed:

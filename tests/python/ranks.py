@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch_symm
 
 # With what they import: once, not in each rank, where it costs more than a group.
-import torch_symm._engines
+import torch_symm._backends
 import torch_symm._group
 from torch_symm import _native, testing
 from torch_symm.launch.ranks import fork
@@ -95,7 +95,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **settings: A
     """``torch_symm.testing.run_ranks``, with ``scratch`` set in the ranks."""
 
     def on_rank(rank: int, world_size: int) -> Any:
-        _share(testing.shared_folder())
+        _share(testing.shared_tmp_path())
         return fn(rank, world_size, *args)
 
     found = testing.run_ranks(on_rank, world_size, **settings)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch_symm import FileStore, MemoryStore, TCPStore
-from torch_symm._C import _through_rust
+from torch_symm._C import _wrap_store
 
 #: Limit of the stores of tests, in seconds.
 LIMIT_S = 20.0
@@ -90,7 +90,7 @@ def _prefix(inner: Callable[[Path], Opener], *prefixes: str) -> Callable[[Path],
 def _rust(inner: Callable[[Path], Opener]) -> Callable[[Path], Opener]:
     def opener(place: Path) -> Opener:
         open_inner = inner(place)
-        return lambda: _through_rust(open_inner())
+        return lambda: _wrap_store(open_inner())
 
     return opener
 

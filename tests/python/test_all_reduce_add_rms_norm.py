@@ -150,7 +150,9 @@ def differs(rank: int, world: int, what: str) -> None:
         shape = {"hidden": (2, 128), "rows": (3, 64)}.get(what, shape)
         dtype, eps = (torch.bfloat16 if what == "dtype" else dtype), (1e-6 if what == "eps" else eps)
     tensors = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), torch.ones(shape[-1], dtype=dtype)
-    with pytest.raises(torch_symm.SymmMismatch, match=r"rank 0.*all_reduce_add_rms_norm\(4 × 64 × float32, eps 1e-5\)"):
+    with pytest.raises(
+        torch_symm.SymmMismatchError, match=r"rank 0.*all_reduce_add_rms_norm\(4 × 64 × float32, eps 1e-5\)"
+    ):
         if rank == 1 and what == "form":
             ops.all_reduce_add_rms_norm_dynamic_fp8(*tensors, eps, name)
         elif rank == 1 and what == "call":
@@ -215,7 +217,7 @@ def late(rank: int, world: int) -> None:
     if rank == 1:
         time.sleep(1.0)
         return
-    with pytest.raises(torch_symm.SymmTimeout, match=r"all_reduce_add_rms_norm.*rank 1"):
+    with pytest.raises(torch_symm.SymmTimeoutError, match=r"all_reduce_add_rms_norm.*rank 1"):
         ops.all_reduce_add_rms_norm(rows, rows, torch.ones(1024), EPS, dist.group.WORLD.group_name)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch_symm import __main__ as entry
 from torch_symm.tools.bench import launch, limits, machine
-from torch_symm.tools.bench.beside import Beside, running
+from torch_symm.tools.bench.background_load import Beside, running
 from torch_symm.tools.bench.ops import OPS
 from torch_symm.tools.bench.pattern import TILE, Pattern, WrongResult
 from torch_symm.tools.bench.record import Figure, Found, quantile, read

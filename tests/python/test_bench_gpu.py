@@ -14,11 +14,11 @@ from gpu_table import progress_line, write_tables
 from torch_symm.tools.bench.gpu import inputs
 from torch_symm.tools.bench.gpu.calls import OPS
 from torch_symm.tools.bench.gpu.cell import calls_for
+from torch_symm.tools.bench.gpu.contenders import cpu_sides, is_timeout
 from torch_symm.tools.bench.gpu.inputs import Inputs
 from torch_symm.tools.bench.gpu.launch import Options, cells
 from torch_symm.tools.bench.gpu.rank import turns_for
 from torch_symm.tools.bench.gpu.record import Cell, Figure, Measured
-from torch_symm.tools.bench.gpu.sides import cpu_sides, is_timeout
 
 CPU = torch.device("cpu")
 KB, MB = 1 << 10, 1 << 20
@@ -114,7 +114,7 @@ def test_host_time_is_told_apart() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        "SymmTimeout: all_reduce #3 did not end within 20 s",
+        "SymmTimeoutError: all_reduce #3 did not end within 20 s",
         "RuntimeError: [../pair.cc:534] Timed out waiting 20000ms for recv operation to complete",
         "GroupFailed: ErrorType.TIMEOUT",
         "DistBackendError: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)",

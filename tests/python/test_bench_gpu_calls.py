@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch_symm.tools.bench.gpu import sides, torch_calls
+from torch_symm.tools.bench.gpu import contenders, torch_calls
 from torch_symm.tools.bench.gpu.calls import nccl_barrier
+from torch_symm.tools.bench.gpu.contenders import GroupFailed, Side, UnavailableError
 from torch_symm.tools.bench.gpu.inputs import Call, Inputs, Place, Setting
-from torch_symm.tools.bench.gpu.sides import GroupFailed, NotThere, Side
 
 CPU = torch.device("cpu")
 COUNT = 1200
@@ -117,10 +117,10 @@ def test_nccls_barrier_does_not_block_the_host_in_a_graph(monkeypatch: pytest.Mo
 def test_a_torch_without_low_contention_forms_is_named() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.ops, "symm_mem", SimpleNamespace(_low_contention_all_gather=print))
-        with pytest.raises(NotThere, match="has no _low_contention_reduce_scatter"):
-            sides._low_contention(None)
+        with pytest.raises(UnavailableError, match="has no _low_contention_reduce_scatter"):
+            contenders._low_contention(None)
     importlib.import_module("torch.distributed._symmetric_memory")
-    assert set(sides._low_contention(None)) == {"all_gather", "reduce_scatter"}
+    assert set(contenders._low_contention(None)) == {"all_gather", "reduce_scatter"}
 
 
 @pytest.mark.parametrize("answer", ["TIMEOUT", "COMM_ERROR"])

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from gpu_shared import write_json
 from ranks import spawn_rank
 from torch_symm.launch import ranks as launched
-from torch_symm.launch.watch import Doing, Progress
+from torch_symm.launch.watch import Progress, RankActivity
 from torch_symm.tools.bench.gpu import launch
 from torch_symm.tools.bench.gpu.calls import OPS
+from torch_symm.tools.bench.gpu.contenders import ORDINARY, Maker, Makers, Side, cpu_sides
 from torch_symm.tools.bench.gpu.inputs import Call, Setting
-from torch_symm.tools.bench.gpu.sides import ORDINARY, Maker, Makers, Side, cpu_sides
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -75,7 +75,7 @@ REASONS = {
     "cannot be made": "while it was made: process 1 terminated with exit code 8",
     "dies": "at all_gather bf16 1 KB: process 1 terminated with exit code 7",
     "hangs": "at all_gather bf16 1 KB: nothing happened for 6 s",
-    "times out": "given up: SymmTimeout: ",
+    "times out": "given up: SymmTimeoutError: ",
     "dies alone": "at all_reduce bf16 1 KB: process 1 terminated with exit code 7",
 }
 
@@ -120,16 +120,16 @@ def test_broken_sides_do_not_cost_the_run_but_show_in_its_status(
 
 def test_the_rank_that_got_farthest_tells_what_they_were_at() -> None:
     progress = Progress(2)
-    assert progress.doing() == Doing(0, None, None)
+    assert progress.doing() == RankActivity(0, None, None)
     progress.enter(0, 4, 1)
-    assert progress.doing() == Doing(1, 4, 1, behind=(1,))
+    assert progress.doing() == RankActivity(1, 4, 1, behind=(1,))
     progress.enter(1, 4, 1)
     progress.enter(1, 4, None)
-    assert progress.doing() == Doing(3, 4, None, behind=(0,))
+    assert progress.doing() == RankActivity(3, 4, None, behind=(0,))
     progress.enter(0, 4, None)
     assert progress.doing().behind == ()
     progress.enter(0, None, 2)
-    assert progress.doing() == Doing(5, None, 2, behind=(1,))
+    assert progress.doing() == RankActivity(5, None, 2, behind=(1,))
 
 
 def test_when_the_time_is_over_the_rest_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

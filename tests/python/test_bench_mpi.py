@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mpi_torch as mpi
 import pytest
-from torch_symm.launch.watch import StandsStill
+from torch_symm.launch.watch import StalledError
 from torch_symm.tools.bench import request
 from torch_symm.tools.bench.ops import PLACEMENTS
 from torch_symm.tools.bench.request import Wanted
@@ -49,7 +49,7 @@ def test_mpi_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     program.chmod(0o700)
     monkeypatch.setattr(mpi, "_mpiexec", lambda: str(program))
     rows = request.rows(["all_reduce"], ["f32"], ["sum"], [0], [KB], 2)
-    with pytest.raises(StandsStill, match=r"mpi, all_reduce f32 1 KB: nothing for 0.5 s"):
+    with pytest.raises(StalledError, match=r"mpi, all_reduce f32 1 KB: nothing for 0.5 s"):
         mpi.measure(2, rows, 1, 1, 1, 0.5)
     program.write_text("#!/bin/sh\necho out of luck\nexit 3\n")
     with pytest.raises(RuntimeError, match="mpi ended with status 3: out of luck"):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch_symm import __main__ as entry
 from torch_symm.launch.ranks import Ended
-from torch_symm.launch.watch import Doing, Progress
+from torch_symm.launch.watch import Progress, RankActivity
 from torch_symm.tools.bench import axes, columns, cuda, launch, links, ops, plot, request
 from torch_symm.tools.bench.ops import DTYPES, PLACEMENTS, REDOPS
 from torch_symm.tools.bench.pattern import Pattern, WrongResult, check_parts
@@ -190,15 +190,15 @@ def test_what_gpus_do_is_shown_in_the_same_columns() -> None:
 
 
 def test_a_wrong_result_on_gpus_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_symm.tools.bench.gpu import patterned
+    from torch_symm.tools.bench.gpu import exact_inputs
     from torch_symm.tools.bench.gpu.inputs import Inputs, Place, Setting
     from torch_symm.tools.bench.gpu.record import Cell
 
     cell = Cell("all_reduce", "i32", 2, KB, KB, "max")
-    assert patterned.wanted(cell) and not patterned.wanted(Cell("all_reduce", "f32", 2, KB, KB))
+    assert exact_inputs.wanted(cell) and not exact_inputs.wanted(Cell("all_reduce", "f32", 2, KB, KB))
     nothing = torch.empty(0)
     inputs = Inputs(2, KB // 4, torch.int32, torch.device("cpu"), 1)
-    call = patterned.builder(cell)(Setting(0, inputs, nothing, None, Place(nothing, nothing)))  # type: ignore[arg-type]
+    call = exact_inputs.builder(cell)(Setting(0, inputs, nothing, None, Place(nothing, nothing)))  # type: ignore[arg-type]
     call.reset()
     # No call was made: the tensor holds this rank's own values.
     assert "elements wrong: all_reduce: element" in str(call.check(1))
@@ -247,11 +247,11 @@ def test_a_peer_that_hangs_ends_the_run_by_name(
 
 def test_who_stands_still_is_named() -> None:
     rows = request.rows(["all_reduce"], ["f32"], ["sum"], [0], [64 * KB], 2)
-    assert launch._place(Doing(5, 0, 1), ["symm", "gloo"], rows) == "gloo, all_reduce f32 64 KB"
-    assert launch._place(Doing(5, None, None), ["symm"], rows) == "before the first row"
-    assert launch._who(Doing(5, 0, 1, behind=(1, 2)), (), 4) == "ranks 1, 2 of 4 did not get on"
-    assert launch._who(Doing(5, 0, 1, behind=(1,)), (3,), 4) == "rank 3 of 4 stopped"
-    assert launch._who(Doing(5, 0, 1), (), 4) == "none of 4 ranks got on"
+    assert launch._place(RankActivity(5, 0, 1), ["symm", "gloo"], rows) == "gloo, all_reduce f32 64 KB"
+    assert launch._place(RankActivity(5, None, None), ["symm"], rows) == "before the first row"
+    assert launch._who(RankActivity(5, 0, 1, behind=(1, 2)), (), 4) == "ranks 1, 2 of 4 did not get on"
+    assert launch._who(RankActivity(5, 0, 1, behind=(1,)), (3,), 4) == "rank 3 of 4 stopped"
+    assert launch._who(RankActivity(5, 0, 1), (), 4) == "none of 4 ranks got on"
 
 
 def test_curves_of_all_sides_are_drawn(tmp_path: Path) -> None:

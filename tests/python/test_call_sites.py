@@ -1,4 +1,5 @@
-"""P7 with ``SYMM_DEBUG=site``: calls that look the same but are on different lines of the program are distinguished."""
+"""P7 with ``SYMM_DEBUG=call_site``: calls that look the same but are on different lines of the program are
+distinguished."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def swapped(rank: int, world: int, asynchronous: bool) -> None:
 def swapped_and_told(rank: int, world: int, asynchronous: bool) -> str:
     tensor = torch.ones(4)
     dist.barrier()
-    with pytest.raises(torch_symm.SymmMismatch) as error:
+    with pytest.raises(torch_symm.SymmMismatchError) as error:
         swapped(rank, world, asynchronous)
     assert bool((tensor == 1).all())
     return str(error.value)
@@ -60,7 +61,7 @@ def monitored(rank: int, world: int) -> tuple[str, int]:
     """One line on all ranks passes; a plain barrier on one rank and a monitored one on the other do not."""
     dist.group.WORLD.monitored_barrier()
     here = sys._getframe().f_lineno
-    with pytest.raises(torch_symm.SymmMismatch) as error:
+    with pytest.raises(torch_symm.SymmMismatchError) as error:
         if rank:
             dist.barrier()
         else:
@@ -85,14 +86,14 @@ def on_some(rank: int, world: int) -> str:
     if rank == 0:
         os.environ.update(SITE)
     init(rank, world)
-    with pytest.raises(torch_symm.SymmMismatch) as error:
+    with pytest.raises(torch_symm.SymmMismatchError) as error:
         dist.all_reduce(torch.ones(4))
     return str(error.value)
 
 
 def test_ranks_with_and_without_it_hear_of_that() -> None:
     texts = run_ranks(on_some, 2, backend=None)
-    assert texts[0] == texts[1] and "some were started with SYMM_DEBUG=site, others were not" in texts[0], texts
+    assert texts[0] == texts[1] and "some were started with SYMM_DEBUG=call_site, others were not" in texts[0], texts
 
 
 def ordinary(rank: int, world: int) -> float:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from expected import reduced as expected_reduction
 from ranks import run_ranks
 from torch_symm import __main__ as entry
-from torch_symm._torch import set_timeout
+from torch_symm._torch_compat import set_timeout
 from torch_symm.tools.check import command, faults
 from torch_symm.tools.check.cases import LENGTHS, OPS, Case, Covered, blocks
 from torch_symm.tools.check.exercise import Exercise
@@ -85,7 +85,7 @@ def test_faults_are_judged_by_exception_and_name() -> None:
     right = [Told(rank, "SymmPeerError", f"rank {RANKS - 1} (pid 1) has ended", 0.1) for rank in range(RANKS - 1)]
     assert judged(killed, right).right
     assert not judged(killed, right[:1]).right
-    assert not judged(killed, [right[0], Told(1, "SymmTimeout", f"rank {RANKS - 1}", 0.1)]).right
+    assert not judged(killed, [right[0], Told(1, "SymmTimeoutError", f"rank {RANKS - 1}", 0.1)]).right
     assert not judged(killed, [right[0], Told(1, "SymmPeerError", "somebody", 0.1)]).right
 
 

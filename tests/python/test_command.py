@@ -23,7 +23,7 @@ from torch_symm.tools.tune import profile
 
 #: Options that take a duration or another positive number, options that take a count, and invalid values.
 SECONDS = ("top --every", "check --seconds", "tune --seconds", "bench --limit", "bench -f")
-COUNTS = ("topo --ranks", "tune --ranks", "tune --plans", "doctor --ranks", "hello --ranks", "bench -n")
+COUNTS = ("topo --ranks", "tune --ranks", "tune --redistribution", "doctor --ranks", "hello --ranks", "bench -n")
 #: Options that take a count or 0.
 WHOLE = ("bench -w", "bench -c", "bench -G", "bench -r")
 SIZES = ("bench -b", "tune --largest")
@@ -189,7 +189,7 @@ def test_corrupt_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
             entry.main(["tune", "--draw", str(path), "--plot", "out.svg"])
         assert f"--draw: {path} holds no check" in capsys.readouterr().err
         # The next profile takes the place of a faulty one.
-        assert profile.known(path) == profile.between_hosts(path) == {}
+        assert profile.known(path) == profile.inter_node(path) == {}
         assert capsys.readouterr().err.count(f"profile {path} is faulty and will be replaced: ") == 2
     assert profile.known(tmp_path / "none") == {} and capsys.readouterr().err == ""
 
@@ -328,6 +328,6 @@ def test_groups_and_options_show_what_they_are() -> None:
     assert len(results[0]) == 1 and len(results[2]) == 2
     assert "ProcessGroupSymm" in results[0][0] and "rank 0 of 3, on cpu, timeout 60 s" in results[0][0]
     assert "rank 1 of 2, global ranks [1, 2], on cpu" in results[2][1]
-    assert repr(torch_symm.Options(timeout=5, between_hosts="gloo")) == (
-        "torch_symm.Options(timeout=5, between_hosts='gloo')"
+    assert repr(torch_symm.Options(timeout=5, inter_node="gloo")) == (
+        "torch_symm.Options(timeout=5, inter_node='gloo')"
     )

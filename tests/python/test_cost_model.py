@@ -30,26 +30,26 @@ def specs(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int,
 
 
 def torchs_numbers(rank: int, world: int) -> None:
-    from torch_symm import tensor as ours
+    from torch_symm import dtensor as ours
 
     for shape, names in SHAPES:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        for per_host in (1, 2, 4, 8):
+        for per_node in (1, 2, 4, 8):
             # On CPU torch assumes nodes with one device; a mesh of GPUs on nodes of other sizes has these numbers.
             class Hosts:
                 @staticmethod
-                def num_devices_per_host(_device_type: str, count: int = per_host) -> int:
+                def num_devices_per_host(_device_type: str, count: int = per_node) -> int:
                     return count
 
             saved = torchs._mesh_resources
-            from torch_symm.tensor import _cost
+            from torch_symm.dtensor import _cost
 
             torchs._mesh_resources = _cost._mesh_resources = Hosts()  # type: ignore[assignment]
             try:
                 torchs.MeshTopoInfo.build_from_mesh.cache_clear()
                 _cost.forget()
                 theirs = torchs.MeshTopoInfo.build_from_mesh(mesh)
-                mine = ours.MeshTopoInfo.build_from_mesh(mesh, basis="torch")
+                mine = ours.MeshTopoInfo.build_from_mesh(mesh, source="torch")
             finally:
                 torchs._mesh_resources = _cost._mesh_resources = saved
             assert mine.mesh_dim_devices == theirs.mesh_dim_devices
@@ -66,7 +66,7 @@ def torchs_numbers(rank: int, world: int) -> None:
         # torch's formula over given links.
         given = [123.4] * mesh.ndim, [0.7] * mesh.ndim
         theirs = torchs.MeshTopoInfo(mesh, list(shape), *given)
-        mine = ours.MeshTopoInfo(mesh, list(shape), *given, basis="torch")
+        mine = ours.MeshTopoInfo(mesh, list(shape), *given, source="torch")
         assert ours.allreduce_cost(10**7 / 1024**3, mine, -1) == torchs.allreduce_cost(
             10**7 / 1024**3, theirs, mesh.ndim - 1
         )
@@ -77,13 +77,13 @@ def test_torchs_constants_give_torchs_numbers() -> None:
 
 
 def torchs_redistributions(rank: int, world: int) -> int:
-    from torch_symm import tensor as ours
+    from torch_symm import dtensor as ours
 
     finite = 0
     draw = random.Random(7)
     for shape, names in SHAPES:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        topo = ours.MeshTopoInfo.build_from_mesh(mesh, basis="torch")
+        topo = ours.MeshTopoInfo.build_from_mesh(mesh, source="torch")
         kinds: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial()]
         for _ in range(120):
             size = (draw.choice([4, 7, 1000]), draw.choice([8, 333]), 5)
@@ -101,7 +101,7 @@ def test_torchs_constants_give_torchs_costs_of_redistributions() -> None:
 
 
 def our_rules(rank: int, world: int) -> None:
-    from torch_symm import tensor as ours
+    from torch_symm import dtensor as ours
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     other = init_device_mesh("cpu", (4,), mesh_dim_names=("c",))
@@ -121,7 +121,7 @@ def our_rules(rank: int, world: int) -> None:
     explained = ours.explain_redistribute(rows, specs(mesh, (Shard(1), Shard(0)), size))
     text = str(explained)
     assert explained.us == sum(step.us for step in explained.steps) and "all_to_all" in text and "µs" in text
-    assert {step.basis for step in explained.steps if step.collective_us} <= {"links", "measured"}
+    assert {step.price_source for step in explained.steps if step.collective_us} <= {"links", "measured"}
     tensor = distribute_tensor(torch.zeros(size), mesh, [Shard(0), Replicate()])
     assert ours.explain_redistribute(tensor, columns).us == ours.redistribute_cost(rows, columns)
     with pytest.raises(ValueError, match="no tensor's shape"):
@@ -131,8 +131,8 @@ def our_rules(rank: int, world: int) -> None:
             ours.allgather_cost(wrong, topo, 0)
     with pytest.raises(ValueError, match="mesh dimension 2 of 2"):
         ours.allgather_cost(1, topo, 2)
-    with pytest.raises(ValueError, match="no basis of prices"):
-        ours.MeshTopoInfo.build_from_mesh(mesh, basis="guess")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no source of prices"):
+        ours.MeshTopoInfo.build_from_mesh(mesh, source="guess")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bandwidth must be above 0"):
         ours.MeshTopoInfo(mesh, [2, 2], [0.0, 1.0], [1.0, 1.0])
     with pytest.raises(ValueError, match="2 bandwidths, but 1 latencies"):
@@ -146,7 +146,7 @@ def test_redistributions_are_priced_by_what_moves() -> None:
 def installed(rank: int, world: int) -> None:
     from torch.distributed.tensor import _redistribute, _utils
     from torch.distributed.tensor._ops import utils
-    from torch_symm import tensor as ours
+    from torch_symm import dtensor as ours
 
     places: list[tuple[Any, str]] = [
         (torchs, "redistribute_cost"),
@@ -161,8 +161,8 @@ def installed(rank: int, world: int) -> None:
     rows, full = (specs(mesh, (kind,), (512, 512)) for kind in (Shard(0), Replicate()))
     theirs, mine = torchs.redistribute_cost(rows, full), ours.redistribute_cost(rows, full)
     assert theirs != mine
-    ours.install_cost_model()
-    ours.install_cost_model()
+    ours.enable_cost_model()
+    ours.enable_cost_model()
     assert all(getattr(*place) is not function for place, function in zip(places, before, strict=True))
     assert torchs.redistribute_cost(rows, full) == utils.redistribute_cost(rows, full) == mine
     assert _redistribute.one_step_redistribute_cost(rows, full) == mine
@@ -173,8 +173,8 @@ def installed(rank: int, world: int) -> None:
     right = distribute_tensor(torch.eye(8), mesh, [Shard(1)])
     product = left @ right
     assert isinstance(product, DTensor) and torch.equal(product.full_tensor(), torch.arange(64.0).view(8, 8))
-    ours.uninstall_cost_model()
-    ours.uninstall_cost_model()
+    ours.disable_cost_model()
+    ours.disable_cost_model()
     assert [getattr(*place) for place in places] == before
     assert torchs.redistribute_cost(rows, full) == theirs
 
@@ -186,7 +186,7 @@ def test_installing_is_reversible() -> None:
 def chosen(rank: int, world: int) -> tuple[float, float]:
     """The costs that sharding propagation got, before and after installing."""
     from torch.distributed.tensor._ops import utils
-    from torch_symm import tensor as ours
+    from torch_symm import dtensor as ours
 
     requested: list[float] = []
     mesh = init_device_mesh("cpu", (world,))
@@ -209,9 +209,9 @@ def chosen(rank: int, world: int) -> tuple[float, float]:
         return max(value for value in requested if value < math.inf)
 
     before = multiply()
-    ours.install_cost_model()
+    ours.enable_cost_model()
     after = multiply()
-    ours.uninstall_cost_model()
+    ours.disable_cost_model()
     return before, after
 
 
@@ -236,7 +236,7 @@ def profile(**changes: Any) -> dict[str, Any]:
 
 
 def requested(rank: int, world: int) -> tuple[Any, ...]:
-    from torch_symm import tensor as ours
+    from torch_symm import dtensor as ours
 
     mesh = init_device_mesh("cpu", (world,))
     try:
@@ -249,10 +249,10 @@ def requested(rank: int, world: int) -> tuple[Any, ...]:
 def test_a_profile_is_believed(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(profile()))
-    for us, algorithm, basis, other, origin in run_ranks(requested, 2, env={"SYMM_PROFILE": str(path)}):
-        assert us == pytest.approx(500.0) and (algorithm, basis, other) == ("staged", "measured", "links")
+    for us, algorithm, source, other, origin in run_ranks(requested, 2, env={"SYMM_COST_PROFILE": str(path)}):
+        assert us == pytest.approx(500.0) and (algorithm, source, other) == ("staged", "measured", "links")
         assert "2026-11-21" in origin and "mine.json" in origin
-    found = run_ranks(requested, 2, env={"SYMM_PROFILE": "0"})[0]
+    found = run_ranks(requested, 2, env={"SYMM_COST_PROFILE": "0"})[0]
     assert found[2] == "links" and found[0] != pytest.approx(500.0)
 
 
@@ -261,7 +261,7 @@ LOCAL = {"step_us": 50.0, "slice_us": 20.0, "copy_gb_per_s": 10.0}
 
 def steps(rank: int, world: int) -> tuple[dict[str, float], float]:
     """The cost of single steps on 1 MB in addition to their collectives, and the price of one that only cuts."""
-    from torch_symm import tensor as ours
+    from torch_symm import dtensor as ours
 
     mesh = init_device_mesh("cpu", (world,))
     size = (500, 500)
@@ -279,7 +279,7 @@ def steps(rank: int, world: int) -> tuple[dict[str, float], float]:
 def test_what_a_step_takes_beside_its_collective_is_priced(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(profile(local=LOCAL)))
-    answers = run_ranks(steps, 2, env={"SYMM_PROFILE": str(path)})
+    answers = run_ranks(steps, 2, env={"SYMM_COST_PROFILE": str(path)})
     assert answers[0] == answers[1]
     # 1 MB takes 100 µs to copy; a rank has half of it if it is cut.
     copied = {"S(0) R": 0, "S(1) R": 100, "P(sum) R": 100, "P(sum) S(0)": 0, "P(sum) S(1)": 100}
@@ -328,5 +328,5 @@ def test_faulty_profiles_are_refused(tmp_path: Path, change: dict[str, Any] | st
             (curve if name in curve else value)[name] = what
         change = json.dumps(value)
     path.write_text(change)
-    for kind, text in run_ranks(requested, 2, env={"SYMM_PROFILE": str(path)}):
+    for kind, text in run_ranks(requested, 2, env={"SYMM_COST_PROFILE": str(path)}):
         assert kind == "refused" and "faulty.json" in text and re.search(output, text), text

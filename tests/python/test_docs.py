@@ -229,7 +229,7 @@ def test_symbols_exist() -> None:
 
 def test_the_page_of_settings_is_complete() -> None:
     config = (ROOT / "src/config.rs").read_text()
-    names = set(re.findall(r'"(SYMM_[A-Z0-9_]+)"', config[config.index("NAMES") :].split("];", 1)[0]))
+    names = set(re.findall(r'"(SYMM_[A-Z0-9_]+)"', config[config.index("const SETTINGS") :].split("];", 1)[0]))
     page = (ROOT / "docs/guide/settings.md").read_text()
     listed = set(re.findall(r"^\| `(SYMM_[A-Z0-9_]+)", page, re.MULTILINE))
     assert len(names) > 10 and listed == names, listed ^ names

@@ -22,8 +22,8 @@ from torch_symm import _native
 from torch_symm._version import TORCH_VERSIONS
 from torch_symm.launch.messages import sentence
 from torch_symm.launch.ranks import Ended, Program, run
-from torch_symm.tools.doctor import calls, cgroup, command, devices, gpus, host, library, limits, trial
-from torch_symm.tools.doctor.probed import Probed, probe
+from torch_symm.tools.doctor import calls, cgroup, command, devices, gpus, host, library, limits, smoke_test
+from torch_symm.tools.doctor.probe_result import Probed, probe
 from torch_symm.tools.doctor.report import Problem, Section, as_json, render, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,8 +226,8 @@ def test_torch_that_does_not_find_the_backend_is_a_warning() -> None:
 
 def test_a_trial_names_what_failed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def ends_as(*ended: Ended) -> Section:
-        monkeypatch.setattr(trial, "run", lambda children, seconds: list(ended))
-        return trial.trial("cpu")
+        monkeypatch.setattr(smoke_test, "run", lambda children, seconds: list(ended))
+        return smoke_test.trial("cpu")
 
     good = Ended(
         [{"ok": True, "seconds": 0.5}], "[INFO  symm::group rank 0] it reads long messages from the sender's memory", 0
@@ -244,10 +244,10 @@ def test_a_trial_names_what_failed_first(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_compiler_is_looked_for_where_the_setting_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SYMM_NVRTC", str(tmp_path))
-    with pytest.raises(OSError, match=f"is found in SYMM_NVRTC={tmp_path}"):
+    monkeypatch.setenv("SYMM_NVRTC_PATH", str(tmp_path))
+    with pytest.raises(OSError, match=f"is found in SYMM_NVRTC_PATH={tmp_path}"):
         gpus.nvrtc()
-    monkeypatch.setenv("SYMM_NVRTC", str(tmp_path / "libnvrtc.so.13"))
+    monkeypatch.setenv("SYMM_NVRTC_PATH", str(tmp_path / "libnvrtc.so.13"))
     with pytest.raises(OSError, match=r"libnvrtc\.so\.13"):
         gpus.nvrtc()
 
@@ -294,7 +294,7 @@ def test_traces_go_where_groups_write_them(tmp_path: Path, monkeypatch: pytest.M
     found = host.folders()
     assert found.found == {"folder": str(tmp_path / f"torch-symm-{os.geteuid()}"), "writable": True}
     assert found.found["folder"] in found.lines[0] and not found.problems
-    written = run_ranks(lambda *_: _native.load()._keep_trace(b"", "trace-1-rank0.json", b"{}"), 1, backend=None)
+    written = run_ranks(lambda *_: _native.load()._write_trace(b"", "trace-1-rank0.json", b"{}"), 1, backend=None)
     assert str(Path(written[0]).parent) == found.found["folder"]
     (link := tmp_path / "link").symlink_to(tmp_path)
     (shared := tmp_path / "shared").mkdir()

@@ -319,10 +319,10 @@ def test_a_forked_child_may_not_use_its_parents_group() -> None:
 def duplicates(rank: int, world: int) -> str:
     """Two processes claim rank 0: the later one is rejected at once, the earlier one keeps waiting for rank 1."""
     start = time.monotonic()
-    with pytest.raises((torch_symm.SymmConfigError, torch_symm.SymmTimeout)) as error:
+    with pytest.raises((torch_symm.SymmConfigError, torch_symm.SymmTimeoutError)) as error:
         init(0, world, timeout=2)
     seconds = time.monotonic() - start
-    if isinstance(error.value, torch_symm.SymmTimeout):
+    if isinstance(error.value, torch_symm.SymmTimeoutError):
         assert "rank 1" in str(error.value)
         return "waited"
     assert "rank 0" in str(error.value) and f"pid {os.getpid()}" in str(error.value)
@@ -376,7 +376,7 @@ def missing(rank: int, world: int) -> None:
     if rank == 2:
         return
     start = time.monotonic()
-    with pytest.raises((torch_symm.SymmTimeout, torch_symm.SymmConfigError), match="rank 2"):
+    with pytest.raises((torch_symm.SymmTimeoutError, torch_symm.SymmConfigError), match="rank 2"):
         init(rank, world, timeout=2)
     assert 1.5 < time.monotonic() - start < 20
 

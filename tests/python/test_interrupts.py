@@ -70,7 +70,7 @@ def once_blocked(number: signal.Signals) -> None:
 def interrupted(rank: int, world: int, hosts: bool) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hosts:
-        os.environ.update(SYMM_TEST_HOST=str(rank // 2), SYMM_HOSTS="gloo")
+        os.environ.update(SYMM_TEST_NODE=str(rank // 2), SYMM_INTER_NODE_BACKEND="gloo")
     init(rank, world)
     for name, call in WAITS.items():
         group = dist.new_group()
@@ -86,7 +86,7 @@ def interrupted(rank: int, world: int, hosts: bool) -> None:
             assert rank == 1 or re.match(r"rank 1 \(.*pid \d+\) was interrupted by a signal in", told), told
         meet(name, rank, world)
         with pytest.raises(
-            (torch_symm.SymmAborted, torch_symm.SymmPeerError), match=r"rank 1 .* was interrupted by a signal in"
+            (torch_symm.SymmAbortedError, torch_symm.SymmPeerError), match=r"rank 1 .* was interrupted by a signal in"
         ):
             dist.barrier(group=group)
     # Other groups live, and nothing is left of the interrupts.
@@ -94,7 +94,7 @@ def interrupted(rank: int, world: int, hosts: bool) -> None:
     assert bool((tensor == world).all())
 
 
-@pytest.mark.parametrize("hosts", [False, True], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("hosts", [False, True], ids=["one node", "two nodes"])
 def test_an_interrupted_wait_fails_the_group_on_all_ranks(hosts: bool) -> None:
     run_ranks(interrupted, 3, hosts, backend=None)
 

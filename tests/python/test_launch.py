@@ -67,11 +67,11 @@ def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_a_program_of_gloo_runs_on_symm_and_its_status_is_kept(tmp_path: Path) -> None:
     (program := tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch_symm", "run", "--nproc-per-node", "2", "--replace", "gloo", str(program)]
-    command += ["gloo", "--replace", "--nproc-per-node"]
+    command = [sys.executable, "-m", "torch_symm", "run", "--nproc-per-node", "2", "--replace-gloo", str(program)]
+    command += ["gloo", "--replace-gloo", "--nproc-per-node"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and "exitcode  : 3" in done.stderr
-    assert done.stdout.split() == ["2", "_SymmForGloo", "['--replace',", "'--nproc-per-node']"] * 2
+    assert done.stdout.split() == ["2", "_GlooSubstitute", "['--replace-gloo',", "'--nproc-per-node']"] * 2
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_program_of_gloo_runs_on_symm_and_its_status_is_kept(tmp_path: Path) -
     [
         (["p.py"], ["--standalone", "--nproc-per-node=2", "p.py"]),
         (["-m", "p", "--nnodes", "3"], ["--standalone", "--nproc-per-node=2", "-m", "p", "--nnodes", "3"]),
-        (["--replace=gloo", "--nproc_per_node=5", "p.py"], ["--standalone", "--nproc_per_node=5", "p.py"]),
+        (["--replace-gloo", "--nproc_per_node=5", "p.py"], ["--standalone", "--nproc_per_node=5", "p.py"]),
         (["--nnodes=2", "--nproc-per-node", "1", "p.py"], ["--nnodes=2", "--nproc-per-node", "1", "p.py"]),
         (["--rdzv-endpoint=a:1", "p.py", "-x"], ["--nproc-per-node=2", "--rdzv-endpoint=a:1", "p.py", "-x"]),
     ],
@@ -89,17 +89,17 @@ def test_options_are_torchruns(words: list[str], passed: list[str], monkeypatch:
     monkeypatch.setattr(torchrun, "main", seen.append)
     monkeypatch.setattr("torch_symm.tools.run.ranks_here", lambda: ("cpu", 2))
     monkeypatch.delenv("PET_NPROC_PER_NODE", raising=False)
-    monkeypatch.setenv("SYMM_REPLACES", "")
+    monkeypatch.setenv("SYMM_REPLACE_GLOO", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert entry.main(["run", *words]) == 0
     assert seen == [passed]
-    assert os.environ["SYMM_REPLACES"] == ("gloo" if words[0] == "--replace=gloo" else "")
+    assert os.environ["SYMM_REPLACE_GLOO"] == ("1" if words[0] == "--replace-gloo" else "")
 
 
 def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     for words, says in (
         (["run"], "name a program to run"),
-        (["run", "--replace", "nccl", "p.py"], "invalid choice: 'nccl'"),
+        (["run", "--replace-gloo=1", "p.py"], "ignored explicit argument '1'"),
         (["hello", "--ranks", "1", "--device", "cpu"], "--ranks 1: 2 to 8"),
     ):
         with pytest.raises(SystemExit) as ended:

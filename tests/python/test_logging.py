@@ -51,24 +51,24 @@ def until(true: Callable[[], bool]) -> None:
 def test_lines_come_with_name_level_and_time(kept: Kept, capfd: pytest.CaptureFixture[str]) -> None:
     torch_symm.log_to_python("info")
     before = time.time()
-    load()._inform("one line")
+    load()._log_info("one line")
     until(lambda: any(record.getMessage() == "one line" for record in kept.records))
     (record,) = [record for record in kept.records if record.getMessage() == "one line"]
     assert (record.name, record.levelno) == ("torch_symm.bridge.inform", logging.INFO)
     assert abs(record.created - before) < 20 and 0 <= record.msecs < 1000
     torch_symm.log_to_python("warning")
-    load()._inform("below")
+    load()._log_info("below")
     torch_symm.log_to_python(logging.INFO)
-    load()._inform("100 % {braces} %s")
+    load()._log_info("100 % {braces} %s")
     _logging.end()
     said = [record.getMessage() for record in kept.records]
     assert said[-1] == "100 % {braces} %s" and "below" not in said
-    load()._inform("to standard error, which SYMM_LOG=warn does not pass")
+    load()._log_info("to standard error, which SYMM_LOG=warn does not pass")
     assert "one line" not in capfd.readouterr().err
 
 
 def test_a_line_names_the_rank_or_the_process() -> None:
-    code = "from torch_symm._native import load; load()._inform('one line')"
+    code = "from torch_symm._native import load; load()._log_info('one line')"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SYMM_", "RANK"))}
     environment |= {"SYMM_LOG": "info", "SYMM_SPIN": "9"}
 
@@ -109,7 +109,7 @@ def test_a_handler_that_raises_and_one_that_waits_lose_nothing(kept: Kept, capsy
     logger.addFilter(slow)
     try:
         for text in ("first", "bad", "last"):
-            load()._inform(text)
+            load()._log_info(text)
         assert not kept.records, "who logs does not wait for handlers"
         go.set()
         _logging.end()
@@ -130,13 +130,13 @@ def logged(rank: int, world: int) -> list[tuple[str, int, str]]:
     pid = os.fork()
     if pid == 0:
         handler.records.clear()
-        load()._inform("of the child")
+        load()._log_info("of the child")
         until(lambda: bool(handler.records))
         os.write(write, handler.records[-1].getMessage().encode())
         os._exit(0)
     assert os.read(read, 100) == b"of the child"
     assert os.waitpid(pid, 0)[1] == 0
-    load()._inform("of the parent")
+    load()._log_info("of the parent")
     _logging.end()
     return [(record.name, record.levelno, record.getMessage()) for record in handler.records]
 
@@ -155,7 +155,7 @@ logging.basicConfig(level=logging.INFO, format="%(name)s|%(levelname)s|%(message
 torch_symm.log_to_python(logging.INFO)
 dist.init_process_group("symm", store=torch_symm.MemoryStore(), rank=0, world_size=1)
 for number in range(2000):
-    load()._inform(f"line {number}")
+    load()._log_info(f"line {number}")
 """
 
 

@@ -196,8 +196,8 @@ ours = {name for name in sys.modules if name.partition(".")[0] == "torch_symm"}
 assert ours == {"torch_symm", "torch_symm._autoload"}, ours
 import torch.distributed.tensor._collective_utils as costs
 before = costs.redistribute_cost, costs.MeshTopoInfo
-import torch_symm.tensor
-assert before == (costs.redistribute_cost, costs.MeshTopoInfo), "torch is untouched without install_cost_model()"
+import torch_symm.dtensor
+assert before == (costs.redistribute_cost, costs.MeshTopoInfo), "torch is untouched without enable_cost_model()"
 """
     )
 

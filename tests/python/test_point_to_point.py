@@ -43,12 +43,12 @@ def test_ring_of_batches(world: int, direct: str) -> None:
 
 def too_long(rank: int, world: int, size: int) -> None:
     if rank == 0:
-        with pytest.raises(torch_symm.SymmMismatch, match=f"{4 * size} bytes"):
+        with pytest.raises(torch_symm.SymmMismatchError, match=f"{4 * size} bytes"):
             # A short message was sent before the receiver checked; the next call reports its outcome.
             dist.send(torch.ones(size), 1)
             dist.barrier()
     else:
-        with pytest.raises(torch_symm.SymmMismatch, match=f"{4 * size} bytes"):
+        with pytest.raises(torch_symm.SymmMismatchError, match=f"{4 * size} bytes"):
             dist.recv(torch.zeros(size - 1), 0)
 
 
@@ -109,7 +109,7 @@ def never_asked_for(rank: int, world: int) -> int:
     if rank < 2:
         # The sender times out first.
         reported = r"rank 1 \(pid \d+\) waited .* in send\(65536 bytes, tag \d+\) .* for rank 0 \(pid"
-        with pytest.raises(torch_symm.SymmTimeout, match=reported):
+        with pytest.raises(torch_symm.SymmTimeoutError, match=reported):
             if rank == 0:
                 dist.recv(torch.zeros(4), 2)
             piece = torch.zeros(64 << 10, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The events that ``torch_symm.annotate_trace`` adds to traces of ``torch.profiler``."""
+"""The events that ``torch_symm.annotate_profiler_trace`` adds to traces of ``torch.profiler``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def traced(rank: int, world: int) -> dict[str, list[dict[str, Any]]]:
     path = ranks.scratch / f"profile-{rank}.json"
     recorded.export_chrome_trace(str(path))
     before = json.loads(path.read_text())
-    assert torch_symm.annotate_trace(path) == 7
+    assert torch_symm.annotate_profiler_trace(path) == 7
     after = json.loads(path.read_text())
     assert len(before["traceEvents"]) == len(after["traceEvents"])
     dist.all_reduce(short)
@@ -93,7 +93,7 @@ def call(number: int, created: int, **more: Any) -> dict[str, Any]:
 def dump(folder: Path, *calls: dict[str, Any], pid: int = 7) -> Path:
     members = [{"rank": rank, "global_rank": rank, "pid": pid + rank} for rank in range(2)]
     group = {
-        **{"id": 1, "memory": 5, "name": "default", "rank": 0, "members": members, "other_hosts": None},
+        **{"id": 1, "memory": 5, "name": "default", "rank": 0, "members": members, "other_nodes": None},
         **{"timeout_ms": 1, "joined_ns": 1, "left_ns": None, "begun": 9, "launched": None, "failure": None},
         "peers": [],
     }
@@ -121,7 +121,7 @@ def test_overlapping_and_coalesced_calls_find_their_events(tmp_path: Path) -> No
     path = tmp_path / "profile.json.gz"
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": [*events, {"ph": "M", "name": "process_name"}], "baseTimeNanoseconds": 0}, file)
-    assert torch_symm.annotate_trace(path, [dumped]) == 3
+    assert torch_symm.annotate_profiler_trace(path, [dumped]) == 3
     with gzip.open(path, "rt") as file:
         seen = [one.get("args") for one in json.load(file)["traceEvents"]]
     assert [args and args["sequence"] if args and "sequence" in args else None for args in seen[:3]] == [1, None, 3]
@@ -148,12 +148,12 @@ def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"no trace of torch\.profiler"):
-        torch_symm.annotate_trace(path)
+        torch_symm.annotate_profiler_trace(path)
     with pytest.raises(OSError, match="profile"):
-        torch_symm.annotate_trace(tmp_path / "no-profile.json")
+        torch_symm.annotate_profiler_trace(tmp_path / "no-profile.json")
     path.write_text('{"traceEvents": []}')
     with pytest.raises(ValueError, match="dump"):
-        torch_symm.annotate_trace(path, [path])
+        torch_symm.annotate_profiler_trace(path, [path])
 
 
 def test_sizes_are_those_of_nccl_tests() -> None:

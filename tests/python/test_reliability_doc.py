@@ -60,6 +60,6 @@ def test_its_proofs_exist(promise: str) -> None:
 
 
 def test_the_fault_matrix_has_its_place() -> None:
-    text = (ROOT / "docs" / "measurements" / "several.md").read_text()
+    text = (ROOT / "docs" / "measurements" / "multi-node.md").read_text()
     begin, end = "<!-- fault matrix: begin -->", "<!-- fault matrix: end -->"
     assert text.count(begin) == text.count(end) == 1 and text.index(begin) < text.index(end)

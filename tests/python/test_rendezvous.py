@@ -144,14 +144,14 @@ def test_a_taken_port_says_by_whom() -> None:
     with pytest.raises(dist.DistNetworkError, match=rf"in use: this process, pid {os.getpid()}, listens .*MASTER_PORT"):
         TCPStore("127.0.0.1", holder.port, None, True, seconds(5), False)
     code = f"import torch_symm, datetime, time; s = torch_symm.TCPStore('127.0.0.1', {port}, None, True, "
-    code += "datetime.timedelta(seconds=5), False, same_user=SAME); print('up', flush=True); time.sleep(60)"
+    code += "datetime.timedelta(seconds=5), False, require_same_user=SAME); print('up', flush=True); time.sleep(60)"
     for same in (False, True):
         command = [sys.executable, "-c", code.replace("SAME", str(same))]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
             assert other.stdout is not None and other.stdout.readline() == "up\n"
             words = rf"in use: pid {other.pid} \(.*\) listens there; `kill {other.pid}` ends it"
             with pytest.raises(dist.DistNetworkError, match=words):
-                TCPStore("127.0.0.1", port, None, True, seconds(5), False, same_user=same)
+                TCPStore("127.0.0.1", port, None, True, seconds(5), False, require_same_user=same)
             other.kill()
 
 

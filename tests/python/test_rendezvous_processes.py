@@ -180,7 +180,7 @@ def _server_stops(rank: int, world_size: int) -> tuple[str, float]:
         started = time.monotonic()
         try:
             dist.init_process_group("symm", store=store, rank=0, world_size=2, timeout=timedelta(seconds=1))
-        except torch_symm.SymmTimeout as error:
+        except torch_symm.SymmTimeoutError as error:
             return str(error), time.monotonic() - started
         return "formed", 0.0
     finally:

@@ -84,8 +84,8 @@ def torchs_operators(rank: int, world: int) -> None:
     before = (torchs.is_symm_mem_enabled_for_group, torch.compiler.config.cache_key_tag)
     assert not torchs.is_symm_mem_enabled_for_group(world_name)
     for _ in range(2):
-        symm_mem.install()
-        symm_mem.install()
+        symm_mem.enable_fused_ops()
+        symm_mem.enable_fused_ops()
         wanted = [symm_mem.fused_all_gather_matmul(A, [B], 0, world_name)[0], *everything(world_name)[1:]]
         for got in (everything(world_name), everything(gloo.group_name)):
             assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
@@ -94,8 +94,8 @@ def torchs_operators(rank: int, world: int) -> None:
         assert torchs.is_symm_mem_enabled_for_group(world_name)
         assert not torchs.is_symm_mem_enabled_for_group(gloo.group_name)
         assert torch.compiler.config.cache_key_tag != before[1]
-        symm_mem.uninstall()
-        symm_mem.uninstall()
+        symm_mem.disable_fused_ops()
+        symm_mem.disable_fused_ops()
         assert (torchs.is_symm_mem_enabled_for_group, torch.compiler.config.cache_key_tag) == before
         with pytest.raises(NotImplementedError):
             everything(world_name)
@@ -118,7 +118,7 @@ def async_tensor_parallel(rank: int, world: int, dim: int) -> list[str]:
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
-    symm_mem.install()
+    symm_mem.enable_fused_ops()
     torch.manual_seed(rank)
     shape = (8, 16) if dim == 0 else (3, 8, 16)
     tokens, up, down = torch.randn(shape), torch.randn(16, 24), torch.randn(24, 16)

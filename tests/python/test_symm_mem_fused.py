@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torchs
 import torch_symm.symm_mem as symm_mem
 from ranks import run_ranks
-from torch_symm.symm_mem import _gather, _operators, _scatter
+from torch_symm.symm_mem import _all_gather_matmul, _matmul_reduce_scatter, _operators
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WORLDS = (2, 4)
@@ -40,8 +40,8 @@ def assert_same(got: torch.Tensor, wanted: torch.Tensor, where: object) -> None:
 def test_what_need_not_be_copied_has_the_dimension_outermost() -> None:
     t = whole_numbers((2, 3, 4, 5), torch.float32, 1)
     for restride, rows_of in (
-        (symm_mem.restride_A_shard_for_fused_all_gather_matmul, _gather.rows_of),
-        (symm_mem.restride_A_for_fused_matmul_reduce_scatter, _scatter.rows_of),
+        (symm_mem.restride_A_shard_for_fused_all_gather_matmul, _all_gather_matmul.rows_of),
+        (symm_mem.restride_A_for_fused_matmul_reduce_scatter, _matmul_reduce_scatter.rows_of),
     ):
         for dim in range(3):
             for given in layouts(t):

@@ -55,7 +55,7 @@ def test_a_group_on_two_hosts_is_refused_by_name() -> None:
 def one_does_not_come(rank: int, world: int) -> None:
     init(rank, world, backend="gloo", timeout=2)
     if rank != 1:
-        with pytest.raises(torch_symm.SymmTimeout, match=rf"rank {rank}: .* for rank 1 of 3"):
+        with pytest.raises(torch_symm.SymmTimeoutError, match=rf"rank {rank}: .* for rank 1 of 3"):
             symm_mem.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     meet("ended", rank, world)
 

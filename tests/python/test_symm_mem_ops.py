@@ -294,7 +294,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         tensor = cpu(64)
         symm_mem.rendezvous(tensor, WORLD)
         if rank == 0:
-            with pytest.raises(torch_symm.SymmTimeout, match="rank 1"):
+            with pytest.raises(torch_symm.SymmTimeoutError, match="rank 1"):
                 ops.one_shot_all_reduce(tensor, "sum", WORLD)
         meet("done", rank, world)
 

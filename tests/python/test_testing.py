@@ -16,7 +16,7 @@ import pytest
 import torch_symm_pytest
 from ranks import run_ranks
 from torch_symm import testing
-from torch_symm.testing import RanksFailed
+from torch_symm.testing import RanksFailedError
 
 HEAD = """
 import os, subprocess, sys, time
@@ -99,11 +99,11 @@ def test_bodies_get_fixtures_parameters_and_ranks(tmp_path: Path) -> None:
 
     @pytest.mark.ranks(ranks=2, backend=None)
     def test_no_group(rank):
-        from torch_symm.testing import init_process_group, meet, shared_folder
+        from torch_symm.testing import init_process_group, barrier, shared_tmp_path
         assert not dist.is_initialized()
-        (shared_folder() / f"here-{rank}").touch()
-        meet("written")
-        assert (shared_folder() / f"here-{1 - rank}").exists()
+        (shared_tmp_path() / f"here-{rank}").touch()
+        barrier("written")
+        assert (shared_tmp_path() / f"here-{1 - rank}").exists()
         init_process_group("symm", timeout=20)
         dist.barrier()
 
@@ -405,7 +405,7 @@ def test_run_ranks_reports_and_returns() -> None:
     def unpicklable(rank: int, world_size: int) -> object:
         return lambda: rank
 
-    with pytest.raises(RanksFailed, match=r"rank [01] of 2 failed: what it returned cannot be pickled"):
+    with pytest.raises(RanksFailedError, match=r"rank [01] of 2 failed: what it returned cannot be pickled"):
         testing.run_ranks(unpicklable, 2, backend=None)
-    with pytest.raises(RuntimeError, match="this is no rank of a test"):
-        testing.shared_folder()
+    with pytest.raises(RuntimeError, match="not inside a test rank"):
+        testing.shared_tmp_path()

@@ -1,4 +1,5 @@
-"""``SYMM_STATS``, ``torch-symm top`` and ``print(torch_symm.stats())``: calls of all ranks, and the awaited ranks."""
+"""``SYMM_STATS_INTERVAL``, ``torch-symm top`` and ``print(torch_symm.stats())``: calls of all ranks, and the awaited
+ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import torch_symm
 from ranks import run_ranks
 from torch_symm import __main__ as entry
-from torch_symm._live import files, live, summary, table
+from torch_symm._live import files, publisher, summary, table
 from torch_symm._native import load
 from torch_symm._trace.dump import Dump, parse
 from torch_symm._trace.report import merge
@@ -30,7 +31,7 @@ def call(number: int, started: int, ended: int, op: str = "all_reduce", size: in
     """One of a rank's calls, as in a dump; times in µs."""
     return {
         "group": 1, "number": number, "op": op, "call": op, "sequence": number, "dtype": "float32", "itemsize": 4,
-        "elements": size, "peer": None, "far": False, "even": True, "bytes_in": 4 * size, "bytes_out": 4 * size,
+        "elements": size, "peer": None, "internode": False, "even": True, "bytes_in": 4 * size, "bytes_out": 4 * size,
         "device": "cpu", "timeout_ms": 1000, "created_ns": started * 1000, "started_ns": started * 1000,
         "ended_ns": ended * 1000, "state": "completed", "outcome": None,
     }  # fmt: skip
@@ -128,7 +129,7 @@ def watched(rank: int, world: int, place: str) -> tuple[int, str]:
 
 
 def test_a_running_job_shows_its_straggler(tmp_path: Path) -> None:
-    found = run_ranks(watched, WORLD, str(tmp_path), env={"SYMM_STATS": "1", "SYMM_TRACE_DIR": str(tmp_path)})
+    found = run_ranks(watched, WORLD, str(tmp_path), env={"SYMM_STATS_INTERVAL": "1", "SYMM_TRACE_DIR": str(tmp_path)})
     status, said = found[0]
     assert status == 0, said
     seen = json.loads(said)
@@ -144,7 +145,7 @@ def test_a_running_job_shows_its_straggler(tmp_path: Path) -> None:
     ("typed", "says"),
     [
         ([], "no running process leaves statistics in"),
-        ([str(os.getpid())], "start the job with SYMM_STATS=2"),
+        ([str(os.getpid())], "start the job with SYMM_STATS_INTERVAL=2"),
         (["4194304000"], "there is no process 4194304000"),
     ],
 )
@@ -171,7 +172,7 @@ def counted(rank: int, world: int) -> None:
 
 
 def test_a_job_ends_with_the_counts_of_all_its_calls(tmp_path: Path) -> None:
-    env = {"SYMM_STATS": "3600", "SYMM_TRACE_DIR": str(tmp_path)}
+    env = {"SYMM_STATS_INTERVAL": "3600", "SYMM_TRACE_DIR": str(tmp_path)}
     said = run_ranks(counted, 2, backend=None, env=env).logs[0].splitlines()
     (head,) = [number for number, line in enumerate(said) if "calls of rank" in line]
     assert said[head].startswith("all 2102 calls of rank 0 (pid ")
@@ -201,7 +202,7 @@ def test_counts_without_times_have_none() -> None:
 def ending(rank: int, world: int) -> tuple[Path, list[bool]]:
     # Drops the exit functions of this test's parent.
     atexit._clear()
-    _, path = live.write(load())
+    _, path = publisher.write(load())
     existed = path.exists()
     atexit._run_exitfuncs()
     return path, [existed, path.exists()]
@@ -221,8 +222,8 @@ def test_the_folder_is_that_of_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_the_first_rank_prints() -> None:
-    assert live._first(dump(0, []))
-    assert not live._first(dump(1, []))
+    assert publisher._first(dump(0, []))
+    assert not publisher._first(dump(1, []))
 
 
 def test_only_private_folders_and_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

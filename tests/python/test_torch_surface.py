@@ -236,28 +236,28 @@ def exceptions(rank: int) -> None:
     small = dist.new_group()
     if rank == 0:
         time.sleep(0.2)
-    with pytest.raises(torch_symm.SymmMismatch) as caught:
+    with pytest.raises(torch_symm.SymmMismatchError) as caught:
         dist.all_reduce(torch.ones(4 + rank), group=small)
     assert isinstance(caught.value, dist.DistBackendError)
     other = dist.new_group()
     work = dist.all_reduce(torch.ones(4 + rank), group=other, async_op=True)
     future = work.get_future()
-    with pytest.raises(torch_symm.SymmMismatch):
+    with pytest.raises(torch_symm.SymmMismatchError):
         work.wait()
-    with pytest.raises(torch_symm.SymmMismatch):
+    with pytest.raises(torch_symm.SymmMismatchError):
         future.wait()
-    with pytest.raises(torch_symm.SymmMismatch):
+    with pytest.raises(torch_symm.SymmMismatchError):
         future.value()
     assert work.is_completed() and not work.is_success()
-    with pytest.raises(torch_symm.SymmMismatch):
+    with pytest.raises(torch_symm.SymmMismatchError):
         dist.barrier(group=other)
     lost = dist.new_group(timeout=timedelta(seconds=1))
     if rank == 0:
         work = dist.all_reduce(torch.ones(4), group=lost, async_op=True)
-        with pytest.raises(torch_symm.SymmTimeout):
+        with pytest.raises(torch_symm.SymmTimeoutError):
             work.wait(timedelta(seconds=0.2))
         assert not work.is_completed()
-        with pytest.raises(torch_symm.SymmTimeout):
+        with pytest.raises(torch_symm.SymmTimeoutError):
             work.wait()
         other = lost._get_backend(torch.device("cpu"))
         assert other.get_error() != backend().get_error()
@@ -265,7 +265,7 @@ def exceptions(rank: int) -> None:
     gone = dist.new_group()
     if rank == 0:
         gone._get_backend(torch.device("cpu")).abort()
-    with pytest.raises(torch_symm.SymmAborted if rank == 0 else torch_symm.SymmPeerError):
+    with pytest.raises(torch_symm.SymmAbortedError if rank == 0 else torch_symm.SymmPeerError):
         dist.all_reduce(torch.ones(1), group=gone)
 
 
@@ -274,13 +274,13 @@ def backward(rank: int) -> None:
     layer = torch.nn.Linear(4 + (rank == 0), 4)
     for parameter in layer.parameters():
         parameter.register_hook(lambda gradient: dist.all_reduce(gradient))
-    with pytest.raises(torch_symm.SymmMismatch):
+    with pytest.raises(torch_symm.SymmMismatchError):
         layer(torch.ones(2, layer.in_features)).sum().backward()
     group = dist.new_group()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
     if rank == 0:
         group._get_backend(torch.device("cpu")).abort()
-    with pytest.raises((torch_symm.SymmPeerError, torch_symm.SymmAborted)):
+    with pytest.raises((torch_symm.SymmPeerError, torch_symm.SymmAbortedError)):
         for _ in range(100):
             model(torch.ones(2, 4)).sum().backward()
 

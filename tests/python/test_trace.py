@@ -74,7 +74,7 @@ def stopped(rank: int, world: int) -> None:
     dist.all_gather_object(pids, os.getpid())
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
-    with pytest.raises(torch_symm.SymmTimeout):
+    with pytest.raises(torch_symm.SymmTimeoutError):
         dist.all_gather_into_tensor(zeros(30), zeros(10))
     (ranks.scratch / f"done-{rank}").touch()
     if rank == 0:
@@ -89,7 +89,7 @@ def test_p6_who_never_began_what_the_others_waited_in(capsys: pytest.CaptureFixt
     numbers = set()
     for path in paths:
         (group,) = json.loads(path.read_text())["groups"]
-        assert group["failure"]["kind"] == "SymmTimeout"
+        assert group["failure"]["kind"] == "SymmTimeoutError"
         assert group["peers"][2]["process"] == "alive, stopped (T)"
         assert group["peers"][2]["begun"] == group["begun"] - 1
         numbers.add(group["begun"])
@@ -103,7 +103,7 @@ def test_p6_who_never_began_what_the_others_waited_in(capsys: pytest.CaptureFixt
 
 def mismatch(rank: int, world: int) -> None:
     dist.barrier()
-    with pytest.raises(torch_symm.SymmMismatch):
+    with pytest.raises(torch_symm.SymmMismatchError):
         dist.all_reduce(zeros(4 + rank), async_op=True).wait()
 
 
@@ -115,7 +115,7 @@ def test_a_mismatch_is_shown_side_by_side(capsys: pytest.CaptureFixture[str]) ->
     assert lines[place + 1].endswith("rank 0: all_reduce(4 × float32, 16 bytes, SUM)"), text
     assert lines[place + 2].endswith("rank 1: all_reduce(5 × float32, 20 bytes, SUM)"), text
     call = json.loads(results.dumps[0][0].read_text())["calls"][-1]
-    assert (call["async"], call["outcome"]) == (True, "SymmMismatch")
+    assert (call["async"], call["outcome"]) == (True, "SymmMismatchError")
 
 
 def on_demand(rank: int, world: int, folder: Path) -> None:
@@ -186,7 +186,7 @@ def threads(rank: int, world: int) -> None:
 
     def body(rank: int) -> None:
         group = torch_symm.ProcessGroupSymm(store, rank, 2, limit)
-        with pytest.raises(torch_symm.SymmMismatch):
+        with pytest.raises(torch_symm.SymmMismatchError):
             group.allreduce([zeros(2 + rank)]).wait()
 
     on_threads([lambda rank=rank: body(rank) for rank in range(2)])
@@ -208,7 +208,7 @@ def no_dump(rank: int, world: int, file_bytes: int | None) -> float:
     if file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
     start = time.monotonic()
-    with pytest.raises(torch_symm.SymmMismatch):
+    with pytest.raises(torch_symm.SymmMismatchError):
         dist.all_reduce(zeros(4 + rank))
     taken = time.monotonic() - start
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -249,7 +249,7 @@ def skipped(rank: int, world: int, folder: Path) -> None:
     dist.all_to_all([zeros(rank + 1) for _ in range(world)], pieces)
     if rank == 2:
         meet("given up", rank, world)
-    with pytest.raises(torch_symm.SymmTimeout):
+    with pytest.raises(torch_symm.SymmTimeoutError):
         if rank == 2:
             dist.all_reduce(zeros(n))
         else:

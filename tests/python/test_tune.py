@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch_symm import __main__ as entry
 from torch_symm.launch import ranks as launched
-from torch_symm.tools.tune import command, launch, plans, profile, thresholds_cpu
-from torch_symm.tools.tune.points import (
+from torch_symm.tools.tune import command, launch, profile, redistribution, thresholds_cpu
+from torch_symm.tools.tune.measurement_points import (
     LARGEST,
     OPS,
     SMALLEST,
@@ -79,9 +79,9 @@ def test_both_sides_of_a_switch_are_measured(ends: tuple[int, ...]) -> None:
 
 
 def priced(rank: int, world: int) -> list[tuple[float, str]]:
-    from torch_symm import tensor
+    from torch_symm import dtensor
 
-    topo = tensor.MeshTopoInfo.build_from_mesh(init_device_mesh("cpu", (world,)), "measured")
+    topo = dtensor.MeshTopoInfo.build_from_mesh(init_device_mesh("cpu", (world,)), "measured")
     return [(us, basis) for op in OPS for us, _, basis in [topo.price(op, 2048, 0)]]
 
 
@@ -103,7 +103,7 @@ def test_what_is_measured_is_what_the_model_says(tmp_path: Path, tune: Tune, mon
     local = written["local"]
     assert 0 < local["step_us"] < 1e5 and 0 < local["slice_us"] < 1e5 and 0.01 < local["copy_gb_per_s"] < 1000
     assert 0 < written["measured"]["reference_us"] < 1e6 and "of the visits count" in output
-    answers = run_ranks(priced, 2, env={"SYMM_PROFILE": str(path)})
+    answers = run_ranks(priced, 2, env={"SYMM_COST_PROFILE": str(path)})
     assert answers == [[(times[op, 2048], "measured") for op in OPS]] * 2
 
     figures = tmp_path / "check.json"
@@ -116,7 +116,7 @@ def test_what_is_measured_is_what_the_model_says(tmp_path: Path, tune: Tune, mon
     assert not {point["bytes"] for point in found} & {size for _, size in times}
     assert all(point["measured"] > 0 and point["predicted"] > 0 and point["torch"] > 6.6 for point in found)
 
-    output = tune("--ranks", "2", "--plans", "2", "--profile", str(path), "--json", str(figures))
+    output = tune("--ranks", "2", "--redistribution", "2", "--profile", str(path), "--json", str(figures))
     cases = json.loads(figures.read_text())["cases"]
     assert len(cases) == 2 and all(len(case["plans"]) > 1 for case in cases) and "within 10%" in output
 
@@ -259,19 +259,22 @@ def test_shipped_profiles_are_whole_and_named_by_their_hardware() -> None:
 
 def test_plans_are_all_ways_in_single_steps() -> None:
     full, rows, columns, partial = Replicate(), Shard(0), Shard(1), Partial()
-    assert list(plans._plans((rows,), (columns,), 2)) == [[(rows,), (full,), (columns,)], [(rows,), (columns,)]]
-    found = list(plans._plans((partial, rows), (full, full), 3))
+    assert list(redistribution._plans((rows,), (columns,), 2)) == [
+        [(rows,), (full,), (columns,)],
+        [(rows,), (columns,)],
+    ]
+    found = list(redistribution._plans((partial, rows), (full, full), 3))
     assert [(partial, rows), (full, rows), (full, full)] in found and len(found) > 4
     assert all(sum(a != b for a, b in zip(x, y, strict=True)) == 1 for way in found for x, y in zip(way, way[1:]))  # noqa: B905, RUF007
     assert not any(state == (rows, rows) for way in found for state in way), "the order of two cuts would matter"
 
 
 def test_the_loss_of_a_model_is_what_its_choice_costs() -> None:
-    def plan(us: float, ours: float, torchs: float) -> plans.Timed:
-        return plans.Timed(("a", "b"), us, {"measured": ours, "links": ours, "torch": torchs})
+    def plan(us: float, ours: float, torchs: float) -> redistribution.Timed:
+        return redistribution.Timed(("a", "b"), us, {"measured": ours, "links": ours, "torch": torchs})
 
-    case = plans.Case((4,), 1024, (plan(20.0, 5.0, 1.0), plan(10.0, 4.0, 2.0), plan(10.5, 9.0, 9.0)))
-    assert (plans.loss(case, "measured"), plans.loss(case, "torch")) == (1.0, 2.0)
-    rows = plans.summary([case])
+    case = redistribution.Case((4,), 1024, (plan(20.0, 5.0, 1.0), plan(10.0, 4.0, 2.0), plan(10.5, 9.0, 9.0)))
+    assert (redistribution.loss(case, "measured"), redistribution.loss(case, "torch")) == (1.0, 2.0)
+    rows = redistribution.summary([case])
     assert rows[-3] == ["all", "measured", "1", "100%", "100%", "0%", "0%"]
     assert rows[-1] == ["all", "torch", "1", "0%", "0%", "100%", "100%"]

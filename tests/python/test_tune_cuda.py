@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch_symm.tools.tune import profile, rank, thresholds_cuda
-from torch_symm.tools.tune.points import OPS, Point
+from torch_symm.tools.tune.measurement_points import OPS, Point
 from torch_symm.tools.tune.thresholds_cuda import SHORT, STAGED, TWO_SHOT, WAYS, Way
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -110,8 +110,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def price(self, op: str, bytes: int, dim: int) -> tuple[float, str, str]:
             return 0.0, self._names[Point(self._ranks, op, bytes)], ""
 
-    def prices(device: str, ranks: int, world: int, basis: str, path: Path | None = None) -> Named:
-        assert (device, world, basis) == ("cuda", 4, "measured" if path else "links")
+    def prices(device: str, ranks: int, world: int, source: str, path: Path | None = None) -> Named:
+        assert (device, world, source) == ("cuda", 4, "measured" if path else "links")
         return Named(served(tuning(path)), ranks)
 
     def measure(

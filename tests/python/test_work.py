@@ -22,7 +22,7 @@ def waiting_with_a_limit(rank: int, world: int) -> None:
         work = dist.all_reduce(tensor, async_op=True)
         assert not work.is_completed()
         start = time.monotonic()
-        with pytest.raises(torch_symm.SymmTimeout, match=r"0\.2 s"):
+        with pytest.raises(torch_symm.SymmTimeoutError, match=r"0\.2 s"):
             work.wait(timedelta(seconds=0.2))
         assert 0.15 < time.monotonic() - start < 10
         assert not work.is_completed()
@@ -45,7 +45,7 @@ def receiving_with_a_limit(rank: int, world: int) -> None:
     got = torch.zeros(3)
     if rank == 0:
         work = dist.irecv(got, 1)
-        with pytest.raises(torch_symm.SymmTimeout):
+        with pytest.raises(torch_symm.SymmTimeoutError):
             work.wait(timedelta(seconds=0.1))
         meet("late", rank, world)
         work.wait()
@@ -136,7 +136,7 @@ def shapes(found: Any) -> Any:
 def as_gloo_gives_them(rank: int, world: int, replaced: bool) -> None:
     theirs = dist.new_group(backend="gloo")
     if replaced:
-        torch_symm.replace("gloo")
+        torch_symm.replace_gloo()
     ours = dist.new_group(backend="gloo" if replaced else "symm")
     for name, call in OPERATIONS.items():
         found: list[tuple[Any, Any]] = []
@@ -174,7 +174,7 @@ def failed_future(rank: int, world: int) -> None:
     work = dist.all_reduce(tensor, async_op=True)
     with pytest.raises(RuntimeError, match="all_reduce"):
         work.get_future().wait()
-    with pytest.raises(torch_symm.SymmMismatch):
+    with pytest.raises(torch_symm.SymmMismatchError):
         work.wait()
     assert work.is_completed() and not work.is_success()
 
@@ -195,7 +195,7 @@ def results_of_failures(rank: int, world: int) -> None:
         assert work.get_future_result().wait() == wanted
         if wanted == 1:
             # The group has failed at its first timeout, which is kept.
-            with pytest.raises(torch_symm.SymmTimeout):
+            with pytest.raises(torch_symm.SymmTimeoutError):
                 work.wait()
     last = dist.new_group(timeout=timedelta(seconds=20))
     if rank == 0:

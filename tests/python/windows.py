@@ -274,7 +274,7 @@ def mismatched(rank: int, world: int, here: Here) -> None:
     """Sizes that differ are an error on all ranks, and the group stays usable; other tensors are not symmetric."""
     load()
     tensor = symm_mem.empty(1024 if rank else 2048, device=here.device)
-    with pytest.raises(torch_symm.SymmMismatch, match=r"8192 bytes.*4096 bytes"):
+    with pytest.raises(torch_symm.SymmMismatchError, match=r"8192 bytes.*4096 bytes"):
         symm_mem.rendezvous(tensor, group_name())
     # As torch defines it: callers use it to check whether a tensor is symmetric.
     for plain in (torch.zeros(64, device=here.device), torch.empty(0, device=here.device)):
@@ -298,7 +298,7 @@ def late(rank: int, world: int, here: Here, what: str) -> None:
     text = ""
     if rank == 0:
         begun = time.monotonic()
-        with pytest.raises(torch_symm.SymmTimeout) as raised:
+        with pytest.raises(torch_symm.SymmTimeoutError) as raised:
             if what == "wait":
                 window.wait_signal(1, channel=2, timeout_ms=SHORT_MS)
             elif what == "put":

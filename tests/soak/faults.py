@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: Exceptions of joining when another rank does not arrive, or exits meanwhile.
 JOINING = (
     torch_symm.SymmPeerError,
-    torch_symm.SymmTimeout,
+    torch_symm.SymmTimeoutError,
     torch_symm.SymmConfigError,
     dist.DistNetworkError,
     dist.DistStoreError,
@@ -34,19 +34,19 @@ HEARD: dict[str, tuple[type[BaseException], ...]] = {
     "exit": (torch_symm.SymmPeerError,),
     "abort": (torch_symm.SymmPeerError,),
     "leave": (torch_symm.SymmPeerError,),
-    "stop for long": (torch_symm.SymmTimeout,),
-    "late": (torch_symm.SymmTimeout,),
-    "mismatch": (torch_symm.SymmMismatch,),
+    "stop for long": (torch_symm.SymmTimeoutError,),
+    "late": (torch_symm.SymmTimeoutError,),
+    "mismatch": (torch_symm.SymmMismatchError,),
     # The second if the victim leaves the group before its missing call is noticed.
-    "argument": (torch_symm.SymmMismatch, torch_symm.SymmPeerError),
+    "argument": (torch_symm.SymmMismatchError, torch_symm.SymmPeerError),
     "kill joining": (torch_symm.SymmPeerError,),
-    "stop joining": (torch_symm.SymmTimeout,),
+    "stop joining": (torch_symm.SymmTimeoutError,),
 }
 #: Exceptions on the victim, if they differ.
 FELT: dict[str, tuple[type[BaseException], ...]] = {
-    "abort": (torch_symm.SymmAborted,),
+    "abort": (torch_symm.SymmAbortedError,),
     # Another thread may take the group out of torch's tables before this one reads them.
-    "leave": (torch_symm.SymmAborted, ValueError, RuntimeError),
+    "leave": (torch_symm.SymmAbortedError, ValueError, RuntimeError),
     "argument": (ValueError, TypeError),
 }
 WORDS = {"abort": "abort", "leave": "left", "stop for long": "stopped", "exit": ""}

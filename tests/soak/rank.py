@@ -31,9 +31,9 @@ from table import ARRIVED, JOINING, LEAVING, PID, STORMING, STRUCK, Table
 #: Failures of a group or of a call; anything else that a call raises is a bug.
 TYPED = (
     torch_symm.SymmPeerError,
-    torch_symm.SymmTimeout,
-    torch_symm.SymmMismatch,
-    torch_symm.SymmAborted,
+    torch_symm.SymmTimeoutError,
+    torch_symm.SymmMismatchError,
+    torch_symm.SymmAbortedError,
     torch_symm.SymmConfigError,
 )
 
@@ -187,7 +187,7 @@ class Round:
         except Exception as error:
             return Failure(error, "strike", began, began, time.monotonic())
         if self.victim and fault.kind == "leave" and fault.variant != "thread":
-            return Failure(torch_symm.SymmAborted("left"), "leaving", began, began, time.monotonic())
+            return Failure(torch_symm.SymmAbortedError("left"), "leaving", began, began, time.monotonic())
         return None
 
     def _attempt(self, place: Place, call: draw.Call, pending: deque[Started]) -> Failure | None:

@@ -1,6 +1,6 @@
 """torch's own distributed tests (``_DistTestBase``), on CPU: every one with 3 ranks, 4 ranks, and 2 on each of 2 nodes.
 
-On several nodes the tests of ``short_on_hosts.txt`` run in ``make test``, and all run in ``make test-all``.
+On several nodes the tests of ``short_internode.txt`` run in ``make test``, and all run in ``make test-all``.
 ``expected_skips.txt`` lists the tests that may be skipped, one test per line with its reason. The list may only shrink:
 a listed test that runs fails here until its line is removed. SYMM_TEST_BACKEND=gloo runs them on Gloo, for comparison.
 """
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gates
+import backend_gates
 import pytest
 
 HERE = Path(__file__).parent
@@ -28,14 +28,14 @@ LIMIT_S = 120
 #: Numbers of ranks, or of nodes and of ranks on each.
 WORLDS = ("3", "4", "2x2")
 #: Tests that run on several nodes in every test run: each collective, messages, groups, errors, and a few programs.
-SHORT = frozenset((HERE / "short_on_hosts.txt").read_text().split())
+SHORT = frozenset((HERE / "short_internode.txt").read_text().split())
 
 
 def upstream_tests() -> list[str]:
     """Names of the tests, read from torch's source without importing it."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parent / gates.PACKAGE_PATH).read_text())
+    tree = ast.parse((Path(spec.origin).parent / backend_gates.PACKAGE_PATH).read_text())
     outer = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "DistributedTest")
     inner = next(node for node in outer.body if isinstance(node, ast.ClassDef) and node.name == "_DistTestBase")
     return [node.name for node in inner.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]

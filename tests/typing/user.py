@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from torch.distributed.device_mesh import DeviceMesh
-from torch_symm import symm_mem, tensor, testing
+from torch_symm import dtensor, symm_mem, testing
 from typing_extensions import assert_type
 
 
 def groups() -> None:
-    options = torch_symm.Options(timeout=30, between_hosts="gloo", partials="fp32")
+    options = torch_symm.Options(timeout=30, inter_node_backend="gloo", reduce_dtype="float32")
     options.timeout = 12.5
     options.timeout = timedelta(minutes=1)
     assert_type(options.timeout, timedelta)
@@ -34,11 +34,13 @@ def groups() -> None:
     assert_type(torch_symm.describe(), str)
     torch_symm.describe(group)
     assert_type(torch_symm.__version__, str)
-    torch_symm.replace("gloo")
+    torch_symm.replace_gloo()
 
 
 def stores() -> None:
-    tcp = torch_symm.TCPStore("localhost", 0, 2, True, timeout=timedelta(seconds=9), secret=b"x", same_user=True)
+    tcp = torch_symm.TCPStore(
+        "localhost", 0, 2, True, timeout=timedelta(seconds=9), secret=b"x", require_same_user=True
+    )
     assert_type(tcp.port, int)
     assert_type(tcp.host, str)
     tcp.set("key", "value")
@@ -52,16 +54,16 @@ def stores() -> None:
 def failures() -> None:
     try:
         dist.barrier()
-    except (torch_symm.SymmPeerError, torch_symm.SymmTimeout, torch_symm.SymmMismatch) as error:
+    except (torch_symm.SymmPeerError, torch_symm.SymmTimeoutError, torch_symm.SymmMismatchError) as error:
         raise dist.DistBackendError(str(error)) from error
-    except (torch_symm.SymmConfigError, torch_symm.SymmAborted):
+    except (torch_symm.SymmConfigError, torch_symm.SymmAbortedError):
         pass
 
 
 def observed() -> None:
     assert_type(torch_symm.trace(), dict[str, Any])
     assert_type(torch_symm.dump_trace("out.json"), str)
-    assert_type(torch_symm.annotate_trace(Path("trace.json"), ["trace-1-rank0.json"]), int)
+    assert_type(torch_symm.annotate_profiler_trace(Path("trace.json"), ["trace-1-rank0.json"]), int)
     print(torch_symm.stats()["all_reduce"])
     torch_symm.log_to_python()
     torch_symm.log_to_python(logging.INFO)
@@ -88,16 +90,16 @@ def memory() -> None:
 
 
 def prices(mesh: DeviceMesh, shard: torch.Tensor) -> None:
-    topo = tensor.MeshTopoInfo.build_from_mesh(mesh)
-    assert_type(tensor.allreduce_cost(1e-3, topo, 0), float)
+    topo = dtensor.MeshTopoInfo.build_from_mesh(mesh)
+    assert_type(dtensor.allreduce_cost(1e-3, topo, 0), float)
     assert_type(topo.price("all_reduce", 1e6, 0), tuple[float, str, str])
-    assert_type(tensor.shard_dim_alltoall(shard, 0, 1, mesh, 0), torch.Tensor)
-    tensor.install_cost_model(wire=(10.0, 20.0))
+    assert_type(dtensor.shard_dim_alltoall(shard, 0, 1, mesh, 0), torch.Tensor)
+    dtensor.enable_cost_model(network=(10.0, 20.0))
 
 
 def on_rank(rank: int, world_size: int) -> int:
     testing.init_process_group(timeout=5.0)
-    testing.meet("here")
+    testing.barrier("here")
     return rank
 
 
@@ -106,4 +108,4 @@ def tested() -> None:
     assert_type(results.seconds, float)
     assert_type(results.logs, list[str])
     print(torch_symm.misspelt)  # type: ignore[attr-defined]
-    print(tensor.misspelt)  # type: ignore[attr-defined]
+    print(dtensor.misspelt)  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
-"""``torch-symm top`` and ``SYMM_STATS``: a table of the last calls of all ranks of a node, while the job runs.
+"""``torch-symm top`` and ``SYMM_STATS_INTERVAL``: a table of the last calls of all ranks of a node, while the job runs.
 
-With ``SYMM_STATS=seconds``, each rank writes its last 2000 calls, the contents of a dump of `torch_symm.trace`, to
+With ``SYMM_STATS_INTERVAL=seconds``, each rank writes its last 2000 calls, the contents of a dump of
+`torch_symm.trace`, to
 ``stats-<pid>.json`` in the directory of traces at that interval, and removes the file when it ends; the first rank
 prints the table. ``torch-symm top PID`` reads the same files.
 

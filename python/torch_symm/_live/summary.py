@@ -1,4 +1,4 @@
-"""All calls of a process by collective and size, as ``SYMM_STATS`` prints them when the process ends."""
+"""All calls of a process by collective and size, as ``SYMM_STATS_INTERVAL`` prints them when the process ends."""
 
 from __future__ import annotations
 

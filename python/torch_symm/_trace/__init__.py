@@ -9,8 +9,8 @@ from typing import Any
 
 from torch_symm._native import load
 
-from . import torch_form
-from .annotate import annotate_trace as annotate_trace
+from . import torchfrtrace
+from .annotate import annotate_profiler_trace as annotate_profiler_trace
 from .dump import parse
 
 
@@ -53,6 +53,6 @@ def dump_trace(path: str | os.PathLike[str] | None = None, format: str = "json")
         if len(ranks) != 1:
             raise ValueError(f"this process is {len(ranks)} ranks, and torch's format has a file for each rank")
         name = f"torch_rank_{ranks[0]}"
-        content = pickle.dumps(torch_form.convert([dump])[ranks[0]])
-    written: str = native._keep_trace(b"" if path is None else os.fsencode(path), name, content)
+        content = pickle.dumps(torchfrtrace.convert([dump])[ranks[0]])
+    written: str = native._write_trace(b"" if path is None else os.fsencode(path), name, content)
     return written

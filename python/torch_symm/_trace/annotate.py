@@ -62,7 +62,7 @@ class Event:
         return max(self.start_ns - at, at - self.end_ns, 0)
 
 
-def annotate_trace(path: str | os.PathLike[str], dumps: Sequence[str | os.PathLike[str]] = ()) -> int:
+def annotate_profiler_trace(path: str | os.PathLike[str], dumps: Sequence[str | os.PathLike[str]] = ()) -> int:
     """Adds algorithm, bytes, bandwidth and waits to a trace that ``torch.profiler`` has exported.
 
     Each event ``symm:...`` of a call that is kept, one of the last 2000 of a process, gets the arguments ``call``,

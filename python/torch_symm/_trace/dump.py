@@ -42,7 +42,7 @@ class Call:
     itemsize: int
     peer: int | None
     #: The peer is on another node; its number is its rank in the default group.
-    far: bool
+    internode: bool
     even: bool
     bytes_in: int
     bytes_out: int
@@ -109,7 +109,7 @@ class View:
     rank: int
     members: list[Member]
     #: The other nodes of the group, as messages name them.
-    other_hosts: str | None
+    other_nodes: str | None
     joined_ns: int
     left_ns: int | None
     begun: int
@@ -138,7 +138,7 @@ class Dump:
 
 
 def foreign(status: os.stat_result) -> str:
-    """Returns why a file or directory with this status is not trusted, like ``src/sys/private.rs``; empty if it is."""
+    """Returns why a file or directory with this status is not trusted, or nothing; as ``src/sys/owner_only.rs``."""
     user = os.geteuid()
     if status.st_uid not in (user, 0):
         return f"belongs to user {status.st_uid}, this process to {user}"
@@ -222,7 +222,7 @@ def _dump(data: dict[str, Any]) -> Dump:
             name=_plain(group["name"]),
             rank=_int(group["rank"]),
             members=members,
-            other_hosts=_plain(others) if (others := group.get("other_hosts")) else None,
+            other_nodes=_plain(others) if (others := group.get("other_nodes")) else None,
             joined_ns=_int(group["joined_ns"]),
             left_ns=_number(group["left_ns"]),
             begun=_int(group["begun"]),
@@ -262,7 +262,7 @@ def _call(data: dict[str, Any]) -> Call:
         elements=elements,
         itemsize=max(1, _int(data["itemsize"])),
         peer=_number(data["peer"]),
-        far=bool(data.get("far")),
+        internode=bool(data.get("internode")),
         even=bool(data["even"]),
         bytes_in=bytes_in,
         bytes_out=bytes_out,

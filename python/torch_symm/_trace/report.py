@@ -20,7 +20,7 @@ class Group:
     @property
     def several(self) -> bool:
         """True if the group spans nodes; its members here are its part on one."""
-        return any(view.other_hosts for view in self.views.values())
+        return any(view.other_nodes for view in self.views.values())
 
     def reached(self, rank: int, series: Series) -> int:
         """Returns the number of the last collective that ``rank`` has started, according to all dumps."""
@@ -190,7 +190,7 @@ def _messages(group: Group) -> Iterator[str]:
         for call in view.calls:
             if not call.message or call.state == "completed" or (call.cuda and call.state == "started"):
                 continue
-            other = "any rank" if call.peer is None else f"{'global ' if call.far else ''}rank {call.peer}"
+            other = "any rank" if call.peer is None else f"{'global ' if call.internode else ''}rank {call.peer}"
             way = "to" if call.op == "send" else "from"
             how = f"{call.outcome} after" if call.state == "failed" else "under way for"
             yield f"rank {rank}: {call.text} {way} {other}: {how} {_seconds(call, view):.1f} s"

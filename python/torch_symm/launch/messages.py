@@ -7,7 +7,7 @@ import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .watch import StandsStill
+from .watch import StalledError
 
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
@@ -29,7 +29,7 @@ def reported(
     If ``expected`` is None, until all have ended. ``watched`` is called periodically; its exceptions end the run.
 
     Raises:
-        StandsStill: the processes have ended without some of the messages.
+        StalledError: the processes have ended without some of the messages.
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a process has failed.
     """
     contexts = started if isinstance(started, Sequence) else [started]
@@ -41,7 +41,7 @@ def reported(
             if all([each.join(timeout=0) for each in contexts]) and results.empty():
                 if left is None:
                     return
-                raise StandsStill(f"the ranks ended with {left} results missing") from None
+                raise StalledError(f"the ranks ended with {left} results missing") from None
             watched()
             continue
         if left is not None:

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 NOBODY = -1
 
 
-class StandsStill(RuntimeError):
+class StalledError(RuntimeError):
     """The ranks have made no progress for so long that one of them must hang."""
 
 
 @dataclass(frozen=True)
-class Doing:
+class RankActivity:
     """Where the most advanced rank is. ``steps`` grows while any rank advances; ``side`` is None between sides.
 
     ``behind``: the ranks that have not advanced as far.
@@ -49,13 +49,13 @@ class Progress:
         row[2] = NOBODY if side is None else side
         row[0] += 1
 
-    def doing(self) -> Doing:
+    def doing(self) -> RankActivity:
         """For the launcher: where the ranks are. They wait for each other, so no rank is two steps ahead."""
         rows = self._rows.tolist()
         most, cell, side = max(rows)
         behind = tuple(rank for rank, row in enumerate(rows) if row[0] < most)
         at_cell, at_side = (None if each == NOBODY else each for each in (cell, side))
-        return Doing(sum(row[0] for row in rows), at_cell, at_side, behind)
+        return RankActivity(sum(row[0] for row in rows), at_cell, at_side, behind)
 
 
 class Watch:
@@ -66,7 +66,7 @@ class Watch:
         self._progress, self._still_s = progress, still_s
         self._steps, self._since, self._limit = 0, time.monotonic(), first_s
 
-    def stuck(self) -> Doing | None:
+    def stuck(self) -> RankActivity | None:
         """Returns where the ranks are if they have stalled."""
         now, doing = time.monotonic(), self._progress.doing()
         if doing.steps != self._steps:

@@ -9,7 +9,7 @@ differences. The fused operators are also ``torch.ops.symm.*``; :func:`install` 
 from __future__ import annotations
 
 from torch_symm._native import load
-from torch_symm.symm_mem import _gather, _scatter
+from torch_symm.symm_mem import _all_gather_matmul, _matmul_reduce_scatter
 from torch_symm.symm_mem._groups import _test_mode, enable_symm_mem_for_group, is_symm_mem_enabled_for_group
 from torch_symm.symm_mem._install import install, uninstall
 from torch_symm.symm_mem._layout import (
@@ -45,10 +45,10 @@ from torch_symm.symm_mem._pipeline import (
 from torch_symm.symm_mem._workspace import get_symm_mem_workspace
 
 # The names of torch's module.
-_fused_all_gather_matmul_fallback = _gather.fallback
-_fused_all_gather_scaled_matmul_fallback = _gather.fallback_scaled
-_fused_matmul_reduce_scatter_fallback = _scatter.fallback
-_fused_scaled_matmul_reduce_scatter_fallback = _scatter.fallback_scaled
+_fused_all_gather_matmul_fallback = _all_gather_matmul.fallback
+_fused_all_gather_scaled_matmul_fallback = _all_gather_matmul.fallback_scaled
+_fused_matmul_reduce_scatter_fallback = _matmul_reduce_scatter.fallback
+_fused_scaled_matmul_reduce_scatter_fallback = _matmul_reduce_scatter.fallback_scaled
 
 load()  # registers the allocators with torch
 

@@ -77,7 +77,7 @@ def enable_symm_mem_for_group(group_name: str) -> None:
 
     Raises:
         SymmConfigError: the ranks are on several nodes; the message names the node of each rank.
-        SymmTimeout: ranks did not call it in time; the message names them.
+        SymmTimeoutError: ranks did not call it in time; the message names them.
     """
     group = resolve(group_name)
     if group in _enabled:
@@ -101,7 +101,7 @@ def _check_one_host(group: Any, group_name: str) -> None:
             store.wait([str(peer)], timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except DistStoreError as error:
             late = [str(other) for other in range(peer, ranks) if not store.check([str(other)])]
-            raise load().SymmTimeout(
+            raise load().SymmTimeoutError(
                 f"rank {rank}: enable_symm_mem_for_group({group_name!r}) waited {timeout.total_seconds():g} s "
                 f"for rank {', '.join(late) or peer} of {ranks}"
             ) from error
@@ -109,7 +109,7 @@ def _check_one_host(group: Any, group_name: str) -> None:
     if any(boot != hosts[0][0] for boot, _ in hosts):
         places = ", ".join(f"rank {peer} on {name}" for peer, (_, name) in enumerate(hosts))
         raise load().SymmConfigError(
-            f"symmetric memory needs all ranks on one host, but group {group_name!r} has {places}"
+            f"symmetric memory needs all ranks on one node, but group {group_name!r} has {places}"
         )
 
 

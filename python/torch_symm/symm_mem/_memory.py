@@ -92,8 +92,8 @@ def rendezvous(tensor: torch.Tensor, group: str | ProcessGroup) -> _SymmetricMem
     Raises:
         TypeError: ``group`` is neither a group nor the name of one.
         RuntimeError: ``tensor`` is not in symmetric memory.
-        SymmMismatch: the ranks' allocations differ; the message shows both sides.
-        SymmTimeout, SymmPeerError: ranks did not arrive, or exited; the message names them.
+        SymmMismatchError: the ranks' allocations differ; the message shows both sides.
+        SymmTimeoutError, SymmPeerError: ranks did not arrive, or exited; the message names them.
     """
     if isinstance(group, str):
         name = GroupName(group)
@@ -192,7 +192,7 @@ def put_signal(src: torch.Tensor, hdl: _SymmetricMemory, peer: int, *, channel: 
 
     Raises:
         RuntimeError: ``src`` does not fit.
-        SymmTimeout: ``peer`` did not consume the previous signal in time.
+        SymmTimeoutError: ``peer`` did not consume the previous signal in time.
     """
     if get_backend(src.device) != BACKEND:
         torchs.put_signal(src, hdl, peer)
@@ -208,7 +208,7 @@ def wait_signal(hdl: _SymmetricMemory, peer: int, *, channel: int = 0, timeout_m
     :func:`put_signal`.
 
     Raises:
-        SymmTimeout, SymmPeerError: it did not signal in time, or exited.
+        SymmTimeoutError, SymmPeerError: it did not signal in time, or exited.
     """
     if get_backend(hdl.device) != BACKEND:
         torchs.wait_signal(hdl, peer)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_symm.symm_mem import _gather, _scatter
+from torch_symm.symm_mem import _all_gather_matmul, _matmul_reduce_scatter
 from torch_symm.symm_mem._groups import in_test_mode
 
 
@@ -53,30 +53,30 @@ OPERATORS = (
     Operator(
         "fused_all_gather_matmul",
         "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True) -> (Tensor?, Tensor[])",
-        _gather.fused,
-        _gather.fallback,
+        _all_gather_matmul.fused,
+        _all_gather_matmul.fallback,
     ),
     Operator(
         "fused_all_gather_scaled_matmul",
         "(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, int gather_dim, str group_name, "
         "Tensor?[] biases, Tensor?[] result_scales, ScalarType?[] out_dtypes, bool[] use_fast_accum) "
         "-> (Tensor, Tensor[])",
-        _gather.fused_scaled,
-        _gather.fallback_scaled,
+        _all_gather_matmul.fused_scaled,
+        _all_gather_matmul.fallback_scaled,
     ),
     Operator(
         "fused_matmul_reduce_scatter",
         "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor",
-        _scatter.fused,
-        _scatter.fallback,
+        _matmul_reduce_scatter.fused,
+        _matmul_reduce_scatter.fallback,
     ),
     Operator(
         "fused_scaled_matmul_reduce_scatter",
         "(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op, int orig_scatter_dim, "
         "int scatter_dim_after_maybe_reshape, str group_name, SymInt[]? output_shape, Tensor? bias=None, "
         "Tensor? result_scale=None, ScalarType? out_dtype=None, bool use_fast_accum=False) -> Tensor",
-        _scatter.fused_scaled,
-        _scatter.fallback_scaled,
+        _matmul_reduce_scatter.fused_scaled,
+        _matmul_reduce_scatter.fallback_scaled,
     ),
 )
 
@@ -108,7 +108,7 @@ def fused_all_gather_matmul(
 
     Raises:
         ValueError: shapes or ``gather_dim`` do not fit.
-        SymmTimeout, SymmPeerError, SymmMismatch: ranks are late, have ended, or have other shapes.
+        SymmTimeoutError, SymmPeerError, SymmMismatchError: ranks are late, have ended, or have other shapes.
     """
     result: tuple[torch.Tensor | None, list[torch.Tensor]] = torch.ops.symm.fused_all_gather_matmul(
         A_shard, list(Bs), gather_dim, group_name, return_A=return_A
@@ -166,7 +166,7 @@ def fused_matmul_reduce_scatter(
 
     Raises:
         ValueError: shapes, ``scatter_dim`` or ``reduce_op`` do not fit.
-        SymmTimeout, SymmPeerError, SymmMismatch: ranks are late, have ended, or have other shapes.
+        SymmTimeoutError, SymmPeerError, SymmMismatchError: ranks are late, have ended, or have other shapes.
     """
     result: torch.Tensor = torch.ops.symm.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     return result

@@ -42,7 +42,7 @@ def get_symm_mem_workspace(group_name: str, min_size: int, *, device: torch.devi
 
     Raises:
         RuntimeError: it would have to grow while a CUDA graph is captured.
-        SymmMismatch: the ranks ask for different sizes.
+        SymmMismatchError: the ranks ask for different sizes.
     """
     group = resolve(group_name)
     device = _device_of(group) if device is None else device

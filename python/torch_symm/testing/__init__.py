@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._rank import init_process_group, meet, shared_folder
-from ._run import RanksFailed, Results, run_ranks
+from ._rank import barrier, init_process_group, shared_tmp_path
+from ._run import RanksFailedError, Results, run_ranks
 
 if TYPE_CHECKING:
     from ._multi_process import WarmMultiProcessTestCase, skip_if_lt_x_gpu
 
 __all__ = [
-    "RanksFailed",
+    "RanksFailedError",
     "Results",
     "WarmMultiProcessTestCase",
+    "barrier",
     "init_process_group",
-    "meet",
     "run_ranks",
-    "shared_folder",
+    "shared_tmp_path",
     "skip_if_lt_x_gpu",
 ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ._rank import shared_folder, used_cuda
+from ._rank import shared_tmp_path, used_cuda
 from ._report import Ending, describe
 from ._run import run_case
 
@@ -51,7 +51,7 @@ def run(
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         found = {name: str(value) for name, value in names.items()}
         # Dumps are removed with the case, unless the environment sets their directory.
-        found["SYMM_TRACE_DIR"] = os.environ.get("SYMM_TRACE_DIR", str(shared_folder() / "dumps"))
+        found["SYMM_TRACE_DIR"] = os.environ.get("SYMM_TRACE_DIR", str(shared_tmp_path() / "dumps"))
         return {**found, **(given["env"] or {})}
 
     endings = run_case(

@@ -66,11 +66,13 @@ def place() -> tuple[int, int, Path]:
         RuntimeError: this process is not a rank of a test.
     """
     if _here is None:
-        raise RuntimeError("this is no rank of a test: call it in a function that run_ranks or @pytest.mark.ranks runs")
+        raise RuntimeError(
+            "not inside a test rank: call this from a function that run_ranks or @pytest.mark.ranks runs"
+        )
     return _here
 
 
-def shared_folder() -> Path:
+def shared_tmp_path() -> Path:
     """Returns a directory that the ranks of this case share; it is removed after the case.
 
     Raises:
@@ -97,7 +99,7 @@ def init_process_group(backend: str = "symm", timeout: float = 60.0, name: str =
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, **options)
 
 
-def meet(name: str, timeout: float = 30.0) -> None:
+def barrier(name: str, timeout: float = 30.0) -> None:
     """Returns once every rank of this case has called it with this ``name``; needs no group. ``timeout`` in seconds.
 
     Raises:
@@ -190,7 +192,7 @@ def _run(order: Order, rank: int) -> Outcome:
             init_process_group(order.backend, order.group_timeout)
             if order.backend == "gloo":
                 # A rank that leaves at once disturbs the others' connecting.
-                meet("joined", order.group_timeout)
+                barrier("joined", order.group_timeout)
         value = order.body(rank, order.world_size)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -26,7 +26,7 @@ GRACE_S = 8.0
 STACKS_S = 0.5
 
 
-class RanksFailed(AssertionError):
+class RanksFailedError(AssertionError):
     """A rank of a case failed, died or did not end. The text has the rank, the line, and the state of the others."""
 
 
@@ -64,7 +64,7 @@ def run_ranks(
     The function and its arguments need not be picklable; its result must be.
 
     Raises:
-        RanksFailed: a rank raised, died or did not end.
+        RanksFailedError: a rank raised, died or did not end.
     """
     start = time.monotonic()
     endings = run_case(
@@ -92,7 +92,7 @@ def run_ranks(
             results[ending.rank] = ending.outcome.value
     if bad:
         logs = "".join(f"\n\nrank {rank} printed:\n{results.logs[rank][-4000:]}" for rank in bad if results.logs[rank])
-        raise RanksFailed(report(endings, bad, expect_killed) + logs)
+        raise RanksFailedError(report(endings, bad, expect_killed) + logs)
     return results
 
 

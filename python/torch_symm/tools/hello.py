@@ -16,7 +16,7 @@ from torch_symm.launch.ranks import run as run_programs
 from torch_symm.tools.bench.units import format_size, format_us
 from torch_symm.tools.command import PROGRAM, Parser, count, overloaded
 from torch_symm.tools.doctor import cgroup
-from torch_symm.tools.doctor.trial import children, failed, transport
+from torch_symm.tools.doctor.smoke_test import children, failed, transport
 
 #: Time limit in seconds for starting, meeting and measuring.
 LIMIT_S = 60.0

@@ -11,8 +11,6 @@ from torch_symm.tools.command import PROGRAM, Parser
 
 from .hello import ranks_here
 
-#: The values of ``SYMM_REPLACES``.
-REPLACED = ("gloo",)
 #: Options of torchrun that determine where ranks meet; without any of them, they meet on this node.
 MEETING = ("standalone", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port")
 
@@ -36,12 +34,12 @@ def parser() -> Parser:
         "this host (--standalone). The exit status is torchrun's.",
         [
             ("train.py --epochs 3", "a program that calls init_process_group('symm')"),
-            ("--replace gloo train.py", "an unchanged program that asks for Gloo: CPU tensors go through symm"),
+            ("--replace-gloo train.py", "an unchanged program that asks for Gloo: CPU tensors go through symm"),
             ("--nproc-per-node 4 -m package.train", "options of torchrun"),
         ],
     )
-    made.usage = f"{PROGRAM} run [--replace gloo] [options of torchrun] PROGRAM ..."
-    made.add_argument("--replace", choices=REPLACED, help="the backend that symm replaces: sets SYMM_REPLACES")
+    made.usage = f"{PROGRAM} run [--replace-gloo] [options of torchrun] PROGRAM ..."
+    made.add_argument("--replace-gloo", action="store_true", help="symm replaces Gloo: sets SYMM_REPLACE_GLOO=1")
     return made
 
 
@@ -51,13 +49,13 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
 
     known = torchrun.get_args_parser()
     known.prog, known.usage = parser.prog, parser.usage
-    known.add_argument("--replace", choices=REPLACED)
+    known.add_argument("--replace-gloo", action="store_true")
     words: list[str] = given.words
     found = known.parse_args(words)
     program = len(words) - len(found.training_script_args) - 1
-    options = _without_replace(words[:program])
-    if found.replace:
-        os.environ["SYMM_REPLACES"] = found.replace
+    options = [word for word in words[:program] if word != "--replace-gloo"]
+    if found.replace_gloo:
+        os.environ["SYMM_REPLACE_GLOO"] = "1"
     asked = any(word.startswith(("--nproc-per-node", "--nproc_per_node")) for word in options)
     if not asked and "PET_NPROC_PER_NODE" not in os.environ:
         options.insert(0, f"--nproc-per-node={ranks_here()[1]}")
@@ -68,13 +66,3 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     sys.stdout.flush()
     torchrun.main([*options, *words[program:]])
     return 0
-
-
-def _without_replace(options: Sequence[str]) -> list[str]:
-    left, words = [], iter(options)
-    for word in words:
-        if word == "--replace":
-            next(words, None)
-        elif not word.startswith("--replace="):
-            left.append(word)
-    return left

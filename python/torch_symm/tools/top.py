@@ -13,7 +13,7 @@ from torch_symm._trace.dump import Dump, NotADump, read
 from torch_symm._trace.report import merge
 from torch_symm.tools.command import PROGRAM, Parser, positive
 
-HOW = "start the job with SYMM_STATS=2 in its environment, and give this command its SYMM_TRACE_DIR, if it has one"
+HOW = "start the job with SYMM_STATS_INTERVAL=2, and give this command its SYMM_TRACE_DIR, if it has one"
 
 
 def parser() -> Parser:
@@ -21,7 +21,8 @@ def parser() -> Parser:
     made = Parser(
         "top",
         "Shows the last calls of a running job by collective and size: how long they took, which share of it ranks "
-        "spent waiting for the slowest, and who that was. The job needs SYMM_STATS=seconds in its environment.",
+        "spent waiting for the slowest, and who that was. The job needs SYMM_STATS_INTERVAL=seconds in its "
+        "environment.",
         [
             ("", "the job that wrote last, until Ctrl-C"),
             ("4711 --once", "the job of process 4711, once"),
@@ -30,7 +31,7 @@ def parser() -> Parser:
     )
     made.add_argument("pid", nargs="?", type=int, metavar="PID", help="a process of the job (default: who wrote last)")
     made.add_argument("--once", action="store_true", help="print the table once")
-    made.add_argument("--every", type=positive, default=2.0, metavar="SECONDS", help="between two tables (default: 2)")
+    made.add_argument("--interval", type=positive, default=2.0, metavar="SECONDS", help="between tables (default: 2)")
     made.add_argument(
         "--dir", type=Path, default=None, help="where the job's traces go (default: as torch-symm has it)"
     )
@@ -64,7 +65,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         print(clear + table.render(dumps), flush=True)
         if given.once:
             return 0
-        time.sleep(given.every)
+        time.sleep(given.interval)
         if not files.running(pid):
             print(f"process {pid} has ended", file=sys.stderr)
             return 0

@@ -9,10 +9,10 @@ import pickle
 import sys
 from pathlib import Path
 
-from torch_symm._trace.annotate import annotate_trace
+from torch_symm._trace.annotate import annotate_profiler_trace
 from torch_symm._trace.dump import Dump, NotADump, read
 from torch_symm._trace.report import as_json, render
-from torch_symm._trace.torch_form import convert
+from torch_symm._trace.torchfrtrace import convert
 from torch_symm.tools.command import Parser
 
 
@@ -49,7 +49,7 @@ def run(_parser: Parser, given: argparse.Namespace) -> int:
                 print(error, file=sys.stderr)
                 status = 2
         if dumps and given.annotate:
-            print(f"{given.annotate}: {annotate_trace(given.annotate, files)} events have got arguments")
+            print(f"{given.annotate}: {annotate_profiler_trace(given.annotate, files)} events have got arguments")
         elif dumps and given.torch:
             _convert(dumps, given.torch)
         elif dumps:

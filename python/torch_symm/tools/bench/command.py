@@ -195,7 +195,7 @@ def plan(parser: Parser, given: argparse.Namespace) -> Plan:
     import torch
 
     from . import request
-    from .beside import Beside
+    from .background_load import Beside
 
     gpus = torch.cuda.device_count()
     device = given.device or ("cuda" if gpus > 1 else "cpu")
@@ -277,7 +277,7 @@ def _on_gpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent]:
 
 def _on_cpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent | str]:
     from . import launch
-    from .beside import Beside
+    from .background_load import Beside
     from .record import Absent
 
     sides = [given.backend]

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from . import links, machine
+from .gpu.contenders import cpu_sides, gpu_sides
+from .gpu.exact_inputs import IN_PLACE
 from .gpu.launch import PATIENT_SETTINGS, STILL_S, Options, measure
-from .gpu.meeting import MAX_TURNS
-from .gpu.patterned import IN_PLACE
+from .gpu.rank_sync import MAX_TURNS
 from .gpu.record import Absent as GpuAbsent
 from .gpu.record import Cell, Measured
-from .gpu.sides import cpu_sides, gpu_sides
 from .record import Absent, Figure, Found
 from .request import REDUCING, ROOTED, Wanted
 
@@ -42,7 +42,7 @@ def run(rows: Sequence[Wanted], against: Sequence[str], how: How) -> Iterator[Fo
     """Yields the rows, and sides that are not available.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException, ProcessExitedException, StandsStill: a rank failed outside of any
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException, StalledError: a rank failed outside of any
             side, or hangs there.
     """
     makers = gpu_sides if how.device == "cuda" else cpu_sides

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from torch_symm.launch import ranks
 from torch_symm.launch.messages import reported
-from torch_symm.launch.watch import Doing, Progress, StandsStill, Watch, stopped
+from torch_symm.launch.watch import Progress, RankActivity, StalledError, Watch, stopped
 
 from . import rank as rank_process
-from .beside import Beside, running
+from .background_load import Beside, running
 from .record import Found
 from .request import Wanted
 from .timing import FIXED_ROUNDS, MAX_BURST, MAX_ROUNDS, MAX_SAMPLES, SharedTensors
@@ -57,7 +57,7 @@ def measure(
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
         torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process.
-        StandsStill: the ranks made no progress for ``limit_s``. The message names side, row and ranks.
+        StalledError: the ranks made no progress for ``limit_s``. The message names side, row and ranks.
     """
     # Leaves room for rounding up to whole rounds and bursts.
     samples = max(calls + FIXED_ROUNDS * (calls // MAX_BURST + 16), MAX_SAMPLES + MAX_ROUNDS if seconds else 0)
@@ -79,12 +79,12 @@ def measure(
             def watched() -> None:
                 if doing := watch.stuck():
                     who = _who(doing, stopped(started.processes), world)
-                    raise StandsStill(f"{_place(doing, sides, rows)}: {who} for {watch.limit_s:g} s (--limit)")
+                    raise StalledError(f"{_place(doing, sides, rows)}: {who} for {watch.limit_s:g} s (--limit)")
 
             yield from reported(started, results, len(rows), watched=watched)
 
 
-def _place(doing: Doing, sides: Sequence[str], rows: Sequence[Wanted]) -> str:
+def _place(doing: RankActivity, sides: Sequence[str], rows: Sequence[Wanted]) -> str:
     if doing.cell is None:
         return "before the first row"
     side = "between sides" if doing.side is None else sides[doing.side]
@@ -92,7 +92,7 @@ def _place(doing: Doing, sides: Sequence[str], rows: Sequence[Wanted]) -> str:
     return f"{side}, {wanted.op} {wanted.dtype} {format_size(wanted.size)}"
 
 
-def _who(doing: Doing, halted: Sequence[int], world: int) -> str:
+def _who(doing: RankActivity, halted: Sequence[int], world: int) -> str:
     """Names the idle ranks: those whose processes are stopped, otherwise those that are behind the others."""
     late = halted or doing.behind
     if not late:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from torch_symm._torch import new_group
+from torch_symm._torch_compat import new_group
 from torch_symm.launch.messages import in_a_line
 from torch_symm.launch.watch import Progress
 

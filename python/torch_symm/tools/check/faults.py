@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torch_symm._torch import set_timeout
+from torch_symm._torch_compat import set_timeout
 from torch_symm.launch import ranks
 
 #: Number of ranks of a fault, if each has a GPU where it needs one. The last of them fails.
@@ -41,9 +41,9 @@ FAULTS = (
     Fault("killed", "is killed inside the job", "SymmPeerError"),
     Fault("exited", "ends without a word", "SymmPeerError"),
     Fault("left", "leaves the group while others call", "SymmPeerError"),
-    Fault("late", f"does not come within {TIMEOUT_S:g} s", "SymmTimeout"),
-    Fault("stopped", f"is stopped for more than {TIMEOUT_S:g} s", "SymmTimeout"),
-    Fault("other", "calls with another length", "SymmMismatch", everyone=True),
+    Fault("late", f"does not come within {TIMEOUT_S:g} s", "SymmTimeoutError"),
+    Fault("stopped", f"is stopped for more than {TIMEOUT_S:g} s", "SymmTimeoutError"),
+    Fault("other", "calls with another length", "SymmMismatchError", everyone=True),
 )
 
 
@@ -119,7 +119,7 @@ def main(rank: int, fault: Fault, device: str, world: int, rendezvous: str, resu
     # Kernels report when the host waits for them.
     settle = torch.cuda.synchronize if device == "cuda" else _nothing
     settle()
-    if fault.raises == "SymmTimeout":
+    if fault.raises == "SymmTimeoutError":
         set_timeout(timedelta(seconds=TIMEOUT_S))
     fails = rank == world - 1
     if fails:

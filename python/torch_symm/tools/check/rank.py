@@ -12,7 +12,7 @@ from multiprocessing.synchronize import Barrier
 import torch
 import torch.distributed as dist
 
-from torch_symm._torch import new_group
+from torch_symm._torch_compat import new_group
 from torch_symm.launch.messages import in_a_line
 
 from .cases import Case, Covered, blocks

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from torch_symm.tools.command import Parser, count
 
 from . import calls, devices, host, library
-from .probed import Probed, probe
+from .probe_result import Probed, probe
 from .report import NAMES, Section, as_json, problems, render, verdict
-from .trial import RANKS, SECONDS, trial
+from .smoke_test import RANKS, SECONDS, trial
 
 #: Variables in which launchers publish the number of ranks of a node.
 LAUNCHED = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")

@@ -8,7 +8,7 @@ from typing import Any
 
 from .host import writable
 from .limits import GPU_RANKS
-from .probed import Probed
+from .probe_result import Probed
 from .report import Problem, Section
 
 #: Minimum CUDA version of the driver, and minimum compute capability.
@@ -47,9 +47,9 @@ def gpus(probed: Probed, ranks: int) -> Section:
     if ranks > GPU_RANKS:
         text = f"a group with GPUs has at most {GPU_RANKS} ranks, not {ranks}"
         problems.append(Problem(text, "start fewer, or use another backend for CUDA tensors", fatal=True))
-    if ranks > len(devices) and os.environ.get("SYMM_SHARED_GPUS", "").strip() != "1":
+    if ranks > len(devices) and os.environ.get("SYMM_ALLOW_SHARED_GPUS", "").strip() != "1":
         text = f"{ranks} ranks would share {len(devices)} GPUs, which groups refuse for CUDA tensors"
-        problems.append(Problem(text, "start a rank for each GPU; SYMM_SHARED_GPUS=1 allows it for tests"))
+        problems.append(Problem(text, "start a rank for each GPU; SYMM_ALLOW_SHARED_GPUS=1 allows it for tests"))
     return Section("gpus", {"devices": devices}, lines, problems)
 
 
@@ -110,7 +110,9 @@ def kernels(probed: Probed) -> Section | None:
     problems, lines = [], []
     if error := probed.errors.get("nvrtc"):
         text = f"no CUDA kernel can be compiled: {error}"
-        problems.append(Problem(text, "pip install nvidia-cuda-nvrtc, or set SYMM_NVRTC to libnvrtc.so.*", fatal=True))
+        problems.append(
+            Problem(text, "pip install nvidia-cuda-nvrtc, or set SYMM_NVRTC_PATH to libnvrtc.so.*", fatal=True)
+        )
         lines.append("no compiler, see below")
     else:
         version, path = found["nvrtc"]["version"], found["nvrtc"]["path"]

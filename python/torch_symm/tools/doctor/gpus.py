@@ -79,7 +79,7 @@ def nvrtc() -> dict[str, Any]:
     Raises:
         OSError: no compiler was found.
     """
-    named = os.environ.get("SYMM_NVRTC", "").strip()
+    named = os.environ.get("SYMM_NVRTC_PATH", "").strip()
     if named and not Path(named).is_dir():
         return _opened(named)
     folders = [Path(named)] if named else nvrtc_folders(torch.version.cuda)
@@ -92,7 +92,11 @@ def nvrtc() -> dict[str, Any]:
             return _opened(name)
         except OSError:
             continue
-    where = f"SYMM_NVRTC={named}" if named else f"{len(folders)} folders of Python's packages or by the system's linker"
+    where = (
+        f"SYMM_NVRTC_PATH={named}"
+        if named
+        else f"{len(folders)} folders of Python's packages or by the system's linker"
+    )
     raise OSError(f"none of {', '.join(NVRTC)} is found in {where}")
 
 

@@ -12,7 +12,7 @@ from torch_symm._native import built
 from torch_symm._repr import counted
 from torch_symm.tools.bench.units import format_size
 
-from .probed import MISSING, Probed
+from .probe_result import MISSING, Probed
 from .report import Problem, Section
 
 #: Warnings about settings in the log.
@@ -110,7 +110,9 @@ def collectives(probed: Probed) -> list[Section]:
         if error:
             text = f"no algorithms can be shown for {device}: {error}"
             sections.append(
-                Section(device, {"error": error}, [text], [Problem(text, "see SYMM_PROFILE and SYMM_TOPOLOGY_FILE")])
+                Section(
+                    device, {"error": error}, [text], [Problem(text, "see SYMM_COST_PROFILE and SYMM_TOPOLOGY_FILE")]
+                )
             )
         elif found:
             sections.append(Section(device, dict(found), _table(found)))

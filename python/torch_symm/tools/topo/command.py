@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch_symm.tools.command import Parser, count
 from torch_symm.tools.doctor import devices, library
-from torch_symm.tools.doctor.probed import Probed, probe
+from torch_symm.tools.doctor.probe_result import Probed, probe
 from torch_symm.tools.doctor.report import Section, render
 
 from . import cpu, plot

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .points import OPS, Point
+from .measurement_points import OPS, Point
 from .profile import prices
 
 #: The goal of a model: maximum of the median and of the worst relative error.

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from torch_symm.tools.bench.units import parse_size
 from torch_symm.tools.command import MOST_RANKS, Parser, check_figures, count, positive
 
-from . import points as sizes
-from .points import LARGEST, OPS, SMALLEST, Point
+from . import measurement_points as sizes
+from .measurement_points import LARGEST, OPS, SMALLEST, Point
 from .report import progress, say, table
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def parser() -> Parser:
             ("--device cpu --ranks 2 --seconds 20", "shorter, for 2 ranks"),
             ("--check --json out/check.json", "how exact the profile is"),
             ("--seconds 20 --json", "shorter, for programs: one JSON object"),
-            ("--hosts", "of all hosts' torchrun: the network between them"),
+            ("--inter-node", "of all nodes' torchrun: the network between them"),
         ],
     )
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
@@ -61,9 +61,11 @@ def parser() -> Parser:
     made.add_argument("--largest", default=str(LARGEST), help="largest tensor (default: 256M)")
     made.add_argument("--ops", default=",".join(OPS), help="comma-separated, of: " + ", ".join(OPS))
     made.add_argument("--output", type=Path, help="the profile to write (default: in the user's cache)")
-    made.add_argument("--hosts", action="store_true", help="measure what is between the hosts of a job of torchrun")
+    made.add_argument(
+        "--inter-node", action="store_true", help="measure the network between the nodes of a torchrun job"
+    )
     made.add_argument("--check", action="store_true", help="compare a profile with what is measured at other sizes")
-    made.add_argument("--plans", type=count, metavar="N", help="time all ways of N random redistributions")
+    made.add_argument("--redistribution", type=count, metavar="N", help="time all ways of N random redistributions")
     made.add_argument("--profile", type=Path, help="the profile to check (default: the one that would be used)")
     made.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write all as JSON; alone: print only that")
     made.add_argument("--plot", type=Path, help="where --check draws the curves (needs matplotlib)")
@@ -81,7 +83,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         return _draw(parser, given)
     if given.plot:
         _need_matplotlib(parser)
-    if given.hosts:
+    if given.inter_node:
         return _hosts(parser, given)
     import torch
 
@@ -125,7 +127,7 @@ def _measured(
     from torch_symm import SymmConfigError
 
     try:
-        if given.plans is not None:
+        if given.redistribution is not None:
             return 0, _plans(given, device, world)
         return 0, (_check if given.check else _calibrate)(given, device, world, ops, largest)
     except Unmeasured as error:
@@ -148,8 +150,8 @@ def _hosts(parser: Parser, given: argparse.Namespace) -> int:
         if not torch.cuda.is_available():
             parser.error("--hosts --device cuda: torch finds no GPU here")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        parser.error("--hosts: start it on every host: torchrun --nnodes 2 ... -m torch_symm tune --hosts")
-    from .hosts import run as measured
+        parser.error("--inter-node: start it on every node: torchrun --nnodes 2 ... -m torch_symm tune --inter-node")
+    from .inter_node import run as measured
 
     return measured(given.seconds, given.output, device)
 
@@ -201,7 +203,7 @@ def _calibrate(
     command = "python -m torch_symm " + shlex.join(["tune", *_shown(given)])
     measured = profile.measured(command, load, reference_us)
     made = profile.assemble(profile.bare(here, settings), found, measured, known)
-    profile.write(path, {**made, **profile.between_hosts(path)})
+    profile.write(path, {**made, **profile.inter_node(path)})
     for ranks, setting in settings.items():
         say(f"groups of {ranks}: " + ", ".join(f"{name} = {value}" for name, value in setting.items()))
     _say_state(reference_us, share)
@@ -299,9 +301,9 @@ def _draw(parser: Parser, given: argparse.Namespace) -> int:
 
 
 def _plans(given: argparse.Namespace, device: str, world: int) -> dict[str, Any]:
-    from .plans import HEADINGS, measure, summary
+    from .redistribution import HEADINGS, measure, summary
 
-    with progress("timing plans", given.plans) as on_visit:
-        cases = measure(world, device, given.plans, given.profile, on_visit)
+    with progress("timing plans", given.redistribution) as on_visit:
+        cases = measure(world, device, given.redistribution, given.profile, on_visit)
     table("what the cheapest plan of each model is worth", HEADINGS, summary(cases))
     return {"cases": [dataclasses.asdict(case) for case in cases]}

@@ -13,7 +13,7 @@ from torch_symm.launch import ranks
 from torch_symm.launch.messages import reported
 
 from . import rank as rank_process
-from .points import SLICE, STEP, Point
+from .measurement_points import SLICE, STEP, Point
 from .rank import Visit
 
 #: The visits of each point, launch by launch.
@@ -47,7 +47,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
         task = rank_process.Task(world, device, distinct, visits, seconds, rendezvous, graphs)
-        settings = {"SYMM_PROFILE": str(profile)} if profile else {}
+        settings = {"SYMM_COST_PROFILE": str(profile)} if profile else {}
         with ranks.started(rank_process.main, (task, results), world, warm=True, settings=settings) as started:
             for message in reported(started, results, 1, rank_process.Done):
                 if isinstance(message, Visit):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .check import Compared
-from .points import OPS
+from .measurement_points import OPS
 
 
 def draw(compared: Sequence[Compared], title: str, path: Path) -> None:

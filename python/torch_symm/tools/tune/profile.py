@@ -22,7 +22,7 @@ from torch_symm._describe import prices as prices
 from torch_symm._native import load
 from torch_symm._version import __version__
 
-from .points import OPS, Point, Priced, group_sizes, local
+from .measurement_points import OPS, Point, Priced, group_sizes, local
 
 
 @dataclass(frozen=True)
@@ -132,15 +132,15 @@ def known(path: Path) -> dict[str, Any]:
         return {}
 
 
-def between_hosts(path: Path) -> dict[str, Any]:
+def inter_node(path: Path) -> dict[str, Any]:
     """Returns the present entry about the inter-node network of the profile at ``path``, to keep it in the next one."""
     found = known(path)
-    return {"between_hosts": found["between_hosts"]} if "between_hosts" in found else {}
+    return {"inter_node": found["inter_node"]} if "inter_node" in found else {}
 
 
 def own_path(here: Key) -> Path | None:
     """Returns where the user's profile of this hardware belongs; ``None`` without a cache."""
-    folder = os.fsdecode(load()._own_profiles())
+    folder = os.fsdecode(load()._user_profile_dir())
     return Path(folder) / here.file if folder else None
 
 

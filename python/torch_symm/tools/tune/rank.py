@@ -18,10 +18,10 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
-from torch_symm._torch import new_group
+from torch_symm._torch_compat import new_group
 from torch_symm.tools.bench.gpu.clock import GpuClock
 
-from .points import COPY, ITEM, SLICE, STEP, Point
+from .measurement_points import COPY, ITEM, SLICE, STEP, Point
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 #: Minimum duration of a batch, so that reading the clock, or an event, does not count.

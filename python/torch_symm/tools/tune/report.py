@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch_symm.tools.bench.units import format_size, format_us
 
-from .points import Point
+from .measurement_points import Point
 
 #: Without rich, a line is written for each such fraction of the whole.
 PLAIN_STEP = 0.1

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from .points import Point
+from .measurement_points import Point
 
 #: A threshold must save this share of the time of all calls that it affects; otherwise the default stays.
 WORTH = 0.01

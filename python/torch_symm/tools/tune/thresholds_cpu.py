@@ -7,7 +7,7 @@ from typing import Any
 
 from . import profile
 from .launch import measure, state, times
-from .points import Point, group_sizes, points
+from .measurement_points import Point, group_sizes, points
 from .rank import Visit
 from .thresholds import choose
 

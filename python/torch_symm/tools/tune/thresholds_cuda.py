@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from . import profile
 from .launch import measure, times
-from .points import Point, group_sizes, points
+from .measurement_points import Point, group_sizes, points
 from .thresholds import choose
 
 #: Longest tensors. One-shot and two-shot apply only to all-reduce; the others use flags in their data, or staging.
@@ -84,8 +84,8 @@ def _measured(
 
 def _names(todo: Iterable[Point], world: int, path: Path | None = None) -> dict[Point, str]:
     """Returns the algorithms that run ``todo`` with the profile at ``path``; without one, by default."""
-    basis = "measured" if path else "links"
-    known = {ranks: profile.prices("cuda", ranks, world, basis, path) for ranks in group_sizes(world)}
+    source = "measured" if path else "links"
+    known = {ranks: profile.prices("cuda", ranks, world, source, path) for ranks in group_sizes(world)}
     return {point: known[point.ranks].price(point.op, point.bytes, 0)[1] for point in todo}
 
 

@@ -9,11 +9,11 @@ from typing import TypeAlias
 import torch
 
 from ..ops import DTYPES, OPS
-from . import patterned
+from . import exact_inputs
+from .contenders import Builder, Side
 from .inputs import Call, Inputs, Setting
 from .process import Entrances, Process
 from .record import Cell, Figure, Measured
-from .sides import Builder, Side
 
 LARGE = 4 << 20
 MANY_CALLS, FEW_CALLS = 20, 5
@@ -43,7 +43,7 @@ class _Bench:
         dtype = DTYPES[cell.dtype]
         self._inputs = Inputs(process.task.world, cell.bytes // dtype.itemsize, dtype, process.device, seed)
         self._pristine = torch.empty(self._inputs.count, dtype=dtype, device=process.device)
-        if not patterned.wanted(cell):
+        if not exact_inputs.wanted(cell):
             self._inputs.fill(self._pristine, process.rank)
         self._figures: dict[str, Figure] = {}
 
@@ -65,14 +65,14 @@ class _Bench:
             if self._process.task.checks and not self._still_right(number, call):
                 continue
             self._read(number)
-            if self._process.task.entrances is not None and not patterned.wanted(cell):
+            if self._process.task.entrances is not None and not exact_inputs.wanted(cell):
                 self._host_times(number, call, self._process.task.entrances)
         return Measured(cell, self._calls, self._figures)
 
     def _builder(self, side: Side) -> Builder | None:
-        if not patterned.wanted(self._cell):
+        if not exact_inputs.wanted(self._cell):
             return side.builder(self._cell.op, self._cell.bytes)
-        return patterned.builder(self._cell) if side.is_plain else None
+        return exact_inputs.builder(self._cell) if side.is_plain else None
 
     def _figure(self, number: int) -> Figure:
         return self._figures[self._process.task.sides[number]]

@@ -12,16 +12,16 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from torch_symm.launch import ranks
 from torch_symm.launch.messages import reported
-from torch_symm.launch.watch import Doing, StandsStill, Watch
+from torch_symm.launch.watch import RankActivity, StalledError, Watch
 
 from ..ops import DTYPES
 from ..units import format_size
 from . import rank as rank_process
 from .calls import OPS
-from .meeting import Meeting
+from .contenders import GROUP_TIMEOUT, Makers
 from .process import Entrances, Message, Task
+from .rank_sync import Meeting
 from .record import Absent, Cell, Measured
-from .sides import GROUP_TIMEOUT, Makers
 
 # A call without a peer ends after the group's timeout, by itself or by NCCL's watchdog; the rest is a margin for that.
 STILL_S = GROUP_TIMEOUT.total_seconds() + 25.0
@@ -79,7 +79,7 @@ def measure(options: Options) -> Iterator[Message]:
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed outside any side; the text holds the traceback.
         torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process, outside any side.
-        StandsStill: a rank hangs outside any side, or no side is left.
+        StalledError: a rank hangs outside any side, or no side is left.
     """
     deadline = time.monotonic() + options.seconds
     sides, todo = list(options.sides), cells(options)
@@ -95,7 +95,7 @@ def measure(options: Options) -> Iterator[Message]:
                     sides.remove(message.side)
                 yield message
             return
-        except (ProcessRaisedException, ProcessExitedException, StandsStill) as error:
+        except (ProcessRaisedException, ProcessExitedException, StalledError) as error:
             if not todo or time.monotonic() >= deadline:
                 return  # only their exit failed
             doing = meeting.progress.doing()
@@ -105,7 +105,7 @@ def measure(options: Options) -> Iterator[Message]:
             if name in sides:
                 sides.remove(name)
             yield Absent(name, f"{_place(doing, started_cells)}: {_last_line(error)}", lost=True)
-    raise StandsStill("no side is left")
+    raise StalledError("no side is left")
 
 
 def _start(
@@ -130,13 +130,13 @@ def _start(
 
         def watched() -> None:
             if watch.stuck():
-                raise StandsStill(f"nothing happened for {watch.limit_s:.0f} s")
+                raise StalledError(f"nothing happened for {watch.limit_s:.0f} s")
 
         with ranks.started(rank_process.main, (task, meeting, results), options.world) as started:
             yield from reported(started, results, None, watched=watched)
 
 
-def _place(doing: Doing, todo: Sequence[Cell]) -> str:
+def _place(doing: RankActivity, todo: Sequence[Cell]) -> str:
     if doing.cell is None:
         return "while it was made"
     cell = todo[doing.cell]

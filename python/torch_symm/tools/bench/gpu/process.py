@@ -11,10 +11,10 @@ import torch
 from torch_symm.launch.messages import in_a_line
 
 from .clock import GpuClock, HostClock
+from .contenders import Makers, Side, UnavailableError, is_timeout
 from .inputs import Call, Setting
-from .meeting import Meeting
+from .rank_sync import Meeting
 from .record import Absent, Cell, Figure, Measured
-from .sides import Makers, NotThere, Side, is_timeout
 
 Message: TypeAlias = Absent | Measured
 #: The calls whose host time is measured, by the level at which an operation is entered; a function of a module.
@@ -64,7 +64,7 @@ class Process:
         self.meeting.progress.enter(self.rank, self.cell, side)
         try:
             error = body()
-        except NotThere as missing:
+        except UnavailableError as missing:
             error = str(missing)
         except Exception as failure:
             error = in_a_line(failure)

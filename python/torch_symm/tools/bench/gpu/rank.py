@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from .cell import measure
-from .meeting import Meeting
+from .contenders import GROUP_TIMEOUT
 from .process import Message, Process, Task
-from .sides import GROUP_TIMEOUT
+from .rank_sync import Meeting
 
 FEW_TURNS = 3
 

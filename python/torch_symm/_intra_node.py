@@ -1,0 +1,57 @@
+"""Multi-node groups: the part of a group on this node."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_of_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def intra_node_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Returns the ranks of ``group`` (the default group if ``None``) on this node, as their own group.
+
+    Collective: all ranks of ``group`` call it. The first call makes the group; later calls return the same one, until
+    it is destroyed: all ranks destroy theirs, and the next call makes another. Functions that require one node, such as
+    symmetric memory, work in it.
+
+    Raises:
+        SymmConfigError, SymmTimeoutError: the group cannot be formed.
+        NotImplementedError: ``group`` is not the default group, and its ranks are members of different numbers of
+            groups.
+    """
+    whole = group if group is not None else distributed_c10d._get_default_group()
+    if _of_groups.get(whole) not in distributed_c10d._world.pg_map:
+        _of_groups[whole] = _make_host_group(whole)
+    return _of_groups[whole]
+
+
+def _make_host_group(whole: dist.ProcessGroup) -> dist.ProcessGroup:
+    members = dist.get_process_group_ranks(whole)
+    told: list[Any] = [None] * len(members)
+    dist.all_gather_object(told, (_identity(), len(distributed_c10d._world.pg_names)), group=whole)
+    hosts: dict[str, list[int]] = {}
+    for rank, (host, _) in zip(members, told, strict=True):
+        hosts.setdefault(host, []).append(rank)
+    if whole is distributed_c10d._get_default_group():
+        enumerate_groups: Any = dist.new_subgroups_by_enumeration
+        own, _ = enumerate_groups(list(hosts.values()), backend="symm")
+    else:
+        # If not all ranks know a group, torch derives its name from each member's number of groups.
+        if len({count for _, count in told}) > 1:
+            raise NotImplementedError(
+                "intra_node_group: the ranks of the group are members of different numbers of groups, so that torch "
+                "cannot make another among some of them; make the intra-node group first"
+            )
+        own = dist.new_group(hosts[_identity()], backend="symm", use_local_synchronization=True)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
+def _identity() -> str:
+    from torch_symm._native import load
+
+    return str(load()._node_id())

@@ -1,0 +1,171 @@
+"""Replaces Gloo by symm, for programs that only choose well-known backends.
+
+Every rank publishes in the store whether it can take part, then how its joining ended, so all ranks agree on each
+group. A group that symm rejects, such as one on several nodes that nothing connects, is torch's Gloo on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend, Store
+
+#: What ranks publish about themselves: whether they can have a GPU, or why symm cannot serve them.
+_CPU, _CUDA, _UNABLE = "cpu", "cuda", "unable: "
+#: How joining ended.
+_JOINED, _REFUSED, _FAILED = "joined", "refused: ", "failed: "
+
+#: Lines that this process has logged already, because many groups log the same.
+_said: set[str] = set()
+
+
+def replace_gloo() -> None:
+    """From now on, makes symm serve the CPU tensors of every Gloo group. Call it on all ranks.
+
+    This applies to ``backend="gloo"``, ``"cpu:gloo,cuda:nccl"`` and ``init_process_group()`` without a backend. CUDA
+    tensors of such a group stay with Gloo. If symm rejects a group on any rank, it is Gloo's on all; the log has the
+    reason at INFO. ``dist.get_backend()`` is ``"gloo"``, and the backend is an instance of ``ProcessGroupGloo`` for
+    ``isinstance``. ``SYMM_REPLACE_GLOO=1`` does the same without an import.
+
+    Raises:
+        RuntimeError: this torch was built without Gloo.
+    """
+    from torch_symm import _torch_compat
+
+    _torch_compat.make_gloo_by(create)
+
+
+def create(options: Any, group_options: Any) -> Backend:
+    """Makes the group that torch requests from Gloo, described by ``_DistributedBackendOptions``.
+
+    Raises:
+        DistStoreError: not all ranks arrived within the timeout; the message names the missing ranks.
+        DistBackendError: the group could be formed on some ranks only; the message has their reason.
+    """
+    from torch._C._distributed_c10d import PrefixStore
+
+    from torch_symm._rendezvous import _restarts
+
+    meeting = PrefixStore(f"symm/replaces/{_restarts()}", options.store)
+    rank = int(options.group_rank)
+    # The same processes may meet in the same store again.
+    told = PrefixStore(f"turn {meeting.add(f'turn of {rank}', 1)}", meeting)
+    exchange = _Exchange(told, rank, int(options.group_size), _seconds(options.timeout))
+    able = exchange.of("able", _able(options))
+    if reason := _first(able, _UNABLE):
+        return _gloo(options, reason)
+    return _join(options, group_options, exchange, cuda=_CUDA in able)
+
+
+def _join(options: Any, group_options: Any, exchange: _Exchange, *, cuda: bool) -> Backend:
+    from torch import distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    from torch_symm import _group
+    from torch_symm._native import load
+
+    native = load()
+    # Options of Gloo, which torch ignores, too.
+    own = _group.prepared(native, options, group_options if isinstance(group_options, native.Options) else None)
+    group = None
+    try:
+        store = PrefixStore("symm", exchange.store)
+        group = native._GlooSubstitute(store, exchange.rank, exchange.size, own, cuda)
+        mine = _JOINED
+    except native.SymmConfigError as error:
+        mine = f"{_REFUSED}{error}"
+    except BaseException as error:
+        exchange.tell("joined", f"{_FAILED}{error}")
+        _group.forget_failed_start()
+        raise
+    joined = exchange.of("joined", mine)
+    if set(joined) == {_JOINED} and group is not None:
+        _say("symm serves the CPU tensors of groups of gloo")
+        made: Backend = group
+        return made
+    if group is not None:
+        group.shutdown()
+    if reason := _first(joined, _FAILED):
+        _group.forget_failed_start()
+        raise dist.DistBackendError(f"a group of gloo, in whose place symm stands, failed: {reason}")
+    return _gloo(options, _first(joined, _REFUSED))
+
+
+def _gloo(options: Any, reason: str) -> Backend:
+    from torch_symm import _torch_compat
+
+    _say(f"Gloo serves group {options.group_id!r} itself: {reason}")
+    size, ranks = int(options.group_size), list(options.global_ranks_in_group)
+    timeout = timedelta(seconds=_seconds(options.timeout))
+    return _torch_compat.gloo(str(options.group_id), options.store, int(options.group_rank), size, timeout, ranks)
+
+
+class _Exchange:
+    """Exchanges a word of every rank with all others, through a store."""
+
+    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self._deadline = time.monotonic() + seconds
+
+    def tell(self, question: str, word: str) -> None:
+        self.store.set(f"told/{question}/{self.rank}", word)
+
+    def of(self, question: str, mine: str) -> list[str]:
+        """Returns each rank's answer, in rank order; without the native part, only this rank's answer."""
+        from torch import distributed as dist
+
+        from torch_symm._native import load
+
+        left = timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
+        try:
+            store = load()._wrap_store(self.store)
+        except (ImportError, OSError):
+            self.tell(question, mine)
+            return [""] * self.rank + [mine]
+        try:
+            words: list[str] = store._gather("told", question, mine, self.rank, self.size, left)
+            return words
+        except dist.DistStoreError as error:
+            raise dist.DistStoreError(
+                f"a group of gloo, in whose place symm stands, {error} or lack SYMM_REPLACE_GLOO=1, "
+                "which all ranks need"
+            ) from error
+
+
+def _able(options: Any) -> str:
+    from torch import distributed as dist
+
+    from torch_symm._native import load
+
+    if getattr(options, "enable_reconfigure", False):
+        return f"{_UNABLE}enable_reconfigure is Gloo's alone"
+    try:
+        load()
+    except (ImportError, OSError) as error:
+        return f"{_UNABLE}{error}"
+    return _CUDA if "cuda" in dist.Backend.backend_capability["symm"] else _CPU
+
+
+def _first(words: list[str], kind: str) -> str:
+    """Returns the first word of that kind, without the kind, with its rank; empty if no word has that kind."""
+    return next((f"rank {rank}: {word[len(kind) :]}" for rank, word in enumerate(words) if word.startswith(kind)), "")
+
+
+def _seconds(timeout: Any) -> float:
+    return float(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
+
+
+def _say(sentence: str) -> None:
+    if sentence in _said:
+        return
+    _said.add(sentence)
+    from torch_symm._native import load
+
+    try:
+        load()._log_info(sentence)
+    except (ImportError, OSError):
+        logging.getLogger("torch_symm").info(sentence)

@@ -1,0 +1,59 @@
+"""Tensors in symmetric memory, and checks that calls used it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch_symm
+from pool import device, settle
+
+MB = 1 << 20
+#: Seconds until every peer has mapped a new segment.
+ACCEPTED_S = 20.0
+
+
+def new_pool() -> torch.cuda.MemPool:
+    """A pool whose tensors peers can access."""
+    return torch.cuda.MemPool(torch_symm.mem_allocator())
+
+
+def direct() -> int:
+    """Number of zero-copy calls of this process, replays included."""
+    settle()
+    return int(torch_symm.stats().get("zero_copy", 0))
+
+
+def rises(call: Callable[..., object], *args: object) -> list[int]:
+    """How much the number of zero-copy calls rose on each rank while all of them called."""
+    before = direct()
+    call(*args)
+    own = torch.tensor([direct() - before])
+    everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    return [int(each) for each in everyone]
+
+
+def warm(call: Callable[..., object], *args: object) -> None:
+    """Calls, equally often on every rank, until a call is zero-copy: peers map a new segment a little later."""
+    start = time.monotonic()
+    while not any(rises(call, *args)):
+        late = torch.tensor([time.monotonic() - start > ACCEPTED_S])
+        dist.all_reduce(late)
+        assert not bool(late), f"no call went direct within {ACCEPTED_S} s: {torch_symm.stats()}"
+        time.sleep(0.01)
+
+
+def same_bytes(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Bit for bit, on the device."""
+    return torch.equal(got.flatten().view(torch.uint8), wanted.flatten().view(torch.uint8))
+
+
+def numbers(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Different ones for each rank, in ordinary memory."""
+    generator = torch.Generator(device()).manual_seed(100 * seed + dist.get_rank())
+    if dtype.is_floating_point:
+        return torch.empty(count, device=device()).uniform_(-4, 4, generator=generator).to(dtype)
+    return torch.randint(0, 100, (count,), device=device(), dtype=dtype, generator=generator)

@@ -1,0 +1,375 @@
+"""Ending a group: while a call is blocked, a thousand times, and in forked children."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from . import resource_leaks
+from .case import RIGHT, WRONG, Case, Outcome, Promise, Saw, add
+from .deaths import failed, waits
+from .processes import WORLD, Stage, host_of, placed, play, scene
+
+TIMEOUT_S = 5.0
+
+
+def released(stage: Stage, rank: int, way: str, wait: str = "all_reduce", culprit: int = 0) -> Saw:
+    """The culprit blocks in a call that no other rank makes; another of its threads ends the group."""
+    dist.barrier()
+    if rank != culprit:
+        told = way == "abort" and stage.side == "symm"
+        saw = stage.observe(waits(stage, culprit)["nothing"]) if told else Saw(RIGHT)
+        stage.meet("released", rank, (culprit,), 3 * TIMEOUT_S)
+        return _as(saw, "SymmPeerError" if told else RIGHT, stage)
+    backend = stage.backend
+
+    def end() -> None:
+        if way == "abort":
+            backend.abort()
+            backend.abort()
+        else:
+            dist.destroy_process_group()
+
+    thread = stage.later(0.2, end)
+    saw = stage.observe(waits(stage, (culprit + 1) % stage.world)[wait])
+    thread.join()
+    stage.meet("released", rank, ())
+    return _as(saw, "SymmAbortedError", stage)
+
+
+def _as(saw: Saw, kind: str, stage: Stage) -> Saw:
+    """Wrong unless it is of this kind, on the side with a promise."""
+    if stage.side == "symm" and saw.kind != kind:
+        saw.kind = WRONG
+    return saw
+
+
+RELEASED = "abort / destroy from a second thread while a call is blocked"
+NOTE = f"group timeout {TIMEOUT_S:g} s"
+for _wait in ("all_reduce", "asynchronous all_reduce", "recv"):
+    scene(
+        "abort from a second thread" if _wait == "all_reduce" else f"abort, {_wait} blocked",
+        RELEASED,
+        "< 0.1 s; the others hear who aborted",
+        Promise(sees=("SymmAbortedError", "SymmPeerError"), names=(0,), says=("abort",), within=0.1),
+        NOTE,
+        where="both" if _wait == "all_reduce" else "one",
+        timeout=TIMEOUT_S,
+        limit=4 * TIMEOUT_S,
+    )(partial(released, way="abort", wait=_wait))
+scene(
+    "destroy from a second thread",
+    RELEASED,
+    "< 0.1 s",
+    Promise(sees=("SymmAbortedError", RIGHT), within=0.1),
+    NOTE,
+    where="both",
+    timeout=TIMEOUT_S,
+    limit=4 * TIMEOUT_S,
+)(partial(released, way="destroy"))
+for _layout, _culprit in (((2, 2), 3), ((3, 1), 2), ((1, 1, 1), 0)):
+    scene(
+        f"abort on rank {_culprit} of {_layout}",
+        "abort on one of several nodes",
+        "< 0.2 s on all, the rank named with its host",
+        Promise(
+            sees=("SymmAbortedError", "SymmPeerError"),
+            names=(_culprit,),
+            says=(rf'rank {_culprit} \(node "{host_of(_culprit, _layout)}", pid \d+\) aborted group',),
+            within=0.2,
+        ),
+        NOTE,
+        sides=("symm",),
+        layout=_layout,
+        timeout=30,
+    )(partial(released, way="abort", culprit=_culprit))
+
+
+@scene(
+    "abort and a new group",
+    "_abort_process_group, then a new group",
+    "< 1 s, and the new group is right",
+    Promise(within=1.0),
+    world=2,
+)
+def _(stage: Stage, rank: int) -> Saw:
+    dist.all_reduce(torch.zeros(3))
+    begun = time.monotonic()
+    dist.distributed_c10d._abort_process_group()
+    took = time.monotonic() - begun
+    stage.join(rank, name="second")
+    dist.all_reduce(tensor := torch.ones(3))
+    return Saw(RIGHT if tensor.tolist() == [2.0] * 3 else WRONG, seconds=took)
+
+
+@scene(
+    "leaves while others send",
+    "a rank leaves in order while the others still send to each other",
+    "their messages arrive; a receive from the rank that left names it",
+    Promise(sees=("SymmPeerError", RIGHT), says=(r"rank 2.*left.*recv",)),
+    world=3,
+)
+def _(stage: Stage, rank: int) -> Saw:
+    dist.barrier()
+    if rank == 2:
+        dist.destroy_process_group()
+        stage.meet("gone", rank, ())
+        return Saw(RIGHT)
+    stage.meet("gone", rank, (2,))
+    time.sleep(0.2)
+    got = torch.arange(4)
+    if rank == 0:
+        return stage.observe(lambda: dist.send(got, 1))
+    dist.recv(got := torch.zeros_like(got), 0)
+    if got.tolist() != [0, 1, 2, 3]:
+        return Saw(WRONG, "the message was not delivered")
+    return _as(stage.observe(lambda: dist.recv(got, 2)), "SymmPeerError", stage)
+
+
+@scene(
+    "destroy with work outstanding",
+    "destroy while a call of this rank can never finish",
+    "the timeout at most, then the call raises",
+    Promise(sees=("SymmAbortedError", "SymmTimeoutError", RIGHT), within=0.6),
+    world=2,
+    sides=("symm",),
+)
+def _(stage: Stage, rank: int) -> Saw:
+    dist.barrier()
+    stage.shorten(0.5)
+    saw = Saw(RIGHT)
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(10), async_op=True)
+        begun = time.monotonic()
+        dist.destroy_process_group()
+        took = time.monotonic() - begun
+        saw = stage.observe(lambda: work.wait() and False)
+        saw.seconds = took
+    stage.meet("end", rank, range(2))
+    return saw
+
+
+def beside_a_stopped_host(stage: Stage, rank: int, count: int) -> Saw:
+    """Rank 0 aborts while its call waits for rank 1, which is stopped, and destroys the group."""
+    dist.all_reduce(torch.ones(4))
+    stage.meet("before", rank, range(2))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    thread = stage.later(0.2, stage.backend.abort)
+    saw = stage.observe(lambda: dist.all_reduce(torch.ones(count)))
+    thread.join()
+    dist.destroy_process_group()
+    saw.figures["destroyed_s"] = stage.since
+    return saw
+
+
+for _count in (4, 1 << 20):
+    scene(
+        f"abort beside a stopped host, {4 * _count} bytes",
+        "abort of a call that waits for a stopped host",
+        "< 0.2 s; destroyed within 0.8 s",
+        Promise(
+            sees=("SymmAbortedError",),
+            within=0.2,
+            at_most={"destroyed_s": 0.8},
+            stretches=("destroyed_s",),
+            nothing_left=False,
+        ),
+        sides=("symm",),
+        layout=(1, 1),
+        timeout=60,
+        victims=(1,),
+    )(partial(beside_a_stopped_host, count=_count))
+
+
+def leaves_early(stage: Stage, rank: int) -> Saw:
+    """Ranks 2 and 3 leave in order: that fails no rank until its next call, which names one of them."""
+    dist.all_reduce(torch.ones(4))
+    stage.meet("before", rank, range(4))
+    if rank >= 2:
+        dist.destroy_process_group()
+        stage.meet("gone", rank, range(4))
+        return Saw(RIGHT)
+    stage.meet("gone", rank, range(4))
+    time.sleep(0.3)
+    if failed(stage):
+        return Saw(WRONG, "a rank that leaves in order fails no other")
+    return _as(stage.observe(lambda: dist.all_reduce(torch.ones(4))), "SymmPeerError", stage)
+
+
+for _layout in ((2, 2), (2, 1, 1)):
+    scene(
+        f"ranks 2 and 3 of {_layout} leave",
+        "ranks of other nodes leave in order",
+        "named by the next call only",
+        Promise(
+            sees=("SymmPeerError", RIGHT),
+            says=(r'rank [23] \(node "[bc]", pid \d+\) of group ".*" left the group',),
+        ),
+        sides=("symm",),
+        layout=_layout,
+    )(leaves_early)
+
+
+def resident_kb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1024
+
+
+def churn(stage: Stage, rank: int, cycles: int) -> Saw:
+    """Makes, uses and destroys groups one after another."""
+
+    def cycle() -> None:
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(3), group=group)
+        dist.destroy_process_group(group)
+
+    for _ in range(20):
+        cycle()
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    had, keys, memory = resource_leaks.own(), store.num_keys(), resident_kb()
+    dist.barrier()
+    begun = time.monotonic()
+    for _ in range(cycles):
+        cycle()
+    took = time.monotonic() - begun
+    grown = resident_kb() - memory
+    dist.barrier()
+    more = resource_leaks.beyond(had)
+    dist.barrier()
+    return Saw(
+        RIGHT,
+        left=dict(more),
+        figures={
+            "ms_a_cycle": took / cycles * 1e3,
+            "kb_a_cycle": max(0.0, grown) / cycles,
+            "keys_a_cycle": (store.num_keys() - keys) / cycles,
+            "fds_and_threads": float(more["fds"] + more["threads"]),
+        },
+    )
+
+
+def churned(side: str) -> Outcome:
+    """Fewer cycles for Gloo, which takes ten times as long."""
+    return play(partial(churn, cycles=1000 if side == "symm" else 200), side, timeout=60, limit=80, over_tcp=True)
+
+
+add(
+    Case(
+        "1000 cycles",
+        "1000 × new_group, use, destroy",
+        churned,
+        Promise(
+            at_most={"ms_a_cycle": 5.0, "kb_a_cycle": 1.0, "keys_a_cycle": 0.01, "fds_and_threads": 0.0},
+            stretches=("ms_a_cycle",),
+        ),
+        "< 5 ms, < 1 KB, no key, descriptor or thread a cycle",
+        "200 cycles for Gloo; both over torch's TCPStore",
+    )
+)
+
+FORKS = """
+import json, os, sys, time, torch, torch.distributed as dist
+torch.set_num_threads(1)
+side, folder, rank, world = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+seen = {}
+torch.ones(4) + 1
+if rank == 0:
+    begun = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(0)
+    os.waitpid(pid, 0)
+    seen["bare"] = time.monotonic() - begun
+store = dist.FileStore(folder + "/store", world)
+dist.init_process_group(side, store=store, rank=rank, world_size=world)
+dist.all_reduce(torch.ones(4))
+for ending in ("sys_exit", "destroy", "use"):
+    reader, writer = os.pipe()
+    begun = time.monotonic()
+    pid = os.fork() if rank == 0 else 0
+    if rank == 0 and pid == 0:
+        if ending == "destroy":
+            dist.destroy_process_group()
+        elif ending == "use":
+            try:
+                dist.all_reduce(torch.ones(4))
+            except Exception as error:
+                os.write(writer, type(error).__name__.encode())
+            os._exit(0)
+        sys.exit(0)
+    os.close(writer)
+    if rank == 0:
+        while os.waitpid(pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > begun + 4:
+                os.kill(pid, 9)
+                os.waitpid(pid, 0)
+                break
+            time.sleep(0.002)
+        seen[ending] = time.monotonic() - begun
+        seen["raised"] = os.read(reader, 100).decode()
+    dist.all_reduce(tensor := torch.ones(4))
+    seen["right"] = tensor.tolist() == [world] * 4
+print(json.dumps(seen), flush=True)
+os._exit(0)
+"""
+
+
+def forked(side: str) -> Outcome:
+    """A forked child of rank 0 leaves by sys.exit, destroys the group, uses the group."""
+    with resource_leaks.fresh_folder() as place:
+        command = [sys.executable, "-c", FORKS, side, str(place)]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(WORLD)],
+                env={**os.environ, **placed(rank, WORLD)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(WORLD)
+        ]
+        outcome = Outcome()
+        deadline = time.monotonic() + 60
+        for rank, process in enumerate(ranks):
+            try:
+                out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, err = process.communicate()
+            try:
+                seen = json.loads(out.splitlines()[-1])
+            except (IndexError, ValueError):
+                outcome.saw[rank] = Saw("crash", err[-400:])
+                continue
+            outcome.saw[rank] = Saw(RIGHT if seen["right"] else "wrong")
+            if rank == 0:
+                outcome.figures = {f"child_{name}_s": seen[name] for name in ("bare", "sys_exit", "destroy", "use")}
+                outcome.figures["child_more_than_bare_s"] = max(seen["sys_exit"], seen["destroy"]) - seen["bare"]
+                outcome.figures["use_unrefused"] = float(seen["raised"] == "")
+        return outcome
+
+
+add(
+    Case(
+        "forked child ends or uses",
+        "a forked child: sys.exit / destroy / use of the group",
+        forked,
+        Promise(
+            at_most={"child_more_than_bare_s": 0.5, "child_use_s": 0.5, "use_unrefused": 0},
+            stretches=("child_more_than_bare_s", "child_use_s"),
+        ),
+        "the child ends in < 0.5 s more than one without a group (bare), use raises, the parents go on",
+        "children are ended after 4 s",
+    )
+)

@@ -1,0 +1,136 @@
+"""The cases with the ranks on several nodes, which are all this machine (``SYMM_TEST_NODE``).
+
+symm's ranks are on two nodes then, half of them on each; Gloo has no concept of nodes. The promises differ only in
+their times, and where nodes report less of each other than ranks on one node.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from .case import Case, Promise, Saw, add
+from .deaths import KILLED, TIMEOUT_S
+from .destroy import churn
+from .processes import WORLD, Stage, play
+
+#: Seconds until all nodes notice an exit, and a disagreement.
+DEATH_S, DISAGREEMENT_S = 0.2, 0.1
+
+#: Start of the names of cases that do not concern nodes: they meet in other ways, or test torchrun and stores.
+LEFT_OUT = (
+    "store:",
+    "/dev/shm",
+    "16 ranks",
+    "200 groups",
+    "1000 cycles",
+    "killed under torchrun",
+    "killed among 16",
+    "file ",
+    "duplicate rank",
+    "silent process",
+    "RLIMIT_NOFILE",
+)
+
+
+def over_hosts(cases: list[Case]) -> list[Case]:
+    """The cases of ``cases`` that are played on several nodes, with their promises there, and the multi-node cases."""
+    both = [_promised(case) for case in cases if case.where == "both" and not case.name.startswith(LEFT_OUT)]
+    return both + [case for case in cases if case.where == "hosts"]
+
+
+def _promised(case: Case) -> Case:
+    promise = case.promise
+    if promise.sees == ("SymmPeerError",):
+        # A failure on another node is reported without the call in progress there.
+        says = tuple(what for what in promise.says if what != r"#\d+")
+        target = f"< {DEATH_S:g} s on all, rank and pid named; a new group < 1 s"
+        return replace(case, promise=replace(promise, within=DEATH_S, says=says), target=target)
+    if case.name == "stopped, short timeout":
+        return replace(case, promise=replace(promise, says=("stopped",)))
+    if case.name.startswith("mismatch:"):
+        target = case.target.replace("50 ms", f"{DISAGREEMENT_S * 1e3:g} ms")
+        return replace(case, promise=replace(promise, within=DISAGREEMENT_S, same=False, quiet=False), target=target)
+    if case.name.startswith("argument:"):
+        target = case.target.replace("within 100 ms", f"within {DEATH_S * 1e3:g} ms")
+        return replace(case, promise=replace(promise, within=max(DEATH_S, promise.within or 0)), target=target)
+    return case
+
+
+def _host_lost(stage: Stage, rank: int, stopped: bool) -> Saw:
+    """Both ranks of the second node exit, or are stopped, at once, while the others wait for them."""
+    dist.barrier()
+    if rank >= stage.world // 2:
+        if rank == stage.world - 1:
+            stage.now_it_happens()
+        stage.meet("lost", rank, range(stage.world // 2, stage.world))
+        os.kill(os.getpid(), signal.SIGSTOP if stopped else signal.SIGKILL)
+    return stage.observe(lambda: dist.all_reduce(torch.ones(1000)))
+
+
+def _message_refused(stage: Stage, rank: int) -> Saw:
+    """Rank 3 waits for a message of rank 0 that rank 0 cannot send; the others do nothing."""
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.1)
+        stage.now_it_happens()
+        freed = torch.ones(64)
+        freed.untyped_storage().resize_(0)
+        saw = stage.observe(lambda: dist.send(freed, stage.world - 1))
+    elif rank == stage.world - 1:
+        saw = stage.observe(lambda: dist.recv(torch.ones(64), 0) is None)
+    else:
+        saw = stage.observe(lambda: None)
+    stage.meet("seen", rank, range(stage.world), stage.timeout + 1)
+    return saw
+
+
+OTHERS = (WORLD // 2, WORLD - 1)
+LAYOUT = (WORLD // 2, WORLD // 2)
+
+for _case in (
+    Case(
+        "all ranks of a host killed",
+        "all ranks of a host killed, or stopped, at once",
+        partial(play, partial(_host_lost, stopped=False), layout=LAYOUT, timeout=TIMEOUT_S, limit=30, victims=OTHERS),
+        Promise(sees=("SymmPeerError",), says=(rf"{KILLED}|gone", 'node "b"'), within=DEATH_S),
+        f"killed: < {DEATH_S:g} s, the host or its ranks named; stopped: 5 to 6 s, the host named",
+        "the group's timeout is 6 and 20 s; Gloo's threads stay until then where a host is stopped",
+    ),
+    Case(
+        "all ranks of a host stopped",
+        "all ranks of a host killed, or stopped, at once",
+        partial(play, partial(_host_lost, stopped=True), layout=LAYOUT, timeout=20, limit=40, victims=OTHERS),
+        Promise(
+            sees=("SymmPeerError",),
+            says=(r'node "b" \(ranks 2 and 3\) of group ".*" has not answered for 5\.\d s',),
+            not_before=4.5,
+            within=7.0,
+            nothing_left=False,
+        ),
+        f"killed: < {DEATH_S:g} s, the host or its ranks named; stopped: 5 to 6 s, the host named",
+        "the group's timeout is 6 and 20 s; Gloo's threads stay until then where a host is stopped",
+    ),
+    Case(
+        "refused message between nodes",
+        "a send that is refused, to a rank of another node that waits for it",
+        partial(play, _message_refused, layout=LAYOUT, timeout=2, limit=10),
+        Promise(sees=("ValueError", "RuntimeError", "SymmMismatchError", "right"), within=DEATH_S),
+        f"the receiver hears why within {DEATH_S * 1e3:g} ms",
+    ),
+    Case(
+        "100 cycles over nodes",
+        "100 × new_group, use, destroy",
+        lambda side: play(partial(churn, cycles=100), side, layout=LAYOUT, timeout=60, limit=80, over_tcp=True),
+        Promise(at_most={"keys_a_cycle": WORLD, "fds_and_threads": 0.0}),
+        "no descriptor or thread a cycle, and no keys but those that Gloo leaves",
+        "over torch's TCPStore",
+    ),
+):
+    add(replace(_case, where="hosts"))

@@ -1,0 +1,440 @@
+"""Multi-node groups: how they are made, rejected, split, and used."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import torch_symm
+from launch import run_hosts
+from test_groups import assert_nothing_left, resources
+
+# Takes seconds: once, before processes are forked.
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: F401
+from torch.nn.parallel import DistributedDataParallel
+
+
+def total(group: dist.ProcessGroup | None = None) -> float:
+    tensor = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def subgroups(rank: int, world_size: int) -> None:
+    assert total() == 10
+    for members in ([0, 1], [1, 2], [0, 1, 3], [3]):
+        group = dist.new_group(members)
+        if rank in members:
+            assert total(group) == sum(member + 1 for member in members)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    assert total(mesh["shard"].get_group()) == (3 if rank < 2 else 7)
+    assert total(mesh["replicate"].get_group()) == (4 if rank % 2 == 0 else 6)
+    host = torch_symm.intra_node_group()
+    assert dist.get_process_group_ranks(host) == ([0, 1] if rank < 2 else [2, 3])
+    assert torch_symm.intra_node_group() is host and total(host) == (3 if rank < 2 else 7)
+    dist.destroy_process_group(host)
+    assert torch_symm.intra_node_group() is not host and total(torch_symm.intra_node_group()) == (3 if rank < 2 else 7)
+
+
+def test_groups_of_ranks_here_and_there() -> None:
+    run_hosts(subgroups, (2, 2))
+
+
+def other_members(rank: int, world_size: int) -> None:
+    # Each rank lists a group of both nodes, then one of its own node.
+    for here, there in (([0, 2], [1, 3]), ([0, 1], [2, 3])):
+        if rank in (0, 3):
+            with pytest.raises(torch_symm.SymmConfigError) as refused:
+                dist.new_group(here if rank == 0 else there, timeout=timedelta(seconds=60))
+            for word in ("disagree on the members of group", "its rank 0 lists", str(here), "its rank ", str(there)):
+                assert word in str(refused.value), refused.value
+        else:
+            # Its groups keep their numbers.
+            dist.distributed_c10d._world.group_count += 1
+    assert total() == 10
+
+
+def test_ranks_that_list_other_members_are_refused() -> None:
+    run_hosts(other_members, (2, 2))
+
+
+def keys_of_a_failed_join(rank: int, world_size: int) -> None:
+    store: Any = dist.distributed_c10d._get_default_store()
+
+    def ours() -> set[str]:
+        return {key.rpartition("//")[2] for key in store.list_keys() if "symm-" in key or "//symm/" in key}
+
+    ranks.meet("joined", rank, world_size)
+    before = ours()
+    ranks.meet("before", rank, world_size)
+    if rank == 3:
+        dist.distributed_c10d._world.group_count += 1
+    else:
+        # Long enough for ranks 0 and 1 to meet on a busy node.
+        with pytest.raises(torch_symm.SymmTimeoutError, match="for rank 3 "):
+            dist.new_group(timeout=timedelta(seconds=3))
+    ranks.meet("failed", rank, world_size)
+    # Rank 2, whose node misses a rank, has left its record. The other node has met, and its hubs have left nothing.
+    left = before | {f"symm-host/2/1/symm/{dist.distributed_c10d._world.group_count - 1}/0/0"}
+    assert ours() == left
+    ranks.meet("seen", rank, world_size)
+    # The record does not disturb the next group, which leaves no key.
+    group = dist.new_group()
+    assert total(group) == 10
+    ranks.meet("again", rank, world_size)
+    assert ours() == left
+
+
+def test_a_failed_join_leaves_the_records_of_a_host_that_misses_a_rank() -> None:
+    run_hosts(keys_of_a_failed_join, (2, 2))
+
+
+def monitored_in_a_child(rank: int, world_size: int) -> None:
+    whole: Any = dist.group.WORLD
+    store: Any = dist.distributed_c10d._get_default_store()
+    backend = whole._get_backend(torch.device("cpu"))
+    ranks.meet("joined", rank, world_size)
+    if rank == 0:
+        before = store.num_keys()
+        child = os.fork()
+        if child == 0:
+            try:
+                backend.monitored_barrier()
+            except torch_symm.SymmConfigError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert store.num_keys() == before
+    ranks.meet("refused", rank, world_size)
+    backend.monitored_barrier()
+
+
+def test_a_monitored_barrier_in_a_forked_child_leaves_no_key() -> None:
+    run_hosts(monitored_in_a_child, (1, 1))
+
+
+def merged(rank: int, world_size: int) -> None:
+    limit = timedelta(seconds=20)
+    whole: Any = dist.group.WORLD
+    members = [0, 1] if rank < 2 else [2, 3]
+    part = whole.split_group(members, group_name=f"part-{rank // 2}", timeout=limit)
+    store = dist.PrefixStore("merge", dist.distributed_c10d._get_default_store())
+    again = part.merge_remote_group(store, world_size, group_name="merged", timeout=limit)
+    tensor = torch.tensor([float(rank + 1)])
+    again.allreduce([tensor]).wait()
+    assert tensor.item() == 10 and again.size() == world_size
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "merge_remote_group"), reason="this torch cannot merge groups")
+def test_groups_of_several_hosts_merge() -> None:
+    run_hosts(merged, (2, 2))
+
+
+def described(rank: int, world_size: int) -> str:
+    return torch_symm.describe()
+
+
+def test_every_rank_describes_the_other_hosts() -> None:
+    texts = run_hosts(described, (2, 2))
+    assert all('node "b"' in text for text in texts[:2]) and all('node "a"' in text for text in texts[2:]), texts
+
+
+def on_one_of_two_hosts(rank: int) -> None:
+    os.environ["SYMM_TEST_NODE"] = "ab"[rank]
+    os.environ.pop("SYMM_INTER_NODE_BACKEND", None)
+
+
+def test_hosts_are_connected_unless_that_is_refused() -> None:
+    def connected(rank: int, world_size: int) -> None:
+        on_one_of_two_hosts(rank)
+        ranks.init(rank, world_size)
+        assert total() == 3
+
+    ranks.run_ranks(connected, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
+
+    def refused(rank: int, world_size: int) -> None:
+        on_one_of_two_hosts(rank)
+        os.environ["SYMM_INTER_NODE_BACKEND"] = "none"
+        with pytest.raises(
+            torch_symm.SymmConfigError,
+            match=r'different nodes \("a" and "b", .*rank 0 has SYMM_INTER_NODE_BACKEND=none or '
+            'inter_node_backend="none", auto on',
+        ):
+            ranks.init(rank, world_size)
+
+    ranks.run_ranks(refused, 2, backend=None)
+
+
+def test_one_rank_that_refuses_is_enough() -> None:
+    def differ(rank: int, world_size: int) -> None:
+        on_one_of_two_hosts(rank)
+        if rank == 1:
+            os.environ["SYMM_INTER_NODE_BACKEND"] = "none"
+        with pytest.raises(torch_symm.SymmConfigError, match="rank 1 has SYMM_INTER_NODE_BACKEND=none"):
+            ranks.init(rank, world_size)
+
+    ranks.run_ranks(differ, 2, backend=None)
+
+
+def test_hosts_that_did_not_meet_in_time_meet_at_the_next_attempt() -> None:
+    def late(rank: int, world_size: int) -> None:
+        on_one_of_two_hosts(rank)
+        store = ranks.file_store("default", world_size)
+        if rank == 0:
+            with pytest.raises(torch_symm.SymmTimeoutError, match="for rank 1 to join"):
+                dist.init_process_group("symm", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.5))
+            store.set("failed", "")
+        else:
+            store.wait(["failed"], timedelta(seconds=30))
+        dist.init_process_group("symm", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+        assert total() == 3
+
+    ranks.run_ranks(late, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
+
+
+def test_a_forked_child_reads_its_own_settings() -> None:
+    # The parent reads them here at the latest.
+    torch_symm.dump_trace()
+    members = run_hosts(lambda rank, world_size: dist.get_process_group_ranks(torch_symm.intra_node_group()), (1, 1))
+    assert list(members) == [[0], [1]]
+
+
+def in_a_child(use: Callable[[], object]) -> str:
+    """The outcome of ``use`` in a forked child, which must not hang."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            use()
+            answer = "returned"
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    ready, _, _ = select.select([reader], [], [], 10)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    answer = os.read(reader, 10_000).decode() if ready else "hangs"
+    os.close(reader)
+    return answer
+
+
+def forks(rank: int, world_size: int) -> None:
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    tensor, got = torch.full((4,), 1.0 + rank), torch.zeros(2)
+    dist.barrier()
+    if rank == 0:
+        reduced, received = dist.all_reduce(tensor, async_op=True), dist.irecv(got, 1)
+        any_source = dist.irecv(got, tag=5)
+        assert reduced is not None and received is not None and any_source is not None
+        overlapping, freed = torch.ones(1).expand(4), torch.ones(4)
+        freed.untyped_storage().resize_(0)
+        refused: list[Callable[[], object]] = [
+            reduced.wait,
+            received.wait,
+            any_source.wait,
+            lambda: reduced.wait(timedelta(milliseconds=1)),
+            lambda: dist.all_reduce(torch.ones(4)),
+            lambda: dist.barrier(async_op=True),
+            lambda: dist.send(torch.ones(1), 1),
+            lambda: dist.recv(torch.ones(1)),
+            dist.monitored_barrier,
+        ]
+        for use in refused:
+            answer = in_a_child(use)
+            assert answer.startswith("SymmConfigError") and "is a forked child" in answer, answer
+        own_errors: list[Callable[[], object]] = [
+            lambda: dist.all_reduce(overlapping),
+            lambda: dist.send(freed, 1),
+            lambda: dist.recv(overlapping),
+        ]
+        for use in own_errors:
+            assert in_a_child(use) not in ("hangs", "returned")
+        # They answer, or do nothing.
+        for use in (reduced.is_completed, received.is_completed, backend.abort, dist.destroy_process_group):
+            assert in_a_child(use) == "returned"
+        assert not any("symm-monitored" in key for key in ranks.file_store("default", world_size).list_keys())
+        ranks.meet("forked", rank, world_size)
+        assert reduced.wait() and received.wait() and got.tolist() == [7, 7]
+        dist.send(torch.ones(2), 1)
+        assert any_source.wait()
+    else:
+        ranks.meet("forked", rank, world_size, timeout=120)
+        dist.all_reduce(tensor)
+        dist.send(torch.full((2,), 7.0), 0)
+        dist.recv(got, 0)
+        dist.send(got, 0, tag=5)
+    assert bool((tensor == 3).all())
+    dist.barrier()
+
+
+def test_a_forked_child_cannot_use_the_group_and_leaves_it_alone() -> None:
+    run_hosts(forks, (1, 1))
+
+
+def test_options_choose_for_later_groups_too() -> None:
+    def chosen(rank: int, world_size: int) -> None:
+        on_one_of_two_hosts(rank)
+        os.environ["SYMM_INTER_NODE_BACKEND"] = "none"
+        store = ranks.file_store("default", world_size)
+        options = torch_symm.Options(timeout=30, inter_node_backend="gloo")
+        dist.init_process_group("symm", store=store, rank=rank, world_size=world_size, pg_options=options)
+        assert total() == 3 and total(dist.new_group([0, 1])) == 3
+
+    ranks.run_ranks(chosen, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
+
+
+@pytest.mark.parametrize("choice", ["nccl", "auto"])
+def test_cpu_tensors_go_through_gloo_under_every_choice(choice: str) -> None:
+    def summed(rank: int, world_size: int) -> None:
+        assert total() == 3 and total(dist.new_group([0, 1])) == 3
+
+    run_hosts(summed, (1, 1), choice=choice)
+
+
+def test_one_host_is_one_group() -> None:
+    def one(rank: int, world_size: int) -> None:
+        assert total() == 3
+        received = torch.zeros(1)
+        if rank == 0:
+            dist.send(torch.ones(1), 1)
+        else:
+            dist.recv(received, 0)
+            assert received.item() == 1
+
+    run_hosts(one, (2,))
+
+
+def what_is_not_there(rank: int, world_size: int) -> None:
+    with pytest.raises(
+        torch_symm.SymmConfigError, match=r'several nodes: node "a" \(ranks 0 and 1\), node "b".*intra_node_group'
+    ):
+        symm_mem.rendezvous(symm_mem.empty(16, device="cpu"), dist.group.WORLD.group_name)
+    neighbour = rank ^ 1
+    if rank < neighbour:
+        dist.send(torch.full((3,), float(rank)), neighbour)
+    else:
+        got = torch.zeros(3)
+        assert dist.recv(got, neighbour) == neighbour and got.tolist() == [float(neighbour)] * 3
+    assert total() == 10, "a refusal leaves the group alone"
+
+
+def test_what_is_not_there_is_refused_by_name() -> None:
+    run_hosts(what_is_not_there, (2, 2))
+
+
+def train(rank: int, world_size: int) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(5):
+        inputs = torch.randn(16, 20, generator=generator)
+        loss = (parallel(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        everywhere = loss.detach().clone()
+        dist.all_reduce(everywhere, dist.ReduceOp.AVG)
+        losses.append(everywhere.item())
+    return losses
+
+
+def test_data_parallel_training_goes_as_on_one_host() -> None:
+    here = ranks.run_ranks(train, 4)
+    there = run_hosts(train, (2, 2))
+    assert there[0] == there[3]
+    assert there[0] == pytest.approx(here[0], rel=1e-4)
+    assert there[0][-1] < there[0][0]
+
+
+def left_in_the_store(rank: int, world_size: int) -> None:
+    store = ranks.file_store("default", world_size)
+    group = dist.new_group([0, 1, 2, 3])
+    assert total(group) == total() == 10
+    # The first rank to join may read before the others have removed their keys.
+    dist.barrier()
+    ranks.meet("joined", rank, world_size)
+    until = time.monotonic() + 10
+    while (keys := [key for key in store.list_keys() if "symm-rail" in key]) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not keys, keys
+
+
+def test_addresses_of_rails_are_taken_back_from_the_store() -> None:
+    run_hosts(left_in_the_store, (2, 2))
+
+
+def messages_leave_nothing(rank: int, world_size: int) -> None:
+    store = ranks.file_store("default", world_size)
+    dist.barrier()
+    ranks.meet("joined", rank, world_size)
+    before = set(store.list_keys())
+    ranks.meet("seen", rank, world_size)
+    group = dist.new_group([0, 1, 2, 3])
+    peer = (rank + 2) % 4
+    for count in (3, 100_000):
+        work = dist.isend(torch.ones(count), peer, group=group)
+        dist.recv(torch.empty(count), peer, group=group)
+        assert work is not None
+        work.wait()
+    # This message gets no answer.
+    dist.send(torch.ones(3), 3, group=group) if rank == 0 else dist.recv(
+        torch.empty(3), 0, group=group
+    ) if rank == 3 else None
+    dist.destroy_process_group(group)
+    ranks.meet("left", rank, world_size)
+    until = time.monotonic() + 10
+    while (keys := set(store.list_keys()) - before) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not keys, keys
+
+
+def test_groups_that_have_sent_messages_leave_no_keys() -> None:
+    run_hosts(messages_leave_nothing, (2, 2))
+
+
+def test_gloo_that_connects_later_finds_its_addresses() -> None:
+    def late(rank: int, world_size: int) -> None:
+        group = dist.new_group([0, 1, 2, 3])
+        tensor = torch.ones(100_000)
+        dist.all_reduce(tensor, group=group)
+        assert bool((tensor == 4).all())
+
+    run_hosts(late, (2, 2), env={"TORCH_GLOO_LAZY_INIT": "1"})
+
+
+def come_and_go(rank: int, world_size: int) -> None:
+    for _ in range(2):
+        dist.destroy_process_group(dist.new_group())
+    before = resources()
+    groups = [dist.new_group() for _ in range(5)]
+    for group in groups:
+        dist.all_reduce(torch.ones(4), group=group)
+    for group in groups:
+        dist.destroy_process_group(group)
+    del group, groups
+    assert_nothing_left(before)
+    dist.barrier()
+    dist.destroy_process_group()
+    deadline = time.monotonic() + 20
+    while any(name.startswith("thread symm-") for name in resources()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(name.startswith("thread symm-") for name in resources()), resources()
+
+
+def test_groups_leave_no_thread_and_no_descriptor() -> None:
+    run_hosts(come_and_go, (2, 2))

@@ -1,0 +1,379 @@
+"""Sends and receives between ranks of different nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch_symm
+from launch import run_hosts
+from torch_symm import _backends
+
+import messages
+
+
+@pytest.mark.parametrize(
+    ("layout", "which"),
+    [
+        *(((2, 2), "named"), ((3, 1), "named"), ((1, 1), "named")),
+        *(((2, 2), "any"), ((1, 3), "any"), ((2, 3, 1), "any"), ((1, 1), "any")),
+    ],
+    ids=str,
+)
+def test_every_scenario(layout: tuple[int, ...], which: str) -> None:
+    run_hosts(messages.run_all, layout, which)
+
+
+def meet_in_a_circle(rank: int, world_size: int) -> None:
+    """Over torch's TCPStore, to which a process has one connection."""
+    dist.destroy_process_group()
+    before, make = (rank - 1) % world_size, _backends.make
+
+    def late(engine: str, name: str, *arguments: Any) -> Any:
+        # Each rank waits for the next one, which has not yet published its address.
+        if "symm-pair/" in name and name.endswith(f"/{min(rank, before)}-{max(rank, before)}"):
+            time.sleep(0.5)
+        return make(engine, name, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_backends, "make", late)
+        port = ranks.scratch / "port"
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            port.write_text(str(store.port))
+        ranks.meet("port", rank, world_size)
+        if rank > 0:
+            store = dist.TCPStore("127.0.0.1", int(port.read_text()), None, False, wait_for_workers=False)
+        dist.init_process_group("symm", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+        messages.all_send_first(rank, world_size)
+    dist.destroy_process_group()
+
+
+def test_links_that_are_made_at_once_do_not_wait_for_each_other() -> None:
+    run_hosts(meet_in_a_circle, (1, 1, 1))
+
+
+def pipeline(rank: int, world_size: int) -> list[float]:
+    """Micro-batches move forwards through all ranks and back, several in progress, with collectives between them."""
+    torch.manual_seed(rank)
+    weight = torch.rand(16, 16) / 16
+    outputs, works = [], []
+    for micro in range(6):
+        value = torch.full((4, 16), float(micro + 1))
+        if rank > 0:
+            dist.recv(value, rank - 1, tag=micro)
+        value = value @ weight
+        if rank < world_size - 1:
+            works.append((dist.isend(value, rank + 1, tag=micro), value))
+        outputs.append(value)
+    gradients = []
+    for micro in reversed(range(6)):
+        gradient = torch.ones(4, 16)
+        if rank < world_size - 1:
+            dist.recv(gradient, rank + 1, tag=100 + micro)
+        gradient = gradient @ weight.t()
+        if rank > 0:
+            works.append((dist.isend(gradient, rank - 1, tag=100 + micro), gradient))
+        gradients.append(gradient)
+    for work, _ in works:
+        assert work is not None
+        work.wait()
+    total = torch.stack([*outputs, *gradients]).sum().reshape(1)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def test_a_pipeline_over_hosts_has_the_values_of_one_host() -> None:
+    here = ranks.run_ranks(pipeline, 4)
+    there = run_hosts(pipeline, (2, 2))
+    assert there[0] == there[3] and there[0] == pytest.approx(here[0], rel=1e-5)
+
+
+def held() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def threads(rank: int, world_size: int) -> None:
+    dist.barrier()
+    joined = held()
+    group = dist.new_group()
+    both = held()
+    peer = (rank + 2) % 4
+    for _ in range(3):
+        sent = dist.isend(torch.ones(5), peer, group=group)
+        dist.recv(torch.zeros(5), peer, group=group)
+        assert sent is not None
+        sent.wait()
+    used = held()
+    # The thread that checks deadlines, one for the peer, and Gloo's three.
+    assert used[0] - both[0] <= 5, (joined, both, used)
+    del sent
+    begun = time.monotonic()
+    dist.destroy_process_group(group)
+    assert time.monotonic() - begun < 0.9
+    del group
+    deadline = time.monotonic() + 5
+    while held() > joined and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert held() <= joined, (joined, both, used)
+
+
+@pytest.mark.timed
+def test_messages_need_few_threads_and_leave_nothing_behind() -> None:
+    run_hosts(threads, (2, 2))
+
+
+def stopped(rank: int, world_size: int) -> None:
+    got = torch.zeros(300_000)
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
+        dist.recv(got, 1)
+        assert bool((got == 3).all())
+        return
+    dist.recv(got[:1], 0)
+    child = os.fork()
+    if child == 0:
+        time.sleep(1.5)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    dist.send(torch.full((300_000,), 3.0), 0)
+    os.waitpid(child, 0)
+
+
+def test_a_peer_that_was_stopped_goes_on() -> None:
+    run_hosts(stopped, (1, 1))
+
+
+def anew(rank: int, world_size: int) -> None:
+    with contextlib.suppress(dist.DistBackendError):
+        if rank == 0:
+            dist.recv(torch.zeros(2), 1)
+        else:
+            dist.send(torch.zeros(3), 0)
+            dist.barrier()
+    ranks.meet("failed", rank, world_size)
+    dist.destroy_process_group()
+    ranks.init(rank, world_size, name="again")
+    got = torch.zeros(2)
+    dist.send(torch.ones(2), 0) if rank else dist.recv(got, 1)
+    assert rank or got.tolist() == [1, 1]
+
+
+def test_a_new_group_serves_after_a_failure() -> None:
+    run_hosts(anew, (1, 1))
+
+
+def over_one_store(rank: int, world_size: int) -> None:
+    """Survivors of a killed rank make the default group again over the same store."""
+    tensor, make = torch.full((4,), float(rank)), _backends.make
+    store = ranks.file_store("default", world_size)
+    # Nothing is returned, so rank 0 does not know whether its address was read.
+    if rank < 2:
+        dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
+    dist.monitored_barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(torch_symm.SymmPeerError):
+        dist.barrier()
+    dist.destroy_process_group()
+    ranks.meet("destroyed", rank, 2)
+    left = [key for key in store.list_keys() if "symm-pair" in key or "symm-rail" in key]
+    assert left == [], left
+
+    def late(engine: str, name: str, *arguments: Any) -> Any:
+        # Rank 1 looks for the address before rank 0 has published it.
+        time.sleep(0.3 if rank == 0 and "symm-pair" in name else 0)
+        return make(engine, name, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_backends, "make", late)
+        ranks.init(rank, 2)
+        dist.send(tensor + 5, 1) if rank == 0 else dist.recv(tensor, 0)
+        assert rank == 0 or bool((tensor == 5).all())
+        dist.recv(tensor, 1) if rank == 0 else dist.send(tensor, 0)
+    dist.destroy_process_group()
+
+
+def test_a_new_group_over_the_same_store_reads_nothing_of_the_old_one() -> None:
+    run_hosts(over_one_store, (1, 2), expect_killed=[2])
+
+
+def recorded(rank: int, world_size: int) -> None:
+    """The trace names the peer by its global rank, also for a receive that named none."""
+    group = dist.new_group([1, 2, 3])
+    if rank == 1:
+        dist.recv(torch.ones(2), 2, group=group, tag=6)
+        assert {dist.recv(torch.zeros(1), group=group), dist.recv(torch.zeros(1), group=group)} == {2, 3}
+    elif rank > 1:
+        if rank == 2:
+            dist.send(torch.ones(2), 1, group=group, tag=6)
+        dist.send(torch.ones(1), 1, group=group)
+    dump = json.loads(Path(torch_symm.dump_trace()).read_text())
+    calls = [call for call in dump["calls"] if call["op"] in ("send", "recv")]
+    found = {(call["peer"], call["internode"], call["tag"], call["state"]) for call in calls}
+    of_1 = {(2, True, 6, "completed"), (2, True, 0, "completed"), (3, True, 0, "completed")}
+    of_2 = {(1, True, 6, "completed"), (1, True, 0, "completed")}
+    assert found == (set(), of_1, of_2, {(1, True, 0, "completed")})[rank]
+
+
+def test_the_trace_names_the_peer_by_its_global_rank() -> None:
+    run_hosts(recorded, (2, 2))
+
+
+def differ(rank: int, world_size: int, count: int) -> str | None:
+    dist.barrier()
+    if rank == 0:
+        work = dist.isend(torch.ones(count), 1, tag=3)
+        ranks.meet("over", rank, world_size)
+        del work
+        return None
+    tensor = torch.full((count + 1,), 7.0)
+    with pytest.raises(torch_symm.SymmMismatchError) as caught:
+        dist.recv(tensor, 0, tag=3)
+    assert bool((tensor == 7).all()), "nothing was written"
+    ranks.meet("over", rank, world_size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("count", [4, 500_000])
+def test_lengths_that_differ_are_an_error_of_the_receiver(count: int) -> None:
+    text = run_hosts(differ, (1, 1), count)[1]
+    assert f"sent {4 * count} bytes (float32, tag 3)" in text and f"expects {4 * count + 4} (float32)" in text
+    assert 'rank 0 (node "a", pid' in text and 'rank 1 (node "b", pid' in text
+
+
+@pytest.mark.parametrize("sender", (1, 2))
+def test_a_length_that_differs_is_an_error_though_the_receive_names_nobody(sender: int) -> None:
+    def mismatched(rank: int, world_size: int) -> str:
+        # All have left the previous call: a rank that is still in it would get the error there.
+        dist.barrier()
+        ranks.meet("ready", rank, world_size)
+        with pytest.raises(torch_symm.SymmMismatchError) as caught:
+            if rank == sender:
+                dist.send(torch.ones(5), 0)
+            if rank == 0:
+                dist.recv(torch.zeros(4))
+            dist.barrier()
+        return str(caught.value)
+
+    for text in run_hosts(mismatched, (2, 2)):
+        assert re.search(rf"rank {sender} .*sent 20 bytes .* to rank 0 .*recv expects 16", text), text
+
+
+def late(rank: int, world_size: int, source: int | None, met: bool) -> tuple[str, str, float]:
+    """The last rank sends nothing; the others get the timeout, which persists."""
+    tensor, last = torch.full((300_000,), 7.0), world_size - 1
+    if met and rank in (0, last):
+        dist.send(tensor, 0) if rank == last else dist.recv(tensor, last)
+    dist.barrier()
+    begun = time.monotonic()
+    with pytest.raises(torch_symm.SymmTimeoutError) as caught:
+        if rank > 0:
+            time.sleep(0.5)
+            dist.barrier()
+        dist.recv(tensor, source, tag=2)
+    took = time.monotonic() - begun
+    with pytest.raises(dist.DistBackendError) as again:
+        dist.send(tensor, last if rank == 0 else 0)
+    ranks.meet("over", rank, world_size)
+    return str(caught.value), str(again.value), took
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(
+    ("layout", "source", "met"),
+    [((1, 1), 1, False), ((1, 1), 1, True), ((1, 1), None, False), ((2, 2), None, False)],
+    ids=str,
+)
+def test_a_timeout_names_the_peer_and_stands(layout: tuple[int, ...], source: int | None, met: bool) -> None:
+    results = run_hosts(late, layout, source, met, timeout=2)
+    text, again, took = results[0]
+    # A receive from any rank accepts any type.
+    dtype = "" if source is None else "float32, "
+    assert f"recv(1200000 bytes, {dtype}tag 2)" in text and again == text and 1.9 < took < 10, text
+    if source is None:
+        assert all("rank 0" in text and "recv(1200000 bytes" in text and "for any rank" in text for text, *_ in results)
+    else:
+        why = "which did not send it" if met else "which has begun no message with it"
+        assert text.endswith(why) and 'for rank 1 (node "b", pid' in text, text
+
+
+def die(rank: int, world_size: int, named: bool) -> tuple[str, float] | None:
+    got, last = torch.zeros(1), world_size - 1
+    if rank == last:
+        dist.send(got, 0)
+        dist.recv(got, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank > 0:
+        ranks.meet("over", rank, last)
+        return None
+    dist.recv(got, last)
+    dist.send(got, last)
+    begun = time.monotonic()
+    with pytest.raises(torch_symm.SymmPeerError) as caught:
+        dist.recv(torch.zeros(500_000), last if named else None)
+    took = time.monotonic() - begun
+    ranks.meet("over", rank, last)
+    return str(caught.value), took
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("named", (True, False))
+@pytest.mark.parametrize("layout", [(2, 2), (1, 1)], ids=str)
+def test_a_peer_that_dies_ends_the_message(layout: tuple[int, ...], named: bool) -> None:
+    last = sum(layout) - 1
+    text, took = run_hosts(die, layout, named, expect_killed=[last])[0]
+    assert took < 5 and f"rank {last}" in text, text
+
+
+def ended(rank: int, world_size: int, way: str, source: int | None) -> None:
+    dist.barrier()
+    if rank == 0:
+        work = dist.irecv(torch.zeros(4), source)
+        assert work is not None
+        time.sleep(0.1)
+        begun = time.monotonic()
+        if way == "abort":
+            dist.group.WORLD._get_backend(torch.device("cpu")).abort()
+        else:
+            dist.destroy_process_group()
+        with pytest.raises(torch_symm.SymmAbortedError):
+            work.wait()
+        assert time.monotonic() - begun < (1 if way == "abort" else 10)
+    ranks.meet("over", rank, world_size)
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(
+    ("layout", "way", "source"), [((1, 1), "abort", 1), ((2, 2), "abort", None), ((2, 2), "destroy", None)], ids=str
+)
+def test_ending_the_group_releases_a_message(layout: tuple[int, ...], way: str, source: int | None) -> None:
+    run_hosts(ended, layout, way, source)
+
+
+def destroy(rank: int, world_size: int) -> None:
+    """A rank that leaves right after its send has been read."""
+    if rank == 0:
+        dist.send(messages.numbers(15_000, 1), 1)
+        dist.destroy_process_group()
+        return
+    time.sleep(0.3)
+    got = torch.zeros(15_000, dtype=torch.int32)
+    dist.recv(got, 0)
+    assert torch.equal(got, messages.numbers(15_000, 1))
+
+
+def test_what_was_sent_arrives_though_its_sender_leaves() -> None:
+    run_hosts(destroy, (1, 1))

@@ -1,0 +1,209 @@
+"""A network that is cut, and nodes that are lost or stopped: nodes of namespaces, with links between them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import expected
+import launch
+import netns
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from collectives import run
+from test_internode_collectives import moving, reducing, two_level
+
+WHY_NOT = netns.lacking()
+
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+def join(rank: int, layout: Sequence[int], limit_s: int) -> None:
+    dist.init_process_group(
+        "cpu:symm",
+        init_method="tcp://10.77.0.1:29517",
+        rank=rank,
+        world_size=sum(layout),
+        timeout=timedelta(seconds=limit_s),
+    )
+
+
+def hear(rank: int, place: Path) -> tuple[str, float]:
+    """Returns the next call's error after a failure outside of any call, and the time at which it was noticed."""
+    (place / f"ready-{rank}").touch()
+    begun = time.monotonic()
+    print(f"{begun:.2f} s: rank {rank} is ready", file=sys.stderr, flush=True)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    while "SUCCESS" in str(backend.get_error()):
+        assert time.monotonic() < begun + 45, "nobody has told"
+        time.sleep(0.001)
+    heard = time.monotonic()
+    with pytest.raises(torch_symm.SymmPeerError) as caught:
+        dist.barrier()
+    return str(caught.value), heard
+
+
+def survive(rank: int, layout: Sequence[int], place: Path) -> tuple[str, float]:
+    join(rank, layout, 40)
+    tensor = torch.full((200_000,), float(rank))
+    dist.all_reduce(tensor)
+    assert bool((tensor == sum(range(sum(layout)))).all())
+    return hear(rank, place)
+
+
+def compute(rank: int, layout: Sequence[int], place: Path) -> tuple[str, float]:
+    """Compares collectives and messages of every length with the expected results, then gets the error of a failure."""
+    join(rank, layout, 60)
+    world = sum(layout)
+    reductions = [("SUM", torch.float32, count) for count in (37, 33_001, 300_001)]
+    run([*reducing(reductions, rank, world, reference=two_level(tuple(layout))), *moving(rank, world)])
+    for count in (3, 300_001):
+        # From every rank to every rank, each message different.
+        sent = [expected.seeded(torch.float32, (count,), world * rank + to) for to in range(world)]
+        got = [torch.empty(count) for _ in range(world)]
+        others = [other for other in range(world) if other != rank]
+        works = [dist.isend(sent[to], to) for to in others] + [dist.irecv(got[source], source) for source in others]
+        for work in works:
+            work.wait()
+        for source in others:
+            wanted = expected.seeded(torch.float32, (count,), world * source + rank)
+            expected.assert_same_bits(got[source], wanted, ("message", source, rank, count))
+    return hear(rank, place)
+
+
+def crawl(rank: int, layout: Sequence[int], place: Path) -> float:
+    """Seconds of a call that fills a slow link for longer than a node may be silent."""
+    join(rank, layout, 60)
+    tensor = torch.full((1_000_000,), float(rank))
+    begun = time.monotonic()
+    dist.all_reduce(tensor)
+    took = time.monotonic() - begun
+    assert bool((tensor == 6).all())
+    got = torch.empty(3)
+    if rank == 0:
+        dist.send(torch.arange(3.0), 3)
+    elif rank == 3:
+        dist.recv(got, 0)
+        assert got.tolist() == [0.0, 1.0, 2.0]
+    dist.barrier()
+    dist.destroy_process_group()
+    return took
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("tc") is None, reason="tc cannot be found")
+def test_a_slow_wire_is_no_silent_host(tmp_path: Path) -> None:
+    with netns.hosts_of(tmp_path, (2, 2), "test_internode_namespaces:crawl") as hosts:
+        # Each node sends 4 MB.
+        hosts.limit("5mbit")
+        for took in hosts.results():
+            assert took > 5.0, f"{took:.1f} s: the wire was too quick to show anything"
+
+
+def ready(hosts: netns.Hosts) -> float:
+    """Waits until all ranks have finished their calls; returns the time."""
+    hosts.wait("ready")
+    time.sleep(0.2)
+    return time.monotonic()
+
+
+def ranks_of(layout: Sequence[int], host: int) -> list[int]:
+    return [rank for rank, at in enumerate(launch.hosts_of(layout)) if at == host]
+
+
+def all_but(layout: Sequence[int], host: int) -> list[int]:
+    """The ranks of the other nodes."""
+    return [rank for rank, at in enumerate(launch.hosts_of(layout)) if at != host]
+
+
+def name(layout: Sequence[int], host: int) -> str:
+    """The name of a node in messages."""
+    ranks = list(map(str, ranks_of(layout, host)))
+    return f'node "h{host}" (rank{"s" * (len(ranks) > 1)} {" and ".join(ranks)})'
+
+
+def check_silent(layout: Sequence[int], host: int, text: str) -> None:
+    assert re.search(rf"{re.escape(name(layout, host))} of group .* has not answered for 5\.\d s", text), text
+    assert not any(name(layout, other) in text for other in range(len(layout)) if other != host), text
+
+
+def check_gone(layout: Sequence[int], host: int, text: str, ending: str = "is gone|has ended") -> None:
+    ranks = "|".join(map(str, ranks_of(layout, host)))
+    one = rf'rank ({ranks}) \(node "h{host}", pid \d+\)'
+    assert re.search(rf"({re.escape(name(layout, host))}|{one}) of group .* ({ending})", text), text
+
+
+each_host_lost = pytest.mark.parametrize(
+    ("layout", "lost"),
+    [
+        ((1, 1, 2), 2),
+        pytest.param((2, 2), 1, marks=pytest.mark.slow),
+        pytest.param((1, 1, 2), 0, marks=pytest.mark.slow),
+        pytest.param((1, 1, 2), 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+
+
+@pytest.mark.timed
+@each_host_lost
+def test_the_host_whose_cable_is_out_is_named_by_all_others(tmp_path: Path, layout: Sequence[int], lost: int) -> None:
+    with netns.hosts_of(tmp_path, layout, "test_internode_namespaces:survive") as hosts:
+        cut = ready(hosts)
+        hosts.cut(lost)
+        for host, (text, heard) in zip(launch.hosts_of(layout), hosts.results(), strict=True):
+            # It is connected only with the first node; that one with all, and one of them is the first to be missed.
+            missed = lost if host != lost else 0 if lost else next(other for other in (1, 2) if f'"h{other}"' in text)
+            check_silent(layout, missed, text)
+            assert 3.9 < heard - cut < 7, f"{heard - cut:.2f} s: {text}"
+        # They are containers of one machine, as one rank reports.
+        other = layout[0]
+        advice = (
+            rf"ranks 0 and {other} run in different containers of one node .* start the containers with .*--network="
+        )
+        assert len(re.findall(advice, hosts.logs())) == 1, hosts.logs()
+
+
+@each_host_lost
+def test_a_host_whose_processes_all_end_is_named_at_once(tmp_path: Path, layout: Sequence[int], lost: int) -> None:
+    with netns.hosts_of(tmp_path, layout, "test_internode_namespaces:survive") as hosts:
+        killed = ready(hosts)
+        hosts.kill(lost)
+        for text, heard in hosts.results(all_but(layout, lost)):
+            check_gone(layout, lost, text)
+            # Exits of processes take some time on a busy node.
+            assert heard - killed < 8, f"{heard - killed:.2f} s: {text}"
+            print(f"heard after {1000 * (heard - killed):.0f} ms: {text}")
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(
+    ("layout", "stopped"), [((1, 1, 1, 1), 3), pytest.param((1, 1, 1, 1), 0, marks=pytest.mark.slow)], ids=str
+)
+def test_a_host_whose_processes_are_stopped_is_named(tmp_path: Path, layout: Sequence[int], stopped: int) -> None:
+    with netns.hosts_of(tmp_path, layout, "test_internode_namespaces:compute") as hosts:
+        since = ready(hosts)
+        hosts.stop(stopped)
+        for text, heard in hosts.results(all_but(layout, stopped)):
+            check_silent(layout, stopped, text)
+            assert 3.9 < heard - since < 7, f"{heard - since:.2f} s: {text}"
+        hosts.resume(stopped)
+        (text, _), *_ = hosts.results(ranks_of(layout, stopped))
+        check_silent(layout, stopped, text)
+
+
+def test_uneven_hosts_compute_what_they_must(tmp_path: Path) -> None:
+    layout = (3, 1)
+    with netns.hosts_of(tmp_path, layout, "test_internode_namespaces:compute") as hosts:
+        ready(hosts)
+        hosts.kill(1)
+        for text, _ in hosts.results(all_but(layout, 1)):
+            # On a busy machine the kernel may destroy the network before the connections of the processes are closed.
+            check_gone(layout, 1, text, "is gone|has ended|has not answered")

@@ -1,0 +1,120 @@
+"""``Options(reduce_dtype="float32")``: sums of narrow floats travel between nodes in float32 and are rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import expected
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch_symm
+from cases import Case, Reference
+from collectives import run
+from launch import run_hosts
+from test_internode_collectives import COUNTS, reducing, two_level
+
+OPS = ("SUM", "AVG", "PRODUCT", "PREMUL_SUM", "MAX")
+
+
+@lru_cache
+def once(layout: Sequence[int]) -> Reference:
+    """The ranks of each node in order, then the nodes in order, in float32, and one rounding."""
+
+    def reference(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+        return expected.rounded(two_level(layout)(op, [x.float() for x in inputs], factors), inputs[0].dtype)
+
+    return reference
+
+
+def group_of(world_size: int, reduce_dtype: str = "float32") -> dist.ProcessGroup:
+    group = dist.new_group(list(range(world_size)), pg_options=torch_symm.Options(reduce_dtype=reduce_dtype))
+    assert group is not None
+    return group
+
+
+def reductions(rank: int, world: int, layout: Sequence[int]) -> None:
+    group = group_of(world)
+    cases = [(op, dtype, 37) for dtype in expected.NARROW for op in OPS]
+    cases += [("SUM", dtype, count) for dtype in (torch.bfloat16, torch.float8_e5m2) for count in COUNTS]
+    # Several turns; with three nodes each adds up a part.
+    cases += [("SUM", torch.float16, 600_011), ("AVG", torch.float8_e4m3fn, 300_001)]
+    run(reducing(cases, rank, world, reference=once(layout), group=group))
+    options = {"reference": once(layout), "group": group}
+    for form, how, later in (
+        ("all_reduce", "contiguous", True),
+        ("all_reduce", "transposed", False),
+        ("coalesced", "contiguous", False),
+    ):
+        run([(form, Case(rank, world, torch.bfloat16, 5002, how, later, **options))])
+    # Rounding twice gives a different result, and other types are unchanged.
+    rounded = Case(rank, world, torch.bfloat16, 5002, **options).total()
+    assert max(layout) == 1 or not torch.equal(
+        rounded, Case(rank, world, torch.bfloat16, 5002, reference=two_level(layout)).total()
+    )
+    others = [("SUM", dtype, 5001) for dtype in (torch.float32, torch.int32)]
+    run(reducing(others, rank, world, reference=two_level(layout), group=group))
+
+
+LONGER = [pytest.param(layout, marks=pytest.mark.slow) for layout in ((3, 1), (2, 3, 1))]
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (1, 1), (1, 2, 1), *LONGER], ids=str)
+def test_elements_are_rounded_once(layout: Sequence[int]) -> None:
+    run_hosts(reductions, layout, layout)
+
+
+def sent(rank: int, world_size: int) -> tuple[int, int]:
+    found = []
+    for reduce_dtype in ("tensor", "float32"):
+        group = group_of(world_size, reduce_dtype)
+        before = torch_symm.stats()["inter_node"][group.group_name]["gloo rail 0"]["sent"]
+        dist.all_reduce(torch.ones(1 << 20, dtype=torch.bfloat16), group=group)
+        found.append(torch_symm.stats()["inter_node"][group.group_name]["gloo rail 0"]["sent"] - before)
+    return found[0], found[1]
+
+
+def test_twice_the_bytes_travel() -> None:
+    for narrow, wide in run_hosts(sent, (1, 1)):
+        assert (narrow, wide) == ((2 << 20) + 1024, (4 << 20) + 1024)
+
+
+def disagree(rank: int, world_size: int) -> str:
+    with pytest.raises(torch_symm.SymmConfigError) as caught:
+        group_of(world_size, "tensor" if rank < 3 else "float32")
+    return str(caught.value)
+
+
+def test_ranks_that_choose_differently_are_told_at_joining() -> None:
+    for text in run_hosts(disagree, (2, 2)):
+        assert 'rank 0 (node "a", pid' in text and 'has reduce_dtype="tensor"' in text, text
+        assert (
+            'rank 3 (node "b", pid' in text
+            and 'has reduce_dtype="float32"; give torch_symm.Options(reduce_dtype=' in text
+        ), text
+
+
+def inherited(rank: int, world_size: int) -> None:
+    dist.destroy_process_group()
+    options = torch_symm.Options(timeout=60, reduce_dtype="float32")
+    store = ranks.file_store("second", world_size)
+    dist.init_process_group("symm", rank=rank, world_size=world_size, store=store, pg_options=options)
+    for group in (dist.group.WORLD, dist.new_group([0, 1, 2, 3])):
+        run([("all_reduce", Case(rank, world_size, torch.bfloat16, 5001, reference=once((2, 2)), group=group))])
+    chosen = group_of(world_size, "tensor")
+    run([("all_reduce", Case(rank, world_size, torch.bfloat16, 5001, reference=two_level((2, 2)), group=chosen))])
+
+
+def test_later_groups_do_as_the_default_one() -> None:
+    run_hosts(inherited, (2, 2))
+
+
+def unknown(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r'reduce_dtype="fp32" is not one of "tensor", "float32"'):
+        group_of(world_size, "fp32")
+
+
+def test_an_unknown_choice_is_refused() -> None:
+    run_hosts(unknown, (1, 1))

@@ -1,0 +1,105 @@
+"""``torch_symm.stats()`` reports what each rail, and each pair of ranks, has sent to other nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from launch import run_hosts
+
+#: The bytes that every call sends to each other node.
+SLOT = 1024
+
+Counts = dict[str, int]
+
+
+def grown(path: str, before: dict[str, Any]) -> Counts:
+    """The counts of ``path`` of the default group since ``before``; empty if nothing was ever sent on it."""
+    old = before.get("inter_node", {}).get("default", {}).get(path, {})
+    new = torch_symm.stats()["inter_node"]["default"].get(path, {})
+    return {key: count - old.get(key, 0) for key, count in new.items()}
+
+
+def collectives(rank: int, world_size: int) -> list[Counts]:
+    local = rank % 2
+    rail, other = f"gloo rail {local}", f"gloo rail {1 - local}"
+    found = []
+    for call in (
+        lambda: dist.all_reduce(torch.ones(4)),
+        lambda: dist.all_reduce(torch.ones(1 << 20)),
+        lambda: dist.broadcast(torch.ones(1 << 20), 0),
+        lambda: dist.all_gather_into_tensor(torch.empty(4 << 18), torch.ones(1 << 18)),
+    ):
+        before = torch_symm.stats()
+        call()
+        found.append(grown(rail, before))
+    assert other not in torch_symm.stats()["inter_node"]["default"], "this rank has one rail"
+    return found
+
+
+def test_rails_share_the_bytes_of_a_call() -> None:
+    results = run_hosts(collectives, (2, 2))
+    slots = [SLOT, 0, SLOT, 0]
+    for rank, (short, long, broadcast, gathered) in enumerate(results):
+        head = slots[rank]
+        first = {"calls": 1, "transfers": 1, "sent": SLOT, "received": SLOT}
+        assert short == (first if head else {}), "a short call is one slot, on rail 0"
+        # Half of four megabytes in each direction.
+        assert (long["calls"], long["sent"], long["received"]) == (1, (2 << 20) + head, (2 << 20) + head)
+        assert (broadcast["sent"], broadcast["received"])[rank // 2] == (2 << 20) + head
+        assert (broadcast["received"], broadcast["sent"])[rank // 2] == head
+        assert (gathered["sent"], gathered["received"]) == ((1 << 20) + head, (1 << 20) + head)
+
+
+def three_hosts(rank: int, world_size: int) -> Counts:
+    before = torch_symm.stats()
+    dist.all_gather_into_tensor(torch.empty(3 << 16), torch.ones(1 << 16))
+    return grown("gloo rail 0", before)
+
+
+def test_bytes_count_for_each_host_that_they_go_to() -> None:
+    for count in run_hosts(three_hosts, (1, 1, 1)):
+        assert count["sent"] == count["received"] == 2 * ((4 << 16) + SLOT)
+
+
+def messages(rank: int, world_size: int) -> None:
+    before, size = torch_symm.stats(), 100_000
+    peer = (rank + 2) % 4
+    for _ in range(2):
+        work = dist.isend(torch.ones(size), peer)
+        dist.recv(torch.empty(size), peer)
+        assert work is not None
+        work.wait()
+    dist.barrier()
+    count = grown(f"gloo rank {peer}", before)
+    # The payload, and the frames in addition.
+    assert count["calls"] == 4 and 8 * size < count["sent"] < 8 * size + 40 * SLOT, count
+    assert 8 * size < count["received"] < 8 * size + 40 * SLOT, count
+    dist.send(torch.ones(1), rank ^ 1) if rank % 2 else dist.recv(torch.empty(1), rank ^ 1)
+    paths = torch_symm.stats()["inter_node"]["default"]
+    assert [path for path in paths if "rank" in path] == [f"gloo rank {peer}"], "a message on one node is none"
+
+
+def test_messages_are_counted_by_their_peer() -> None:
+    run_hosts(messages, (2, 2))
+
+
+def groups(rank: int, world_size: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replicate, shard = (mesh[name].get_group() for name in ("replicate", "shard"))
+    dist.all_reduce(torch.ones(4), group=shard)
+    dist.all_reduce(torch.ones(1 << 20), group=replicate)
+    counted = torch_symm.stats()["inter_node"]
+    assert counted[replicate.group_name]["gloo rail 0"]["sent"] > 4 << 20
+    assert shard.group_name not in counted, "nothing of a group on one node goes between nodes"
+    name = replicate.group_name
+    dist.destroy_process_group(replicate)
+    assert torch_symm.stats()["inter_node"][name] == counted[name], "counts stay"
+
+
+@pytest.mark.parametrize("layout", [(2, 2)], ids=str)
+def test_each_group_has_counts_of_its_own(layout: tuple[int, ...]) -> None:
+    run_hosts(groups, layout)

@@ -1,0 +1,141 @@
+"""The flight recorder of multi-node groups: a dump has the phase of a call, its rail and the awaited node."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch_symm
+from launch import run_hosts
+from torch_symm.__main__ import main
+
+
+def phases(state: str) -> list[tuple[str, str]]:
+    """Operation and phase of this process's calls in ``state`` that have a phase."""
+    calls = torch_symm.trace()["calls"]
+    return [(call["op"], call["phase"]) for call in calls if call["state"] == state and call["phase"]]
+
+
+def stop(rank: int, world_size: int, count: int) -> tuple[str, list[tuple[str, str]], list[tuple[str, str]]] | None:
+    """A call while the second node is stopped: its error, its phase before that, and after."""
+    dist.all_reduce(torch.ones(count))
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    assert phases("completed") == [], "a call that is over is in no phase"
+    ranks.meet("begun", rank, world_size)
+    if rank >= 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    try:
+        work = dist.all_reduce(torch.ones(count), async_op=True)
+        until = time.monotonic() + 1
+        # Only the last poll counts: the first phases pass.
+        while time.monotonic() < until:
+            seen = phases("started")
+            time.sleep(0.05)
+        assert work is not None
+        with pytest.raises(torch_symm.SymmTimeoutError) as caught:
+            work.wait()
+        return str(caught.value), seen, phases("failed")
+    finally:
+        ranks.meet("over", rank, 2)
+        if rank == 0:
+            for pid in pids[2:]:
+                os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("count", [4, 1 << 20])
+def test_a_stopped_host_is_named_with_its_rail(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run_hosts(stop, (2, 2), count, timeout=2)
+    waiting = 'rail 0, waiting for node "b" (ranks 2 and 3)'
+    text, seen, failed = results[0]
+    assert 'on rail 0 for node "b" (ranks 2 and 3)' in text, text
+    assert seen == failed == [("all_reduce", waiting)]
+    # The other rank waits for the first, which compares calls with the other node.
+    _, seen, failed = results[1]
+    assert seen == failed == [("all_reduce", "inside the node")]
+    (path,) = results.dumps[0]
+    (group,) = json.loads(path.read_text())["groups"]
+    assert group["other_nodes"] == 'node "b" (ranks 2 and 3)'
+    capsys.readouterr()
+    assert main(["trace", str(path)]) == 0
+    report = capsys.readouterr().out
+    assert f"rank 0: all_reduce({count} × float32, {4 * count} bytes, SUM) #" in report, report
+    assert f": {waiting}, for " in report, report
+
+
+def come_late(rank: int, world_size: int, late: int) -> tuple[str, list[tuple[str, str]]] | None:
+    """The error of a call that one rank does not make, and its phase before that."""
+    dist.all_reduce(torch.ones(4))
+    ranks.meet("begun", rank, world_size)
+    if rank == late:
+        ranks.meet("over", rank, world_size)
+        return None
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    time.sleep(1)
+    seen = phases("started")
+    assert work is not None
+    with pytest.raises(torch_symm.SymmTimeoutError) as caught:
+        work.wait()
+    ranks.meet("over", rank, world_size)
+    return str(caught.value), seen
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(
+    ("layout", "late", "host"),
+    [((1, 1, 1), 2, 'node "c" (rank 2)'), ((1, 1, 1), 0, 'node "a" (rank 0)'), ((2, 1, 1), 2, 'node "b" (rank 2)')],
+    ids=str,
+)
+def test_of_several_hosts_the_late_one_is_named(layout: tuple[int, ...], late: int, host: str) -> None:
+    results = run_hosts(come_late, layout, late, timeout=2)
+    for rank, (text, seen) in ((rank, result) for rank, result in enumerate(results) if rank != late):
+        # Any of them may fail first.
+        assert f"on rail 0 for {host}" in text, text
+        waiting = "inside the node" if (layout, rank) == ((2, 1, 1), 1) else f"rail 0, waiting for {host}"
+        assert seen == [("all_reduce", waiting)], (rank, seen)
+
+
+def numbers(rank: int, world_size: int) -> None:
+    for _ in range(3):
+        dist.all_reduce(torch.ones(50_000))
+    calls = torch_symm.trace()["calls"][-3:]
+    first = calls[0]
+    assert [(call["op"], call["number"] - first["number"], call["sequence"] - first["sequence"]) for call in calls] == [
+        ("all_reduce", place, place) for place in range(3)
+    ], calls
+    assert all(call["phase"] is None and call["algorithm"] == "two_level" for call in calls), calls
+
+
+def test_what_serves_a_call_inside_the_host_has_no_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def written(rank: int, world_size: int) -> str:
+        numbers(rank, world_size)
+        return json.dumps(torch_symm.trace())
+
+    path = tmp_path / "trace.json"
+    path.write_text(run_hosts(written, (2, 2))[0])
+    assert main(["trace", str(path)]) == 0
+    report = capsys.readouterr().out
+    (line,) = (line for line in report.splitlines() if "rank 0 (pid" in line)
+    assert re.search(r"\): collective #(\d+) begun; last all_reduce\(.*\) #\1: completed", line), report
+
+
+def one_host(rank: int, world_size: int) -> None:
+    group = torch_symm.intra_node_group()
+    dist.all_reduce(torch.ones(4), group=group)
+    trace = torch_symm.trace()
+    assert trace["calls"][-1]["phase"] is None and trace["groups"][-1]["other_nodes"] is None
+
+
+def test_calls_on_one_host_have_no_phases() -> None:
+    run_hosts(one_host, (2, 2))
