@@ -98,6 +98,8 @@ pub mod ffi {
         inter_node_backend: String,
         /// Type of sums between nodes: a name of `internode::partials::ReduceDtype`, or empty where the group does not choose.
         reduce_dtype: String,
+        /// Order of sums over ranks: a name of `dtype::SumOrder`, or empty where the group does not choose.
+        order: String,
     }
 
     /// A new group, or null and why not.

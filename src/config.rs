@@ -1,6 +1,7 @@
 //! Configuration from the environment. The only reader of `std::env`; each process reads it once and logs it once at
 //! INFO.
 
+use crate::dtype::SumOrder;
 use crate::sys::fork::PerProcess;
 use crate::sys::logging;
 use std::fmt;
@@ -109,6 +110,8 @@ pub struct Config {
     /// `SYMM_INTER_NODE_BACKEND`: `none`, `gloo`, `nccl`, `auto` (the default) or backends of torch, which connect the nodes of a
     /// group whose options do not say; the same on all ranks.
     pub inter_node: String,
+    /// `SYMM_ORDER`: `rank` (the default) or `tree`, the order of sums in groups whose options do not say.
+    pub order: SumOrder,
     /// `SYMM_REPLACE_GLOO`: `1` makes symm serve the CPU tensors of Gloo groups. Python evaluates it before this is
     /// read; see `python/torch_symm/_replace_gloo.py`. Default: 0.
     pub replace_gloo: bool,
@@ -130,7 +133,7 @@ pub struct Config {
 }
 
 /// The environment variables that start with `SYMM_` and are settings.
-const SETTINGS: [&str; 20] = [
+const SETTINGS: [&str; 21] = [
     "SYMM_BLOCKING_WAIT",
     "SYMM_CACHE_DIR",
     "SYMM_CMA",
@@ -140,6 +143,7 @@ const SETTINGS: [&str; 20] = [
     "SYMM_INTER_NODE_BACKEND",
     "SYMM_LOG",
     "SYMM_NVRTC_PATH",
+    "SYMM_ORDER",
     "SYMM_P2P",
     "SYMM_COST_PROFILE",
     "SYMM_REPLACE_GLOO",
@@ -227,18 +231,22 @@ impl Config {
         let store_bytes = number("SYMM_STORE_MAX_BYTES").map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
         let workspace_mb = number("SYMM_WORKSPACE_MB").map_or(512, |mebibytes| mebibytes.clamp(1, 1 << 20) as usize);
         let stats_seconds = number("SYMM_STATS_INTERVAL").unwrap_or(0);
-        let mut switch = |name: &str, usual: bool| match set(name).as_deref() {
-            None => usual,
-            Some("0") => false,
-            Some("1") => true,
-            Some(value) => {
-                complaints.push(format!("{name}={value:?} is neither 0 nor 1; ignored"));
-                usual
-            }
+        let mut checked = |name: &str, is_valid: fn(&str) -> bool, why: &str| {
+            set(name).filter(|value| {
+                if !is_valid(value) {
+                    complaints.push(format!("{name}={value:?} is {why}; ignored"));
+                }
+                is_valid(value)
+            })
+        };
+        let mut switch = |name: &str, usual: bool| {
+            checked(name, |value| value == "0" || value == "1", "neither 0 nor 1").map_or(usual, |value| value == "1")
         };
         let (cma, p2p) = (switch("SYMM_CMA", true), switch("SYMM_P2P", true));
         let (blocking_wait, shared_gpus) = (switch("SYMM_BLOCKING_WAIT", false), switch("SYMM_ALLOW_SHARED_GPUS", false));
         let replace_gloo = switch("SYMM_REPLACE_GLOO", false);
+        let trace_dir = checked("SYMM_TRACE_DIR", |path| path.starts_with('/'), "not an absolute path");
+        let order = checked("SYMM_ORDER", |name| SumOrder::named(name).is_some(), "neither rank nor tree");
         // The XDG specification says to ignore a relative path.
         let absolute = |name: &str| set(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let usual = || absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
@@ -259,13 +267,6 @@ impl Config {
                 _ => complaints.push(format!("SYMM_DEBUG: {word:?} is not known, \"call_site\" is; ignored")),
             }
         }
-        let trace_dir = set("SYMM_TRACE_DIR").filter(|path| {
-            let absolute = path.starts_with('/');
-            if !absolute {
-                complaints.push(format!("SYMM_TRACE_DIR={path:?} is not an absolute path; ignored"));
-            }
-            absolute
-        });
         let config = Self {
             log: log.unwrap_or_else(|| "warn".into()),
             restart: set("TORCHELASTIC_RESTART_COUNT").unwrap_or_else(|| "0".into()),
@@ -288,6 +289,7 @@ impl Config {
             blocking_wait,
             debug_call_site,
             inter_node: set("SYMM_INTER_NODE_BACKEND").unwrap_or_else(|| "auto".into()),
+            order: order.and_then(|name| SumOrder::named(&name)).unwrap_or_default(),
             replace_gloo,
             gloo_interface: set("GLOO_SOCKET_IFNAME"),
             rank: set("RANK").and_then(|rank| rank.parse().ok()),
@@ -348,6 +350,7 @@ mod tests {
             blocking_wait: false,
             debug_call_site: false,
             inter_node: "auto".into(),
+            order: SumOrder::Rank,
             replace_gloo: false,
             gloo_interface: None,
             rank: None,
@@ -394,6 +397,7 @@ mod tests {
             ("SYMM_STATS_INTERVAL", "5"),
             ("SYMM_TRACE_DIR", "/scratch/traces"),
             ("SYMM_REPLACE_GLOO", "1"),
+            ("SYMM_ORDER", "tree"),
             ("TMPDIR", "/scratch"),
         ]);
         let expected = Config {
@@ -414,14 +418,12 @@ mod tests {
             blocking_wait: true,
             trace_dir: Some("/scratch/traces".into()),
             temporary: "/scratch".into(),
-            gloo_lazy: false,
             debug_call_site: true,
-            inter_node: "auto".into(),
+            order: SumOrder::Tree,
             replace_gloo: true,
-            gloo_interface: None,
             rank: Some(7),
             stats_seconds: 5,
-            test_node: String::new(),
+            ..parse(&[]).0
         };
         assert_eq!((config, complaints), (expected, 0));
         assert_eq!(parse(&[("SYMM_COST_PROFILE", "0")]).0.profile, ProfileChoice::Off);
@@ -435,8 +437,9 @@ mod tests {
             ("SYMM_STORE_MAX_BYTES", "1G"),
             ("SYMM_TRACE_DIR", "here"),
             ("SYMM_REPLACE_GLOO", "nccl"),
+            ("SYMM_ORDER", "pairs"),
         ]);
-        assert_eq!((config.spin, config.cma, config.store_bytes, config.trace_dir, complaints), (None, true, None, None, 5));
+        assert_eq!((config.spin, config.cma, config.store_bytes, config.trace_dir, complaints), (None, true, None, None, 6));
     }
 
     #[test]

@@ -141,9 +141,77 @@ reduce_ops! {
     PremulSum, "PREMUL_SUM", 8;
 }
 
+impl DType {
+    /// Returns true for integers and booleans, whose sums are exact.
+    pub const fn is_integer(self) -> bool {
+        match self {
+            DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::Bool | DType::U16 | DType::U32 | DType::U64 => true,
+            DType::F16 | DType::F32 | DType::F64 | DType::C64 | DType::C128 | DType::BF16 => false,
+            DType::F8E5M2 | DType::F8E4M3FN | DType::F8E5M2FNUZ | DType::F8E4M3FNUZ => false,
+        }
+    }
+}
+
+impl ReduceOp {
+    /// Returns true if the operation rounds on floats, so that its result depends on the order of its operands.
+    pub const fn rounds(self) -> bool {
+        match self {
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product | ReduceOp::PremulSum => true,
+            ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => false,
+        }
+    }
+}
+
+/// The order in which a reduction combines the ranks' elements; the same on all ranks of a group.
+#[repr(u8)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum SumOrder {
+    /// Rank order: `((x0 + x1) + x2) + x3`.
+    #[default]
+    Rank = 0,
+    /// Pairwise: the first half and the rest, each in the same way; the half is the largest power of two below the
+    /// number of ranks. `(x0 + x1) + (x2 + x3)`.
+    Tree = 1,
+}
+
+impl SumOrder {
+    /// Maximum number of sources for which both orders are the same.
+    const SAME: usize = 3;
+
+    /// Returns the name in options and settings.
+    pub const fn name(self) -> &'static str {
+        match self {
+            SumOrder::Rank => "rank",
+            SumOrder::Tree => "tree",
+        }
+    }
+
+    /// Returns the order with this name.
+    pub fn named(name: &str) -> Option<Self> {
+        [SumOrder::Rank, SumOrder::Tree].into_iter().find(|order| order.name() == name)
+    }
+
+    /// Returns the order in which `op` combines `n` elements of `dtype`: [`SumOrder::Rank`] unless the bits differ.
+    pub const fn of(self, op: ReduceOp, dtype: DType, n: usize) -> Self {
+        if n > Self::SAME && op.rounds() && !dtype.is_integer() { self } else { SumOrder::Rank }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn orders_differ_for_rounded_reductions_of_four_or_more() {
+        let of = |op, dtype, n| SumOrder::Tree.of(op, dtype, n);
+        assert_eq!(of(ReduceOp::Sum, DType::BF16, 4), SumOrder::Tree);
+        assert_eq!(of(ReduceOp::Product, DType::C64, 5), SumOrder::Tree);
+        for (op, dtype, n) in [(ReduceOp::Sum, DType::F32, 3), (ReduceOp::Max, DType::F32, 8), (ReduceOp::Avg, DType::I8, 8)] {
+            assert_eq!(of(op, dtype, n), SumOrder::Rank);
+        }
+        assert_eq!(SumOrder::Rank.of(ReduceOp::Sum, DType::F32, 8), SumOrder::Rank);
+        assert_eq!(["rank", "tree", "ring"].map(SumOrder::named), [Some(SumOrder::Rank), Some(SumOrder::Tree), None]);
+    }
 
     #[test]
     fn torch_codes_round_trip() {

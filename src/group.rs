@@ -16,6 +16,7 @@ use crate::coll::message::Message;
 use crate::coll::plan::CpuThresholds;
 use crate::completion::{Completion, Observer};
 use crate::control::ControlBlock;
+use crate::dtype::SumOrder;
 use crate::error::{Error, Result};
 use crate::exit_watch;
 use crate::health::{DeviceSlot, Health};
@@ -40,11 +41,13 @@ pub struct GroupTuning {
     pub spins: Option<u32>,
     /// Thresholds between one way of moving data and the next; they need not be the same on all ranks.
     pub thresholds: CpuThresholds,
+    /// Order in which reductions combine the ranks' elements.
+    pub order: SumOrder,
 }
 
 impl Default for GroupTuning {
     fn default() -> Self {
-        Self { zero_copy: true, spins: None, thresholds: CpuThresholds::default() }
+        Self { zero_copy: true, spins: None, thresholds: CpuThresholds::default(), order: SumOrder::Rank }
     }
 }
 

@@ -26,7 +26,10 @@ class Options(Backend.Options):
     groups then use the choice of the default group.
     ``reduce_dtype`` is the type of sums of CPU tensors between nodes: ``"tensor"`` or ``"float32"``, which rounds
     floats narrower than 32 bits only once but sends twice the bytes, or ``""`` for ``"tensor"``, in later groups for
-    the default group's.
+    the default group's. With ``order="tree"``, ``""`` means ``"fp32"``.
+    ``order`` is the order in which reductions combine the ranks' floats: ``"rank"``, ((x0 + x1) + x2) + x3, or
+    ``"tree"``, pairwise: (x0 + x1) + (x2 + x3), or ``""`` for the choice of ``SYMM_ORDER``, in later groups for the
+    default group's. All ranks choose the same.
 
     Raises:
         ValueError: a number of seconds below 0, above a year, or not a number.
@@ -40,6 +43,7 @@ class Options(Backend.Options):
     global_ranks_in_group: list[int]
     inter_node_backend: str
     reduce_dtype: str
+    order: str
     def __init__(
         self,
         timeout: timedelta | float = ...,
@@ -47,6 +51,7 @@ class Options(Backend.Options):
         global_ranks_in_group: Sequence[int] = ...,
         inter_node_backend: str = "",
         reduce_dtype: str = "",
+        order: str = "",
     ) -> None: ...
     def __copy__(self) -> Options: ...
     def __deepcopy__(self, memo: dict[int, object]) -> Options: ...

@@ -51,7 +51,8 @@ def prepared(native: Any, options: Any, group_options: Any) -> Any:
     if getattr(options, "enable_reconfigure", False) or getattr(group_options, "enable_reconfigure", False):
         own.enable_reconfigure = True  # which the native part refuses
     if group_options is not None:
-        own.inter_node_backend, own.reduce_dtype = group_options.inter_node_backend, group_options.reduce_dtype
+        for name in ("inter_node_backend", "reduce_dtype", "order"):
+            setattr(own, name, getattr(group_options, name))
     _leave_with_multiprocessing(native)
     return own
 

@@ -24,6 +24,7 @@ mod options;
 mod rank_lease;
 mod record;
 
+use crate::dtype::SumOrder;
 use crate::error::{Error, Result};
 use crate::mem::shm::HostReservation;
 use crate::node_map::RankLocation;
@@ -84,6 +85,8 @@ pub struct JoinSpec<'a> {
     /// The group's members by their ranks in the default group, equal on all ranks that list any; empty if they are the
     /// same as in this group.
     pub global_ranks: &'a [i32],
+    /// Order in which reductions combine the ranks' elements, the same on all ranks.
+    pub order: SumOrder,
     /// Knowledge about the ranks that this process has from other groups.
     pub known: Option<KnownPeers>,
 }
@@ -409,6 +412,7 @@ fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Discove
         size,
         segment_bytes: spec.segment_bytes,
         global_ranks: spec.global_ranks.to_vec(),
+        order: spec.order.name().into(),
         node: attempt.node.clone(),
         host_name: node_id::name(),
         multi_node: several,

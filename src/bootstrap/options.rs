@@ -2,6 +2,7 @@
 
 use super::{JoinSpec, KnownPeers};
 use crate::config::Config;
+use crate::dtype::SumOrder;
 use crate::error::{Error, Result};
 use crate::mem::layout::{MAX_RANKS, SegmentLayout};
 use crate::rank::Rank;
@@ -25,6 +26,8 @@ pub struct JoinOptions {
     pub is_default: bool,
     /// Limit of joining, and of every later call that brings none; absent: 30 minutes.
     pub timeout: Option<Duration>,
+    /// Order in which reductions combine the ranks' elements; the same on all members.
+    pub order: SumOrder,
 }
 
 impl JoinOptions {
@@ -59,6 +62,7 @@ impl JoinOptions {
             reserved_bytes: layout.map_or(0, SegmentLayout::control_bytes),
             hold_rank: self.is_default,
             global_ranks: &self.global_ranks,
+            order: self.order,
             // A job that starts anew has the same ranks in other processes.
             known: (!self.is_default).then_some(KnownPeers { ended }),
         })

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use std::fmt::Display;
 
 /// Version of the joining protocol; changes with the record, the messages and the layout of the memory.
-pub(super) const PROTOCOL: u32 = 2;
+pub(super) const PROTOCOL: u32 = 3;
 
 /// Version of torch-symm.
 pub(super) const VERSION: &str = env!("TORCH_SYMM_VERSION");
@@ -25,6 +25,8 @@ pub(super) struct JoinRecord {
     pub(super) segment_bytes: u64,
     /// Members in rank order, by their ranks in the default group; empty if the caller did not list them.
     pub(super) global_ranks: Vec<i32>,
+    /// Name of the order in which reductions combine the ranks' elements.
+    pub(super) order: String,
     pub(super) node: NodeId,
     /// Name of the node, only for messages.
     pub(super) host_name: String,
@@ -121,6 +123,13 @@ pub(super) fn agree(group: &str, records: &[&JoinRecord]) -> Result<()> {
             first.rank, first.size, other.rank, other.size
         )));
     }
+    if let Some((ranks, other)) = differing(&|record| record.order != first.order) {
+        return Err(Error::config(format!(
+            "{ranks} disagree on the order of sums of group {group:?}: rank {} has order={:?}, rank {} order={:?}; give \
+             torch_symm.Options(order=...) or SYMM_ORDER the same value on all ranks",
+            first.rank, first.order, other.rank, other.order
+        )));
+    }
     // Before the nodes, because ranks that list other members may be anywhere. A rank without a list agrees with every
     // list.
     if let Some(first) = records.iter().find(|record| !record.global_ranks.is_empty())
@@ -201,6 +210,7 @@ mod tests {
             size: 4,
             segment_bytes: 4096,
             global_ranks: Vec::new(),
+            order: "rank".into(),
             node: host,
             host_name: "here".into(),
             multi_node: false,
@@ -244,7 +254,7 @@ mod tests {
     #[test]
     fn disagreements_name_ranks_and_values() {
         type Change = fn(&mut JoinRecord);
-        let cases: [(Change, &str); 11] = [
+        let cases: [(Change, &str); 12] = [
             (|r| r.version = "9.9".into(), "ranks 0, 2 and 3 run different versions of torch-symm: rank 0 has 0.1.0"),
             (|r| r.protocol = 7, "(protocol 7)"),
             (
@@ -263,6 +273,10 @@ mod tests {
             (|r| r.node.net = "m".into(), "rank 2 has another net namespace than rank 0; start the containers with --network=host, or all"),
             (|r| r.node.time = "s".into(), "rank 2 has another time namespace than rank 0; start them in one"),
             (|r| r.uid = 5, "ranks 0, 2 and 3 run as different users: rank 0 as 0, rank 2 as 5"),
+            (
+                |r| (r.node.boot, r.order) = ("c".into(), "tree".into()),
+                "ranks 0, 2 and 3 disagree on the order of sums of group \"g\": rank 0 has order=\"rank\", rank 2 order=\"tree\"; give",
+            ),
             (|r| r.size = 8, "disagree on the size of group \"g\": rank 0 says 4 ranks, rank 2 8"),
             (
                 |r| (r.node.boot, r.global_ranks) = ("c".into(), vec![2, 3, 8, 9]),

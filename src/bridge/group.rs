@@ -11,14 +11,14 @@ use crate::bootstrap::JoinOptions;
 use crate::coll::alias;
 use crate::coll::call::{Call, CallSpec, Collective, Span};
 use crate::coll::message::{Message, MessageSpec};
-use crate::config::InterNodeBackends;
+use crate::config::{Config, InterNodeBackends};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::internode::cuda::backends::Backends;
 use crate::internode::discovery;
 use crate::internode::join::{InternodeConnections, InternodeOptions};
-use crate::internode::reduce_dtype::ReduceDtype;
+use crate::internode::reduce_dtype::{ReduceDtype, chosen_order};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::store::offload::OffloadedStore;
@@ -175,6 +175,7 @@ pub(super) fn join(
     let mut group = Err(Error::internal("the group was never joined"));
     let status = guarded(|| {
         let options = JoinOptions {
+            order: chosen_order(&spec.order, Config::get().order, spec.is_default)?,
             group: spec.group.clone(),
             rank: spec.rank,
             size: spec.size,
@@ -187,7 +188,7 @@ pub(super) fn join(
         let store: Arc<dyn Store> = Arc::new(store);
         let torch = |named: &str| engines(&transports, named);
         let choice = discovery::connects(&spec.inter_node_backend, &options, torch)?;
-        let partials = ReduceDtype::chosen(&spec.reduce_dtype, spec.is_default)?;
+        let partials = ReduceDtype::chosen(&spec.reduce_dtype, options.order, spec.is_default)?;
         let between = |engines: &InterNodeBackends| {
             let cpu = Maker::new(&transports, &engines.cpu);
             let cuda = (!engines.cuda.is_empty()).then(|| DeviceBackends::new(Maker::new(&transports, &engines.cuda)));

@@ -3,6 +3,7 @@
 
 use super::call_state::{AwaitedMessage, BarrierCount, CurrentCall, RejectionCount};
 use super::spin_budget::{PATIENCE, now};
+use crate::dtype::SumOrder;
 use crate::lock::lock;
 use crate::mem::layout::{HEADER_BYTES, MEMBER_BYTES, SegmentLayout};
 use crate::mem::shm::ShmSegment;
@@ -96,6 +97,7 @@ pub struct ControlBlock {
     pub(super) name: String,
     pub(super) members: Vec<Identity>,
     parent: Option<ParentGroup>,
+    order: SumOrder,
     /// The larger group's call for which this member runs collectives; empty before the first.
     parent_call: Mutex<String>,
     pub(super) exited: Vec<OnceLock<String>>,
@@ -123,6 +125,7 @@ impl ControlBlock {
             name,
             members,
             parent: None,
+            order: SumOrder::Rank,
             parent_call: Mutex::default(),
             exited,
             first_exited: OnceLock::new(),
@@ -136,6 +139,16 @@ impl ControlBlock {
     /// Makes messages name members by their ranks in the larger group, if this group is a part of one.
     pub fn named(self, part: Option<ParentGroup>) -> Self {
         Self { parent: part.filter(|part| part.ranks.len() == self.members.len()), ..self }
+    }
+
+    /// Sets the order in which reductions of the group combine the ranks' elements, the same on all members.
+    pub fn summing(self, order: SumOrder) -> Self {
+        Self { order, ..self }
+    }
+
+    /// Returns the order in which reductions of the group combine the ranks' elements.
+    pub fn order(&self) -> SumOrder {
+        self.order
     }
 
     /// Returns the rank of this member.

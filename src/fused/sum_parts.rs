@@ -4,7 +4,7 @@
 use crate::coll::cuda::arguments::{PerRank, bytes_of};
 use crate::coll::cuda::kernels::load;
 use crate::coll::cuda::workspace::layout::MAX_RANKS;
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::{DType, ReduceOp, SumOrder};
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, InputElements, WriteMode};
 use crate::kernels::cuda::compile::Variant;
@@ -126,7 +126,8 @@ pub unsafe fn launch(device: i32, stream: usize, sum: &PartsSum<'_>) -> Result<(
     };
     let _entered = device.enter()?;
     let (world, rank) = (sum.parts.len() as u32, sum.rank as u32);
-    let variant = Variant { program: NAMES.0, world, rank, dtype: Some(sum.dtype), op: Some(sum.op()), zero_copy: false };
+    let variant =
+        Variant { program: NAMES.0, world, rank, dtype: Some(sum.dtype), op: Some(sum.op()), zero_copy: false, order: SumOrder::Rank };
     let kernel = load(device, &variant, NAMES.1)?;
     let wanted = sum.bytes.div_ceil(UNIT * THREADS as usize);
     kernel.launch(Stream(stream), Grid::new(wanted.min(BLOCKS * *processors) as u32, THREADS), false, bytes_of(&args))

@@ -80,7 +80,7 @@ impl Group {
         let identity = |(r, member): (usize, &MemberProcess)| Identity { pid: member.pid, global: global(r) };
         let members = joined.members.iter().enumerate().map(identity).collect();
         let thresholds = profile::settings(DeviceKind::Cpu, size).map(|measured| measured.thresholds()).unwrap_or_default();
-        let tuning = GroupTuning { zero_copy: config.cma, spins: config.spin, thresholds };
+        let tuning = GroupTuning { zero_copy: config.cma, spins: config.spin, thresholds, order: options.order };
         let segment = ShmSegment::map_at(joined.segment, joined.addresses)?;
         let control = control_block(segment, group, rank, members, tuning).named(part);
         let mut made = Self::with_watched(control, &joined.members, options.timeout(), tuning)?;
@@ -158,7 +158,7 @@ pub(super) fn control_block(segment: ShmSegment, name: &str, rank: Rank, members
     helpers::note_ranks(members.len());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spins = tuning.spins.unwrap_or(if cores >= members.len() { SPINS } else { SPINS_CROWDED });
-    ControlBlock::new(segment, rank, name.into(), members, spins)
+    ControlBlock::new(segment, rank, name.into(), members, spins).summing(tuning.order)
 }
 
 /// Waits for all members in the shared memory; returns whether every rank may read every other's private memory.

@@ -119,9 +119,10 @@ impl InternodeExecutor<'_> {
         let levels = TwoLevelOps::of(self.call.reduce_op, self.call.dtype, self.node_map);
         let source = |(node, span): (usize, &Span)| InputElements { ptr: span.ptr(), factor: levels.factor(node, self.node_map) };
         let sources: Vec<InputElements> = partials.iter().enumerate().map(source).collect();
+        let order = self.internode.health.control().order();
         // SAFETY: all have `to.bytes` bytes and belong to a `Combine` (`two_level::check`: `to` overlaps none of them),
         // or are scratch memory; the call promises its tensors (`Call::new`).
-        unsafe { cpu::reduce_partials(levels.outer, dtype, to.ptr(), &sources, to.bytes / dtype.size(), levels.divisor) }
+        unsafe { cpu::reduce_partials(order, levels.outer, dtype, to.ptr(), &sources, to.bytes / dtype.size(), levels.divisor) }
     }
 
     /// Converts elements of the call's type to the type of partial sums, or the reverse, if that is float32.

@@ -50,6 +50,7 @@ impl InternodeExecutor<'_> {
     /// Combines the data of all ranks from offset `skipped` on, in two levels, into `output`.
     fn combine_records(&self, records: &[Vec<(f64, &[u8])>], skipped: usize, output: Span) {
         let (levels, dtype) = (TwoLevelOps::of(self.call.reduce_op, self.call.dtype, self.node_map), self.call.dtype);
+        let order = self.internode.health.control().order();
         let wide = self.internode.chosen().reduce_dtype.dtype(self.call.reduce_op, dtype);
         let bytes = output.bytes / dtype.size() * wide.size();
         let mut partials = Scratch::new((records.len() + 1) * bytes);
@@ -69,7 +70,7 @@ impl InternodeExecutor<'_> {
             let sources: Vec<InputElements> = given.iter().enumerate().map(source).collect();
             // SAFETY: `to` and all sources have `bytes` bytes, in the slices above or in copies; `to` overlaps none of
             // them.
-            unsafe { cpu::reduce(levels.inner, wide, to.ptr(), &sources, to.bytes / wide.size(), WriteMode::Cached) }
+            unsafe { cpu::reduce_in(order, levels.inner, wide, to.ptr(), &sources, to.bytes / wide.size(), WriteMode::Cached) }
             to
         };
         let partials: Vec<Span> = records.iter().enumerate().map(partial).collect();

@@ -103,7 +103,7 @@ impl<'a> InternodeJoin<'a> {
     /// Starts to join the group that `options` name; `several` has its node map.
     ///
     /// # Errors
-    /// `Internal` if inter-node backends are not allowed.
+    /// `Internal` if inter-node backends are not allowed, `Config` if the node map does not permit the order of sums.
     pub fn new(
         store: &'a dyn Store,
         options: &'a JoinOptions,
@@ -112,6 +112,7 @@ impl<'a> InternodeJoin<'a> {
     ) -> Result<(Self, Search)> {
         let InterNodeChoice::Engines(engines) = &across.choice else { return Err(Error::internal("several nodes were not refused")) };
         let MultiNodeJoin { layout, apart, since } = several;
+        agreed_settings::check_order(options, &layout)?;
         let (rank, limit) = (Rank(options.rank as u32), CallTimeout::from(since, options.timeout()));
         let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
         let store = DeadlineStore::new(store, Instant::now() + limit.remaining().unwrap_or_default(), purpose);
@@ -130,6 +131,7 @@ impl<'a> InternodeJoin<'a> {
             global_ranks: layout.ranks_of(node).iter().map(global).collect(),
             is_default: options.is_default,
             timeout: self.limit.remaining(),
+            order: options.order,
         };
         let part = ParentGroup { node: layout.host_name(node).into(), ranks: layout.ranks_of(node).to_vec() };
         let store = PrefixStore::new(&inside(layout, node), &self.store);
@@ -209,7 +211,7 @@ impl<'a> InternodeJoin<'a> {
         let links = Arc::new(CountingLinks::new(links, &internode.traffic, &options.global_ranks));
         let (store, layout, prefix) = (Arc::clone(store), Arc::clone(layout), told.life.name("symm-pair", ""));
         messages.reach(InternodeLinks { links, store, node_map: layout, me, prefix, changed: Condvar::new() });
-        let chosen = AgreedSettings { reduce_dtype: self.across.reduce_dtype, thresholds, cuda };
+        let chosen = AgreedSettings { reduce_dtype: self.across.reduce_dtype, order: self.options.order, thresholds, cuda };
         Ok((Arc::clone(&internode), Joiner { internode: internode, chosen, address }))
     }
 

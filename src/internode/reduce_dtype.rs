@@ -1,27 +1,50 @@
-//! The choice of the type of a group's partial sums.
+//! The choices of the type and the order of a group's sums.
 
 pub use crate::coll::two_level::levels::ReduceDtype;
+use crate::dtype::SumOrder;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::sys::fork::PerProcess;
 use std::sync::Mutex;
 
-/// The default group's choice.
+/// The default group's choices.
 static DEFAULT: PerProcess<Mutex<ReduceDtype>> = PerProcess::new(Mutex::default);
+static DEFAULT_ORDER: PerProcess<Mutex<Option<SumOrder>>> = PerProcess::new(Mutex::default);
+
+/// Returns the order of sums of a group that passes `named`; without a choice of its own it uses the default group's.
+/// The default group, and groups of a process without one, use `setting`.
+///
+/// # Errors
+/// `Value` if `named` is not a valid choice.
+pub fn chosen_order(named: &str, setting: SumOrder, is_default: bool) -> Result<SumOrder> {
+    let mut default = lock(DEFAULT_ORDER.get());
+    let chosen = match named {
+        "" if is_default => setting,
+        "" => default.unwrap_or(setting),
+        _ => SumOrder::named(named).ok_or_else(|| Error::value(format!("order={named:?} is not one of \"rank\", \"tree\"")))?,
+    };
+    if is_default {
+        *default = Some(chosen);
+    }
+    Ok(chosen)
+}
 
 impl ReduceDtype {
-    /// Returns the choice of a group that passes `named`; without a choice of its own it uses the default group's.
+    /// Returns the choice of a group that passes `named` and sums in `order`; without a choice of its own it uses
+    /// [`ReduceDtype::Fp32`] for a tree, which otherwise had other bits than on one node, and the default group's for rank
+    /// order.
     ///
     /// # Errors
     /// `Value` if `named` is not a valid choice.
-    pub fn chosen(named: &str, is_default: bool) -> Result<Self> {
+    pub fn chosen(named: &str, order: SumOrder, is_default: bool) -> Result<Self> {
         let mut default = lock(DEFAULT.get());
         let chosen = match named {
+            "" if order == SumOrder::Tree => Self::Fp32,
             "" if is_default => Self::default(),
             "" => *default,
             "tensor" => Self::Tensor,
             "float32" => Self::Fp32,
-            _ => return Err(Error::value(format!("reduce_dtype={named:?} is not one of \"tensor\", \"float32\""))),
+            _ => return Err(Error::value(format!("reduce_dtype={named:?} is none of \"tensor\", \"float32\""))),
         };
         if is_default {
             *default = chosen;
@@ -35,14 +58,27 @@ mod tests {
     use super::*;
 
     #[test]
+    fn later_groups_sum_in_the_order_of_the_default_one() {
+        assert_eq!(chosen_order("", SumOrder::Tree, true), Ok(SumOrder::Tree));
+        assert_eq!(chosen_order("", SumOrder::Rank, false), Ok(SumOrder::Tree));
+        assert_eq!(chosen_order("rank", SumOrder::Tree, false), Ok(SumOrder::Rank));
+        assert_eq!(chosen_order("rank", SumOrder::Tree, true), Ok(SumOrder::Rank));
+        assert_eq!(chosen_order("", SumOrder::Tree, false), Ok(SumOrder::Rank));
+        let error = chosen_order("ring", SumOrder::Rank, false).expect_err("there is none");
+        assert_eq!(error.message, "order=\"ring\" is none of \"rank\", \"tree\"");
+    }
+
+    #[test]
     fn later_groups_choose_as_the_default_one_did() {
-        assert_eq!(ReduceDtype::chosen("float32", true), Ok(ReduceDtype::Fp32));
-        assert_eq!(ReduceDtype::chosen("", false), Ok(ReduceDtype::Fp32));
-        assert_eq!(ReduceDtype::chosen("tensor", false), Ok(ReduceDtype::Tensor));
-        assert_eq!(ReduceDtype::chosen("", false), Ok(ReduceDtype::Fp32));
-        let error = ReduceDtype::chosen("float", false).expect_err("there is none");
+        assert_eq!(ReduceDtype::chosen("float32", SumOrder::Rank, true), Ok(ReduceDtype::Fp32));
+        assert_eq!(ReduceDtype::chosen("", SumOrder::Rank, false), Ok(ReduceDtype::Fp32));
+        assert_eq!(ReduceDtype::chosen("tensor", SumOrder::Rank, false), Ok(ReduceDtype::Tensor));
+        assert_eq!(ReduceDtype::chosen("", SumOrder::Rank, false), Ok(ReduceDtype::Fp32));
+        let error = ReduceDtype::chosen("float", SumOrder::Rank, false).expect_err("there is none");
         assert_eq!(error.message, "reduce_dtype=\"float\" is not one of \"tensor\", \"float32\"");
-        assert_eq!(ReduceDtype::chosen("", true), Ok(ReduceDtype::Tensor));
-        assert_eq!(ReduceDtype::chosen("", false), Ok(ReduceDtype::Tensor));
+        assert_eq!(ReduceDtype::chosen("", SumOrder::Rank, true), Ok(ReduceDtype::Tensor));
+        assert_eq!(ReduceDtype::chosen("", SumOrder::Rank, false), Ok(ReduceDtype::Tensor));
+        assert_eq!(ReduceDtype::chosen("", SumOrder::Tree, false), Ok(ReduceDtype::Fp32));
+        assert_eq!(ReduceDtype::chosen("tensor", SumOrder::Tree, false), Ok(ReduceDtype::Tensor));
     }
 }

@@ -11,6 +11,7 @@ pub mod signal_cuda;
 pub mod signal_host;
 
 use crate::control::ControlBlock;
+use crate::dtype::SumOrder;
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Stream;
 use crate::mem::device::DeviceTable;
@@ -72,6 +73,11 @@ struct WindowMemory {
 }
 
 impl SymmetricWindow {
+    /// Returns the order in which reductions combine the ranks' elements.
+    pub(crate) fn order(&self) -> SumOrder {
+        self.control.order()
+    }
+
     /// Returns this rank's number.
     pub fn rank(&self) -> Rank {
         self.control.rank()

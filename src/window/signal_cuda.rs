@@ -13,6 +13,7 @@ use crate::coll::cuda::communicator::KERNEL_ABORT_TIMEOUT;
 use crate::coll::cuda::failure::abort_flag::AbortFlag;
 use crate::coll::cuda::kernels::load;
 use crate::control::ControlBlock;
+use crate::dtype::SumOrder;
 use crate::error::{Error, Result};
 use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Event, Grid, Kernel, OwnStream, RelaxedCapture, Stream, pass};
@@ -68,7 +69,8 @@ impl GpuSignals {
         }
         let device = Arc::new(Device::open(device)?);
         let (program, symbol) = PROGRAM;
-        let variant = Variant { program, world: world as u32, rank: rank.0, dtype: None, op: None, zero_copy: false };
+        let variant =
+            Variant { program, world: world as u32, rank: rank.0, dtype: None, op: None, zero_copy: false, order: SumOrder::Rank };
         let _relaxed = RelaxedCapture::begin()?;
         let entered = device.enter()?;
         let kernel = load(&device, &variant, symbol)?;

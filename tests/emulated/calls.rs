@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each program uses its part")]
 
 use symm::coll::call::{CallSpec, Collective, Span};
-use symm::dtype::{DType, ReduceOp};
+use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cpu::{self, InputElements, WriteMode};
 use symm::rank::Rank;
 
@@ -99,6 +99,7 @@ pub(crate) struct Case {
     pub(crate) count: usize,
     pub(crate) uneven: bool,
     pub(crate) shift: usize,
+    pub(crate) order: SumOrder,
 }
 
 impl Case {
@@ -132,7 +133,7 @@ impl Case {
             pieces.iter().enumerate().map(|(rank, piece)| InputElements { ptr: piece.as_ptr(), factor: factor(rank) }).collect();
         let count = result.len() / self.dtype.size();
         // SAFETY: all pieces and the result are `count` elements long.
-        unsafe { cpu::reduce(self.reduce_op, self.dtype, result.as_mut_ptr(), &sources, count, WriteMode::Cached) };
+        unsafe { cpu::reduce_in(self.order, self.reduce_op, self.dtype, result.as_mut_ptr(), &sources, count, WriteMode::Cached) };
         result
     }
 
@@ -159,5 +160,5 @@ impl Case {
 
 /// A sum, or a message, of `count` elements.
 pub(crate) fn case(op: Collective, dtype: DType, count: usize) -> Case {
-    Case { op, dtype, reduce_op: ReduceOp::Sum, root: count % 2, count, uneven: false, shift: 0 }
+    Case { op, dtype, reduce_op: ReduceOp::Sum, root: count % 2, count, uneven: false, shift: 0, order: SumOrder::Rank }
 }

@@ -10,13 +10,14 @@ use std::time::Duration;
 use symm::coll::call::Collective;
 use symm::coll::cuda::launch::RSAG_STAGED;
 use symm::coll::cuda::plan::{CudaPlan, CudaThresholds};
-use symm::dtype::{DType, ReduceOp};
+use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cuda::driver::Grid;
 use symm::rank::Rank;
 
 /// Runs `cases` back to back on every rank, `rounds` times, and checks each result.
 fn run(n: usize, cases: &[Case], rounds: usize) -> HashMap<&'static str, usize> {
-    let host = Arc::new(Host::new(n));
+    let order = cases.first().map_or(SumOrder::Rank, |case| case.order);
+    let host = Arc::new(Host::new(n).summing(order));
     let mut served = HashMap::new();
     for round in 0..rounds {
         let tensors: Vec<Vec<Tensors>> = cases
@@ -96,6 +97,23 @@ fn three_ranks() {
 #[test]
 fn eight_ranks() {
     run(8, &mixture(&[3, 1200]), 1);
+}
+
+/// Pairwise sums by every algorithm.
+#[test]
+fn trees() {
+    let tree = |case: Case| Case { order: SumOrder::Tree, ..case };
+    let counts = [3, 500, 2000, 20_000];
+    let sums = counts
+        .iter()
+        .flat_map(|&count| [Collective::AllReduce, Collective::ReduceScatter, Collective::Reduce].map(|op| case(op, DType::F32, count)));
+    let served = run(5, &sums.map(tree).collect::<Vec<_>>(), 1);
+    for name in ["reduce_low_latency", "one_shot", "two_shot", "reduce_staged", "rsag_staged"] {
+        assert!(served.contains_key(name), "{name} in {served:?}");
+    }
+    let means = counts.map(|count| tree(Case { reduce_op: ReduceOp::Avg, ..case(Collective::AllReduce, DType::BF16, count) }));
+    run(4, &means, 1);
+    run(8, &[tree(case(Collective::AllReduce, DType::F64, 300))], 1);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use symm::coll::cuda::arguments::{CommonArgs, DIRECT_WORD, REPORT_WORDS};
 use symm::coll::cuda::launch::{CubeMeshView, Launch, LaunchContext, SymmetricView};
 use symm::coll::cuda::plan::{self, Conditions, CudaPlan, CudaThresholds};
 use symm::coll::cuda::workspace::layout::{ChannelLayout, MAX_RANKS, StagingPass};
-use symm::dtype::{DType, ReduceOp};
+use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cuda::driver::Grid;
 use symm::topo::graph::CubeMesh;
 
@@ -48,6 +48,8 @@ pub(crate) struct Host {
     mesh: Option<CubeMesh>,
     guard: Vec<u128>,
     longest: AtomicU64,
+    /// Order in which its kernels sum.
+    order: SumOrder,
 }
 
 /// The content of memory that no rank may touch.
@@ -86,6 +88,7 @@ impl Host {
             mesh: None,
             guard: vec![],
             longest: AtomicU64::new(0),
+            order: SumOrder::Rank,
         }
     }
 
@@ -95,6 +98,11 @@ impl Host {
         let host = Self::with_tuning(n, CudaThresholds { lanes: 2, threads: THREADS as usize, ..CudaThresholds::of(n) });
         let guard = vec![GUARD; host.memory[0].units.len()];
         Self { mesh: Some(mesh), guard, ..host }
+    }
+
+    /// Makes its kernels sum in `order`.
+    pub(crate) fn summing(self, order: SumOrder) -> Self {
+        Self { order, ..self }
     }
 
     fn edges(&self, me: usize) -> Option<CubeMeshView<'_>> {
@@ -200,6 +208,8 @@ impl Host {
             defines.extend([format!("-DSYMM_DTYPE={}", dtype as u8), format!("-DSYMM_OP={}", op as u8)]);
         }
         defines.extend(launch.zero_copy.then(|| "-DSYMM_ZERO_COPY=1".into()));
+        let order = if launch.kernel.typed { self.order.of(op, dtype, self.n) } else { SumOrder::Rank };
+        defines.extend((order == SumOrder::Tree).then(|| "-DSYMM_TREE=1".into()));
         let program = Program::build_with(launch.kernel.program, &defines);
         let begun = Instant::now();
         // SAFETY: memory and tensors live until all ranks have finished.

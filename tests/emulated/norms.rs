@@ -5,7 +5,7 @@ use symm::coll::all_reduce_norm::{Norm, Normed};
 use symm::coll::call::{CallSpec, Collective, Span};
 use symm::coll::cuda::all_reduce_norm;
 use symm::coll::cuda::plan::{CudaPlan, CudaThresholds};
-use symm::dtype::{DType, ReduceOp};
+use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cpu::{self, NormRows};
 use symm::rank::Rank;
 
@@ -73,12 +73,13 @@ impl Tensors {
 }
 
 /// The expected outputs of every rank.
-fn expected(norm: &Norm, ranks: &[Tensors]) -> Vec<Vec<u8>> {
+fn expected(order: SumOrder, norm: &Norm, ranks: &[Tensors]) -> Vec<Vec<u8>> {
     let wanted = Tensors::new(norm, 0, ranks[0].shift);
     let call = wanted.call(norm);
     let sources: Vec<*const u8> = ranks.iter().map(|rank| rank.call(norm).inputs[0].ptr().cast_const()).collect();
     let memory = NormRows {
         sources: &sources,
+        order,
         residual: call.inputs[1].ptr(),
         weight: call.inputs[2].ptr(),
         scale: call.inputs.get(3).map_or(std::ptr::null(), |scale| scale.ptr().cast_const()),
@@ -93,7 +94,11 @@ fn expected(norm: &Norm, ranks: &[Tensors]) -> Vec<Vec<u8>> {
 
 /// Runs `norms` one after another, `rounds` times; returns the names of their plans.
 fn run(n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: CudaThresholds) -> Vec<&'static str> {
-    let host = Host::with_tuning(n, tuning);
+    run_in(SumOrder::Rank, n, norms, shift, rounds, tuning)
+}
+
+fn run_in(order: SumOrder, n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: CudaThresholds) -> Vec<&'static str> {
+    let host = Host::with_tuning(n, tuning).summing(order);
     let tensors: Vec<Vec<Tensors>> = norms.iter().map(|norm| (0..n).map(|me| Tensors::new(norm, me, shift)).collect()).collect();
     std::thread::scope(|scope| {
         for me in 0..n {
@@ -121,7 +126,7 @@ fn run(n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: CudaThreshol
     });
     assert!(host.is_well(), "a kernel gave up");
     for (norm, tensors) in norms.iter().zip(&tensors) {
-        let wanted = expected(norm, tensors);
+        let wanted = expected(order, norm, tensors);
         for (me, tensors) in tensors.iter().enumerate() {
             for (at, (got, wanted)) in tensors.outputs.iter().zip(&wanted).enumerate() {
                 let wrong = got.iter().zip(wanted).position(|(got, wanted)| got != wanted);
@@ -153,6 +158,16 @@ fn in_one_kernel() {
     for (n, dtype, shift) in [(2, DType::BF16, 0), (3, DType::F32, 4), (2, DType::F16, 2)] {
         let served = run(n, &mixture(dtype, &[&ROWS[..], &LONG_ROWS].concat()), shift, 2, tuning);
         assert!(served.iter().all(|name| ["norm_one_shot", "nothing"].contains(name)), "{served:?}");
+    }
+}
+
+#[test]
+fn sums_of_trees() {
+    let one = CudaThresholds { one_shot_bytes: 1 << 20, overlap: 0, ..CudaThresholds::of(4) };
+    let other = CudaThresholds { one_shot_bytes: 0, lanes: 2, threads: 8, overlap: 0, ..CudaThresholds::of(4) };
+    for (tuning, name) in [(one, "norm_one_shot"), (other, "norm_rows")] {
+        let served = run_in(SumOrder::Tree, 4, &mixture(DType::BF16, &ROWS), 0, 1, tuning);
+        assert!(served.contains(&name), "{served:?}");
     }
 }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 
 use libloading::Library;
-use symm::dtype::{DType, ReduceOp};
+use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cuda::driver::Grid;
 
 type Kernel = unsafe extern "C" fn(*const u8);
@@ -34,9 +34,15 @@ impl Program {
     /// # Panics
     /// With the compiler's output, if compilation fails.
     pub(crate) fn build(path: &str, world: u32, dtype: Option<DType>, op: Option<ReduceOp>) -> Program {
+        Program::build_in(SumOrder::Rank, path, world, dtype, op)
+    }
+
+    /// [`Program::build`] of kernels that sum in `order`.
+    pub(crate) fn build_in(order: SumOrder, path: &str, world: u32, dtype: Option<DType>, op: Option<ReduceOp>) -> Program {
         let mut defines = vec![format!("-DSYMM_WORLD={world}")];
         defines.extend(dtype.map(|dtype| format!("-DSYMM_DTYPE={}", dtype as u8)));
         defines.extend(op.map(|op| format!("-DSYMM_OP={}", op as u8)));
+        defines.extend((order == SumOrder::Tree).then(|| "-DSYMM_TREE=1".into()));
         Program::build_with(path, &defines)
     }
 

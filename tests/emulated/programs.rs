@@ -8,7 +8,7 @@ use std::time::Duration;
 use symm::coll::call::{CallSpec, Collective, Span};
 use symm::coll::cuda::launch::Launch;
 use symm::coll::cuda::plan::{self, CudaPlan, CudaThresholds};
-use symm::dtype::{DType, ReduceOp};
+use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::rank::Rank;
 
 /// Longer than any message that uses LL lines under the tunings here.
@@ -155,7 +155,7 @@ impl Scene {
                 (None, _) => base,
             };
         }
-        let case = Case { op, dtype, reduce_op, root, count: base / dtype.size(), uneven: false, shift: 0 };
+        let case = Case { op, dtype, reduce_op, root, count: base / dtype.size(), uneven: false, shift: 0, order: SumOrder::Rank };
         let lengths = |me: usize| match op {
             Collective::AllGather => (vec![matrix[me][0]], (0..n).map(|r| matrix[r][0]).collect()),
             Collective::ReduceScatter => (matrix[0].clone(), vec![matrix[0][me]]),

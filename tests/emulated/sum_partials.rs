@@ -1,7 +1,7 @@
 //! The sum of nodes' partial results by its CUDA kernel, compared bit by bit with the CPU's reduction.
 
 use crate::program::{Program, numbers};
-use symm::dtype::{DType, ReduceOp};
+use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::internode::cuda::cast::{self, Cast};
 use symm::internode::cuda::sum::{NAMES, PartialsSum};
 use symm::kernels::cpu::{self, InputElements};
@@ -20,9 +20,13 @@ fn layout(nodes: &[u8]) -> NodeMap {
 }
 
 fn check(nodes: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usize) {
+    check_in(SumOrder::Rank, nodes, dtype, op, counts, begin);
+}
+
+fn check_in(order: SumOrder, nodes: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usize) {
     let layout = layout(nodes);
     let outer = |bytes| PartialsSum { from: 0, stride: 16, to: Span { addr: 0, bytes }, dtype, op }.args(&layout).expect("aligned").0;
-    let program = Program::build(NAMES.0, 2, Some(dtype), Some(outer(16)));
+    let program = Program::build_in(order, NAMES.0, 2, Some(dtype), Some(outer(16)));
     for &count in counts {
         let bytes = count * dtype.size();
         let partials: Vec<Vec<u128>> = (0..layout.num_nodes()).map(|node| numbers(node, bytes, dtype)).collect();
@@ -40,7 +44,7 @@ fn check(nodes: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usiz
         let sources: Vec<InputElements> = partials.iter().zip(&args.factor).map(source).collect();
         let mut expected = vec![0u8; bytes];
         // SAFETY: every partial result and the sum have `bytes`, a multiple of the element.
-        unsafe { cpu::reduce_partials(outer, dtype, expected.as_mut_ptr(), &sources, count, args.divisor as usize) };
+        unsafe { cpu::reduce_partials(order, outer, dtype, expected.as_mut_ptr(), &sources, count, args.divisor as usize) };
         // SAFETY: `repr(C)` numbers without padding.
         let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
         // SAFETY: partial results and sum live until the kernel has ended, and it writes only the sum.
@@ -69,6 +73,17 @@ fn averages_divide_once_and_weigh_uneven_nodes() {
     check(&[0, 0, 1], DType::C64, ReduceOp::Avg, &counts, 0);
     check(&[0, 1, 2], DType::I64, ReduceOp::Product, &counts, 0);
     check(&[0, 1, 2], DType::F64, ReduceOp::Min, &counts, 0);
+}
+
+#[test]
+fn trees_of_hosts() {
+    let counts = [1, 9, 16 * 61 + 3];
+    for nodes in [4, 5, 7, 8, 13] {
+        let nodes: Vec<u8> = (0..nodes).collect();
+        check_in(SumOrder::Tree, &nodes, DType::F32, ReduceOp::Sum, &counts, 4);
+        check_in(SumOrder::Tree, &nodes, DType::BF16, ReduceOp::Avg, &counts, 0);
+    }
+    check_in(SumOrder::Tree, &[0, 1, 2, 3], DType::F64, ReduceOp::Product, &counts, 0);
 }
 
 fn check_cast(dtype: DType, count: usize, begin: usize) {

@@ -13,7 +13,7 @@ use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 use symm::bootstrap::JoinOptions;
 use symm::coll::call::Collective;
-use symm::dtype::DType;
+use symm::dtype::{DType, SumOrder};
 use symm::error::{ErrorKind, Result};
 use symm::group::Group;
 use symm::store::file::FileStore;
@@ -42,6 +42,7 @@ fn rank() {
         rank,
         size: 3,
         global_ranks: Vec::new(),
+        order: SumOrder::Rank,
         is_default: false,
         timeout: Some(Duration::from_secs_f64(timeout)),
     };

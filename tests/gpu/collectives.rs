@@ -12,7 +12,7 @@ use symm::coll::cuda::launch::{
 };
 use symm::coll::cuda::plan::{self, Conditions, CudaThresholds};
 use symm::coll::cuda::workspace::layout::{ChannelLayout, MAX_RANKS};
-use symm::dtype::{DType, ReduceOp};
+use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cuda::compile::{Arch, Variant, cubin};
 use symm::kernels::cuda::driver::{Device, Kernel, OwnStream};
 use symm::mem::pinned::PinnedWords;
@@ -87,7 +87,8 @@ impl<'a> Group<'a> {
         let key = (launch.kernel, launch.zero_copy, launch.kernel.typed.then_some((case.dtype, case.reduce_op)));
         let Launched { program, symbol, .. } = *launch.kernel;
         let (dtype, op) = key.2.unzip();
-        let variant = Variant { program, world: self.n as u32, rank: me as u32, dtype, op, zero_copy: launch.zero_copy };
+        let order = key.2.map_or(SumOrder::Rank, |(dtype, op)| case.order.of(op, dtype, self.n));
+        let variant = Variant { program, world: self.n as u32, rank: me as u32, dtype, op, zero_copy: launch.zero_copy, order };
         let load = || Kernel::load(&cubin(&variant, Arch { major, minor }).unwrap(), symbol).unwrap();
         *self.ranks[me].kernels.entry(key).or_insert_with(load)
     }
@@ -190,13 +191,35 @@ impl<'a> Group<'a> {
 
 const DTYPES: [DType; 3] = [DType::BF16, DType::I32, DType::F64];
 
+/// Pairwise sums by every algorithm, staged and zero-copy.
+#[test]
+fn trees_have_the_bits_of_the_cpu() {
+    on_a_gpu(trees);
+}
+
+fn trees(device: &Device) {
+    for n in [4, 5, 8] {
+        for symmetric in [None, Some((1 << n) - 1)] {
+            let mut group = Group::new(device, n);
+            group.symmetric = symmetric;
+            for dtype in [DType::BF16, DType::F64] {
+                for (seed, count) in [37, 1500, 9000, 70_001].into_iter().enumerate() {
+                    for op in [Collective::AllReduce, Collective::ReduceScatter, Collective::Reduce] {
+                        group.run(&Case { order: SumOrder::Tree, ..case(op, dtype, count) }, seed as u64);
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Compiles the kernels that the ranks will need, in parallel, so that they are cached.
 fn compile_all(device: &Device, n: usize) {
     let (major, minor) = device.capability;
     let compile = |rank: u32, kernel: &Launched, dtype: Option<DType>| {
         for zero_copy in [false, true].into_iter().filter(|&zero_copy| !zero_copy || kernel.zero_copy) {
             let op = dtype.map(|_| ReduceOp::Sum);
-            let variant = Variant { program: kernel.program, world: n as u32, rank, dtype, op, zero_copy };
+            let variant = Variant { program: kernel.program, world: n as u32, rank, dtype, op, zero_copy, order: SumOrder::Rank };
             cubin(&variant, Arch { major, minor }).unwrap();
         }
     };

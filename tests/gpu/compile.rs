@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::OnceLock;
 use symm::config::Config;
-use symm::dtype::{DType, ReduceOp};
+use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cuda::compile::{Arch, Variant, compile};
 use symm::kernels::cuda::source::{HEADERS, PROGRAMS, Program};
 
@@ -80,7 +80,7 @@ fn mentions(text: &str, word: &str) -> bool {
 
 fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
     let all_worlds = std::env::var_os(ALL_WORLDS).is_some();
-    let plain = Variant { program: program.name, world: 0, rank: 0, dtype: None, op: None, zero_copy: false };
+    let plain = Variant { program: program.name, world: 0, rank: 0, dtype: None, op: None, zero_copy: false, order: SumOrder::Rank };
     // Kernels on sentinel slots are for types in which a word of all ones is a NaN.
     let sentinel = mentions(program.text, "static_assert(EMPTY_IS_NAN");
     let served = |dtype: DType| !sentinel || matches!(dtype, DType::F32 | DType::BF16 | DType::F16);

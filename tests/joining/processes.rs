@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use symm::bootstrap::{JoinSpec, join};
+use symm::dtype::SumOrder;
 use symm::error::{ErrorKind, Result};
 use symm::exit_watch::watch;
 use symm::rank::Rank;
@@ -110,6 +111,7 @@ fn rank_process() {
         reserved_bytes: 4096,
         hold_rank: role.keep_membership,
         global_ranks: &[],
+        order: SumOrder::Rank,
         known: None,
     };
     let started = Instant::now();

@@ -13,6 +13,7 @@ use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use symm::bootstrap::JoinOptions;
+use symm::dtype::SumOrder;
 use symm::error::ErrorKind;
 use symm::group::Group;
 use symm::store::Store;
@@ -108,6 +109,7 @@ impl Role {
             rank: self.rank as i32,
             size: RANKS as i32,
             global_ranks: Vec::new(),
+            order: SumOrder::Rank,
             is_default: false,
             timeout: Some(timeout),
         };

@@ -8,6 +8,7 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 use symm::bootstrap::{JoinSpec, Joined, join};
+use symm::dtype::SumOrder;
 use symm::error::{Error, Result};
 use symm::rank::Rank;
 use symm::store::Store;
@@ -57,6 +58,7 @@ pub(crate) fn spec(group: &str, rank: u32, size: u32, timeout: Duration) -> Join
         reserved_bytes: 4096,
         hold_rank: false,
         global_ranks: &[],
+        order: SumOrder::Rank,
         known: None,
     }
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import numpy as np
@@ -60,6 +60,30 @@ def reduced(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = 
     if op == "AVG":
         result = result / torch.tensor(len(inputs), dtype=wide)
     return rounded(result, dtype)
+
+
+def in_halves(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = ()) -> torch.Tensor:
+    """The definition of ``order="tree"``: halves combine; one rounding, and for AVG one division, at the end."""
+    dtype = inputs[0].dtype
+    if op in (*BITWISE, "MIN", "MAX") or not (dtype.is_floating_point or dtype in COMPLEX):
+        return reduced(op, inputs, factors)
+    if dtype in COMPLEX:
+        return torch.view_as_complex(in_halves(op, [torch.view_as_real(x.contiguous()) for x in inputs], factors))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    leaves = [x.to(wide) for x in inputs]
+    if op == "PREMUL_SUM":
+        leaves = [x * torch.tensor(factor, dtype=wide) for x, factor in zip(leaves, factors, strict=True)]
+    total = _halves(torch.mul if op == "PRODUCT" else torch.add, leaves)
+    if op == "AVG":
+        total = total / torch.tensor(len(inputs), dtype=wide)
+    return rounded(total, dtype)
+
+
+def _halves(both: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    half = max(power for power in (1, 2, 4, 8, 16) if power < len(parts))
+    return both(_halves(both, parts[:half]), _halves(both, parts[half:]))
 
 
 def two_level(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float], hosts: Sequence[int]) -> torch.Tensor:

@@ -37,7 +37,7 @@ fn memory() -> ShmSegment {
 fn with_ranks(body: impl Fn(&Group, u32) + Sync) {
     let memory = memory();
     // No direct reads: the kernel does them, invisible to the sanitizer.
-    let tuning = GroupTuning { zero_copy: false, spins: Some(64), thresholds: CpuThresholds::DEFAULT };
+    let tuning = GroupTuning { zero_copy: false, spins: Some(64), thresholds: CpuThresholds::DEFAULT, ..GroupTuning::default() };
     as_threads(|rank| {
         let group = Group::from_joined(memory.clone(), "races", Rank(rank), members(), LONG, tuning).expect("assembles");
         body(&group, rank);

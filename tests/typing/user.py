@@ -17,7 +17,7 @@ from typing_extensions import assert_type
 
 
 def groups() -> None:
-    options = torch_symm.Options(timeout=30, inter_node_backend="gloo", reduce_dtype="float32")
+    options = torch_symm.Options(timeout=30, inter_node_backend="gloo", reduce_dtype="float32", order="tree")
     options.timeout = 12.5
     options.timeout = timedelta(minutes=1)
     assert_type(options.timeout, timedelta)

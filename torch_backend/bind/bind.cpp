@@ -77,21 +77,25 @@ void bind(py::module_ module) {
                       const std::string& group,
                       const std::vector<uint64_t>& ranks,
                       const std::string& inter_node_backend,
-                      const std::string& reduce_dtype) {
+                      const std::string& reduce_dtype,
+                      const std::string& order) {
             auto options = c10::make_intrusive<Options>(milliseconds_of(timeout));
             options->group_name = group;
             options->global_ranks_in_group = ranks;
             options->inter_node_backend = inter_node_backend;
             options->reduce_dtype = reduce_dtype;
+            options->order = order;
             return options;
           }),
           py::arg("timeout") = Timeout(kBackendDefaultTimeout),
           py::arg("group_name") = "",
           py::arg("global_ranks_in_group") = std::vector<uint64_t>(),
           py::arg("inter_node_backend") = "",
-          py::arg("reduce_dtype") = "")
+          py::arg("reduce_dtype") = "",
+          py::arg("order") = "")
       .def_readwrite("inter_node_backend", &Options::inter_node_backend)
       .def_readwrite("reduce_dtype", &Options::reduce_dtype)
+      .def_readwrite("order", &Options::order)
       .def_property(
           "timeout",
           [](const Options& self) { return self.timeout; },

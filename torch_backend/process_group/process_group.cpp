@@ -47,6 +47,7 @@ c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backen
   if (const auto* own = dynamic_cast<const ProcessGroupSymm::Options*>(&given)) {
     options->inter_node_backend = own->inter_node_backend;
     options->reduce_dtype = own->reduce_dtype;
+    options->order = own->order;
   }
   options->global_ranks_in_group = given.global_ranks_in_group;
   return options;
@@ -71,6 +72,7 @@ Group join_group(
   spec.timeout_ms = options.timeout.count();
   spec.inter_node_backend = options.inter_node_backend;
   spec.reduce_dtype = options.reduce_dtype;
+  spec.order = options.order;
   auto joined = join(std::make_unique<TorchStore>(store), std::make_shared<Transports>(options.group_name, store), spec);
   check(joined.status);
   auto group = std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));

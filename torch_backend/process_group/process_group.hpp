@@ -50,6 +50,8 @@ class ProcessGroupSymm : public ::c10d::Backend {
     std::string inter_node_backend;
     // Type of sums between nodes, "tensor" or "float32"; empty: as the default group.
     std::string reduce_dtype;
+    // Order of sums over ranks, "rank" or "tree"; empty: as the environment or the default group says.
+    std::string order;
   };
 
   using Tensors = std::vector<at::Tensor>;

@@ -116,7 +116,7 @@ impl ChunkOps for Shares<'_> {
         };
         // SAFETY: own_bytes bytes of the result slot, of the output, which is as long as the input, and of the slots
         // (pipeline).
-        unsafe { self.helpers.reduce(self.call, to, &self.sources, own_bytes, twin, store) }
+        unsafe { self.helpers.reduce((self.control.order(), self.call), to, &self.sources, own_bytes, twin, store) }
     }
 
     fn finish(&mut self, t: u64, result: usize) {

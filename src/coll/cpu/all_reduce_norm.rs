@@ -10,6 +10,7 @@ use crate::coll::all_reduce_norm::{Norm, Normed};
 use crate::coll::call::{CallSpec, Span};
 use crate::coll::plan::{self, CpuPlan};
 use crate::control::ControlBlock;
+use crate::dtype::SumOrder;
 use crate::error::Result;
 use crate::kernels::cpu::{self, NormRows, WriteMode};
 use crate::rank::Rank;
@@ -17,15 +18,16 @@ use crate::rank::Rank;
 /// Normalises the rows of a group of one rank.
 pub(crate) fn norm_alone(call: &CallSpec) {
     if let Some(norm) = Norm::of(call) {
-        norm_rows(call, &norm, 0, norm.rows, &[call.inputs[0].ptr()]);
+        norm_rows(call, &norm, SumOrder::Rank, 0, norm.rows, &[call.inputs[0].ptr()]);
     }
 }
 
 /// Normalises `count` rows starting at `first`; `sources` has the address of row `first` of each rank.
-fn norm_rows(call: &CallSpec, norm: &Norm, first: usize, count: usize, sources: &[*const u8]) {
+fn norm_rows(call: &CallSpec, norm: &Norm, order: SumOrder, first: usize, count: usize, sources: &[*const u8]) {
     let at = first * norm.row_bytes();
     let memory = NormRows {
         sources,
+        order,
         residual: call.inputs[1].ptr().wrapping_add(at),
         weight: call.inputs[2].ptr(),
         scale: call.inputs.get(3).map_or(std::ptr::null(), |scale| scale.ptr().cast_const()),
@@ -46,7 +48,7 @@ impl CpuCall<'_> {
             CpuPlan::Inline => {
                 let source = |rank| if rank == me { call.inputs[0].ptr() } else { self.posted(rank) };
                 let sources: Vec<*const u8> = control.ranks().map(|rank| source(rank).cast_const()).collect();
-                norm_rows(call, norm, 0, norm.rows, &sources);
+                norm_rows(call, norm, control.order(), 0, norm.rows, &sources);
                 Ok(())
             }
             CpuPlan::Staged { chunk, .. } => {
@@ -123,7 +125,7 @@ impl ChunkOps for Normalised<'_> {
             let ptr = if rank == me { self.call.inputs[0].ptr().wrapping_add(first * row) } else { self.slot(rank, slot) };
             self.sources.push(ptr.wrapping_add(own * row));
         }
-        norm_rows(self.call, self.norm, first + own, own_count, &self.sources);
+        norm_rows(self.call, self.norm, self.control.order(), first + own, own_count, &self.sources);
         if self.phases == ResultSharing::Two {
             let shared = self.result(me, result);
             for (span, place) in self.results(first + own, own_count) {

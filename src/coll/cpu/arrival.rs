@@ -255,6 +255,6 @@ impl CpuCall<'_> {
 
     /// Reduces `bytes` bytes of every source into `dst`.
     pub(super) fn reduce(&self, dst: *mut u8, sources: &[InputElements], bytes: usize, store: WriteMode) {
-        reduce_chunk(self.call, dst, sources, bytes, store);
+        reduce_chunk((self.control.order(), self.call), dst, sources, bytes, store);
     }
 }

@@ -11,6 +11,7 @@
 use crate::coll::call::CallSpec;
 use crate::config::Config;
 use crate::control::spin_budget::{PATIENCE, SpinBudget, now};
+use crate::dtype::SumOrder;
 use crate::kernels::cpu::{self, InputElements, WriteMode};
 use crate::lock::{lock, unpoisoned};
 use crate::sync::work_items::WorkItems;
@@ -186,14 +187,14 @@ impl Helpers {
         });
     }
 
-    /// Reduces `bytes` bytes of `sources` to `dst` as `call` says. With a `twin`, the result is also copied there with
-    /// `store`; without one, `store` applies to `dst`.
+    /// Reduces `bytes` bytes of `sources` to `dst` as `call` says, in `order`. With a `twin`, the result is also copied
+    /// there with `store`; without one, `store` applies to `dst`.
     ///
     /// # Safety
     /// As [`cpu::reduce`]; `twin` is valid for writes of the same length and overlaps nothing else.
     pub(super) unsafe fn reduce(
         &self,
-        call: &CallSpec,
+        (order, call): (SumOrder, &CallSpec),
         dst: *mut u8,
         sources: &[InputElements],
         bytes: usize,
@@ -206,7 +207,7 @@ impl Helpers {
             let later = |source: &InputElements| InputElements { ptr: source.ptr.wrapping_add(start), ..*source };
             let shifted: Vec<InputElements> = if start == 0 { Vec::new() } else { all.sources.iter().map(later).collect() };
             let (dst, sources) = (all.dst.wrapping_add(start), if start == 0 { all.sources } else { &shifted });
-            reduce_chunk(call, dst, sources, bytes, if all.twin.is_some() { WriteMode::Cached } else { store });
+            reduce_chunk((order, call), dst, sources, bytes, if all.twin.is_some() { WriteMode::Cached } else { store });
             if let Some(twin) = all.twin {
                 // SAFETY: the caller's contract; the bytes at `dst` were just written.
                 unsafe { cpu::copy(twin.wrapping_add(start), dst, bytes, store) }
@@ -216,10 +217,10 @@ impl Helpers {
 }
 
 /// `Step::reduce` for a pipeline, which holds the step itself.
-pub(super) fn reduce_chunk(call: &CallSpec, dst: *mut u8, sources: &[InputElements], bytes: usize, store: WriteMode) {
+pub(super) fn reduce_chunk((order, call): (SumOrder, &CallSpec), dst: *mut u8, sources: &[InputElements], bytes: usize, store: WriteMode) {
     // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches for, or posts and slots
     // of the segment whose bounds `Segment::ptr` checked. It synchronises with their writers before.
-    unsafe { cpu::reduce(call.reduce_op, call.dtype, dst, sources, bytes / call.dtype.size(), store) }
+    unsafe { cpu::reduce_in(order, call.reduce_op, call.dtype, dst, sources, bytes / call.dtype.size(), store) }
 }
 
 /// The memory of a reduction that is divided into pieces.

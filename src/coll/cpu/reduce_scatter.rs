@@ -7,6 +7,7 @@ use super::helpers::{CopyItem, Helpers};
 use super::pipeline::{self, ChunkOps, ResultSharing};
 use crate::coll::call::{CallSpec, Span};
 use crate::coll::plan::CpuPlan;
+use crate::dtype::SumOrder;
 use crate::error::Result;
 use crate::kernels::cpu::{self, InputElements, WriteMode};
 use crate::rank::Rank;
@@ -30,6 +31,7 @@ impl CpuCall<'_> {
                 let step: &CpuCall<'_> = self;
                 let factors: Vec<f64> = control.ranks().map(|rank| step.factor(rank)).collect();
                 let mut chunks = Scatter {
+                    order: control.order(),
                     call,
                     helpers: Helpers::of(call.total()),
                     output,
@@ -53,6 +55,7 @@ impl CpuCall<'_> {
 }
 
 struct Scatter<'a> {
+    order: SumOrder,
     call: &'a CallSpec<'a>,
     helpers: Helpers,
     output: Span,
@@ -86,7 +89,7 @@ impl ChunkOps for Scatter<'_> {
         }
         let dst = self.output.ptr().wrapping_add(start);
         // SAFETY: start + bytes <= output.bytes; the slots hold chunk `t` of messages of the same length (compared at arrival).
-        unsafe { self.helpers.reduce(self.call, dst, &self.sources, bytes, None, self.store) }
+        unsafe { self.helpers.reduce((self.order, self.call), dst, &self.sources, bytes, None, self.store) }
     }
 
     fn finish(&mut self, _t: u64, _result: usize) {}

@@ -150,7 +150,7 @@ impl CpuCall<'_> {
             sources.clear();
             sources.extend(whole.iter().map(|source| InputElements { ptr: source.ptr.wrapping_add(begin), ..*source }));
             // SAFETY: begin + bytes <= output.bytes, a length that `reach` checked for each peer's tensor.
-            unsafe { helpers.reduce(call, output.ptr().wrapping_add(begin), &sources, bytes, None, store) }
+            unsafe { helpers.reduce((self.control.order(), call), output.ptr().wrapping_add(begin), &sources, bytes, None, store) }
         })
     }
 
@@ -199,7 +199,7 @@ impl InPlaceOps for InPlace<'_> {
         let own = self.call.outputs[0].ptr().wrapping_add(begin);
         // SAFETY: begin + bytes <= self.bytes, which is the length of this rank's tensor and which `reach` checked for
         // the peers'; no other rank reads or writes this rank's part meanwhile (pipeline).
-        unsafe { self.helpers.reduce(self.call, own, &self.sources, bytes, None, WriteMode::Cached) }
+        unsafe { self.helpers.reduce((self.control.order(), self.call), own, &self.sources, bytes, None, WriteMode::Cached) }
     }
 
     fn fetch(&mut self, t: u64) {

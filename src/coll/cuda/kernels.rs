@@ -2,7 +2,7 @@
 //! earlier.
 
 use super::launch::{self, KERNELS, Launch};
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::{DType, ReduceOp, SumOrder};
 use crate::error::Result;
 use crate::kernels::cuda::compile::{Arch, Variant, cached, cubin};
 use crate::kernels::cuda::driver::{Device, Kernel, RelaxedCapture, Stream};
@@ -21,19 +21,21 @@ pub(crate) struct Kernels {
     world: u32,
     rank: u32,
     overlap: bool,
+    order: SumOrder,
     loaded: BTreeMap<KernelKey, Kernel>,
 }
 
 impl Kernels {
-    pub(crate) fn new(device: &Device, world: usize, rank: usize, overlap: bool) -> Self {
+    pub(crate) fn new(device: &Device, world: usize, rank: usize, overlap: bool, order: SumOrder) -> Self {
         // Devices before Hopper have no programmatic launches.
         let overlap = overlap && device.capability.0 >= 9;
-        Self { world: world as u32, rank: rank as u32, overlap, loaded: BTreeMap::new() }
+        Self { world: world as u32, rank: rank as u32, overlap, order, loaded: BTreeMap::new() }
     }
 
     fn variant(&self, (kernel, zero_copy, typed): KernelKey) -> Variant {
         let (dtype, op) = typed.unzip();
-        Variant { program: kernel.program, world: self.world, rank: self.rank, dtype, op, zero_copy }
+        let order = typed.map_or(SumOrder::Rank, |(dtype, op)| self.order.of(op, dtype, self.world as usize));
+        Variant { program: kernel.program, world: self.world, rank: self.rank, dtype, op, zero_copy, order }
     }
 
     /// Loads the cached kernels that move bytes and run the usual reductions. Loading may wait for all kernels on the

@@ -24,11 +24,7 @@ impl ReduceDtype {
 
     /// Returns the type of partial results of a reduction with `op` of elements of `dtype`.
     pub(crate) fn dtype(self, op: ReduceOp, dtype: DType) -> DType {
-        let rounds = match op {
-            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product | ReduceOp::PremulSum => true,
-            ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => false,
-        };
-        if self == Self::Fp32 && rounds && cpu::is_narrow(dtype) { DType::F32 } else { dtype }
+        if self == Self::Fp32 && op.rounds() && cpu::is_narrow(dtype) { DType::F32 } else { dtype }
     }
 }
 
@@ -54,7 +50,7 @@ impl TwoLevelOps {
             }
             ReduceOp::PremulSum => Self { inner: op, ..same(ReduceOp::Sum) },
             // Integers wrap, so the sum equals the single-node sum; it is divided once.
-            ReduceOp::Avg if is_integer(dtype) => Self { inner: ReduceOp::Sum, outer: op, divisor: layout.size(), weighted: false },
+            ReduceOp::Avg if dtype.is_integer() => Self { inner: ReduceOp::Sum, outer: op, divisor: layout.size(), weighted: false },
             // Averages of averages, which do not overflow where the sum of a node's ranks would.
             ReduceOp::Avg if (0..layout.num_nodes()).all(|node| layout.ranks_of(node).len() == layout.ranks_of(0).len()) => same(op),
             ReduceOp::Avg => Self { inner: op, outer: ReduceOp::PremulSum, divisor: layout.num_nodes(), weighted: true },
@@ -64,22 +60,6 @@ impl TwoLevelOps {
     /// Returns the factor of `node` under an inter-node PREMUL_SUM.
     pub(crate) fn factor(&self, node: usize, layout: &NodeMap) -> f64 {
         if self.weighted { layout.ranks_of(node).len() as f64 / layout.size() as f64 } else { 1.0 }
-    }
-}
-
-fn is_integer(dtype: DType) -> bool {
-    match dtype {
-        DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::Bool | DType::U16 | DType::U32 | DType::U64 => true,
-        DType::F16
-        | DType::F32
-        | DType::F64
-        | DType::C64
-        | DType::C128
-        | DType::BF16
-        | DType::F8E5M2
-        | DType::F8E4M3FN
-        | DType::F8E5M2FNUZ
-        | DType::F8E4M3FNUZ => false,
     }
 }
 

@@ -4,7 +4,7 @@ use super::sum::{BLOCKS, THREADS};
 use crate::coll::cuda::arguments::bytes_of;
 use crate::coll::cuda::kernels::load;
 use crate::coll::two_level::rules::UNIT;
-use crate::dtype::DType;
+use crate::dtype::{DType, SumOrder};
 use crate::error::Result;
 use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Grid, Kernel, Stream};
@@ -48,7 +48,8 @@ impl Cast {
     /// Loads the kernel that widens elements of `dtype`, or rounds to it, on `device`, whose context must be current.
     /// The first load may wait for running kernels of the device.
     pub(super) fn kernel(device: &Device, dtype: DType, widens: bool) -> Result<Kernel> {
-        let variant = Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(dtype), op: None, zero_copy: false };
+        let variant =
+            Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(dtype), op: None, zero_copy: false, order: SumOrder::Rank };
         load(device, &variant, NAMES.1[usize::from(!widens)])
     }
 

@@ -28,6 +28,7 @@ use crate::coll::two_level::Planning;
 use crate::coll::two_level::rules::Rules;
 use crate::coll::two_level::step::{Bases, Place, Program, RailOp, Step};
 use crate::config::Config;
+use crate::dtype::SumOrder;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::cuda::driver::{Device, Event, Kernel, Stream};
 use crate::lock::lock;
@@ -386,7 +387,7 @@ impl Internode {
         let temp = if program.temp > 0 { backends.memory(ordinal, program.temp)? } else { 0 };
         let bases = Bases { temp, aside: 0 };
         // Loaded before anything on the device waits for another node, because loading would wait for that in turn.
-        let kernels = PlanKernels::load(&program, call, device, layout);
+        let kernels = PlanKernels::load(&program, call, self.health.control().order(), device, layout);
         let start = |transfer: &RailOp<Place>, beside: bool| {
             let transfer = transfer.map(|place| place.at(&bases));
             traffic.add(rail, transfer.bytes(layout.node_of(self.rank), layout.num_nodes()));
@@ -437,9 +438,9 @@ struct PlanKernels {
 
 impl PlanKernels {
     /// Loads the kernels that `program` for `call` needs, on `device`.
-    fn load(program: &Program, call: &CallSpec, device: &Device, layout: &NodeMap) -> Result<Self> {
+    fn load(program: &Program, call: &CallSpec, order: SumOrder, device: &Device, layout: &NodeMap) -> Result<Self> {
         let has = |what: fn(&Step) -> bool| program.steps.iter().any(what);
-        let sum = || PartialsSum::kernel(device, program.partial, call.reduce_op, layout);
+        let sum = || PartialsSum::kernel(device, program.partial, call.reduce_op, order, layout);
         let cast = |widens| Cast::kernel(device, call.dtype, widens);
         Ok(Self {
             sum: has(|step| matches!(step, Step::Combine { .. })).then(sum).transpose()?,

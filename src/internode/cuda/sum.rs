@@ -4,7 +4,7 @@ use crate::coll::cuda::arguments::bytes_of;
 use crate::coll::cuda::kernels::load;
 use crate::coll::two_level::levels::TwoLevelOps;
 use crate::coll::two_level::rules::UNIT;
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::{DType, ReduceOp, SumOrder};
 use crate::error::{Error, Result};
 use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Grid, Kernel, Stream};
@@ -78,12 +78,14 @@ impl PartialsSum {
         Ok((levels.outer, SumPartials { from, stride, to, bytes, nodes: nodes, divisor, factor }))
     }
 
-    /// Loads the kernel for sums of `dtype` in a call with the operation `op` on `device`, whose context must be
-    /// current. The first load may wait for running kernels of the device.
-    pub(super) fn kernel(device: &Device, dtype: DType, op: ReduceOp, layout: &NodeMap) -> Result<Kernel> {
+    /// Loads the kernel for sums of `dtype` in a call with the operation `op`, in `order`, on `device`, whose context
+    /// must be current. The first load may wait for running kernels of the device.
+    pub(super) fn kernel(device: &Device, dtype: DType, op: ReduceOp, order: SumOrder, layout: &NodeMap) -> Result<Kernel> {
         // The number of nodes is an argument, so one kernel serves all.
-        let op = Some(TwoLevelOps::of(op, dtype, layout).outer);
-        load(device, &Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(dtype), op, zero_copy: false }, NAMES.1)
+        let op = TwoLevelOps::of(op, dtype, layout).outer;
+        let order = order.of(op, dtype, layout.num_nodes());
+        let variant = Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(dtype), op: Some(op), zero_copy: false, order };
+        load(device, &variant, NAMES.1)
     }
 
     /// Enqueues it as `kernel` on `stream`.

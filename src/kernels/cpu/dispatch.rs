@@ -3,8 +3,8 @@
 use super::convert::{BF16, E4M3Fn, E4M3Fnuz, E5M2, E5M2Fnuz, F16};
 use super::element::{Bits, Element};
 use super::reduce::{self, ReduceKernel};
-use super::reduce_op::{And, Avg, Max, Min, Or, PremulSum, Product, ReduceFn, Sum, Xor};
-use crate::dtype::{DType, ReduceOp};
+use super::reduce_op::{And, Avg, Max, Min, Or, Paired, PremulSum, Product, ReduceFn, Sum, Xor};
+use crate::dtype::{DType, ReduceOp, SumOrder};
 
 /// An instruction set for which the loops are compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,20 +59,21 @@ pub(super) fn parts(dtype: DType) -> usize {
     if matches!(dtype, DType::C64 | DType::C128) { 2 } else { 1 }
 }
 
-/// Returns the loop for `op` over `dtype`, if the combination is supported.
+/// Returns the loop for `op` over `dtype` in `order`, if the combination is supported. Integers have one loop for both
+/// orders, which give the same bits.
 // Tiles are 256 bytes of accumulators: four AVX-512 or eight AVX2 registers.
-pub(super) fn kernel(op: ReduceOp, dtype: DType, isa: Isa) -> Option<ReduceKernel> {
+pub(super) fn kernel(op: ReduceOp, dtype: DType, order: SumOrder, isa: Isa) -> Option<ReduceKernel> {
     match dtype {
-        DType::F32 => float::<f32, 64>(op, isa),
-        DType::F64 => float::<f64, 32>(op, isa),
-        DType::F16 => float::<F16, 64>(op, isa),
-        DType::BF16 => float::<BF16, 64>(op, isa),
-        DType::F8E5M2 => float::<E5M2, 64>(op, isa),
-        DType::F8E4M3FN => float::<E4M3Fn, 64>(op, isa),
-        DType::F8E5M2FNUZ => float::<E5M2Fnuz, 64>(op, isa),
-        DType::F8E4M3FNUZ => float::<E4M3Fnuz, 64>(op, isa),
-        DType::C64 => complex::<f32, 64>(op, isa),
-        DType::C128 => complex::<f64, 32>(op, isa),
+        DType::F32 => float::<f32, 64>(op, order, isa),
+        DType::F64 => float::<f64, 32>(op, order, isa),
+        DType::F16 => float::<F16, 64>(op, order, isa),
+        DType::BF16 => float::<BF16, 64>(op, order, isa),
+        DType::F8E5M2 => float::<E5M2, 64>(op, order, isa),
+        DType::F8E4M3FN => float::<E4M3Fn, 64>(op, order, isa),
+        DType::F8E5M2FNUZ => float::<E5M2Fnuz, 64>(op, order, isa),
+        DType::F8E4M3FNUZ => float::<E4M3Fnuz, 64>(op, order, isa),
+        DType::C64 => complex::<f32, 64>(op, order, isa),
+        DType::C128 => complex::<f64, 32>(op, order, isa),
         DType::U8 => integer::<u8, u8, 256>(op, isa),
         DType::I8 => integer::<i8, u8, 256>(op, isa),
         DType::U16 => integer::<u16, u16, 128>(op, isa),
@@ -85,7 +86,10 @@ pub(super) fn kernel(op: ReduceOp, dtype: DType, isa: Isa) -> Option<ReduceKerne
     }
 }
 
-fn float<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<ReduceKernel> {
+fn float<E: Element, const T: usize>(op: ReduceOp, order: SumOrder, isa: Isa) -> Option<ReduceKernel> {
+    if order == SumOrder::Tree && op.rounds() {
+        return paired::<E, T>(op, isa);
+    }
     match op {
         ReduceOp::Sum => Some(isa.kernel::<E, Sum, T>()),
         ReduceOp::Avg => Some(isa.kernel::<E, Avg, T>()),
@@ -97,9 +101,19 @@ fn float<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<ReduceKer
     }
 }
 
-fn complex<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<ReduceKernel> {
+fn paired<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<ReduceKernel> {
     match op {
-        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => float::<E, T>(op, isa),
+        ReduceOp::Sum => Some(isa.kernel::<E, Paired<Sum>, T>()),
+        ReduceOp::Avg => Some(isa.kernel::<E, Paired<Avg>, T>()),
+        ReduceOp::Product => Some(isa.kernel::<E, Paired<Product>, T>()),
+        ReduceOp::PremulSum => Some(isa.kernel::<E, Paired<PremulSum>, T>()),
+        ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => None,
+    }
+}
+
+fn complex<E: Element, const T: usize>(op: ReduceOp, order: SumOrder, isa: Isa) -> Option<ReduceKernel> {
+    match op {
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => float::<E, T>(op, order, isa),
         ReduceOp::Product | ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => None,
     }
 }

@@ -1,9 +1,9 @@
 //! CPU kernels: reduce, copy, convert; the best instruction set of this CPU is chosen at run time.
 //!
-//! Guarantee: an output element depends only on the input elements and the order of the sources. It does not depend on
-//! the instruction set, the alignment, the count, the way a range is split or the [`WriteMode`]. Floats narrower than 32
-//! bits and `f32` accumulate in `f32`, `f64` in `f64`, and round once; integers wrap. A NaN result is always the
-//! format's canonical quiet NaN. Subnormals are kept, even if the calling thread flushes them.
+//! Guarantee: an output element depends only on the input elements, the order of the sources and the [`SumOrder`]. It
+//! does not depend on the instruction set, the alignment, the count, the way a range is split or the [`WriteMode`]. Floats
+//! narrower than 32 bits and `f32` accumulate in `f32`, `f64` in `f64`, and round once; integers wrap. A NaN result is
+//! always the format's canonical quiet NaN. Subnormals are kept, even if the calling thread flushes them.
 //!
 //! - [`element`]: numbers and how they add, multiply, compare
 //! - [`cast`]: narrow floats to float32 and back
@@ -13,6 +13,7 @@
 //! - [`norm`]: residual and RMSNorm of summed rows
 //! - [`reduce_op`]: the reduce operations
 //! - [`reduce`](mod@reduce): the one loop, compiled for each instruction set
+//! - [`tree`]: pairwise combination
 //! - [`dispatch`]: which compiled loop runs a call
 //! - [`copy`](mod@copy): memory to memory
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
@@ -30,9 +31,10 @@ mod reduce_op;
 mod reference;
 #[cfg(test)]
 mod tests;
+mod tree;
 mod vector;
 
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::{DType, ReduceOp, SumOrder};
 use crate::error::{Error, Result};
 use dispatch::Isa;
 pub use norm::{NormRows, add_rms_norm};
@@ -57,7 +59,7 @@ pub enum WriteMode {
 
 /// Checks that `op` is defined for `dtype`; the error names the nearest supported form.
 pub fn supports(op: ReduceOp, dtype: DType) -> Result<()> {
-    if dispatch::kernel(op, dtype, Isa::Portable).is_some() {
+    if dispatch::kernel(op, dtype, SumOrder::Rank, Isa::Portable).is_some() {
         return Ok(());
     }
     Err(Error::not_implemented(format!("reduce op {} is not defined for {}; {}", op.name(), dtype.name(), instead(dtype))))
@@ -91,19 +93,47 @@ fn instead(dtype: DType) -> String {
 /// Each source and `dst` must be valid for `count` elements of `dtype`, at any alignment; `dst` is the same as a source
 /// or overlaps none. Under `Bool` every byte is 0 or 1.
 pub unsafe fn reduce(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[InputElements], count: usize, store: WriteMode) {
-    let _mode = fp_mode::DefaultFpMode::enter();
-    // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
-    unsafe { reduce_on(Isa::best(), op, dtype, dst, sources, count, sources.len(), store) }
+    // SAFETY: the caller's contract.
+    unsafe { reduce_in(SumOrder::Rank, op, dtype, dst, sources, count, store) }
 }
 
-/// [`reduce`] of sources that together represent `ranks` ranks: an AVG is divided by that number.
+/// [`reduce`], combined in `order`.
+///
+/// # Panics
+/// As [`reduce`].
 ///
 /// # Safety
 /// As [`reduce`].
-pub unsafe fn reduce_partials(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[InputElements], count: usize, ranks: usize) {
+pub unsafe fn reduce_in(
+    order: SumOrder,
+    op: ReduceOp,
+    dtype: DType,
+    dst: *mut u8,
+    sources: &[InputElements],
+    count: usize,
+    store: WriteMode,
+) {
     let _mode = fp_mode::DefaultFpMode::enter();
     // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
-    unsafe { reduce_on(Isa::best(), op, dtype, dst, sources, count, ranks, WriteMode::Cached) }
+    unsafe { reduce_on(Isa::best(), order, op, dtype, dst, sources, count, sources.len(), store) }
+}
+
+/// [`reduce_in`] of sources that together represent `ranks` ranks: an AVG is divided by that number.
+///
+/// # Safety
+/// As [`reduce`].
+pub unsafe fn reduce_partials(
+    order: SumOrder,
+    op: ReduceOp,
+    dtype: DType,
+    dst: *mut u8,
+    sources: &[InputElements],
+    count: usize,
+    ranks: usize,
+) {
+    let _mode = fp_mode::DefaultFpMode::enter();
+    // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
+    unsafe { reduce_on(Isa::best(), order, op, dtype, dst, sources, count, ranks, WriteMode::Cached) }
 }
 
 /// [`reduce_partials`] with a named instruction set and store.
@@ -113,6 +143,7 @@ pub unsafe fn reduce_partials(op: ReduceOp, dtype: DType, dst: *mut u8, sources:
 #[allow(clippy::too_many_arguments, reason = "the arguments of `reduce`, and two more")]
 unsafe fn reduce_on(
     isa: Isa,
+    order: SumOrder,
     op: ReduceOp,
     dtype: DType,
     dst: *mut u8,
@@ -121,7 +152,8 @@ unsafe fn reduce_on(
     ranks: usize,
     store: WriteMode,
 ) {
-    let Some(kernel) = dispatch::kernel(op, dtype, isa) else {
+    assert!(order == SumOrder::Rank || sources.len() <= tree::MOST, "{} sources are too many for a tree", sources.len());
+    let Some(kernel) = dispatch::kernel(op, dtype, order.of(op, dtype, sources.len()), isa) else {
         panic!("reduce op {} was let through for {}", op.name(), dtype.name());
     };
     if sources.is_empty() || count == 0 {

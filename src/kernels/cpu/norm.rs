@@ -14,8 +14,9 @@ use super::convert::{BF16, E4M3Fn, F16};
 use super::dispatch::Isa;
 use super::element::Element;
 use super::fp_mode::DefaultFpMode;
+use super::tree::{self, Tree};
 use super::vector::{self, Vector};
-use crate::dtype::DType;
+use crate::dtype::{DType, ReduceOp, SumOrder};
 use crate::rms_norm::{GROUP, Norm, Normed};
 
 const LANES: usize = 1024;
@@ -32,6 +33,8 @@ const LEAST_SCALE: f32 = 1.0 / (LARGEST * 512.0);
 pub struct NormRows<'a> {
     /// Input of each rank, in rank order.
     pub sources: &'a [*const u8],
+    /// Order of the sum over ranks.
+    pub order: SumOrder,
     /// Residual of each row.
     pub residual: *const u8,
     /// Weight of each element of a row.
@@ -114,16 +117,18 @@ unsafe fn avx512<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &NormR
 unsafe fn run<E: Element<Acc = f32>, I: Vector>(norm: &Norm, rows: usize, memory: &NormRows<'_>) {
     let hidden = norm.hidden;
     let whole = hidden - hidden % TILE;
+    let order = memory.order.of(ReduceOp::Sum, norm.dtype, memory.sources.len());
+    let (mut tree, mut rest) = if order == SumOrder::Tree { (Some(Tree::new()), Some(Tree::new())) } else { (None, None) };
     for row in 0..rows {
         let at = row * norm.row_bytes();
         // SAFETY: `row < rows`, the number of rows in all memory; tiles end at `hidden`, a multiple of `GROUP`.
         unsafe {
             let mut lanes = [0f32; LANES];
             for first in (0..whole).step_by(TILE) {
-                add::<E, I, TILE>(memory, at, first, &mut lanes);
+                add::<E, I, TILE>(memory, at, first, tree.as_mut(), &mut lanes);
             }
             for first in (whole..hidden).step_by(GROUP) {
-                add::<E, I, GROUP>(memory, at, first, &mut lanes);
+                add::<E, I, GROUP>(memory, at, first, rest.as_mut(), &mut lanes);
             }
             let inverse = 1.0 / (total(&mut lanes, hidden / GROUP) / hidden as f32 + norm.eps).sqrt();
             let (sum, weight, to) = (memory.sum.add(at), memory.weight, memory.normed.add(row * norm.normed_bytes()));
@@ -188,23 +193,22 @@ fn rounded<E: Element<Acc = f32>, I: Vector, const T: usize>(values: &[f32; T]) 
     }
 }
 
-/// Sums `T` elements from `first` of the row `at`, with the residual, and adds their squares.
+/// Sums `T` elements from `first` of the row `at`, pairwise if there is a `tree`, with the residual, and adds their
+/// squares.
 ///
 /// # Safety
 /// The memory is valid for them, of type `E`; the CPU has `I`.
 #[inline(always)]
-unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(memory: &NormRows<'_>, at: usize, first: usize, lanes: &mut [f32; LANES]) {
+unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(
+    memory: &NormRows<'_>,
+    at: usize,
+    first: usize,
+    tree: Option<&mut Tree<f32, T>>,
+    lanes: &mut [f32; LANES],
+) {
     let place = at + first * size_of::<E>();
-    let Some((&own, others)) = memory.sources.split_first() else { return };
     // SAFETY: the caller's contract.
-    let mut sum = unsafe { E::widen_tile::<I, T>(own.add(place)) };
-    for &other in others {
-        // SAFETY: the caller's contract.
-        let other = unsafe { E::widen_tile::<I, T>(other.add(place)) };
-        for (sum, other) in sum.iter_mut().zip(other) {
-            *sum += other;
-        }
-    }
+    let sum = unsafe { tree::sum_at::<E, I, T>(memory.sources, place, tree) };
     let mut sum = rounded::<E, I, T>(&sum);
     // SAFETY: the caller's contract.
     let residual = unsafe { E::widen_tile::<I, T>(memory.residual.add(place)) };
@@ -415,6 +419,7 @@ mod tests {
         let [normed, sum, scales] = &mut outputs;
         let memory = NormRows {
             sources: &pointers,
+            order: SumOrder::Rank,
             residual: residual.as_ptr(),
             weight: weight.as_ptr(),
             scale: (&raw const scale).cast(),

@@ -1,13 +1,14 @@
 //! The reduction loop, once, and its compilation for each instruction set.
 //!
-//! A tile of `T` accumulators stays in registers while the loop visits the sources in rank order, so each output
-//! element depends only on its own inputs: not on alignment, on the count, on how a range was split or on the vector
-//! width. Rust never contracts a product and a sum into a fused operation, and so the wider instruction sets do not
-//! either.
+//! A tile of `T` accumulators stays in registers while the loop visits the sources in rank order, or pairwise
+//! ([`super::tree`]). Each output element depends only on its own inputs: not on alignment, on the count, on how a range
+//! was split or on the vector width. Rust never contracts a product and a sum into a fused operation, and so the wider
+//! instruction sets do not either.
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 use super::element::{Element, Number};
 use super::reduce_op::ReduceFn;
+use super::tree::Tree;
 use super::vector::{self, Vector};
 use super::{InputElements, WriteMode, copy};
 
@@ -68,9 +69,10 @@ pub(super) unsafe fn avx512<E: Element, O: ReduceFn<E::Acc>, const T: usize>(job
 #[inline(always)]
 unsafe fn run<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: &ReduceJob) {
     let size = size_of::<E>();
+    let mut tree = Tree::new();
     if job.store == WriteMode::Cached {
         // SAFETY: all of `job` is in bounds by the caller's contract.
-        unsafe { span::<E, O, I, T>(job, 0, job.count, job.dst) };
+        unsafe { span::<E, O, I, T>(job, 0, job.count, job.dst, &mut tree) };
         return;
     }
     let mut block = Block([0; BLOCK]);
@@ -81,7 +83,7 @@ unsafe fn run<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: &
         let now = length.min(job.count - start);
         // SAFETY: `start + now <= count`; `now * size <= BLOCK`; the block overlaps no memory of the caller.
         unsafe {
-            span::<E, O, I, T>(job, start, now, block.0.as_mut_ptr());
+            span::<E, O, I, T>(job, start, now, block.0.as_mut_ptr(), &mut tree);
             copy::stream(job.dst.add(start * size), block.0.as_ptr(), now * size);
         }
         start += now;
@@ -95,14 +97,20 @@ unsafe fn run<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: &
 /// # Safety
 /// The sources are valid for `start + count` elements, `out` for `count`; `out` is a source at `start` or overlaps none.
 #[inline(always)]
-unsafe fn span<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: &ReduceJob, start: usize, count: usize, out: *mut u8) {
+unsafe fn span<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(
+    job: &ReduceJob,
+    start: usize,
+    count: usize,
+    out: *mut u8,
+    tree: &mut Tree<E::Acc, T>,
+) {
     let size = size_of::<E>();
     let whole = count - count % T;
     let mut done = 0;
     while done < whole {
         // SAFETY: `done + T <= whole <= count`.
         unsafe {
-            let acc = tile::<E, O, I, T>(job, |source| source.ptr.add((start + done) * size));
+            let acc = tile::<E, O, I, T>(job, tree, |source| source.ptr.add((start + done) * size));
             E::narrow_tile::<I, T>(&acc, out.add(done * size));
         }
         done += T;
@@ -111,7 +119,7 @@ unsafe fn span<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: 
         for at in whole..count {
             // SAFETY: `at < count`.
             unsafe {
-                let acc = tile::<E, O, I, 1>(job, |source| source.ptr.add((start + at) * size));
+                let acc = tile::<E, O, I, 1>(job, &mut Tree::new(), |source| source.ptr.add((start + at) * size));
                 E::narrow_tile::<I, 1>(&acc, out.add(at * size));
             }
         }
@@ -122,7 +130,7 @@ unsafe fn span<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: 
         // SAFETY: `whole + rest == count`; `pad` holds `T > rest` elements, and `tile` has read one padded copy before
         // it asks for the next.
         unsafe {
-            let acc = tile::<E, O, I, T>(job, |source| {
+            let acc = tile::<E, O, I, T>(job, tree, |source| {
                 source.ptr.add((start + whole) * size).copy_to_nonoverlapping(pad, rest * size);
                 pad.cast_const()
             });
@@ -139,6 +147,7 @@ unsafe fn span<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: 
 #[inline(always)]
 unsafe fn tile<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(
     job: &ReduceJob,
+    tree: &mut Tree<E::Acc, T>,
     mut locate: impl FnMut(&InputElements) -> *const u8,
 ) -> [E::Acc; T] {
     let mut lifted = |source: &InputElements| {
@@ -154,9 +163,17 @@ unsafe fn tile<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(
         return [E::Acc::ZERO; T];
     };
     let mut acc = lifted(first);
-    for source in others {
-        for (acc, value) in acc.iter_mut().zip(lifted(source)) {
-            *acc = O::combine(*acc, value);
+    if O::PAIRED {
+        tree.push::<O>(acc);
+        for source in others {
+            tree.push::<O>(lifted(source));
+        }
+        acc = tree.take::<O>();
+    } else {
+        for source in others {
+            for (acc, value) in acc.iter_mut().zip(lifted(source)) {
+                *acc = O::combine(*acc, value);
+            }
         }
     }
     for value in &mut acc {

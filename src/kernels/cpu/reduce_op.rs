@@ -1,9 +1,13 @@
 //! The reduce operations, as types, so that each loop is compiled for exactly one.
 
 use super::element::{Bits, Number};
+use std::marker::PhantomData;
 
 /// An operation that combines the sources' elements.
 pub(super) trait ReduceFn<A: Number> {
+    /// True if the sources are combined pairwise ([`super::tree`]), not in their order.
+    const PAIRED: bool = false;
+
     /// Returns the value that a source contributes, given that source's factor.
     #[inline(always)]
     fn lift(value: A, _factor: A) -> A {
@@ -28,6 +32,27 @@ pub(super) struct And;
 pub(super) struct Or;
 pub(super) struct Xor;
 pub(super) struct PremulSum;
+/// `O`, pairwise.
+pub(super) struct Paired<O>(PhantomData<O>);
+
+impl<A: Number, O: ReduceFn<A>> ReduceFn<A> for Paired<O> {
+    const PAIRED: bool = true;
+
+    #[inline(always)]
+    fn lift(value: A, factor: A) -> A {
+        O::lift(value, factor)
+    }
+
+    #[inline(always)]
+    fn combine(acc: A, value: A) -> A {
+        O::combine(acc, value)
+    }
+
+    #[inline(always)]
+    fn finish(acc: A, ranks: usize) -> A {
+        O::finish(acc, ranks)
+    }
+}
 
 impl<A: Number> ReduceFn<A> for Sum {
     #[inline(always)]

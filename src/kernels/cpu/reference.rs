@@ -1,23 +1,23 @@
 //! Reference results for the kernels, computed as plainly as possible: `f64` and `i128`, one element at a time,
 //! rounding by search. Shares no code with the kernels.
 
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::{DType, ReduceOp, SumOrder};
 
-/// Returns the result of `op` for one element, from each rank's bytes and factor.
-pub(super) fn element(op: ReduceOp, dtype: DType, values: &[&[u8]], factors: &[f64]) -> Vec<u8> {
+/// Returns the result of `op` for one element, from each rank's bytes and factor, combined in `order`.
+pub(super) fn element(order: SumOrder, op: ReduceOp, dtype: DType, values: &[&[u8]], factors: &[f64]) -> Vec<u8> {
     let half = dtype.size() / 2;
     match dtype {
         DType::C64 | DType::C128 => {
             let real = if dtype == DType::C64 { DType::F32 } else { DType::F64 };
             let part = |range: std::ops::Range<usize>| {
                 let values: Vec<&[u8]> = values.iter().map(|value| &value[range.clone()]).collect();
-                element(op, real, &values, factors)
+                element(order, op, real, &values, factors)
             };
             [part(0..half), part(half..2 * half)].concat()
         }
         DType::F16 | DType::BF16 | DType::F32 | DType::F64 | DType::F8E5M2 | DType::F8E4M3FN | DType::F8E5M2FNUZ | DType::F8E4M3FNUZ => {
             let values: Vec<f64> = values.iter().map(|value| decode(dtype, value)).collect();
-            encode(dtype, float(op, dtype, &values, factors))
+            encode(dtype, float(order, op, dtype, &values, factors))
         }
         DType::Bool => vec![u8::from(boolean(op, values))],
         DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::U16 | DType::U32 | DType::U64 => integer(op, dtype, values),
@@ -30,25 +30,35 @@ fn accumulated(dtype: DType, value: f64) -> f64 {
     if dtype == DType::F64 { value } else { f64::from(value as f32) }
 }
 
-fn float(op: ReduceOp, dtype: DType, values: &[f64], factors: &[f64]) -> f64 {
+fn float(order: SumOrder, op: ReduceOp, dtype: DType, values: &[f64], factors: &[f64]) -> f64 {
     let round = |value| accumulated(dtype, value);
-    let scaled = |i: usize| round(values[i] * round(factors[i]));
-    let mut acc = if op == ReduceOp::PremulSum { scaled(0) } else { values[0] };
-    for (i, &value) in values.iter().enumerate().skip(1) {
-        acc = match op {
-            ReduceOp::Sum | ReduceOp::Avg => round(acc + value),
-            ReduceOp::Product => round(acc * value),
-            ReduceOp::PremulSum => round(acc + scaled(i)),
-            ReduceOp::Min | ReduceOp::Max if acc.is_nan() || value.is_nan() => f64::NAN,
-            ReduceOp::Min if value < acc => value,
-            ReduceOp::Max if value > acc => value,
-            ReduceOp::Min | ReduceOp::Max => acc,
-            ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
-                unreachable!("refused for floats")
-            }
-        };
-    }
+    let scaled = |(value, factor): (&f64, &f64)| round(value * round(*factor));
+    let leaves: Vec<f64> = if op == ReduceOp::PremulSum { values.iter().zip(factors).map(scaled).collect() } else { values.to_vec() };
+    let both = |acc: f64, value: f64| match op {
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => round(acc + value),
+        ReduceOp::Product => round(acc * value),
+        ReduceOp::Min | ReduceOp::Max if acc.is_nan() || value.is_nan() => f64::NAN,
+        ReduceOp::Min if value < acc => value,
+        ReduceOp::Max if value > acc => value,
+        ReduceOp::Min | ReduceOp::Max => acc,
+        ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => unreachable!("refused for floats"),
+    };
+    let acc = match order {
+        SumOrder::Rank => leaves.iter().copied().reduce(both).expect("at least one"),
+        SumOrder::Tree => halves(&leaves, &both),
+    };
     if op == ReduceOp::Avg { round(acc / values.len() as f64) } else { acc }
+}
+
+/// Combines the largest power of two of `leaves` below their number, and the rest.
+fn halves(leaves: &[f64], both: &impl Fn(f64, f64) -> f64) -> f64 {
+    match leaves {
+        [one] => *one,
+        _ => {
+            let (first, rest) = leaves.split_at(leaves.len().next_power_of_two() / 2);
+            both(halves(first, both), halves(rest, both))
+        }
+    }
 }
 
 fn boolean(op: ReduceOp, values: &[&[u8]]) -> bool {

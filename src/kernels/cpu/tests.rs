@@ -3,7 +3,7 @@
 use super::dispatch::Isa;
 use super::reference::{self, decode, encode};
 use super::{InputElements, WriteMode, copy, reduce, reduce_on, supports};
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::{DType, ReduceOp, SumOrder};
 use proptest::prelude::*;
 
 const COUNTS: [usize; 11] = [0, 1, 7, 15, 16, 17, 63, 64, 65, 1000, 4099];
@@ -63,10 +63,14 @@ fn inputs(dtype: DType, sources: usize, count: usize, seed: u64) -> Vec<Vec<u8>>
 }
 
 fn expected(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], count: usize) -> Vec<u8> {
+    expected_in(SumOrder::Rank, op, dtype, inputs, count)
+}
+
+fn expected_in(order: SumOrder, op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], count: usize) -> Vec<u8> {
     let size = dtype.size();
     let element = |i: usize| {
         let values: Vec<&[u8]> = inputs.iter().map(|input| &input[i * size..(i + 1) * size]).collect();
-        reference::element(op, dtype, &values, &FACTORS)
+        reference::element(order, op, dtype, &values, &FACTORS)
     };
     if inputs.is_empty() { vec![] } else { (0..count).flat_map(element).collect() }
 }
@@ -88,10 +92,21 @@ fn sources(shifted: &[(Vec<u8>, usize)]) -> Vec<InputElements> {
 
 /// Returns the result of the kernel of `isa`, and checks that the kernel writes nothing else.
 fn computed(isa: Isa, op: ReduceOp, dtype: DType, list: &[InputElements], count: usize, offset: usize, store: WriteMode) -> Vec<u8> {
+    computed_in(SumOrder::Rank, (isa, op, dtype), list, count, offset, store)
+}
+
+fn computed_in(
+    order: SumOrder,
+    (isa, op, dtype): (Isa, ReduceOp, DType),
+    list: &[InputElements],
+    count: usize,
+    offset: usize,
+    store: WriteMode,
+) -> Vec<u8> {
     let bytes = count * dtype.size();
     let mut out = vec![GUARD; offset + bytes + 64];
     // SAFETY: the sources hold `count` elements, and `out` holds `count` from `offset`; `isa` is from `available`.
-    unsafe { reduce_on(isa, op, dtype, out[offset..].as_mut_ptr(), list, count, list.len(), store) };
+    unsafe { reduce_on(isa, order, op, dtype, out[offset..].as_mut_ptr(), list, count, list.len(), store) };
     assert!(out[..offset].iter().chain(&out[offset + bytes..]).all(|&byte| byte == GUARD));
     out[offset..offset + bytes].to_vec()
 }
@@ -118,6 +133,49 @@ fn every_path_computes_the_reference() {
                     }
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn trees_combine_halves() {
+    let most = COUNTS[COUNTS.len() - 1];
+    for (op, dtype) in pairs() {
+        // All factors are given; other numbers of ranks repeat them.
+        for ranks in [1, 2, 3, 4, 5, 6, 7, 8] {
+            let inputs = inputs(dtype, ranks, most, 40 + ranks as u64);
+            let expected = expected_in(SumOrder::Tree, op, dtype, &inputs, most);
+            for (offset, store) in [(1, WriteMode::Cached), (35, WriteMode::Streaming)] {
+                let shifted = misaligned(&inputs, offset);
+                let list = sources(&shifted);
+                for &isa in Isa::available() {
+                    for count in COUNTS {
+                        let result = computed_in(SumOrder::Tree, (isa, op, dtype), &list, count, offset, store);
+                        assert!(
+                            result == expected[..count * dtype.size()],
+                            "tree {} of {ranks} x {count} {} with {isa:?}, {store:?}, offset {offset}",
+                            op.name(),
+                            dtype.name()
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn trees_of_trees_are_trees() {
+    let leaves: Vec<Vec<u8>> = inputs(DType::F32, 128, 65, 3);
+    let summed = |parts: &[Vec<u8>]| -> Vec<u8> {
+        let list: Vec<InputElements> = parts.iter().map(|part| InputElements { ptr: part.as_ptr(), factor: 1.0 }).collect();
+        computed_in(SumOrder::Tree, (Isa::best(), ReduceOp::Sum, DType::F32), &list, 65, 0, WriteMode::Cached)
+    };
+    for of in [1, 3, 8, 20, 128] {
+        let leaves = &leaves[..of];
+        for each in [2, 4, 8, 16, 64] {
+            let parts: Vec<Vec<u8>> = leaves.chunks(each).map(summed).collect();
+            assert!(summed(&parts) == summed(leaves), "{of} in {each}");
         }
     }
 }

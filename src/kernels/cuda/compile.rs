@@ -4,7 +4,7 @@ use super::cache::{CacheKey, kept, kept_before};
 use super::nvrtc::{Compiled, nvrtc};
 use super::source::{HEADERS, program};
 use crate::config::Config;
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::{DType, ReduceOp, SumOrder};
 use crate::error::Result;
 use std::fmt;
 use std::time::Instant;
@@ -24,6 +24,8 @@ pub struct Variant {
     pub op: Option<ReduceOp>,
     /// `SYMM_ZERO_COPY`: the zero-copy variant.
     pub zero_copy: bool,
+    /// `SYMM_TREE`: sums are pairwise.
+    pub order: SumOrder,
 }
 
 impl fmt::Display for Variant {
@@ -37,6 +39,9 @@ impl fmt::Display for Variant {
         }
         if self.zero_copy {
             write!(f, ", zero-copy")?;
+        }
+        if self.order == SumOrder::Tree {
+            write!(f, ", tree")?;
         }
         Ok(())
     }
@@ -70,6 +75,7 @@ pub fn options(variant: &Variant, arch: Arch) -> Vec<String> {
     options.extend(variant.dtype.map(|dtype| format!("-DSYMM_DTYPE={}", dtype as u8)));
     options.extend(variant.op.map(|op| format!("-DSYMM_OP={}", op as u8)));
     options.extend(variant.zero_copy.then(|| "-DSYMM_ZERO_COPY=1".into()));
+    options.extend((variant.order == SumOrder::Tree).then(|| "-DSYMM_TREE=1".into()));
     options
 }
 
@@ -107,7 +113,7 @@ mod tests {
     #[test]
     fn options_name_every_constant() {
         let arch = Arch { major: 9, minor: 0 };
-        let plain = Variant { program: "exchange/any", world: 8, rank: 3, dtype: None, op: None, zero_copy: false };
+        let plain = Variant { program: "exchange/any", world: 8, rank: 3, dtype: None, op: None, zero_copy: false, order: SumOrder::Rank };
         let common = ["--gpu-architecture=sm_90", "--std=c++17", "--fmad=false", "-DSYMM_WORLD=8", "-DSYMM_RANK=3"];
         assert_eq!(options(&plain, arch), common);
         let reducing = Variant { dtype: Some(DType::BF16), op: Some(ReduceOp::Avg), ..plain };
@@ -119,5 +125,7 @@ mod tests {
             ("-DSYMM_ZERO_COPY=1".into(), "exchange/any of rank 3 of 8, zero-copy".into())
         );
         assert_eq!(reducing.to_string(), "exchange/any of rank 3 of 8, bfloat16, AVG");
+        let tree = Variant { order: SumOrder::Tree, ..reducing };
+        assert_eq!((options(&tree, arch)[7..].join(" "), tree.to_string()), ("-DSYMM_TREE=1".into(), format!("{reducing}, tree")));
     }
 }

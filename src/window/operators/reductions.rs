@@ -1,4 +1,4 @@
-//! Reductions: elements combine in the order of ranks, so all ranks get the same bits.
+//! Reductions: elements combine in the group's order, so all ranks get the same bits.
 #![allow(unsafe_code, reason = "the bytes of tensors, by their addresses")]
 
 use super::{Inputs, output};
@@ -31,7 +31,7 @@ fn pieces(bytes: usize, row: usize, rank: Rank, n: usize) -> Result<impl Iterato
 }
 
 impl Inputs<'_> {
-    /// Writes to `out` the reduction with `op`, in rank order, of `range` of all ranks' inputs.
+    /// Writes to `out` the reduction with `op`, in the group's order, of `range` of all ranks' inputs.
     ///
     /// # Safety
     /// `out` is valid for writes of `range.len()` bytes, and is `range` of this rank's input or overlaps no rank's
@@ -45,7 +45,7 @@ impl Inputs<'_> {
         let ranks = (0..self.window.size() as u32).map(Rank);
         let sources: Vec<InputElements> = ranks.map(|rank| InputElements { ptr: self.at(rank, range), factor: 1.0 }).collect();
         // SAFETY: `at` found the sources in the window, which keeps them mapped; the rest is the caller's promise.
-        unsafe { cpu::reduce(op, dtype, out, &sources, bytes / size, WriteMode::Cached) };
+        unsafe { cpu::reduce_in(self.window.order(), op, dtype, out, &sources, bytes / size, WriteMode::Cached) };
         Ok(())
     }
 }

@@ -13,6 +13,7 @@ use crate::coll::cuda::workspace::memory::{LocalWorkspace, PeerInfo, PeerWorkspa
 use crate::coll::cuda::{cube_mesh, peer_access};
 use crate::config::Config;
 use crate::control::ControlBlock;
+use crate::dtype::SumOrder;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::cuda::driver::{Device, Entered, Event, OwnStream, RelaxedCapture, Stream};
 use crate::rank::Rank;
@@ -111,7 +112,7 @@ impl Communicator {
         };
         let edges = edges(&way, gather, &memory, stream.stream())?;
         let events = || (0..stream_order::PLACES).map(|_| Event::new()).collect::<Result<Vec<_>>>();
-        let mut kernels = Kernels::new(&device, n, me, tuning.overlap != 0);
+        let mut kernels = Kernels::new(&device, n, me, tuning.overlap != 0, control.order());
         kernels.preload(&device);
         let made = || Ok((AbortFlag::of(control)?, KernelReport::new(control)?, events()?));
         let made = made();
@@ -207,7 +208,8 @@ fn try_out(
 /// Returns the edges of the group's GPUs, if all ranks detect the same hybrid cube mesh and can use it.
 fn edges(way: &SetupContext<'_>, gather: &AllGather<'_>, memory: &PeerWorkspaces, stream: Stream) -> Result<Option<cube_mesh::Edges>> {
     let (control, me) = (way.control, way.control.rank().index());
-    if way.peers.len() != cube_mesh::RANKS || !way.peers.iter().all(|peer| peer.p2p) {
+    // Its sums are of quads, so the order of the ranks depends on the links.
+    if control.order() == SumOrder::Tree || way.peers.len() != cube_mesh::RANKS || !way.peers.iter().all(|peer| peer.p2p) {
         return Ok(None);
     }
     let mesh = cube_mesh::detected(way.peers);

@@ -8,7 +8,7 @@ use super::super::step::{Bases, Place, Program, ProgramMemory, RailOp, Step};
 use super::super::{MessageLengths, Planning};
 use crate::coll::call::{Call, CallSpec, Collective, Span};
 use crate::coll::cost::network::RailThresholds;
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::{DType, ReduceOp, SumOrder};
 use crate::kernels::cpu::{self, InputElements, WriteMode};
 use crate::node_map::{NodeMap, RankLocation};
 use crate::rank::Rank;
@@ -65,7 +65,7 @@ fn combined(op: ReduceOp, partial: DType, dtype: DType, layout: &NodeMap, partia
     let mut output = vec![0; partials[0].len()];
     let count = output.len() / partial.size();
     // SAFETY: all buffers are of one length, a multiple of the element's size.
-    unsafe { cpu::reduce_partials(levels.outer, partial, output.as_mut_ptr(), &sources, count, levels.divisor) };
+    unsafe { cpu::reduce_partials(SumOrder::Rank, levels.outer, partial, output.as_mut_ptr(), &sources, count, levels.divisor) };
     output
 }
 

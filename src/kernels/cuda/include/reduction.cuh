@@ -1,10 +1,10 @@
 // Reduction of elements, a unit at a time, for the type and operation of this compilation: SYMM_DTYPE (c10::ScalarType)
 // and SYMM_OP (c10d::ReduceOp::RedOpType).
 //
-// A reduction starts with one rank's unit, combines the other units in rank order, and finishes. The result has the
-// bits of kernels::cpu::reduce on every rank and with every protocol, with one exception: under PREMUL_SUM each sender
-// multiplies and rounds to the element (`lift`), while the CPU keeps the product in the accumulator. The two do not
-// differ for floats of 32 bits or more.
+// A reduction starts with one rank's unit, combines the other units in rank order, and finishes; with SYMM_TREE it
+// combines them pairwise. The result has the bits of kernels::cpu::reduce_in on every rank and with every protocol,
+// with one exception: under PREMUL_SUM each sender multiplies and rounds to the element (`lift`), while the CPU keeps the
+// product in the accumulator. The two do not differ for floats of 32 bits or more.
 #pragma once
 #include "formats.cuh"
 
@@ -92,6 +92,16 @@ struct Reduction {
     }
   }
 
+  // Combines `sum` with the sum over later ranks.
+  static DEVICE void merge(Sum& sum, const Sum& later) {
+    if constexpr (IN_PLACE) {
+      combine(sum, later.words);
+    } else {
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) sum.each[i] = combined<OP>(sum.each[i], later.each[i]);
+    }
+  }
+
   static DEVICE Unit partial(const Sum& sum) {
     if constexpr (IN_PLACE) {
       return sum.words;
@@ -165,15 +175,46 @@ DEVICE Unit partial(const Sum& sum) { return Chosen::partial(sum); }
 DEVICE Unit finish(const Sum& sum) { return Chosen::finish(sum); }
 // Returns the unit that a rank contributes: under PREMUL_SUM its elements times `factor`.
 DEVICE Unit lift(Unit v, double factor) { return Chosen::lift(v, factor); }
-// Returns the sum of one unit of each rank, in rank order.
-DEVICE Unit sum_in_order(const Unit (&v)[WORLD]) {
+#ifdef SYMM_TREE
+// Returns the largest power of two below `count`.
+DEVICE constexpr u32 half_of(u32 count) {
+  u32 half = 1;
+  while (2 * half < count) half *= 2;
+  return half;
+}
+
+// Returns the pairwise sum of `leaf(r)` of COUNT ranks, starting from FIRST.
+template <u32 FIRST, u32 COUNT, typename Leaf>
+DEVICE Sum pairwise(const Leaf& leaf) {
   Sum sum;
-  begin(sum, v[0]);
+  if constexpr (COUNT == 1) {
+    begin(sum, leaf(FIRST));
+  } else {
+    constexpr u32 HALF = half_of(COUNT);
+    sum = pairwise<FIRST, HALF>(leaf);
+    Chosen::merge(sum, pairwise<FIRST + HALF, COUNT - HALF>(leaf));
+  }
+  return sum;
+}
+#endif
+// Returns the sum of `leaf(r)`, a unit of each rank r, in rank order or, with SYMM_TREE, pairwise.
+template <typename Leaf>
+DEVICE Unit sum_over_ranks(const Leaf& leaf) {
+#ifdef SYMM_TREE
+  return finish(pairwise<0, WORLD>(leaf));
+#else
+  Sum sum;
+  begin(sum, leaf(0));
 #pragma unroll
   for (u32 r = 1; r < WORLD; ++r) {
-    combine(sum, v[r]);
+    combine(sum, leaf(r));
   }
   return finish(sum);
+#endif
+}
+// Returns the sum of one unit of each rank.
+DEVICE Unit sum_in_order(const Unit (&v)[WORLD]) {
+  return sum_over_ranks([&](u32 r) { return v[r]; });
 }
 #endif
 #endif

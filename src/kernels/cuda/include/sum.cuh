@@ -1,4 +1,4 @@
-// Sums of one unit of every rank in rank order, read from slots or directly from the ranks' tensors.
+// Sums of one unit of every rank, read from slots or directly from the ranks' tensors.
 #pragma once
 #include "zero_copy_moves.cuh"
 #include "reduction.cuh"
@@ -27,16 +27,10 @@ DEVICE bool exchange_factors(HandshakeSession& session, double own, double (&fac
 
 // Returns the sum of one unit of each rank, each times its rank's factor.
 DEVICE Unit sum_of(const Unit (&v)[WORLD], const double (&factor)[WORLD]) {
-  Sum sum;
-  begin(sum, lift(v[0], factor[0]));
-#pragma unroll
-  for (u32 r = 1; r < WORLD; ++r) {
-    combine(sum, lift(v[r], factor[r]));
-  }
-  return finish(sum);
+  return sum_over_ranks([&](u32 r) { return lift(v[r], factor[r]); });
 }
 
-// Adds the `bytes` at `from[r]` of all ranks in rank order; `keep(offset, unit, bytes)` stores the sum. The sum may
+// Adds the `bytes` at `from[r]` of all ranks; `keep(offset, unit, bytes)` stores the sum. The sum may
 // replace an input, because only one thread loads and stores a unit.
 template <typename Keep>
 DEVICE void sum_in_place(const u8* const (&from)[WORLD], const double (&factor)[WORLD], u64 bytes, Keep keep) {

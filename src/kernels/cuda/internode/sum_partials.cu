@@ -1,6 +1,6 @@
-// Sum of the partial results of all nodes in node order, with the same bits as kernels::cpu::reduce_partials. The
-// partial results are equally spaced in this rank's memory, each aligned to 16 bytes; the result may have any
-// alignment. The kernel never waits.
+// Sum of the partial results of all nodes in node order, or pairwise with SYMM_TREE, with the same bits as
+// kernels::cpu::reduce_partials. The partial results are equally spaced in this rank's memory, each aligned to 16 bytes;
+// the result may have any alignment. The kernel never waits.
 #include "units.cuh"
 #include "reduction.cuh"
 
@@ -60,10 +60,54 @@ DEVICE Unit rounded(const typename R::Sum& sum, [[maybe_unused]] u32 divisor) {
   }
 }
 
+#ifdef SYMM_TREE
+// Returns the pairwise sum of `leaf(h)` of all nodes h. After node h, `held[k]` has a sum of 2^k nodes if bit k of
+// h + 1 is set; the loops over k are unrolled, so that sums stay in registers.
+template <typename Leaf>
+DEVICE Sum sum_of_nodes(u32 hosts, const Leaf& leaf) {
+  constexpr u32 LEVELS = 8;
+  static_assert(MOST_HOSTS < 1 << LEVELS, "");
+  Sum held[LEVELS];
+  for (u32 host = 0; host < hosts; ++host) {
+    Sum sum = leaf(host);
+    bool placed = false;
+#pragma unroll
+    for (u32 k = 0; k < LEVELS; ++k) {
+      if (!placed && (host >> k & 1)) {
+        Chosen::merge(held[k], sum);
+        sum = held[k];
+      } else if (!placed) {
+        held[k] = sum;
+        placed = true;
+      }
+    }
+  }
+  Sum sum;
+  bool any = false;
+#pragma unroll
+  for (u32 k = 0; k < LEVELS; ++k) {
+    if (hosts >> k & 1) {
+      if (any) Chosen::merge(held[k], sum);
+      sum = held[k];
+      any = true;
+    }
+  }
+  return sum;
+}
+#endif
+
 LANE_KERNEL(sum_partials, SumPartialsArgs) {
   constexpr Op OP = static_cast<Op>(SYMM_OP);
   const u64 step = (u64)blocks() * threads();
   for (u64 i = (u64)block() * threads() + thread(); i < units_of(args.bytes); i += step) {
+#ifdef SYMM_TREE
+    // steps 1 and 2: combine all nodes' units pairwise; all partial results may be read to the end of a unit
+    const Sum sum = sum_of_nodes(args.hosts, [&](u32 host) {
+      Sum weighed;
+      weigh<OP, Chosen>(weighed, *(const Unit*)(args.from + host * args.stride + i * 16), args.factor[host]);
+      return weighed;
+    });
+#else
     // step 1: start with the first node's unit; all partial results may be read to the end of a unit
     Sum sum;
     weigh<OP, Chosen>(sum, *(const Unit*)(args.from + i * 16), args.factor[0]);
@@ -71,6 +115,7 @@ LANE_KERNEL(sum_partials, SumPartialsArgs) {
     for (u32 host = 1; host < args.hosts; ++host) {
       add<OP, Chosen>(sum, *(const Unit*)(args.from + host * args.stride + i * 16), args.factor[host]);
     }
+#endif
     // step 3: divide, round once and store
     store_unit(args.to + i * 16, rounded<OP, Chosen>(sum, args.divisor), args.bytes - i * 16);
   }
