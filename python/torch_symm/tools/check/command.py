@@ -8,6 +8,7 @@ import platform
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,14 @@ from torch_symm.tools.command import Parser, named, positive
 if TYPE_CHECKING:
     from .cases import Covered
     from .faults import Seen
+    from .invariance import Row
     from .rank import Done
 
 #: For all cases together; the rest is reported as skipped.
 SECONDS = 45.0
 WORLDS = "2,3"
+#: With --invariance: with two ranks every order is the same.
+SUMMED = "2,4"
 #: Exit status of a run that found no error, but did not make all calls.
 UNFINISHED = 3
 
@@ -37,14 +41,18 @@ def parser() -> Parser:
         [
             ("", "all collectives on CPU tensors, in less than a minute"),
             ("--faults", "also what ranks are told when one dies, is late or calls something else"),
+            ("--invariance", "whether sums depend on the length of the call, beside torch's backend"),
             ("--ops all_reduce,broadcast --ranks 4", "two collectives on 4 ranks"),
             ("--device cuda --ranks 2 --json", "on GPUs, as JSON"),
         ],
     )
-    made.add_argument("--ranks", default=WORLDS, help=f"sizes of groups, by commas (default: {WORLDS})")
+    made.add_argument("--ranks", help=f"sizes of groups, by commas (default: {WORLDS}; --invariance: {SUMMED})")
     made.add_argument("--ops", help="collectives, by commas (default: all)")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are (default: cpu)")
     made.add_argument("--faults", action="store_true", help="also let ranks fail, and see what the others are told")
+    made.add_argument(
+        "--invariance", action="store_true", help="only compare sums of the same values in different calls, bit for bit"
+    )
     made.add_argument("--quick", action="store_true", help="few lengths")
     made.add_argument("--seconds", type=positive, default=SECONDS, help=f"limit for all calls (default: {SECONDS:.0f})")
     made.add_argument("--json", action="store_true", help="print one JSON object")
@@ -54,6 +62,8 @@ def parser() -> Parser:
 def run(parser: Parser, given: argparse.Namespace) -> int:
     """Checks and prints a summary; 1 if something was wrong."""
     worlds, ops = _wanted(parser, given)
+    if given.invariance:
+        return _invariance(given, worlds)
     started = time.monotonic()
     if not given.json:
         where = f"groups of {' and '.join(map(str, worlds))} ranks, {given.device} tensors"
@@ -93,6 +103,9 @@ def _wanted(parser: Parser, given: argparse.Namespace) -> tuple[tuple[int, ...],
 
     from .cases import OPS
 
+    if given.ranks is None:
+        given.ranks = SUMMED if given.invariance else WORLDS
+    usual = given.ranks in (SUMMED, WORLDS)
     try:
         worlds = tuple(sorted({int(word) for word in given.ranks.split(",")}))
     except ValueError:
@@ -101,7 +114,7 @@ def _wanted(parser: Parser, given: argparse.Namespace) -> tuple[tuple[int, ...],
         parser.error(f"--ranks {given.ranks}: groups of 2 to 8 ranks are checked")
     gpus = torch.cuda.device_count() if given.device == "cuda" else 0
     if given.device == "cuda":
-        if given.ranks == WORLDS:
+        if usual:
             worlds = tuple(world for world in worlds if world <= gpus)
         if not worlds or max(worlds) > gpus:
             parser.error(f"--device cuda: each rank needs a GPU, at least 2, and torch finds {gpus} here")
@@ -112,8 +125,64 @@ def _wanted(parser: Parser, given: argparse.Namespace) -> tuple[tuple[int, ...],
     return worlds, ops
 
 
+def _invariance(given: argparse.Namespace, worlds: tuple[int, ...]) -> int:
+    """Compares sums of the same values in different calls; 1 if a promise was broken, 3 if a rank failed."""
+    from . import invariance
+
+    started = time.monotonic()
+    if not given.json:
+        print(
+            f"comparing sums in groups of {' and '.join(map(str, worlds))} ranks, {given.device} tensors …", flush=True
+        )
+    every, failure = _ran(given, worlds, (), invariance.main)
+    rows = invariance.merged([one.rows for one in every])
+    missing = {name: why for one in every for name, why in one.missing.items()}
+    errors = [one.error for one in every if one.error] + ([failure] if failure else [])
+    broken = [f"{row.side}, {row.dtype} on {row.ranks} ranks: {', '.join(row.broken)}" for row in rows if row.broken]
+    found = {
+        "ok": not broken and not errors and bool(rows),
+        "machine": _machine(),
+        "device": given.device,
+        "rows": [asdict(row) for row in rows],
+        "missing": missing,
+        "broken": broken,
+        "errors": errors,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    print(json.dumps(found, indent=1) if given.json else _shares(rows, found))
+    return 1 if broken else UNFINISHED if errors or not rows else 0
+
+
+def _shares(rows: list[Row], found: dict[str, Any]) -> str:
+    """Returns the table of shares, and the verdict."""
+    from .invariance import COLUMNS
+
+    def shown(share: float | None) -> str:
+        return "-" if share is None else "0" if share == 0 else f"{share:.2%}"
+
+    table: list[tuple[str, ...]] = [("side", "ranks", "type", *COLUMNS)]
+    table += [(row.side, str(row.ranks), row.dtype, *(shown(row.differ[name]) for name in COLUMNS)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    lines.insert(0, "share of elements whose bits differ between:")
+    lines += [f"{name}: not compared: {why}" for name, why in found["missing"].items()]
+    lines += [f"FAILED: {error}" for error in found["errors"]] + [f"WRONG: {broken}" for broken in found["broken"]]
+    if found["ok"]:
+        lines.append(f"symm: all promised bits are equal, in {found['seconds']} s")
+    return "\n".join(lines)
+
+
 def _check(given: argparse.Namespace, worlds: tuple[int, ...], ops: tuple[str, ...]) -> tuple[list[Done], str]:
     """Returns the findings of each rank, and why the run ended early."""
+    from . import rank
+
+    return _ran(given, worlds, ops, rank.main)
+
+
+def _ran(
+    given: argparse.Namespace, worlds: tuple[int, ...], ops: tuple[str, ...], main: Callable[..., None]
+) -> tuple[list[Any], str]:
+    """Runs ``main`` on the ranks; returns what each of them reports, and why the run ended early."""
     import torch
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
@@ -129,7 +198,7 @@ def _check(given: argparse.Namespace, worlds: tuple[int, ...], ops: tuple[str, .
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
         task = rank.Task(worlds, given.device, ops, given.quick, given.seconds, rendezvous)
         try:
-            with ranks.started(rank.main, (task, barrier, stop, results), world, warm=True) as started:
+            with ranks.started(main, (task, barrier, stop, results), world, warm=True) as started:
                 for message in reported(started, results, world):
                     done.append(message)
         except (ProcessRaisedException, ProcessExitedException, RuntimeError) as error:
