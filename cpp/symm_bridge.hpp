@@ -60,9 +60,9 @@ class TransportHandle {
   virtual Started all_gather(const Span& from, const Span& to, const std::shared_ptr<BufferHandle>& keep, const Manner& manner)
       const noexcept = 0;
   virtual Started all_to_all(
-      size_t from,
+      const Span& from,
       rust::Slice<const size_t> sent,
-      size_t to,
+      const Span& to,
       rust::Slice<const size_t> received,
       const std::shared_ptr<BufferHandle>& keep,
       const Manner& manner) const noexcept = 0;
@@ -70,7 +70,7 @@ class TransportHandle {
       const noexcept = 0;
   virtual Started send(size_t to, const Span& from, int32_t tag, const std::shared_ptr<BufferHandle>& keep) const noexcept = 0;
   virtual Started recv(size_t from, const Span& to, int32_t tag, const std::shared_ptr<BufferHandle>& keep) const noexcept = 0;
-  virtual Started exchange(rust::Slice<const Span> give, rust::Slice<const Span> take, int32_t device) const noexcept = 0;
+  virtual Started exchange(rust::Slice<const Span> give, rust::Slice<const Span> take) const noexcept = 0;
   virtual void abort() const noexcept = 0;
   virtual void shutdown() const noexcept = 0;
 };

@@ -11,7 +11,6 @@ mod state;
 
 use crate::coll::call::Call;
 use crate::coll::cpu::CpuRunner;
-use crate::coll::plan::CpuThresholds;
 use crate::completion::Completion;
 use crate::error::{Error, Result};
 use crate::health::Health;
@@ -23,6 +22,7 @@ use crate::sys::thread;
 use crate::trace::{CallTarget, GroupRecorder};
 pub use executor::Executor;
 use state::{QueueState, QueuedJob};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -83,7 +83,7 @@ impl CallQueue {
             state: Mutex::new(state),
             work: Condvar::new(),
             changed: Condvar::new(),
-            executor: Mutex::new(Executor::Local(runner)),
+            executor: Mutex::new(Executor { inner: RefCell::new(runner), internode: None }),
             workers: Mutex::new(Vec::new()),
             health: Arc::clone(health),
             recorder: Arc::clone(health.recorder()),
@@ -93,11 +93,8 @@ impl CallQueue {
     /// Has calls run on several nodes from now on; `connect` connects them, for which the ranks of this host may run calls.
     pub fn connect<T>(&self, connect: impl FnOnce(&mut CpuRunner) -> Result<(Arc<Internode>, T)>) -> Result<(Arc<Internode>, T)> {
         let mut executor = lock(&self.executor);
-        let Executor::Local(runner) = &mut *executor else { return Err(Error::internal("nodes are connected twice")) };
-        let (internode, more) = connect(runner)?;
-        let none = CpuRunner::new(Arc::clone(self.health.control()), CpuThresholds::default(), Arc::default());
-        let runner = InternodeRunner::new(std::mem::replace(runner, none), Arc::clone(&internode));
-        *executor = Executor::Internode(Box::new(runner));
+        let (internode, more) = connect(executor.inner.get_mut())?;
+        executor.internode = Some(InternodeRunner::new(Arc::clone(&internode)));
         Ok((internode, more))
     }
 

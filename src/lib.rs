@@ -12,7 +12,7 @@
 //! - [`symm_mem`][]: every rank's heap, mapped by all its peers; [`bootstrap`][]: how ranks find each other and come to share memory;
 //!   [`exit_watch`][]: noticing that one has died
 //! - [`control`][]: a group's control block: who is there, who waits, what failed
-//! - [`sync`][]: flags, rings, limits, the first failure
+//! - [`sync`][]: flags, rings, limits, the first failure; [`transport`][]: backends of torch between nodes
 //! - [`mem`][]: memory that all members see; [`kernels`][]: loops over tensor bytes, on the host and on GPUs; [`topo`][]: how devices are
 //!   connected; [`store`][]: the key-value store through which ranks meet; [`node_map`][]: which ranks are on which host
 //! - [`sys`][]: thin wrappers over the system; [`config`][]: what the environment says
@@ -52,4 +52,5 @@ pub mod sync;
 pub mod sys;
 pub mod topo;
 pub mod trace;
+pub mod transport;
 pub mod window;

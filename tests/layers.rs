@@ -10,7 +10,7 @@ fn height(module: &str) -> u32 {
         "error" | "dtype" | "lock" | "rms_norm" | "op" | "rank" | "completion" => 0,
         "config" | "sys" => 1,
         "mem" | "kernels" | "store" | "topo" | "node_map" => 2,
-        "sync" => 3,
+        "sync" | "transport" => 3,
         "control" => 4,
         "bootstrap" | "exit_watch" | "symm_mem" => 5,
         "coll" => 6,

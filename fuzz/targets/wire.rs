@@ -15,12 +15,13 @@ use symm::health::Health;
 use symm::host_map::{HostMap, Placement};
 use symm::mem::layout::SegmentLayout;
 use symm::mem::shm::ShmSegment;
-use symm::messages::links::{Links, Traffic};
+use symm::messages::links::Links;
 use symm::messages::{Far, Messages};
 use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
 use symm::trace::GroupRecorder;
+use symm::transport::{Buffer, GivenUp, Pending, Seat, Transport, Transports, Work};
 
 const CANARY: u8 = 0xA5;
 const ME: Rank = Rank(0);
@@ -29,45 +30,58 @@ const PEER: Rank = Rank(1);
 const WANTED: [usize; 2] = [64, (128 << 10) + 64];
 /// Length of a frame's head.
 const HEAD: usize = 48;
-/// Length of the longest frame.
-const LONGEST: usize = HEAD + (256 << 10);
 
-/// A link by which the frames of the input come. It ends with them.
+/// A connection by which the frames of the input come. It ends with them.
 struct Fed {
     frames: Mutex<VecDeque<Vec<u8>>>,
-    arrived: [Mutex<Vec<u8>>; 2],
     begun: Condvar,
     open: Mutex<bool>,
 }
 
-impl Links for Fed {
-    fn make(&self, _peer: Rank, _name: &str, _second: bool, _timeout: Duration) -> Result<()> {
-        Ok(())
+struct Connection(Arc<Fed>);
+
+/// A receive of the next frame.
+struct Receive {
+    fed: Arc<Fed>,
+    to: Span,
+    _keep: Buffer,
+}
+
+impl Transports for Connection {
+    fn connect(&self, _name: &str, _seat: &Seat, _timeout: Duration, _given_up: &GivenUp) -> Result<Arc<dyn Transport>> {
+        Ok(Arc::new(Self(Arc::clone(&self.0))))
     }
 
-    fn send(&self, _peer: Rank, _frame: &[u8], _traffic: Traffic, _payload: &[u8]) -> Result<()> {
-        Ok(())
+    fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
+        let mut memory = vec![0u8; bytes];
+        Ok(Buffer { address: memory.as_mut_ptr().addr(), owner: Arc::new(memory), bytes })
+    }
+}
+
+impl Transport for Connection {
+    fn send(&self, _to: usize, from: Span, _tag: i32, keep: &Buffer) -> Result<Work> {
+        Ok(Arc::new(Receive { fed: Arc::clone(&self.0), to: from, _keep: keep.clone() }))
     }
 
-    fn confirm(&self, _peer: Rank, _sends: u64) {}
-
-    fn listen(&self, _peer: Rank, _traffic: Traffic, _bytes: usize) -> Result<()> {
-        Ok(())
+    fn recv(&self, _from: usize, to: Span, _tag: i32, keep: &Buffer) -> Result<Work> {
+        Ok(Arc::new(Receive { fed: Arc::clone(&self.0), to, _keep: keep.clone() }))
     }
+}
 
-    fn wait(&self, _peer: Rank, traffic: Traffic) -> Result<Option<usize>> {
+impl Pending for Receive {
+    fn wait(&self, _limit: Duration) -> Result<bool> {
         // Frames come once the receives are posted.
-        drop(self.begun.wait_while(self.open.lock().unwrap(), |open| !*open).unwrap());
-        let Some(mut frame) = self.frames.lock().unwrap().pop_front() else { return Ok(None) };
-        frame.resize(LONGEST, 0);
-        let mut arrived = self.arrived[traffic as usize].lock().unwrap();
-        *arrived = frame;
-        Ok(Some(arrived.as_ptr().addr()))
+        drop(self.fed.begun.wait_while(self.fed.open.lock().unwrap(), |open| !*open).unwrap());
+        let Some(mut frame) = self.fed.frames.lock().unwrap().pop_front() else { return Ok(false) };
+        frame.resize(self.to.bytes, 0);
+        // SAFETY: `_keep` has this memory, which the link leaves alone until then.
+        unsafe { std::ptr::copy_nonoverlapping(frame.as_ptr(), self.to.ptr(), frame.len()) };
+        Ok(true)
     }
 
-    fn release(&self, _peer: Rank, _traffic: Traffic) {}
-
-    fn close(&self, _peer: Rank) {}
+    fn abort(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// The frames in `data`: each a byte that says how many units of 16 bytes follow the head, the head, and these.
@@ -90,9 +104,8 @@ fuzz_target!(|data: &[u8]| {
     let layout = Arc::new(HostMap::of(&["a", "b"].map(Placement::on)));
     let store = Arc::new(MemoryStore::default());
     store.set("fuzz/0-1/here/1", b"1").expect("set");
-    let (arrived, open) = (Default::default(), Mutex::new(false));
-    let fed = Arc::new(Fed { frames: Mutex::new(frames(data)), arrived, begun: Condvar::new(), open });
-    let links = Arc::clone(&fed) as Arc<dyn Links>;
+    let fed = Arc::new(Fed { frames: Mutex::new(frames(data)), begun: Condvar::new(), open: Mutex::new(false) });
+    let links = Arc::new(Links::new(Arc::new(Connection(Arc::clone(&fed))), Box::new(|_, _, _| {})));
     let control = Arc::new(control);
     let recorder = GroupRecorder::new(&control, Duration::from_secs(60));
     let health = Health::new(&control, &Arc::default(), &recorder);

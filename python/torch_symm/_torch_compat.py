@@ -59,7 +59,7 @@ def set_timeout(timeout: timedelta) -> None:
     if hasattr(there, "set_timeout"):
         there.set_timeout(timeout)
         return
-    # _set_pg_timeout supports only NCCL and Gloo.
+    # Before 2.15, torch's own _set_pg_timeout knows only NCCL and Gloo; from then on, it is set_timeout.
     group: Any = dist.group.WORLD
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(timeout)

@@ -2,27 +2,24 @@
 #![allow(unsafe_code, reason = "the promise of C++ about the memory of a call")]
 
 use super::torch_store::TorchStore;
-use super::transport::device::DeviceBackends;
-use super::transport::links::BackendLinks;
-use super::transport::rail::BackendRail;
 use super::transport::{Maker, engines};
 use super::{ffi, from_cpp, guarded, milliseconds, outcome, started};
 use crate::bootstrap::JoinOptions;
 use crate::coll::alias;
 use crate::coll::call::{Call, CallSpec, Collective, Span};
 use crate::coll::message::{Message, MessageSpec};
-use crate::config::{Config, InterNodeBackends};
+use crate::config::Config;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::internode::cuda::backends::Backends;
 use crate::internode::discovery;
-use crate::internode::join::{InternodeConnections, InternodeOptions};
+use crate::internode::join::InternodeOptions;
 use crate::internode::reduce_dtype::{ReduceDtype, chosen_order};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::store::offload::OffloadedStore;
 use crate::sync::call_site::CallSite;
+use crate::transport::Transports;
 use std::mem::offset_of;
 use std::sync::Arc;
 use std::time::Duration;
@@ -189,20 +186,12 @@ pub(super) fn join(
         let torch = |named: &str| engines(&transports, named);
         let choice = discovery::connects(&spec.inter_node_backend, &options, torch)?;
         let partials = ReduceDtype::chosen(&spec.reduce_dtype, options.order, spec.is_default)?;
-        let between = |engines: &InterNodeBackends| {
-            let cpu = Maker::new(&transports, &engines.cpu);
-            let cuda = (!engines.cuda.is_empty()).then(|| DeviceBackends::new(Maker::new(&transports, &engines.cuda)));
-            InternodeConnections {
-                rail: Arc::new(BackendRail::new(cpu.clone())),
-                links: Arc::new(BackendLinks::new(cpu)),
-                backends: cuda.map(|backends| Arc::new(backends) as Arc<dyn Backends>),
-            }
-        };
+        let connecting = |backend: &str| Arc::new(Maker::new(&transports, backend)) as Arc<dyn Transports>;
         let worker = OffloadedStore::new(Arc::clone(&store), name)?;
         group = Group::join(
             &worker,
             &options,
-            Some(&InternodeOptions { choice, reduce_dtype: partials, store: &store, connections: &between }),
+            Some(&InternodeOptions { choice, reduce_dtype: partials, store: &store, transports: &connecting }),
         );
         // It goes before an answer is looked at: it ends with what it does, or leaves it behind.
         drop(worker);

@@ -1,20 +1,15 @@
-//! Backends of torch between nodes: as a [`rail`](mod@rail), as [`links`](mod@links), and between GPUs ([`device`](mod@device)).
-#![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
+//! Backends of torch between nodes, as [`Transports`].
+#![allow(unsafe_code, reason = "objects that C++ hands over")]
 
-pub(super) mod device;
-pub(super) mod links;
-pub(super) mod rail;
-
-use crate::coll::two_level::step::RailOp;
 use crate::config::InterNodeBackends;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem;
+use crate::mem::span::Span;
 use crate::sys::epoll_fds::apart_from_children;
+use crate::transport::{Buffer, GivenUp, HOST, Manner, Pending, Seat, Transport, Transports, Work};
 use cxx::SharedPtr;
 use cxx::memory::SharedPtrTarget;
-use ffi::{BufferHandle, Manner, PendingHandle, Seat, Span, Started, Status, TransportHandle, TransportsHandle};
+use ffi::{BufferHandle, PendingHandle, Started, Status, TransportHandle, TransportsHandle};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// As `bridge::ffi`.
@@ -34,7 +29,6 @@ pub mod ffi {
         timeout_ms: i64,
         /// On a stream of the backend's own, beside what the current stream gets next.
         beside: bool,
-        device: i32,
     }
 
     /// A new transport, or null and why not.
@@ -77,9 +71,9 @@ pub mod ffi {
         fn all_gather(self: &TransportHandle, from: &Span, to: &Span, keep: &SharedPtr<BufferHandle>, manner: &Manner) -> Started;
         fn all_to_all(
             self: &TransportHandle,
-            from: usize,
+            from: &Span,
             sent: &[usize],
-            to: usize,
+            to: &Span,
             received: &[usize],
             keep: &SharedPtr<BufferHandle>,
             manner: &Manner,
@@ -88,7 +82,7 @@ pub mod ffi {
         fn send(self: &TransportHandle, to: usize, from: &Span, tag: i32, keep: &SharedPtr<BufferHandle>) -> Started;
         fn recv(self: &TransportHandle, from: usize, to: &Span, tag: i32, keep: &SharedPtr<BufferHandle>) -> Started;
         /// Messages as one: `give[r]` to rank `r` and `take[r]` from it, where they are not empty.
-        fn exchange(self: &TransportHandle, give: &[Span], take: &[Span], device: i32) -> Started;
+        fn exchange(self: &TransportHandle, give: &[Span], take: &[Span]) -> Started;
         fn abort(self: &TransportHandle);
         fn shutdown(self: &TransportHandle);
         /// What makes transports of one group.
@@ -120,30 +114,12 @@ unsafe impl Send for PendingHandle {}
 unsafe impl Sync for PendingHandle {}
 // SAFETY: a c10d::Backend may be used from any thread.
 unsafe impl Send for TransportHandle {}
-// SAFETY: each adapter below starts one transfer after another; a backend accepts `abort` at any time.
+// SAFETY: users of a `Transport` start one transfer after another; a backend accepts `abort` at any time.
 unsafe impl Sync for TransportHandle {}
 // SAFETY: it has a store, which may be used from any thread, and a name.
 unsafe impl Send for TransportsHandle {}
 // SAFETY: a c10d::Store locks inside.
 unsafe impl Sync for TransportsHandle {}
-
-/// Device number of the host.
-const HOST: i32 = -1;
-
-/// True once this rank no longer needs a transport, so that making it ends.
-#[derive(Clone, Debug, Default)]
-pub struct GivenUp(Arc<AtomicBool>);
-
-impl GivenUp {
-    pub(super) fn is_set(&self) -> bool {
-        self.0.load(Ordering::Acquire)
-    }
-
-    /// Sets the flag; whether it was set before.
-    fn set(&self) -> bool {
-        self.0.swap(true, Ordering::AcqRel)
-    }
-}
 
 fn outcome(status: Status) -> Result<()> {
     match ErrorKind::from_code(status.kind.repr) {
@@ -156,38 +132,8 @@ fn there<T: SharedPtrTarget>(pointer: &SharedPtr<T>) -> Result<&T> {
     pointer.as_ref().ok_or_else(|| Error::internal("there is no backend"))
 }
 
-fn connected(transport: &Option<SharedPtr<TransportHandle>>) -> Result<&TransportHandle> {
-    transport.as_ref().and_then(SharedPtr::as_ref).ok_or_else(|| Error::peer("there is no connection"))
-}
-
-fn begun(started: Started) -> Result<SharedPtr<PendingHandle>> {
-    outcome(started.status).map(|()| started.work)
-}
-
-/// Begins `transfer` on `transport`, which connects `size` ranks.
-fn start(
-    transport: &TransportHandle,
-    transfer: &RailOp<mem::span::Span>,
-    size: usize,
-    keep: &SharedPtr<BufferHandle>,
-    manner: &Manner,
-) -> Result<SharedPtr<PendingHandle>> {
-    begun(match transfer {
-        RailOp::AllGather { from, to } => {
-            transport.all_gather(&span(from.addr, from.bytes), &span(to.addr, size * from.bytes), keep, manner)
-        }
-        RailOp::AllToAll { from, sent, to, received } => transport.all_to_all(from.addr, sent, to.addr, received, keep, manner),
-        RailOp::Broadcast { root, at } => transport.broadcast(*root, &span(at.addr, at.bytes), keep, manner),
-    })
-}
-
-/// Whether `work` has ended, after at most `limit`.
-fn ended(work: &SharedPtr<PendingHandle>, limit: Duration) -> Result<bool> {
-    match outcome(there(work)?.wait(milliseconds(limit))) {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind == ErrorKind::WaitTimeout => Ok(false),
-        Err(error) => Err(error),
-    }
+fn begun(started: Started) -> Result<Work> {
+    outcome(started.status).map(|()| Arc::new(started.work) as Work)
 }
 
 /// Milliseconds for a backend: rounded up, so that its own timeout does not pass before the caller's deadline, which says who is missing.
@@ -195,20 +141,16 @@ fn milliseconds(time: Duration) -> i64 {
     i64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(i64::MAX).max(1)
 }
 
-fn span(addr: usize, bytes: usize) -> Span {
-    Span { addr, bytes }
+fn kept(keep: Option<&Buffer>) -> Result<SharedPtr<BufferHandle>> {
+    let Some(buffer) = keep else { return Ok(SharedPtr::null()) };
+    buffer.owner.downcast_ref().cloned().ok_or_else(|| Error::internal("a buffer of other transports"))
 }
 
-/// Memory of torch's.
-#[derive(Clone)]
-struct Buffer {
-    handle: SharedPtr<BufferHandle>,
-    address: usize,
-    bytes: usize,
+fn manner(manner: Manner<'_>) -> ffi::Manner {
+    ffi::Manner { timeout_ms: manner.timeout.map_or(0, milliseconds), beside: manner.beside }
 }
 
-/// What makes backends of one engine for one group.
-#[derive(Clone)]
+/// Creates the backends of one name for one group.
 pub(super) struct Maker {
     transports: SharedPtr<TransportsHandle>,
     engine: String,
@@ -218,20 +160,80 @@ impl Maker {
     pub(super) fn new(transports: &SharedPtr<TransportsHandle>, engine: &str) -> Self {
         Self { transports: transports.clone(), engine: engine.into() }
     }
+}
 
-    fn connect(&self, name: &str, seat: &Seat, timeout: Duration, given_up: &GivenUp) -> Result<SharedPtr<TransportHandle>> {
-        let transports = there(&self.transports)?;
-        let connect = || transports.connect(&self.engine, name, seat, milliseconds(timeout), Box::new(given_up.clone()));
-        let connected = if seat.device < 0 { apart_from_children(connect) } else { connect() };
-        outcome(connected.status).map(|()| connected.transport)
+impl Transports for Maker {
+    fn connect(&self, name: &str, seat: &Seat, timeout: Duration, given_up: &GivenUp) -> Result<Arc<dyn Transport>> {
+        let (transports, Seat { rank, size, device }) = (there(&self.transports)?, *seat);
+        let seat = ffi::Seat { rank, size, device };
+        let connect = || transports.connect(&self.engine, name, &seat, milliseconds(timeout), Box::new(given_up.clone()));
+        let connected = if device == HOST { apart_from_children(connect) } else { connect() };
+        outcome(connected.status).map(|()| Arc::new(connected.transport) as Arc<dyn Transport>)
     }
 
     fn allocate(&self, device: i32, bytes: usize) -> Result<Buffer> {
         let allocated = there(&self.transports)?.allocate(device, bytes);
         outcome(allocated.status)?;
         let address = there(&allocated.buffer)?.address();
-        Ok(Buffer { handle: allocated.buffer, address, bytes })
+        Ok(Buffer { owner: Arc::new(allocated.buffer), address, bytes })
     }
+}
+
+impl Transport for SharedPtr<TransportHandle> {
+    fn all_gather(&self, from: Span, to: Span, how: Manner<'_>) -> Result<Work> {
+        begun(there(self)?.all_gather(&span(from), &span(to), &kept(how.keep)?, &manner(how)))
+    }
+
+    fn all_to_all(&self, from: Span, sent: &[usize], to: Span, received: &[usize], how: Manner<'_>) -> Result<Work> {
+        begun(there(self)?.all_to_all(&span(from), sent, &span(to), received, &kept(how.keep)?, &manner(how)))
+    }
+
+    fn broadcast(&self, root: usize, at: Span, how: Manner<'_>) -> Result<Work> {
+        begun(there(self)?.broadcast(root, &span(at), &kept(how.keep)?, &manner(how)))
+    }
+
+    fn send(&self, to: usize, from: Span, tag: i32, keep: &Buffer) -> Result<Work> {
+        begun(there(self)?.send(to, &span(from), tag, &kept(Some(keep))?))
+    }
+
+    fn recv(&self, from: usize, to: Span, tag: i32, keep: &Buffer) -> Result<Work> {
+        begun(there(self)?.recv(from, &span(to), tag, &kept(Some(keep))?))
+    }
+
+    fn exchange(&self, give: &[Span], take: &[Span]) -> Result<Work> {
+        let [give, take] = [give, take].map(|spans| spans.iter().copied().map(span).collect::<Vec<_>>());
+        begun(there(self)?.exchange(&give, &take))
+    }
+
+    fn abort(&self) {
+        self.as_ref().into_iter().for_each(TransportHandle::abort);
+    }
+
+    fn shutdown(&self) {
+        self.as_ref().into_iter().for_each(TransportHandle::shutdown);
+    }
+}
+
+impl Pending for SharedPtr<PendingHandle> {
+    fn wait(&self, limit: Duration) -> Result<bool> {
+        match outcome(there(self)?.wait(milliseconds(limit))) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind == ErrorKind::WaitTimeout => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn follow(&self) -> Result<()> {
+        outcome(there(self)?.follow())
+    }
+
+    fn abort(&self) -> Result<()> {
+        outcome(there(self)?.abort())
+    }
+}
+
+fn span(span: Span) -> ffi::Span {
+    ffi::Span { addr: span.addr, bytes: span.bytes }
 }
 
 /// Names of the backends that `named` stands for, as torch knows them.

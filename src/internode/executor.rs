@@ -143,10 +143,10 @@ impl<'a> CallRail<'a> {
 
     /// Starts a transfer of a program, whose memory is the staging from `begin` on.
     pub(super) fn start_at(&self, transfer: &RailOp<Place>) -> Result<()> {
-        self.start(&transfer.map(|place| Span { addr: self.begin + place.span.addr, ..place.span }))
+        self.start(&transfer.map(|place| self.staged(self.begin + place.span.addr, place.span.bytes)))
     }
 
-    /// Starts `transfer`.
+    /// Starts `transfer`, of staging.
     pub(super) fn start(&self, transfer: &RailOp<Span>) -> Result<()> {
         let left = self.executor.limit.remaining().ok_or_else(|| self.timeout_error())?;
         let executor = self.executor;

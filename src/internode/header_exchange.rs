@@ -103,8 +103,8 @@ impl InternodeExecutor<'_> {
                 end += record;
             }
             copy_bytes(Span { addr: slot.as_ptr().addr(), bytes: HEADER_SLOT_BYTES }, between.staged(0, HEADER_SLOT_BYTES));
-            let whole = Span { addr: HEADER_SLOT_BYTES, bytes: self.node_map.num_nodes() * HEADER_SLOT_BYTES };
-            between.start(&RailOp::AllGather { from: Span { addr: 0, bytes: HEADER_SLOT_BYTES }, to: whole })?;
+            let whole = between.staged(HEADER_SLOT_BYTES, self.node_map.num_nodes() * HEADER_SLOT_BYTES);
+            between.start(&RailOp::AllGather { from: between.staged(0, HEADER_SLOT_BYTES), to: whole })?;
         }
         Ok(opening)
     }
@@ -153,11 +153,11 @@ impl InternodeExecutor<'_> {
         self.run_intra_node(&[self.intra_node_bytes(Collective::AllGather, vec![own], rows)])?;
         if self.local() == 0 {
             let between = self.call_rail((nodes + 1) * most)?;
-            let (from, to) = (Span { addr: between.begin, bytes: most }, Span { addr: between.begin + most, ..whole });
-            copy_bytes(mine, between.staged(from.addr, mine.bytes));
+            let (from, to) = (between.staged(between.begin, most), between.staged(between.begin + most, whole.bytes));
+            copy_bytes(mine, Span { bytes: mine.bytes, ..from });
             between.start(&RailOp::AllGather { from, to })?;
             between.finish()?;
-            copy_bytes(between.staged(to.addr, whole.bytes), whole);
+            copy_bytes(to, whole);
         }
         let (inputs, outputs) = if self.local() == 0 { (vec![whole], vec![]) } else { (vec![], vec![whole]) };
         self.run_intra_node(&[self.intra_node_bytes(Collective::Broadcast, inputs, outputs)])?;

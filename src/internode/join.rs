@@ -7,15 +7,15 @@
 //! its own while the joining thread polls for failures.
 
 use super::agreed_settings::{self, AgreedSettings};
-use super::cuda::{CudaInternode, backends::Backends};
+use super::cuda::CudaInternode;
 use super::discovery::MultiNodeJoin;
 use super::executor::{INTER_NODE_GRACE, INTRA_NODE_GRACE};
 use super::local_node::{IntraNodeRanks, LocalCallState};
 use super::oob::{HubAnnouncement, OobConnector, OobTimeouts};
 use super::rail::{Life, Rail};
 use super::reduce_dtype::ReduceDtype;
-use super::traffic::CountingLinks;
-use super::{Internode, InternodeParts};
+use super::traffic::TrafficPath;
+use super::{Internode, InternodeParts, global};
 use crate::bootstrap::{self, JoinOptions, Joined, MultiNodeRanks};
 use crate::coll::call::{Call, CallSpec, Collective, Span};
 use crate::coll::cost::hardware::DeviceKind;
@@ -34,6 +34,7 @@ use crate::store::{Store, deadline::DeadlineStore, prefix::PrefixStore};
 use crate::sync::timeout::CallTimeout;
 use crate::sys::thread;
 use crate::trace;
+use crate::transport::{GivenUp, HOST, Seat, Transports};
 use std::borrow::Cow;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar};
@@ -47,16 +48,6 @@ const NAMES: usize = 512;
 /// Separates the backends from the members.
 const BETWEEN_NAMES: char = '\n';
 
-/// The connections of one rank of a multi-node group to other nodes.
-pub struct InternodeConnections {
-    /// This rank's rail, if it gets one.
-    pub rail: Arc<dyn Rail>,
-    /// Carry its messages to ranks of other nodes.
-    pub links: Arc<dyn Links>,
-    /// Move its CUDA tensors.
-    pub backends: Option<Arc<dyn Backends>>,
-}
-
 /// A rank's choices for a multi-node group.
 pub struct InternodeOptions<'a> {
     /// The inter-node backends, or that multi-node groups are not allowed.
@@ -65,8 +56,8 @@ pub struct InternodeOptions<'a> {
     pub reduce_dtype: ReduceDtype,
     /// The group's store, in which two ranks meet later.
     pub store: &'a Arc<dyn Store>,
-    /// Creates the backends of these names.
-    pub connections: &'a dyn Fn(&InterNodeBackends) -> InternodeConnections,
+    /// Returns what creates transports by the backend of this name.
+    pub transports: &'a dyn Fn(&str) -> Arc<dyn Transports>,
 }
 
 /// A multi-node group that one rank joins.
@@ -182,15 +173,15 @@ impl<'a> InternodeJoin<'a> {
         if connected != engines.to_string() {
             let (first, me) = (layout.describe(Rank(0)), layout.describe(me));
             return Err(failed(Error::config(format!(
-                "ranks of group \"{group}\" would connect hosts by different backends: {first} by \"{connected}\", {me} by \"{engines}\"; \
+                "ranks of group \"{group}\" would connect nodes by different backends: {first} by \"{connected}\", {me} by \"{engines}\"; \
                  give SYMM_INTER_NODE_BACKEND, or torch_symm.Options(inter_node_backend=...), the same value on all ranks"
             ))));
         }
-        let InternodeConnections { rail, links, backends } = (self.across.connections)(engines);
+        let transports = (self.across.transports)(&engines.cpu);
         let has_rail = local < layout.num_rails();
         let name = told.life.name("symm-rail", local);
         let address = has_rail.then(|| Address { store: &self.store, keys: addresses(&name, node).collect() });
-        let rail = if has_rail { Some(self.made(rail, health, &name).map_err(failed)?) } else { None };
+        let rail = if has_rail { Some(self.made(&transports, health, name).map_err(failed)?) } else { None };
         let store = self.across.store;
         let connections = InternodeParts {
             rail,
@@ -199,7 +190,7 @@ impl<'a> InternodeJoin<'a> {
             life: told.life,
             engines: (*engines).clone(),
             store: Arc::clone(store),
-            cuda: backends.map(|backends| CudaInternode::new(backends, Arc::clone(store))),
+            cuda: (!engines.cuda.is_empty()).then(|| CudaInternode::new((self.across.transports)(&engines.cuda), Arc::clone(store))),
             globals: options.global_ranks.clone(),
         };
         // Finding the thresholds of GPUs queries their driver, so only rank 0 does it; all ranks use its thresholds.
@@ -208,11 +199,13 @@ impl<'a> InternodeJoin<'a> {
         let thresholds = agreed_settings::thresholds(options, here, DeviceKind::Cpu);
         let cuda = if asks { agreed_settings::thresholds(options, here, DeviceKind::Cuda) } else { RailThresholds::DEFAULT_CUDA };
         let internode = Internode::new(health, layout, me, connections);
-        let links = Arc::new(CountingLinks::new(links, &internode.traffic, &options.global_ranks));
+        let (traffic, globals) = (Arc::clone(&internode.traffic), options.global_ranks.clone());
+        let count = move |peer, sent, received| traffic.add(TrafficPath::Link(global(&globals, peer)), (sent, received));
+        let links = Arc::new(Links::new(transports, Box::new(count)));
         let (store, layout, prefix) = (Arc::clone(store), Arc::clone(layout), told.life.name("symm-pair", ""));
         messages.reach(InternodeLinks { links, store, node_map: layout, me, prefix, changed: Condvar::new() });
         let chosen = AgreedSettings { reduce_dtype: self.across.reduce_dtype, order: self.options.order, thresholds, cuda };
-        Ok((Arc::clone(&internode), Joiner { internode: internode, chosen, address }))
+        Ok((Arc::clone(&internode), Joiner { internode, chosen, address }))
     }
 
     /// Returns the time that is left for joining.
@@ -254,7 +247,7 @@ impl<'a> InternodeJoin<'a> {
     }
 
     /// Creates this rank's rail with this `name`. Returns early if the group fails.
-    fn made(&self, rail: Arc<dyn Rail>, health: &Health, name: &str) -> Result<Arc<dyn Rail>> {
+    fn made(&self, transports: &Arc<dyn Transports>, health: &Health, name: String) -> Result<Rail> {
         let (layout, limit) = (&self.node_map, &self.limit);
         let (node, internode, local) = (layout.node_of(self.rank), layout.num_nodes(), layout.local_rank(self.rank));
         let (me, others, group) = (layout.describe(self.rank), layout.name_others(node), health.control().name());
@@ -264,16 +257,16 @@ impl<'a> InternodeJoin<'a> {
         };
         let left = limit.remaining().ok_or_else(|| failed(Error::timeout("no time is left")))?;
         let (done, ended) = channel();
-        let (name, making) = (name.to_owned(), Arc::clone(&rail));
+        let (making, given_up) = (Arc::clone(transports), GivenUp::default());
+        let needed = given_up.clone();
         let make = move || {
-            let made = making.make(&name, node, internode, left);
-            drop(making);
-            let _ = done.send(made);
+            let seat = Seat { rank: node, size: internode, device: HOST };
+            let _ = done.send(making.connect(&name, &seat, left, &needed));
         };
         thread::spawn("symm-rail", None, make).map_err(failed)?;
         let wait = || loop {
             match ended.recv_timeout(INTERNODE_POLL) {
-                Ok(Ok(())) => return Ok(()),
+                Ok(Ok(transport)) => return Ok(Rail::new(Arc::clone(transports), transport)),
                 Ok(Err(error)) if limit.remaining().is_some() => return Err(failed(error)),
                 Ok(Err(error)) => {
                     // Other ranks, which time out at the same moment, may report a better reason.
@@ -287,8 +280,9 @@ impl<'a> InternodeJoin<'a> {
                 Err(RecvTimeoutError::Disconnected) => return Err(failed(Error::internal("making it panicked"))),
             }
         };
-        wait().inspect_err(|_| rail.give_up())?;
-        Ok(rail)
+        wait().inspect_err(|_| {
+            given_up.set();
+        })
     }
 }
 
@@ -330,7 +324,7 @@ pub(crate) fn among_threads(
     health: &Arc<Health>,
     layout: &Arc<NodeMap>,
     me: Rank,
-    rail: Option<Arc<dyn Rail>>,
+    rail: Option<Rail>,
     store: &Arc<dyn Store>,
 ) -> Arc<Internode> {
     let current = Arc::new(LocalCallState::default());

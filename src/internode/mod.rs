@@ -4,7 +4,7 @@
 //! The backends, one [`rail`] for each local rank that every node has, only move bytes. This module decides which bytes
 //! move and in which order, and computes every sum. `docs/design/multi-node.md` shows the steps.
 //!
-//! - [`rail`]: the interface to a backend; [`header`](mod@header): the part of a call that ranks compare
+//! - [`rail`]: a backend and its transfers; [`header`](mod@header): the part of a call that ranks compare
 //! - [`reduce_dtype`](mod@reduce_dtype): the type of partial sums; [`agreed_settings`](mod@agreed_settings): the choices that all ranks share
 //! - [`runner`](mod@runner): runs a group's collectives on CPU tensors; [`cpu`](mod@cpu): runs their programs
 //!   ([`two_level`](crate::coll::two_level)); [`executor`](mod@executor): such a call while it runs;
@@ -85,8 +85,8 @@ pub struct Internode {
 
 /// A rank's connections to the other nodes, once they are made.
 struct InternodeParts {
-    /// This rank's rail, already created, if it has one.
-    rail: Option<Arc<dyn Rail>>,
+    /// This rank's rail, if it has one.
+    rail: Option<Rail>,
     oob: OobEndpoint,
     current: Arc<LocalCallState>,
     life: Life,

@@ -1,11 +1,15 @@
-//! Rail: a backend of torch between the ranks with the same local rank on all nodes.
+//! Rail: a transport between the ranks with the same local rank on all nodes.
 
 use crate::coll::call::Span;
 use crate::coll::two_level::step::RailOp;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::sys::random;
+use crate::transport::{Buffer, HOST, Manner, Transport, Transports, Work};
 use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
 use std::fmt::Display;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// A random id that all ranks of a group share. The keys through which its backends meet contain it, so no rank reads
@@ -36,28 +40,67 @@ impl Life {
     }
 }
 
-/// An inter-node backend. It moves bytes between the ranks' staging and does not interpret them. Several transfers may
-/// be pending; all ranks of the rail start them in the same order.
+/// An inter-node backend for CPU tensors, and the transfers on it. Several transfers may be pending; all ranks of the
+/// rail start them in the same order.
 ///
 /// With some backends, lengths that do not match end the process, so the caller of `start` must know that they match.
-pub trait Rail: Send + Sync {
-    /// Connects this rank, on node `node` of `nodes`, to the ranks of the other nodes, once they call it with this
-    /// `name`.
-    fn make(&self, name: &str, node: usize, nodes: usize, timeout: Duration) -> Result<()>;
+pub struct Rail {
+    transports: Arc<dyn Transports>,
+    transport: Arc<dyn Transport>,
+    state: Mutex<State>,
+}
 
-    /// Ends a `make` that waits on another thread for the other nodes. It may continue while a connection is being
-    /// made.
-    fn give_up(&self) {}
+#[derive(Default)]
+struct State {
+    staging: Option<Buffer>,
+    /// Pending transfers, the oldest first.
+    works: VecDeque<Work>,
+}
+
+impl Rail {
+    /// Creates a rail on `transport`, whose staging is memory of `transports`.
+    pub fn new(transports: Arc<dyn Transports>, transport: Arc<dyn Transport>) -> Self {
+        Self { transports, transport, state: Mutex::default() }
+    }
 
     /// Returns the address of the staging, which has at least `bytes` bytes. Its content is lost if it had fewer
-    /// before. The backend owns it, so that an abandoned transfer cannot write into freed memory. Must be called while
-    /// no transfer is pending.
-    fn staging(&self, bytes: usize) -> Result<usize>;
+    /// before. An abandoned transfer keeps it, so that it cannot write into freed memory. Must be called while no
+    /// transfer is pending.
+    pub(super) fn staging(&self, bytes: usize) -> Result<usize> {
+        let mut state = lock(&self.state);
+        debug_assert!(state.works.is_empty(), "a transfer is pending");
+        if state.staging.as_ref().is_none_or(|staging| staging.bytes < bytes) {
+            state.staging = Some(self.transports.allocate(HOST, bytes.max(4096))?);
+        }
+        Ok(state.staging.as_ref().map_or(0, |staging| staging.address))
+    }
 
-    /// Starts `transfer`, whose bytes no other pending transfer writes; addresses count from the staging's first byte.
-    fn start(&self, transfer: &RailOp<Span>, timeout: Duration) -> Result<()>;
+    /// Starts `transfer` of staging, whose bytes no other pending transfer writes.
+    pub(super) fn start(&self, transfer: &RailOp<Span>, timeout: Duration) -> Result<()> {
+        let mut state = lock(&self.state);
+        let manner = Manner { timeout: Some(timeout), beside: true, keep: state.staging.as_ref() };
+        let work = start(&*self.transport, transfer, manner)?;
+        state.works.push_back(work);
+        Ok(())
+    }
 
     /// Waits for at most `limit` for the oldest pending transfer; returns true, and removes it, if it has ended. The
     /// error is the backend's.
-    fn wait(&self, limit: Duration) -> Result<bool>;
+    pub(super) fn wait(&self, limit: Duration) -> Result<bool> {
+        let work = lock(&self.state).works.front().cloned().ok_or_else(|| Error::internal("no transfer is under way"))?;
+        let ended = work.wait(limit)?;
+        if ended {
+            lock(&self.state).works.pop_front();
+        }
+        Ok(ended)
+    }
+}
+
+/// Starts `transfer` on `transport`.
+pub(super) fn start(transport: &dyn Transport, transfer: &RailOp<Span>, manner: Manner<'_>) -> Result<Work> {
+    match transfer {
+        RailOp::AllGather { from, to } => transport.all_gather(*from, *to, manner),
+        RailOp::AllToAll { from, sent, to, received } => transport.all_to_all(*from, sent, *to, received, manner),
+        RailOp::Broadcast { root, at } => transport.broadcast(*root, *at, manner),
+    }
 }

@@ -5,25 +5,24 @@ use super::rail::Rail;
 use crate::sys::thread::start_aside;
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
-use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
 /// A rail, and a sender that is dropped after it. Some backends can only end when their last transfer does, so a new
 /// thread drops the rail when its last holder releases it.
-pub(super) struct RailGuard(ManuallyDrop<(Arc<dyn Rail>, Sender<()>)>);
+pub(super) struct RailGuard(ManuallyDrop<(Rail, Sender<()>)>);
 
 impl RailGuard {
     /// Wraps `rail`; `ended` is dropped once the rail has ended.
-    pub(super) fn new(rail: Arc<dyn Rail>, ended: Sender<()>) -> Self {
+    pub(super) fn new(rail: Rail, ended: Sender<()>) -> Self {
         Self(ManuallyDrop::new((rail, ended)))
     }
 }
 
 impl Deref for RailGuard {
-    type Target = dyn Rail;
+    type Target = Rail;
 
     fn deref(&self) -> &Self::Target {
-        &*self.0.0
+        &self.0.0
     }
 }
 

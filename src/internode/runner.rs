@@ -14,16 +14,14 @@ use std::time::Instant;
 
 /// Runs a multi-node group's collectives, one at a time.
 pub struct InternodeRunner {
-    intra: RefCell<CpuRunner>,
     internode: Arc<Internode>,
     sequence: u64,
 }
 
 impl InternodeRunner {
-    /// Creates a runner for a group of `internode` that has run nothing yet. `inner` runs collectives of the ranks of this
-    /// node.
-    pub fn new(inner: CpuRunner, internode: Arc<Internode>) -> Self {
-        Self { intra: RefCell::new(inner), internode, sequence: 0 }
+    /// Creates a runner for a group of `internode` that has run nothing yet.
+    pub fn new(internode: Arc<Internode>) -> Self {
+        Self { internode, sequence: 0 }
     }
 
     /// Returns the number of collectives started.
@@ -32,8 +30,8 @@ impl InternodeRunner {
     }
 
     /// Runs `call`, which has the number `entry` in the flight recorder; returns when its outputs are complete and its
-    /// inputs may change.
-    pub fn run(&mut self, call: &Call<'_>, limit: &CallTimeout, entry: u64) -> Result<()> {
+    /// inputs may change. `intra` runs collectives of the ranks of this node.
+    pub fn run(&mut self, intra: &RefCell<CpuRunner>, call: &Call<'_>, limit: &CallTimeout, entry: u64) -> Result<()> {
         let internode = &*self.internode;
         let (health, layout, rank) = (&*internode.health, &*internode.layout, internode.rank);
         if let Some(failure) = health.control().failure() {
@@ -42,7 +40,7 @@ impl InternodeRunner {
         self.sequence += 1;
         limit.start();
         let executor = InternodeExecutor {
-            intra: &self.intra,
+            intra,
             internode: internode,
             node_map: layout,
             rank,
@@ -60,11 +58,5 @@ impl InternodeRunner {
         internode.current.set(None);
         internode.traffic.ended(&[TrafficPath::Rail(layout.local_rank(rank))]);
         outcome.map_err(|error| health.fail(error))
-    }
-
-    /// Runs `calls` of the ranks of this node.
-    pub fn run_intra_node(&self, calls: &[Call<'_>], limit: &CallTimeout) -> Result<()> {
-        let mut inner = self.intra.borrow_mut();
-        calls.iter().try_for_each(|call| inner.run(call, limit))
     }
 }

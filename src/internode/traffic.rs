@@ -1,15 +1,12 @@
 //! Traffic: the bytes that the groups of this process exchange with other nodes.
 
 use crate::config::InterNodeBackends;
-use crate::error::{Error, Result};
 use crate::lock::lock;
-use crate::messages::links::{self, Links};
 use crate::rank::Rank;
 use crate::sys::fork::PerProcess;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 /// A path from this rank to ranks of other nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -120,65 +117,6 @@ pub fn counted() -> BTreeMap<String, BTreeMap<String, PathStats>> {
         all.entry(group.clone()).or_default().extend(lock(&traffic.0).iter().map(|(path, count)| (path.name(engines), *count)));
     }
     all
-}
-
-/// Wires that count their bytes.
-pub(super) struct CountingLinks {
-    links: Arc<dyn Links>,
-    traffic: Arc<GroupTraffic>,
-    globals: Vec<i32>,
-}
-
-impl CountingLinks {
-    /// Counts the bytes of `links` in a group whose ranks have the numbers `globals` in the default group; empty if the
-    /// numbers are the same.
-    pub(super) fn new(links: Arc<dyn Links>, traffic: &Arc<GroupTraffic>, globals: &[i32]) -> Self {
-        Self { links, traffic: Arc::clone(traffic), globals: globals.to_vec() }
-    }
-
-    fn path(&self, peer: Rank) -> TrafficPath {
-        TrafficPath::Link(self.globals.get(peer.index()).map_or(peer, |&global| Rank(global as u32)))
-    }
-}
-
-impl Links for CountingLinks {
-    fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()> {
-        self.links.make(peer, name, second, timeout)
-    }
-
-    fn send(&self, peer: Rank, frame: &[u8], traffic: links::Traffic, payload: &[u8]) -> Result<()> {
-        self.traffic.add(self.path(peer), (frame.len() + payload.len(), 0));
-        self.links.send(peer, frame, traffic, payload)
-    }
-
-    fn confirm(&self, peer: Rank, sends: u64) {
-        self.links.confirm(peer, sends);
-    }
-
-    fn listen(&self, peer: Rank, traffic: links::Traffic, bytes: usize) -> Result<()> {
-        self.links.listen(peer, traffic, bytes)
-    }
-
-    fn flush(&self) -> Vec<(Rank, Error)> {
-        self.links.flush()
-    }
-
-    fn wait(&self, peer: Rank, traffic: links::Traffic) -> Result<Option<usize>> {
-        self.links.wait(peer, traffic)
-    }
-
-    fn came(&self, peer: Rank, bytes: usize) {
-        self.traffic.add(self.path(peer), (0, bytes));
-        self.links.came(peer, bytes);
-    }
-
-    fn release(&self, peer: Rank, traffic: links::Traffic) {
-        self.links.release(peer, traffic);
-    }
-
-    fn close(&self, peer: Rank) {
-        self.links.close(peer);
-    }
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ const LINK_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The ranks of other nodes, and how messages reach them.
 pub struct InternodeLinks {
     /// Carry the frames.
-    pub links: Arc<dyn Links>,
+    pub links: Arc<Links>,
     /// Store through which two ranks meet.
     pub store: Arc<dyn Store>,
     /// Which ranks are on which host.

@@ -1,10 +1,24 @@
-//! Links: backends of two ranks each, on different nodes.
-#![allow(unsafe_code, reason = "staging of backends")]
+//! Links: transports of two ranks each, on different nodes.
+#![allow(unsafe_code, reason = "staging of transports")]
 
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::rank::Rank;
+use crate::transport::{Buffer, GivenUp, HOST, Seat, Transport, Transports, Work};
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::ops::Deref;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
+
+/// Ten years: Gloo's waits break the connection when their time passes.
+const EVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
+/// Staging that a link keeps for later transfers: fresh memory has to be given, page by page, by the system.
+const SPARE: usize = 16;
+
+/// Bytes of the shortest staging that is worth keeping.
+const WORTH_KEEPING: usize = 16 << 10;
 
 /// Class of traffic on a link. What is sent of one class is received in the same order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,49 +29,274 @@ pub enum Traffic {
     Piece = 1,
 }
 
-/// Backends of this rank and one peer each. They move bytes between staging of their own and know nothing of what these mean.
+/// Gets the peer, and how many bytes were sent to it and have come from it.
+pub type Count = Box<dyn Fn(Rank, usize, usize) + Send + Sync>;
+
+/// Transports between this rank and one peer each, with their staging.
 ///
-/// With some backends the process ends if more bytes arrive than were listened for, so both ends agree on the lengths. Only `make` and `wait`
-/// wait for the peer. `send` and `listen` only queue, because messages call them under their lock; `flush` passes the queued transfers to the
-/// backend.
-pub trait Links: Send + Sync {
-    /// Connects this rank with `peer`, which makes a link of this `name` at the same time; `second` is true for one of the two.
-    fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()>;
-
-    /// Queues copies of `frame` and `payload`: both in one as a frame, or the frame and then the payload as a piece.
-    fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()>;
-
-    /// The first `sends` calls of `send` have reached the peer: their staging is needed no longer.
-    fn confirm(&self, peer: Rank, sends: u64);
-
-    /// Queues a receive of the peer's next bytes of class `traffic`: at most `bytes` bytes.
-    fn listen(&self, peer: Rank, traffic: Traffic, bytes: usize) -> Result<()>;
-
-    /// Passes what is queued to the backends, in the order in which it was queued for each peer. Returns the links that failed.
-    fn flush(&self) -> Vec<(Rank, Error)> {
-        Vec::new()
-    }
-
-    /// Passes on what is queued for `peer`, and waits for the oldest bytes of class `traffic` that are listened for.
-    /// Returns their address, which is valid until they are released, or `None` once the link has been closed.
-    fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<usize>>;
-
-    /// A frame and its payload have come, `bytes` bytes in all. Told before a receive is complete with them.
-    fn came(&self, _peer: Rank, _bytes: usize) {}
-
-    /// Ends listening for what `wait` has waited for last.
-    fn release(&self, peer: Rank, traffic: Traffic);
-
-    /// Ends every wait, the connection, and a `make` on another thread or a later one.
-    fn close(&self, peer: Rank);
+/// With some backends the process ends if more bytes arrive than were listened for, so both ends agree on the lengths.
+/// Only `make` and `wait` wait for the peer. `send` and `listen` only queue, because messages call them under their
+/// lock; `flush` passes the queued transfers to the transports.
+pub struct Links {
+    transports: Arc<dyn Transports>,
+    count: Count,
+    links: Mutex<HashMap<Rank, Arc<Link>>>,
+    /// Peers whose queues are not empty.
+    due: Mutex<BTreeSet<Rank>>,
 }
 
-/// The oldest bytes of class `traffic` that are listened for, once they are there, as long as the `room` for them; `None` once the link has
-/// been closed.
-pub(super) fn arrived(links: &dyn Links, peer: Rank, traffic: Traffic, room: usize) -> Result<Option<&[u8]>> {
-    let Some(address) = links.wait(peer, traffic)? else { return Ok(None) };
-    // SAFETY: `room` bytes of staging were listened for, which nobody writes until they are released.
-    Ok(Some(unsafe { std::slice::from_raw_parts(address as *const u8, room) }))
+#[derive(Default)]
+struct Link {
+    closed: GivenUp,
+    state: Mutex<LinkState>,
+    /// Held by the thread that passes the queue to the transport, so that the order stays.
+    flushing: Mutex<()>,
+}
+
+#[derive(Default)]
+struct LinkState {
+    transport: Option<Arc<dyn Transport>>,
+    other: usize,
+    /// Transfers that the transport does not have yet, the oldest first.
+    queue: VecDeque<Queued>,
+    /// Calls of `send` that have not been confirmed, the oldest first, and how many have been.
+    sends: VecDeque<Vec<Staged>>,
+    confirmed: u64,
+    /// What is listened for, by class of traffic, the oldest first.
+    listening: [VecDeque<Staged>; 2],
+    spare: Vec<Buffer>,
+}
+
+/// A transfer that the transport does not have yet.
+enum Queued {
+    Send(Vec<Part>),
+    Listen(Part),
+}
+
+/// Bytes of one class of traffic, at the start of their staging.
+struct Part {
+    traffic: Traffic,
+    bytes: usize,
+    staging: Buffer,
+}
+
+/// One transfer with its staging.
+struct Staged {
+    staging: Buffer,
+    work: Work,
+}
+
+/// The staging of the last bytes that a peer has sent; it may be longer than they are.
+pub(super) struct Arrived(Buffer);
+
+impl Deref for Arrived {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the receive into this staging has ended, and nothing else uses it until it is released, because
+        // `Links::wait` took it out of its link.
+        unsafe { std::slice::from_raw_parts(self.0.address as *const u8, self.0.bytes) }
+    }
+}
+
+impl Links {
+    /// Creates no links yet; `count` gets what they move.
+    pub fn new(transports: Arc<dyn Transports>, count: Count) -> Self {
+        Self { transports, count, links: Mutex::default(), due: Mutex::default() }
+    }
+
+    /// The link to `peer`, which may be closed before it is made.
+    fn link(&self, peer: Rank) -> Arc<Link> {
+        Arc::clone(lock(&self.links).entry(peer).or_default())
+    }
+
+    /// Runs `body` on the link to `peer`, unless it has been closed.
+    fn on_open<T>(&self, peer: Rank, body: impl FnOnce(&mut LinkState) -> Result<T>) -> Result<T> {
+        let link = self.link(peer);
+        let mut state = lock(&link.state);
+        if link.closed.is_set() { Err(Error::peer("the connection has been closed")) } else { body(&mut state) }
+    }
+
+    /// Queues the transfer that `make` returns.
+    fn queue(&self, peer: Rank, make: impl FnOnce(&mut LinkState) -> Result<Queued>) -> Result<()> {
+        self.on_open(peer, |link| {
+            let queued = make(link)?;
+            link.queue.push_back(queued);
+            Ok(())
+        })?;
+        lock(&self.due).insert(peer);
+        Ok(())
+    }
+
+    /// Connects this rank with `peer`, which makes a link of this `name` at the same time; `second` is true for one of the two.
+    pub(super) fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()> {
+        let seat = Seat { rank: usize::from(second), size: 2, device: HOST };
+        let transport = self.transports.connect(name, &seat, timeout, &self.link(peer).closed)?;
+        self.on_open(peer, |link| {
+            (link.transport, link.other) = (Some(transport), usize::from(!second));
+            Ok(())
+        })
+    }
+
+    /// Queues copies of `frame` and `payload`: both in one as a frame, or the frame and then the payload as a piece.
+    pub(super) fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()> {
+        (self.count)(peer, frame.len() + payload.len(), 0);
+        self.queue(peer, |link| {
+            let mut copies = |parts: &[&[u8]], traffic| link.copies(&*self.transports, parts, traffic);
+            Ok(Queued::Send(match traffic {
+                Traffic::Frame => vec![copies(&[frame, payload], traffic)?],
+                Traffic::Piece => vec![copies(&[frame], Traffic::Frame)?, copies(&[payload], traffic)?],
+            }))
+        })
+    }
+
+    /// The first `sends` calls of `send` have reached the peer: their staging is needed no longer.
+    pub(super) fn confirm(&self, peer: Rank, sends: u64) {
+        let link = self.link(peer);
+        let mut state = lock(&link.state);
+        while state.confirmed < sends
+            && let Some(parts) = state.sends.pop_front()
+        {
+            parts.into_iter().for_each(|part| state.keep(part.staging));
+            state.confirmed += 1;
+        }
+    }
+
+    /// Queues a receive of the peer's next bytes of class `traffic`: at most `bytes` bytes.
+    pub(super) fn listen(&self, peer: Rank, traffic: Traffic, bytes: usize) -> Result<()> {
+        self.queue(peer, |link| Ok(Queued::Listen(Part { traffic, bytes, staging: link.staged(&*self.transports, bytes)? })))
+    }
+
+    /// Passes what is queued to the transports, in the order in which it was queued for each peer. Returns the links that
+    /// failed.
+    pub(super) fn flush(&self) -> Vec<(Rank, Error)> {
+        let due = std::mem::take(&mut *lock(&self.due));
+        let failed = |peer| self.link(peer).flush().err().map(|error| (peer, error));
+        due.into_iter().filter_map(failed).collect()
+    }
+
+    /// Passes on what is queued for `peer`, and waits for the oldest bytes of class `traffic` that are listened for;
+    /// `None` once the link has been closed.
+    pub(super) fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<Arrived>> {
+        let link = self.link(peer);
+        // Another thread may have taken this link from `due` and not have come to it yet.
+        link.flush()?;
+        let work = {
+            let state = lock(&link.state);
+            if link.closed.is_set() {
+                return Ok(None);
+            }
+            let oldest = state.listening[traffic as usize].front().map(|staged| Arc::clone(&staged.work));
+            oldest.ok_or_else(|| Error::internal(format!("nothing is listened for of class {traffic:?}")))?
+        };
+        let ended = work.wait(EVER);
+        let mut state = lock(&link.state);
+        // `close` has ended the wait, with an error or without, or has left the staging alone.
+        if link.closed.is_set() || !ended? {
+            return Ok(None);
+        }
+        Ok(state.listening[traffic as usize].pop_front().map(|staged| Arrived(staged.staging)))
+    }
+
+    /// A frame and its payload have come, `bytes` bytes in all. Told before a receive is complete with them.
+    pub(super) fn came(&self, peer: Rank, bytes: usize) {
+        (self.count)(peer, 0, bytes);
+    }
+
+    /// The bytes that have `arrived` are needed no longer.
+    pub(super) fn release(&self, peer: Rank, arrived: Arrived) {
+        lock(&self.link(peer).state).keep(arrived.0);
+    }
+
+    /// Ends every wait, the connection, and a `make` on another thread or a later one.
+    pub(super) fn close(&self, peer: Rank) {
+        let link = self.link(peer);
+        let (queue, sends, listening, transport) = {
+            let mut state = lock(&link.state);
+            link.closed.set();
+            let LinkState { queue, sends, listening, .. } = &mut *state;
+            (std::mem::take(queue), std::mem::take(sends), std::mem::take(listening), state.transport.take())
+        };
+        let failed = listening.iter().flatten().filter(|staged| staged.work.abort().is_err()).count();
+        if failed > 0 {
+            transport.iter().for_each(|transport| transport.abort());
+        }
+        // The connection closes once a thread that waits for it has released it, too.
+        drop(transport);
+        drop((listening, sends, queue));
+    }
+}
+
+impl Link {
+    /// Passes the queue to the transport. The state is not locked meanwhile, so that other threads can queue.
+    fn flush(&self) -> Result<()> {
+        let _order = lock(&self.flushing);
+        loop {
+            let mut state = lock(&self.state);
+            // The thread that closed the link has reported why.
+            if self.closed.is_set() {
+                return Ok(());
+            }
+            let Some(next) = state.queue.pop_front() else { return Ok(()) };
+            let (transport, other) = (state.transport.clone(), state.other);
+            drop(state);
+            let transport = transport.ok_or_else(|| Error::peer("there is no connection"))?;
+            match next {
+                Queued::Send(parts) => {
+                    let post = |Part { traffic, bytes, staging }| {
+                        let work = transport.send(other, staging.first(bytes), traffic as i32, &staging)?;
+                        Ok(Staged { staging, work })
+                    };
+                    let parts = parts.into_iter().map(post).collect::<Result<_>>()?;
+                    lock(&self.state).sends.push_back(parts);
+                }
+                Queued::Listen(Part { traffic, bytes, staging }) => {
+                    let work = transport.recv(other, staging.first(bytes), traffic as i32, &staging)?;
+                    let mut state = lock(&self.state);
+                    if self.closed.is_set() {
+                        // `close` did not see this receive.
+                        drop(state);
+                        if work.abort().is_err() {
+                            transport.abort();
+                        }
+                        return Ok(());
+                    }
+                    state.listening[traffic as usize].push_back(Staged { staging, work });
+                }
+            }
+        }
+    }
+}
+
+impl LinkState {
+    /// Staging of `bytes` bytes.
+    fn staged(&mut self, transports: &dyn Transports, bytes: usize) -> Result<Buffer> {
+        let fits = |kept: &Buffer| bytes > WORTH_KEEPING && (bytes..=4 * bytes).contains(&kept.bytes);
+        match self.spare.iter().position(fits) {
+            Some(kept) => Ok(self.spare.remove(kept)),
+            None => transports.allocate(HOST, bytes),
+        }
+    }
+
+    /// Keeps `staging`, which nothing uses any more.
+    fn keep(&mut self, staging: Buffer) {
+        if staging.bytes > WORTH_KEEPING && self.spare.len() < SPARE {
+            self.spare.push(staging);
+        }
+    }
+
+    /// Copies `parts` into staging, one behind the other.
+    fn copies(&mut self, transports: &dyn Transports, parts: &[&[u8]], traffic: Traffic) -> Result<Part> {
+        let bytes = parts.iter().map(|part| part.len()).sum();
+        let staging = self.staged(transports, bytes)?;
+        let mut to = staging.address;
+        for part in parts {
+            // SAFETY: the staging has room for all parts, and only this call uses it.
+            unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), to as *mut u8, part.len()) };
+            to += part.len();
+        }
+        Ok(Part { traffic, bytes, staging })
+    }
 }
 
 /// Keys in the store of the group by which one end of a backend, which has this `place` in it, tells the others where it can be reached:

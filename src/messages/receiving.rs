@@ -4,7 +4,7 @@ use super::connect::PublishedKeys;
 use super::ending::{is_broken, lost_link};
 use super::frame::{Frame, FrameKind, WIRE};
 use super::internode::InternodeLinks;
-use super::links::{Traffic, arrived};
+use super::links::Traffic;
 use super::wire::{Counters, HEADER_BYTES, LinkState, MAX_FRAME_BYTES, Rejection, WireLink, decode, traffic};
 use super::{MessageTable, Messages};
 use crate::error::{Error, Result};
@@ -53,7 +53,7 @@ impl Messages {
     /// Reads what `peer` says until the connection ends. It needs the `address` of this rank no longer once it has said something.
     fn listen(&self, far: &InternodeLinks, peer: Rank, address: PublishedKeys<'_>) -> Result<()> {
         let (links, mut address) = (&*far.links, Some(address));
-        while let Some(bytes) = arrived(links, peer, Traffic::Frame, MAX_FRAME_BYTES)? {
+        while let Some(bytes) = links.wait(peer, Traffic::Frame)? {
             links.listen(peer, Traffic::Frame, MAX_FRAME_BYTES)?;
             let nonsense = || Error::internal(format!("{} sent a malformed frame", far.node_map.describe(peer)));
             let (frame, counters) = bytes.first_chunk::<HEADER_BYTES>().and_then(decode).ok_or_else(nonsense)?;
@@ -62,13 +62,13 @@ impl Messages {
             let heard = match traffic(frame.kind) {
                 Traffic::Frame => self.receive_frames(far, peer, (frame, counters), &bytes[HEADER_BYTES..HEADER_BYTES + length]),
                 Traffic::Piece => {
-                    let Some(piece) = arrived(links, peer, Traffic::Piece, WIRE.data)? else { return Ok(()) };
+                    let Some(piece) = links.wait(peer, Traffic::Piece)? else { return Ok(()) };
                     let heard = self.receive_frames(far, peer, (frame, counters), &piece[..length]);
-                    links.release(peer, Traffic::Piece);
+                    links.release(peer, piece);
                     heard
                 }
             };
-            links.release(peer, Traffic::Frame);
+            links.release(peer, bytes);
             if !heard {
                 return Ok(());
             }

@@ -84,7 +84,7 @@ pub(super) struct WireLink {
     pub(super) peer: Rank,
     /// Name of the peer in error messages.
     pub(super) name: String,
-    links: Arc<dyn Links>,
+    links: Arc<Links>,
     pub(super) phase: LinkState,
     /// The last refusal of the peer, unless it has begun a message since, or was asked whether it still stands.
     pub(super) rejected: Option<Rejection>,
@@ -118,7 +118,7 @@ fn bytes<'a>(span: Span, from: usize, to: usize) -> &'a [u8] {
 }
 
 impl WireLink {
-    pub(super) fn new(links: Arc<dyn Links>, peer: Rank, name: String) -> Self {
+    pub(super) fn new(links: Arc<Links>, peer: Rank, name: String) -> Self {
         Self {
             peer,
             name,

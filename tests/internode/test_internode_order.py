@@ -11,7 +11,7 @@ import torch_symm
 from cases import Case
 from collectives import run
 from expected import in_halves
-from machines import run_hosts
+from launch import run_hosts
 
 
 def group_of(world_size: int, order: str = "tree") -> dist.ProcessGroup:

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -30,26 +29,6 @@ class Buffer final : public BufferHandle {
  private:
   at::Tensor memory_;
 };
-
-// The bytes of `span`, which lie in `keep` where that is not null; else whoever enqueues keeps them.
-at::Tensor bytes_at(const Span& span, int32_t device, const Keep& keep) {
-  const auto options = bytes_on(device);
-  if (span.bytes == 0) {
-    return at::empty({0}, options);
-  }
-  // The maker refers to it.
-  const auto length = static_cast<int64_t>(span.bytes);
-  auto maker = at::for_blob(reinterpret_cast<void*>(span.addr), length);
-  if (keep) {
-    maker.deleter([keep](void*) {});
-  }
-  return maker.options(options).target_device(options.device()).make_tensor();
-}
-
-// The bytes of several ranks, `lengths` of them, one behind the other from `address` on.
-at::Tensor all_at(size_t address, rust::Slice<const size_t> lengths, int32_t device, const Keep& keep) {
-  return bytes_at(Span{address, std::accumulate(lengths.begin(), lengths.end(), size_t{0})}, device, keep);
-}
 
 class Pending final : public PendingHandle {
  public:
@@ -119,26 +98,26 @@ Options options_of(const Manner& manner) {
 
 class Transport final : public TransportHandle {
  public:
-  explicit Transport(BackendPtr backend) : backend_(std::move(backend)) {}
+  Transport(BackendPtr backend, int32_t device) : backend_(std::move(backend)), options_(bytes_on(device)) {}
 
   Started all_gather(const Span& from, const Span& to, const Keep& keep, const Manner& manner) const noexcept override {
     return begun([&] {
-      auto input = bytes_at(from, manner.device, keep);
-      auto output = bytes_at(to, manner.device, keep);
+      auto input = bytes_at(from, keep);
+      auto output = bytes_at(to, keep);
       return backend_->_allgather_base(output, input, options_of<::c10d::AllgatherOptions>(manner));
     });
   }
 
   Started all_to_all(
-      size_t from,
+      const Span& from,
       rust::Slice<const size_t> sent,
-      size_t to,
+      const Span& to,
       rust::Slice<const size_t> received,
       const Keep& keep,
       const Manner& manner) const noexcept override {
     return begun([&] {
-      auto input = all_at(from, sent, manner.device, keep);
-      auto output = all_at(to, received, manner.device, keep);
+      auto input = bytes_at(from, keep);
+      auto output = bytes_at(to, keep);
       std::vector<int64_t> input_lengths(sent.begin(), sent.end());
       std::vector<int64_t> output_lengths(received.begin(), received.end());
       return backend_->alltoall_base(output, input, output_lengths, input_lengths, options_of<::c10d::AllToAllOptions>(manner));
@@ -147,7 +126,7 @@ class Transport final : public TransportHandle {
 
   Started broadcast(size_t root, const Span& at, const Keep& keep, const Manner& manner) const noexcept override {
     return begun([&] {
-      std::vector<at::Tensor> tensors{bytes_at(at, manner.device, keep)};
+      std::vector<at::Tensor> tensors{bytes_at(at, keep)};
       auto options = options_of<::c10d::BroadcastOptions>(manner);
       options.rootRank = static_cast<int64_t>(root);
       return backend_->broadcast(tensors, options);
@@ -156,26 +135,26 @@ class Transport final : public TransportHandle {
 
   Started send(size_t to, const Span& from, int32_t tag, const Keep& keep) const noexcept override {
     return begun([&] {
-      std::vector<at::Tensor> tensors{bytes_at(from, -1, keep)};
+      std::vector<at::Tensor> tensors{bytes_at(from, keep)};
       return backend_->send(tensors, static_cast<int>(to), tag);
     });
   }
 
   Started recv(size_t from, const Span& to, int32_t tag, const Keep& keep) const noexcept override {
     return begun([&] {
-      std::vector<at::Tensor> tensors{bytes_at(to, -1, keep)};
+      std::vector<at::Tensor> tensors{bytes_at(to, keep)};
       return backend_->recv(tensors, static_cast<int>(from), tag);
     });
   }
 
   // On a stream of the backend's own: messages of several backends do not wait for each other.
-  Started exchange(rust::Slice<const Span> give, rust::Slice<const Span> take, int32_t device) const noexcept override {
+  Started exchange(rust::Slice<const Span> give, rust::Slice<const Span> take) const noexcept override {
     return begun([&] {
       backend_->startCoalescing();
       try {
         for (size_t rank = 0; rank < give.size(); ++rank) {
-          std::vector<at::Tensor> sent{bytes_at(give[rank], device, nullptr)};
-          std::vector<at::Tensor> received{bytes_at(take[rank], device, nullptr)};
+          std::vector<at::Tensor> sent{bytes_at(give[rank], nullptr)};
+          std::vector<at::Tensor> received{bytes_at(take[rank], nullptr)};
           if (give[rank].bytes > 0) {
             backend_->send(sent, static_cast<int>(rank), 0);
           }
@@ -201,7 +180,22 @@ class Transport final : public TransportHandle {
   }
 
  private:
+  // Returns the bytes of `span`, which are in `keep`; if that is null, the caller keeps them.
+  at::Tensor bytes_at(const Span& span, const Keep& keep) const {
+    if (span.bytes == 0) {
+      return at::empty({0}, options_);
+    }
+    // The maker refers to it.
+    const auto length = static_cast<int64_t>(span.bytes);
+    auto maker = at::for_blob(reinterpret_cast<void*>(span.addr), length);
+    if (keep) {
+      maker.deleter([keep](void*) {});
+    }
+    return maker.options(options_).target_device(options_.device()).make_tensor();
+  }
+
   const BackendPtr backend_;
+  const at::TensorOptions options_;
 };
 
 } // namespace
@@ -234,7 +228,7 @@ Connected Transports::connect(
         static_cast<int>(seat.size),
         std::chrono::milliseconds(timeout_ms),
         seat.device);
-    connected.transport = std::make_shared<Transport>(std::move(backend));
+    connected.transport = std::make_shared<Transport>(std::move(backend), seat.device);
   });
   return connected;
 }

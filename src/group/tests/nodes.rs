@@ -2,7 +2,6 @@
 #![allow(unsafe_code, reason = "the reference is one call of the kernel")]
 
 use crate::coll::call::{Call, CallSpec, Collective, Span};
-use crate::coll::two_level::step::RailOp;
 use crate::coll::two_level::tests::data;
 use crate::control::{Identity, ParentGroup};
 use crate::dtype::{DType, ReduceOp};
@@ -18,7 +17,8 @@ use crate::mem::shm::ShmSegment;
 use crate::node_map::{NodeMap, RankLocation};
 use crate::rank::Rank;
 use crate::store::{self, memory::MemoryStore};
-use std::sync::atomic::{AtomicBool, Ordering};
+use crate::transport::{Buffer, GivenUp, Manner, Pending, Seat, Transport, Transports, Work};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
@@ -40,84 +40,94 @@ struct Sent {
     kind: (u8, usize),
 }
 
+/// One rank's end of a rail.
 struct ThreadRail {
     wire: Arc<Wire>,
     node: usize,
     nodes: usize,
-    own: Mutex<Own>,
+    /// Number of transfers begun.
+    begun: AtomicUsize,
 }
 
-/// What one rank has of a rail.
-#[derive(Default)]
-struct Own {
-    staging: Vec<u8>,
-    /// Transfers begun, and ended.
-    begun: usize,
-    ended: usize,
-    /// Placement and length of what comes from each node, for each transfer.
-    wanted: Vec<Vec<(usize, usize)>>,
+/// A transfer of this number, and where what comes from each host is to arrive.
+struct Round {
+    wire: Arc<Wire>,
+    node: usize,
+    number: usize,
+    wanted: Vec<Span>,
+    _keep: Buffer,
 }
 
-impl Rail for ThreadRail {
-    fn make(&self, _name: &str, _node: usize, _nodes: usize, _timeout: Duration) -> Result<()> {
-        Ok(())
+/// Memory of the node.
+struct ThreadMemory;
+
+impl Transports for ThreadMemory {
+    fn connect(&self, _name: &str, _seat: &Seat, _timeout: Duration, _given_up: &GivenUp) -> Result<Arc<dyn Transport>> {
+        Err(Error::internal("the rails of a test are connected"))
     }
 
-    fn staging(&self, bytes: usize) -> Result<usize> {
-        let mut own = self.own.lock().expect("no panic");
-        assert_eq!(own.begun, own.ended, "a transfer is under way");
-        if own.staging.len() < bytes {
-            own.staging = vec![0xee; bytes];
-        }
-        Ok(own.staging.as_mut_ptr().addr())
+    fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
+        let mut memory = vec![0xeeu8; bytes];
+        Ok(Buffer { address: memory.as_mut_ptr().addr(), owner: Arc::new(memory), bytes })
     }
+}
 
-    fn start(&self, transfer: &RailOp<Span>, _timeout: Duration) -> Result<()> {
-        let mut own = self.own.lock().expect("no panic");
-        let bytes = |at: usize, length: usize| own.staging[at..at + length].to_vec();
-        let places = |mut at: usize, lengths: &[usize]| -> Vec<(usize, usize)> {
-            let mut place = |&length: &usize| {
-                at += length;
-                (at - length, length)
-            };
-            lengths.iter().map(&mut place).collect()
-        };
-        let (sent, wanted) = match transfer {
-            RailOp::AllGather { from, to } => {
-                assert_eq!(to.bytes, self.nodes * from.bytes);
-                let parts = vec![bytes(from.addr, from.bytes); self.nodes];
-                (Sent { parts, kind: (0, from.bytes) }, places(to.addr, &vec![from.bytes; self.nodes]))
-            }
-            RailOp::AllToAll { from, sent, to, received } => {
-                assert_eq!((from.bytes, to.bytes), (sent.iter().sum(), received.iter().sum()));
-                let parts = places(from.addr, sent).into_iter().map(|(at, length)| bytes(at, length)).collect();
-                (Sent { parts, kind: (1, 0) }, places(to.addr, received))
-            }
-            RailOp::Broadcast { root, at } => {
-                let part = if self.node == *root { bytes(at.addr, at.bytes) } else { vec![] };
-                let mut wanted = vec![(0, 0); self.nodes];
-                wanted[*root] = (at.addr, at.bytes);
-                (Sent { parts: vec![part; self.nodes], kind: (2, at.bytes) }, wanted)
-            }
-        };
-        own.wanted.push(wanted);
-        own.begun += 1;
+/// The pieces of `whole` of these `lengths`, one behind the other.
+fn pieces(whole: Span, lengths: &[usize]) -> Vec<Span> {
+    assert_eq!(whole.bytes, lengths.iter().sum::<usize>());
+    let mut end = whole.addr;
+    let mut piece = |&bytes: &usize| {
+        end += bytes;
+        Span { addr: end - bytes, bytes }
+    };
+    lengths.iter().map(&mut piece).collect()
+}
+
+/// The bytes of `span`, which are staging of a rail.
+fn staged(span: Span) -> Vec<u8> {
+    // SAFETY: a rail's staging, which lives as long as its transfers, and which no other writes meanwhile.
+    if span.bytes == 0 { vec![] } else { unsafe { std::slice::from_raw_parts(span.ptr(), span.bytes) }.to_vec() }
+}
+
+impl ThreadRail {
+    fn start(&self, parts: Vec<Vec<u8>>, kind: (u8, usize), wanted: Vec<Span>, manner: Manner<'_>) -> Result<Work> {
+        let keep = manner.keep.expect("a rail moves its staging").clone();
+        assert!(manner.beside && manner.timeout.is_some());
+        let number = self.begun.fetch_add(1, Ordering::Relaxed);
         let mut rounds = lock(&self.wire.rounds);
-        while rounds.len() < own.begun {
+        while rounds.len() <= number {
             rounds.push(vec![None; self.nodes]);
         }
-        rounds[own.begun - 1][self.node] = Some(sent);
+        rounds[number][self.node] = Some(Sent { parts, kind });
         self.wire.changed.notify_all();
-        Ok(())
+        Ok(Arc::new(Round { wire: Arc::clone(&self.wire), node: self.node, number, wanted, _keep: keep }))
+    }
+}
+
+impl Transport for ThreadRail {
+    fn all_gather(&self, from: Span, to: Span, manner: Manner<'_>) -> Result<Work> {
+        let wanted = pieces(to, &vec![from.bytes; self.nodes]);
+        self.start(vec![staged(from); self.nodes], (0, from.bytes), wanted, manner)
     }
 
+    fn all_to_all(&self, from: Span, sent: &[usize], to: Span, received: &[usize], manner: Manner<'_>) -> Result<Work> {
+        self.start(pieces(from, sent).into_iter().map(staged).collect(), (1, 0), pieces(to, received), manner)
+    }
+
+    fn broadcast(&self, root: usize, at: Span, manner: Manner<'_>) -> Result<Work> {
+        let part = if self.node == root { staged(at) } else { vec![] };
+        let mut wanted = vec![Span { addr: at.addr, bytes: 0 }; self.nodes];
+        wanted[root] = at;
+        self.start(vec![part; self.nodes], (2, at.bytes), wanted, manner)
+    }
+}
+
+impl Pending for Round {
     fn wait(&self, limit: Duration) -> Result<bool> {
-        let mut own = self.own.lock().expect("no panic");
         let deadline = Instant::now() + limit;
         let mut rounds = lock(&self.wire.rounds);
-        assert!(own.ended < own.begun, "no transfer is under way");
-        let stuck = self.wire.most > 0 && own.ended >= self.wire.most;
-        while stuck || !rounds[own.ended].iter().all(Option::is_some) {
+        let stuck = self.wire.most > 0 && self.number >= self.wire.most;
+        while stuck || !rounds[self.number].iter().all(Option::is_some) {
             if self.wire.broken.load(Ordering::Relaxed) {
                 return Err(Error::peer("connection closed"));
             }
@@ -127,14 +137,13 @@ impl Rail for ThreadRail {
             }
             rounds = unpoisoned(self.wire.changed.wait_timeout(rounds, left)).0;
         }
-        let all: Vec<Sent> = rounds[own.ended].iter().flatten().cloned().collect();
+        let all: Vec<Sent> = rounds[self.number].iter().flatten().cloned().collect();
         drop(rounds);
-        let wanted = own.wanted[own.ended].clone();
-        own.ended += 1;
-        for (sent, (at, length)) in all.iter().zip(wanted) {
+        for (sent, wanted) in all.iter().zip(&self.wanted) {
             assert_eq!(sent.kind, all[0].kind, "Gloo would end the process");
-            assert_eq!(sent.parts[self.node].len(), length, "Gloo would end the process");
-            own.staging[at..at + length].copy_from_slice(&sent.parts[self.node]);
+            assert_eq!(sent.parts[self.node].len(), wanted.bytes, "Gloo would end the process");
+            // SAFETY: `_keep` has this staging, which nothing else uses until then.
+            unsafe { std::ptr::copy_nonoverlapping(sent.parts[self.node].as_ptr(), wanted.ptr(), wanted.bytes) };
         }
         Ok(true)
     }
@@ -175,8 +184,8 @@ fn on_nodes_until(most: usize, nodes: &[u8], body: impl Fn(&Group, usize) + Sync
                 let control = control_block(segment, "test", Rank(local as u32), members, tuning).named(Some(part));
                 let mut group = Group::with_watched(control, &[], limit, tuning).expect("assembles");
                 let rail = wires.get(local).map(|wire| {
-                    let (wire, own) = (Arc::clone(wire), Mutex::default());
-                    Arc::new(ThreadRail { wire, node, nodes: layout.num_nodes(), own }) as Arc<dyn Rail>
+                    let end = ThreadRail { wire: Arc::clone(wire), node, nodes: layout.num_nodes(), begun: AtomicUsize::new(0) };
+                    Rail::new(Arc::new(ThreadMemory), Arc::new(end))
                 });
                 let me = Rank(rank as u32);
                 group.connect_nodes(|health, _, _| Ok((among_threads(health, &layout, me, rail, store), ()))).expect("all meet");

@@ -1,17 +1,20 @@
 //! Torch's backends, such as NCCL, between GPUs of different nodes, and memory that torch allocates.
 
 use crate::coll::two_level::step::RailOp;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::internode::rail;
 use crate::lock::lock;
 use crate::mem::span::Span;
 use crate::rank::Rank;
 use crate::sys::thread::aside;
+use crate::transport::{Buffer, GivenUp, Manner, Seat, Transport, Transports, Work};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Ranks that a backend connects.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Which {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Which {
     /// The ranks with the same local rank on all nodes.
     Rail,
     /// All ranks of the group.
@@ -20,80 +23,116 @@ pub enum Which {
     Pair(Rank),
 }
 
-impl Which {
-    /// Returns the number of the backend among this rank's.
-    pub fn code(self) -> u32 {
-        match self {
-            Which::Rail => 0,
-            Which::All => 1,
-            Which::Pair(peer) => 2 + peer.0,
-        }
-    }
-}
-
 /// The backends of one rank, and device memory. Everything is enqueued on the calling thread's stream of the device,
 /// which may be recording a graph; nothing waits for a GPU. Only one thread at a time calls functions other than
 /// `abort` and `close`.
-pub trait Backends: Send + Sync {
-    /// Connects this rank, number `rank` of `size`, with the other ranks of `which` once they call it with this `name`.
-    fn make(&self, which: Which, name: &str, rank: usize, size: usize, device: i32, timeout: Duration) -> Result<()>;
-
-    /// Returns the address of `bytes` bytes of device memory, aligned to 256, for work that is enqueued until `finish`.
-    fn memory(&self, device: i32, bytes: usize) -> Result<usize>;
-
-    /// Makes the stream wait for all concurrent transfers, and frees all memory; enqueued work may still use that
-    /// memory.
-    fn finish(&self) -> Result<()>;
-
-    /// Enqueues a transfer of GPU memory on the rail: in stream order, or, with `beside`, after the work on the stream
-    /// now and concurrently with later work.
-    fn start(&self, device: i32, transfer: &RailOp<Span>, beside: bool) -> Result<()>;
-
-    /// Makes the stream wait for the oldest concurrent transfer.
-    fn follow(&self) -> Result<()>;
-
-    /// Enqueues messages concurrently with the stream: sends `give[r]` to rank `r` of `which`, and receives `take[r]`
-    /// from it, unless they are empty.
-    fn exchange(&self, which: Which, device: i32, give: &[Span], take: &[Span]) -> Result<()>;
-
-    /// Aborts all transfers of `which`; they may end with an error. Nothing may be enqueued on any backend afterwards.
-    /// May wait for the device, and so for work of other backends.
-    fn abort(&self, which: Which);
-
-    /// Releases the backends, which have ended.
-    fn close(&self);
+pub(super) struct Connections {
+    transports: Arc<dyn Transports>,
+    aborted: GivenUp,
+    /// The backends that have been created; `None` for one that is being created.
+    made: Mutex<BTreeMap<Which, Option<Arc<dyn Transport>>>>,
+    enqueued: Mutex<Enqueued>,
 }
 
-/// The backends, and the ones that have been created.
-pub(super) struct Connections {
-    pub(super) backends: Arc<dyn Backends>,
-    made: Mutex<Vec<Which>>,
+/// The concurrent transfers for which the stream does not wait yet, the oldest first, and the memory for enqueued work.
+#[derive(Default)]
+struct Enqueued {
+    beside: VecDeque<Work>,
+    memory: Vec<Buffer>,
 }
 
 impl Connections {
-    pub(super) fn new(backends: Arc<dyn Backends>) -> Self {
-        Self { backends, made: Mutex::default() }
+    pub(super) fn new(transports: Arc<dyn Transports>) -> Self {
+        Self { transports, aborted: GivenUp::default(), made: Mutex::default(), enqueued: Mutex::default() }
     }
 
     /// Returns true if `which` has been created or is being created.
     pub(super) fn has(&self, which: Which) -> bool {
-        lock(&self.made).contains(&which)
+        lock(&self.made).contains_key(&which)
     }
 
-    /// Creates `which`, unless it exists; the arguments are those of [`Backends::make`].
-    pub(super) fn make(&self, which: Which, name: &str, rank: usize, size: usize, device: i32, timeout: Duration) -> Result<()> {
+    fn made(&self, which: Which) -> Result<Arc<dyn Transport>> {
+        let made = lock(&self.made);
+        if self.aborted.is_set() {
+            return Err(Error::peer("the connection has been aborted"));
+        }
+        made.get(&which).cloned().flatten().ok_or_else(|| Error::peer("there is no connection"))
+    }
+
+    /// Creates `which`, unless it exists: connects this rank with its other ranks once they call it with this `name`.
+    pub(super) fn make(&self, which: Which, name: &str, seat: &Seat, timeout: Duration) -> Result<()> {
         if self.has(which) {
             return Ok(());
         }
-        lock(&self.made).push(which);
-        self.backends.make(which, name, rank, size, device, timeout)
+        lock(&self.made).insert(which, None);
+        let transport = self.transports.connect(name, seat, timeout, &self.aborted)?;
+        lock(&self.made).insert(which, Some(transport));
+        let transport = self.made(which)?;
+        // Connects, which must not happen within a graph.
+        let [one, all] = [1, seat.size].map(|bytes| self.transports.allocate(seat.device, bytes));
+        transport.all_gather(one?.first(1), all?.first(seat.size), Manner::default())?.follow()
     }
 
-    /// Aborts all backends concurrently, because one that frees its memory waits for kernels of the others.
-    pub(super) fn abort(&self) {
-        for which in lock(&self.made).iter().copied() {
-            let backends = Arc::clone(&self.backends);
-            aside("symm-nccl-abort", Duration::ZERO, move || backends.abort(which));
+    /// Returns the address of `bytes` bytes of device memory, for work that is enqueued until `finish`.
+    pub(super) fn memory(&self, device: i32, bytes: usize) -> Result<usize> {
+        let buffer = self.transports.allocate(device, bytes)?;
+        let address = buffer.address;
+        lock(&self.enqueued).memory.push(buffer);
+        Ok(address)
+    }
+
+    /// Makes the stream wait for all concurrent transfers, and frees all memory; enqueued work may still use that
+    /// memory.
+    pub(super) fn finish(&self) -> Result<()> {
+        let Enqueued { beside, memory } = std::mem::take(&mut *lock(&self.enqueued));
+        let followed = beside.iter().try_for_each(|work| work.follow());
+        // Behind what uses it.
+        drop(memory);
+        followed
+    }
+
+    /// Enqueues a transfer of GPU memory on the rail: in stream order, or, with `beside`, after the work on the stream
+    /// now and concurrently with later work.
+    pub(super) fn start(&self, transfer: &RailOp<Span>, beside: bool) -> Result<()> {
+        let work = rail::start(&*self.made(Which::Rail)?, transfer, Manner { beside, ..Manner::default() })?;
+        if beside {
+            lock(&self.enqueued).beside.push_back(work);
+            return Ok(());
         }
+        work.follow()
+    }
+
+    /// Makes the stream wait for the oldest concurrent transfer.
+    pub(super) fn follow(&self) -> Result<()> {
+        let oldest = lock(&self.enqueued).beside.pop_front();
+        oldest.map_or(Ok(()), |work| work.follow())
+    }
+
+    /// Enqueues messages concurrently with the stream: sends `give[r]` to rank `r` of `which`, and receives `take[r]`
+    /// from it, unless they are empty.
+    pub(super) fn exchange(&self, which: Which, give: &[Span], take: &[Span]) -> Result<()> {
+        let work = self.made(which)?.exchange(give, take)?;
+        lock(&self.enqueued).beside.push_back(work);
+        Ok(())
+    }
+
+    /// Aborts all backends concurrently, because one that frees its memory waits for kernels of the others. Nothing can
+    /// be enqueued on any of them afterwards.
+    pub(super) fn abort(&self) {
+        let made = lock(&self.made);
+        self.aborted.set();
+        for transport in made.values().flatten() {
+            let transport = Arc::clone(transport);
+            aside("symm-nccl-abort", Duration::ZERO, move || transport.abort());
+        }
+    }
+
+    /// Releases the backends, which have ended.
+    pub(super) fn close(&self) {
+        let (made, aborted) = {
+            let mut made = lock(&self.made);
+            (std::mem::take(&mut *made), self.aborted.set())
+        };
+        made.into_values().flatten().filter(|_| !aborted).for_each(|transport| transport.shutdown());
     }
 }

@@ -13,6 +13,7 @@ use crate::internode::traffic::TrafficPath;
 use crate::kernels::cuda::driver::Stream;
 use crate::rank::Rank;
 use crate::sys::interrupt::Interrupts;
+use crate::transport::Seat;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -75,8 +76,9 @@ impl Internode {
         for (low, high) in pairs {
             let (index, peer) = if low == self.rank { (0, high) } else { (1, low) };
             let name = self.life.name("symm-cuda-pair", format_args!("{low}-{high}"));
+            let seat = Seat { rank: index, size: 2, device: target.device };
             let key = |rank: Rank| format!("{name}/here/{rank}");
-            let make = || cuda.connections.make(Which::Pair(peer), &name, index, 2, target.device, timeout + BACKEND_TIMEOUT_MARGIN);
+            let make = || cuda.connections.make(Which::Pair(peer), &name, &seat, timeout + BACKEND_TIMEOUT_MARGIN);
             let made = self.await_peer(cuda, [key(self.rank), key(peer)], peer, timeout).and_then(|()| make());
             // The peer has read the key, or does not need it. A store that cannot delete keeps it.
             let _ = cuda.store.delete(&key(self.rank));
@@ -117,7 +119,7 @@ impl Internode {
         let Some(used) = &state.used else { return Err(Error::internal("the GPU is not connected")) };
         let _entered = used.device.enter()?;
         let begin = if stream.capture()?.is_none() { Some(cuda.watch.mark(stream)?) } else { None };
-        let backends = &cuda.connections.backends;
+        let backends = &cuda.connections;
         let path = |peer: Rank| TrafficPath::CudaPair(self.global(peer));
         let exchange = || -> Result<()> {
             for &(peer, ..) in far {
@@ -129,7 +131,7 @@ impl Internode {
                     self.traffic.add(path(peer), (give.bytes, take.bytes));
                     let (mut sent, mut received) = ([EMPTY; 2], [EMPTY; 2]);
                     (sent[1 - own], received[1 - own]) = (give, take);
-                    backends.exchange(Which::Pair(peer), target.device, &sent, &received)?;
+                    backends.exchange(Which::Pair(peer), &sent, &received)?;
                 }
             }
             if near.is_empty() { Ok(()) } else { inside.launch_intra_node(near, target, timeout + super::KERNEL_GRACE) }

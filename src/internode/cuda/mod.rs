@@ -5,12 +5,12 @@
 //! ranks. A call is a program ([`two_level`](crate::coll::two_level)), whose steps follow each other on the caller's
 //! stream.
 //!
-//! - [`backends`]: the interface to torch's backends
+//! - [`backends`](mod@backends): torch's backends
 //! - [`sum`]: the kernel that adds partial sums; [`cast`]: the kernels that widen and round
 //! - [`messages`](mod@messages): sends and receives; [`watchdog`](mod@watchdog): timeouts, and the end of calls that wait for
 //!   a failed node
 
-pub mod backends;
+mod backends;
 pub mod cast;
 mod messages;
 pub mod sum;
@@ -38,7 +38,8 @@ use crate::store::Store;
 use crate::sys::fork;
 use crate::sys::thread::aside;
 use crate::trace::{self, InternodePhase};
-use backends::{Backends, Connections, Which};
+use crate::transport::{Seat, Transports};
+use backends::{Connections, Which};
 use cast::Cast;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -106,9 +107,9 @@ struct LastEnqueued {
 
 impl CudaInternode {
     /// Creates the state of a group whose ranks meet in pairs in `store`.
-    pub(super) fn new(backends: Arc<dyn Backends>, store: Arc<dyn Store>) -> Self {
+    pub(super) fn new(transports: Arc<dyn Transports>, store: Arc<dyn Store>) -> Self {
         Self {
-            connections: Arc::new(Connections::new(backends)),
+            connections: Arc::new(Connections::new(transports)),
             store,
             state: Mutex::default(),
             watch: Arc::default(),
@@ -134,7 +135,7 @@ impl CudaInternode {
             self.connections.abort();
         }
         let connections = Arc::clone(&self.connections);
-        aside("symm-nccl-end", BACKEND_CLOSE_TIMEOUT, move || connections.backends.close());
+        aside("symm-nccl-end", BACKEND_CLOSE_TIMEOUT, move || connections.close());
         drop(used);
     }
 }
@@ -299,13 +300,13 @@ impl Internode {
             }
             if local < layout.num_rails() {
                 let name = self.life.name("symm-cuda-rail", local);
-                cuda.connections.make(Which::Rail, &name, node, layout.num_nodes(), ordinal, limit)?;
+                cuda.connections.make(Which::Rail, &name, &Seat { rank: node, size: layout.num_nodes(), device: ordinal }, limit)?;
             }
             state.connected = true;
         }
         if needed == Which::All {
             let name = self.life.name("symm-cuda", "all");
-            cuda.connections.make(Which::All, &name, self.rank.index(), layout.size(), ordinal, limit)?;
+            cuda.connections.make(Which::All, &name, &Seat { rank: self.rank.index(), size: layout.size(), device: ordinal }, limit)?;
         }
         Ok(())
     }
@@ -379,7 +380,7 @@ impl Internode {
         target: CudaTarget,
         timeout: Duration,
     ) -> Result<()> {
-        let (layout, ordinal, backends) = (&*self.layout, target.device, &cuda.connections.backends);
+        let (layout, ordinal, backends) = (&*self.layout, target.device, &cuda.connections);
         let (traffic, rail) = (&self.traffic, TrafficPath::CudaRail(layout.local_rank(self.rank)));
         let chosen = self.chosen();
         let (me, partials, thresholds) = (self.rank, chosen.reduce_dtype, chosen.cuda);
@@ -391,7 +392,7 @@ impl Internode {
         let start = |transfer: &RailOp<Place>, beside: bool| {
             let transfer = transfer.map(|place| place.at(&bases));
             traffic.add(rail, transfer.bytes(layout.node_of(self.rank), layout.num_nodes()));
-            backends.start(ordinal, &transfer, beside)
+            backends.start(&transfer, beside)
         };
         let spans = |places: &[Place]| -> Vec<Span> { places.iter().map(|place| place.at(&bases)).collect() };
         let enqueue = |step: &Step, kernels: &PlanKernels| match step {
@@ -407,7 +408,7 @@ impl Internode {
             Step::Exchange { give, take } => {
                 let (give, take) = (spans(give), spans(take));
                 traffic.add(TrafficPath::CudaAll, (total(&give), total(&take)));
-                backends.exchange(Which::All, ordinal, &give, &take)
+                backends.exchange(Which::All, &give, &take)
             }
             Step::Combine { from, to } => {
                 let sum = PartialsSum::of(&spans(from), to.at(&bases), program.partial, call.reduce_op);

@@ -1,5 +1,6 @@
 //! Links that fail, reads that end early, and deadlines.
 
+mod links;
 mod wire_frames;
 mod wires;
 

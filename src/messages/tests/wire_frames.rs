@@ -1,6 +1,7 @@
 //! Tests of single frames, of leaving and of refused messages between nodes.
+#![allow(unsafe_code, reason = "staging of links")]
 
-use super::wires::{Member, alone, data, on_ranks, place};
+use super::wires::{Done, Member, alone, data, memory, on_ranks, place};
 use crate::coll::call::Span;
 use crate::coll::message::{Message, MessageSpec};
 use crate::completion::Completion;
@@ -8,10 +9,12 @@ use crate::dtype::DType;
 use crate::error::{ErrorKind, Result};
 use crate::messages::Messages;
 use crate::messages::frame::{self, Frame};
-use crate::messages::links::{Links, Traffic};
+use crate::messages::links::Links;
 use crate::messages::wire::{Counters, HEADER_BYTES, LinkState, decode};
 use crate::node_map::NodeMap;
 use crate::rank::Rank;
+use crate::transport::{Buffer, GivenUp, Seat, Transport, Transports, Work};
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -35,9 +38,9 @@ fn a_wait_may_end_before_its_message() {
     });
 }
 
-/// Links that keep the head of each frame that was sent.
-#[derive(Default)]
-struct Sent(Mutex<Vec<Frame>>);
+/// A connection that keeps the head of each frame that was sent.
+#[derive(Clone, Default)]
+struct Sent(Arc<Mutex<Vec<Frame>>>);
 
 impl Sent {
     fn kinds(&self) -> Vec<frame::FrameKind> {
@@ -45,43 +48,38 @@ impl Sent {
     }
 }
 
-impl Links for Sent {
-    fn make(&self, _peer: Rank, _name: &str, _second: bool, _timeout: Duration) -> Result<()> {
-        Ok(())
+impl Transports for Sent {
+    fn connect(&self, _name: &str, _seat: &Seat, _timeout: Duration, _given_up: &GivenUp) -> Result<Arc<dyn Transport>> {
+        Ok(Arc::new(self.clone()))
     }
 
-    fn send(&self, _peer: Rank, frame: &[u8], _traffic: Traffic, _payload: &[u8]) -> Result<()> {
-        let frame = frame.first_chunk::<HEADER_BYTES>().and_then(decode).expect("a frame").0;
-        self.0.lock().expect("no panic").push(frame);
-        Ok(())
+    fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
+        Ok(memory(bytes))
     }
+}
 
-    fn confirm(&self, _peer: Rank, _sends: u64) {}
-
-    fn listen(&self, _peer: Rank, _traffic: Traffic, _bytes: usize) -> Result<()> {
-        Ok(())
+impl Transport for Sent {
+    fn send(&self, _to: usize, from: Span, _tag: i32, _keep: &Buffer) -> Result<Work> {
+        // SAFETY: the staging that the link has filled with a frame.
+        let frame = unsafe { &*from.ptr().cast::<[u8; HEADER_BYTES]>() };
+        self.0.lock().expect("no panic").push(decode(frame).expect("a frame").0);
+        Ok(Arc::new(Done))
     }
-
-    fn wait(&self, _peer: Rank, _traffic: Traffic) -> Result<Option<usize>> {
-        Ok(None)
-    }
-
-    fn release(&self, _peer: Rank, _traffic: Traffic) {}
-
-    fn close(&self, _peer: Rank) {}
 }
 
 /// The messages of rank 0, which is connected with `PEER`.
 struct Alone {
     messages: Arc<Messages>,
-    sent: Arc<Sent>,
+    sent: Sent,
 }
 
 impl Alone {
     fn new() -> Self {
         let layout = Arc::new(NodeMap::of(&(0..2).map(place).collect::<Vec<_>>()));
-        let sent = Arc::<Sent>::default();
-        let messages = alone(0, &layout, Arc::clone(&sent) as Arc<dyn Links>, Arc::default());
+        let sent = Sent::default();
+        let links = Links::new(Arc::new(sent.clone()), Box::new(|_, _, _| {}));
+        links.make(PEER, "0-1", false, Duration::from_secs(1)).expect("made");
+        let messages = alone(0, &layout, links, Arc::default());
         messages.lock().wire(PEER).expect("it is far").phase = LinkState::Open;
         Self { messages, sent }
     }
@@ -177,8 +175,8 @@ fn what_a_rank_has_sent_is_read_before_its_connection_ends() {
         // Rank 0 leaves. It has not closed the connection.
         until(|| {
             let wires = member.net.wires.lock().expect("no panic");
-            let wire = wires.wires.get(&(Rank(0), Rank(1), 0));
-            let bye = wire.and_then(|wire| wire.sent.back()).is_some_and(|frame| frame[0] == frame::FrameKind::Bye as u8);
+            let sent = wires.sent.get(&(Rank(0), Rank(1), 0));
+            let bye = sent.and_then(VecDeque::back).is_some_and(|frame| frame[0] == frame::FrameKind::Bye as u8);
             bye || wires.closed.contains(&(Rank(0), Rank(1)))
         });
         std::thread::sleep(Duration::from_millis(50));

@@ -1,4 +1,6 @@
-//! Messages between threads that are ranks, each on a host of its own, by links that take no lengths that do not fit.
+//! Messages between threads that are ranks, each on a node of its own. Their transports take no lengths that do not
+//! fit.
+#![allow(unsafe_code, reason = "staging of links")]
 
 use super::health;
 use crate::coll::call::Span;
@@ -10,24 +12,19 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::lock::{lock, unpoisoned};
 use crate::mem::layout::SegmentLayout;
 use crate::mem::shm::ShmSegment;
-use crate::messages::links::{Links, Traffic};
+use crate::messages::links::Links;
 use crate::messages::{InternodeLinks, Messages, TICKET_BIT};
 use crate::node_map::{NodeMap, RankLocation};
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
+use crate::transport::{Buffer, GivenUp, HOST, Pending, Seat, Transport, Transports, Work};
 use std::collections::{HashMap, VecDeque};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// What is on its way from one rank to another, of one class of traffic.
-#[derive(Default)]
-pub(super) struct Wire {
-    pub(super) sent: VecDeque<Vec<u8>>,
-    /// Staging that is listened for, and that has come.
-    listening: VecDeque<Vec<u8>>,
-    arrived: Vec<u8>,
-}
+pub(super) type LinkKind = (Rank, Rank, i32);
 
 /// All connections of a test.
 #[derive(Default)]
@@ -38,7 +35,7 @@ pub(super) struct Net {
 
 #[derive(Default)]
 pub(super) struct Wires {
-    pub(super) wires: HashMap<(Rank, Rank, usize), Wire>,
+    pub(super) sent: HashMap<LinkKind, VecDeque<Vec<u8>>>,
     made: Vec<(Rank, Rank)>,
     pub(super) closed: Vec<(Rank, Rank)>,
     /// Ranks whose bytes do not arrive any more.
@@ -48,94 +45,134 @@ pub(super) struct Wires {
     came: HashMap<(Rank, Rank), usize>,
 }
 
-pub(super) struct ThreadLinks {
+impl Net {
+    fn lock(&self) -> MutexGuard<'_, Wires> {
+        lock(&self.wires)
+    }
+
+    fn sleep<'a>(&self, wires: MutexGuard<'a, Wires>) -> MutexGuard<'a, Wires> {
+        unpoisoned(self.changed.wait_timeout(wires, Duration::from_millis(20))).0
+    }
+
+    /// Rank `me` closes its end of the connection with `peer`.
+    fn close(&self, (me, peer): (Rank, Rank)) {
+        let mut wires = self.lock();
+        wires.closed.push((me, peer));
+        // What was not read is lost, as it may be where a process ends.
+        wires.sent.iter_mut().filter(|((from, to, _), _)| (*from, *to) == (me, peer)).for_each(|(_, sent)| sent.clear());
+        self.changed.notify_all();
+    }
+}
+
+/// Transports of rank `me`.
+struct ThreadTransports {
     net: Arc<Net>,
     me: Rank,
 }
 
-impl ThreadLinks {
-    fn lock(&self) -> MutexGuard<'_, Wires> {
-        lock(&self.net.wires)
-    }
+/// Memory of the host.
+pub(super) fn memory(bytes: usize) -> Buffer {
+    let mut memory = vec![0xeeu8; bytes];
+    Buffer { address: memory.as_mut_ptr().addr(), owner: Arc::new(memory), bytes }
+}
 
-    fn sleep<'a>(&self, wires: MutexGuard<'a, Wires>) -> MutexGuard<'a, Wires> {
-        unpoisoned(self.net.changed.wait_timeout(wires, Duration::from_millis(20))).0
+/// The connection of the first rank with the second.
+struct ThreadTransport(Arc<Net>, (Rank, Rank));
+
+/// A receive of the first rank from the second. It ends only while a thread waits for it.
+struct Receive {
+    net: Arc<Net>,
+    ends: (Rank, Rank),
+    tag: i32,
+    to: Span,
+    _keep: Buffer,
+}
+
+/// A transfer that has ended.
+pub(super) struct Done;
+
+impl Pending for Done {
+    fn wait(&self, _limit: Duration) -> Result<bool> {
+        Ok(true)
     }
 }
 
-impl Links for ThreadLinks {
-    fn make(&self, peer: Rank, name: &str, second: bool, _timeout: Duration) -> Result<()> {
-        assert!(name.starts_with("symm-pair/") && name.ends_with(&format!("/{}-{}", peer.min(self.me), peer.max(self.me))), "{name}");
-        assert_eq!(second, self.me > peer);
-        let mut wires = self.lock();
-        wires.made.push((self.me, peer));
+impl Transports for ThreadTransports {
+    fn connect(&self, name: &str, seat: &Seat, _timeout: Duration, _given_up: &GivenUp) -> Result<Arc<dyn Transport>> {
+        let pair = name.strip_prefix("symm-pair/test/").and_then(|pair| pair.split_once('-')).expect("a name of two ranks");
+        let [low, high] = [pair.0, pair.1].map(|rank| Rank(rank.parse().expect("a rank")));
+        let ends = if self.me == low { (low, high) } else { (high, low) };
+        assert!(low < high && ends.0 == self.me, "{name}");
+        assert_eq!((seat.rank, seat.size, seat.device), (usize::from(self.me == high), 2, HOST));
+        let mut wires = self.net.lock();
+        wires.made.push(ends);
         self.net.changed.notify_all();
-        while !wires.made.contains(&(peer, self.me)) {
-            wires = self.sleep(wires);
+        while !wires.made.contains(&(ends.1, ends.0)) {
+            wires = self.net.sleep(wires);
         }
-        Ok(())
+        Ok(Arc::new(ThreadTransport(Arc::clone(&self.net), ends)))
     }
 
-    fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()> {
-        let mut wires = self.lock();
-        if wires.closed.contains(&(peer, self.me)) {
+    fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
+        Ok(memory(bytes))
+    }
+}
+
+impl Transport for ThreadTransport {
+    fn send(&self, to: usize, from: Span, tag: i32, _keep: &Buffer) -> Result<Work> {
+        let Self(net, (me, peer)) = self;
+        assert_eq!(to, usize::from(peer > me));
+        let mut wires = net.lock();
+        if wires.closed.contains(&(*peer, *me)) {
             return Err(Error::peer("connection closed"));
         }
-        if !wires.cut.contains(&self.me) {
-            let parts = if traffic == Traffic::Frame { vec![[frame, payload].concat()] } else { vec![frame.to_vec(), payload.to_vec()] };
-            for (class, part) in [Traffic::Frame, traffic].into_iter().zip(parts) {
-                wires.wires.entry((self.me, peer, class as usize)).or_default().sent.push_back(part);
-            }
+        if !wires.cut.contains(me) {
+            // SAFETY: the staging that the link has filled.
+            let bytes = unsafe { std::slice::from_raw_parts(from.ptr(), from.bytes) };
+            wires.sent.entry((*me, *peer, tag)).or_default().push_back(bytes.to_vec());
         }
-        self.net.changed.notify_all();
-        Ok(())
+        net.changed.notify_all();
+        Ok(Arc::new(Done))
     }
 
-    fn confirm(&self, _peer: Rank, _sends: u64) {}
-
-    fn listen(&self, peer: Rank, traffic: Traffic, bytes: usize) -> Result<()> {
-        self.lock().wires.entry((peer, self.me, traffic as usize)).or_default().listening.push_back(vec![0xee; bytes]);
-        Ok(())
+    fn recv(&self, from: usize, to: Span, tag: i32, keep: &Buffer) -> Result<Work> {
+        let Self(net, (me, peer)) = self;
+        assert_eq!(from, usize::from(peer > me));
+        Ok(Arc::new(Receive { net: Arc::clone(net), ends: (*me, *peer), tag, to, _keep: keep.clone() }))
     }
+}
 
-    fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<usize>> {
-        let mut wires = self.lock();
+impl Drop for ThreadTransport {
+    fn drop(&mut self) {
+        self.0.close(self.1);
+    }
+}
+
+impl Pending for Receive {
+    fn wait(&self, _limit: Duration) -> Result<bool> {
+        let (mut wires, (me, peer)) = (self.net.lock(), self.ends);
         loop {
-            if wires.closed.contains(&(self.me, peer)) {
-                return Ok(None);
+            if wires.closed.contains(&self.ends) {
+                return Ok(false);
             }
-            let slow = wires.slow.contains(&self.me);
-            let wire = wires.wires.entry((peer, self.me, traffic as usize)).or_default();
-            assert!(!wire.listening.is_empty(), "something is listened for");
-            if let Some(sent) = (!slow).then(|| wire.sent.pop_front()).flatten() {
-                wire.arrived = wire.listening.pop_front().expect("it is there");
-                assert!(sent.len() <= wire.arrived.len(), "Gloo would end the process");
-                wire.arrived[..sent.len()].copy_from_slice(&sent);
-                return Ok(Some(wire.arrived.as_ptr().addr()));
+            let slow = wires.slow.contains(&me);
+            let sent = wires.sent.entry((peer, me, self.tag)).or_default();
+            if let Some(sent) = (!slow).then(|| sent.pop_front()).flatten() {
+                assert!(sent.len() <= self.to.bytes, "Gloo would end the process");
+                // SAFETY: `_keep` has this staging, which the link leaves alone until then.
+                unsafe { std::ptr::copy_nonoverlapping(sent.as_ptr(), self.to.ptr(), sent.len()) };
+                return Ok(true);
             }
-            if wires.closed.contains(&(peer, self.me)) {
+            if wires.closed.contains(&(peer, me)) {
                 return Err(Error::peer("connection closed"));
             }
-            wires = self.sleep(wires);
+            wires = self.net.sleep(wires);
         }
     }
 
-    fn came(&self, peer: Rank, bytes: usize) {
-        *self.lock().came.entry((peer, self.me)).or_default() += bytes;
-    }
-
-    fn release(&self, peer: Rank, traffic: Traffic) {
-        let mut wires = self.lock();
-        let arrived = std::mem::take(&mut wires.wires.entry((peer, self.me, traffic as usize)).or_default().arrived);
-        assert!(!arrived.is_empty(), "it has come");
-    }
-
-    fn close(&self, peer: Rank) {
-        let mut wires = self.lock();
-        wires.closed.push((self.me, peer));
-        // What was not read is lost, as it may be where a process ends.
-        wires.wires.iter_mut().filter(|((from, to, _), _)| (*from, *to) == (self.me, peer)).for_each(|(_, wire)| wire.sent.clear());
-        self.net.changed.notify_all();
+    fn abort(&self) -> Result<()> {
+        self.net.close(self.ends);
+        Ok(())
     }
 }
 
@@ -196,14 +233,14 @@ pub(super) fn place(rank: u32) -> RankLocation {
 }
 
 /// The messages of rank `me`, on a host of its own, by `links`.
-pub(super) fn alone(me: u32, layout: &Arc<NodeMap>, links: Arc<dyn Links>, store: Arc<MemoryStore>) -> Arc<Messages> {
+pub(super) fn alone(me: u32, layout: &Arc<NodeMap>, links: Links, store: Arc<MemoryStore>) -> Arc<Messages> {
     let bytes = SegmentLayout::new(1).total_bytes();
     let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
     let part = ParentGroup { node: format!("node{me}"), ranks: vec![Rank(me)] };
     let control = ControlBlock::new(segment, Rank(0), "test".into(), vec![Identity { pid: 7, global: me }], 1).named(Some(part));
     let messages = Messages::new(&health(&Arc::new(control)), false);
     let (layout, prefix) = (Arc::clone(layout), "symm-pair/test/".into());
-    messages.reach(InternodeLinks { links, store, node_map: layout, me: Rank(me), prefix, changed: Condvar::new() });
+    messages.reach(InternodeLinks { links: Arc::new(links), store, node_map: layout, me: Rank(me), prefix, changed: Condvar::new() });
     messages
 }
 
@@ -215,7 +252,9 @@ pub(super) fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
         for me in 0..size {
             let (layout, net, store, body) = (Arc::clone(&layout), Arc::clone(&net), Arc::clone(&store), &body);
             scope.spawn(move || {
-                let links = Arc::new(ThreadLinks { net: Arc::clone(&net), me: Rank(me) });
+                let (transports, counting) = (ThreadTransports { net: Arc::clone(&net), me: Rank(me) }, Arc::clone(&net));
+                let count = move |peer, _, came| *counting.lock().came.entry((peer, Rank(me))).or_default() += came;
+                let links = Links::new(Arc::new(transports), Box::new(count));
                 let messages = alone(me, &layout, links, store);
                 body(&Member { messages: Arc::clone(&messages), net, me });
                 let begun = Instant::now();

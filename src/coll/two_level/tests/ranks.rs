@@ -352,6 +352,7 @@ fn transferred(all: &[RailOp<Span>]) {
             let given: Vec<Vec<Vec<u8>>> = all.iter().map(parts).collect();
             for (me, transfer) in all.iter().enumerate() {
                 let RailOp::AllToAll { to, received, .. } = transfer else { unreachable!() };
+                assert_eq!(to.bytes, received.iter().sum::<usize>(), "receives all");
                 given.iter().enumerate().for_each(|(from, parts)| write(&parts[me], cut(to.addr, received, from)));
             }
         }
