@@ -215,10 +215,11 @@ fn disagreeing_ranks_all_raise_the_same() {
     let uid = format!("\"uid\":{}", rustix::process::geteuid().as_raw());
     let cases = [
         (version.as_str(), "\"version\":\"9.9.9\"", "ranks 0 and 2 run different versions of torch-symm"),
-        ("\"protocol\":2", "\"protocol\":77", "ranks 0 and 2 run different versions of torch-symm"),
+        ("\"protocol\":3", "\"protocol\":77", "ranks 0 and 2 run different versions of torch-symm"),
         (boot.trim(), "another-kernel", "ranks 0 and 2 run on different nodes"),
         (uid.as_str(), "\"uid\":54321", "ranks 0 and 2 run as different users"),
         ("\"segment_bytes\":8192", "\"segment_bytes\":1", "ranks 0 and 2 disagree on the shared memory"),
+        ("\"order\":\"rank\"", "\"order\":\"tree\"", "ranks 0 and 2 disagree on the order of sums"),
         ("\"size\":3", "\"size\":5", "ranks 0 and 2 disagree on the size"),
     ];
     for (from, to, expected) in cases {

@@ -131,7 +131,7 @@ pub(crate) fn token(record: &Value) -> Vec<u8> {
 /// The first message of a rank to rank 0, as `src/bootstrap/wire.rs` writes it.
 pub(crate) fn hello(rank: u32, size: u32, pid: u32, bytes: u64, token: &[u8]) -> Vec<u8> {
     let mut message = Vec::from(*b"symm");
-    for word in [2, rank, size, pid] {
+    for word in [3, rank, size, pid] {
         message.extend(u32::to_le_bytes(word));
     }
     message.extend(bytes.to_le_bytes());
