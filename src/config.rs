@@ -128,12 +128,18 @@ pub struct Config {
     pub trace_dir: Option<PathBuf>,
     /// `TMPDIR`, or `/tmp` if that is unset.
     pub temporary: PathBuf,
+    /// `SYMM_VLLM`: `1` makes vLLM's tensor-parallel groups use symm, `unfused` without fused norms. Only Python uses it
+    /// (`python/torch_symm/engines/vllm`). Default: empty.
+    pub vllm: String,
+    /// `SYMM_SGLANG`: `1` makes SGLang's tensor-parallel groups use symm. Only Python uses it
+    /// (`python/torch_symm/engines/sglang.py`). Default: 0.
+    pub sglang: bool,
     /// `TORCH_GLOO_LAZY_INIT`, torch's variable: Gloo connects two ranks when they first exchange data.
     pub gloo_lazy: bool,
 }
 
 /// The environment variables that start with `SYMM_` and are settings.
-const SETTINGS: [&str; 21] = [
+const SETTINGS: [&str; 23] = [
     "SYMM_BLOCKING_WAIT",
     "SYMM_CACHE_DIR",
     "SYMM_CMA",
@@ -147,6 +153,7 @@ const SETTINGS: [&str; 21] = [
     "SYMM_P2P",
     "SYMM_COST_PROFILE",
     "SYMM_REPLACE_GLOO",
+    "SYMM_SGLANG",
     "SYMM_ALLOW_SHARED_GPUS",
     "SYMM_SPIN",
     "SYMM_STATS_INTERVAL",
@@ -154,6 +161,7 @@ const SETTINGS: [&str; 21] = [
     "SYMM_TEST_NODE",
     "SYMM_TOPOLOGY_FILE",
     "SYMM_TRACE_DIR",
+    "SYMM_VLLM",
     "SYMM_WORKSPACE_MB",
 ];
 
@@ -244,8 +252,9 @@ impl Config {
         };
         let (cma, p2p) = (switch("SYMM_CMA", true), switch("SYMM_P2P", true));
         let (blocking_wait, shared_gpus) = (switch("SYMM_BLOCKING_WAIT", false), switch("SYMM_ALLOW_SHARED_GPUS", false));
-        let replace_gloo = switch("SYMM_REPLACE_GLOO", false);
+        let (replace_gloo, sglang) = (switch("SYMM_REPLACE_GLOO", false), switch("SYMM_SGLANG", false));
         let trace_dir = checked("SYMM_TRACE_DIR", |path| path.starts_with('/'), "not an absolute path");
+        let vllm = checked("SYMM_VLLM", |choice| ["0", "1", "unfused"].contains(&choice), "neither 0, 1 nor unfused");
         let order = checked("SYMM_ORDER", |name| SumOrder::named(name).is_some(), "neither rank nor tree");
         // The XDG specification says to ignore a relative path.
         let absolute = |name: &str| set(name).map(PathBuf::from).filter(|path| path.is_absolute());
@@ -296,6 +305,8 @@ impl Config {
             stats_seconds,
             test_node: set("SYMM_TEST_NODE").unwrap_or_default(),
             trace_dir: trace_dir.map(PathBuf::from),
+            vllm: vllm.unwrap_or_default(),
+            sglang,
             temporary: absolute("TMPDIR").unwrap_or_else(|| "/tmp".into()),
             gloo_lazy: set("TORCH_GLOO_LAZY_INIT").is_some_and(|value| value != "0"),
         };
@@ -321,177 +332,4 @@ impl Config {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn parse(pairs: &[(&str, &str)]) -> (Config, usize) {
-        let (config, complaints) = Config::parse(|name| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned()));
-        (config, complaints.len())
-    }
-
-    #[test]
-    fn defaults_stand_where_nothing_is_set() {
-        let (config, complaints) = parse(&[("SYMM_LOG", " ")]);
-        let expected = Config {
-            log: "warn".into(),
-            restart: "0".into(),
-            spin: None,
-            cpu_threads: None,
-            cma: true,
-            store_bytes: None,
-            workspace_mb: 512,
-            p2p: true,
-            shared_gpus: false,
-            cuda_tuning: String::new(),
-            profile: ProfileChoice::Search,
-            nvrtc: None,
-            cache_dir: CacheDir::Unknown,
-            topology_file: None,
-            blocking_wait: false,
-            debug_call_site: false,
-            inter_node: "auto".into(),
-            order: SumOrder::Rank,
-            replace_gloo: false,
-            gloo_interface: None,
-            rank: None,
-            stats_seconds: 0,
-            test_node: String::new(),
-            trace_dir: None,
-            temporary: "/tmp".into(),
-            gloo_lazy: false,
-        };
-        assert_eq!((config, complaints), (expected, 0));
-    }
-
-    #[test]
-    fn settings_in_force_are_a_sentence() {
-        let said = |pairs: &[(&str, &str)]| {
-            let lookup = |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-            in_force(lookup, &Config::parse(lookup).1)
-        };
-        assert_eq!(said(&[("SYMM_SPIN", " ")]), "all settings have their defaults");
-        let expected = "settings: SYMM_LOG=info, SYMM_SPIN=3; all others have their defaults";
-        assert_eq!(said(&[("SYMM_SPIN", " 3"), ("SYMM_LOG", "info"), ("SYMM_CMA", "perhaps")]), expected);
-    }
-
-    #[test]
-    fn values_are_taken_and_bad_ones_complained_about() {
-        let (config, complaints) = parse(&[
-            ("SYMM_LOG", "debug"),
-            ("TORCHELASTIC_RESTART_COUNT", "3"),
-            ("SYMM_SPIN", "200"),
-            ("SYMM_CPU_THREADS", "2"),
-            ("SYMM_CMA", "0"),
-            ("SYMM_STORE_MAX_BYTES", "4096"),
-            ("SYMM_NVRTC_PATH", "/opt/libnvrtc.so.13"),
-            ("SYMM_CACHE_DIR", "/scratch/kernels"),
-            ("SYMM_WORKSPACE_MB", "64"),
-            ("SYMM_P2P", "0"),
-            ("SYMM_ALLOW_SHARED_GPUS", "1"),
-            ("SYMM_CUDA_TUNING", "lanes=8"),
-            ("SYMM_COST_PROFILE", "/etc/profile.json"),
-            ("SYMM_TOPOLOGY_FILE", "/etc/topology.json"),
-            ("SYMM_BLOCKING_WAIT", "1"),
-            ("SYMM_DEBUG", "call_site"),
-            ("RANK", "7"),
-            ("SYMM_STATS_INTERVAL", "5"),
-            ("SYMM_TRACE_DIR", "/scratch/traces"),
-            ("SYMM_REPLACE_GLOO", "1"),
-            ("SYMM_ORDER", "tree"),
-            ("TMPDIR", "/scratch"),
-        ]);
-        let expected = Config {
-            log: "debug".into(),
-            restart: "3".into(),
-            spin: Some(200),
-            cpu_threads: Some(2),
-            cma: false,
-            workspace_mb: 64,
-            p2p: false,
-            shared_gpus: true,
-            cuda_tuning: "lanes=8".into(),
-            profile: ProfileChoice::At("/etc/profile.json".into()),
-            store_bytes: Some(4096),
-            nvrtc: Some("/opt/libnvrtc.so.13".into()),
-            cache_dir: CacheDir::At("/scratch/kernels".into()),
-            topology_file: Some("/etc/topology.json".into()),
-            blocking_wait: true,
-            trace_dir: Some("/scratch/traces".into()),
-            temporary: "/scratch".into(),
-            debug_call_site: true,
-            order: SumOrder::Tree,
-            replace_gloo: true,
-            rank: Some(7),
-            stats_seconds: 5,
-            ..parse(&[]).0
-        };
-        assert_eq!((config, complaints), (expected, 0));
-        assert_eq!(parse(&[("SYMM_COST_PROFILE", "0")]).0.profile, ProfileChoice::Off);
-        for (words, expected) in [("", (false, 0)), ("call_site", (true, 0)), (" call_site, sight,", (true, 1)), ("all", (false, 1))] {
-            let (config, complaints) = parse(&[("SYMM_DEBUG", words)]);
-            assert_eq!((config.debug_call_site, complaints), expected, "{words}");
-        }
-        let (config, complaints) = parse(&[
-            ("SYMM_SPIN", "-1"),
-            ("SYMM_CMA", "no"),
-            ("SYMM_STORE_MAX_BYTES", "1G"),
-            ("SYMM_TRACE_DIR", "here"),
-            ("SYMM_REPLACE_GLOO", "nccl"),
-            ("SYMM_ORDER", "pairs"),
-        ]);
-        assert_eq!((config.spin, config.cma, config.store_bytes, config.trace_dir, complaints), (None, true, None, None, 6));
-    }
-
-    #[test]
-    fn unknown_levels_of_the_log_are_complained_about() {
-        for usable in ["info", "OFF", "symm::bootstrap=debug", "warn,symm::p2p=trace", "symm", "debug/knock"] {
-            let (config, complaints) = parse(&[("SYMM_LOG", usable)]);
-            assert_eq!((config.log.as_str(), complaints), (usable, 0));
-        }
-        for unusable in ["verbose", "2", "symm=loud", "warn,everything", "WARNING"] {
-            let (config, complaints) = parse(&[("SYMM_LOG", unusable)]);
-            assert_eq!((config.log.as_str(), complaints), ("warn", 1), "{unusable}");
-        }
-    }
-
-    #[test]
-    fn misspelt_settings_are_told_which_was_meant() {
-        let message = misspelt("SYMM_BLOCKING_WAITS").expect("no setting");
-        assert!(message.ends_with("did you mean SYMM_BLOCKING_WAIT?"), "{message}");
-        assert!(misspelt("SYMM_LOGS").expect("no setting").ends_with("did you mean SYMM_LOG?"));
-        assert!(misspelt("SYMM_TRANSPORT_LAYER").expect("no setting").contains("there are SYMM_BLOCKING_WAIT, SYMM_CACHE_DIR"));
-        for fine in ["SYMM_LOG", "SYMM_JOB_SECRET", "SYMM_TEST_WORLDS", "SYMM_PYTHON", "TORCH_SYMMMEM", "PATH"] {
-            assert_eq!(misspelt(fine), None);
-        }
-    }
-
-    #[test]
-    fn the_list_of_names_is_what_parse_reads() {
-        let read = std::cell::RefCell::new(Vec::new());
-        Config::parse(|name| {
-            read.borrow_mut().push(name.to_owned());
-            None
-        });
-        let mut read: Vec<String> = read.into_inner().into_iter().filter(|name| name.starts_with("SYMM_")).collect();
-        read.sort();
-        read.dedup();
-        assert_eq!(read, SETTINGS);
-    }
-
-    #[test]
-    fn the_cache_is_where_the_user_keeps_caches() {
-        let at = |path: &str| CacheDir::At(path.into());
-        for (pairs, expected, complaints) in [
-            (&[("XDG_CACHE_HOME", "/caches"), ("HOME", "/home/a")][..], at("/caches/torch_symm"), 0),
-            (&[("HOME", "/home/a")], at("/home/a/.cache/torch_symm"), 0),
-            (&[("XDG_CACHE_HOME", "caches"), ("HOME", "/home/a")], at("/home/a/.cache/torch_symm"), 0),
-            (&[("HOME", "a")], CacheDir::Unknown, 0),
-            (&[("SYMM_CACHE_DIR", "0"), ("HOME", "/home/a")], CacheDir::Off, 0),
-            (&[("SYMM_CACHE_DIR", ""), ("HOME", "/home/a")], at("/home/a/.cache/torch_symm"), 0),
-            (&[("SYMM_CACHE_DIR", "here"), ("HOME", "/home/a")], at("/home/a/.cache/torch_symm"), 1),
-        ] {
-            let (config, found) = parse(pairs);
-            assert_eq!((config.cache_dir, found), (expected, complaints), "{pairs:?}");
-        }
-    }
-}
+mod tests;

@@ -1,0 +1,116 @@
+"""What the plug-ins for all engines share: checks of an engine's methods, and groups beside the engine's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from torch_symm._native import load
+from torch_symm._version import __version__
+from torch_symm.symm_mem._groups import _this_host, _timeout
+
+#: Names of methods, and their parameters without ``self`` or ``cls``.
+Expected = dict[str, tuple[str, ...]]
+
+
+class Declined(Exception):
+    """Symm does not serve a group, for a reason that all its ranks know."""
+
+
+def problem(owner: type, expected: Expected) -> str:
+    """Returns how the methods of ``owner`` differ from those ``expected``; empty if they do not.
+
+    Additional parameters are accepted if they have defaults.
+    """
+    for name, wanted in expected.items():
+        found = inspect.getattr_static(owner, name, None)
+        function: Any = getattr(found, "__func__", found)
+        if not callable(function):
+            return f"{owner.__qualname__} has no method {name}; this version was not tested"
+        parameters = list(inspect.signature(function).parameters.values())[not isinstance(found, staticmethod) :]
+        names = tuple(each.name for each in parameters)
+        more = [
+            each for each in parameters[len(wanted) :] if each.default is each.empty and each.kind < each.VAR_KEYWORD
+        ]
+        if names[: len(wanted)] != wanted or more:
+            had, wants = ", ".join(names), ", ".join(wanted)
+            return f"{owner.__qualname__}.{name} has the parameters ({had}), not ({wants}); this version was not tested"
+    return ""
+
+
+def start(
+    cpu_group: Any,
+    device_group: Any,
+    ranks: Sequence[int],
+    *,
+    one_node: bool = False,
+    warm: Callable[[Any], None] | None = None,
+) -> Any:
+    """Returns a new symm group of ``ranks``, which are ranks of the default group. Collective among ``ranks`` only.
+
+    Args:
+        cpu_group: the engine's Gloo group of ``ranks``, by which they agree.
+        device_group: the engine's group of ``ranks`` for tensors, whose timeout the new group gets.
+        ranks: the members, in ascending order.
+        one_node: whether all of them must be on one node.
+        warm: makes first calls on the group.
+
+    Raises:
+        Declined: the group cannot be made, or ``warm`` raised; all ranks raise it.
+    """
+    world = c10d._world
+    if cpu_group not in world.pg_map:
+        raise Declined("it is not a group of torch.distributed")
+    # torch derives the group's name from these counts: ranks with different ones would wait for each other.
+    found = _from_all(cpu_group, (_why_not(ranks), __version__, _this_host(), (len(world.pg_names), world.group_count)))
+    reasons, versions, nodes, counts = ([each[i] for each in found] for i in range(4))
+    if any(reasons):
+        raise Declined(next(filter(None, reasons)))
+    if len(set(versions)) > 1:
+        raise Declined(f"its ranks have versions {', '.join(sorted(set(versions)))} of torch-symm")
+    if one_node and len({boot for boot, _ in nodes}) > 1:
+        raise Declined(f"it spans several nodes: {', '.join(sorted({name for _, name in nodes}))}")
+    if len(set(counts)) > 1:
+        raise Declined("its ranks have made different numbers of groups before")
+    group, error = None, ""
+    try:
+        group = dist.new_group(
+            list(ranks), timeout=_timeout(device_group), backend="symm", use_local_synchronization=True
+        )
+        if warm is not None:
+            warm(group)
+    except Exception as caught:
+        error = f"rank {dist.get_rank(cpu_group)}: {type(caught).__name__}: {caught}"
+        _leave(group)  # ranks that wait for this one fail at once
+    if errors := [each for each in _from_all(cpu_group, error) if each]:
+        if not error:
+            _leave(group)
+        raise Declined(errors[0])
+    return group
+
+
+def _why_not(ranks: Sequence[int]) -> str:
+    if list(ranks) != sorted(ranks):
+        return f"its ranks are in the order {list(ranks)}"
+    try:
+        load()
+    except (ImportError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _from_all(cpu_group: Any, own: Any) -> list[Any]:
+    found: list[Any] = [None] * cpu_group.size()
+    dist.all_gather_object(found, own, group=cpu_group)
+    return found
+
+
+def _leave(group: Any) -> None:
+    if group is not None:
+        with suppress(Exception):
+            dist.destroy_process_group(group)
