@@ -114,8 +114,10 @@ def test_wheel_is_small_and_complete(wheel: Path) -> None:
     assert re.sub(r"\s", "", points) == (
         "[console_scripts]torch-symm=torch_symm.__main__:main"
         "[pytest11]torch_symm=torch_symm_pytest"
+        "[sglang.srt.plugins]symm=torch_symm.engines.sglang:register"
         "[torch.backends]symm=torch_symm._autoload:autoload"
         "[torch.distributed.backends]symm=torch_symm._autoload:autoload"
+        "[vllm.general_plugins]symm=torch_symm.engines.vllm:register"
     )
     oldest, newest = TORCH_VERSIONS[0], TORCH_VERSIONS[-1].split(".")
     assert f"Requires-Dist: torch<{newest[0]}.{int(newest[1]) + 1},>={oldest}" in metadata
