@@ -14,6 +14,7 @@ from gpu_shared import FAILURES, MAX_RANKS, begin, ranks, write_json
 from gpu_table import progress_line, write_tables
 from torch_symm.tools.bench.gpu.calls import OPS, USUAL
 from torch_symm.tools.bench.gpu.contenders import cpu_sides, gpu_sides
+from torch_symm.tools.bench.gpu.engines import all_sides
 from torch_symm.tools.bench.gpu.inputs import RANDOM as DTYPES
 from torch_symm.tools.bench.gpu.launch import PATIENT_SETTINGS, Options, cells, measure
 from torch_symm.tools.bench.gpu.record import Absent, Measured
@@ -58,7 +59,7 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
     parser.add_argument("--full", action="store_true", help="1 GB as well")
     parser.add_argument("--ops", default=",".join(USUAL), help="comma-separated, of: " + ", ".join(OPS))
     parser.add_argument("--dtypes", help=f"comma-separated, of: {', '.join(DTYPES)} (default: both; --quick: bf16)")
-    parser.add_argument("--sides", help="comma-separated, of: " + ", ".join(gpu_sides()))
+    parser.add_argument("--sides", help="comma-separated, of: " + ", ".join(all_sides()))
     parser.add_argument("--quick", action="store_true", help="few sizes and turns, bf16 only")
     parser.add_argument(
         "--host", action="store_true", help="only what the host spends in eager calls of 64 KB, and in whose code"
@@ -76,8 +77,8 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
     )
     given = parser.parse_args(arguments)
     world = ranks(parser, given.ranks, given.device)
-    makers = gpu_sides if given.device == "cuda" else cpu_sides
-    usual = HOST_SIDES[given.device] if given.host else list(makers())
+    makers = all_sides if given.device == "cuda" else cpu_sides
+    usual = HOST_SIDES[given.device] if given.host else list(gpu_sides() if given.device == "cuda" else cpu_sides())
     sides = given.sides.split(",") if given.sides else usual
     ops = list(host.OPS) if given.host else given.ops.split(",")
     few = given.quick or given.host

@@ -8,9 +8,9 @@ use crate::sys::node_id::NodeId;
 /// Where a rank runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankLocation {
-    /// Identity of its host.
+    /// Identity of its node.
     pub node: NodeId,
-    /// Name of its host, for messages.
+    /// Name of its node, for messages.
     pub name: String,
     /// Id of its process there.
     pub pid: u32,
@@ -75,7 +75,7 @@ impl NodeMap {
         self.seats[rank.index()].0
     }
 
-    /// Index of `rank` among the ranks of its host.
+    /// Index of `rank` among the ranks of its node.
     pub fn local_rank(&self, rank: Rank) -> usize {
         self.seats[rank.index()].1
     }
@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(
             advice(&[place(2), within("p"), within("p"), within("q")]).as_deref(),
             Some(
-                "ranks 1 and 3 run in different containers of one host (\"node1\"): rank 3 has another pid namespace than rank 1; \
+                "ranks 1 and 3 run in different containers of one node (\"node1\"): rank 3 has another pid namespace than rank 1; \
                  start the containers with --pid=host, or all ranks in one, to share memory"
             )
         );

@@ -267,7 +267,7 @@ mod tests {
             ),
             (
                 |r| (r.node.pid, r.node.ipc) = ("q".into(), "j".into()),
-                "ranks 0, 2 and 3 run in different containers of one host (\"here\"): rank 2 has another pid, ipc namespaces than rank 0; \
+                "ranks 0, 2 and 3 run in different containers of one node (\"here\"): rank 2 has another pid, ipc namespaces than rank 0; \
                  start the containers with --pid=host --ipc=host, or all ranks in one",
             ),
             (|r| r.node.net = "m".into(), "rank 2 has another net namespace than rank 0; start the containers with --network=host, or all"),

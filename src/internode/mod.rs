@@ -217,7 +217,7 @@ impl Internode {
         let nodes: Vec<String> = (0..self.layout.num_nodes()).map(|node| self.layout.name_node(node)).collect();
         let (name, nodes) = (self.health.control().name(), nodes.join(", "));
         Error::config(format!(
-            "group \"{name}\" is on several hosts: {nodes}; {what} within one host only, and torch_symm.intra_node_group(group) is the part on \
+            "group \"{name}\" is on several nodes: {nodes}; {what} within one node only, and torch_symm.intra_node_group(group) is the part on \
              this one"
         ))
     }

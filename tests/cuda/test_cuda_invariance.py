@@ -1,6 +1,7 @@
 """``order="tree"`` on GPUs, and ``torch-symm check --invariance`` beside NCCL.
 
-With SYMM_SHARED_GPUS=1 and SYMM_TEST_WORLDS=4 or 8, several ranks share a GPU, so that trees differ from rank order.
+With SYMM_ALLOW_SHARED_GPUS=1 and SYMM_TEST_WORLDS=4 or 8, several ranks share a GPU, so that trees differ from rank
+order.
 """
 
 from __future__ import annotations

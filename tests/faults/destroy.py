@@ -80,7 +80,7 @@ for _layout, _culprit in (((2, 2), 3), ((3, 1), 2), ((1, 1, 1), 0)):
     scene(
         f"abort on rank {_culprit} of {_layout}",
         "abort on one of several nodes",
-        "< 0.2 s on all, the rank named with its host",
+        "< 0.2 s on all, the rank named with its node",
         Promise(
             sees=("SymmAbortedError", "SymmPeerError"),
             names=(_culprit,),

@@ -49,7 +49,7 @@ struct ThreadRail {
     begun: AtomicUsize,
 }
 
-/// A transfer of this number, and where what comes from each host is to arrive.
+/// A transfer of this number, and where what comes from each node is to arrive.
 struct Round {
     wire: Arc<Wire>,
     node: usize,

@@ -213,7 +213,7 @@ impl Internode {
         let nodes: Vec<String> = (0..self.layout.num_nodes()).map(|node| self.layout.name_node(node)).collect();
         let (name, nodes) = (self.health.control().name(), nodes.join(", "));
         Error::not_implemented(format!(
-            "{what}: group \"{name}\" is on several hosts, {nodes}, between which this is not served; torch_symm.intra_node_group(group) is the \
+            "{what}: group \"{name}\" is on several nodes, {nodes}, between which this is not served; torch_symm.intra_node_group(group) is the \
              part on this one"
         ))
     }

@@ -182,7 +182,7 @@ impl OobConnector<'_> {
             seat.with(|speaker| speaker.add_connection(connection));
             told.get_or_insert(of_hub);
         }
-        let told = told.ok_or_else(|| Error::internal("the first host has no hub"))?;
+        let told = told.ok_or_else(|| Error::internal("the first node has no hub"))?;
         if told.engines != self.engines {
             self.wait_for_leaders()?;
         }

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from .request import Wanted
 
 #: The sides that ``--against`` accepts.
-AGAINST = ("nccl", "gloo", "torch")
+AGAINST = ("nccl", "gloo", "torch", "vllm", "flashinfer")
+#: Those for CUDA tensors alone.
+ON_GPUS = ("nccl", "torch", "vllm", "flashinfer")
 CPU_RANKS = 2
 
 
@@ -285,7 +287,7 @@ def _on_cpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent |
         yield f"--backend: {reason}"
         return
     for name in plan.against:
-        if reason := "serves CUDA tensors only" if name in ("nccl", "torch") else launch.unusable(name):
+        if reason := "serves CUDA tensors only" if name in ON_GPUS else launch.unusable(name):
             yield Absent(name, reason)
         elif name not in sides:
             sides.append(name)

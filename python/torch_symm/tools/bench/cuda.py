@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from . import links, machine
-from .gpu.contenders import cpu_sides, gpu_sides
+from .gpu.contenders import cpu_sides
+from .gpu.engines import all_sides
 from .gpu.exact_inputs import IN_PLACE
 from .gpu.launch import PATIENT_SETTINGS, STILL_S, Options, measure
 from .gpu.rank_sync import MAX_TURNS
@@ -20,6 +21,8 @@ from .request import REDUCING, ROOTED, Wanted
 AGAINST = {
     "nccl": ("nccl", "nccl window"),
     "torch": ("torch one-shot", "torch two-shot", "torch low contention"),
+    "vllm": ("vllm",),
+    "flashinfer": ("flashinfer", "flashinfer one-shot"),
     "gloo": ("gloo",),
 }
 
@@ -45,7 +48,7 @@ def run(rows: Sequence[Wanted], against: Sequence[str], how: How) -> Iterator[Fo
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException, StalledError: a rank failed outside of any
             side, or hangs there.
     """
-    makers = gpu_sides if how.device == "cuda" else cpu_sides
+    makers = all_sides if how.device == "cuda" else cpu_sides
     for name, value in (machine.MULTICAST_SETTINGS | PATIENT_SETTINGS).items():
         os.environ.setdefault(name, value)
     known = makers()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torch_symm._native import load
-from torch_symm._torch import new_group
+from torch_symm._torch_compat import new_group
 from torch_symm.launch.messages import in_a_line
 
 #: Names of the sides, in the order of the table.

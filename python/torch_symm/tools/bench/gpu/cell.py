@@ -116,7 +116,8 @@ class _Bench:
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def capture() -> None:
-            graphs.append(self._clock.capture(call.run, self._calls))
+            with self._process.sides[number].capturing():
+                graphs.append(self._clock.capture(call.run, self._calls))
 
         def replay() -> str | None:
             call.reset()

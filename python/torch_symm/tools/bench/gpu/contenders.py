@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -57,6 +58,8 @@ class Side:
     failures: int = 0
     keep: list[object] = field(default_factory=list)
     """What must live as long as the side."""
+    capturing: Callable[[], AbstractContextManager[object]] = nullcontext
+    """The context of a capture of its calls."""
 
     @property
     def calls_dist(self) -> bool:

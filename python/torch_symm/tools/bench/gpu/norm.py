@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from .inputs import PIECE, POISON, Call, Setting
 HIDDEN = 8192
 EPS = 1e-6
 
+Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Kernel: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Rows]
+
 
 def _steps(summed: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     added = summed + residual
@@ -24,6 +27,11 @@ def _steps(summed: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
 @cache
 def _compiled() -> Callable[..., Any]:
     return torch.compile(_steps)
+
+
+def _operator(group: str, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Rows:
+    normed: Rows = torch.ops.symm.all_reduce_add_rms_norm(tensor, residual, weight, EPS, group)
+    return normed
 
 
 def _rows(at: Setting) -> tuple[int, int]:
@@ -38,15 +46,19 @@ def _beside(at: Setting, *size: int, seed: int) -> torch.Tensor:
     return values.uniform_(-1.0, 1.0, generator=generator).to(at.inputs.dtype)
 
 
-def add_rms_norm(at: Setting) -> Call:
-    """Builds the call: the operator on a group of symm; an all-reduce and Inductor's code on other groups."""
+def add_rms_norm(at: Setting, kernel: Kernel | None = None) -> Call:
+    """Builds the call: ``kernel``, the operator on a group of symm, or an all-reduce and Inductor's code.
+
+    ``kernel`` takes input, residual and weight, and returns the norm and the new residual.
+    """
     rows, hidden = _rows(at)
     tensor = at.given(rows * hidden).view(rows, hidden)
     residual, weight = _beside(at, rows, hidden, seed=1), _beside(at, hidden, seed=2)
     results: list[torch.Tensor] = []
-    fused = dist.get_backend(at.group) == "symm"
+    if kernel is None and dist.get_backend(at.group) == "symm":
+        kernel = partial(_operator, at.group.group_name)
     steps = _compiled() if at.inputs.device.type == "cuda" else _steps
-    if not fused:
+    if kernel is None:
         steps(tensor, residual, weight)
 
     def reset() -> None:
@@ -55,15 +67,15 @@ def add_rms_norm(at: Setting) -> Call:
             result.fill_(POISON)
 
     def run() -> None:
-        if fused:
-            results[:] = torch.ops.symm.all_reduce_add_rms_norm(tensor, residual, weight, EPS, at.group.group_name)
+        if kernel is not None:
+            results[:] = kernel(tensor, residual, weight)
         else:
             dist.all_reduce(tensor, group=at.group)
             results[:] = steps(tensor, residual, weight)
 
     def check(calls: int) -> str | None:
         # In separate steps, the sum replaces the input, so further calls sum it again.
-        scale = 1.0 if fused else float(at.world) ** (calls - 1)
+        scale = 1.0 if kernel else float(at.world) ** (calls - 1)
         few = min(rows, PIECE // hidden)
         wanted = torch.zeros(few * hidden, dtype=torch.float64, device=at.inputs.device)
         for rank in range(at.world):
