@@ -32,7 +32,7 @@ fn record(store: &MemoryStore) -> Value {
     serde_json::from_slice(&store.get("symm/g/0/0", Some(LONG)).unwrap()).unwrap()
 }
 
-/// Rank 0's answer in the normal case, as `src/bootstrap/wire.rs` writes it.
+/// Rank 0's answer in the normal case, as `src/bootstrap/handshake.rs` writes it.
 fn answer(token: &[u8]) -> Vec<u8> {
     [b"symm", token, &[0]].concat()
 }

@@ -128,7 +128,7 @@ pub(crate) fn token(record: &Value) -> Vec<u8> {
     record["nonce"].as_array().unwrap().iter().map(|byte| byte.as_u64().unwrap() as u8).collect()
 }
 
-/// The first message of a rank to rank 0, as `src/bootstrap/wire.rs` writes it.
+/// The first message of a rank to rank 0, as `src/bootstrap/handshake.rs` writes it.
 pub(crate) fn hello(rank: u32, size: u32, pid: u32, bytes: u64, token: &[u8]) -> Vec<u8> {
     let mut message = Vec::from(*b"symm");
     for word in [3, rank, size, pid] {

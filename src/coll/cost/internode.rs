@@ -12,7 +12,7 @@ use crate::topo::cost::{LinkCost, LinkKind};
 
 /// Fixed cost of an inter-node call in µs, in addition to its trips (torch's constant).
 const BASE_US: f64 = 6.6;
-/// Approximate number of bytes per rank up to which a call is one exchange of slots (`src/nodes/opening.rs`).
+/// Approximate number of bytes per rank up to which a call is one exchange of slots (`src/internode/header_exchange.rs`).
 const SHORT: f64 = 960.0;
 
 /// Returns the link between the ranks of a node.

@@ -1,4 +1,4 @@
-//! The ordered sum of all nodes' partial sums on a GPU: `src/kernels/cuda/nodes/sum_partials.cu`.
+//! The ordered sum of all nodes' partial sums on a GPU: `src/kernels/cuda/internode/sum_partials.cu`.
 
 use crate::coll::cuda::arguments::bytes_of;
 use crate::coll::cuda::kernels::load;
