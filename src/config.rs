@@ -140,9 +140,11 @@ pub struct Config {
 
 /// The environment variables that start with `SYMM_` and are settings.
 const SETTINGS: [&str; 23] = [
+    "SYMM_ALLOW_SHARED_GPUS",
     "SYMM_BLOCKING_WAIT",
     "SYMM_CACHE_DIR",
     "SYMM_CMA",
+    "SYMM_COST_PROFILE",
     "SYMM_CPU_THREADS",
     "SYMM_CUDA_TUNING",
     "SYMM_DEBUG",
@@ -151,10 +153,8 @@ const SETTINGS: [&str; 23] = [
     "SYMM_NVRTC_PATH",
     "SYMM_ORDER",
     "SYMM_P2P",
-    "SYMM_COST_PROFILE",
     "SYMM_REPLACE_GLOO",
     "SYMM_SGLANG",
-    "SYMM_ALLOW_SHARED_GPUS",
     "SYMM_SPIN",
     "SYMM_STATS_INTERVAL",
     "SYMM_STORE_MAX_BYTES",

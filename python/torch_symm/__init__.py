@@ -93,7 +93,7 @@ autoload()
 if not TYPE_CHECKING:  # with it a misspelt name would be of any type
 
     def __getattr__(name: str) -> Any:
-        if name in ("compile", "symm_mem", "tensor"):
+        if name in ("compile", "dtensor", "symm_mem"):
             return import_module(f"torch_symm.{name}")
         if name not in __all__:
             raise AttributeError(f"module 'torch_symm' has no attribute {name!r}")

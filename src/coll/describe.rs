@@ -273,7 +273,7 @@ mod tests {
         let lengths = [huge, huge, huge, huge, 20];
         for (inputs, outputs) in [(&lengths, &[4; 5]), (&[4; 5], &lengths)] {
             let error = call(Collective::AllToAll, 0, inputs, outputs).validate(Rank(0), 5).expect_err("they wrap");
-            assert!(error.message.contains("more than there is memory"), "{error}");
+            assert!(error.message.contains("exceed the available memory"), "{error}");
         }
         let beyond = Span { addr: usize::MAX - 3, bytes: 8 };
         let call = CallSpec { outputs: vec![beyond].into(), ..call(Collective::Broadcast, 1, &[], &[8]) };

@@ -143,7 +143,7 @@ fn misspelt_settings_are_told_which_was_meant() {
     let message = misspelt("SYMM_BLOCKING_WAITS").expect("no setting");
     assert!(message.ends_with("did you mean SYMM_BLOCKING_WAIT?"), "{message}");
     assert!(misspelt("SYMM_LOGS").expect("no setting").ends_with("did you mean SYMM_LOG?"));
-    assert!(misspelt("SYMM_TRANSPORT_LAYER").expect("no setting").contains("there are SYMM_BLOCKING_WAIT, SYMM_CACHE_DIR"));
+    assert!(misspelt("SYMM_TRANSPORT_LAYER").expect("no setting").contains("known settings: SYMM_ALLOW_SHARED_GPUS, SYMM_BLOCKING_WAIT"));
     for fine in ["SYMM_LOG", "SYMM_JOB_SECRET", "SYMM_TEST_WORLDS", "SYMM_PYTHON", "TORCH_SYMMMEM", "PATH"] {
         assert_eq!(misspelt(fine), None);
     }

@@ -127,7 +127,7 @@ fn a_part_of_a_larger_group_names_members_as_that_does() {
     let other = control(&[7]);
     let control = control(&[u32::MAX]).named(Some(ParentGroup { node: "b".into(), ranks: vec![Rank(2), Rank(3)] }));
     let pid = std::process::id();
-    assert_eq!(control.describe(Rank(0)), format!("rank 2 (host \"b\", pid {pid})"));
+    assert_eq!(control.describe(Rank(0)), format!("rank 2 (node \"b\", pid {pid})"));
     assert_eq!(control.display_rank(Rank(1)), Rank(3));
     let late = control.late_ranks(&|rank| rank != Rank(0));
     assert_eq!(late, format!("rank 3 (rank 3: pid {} exited, has begun no collective)", u32::MAX));

@@ -139,7 +139,7 @@ impl ControlBlock {
             return Ok(());
         }
         let (me, seconds) = (self.describe(self.rank), limit.elapsed().as_secs_f32());
-        Err(self.fail(Error::timeout(format!("{me} timed out after {seconds:.1} s in {}; no rank was late", about()))))
+        Err(self.fail(Error::timeout(format!("{me} reached its timeout after {seconds:.1} s in {}; no rank was late", about()))))
     }
 
     /// Returns the error that prevents the `missing` members from arriving, if there is one.
@@ -158,7 +158,13 @@ impl ControlBlock {
         }
         let expired = || {
             limit.remaining().is_none().then(|| {
-                let text = format!("{} timed out after {:.1} s in {}, waiting for {}", me(), seconds(), about(), self.late_ranks(missing));
+                let text = format!(
+                    "{} reached its timeout after {:.1} s in {}, waiting for {}",
+                    me(),
+                    seconds(),
+                    about(),
+                    self.late_ranks(missing)
+                );
                 Error::timeout(text)
             })
         };

@@ -74,15 +74,7 @@ impl LocalRejections {
     pub(super) fn new(health: &Health, engine: &Arc<CallQueue>, messages: &Arc<Messages>, internode: Option<Arc<Internode>>) -> Arc<Self> {
         let (control, recorder) = (Arc::clone(health.control()), Arc::clone(health.recorder()));
         let (engine, messages) = (Arc::clone(engine), Arc::clone(messages));
-        Arc::new(Self {
-            control,
-            recorder,
-            engine,
-            messages,
-            internode: internode,
-            note: Mutex::new(None),
-            notified: AtomicBool::new(false),
-        })
+        Arc::new(Self { control, recorder, engine, messages, internode, note: Mutex::new(None), notified: AtomicBool::new(false) })
     }
 
     /// Notes that a call was refused because of `text`. The last refusal counts.
@@ -172,9 +164,9 @@ impl LocalRejections {
         }
         let (me, group) = (self.control.describe(self.control.rank()), self.control.name());
         let ranks: Vec<Rank> = waiting.iter().map(|waiting| self.control.display_rank(waiting.rank)).collect();
-        let (who, wait) = (name_ranks(&ranks), if ranks.len() == 1 { "waits" } else { "wait" });
+        let (who, wait) = (name_ranks(&ranks), if ranks.len() == 1 { "is blocked" } else { "are blocked" });
         let text = format!(
-            "{me} rejected a call and has not repeated it since; {who} {wait} for it in {} of group \"{group}\": {}",
+            "{me} rejected a call and has not repeated it since; {who} {wait} in {} of group \"{group}\": {}",
             waiting[0].call, refused.text
         );
         *note = None;
@@ -297,7 +289,7 @@ mod tests {
             assert_eq!(failure.kind, ErrorKind::Mismatch);
             let pid = std::process::id();
             let text = format!(
-                "rank 1 (pid {pid}) rejected a call and has not repeated it since; ranks 0 and 2 wait for it in all_gather, collective #1 of group \"test\": no such dtype"
+                "rank 1 (pid {pid}) rejected a call and has not repeated it since; ranks 0 and 2 are blocked in all_gather, collective #1 of group \"test\": no such dtype"
             );
             assert_eq!(failure.message, text);
             assert_eq!(ranks[2].control.failure(), Some(failure));
@@ -364,7 +356,7 @@ mod tests {
             let failure = failure_within(&ranks[0], if told { Duration::from_secs(5) } else { QUIET });
             let pid = std::process::id();
             let text = format!(
-                "rank 1 (pid {pid}) rejected a call and has not repeated it since; ranks 0 and 2 wait for it in a barrier of symmetric memory of group \"test\": not contiguous"
+                "rank 1 (pid {pid}) rejected a call and has not repeated it since; ranks 0 and 2 are blocked in a barrier of symmetric memory of group \"test\": not contiguous"
             );
             assert_eq!(failure, told.then(|| Error::mismatch(text)), "comes: {comes}, had met: {had_met}");
         }

@@ -181,7 +181,7 @@ impl<'a> CallRail<'a> {
         let (waited, local) = (executor.limit.elapsed().as_secs_f64(), executor.local());
         let (about, me) = (executor.about(), executor.node_map.describe(executor.rank));
         let others = executor.internode.oob.late(executor.sequence).unwrap_or_else(|| executor.node_map.name_others(executor.node()));
-        Error::timeout(format!("{about}: {me} timed out after {waited:.1} s on rail {local}, waiting for {others}"))
+        Error::timeout(format!("{about}: {me} reached its timeout after {waited:.1} s on rail {local}, waiting for {others}"))
     }
 
     /// Returns the error for a lost rail. A node reports why it failed before its rails close; its deadline may have

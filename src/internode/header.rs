@@ -108,8 +108,8 @@ mod tests {
             .expect_err("differs");
         assert_eq!(
             error.message,
-            "ranks of group \"g\" do not agree: rank 0 (host \"a\", pid 7) called all_reduce(2 × float32, 8 bytes, SUM) as #3, \
-             rank 2 (host \"b\", pid 7) called all_reduce(4 × float32, 16 bytes, SUM) as #3"
+            "ranks of group \"g\" do not agree: rank 0 (node \"a\", pid 7) called all_reduce(2 × float32, 8 bytes, SUM) as #3, \
+             rank 2 (node \"b\", pid 7) called all_reduce(4 × float32, 16 bytes, SUM) as #3"
         );
         let uneven = [Some(4), None, Some(4)].map(|even| header(8, 3).to_bytes(even)).concat();
         assert_eq!(CallHeader::agree(&uneven, CallHeader::BYTES, &ranks, &layout, "g"), Ok(None));

@@ -44,7 +44,7 @@ impl ReduceDtype {
             "" => *default,
             "tensor" => Self::Tensor,
             "float32" => Self::Fp32,
-            _ => return Err(Error::value(format!("reduce_dtype={named:?} is none of \"tensor\", \"float32\""))),
+            _ => return Err(Error::value(format!("reduce_dtype={named:?} is not one of \"tensor\", \"float32\""))),
         };
         if is_default {
             *default = chosen;
@@ -65,7 +65,7 @@ mod tests {
         assert_eq!(chosen_order("rank", SumOrder::Tree, true), Ok(SumOrder::Rank));
         assert_eq!(chosen_order("", SumOrder::Tree, false), Ok(SumOrder::Rank));
         let error = chosen_order("ring", SumOrder::Rank, false).expect_err("there is none");
-        assert_eq!(error.message, "order=\"ring\" is none of \"rank\", \"tree\"");
+        assert_eq!(error.message, "order=\"ring\" is not one of \"rank\", \"tree\"");
     }
 
     #[test]

@@ -39,17 +39,8 @@ impl InternodeRunner {
         }
         self.sequence += 1;
         limit.start();
-        let executor = InternodeExecutor {
-            intra,
-            internode: internode,
-            node_map: layout,
-            rank,
-            call,
-            user_call: call,
-            limit,
-            sequence: self.sequence,
-            entry,
-        };
+        let executor =
+            InternodeExecutor { intra, internode, node_map: layout, rank, call, user_call: call, limit, sequence: self.sequence, entry };
         health.control().set_parent_call(executor.about());
         let since = Instant::now();
         let waiting = BlockedCall { number: self.sequence, name: call.op.name(), since, phase_since: since, on_rail: false };

@@ -162,7 +162,7 @@ impl MessageTable {
             }
             None => (near(), "any rank".into()),
         };
-        Error::timeout(format!("{me} timed out after {seconds:.1} s in {what}, waiting for {whom}"))
+        Error::timeout(format!("{me} reached its timeout after {seconds:.1} s in {what}, waiting for {whom}"))
     }
 
     /// The error of a message that the `end` of a rank of this host ends.

@@ -133,7 +133,7 @@ impl GpuSignals {
         let seconds = f64::from(words[1].load(Ordering::Relaxed)) / 1e3;
         let late = self.control.late_ranks(&|rank| gave_up.missing.contains(&rank));
         let (me, name) = (self.control.describe(self.control.rank()), self.control.name());
-        let text = format!("{me} timed out after {seconds:.1} s in {gave_up} of group \"{name}\", waiting for {late}");
+        let text = format!("{me} reached its timeout after {seconds:.1} s in {gave_up} of group \"{name}\", waiting for {late}");
         Some(self.control.fail(Error::timeout(text)))
     }
 

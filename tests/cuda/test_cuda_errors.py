@@ -134,7 +134,7 @@ def test_a_wrong_argument_on_one_rank_is_told_to_the_others(pool: Pool, launched
     texts = set(pool.run(refused_on_one, max(WORLDS), launched, group_timeout=TIMEOUT_S))
     assert len(texts) == 1
     text = texts.pop()
-    assert "rank 1 (pid" in text and "refused" in text and "elements" in text, text
+    assert "rank 1 (pid" in text and "rejected" in text and "elements" in text, text
 
 
 def other_gpu(rank: int, world: int) -> str:

@@ -527,7 +527,7 @@ def test_ranks_of_one_host_that_disagree_are_told(hosts: Pool) -> None:
 
 
 def test_ranks_of_different_hosts_that_disagree_are_told_under_debug(compared: Pool) -> None:
-    run_hosts(compared, mismatched_between, 2, debug="site")
+    run_hosts(compared, mismatched_between, 2, debug="call_site")
 
 
 @pytest.mark.parametrize("world", (2, 4))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from pool import DEVICE, GPUS, PLACES, Pool, device
 from test_cuda_internode import hosts, run_hosts
-from torch_symm.tools.tune import hosts as tuning
+from torch_symm.tools.tune import inter_node as tuning
 
 __all__ = ["hosts"]
 
@@ -114,7 +114,7 @@ def test_all_ranks_find_the_same_thresholds(hosts: Pool, world: int) -> None:
     results = run_hosts(hosts, tuned, world)
     assert all(found == results[0] for found in results)
     found = results[0]
-    assert (found["engine"], found["hosts"], len(found["rails"])) == ("nccl", 2, world // 2)
+    assert (found["engine"], found["nodes"], len(found["rails"])) == ("nccl", 2, world // 2)
     assert all(rails["gb_per_s"] > 0 and rails["us"] > 0 for rails in found["rails"])
     assert found["thresholds"]["piece"] in (2 << 20, 16 << 20)
     assert found["gb_per_s"] == pytest.approx(found["rails"][-1]["gb_per_s"] / (world // 2), abs=1e-3)

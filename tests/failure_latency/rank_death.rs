@@ -89,7 +89,7 @@ fn start(name: &str, ranks: &[i32], count: usize, timeout: f64) -> Ranks {
     let mut lines = Vec::new();
     for &rank in ranks {
         let role = Role { folder: folder.clone(), rank, count, timeout };
-        let mut child = process("killed::rank", &role).stdout(Stdio::piped()).spawn().unwrap();
+        let mut child = process("rank_death::rank", &role).stdout(Stdio::piped()).spawn().unwrap();
         let out = BufReader::new(child.stdout.take().unwrap());
         let (sender, receiver) = std::sync::mpsc::channel();
         std::thread::spawn(move || out.lines().map_while(std::result::Result::ok).try_for_each(|line| sender.send(line)));

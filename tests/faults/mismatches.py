@@ -243,7 +243,7 @@ for _name, (_make, _says) in MISMATCHES.items():
         where="both",
         timeout=TIMEOUT_S,
         limit=3 * TIMEOUT_S + 4,
-        env={"SYMM_DEBUG": "site"} if _name.startswith("swapped") else {},
+        env={"SYMM_DEBUG": "call_site"} if _name.startswith("swapped") else {},
     )(
         partial(
             disagree,

@@ -143,13 +143,13 @@ CALLS: dict[str, tuple[Call, Call, str]] = {
 }
 for _name, (_wrong, _right, _call) in CALLS.items():
     _waits = f"rank 0 is blocked in {_call or 'all_reduce'}, collective #2 of group"
-    _told(_name, ONE, (r"rank 1 \(pid", "refused", _waits), wrong=_wrong, right=_right, refusing=(1,))
+    _told(_name, ONE, (r"rank 1 \(pid", "rejected", _waits), wrong=_wrong, right=_right, refusing=(1,))
 _late = {"wrong": lambda _: gathered(7, 4), "right": lambda _: gathered(8, 4)}
-_told("before the others call", ONE, (r"rank 1 \(pid", "refused"), refusing=(1,), early=0.3, **_late)
+_told("before the others call", ONE, (r"rank 1 \(pid", "rejected"), refusing=(1,), early=0.3, **_late)
 _told(
     "by two of four",
     ONE,
-    (r"rank [13] \(pid", "refused", "ranks 0 and 2 wait"),
+    (r"rank [13] \(pid", "rejected", "ranks 0 and 2 are blocked"),
     world=4,
     wrong=lambda _: gathered(15, 4),
     right=lambda _: gathered(16, 4),
@@ -246,9 +246,9 @@ for _name, _wrong, _right, _waits in (
         "recv, tag 0,",
     ),
 ):
-    _words = (r"rank 1 \(pid", "refused", f"rank 0 is blocked in {_waits} of group")
+    _words = (r"rank 1 \(pid", "rejected", f"rank 0 is blocked in {_waits} of group")
     _message(_name, _words, wrong=_wrong, right=_right, refuser=1, waiting=(0,))
-SINCE = r"rank 0 \(host.*rejected a call and has not repeated it since; rank "
+SINCE = r"rank 0 \(node.*rejected a call and has not repeated it since; rank "
 for _met in (True, False):
     for _layout in ((1, 1), (2, 2), (1, 1, 1)):
         _last, _title = sum(_layout) - 1, f"of {_layout}, {'' if _met else 'not '}connected"

@@ -180,7 +180,10 @@ fn late(members: &[Member]) {
     assert!(begun.elapsed() >= Duration::from_millis(200) && begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     let error = members[1].signals.barrier(&pads, 9, PATIENCE, members[1].raw()).expect_err("it gave up");
     assert_eq!(error.kind, ErrorKind::Timeout);
-    assert!(error.message.contains("timed out after 0.2 s in barrier on channel 9 of group \"test\", waiting for rank"), "{error}");
+    assert!(
+        error.message.contains("reached its timeout after 0.2 s in barrier on channel 9 of group \"test\", waiting for rank"),
+        "{error}"
+    );
     let named = (0..members.len()).filter(|&rank| error.message.contains(&format!("rank {rank}: pid"))).collect::<Vec<_>>();
     assert_eq!(named, (0..members.len()).filter(|&rank| rank != 1).collect::<Vec<_>>(), "{error}");
     let received = members[0].signals.put(&pads, Rank(1), 0, PATIENCE, members[0].raw()).expect_err("the group has failed");

@@ -228,6 +228,6 @@ def disagree(rank: int, world_size: int, other: int) -> str:
 def test_ranks_that_name_different_backends_are_told_at_joining(layout: tuple[int, ...], other: int) -> None:
     differing = 1 if other == 0 else other
     for text in run_hosts(disagree, layout, other):
-        assert "would connect nodes by different backends: rank 0 (host" in text, text
+        assert "would connect nodes by different backends: rank 0 (node" in text, text
         assert 'by "cpu:plain"' in text and 'by "cpu:gloo"' in text, text
-        assert other == 0 or f"rank {differing} (host" in text, text
+        assert other == 0 or f"rank {differing} (node" in text, text

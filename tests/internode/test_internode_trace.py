@@ -59,7 +59,7 @@ def test_a_stopped_host_is_named_with_its_rail(count: int, capsys: pytest.Captur
     results = run_hosts(stop, (2, 2), count, timeout=2)
     waiting = 'rail 0, waiting for node "b" (ranks 2 and 3)'
     text, seen, failed = results[0]
-    assert 'on rail 0 for node "b" (ranks 2 and 3)' in text, text
+    assert 'on rail 0, waiting for node "b" (ranks 2 and 3)' in text, text
     assert seen == failed == [("all_reduce", waiting)]
     # The other rank waits for the first, which compares calls with the other node.
     _, seen, failed = results[1]
@@ -101,7 +101,7 @@ def test_of_several_hosts_the_late_one_is_named(layout: tuple[int, ...], late: i
     results = run_hosts(come_late, layout, late, timeout=2)
     for rank, (text, seen) in ((rank, result) for rank, result in enumerate(results) if rank != late):
         # Any of them may fail first.
-        assert f"on rail 0 for {host}" in text, text
+        assert f"on rail 0, waiting for {host}" in text, text
         waiting = "inside the node" if (layout, rank) == ((2, 1, 1), 1) else f"rail 0, waiting for {host}"
         assert seen == [("all_reduce", waiting)], (rank, seen)
 

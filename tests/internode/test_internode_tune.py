@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from launch import run_hosts
-from torch_symm.tools.tune import hosts, profile
+from torch_symm.tools.tune import inter_node, profile
 
 FOUND = {
     "date": "2026-11-24T00:00:00+00:00",
-    "hosts": 2,
+    "nodes": 2,
     "engine": "gloo",
     "gb_per_s": 0.5,
     "us": 90.0,
@@ -25,10 +25,10 @@ FOUND = {
 
 
 def find(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    found = hosts.measure(0.5, "cpu", around=(16 << 10, 128 << 10), turns=(256 << 10,))
+    found = inter_node.measure(0.5, "cpu", around=(16 << 10, 128 << 10), turns=(256 << 10,))
     for _ in range(2):
         # Existing content is kept.
-        hosts.write(found, Path(path), "cpu")
+        inter_node.write(found, Path(path), "cpu")
     dist.barrier()
     return found
 
@@ -40,10 +40,10 @@ def test_all_ranks_find_the_same_and_it_is_written(layout: tuple[int, ...], tmp_
     assert all(found == results[0] for found in results)
     assert json.loads(path.read_text())["inter_node"] == results[0]
     found = results[0]
-    assert found["hosts"] == len(layout) and [rails["rails"] for rails in found["rails"]] == [1, 2][: min(layout)]
+    assert found["nodes"] == len(layout) and [rails["rails"] for rails in found["rails"]] == [1, 2][: min(layout)]
     assert all(rails["gb_per_s"] > 0 and rails["us"] > 0 for rails in found["rails"])
     thresholds = found["thresholds"]
-    kind = hosts.KINDS["cpu"]
+    kind = inter_node.KINDS["cpu"]
     assert thresholds["chunk_bytes"] in kind.pieces
     if min(layout) == 1:
         assert thresholds["multi_rail_bytes"] == kind.usual["multi_rail_bytes"], "there is one"

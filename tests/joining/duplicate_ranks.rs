@@ -103,7 +103,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     let (mut child, start_time) = sleeper();
     let name = format!("symm-test-place-{}", std::process::id());
     let store = MemoryStore::new();
-    let held = json!({ "host": record_of(1, 2)["host"], "pid": child.id(), "start_time": start_time, "socket": name });
+    let held = json!({ "node": record_of(1, 2)["node"], "pid": child.id(), "start_time": start_time, "socket": name });
     store.set("symm/g/0/1/membership", &serde_json::to_vec(&held).unwrap()).unwrap();
     let placed = |rank, timeout| JoinSpec { hold_rank: true, ..spec("g", rank, 2, timeout) };
     let pair = || threads(0..2, |rank| join(&store, &placed(rank, LONG)));
@@ -141,7 +141,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
 fn another_host_cannot_claim_a_rank_unnoticed() {
     let Some(_flat) = Flat::start() else { return };
     let mut record = record_of(1, 2);
-    record["host"]["boot"] = json!("another-kernel");
+    record["node"]["boot"] = json!("another-kernel");
     record["host_name"] = json!("elsewhere");
     record["pid"] = json!(4321);
     let store = MemoryStore::new();

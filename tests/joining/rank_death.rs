@@ -182,7 +182,7 @@ impl Job {
 
     fn start(&mut self, rank: u32, part: Part) -> &mut Child {
         let role = Role { dir: self.dir.clone(), rank, part };
-        self.ranks.push(process("killed::rank_process", &role).stdout(Stdio::null()).spawn().unwrap());
+        self.ranks.push(process("rank_death::rank_process", &role).stdout(Stdio::null()).spawn().unwrap());
         self.ranks.last_mut().unwrap()
     }
 

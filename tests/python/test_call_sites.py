@@ -14,7 +14,7 @@ import torch_symm
 from ranks import init, run_ranks
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-SITE = {"SYMM_DEBUG": "site"}
+SITE = {"SYMM_DEBUG": "call_site"}
 
 
 def first(tensor: torch.Tensor, asynchronous: bool) -> None:

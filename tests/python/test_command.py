@@ -22,7 +22,7 @@ from torch_symm.tools.command import closest, named
 from torch_symm.tools.tune import profile
 
 #: Options that take a duration or another positive number, options that take a count, and invalid values.
-SECONDS = ("top --every", "check --seconds", "tune --seconds", "bench --limit", "bench -f")
+SECONDS = ("top --interval", "check --seconds", "tune --seconds", "bench --limit", "bench -f")
 COUNTS = ("topo --ranks", "tune --ranks", "tune --redistribution", "doctor --ranks", "hello --ranks", "bench -n")
 #: Options that take a count or 0.
 WHOLE = ("bench -w", "bench -c", "bench -G", "bench -r")
@@ -328,6 +328,6 @@ def test_groups_and_options_show_what_they_are() -> None:
     assert len(results[0]) == 1 and len(results[2]) == 2
     assert "ProcessGroupSymm" in results[0][0] and "rank 0 of 3, on cpu, timeout 60 s" in results[0][0]
     assert "rank 1 of 2, global ranks [1, 2], on cpu" in results[2][1]
-    assert repr(torch_symm.Options(timeout=5, inter_node="gloo")) == (
-        "torch_symm.Options(timeout=5, inter_node='gloo')"
+    assert repr(torch_symm.Options(timeout=5, inter_node_backend="gloo")) == (
+        "torch_symm.Options(timeout=5, inter_node_backend='gloo')"
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.tensor._collective_utils as torchs
 import torch_symm
 from ranks import run_ranks
-from test_tensor_alltoall import MESHES, numbered, raised, same_bits
+from test_dtensor_alltoall import MESHES, numbered, raised, same_bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec

@@ -54,7 +54,7 @@ def test_lines_come_with_name_level_and_time(kept: Kept, capfd: pytest.CaptureFi
     load()._log_info("one line")
     until(lambda: any(record.getMessage() == "one line" for record in kept.records))
     (record,) = [record for record in kept.records if record.getMessage() == "one line"]
-    assert (record.name, record.levelno) == ("torch_symm.bridge.inform", logging.INFO)
+    assert (record.name, record.levelno) == ("torch_symm.bridge.log", logging.INFO)
     assert abs(record.created - before) < 20 and 0 <= record.msecs < 1000
     torch_symm.log_to_python("warning")
     load()._log_info("below")
@@ -83,9 +83,9 @@ def test_a_line_names_the_rank_or_the_process() -> None:
     assert (
         settings == "[INFO  symm::config rank 3] settings: SYMM_LOG=info, SYMM_SPIN=9; all others have their defaults"
     )
-    assert line == "[INFO  symm::bridge::inform rank 3] one line"
+    assert line == "[INFO  symm::bridge::log rank 3] one line"
     lines, pid = said()
-    assert lines[1] == f"[INFO  symm::bridge::inform pid {pid}] one line"
+    assert lines[1] == f"[INFO  symm::bridge::log pid {pid}] one line"
 
 
 def test_levels_are_those_of_logging() -> None:
@@ -98,7 +98,7 @@ def test_levels_are_those_of_logging() -> None:
 
 def test_a_handler_that_raises_and_one_that_waits_lose_nothing(kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
     torch_symm.log_to_python("info")
-    go, logger = threading.Event(), logging.getLogger("torch_symm.bridge.inform")
+    go, logger = threading.Event(), logging.getLogger("torch_symm.bridge.log")
 
     def slow(record: logging.LogRecord) -> bool:
         go.wait(20)
@@ -116,7 +116,7 @@ def test_a_handler_that_raises_and_one_that_waits_lose_nothing(kept: Kept, capsy
     finally:
         logger.removeFilter(slow)
     assert [record.getMessage() for record in kept.records] == ["first", "last"]
-    assert "INFO symm::bridge::inform: bad" in capsys.readouterr().err
+    assert "INFO symm::bridge::log: bad" in capsys.readouterr().err
 
 
 def logged(rank: int, world: int) -> list[tuple[str, int, str]]:
@@ -162,7 +162,5 @@ for number in range(2000):
 def test_nothing_is_lost_at_the_end_of_a_program() -> None:
     ended: Any = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    said = [
-        line.rpartition("|")[2] for line in ended.stderr.splitlines() if "torch_symm.bridge.inform|INFO|line " in line
-    ]
+    said = [line.rpartition("|")[2] for line in ended.stderr.splitlines() if "torch_symm.bridge.log|INFO|line " in line]
     assert said == [f"line {number}" for number in range(2000)]

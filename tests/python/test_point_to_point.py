@@ -108,7 +108,10 @@ def never_asked_for(rank: int, world: int) -> int:
     watcher.start()
     if rank < 2:
         # The sender times out first.
-        reported = r"rank 1 \(pid \d+\) waited .* in send\(65536 bytes, tag \d+\) .* for rank 0 \(pid"
+        reported = (
+            r"rank 1 \(pid \d+\) reached its timeout after .* in send\(65536 bytes, tag \d+\) .*, "
+            r"waiting for rank 0 \(pid"
+        )
         with pytest.raises(torch_symm.SymmTimeoutError, match=reported):
             if rank == 0:
                 dist.recv(torch.zeros(4), 2)

@@ -38,7 +38,7 @@ def names_in(file: str) -> set[str]:
         text = (ROOT / file).read_text()
         # Attributes may be in between; proptest! names its tests in the same way.
         return set(re.findall(r"#\[test\]\s*(?:#\[[^\n]*\]\s*)*(?:async\s+)?fn\s+(\w+)", text))
-    places = (ROOT / "tests" / place / file for place in ("python", "hosts", "cuda"))
+    places = (ROOT / "tests" / place / file for place in ("python", "internode", "cuda"))
     path = next((path for path in places if path.exists()), None)
     assert path is not None, f"there is no {file}"
     tree = ast.parse(path.read_text())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
 from ranks import init, meet, run_ranks
-from test_symm_mem_engine import cpu
+from test_symm_mem_backend import cpu
 from torch_symm._native import load
 
 ops: Any = torch.ops.symm_mem

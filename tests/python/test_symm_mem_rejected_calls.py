@@ -12,7 +12,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
 from ranks import meet, run_ranks
-from test_layouts import mapped
+from test_tensor_layouts import mapped
 from torch_symm._native import load
 
 ops: Any = torch.ops.symm_mem
@@ -132,7 +132,7 @@ def test_p9_a_refused_operator_is_told_to_the_ranks_that_wait_for_it(name: str, 
     for rank in set(range(world)) - {1}:
         reported, took = results[rank]
         assert took < 1
-        for word in ("rank 1 (pid", "rejected a call and has not repeated it since", f"for it in {call}", refusal):
+        for word in ("rank 1 (pid", "rejected a call and has not repeated it since", f"blocked in {call}", refusal):
             assert word in reported, (word, reported)
 
 

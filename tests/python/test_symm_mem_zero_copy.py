@@ -19,7 +19,7 @@ import torch_symm
 from cases import Case
 from collectives import ON_CPU
 from ranks import init, meet, run_ranks
-from test_symm_mem_engine import cpu, handle_of
+from test_symm_mem_backend import cpu, handle_of
 
 COUNT = 30_001
 #: Collectives that read symmetric tensors in place.

@@ -69,16 +69,16 @@ __all__ = [
 
 #: The names that need all of DTensor, by module: DTensor imports this package while it is being imported itself.
 _PRICES = {
-    "RedistributePlan": "_paths",
+    "RedistributePlan": "_redistribute_cost",
     "MeshTopoInfo": "_cost",
-    "RedistributeStep": "_paths",
+    "RedistributeStep": "_redistribute_cost",
     "all_to_all_cost": "_cost",
     "allgather_cost": "_cost",
     "allreduce_cost": "_cost",
     "broadcast_cost": "_cost",
-    "explain_redistribute": "_paths",
+    "explain_redistribute": "_redistribute_cost",
     "enable_cost_model": "_install",
-    "redistribute_cost": "_paths",
+    "redistribute_cost": "_redistribute_cost",
     "reduce_scatter_cost": "_cost",
     "disable_cost_model": "_install",
 }

@@ -2,7 +2,7 @@
 
 The names and semantics are those of ``torch.distributed._symmetric_memory``, so that programs run with either; the
 handle that :func:`rendezvous` returns is torch's ``_SymmetricMemory``. ``docs/guide/symmetric-memory.md`` lists the
-differences. The fused operators are also ``torch.ops.symm.*``; :func:`install` lets torch's own
+differences. The fused operators are also ``torch.ops.symm.*``; :func:`enable_fused_ops` lets torch's own
 ``torch.ops.symm_mem.fused_*`` and Inductor's async tensor parallelism use them for symm groups.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch_symm._native import load
 from torch_symm.symm_mem import _all_gather_matmul, _matmul_reduce_scatter
 from torch_symm.symm_mem._groups import _test_mode, enable_symm_mem_for_group, is_symm_mem_enabled_for_group
-from torch_symm.symm_mem._install import install, uninstall
+from torch_symm.symm_mem._install import disable_fused_ops, enable_fused_ops
 from torch_symm.symm_mem._layout import (
     make_contiguous_for_perm,
     outermost,
@@ -57,7 +57,9 @@ __all__ = [
     "_pipelined_multi_all_gather_and_consume",
     "_pipelined_produce_and_all2all",
     "_test_mode",
+    "disable_fused_ops",
     "empty",
+    "enable_fused_ops",
     "enable_symm_mem_for_group",
     "fused_all_gather_matmul",
     "fused_all_gather_scaled_matmul",
@@ -68,7 +70,6 @@ __all__ = [
     "get_mempool_allocator",
     "get_signal_pad_size",
     "get_symm_mem_workspace",
-    "install",
     "is_nvshmem_available",
     "is_symm_mem_enabled_for_group",
     "make_contiguous_for_perm",
@@ -79,6 +80,5 @@ __all__ = [
     "restride_A_shard_for_fused_all_gather_matmul",
     "set_backend",
     "set_signal_pad_size",
-    "uninstall",
     "wait_signal",
 ]

@@ -66,7 +66,7 @@ def is_symm_mem_enabled_for_group(group_name: str) -> bool:
     return group in _enabled or is_symm(group, "cpu") or is_symm(group, "cuda")
 
 
-#: Torch's own answer, whether or not `install` has replaced it.
+#: Torch's own answer, whether or not `enable_fused_ops` has replaced it.
 _enabled_in_torch = torchs.is_symm_mem_enabled_for_group
 
 

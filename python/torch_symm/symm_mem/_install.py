@@ -21,12 +21,12 @@ _CACHE_TAG = "+torch_symm.symm_mem"
 _kernels: Any = None
 
 
-def install() -> None:
+def enable_fused_ops() -> None:
     """From now on, ``torch.ops.symm_mem.fused_*`` use our symmetric memory for symm groups, on CUDA and on CPU.
 
     Other groups use torch's functions as before, and on the CPU, where torch has no implementation, its fallbacks.
     Inductor's async tensor parallelism (``torch._inductor.config._micro_pipeline_tp``) treats symm groups as enabled;
-    call it before compiling. May be called again; :func:`uninstall` undoes it.
+    call it before compiling. May be called again; :func:`disable_fused_ops` undoes it.
     """
     global _kernels
     if _kernels is not None:
@@ -44,7 +44,7 @@ def install() -> None:
     _kernels = library
 
 
-def uninstall() -> None:
+def disable_fused_ops() -> None:
     """Restores torch's own operators. May be called again."""
     global _kernels
     if _kernels is None:

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     fn placed(ranks: &[usize], per_node: usize) -> Vec<Option<(usize, usize, f64)>> {
-        let mesh = Mesh { device: DeviceKind::Cpu, ranks: ranks.to_vec(), job: per_node, per_node: per_node };
+        let mesh = Mesh { device: DeviceKind::Cpu, ranks: ranks.to_vec(), job: per_node, per_node };
         let spans = spans(&mesh).expect("no GPU is looked at");
         spans.into_iter().map(|span| span.map(|span| (span.nodes, span.local_size, span.load))).collect()
     }

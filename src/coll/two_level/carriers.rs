@@ -72,7 +72,7 @@ struct RailRoutes<'a> {
 impl<'a> RailRoutes<'a> {
     fn new(planner: &Planner<'a>, lengths: &'a MessageLengths, turns: ChunkSchedule) -> Self {
         let (layout, node, local, rails) = (planner.layout, planner.node(), planner.local(), planner.rails);
-        let mut ways = Self { layout, node: node, local, lengths, rails, turns, sent: Vec::new(), received: Vec::new(), longest: 0 };
+        let mut ways = Self { layout, node, local, lengths, rails, turns, sent: Vec::new(), received: Vec::new(), longest: 0 };
         let nodes = || 0..layout.num_nodes();
         ways.sent = nodes().map(|to| ways.messages_on_rail(node, to)).collect();
         ways.received = nodes().map(|from| ways.messages_on_rail(from, node)).collect();

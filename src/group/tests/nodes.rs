@@ -350,7 +350,7 @@ fn a_rail_that_stops_within_a_call_is_a_timeout_everywhere() {
             let error = first.expect_err("it stops");
             // Of a rail, or of the neighbour that waits for it, whose time may end a moment later.
             assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
-            assert!(error.message.contains("timed out after"), "{error}");
+            assert!(error.message.contains("reached its timeout after"), "{error}");
             assert!(took < Duration::from_secs(10), "rank {rank} of {n}");
             assert_eq!(second.expect_err("it has failed"), error);
         });
@@ -431,7 +431,7 @@ fn a_late_node_is_named_at_the_deadline() {
         let begun = Instant::now();
         let error = group.run(&[Call::barrier(None)], Some(Duration::from_millis(200))).expect_err("nobody comes");
         assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
-        assert!(error.message.contains("on rail 0 for node \"node1\" (ranks 2 and 3)"), "{error}");
+        assert!(error.message.contains("on rail 0, waiting for node \"node1\" (ranks 2 and 3)"), "{error}");
         assert!(begun.elapsed() < Duration::from_millis(800));
     });
 }

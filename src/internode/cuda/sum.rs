@@ -75,7 +75,7 @@ impl PartialsSum {
         factor.iter_mut().zip(0..nodes).for_each(|(factor, node)| *factor = levels.factor(node, layout));
         let (from, stride, to, bytes) = (self.from as u64, self.stride as u64, self.to.addr as u64, self.to.bytes as u64);
         let (nodes, divisor) = (nodes as u32, levels.divisor as u32);
-        Ok((levels.outer, SumPartials { from, stride, to, bytes, nodes: nodes, divisor, factor }))
+        Ok((levels.outer, SumPartials { from, stride, to, bytes, nodes, divisor, factor }))
     }
 
     /// Loads the kernel for sums of `dtype` in a call with the operation `op`, in `order`, on `device`, whose context

@@ -93,8 +93,8 @@ mod tests {
         assert_eq!(
             compare(&mut launches).as_deref(),
             Some(
-                "ranks of group \"g\" do not agree: rank 0 (host \"a\", pid 7) called all_reduce(16 × uint8, 16 bytes, SUM) as #5, \
-                 rank 2 (host \"c\", pid 7) called all_reduce(8 × uint8, 8 bytes, SUM) as #5"
+                "ranks of group \"g\" do not agree: rank 0 (node \"a\", pid 7) called all_reduce(16 × uint8, 16 bytes, SUM) as #5, \
+                 rank 2 (node \"c\", pid 7) called all_reduce(8 × uint8, 8 bytes, SUM) as #5"
             )
         );
     }

@@ -91,7 +91,7 @@ mod tests {
         assert_eq!(
             refusals.end(&layout, me, "g", now).as_deref(),
             Some(
-                "rank 0 (host \"a\", pid 7) rejected a call and has not repeated it since; rank 2 (host \"b\", pid 7) is blocked in barrier, \
+                "rank 0 (node \"a\", pid 7) rejected a call and has not repeated it since; rank 2 (node \"b\", pid 7) is blocked in barrier, \
                  collective #5 of group \"g\": no tensor"
             )
         );

@@ -422,7 +422,7 @@ fn lengths_that_differ_are_an_error_at_the_receiver() {
                 let error = member.finish(started).0.expect_err("they differ");
                 assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
                 let text = format!(
-                    "rank 0 (host \"node0\", pid 7) sent {bytes} bytes (uint8, tag 3) to rank 1 (host \"node1\", pid 7) in group \"test\", \
+                    "rank 0 (node \"node0\", pid 7) sent {bytes} bytes (uint8, tag 3) to rank 1 (node \"node1\", pid 7) in group \"test\", \
                      whose recv expects {} (uint8)",
                     bytes + 4
                 );
@@ -446,7 +446,7 @@ fn a_deadline_names_the_peer_and_ends_the_group() {
         let error = member.finish(started).0.expect_err("nobody comes");
         let took = begun.elapsed();
         assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
-        let text = "s in recv(12 bytes, uint8, tag 9) of group \"test\", waiting for rank 1 (host \"node1\", pid 7), \
+        let text = "s in recv(12 bytes, uint8, tag 9) of group \"test\", waiting for rank 1 (node \"node1\", pid 7), \
                     which has begun no message with it";
         assert!(error.message.ends_with(text), "{error}");
         assert!((200..500).contains(&took.as_millis()), "{took:?}");
@@ -491,6 +491,6 @@ fn who_leaves_has_been_read_and_who_needs_it_then_hears_of_it() {
         let started = member.start(false, 0, 0, &mut into, 60.0).expect("starts");
         let error = member.finish(started).0.expect_err("nobody is there");
         assert_eq!(error.kind, ErrorKind::Peer, "{error}");
-        assert!(error.message.contains("lost its connection to rank 0 (host \"node0\", pid 7)"), "{error}");
+        assert!(error.message.contains("lost its connection to rank 0 (node \"node0\", pid 7)"), "{error}");
     });
 }

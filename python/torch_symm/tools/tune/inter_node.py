@@ -163,7 +163,7 @@ def measure(seconds: float, device: str, **changed: Any) -> dict[str, Any]:
     sharing = placed.rails if device == "cuda" else 1
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "hosts": len(placed.hosts),
+        "nodes": len(placed.hosts),
         "engine": kind.engine,
         "gb_per_s": round(rails[-1]["gb_per_s"] / sharing, 4),
         "us": rails[0]["us"],

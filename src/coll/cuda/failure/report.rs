@@ -88,7 +88,7 @@ impl KernelReport {
         let doing = |rank: &Rank| format!("{}, {}", self.control.process_state(*rank), launch_log::progress(&self.control, *rank));
         let states: Vec<String> = missing.iter().map(doing).collect();
         let text = format!(
-            "{me} timed out after {seconds:.1} s in {about}, CUDA collective #{number} of group \"{}\", waiting for {} ({})",
+            "{me} reached its timeout after {seconds:.1} s in {about}, CUDA collective #{number} of group \"{}\", waiting for {} ({})",
             self.control.name(),
             name_ranks(&missing),
             states.join("; ")
