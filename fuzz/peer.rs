@@ -2,10 +2,10 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
+use symm::control::{ControlBlock, Identity};
 use symm::mem::layout::SegmentLayout;
 use symm::mem::shm::ShmSegment;
 use symm::rank::Rank;
-use symm::control::{ControlBlock, Identity};
 
 pub const CANARY: u8 = 0xA5;
 pub const ME: Rank = Rank(0);

@@ -7,8 +7,8 @@ mod peer;
 
 use libfuzzer_sys::fuzz_target;
 use peer::{CANARY, ME, PEER, blank, control};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, CallSpec, Collective, Span};
 use symm::coll::cpu::CpuRunner;

@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 use symm::coll::call::Span;
 use symm::coll::message::{Message, MessageSpec};
 use symm::completion::Completion;
-use symm::control::{ControlBlock, Identity, Part};
+use symm::control::{ControlBlock, Identity, ParentGroup};
 use symm::dtype::DType;
 use symm::error::{Error, Result};
 use symm::health::Health;
-use symm::host_map::{HostMap, Placement};
 use symm::mem::layout::SegmentLayout;
 use symm::mem::shm::ShmSegment;
 use symm::messages::links::Links;
-use symm::messages::{Far, Messages};
+use symm::messages::{InternodeLinks, Messages};
+use symm::node_map::{NodeMap, RankLocation};
 use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
@@ -98,10 +98,10 @@ fn frames(mut data: &[u8]) -> VecDeque<Vec<u8>> {
 fuzz_target!(|data: &[u8]| {
     let bytes = SegmentLayout::new(1).total_bytes();
     let segment = ShmSegment::map(ShmSegment::create(bytes).expect("a file"), bytes).expect("maps");
-    let part = Part { host: "a".into(), ranks: vec![ME] };
+    let part = ParentGroup { node: "a".into(), ranks: vec![ME] };
     let members = vec![Identity { pid: std::process::id(), global: 0 }];
     let control = ControlBlock::new(segment, Rank(0), "fuzzed".into(), members, 0).named(Some(part));
-    let layout = Arc::new(HostMap::of(&["a", "b"].map(Placement::on)));
+    let node_map = Arc::new(NodeMap::of(&["a", "b"].map(RankLocation::on)));
     let store = Arc::new(MemoryStore::default());
     store.set("fuzz/0-1/here/1", b"1").expect("set");
     let fed = Arc::new(Fed { frames: Mutex::new(frames(data)), begun: Condvar::new(), open: Mutex::new(false) });
@@ -110,7 +110,7 @@ fuzz_target!(|data: &[u8]| {
     let recorder = GroupRecorder::new(&control, Duration::from_secs(60));
     let health = Health::new(&control, &Arc::default(), &recorder);
     let messages = Messages::new(&health, false);
-    messages.reach(Far { links, store, layout, me: ME, prefix: "fuzz/".into(), changed: Condvar::new() });
+    messages.reach(InternodeLinks { links, store, node_map, me: ME, prefix: "fuzz/".into(), changed: Condvar::new() });
     let mut memory = WANTED.map(|wanted| vec![CANARY; 3 * wanted]);
     for (tag, (memory, bytes)) in (0..).zip(memory.iter_mut().zip(WANTED)) {
         let span = Span { addr: memory.as_mut_ptr().addr() + bytes, bytes };
@@ -125,7 +125,7 @@ fuzz_target!(|data: &[u8]| {
         assert!(begun.elapsed() < Duration::from_secs(20), "it stays for ever");
         std::thread::yield_now();
     }
-    messages.leave(&Error::aborted("the input is over"), "");
+    messages.shut_down(&Error::aborted("the input is over"), "");
     messages.stop();
     recorder.leave();
     for (memory, wanted) in memory.iter().zip(WANTED) {
