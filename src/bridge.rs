@@ -438,7 +438,7 @@ pub mod ffi {
         fn supports_symm_mem(device: i32) -> bool;
         /// Identity of this process's host as text: equal where ranks share one.
         fn node_id() -> String;
-        /// Has groups on several nodes of which this process is the first rank go by these thresholds, in bytes; `chunk_bytes` 0: the profile's.
+        /// Sets the thresholds, in bytes, of groups on several nodes whose first rank is this process; `chunk_bytes` 0: the profile's.
         fn set_trial_thresholds(multi_rail_bytes: usize, chunk_bytes: usize, gather_bytes: usize) -> Status;
         /// Logs a line of Python's at INFO.
         fn inform(text: &str);

@@ -107,7 +107,7 @@ impl NodeMap {
     }
 }
 
-/// Sentence that says why two ranks, of different [`NodeId`]s, cannot share memory, and what helps.
+/// Why two ranks with different [`NodeId`]s cannot share memory, and what helps, as a sentence.
 pub fn apart((first, here): (u32, &RankLocation), (other, there): (u32, &RankLocation)) -> String {
     let names = if here.name == there.name { format!("{:?}", here.name) } else { format!("{:?} and {:?}", here.name, there.name) };
     if here.node.boot != there.node.boot {

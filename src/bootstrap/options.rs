@@ -22,7 +22,7 @@ pub struct JoinOptions {
     pub size: i32,
     /// Ranks of the members in the default group; empty: the same as here.
     pub global_ranks: Vec<i32>,
-    /// Whether this is the job's first group, of which a rank that is taken is refused also once it has formed ([`super::RankLease`]).
+    /// Whether this is the job's first group: it refuses a rank that is taken even after it has formed ([`super::RankLease`]).
     pub is_default: bool,
     /// Limit of joining, and of every later call that brings none; absent: 30 minutes.
     pub timeout: Option<Duration>,

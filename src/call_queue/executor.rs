@@ -21,12 +21,12 @@ impl Executor {
         self.internode.as_ref().map_or_else(|| self.inner.get_mut().sequence(), InternodeRunner::sequence)
     }
 
-    /// Name of the algorithm of the last call; empty: none was chosen.
+    /// Name of the algorithm of the last call; empty if the call did not choose an algorithm.
     pub(super) fn last_algorithm(&mut self) -> &'static str {
         if self.internode.is_some() { "two_level" } else { self.inner.get_mut().last_algorithm() }
     }
 
-    /// Begins `call`, the next to run, without waiting for anybody, if peers need nothing else of this rank; what is left is for `run`.
+    /// Begins `call`, the next to run, without waiting for any peer, if peers need nothing else of this rank; what is left is for `run`.
     /// `begins` gets the number of the call before peers see it.
     pub(super) fn post(&mut self, call: &Call<'_>, begins: &dyn Fn(u64)) -> bool {
         self.internode.is_none() && self.inner.get_mut().post(call, begins)

@@ -19,7 +19,7 @@ pub(super) struct QueueState {
     pub(super) idle_workers: usize,
     /// Whether the last submitter who waited for a job came [`PROMPT_SUBMITTER`].
     pub(super) submitter_prompt: bool,
-    /// Whether a worker looks again within [`DEFERRED_JOB_POLL`], without being woken.
+    /// Whether a worker polls again within [`DEFERRED_JOB_POLL`], without being woken.
     pub(super) worker_polling: bool,
     /// Threads asleep on `work` and on `changed`: waking nobody costs a system call too.
     pub(super) asleep: SleepCounts,

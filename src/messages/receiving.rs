@@ -76,7 +76,7 @@ impl Messages {
         Ok(())
     }
 
-    /// Takes in a frame with which `payload` has come; whether more is to be read.
+    /// Takes in a frame that arrived with `payload`; true if more is to be read.
     pub(super) fn receive_frames(&self, far: &InternodeLinks, peer: Rank, head: (Frame, Counters), payload: &[u8]) -> bool {
         far.links.came(peer, HEADER_BYTES + payload.len());
         let mut state = self.lock();

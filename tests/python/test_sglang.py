@@ -1,4 +1,4 @@
-"""symm in SGLang: on stand-ins for its classes, and on those of SGLang itself where they can be imported.
+"""symm in SGLang: on stand-ins for its classes, and on SGLang's own classes where they can be imported.
 
 SGLang's scheduler and kernels need a GPU; its ``GroupCoordinator`` and ``HookRegistry`` do not.
 """
@@ -35,7 +35,7 @@ def around(hook: Callable[..., Any], usual: Callable[..., Any]) -> Callable[...,
 
 
 class Registry:
-    """``HookRegistry``, as far as the plug-in uses it."""
+    """The part of ``HookRegistry`` that the plug-in uses."""
 
     hooks: ClassVar[dict[str, Callable[..., Any]]] = {}
 
@@ -177,7 +177,7 @@ def deterministic(rank: int, world: int, kind: str) -> None:
     os.environ["SGLANG_ENABLE_DETERMINISTIC_INFERENCE"] = "1"
     group = coordinator(install(kind), "tp")
     assert calls(group, world) == [3, 3, 1]
-    # The same bits for a row alone and among others, and in rank order.
+    # A row has the same bits by itself and among others, and is summed in rank order.
     torch.manual_seed(0)
     parts = torch.randn(world, 64, 32).to(torch.bfloat16)
     whole = group.all_reduce(parts[rank].clone())

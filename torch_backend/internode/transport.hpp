@@ -1,4 +1,4 @@
-// Backends of somebody else's, such as Gloo and NCCL, between nodes. They move bytes; the core decides what goes by them, and when.
+// Other backends, such as Gloo and NCCL, between nodes. They move bytes; the core decides which bytes they move, and when.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>

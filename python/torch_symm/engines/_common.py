@@ -1,4 +1,4 @@
-"""What the plug-ins for all engines share: checks of an engine's methods, and groups beside the engine's own."""
+"""What the plug-ins for all engines share: checks of an engine's methods, and groups next to the engine's own."""
 
 from __future__ import annotations
 

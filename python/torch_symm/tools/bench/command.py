@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: The sides that ``--against`` accepts.
 AGAINST = ("nccl", "gloo", "torch", "vllm", "flashinfer")
-#: Those for CUDA tensors alone.
+#: Only for CUDA tensors.
 ON_GPUS = ("nccl", "torch", "vllm", "flashinfer")
 CPU_RANKS = 2
 

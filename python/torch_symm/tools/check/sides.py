@@ -24,7 +24,7 @@ _Reduced = Callable[[torch.Tensor], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Side:
-    """``all_reduce`` and ``reduce_scatter`` return the sum over ranks, or ``None`` for what the side does not serve."""
+    """``all_reduce`` and ``reduce_scatter`` return the sum over ranks, or ``None`` where the side cannot serve it."""
 
     name: str
     all_reduce: _Reduced
@@ -93,7 +93,7 @@ def sides(world: int, rank: int, device: torch.device) -> tuple[list[Side], dist
 
 
 def _vllm(group: dist.ProcessGroup | None, member: bool, device: torch.device) -> tuple[Side | None, str]:
-    """Returns vLLM's side on a member, or why there is none."""
+    """Returns vLLM's side on a member, or why it cannot run."""
     if not member:
         return None, ""
     try:

@@ -234,7 +234,7 @@ class Search:
         ]
 
     def limit(self, name: str, rails: int) -> int:
-        """Returns the size up to which the short calls' algorithm was faster.
+        """Returns the largest size where the short calls' algorithm was faster.
 
         ``gather_bytes`` counts a rail's slice.
         """
