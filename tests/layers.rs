@@ -131,6 +131,20 @@ fn no_two_modules_import_each_other() {
 }
 
 #[test]
+fn the_drawing_of_the_layers_has_every_module_and_no_other() {
+    let page = std::fs::read_to_string(folder("docs/design/index.md")).unwrap();
+    let drawing = page.split("```mermaid\nflowchart TB").nth(1).unwrap().split("```").next().unwrap();
+    let leaves = drawing.split_once("leaf[\"").unwrap().1.split('"').next().unwrap();
+    // A box is written `name["text"]`; `sys` and `config` share one. `coll` has boxes for its parts.
+    let boxes = drawing.split_whitespace().filter_map(|word| Some(word.split_once("[\"")?.0));
+    let others = ["", "py", "cpp", "leaf", "cpu", "cuda", "two_level", "cost"];
+    let drawn = boxes.filter(|name| !others.contains(name)).chain(["coll", "config"]).chain(leaves.split(", "));
+    let files = files(&folder("src"), &["rs"]);
+    let modules: BTreeSet<String> = files.iter().filter_map(|file| module(file).into_iter().next()).collect();
+    assert_eq!(drawn.map(str::to_owned).collect::<BTreeSet<_>>(), modules);
+}
+
+#[test]
 fn files_are_short() {
     let folders = ["src", "torch_backend", "python/torch_symm"];
     let files: Vec<_> = folders.iter().flat_map(|name| files(&folder(name), &["rs", "cpp", "hpp", "cu", "cuh", "py"])).collect();
