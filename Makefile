@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-serving | bench-mpi | bench-hosts | wheel | wheels | matrix | test-clients | lint | pyright | fmt | docs | loom | fuzz | soak | faults | tsan | asan | asan-kernels | mutants | test-aarch64.
+# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-serving | bench-mpi | bench-internode | wheel | wheels | matrix | test-clients | lint | pyright | fmt | docs | loom | fuzz | soak | faults | tsan | asan | asan-kernels | mutants | test-aarch64.
 # PYTHON=, TORCH= and VENV= choose interpreter, torch and environment.
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ PARALLEL = -n $(PYTEST_WORKERS) --dist loadfile
 # Alone: no other test is there to slow them down. What fails is tried once more; pytest prints how many were, and which.
 ALONE = -p no:xdist --reruns 1 -rR
 
-.PHONY: demo test test-slow test-all test-rust test-kernels test-random test-python test-python-parallel test-python-timed test-python-slow test-python-slow-others test-python-slow-timed test-cuda test-torch-all bench bench-gpu check-gpu bench-stores bench-serving bench-mpi bench-hosts lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
+.PHONY: demo test test-slow test-all test-rust test-kernels test-random test-python test-python-parallel test-python-timed test-python-slow test-python-slow-others test-python-slow-timed test-cuda test-torch-all bench bench-gpu check-gpu bench-stores bench-serving bench-mpi bench-internode lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
 # As many ranks as cores, 2 to 4.
 DEMO_RANKS ?= $(shell cores=$$(nproc); echo $$((cores < 2 ? 2 : cores > 4 ? 4 : cores)))
 demo: build
@@ -142,7 +142,7 @@ bench-mpi: build
 	$(BIN)/python benches/mpi.py
 
 # Two nodes of namespaces with a wire of 1 Gb/s between them, against flat Gloo; needs root, ip and tc. BENCH_FLAGS=--help tells the rest.
-bench-hosts: build
+bench-internode: build
 	$(BIN)/python benches/internode.py $(BENCH_FLAGS)
 
 lint: build
@@ -230,7 +230,7 @@ SOAK_MINUTES ?= 60
 soak: build
 	$(BIN)/python tests/soak --minutes $(SOAK_MINUTES) $(SOAK_FLAGS)
 
-# Every fault on real processes, with Gloo beside symm; some ten minutes. FAULTS_FLAGS=--hosts: on two nodes; --help tells the rest.
+# Every fault on real processes, with Gloo beside symm; some ten minutes. FAULTS_FLAGS=--nodes: on two nodes; --help tells the rest.
 faults: build
 	$(BIN)/python tests/faults $(FAULTS_FLAGS)
 

@@ -1,4 +1,4 @@
-"""symm on two nodes compared with flat Gloo, in one run: ``make bench-hosts``.
+"""symm on two nodes compared with flat Gloo, in one run: ``make bench-internode``.
 
 The nodes are namespaces of this machine, two ranks each, with a link between them that ``tc`` limits to ``--rate``
 (``tests/internode/netns.py``; needs root, ``ip``, ``tc`` and ``unshare``). The two sides alternate, round by round;
@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "hosts"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "internode"))
 
 import netns
 
@@ -115,18 +115,18 @@ def measure(rank: int, _layout: Sequence[int], place: Path) -> list[dict[str, An
     return cells
 
 
-def finished(hosts: netns.Hosts) -> list[Any]:
+def finished(nodes: netns.Nodes) -> list[Any]:
     """Returns the results of all ranks once they have finished; prints progress meanwhile."""
     said = ""
-    while any(init.poll() is None for init in hosts.inits):
-        progress = hosts.place / "progress"
+    while any(init.poll() is None for init in nodes.inits):
+        progress = nodes.place / "progress"
         if progress.exists() and (now := progress.read_text()) != said:
             said = now
             print(f"measured {said}", file=sys.stderr, flush=True)
         time.sleep(0.2)
-    if any(init.returncode for init in hosts.inits):
-        sys.exit(hosts.logs())
-    return hosts.results(timeout=1)
+    if any(init.returncode for init in nodes.inits):
+        sys.exit(nodes.logs())
+    return nodes.results(timeout=1)
 
 
 def main() -> None:
@@ -143,16 +143,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "cells").write_text(json.dumps([(op, size) for op in ops for size in sizes]))
-        hosts = netns.Hosts(place, LAYOUT)
+        nodes = netns.Nodes(place, LAYOUT)
         try:
-            hosts.connect()
+            nodes.connect()
             if arguments.rate != "0":
-                hosts.limit(arguments.rate)
+                nodes.limit(arguments.rate)
             os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent)
-            hosts.start("hosts:measure")
-            found = finished(hosts)
+            nodes.start("internode:measure")
+            found = finished(nodes)
         finally:
-            hosts.end()
+            nodes.end()
     print(f"| symm / Gloo, µs | {' | '.join(sizes)} |\n|---|{'---|' * len(sizes)}")
     cells = iter(zip(*found, strict=True))
     for op in ops:

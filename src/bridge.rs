@@ -291,7 +291,7 @@ pub mod ffi {
         fn run_load(self: &LoadGenerator, work: &str, calls: u32) -> LoadResult;
         /// Link matrix of the GPUs with these UUIDs, in this order.
         fn nvlink_matrix(uuids: &[String]) -> LinkMatrix;
-        /// Report of all GPUs of this host.
+        /// Report of all GPUs of this node.
         fn topology_report() -> TextResult;
         /// `coll::cost::Model`.
         type CostModel;

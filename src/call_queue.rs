@@ -90,7 +90,7 @@ impl CallQueue {
         })
     }
 
-    /// Has calls run on several nodes from now on; `connect` connects them, for which the ranks of this host may run calls.
+    /// Has calls run on several nodes from now on; `connect` connects them, for which the ranks of this node may run calls.
     pub fn connect<T>(&self, connect: impl FnOnce(&mut CpuRunner) -> Result<(Arc<Internode>, T)>) -> Result<(Arc<Internode>, T)> {
         let mut executor = lock(&self.executor);
         let (internode, more) = connect(executor.inner.get_mut())?;
@@ -133,7 +133,7 @@ impl CallQueue {
         lock(&outcome).clone()
     }
 
-    /// Runs `calls` of the ranks of this host as `run` does. They are none of the group's: they have neither a number nor an entry in the
+    /// Runs `calls` of the ranks of this node as `run` does. They are none of the group's: they have neither a number nor an entry in the
     /// flight recorder.
     pub fn run_intra_node(&self, calls: &[Call<'_>], timeout: Duration) -> Result<()> {
         let mut state = loop {

@@ -53,7 +53,7 @@ impl Default for GroupTuning {
 
 /// A joined group.
 pub struct Group {
-    /// Control block of the ranks of this host.
+    /// Control block of the ranks of this node.
     control: Arc<ControlBlock>,
     engine: Arc<CallQueue>,
     messages: Arc<Messages>,
@@ -123,7 +123,7 @@ impl Group {
     }
 
     /// A collective was refused on this rank, because of `text`, before anything was exchanged. If peers wait for it, and this rank makes
-    /// no other call within 80 ms, the group fails: those of this host learn so within 100 ms of their call or of this one, whichever is
+    /// no other call within 80 ms, the group fails: those of this node learn so within 100 ms of their call or of this one, whichever is
     /// later, and others within 0.2 s.
     pub fn reject(&self, text: String) {
         if self.check_alive().and_then(|()| self.health.check_kernels()).is_ok() {
@@ -219,7 +219,7 @@ impl Group {
         self.internode.as_ref().map_or(Ok(self), |internode| Err(internode.unsupported(what)))
     }
 
-    /// Control block of the ranks of this host.
+    /// Control block of the ranks of this node.
     pub fn control(&self) -> &ControlBlock {
         &self.control
     }
@@ -249,7 +249,7 @@ impl Group {
         self.timeout_ms.store(timeout.as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// The first failure, or the death of a rank of this host that no call has run into yet.
+    /// The first failure, or the death of a rank of this node that no call has run into yet.
     pub fn error(&self) -> Option<Error> {
         self.health.error()
     }

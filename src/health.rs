@@ -1,6 +1,6 @@
 //! Health of a group: its first failure, and how everything that belongs to it hears of that.
 //!
-//! A failure stands in the control block, which wakes all ranks of this host. Each part of a group that has more to do is a [`FailureListener`]:
+//! A failure stands in the control block, which wakes all ranks of this node. Each part of a group that has more to do is a [`FailureListener`]:
 //! messages end, then the nodes report the failure to each other and drop the rail. The first call of [`Health::fail`] does all of that
 //! once, in this order.
 
@@ -65,7 +65,7 @@ impl Health {
         })
     }
 
-    /// Control block of the ranks of this host.
+    /// Control block of the ranks of this node.
     pub fn control(&self) -> &Arc<ControlBlock> {
         &self.control
     }
@@ -102,7 +102,7 @@ impl Health {
         stands
     }
 
-    /// The first failure, or the death of a rank of this host that no call has run into yet.
+    /// The first failure, or the death of a rank of this node that no call has run into yet.
     pub fn error(&self) -> Option<Error> {
         self.failure().or_else(|| self.control.dead())
     }
@@ -186,7 +186,7 @@ mod tests {
         }
 
         fn departure(&self, local: usize) -> Option<Error> {
-            (local == 1 && self.name == "hosts").then(|| Error::peer("has left"))
+            (local == 1 && self.name == "internode").then(|| Error::peer("has left"))
         }
     }
 
@@ -199,7 +199,7 @@ mod tests {
     fn every_part_hears_of_the_first_failure_once_and_in_its_order() {
         let (health, heard) = (health(), Arc::default());
         let part = |name| Arc::new(Part { name, heard: Arc::clone(&heard), health: Arc::clone(&health) });
-        let parts = ["messages", "hosts"].map(part);
+        let parts = ["messages", "internode"].map(part);
         parts.iter().for_each(|part| health.listen(Arc::downgrade(&(Arc::clone(part) as Arc<dyn FailureListener>))));
         assert_eq!(health.error(), None);
         let first = health.fail(Error::aborted("the cause"));
@@ -209,15 +209,15 @@ mod tests {
         // One that comes later hears of it, too.
         let late = part("late");
         health.listen(Arc::downgrade(&(Arc::clone(&late) as Arc<dyn FailureListener>)));
-        let names = ["messages", "hosts", "late"].map(|name| (name, "the cause".to_owned()));
+        let names = ["messages", "internode", "late"].map(|name| (name, "the cause".to_owned()));
         assert_eq!(*lock(&heard), names);
     }
 
     #[test]
     fn who_loses_a_connection_hears_that_its_peer_has_left() {
         let (health, heard) = (health(), Arc::default());
-        let hosts = Arc::new(Part { name: "hosts", heard, health: Arc::clone(&health) });
-        health.listen(Arc::downgrade(&(Arc::clone(&hosts) as Arc<dyn FailureListener>)));
+        let internode = Arc::new(Part { name: "internode", heard, health: Arc::clone(&health) });
+        health.listen(Arc::downgrade(&(Arc::clone(&internode) as Arc<dyn FailureListener>)));
         assert_eq!(health.cause(0, Duration::ZERO), None);
         assert_eq!(health.cause(1, Duration::MAX), Some(Error::peer("has left")));
     }

@@ -1,6 +1,6 @@
-//! Which ranks of a group are on which host, for groups that span several.
+//! Which ranks of a group are on which node, for groups that span several.
 //!
-//! Ranks share a host where their [`NodeId`]s are equal; containers that share no namespaces are nodes of their own.
+//! Ranks share a node if their [`NodeId`]s are equal; containers that share no namespaces count as separate nodes.
 
 use crate::rank::{Rank, name_ranks};
 use crate::sys::node_id::NodeId;
@@ -17,18 +17,19 @@ pub struct RankLocation {
 }
 
 impl RankLocation {
-    /// A place on the host `name`, for tests.
+    /// Returns a location on the node `name`, for tests.
     pub fn on(name: &str) -> Self {
         Self { node: NodeId { boot: name.into(), ..NodeId::default() }, name: name.into(), pid: 7 }
     }
 }
 
-/// Ranks of a group by host. Nodes are in the order of their lowest ranks, the ranks of a host in order; every rank computes the same.
+/// Ranks of a group by node: nodes in the order of their lowest ranks, and the ranks of a node in order. Every rank
+/// computes the same map.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeMap {
     /// Ranks of each node.
     members: Vec<Vec<Rank>>,
-    /// Host of each rank, and its index there.
+    /// Node and local rank of each rank.
     seats: Vec<(usize, usize)>,
     /// Name of each node.
     names: Vec<String>,
@@ -85,17 +86,17 @@ impl NodeMap {
         &self.members[node]
     }
 
-    /// `node "a" (ranks 0 and 1)`: how messages name a host.
+    /// `node "a" (ranks 0 and 1)`: how messages name a node.
     pub fn name_node(&self, node: usize) -> String {
         format!("node {:?} ({})", self.names[node], name_ranks(&self.members[node]))
     }
 
     /// Name of `node`.
-    pub fn host_name(&self, node: usize) -> &str {
+    pub fn node_name(&self, node: usize) -> &str {
         &self.names[node]
     }
 
-    /// All hosts but `node`, as messages name them.
+    /// All nodes except `node`, as messages name them.
     pub fn name_others(&self, node: usize) -> String {
         let others: Vec<String> = (0..self.num_nodes()).filter(|&other| other != node).map(|other| self.name_node(other)).collect();
         others.join(", ")

@@ -58,7 +58,7 @@ pub struct Manner<'a> {
     /// The backend's own limit, unless it is to use its usual one.
     pub timeout: Option<Duration>,
     /// After the present work of the current stream and concurrently with its later work; otherwise in stream order.
-    pub beside: bool,
+    pub overlap: bool,
     /// The memory that the transfer uses: it lives until the transfer has ended, even if this rank abandons the
     /// transfer. `None` if the caller keeps the memory.
     pub keep: Option<&'a Buffer>,

@@ -43,9 +43,9 @@ def describe(group: ProcessGroup | ProcessGroupSymm | None = None) -> str:
     own = _own(group)
     ranks, device = own.size(), own._device()
     lines = [repr(own)]
-    others = _other_hosts(own)
+    others = _other_nodes(own)
     if others:
-        lines.append(f"  on several nodes, with {others}: two_level, of what serves the ranks of a host")
+        lines.append(f"  on several nodes, with {others}: two_level, with the algorithms of one node")
         return "\n".join(lines)
     for kind, shown in [("cpu", "cpu")] + ([] if device is None else [("cuda", f"cuda:{device}")]):
         rows = dict(_rows(kind, ranks))
@@ -76,7 +76,7 @@ def _own(group: Any) -> Any:
     raise ValueError(f"no tensors of this group are served by symm: {group!r}")
 
 
-def _other_hosts(own: Any) -> str:
+def _other_nodes(own: Any) -> str:
     from torch_symm._repr import group_name
     from torch_symm._trace import trace
 

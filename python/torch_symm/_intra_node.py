@@ -25,20 +25,20 @@ def intra_node_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGrou
     """
     whole = group if group is not None else distributed_c10d._get_default_group()
     if _of_groups.get(whole) not in distributed_c10d._world.pg_map:
-        _of_groups[whole] = _make_host_group(whole)
+        _of_groups[whole] = _make_node_group(whole)
     return _of_groups[whole]
 
 
-def _make_host_group(whole: dist.ProcessGroup) -> dist.ProcessGroup:
+def _make_node_group(whole: dist.ProcessGroup) -> dist.ProcessGroup:
     members = dist.get_process_group_ranks(whole)
     told: list[Any] = [None] * len(members)
     dist.all_gather_object(told, (_identity(), len(distributed_c10d._world.pg_names)), group=whole)
-    hosts: dict[str, list[int]] = {}
-    for rank, (host, _) in zip(members, told, strict=True):
-        hosts.setdefault(host, []).append(rank)
+    nodes: dict[str, list[int]] = {}
+    for rank, (node, _) in zip(members, told, strict=True):
+        nodes.setdefault(node, []).append(rank)
     if whole is distributed_c10d._get_default_group():
         enumerate_groups: Any = dist.new_subgroups_by_enumeration
-        own, _ = enumerate_groups(list(hosts.values()), backend="symm")
+        own, _ = enumerate_groups(list(nodes.values()), backend="symm")
     else:
         # If not all ranks know a group, torch derives its name from each member's number of groups.
         if len({count for _, count in told}) > 1:
@@ -46,7 +46,7 @@ def _make_host_group(whole: dist.ProcessGroup) -> dist.ProcessGroup:
                 "intra_node_group: the ranks of the group are members of different numbers of groups, so that torch "
                 "cannot make another among some of them; make the intra-node group first"
             )
-        own = dist.new_group(hosts[_identity()], backend="symm", use_local_synchronization=True)
+        own = dist.new_group(nodes[_identity()], backend="symm", use_local_synchronization=True)
     assert isinstance(own, dist.ProcessGroup)
     return own
 

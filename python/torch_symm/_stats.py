@@ -19,7 +19,7 @@ class Stats(dict[str, Any]):
         text = table.render([parse(trace(), "this process")])
         counted = {name: value for name, value in self.items() if name != "inter_node"}
         parts = [text, f"CUDA calls by algorithm: {counted!r}" if counted else ""]
-        parts.append(f"Between hosts: {self['inter_node']!r}" if "inter_node" in self else "")
+        parts.append(f"Between nodes: {self['inter_node']!r}" if "inter_node" in self else "")
         return "\n".join(part for part in parts if part)
 
 

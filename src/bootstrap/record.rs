@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_that_may_be_connected_need_not_agree_on_memory_or_users() {
+    fn nodes_that_may_be_connected_need_not_agree_on_memory_or_users() {
         let mut far = JoinRecord { uid: 5, segment_bytes: 8, multi_node: true, ..record(1) };
         far.node.boot = "c".into();
         let here = JoinRecord { multi_node: true, ..record(0) };

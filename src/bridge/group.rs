@@ -2,7 +2,7 @@
 #![allow(unsafe_code, reason = "the promise of C++ about the memory of a call")]
 
 use super::torch_store::TorchStore;
-use super::transport::{Maker, engines};
+use super::transport::{TorchTransports, find_backends};
 use super::{ffi, from_cpp, guarded, milliseconds, outcome, started};
 use crate::bootstrap::JoinOptions;
 use crate::coll::alias;
@@ -183,10 +183,10 @@ pub(super) fn join(
         let store = TorchStore::new(store);
         let name = store.name()?;
         let store: Arc<dyn Store> = Arc::new(store);
-        let torch = |named: &str| engines(&transports, named);
+        let torch = |named: &str| find_backends(&transports, named);
         let choice = discovery::connects(&spec.inter_node_backend, &options, torch)?;
         let partials = ReduceDtype::chosen(&spec.reduce_dtype, options.order, spec.is_default)?;
-        let connecting = |backend: &str| Arc::new(Maker::new(&transports, backend)) as Arc<dyn Transports>;
+        let connecting = |backend: &str| Arc::new(TorchTransports::new(&transports, backend)) as Arc<dyn Transports>;
         let worker = OffloadedStore::new(Arc::clone(&store), name)?;
         group = Group::join(
             &worker,

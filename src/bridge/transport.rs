@@ -16,34 +16,34 @@ use std::time::Duration;
 #[allow(missing_docs, unreachable_pub)] // What cxx generates is public.
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {
-    /// Rank of this process among those that a transport connects, and the CUDA device whose memory it moves; negative: the host's.
+    /// Position of this process in a transport, and the CUDA device whose memory the transport moves; negative: the host.
     struct Seat {
         rank: usize,
         size: usize,
         device: i32,
     }
 
-    /// How a transfer is to begin.
+    /// How a transfer starts.
     struct Manner {
-        /// The backend's own limit; 0: its usual one.
+        /// Timeout of the backend in milliseconds; 0: the backend's default.
         timeout_ms: i64,
-        /// On a stream of the backend's own, beside what the current stream gets next.
-        beside: bool,
+        /// True to use the backend's own stream, so that later work on the current stream runs at the same time.
+        overlap: bool,
     }
 
-    /// A new transport, or null and why not.
+    /// A new transport, or null and the error.
     struct Connected {
         status: Status,
         transport: SharedPtr<TransportHandle>,
     }
 
-    /// A transfer that has begun, or null and why not.
+    /// A transfer that has started, or null and the error.
     struct Started {
         status: Status,
         work: SharedPtr<PendingHandle>,
     }
 
-    /// New memory, or null and why not.
+    /// New memory, or null and the error.
     struct Allocated {
         status: Status,
         buffer: SharedPtr<BufferHandle>,
@@ -54,19 +54,19 @@ pub mod ffi {
         include!("symm/src/bridge.rs.h");
         type Span = crate::bridge::ffi::Span;
         type Status = crate::bridge::ffi::Status;
-        /// Memory of torch's allocators. It stays as long as a transfer uses it, even after this rank has abandoned the transfer.
+        /// Memory of torch's allocators. A transfer keeps its memory until it ends, even if this rank has abandoned it.
         type BufferHandle;
         fn address(self: &BufferHandle) -> usize;
-        /// A transfer between nodes that has begun. None of its functions throws.
+        /// A started transfer between nodes. Its functions do not throw.
         type PendingHandle;
-        /// Waits on the host for its end: kind 9 after the limit, where it goes on. The error is the backend's.
+        /// Blocks the host until it ends: kind 9 if the limit passes first; it then continues. The error is the backend's.
         fn wait(self: &PendingHandle, limit_ms: i64) -> Status;
         /// Makes the calling thread's current stream wait for its end.
         fn follow(self: &PendingHandle) -> Status;
         /// Ends it, if the backend can.
         fn abort(self: &PendingHandle) -> Status;
-        /// A `c10d::Backend` that connects ranks of several nodes: it moves bytes. None of its functions throws, and none waits for a peer.
-        /// Bytes lie in `keep`, unless that is null: then the caller keeps them until the transfer has ended.
+        /// A `c10d::Backend` that connects ranks of several nodes: it moves bytes. Its functions neither throw nor wait
+        /// for a peer. The bytes are in `keep`; if it is null, the caller keeps the memory until the transfer has ended.
         type TransportHandle;
         fn all_gather(self: &TransportHandle, from: &Span, to: &Span, keep: &SharedPtr<BufferHandle>, manner: &Manner) -> Started;
         fn all_to_all(
@@ -81,22 +81,23 @@ pub mod ffi {
         fn broadcast(self: &TransportHandle, root: usize, at: &Span, keep: &SharedPtr<BufferHandle>, manner: &Manner) -> Started;
         fn send(self: &TransportHandle, to: usize, from: &Span, tag: i32, keep: &SharedPtr<BufferHandle>) -> Started;
         fn recv(self: &TransportHandle, from: usize, to: &Span, tag: i32, keep: &SharedPtr<BufferHandle>) -> Started;
-        /// Messages as one: `give[r]` to rank `r` and `take[r]` from it, where they are not empty.
+        /// Sends `give[r]` to every rank `r` and receives `take[r]` from it, unless they are empty, in one transfer.
         fn exchange(self: &TransportHandle, give: &[Span], take: &[Span]) -> Started;
         fn abort(self: &TransportHandle);
         fn shutdown(self: &TransportHandle);
-        /// What makes transports of one group.
+        /// Creates the transports of one group.
         type TransportsHandle;
-        /// Names of the backends that `named` stands for, as `config::InterNodeBackends` has them.
+        /// Looks up the backends that `named` stands for, for CPU and for CUDA tensors.
         fn find(self: &TransportsHandle, named: &str, cpu: &mut String, cuda: &mut String) -> Status;
-        /// Connects this rank with those that connect by the same name. A wait for them ends once `given_up` is set.
-        fn connect(self: &TransportsHandle, engine: &str, name: &str, seat: &Seat, timeout_ms: i64, given_up: Box<GivenUp>) -> Connected;
-        /// Allocates memory of a CUDA device, of the host if `device` is negative.
+        /// Connects this rank with the ranks that connect under the same `name`. Stops waiting for them once `given_up`
+        /// is set.
+        fn connect(self: &TransportsHandle, backend: &str, name: &str, seat: &Seat, timeout_ms: i64, given_up: Box<GivenUp>) -> Connected;
+        /// Allocates memory of a CUDA device, or of the host if `device` is negative.
         fn allocate(self: &TransportsHandle, device: i32, bytes: usize) -> Allocated;
     }
 
     extern "Rust" {
-        /// Tells a transport that is being made whether this rank still needs it.
+        /// A flag that is set once this rank no longer needs a transport that is being created.
         type GivenUp;
         fn is_set(self: &GivenUp) -> bool;
     }
@@ -104,7 +105,7 @@ pub mod ffi {
     impl SharedPtr<TransportsHandle> {}
 }
 
-// SAFETY: an allocation, which only its owner's drop changes.
+// SAFETY: an allocation, which changes only when its owner drops it.
 unsafe impl Send for BufferHandle {}
 // SAFETY: as above.
 unsafe impl Sync for BufferHandle {}
@@ -136,7 +137,8 @@ fn begun(started: Started) -> Result<Work> {
     outcome(started.status).map(|()| Arc::new(started.work) as Work)
 }
 
-/// Milliseconds for a backend: rounded up, so that its own timeout does not pass before the caller's deadline, which says who is missing.
+/// Milliseconds for a backend: rounded up, so that the caller's deadline, whose error names the missing ranks, passes
+/// first.
 fn milliseconds(time: Duration) -> i64 {
     i64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(i64::MAX).max(1)
 }
@@ -147,26 +149,26 @@ fn kept(keep: Option<&Buffer>) -> Result<SharedPtr<BufferHandle>> {
 }
 
 fn manner(manner: Manner<'_>) -> ffi::Manner {
-    ffi::Manner { timeout_ms: manner.timeout.map_or(0, milliseconds), beside: manner.beside }
+    ffi::Manner { timeout_ms: manner.timeout.map_or(0, milliseconds), overlap: manner.overlap }
 }
 
-/// Creates the backends of one name for one group.
-pub(super) struct Maker {
+/// Connects the ranks of one group by torch's backend of one name.
+pub(super) struct TorchTransports {
     transports: SharedPtr<TransportsHandle>,
-    engine: String,
+    backend: String,
 }
 
-impl Maker {
-    pub(super) fn new(transports: &SharedPtr<TransportsHandle>, engine: &str) -> Self {
-        Self { transports: transports.clone(), engine: engine.into() }
+impl TorchTransports {
+    pub(super) fn new(transports: &SharedPtr<TransportsHandle>, backend: &str) -> Self {
+        Self { transports: transports.clone(), backend: backend.into() }
     }
 }
 
-impl Transports for Maker {
+impl Transports for TorchTransports {
     fn connect(&self, name: &str, seat: &Seat, timeout: Duration, given_up: &GivenUp) -> Result<Arc<dyn Transport>> {
         let (transports, Seat { rank, size, device }) = (there(&self.transports)?, *seat);
         let seat = ffi::Seat { rank, size, device };
-        let connect = || transports.connect(&self.engine, name, &seat, milliseconds(timeout), Box::new(given_up.clone()));
+        let connect = || transports.connect(&self.backend, name, &seat, milliseconds(timeout), Box::new(given_up.clone()));
         let connected = if device == HOST { apart_from_children(connect) } else { connect() };
         outcome(connected.status).map(|()| Arc::new(connected.transport) as Arc<dyn Transport>)
     }
@@ -236,11 +238,11 @@ fn span(span: Span) -> ffi::Span {
     ffi::Span { addr: span.addr, bytes: span.bytes }
 }
 
-/// Names of the backends that `named` stands for, as torch knows them.
+/// Returns the names of the backends that `named` stands for, as torch knows them.
 ///
 /// # Errors
-/// `Value` says what there is.
-pub(super) fn engines(transports: &SharedPtr<TransportsHandle>, named: &str) -> Result<InterNodeBackends> {
+/// `Value` if torch knows no such backend; the message lists those that it knows.
+pub(super) fn find_backends(transports: &SharedPtr<TransportsHandle>, named: &str) -> Result<InterNodeBackends> {
     let mut found = InterNodeBackends { cpu: String::new(), cuda: String::new() };
     outcome(there(transports)?.find(named, &mut found.cpu, &mut found.cuda)).map(|()| found)
 }

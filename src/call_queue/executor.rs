@@ -9,7 +9,7 @@ use std::cell::RefCell;
 
 /// What runs the calls of a queue, one at a time.
 pub struct Executor {
-    /// Runs collectives of the ranks of this host.
+    /// Runs collectives of the ranks of this node.
     pub(super) inner: RefCell<CpuRunner>,
     /// Runs those of the group, if its ranks are on several nodes.
     pub(super) internode: Option<InternodeRunner>,
@@ -40,7 +40,7 @@ impl Executor {
         }
     }
 
-    /// Runs `calls` of the ranks of this host.
+    /// Runs `calls` of the ranks of this node.
     pub(super) fn run_intra_node(&mut self, calls: &[Call<'_>], limit: &CallTimeout) -> Result<()> {
         calls.iter().try_for_each(|call| self.inner.get_mut().run(call, limit))
     }

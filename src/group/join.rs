@@ -1,4 +1,4 @@
-//! Joining a group: its ranks find each other, those of a host share memory and meet there, and nodes are connected.
+//! Joining a group: its ranks find each other, those of a node share memory and meet there, and nodes are connected.
 #![allow(unsafe_code, reason = "a word of a peer's memory, read to learn whether that is possible")]
 
 use super::rejection::LocalRejections;
@@ -61,7 +61,7 @@ impl Group {
         Ok(group)
     }
 
-    /// Makes the group, whose ranks are all on this host, a part of one on several: `meet` connects it with the others.
+    /// Makes the group, whose ranks are all on this node, a part of one on several: `meet` connects it with the others.
     pub(super) fn connect_nodes<T>(
         &mut self,
         meet: impl FnOnce(&Arc<Health>, &Messages, &mut CpuRunner) -> Result<(Arc<Internode>, T)>,
@@ -72,7 +72,7 @@ impl Group {
         Ok(more)
     }
 
-    /// The group of the ranks that have `joined` on this host: all, or a part of the group on several.
+    /// The group of the ranks that have `joined` on this node: all, or a part of the group on several.
     fn of(joined: Joined, options: &JoinOptions, part: Option<ParentGroup>) -> Result<Self> {
         let config = Config::get();
         let (size, rank, group) = (joined.members.len(), Rank(options.rank as u32), options.name());

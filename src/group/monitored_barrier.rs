@@ -1,6 +1,6 @@
 //! Monitored barrier: one whose failure names the ranks that did not come, in Gloo's words.
 //!
-//! A rank that waits for another node sees that the host is late, not which of its ranks. So on several nodes every rank sets a key in the
+//! A rank that waits for another node sees that the node is late, not which of its ranks. So on several nodes every rank sets a key in the
 //! store before it enters the barrier, and if the barrier fails, rank 0 reads which keys are missing. A rank deletes its key once it has
 //! passed the next barrier, or leaves, because rank 0 may fail in one that others have passed.
 

@@ -86,7 +86,7 @@ pub fn find(store: &dyn Store, options: &JoinOptions, choice: &InterNodeChoice) 
             if options.rank == 0
                 && let Some(advice) = advice(&apart.placements)
             {
-                log::warn!("group \"{}\": they count as hosts: {advice}", options.group);
+                log::warn!("group \"{}\": they count as nodes: {advice}", options.group);
             }
             if options.is_default {
                 *lock(KNOWN.get()) = Some(DefaultGroupNodes { placements: apart.placements.clone(), choice: choice.clone() });

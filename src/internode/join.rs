@@ -124,7 +124,7 @@ impl<'a> InternodeJoin<'a> {
             timeout: self.limit.remaining(),
             order: options.order,
         };
-        let part = ParentGroup { node: layout.host_name(node).into(), ranks: layout.ranks_of(node).to_vec() };
+        let part = ParentGroup { node: layout.node_name(node).into(), ranks: layout.ranks_of(node).to_vec() };
         let store = PrefixStore::new(&inside(layout, node), &self.store);
         let joined = inner.spec(MAX_RANKS, trace::ended).and_then(|spec| bootstrap::join(&store, &spec));
         joined.and_then(|joined| group(joined, &inner, part)).map_err(|error| {
@@ -315,7 +315,7 @@ impl Drop for Address<'_> {
 
 /// Returns the prefix of the keys by which the ranks of `node` join.
 fn inside(layout: &NodeMap, node: usize) -> String {
-    format!("symm-host/{}/{node}", layout.ranks_of(node)[0])
+    format!("symm-node/{}/{node}", layout.ranks_of(node)[0])
 }
 
 /// Connects nodes whose ranks are threads of a test; a rank may bring a `rail`, and all meet in `store`.

@@ -78,7 +78,7 @@ impl Rail {
     /// Starts `transfer` of staging, whose bytes no other pending transfer writes.
     pub(super) fn start(&self, transfer: &RailOp<Span>, timeout: Duration) -> Result<()> {
         let mut state = lock(&self.state);
-        let manner = Manner { timeout: Some(timeout), beside: true, keep: state.staging.as_ref() };
+        let manner = Manner { timeout: Some(timeout), overlap: true, keep: state.staging.as_ref() };
         let work = start(&*self.transport, transfer, manner)?;
         state.works.push_back(work);
         Ok(())

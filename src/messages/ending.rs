@@ -62,7 +62,7 @@ impl TransferLabel<'_> {
     }
 }
 
-/// Peers of this host that take part in nothing further, and how each became so. They are to be asked for before what they wrote is read:
+/// Peers of this node that take part in nothing further, and how each became so. They are to be asked for before what they wrote is read:
 /// else some of it may be missed.
 struct LostPeers {
     absent: Vec<(Rank, String)>,
@@ -165,7 +165,7 @@ impl MessageTable {
         Error::timeout(format!("{me} reached its timeout after {seconds:.1} s in {what}, waiting for {whom}"))
     }
 
-    /// The error of a message that the `end` of a rank of this host ends.
+    /// The error of a message that the `end` of a rank of this node ends.
     fn ended(&self, control: &ControlBlock, pending: &TransferLabel<'_>, (end, how): &(Rank, String)) -> Error {
         let what = about(control, pending.name, pending.bytes, pending.tag);
         let (me, seconds) = (control.describe(control.rank()), pending.limit.elapsed().as_secs_f32());
@@ -237,7 +237,7 @@ impl Messages {
         })
     }
 
-    /// Fails the group on this host; the rest of it hears of that without the lock, in `complete`.
+    /// Fails the group on this node; the rest of it hears of that without the lock, in `complete`.
     fn fail_under_lock(&self, state: &mut MessageTable, error: Error) {
         let error = self.control.fail(error);
         state.unnotified = Some(error.clone());
@@ -273,7 +273,7 @@ impl Messages {
         let told = self.internode.get().and_then(|_| self.health.error());
         let mut state = self.lock();
         self.fail_hopeless(&mut state);
-        // A death on this host has its own words above.
+        // A death on this node has its own words above.
         if let (Some(error), None) = (told, &state.closed) {
             state.fail_all(&error);
         }

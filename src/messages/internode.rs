@@ -24,7 +24,7 @@ pub struct InternodeLinks {
     pub links: Arc<Links>,
     /// Store through which two ranks meet.
     pub store: Arc<dyn Store>,
-    /// Which ranks are on which host.
+    /// Which ranks are on which node.
     pub node_map: Arc<NodeMap>,
     /// This rank.
     pub me: Rank,

@@ -62,7 +62,7 @@ struct LinkState {
     /// Calls of `send` that have not been confirmed, the oldest first, and how many have been.
     sends: VecDeque<Vec<Staged>>,
     confirmed: u64,
-    /// What is listened for, by class of traffic, the oldest first.
+    /// Pending receives by class of traffic, the oldest first.
     listening: [VecDeque<Staged>; 2],
     spare: Vec<Buffer>,
 }
@@ -128,7 +128,8 @@ impl Links {
         Ok(())
     }
 
-    /// Connects this rank with `peer`, which makes a link of this `name` at the same time; `second` is true for one of the two.
+    /// Connects this rank with `peer`, which makes a link of this `name` at the same time; `second` is true on one of
+    /// the two.
     pub(super) fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()> {
         let seat = Seat { rank: usize::from(second), size: 2, device: HOST };
         let transport = self.transports.connect(name, &seat, timeout, &self.link(peer).closed)?;
@@ -138,7 +139,7 @@ impl Links {
         })
     }
 
-    /// Queues copies of `frame` and `payload`: both in one as a frame, or the frame and then the payload as a piece.
+    /// Queues copies of `frame` and `payload`: together as one frame, or the frame and then the payload as a piece.
     pub(super) fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()> {
         (self.count)(peer, frame.len() + payload.len(), 0);
         self.queue(peer, |link| {
@@ -150,7 +151,7 @@ impl Links {
         })
     }
 
-    /// The first `sends` calls of `send` have reached the peer: their staging is needed no longer.
+    /// Reuses the staging of the first `sends` calls of `send`, which have reached the peer.
     pub(super) fn confirm(&self, peer: Rank, sends: u64) {
         let link = self.link(peer);
         let mut state = lock(&link.state);
@@ -167,19 +168,18 @@ impl Links {
         self.queue(peer, |link| Ok(Queued::Listen(Part { traffic, bytes, staging: link.staged(&*self.transports, bytes)? })))
     }
 
-    /// Passes what is queued to the transports, in the order in which it was queued for each peer. Returns the links that
-    /// failed.
+    /// Passes the queued transfers of each peer to the transports in order. Returns the links that failed.
     pub(super) fn flush(&self) -> Vec<(Rank, Error)> {
         let due = std::mem::take(&mut *lock(&self.due));
         let failed = |peer| self.link(peer).flush().err().map(|error| (peer, error));
         due.into_iter().filter_map(failed).collect()
     }
 
-    /// Passes on what is queued for `peer`, and waits for the oldest bytes of class `traffic` that are listened for;
-    /// `None` once the link has been closed.
+    /// Starts the queued transfers of `peer`, then waits for the oldest receive of class `traffic`. Returns `None` once
+    /// the link has been closed.
     pub(super) fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<Arrived>> {
         let link = self.link(peer);
-        // Another thread may have taken this link from `due` and not have come to it yet.
+        // Another thread may have taken this link from `due` without having flushed it yet.
         link.flush()?;
         let work = {
             let state = lock(&link.state);
@@ -187,28 +187,28 @@ impl Links {
                 return Ok(None);
             }
             let oldest = state.listening[traffic as usize].front().map(|staged| Arc::clone(&staged.work));
-            oldest.ok_or_else(|| Error::internal(format!("nothing is listened for of class {traffic:?}")))?
+            oldest.ok_or_else(|| Error::internal(format!("no receive of class {traffic:?} is pending")))?
         };
         let ended = work.wait(EVER);
         let mut state = lock(&link.state);
-        // `close` has ended the wait, with an error or without, or has left the staging alone.
+        // If the link was closed, `close` owns the staging, whether or not the wait failed.
         if link.closed.is_set() || !ended? {
             return Ok(None);
         }
         Ok(state.listening[traffic as usize].pop_front().map(|staged| Arrived(staged.staging)))
     }
 
-    /// A frame and its payload have come, `bytes` bytes in all. Told before a receive is complete with them.
-    pub(super) fn came(&self, peer: Rank, bytes: usize) {
+    /// Counts a received frame and its payload, `bytes` bytes in all, before the receive completes.
+    pub(super) fn note_received(&self, peer: Rank, bytes: usize) {
         (self.count)(peer, 0, bytes);
     }
 
-    /// The bytes that have `arrived` are needed no longer.
+    /// Reuses the staging of bytes that have `arrived`, which the caller no longer needs.
     pub(super) fn release(&self, peer: Rank, arrived: Arrived) {
         lock(&self.link(peer).state).keep(arrived.0);
     }
 
-    /// Ends every wait, the connection, and a `make` on another thread or a later one.
+    /// Ends every wait, closes the connection, and makes every later `make`, and one on another thread, fail.
     pub(super) fn close(&self, peer: Rank) {
         let link = self.link(peer);
         let (queue, sends, listening, transport) = {
@@ -299,8 +299,8 @@ impl LinkState {
     }
 }
 
-/// Keys in the store of the group by which one end of a backend, which has this `place` in it, tells the others where it can be reached:
-/// Gloo's, one for each of its interfaces.
+/// Returns the keys in the group's store at which the rank with this `place` in a backend publishes its addresses: Gloo
+/// uses one key for each of its interfaces.
 pub fn addresses(name: &str, place: usize) -> impl Iterator<Item = String> {
     let interfaces = Config::get().gloo_interface.as_ref().map_or(1, |names| names.split(',').count());
     (0..interfaces).map(move |interface| format!("{name}/{interface}/{place}"))

@@ -15,7 +15,7 @@ use crate::kernels::cpu::{self, WriteMode};
 use crate::rank::Rank;
 use std::collections::BTreeMap;
 
-/// Unasked messages of one sender of this host beyond which it is not heard. All short ones that a sender may have on their way fit.
+/// Unasked messages of one sender of this node beyond which it is not heard. All short ones that a sender may have on their way fit.
 const BACKLOG_BYTES: usize = EAGER_WINDOW as usize * RING.eager;
 
 /// Another rank, or this one, as messages see it.
@@ -24,7 +24,7 @@ pub(super) enum Peer {
     Own,
     /// A rank of another node, to which nothing carries messages.
     Apart,
-    /// A rank of this host.
+    /// A rank of this node.
     IntraNode(RingLink),
     /// A rank of another node.
     Internode(Box<WireLink>),
@@ -111,7 +111,7 @@ impl MessageTable {
         ticket
     }
 
-    /// The ring to `peer`, a rank of this host.
+    /// The ring to `peer`, a rank of this node.
     pub(super) fn ring(&mut self, peer: Rank) -> Option<&mut RingLink> {
         self.peers[peer.index()].ring_mut()
     }
@@ -153,7 +153,7 @@ impl MessageTable {
         }
     }
 
-    /// Tells peers of this host, until the next step, what `ticket` waits for.
+    /// Tells peers of this node, until the next step, what `ticket` waits for.
     pub(super) fn announce_wait(&mut self, control: &ControlBlock, ticket: u64) {
         let send = self.sends.get(&ticket).map(|send| (true, send.peer, send.tag));
         let waits = send.or_else(|| {
@@ -178,7 +178,7 @@ impl MessageTable {
         }
     }
 
-    /// Whether `peer`, of this host, sleeps for a message of this rank, though it has read all that was sent to it, and nothing between the
+    /// Whether `peer`, of this node, sleeps for a message of this rank, though it has read all that was sent to it, and nothing between the
     /// two is open here.
     pub(super) fn peer_waits_for(&self, control: &ControlBlock, peer: Rank, send: bool, tag: i32) -> bool {
         let rank = control.display_rank(peer);

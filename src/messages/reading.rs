@@ -21,7 +21,7 @@ pub(super) const DIRECT_READ_MAX_BYTES: usize = 1 << 20;
 /// A step of a read: the bytes from `got` on. Until `end_step` the receive stays open, so its memory stays the receiver's.
 pub(super) struct ReadStep {
     from: Rank,
-    /// Its number among the ranks of this host.
+    /// Its number among the ranks of this node.
     local: Rank,
     id: u64,
     addr: u64,

@@ -78,7 +78,7 @@ impl Messages {
 
     /// Takes in a frame that arrived with `payload`; true if more is to be read.
     pub(super) fn receive_frames(&self, far: &InternodeLinks, peer: Rank, head: (Frame, Counters), payload: &[u8]) -> bool {
-        far.links.came(peer, HEADER_BYTES + payload.len());
+        far.links.note_received(peer, HEADER_BYTES + payload.len());
         let mut state = self.lock();
         if state.closed.is_some() {
             return false;

@@ -44,7 +44,7 @@ impl MessageTable {
 impl Messages {
     /// Tells `peer`, of another node, that this rank has refused to send to it, or to receive from it, because of `why`, unless it has made
     /// another call than the first `begun`. `None`: to receive from any rank; this goes to all ranks of other
-    /// hosts.
+    /// nodes.
     pub fn notify_rejected(self: &Arc<Self>, peer: Option<Rank>, begun: u64, send: bool, tag: i32, why: String) {
         let refusal = Rejection { send, tag, why };
         match peer {

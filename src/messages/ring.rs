@@ -29,7 +29,7 @@ enum OutgoingFrame {
 /// Side of this rank in the link with `peer`.
 pub(super) struct RingLink {
     control: Arc<ControlBlock>,
-    /// The peer's number among the ranks of this host.
+    /// The peer's number among the ranks of this node.
     pub(super) peer: Rank,
     tail: u64,
     head: u64,

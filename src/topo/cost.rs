@@ -18,7 +18,7 @@ pub struct LinkCost {
 /// Bandwidth within a node in torch's model, in GiB/s.
 const TORCH_GB_PER_S: f64 = 87.7;
 /// Fraction of that bandwidth between nodes.
-const TORCH_BETWEEN_HOSTS: f64 = 0.22;
+const TORCH_BETWEEN_NODES: f64 = 0.22;
 /// Latency of a hop in torch's model in µs, within a node and between nodes.
 const TORCH_HOP_US: [f64; 2] = [0.6, 2.7];
 /// Fixed cost of a call in torch's model in µs, before the first hop.
@@ -34,7 +34,7 @@ pub fn torch_links(ranks: &[usize], per_node: usize) -> Vec<LinkCost> {
     for (link, &size) in links.iter_mut().zip(ranks).rev() {
         total = total.saturating_mul(size);
         if total > per_node {
-            link.gb_per_s *= TORCH_BETWEEN_HOSTS;
+            link.gb_per_s *= TORCH_BETWEEN_NODES;
             link.us = TORCH_HOP_US[1];
         }
     }
@@ -117,7 +117,7 @@ impl LinkKind {
             // An all-reduce of 16 MB among 4 ranks sends 24 MB in 2.7 ms (README, 2026-11-21, 4-core EPYC).
             Self::SharedMemory => LinkCost { gb_per_s: 9.0, us: 0.3 },
             // As in torch's model.
-            Self::Network => LinkCost { gb_per_s: TORCH_GB_PER_S * TORCH_BETWEEN_HOSTS, us: TORCH_HOP_US[1] },
+            Self::Network => LinkCost { gb_per_s: TORCH_GB_PER_S * TORCH_BETWEEN_NODES, us: TORCH_HOP_US[1] },
             // Nominally 10 Gb/s for all ranks of a node; half of a message's round trip (docs/measurements/cpu.md,
             // 2026-11-24).
             Self::Sockets => LinkCost { gb_per_s: 1.25, us: 135.0 },

@@ -74,7 +74,7 @@ impl Topology {
             let count = self.gpus.len();
             Error::config(match &self.source {
                 TopologySource::Nvml => format!("GPU {uuid} is not among the {count} that NVML shows to this process"),
-                TopologySource::Injected(path) => format!("GPU {uuid} is not among the first {count} of this host, which {path} describes"),
+                TopologySource::Injected(path) => format!("GPU {uuid} is not among the first {count} of this node, which {path} describes"),
                 TopologySource::Absent(reason) => format!("how GPU {uuid} is connected is not known: {reason}"),
             })
         })

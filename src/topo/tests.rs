@@ -37,7 +37,7 @@ fn injected(text: &str, readings: std::result::Result<&Readings, &str>) -> Resul
 const THREE: &str = r#"{"gpus": 3, "links": [[0, 1, 2], [1, 0, 3], [2, 3, 0]], "p2p": true}"#;
 
 #[test]
-fn this_host_is_detected_without_failing() {
+fn this_node_is_detected_without_failing() {
     let detected = detect().expect("with or without NVML");
     if let TopologySource::Absent(reason) = &detected.source {
         assert!(reason.starts_with("NVML "), "{reason}");
@@ -75,7 +75,7 @@ fn an_unknown_gpu_is_named() {
     let detected = assemble(None, Err("no library")).expect("no NVML is no error");
     assert_eq!(message(&detected), "how GPU z is connected is not known: no library");
     let message = message(&injected(THREE, Ok(&readings())).expect("a right file"));
-    assert!(message.starts_with("GPU z is not among the first 3 of this host, which /"), "{message}");
+    assert!(message.starts_with("GPU z is not among the first 3 of this node, which /"), "{message}");
 }
 
 #[test]

@@ -32,7 +32,7 @@ COUNTS = (0, 1, 37, 4099, 33_001)
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Pool]:
+def nodes() -> Iterator[Pool]:
     """Rank processes only for these tests: a process has its node for life."""
     shared = Pool(4)
     yield shared
@@ -47,7 +47,7 @@ def compared() -> Iterator[Pool]:
     shared.stop()
 
 
-def run_hosts(
+def run_nodes(
     pool: Pool,
     fn: Callable[..., Any],
     world: int,
@@ -58,10 +58,10 @@ def run_hosts(
     **options: Any,
 ) -> list[Any]:
     """``Pool.run`` on nodes; ``timeout``: of the default group, in seconds."""
-    return pool.run(_on_host, world, fn, choice, timeout, debug, reduce_dtype, backend=None, timeout=120, **options)
+    return pool.run(_on_node, world, fn, choice, timeout, debug, reduce_dtype, backend=None, timeout=120, **options)
 
 
-def _on_host(
+def _on_node(
     rank: int, world: int, fn: Callable[..., Any], choice: str, timeout: float, debug: str, reduce_dtype: str
 ) -> Any:
     os.environ["SYMM_DEBUG"] = debug
@@ -79,7 +79,7 @@ def two_level(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] 
     return expected.two_level(op, inputs, factors or [1.0] * len(inputs), [rank % 2 for rank in range(len(inputs))])
 
 
-def of_hosts() -> dict[str, Any]:
+def of_nodes() -> dict[str, Any]:
     """The reference and the device of a case."""
     return {"reference": two_level, "device": device()}
 
@@ -93,7 +93,7 @@ def reductions(rank: int, world: int) -> int:
     """Of GPU tensors, and most of them also of CPU tensors in the same group."""
     cases = [(op, torch.float32, count) for op in ("SUM", "AVG", "PREMUL_SUM") for count in COUNTS]
     cases += [(op, dtype, 37) for dtype in expected.DTYPES for op in expected.OPS if served(op, dtype)]
-    here, there = of_hosts(), {**of_hosts(), "device": CPU}
+    here, there = of_nodes(), {**of_nodes(), "device": CPU}
     found = run(
         (form, Case(rank, world, dtype, count, op=op, root=world - 1, **options))
         for op, dtype, count in cases
@@ -142,8 +142,8 @@ def rounded_once(rank: int, world: int) -> int:
 
 @pytest.mark.timed
 @pytest.mark.parametrize("world", WORLDS)
-def test_sums_that_are_rounded_once_have_the_bits_of_cpu_tensors(hosts: Pool, world: int) -> None:
-    assert min(run_hosts(hosts, rounded_once, world, reduce_dtype="float32")) > 20
+def test_sums_that_are_rounded_once_have_the_bits_of_cpu_tensors(nodes: Pool, world: int) -> None:
+    assert min(run_nodes(nodes, rounded_once, world, reduce_dtype="float32")) > 20
 
 
 def phases(rank: int, world: int) -> None:
@@ -168,16 +168,16 @@ def phases(rank: int, world: int) -> None:
 
 
 @pytest.mark.timed
-def test_the_flight_recorder_tells_how_far_a_call_on_gpus_is(hosts: Pool) -> None:
-    run_hosts(hosts, phases, 2)
+def test_the_flight_recorder_tells_how_far_a_call_on_gpus_is(nodes: Pool) -> None:
+    run_nodes(nodes, phases, 2)
 
 
 def movements(rank: int, world: int) -> None:
     for dtype, count in [(torch.float32, count) for count in COUNTS] + [(torch.int8, 37), (torch.complex128, 5)]:
         forms = (*MOVING, *("reduce_scatter_tensor",) * (not dtype.is_complex))
-        run((form, Case(rank, world, dtype, count, **of_hosts())) for form in forms)
+        run((form, Case(rank, world, dtype, count, **of_nodes())) for form in forms)
         run(
-            (form, Case(rank, world, dtype, count, root=root, **of_hosts())) for root in range(world) for form in ROOTED
+            (form, Case(rank, world, dtype, count, root=root, **of_nodes())) for root in range(world) for form in ROOTED
         )
     dist.barrier()
     everybody: list[Any] = [None] * world
@@ -369,7 +369,7 @@ def training(rank: int, world: int) -> None:
 def groups(rank: int, world: int) -> None:
     """A mesh: only shared memory within a node, one rank of each node in the other dimension."""
     mine = torch.full((1000,), float(rank), device=device())
-    halves = [dist.new_group([other for other in range(world) if other % 2 == host]) for host in range(2)]
+    halves = [dist.new_group([other for other in range(world) if other % 2 == node]) for node in range(2)]
     got = mine.clone()
     dist.all_reduce(got, group=halves[rank % 2])
     assert torch.all(got == sum(other for other in range(world) if other % 2 == rank % 2))
@@ -472,8 +472,8 @@ def told_later(rank: int, world: int) -> None:
     for _ in range(100):
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
     torch.cuda.synchronize()
-    host = rank % 2
-    differing = torch.ones(1000 + host, device=device())
+    node = rank % 2
+    differing = torch.ones(1000 + node, device=device())
     text = r"rank 0 .*\(1000 × float32.* as #101, rank 1 .*\(1001 × float32.* as #101"
     begun = time.monotonic()
     with pytest.raises(torch_symm.SymmMismatchError, match=text):
@@ -496,44 +496,44 @@ def refused(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_reductions(hosts: Pool, world: int) -> None:
-    assert all(count > 100 for count in run_hosts(hosts, reductions, world))
+def test_reductions(nodes: Pool, world: int) -> None:
+    assert all(count > 100 for count in run_nodes(nodes, reductions, world))
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     "scenario", [movements, orders, messages, sizes, graphs, eager, training, groups], ids=lambda fn: fn.__name__
 )
-def test_calls(hosts: Pool, scenario: Callable[..., Any], world: int) -> None:
-    run_hosts(hosts, scenario, world)
+def test_calls(nodes: Pool, scenario: Callable[..., Any], world: int) -> None:
+    run_nodes(nodes, scenario, world)
 
 
 @pytest.mark.parametrize("world", (2, 4))
-def test_a_late_host_is_named_at_the_deadline(hosts: Pool, world: int) -> None:
-    run_hosts(hosts, late, world, timeout=3)
+def test_a_late_node_is_named_at_the_deadline(nodes: Pool, world: int) -> None:
+    run_nodes(nodes, late, world, timeout=3)
 
 
-def test_who_does_not_receive_is_named(hosts: Pool) -> None:
-    run_hosts(hosts, lonely, 2, timeout=4)
-
-
-@pytest.mark.parametrize("world", (2, 4))
-def test_a_killed_rank_is_named(hosts: Pool, world: int) -> None:
-    run_hosts(hosts, killed, world, killed=(world - 1,))
-
-
-def test_ranks_of_one_host_that_disagree_are_told(hosts: Pool) -> None:
-    run_hosts(hosts, mismatched, 4, timeout=6)
-
-
-def test_ranks_of_different_hosts_that_disagree_are_told_under_debug(compared: Pool) -> None:
-    run_hosts(compared, mismatched_between, 2, debug="call_site")
+def test_who_does_not_receive_is_named(nodes: Pool) -> None:
+    run_nodes(nodes, lonely, 2, timeout=4)
 
 
 @pytest.mark.parametrize("world", (2, 4))
-def test_ranks_of_different_hosts_that_disagree_are_told(hosts: Pool, world: int) -> None:
-    run_hosts(hosts, told_later, world, timeout=20)
+def test_a_killed_rank_is_named(nodes: Pool, world: int) -> None:
+    run_nodes(nodes, killed, world, killed=(world - 1,))
 
 
-def test_gloo_between_hosts_refuses_cuda_tensors(hosts: Pool) -> None:
-    run_hosts(hosts, refused, 2, choice="gloo")
+def test_ranks_of_one_node_that_disagree_are_told(nodes: Pool) -> None:
+    run_nodes(nodes, mismatched, 4, timeout=6)
+
+
+def test_ranks_of_different_nodes_that_disagree_are_told_under_debug(compared: Pool) -> None:
+    run_nodes(compared, mismatched_between, 2, debug="call_site")
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_ranks_of_different_nodes_that_disagree_are_told(nodes: Pool, world: int) -> None:
+    run_nodes(nodes, told_later, world, timeout=20)
+
+
+def test_gloo_between_nodes_refuses_cuda_tensors(nodes: Pool) -> None:
+    run_nodes(nodes, refused, 2, choice="gloo")

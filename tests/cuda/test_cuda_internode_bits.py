@@ -15,9 +15,9 @@ import torch.distributed as dist
 from cases import Case
 from collectives import prefixes, run
 from pool import DEVICE, GPUS, PLACES, Pool, device
-from test_cuda_internode import hosts, of_hosts, run_hosts, served, two_level
+from test_cuda_internode import nodes, of_nodes, run_nodes, served, two_level
 
-__all__ = ["hosts"]
+__all__ = ["nodes"]
 
 pytestmark = pytest.mark.skipif(
     DEVICE != "cuda" or GPUS < 1 or PLACES < 4, reason="needs four GPUs, or one and SYMM_ALLOW_SHARED_GPUS=1"
@@ -30,7 +30,7 @@ LENGTHS = tuple(10**power for power in range(8))
 
 def long_reductions(rank: int, world: int) -> int:
     return run(
-        (form, Case(rank, world, dtype, LONG // dtype.itemsize + 3, op=op, root=world - 1, **of_hosts()))
+        (form, Case(rank, world, dtype, LONG // dtype.itemsize + 3, op=op, root=world - 1, **of_nodes()))
         for dtype in expected.DTYPES
         for op in expected.OPS
         if served(op, dtype)
@@ -87,11 +87,11 @@ def chunks(rank: int, world: int) -> int:
 
 @pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("scenario", [long_reductions, lengths], ids=lambda fn: fn.__name__)
-def test_bits(hosts: Pool, scenario: Callable[..., Any], world: int) -> None:
-    assert min(run_hosts(hosts, scenario, world)) > 7
+def test_bits(nodes: Pool, scenario: Callable[..., Any], world: int) -> None:
+    assert min(run_nodes(nodes, scenario, world)) > 7
 
 
 @pytest.mark.parametrize("reduce_dtype", ("tensor", "float32"))
 @pytest.mark.parametrize("world", (2, 4))
-def test_chunks(hosts: Pool, world: int, reduce_dtype: str) -> None:
-    run_hosts(hosts, chunks, world, reduce_dtype=reduce_dtype)
+def test_chunks(nodes: Pool, world: int, reduce_dtype: str) -> None:
+    run_nodes(nodes, chunks, world, reduce_dtype=reduce_dtype)

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import DEVICE, GPUS, PLACES, Pool, device
-from test_cuda_internode import hosts, run_hosts
+from test_cuda_internode import nodes, run_nodes
 from torch_symm.tools.tune import inter_node as tuning
 
-__all__ = ["hosts"]
+__all__ = ["nodes"]
 
 pytestmark = pytest.mark.skipif(
     DEVICE != "cuda" or GPUS < 1 or PLACES < 4, reason="needs four GPUs, or one and SYMM_ALLOW_SHARED_GPUS=1"
@@ -98,20 +98,20 @@ def tuned(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", (2, 4))
-def test_kernels_of_a_call(hosts: Pool, world: int) -> None:
-    for rank, found in enumerate(run_hosts(hosts, counted, world)):
+def test_kernels_of_a_call(nodes: Pool, world: int) -> None:
+    for rank, found in enumerate(run_nodes(nodes, counted, world)):
         railed = ALONE if world == 2 else RAILED
         assert found == {"short": railed if rank < 2 else OTHERS, "long": railed}, rank
 
 
 @pytest.mark.parametrize("world", (2, 4))
-def test_calls_return_before_the_other_host_has_come(hosts: Pool, world: int) -> None:
-    assert run_hosts(hosts, returns, world) == [10] * world
+def test_calls_return_before_the_other_node_has_come(nodes: Pool, world: int) -> None:
+    assert run_nodes(nodes, returns, world) == [10] * world
 
 
 @pytest.mark.parametrize("world", (2, 4))
-def test_all_ranks_find_the_same_thresholds(hosts: Pool, world: int) -> None:
-    results = run_hosts(hosts, tuned, world)
+def test_all_ranks_find_the_same_thresholds(nodes: Pool, world: int) -> None:
+    results = run_nodes(nodes, tuned, world)
     assert all(found == results[0] for found in results)
     found = results[0]
     assert (found["engine"], found["nodes"], len(found["rails"])) == ("nccl", 2, world // 2)

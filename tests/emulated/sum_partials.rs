@@ -76,7 +76,7 @@ fn averages_divide_once_and_weigh_uneven_nodes() {
 }
 
 #[test]
-fn trees_of_hosts() {
+fn trees_of_nodes() {
     let counts = [1, 9, 16 * 61 + 3];
     for nodes in [4, 5, 7, 8, 13] {
         let nodes: Vec<u8> = (0..nodes).collect();

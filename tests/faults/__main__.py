@@ -16,7 +16,7 @@ import torch
 
 from faults import cases, processes, table
 from faults.case import Case, broken
-from faults.nodes import over_hosts
+from faults.nodes import over_nodes
 from faults.runner import guarded
 
 
@@ -34,12 +34,12 @@ def main() -> int:
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="replaces the table between the markers of this document"
     )
-    parser.add_argument("--hosts", action="store_true", help="symm's ranks are on two nodes, which are this machine")
+    parser.add_argument("--nodes", action="store_true", help="symm's ranks are on two nodes, which are this machine")
     parser.add_argument("--list", action="store_true", help="names the cases and ends")
     options = parser.parse_args()
     chosen = [
         case
-        for case in (over_hosts(list(cases.every_case().values())) if options.hosts else cases.all_cases())
+        for case in (over_nodes(list(cases.every_case().values())) if options.nodes else cases.all_cases())
         if not options.only or any(text in case.name or text in case.row for text in options.only)
     ]
     if options.list:
@@ -49,7 +49,7 @@ def main() -> int:
     if not chosen or not set(sides) <= {"gloo", "symm"}:
         parser.error("no such case or side")
     torch.set_num_threads(1)
-    processes.HOSTS = 2 if options.hosts else 1
+    processes.NODES = 2 if options.nodes else 1
     with tempfile.TemporaryDirectory(prefix="symm-traces-") as dumps:
         # Dumps of the flight recorder are meant to stay, and do not count as resource_leaks.
         os.environ["SYMM_TRACE_DIR"] = dumps
@@ -71,12 +71,12 @@ def play(chosen: list[Case], sides: list[str], options: argparse.Namespace) -> i
             results.append(table.Result(case, side, outcome, faults, time.monotonic() - started))
             print(table.line(results[-1]), flush=True)
     facts = table.facts(time.monotonic() - begun, sides)
-    text = table.markdown(results, facts, options.hosts)
+    text = table.markdown(results, facts, options.nodes)
     print(f"\n{text}")
     if options.json:
         options.json.write_text(json.dumps(table.as_json(results, facts), indent=1) + "\n")
     if options.write:
-        table.write_into(options.write, text, options.hosts)
+        table.write_into(options.write, text, options.nodes)
     return 1 if any(result.broken for result in results) else 0
 
 

@@ -110,7 +110,7 @@ class Case:
     note: str = ""
     #: The backends that play it; some faults concern features that only symm has.
     sides: tuple[str, ...] = ("gloo", "symm")
-    #: Where the ranks are: "both" is one node, and two nodes with ``--hosts``; "hosts" has its own layout.
+    #: Where the ranks are: "both" is one node, and two nodes with ``--nodes``; "nodes" has its own layout.
     where: str = "both"
 
 

@@ -21,4 +21,4 @@ def every_case() -> dict[str, Case]:
 
 def all_cases() -> list[Case]:
     """The cases of one node."""
-    return [case for case in every_case().values() if case.where != "hosts"]
+    return [case for case in every_case().values() if case.where != "nodes"]

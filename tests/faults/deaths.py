@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from .case import RIGHT, WRONG, Case, Promise, Saw, add
-from .processes import WORLD, Layout, Stage, host_of, play
+from .processes import WORLD, Layout, Stage, node_of, play
 
 #: Gloo's survivors wait for this long; its default is 30 minutes.
 TIMEOUT_S = 6.0
 SHORTER = f"the group's timeout is {TIMEOUT_S:g} s"
 #: Seconds within which all notice an exit: on one node, with 16 ranks on it, on several nodes.
-SOON_S, CROWDED_S, HOSTS_S = 0.1, 1.0, 0.2
+SOON_S, CROWDED_S, NODES_S = 0.1, 1.0, 0.2
 LONG = 3 << 20
 
 
@@ -210,10 +210,10 @@ def says(row: Death) -> tuple[str, ...]:
     """Expressions that every message must match."""
     how = ENDS[row.end][1]
     if row.layout:
-        host = host_of(row.victim, row.layout)
+        node = node_of(row.victim, row.layout)
         # A rank on the victim's node knows how it exited, and reports it; no other can.
-        beside = row.layout["abcd".index(host)] > 1
-        return (rf'rank {row.victim} \(node "{host}", pid', how if beside else "is gone", "group")
+        beside = row.layout["abcd".index(node)] > 1
+        return (rf'rank {row.victim} \(node "{node}", pid', how if beside else "is gone", "group")
     message = row.wait not in ("all_reduce", "asynchronous all_reduce", "barrier", "nothing")
     call = r"had waited \d\.\d s for .* in (send|recv)\(" if message else row.wait.split()[-1]
     if row.wait == "nothing":
@@ -223,7 +223,7 @@ def says(row: Death) -> tuple[str, ...]:
 
 def row(name: str, title: str, sides: tuple[str, ...] = ("gloo", "symm"), where: str = "both", **what: object) -> None:
     death = Death(**what)  # type: ignore[arg-type]
-    within = HOSTS_S if death.layout else CROWDED_S if death.world > WORLD else SOON_S
+    within = NODES_S if death.layout else CROWDED_S if death.world > WORLD else SOON_S
     promise = Promise(
         sees=("SymmPeerError",),
         names=(death.victim,),
@@ -243,7 +243,7 @@ def row(name: str, title: str, sides: tuple[str, ...] = ("gloo", "symm"), where:
         layout=death.layout,
     )
     target = f"< {within:g} s on all, rank and pid named; a new group < 1 s"
-    add(Case(name, title, run, promise, target, SHORTER, sides, "hosts" if death.layout else where))
+    add(Case(name, title, run, promise, target, SHORTER, sides, "nodes" if death.layout else where))
 
 
 LARGE = "SIGKILL of rank 1 inside a 64 MB all_reduce; survivors keep their groups"
@@ -253,7 +253,7 @@ OTHER = (
     "SIGKILL inside 4 KB operations, of rank 0, with asynchronous work; exception, _exit, SIGSEGV between collectives"
 )
 WAITS = "SIGKILL of rank 1 while the others wait in messages, barriers, or in nothing"
-HOSTS = "SIGKILL of a rank of several nodes, while the others call and while they do nothing"
+NODES = "SIGKILL of a rank of several nodes, while the others call and while they do nothing"
 
 row("killed in 64 MB", LARGE, inside=True, count=16 << 20)
 row("killed, child lives", CHILD, inside=True, count=16 << 20, child="child")
@@ -280,19 +280,19 @@ for _layout, _victims in {
         for _wait in ("nothing", "all_reduce"):
             row(
                 f"killed {_victim} of {_layout}, others in {_wait}",
-                HOSTS,
+                NODES,
                 ("symm",),
                 wait=_wait,
                 victim=_victim,
                 layout=_layout,
             )
 for _layout in ((2, 2), (3, 1)):
-    row(f"killed 3 of {_layout} in 12 MB", HOSTS, ("symm",), inside=True, count=LONG, victim=3, layout=_layout)
-row("killed 1 of (1, 1, 1), child lives", HOSTS, ("symm",), wait="nothing", child="child", layout=(1, 1, 1))
+    row(f"killed 3 of {_layout} in 12 MB", NODES, ("symm",), inside=True, count=LONG, victim=3, layout=_layout)
+row("killed 1 of (1, 1, 1), child lives", NODES, ("symm",), wait="nothing", child="child", layout=(1, 1, 1))
 for _child in ("child", "program"):
     row(
         f"killed 1 of (1, 1, 1) in 16 MB, {_child} lives",
-        HOSTS,
+        NODES,
         ("symm",),
         inside=True,
         count=1 << 22,

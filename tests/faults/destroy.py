@@ -17,7 +17,7 @@ import torch.distributed as dist
 from . import resource_leaks
 from .case import RIGHT, WRONG, Case, Outcome, Promise, Saw, add
 from .deaths import failed, waits
-from .processes import WORLD, Stage, host_of, placed, play, scene
+from .processes import WORLD, Stage, node_of, placed, play, scene
 
 TIMEOUT_S = 5.0
 
@@ -84,7 +84,7 @@ for _layout, _culprit in (((2, 2), 3), ((3, 1), 2), ((1, 1, 1), 0)):
         Promise(
             sees=("SymmAbortedError", "SymmPeerError"),
             names=(_culprit,),
-            says=(rf'rank {_culprit} \(node "{host_of(_culprit, _layout)}", pid \d+\) aborted group',),
+            says=(rf'rank {_culprit} \(node "{node_of(_culprit, _layout)}", pid \d+\) aborted group',),
             within=0.2,
         ),
         NOTE,
@@ -158,7 +158,7 @@ def _(stage: Stage, rank: int) -> Saw:
     return saw
 
 
-def beside_a_stopped_host(stage: Stage, rank: int, count: int) -> Saw:
+def beside_a_stopped_node(stage: Stage, rank: int, count: int) -> Saw:
     """Rank 0 aborts while its call waits for rank 1, which is stopped, and destroys the group."""
     dist.all_reduce(torch.ones(4))
     stage.meet("before", rank, range(2))
@@ -174,8 +174,8 @@ def beside_a_stopped_host(stage: Stage, rank: int, count: int) -> Saw:
 
 for _count in (4, 1 << 20):
     scene(
-        f"abort beside a stopped host, {4 * _count} bytes",
-        "abort of a call that waits for a stopped host",
+        f"abort beside a stopped node, {4 * _count} bytes",
+        "abort of a call that waits for a stopped node",
         "< 0.2 s; destroyed within 0.8 s",
         Promise(
             sees=("SymmAbortedError",),
@@ -188,7 +188,7 @@ for _count in (4, 1 << 20):
         layout=(1, 1),
         timeout=60,
         victims=(1,),
-    )(partial(beside_a_stopped_host, count=_count))
+    )(partial(beside_a_stopped_node, count=_count))
 
 
 def leaves_early(stage: Stage, rank: int) -> Saw:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .case import RIGHT, WRONG, Case, Outcome, Promise, Saw, add
-from .processes import WORLD, Stage, free_port, host_of, play, scene
+from .processes import WORLD, Stage, free_port, node_of, play, scene
 from .resources import works
 
 TIMEOUT_S = 10.0
@@ -316,7 +316,7 @@ for _layout, _absent, _early, _row in (
     ((3, 2), 4, -1, "a rank of other nodes never makes a group"),
     ((2, 2, 1), 3, 4, "a rank of other nodes never makes a group"),
 ):
-    _missing = rf'rank {_absent} \(node "{host_of(_absent, _layout)}", pid \d+\)'
+    _missing = rf'rank {_absent} \(node "{node_of(_absent, _layout)}", pid \d+\)'
     scene(
         f"rank {_absent} of {_layout} missing, rank {_early} early",
         _row,

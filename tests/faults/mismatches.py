@@ -255,13 +255,13 @@ for _name, (_make, _says) in MISMATCHES.items():
         )
     )
 
-HOSTS_ROW = "mismatches between ranks of several nodes"
-HOSTS_TARGET = "an error on all in < 100 ms, both calls named with their nodes, no tensor written"
+NODES_ROW = "mismatches between ranks of several nodes"
+NODES_TARGET = "an error on all in < 100 ms, both calls named with their nodes, no tensor written"
 for _layout in ((2, 2), (1, 2), (1, 1)):
     scene(
         f"mismatch: 400 KB on rank 0 of {_layout}",
-        HOSTS_ROW,
-        HOSTS_TARGET,
+        NODES_ROW,
+        NODES_TARGET,
         Promise(
             sees=("SymmMismatchError",),
             says=(r'rank 0 \(node "a", pid', "100000 × float32", r"\(4 × float32, 16 bytes, SUM\)"),
@@ -279,9 +279,9 @@ for _layout in ((2, 2), (1, 2), (1, 1)):
         )
     )
 scene(
-    "mismatch: hosts call other collectives",
-    HOSTS_ROW,
-    HOSTS_TARGET,
+    "mismatch: nodes call other collectives",
+    NODES_ROW,
+    NODES_TARGET,
     Promise(
         sees=("SymmMismatchError",),
         # Each rail compares; the first to do so may differ between runs.

@@ -249,7 +249,7 @@ def dies_while_connecting(stage: Stage, rank: int, kind: str) -> Saw:
 for _kind in ("symm-rail", "symm-pair"):
     scene(
         f"killed while nodes connect: {_kind}",
-        "SIGKILL of a rank whose host connects with another",
+        "SIGKILL of a rank whose node connects with another",
         "the rank is named, no thread is left",
         Promise(sees=PEER, says=("rank 1 ",)),
         sides=("symm",),

@@ -39,10 +39,10 @@ LEFT_OUT = (
 )
 
 
-def over_hosts(cases: list[Case]) -> list[Case]:
+def over_nodes(cases: list[Case]) -> list[Case]:
     """The cases of ``cases`` that are played on several nodes, with their promises there, and the multi-node cases."""
     both = [_promised(case) for case in cases if case.where == "both" and not case.name.startswith(LEFT_OUT)]
-    return both + [case for case in cases if case.where == "hosts"]
+    return both + [case for case in cases if case.where == "nodes"]
 
 
 def _promised(case: Case) -> Case:
@@ -63,7 +63,7 @@ def _promised(case: Case) -> Case:
     return case
 
 
-def _host_lost(stage: Stage, rank: int, stopped: bool) -> Saw:
+def _node_lost(stage: Stage, rank: int, stopped: bool) -> Saw:
     """Both ranks of the second node exit, or are stopped, at once, while the others wait for them."""
     dist.barrier()
     if rank >= stage.world // 2:
@@ -96,17 +96,17 @@ LAYOUT = (WORLD // 2, WORLD // 2)
 
 for _case in (
     Case(
-        "all ranks of a host killed",
-        "all ranks of a host killed, or stopped, at once",
-        partial(play, partial(_host_lost, stopped=False), layout=LAYOUT, timeout=TIMEOUT_S, limit=30, victims=OTHERS),
+        "all ranks of a node killed",
+        "all ranks of a node killed, or stopped, at once",
+        partial(play, partial(_node_lost, stopped=False), layout=LAYOUT, timeout=TIMEOUT_S, limit=30, victims=OTHERS),
         Promise(sees=("SymmPeerError",), says=(rf"{KILLED}|gone", 'node "b"'), within=DEATH_S),
-        f"killed: < {DEATH_S:g} s, the host or its ranks named; stopped: 5 to 6 s, the host named",
-        "the group's timeout is 6 and 20 s; Gloo's threads stay until then where a host is stopped",
+        f"killed: < {DEATH_S:g} s, the node or its ranks named; stopped: 5 to 6 s, the node named",
+        "the group's timeout is 6 and 20 s; Gloo's threads stay until then where a node is stopped",
     ),
     Case(
-        "all ranks of a host stopped",
-        "all ranks of a host killed, or stopped, at once",
-        partial(play, partial(_host_lost, stopped=True), layout=LAYOUT, timeout=20, limit=40, victims=OTHERS),
+        "all ranks of a node stopped",
+        "all ranks of a node killed, or stopped, at once",
+        partial(play, partial(_node_lost, stopped=True), layout=LAYOUT, timeout=20, limit=40, victims=OTHERS),
         Promise(
             sees=("SymmPeerError",),
             says=(r'node "b" \(ranks 2 and 3\) of group ".*" has not answered for 5\.\d s',),
@@ -114,8 +114,8 @@ for _case in (
             within=7.0,
             nothing_left=False,
         ),
-        f"killed: < {DEATH_S:g} s, the host or its ranks named; stopped: 5 to 6 s, the host named",
-        "the group's timeout is 6 and 20 s; Gloo's threads stay until then where a host is stopped",
+        f"killed: < {DEATH_S:g} s, the node or its ranks named; stopped: 5 to 6 s, the node named",
+        "the group's timeout is 6 and 20 s; Gloo's threads stay until then where a node is stopped",
     ),
     Case(
         "refused message between nodes",
@@ -133,4 +133,4 @@ for _case in (
         "over torch's TCPStore",
     ),
 ):
-    add(replace(_case, where="hosts"))
+    add(replace(_case, where="nodes"))

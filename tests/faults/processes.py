@@ -30,24 +30,24 @@ WORLD = 4
 #: The line that a rank logs when a group fails.
 DUMPED = re.compile(r"^.*the last calls of this process are in .*; for those of all ranks: .*\n", re.MULTILINE)
 #: Number of nodes, which are all this machine; half of the ranks are on each of two.
-HOSTS = 1
+NODES = 1
 
 
 #: Number of ranks on each node, node "a" first; empty: all are on one.
 Layout = tuple[int, ...]
 
 
-def host_of(rank: int, layout: Layout) -> str:
+def node_of(rank: int, layout: Layout) -> str:
     """The name of a rank's node."""
     return "".join(name * count for name, count in zip("abcd", layout, strict=False))[rank]
 
 
 def placed(rank: int, world: int, layout: Layout = ()) -> dict[str, str]:
     """Settings of a rank that place it on its node."""
-    layout = layout or ((world // 2, world - world // 2) if HOSTS > 1 else ())
+    layout = layout or ((world // 2, world - world // 2) if NODES > 1 else ())
     if not layout:
         return {}
-    return {"SYMM_INTER_NODE_BACKEND": "gloo", "SYMM_TEST_NODE": host_of(rank, layout), "GLOO_SOCKET_IFNAME": "lo"}
+    return {"SYMM_INTER_NODE_BACKEND": "gloo", "SYMM_TEST_NODE": node_of(rank, layout), "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class Stage:
@@ -287,7 +287,7 @@ def scene(
     """Makes a case of the body below, played with these settings of ``play``; on several nodes if it has a layout."""
 
     def register(body: Body) -> Body:
-        place = "hosts" if settings.get("layout") else where
+        place = "nodes" if settings.get("layout") else where
         add(Case(name, row, partial(play, body, **settings), promise, target, note, sides, place))
         return body
 

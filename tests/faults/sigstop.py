@@ -45,7 +45,7 @@ def _stopped(stage: Stage, rank: int, seconds: float, culprit: int = 1, timeout:
 for _name, _seconds, _culprit, _layout in (
     ("stopped, long timeout", 2.0, 1, ()),
     # Longer than the limit for a heartbeat between nodes.
-    ("leader of a host stopped", 6.5, 2, (2, 2)),
+    ("leader of a node stopped", 6.5, 2, (2, 2)),
 ):
     add(
         Case(
@@ -54,7 +54,7 @@ for _name, _seconds, _culprit, _layout in (
             partial(play, partial(_stopped, seconds=_seconds, culprit=_culprit), layout=_layout, timeout=30, limit=40),
             Promise(sees=(RIGHT,), not_before=_seconds - 0.5, within=_seconds + 1),
             "right",
-            where="hosts" if _layout else "both",
+            where="nodes" if _layout else "both",
         )
     )
 scene(

@@ -114,7 +114,7 @@ def _figure(name: str, value: float) -> str:
     return f"{words} {value:.3g}"
 
 
-def markdown(results: Sequence[Result], facts: dict[str, Any], hosts: bool = False) -> str:
+def markdown(results: Sequence[Result], facts: dict[str, Any], nodes: bool = False) -> str:
     """The table, one line for all cases of a row, and the facts above it."""
     rows: dict[str, list[Result]] = {}
     for result in results:
@@ -122,7 +122,7 @@ def markdown(results: Sequence[Result], facts: dict[str, Any], hosts: bool = Fal
     head = (
         f"{facts['date']}, {facts['cpu']}, {facts['cores']} cores, load {facts['load'][0]} at the end, "
         f"Linux {facts['kernel']}, torch {facts['torch']}, Python {facts['python']}; `python tests/faults"
-        f"{' --hosts' if hosts else ''}`, {facts['seconds']} s. One run of each case."
+        f"{' --nodes' if nodes else ''}`, {facts['seconds']} s. One run of each case."
     )
     lines = [
         textwrap.fill(head, 120, break_on_hyphens=False),
@@ -170,9 +170,9 @@ def as_json(results: Sequence[Result], facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_into(document: Path, text: str, hosts: bool = False) -> None:
+def write_into(document: Path, text: str, nodes: bool = False) -> None:
     """Replaces the text between the two markers."""
-    first, last = MARKS[hosts]
+    first, last = MARKS[nodes]
     before, begin, rest = document.read_text().partition(first)
     _, end, after = rest.partition(last)
     if not begin or not end:

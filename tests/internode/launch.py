@@ -12,12 +12,12 @@ import ranks
 NAMES = "abcd"
 
 
-def hosts_of(layout: Sequence[int]) -> list[int]:
+def nodes_of(layout: Sequence[int]) -> list[int]:
     """The node of each rank, if node ``h`` has ``layout[h]`` ranks, one after another."""
-    return [host for host, count in enumerate(layout) for _ in range(count)]
+    return [node for node, count in enumerate(layout) for _ in range(count)]
 
 
-def run_hosts(
+def run_nodes(
     fn: Callable[..., Any],
     layout: Sequence[int],
     *args: Any,
@@ -29,10 +29,10 @@ def run_hosts(
     """``ranks.run_ranks`` on nodes; ``timeout``: of the default group, in seconds; ``settings``: of each rank."""
     kwargs.setdefault("backend", None)
     world, each = sum(layout), tuple(settings) or ({},) * sum(layout)
-    return ranks.run_ranks(_on_host, world, fn, tuple(layout), choice, timeout, each, args, timeout=120, **kwargs)
+    return ranks.run_ranks(_on_node, world, fn, tuple(layout), choice, timeout, each, args, timeout=120, **kwargs)
 
 
-def _on_host(
+def _on_node(
     rank: int,
     world_size: int,
     fn: Callable[..., Any],
@@ -44,7 +44,7 @@ def _on_host(
 ) -> Any:
     os.environ.update(settings[rank])
     os.environ["SYMM_INTER_NODE_BACKEND"] = choice
-    os.environ["SYMM_TEST_NODE"] = NAMES[hosts_of(layout)[rank]]
+    os.environ["SYMM_TEST_NODE"] = NAMES[nodes_of(layout)[rank]]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     ranks.init(rank, world_size, timeout=timeout)
     return fn(rank, world_size, *args)

@@ -45,13 +45,13 @@ def lacking() -> str:
     return ""
 
 
-class Hosts:
+class Nodes:
     """Nodes ``h0``, ``h1``, …, with ``layout[h]`` ranks on node ``h``, one after another."""
 
     def __init__(self, place: Path, layout: Sequence[int]) -> None:
         self.place = place
         self.layout = tuple(layout)
-        self.names = [f"symm-{os.getpid()}-h{host}" for host in range(len(layout))]
+        self.names = [f"symm-{os.getpid()}-h{node}" for node in range(len(layout))]
         #: Namespace of the bridge; its port for a node has that node's name.
         self.wire = f"symm-{os.getpid()}-wire"
         self.inits: list[subprocess.Popen[bytes]] = []
@@ -64,29 +64,29 @@ class Hosts:
             self.ip("netns", "add", name)
         self.ip("-n", self.wire, "link", "add", "wire", "type", "bridge")
         self.ip("-n", self.wire, "link", "set", "wire", "up")
-        for host, name in enumerate(self.names):
-            port = [f"h{host}", "master", "wire"]
+        for node, name in enumerate(self.names):
+            port = [f"h{node}", "master", "wire"]
             self.ip("-n", self.wire, "link", "add", *port, "type", "veth", "peer", "name", "eth0", "netns", name)
-            self.ip("-n", self.wire, "link", "set", f"h{host}", "up")
-            self.ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "eth0")
+            self.ip("-n", self.wire, "link", "set", f"h{node}", "up")
+            self.ip("-n", name, "addr", "add", f"10.77.0.{node + 1}/24", "dev", "eth0")
             self.ip("-n", name, "link", "set", "eth0", "up")
             self.ip("-n", name, "link", "set", "lo", "up")
 
     def start(self, function: str) -> None:
         """``function``: ``module:name``, called with the rank, the layout, and the directory for its files."""
         layout = ",".join(map(str, self.layout))
-        for host, name in enumerate(self.names):
-            arguments = f'{function} {host} {layout} "{self.place}"'
-            program = f'hostname h{host}; exec "{sys.executable}" "{__file__}" {arguments}'
+        for node, name in enumerate(self.names):
+            arguments = f'{function} {node} {layout} "{self.place}"'
+            program = f'hostname h{node}; exec "{sys.executable}" "{__file__}" {arguments}'
             unshare = ["unshare", "-u", "-i", "-p", "-m", "--fork", "--kill-child", "--mount-proc", "sh", "-c", program]
-            with (self.place / f"log-{host}").open("wb") as log:
+            with (self.place / f"log-{node}").open("wb") as log:
                 init = subprocess.Popen(["ip", "netns", "exec", name, *unshare], stdout=log, stderr=log)
             self.inits.append(init)
 
-    def cut(self, host: int) -> None:
-        """Unplugs the cable of ``host``."""
-        print(f"{time.monotonic():.2f} s: the cable of h{host} comes out")
-        self.ip("-n", self.wire, "link", "set", f"h{host}", "down")
+    def cut(self, node: int) -> None:
+        """Unplugs the cable of ``node``."""
+        print(f"{time.monotonic():.2f} s: the cable of h{node} comes out")
+        self.ip("-n", self.wire, "link", "set", f"h{node}", "down")
 
     def limit(self, rate: str) -> None:
         """Limits the send rate of each node to ``rate``, as ``"1gbit"``; needs ``tc``."""
@@ -94,20 +94,20 @@ class Hosts:
             rule = ["dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
             subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "add", *rule], check=True)
 
-    def kill(self, host: int) -> None:
-        """Kills all processes of ``host``, at once."""
-        self.inits[host].kill()
+    def kill(self, node: int) -> None:
+        """Kills all processes of ``node``, at once."""
+        self.inits[node].kill()
 
-    def stop(self, host: int) -> None:
-        """Stops all processes of ``host``, at once; its kernel continues."""
-        self._signal(host, signal.SIGSTOP)
+    def stop(self, node: int) -> None:
+        """Stops all processes of ``node``, at once; its kernel continues."""
+        self._signal(node, signal.SIGSTOP)
 
-    def resume(self, host: int) -> None:
-        """Continues the stopped processes of ``host``."""
-        self._signal(host, signal.SIGCONT)
+    def resume(self, node: int) -> None:
+        """Continues the stopped processes of ``node``."""
+        self._signal(node, signal.SIGCONT)
 
-    def _signal(self, host: int, number: signal.Signals) -> None:
-        inside = os.readlink(f"/proc/{self.inits[host].pid}/ns/pid_for_children")
+    def _signal(self, node: int, number: signal.Signals) -> None:
+        inside = os.readlink(f"/proc/{self.inits[node].pid}/ns/pid_for_children")
         for process in Path("/proc").glob("[0-9]*"):
             # Some may not be inspected, others have exited.
             with contextlib.suppress(OSError):
@@ -128,7 +128,7 @@ class Hosts:
         return [json.loads(path.read_text()) for path in self.wait("result", ranks, timeout)]
 
     def logs(self) -> str:
-        logs = (self.place / f"log-{host}" for host in range(len(self.layout)))
+        logs = (self.place / f"log-{node}" for node in range(len(self.layout)))
         return "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
 
     def end(self) -> None:
@@ -140,15 +140,15 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts_of(place: Path, layout: Sequence[int], function: str) -> Iterator[Hosts]:
+def nodes_of(place: Path, layout: Sequence[int], function: str) -> Iterator[Nodes]:
     """Nodes whose ranks run ``function``; they are removed afterwards."""
-    hosts = Hosts(place, layout)
+    nodes = Nodes(place, layout)
     try:
-        hosts.connect()
-        hosts.start(function)
-        yield hosts
+        nodes.connect()
+        nodes.start(function)
+        yield nodes
     finally:
-        hosts.end()
+        nodes.end()
 
 
 def _write(path: Path, text: str) -> None:
@@ -157,13 +157,13 @@ def _write(path: Path, text: str) -> None:
     part.rename(path)
 
 
-def _node(function: str, host: int, layout: Sequence[int], place: Path) -> int:
+def _node(function: str, node: int, layout: Sequence[int], place: Path) -> int:
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "python")]
-    os.environ.update(GLOO_SOCKET_IFNAME="eth0", SYMM_TEST_NAMESPACE=str(host))
+    os.environ.update(GLOO_SOCKET_IFNAME="eth0", SYMM_TEST_NAMESPACE=str(node))
     module, name = function.split(":")
     body = getattr(importlib.import_module(module), name)
-    children, first = [], sum(layout[:host])
-    for rank in range(first, first + layout[host]):
+    children, first = [], sum(layout[:node])
+    for rank in range(first, first + layout[node]):
         pid = os.fork()
         if pid == 0:
             status = 1

@@ -11,7 +11,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch_symm
-from launch import run_hosts
+from launch import run_nodes
 from torch.distributed import distributed_c10d
 
 LAYOUT = (2, 2)
@@ -132,13 +132,13 @@ def as_gloo(rank: int, world_size: int, choice: str, engine: str) -> list[str]:
     [("plain", "plain"), ("cpu:extended,cuda:nccl", "extended"), ("CPU:Plain", "plain")],
 )
 def test_a_plug_in_gives_the_bits_of_gloo(choice: str, engine: str) -> None:
-    for calls in run_hosts(as_gloo, LAYOUT, choice, engine):
+    for calls in run_nodes(as_gloo, LAYOUT, choice, engine):
         # The rail, and the link with one peer.
         assert calls == [engine] * 2, calls
 
 
 def test_a_backend_of_a_python_class_gives_the_bits_of_gloo() -> None:
-    for calls in run_hosts(as_gloo, LAYOUT, "inpython", "inpython"):
+    for calls in run_nodes(as_gloo, LAYOUT, "inpython", "inpython"):
         assert calls.count("python") == 2, calls
         assert all(calls.count(call) > 1 for call in CALLS), calls
 
@@ -172,7 +172,7 @@ def for_gpus(rank: int, world_size: int) -> None:
 
 
 def test_cpu_tensors_that_nobody_serves_go_by_gloo() -> None:
-    run_hosts(for_gpus, (1, 1))
+    run_nodes(for_gpus, (1, 1))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def lacks(rank: int, world_size: int) -> None:
 
 
 def test_a_backend_that_lacks_a_call_is_named() -> None:
-    run_hosts(lacks, LAYOUT)
+    run_nodes(lacks, LAYOUT)
 
 
 DISAGREEING = [((2, 2), 0), ((2, 2), 1), ((2, 2), 3), ((1, 1, 1), 2), ((3, 3), 5)]
@@ -227,7 +227,7 @@ def disagree(rank: int, world_size: int, other: int) -> str:
 @pytest.mark.parametrize(("layout", "other"), DISAGREEING, ids=str)
 def test_ranks_that_name_different_backends_are_told_at_joining(layout: tuple[int, ...], other: int) -> None:
     differing = 1 if other == 0 else other
-    for text in run_hosts(disagree, layout, other):
+    for text in run_nodes(disagree, layout, other):
         assert "would connect nodes by different backends: rank 0 (node" in text, text
         assert 'by "cpu:plain"' in text and 'by "cpu:gloo"' in text, text
         assert other == 0 or f"rank {differing} (node" in text, text

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import FACTORS, Case, Reference, long_inputs, long_sum, shared
 from collectives import MOVING, ON_CPU, REDUCING, ROOTED, make, prefixes, run
-from launch import hosts_of, run_hosts
+from launch import nodes_of, run_nodes
 
 #: Numbers of elements: none, one, odd, just below and above the limit of one rail, more than a chunk of it.
 COUNTS = (0, 1, 37, 4099, 33_001)
@@ -29,7 +29,7 @@ SERVED = [(op, dtype) for dtype in expected.DTYPES for op in expected.OPS if exp
 @lru_cache
 def two_level(layout: Sequence[int]) -> Reference:
     """The definition for nodes with these numbers of ranks."""
-    return partial(expected.two_level, hosts=hosts_of(layout))
+    return partial(expected.two_level, nodes=nodes_of(layout))
 
 
 def reducing(
@@ -84,7 +84,7 @@ def everything(rank: int, world: int, layout: Sequence[int]) -> None:
 def test_collectives(layout: Sequence[int]) -> None:
     with shared():
         make(reductions(0, sum(layout), layout))
-        run_hosts(everything, layout, layout)
+        run_nodes(everything, layout, layout)
 
 
 def long_cases(rank: int, world: int, layout: Sequence[int]) -> Iterator[tuple[str, Case]]:
@@ -103,7 +103,7 @@ def long_reductions(rank: int, world: int, layout: Sequence[int]) -> None:
 def test_long_reductions_of_every_type(layout: Sequence[int]) -> None:
     with shared():
         make(long_cases(0, sum(layout), layout))
-        run_hosts(long_reductions, layout, layout)
+        run_nodes(long_reductions, layout, layout)
 
 
 def every_length(rank: int, world: int, layout: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
@@ -122,7 +122,7 @@ def test_sums_of_every_length(layout: Sequence[int], dtypes: Sequence[torch.dtyp
     with shared():
         for dtype in dtypes:
             long_sum(two_level(layout), "SUM", dtype, LENGTHS[-1], sum(layout))
-        run_hosts(every_length, layout, layout, dtypes)
+        run_nodes(every_length, layout, layout, dtypes)
 
 
 def every_op(rank: int, world: int, layout: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
@@ -145,8 +145,8 @@ def test_reductions_of_every_type_and_length(dtypes: Sequence[torch.dtype]) -> N
     with shared():
         for op, dtype in [(op, dtype) for op, dtype in SERVED if dtype in dtypes]:
             long_sum(two_level((2, 2)), op, dtype, PERIOD, 4)
-        run_hosts(every_op, (2, 2), (2, 2), dtypes)
+        run_nodes(every_op, (2, 2), (2, 2), dtypes)
 
 
-def test_hosts_of_a_layout() -> None:
-    assert hosts_of((2, 3, 1)) == [0, 0, 1, 1, 1, 2]
+def test_nodes_of_a_layout() -> None:
+    assert nodes_of((2, 3, 1)) == [0, 0, 1, 1, 1, 2]

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_hosts
+from launch import run_nodes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -42,8 +42,8 @@ def prices(rank: int, world_size: int) -> None:
     assert dtensor.allreduce_cost(2**-10, whole, 0) == pytest.approx(inner + 6.6 + 20 + (1 << 20) / 12500)
 
 
-def test_a_dimension_across_hosts_has_the_price_of_the_network() -> None:
-    run_hosts(prices, (2, 2), env=ENVIRONMENT)
+def test_a_dimension_across_nodes_has_the_price_of_the_network() -> None:
+    run_nodes(prices, (2, 2), env=ENVIRONMENT)
 
 
 def plans(rank: int, world_size: int) -> None:
@@ -75,5 +75,5 @@ def plans(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_plans_prefer_the_dimension_inside_a_host() -> None:
-    run_hosts(plans, (2, 2), env=ENVIRONMENT)
+def test_plans_prefer_the_dimension_inside_a_node() -> None:
+    run_nodes(plans, (2, 2), env=ENVIRONMENT)

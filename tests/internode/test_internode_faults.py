@@ -1,4 +1,4 @@
-"""The fault matrix on several nodes (`python tests/faults --hosts`), only for symm: the ranks saw what was promised.
+"""The fault matrix on several nodes (`python tests/faults --nodes`), only for symm: the ranks saw what was promised.
 
 Time limits are 2.5 times as long here, because other tests may run at the same time. They are ten times as long for the
 slow part, which plays some single-node cases on two nodes.
@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from faults import processes
 from faults.case import broken
 from faults.cases import every_case
-from faults.nodes import over_hosts
+from faults.nodes import over_nodes
 from faults.runner import guarded
 
-CASES = {case.name: case for case in over_hosts(list(every_case().values()))}
+CASES = {case.name: case for case in over_nodes(list(every_case().values()))}
 
 
 def kept(name: str, patience: float) -> None:
@@ -30,32 +30,32 @@ def kept(name: str, patience: float) -> None:
 
 def rows(*titles: str) -> pytest.MarkDecorator:
     """All multi-node cases whose row starts with one of these."""
-    names = [case.name for case in CASES.values() if case.where == "hosts" and case.row.startswith(titles)]
+    names = [case.name for case in CASES.values() if case.where == "nodes" and case.row.startswith(titles)]
     assert names, titles
     return pytest.mark.parametrize("name", names)
 
 
 @pytest.mark.timed
-@rows("SIGKILL of a rank of several nodes", "all ranks of a host")
-def test_p2_p3_p4_a_death_is_heard_of_on_all_hosts(name: str) -> None:
+@rows("SIGKILL of a rank of several nodes", "all ranks of a node")
+def test_p2_p3_p4_a_death_is_heard_of_on_all_nodes(name: str) -> None:
     kept(name, 1 if "stopped" in name else 2.5)
 
 
 @pytest.mark.timed
 @rows("a collective that ranks of one node refuse", "a message that a rank of another node refuses")
-def test_p9_what_is_refused_is_told_to_other_hosts(name: str) -> None:
+def test_p9_what_is_refused_is_told_to_other_nodes(name: str) -> None:
     kept(name, 4)
 
 
 @pytest.mark.timed
 @rows("refusals that disturb")
-def test_p9_what_is_repeated_rightly_or_refused_by_all_disturbs_no_host(name: str) -> None:
+def test_p9_what_is_repeated_rightly_or_refused_by_all_disturbs_no_node(name: str) -> None:
     kept(name, 4)
 
 
 @pytest.mark.timed
 @rows("abort ")
-def test_p10_an_abort_releases_calls_on_all_hosts(name: str) -> None:
+def test_p10_an_abort_releases_calls_on_all_nodes(name: str) -> None:
     kept(name, 2.5)
 
 
@@ -65,14 +65,14 @@ def test_p1_p5_p6_a_rank_that_is_late_or_leaves_is_not_a_dead_one(name: str) -> 
     kept(name, 10)
 
 
-@rows("SIGKILL of a rank whose host connects")
-def test_p11_a_death_while_hosts_connect_leaves_no_thread(name: str) -> None:
+@rows("SIGKILL of a rank whose node connects")
+def test_p11_a_death_while_nodes_connect_leaves_no_thread(name: str) -> None:
     kept(name, 10)
 
 
 @pytest.mark.timed
 @rows("mismatches between")
-def test_p7_lengths_or_calls_that_differ_are_a_mismatch_on_all_hosts(name: str) -> None:
+def test_p7_lengths_or_calls_that_differ_are_a_mismatch_on_all_nodes(name: str) -> None:
     kept(name, 10)
 
 
@@ -90,7 +90,7 @@ def test_p6_p15_so_do_all_in_other_layouts(name: str) -> None:
 @rows("a send that is refused", "100 ×")
 @pytest.mark.slow
 @pytest.mark.timed
-def test_p9_p11_what_hosts_do_of_their_own(name: str) -> None:
+def test_p9_p11_what_nodes_do_of_their_own(name: str) -> None:
     kept(name, 10)
 
 
@@ -109,6 +109,6 @@ def test_p9_p11_what_hosts_do_of_their_own(name: str) -> None:
         "abort from a second thread",
     ),
 )
-def test_what_was_seen_on_two_hosts_is_what_was_promised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "HOSTS", 2)
+def test_what_was_seen_on_two_nodes_is_what_was_promised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "NODES", 2)
     kept(name, 10)

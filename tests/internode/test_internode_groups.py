@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
-from launch import run_hosts
+from launch import run_nodes
 from test_groups import assert_nothing_left, resources
 
 # Takes seconds: once, before processes are forked.
@@ -39,15 +39,15 @@ def subgroups(rank: int, world_size: int) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     assert total(mesh["shard"].get_group()) == (3 if rank < 2 else 7)
     assert total(mesh["replicate"].get_group()) == (4 if rank % 2 == 0 else 6)
-    host = torch_symm.intra_node_group()
-    assert dist.get_process_group_ranks(host) == ([0, 1] if rank < 2 else [2, 3])
-    assert torch_symm.intra_node_group() is host and total(host) == (3 if rank < 2 else 7)
-    dist.destroy_process_group(host)
-    assert torch_symm.intra_node_group() is not host and total(torch_symm.intra_node_group()) == (3 if rank < 2 else 7)
+    node = torch_symm.intra_node_group()
+    assert dist.get_process_group_ranks(node) == ([0, 1] if rank < 2 else [2, 3])
+    assert torch_symm.intra_node_group() is node and total(node) == (3 if rank < 2 else 7)
+    dist.destroy_process_group(node)
+    assert torch_symm.intra_node_group() is not node and total(torch_symm.intra_node_group()) == (3 if rank < 2 else 7)
 
 
 def test_groups_of_ranks_here_and_there() -> None:
-    run_hosts(subgroups, (2, 2))
+    run_nodes(subgroups, (2, 2))
 
 
 def other_members(rank: int, world_size: int) -> None:
@@ -65,7 +65,7 @@ def other_members(rank: int, world_size: int) -> None:
 
 
 def test_ranks_that_list_other_members_are_refused() -> None:
-    run_hosts(other_members, (2, 2))
+    run_nodes(other_members, (2, 2))
 
 
 def keys_of_a_failed_join(rank: int, world_size: int) -> None:
@@ -85,7 +85,7 @@ def keys_of_a_failed_join(rank: int, world_size: int) -> None:
             dist.new_group(timeout=timedelta(seconds=3))
     ranks.meet("failed", rank, world_size)
     # Rank 2, whose node misses a rank, has left its record. The other node has met, and its hubs have left nothing.
-    left = before | {f"symm-host/2/1/symm/{dist.distributed_c10d._world.group_count - 1}/0/0"}
+    left = before | {f"symm-node/2/1/symm/{dist.distributed_c10d._world.group_count - 1}/0/0"}
     assert ours() == left
     ranks.meet("seen", rank, world_size)
     # The record does not disturb the next group, which leaves no key.
@@ -95,8 +95,8 @@ def keys_of_a_failed_join(rank: int, world_size: int) -> None:
     assert ours() == left
 
 
-def test_a_failed_join_leaves_the_records_of_a_host_that_misses_a_rank() -> None:
-    run_hosts(keys_of_a_failed_join, (2, 2))
+def test_a_failed_join_leaves_the_records_of_a_node_that_misses_a_rank() -> None:
+    run_nodes(keys_of_a_failed_join, (2, 2))
 
 
 def monitored_in_a_child(rank: int, world_size: int) -> None:
@@ -121,7 +121,7 @@ def monitored_in_a_child(rank: int, world_size: int) -> None:
 
 
 def test_a_monitored_barrier_in_a_forked_child_leaves_no_key() -> None:
-    run_hosts(monitored_in_a_child, (1, 1))
+    run_nodes(monitored_in_a_child, (1, 1))
 
 
 def merged(rank: int, world_size: int) -> None:
@@ -137,34 +137,34 @@ def merged(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(dist.ProcessGroup, "merge_remote_group"), reason="this torch cannot merge groups")
-def test_groups_of_several_hosts_merge() -> None:
-    run_hosts(merged, (2, 2))
+def test_groups_of_several_nodes_merge() -> None:
+    run_nodes(merged, (2, 2))
 
 
 def described(rank: int, world_size: int) -> str:
     return torch_symm.describe()
 
 
-def test_every_rank_describes_the_other_hosts() -> None:
-    texts = run_hosts(described, (2, 2))
+def test_every_rank_describes_the_other_nodes() -> None:
+    texts = run_nodes(described, (2, 2))
     assert all('node "b"' in text for text in texts[:2]) and all('node "a"' in text for text in texts[2:]), texts
 
 
-def on_one_of_two_hosts(rank: int) -> None:
+def on_one_of_two_nodes(rank: int) -> None:
     os.environ["SYMM_TEST_NODE"] = "ab"[rank]
     os.environ.pop("SYMM_INTER_NODE_BACKEND", None)
 
 
-def test_hosts_are_connected_unless_that_is_refused() -> None:
+def test_nodes_are_connected_unless_that_is_refused() -> None:
     def connected(rank: int, world_size: int) -> None:
-        on_one_of_two_hosts(rank)
+        on_one_of_two_nodes(rank)
         ranks.init(rank, world_size)
         assert total() == 3
 
     ranks.run_ranks(connected, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
 
     def refused(rank: int, world_size: int) -> None:
-        on_one_of_two_hosts(rank)
+        on_one_of_two_nodes(rank)
         os.environ["SYMM_INTER_NODE_BACKEND"] = "none"
         with pytest.raises(
             torch_symm.SymmConfigError,
@@ -178,7 +178,7 @@ def test_hosts_are_connected_unless_that_is_refused() -> None:
 
 def test_one_rank_that_refuses_is_enough() -> None:
     def differ(rank: int, world_size: int) -> None:
-        on_one_of_two_hosts(rank)
+        on_one_of_two_nodes(rank)
         if rank == 1:
             os.environ["SYMM_INTER_NODE_BACKEND"] = "none"
         with pytest.raises(torch_symm.SymmConfigError, match="rank 1 has SYMM_INTER_NODE_BACKEND=none"):
@@ -187,9 +187,9 @@ def test_one_rank_that_refuses_is_enough() -> None:
     ranks.run_ranks(differ, 2, backend=None)
 
 
-def test_hosts_that_did_not_meet_in_time_meet_at_the_next_attempt() -> None:
+def test_nodes_that_did_not_meet_in_time_meet_at_the_next_attempt() -> None:
     def late(rank: int, world_size: int) -> None:
-        on_one_of_two_hosts(rank)
+        on_one_of_two_nodes(rank)
         store = ranks.file_store("default", world_size)
         if rank == 0:
             with pytest.raises(torch_symm.SymmTimeoutError, match="for rank 1 to join"):
@@ -206,7 +206,7 @@ def test_hosts_that_did_not_meet_in_time_meet_at_the_next_attempt() -> None:
 def test_a_forked_child_reads_its_own_settings() -> None:
     # The parent reads them here at the latest.
     torch_symm.dump_trace()
-    members = run_hosts(lambda rank, world_size: dist.get_process_group_ranks(torch_symm.intra_node_group()), (1, 1))
+    members = run_nodes(lambda rank, world_size: dist.get_process_group_ranks(torch_symm.intra_node_group()), (1, 1))
     assert list(members) == [[0], [1]]
 
 
@@ -280,12 +280,12 @@ def forks(rank: int, world_size: int) -> None:
 
 
 def test_a_forked_child_cannot_use_the_group_and_leaves_it_alone() -> None:
-    run_hosts(forks, (1, 1))
+    run_nodes(forks, (1, 1))
 
 
 def test_options_choose_for_later_groups_too() -> None:
     def chosen(rank: int, world_size: int) -> None:
-        on_one_of_two_hosts(rank)
+        on_one_of_two_nodes(rank)
         os.environ["SYMM_INTER_NODE_BACKEND"] = "none"
         store = ranks.file_store("default", world_size)
         options = torch_symm.Options(timeout=30, inter_node_backend="gloo")
@@ -300,10 +300,10 @@ def test_cpu_tensors_go_through_gloo_under_every_choice(choice: str) -> None:
     def summed(rank: int, world_size: int) -> None:
         assert total() == 3 and total(dist.new_group([0, 1])) == 3
 
-    run_hosts(summed, (1, 1), choice=choice)
+    run_nodes(summed, (1, 1), choice=choice)
 
 
-def test_one_host_is_one_group() -> None:
+def test_one_node_is_one_group() -> None:
     def one(rank: int, world_size: int) -> None:
         assert total() == 3
         received = torch.zeros(1)
@@ -313,7 +313,7 @@ def test_one_host_is_one_group() -> None:
             dist.recv(received, 0)
             assert received.item() == 1
 
-    run_hosts(one, (2,))
+    run_nodes(one, (2,))
 
 
 def what_is_not_there(rank: int, world_size: int) -> None:
@@ -331,7 +331,7 @@ def what_is_not_there(rank: int, world_size: int) -> None:
 
 
 def test_what_is_not_there_is_refused_by_name() -> None:
-    run_hosts(what_is_not_there, (2, 2))
+    run_nodes(what_is_not_there, (2, 2))
 
 
 def train(rank: int, world_size: int) -> list[float]:
@@ -353,9 +353,9 @@ def train(rank: int, world_size: int) -> list[float]:
     return losses
 
 
-def test_data_parallel_training_goes_as_on_one_host() -> None:
+def test_data_parallel_training_goes_as_on_one_node() -> None:
     here = ranks.run_ranks(train, 4)
-    there = run_hosts(train, (2, 2))
+    there = run_nodes(train, (2, 2))
     assert there[0] == there[3]
     assert there[0] == pytest.approx(here[0], rel=1e-4)
     assert there[0][-1] < there[0][0]
@@ -375,7 +375,7 @@ def left_in_the_store(rank: int, world_size: int) -> None:
 
 
 def test_addresses_of_rails_are_taken_back_from_the_store() -> None:
-    run_hosts(left_in_the_store, (2, 2))
+    run_nodes(left_in_the_store, (2, 2))
 
 
 def messages_leave_nothing(rank: int, world_size: int) -> None:
@@ -404,7 +404,7 @@ def messages_leave_nothing(rank: int, world_size: int) -> None:
 
 
 def test_groups_that_have_sent_messages_leave_no_keys() -> None:
-    run_hosts(messages_leave_nothing, (2, 2))
+    run_nodes(messages_leave_nothing, (2, 2))
 
 
 def test_gloo_that_connects_later_finds_its_addresses() -> None:
@@ -414,7 +414,7 @@ def test_gloo_that_connects_later_finds_its_addresses() -> None:
         dist.all_reduce(tensor, group=group)
         assert bool((tensor == 4).all())
 
-    run_hosts(late, (2, 2), env={"TORCH_GLOO_LAZY_INIT": "1"})
+    run_nodes(late, (2, 2), env={"TORCH_GLOO_LAZY_INIT": "1"})
 
 
 def come_and_go(rank: int, world_size: int) -> None:
@@ -437,4 +437,4 @@ def come_and_go(rank: int, world_size: int) -> None:
 
 
 def test_groups_leave_no_thread_and_no_descriptor() -> None:
-    run_hosts(come_and_go, (2, 2))
+    run_nodes(come_and_go, (2, 2))

@@ -17,7 +17,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch_symm
-from launch import run_hosts
+from launch import run_nodes
 from torch_symm import _backends
 
 import messages
@@ -32,7 +32,7 @@ import messages
     ids=str,
 )
 def test_every_scenario(layout: tuple[int, ...], which: str) -> None:
-    run_hosts(messages.run_all, layout, which)
+    run_nodes(messages.run_all, layout, which)
 
 
 def meet_in_a_circle(rank: int, world_size: int) -> None:
@@ -61,7 +61,7 @@ def meet_in_a_circle(rank: int, world_size: int) -> None:
 
 
 def test_links_that_are_made_at_once_do_not_wait_for_each_other() -> None:
-    run_hosts(meet_in_a_circle, (1, 1, 1))
+    run_nodes(meet_in_a_circle, (1, 1, 1))
 
 
 def pipeline(rank: int, world_size: int) -> list[float]:
@@ -94,9 +94,9 @@ def pipeline(rank: int, world_size: int) -> list[float]:
     return total.tolist()
 
 
-def test_a_pipeline_over_hosts_has_the_values_of_one_host() -> None:
+def test_a_pipeline_over_nodes_has_the_values_of_one_node() -> None:
     here = ranks.run_ranks(pipeline, 4)
-    there = run_hosts(pipeline, (2, 2))
+    there = run_nodes(pipeline, (2, 2))
     assert there[0] == there[3] and there[0] == pytest.approx(here[0], rel=1e-5)
 
 
@@ -131,7 +131,7 @@ def threads(rank: int, world_size: int) -> None:
 
 @pytest.mark.timed
 def test_messages_need_few_threads_and_leave_nothing_behind() -> None:
-    run_hosts(threads, (2, 2))
+    run_nodes(threads, (2, 2))
 
 
 def stopped(rank: int, world_size: int) -> None:
@@ -153,7 +153,7 @@ def stopped(rank: int, world_size: int) -> None:
 
 
 def test_a_peer_that_was_stopped_goes_on() -> None:
-    run_hosts(stopped, (1, 1))
+    run_nodes(stopped, (1, 1))
 
 
 def anew(rank: int, world_size: int) -> None:
@@ -172,7 +172,7 @@ def anew(rank: int, world_size: int) -> None:
 
 
 def test_a_new_group_serves_after_a_failure() -> None:
-    run_hosts(anew, (1, 1))
+    run_nodes(anew, (1, 1))
 
 
 def over_one_store(rank: int, world_size: int) -> None:
@@ -207,7 +207,7 @@ def over_one_store(rank: int, world_size: int) -> None:
 
 
 def test_a_new_group_over_the_same_store_reads_nothing_of_the_old_one() -> None:
-    run_hosts(over_one_store, (1, 2), expect_killed=[2])
+    run_nodes(over_one_store, (1, 2), expect_killed=[2])
 
 
 def recorded(rank: int, world_size: int) -> None:
@@ -229,7 +229,7 @@ def recorded(rank: int, world_size: int) -> None:
 
 
 def test_the_trace_names_the_peer_by_its_global_rank() -> None:
-    run_hosts(recorded, (2, 2))
+    run_nodes(recorded, (2, 2))
 
 
 def differ(rank: int, world_size: int, count: int) -> str | None:
@@ -249,7 +249,7 @@ def differ(rank: int, world_size: int, count: int) -> str | None:
 
 @pytest.mark.parametrize("count", [4, 500_000])
 def test_lengths_that_differ_are_an_error_of_the_receiver(count: int) -> None:
-    text = run_hosts(differ, (1, 1), count)[1]
+    text = run_nodes(differ, (1, 1), count)[1]
     assert f"sent {4 * count} bytes (float32, tag 3)" in text and f"expects {4 * count + 4} (float32)" in text
     assert 'rank 0 (node "a", pid' in text and 'rank 1 (node "b", pid' in text
 
@@ -268,7 +268,7 @@ def test_a_length_that_differs_is_an_error_though_the_receive_names_nobody(sende
             dist.barrier()
         return str(caught.value)
 
-    for text in run_hosts(mismatched, (2, 2)):
+    for text in run_nodes(mismatched, (2, 2)):
         assert re.search(rf"rank {sender} .*sent 20 bytes .* to rank 0 .*recv expects 16", text), text
 
 
@@ -298,7 +298,7 @@ def late(rank: int, world_size: int, source: int | None, met: bool) -> tuple[str
     ids=str,
 )
 def test_a_timeout_names_the_peer_and_stands(layout: tuple[int, ...], source: int | None, met: bool) -> None:
-    results = run_hosts(late, layout, source, met, timeout=2)
+    results = run_nodes(late, layout, source, met, timeout=2)
     text, again, took = results[0]
     # A receive from any rank accepts any type.
     dtype = "" if source is None else "float32, "
@@ -334,7 +334,7 @@ def die(rank: int, world_size: int, named: bool) -> tuple[str, float] | None:
 @pytest.mark.parametrize("layout", [(2, 2), (1, 1)], ids=str)
 def test_a_peer_that_dies_ends_the_message(layout: tuple[int, ...], named: bool) -> None:
     last = sum(layout) - 1
-    text, took = run_hosts(die, layout, named, expect_killed=[last])[0]
+    text, took = run_nodes(die, layout, named, expect_killed=[last])[0]
     assert took < 5 and f"rank {last}" in text, text
 
 
@@ -360,7 +360,7 @@ def ended(rank: int, world_size: int, way: str, source: int | None) -> None:
     ("layout", "way", "source"), [((1, 1), "abort", 1), ((2, 2), "abort", None), ((2, 2), "destroy", None)], ids=str
 )
 def test_ending_the_group_releases_a_message(layout: tuple[int, ...], way: str, source: int | None) -> None:
-    run_hosts(ended, layout, way, source)
+    run_nodes(ended, layout, way, source)
 
 
 def destroy(rank: int, world_size: int) -> None:
@@ -376,4 +376,4 @@ def destroy(rank: int, world_size: int) -> None:
 
 
 def test_what_was_sent_arrives_though_its_sender_leaves() -> None:
-    run_hosts(destroy, (1, 1))
+    run_nodes(destroy, (1, 1))

@@ -99,48 +99,48 @@ def crawl(rank: int, layout: Sequence[int], place: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("tc") is None, reason="tc cannot be found")
-def test_a_slow_wire_is_no_silent_host(tmp_path: Path) -> None:
-    with netns.hosts_of(tmp_path, (2, 2), "test_internode_namespaces:crawl") as hosts:
+def test_a_slow_wire_is_no_silent_node(tmp_path: Path) -> None:
+    with netns.nodes_of(tmp_path, (2, 2), "test_internode_namespaces:crawl") as nodes:
         # Each node sends 4 MB.
-        hosts.limit("5mbit")
-        for took in hosts.results():
+        nodes.limit("5mbit")
+        for took in nodes.results():
             assert took > 5.0, f"{took:.1f} s: the wire was too quick to show anything"
 
 
-def ready(hosts: netns.Hosts) -> float:
+def ready(nodes: netns.Nodes) -> float:
     """Waits until all ranks have finished their calls; returns the time."""
-    hosts.wait("ready")
+    nodes.wait("ready")
     time.sleep(0.2)
     return time.monotonic()
 
 
-def ranks_of(layout: Sequence[int], host: int) -> list[int]:
-    return [rank for rank, at in enumerate(launch.hosts_of(layout)) if at == host]
+def ranks_of(layout: Sequence[int], node: int) -> list[int]:
+    return [rank for rank, at in enumerate(launch.nodes_of(layout)) if at == node]
 
 
-def all_but(layout: Sequence[int], host: int) -> list[int]:
+def all_but(layout: Sequence[int], node: int) -> list[int]:
     """The ranks of the other nodes."""
-    return [rank for rank, at in enumerate(launch.hosts_of(layout)) if at != host]
+    return [rank for rank, at in enumerate(launch.nodes_of(layout)) if at != node]
 
 
-def name(layout: Sequence[int], host: int) -> str:
+def name(layout: Sequence[int], node: int) -> str:
     """The name of a node in messages."""
-    ranks = list(map(str, ranks_of(layout, host)))
-    return f'node "h{host}" (rank{"s" * (len(ranks) > 1)} {" and ".join(ranks)})'
+    ranks = list(map(str, ranks_of(layout, node)))
+    return f'node "h{node}" (rank{"s" * (len(ranks) > 1)} {" and ".join(ranks)})'
 
 
-def check_silent(layout: Sequence[int], host: int, text: str) -> None:
-    assert re.search(rf"{re.escape(name(layout, host))} of group .* has not answered for 5\.\d s", text), text
-    assert not any(name(layout, other) in text for other in range(len(layout)) if other != host), text
+def check_silent(layout: Sequence[int], node: int, text: str) -> None:
+    assert re.search(rf"{re.escape(name(layout, node))} of group .* has not answered for 5\.\d s", text), text
+    assert not any(name(layout, other) in text for other in range(len(layout)) if other != node), text
 
 
-def check_gone(layout: Sequence[int], host: int, text: str, ending: str = "is gone|has ended") -> None:
-    ranks = "|".join(map(str, ranks_of(layout, host)))
-    one = rf'rank ({ranks}) \(node "h{host}", pid \d+\)'
-    assert re.search(rf"({re.escape(name(layout, host))}|{one}) of group .* ({ending})", text), text
+def check_gone(layout: Sequence[int], node: int, text: str, ending: str = "is gone|has ended") -> None:
+    ranks = "|".join(map(str, ranks_of(layout, node)))
+    one = rf'rank ({ranks}) \(node "h{node}", pid \d+\)'
+    assert re.search(rf"({re.escape(name(layout, node))}|{one}) of group .* ({ending})", text), text
 
 
-each_host_lost = pytest.mark.parametrize(
+each_node_lost = pytest.mark.parametrize(
     ("layout", "lost"),
     [
         ((1, 1, 2), 2),
@@ -153,14 +153,14 @@ each_host_lost = pytest.mark.parametrize(
 
 
 @pytest.mark.timed
-@each_host_lost
-def test_the_host_whose_cable_is_out_is_named_by_all_others(tmp_path: Path, layout: Sequence[int], lost: int) -> None:
-    with netns.hosts_of(tmp_path, layout, "test_internode_namespaces:survive") as hosts:
-        cut = ready(hosts)
-        hosts.cut(lost)
-        for host, (text, heard) in zip(launch.hosts_of(layout), hosts.results(), strict=True):
+@each_node_lost
+def test_the_node_whose_cable_is_out_is_named_by_all_others(tmp_path: Path, layout: Sequence[int], lost: int) -> None:
+    with netns.nodes_of(tmp_path, layout, "test_internode_namespaces:survive") as nodes:
+        cut = ready(nodes)
+        nodes.cut(lost)
+        for node, (text, heard) in zip(launch.nodes_of(layout), nodes.results(), strict=True):
             # It is connected only with the first node; that one with all, and one of them is the first to be missed.
-            missed = lost if host != lost else 0 if lost else next(other for other in (1, 2) if f'"h{other}"' in text)
+            missed = lost if node != lost else 0 if lost else next(other for other in (1, 2) if f'"h{other}"' in text)
             check_silent(layout, missed, text)
             assert 3.9 < heard - cut < 7, f"{heard - cut:.2f} s: {text}"
         # They are containers of one machine, as one rank reports.
@@ -168,15 +168,15 @@ def test_the_host_whose_cable_is_out_is_named_by_all_others(tmp_path: Path, layo
         advice = (
             rf"ranks 0 and {other} run in different containers of one node .* start the containers with .*--network="
         )
-        assert len(re.findall(advice, hosts.logs())) == 1, hosts.logs()
+        assert len(re.findall(advice, nodes.logs())) == 1, nodes.logs()
 
 
-@each_host_lost
-def test_a_host_whose_processes_all_end_is_named_at_once(tmp_path: Path, layout: Sequence[int], lost: int) -> None:
-    with netns.hosts_of(tmp_path, layout, "test_internode_namespaces:survive") as hosts:
-        killed = ready(hosts)
-        hosts.kill(lost)
-        for text, heard in hosts.results(all_but(layout, lost)):
+@each_node_lost
+def test_a_node_whose_processes_all_end_is_named_at_once(tmp_path: Path, layout: Sequence[int], lost: int) -> None:
+    with netns.nodes_of(tmp_path, layout, "test_internode_namespaces:survive") as nodes:
+        killed = ready(nodes)
+        nodes.kill(lost)
+        for text, heard in nodes.results(all_but(layout, lost)):
             check_gone(layout, lost, text)
             # Exits of processes take some time on a busy node.
             assert heard - killed < 8, f"{heard - killed:.2f} s: {text}"
@@ -187,23 +187,23 @@ def test_a_host_whose_processes_all_end_is_named_at_once(tmp_path: Path, layout:
 @pytest.mark.parametrize(
     ("layout", "stopped"), [((1, 1, 1, 1), 3), pytest.param((1, 1, 1, 1), 0, marks=pytest.mark.slow)], ids=str
 )
-def test_a_host_whose_processes_are_stopped_is_named(tmp_path: Path, layout: Sequence[int], stopped: int) -> None:
-    with netns.hosts_of(tmp_path, layout, "test_internode_namespaces:compute") as hosts:
-        since = ready(hosts)
-        hosts.stop(stopped)
-        for text, heard in hosts.results(all_but(layout, stopped)):
+def test_a_node_whose_processes_are_stopped_is_named(tmp_path: Path, layout: Sequence[int], stopped: int) -> None:
+    with netns.nodes_of(tmp_path, layout, "test_internode_namespaces:compute") as nodes:
+        since = ready(nodes)
+        nodes.stop(stopped)
+        for text, heard in nodes.results(all_but(layout, stopped)):
             check_silent(layout, stopped, text)
             assert 3.9 < heard - since < 7, f"{heard - since:.2f} s: {text}"
-        hosts.resume(stopped)
-        (text, _), *_ = hosts.results(ranks_of(layout, stopped))
+        nodes.resume(stopped)
+        (text, _), *_ = nodes.results(ranks_of(layout, stopped))
         check_silent(layout, stopped, text)
 
 
-def test_uneven_hosts_compute_what_they_must(tmp_path: Path) -> None:
+def test_uneven_nodes_compute_what_they_must(tmp_path: Path) -> None:
     layout = (3, 1)
-    with netns.hosts_of(tmp_path, layout, "test_internode_namespaces:compute") as hosts:
-        ready(hosts)
-        hosts.kill(1)
-        for text, _ in hosts.results(all_but(layout, 1)):
+    with netns.nodes_of(tmp_path, layout, "test_internode_namespaces:compute") as nodes:
+        ready(nodes)
+        nodes.kill(1)
+        for text, _ in nodes.results(all_but(layout, 1)):
             # On a busy machine the kernel may destroy the network before the connections of the processes are closed.
             check_gone(layout, 1, text, "is gone|has ended|has not answered")

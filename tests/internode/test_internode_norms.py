@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from launch import run_hosts
+from launch import run_nodes
 from norm_reference import rms_norm
 from test_all_reduce_add_rms_norm import EPS, Rows, every_form, ops
 
 
-class HostRows(Rows):
+class NodeRows(Rows):
     """Reduced by the group's own all_reduce."""
 
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +23,7 @@ def forms(rank: int, world: int) -> None:
     name = dist.group.WORLD.group_name
     for dtype in (torch.bfloat16, torch.float32):
         for shape in ((1, 8), (2, 64), (3, 4104), (40, 2048)):
-            every_form(rank, HostRows(world, shape, dtype), name)
+            every_form(rank, NodeRows(world, shape, dtype), name)
     # Nodes that disagree on parameters that one all-reduce would not distinguish.
     rows = torch.ones(2, 64)
     with pytest.raises(torch_symm.SymmMismatchError, match=r"all_reduce_add_rms_norm\(2 × 64 × float32, eps 1e-6\)"):
@@ -31,4 +31,4 @@ def forms(rank: int, world: int) -> None:
 
 
 def test_bits_are_those_of_separate_steps() -> None:
-    run_hosts(forms, [2, 1])
+    run_nodes(forms, [2, 1])

@@ -11,7 +11,7 @@ import torch_symm
 from cases import Case
 from collectives import run
 from expected import in_halves
-from launch import run_hosts
+from launch import run_nodes
 
 
 def group_of(world_size: int, order: str = "tree") -> dist.ProcessGroup:
@@ -35,7 +35,7 @@ def reductions(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("layout", [(2, 2), (1, 1, 1, 1)], ids=str)
 def test_trees_have_the_bits_of_one_node(layout: Sequence[int]) -> None:
-    run_hosts(reductions, layout)
+    run_nodes(reductions, layout)
 
 
 def refused(rank: int, world_size: int) -> str:
@@ -45,7 +45,7 @@ def refused(rank: int, world_size: int) -> str:
 
 
 def test_nodes_of_other_sizes_are_refused() -> None:
-    for text in run_hosts(refused, (3, 1)):
+    for text in run_nodes(refused, (3, 1)):
         assert 'cannot use order="tree"' in text and 'node "a" (ranks 0, 1 and 2)' in text, text
 
 
@@ -56,6 +56,6 @@ def disagree(rank: int, world_size: int) -> str:
 
 
 def test_nodes_that_choose_differently_are_told_at_joining() -> None:
-    for text in run_hosts(disagree, (2, 2)):
+    for text in run_nodes(disagree, (2, 2)):
         assert 'rank 0 (node "a", pid' in text and 'has order="rank"' in text, text
         assert 'rank 2 (node "b", pid' in text and 'has order="tree"; give torch_symm.Options(order=' in text, text

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch_symm
 from cases import Case, Reference
 from collectives import run
-from launch import run_hosts
+from launch import run_nodes
 from test_internode_collectives import COUNTS, reducing, two_level
 
 OPS = ("SUM", "AVG", "PRODUCT", "PREMUL_SUM", "MAX")
@@ -63,7 +63,7 @@ LONGER = [pytest.param(layout, marks=pytest.mark.slow) for layout in ((3, 1), (2
 
 @pytest.mark.parametrize("layout", [(2, 2), (1, 1), (1, 2, 1), *LONGER], ids=str)
 def test_elements_are_rounded_once(layout: Sequence[int]) -> None:
-    run_hosts(reductions, layout, layout)
+    run_nodes(reductions, layout, layout)
 
 
 def sent(rank: int, world_size: int) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def sent(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def test_twice_the_bytes_travel() -> None:
-    for narrow, wide in run_hosts(sent, (1, 1)):
+    for narrow, wide in run_nodes(sent, (1, 1)):
         assert (narrow, wide) == ((2 << 20) + 1024, (4 << 20) + 1024)
 
 
@@ -88,7 +88,7 @@ def disagree(rank: int, world_size: int) -> str:
 
 
 def test_ranks_that_choose_differently_are_told_at_joining() -> None:
-    for text in run_hosts(disagree, (2, 2)):
+    for text in run_nodes(disagree, (2, 2)):
         assert 'rank 0 (node "a", pid' in text and 'has reduce_dtype="tensor"' in text, text
         assert (
             'rank 3 (node "b", pid' in text
@@ -108,7 +108,7 @@ def inherited(rank: int, world_size: int) -> None:
 
 
 def test_later_groups_do_as_the_default_one() -> None:
-    run_hosts(inherited, (2, 2))
+    run_nodes(inherited, (2, 2))
 
 
 def unknown(rank: int, world_size: int) -> None:
@@ -117,4 +117,4 @@ def unknown(rank: int, world_size: int) -> None:
 
 
 def test_an_unknown_choice_is_refused() -> None:
-    run_hosts(unknown, (1, 1))
+    run_nodes(unknown, (1, 1))

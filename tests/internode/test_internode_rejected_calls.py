@@ -10,7 +10,7 @@ import ranks
 import test_coalescing
 import torch
 import torch.distributed as dist
-from launch import run_hosts
+from launch import run_nodes
 
 
 def overlapping() -> torch.Tensor:
@@ -27,12 +27,12 @@ def freed() -> torch.Tensor:
 
 def test_an_exception_ends_a_block() -> None:
     """Between nodes as within one."""
-    run_hosts(test_coalescing.after_exceptions, (1, 1), "symm")
+    run_nodes(test_coalescing.after_exceptions, (1, 1), "symm")
 
 
 @pytest.mark.timed
 def test_one_limit_for_all_parts_of_a_block() -> None:
-    run_hosts(test_coalescing.one_limit, (1, 1))
+    run_nodes(test_coalescing.one_limit, (1, 1))
 
 
 def corrects_later(rank: int, world_size: int) -> None:
@@ -79,4 +79,4 @@ def corrects_later(rank: int, world_size: int) -> None:
 
 
 def test_a_refused_message_does_not_count_once_its_rank_has_made_another_call() -> None:
-    run_hosts(corrects_later, (2, 1))
+    run_nodes(corrects_later, (2, 1))

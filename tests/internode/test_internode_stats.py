@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from launch import run_hosts
+from launch import run_nodes
 
 #: The bytes that every call sends to each other node.
 SLOT = 1024
@@ -41,7 +41,7 @@ def collectives(rank: int, world_size: int) -> list[Counts]:
 
 
 def test_rails_share_the_bytes_of_a_call() -> None:
-    results = run_hosts(collectives, (2, 2))
+    results = run_nodes(collectives, (2, 2))
     slots = [SLOT, 0, SLOT, 0]
     for rank, (short, long, broadcast, gathered) in enumerate(results):
         head = slots[rank]
@@ -54,14 +54,14 @@ def test_rails_share_the_bytes_of_a_call() -> None:
         assert (gathered["sent"], gathered["received"]) == ((1 << 20) + head, (1 << 20) + head)
 
 
-def three_hosts(rank: int, world_size: int) -> Counts:
+def three_nodes(rank: int, world_size: int) -> Counts:
     before = torch_symm.stats()
     dist.all_gather_into_tensor(torch.empty(3 << 16), torch.ones(1 << 16))
     return grown("gloo rail 0", before)
 
 
-def test_bytes_count_for_each_host_that_they_go_to() -> None:
-    for count in run_hosts(three_hosts, (1, 1, 1)):
+def test_bytes_count_for_each_node_that_they_go_to() -> None:
+    for count in run_nodes(three_nodes, (1, 1, 1)):
         assert count["sent"] == count["received"] == 2 * ((4 << 16) + SLOT)
 
 
@@ -84,7 +84,7 @@ def messages(rank: int, world_size: int) -> None:
 
 
 def test_messages_are_counted_by_their_peer() -> None:
-    run_hosts(messages, (2, 2))
+    run_nodes(messages, (2, 2))
 
 
 def groups(rank: int, world_size: int) -> None:
@@ -102,4 +102,4 @@ def groups(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("layout", [(2, 2)], ids=str)
 def test_each_group_has_counts_of_its_own(layout: tuple[int, ...]) -> None:
-    run_hosts(groups, layout)
+    run_nodes(groups, layout)

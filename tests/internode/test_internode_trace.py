@@ -15,7 +15,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch_symm
-from launch import run_hosts
+from launch import run_nodes
 from torch_symm.__main__ import main
 
 
@@ -55,8 +55,8 @@ def stop(rank: int, world_size: int, count: int) -> tuple[str, list[tuple[str, s
 
 @pytest.mark.timed
 @pytest.mark.parametrize("count", [4, 1 << 20])
-def test_a_stopped_host_is_named_with_its_rail(count: int, capsys: pytest.CaptureFixture[str]) -> None:
-    results = run_hosts(stop, (2, 2), count, timeout=2)
+def test_a_stopped_node_is_named_with_its_rail(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run_nodes(stop, (2, 2), count, timeout=2)
     waiting = 'rail 0, waiting for node "b" (ranks 2 and 3)'
     text, seen, failed = results[0]
     assert 'on rail 0, waiting for node "b" (ranks 2 and 3)' in text, text
@@ -93,16 +93,16 @@ def come_late(rank: int, world_size: int, late: int) -> tuple[str, list[tuple[st
 
 @pytest.mark.timed
 @pytest.mark.parametrize(
-    ("layout", "late", "host"),
+    ("layout", "late", "node"),
     [((1, 1, 1), 2, 'node "c" (rank 2)'), ((1, 1, 1), 0, 'node "a" (rank 0)'), ((2, 1, 1), 2, 'node "b" (rank 2)')],
     ids=str,
 )
-def test_of_several_hosts_the_late_one_is_named(layout: tuple[int, ...], late: int, host: str) -> None:
-    results = run_hosts(come_late, layout, late, timeout=2)
+def test_of_several_nodes_the_late_one_is_named(layout: tuple[int, ...], late: int, node: str) -> None:
+    results = run_nodes(come_late, layout, late, timeout=2)
     for rank, (text, seen) in ((rank, result) for rank, result in enumerate(results) if rank != late):
         # Any of them may fail first.
-        assert f"on rail 0, waiting for {host}" in text, text
-        waiting = "inside the node" if (layout, rank) == ((2, 1, 1), 1) else f"rail 0, waiting for {host}"
+        assert f"on rail 0, waiting for {node}" in text, text
+        waiting = "inside the node" if (layout, rank) == ((2, 1, 1), 1) else f"rail 0, waiting for {node}"
         assert seen == [("all_reduce", waiting)], (rank, seen)
 
 
@@ -117,25 +117,25 @@ def numbers(rank: int, world_size: int) -> None:
     assert all(call["phase"] is None and call["algorithm"] == "two_level" for call in calls), calls
 
 
-def test_what_serves_a_call_inside_the_host_has_no_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_serves_a_call_inside_the_node_has_no_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def written(rank: int, world_size: int) -> str:
         numbers(rank, world_size)
         return json.dumps(torch_symm.trace())
 
     path = tmp_path / "trace.json"
-    path.write_text(run_hosts(written, (2, 2))[0])
+    path.write_text(run_nodes(written, (2, 2))[0])
     assert main(["trace", str(path)]) == 0
     report = capsys.readouterr().out
     (line,) = (line for line in report.splitlines() if "rank 0 (pid" in line)
     assert re.search(r"\): collective #(\d+) begun; last all_reduce\(.*\) #\1: completed", line), report
 
 
-def one_host(rank: int, world_size: int) -> None:
+def one_node(rank: int, world_size: int) -> None:
     group = torch_symm.intra_node_group()
     dist.all_reduce(torch.ones(4), group=group)
     trace = torch_symm.trace()
     assert trace["calls"][-1]["phase"] is None and trace["groups"][-1]["other_nodes"] is None
 
 
-def test_calls_on_one_host_have_no_phases() -> None:
-    run_hosts(one_host, (2, 2))
+def test_calls_on_one_node_have_no_phases() -> None:
+    run_nodes(one_node, (2, 2))

@@ -16,7 +16,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from launch import NAMES, run_hosts
+from launch import NAMES, run_nodes
 from programs import ROOT, run_program
 from torch import nn
 
@@ -102,7 +102,7 @@ def tensor_parallel(rank: int, world_size: int) -> list[float]:
     return train(model, rank // 2)
 
 
-def tensor_parallel_between_hosts(rank: int, world_size: int) -> list[float]:
+def tensor_parallel_between_nodes(rank: int, world_size: int) -> list[float]:
     mesh = dist.init_device_mesh("cpu", (world_size,))
     return train(parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}), 0)
 
@@ -156,10 +156,10 @@ def flat_gloo(program: Program) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    "program", (data_parallel, fully_sharded, hybrid_sharded, tensor_parallel, tensor_parallel_between_hosts)
+    "program", (data_parallel, fully_sharded, hybrid_sharded, tensor_parallel, tensor_parallel_between_nodes)
 )
 def test_losses_are_those_of_flat_gloo(program: Program) -> None:
-    there, again = (list(run_hosts(program, (2, 2))) for _ in range(2))
+    there, again = (list(run_nodes(program, (2, 2))) for _ in range(2))
     assert there == again, "another run gives other bits"
     assert all(losses == there[0] for losses in there), "ranks give other bits"
     assert there[0] == pytest.approx(flat_gloo(program)[0], rel=1e-5)
@@ -168,7 +168,7 @@ def test_losses_are_those_of_flat_gloo(program: Program) -> None:
 
 @pytest.mark.parametrize("program", (pipeline, redistributed))
 def test_what_moves_data_alone_gives_the_bits_of_flat_gloo(program: Program) -> None:
-    assert list(run_hosts(program, (2, 2))) == flat_gloo(program)
+    assert list(run_nodes(program, (2, 2))) == flat_gloo(program)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_what_moves_data_alone_gives_the_bits_of_flat_gloo(program: Program) -> 
 def test_programs_on_two_nodes(program: str) -> None:
     """They compare themselves with one process, and fail on a difference."""
     shorter = {"examples/01_ddp_digits": ("--epochs", "9"), "benches/train_transformer": ("--steps", "10")}
-    said = run_program(f"{program}.py", *shorter.get(program, ()), hosts="aabb", env={"CUDA_VISIBLE_DEVICES": ""})
+    said = run_program(f"{program}.py", *shorter.get(program, ()), nodes="aabb", env={"CUDA_VISIBLE_DEVICES": ""})
     assert said[0][-1].startswith("ok: "), said
 
 
@@ -195,7 +195,7 @@ def test_a_program_by_torchrun_on_two_nodes() -> None:
         probe.bind(("127.0.0.1", 0))
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{probe.getsockname()[1]}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous]
-    command += ["--rdzv-id", "hosts", str(ROOT / "examples/06_objects.py")]
+    command += ["--rdzv-id", "nodes", str(ROOT / "examples/06_objects.py")]
     own = {
         "SYMM_INTER_NODE_BACKEND": "gloo",
         "GLOO_SOCKET_IFNAME": "lo",

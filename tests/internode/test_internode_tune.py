@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from launch import run_hosts
+from launch import run_nodes
 from torch_symm.tools.tune import inter_node, profile
 
 FOUND = {
@@ -36,7 +36,7 @@ def find(rank: int, world_size: int, path: str) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", [(2, 2), (1, 1, 1)], ids=str)
 def test_all_ranks_find_the_same_and_it_is_written(layout: tuple[int, ...], tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    results = run_hosts(find, layout, str(path))
+    results = run_nodes(find, layout, str(path))
     assert all(found == results[0] for found in results)
     assert json.loads(path.read_text())["inter_node"] == results[0]
     found = results[0]
@@ -66,8 +66,8 @@ def test_groups_go_by_the_profile_of_their_first_rank(tmp_path: Path) -> None:
     profile.write(path, {**profile.bare(profile.key("cpu", 2), {}), "inter_node": FOUND})
     own, none = {"SYMM_COST_PROFILE": str(path)}, {"SYMM_COST_PROFILE": "0"}
     # One rail, in chunks of 64 KB; the header comes first.
-    assert list(run_hosts(sent, (2, 2), settings=[own, none, none, none])) == [17, 0, 17, 0]
-    usual = run_hosts(sent, (2, 2), settings=[none, own, own, own])
+    assert list(run_nodes(sent, (2, 2), settings=[own, none, none, none])) == [17, 0, 17, 0]
+    usual = run_nodes(sent, (2, 2), settings=[none, own, own, own])
     assert usual[1] == usual[3] == usual[0] - 1 > 0, "what other ranks have measured does not count"
 
 
@@ -82,14 +82,14 @@ def test_a_faulty_network_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "profile.json").exists()
 
 
-def test_meshes_across_hosts_are_priced_by_the_measured_wire(tmp_path: Path) -> None:
+def test_meshes_across_nodes_are_priced_by_the_measured_wire(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profile.write(path, {**profile.bare(profile.key("cpu", 2), {}), "inter_node": FOUND})
     prices = torch_symm._native.load()._open_cost_model("cpu", [2, 2], 2, 2, "measured", profile=str(path).encode())
     assert (prices.gb_per_s[0], prices.us[0]) == (0.5, 90.0) and prices.gb_per_s[1] != 0.5
 
 
-def test_a_profile_keeps_what_was_measured_between_hosts(tmp_path: Path) -> None:
+def test_a_profile_keeps_what_was_measured_between_nodes(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     assert profile.inter_node(path) == {}
     profile.write(path, {**profile.bare(profile.key("cpu", 2), {}), "inter_node": FOUND})

@@ -138,7 +138,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
 }
 
 #[test]
-fn another_host_cannot_claim_a_rank_unnoticed() {
+fn another_node_cannot_claim_a_rank_unnoticed() {
     let Some(_flat) = Flat::start() else { return };
     let mut record = record_of(1, 2);
     record["node"]["boot"] = json!("another-kernel");

@@ -62,7 +62,7 @@ impl Store for Counted {
 }
 
 #[test]
-fn ranks_of_one_host_say_no_more_where_hosts_may_be_connected() {
+fn ranks_of_one_node_say_no_more_where_nodes_may_be_connected() {
     let Some(_flat) = Flat::start() else { return };
     let [strict, open] = [false, true].map(|several| {
         let store = Counted::default();
@@ -80,7 +80,7 @@ fn ranks_of_one_host_say_no_more_where_hosts_may_be_connected() {
 }
 
 #[test]
-fn more_ranks_than_one_host_can_have_are_refused_once_they_are_known_to_be_on_one() {
+fn more_ranks_than_one_node_can_have_are_refused_once_they_are_known_to_be_on_one() {
     let Some(_flat) = Flat::start() else { return };
     let store = MemoryStore::new();
     for outcome in threads(0..129, |rank| find(&store, &JoinSpec { segment_bytes: 0, reserved_bytes: 0, ..spec("g", rank, 129, LONG) })) {

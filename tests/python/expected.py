@@ -86,12 +86,12 @@ def _halves(both: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], parts: S
     return both(_halves(both, parts[:half]), _halves(both, parts[half:]))
 
 
-def two_level(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float], hosts: Sequence[int]) -> torch.Tensor:
-    """The ranks of each node in order, rounded once, then the nodes in order, rounded once; ``hosts``: of each rank."""
+def two_level(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float], nodes: Sequence[int]) -> torch.Tensor:
+    """The ranks of each node in order, rounded once, then the nodes in order, rounded once; ``nodes``: of each rank."""
     n = len(inputs)
     if op == "AVG" and inputs[0].dtype in INTEGERS:
         return reduced(op, inputs)
-    groups = [[rank for rank in range(n) if hosts[rank] == host] for host in sorted(set(hosts))]
+    groups = [[rank for rank in range(n) if nodes[rank] == node] for node in sorted(set(nodes))]
     parts = [reduced(op, [inputs[r] for r in group], [factors[r] for r in group]) for group in groups]
     if op == "AVG" and len({len(group) for group in groups}) > 1:
         return reduced("PREMUL_SUM", parts, [len(group) / n for group in groups])

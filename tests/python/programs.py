@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_program(
-    program: str, *arguments: str, world: int = 4, hosts: str = "", env: dict[str, str] | None = None
+    program: str, *arguments: str, world: int = 4, nodes: str = "", env: dict[str, str] | None = None
 ) -> list[list[str]]:
-    """Returns the lines that each rank of ``program`` prints; ``hosts``: a letter for the node of each rank.
+    """Returns the lines that each rank of ``program`` prints; ``nodes``: a letter for the node of each rank.
 
     Raises:
         RanksFailedError: a rank raised, or ended with another status than 0.
@@ -29,7 +29,7 @@ def run_program(
     path = ROOT / program
     _import(path.read_text())
     given = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", **(env or {})}
-    found = ranks.run_ranks(_run, world + 1, path, arguments, hosts, backend=None, timeout=150, env=given)
+    found = ranks.run_ranks(_run, world + 1, path, arguments, nodes, backend=None, timeout=150, env=given)
     return [printed.splitlines() for printed in found[:world]]
 
 
@@ -43,19 +43,19 @@ def _import(text: str) -> None:
             importlib.import_module(name)
 
 
-def _run(rank: int, processes: int, path: Path, arguments: tuple[str, ...], hosts: str) -> str:
+def _run(rank: int, processes: int, path: Path, arguments: tuple[str, ...], nodes: str) -> str:
     world, port = processes - 1, ranks.scratch / "port"
     if rank == world:
         _serve(port, world)
         return ""
     while not port.exists():
         time.sleep(0.002)
-    local, local_world = (hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])) if hosts else (rank, world)
+    local, local_world = (nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])) if nodes else (rank, world)
     numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": local_world}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port.read_text())
-    if hosts:
-        os.environ.update(SYMM_INTER_NODE_BACKEND="gloo", SYMM_TEST_NODE=hosts[rank], GLOO_SOCKET_IFNAME="lo")
+    if nodes:
+        os.environ.update(SYMM_INTER_NODE_BACKEND="gloo", SYMM_TEST_NODE=nodes[rank], GLOO_SOCKET_IFNAME="lo")
     sys.argv[1:] = arguments
     try:
         with redirect_stdout(io.StringIO()) as printed:

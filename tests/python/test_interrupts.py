@@ -67,9 +67,9 @@ def once_blocked(number: signal.Signals) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def interrupted(rank: int, world: int, hosts: bool) -> None:
+def interrupted(rank: int, world: int, nodes: bool) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if hosts:
+    if nodes:
         os.environ.update(SYMM_TEST_NODE=str(rank // 2), SYMM_INTER_NODE_BACKEND="gloo")
     init(rank, world)
     for name, call in WAITS.items():
@@ -94,9 +94,9 @@ def interrupted(rank: int, world: int, hosts: bool) -> None:
     assert bool((tensor == world).all())
 
 
-@pytest.mark.parametrize("hosts", [False, True], ids=["one node", "two nodes"])
-def test_an_interrupted_wait_fails_the_group_on_all_ranks(hosts: bool) -> None:
-    run_ranks(interrupted, 3, hosts, backend=None)
+@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "two nodes"])
+def test_an_interrupted_wait_fails_the_group_on_all_ranks(nodes: bool) -> None:
+    run_ranks(interrupted, 3, nodes, backend=None)
 
 
 def handled(rank: int, world: int) -> None:

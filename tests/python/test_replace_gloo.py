@@ -90,8 +90,8 @@ def test_no_backend_means_symm_for_cpu_tensors() -> None:
     run_ranks(replaced, 2, backend=None)
 
 
-def on_two_hosts(rank: int, world: int, hosts: str) -> str:
-    os.environ.update(SYMM_TEST_NODE=str(rank), SYMM_INTER_NODE_BACKEND=hosts, SYMM_LOG="info")
+def on_two_nodes(rank: int, world: int, nodes: str) -> str:
+    os.environ.update(SYMM_TEST_NODE=str(rank), SYMM_INTER_NODE_BACKEND=nodes, SYMM_LOG="info")
     torch_symm.replace_gloo()
     init(rank, world, "gloo")
     sums()
@@ -99,9 +99,9 @@ def on_two_hosts(rank: int, world: int, hosts: str) -> str:
     return served_by()
 
 
-@pytest.mark.parametrize(("hosts", "expected"), [("none", "gloo"), ("gloo", "symm")])
-def test_hosts_that_symm_does_not_connect_are_gloos(hosts: str, expected: str) -> None:
-    results = run_ranks(on_two_hosts, 2, hosts, backend=None)
+@pytest.mark.parametrize(("nodes", "expected"), [("none", "gloo"), ("gloo", "symm")])
+def test_nodes_that_symm_does_not_connect_are_gloos(nodes: str, expected: str) -> None:
+    results = run_ranks(on_two_nodes, 2, nodes, backend=None)
     assert list(results) == [expected] * 2
     for log in results.logs:
         if expected == "symm":

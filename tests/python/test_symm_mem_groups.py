@@ -37,19 +37,19 @@ def test_symm_groups_are_enabled_and_others_can_be() -> None:
     run_ranks(enabled, 2)
 
 
-def on_two_hosts(rank: int, world: int) -> None:
-    _groups._this_host = lambda: (f"boot-{rank // 2}", f"host{rank // 2}")  # type: ignore[assignment]
+def on_two_nodes(rank: int, world: int) -> None:
+    _groups._this_node = lambda: (f"boot-{rank // 2}", f"node{rank // 2}")  # type: ignore[assignment]
     name = dist.group.WORLD.group_name
     with pytest.raises(torch_symm.SymmConfigError) as caught:
         symm_mem.enable_symm_mem_for_group(name)
-    assert f"group {name!r} has rank 0 on host0, rank 1 on host0, rank 2 on host1" in str(caught.value)
+    assert f"group {name!r} has rank 0 on node0, rank 1 on node0, rank 2 on node1" in str(caught.value)
     assert not symm_mem.is_symm_mem_enabled_for_group(name)
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
     symm_mem.enable_symm_mem_for_group(pairs[rank // 2].group_name)
 
 
-def test_a_group_on_two_hosts_is_refused_by_name() -> None:
-    run_ranks(on_two_hosts, 3, backend="gloo")
+def test_a_group_on_two_nodes_is_refused_by_name() -> None:
+    run_ranks(on_two_nodes, 3, backend="gloo")
 
 
 def one_does_not_come(rank: int, world: int) -> None:

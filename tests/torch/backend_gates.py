@@ -123,10 +123,10 @@ def _open_common_handshakes() -> None:
     _stay_on_cpu(common)
 
 
-def hosts_and_ranks(world: str) -> tuple[int, int]:
+def nodes_and_ranks(world: str) -> tuple[int, int]:
     """Numbers of nodes, and of ranks on each, of a world such as ``4`` or ``2x2``."""
-    hosts, _, ranks = world.rpartition("x")
-    return int(hosts or 1), int(ranks)
+    nodes, _, ranks = world.rpartition("x")
+    return int(nodes or 1), int(ranks)
 
 
 def load(world: int) -> ModuleType:

@@ -19,8 +19,8 @@ from typing import Any
 import backend_gates
 
 
-def make_case(module: Any, hosts: list[str]) -> type[unittest.TestCase]:
-    """torch's test class on warm ranks; rank ``r`` is on node ``hosts[r]``, if there are several."""
+def make_case(module: Any, nodes: list[str]) -> type[unittest.TestCase]:
+    """torch's test class on warm ranks; rank ``r`` is on node ``nodes[r]``, if there are several."""
     # Not earlier: torch reads the environment that main() sets.
     from torch_symm.testing import WarmMultiProcessTestCase
 
@@ -36,8 +36,8 @@ def make_case(module: Any, hosts: list[str]) -> type[unittest.TestCase]:
 
         @classmethod
         def _run(cls, rank: int, *args: Any, **kwargs: Any) -> None:
-            if len(set(hosts)) > 1:
-                os.environ.update(SYMM_INTER_NODE_BACKEND="gloo", SYMM_TEST_NODE=hosts[rank], GLOO_SOCKET_IFNAME="lo")
+            if len(set(nodes)) > 1:
+                os.environ.update(SYMM_INTER_NODE_BACKEND="gloo", SYMM_TEST_NODE=nodes[rank], GLOO_SOCKET_IFNAME="lo")
             super()._run(rank, *args, **kwargs)
 
     return TestSymm
@@ -66,11 +66,11 @@ def run(case: type[unittest.TestCase], name: str) -> dict[str, object]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    hosts, ranks = backend_gates.hosts_and_ranks(sys.argv[1])
+    nodes, ranks = backend_gates.nodes_and_ranks(sys.argv[1])
     os.environ["OMP_NUM_THREADS"] = "1"
     # On a node with GPUs the tests would request one per rank, and skip.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    case = make_case(backend_gates.load(hosts * ranks), [f"host{rank // ranks}" for rank in range(hosts * ranks)])
+    case = make_case(backend_gates.load(nodes * ranks), [f"node{rank // ranks}" for rank in range(nodes * ranks)])
     answers.write(json.dumps({"ready": sys.argv[1]}) + "\n")
     for line in sys.stdin:
         answers.write(json.dumps(run(case, line.strip())) + "\n")

@@ -52,14 +52,14 @@ void bind_internode(py::module_& module) {
       "_set_backend_factory",
       [](py::function make, py::function find) {
         // Never released, because groups may be made until the process ends.
-        BackendFactories engines;
-        engines.make = [make = make.release()](const auto&... arguments) {
+        BackendFactories factories;
+        factories.make = [make = make.release()](const auto&... arguments) {
           return asked([&] { return kept(make(arguments...)); });
         };
-        engines.find = [find = find.release()](const auto& choice) {
+        factories.find = [find = find.release()](const auto& choice) {
           return asked([&] { return find(choice).template cast<std::pair<std::string, std::string>>(); });
         };
-        set_backend_factories(std::move(engines));
+        set_backend_factories(std::move(factories));
       },
       py::arg("make"),
       py::arg("find"));

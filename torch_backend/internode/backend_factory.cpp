@@ -11,17 +11,17 @@ namespace symm {
 namespace {
 
 BackendFactories& known() {
-  // Never destroyed: it holds functions of Python's.
-  static auto* engines = new BackendFactories;
-  return *engines;
+  // Never destroyed, because it holds Python functions.
+  static auto* factories = new BackendFactories;
+  return *factories;
 }
 
 Status failed(const std::string& why) {
   return {ErrorKind::Peer, rust::String::lossy(why)};
 }
 
-// Part of a store in which engines meet: whoever waits for a key looks again and again. A wait of torch's TCPStore holds the only connection
-// of its process: of three ranks that make links at once each could wait for what the next one has not been able to say.
+// The part of a store through which backends connect. It polls for keys: a wait of torch's TCPStore would hold the only
+// connection of the process, so three ranks that create links at once could each wait for a key that the next cannot set.
 class MeetingStore final : public ::c10d::PrefixStore {
  public:
   MeetingStore(const std::string& prefix, c10::intrusive_ptr<::c10d::Store> store, std::optional<rust::Box<GivenUp>> given_up)
@@ -61,11 +61,11 @@ class MeetingStore final : public ::c10d::PrefixStore {
 
 } // namespace
 
-void set_backend_factories(BackendFactories engines) {
-  known() = std::move(engines);
+void set_backend_factories(BackendFactories factories) {
+  known() = std::move(factories);
 }
 
-const BackendFactories& engines() {
+const BackendFactories& backend_factories() {
   return known();
 }
 

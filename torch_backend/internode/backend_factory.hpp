@@ -1,4 +1,4 @@
-// Backends of somebody else's, such as Gloo, that connect nodes: engines. Headers of Gloo and NCCL are in no wheel of torch: Python makes them.
+// Inter-node backends, such as Gloo. Python creates them, because torch's wheels have no headers of Gloo and NCCL.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -17,14 +17,14 @@
 
 namespace symm {
 
-// An engine, and what it needs to live as long.
+// An inter-node backend, and the objects that must live as long as it.
 using BackendPtr = std::shared_ptr<::c10d::Backend>;
 
-// What Python does. Both may be called on any thread.
+// Functions of Python, which any thread may call.
 struct BackendFactories {
-  // Makes one: whose ("gloo"), its name, store, rank, size and timeout, and the GPU whose tensors it is for, or -1.
+  // Creates a backend of the kind `backend` ("gloo") for tensors of the GPU `device`, or of the CPU if `device` is -1.
   std::function<BackendPtr(
-      const std::string& engine,
+      const std::string& backend,
       const std::string& name,
       const c10::intrusive_ptr<::c10d::Store>& store,
       int rank,
@@ -32,14 +32,15 @@ struct BackendFactories {
       std::chrono::milliseconds timeout,
       int device)>
       make;
-  // Names of those of CPU and of CUDA tensors that a choice of the user's stands for. Throws what there is, where it stands for none.
+  // Returns the backends for CPU and for CUDA tensors that a choice of the user stands for. Throws if there are none; the
+  // message lists the known backends.
   std::function<std::pair<std::string, std::string>(const std::string& choice)> find;
 };
 
-void set_backend_factories(BackendFactories engines);
-const BackendFactories& engines();
+void set_backend_factories(BackendFactories factories);
+const BackendFactories& backend_factories();
 
-// Status of the exception under way, as a backend's failure: whatever it is, the other nodes cannot be reached by it any more.
+// Returns the current exception as the failure of a backend: the backend can no longer reach the other nodes.
 Status backend_failure() noexcept;
 
 // Outcome of `body`.
@@ -53,7 +54,8 @@ Status attempted(Body&& body) noexcept {
   }
 }
 
-// The part `name` of `store`, where the ranks of an engine meet. Waiting there ends with an error once the core has given up.
+// Returns the part `name` of `store` through which the ranks of a backend connect. Waiting in it fails once the core sets
+// `given_up`.
 c10::intrusive_ptr<::c10d::Store> meeting_store(
     const std::string& name,
     c10::intrusive_ptr<::c10d::Store> store,

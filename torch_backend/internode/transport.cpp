@@ -89,7 +89,7 @@ Started begun(Start&& start) noexcept {
 template <typename Options>
 Options options_of(const Manner& manner) {
   Options options;
-  options.asyncOp = manner.beside;
+  options.asyncOp = manner.overlap;
   if (manner.timeout_ms > 0) {
     options.timeout = std::chrono::milliseconds(manner.timeout_ms);
   }
@@ -202,7 +202,7 @@ class Transport final : public TransportHandle {
 
 Status Transports::find(rust::Str named, rust::String& cpu, rust::String& cuda) const noexcept {
   try {
-    const auto [of_cpu, of_cuda] = engines().find(std::string(named));
+    const auto [of_cpu, of_cuda] = backend_factories().find(std::string(named));
     cpu = rust::String::lossy(of_cpu);
     cuda = rust::String::lossy(of_cuda);
     return {ErrorKind::None, {}};
@@ -212,7 +212,7 @@ Status Transports::find(rust::Str named, rust::String& cpu, rust::String& cuda) 
 }
 
 Connected Transports::connect(
-    rust::Str engine,
+    rust::Str backend,
     rust::Str name,
     const Seat& seat,
     int64_t timeout_ms,
@@ -220,15 +220,15 @@ Connected Transports::connect(
   Connected connected;
   connected.status = attempted([&] {
     const std::string called(name);
-    auto backend = engines().make(
-        std::string(engine),
+    auto made = backend_factories().make(
+        std::string(backend),
         group_ + "/" + called,
         meeting_store(called, store_, std::move(given_up)),
         static_cast<int>(seat.rank),
         static_cast<int>(seat.size),
         std::chrono::milliseconds(timeout_ms),
         seat.device);
-    connected.transport = std::make_shared<Transport>(std::move(backend), seat.device);
+    connected.transport = std::make_shared<Transport>(std::move(made), seat.device);
   });
   return connected;
 }

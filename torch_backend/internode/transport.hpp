@@ -18,7 +18,7 @@ class Transports final : public TransportsHandle {
   Transports(std::string group, c10::intrusive_ptr<::c10d::Store> store) : group_(std::move(group)), store_(std::move(store)) {}
 
   Status find(rust::Str named, rust::String& cpu, rust::String& cuda) const noexcept override;
-  Connected connect(rust::Str engine, rust::Str name, const Seat& seat, int64_t timeout_ms, rust::Box<GivenUp> given_up)
+  Connected connect(rust::Str backend, rust::Str name, const Seat& seat, int64_t timeout_ms, rust::Box<GivenUp> given_up)
       const noexcept override;
   Allocated allocate(int32_t device, size_t bytes) const noexcept override;
 

@@ -53,7 +53,7 @@ BackendPtr GlooSubstitute::gloo() {
   auto found = connected_gloo();
   if (!found) {
     const auto options = getBackendOptions();
-    found = engines().make(
+    found = backend_factories().make(
         "gloo", options->group_name + "/gloo", meeting_store("gloo", gloo_store_), getRank(), getSize(), options->timeout, -1);
     std::lock_guard<std::mutex> set(setting_);
     gloo_ = found;

@@ -49,7 +49,7 @@ class MeshTopoInfo:
                 _device_of(self.mesh),
                 self.mesh_dim_devices,
                 job_ranks(),
-                devices_per_host(self.mesh.device_type),
+                devices_per_node(self.mesh.device_type),
                 self.source,
                 self.mesh_dim_bandwidth,
                 self.mesh_dim_latency,
@@ -123,7 +123,7 @@ def _build(mesh: DeviceMesh, source: PriceSource, job: int, network: tuple[float
     if info is None:
         _native = load()
         raise _native.SymmConfigError(
-            f"there is no profile for {job} ranks on {mesh.device_type} of this host: measure with "
+            f"there is no profile for {job} ranks on {mesh.device_type} of this node: measure with "
             "`python -m torch_symm tune`"
         )
     return info
@@ -147,7 +147,7 @@ def from_prices(
     """
 
     def opened(gb_per_s: Sequence[float] = (), us: Sequence[float] = ()) -> _CostModel | None:
-        device, room = _device_of(mesh), per_node or devices_per_host(mesh.device_type)
+        device, room = _device_of(mesh), per_node or devices_per_node(mesh.device_type)
         file = os.fsencode(profile) if profile else b""
         answer: _CostModel | None = load()._open_cost_model(
             device, sizes, job, room, source, gb_per_s, us, profile=file
@@ -185,7 +185,7 @@ def job_ranks() -> int:
     return min(world, int(local)) if local.isdecimal() and int(local) > 0 else world
 
 
-def devices_per_host(device_type: str) -> int:
+def devices_per_node(device_type: str) -> int:
     """Returns the maximum number of ranks on a node: the GPUs, or on CPU the ranks that torchrun started."""
     if device_type == "cuda":
         import torch

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from torch_symm._native import load
 from torch_symm._version import __version__
-from torch_symm.symm_mem._groups import _this_host, _timeout
+from torch_symm.symm_mem._groups import _this_node, _timeout
 
 #: Names of methods, and their parameters without ``self`` or ``cls``.
 Expected = dict[str, tuple[str, ...]]
@@ -67,7 +67,7 @@ def start(
     if cpu_group not in world.pg_map:
         raise Declined("it is not a group of torch.distributed")
     # torch derives the group's name from these counts: ranks with different ones would wait for each other.
-    found = _from_all(cpu_group, (_why_not(ranks), __version__, _this_host(), (len(world.pg_names), world.group_count)))
+    found = _from_all(cpu_group, (_why_not(ranks), __version__, _this_node(), (len(world.pg_names), world.group_count)))
     reasons, versions, nodes, counts = ([each[i] for each in found] for i in range(4))
     if any(reasons):
         raise Declined(next(filter(None, reasons)))

@@ -82,20 +82,20 @@ def enable_symm_mem_for_group(group_name: str) -> None:
     group = resolve(group_name)
     if group in _enabled:
         return
-    _check_one_host(group, group_name)
+    _check_one_node(group, group_name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch says that its own backends need no such call
         torchs.enable_symm_mem_for_group(GroupName(group_name))
     _enabled.add(group)
 
 
-def _check_one_host(group: Any, group_name: str) -> None:
+def _check_one_node(group: Any, group_name: str) -> None:
     rank, ranks = group.rank(), group.size()
-    store = c10d.PrefixStore("symm_mem/hosts", c10d._get_process_group_store(group))
+    store = c10d.PrefixStore("symm_mem/nodes", c10d._get_process_group_store(group))
     timeout = _timeout(group)
     deadline = time.monotonic() + timeout.total_seconds()
-    store.set(str(rank), json.dumps(_this_host()))
-    hosts = []
+    store.set(str(rank), json.dumps(_this_node()))
+    nodes = []
     for peer in range(ranks):
         try:
             store.wait([str(peer)], timedelta(seconds=max(0.001, deadline - time.monotonic())))
@@ -105,15 +105,15 @@ def _check_one_host(group: Any, group_name: str) -> None:
                 f"rank {rank}: enable_symm_mem_for_group({group_name!r}) waited {timeout.total_seconds():g} s "
                 f"for rank {', '.join(late) or peer} of {ranks}"
             ) from error
-        hosts.append(json.loads(store.get(str(peer))))
-    if any(boot != hosts[0][0] for boot, _ in hosts):
-        places = ", ".join(f"rank {peer} on {name}" for peer, (_, name) in enumerate(hosts))
+        nodes.append(json.loads(store.get(str(peer))))
+    if any(boot != nodes[0][0] for boot, _ in nodes):
+        places = ", ".join(f"rank {peer} on {name}" for peer, (_, name) in enumerate(nodes))
         raise load().SymmConfigError(
             f"symmetric memory needs all ranks on one node, but group {group_name!r} has {places}"
         )
 
 
-def _this_host() -> tuple[str, str]:
+def _this_node() -> tuple[str, str]:
     """Returns the identity of the running kernel, and its name for people."""
     name = platform.node()
     with suppress(OSError):

@@ -31,7 +31,7 @@ def parser() -> Parser:
         "run",
         "Starts PROGRAM in several ranks by torchrun, whose options go before PROGRAM. Without --nproc-per-node there "
         "are as many ranks as GPUs, or as cores (2 to 8); without an option that says where ranks meet, they meet on "
-        "this host (--standalone). The exit status is torchrun's.",
+        "this node (--standalone). The exit status is torchrun's.",
         [
             ("train.py --epochs 3", "a program that calls init_process_group('symm')"),
             ("--replace-gloo train.py", "an unchanged program that asks for Gloo: CPU tensors go through symm"),

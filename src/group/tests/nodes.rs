@@ -92,7 +92,7 @@ fn staged(span: Span) -> Vec<u8> {
 impl ThreadRail {
     fn start(&self, parts: Vec<Vec<u8>>, kind: (u8, usize), wanted: Vec<Span>, manner: Manner<'_>) -> Result<Work> {
         let keep = manner.keep.expect("a rail moves its staging").clone();
-        assert!(manner.beside && manner.timeout.is_some());
+        assert!(manner.overlap && manner.timeout.is_some());
         let number = self.begun.fetch_add(1, Ordering::Relaxed);
         let mut rounds = lock(&self.wire.rounds);
         while rounds.len() <= number {
@@ -179,7 +179,7 @@ fn on_nodes_until(most: usize, nodes: &[u8], body: impl Fn(&Group, usize) + Sync
             scope.spawn(move || {
                 let segment = ShmSegment::map(file, bytes).expect("map");
                 let members = layout.ranks_of(node).iter().map(|rank| Identity { pid: std::process::id(), global: rank.0 }).collect();
-                let part = ParentGroup { node: layout.host_name(node).into(), ranks: layout.ranks_of(node).to_vec() };
+                let part = ParentGroup { node: layout.node_name(node).into(), ranks: layout.ranks_of(node).to_vec() };
                 let (limit, tuning) = (Duration::from_secs(60), GroupTuning::default());
                 let control = control_block(segment, "test", Rank(local as u32), members, tuning).named(Some(part));
                 let mut group = Group::with_watched(control, &[], limit, tuning).expect("assembles");
@@ -390,7 +390,7 @@ fn a_rank_that_waits_on_its_rail_sees_a_failure_on_its_own_node() {
             if rank == 1 {
                 scope.spawn(|| {
                     std::thread::sleep(Duration::from_millis(100));
-                    // Only within the host: the rails stay as they are.
+                    // Only within the node: the rails stay as they are.
                     group.control().fail(Error::aborted("rank 1 aborted group \"test\""));
                 });
             }

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 /// Ranks that a backend connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Which {
+pub(super) enum BackendScope {
     /// The ranks with the same local rank on all nodes.
     Rail,
     /// All ranks of the group.
@@ -30,14 +30,14 @@ pub(super) struct Connections {
     transports: Arc<dyn Transports>,
     aborted: GivenUp,
     /// The backends that have been created; `None` for one that is being created.
-    made: Mutex<BTreeMap<Which, Option<Arc<dyn Transport>>>>,
+    made: Mutex<BTreeMap<BackendScope, Option<Arc<dyn Transport>>>>,
     enqueued: Mutex<Enqueued>,
 }
 
 /// The concurrent transfers for which the stream does not wait yet, the oldest first, and the memory for enqueued work.
 #[derive(Default)]
 struct Enqueued {
-    beside: VecDeque<Work>,
+    overlapping: VecDeque<Work>,
     memory: Vec<Buffer>,
 }
 
@@ -46,28 +46,28 @@ impl Connections {
         Self { transports, aborted: GivenUp::default(), made: Mutex::default(), enqueued: Mutex::default() }
     }
 
-    /// Returns true if `which` has been created or is being created.
-    pub(super) fn has(&self, which: Which) -> bool {
-        lock(&self.made).contains_key(&which)
+    /// Returns true if `scope` has been created or is being created.
+    pub(super) fn has(&self, scope: BackendScope) -> bool {
+        lock(&self.made).contains_key(&scope)
     }
 
-    fn made(&self, which: Which) -> Result<Arc<dyn Transport>> {
+    fn made(&self, scope: BackendScope) -> Result<Arc<dyn Transport>> {
         let made = lock(&self.made);
         if self.aborted.is_set() {
             return Err(Error::peer("the connection has been aborted"));
         }
-        made.get(&which).cloned().flatten().ok_or_else(|| Error::peer("there is no connection"))
+        made.get(&scope).cloned().flatten().ok_or_else(|| Error::peer("there is no connection"))
     }
 
-    /// Creates `which`, unless it exists: connects this rank with its other ranks once they call it with this `name`.
-    pub(super) fn make(&self, which: Which, name: &str, seat: &Seat, timeout: Duration) -> Result<()> {
-        if self.has(which) {
+    /// Creates `scope`, unless it exists: connects this rank with its other ranks once they call it with this `name`.
+    pub(super) fn make(&self, scope: BackendScope, name: &str, seat: &Seat, timeout: Duration) -> Result<()> {
+        if self.has(scope) {
             return Ok(());
         }
-        lock(&self.made).insert(which, None);
+        lock(&self.made).insert(scope, None);
         let transport = self.transports.connect(name, seat, timeout, &self.aborted)?;
-        lock(&self.made).insert(which, Some(transport));
-        let transport = self.made(which)?;
+        lock(&self.made).insert(scope, Some(transport));
+        let transport = self.made(scope)?;
         // Connects, which must not happen within a graph.
         let [one, all] = [1, seat.size].map(|bytes| self.transports.allocate(seat.device, bytes));
         transport.all_gather(one?.first(1), all?.first(seat.size), Manner::default())?.follow()
@@ -84,19 +84,19 @@ impl Connections {
     /// Makes the stream wait for all concurrent transfers, and frees all memory; enqueued work may still use that
     /// memory.
     pub(super) fn finish(&self) -> Result<()> {
-        let Enqueued { beside, memory } = std::mem::take(&mut *lock(&self.enqueued));
-        let followed = beside.iter().try_for_each(|work| work.follow());
+        let Enqueued { overlapping, memory } = std::mem::take(&mut *lock(&self.enqueued));
+        let followed = overlapping.iter().try_for_each(|work| work.follow());
         // Behind what uses it.
         drop(memory);
         followed
     }
 
-    /// Enqueues a transfer of GPU memory on the rail: in stream order, or, with `beside`, after the work on the stream
+    /// Enqueues a transfer of GPU memory on the rail: in stream order, or, with `overlap`, after the work on the stream
     /// now and concurrently with later work.
-    pub(super) fn start(&self, transfer: &RailOp<Span>, beside: bool) -> Result<()> {
-        let work = rail::start(&*self.made(Which::Rail)?, transfer, Manner { beside, ..Manner::default() })?;
-        if beside {
-            lock(&self.enqueued).beside.push_back(work);
+    pub(super) fn start(&self, transfer: &RailOp<Span>, overlap: bool) -> Result<()> {
+        let work = rail::start(&*self.made(BackendScope::Rail)?, transfer, Manner { overlap, ..Manner::default() })?;
+        if overlap {
+            lock(&self.enqueued).overlapping.push_back(work);
             return Ok(());
         }
         work.follow()
@@ -104,15 +104,15 @@ impl Connections {
 
     /// Makes the stream wait for the oldest concurrent transfer.
     pub(super) fn follow(&self) -> Result<()> {
-        let oldest = lock(&self.enqueued).beside.pop_front();
+        let oldest = lock(&self.enqueued).overlapping.pop_front();
         oldest.map_or(Ok(()), |work| work.follow())
     }
 
-    /// Enqueues messages concurrently with the stream: sends `give[r]` to rank `r` of `which`, and receives `take[r]`
+    /// Enqueues messages concurrently with the stream: sends `give[r]` to rank `r` of `scope`, and receives `take[r]`
     /// from it, unless they are empty.
-    pub(super) fn exchange(&self, which: Which, give: &[Span], take: &[Span]) -> Result<()> {
-        let work = self.made(which)?.exchange(give, take)?;
-        lock(&self.enqueued).beside.push_back(work);
+    pub(super) fn exchange(&self, scope: BackendScope, give: &[Span], take: &[Span]) -> Result<()> {
+        let work = self.made(scope)?.exchange(give, take)?;
+        lock(&self.enqueued).overlapping.push_back(work);
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! Sends and receives of CUDA tensors: the group's kernels within a node, a backend of two ranks between nodes.
 
-use super::backends::Which;
+use super::backends::BackendScope;
 use super::watchdog::EnqueuedCall;
 use super::{BACKEND_TIMEOUT_MARGIN, CudaInternode, CudaState, IntraNode};
 use crate::coll::call::Span;
@@ -64,7 +64,8 @@ impl Internode {
         timeout: Duration,
     ) -> Result<()> {
         self.check_device(cuda, state, target.device)?;
-        let peers: BTreeSet<Rank> = far.iter().map(|&(peer, ..)| peer).filter(|&peer| !cuda.connections.has(Which::Pair(peer))).collect();
+        let peers: BTreeSet<Rank> =
+            far.iter().map(|&(peer, ..)| peer).filter(|&peer| !cuda.connections.has(BackendScope::Pair(peer))).collect();
         if state.used.is_some() && peers.is_empty() {
             return Ok(());
         }
@@ -78,7 +79,7 @@ impl Internode {
             let name = self.life.name("symm-cuda-pair", format_args!("{low}-{high}"));
             let seat = Seat { rank: index, size: 2, device: target.device };
             let key = |rank: Rank| format!("{name}/here/{rank}");
-            let make = || cuda.connections.make(Which::Pair(peer), &name, &seat, timeout + BACKEND_TIMEOUT_MARGIN);
+            let make = || cuda.connections.make(BackendScope::Pair(peer), &name, &seat, timeout + BACKEND_TIMEOUT_MARGIN);
             let made = self.await_peer(cuda, [key(self.rank), key(peer)], peer, timeout).and_then(|()| make());
             // The peer has read the key, or does not need it. A store that cannot delete keeps it.
             let _ = cuda.store.delete(&key(self.rank));
@@ -131,7 +132,7 @@ impl Internode {
                     self.traffic.add(path(peer), (give.bytes, take.bytes));
                     let (mut sent, mut received) = ([EMPTY; 2], [EMPTY; 2]);
                     (sent[1 - own], received[1 - own]) = (give, take);
-                    backends.exchange(Which::Pair(peer), &sent, &received)?;
+                    backends.exchange(BackendScope::Pair(peer), &sent, &received)?;
                 }
             }
             if near.is_empty() { Ok(()) } else { inside.launch_intra_node(near, target, timeout + super::KERNEL_GRACE) }

@@ -39,7 +39,7 @@ use crate::sys::fork;
 use crate::sys::thread::aside;
 use crate::trace::{self, InternodePhase};
 use crate::transport::{Seat, Transports};
-use backends::{Connections, Which};
+use backends::{BackendScope, Connections};
 use cast::Cast;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -146,7 +146,7 @@ impl Internode {
         all_reduce_norm::reject_multi_node(calls)?;
         let cuda = self.cuda(&calls.first().map_or_else(String::new, |call| Description::of(call).to_string()))?;
         self.health.failure().map_or(Ok(()), Err)?;
-        let needed = if calls.iter().any(|call| exchanges(call.op)) { Which::All } else { Which::Rail };
+        let needed = if calls.iter().any(|call| exchanges(call.op)) { BackendScope::All } else { BackendScope::Rail };
         let mut state = cuda.state();
         self.connected(inside, cuda, &mut state, target, needed, timeout)?;
         let headers = (state.collectives + 1..).zip(calls).map(|(number, call)| CallHeader::of(call, number));
@@ -205,7 +205,7 @@ impl Internode {
         let target = CudaTarget { device, stream: 0, background: false };
         let cuda = self.cuda("a call")?;
         let mut state = cuda.state();
-        self.connected(inside, cuda, &mut state, target, Which::Rail, timeout)
+        self.connected(inside, cuda, &mut state, target, BackendScope::Rail, timeout)
     }
 
     /// Returns the error for `what`, which works on one node only.
@@ -221,7 +221,7 @@ impl Internode {
     fn cuda(&self, what: &str) -> Result<&CudaInternode> {
         let nodes = self.layout.num_nodes();
         if nodes > MAX_NODES {
-            return Err(self.not_served(&format!("{what} of CUDA tensors on {nodes} hosts, more than {MAX_NODES}")));
+            return Err(self.not_served(&format!("{what} of CUDA tensors on {nodes} nodes, more than {MAX_NODES}")));
         }
         self.cuda.as_ref().ok_or_else(|| {
             let refused = self.not_served(&format!("{what} of CUDA tensors, for which no backend was chosen"));
@@ -267,11 +267,11 @@ impl Internode {
         cuda: &CudaInternode,
         state: &mut CudaState,
         target: CudaTarget,
-        needed: Which,
+        needed: BackendScope,
         timeout: Duration,
     ) -> Result<()> {
         self.check_device(cuda, state, target.device)?;
-        if state.connected && (needed == Which::Rail || cuda.connections.has(needed)) {
+        if state.connected && (needed == BackendScope::Rail || cuda.connections.has(needed)) {
             return Ok(());
         }
         let again = state.connected;
@@ -288,7 +288,7 @@ impl Internode {
         cuda: &CudaInternode,
         state: &mut CudaState,
         ordinal: i32,
-        needed: Which,
+        needed: BackendScope,
         timeout: Duration,
     ) -> Result<()> {
         let (layout, limit) = (&*self.layout, timeout + BACKEND_TIMEOUT_MARGIN);
@@ -300,13 +300,18 @@ impl Internode {
             }
             if local < layout.num_rails() {
                 let name = self.life.name("symm-cuda-rail", local);
-                cuda.connections.make(Which::Rail, &name, &Seat { rank: node, size: layout.num_nodes(), device: ordinal }, limit)?;
+                cuda.connections.make(BackendScope::Rail, &name, &Seat { rank: node, size: layout.num_nodes(), device: ordinal }, limit)?;
             }
             state.connected = true;
         }
-        if needed == Which::All {
+        if needed == BackendScope::All {
             let name = self.life.name("symm-cuda", "all");
-            cuda.connections.make(Which::All, &name, &Seat { rank: self.rank.index(), size: layout.size(), device: ordinal }, limit)?;
+            cuda.connections.make(
+                BackendScope::All,
+                &name,
+                &Seat { rank: self.rank.index(), size: layout.size(), device: ordinal },
+                limit,
+            )?;
         }
         Ok(())
     }
@@ -389,10 +394,10 @@ impl Internode {
         let bases = Bases { temp, aside: 0 };
         // Loaded before anything on the device waits for another node, because loading would wait for that in turn.
         let kernels = PlanKernels::load(&program, call, self.health.control().order(), device, layout);
-        let start = |transfer: &RailOp<Place>, beside: bool| {
+        let start = |transfer: &RailOp<Place>, overlap: bool| {
             let transfer = transfer.map(|place| place.at(&bases));
             traffic.add(rail, transfer.bytes(layout.node_of(self.rank), layout.num_nodes()));
-            backends.start(&transfer, beside)
+            backends.start(&transfer, overlap)
         };
         let spans = |places: &[Place]| -> Vec<Span> { places.iter().map(|place| place.at(&bases)).collect() };
         let enqueue = |step: &Step, kernels: &PlanKernels| match step {
@@ -408,7 +413,7 @@ impl Internode {
             Step::Exchange { give, take } => {
                 let (give, take) = (spans(give), spans(take));
                 traffic.add(TrafficPath::CudaAll, (total(&give), total(&take)));
-                backends.exchange(Which::All, &give, &take)
+                backends.exchange(BackendScope::All, &give, &take)
             }
             Step::Combine { from, to } => {
                 let sum = PartialsSum::of(&spans(from), to.at(&bases), program.partial, call.reduce_op);

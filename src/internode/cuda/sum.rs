@@ -69,7 +69,7 @@ impl PartialsSum {
     pub fn args(&self, layout: &NodeMap) -> Result<(ReduceOp, SumPartials)> {
         let (levels, nodes) = (TwoLevelOps::of(self.op, self.dtype, layout), layout.num_nodes());
         if !self.from.is_multiple_of(UNIT) || !self.stride.is_multiple_of(UNIT) || nodes > MAX_NODES {
-            return Err(Error::internal(format!("partials at {:#x}, {} bytes apart, of {nodes} hosts", self.from, self.stride)));
+            return Err(Error::internal(format!("partials at {:#x}, {} bytes apart, of {nodes} nodes", self.from, self.stride)));
         }
         let mut factor = [1.0; MAX_NODES];
         factor.iter_mut().zip(0..nodes).for_each(|(factor, node)| *factor = levels.factor(node, layout));

@@ -52,7 +52,7 @@ pub(super) trait LocalNode: Send + Sync {
         None
     }
 
-    /// Records the names of the `hosts` that are late for this call, in which this rank waits.
+    /// Records the names of the `nodes` that are late for this call, in which this rank waits.
     fn note_late(&self, _call: u64, _nodes: String) {}
 
     /// Returns the calls on CUDA tensors that this rank has launched since the last query, if this rank reports them.

@@ -476,9 +476,9 @@ fn whoever_does_not_come_is_named() {
     let job = Job::new(&[0, 1], QUICK);
     let error = job.meet_within(Rank(1), Duration::from_millis(100)).err().expect("nobody listens");
     assert!(error.message.contains("did not reach rank 0 (node \"node0\", pid 100) within 0.1 s"), "{error}");
-    job.nodes[0].fail(Error::peer("a rank of this host is dead"));
+    job.nodes[0].fail(Error::peer("a rank of this node is dead"));
     let error = job.meet_within(Rank(0), Duration::from_secs(20)).err().expect("it makes no sense");
-    assert_eq!(error.message, "a rank of this host is dead");
+    assert_eq!(error.message, "a rank of this node is dead");
     let job = Job::new(&[0, 1, 1], QUICK);
     std::thread::scope(|scope| {
         let hub = scope.spawn(|| job.meet_within(Rank(0), Duration::from_secs(20)).err());

@@ -232,7 +232,7 @@ pub(super) fn place(rank: u32) -> RankLocation {
     RankLocation::on(&format!("node{rank}"))
 }
 
-/// The messages of rank `me`, on a host of its own, by `links`.
+/// The messages of rank `me`, on its own node, by `links`.
 pub(super) fn alone(me: u32, layout: &Arc<NodeMap>, links: Links, store: Arc<MemoryStore>) -> Arc<Messages> {
     let bytes = SegmentLayout::new(1).total_bytes();
     let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
@@ -244,7 +244,7 @@ pub(super) fn alone(me: u32, layout: &Arc<NodeMap>, links: Links, store: Arc<Mem
     messages
 }
 
-/// Runs `body` on ranks that are on `size` hosts; they leave in order afterwards.
+/// Runs `body` on ranks that are on `size` nodes; they leave in order afterwards.
 pub(super) fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
     let layout = Arc::new(NodeMap::of(&(0..size).map(place).collect::<Vec<_>>()));
     let (net, store) = (Arc::<Net>::default(), Arc::new(MemoryStore::default()));

@@ -84,7 +84,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     if given.plot:
         _need_matplotlib(parser)
     if given.inter_node:
-        return _hosts(parser, given)
+        return _inter_node(parser, given)
     import torch
 
     ops = tuple(given.ops.split(","))
@@ -142,13 +142,13 @@ def _measured(
     return status, {"error": text}
 
 
-def _hosts(parser: Parser, given: argparse.Namespace) -> int:
+def _inter_node(parser: Parser, given: argparse.Namespace) -> int:
     device = given.device or "cpu"
     if device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            parser.error("--hosts --device cuda: torch finds no GPU here")
+            parser.error("--inter-node --device cuda: torch finds no GPU here")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         parser.error("--inter-node: start it on every node: torchrun --nnodes 2 ... -m torch_symm tune --inter-node")
     from .inter_node import run as measured

@@ -81,24 +81,24 @@ KINDS = {
 class Layout:
     """The ranks of each node of the job, in order; ``local``: this rank's index among those of its node."""
 
-    hosts: list[list[int]]
+    nodes: list[list[int]]
     local: int
 
     @property
     def rails(self) -> int:
         """Number of local ranks that all nodes have."""
-        return min(map(len, self.hosts))
+        return min(map(len, self.nodes))
 
 
 def layout() -> Layout:
     """Returns the location of the ranks of the default group."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, load()._node_id())
-    hosts: dict[str, list[int]] = {}
-    for rank, host in enumerate(told):
-        hosts.setdefault(host, []).append(rank)
-    own = hosts[told[dist.get_rank()]]
-    return Layout(list(hosts.values()), own.index(dist.get_rank()))
+    nodes: dict[str, list[int]] = {}
+    for rank, node in enumerate(told):
+        nodes.setdefault(node, []).append(rank)
+    own = nodes[told[dist.get_rank()]]
+    return Layout(list(nodes.values()), own.index(dist.get_rank()))
 
 
 class Clock:
@@ -150,20 +150,20 @@ def measure(seconds: float, device: str, **changed: Any) -> dict[str, Any]:
         changed: Attributes of ``Kind`` that replace the usual ones.
     """
     placed, kind = layout(), replace(KINDS[device], **changed)
-    searches = 1 + (placed.rails > 1) + (len(placed.hosts) > 2)
+    searches = 1 + (placed.rails > 1) + (len(placed.nodes) > 2)
     clock = Clock(seconds, placed.rails * 2 + searches * len(kind.around) * 2, device)
     search = Search(clock, kind, device)
     rails = _rails(placed, clock, kind, device)
     thresholds = {**kind.usual, "chunk_bytes": search.piece()}
     if placed.rails > 1:
         thresholds["multi_rail_bytes"] = search.limit("multi_rail_bytes", placed.rails)
-    if len(placed.hosts) > 2:
+    if len(placed.nodes) > 2:
         thresholds["gather_bytes"] = search.limit("gather_bytes", placed.rails)
     # For GPUs, the price is per GPU.
     sharing = placed.rails if device == "cuda" else 1
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "nodes": len(placed.hosts),
+        "nodes": len(placed.nodes),
         "engine": kind.engine,
         "gb_per_s": round(rails[-1]["gb_per_s"] / sharing, 4),
         "us": rails[0]["us"],
@@ -174,13 +174,13 @@ def measure(seconds: float, device: str, **changed: Any) -> dict[str, Any]:
 
 def _rails(placed: Layout, clock: Clock, kind: Kind, device: str) -> list[dict[str, Any]]:
     """Measures the speed of one rail, of two, and so on up to all rails."""
-    hosts, groups = len(placed.hosts), []
+    nodes, groups = len(placed.nodes), []
     for local in range(placed.rails):
-        members = [ranks[local] for ranks in placed.hosts]
+        members = [ranks[local] for ranks in placed.nodes]
         groups.append(dist.new_group(members, backend=kind.engine, timeout=GROUP_TIMEOUT))
-    count = LONG * hosts
+    count = LONG * nodes
     given, got, shown, seen = (
-        torch.zeros(length, dtype=torch.uint8, device=device) for length in (count, count, SLOT, SLOT * hosts)
+        torch.zeros(length, dtype=torch.uint8, device=device) for length in (count, count, SLOT, SLOT * nodes)
     )
     found = []
     for rails in range(1, placed.rails + 1):
@@ -196,7 +196,7 @@ def _rails(placed: Layout, clock: Clock, kind: Kind, device: str) -> list[dict[s
                 dist.all_to_all_single(got, given, group=group)
 
         us, long_us = clock.compare([trip, bring])
-        rate = rails * (hosts - 1) * LONG / max(long_us - us, 1.0) / 1e3
+        rate = rails * (nodes - 1) * LONG / max(long_us - us, 1.0) / 1e3
         found.append({"rails": rails, "gb_per_s": round(rate, 4), "us": round(us, 1)})
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -280,7 +280,7 @@ def write(found: Mapping[str, Any], output: Path | None, device: str) -> Path | 
     Only the first rank of each node writes; to ``output``, if it is given, only rank 0.
     """
     placed = layout()
-    own = next(ranks for ranks in placed.hosts if dist.get_rank() in ranks)
+    own = next(ranks for ranks in placed.nodes if dist.get_rank() in ranks)
     here = profile.key(device, len(own))
     path = output or profile.own_path(here)
     if path is not None and (dist.get_rank() == 0 if output else placed.local == 0):
@@ -301,18 +301,18 @@ def run(seconds: float, output: Path | None, device: str) -> int:
     try:
         placed = layout()
         first = dist.get_rank() == 0
-        if len(placed.hosts) < 2:
+        if len(placed.nodes) < 2:
             if first:
                 say(f"all ranks are on one node, {socket.gethostname()}: there is no network to measure")
             return 1
         if first:
-            ranks = " + ".join(str(len(host)) for host in placed.hosts)
-            say(f"{len(placed.hosts)} nodes of {ranks} ranks; load {os.getloadavg()[0]:.2f}")
+            ranks = " + ".join(str(len(node)) for node in placed.nodes)
+            say(f"{len(placed.nodes)} nodes of {ranks} ranks; load {os.getloadavg()[0]:.2f}")
         found = measure(seconds, device)
         path = write(found, output, device)
         if first:
             for rails in found["rails"]:
-                say(f"by {rails['rails']}: {rails['gb_per_s']} GB/s of a host, {rails['us']} µs a trip")
+                say(f"by {rails['rails']}: {rails['gb_per_s']} GB/s of a node, {rails['us']} µs a trip")
             say(", ".join(f"{name} = {value}" for name, value in found["thresholds"].items()))
             say(
                 f"written to {path}"

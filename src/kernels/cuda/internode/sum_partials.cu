@@ -4,7 +4,7 @@
 #include "units.cuh"
 #include "reduction.cuh"
 
-#define MOST_HOSTS 128
+#define MAX_NODES 128
 
 struct SumPartialsArgs {
   const u8* from;
@@ -12,14 +12,14 @@ struct SumPartialsArgs {
   u64 stride;
   u8* to;
   u64 bytes;
-  u32 hosts;
+  u32 nodes;
   // Divisor of an average.
   u32 divisor;
   // Factor of each node under PREMUL_SUM.
-  double factor[MOST_HOSTS];
+  double factor[MAX_NODES];
 };
 // src/internode/cuda/sum.rs declares the same layout.
-static_assert(sizeof(SumPartialsArgs) == 40 + 8 * MOST_HOSTS, "");
+static_assert(sizeof(SumPartialsArgs) == 40 + 8 * MAX_NODES, "");
 
 // Accumulators of one node's unit. `lift` rounds a product as a sender does; here products are not rounded.
 template <Op OP, typename R>
@@ -61,19 +61,19 @@ DEVICE Unit rounded(const typename R::Sum& sum, [[maybe_unused]] u32 divisor) {
 }
 
 #ifdef SYMM_TREE
-// Returns the pairwise sum of `leaf(h)` of all nodes h. After node h, `held[k]` has a sum of 2^k nodes if bit k of
+// Returns the pairwise sum of `leaf(node)` of all nodes. After node h, `held[k]` has a sum of 2^k nodes if bit k of
 // h + 1 is set; the loops over k are unrolled, so that sums stay in registers.
 template <typename Leaf>
-DEVICE Sum sum_of_nodes(u32 hosts, const Leaf& leaf) {
+DEVICE Sum sum_of_nodes(u32 nodes, const Leaf& leaf) {
   constexpr u32 LEVELS = 8;
-  static_assert(MOST_HOSTS < 1 << LEVELS, "");
+  static_assert(MAX_NODES < 1 << LEVELS, "");
   Sum held[LEVELS];
-  for (u32 host = 0; host < hosts; ++host) {
-    Sum sum = leaf(host);
+  for (u32 node = 0; node < nodes; ++node) {
+    Sum sum = leaf(node);
     bool placed = false;
 #pragma unroll
     for (u32 k = 0; k < LEVELS; ++k) {
-      if (!placed && (host >> k & 1)) {
+      if (!placed && (node >> k & 1)) {
         Chosen::merge(held[k], sum);
         sum = held[k];
       } else if (!placed) {
@@ -86,7 +86,7 @@ DEVICE Sum sum_of_nodes(u32 hosts, const Leaf& leaf) {
   bool any = false;
 #pragma unroll
   for (u32 k = 0; k < LEVELS; ++k) {
-    if (hosts >> k & 1) {
+    if (nodes >> k & 1) {
       if (any) Chosen::merge(held[k], sum);
       sum = held[k];
       any = true;
@@ -102,9 +102,9 @@ LANE_KERNEL(sum_partials, SumPartialsArgs) {
   for (u64 i = (u64)block() * threads() + thread(); i < units_of(args.bytes); i += step) {
 #ifdef SYMM_TREE
     // steps 1 and 2: combine all nodes' units pairwise; all partial results may be read to the end of a unit
-    const Sum sum = sum_of_nodes(args.hosts, [&](u32 host) {
+    const Sum sum = sum_of_nodes(args.nodes, [&](u32 node) {
       Sum weighed;
-      weigh<OP, Chosen>(weighed, *(const Unit*)(args.from + host * args.stride + i * 16), args.factor[host]);
+      weigh<OP, Chosen>(weighed, *(const Unit*)(args.from + node * args.stride + i * 16), args.factor[node]);
       return weighed;
     });
 #else
@@ -112,8 +112,8 @@ LANE_KERNEL(sum_partials, SumPartialsArgs) {
     Sum sum;
     weigh<OP, Chosen>(sum, *(const Unit*)(args.from + i * 16), args.factor[0]);
     // step 2: combine the other nodes' units in order
-    for (u32 host = 1; host < args.hosts; ++host) {
-      add<OP, Chosen>(sum, *(const Unit*)(args.from + host * args.stride + i * 16), args.factor[host]);
+    for (u32 node = 1; node < args.nodes; ++node) {
+      add<OP, Chosen>(sum, *(const Unit*)(args.from + node * args.stride + i * 16), args.factor[node]);
     }
 #endif
     // step 3: divide, round once and store
