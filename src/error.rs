@@ -111,6 +111,7 @@ impl Error {
 mod tests {
     use super::*;
 
+    // proves P23
     #[test]
     fn codes_round_trip() {
         for code in 1..=12 {

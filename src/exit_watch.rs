@@ -301,6 +301,7 @@ mod tests {
         second.wait().expect("reaped");
     }
 
+    // proves P3
     #[test]
     fn an_exit_code_is_told_where_the_kernel_knows_it() {
         let mut child = Command::new("sh").args(["-c", "read x; exit 3"]).stdin(std::process::Stdio::piped()).spawn().expect("sh runs");
@@ -353,6 +354,7 @@ mod tests {
         assert!(received.try_recv().is_err(), "what was dropped never came");
     }
 
+    // proves P14
     #[test]
     fn a_forked_child_watches_anew_and_leaves_the_parent_alone() {
         let (mut sleeper, member) = sleeper();

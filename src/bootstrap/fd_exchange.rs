@@ -244,6 +244,7 @@ mod tests {
         assert_eq!(error, Error::peer("rank 1 has ended"));
     }
 
+    // proves P20
     #[test]
     fn who_knocks_without_a_descriptor_keeps_nobody_from_meeting() {
         let (one, other) = (Mailbox::open(2).expect("opens"), Mailbox::open(2).expect("opens"));

@@ -233,6 +233,7 @@ mod tests {
         assert_eq!(Description::of(&call(Collective::AllToAll, 0, &[4, 8], &[4, 8])).to_string(), "all_to_all(float32)");
     }
 
+    // proves P7
     #[test]
     fn fingerprints_tell_calls_apart() {
         let print = |call: &CallSpec| Description::of(call).fingerprint(call);

@@ -375,6 +375,7 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(5);
 
+    // proves P9
     #[test]
     fn a_peer_that_sleeps_for_a_refused_message_is_told() {
         // What rank 1 refused, whom rank 0 waits for, and whether that is the same.

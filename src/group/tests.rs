@@ -81,6 +81,7 @@ fn a_disagreement_names_both_calls_on_every_rank() {
     });
 }
 
+// proves P23
 #[test]
 fn a_panic_of_one_rank_fails_the_group_for_all() {
     let inside = |group: &Group| {
@@ -130,6 +131,7 @@ fn a_rank_that_has_left_moves_no_messages() {
     });
 }
 
+// proves P10 on CUDA
 #[test]
 fn leaving_ends_a_set_up_of_gpus_that_waits_for_peers() {
     let over = std::sync::Barrier::new(2);

@@ -167,6 +167,7 @@ mod tests {
         }
     }
 
+    // proves P16
     #[test]
     fn what_a_group_allows_is_its_limit_without_what_it_cannot_give_back() {
         type Files = &'static [(&'static str, &'static str)];

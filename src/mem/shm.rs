@@ -286,6 +286,7 @@ mod tests {
         segment.leave_file(4096).expect("nothing to do");
     }
 
+    // proves P20
     #[test]
     fn the_size_is_final_and_checked() {
         let file = ShmSegment::create(4096).expect("memfd");

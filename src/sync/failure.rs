@@ -99,6 +99,7 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
 mod tests {
     use super::*;
 
+    // proves P10
     #[test]
     fn the_first_failure_stands() {
         let failure: FirstFailure = FirstFailure::blank(AtomicU32::new, AtomicU8::new);

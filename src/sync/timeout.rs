@@ -61,6 +61,7 @@ impl CallTimeout {
 mod tests {
     use super::*;
 
+    // proves P1
     #[test]
     fn warns_at_half_time_after_a_minute_at_most_and_ends_at_the_limit() {
         let after = |waited, timeout| CallTimeout::from(Instant::now() - Duration::from_secs(waited), Duration::from_secs(timeout));

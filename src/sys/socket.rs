@@ -111,6 +111,7 @@ pub fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> Result<Received> {
 mod tests {
     use super::*;
 
+    // proves P20
     #[test]
     fn messages_and_descriptors_arrive_whole() {
         let name = format!("symm-test-{}", std::process::id());

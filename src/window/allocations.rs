@@ -76,6 +76,7 @@ mod tests {
         free(other).expect("known");
     }
 
+    // proves P16
     #[test]
     fn memory_without_end_is_refused() {
         let error = allocate(HOST, usize::MAX / 2).expect_err("nobody has it");

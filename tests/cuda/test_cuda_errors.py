@@ -76,6 +76,7 @@ def mismatch(rank: int, world: int, what: str) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+# proves P7
 @needs_ranks
 @pytest.mark.parametrize("what", ["size", "large size", "dtype", "op", "root", "collective"])
 def test_ranks_that_disagree_all_hear_of_it(pool: Pool, what: str) -> None:
@@ -101,6 +102,7 @@ def arguments(rank: int, world: int) -> None:
     assert bool((tensor == world).all())
 
 
+# proves P8
 @needs_ranks
 def test_wrong_arguments(pool: Pool) -> None:
     pool.run(arguments, 2, group_timeout=TIMEOUT_S)
@@ -127,6 +129,7 @@ def refused_on_one(rank: int, world: int, launched: int) -> str:
     return str(reported.value)
 
 
+# proves P9
 @pytest.mark.timed
 @needs_ranks
 @pytest.mark.parametrize("launched", [1, 40])
@@ -164,6 +167,7 @@ def one_gpu(rank: int, world: int) -> str:
     return str(refused.value)
 
 
+# proves P15
 @needs_unshared_gpus
 @pytest.mark.skipif(SHARED, reason="SYMM_ALLOW_SHARED_GPUS=1 allows it")
 def test_two_ranks_on_one_gpu(pool: Pool) -> None:
@@ -214,6 +218,7 @@ def absent(rank: int, world: int, count: int, collective: str) -> tuple[str, flo
     return found
 
 
+# proves P1, P6, P21
 @pytest.mark.timed
 @needs_ranks
 @pytest.mark.parametrize(
@@ -252,6 +257,7 @@ def killed(rank: int, world: int, count: int) -> tuple[str, float] | None:
     return str(error), seconds
 
 
+# proves P2, P3, P13, P23
 @pytest.mark.timed
 @needs_ranks
 @pytest.mark.parametrize("count", SIZES)

@@ -530,6 +530,7 @@ def test_ranks_of_different_nodes_that_disagree_are_told_under_debug(compared: P
     run_nodes(compared, mismatched_between, 2, debug="call_site")
 
 
+# proves P7
 @pytest.mark.parametrize("world", (2, 4))
 def test_ranks_of_different_nodes_that_disagree_are_told(nodes: Pool, world: int) -> None:
     run_nodes(nodes, told_later, world, timeout=20)

@@ -61,6 +61,7 @@ def cycles(rank: int, world: int) -> list[int]:
     return found
 
 
+# proves P11
 @pytest.mark.parametrize("world", WORLDS)
 def test_it_is_free_after_each_group(pool: Pool, world: int) -> None:
     for before, first, *later in pool.run(cycles, world, backend=None):
@@ -85,6 +86,7 @@ def subgroups(rank: int, world: int) -> tuple[int, int]:
     return before, free()
 
 
+# proves P11
 def test_subgroups_leave_nothing(pool: Pool) -> None:
     for before, after in pool.run(subgroups, max(WORLDS)):
         assert before - after < 4 * MB, f"{(before - after) / MB:.0f} MB gone after 10 groups"
@@ -128,6 +130,7 @@ def killed(rank: int, world: int) -> tuple[float, float] | None:
     return seconds, (after - before) / MB
 
 
+# proves P12, P21
 @pytest.mark.timed
 @pytest.mark.parametrize("world", WORLDS)
 def test_it_is_free_after_a_killed_rank(pool: Pool, world: int) -> None:

@@ -44,6 +44,7 @@ def refused(rank: int, world: int) -> int:
     return refusals(world, device())
 
 
+# proves P22
 def test_refused(pool: Pool) -> None:
     assert pool.run(refused, 2)[0] > len(BITWISE)
 

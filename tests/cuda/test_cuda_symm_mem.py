@@ -40,12 +40,14 @@ def test_windows(pool: Pool, world: int, scenario: Callable[..., Any]) -> None:
         assert not found or max(found) - min(found) < 64 << 20, found
 
 
+# proves P21
 @pytest.mark.parametrize("what", ["wait", "put", "barrier"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_peer_that_never_signals_is_named(pool: Pool, world: int, what: str) -> None:
     pool.run(on_device, world, windows.late, what)
 
 
+# proves P2
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_killed_peer_ends_the_barrier(pool: Pool, world: int) -> None:
     texts = pool.run(on_device, world, windows.killed, killed=[world - 1])

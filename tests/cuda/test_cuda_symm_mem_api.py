@@ -187,6 +187,7 @@ def too_much(rank: int, world: int) -> None:
         assert float(torch.ones(64 * MB // 4, device=device()).sum()) == 64 * MB // 4
 
 
+# proves P16
 @pytest.mark.parametrize("world", (2,))
 def test_out_of_memory(pool: Pool, world: int) -> None:
     pool.run(too_much, world)
@@ -277,6 +278,7 @@ def absent(rank: int, world: int) -> str | None:
     return message
 
 
+# proves P6
 def test_a_rank_that_never_calls(pool: Pool) -> None:
     for rank, message in enumerate(pool.run(absent, max(WORLDS), group_timeout=TIMEOUT_S)):
         if rank != 1:

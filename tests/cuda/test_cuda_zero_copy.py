@@ -238,6 +238,7 @@ def views(rank: int, world: int) -> None:
     findings.close()
 
 
+# proves P8
 @pytest.mark.parametrize("world", WORLDS)
 def test_views_at_any_offset(pool: Pool, world: int) -> None:
     pool.run(views, world)

@@ -163,6 +163,7 @@ fn calls_that_do_not_fit_on_the_device_together_get_by() {
     }
 }
 
+// proves P1
 #[test]
 fn a_rank_that_never_comes_ends_the_wait_and_is_named() {
     let mut host = Host::new(3);

@@ -461,6 +461,7 @@ fn all_symmetric_goes_direct_on_eight_ranks() {
 }
 
 /// A rank that does not know the address of a peer's memory touches nothing.
+// proves P21
 #[test]
 fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
     // Not a gather, in which only the root needs all others.

@@ -259,6 +259,7 @@ fn after_one_gave_up_no_other_waits() {
     assert_eq!((host.reports[0][0].load(Ordering::Acquire), host.reports[0][1].load(Ordering::Acquire)), (1, 0));
 }
 
+// proves P21
 #[test]
 fn a_group_that_has_failed_ends_the_wait_without_a_report() {
     let host = &Host::new(2, PATIENCE);

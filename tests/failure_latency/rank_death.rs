@@ -149,6 +149,7 @@ fn kill_while_running(name: &str, count: usize, victim: usize) {
     }
 }
 
+// proves P2
 #[test]
 fn killed_between_and_inside_collectives_of_every_size() {
     for (index, count) in [2, 3_000, 40_000, 16 << 20].into_iter().enumerate() {
@@ -167,6 +168,7 @@ fn killed_while_joining() {
     assert!(line.starts_with(&format!("error {} ", ErrorKind::Peer as u8)) && line.contains("rank 2"), "{line}");
 }
 
+// proves P5
 #[test]
 fn stopped_and_continued_loses_nothing() {
     let ranks = start("stopped", &[0, 1, 2], 1000, 30.0);
@@ -178,6 +180,7 @@ fn stopped_and_continued_loses_nothing() {
     assert!((0..3).all(|rank| ranks.lines[rank].try_recv().is_err()), "nobody fails");
 }
 
+// proves P5
 #[test]
 fn stopped_past_the_timeout_is_named_as_stopped() {
     let ranks = start("late", &[0, 1, 2], 1000, 1.5);

@@ -97,6 +97,7 @@ fn a_record_counts_as_long_as_its_process_lives() {
     assert!(error(&outcome).message.ends_with(", and has failed: no room here"), "{outcome:?}");
 }
 
+// proves P15
 #[test]
 fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     let Some(_flat) = Flat::start() else { return };
@@ -159,6 +160,7 @@ fn garbage_in_the_store_is_refused_by_rank() {
     assert!(error(&outcome).message.contains("the record of rank 1 in the store cannot be read"), "{outcome:?}");
 }
 
+// proves P15
 #[test]
 fn unidentified_peers_neither_enter_nor_stall() {
     let Some(_flat) = Flat::start() else { return };

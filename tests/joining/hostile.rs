@@ -211,6 +211,7 @@ impl log::Log for Lines {
     fn flush(&self) {}
 }
 
+// proves P15
 #[test]
 fn who_knocks_again_and_again_does_not_fill_the_log() {
     if !alone() {

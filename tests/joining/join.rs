@@ -104,6 +104,7 @@ fn ranks_that_do_not_exist_are_refused() {
     assert!(store.is_empty());
 }
 
+// proves P15
 #[test]
 fn missing_ranks_are_named_by_all() {
     let Some(_flat) = Flat::start() else { return };
@@ -251,6 +252,7 @@ fn ranks_told_different_sizes_do_not_wait_for_their_deadline() {
     }
 }
 
+// proves P16
 #[test]
 fn memory_that_rank_0_cannot_have_is_told_to_all_with_what_is_free() {
     let Some(_flat) = Flat::start() else { return };
@@ -266,6 +268,7 @@ fn memory_that_rank_0_cannot_have_is_told_to_all_with_what_is_free() {
     }
 }
 
+// proves P17
 #[test]
 fn two_hundred_groups_at_once_leave_nothing() {
     let Some(_flat) = Flat::start() else { return };
@@ -281,6 +284,7 @@ fn two_hundred_groups_at_once_leave_nothing() {
     assert!(store.is_empty());
 }
 
+// proves P11
 #[test]
 fn a_thousand_groups_of_one_name_leave_nothing() {
     let Some(_flat) = Flat::start() else { return };
@@ -303,6 +307,7 @@ fn watchers() -> usize {
     names.filter(|name| name.as_ref().is_ok_and(|name| name.trim() == "symm-exit-watch")).count()
 }
 
+// proves P17
 #[test]
 fn one_watcher_serves_all_groups_and_ends_with_the_last() {
     let Some(_flat) = Flat::start() else { return };

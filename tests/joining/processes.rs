@@ -236,6 +236,7 @@ fn last_news_of_a_kill(turn: u32) -> Duration {
     late.max().unwrap()
 }
 
+// proves P2
 #[test]
 fn processes_join_and_hear_of_a_kill_within_100_ms() {
     // A busy node may keep a watcher from its core, but not each time.
@@ -271,6 +272,7 @@ fn a_rank_killed_while_it_waits_for_the_memory_is_named_at_once() {
     }
 }
 
+// proves P12
 #[test]
 fn a_new_run_works_with_what_a_killed_one_has_left() {
     let mut job = Job::new("left");
@@ -317,6 +319,7 @@ fn a_process_that_claims_a_taken_rank_is_refused() {
     assert!(reports.iter().all(|(_, report)| report.kind == 0), "{reports:?}");
 }
 
+// proves P15
 #[test]
 fn a_process_that_claims_a_rank_of_a_group_that_lives_is_refused() {
     let mut job = Job::new("late");
@@ -353,6 +356,7 @@ fn a_process_that_claims_a_rank_of_a_group_that_lives_is_refused() {
     }
 }
 
+// proves P15
 #[test]
 fn too_few_descriptors_are_named_by_all() {
     let cases = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (2, 0), (2, 1), (2, 2)];

@@ -259,6 +259,7 @@ fn killed_at(victim: u32, last: u64) -> bool {
     !lived
 }
 
+// proves P15
 #[test]
 fn a_rank_killed_before_any_step_is_named_and_nothing_is_left() {
     if !fault_points::offered() {

@@ -101,6 +101,7 @@ def beside_inputs(rank: int, count: int, device: str) -> None:
     assert torch.equal(room[count : 2 * count].cpu(), given(0, 4 * count)[rank * count // 2 :][:count]), "scatter"
 
 
+# proves P8
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", (same_output, partly_the_same, beside_inputs))
 def test_outputs_that_share_memory(case: Callable[[int, int, str], None], device: str) -> None:

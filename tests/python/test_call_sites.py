@@ -48,6 +48,7 @@ def swapped_and_told(rank: int, world: int, asynchronous: bool) -> str:
     return str(error.value)
 
 
+# proves P7
 @pytest.mark.parametrize("asynchronous", (False, True))
 def test_swapped_equal_calls_name_both_lines(asynchronous: bool) -> None:
     texts = run_ranks(swapped_and_told, 2, asynchronous, env=SITE)

@@ -64,6 +64,7 @@ def every_case(rank: int, world: int, collectives: Iterable[str]) -> int:
     return run(cases(rank, world, collectives))
 
 
+# proves P8
 @pytest.mark.parametrize("world", (1, 2, 3, 4))
 def test_every_case(world: int) -> None:
     collectives = tuple(ON_CPU if world % 2 == 0 else SIMPLE)

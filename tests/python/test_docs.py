@@ -165,7 +165,7 @@ def targets(code: str) -> Iterator[str]:
 def modules(code: str) -> Iterator[str]:
     """Programs of the package or of the tests that do not exist, and their options."""
     code = re.sub(r"^torch-symm (?=[a-z]+(?: -|$))", "python -m torch_symm ", code)
-    for name, rest in re.findall(r"python3? (-m torch_symm[\w.]*|tests/\w+)([^&|;]*)", code):
+    for name, rest in re.findall(r"python3? (-m torch_symm[\w.]*|tests(?:/\w+)+)([^&|;]*)", code):
         folder = "python/" + name[3:].replace(".", "/") if name.startswith("-m") else name
         if not (ROOT / folder / "__main__.py").exists() and not (ROOT / f"{folder}.py").exists():
             yield f"`python {name}` is no program; there is no {folder}/__main__.py"

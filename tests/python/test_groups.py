@@ -162,6 +162,7 @@ def many_groups(rank: int, world: int) -> None:
     del groups, group
 
 
+# proves P11, P17
 def test_200_groups_at_once() -> None:
     run_ranks(many_groups, 2)
 
@@ -178,6 +179,7 @@ def many_cycles(rank: int, world: int) -> int:
     return growth
 
 
+# proves P17
 def test_1000_cycles_leave_nothing() -> None:
     run_ranks(many_cycles, 2, timeout=100)
 
@@ -192,6 +194,7 @@ def default_groups(rank: int, world: int) -> None:
     assert_nothing_left(before)
 
 
+# proves P11
 def test_default_groups_one_after_another() -> None:
     run_ranks(default_groups, 2, backend=None)
 
@@ -253,6 +256,7 @@ def over_store(rank: int, world: int, kind: str, port: int) -> None:
         dist.barrier()
 
 
+# proves P11
 @pytest.mark.parametrize("kind", ("tcp", "file", "prefix"))
 def test_stores(kind: str) -> None:
     port = free_port() if kind == "tcp" else 0
@@ -312,6 +316,7 @@ def forking(rank: int, world: int) -> None:
     dist.barrier()
 
 
+# proves P14
 def test_a_forked_child_may_not_use_its_parents_group() -> None:
     run_ranks(forking, 2)
 
@@ -330,6 +335,7 @@ def duplicates(rank: int, world: int) -> str:
     return "refused"
 
 
+# proves P15
 @pytest.mark.timed
 def test_a_rank_that_joins_twice_is_named() -> None:
     assert sorted(run_ranks(duplicates, 2, backend=None)) == ["refused", "waited"]
@@ -394,6 +400,7 @@ def outside(rank: int, world: int) -> None:
         assert time.monotonic() - start < 1
 
 
+# proves P15
 @pytest.mark.timed
 def test_a_rank_outside_the_world_is_refused() -> None:
     run_ranks(outside, 1, backend=None)

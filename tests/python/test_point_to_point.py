@@ -52,6 +52,7 @@ def too_long(rank: int, world: int, size: int) -> None:
             dist.recv(torch.zeros(size - 1), 0)
 
 
+# proves P7
 @pytest.mark.parametrize("size", (10, 100_000))
 def test_a_message_of_another_size_is_an_error_on_both_sides(size: int) -> None:
     run_ranks(too_long, 2, size)
@@ -81,6 +82,7 @@ def unasked(rank: int, world: int) -> None:
             assert bool((piece == i % 251).all()), i
 
 
+# proves P1
 @DIRECT
 def test_more_than_a_receiver_takes_unasked_holds_nobody_up(direct: str) -> None:
     run(unasked, 3, direct)

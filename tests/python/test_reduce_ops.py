@@ -23,6 +23,7 @@ def test_served(rank: int, world_size: int) -> None:
     )
 
 
+# proves P22
 @pytest.mark.ranks(2)
 def test_refused(world_size: int) -> None:
     assert refusals(world_size) > 30

@@ -187,6 +187,7 @@ def test_extended_api_is_offered(kind: str, tmp_path: Path) -> None:
     assert Meeting(kind, tmp_path).open().has_extended_api()
 
 
+# proves P22
 def test_what_a_store_of_torch_lacks_is_said(tmp_path: Path) -> None:
     store = Meeting("rust-torch-file", tmp_path).open()
     store.multi_set(["a", "b"], ["1", "2"])

@@ -168,6 +168,7 @@ def test_a_wait_leaves_other_threads_alone() -> None:
     assert run_ranks(body, 2)[0] > 20
 
 
+# proves P6
 @pytest.mark.timed
 def test_what_never_comes_is_named() -> None:
     """Each wait has a separate limit; the group and the window stay usable."""

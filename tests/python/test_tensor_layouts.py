@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 
+# proves P8
 def test_splits_whose_sum_wraps_are_refused() -> None:
     """2^63 - 1, twice, and 6 sum to 4 in 64 bits."""
 
@@ -31,6 +32,7 @@ def test_splits_whose_sum_wraps_are_refused() -> None:
     run_ranks(body, 3)
 
 
+# proves P8, P22
 def test_overlapping_memory_is_refused() -> None:
     """An expanded tensor has one element in many positions: writing to it would be wrong."""
 
@@ -95,6 +97,7 @@ def read_only_is_for_inputs(rank: int, world: int) -> None:
         dist.all_reduce(mapped(f"free-{rank}-{turn}", mmap.PROT_READ | mmap.PROT_WRITE))
 
 
+# proves P22
 def test_p8_memory_that_is_mapped_read_only_is_refused_as_output() -> None:
     run_ranks(read_only_is_for_inputs, 2)
 

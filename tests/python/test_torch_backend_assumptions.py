@@ -65,6 +65,7 @@ def test_last_reference_dies_with_the_gil_held() -> None:
     run_ranks(body, 2, backend=None)
 
 
+# proves P22
 def test_own_class_with_options() -> None:
     """split_group deep-copies ``options`` and sets timeouts; a bare Backend does not support that."""
 

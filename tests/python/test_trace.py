@@ -171,6 +171,7 @@ def on_demand(rank: int, world: int, folder: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0, "a forked child begins with none"
 
 
+# proves P24
 def test_on_demand_of_three_groups_a_full_ring_and_a_forked_child(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +216,7 @@ def no_dump(rank: int, world: int, file_bytes: int | None) -> float:
     return taken
 
 
+# proves P24
 @pytest.mark.timed
 @pytest.mark.parametrize(
     ("kind", "says"), [("link", "symbolic link"), ("read only", "/proc/self"), ("full", "too large")]
@@ -259,6 +261,7 @@ def skipped(rank: int, world: int, folder: Path) -> None:
     torch_symm.dump_trace(folder / f"torch_rank_{rank}", format="torch")
 
 
+# proves P24
 def test_torchs_own_analyser_names_the_rank_and_the_collective(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

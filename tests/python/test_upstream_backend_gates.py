@@ -171,6 +171,7 @@ def monitored_failure(rank: int, world: int, absent: tuple[int, ...], wait_all: 
     meet("given up", rank, world)
 
 
+# proves P6
 @pytest.mark.timed
 @pytest.mark.parametrize("wait_all", (False, True))
 @pytest.mark.parametrize("absent", ((1,), (1, 3), (0, 2)))
@@ -426,5 +427,6 @@ def refused_on_one(rank: int, world: int) -> None:
     assert (tensor == world).all()
 
 
+# proves P9
 def test_a_refusal_on_one_rank_leaves_the_others_alone() -> None:
     run_ranks(refused_on_one, 2)

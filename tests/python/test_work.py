@@ -208,6 +208,7 @@ def test_the_result_of_a_work_tells_a_timeout() -> None:
     run_ranks(results_of_failures, 2)
 
 
+# proves P23
 def test_a_failed_future_carries_the_cause() -> None:
     run_ranks(failed_future, 2)
 

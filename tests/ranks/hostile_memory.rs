@@ -380,6 +380,7 @@ fn forge_an_all_to_all(forger: &ShmSegment, bytes: u64, longest: u64) {
     word(forged).store(1, Ordering::Release);
 }
 
+// proves P1
 #[test]
 fn stages_without_end_end_at_the_deadline_or_with_the_group() {
     for (timeout, aborted) in [(Duration::from_secs(2), false), (6 * PATIENCE, true)] {

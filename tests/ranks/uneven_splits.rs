@@ -108,6 +108,7 @@ proptest! {
         });
     }
 
+    // proves P7
     #[test]
     fn one_wrong_length_fails_all_ranks_before_anything_is_written(
         counts in counts().prop_filter("two ranks", |counts| counts.len() > 1), pair in any::<[u8; 2]>(), more in 1usize..3000
@@ -129,6 +130,7 @@ proptest! {
         });
     }
 
+    // proves P7
     #[test]
     fn one_length_that_a_rank_knows_wrongly_fails_all_ranks_before_anything_is_written(
         counts in counts().prop_filter("two ranks", |counts| counts.len() > 1), pair in any::<[u8; 2]>(), more in 1usize..3000, gathers in any::<bool>()

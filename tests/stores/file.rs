@@ -200,6 +200,7 @@ fn a_log_copied_over_it_is_noticed() {
     }
 }
 
+// proves P19
 #[test]
 fn only_a_private_file_in_a_safe_folder_is_opened() {
     let (folder, path) = place();

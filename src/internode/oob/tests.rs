@@ -178,6 +178,7 @@ fn a_failure_reaches_every_node_and_the_first_stands() {
     }
 }
 
+// proves P7 on CUDA
 #[test]
 fn calls_that_nodes_launch_are_compared_after_the_fact() {
     for nodes in [&[0, 1, 2][..], &[0, 1]] {

@@ -287,6 +287,7 @@ fn conversions_hold_at_every_code_and_around_every_midpoint() {
     }
 }
 
+// proves P22
 #[test]
 fn refusals_name_what_is_served() {
     let refused = |op, dtype| supports(op, dtype).expect_err("refused").message;
@@ -303,6 +304,7 @@ fn refusals_name_what_is_served() {
     assert_eq!(pairs().count(), 8 * 6 + 2 * 3 + 8 * 8 + 7);
 }
 
+// proves P8
 #[test]
 fn copies_move_every_byte_and_no_other() {
     for store in [WriteMode::Cached, WriteMode::Streaming] {

@@ -178,6 +178,7 @@ mod tests {
         StoreAddress::resolve(host, 7, Instant::now() + Duration::from_secs(5))
     }
 
+    // proves P19
     #[test]
     fn a_port_has_one_listener_and_a_path_is_free_after_it() -> Result<()> {
         let first = ListeningSockets::at(&resolve("127.0.0.1")?.near())

@@ -74,6 +74,7 @@ fn hear(socket: &OwnedFd) -> Option<HeapFrame> {
     }
 }
 
+// proves P20
 #[test]
 fn who_breaks_the_rules_is_cut_off() {
     let (heap, _) = heap(16);

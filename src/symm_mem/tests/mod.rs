@@ -144,6 +144,7 @@ fn what_a_peer_wrote_too_late_is_no_part_of_what_comes_next() {
     drop(pin);
 }
 
+// proves P21
 #[test]
 fn what_a_dead_peer_had_goes_once_all_groups_are_done_with_it_but_for_windows() {
     let ((one, _), (other, _)) = (heap(8), heap(8));

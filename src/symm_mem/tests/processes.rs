@@ -100,6 +100,7 @@ fn the_thread_ends_with_the_last_group() {
     assert_eq!(status_of(child), 0);
 }
 
+// proves P14
 #[test]
 fn a_forked_child_harms_nothing_of_its_parents() {
     let ((one, _), (other, _)) = (heap(16), heap(16));
@@ -124,6 +125,7 @@ fn a_forked_child_harms_nothing_of_its_parents() {
     until("the other end heard of it", || far.link().is_closed());
 }
 
+// proves P19
 #[test]
 fn another_user_is_turned_away() {
     if !rustix::process::geteuid().is_root() {

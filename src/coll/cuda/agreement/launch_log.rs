@@ -362,6 +362,7 @@ mod tests {
         }
     }
 
+    // proves P7
     #[test]
     fn both_ends_of_a_message_are_compared_whoever_comes_first() {
         let end = |send: bool, number: u64, bytes: u64| MessageLaunch { send, peer: Rank(u32::from(send)), number, bytes };

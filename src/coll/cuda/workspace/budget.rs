@@ -41,6 +41,7 @@ impl Drop for BudgetShare {
 mod tests {
     use super::*;
 
+    // proves P17
     #[test]
     fn fifty_groups_stay_bounded() {
         let requested = 256 << 20;

@@ -89,6 +89,7 @@ fn each_damaged_byte_and_each_length_is_noticed_and_rebuilt() {
     assert!(folder.load(&key("another")).is_err());
 }
 
+// proves P19
 #[test]
 fn a_link_a_pipe_and_a_file_that_others_may_write_are_refused() {
     let temporary = tempfile::tempdir().expect("a folder");
@@ -130,6 +131,7 @@ fn a_folder_may_be_read_by_others_and_not_written() {
     }
 }
 
+// proves P19
 #[test]
 fn a_folder_or_an_entry_of_another_user_is_refused() {
     let temporary = tempfile::tempdir().expect("a folder");
