@@ -51,7 +51,43 @@ impl Default for GroupTuning {
     }
 }
 
-/// A joined group.
+/// One rank of a joined group, which serves one process group of torch.
+///
+/// It exists so that one place knows all parts of a group: collectives, messages, GPUs, symmetric memory, the other
+/// nodes and the first failure. The parts do not know each other, so each can be tested without the others.
+///
+/// # Examples
+/// Ranks are processes as a rule, but threads of one process work as well:
+/// ```
+/// use symm::bootstrap::JoinOptions;
+/// use symm::coll::call::Call;
+/// use symm::dtype::SumOrder;
+/// use symm::group::Group;
+/// use symm::store::memory::MemoryStore;
+///
+/// let store = MemoryStore::new();
+/// let rank = |rank| {
+///     let options = JoinOptions {
+///         group: "pair".into(),
+///         rank,
+///         size: 2,
+///         global_ranks: vec![],
+///         is_default: false,
+///         timeout: None,
+///         order: SumOrder::Rank,
+///     };
+///     let group = Group::join(&store, &options, None)?;
+///     group.run(&[Call::barrier(None)], None)?;
+///     group.shutdown();
+///     Ok::<(), symm::error::Error>(())
+/// };
+/// std::thread::scope(|scope| {
+///     let other = scope.spawn(|| rank(1));
+///     rank(0)?;
+///     other.join().expect("no panic")
+/// })?;
+/// # Ok::<(), symm::error::Error>(())
+/// ```
 pub struct Group {
     /// Control block of the ranks of this node.
     control: Arc<ControlBlock>,

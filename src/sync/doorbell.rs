@@ -12,8 +12,29 @@ use std::time::Duration;
 ///
 /// It exists so that a waiting rank can give up its core without a system call on the publisher's fast path: peers call
 /// the kernel only if [`Sleepers`] shows that a rank sleeps.
+///
+/// # Examples
+/// ```
+/// use std::sync::atomic::{AtomicBool, Ordering};
+/// use std::time::Duration;
+/// use symm::sync::doorbell::{Doorbell, Sleepers};
+///
+/// let (bell, sleepers, published) = (Doorbell::default(), Sleepers::default(), AtomicBool::new(false));
+/// let ready = || published.load(Ordering::Acquire);
+/// std::thread::scope(|scope| {
+///     scope.spawn(|| {
+///         published.store(true, Ordering::Release);
+///         if sleepers.any() {
+///             bell.ring();
+///         }
+///     });
+///     while !ready() {
+///         bell.sleep(&sleepers, Duration::from_secs(1), ready); // may end early, so check again
+///     }
+/// });
+/// ```
 #[repr(C)]
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Doorbell {
     rung: AtomicU32,
     sleepers: AtomicU32,
@@ -21,7 +42,7 @@ pub struct Doorbell {
 
 /// Number of sleeping threads of the whole group, in shared memory.
 #[repr(C)]
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Sleepers(AtomicU32);
 
 /// Maximum length of one sleep: a wake-up that is lost because its sender was killed costs this much, not the deadline.
@@ -76,8 +97,7 @@ mod tests {
 
     #[test]
     fn a_ring_ends_the_sleep_and_no_ring_ends_it_after_a_slice() {
-        let bell = Doorbell { rung: AtomicU32::new(0), sleepers: AtomicU32::new(0) };
-        let group = Sleepers(AtomicU32::new(0));
+        let (bell, group) = (Doorbell::default(), Sleepers::default());
         let flag = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -99,7 +119,7 @@ mod tests {
 
     #[test]
     fn a_ring_wakes_who_sleeps_on_the_word() {
-        let bell = Doorbell { rung: AtomicU32::new(0), sleepers: AtomicU32::new(1) };
+        let bell = Doorbell { sleepers: AtomicU32::new(1), ..Doorbell::default() };
         // A single long sleep, because the slice would end the sleep even if the bell failed to wake it.
         let long = rustix::time::Timespec { tv_sec: 10, tv_nsec: 0 };
         std::thread::scope(|scope| {

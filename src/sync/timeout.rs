@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 ///
 /// let limit = CallTimeout::from_first_wait(Duration::from_secs(10));
 /// assert!(limit.remaining().is_some()); // the first query starts the clock
+/// let over = CallTimeout::from_first_wait(Duration::ZERO);
+/// assert!(over.remaining().is_none());
 /// ```
 #[derive(Debug)]
 pub struct CallTimeout {
