@@ -1,5 +1,8 @@
-//! How two ranks of different nodes that have messages for each other connect: they find each other in the store, and leave nothing there. A
-//! link exists once both ranks want it, so a thread looks for ranks that have begun to send to this one while receives from any rank are open.
+//! Connecting two ranks of different nodes that have messages for each other: they find each other in the store, and
+//! leave no key there.
+//!
+//! A link exists once both ranks want it. While receives from any source are pending, a thread therefore looks for
+//! ranks that have started to send to this one.
 
 use super::internode::InternodeLinks;
 use super::links::{Traffic, addresses};
@@ -12,14 +15,15 @@ use crate::store::Store;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Pauses between two looks for a peer in the store.
+/// Minimum and maximum poll interval of the store.
 pub(super) const STORE_POLL: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
-/// Frames that may come before this rank has read the first.
+/// Number of frames that may arrive before this rank has read the first.
 const DEPTH: usize = 8;
-/// Time in which two ranks that have found each other connect.
+/// Maximum time in which two ranks that have found each other connect.
 const LINK_CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Keys of this rank, in the store until this is dropped: the peer has read them, or no rank needs them.
+/// Keys of this rank that stay in the store until this value is dropped, when the peer has read them or no rank needs
+/// them.
 pub(super) struct PublishedKeys<'a> {
     store: &'a dyn Store,
     keys: Vec<String>,
@@ -37,12 +41,12 @@ impl InternodeLinks {
         format!("{}{}-{}", self.prefix, peer.min(self.me), peer.max(self.me))
     }
 
-    /// Key by which `rank`, this one or `peer`, says that it wants to connect with the other.
+    /// Returns the key by which `rank`, this one or `peer`, publishes that it wants to connect with the other.
     pub(super) fn key(&self, peer: Rank, rank: Rank) -> String {
         format!("{}/here/{rank}", self.pair_name(peer))
     }
 
-    /// Where `peer` can reach this rank, once it connects with it.
+    /// Returns the keys at which `peer` finds the address of this rank.
     pub(super) fn address(&self, peer: Rank) -> PublishedKeys<'_> {
         let index = usize::from(self.me > peer);
         PublishedKeys { store: &*self.store, keys: addresses(&self.pair_name(peer), index).collect() }
@@ -50,7 +54,7 @@ impl InternodeLinks {
 }
 
 impl Messages {
-    /// Connects with `peer` once it has begun a message with this rank: false if the group ends before.
+    /// Connects with `peer` once `peer` has started a message with this rank. Returns false if the group ends first.
     pub(super) fn meet(&self, far: &InternodeLinks, peer: Rank) -> Result<bool> {
         let own = PublishedKeys { store: &*far.store, keys: vec![far.key(peer, far.me)] };
         far.store.set(&own.keys[0], b"1")?;
@@ -78,7 +82,8 @@ impl Messages {
         begun.map(|()| !closed)
     }
 
-    /// Connects with ranks of other nodes that have begun a message with this one, while receives from any rank are open.
+    /// Connects with ranks of other nodes that have started a message with this one, while receives from any source are
+    /// pending.
     pub(super) fn seek(self: &Arc<Self>, far: &InternodeLinks) {
         let mut pause = STORE_POLL.0;
         loop {
@@ -112,7 +117,7 @@ impl Messages {
 }
 
 impl MessageTable {
-    /// The link with `peer` exists from now on: begins the sends that came before.
+    /// Starts the sends that waited for the link with `peer`, which now exists.
     fn connected(&mut self, peer: Rank) -> Result<()> {
         let Some(wire) = self.wire(peer) else { return Ok(()) };
         wire.phase = LinkState::Open;

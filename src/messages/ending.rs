@@ -1,4 +1,4 @@
-//! How messages end: completions, failures, and the end of all at once.
+//! How messages end: completions, failures, and the end of all messages at once.
 
 use super::peer::Peer;
 use super::ring::RingLink;
@@ -16,22 +16,23 @@ use std::sync::MutexGuard;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
-/// The error of a wait that ended before its transfer did.
+/// Returns the error of a wait that timed out before its message completed.
 pub(super) fn gave_up(since: Instant) -> Error {
     Error::wait_timeout(format!("wait() gave up after {:.1} s; the transfer itself goes on", since.elapsed().as_secs_f32()))
 }
 
-/// Names a message within a node in errors.
+/// Returns the name of a message within a node for errors.
 pub(super) fn about(control: &ControlBlock, name: &str, bytes: usize, tag: i32) -> String {
     format!("{name}({bytes} bytes, tag {tag}) of group \"{}\"", control.name())
 }
 
-/// Whether `error` is that of a connection, not of what came by it.
+/// Returns true if `error` says that a connection is broken, false if it concerns received data.
 pub(super) fn is_broken(error: &Error) -> bool {
     matches!(error.kind, ErrorKind::Peer | ErrorKind::Network)
 }
 
-/// What the loss of the link to `whom` because of `error` means, where a message needs it `urgent`ly: its name, and since when it waits.
+/// Returns the error for the loss of the link to `whom` because of `error`. `urgent` is the name of a pending message
+/// that needs the link, and the seconds that it has waited.
 pub(super) fn lost_link(control: &ControlBlock, whom: &str, urgent: Option<&(String, f32)>, error: Error) -> Error {
     let (me, group) = (control.describe(control.rank()), control.name());
     match urgent {
@@ -43,10 +44,10 @@ pub(super) fn lost_link(control: &ControlBlock, whom: &str, urgent: Option<&(Str
     }
 }
 
-/// A send or receive under way, as error messages name it.
+/// A pending send or receive, as error messages name it.
 pub(super) struct TransferLabel<'a> {
     pub(super) name: &'static str,
-    /// `None`: anybody.
+    /// The peer; `None` for any source.
     pub(super) peer: Option<Rank>,
     pub(super) tag: i32,
     pub(super) dtype: DType,
@@ -55,15 +56,15 @@ pub(super) struct TransferLabel<'a> {
 }
 
 impl TransferLabel<'_> {
-    /// Its name where ranks of other nodes are concerned.
+    /// Returns its name for errors about ranks of other nodes.
     fn about_internode(&self, control: &ControlBlock) -> String {
         let (name, bytes, dtype, tag, group) = (self.name, self.bytes, self.dtype.name(), self.tag, control.name());
         format!("{name}({bytes} bytes, {dtype}, tag {tag}) of group \"{group}\"")
     }
 }
 
-/// Peers of this node that take part in nothing further, and how each became so. They are to be asked for before what they wrote is read:
-/// else some of it may be missed.
+/// Peers of this node that have left or died, each with the reason. They are determined before their rings are read;
+/// otherwise a last message could be missed.
 struct LostPeers {
     absent: Vec<(Rank, String)>,
     dead: Option<(Rank, String)>,
@@ -75,8 +76,8 @@ impl LostPeers {
         Self { absent, dead: control.dead_rank().map(|(rank, how)| (rank, how.clone())) }
     }
 
-    /// Whose end is that of a message with `peer`, or with anybody: its own, or the death of any member. One that left in order owes others
-    /// nothing. `far`: ranks of other nodes may complete it, too.
+    /// Returns the peer whose exit ends a message with `peer`, or with any source: the exit of `peer` itself, or the
+    /// death of any member. `far` is true if ranks of other nodes may complete the message, too.
     fn ends(&self, control: &ControlBlock, peer: Option<Rank>, far: bool) -> Option<&(Rank, String)> {
         let needed = match peer {
             Some(peer) => self.absent.iter().find(|(rank, _)| control.display_rank(*rank) == peer),
@@ -111,12 +112,12 @@ impl MessageTable {
         receives.chain(sends)
     }
 
-    /// `from`, if it is on another node: a message from any rank that has begun there needs it.
+    /// Returns `from` if it is on another node: a message from any source that it has started needs it.
     fn internode_only(&self, from: Rank) -> Option<Rank> {
         self.is_internode(from).then_some(from)
     }
 
-    /// Name of the message with `peer` whose deadline is the next, and for how many seconds it has waited.
+    /// Returns the message with `peer` whose deadline is next, and the time until then.
     pub(super) fn most_urgent(&self, peer: Rank) -> Option<(TransferLabel<'_>, Duration)> {
         let with = self.pending().filter(|pending| pending.peer == Some(peer));
         with.map(|pending| (pending.limit.remaining().unwrap_or_default(), pending))
@@ -124,12 +125,12 @@ impl MessageTable {
             .map(|(left, pending)| (pending, left))
     }
 
-    /// As errors of a lost link name it.
+    /// Returns its name and its seconds of waiting for the error of a lost link.
     pub(super) fn urgent(&self, control: &ControlBlock, peer: Rank) -> Option<(String, f32)> {
         self.most_urgent(peer).map(|(pending, _)| (pending.about_internode(control), pending.limit.elapsed().as_secs_f32()))
     }
 
-    /// Reason why some open message can never complete, or must not, if there is one.
+    /// Returns the reason why a pending message can or must never complete, if one exists.
     fn unreachable_error(&self, control: &ControlBlock, lost: &LostPeers) -> Option<Error> {
         self.pending().find_map(|pending| {
             let late = pending.limit.remaining().is_none();
@@ -141,7 +142,7 @@ impl MessageTable {
         })
     }
 
-    /// The error of a message whose time is up.
+    /// Returns the error of a message that has timed out.
     fn late(&self, control: &ControlBlock, pending: &TransferLabel<'_>) -> Error {
         let (me, seconds) = (control.describe(control.rank()), pending.limit.elapsed().as_secs_f32());
         let near = || about(control, pending.name, pending.bytes, pending.tag);
@@ -165,7 +166,7 @@ impl MessageTable {
         Error::timeout(format!("{me} reached its timeout after {seconds:.1} s in {what}, waiting for {whom}"))
     }
 
-    /// The error of a message that the `end` of a rank of this node ends.
+    /// Returns the error of a message that ends because of `end`, the exit of a rank of this node.
     fn ended(&self, control: &ControlBlock, pending: &TransferLabel<'_>, (end, how): &(Rank, String)) -> Error {
         let what = about(control, pending.name, pending.bytes, pending.tag);
         let (me, seconds) = (control.describe(control.rank()), pending.limit.elapsed().as_secs_f32());
@@ -175,11 +176,11 @@ impl MessageTable {
     }
 
     fn fail_all(&mut self, error: &Error) {
-        // The failure is visible before what their owners write to the tensors after this: see `end_step`.
+        // The failure becomes visible before the owners of the tensors write to them again: see `end_step`.
         fence(Ordering::Release);
         self.closed.get_or_insert_with(|| error.clone());
         let posted = std::mem::take(&mut self.matching.posted);
-        // What is being read is written to until the step ends, which then fails as well.
+        // A receive that a thread is reading stays in use until that step ends; the step then fails as well.
         let being_read = |(_, stream): &(_, ChunkedReceive)| matches!(stream.source, Source::BeingRead(_));
         let (kept, streams): (BTreeMap<_, _>, BTreeMap<_, _>) = std::mem::take(&mut self.streams).into_iter().partition(being_read);
         self.streams = kept;
@@ -205,7 +206,7 @@ impl FailureListener for Messages {
 }
 
 impl Messages {
-    /// Completes everything that is open with `error`; no message begins any more.
+    /// Completes all pending messages with `error`; no message starts afterwards.
     pub fn close(&self, error: &Error) {
         let mut state = self.lock();
         state.fail_all(error);
@@ -215,8 +216,9 @@ impl Messages {
         }
     }
 
-    /// As `close`, because this rank leaves the group with `farewell`. If a send is open, the rank departs before the send fails: a receiver
-    /// that reads its memory must know, as this memory is its owner's again afterwards.
+    /// Does the same because this rank leaves the group with `farewell`. If a send is pending, the rank publishes its
+    /// exit before the send fails, because a receiver that reads the sender's memory must know that the memory is in
+    /// other use afterwards.
     pub fn shut_down(&self, error: &Error, farewell: &str) {
         let mut state = self.lock();
         if !state.sends.is_empty() {
@@ -229,7 +231,7 @@ impl Messages {
         }
     }
 
-    /// A failure of one message is the group's.
+    /// Fails the group, because a failure of one message is a failure of the group.
     pub(super) fn fail_group_on_error(&self, state: &mut MessageTable, moved: Result<bool>) -> bool {
         moved.unwrap_or_else(|error| {
             self.fail_under_lock(state, error);
@@ -237,14 +239,14 @@ impl Messages {
         })
     }
 
-    /// Fails the group on this node; the rest of it hears of that without the lock, in `complete`.
+    /// Fails the group on this node. `complete` notifies the other nodes, without the lock.
     fn fail_under_lock(&self, state: &mut MessageTable, error: Error) {
         let error = self.control.fail(error);
         state.unnotified = Some(error.clone());
         state.fail_all(&error);
     }
 
-    /// Passes on what was said to ranks of other nodes, and calls the completions that are due, without the lock.
+    /// Flushes frames to ranks of other nodes, and calls the completions that are due, without the lock.
     pub(super) fn complete(&self, mut state: MutexGuard<'_, MessageTable>) {
         let (finished, untold) = (std::mem::take(&mut state.finished), state.unnotified.take());
         drop(state);
@@ -261,11 +263,11 @@ impl Messages {
             state.open.remove(&ticket);
         }
         drop(state);
-        // Other threads of this rank may sleep until one of these tickets is complete.
+        // Other threads of this rank may sleep until one of these messages is complete.
         self.control.wake_sleepers();
     }
 
-    /// Fails the group if something open can never complete.
+    /// Fails the group if a pending message can never complete.
     pub(super) fn fail_if_lost(&self) {
         if self.lock().open.is_empty() {
             return;
@@ -273,7 +275,7 @@ impl Messages {
         let told = self.internode.get().and_then(|_| self.health.error());
         let mut state = self.lock();
         self.fail_hopeless(&mut state);
-        // A death on this node has its own words above.
+        // For a death on this node the error above has the details.
         if let (Some(error), None) = (told, &state.closed) {
             state.fail_all(&error);
         }
@@ -286,7 +288,7 @@ impl Messages {
 
     pub(super) fn fail_hopeless(&self, state: &mut MessageTable) {
         let lost = LostPeers::among(&self.control);
-        // What a peer wrote before it ended is still served.
+        // Messages that a peer wrote before it exited are still delivered.
         self.advance(state);
         if let Some(failure) = self.control.failure() {
             state.fail_all(&failure);

@@ -1,85 +1,90 @@
-//! Frames: what ranks tell each other about messages. All links have the same; each has its own limits.
+//! Frames: the units in which ranks exchange messages. All links use the same frames, each within its own limits.
 
 use crate::sync::ring::UNIT;
 
-/// Meaning of a frame.
+/// The meaning of a frame.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FrameKind {
-    /// Nothing: skip to the start of the ring.
+    /// Padding: continue at the start of the ring.
     Padding = 0,
     /// A whole message follows.
     Eager = 1,
-    /// A longer message is available: in a ring at `value`, an address in the sender's memory; on a wire its first `value` bytes follow in
-    /// frames.
+    /// A longer message is offered: in a ring, `value` is its address in the sender's memory; on a wire, its first
+    /// `value` bytes follow in frames.
     Rts = 2,
-    /// Send the offered message, of `bytes` bytes, from offset `value` on: the rest, or as much as one frame carries.
+    /// A request for `bytes` bytes of the offered message from offset `value` on: the rest, or as many as one frame
+    /// carries.
     Cts = 3,
     /// The bytes at offset `value` of a requested message follow.
     Data = 4,
-    /// The offered message was read; its memory is the sender's again.
+    /// The offered message was read; its sender may reuse the memory.
     Taken = 5,
-    /// The bytes at offset `value` of the message that was offered before, which its receiver did not request, follow.
+    /// The bytes at offset `value` of the last offered message follow without a request.
     Start = 6,
-    /// Nothing but the counters of a wire.
+    /// Only the counters of a wire.
     Credit = 7,
-    /// The sender leaves once it hears that this was read.
+    /// The sender leaves once it knows that this frame was read.
     Bye = 8,
-    /// The sender has refused a message of its own, for the reason that follows; `value` says which: [`REJECTED_SEND`] or [`REJECTED_RECV`].
+    /// The sender has rejected a message of its own, for the reason that follows; `value` is [`REJECTED_SEND`] or
+    /// [`REJECTED_RECV`].
     Rejected = 9,
-    /// The sender's message waits for the call that its peer has refused; `value` is as in the refusal. The peer fails the group if it has
-    /// made no call since.
+    /// The sender's message waits for the call that its peer has rejected; `value` is as in the rejection. The peer
+    /// fails the group if it has made no call since.
     Waits = 10,
 }
 
-/// A send was refused; a receive of the peer may wait for its message.
+/// A send was rejected; a receive of the peer may wait for its message.
 pub(super) const REJECTED_SEND: u64 = 1;
-/// A receive was refused; a send of the peer may wait for it.
+/// A receive was rejected; a send of the peer may wait for it.
 pub(super) const REJECTED_RECV: u64 = 2;
 
-/// The head of a frame. `id` numbers the messages of a sender.
+/// The header of a frame. `id` numbers the messages of a sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Frame {
     pub kind: FrameKind,
-    /// torch's code of the element type, for messages about a mismatch.
+    /// torch's code of the element type, for errors about a mismatch.
     pub dtype: u8,
     pub tag: i32,
     pub id: u64,
-    /// Bytes of the whole message.
+    /// Length of the whole message in bytes.
     pub bytes: u64,
-    /// Address or offset, see [`FrameKind`].
+    /// An address or an offset; see [`FrameKind`].
     pub value: u64,
 }
 
-/// Lengths that a link uses.
+/// The lengths that a link uses.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct LinkLimits {
-    /// Longest message that travels unasked, in one frame.
+    /// Maximum length of an eager message, which travels in one frame without a request.
     pub eager: usize,
-    /// Longest payload of a frame of a longer message.
+    /// Maximum payload of a frame of a longer message.
     pub data: usize,
-    /// Number of bytes that one request asks for; on a ring all that are missing.
+    /// Number of bytes that one request asks for; on a ring, all missing bytes.
     pub request: usize,
-    /// Maximum number of bytes of a longer message that follow its offer unasked.
+    /// Maximum number of bytes of a longer message that follow its offer without a request.
     pub eager_prefix: usize,
-    /// True if a receiver may read the sender's memory, and acknowledges then.
+    /// True if a receiver may read the sender's memory, and then acknowledges.
     pub direct: bool,
 }
 
-/// Limits of a ring. Several of the longest frames fit it, and one part of a long message is read while the next is written.
+/// The limits of a ring. Several of the longest frames fit into it, and one part of a long message is read while the
+/// next is written.
 pub(super) const RING: LinkLimits = LinkLimits { eager: 64 << 10, data: 32 << 10, request: usize::MAX, eager_prefix: 0, direct: true };
-/// Limits of a wire. A request takes a round trip, and two more threads on either side; while one piece is copied another is on the wire.
+/// The limits of a wire. A request costs a round trip and wakes a thread on each side; while one chunk is copied,
+/// another one is on the network.
 pub(super) const WIRE: LinkLimits =
     LinkLimits { eager: 256 << 10, data: 128 << 10, request: 128 << 10, eager_prefix: 1 << 20, direct: false };
 
-/// Longest text of a refusal.
+/// Maximum length of the text of a rejection.
 pub(super) const MAX_TEXT_BYTES: usize = 976;
-/// Most payload of a message in one frame that its sender shows at once: its receiver copies one part while the next is written.
+/// Maximum payload of an eager message that its sender publishes at once: the receiver copies one part while the next
+/// is written.
 const PART_BYTES: usize = 16 << 10;
 
 impl LinkLimits {
-    /// Bytes of a message of `bytes` bytes that follow its offer unasked, where its receiver has room for `pieces` frames. The last one is
-    /// requested.
+    /// Returns how many bytes of a message of `bytes` bytes follow its offer, if its receiver has space for `pieces`
+    /// frames. The last chunk is always requested.
     pub(super) fn eager_prefix(&self, bytes: u64, pieces: usize) -> usize {
         let most = (bytes.saturating_sub(1) / self.data as u64).min((self.eager_prefix / self.data) as u64) as usize;
         most.min(pieces) * self.data
@@ -87,7 +92,7 @@ impl LinkLimits {
 }
 
 impl Frame {
-    /// A frame of no message.
+    /// Returns a frame that belongs to no message.
     pub(super) const fn bare(kind: FrameKind) -> Self {
         Self { kind, dtype: 0, tag: 0, id: 0, bytes: 0, value: 0 }
     }
@@ -96,7 +101,7 @@ impl Frame {
         Self { id, value, ..Self::bare(kind) }
     }
 
-    /// Bytes that follow the head on a link of these limits.
+    /// Returns how many bytes follow the header on a link of these limits.
     pub(super) fn payload(&self, limits: &LinkLimits) -> usize {
         match self.kind {
             FrameKind::Eager | FrameKind::Rejected => self.bytes as usize,
@@ -111,17 +116,17 @@ impl Frame {
         }
     }
 
-    /// Most payload that is written into a ring before the receiver is shown it.
+    /// Returns how much payload is written into a ring before it is published to the receiver.
     pub(super) fn part_bytes(&self) -> usize {
         if self.kind == FrameKind::Eager { PART_BYTES } else { RING.data }
     }
 
-    /// Whether it is the first frame of a message.
+    /// Returns true for the first frame of a message.
     pub(super) fn begins_message(&self) -> bool {
         matches!(self.kind, FrameKind::Eager | FrameKind::Rts)
     }
 
-    /// Bytes in a ring.
+    /// Returns the number of bytes in a ring.
     pub(super) fn footprint(&self) -> u64 {
         UNIT + (self.payload(&RING) as u64).next_multiple_of(UNIT)
     }
@@ -130,7 +135,7 @@ impl Frame {
         [self.kind as u64 | u64::from(self.dtype) << 8 | u64::from(self.tag as u32) << 32, self.id, self.bytes, self.value]
     }
 
-    /// `None` for words that no sender writes on a link of these limits.
+    /// Decodes a header. Returns `None` for words that no sender writes on a link of these limits.
     pub(super) fn decode(words: [u64; 4], limits: &LinkLimits) -> Option<Self> {
         const KINDS: [FrameKind; 11] = [
             FrameKind::Padding,

@@ -1,4 +1,4 @@
-//! Far: what messages with ranks of other nodes need, and the threads that they take.
+//! The state that messages with ranks of other nodes need, and their threads.
 
 use super::links::Links;
 use super::wire::{LinkState, WireLink};
@@ -13,29 +13,31 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
 
-/// Time between two looks at the group while a rank leaves, and after which a message asks whether a refusal stands.
+/// Poll interval of the group while a rank leaves, and the time after which a message asks whether a rejection still
+/// holds.
 pub(super) const INTERNODE_POLL: Duration = Duration::from_millis(20);
-/// Time that leaving waits for peers to read what was sent, and again for connections to end.
+/// Maximum time that a leaving rank waits until peers have read all its frames, and again until the connections have
+/// ended.
 const LINK_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The ranks of other nodes, and how messages reach them.
 pub struct InternodeLinks {
-    /// Carry the frames.
+    /// The links that carry the frames.
     pub links: Arc<Links>,
-    /// Store through which two ranks meet.
+    /// The store through which two ranks find each other.
     pub store: Arc<dyn Store>,
-    /// Which ranks are on which node.
+    /// The node of each rank.
     pub node_map: Arc<NodeMap>,
     /// This rank.
     pub me: Rank,
-    /// Prefix of the names of links, the same on all ranks of this group and of no other.
+    /// Prefix of the names of links, the same on all ranks of this group and of no other group.
     pub prefix: String,
-    /// Threads sleep on it that wait for peers or threads.
+    /// Notifies threads that wait for peers or for other threads.
     pub changed: Condvar,
 }
 
 impl InternodeLinks {
-    /// Ranks of other nodes.
+    /// Returns the ranks of other nodes.
     pub(super) fn ranks(&self) -> impl Iterator<Item = Rank> {
         let node = self.node_map.node_of(self.me);
         (0..self.node_map.size() as u32).map(Rank).filter(move |&rank| self.node_map.node_of(rank) != node)
@@ -43,12 +45,12 @@ impl InternodeLinks {
 }
 
 impl MessageTable {
-    /// Ranks of other nodes with which this one connects or is connected.
+    /// Returns the ranks of other nodes with which this rank connects or is connected.
     pub(super) fn met(&self) -> impl Iterator<Item = &WireLink> {
         self.peers.iter().filter_map(|peer| peer.wire()).filter(|wire| wire.phase != LinkState::Idle)
     }
 
-    /// Ranks of other nodes that this one is not connected with.
+    /// Returns the ranks of other nodes with which this rank is not connected.
     pub(super) fn unmet(&self) -> Vec<Rank> {
         let wires = self.peers.iter().filter_map(|peer| peer.wire());
         wires.filter(|wire| wire.phase == LinkState::Idle).map(|wire| wire.peer).collect()
@@ -56,7 +58,7 @@ impl MessageTable {
 }
 
 impl Messages {
-    /// Sees to it that this rank connects with `peer`, of another node, once both want that.
+    /// Makes this rank connect with `peer`, of another node, once both want a link.
     pub(super) fn meet_once(self: &Arc<Self>, state: &mut MessageTable, peer: Rank) -> Result<()> {
         if state.wire(peer).is_some_and(|wire| wire.phase == LinkState::Idle) {
             self.spawn(state, "symm-p2p-peer", move |this, far| this.drive_peer(far, peer))?;
@@ -97,13 +99,14 @@ impl Messages {
         }
     }
 
-    /// Passes to the backends what was queued for ranks of other nodes. The caller does not hold the lock.
+    /// Passes queued transfers to the backends. The caller does not hold the lock.
     pub(super) fn flush(&self) {
         let lost = self.internode.get().map_or_else(Vec::new, |far| far.links.flush());
         lost.into_iter().for_each(|(peer, error)| self.fail_peer(peer, error));
     }
 
-    /// Says to ranks of other nodes that this one leaves, and returns once they have read what was sent, or `limit` has passed.
+    /// Notifies ranks of other nodes that this rank leaves. Returns once they have read all its frames, or after
+    /// `limit`.
     pub fn say_goodbye(&self, limit: Duration) {
         let Some(far) = self.internode.get().filter(|_| self.health.error().is_none()) else { return };
         let deadline = Instant::now() + limit.min(LINK_CLOSE_TIMEOUT);
@@ -113,7 +116,7 @@ impl Messages {
         }
         state.shutting_down = true;
         for wire in state.peers.iter_mut().filter_map(|peer| peer.wire_mut()) {
-            // A connection that has just ended has nobody who reads.
+            // A connection that has just ended has no reader.
             let _ = wire.send_goodbye();
         }
         drop(state);
@@ -130,7 +133,7 @@ impl Messages {
         self.disconnect(far, LINK_CLOSE_TIMEOUT);
         let deadline = Instant::now() + LINK_CLOSE_TIMEOUT;
         let mut state = self.lock();
-        // A completion may drop the last handle of the group on one of these threads.
+        // A completion on one of these threads may drop the last reference to the group.
         while state.threads.iter().any(|&thread| thread != std::thread::current().id()) {
             let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
             state = unpoisoned(far.changed.wait_timeout(state, left)).0;

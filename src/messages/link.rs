@@ -1,32 +1,32 @@
-//! Link: what carries the frames between this rank and one peer.
+//! The link that carries the frames between this rank and one peer.
 
 use super::frame::Frame;
 use crate::coll::call::Span;
 use crate::error::Result;
 
-/// Link between this rank and one peer. What a link sends arrives in the same order, once.
+/// The link between this rank and one peer. All that it sends arrives in order, exactly once.
 pub(super) trait Link {
-    /// Sends a whole short message, `frame` with the bytes of `span`, if it may go unasked and nothing is in its way. Returns whether it has
-    /// left `span`.
+    /// Sends an eager message, `frame` with the bytes of `span`, if it is short enough and nothing is queued before it.
+    /// Returns true if `span` is no longer needed.
     fn send_now(&mut self, frame: Frame, span: Span) -> Result<bool>;
 
-    /// Sends that message as soon as there is room, or offers it if it has to be requested. Returns how many of its bytes follow the offer
-    /// unasked; `None` if the link does not exist yet and the message was not sent.
+    /// Sends that message as soon as there is space, or offers it if it is too long. Returns how many of its bytes
+    /// follow the offer; `None` if the link does not exist yet and the message was not sent.
     fn send(&mut self, frame: Frame, span: Span) -> Result<Option<usize>>;
 
-    /// Notes that a message of the peer which came unasked, or `bytes` bytes of it, has found its receive.
+    /// Notes that an unrequested message of the peer, or `bytes` bytes of it, has found its receive.
     fn matched(&mut self, bytes: usize) -> Result<()>;
 
-    /// Number of bytes that may be requested now, where `rest` bytes of a message are missing.
+    /// Returns how many bytes may be requested now if `rest` bytes of a message are missing.
     fn room(&self, rest: usize) -> usize;
 
-    /// Requests the bytes of a message from those on of which `frame` tells, as many as `room` has said.
+    /// Requests `room` bytes of a message, from the offset that `frame` names.
     fn request(&mut self, frame: Frame) -> Result<()>;
 
-    /// Notes that requested bytes have arrived, with which the message is complete if `whole`.
+    /// Notes that requested bytes have arrived; `whole` is true if the message is complete.
     fn arrived(&mut self, whole: bool) -> Result<()>;
 
-    /// Sends the bytes of `span` that the peer has requested, from those on of which `frame` tells. Returns whether the message has left
-    /// `span` with them; if not, the link says so later, or the peer requests more.
+    /// Sends the bytes of `span` that the peer has requested, from the offset that `frame` names. Returns true if
+    /// `span` is no longer needed; otherwise the link reports that later, or the peer requests more.
     fn serve(&mut self, frame: Frame, span: Span) -> Result<bool>;
 }

@@ -1,4 +1,4 @@
-//! Links: transports of two ranks each, on different nodes.
+//! Links: transports of two ranks on different nodes.
 #![allow(unsafe_code, reason = "staging of transports")]
 
 use crate::config::Config;
@@ -11,32 +11,33 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Ten years: Gloo's waits break the connection when their time passes.
+/// Ten years, because a wait of Gloo that times out breaks the connection.
 const EVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// Staging that a link keeps for later transfers: fresh memory has to be given, page by page, by the system.
+/// Number of staging buffers that a link keeps for later transfers, because the system must zero fresh memory page by
+/// page.
 const SPARE: usize = 16;
 
-/// Bytes of the shortest staging that is worth keeping.
+/// Minimum size of a staging buffer that is kept.
 const WORTH_KEEPING: usize = 16 << 10;
 
-/// Class of traffic on a link. What is sent of one class is received in the same order.
+/// A class of traffic on a link. Bytes of one class are received in the order in which they were sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Traffic {
-    /// Frames, with the short messages that are in them.
+    /// Frames, with the eager messages that they carry.
     Frame = 0,
-    /// Pieces of long messages.
+    /// Chunks of long messages.
     Piece = 1,
 }
 
-/// Gets the peer, and how many bytes were sent to it and have come from it.
+/// Called with the peer, and the number of bytes sent to it and received from it.
 pub type Count = Box<dyn Fn(Rank, usize, usize) + Send + Sync>;
 
 /// Transports between this rank and one peer each, with their staging.
 ///
-/// With some backends the process ends if more bytes arrive than were listened for, so both ends agree on the lengths.
-/// Only `make` and `wait` wait for the peer. `send` and `listen` only queue, because messages call them under their
-/// lock; `flush` passes the queued transfers to the transports.
+/// With some backends the process ends if more bytes arrive than a receive expects, so both ends agree on the lengths.
+/// Only `make` and `wait` wait for the peer. `send` and `listen` only queue, because they are called with the lock of
+/// all messages held; `flush` passes the queued transfers to the transports.
 pub struct Links {
     transports: Arc<dyn Transports>,
     count: Count,
@@ -49,7 +50,7 @@ pub struct Links {
 struct Link {
     closed: GivenUp,
     state: Mutex<LinkState>,
-    /// Held by the thread that passes the queue to the transport, so that the order stays.
+    /// Held by the thread that passes the queue to the transport, so that the order is kept.
     flushing: Mutex<()>,
 }
 
@@ -57,9 +58,9 @@ struct Link {
 struct LinkState {
     transport: Option<Arc<dyn Transport>>,
     other: usize,
-    /// Transfers that the transport does not have yet, the oldest first.
+    /// Transfers that have not been passed to the transport, the oldest first.
     queue: VecDeque<Queued>,
-    /// Calls of `send` that have not been confirmed, the oldest first, and how many have been.
+    /// Calls of `send` that have not been confirmed, the oldest first, and the number of confirmed ones.
     sends: VecDeque<Vec<Staged>>,
     confirmed: u64,
     /// Pending receives by class of traffic, the oldest first.
@@ -67,7 +68,7 @@ struct LinkState {
     spare: Vec<Buffer>,
 }
 
-/// A transfer that the transport does not have yet.
+/// A transfer that has not been passed to the transport.
 enum Queued {
     Send(Vec<Part>),
     Listen(Part),
@@ -80,13 +81,13 @@ struct Part {
     staging: Buffer,
 }
 
-/// One transfer with its staging.
+/// One started transfer with its staging.
 struct Staged {
     staging: Buffer,
     work: Work,
 }
 
-/// The staging of the last bytes that a peer has sent; it may be longer than they are.
+/// The staging of received bytes; it may be longer than they are.
 pub(super) struct Arrived(Buffer);
 
 impl Deref for Arrived {
@@ -100,12 +101,12 @@ impl Deref for Arrived {
 }
 
 impl Links {
-    /// Creates no links yet; `count` gets what they move.
+    /// Creates an empty set of links; `count` is called with the bytes that they move.
     pub fn new(transports: Arc<dyn Transports>, count: Count) -> Self {
         Self { transports, count, links: Mutex::default(), due: Mutex::default() }
     }
 
-    /// The link to `peer`, which may be closed before it is made.
+    /// Returns the link to `peer`, which may be closed before it is connected.
     fn link(&self, peer: Rank) -> Arc<Link> {
         Arc::clone(lock(&self.links).entry(peer).or_default())
     }
@@ -221,7 +222,7 @@ impl Links {
         if failed > 0 {
             transport.iter().for_each(|transport| transport.abort());
         }
-        // The connection closes once a thread that waits for it has released it, too.
+        // The connection closes once a waiting thread has released it, too.
         drop(transport);
         drop((listening, sends, queue));
     }
@@ -269,7 +270,7 @@ impl Link {
 }
 
 impl LinkState {
-    /// Staging of `bytes` bytes.
+    /// Returns staging for `bytes` bytes.
     fn staged(&mut self, transports: &dyn Transports, bytes: usize) -> Result<Buffer> {
         let fits = |kept: &Buffer| bytes > WORTH_KEEPING && (bytes..=4 * bytes).contains(&kept.bytes);
         match self.spare.iter().position(fits) {
@@ -278,7 +279,7 @@ impl LinkState {
         }
     }
 
-    /// Keeps `staging`, which nothing uses any more.
+    /// Keeps `staging`, which is no longer in use, for later.
     fn keep(&mut self, staging: Buffer) {
         if staging.bytes > WORTH_KEEPING && self.spare.len() < SPARE {
             self.spare.push(staging);

@@ -1,4 +1,4 @@
-//! Matching of messages and receives: the oldest of equal tag, per sender.
+//! Matching of messages and receives: for each sender, the oldest with an equal tag.
 
 use crate::coll::call::Span;
 use crate::completion::Completion;
@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 /// A receive that waits for its message.
 pub(super) struct Posted {
     pub ticket: u64,
-    /// `None`: from anybody.
+    /// The sender; `None` for any source.
     pub peer: Option<Rank>,
     pub tag: i32,
     pub dtype: DType,
@@ -30,22 +30,23 @@ pub(super) struct UnmatchedMessage {
     pub content: MessageBody,
 }
 
-/// Content of a message, by where its bytes are.
+/// The content of a message, by where its bytes are.
 #[derive(Debug)]
 pub(super) enum MessageBody {
-    /// Bytes that have come along.
+    /// The bytes of an eager message.
     Eager(Box<[u8]>),
-    /// Bytes that the sender has: message `id`, whose offer has this value. The first of them have come along.
+    /// Bytes in the sender's memory: message `id`, whose offer has this value. The first bytes may have arrived
+    /// already.
     Rts { id: u64, value: u64, first: Vec<u8> },
-    /// Bytes of a send of this rank to itself, which has this ticket.
+    /// Bytes of a send of this rank to itself, with this ticket.
     Own { ticket: u64 },
 }
 
-/// Queues of messages and of receives, oldest first. At most one of a matching pair is in them.
+/// Queues of messages and of receives, the oldest first. At most one of a matching pair is queued.
 pub(super) struct Matching {
     pub posted: VecDeque<Posted>,
     unexpected: VecDeque<UnmatchedMessage>,
-    /// Bytes that the unexpected messages of each rank take here.
+    /// Number of bytes that the unmatched messages of each rank occupy here.
     backlog: Vec<usize>,
 }
 
@@ -60,36 +61,37 @@ impl UnmatchedMessage {
 }
 
 impl Matching {
-    /// Queues of a group of `size` ranks.
+    /// Creates the queues of a group of `size` ranks.
     pub(super) fn new(size: usize) -> Self {
         Self { posted: VecDeque::new(), unexpected: VecDeque::new(), backlog: vec![0; size] }
     }
 
-    /// Keeps a message until it is asked for.
+    /// Keeps a message until a receive takes it.
     pub(super) fn keep(&mut self, message: UnmatchedMessage) {
         self.backlog[message.from.index()] += message.footprint();
         self.unexpected.push_back(message);
     }
 
-    /// Bytes that messages from `rank` take which nobody has asked for.
+    /// Returns the number of bytes that unmatched messages from `rank` occupy.
     pub(super) fn backlog(&self, rank: Rank) -> usize {
         self.backlog[rank.index()]
     }
 
-    /// The message for a receive from `peer` with `tag`, if it has come.
+    /// Removes and returns the message for a receive from `peer` with `tag`, if it has arrived.
     pub(super) fn take_message(&mut self, peer: Option<Rank>, tag: i32) -> Option<UnmatchedMessage> {
         let fits = |message: &UnmatchedMessage| message.tag == tag && peer.is_none_or(|peer| peer == message.from);
         let place = self.unexpected.iter().position(fits)?;
         self.unexpected.remove(place).inspect(|message| self.backlog[message.from.index()] -= message.footprint())
     }
 
-    /// The receive that [`Self::take_receive`] will give, if no message of another rank can take it meanwhile.
+    /// Returns the receive that [`Self::take_receive`] would return, if no message of another rank can take it
+    /// meanwhile.
     pub(super) fn sure_receive(&self, from: Rank, tag: i32) -> Option<&Posted> {
         let fits = |posted: &&Posted| posted.tag == tag && posted.peer.is_none_or(|peer| peer == from);
         self.posted.iter().find(fits).filter(|posted| posted.peer == Some(from))
     }
 
-    /// Keeps `piece`, the bytes at offset `at` of the offered message `id`, if they come unasked and are the next.
+    /// Keeps `piece`, the bytes at offset `at` of the offered message `id`, if they are unrequested and the next ones.
     pub(super) fn keep_start(&mut self, from: Rank, id: u64, at: usize, piece: &[u8]) -> bool {
         let first = self.unexpected.iter_mut().filter(|message| message.from == from).find_map(|message| match &mut message.content {
             MessageBody::Rts { id: offered, value, first } => {
@@ -100,7 +102,7 @@ impl Matching {
         first.map(|first| first.extend_from_slice(piece)).is_some()
     }
 
-    /// The receive for a message from `from` with `tag`, if it is posted.
+    /// Removes and returns the receive for a message from `from` with `tag`, if it is posted.
     pub(super) fn take_receive(&mut self, from: Rank, tag: i32) -> Option<Posted> {
         let fits = |posted: &Posted| posted.tag == tag && posted.peer.is_none_or(|peer| peer == from);
         let place = self.posted.iter().position(fits)?;

@@ -1,9 +1,12 @@
 //! Messages: sends and receives between the ranks of a group, matched by tag.
 //!
-//! Frames travel by a [`link`](mod@link) to each peer: within a node a [`ring`](mod@ring) in each direction, between nodes a
-//! [`wire`](mod@wire), a backend of two ranks. A short message travels in its frame. A long one is offered first; its receiver then reads it
-//! straight out of the sender's memory and acknowledges, or, where that is not permitted, requests it and receives it in frames. A thread that
-//! waits for a message moves all of them along, but those of wires, each of which has a thread; a progress thread does while no thread waits.
+//! Frames travel over a [`link`](mod@link) to each peer: within a node a [`ring`](mod@ring) in each direction, between
+//! nodes a [`wire`](mod@wire), which is a backend of two ranks. A short message is sent at once, in its frame. A long
+//! one is offered first. The receiver then reads it directly from the sender's memory and acknowledges; where that is
+//! not permitted, it requests the message and receives it in frames.
+//!
+//! A thread that waits for a message advances all messages on rings. Each wire has its own thread. A progress thread
+//! advances the rings while no thread waits.
 
 mod connect;
 mod ending;
@@ -45,7 +48,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-/// Tickets of messages have this bit, those of collectives do not.
+/// Tickets of messages have this bit; tickets of collectives do not.
 pub const TICKET_BIT: u64 = 1 << 63;
 
 /// A rank's sends and receives.
@@ -54,42 +57,42 @@ pub struct Messages {
     control: Arc<ControlBlock>,
     direct: bool,
     state: Mutex<MessageTable>,
-    /// The progress thread waits here while nothing is open.
+    /// The progress thread waits here while no message is pending.
     begun: Condvar,
     worker: Mutex<Option<JoinHandle<()>>>,
-    /// Ranks of other nodes, where links carry messages to them.
+    /// The ranks of other nodes, if links carry messages to them.
     internode: OnceLock<InternodeLinks>,
 }
 
 struct MessageTable {
-    /// All ranks of the group, on whichever host.
+    /// All ranks of the group, on every node.
     peers: Vec<Peer>,
     matching: Matching,
     sends: BTreeMap<u64, PendingSend>,
     streams: BTreeMap<(Rank, u64), ChunkedReceive>,
-    /// What has come of the message that each peer is writing.
+    /// The received part of the message that each peer is writing.
     begun: Vec<IncompleteFrame>,
     finished: Vec<FinishedTransfer>,
     /// Tickets whose completion has not been called.
     open: BTreeSet<u64>,
     next: u64,
     waiting_threads: usize,
-    /// Peers are told what a thread waits for.
+    /// True while peers are told what a thread waits for.
     announced: bool,
     idle: bool,
     /// Number of steps of long messages that were read.
     steps: u64,
-    /// Error that completed all transfers, the first one; none starts after that.
+    /// The first error that completed all messages; none starts after it.
     closed: Option<Error>,
-    /// The same, while the rest of the group has not heard of it.
+    /// The same error until the rest of the group has been notified of it.
     unnotified: Option<Error>,
     stopping: bool,
-    /// Messages reach ranks of other nodes.
+    /// True if messages reach ranks of other nodes.
     reaches: bool,
     shutting_down: bool,
-    /// Threads of wires.
+    /// Ids of the wires' threads.
     threads: Vec<ThreadId>,
-    /// True once a thread looks for ranks that send, and why none does any more.
+    /// True once a thread looks for ranks that send; `blind` is the error with which it ended.
     seeking: bool,
     blind: Option<Error>,
 }
@@ -101,14 +104,14 @@ struct PendingSend {
     span: Span,
     limit: CallTimeout,
     completion: Completion,
-    /// The peer knows of it.
+    /// True if the peer knows of the message.
     started: bool,
-    /// Bytes that were sent, or will be without another request.
+    /// Number of bytes that were sent, or will be sent without another request.
     next: usize,
 }
 
 impl PendingSend {
-    /// Head of the whole message, which has this number.
+    /// The header of the whole message, which has this number.
     fn frame(&self, id: u64) -> Frame {
         Frame { kind: FrameKind::Eager, dtype: self.dtype as u8, tag: self.tag, id, bytes: self.span.bytes as u64, value: 0 }
     }
@@ -118,33 +121,33 @@ impl PendingSend {
 struct ChunkedReceive {
     posted: Posted,
     got: u64,
-    /// Bytes that come in frames without another request.
+    /// Number of bytes that will arrive in frames without another request.
     requested: u64,
     source: Source,
 }
 
-/// How the rest of a message arrives.
+/// How the rest of a message is transferred.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Source {
     /// The sender writes it in frames.
     Frames,
     /// This rank reads it at this address of the sender's memory.
     Memory(u64),
-    /// As above; a thread is reading a step of it, without the lock, so its receive must not complete yet.
+    /// The same, while a thread reads a part of it without the lock, so its receive must not complete yet.
     BeingRead(u64),
 }
 
-/// The receive with `ticket` has got the first `bytes` bytes of a message in one frame, whose rest is still being written.
+/// The receive with `ticket` has the first `bytes` bytes of a message in one frame, whose rest is still being written.
 #[derive(Clone, Copy, Default)]
 struct IncompleteFrame {
     ticket: u64,
     bytes: usize,
 }
 
-/// Messages from this size on are written past the receiver's cache.
+/// Minimum size of messages that are written without using the receiver's cache.
 const STREAM_BYTES: usize = 8 << 20;
 impl Messages {
-    /// Makes a table without transfers. `direct` says that every rank may read every other's memory.
+    /// Creates a table without messages. `direct` is true if every rank may read every other rank's memory.
     pub fn new(health: &Arc<Health>, direct: bool) -> Arc<Self> {
         let (health, control) = (Arc::clone(health), Arc::clone(health.control()));
         let own = control.display_rank(control.rank());
@@ -182,7 +185,7 @@ impl Messages {
         made
     }
 
-    /// Reaches ranks of other nodes from now on; no message has begun yet.
+    /// Connects ranks of other nodes from now on; no message has started yet.
     pub fn reach(&self, far: InternodeLinks) {
         let mut state = self.lock();
         state.peers.resize_with(far.node_map.size(), || Peer::Apart);
@@ -194,7 +197,7 @@ impl Messages {
         let _ = self.internode.set(far);
     }
 
-    /// The ranks of other nodes, if messages reach them.
+    /// Returns the ranks of other nodes, if messages reach them.
     pub fn internode(&self) -> Option<&InternodeLinks> {
         self.internode.get()
     }
@@ -204,7 +207,7 @@ impl Messages {
         let peer = message.peer.ok_or_else(|| Error::value("send needs a destination rank"))?;
         let mut state = self.lock();
         let far = state.check_peer(peer)?;
-        // A short one would be done before anybody looks; a receive may still find what had come.
+        // An eager send would be complete before a thread polled; a receive may still find a message that has arrived.
         if let (false, Some((dead, how))) = (far, self.control.dead_rank()) {
             let what = about(&self.control, "send", message.span.bytes, message.tag);
             let (dead, me) = (self.control.describe(dead), self.control.describe(self.control.rank()));
@@ -272,7 +275,8 @@ impl Messages {
         let MessageSpec { peer, tag, dtype, span, .. } = *message;
         let posted = Posted { ticket, peer, tag, dtype, span, limit: CallTimeout::from_first_wait(timeout), completion };
         let found = state.matching.take_message(peer, tag);
-        // Nobody need look at the clock meanwhile: the progress thread may be in a completion. One that is complete at once reads none.
+        // A receive that is complete at once does not read the clock. A pending one starts its clock here, because the
+        // progress thread may be busy with a completion.
         if !found.as_ref().is_some_and(|message| matches!(message.content, MessageBody::Eager(_))) {
             posted.limit.start();
         }
@@ -287,8 +291,8 @@ impl Messages {
         Ok(ticket)
     }
 
-    /// Moves things along once, after a message has `begun` with `peer`; where something stays open, sees to it that the progress thread looks
-    /// after it.
+    /// Advances messages once, after a message with `peer` has `begun`. If any stays pending, wakes the progress
+    /// thread.
     fn begin(&self, mut state: MutexGuard<'_, MessageTable>, peer: Option<Rank>, begun: Result<()>) {
         let far = peer.filter(|&peer| state.is_internode(peer));
         let lost = self.absorb_internode(&mut state, far, begun);
@@ -302,26 +306,26 @@ impl Messages {
         }
     }
 
-    /// Moves everything along without blocking; returns whether anything moved.
+    /// Advances all messages without blocking; returns true if anything moved.
     pub fn progress(&self) -> bool {
         let mut state = self.lock();
         let moved = self.advance(&mut state);
         self.run_completions(state) || moved
     }
 
-    /// Peer among `peers` that sleeps for a message that this rank has not begun: a `send` of its own, or a receive, with this tag. Never
-    /// waits: while something is moved along here, it names nobody.
+    /// Returns a peer among `peers` that sleeps for a message with this tag that this rank has not started: a `send` of
+    /// this rank, or a receive. Never waits: returns `None` if another thread is advancing messages.
     pub fn awaited_by(&self, mut peers: impl Iterator<Item = Rank>, send: bool, tag: i32) -> Option<Rank> {
         let state = self.state.try_lock().ok()?;
         peers.find(|&peer| state.peer_waits_for(&self.control, peer, send, tag))
     }
 
-    /// Ends the progress thread.
+    /// Stops the progress thread.
     pub fn stop(&self) {
         self.lock().stopping = true;
         self.begun.notify_all();
         let worker = lock(&self.worker).take();
-        // A completion may drop the last handle of the group on the progress thread itself.
+        // A completion on the progress thread may drop the last reference to the group.
         if let Some(worker) = worker.filter(|worker| worker.thread().id() != std::thread::current().id()) {
             let _ = worker.join();
         }
@@ -331,9 +335,9 @@ impl Messages {
         lock(&self.state)
     }
 
-    /// Writes and reads what can be; a failure closes everything.
+    /// Writes and reads all that is possible; a failure closes all links.
     fn advance(&self, state: &mut MessageTable) -> bool {
-        // A rank that has left has no rings any more.
+        // The rings of a rank that has left no longer exist.
         if state.closed.is_some() {
             return false;
         }
@@ -341,8 +345,8 @@ impl Messages {
         self.fail_group_on_error(state, moved)
     }
 
-    /// Starts the worker before anything is posted. What is posted is read or written until its completion, and so must have a thread to
-    /// complete it, or the memory of a transfer that raised would be used after its tensor.
+    /// Starts the worker before a message is posted. The memory of a posted message is in use until its completion, so
+    /// a thread must exist that completes it; otherwise the memory would be used after its tensor.
     fn start_worker(self: &Arc<Self>) -> Result<()> {
         let mut worker = lock(&self.worker);
         if worker.is_none() {
@@ -355,7 +359,7 @@ impl Messages {
 }
 
 impl MessageTable {
-    /// Whether `peer` is on another node; fails for a rank that no message reaches.
+    /// Returns true if `peer` is on another node; fails for a rank that no message can reach.
     fn check_peer(&self, peer: Rank) -> Result<bool> {
         match self.peers.get(peer.index()) {
             Some(Peer::Apart) | None => Err(Error::value(format!("rank {peer} is outside the group of {} ranks", self.peers.len()))),

@@ -1,4 +1,4 @@
-//! State of the messages between this rank and its peers, and what each frame does to it.
+//! The state of the messages between this rank and its peers, and how each frame changes it.
 #![allow(unsafe_code, reason = "copies between links and the bytes of tensors")]
 
 use super::frame::{Frame, FrameKind, LinkLimits, RING, WIRE};
@@ -15,14 +15,15 @@ use crate::kernels::cpu::{self, WriteMode};
 use crate::rank::Rank;
 use std::collections::BTreeMap;
 
-/// Unasked messages of one sender of this node beyond which it is not heard. All short ones that a sender may have on their way fit.
+/// Maximum size of unmatched eager messages from one sender of this node; beyond it, this rank stops reading from that
+/// sender. All eager messages that a sender can have in flight fit.
 const BACKLOG_BYTES: usize = EAGER_WINDOW as usize * RING.eager;
 
 /// Another rank, or this one, as messages see it.
 pub(super) enum Peer {
     /// This rank.
     Own,
-    /// A rank of another node, to which nothing carries messages.
+    /// A rank of another node that messages cannot reach.
     Apart,
     /// A rank of this node.
     IntraNode(RingLink),
@@ -31,7 +32,7 @@ pub(super) enum Peer {
 }
 
 impl Peer {
-    /// The link with the peer.
+    /// Returns the link with the peer.
     pub(super) fn link(&mut self) -> Result<&mut dyn Link> {
         match self {
             Self::IntraNode(ring) => Ok(ring),
@@ -56,12 +57,12 @@ impl Peer {
         if let Self::Internode(wire) = self { Some(wire) } else { None }
     }
 
-    /// Limits of the link with the peer.
+    /// Returns the limits of the link with the peer.
     pub(super) fn limits(&self) -> &'static LinkLimits {
         if let Self::Internode(_) = self { &WIRE } else { &RING }
     }
 
-    /// Name of the peer in error messages.
+    /// Returns the name of the peer for errors.
     pub(super) fn describe(&self, control: &ControlBlock) -> String {
         match self {
             Self::IntraNode(ring) => control.describe(ring.peer),
@@ -71,35 +72,36 @@ impl Peer {
     }
 }
 
-/// Where the payload of a frame was put.
+/// The place where the payload of a frame was put.
 pub(super) enum Placed {
-    /// It waits for its receive, or there was none.
+    /// The message waits for its receive, or the frame has no receive.
     Kept,
-    /// A message begins, for this receive.
+    /// A message for this receive has started.
     Begins(Posted),
-    /// It belongs to a message that had begun; the receive is complete with it, if it is here.
+    /// The frame belongs to a message that had started. If a receive is given, it is now complete.
     Continues(Option<Posted>),
 }
 
 impl IncompleteFrame {
-    /// Bytes that `posted` has got.
+    /// Number of bytes that `posted` has received.
     fn bytes_of(self, posted: &Posted) -> usize {
         if self.ticket == posted.ticket { self.bytes } else { 0 }
     }
 
-    /// Copies `payload`, which is what has come of a message, into the receive that will get the whole.
+    /// Copies `payload`, the first bytes of a message, into the receive for the whole message.
     fn go_on(&mut self, matching: &Matching, from: Rank, frame: Frame, payload: &[u8]) {
         let receive = matching.sure_receive(from, frame.tag).filter(|posted| posted.span.bytes as u64 == frame.bytes);
         let Some(posted) = receive else { return };
         let done = self.bytes_of(posted).min(payload.len());
-        // SAFETY: the receiver's span has as many bytes as the whole message, and is left alone until its completion.
+        // SAFETY: the receiver's span has as many bytes as the whole message, and no other code uses it until its
+        // completion.
         unsafe { cpu::copy(posted.span.ptr().add(done), payload[done..].as_ptr(), payload.len() - done, WriteMode::Cached) }
         *self = Self { ticket: posted.ticket, bytes: payload.len() };
     }
 }
 
 impl MessageTable {
-    /// The next ticket, which is not open yet.
+    /// Returns the next ticket, which is not pending yet.
     pub(super) fn new_ticket(&mut self) -> u64 {
         self.next += 1;
         self.next - 1
@@ -111,12 +113,12 @@ impl MessageTable {
         ticket
     }
 
-    /// The ring to `peer`, a rank of this node.
+    /// Returns the ring to `peer`, a rank of this node.
     pub(super) fn ring(&mut self, peer: Rank) -> Option<&mut RingLink> {
         self.peers[peer.index()].ring_mut()
     }
 
-    /// The wire to `peer`, a rank of another node.
+    /// Returns the wire to `peer`, a rank of another node.
     pub(super) fn wire(&mut self, peer: Rank) -> Option<&mut WireLink> {
         self.peers.get_mut(peer.index())?.wire_mut()
     }
@@ -133,8 +135,9 @@ impl MessageTable {
         self.rings().any(|(peer, ring)| ring.has_room() || (ring.has_arrived() && self.may_read(peer)))
     }
 
-    /// Whether what `peer` sends is read. Not while it has sent too much that nobody has asked for and nothing is open that more of it
-    /// could complete: a receive from it or from anybody, or a send whose answer stands behind the rest. It then runs out of room.
+    /// Returns true if frames of `peer` are read. They are not read if it has sent too many unmatched bytes and no
+    /// pending message could be completed by reading more: no receive from it or from any source, and no send whose
+    /// answer may be behind the unread frames. The peer then runs out of space and waits.
     fn may_read(&self, peer: Rank) -> bool {
         self.matching.backlog(peer) < BACKLOG_BYTES || self.pending().any(|pending| pending.peer.is_none_or(|other| other == peer))
     }
@@ -153,7 +156,7 @@ impl MessageTable {
         }
     }
 
-    /// Tells peers of this node, until the next step, what `ticket` waits for.
+    /// Publishes to peers of this node, until the next step, for what `ticket` waits.
     pub(super) fn announce_wait(&mut self, control: &ControlBlock, ticket: u64) {
         let send = self.sends.get(&ticket).map(|send| (true, send.peer, send.tag));
         let waits = send.or_else(|| {
@@ -178,8 +181,8 @@ impl MessageTable {
         }
     }
 
-    /// Whether `peer`, of this node, sleeps for a message of this rank, though it has read all that was sent to it, and nothing between the
-    /// two is open here.
+    /// Returns true if `peer`, of this node, sleeps for a message of this rank, although it has read all that was sent
+    /// to it and no message between the two is pending here.
     pub(super) fn peer_waits_for(&self, control: &ControlBlock, peer: Rank, send: bool, tag: i32) -> bool {
         let rank = control.display_rank(peer);
         let open = || self.pending().any(|pending| pending.peer.is_none_or(|other| other == rank));
@@ -229,7 +232,7 @@ impl MessageTable {
         Ok(moved)
     }
 
-    /// Does what `frame` of a rank of another node asks for; `payload` has come with it.
+    /// Handles `frame` of a rank of another node, which arrived with `payload`.
     pub(super) fn receive_frames(&mut self, control: &ControlBlock, peer: Rank, frame: Frame, payload: &[u8]) -> Result<()> {
         let Self { matching, streams, .. } = self;
         let Some(placed) = place(matching, streams, IncompleteFrame::default(), peer, frame, payload) else {
@@ -241,12 +244,12 @@ impl MessageTable {
         self.react(control, false, peer, frame, placed)
     }
 
-    /// Completes a frame whose payload has been put in its place.
+    /// Completes a frame whose payload has been stored.
     fn react(&mut self, control: &ControlBlock, direct: bool, peer: Rank, frame: Frame, placed: Placed) -> Result<()> {
         match (frame.kind, placed) {
             (FrameKind::Eager, Placed::Begins(posted)) => {
                 let posted = self.check_size(control, peer, (frame.bytes, frame.dtype), posted)?;
-                // A receive that is complete tells so even if the link is lost at that moment.
+                // A complete receive reports its success even if the link is lost at that moment.
                 self.received(posted, peer);
                 self.peers[peer.index()].link()?.matched(frame.bytes as usize)?;
             }
@@ -265,7 +268,7 @@ impl MessageTable {
             }
             (FrameKind::Cts, _) => self.run_peer(control, peer, frame)?,
             (FrameKind::Taken, _) => {
-                // A second answer would have memory read that is its sender's again.
+                // A second acknowledgement would let the receiver read memory that the sender has reused.
                 if self.sends.get(&frame.id).is_some_and(|send| send.peer != peer || send.next > 0) {
                     return Err(self.protocol_error(control, peer, frame));
                 }
@@ -276,10 +279,10 @@ impl MessageTable {
         Ok(())
     }
 
-    /// Sends what `peer` requests of a message that was offered to it, each byte once.
+    /// Sends the bytes of an offered message that `peer` requests, each byte once.
     fn run_peer(&mut self, control: &ControlBlock, peer: Rank, frame: Frame) -> Result<()> {
         let limits = self.peers[peer.index()].limits();
-        // A receiver that reads for itself requests what it has not read.
+        // A receiver that reads memory itself requests only the bytes that it has not read.
         let fits = |send: &PendingSend| {
             let next = send.next as u64 == frame.value || (limits.direct && send.next == 0);
             send.peer == peer && send.started && next && send.span.bytes as u64 == frame.bytes
@@ -296,7 +299,8 @@ impl MessageTable {
         Ok(())
     }
 
-    /// Sends `ticket`, of which its peer knows nothing yet: at once, or as soon as the link lets it. Does nothing while there is no link.
+    /// Sends `ticket`, which its peer does not know yet: at once, or when the link permits it. Does nothing while no
+    /// link exists.
     pub(super) fn begin_send(&mut self, ticket: u64) -> Result<()> {
         let Some(send) = self.sends.get_mut(&ticket).filter(|send| !send.started) else { return Ok(()) };
         let (frame, span, link) = (send.frame(ticket), send.span, self.peers[send.peer.index()].link()?);
@@ -308,19 +312,19 @@ impl MessageTable {
         Ok(())
     }
 
-    /// Gives a message that has come or been offered to its receive.
+    /// Passes a message that has arrived or was offered to its receive.
     pub(super) fn deliver(&mut self, control: &ControlBlock, direct: bool, posted: Posted, message: UnmatchedMessage) -> Result<()> {
         let from = message.from;
         let posted = self.check_size(control, from, (message.bytes, message.dtype), posted)?;
         match message.content {
             MessageBody::Eager(bytes) => {
-                // SAFETY: sizes are equal (checked above); the span is the receiver's.
+                // SAFETY: the sizes are equal (checked above); the span is the receiver's.
                 unsafe { cpu::copy(posted.span.ptr(), bytes.as_ptr(), bytes.len(), WriteMode::Cached) }
                 self.received(posted, from);
                 self.peers[from.index()].link()?.matched(bytes.len())?;
             }
             MessageBody::Own { ticket } => self.deliver_own(control, posted, ticket)?,
-            // Nothing is to be read or requested.
+            // Nothing has to be read or requested.
             MessageBody::Rts { id, .. } if message.bytes == 0 => {
                 if let Some(ring) = self.ring(from) {
                     ring.send_frame(Frame::control(FrameKind::Taken, id, 0));
@@ -331,7 +335,8 @@ impl MessageTable {
                 let bytes = posted.span.bytes;
                 let mut stream = ChunkedReceive { posted, got: first.len() as u64, requested: 0, source: Source::Frames };
                 if self.is_internode(from) {
-                    // SAFETY: `keep_start` takes no more than the offer says, which is less than the whole; the span is the receiver's.
+                    // SAFETY: `keep_start` keeps no more than the offer says, which is less than the whole; the span is
+                    // the receiver's.
                     unsafe { cpu::copy(stream.posted.span.ptr(), first.as_ptr(), first.len(), WriteMode::Cached) }
                     stream.requested = value;
                     for piece in first.chunks(self.peers[from.index()].limits().data) {
@@ -351,7 +356,8 @@ impl MessageTable {
         Ok(())
     }
 
-    /// Requests what is missing of messages of `from` that come in frames, the oldest first, as far as its link lets it.
+    /// Requests the missing bytes of messages of `from` that arrive in frames, the oldest first, as far as the link
+    /// permits.
     pub(super) fn send_cts(&mut self, from: Rank) -> Result<()> {
         let link = self.peers[from.index()].link()?;
         for (&(_, id), stream) in self.streams.range_mut((from, 0)..=(from, u64::MAX)) {
@@ -369,13 +375,13 @@ impl MessageTable {
         Ok(())
     }
 
-    /// Gives a rank's message to itself.
+    /// Delivers a message of this rank to itself.
     pub(super) fn deliver_own(&mut self, control: &ControlBlock, posted: Posted, ticket: u64) -> Result<()> {
         let Some(send) = self.sends.get(&ticket) else { return Ok(()) };
         let (me, span, dtype) = (send.peer, send.span, send.dtype as u8);
         let posted = self.check_size(control, me, (span.bytes as u64, dtype), posted)?;
         if span.addr != posted.span.addr {
-            // SAFETY: sizes are equal (checked above); both spans are the user's, and a message is not received over itself in part.
+            // SAFETY: the sizes are equal (checked above); both spans are the user's, and do not overlap in part.
             unsafe { cpu::copy(posted.span.ptr(), span.ptr(), span.bytes, WriteMode::Cached) }
         }
         self.finish_send(ticket);
@@ -383,7 +389,7 @@ impl MessageTable {
         Ok(())
     }
 
-    /// Returns the receive if the message is of its size; else the receive is complete, with the error.
+    /// Returns the receive if the message has its size; otherwise completes it with the error.
     fn check_size(&mut self, control: &ControlBlock, from: Rank, (bytes, dtype): (u64, u8), posted: Posted) -> Result<Posted> {
         let Posted { tag, span, dtype: wanted, .. } = posted;
         if bytes == span.bytes as u64 {
@@ -408,7 +414,8 @@ impl MessageTable {
     }
 }
 
-/// Puts a frame's payload where it belongs. `None`: no sender writes such a frame, and nothing was touched.
+/// Stores a frame's payload where it belongs. Returns `None` if no sender writes such a frame; then nothing was
+/// changed.
 fn place(
     matching: &mut Matching,
     streams: &mut BTreeMap<(Rank, u64), ChunkedReceive>,
@@ -420,11 +427,12 @@ fn place(
     match frame.kind {
         FrameKind::Eager | FrameKind::Rts => {
             if let Some(posted) = matching.take_receive(from, frame.tag) {
-                // An offer has no payload; a message of another size is reported by `check_size`.
+                // An offer has no payload; `check_size` reports a message of another size.
                 if posted.span.bytes == payload.len() {
                     let rest = &payload[begun.bytes_of(&posted).min(payload.len())..];
                     let to = posted.span.ptr().wrapping_add(payload.len() - rest.len());
-                    // SAFETY: the payload has as many bytes as the receiver's span, which is left alone until its completion.
+                    // SAFETY: the payload has as many bytes as the receiver's span, which no other code uses until its
+                    // completion.
                     unsafe { cpu::copy(to, rest.as_ptr(), rest.len(), WriteMode::Cached) }
                 }
                 return Some(Placed::Begins(posted));
@@ -435,7 +443,8 @@ fn place(
             Some(Placed::Kept)
         }
         FrameKind::Data | FrameKind::Start => {
-            // They come in order and without gaps, so that all have come once as many bytes have. `payload` holds at most `bytes - value`.
+            // Chunks arrive in order and without gaps, so the count of bytes tells when the message is complete.
+            // `payload` has at most `bytes - value` bytes.
             let end = frame.value + payload.len() as u64;
             let fits = |stream: &&mut ChunkedReceive| {
                 let bytes = stream.posted.span.bytes as u64;
@@ -446,7 +455,8 @@ fn place(
                 return waits.then_some(Placed::Kept);
             };
             let store = if frame.bytes >= STREAM_BYTES as u64 { WriteMode::Streaming } else { WriteMode::Cached };
-            // SAFETY: the piece lies within the receiver's span (checked above), which is left alone until its completion.
+            // SAFETY: the chunk lies within the receiver's span (checked above), which no other code uses until its
+            // completion.
             unsafe { cpu::copy(stream.posted.span.ptr().add(frame.value as usize), payload.as_ptr(), payload.len(), store) }
             stream.got = end;
             let whole = if end == frame.bytes { streams.remove(&(from, frame.id)) } else { None };

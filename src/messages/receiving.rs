@@ -1,4 +1,4 @@
-//! What ranks of other nodes say: the thread of each wire, and how a group hears that one was lost.
+//! Frames from ranks of other nodes: the thread of each wire, and how the group learns that a wire was lost.
 
 use super::connect::PublishedKeys;
 use super::ending::{is_broken, lost_link};
@@ -12,7 +12,7 @@ use crate::rank::Rank;
 use std::time::Duration;
 
 impl MessageTable {
-    /// Does what a frame of a rank of another node asks for; `payload` has come with it.
+    /// Handles a frame of a rank of another node, which arrived with `payload`.
     pub(super) fn take_in(&mut self, messages: &Messages, peer: Rank, (frame, counters): (Frame, Counters), payload: &[u8]) -> Result<()> {
         let control = &messages.control;
         let Some(wire) = self.wire(peer) else { return Ok(()) };
@@ -42,7 +42,7 @@ impl MessageTable {
 }
 
 impl Messages {
-    /// Meets `peer`, and does what it asks for until the connection ends.
+    /// Connects with `peer`, and handles its frames until the connection ends.
     pub(super) fn drive_peer(&self, far: &InternodeLinks, peer: Rank) {
         let address = far.address(peer);
         if let Err(error) = self.meet(far, peer).and_then(|met| if met { self.listen(far, peer, address) } else { Ok(()) }) {
@@ -50,7 +50,7 @@ impl Messages {
         }
     }
 
-    /// Reads what `peer` says until the connection ends. It needs the `address` of this rank no longer once it has said something.
+    /// Receives frames of `peer` until the connection ends. Removes the `address` of this rank after the first frame.
     fn listen(&self, far: &InternodeLinks, peer: Rank, address: PublishedKeys<'_>) -> Result<()> {
         let (links, mut address) = (&*far.links, Some(address));
         while let Some(bytes) = links.wait(peer, Traffic::Frame)? {
@@ -76,7 +76,7 @@ impl Messages {
         Ok(())
     }
 
-    /// Takes in a frame that arrived with `payload`; true if more is to be read.
+    /// Stores a frame that arrived with `payload`. Returns true if more frames follow.
     pub(super) fn receive_frames(&self, far: &InternodeLinks, peer: Rank, head: (Frame, Counters), payload: &[u8]) -> bool {
         far.links.note_received(peer, HEADER_BYTES + payload.len());
         let mut state = self.lock();
@@ -95,8 +95,9 @@ impl Messages {
         heard
     }
 
-    /// Fails the group because of an error of a message, before the completion of that message is called. A lost connection with the `far` peer
-    /// is returned instead, for `fail_peer`, because its cause may still arrive.
+    /// Fails the group because of an error of a message, before the completion of that message is called. If the
+    /// connection with the `far` peer was lost, returns it for `fail_peer` instead, because the reason may still
+    /// arrive.
     pub(super) fn absorb_internode(&self, state: &mut MessageTable, far: Option<Rank>, moved: Result<()>) -> Option<(Rank, Error)> {
         match (far, moved) {
             (Some(peer), Err(error)) if is_broken(&error) => Some((peer, error)),
@@ -107,7 +108,8 @@ impl Messages {
         }
     }
 
-    /// The connection to `peer` has ended because of `error`, or is to. That fails the group if a message needs it, now or later.
+    /// Handles the end of the connection to `peer`, because of `error`. Fails the group if a message needs the
+    /// connection, now or later.
     pub(super) fn fail_peer(&self, peer: Rank, error: Error) {
         let Some(far) = self.internode.get() else { return };
         let mut state = self.lock();
@@ -127,7 +129,7 @@ impl Messages {
         wire.phase = LinkState::Lost(cause.clone());
         drop(state);
         far.changed.notify_all();
-        // A mismatch has ended its own message already.
+        // A mismatch has already ended its own message.
         if is_urgent || !broken {
             let told = if broken { self.health.cause(far.node_map.local_rank(peer), Duration::MAX) } else { None };
             self.health.fail(told.unwrap_or(cause));

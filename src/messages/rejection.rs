@@ -1,8 +1,10 @@
-//! A message that was refused on this rank: the peer of another node that waits for it learns so.
+//! Rejected messages: the peer on another node that waits for a message which this rank has rejected learns of the
+//! rejection.
 //!
-//! The rank says so on the link, unless it has made another call meanwhile. A message of the peer that waits for it asks once whether
-//! that still stands: only the rank itself knows whether it has made a call since, and fails the group if it has not. Of a
-//! receive from any rank all ranks learn with which this one is connected, and those that connect until it makes another call.
+//! This rank reports the rejection on the link, unless it has made another call meanwhile. If a message of the peer
+//! waits for the rejected one, the peer asks once whether the rejection still holds. Only the rejecting rank knows
+//! whether it has made a call since; if not, it fails the group. A rejected receive from any source is reported to all
+//! connected ranks, and to those that connect before this rank makes another call.
 
 use super::ending::TransferLabel;
 use super::frame::Frame;
@@ -17,8 +19,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 impl MessageTable {
-    /// Asks peers of other nodes, once each, whether their refusals still stand, where a message has waited for one for a while. Returns the
-    /// links that were lost by that.
+    /// Asks peers on other nodes, once each, whether their rejections still hold, if a message has waited for one long
+    /// enough. Returns the links that failed.
     pub(super) fn ask_whether_rejected(&mut self) -> Vec<(Rank, Error)> {
         let refused = |peer: &Peer| Some((peer.wire()?.peer, peer.wire()?.rejected.clone()?));
         let refused: Vec<(Rank, Rejection)> = self.peers.iter().filter_map(refused).collect();
@@ -42,9 +44,9 @@ impl MessageTable {
 }
 
 impl Messages {
-    /// Tells `peer`, of another node, that this rank has refused to send to it, or to receive from it, because of `why`, unless it has made
-    /// another call than the first `begun`. `None`: to receive from any rank; this goes to all ranks of other
-    /// nodes.
+    /// Notifies `peer`, of another node, that this rank has rejected a send to it or a receive from it because of
+    /// `why`, unless this rank has made more calls than `begun`. `None` stands for a receive from any source, which is
+    /// reported to all ranks of other nodes.
     pub fn notify_rejected(self: &Arc<Self>, peer: Option<Rank>, begun: u64, send: bool, tag: i32, why: String) {
         let refusal = Rejection { send, tag, why };
         match peer {
@@ -54,7 +56,7 @@ impl Messages {
         }
     }
 
-    /// Tells `peer`, unless this rank has made another call than the first `begun`, or the group has ended.
+    /// Notifies `peer`, unless this rank has made more calls than `begun`, or the group has ended.
     fn notify_one_rejected(self: &Arc<Self>, peer: Rank, begun: u64, refusal: Rejection) {
         let calls = self.calls();
         let mut state = self.lock();
@@ -73,7 +75,7 @@ impl Messages {
         }
     }
 
-    /// Tells all ranks of other nodes that are connected with this one, or want to be, until it makes another call.
+    /// Notifies all ranks of other nodes that are connected with this rank, or want to be, until it makes another call.
     fn notify_all_rejected(self: &Arc<Self>, begun: u64, refusal: Rejection) {
         let mut state = self.lock();
         let begins = self.spawn(&mut state, "symm-p2p-reject", move |this, far| {
@@ -93,12 +95,13 @@ impl Messages {
         }
     }
 
-    /// Number of calls that the program has made on this rank: collectives and messages.
+    /// Returns how many calls the program has made on this rank: collectives and messages.
     fn calls(&self) -> u64 {
         self.health.recorder().calls()
     }
 
-    /// Fails if this rank has refused what the peer of `wire` waits for, as its `frame` says, and has made no call since.
+    /// Fails if this rank has rejected the message for which the peer of `wire` waits, as its `frame` says, and has
+    /// made no call since.
     pub(super) fn check_rejected(&self, wire: &WireLink, frame: Frame) -> Result<()> {
         let stands = |(refusal, calls): &&(Rejection, u64)| refusal.is_asked(&frame) && *calls == self.calls();
         let Some((Rejection { send, tag, why }, _)) = wire.own.as_ref().filter(stands) else { return Ok(()) };

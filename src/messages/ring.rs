@@ -1,4 +1,4 @@
-//! The two rings between this rank and one peer: the link within a node.
+//! The link within a node: a ring in each direction between this rank and one peer.
 #![allow(unsafe_code, reason = "copies between rings and the bytes of tensors")]
 
 use super::frame::{Frame, FrameKind, RING};
@@ -15,41 +15,42 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-/// Something that waits for space in the outgoing ring.
+/// An item that waits for space in the outgoing ring.
 #[derive(Debug)]
 enum OutgoingFrame {
     /// A frame without payload.
     Control(Frame),
-    /// A whole message; send `id` is complete once it is written.
+    /// A whole message; send `id` is complete once the message is written.
     Eager(Frame, Span),
     /// A message from the given offset on; send `id` is complete with its last byte.
     Chunks(Frame, Span),
 }
 
-/// Side of this rank in the link with `peer`.
+/// This rank's end of the link with `peer`.
 pub(super) struct RingLink {
     control: Arc<ControlBlock>,
-    /// The peer's number among the ranks of this node.
+    /// The peer's local rank.
     pub(super) peer: Rank,
     tail: u64,
     head: u64,
-    /// Tail of the incoming ring when it was last read: `head`, or within a message whose rest is still being written.
+    /// Tail of the incoming ring when it was last read: `head`, or a position within a message whose rest is still
+    /// being written.
     seen: u64,
-    /// Bytes of the outgoing ring that have memory, its counters among them.
+    /// Number of bytes of the outgoing ring that have memory, including its counters.
     reserved: usize,
     outbox: VecDeque<OutgoingFrame>,
-    /// Short messages sent; the peer counts those it has matched.
+    /// Number of eager messages sent; the peer counts those that it has matched.
     eager: u64,
-    /// Short messages that have come, and those of them that were matched.
+    /// Number of eager messages that have arrived, and number of those that were matched.
     received: u64,
     matched: u64,
-    /// Number of the latest message that has come, short or offered; 0: none.
+    /// Number of the latest message that has arrived or was offered; 0 if there was none.
     last_id: u64,
-    /// A read of the peer's memory has failed: none is tried again.
+    /// True once a read of the peer's memory has failed; it is not tried again.
     cma_failed: bool,
 }
 
-/// Short messages that the peer has not matched yet; beyond it they are offered.
+/// Maximum number of eager messages that the peer has not matched; further ones are offered.
 pub(super) const EAGER_WINDOW: u64 = 1024;
 
 struct RingSide<'a> {
@@ -60,7 +61,7 @@ struct RingSide<'a> {
 
 fn side(control: &ControlBlock, from: Rank, to: Rank) -> RingSide<'_> {
     let (segment, offset) = (control.segment(), control.layout().ring(from, to));
-    // SAFETY: three counters on line pairs of their own at the head of each ring.
+    // SAFETY: the head of each ring has three counters, each on its own pair of cache lines.
     let word = |index: usize| unsafe { segment.at::<AtomicU64>(offset + index * LINE_PAIR) };
     let bytes = control.layout().ring_data_bytes();
     let ring = ring::ByteRing { tail: word(0), head: word(1), capacity: bytes as u64 };
@@ -93,9 +94,10 @@ impl RingLink {
         side(&self.control, self.control.rank(), self.peer)
     }
 
-    /// Whether another short message may go unasked.
+    /// Returns true if another eager message may be sent.
     fn may_send_eagerly(&self) -> bool {
-        // Wrapping here and below: a count that no peer can have means that nothing more goes unasked, not a panic.
+        // Wrapping arithmetic, here and below: an impossible count from a peer stops eager messages, but causes no
+        // panic.
         self.eager.wrapping_sub(self.outgoing().matched.observe()) < EAGER_WINDOW
     }
 
@@ -106,46 +108,48 @@ impl RingLink {
         self.outbox.push_back(item);
     }
 
-    /// Says a frame without payload as soon as there is room.
+    /// Sends a frame without payload as soon as there is space.
     pub(super) fn send_frame(&mut self, frame: Frame) {
         self.enqueue(OutgoingFrame::Control(frame));
     }
 
-    /// Forgets what waits for space, but for frames without payload: the memory that it would be read from is its sender's again.
+    /// Drops all queued items except frames without payload, because the senders may reuse the messages' memory.
     pub(super) fn release_span(&mut self) {
         self.outbox.retain(|item| matches!(item, OutgoingFrame::Control(_)));
     }
 
-    /// Whether reading the peer's memory directly is worth a try.
+    /// Returns true if reading the peer's memory is worth a try.
     pub(super) fn is_readable(&self) -> bool {
         !self.cma_failed
     }
 
-    /// Reads the peer's memory no more, because of `error`: its long messages come in frames from now on. The system may take back what it
-    /// allowed when the group was joined; frames need no leave. A peer that has died (an error of kind `Peer`) is found out elsewhere: no warning.
+    /// Stops reading the peer's memory because of `error`, so its long messages arrive in frames from now on. The
+    /// system may revoke the permission that it gave when the group was joined; frames need none. If the peer has died
+    /// (an error of kind `Peer`), no warning is logged, because the death is detected elsewhere.
     pub(super) fn disable_cma(&mut self, error: &Error) {
         if !std::mem::replace(&mut self.cma_failed, true) && error.kind != ErrorKind::Peer {
             log::warn!("long messages from {} come in pieces from now on: {error}", self.control.describe(self.peer));
         }
     }
 
-    /// Whether the peer has sent something.
+    /// Returns true if the peer has sent a frame.
     pub(super) fn has_arrived(&self) -> bool {
         self.incoming().ring.tail.observe() != self.seen
     }
 
-    /// Whether the peer has freed space for what waits here.
+    /// Returns true if the peer has freed space for a queued item.
     pub(super) fn has_room(&self) -> bool {
         let reserved = |item: &OutgoingFrame| self.outgoing().ring.reserve(self.tail, next_frame(item).footprint()).is_some();
         self.outbox.front().is_some_and(reserved)
     }
 
-    /// Whether the peer has read all that was to be sent to it.
+    /// Returns true if the peer has read all frames and no item is queued.
     pub(super) fn is_drained(&self) -> bool {
         self.outbox.is_empty() && self.outgoing().ring.head.observe() == self.tail
     }
 
-    /// Writes what fits; `sent` gets the ids of messages that need their memory no longer. Returns whether anything was written.
+    /// Writes the queued items that fit. `sent` gets the ids of messages that no longer need their memory. Returns true
+    /// if anything was written.
     pub(super) fn flush(&mut self, mut sent: impl FnMut(u64)) -> Result<bool> {
         if self.outbox.is_empty() {
             return Ok(false);
@@ -154,7 +158,7 @@ impl RingLink {
         let before = self.tail;
         while let Some(frame) = self.outbox.front().map(next_frame) {
             let Some(reserved) = side.ring.reserve(self.tail, frame.footprint()) else { break };
-            // Padding ends the ring.
+            // Padding fills the end of the ring.
             let end = reserved.padding.map_or(reserved.place + frame.footprint(), |_| side.ring.capacity);
             have_memory(&self.control, self.peer, &mut self.reserved, RING_HEAD + end as usize)?;
             let Some(item) = self.outbox.front_mut() else { break };
@@ -170,13 +174,13 @@ impl RingLink {
             if let Some(from) = payload {
                 let begin = reserved.tail - frame.footprint() + UNIT;
                 for at in (0..frame.payload(&RING)).step_by(frame.part_bytes()) {
-                    // What is before this part; the last is shown with the frame's end.
+                    // Publishes the bytes before this part; the last part is published with the end of the frame.
                     if at > 0 {
                         side.ring.publish(begin + at as u64);
                     }
                     let (to, bytes) = ((reserved.place + UNIT) as usize + at, frame.part_bytes().min(frame.payload(&RING) - at));
-                    // SAFETY: `reserved` granted footprint() bytes at `place` before the ring's end, which the consumer has released; the
-                    // span is the sender's, whose send is not complete yet.
+                    // SAFETY: `reserved` granted footprint() bytes at `place` before the ring's end, which the consumer
+                    // has released; the span is the sender's, whose send is not complete yet.
                     unsafe { cpu::copy(side.data.add(to), from.add(at), bytes, WriteMode::Cached) }
                 }
             }
@@ -199,26 +203,27 @@ impl RingLink {
         Ok(self.tail != before)
     }
 
-    /// Hands the oldest incoming frame and its payload to `take`; false if there is none. One that is still being written is handed over
-    /// with what has come of its payload, and again later.
+    /// Passes the oldest incoming frame and its payload to `take`; returns false if there is none. A frame that is
+    /// still being written is passed with the payload that has arrived, and again later.
     pub(super) fn receive(&mut self, take: impl FnOnce(Frame, &[u8]) -> Result<()>) -> Result<bool> {
         let side = side(&self.control, self.peer, self.control.rank());
         loop {
             let Some(place) = side.ring.oldest(self.head) else { return Ok(false) };
-            // SAFETY: frames begin at multiples of UNIT, so four words fit; the producer published them.
+            // SAFETY: frames start at multiples of UNIT, so four words fit; the producer published them.
             let words = unsafe { side.data.add(place as usize).cast::<[u64; 4]>().read() };
             let frame = Frame::decode(words, &RING);
             let capacity = side.ring.capacity;
             let tail = side.ring.tail.observe();
             let ahead = tail.wrapping_sub(self.head);
-            // Padding ends the ring, so none stands at its start: a blank ring with a forged tail would be skipped for ever.
+            // Padding is valid only at the end of the ring. At the start, an empty ring with a forged tail would be
+            // skipped forever.
             let length = |frame: &Frame| if frame.kind == FrameKind::Padding { capacity - place } else { frame.footprint() };
             let written = |frame: &Frame| length(frame) <= ahead || (frame.payload(&RING) > frame.part_bytes() && ahead > UNIT);
             let fits = |frame: &Frame| place + length(frame) <= capacity && written(frame) && length(frame) < capacity;
-            // No more short messages than may go unasked, so that they cannot fill the memory here.
+            // A peer must not send more eager messages than allowed, so that they cannot fill the memory here.
             let allowed = |frame: &Frame| frame.kind != FrameKind::Eager || self.received - self.matched < EAGER_WINDOW;
-            // A sender numbers its messages upwards: a second one of a number would take the place of the first, whose receive would never
-            // end.
+            // A sender numbers its messages upwards. A second message with the same number would replace the first,
+            // whose receive would never end.
             let fresh = |frame: &Frame| !frame.begins_message() || frame.id > self.last_id;
             let Some(frame) = frame.filter(|frame| fits(frame) && allowed(frame) && fresh(frame) && ahead <= capacity) else {
                 return Err(Error::internal(format!("{} sent a malformed frame: {words:x?}", self.control.describe(self.peer))));
@@ -229,7 +234,8 @@ impl RingLink {
                 continue;
             }
             let bytes = frame.payload(&RING).min((ahead - UNIT) as usize);
-            // SAFETY: the payload lies within the ring and these bytes before its tail (checked above); they stay until `release`.
+            // SAFETY: the payload lies within the ring and these bytes before its tail (checked above); they stay until
+            // `release`.
             let payload = unsafe { std::slice::from_raw_parts(side.data.add((place + UNIT) as usize), bytes) };
             take(frame, payload)?;
             if frame.footprint() > ahead {
@@ -243,7 +249,7 @@ impl RingLink {
             self.head += frame.footprint();
             self.seen = self.head;
             side.ring.release(self.head);
-            // Only a producer that ran out of space waits for this.
+            // Only a producer that ran out of space waits for this notification.
             if side.ring.tail.observe().wrapping_sub(self.head) > capacity / 2 {
                 self.control.wake(self.peer);
             }
@@ -299,8 +305,8 @@ impl Link for RingLink {
     }
 }
 
-/// Makes sure that the ring to `peer`, which has memory up to `reserved`, has it up to `end`. It gets memory as it is filled for the first
-/// time.
+/// Extends the memory of the ring to `peer`, which has memory up to `reserved`, up to `end`. A ring gets memory only
+/// when it is filled for the first time.
 fn have_memory(control: &ControlBlock, peer: Rank, reserved: &mut usize, end: usize) -> Result<()> {
     while *reserved < end {
         let ring = control.layout().ring(control.rank(), peer);
@@ -332,7 +338,7 @@ mod tests {
 
     const PEER: Rank = Rank(1);
 
-    /// The link of rank 0 with `PEER`, and its control block.
+    /// Returns the link of rank 0 with `PEER`, and its control block.
     fn connected() -> (Arc<ControlBlock>, RingLink) {
         let bytes = SegmentLayout::new(2).total_bytes();
         let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
@@ -345,8 +351,8 @@ mod tests {
     fn counters_and_frames_that_no_peer_writes_are_an_error_not_a_wait() {
         let offer = Frame::control(FrameKind::Rts, 1, 0);
         let long = Frame { id: 1, bytes: 4096, ..Frame::bare(FrameKind::Eager) };
-        // The first frame, and the tail: nothing but padding, more than a ring holds, a message longer than what was sent, and one whose first
-        // part is not there.
+        // The first frame and the tail: only padding, more than a ring holds, a message longer than what was sent, and
+        // a message whose first part is missing.
         let parts = Frame { bytes: 40 << 10, ..long };
         let beyond = SegmentLayout::new(2).ring_data_bytes() as u64 + 32;
         for (frame, tail) in [(None, u64::MAX), (None, 32), (Some(offer), beyond), (Some(long), 64), (Some(parts), 32)] {

@@ -1,4 +1,4 @@
-//! Who moves messages along: a thread that waits for one, and a progress thread while none waits.
+//! The threads that advance messages: a thread that waits for one, and the progress thread while no thread waits.
 
 use super::ending::gave_up;
 use super::internode::INTERNODE_POLL;
@@ -10,8 +10,8 @@ use crate::sync::timeout::CallTimeout;
 use crate::sys::interrupt::Interrupts;
 use std::time::{Duration, Instant};
 
-/// A thread that moves messages along while it waits; the progress thread stands back meanwhile. It takes over again however the wait
-/// ends.
+/// Marks a thread that advances messages while it waits. The progress thread pauses meanwhile, and continues however
+/// the wait ends.
 struct ProgressGuard<'a>(&'a Messages);
 
 impl<'a> ProgressGuard<'a> {
@@ -27,13 +27,13 @@ impl Drop for ProgressGuard<'_> {
     }
 }
 
-/// Turns of spinning before a receive waits in earnest.
+/// Number of spin iterations before a receive starts to wait properly.
 const BRIEF_SPIN_TURNS: u32 = 100;
-/// Turns of spinning between two moments of giving the core away.
+/// Number of spin iterations after which a thread yields its core.
 const YIELD_EVERY_TURNS: u32 = 8;
-/// Time that the progress thread polls after the last transfer before it parks.
+/// Time that the progress thread polls after the last message before it sleeps.
 const PROGRESS_LINGER: Duration = Duration::from_millis(200);
-/// Pause of the progress thread between looks while transfers are open and another thread may be moving them.
+/// Poll interval of the progress thread while messages are pending and another thread may be advancing them.
 const PROGRESS_POLL: Duration = Duration::from_millis(1);
 
 impl Messages {
@@ -44,7 +44,7 @@ impl Messages {
         }
         let since = Instant::now();
         let _attending = ProgressGuard::new(self);
-        // What another node sends comes by a thread of its own, for which this one would only take the core.
+        // A message of another node arrives on the wire's thread; polling here would only take a core from it.
         let far = self.lock().is_for_internode(ticket);
         let (mut turns, mut interrupts) = (0, None::<Interrupts>);
         loop {
@@ -52,7 +52,7 @@ impl Messages {
             if !state.open.contains(&ticket) {
                 return Ok(());
             }
-            // However much keeps arriving for other transfers.
+            // The deadline holds no matter how much arrives for other messages.
             if limit.is_some_and(|limit| since.elapsed() >= limit) {
                 return Err(gave_up(since));
             }
@@ -93,14 +93,14 @@ impl Messages {
         }
     }
 
-    /// Whether the completion of `ticket` has been called, now or some turns of spinning later. Peers do not learn of a wait that is so
-    /// short: what they read of it costs both sides more than the message does.
+    /// Returns true if the completion of `ticket` has been called, now or within some spin iterations. Such a short
+    /// wait is not published to peers, because reading it would cost both sides more than the message does.
     fn spin_briefly(&self, ticket: u64) -> bool {
         let mut state = self.lock();
         if !state.open.contains(&ticket) {
             return true;
         }
-        // Who receives from this rank asks whether it attends.
+        // A rank that receives from this rank checks whether it waits.
         if !state.sends.is_empty() || self.control.spins() < BRIEF_SPIN_TURNS || state.is_for_internode(ticket) {
             return false;
         }
@@ -117,7 +117,7 @@ impl Messages {
             if !state.open.contains(&ticket) {
                 return true;
             }
-            // The rest of a long message takes a while, for which only a wait has a limit.
+            // The rest of a long message takes time, and only a wait has a deadline.
             if read {
                 return false;
             }
@@ -125,7 +125,7 @@ impl Messages {
         false
     }
 
-    /// Counts the threads that move transfers along, and lets peers know whether there is one.
+    /// Counts the threads that advance messages, and publishes to peers whether one exists.
     fn count_progressing(&self, change: isize) {
         let mut state = self.lock();
         state.waiting_threads = state.waiting_threads.saturating_add_signed(change);
@@ -138,7 +138,7 @@ impl Messages {
         state.limits().filter_map(CallTimeout::remaining).min().unwrap_or(PROGRESS_POLL)
     }
 
-    /// The progress thread.
+    /// Runs the progress thread.
     pub(super) fn work(&self) {
         let moved = self.control.contain(|| {
             self.progress_once();
@@ -164,7 +164,8 @@ impl Messages {
                 state.idle = false;
                 idle_since = Instant::now();
             }
-            // A thread that read a step of a message may have returned since, while others sleep; one that waits for it reads the next at once.
+            // A thread that read a step may have returned since, while others sleep. A thread that waits for that
+            // message reads the next step at once.
             let left = state.is_reading_due() && state.steps == steps;
             steps = state.steps;
             let attended = (state.waiting_threads > 0 && !left) || state.open.is_empty();
@@ -179,7 +180,7 @@ impl Messages {
                 self.fail_if_lost();
             }
             if only_far {
-                // Their threads move them along. Only deadlines and the group are to be looked at.
+                // The wires' threads advance these messages, so only deadlines and the group are checked.
                 let left = self.soonest_deadline().min(INTERNODE_POLL);
                 let mut state = self.lock();
                 state.idle = true;
@@ -193,7 +194,7 @@ impl Messages {
 }
 
 impl MessageTable {
-    /// Whether `ticket` is that of a message with a rank of another node.
+    /// Returns true if `ticket` is a message with a rank of another node.
     fn is_for_internode(&self, ticket: u64) -> bool {
         let send = || self.sends.get(&ticket).map(|send| send.peer);
         let posted = || self.matching.posted.iter().find(|posted| posted.ticket == ticket).and_then(|posted| posted.peer);

@@ -1,4 +1,4 @@
-//! Wire: the link with a rank of another node, by a backend of these two ranks.
+//! The link with a rank of another node, over a backend of these two ranks.
 #![allow(unsafe_code, reason = "reads from the bytes of tensors")]
 
 use super::frame::{Frame, FrameKind, MAX_TEXT_BYTES, REJECTED_RECV, REJECTED_SEND, WIRE};
@@ -10,46 +10,46 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use std::sync::Arc;
 
-/// Length of a frame's head, and of the two counters of a wire behind it.
+/// Length of a frame's header and the two counters of a wire that follow it.
 pub(super) const HEADER_BYTES: usize = 48;
-/// Length of the longest frame.
+/// Maximum length of a frame.
 pub(super) const MAX_FRAME_BYTES: usize = HEADER_BYTES + WIRE.eager;
-/// Bytes of short messages that may wait at their receiver; what is sent beyond is offered.
+/// Maximum number of bytes of eager messages that may be unmatched at their receiver; further messages are offered.
 const EAGER_WINDOW_BYTES: u64 = 4 << 20;
-/// Bytes that a short message takes there beside its own.
+/// Number of bytes that an eager message occupies there in addition to its payload.
 const MESSAGE_OVERHEAD: u64 = 64;
-/// Pieces of long messages that a receiver has room for at once.
+/// Number of chunks of long messages for which a receiver has space at a time.
 const CHUNK_WINDOW: usize = 16;
-/// Frames, and bytes of short messages, after which a receiver says that it has read and matched them.
+/// Number of frames, and of bytes of eager messages, after which a receiver acknowledges them.
 const ACK_THRESHOLD: (u64, u64) = (64, EAGER_WINDOW_BYTES / 4);
 
-/// State of the connection.
+/// The state of the connection.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum LinkState {
     /// No message needs it.
     Idle,
-    /// Not made yet: the peer may not have begun a message with this rank.
+    /// It is not created yet, because the peer may not have started a message with this rank.
     Connecting,
     Open,
     Lost(Error),
 }
 
-/// Refusal of a message.
+/// The rejection of a message.
 #[derive(Clone)]
 pub(super) struct Rejection {
-    /// Whether it was a send.
+    /// True if the message was a send.
     pub(super) send: bool,
     pub(super) tag: i32,
     pub(super) why: String,
 }
 
 impl Rejection {
-    /// What `frame` tells, with its text.
+    /// Returns the rejection that `frame`, with its text, reports.
     pub(super) fn of(frame: Frame, text: &[u8]) -> Self {
         Self { send: frame.value == REJECTED_SEND, tag: frame.tag, why: String::from_utf8_lossy(text).into_owned() }
     }
 
-    /// The frame by which a message of `bytes` bytes of the peer asks whether the refusal still stands.
+    /// Returns the frame with which a message of `bytes` bytes of the peer asks whether the rejection still holds.
     pub(super) fn asked(&self, dtype: DType, bytes: usize) -> Frame {
         Frame { dtype: dtype as u8, tag: self.tag, bytes: bytes as u64, value: self.value(), ..Frame::bare(FrameKind::Waits) }
     }
@@ -58,62 +58,64 @@ impl Rejection {
         if self.send { REJECTED_SEND } else { REJECTED_RECV }
     }
 
-    /// True if `frame` asks for this refusal.
+    /// Returns true if `frame` asks for this rejection.
     pub(super) fn is_asked(&self, frame: &Frame) -> bool {
         (frame.value, frame.tag) == (self.value(), self.tag)
     }
 
-    /// The frame that tells it, and as much of the reason as fits.
+    /// Returns the frame that reports the rejection, and as much of the reason as fits.
     pub(super) fn reported(&self) -> (Frame, &[u8]) {
         let text = &self.why.as_bytes()[..self.why.len().min(MAX_TEXT_BYTES)];
         (Frame { tag: self.tag, bytes: text.len() as u64, value: self.value(), ..Frame::bare(FrameKind::Rejected) }, text)
     }
 }
 
-/// What a frame says of those that went the other way.
+/// What a frame acknowledges of the opposite direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counters {
-    /// Frames that its sender has read.
+    /// Number of frames that its sender has read.
     pub read: u64,
-    /// Bytes of short messages that have found their receives there.
+    /// Number of bytes of eager messages that have found their receives there.
     pub matched: u64,
 }
 
-/// Side of this rank in the link with `peer`.
+/// This rank's end of the link with `peer`.
 pub(super) struct WireLink {
     pub(super) peer: Rank,
-    /// Name of the peer in error messages.
+    /// Name of the peer in errors.
     pub(super) name: String,
     links: Arc<Links>,
     pub(super) phase: LinkState,
-    /// The last refusal of the peer, unless it has begun a message since, or was asked whether it still stands.
+    /// The last rejection of the peer, unless it has started a message since, or was asked whether the rejection still
+    /// holds.
     pub(super) rejected: Option<Rejection>,
-    /// The last refusal of this rank, and the number of its calls then.
+    /// The last rejection of this rank, and the number of its calls at that time.
     pub(super) own: Option<(Rejection, u64)>,
-    /// True while the peer does not know of that, unless this rank has begun a message with it since.
+    /// True while the peer has not been notified of it, unless this rank has started a message with the peer since.
     pub(super) unsent_rejection: bool,
-    /// Pieces that were requested and have not come.
+    /// Number of chunks that were requested and have not arrived.
     requested_chunks: usize,
-    /// Frames sent, and how many of them the peer has read.
+    /// Number of frames sent, and number of those that the peer has read.
     sent: u64,
     acked: u64,
-    /// How many there were when this rank said that it leaves.
+    /// Number of frames sent when this rank announced that it leaves.
     last: u64,
-    /// Bytes of short messages sent, and how many of them have found their receives.
+    /// Number of bytes of eager messages sent, and number of those that have found their receives.
     short: u64,
     short_matched: u64,
-    /// What this rank has read and matched, and what the peer knows of that.
+    /// What this rank has read and matched, and what the peer knows of it.
     own_counters: Counters,
     acked_counters: Counters,
 }
 
-/// Bytes `from..to` of a message that is not complete.
+/// Returns the bytes `from..to` of a message that is not complete.
 fn bytes<'a>(span: Span, from: usize, to: usize) -> &'a [u8] {
     assert!(from <= to && to <= span.bytes, "outside the message");
     if from == to {
         return &[];
     }
-    // SAFETY: inside the span (checked above), which its owner leaves alone until the completion: it is called after the last use of this.
+    // SAFETY: within the span (checked above), which its owner leaves unchanged until the completion; the completion is
+    // called after the last use of this slice.
     unsafe { std::slice::from_raw_parts(span.ptr().add(from), to - from) }
 }
 
@@ -138,7 +140,7 @@ impl WireLink {
         }
     }
 
-    /// Why the connection has ended, if it has.
+    /// Returns the reason why the connection has ended, if it has.
     pub(super) fn lost(&self) -> Option<Error> {
         if let LinkState::Lost(cause) = &self.phase { Some(cause.clone()) } else { None }
     }
@@ -147,7 +149,7 @@ impl WireLink {
         self.phase == LinkState::Open
     }
 
-    /// Says `frame`, with what this rank has read and matched.
+    /// Sends `frame`, with the counters of what this rank has read and matched.
     pub(super) fn send_frame(&mut self, frame: Frame, payload: &[u8]) -> Result<()> {
         let mut head = [0; HEADER_BYTES];
         let words = frame.encode().into_iter().chain([self.own_counters.read, self.own_counters.matched]);
@@ -157,7 +159,7 @@ impl WireLink {
         self.links.send(self.peer, &head, traffic(frame.kind), payload)
     }
 
-    /// Tells the peer that this rank leaves.
+    /// Announces to the peer that this rank leaves.
     pub(super) fn send_goodbye(&mut self) -> Result<()> {
         if !self.is_open() {
             return Ok(());
@@ -167,12 +169,13 @@ impl WireLink {
         said
     }
 
-    /// Whether the peer is there and has not read yet that this rank leaves. It need not read what this rank answers meanwhile.
+    /// Returns true if the peer is connected and has not yet read that this rank leaves. It need not read answers that
+    /// this rank sends meanwhile.
     pub(super) fn is_unread(&self) -> bool {
         self.is_open() && self.acked < self.last
     }
 
-    /// Tells the peer what this rank has refused, once they are connected.
+    /// Reports a rejection of this rank to the peer once they are connected.
     pub(super) fn send_rejection(&mut self) -> Result<()> {
         if !self.is_open() {
             return Ok(());
@@ -182,7 +185,7 @@ impl WireLink {
         self.send_frame(frame, text)
     }
 
-    /// Takes note of a frame of the peer, and of what it has read and matched; whether that can be.
+    /// Records the counters of a frame of the peer; returns false if they are impossible.
     pub(super) fn read(&mut self, counters: Counters) -> bool {
         self.own_counters.read += 1;
         let credible = (self.acked..=self.sent).contains(&counters.read) && (self.short_matched..=self.short).contains(&counters.matched);
@@ -203,7 +206,7 @@ impl WireLink {
     }
 }
 
-/// Class of traffic by which the payload of such a frame comes.
+/// Returns the class of traffic in which the payload of such a frame arrives.
 pub(super) fn traffic(kind: FrameKind) -> Traffic {
     if kind == FrameKind::Data { Traffic::Piece } else { Traffic::Frame }
 }
@@ -211,7 +214,7 @@ pub(super) fn traffic(kind: FrameKind) -> Traffic {
 impl Link for WireLink {
     fn send_now(&mut self, frame: Frame, span: Span) -> Result<bool> {
         let (cost, room) = (frame.bytes + MESSAGE_OVERHEAD, EAGER_WINDOW_BYTES.saturating_sub(self.short - self.short_matched));
-        // There is nothing to request in an empty one.
+        // An empty message needs no request.
         if !self.is_open() || span.bytes > WIRE.eager || (span.bytes > 0 && cost > room) {
             return Ok(false);
         }
@@ -227,7 +230,7 @@ impl Link for WireLink {
         }
         let room = EAGER_WINDOW_BYTES.saturating_sub(self.short - self.short_matched);
         let unasked = WIRE.eager_prefix(frame.bytes, (room / (WIRE.data as u64 + MESSAGE_OVERHEAD)) as usize);
-        // The answer is on its way while the first pieces are.
+        // The acknowledgement travels while the first chunks do.
         self.send_frame(Frame { kind: FrameKind::Rts, value: unasked as u64, ..frame }, &[])?;
         for at in (0..unasked).step_by(WIRE.data) {
             self.short += WIRE.data as u64 + MESSAGE_OVERHEAD;
@@ -254,7 +257,7 @@ impl Link for WireLink {
 
     fn arrived(&mut self, whole: bool) -> Result<()> {
         self.requested_chunks -= 1;
-        // The sender keeps the staging of pieces until it hears that they were read.
+        // The sender keeps the staging of chunks until they are acknowledged.
         if whole { self.send_frame(Frame::bare(FrameKind::Credit), &[]) } else { Ok(()) }
     }
 
@@ -265,7 +268,7 @@ impl Link for WireLink {
     }
 }
 
-/// A frame of a wire as its head says, with the counters behind it; `None` for a head that no sender writes.
+/// Decodes a frame of a wire and the counters behind it. Returns `None` for a header that no sender writes.
 pub(super) fn decode(head: &[u8; HEADER_BYTES]) -> Option<(Frame, Counters)> {
     let mut words = head.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
     let mut next = || words.next().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Links of which one is slow.
+//! Links, one of which is slow.
 
 use super::PATIENCE;
 use super::wires::{Done, memory};
@@ -12,7 +12,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Connections whose sends say that a thread starts them, and then wait until they may start. Receives end at once.
+/// Connections whose sends report that a thread starts them, and then wait for permission to start. Receives end at
+/// once.
 #[derive(Clone)]
 struct HeldUp {
     there: Sender<()>,
@@ -52,7 +53,7 @@ fn who_waits_on_a_link_passes_on_its_queue_which_a_flush_of_others_has_taken() {
     links.send(Rank(1), &[7], Traffic::Frame, &[]).expect("queued");
     links.listen(Rank(2), Traffic::Frame, 8).expect("queued");
     std::thread::scope(|scope| {
-        // Both links are due: this thread comes to the second one after the first.
+        // Both links have queued transfers; this thread flushes the second link after the first.
         let flush = scope.spawn(|| links.flush());
         arrives.recv_timeout(PATIENCE).expect("it is at the first link");
         let came = links.wait(Rank(2), Traffic::Frame).map(|came| came.map(|bytes| bytes.len()));

@@ -13,16 +13,16 @@ use crate::mem::layout::SegmentLayout;
 use crate::mem::shm::ShmSegment;
 use crate::trace::GroupRecorder;
 
-/// No process has it: what is read of it fails.
+/// A pid that no process has, so reading its memory fails.
 const NOBODY: u32 = i32::MAX as u32;
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Health of the group of `control`, which has no GPUs.
+/// Returns the health of the group of `control`, which has no GPUs.
 fn health(control: &Arc<ControlBlock>) -> Arc<Health> {
     Health::new(control, &Arc::default(), &GroupRecorder::new(control, PATIENCE))
 }
 
-/// Three ranks of this process, of which rank 0 takes rank 1 for one whose memory it cannot read.
+/// Returns three ranks of this process. Rank 0 believes that it cannot read the memory of rank 1.
 fn ranks() -> Vec<Arc<Messages>> {
     let bytes = SegmentLayout::new(3).total_bytes();
     let file = ShmSegment::create(bytes).expect("memfd");
@@ -49,7 +49,7 @@ fn a_peer_that_cannot_be_read_is_not_tried_again_and_others_are_read() {
         let [source, target] = [&mut from, &mut to].map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() });
         let quiet = || Completion::new(|_, _| {});
         let sent = ranks[peer].send(message(Rank(0), source), PATIENCE, quiet()).expect("begun");
-        // Nobody attends to it, so that its receiver would read it.
+        // The sender does not wait in a call, so the receiver would read the message.
         let received = ranks[0].recv(message(Rank(peer as u32), target), PATIENCE, quiet()).expect("begun");
         ranks[0].wait(received, None).expect("within its time");
         ranks[peer].wait(sent, None).expect("within its time");
@@ -63,7 +63,7 @@ fn a_receive_has_its_time_from_when_it_was_begun_whatever_the_progress_thread_do
     let ranks = ranks();
     let (mut sent, mut came, mut missing) = ([1u8], [0u8], [0u8]);
     let [sent, came, missing] = [&mut sent, &mut came, &mut missing].map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: 1 });
-    // The progress thread completes the first receive, which takes longer than the second may.
+    // The progress thread completes the first receive, which takes longer than the timeout of the second.
     let limit = Duration::from_secs(1);
     let (entered, inside) = std::sync::mpsc::channel();
     let slow = Completion::new(move |_, _| {
@@ -85,7 +85,7 @@ fn a_receive_has_its_time_from_when_it_was_begun_whatever_the_progress_thread_do
 
 #[test]
 fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
-    // What happens between the last byte and the end of the read; by (receiver, sender).
+    // Events between the last byte and the end of the read, by (receiver, sender).
     type Event = fn(&Messages, &Messages);
     let nothing: Event = |_, _| ();
     let fails: Event = |receiver, sender| receiver.close(&sender.control.fail(Error::timeout("the send's time is up")));
@@ -121,7 +121,7 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
             let step = state.next_step().expect("a step");
             assert!(!state.is_reading_due() && state.next_step().is_none(), "one thread reads it");
             drop(state);
-            // Whoever reads holds nothing that another wait needs.
+            // A reading thread holds no lock that another wait needs.
             let other = ranks[0]
                 .recv(message(Rank(1), Span { addr: to.as_mut_ptr() as usize, bytes: 0 }), PATIENCE, Completion::new(|_, _| ()))
                 .expect("begun");
@@ -132,7 +132,7 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
                     read.1 = Err(Error::internal("bad address"));
                 }
                 event(&ranks[0], &ranks[2]);
-                // The receive stays open while its memory is written to.
+                // The receive stays pending while its memory is being written.
                 assert!(told.try_recv().is_err(), "{what}");
             }
             state = ranks[0].lock();
@@ -145,7 +145,7 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
         match what {
             "nothing" => assert!(outcome == Some(Ok(())) && to == from),
             "the sender leaves" => {
-                // The receive asks for the rest, and ends once the departure is found.
+                // The receive requests the rest, and ends once the exit is detected.
                 assert!(outcome.is_none_or(|outcome| outcome.is_err()));
                 send(source).expect_err("a receiver would not know when its memory is the owner's again");
             }

@@ -1,4 +1,4 @@
-//! Tests of single frames, of leaving and of refused messages between nodes.
+//! Tests of single frames, of leaving, and of rejected messages between nodes.
 #![allow(unsafe_code, reason = "staging of links")]
 
 use super::wires::{Done, Member, alone, data, memory, on_ranks, place};
@@ -38,7 +38,7 @@ fn a_wait_may_end_before_its_message() {
     });
 }
 
-/// A connection that keeps the head of each frame that was sent.
+/// A connection that records the header of each sent frame.
 #[derive(Clone, Default)]
 struct Sent(Arc<Mutex<Vec<Frame>>>);
 
@@ -60,14 +60,14 @@ impl Transports for Sent {
 
 impl Transport for Sent {
     fn send(&self, _to: usize, from: Span, _tag: i32, _keep: &Buffer) -> Result<Work> {
-        // SAFETY: the staging that the link has filled with a frame.
+        // SAFETY: this is the staging that the link has filled with a frame.
         let frame = unsafe { &*from.ptr().cast::<[u8; HEADER_BYTES]>() };
         self.0.lock().expect("no panic").push(decode(frame).expect("a frame").0);
         Ok(Arc::new(Done))
     }
 }
 
-/// The messages of rank 0, which is connected with `PEER`.
+/// Returns the messages of rank 0, which is connected with `PEER`.
 struct Alone {
     messages: Arc<Messages>,
     sent: Sent,
@@ -109,7 +109,7 @@ fn eager(bytes: usize) -> Frame {
 
 #[test]
 fn a_peer_that_has_read_or_matched_what_it_cannot_have_is_not_believed() {
-    // Two frames of 10 bytes each have been sent; the peer has read one, which found its receive.
+    // Two frames of 10 bytes each have been sent. The peer has read one, which found its receive.
     let one = 10 + 64;
     for (read, matched, believed) in
         [(1, one, true), (2, 2 * one, true), (2, one, true), (0, one, false), (3, one, false), (1, 0, false), (2, 2 * one + 1, false)]
@@ -172,7 +172,7 @@ fn what_a_rank_has_sent_is_read_before_its_connection_ends() {
         }
         member.recv(0, 0, 1);
         member.send(0, 0, &mut [1]);
-        // Rank 0 leaves. It has not closed the connection.
+        // Rank 0 leaves, but has not closed the connection.
         until(|| {
             let wires = member.net.wires.lock().expect("no panic");
             let sent = wires.sent.get(&(Rank(0), Rank(1), 0));
@@ -196,7 +196,7 @@ fn until(seen: impl Fn() -> bool) {
 
 #[test]
 fn a_refusal_counts_until_its_rank_makes_another_call() {
-    // The other call is made before the peer learns of the refusal, after that, or never.
+    // The other call is made before the peer learns of the rejection, after that, or never.
     for (before, after) in [(true, false), (false, true), (false, false)] {
         on_ranks(2, |member: &Member| {
             let other = 1 - member.me;
@@ -214,7 +214,7 @@ fn a_refusal_counts_until_its_rank_makes_another_call() {
                 if after {
                     recorder.ask(1);
                 }
-                // Rank 1 begins now.
+                // Rank 1 starts now.
                 member.net.wires.lock().expect("no panic").slow.push(Rank(7));
                 if before || after {
                     std::thread::sleep(Duration::from_millis(100));
@@ -227,7 +227,7 @@ fn a_refusal_counts_until_its_rank_makes_another_call() {
             until(|| member.net.wires.lock().expect("no panic").slow.contains(&Rank(7)));
             let mut into = [0];
             let started = member.start(false, 0, 3, &mut into, 60.0).expect("starts");
-            // It waits for longer than it takes to ask whether the refusal stands.
+            // It waits longer than it takes to ask whether the rejection still holds.
             let (outcome, _) = member.finish(started);
             assert_eq!((outcome.is_ok(), into[0]), if before || after { (true, 5) } else { (false, 0) }, "{outcome:?}");
         });

@@ -1,5 +1,4 @@
-//! Messages between threads that are ranks, each on a node of its own. Their transports take no lengths that do not
-//! fit.
+//! Messages between threads that are ranks, each on its own node. Their transports reject lengths that do not match.
 #![allow(unsafe_code, reason = "staging of links")]
 
 use super::health;
@@ -23,7 +22,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// What is on its way from one rank to another, of one class of traffic.
+/// The bytes in flight from one rank to another, of one class of traffic.
 pub(super) type LinkKind = (Rank, Rank, i32);
 
 /// All connections of a test.
@@ -38,7 +37,7 @@ pub(super) struct Wires {
     pub(super) sent: HashMap<LinkKind, VecDeque<Vec<u8>>>,
     made: Vec<(Rank, Rank)>,
     pub(super) closed: Vec<(Rank, Rank)>,
-    /// Ranks whose bytes do not arrive any more.
+    /// Ranks whose bytes no longer arrive.
     pub(super) cut: Vec<Rank>,
     /// Ranks that read nothing for now.
     pub(super) slow: Vec<Rank>,
@@ -54,17 +53,17 @@ impl Net {
         unpoisoned(self.changed.wait_timeout(wires, Duration::from_millis(20))).0
     }
 
-    /// Rank `me` closes its end of the connection with `peer`.
+    /// Closes the end of rank `me` in its connection with `peer`.
     fn close(&self, (me, peer): (Rank, Rank)) {
         let mut wires = self.lock();
         wires.closed.push((me, peer));
-        // What was not read is lost, as it may be where a process ends.
+        // Unread bytes are lost, as they may be when a process ends.
         wires.sent.iter_mut().filter(|((from, to, _), _)| (*from, *to) == (me, peer)).for_each(|(_, sent)| sent.clear());
         self.changed.notify_all();
     }
 }
 
-/// Transports of rank `me`.
+/// The transports of rank `me`.
 struct ThreadTransports {
     net: Arc<Net>,
     me: Rank,
@@ -159,7 +158,7 @@ impl Pending for Receive {
             let sent = wires.sent.entry((peer, me, self.tag)).or_default();
             if let Some(sent) = (!slow).then(|| sent.pop_front()).flatten() {
                 assert!(sent.len() <= self.to.bytes, "Gloo would end the process");
-                // SAFETY: `_keep` has this staging, which the link leaves alone until then.
+                // SAFETY: `_keep` has this staging, which the link does not use until then.
                 unsafe { std::ptr::copy_nonoverlapping(sent.as_ptr(), self.to.ptr(), sent.len()) };
                 return Ok(true);
             }
@@ -176,7 +175,7 @@ impl Pending for Receive {
     }
 }
 
-/// One rank in a test.
+/// One rank of a test.
 pub(super) struct Member {
     pub(super) messages: Arc<Messages>,
     pub(super) net: Arc<Net>,
@@ -196,7 +195,7 @@ impl Member {
         Ok((ticket?, outcome))
     }
 
-    /// Starts a receive from any rank, of tag 0.
+    /// Starts a receive with tag 0 from any source.
     pub(super) fn start_any(&self, data: &mut [u8]) -> (u64, Receiver<Outcome>) {
         let (told, outcome) = channel();
         let completion = Completion::new(move |outcome, source| drop(told.send((outcome, source))));
@@ -232,7 +231,7 @@ pub(super) fn place(rank: u32) -> RankLocation {
     RankLocation::on(&format!("node{rank}"))
 }
 
-/// The messages of rank `me`, on its own node, by `links`.
+/// Returns the messages of rank `me`, which is alone on its node, over `links`.
 pub(super) fn alone(me: u32, layout: &Arc<NodeMap>, links: Links, store: Arc<MemoryStore>) -> Arc<Messages> {
     let bytes = SegmentLayout::new(1).total_bytes();
     let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
@@ -244,7 +243,7 @@ pub(super) fn alone(me: u32, layout: &Arc<NodeMap>, links: Links, store: Arc<Mem
     messages
 }
 
-/// Runs `body` on ranks that are on `size` nodes; they leave in order afterwards.
+/// Runs `body` on one rank on each of `size` nodes; the ranks leave normally afterwards.
 pub(super) fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
     let layout = Arc::new(NodeMap::of(&(0..size).map(place).collect::<Vec<_>>()));
     let (net, store) = (Arc::<Net>::default(), Arc::new(MemoryStore::default()));
@@ -272,7 +271,8 @@ pub(super) fn data(seed: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (seed * 31 + at + (at >> 8) * 7 + (at >> 16) * 13) as u8).collect()
 }
 
-/// Nothing, short ones, the longest in a frame, offers of several pieces: of which all but the last come unasked, and more.
+/// Lengths: 0, eager ones, the longest in one frame, and offers of several chunks, all but the last of them
+/// unrequested, or more.
 const LENGTHS: [usize; 8] = [0, 1, 977, 262_144, 262_145, 1_048_577, 1_179_648, 7_340_035];
 
 #[test]
@@ -299,7 +299,7 @@ fn both_ranks_send_first() {
             assert!(member.recv(other, 0, bytes) == data(other as usize, bytes), "{bytes} bytes");
             assert_eq!(member.finish(sent), (Ok(()), None));
         }
-        // Short ones need nobody who receives.
+        // Eager messages need no receiver.
         member.send(other, 1, &mut [member.me as u8; 600]);
         assert_eq!(member.recv(other, 1, 600), [other as u8; 600]);
     });
@@ -367,7 +367,7 @@ fn a_flood_that_nobody_receives_yet_is_held_back_and_comes_later() {
             let sent: Vec<_> = all.iter_mut().map(|data| member.isend(1, 0, data)).collect();
             let mut word = [0];
             member.send(1, 1, &mut word);
-            // Those that came before the connection complete all at once, on its thread.
+            // Messages that arrived before the connection complete all at once, on its thread.
             let unfinished = || member.messages.lock().open.len();
             while unfinished() == COUNT {
                 std::thread::sleep(Duration::from_millis(1));
@@ -393,7 +393,7 @@ fn long_messages_that_nobody_receives_yet_come_unasked_as_far_as_there_is_room()
             let sent: Vec<_> = all.iter_mut().map(|data| member.isend(1, 0, data)).collect();
             member.send(1, 1, &mut [0]);
             assert_eq!(member.recv(1, 2, 1), [7]);
-            // Their last pieces are asked for.
+            // Their last chunks are requested.
             assert_eq!(member.messages.lock().open.len(), sent.len());
             member.send(1, 3, &mut [0]);
             sent.into_iter().for_each(|sent| assert_eq!(member.finish(sent), (Ok(()), None)));
@@ -414,7 +414,7 @@ fn lengths_that_differ_are_an_error_at_the_receiver() {
                 let mut own = data(0, bytes);
                 let sent = member.isend(1, 3, &mut own);
                 let (outcome, _) = member.finish(sent);
-                // A short one has left its sender by then.
+                // An eager message has left its sender by then.
                 assert!(if bytes > 262_144 { outcome.is_err() } else { outcome.is_ok() }, "{outcome:?}");
             } else {
                 let mut into = vec![0xee; bytes + 4];
