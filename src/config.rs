@@ -36,7 +36,7 @@ pub enum InterNodeChoice {
     /// Not at all: a multi-node group is rejected.
     None,
     /// By backends of torch.
-    Engines(InterNodeBackends),
+    Backends(InterNodeBackends),
 }
 
 /// Names of the torch backends that connect nodes.
@@ -58,11 +58,11 @@ impl fmt::Display for InterNodeBackends {
 impl InterNodeChoice {
     /// Returns the choice with this name, if it is not a backend of torch; `auto` depends on the tensors.
     pub fn named(name: &str) -> Option<Self> {
-        let engines = |cuda: &str| Some(Self::Engines(InterNodeBackends { cpu: "gloo".into(), cuda: cuda.into() }));
+        let backends = |cuda: &str| Some(Self::Backends(InterNodeBackends { cpu: "gloo".into(), cuda: cuda.into() }));
         match name {
             "none" => Some(Self::None),
-            "gloo" => engines(""),
-            "nccl" | "auto" => engines("nccl"),
+            "gloo" => backends(""),
+            "nccl" | "auto" => backends("nccl"),
             _ => None,
         }
     }
@@ -87,7 +87,7 @@ pub struct Config {
     pub p2p: bool,
     /// `SYMM_ALLOW_SHARED_GPUS`: `1` lets ranks share a GPU, for tests; their kernels take turns of some ms. Default off.
     pub shared_gpus: bool,
-    /// `SYMM_CUDA_TUNING`: thresholds between algorithms (`coll::cuda::plan::Tuning`), the same on all ranks.
+    /// `SYMM_CUDA_TUNING`: thresholds between algorithms (`coll::cuda::tuning`), the same on all ranks.
     pub cuda_tuning: String,
     /// `SYMM_COST_PROFILE`: a file of `python -m torch_symm tune`, or `0` to disable; absent: searched for
     /// (`docs/design/cost-model.md`).
@@ -129,10 +129,10 @@ pub struct Config {
     /// `TMPDIR`, or `/tmp` if that is unset.
     pub temporary: PathBuf,
     /// `SYMM_VLLM`: `1` makes vLLM's tensor-parallel groups use symm, `unfused` without fused norms. Only Python uses it
-    /// (`python/torch_symm/engines/vllm`). Default: empty.
+    /// (`python/torch_symm/backends/vllm`). Default: empty.
     pub vllm: String,
     /// `SYMM_SGLANG`: `1` makes SGLang's tensor-parallel groups use symm. Only Python uses it
-    /// (`python/torch_symm/engines/sglang.py`). Default: 0.
+    /// (`python/torch_symm/backends/sglang.py`). Default: 0.
     pub sglang: bool,
     /// `TORCH_GLOO_LAZY_INIT`, torch's variable: Gloo connects two ranks when they first exchange data.
     pub gloo_lazy: bool,

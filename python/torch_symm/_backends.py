@@ -70,8 +70,8 @@ def _there() -> str:
     return "there are " + ", ".join(map(repr, ("none", "auto", *known)))
 
 
-def make(engine: str, name: str, store: Store, rank: int, size: int, timeout: timedelta, device: int) -> Backend:
-    """Makes the backend ``engine`` of ``size`` ranks that meet in ``store``. ``device``: the GPU of its tensors, or -1.
+def make(backend: str, name: str, store: Store, rank: int, size: int, timeout: timedelta, device: int) -> Backend:
+    """Makes the backend ``backend`` of ``size`` ranks that meet in ``store``, for the GPU ``device``, or the CPU if -1.
 
     A backend other than Gloo and NCCL is tried out.
 
@@ -79,24 +79,24 @@ def make(engine: str, name: str, store: Store, rank: int, size: int, timeout: ti
         RuntimeError: it cannot be made, or lacks something.
     """
     known: dict[str, Callable[..., Backend]] = {"gloo": _torch_compat.gloo, "nccl": _torch_compat.nccl}
-    if engine in known:
-        return known[engine](name, store, rank, size, timeout)
-    made: Backend | dist.ProcessGroup | None = _torch_compat.backend(engine, name, store, rank, size, timeout)
+    if backend in known:
+        return known[backend](name, store, rank, size, timeout)
+    made: Backend | dist.ProcessGroup | None = _torch_compat.backend(backend, name, store, rank, size, timeout)
     where = torch.device("cpu") if device < 0 else torch.device("cuda", device)
     if isinstance(made, dist.ProcessGroup):
         # A plug-in may wrap its backend.
         try:
             made = made._get_backend(where)
         except RuntimeError:
-            message = f"backend {engine!r} is a ProcessGroup without a Backend, which cannot connect nodes"
+            message = f"backend {backend!r} is a ProcessGroup without a Backend, which cannot connect nodes"
             raise RuntimeError(message) from None
     if made is None:
-        raise RuntimeError(f"backend {engine!r} was made on other ranks only")
-    _try_out(made, engine, rank, size, timeout, where)
+        raise RuntimeError(f"backend {backend!r} was made on other ranks only")
+    _try_out(made, backend, rank, size, timeout, where)
     return made
 
 
-def _try_out(made: Any, engine: str, rank: int, size: int, timeout: timedelta, where: torch.device) -> None:
+def _try_out(made: Any, backend: str, rank: int, size: int, timeout: timedelta, where: torch.device) -> None:
     """Makes every call that connecting nodes requires; all ranks do, in this order."""
 
     def own(*values: int) -> torch.Tensor:
@@ -146,6 +146,6 @@ def _try_out(made: Any, engine: str, rank: int, size: int, timeout: timedelta, w
             right = is_right()
         except Exception as error:
             why = str(error).partition("\n")[0]
-            raise RuntimeError(f"backend {engine!r} cannot connect nodes: {call}: {why}") from error
+            raise RuntimeError(f"backend {backend!r} cannot connect nodes: {call}: {why}") from error
         if not right:
-            raise RuntimeError(f"backend {engine!r} cannot connect nodes: {call} brings other bytes than were sent")
+            raise RuntimeError(f"backend {backend!r} cannot connect nodes: {call} brings other bytes than were sent")

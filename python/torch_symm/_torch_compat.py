@@ -192,12 +192,12 @@ def knows_backend(name: str) -> bool:
     return name.upper() in backends._plugins or (name in built and built[name]())
 
 
-def backend(engine: str, name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Makes a backend of the name ``engine``, which :func:`knows_backend`, outside torch's groups.
+def backend(kind: str, name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Makes a backend of the name ``kind``, which :func:`knows_backend`, outside torch's groups.
 
     It may be one of Python's, or a process group.
     """
-    plugin: Any = distributed_c10d.Backend._plugins.get(engine.upper())
+    plugin: Any = distributed_c10d.Backend._plugins.get(kind.upper())
     if plugin is None:
         return distributed_c10d.ProcessGroupUCC(store, rank, size, timeout=timeout)
     if not plugin.extended_api:

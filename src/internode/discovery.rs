@@ -38,7 +38,7 @@ pub fn connects(named: &str, options: &JoinOptions, torch: impl Fn(&str) -> Resu
     if options.is_default {
         *lock(KNOWN.get()) = None;
     }
-    let choice = |name: &str| InterNodeChoice::named(name).map_or_else(|| torch(name).map(InterNodeChoice::Engines), Ok);
+    let choice = |name: &str| InterNodeChoice::named(name).map_or_else(|| torch(name).map(InterNodeChoice::Backends), Ok);
     if !named.is_empty() {
         return choice(named).map_err(|error| Error { message: format!("inter_node_backend={named:?}: {}", error.message), ..error });
     }

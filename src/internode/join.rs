@@ -101,13 +101,13 @@ impl<'a> InternodeJoin<'a> {
         several: MultiNodeJoin,
         across: &'a InternodeOptions<'a>,
     ) -> Result<(Self, Search)> {
-        let InterNodeChoice::Engines(engines) = &across.choice else { return Err(Error::internal("several nodes were not refused")) };
+        let InterNodeChoice::Backends(backends) = &across.choice else { return Err(Error::internal("several nodes were not refused")) };
         let MultiNodeJoin { layout, apart, since } = several;
         agreed_settings::check_order(options, &layout)?;
         let (rank, limit) = (Rank(options.rank as u32), CallTimeout::from(since, options.timeout()));
         let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
         let store = DeadlineStore::new(store, Instant::now() + limit.remaining().unwrap_or_default(), purpose);
-        Ok((Self { options, across, backends: engines, store, node_map: Arc::new(layout), rank, limit }, Search(apart)))
+        Ok((Self { options, across, backends, store, node_map: Arc::new(layout), rank, limit }, Search(apart)))
     }
 
     /// Joins the ranks of this node; `group` creates a group of them.
@@ -140,7 +140,7 @@ impl<'a> InternodeJoin<'a> {
     /// Connects the group, with this `health` and these `messages`, to the other nodes. `runner` runs calls of the
     /// ranks of this node.
     pub fn meet(&self, health: &Arc<Health>, messages: &Messages, runner: &mut CpuRunner) -> Result<(Arc<Internode>, Joiner<'_>)> {
-        let Self { options, node_map: layout, backends: engines, rank, limit, .. } = self;
+        let Self { options, node_map: layout, backends, rank, limit, .. } = self;
         let (me, node, local, group) = (*rank, layout.node_of(*rank), layout.local_rank(*rank), &options.group);
         let current = Arc::new(LocalCallState::default());
         let members = if options.global_ranks.is_empty() { String::new() } else { bootstrap::name_members(&options.global_ranks) };
@@ -154,7 +154,7 @@ impl<'a> InternodeJoin<'a> {
             limit,
             addresses: None,
             times: OobTimeouts::default(),
-            engines: format!("{engines}{BETWEEN_NAMES}{members}"),
+            backends: format!("{backends}{BETWEEN_NAMES}{members}"),
             late: &|| self.late(),
         };
         let (news, told) = meeting.connect().map_err(|error| health.fail(error))?;
@@ -164,20 +164,20 @@ impl<'a> InternodeJoin<'a> {
             stands
         };
         let told = self.receive_backend_choice(runner, told).map_err(failed)?;
-        let (connected, listed) = told.engines.split_once(BETWEEN_NAMES).unwrap_or((&told.engines, ""));
+        let (connected, listed) = told.backends.split_once(BETWEEN_NAMES).unwrap_or((&told.backends, ""));
         if !listed.is_empty() && !members.is_empty() && listed != members {
             // `listed` comes from rank 0 of the group.
             let error = bootstrap::other_members(group, (0, listed), (layout.describe(me).trim_start_matches("rank "), &members));
             return Err(failed(error));
         }
-        if connected != engines.to_string() {
+        if connected != backends.to_string() {
             let (first, me) = (layout.describe(Rank(0)), layout.describe(me));
             return Err(failed(Error::config(format!(
-                "ranks of group \"{group}\" would connect nodes by different backends: {first} by \"{connected}\", {me} by \"{engines}\"; \
+                "ranks of group \"{group}\" would connect nodes by different backends: {first} by \"{connected}\", {me} by \"{backends}\"; \
                  give SYMM_INTER_NODE_BACKEND, or torch_symm.Options(inter_node_backend=...), the same value on all ranks"
             ))));
         }
-        let transports = (self.across.transports)(&engines.cpu);
+        let transports = (self.across.transports)(&backends.cpu);
         let has_rail = local < layout.num_rails();
         let name = told.life.name("symm-rail", local);
         let address = has_rail.then(|| Address { store: &self.store, keys: addresses(&name, node).collect() });
@@ -188,9 +188,9 @@ impl<'a> InternodeJoin<'a> {
             oob: news,
             current,
             life: told.life,
-            engines: (*engines).clone(),
+            backends: (*backends).clone(),
             store: Arc::clone(store),
-            cuda: (!engines.cuda.is_empty()).then(|| CudaInternode::new((self.across.transports)(&engines.cuda), Arc::clone(store))),
+            cuda: (!backends.cuda.is_empty()).then(|| CudaInternode::new((self.across.transports)(&backends.cuda), Arc::clone(store))),
             globals: options.global_ranks.clone(),
         };
         // Finding the thresholds of GPUs queries their driver, so only rank 0 does it; all ranks use its thresholds.
@@ -235,7 +235,7 @@ impl<'a> InternodeJoin<'a> {
         if self.node_map.ranks_of(self.node_map.node_of(self.rank)).len() == 1 {
             return Ok(told);
         }
-        let (first, mut bytes) = (self.node_map.local_rank(self.rank) == 0, [&told.life.to_bytes()[..], told.engines.as_bytes()].concat());
+        let (first, mut bytes) = (self.node_map.local_rank(self.rank) == 0, [&told.life.to_bytes()[..], told.backends.as_bytes()].concat());
         bytes.resize(Life::BYTES + NAMES, 0);
         let mut span = || Cow::Owned(vec![Span { addr: bytes.as_mut_ptr().addr(), bytes: Life::BYTES + NAMES }]);
         let (inputs, outputs) = if first { (span(), Cow::default()) } else { (Cow::default(), span()) };
@@ -243,7 +243,7 @@ impl<'a> InternodeJoin<'a> {
         let limit = CallTimeout::from_first_wait(self.left() + INTRA_NODE_GRACE);
         runner.run(&Call::inner(CallSpec { op: Collective::Broadcast, inputs, outputs, ..CallSpec::barrier(None) }), &limit)?;
         let (life, names) = bytes.split_first_chunk().ok_or_else(|| Error::internal("the first rank sent too few bytes"))?;
-        Ok(HubAnnouncement { engines: String::from_utf8_lossy(names).trim_end_matches('\0').to_owned(), life: Life::from_bytes(*life) })
+        Ok(HubAnnouncement { backends: String::from_utf8_lossy(names).trim_end_matches('\0').to_owned(), life: Life::from_bytes(*life) })
     }
 
     /// Creates this rank's rail with this `name`. Returns early if the group fails.
@@ -338,10 +338,10 @@ pub(crate) fn among_threads(
         limit: &CallTimeout::from(Instant::now(), Duration::from_secs(60)),
         addresses: Some(vec![std::net::Ipv4Addr::LOCALHOST.into()]),
         times: OobTimeouts::default(),
-        engines: String::new(),
+        backends: String::new(),
         late: &|| None,
     };
     let (news, HubAnnouncement { life, .. }) = meeting.connect().expect("all meet");
-    let (store, engines) = (Arc::clone(store), InterNodeBackends { cpu: "threads".into(), cuda: String::new() });
-    Internode::new(health, layout, me, InternodeParts { rail, oob: news, current, life, engines, store, cuda: None, globals: Vec::new() })
+    let (store, backends) = (Arc::clone(store), InterNodeBackends { cpu: "threads".into(), cuda: String::new() });
+    Internode::new(health, layout, me, InternodeParts { rail, oob: news, current, life, backends, store, cuda: None, globals: Vec::new() })
 }

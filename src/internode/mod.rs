@@ -90,7 +90,7 @@ struct InternodeParts {
     oob: OobEndpoint,
     current: Arc<LocalCallState>,
     life: Life,
-    engines: InterNodeBackends,
+    backends: InterNodeBackends,
     /// The group's store, in which two ranks meet later.
     store: Arc<dyn Store>,
     cuda: Option<CudaInternode>,
@@ -135,7 +135,7 @@ impl Internode {
     /// connections.
     fn new(health: &Arc<Health>, layout: &Arc<NodeMap>, rank: Rank, connections: InternodeParts) -> Arc<Self> {
         let (ended, ending) = channel();
-        let InternodeParts { rail, oob: news, current, life, engines, store, cuda, globals } = connections;
+        let InternodeParts { rail, oob: news, current, life, backends, store, cuda, globals } = connections;
         let nodes = Arc::new(Self {
             health: Arc::clone(health),
             layout: Arc::clone(layout),
@@ -143,7 +143,7 @@ impl Internode {
             rail: Mutex::new(rail.map(|rail| Arc::new(RailGuard::new(rail, ended)))),
             oob: news,
             current,
-            traffic: GroupTraffic::of(health.control().name(), &engines),
+            traffic: GroupTraffic::of(health.control().name(), &backends),
             chosen: OnceLock::new(),
             ending: Mutex::new(ending),
             globals,

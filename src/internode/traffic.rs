@@ -24,7 +24,7 @@ pub(super) enum TrafficPath {
 }
 
 impl TrafficPath {
-    /// Returns the name of the path in a group with these inter-node `engines`.
+    /// Returns the name of the path in a group with these inter-node `backends`.
     fn name(self, InterNodeBackends { cpu, cuda }: &InterNodeBackends) -> String {
         match self {
             Self::Rail(rail) => format!("{cpu} rail {rail}"),
@@ -66,11 +66,11 @@ type Groups = Vec<((String, InterNodeBackends), Arc<GroupTraffic>)>;
 static GROUPS: PerProcess<Mutex<Groups>> = PerProcess::new(Mutex::default);
 
 impl GroupTraffic {
-    /// Returns the traffic of the group `name` with the inter-node backends `engines`. Only the newest [`KEPT`] ended
+    /// Returns the traffic of the group `name` with the inter-node backends `backends`. Only the newest [`KEPT`] ended
     /// groups are kept.
-    pub(super) fn of(name: &str, engines: &InterNodeBackends) -> Arc<Self> {
+    pub(super) fn of(name: &str, backends: &InterNodeBackends) -> Arc<Self> {
         let mut groups = lock(GROUPS.get());
-        if let Some((_, known)) = groups.iter().find(|((group, by), _)| group == name && by == engines) {
+        if let Some((_, known)) = groups.iter().find(|((group, by), _)| group == name && by == backends) {
             return Arc::clone(known);
         }
         let is_ended = |traffic: &Arc<Self>| Arc::strong_count(traffic) == 1;
@@ -80,7 +80,7 @@ impl GroupTraffic {
             groups.remove(oldest);
         }
         let traffic = Arc::<Self>::default();
-        groups.push(((name.to_owned(), engines.clone()), Arc::clone(&traffic)));
+        groups.push(((name.to_owned(), backends.clone()), Arc::clone(&traffic)));
         traffic
     }
 
@@ -113,8 +113,8 @@ impl GroupTraffic {
 /// Returns `{group: {path: count}}` of this process; groups are ordered by name.
 pub fn counted() -> BTreeMap<String, BTreeMap<String, PathStats>> {
     let mut all: BTreeMap<String, BTreeMap<String, PathStats>> = BTreeMap::new();
-    for ((group, engines), traffic) in lock(GROUPS.get()).iter() {
-        all.entry(group.clone()).or_default().extend(lock(&traffic.0).iter().map(|(path, count)| (path.name(engines), *count)));
+    for ((group, backends), traffic) in lock(GROUPS.get()).iter() {
+        all.entry(group.clone()).or_default().extend(lock(&traffic.0).iter().map(|(path, count)| (path.name(backends), *count)));
     }
     all
 }
@@ -125,9 +125,9 @@ mod tests {
 
     #[test]
     fn calls_count_where_they_move_bytes() {
-        let engines = |cpu: &str| InterNodeBackends { cpu: cpu.into(), cuda: String::new() };
-        let traffic = GroupTraffic::of("calls_count_where_they_move_bytes", &engines("gloo"));
-        let other = GroupTraffic::of("calls_count_where_they_move_bytes", &engines("mine"));
+        let backends = |cpu: &str| InterNodeBackends { cpu: cpu.into(), cuda: String::new() };
+        let traffic = GroupTraffic::of("calls_count_where_they_move_bytes", &backends("gloo"));
+        let other = GroupTraffic::of("calls_count_where_they_move_bytes", &backends("mine"));
         other.message(TrafficPath::Link(Rank(3)));
         traffic.add(TrafficPath::Rail(1), (10, 20));
         traffic.add(TrafficPath::Rail(1), (1, 2));
@@ -143,8 +143,8 @@ mod tests {
 
     #[test]
     fn the_oldest_ended_groups_are_forgotten() {
-        let engines = InterNodeBackends { cpu: "gloo".into(), cuda: String::new() };
-        let of = |number: usize| GroupTraffic::of(&format!("ended-{number:04}"), &engines);
+        let backends = InterNodeBackends { cpu: "gloo".into(), cuda: String::new() };
+        let of = |number: usize| GroupTraffic::of(&format!("ended-{number:04}"), &backends);
         let lives = of(0);
         (1..=10 * KEPT).for_each(|number| of(number).message(TrafficPath::Rail(0)));
         lives.message(TrafficPath::Rail(0));

@@ -108,7 +108,7 @@ def results(group: dist.ProcessGroup | None, rank: int, world_size: int) -> list
     return found
 
 
-def as_gloo(rank: int, world_size: int, choice: str, engine: str) -> list[str]:
+def as_gloo(rank: int, world_size: int, choice: str, backend: str) -> list[str]:
     """Compares a group that ``choice`` connects with one of Gloo; returns the calls of the backend."""
     register()
     wanted = results(None, rank, world_size)
@@ -120,7 +120,7 @@ def as_gloo(rank: int, world_size: int, choice: str, engine: str) -> list[str]:
     for got, right in zip(results(group, rank, world_size), wanted, strict=True):
         expected.assert_same_bits(got, right, choice)
     paths = torch_symm.stats()["inter_node"][group.group_name]
-    assert paths.keys() == {f"{engine} rail {rank % 2}", f"{engine} rank {(rank + 2) % world_size}"}, paths
+    assert paths.keys() == {f"{backend} rail {rank % 2}", f"{backend} rank {(rank + 2) % world_size}"}, paths
     assert all(path["sent"] > 400_000 for path in paths.values()), paths
     calls = list(made)
     dist.destroy_process_group(group)
@@ -128,13 +128,13 @@ def as_gloo(rank: int, world_size: int, choice: str, engine: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("choice", "engine"),
+    ("choice", "backend"),
     [("plain", "plain"), ("cpu:extended,cuda:nccl", "extended"), ("CPU:Plain", "plain")],
 )
-def test_a_plug_in_gives_the_bits_of_gloo(choice: str, engine: str) -> None:
-    for calls in run_nodes(as_gloo, LAYOUT, choice, engine):
+def test_a_plug_in_gives_the_bits_of_gloo(choice: str, backend: str) -> None:
+    for calls in run_nodes(as_gloo, LAYOUT, choice, backend):
         # The rail, and the link with one peer.
-        assert calls == [engine] * 2, calls
+        assert calls == [backend] * 2, calls
 
 
 def test_a_backend_of_a_python_class_gives_the_bits_of_gloo() -> None:

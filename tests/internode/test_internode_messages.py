@@ -40,11 +40,11 @@ def meet_in_a_circle(rank: int, world_size: int) -> None:
     dist.destroy_process_group()
     before, make = (rank - 1) % world_size, _backends.make
 
-    def late(engine: str, name: str, *arguments: Any) -> Any:
+    def late(kind: str, name: str, *arguments: Any) -> Any:
         # Each rank waits for the next one, which has not yet published its address.
         if "symm-pair/" in name and name.endswith(f"/{min(rank, before)}-{max(rank, before)}"):
             time.sleep(0.5)
-        return make(engine, name, *arguments)
+        return make(kind, name, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_backends, "make", late)
@@ -192,10 +192,10 @@ def over_one_store(rank: int, world_size: int) -> None:
     left = [key for key in store.list_keys() if "symm-pair" in key or "symm-rail" in key]
     assert left == [], left
 
-    def late(engine: str, name: str, *arguments: Any) -> Any:
+    def late(kind: str, name: str, *arguments: Any) -> Any:
         # Rank 1 looks for the address before rank 0 has published it.
         time.sleep(0.3 if rank == 0 and "symm-pair" in name else 0)
-        return make(engine, name, *arguments)
+        return make(kind, name, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_backends, "make", late)

@@ -16,7 +16,7 @@ from torch_symm.tools.tune import inter_node, profile
 FOUND = {
     "date": "2026-11-24T00:00:00+00:00",
     "nodes": 2,
-    "engine": "gloo",
+    "backend": "gloo",
     "gb_per_s": 0.5,
     "us": 90.0,
     "rails": [{"rails": 1, "gb_per_s": 0.5, "us": 90.0}],

@@ -71,7 +71,7 @@ pub struct NetworkProfile {
     /// Number of nodes.
     pub nodes: usize,
     /// The torch backend that connected them.
-    pub engine: String,
+    pub backend: String,
     /// Rate at which a node sends, in GB/s; for CUDA, a GPU.
     pub gb_per_s: f64,
     /// Microseconds of a trip.

@@ -51,7 +51,7 @@ pub(super) struct HubAddress {
 #[derive(Clone, Serialize, Deserialize)]
 pub(in crate::internode) struct HubAnnouncement {
     /// Its inter-node backends.
-    pub(in crate::internode) engines: String,
+    pub(in crate::internode) backends: String,
     pub(in crate::internode) life: Life,
 }
 
@@ -70,7 +70,7 @@ pub(in crate::internode) struct OobConnector<'a> {
     pub(in crate::internode) addresses: Option<Vec<IpAddr>>,
     pub(in crate::internode) times: OobTimeouts,
     /// The inter-node backends that this rank would use.
-    pub(in crate::internode) engines: String,
+    pub(in crate::internode) backends: String,
     /// Called at the timeout: returns an error that names the ranks which keep others of their nodes waiting, if any
     /// are known.
     pub(in crate::internode) late: &'a dyn Fn() -> Option<Error>,
@@ -98,7 +98,7 @@ impl OobConnector<'_> {
     /// `Timeout` names the ranks that did not connect. Any failure on this node meanwhile is an error, too.
     pub(in crate::internode) fn connect(self) -> Result<(OobEndpoint, HubAnnouncement)> {
         if self.node_map.local_rank(self.me) >= LEADERS_PER_NODE {
-            return Ok((OobEndpoint(Mutex::new(None)), HubAnnouncement { engines: self.engines, life: Life::default() }));
+            return Ok((OobEndpoint(Mutex::new(None)), HubAnnouncement { backends: self.backends, life: Life::default() }));
         }
         let met = if self.node_map.node_of(self.me) == 0 { self.accept_leaders() } else { self.connect_to_hubs() };
         met.map(|(seat, told)| (OobEndpoint(Mutex::new(Some(seat))), told))
@@ -134,7 +134,7 @@ impl OobConnector<'_> {
         let at = listeners.address.to_string();
         let token: Token = random::bytes()?;
         let seat = self.leader(Some(HubListener { listeners: Arc::new(listeners), token }))?;
-        let told = HubAnnouncement { engines: self.engines.clone(), life: Life::new()? };
+        let told = HubAnnouncement { backends: self.backends.clone(), life: Life::new()? };
         let entry = HubAddress { addresses, token, announcement: told.clone() };
         let entry = serde_json::to_vec(&entry).map_err(|error| Error::internal(format!("an address cannot be written: {error}")))?;
         let key = HubKey { store: self.store, name: self.key(self.me) };
@@ -183,7 +183,7 @@ impl OobConnector<'_> {
             told.get_or_insert(of_hub);
         }
         let told = told.ok_or_else(|| Error::internal("the first node has no hub"))?;
-        if told.engines != self.engines {
+        if told.backends != self.backends {
             self.wait_for_leaders()?;
         }
         Ok((seat, told))

@@ -101,7 +101,7 @@ impl Job {
             limit,
             addresses: Some(vec![Ipv4Addr::LOCALHOST.into()]),
             times: self.times,
-            engines: "cpu:gloo".into(),
+            backends: "cpu:gloo".into(),
             late: &|| None,
         }
     }
@@ -294,7 +294,7 @@ fn a_silent_hub_is_named_too() {
     let job = Job::new(&[0, 1, 2], QUICK);
     let listeners = ListeningSockets::at(&StoreAddress::Inet(vec![(Ipv4Addr::LOCALHOST, 0).into()])).expect("listens");
     let StoreAddress::Inet(addresses) = listeners.address.clone() else { panic!("an address of the network") };
-    let told = HubAnnouncement { engines: "cpu:gloo".into(), life: <_>::default() };
+    let told = HubAnnouncement { backends: "cpu:gloo".into(), life: <_>::default() };
     let entry = HubAddress { addresses, token: [5; 16], announcement: told.clone() };
     // The caller must not trust what an earlier group has left in the store.
     let gone = HubAddress { addresses: vec![(Ipv4Addr::LOCALHOST, 1).into()], token: [6; 16], announcement: told };

@@ -45,14 +45,14 @@ class Kind:
     """The parameters of the measurement on a device.
 
     Attributes:
-        engine: Backend of torch that connects nodes.
+        backend: Backend of torch that connects nodes.
         usual: Default thresholds of groups without measurements: ``src/coll/cost/network.rs``.
         around: Sizes of calls around the thresholds of one rail and of gathered slices, in bytes.
         turns: Sizes of calls that run in pipeline steps, in bytes.
         pieces: Lengths of pipeline steps that are compared.
     """
 
-    engine: str
+    backend: str
     usual: Mapping[str, int]
     around: tuple[int, ...]
     turns: tuple[int, ...]
@@ -164,7 +164,7 @@ def measure(seconds: float, device: str, **changed: Any) -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "nodes": len(placed.nodes),
-        "engine": kind.engine,
+        "backend": kind.backend,
         "gb_per_s": round(rails[-1]["gb_per_s"] / sharing, 4),
         "us": rails[0]["us"],
         "rails": rails,
@@ -177,7 +177,7 @@ def _rails(placed: Layout, clock: Clock, kind: Kind, device: str) -> list[dict[s
     nodes, groups = len(placed.nodes), []
     for local in range(placed.rails):
         members = [ranks[local] for ranks in placed.nodes]
-        groups.append(dist.new_group(members, backend=kind.engine, timeout=GROUP_TIMEOUT))
+        groups.append(dist.new_group(members, backend=kind.backend, timeout=GROUP_TIMEOUT))
     count = LONG * nodes
     given, got, shown, seen = (
         torch.zeros(length, dtype=torch.uint8, device=device) for length in (count, count, SLOT, SLOT * nodes)
