@@ -1,13 +1,13 @@
-//! The C++ side's view of [`Group`](crate::group::Group): plain values in, plain values out.
+//! The interface of [`Group`](crate::group::Group) for C++: plain values in, plain values out.
 //!
-//! Each shim translates and calls; none decides. A panic becomes a [`Status`](ffi::Status), never crosses the boundary.
+//! Each shim translates and calls; none decides. A panic becomes a [`Status`](ffi::Status) and never crosses.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 /// The single source of truth for both languages.
 #[allow(missing_docs)] // cxx generates items of its own, and fields without a note say what they are.
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {
-    /// `error::ErrorKind`, or `None` of a success.
+    /// `error::ErrorKind`, or `None` for success.
     #[repr(u8)]
     enum ErrorKind {
         None = 0,
@@ -25,7 +25,7 @@ pub mod ffi {
         QueueEmpty = 12,
     }
 
-    /// `op::Op`.
+    /// `op::Collective`.
     #[repr(u8)]
     enum Collective {
         Barrier = 0,
@@ -40,20 +40,20 @@ pub mod ffi {
         AllReduceAddRmsNorm = 9,
     }
 
-    /// Outcome of a call.
+    /// The outcome of a call.
     struct Status {
         kind: ErrorKind,
         message: String,
     }
 
-    /// A contiguous piece of a tensor: address and length in bytes.
+    /// A contiguous part of a tensor: address and length in bytes.
     #[derive(Clone, Copy)]
     struct Span {
         addr: usize,
         bytes: usize,
     }
 
-    /// Arguments of one collective; `coll::call::CallSpec` has the meaning of `inputs` and `outputs`.
+    /// The arguments of one collective; `coll::call::CallSpec` defines `inputs` and `outputs`.
     struct CallSpec<'a> {
         op: Collective,
         /// `c10::ScalarType`.
@@ -64,7 +64,7 @@ pub mod ffi {
         factor: f64,
         inputs: &'a [Span],
         outputs: &'a [Span],
-        /// Number from `call_site_number`; 0: call sites are not compared.
+        /// Number from `call_site_number`; 0 if call sites are not compared.
         call_site: u32,
     }
 
@@ -80,35 +80,35 @@ pub mod ffi {
         status: Status,
         /// Number of the first call in the group.
         sequence: u64,
-        /// For `wait`.
+        /// The ticket for `wait`.
         ticket: u64,
         asides: Vec<Aside>,
     }
 
-    /// Group to join, and this process's part in it.
+    /// A group to join, and this process's part in it.
     struct JoinSpec {
         group: String,
         rank: i32,
         size: i32,
-        /// Ranks of the members in the default group; empty: the same as in this group.
+        /// The members' ranks in the default group; if empty, they equal the ranks in this group.
         global_ranks: Vec<i32>,
         is_default: bool,
         timeout_ms: i64,
-        /// What connects nodes: a name of `config::InterNodeChoice` or of backends, or empty where the group does not choose.
+        /// A name of `config::InterNodeChoice` or of torch's backends; empty if the group does not choose.
         inter_node_backend: String,
-        /// Type of sums between nodes: a name of `internode::partials::ReduceDtype`, or empty where the group does not choose.
+        /// A name of `internode::reduce_dtype::ReduceDtype`; empty if the group does not choose.
         reduce_dtype: String,
-        /// Order of sums over ranks: a name of `dtype::SumOrder`, or empty where the group does not choose.
+        /// A name of `dtype::SumOrder`; empty if the group does not choose.
         order: String,
     }
 
-    /// A new group, or null and why not.
+    /// A new group, or null and the error.
     struct JoinResult {
         status: Status,
         group: Box<GroupHandle>,
     }
 
-    /// Arguments of one message, which is sent (`send`) or received; from any rank where `peer` is -1.
+    /// The arguments of one send or receive; `peer` is -1 for a receive from any source.
     struct MessageSpec {
         peer: i32,
         tag: i32,
@@ -119,7 +119,7 @@ pub mod ffi {
         send: bool,
     }
 
-    /// `store::request::Op`.
+    /// `store::request::StoreOp`.
     #[repr(u8)]
     enum StoreOp {
         Set = 1,
@@ -145,31 +145,31 @@ pub mod ffi {
         data: &'a [u8],
     }
 
-    /// Answer of a store. `number` holds flags too, `pieces` values and keys.
+    /// A store's answer. `number` holds flags too, `pieces` holds values and keys.
     struct StoreReply {
         status: Status,
         number: i64,
         pieces: Box<Blobs>,
     }
 
-    /// A TCP store; the meaning of the fields stands at `store::tcp::TcpOptions`.
+    /// A TCP store; `store::tcp::TcpOptions` documents the fields.
     struct TcpSpec {
         host: String,
         port: u16,
-        /// Number of workers; negative: not known.
+        /// Number of workers; negative if unknown.
         world_size: i64,
         is_master: bool,
         timeout_ms: i64,
         wait_for_workers: bool,
         multi_tenant: bool,
-        /// Descriptor that the server listens at; negative: none.
+        /// The file descriptor on which the server listens; negative if there is none.
         listen_fd: i32,
-        /// Secret that clients must know; empty: none.
+        /// The secret that clients must know; empty if there is none.
         secret: Vec<u8>,
         require_same_user: bool,
     }
 
-    /// A new store, or why not. Host and port of a TCP store are those it is reached at.
+    /// A new store, or the error. A TCP store can be reached at this host and port.
     struct StoreResult {
         status: Status,
         store: Box<NativeStore>,
@@ -177,7 +177,7 @@ pub mod ffi {
         port: u16,
     }
 
-    /// Times of the calls of a load.
+    /// Times of the calls of a load test.
     struct LoadResult {
         status: Status,
         seconds: f64,
@@ -196,7 +196,7 @@ pub mod ffi {
         text: String,
     }
 
-    /// A mesh whose collectives are to be priced; the meaning of the fields stands at `coll::cost::Mesh`.
+    /// A mesh whose collectives are priced; `coll::cost::Mesh` documents the fields.
     struct CostMesh {
         device: String,
         ranks: Vec<usize>,
@@ -219,7 +219,7 @@ pub mod ffi {
         basis: String,
     }
 
-    /// `coll::cost::profile::Local`; nothing costs anything where it was not measured.
+    /// `coll::cost::profile::RedistributeCosts`; costs that were not measured are 0.
     struct LocalCost {
         known: bool,
         step_us: f64,
@@ -227,7 +227,7 @@ pub mod ffi {
         copy_gb_per_s: f64,
     }
 
-    /// A new window, or null and why not.
+    /// A new window, or null and the error.
     struct WindowResult {
         status: Status,
         window: Box<WindowHandle>,
@@ -237,30 +237,31 @@ pub mod ffi {
         include!("symm_bridge.hpp");
         /// A `c10d::Store`.
         type StoreHandle;
-        /// Answer of the store; never throws. `timeout_ms` is for `Wait`: c10d bounds all else by the store's own.
+        /// Returns the store's answer; never throws. `timeout_ms` applies to `Wait`, the store's own timeout to all
+        /// others.
         fn call(self: &StoreHandle, op: StoreOp, keys: &[Blob], values: &[Blob], amount: i64, timeout_ms: i64) -> StoreReply;
-        /// Whether it has `append`, `multi_get` and `multi_set` of its own.
+        /// Returns true if it implements `append`, `multi_get` and `multi_set` itself.
         fn extended(self: &StoreHandle) -> bool;
-        /// The store's own timeout; 0: none.
+        /// The store's own timeout; 0 if it has none.
         fn timeout_ms(self: &StoreHandle) -> i64;
-        /// Name of the store in errors: its class, and where its server is.
+        /// The name of the store in errors: its class, and the location of its server.
         fn name(self: &StoreHandle) -> String;
         /// Creates the transports of one group.
         type TransportsHandle = crate::bridge::transport::ffi::TransportsHandle;
-        /// Handle of Python's signals.
+        /// A handle that reports Python's signals.
         type InterruptHandle;
-        /// Whether the calling thread, the first, is to stop because of one, and has the exception now. Never throws; takes the GIL.
+        /// Returns true if a signal has raised on the calling thread, the main one. Never throws; takes the GIL.
         fn is_pending(self: &InterruptHandle) -> bool;
-        /// Receiver of the outcome of an asynchronous call; called exactly once, on any thread, without locks held.
+        /// The receiver of the outcome of an asynchronous call; called exactly once, on any thread, without locks held.
         type Completion;
-        /// `source` is the rank a receive got its message from, else -1.
+        /// `source` is the rank that sent a received message, otherwise -1.
         fn complete(self: &Completion, status: &Status, source: i32);
-        /// Abandons the windows that start in `bytes` at `address`, memory of a device that is about to be freed.
+        /// Abandons the windows that start within `bytes` at `address` in device memory that is about to be freed.
         fn forget_windows(address: usize, bytes: usize);
     }
 
     extern "Rust" {
-        /// Values or keys that a store answers with; both sides may make one.
+        /// Values or keys of a store's answer; both languages create them.
         type Blobs;
         fn no_blobs() -> Box<Blobs>;
         fn add(self: &mut Blobs, piece: &[u8]);
@@ -269,73 +270,78 @@ pub mod ffi {
         /// A store of `symm::store`, or the error.
         type NativeStore;
         fn store_memory() -> Box<NativeStore>;
-        /// `path` is the system's bytes.
+        /// Opens a store in a file; `path` is in the system's bytes.
         fn store_file(path: &[u8], world_size: i64, timeout_ms: i64) -> StoreResult;
         fn store_tcp(spec: &TcpSpec) -> StoreResult;
-        /// `store` as the core sees it.
+        /// Wraps `store` for use by the core.
         fn wrap_store(store: UniquePtr<StoreHandle>) -> Box<NativeStore>;
-        /// Makes calls that wait ask `handle` every 100 ms from now on.
+        /// Makes waiting calls query `handle` every 100 ms from now on.
         fn watch_interrupts(handle: UniquePtr<InterruptHandle>);
         fn share(self: &NativeStore) -> Box<NativeStore>;
-        /// `timeout_ms` bounds the waiting; 0 is the longest limit there is, negative an error.
+        /// Answers a request; `timeout_ms` limits a wait, and 0 is the maximum, negative an error.
         fn call(self: &NativeStore, op: StoreOp, keys: &[Blob], values: &[Blob], amount: i64, timeout_ms: i64) -> StoreReply;
         /// Returns once all `size` ranks have called it with this key.
         fn barrier(self: &NativeStore, key: &[u8], rank: i64, size: i64, timeout_ms: i64) -> Status;
-        /// A meeting under `prefix`: says `word` about `what` and answers what every rank says; if `what` is empty, assembles all ranks.
+        /// Publishes `word` about `what` under `prefix`, and returns every rank's word; if `what` is empty, a
+        /// rendezvous of all.
         fn meet(self: &NativeStore, prefix: &[u8], what: &[u8], word: &[u8], rank: i64, size: i64, timeout_ms: i64) -> StoreReply;
-        /// Clients of one store, for `store::load`.
+        /// Clients of one store, for `store::load_generator`.
         type LoadGenerator;
         fn load_generator() -> Box<LoadGenerator>;
         fn add_client(self: &mut LoadGenerator, store: UniquePtr<StoreHandle>);
-        /// `work` is a name of `store::load::Work`.
+        /// `work` is a name of `store::load_generator::Workload`.
         fn run_load(self: &LoadGenerator, work: &str, calls: u32) -> LoadResult;
-        /// Link matrix of the GPUs with these UUIDs, in this order.
+        /// Returns the link matrix of the GPUs with these UUIDs, in this order.
         fn nvlink_matrix(uuids: &[String]) -> LinkMatrix;
-        /// Report of all GPUs of this node.
+        /// Returns a report of all GPUs of this node.
         fn topology_report() -> TextResult;
         /// `coll::cost::Model`.
         type CostModel;
-        /// `basis`: `"torch"`, `"links"` or `"measured"`. `gb_per_s` and `us` (of each link), `profile`: empty for the model's own.
+        /// `basis`: `"torch"`, `"links"` or `"measured"`. If `gb_per_s`, `us` or `profile` is empty, the model chooses.
         fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> CostModelResult;
-        /// Price of the collective `op` on `bytes` along dimension `dim`.
+        /// Returns the price of the collective `op` on `bytes` along dimension `dim`.
         fn price(self: &CostModel, op: &str, bytes: f64, dim: usize) -> Price;
-        /// Times of a redistribution's steps beside their collectives.
+        /// Returns the times of a redistribution's steps other than collectives.
         fn local(self: &CostModel) -> LocalCost;
-        /// Rate in GB/s of each dimension's link.
+        /// Returns the bandwidth of each dimension's link in GB/s.
         fn gb_per_s(self: &CostModel) -> Vec<f64>;
-        /// Microseconds of a trip over each dimension's link.
+        /// Returns the latency of each dimension's link in µs.
         fn trip_us(self: &CostModel) -> Vec<f64>;
-        /// Reference time of the profile; 0: none.
+        /// Returns the reference time of the profile; 0 if it has none.
         fn reference_us(self: &CostModel) -> f64;
-        /// Origin of prices, for people.
+        /// Returns the origin of the prices, for people.
         fn origin(self: &CostModel) -> String;
-        /// JSON: the hardware that a profile of a job of `ranks` is keyed by, and the name of its file; `null` if it cannot be told.
+        /// Returns as JSON the hardware that identifies a job's profile, and the profile's file name; `null` if
+        /// unknown.
         fn profile_key(device: &str, ranks: usize) -> TextResult;
-        /// Tells in which folder the package keeps its profiles; the system's bytes.
+        /// Sets the directory in which the package keeps its profiles; the system's bytes.
         fn set_bundled_profile_dir(folder: &[u8]);
-        /// Folder of the user's profiles; empty: none.
+        /// Returns the directory of the user's profiles; empty if there is none.
         fn user_profile_dir() -> Vec<u8>;
         type GroupHandle;
-        /// Joins a group through `store`, and the others where it is on several nodes. On failure `status` says why and `group` is dead.
+        /// Joins a group through `store`, also on other nodes. On failure `status` is the error, and `group` cannot be
+        /// used.
         fn join(store: UniquePtr<StoreHandle>, transports: SharedPtr<TransportsHandle>, spec: &JoinSpec) -> JoinResult;
-        /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group. `profiled`:
-        /// the flight recorder notes which ranks this one waits for.
+        /// Runs `calls` in order and returns when they have ended: on this thread if the group is idle. A failed call
+        /// fails the group. `profiled`: the flight recorder notes for which ranks this rank waits.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool) -> Outcome;
-        /// Queues `calls` behind everything submitted before. `done` is called only if the status is 0 and there are no asides.
+        /// Queues `calls`. `done` is called only if the status is 0 and there are no asides.
         fn submit(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool, done: UniquePtr<Completion>) -> Outcome;
-        /// Checks `calls`, which `launch` gets later, and begins none: calls of a coalesced block are launched at its end.
+        /// Checks `calls` of a coalesced block, which `launch` gets at its end, without starting any.
         fn examine(self: &GroupHandle, calls: &[CallSpec]) -> Outcome;
         /// Starts a send; the returned ticket is for `wait`.
         fn send(self: &GroupHandle, transfer: &MessageSpec, done: UniquePtr<Completion>) -> u64;
         /// Starts a receive; the returned ticket is for `wait`.
         fn recv(self: &GroupHandle, transfer: &MessageSpec, done: UniquePtr<Completion>) -> u64;
-        /// Blocks until the ticket's completion has been called, helping it along. The status is the waiting's: kind 9 after `timeout_ms`.
+        /// Blocks until the completion of `ticket` has been called, and advances it. Kind 9 if `timeout_ms` passes
+        /// first.
         fn wait(self: &GroupHandle, ticket: u64, timeout_ms: i64) -> Status;
-        /// Helps outstanding transfers along without blocking.
+        /// Advances pending messages without blocking.
         fn progress(self: &GroupHandle);
-        /// Enqueues `calls` in order on a CUDA stream; only the first launch waits, for the peers. `background`: the group's own stream.
+        /// Enqueues `calls` on a CUDA stream; only the first launch waits for the peers. `background`: the group's own
+        /// stream.
         fn launch(self: &GroupHandle, calls: &[CallSpec], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status;
-        /// Enqueues sends and receives as one.
+        /// Enqueues sends and receives as one launch.
         fn launch_transfers(
             self: &GroupHandle,
             transfers: &[MessageSpec],
@@ -344,107 +350,118 @@ pub mod ffi {
             background: bool,
             timeout_ms: i64,
         ) -> Status;
-        /// Sets up the group's memory on CUDA device `device`: blocks until all ranks have called it or launched; idempotent.
+        /// Sets up the group's memory on CUDA device `device`; blocks until all ranks have called it or launched.
+        /// Idempotent.
         fn connect(self: &GroupHandle, device: i32) -> Status;
-        /// Waits until every rank called it: like a barrier, but at the timeout the root's error lists the missing ranks.
+        /// Waits until every rank has called it: a barrier, except that a timeout's error lists the missing ranks on
+        /// the root.
         fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool, call_site: u32) -> Status;
-        /// Collective: what every rank has at an `address`, as this one reaches it. `device` negative: the host. After a failure `window` is dead.
+        /// Collective: makes a window on each rank's memory at its `address`; `device` is negative for the host.
         fn rendezvous(self: &GroupHandle, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> WindowResult;
         /// Reports to the ranks that wait for it that this rank rejected a collective because of `text`.
         fn reject(self: &GroupHandle, text: &str);
-        /// Refuses, as `reject` does, an operator on symmetric memory of the host.
+        /// Reports, as `reject` does, a rejected operator on symmetric memory of the host.
         fn reject_operator(self: &GroupHandle, text: &str);
-        /// Refuses a send or receive, as `reject` does for a collective; its span counts for nothing.
+        /// Reports, as `reject` does, a rejected send or receive; its span is ignored.
         fn reject_message(self: &GroupHandle, transfer: &MessageSpec, text: &str);
         /// Fails the group on every rank; blocked calls return at once.
         fn abort(self: &GroupHandle);
-        /// Leaves the group after outstanding calls, at most the timeout; idempotent.
+        /// Leaves the group after pending calls, at the latest after the timeout; idempotent.
         fn shutdown(self: &GroupHandle);
-        /// Leaves with a limit of its own, after which outstanding calls fail; because of the error `farewell`, if that is not empty.
+        /// The same within `limit_ms`, after which pending calls fail. `farewell`: the error that makes this rank
+        /// leave, or empty.
         fn leave(self: &GroupHandle, limit_ms: i64, farewell: &str);
-        /// Number of collectives begun so far; the same on all ranks.
+        /// Returns the number of collectives that have started, which is the same on all ranks.
         fn sequence(self: &GroupHandle) -> u64;
-        /// The timeout of calls that bring none.
+        /// The timeout of calls that have none of their own.
         fn set_timeout(self: &GroupHandle, timeout_ms: i64);
-        /// Index of the CUDA device on which the group is set up; -1: on none.
+        /// Returns the index of the CUDA device on which the group is set up; -1 if there is none.
         fn device(self: &GroupHandle) -> i32;
         fn timeout(self: &GroupHandle) -> i64;
-        /// Returns the first failure; kind 0 while the group lives.
+        /// Returns the first failure; kind 0 if the group has not failed.
         fn error(self: &GroupHandle) -> Status;
-        /// Returns the first failure of a call; kind 0 until one has failed. A member's death counts once a call has run into it.
+        /// Returns the first failure of a call; kind 0 if no call has failed. A death counts once a call has raised it.
         fn failure(self: &GroupHandle) -> Status;
-        /// Finds `address` for `bytes` of zeroed symmetric memory of a CUDA device, of the host if `device` is negative; frees it.
+        /// Allocates `bytes` of zeroed symmetric memory of a CUDA device, or of the host if `device` is negative; frees
+        /// it.
         fn allocate_window(device: i32, bytes: usize, address: &mut usize) -> Status;
         fn free_window(address: usize) -> Status;
-        /// Whether `address` is one of this process's symmetric memory; whether memory of the host may be written.
+        /// True if `address` is in this process's symmetric memory; true if memory of the host may be written.
         fn is_symmetric(address: usize) -> bool;
         fn is_writable(address: usize, bytes: usize) -> bool;
         type WindowHandle;
-        /// Addresses in this process of the ranks' buffers.
+        /// Returns the addresses of the ranks' buffers in this process.
         fn buffers(self: &WindowHandle) -> Vec<usize>;
-        /// Addresses in this process of the ranks' signal pads.
+        /// Returns the addresses of the ranks' signal pads in this process.
         fn pads(self: &WindowHandle) -> Vec<usize>;
-        /// Addresses at which the device finds `buffers()`, `pads()` and `global_ranks()` as arrays; on the host, too.
+        /// Returns the addresses of `buffers()`, `pads()` and `global_ranks()` as arrays for the device; also on the
+        /// host.
         fn tables(self: &WindowHandle) -> [usize; 3];
-        /// Ranks of the members in the default group.
+        /// Returns the members' ranks in the default group.
         fn global_ranks(self: &WindowHandle) -> Vec<i32>;
-        /// Bytes of each rank's buffer.
+        /// Returns the bytes of each rank's buffer.
         fn bytes(self: &WindowHandle) -> usize;
-        /// Whether the memory that it was made of is still this rank's.
+        /// Returns true if this rank still owns the memory that the window was made of.
         fn is_current(self: &WindowHandle) -> bool;
-        /// Refuses to be used in a forked child.
+        /// Fails in a forked child.
         fn check_process(self: &WindowHandle) -> Status;
-        /// A graph that is being recorded uses it: its memory stays until the group goes.
+        /// Keeps the memory until the group ends, because a graph that is being recorded uses it.
         fn record(self: &WindowHandle);
-        /// Returns once all ranks have called it on this channel; on a GPU `stream` goes on then. A later call names who was late.
+        /// Returns, or lets `stream` continue, once all ranks have called it on this channel. Late ranks are named by a
+        /// later call.
         fn barrier(self: &WindowHandle, channel: i32, timeout_ms: i64, stream: usize) -> Status;
         /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
         fn put_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
         /// Waits until `peer` has set its word on `channel` in this rank's pad, then clears the word.
         fn wait_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
-        /// Collective on the host, like the next ones: adds the inputs, tensors in the window; `local` is first copied to the start of this rank's.
+        /// Collective on the host, like the next ones: sums the inputs. `local` is first copied to the start of this
+        /// rank's input.
         fn one_shot_all_reduce(self: &WindowHandle, dtype: i32, input: Span, local: Span, out: Span) -> Status;
-        /// Adds the inputs; each rank adds a part of them. `out` may be the input.
+        /// Sums the inputs; each rank computes a part. `out` may be the input.
         fn two_shot_all_reduce(self: &WindowHandle, dtype: i32, input: Span, out: Span) -> Status;
-        /// Reduces the inputs; each rank gets its piece of each row of `row` bytes.
+        /// Reduces the inputs; each rank gets its part of each row of `row` bytes.
         fn reduce_scatter(self: &WindowHandle, dtype: i32, reduce_op: u8, input: Span, row: usize, out: Span) -> Status;
-        /// Puts the inputs of all ranks one behind the other.
+        /// Concatenates the inputs of all ranks.
         fn all_gather(self: &WindowHandle, input: Span, out: Span) -> Status;
-        /// Sends rows; `spans`: input, splits, output, layout; `rows`: of input and output. `window::operators::exchanges` says more.
+        /// Sends rows: input, splits, output, layout; `rows`: of input and output. See `window::operators::exchanges`.
         fn all_to_all_vdev(self: &WindowHandle, splits: &WindowHandle, spans: [Span; 4], rows: [usize; 2]) -> Status;
-        /// Stores `value` to the word at `address`; who sees it there sees what this thread wrote before.
+        /// Stores `value` to the word at `address` with release ordering.
         fn store_release(address: usize, value: u32) -> Status;
-        /// Folders in which the CUDA kernels' compiler may be, best first; the system's bytes.
+        /// Returns the directories that may have the CUDA kernels' compiler, best first; the system's bytes.
         fn cuda_libraries(folders: &CxxVector<CxxString>);
         /// Returns kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
         fn check_reduce(dtype: i32, reduce_op: u8) -> Status;
-        /// Number of the capture that records what is enqueued in the CUDA stream; 0: none does. May be asked from any thread.
+        /// Returns the number of the capture that records the CUDA stream; 0 if none does. Any thread may call it.
         fn capture_of(stream: usize) -> u64;
-        /// Whether `Work.wait()` of a CUDA call blocks the host: `SYMM_BLOCKING_WAIT`.
+        /// True if `Work.wait()` of a CUDA call blocks the host: `SYMM_BLOCKING_WAIT`.
         fn blocking_wait() -> bool;
-        /// Whether calls are to bring their call sites: `SYMM_DEBUG=call_site`.
+        /// True if calls carry their call sites: `SYMM_DEBUG=call_site`.
         fn call_sites_wanted() -> bool;
-        /// The number of a line of the user's program, "train.py:12".
+        /// Returns the number of a line of the user's program, "train.py:12".
         fn call_site_number(text: &str) -> u32;
-        /// Statistics as JSON: which algorithm has served how many CUDA calls of this process, and what went between nodes.
+        /// Returns statistics as JSON: CUDA calls of this process by algorithm, and bytes between nodes.
         fn stats() -> String;
-        /// Seconds between two tables of `SYMM_STATS_INTERVAL`; 0: none.
+        /// Returns the interval of the tables of `SYMM_STATS_INTERVAL` in seconds; 0 if they are off.
         fn stats_seconds() -> u64;
-        /// Journal as JSON: the last calls of this process.
+        /// Returns the last calls of this process as JSON.
         fn trace_text() -> TextResult;
-        /// Writes `content` to `path` (the system's bytes), or as `name` where dumps are kept if that is empty; answers the file's path.
+        /// Writes `content` to `path` (the system's bytes), or if it is empty as `name` among the dumps; returns the
+        /// file's path.
         fn write_trace(path: &[u8], name: &str, content: &[u8]) -> TextResult;
-        /// Whether CUDA device `device` can have memory that its peers load and store directly.
+        /// Returns true if CUDA device `device` supports memory that its peers access directly.
         fn supports_symm_mem(device: i32) -> bool;
-        /// Identity of this process's host as text: equal where ranks share one.
+        /// Returns an id of this process's node as text, the same for all ranks of a node.
         fn node_id() -> String;
-        /// Sets the thresholds, in bytes, of groups on several nodes whose first rank is this process; `chunk_bytes` 0: the profile's.
+        /// Sets the thresholds in bytes of multi-node groups whose rank 0 is this process; `chunk_bytes` 0: the
+        /// profile's.
         fn set_trial_thresholds(multi_rail_bytes: usize, chunk_bytes: usize, gather_bytes: usize) -> Status;
-        /// Logs a line of Python's at INFO.
+        /// Logs a line from Python at INFO.
         fn inform(text: &str);
-        /// Keeps the log's lines that `filter` passes (empty: `SYMM_LOG`) for `log_lines`, in place of standard error; not `on`: no longer.
+        /// While `on`, keeps log lines that pass `filter` (empty: `SYMM_LOG`) for `log_lines` instead of writing them
+        /// to stderr.
         fn log_to_queue(filter: &str, on: bool);
-        /// Takes the lines that are kept, as JSON: level, module, text, seconds since 1970. Waits for the first while lines are kept.
+        /// Returns the kept lines as JSON: level, module, text, seconds since 1970. Waits for the first one while lines
+        /// are kept.
         fn log_lines(limit_ms: u64) -> String;
         fn version() -> String;
     }

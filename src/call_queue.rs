@@ -29,27 +29,28 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// A sleeper looks up once an hour even if nothing happens; calls have limits of their own.
+/// A sleeping thread wakes up once an hour even without an event; calls have their own deadlines.
 const IDLE_WAKEUP: Duration = Duration::from_secs(3600);
 /// The time that a thread has to finish its call after another thread destroys the group.
 const DESTROY_GRACE: Duration = Duration::from_millis(50);
 /// The time after which an idle second worker ends.
 const IDLE_THREAD_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Time between two looks of a worker at a job that is left to its submitter: at the second it runs the job. A worker that looks by itself
-/// while calls come need not be woken by their submitters: where every core has a rank, that takes longer than a short collective.
+/// Interval at which a worker checks a job that was deferred to its submitter; at the second check the worker runs the
+/// job. While calls keep arriving, a worker that polls need not be woken by submitters: if every core has a rank, a
+/// wake-up takes longer than a short collective.
 const DEFERRED_JOB_POLL: Duration = Duration::from_millis(1);
-/// Time after which the submitter of a job is late: who computes meanwhile, not who waits at once, as torch's functional collectives do.
-/// `docs/measurements/cpu.md` has the figures.
+/// Time after which the submitter of a job counts as late: it computes meanwhile, and does not wait at once, as torch's
+/// functional collectives do. `docs/measurements/cpu.md` has the figures.
 const PROMPT_SUBMITTER: Duration = Duration::from_micros(150);
 
 /// A group's queue.
 pub struct CallQueue {
     state: Mutex<QueueState>,
-    /// Idle workers sleep on it, apart from other threads: a thread that ends a call must not wake a thread that has no
-    /// work, especially if every core has a rank.
+    /// Idle workers sleep on this condition, separately from other threads: a thread that ends a call must not wake a
+    /// worker without work, especially if every core has a rank.
     work: Condvar,
-    /// Threads sleep on it that wait for a job, or for all.
+    /// Threads that wait for one job, or for all jobs, sleep on this condition.
     changed: Condvar,
     executor: Mutex<Executor>,
     workers: Mutex<Vec<JoinHandle<()>>>,
@@ -65,7 +66,7 @@ struct FinishedJob {
 }
 
 impl CallQueue {
-    /// An idle queue in front of `runner`, of the group with this `health`.
+    /// Creates an empty queue for `runner`, in the group with this `health`.
     pub fn new(runner: CpuRunner, health: &Arc<Health>) -> Arc<Self> {
         let state = QueueState {
             queue: VecDeque::new(),
@@ -90,7 +91,8 @@ impl CallQueue {
         })
     }
 
-    /// Has calls run on several nodes from now on; `connect` connects them, for which the ranks of this node may run calls.
+    /// Runs calls on several nodes from now on. `connect` connects the nodes, and may run calls of this node's ranks
+    /// for that.
     pub fn connect<T>(&self, connect: impl FnOnce(&mut CpuRunner) -> Result<(Arc<Internode>, T)>) -> Result<(Arc<Internode>, T)> {
         let mut executor = lock(&self.executor);
         let (internode, more) = connect(executor.inner.get_mut())?;
@@ -98,18 +100,18 @@ impl CallQueue {
         Ok((internode, more))
     }
 
-    /// Identity of this engine, for [`interrupt::within`].
+    /// Returns an id of this queue, for [`interrupt::within`].
     fn address(&self) -> usize {
         std::ptr::from_ref(self).addr()
     }
 
-    /// Whether nothing is queued or running.
+    /// Returns true if no call is queued or running.
     pub fn idle(&self) -> bool {
         let state = lock(&self.state);
         !state.busy && state.queue.is_empty()
     }
 
-    /// Runs `calls` after everything submitted before, on this thread, and returns when they are done.
+    /// Runs `calls` on this thread after all earlier calls, and returns when they have ended.
     pub fn run(&self, calls: &[Call<'_>], timeout: Duration) -> Result<()> {
         interrupt::check_outside(self.address())?;
         self.recorder.ask(calls.len());
@@ -133,11 +135,11 @@ impl CallQueue {
         lock(&outcome).clone()
     }
 
-    /// Runs `calls` of the ranks of this node as `run` does. They are none of the group's: they have neither a number nor an entry in the
-    /// flight recorder.
+    /// Runs `calls` of the ranks of this node as `run` does. They are not calls of the group: they have no number and
+    /// no entry in the flight recorder.
     pub fn run_intra_node(&self, calls: &[Call<'_>], timeout: Duration) -> Result<()> {
         let mut state = loop {
-            // Behind everything submitted before.
+            // After all earlier calls.
             self.run(&[], timeout)?;
             let state = lock(&self.state);
             if !state.busy && state.queue.is_empty() {
@@ -178,20 +180,21 @@ impl CallQueue {
         Ok(ticket)
     }
 
-    /// Posts the call of `job`, if it has only one.
+    /// Posts the call of `job` if the job has only one.
     fn post(&self, job: &QueuedJob) -> bool {
         let [call] = &*job.calls else { return false };
         let mut executor = lock(&self.executor);
         let body = AssertUnwindSafe(|| executor.post(call, &|sequence| self.recorder.start(job.number, sequence)));
         let posted = catch_unwind(body);
         posted.unwrap_or_else(|panic| {
-            // Not `Health::panicked`: the queue is locked, which completions may use.
+            // Not `Health::panicked`, because completions may use the queue, which is locked here.
             self.health.control().panicked(&*panic);
             false
         })
     }
 
-    /// Returns once the completion of `ticket` has been called. Without a limit this thread runs the queue if no other thread does.
+    /// Returns once the completion of `ticket` has been called. Without a timeout this thread runs the queue if no
+    /// other thread does.
     pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
         interrupt::check_outside(self.address())?;
         let mut state = lock(&self.state);
@@ -204,7 +207,8 @@ impl CallQueue {
         self.finish(state, ticket, limit)
     }
 
-    /// Leaves no job to its submitter, since somebody asks for its end who does not run it. Does not block.
+    /// Stops deferring jobs to their submitters, because a caller polls for their end and does not run them. Does not
+    /// block.
     pub fn run_promptly(&self) {
         self.cancel_deferral(&mut lock(&self.state));
     }
@@ -243,7 +247,8 @@ impl CallQueue {
         outcome
     }
 
-    /// Sleeps; fails the group if a signal's handler raises on this thread. The call ends soon after that, on the thread that runs it.
+    /// Sleeps. Fails the group if a signal handler raises on this thread; the call then ends soon, on the thread that
+    /// runs it.
     fn nap<'a>(
         &'a self,
         state: MutexGuard<'a, QueueState>,
@@ -257,8 +262,9 @@ impl CallQueue {
         lock(&self.state)
     }
 
-    /// Waits until nothing is queued or running: false if that is not so after `limit`, or very soon where a thread is inside a call: it
-    /// must not stay there because another destroys the group. Completions may still be under way.
+    /// Waits until no call is queued or running. Returns false if that takes longer than `limit`, or very soon if a
+    /// thread is inside a call, which must not stay there because another thread destroys the group. Completions may
+    /// still be running.
     pub fn drain(&self, limit: Duration) -> bool {
         let since = Instant::now();
         let mut state = lock(&self.state);
@@ -271,7 +277,7 @@ impl CallQueue {
         true
     }
 
-    /// Ends the worker after the jobs that are queued.
+    /// Ends the worker after the queued jobs.
     pub fn stop(&self) {
         let mut state = lock(&self.state);
         state.stopping = true;
@@ -279,7 +285,7 @@ impl CallQueue {
         self.wake_workers(&state);
         drop(state);
         let workers = std::mem::take(&mut *lock(&self.workers));
-        // A completion may drop the last handle of the group on the worker itself.
+        // A completion on the worker may drop the last reference to the group.
         for worker in workers.into_iter().filter(|worker| worker.thread().id() != std::thread::current().id()) {
             let _ = worker.join();
         }
@@ -288,14 +294,14 @@ impl CallQueue {
     fn start_worker(self: &Arc<Self>, state: &mut QueueState) -> Result<()> {
         let mut workers = lock(&self.workers);
         workers.retain(|worker| !worker.is_finished());
-        let engine = Arc::clone(self);
-        let thread = thread::spawn("symm-worker", None, move || engine.work());
+        let queue = Arc::clone(self);
+        let thread = thread::spawn("symm-worker", None, move || queue.work());
         workers.push(thread?);
         state.idle_workers += 1;
         Ok(())
     }
 
-    /// Runs jobs until the engine stops. Two workers stay where completions overlap with further jobs, the second for a while.
+    /// Runs jobs until the queue stops. A second worker exists, for a while, if completions overlap with further jobs.
     fn work(self: &Arc<Self>) {
         let mut state = lock(&self.state);
         let mut seen = 0;
@@ -340,7 +346,7 @@ impl CallQueue {
         state
     }
 
-    /// The calling worker turns to a completion, which may wait for what is queued.
+    /// Marks that the calling worker runs a completion, which may wait for queued jobs.
     fn run_completion(self: &Arc<Self>) {
         let mut state = lock(&self.state);
         state.idle_workers -= 1;
@@ -371,7 +377,7 @@ impl CallQueue {
         }
     }
 
-    /// Runs `job`, the oldest. No other thread may be running one.
+    /// Runs `job`, the oldest one. No other thread may be running a job.
     fn run_job(&self, mut state: MutexGuard<'_, QueueState>, job: QueuedJob) -> FinishedJob {
         state.busy = true;
         drop(state);
@@ -380,7 +386,7 @@ impl CallQueue {
         FinishedJob { ticket: job.ticket, outcome, completion: job.completion }
     }
 
-    /// `queued`: the job whose calls they are, if it was scheduled before.
+    /// Runs calls; `queued` is their job, if they were queued.
     fn execute(&self, calls: &[Call<'_>], limit: &CallTimeout, timeout: Duration, queued: Option<&QueuedJob>) -> Result<()> {
         let mut executor = lock(&self.executor);
         let mut one = |(place, call): (u64, &Call<'_>)| {
@@ -422,11 +428,11 @@ impl CallQueue {
 }
 
 impl FinishedJob {
-    /// Calls the completion, without any lock held.
-    fn call_completion(self, engine: &CallQueue) {
+    /// Calls the completion, without holding a lock.
+    fn call_completion(self, queue: &CallQueue) {
         self.completion.call(self.outcome, None);
-        let mut state = lock(&engine.state);
+        let mut state = lock(&queue.state);
         state.open.remove(&self.ticket);
-        engine.wake_waiters(&state);
+        queue.wake_waiters(&state);
     }
 }

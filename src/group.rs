@@ -1,7 +1,7 @@
-//! A group of ranks: ties the crate together; the only thing the bridge talks to.
+//! A group of ranks: combines all parts of the crate; the bridge calls only this module.
 //!
-//! Ranks of one node share memory. A group whose ranks are on several is the same with [`Internode`]: its calls run through the same engine, and
-//! its messages through the same table.
+//! Ranks of one node share memory. A group on several nodes differs only by its [`Internode`]: its calls use the same
+//! queue, and its messages the same table.
 
 pub mod device;
 mod join;
@@ -32,14 +32,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Settings that a user may choose for a group; the same on all its ranks.
+/// Settings that a user may choose for a group. All ranks must choose the same, except the thresholds.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupTuning {
-    /// Whether receivers of long messages may read the sender's memory where the system permits it.
+    /// True if receivers of long messages may read the sender's memory where the system permits it.
     pub zero_copy: bool,
-    /// Turns a waiting thread spins before it gives its core away; absent: by the number of cores.
+    /// Number of spin iterations of a waiting thread before it yields its core; if absent, it depends on the number of
+    /// cores.
     pub spins: Option<u32>,
-    /// Thresholds between one way of moving data and the next; they need not be the same on all ranks.
+    /// Lengths at which the algorithms change.
     pub thresholds: CpuThresholds,
     /// Order in which reductions combine the ranks' elements.
     pub order: SumOrder,
@@ -91,7 +92,7 @@ impl Default for GroupTuning {
 pub struct Group {
     /// Control block of the ranks of this node.
     control: Arc<ControlBlock>,
-    engine: Arc<CallQueue>,
+    queue: Arc<CallQueue>,
     messages: Arc<Messages>,
     health: Arc<Health>,
     rejections: Arc<LocalRejections>,
@@ -100,28 +101,28 @@ pub struct Group {
     closed: AtomicBool,
     watching: Mutex<Option<exit_watch::Subscription>>,
     lease: Mutex<Option<bootstrap::RankLease>>,
-    /// Communicator, made by the first call on a GPU.
+    /// The communicator, created by the first call on a GPU.
     communicator: Arc<DeviceSlot>,
-    /// Held by whoever sets the communicator up.
+    /// Held by the thread that sets up the communicator.
     setting_up: Mutex<()>,
     domains: window::Domains,
     /// Symmetric memory of the host, for collectives.
     linked: Arc<PeerHeapsCell>,
-    /// The other nodes, if the group is on several.
+    /// The other nodes, if the group spans several.
     internode: Option<Arc<Internode>>,
 }
 
 impl Group {
-    /// Runs `calls` in order behind everything submitted before, and returns when they are done.
+    /// Runs `calls` after all earlier calls, and returns when they have ended.
     pub fn run(&self, calls: &[Call<'_>], timeout: Option<Duration>) -> Result<()> {
         self.check_call()?;
-        self.engine.run(calls, timeout.unwrap_or_else(|| self.timeout()))
+        self.queue.run(calls, timeout.unwrap_or_else(|| self.timeout()))
     }
 
-    /// Queues `calls`; `completion` gets the outcome. The ticket is for `wait`.
+    /// Queues `calls`; `completion` gets the outcome. The returned ticket is for `wait`.
     pub fn submit(&self, calls: &[Call<'_>], timeout: Option<Duration>, completion: Completion) -> Result<u64> {
         self.check_call()?;
-        self.engine.submit(calls, timeout.unwrap_or_else(|| self.timeout()), completion)
+        self.queue.submit(calls, timeout.unwrap_or_else(|| self.timeout()), completion)
     }
 
     /// Starts a send.
@@ -134,7 +135,7 @@ impl Group {
         self.start(false, message, completion)
     }
 
-    /// Starts a message, if the group lives, and keeps it in the record.
+    /// Starts a message unless the group has failed, and records it.
     fn start(&self, send: bool, message: Message, completion: Completion) -> Result<u64> {
         self.check_alive()?;
         let recorded_as = |internode: &Arc<Internode>| {
@@ -155,28 +156,28 @@ impl Group {
     /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
         self.check_process()?;
-        if ticket & messages::TICKET_BIT != 0 { self.messages.wait(ticket, timeout) } else { self.engine.wait(ticket, timeout) }
+        if ticket & messages::TICKET_BIT != 0 { self.messages.wait(ticket, timeout) } else { self.queue.wait(ticket, timeout) }
     }
 
-    /// A collective was refused on this rank, because of `text`, before anything was exchanged. If peers wait for it, and this rank makes
-    /// no other call within 80 ms, the group fails: those of this node learn so within 100 ms of their call or of this one, whichever is
-    /// later, and others within 0.2 s.
+    /// Reports that this rank rejected a collective, because of `text`, before any data moved. If peers wait for it,
+    /// and this rank makes no other call within 80 ms, the group fails. Peers on this node learn so within 100 ms of
+    /// their call or of this report, whichever is later, and other nodes within 0.2 s.
     pub fn reject(&self, text: String) {
         if self.check_alive().and_then(|()| self.health.check_kernels()).is_ok() {
             self.rejections.add(text, RejectedCall::Collective { on_device: self.health.communicator().is_some() });
         }
     }
 
-    /// Refuses, as `reject` does, an operator on symmetric memory of the host, before this rank came to its first barrier. No window is on
-    /// several nodes.
+    /// Reports, as `reject` does, an operator on symmetric memory of the host that this rank rejected before its first
+    /// barrier. Has no effect on several nodes, where there are no windows.
     pub fn reject_operator(&self, text: String) {
         if self.internode.is_none() && self.check_alive().is_ok() {
             self.rejections.add(text, RejectedCall::Operator);
         }
     }
 
-    /// Refuses, as `reject` does, a send to `peer` or a receive from it, or from anybody. Only a peer that is blocked in its part of it
-    /// learns of that.
+    /// Reports, as `reject` does, a rejected send to `peer`, or a rejected receive from it or from any source. Only a
+    /// peer that is blocked in the matching call learns of it.
     pub fn reject_message(&self, send: bool, peer: Option<Rank>, tag: i32, text: String) {
         let known = peer.is_none_or(|peer| peer.index() < self.place().1);
         if known && self.check_alive().is_ok() {
@@ -184,10 +185,10 @@ impl Group {
         }
     }
 
-    /// Moves transfers and calls along without blocking: somebody asks for their end who does not wait for it.
+    /// Advances messages and calls without blocking, for a caller that polls for their end.
     pub fn progress(&self) {
         if self.check_process().is_ok() {
-            self.engine.run_promptly();
+            self.queue.run_promptly();
             let _ = self.messages.progress();
         }
     }
@@ -201,13 +202,14 @@ impl Group {
         self.health.fail(Error::aborted(format!("{me} aborted group \"{}\"", self.control.name())));
     }
 
-    /// Leaves the group once what was submitted is done, at the latest after the timeout. Idempotent.
+    /// Leaves the group once all submitted calls have ended, at the latest after the timeout. Idempotent.
     pub fn shutdown(&self) {
         self.destroy(self.timeout(), "");
     }
 
-    /// Leaves the group once what was submitted is done; what is not after `limit` fails, here and on its peers. Idempotent.
-    /// A call in which another thread is blocked gets 50 ms.
+    /// Leaves the group once all submitted calls have ended. Calls that have not ended after `limit` fail, here and on
+    /// the peers. A call in which another thread is blocked gets 50 ms. Idempotent.
+    ///
     /// `farewell` is the error because of which this rank leaves, for its peers; empty if there is none.
     pub fn destroy(&self, limit: Duration, farewell: &str) {
         if self.check_process().is_err() || self.closed.swap(true, Ordering::AcqRel) {
@@ -217,10 +219,10 @@ impl Group {
         let left = || limit.saturating_sub(since.elapsed());
         self.rejections.forget();
         let launched = self.disconnect(limit);
-        if !self.engine.drain(left()) {
+        if !self.queue.drain(left()) {
             let (me, seconds) = (self.control.describe(self.control.rank()), since.elapsed().as_secs_f32());
             let error = Error::aborted(format!("{me} left group \"{name}\" with calls under way after {seconds:.1} s"));
-            // Messages that are open end below, in words of their own.
+            // Pending messages end below, with their own error.
             self.control.fail(error);
         }
         if let Some(internode) = &self.internode {
@@ -229,8 +231,8 @@ impl Group {
         }
         self.messages.shut_down(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")), farewell);
         self.messages.stop();
-        self.engine.stop();
-        // Whoever is blocked in a rendezvous has been released by now.
+        self.queue.stop();
+        // Threads that were blocked in a rendezvous have been released by now.
         self.domains.drain(left());
         self.control.note_departure(farewell);
         if launched {
@@ -239,7 +241,7 @@ impl Group {
         drop(lock(&self.watching).take());
         drop(lock(&self.lease).take());
         self.recorder.leave();
-        // Who still refers to the group may ask for its failure, which lies in the part that is kept.
+        // Other owners of the group may still query its failure, which is in the part that is kept.
         let kept = self.control.segment().leave_file(self.control.layout().control_bytes());
         kept.unwrap_or_else(|errno| log::debug!("group \"{name}\" keeps its memory: {errno}"));
         if let Some(internode) = &self.internode {
@@ -247,55 +249,56 @@ impl Group {
         }
     }
 
-    /// This group, if all its ranks are on one node.
+    /// Returns this group if all its ranks are on one node.
     ///
     /// # Errors
-    /// `Config` for `what`, which groups on several nodes do not have.
+    /// `Config` if the group spans several nodes, where `what` is unavailable.
     pub fn single_node(&self, what: &str) -> Result<&Self> {
         self.internode.as_ref().map_or(Ok(self), |internode| Err(internode.unsupported(what)))
     }
 
-    /// Control block of the ranks of this node.
+    /// Returns the control block of the ranks of this node.
     pub fn control(&self) -> &ControlBlock {
         &self.control
     }
 
-    /// Notes in the flight recorder who was waited for, from now on or no longer.
+    /// Starts or stops recording in the flight recorder for which ranks calls wait.
     pub fn watch(&self, on: bool) {
         self.recorder.watch(on);
     }
 
-    /// This rank, and the number of ranks.
+    /// Returns this rank and the number of ranks.
     pub fn place(&self) -> (Rank, usize) {
         self.internode.as_ref().map_or_else(|| (self.control.rank(), self.control.size()), |internode| internode.place())
     }
 
-    /// Number of collectives asked for.
+    /// Returns the number of collectives that were called.
     pub fn sequence(&self) -> u64 {
         self.recorder.collectives()
     }
 
-    /// The limit of calls that bring none.
+    /// Returns the timeout of calls that have none of their own.
     pub fn timeout(&self) -> Duration {
         Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed))
     }
 
-    /// Changes the limit of calls that bring none.
+    /// Sets the timeout of calls that have none of their own.
     pub fn set_timeout(&self, timeout: Duration) {
         self.timeout_ms.store(timeout.as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// The first failure, or the death of a rank of this node that no call has run into yet.
+    /// Returns the first failure, or the death of a rank of this node that no call has raised yet.
     pub fn error(&self) -> Option<Error> {
         self.health.error()
     }
 
-    /// The group's first failure, on the host or a device.
+    /// Returns the group's first failure, on the host or a device.
     pub fn failure(&self) -> Option<Error> {
         self.health.failure()
     }
 
-    /// Runs `body`. A panic in it fails the group on all ranks, unless this process is a forked child, which must not touch it.
+    /// Runs `body`. A panic in it fails the group on all ranks, except in a forked child, which must not affect the
+    /// group.
     pub fn catch_panic<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         self.health.contain(body)
     }
@@ -312,7 +315,7 @@ impl Group {
         )))
     }
 
-    /// Refuses a group that this process may not use any more.
+    /// Fails if this process can no longer use the group.
     pub fn check_open(&self) -> Result<()> {
         self.check_process()?;
         if self.closed.load(Ordering::Acquire) {
@@ -321,7 +324,8 @@ impl Group {
         Ok(())
     }
 
-    /// Refuses a call if the group may not be used any more, or a kernel of this rank has given up. Any other call makes up for a refusal.
+    /// Fails if the group can no longer be used, or a kernel of this rank has timed out. A call that passes ends the
+    /// rejection of an earlier one.
     fn check_call(&self) -> Result<()> {
         self.check_open()?;
         self.health.check_kernels()?;

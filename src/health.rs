@@ -1,8 +1,8 @@
-//! Health of a group: its first failure, and how everything that belongs to it hears of that.
+//! The health of a group: its first failure, and how all parts of the group learn of it.
 //!
-//! A failure stands in the control block, which wakes all ranks of this node. Each part of a group that has more to do is a [`FailureListener`]:
-//! messages end, then the nodes report the failure to each other and drop the rail. The first call of [`Health::fail`] does all of that
-//! once, in this order.
+//! A failure is recorded in the control block, which wakes all ranks of this node. Each part of a group that has to act
+//! on it is a [`FailureListener`]: messages end, then the nodes report the failure to each other and drop the rail. The
+//! first call of [`Health::fail`] does all of that once, in this order.
 
 use crate::coll::cuda::communicator::Communicator;
 use crate::control::ControlBlock;
@@ -15,22 +15,22 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, RwLock, Weak};
 use std::time::{Duration, Instant};
 
-/// Maximum time that a rank which has lost a connection waits to hear why.
+/// Maximum time that a rank which has lost a connection waits for the reason.
 const CAUSE_WAIT: Duration = Duration::from_millis(400);
-/// How long a failure may take to be reported: after this a connection counts as lost because its peer has left.
+/// Maximum time in which a failure is reported. After it, a connection counts as lost because its peer has left.
 const CAUSE_WAIT_LOCAL: Duration = Duration::from_millis(150);
-/// Poll interval of a rank that waits to hear.
+/// Poll interval of a rank that waits for the reason of a loss.
 const CAUSE_POLL: Duration = Duration::from_millis(10);
 
-/// Slot in which a group keeps its communicator, which the first call on a GPU makes.
+/// The slot for a group's communicator, which the first call on a GPU creates.
 pub type DeviceSlot = RwLock<Option<Arc<Communicator>>>;
 
-/// A part of a group that ends, or reports to others, when the group fails.
+/// A part of a group that ends, or notifies others, when the group fails.
 pub trait FailureListener: Send + Sync {
-    /// The group has failed; called once.
+    /// Reports that the group has failed; called once.
     fn failed(&self, failure: &Error);
 
-    /// Departure of a rank of another node, as an error: the rank of this `local` index rather than others.
+    /// Returns the exit of a rank of another node as an error, preferably the rank with this `local` index.
     fn departure(&self, _local: usize) -> Option<Error> {
         None
     }
@@ -48,13 +48,13 @@ pub struct Health {
 
 #[derive(Default)]
 struct FailureListeners {
-    /// In the order in which they hear of a failure; empty once they have.
+    /// Listeners in the order in which they are notified of a failure; empty once that has happened.
     waiting: Vec<Weak<dyn FailureListener>>,
     notified: bool,
 }
 
 impl Health {
-    /// Health of the group of `control`, whose communicator will be in `device` and whose calls `recorder` keeps.
+    /// Creates the health of the group of `control`, with the slot of its communicator and the recorder of its calls.
     pub fn new(control: &Arc<ControlBlock>, device: &Arc<DeviceSlot>, recorder: &Arc<GroupRecorder>) -> Arc<Self> {
         Arc::new(Self {
             control: Arc::clone(control),
@@ -65,17 +65,17 @@ impl Health {
         })
     }
 
-    /// Control block of the ranks of this node.
+    /// Returns the control block of the ranks of this node.
     pub fn control(&self) -> &Arc<ControlBlock> {
         &self.control
     }
 
-    /// Record of the group's calls.
+    /// Returns the record of the group's calls.
     pub fn recorder(&self) -> &Arc<GroupRecorder> {
         &self.recorder
     }
 
-    /// Has `listener` hear of the failure after all that came before it.
+    /// Adds `listener`, which is notified of a failure after all earlier listeners.
     pub fn listen(&self, listener: Weak<dyn FailureListener>) {
         let mut listeners = lock(&self.listeners);
         if !listeners.notified {
@@ -87,8 +87,8 @@ impl Health {
         }
     }
 
-    /// Fails the group because of `error` on every rank, unless it has failed; blocked calls return at once. Returns the failure that
-    /// stands. Without effect in a forked child.
+    /// Fails the group with `error` on every rank, unless it has failed already; blocked calls return at once. Returns
+    /// the first failure. Has no effect in a forked child.
     pub fn fail(&self, error: Error) -> Error {
         if self.is_inherited() {
             return error;
@@ -102,18 +102,18 @@ impl Health {
         stands
     }
 
-    /// The first failure, or the death of a rank of this node that no call has run into yet.
+    /// Returns the first failure, or the death of a rank of this node that no call has raised yet.
     pub fn error(&self) -> Option<Error> {
         self.failure().or_else(|| self.control.dead())
     }
 
-    /// The first failure, on the host or a device.
+    /// Returns the first failure, on the host or a device.
     pub fn failure(&self) -> Option<Error> {
         let failure = self.kernels_failure().or_else(|| self.control.failure());
         failure.inspect(|error| self.recorder.note_failure(error))
     }
 
-    /// Fails if a kernel of this rank has given up: only a caller that asks learns of it.
+    /// Fails if a kernel of this rank has timed out. A kernel's report is read only here.
     pub fn check_kernels(&self) -> Result<()> {
         self.kernels_failure().map_or(Ok(()), Err).inspect_err(|error| self.recorder.note_failure(error))
     }
@@ -122,8 +122,8 @@ impl Health {
         self.communicator().and_then(|communicator| communicator.failure())
     }
 
-    /// Returns why this rank lost a connection, if it hears so within `limit`: a failure, or that a rank of another node has left, the rank
-    /// of this `local` index rather than others.
+    /// Returns the reason why this rank lost a connection, if it is known within `limit`: a failure, or the exit of a
+    /// rank of another node, preferably the rank with this `local` index.
     pub fn cause(&self, local: usize, limit: Duration) -> Option<Error> {
         let (begun, most) = (Instant::now(), limit.min(CAUSE_WAIT));
         loop {
@@ -141,12 +141,14 @@ impl Health {
         listeners.iter().find_map(|listener| listener.departure(local))
     }
 
-    /// The group's GPUs, if they are set up. None in a forked child, where the driver's memory is not mapped.
+    /// Returns the group's communicator, if it is set up; `None` in a forked child, where the driver's memory is not
+    /// mapped.
     pub fn communicator(&self) -> Option<Arc<Communicator>> {
         if self.is_inherited() { None } else { unpoisoned(self.device.read()).clone() }
     }
 
-    /// Runs `body`. A panic in it fails the group on all ranks, unless this process is a forked child, which must not touch it.
+    /// Runs `body`. A panic in it fails the group on all ranks, except in a forked child, which must not affect the
+    /// group.
     pub fn contain<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         if self.is_inherited() {
             return body();
@@ -154,12 +156,12 @@ impl Health {
         catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(self.panicked(&*panic)))
     }
 
-    /// Fails the group because of a panic of this rank.
+    /// Fails the group because this rank has panicked.
     pub fn panicked(&self, panic: &(dyn Any + Send)) -> Error {
         self.fail(self.control.panicked(panic))
     }
 
-    /// Whether this process is a forked child of the one that made the group.
+    /// Returns true if this process is a forked child of the process that joined the group.
     pub fn is_inherited(&self) -> bool {
         fork::generation() != self.generation
     }
@@ -170,7 +172,7 @@ mod tests {
     use super::*;
     use crate::control::tests::controls;
 
-    /// A part of a group that keeps what it hears.
+    /// A part of a group that records what it is told.
     struct Part {
         name: &'static str,
         heard: Arc<Mutex<Vec<(&'static str, String)>>>,
@@ -206,7 +208,7 @@ mod tests {
         assert_eq!(health.fail(Error::timeout("a consequence")), first);
         assert_eq!(health.failure(), Some(first.clone()));
         assert_eq!(health.cause(1, Duration::ZERO), Some(first));
-        // One that comes later hears of it, too.
+        // A listener that is added after the failure is notified, too.
         let late = part("late");
         health.listen(Arc::downgrade(&(Arc::clone(&late) as Arc<dyn FailureListener>)));
         let names = ["messages", "internode", "late"].map(|name| (name, "the cause".to_owned()));

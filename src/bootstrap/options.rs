@@ -1,4 +1,4 @@
-//! Options of joining a group.
+//! The options of joining a group.
 
 use super::{JoinSpec, KnownPeers};
 use crate::config::Config;
@@ -8,43 +8,44 @@ use crate::mem::layout::{MAX_RANKS, SegmentLayout};
 use crate::rank::Rank;
 use std::time::Duration;
 
-/// The limit of calls where nobody chose one; torch's own default.
+/// The timeout of calls if none was chosen, which is torch's default.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
-/// Options of joining a group.
+/// The options of joining a group.
 #[derive(Clone, Debug)]
 pub struct JoinOptions {
-    /// The group's name, the same on all members.
+    /// The name of the group, the same on all members.
     pub group: String,
-    /// Number of this rank in the group; checked when it joins.
+    /// The number of this rank in the group; checked when it joins.
     pub rank: i32,
-    /// Number of members; checked when it joins.
+    /// The number of members; checked when it joins.
     pub size: i32,
-    /// Ranks of the members in the default group; empty: the same as here.
+    /// The members' ranks in the default group; if empty, they equal the ranks in this group.
     pub global_ranks: Vec<i32>,
-    /// Whether this is the job's first group: it refuses a rank that is taken even after it has formed ([`super::RankLease`]).
+    /// True for the job's first group. It rejects a second process with a rank of a live member ([`super::RankLease`]).
     pub is_default: bool,
-    /// Limit of joining, and of every later call that brings none; absent: 30 minutes.
+    /// The timeout of joining, and of every later call without its own; if absent, 30 minutes.
     pub timeout: Option<Duration>,
-    /// Order in which reductions combine the ranks' elements; the same on all members.
+    /// The order in which reductions combine the ranks' elements, the same on all members.
     pub order: SumOrder,
 }
 
 impl JoinOptions {
-    /// Name of the group, the same on all members; torch calls the default group "0".
+    /// Returns the name of the group, the same on all members; torch calls the default group "0".
     pub fn name(&self) -> &str {
         if self.is_default { "default" } else { &self.group }
     }
 
-    /// Limit of joining.
+    /// Returns the timeout of joining.
     pub fn timeout(&self) -> Duration {
         self.timeout.unwrap_or(DEFAULT_TIMEOUT)
     }
 
-    /// The group of at most `most` ranks to join; one that is too large for one node needs no memory. `ended`: as [`KnownPeers`] has it.
+    /// Returns the group to join, of at most `most` ranks. A group too large for one node gets no memory. `ended` tells
+    /// which processes have ended, as for [`KnownPeers`].
     ///
     /// # Errors
-    /// `Config` for a size or rank that cannot be.
+    /// `Config` for an invalid size or rank.
     pub fn spec(&self, most: usize, ended: fn(u32) -> Option<String>) -> Result<JoinSpec<'_>> {
         let size = usize::try_from(self.size).ok().filter(|size| (1..=most).contains(size));
         let size =
@@ -63,7 +64,7 @@ impl JoinOptions {
             hold_rank: self.is_default,
             global_ranks: &self.global_ranks,
             order: self.order,
-            // A job that starts anew has the same ranks in other processes.
+            // A restarted job has the same ranks in other processes, so its default group must not rely on known ones.
             known: (!self.is_default).then_some(KnownPeers { ended }),
         })
     }

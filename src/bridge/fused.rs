@@ -10,7 +10,7 @@ use crate::fused::workspace::{CallStart, MemoryRequest, Workspace};
 use crate::fused::{self, DeviceModel, MatmulShape};
 use ffi::{FusedAction, FusedCall, FusedChannel, FusedStep, FusedStream, ProductSpec, Status, SumSpec};
 
-/// Like `bridge::ffi`.
+/// See `bridge::ffi`.
 #[allow(missing_docs, unreachable_pub)] // cxx generates public items.
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {
@@ -82,7 +82,7 @@ pub mod ffi {
         dtype: i32,
     }
 
-    /// `fused::sum_parts::Sum`, and where to enqueue it.
+    /// `fused::sum_parts::PartsSum`, and where to enqueue it.
     struct SumSpec {
         device: i32,
         stream: usize,

@@ -1,4 +1,4 @@
-//! A group, as C++ holds it.
+//! The handle of a group for C++.
 #![allow(unsafe_code, reason = "the promise of C++ about the memory of a call")]
 
 use super::torch_store::TorchStore;
@@ -24,7 +24,7 @@ use std::mem::offset_of;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A group, or the reason why it never came to be.
+/// A group, or the error that prevented it.
 pub struct GroupHandle(Result<Group>);
 
 impl GroupHandle {
@@ -34,7 +34,7 @@ impl GroupHandle {
         group.catch_panic(|| body(group))
     }
 
-    /// As `with`, where `body` returns nothing.
+    /// Runs `body`, which returns nothing, like `with`.
     fn done(&self, body: impl FnOnce(&Group)) -> Result<()> {
         self.with(|group| {
             body(group);
@@ -66,7 +66,8 @@ impl GroupHandle {
         self.begun(calls, |_, _| Ok(0))
     }
 
-    /// What `begin` makes of `calls`, a ticket, unless inputs must be copied first. A panic fails the group on all ranks.
+    /// Makes calls of `calls` and passes them to `begin`, which returns a ticket, unless inputs must be copied first. A
+    /// panic fails the group on all ranks.
     fn begun(&self, calls: &[ffi::CallSpec], begin: impl FnOnce(&Group, &[Call<'_>]) -> Result<u64>) -> ffi::Outcome {
         let mut outcome = ffi::Outcome { status: outcome::status(Ok(())), sequence: 0, ticket: 0, asides: Vec::new() };
         outcome.status = guarded(|| {
@@ -140,7 +141,7 @@ impl GroupHandle {
 
     pub(super) fn set_timeout(&self, timeout_ms: i64) {
         if let Some(timeout) = milliseconds(timeout_ms) {
-            // A group that never came to be has none.
+            // A group that could not be joined has none.
             guarded(|| self.done(|group| group.set_timeout(timeout)));
         }
     }
@@ -193,22 +194,22 @@ pub(super) fn join(
             &options,
             Some(&InternodeOptions { choice, reduce_dtype: partials, store: &store, transports: &connecting }),
         );
-        // It goes before an answer is looked at: it ends with what it does, or leaves it behind.
+        // Dropped before the answer is read: its thread has then finished its operation, or abandoned it.
         drop(worker);
         group.as_ref().map(|_| ()).map_err(Clone::clone)
     });
     ffi::JoinResult { status, group: Box::new(GroupHandle(group)) }
 }
 
-/// Spans of C++ as the core's, which have the same layout.
+/// Reinterprets spans of C++ as the core's, which have the same layout.
 fn spans(list: &[ffi::Span]) -> &[Span] {
     const { assert!(size_of::<ffi::Span>() == size_of::<Span>() && align_of::<ffi::Span>() == align_of::<Span>()) }
     const { assert!(offset_of!(ffi::Span, addr) == offset_of!(Span, addr) && offset_of!(ffi::Span, bytes) == offset_of!(Span, bytes)) }
-    // SAFETY: both are `repr(C)` structs of the same fields, as the constants above have found.
+    // SAFETY: both are `repr(C)` structs with the same fields, as the constants above have checked.
     unsafe { std::slice::from_raw_parts(list.as_ptr().cast(), list.len()) }
 }
 
-/// The arguments that `spec` has.
+/// Returns the arguments in `spec`.
 fn translate<'a>(spec: &ffi::CallSpec<'a>) -> Result<CallSpec<'a>> {
     let op = Collective::from_code(spec.op.repr).ok_or_else(|| Error::value(format!("collective code {} is unknown", spec.op.repr)))?;
     let reduce_op = ReduceOp::from_torch(spec.reduce_op)?;
@@ -224,7 +225,7 @@ fn translate<'a>(spec: &ffi::CallSpec<'a>) -> Result<CallSpec<'a>> {
     })
 }
 
-/// Runs `body` on the arguments of `calls`; a single call takes no memory.
+/// Runs `body` on the arguments of `calls`; a single call allocates no memory.
 pub(super) fn with_specs<T>(calls: &[ffi::CallSpec], body: impl FnOnce(&[CallSpec<'_>]) -> Result<T>) -> Result<T> {
     match calls {
         [one] => body(&[translate(one)?]),
@@ -232,11 +233,11 @@ pub(super) fn with_specs<T>(calls: &[ffi::CallSpec], body: impl FnOnce(&[CallSpe
     }
 }
 
-/// Runs `body` on the calls that `specs` are for rank `me` of `n`; a single one takes no memory.
+/// Runs `body` on the calls of `specs` for rank `me` of `n`; a single call allocates no memory.
 pub(super) fn with_calls<T>(specs: &[CallSpec<'_>], (me, n): (Rank, usize), body: impl FnOnce(&[Call<'_>]) -> Result<T>) -> Result<T> {
     fn call<'a>(spec: &CallSpec<'a>, me: Rank, n: usize) -> Result<Call<'a>> {
-        // SAFETY: the spans are those of tensors that `Operation` owns until the call has ended. No input overlaps an output other than in
-        // place: `GroupHandle::begun` has found that, or has had those inputs copied, before calls are made.
+        // SAFETY: the spans belong to tensors that `Operation` owns until the call has ended. Inputs overlap outputs
+        // only in place: `GroupHandle::begun` has checked that, or those inputs were copied before the calls were made.
         unsafe { Call::new(spec.clone(), me, n) }
     }
     match specs {
@@ -253,7 +254,7 @@ pub(super) fn message(transfer: &ffi::MessageSpec) -> Result<Message> {
         span: Span { addr: transfer.span.addr, bytes: transfer.span.bytes },
         timeout: milliseconds(transfer.timeout_ms),
     };
-    // SAFETY: the span is that of a tensor which its work in C++ owns until the completion is called, or until the stream has passed the
-    // transfer; torch's users leave it alone until then.
+    // SAFETY: the span belongs to a tensor that its C++ work owns until the completion is called, or until the stream
+    // has passed the transfer. Users of torch do not access it until then.
     Ok(unsafe { Message::new(spec) })
 }

@@ -1,4 +1,4 @@
-//! Nodes, as Python asks for them.
+//! Facts about nodes, for Python.
 
 use super::ffi::Status;
 use super::guarded;

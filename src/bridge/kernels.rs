@@ -1,4 +1,4 @@
-//! Facts for the CUDA kernels that only Python knows.
+//! Directories of the kernels' compiler, which only Python knows.
 
 use super::ffi::Status;
 use super::guarded;

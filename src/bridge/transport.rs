@@ -12,7 +12,7 @@ use ffi::{BufferHandle, PendingHandle, Started, Status, TransportHandle, Transpo
 use std::sync::Arc;
 use std::time::Duration;
 
-/// As `bridge::ffi`.
+/// See `bridge::ffi`.
 #[allow(missing_docs, unreachable_pub)] // What cxx generates is public.
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {

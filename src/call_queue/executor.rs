@@ -1,4 +1,4 @@
-//! What runs the calls of a queue, one at a time: on one node, or on several.
+//! The runner of a queue's calls, one at a time, on one node or on several.
 
 use crate::coll::call::Call;
 use crate::coll::cpu::CpuRunner;
@@ -7,16 +7,16 @@ use crate::internode::InternodeRunner;
 use crate::sync::timeout::CallTimeout;
 use std::cell::RefCell;
 
-/// What runs the calls of a queue, one at a time.
+/// The runner of a queue's calls, one at a time.
 pub struct Executor {
-    /// Runs collectives of the ranks of this node.
+    /// The runner of collectives of this node's ranks.
     pub(super) inner: RefCell<CpuRunner>,
-    /// Runs those of the group, if its ranks are on several nodes.
+    /// The runner of the group's collectives, if its ranks are on several nodes.
     pub(super) internode: Option<InternodeRunner>,
 }
 
 impl Executor {
-    /// Number of collectives begun.
+    /// Returns the number of collectives that have started.
     pub(super) fn sequence(&mut self) -> u64 {
         self.internode.as_ref().map_or_else(|| self.inner.get_mut().sequence(), InternodeRunner::sequence)
     }
@@ -26,13 +26,14 @@ impl Executor {
         if self.internode.is_some() { "two_level" } else { self.inner.get_mut().last_algorithm() }
     }
 
-    /// Begins `call`, the next to run, without waiting for any peer, if peers need nothing else of this rank; what is left is for `run`.
-    /// `begins` gets the number of the call before peers see it.
+    /// Starts `call`, the next one to run, without waiting for a peer, if the peers need nothing else of this rank;
+    /// `run` does the rest. `begins` gets the number of the call before peers can see it.
     pub(super) fn post(&mut self, call: &Call<'_>, begins: &dyn Fn(u64)) -> bool {
         self.internode.is_none() && self.inner.get_mut().post(call, begins)
     }
 
-    /// Runs `call`, which is `entry` in the flight recorder; returns when its outputs are complete and its inputs may change.
+    /// Runs `call`, whose entry in the flight recorder is `entry`. Returns when its outputs are complete and its inputs
+    /// may change.
     pub(super) fn run(&mut self, call: &Call<'_>, limit: &CallTimeout, entry: u64) -> Result<()> {
         match &mut self.internode {
             None => self.inner.get_mut().run(call, limit),

@@ -1,4 +1,4 @@
-//! State of a group's queue, and its jobs.
+//! The state of a group's queue, and its jobs.
 
 use crate::coll::call::Call;
 use crate::completion::Completion;
@@ -7,21 +7,23 @@ use std::time::{Duration, Instant};
 
 pub(super) struct QueueState {
     pub(super) queue: VecDeque<QueuedJob>,
-    /// Tickets whose completion has not been called, and since when they are there; none: the job was posted, and nobody needs it soon.
+    /// Tickets whose completion has not been called, each with the time of its submission; without a time the job was
+    /// posted and no thread needs it soon.
     pub(super) open: BTreeMap<u64, Option<Instant>>,
     pub(super) next: u64,
-    /// Flag that is set while a thread holds the runner.
+    /// True while a thread holds the runner.
     pub(super) busy: bool,
     pub(super) stopping: bool,
-    /// Threads inside `run` or `wait`.
+    /// Number of threads inside `run` or `wait`.
     pub(super) active_callers: usize,
-    /// Workers that are not inside a completion.
+    /// Number of workers that are not inside a completion.
     pub(super) idle_workers: usize,
-    /// Whether the last submitter who waited for a job came [`PROMPT_SUBMITTER`].
+    /// True if the last submitter that waited for a job did so within [`PROMPT_SUBMITTER`].
     pub(super) submitter_prompt: bool,
-    /// Whether a worker polls again within [`DEFERRED_JOB_POLL`], without being woken.
+    /// True if a worker polls again within [`DEFERRED_JOB_POLL`], without being woken.
     pub(super) worker_polling: bool,
-    /// Threads asleep on `work` and on `changed`: waking nobody costs a system call too.
+    /// Numbers of threads that sleep on `work` and on `changed`, because a wake-up costs a system call even if no
+    /// thread sleeps.
     pub(super) asleep: SleepCounts,
 }
 
@@ -39,9 +41,9 @@ pub(super) struct QueuedJob {
     pub(super) submitted: Instant,
     pub(super) timeout: Duration,
     pub(super) completion: Completion,
-    /// Its only call has been posted.
+    /// True if its only call has been posted.
     pub(super) posted: bool,
-    /// The job, the only one, is left to its submitter.
+    /// True if the job, the only one, is deferred to its submitter.
     pub(super) deferred: bool,
 }
 
@@ -50,7 +52,7 @@ impl QueueState {
         let ticket = self.next;
         self.next += 1;
         self.open.insert(ticket, (!job.posted).then_some(job.submitted));
-        // The submitter of several waits for none of them yet.
+        // A submitter of several jobs does not wait for any of them yet.
         if let Some(first) = self.queue.front_mut() {
             first.deferred = false;
         }
@@ -60,7 +62,7 @@ impl QueueState {
 }
 
 impl QueuedJob {
-    /// A job of `calls` that has no ticket yet; it keeps lists of its own.
+    /// Creates a job of `calls` without a ticket; it keeps its own copies of the lists.
     pub(super) fn new(calls: &[Call<'_>], number: u64, timeout: Duration, completion: Completion) -> Self {
         let calls = calls.iter().cloned().map(Call::into_owned).collect();
         Self { ticket: 0, calls, number, submitted: Instant::now(), timeout, completion, posted: false, deferred: false }

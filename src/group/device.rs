@@ -24,7 +24,8 @@ impl Group {
         self.health.communicator().map(|communicator| communicator.device())
     }
 
-    /// Sets up the group's memory on `device`; collective: blocks until all ranks have called it or launched. Idempotent.
+    /// Sets up the group's memory on `device`. Collective: blocks until all ranks have called it or launched.
+    /// Idempotent.
     pub fn connect(&self, device: i32) -> Result<()> {
         self.check_open()?;
         match &self.internode {
@@ -50,7 +51,7 @@ impl Group {
 
     #[cold]
     fn set_up(&self, device: i32, timeout: Duration) -> Result<Arc<Communicator>> {
-        // Not the communicator's own lock: who asks for failures or leaves must not wait for peers that never come.
+        // Not the communicator's own lock, because threads that query failures or leave must not wait for absent peers.
         let _turn = lock(&self.setting_up);
         if let Some(communicator) = self.health.communicator() {
             return Ok(communicator);
@@ -59,13 +60,13 @@ impl Group {
         let limit = CallTimeout::from(Instant::now(), timeout);
         let communicator = Arc::new(Communicator::connect(&self.control, device, &limit, &|bytes| self.gather_on_node(bytes, &limit))?);
         let mut place = unpoisoned(self.communicator.write());
-        // `leave` closes the group before it takes the communicator: one of the two sees the other.
+        // `leave` closes the group before it takes the communicator, so one of the two sees the other.
         self.check_open()?;
         *place = Some(Arc::clone(&communicator));
         Ok(communicator)
     }
 
-    /// Collective: a window on what every rank has at an `address` of its own; see [`window::Domains::rendezvous`].
+    /// Returns the window on each rank's memory at its `address`. Collective; see [`window::Domains::rendezvous`].
     pub fn rendezvous(&self, device: i32, address: u64, pad_bytes: usize, timeout: Option<Duration>) -> Result<SymmetricWindow> {
         self.check_alive()?;
         let limit = CallTimeout::from(Instant::now(), timeout.unwrap_or_else(|| self.timeout()));
@@ -75,18 +76,18 @@ impl Group {
         self.domains.rendezvous(&meeting, device, address, pad_bytes)
     }
 
-    /// `bytes` of every rank, through the host's memory.
+    /// Gathers `bytes` of every rank through the host's memory.
     pub(super) fn gather_on_node(&self, bytes: &[u8], limit: &CallTimeout) -> Result<Vec<Vec<u8>>> {
         let mut all = vec![vec![0u8; bytes.len()]; self.control.size()];
         let outputs = all.iter_mut().map(|out| Span { addr: out.as_mut_ptr() as usize, bytes: out.len() }).collect();
         let inputs = vec![Span { addr: bytes.as_ptr() as usize, bytes: bytes.len() }].into();
         let call = Call::inner(CallSpec { op: Collective::AllGather, inputs, outputs, ..CallSpec::barrier(None) });
         let left = limit.remaining().unwrap_or(Duration::from_millis(1));
-        if self.internode.is_some() { self.engine.run_intra_node(&[call], left) } else { self.engine.run(&[call], left) }?;
+        if self.internode.is_some() { self.queue.run_intra_node(&[call], left) } else { self.queue.run(&[call], left) }?;
         Ok(all)
     }
 
-    /// Enqueues `calls` in order; returns at once (the first time: after the set-up with the peers).
+    /// Enqueues `calls` in order and returns at once, except that the first call waits for the set-up with the peers.
     pub fn launch(&self, calls: &[Call<'_>], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
         self.check_open()?;
         self.rejections.resume();
@@ -99,7 +100,7 @@ impl Group {
         let CudaTarget { device, stream, background } = target;
         let first = self.recorder.schedule(calls, timeout, background, trace::CallTarget::Cuda { device, stream, background });
         let mut next = first;
-        // Sequence number of a call until it is known what serves it, so that an entry is changed once.
+        // A sequence number that marks a call until its algorithm is known, so that an entry is changed only once.
         let mut begun = None;
         let outcome = communicator.launch(calls, target, timeout, |stage| match stage {
             Stage::Begins(sequence) => {
@@ -116,14 +117,15 @@ impl Group {
             if let Some(sequence) = begun {
                 self.recorder.start(next - 1, sequence);
             }
-            // The last that was begun, and those behind it.
+            // The last call that was started, and those after it.
             (first.max(next.saturating_sub(1))..first + calls.len() as u64)
                 .for_each(|number| self.recorder.end(number, &Err(error.clone()), number < next, ""));
             self.recorder.note_failure(error);
         })
     }
 
-    /// Enqueues sends and receives; returns as `launch` does. On one node they are one launch, in which no two go the same way.
+    /// Enqueues sends and receives; returns as `launch` does. On one node they are one launch, with at most one message
+    /// per direction of a pair.
     pub fn launch_messages(&self, transfers: &[DeviceMessage], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
         self.check_open()?;
         let timeout = timeout.unwrap_or_else(|| self.timeout());
@@ -133,7 +135,7 @@ impl Group {
         }
     }
 
-    /// Gives the GPU's memory back once what was enqueued is done. False if there was none.
+    /// Frees the GPU memory once the enqueued work has ended. Returns false if there was none.
     pub(super) fn disconnect(&self, limit: Duration) -> bool {
         let communicator = unpoisoned(self.communicator.write()).take();
         let Some(communicator) = communicator else { return false };
@@ -141,22 +143,23 @@ impl Group {
             log::warn!("group \"{}\": its kernels have not ended, and keep their memory until this process ends", self.control.name());
             std::mem::forget(communicator);
         } else {
-            // Another thread may be about to be told that the group was destroyed, and lets go of it then.
+            // Another thread may still hold it in order to report that the group was destroyed; that thread then frees
+            // it.
             give_up(communicator);
         }
         true
     }
 
-    /// Lets go of a communicator that is another process's: the driver does not work here.
+    /// Abandons a communicator that belongs to another process, because the driver does not work here.
     pub(super) fn forget_communicator(&self) {
-        // One owner that never goes: a lock may have been held when the process was forked.
+        // A reference that is never dropped, because a lock may have been held when the process was forked.
         std::mem::forget(Arc::clone(&self.communicator));
     }
 }
 
 impl IntraNode for Group {
     fn run_call(&self, call: &Call<'_>, timeout: Duration) -> Result<()> {
-        self.engine.run(std::slice::from_ref(call), timeout)
+        self.queue.run(std::slice::from_ref(call), timeout)
     }
 
     fn gpus(&self, device: i32) -> Result<Arc<Communicator>> {
@@ -184,7 +187,7 @@ impl IntraNode for Group {
     }
 }
 
-/// Lets go of the GPU memory of `rank`, which has died, on a thread of its own since kernels take a moment to end.
+/// Frees the GPU memory of `rank`, which has died, on a separate thread, because kernels take a moment to end.
 pub(super) fn release_dead(slot: &DeviceSlot, rank: Rank) {
     let Some(communicator) = unpoisoned(slot.read()).clone() else { return };
     let work = move || {
@@ -196,21 +199,21 @@ pub(super) fn release_dead(slot: &DeviceSlot, rank: Rank) {
     }
 }
 
-/// Gives the communicator back where nobody else uses it; else whoever is the last does.
+/// Frees the communicator if it has no other user; otherwise the last user frees it.
 fn give_up(communicator: Arc<Communicator>) {
     if let Some(communicator) = Arc::into_inner(communicator) {
         communicator.release();
     }
 }
 
-/// The number of the capture that records what is enqueued in the CUDA stream; 0: none does, or it cannot be told.
+/// Returns the number of the capture that records the CUDA stream; 0 if none does, or if it is unknown.
 pub fn capture_of(stream: usize) -> u64 {
     // The driver counts captures from 1.
     Stream(stream).capture().ok().flatten().unwrap_or(0)
 }
 
-/// Statistics, a map: which algorithm has served how many CUDA calls of this process, and under `direct` in how many of them this rank's
-/// kernels loaded or stored peers' tensors directly.
+/// Returns statistics as a map: how many CUDA calls of this process each algorithm has run, and under `direct`, in how
+/// many of them this rank's kernels accessed peers' tensors directly.
 pub fn stats() -> serde_json::Value {
     use crate::coll::cuda::stats;
     let mut all = serde_json::json!(stats::served());

@@ -1,4 +1,4 @@
-//! Joining a group: its ranks find each other, those of a node share memory and meet there, and nodes are connected.
+//! Joining a group: the ranks find each other, those of one node share memory, and then the nodes are connected.
 #![allow(unsafe_code, reason = "a word of a peer's memory, read to learn whether that is possible")]
 
 use super::rejection::LocalRejections;
@@ -30,15 +30,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Turns of spinning, some 40 ns each, where every rank can have a core.
+/// Number of spin iterations, some 40 ns each, if every rank can have a core.
 const SPINS: u32 = 512;
-/// Turns where ranks share cores: the peer that is waited for may need this one.
+/// The same if ranks share cores, where a peer may need this rank's core to make progress.
 const SPINS_CROWDED: u32 = 64;
 /// Value that a rank expects to find at a peer's probe address.
 const PROBE: u64 = 0x746f_7263_6873_796d;
 
 impl Group {
-    /// Joins the group that `options` name, meeting its other members through `store`: on one node, or where `across` connects several.
+    /// Joins the group that `options` name and meets its other members through `store`; on several nodes only if
+    /// `across` says how to connect them.
     pub fn join(store: &dyn Store, options: &JoinOptions, across: Option<&InternodeOptions<'_>>) -> Result<Self> {
         let choice = across.map_or(&InterNodeChoice::None, |across| &across.choice);
         match (discovery::find(store, options, choice)?, across) {
@@ -61,18 +62,18 @@ impl Group {
         Ok(group)
     }
 
-    /// Makes the group, whose ranks are all on this node, a part of one on several: `meet` connects it with the others.
+    /// Extends this group, all of whose ranks are on this node, to several nodes; `meet` connects it with the others.
     pub(super) fn connect_nodes<T>(
         &mut self,
         meet: impl FnOnce(&Arc<Health>, &Messages, &mut CpuRunner) -> Result<(Arc<Internode>, T)>,
     ) -> Result<T> {
-        let (internode, more) = self.engine.connect(|runner| meet(&self.health, &self.messages, runner))?;
-        self.rejections = LocalRejections::new(&self.health, &self.engine, &self.messages, Some(Arc::clone(&internode)));
+        let (internode, more) = self.queue.connect(|runner| meet(&self.health, &self.messages, runner))?;
+        self.rejections = LocalRejections::new(&self.health, &self.queue, &self.messages, Some(Arc::clone(&internode)));
         self.internode = Some(internode);
         Ok(more)
     }
 
-    /// The group of the ranks that have `joined` on this node: all, or a part of the group on several.
+    /// Creates the group of the ranks that have `joined` on this node: the whole group, or this node's part of it.
     fn of(joined: Joined, options: &JoinOptions, part: Option<ParentGroup>) -> Result<Self> {
         let config = Config::get();
         let (size, rank, group) = (joined.members.len(), Rank(options.rank as u32), options.name());
@@ -88,7 +89,7 @@ impl Group {
         Ok(made)
     }
 
-    /// A group in memory that its members already share. `members` in rank order; their processes are not watched.
+    /// Creates a group in memory that its members, in rank order, already share. Their processes are not watched.
     pub fn from_joined(
         segment: ShmSegment,
         name: &str,
@@ -108,7 +109,7 @@ impl Group {
         let watching = if watched.is_empty() {
             None
         } else {
-            // The control block does not outlive the group because somebody watches its members.
+            // A weak reference, so that the watcher does not keep the control block of a destroyed group.
             let (listener, slot) = (Arc::downgrade(&control), Arc::downgrade(&communicator));
             let on_exit: exit_watch::OnExit = Arc::new(move |rank, how| {
                 let Some(control) = listener.upgrade() else { return };
@@ -132,11 +133,11 @@ impl Group {
         let health = Health::new(&control, &communicator, &recorder);
         let linked = Arc::<PeerHeapsCell>::default();
         let runner = CpuRunner::new(Arc::clone(&control), tuning.thresholds, Arc::clone(&linked)).reading(direct);
-        let engine = CallQueue::new(runner, &health);
+        let queue = CallQueue::new(runner, &health);
         let messages = Messages::new(&health, direct);
         Ok(Self {
-            rejections: LocalRejections::new(&health, &engine, &messages, None),
-            engine,
+            rejections: LocalRejections::new(&health, &queue, &messages, None),
+            queue,
             messages,
             health,
             recorder,
@@ -161,7 +162,7 @@ pub(super) fn control_block(segment: ShmSegment, name: &str, rank: Rank, members
     ControlBlock::new(segment, rank, name.into(), members, spins).summing(tuning.order)
 }
 
-/// Waits for all members in the shared memory; returns whether every rank may read every other's private memory.
+/// Waits for all members in shared memory. Returns true if every rank may read every other rank's private memory.
 fn meet(control: &ControlBlock, limit: &CallTimeout, try_direct: bool) -> Result<bool> {
     let me = control.rank();
     let about = || format!("joining group \"{}\"", control.name());

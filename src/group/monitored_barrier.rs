@@ -1,8 +1,9 @@
-//! Monitored barrier: one whose failure names the ranks that did not come, in Gloo's words.
+//! A monitored barrier, whose failure names the ranks that did not arrive, in Gloo's words.
 //!
-//! A rank that waits for another node sees that the node is late, not which of its ranks. So on several nodes every rank sets a key in the
-//! store before it enters the barrier, and if the barrier fails, rank 0 reads which keys are missing. A rank deletes its key once it has
-//! passed the next barrier, or leaves, because rank 0 may fail in one that others have passed.
+//! A rank that waits for another node knows which node is late, but not which of its ranks. Therefore, on several
+//! nodes, every rank sets a key in the store before it enters the barrier. If the barrier fails, rank 0 reads which
+//! keys are missing. A rank deletes its key only when it has passed the next barrier or leaves, because the barrier may
+//! fail on rank 0 after other ranks have passed it.
 
 use super::Group;
 use crate::coll::call::Call;
@@ -12,7 +13,8 @@ use crate::sync::call_site::CallSite;
 use std::time::Duration;
 
 impl Group {
-    /// A barrier whose failure reads as Gloo's: on rank 0 it names the first rank that did not come, or all of them, on whichever host.
+    /// Runs a barrier whose failure reads as Gloo's: on rank 0 it names the first rank that did not arrive, or all of
+    /// them, on every node.
     pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool, call_site: Option<&'static CallSite>) -> Result<()> {
         let (timeout, me) = (timeout.unwrap_or_else(|| self.timeout()), self.place().0);
         if timeout.is_zero() {
@@ -36,7 +38,8 @@ impl Group {
     }
 }
 
-/// `error` of rank `me` in Gloo's words: on rank 0 with the ranks that were `late`, `all` of them or only the first.
+/// Converts `error` of rank `me` into Gloo's words; on rank 0 it names the `late` ranks, `all` of them or only the
+/// first.
 fn reworded(error: Error, me: Rank, timeout: Duration, all: bool, late: impl FnOnce() -> Vec<Rank>) -> Error {
     let cause = &error.message;
     if me.0 != 0 {

@@ -1,10 +1,13 @@
-//! A call that was refused on this rank alone: who waits for it learns so, long before a timeout.
+//! Rejected calls: if only this rank rejects a call, the ranks that wait for it learn so long before a timeout.
 //!
-//! The rank that refused is the one to tell: it looks a little later whether a peer has begun a collective that this rank has not, or
-//! sleeps for a message of this rank that is not on its way. It cannot see other nodes: it reports to them that it has refused, and when it
-//! makes another call, and they check which of their ranks wait. A rank that has made another call by then, or peers that were refused
-//! alike, disturb nobody: a rank says how often it has refused, so that whoever refused alike and has gone on is not taken to wait for the
-//! refused call. Waiting ranks do no more for this than to say which message they sleep for, and in how many barriers they have met.
+//! The rejecting rank reports it. After a short time it checks whether a peer has started a collective that this rank
+//! has not, or sleeps for a message that this rank has not sent. It cannot see the ranks of other nodes. It therefore
+//! tells the other nodes when it has rejected a call and when it makes another call, and they check which of their
+//! ranks wait.
+//!
+//! A rank that has made another call by then fails no group. Nor do ranks that all rejected the call: every rank counts
+//! its rejections, so a rank that also rejected the call and went on is not taken to wait for it. A waiting rank only
+//! publishes which message it sleeps for and how many barriers it has passed.
 
 use crate::call_queue::CallQueue;
 use crate::coll::cuda::agreement::launch_log;
@@ -21,63 +24,63 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Time from a refusal to the first look: enough to catch the exception and make the right call; a peer that has come by then is told
-/// within 100 ms.
+/// Time between a rejection and the first check. It suffices to catch the exception and make the correct call, and a
+/// peer that waits by then learns of the rejection within 100 ms.
 const REJECTION_DELAY: Duration = Duration::from_millis(80);
-/// Time between two looks, for peers that come later.
+/// Interval of later checks, for peers that arrive later.
 const REJECTION_POLL: Duration = Duration::from_millis(50);
 
-/// Refusals of this rank that it has not made up for.
+/// Rejections of this rank after which it has made no other call.
 pub(super) struct LocalRejections {
     control: Arc<ControlBlock>,
     recorder: Arc<GroupRecorder>,
-    engine: Arc<CallQueue>,
+    queue: Arc<CallQueue>,
     messages: Arc<Messages>,
     internode: Option<Arc<Internode>>,
     note: Mutex<Option<RejectionNote>>,
-    /// Whether other nodes know of a refused collective that this rank has not made up for.
+    /// True while other nodes know of a rejected collective after which this rank has made no other call.
     notified: AtomicBool,
 }
 
-/// Call that was refused.
+/// A rejected call.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum RejectedCall {
-    /// A collective. On a device: kernels were in use, so that a launch may be waiting for this rank.
+    /// A collective. `on_device`: kernels were in use, so a launched kernel may be waiting for this rank.
     Collective { on_device: bool },
     /// An operator on symmetric memory of the host.
     Operator,
-    /// A send to `peer`, or a receive; `None`: from anybody.
+    /// A send to `peer`, or a receive; `None`: from any source.
     Message { send: bool, peer: Option<Rank>, tag: i32 },
 }
 
-/// Calls of this rank, which make up for what was refused once there are others.
+/// Numbers of calls of this rank. Once they have grown, this rank has made another call after a rejection.
 type CallsMade = (u64, Option<BarrierCount>);
 
 struct RejectionNote {
     text: String,
     rejected: RejectedCall,
-    /// Calls that this rank had been asked for by then.
+    /// The calls that this rank had made by then.
     calls_made: CallsMade,
     /// True once this rank has reported it to other nodes.
     notified: bool,
     look: Option<Subscription>,
 }
 
-/// A peer that has begun what this rank has not.
+/// A peer that has started a call that this rank has not.
 struct BlockedPeer {
     rank: Rank,
-    /// Name of a refused call, such as "all_gather, collective #3" or "recv, tag 7,".
+    /// Name of the rejected call, such as "all_gather, collective #3" or "recv, tag 7,".
     call: String,
 }
 
 impl LocalRejections {
-    pub(super) fn new(health: &Health, engine: &Arc<CallQueue>, messages: &Arc<Messages>, internode: Option<Arc<Internode>>) -> Arc<Self> {
+    pub(super) fn new(health: &Health, queue: &Arc<CallQueue>, messages: &Arc<Messages>, internode: Option<Arc<Internode>>) -> Arc<Self> {
         let (control, recorder) = (Arc::clone(health.control()), Arc::clone(health.recorder()));
-        let (engine, messages) = (Arc::clone(engine), Arc::clone(messages));
-        Arc::new(Self { control, recorder, engine, messages, internode, note: Mutex::new(None), notified: AtomicBool::new(false) })
+        let (queue, messages) = (Arc::clone(queue), Arc::clone(messages));
+        Arc::new(Self { control, recorder, queue, messages, internode, note: Mutex::new(None), notified: AtomicBool::new(false) })
     }
 
-    /// Notes that a call was refused because of `text`. The last refusal counts.
+    /// Records that a call was rejected because of `text`, in place of earlier rejections.
     pub(super) fn add(self: &Arc<Self>, text: String, refused: RejectedCall) {
         if self.control.size() == 1 && self.internode.is_none() {
             return;
@@ -92,8 +95,9 @@ impl LocalRejections {
         *note = Some(RejectionNote { text, rejected: refused, calls_made: self.calls_made(refused), notified: false, look });
     }
 
-    /// The calls that make up for what was refused: a collective for a collective, that or a barrier for an operator, any but barriers for a
-    /// message. Messages do not make up for a collective: a peer that waits in it begins none meanwhile.
+    /// Returns the calls that end a rejection: a collective for a collective, a collective or a barrier for an
+    /// operator, any call except barriers for a message. Messages do not end the rejection of a collective, because a
+    /// peer that waits in it starts none meanwhile.
     fn calls_made(&self, refused: RejectedCall) -> CallsMade {
         match refused {
             RejectedCall::Collective { .. } => (self.recorder.collectives(), None),
@@ -102,14 +106,14 @@ impl LocalRejections {
         }
     }
 
-    /// Tells other nodes, if they know of a refused collective, that this rank makes a call.
+    /// Reports to other nodes that this rank makes a call, if they know of a rejected collective.
     pub(super) fn resume(&self) {
         if self.notified.load(Ordering::Relaxed) && self.notified.swap(false, Ordering::AcqRel) {
             self.internode.iter().for_each(|internode| internode.broadcast_resumed(self.recorder.collectives() + 1));
         }
     }
 
-    /// Tells other nodes of `note`.
+    /// Reports `note` to other nodes.
     fn broadcast_to_nodes(&self, note: &RejectionNote) {
         let Some(internode) = &self.internode else { return };
         let (requested, text) = (note.calls_made.0, &note.text);
@@ -117,7 +121,7 @@ impl LocalRejections {
             RejectedCall::Collective { .. } => {
                 self.notified.store(true, Ordering::Release);
                 internode.broadcast_rejection(text);
-                // A call that began in between has not seen that there is something to make up for.
+                // A call that started in between could not see that a rejection is pending.
                 if self.recorder.collectives() != requested {
                     self.resume();
                 }
@@ -127,13 +131,13 @@ impl LocalRejections {
         }
     }
 
-    /// Forgets all refusals, since this rank leaves: nobody is told any more.
+    /// Drops all rejections because this rank leaves; no peer is notified any more.
     pub(super) fn forget(&self) {
         drop(lock(&self.note).take());
     }
 
     fn poll_until_settled(self: &Arc<Self>, delay: Duration) -> Option<Subscription> {
-        // The watcher does not keep a group.
+        // A weak reference, so that the watcher does not keep a group.
         let refusals = Arc::downgrade(self);
         let look = move || {
             if let Some(refusals) = refusals.upgrade() {
@@ -150,7 +154,7 @@ impl LocalRejections {
         let mut note = lock(&self.note);
         let Some(refused) = note.as_mut() else { return };
         let waiting = self.waiting(refused.rejected);
-        // After the peers: who waited for a rank that has not moved since waits for it now.
+        // After the peers were checked: a peer that waited for an idle rank before still waits for it.
         if self.calls_made(refused.rejected) != refused.calls_made || self.control.failure().is_some() {
             *note = None;
             return;
@@ -174,11 +178,11 @@ impl LocalRejections {
         self.control.fail(Error::mismatch(text));
     }
 
-    /// By rank.
+    /// The published states, by rank.
     fn waiting(&self, refused: RejectedCall) -> Vec<BlockedPeer> {
         let mut all = match refused {
             RejectedCall::Collective { on_device } => self.in_collectives(on_device),
-            // A rendezvous is made of collectives.
+            // A rendezvous consists of collectives.
             RejectedCall::Operator => self.in_barriers().chain(self.in_collectives(false)).collect(),
             RejectedCall::Message { send, peer, tag } => {
                 let peers = self.control.peers().filter(|&rank| peer.is_none_or(|peer| peer == self.control.display_rank(rank)));
@@ -213,8 +217,8 @@ impl LocalRejections {
             (launch_log::launched(control, rank) >= first).then(|| BlockedPeer { rank, call: format!("CUDA collective #{first}") })
         });
         let all: Vec<BlockedPeer> = on_node.chain(on_devices).collect();
-        // After the peers: one that is ahead of a rank with something queued may be waiting for that.
-        if self.engine.idle() { all } else { Vec::new() }
+        // After the peers were checked: one that is ahead of a rank with queued calls may wait for those.
+        if self.queue.idle() { all } else { Vec::new() }
     }
 }
 
@@ -239,8 +243,8 @@ mod tests {
             let control = Arc::new(control);
             let recorder = GroupRecorder::new(&control, Duration::from_secs(1));
             let health = Health::new(&control, &Arc::default(), &recorder);
-            let engine = CallQueue::new(CpuRunner::new(Arc::clone(&control), CpuThresholds::default(), Arc::default()), &health);
-            LocalRejections::new(&health, &engine, &Messages::new(&health, false), None)
+            let queue = CallQueue::new(CpuRunner::new(Arc::clone(&control), CpuThresholds::default(), Arc::default()), &health);
+            LocalRejections::new(&health, &queue, &Messages::new(&health, false), None)
         };
         controls(3).into_iter().map(rank).collect()
     }
@@ -330,7 +334,7 @@ mod tests {
             (0..3).for_each(|rank| refuse(rank, "all alike"));
             [0, 2].into_iter().for_each(|rank| ranks[rank].control.begin(1, Collective::Barrier));
             assert_eq!(failure_within(&ranks[0], QUIET), None, "the others have refused it, too, and are one further");
-            // The call in which they wait is refused as well.
+            // The call in which the others wait is rejected as well.
             refuse(1, "again");
             let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("reported");
             assert!(failure.message.ends_with("of group \"test\": again"), "{failure}");
@@ -339,7 +343,7 @@ mod tests {
 
     #[test]
     fn peers_that_wait_in_a_barrier_for_a_refused_operator_are_told() {
-        // Whether rank 1 comes to the barrier after all, or had met the others in it before.
+        // True if rank 1 enters the barrier later, or had passed it with the others before.
         for (comes, had_met) in [(false, false), (true, false), (false, true)] {
             let ranks = ranks();
             let enter = |rank: usize| ranks[rank].control.enter_barrier();
@@ -362,7 +366,7 @@ mod tests {
         }
     }
 
-    /// Sends as a group does.
+    /// Sends a message as a group does.
     fn send(rank: &LocalRejections, message: Message) {
         rank.recorder.message(true, &message, PATIENCE, CallTarget::Cpu);
         rank.messages.send(message, PATIENCE, Completion::new(|_, _| {})).expect("sent");
@@ -378,7 +382,7 @@ mod tests {
     // proves P9
     #[test]
     fn a_peer_that_sleeps_for_a_refused_message_is_told() {
-        // What rank 1 refused, whom rank 0 waits for, and whether that is the same.
+        // The call that rank 1 rejects, the rank for which rank 0 waits, and whether rank 0 waits for that call.
         let refused = |peer, tag| RejectedCall::Message { send: true, peer, tag };
         for (refused, peer, reported) in [
             (refused(Some(Rank(0)), 7), Rank(1), true),

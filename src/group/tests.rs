@@ -87,7 +87,7 @@ fn a_panic_of_one_rank_fails_the_group_for_all() {
     let inside = |group: &Group| {
         // More lengths than a post has room for, which `validate` would have refused.
         let many = vec![Span { addr: 0, bytes: 0 }; 100_000];
-        group.engine.run(&[call(Collective::AllGather, vec![], many)], Duration::from_secs(20))
+        group.queue.run(&[call(Collective::AllGather, vec![], many)], Duration::from_secs(20))
     };
     let outside = |group: &Group| group.catch_panic(|| panic!("on purpose"));
     for break_down in [&inside as &(dyn Fn(&Group) -> Result<()> + Sync), &outside] {

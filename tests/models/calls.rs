@@ -1,5 +1,5 @@
 //! Collectives with an exit: `coll::cpu::arrival` over `ControlBlock::wait_slowly`, `ControlBlock::trouble`,
-//! `ControlBlock::note_gone` and `FirstFailure`.
+//! `ControlBlock::note_departure` and `FirstFailure`.
 //!
 //! A rank posts call `k`, waits until all have posted it, and continues with the next. While it waits it checks its
 //! peers, the failure record and the absent ranks. Each check is a separate step, as in `trouble`, so all events

@@ -1,12 +1,12 @@
-//! Joining: `boot::join`, then the meeting in shared memory (`group::meet`).
+//! Joining: `bootstrap::join`, then the rendezvous in shared memory (`meet` of `group::join`).
 //!
 //! | step | code |
 //! |---|---|
-//! | `Publish` | `boot::claim::Claim::publish`, with `refuse_living` |
-//! | `Look` | `boot::gather::{gather, read, judge}`; `began` and `at` replace times: is a record new? |
-//! | `Greet`, `Listen` | `boot::member::{greet, ask, next_record}` |
-//! | `Hear`, `Notice`, `HandOver`, `Answer` | `boot::leader::Reception` |
-//! | `Meet`, `Watch` | `group::meet` over `ControlBlock::wait_for_peers`; `watch` |
+//! | `Publish` | `bootstrap::claim::RankClaim::publish`, with `refuse_living` |
+//! | `Look` | `bootstrap::collect_records::{gather, read, judge}`; `began` and `at` replace times: is a record new? |
+//! | `Greet`, `Listen` | `bootstrap::member::{greet, ask, next_record}` |
+//! | `Hear`, `Notice`, `HandOver`, `Answer` | `bootstrap::coordinator::SegmentDistribution` |
+//! | `Meet`, `Watch` | `meet` over `ControlBlock::wait_for_peers`; `exit_watch` |
 
 use crate::{check, finds};
 use stateright::{Model, Property};
@@ -114,7 +114,7 @@ impl State {
         !matches!(self.processes[process].step, Step::Dead | Step::Absent)
     }
 
-    /// As in `Claim::fail` and, for rank 0, `Reception::refuse_all`.
+    /// As in `Published::fail` and, for rank 0, `SegmentDistribution::reject_all`.
     fn fail(&mut self, process: usize, cause: Cause) {
         self.clock += 1;
         let (number, clock) = (self.processes[process].number, self.clock);

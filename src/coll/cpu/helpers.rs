@@ -219,7 +219,7 @@ impl Helpers {
 /// `Step::reduce` for a pipeline, which holds the step itself.
 pub(super) fn reduce_chunk((order, call): (SumOrder, &CallSpec), dst: *mut u8, sources: &[InputElements], bytes: usize, store: WriteMode) {
     // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches for, or posts and slots
-    // of the segment whose bounds `Segment::ptr` checked. It synchronises with their writers before.
+    // of the segment whose bounds `ShmSegment::ptr` checked. It synchronises with their writers before.
     unsafe { cpu::reduce_in(order, call.reduce_op, call.dtype, dst, sources, bytes / call.dtype.size(), store) }
 }
 
