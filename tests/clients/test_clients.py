@@ -1,7 +1,7 @@
-"""Unmodified training libraries on symm: the bits that Gloo gives, on every rank.
+"""Unmodified training libraries on symm get the bits that Gloo gives, on every rank.
 
-Run by `make test-clients`, which installs them in an environment of their own. Two ranks under torchrun: a sum of two
-numbers has one result, so the bits can be compared.
+Run by `make test-clients`, which installs them in a separate environment. torchrun starts two ranks, because a sum of
+two numbers does not depend on the order, so the bits can be compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ heavy = pytest.mark.skipif(os.environ.get("CLIENTS") != "all", reason="runs with
 
 
 def told(program: str, *arguments: str, replaces: str = "0", launched: bool = True) -> list[dict[str, Any]]:
-    """The output of every rank of the program, by rank; ``launched`` by torchrun, or it starts its ranks itself."""
+    """The output of every rank of the program; torchrun starts the ranks if ``launched``, otherwise the program."""
     command = [sys.executable]
     if launched:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
@@ -39,7 +39,7 @@ def told(program: str, *arguments: str, replaces: str = "0", launched: bool = Tr
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    # Ranks share the pipe: the output of two may be on one line.
+    # Ranks share the pipe, so a line may contain the output of two.
     lines = re.findall(r"told (\{.*?\})", result.stdout)
     found = sorted((json.loads(line) for line in lines), key=lambda line: int(line["rank"]))
     assert [line["rank"] for line in found] == list(range(RANKS)), result.stdout + result.stderr

@@ -52,7 +52,7 @@ SHARED = os.environ.get("SYMM_ALLOW_SHARED_GPUS") == "1"
 #: Maximum number of ranks.
 PLACES = 3 if DEVICE != "cuda" else 16 if GPUS and SHARED else GPUS
 FULL = min(8, PLACES)
-#: All ranks, and sub-worlds whose sizes use other algorithms; or those that SYMM_TEST_WORLDS names.
+#: All ranks, and smaller worlds whose sizes use other algorithms; or the sizes in SYMM_TEST_WORLDS.
 WORLDS = tuple(sorted({world for world in _wanted((2, 3, FULL)) if world <= max(2, PLACES)}))
 
 needs_ranks = pytest.mark.skipif(PLACES < 2, reason="needs two GPUs (SYMM_TEST_DEVICE=cpu runs it on CPU tensors)")
@@ -62,7 +62,7 @@ needs_unshared_gpus = pytest.mark.skipif(DEVICE != "cuda" or GPUS < 2, reason="n
 #: Seconds that the other ranks have to end after the first has failed.
 GRACE_S = 8.0
 
-#: Set in ranks only: where they leave files, and the number of the scenario.
+#: In ranks only: the directory for their files, and the number of the scenario.
 scratch: Path
 scenario = 0
 

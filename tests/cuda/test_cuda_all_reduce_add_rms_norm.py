@@ -21,7 +21,8 @@ EPS = 1e-5
 #: Seconds within which a failure must appear.
 LIMIT_S = 15
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: One kernel with one row and with several, a block with several rows, an all-reduce and a kernel for the rows.
+#: Shapes: one kernel with one row and with several, a block with several rows, an all-reduce with a kernel for the
+#: rows.
 SHAPES = ((1, 1024), (1, 8192), (3, 4104), (7, 16384), (64, 1024), (65, 4096), (200, 1032), (333, 8192))
 
 ops: Any = torch.ops.symm
@@ -111,7 +112,7 @@ def test_batches_and_layouts(pool: Pool, body: Any) -> None:
 
 
 def graphs(rank: int, world: int) -> None:
-    """Several layers in a graph, replayed with other values, eager calls of another size in between."""
+    """Several layers in a graph, replayed with other values and with eager calls of another size in between."""
     for dtype, shape in ((torch.bfloat16, (1, 8192)), (torch.bfloat16, (5, 4096)), (torch.float32, (300, 2048))):
         rows = Rows(rank, world, shape, dtype)
         beside = Rows(rank, world, (2, 1024), torch.float16)

@@ -34,7 +34,7 @@ def test_small(pool: Pool, world: int, collective: str) -> None:
 
 
 def large(rank: int, world: int, collective: str) -> int:
-    """Around a megabyte, and 20 MB over all ranks."""
+    """Sizes around a megabyte, and 20 MB over all ranks."""
     cases = [
         Case(rank, world, dtype, MB // dtype.itemsize + more, layout, more == 0, device=device())
         for dtype in LARGE_DTYPES
@@ -79,7 +79,7 @@ def test_objects_and_barrier(pool: Pool, world: int) -> None:
 
 
 GB = 1 << 30
-#: More than 32 bits count in units of 16 bytes.
+#: In units of 16 bytes, the length still needs more than 32 bits.
 ENORMOUS = 65 * GB
 
 

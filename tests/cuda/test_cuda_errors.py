@@ -1,4 +1,4 @@
-"""Every error becomes an exception in time that names ranks, and the GPU and the process stay usable."""
+"""Every error becomes an exception in time that names ranks; the GPU and the process stay usable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
 def failure_of(body: Callable[[], object], limit: float) -> tuple[Exception, float]:
-    """The exception of a call, wherever it appears: at the call, at the GPU's end, or at the next call on the group."""
+    """The exception of a call, raised by the call, by the wait for the GPU, or by the next call on the group."""
     start = time.monotonic()
     try:
         body()
@@ -50,7 +50,7 @@ def still_usable(rank: int, world: int, name: str = "second") -> None:
 
 
 def mismatch(rank: int, world: int, what: str) -> str:
-    """Rank 1 calls something else."""
+    """Rank 1 calls another collective."""
     odd = rank == 1
     dist.all_reduce(torch.ones(5, device=device()))
 

@@ -45,13 +45,13 @@ def symmetric_sum(count: int) -> Call:
     with torch.cuda.use_mem_pool(new_pool()):
         tensor = torch.zeros(count, device=device())
     call = lambda: dist.all_reduce(tensor)  # noqa: E731 - a body without a name of its own
-    # Otherwise kernels may be compiled for the first zero-copy call while a rank exits.
+    # Without this, kernels might be compiled for the first zero-copy call while a rank exits.
     warm(call)
     return call
 
 
 def call_of(kind: str, rank: int, world: int) -> Call:
-    """``collective elements``: a call that uses the kernel for that size, any number of times."""
+    """Returns the call of ``collective elements``, which uses the kernel for that size, any number of times."""
     name, number = kind.split()
     count = int(number)
     if name == "send_recv":
@@ -73,7 +73,7 @@ def call_of(kind: str, rank: int, world: int) -> Call:
     return calls[name]
 
 
-#: One or more for every kernel: low latency, one-shot, two-shot, staged, exchanged, zero-copy, forwarded.
+#: One call or more for every kernel: low latency, one-shot, two-shot, staged, exchanged, zero-copy, forwarded.
 KINDS = (
     "all_reduce 4", "all_reduce 60000", "all_reduce 500000", "all_reduce 20000000", "background_all_reduce 500000",
     "symmetric_all_reduce 8000000", "reduce 100", "reduce 4000000", "broadcast 100", "broadcast 8000000",
@@ -227,7 +227,7 @@ def replayed(rank: int, world: int) -> tuple[str, float] | None:
         with pytest.raises(torch_symm.SymmTimeoutError) as raised:
             dist.all_reduce(tensor)
         found = str(raised.value), seconds
-        # Once more after the failure: it also ends, and it touches no memory that does not exist.
+        # Replayed again after the failure, it also ends, and it accesses no memory that was freed.
         graph.replay()
         settle()
     meet("over", rank, world)
@@ -259,7 +259,7 @@ def replayed_after_death(rank: int, world: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     failure_in(lambda: dist.all_reduce(torch.ones(5, device=device())), 10)
-    # Longer than the memory of an exited rank would be kept without a graph.
+    # Longer than the memory of an exited rank is kept if no graph uses it.
     time.sleep(1)
     for _ in range(3):
         graph.replay()

@@ -43,7 +43,7 @@ class GatherStep:
         self.rank, self.world, self.m, self.k, self.dtype = rank, world, m, k, dtype
         self.name = (group or dist.group.WORLD).group_name
         self.shard = torch.zeros(m, k, dtype=dtype, device=device())
-        # One as it is, one in the layout of a weight.
+        # One contiguous factor, and one in the layout of a weight.
         self.factors = [numbers(1, k, n, dtype=dtype), numbers(2, n, k, dtype=dtype).t()]
 
     def _shards(self, seed: int) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ def test_eager(pool: Pool, world: int, kind: str) -> None:
 
 
 def in_a_row(rank: int, world: int) -> None:
-    """Only the calls themselves wait for each other."""
+    """Eager calls wait only for each other."""
     behind = random.Random(rank)
     for seed in range(30):
         m, k, n = SHAPES[2 + seed % 4]
@@ -153,7 +153,7 @@ def replayed(rank: int, world: int, kind: str) -> None:
             step.fill(seed)
             fall_behind(behind)
             graph.replay()
-            # Over a result that a replay must compute again, or that a late read would see.
+            # Overwrites the result, so that a replay that computes nothing, or a late read, is detected.
             if seed % 3 == 0:
                 graph.replay()
             step.check(seed)
@@ -175,7 +175,7 @@ def test_graphs(pool: Pool, world: int, kind: str) -> None:
 
 
 def several_graphs(rank: int, world: int) -> None:
-    """In changing order, and one directly after itself; and a workspace that grows once graphs use it."""
+    """Graphs in changing order, one directly after itself, and a workspace that grows once graphs use it."""
     behind = random.Random(rank)
     first = [make(rank, world, 256, 128, 512, torch.bfloat16) for make in STEPS.values()]
     second = [make(rank, world, 64, 64, 96, torch.float32) for make in STEPS.values()]
@@ -203,7 +203,7 @@ def test_several_graphs(pool: Pool, world: int) -> None:
 
 
 def two_streams_of_a_capture(rank: int, world: int) -> None:
-    """Only the calls themselves order them: they use the workspace in the order in which they were made."""
+    """Without other waits, graphs use the workspace in the order in which they were launched."""
     behind = random.Random(rank)
     side = torch.cuda.Stream()
     steps = [make(rank, world, 512, 256, 1024, torch.bfloat16) for make in (*STEPS.values(), *STEPS.values())]

@@ -17,7 +17,7 @@ Step = Callable[[], None]
 
 
 def step(collective: str, rank: int, world: int, count: int) -> tuple[Step, Callable[[float], None], torch.Tensor]:
-    """The captured call, a check for the value that was put in, and where to put it.
+    """Returns the captured call, a check for the current value, and the tensor that receives the value.
 
     Each rank's input is ``value + rank``, computed inside the graph so that each replay starts anew.
     """
@@ -75,7 +75,7 @@ COLLECTIVES = (
 
 
 def exchange(rank: int, world: int, own: torch.Tensor, part: torch.Tensor) -> None:
-    """To the next, from the one before."""
+    """Sends to the next rank, receives from the previous one."""
     sends = dist.P2POp(dist.isend, own, (rank + 1) % world)
     receives = dist.P2POp(dist.irecv, part, (rank - 1) % world)
     for work in dist.batch_isend_irecv([sends, receives]):

@@ -85,12 +85,12 @@ def of_nodes() -> dict[str, Any]:
 
 
 def served(op: str, dtype: torch.dtype) -> bool:
-    """On CUDA senders round narrow products, so their bits differ from the CPU's."""
+    """On CUDA, senders round narrow products, so their bits differ from those on CPU."""
     return expected.served(op, dtype) and (op != "PREMUL_SUM" or dtype not in expected.NARROW)
 
 
 def reductions(rank: int, world: int) -> int:
-    """Of GPU tensors, and most of them also of CPU tensors in the same group."""
+    """Every case with GPU tensors, and most of them also with CPU tensors in the same group."""
     cases = [(op, torch.float32, count) for op in ("SUM", "AVG", "PREMUL_SUM") for count in COUNTS]
     cases += [(op, dtype, 37) for dtype in expected.DTYPES for op in expected.OPS if served(op, dtype)]
     here, there = of_nodes(), {**of_nodes(), "device": CPU}
@@ -104,7 +104,7 @@ def reductions(rank: int, world: int) -> int:
 
 
 def rounded_once(rank: int, world: int) -> int:
-    """Sums of narrow floats, which travel as float32, have the bits of CPU tensors; others are unchanged."""
+    """Sums of narrow floats, which travel as float32, have the bits of CPU tensors; other sums do not change."""
     narrow = sorted(expected.NARROW, key=str)
     cases = [(op, dtype, 37) for dtype in narrow for op in ("SUM", "AVG", "PREMUL_SUM", "MAX")]
     cases += [("SUM", torch.bfloat16, count) for count in COUNTS] + [("AVG", torch.float16, 300_001)]
@@ -260,7 +260,7 @@ def messages(rank: int, world: int) -> None:
 
 
 def sizes(rank: int, world: int) -> None:
-    """One sum at every length: a prefix of a longer one has the same bits."""
+    """The sum has the same bits at every length: a prefix of a longer sum is equal."""
     count = 5_000_001
     inputs = [expected.seeded(torch.float16, (count,), other) for other in range(world)]
     wanted = two_level("SUM", inputs)
@@ -268,7 +268,7 @@ def sizes(rank: int, world: int) -> None:
         got = inputs[rank][:length].to(device())
         dist.all_reduce(got)
         expected.assert_same(got.cpu(), wanted[:length], length)
-    # Enqueued after much other work, and the host continues.
+    # The calls are enqueued after much other work, and the host continues.
     got = inputs[rank][:1000].to(device())
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)
@@ -385,7 +385,7 @@ def groups(rank: int, world: int) -> None:
 
 
 def wait_for_error(work: dist.Work) -> NoReturn:
-    """Waits again and again, until the wait raises because the host has learned of a failure."""
+    """Waits repeatedly, until the wait raises because the host has learned of a failure."""
     begun = time.monotonic()
     while True:
         work.wait()
@@ -456,7 +456,7 @@ def mismatched(rank: int, world: int) -> None:
 
 
 def mismatched_between(rank: int, world: int) -> None:
-    """Ranks of different nodes disagree, before anything is written."""
+    """Ranks of different nodes disagree, and the error is raised before anything is written."""
     tensor = torch.ones(1000, device=device())
     dist.all_reduce(tensor)
     assert torch.all(tensor == world)

@@ -35,7 +35,7 @@ def calls(world: int, count: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-#: Kernels by their letters below; kernels that fill tensors of this test, and notes of NCCL and of symm, have none.
+#: Letters of kernels, used below. Kernels that fill this test's tensors, and notes of NCCL and symm, have none.
 LETTERS = {"ncclDevKernel": "n", "sum_partials": "s", "reduce_": "r", "exchange": "e"}
 
 #: Kernels of ranks on nodes with one rank, and with two: ranks that have a rail in the call, and ranks that do not.

@@ -1,4 +1,4 @@
-"""``order="tree"`` on GPUs, and ``torch-symm check --invariance`` beside NCCL.
+"""``order="tree"`` on GPUs, and ``torch-symm check --invariance`` compared with NCCL.
 
 With SYMM_ALLOW_SHARED_GPUS=1 and SYMM_TEST_WORLDS=4 or 8, several ranks share a GPU, so that trees differ from rank
 order.
@@ -33,7 +33,7 @@ def of_tree(world: int) -> dist.ProcessGroup:
 
 
 def on_gpu(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
-    """As on CPU, except that a GPU sends its product in the tensor's own type, rounded."""
+    """As on CPU, except that on GPUs each rank rounds its product to the tensor's type before it sends it."""
     if op == "PREMUL_SUM" and DEVICE == "cuda" and inputs[0].dtype in NARROW:
         products = [(each.float() * factor).to(each.dtype) for each, factor in zip(inputs, factors, strict=True)]
         return in_halves("SUM", products)

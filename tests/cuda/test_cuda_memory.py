@@ -15,7 +15,7 @@ from pool import WORLDS, Pool, device, init, meet, needs_gpus
 pytestmark = needs_gpus
 
 MB = 1 << 20
-#: What the driver may keep after a first group: kernels, their stack.
+#: Bytes that the driver may keep after a first group: kernels and their stack.
 KEPT = 96 * MB
 ELEMENTS = 64 * MB
 
@@ -44,7 +44,7 @@ def free() -> int:
 
 
 def cycles(rank: int, world: int) -> list[int]:
-    """Free bytes before, and after each of six groups. The first may load kernels for good."""
+    """Free bytes before, and after each of six groups. The first may load kernels that stay."""
     # torch's own kernels are not the group's.
     assert bool((torch.ones(ELEMENTS, device=device()) == 1).all())
     found = [free()]

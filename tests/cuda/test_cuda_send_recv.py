@@ -9,12 +9,12 @@ from pool import DEVICE, WORLDS, Pool, device, needs_gpus, needs_ranks, settle
 
 pytestmark = needs_ranks
 
-#: More than staging holds: the send ends when it is received.
+#: More than staging holds, so the send ends only when it is received.
 LONG = 12_000_000
 
 
 def point_to_point(rank: int, world: int) -> None:
-    """Tags, order, both directions at once, messages of very different sizes queued, and a message to oneself."""
+    """Tags, order, both directions at once, queued messages of very different sizes, and a message to oneself."""
     peer = rank ^ 1
     if peer < world:
         sizes = (1, 4_096, 1, 3_000_000, 0, 65_537)
@@ -91,7 +91,7 @@ def collectives_in_between(rank: int, world: int, in_step_first: bool = True) ->
 
 
 def settle_current() -> None:
-    """Returns once the current stream is done, whatever other streams do."""
+    """Returns once the current stream is done, even if other streams are not."""
     if DEVICE == "cuda":
         torch.cuda.current_stream().synchronize()
 
@@ -109,7 +109,7 @@ def test_what_the_cache_has_is_loaded_from_the_start(pool: Pool) -> None:
 
 
 def batches_in_between(rank: int, world: int) -> None:
-    """Messages arrive in their order, whether they are sent or received in a batch or not."""
+    """Messages arrive in order, whether or not they are sent or received in a batch."""
     # A group's first call needs all ranks.
     dist.all_reduce(torch.ones(1, device=device()))
     if rank > 1:
@@ -141,7 +141,7 @@ def test_batches_and_single_messages_keep_their_order(pool: Pool) -> None:
 
 
 def left_block(rank: int, world: int) -> None:
-    """An exception ends a block: what it has gathered never runs, and later calls do."""
+    """An exception ends a block: the calls that it has gathered never run, and later calls do."""
     group = dist.group.WORLD
     tensor, other = torch.ones(1000, device=device()), torch.ones(1000, device=device())
     with pytest.raises(KeyError), dist._coalescing_manager(device=device(), async_ops=True):

@@ -25,7 +25,7 @@ def on(stream: torch.cuda.Stream | None):
 
 
 def side_streams(rank: int, world: int) -> None:
-    """The call sees pending writes of its stream; later work on the stream sees the result."""
+    """The call sees pending writes on its stream, and later work on the stream sees the result."""
     total = world * (world + 1) / 2
     for count in (5, 50_000, 4_000_000):
         for asynchronous in (False, True):
@@ -55,7 +55,7 @@ def test_side_streams(pool: Pool, world: int) -> None:
 
 
 def works_in_order(rank: int, world: int) -> None:
-    """A call in the caller's stream has no work, as with NCCL; one in a background stream, and a barrier, have one."""
+    """A call on the caller's stream returns no work, as with NCCL; a background call and a barrier return one."""
     group = dist.group.WORLD
     assert group is not None
     options = dist.AllreduceOptions()
@@ -118,7 +118,7 @@ def test_futures(pool: Pool) -> None:
 
 
 def each_its_own_way(rank: int, world: int) -> None:
-    """Some ranks call with async_op, others without, by turns, with a send between them."""
+    """Some ranks call with async_op and others without, alternately, with a send between the calls."""
     total = world * (world - 1) / 2
     token, got = torch.full((4_000_000,), 5.0, device=device()), torch.zeros(4_000_000, device=device())
     for turn in range(60):
@@ -126,8 +126,8 @@ def each_its_own_way(rank: int, world: int) -> None:
         asynchronous = (rank + turn) % 2 == 0
         tensor = torch.full((count,), float(rank + turn), device=device())
         work = dist.all_reduce(tensor, async_op=asynchronous)
-        # The first rank sends before it calls again, the next receives after: no collective may wait for that send.
-        # Only once all kernels are loaded, because loading may wait for running kernels.
+        # The first rank sends before its next call, the second receives after that call, so no collective may wait for
+        # the send. All kernels are loaded before, because loading may wait for running kernels.
         sends = turn >= 6
         works = [dist.isend(token, 1)] if rank == 0 and sends else []
         gathered = torch.zeros(world * 1_000, device=device())
@@ -152,7 +152,7 @@ def test_async_op_is_each_ranks_own(pool: Pool, world: int) -> None:
 
 
 def several_groups(rank: int, world: int) -> None:
-    """Groups on separate streams do not mix up their data, whatever the order on the GPU."""
+    """Groups on separate streams keep their data separate, in whatever order they run on the GPU."""
     groups = [dist.new_group(list(range(world))) for _ in range(4)]
     pair = dist.new_group([0, 1])
     streams = [torch.cuda.Stream() if DEVICE == "cuda" else None for _ in groups]

@@ -117,7 +117,7 @@ def test_a_view_keeps_the_memory_of_a_pool(pool: Pool, world: int) -> None:
 
 
 def given_back(rank: int, world: int) -> None:
-    """Memory is free again once the last of tensor, handle and view is dropped, whichever that is."""
+    """Memory is free again once the tensor, the handle and the view are dropped, in any order."""
     opened(4)
     settle()
     dist.barrier()
@@ -142,7 +142,7 @@ def given_back(rank: int, world: int) -> None:
 
 
 def recorded(rank: int, world: int) -> None:
-    """Memory that a graph has recorded stays while its group does, even if nothing else refers to it any more."""
+    """Memory that a graph has recorded stays as long as its group, even if nothing else refers to it."""
     tensor, window = opened(1 << 20)
     tensor.fill_(7 + rank)
     theirs = window.get_buffer((rank + 1) % world, (1 << 20,), torch.float32)
@@ -178,7 +178,7 @@ def test_memory_lasts_as_long_as_it_is_used(pool: Pool, what: object, world: int
 
 
 def pools(rank: int, world: int) -> None:
-    """Tensors of a pool are symmetric memory; sub-groups and two groups on one allocation are apart."""
+    """Tensors of a pool are symmetric memory. Subgroups, and two groups on one allocation, do not affect each other."""
     memory = symm_mem.get_mem_pool(device())
     with torch.cuda.use_mem_pool(memory):
         tensor = torch.full((1 << 16,), float(rank), device=device())

@@ -1,4 +1,4 @@
-"""Lifetime of symmetric memory: pools that come and go, several groups, large tensors, failures, FSDP2."""
+"""Lifetime of symmetric memory: temporary pools, several groups, large tensors, failures, FSDP2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_copy import MB, direct, new_pool, rises, same_bytes, warm
 
 pytestmark = needs_gpus
 
-#: What may stay allocated: kernels that are compiled for symmetric memory, fragments.
+#: Number of bytes that may stay allocated, for kernels compiled for symmetric memory and for fragments.
 KEPT = 32 * MB
 #: Seconds until peers have unmapped a segment.
 WITHDRAWN_S = 10.0
@@ -33,7 +33,7 @@ def free() -> int:
 
 
 def is_free_again(before: int) -> None:
-    """Returns once the same amount of memory is free as before; peers unmap withdrawn segments a little later."""
+    """Returns once the same amount of memory is free as before, because peers unmap withdrawn segments a little later."""
     start = time.monotonic()
     while (missing := before - free()) > KEPT:
         assert time.monotonic() - start < WITHDRAWN_S, f"{missing / MB:.0f} MB are still taken"
@@ -101,7 +101,7 @@ def test_memory_is_reused_in_stream_order(pool: Pool, world: int) -> None:
 
 
 def groups(rank: int, world: int) -> None:
-    """Two groups of all ranks and one of some use the same tensors, in turn, then each on a separate stream."""
+    """Two groups of all ranks and a subgroup use the same tensors, first in turn, then on separate streams."""
     memory = new_pool()
     with torch.cuda.use_mem_pool(memory):
         tensors = [torch.zeros(8 * MB // 4, device=device()) for _ in range(3)]
@@ -143,7 +143,7 @@ def test_several_groups_on_one_pool(pool: Pool, world: int) -> None:
 
 
 def large(rank: int, world: int) -> None:
-    """64 MB and 300 MB, in a pool that was made for smaller ones, and in one segment that torch grows."""
+    """64 MB and 300 MB: in a pool that was made for smaller tensors, and in one segment that torch grows."""
     memory = new_pool()
     for size in (5, 64, 300):
         count = size * MB // 4 // world * world
@@ -194,7 +194,7 @@ def test_out_of_memory(pool: Pool, world: int) -> None:
 
 
 def allocated(rank: int, world: int) -> None:
-    """``allocate_tensor`` is for any group and lives as long as the tensor; the pool as long as the groups."""
+    """``allocate_tensor`` works for any group; its memory lives as long as the tensor, a pool as long as the groups."""
     init(rank, world)
     dist.all_reduce(torch.ones(100, device=device()))
     before = free()

@@ -20,7 +20,7 @@ def name() -> str:
 
 
 def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Small enough that products of them are exact in any order of summation."""
+    """Integers so small that their products are exact in any order of summation."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-1, 2, shape, generator=generator).to(dtype).to(device())
 
@@ -63,7 +63,7 @@ def torchs_own(rank: int, world: int) -> None:
     """torch's operators of the same names run through this package's windows, and match plain collectives."""
     import torch.distributed._symmetric_memory as torchs
 
-    # No work is left for this call; programs for earlier versions of torch still make it.
+    # This call has no effect any more, but programs for earlier versions of torch still make it.
     torchs.enable_symm_mem_for_group(name())
     ops = torch.ops.symm_mem
     for dim, shape in ((0, (64 * world, 32)), (1, (4, 16 * world, 32))):
@@ -121,7 +121,7 @@ def overtaking(rank: int, world: int) -> None:
     found = []
     for call in range(50):
         A = torch.full((128, 256), float(1000 * call + rank), device=device())
-        # The last dimension is the pipeline's on every device.
+        # The pipeline splits the last dimension on every device.
         gathered = symm_mem.fused_all_gather_matmul(A[:, : 256 // world].contiguous(), [B], 1, name())[1][0]
         summed = symm_mem.fused_matmul_reduce_scatter(A, B, "avg", 1, name())
         found.append((gathered, summed))

@@ -15,7 +15,7 @@ pytestmark = needs_ranks
 
 PEER = "nccl" if DEVICE == "cuda" else "gloo"
 STEPS, ROWS, WIDTH = 6, 16, 24
-#: A prime, so that shards are uneven; and one that every number of ranks up to 8 divides, as DTensor requires.
+#: A prime, so that shards are uneven, and a number that all numbers of ranks up to 8 divide, as DTensor requires.
 UNEVEN, EVEN = 97, 840
 Trained = tuple[list[float], list[torch.Tensor]]
 
@@ -28,7 +28,7 @@ def new_model(hidden: int) -> nn.Sequential:
 
 def train(model: nn.Module, rank: int) -> list[float]:
     """Each rank on its own data; the losses of this rank."""
-    # Not Adam, which turns gradients of pure rounding errors into steps of full length.
+    # Not Adam, which turns pure rounding errors of gradients into full steps.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     numbers = torch.Generator().manual_seed(10 + rank)
     losses = []
@@ -43,14 +43,14 @@ def train(model: nn.Module, rank: int) -> list[float]:
 
 
 def with_ddp(group: dist.ProcessGroup, rank: int) -> Trained:
-    # Small buckets: several all_reduces a step.
+    # Small buckets, so that a step has several all_reduces.
     model = nn.parallel.DistributedDataParallel(new_model(UNEVEN), process_group=group, bucket_cap_mb=0.005)
     losses = train(model, rank)
     return losses, [parameter.detach().cpu() for parameter in model.parameters()]
 
 
 def named_mesh(group: dist.ProcessGroup) -> DeviceMesh:
-    """Named, since DTensor takes meshes of the same ranks and names for the same, whatever their groups."""
+    """A named mesh, because DTensor treats meshes with the same ranks and names as equal, whatever their groups."""
     return DeviceMesh.from_group(group, DEVICE, mesh_dim_names=(dist.get_backend(group),))
 
 
@@ -93,7 +93,7 @@ WAYS: dict[str, Callable[[dist.ProcessGroup, int], Trained]] = {
 
 
 def compare(rank: int, world: int, way: str) -> tuple[list[float], float]:
-    """The losses with symm, and the largest difference of a weight to the peer."""
+    """The losses with symm, and the largest difference of a weight from the peer's."""
     group = dist.group.WORLD
     losses, weights = WAYS[way](group, rank)
     again, same = WAYS[way](group, rank)

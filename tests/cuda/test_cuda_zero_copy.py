@@ -1,4 +1,4 @@
-"""Calls on tensors in symmetric memory: the same bits as on others, and zero-copy wherever that is possible."""
+"""Calls on tensors in symmetric memory: the same bits as on other tensors, and zero-copy wherever possible."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from zero_copy import MB, direct, new_pool, numbers, rises, same_bytes, warm
 
 pytestmark = needs_gpus
 
-#: Collectives whose tensors have the length of the message; the others have that much for each rank.
+#: Collectives whose tensors have the length of the message; the others have that length for each rank.
 WHOLE = ("all_reduce", "reduce", "broadcast", "ring")
 SHAPES = ((9 * MB, 0), (9 * MB, 1), (3 * MB, -1))
 
 
 def sweep(rank: int, world: int, collective: str) -> tuple[int, int]:
-    """Compared with the definition: symmetric on all ranks, misaligned, on every second rank."""
+    """Compares with the definition: tensors that are symmetric on all ranks, misaligned, or on every second rank."""
     findings = Findings()
     memory = new_pool()
     with torch.cuda.use_mem_pool(memory):
@@ -100,7 +100,7 @@ def test_every_reduce_op_has_the_same_bits(pool: Pool, world: int) -> None:
 
 
 def counted(rank: int, world: int) -> None:
-    """Which calls are zero-copy: all that move data to or from a peer's tensor without staging, on both ends."""
+    """The zero-copy calls: all that move data to or from a peer's tensor without staging, on both ends."""
     memory = new_pool()
     count = 16 * MB // 4 // world // 4 * 4
     with torch.cuda.use_mem_pool(memory):
@@ -115,7 +115,7 @@ def counted(rank: int, world: int) -> None:
         ("all_reduce", lambda: dist.all_reduce(wide), everyone),
         ("all_reduce of integers", lambda: dist.all_reduce(wide.view(torch.int32)), everyone),
         ("reduce", lambda: dist.reduce(wide, 0), everyone),
-        # With several others, each stores to the rest the data that the root gives it through staging.
+        # With several other ranks, each stores the data that the root sends it through staging directly to the rest.
         ("broadcast", lambda: dist.broadcast(wide, 0), [0, *everyone[1:]] if world > 2 else everyone),
         ("broadcast from ordinary memory", lambda: dist.broadcast(ordinary if rank == 1 else wide, 1), from_ordinary),
         (
@@ -132,11 +132,11 @@ def counted(rank: int, world: int) -> None:
         ("gather", lambda: dist.gather(wide[:count], pieces if rank == 0 else None, 0), everyone),
         ("scatter", lambda: dist.scatter(wide[:count], pieces if rank == 0 else None, 0), everyone),
         ("async_op", lambda: dist.all_reduce(wide, async_op=True).wait(), everyone),
-        # The gathering rank says where to store; the gathered tensors may be anywhere.
+        # The gathering rank says where to store; the gathered tensors may be in any memory.
         ("all_gather from ordinary memory", lambda: dist.all_gather_into_tensor(other, ordinary[:count]), everyone),
         ("all_gather into ordinary memory", lambda: dist.all_gather_into_tensor(ordinary, wide[:count]), [0] * world),
         ("all_reduce of ordinary tensors", lambda: dist.all_reduce(ordinary), [0] * world),
-        # Sums are stored directly on the ranks that can take them.
+        # Sums are stored directly on the ranks whose tensors permit it.
         ("all_reduce, one is ordinary", lambda: dist.all_reduce(ordinary if rank == 1 else wide), everyone),
         ("all_reduce, one is misaligned", lambda: dist.all_reduce(shifted), everyone),
         ("short all_reduce", lambda: dist.all_reduce(wide[:1000]), [0] * world),
@@ -205,7 +205,7 @@ def test_what_is_direct(pool: Pool, world: int) -> None:
 
 
 def views(rank: int, world: int) -> None:
-    """Parts of one tensor at offsets that differ from rank to rank, and calls right after each other."""
+    """Parts of one tensor at offsets that differ from rank to rank, and calls in direct succession."""
     memory = new_pool()
     count = 5 * MB // 4
     with torch.cuda.use_mem_pool(memory):
@@ -245,9 +245,9 @@ def test_views_at_any_offset(pool: Pool, world: int) -> None:
 
 
 def apart(rank: int, world: int) -> None:
-    """All-to-alls in which one rank after another has only short messages, and between them one with long ones."""
+    """All-to-alls in which one rank after another has only short messages, alternating with a long one."""
     memory = new_pool()
-    # Longer than any message on LL lines, and than the shortest that is worth a handshake.
+    # Longer than any message on LL lines, and than the shortest message that is worth a handshake.
     long, short = 5 * MB // 4, 16
     with torch.cuda.use_mem_pool(memory):
         wide, other = (torch.empty(long * world, device=device()) for _ in range(2))

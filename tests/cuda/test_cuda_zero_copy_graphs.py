@@ -14,12 +14,12 @@ pytestmark = needs_gpus
 REPLAYS = 200
 #: Long enough for staging, whatever the collective, and a multiple of 16 bytes for every number of ranks.
 COUNT = 1_250_000
-#: A subset of `test_cuda_graphs`; senders count nothing, nor does the root of a broadcast to several.
+#: A subset of `test_cuda_graphs`. Senders count no calls, nor does the root of a broadcast to several ranks.
 DIRECT = ("all_reduce", "reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single")
 
 
 def replay(rank: int, world: int, collective: str) -> None:
-    """Replays and eager calls on other symmetric and on ordinary tensors, in turn."""
+    """Replays and eager calls on other symmetric tensors and on ordinary ones, alternately."""
     memory = new_pool()
     with torch.cuda.use_mem_pool(memory):
         run, check, value = step(collective, rank, world, COUNT)
@@ -79,7 +79,7 @@ def test_graphs_from_before(pool: Pool, world: int) -> None:
 
 
 def inside(rank: int, world: int) -> None:
-    """A graph whose own tensors are in a symmetric pool: nothing has to be allocated before."""
+    """A graph whose own tensors are in a symmetric pool needs no allocation before the capture."""
     memory = new_pool()
     with torch.cuda.use_mem_pool(memory):
         kept = torch.ones(COUNT, device=device())

@@ -27,7 +27,7 @@ def direct() -> int:
 
 
 def rises(call: Callable[..., object], *args: object) -> list[int]:
-    """How much the number of zero-copy calls rose on each rank while all of them called."""
+    """The increase of the number of zero-copy calls on each rank while all of them called."""
     before = direct()
     call(*args)
     own = torch.tensor([direct() - before])
@@ -37,7 +37,7 @@ def rises(call: Callable[..., object], *args: object) -> list[int]:
 
 
 def warm(call: Callable[..., object], *args: object) -> None:
-    """Calls, equally often on every rank, until a call is zero-copy: peers map a new segment a little later."""
+    """Calls, equally often on every rank, until a call is zero-copy, because peers map a new segment a little later."""
     start = time.monotonic()
     while not any(rises(call, *args)):
         late = torch.tensor([time.monotonic() - start > ACCEPTED_S])
@@ -47,12 +47,12 @@ def warm(call: Callable[..., object], *args: object) -> None:
 
 
 def same_bytes(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Bit for bit, on the device."""
+    """Fails unless the tensors are equal bit by bit, on the device."""
     return torch.equal(got.flatten().view(torch.uint8), wanted.flatten().view(torch.uint8))
 
 
 def numbers(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Different ones for each rank, in ordinary memory."""
+    """Different values for each rank, in ordinary memory."""
     generator = torch.Generator(device()).manual_seed(100 * seed + dist.get_rank())
     if dtype.is_floating_point:
         return torch.empty(count, device=device()).uniform_(-4, 4, generator=generator).to(dtype)

@@ -1,5 +1,5 @@
-"""The fault matrix: what the ranks of a job see when something fails, with Gloo and with symm in one run.
+"""The fault matrix: what the ranks of a job observe when something fails, with Gloo and with symm in one run.
 
-`python tests/faults` runs it. A case is a function that plays one fault on real processes and returns what they saw;
-symm's promise for it is data in the case, and `broken` compares the two.
+`python tests/faults` runs it. A case is a function that injects one fault into real processes and returns their
+observations. The case also has symm's promise for it as data, and `broken` compares the two.
 """

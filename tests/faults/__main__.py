@@ -1,4 +1,4 @@
-"""Plays the fault matrix, and prints and writes what each backend's ranks saw. See `--help`."""
+"""Runs the fault matrix, and prints and writes the observations of each backend's ranks. See `--help`."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def main() -> int:
 
 
 def play(chosen: list[Case], sides: list[str], options: argparse.Namespace) -> int:
-    """Plays, prints and writes; returns 1 if a promise was broken."""
+    """Runs the cases, prints and writes the results; returns 1 if a promise was broken."""
     begun = time.monotonic()
     results: list[table.Result] = []
     for number, case in enumerate(chosen):
-        # Alternating, so that neither side always has the colder caches.
+        # The sides alternate, so that neither one always has the colder caches.
         for side in sides if number % 2 == 0 else sides[::-1]:
             if side not in case.sides:
                 continue

@@ -30,22 +30,22 @@ ARGUMENTS: dict[str, tuple[Body, tuple[str, ...]]] = {}
 
 
 def served(name: str) -> Callable[[Body], Body]:
-    """The call must be right: the body returns whether it was."""
+    """The call must be correct: the body returns true if it was."""
     return partial(_note, name, (RIGHT,))
 
 
 def refused(name: str) -> Callable[[Body], Body]:
-    """The call cannot be right: it must raise, and a RuntimeError only as a rejection."""
+    """The call cannot be correct: it must raise, and RuntimeError only for a rejection."""
     return partial(_note, name, REFUSED)
 
 
 def either(name: str) -> Callable[[Body], Body]:
-    """Right or rejected."""
+    """The call must be correct or rejected."""
     return partial(_note, name, (RIGHT, *REFUSED))
 
 
 def torch_alone(name: str) -> Callable[[Body], Body]:
-    """torch answers without a call of any backend, so nothing can be promised here."""
+    """torch answers without calling a backend, so no promise is possible."""
     return partial(_note, name, (RIGHT, WRONG, *REFUSED))
 
 

@@ -1,4 +1,4 @@
-"""Cases, their promises, what the ranks saw, and the comparison of the two."""
+"""Cases, their promises, the observations of ranks, and the comparison of both."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ RIGHT, WRONG, CRASH, HANG, GONE = "right", "wrong", "crash", "hang", "gone"
 
 @dataclass
 class Saw:
-    """What one rank saw: ``right``, ``wrong``, ``crash``, ``hang``, ``gone``, or the name of an exception's type."""
+    """What one rank observed: ``right``, ``wrong``, ``crash``, ``hang``, ``gone``, or the exception's type."""
 
     kind: str
     text: str = ""
     #: Seconds since the fault, or since the start of the call if there is no fault.
     seconds: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
-    #: The resources that the rank still had after it had left the group, beyond those from before it joined.
+    #: The resources that the rank still had after it had left the group, in addition to those from before it joined.
     left: dict[str, int] = field(default_factory=dict)
     #: Lines that the rank printed, except the path of its trace.
     log: str = ""
@@ -32,10 +32,10 @@ class Saw:
 
 @dataclass
 class Outcome:
-    """What all ranks saw, except victims, by rank."""
+    """The observations of all ranks except victims, by rank."""
 
     saw: dict[int, Saw] = field(default_factory=dict)
-    #: Process of each rank, to find it in messages.
+    #: The process of each rank, which messages name.
     pids: dict[int, int] = field(default_factory=dict)
     #: Processes and files left after all ranks had exited, and leftovers of the ranks themselves.
     left: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """In one word, the worst first."""
+        """The outcome in one word: the worst of all ranks."""
         kinds = [saw.kind for saw in self.saw.values()]
         for worst in (CRASH, HANG):
             if worst in kinds:
@@ -98,17 +98,17 @@ class Promise:
 
 @dataclass(frozen=True)
 class Case:
-    """One fault. Cases with the same ``row`` share a line of the table."""
+    """One fault. Cases with the same ``row`` share a row of the table."""
 
     name: str
     row: str
-    #: Plays the fault on a side (``"gloo"`` or ``"symm"``).
+    #: Injects the fault on a side (``"gloo"`` or ``"symm"``).
     play: Callable[[str], Outcome]
     promise: Promise
     target: str
     #: Differences from the fault that users meet, such as a shorter timeout.
     note: str = ""
-    #: The backends that play it; some faults concern features that only symm has.
+    #: The backends that run it; some faults concern features that only symm has.
     sides: tuple[str, ...] = ("gloo", "symm")
     #: Where the ranks are: "both" is one node, and two nodes with ``--nodes``; "nodes" has its own layout.
     where: str = "both"

@@ -13,7 +13,7 @@ THEMES = (
 
 
 def every_case() -> dict[str, Case]:
-    """Loads every theme, including the cases of several nodes."""
+    """Imports all files of cases, including the cases of several nodes."""
     for theme in THEMES:
         import_module(f"{__package__}.{theme}")
     return CASES

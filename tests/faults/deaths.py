@@ -1,4 +1,4 @@
-"""A rank's process exits: in every way, in every place, and what the others see and can do next."""
+"""A rank's process exits, in every way and in every place: what the others see, and what they can do next."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def failed(stage: Stage) -> bool:
 
 
 def waits(stage: Stage, peer: int, count: int = 1000) -> dict[str, Callable[[], object]]:
-    """The waits of survivors: collectives of ``count`` elements, messages that ``peer`` does not answer."""
+    """The calls in which survivors wait: collectives of ``count`` elements, messages that ``peer`` does not answer."""
     tensor = torch.ones(count)
 
     def nothing() -> None:
@@ -84,7 +84,7 @@ def later_calls(stage: Stage, peer: int) -> dict[str, Callable[[], object]]:
 
 
 def first_cause_stands(stage: Stage, peers: tuple[int, ...], saw: Saw) -> None:
-    """Makes every later call, with each of ``peers``; records the slowest, and as text the calls without the cause."""
+    """Makes every later call, with each of ``peers``. Records the slowest one, and the calls that lack the cause."""
     slowest = 0.0
     for peer in peers:
         for name, call in later_calls(stage, peer).items():
@@ -101,7 +101,7 @@ def first_cause_stands(stage: Stage, peers: tuple[int, ...], saw: Saw) -> None:
 
 
 def _new_group(stage: Stage, rank: int, survivors: list[int], saw: Saw) -> None:
-    """Leaves the failed group and makes one of the survivors; its figures are added to ``saw``."""
+    """Leaves the failed group and makes a new one of the survivors; adds its figures to ``saw``."""
     # A rank that leaves early would notify Gloo's other ranks by closing its connections.
     stage.meet("seen", rank, survivors, stage.timeout + 4)
     begun = time.monotonic()
@@ -120,7 +120,7 @@ def _uncaught() -> None:
     try:
         raise RuntimeError("a bug of the user's")
     except RuntimeError:
-        # Like the interpreter: it runs the exit functions of libraries.
+        # Exits as the interpreter does: it runs the exit functions of libraries.
         atexit._run_exitfuncs()
         os._exit(1)
 
@@ -134,7 +134,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-#: How a process exits, and the text of messages if the kernel reports it.
+#: The ways in which a process exits, and the text in messages if the kernel reports it.
 KILLED = r"signal 9 \(SIGKILL\)"
 ENDS: dict[str, tuple[Callable[[], object], str]] = {
     "killed": (die, KILLED),
@@ -171,7 +171,7 @@ class Death:
 
 
 def ends(stage: Stage, rank: int, row: Death) -> Saw:
-    """Plays a row on one rank."""
+    """Runs a row on one rank."""
     end, survivors = ENDS[row.end][0], [r for r in range(stage.world) if r != row.victim]
     peer = (
         row.victim if row.from_victim or rank == row.victim else survivors[(survivors.index(rank) + 1) % len(survivors)]
@@ -211,7 +211,7 @@ def says(row: Death) -> tuple[str, ...]:
     how = ENDS[row.end][1]
     if row.layout:
         node = node_of(row.victim, row.layout)
-        # A rank on the victim's node knows how it exited, and reports it; no other can.
+        # Only a rank on the victim's node knows how the victim exited, and reports it.
         beside = row.layout["abcd".index(node)] > 1
         return (rf'rank {row.victim} \(node "{node}", pid', how if beside else "is gone", "group")
     message = row.wait not in ("all_reduce", "asynchronous all_reduce", "barrier", "nothing")

@@ -47,7 +47,7 @@ def released(stage: Stage, rank: int, way: str, wait: str = "all_reduce", culpri
 
 
 def _as(saw: Saw, kind: str, stage: Stage) -> Saw:
-    """Wrong unless it is of this kind, on the side with a promise."""
+    """Marks the result as wrong unless it is of this kind; only on the side with a promise."""
     if stage.side == "symm" and saw.kind != kind:
         saw.kind = WRONG
     return saw

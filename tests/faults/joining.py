@@ -18,7 +18,7 @@ from .processes import WORLD, Stage, free_port, node_of, play, scene
 from .resources import works
 
 TIMEOUT_S = 10.0
-#: Timeout of ranks that wait for an absent rank, or for a silent server.
+#: Timeout of ranks that wait for an absent rank or a silent server.
 LATE_S = 1.5
 #: Exceptions of a rank that cannot join: a named reason, in the class of the side that noticed.
 REFUSED = (
@@ -34,7 +34,7 @@ NOTE = f"timeout {LATE_S:g} s"
 
 
 def url(side: str, kind: str, target: str) -> str:
-    """The rendezvous that each side's users would choose: torch's for Gloo, ours for symm."""
+    """The rendezvous that users of each side would choose: torch's for Gloo, ours for symm."""
     return {"gloo": {"port": "tcp://", "file": "file://"}, "symm": {"port": "symm://", "file": "symm+file://"}}[side][
         kind
     ] + target
@@ -160,7 +160,7 @@ def duplicate(side: str, late: bool) -> Outcome:
 
 
 def one_refused(side: str, late: bool) -> Outcome:
-    """Counts: four must be right and one rejected by name; then excludes the four."""
+    """Checks that four processes joined and one was rejected by name; then ignores the four."""
     outcome = duplicate(side, late)
     refused = {rank: saw for rank, saw in outcome.saw.items() if saw.raised}
     outcome.figures["refused"] = len(refused)
@@ -241,11 +241,11 @@ add(
 
 
 def few_descriptors(stage: Stage, rank: int, more: int) -> Saw:
-    """Rank 0 may open ``more`` file descriptors above its current ones; then all join without a limit."""
+    """Rank 0 may open ``more`` file descriptors in addition to its current ones; then all join without a limit."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
     if rank == 0:
-        # The lowest free numbers are used first.
+        # The lowest free descriptors are used first.
         most = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
         held = [
             os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) for _ in range(most - len(os.listdir("/proc/self/fd")) + 1)

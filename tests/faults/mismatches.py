@@ -57,7 +57,7 @@ def rooted(call: Callable[..., object], odd: bool) -> tuple[list[torch.Tensor], 
 
 
 def lists(odd: bool) -> tuple[list[torch.Tensor], Callable[[], object]]:
-    """The sum of the lengths is the same everywhere, the lengths are not."""
+    """The sum of the lengths is the same on all ranks, but the lengths are not."""
     lengths = [2, 3, 1, 1] if odd else [1, 3, 2, 1]
     outputs = [ones(length) for length in lengths]
     return outputs, lambda: dist.all_gather(outputs, ones(lengths[dist.get_rank()]))
@@ -175,7 +175,7 @@ MISMATCHES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "message of another size": (message, ("sent 20 bytes", "20 bytes.*16|16 bytes.*20")),
 }
 
-#: Results that differ because nothing is wrong, or because not every rank takes part.
+#: Expected results if no call is wrong, or if not every rank takes part.
 _SEES = {"same count in another shape": (RIGHT,), "message of another size": ("SymmMismatchError", RIGHT)}
 
 
@@ -200,7 +200,7 @@ def disagree(
 
     def checked() -> bool:
         answer = call()
-        # If a rank must raise, only a call that returns true was right.
+        # If a rank must raise, only a call that returns true counts as right.
         return answer is True or (answer is None and right)
 
     saw = stage.observe(checked)

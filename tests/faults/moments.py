@@ -190,7 +190,7 @@ def sockets() -> set[str]:
 
 
 def all_killed(side: str) -> Outcome:
-    """All ranks are killed at once: nothing of them is left."""
+    """All ranks are killed at once, and nothing of them remains."""
 
     def body(stage: Stage, rank: int) -> Saw:
         dist.all_reduce(torch.zeros(1 << 20))
@@ -202,7 +202,7 @@ def all_killed(side: str) -> Outcome:
 
     before = sockets()
     outcome = play(body, side)
-    # Other groups of this node come and go.
+    # Other groups of this node may start and end meanwhile.
     left, deadline = sockets() - before, time.monotonic() + 30
     while left and time.monotonic() < deadline:
         time.sleep(0.1)

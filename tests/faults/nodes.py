@@ -1,7 +1,7 @@
-"""The cases with the ranks on several nodes, which are all this machine (``SYMM_TEST_NODE``).
+"""The cases with ranks on several nodes, all of which are this machine (``SYMM_TEST_NODE``).
 
-symm's ranks are on two nodes then, half of them on each; Gloo has no concept of nodes. The promises differ only in
-their times, and where nodes report less of each other than ranks on one node.
+Half of symm's ranks are on each of two nodes; Gloo has no concept of nodes. The promises differ only in their times,
+and where ranks of different nodes know less of each other than ranks of one node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .processes import WORLD, Stage, play
 #: Seconds until all nodes notice an exit, and a disagreement.
 DEATH_S, DISAGREEMENT_S = 0.2, 0.1
 
-#: Start of the names of cases that do not concern nodes: they meet in other ways, or test torchrun and stores.
+#: Prefixes of the names of cases that do not concern nodes, because they use another rendezvous, or test torchrun or
+#: stores.
 LEFT_OUT = (
     "store:",
     "/dev/shm",
@@ -40,7 +41,7 @@ LEFT_OUT = (
 
 
 def over_nodes(cases: list[Case]) -> list[Case]:
-    """The cases of ``cases`` that are played on several nodes, with their promises there, and the multi-node cases."""
+    """The cases of ``cases`` that run on several nodes, with their promises there, and the multi-node cases."""
     both = [_promised(case) for case in cases if case.where == "both" and not case.name.startswith(LEFT_OUT)]
     return both + [case for case in cases if case.where == "nodes"]
 

@@ -1,4 +1,4 @@
-"""Runs ranks as processes that may exit, hang or err, and collects what each of them saw."""
+"""Runs ranks as processes that may exit, hang or raise, and collects the observations of each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .case import CRASH, GONE, HANG, RIGHT, WRONG, Case, Outcome, Promise, Saw, 
 WORLD = 4
 #: The line that a rank logs when a group fails.
 DUMPED = re.compile(r"^.*the last calls of this process are in .*; for those of all ranks: .*\n", re.MULTILINE)
-#: Number of nodes, which are all this machine; half of the ranks are on each of two.
+#: Number of nodes, all of which are this machine; half of the ranks are on each of two.
 NODES = 1
 
 
@@ -51,7 +51,7 @@ def placed(rank: int, world: int, layout: Layout = ()) -> dict[str, str]:
 
 
 class Stage:
-    """The shared state of the ranks of one play. Made before they are forked."""
+    """The shared state of the ranks of one run; created before they are forked."""
 
     def __init__(
         self, side: str, world: int, place: Path, timeout: float, port: int | None = None, layout: Layout = ()
@@ -88,7 +88,7 @@ class Stage:
         )
 
     def open_store(self, rank: int) -> None:
-        """Opens torch's TCPStore if requested; before a rank's resources are counted, since torch keeps it open."""
+        """Opens torch's TCPStore if requested. Called before a rank's resources are counted, since torch keeps it open."""
         if self.port is not None:
             limit = timedelta(seconds=self.timeout)
             self._store = dist.TCPStore("127.0.0.1", self.port, self.world, rank == 0, timeout=limit)
@@ -126,7 +126,7 @@ class Stage:
         return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[attr-defined]
 
     def shorten(self, seconds: float) -> None:
-        """From now on calls of the default group have this timeout, which did not apply to joining."""
+        """Sets this timeout for later calls of the default group; it did not apply to joining."""
         self.backend._set_default_timeout(timedelta(seconds=seconds))
 
     def later(self, seconds: float, act: Callable[[], object]) -> threading.Thread:
@@ -142,7 +142,7 @@ class Stage:
         return thread
 
     def observe(self, call: Callable[[], object]) -> Saw:
-        """Makes a call that should fail or return ``True`` (or ``None``)."""
+        """Makes a call that should fail, or return ``True`` or ``None``."""
         begun = time.monotonic()
         try:
             answer = call()

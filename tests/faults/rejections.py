@@ -1,4 +1,4 @@
-"""A rank rejects a call because of its arguments: ranks that wait for it get the reason, no others are disturbed."""
+"""A rank rejects a call because of its arguments: ranks that wait for it get the reason, and no other rank is affected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def overlapping() -> torch.Tensor:
 def read_only() -> torch.Tensor:
     """Memory that may only be read."""
     with tempfile.TemporaryFile() as file, warnings.catch_warnings():
-        # Torch warns that writing to it would be undefined.
+        # Torch warns that writing to it is undefined.
         warnings.simplefilter("ignore")
         file.truncate(4 * 4096)
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), dtype=torch.float32)
@@ -56,7 +56,7 @@ def summed(stage: Stage, *tensors: torch.Tensor) -> None:
 
 
 def refusal(stage: Stage, call: Call, rank: int = 0) -> Saw | None:
-    """Makes a call that must be rejected, and leaves its reason for others; ``None`` if it was."""
+    """Makes a call that must be rejected, and stores the reason for other ranks; ``None`` if it was rejected."""
     saw = stage.observe(lambda: call(stage))
     (stage.place / f"refusal-{rank}").write_text(saw.text.splitlines()[0] if saw.text else "")
     return None if saw.kind in REFUSED else Saw(WRONG, f"not refused: {saw.kind}: {saw.text}")
@@ -296,7 +296,7 @@ def right_sum(world: int) -> bool:
 
 
 def corrects(stage: Stage, rank: int) -> Saw:
-    """A rank that makes the right call in time, or before others wait, disturbs no other."""
+    """A rank that makes the right call in time, or before others wait, affects no other rank."""
     for turn, pause in enumerate((0.0, 0.01, 0.04, 0.3)):
         dist.barrier()
         begun = time.monotonic()
@@ -314,13 +314,13 @@ def corrects(stage: Stage, rank: int) -> Saw:
             return Saw(RIGHT)
         if saw.kind != RIGHT:
             return saw
-    # Longer than a notification takes: nothing of the rejections is left.
+    # Longer than a notification takes: the rejections have left nothing.
     time.sleep(0.3)
     return stage.observe(lambda: right_sum(stage.world))
 
 
 def all_refuse(stage: Stage, rank: int) -> Saw:
-    """A call that all ranks reject disturbs none: repeated, while a call is in progress, and with one rank late."""
+    """A call that all ranks reject affects none: repeated, while a call is in progress, and with one rank late."""
     for _ in range(3):
         if bad := wrong_sum(stage):
             return bad

@@ -1,4 +1,4 @@
-"""Many groups, many ranks, and a /dev/shm that is full or may not be written."""
+"""Many groups, many ranks, and a /dev/shm that is full or read-only."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def works(rank: int, world: int) -> bool:
 
 
 def in_a_bad_place(stage: Stage, rank: int, kind: str) -> Saw:
-    """Joins and works with such a /dev/shm or temporary directory."""
+    """Joins and works with a /dev/shm or temporary directory of this kind."""
     place = stage.place / "readonly" if kind == "TMPDIR read-only" else stage.place / ("d" * 100) / ("e" * 100)
     if kind.startswith("/dev/shm"):
         mount(Path("/dev/shm"), kind.endswith("full"))
@@ -126,13 +126,13 @@ for _kind in ("/dev/shm full", "/dev/shm read-only", "TMPDIR read-only", "TMPDIR
 
 
 def limit_addresses(more: int) -> None:
-    """The process may map no more than ``more`` bytes above what it has."""
+    """Limits the process to ``more`` bytes of mappings above its present ones."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def cramped(stage: Stage, rank: int) -> Saw:
-    """Rank 1 lacks addresses for the memory of a new group."""
+    """Rank 1 has too few free addresses for the memory of a new group."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     dist.barrier()
     if rank == 1:
@@ -159,7 +159,7 @@ scene(
 
 
 def no_thread(stage: Stage, rank: int, send: bool) -> Saw:
-    """Rank 1 cannot start the thread of a message, so it is not posted: its memory is untouched, its tag is free."""
+    """Rank 1 cannot start the thread for a message, so it is not posted: its memory is unused, and its tag is free."""
     count = 20_000  # too long to be eager, too short for a separate mapping
     saw, before = Saw(RIGHT), resource.getrlimit(resource.RLIMIT_AS)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Plays one case in a separate process, so that none of its effects reach the next."""
+"""Runs one case in a separate process, so that none of its effects reach the next case."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _play(case: Case, side: str, result: Path, log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # Ranks collect garbage before they count; older objects are left out, which saves most of the time.
+    # Ranks collect garbage before they count resources; older objects are skipped, which saves most of the time.
     gc.freeze()
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
     result.write_bytes(pickle.dumps(case.play(side)))

@@ -44,7 +44,7 @@ def _stopped(stage: Stage, rank: int, seconds: float, culprit: int = 1, timeout:
 
 for _name, _seconds, _culprit, _layout in (
     ("stopped, long timeout", 2.0, 1, ()),
-    # Longer than the limit for a heartbeat between nodes.
+    # Longer than the timeout of heartbeats between nodes.
     ("leader of a node stopped", 6.5, 2, (2, 2)),
 ):
     add(
@@ -75,7 +75,7 @@ scene(
 
 
 def never_calls(stage: Stage, rank: int, wait: str) -> Saw:
-    """The last rank does not make the call until the others have given up."""
+    """The last rank makes the call only after the others have timed out."""
     late = stage.world - 1
     dist.all_reduce(torch.zeros(3))
     stage.shorten(TIMEOUT_S)

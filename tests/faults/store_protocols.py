@@ -1,4 +1,4 @@
-"""The messages of clients of either store, for clients that misbehave in the middle of one."""
+"""The messages of clients of either store, for tests with clients that misbehave within a message."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ SIDES = ("gloo", "symm")
 
 
 def connect(port: int, limit: float = 5.0) -> socket.socket:
-    """A connection that gives up on every step after ``limit`` seconds."""
+    """A connection whose steps time out after ``limit`` seconds each."""
     return socket.create_connection(("127.0.0.1", port), timeout=limit)
 
 
 def introduced(side: str, port: int, limit: float = 5.0) -> socket.socket:
-    """A connection of a client that the server accepts as one of its own; no secret."""
+    """A connection of a client that has introduced itself to a server without a secret."""
     link = connect(port, limit)
     if side == "gloo":
         link.sendall(b"\x00" + struct.pack("<I", 0x3C85F7CE))

@@ -84,7 +84,7 @@ class Honest:
         self.taken: list[float] = []
         self.failures = 0
         self._begun = time.monotonic()
-        # A daemon: torch's client may wait for longer than its timeout.
+        # A daemon thread, because torch's client may wait for longer than its timeout.
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -116,7 +116,7 @@ Attack = Callable[[str, Server], None]
 
 
 def under(attack: Attack, side: str, descriptors: int | None = None, client: bool = True) -> Outcome:
-    """An attack on a server with an honest client; the server's resources before, at most and after."""
+    """An attack on a server that also has an honest client; the server's resources before, at most and afterwards."""
     # Attacker and client share an interpreter: by default one waits 5 ms for the other to release its lock.
     sys.setswitchinterval(1e-4)
     with serving(side, descriptors=descriptors) as server:

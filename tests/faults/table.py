@@ -1,4 +1,4 @@
-"""The outcomes, as a line, a table and JSON."""
+"""The outcomes as a line, a table and JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Result:
 
 
 def line(result: Result) -> str:
-    """For the terminal."""
+    """The outcome as a line for the terminal."""
     word = "" if result.side != "symm" else "  BROKEN" if result.broken else "  kept"
     text = f"{result.case.name:32} {result.side:5} {summary([result])}{word} [{result.took:.1f} s]"
     return "\n".join([text, *(f"    {reason}" for reason in result.broken)])
@@ -66,7 +66,7 @@ def facts(seconds: float, sides: Sequence[str]) -> dict[str, Any]:
 
 
 def seconds(value: float) -> str:
-    """Short: `0.6 ms`, `0.25 s`, `20 s`."""
+    """A short duration: `0.6 ms`, `0.25 s`, `20 s`."""
     if value < 0.0995:
         return f"{value * 1e3:.2g} ms" if value < 0.00995 else f"{value * 1e3:.0f} ms"
     return f"{value:.2f} s" if value < 9.95 else f"{value:.0f} s"
@@ -149,7 +149,7 @@ def markdown(results: Sequence[Result], facts: dict[str, Any], nodes: bool = Fal
 
 
 def as_json(results: Sequence[Result], facts: dict[str, Any]) -> dict[str, Any]:
-    """Everything, with each case and rank separately."""
+    """All results, with each case and rank separately."""
     return {
         "facts": facts,
         "cases": [

@@ -1,4 +1,4 @@
-"""Nodes that are connected by a backend which the user names: plug-ins, of C++ and of Python."""
+"""Nodes that are connected by a backend that the user names: plug-ins in C++ and in Python."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ made: list[str] = []
 
 
 def plain(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    """Gloo under a different name, by torch's shorter way of plug-ins."""
+    """Gloo under a different name, registered by torch's shorter interface for plug-ins."""
     made.append("plain")
     return distributed_c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
 def extended(options: Any, chosen: Any) -> Any:
-    """The same, by the longer way."""
+    """The same, registered by the longer interface."""
     assert chosen is None and options.group_id and options.global_ranks_in_group == list(range(options.group_size))
     made.append("extended")
     return distributed_c10d.ProcessGroupGloo(
@@ -75,7 +75,7 @@ class Lacking(InPython):
 
 
 def register() -> None:
-    """Registers the plug-ins of this file with torch; before a group is made, in each process."""
+    """Registers the plug-ins of this file with torch, in each process before a group is made."""
     for name, create, longer in (
         ("plain", plain, False),
         ("extended", extended, True),

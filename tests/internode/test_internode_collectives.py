@@ -16,11 +16,11 @@ from launch import nodes_of, run_nodes
 
 #: Numbers of elements: none, one, odd, just below and above the limit of one rail, more than a chunk of it.
 COUNTS = (0, 1, 37, 4099, 33_001)
-#: Lengths of a reduction: within a slot, on one rail, on all rails, with few turns and with many.
+#: Lengths of a reduction: within a slot, on one rail, on all rails, with few pipeline steps and with many.
 LENGTHS = (*(10**power for power in range(5)), 32 << 10, (32 << 10) + 1, *(10**power for power in range(5, 8)))
 #: The longest tensors repeat with this period, a prime, so that chunks are never a multiple of it apart.
 PERIOD = 1_000_003
-#: Size of a tensor that all rails carry, in several turns.
+#: Size of a tensor that all rails carry, in several pipeline steps.
 LONG = 300_000
 FLOAT32 = torch.float32
 SERVED = [(op, dtype) for dtype in expected.DTYPES for op in expected.OPS if expected.served(op, dtype)]
@@ -28,7 +28,7 @@ SERVED = [(op, dtype) for dtype in expected.DTYPES for op in expected.OPS if exp
 
 @lru_cache
 def two_level(layout: Sequence[int]) -> Reference:
-    """The definition for nodes with these numbers of ranks."""
+    """The expected results for nodes with these numbers of ranks."""
     return partial(expected.two_level, nodes=nodes_of(layout))
 
 

@@ -1,4 +1,4 @@
-"""Prices of meshes that span nodes: the network's, if a dimension crosses it."""
+"""Prices of meshes that span nodes: a dimension across nodes has the price of the network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launch import run_nodes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-#: Prices are of links, not of the current node.
+#: The prices come from given links, not from the current node.
 ENVIRONMENT = {"SYMM_COST_PROFILE": "0"}
 
 
@@ -31,11 +31,11 @@ def prices(rank: int, world_size: int) -> None:
         for size in (8, 4096, 1 << 20, 64 << 20):
             assert cost(size, topo, 0) > 3 * cost(size, topo, 1), (cost, size)
     assert [topo.price("all_reduce", 1 << 20, dim)[1] for dim in (0, 1)] == ["two_level", "staged"]
-    # Two ranks of each node share the network link: 6.6 µs, two trips, and each of them a megabyte.
+    # Two ranks of each node share the network link: 6.6 µs, two trips, and a megabyte for each of them.
     fast = dtensor.MeshTopoInfo.build_from_mesh(mesh, network=(12.5, 10.0))
     assert dtensor.allreduce_cost(2**-10, fast, 0) == pytest.approx(6.6 + 20 + 2 * (1 << 20) / 12500)
     assert dtensor.allreduce_cost(2**-10, fast, 1) == dtensor.allreduce_cost(2**-10, topo, 1)
-    # One dimension over all ranks: half of each node, which has the price of two ranks.
+    # One dimension over all ranks, half of them on each node; a node has the price of two ranks.
     flat = init_device_mesh("cpu", (4,))
     whole = dtensor.MeshTopoInfo.build_from_mesh(flat, network=(12.5, 10.0))
     inner = dtensor.allreduce_cost(2**-10, topo, 1)
@@ -61,7 +61,7 @@ def plans(rank: int, world_size: int) -> None:
     assert dtensor.redistribute_cost(across, full) > 3 * dtensor.redistribute_cost(inside, full)
     dtensor.enable_cost_model(network=(1.25, 100.0))
     try:
-        # The terms differ only within a node: there one of them moves.
+        # The costs differ only within a node: one of the two moves the data there.
         moved = spec(Shard(0), Shard(1)) + spec(Shard(0), Shard(0))
         assert moved.placements[0] == Shard(0), f"what lies on other nodes stays there: {moved.placements}"
         assert torch.equal(moved.full_tensor(), whole + whole)

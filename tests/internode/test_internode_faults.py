@@ -1,7 +1,7 @@
-"""The fault matrix on several nodes (`python tests/faults --nodes`), only for symm: the ranks saw what was promised.
+"""The fault matrix on several nodes (`python tests/faults --nodes`), only for symm: observations match promises.
 
 Time limits are 2.5 times as long here, because other tests may run at the same time. They are ten times as long for the
-slow part, which plays some single-node cases on two nodes.
+slow part, which runs some single-node cases on two nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CASES = {case.name: case for case in over_nodes(list(every_case().values()))}
 
 
 def kept(name: str, patience: float) -> None:
-    """Plays a case and fails unless every promise was kept."""
+    """Runs a case and fails unless every promise was kept."""
     found = broken(CASES[name].promise, guarded(CASES[name], "symm", 60), patience)
     assert not found, "\n".join(found)
 

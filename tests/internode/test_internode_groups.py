@@ -19,7 +19,7 @@ import torch_symm
 from launch import run_nodes
 from test_groups import assert_nothing_left, resources
 
-# Takes seconds: once, before processes are forked.
+# Imported once, before processes are forked, because it takes seconds.
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: F401
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,11 +84,12 @@ def keys_of_a_failed_join(rank: int, world_size: int) -> None:
         with pytest.raises(torch_symm.SymmTimeoutError, match="for rank 3 "):
             dist.new_group(timeout=timedelta(seconds=3))
     ranks.meet("failed", rank, world_size)
-    # Rank 2, whose node misses a rank, has left its record. The other node has met, and its hubs have left nothing.
+    # Rank 2, whose node misses a rank, has left its record. The ranks of the other node have all joined and left
+    # nothing.
     left = before | {f"symm-node/2/1/symm/{dist.distributed_c10d._world.group_count - 1}/0/0"}
     assert ours() == left
     ranks.meet("seen", rank, world_size)
-    # The record does not disturb the next group, which leaves no key.
+    # The next group succeeds in spite of the record, and leaves no key.
     group = dist.new_group()
     assert total(group) == 10
     ranks.meet("again", rank, world_size)
@@ -261,7 +262,7 @@ def forks(rank: int, world_size: int) -> None:
         ]
         for use in own_errors:
             assert in_a_child(use) not in ("hangs", "returned")
-        # They answer, or do nothing.
+        # These calls answer, or do nothing.
         for use in (reduced.is_completed, received.is_completed, backend.abort, dist.destroy_process_group):
             assert in_a_child(use) == "returned"
         assert not any("symm-monitored" in key for key in ranks.file_store("default", world_size).list_keys())

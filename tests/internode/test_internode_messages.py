@@ -36,7 +36,7 @@ def test_every_scenario(layout: tuple[int, ...], which: str) -> None:
 
 
 def meet_in_a_circle(rank: int, world_size: int) -> None:
-    """Over torch's TCPStore, to which a process has one connection."""
+    """Over torch's TCPStore, with one connection per process."""
     dist.destroy_process_group()
     before, make = (rank - 1) % world_size, _backends.make
 
@@ -116,7 +116,7 @@ def threads(rank: int, world_size: int) -> None:
         assert sent is not None
         sent.wait()
     used = held()
-    # The thread that checks deadlines, one for the peer, and Gloo's three.
+    # The thread that checks deadlines, one for the peer, and Gloo's three threads.
     assert used[0] - both[0] <= 5, (joined, both, used)
     del sent
     begun = time.monotonic()
@@ -179,7 +179,7 @@ def over_one_store(rank: int, world_size: int) -> None:
     """Survivors of a killed rank make the default group again over the same store."""
     tensor, make = torch.full((4,), float(rank)), _backends.make
     store = ranks.file_store("default", world_size)
-    # Nothing is returned, so rank 0 does not know whether its address was read.
+    # No message returns, so rank 0 does not know whether its address was read.
     if rank < 2:
         dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
     dist.monitored_barrier()
@@ -193,7 +193,7 @@ def over_one_store(rank: int, world_size: int) -> None:
     assert left == [], left
 
     def late(kind: str, name: str, *arguments: Any) -> Any:
-        # Rank 1 looks for the address before rank 0 has published it.
+        # Rank 1 polls for the address before rank 0 has published it.
         time.sleep(0.3 if rank == 0 and "symm-pair" in name else 0)
         return make(kind, name, *arguments)
 
@@ -257,7 +257,7 @@ def test_lengths_that_differ_are_an_error_of_the_receiver(count: int) -> None:
 @pytest.mark.parametrize("sender", (1, 2))
 def test_a_length_that_differs_is_an_error_though_the_receive_names_nobody(sender: int) -> None:
     def mismatched(rank: int, world_size: int) -> str:
-        # All have left the previous call: a rank that is still in it would get the error there.
+        # All have left the previous call, because a rank that is still in it would get the error there.
         dist.barrier()
         ranks.meet("ready", rank, world_size)
         with pytest.raises(torch_symm.SymmMismatchError) as caught:

@@ -1,4 +1,4 @@
-"""A network that is cut, and nodes that are lost or stopped: nodes of namespaces, with links between them."""
+"""A network that is cut, and nodes that are lost or stopped; the nodes are namespaces with links between them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def compute(rank: int, layout: Sequence[int], place: Path) -> tuple[str, float]:
     reductions = [("SUM", torch.float32, count) for count in (37, 33_001, 300_001)]
     run([*reducing(reductions, rank, world, reference=two_level(tuple(layout))), *moving(rank, world)])
     for count in (3, 300_001):
-        # From every rank to every rank, each message different.
+        # Each rank sends a different message to every rank.
         sent = [expected.seeded(torch.float32, (count,), world * rank + to) for to in range(world)]
         got = [torch.empty(count) for _ in range(world)]
         others = [other for other in range(world) if other != rank]
@@ -159,7 +159,8 @@ def test_the_node_whose_cable_is_out_is_named_by_all_others(tmp_path: Path, layo
         cut = ready(nodes)
         nodes.cut(lost)
         for node, (text, heard) in zip(launch.nodes_of(layout), nodes.results(), strict=True):
-            # It is connected only with the first node; that one with all, and one of them is the first to be missed.
+            # A cut node is connected only with the first node. The first node is connected with all, and misses one of
+            # them first.
             missed = lost if node != lost else 0 if lost else next(other for other in (1, 2) if f'"h{other}"' in text)
             check_silent(layout, missed, text)
             assert 3.9 < heard - cut < 7, f"{heard - cut:.2f} s: {text}"

@@ -1,4 +1,4 @@
-"""torch.ops.symm.all_reduce_add_rms_norm on several nodes: the bits of an all-reduce there, then those of the norm."""
+"""torch.ops.symm.all_reduce_add_rms_norm on several nodes has the bits of an all-reduce there, followed by the norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from test_all_reduce_add_rms_norm import EPS, Rows, every_form, ops
 
 
 class NodeRows(Rows):
-    """Reduced by the group's own all_reduce."""
+    """Rows that are reduced by the group's own all_reduce."""
 
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
         dist.all_reduce(summed := self.inputs[dist.get_rank()].clone())
@@ -24,7 +24,7 @@ def forms(rank: int, world: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for shape in ((1, 8), (2, 64), (3, 4104), (40, 2048)):
             every_form(rank, NodeRows(world, shape, dtype), name)
-    # Nodes that disagree on parameters that one all-reduce would not distinguish.
+    # Nodes that disagree on parameters that do not affect the all-reduce.
     rows = torch.ones(2, 64)
     with pytest.raises(torch_symm.SymmMismatchError, match=r"all_reduce_add_rms_norm\(2 × 64 × float32, eps 1e-6\)"):
         ops.all_reduce_add_rms_norm(rows, rows, torch.ones(64), 1e-6 if rank < 2 else 1e-5, name)

@@ -26,7 +26,7 @@ def reductions(rank: int, world: int) -> None:
     run(
         (form, Case(rank, world, dtype, count, op=op, reference=in_halves, root=world - 1, group=group))
         for op, dtype in cases
-        # With the headers, and in several chunks.
+        # Sent with the headers, and in several chunks.
         for count in (37, 5_002, 600_011)
         for form in ("all_reduce", "reduce", "reduce_scatter_tensor")
         if count < 600_000 or form == "all_reduce"

@@ -21,7 +21,7 @@ OPS = ("SUM", "AVG", "PRODUCT", "PREMUL_SUM", "MAX")
 
 @lru_cache
 def once(layout: Sequence[int]) -> Reference:
-    """The ranks of each node in order, then the nodes in order, in float32, and one rounding."""
+    """The sum over the ranks of each node in order, then over the nodes in order, in float32, with one rounding."""
 
     def reference(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
         return expected.rounded(two_level(layout)(op, [x.float() for x in inputs], factors), inputs[0].dtype)
@@ -39,7 +39,7 @@ def reductions(rank: int, world: int, layout: Sequence[int]) -> None:
     group = group_of(world)
     cases = [(op, dtype, 37) for dtype in expected.NARROW for op in OPS]
     cases += [("SUM", dtype, count) for dtype in (torch.bfloat16, torch.float8_e5m2) for count in COUNTS]
-    # Several turns; with three nodes each adds up a part.
+    # Several pipeline steps; with three nodes each one adds a part.
     cases += [("SUM", torch.float16, 600_011), ("AVG", torch.float8_e4m3fn, 300_001)]
     run(reducing(cases, rank, world, reference=once(layout), group=group))
     options = {"reference": once(layout), "group": group}

@@ -26,7 +26,7 @@ def freed() -> torch.Tensor:
 
 
 def test_an_exception_ends_a_block() -> None:
-    """Between nodes as within one."""
+    """Between nodes, the behaviour is the same as within one."""
     run_nodes(test_coalescing.after_exceptions, (1, 1), "symm")
 
 
@@ -62,7 +62,7 @@ def corrects_later(rank: int, world_size: int) -> None:
             dist.send(torch.ones(1), 2)
         elif rank == 2:
             dist.recv(torch.ones(1), 1)
-        # It waits for more than a chunk, so that a send also needs its receive.
+        # It waits for more than a chunk, because then a send also needs its receive.
         long = torch.full((1 << 20,), float(rank))
         if rank == 0:
             time.sleep(0.2)

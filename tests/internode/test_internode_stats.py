@@ -75,7 +75,7 @@ def messages(rank: int, world_size: int) -> None:
         work.wait()
     dist.barrier()
     count = grown(f"gloo rank {peer}", before)
-    # The payload, and the frames in addition.
+    # The payload and the frames.
     assert count["calls"] == 4 and 8 * size < count["sent"] < 8 * size + 40 * SLOT, count
     assert 8 * size < count["received"] < 8 * size + 40 * SLOT, count
     dist.send(torch.ones(1), rank ^ 1) if rank % 2 else dist.recv(torch.empty(1), rank ^ 1)

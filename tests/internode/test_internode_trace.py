@@ -26,7 +26,7 @@ def phases(state: str) -> list[tuple[str, str]]:
 
 
 def stop(rank: int, world_size: int, count: int) -> tuple[str, list[tuple[str, str]], list[tuple[str, str]]] | None:
-    """A call while the second node is stopped: its error, its phase before that, and after."""
+    """A call while the second node is stopped: its error, its phase before the error, and its phase after it."""
     dist.all_reduce(torch.ones(count))
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
@@ -38,7 +38,7 @@ def stop(rank: int, world_size: int, count: int) -> tuple[str, list[tuple[str, s
     try:
         work = dist.all_reduce(torch.ones(count), async_op=True)
         until = time.monotonic() + 1
-        # Only the last poll counts: the first phases pass.
+        # Only the last poll counts, because the first phases are short.
         while time.monotonic() < until:
             seen = phases("started")
             time.sleep(0.05)
@@ -100,7 +100,7 @@ def come_late(rank: int, world_size: int, late: int) -> tuple[str, list[tuple[st
 def test_of_several_nodes_the_late_one_is_named(layout: tuple[int, ...], late: int, node: str) -> None:
     results = run_nodes(come_late, layout, late, timeout=2)
     for rank, (text, seen) in ((rank, result) for rank, result in enumerate(results) if rank != late):
-        # Any of them may fail first.
+        # Any rank may fail first.
         assert f"on rail 0, waiting for {node}" in text, text
         waiting = "inside the node" if (layout, rank) == ((2, 1, 1), 1) else f"rail 0, waiting for {node}"
         assert seen == [("all_reduce", waiting)], (rank, seen)

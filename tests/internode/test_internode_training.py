@@ -1,7 +1,7 @@
 """Training programs on two nodes of two ranks, with the losses that flat Gloo gives them.
 
-Sums of floats differ in their last bits, since the ranks of a node are added up first: losses agree to 1e-5 of their
-size. If nothing is summed, they have the same bits. Ranks and runs always give the same bits.
+Sums of floats differ in their last bits, since each node adds its ranks first: losses agree to a relative 1e-5.
+Programs that sum nothing give the same bits. Ranks and runs always give the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from launch import NAMES, run_nodes
 from programs import ROOT, run_program
 from torch import nn
 
-# Takes seconds: once, before processes are forked.
+# Imported once, before processes are forked, because it takes seconds.
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -35,7 +35,7 @@ Program = Callable[[int, int], list[float]]
 
 
 def network() -> nn.Sequential:
-    """Sizes are not multiples of the number of ranks, except the one that tensor parallelism cuts."""
+    """A network whose sizes are no multiples of the number of ranks, except the size that tensor parallelism cuts."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, 132), nn.GELU(), nn.Linear(132, 67), nn.GELU(), nn.Linear(67, 1))
 
@@ -93,7 +93,7 @@ def hybrid_sharded(rank: int, world_size: int) -> list[float]:
 
 
 def tensor_parallel(rank: int, world_size: int) -> list[float]:
-    """Matrices split within a node, batches between nodes."""
+    """Matrices are split within a node, batches between nodes."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = parallelize_module(network(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for module in (model[0], model[2], model[4]):
@@ -108,7 +108,7 @@ def tensor_parallel_between_nodes(rank: int, world_size: int) -> list[float]:
 
 
 def redistributed(rank: int, world_size: int) -> list[float]:
-    """A tensor cut, gathered and cut again, over both dimensions of a mesh."""
+    """A tensor is cut, gathered and cut again, over both dimensions of a mesh."""
     mesh = dist.init_device_mesh("cpu", (2, 2))
     whole = torch.randn(37, 54, generator=torch.Generator().manual_seed(3))
     sums = []
@@ -125,7 +125,7 @@ def redistributed(rank: int, world_size: int) -> list[float]:
 
 
 def pipeline(rank: int, world_size: int) -> list[float]:
-    """A stage on each rank, by two schedules: losses on the last rank, the gradients of the rank's stage on all."""
+    """One stage on each rank, by two schedules: losses on the last rank, the gradients of its stage on each rank."""
     numbers = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(2, 8 * ROWS, WIDTH, generator=numbers)
     seen = []
@@ -183,7 +183,7 @@ def test_what_moves_data_alone_gives_the_bits_of_flat_gloo(program: Program) -> 
     ),
 )
 def test_programs_on_two_nodes(program: str) -> None:
-    """They compare themselves with one process, and fail on a difference."""
+    """These programs compare themselves with one process, and fail if they differ."""
     shorter = {"examples/01_ddp_digits": ("--epochs", "9"), "benches/train_transformer": ("--steps", "10")}
     said = run_program(f"{program}.py", *shorter.get(program, ()), nodes="aabb", env={"CUDA_VISIBLE_DEVICES": ""})
     assert said[0][-1].startswith("ok: "), said

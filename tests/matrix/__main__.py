@@ -1,8 +1,8 @@
 """Installs the wheels of dist/ with each torch, in fresh environments without compilers, and tests them there.
 
-``python tests/matrix`` tries every supported torch with one Python, and every Python that has a wheel with the newest
-torch that there is for it. Prints a table in Markdown; exits with 1 if anything failed. An environment takes 6 GB while
-it is tried, and a download of 3 GB.
+``python tests/matrix`` tests every supported torch with one Python, and every Python that has a wheel with the newest
+torch for it. Prints a table in Markdown; exits with 1 if anything failed. An environment takes 6 GB while it is tested,
+and a download of 3 GB.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def tried(folder: Path, complete: bool) -> list[tuple[bool, str]]:
     """Runs the example and the smoke suite; with ``complete`` torch's own tests, too."""
     example = run(folder, ["torchrun", "--standalone", "--nproc-per-node", "2", "examples/01_ddp_digits.py"])
     pytest = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    # Compiled tests need a compiler, with any backend.
+    # Compiled code needs a compiler, with any backend.
     smoke = run(folder, [*pytest, "-k", "not compiled", *(f"tests/python/{name}.py" for name in SMOKE)])
     if not complete:
         return [(example[0], "ok" if example[0] else "failed"), smoke]
@@ -100,7 +100,7 @@ def tried(folder: Path, complete: bool) -> list[tuple[bool, str]]:
 
 
 def main() -> int:
-    """Tries all, prints the table."""
+    """Tests all environments and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", help="minor versions of torch, as 2.11,2.15 (default: all that are supported)")
     parser.add_argument("--python", default="3.12", help="the Python for those (default: 3.12)")

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from expected import FLOATS, assert_same, assert_same_bits, name, seeded
 
-#: Above this, values are made with fewer steps.
+#: Number of elements above which values are made with fewer steps.
 MANY = 100_000
-#: Of each rank, for PREMUL_SUM.
+#: The factor of each rank for PREMUL_SUM.
 FACTORS = (0.5, 1 / 3, -7.0, 1e-3, 2.0, -0.25, 3.0, 1.5)
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
 
 @cache
 def wide(dtype: torch.dtype, count: int, seed: int, world: int) -> torch.Tensor:
-    """``count`` values for each rank: the same ones, rotated. Not to be changed."""
+    """``count`` values for each rank: the same values, rotated by its number. Not to be changed."""
     return torch.cat([rotated(values(dtype, count, seed), taker) for taker in range(world)])
 
 
@@ -76,7 +76,7 @@ LAYOUTS: dict[str, tuple[Callable[[int], int], Look]] = {
     "offset": (lambda count: count + 1, lambda base: base[1:]),
     "strided": (lambda count: 2 * count, lambda base: base[::2]),
     "transposed": (lambda count: count, lambda base: base.view(2, -1).t() if base.numel() % 2 == 0 else base),
-    # Only on the CPU.
+    # Layouts that only CPU tensors have.
     "scalar": (lambda count: 1, lambda base: base.view(())),
     "columns": (lambda count: count // 4 * 9, lambda base: base.view(-1, 9)[:, 2:6]),
     "channels_last": (lambda count: count, lambda base: base.view(2, -1, 2, 3).permute(0, 3, 1, 2)),
@@ -110,7 +110,7 @@ class Placed:
 
 @dataclass
 class Misaligned:
-    """A tensor at an odd address, which not all of torch's own operators can read: filled and compared as bytes."""
+    """A tensor at an odd address, filled and compared as bytes, because not all of torch's operators can read it."""
 
     memory: bytearray
     view: torch.Tensor
@@ -198,7 +198,7 @@ class Case:
         before = torch.ones(elements(flat.numel()), dtype=self.dtype)
         part = look(before)
         part.copy_(flat.reshape(part.shape))
-        # A copy on the CPU, too, where `to` would give the same memory.
+        # A copy on the CPU, too, because there `to` would return the same memory.
         base = (empty or self.empty)(before.numel(), dtype=self.dtype, device=self.device).copy_(before)
         return Placed(base, before, look)
 
@@ -214,7 +214,7 @@ class Case:
             work.wait()
 
     def same(self, placed: Placed | Misaligned, wanted: torch.Tensor) -> None:
-        """Bit for bit."""
+        """Fails unless the tensors are equal bit by bit."""
         placed.check(wanted, self.about)
 
 

@@ -47,7 +47,7 @@ def all_gather(c: Case) -> None:
 
 
 def all_gather_uneven(c: Case) -> None:
-    """Each rank one element more than the previous, and rank 1 none."""
+    """Lengths that grow by one element from rank to rank, except that rank 1 has none."""
     counts = [0 if rank == 1 else c.count + rank for rank in range(c.world)]
     outputs, tensor = [c.blank(count) for count in counts], c.place(c.given(count=counts[c.rank]))
     c.call(dist.all_gather, views(outputs), tensor.view)
@@ -98,7 +98,7 @@ def reduce_scatter(c: Case) -> None:
 
 
 def reduce_scatter_uneven(c: Case) -> None:
-    """A different length for each rank, and none for one."""
+    """Lengths that differ between ranks; one rank has none."""
     counts = [0 if rank == c.count % 3 else c.count + rank for rank in range(c.world)]
     inputs = [c.place(c.wide(count=count)[rank * count : (rank + 1) * count]) for rank, count in enumerate(counts)]
     output = c.blank(counts[c.rank])
@@ -147,12 +147,12 @@ def all_to_all_list_in_place(c: Case) -> None:
 
 
 def all_to_all_uneven(c: Case) -> None:
-    """Some ranks send nothing to others."""
+    """Splits by which some ranks send nothing to others."""
     all_to_all_split(c, [[((a + 2 * b) % 3) * c.count for b in range(c.world)] for a in range(c.world)])
 
 
 def all_to_all_kept(c: Case) -> None:
-    """Each rank keeps more than it sends, rank 0 more than the others."""
+    """Splits by which each rank keeps more than it sends, and rank 0 more than the others."""
     splits = [[(5 - a % 2 if a == b else 1) * c.count for b in range(c.world)] for a in range(c.world)]
     splits[0][0] += 3 * c.count
     all_to_all_split(c, splits)
@@ -168,7 +168,7 @@ def all_to_all_split(c: Case, splits: list[list[int]]) -> None:
 
 
 def all_to_all_list_uneven(c: Case) -> None:
-    """The lengths differ between pairs of ranks, and some are 0."""
+    """Splits that differ between pairs of ranks; some are 0."""
     splits = [[((a + 2 * b) % 3) * c.count + b % 2 for b in range(c.world)] for a in range(c.world)]
     sent = c.given(count=sum(splits[c.rank])).split(splits[c.rank])
     outputs = [c.blank(splits[giver][c.rank]) for giver in range(c.world)]
@@ -256,7 +256,7 @@ def layouts_of(collective: str, count: int) -> list[str]:
 
 
 def make(cases: Iterable[tuple[str, Case]]) -> None:
-    """Makes what most cases give and get, for ``cases.shared``."""
+    """Makes the inputs and results of most cases, for ``cases.shared``."""
     for collective, case in cases:
         case.parts(0)
         for more in range(case.world if collective == "reduce_scatter_uneven" else 1):
@@ -264,7 +264,7 @@ def make(cases: Iterable[tuple[str, Case]]) -> None:
 
 
 def run(cases: Iterable[tuple[str, Case]]) -> int:
-    """Makes the call of each case, and returns their number. Fails with a list of the wrong ones."""
+    """Makes the call of each case and returns their number. Fails with a list of the wrong results."""
     for threshold in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
         # New pages for each tensor would take a fifth of the time.
         ctypes.CDLL(None).mallopt(threshold, 1 << 30)
@@ -276,7 +276,7 @@ def run(cases: Iterable[tuple[str, Case]]) -> int:
 
 
 def refusals(world: int, device: torch.device = CPU) -> int:
-    """Each reduction that a type lacks is rejected by name, on the backend itself: torch rejects some before."""
+    """Reductions that a type does not support are rejected by name. Called on the backend, because torch rejects some."""
     backend = dist.group.WORLD._get_backend(device)
     findings = Findings()
     for dtype in expected.DTYPES:

@@ -40,7 +40,7 @@ def limit() -> Iterator[None]:
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forks ranks of every tool from one process that has imported torch, which takes 4 s of CPU."""
-    # Tools take over the signal and add settings of NCCL.
+    # Restored below, because the tools install a signal handler and add settings of NCCL.
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(launched, "ANEW", launched.WARM)
     yield

@@ -101,7 +101,7 @@ def two_level(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float],
 def rounded(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``wide``, of float32 or float64, in ``dtype``."""
     if dtype == torch.float8_e4m3fn:
-        # Overflow is NaN, which torch 2.13 and later convert to 448. 464 is half-way to the number after 448.
+        # Float8 overflow is NaN; torch 2.13 and later convert to 448 instead. 464 is half-way to the number after 448.
         wide = torch.where(wide.abs() > 464, torch.copysign(torch.tensor(torch.nan), wide), wide)
     return wide.to(dtype)
 
@@ -127,7 +127,7 @@ def _reduced_integers(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     with np.errstate(over="ignore"):
         result = np.asarray(reduce(combine, [x.contiguous().numpy() for x in inputs]))
     if op == "AVG":
-        # Toward zero, where numpy's // rounds down.
+        # Rounds toward zero, while numpy's // rounds down.
         down = result // np.array(len(inputs), result.dtype)
         exact = down * np.array(len(inputs), result.dtype) == result
         result = np.where((result < 0) & ~exact, down + np.array(1, result.dtype), down).astype(result.dtype)
@@ -135,7 +135,7 @@ def _reduced_integers(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements' bytes in logical order: the tensor's own memory if they lie so."""
+    """The elements' bytes in logical order, without a copy if they are consecutive."""
     flat = tensor.detach().reshape(-1)
     if flat.stride() != (1,):
         flat = torch.empty(flat.numel(), dtype=flat.dtype).copy_(flat)

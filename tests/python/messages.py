@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from expected import DTYPES, assert_same_bits, name, seeded
 
-#: Sizes in bytes: in one frame, just below and above the capacity of a slot, announced, in several chunks.
+#: Sizes in bytes: in one frame, just below and above the capacity of a slot, offered, in several chunks.
 SIZES = (0, 8, 64, 244, 1020, 4096, 4100, 100_000, 1 << 20, 8 << 20)
 
 
 def numbers(count: int, seed: int) -> torch.Tensor:
-    """``seed`` identifies the sender and the message."""
+    """The values of a message; ``seed`` identifies the sender and the message."""
     return torch.arange(seed, seed + count, dtype=torch.int32)
 
 
@@ -79,7 +79,7 @@ def all_send_first(rank: int, world: int) -> None:
 
 
 def ring(rank: int, world: int) -> None:
-    """Batches do not wait for each other, whichever call comes first in them."""
+    """Batches do not wait for each other, in whatever order their calls are made."""
     for turn, size in enumerate(SIZES):
         got = torch.zeros(size // 4, dtype=torch.int32)
         operations = [
@@ -91,7 +91,7 @@ def ring(rank: int, world: int) -> None:
 
 
 def tags(rank: int, world: int) -> None:
-    """Received in a different order than sent."""
+    """Messages are received in a different order than they were sent."""
     order = list(range(20))
     random.Random(3).shuffle(order)
     sizes = [(8, 300, 2_000, 70_000)[tag % 4] for tag in range(20)]
@@ -164,7 +164,7 @@ def objects(rank: int, world: int) -> None:
 
 
 def beside_collectives(rank: int, world: int) -> None:
-    """Collectives overtake open transfers, in both directions."""
+    """Collectives overtake pending messages, in both directions."""
     peer = world - 1 - rank
     got = torch.zeros(300_000)
     works = [dist.irecv(got, peer, tag=1)]
@@ -205,7 +205,7 @@ def traffic(rank: int, world: int) -> None:
 
 
 def other_numbers(rank: int, world: int) -> None:
-    """A group whose ranks have other numbers in the default group, which calls use unless told otherwise."""
+    """A group whose ranks have other numbers in the default group; calls use the default group's numbers by default."""
     if world < 4:
         return
     group = dist.new_group([1, 2, 3])
@@ -256,7 +256,7 @@ def any_in_order(rank: int, world: int) -> None:
 
 
 def any_open_at_once(rank: int, world: int) -> None:
-    """Many receives are open when messages arrive from all ranks at once: each is filled once, in order."""
+    """Many receives are pending when messages arrive from all ranks at once: each is filled once, in order."""
     for count in (5, 60_000):
         rounds = 12
         got = [torch.full((count,), -1, dtype=torch.int64) for _ in range(rounds * (world - 1))]
@@ -295,7 +295,7 @@ def any_and_named(rank: int, world: int) -> None:
 
 
 def any_of_other_tags(rank: int, world: int) -> None:
-    """Tags keep messages apart: a later receive completes before one that is open."""
+    """Tags separate messages: a later receive completes before an earlier one that is pending."""
     if rank == 0:
         first = dist.irecv(torch.zeros(3), tag=5)
         got = torch.zeros(2)

@@ -19,7 +19,7 @@ def _in_halves(values: torch.Tensor) -> torch.Tensor:
 
 
 def divided(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The quotient of two float32, rounded once: torch's own, and its roots, are sometimes slightly off."""
+    """The quotient of two float32, rounded once, because torch's quotients and roots are sometimes slightly wrong."""
     return (one.double() / other.double()).float()
 
 
@@ -61,7 +61,7 @@ def to_dynamic_fp8(normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def numbers(seed: int, *size: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-    """The same on all ranks."""
+    """The residual and the weight, the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, generator=generator).to(dtype).to(device)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 import torch_symm
 
-# With what they import: once, not in each rank, where it costs more than a group.
+# Modules that the forking process imports once, because an import in each rank would take longer than a group.
 import torch_symm._backends
 import torch_symm._group
 from torch_symm import _native, testing
@@ -112,7 +112,7 @@ def spawn_rank(fn: Callable[..., Any], rank: int, world_size: int, *args: Any) -
 
 
 def log_to(path: Path) -> None:
-    """From now on this process prints to ``path``, and at SIGUSR1 the stacks of its threads."""
+    """Redirects this process's output to ``path``, and prints the stacks of its threads there at SIGUSR1."""
     redirect(path)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)

@@ -35,7 +35,7 @@ class _Program(ctypes.Structure):
 
 
 def deny(call: str, code: int) -> None:
-    """From now on the system call fails with errno ``code`` on all threads of this process."""
+    """Makes the system call fail with errno ``code`` on all threads of this process from now on."""
     load_number, compare, answer = 0x20, 0x15, 0x06
     steps = [
         _Instruction(load_number, 0, 0, 0),
@@ -51,7 +51,7 @@ def deny(call: str, code: int) -> None:
 
 
 def mask(folder: str) -> None:
-    """From now on ``folder`` is empty for this process; needs root."""
+    """Makes ``folder`` empty for this process from now on; needs root."""
     new_mounts, private, recursive = 0x00020000, 1 << 18, 1 << 14
     libc = ctypes.CDLL(None, use_errno=True)
     _done(libc.unshare(new_mounts))

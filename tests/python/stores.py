@@ -126,7 +126,7 @@ WORDS = [name for name in WHOLE if "rust-torch" not in name]
 
 
 class Meeting:
-    """The contents that several users share; each `open` is a user of its own."""
+    """The contents that several users share; each `open` returns a separate user."""
 
     def __init__(self, kind: str, place: Path) -> None:
         self.kind = kind

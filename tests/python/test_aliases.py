@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 WORLD = 3
-#: Numbers of elements of a message next to the arrival flag, in staging, and in several chunks of it.
+#: Numbers of elements of a message that is inline, staged, and in several staged chunks.
 COUNTS = (3, 3_000, 400_000)
 
 DEVICES = (
@@ -66,7 +66,7 @@ def partly_the_same(rank: int, count: int, device: str) -> None:
     everyone = [given(r, count) for r in range(WORLD)]
     wanted = one_after_the_other(torch.zeros(WORLD * count), places, everyone)
     assert torch.equal(room.cpu(), wanted), "all_gather"
-    # The reverse, with the first of them strided.
+    # The reverse order, with the first of them strided.
     room = torch.zeros(WORLD * count, device=device)
     strided = room[: 2 * count : 2]
     dist.all_gather([strided, room[half : half + count], room[:count]], given(rank, count).to(device))
@@ -83,7 +83,7 @@ def partly_the_same(rank: int, count: int, device: str) -> None:
 
 
 def beside_inputs(rank: int, count: int, device: str) -> None:
-    """Also for calls that run as one: one of them writes memory that another reads."""
+    """The same for calls that run as one: one of them writes memory that another reads."""
     room = given(rank, 4 * count).to(device)
     whole = room.clone()
     inputs = [room[3 * count :], room[:count]]

@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 EPS = 1e-5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Inline, whole rows in one-shot, several chunks, and two-shot for more than two ranks.
+#: Inline, whole rows in one-shot, several chunks, and, for more than two ranks, two-shot.
 SHAPES = ((1, 8), (1, 1024), (1, 4096), (3, 1032), (5, 8192), (2, 16384), (97, 1024))
 NAMES = ("", "_", "_fp8", "_dynamic_fp8")
 
@@ -66,7 +66,7 @@ def forms(rank: int, world: int) -> None:
         rows.inputs[rank], rows.residual, rows.weight, EPS, dist.group.WORLD.group_name
     )
     assert same_bits(total, summed + rows.residual) and same_bits(normed, rows.wanted()[0])
-    # torch's own norm adds the squares up in another order.
+    # torch's own norm adds the squares in another order.
     assert torch.allclose(normed, torch.nn.functional.rms_norm(total, (2048,), rows.weight, EPS), rtol=0.01)
 
 
@@ -114,7 +114,7 @@ def layouts(rank: int, world: int) -> None:
     nothing = torch.zeros(0, 64)
     empty = ops.all_reduce_add_rms_norm_dynamic_fp8(nothing, nothing, rows.weight, EPS, name)
     assert [tuple(tensor.shape) for tensor in empty] == [(0, 64), (0, 64), (0, 1)]
-    # A residual that is the input: its value before the call counts.
+    # The residual is the input, whose value from before the call is used.
     own = rows.inputs[rank].clone()
     _, total = ops.all_reduce_add_rms_norm(own, own, rows.weight, EPS, name)
     assert same_bits(total, sum(rows.inputs[1:], rows.inputs[0]) + own)
@@ -125,7 +125,7 @@ def test_strides_dimensions_and_no_rows() -> None:
 
 
 def among_others(rank: int, world: int) -> None:
-    """In subgroups, after asynchronous calls, and in the trace."""
+    """Norms in subgroups, after asynchronous calls, and in the trace."""
     pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
     pair, place = pairs[rank // 2], rank % 2
     rows = Rows(2, (4, 512), torch.bfloat16, seed=rank // 2)

@@ -75,7 +75,7 @@ def dropped(rank: int, world: int) -> None:
         time.sleep(0)
     assert (work.get_future().value()[0] == world**2).all()
     assert (dist.all_reduce(results[1], async_op=True).get_future().wait()[0] == world**2).all()
-    # One more is in progress when the group is destroyed.
+    # Another call is in progress when the group is destroyed.
     dist.all_reduce(results[2], async_op=True)
     dist.destroy_process_group()
     assert (results[2] == world**2).all()

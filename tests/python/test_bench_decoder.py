@@ -19,7 +19,7 @@ def test_figures_are_medians_and_differences_by_all_reduce() -> None:
     assert found.more_us("symm", 160) == 4.0
     line = decoder.row(found, ("without", "symm", "nccl", "fused"), layers=80)
     assert line == ["8", "128 KB", "7100.0", "7740.0", "-", "-", "4.00", "-", "-"]
-    # Nothing to compare with.
+    # There is no other side to compare with.
     assert Finished(8, 8, {"symm": [1.0]}, {}).more_us("symm", 160) is None
 
 

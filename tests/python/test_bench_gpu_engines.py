@@ -91,7 +91,7 @@ class Flashinfer(types.ModuleType):
 
 
 def put(name: str, module: Any) -> None:
-    """Makes ``module`` what an import of ``name`` finds."""
+    """Makes an import of ``name`` return ``module``."""
     for end in range(1, len(name.split("."))):
         parent = ".".join(name.split(".")[:end])
         sys.modules[parent] = types.ModuleType(parent)
@@ -106,7 +106,7 @@ def setting(side: Side, dtype: torch.dtype = torch.float32) -> Setting:
 
 
 def checked(side: Side, op: str, at: Setting) -> None:
-    """The result is right, wrong values are noticed, and so is a call that does nothing."""
+    """Correct results pass; wrong values and a call that does nothing are detected."""
     call = side.builders[op](at)
     call.reset()
     call.run()

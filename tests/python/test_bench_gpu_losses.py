@@ -70,7 +70,7 @@ BROKEN: Mapping[str, Maker] = {
 }
 
 
-#: Why each is lost.
+#: The reason why each side is lost.
 REASONS = {
     "cannot be made": "while it was made: process 1 terminated with exit code 8",
     "dies": "at all_gather bf16 1 KB: process 1 terminated with exit code 7",
@@ -81,7 +81,7 @@ REASONS = {
 
 
 def some_broken() -> Mapping[str, Maker]:
-    """A rank gets the function and makes its own."""
+    """A rank gets the function and creates its own operation."""
     return {**cpu_sides(), **{kind: BROKEN[kind] for kind in ("cannot be made", "dies", "hangs", "times out")}}
 
 
@@ -142,7 +142,7 @@ def test_when_the_time_is_over_the_rest_is_left_out(tmp_path: Path, capsys: pyte
 
 
 def run_until_it_is_ended(_rank: int, _world: int, path: Path, output: int) -> None:
-    """The command, which gets two cells and no third one."""
+    """Runs the command, which measures two cells and then waits until it is ended."""
     measure = launch.measure
 
     def two(options: launch.Options) -> Iterator[object]:
@@ -154,7 +154,7 @@ def run_until_it_is_ended(_rank: int, _world: int, path: Path, output: int) -> N
     for stream in (1, 2):
         os.dup2(output, stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    # It runs in the background, where it may be ignored.
+    # The shell starts it in the background, where the signal may be ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command_line.measure = two  # type: ignore[assignment]
     launched.ANEW = "fork"
@@ -170,7 +170,7 @@ def test_an_ended_run_leaves_what_it_has(tmp_path: Path, number: signal.Signals)
     os.close(write)
     with os.fdopen(read) as output:
         assert any(line.startswith("[2/7]") for line in output)
-        # The line comes before the file.
+        # The line is printed before the file is written.
         while len(json.loads(path.read_text())["cells"]) < 2:
             time.sleep(0.01)
         os.kill(pid, number)

@@ -149,7 +149,7 @@ def test_a_short_run_says_what_out_of_place_is_and_that_the_machine_is_busy(
 
 @dataclass(frozen=True)
 class Group:
-    """The part of a group that the choice of the call reads."""
+    """The part of a group that the choice of the call uses."""
 
     group_name: str
 
@@ -177,7 +177,7 @@ def test_out_of_place_is_the_operator_of_symm_where_the_group_is_one(monkeypatch
 def test_what_gpus_do_is_shown_in_the_same_columns() -> None:
     rows = [
         *request.rows(["all_reduce", "all_gather"], ["f32"], ["sum"], [0], [KB], 2),
-        # A cell that not all sides measure: by exact values.
+        # A cell that not all sides measure, with exact values.
         *request.rows(["all_reduce", "reduce"], ["i8"], ["max"], [1], [KB], 2),
         *request.rows(["gather", "scatter", "broadcast"], ["f16"], ["sum"], [1], [KB], 2),
     ]
@@ -200,7 +200,7 @@ def test_a_wrong_result_on_gpus_is_a_note(monkeypatch: pytest.MonkeyPatch) -> No
     inputs = Inputs(2, KB // 4, torch.int32, torch.device("cpu"), 1)
     call = exact_inputs.builder(cell)(Setting(0, inputs, nothing, None, Place(nothing, nothing)))  # type: ignore[arg-type]
     call.reset()
-    # No call was made: the tensor holds this rank's own values.
+    # If no call was made, the tensor holds this rank's own values.
     assert "elements wrong: all_reduce: element" in str(call.check(1))
     assert call.check(2) is None
 
@@ -234,7 +234,7 @@ def test_a_peer_that_hangs_ends_the_run_by_name(
     monkeypatch.setattr(launch, "Progress", noted)
     thread = threading.Thread(target=stop_one)
     thread.start()
-    # Not the functional form, whose first call may import for seconds.
+    # Not the functional form, whose first call may spend seconds on imports.
     typed = ["bench", "reduce", "-b", "64K", "-e", "64K", "-n", "100000", "--limit", "3", "--device", "cpu"]
     assert entry.main(typed) == 1
     thread.join()

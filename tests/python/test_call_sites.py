@@ -59,7 +59,7 @@ def test_swapped_equal_calls_name_both_lines(asynchronous: bool) -> None:
 
 
 def monitored(rank: int, world: int) -> tuple[str, int]:
-    """One line on all ranks passes; a plain barrier on one rank and a monitored one on the other do not."""
+    """Calls from one line on all ranks pass; a plain barrier on one rank and a monitored one on the other do not."""
     dist.group.WORLD.monitored_barrier()
     here = sys._getframe().f_lineno
     with pytest.raises(torch_symm.SymmMismatchError) as error:

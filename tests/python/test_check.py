@@ -59,7 +59,7 @@ def with_a_broken_call(rank: int, world: int, name: str, op: str) -> str | None:
         work = sound(tensor, *given, **options)
         if work is not None:
             work.wait()
-        # Next to the tensor, whose memory starts one element earlier.
+        # The element before the tensor, which its memory includes.
         beside = tensor.as_strided((1,), (1,), tensor.storage_offset() - 1)
         (tensor[-1:] if op != "beside" else beside).zero_()
         return None

@@ -26,7 +26,7 @@ Keep = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Left(Exception):
-    """The exception that a program raises within its block."""
+    """The exception that a program raises within a block."""
 
 
 def received(bad: Callable[[Keep], torch.Tensor], tag: int = 0) -> Callable[[Keep], object]:
@@ -67,7 +67,7 @@ def posted(keep: Keep) -> None:
 
 
 def within(keep: Keep) -> None:
-    """The outer block continues after an inner one that failed, with all that it holds."""
+    """If an inner block fails, the outer block continues with all its calls."""
     other = 1 - dist.get_rank()
     with _coalescing_manager(device=CPU, async_ops=True) as manager:
         dist.irecv(got := torch.zeros(1 << 20), other)
@@ -101,7 +101,7 @@ def on_a_thread(keep: Keep) -> None:
 
 
 def dropped(keep: Keep) -> None:
-    """Neither left nor raised in: a generator that holds the block is closed."""
+    """A block that ends without an exit or an exception: the generator that holds it is closed."""
     block = _coalescing_manager(device=CPU)
     block.__enter__()
     dist.all_reduce(keep(torch.ones(4)))
@@ -111,7 +111,7 @@ def dropped(keep: Keep) -> None:
 
 
 def closed(keep: Keep) -> None:
-    """A KeyboardInterrupt is not an Exception."""
+    """A KeyboardInterrupt is not an Exception, so it tests another path."""
     with _coalescing_manager(device=CPU):
         dist.all_reduce(keep(torch.ones(4)))
         raise KeyboardInterrupt
@@ -229,7 +229,7 @@ def test_a_failed_group_raises_after_a_batch_too() -> None:
 
 
 def one_limit(rank: int, world: int) -> None:
-    """Each part ends within the limit, counted from the previous one; all of them together do not."""
+    """Each part ends within the limit, counted from the end of the previous part; all of them together take longer."""
     got = [torch.zeros(4) for _ in range(3)]
     if rank == 0:
         dist.barrier()
@@ -251,7 +251,7 @@ def one_limit(rank: int, world: int) -> None:
     meet("given up", rank, world)
     work.wait(timedelta(seconds=30))
     assert [float(tensor[0]) for tensor in got] == [0, 1, 2]
-    # No part that has ended is past the limit.
+    # A part that has ended cannot exceed the limit.
     assert work.wait(timedelta(milliseconds=1)) and work.is_success()
 
 

@@ -16,9 +16,9 @@ from expected import DTYPES
 from ranks import run_ranks
 
 EVERY = ("offset", "misaligned", "strided", "transposed", "columns", "channels_last", "mixed")
-#: Types whose long tensors lie in more ways.
+#: Types whose long tensors have more layouts.
 LONG = (torch.float32, torch.bfloat16)
-#: The collectives that get long tensors of every type.
+#: Collectives that are tested with long tensors of every type.
 SIMPLE = (
     "broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter",
     "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
@@ -26,7 +26,7 @@ SIMPLE = (
 
 
 def lengths(dtype: torch.dtype, collective: str) -> dict[int, tuple[str, ...]]:
-    """How tensors of each number of elements lie in memory, if not just one element behind the other."""
+    """The layouts of tensors with each number of elements, in addition to the contiguous one."""
     medium, large = (count // dtype.itemsize // 12 * 12 for count in (9_000, 1_100_000))
     found = {
         0: ("offset",),
@@ -43,7 +43,7 @@ def lengths(dtype: torch.dtype, collective: str) -> dict[int, tuple[str, ...]]:
 
 
 def fits(collective: str, layout: str) -> bool:
-    """Whether tensors that the collective cuts along their first dimension may lie so."""
+    """Returns true if tensors that the collective cuts along their first dimension may have this layout."""
     if "in_place" in collective:
         return layout == "offset"
     return collective not in FLAT or layout in ("offset", "misaligned", "strided")

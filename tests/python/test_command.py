@@ -188,7 +188,7 @@ def test_corrupt_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit):
             entry.main(["tune", "--draw", str(path), "--plot", "out.svg"])
         assert f"--draw: {path} holds no check" in capsys.readouterr().err
-        # The next profile takes the place of a faulty one.
+        # The next profile replaces a faulty one.
         assert profile.known(path) == profile.inter_node(path) == {}
         assert capsys.readouterr().err.count(f"profile {path} is faulty and will be replaced: ") == 2
     assert profile.known(tmp_path / "none") == {} and capsys.readouterr().err == ""
@@ -237,7 +237,7 @@ def described(rank: int, world: int) -> tuple[str, str, str, str]:
     assert torch_symm.describe() == torch_symm.describe(dist.group.WORLD) == torch_symm.describe(own)
     with pytest.raises(ValueError, match="no tensors of this group are served by symm"):
         torch_symm.describe(dist.new_group(backend="gloo"))
-    # Gloo's connections end with a rank, so wait until all have theirs.
+    # Gloo's connections end with a rank, so this waits until all ranks are connected.
     dist.barrier()
     return torch_symm.describe(), repr(own), torch_symm.describe(pair) if rank < 2 else "", torch_symm.describe(alone)
 
@@ -250,7 +250,7 @@ def test_a_group_is_described_with_its_algorithms() -> None:
         assert first == own and device == "  cpu:"
         table = {row.split()[0]: row.split(maxsplit=1)[1] for row in rows}
         assert set(table) == {"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast"}
-        # INLINE_BYTES of src/mem/layout.rs.
+        # The value of INLINE_BYTES in src/mem/layout.rs.
         assert table["all_reduce"].startswith("inline to 8160 bytes, staged to ")
         assert all(row.endswith("staged_streaming") for row in table.values())
         assert alone.endswith("alone: nothing moves")

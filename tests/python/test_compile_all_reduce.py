@@ -58,7 +58,7 @@ def test_the_operator_reduces_out_of_place() -> None:
 
 
 def graphs(rank: int, world: int) -> None:
-    """Without a compiler: only on graphs."""
+    """Tests of graphs, without a compiler."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     torch_symm.stats()
@@ -117,7 +117,7 @@ def test_only_what_inductor_would_copy_is_replaced() -> None:
 
 
 def copies(code: str) -> int:
-    """Number of tensors that a kernel wrote before they were reduced in place: here only copies are."""
+    """Number of copies that precede reductions in place."""
     found = 0
     for reduced in re.finditer(r"all_reduce_\.default\((?:reinterpret_tensor\()?(\w+)", code):
         before = code[: reduced.start()]

@@ -27,14 +27,14 @@ def torchs(added: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def by_hand(added: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As Llama's is written."""
+    """An all-reduce and a norm as in Llama."""
     wide = added.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
     return weight * wide.to(added.dtype)
 
 
 class Counted(SymmPass):
-    """Counts what is in each graph once it has been changed."""
+    """Counts the nodes of each graph after the pass."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
@@ -87,7 +87,7 @@ def test_both_spellings_become_one_operator() -> None:
 
 
 def traced(rank: int, world: int) -> None:
-    """Without a compiler: only on the graph."""
+    """Tests of the graph, without a compiler."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     torch_symm.stats()
@@ -123,7 +123,7 @@ def test_a_graph_is_changed_where_rows_are_served() -> None:
 
 
 def near_misses(rank: int, world: int) -> None:
-    """Graphs that compute something other than the operator, each by one argument of one node."""
+    """Graphs that compute something other than the operator; each differs in one argument of one node."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     torch_symm.stats()

@@ -149,7 +149,7 @@ def operators(graph: torch.fx.Graph) -> list[str]:
 
 
 def graphs(rank: int, world: int) -> None:
-    """Without a compiler: only on graphs."""
+    """Tests of graphs, without a compiler."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -174,7 +174,7 @@ def test_graphs_get_the_form_that_gives_the_same() -> None:
 
 
 def without_rounding(rank: int, world: int) -> None:
-    """As Inductor of torch 2.11 leaves rows that are rounded and widened again."""
+    """The pattern that Inductor of torch 2.11 leaves for rows that are rounded and widened again."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -35,7 +35,8 @@ def torchs_numbers(rank: int, world: int) -> None:
     for shape, names in SHAPES:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for per_node in (1, 2, 4, 8):
-            # On CPU torch assumes nodes with one device; a mesh of GPUs on nodes of other sizes has these numbers.
+            # For CPUs, torch assumes one device per node. A mesh of GPUs on nodes of other sizes has these numbers of
+            # devices.
             class Hosts:
                 @staticmethod
                 def num_devices_per_host(_device_type: str, count: int = per_node) -> int:
@@ -184,7 +185,7 @@ def test_installing_is_reversible() -> None:
 
 
 def chosen(rank: int, world: int) -> tuple[float, float]:
-    """The costs that sharding propagation got, before and after installing."""
+    """The costs that sharding propagation used, before and after installing ours."""
     from torch.distributed.tensor._ops import utils
     from torch_symm import dtensor as ours
 
@@ -260,7 +261,7 @@ LOCAL = {"step_us": 50.0, "slice_us": 20.0, "copy_gb_per_s": 10.0}
 
 
 def steps(rank: int, world: int) -> tuple[dict[str, float], float]:
-    """The cost of single steps on 1 MB in addition to their collectives, and the price of one that only cuts."""
+    """The cost of single steps on 1 MB in addition to their collectives, and the price of a step that only cuts."""
     from torch_symm import dtensor as ours
 
     mesh = init_device_mesh("cpu", (world,))
@@ -281,7 +282,7 @@ def test_what_a_step_takes_beside_its_collective_is_priced(tmp_path: Path) -> No
     path.write_text(json.dumps(profile(local=LOCAL)))
     answers = run_ranks(steps, 2, env={"SYMM_COST_PROFILE": str(path)})
     assert answers[0] == answers[1]
-    # 1 MB takes 100 µs to copy; a rank has half of it if it is cut.
+    # 1 MB takes 100 µs to copy; after a cut a rank has half of it.
     copied = {"S(0) R": 0, "S(1) R": 100, "P(sum) R": 100, "P(sum) S(0)": 0, "P(sum) S(1)": 100}
     local, cut = answers[0]
     assert local == pytest.approx(

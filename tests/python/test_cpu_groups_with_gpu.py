@@ -1,4 +1,4 @@
-"""Tests that need GPUs: CPU groups do not touch them, and CUDA tensors use the backend in the spelling."""
+"""Tests that need GPUs: CPU groups do not touch them, and CUDA tensors use the backend in the spelling of the group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_cpu_group_never_touches_the_driver() -> None:
             assert bool((value == 2).all())
         dist.destroy_process_group()
         for fd in os.listdir("/proc/self/fd"):
-            # The directory's own file descriptor is closed by now.
+            # The file descriptor of the directory listing is closed by now.
             if os.path.lexists(link := f"/proc/self/fd/{fd}"):
                 assert not os.readlink(link).startswith("/dev/nvidia")
         assert not torch.cuda.is_initialized()
@@ -106,7 +106,7 @@ def test_nccl_meets_through_our_stores(method: str) -> None:
 
 
 def test_cuda_tensors_of_a_replaced_gloo_stay_with_gloo() -> None:
-    """Two ranks share a GPU, which Gloo allows: tensors that symm does not support there work all the same."""
+    """Two ranks share a GPU, which Gloo allows: tensors that symm rejects there work nevertheless."""
 
     def body(rank: int, world: int) -> None:
         torch_symm.replace_gloo()

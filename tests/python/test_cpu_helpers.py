@@ -1,4 +1,4 @@
-"""Helper threads: the same bits as without them, nothing left behind, failures as without them."""
+"""Helper threads: bits and failures are the same as without them, and no thread is left."""
 
 from __future__ import annotations
 

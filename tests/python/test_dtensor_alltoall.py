@@ -144,7 +144,7 @@ def test_wrong_arguments_are_refused_as_by_torch(rank: int, world_size: int) -> 
         theirs = raised(lambda arguments=arguments: torchs.shard_dim_alltoall(mine, *arguments))
         ours = raised(lambda arguments=arguments: shard_dim_alltoall(mine, *arguments))
         assert type(ours) is type(theirs) and str(ours) == str(theirs), (ours, theirs)
-    # torch 2.15 interprets this one as dimension 1.
+    # torch 2.15 interprets this index as dimension 1.
     with pytest.raises(IndexError, match=r"Dimension out of range .* but got -3"):
         shard_dim_alltoall(mine, -3, 0, mesh, 0)
     with pytest.raises(IndexError, match="tensor has no dimensions"):
@@ -164,7 +164,7 @@ def disagreeing(rank: int, world: int, shapes: list[tuple[int, int]]) -> str:
 
 
 def test_ranks_that_hold_other_shapes_are_named() -> None:
-    """Uneven shards without ``gather_size``: torch ends the process on Gloo."""
+    """Uneven shards without ``gather_size`` are rejected; on Gloo torch ends the process."""
     results = run_ranks(disagreeing, 4, [(2, 8), (2, 8), (1, 8), (2, 8)])
     assert all("rank 2" in message for message in results), results
 
@@ -194,7 +194,7 @@ def test_gradients(rank: int, world_size: int) -> None:
         assert torch.equal(mine.grad, cut(2 * whole * weights, world_size, 0, rank))
         still = shard_dim_alltoall(mine, 0, -2, mesh, 0, gather_size=size)
         assert torch.equal(torch.autograd.grad(still.sum(), mine)[0], torch.ones_like(mine))
-    # Twice: the second derivative of x**3 is 6 x.
+    # Differentiated twice: the second derivative of x**3 is 6 x.
     mine = numbered((4, 8), rank).requires_grad_()
     moved = shard_dim_alltoall(mine, 1, 0, mesh, 0)
     (first,) = torch.autograd.grad((moved**3).sum(), mine, create_graph=True)

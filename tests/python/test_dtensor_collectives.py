@@ -130,7 +130,7 @@ def refused(rank: int, world: int) -> None:
                 lambda wrong=wrong: dtensor.mesh_scatter(one, wrong, mesh),
                 lambda wrong=wrong: torchs.mesh_scatter(one, wrong, mesh),
             )
-    # Nothing was exchanged, and only the source's list matters.
+    # Nothing was exchanged, and only the list of the source is used.
     dtensor.mesh_scatter(one, [nine, nine] if rank == 0 else [], mesh)
     assert same_bits(one, nine)
 

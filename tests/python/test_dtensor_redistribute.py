@@ -255,7 +255,7 @@ dist.all_reduce(torch.ones(1))
 }
 
 
-# Each case in a process of its own, forked from one that has imported torch.
+# Each case runs in a separate process, forked from one that has imported torch.
 EACH = """
 import json, os
 bad = []

@@ -214,7 +214,7 @@ def test_without_fusion_vllm_keeps_its_passes(tmp_path: Path) -> None:
     run_ranks(unfused, 1, vllm_doubles.write(tmp_path), backend=None, env={"SYMM_VLLM": "unfused"})
 
 
-#: A file, the text in it that another version of vLLM has changed, and what the plug-in says.
+#: A file, a text in it that another version of vLLM has changed, and the plug-in's message.
 CHANGES = [
     (
         "platforms",
@@ -264,7 +264,7 @@ def quantized_by_vllm(op: Any, place: dict[str, int], **given: Any) -> list[torc
 
 
 def layers(static: bool, dynamic: bool) -> dict[str, Any]:
-    """Functions of input, residual, weight and scale, as vLLM writes what follows an all-reduce."""
+    """Functions of input, residual, weight and scale, as vLLM writes the code after an all-reduce."""
     ops: Any = torch.ops
 
     def reduced(x: Any, group: str = "tp:0") -> Any:

@@ -19,7 +19,7 @@ TESTS, STARTED = "15_pytest.py", "00_hello.py"
 EXAMPLES = sorted({path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py")} - {TESTS})
 #: Examples that run only on GPUs.
 ON_GPUS = ("09_zero_copy_fsdp2.py", "12_triton_all_reduce.py")
-#: Numbers of ranks of examples that compile on each, need exactly two, or learn more per epoch with fewer.
+#: Numbers of ranks of examples that compile on each rank, need exactly two, or learn more per epoch with fewer ranks.
 RANKS = {"01_ddp_digits.py": 2, "05_compile.py": 2, "13_compiled_block.py": 2, "16_llama_decoder.py": 2}
 ARGUMENTS = {"01_ddp_digits.py": ("--epochs", "6")}
 BACKEND = os.environ.get("SYMM_TEST_BACKEND", "symm")

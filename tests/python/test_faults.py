@@ -117,7 +117,7 @@ def test_p11_destroying_with_work_outstanding_waits_for_the_timeout_at_most() ->
 
 @pytest.mark.timed
 def test_p11_p14_programs_end_quickly_and_quietly_and_say_why() -> None:
-    # If several processes take turns on a core, each is later in proportion to their number.
+    # If ranks take turns on a core, each one is later in proportion to the number of ranks.
     kept("programs end", 4 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), 200)
 
 

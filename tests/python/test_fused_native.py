@@ -93,7 +93,7 @@ def test_wider_and_narrower_types() -> None:
 
 
 def repeated(rank: int, world: int, calls: int) -> None:
-    """Ranks fall behind each other at random, so that a write that is too early or a read that is too late shows."""
+    """Ranks are delayed at random, so that a write that is too early or a read that is too late is detected."""
     shared, own = random.Random(5), random.Random(rank)
     for seed in range(calls):
         dtype = shared.choice(DTYPES)
@@ -129,7 +129,7 @@ def test_the_same_bits_every_time() -> None:
 
 
 def growing(rank: int, world: int) -> None:
-    """The last ones only fit into one piece, and share it with small ones."""
+    """The last products only fit into one piece of the workspace, and share it with small ones."""
     for seed, rows in enumerate((4, 400, 4, 2000, 3, 9000, 5, 9000, 9000, 7)):
         k = 2100 if rows == 9000 else 64
         shard = torch.full((rows, k), float(rank + seed))
@@ -148,7 +148,7 @@ def test_the_workspace_grows() -> None:
 
 
 def groups(rank: int, world: int) -> None:
-    """Overlapping groups on the same device keep their data and signals apart."""
+    """Overlapping groups on the same device do not share data or signals."""
     everybody, pairs = dist.group.WORLD, [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[rank // 2]
     for turn in range(30):
@@ -216,7 +216,7 @@ def test_nothing_to_multiply() -> None:
 
 
 def with_gradients(rank: int, world: int) -> None:
-    """Beneath autograd: weights may want gradients, results have none."""
+    """The operators run below autograd: weights may require gradients, but results have none."""
     weight = torch.ones(4, 4, requires_grad=True)
     with torch.no_grad():
         _, (product,) = gather(torch.ones(2, 4), [weight])
@@ -249,7 +249,7 @@ def refuse(rank: int, world: int) -> None:
             call()
     with pytest.raises(RuntimeError, match="no-such-group"):
         torch.ops.symm._matmul_reduce_scatter(square, square, False, "no-such-group")
-    # None of this has harmed the group.
+    # None of these calls has harmed the group.
     assert bool((scatter(square, square) == 4 * world).all())
 
 

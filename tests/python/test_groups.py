@@ -28,7 +28,7 @@ def check_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def subsets(rank: int, world: int) -> None:
-    # First: torch's name for such a group contains the number of groups that the rank has.
+    # First, because torch's name for such a group contains the number of groups that the rank has.
     check_group(dist.new_group([rank - rank % 2, rank - rank % 2 + 1], use_local_synchronization=True))
     for members in ([0, 1], [3, 1], [2], [1, 2, 3], [3, 2, 1, 0]):
         group = dist.new_group(members)
@@ -155,7 +155,7 @@ def many_groups(rank: int, world: int) -> None:
         check_group(group)
     for group in groups:
         dist.destroy_process_group(group)
-    # Even while the program still refers to them.
+    # The group ends although the program still refers to it.
     assert_nothing_left(before)
     with pytest.raises(RuntimeError, match="was destroyed"):
         groups[0].allreduce([torch.ones(3)]).wait()
@@ -264,7 +264,7 @@ def test_stores(kind: str) -> None:
 
 
 def two_ranks_of_one_process(rank: int, world: int) -> None:
-    """HashStore is local to one process: its ranks are threads, made through the backend's own class."""
+    """HashStore works only within one process, so its ranks are threads that use the backend's class directly."""
     store = dist.HashStore()
     sums: list[float] = []
 
@@ -309,7 +309,7 @@ def forking(rank: int, world: int) -> None:
     pid = spawn_rank(in_child, rank, world, 1)
     check_group()
     assert os.waitpid(pid, 0)[1] == 0, "the child's traceback is in the log"
-    # A child that never touches the group and ends.
+    # A child that never uses the group, and exits.
     pid = spawn_rank(lambda *_: gc.collect(), rank, world)
     os.waitpid(pid, 0)
     check_group()
@@ -342,7 +342,7 @@ def test_a_rank_that_joins_twice_is_named() -> None:
 
 
 def late_duplicate(rank: int, world: int, how: str, port: int) -> int:
-    """The last process claims to be rank 1 of a formed group; the others then form one in another order."""
+    """A third process claims to be rank 1 of a formed group. The others then form another group in another order."""
     late = rank == world - 1
 
     def join(number: int) -> None:

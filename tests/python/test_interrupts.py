@@ -23,7 +23,7 @@ Group = dist.ProcessGroup
 
 
 def behind_another(group: Group) -> None:
-    """The worker is in the first call while this thread waits for the second."""
+    """The worker runs the first call while this thread waits for the second."""
     work = dist.all_reduce(torch.ones(1 << 18), group=group, async_op=True)
     time.sleep(0.05)
     dist.all_reduce(torch.ones(3), group=group)
@@ -49,7 +49,7 @@ WAITS: dict[str, Callable[[Group], object]] = {
 
 
 def once_blocked(number: signal.Signals) -> None:
-    """Sends this process a signal once its main thread has slept for 100 ms in one place: longer than a call above."""
+    """Sends this process a signal once its main thread has slept for 100 ms, which is longer than the calls above take."""
 
     def where() -> tuple[object, ...]:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -78,7 +78,7 @@ def interrupted(rank: int, world: int, nodes: bool) -> None:
             if rank == 1:
                 once_blocked(signal.SIGINT)
             began = time.monotonic()
-            # Not a hang until the timeout of 60 s.
+            # The wait ends early, not at the timeout of 60 s.
             with pytest.raises(KeyboardInterrupt if rank == 1 else torch_symm.SymmPeerError) as caught:
                 call(group)
             assert time.monotonic() - began < 20, name
@@ -89,7 +89,7 @@ def interrupted(rank: int, world: int, nodes: bool) -> None:
             (torch_symm.SymmAbortedError, torch_symm.SymmPeerError), match=r"rank 1 .* was interrupted by a signal in"
         ):
             dist.barrier(group=group)
-    # Other groups live, and nothing is left of the interrupts.
+    # Other groups still work, and the interrupts have left nothing.
     dist.all_reduce(tensor := torch.ones(3))
     assert bool((tensor == world).all())
 
@@ -106,7 +106,7 @@ def handled(rank: int, world: int) -> None:
         dist.all_reduce(tensor := torch.ones(3))
         assert bool((tensor == world).all())
     else:
-        # While rank 0 waits its handler runs, and nothing else ends the wait.
+        # While rank 0 waits, its handler runs; no other event ends the wait.
         meet("handled", 1, 2)
         dist.all_reduce(torch.ones(3))
 
@@ -116,7 +116,7 @@ def handled(rank: int, world: int) -> None:
     signal.signal(signal.SIGUSR1, nested)
     group = dist.new_group()
     if rank == 0:
-        # A wait of another group may end.
+        # The same for a wait of another group.
         once_blocked(signal.SIGUSR1)
         dist.all_reduce(torch.ones(3), group=group)
         once_blocked(signal.SIGUSR1)

@@ -92,7 +92,7 @@ def normed(rank: int, world: int) -> None:
         inputs = torch.randn((world, rows, hidden), generator=generator).bfloat16()
         residual, weight = (torch.randn(size, generator=generator).bfloat16() for size in ((rows, hidden), (hidden,)))
         got = torch.ops.symm.all_reduce_add_rms_norm(inputs[rank].clone(), residual, weight, 1e-5, group.group_name)
-        # As with one rank whose input is the sum.
+        # The same bits as one rank whose input is the sum.
         wanted = reference([in_halves("SUM", list(inputs))], residual, weight, 1e-5)
         for one, other in zip(got, wanted, strict=True):
             assert_same_bits(one, other, f"{rows} x {hidden}")
@@ -120,7 +120,7 @@ def test_ranks_that_disagree_on_the_order_are_named() -> None:
 def default_order(rank: int, world: int) -> torch.Tensor:
     own = values(torch.float32, world)[rank].clone()
     dist.all_reduce(own)
-    # Groups without a choice follow the default one; others do not.
+    # Groups without a choice use the default group's; others do not.
     later, rank_order = own.clone(), values(torch.float32, world)[rank].clone()
     later.copy_(values(torch.float32, world)[rank])
     dist.all_reduce(later, group=dist.new_group(list(range(world))))

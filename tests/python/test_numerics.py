@@ -54,9 +54,9 @@ def same_everywhere(rank: int, world: int, dtype: torch.dtype, inputs: list[torc
 
 
 def assert_same_numbers(got: torch.Tensor, wanted: torch.Tensor, about: str) -> None:
-    """Equal bits, except that a NaN must be the canonical one of its dtype, whichever NaN torch has computed.
+    """Fails unless the bits are equal; a NaN must be the canonical NaN of its dtype, whichever NaN torch has computed.
 
-    An overflow of e4m3fn, which has no infinity, is that NaN with the sign of the number.
+    e4m3fn has no infinity: a number that overflows becomes that NaN with the number's sign.
     """
     if wanted.dtype in COMPLEX:
         got, wanted = torch.view_as_real(got), torch.view_as_real(wanted)

@@ -40,7 +40,7 @@ def python(code: str, **environment: str) -> str:
 
 
 def test_a_silent_command_is_heard_of_until_it_ends(tmp_path: Path) -> None:
-    """The command ends after two lines, so that no machine is too slow for it."""
+    """The command ends after two lines, so the test passes on slow machines, too."""
     code = "import runpy, sys; progress = runpy.run_path(sys.argv[1])\n"
     code += "with progress['running']('compiling', 0.05): sys.stdin.read()"
     command = [sys.executable, "-c", code, str(ROOT / "packaging" / "progress.py")]
@@ -167,7 +167,7 @@ def test_libraries_name_no_build_path(extension: Path, wheel: Path) -> None:
     variables = ("CARGO_HOME", "RUSTUP_HOME", "CARGO_TARGET_DIR", "VIRTUAL_ENV", "TMPDIR")
     for place in {str(place) for place in [*places, *map(os.environ.get, variables)] if place} - {"/", "/usr"}:
         assert place.encode() not in content, place
-    # Paths of source files are relative, or the names that rustc gives to its library and the library's sources.
+    # Paths of source files are relative, or they are rustc's names for the paths of its libraries.
     absolute = re.findall(rb"(?<![\w.$-])/(?:[\w.+-]+/)+[\w.+-]+\.(?:rs|cpp|cc|hpp|h|py)\b", content)
     assert not [path for path in absolute if not path.startswith((b"/rustc/", b"/rust/deps/"))]
 
@@ -264,7 +264,7 @@ package = Path({str(tmp_path)!r}) / "torch_symm"
 tried = 0
 
 def try_it():
-    # What torch does with the entry point at its import.
+    # torch's handling of the entry point when torch is imported.
     global tried
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch_symm"]:
         del sys.modules[name]
@@ -277,7 +277,7 @@ def try_it():
     assert "symm" in dist.Backend.backend_list
     tried += 1
 
-# Not the two that the entry point itself names, without which there is no such package.
+# Does not count the two names in the entry point itself, without which the package does not exist.
 named = (package / "__init__.py", package / "_autoload.py")
 for file in [path for path in package.rglob("*") if path.suffix in (".py", ".so") and path not in named]:
     away = file.rename(file.with_name("away"))

@@ -59,7 +59,7 @@ def test_a_message_of_another_size_is_an_error_on_both_sides(size: int) -> None:
 
 
 def unasked(rank: int, world: int) -> None:
-    """More than rank 0 accepts eagerly, then messages both ways that queue behind it."""
+    """Rank 0 receives more than it accepts eagerly, then messages in both directions queue behind it."""
     count, piece = 1200, torch.zeros(64 << 10, dtype=torch.uint8)
     long, short = torch.arange(1 << 18), torch.zeros(4)
     if rank == 1:
@@ -89,7 +89,7 @@ def test_more_than_a_receiver_takes_unasked_holds_nobody_up(direct: str) -> None
 
 
 def private_kib() -> int:
-    """KiB that this process has written since it was forked: inherited pages are resident, and may be reused."""
+    """KiB that this process has written since it was forked. Inherited pages are resident, too, and may be reused."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
     return int(re.findall(r"Private_Dirty: +(\d+) kB", rollup)[0])
 
@@ -137,7 +137,7 @@ def reads_are_forbidden_later(rank: int, world: int) -> str:
         dist.barrier()
         if rank == 1:
             work = dist.isend(numbers(count, turn), 0, tag=turn)
-            # No thread of the sender drives its progress, so its receiver would read it.
+            # No thread of the sender advances its messages, so its receiver would read the memory.
             meet(f"received-{turn}", rank, world)
             work.wait()
             continue

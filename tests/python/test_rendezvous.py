@@ -97,13 +97,13 @@ def test_host_and_port(host: str) -> None:
         assert (type(store), rank, world_size) == (TCPStore, 0, 1)
         assert ((store.host, store.port), store.is_master, store.timeout) == (place, True, seconds(7))
         store.set("key", "value")
-        # As init_rpc after init_process_group does.
+        # The second store is opened as init_rpc does after init_process_group.
         again, _, _ = meet(url, 0, 1)
         assert again.get("key") == b"value"
 
 
 def _other_users(port: int) -> str:
-    """The error for a process of another user that opens the store of a job."""
+    """The error for a process of another user that opens a job's store."""
     code = f"""
 import os, sys
 from datetime import timedelta

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 def served_by(group: dist.ProcessGroup | None = None) -> str:
     backend = (group or dist.group.WORLD)._get_backend(CPU)
-    # Clients that know Gloo check like this.
+    # Clients that know Gloo use this check.
     assert isinstance(backend, dist.ProcessGroupGloo)
     return "symm" if isinstance(backend, torch_symm.ProcessGroupSymm) else "gloo"
 
@@ -45,7 +45,7 @@ def as_gloo(rank: int, world: int) -> None:
     torch_symm.replace_gloo()
     torch_symm.replace_gloo()
     for turn in range(2):
-        # The same store again: the keys of the first turn still exist.
+        # The same store is used again: the keys of the first turn still exist.
         init(rank, world, "gloo", name="again")
         assert dist.get_backend() == "gloo" and served_by() == "symm"
         sums()
@@ -68,7 +68,7 @@ def as_gloo(rank: int, world: int) -> None:
     model = DistributedDataParallel(torch.nn.Linear(4, 2))
     model(torch.ones(3, 4) * rank).sum().backward()
     assert (model.module.weight.grad == sum(range(world)) * 3 / world).all()
-    # As with Gloo, and not "custom", torch's name for the groups of plug-ins.
+    # The name is "gloo", and not "custom", torch's name for the groups of plug-ins.
     assert model._get_ddp_logging_data()["backend_name"] == "gloo"
 
 
@@ -152,7 +152,7 @@ def beside_gloo(rank: int, world: int) -> None:
     assert served_by() == "symm"
     sums()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30))
-    # Tensors that are not on the CPU belong to Gloo, which does not support this device.
+    # Tensors that are not on the CPU use Gloo, which does not support this device.
     with pytest.raises(RuntimeError, match="ProcessGroupGloo::allreduce"):
         dist.group.WORLD._get_backend(CPU).allreduce([torch.empty(3, device="meta")])
     work = dist.all_gather_into_tensor(torch.empty(world), torch.tensor([float(rank)]), async_op=True)
@@ -167,7 +167,7 @@ def test_gloo_stands_beside_where_a_rank_may_have_a_gpu() -> None:
     run_ranks(beside_gloo, 2, backend=None)
 
 
-#: Types that are only moved; torch has no operators for most of them.
+#: Types that are only moved; torch has no arithmetic operators for most of them.
 OPAQUE = ("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "uint4", "int7")
 
 
@@ -191,7 +191,7 @@ def what_only_gloo_took(rank: int, world: int, replaced: bool) -> list[list[int]
     results += [summed] if rank == 0 else []
     dist.reduce_scatter(part := torch.empty_like(pairs), [pairs, pairs * 2])
     results.append(part)
-    # Several tensors in one call, between calls of one and while another call is in progress.
+    # Several tensors in one call, before and after other calls and while another call is in progress.
     one, other = torch.full((5,), 1.0 + rank), torch.full((5,), 10.0 * rank)
     under_way = dist.all_reduce(torch.ones(1 << 16), async_op=True)
     for _ in range(2):
@@ -325,7 +325,7 @@ def made_by_hand(rank: int, world: int) -> None:
     group.allreduce([tensor]).wait()
     assert tensor.item() == world * (world + 1) / 2
     assert backend.options.timeout == timedelta(seconds=20)
-    # A number of seconds, by place as with ProcessGroupGloo, and a name for messages.
+    # A number of seconds as a positional argument, as in ProcessGroupGloo, and a name for messages.
     other = torch_symm.ProcessGroupSymm(dist.PrefixStore("other", store), rank, world, 12.5)
     assert other.options.timeout == timedelta(seconds=12.5)
     named = torch_symm.ProcessGroupSymm(dist.PrefixStore("named", store), rank, world, group_name="replicas")
@@ -343,7 +343,8 @@ def test_a_group_made_by_hand_checks_its_timeout() -> None:
         torch_symm.ProcessGroupSymm(dist.HashStore(), 0, 1, timeout=-1)
 
 
-#: System calls that a container may deny, the errno, the ranks, symm's message, and whether Gloo works without.
+#: System calls that a container may deny, the errno, the ranks, symm's message, and whether Gloo works without the
+#: call.
 DENIED: list[tuple[str, int, tuple[int, ...], str, bool]] = [
     ("getrandom", errno.ENOSYS, (0, 1), "getrandom failed, for random names: Function not", True),
     ("memfd_create", errno.EPERM, (0,), "memfd_create failed, for shared memory: Operation not", True),
@@ -370,7 +371,7 @@ def limit_files() -> None:
 
 def forbidden(rank: int, world: int, forbid: Callable[[], None], ranks: tuple[int, ...], text: str, gloo: bool) -> None:
     def make(backend: str) -> None:
-        # torch's store: this test is not about stores of symm.
+        # Uses torch's store, because this test is not about stores of symm.
         store = dist.FileStore(str(testing.shared_tmp_path() / backend), world)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
 

@@ -54,7 +54,7 @@ class Registry:
 
 
 class GroupCoordinator:
-    """Its attributes, and the methods that the plug-in replaces, which here leave their traces."""
+    """The attributes of the group, and the methods that the plug-in replaces, which record their calls here."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ def install(kind: str, monkeypatch: Any = None) -> Any:
         sys.modules[HOOKS].HookRegistry = Registry  # type: ignore[attr-defined]
         sys.modules[HOOKS].HookType = types.SimpleNamespace(AROUND="around")  # type: ignore[attr-defined]
     else:
-        # Its own, which would create devices' communicators, are for GPUs.
+        # Not the original method, which would create communicators on GPUs.
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     sglang.register()
     hooks = importlib.import_module(HOOKS)
@@ -177,7 +177,7 @@ def deterministic(rank: int, world: int, kind: str) -> None:
     os.environ["SGLANG_ENABLE_DETERMINISTIC_INFERENCE"] = "1"
     group = coordinator(install(kind), "tp")
     assert calls(group, world) == [3, 3, 1]
-    # A row has the same bits by itself and among others, and is summed in rank order.
+    # A row has the same bits alone and among other rows, and is summed in rank order.
     torch.manual_seed(0)
     parts = torch.randn(world, 64, 32).to(torch.bfloat16)
     whole = group.all_reduce(parts[rank].clone())

@@ -20,14 +20,14 @@ LIMIT_S = 20.0
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """The process that started this one may have told it to ignore the signal."""
+    """Restores the default, because the process that started this one may ignore the signal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def interrupted(body: Callable[[], object], expected: type[BaseException] = KeyboardInterrupt) -> None:
-    """`body` ends with `expected` soon after a signal has arrived."""
+    """Fails unless `body` ends with `expected` soon after a signal has arrived."""
     timer = threading.Timer(0.15, lambda: os.kill(os.getpid(), signal.SIGINT))
     started = time.monotonic()
     timer.start()

@@ -19,7 +19,7 @@ Step = tuple[str, tuple[object, ...]]
 
 
 def program(seed: int, length: int) -> list[Step]:
-    """A list of calls that never wait forever: one that might is made only if its keys are known to exist."""
+    """A list of calls that never wait forever: a call that might is made only if its keys are known to exist."""
     rng = random.Random(seed)
     steps: list[Step] = []
     for _ in range(length):
@@ -52,7 +52,7 @@ def program(seed: int, length: int) -> list[Step]:
 def outcome(store: dist.Store, step: Step) -> object:
     name, arguments = step
     if name in ("get", "multi_get"):
-        # Avoids a queue: check treats queues as keys, get does not.
+        # Not a queue, because check treats queues as keys, and get does not.
         wanted = [arguments[0]] if name == "get" else arguments[0]
         if not set(wanted) <= set(store.list_keys()):  # type: ignore[arg-type]
             return "missing"

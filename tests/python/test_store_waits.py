@@ -18,7 +18,7 @@ whole_stores = pytest.mark.parametrize("kind", WHOLE)
 
 
 def refused(body: Callable[[], object], limit_s: float, *words: str) -> None:
-    """`body` fails after `limit_s` with a message that has all `words`."""
+    """Fails unless `body` fails after `limit_s` with a message that has all `words`."""
     started = time.monotonic()
     with pytest.raises(dist.DistStoreError, match=re.compile("timeout", re.IGNORECASE)) as caught:
         body()

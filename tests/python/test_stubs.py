@@ -14,7 +14,7 @@ from torch_symm._native import load
 
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "python/torch_symm/_C.pyi"
-#: Members of torch's classes, which the stub inherits; and those that pybind11 adds to each class.
+#: Members that the stub inherits from torch's classes, and members that pybind11 adds to each class.
 ADDED = {"__new__", "__module__", "__doc__", "__init__", "__weakref__", "__qualname__", "__static_attributes__"}
 
 Function = ast.FunctionDef
@@ -22,7 +22,7 @@ Described = dict[str, dict[str, list[list[str]]]]
 
 
 def _stub() -> tuple[dict[str, list[list[str]]], Described]:
-    """Parameters of each function, by overload; the same for each class's methods, properties without any."""
+    """Parameters of each function, by overload; for classes, parameters of each method, and none for properties."""
     functions: dict[str, list[list[str]]] = {}
     classes: Described = {}
     for node in ast.parse(STUB.read_text()).body:

@@ -1,4 +1,4 @@
-"""Tensors in symmetric memory by the functions of this module: allocated, found by peers, written with signals."""
+"""Tensors in symmetric memory by this package's functions: allocated, found by peers, written with signals."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def ring(rank: int, world: int) -> None:
-    """Each rank writes to the next one, in the middle of an allocation, and waits for the one before."""
+    """Each rank writes into the middle of the next rank's allocation, and waits for the previous rank."""
     whole = symm_mem.empty(3, 16, dtype=torch.int32, device="cpu").fill_(-1)
     window = symm_mem.rendezvous(whole, dist.group.WORLD)
     window.barrier()

@@ -49,7 +49,7 @@ def test_backends_by_name() -> None:
         return symm_mem.get_backend("cpu"), before, symm_mem.get_backend("cuda")
 
     assert run_ranks(body, 1, backend=None)[0] == ("SYMM", "CUDA", "SYMM")
-    # A user who names torch's own in the environment keeps it.
+    # A user who selects torch's backend in the environment keeps it.
     assert run_ranks(body, 1, backend=None, env={"TORCH_SYMMMEM": "CUDA"})[0] == ("SYMM", "CUDA", "CUDA")
 
 
@@ -116,7 +116,7 @@ def test_one_window_for_a_tensor_and_its_views() -> None:
             again = handle_of(view)
             assert again.buffer_ptrs == handle.buffer_ptrs
             assert again.signal_pad_ptrs == handle.signal_pad_ptrs
-        # Cached: no other rank takes part.
+        # The window is cached, so no other rank takes part.
         if rank == 0:
             handle_of(tensor)
         dist.barrier()
@@ -128,7 +128,7 @@ def test_one_window_for_a_tensor_and_its_views() -> None:
 
 
 def test_plain_tensors_are_not_symmetric() -> None:
-    """The operators report it; no rank waits for another."""
+    """The operators raise the error; no rank waits for another."""
 
     def body(rank: int, world: int) -> None:
         with pytest.raises(RuntimeError, match="input must be allocated with empty_strided_p2p"):
@@ -171,7 +171,7 @@ def test_a_wait_leaves_other_threads_alone() -> None:
 # proves P6
 @pytest.mark.timed
 def test_what_never_comes_is_named() -> None:
-    """Each wait has a separate limit; the group and the window stay usable."""
+    """Each wait has a separate timeout, and the group and the window stay usable."""
 
     def body(rank: int, world: int) -> None:
         handle = handle_of(cpu(4))
@@ -247,7 +247,7 @@ def test_larger_signal_pads() -> None:
         assert handle.get_signal_pad(1 - rank).numel() == before
         handle.barrier(channel=before // world - 1)  # the last, four times as many as before
         handle.barrier()  # the last word is a signal of that channel, which the peer may not have read yet
-        # Later writes to the pad's end are not overwritten.
+        # Later writes at the end of the pad are kept.
         handle.get_signal_pad(1 - rank)[-1:].view(torch.int32).fill_(7)
         handle.barrier()
         assert handle.get_signal_pad(rank).view(torch.int32)[-1] == 7
@@ -275,7 +275,7 @@ def test_two_groups_on_one_allocation_and_subgroups() -> None:
             whole.wait_signal(peer, 1, SHORT_MS)
         part.wait_signal(peer % 2, 1)
         whole.barrier()
-        # Ranks that are in no group do not take part.
+        # Ranks outside the group do not take part.
         some = dist.new_group([0, 2, 3])
         if rank != 1:
             assert handle_of(tensor, some).world_size == 3
@@ -302,7 +302,7 @@ def test_groups_of_other_backends(backend: str, debug: str) -> None:
         assert bool((result == 1).all())
         second = dist.new_group([0, 1])
         assert handle_of(tensor, second).signal_pad_ptrs != handle.signal_pad_ptrs
-        # Destroyed and made again under the same name: another group, another window.
+        # A group that is destroyed and made again under the same name is another group, with another window.
         dist.barrier()
         dist.destroy_process_group()
         init(rank, world, backend, name="second")

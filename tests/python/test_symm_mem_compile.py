@@ -17,7 +17,7 @@ from ranks import run_ranks
 from torch_symm.symm_mem import _test_mode
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-# A pool of compiler processes in every rank only makes the ranks queue for the cores.
+# A pool of compiler processes in every rank would only compete for the cores.
 QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 

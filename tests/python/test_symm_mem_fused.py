@@ -19,7 +19,7 @@ WORLDS = (2, 4)
 
 
 def whole_numbers(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """So small that their products are exact in any order of summation."""
+    """Integers so small that their products are exact in any order of summation."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, tuple(shape), generator=generator).to(dtype)
 

@@ -46,7 +46,7 @@ def kilobytes() -> int:
 
 
 def test_a_handle_keeps_the_memory() -> None:
-    """Like the handles of torch's own backends."""
+    """Works as the handles of torch's own backends do."""
 
     def body(rank: int, world: int) -> None:
         tensor = _SymmetricMemory.empty_strided_p2p((64, 64), (64, 1), torch.float32, torch.device("cpu"), "0")
@@ -92,7 +92,7 @@ def test_views_outlive_their_group() -> None:
 
 
 def test_all_memory_is_given_back() -> None:
-    """Whichever is dropped last, tensor, handle or view; with and without its group."""
+    """Memory lasts until tensor, handle and view are dropped, in any order, and with and without their group."""
 
     def body(rank: int, world: int) -> None:
         opened(0)
@@ -172,7 +172,7 @@ def in_child(body: Callable[[], None]) -> None:
 
 
 def test_p14_a_forked_child_uses_no_window() -> None:
-    """Nor does it harm its parent's windows when it drops them."""
+    """The child does not harm its parent's windows when it drops them."""
 
     def body(rank: int, world: int) -> None:
         ops, A, B = torch.ops.symm_mem, torch.ones(4, 3), torch.ones(3, 2)

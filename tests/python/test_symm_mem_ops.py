@@ -30,7 +30,7 @@ DTYPES = [
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The same on every run, different on each rank."""
+    """Values that are the same in every run and different on each rank."""
     generator = torch.Generator().manual_seed(1000 + rank)
     if dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=dtype)
@@ -127,7 +127,7 @@ def test_reduce_scatter(world: int) -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("backend", ["symm", "gloo"])
 def test_low_contention_collectives(backend: str, symmetric: bool) -> None:
-    """Also of plain tensors, which need no symmetric memory, and of tensors that are not contiguous."""
+    """The operators also take plain tensors and tensors that are not contiguous."""
 
     def body(rank: int, world: int) -> None:
         load()
@@ -180,7 +180,7 @@ def test_all_to_all_with_splits_in_memory(world: int) -> None:
 
 
 def test_splits_that_lie_are_refused() -> None:
-    """A peer's splits define where this rank reads: all ranks reject wrong ones, before anything is written."""
+    """A peer's splits define where this rank reads, so all ranks reject wrong ones before anything is written."""
 
     def body(rank: int, world: int) -> None:
         tensor, out = cpu(8, 2).fill_(1), cpu(16, 2)
@@ -250,7 +250,7 @@ def test_words() -> None:
 
 
 def test_arguments_are_checked_as_torch_does() -> None:
-    """Each rank rejects on its own, before it waits for another."""
+    """Each rank rejects independently, before it waits for another."""
 
     def body(rank: int, world: int) -> None:
         tensor = cpu(4, 8)

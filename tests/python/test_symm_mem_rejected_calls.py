@@ -17,7 +17,7 @@ from torch_symm._native import load
 
 ops: Any = torch.ops.symm_mem
 WORLD = "0"
-#: On every rank: divisible by 2 and by 3.
+#: Number of rows on every rank: divisible by 2 and by 3.
 ELEMENTS = 12
 
 BARRIER = "a barrier of symmetric memory"
@@ -148,8 +148,7 @@ def repeated_rightly(rank: int, world: int) -> float:
             pause = max(pause, time.monotonic() - start)
         ops.two_shot_all_reduce_(tensor.fill_(1), "sum", WORLD)
         assert bool((tensor == world).all())
-    # Longer than a notification takes: the rejections have left nothing, though others wait for the rank that made
-    # them.
+    # Longer than a notification takes. The rejections have left nothing, although others wait for the rejecting rank.
     handle = symm_mem.rendezvous(tensor, WORLD)
     if rank == 1:
         time.sleep(0.3)
@@ -166,7 +165,7 @@ def test_an_operator_that_is_repeated_rightly_disturbs_nobody() -> None:
 
 
 def late_after_a_call(rank: int, world: int) -> None:
-    """An error on one rank after all have met does not reach the others' later waits."""
+    """An error on one rank after all have met does not end the others' later waits."""
     tensor, counts, layout = symmetric(ELEMENTS), symmetric(world, dtype=torch.int64), symmetric(2, world).long()
     out = torch.empty(ELEMENTS if rank == 0 else 1)
     if rank == 1:

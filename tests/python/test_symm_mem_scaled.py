@@ -132,7 +132,7 @@ def test_what_a_scale_belongs_to() -> None:
     assert gather_mode(shard, torch.ones(1, 1), 0, 2) is ScaleMode.TENSOR
     assert gather_mode(shard, torch.ones(4, 1), 0, 2) is ScaleMode.SHARDED_ROWS
     assert gather_mode(shard, torch.ones(8, 1), 0, 2) is ScaleMode.ALL_ROWS
-    # Either would fit; torch decides so.
+    # Either interpretation fits the shapes; torch chooses this one.
     assert gather_mode(shard[:1], torch.ones(1, 1), 0, 2) is ScaleMode.SHARDED_ROWS
     for shape in ((3, 1), (8, 2), (4, 8)):
         with pytest.raises(ValueError, match="Invalid scale shape for fp8 all-gather"):

@@ -56,7 +56,7 @@ def test_a_refused_allocation_is_null_and_logged() -> None:
 
 
 def test_cpu_tensors_are_not_allocated() -> None:
-    """FSDP2 queries support first; a caller that does not gets an error that names the query."""
+    """FSDP2 queries support first; a caller that does not query gets an error that names the query."""
 
     def body(rank: int, world: int) -> None:
         backend = backend_of()
@@ -89,7 +89,7 @@ def test_without_a_gpu_there_is_none() -> None:
 
 @needs_cuda_torch
 def test_one_allocator_of_the_class_that_pools_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a device supported it: the object crosses C++ and returns; only making the pool needs a driver."""
+    """The object crosses C++ and returns as if a device supported it: only making the pool needs a driver."""
 
     def body(rank: int, world: int) -> None:
         from torch_symm import _memory
@@ -111,7 +111,7 @@ def test_one_allocator_of_the_class_that_pools_take(monkeypatch: pytest.MonkeyPa
         backend, other = backend_of(), backend_of(dist.new_group([0, 1]))
         assert backend.mem_allocator is allocator and other.mem_allocator is allocator
         if gpus == 0:
-            # The second if a test has initialized CUDA in the process that forked this one.
+            # The second message if a test has initialized CUDA in the process that forked this one.
             with pytest.raises(RuntimeError, match=r"no NVIDIA driver|in forked subprocess"):
                 torch.cuda.MemPool(backend.mem_allocator)
 
@@ -144,7 +144,7 @@ class Pools:
 
 @contextmanager
 def use_pool(pool: Pools, device: torch.device) -> Iterator[None]:
-    """Like torch's: for one thread at a time."""
+    """Usable by one thread at a time, like torch's."""
     assert not pool.used, "already recording"
     pool.used = True
     time.sleep(0.001)
@@ -196,7 +196,7 @@ def test_threads_allocate_from_one_pool(memory: ModuleType) -> None:
 
 @without_gpu
 def test_through_torchs_wrapper() -> None:
-    """Under DETAIL torch's wrapper is in between, and calls the C++ class."""
+    """Under DETAIL, torch's wrapper lies in between and calls the C++ class."""
 
     def body(rank: int, world: int) -> None:
         dist.set_debug_level(dist.DebugLevel.DETAIL)

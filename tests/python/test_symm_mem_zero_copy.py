@@ -55,7 +55,7 @@ def total(world: int, count: int = COUNT) -> torch.Tensor:
 def test_every_collective_on_symmetric_tensors_is_direct(world: int) -> None:
     def body(rank: int, world: int) -> None:
         handle_of(cpu(4))
-        # A reduce is staged in any case. Results need not be symmetric.
+        # A reduce is always staged. Results need not be symmetric.
         for collective, algorithm in (*((each, "direct") for each in DIRECT), ("reduce", "staged")):
             for layout, result in (("contiguous", None), ("offset", None), ("contiguous", torch.empty)):
                 case = Case(rank, world, torch.float32, COUNT, layout, empty=symmetric, empty_result=result)
@@ -78,7 +78,7 @@ def test_every_collective_on_symmetric_tensors_is_direct(world: int) -> None:
 def test_ranks_without_symmetric_tensors_are_served_as_ever() -> None:
     def body(rank: int, world: int) -> None:
         tensor = cpu(COUNT)
-        # No rendezvous in this group, no links: symmetric or not.
+        # Without a rendezvous in this group the ranks have no links, so symmetric memory makes no difference.
         assert served(lambda: dist.all_reduce(tensor)) == "staged"
         handle_of(cpu(4))
         assert served(lambda: dist.all_reduce(tensor)) == "direct"
@@ -136,7 +136,7 @@ def test_memory_that_comes_and_goes() -> None:
             summed(other[turn : COUNT + turn], world)
             summed(tensor[turn:], world)
             if rank == turn % world:
-                # Only this rank starts anew.
+                # Only this rank restarts its sequence.
                 del tensor
                 tensor = cpu(COUNT + turn)
             summed(tensor[turn:], world)
@@ -179,7 +179,7 @@ def test_asynchronous_and_coalesced_calls() -> None:
 
 
 def test_parameters_in_symmetric_memory_are_trained() -> None:
-    """DDP's buckets are ordinary; tensors that a program reduces itself are not. Both give the same result."""
+    """DDP's buckets are not symmetric; tensors that a program reduces itself are. Both give the same result."""
 
     def body(rank: int, world: int) -> None:
         handle_of(cpu(4))
@@ -261,7 +261,7 @@ def test_a_rank_that_is_killed_in_the_middle_is_named(op: str) -> None:
 
 
 def test_a_stopped_rank_is_named_and_writes_to_nobody_afterwards() -> None:
-    """A rank that continues after the others' timeout does not write to their tensors."""
+    """A rank that was stopped past the others' timeout does not write to their tensors when it continues."""
 
     def body(rank: int, world: int) -> str:
         tensor = cpu(8 << 20).fill_(1)

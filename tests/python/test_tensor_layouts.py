@@ -1,4 +1,4 @@
-"""Unsupported tensors, more ranks than cores, and a barrier. test_collectives.py has every layout."""
+"""Unsupported tensors, more ranks than cores, and a barrier. test_collectives.py tests every layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ranks import run_ranks
 
 # proves P8
 def test_splits_whose_sum_wraps_are_refused() -> None:
-    """2^63 - 1, twice, and 6 sum to 4 in 64 bits."""
+    """2^63 - 1 twice, and 6: their sum is 4 in 64 bits."""
 
     def body(rank: int, world: int) -> None:
         wraps = [2**63 - 1, 2**63 - 1, 6]
@@ -54,7 +54,7 @@ def mapped(name: str, access: int) -> torch.Tensor:
     path = ranks.scratch / name
     path.write_bytes(torch.ones(4096).numpy().tobytes())
     with path.open("r+b") as file, warnings.catch_warnings():
-        # Torch says that writing to it would be undefined.
+        # Torch warns that writing to it is undefined.
         warnings.simplefilter("ignore")
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, prot=access), dtype=torch.float32)
 
@@ -78,7 +78,7 @@ def read_only_is_for_inputs(rank: int, world: int) -> None:
         with pytest.raises(ValueError, match=r"memory that may not be written, .* clone"):
             call(fixed)
             pytest.fail(name)
-    # The group lives, since all ranks rejected the call, and read-only tensors may be anywhere.
+    # The group survives because all ranks rejected the call, and each rank may have read-only tensors.
     parts = [torch.zeros(4096) for _ in range(world)]
     dist.all_gather(parts, fixed)
     dist.broadcast(fixed if rank == 0 else parts[0], 0)

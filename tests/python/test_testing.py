@@ -37,7 +37,7 @@ def pytest_on(folder: Path, body: str, *options: str, **env: str) -> tuple[int, 
 
 
 def outcomes(text: str) -> dict[str, int]:
-    """Numbers of the last line, by outcome."""
+    """The numbers in the last line, by outcome."""
     return {kind: int(count) for count, kind in re.findall(r"(\d+) (\w+)", text.strip().splitlines()[-1])}
 
 
@@ -198,7 +198,7 @@ def test_time_limits_name_who_hangs_and_leave_nothing(tmp_path: Path) -> None:
     processes += [int(pid) for pid in re.findall(r"^rank \d \(pid (\d+)\)", text, re.MULTILINE)]
     assert len(processes) == 12 and not [pid for pid in processes if running(pid)], text
     memory = [Path(name) for name in re.findall(r"/dev/shm/symm-kit-\d+-\d", text)]
-    # Ranks that exited on their own had to remove their memory themselves.
+    # Ranks that were not killed had to remove their memory themselves.
     assert len(memory) == 6 and not [path for path in memory if path.name.endswith("-1") and path.exists()]
     for path in memory:
         path.unlink(missing_ok=True)
@@ -213,7 +213,7 @@ def running(pid: int) -> bool:
 
 
 class Marked:
-    """The part of a test that carries its mark."""
+    """The part of a test file that carries the mark."""
 
     nodeid = "test_it.py::test_it"
 

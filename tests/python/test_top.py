@@ -54,7 +54,7 @@ def test_the_rank_that_was_waited_for_is_named() -> None:
     (line,) = table.lines(merge([dump(0, early), dump(1, late)]))
     assert (line.op, line.size, line.calls, line.total) == ("all_reduce", 4096, 8, 8 * 4000)
     assert line.straggler == (1, 0.75)
-    # Of 4 × 500 µs and 3 × 100 + 499 µs, rank 0 waited 3 × 400 + 1.
+    # Of 4 × 500 µs and 3 × 100 + 499 µs, rank 0 waited for 3 × 400 + 1 µs.
     assert line.waiting == pytest.approx(1201 / 2799)
     said = table.render([dump(0, early), dump(1, late)])
     assert "the last 8 calls of 2 processes on here" in said
@@ -118,7 +118,7 @@ def watched(rank: int, world: int, place: str) -> tuple[int, str]:
         dist.all_reduce(torch.ones(1000))
         more.fill_(time.monotonic() < until)
         dist.broadcast(more, 0)
-    # The files of both exist until the processes end.
+    # Both ranks' files exist until the processes end.
     ranks.meet("watched", rank, world)
     if rank == 0:
         with redirect_stdout(io.StringIO()) as output:
@@ -159,7 +159,7 @@ def test_what_is_missing_is_said(
 
 
 def counted(rank: int, world: int) -> None:
-    """More calls than a trace keeps; the rank exits like a program, without the exit functions of its parent."""
+    """More calls than a trace keeps. The rank exits like a program, but without the exit functions of its parent."""
     atexit._clear()
     ranks.init(rank, world)
     tensor = torch.ones(1000)
@@ -200,7 +200,7 @@ def test_counts_without_times_have_none() -> None:
 
 
 def ending(rank: int, world: int) -> tuple[Path, list[bool]]:
-    # Drops the exit functions of this test's parent.
+    # Drops the exit functions that were inherited from the test process.
     atexit._clear()
     _, path = publisher.write(load())
     existed = path.exists()

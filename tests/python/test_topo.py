@@ -86,7 +86,7 @@ def test_two_ranks_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 SWITCHED = [[0 if one == other else 18 for other in range(8)] for one in range(8)]
 PCIE = [[0] * 8 for _ in range(8)]
-#: Of a DGX-1: two quads of linked GPUs, each with a partner in the other.
+#: A DGX-1: two quads of linked GPUs, each GPU with a partner in the other quad.
 CUBE_MESH = [
     [0 if one == other else 1 + (one % 4 == 3 - other % 4) if one // 4 == other // 4 else int(abs(one - other) == 4)
      for other in range(8)]

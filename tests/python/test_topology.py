@@ -13,13 +13,13 @@ import pytest
 import torch_symm
 from ranks import run_ranks
 
-#: On a node with GPUs the first rows of a file belong to them, and their names are not known here.
+#: On a node with GPUs the first rows of a file belong to those GPUs, whose names are not known here.
 without_gpus = pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="for a host without GPUs")
 PAIRS = [[0, 4, 0, 0], [4, 0, 0, 0], [0, 0, 0, 4], [0, 0, 4, 0]]
 
 
 def python(code: str, file: Path) -> str:
-    """Returns the output of `code` in a process whose topology is `file`; a process reads it once."""
+    """Returns the output of `code` in a new process whose topology is `file`, because a process reads it only once."""
     environment = {"SYMM_TOPOLOGY_FILE": str(file)}
     (said,) = run_ranks(
         lambda _rank, _world: exec(code, {"torch_symm": torch_symm}), 1, backend=None, env=environment
@@ -42,7 +42,7 @@ def test_other_types_are_refused(types: tuple[str, str]) -> None:
 
 
 def test_without_devices_the_matrix_is_empty() -> None:
-    """CUDA_VISIBLE_DEVICES can have the same effect on any node."""
+    """Works on any node: CUDA_VISIBLE_DEVICES can have the same effect."""
     code = "print(torch_symm.detect_dma_connectivity('cuda', 'nvlink'))"
     command = [sys.executable, "-c", "import torch_symm\n" + code]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -58,7 +58,7 @@ def test_the_answer_is_frozen() -> None:
 
 @without_gpus
 def test_devices_are_asked_for_in_their_order(pairs: Path) -> None:
-    """The GPUs behind the devices, in torch's order, get their rows of the file."""
+    """The GPUs of the devices, in torch's order, get their rows of the file."""
     code = """
 import torch
 from types import SimpleNamespace

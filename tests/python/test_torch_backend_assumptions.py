@@ -92,7 +92,7 @@ def test_own_class_with_options() -> None:
 
 
 def test_one_instance_for_both_devices() -> None:
-    """ "cpu:symm,cuda:symm" is one backend; without a GPU nothing of CUDA is loaded."""
+    """ "cpu:symm,cuda:symm" creates one backend; without a GPU it does not load CUDA."""
 
     def body(rank: int, world: int) -> None:
         for name, spelling in enumerate(("symm", "cpu:symm", "cpu:symm,cuda:symm", "SYMM")):
@@ -105,7 +105,7 @@ def test_one_instance_for_both_devices() -> None:
                 assert {device.type for device in group._device_types} == served
                 assert all(group._get_backend(CPU) is group._get_backend(torch.device(device)) for device in served)
             dist.destroy_process_group()
-        # On a node with GPUs torch loads it by itself.
+        # On a node with GPUs torch loads CUDA itself.
         with open("/proc/self/maps") as maps:
             assert os.path.exists("/dev/nvidia0") or "libcuda.so" not in maps.read()
 
@@ -134,7 +134,7 @@ def test_registered_for_whole_device_names() -> None:
         assert dist.Backend.backend_capability["symm"] == devices()
         assert dist.is_backend_available("symm")
         assert dist.Backend.SYMM == "symm"
-        # Registered a second time by an import: nothing changes.
+        # The import registers the backend a second time, which changes nothing.
         import torch_symm._autoload
 
         torch_symm._autoload.autoload()
@@ -173,7 +173,7 @@ def test_one_work_for_a_coalesced_block() -> None:
 
 
 def test_sequence_numbers_under_detail() -> None:
-    """The wrapper compares sequence numbers of all ranks: transfers between two of them must not count."""
+    """The wrapper compares the sequence numbers of all ranks, so transfers between two of them must not count."""
 
     def body(rank: int, world: int) -> int:
         for turn in range(3):
@@ -220,7 +220,7 @@ def test_average_and_factor_of_reduce_scatter() -> None:
 
 @pytest.mark.timed
 def test_timeout_of_a_call_and_of_the_group_later() -> None:
-    """Options of a call, ``_set_default_timeout`` and ``pg.set_timeout`` are all kept."""
+    """The timeout of a call's options, of ``_set_default_timeout`` and of ``pg.set_timeout`` is used."""
 
     def body(rank: int, world: int) -> None:
         options = dist.AllreduceOptions()

@@ -168,18 +168,18 @@ def futures(rank: int) -> None:
     work.wait()
     assert future.value()[0].eq(6).all() and work.is_completed() and work.is_success()
     assert work.result()[0].data_ptr() == t.data_ptr()
-    # The value exists as soon as wait() returns.
+    # The value is available as soon as wait() returns.
     for _ in range(300):
         work = dist.all_reduce(torch.ones(64), async_op=True)
         future = work.get_future()
         work.wait()
         assert future.value()[0][0] == WORLD
-    # Dropped by the caller, still correct and complete.
+    # The caller drops the work; the result is still correct and complete.
     kept = torch.ones(1 << 18)
     for _ in range(4):
         dist.all_reduce(torch.ones(1 << 18), async_op=True)
     dist.all_reduce(kept)
-    # A callback that calls the group, synchronously, asynchronously, and waits for the call queued after it.
+    # A callback that calls the group, synchronously and asynchronously, and waits for the call queued after it.
     a, b, c = torch.ones(4), torch.ones(4), torch.ones(4)
     first, second = dist.all_reduce(a, async_op=True).get_future(), dist.all_reduce(b, async_op=True).get_future()
 
@@ -332,7 +332,7 @@ def profile(rank: int) -> None:
 
 
 def aborted(rank: int) -> None:
-    """Ends while completions run Python code: by destroy, and by the destructor, called while it holds the GIL."""
+    """A group ends while completions run Python code: by destroy, and by the destructor, which holds the GIL."""
     group = dist.new_group()
     dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future().then(lambda _: time.sleep(0.05))
     dist.destroy_process_group(group)
@@ -350,7 +350,7 @@ def test(body: Callable[[int], None]) -> None:
     run_ranks(entered, WORLD, body, group_timeout=30)
 
 
-#: What ranks do last, and the seconds within which they end.
+#: Last actions of ranks, and the seconds within which they must end.
 ENDINGS = {
     "pass": 2,
     "sys.exit(0)": 2,
@@ -359,7 +359,7 @@ ENDINGS = {
     "if rank == 0: dist.irecv(torch.ones(4), 1)": 2,
     "if rank == 0: dist.all_reduce(torch.ones(4), async_op=True)": 8,
 }
-# Two ranks for each ending, forked from one process that has imported torch. They end as a program does.
+# Two ranks for each of them, forked from one process that has imported torch. They end as a program does.
 LEAVING = """
 import atexit, json, os, sys, time, torch, torch_symm, torch.distributed as dist
 
@@ -380,7 +380,7 @@ def left():
         print(time.monotonic() - start, file=file)
 
 
-# Registered in front of the extension's own, which was registered later and so runs earlier.
+# Registered after the extension's own exit function, and therefore called before it.
 atexit.register(left)
 dist.init_process_group("symm", init_method=f"file://{folder}/store-{number}", rank=rank, world_size=2)
 dist.all_reduce(torch.ones(4), async_op=True).wait()

@@ -17,7 +17,7 @@ WORLD = 3
 
 
 def needs(name: str, owner: Any = dist) -> pytest.MarkDecorator:
-    """Skips a test where ``owner`` has nothing of that name."""
+    """Skips a test if ``owner`` has no attribute of that name."""
     return pytest.mark.skipif(not hasattr(owner, name), reason=f"torch {torch.__version__} has no {name}")
 
 
@@ -48,7 +48,7 @@ def test_the_canonical_names_of_collectives_on_one_tensor() -> None:
 def gathered_at_root(rank: int, world: int) -> None:
     for root in range(world):
         for work in (False, True):
-            # A tensor that is not contiguous, and a stack of them.
+            # A tensor that is not contiguous, and a stack of such tensors.
             mine = (torch.arange(6) + 10 * rank).reshape(2, 3).t()
             target = torch.empty(world, 3, 2, dtype=torch.int64) if rank == root else None
             done = dist.gather_single(mine, target, dst=root, async_op=work)
@@ -137,7 +137,7 @@ def test_torchs_recorder_comes_only_where_a_program_asks_for_it(env: dict[str, s
 
 
 def beside(rank: int, world: int, other: str) -> None:
-    """A group of symm and one of torch's own backends, in turns."""
+    """Groups of symm and of one of torch's own backends, alternately."""
     group = dist.new_group(backend=other)
     for value in (1.0, 2.0):
         for chosen in (None, group):
@@ -157,7 +157,7 @@ def mixed(rank: int, world: int, _: str) -> None:
 
 @pytest.mark.parametrize("body", [beside, mixed])
 def test_beside_backends_of_torch(body: Callable[..., None]) -> None:
-    """In 2.14 torch's own backends became plug-ins, like this one."""
+    """torch 2.14 turned its own backends into plug-ins."""
     run_ranks(body, WORLD, "gloo")
 
 
@@ -251,7 +251,7 @@ def not_offered(rank: int, world: int) -> None:
     assert not backend.supports_reconfigure and not backend.supports_window
     with pytest.raises(RuntimeError, match="Backend symm does not support get_reconfigure_handle"):
         backend.get_reconfigure_handle()
-    # Every way to request a group that could be reconfigured.
+    # Every way to request a group whose members can change.
     options: Any = torch_symm.Options(timedelta(seconds=20))
     options.enable_reconfigure = True
     match = "members of a group of symm never change"

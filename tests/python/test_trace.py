@@ -41,7 +41,7 @@ def killed(rank: int, world: int) -> int:
             dist.all_reduce(zeros(1000))
     failure = torch_symm.trace()["groups"][0]["failure"]
     assert (failure["kind"], failure["message"]) == ("SymmPeerError", str(error.value))
-    # Otherwise the first rank to leave would appear as left in the dump of the other.
+    # Otherwise the dump of the last rank would show that the other one has left.
     meet("reported", rank, 2)
     return os.getpid()
 
@@ -235,7 +235,7 @@ def test_a_dump_that_cannot_be_written_is_a_line_in_the_log(kind: str, says: str
 
 
 def skipped(rank: int, world: int, folder: Path) -> None:
-    """Every collective, then one that rank 2 omits."""
+    """Every collective, then one that rank 2 does not call."""
     n, pieces = 5, [zeros(r + 1) for r in range(world)]
     dist.all_reduce(zeros(n))
     dist.barrier()

@@ -94,7 +94,7 @@ def hooks(rank: int, world: int) -> None:
             for got, wanted in zip(model.parameters(), local_gradients(world, alone, step), strict=True):
                 torch.testing.assert_close(got.grad, wanted, atol=2e-3, rtol=2e-2)
     if torch.cuda.is_available():
-        # In that case it waits for a GPU, even for CPU tensors.
+        # In this case torch waits for a GPU, even for CPU tensors.
         return
     state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2)
     wrapped = DistributedDataParallel(network())
@@ -108,7 +108,7 @@ def test_ddp_hooks() -> None:
 
 
 def uneven_inputs(rank: int, world: int) -> int:
-    """Join lets ranks with fewer batches shadow the others' collectives."""
+    """Join makes ranks with fewer batches take part in the others' collectives."""
     wrapped = DistributedDataParallel(network())
     steps = 0
     with wrapped.join():

@@ -52,7 +52,7 @@ def tune(capsys: pytest.CaptureFixture[str]) -> Tune:
 
 
 class Steps:
-    """Algorithms that apply from given sizes on."""
+    """Algorithms and the sizes from which they are used."""
 
     def __init__(self, *ends: int) -> None:
         self._ends = ends
@@ -87,7 +87,7 @@ def priced(rank: int, world: int) -> list[tuple[float, str]]:
 
 @pytest.mark.timed
 def test_what_is_measured_is_what_the_model_says(tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
-    # More launches only repeat the same and take longer; one is enough.
+    # More launches only repeat the same steps, so one is enough.
     monkeypatch.setattr(command, "LAUNCHES", 1)
     monkeypatch.setattr(command, "VISITS", 2)
     path = tmp_path / "mine" / "profile.json"
@@ -210,7 +210,7 @@ def test_the_threshold_is_where_the_caches_stop_helping() -> None:
     assert touched(Point(4, "all_gather", 100)) == 500 and touched(Point(2, "all_reduce", 100)) == 400
 
     def chosen(*ratios: float) -> int | None:
-        """With these times past the cache; times through it are 1."""
+        """The times of copies past the cache; copies through it take 1."""
         cached = dict.fromkeys(own, 100.0)
         streamed = {point: 100.0 * ratio for point, ratio in zip(own, ratios, strict=True)}
         return choose(own, touched, cached, streamed, thresholds_cpu.usual(4), edges)

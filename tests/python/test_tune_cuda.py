@@ -1,4 +1,4 @@
-"""The search for thresholds of GPUs, without any: the plan's own algorithms with given times."""
+"""The search for thresholds of GPUs, without a GPU: the plan's own algorithms with given times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRICES = profile.prices
 
 @functools.cache
 def served(tuning: str) -> Mapping[Point, str]:
-    """The algorithms of :data:`POINTS` with a tuning, which a process reads once."""
+    """The algorithms that :data:`POINTS` use with a tuning, which a process reads only once."""
     found = run_ranks(named, 1, backend=None, env={"SYMM_CUDA_TUNING": tuning})
     return cast(Mapping[Point, str], found[0])
 
@@ -56,7 +56,7 @@ def way(tuning: str, us: Mapping[Point, float]) -> Way:
 
 
 def test_measured_times_move_one_threshold() -> None:
-    """µs of 4 H200, 2026-11-21."""
+    """Times in µs of 4 H200, 2026-11-21."""
     sizes = [64 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB]
     reduces = [Point(4, "all_reduce", size) for size in sizes]
     gathers = [Point(4, "all_gather", size) for size in (64 * KIB, 256 * KIB, 512 * KIB, MIB)]
@@ -85,7 +85,7 @@ def test_measured_times_move_one_threshold() -> None:
 
 
 def us(point: Point, name: str) -> float:
-    """Times of a node with other thresholds than the defaults."""
+    """Times of a node whose best thresholds are not the defaults."""
     length = thresholds_cuda.message(point) / KIB
     steps = {"one_shot": (2, 0.05), "two_shot": (5, 0.01), "rsag_staged": (13, 0.003), "staged": (9, 0.003)}
     if point.op == "broadcast" and name == "rsag_staged":
@@ -133,7 +133,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 received(point, visit.us)
         return found
 
-    # The written file cannot be read back if there is no such GPU.
+    # The written file cannot be read back on a machine without such a GPU.
     monkeypatch.setattr(profile, "write", lambda path, value: path.write_text(json.dumps(value)))
     monkeypatch.setattr(profile, "prices", prices)
     monkeypatch.setattr(thresholds_cuda, "measure", measure)

@@ -417,7 +417,7 @@ def test_wrong_arguments_are_refused_before_anything_is_exchanged() -> None:
 
 
 def refused_on_one(rank: int, world: int) -> None:
-    """Only one rank's argument is wrong; it may repeat the call, and no other rank noticed."""
+    """Only one rank's argument is wrong. It may repeat the call, and the other ranks notice nothing."""
     if rank == 0:
         for _ in range(3):
             with pytest.raises(ValueError, match="non-empty"):

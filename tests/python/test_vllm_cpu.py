@@ -19,7 +19,7 @@ from torch_symm.engines import vllm_cpu
 
 
 def module(shm: bool) -> Any:
-    """``cpu_communicator`` of vLLM; ``shm``: whether its build has shared memory for this processor."""
+    """vLLM's ``cpu_communicator``; ``shm`` is true if its build has shared memory for this processor."""
     made: Any = types.ModuleType(vllm_cpu._MODULE)
 
     class CpuCommunicator:

@@ -93,7 +93,7 @@ Call = Callable[[dist.ProcessGroup, bool, int], Any]
 one, two = torch.ones(2), [torch.ones(2), torch.ones(3)]
 wide, wider = torch.ones(4), [torch.ones(4), torch.ones(6)]
 
-#: Every operation that returns a work: the call on a group, by whether this rank is the root, and its peer.
+#: Every operation that returns a work: its call on a group, given whether this rank is the root, and its peer.
 OPERATIONS: dict[str, Call] = {
     "all_reduce": lambda g, root, peer: dist.all_reduce(+one, group=g, async_op=True),
     "sparse all_reduce": lambda g, root, peer: dist.all_reduce(one.to_sparse(), group=g, async_op=True),
@@ -152,7 +152,7 @@ def as_gloo_gives_them(rank: int, world: int, replaced: bool) -> None:
             found.append((given[0], given[1]))
         gloo, symm = found
         for theirs_is, ours_is in zip(gloo, symm, strict=True):
-            # Gloo has neither for some operations.
+            # Gloo implements neither for some operations.
             assert ours_is is not None and theirs_is in (None, ours_is), f"{name}: {symm}, with Gloo {gloo}"
     # A chain on the future works as it does there; the value is the memory of the output.
     for group in (theirs, ours):
@@ -194,7 +194,7 @@ def results_of_failures(rank: int, world: int) -> None:
         (work,) = dist.batch_isend_irecv(ops)
         assert work.get_future_result().wait() == wanted
         if wanted == 1:
-            # The group has failed at its first timeout, which is kept.
+            # The group has failed at its first timeout, and keeps that error.
             with pytest.raises(torch_symm.SymmTimeoutError):
                 work.wait()
     last = dist.new_group(timeout=timedelta(seconds=20))
@@ -257,7 +257,7 @@ def test_four_threads_with_a_group_each() -> None:
 
 
 def one_group(rank: int, world: int) -> None:
-    """Equal calls from four threads: the first to call on a rank meets the first to call on another."""
+    """Equal calls from four threads: the first call on a rank matches the first call on another."""
     for asynchronous in (False, True):
 
         def body(asynchronous: bool = asynchronous) -> None:
@@ -336,7 +336,7 @@ def test_the_gil_is_free_while_waiting(kind: str) -> None:
 
 
 def dropped(rank: int, world: int) -> None:
-    """The call owns its tensors: the user may drop everything, including the handle."""
+    """The call owns its tensors: the user may drop all references, even to the handle."""
     results = [torch.zeros(world * 200_000) for _ in range(20)]
     works = []
     for i in range(20):

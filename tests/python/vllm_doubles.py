@@ -79,7 +79,7 @@ FILES = {
 
 
 def write(folder: Path, **replaced: str) -> Path:
-    """Writes the package into ``folder``; ``replaced``: new text by the file's name. The ranks then ``use`` it."""
+    """Writes the package into ``folder``, which ranks then ``use``. ``replaced``: new text for files by name."""
     for name, text in FILES.items():
         file = folder / "vllm" / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -93,7 +93,7 @@ def buffers(rank: int, world: int, here: Here) -> None:
 
 
 def ball(rank: int, world: int, here: Here) -> None:
-    """A sum is passed around, in the memory of the next rank, 100 times."""
+    """A sum is passed from rank to rank 100 times, through the memory of the next rank."""
     tensor, window = opened(here, 1024)
     after, before = (rank + 1) % world, (rank - 1) % world
     theirs = window.get_buffer(after, (1024,), torch.float32)
@@ -291,7 +291,7 @@ SCENARIOS = (buffers, ball, barriers, kept, again, persistent, mismatched)
 
 
 def late(rank: int, world: int, here: Here, what: str) -> None:
-    """Rank 0 waits for a signal that never comes; its error names the peer, and the process continues."""
+    """Rank 0 waits for a signal that is never sent; its error names the peer, and the process continues."""
     _, window = opened(here, 64)
     here.settle()
     dist.barrier()

@@ -28,7 +28,7 @@ from torch_symm.tools.command import count, positive
 def main() -> int:
     options = arguments()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
-    # Before ranks are forked.
+    # Loaded before ranks are forked.
     faults.LIMIT = options.limit
     report = Report(options.device)
     start = time.monotonic()

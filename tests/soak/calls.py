@@ -27,7 +27,7 @@ class Place:
     me: int
     device: torch.device
     timeout: float
-    #: When this rank last entered a call, its data ready.
+    #: The time at which this rank last entered a call, with its data ready.
     called: float = 0.0
 
     def enter(self) -> None:
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass
 class Started:
-    """A call that this rank has started: how to wait for it, and how to check the result."""
+    """A started call of this rank: how to wait for it, and how to check the result."""
 
     call: Call
     works: list[Any]
@@ -139,7 +139,7 @@ def _bytes(*buffers: Buffer) -> int:
 
 
 def _lengths(place: Place, call: Call) -> list[list[int]]:
-    """The number of elements that each rank has for each."""
+    """The number of elements for each pair of ranks."""
     dice = random.Random(call.seed)
     if dice.random() < 0.3:
         return [[call.count] * place.size for _ in range(place.size)]

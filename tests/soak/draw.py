@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import expected
 import torch
 
-#: Calls of one rank with the others of a group.
+#: Operations between one rank and the others of a group.
 COLLECTIVES = (
     "all_reduce",
     "reduce",
@@ -31,7 +31,7 @@ REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "
 LAYOUTS = ("plain", "plain", "strided", "transposed", "offset")
 STORES = ("file", "url", "torch", "socket")
 
-#: The faults, their weights, and the phase in which the supervisor sends the signal; "": the victim acts itself.
+#: The faults, their weights, and the phase in which the supervisor sends the signal; "" if the victim acts itself.
 FAULTS = {
     "none": (6, ""),
     "kill": (5, "storm"),
@@ -76,7 +76,7 @@ class Call:
     root: int
     layout: str
     background: bool
-    #: How many further calls are started before this one is awaited.
+    #: The number of further calls that are started before this one is awaited.
     linger: int
     seed: int
 
@@ -88,13 +88,13 @@ class Fault:
     kind: str
     variant: str = ""
     victims: tuple[int, ...] = ()
-    #: The group that suffers.
+    #: The group in which the fault happens.
     group: int = 0
     #: Seconds from the start of the phase.
     delay: float = 0.0
-    #: How long a victim is stopped.
+    #: Seconds for which a victim is stopped.
     seconds: float = 0.0
-    #: The call of the storm at which a victim acts.
+    #: The index of the call at which a victim acts.
     at: int = 0
 
     @property

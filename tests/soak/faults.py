@@ -37,7 +37,7 @@ HEARD: dict[str, tuple[type[BaseException], ...]] = {
     "stop for long": (torch_symm.SymmTimeoutError,),
     "late": (torch_symm.SymmTimeoutError,),
     "mismatch": (torch_symm.SymmMismatchError,),
-    # The second if the victim leaves the group before its missing call is noticed.
+    # The second class if the victim leaves the group before the missing call is noticed.
     "argument": (torch_symm.SymmMismatchError, torch_symm.SymmPeerError),
     "kill joining": (torch_symm.SymmPeerError,),
     "stop joining": (torch_symm.SymmTimeoutError,),
@@ -74,7 +74,7 @@ def act(round: Round) -> None:
         disagree(round, fault.variant)
     elif fault.kind == "argument":
         group = round.places[fault.group].group
-        # One element too many for the ranks' parts.
+        # One element more than the ranks' parts have.
         dist.all_gather_into_tensor(torch.zeros(dist.get_world_size(group) * 4 + 1), torch.zeros(4), group=group)
 
 
@@ -93,7 +93,7 @@ def _end(round: Round, fault: draw.Fault) -> None:
         dist.destroy_process_group()
     else:
         group._get_backend(round.device).shutdown()
-    # It leaves only once its started calls have finished, for which others may be late.
+    # It leaves only once its started calls have finished, and other ranks may be late for those.
     round.table.mark(round.rank, STRUCK)
 
 

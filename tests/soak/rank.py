@@ -132,7 +132,7 @@ class Round:
                 yield place, call
 
     def _run(self, run: tuple[draw.Call, ...]) -> None:
-        """Makes all calls of ``run``, each awaited after some more were started."""
+        """Makes all calls of ``run``; each is awaited after some more were started."""
         own: deque[Started] = deque()
         for place, call in self._mine(run):
             own.append(calls.begin(place, call))
@@ -220,7 +220,7 @@ class Round:
         if self.rank not in program.survivors:
             time.sleep(60)
         gone = fault.kind == "leave" and fault.variant == "all" and self.victim
-        # A rank that was only stopped may join groups that others joined before they gave up.
+        # A rank that was only stopped may join groups that others joined before they timed out.
         joining = fault.kind == "stop joining" and failure is not None and failure.where == "joining"
         if not gone and not joining:
             self._others_fail_too(failure, pending)
@@ -268,7 +268,7 @@ class Round:
                 raise AssertionError(f"a barrier of group {number} succeeds after {fault.kind}")
 
     def _judge(self, failure: Failure) -> None:
-        """Fails unless this is how the fault must appear on this rank."""
+        """Fails unless the error is the one that the fault must cause on this rank."""
         fault, text = self.program.fault, str(failure.error)
         felt = self.victim and fault.kind in faults.FELT
         if fault.kind == "argument" and failure.where.startswith("pending"):
@@ -381,7 +381,7 @@ def held() -> dict[str, int]:
 
 
 def serve(process: int, orders: Any, table: Table, folder: Path, log: Path, device: str) -> None:
-    """Plays the rounds that the supervisor requests until it sends ``None``."""
+    """Runs the rounds that the supervisor requests until it sends ``None``."""
     log_to(log)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -396,7 +396,7 @@ def serve(process: int, orders: Any, table: Table, folder: Path, log: Path, devi
         rank = program.order.index(process)
         try:
             outcome = Round(program, rank, table, folder / f"round-{number}", where).play()
-            # Only now have the failures, whose tracebacks hold groups, been dropped.
+            # The failures, whose tracebacks refer to groups, are dropped only now.
             outcome.held = held()
             answer(outcome)
         except BaseException:

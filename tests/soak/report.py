@@ -13,7 +13,7 @@ from rank import Outcome
 FLAT = {"descriptors": 0, "threads": 0, "mappings of groups": 0, "resident KiB": 40 << 10}
 #: Additional growth for each round, of about eight groups: a group may cost 1 KB.
 A_ROUND = {"resident KiB": 8}
-#: Rounds after which a process has loaded everything that it loads only once.
+#: Number of rounds after which a process has loaded everything that it loads only once.
 WARM = 4
 
 

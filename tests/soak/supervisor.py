@@ -42,14 +42,14 @@ class Supervisor:
         os.environ["TMPDIR"] = str(self.temporary)
         # Dumps of the flight recorder are meant to stay.
         os.environ["SYMM_TRACE_DIR"] = str(folder / "traces")
-        # Otherwise a call on a GPU returns before it has failed.
+        # Without this, a call on a GPU returns before it has failed.
         os.environ["SYMM_BLOCKING_WAIT"] = "1"
         self.table = Table(world)
         self.shared = _shared()
         self.forked = Forked()
         self.pids = [0] * world
         self.orders: list[Any] = [None] * world
-        # Children of killed ranks become ours, so that no child is left unnoticed.
+        # Adopts the children of killed ranks, so that none is overlooked.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def play(self, seed: int, number: int, only: str) -> tuple[draw.Program, dict[int, rank.Outcome]]:
@@ -118,7 +118,7 @@ class Supervisor:
             time.sleep(0.0005)
 
     def _answer(self, process: int) -> Any:
-        """An outcome, or a text that describes an error; ``None``: nothing yet."""
+        """An outcome, or a text that describes an error; ``None`` if there is neither yet."""
         try:
             return self.orders[process].recv() if self.orders[process].poll() else None
         except (EOFError, ConnectionResetError):
@@ -137,7 +137,7 @@ class Supervisor:
                 return begun + fault.delay if begun else None
 
             def resume(victim: int = victim) -> float | None:
-                # Counted from the signal, which may have been late: a shorter stop may pass unnoticed.
+                # Counted from the signal, which may have been late. A shorter stop may have no effect.
                 struck = self.table.get(victim, STRUCK)
                 return struck + fault.seconds if struck else None
 

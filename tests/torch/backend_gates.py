@@ -51,11 +51,11 @@ REWRITES: list[tuple[str, str, str]] = [
 OPTIONAL_REWRITES: list[tuple[str, str]] = [
     # Tests that are unreliable with gloo and nccl.
     (r'unittest\.skipIf\([^"()]*"https://github', 'unittest.skipIf(False, "https://github'),
-    # Gloo's message. The others may leave before the timeout; in both cases this is the wait that ended.
+    # Gloo's message. Other ranks may leave before the timeout; in both cases the wait has ended.
     (r'"Timed out waiting 1ms"', '"(reached its timeout after|had waited) 0.0"'),
 ]
 
-# GPUs by number, in tests that run with everything on the CPU.
+# GPUs by number, in tests that otherwise run on the CPU.
 GPU_WORDS: list[tuple[str, str]] = [
     (r"device_ids=\[[^\]]*\]", "device_ids=None"),
     (r"\.to\((self\.)?rank\)", '.to("cpu")'),
@@ -67,7 +67,7 @@ ON_CPU = frozenset(Path(__file__).with_name("gpu_tests_on_cpu.txt").read_text().
 
 
 class Capable(str):
-    """A backend's name which claims all capabilities of gloo and mpi."""
+    """The name of a backend that claims all capabilities of gloo and mpi."""
 
     __slots__ = ()
 
@@ -92,7 +92,7 @@ def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_
 
 
 def _skip_without_gpu(test: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorators start every process of a test before they find that there is no GPU."""
+    """torch's decorators start every process of a test before they notice that there is no GPU."""
     return test if test.__name__ in ON_CPU else unittest.skip("needs a GPU a rank")(test)
 
 
@@ -101,7 +101,7 @@ def _stay_on_cpu(common: Any) -> None:
     import torch
 
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
-    # Two functions: the compiler has a rule for each.
+    # Two functions, because the compiler has a rule for each.
     torch.cuda.set_device = lambda *_: None  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
@@ -110,7 +110,7 @@ def _stay_on_cpu(common: Any) -> None:
 
 
 def _open_common_handshakes() -> None:
-    """Decorators: those that need a GPU skip at once, those that require 8 ranks no longer do."""
+    """Decorators: those that need a GPU skip at once, and those that require 8 ranks no longer require them."""
     from torch.testing._internal import common_distributed as common
 
     for tests in common.DistTestCases.backend_feature.values():
@@ -135,7 +135,7 @@ def load(world: int) -> ModuleType:
     import torch
     import torch.distributed as dist
 
-    # What tests and groups import: once, not in each rank.
+    # Modules that tests and groups import, loaded once and not in each rank.
     import torch.testing._internal.common_device_type
 
     if NAME == "symm":

@@ -21,7 +21,7 @@ import backend_gates
 
 def make_case(module: Any, nodes: list[str]) -> type[unittest.TestCase]:
     """torch's test class on warm ranks; rank ``r`` is on node ``nodes[r]``, if there are several."""
-    # Not earlier: torch reads the environment that main() sets.
+    # Imported here, because torch reads the environment that main() sets.
     from torch_symm.testing import WarmMultiProcessTestCase
 
     class TestSymm(  # type: ignore[misc]

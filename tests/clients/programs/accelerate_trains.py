@@ -1,4 +1,4 @@
-"""Accelerate trains a model on two ranks; it picks its backend itself, by names it knows."""
+"""Accelerate trains a model on two ranks; it chooses the backend from a list of names."""
 
 import accelerate
 import torch

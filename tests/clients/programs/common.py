@@ -1,4 +1,4 @@
-"""What the programs train, and how they report their results: the same on every backend."""
+"""The training of these programs, the same on every backend, and how they report their results."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def tell(model: torch.nn.Module, numbers: Iterable[torch.Tensor] = ()) -> None:
     }
     print("told " + json.dumps(told), flush=True)
     if not served:
-        # If a thread of Gloo still holds the last call's tensors while the interpreter exits, it aborts the process:
-        # https://github.com/pytorch/pytorch/pull/179291. So this side exits before.
+        # If a thread of Gloo still holds the last call's tensors while the interpreter exits, it aborts the process
+        # (https://github.com/pytorch/pytorch/pull/179291). Gloo's side therefore exits without the interpreter's
+        # cleanup.
         atexit.register(os._exit, 0)

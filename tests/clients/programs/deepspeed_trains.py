@@ -1,4 +1,4 @@
-"""DeepSpeed with the backend's name and a stage of ZeRO: nothing, optimizer, gradients or weights split."""
+"""DeepSpeed with the backend's name and each stage of ZeRO: it shards nothing, the optimizer, gradients or weights."""
 
 import os
 import sys

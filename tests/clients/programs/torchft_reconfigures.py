@@ -25,7 +25,7 @@ class ProcessGroupSymm(ProcessGroupWrapper):
 
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-# Both ranks get the same results, through a group of torch's.
+# Both ranks get the same results, through one of torch's own groups.
 dist.init_process_group(sys.argv[1], timeout=timedelta(seconds=60))
 store = dist.TCPStore("localhost", 0, is_master=True)
 ports = [store.port]

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 
 class Rows(Dataset):
-    """Sampled by the Trainer, a different part on every rank."""
+    """A data set, from which the Trainer gives every rank a different part."""
 
     def __init__(self) -> None:
         self.rows = [pair for inputs, targets in batches(0, 4) for pair in zip(inputs, targets, strict=True)]
