@@ -1,6 +1,6 @@
 //! The shared-memory protocols under every interleaving that loom finds: `make loom`.
 //!
-//! Rings, the pipeline, the failure record, the pads, the turns of fused matmuls and the pieces of helpers run the
+//! Rings, the pipeline, the failure record, the pads, the slots of fused matmuls and the work items of helpers run the
 //! crate's own code over loom's atomics. Arrival and doorbell are a few lines each, repeated here.
 #![cfg(loom)]
 #![allow(missing_docs, clippy::unwrap_used)]

@@ -33,7 +33,7 @@ def free() -> int:
 
 
 def is_free_again(before: int) -> None:
-    """Returns once the same amount of memory is free as before, because peers unmap withdrawn segments a little later."""
+    """Returns once as much memory is free as before, because peers unmap withdrawn segments a little later."""
     start = time.monotonic()
     while (missing := before - free()) > KEPT:
         assert time.monotonic() - start < WITHDRAWN_S, f"{missing / MB:.0f} MB are still taken"

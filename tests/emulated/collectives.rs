@@ -1,5 +1,5 @@
 //! Every kernel and every plan that selects it, on host threads that act as the GPUs of a group. Ranks run ahead of
-//! each other, the words of a unit are torn apart, and threads pause anywhere.
+//! each other, the words of a unit arrive separately, and threads pause at any point.
 
 use crate::calls::{Case, Tensors, case};
 use crate::host::{Host, Memory, THREADS};
@@ -197,7 +197,7 @@ fn a_rank_that_never_comes_ends_the_wait_and_is_named() {
     }
 }
 
-/// All-to-alls between two ranks, which both know the lengths: the messages to themselves are longer, or empty.
+/// All-to-alls between two ranks, which both know the lengths; the messages of a rank to itself are longer, or empty.
 #[test]
 fn what_a_rank_keeps_may_be_longer_than_what_it_sends() {
     let host = Host::with_tuning(2, CudaThresholds { low_latency_bytes: 8000, lanes: 6, ..CudaThresholds::of(2) });

@@ -36,14 +36,14 @@ fn reduced(op: ReduceOp, dtype: DType, pieces: &[&[u8]]) -> Vec<u8> {
     result
 }
 
-/// Each quad's sum in rank order, rounded; then the sum of both, first the one with rank 0; the average divides at the
-/// end.
+/// Each quad's sum in rank order, rounded; then the sum of the two, the quad with rank 0 first; the average divides at
+/// the end.
 fn expected(mesh: &CubeMesh, op: ReduceOp, dtype: DType, inputs: &[&[u8]]) -> Vec<u8> {
     let first = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
     let last = if op == ReduceOp::PremulSum { ReduceOp::Sum } else { op };
     let halves = mesh.quad.map(|quad| reduced(first, dtype, &quad.map(|rank| inputs[rank as usize])));
     let mut pieces = vec![&halves[0][..], &halves[1][..]];
-    // Six neutral values, so that the average is of eight: -0 if the type has it, since -0 + 0 is not -0.
+    // Six neutral values, so that the average divides by eight: -0 if the type has it, since -0 + 0 is not -0.
     let signed = matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
     let nothing: Vec<u8> = (0..halves[0].len()).map(|i| if signed && i % dtype.size() == dtype.size() - 1 { 0x80 } else { 0 }).collect();
     if op == ReduceOp::Avg {
@@ -57,9 +57,9 @@ fn elements(dtype: DType, op: ReduceOp, count: usize, seed: u64) -> Vec<u8> {
     const FINITE: [f32; 6] = [1e30, -1e30, 1.0, 3.0e-39, -0.0, -1.000_001];
     let mut random = Random((seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let mut number = || match random.below(1 << 40) {
-        // Among equal values the first stays.
+        // The first of equal values stays.
         chance if op == ReduceOp::Min => [0.0, -0.0][chance % 2],
-        // Only a few, because they would hide everything else.
+        // Only a few NaNs, because they would hide everything else.
         chance if chance.is_multiple_of(64) => [f32::NAN, f32::INFINITY][chance / 64 % 2],
         chance => FINITE[chance % 6],
     };

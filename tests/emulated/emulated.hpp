@@ -25,7 +25,7 @@ namespace emulated {
 struct Barrier {
   // Exited threads no longer count, as on a device.
   std::barrier<> arrived;
-  // Not 0 if a thread voted no. Votes alternate between two words, so that one is cleared while no thread reads it.
+  // Not 0 if a thread voted no. Votes alternate between two words, so that one can be cleared while no thread reads it.
   std::atomic<u32> against[2] = {0, 0};
   // Memory of `cluster_floats`.
   float floats[2048] = {};
@@ -76,7 +76,7 @@ static inline Order order() {
   return {chosen & 3, (chosen & 4) != 0 ? 3u : 1u};
 }
 
-// There are more threads than cores, so each spinning thread sometimes lets the others run.
+// There are more threads than cores, so each spinning thread sometimes yields its core.
 static inline void loaded() {
   if ((++self.loads & 63) == 0) sched_yield();
 }

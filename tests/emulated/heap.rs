@@ -23,7 +23,7 @@ impl Heap {
             let at = unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) };
             at.expect("mapped") as usize
         };
-        // Ranks' tensors lie at different offsets.
+        // The ranks' tensors have different offsets.
         Self { me, bytes, views: (0..n).map(view).collect(), taken: AtomicUsize::new(4096 * (me + 1) + 256 * me) }
     }
 

@@ -9,7 +9,7 @@ use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cpu::{self, NormRows};
 use symm::rank::Rank;
 
-/// Memory of one rank: inputs and outputs at odd addresses, if `shift` is.
+/// Memory of one rank: inputs and outputs, at odd addresses if `shift` is odd.
 struct Tensors {
     inputs: Vec<Vec<u8>>,
     outputs: Vec<Vec<u8>>,
@@ -28,7 +28,7 @@ impl Tensors {
                 if norm.dtype == DType::F32 {
                     data.extend(bits.to_le_bytes());
                 } else {
-                    // Both are truncated, not converted: any bits will do.
+                    // Truncated, not converted, because any bits will do.
                     data.extend(((bits >> 16) as u16 & if norm.dtype == DType::F16 { 0xbfff } else { 0xffff }).to_le_bytes());
                 }
             }
@@ -137,7 +137,7 @@ fn run_in(order: SumOrder, n: usize, norms: &[Norm], shift: usize, rounds: u64, 
     norms.iter().zip(&tensors).map(|(norm, tensors)| host.plan(0, &tensors[0].call(norm)).name()).collect()
 }
 
-/// Numbers and lengths of rows for eight threads, and of rows that need clusters of 2 and 4 such blocks.
+/// Numbers and lengths of rows: for eight threads, and for clusters of 2 and 4 such blocks.
 const ROWS: [(usize, usize); 6] = [(1, 8), (3, 64), (5, 200), (70, 16), (2, 256), (0, 64)];
 const LONG_ROWS: [(usize, usize); 2] = [(3, 400), (1, 1000)];
 

@@ -105,7 +105,7 @@ struct Request {
 /// The action of a rank in one step of a random program.
 enum Act {
     Collective(CallSpec<'static>),
-    /// `apart`: the sends in one launch, the receives in another that runs at the same time.
+    /// `apart`: the sends are in one launch, and the receives in another that runs at the same time.
     Transfers {
         sends: Vec<(usize, Span)>,
         receives: Vec<(usize, Span)>,

@@ -1,5 +1,5 @@
-// Reductions without a protocol: each thread folds units of all ranks. With SYMM_DTYPE and SYMM_OP for that pair,
-// otherwise for any.
+// Reductions without a protocol: each thread folds units of all ranks. SYMM_DTYPE and SYMM_OP select one pair of type
+// and operation; without them the kernel takes any.
 #include "reduction.cuh"
 
 struct Args {

@@ -68,7 +68,8 @@ fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
                 (true, 0) => special[at % special.len()],
                 (true, 1) => special[at / special.len()],
                 (true, _) => special[(random() % special.len() as u64) as usize],
-                // Numbers of similar size, whose sums round: with random ones the larger mostly hides the smaller.
+                // Numbers of similar size, whose sums are rounded: with random ones the larger mostly hides the
+                // smaller.
                 (false, _) if at % 2 == 0 => common ^ (random() >> (64 - 3 * part as u32)),
                 (false, _) => random(),
             };

@@ -30,7 +30,8 @@ struct Relay {
   u32 rounds;
 };
 
-// Each thread reads what its neighbour wrote before the barrier. The last one leaves early: the others no longer wait for it.
+// Each thread reads what its neighbour wrote before the barrier. The last thread exits early; the others then no longer
+// wait for it.
 KERNEL(relay, Relay) {
   u32* cells = args.cells + block() * threads();
   u32 rounds = thread() + 1 == threads() ? args.rounds / 2 : args.rounds;

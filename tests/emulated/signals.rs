@@ -213,7 +213,7 @@ fn who_does_not_come_to_a_barrier_is_named() {
         for reported in give_up(&host, &ranks, Signal::Barrier, 6) {
             assert_eq!(missing(&reported), ("barrier on channel 6".into(), vec![Rank(absent as u32)]), "{n} ranks");
         }
-        // Words stay as they are: only the signals to the missing ranks.
+        // The words stay unchanged, except for the signals to the missing ranks.
         for rank in 0..n {
             let left: u32 = host.pads[rank].iter().map(|word| word.load(Ordering::Acquire)).sum();
             assert_eq!(left as usize, if rank == absent { n - 1 } else { 0 }, "pad of rank {rank} of {n}");

@@ -1,5 +1,5 @@
 //! All-to-alls in symmetric memory in which some ranks have no long message: all ranks must count the same handshake
-//! epochs. Sends and receives in symmetric memory: the rest of a message is zero-copy once the sender sees the offer.
+//! epochs. Sends and receives in symmetric memory: once the sender sees the offer, the rest of a message is zero-copy.
 
 use crate::host::Host;
 use std::time::Duration;
@@ -56,7 +56,7 @@ fn run(program: &[Lengths]) {
     assert!(host.is_well(), "a kernel gave up");
     assert!(host.direct().iter().all(|&kernels| kernels > 0), "{:?}", host.direct());
     for (addr, bytes, value) in calls.iter().flatten().flat_map(|(_, expected)| expected) {
-        // SAFETY: in the heaps, which live; all kernels have ended.
+        // SAFETY: the tensors are in heaps that still exist; all kernels have ended.
         let got = unsafe { std::slice::from_raw_parts(*addr as *const u8, *bytes) };
         assert!(got.iter().all(|byte| byte == value), "{bytes} bytes of {value}");
     }

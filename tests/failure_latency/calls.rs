@@ -1,4 +1,4 @@
-//! The promises about 100 ms, measured at 100 ms: the median of several runs of two ranks.
+//! The promises of 100 ms, measured at 100 ms: the median of several runs of two ranks.
 
 use crate::alone;
 use crate::threads::{barrier, span, with_ranks};
@@ -31,8 +31,8 @@ fn receive(group: &Group, timeout: Duration) -> Result<(), Error> {
     received.lock().expect("not poisoned").clone()
 }
 
-/// Rank 0 waits in `call`, which must end at `limit` with `kind`. Rank 1 meanwhile runs `other`, which returns the
-/// start of the measured time.
+/// Rank 0 waits in `call`, which must end at `limit` with `kind`. Rank 1 meanwhile runs `other`, which returns the time
+/// from which the wait is measured.
 fn ends(call: impl Fn(&Group) -> Result<(), Error> + Sync, kind: ErrorKind, limit: Duration, other: impl Fn(&Group) -> Instant + Sync) {
     let _alone = alone();
     let late = Mutex::new(Vec::new());

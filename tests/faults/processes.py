@@ -88,7 +88,7 @@ class Stage:
         )
 
     def open_store(self, rank: int) -> None:
-        """Opens torch's TCPStore if requested. Called before a rank's resources are counted, since torch keeps it open."""
+        """Opens torch's TCPStore if requested, before a rank's resources are counted, since torch keeps it open."""
         if self.port is not None:
             limit = timedelta(seconds=self.timeout)
             self._store = dist.TCPStore("127.0.0.1", self.port, self.world, rank == 0, timeout=limit)

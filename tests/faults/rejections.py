@@ -1,4 +1,4 @@
-"""A rank rejects a call because of its arguments: ranks that wait for it get the reason, and no other rank is affected."""
+"""A rank rejects a call because of its arguments: ranks that wait for it get the reason, no others are affected."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def torchrun(side: str) -> Outcome:
 
 
 def _whole(text: str) -> bool:
-    """True if an error file is complete: torchrun may end a survivor that has opened its file and not yet written it."""
+    """True if an error file is complete: torchrun may end a survivor that has opened its file but not written it."""
     try:
         return bool(json.loads(text))
     except json.JSONDecodeError:

@@ -31,7 +31,7 @@ const ALL_WORLDS: &str = "KERNELS_COMPILE_ALL";
 /// If set, only programs whose names contain this text are compiled.
 const ONLY: &str = "KERNELS_COMPILE_ONLY";
 
-/// For programs that depend on elements: each width, and each kind of accumulator.
+/// The element types for programs that depend on them: each width, and each kind of accumulator.
 const ELEMENTS: [(DType, ReduceOp); 6] = [
     (DType::F32, ReduceOp::Sum),
     (DType::BF16, ReduceOp::Avg),

@@ -62,7 +62,7 @@ fn pads(members: &[Member]) -> Vec<u64> {
     members.iter().map(|member| member.pad.address()).collect()
 }
 
-/// Every rank shows a byte, and all copy it, between barriers.
+/// Every rank writes a byte, and all ranks copy it, between barriers.
 fn show_and_copy(members: &[Member], byte: u8) {
     let pads = pads(members);
     for member in members {
@@ -159,7 +159,7 @@ fn order_and_replay() {
     waiting_kernels_end_when_they_are_drained();
 }
 
-/// No work is queued after a barrier, so that any number of ranks may share a queue.
+/// No work is queued after a barrier, so any number of ranks may share a queue.
 fn one_barrier_at_a_time(n: u32) {
     let members = members(n);
     for slot in 0..SLOTS as u32 {

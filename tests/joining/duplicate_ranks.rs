@@ -56,7 +56,7 @@ fn a_record_counts_as_long_as_its_process_lives() {
     let outcomes = threads(0..2, |rank| join(&store, &spec("g", rank, 2, LONG)));
     assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
 
-    // From an exited process: its own rank replaces the record, the other ranks wait for that.
+    // The record of an exited process: a new process of the same rank replaces it, and the other ranks wait for that.
     child.kill().unwrap();
     child.wait().unwrap();
     record["start_time"] = json!(start_time);
@@ -89,7 +89,7 @@ fn a_record_counts_as_long_as_its_process_lives() {
     let expected = format!("; rank 1 (pid {}) had come before this rank, and has ended since", child.id());
     assert!(error(&outcome).message.ends_with(&expected), "{outcome:?}");
 
-    // With its exit reason.
+    // The error has the exit reason.
     let store = MemoryStore::new();
     record["failure"] = json!({ "kind": ErrorKind::Config as u8, "message": "no room here" });
     put(&store, 1, &record);
@@ -110,7 +110,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     let pair = || threads(0..2, |rank| join(&store, &placed(rank, LONG)));
 
     let listener = sys::socket::listen_at(&name, 1).unwrap();
-    // More often than its queue has entries.
+    // More often than the queue of the listener has entries.
     for _ in 0..4 {
         let started = Instant::now();
         let outcome = join(&store, &placed(1, LONG));
@@ -175,7 +175,7 @@ fn unidentified_peers_neither_enter_nor_stall() {
         let name = record["socket"].as_str().unwrap();
         let silent: Vec<OwnedFd> = (0..100)
             .map_while(|_| {
-                // As many as the queue holds while rank 0 waits for the store.
+                // As many as the queue can hold while rank 0 waits for the store.
                 let socket = socket(SocketFlags::NONBLOCK);
                 let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
                 rustix::net::connect(&socket, &address).is_ok().then_some(socket)
@@ -201,7 +201,7 @@ fn new_connections_do_not_displace_a_rank_that_has_said_hello() {
         let record: Value = serde_json::from_slice(&store.get("symm/g/0/0", Some(LONG)).unwrap()).unwrap();
         let name = record["socket"].as_str().unwrap();
         let token = token(&record);
-        // Rank 1, and behind it in the queue more connections than rank 0 keeps.
+        // Rank 1, and behind it in the queue, more connections than rank 0 accepts at once.
         let rank_1 = connect(name);
         rustix::net::send(&rank_1, &hello(1, 2, std::process::id(), 8192, &token), SendFlags::NOSIGNAL).unwrap();
         let _flood: Vec<OwnedFd> = (0..36).map(|_| connect(name)).collect();

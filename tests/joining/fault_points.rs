@@ -44,11 +44,11 @@ pub(crate) fn offered() -> bool {
     unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_NOTIF_SIZES, 0, sizes.as_mut_ptr()) == 0 }
 }
 
-/// Counts the steps of the thread that made it, and of the threads that this thread starts.
+/// Counts the steps of the thread that created it, and of the threads that this thread starts.
 #[derive(Clone)]
 pub(crate) struct Steps(Arc<AtomicU64>);
 
-/// No step is the last one any more.
+/// Set to this, no step is the last one.
 const SAFE: u64 = u64::MAX;
 
 impl Steps {

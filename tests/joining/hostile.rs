@@ -217,7 +217,7 @@ fn who_knocks_again_and_again_does_not_fill_the_log() {
     if !alone() {
         return;
     }
-    // Before the library installs its own.
+    // Installed before the library installs its own logger.
     log::set_logger(&LINES).unwrap();
     log::set_max_level(log::LevelFilter::Warn);
     let store = MemoryStore::new();
@@ -247,7 +247,7 @@ fn p19_another_user_is_not_served_by_a_store_and_cannot_open_its_file() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    // The directory admits everyone here: the socket and the file keep others out by themselves.
+    // The directory admits all users, so the socket and the file must reject others themselves.
     std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let path = folder.path().join("socket");
     let named = stores::master(&format!("unix:{}", path.display()), None);

@@ -117,13 +117,13 @@ fn missing_ranks_are_named_by_all() {
         assert_eq!(error.kind, ErrorKind::Timeout);
         assert!(error.message.contains("waited 0.4 s for ranks 2 and 3 to join group \"g\" of 4 ranks"), "{error}");
     }
-    // Each leaves its record, with the cause, which does not affect a group of another name.
+    // Each rank leaves its record, with the cause, which does not affect a group of another name.
     let keys = ["symm/g/0/0", "symm/g/0/1"];
     let stands = |key: &str| String::from_utf8(store.get(key, None).unwrap().to_vec()).unwrap().contains("for ranks 2 and 3 to join");
     assert!(keys.into_iter().all(stands) && store.num_keys() == Ok(2));
     assert!(threads(0..2, |rank| join(&store, &spec("h", rank, 2, LONG)).is_ok()).iter().all(|joined| *joined));
     assert!(keys.into_iter().all(stands) && store.num_keys() == Ok(2));
-    // The next attempt of all of them succeeds, despite the leftovers of the failed one.
+    // The next attempt of all ranks succeeds in spite of what the failed one left.
     let outcomes = threads(0..4, |rank| join(&store, &spec("g", rank, 4, LONG)).map(|joined| joined.token));
     assert!(outcomes.iter().all(|outcome| outcome.is_ok() && *outcome == outcomes[0]), "{outcomes:?}");
     assert!(store.is_empty());
@@ -166,7 +166,7 @@ fn a_late_rank_learns_why_the_others_left() {
     assert!(error(&outcome).message.contains("for rank 1 to join"), "{outcome:?}");
 }
 
-/// Does not answer requests that write, whatever their limit, until it is released.
+/// Blocks requests that write, whatever their timeout, until it is released.
 struct Stopped {
     inner: MemoryStore,
     go: Mutex<Receiver<()>>,

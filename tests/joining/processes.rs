@@ -37,7 +37,7 @@ struct Role {
     rank: u32,
     size: u32,
     timeout_ms: u64,
-    /// How long this rank sleeps before it connects.
+    /// Time for which this rank sleeps before it connects.
     sleep_ms: u64,
     keep_membership: bool,
     /// Number of file descriptors that it may open in addition to those it has.
@@ -96,7 +96,7 @@ fn rank_process() {
     let before = required::descriptors().1;
     let limit = getrlimit(Resource::Nofile);
     if let Some(spare) = role.spare {
-        // The limit is on the number, and a number above the first free one may have been inherited.
+        // The limit is on the largest number, and a number above the first free one may have been inherited.
         let first_free = std::fs::File::open("/dev/null").unwrap().as_raw_fd() as u64;
         let current = Some(first_free + spare as u64);
         setrlimit(Resource::Nofile, Rlimit { current, ..limit }).unwrap();
@@ -329,7 +329,7 @@ fn a_process_that_claims_a_rank_of_a_group_that_lives_is_refused() {
         serde_json::from_slice::<serde_json::Value>(&held).unwrap()["pid"] == job.pid(rank)
     };
     let formed = |job: &Job| (0..4).all(|rank| holder(job, rank)) && job.keys() == 4;
-    // The second time in place of the ranks that were killed the first time.
+    // The second time, new ranks replace those that were killed the first time.
     for _ in 0..2 {
         for rank in 0..4 {
             job.start(&Role { rank, ..placed.clone() });

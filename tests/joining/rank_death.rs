@@ -37,7 +37,7 @@ struct Role {
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 enum Part {
-    /// Is killed before this step, or once it has joined.
+    /// Kills this rank before this step, or once it has joined.
     Victim { last: u64 },
     /// Joins with the victim, then without it.
     Survivor,

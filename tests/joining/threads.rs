@@ -19,7 +19,7 @@ use symm::sys::required;
 
 pub(crate) const SHORT: Duration = Duration::from_millis(400);
 pub(crate) const LONG: Duration = Duration::from_secs(20);
-/// Limit for events that occur at once, or at SHORT: far below LONG, and enough on a busy node.
+/// Limit for events that happen at once or after SHORT: far below LONG, and long enough on a busy node.
 pub(crate) const SOON: Duration = Duration::from_secs(5);
 
 /// Fails when dropped if more file descriptors are open than at its start.

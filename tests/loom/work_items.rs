@@ -12,7 +12,7 @@ const COUNT: usize = 2;
 
 struct Shared {
     pieces: WorkItems<SixtyFour>,
-    /// The owner's input for each job, and its results piece by piece.
+    /// The owner's input for each job, and its results, item by item.
     given: [Cell; JOBS],
     made: [[Cell; COUNT]; JOBS],
 }

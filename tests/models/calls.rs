@@ -23,13 +23,13 @@ enum Step {
     /// Between calls.
     Idle,
     Waiting,
-    /// `first_missing` was true.
+    /// The first query found a missing rank.
     Missing,
     /// A failure was recorded while a rank was missing.
     Failure(Loss),
     /// No failure was recorded; this peer was missing.
     Suspects(usize),
-    /// It was also absent.
+    /// That peer was also absent.
     Gone(usize),
     Failed(Loss),
     Done,

@@ -73,7 +73,7 @@ struct State {
     answers: Vec<Option<Answer>>,
     /// Ranks that rank 0 has received.
     seated: u8,
-    /// Ranks that have reached the meeting, which stays visible after they exit.
+    /// Ranks that have reached the rendezvous, which stays visible after they exit.
     met: u8,
     clock: u8,
     deaths: u8,
@@ -175,7 +175,7 @@ impl State {
         let Process { number, began, .. } = self.processes[me];
         if let Some(entry) = self.keys[number] {
             if checked && entry.failed.is_none() && self.lives(entry.by) {
-                // Rejected: its record was never published.
+                // The process was rejected, so its record was never published.
                 self.processes[me].step = Step::Failed(Cause::Twice);
                 return;
             }
@@ -342,7 +342,7 @@ impl Model for Join {
         let steps = self.steps(state);
         let waiting = |me: &usize| waits(state.processes[*me].step);
         if steps.is_empty() {
-            // The leader's own deadline expires first or last: both orders.
+            // The deadline of rank 0 expires before or after the others: both orders are checked.
             actions.extend((0..state.processes.len()).filter(waiting).map(Action::Deadline));
         }
         actions.extend(steps);

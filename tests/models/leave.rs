@@ -1,5 +1,6 @@
-//! Leaving and aborting during calls: `Group::leave` with `Engine::drain`, `Group::abort`, `ControlBlock::{fail,
-//! depart}` and the two stores of `FirstFailure::record`, against callers in `ControlBlock::wait_slowly`.
+//! Leaving and aborting during calls: `Group::leave` with `CallQueue::drain`, `Group::abort`, `ControlBlock::{fail,
+//! note_departure}` and the two stores of `FirstFailure::record`, while other threads wait in
+//! `ControlBlock::wait_slowly`.
 //!
 //! All ranks make one call. Meanwhile another thread of rank 0 leaves the group, another of rank 1 aborts it, and one
 //! rank may exit.

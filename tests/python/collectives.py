@@ -276,7 +276,7 @@ def run(cases: Iterable[tuple[str, Case]]) -> int:
 
 
 def refusals(world: int, device: torch.device = CPU) -> int:
-    """Reductions that a type does not support are rejected by name. Called on the backend, because torch rejects some."""
+    """Reductions that a type lacks are rejected by name. Called on the backend, because torch rejects some itself."""
     backend = dist.group.WORLD._get_backend(device)
     findings = Findings()
     for dtype in expected.DTYPES:

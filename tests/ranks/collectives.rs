@@ -107,7 +107,7 @@ impl Member<'_> {
         let spans = self.give(dtype, self.rank, &[bytes]);
         self.run(Collective::AllReduce, dtype, op, 0, spans.clone(), spans.clone());
         assert!(*bytes_of(spans[0]) == expected, "all_reduce in place, {what}");
-        // Not in place: no rank's input changes.
+        // Not in place, so no rank's input changes.
         let (spans, outputs) = (self.give(dtype, self.rank, &[bytes]), self.blank(&[bytes]));
         self.run(Collective::AllReduce, dtype, op, 0, spans.clone(), outputs.clone());
         assert!(*bytes_of(outputs[0]) == expected && *bytes_of(spans[0]) == all[self.rank as usize], "all_reduce, {what}");
@@ -174,7 +174,7 @@ impl Member<'_> {
         self.run(Collective::AllToAll, dtype, sum, 0, inputs, outputs.clone());
         let exchanged = |outputs: &[Span]| (0..).zip(outputs).all(|(r, span)| *bytes_of(*span) == input(dtype, r, rank, span.bytes));
         assert!(exchanged(&outputs), "{}", what("all_to_all"));
-        // In place: peers would read memory that this rank overwrites, so they must not.
+        // In place, so peers must not read memory that this rank overwrites.
         let spans = self.give(dtype, rank, &vec![bytes; n as usize]);
         self.run(Collective::AllToAll, dtype, sum, 0, spans.clone(), spans.clone());
         assert!(exchanged(&spans), "{}", what("all_to_all in place"));

@@ -1,4 +1,4 @@
-//! Garbage that a faulty rank may leave in shared memory: a reader fails or computes nonsense, and touches only its own
+//! Garbage that a faulty rank may leave in shared memory: a reader fails or computes nonsense, but writes only its own
 //! tensors.
 
 use crate::threads::{call, run, span};
@@ -126,7 +126,7 @@ impl Ring<'_> {
 fn memory_of_a_send_that_has_failed_is_not_read_again() {
     let (file, _forger) = memory(2);
     let [sender, receiver] = pair(&file, PATIENCE, false);
-    // More than the ring holds, so that some wait for space.
+    // More than the ring holds, so that some frames wait for space.
     let fit = (SegmentLayout::new(2).ring_data_bytes() / (60 << 10)) as i32;
     let sent: Vec<(Pages, _)> = (0..fit + 12)
         .map(|tag| {
@@ -140,7 +140,7 @@ fn memory_of_a_send_that_has_failed_is_not_read_again() {
     let failed = sent.iter().filter(|(_, outcome)| until("an outcome of every send", outcome).is_err()).count();
     assert!(failed > 5, "{failed} were waiting");
     drop(sent);
-    // Frees space, into which nothing may be written any more.
+    // Frees space, which must stay unused.
     for _ in 0..5 {
         receiver.progress();
         sender.progress();
@@ -152,7 +152,8 @@ fn forged_frames_end_no_transfer_of_others_and_stretch_none() {
     let (file, forger) = memory(2);
     let [victim, _silent] = pair(&file, PATIENCE, false);
     let mut ring = Ring { forger: &forger, tail: 0 };
-    // A long message is announced (RTS), and requested (CTS) twice: it must not be read again once it has been sent.
+    // A long message is announced (RTS) and requested twice (CTS): its memory must not be read again once it has been
+    // sent.
     let pages = Pages::new(2 << 20);
     let (done, outcome) = received();
     let ticket = victim.send(message(1, 7, pages.span()), done).unwrap();
@@ -295,7 +296,7 @@ fn pieces_complete_a_message_in_order_and_once_each() {
 fn a_message_whose_rest_does_not_come_is_no_message() {
     const BYTES: u64 = 40 << 10;
     let begun = ([1 | 3 << 32, 77, BYTES, 0], 32 + (16 << 10));
-    // Words of the payload in place of a head: more of the same message.
+    // Words of the payload replace a header: more of the same message.
     let more = |bytes: u64| ([u64::MAX; 4], bytes);
     accepted(BYTES as usize, &[begun, more(8 << 10), more(16 << 10)]);
     assert_eq!(outcome_of(BYTES as usize, &[begun, more(8 << 10)], false), None, "24 of 40 KB have come");
@@ -441,7 +442,7 @@ fn garbage_in_the_shared_memory_never_harms_a_rank() {
                 let mut dice = Dice(seed);
                 let values = [0, 1, 8, 9, 255, 1 << 20, 1 << 40, u64::MAX, u64::MAX - 7];
                 while !stopping.load(Ordering::Relaxed) {
-                    // Mostly at structures: the header, the members' words, heads and tables of posts, counters of
+                    // Mostly at structures: the header, the members' words, headers and tables of posts, counters of
                     // rings.
                     let rank = Rank(dice.next(2) as u32);
                     let areas = [

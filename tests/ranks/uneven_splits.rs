@@ -115,7 +115,7 @@ proptest! {
     ) {
         let n = counts.len();
         let (from, to) = (usize::from(pair[0]) % n, usize::from(pair[1]) % n);
-        // Not to itself, because `validate` rejects other lengths before peers learn of them.
+        // Not in the length for the rank itself, because `validate` rejects that before peers learn of it.
         let to = if from == to { (to + 1) % n } else { to };
         with_ranks(n as u32, |group, rank| {
             let me = rank as usize;

@@ -346,7 +346,7 @@ fn a_window_ends_with_its_group() {
         window.barrier(0, None, 0).unwrap();
         barrier(group, None).unwrap();
         group.shutdown();
-        // Both ranks call it, and could otherwise meet.
+        // Both ranks call it, and could otherwise rendezvous successfully.
         let error = window.barrier(0, None, 0).unwrap_err();
         assert!(error.kind == ErrorKind::Aborted && error.message.contains("destroyed"), "rank {me}: {error}");
         allocations::free(address).unwrap();

@@ -11,7 +11,7 @@ use symm::store::tcp::{TcpOptions, TcpStore};
 
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 pub(crate) const SHORT: Duration = Duration::from_millis(100);
-/// Limit for events that occur at once, or at SHORT: far below LONG, and enough on a busy node.
+/// Limit for events that happen at once or after SHORT: far below LONG, and long enough on a busy node.
 pub(crate) const SOON: Duration = Duration::from_secs(5);
 
 /// Options of a client; `is_master` makes it a server.
@@ -40,7 +40,7 @@ pub(crate) fn client(of: &TcpStore, secret: Option<&str>) -> TcpStore {
     TcpStore::open(TcpOptions { secret, ..options(of.host(), of.port()) }).unwrap()
 }
 
-/// A port without a listener, which the kernel assigns to no process that requests any port.
+/// A port without a listener that the kernel assigns to no process which requests a free port.
 pub(crate) fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     loop {

@@ -1,6 +1,6 @@
-//! The file store on real files: damage, users that come and go, other processes' files, waits.
+//! The file store on real files: damage, users that start and end, other processes' files, waits.
 //!
-//! `file_processes.rs` tests processes as users, `file_log.rs` tests the reader alone.
+//! `file_processes.rs` tests processes as users, `file_log.rs` tests only the reader.
 
 use crate::logs::{MANY, contents_of, expected, log_of, program};
 use crate::programs::{perform, step};
@@ -101,7 +101,7 @@ fn a_writer_dead_at_any_byte_loses_nothing_that_was_acknowledged() {
         let before = std::fs::read(&path).unwrap();
         victim.set("torn", b"by its writer").unwrap();
         let after = std::fs::read(&path).unwrap();
-        // It must neither notice what happens to its file nor leave.
+        // It must neither notice changes of its file nor exit.
         std::mem::forget(victim);
         let (record, slot) = (after.len() - before.len(), 24);
         let mut torn = before.clone();

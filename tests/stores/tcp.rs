@@ -1,4 +1,4 @@
-//! The store on a server: what clients see of each other, of time, and of the server's exit.
+//! The store on a server: what clients see of each other, how they wait, and what the server's exit causes.
 
 use crate::clients::{LONG, SHORT, SOON, client, eventually, free_port, master, options};
 use crate::process::alone;
@@ -41,7 +41,7 @@ fn at_loopback_without_a_secret_a_unix_socket_can_take_the_ports_place() {
     assert_eq!(other.get("key", Some(LONG)).unwrap(), "value");
     let error = TcpStore::open(TcpOptions { is_master: true, ..own("::1", port) }).err().unwrap();
     assert!(error.message.contains("in use: this process"), "{error}");
-    // With a secret the server listens at the port itself; two servers that choose their names get different ones.
+    // With a secret, the server listens at the port itself. Two servers that choose an address get different ones.
     let secret = Some(b"secret".to_vec());
     let open = TcpStore::open(TcpOptions { is_master: true, secret, ..own("127.0.0.1", port) }).unwrap();
     assert_eq!((open.host(), open.port()), ("127.0.0.1", port));

@@ -1,5 +1,5 @@
-//! The store's server against pending connections, liars, and clients that are slow, silent or exited. Each test has a
-//! separate process, because the tests count file descriptors and memory, and change limits.
+//! The store's server against pending connections, clients that break the protocol, and clients that are slow, silent
+//! or exited. Each test has a separate process, because the tests count file descriptors and memory, and change limits.
 
 use crate::clients::{LONG, SHORT, SOON, eventually, free_port, options, server};
 use crate::process::{alone, process, role};
@@ -313,11 +313,11 @@ fn p18_slow_and_dead_clients_are_let_go() {
     let before = descriptors();
     let set = frame(StoreOp::Set, &["half"], &[&[7; 100_000]]);
     for length in [1, 3, 4, 20, 5000, set.len() - 1] {
-        // Exited in the middle of a frame.
+        // A client that exited in the middle of a frame.
         let mut dead = admitted(port);
         dead.write_all(&set[..length]).unwrap();
         drop(dead);
-        // Alive, and silent from there.
+        // A client that lives, but sends nothing more.
         let mut slow = admitted(port);
         slow.write_all(&set[..length]).unwrap();
         let started = Instant::now();
@@ -337,7 +337,7 @@ fn p18_clients_that_ask_for_what_is_not_there_and_go_are_let_go_at_once() {
     let store = honest(port, None);
     let before = descriptors();
     for _ in 0..50 {
-        // Request and end usually arrive together, so that the end has no separate event.
+        // Request and end of the connection usually arrive together, so the end causes no separate event.
         admitted(port).write_all(&frame(StoreOp::Get, &["never"], &[])).unwrap();
     }
     let started = Instant::now();
