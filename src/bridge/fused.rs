@@ -120,7 +120,7 @@ pub mod ffi {
 super::outcome::same_codes!(schedule::CallStream, FusedStream: Caller, Copying);
 super::outcome::same_codes!(PadChannel, FusedChannel: Entry, Ready, Part, Exit);
 
-/// The turns of a group, and the memory that it requested last.
+/// The workspace slots of a group, and the memory that it requested last.
 pub(crate) struct FusedWorkspace {
     group: String,
     turns: Workspace,

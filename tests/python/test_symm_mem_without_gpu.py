@@ -89,7 +89,7 @@ def test_without_a_gpu_there_is_none() -> None:
 
 @needs_cuda_torch
 def test_one_allocator_of_the_class_that_pools_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The object crosses C++ and returns as if a device supported it: only making the pool needs a driver."""
+    """Passes the object through C++ as if a device supported it: only making the pool needs a driver."""
 
     def body(rank: int, world: int) -> None:
         from torch_symm import _memory

@@ -1,5 +1,5 @@
-// The operators' schemas. Python calls them through torch.ops.symm and implements them for tensors without memory. They
-// are in this file because the linker drops files that nothing refers to.
+// The operators' schemas. Python calls the operators through torch.ops.symm, and implements them for tensors without
+// memory. They are in this file because the linker drops files to which nothing refers.
 #include <torch/library.h>
 
 #include "bind/bind.hpp"

@@ -10,7 +10,7 @@ namespace symm {
 CallStreams::CallStreams(at::Device device)
     : device_(device), interface_(device.is_cpu() ? nullptr : c10::impl::getDeviceGuardImpl(device.type())) {
   if (interface_) {
-    // High priority, so that short work does not queue behind a product that fills the device.
+    // High priority, so that short work does not wait behind a product that fills the device.
     streams_[static_cast<size_t>(FusedStream::Copying)] = interface_->getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
     copied_.emplace(device_.type());
     last_.emplace(device_.type());

@@ -32,7 +32,7 @@ class Buffer final : public BufferHandle {
 
 class Pending final : public PendingHandle {
  public:
-  // Work of a Python class may be none, where all is done at once.
+  // A backend in Python may return no work if the transfer has ended already.
   explicit Pending(Work work) : work_(std::move(work)) {}
 
   Status wait(int64_t limit_ms) const noexcept override {
@@ -43,7 +43,7 @@ class Pending final : public PendingHandle {
       try {
         ended = !work_ || work_->wait(limit);
       } catch (...) {
-        // The transfer has failed, or the time has passed: and the transfer may have ended just then.
+        // Either the transfer has failed, or the time has passed; the transfer may still have ended meanwhile.
         ended = work_->isCompleted();
         if (const auto error = ended ? work_->exception() : nullptr) {
           std::rethrow_exception(error);
@@ -78,7 +78,7 @@ class Pending final : public PendingHandle {
   Work work_;
 };
 
-// What `start` begins.
+// Starts a transfer by `start`.
 template <typename Start>
 Started begun(Start&& start) noexcept {
   Started started;
@@ -147,7 +147,7 @@ class Transport final : public TransportHandle {
     });
   }
 
-  // On a stream of the backend's own: messages of several backends do not wait for each other.
+  // On the backend's own stream, so that messages of several backends do not wait for each other.
   Started exchange(rust::Slice<const Span> give, rust::Slice<const Span> take) const noexcept override {
     return begun([&] {
       backend_->startCoalescing();
@@ -163,7 +163,7 @@ class Transport final : public TransportHandle {
           }
         }
       } catch (...) {
-        // The first failure stands, even if the end of the block raises another one.
+        // The first failure is kept, even if the end of the block raises another one.
         attempted([&] { backend_->endCoalescing(); });
         throw;
       }
@@ -185,7 +185,7 @@ class Transport final : public TransportHandle {
     if (span.bytes == 0) {
       return at::empty({0}, options_);
     }
-    // The maker refers to it.
+    // Kept, because the allocator refers to it.
     const auto length = static_cast<int64_t>(span.bytes);
     auto maker = at::for_blob(reinterpret_cast<void*>(span.addr), length);
     if (keep) {

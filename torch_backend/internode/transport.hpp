@@ -12,7 +12,7 @@
 
 namespace symm {
 
-// What makes transports of one group, which meet in its store, and memory for what is on its way.
+// Creates the transports of one group, which connect through its store, and the memory that transfers use.
 class Transports final : public TransportsHandle {
  public:
   Transports(std::string group, c10::intrusive_ptr<::c10d::Store> store) : group_(std::move(group)), store_(std::move(store)) {}

@@ -1,4 +1,4 @@
-// Joining, leaving and running; the calls themselves stand in collectives.cpp, lists.cpp and point_to_point.cpp.
+// Joining, leaving and running; the calls themselves are in collectives.cpp, tensor_lists.cpp and point_to_point.cpp.
 #include "process_group/process_group.hpp"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -24,12 +24,12 @@ struct Living {
 };
 
 Living& living() {
-  // Never destroyed: threads may still end groups while the process exits.
+  // Never destroyed, because threads may still end groups while the process exits.
   static auto* all = new Living;
   return *all;
 }
 
-// Throws where the options ask for a group whose members can change.
+// Throws if the options ask for a group whose members can change.
 void check_members_stay(const ::c10d::Backend::Options& options) {
   if (reconfigurable(options)) {
     check(Status{
@@ -85,7 +85,7 @@ Group join_group(
 
 c10::intrusive_ptr<ProcessGroupSymm> ProcessGroupSymm::named(const std::string& group_name, at::Device device, const char* op) {
   const auto backend = ::c10d::resolve_process_group(group_name)->getBackend(device.type());
-  // Not torch's own cast of pointers, which keeps what it cannot cast alive for good.
+  // Not torch's own pointer cast, which keeps an object alive forever if it cannot cast it.
   auto* const symm = dynamic_cast<ProcessGroupSymm*>(backend.get());
   TORCH_CHECK_VALUE(
       symm != nullptr, op, ": group \"", group_name, "\" has backend ", backend->getBackendName(), " for ", device.type(), ", not symm");
@@ -99,12 +99,13 @@ ProcessGroupSymm::ProcessGroupSymm(
     c10::intrusive_ptr<Options> options)
     : Backend(rank, size), store_(store), options_(std::move(options)) {
   check_members_stay(*options_);
-  // torch lists the ranks of every group but the default one.
+  // torch lists the ranks of every group except the default one.
   group_ = join_group(store_, rank, size, *options_, options_->global_ranks_in_group.empty());
 }
 
 ProcessGroupSymm::~ProcessGroupSymm() {
-  // The last reference may die in Python, with the GIL held; leaving waits for threads whose completions may need it.
+  // Python may drop the last reference with the GIL held, and leaving waits for threads whose completions may need the
+  // GIL.
   without_gil([this] { (*group_)->shutdown(); });
 }
 
@@ -191,14 +192,14 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::remember(WorkPtr work) {
 
 void ProcessGroupSymm::startCoalescing() {
   std::lock_guard<std::mutex> lock(mutex_);
-  // Within another block: its calls so far stay part of it.
+  // Within another block, whose earlier calls stay part of it.
   if (!coalesced_) {
     coalesced_.emplace();
   }
 }
 
 void ProcessGroupSymm::drop_coalesced() {
-  // Destroyed without the lock: the last reference to a tensor may run Python.
+  // Destroyed without the lock, because the last reference to a tensor may run Python code.
   std::optional<Coalesced> block;
   const std::lock_guard<std::mutex> lock(mutex_);
   block.swap(coalesced_);
@@ -252,7 +253,7 @@ std::chrono::milliseconds ProcessGroupSymm::extended(std::chrono::milliseconds t
     const std::lock_guard<std::mutex> lock(mutex_);
     open = coalesced_.has_value();
   }
-  // A work that is asked in its block launches what the block has gathered so far.
+  // A query of a work inside its block launches the calls that the block has gathered so far.
   if (!open) {
     extensions_.expire();
   }
@@ -300,7 +301,7 @@ void ProcessGroupSymm::shutdown() {
   closed_ = true;
   drop_coalesced();
   (*group_)->shutdown();
-  // After its kernels have ended: giving memory back waits for the device.
+  // After its kernels have ended, because freeing memory waits for the device.
   Workspace::drop(options_->group_name);
   pools_.let_go();
 }
@@ -322,7 +323,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::split(
     return nullptr;
   }
   TORCH_CHECK_VALUE(opts, "split: the options of the new group are missing");
-  // torch asks once per device type, each time for the same group.
+  // torch asks once per device type, and each time for the same group.
   if (auto same = living_child(opts->group_name)) {
     return same;
   }
@@ -361,7 +362,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::merge(
     const int& size) {
   TORCH_CHECK_VALUE(opts, "merge: the options of the new group are missing");
   auto options = child_options(*opts);
-  // Those of one of the groups that are merged, where the caller has none for the whole.
+  // The values of one of the merged groups, unless the caller gives values for the new one.
   if (options->global_ranks_in_group.size() != static_cast<size_t>(size)) {
     options->global_ranks_in_group.clear();
   }

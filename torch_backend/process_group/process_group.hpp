@@ -1,4 +1,4 @@
-// torch's view of a group: every `dist.*` call arrives here and goes on to the core.
+// torch's view of a group: every `dist.*` call arrives here and is passed to the core.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -22,18 +22,19 @@
 
 namespace symm {
 
-// Tensors of an all-reduce that is added to a residual and normed. Undefined: a scale that is not given, scales that are not wanted.
+// Tensors of an all-reduce with residual and norm. An undefined `scale` was not given, undefined `scales` are not
+// wanted.
 struct NormTensors {
   const at::Tensor& input;
   const at::Tensor& residual;
   const at::Tensor& weight;
   at::Tensor scale;
-  // Results; `normed` may be the input, `sum` the residual.
+  // The results; `normed` may be the input, `sum` the residual.
   const at::Tensor& normed;
   const at::Tensor& sum;
   at::Tensor scales;
 
-  // Throws unless shapes and types fit each other.
+  // Throws unless the shapes and types match.
   void check() const;
 };
 
@@ -46,11 +47,11 @@ class ProcessGroupSymm : public ::c10d::Backend {
       return c10::make_intrusive<Options>(*this);
     }
 
-    // What connects nodes; empty: as the environment or the default group says.
+    // The inter-node backend; empty: the choice of the environment or of the default group.
     std::string inter_node_backend;
-    // Type of sums between nodes, "tensor" or "float32"; empty: as the default group.
+    // The type of sums between nodes, "tensor" or "float32"; empty: the choice of the default group.
     std::string reduce_dtype;
-    // Order of sums over ranks, "rank" or "tree"; empty: as the environment or the default group says.
+    // The order of sums over ranks, "rank" or "tree"; empty: the choice of the environment or of the default group.
     std::string order;
   };
 
@@ -58,7 +59,7 @@ class ProcessGroupSymm : public ::c10d::Backend {
   using TensorLists = std::vector<std::vector<at::Tensor>>;
   using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 
-  // Joins the group; returns once every member has, or throws within the options' timeout.
+  // Joins the group. Returns once every member has joined, or throws within the timeout of the options.
   ProcessGroupSymm(
       const c10::intrusive_ptr<::c10d::Store>& store,
       int rank,
@@ -71,7 +72,7 @@ class ProcessGroupSymm : public ::c10d::Backend {
   }
   c10::intrusive_ptr<::c10d::Backend::Options> getBackendOptions() override;
 
-  // The group that calls run in; dead once this has left.
+  // The core's group; it can no longer be used once this rank has left.
   const Group& core() const {
     return group_;
   }
@@ -108,11 +109,12 @@ class ProcessGroupSymm : public ::c10d::Backend {
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
-  // The backend of the group that torch knows as `group_name`, for `device`. Refuses one that is not ours, in the name of `op`.
+  // Returns the backend for `device` of the group that torch knows as `group_name`. Throws an error that names `op` if
+  // that backend is not symm's.
   static c10::intrusive_ptr<ProcessGroupSymm> named(const std::string& group_name, at::Device device, const char* op);
-  // Reduces `input` into `output`, of the same type and shape, which is contiguous; `input` is only read.
+  // Reduces `input` into the contiguous `output`, which has the same type and shape; `input` is only read.
   void all_reduce_into(const at::Tensor& output, const at::Tensor& input, const ::c10d::ReduceOp& op);
-  // Sums, adds the residual and norms, in the group's order of calls.
+  // Sums, adds the residual and normalizes, in the group's order of calls.
   void all_reduce_add_rms_norm(const NormTensors& tensors, double eps);
 
   WorkPtr send(Tensors& tensors, int destination, int tag) override;
@@ -123,11 +125,11 @@ class ProcessGroupSymm : public ::c10d::Backend {
   }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
-  // Closes the block since startCoalescing(), if there is one, without its work: sends and receives that run go on, calls on CUDA tensors
-  // that were not launched never are.
+  // Closes the block since startCoalescing(), if there is one, without its work. Sends and receives that have started
+  // continue; calls on CUDA tensors that were not launched never run.
   void drop_coalesced();
 
-  // Has nothing to do: every group counts from 0.
+  // Does nothing, because every group counts from 0.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
@@ -135,7 +137,7 @@ class ProcessGroupSymm : public ::c10d::Backend {
   void addEphemeralTimeout(const std::chrono::milliseconds& timeout) SYMM_OVERRIDE_TIMEOUTS;
   // Does nothing: work has no duration, as with Gloo.
   void enableCollectivesTiming() override;
-  // Sets up the group's memory on a CUDA device now, not at the first call.
+  // Sets up the group's memory on a CUDA device now, instead of at the first call.
   void eagerConnectSingleDevice(at::Device device) override;
   // Symmetric memory: tensors that the other ranks' kernels load and store directly.
   std::shared_ptr<c10::Allocator> getMemAllocator() override {
@@ -165,52 +167,52 @@ class ProcessGroupSymm : public ::c10d::Backend {
       const int& size) override;
 
  protected:
-  // A group of the same kind, for `split` and `merge`.
+  // Makes a group of the same kind, for `split` and `merge`.
   virtual c10::intrusive_ptr<ProcessGroupSymm> joined(
       const c10::intrusive_ptr<::c10d::Store>& store,
       int rank,
       int size,
       c10::intrusive_ptr<Options> options) const;
-  // Adds `work` to the block that is being coalesced, if there is one.
+  // Adds `work` to the open coalescing block, if there is one.
   WorkPtr remember(WorkPtr work);
 
  private:
-  // Runs a prepared operation inline, or queues it, seen by a profiler if there is one.
+  // Runs a prepared operation on this thread, or queues it, and shows it to a profiler if one is active.
   WorkPtr launch(std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout, bool async);
-  // Enqueues an operation on CUDA tensors, or adds it to the block that is being coalesced.
+  // Enqueues an operation on CUDA tensors, or adds it to the open coalescing block.
   WorkPtr launch_on_device(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout, bool async);
   WorkPtr launch_on_device(const std::shared_ptr<Operation>& operation, const MessageSpec& transfer, const Caller& from);
-  // Enqueues an operation in the caller's stream, where nobody needs a work for it: no profiler listens, nothing is coalesced, the host
-  // does not wait. False if that is not so.
+  // Enqueues an operation on the caller's stream without a work. Returns false if a work is needed: for a profiler, for
+  // a coalescing block, or because the host must wait.
   bool launch_in_order(Operation& operation, std::chrono::milliseconds timeout);
-  // The timeout of a call that states `timeout`, extended; not positive: the group's.
+  // Returns the extended timeout of a call whose options have `timeout`; the group's if `timeout` is not positive.
   std::chrono::milliseconds extended(std::chrono::milliseconds timeout);
-  // The timeout of a call that states `timeout`, where that may be the group's.
+  // Returns the timeout of a call whose options have `timeout`, which may stand for the group's.
   std::chrono::milliseconds stated(std::chrono::milliseconds timeout) const {
     return timeout.count() > 0 ? timeout : options_->timeout;
   }
-  // Notes a work for the extensions of the timeout.
+  // Records a work for the extensions of the timeout.
   void begin_extensions(const WorkPtr& work) {
     if (extensions_.any()) {
       extensions_.begin(work);
     }
   }
-  // `what` is what DeviceWork::add takes.
+  // `what` has the arguments of DeviceWork::add.
   template <typename... What>
   WorkPtr launch_recorded(const std::shared_ptr<Operation>& operation, const Caller& from, const What&... what);
-  // The group's on that device; mutex_ must be held.
+  // Returns the group's streams on that device; mutex_ must be held.
   std::shared_ptr<DeviceStreams> streams_on(at::Device device);
-  // Within the handler of a collective's exception: tells the ranks that wait for the call, and throws on.
+  // Called in the handler of a collective's exception: notifies the ranks that wait for the call, and rethrows.
   [[noreturn]] void refused() const;
-  // Throws the refusal of a send or receive.
+  // Reports and throws the rejection of a send or receive.
   [[noreturn]] void refused(int peer, int tag, bool send) const;
-  // Device on which a barrier is to be waited for; none: the host.
+  // Returns the device on which a barrier waits; nothing for the host.
   std::optional<at::Device> barrier_device(const ::c10d::BarrierOptions& opts) const;
   Caller caller(uint64_t sequence) const;
   WorkPtr transfer(std::shared_ptr<Operation> operation, const at::Tensor& tensor, int peer, int tag, bool send);
-  // The group that an earlier `split` of this name made, if it can still be used.
+  // Returns the group that an earlier `split` of this name made, if it can still be used.
   c10::intrusive_ptr<::c10d::Backend> living_child(const std::string& name);
-  // Work of a call that is complete already.
+  // Returns the work of a call that is already complete.
   WorkPtr completed(std::shared_ptr<Operation> operation);
   WorkPtr sum_sparse(const at::Tensor& tensor, const ::c10d::AllreduceOptions& opts);
   std::vector<int64_t> even_lengths(const at::Tensor& piece) const;
@@ -224,10 +226,10 @@ class ProcessGroupSymm : public ::c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   Group group_;
   PoolRef pools_;
-  // State since startCoalescing().
+  // The state since startCoalescing().
   struct Coalesced {
     std::vector<WorkPtr> parts;
-    // Work of the CUDA calls so far: one of the parts.
+    // The work of all CUDA calls of the block so far, which is one of its parts.
     c10::intrusive_ptr<DeviceWork> gathering;
   };
 
@@ -239,7 +241,7 @@ class ProcessGroupSymm : public ::c10d::Backend {
   std::atomic<bool> closed_ = false;
 };
 
-// Joins a group of the core under the options' name, through `store` alone. It is one of those that `leave_all` leaves.
+// Joins a group of the core under the options' name, through `store` only. `leave_all` leaves it, too.
 Group join_group(
     const c10::intrusive_ptr<::c10d::Store>& store,
     int rank,
@@ -247,8 +249,8 @@ Group join_group(
     const ProcessGroupSymm::Options& options,
     bool is_default);
 
-// Leaves every group of this process, all within `limit`; calls that are not done by then fail. Peers are told that it was because of
-// the error `farewell`, if that is not empty.
+// Leaves every group of this process within `limit`; calls that have not ended by then fail. Peers get `farewell`, the
+// error that makes this process leave, if it is not empty.
 void leave_all(std::chrono::milliseconds limit, const std::string& farewell);
 
 } // namespace symm

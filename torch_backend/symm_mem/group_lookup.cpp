@@ -48,7 +48,7 @@ void leave(const std::shared_ptr<Side>& side) {
   }
 }
 
-// Returns the side group of `torch_group`, joined or not, and leaves those whose process group has ended.
+// Returns the accompanying group of `torch_group`, joined or not, and leaves those whose process group has ended.
 std::shared_ptr<Side> side_of(const TorchGroup& torch_group) {
   std::shared_ptr<Side> found;
   std::vector<std::shared_ptr<Side>> orphans;
@@ -129,7 +129,7 @@ Group already_joined(Side& side) {
 
 c10::intrusive_ptr<ProcessGroupSymm> symm_backend(const TorchGroup& torch_group, c10::DeviceType type) {
   auto devices = torch_group->getDeviceTypes();
-  // The backend for `type` first.
+  // Tries the backend for `type` first.
   std::stable_partition(devices.begin(), devices.end(), [&](const auto& device) { return device.type() == type; });
   for (const auto& device : devices) {
     const auto backend = torch_group->getBackend(device.type());

@@ -1,4 +1,4 @@
-// Memberships: the core's group in which ranks meet when they name a process group of torch.
+// The core's group in which ranks of a process group of torch share symmetric memory.
 #pragma once
 
 #include <c10/core/DeviceType.h>

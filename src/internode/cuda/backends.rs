@@ -86,7 +86,7 @@ impl Connections {
     pub(super) fn finish(&self) -> Result<()> {
         let Enqueued { overlapping, memory } = std::mem::take(&mut *lock(&self.enqueued));
         let followed = overlapping.iter().try_for_each(|work| work.follow());
-        // Behind what uses it.
+        // Freed after the waits were enqueued, because enqueued work still uses it.
         drop(memory);
         followed
     }

@@ -13,7 +13,7 @@ use sha2::Sha256;
 /// A hub's random number, which every rank that connects to it must know.
 pub(super) type Token = [u8; 16];
 
-/// Size of the length in front of the body.
+/// Size of the length that precedes the body.
 const LENGTH: usize = 4;
 /// Size of the MAC behind the body.
 const SEAL: usize = 32;
