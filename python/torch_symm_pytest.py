@@ -1,7 +1,7 @@
-"""pytest's plug-in of torch-symm: ``@pytest.mark.ranks(4)`` runs a test's body on as many processes.
+"""pytest's plug-in of torch-symm: ``@pytest.mark.ranks(4)`` runs a test's body on that many processes.
 
-A module of its own: pytest imports it at every start, and ``torch_symm`` would bring torch. Nothing but pytest is
-imported, and nothing happens, until a marked test runs. ``docs/guide/testing.md`` has the rest.
+A separate module, because pytest imports it at every start, and ``torch_symm`` would import torch. Until a marked test
+runs, it imports only pytest and does nothing. ``docs/guide/testing.md`` describes its use.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 
 import pytest
 
-#: What stands in the mark.
+#: The usage of the mark.
 _USAGE = "ranks(n, *, backend='symm', timeout=60, group_timeout=0.75 * timeout, env=None): n is a number or a list"
 _COUNT = "_number_of_ranks"
 _WARM = pytest.StashKey[Any]()
 
 
 class _RankLater:
-    """Stands for a rank in the process that ranks are forked from."""
+    """Replaces the rank in the process from which ranks are forked."""
 
     def __index__(self) -> NoReturn:
         raise RuntimeError(f"{self!r}: fixtures are made once, before ranks are forked; only the test has a rank")
@@ -31,7 +31,7 @@ class _RankLater:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the mark known."""
+    """Registers the mark."""
     config.addinivalue_line("markers", f"{_USAGE}; the test's body runs on n processes of one torch.distributed group")
 
 
@@ -65,7 +65,7 @@ def settings(item: Any) -> dict[str, Any] | None:
 
 
 def number_of_ranks(item: Any) -> int:
-    """How many ranks a marked test has, of those that its mark lists."""
+    """The number of ranks of a marked test."""
     given = settings(item)
     assert given is not None
     callspec = getattr(item, "callspec", None)
@@ -75,7 +75,7 @@ def number_of_ranks(item: Any) -> int:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Makes a test for each number of ranks where the mark lists several."""
+    """Makes a test for each number of ranks that the mark lists."""
     given = settings(metafunc.definition)
     if given and len(given["counts"]) > 1:
         metafunc.fixturenames.append(_COUNT)
@@ -84,7 +84,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
-    """How many ranks this test runs on."""
+    """The number of ranks of this test."""
     if settings(request.node) is None:
         raise pytest.UsageError(f"{request.node.nodeid}: world_size is for tests with @pytest.mark.ranks(n)")
     return number_of_ranks(request.node)
@@ -99,7 +99,7 @@ def rank(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Forks the process that marked tests run in, before any test has changed this one."""
+    """Forks the process in which marked tests run, before any test has changed this one."""
     options = session.config.option
     marked = any(item.get_closest_marker("ranks") for item in getattr(session, "items", []))
     if marked and not options.collectonly and not options.usepdb:
@@ -111,7 +111,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
-    """Has a marked test run in the warm process, and reports what it says."""
+    """Runs a marked test in the warm process, and reports its outcome."""
     warm = item.session.stash.get(_WARM, None)
     if warm is None or item.get_closest_marker("ranks") is None:
         return None
@@ -139,11 +139,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuses what cannot run on ranks."""
+    """Rejects tests that cannot run on ranks."""
     if item.get_closest_marker("ranks") is None:
         warm = item.session.stash.get(_WARM, None)
         if warm is not None and not warm.inside:
-            # Fixtures were kept for marked tests, which have theirs in the warm process.
+            # Fixtures that were kept for marked tests, which have their own in the warm process.
             item.session._setupstate.teardown_exact(item)
         return
     if not isinstance(item, pytest.Function) or (item.cls and hasattr(item.cls, "assertRaises")):
@@ -158,7 +158,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs the body of a marked test on ranks, forked when all its fixtures are there."""
+    """Runs the body of a marked test on ranks, which are forked once all its fixtures exist."""
     given = settings(pyfuncitem)
     if given is None:
         return None

@@ -131,7 +131,8 @@ pub fn apart((first, here): (u32, &RankLocation), (other, there): (u32, &RankLoc
     )
 }
 
-/// What to do about ranks at `placements` that could share memory, and count as being on several nodes, if there are any.
+/// Returns how to start ranks at `placements` that could share memory but count as several nodes; `None` if there are
+/// none.
 pub fn advice(placements: &[RankLocation]) -> Option<String> {
     let numbered = || (0..).zip(placements);
     let container = |node: &NodeId, other: &NodeId| node != other && node.boot == other.boot && node.test == other.test;

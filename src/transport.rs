@@ -55,7 +55,7 @@ impl Buffer {
 /// How a transfer starts.
 #[derive(Clone, Copy, Default)]
 pub struct Manner<'a> {
-    /// The backend's own limit, unless it is to use its usual one.
+    /// Timeout of the transfer in the backend; `None`: the backend's default.
     pub timeout: Option<Duration>,
     /// After the present work of the current stream and concurrently with its later work; otherwise in stream order.
     pub overlap: bool,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// From here.
 const KERNELS: &str = "../../src/kernels/cuda";
 
-/// What `folder` holds and `wanted` takes, by name.
+/// Returns the entries of `folder` that `wanted` accepts, sorted by name.
 fn listing(folder: &Path, wanted: impl Fn(&Path) -> bool) -> Vec<PathBuf> {
     let entries = read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
     let mut found: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| wanted(path)).collect();

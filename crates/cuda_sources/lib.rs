@@ -5,7 +5,7 @@
 pub struct Header {
     /// As in `#include "device.cuh"`.
     pub name: &'static str,
-    /// What it says.
+    /// The source text.
     pub text: &'static str,
 }
 
@@ -14,7 +14,7 @@ pub struct Header {
 pub struct Program {
     /// Folder and file without the ending, as `reduce/low_latency`.
     pub name: &'static str,
-    /// What it says.
+    /// The source text.
     pub text: &'static str,
 }
 

@@ -1,4 +1,5 @@
-//! What a rank of another node says on a wire: no bytes may make a receiver panic, write outside a receive's memory, or stay for ever.
+//! Frames of a rank of another node on a wire: no bytes may make a receiver panic, write outside a receive's memory, or
+//! keep it busy forever.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

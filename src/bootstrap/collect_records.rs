@@ -38,7 +38,7 @@ pub(super) struct RankRecords {
     pub(super) members: Vec<MemberProcess>,
 }
 
-/// What a record in the store means now.
+/// The meaning of a record in the store at this time.
 pub(super) enum RecordStatus {
     /// The rank is joining.
     Live(Box<JoinRecord>, MemberProcess),

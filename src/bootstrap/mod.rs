@@ -91,7 +91,7 @@ pub struct JoinSpec<'a> {
     pub known: Option<KnownPeers>,
 }
 
-/// What a process knows about ranks from the other groups that it shares with them.
+/// Knowledge of a process about the ranks of other groups that it shares with them.
 #[derive(Clone, Copy, Debug)]
 pub struct KnownPeers {
     /// Returns how the process of a rank of the default group has ended, as a sentence without its end; `None` if it

@@ -1,5 +1,5 @@
-//! Collectives: what was asked ([`call`], [`alias`]), what will run ([`plan`]), how ([`cpu`], [`cuda`]), on several nodes ([`two_level`]),
-//! and how long it takes ([`cost`]).
+//! Collectives: the call ([`call`], [`alias`]), the choice of an algorithm ([`plan`]), its execution ([`cpu`],
+//! [`cuda`]), calls on several nodes ([`two_level`]), and their time ([`cost`]).
 
 pub mod alias;
 pub mod all_reduce_norm;

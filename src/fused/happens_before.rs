@@ -21,7 +21,7 @@ enum ModelOp {
     Scatter(usize),
 }
 
-/// What all ranks do, in the order of their callers' streams.
+/// The operations that all ranks run, in the order of their callers' streams.
 #[derive(Clone, Copy, Debug)]
 enum Item {
     Eager(ModelOp),
@@ -146,7 +146,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Takes a stream's next step, if it can go on.
+    /// Runs a stream's next step; returns false if it must wait.
     fn step(&mut self, rank: usize, number: usize, cursor: &mut Cursor, marks: &mut HashMap<usize, Vec<usize>>) -> Result<bool, String> {
         let Some(step) = cursor.steps.get(cursor.next).cloned() else { return Ok(false) };
         cursor.clock[cursor.timeline] += 1;

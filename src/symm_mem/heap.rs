@@ -366,7 +366,7 @@ enum AcceptResult {
 }
 
 impl HeapState {
-    /// Whether the peers at the other ends of `links` have accepted all of the range.
+    /// Returns whether the peers at the other ends of `links` have accepted the whole range.
     fn accepted(&self, offset: usize, bytes: usize, links: &mut dyn Iterator<Item = &Arc<HeapLink>>) -> AcceptResult {
         let Some(end) = offset.checked_add(bytes) else { return AcceptResult::No };
         // From the segment that contains the first byte, without a gap.

@@ -5,8 +5,8 @@ use super::heap::{Heap, HeapState};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
-/// A window's claim to memory of its own process. While it exists, no segment that contains any of the memory is
-/// unmapped or its offset reused.
+/// A window's claim to memory of this process. While it exists, no segment that contains any of the memory is unmapped,
+/// and its offset is not reused.
 pub struct OwnPin {
     heap: Arc<Heap>,
     /// The offsets of the segments.

@@ -1,4 +1,4 @@
-//! Whether the program wants a call to stop waiting, as Python does after Ctrl-C.
+//! Requests of the program to stop waiting, as Python makes after Ctrl-C.
 
 use crate::error::{Error, Result};
 use rustix::process::getpid;

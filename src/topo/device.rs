@@ -108,7 +108,7 @@ pub struct Gpu {
     pub path: Option<String>,
     /// The version of its links, if any is up.
     pub nvlink: Option<NvlinkVersion>,
-    /// Whether it is partitioned into instances.
+    /// True if the GPU is partitioned into instances.
     pub mig: Mig,
 }
 

@@ -1,4 +1,4 @@
-"""Tests that need GPUs: CPU groups do not touch them, and CUDA tensors use the backend in the spelling of the group."""
+"""Tests that need GPUs: CPU groups do not use them, and CUDA tensors use the backend that the group names for them."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ DeviceWork::Progress DeviceWork::progress() const {
   if (!end().query()) {
     return Progress::Running;
   }
-  // A kernel that has given up has ended, too.
+  // A kernel that has timed out has ended, too.
   if (!failure()) {
     phase_ = Phase::Done;
   }

@@ -28,7 +28,7 @@ def job(of: Dump, place: Path) -> list[Dump]:
     pids = {member.pid for view in of.views for member in view.members}
     found = {of.pid: of}
     for pid in sorted(pids - {of.pid}):
-        # Left by an earlier process with this number, or being removed.
+        # Left by an earlier process with this pid, or being removed.
         with suppress(NotADump):
             one = read(place / name(pid), private=True)
             if {view.key for view in one.views} & {view.key for view in of.views}:

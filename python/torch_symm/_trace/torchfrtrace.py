@@ -109,10 +109,10 @@ def _entry(call: Call, number: int, group: str, world: int) -> dict[str, Any]:
 
 
 def _sizes(call: Call, world: int) -> tuple[str, int, int]:
-    """Returns the name that the analyser knows, and the element counts that it compares, on which ranks must agree.
+    """Returns the name of the call for the analyser, and its element counts, which must be equal on all ranks.
 
-    It multiplies the one by the number of ranks to get the other. If the shards of a gather have different lengths, the
-    names of calls are used for which it does not.
+    The analyser expects one count to be the other times the number of ranks. A gather with shards of different lengths
+    does not satisfy that, so it gets the name of a call without this check.
     """
     n = call.elements
     if call.op == "barrier":

@@ -1,4 +1,4 @@
-"""What the plug-ins for all engines share: checks of an engine's methods, and groups next to the engine's own."""
+"""Common code of the plug-ins for all engines: checks of an engine's methods, and groups next to its own groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Expected = dict[str, tuple[str, ...]]
 
 
 class Declined(Exception):
-    """Symm does not serve a group, for a reason that all its ranks know."""
+    """The reason why symm does not serve a group, known to all its ranks."""
 
 
 def problem(owner: type, expected: Expected) -> str:

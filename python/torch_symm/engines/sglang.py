@@ -98,7 +98,7 @@ def _initialize(usual: Callable[..., None], self: Any, *given: Any, **named: Any
 
 
 def _elastic(named: dict[str, Any]) -> str:
-    """Returns why a group whose ranks do not all start it together is not served; empty if they do."""
+    """Returns why a group is not served because its ranks do not start it together; empty if they do."""
     if "mooncake" in str(named.get("torch_distributed_backend")):
         return "its members may change"
     return "its ranks join at different times" if named.get("recovered_rank") or named.get("rank_offset") else ""
@@ -148,7 +148,7 @@ def _group_for(coordinator: Any, *tensors: torch.Tensor, summed: bool = True) ->
 
 
 def _unfit(tensor: torch.Tensor, *, summed: bool) -> str:
-    """Returns what about a tensor keeps symm from a call. All ranks find the same."""
+    """Returns why symm cannot serve a call with this tensor; empty if it can. All ranks find the same reason."""
     if summed and tensor.dtype not in _SUMMED:
         return f"sums of type {tensor.dtype}"
     if tensor.device.type not in ("cpu", "cuda"):

@@ -84,7 +84,7 @@ class Forked:
 
     @property
     def running(self) -> list[int]:
-        """The processes whose end :meth:`wait` has not reported."""
+        """The processes whose end :meth:`wait` has not yet reported."""
         return list(self._files.values())
 
     def wait(self, seconds: float) -> list[int]:
@@ -195,7 +195,7 @@ def _run(rank: int, main: Callable[..., None], settings: dict[str, str], argumen
 
 
 def end(processes: Sequence[Any]) -> None:
-    """Ends processes, whatever they are waiting for."""
+    """Ends processes, even if they are blocked."""
     for process in processes:
         if process.is_alive():
             # A stopped process does not react to anything else.

@@ -21,7 +21,7 @@ class StalledError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankActivity:
-    """Where the most advanced rank is. ``steps`` grows while any rank advances; ``side`` is None between sides.
+    """The position of the most advanced rank. ``steps`` grows while any rank advances; ``side`` is None between sides.
 
     ``behind``: the ranks that have not advanced as far.
     """
@@ -50,7 +50,7 @@ class Progress:
         row[0] += 1
 
     def doing(self) -> RankActivity:
-        """For the launcher: where the ranks are. They wait for each other, so no rank is two steps ahead."""
+        """Returns where the ranks are, for the launcher. Ranks wait for each other, so none is two steps ahead."""
         rows = self._rows.tolist()
         most, cell, side = max(rows)
         behind = tuple(rank for rank, row in enumerate(rows) if row[0] < most)
@@ -62,7 +62,7 @@ class Watch:
     """Detects that ``progress`` stalls, for ``first_s`` at the start or ``still_s`` later."""
 
     def __init__(self, progress: Progress, first_s: float, still_s: float) -> None:
-        """The clock starts now."""
+        """Starts the clock now."""
         self._progress, self._still_s = progress, still_s
         self._steps, self._since, self._limit = 0, time.monotonic(), first_s
 

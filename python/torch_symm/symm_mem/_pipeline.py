@@ -1,8 +1,8 @@
 """All-gathers whose parts are consumed as they arrive, and all-to-alls whose parts are sent as they are made.
 
 Each use of a workspace ends with a barrier on channel 0, which a rank enters after it has read everything. The next use
-cannot do this, because the group may end before that, and the memory with it. Channel 1 signals that a part has
-arrived.
+cannot run that barrier instead, because the group, and with it the memory, may end before the next use. Channel 1
+signals that a part has arrived.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def serve(order: Order, rank: int, parent: int) -> None:
     """Runs a rank. Never returns."""
     global _here
     try:
-        # Its children are found by this, even after it has ended.
+        # The launcher finds its children by this, even after it has ended.
         os.setsid()
         dies_with(parent)
         _here = (rank, order.world_size, order.folder)
@@ -185,7 +185,7 @@ def _run(order: Order, rank: int) -> Outcome:
         import torch
         import torch.distributed as dist
 
-        # As torchrun does. It also avoids a thread pool of the parent that is lost in the fork.
+        # One thread, as torchrun sets. This also avoids a thread pool of the parent that is lost in the fork.
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
         if order.backend is not None:
@@ -218,7 +218,7 @@ def _of(error: BaseException, order: Order, when: float) -> Outcome:
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{type(error).__name__}: {first}".removesuffix(": ")
     try:
-        # The others fail because of this one, and a good text takes long.
+        # The others fail because of this one, and formatting a good text takes long.
         os.close(os.open(order.folder / "first", os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return Outcome("failed", reason, at, "", when)

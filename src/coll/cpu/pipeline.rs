@@ -38,7 +38,7 @@ pub trait ChunkOps {
     fn finish(&mut self, t: u64, result: usize);
 }
 
-/// Whether ranks share their results.
+/// How ranks share their results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResultSharing {
     /// Each rank keeps what it consumes.

@@ -306,8 +306,8 @@ impl LaunchContext<'_> {
                 let root = call.root.0;
                 let targets = if call.op == Collective::Reduce { 1 << root } else { (1u32 << self.n) - 1 };
                 let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
-                // The root of a broadcast sends only pieces of other ranks: a piece of its own would go to every rank
-                // as well.
+                // The root of a broadcast sends only the parts of other ranks: its own part would go to every rank as
+                // well.
                 let n = self.n as u32;
                 let broadcast = call.op == Collective::Broadcast;
                 let (kernel, parts, first) = if broadcast { (&BROADCAST, n - 1, (root + 1) % n) } else { (&RSAG_STAGED, n, 0) };

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-/// What the nodes of one rail have sent, transfer by transfer.
+/// The bytes that the nodes of one rail have sent, transfer by transfer.
 #[derive(Default)]
 struct Wire {
     rounds: Mutex<Vec<Vec<Option<Sent>>>>,

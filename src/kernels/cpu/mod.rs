@@ -87,7 +87,7 @@ fn instead(dtype: DType) -> String {
 /// Without sources nothing is written.
 ///
 /// # Panics
-/// If [`supports`] refuses `op` for `dtype`.
+/// If [`supports`] rejects `op` for `dtype`.
 ///
 /// # Safety
 /// Each source and `dst` must be valid for `count` elements of `dtype`, at any alignment; `dst` is the same as a source

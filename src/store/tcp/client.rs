@@ -168,7 +168,7 @@ impl ServerConnection {
     }
 }
 
-/// Whether spinning for answers has paid off recently. Shared by all connections of a client.
+/// Records whether spinning for answers has been worthwhile recently. Shared by all connections of a client.
 #[derive(Default)]
 struct SpinHistory(std::sync::atomic::AtomicI32);
 

@@ -19,7 +19,7 @@ __all__ = ["register"]
 
 #: A child of vLLM's logger, whose handlers and level it uses.
 log = logging.getLogger("vllm.plugins.symm")
-#: vLLM's communicator, in whose place ours stands, and ours.
+#: The class names of vLLM's communicator and of ours, which replaces it.
 USUAL = "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator"
 OURS = "torch_symm.engines.vllm._communicator.SymmCommunicator"
 #: Platform classes of vLLM that have been changed.

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from .invariance import Row
     from .rank import Done
 
-#: For all cases together; the rest is reported as skipped.
+#: Seconds for all cases together; the remaining cases are reported as skipped.
 SECONDS = 45.0
 WORLDS = "2,3"
-#: With --invariance: with two ranks every order is the same.
+#: Number of ranks with --invariance, because with two ranks every order gives the same sum.
 SUMMED = "2,4"
 #: Exit status of a run that found no error, but did not make all calls.
 UNFINISHED = 3

@@ -21,7 +21,7 @@ from torch_symm.launch import ranks
 
 #: Number of ranks of a fault, if each has a GPU where it needs one. The last of them fails.
 RANKS = 3
-#: Of the group, after its first call has succeeded.
+#: Timeout of the group after its first call has succeeded.
 TIMEOUT_S = 2.0
 #: Seconds for a fault, including the start; GPU contexts and kernel compilation take most of it.
 LIMIT_S = {"cpu": 30.0, "cuda": 90.0}

@@ -86,7 +86,7 @@ def defined(side: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def values(dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-    """Returns ``count`` rows of values of very different size, so that every other order of additions shows."""
+    """Returns ``count`` rows of values of very different size, so that the bits depend on the order of additions."""
     generator = torch.Generator().manual_seed(3)
     size = 10.0 ** torch.randint(-4, 5, (count, ROW), generator=generator)
     return list((torch.randn((count, ROW), generator=generator) * size).to(dtype))

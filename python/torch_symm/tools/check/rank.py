@@ -43,7 +43,7 @@ class Done:
 
     rank: int
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
-    #: The distinct parts of the cases of these calls, by operation.
+    #: The dtypes, sizes and other properties that these calls covered, by operation.
     covered: dict[str, Covered] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
     left: int = 0

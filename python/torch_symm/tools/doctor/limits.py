@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-#: Without tensors on GPUs, and with them.
+#: Maximum number of ranks, without tensors on GPUs and with them.
 CPU_RANKS, GPU_RANKS = 128, 16

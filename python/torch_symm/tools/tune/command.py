@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .launch import Launches
 
 SECONDS = 60.0
-#: The share of them for the search for thresholds.
+#: The share of the seconds for the search for thresholds.
 SEARCH = 0.2
 #: How often all ranks are started again, because memory is placed differently each time.
 LAUNCHES = 3

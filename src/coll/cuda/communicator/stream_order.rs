@@ -35,7 +35,7 @@ pub(super) struct LastLaunch {
     marked: bool,
 }
 
-/// What a call's stream has to wait for.
+/// The work for which a call's stream has to wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Dependency {
     /// Nothing: the order of the stream, or of the graph, suffices.

@@ -30,7 +30,8 @@ impl CacheKey {
         format!("{digits}.cubin")
     }
 
-    /// Returns the digest of the code under this key: a file under another key's name is as wrong as a damaged one.
+    /// Returns a digest of the code and its key, so that a file under another key's name is rejected like a damaged
+    /// one.
     fn digest(&self, code: &[u8]) -> [u8; 32] {
         Sha256::new_with_prefix(self.0).chain_update(code).finalize().into()
     }
