@@ -51,7 +51,7 @@ class _Pool:
     holders: set[int] = field(default_factory=set)
 
 
-#: By the device's index.
+#: The pools, by device index.
 _pools: dict[int, _Pool] = {}
 #: Re-entrant: the garbage collector may end a group in the middle of `allocate`.
 _lock = RLock()

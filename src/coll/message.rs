@@ -12,7 +12,7 @@ use std::time::Duration;
 pub struct MessageSpec {
     /// The other rank; `None` receives from any.
     pub peer: Option<Rank>,
-    /// Matches the other side's.
+    /// The tag, which must equal the other side's.
     pub tag: i32,
     /// Element type, for messages about a mismatch.
     pub dtype: DType,
@@ -74,7 +74,7 @@ impl Deref for Message {
 /// A send or a receive in the memory of a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceMessage {
-    /// A send; else a receive.
+    /// True for a send, false for a receive.
     pub send: bool,
     /// Message: its peer, tensor and so on. The tag means nothing: messages between two ranks arrive in their order.
     pub message: Message,

@@ -330,7 +330,7 @@ impl ControlBlock {
         self.parent.is_some()
     }
 
-    /// Sets the larger group's call for which collectives run from now on, such as "all_reduce(4 × float32, 16 bytes,
+    /// Sets the larger group's call that the next collectives belong to, such as "all_reduce(4 × float32, 16 bytes,
     /// SUM) #7 of group "g"". Errors of the collectives name it.
     pub fn set_parent_call(&self, asked: String) {
         *lock(&self.parent_call) = asked;

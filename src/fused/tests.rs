@@ -87,7 +87,7 @@ fn groups_of_the_shapes_that_are_measured() {
 fn the_own_rows_are_copied_while_the_link_is_waited_for() {
     let product = bf16(1024, 3584, 8192);
     assert!(gather(8, 3, &product, &DeviceModel { link: 100.0, ..H200 }).own_early);
-    // Early was faster in a measurement.
+    // Copying early was faster in a measurement.
     assert!(gather(4, 0, &bf16(1024, 2048, 8192), &H200).own_early);
     assert!(!gather(8, 3, &product, &DeviceModel { link: 1e9, ..H200 }).own_early);
 }

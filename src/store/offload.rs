@@ -174,7 +174,7 @@ mod tests {
         let call = |op, values| worker.call(&Request::new(op, vec!["k"], values), Some(Duration::from_millis(50)));
         let error = call(StoreOp::Add, vec![]).expect_err("it blocks");
         assert_eq!(error.message, "the store did not answer Add within 50 ms (timeout): its process is stopped or overloaded");
-        // Queued behind it.
+        // This request waits behind the first one.
         assert_eq!(call(StoreOp::Set, vec![b"v"]).expect_err("it blocks").kind, ErrorKind::Timeout);
         drop(worker);
         assert!(started.elapsed() < Duration::from_secs(5) && is_gone.try_recv().is_err(), "the store lives while it is in use");

@@ -22,7 +22,7 @@ pub struct FirstFailure<W = AtomicU32, B = AtomicU8, const TEXT: usize = TEXT_BY
     text: [B; TEXT],
 }
 
-/// What a reader found.
+/// The state that a reader found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FailureState {
     /// No failure.

@@ -33,7 +33,7 @@ impl CallTimeout {
         Self { started: OnceCell::new(), timeout }
     }
 
-    /// The time counts from `started`.
+    /// Counts the time from `started`.
     pub fn from(started: Instant, timeout: Duration) -> Self {
         Self { started: OnceCell::from(started), timeout }
     }

@@ -60,7 +60,7 @@ pub enum InternodePhase {
 /// The state of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum EntryState {
-    /// In its group's queue, behind others.
+    /// Waits in its group's queue behind other calls.
     Scheduled,
     /// Enqueued on CUDA. The host does not learn when it ends.
     Started,

@@ -45,7 +45,7 @@ def free() -> int:
 
 def cycles(rank: int, world: int) -> list[int]:
     """Free bytes before, and after each of six groups. The first may load kernels that stay."""
-    # torch's own kernels are not the group's.
+    # torch's own kernels are loaded before, because they do not belong to the group.
     assert bool((torch.ones(ELEMENTS, device=device()) == 1).all())
     found = [free()]
     for number in range(6):

@@ -19,7 +19,7 @@ import torch_symm.symm_mem as symm_mem
 from ranks import meet, run_ranks
 from torch._C._distributed_c10d import _SymmetricMemory
 
-#: Elements: some pages.
+#: Number of elements of a tensor, which fills some pages.
 COUNT = 5000
 
 

@@ -36,7 +36,7 @@ class Progress:
     """A record of every rank's progress."""
 
     def __init__(self, world: int) -> None:
-        """For ``world`` ranks."""
+        """Makes the record of ``world`` ranks."""
         import torch
 
         self._rows: torch.Tensor = torch.zeros((world, 3), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]

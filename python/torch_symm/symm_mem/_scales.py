@@ -9,7 +9,7 @@ import torch
 
 
 class ScaleMode(Enum):
-    """What a scale of ``A`` applies to."""
+    """The rows to which a scale of ``A`` applies."""
 
     #: All of ``A``; the same on all ranks.
     TENSOR = "tensor"

@@ -25,7 +25,7 @@ class _Workspace:
     window: _SymmetricMemory
 
 
-#: By group and device.
+#: The workspaces, by group and device.
 _workspaces: dict[tuple[str, torch.device], _Workspace] = {}
 
 

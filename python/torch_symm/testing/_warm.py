@@ -26,7 +26,7 @@ GRACE_S = 5.0
 class WarmProcess:
     """Runs marked tests, with their fixtures, one after another; forked by :meth:`start`, and again if it dies."""
 
-    #: True in that process.
+    #: True in the warm process.
     inside = False
 
     def __init__(self, session: pytest.Session) -> None:

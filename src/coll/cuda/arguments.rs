@@ -6,7 +6,7 @@ use super::workspace::layout::{Channel, MAX_RANKS};
 /// A pointer or a number for each rank.
 pub type PerRank = [u64; MAX_RANKS];
 
-/// `CommonArgs` in `wait.cuh`.
+/// `Common` in `wait.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CommonArgs {
@@ -22,7 +22,7 @@ pub struct CommonArgs {
     pub call: u64,
 }
 
-/// `LowLatencyArgs` in `low_latency.cuh`.
+/// `LowLatency` in `low_latency.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct LowLatencyArgs {
@@ -34,7 +34,7 @@ pub struct LowLatencyArgs {
     pub units: u32,
 }
 
-/// `SentinelArgs` in `sentinel.cuh`.
+/// `Sentinel` in `sentinel.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct SentinelArgs {
@@ -46,7 +46,7 @@ pub struct SentinelArgs {
     pub units: u32,
 }
 
-/// `StagingArgs` in `staging.cuh`.
+/// `Staging` in `staging.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct StagingArgs {
@@ -62,7 +62,7 @@ pub struct StagingArgs {
     pub lanes: u32,
 }
 
-/// `OutgoingArgs` in `staged_roles.cuh`.
+/// `Outgoing` in `staged_roles.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OutgoingArgs {

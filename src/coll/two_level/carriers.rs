@@ -13,7 +13,7 @@ use std::ops::Range;
 /// The bytes that each rank sends to each other rank.
 #[derive(Clone, Debug, PartialEq)]
 pub enum MessageLengths {
-    /// The same for all pairs.
+    /// All pairs have this length.
     Even(usize),
     /// One length for all messages between one rank and the others, in one direction; there are no other messages.
     Rooted {

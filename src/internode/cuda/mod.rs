@@ -95,7 +95,7 @@ struct DeviceState {
     device: Device,
     /// The last call outside graphs, and the last one in a graph.
     last: [Option<LastEnqueued>; 2],
-    /// Events after these two.
+    /// Events recorded after these two calls.
     behind: [Event; 2],
 }
 

@@ -39,7 +39,7 @@ const LEADER_JOIN_GRACE: Duration = Duration::from_secs(5);
 /// Maximum number of addresses at which a hub listens.
 const ADDRESSES: usize = 8;
 
-/// A hub's value in the store: its addresses, and what its callers must know.
+/// A hub's value in the store: its addresses, and the facts that connecting node leaders need.
 #[derive(Serialize, Deserialize)]
 pub(super) struct HubAddress {
     pub(super) addresses: Vec<SocketAddr>,

@@ -83,7 +83,7 @@ impl OobMessage {
             2 => rest.is_empty().then_some(Self::Heartbeat),
             3 => {
                 let (&code, message) = rest.split_first()?;
-                // Only who aborts itself gets that kind.
+                // Only a rank that aborts the group itself gets that kind.
                 let kind = ErrorKind::from_code(code).filter(|&kind| kind != ErrorKind::Aborted).unwrap_or(ErrorKind::Peer);
                 Some(Self::Failed(Error { kind, message: text(message) }))
             }

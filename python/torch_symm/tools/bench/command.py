@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: The sides that ``--against`` accepts.
 AGAINST = ("nccl", "gloo", "torch", "vllm", "flashinfer")
-#: Only for CUDA tensors.
+#: Sides that support only CUDA tensors.
 ON_GPUS = ("nccl", "torch", "vllm", "flashinfer")
 CPU_RANKS = 2
 
@@ -111,7 +111,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     if given.draw:
         return _draw(parser, given)
     todo = plan(parser, given)
-    # These import torch.
+    # Imported here, because these modules import torch.
     from . import columns, machine, plot
     from .record import Absent
 

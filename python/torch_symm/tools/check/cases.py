@@ -1,4 +1,4 @@
-"""The calls that are made."""
+"""The calls that ``torch-symm check`` makes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def main(ranks: int) -> None:
     """Sends the findings of each step; with ``ranks`` 0, for as many ranks as GPUs, and at least 2."""
     if not _step("torch", _torch) or not _step("native", _native):
         return
-    # It imports both.
+    # This import loads torch and the native part.
     from . import gpus as tried
 
     _step("driver", tried.driver)

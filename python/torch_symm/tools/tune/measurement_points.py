@@ -26,7 +26,7 @@ class Priced(Protocol):
     """Knows the algorithm for a size."""
 
     def price(self, op: str, bytes: float, dim: int) -> tuple[float, str, str]:
-        """µs, algorithm, source."""
+        """Returns µs, algorithm and source."""
 
 
 @dataclass(frozen=True)

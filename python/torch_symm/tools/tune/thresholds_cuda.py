@@ -114,7 +114,7 @@ def choose_all(own: Sequence[Point], ways: Sequence[Way], usual: Names) -> dict[
     rest = {point: (two_shot if point in in_two else staged).us[point] for point in reduces}
     one = limit(reduces, short, Way(rest, two_shot.names), lambda point: usual[point] == short.names[point])
     flags = limit(messages, short, staged, lambda point: usual[point] == short.names[point])
-    # Zero-copy calls were not measured; by default theirs is the same, so it stays the same.
+    # Zero-copy calls were not measured. By default they have the same threshold, so they keep it.
     found = {"one_shot_bytes": one, "two_shot_bytes": two, "zero_copy_two_shot_bytes": two, "low_latency_bytes": flags}
     return {name: value for name, value in found.items() if value is not None}
 

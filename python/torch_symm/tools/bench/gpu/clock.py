@@ -75,7 +75,7 @@ class HostClock(GpuClock):
     has_graphs = False
 
     def settle(self) -> None:
-        """Nothing is outstanding."""
+        """Does nothing, because no call on CPU tensors is pending."""
 
     def eager_us(self, call: Call, calls: int) -> float:
         """Returns the time of ``calls`` calls that follow a few others."""
