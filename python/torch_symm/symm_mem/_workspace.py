@@ -79,7 +79,8 @@ def _grown(group: Any, group_name: str, device: torch.device, size: int, min_siz
                 f"currently allocated workspace ({size} bytes), which cannot grow during graph capture. Call "
                 f'get_symm_mem_workspace(group_name="{group_name}", min_size={min_size}) before the capture.'
             )
-        # All ranks do so before they meet, so that no kernel uses the smaller one when it is freed.
+        # All ranks wait for their devices before they meet, so that no kernel uses the smaller workspace when it is
+        # freed.
         torch.cuda.synchronize(device)
     tensor = allocate((max(size, min_size, 1),), torch.uint8, device, group_name)
     return _Workspace(ref(group), tensor, rendezvous(tensor, group_name))

@@ -59,7 +59,7 @@ impl CudaThresholds {
         }
     }
 
-    /// Returns the thresholds for devices with the same number of `processors`, and `clusters` or not.
+    /// Returns the thresholds for devices with this number of `processors`; `clusters` is true if they have clusters.
     pub fn on(self, processors: usize, clusters: bool) -> Self {
         Self { lanes: self.lanes.min(processors), cluster: if clusters { self.cluster } else { 1 }, ..self }
     }
