@@ -68,7 +68,7 @@ pub mod ffi {
         call_site: u32,
     }
 
-    /// An input, by the number of its call, that must be copied before the calls are made.
+    /// An input that must be copied before the calls are made, and the number of its call.
     #[derive(Clone, Copy)]
     struct Aside {
         call: usize,
@@ -96,7 +96,7 @@ pub mod ffi {
         timeout_ms: i64,
         /// A name of `config::InterNodeChoice` or of torch's backends; empty if the group does not choose.
         inter_node_backend: String,
-        /// A name of `internode::reduce_dtype::ReduceDtype`; empty if the group does not choose.
+        /// A name of `coll::two_level::levels::ReduceDtype`; empty if the group does not choose.
         reduce_dtype: String,
         /// A name of `dtype::SumOrder`; empty if the group does not choose.
         order: String,

@@ -129,10 +129,10 @@ pub struct Config {
     /// `TMPDIR`, or `/tmp` if that is unset.
     pub temporary: PathBuf,
     /// `SYMM_VLLM`: `1` makes vLLM's tensor-parallel groups use symm, `unfused` without fused norms. Only Python uses it
-    /// (`python/torch_symm/backends/vllm`). Default: empty.
+    /// (`python/torch_symm/engines/vllm`). Default: empty.
     pub vllm: String,
     /// `SYMM_SGLANG`: `1` makes SGLang's tensor-parallel groups use symm. Only Python uses it
-    /// (`python/torch_symm/backends/sglang.py`). Default: 0.
+    /// (`python/torch_symm/engines/sglang.py`). Default: 0.
     pub sglang: bool,
     /// `TORCH_GLOO_LAZY_INIT`, torch's variable: Gloo connects two ranks when they first exchange data.
     pub gloo_lazy: bool,

@@ -99,7 +99,7 @@ impl<'a> RankClaim<'a> {
 
     fn refuse_living(&self, standing: &[u8]) -> Result<()> {
         let Ok(other) = JoinRecord::decode(Rank(self.published.record.rank), standing) else {
-            // Written by another version or another program: its writer reads our record, or has long ended.
+            // Another version or another program wrote this. Either it reads our record, or it has long ended.
             return Ok(());
         };
         let attempt = self.attempt;

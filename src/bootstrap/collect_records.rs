@@ -21,7 +21,7 @@ pub(super) const RECORD_POLL_MAX: Duration = Duration::from_secs(8);
 /// Interval between two reads of the records while one of them is left over from a process that has ended.
 pub(super) const STALE_RECORD_POLL: Duration = Duration::from_millis(10);
 
-/// How long a rank may take to replace a failure from before this call, before it counts.
+/// A failure that a rank recorded before this call counts if the rank has not replaced it within this time.
 const RECORD_RETRY_WINDOW: Duration = Duration::from_secs(1);
 
 /// The ranks of a group, whose records agree.
@@ -150,8 +150,8 @@ fn judge(attempt: &Attempt<'_>, claim: &RankClaim<'_>, record: JoinRecord) -> Re
     // Another node has another clock.
     let fresh = record.node == attempt.node && record.at >= attempt.clock.started_at;
     if let Some(failure) = &record.failure {
-        // A failure from before this call counts if its rank lives and does not join again, unless this rank took part
-        // in that attempt and now waits for the others to join again.
+        // A failure from before this call counts if its rank lives and does not join again. It does not count if this
+        // rank took part in that attempt, because this rank now waits for the others to join again.
         let stands = lives && !claim.again && attempt.clock.waited() >= RECORD_RETRY_WINDOW.as_secs_f64();
         if fresh || stands {
             return Err(failure.error());

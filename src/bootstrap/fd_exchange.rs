@@ -48,7 +48,7 @@ impl Mailbox {
 
     /// Sends `fd` to every peer and returns the descriptors that the peers sent, by rank (`None` for this rank).
     /// `names` and `pids` belong to all ranks. All mailboxes must be open before the first rank calls this. While it
-    /// waits, it calls `hope`, and fails with its error.
+    /// waits, it calls `check`, and fails with its error.
     pub fn exchange_fds(
         &self,
         me: usize,
@@ -56,16 +56,16 @@ impl Mailbox {
         pids: &[u32],
         fd: BorrowedFd<'_>,
         limit: &CallTimeout,
-        hope: &dyn Fn() -> Result<()>,
+        check: &dyn Fn() -> Result<()>,
     ) -> Result<Vec<Option<OwnedFd>>> {
         let mut sent = Vec::new();
         for name in names.iter().enumerate().filter(|(rank, _)| *rank != me).map(|(_, name)| name) {
-            let socket = self.retried(limit, hope, Required::Connect, || socket::connect_to(&String::from_utf8_lossy(name)))?;
+            let socket = self.retried(limit, check, Required::Connect, || socket::connect_to(&String::from_utf8_lossy(name)))?;
             let peer = socket::peer(&socket).map_err(refused(Required::Identify))?;
             if !peer.is_own_user() {
                 return Err(Error::config(format!("user {} listens where a peer of this group did", peer.uid)));
             }
-            self.retried(limit, hope, Required::Send, || socket::send(&socket, &(me as u32).to_le_bytes(), Some(fd)))?;
+            self.retried(limit, check, Required::Send, || socket::send(&socket, &(me as u32).to_le_bytes(), Some(fd)))?;
             // Kept until the end, because an early close would hide the message.
             sent.push(socket);
         }
@@ -84,14 +84,14 @@ impl Mailbox {
                 return Ok(inbox.got);
             }
             let turned_away = || inbox.rejected.as_ref().map_or_else(String::new, |who| format!("; {who} was rejected"));
-            wait(limit, hope).map_err(|error| error.unwrap_or_else(|| late("descriptor from every peer", limit, &turned_away())))?;
+            wait(limit, check).map_err(|error| error.unwrap_or_else(|| late("descriptor from every peer", limit, &turned_away())))?;
         }
     }
 
     fn retried<T>(
         &self,
         limit: &CallTimeout,
-        hope: &dyn Fn() -> Result<()>,
+        check: &dyn Fn() -> Result<()>,
         step: Required,
         mut call: impl FnMut() -> rustix::io::Result<T>,
     ) -> Result<T> {
@@ -99,7 +99,7 @@ impl Mailbox {
             match call() {
                 Ok(value) => return Ok(value),
                 Err(Errno::AGAIN | Errno::INTR) => {
-                    wait(limit, hope).map_err(|error| error.unwrap_or_else(|| late(step.purpose(), limit, "")))?
+                    wait(limit, check).map_err(|error| error.unwrap_or_else(|| late(step.purpose(), limit, "")))?
                 }
                 Err(errno) => return Err(refused(step)(errno)),
             }
@@ -107,12 +107,12 @@ impl Mailbox {
     }
 }
 
-/// Sleeps briefly. Fails with the error of `hope`, or with `None` if the time is over.
-fn wait(limit: &CallTimeout, hope: &dyn Fn() -> Result<()>) -> std::result::Result<(), Option<Error>> {
+/// Sleeps briefly. Fails with the error of `check`, or with `None` if the time is over.
+fn wait(limit: &CallTimeout, check: &dyn Fn() -> Result<()>) -> std::result::Result<(), Option<Error>> {
     if limit.remaining().is_none() {
         return Err(None);
     }
-    hope()?;
+    check()?;
     std::thread::sleep(Duration::from_micros(100));
     Ok(())
 }
@@ -236,11 +236,11 @@ mod tests {
         let limit = CallTimeout::from(Instant::now(), Duration::from_secs(60));
         let (names, pids) = ([one.name(), other.name()], [std::process::id(); 2]);
         let looks = std::cell::Cell::new(0);
-        let hope = || {
+        let check = || {
             looks.set(looks.get() + 1);
             if looks.get() < 10 { Ok(()) } else { Err(Error::peer("rank 1 has ended")) }
         };
-        let error = one.exchange_fds(0, &names, &pids, file.as_fd(), &limit, &hope).expect_err("nobody sends");
+        let error = one.exchange_fds(0, &names, &pids, file.as_fd(), &limit, &check).expect_err("nobody sends");
         assert_eq!(error, Error::peer("rank 1 has ended"));
     }
 

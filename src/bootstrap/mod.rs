@@ -1,10 +1,10 @@
 //! Joining a group: the ranks of one node find each other through a key-value store and share one memory segment.
 //!
 //! 1. Each rank publishes a `JoinRecord` under `symm/{group}/{attempt}/{rank}` (`claim`), then waits for and reads the
-//!    records of all ranks (`gather`): a fixed number of store round trips, whatever the size.
+//!    records of all ranks (`collect_records`): a fixed number of store round trips, whatever the size.
 //! 2. Rank 0 makes the memory and sends its descriptor to each other rank over a Unix socket (`coordinator`, `member`). It
 //!    has listened since before it published, under a random name that its record contains.
-//! 3. Each rank removes its key; in groups that keep memberships, another key then holds the rank (`membership`).
+//! 3. Each rank removes its key; in groups that keep memberships, another key then holds the rank (`rank_lease`).
 //!
 //! If the group may span nodes and the records name several, joining ends after step 1.
 //!
@@ -291,8 +291,8 @@ impl Attempt<'_> {
             return self.unable(step.failed(errno));
         }
         let (limit, open) = required::descriptors();
-        // Rank 0 needs all processes, all connections, the socket and the memory; other ranks all processes and those
-        // two; each possibly a membership.
+        // One for each other process, the socket, the memory, and the membership if the group keeps one. Rank 0 needs
+        // one more for each connection.
         let others = self.spec.size as usize - 1;
         let need = if self.spec.rank == Rank(0) { 2 * others } else { others } + 2 + usize::from(self.spec.hold_rank);
         let limit = limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string());
@@ -344,17 +344,17 @@ pub fn find(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Discovered<Joined>
     meet(store, spec, true)
 }
 
-/// Returns the ranks that have published in `store` that they join the group of `size` ranks, until it has formed;
-/// including ranks that failed.
-pub fn came(store: &dyn Store, group: &str, restart: &str, size: u32) -> Result<Vec<Rank>> {
+/// Returns the ranks that have announced in `store` that they join the group of `size` ranks. Ranks that failed later
+/// are included. Once the group has formed, the list is empty.
+pub fn announced(store: &dyn Store, group: &str, restart: &str, size: u32) -> Result<Vec<Rank>> {
     let store = PrefixStore::new(&prefix(group, restart), store);
-    let mut came = Vec::new();
+    let mut announced = Vec::new();
     for rank in 0..size {
         if store.check(&[&Attempt::key(rank)])? {
-            came.push(Rank(rank));
+            announced.push(Rank(rank));
         }
     }
-    Ok(came)
+    Ok(announced)
 }
 
 /// Returns the prefix of the keys of an attempt.
@@ -380,8 +380,8 @@ fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Discove
     let known = process::own().and_then(|own| Ok((own, NodeId::own()?, random::bytes()?)));
     // A rank that cannot identify itself still publishes that in a record, which names no node.
     let nobody = || (ProcessId { pid: std::process::id(), start_time: 0 }, NodeId::default(), [0; 16]);
-    let (own, host, token) = known.as_ref().map_or_else(|_| nobody(), Clone::clone);
-    let attempt = Attempt { store: &store, spec, clock, own, node: host, multi_node: several };
+    let (own, node, token) = known.as_ref().map_or_else(|_| nobody(), Clone::clone);
+    let attempt = Attempt { store: &store, spec, clock, own, node, multi_node: several };
     let known = known.map_err(|error| attempt.unable(error));
     if size == 1 {
         known?;

@@ -65,8 +65,8 @@ fn key(attempt: &Attempt<'_>) -> String {
     format!("{}/membership", attempt.spec.rank)
 }
 
-/// Returns once no other process holds this rank's membership. Fails if one still does after a while, or now without
-/// `wait`.
+/// Returns once no other process holds this rank's membership. Fails if one still holds it after a while; without
+/// `wait`, fails at once.
 pub(super) fn reject_taken(attempt: &Attempt<'_>, wait: bool) -> Result<()> {
     let give_up = Instant::now() + LEASE_RELEASE_TIMEOUT.min(attempt.clock.remaining());
     loop {
@@ -84,7 +84,7 @@ fn holder(attempt: &Attempt<'_>) -> Result<Option<u32>> {
     if !attempt.store.check(&[&key])? {
         return Ok(None);
     }
-    // Written by another version or another program, which does not justify a failure.
+    // Another version or another program wrote this, which is no reason to fail.
     let Ok(held) = serde_json::from_slice::<LeaseKey>(&attempt.store.get(&key, Some(attempt.clock.remaining()))?) else { return Ok(None) };
     let process = ProcessId { pid: held.pid, start_time: held.start_time };
     // The state of a process on another node is unknown, and joining rejects it. A process may make its group again

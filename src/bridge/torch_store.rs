@@ -91,7 +91,7 @@ impl TorchStore {
         })
     }
 
-    /// Makes one call of the c10d store. `timeout_ms` is for [`RequestOp::Wait`].
+    /// Makes one call of the c10d store. `timeout_ms` is for [`StoreOp::Wait`].
     fn direct(&self, request: &Request<'_>, timeout_ms: i64) -> Result<TableReply> {
         let keys: Vec<Blob<'_>> = request.keys.iter().map(|key| Blob { data: key.as_bytes() }).collect();
         let values: Vec<Blob<'_>> = request.values.iter().map(|&data| Blob { data }).collect();

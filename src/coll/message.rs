@@ -51,7 +51,7 @@ impl Message {
         Self(spec)
     }
 
-    /// The same message, of which `peer` is the number of the other rank elsewhere.
+    /// Returns the same message to or from rank `peer`, such as the number of the other rank in another group.
     pub(crate) const fn with_peer(self, peer: Option<Rank>) -> Self {
         Self(MessageSpec { peer, ..self.0 })
     }
@@ -76,6 +76,6 @@ impl Deref for Message {
 pub struct DeviceMessage {
     /// True for a send, false for a receive.
     pub send: bool,
-    /// Message: its peer, tensor and so on. The tag means nothing: messages between two ranks arrive in their order.
+    /// The message. Its tag is ignored: messages between two ranks arrive in the order in which they were sent.
     pub message: Message,
 }

@@ -101,7 +101,7 @@ pub struct ControlBlock {
     /// The larger group's call for which this member runs collectives; empty before the first.
     parent_call: Mutex<String>,
     pub(super) exited: Vec<OnceLock<String>>,
-    /// The first of them that this member has seen.
+    /// The first member of `exited` that this member has seen.
     pub(super) first_exited: OnceLock<Rank>,
     /// Describes the progress of calls that run in kernels. Set once kernels wait for peers without a thread of this
     /// process; from then on, a member's exit fails the group at once.

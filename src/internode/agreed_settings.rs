@@ -124,7 +124,8 @@ impl Internode {
         let outputs = (0..self.layout.size()).map(|rank| Span { addr: whole + rank * ENCODED_BYTES, bytes: ENCODED_BYTES }).collect();
         run(&Call::inner(CallSpec { op: Collective::AllGather, inputs, outputs, ..CallSpec::barrier(None) }))?;
         let first = &all[..ENCODED_BYTES];
-        // Groups after the default one do not compare records across nodes. Before the partials, which the order decides.
+        // Later groups than the default one do not compare their records across nodes. The order is compared before
+        // the type of partial sums, because it decides that type.
         if let Some(other) = all.chunks_exact(ENCODED_BYTES).position(|record| record[1] != first[1]) {
             let name = |code: u8| if code == SumOrder::Tree as u8 { SumOrder::Tree } else { SumOrder::Rank }.name();
             let [one, another] = [0, other].map(|rank| self.layout.describe(Rank(rank as u32)));

@@ -222,8 +222,8 @@ impl<'a> InternodeJoin<'a> {
             let store = PrefixStore::new(&inside(layout, node), &self.store);
             // Ranks that have found each other have removed their keys. If no key of a node exists, its ranks are
             // therefore not known to be late.
-            let came = bootstrap::came(&store, group, &Config::get().restart, members.len() as u32).ok()?;
-            let waited_for = (0..).map(Rank).zip(members).filter(|(local, _)| !came.is_empty() && !came.contains(local));
+            let announced = bootstrap::announced(&store, group, &Config::get().restart, members.len() as u32).ok()?;
+            let waited_for = (0..).map(Rank).zip(members).filter(|(local, _)| !announced.is_empty() && !announced.contains(local));
             late.extend(waited_for.map(|(_, &rank)| layout.describe(rank)));
         }
         let (me, late) = (layout.describe(self.rank), (!late.is_empty()).then(|| late.join(", "))?);

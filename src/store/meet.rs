@@ -1,6 +1,7 @@
 //! Agreement of ranks through a store: which ranks have arrived, and the word that each rank publishes.
 //!
-//! A meeting does not detect processes that are dead, stopped or left over from an earlier run; `boot::gather` does.
+//! A meeting does not detect processes that are dead, stopped or left over from an earlier run; joining
+//! detects them (`src/bootstrap/collect_records.rs`).
 
 use super::Store;
 use crate::error::{Error, ErrorKind, Result};

@@ -75,7 +75,7 @@ impl Required {
     /// and the message has the remedy; any other failure is a fault of the system.
     pub fn failed(self, errno: Errno) -> Error {
         let (kind, advice) = match errno {
-            // `INTR` means a call that never succeeds ([`retry`](super::again::retry)).
+            // `INTR` means a call that never succeeds ([`retry`](super::eintr::retry)).
             Errno::NOSYS | Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP | Errno::INTR => (
                 ErrorKind::Config,
                 "; a container's seccomp profile, a security module or Linux before 5.3 forbids this system call: allow it there".into(),

@@ -157,7 +157,7 @@ impl SymmetricWindow {
     }
 
     /// Notes that a graph being recorded uses the window: it is kept until the group is destroyed, because graphs with
-    /// signals are.
+    /// signals last that long.
     pub fn record(&self) {
         self.recorded.store(true, Ordering::Relaxed);
     }

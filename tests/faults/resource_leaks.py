@@ -52,7 +52,7 @@ def shared_names() -> set[str]:
 
 @contextlib.contextmanager
 def fresh_folder() -> Iterator[Path]:
-    """Removed at the end, and only by this process: a forked child that runs its exit handlers must not remove it."""
+    """A folder that is removed at the end, but only by this process, not by a forked child that exits."""
     folder = tempfile.mkdtemp(prefix="fault-")
     try:
         yield Path(folder)

@@ -1,4 +1,7 @@
-"""A rank of ``torch-symm hello``: ``python -m torch_symm.tools.hello_rank DEVICE``; torch's variables say which."""
+"""One rank of ``torch-symm hello``, started as ``python -m torch_symm.tools.hello_rank DEVICE``.
+
+torch's environment variables give its number.
+"""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ impl ChunkOps for Shares<'_> {
             Some(dst) => (shared, Some(dst), self.store),
             None => (shared, None, WriteMode::Cached),
         };
-        // SAFETY: own_bytes bytes of the result slot, of the output, which is as long as the input, and of the slots
-        // (pipeline).
+        // SAFETY: the result slot, the slots (pipeline) and the output, which is as long as the input, have own_bytes
+        // bytes.
         unsafe { self.helpers.reduce((self.control.order(), self.call), to, &self.sources, own_bytes, twin, store) }
     }
 

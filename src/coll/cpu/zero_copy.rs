@@ -197,8 +197,8 @@ impl InPlaceOps for InPlace<'_> {
         self.sources.clear();
         self.sources.extend(self.tensors.iter().map(|tensor| InputElements { ptr: tensor.ptr.wrapping_add(begin), ..*tensor }));
         let own = self.call.outputs[0].ptr().wrapping_add(begin);
-        // SAFETY: begin + bytes <= self.bytes, which is the length of this rank's tensor and which `reach` checked for
-        // the peers'; no other rank reads or writes this rank's part meanwhile (pipeline).
+        // SAFETY: begin + bytes <= self.bytes, the length of this rank's tensor, and of the peers' tensors as `reach`
+        // checked. No other rank reads or writes this rank's part meanwhile (pipeline).
         unsafe { self.helpers.reduce((self.control.order(), self.call), own, &self.sources, bytes, None, WriteMode::Cached) }
     }
 
@@ -211,8 +211,8 @@ impl InPlaceOps for InPlace<'_> {
             let from = self.tensors[peer.index()].ptr.wrapping_add(begin);
             self.copies.push(CopyItem::new(self.call.outputs[0].ptr().wrapping_add(begin), from, bytes));
         }
-        // SAFETY: begin + bytes <= self.bytes, which is the length of this rank's tensor and which `reach` checked for
-        // the peers'; their owners have reduced these parts, and no rank reads them in this rank's tensor any more
+        // SAFETY: begin + bytes <= self.bytes, the length of this rank's tensor, and of the peers' tensors as `reach`
+        // checked. The owners of these parts have reduced them, and no rank reads this rank's copies of them any more
         // (pipeline).
         unsafe { self.helpers.copy(&self.copies, self.store) }
     }

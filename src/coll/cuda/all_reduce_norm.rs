@@ -19,7 +19,8 @@ pub(super) fn one_shot(norm: &Norm, n: usize, layout: &ChannelLayout, tuning: &C
         return None;
     }
     let groups = norm.hidden / GROUP;
-    // As many as there are blocks for, and as have a group each, because every block must receive from every peer.
+    // A row is shared by as many blocks as there are. Each of them needs a group, because every block must receive from
+    // every peer.
     let shared = |&cluster: &usize| {
         let threads = threads(norm, cluster);
         cluster == 1 || (cluster * norm.rows <= tuning.blocks && (cluster - 1) * threads < groups)

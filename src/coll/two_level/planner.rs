@@ -212,8 +212,8 @@ impl Planner<'_> {
         self.padded(lengths.iter().copied().max().unwrap_or(0))
     }
 
-    /// Starts to send `lengths[h]` bytes of each node `h` to all others, this node's from `from`, to `to`; returns the
-    /// positions of all. `from` has [`Self::given_bytes`] bytes.
+    /// Starts a step in which each node `h` sends `lengths[h]` bytes to all other nodes. This node sends the bytes at
+    /// `from`, which has [`Self::given_bytes`] bytes, and receives at `to`. Returns where the bytes of each node are.
     pub(super) fn share(&mut self, from: Place, lengths: &[usize], to: Place) -> Vec<Place> {
         let node = self.node();
         if self.sends_to_other() {

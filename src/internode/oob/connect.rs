@@ -140,7 +140,7 @@ impl OobConnector<'_> {
         let key = HubKey { store: self.store, name: self.key(self.me) };
         self.store.set(&key.name, &entry)?;
         self.poll_accept(&seat, &at).inspect_err(|error| {
-            seat.with(|speaker| speaker.broadcast_failure(error));
+            seat.with(|leader| leader.broadcast_failure(error));
         })?;
         Ok((seat, told))
     }
@@ -150,7 +150,7 @@ impl OobConnector<'_> {
         let (me, group) = (self.node_map.describe(self.me), self.group);
         let (mut pause, mut interrupts) = (CONNECT_RETRY_MIN, Interrupts::new());
         loop {
-            let missing = seat.with(|speaker| speaker.missing()).unwrap_or_default();
+            let missing = seat.with(|leader| leader.missing()).unwrap_or_default();
             if missing.is_empty() {
                 return Ok(());
             }
@@ -176,10 +176,10 @@ impl OobConnector<'_> {
         let (seat, mut told) = (self.leader(None)?, None);
         for &hub in leaders_of(self.node_map, 0) {
             let called = self.connect_to_hub(hub).inspect_err(|error| {
-                seat.with(|speaker| speaker.broadcast_failure(error));
+                seat.with(|leader| leader.broadcast_failure(error));
             });
             let (connection, of_hub) = called?;
-            seat.with(|speaker| speaker.add_connection(connection));
+            seat.with(|leader| leader.add_connection(connection));
             told.get_or_insert(of_hub);
         }
         let told = told.ok_or_else(|| Error::internal("the first node has no hub"))?;

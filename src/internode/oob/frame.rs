@@ -237,7 +237,7 @@ mod tests {
         for at in 0..good.len() {
             let mut bad = good.clone();
             bad[at] ^= 0x40;
-            // A longer length has its frame wait for more, up to the longest.
+            // If the changed byte makes the length longer, the frame counts as incomplete instead.
             assert!(hub.open(&mut bad).map_or(true, |message| message.is_none()), "byte {at}");
         }
         assert!(hub.open(&mut u32::MAX.to_le_bytes().to_vec()).is_err());

@@ -56,14 +56,14 @@ impl ProgressTable {
     /// Returns the nodes that have not reported that they wait in call `call`, where rank `me` waits on its rail.
     pub(super) fn late(&self, layout: &NodeMap, me: Rank, call: u64) -> Vec<usize> {
         let (own, local) = (layout.node_of(me), layout.local_rank(me));
-        let came = |node: usize| {
-            // The rank on this rail if it is a node leader; otherwise it suffices that the first rank of the node is in
-            // the call.
+        let waits = |node: usize| {
+            // If the node's rank on this rail is a node leader, it must have reported that it waits on its rail. Other
+            // ranks send no reports, so it suffices that the first rank of the node is in the call.
             let place = if local < LEADERS_PER_NODE { local } else { 0 };
             let report = layout.ranks_of(node).get(place).and_then(|rank| self.0.get(rank));
             report.is_some_and(|report| report.call > call || report.call == call && (report.on_rail || place != local))
         };
-        (0..layout.num_nodes()).filter(|&node| node != own && !came(node)).collect()
+        (0..layout.num_nodes()).filter(|&node| node != own && !waits(node)).collect()
     }
 }
 

@@ -449,11 +449,11 @@ fn beats_are_counted_in_turns() {
     let mut connection = OobConnection::connected(near, sealer, Rank(1), Rank(0));
     // As if this rank had been stopped for a minute: it has missed heartbeats that it could have received.
     connection.heard = Instant::now().checked_sub(Duration::from_secs(60)).expect("a minute ago");
-    let mut speaker = NodeLeader::new("test", &layout, Rank(1), Arc::<Shared>::default(), times, None);
-    speaker.add_connection(connection);
+    let mut leader = NodeLeader::new("test", &layout, Rank(1), Arc::<Shared>::default(), times, None);
+    leader.add_connection(connection);
     for turn in 1..=times.max_missed_heartbeats {
         std::thread::sleep(2 * times.heartbeat_interval);
-        let silent = speaker.poll(&HashSet::new());
+        let silent = leader.poll(&HashSet::new());
         assert_eq!(silent.is_some(), turn == times.max_missed_heartbeats, "turn {turn}: {silent:?}");
     }
 }

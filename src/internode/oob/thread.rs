@@ -28,7 +28,7 @@ struct OobThreadState {
 static STATE: PerProcess<Mutex<OobThreadState>> = PerProcess::new(|| Mutex::new(OobThreadState::default()));
 
 fn state() -> MutexGuard<'static, OobThreadState> {
-    // `Host` is called outside this lock, and nothing panics half-way under it.
+    // `LocalNode` is called outside this lock, and nothing panics half-way under it.
     lock(STATE.get())
 }
 
@@ -40,11 +40,11 @@ pub(super) struct LeaderRegistration {
 }
 
 impl LeaderRegistration {
-    /// Makes the thread run `speaker` from now on.
+    /// Makes the thread run `leader` from now on.
     ///
     /// # Errors
     /// `Config` if the system cannot create the thread.
-    pub(super) fn new(speaker: NodeLeader) -> Result<Self> {
+    pub(super) fn new(leader: NodeLeader) -> Result<Self> {
         let mut state = state();
         if state.wake.is_none() {
             let wake = Arc::new(Waker::new()?);
@@ -54,7 +54,7 @@ impl LeaderRegistration {
         }
         let id = state.next;
         state.next += 1;
-        state.leaders.insert(id, speaker);
+        state.leaders.insert(id, leader);
         notify(&state);
         Ok(Self { id, generation: generation() })
     }
@@ -76,11 +76,11 @@ impl Drop for LeaderRegistration {
     fn drop(&mut self) {
         if self.generation == generation() {
             let mut state = state();
-            let speaker = state.leaders.remove(&self.id);
+            let leader = state.leaders.remove(&self.id);
             notify(&state);
             drop(state);
-            // Dropped outside the lock, because it may hold the last reference to its `Host`.
-            drop(speaker);
+            // Dropped outside the lock, because it may hold the last reference to its `LocalNode`.
+            drop(leader);
         }
     }
 }
@@ -100,7 +100,7 @@ fn run(wake: &Waker) {
                 state.wake = None;
                 return;
             }
-            let nodes = state.leaders.iter().map(|(&id, speaker)| (id, Arc::clone(&speaker.node)));
+            let nodes = state.leaders.iter().map(|(&id, leader)| (id, Arc::clone(&leader.node)));
             nodes.collect::<Vec<_>>()
         };
         let looks: Vec<_> = nodes
@@ -111,16 +111,16 @@ fn run(wake: &Waker) {
         {
             let mut state = state();
             for (id, failure, departures, waiting, refused, launched) in &looks {
-                if let Some(speaker) = state.leaders.get_mut(id) {
-                    speaker.broadcast_exits(departures);
-                    speaker.rejections.waiting = *waiting;
-                    speaker.rejections.own = *refused;
-                    late.extend(speaker.report_blocked(*waiting).map(|late| (*id, late)));
-                    speaker.report_launches(launched);
-                    failure.iter().for_each(|failure| speaker.broadcast_failure(failure));
+                if let Some(leader) = state.leaders.get_mut(id) {
+                    leader.broadcast_exits(departures);
+                    leader.rejections.waiting = *waiting;
+                    leader.rejections.own = *refused;
+                    late.extend(leader.report_blocked(*waiting).map(|late| (*id, late)));
+                    leader.report_launches(launched);
+                    failure.iter().for_each(|failure| leader.broadcast_failure(failure));
                 }
             }
-            state.leaders.values().for_each(|speaker| speaker.descriptors(&mut polled));
+            state.leaders.values().for_each(|leader| leader.descriptors(&mut polled));
         }
         for (id, (call, names)) in late {
             nodes.iter().filter(|(other, _)| *other == id).for_each(|(_, node)| node.note_late(call, names.clone()));
@@ -128,11 +128,8 @@ fn run(wake: &Waker) {
         drop(nodes);
         let ready = wait(wake, &polled);
         drop(polled);
-        let failed: Vec<_> = state()
-            .leaders
-            .values_mut()
-            .filter_map(|speaker| speaker.poll(&ready).map(|error| (Arc::clone(&speaker.node), error)))
-            .collect();
+        let failed: Vec<_> =
+            state().leaders.values_mut().filter_map(|leader| leader.poll(&ready).map(|error| (Arc::clone(&leader.node), error))).collect();
         for (node, error) in failed {
             node.fail(error);
         }

@@ -13,8 +13,8 @@ const TILE: usize = 64;
 /// Converts `count` elements at `src` to `dst`.
 ///
 /// # Safety
-/// The CPU has the instruction set; both are valid for `count` elements. `dst` is `src`, if elements become
-/// narrower, or does not overlap it.
+/// The CPU has the instruction set. `dst` and `src` are valid for `count` elements and do not overlap, except that
+/// they may be equal if elements become narrower.
 pub(super) type CastFn = unsafe fn(dst: *mut u8, src: *const u8, count: usize);
 
 macro_rules! casts {

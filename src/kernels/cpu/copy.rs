@@ -4,9 +4,7 @@
 /// Maximum number of bytes of one `memcpy`. Above a share of the last-level cache (here about 1 MiB), glibc's own
 /// switches to non-temporal stores, which the next reader pays for: four ranks that stage 1 MiB each, and reduce it,
 /// reach 20-27 GB/s in pieces and 16-17 without (Zen 5 EPYC, 2026-11-21, `cargo bench --bench kernels -- copy`). Only
-/// [`Store`] decides whether stores are non-temporal.
-///
-/// [`Store`]: super::WriteMode
+/// [`WriteMode`](super::WriteMode) decides whether stores are non-temporal.
 const PIECE: usize = 128 << 10;
 
 /// Copies with stores that leave `dst` in the cache.

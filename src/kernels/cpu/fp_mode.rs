@@ -15,7 +15,7 @@ mod register {
 
     pub(super) type Word = u32;
 
-    /// Flush to zero, denormals are zero, rounding control.
+    /// The bits of MXCSR for flushing to zero, for denormals as zero, and for the rounding mode.
     pub(super) const MODE: Word = 1 << 15 | 1 << 6 | 3 << 13;
 
     pub(super) fn read() -> Word {
@@ -37,7 +37,7 @@ mod register {
 
     pub(super) type Word = u64;
 
-    /// Flush to zero, also of float16; rounding mode.
+    /// The bits of FPCR for flushing to zero, for flushing float16 to zero, and for the rounding mode.
     pub(super) const MODE: Word = 1 << 24 | 1 << 19 | 3 << 22;
 
     pub(super) fn read() -> Word {

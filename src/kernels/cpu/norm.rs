@@ -337,7 +337,7 @@ unsafe fn quantize<E: Element<Acc = f32>, I: Vector, const T: usize>(
         }
     }
     for value in &mut values {
-        // Comparisons, which leave a NaN as it is.
+        // These comparisons keep a NaN, which `min` and `max` would replace by the limit.
         let above = if *value > LARGEST { LARGEST } else { *value };
         *value = if above < -LARGEST { -LARGEST } else { above };
     }
@@ -466,7 +466,7 @@ mod tests {
         for &isa in Isa::available() {
             let [normed, sum, _] = run_on(isa, &same, &given, &residual, &weight, 1.0);
             let normed: Vec<f32> = normed.as_chunks::<2>().0.iter().map(|&code| BF16(u16::from_le_bytes(code)).widen()).collect();
-            // So small that some are out of range.
+            // A scale so small that some scaled numbers are out of range.
             let scale = 0.01f32;
             let [quantized, sum_too, _] = run_on(isa, &Norm { normed: Normed::Static, ..same }, &given, &residual, &weight, scale);
             let wanted: Vec<u8> = normed.iter().map(|x| E4M3Fn::narrow((x * (1.0 / scale)).clamp(-448.0, 448.0)).0).collect();

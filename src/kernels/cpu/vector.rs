@@ -69,7 +69,7 @@ mod x86 {
                     let (one, other) = (_mm256_loadu_ps(e[i].as_ptr()), _mm256_loadu_ps(e[i + 4].as_ptr()));
                     *four = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(one, other), _mm256_permute2f128_ps::<0x31>(one, other));
                 }
-                // From two fours at a time: the first and the third numbers, the second and the fourth.
+                // Of each four, add the first number to the third and the second to the fourth, two fours at a time.
                 let [a, b, c, d] = fours;
                 let front = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)));
                 let back = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d)));

@@ -29,7 +29,10 @@ LIMIT_S = {"cpu": 30.0, "cuda": 90.0}
 
 @dataclass(frozen=True)
 class Fault:
-    """A rank's fault, and the exception, with that rank's name, that the others must get; or all (``everyone``)."""
+    """A fault of one rank, and the exception that the other ranks must get.
+
+    The exception must name the rank. If ``everyone`` is set, the rank itself must get it, too.
+    """
 
     name: str
     does: str

@@ -87,8 +87,8 @@ impl SetupContext<'_> {
         let pids: Vec<u32> = self.control.ranks().map(|rank| self.control.pid(rank)).collect();
         // This rank itself may also be leaving, on another thread.
         let left = |rank| self.control.exit_reason(rank).map(|how| Error::peer(format!("{} {how}", self.control.describe(rank))));
-        let hope = || self.control.failure().or_else(|| self.control.ranks().find_map(left)).map_or(Ok(()), Err);
-        let passed = self.mailbox.exchange_fds(self.control.rank().index(), &names, &pids, own.as_fd(), self.limit, &hope);
+        let check = || self.control.failure().or_else(|| self.control.ranks().find_map(left)).map_or(Ok(()), Err);
+        let passed = self.mailbox.exchange_fds(self.control.rank().index(), &names, &pids, own.as_fd(), self.limit, &check);
         // Peers may wait for this rank's descriptor; failing the group notifies them.
         passed.map_err(|error| self.control.fail(error))
     }

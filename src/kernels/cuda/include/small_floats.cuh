@@ -12,7 +12,7 @@ struct Small {
   // The difference between float's exponent and a small float's.
   static constexpr u32 REBIAS = (127 - BIAS) << 23;
 
-  // The code's bits at float's position, subnormal or not, are the number up to a power of two.
+  // Shifted to the position of a float's bits, the code is the number divided by a power of two, even if subnormal.
   static DEVICE float widen(u32 code) {
     u32 magnitude = code & MAGNITUDE;
     u32 bits = bits_of(float_of(magnitude << CUT) * float_of((254 - BIAS) << 23));

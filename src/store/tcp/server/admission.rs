@@ -70,7 +70,7 @@ impl EventLoop {
         if self.connections.len() >= self.limits.clients {
             return self.refuse(&peer_name(&socket), &format!("{} clients are connected", self.connections.len()));
         }
-        // The kernel assigns the lowest free number, and the bounds are numbers, so those above remain for others.
+        // The kernel assigns the lowest free number. The limits bound this number, so higher ones remain for others.
         let (number, limit) = (u64::from(socket.as_raw_fd().unsigned_abs()), process::descriptor_limit());
         let scarce = number >= limit - CLIENT_RESERVE.min(limit / 8);
         let few = number >= limit - limit / UNIDENTIFIED_RESERVE;

@@ -64,8 +64,8 @@ impl EventLoop {
         if connection.deadline.is_none() {
             self.deadlines.set(key, &mut connection.deadline, Some(Instant::now() + limit));
         }
-        // A waiting request frees its share of `moving`. As much again is available to long requests that wait, and
-        // there is no queue for it.
+        // A request that waits no longer counts against the limit of `moving`. Requests that wait have a limit of their
+        // own, which is as high. One that exceeds it is rejected, not queued.
         let long = if body.len() > SHORT { body.len() } else { 0 };
         let most = self.limits.moving.max(MAX_FRAME);
         if self.waiting_bytes + long > most {
