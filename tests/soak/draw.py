@@ -181,7 +181,7 @@ def program(seed: int, number: int, world: int, only: str = "") -> Program:
     kinds = COLLECTIVES if slow else (*COLLECTIVES, *MESSAGES)
     everywhere = list(range(len(groups)))
     storm = _calls(dice, dice.randint(8, 20), kinds, groups, storms, largest)
-    # A rank without part in the messages of the others gets the fault's error here.
+    # Here the fault's error reaches a rank that none of the other ranks' messages involve.
     storm += tuple(replace(storm[0], kind="all_reduce", group=group, count=16, root=0) for group in storms)
     return Program(
         seed,

@@ -49,9 +49,9 @@ void run_on(const SymmetricWindow& window, Collective collective) {
   check(without_gil([&] { return collective(window.handle()); }));
 }
 
-// `Kernel` as the dispatcher calls it, with values on a stack. Registered in this form, its C++ types need not match
-// those of another library's CUDA kernel, which differ between versions of torch; torch would reject a kernel with
-// other types, and with it the extension.
+// `Kernel` as the dispatcher calls it, with values on a stack. torch does not compare the C++ types of a kernel in this
+// form with those of another library's CUDA kernel of the same operator. Those types differ between versions of torch;
+// if they were compared and differed, torch would reject the kernel, and the extension would fail to load.
 template <auto Kernel>
 void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   using Pointer = c10::CompileTimeFunctionPointer<std::remove_pointer_t<decltype(Kernel)>, Kernel>;

@@ -9,7 +9,7 @@ import torch
 
 from torch_symm.symm_mem._memory import BACKEND, get_backend
 
-#: The types that they multiply; they sum in fp32.
+#: The types that the C++ operators multiply; sums are in fp32.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
