@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 examples/09_zero_copy_fsdp2.py
 
-It takes one line per module. It needs two or more GPUs, one per rank.
+It takes one line. It needs two or more GPUs, one per rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 # A layer of 64 MB: only long calls are direct.
 LAYERS, WIDTH, BATCH, STEPS = 4, 4096, 8, 6
@@ -27,9 +27,8 @@ def train(*, zero_copy: bool) -> tuple[list[float], list[torch.Tensor]]:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_allocate_memory_from_process_group_for_comm(zero_copy)  # the line
+    if zero_copy:
+        torch_symm.fsdp.use(model)  # the line
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     torch.manual_seed(1 + dist.get_rank())
     losses = []
@@ -64,10 +63,10 @@ def main() -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group(given.backend, device_id=torch.device("cuda", rank))
     _, copied = train(zero_copy=False)
-    before = int(torch_symm.stats().get("direct", 0))
+    before = int(torch_symm.stats().get("zero_copy", 0))
     losses, direct = train(zero_copy=True)
     torch.cuda.synchronize()
-    calls = int(torch_symm.stats().get("direct", 0)) - before
+    calls = int(torch_symm.stats().get("zero_copy", 0)) - before
     difference = max((one - other).abs().max().item() for one, other in zip(direct, copied, strict=True))
     if calls == 0:
         raise RuntimeError(f"rank {rank}: no call went directly")

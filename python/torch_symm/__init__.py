@@ -16,6 +16,7 @@ from torch_symm._autoload import autoload
 if TYPE_CHECKING:
     from torch_symm import compile as compile
     from torch_symm import dtensor as dtensor
+    from torch_symm import fsdp as fsdp
     from torch_symm import symm_mem as symm_mem
     from torch_symm._C import (
         FileStore,
@@ -93,7 +94,7 @@ autoload()
 if not TYPE_CHECKING:  # with it a misspelt name would be of any type
 
     def __getattr__(name: str) -> Any:
-        if name in ("compile", "dtensor", "symm_mem"):
+        if name in ("compile", "dtensor", "fsdp", "symm_mem"):
             return import_module(f"torch_symm.{name}")
         if name not in __all__:
             raise AttributeError(f"module 'torch_symm' has no attribute {name!r}")

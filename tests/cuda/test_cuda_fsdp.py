@@ -1,0 +1,126 @@
+"""``torch_symm.fsdp`` on GPUs: the same bits, without staging, at the same addresses in every step."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from pool import Pool, device, needs_gpus
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch_symm import fsdp
+
+pytestmark = needs_gpus
+
+#: Layers of 16 MB in float32. Calls of a few MB and more are zero-copy.
+WIDTH, LAYERS, STEPS = 2048, 3, 5
+POLICIES = {
+    "float32": MixedPrecisionPolicy(),
+    "bfloat16, reduced as float32": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    "bfloat16": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
+}
+
+
+def new_model(policy: MixedPrecisionPolicy, shape: tuple[int, ...], factor: float | None) -> nn.Sequential:
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=device()) for _ in range(LAYERS)))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if factor is not None and isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+    return model
+
+
+def train(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    numbers = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(64, WIDTH, generator=numbers).to(device())).float().square().mean().backward()
+        optimizer.step()
+    return [parameter.to_local().detach().cpu() for parameter in model.parameters()]
+
+
+class Addresses:
+    """Where the buffers of each call were: of all-gathers their outputs, of reduce-scatters their inputs."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.of: dict[str, list[int]] = {"gather": [], "scatter": []}
+        for name, kind, buffer in (
+            ("gather", fsdp.AllGather, "output_tensor"),
+            ("scatter", fsdp.ReduceScatter, "input_tensor"),
+        ):
+            patch.setattr(kind, "__call__", self._noting(name, buffer, kind.__call__))
+
+    def _noting(self, name: str, buffer: str, own: Any) -> Any:
+        def call(comm: object, **named: Any) -> Any:
+            self.of[name].append(named[buffer].data_ptr())
+            return own(comm, **named)
+
+        return call
+
+
+def same_bits(rank: int, world: int, policy: str, shape: tuple[int, ...], factor: float | None) -> int:
+    usual = train(new_model(POLICIES[policy], shape, factor), rank)
+    model = new_model(POLICIES[policy], shape, factor)
+    fsdp.use(model)
+    torch.cuda.synchronize()
+    before = torch_symm.stats().get("zero_copy", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        addresses = Addresses(patch)
+        ours = train(model, rank)
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(usual, ours, strict=True)), "other bits"
+    for name, found in addresses.of.items():
+        a_step = len(found) // STEPS
+        last = found[-a_step:]
+        assert a_step and found[a_step : 2 * a_step] == last, f"{name}: addresses change from step to step"
+        assert len(set(last)) <= 3, f"{name}: a step uses {len(set(last))} buffers of one size"
+    return int(torch_symm.stats().get("zero_copy", 0)) - int(before)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_bits_without_staging(pool: Pool, policy: str) -> None:
+    assert all(calls > 0 for calls in pool.run(same_bits, 2, policy, (2,), None, timeout=200))
+
+
+def test_divide_factor(pool: Pool) -> None:
+    """It becomes PREMUL_SUM."""
+    assert all(calls > 0 for calls in pool.run(same_bits, 2, "bfloat16, reduced as float32", (2,), 3.0, timeout=200))
+
+
+def test_hybrid(pool: Pool) -> None:
+    """Replicated over all ranks: shards of one rank, whose gradients are summed in FSDP2's own all-reduce."""
+    pool.run(replicated, 2, timeout=200)
+
+
+def replicated(rank: int, world: int) -> None:
+    usual = train(new_model(POLICIES["float32"], (2, 1), None), rank)
+    model = new_model(POLICIES["float32"], (2, 1), None)
+    fsdp.use(model)
+    assert all(torch.equal(one, other) for one, other in zip(usual, train(model, rank), strict=True))
+
+
+def freed(rank: int, world: int) -> None:
+    """The pools end with the model."""
+    model = new_model(POLICIES["float32"], (2,), None)
+    fsdp.use(model)
+    train(model, rank)
+    torch.cuda.synchronize()
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    # FSDP2's contexts may hold the last buffers of one layer.
+    assert torch.cuda.memory_reserved() < 4 * WIDTH * WIDTH * 4 + (64 << 20), torch.cuda.memory_reserved()
+    dist.barrier()
+
+
+def test_memory_is_freed_with_the_model(pool: Pool) -> None:
+    pool.run(freed, 2, timeout=200)
