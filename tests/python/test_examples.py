@@ -85,6 +85,21 @@ def test_trace_is_written(tmp_path: Path) -> None:
     assert f"{BACKEND}:all_reduce" in trace.read_text()
 
 
+@pytest.mark.parametrize("parallel", ["fsdp", "hsdp", "ddp"])
+def test_steps_in_turn_are_the_same_on_all_sides(parallel: str) -> None:
+    given = ("--device", "cpu", "--model", "tiny", "--turns", "2", "--parallel", parallel)
+    said = run("benches/train_transformer.py", *given, world=2)
+    rows = {found[1]: found for line in said if (found := re.match(r"([a-z+]+) +([\d.]+) +([\d.]+) +([\d.]+) ", line))}
+    assert list(rows) == (["gloo", "symm"] if parallel == "ddp" else ["gloo", "symm", "symm+fsdp"])
+    first = next(iter(rows.values()))
+    for row in rows.values():
+        assert row[4] == first[4], "another loss"
+        assert abs(float(row[3]) - float(first[2]) / float(row[2])) < 0.02 * float(row[3]), (
+            "the ratio is not that of the times"
+        )
+    assert any("collectives" in line and "products" in line for line in said)
+
+
 @pytest.mark.parametrize("ways", [("fsdp", "--symmetric"), ("tp",)])
 def test_transformer_learns_the_same_on_another_backend(ways: tuple[str, ...]) -> None:
     given = ("--device", "cpu", "--compare", "--steps", "20", "--rate", "3e-3", "--parallel", *ways)
