@@ -98,7 +98,7 @@ bench: build
 			--sizes 8,1K,64K,1M,16M,64M,256M --seconds 240 --json out/bench-$$ranks.json || exit 1; \
 	done
 	-$(BIN)/python benches/targets.py out/bench-4.json
-	$(BIN)/python -m torch_symm bench all_reduce broadcast all_gather --device cpu --ranks 2 --against gloo --beside $$(nproc) \
+	$(BIN)/python -m torch_symm bench all_reduce broadcast all_gather --device cpu --ranks 2 --against gloo --background-load $$(nproc) \
 		--sizes 8,64K,1M,16M --seconds 35 --json out/bench-beside.json
 
 # The collectives of GPUs against NCCL and torch's symmetric memory; BENCH_FLAGS=--quick and others.

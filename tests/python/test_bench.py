@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch_symm import __main__ as entry
 from torch_symm.tools.bench import launch, limits, machine
-from torch_symm.tools.bench.background_load import Beside, running
+from torch_symm.tools.bench.background_load import BackgroundLoad, running
 from torch_symm.tools.bench.ops import OPS
 from torch_symm.tools.bench.pattern import TILE, Pattern, WrongResult
 from torch_symm.tools.bench.record import Figure, Found, quantile, read
@@ -120,18 +120,18 @@ def test_a_backend_that_cannot_be_measured_is_refused_in_one_sentence(backend: s
     assert found is None if output is None else found is not None and output in found and "\n" not in found
 
 
-@pytest.mark.parametrize(("text", "found"), [("0", Beside()), ("3", Beside(3))])
-def test_what_runs_beside_is_read(text: str, found: Beside) -> None:
-    assert Beside.parse(text) == found
-    assert Beside.parse("loader") == Beside(machine.usable_cores(), loaders=True)
+@pytest.mark.parametrize(("text", "found"), [("0", BackgroundLoad()), ("3", BackgroundLoad(3))])
+def test_what_runs_beside_is_read(text: str, found: BackgroundLoad) -> None:
+    assert BackgroundLoad.parse(text) == found
+    assert BackgroundLoad.parse("loader") == BackgroundLoad(machine.usable_cores(), loaders=True)
     for wrong in ("", "-1", "loaders", "2.5"):
         with pytest.raises(ValueError, match="neither a number of processes up to 9999 nor 'loader'"):
-            Beside.parse(wrong)
+            BackgroundLoad.parse(wrong)
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("beside", [Beside(2), Beside(1, loaders=True)])
-def test_what_runs_beside_is_busy_and_ends(beside: Beside) -> None:
+@pytest.mark.parametrize("beside", [BackgroundLoad(2), BackgroundLoad(1, loaders=True)])
+def test_what_runs_beside_is_busy_and_ends(beside: BackgroundLoad) -> None:
     def children() -> set[str]:
         return {
             child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
@@ -160,14 +160,29 @@ def test_quantiles_are_values_of_the_list() -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_a_run_of_all_operations_is_right_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, table, beside = tmp_path / "bench.json", tmp_path / "rows.csv", list[Beside]()
+    path, table, beside = tmp_path / "bench.json", tmp_path / "rows.csv", list[BackgroundLoad]()
     monkeypatch.setattr(launch, "running", lambda wanted: nullcontext(beside.append(wanted)))
-    typed = ["bench", *OPS, "--sizes", "20K", "-w", "1", "-o", "avg", "-r", "1", "--seconds", "4", "--beside", "1"]
+    typed = [
+        "bench",
+        *OPS,
+        "--sizes",
+        "20K",
+        "-w",
+        "1",
+        "-o",
+        "avg",
+        "-r",
+        "1",
+        "--seconds",
+        "4",
+        "--background-load",
+        "1",
+    ]
     typed += ["--backend", BACKEND, "--against", "gloo,nccl", "--device", "cpu", "--csv", str(table)]
     assert entry.main([*typed, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["absent"] == [{"side": "nccl", "reason": "serves CUDA tensors only"}]
-    assert beside == [Beside(1)] and found["failure"] is None and found["machine"]["cores"] >= 1
+    assert beside == [BackgroundLoad(1)] and found["failure"] is None and found["machine"]["cores"] >= 1
     rows, here = read(path)
     assert list(dict.fromkeys(row.wanted.op for row in rows)) == list(OPS) and here["cpu"] == machine.cpu_model()
     assert [record for row in rows for record in row.records()] == found["rows"]

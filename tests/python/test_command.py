@@ -157,7 +157,10 @@ def test_one_corrupt_trace_is_named_and_the_others_are_shown(
     ("typed", "says"),
     [
         *((f"--sizes=8,{value}", "not a size") for value in (*ODD, "", "²")),
-        *((f"--beside={value}", "neither a number of processes up to 9999 nor") for value in ("10000", "-1", "x", "²")),
+        *(
+            (f"--background-load={value}", "neither a number of processes up to 9999 nor")
+            for value in ("10000", "-1", "x", "²")
+        ),
     ],
 )
 def test_bench_refuses_odd_sizes_and_processes(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,6 @@ of calls on CPU (`timing`, `rank`), events and graphs on GPUs (`gpu`). How a cel
    results, and of one call after each burst of the others.
 
 Conventions for sizes and bus bandwidth: `ops`. Memory limit: `limits`. Modules, from leaf to root: `units`, `pattern`,
-`ops`, `limits`, `machine`, `beside`, `request`, `record`, `timing`, `rank`, `launch`, `links`, `gpu`, `cuda`,
-`columns`, `axes`, `plot`, `command`.
+`ops`, `limits`, `machine`, `background_load`, `request`, `record`, `timing`, `rank`, `launch`, `links`, `gpu`, `cuda`,
+`with_products`, `columns`, `axes`, `plot`, `command`.
 """

@@ -24,23 +24,31 @@ while os.getppid() == parent:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """The number of processes, which compute, or stream memory like data loaders (``loaders``)."""
+class BackgroundLoad:
+    """The number of processes, which compute, or stream memory like data loaders (``loaders``).
+
+    ``products``: no processes; each rank's GPU multiplies matrices.
+    """
 
     count: int = 0
     loaders: bool = False
+    products: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Beside:
-        """Parses ``"2"``, or ``"loader"``: one for each core.
+    def parse(cls, text: str) -> BackgroundLoad:
+        """Parses ``"2"``, ``"loader"`` (one for each core) or ``"matmul"``.
 
         Raises:
             ValueError: it is neither.
         """
         if text == "loader":
             return cls(usable_cores(), loaders=True)
+        if text == "matmul":
+            return cls(products=True)
         if not (text.isascii() and text.isdigit() and len(text) < 5):
-            raise ValueError(f"--beside: {text!r} is neither a number of processes up to 9999 nor 'loader'")
+            raise ValueError(
+                f"--background-load: {text!r} is neither a number of processes up to 9999 nor 'loader' or 'matmul'"
+            )
         return cls(int(text))
 
     def __str__(self) -> str:
@@ -48,10 +56,10 @@ class Beside:
 
 
 @contextmanager
-def running(beside: Beside) -> Iterator[None]:
+def running(load: BackgroundLoad) -> Iterator[None]:
     """Runs the processes in this session, and so in the scheduling group of the ranks that it starts."""
-    code = f"import os\nparent = {os.getpid()}\n{_STREAM if beside.loaders else _COMPUTE}"
-    processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(beside.count)]
+    code = f"import os\nparent = {os.getpid()}\n{_STREAM if load.loaders else _COMPUTE}"
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(load.count)]
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from torch_symm.tools.command import Parser, closest, count, overloaded, positiv
 from .units import LIMIT_S, format_size, parse_size
 
 if TYPE_CHECKING:
+    from .cuda import How
     from .machine import Machine
     from .record import Absent, Found
     from .request import Wanted
@@ -37,6 +38,7 @@ def parser() -> Parser:
             ("all_reduce -b 8 -e 64M -f 4 -g 2", "sizes from 8 bytes to 64 MiB on 2 ranks"),
             ("all_reduce all_gather -b 1K -e 1M -f 4 -d bf16 --against gloo", "two operations, Gloo in the same run"),
             ("all_reduce -b 64K -e 64M -f 2 --against gloo --plot out.html", "curves and table in one file"),
+            ("all_gather all_reduce --sizes 16M,64M -d bf16 --background-load matmul", "while GPUs multiply matrices"),
             ("all_reduce_perf --device cuda -g 4 -b 8 -e 256M -f 2 --against nccl,torch", "on 4 GPUs"),
         ],
     )
@@ -62,7 +64,12 @@ def parser() -> Parser:
     made.add_argument("--sizes", help="these sizes, by commas, in place of -b, -e, -f and -i")
     made.add_argument("-n", "--iters", type=count, default=20, help="timed calls (default: 20)")
     made.add_argument("--seconds", type=positive, help="to spend, about, in place of -n; on CPU all calls are checked")
-    made.add_argument("--beside", metavar="N", default="0", help="on CPU: busy processes besides; loader: one per core")
+    made.add_argument(
+        "--background-load",
+        metavar="LOAD",
+        default="0",
+        help="on CPU: number of busy processes; loader: one per core; on GPUs: matmul, matrix products on each GPU",
+    )
     made.add_argument("-w", "--warmup_iters", type=whole, default=5, help="untimed calls before (default: 5)")
     made.add_argument("-c", "--check", type=whole, default=1, help="calls whose result is compared (default: 1)")
     made.add_argument("-o", "--op", default="sum", help="sum, prod, min, max, avg, several, or all")
@@ -125,6 +132,8 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     several = bool(todo.against)
     for line in heading(todo, given, here):
         say(f"# {line}")
+    if given.background_load == "matmul":
+        return _with_products(todo, given, asdict(here), say)
     rows: list[Found] = []
     absent: list[Absent] = []
     failure = ""
@@ -165,6 +174,39 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     return int(bool(failure) or lost or any(one.wrong for one in rows))
 
 
+def _with_products(todo: Plan, given: argparse.Namespace, here: dict[str, object], say: Callable[[str], None]) -> int:
+    """Measures and prints the rows while products run; 1 if a row of symm is missing or a rank failed."""
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+    from . import cuda, with_products
+    from .gpu.record import Measured
+
+    for line in with_products.heading():
+        say(f"# {line}")
+    cells: list[Measured] = []
+    absent, failure = [], ""
+    try:
+        for message in cuda.run_with_products(todo.rows, todo.against, _how(given)):
+            if isinstance(message, Measured):
+                for line in with_products.lines(message, cells[-1].cell if cells else None):
+                    say(line)
+                cells.append(message)
+            else:
+                absent.append(asdict(message))
+                say(f"# left out: {message.side}: {message.reason}")
+    except (ProcessRaisedException, ProcessExitedException, RuntimeError) as error:
+        failure = str(error).strip()
+        print(f"failed after {len(cells)} of {len(todo.rows)} rows: {failure}", file=sys.stderr)
+    rows = [record for cell in cells for record in with_products.records(cell)]
+    found = {"machine": here, "arguments": sys.argv[1:], "absent": absent, "rows": rows, "failure": failure or None}
+    if given.json == "-":
+        print(json.dumps(found, indent=1))
+    elif given.json:
+        Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
+    measured = [cell for cell in cells if cell.figures["symm"].overlap]
+    return int(bool(failure) or len(measured) < len(todo.rows))
+
+
 def _draw(parser: Parser, given: argparse.Namespace) -> int:
     from . import plot
     from .record import read
@@ -197,7 +239,7 @@ def plan(parser: Parser, given: argparse.Namespace) -> Plan:
     import torch
 
     from . import request
-    from .background_load import Beside
+    from .background_load import BackgroundLoad
 
     gpus = torch.cuda.device_count()
     device = given.device or ("cuda" if gpus > 1 else "cpu")
@@ -215,7 +257,11 @@ def plan(parser: Parser, given: argparse.Namespace) -> Plan:
         sizes = request.sizes(least, most, given.stepfactor, step or (None if given.stepfactor else 1 << 20))
         if given.sizes:
             sizes = [parse_size(size) for size in given.sizes.split(",")]
-        Beside.parse(given.beside)
+        load = BackgroundLoad.parse(given.background_load)
+        if load.products and device != "cuda":
+            raise ValueError("--background-load matmul: needs at least two GPUs, and measures nothing on CPU tensors")
+        if load != BackgroundLoad() and not load.products and device == "cuda":
+            raise ValueError(f"--background-load {given.background_load}: on CPU tensors only; GPUs have matmul")
         roots = list(range(world)) if given.root is None else [given.root]
         if not all(0 <= root < world for root in roots):
             raise ValueError(f"-r {given.root}: ranks are 0 to {world - 1}")
@@ -244,8 +290,8 @@ def heading(plan: Plan, given: argparse.Namespace, here: Machine) -> Iterator[st
     yield "time: median of the calls, each its slowest rank's; busbw: factors of nccl-tests' PERFORMANCE.md"
     if busy := overloaded():
         yield f"warning: {busy}, so these times say little"
-    if given.beside != "0":
-        yield f"processes besides the ranks: {given.beside}"
+    if given.background_load != "0":
+        yield f"background load: {given.background_load}"
     if plan.device == "cpu" and plan.world > here.cores:
         yield f"{plan.world} ranks on {here.cores} cores wait for each other's time slices"
 
@@ -265,7 +311,13 @@ def _measured(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent 
 def _on_gpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent]:
     from . import cuda
 
-    how = cuda.How(
+    yield from cuda.run(plan.rows, plan.against, _how(given))
+
+
+def _how(given: argparse.Namespace) -> How:
+    from . import cuda
+
+    return cuda.How(
         calls=given.iters,
         warmup=given.warmup_iters,
         checks=given.check,
@@ -274,12 +326,11 @@ def _on_gpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent]:
         still_s=given.limit,
         seconds=given.seconds or float("inf"),
     )
-    yield from cuda.run(plan.rows, plan.against, how)
 
 
 def _on_cpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent | str]:
     from . import launch
-    from .background_load import Beside
+    from .background_load import BackgroundLoad
     from .record import Absent
 
     sides = [given.backend]
@@ -292,10 +343,8 @@ def _on_cpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent |
         elif name not in sides:
             sides.append(name)
     calls = (given.iters, given.warmup_iters, given.check)
-    beside = Beside.parse(given.beside)
-    yield from launch.measure(
-        plan.world, sides, plan.rows, *calls, bool(given.plot), given.limit, given.seconds, beside
-    )
+    load = BackgroundLoad.parse(given.background_load)
+    yield from launch.measure(plan.world, sides, plan.rows, *calls, bool(given.plot), given.limit, given.seconds, load)
 
 
 def _progress(plan: Plan, done: int) -> None:

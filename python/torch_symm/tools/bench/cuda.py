@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from . import links, machine
-from .gpu.contenders import cpu_sides
+from .gpu.contenders import cpu_sides, sides_with_products
 from .gpu.engines import all_sides
 from .gpu.exact_inputs import IN_PLACE
 from .gpu.launch import PATIENT_SETTINGS, STILL_S, Options, measure
@@ -25,6 +25,9 @@ AGAINST = {
     "flashinfer": ("flashinfer", "flashinfer one-shot"),
     "gloo": ("gloo",),
 }
+
+#: Turns of each side while products run.
+PRODUCT_TURNS = 5
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,33 @@ def run(rows: Sequence[Wanted], against: Sequence[str], how: How) -> Iterator[Fo
     rate = _link_rate(world) if how.limit and how.device == "cuda" else 0.0
     for message in measure(options):
         yield Absent(message.side, message.reason) if isinstance(message, GpuAbsent) else _found(message, how, rate)
+
+
+def run_with_products(rows: Sequence[Wanted], against: Sequence[str], how: How) -> Iterator[GpuAbsent | Measured]:
+    """Yields the rows, measured while products run, and sides that are not available. Raises as :func:`run`."""
+    for name, value in (machine.MULTICAST_SETTINGS | PATIENT_SETTINGS).items():
+        os.environ.setdefault(name, value)
+    on_gpus = how.device == "cuda"
+    sides = ["symm", "symm pool", "nccl", "copies"] if on_gpus else ["symm"]
+    sides += [side for name in against for side in AGAINST.get(name, ()) if side not in sides]
+    yield from measure(
+        Options(
+            world=rows[0].world,
+            device=how.device,
+            makers=sides_with_products if on_gpus else cpu_sides,
+            sides=tuple(sides),
+            ops=(),
+            dtypes=(),
+            sizes=(),
+            seconds=how.seconds,
+            turns=min(MAX_TURNS, max(PRODUCT_TURNS, -(-how.calls // 20))),
+            still_s=how.still_s,
+            warmup=how.warmup,
+            checks=how.checks,
+            rows=tuple(_cell(wanted) for wanted in rows),
+            products=True,
+        )
+    )
 
 
 def _cell(wanted: Wanted) -> Cell:

@@ -14,7 +14,7 @@ from torch_symm.launch.messages import reported
 from torch_symm.launch.watch import Progress, RankActivity, StalledError, Watch, stopped
 
 from . import rank as rank_process
-from .background_load import Beside, running
+from .background_load import BackgroundLoad, running
 from .record import Found
 from .request import Wanted
 from .timing import FIXED_ROUNDS, MAX_BURST, MAX_ROUNDS, MAX_SAMPLES, SharedTensors
@@ -48,11 +48,11 @@ def measure(
     bandwidth: bool,
     limit_s: float = LIMIT_S,
     seconds: float | None = None,
-    beside: Beside = Beside(),  # noqa: B008 - frozen
+    load: BackgroundLoad = BackgroundLoad(),  # noqa: B008 - frozen
 ) -> Iterator[Found]:
     """Yields all ``rows`` on all ``sides``, in the same processes; ``bandwidth``: with the one of plain copies.
 
-    ``seconds``: approximate time, in place of a number of ``calls``. ``beside``: other processes to run meanwhile.
+    ``seconds``: approximate time, in place of a number of ``calls``. ``load``: other processes to run meanwhile.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
@@ -74,7 +74,7 @@ def measure(
             world, tuple(sides), tuple(rows), rendezvous, calls, warmup, checks, bandwidth, patience, deadline
         )
         given = (task, shared, progress, results)
-        with running(beside), ranks.started(rank_process.main, given, world) as started:
+        with running(load), ranks.started(rank_process.main, given, world) as started:
 
             def watched() -> None:
                 if doing := watch.stuck():

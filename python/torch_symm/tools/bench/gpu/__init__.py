@@ -37,6 +37,8 @@ and all_to_all (input). send/recv is a ping-pong of ranks 0 and 1, and its time 
 NVLink multicast is switched off for every side unless the environment says otherwise (`machine.MULTICAST_SETTINGS`),
 and NCCL's watchdog ends calls instead of processes (`launch.PATIENT_SETTINGS`).
 
-Modules, from leaf to root: `inputs`, `calls`, `torch_calls`, `meeting`, `clock`, `sides`, `record`, `process`, `cell`,
-`rank`, `launch`.
+`overlap` measures the same calls while matrix products run on the GPU.
+
+Modules, from leaf to root: `inputs`, `calls`, `torch_calls`, `copies`, `rank_sync`, `clock`, `contenders`, `record`,
+`process`, `cell`, `overlap`, `rank`, `launch`.
 """

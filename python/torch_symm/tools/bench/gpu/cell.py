@@ -30,10 +30,10 @@ def calls_for(size: int) -> int:
 
 def measure(process: Process, cell: Cell, turns: int, seed: int) -> Measured:
     """Measures ``cell`` on all sides of ``process``. Called by all ranks."""
-    return _Bench(process, cell, turns, seed).measured()
+    return CellBench(process, cell, turns, seed).measured()
 
 
-class _Bench:
+class CellBench:
     """A cell, its tensors, and the figures so far."""
 
     def __init__(self, process: Process, cell: Cell, turns: int, seed: int) -> None:
@@ -48,6 +48,7 @@ class _Bench:
         self._figures: dict[str, Figure] = {}
 
     def measured(self) -> Measured:
+        """Measures all sides. Called by all ranks."""
         cell, ready = self._cell, Ready()
         for number, side in list(self._process.sides.items()):
             build = self._builder(side)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torch_symm._torch_compat import new_group
 
-from . import torch_calls
+from . import copies, torch_calls
 from .calls import OPS, nccl_barrier
 from .inputs import Call, Place, Setting
 
@@ -164,6 +164,18 @@ def _torch(name: str, builders: Callable[[Any], Builders], limit: int | None = N
     return make
 
 
+def _copies(device: torch.device, size: int) -> Side:
+    import torch_symm.symm_mem as symm_mem
+
+    group = _new("symm", device)
+    source = symm_mem.empty(size, dtype=torch.uint8, device=device)
+    handle = symm_mem.rendezvous(source, group)
+    peers = [rank for rank in range(group.size()) if rank != group.rank()]
+    sources = [handle.get_buffer(peer, (size,), torch.uint8) for peer in peers]
+    place = Place(source, torch.empty(size, dtype=torch.uint8, device=device))
+    return Side("copies", group, place, builders=copies.builders(dict(zip(peers, sources, strict=True))), keep=[handle])
+
+
 def _low_contention(_handle: object) -> Builders:
     found = {
         "all_gather": torch_calls.low_contention_all_gather,
@@ -187,6 +199,11 @@ def gpu_sides() -> dict[str, Maker]:
         "torch low contention": _torch("torch low contention", _low_contention),
         "torch barrier": _torch("torch barrier", lambda it: {"barrier": torch_calls.signal_pad_barrier(it)}, 16),
     }
+
+
+def sides_with_products() -> dict[str, Maker]:
+    """Returns the sides that run while products do: those on GPUs, and the bound."""
+    return {**gpu_sides(), "copies": _copies}
 
 
 def cpu_sides() -> dict[str, Maker]:

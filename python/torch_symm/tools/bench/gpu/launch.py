@@ -41,6 +41,7 @@ PATIENT_SETTINGS = {
 class Options:
     """The run. ``seconds``: the time after which no further cell starts; ``still_s``: when a rank counts as hanging.
 
+    ``products``: measures calls while matrix products run (`overlap`).
     ``rows``: cells in place of every combination of ``ops``, ``dtypes`` and ``sizes``.
     """
 
@@ -58,6 +59,7 @@ class Options:
     checks: int = 1
     rows: tuple[Cell, ...] = ()
     entrances: Entrances | None = None
+    products: bool = False
 
 
 def cells(options: Options) -> list[Cell]:
@@ -125,6 +127,7 @@ def _start(
             warmup=options.warmup,
             checks=options.checks,
             entrances=options.entrances,
+            products=options.products,
         )
         watch = Watch(meeting.progress, START_S, options.still_s)
 

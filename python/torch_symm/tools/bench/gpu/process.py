@@ -25,6 +25,7 @@ Entrances: TypeAlias = Callable[[Setting, Cell, Call, Side], Mapping[str, Call]]
 class Task:
     """The task of all ranks. ``seconds``: a run that is late gets few turns, and ends when the time is over.
 
+    ``products``: the calls are measured while matrix products run.
     ``warmup`` untimed calls of a side precede its timed ones; ``checks`` of its results are compared, 0: none of them.
     """
 
@@ -39,6 +40,7 @@ class Task:
     warmup: int = 0
     checks: int = 1
     entrances: Entrances | None = None
+    products: bool = False
 
 
 class Process:

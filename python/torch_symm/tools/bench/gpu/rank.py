@@ -10,6 +10,7 @@ from multiprocessing.queues import Queue
 import torch
 import torch.distributed as dist
 
+from . import overlap
 from .cell import measure
 from .contenders import GROUP_TIMEOUT
 from .process import Message, Process, Task
@@ -57,7 +58,7 @@ def main(rank: int, task: Task, meeting: Meeting, results: Queue[Message]) -> No
         if turns == 0 or not process.sides:
             break
         process.cell = number
-        report(measure(process, cell, turns, number))
+        report((overlap.measure if task.products else measure)(process, cell, turns, number))
         gc.collect()
     process.cell = None
     process.sides.clear()

@@ -9,7 +9,7 @@ import torch
 from torch_symm.launch.watch import Progress
 
 MAX_TURNS = 16
-MODES = ("graph", "eager", "host", "group", "backend", "launch", "operator")
+MODES = ("graph", "eager", "host", "group", "backend", "launch", "operator", "products", "together")
 TEXT_BYTES = 1200
 # Longer than the launcher lets a run stall.
 PATIENCE_S = 200.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,31 @@ class Cell:
 OURS = ("symm", "symm pool")
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """Times in µs of a chain of ``calls`` calls, of a chain of products, and of both at once."""
+
+    calls: int
+    alone_us: float
+    products_us: float
+    together_us: float
+
+    @property
+    def call_us(self) -> float:
+        """Time of a call while nothing else runs."""
+        return self.alone_us / self.calls
+
+    @property
+    def lost(self) -> float:
+        """(together - longer) / shorter: 0 is perfect overlap, 1 is one after the other."""
+        longer, shorter = max(self.alone_us, self.products_us), min(self.alone_us, self.products_us)
+        return (self.together_us - longer) / shorter
+
+    def record(self) -> dict[str, float]:
+        """Everything by name."""
+        return {**asdict(self), "call_us": self.call_us, "lost": self.lost}
+
+
 @dataclass
 class Figure:
     """One side in one cell: µs per call, the median over turns, and the turns. ``note``: why a figure is missing.
@@ -43,6 +68,7 @@ class Figure:
     graph_turns: list[float] = field(default_factory=list)
     eager_turns: list[float] = field(default_factory=list)
     note: str | None = None
+    overlap: Overlap | None = None
 
     def us(self, mode: str) -> float | None:
         """The figure of ``mode``: graph, eager or host."""
