@@ -128,7 +128,9 @@ def use(model: torch.nn.Module) -> None:
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ValueError("torch_symm.fsdp.use: no module was passed to fully_shard yet")
-    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    # By identity: torch takes meshes of the same ranks and names for equal, whatever their groups.
+    found = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    meshes = {id(mesh): mesh for mesh in found}.values()
     groups = [(group, mesh.device_type) for mesh in meshes for group in mesh.get_all_groups()]
     if not any(isinstance(group._get_backend(torch.device(kind)), load().ProcessGroupSymm) for group, kind in groups):
         names = ", ".join(sorted({dist.get_backend(group) for group, _ in groups}))

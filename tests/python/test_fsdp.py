@@ -135,6 +135,10 @@ def alternatives(rank: int, world: int) -> None:
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert not backend.supports_tensor_alloc(torch.device("cpu"))
     assert all(map(torch.equal, usual, train(model, rank)))
+    if hasattr(model, "set_symm_mem_for_comm"):
+        model = new_model({"set_symm_mem_for_comm": "SYMM"}, world)
+        with pytest.raises(RuntimeError, match="did not find backend for device type cpu"):
+            train(model, rank)
 
 
 def test_memory_from_the_group_on_cpu_tensors() -> None:
