@@ -46,6 +46,8 @@ class Buffers:
         """Allocates nothing yet."""
         #: By device index and size in bytes; size 0 is shared by all sizes after the first ``MAX_SIZES``.
         self._pools: dict[tuple[int, int], Any] = {}
+        #: Whether a device can have such memory, by its index.
+        self._symmetric: dict[int, bool] = {}
         # torch rejects a pool that two threads use. Backward passes have threads of their own.
         self._lock = RLock()
 
@@ -61,7 +63,9 @@ class Buffers:
         if device.type != "cuda" or bytes_ < MIN_BYTES:
             return torch.empty(*size, dtype=dtype, device=device)
         index = torch.cuda.current_device() if device.index is None else device.index
-        if not load()._supports_symm_mem(index):
+        if index not in self._symmetric:
+            self._symmetric[index] = bool(load()._supports_symm_mem(index))
+        if not self._symmetric[index]:
             return torch.empty(*size, dtype=dtype, device=device)
         with self._lock, torch.cuda.use_mem_pool(self._pool(index, bytes_), index):
             return torch.empty(*size, dtype=dtype, device=device)
