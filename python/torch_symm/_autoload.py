@@ -1,6 +1,7 @@
 """Makes the name ``symm`` and the schemes ``symm://`` and ``symm+file://`` known to torch.
 
-Runs at every ``import torch``: imports nothing but torch and this file, writes nothing and never raises.
+Runs at every ``import torch``: imports nothing but torch and this file (before 2.15 also ``_torch_compat``), writes
+nothing and never raises.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def autoload() -> None:
         if "symm" not in dist.Backend.backend_list:
             register: Any = dist.Backend.register_backend
             register("symm", create, extended_api=True, devices=devices())
+        if not hasattr(dist.distributed_c10d, "_get_backend_name_for_device"):  # before 2.15
+            import_module("torch_symm._torch_compat").compare_split_sources()
         # The package may also name the function `rendezvous`.
         rendezvous = import_module("torch.distributed.rendezvous")
         for scheme, function in _SCHEMES.items():

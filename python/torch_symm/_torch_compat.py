@@ -47,6 +47,29 @@ def record_without_torch() -> None:
         recording.add("symm")
 
 
+def compare_split_sources() -> None:
+    """Keeps torch from splitting the default group's backend for a new group if symm is one of the two.
+
+    With ``device_id``, torch before 2.15 splits it without comparing the two backends: NCCL rejects a symm group as
+    the parent, and for a symm group under an NCCL one the ranks outside it wait in NCCL's split, which no member calls.
+    Calling it again does nothing.
+    """
+    there: Any = distributed_c10d
+    usual = getattr(there, "_get_split_source", None)
+    if usual is None or usual.__code__.co_argcount > 1:  # from 2.15 on, and after the first call
+        return
+
+    def get_split_source(pg: Any, requested: Any = None) -> Any:
+        found = usual(pg)
+        requested = requested or sys._getframe(1).f_locals.get("backend")  # which torch does not pass
+        if found is None or pg.bound_device_id is None:
+            return found
+        names = f"{requested},{there._world.pg_map[pg][0]}".lower().split(",")
+        return found if {"symm", f"{pg.bound_device_id.type}:symm"}.isdisjoint(names) else None
+
+    there._get_split_source = get_split_source
+
+
 def new_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
     """``dist.new_group`` with one type for all versions; the result on a rank that is not a member must not be used."""
     group: Any = dist.new_group(ranks, **options)

@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import init, meet, run_ranks
+from ranks import file_store, init, meet, run_ranks
+from torch.distributed import distributed_c10d
+from torch_symm import _torch_compat
 from torch_symm._autoload import devices
 
 CPU = torch.device("cpu")
@@ -123,6 +125,72 @@ def test_beside_gloo() -> None:
         dist.destroy_process_group()
 
     run_ranks(body, 2, backend=None)
+
+
+def split_sources(rank: int, world: int) -> None:
+    c10d: Any = distributed_c10d
+    splits: list[str] = []
+
+    def split(parent: Any) -> None:
+        if parent and not isinstance(parent, Nccl):
+            raise TypeError("incompatible function arguments")
+        splits.extend(["member"] * bool(parent))
+
+    class Nccl(torch_symm.ProcessGroupSymm):
+        """Stands in for ``ProcessGroupNCCL``, which needs a GPU."""
+
+        class Options:
+            split_from = property(None, lambda self, parent: split(parent))
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
+            super().__init__(store, rank, size, timedelta(seconds=30), "nccl")
+
+        def perform_nocolor_split(self, device: torch.device) -> None:
+            splits.append("other")
+
+    def create(given: Any, options: Any) -> Any:
+        split(given.split_from)
+        return Nccl(given.store, given.group_rank, given.group_size)
+
+    default: Any = dist.group.WORLD
+    source = backend_of()
+    default.bound_device_id = torch.device("cuda", 0)
+
+    def get_split_source(pg: Any, *_: Any) -> Any:
+        """As in torch before 2.15, which takes the default group's backend whatever the new group's is."""
+        return source
+
+    def new(backend: str, *members: int) -> None:
+        """As ``dist.new_group``, which would also use the device."""
+        place, name = members.index(rank) if rank in members else None, f"{backend} of {len(members)}"
+        given = (len(members), place, list(members), c10d.Backend(backend), file_store(name, world), name)
+        made, _ = c10d._new_process_group_helper(*given, timeout=timedelta(seconds=30))
+        assert made == dist.GroupMember.NON_GROUP_MEMBER if place is None else made.size() == len(members)
+
+    c10d.ProcessGroupNCCL, c10d._get_split_source = Nccl, get_split_source
+    if hasattr(c10d, "_register_builtin_nccl_backend"):  # from 2.14 on
+        c10d.Backend._plugins["NCCL"] = c10d.Backend._BackendPlugin(create, True)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        new("nccl", 0, 1)
+    for _ in range(2):
+        _torch_compat.compare_split_sources()
+    for backend in ("nccl", "symm", "gloo", "cpu:symm,cuda:nccl"):
+        new(backend, 0, 1)
+    assert splits == []
+    # Now with an NCCL group as the default: its split is a call that all ranks make, or none.
+    source = Nccl(file_store("default", world), rank, world)
+    c10d._world.pg_map[default] = "cpu:gloo,cuda:nccl", c10d._world.pg_map[default][1]
+    for backend in ("symm", "cpu:gloo,cuda:symm"):
+        new(backend, 0)
+    assert splits == []
+    for backend in ("nccl", "cpu:symm,cuda:nccl"):
+        new(backend, 0)
+    assert splits == ["other" if rank else "member"] * 2
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
+def test_only_a_group_of_the_same_backend_is_split_from_the_default_group() -> None:
+    run_ranks(split_sources, 2)
 
 
 def test_registered_for_whole_device_names() -> None:

@@ -118,6 +118,7 @@ def main(rank: int, task: Task, _barrier: Barrier, _stop: torch.Tensor, results:
             rank=rank,
             world_size=max(task.worlds),
             timeout=GROUP_TIMEOUT,
+            device_id=device if task.device == "cuda" else None,
         )
         for world in task.worlds:
             there, group, missing = sides(world, rank, device)
