@@ -256,6 +256,30 @@ def test_another_version_of_vllm_is_left_alone_with_one_warning(change: int, tmp
     run_ranks(other_versions, 1, changed, said, backend=None, env=ON)
 
 
+def without_native_part(rank: int, world: int, folder: Path, error: Exception) -> None:
+    vllm_doubles.use(folder)
+    from torch_symm.engines import _common
+    from torch_symm.engines.vllm import USUAL, register
+    from vllm.platforms import current_platform
+
+    def load() -> None:
+        raise error
+
+    _common.load = load  # type: ignore[assignment]
+    logged, key = vllm_doubles.lines(), current_platform.pass_key
+    register()
+    config = vllm_doubles.config()
+    current_platform.check_and_update_config(config)
+    assert current_platform.get_device_communicator_cls() == USUAL
+    assert key not in config.compilation_config.inductor_compile_config
+    assert len(logged) == 1 and logged[0].endswith(f"vLLM uses its own collectives: {error}"), logged
+
+
+@pytest.mark.parametrize("error", (ImportError("torch_symm serves torch 2.11"), OSError("libcuda.so.1: cannot open")))
+def test_without_the_native_part_vllm_is_left_alone_with_one_warning(error: Exception, tmp_path: Path) -> None:
+    run_ranks(without_native_part, 1, vllm_doubles.write(tmp_path), error, backend=None, env=ON)
+
+
 def quantized_by_vllm(op: Any, place: dict[str, int], **given: Any) -> list[torch.Tensor]:
     from torch._higher_order_ops.auto_functionalize import auto_functionalized
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -41,6 +42,31 @@ def problem(owner: type, expected: Expected) -> str:
             had, wants = ", ".join(names), ", ".join(wanted)
             return f"{owner.__qualname__}.{name} has the parameters ({had}), not ({wants}); this version was not tested"
     return ""
+
+
+def native_problem() -> str:
+    """Returns why the native part of torch-symm cannot be loaded; empty if it can."""
+    try:
+        load()
+    except (ImportError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def join(log: logging.Logger, engine: str, group: Any, *, one_node: bool = False) -> Any:
+    """Returns a symm group of the ranks of ``group``, an engine's object; on all of them ``None`` if it cannot be made.
+
+    The first of the ranks logs which of the two it is. Arguments as of :func:`start`.
+    """
+    made, first = None, group.rank_in_group == 0
+    try:
+        made = start(group.cpu_group, group.device_group, group.ranks, one_node=one_node)
+    except Declined as reason:
+        if first:
+            log.warning("symm does not serve group %s, %s does: %s", group.unique_name, engine, reason)
+    if first and made is not None:
+        log.info("symm serves group %s of %s ranks", group.unique_name, group.world_size)
+    return made
 
 
 def start(
@@ -97,11 +123,7 @@ def start(
 def _why_not(ranks: Sequence[int]) -> str:
     if list(ranks) != sorted(ranks):
         return f"its ranks are in the order {list(ranks)}"
-    try:
-        load()
-    except (ImportError, OSError) as error:
-        return str(error)
-    return ""
+    return native_problem()
 
 
 def _from_all(cpu_group: Any, own: Any) -> list[Any]:

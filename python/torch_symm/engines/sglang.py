@@ -86,15 +86,7 @@ def _initialize(usual: Callable[..., None], self: Any, *given: Any, **named: Any
     if problem := _elastic(named):
         log.warning("symm does not serve group %s, SGLang does: %s", self.unique_name, problem)
         return
-    first = self.rank_in_group == 0
-    try:
-        setattr(self, _GROUP, _common.start(self.cpu_group, self.device_group, self.ranks, one_node=True))
-    except _common.Declined as reason:
-        if first:
-            log.warning("symm does not serve group %s, SGLang does: %s", self.unique_name, reason)
-        return
-    if first:
-        log.info("symm serves group %s of %s ranks", self.unique_name, self.world_size)
+    setattr(self, _GROUP, _common.join(log, "SGLang", self, one_node=True))
 
 
 def _elastic(named: dict[str, Any]) -> str:

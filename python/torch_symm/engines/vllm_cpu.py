@@ -85,7 +85,7 @@ class SymmDistributed:
     """
 
     def __init__(self, communicator: Any, fallback: Callable[[Any], Any] | None = None) -> None:
-        self._group: Any = _join(communicator)
+        self._group: Any = _common.join(log, "vLLM", communicator)
         self._instead: Any = None if self._group else (fallback or _theirs)(communicator)
         self._all_reduce, self._all_gather = AllreduceOptions(), AllgatherOptions()
 
@@ -169,17 +169,3 @@ class SymmDistributed:
 
     def _receive(self, tensor: torch.Tensor, src: int) -> None:
         self._group.recv([tensor], src, 0).wait()
-
-
-def _join(communicator: Any) -> Any:
-    """Returns a symm group of the communicator's ranks; on all of them ``None`` if any rank has no such group."""
-    first = communicator.rank_in_group == 0
-    try:
-        made = _common.start(communicator.cpu_group, communicator.device_group, communicator.ranks)
-    except _common.Declined as reason:
-        if first:
-            log.warning("symm does not serve group %s, vLLM does: %s", communicator.unique_name, reason)
-        return None
-    if first:
-        log.info("symm serves group %s of %s ranks", communicator.unique_name, communicator.world_size)
-    return made

@@ -11,8 +11,7 @@ import logging
 import os
 from typing import Any
 
-from torch_symm._native import load
-from torch_symm.engines import vllm_cpu
+from torch_symm.engines import _common, vllm_cpu
 from torch_symm.engines.vllm import _signatures
 
 __all__ = ["register"]
@@ -40,20 +39,12 @@ def register() -> None:
     if platform in _changed or not current_platform.is_cuda():
         return
     _changed.add(platform)
-    if problem := _native_problem() or _signatures.problem(platform, _signatures.PLATFORM):
+    if problem := _common.native_problem() or _signatures.problem(platform, _signatures.PLATFORM):
         log.warning("symm is off, and vLLM uses its own collectives: %s", problem)
         return
     _choose_communicator(platform)
     if choice == "1":
         _add_fusion(platform, current_platform.pass_key)
-
-
-def _native_problem() -> str:
-    try:
-        load()
-    except ImportError as error:
-        return str(error)
-    return ""
 
 
 def _choose_communicator(platform: Any) -> None:
