@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import vllm_doubles
-from norm_reference import numbers, reference, same_bits, to_dynamic_fp8, to_fp8
+from norm_reference import numbers, reference, same_bits
 from ranks import run_ranks
+from vllm_doubles import EPS, communicator
 
-CPU = torch.device("cpu")
-EPS = 1e-5
 ON = {"SYMM_VLLM": "1"}
-
-
-def communicator(sets: list[list[int]], name: str = "tp:0", groups: Any = None) -> Any:
-    from torch_symm.engines.vllm._communicator import SymmCommunicator
-
-    device_group, cpu_group = groups or vllm_doubles.groups(sets)
-    return SymmCommunicator(cpu_group=cpu_group, device=CPU, device_group=device_group, unique_name=name)
 
 
 def collectives(rank: int, world: int, folder: Path) -> None:
@@ -70,6 +62,88 @@ def test_collectives_of_tensor_parallel_groups_beside_pipeline_parallel_ones(tmp
     run_ranks(collectives, 6, vllm_doubles.write(tmp_path), backend="gloo")
 
 
+def several_dimensions(rank: int, world: int, folder: Path) -> None:
+    vllm_doubles.use(folder)
+    vllm_doubles.operators()
+    logged = vllm_doubles.lines()
+    axes = torch.arange(world).view(2, 2, 2)  # of data, pipeline and tensor parallelism
+    pairs, fours = axes.reshape(-1, 2).tolist(), axes.reshape(-1, 4).tolist()
+    over_data, over_stages = (
+        axes.permute(1, 2, 0).reshape(-1, 2).tolist(),
+        axes.permute(0, 2, 1).reshape(-1, 2).tolist(),
+    )
+    coms = {
+        name: communicator(sets, name)
+        for name, sets in {"tp:0": pairs, "pp:0": over_stages, "dp:0": over_data, "tp:1": fours}.items()
+    }
+    assert [name for name, com in coms.items() if com.symm is not None] == ["tp:0", "tp:1"]
+    operators: Any = torch.ops.symm_vllm
+    own, rest = numbers(rank, 3, 64, dtype=torch.bfloat16), numbers(99, 3, 64, dtype=torch.bfloat16)
+    weight = numbers(98, 64, dtype=torch.bfloat16)
+    for name, sets in (("tp:0", pairs), ("tp:1", fours)):
+        (members,) = (ranks for ranks in sets if rank in ranks)
+        all_ = [numbers(each, 3, 64, dtype=torch.bfloat16) for each in members]
+        assert same_bits(coms[name].all_reduce(own), sum(each.float() for each in all_).bfloat16())  # type: ignore[union-attr]
+        assert same_bits(coms[name].all_gather(own, 0), torch.cat(all_))
+        fused = operators.all_reduce_add_rms_norm(own, rest, weight, EPS, name)
+        assert all(map(same_bits, fused, reference(all_, rest, weight, EPS))), name
+    # Replicas of the model make different numbers of calls, and the stages of a pipeline at different times.
+    for _ in range(20 * (1 + rank // 4)):
+        coms["tp:0"].all_reduce(own)
+    for name in ("pp:0", "dp:0"):
+        coms[name].all_reduce(own)
+        assert coms[name].served == ["all_reduce"], name
+    for _ in range(3):
+        for name in ("tp:0", "tp:1"):
+            coms[name].all_reduce(own.t())
+    found = [line for line in logged if line.startswith("symm does not serve")]
+    assert len(found) == 2 and all("not contiguous" in line for line in found), found
+    assert "group tp:0" in found[0] and "group tp:1" in found[1]
+    coms["tp:0"].destroy()
+    assert coms["tp:1"].symm is not None
+    coms["tp:1"].all_reduce(own)
+    assert coms["tp:1"].served == ["all_reduce"] * 3 and coms["tp:0"].served == ["all_reduce"] * 3 + ["destroy"]
+
+
+def test_two_sets_of_tensor_parallel_groups_beside_pipeline_and_data_parallel_ones(tmp_path: Path) -> None:
+    run_ranks(several_dimensions, 8, vllm_doubles.write(tmp_path), backend="gloo")
+
+
+def rows_alone_and_among_others(rank: int, world: int, folder: Path) -> None:
+    vllm_doubles.use(folder)
+    from torch_symm.engines.vllm import OURS, register
+    from torch_symm.engines.vllm._fusion import SymmFusionPass
+    from vllm.platforms import current_platform
+
+    register()
+    config = vllm_doubles.config(pass_config=SimpleNamespace(fuse_allreduce_rms=False))
+    current_platform.check_and_update_config(config)
+    assert current_platform.get_device_communicator_cls() == OURS
+    assert isinstance(config.compilation_config.inductor_compile_config[current_platform.pass_key], SymmFusionPass)
+    com, operators = communicator([[0, 1, 2]]), torch.ops.symm_vllm
+    own, rest = (numbers(each, 1000, 512, dtype=torch.bfloat16) for each in (rank, 9))
+    weight, scale = numbers(8, 512, dtype=torch.bfloat16), torch.tensor(0.02)
+
+    def calls(first: int, last: int) -> list[torch.Tensor]:
+        given = own[first:last], rest[first:last], weight, EPS
+        return [
+            com.all_reduce(own[first:last]),
+            *operators.all_reduce_add_rms_norm(*given, "tp:0"),
+            *operators.all_reduce_add_rms_norm_fp8(*given, scale, "tp:0"),
+            *operators.all_reduce_add_rms_norm_dynamic_fp8(*given, "tp:0"),
+        ]
+
+    whole = calls(0, 1000)
+    for first, last in ((0, 1), (500, 501), (999, 1000), (3, 19), (100, 356)):
+        for part, all_ in zip(calls(first, last), whole, strict=True):
+            assert same_bits(part.view(torch.uint8), all_[first:last].contiguous().view(torch.uint8)), (first, last)
+
+
+def test_in_batch_invariant_mode_a_row_has_the_same_bits_alone_and_among_others(tmp_path: Path) -> None:
+    folder, env = vllm_doubles.write(tmp_path), ON | {"VLLM_BATCH_INVARIANT": "1"}
+    run_ranks(rows_alone_and_among_others, 3, folder, backend="gloo", env=env)
+
+
 def rejections(rank: int, world: int, folder: Path) -> None:
     vllm_doubles.use(folder)
     com = communicator([[0, 1]])
@@ -112,7 +186,7 @@ def failed_starts(rank: int, world: int, folder: Path) -> None:
     several = [vllm_doubles.groups([[0, 1]]) for _ in range(3)]
     if rank == 1:
         dist.new_group([1], backend="gloo", use_local_synchronization=True)
-    assert communicator([], groups=several[0]).symm is None
+    assert communicator([], made=several[0]).symm is None
     assert len(logged) == 1 and "different numbers of groups" in logged.pop()
     if rank == 0:
         dist.new_group([0], backend="gloo", use_local_synchronization=True)
@@ -126,18 +200,18 @@ def failed_starts(rank: int, world: int, folder: Path) -> None:
         return called
 
     _group.try_out = failing(try_out)
-    com = communicator([], groups=several[1])
+    com = communicator([], made=several[1])
     assert com.symm is None and _operators.GROUPS == {}
     # Rank 0 waited for rank 1, whose group ended.
     assert len(logged) == 1 and "SymmPeerError: " in logged[0] and "rank 1" in logged[0], logged
     assert torch.equal(com.all_reduce(torch.ones(3)), torch.full((3,), 2.0)) and com.served == ["all_reduce"]
     _group.try_out = try_out
-    com = communicator([], groups=several[2])
+    com = communicator([], made=several[2])
     assert com.symm is not None and com._warming is None  # Its model is not known to be dense
     com.destroy()
     _group.warm = failing(_group.warm)
     vllm.config.current = vllm_doubles.config()
-    com = communicator([], groups=several[2])
+    com = communicator([], made=several[2])
     assert com.symm is not None and com._warming is not None
     with pytest.raises(RuntimeError, match="unset SYMM_VLLM: no memory" if rank else "unset SYMM_VLLM: .*rank 1"):
         com.all_reduce(torch.ones(3))
@@ -278,159 +352,3 @@ def without_native_part(rank: int, world: int, folder: Path, error: Exception) -
 @pytest.mark.parametrize("error", (ImportError("torch_symm serves torch 2.11"), OSError("libcuda.so.1: cannot open")))
 def test_without_the_native_part_vllm_is_left_alone_with_one_warning(error: Exception, tmp_path: Path) -> None:
     run_ranks(without_native_part, 1, vllm_doubles.write(tmp_path), error, backend=None, env=ON)
-
-
-def quantized_by_vllm(op: Any, place: dict[str, int], **given: Any) -> list[torch.Tensor]:
-    from torch._higher_order_ops.auto_functionalize import auto_functionalized
-
-    results = auto_functionalized(op, **given)
-    return [results[index] for index in place.values()]
-
-
-def layers(static: bool, dynamic: bool) -> dict[str, Any]:
-    """Functions of input, residual, weight and scale, as vLLM writes the code after an all-reduce."""
-    ops: Any = torch.ops
-
-    def reduced(x: Any, group: str = "tp:0") -> Any:
-        return ops.vllm.all_reduce(x, group_name=group)
-
-    def norm(x: Any, r: Any, w: Any, **more: Any) -> Any:
-        return ops.vllm_ir.fused_add_rms_norm(reduced(x), r, w, EPS, **more)
-
-    def empty(x: Any) -> Any:
-        return torch.empty_like(x, dtype=torch.float8_e4m3fn)
-
-    def by_torch(x: Any, r: Any, w: Any, s: Any) -> Any:
-        normed, added = norm(x, r, w)
-        return (normed.float() * s.reciprocal()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), added
-
-    def by_vllm(x: Any, r: Any, w: Any, s: Any) -> Any:
-        normed, added = norm(x, r, w)
-        op = ops._C.static_scaled_fp8_quant.default
-        return *quantized_by_vllm(op, {"result": 1}, result=empty(x), input=normed, scale=s, group_shape=None), added
-
-    def with_norm(x: Any, r: Any, w: Any, s: Any) -> Any:
-        op = ops._C.fused_add_rms_norm_static_fp8_quant.default
-        given = {"result": empty(x), "input": reduced(x), "residual": r, "weight": w, "scale": s, "epsilon": EPS}
-        return quantized_by_vllm(op, {"result": 1, "residual": 2}, **given)
-
-    def rows_by_torch(x: Any, r: Any, w: Any, s: Any) -> Any:
-        normed, added = norm(x, r, w)
-        largest = normed.abs().max(-1)[0].unsqueeze(-1).to(torch.float32)
-        scales = (largest / 448.0).clamp(min=1 / (448 * 512))
-        return (normed.float() * scales.reciprocal()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), added, scales
-
-    def rows_by_vllm(x: Any, r: Any, w: Any, s: Any) -> Any:
-        normed, added = norm(x, r, w)
-        scales = torch.empty(x.shape[0], 1)
-        op = ops._C.dynamic_per_token_scaled_fp8_quant.default
-        given = {"result": empty(x), "input": normed, "scale": scales, "scale_ub": None}
-        rows, scales = quantized_by_vllm(op, {"result": 1, "scale": 2}, **given)
-        return rows, added, scales
-
-    def rows_with_norm(x: Any, r: Any, w: Any, s: Any) -> Any:
-        op = ops._C.rms_norm_dynamic_per_token_quant.default
-        given = {"result": empty(x), "input": reduced(x), "weight": w, "scale": torch.empty(x.shape[0], 1)}
-        place = {"result": 1, "residual": 3, "scale": 2}
-        return quantized_by_vllm(op, place, **given, epsilon=EPS, scale_ub=None, residual=r)
-
-    def used_twice(x: Any, r: Any, w: Any, s: Any) -> Any:
-        total = reduced(x)
-        return *ops.vllm_ir.fused_add_rms_norm(total, r, w, EPS), total
-
-    if static:
-        return {each.__name__: each for each in (by_torch, by_vllm, with_norm)}
-    if dynamic:
-        return {each.__name__: each for each in (rows_by_torch, rows_by_vllm, rows_with_norm)}
-    return {
-        "both": lambda x, r, w, s: norm(x, r, w),
-        "normed": lambda x, r, w, s: (norm(x, r, w)[0],),
-        "added": lambda x, r, w, s: (norm(x, r, w)[1],),
-        "used twice": used_twice,
-        "part of the row": lambda x, r, w, s: norm(x, r, w, variance_size=8),
-        "another group": lambda x, r, w, s: ops.vllm_ir.fused_add_rms_norm(reduced(x, "ep:0"), r, w, EPS),
-        "wide weight": lambda x, r, w, s: norm(x, r, w.double()),
-        "odd rows": lambda x, r, w, s: norm(x[:, :12].contiguous(), r[:, :12].contiguous(), w[:12].contiguous()),
-    }
-
-
-def fused(rank: int, world: int, folder: Path) -> None:
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    vllm_doubles.use(folder)
-    vllm_doubles.operators()
-    com = communicator([[0, 1]])
-    from torch_symm.engines.vllm._fusion import SymmFusionPass
-
-    operators, table = torch.ops.symm_vllm, select_decomp_table()
-    for dtype in (torch.bfloat16, torch.float32):
-        inputs = [numbers(each, 4, 64, dtype=dtype) for each in range(world)]
-        residual, weight = numbers(10, 4, 64, dtype=dtype), numbers(11, 64, dtype=dtype)
-        given = inputs[rank], residual, weight, torch.tensor(0.02)
-        normed, added = reference(inputs, residual, weight, EPS)
-        rows, scales = to_dynamic_fp8(normed)
-        kinds = [
-            ("all_reduce_add_rms_norm", layers(False, False), [normed, added]),
-            ("all_reduce_add_rms_norm_fp8", layers(True, False), [to_fp8(normed, given[3]), added]),
-            ("all_reduce_add_rms_norm_dynamic_fp8", layers(False, True), [rows, added, scales]),
-        ]
-        for name, written, wanted in kinds:
-            few = None if dtype == torch.bfloat16 else 1
-            for layer, function in list(written.items())[:few]:
-                graph = make_fx(function, decomposition_table=table, tracing_mode="fake")(*given)
-                before = graph(*given)
-                graph.graph.eliminate_dead_code()
-                SymmFusionPass()(graph.graph)
-                graph.graph.lint()
-                graph.recompile()
-                found = graph.graph.find_nodes(op="call_function", target=getattr(operators, name).default)
-                left = graph.graph.find_nodes(op="call_function", target=torch.ops.vllm.all_reduce.default)
-                is_fused = layer in ("both", "normed", "added") or name.endswith("fp8")
-                assert (len(found), len(left)) == (is_fused, not is_fused), (layer, graph.code)
-                for node in graph.graph.find_nodes(op="call_function", target=operator.getitem) if is_fused else []:
-                    index = node.args[1]
-                    if node.args[0] in found and isinstance(index, int):
-                        assert (
-                            node.meta["val"].dtype == wanted[index].dtype
-                            and node.meta["val"].shape == wanted[index].shape
-                        )
-                kept = given[1].clone()
-                after = graph(*given)
-                assert torch.equal(given[1], kept)
-                if is_fused:
-                    exact = {"normed": wanted[:1], "added": wanted[1:2]}.get(layer, wanted)
-                    assert all(map(same_bits, after, exact)), layer
-                for one, other in zip(after, before, strict=True):
-                    assert torch.allclose(
-                        one.float(), other.float(), rtol=0.13 if one.dtype.itemsize == 1 else 0.02, atol=1e-5
-                    ), layer
-    assert com.served == []
-
-
-def test_graphs_of_vllm_become_fused_operators(tmp_path: Path) -> None:
-    run_ranks(fused, 2, vllm_doubles.write(tmp_path), backend="gloo")
-
-
-def without_symm(rank: int, world: int) -> None:
-    vllm_doubles.operators()
-    from torch_symm.engines.vllm import _operators
-
-    assert _operators.GROUPS == {}
-    operators: Any = torch.ops.symm_vllm
-    dtype = torch.bfloat16
-    inputs = [numbers(each, 4, 64, dtype=dtype) for each in range(world)]
-    residual, weight, scale = numbers(10, 4, 64, dtype=dtype), numbers(11, 64, dtype=dtype), torch.tensor(0.02)
-    wanted, added = reference(inputs, residual, weight, EPS)
-    given = inputs[rank], residual, weight, EPS
-    normed, sum_ = operators.all_reduce_add_rms_norm(*given, "tp:0")
-    assert torch.equal(sum_, added) and torch.allclose(normed, wanted, rtol=0.02)
-    rows, _ = operators.all_reduce_add_rms_norm_fp8(*given, scale, "tp:0")
-    assert torch.allclose(rows.float(), to_fp8(wanted, scale).float(), rtol=0.13)
-    rows, _, scales = operators.all_reduce_add_rms_norm_dynamic_fp8(*given, "tp:0")
-    rows_, scales_ = to_dynamic_fp8(wanted)
-    assert torch.allclose(rows.float(), rows_.float(), rtol=0.13) and torch.allclose(scales, scales_, rtol=0.02)
-
-
-def test_a_cached_graph_still_runs_if_symm_does_not_serve_the_group() -> None:
-    run_ranks(without_symm, 2, backend="gloo")

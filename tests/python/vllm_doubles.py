@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+EPS = 1e-5
+
 PLATFORMS = """
 class Platform:
     pass_key = "post_grad_custom_post_pass"
@@ -125,6 +127,15 @@ def groups(sets: list[list[int]]) -> tuple[Any, Any]:
             own = made
     assert own is not None
     return own
+
+
+def communicator(sets: list[list[int]], name: str = "tp:0", made: Any = None) -> Any:
+    """This rank's communicator of ``sets``, over the groups ``made`` or new ones."""
+    from torch_symm.engines.vllm._communicator import SymmCommunicator
+
+    device_group, cpu_group = made or groups(sets)
+    given = {"cpu_group": cpu_group, "device": torch.device("cpu"), "device_group": device_group}
+    return SymmCommunicator(**given, unique_name=name)
 
 
 _libraries: list[torch.library.Library] = []

@@ -31,9 +31,10 @@ class SymmFusionPass(InductorPass):  # type: ignore[misc]
         """Changes ``graph`` in place."""
         if self.first is not None:
             self.first(graph)
-        replaced = _graphs.replace_norms(graph)
+        replaced, quantized = _graphs.replace_norms(graph)
         level = logging.INFO if replaced and not _fused else logging.DEBUG
-        log.log(level, "symm fuses %d all-reduces of a graph with the norm", replaced)
+        more = f", {quantized} of them with quantization" if quantized else ""
+        log.log(level, "symm fuses %d all-reduces of a graph with the norm%s", replaced, more)
         _fused.extend([replaced] * bool(replaced))
 
     def uuid(self) -> str:

@@ -34,11 +34,11 @@ class Found(NamedTuple):
     scales: Node | None = None
 
 
-def replace_norms(graph: Graph) -> int:
-    """Replaces them in ``graph``, and returns how many."""
+def replace_norms(graph: Graph) -> tuple[int, int]:
+    """Replaces them in ``graph``, and returns how many, and how many of these quantize the rows."""
     readers = _readers()
     order = {node: number for number, node in enumerate(graph.nodes)}
-    replaced = 0
+    replaced = quantized = 0
     for node in list(graph.nodes):
         reader = readers.get(_target(node))
         found = None if reader is None else reader(node, order)
@@ -46,7 +46,8 @@ def replace_norms(graph: Graph) -> int:
         if found is not None and group is not None:
             _replace(graph, node, found, group)
             replaced += 1
-    return replaced
+            quantized += found.scale is not None or found.scales is not None
+    return replaced, quantized
 
 
 def _readers() -> dict[Any, Callable[[Node, dict[Node, int]], Found | None]]:
