@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,39 @@ def fused(rank: int, world: int, folder: Path) -> None:
 
 def test_graphs_of_vllm_become_fused_operators(tmp_path: Path) -> None:
     run_ranks(fused, 2, vllm_doubles.write(tmp_path), backend="gloo")
+
+
+def generated(rank: int, world: int, folder: Path) -> None:
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    vllm_doubles.use(folder)
+    vllm_doubles.operators()
+    communicator([[0, 1]])
+    from torch_symm.engines.vllm._fusion import SymmFusionPass
+
+    def model(x: torch.Tensor, residual: torch.Tensor, weights: list[torch.Tensor], scales: list[torch.Tensor]) -> Any:
+        reduced = torch.ops.vllm.all_reduce
+        for weight, scale in zip(weights, scales, strict=True):
+            x, residual = torch.ops.vllm_ir.fused_add_rms_norm(reduced(x @ weight, "tp:0"), residual, scale, EPS)
+        return x, residual
+
+    config.post_grad_custom_post_pass, config.force_disable_caches = SymmFusionPass(), True
+    x, residual = (numbers(each, 4, 64, dtype=torch.bfloat16) for each in (rank, 9))
+    for tensor in (x, residual):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    weights, scales = (
+        [numbers(each, *shape, dtype=torch.bfloat16) for each in range(6)] for shape in ((64, 64), (64,))
+    )
+    with torch.no_grad():
+        _, codes = run_and_get_code(torch.compile(model, fullgraph=True), x, residual, weights, scales)
+    (code,) = codes
+    calls = re.findall(r"(?:torch\.ops|extern_kernels|cpp_fused|aten)[\w.]*(?=\()", code[code.index("def call(") :])
+    assert calls == ["extern_kernels.mm", "torch.ops.symm_vllm.all_reduce_add_rms_norm.default"] * 6, calls
+
+
+def test_compiled_layers_have_no_copies_and_no_other_kernels(tmp_path: Path) -> None:
+    run_ranks(generated, 2, vllm_doubles.write(tmp_path), backend="gloo", timeout=200)
 
 
 def without_symm(rank: int, world: int) -> None:
