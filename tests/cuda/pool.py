@@ -79,11 +79,18 @@ def settle() -> None:
 
 
 def init(
-    rank: int, world: int, backend: str = "symm", timeout: float = 60, name: str = "default", options: Any = None
+    rank: int,
+    world: int,
+    backend: str = "symm",
+    timeout: float = 60,
+    name: str = "default",
+    options: Any = None,
+    device_id: torch.device | None = None,
 ) -> None:
     """``init_process_group`` over a fresh file store."""
-    store, limit = torch_symm.FileStore(scratch / f"store-{scenario}-{name}", world), timedelta(seconds=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, pg_options=options)
+    given = {"timeout": timedelta(seconds=timeout), "pg_options": options, "device_id": device_id}
+    store = torch_symm.FileStore(scratch / f"store-{scenario}-{name}", world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, **given)
 
 
 def meet(name: str, rank: int, world: int, timeout: float = 60) -> None:

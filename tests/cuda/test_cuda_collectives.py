@@ -8,7 +8,7 @@ import torch.distributed as dist
 from cases import Case
 from collectives import COLLECTIVES, layouts_of, run
 from expected import DTYPES
-from pool import DEVICE, WORLDS, Pool, device, needs_ranks
+from pool import DEVICE, WORLDS, Pool, device, init, needs_ranks, needs_unshared_gpus
 
 pytestmark = needs_ranks
 
@@ -118,3 +118,21 @@ def test_one_message_above_64_gib(pool: Pool) -> None:
     if None in found:
         pytest.skip("needs 73 GiB free on each of two GPUs")
     assert found == [0, 0]
+
+
+def beside_nccl(rank: int, world: int, default: str) -> None:
+    init(rank, world, default, device_id=device())
+    other = "nccl" if default == "symm" else "symm"
+    # torch splits the default group's backend for a new group of the same one, not for another.
+    groups = [None, dist.new_group([0], backend=other), dist.new_group(backend=other), dist.new_group(backend=default)]
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.all_reduce(tensor := torch.ones(1000, device=device()), group=group)
+            assert bool((tensor == dist.get_world_size(group)).all())
+    dist.destroy_process_group()
+
+
+@needs_unshared_gpus
+@pytest.mark.parametrize("default", ("symm", "nccl"))
+def test_groups_of_nccl_and_symm_in_one_process(pool: Pool, default: str) -> None:
+    pool.run(beside_nccl, 2, default, backend=None)
