@@ -45,6 +45,7 @@ class Extension:
     """Methods of vLLM's workers, called by ``LLM.collective_rpc``."""
 
     model_runner: Any
+    _graphs: Any
 
     def randomise(self) -> None:
         """Weights of a usual size: with vLLM's dummy ones, sums over the ranks would not change the tokens."""
@@ -59,6 +60,29 @@ class Extension:
                 drawn = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
                 weight.data.copy_(drawn.normal_(0, 0.02, generator=generator))
         torch.cuda.synchronize()
+
+    def time_graphs(self, on: bool) -> float | None:
+        """Begins to time each replay of a CUDA graph; or ends it, and returns their median in µs on the GPU."""
+        import torch
+
+        graphs: Any = torch.cuda.CUDAGraph
+        if on:
+            usual, times = graphs.replay, []
+
+            def replay(graph: Any) -> None:
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                usual(graph)
+                end.record()
+                times.append((begin, end))
+
+            self._graphs = usual, times
+            graphs.replay = replay
+            return None
+        graphs.replay, times = self._graphs
+        torch.cuda.synchronize()
+        found = [begin.elapsed_time(end) * 1e3 for begin, end in times]
+        return round(statistics.median(found), 1) if found else None
 
     def measure(self, sizes: list[int]) -> dict[str, Any]:
         """The class that serves the tensor-parallel group, its start in s, and µs of all-reduces: GPU and host."""
@@ -153,6 +177,10 @@ def serve(mode: str, given: argparse.Namespace) -> None:
         command = json.loads(line)
         if command["do"] == "measure":
             answer = llm.collective_rpc("measure", args=(command["sizes"],))[0]
+            # The step of one request by itself, without the engine's time between steps.
+            llm.collective_rpc("time_graphs", args=(True,))
+            generate([0], given.tokens)
+            answer["step_us"] = llm.collective_rpc("time_graphs", args=(False,))[0]
         else:
             prefill = generate(command["requests"], 1)[0]
             seconds, tokens = generate(command["requests"], given.tokens + 1)
