@@ -8,7 +8,7 @@ pub type PerRank = [u64; MAX_RANKS];
 
 /// `Common` in `wait.cuh`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct CommonArgs {
     /// Memory of this channel on every rank, as mapped in this process.
     pub peer: PerRank,
@@ -282,6 +282,42 @@ pub struct NormArgs {
     pub normed_type: u32,
 }
 
+/// `CopySyncArgs` in `copy_engine/sync.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CopySyncArgs {
+    /// Arguments that every kernel has.
+    pub common: CommonArgs,
+    /// Offset in the channel.
+    pub words: u64,
+    /// The step whose chunks have been sent to all peers; 0: none is posted.
+    pub post_arrived: u32,
+    /// The last step whose chunks all peers may send; 0: none is posted.
+    pub post_credit: u32,
+    /// The step whose chunks must have arrived from all peers; 0: none.
+    pub wait_arrived: u32,
+    /// The step whose chunks all peers must have allowed; 0: none.
+    pub wait_credit: u32,
+    /// Number of steps of the call, at its end; otherwise 0.
+    pub advance: u32,
+}
+
+/// `CopySumArgs` in `copy_engine/sum.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CopySumArgs {
+    /// Arguments that every kernel has.
+    pub common: CommonArgs,
+    /// Offset in the channel.
+    pub words: u64,
+    /// Each rank's bytes.
+    pub from: PerRank,
+    /// The sum.
+    pub to: u64,
+    /// Length of the sum.
+    pub bytes: u64,
+}
+
 /// Maximum number of ranks of a group that signal each other.
 pub const MAX_PEERS: usize = 8;
 
@@ -371,5 +407,6 @@ const _: () = {
     assert!(size_of::<RsagStagedArgs>() == 440);
     assert!(size_of::<CubeMeshArgs>() == 240);
     assert!(size_of::<NormArgs>() == 264);
+    assert!(size_of::<CopySyncArgs>() == 192 && size_of::<CopySumArgs>() == 312);
     assert!(size_of::<SignalArgs>() == 8 * MAX_PEERS + 40);
 };

@@ -14,7 +14,7 @@ use crate::kernels::cuda::driver::Grid;
 use crate::topo::graph::CubeMesh;
 
 /// Number of threads in other blocks; `THREADS` in `device.cuh`.
-const THREADS: u32 = 512;
+pub(super) const THREADS: u32 = 512;
 
 /// Number of threads in a block of a lane if there are many blocks.
 const FEW_THREADS: u32 = 128;
@@ -72,8 +72,13 @@ pub static NORM_ONE_SHOT: KernelSpec = KernelSpec::new("norm/one_shot", "all_red
 /// Residual and norm of rows that have been summed.
 pub static NORM_ROWS: KernelSpec = KernelSpec::new("norm/rows", "norm_rows");
 
+/// Synchronization around copies by copy engines.
+pub static COPY_SYNC: KernelSpec = KernelSpec::new("copy_engine/sync", "copy_sync").untyped();
+/// Sum of chunks that copy engines have brought.
+pub static COPY_SUM: KernelSpec = KernelSpec::new("copy_engine/sum", "copy_sum");
+
 /// Every kernel that collectives launch.
-pub static KERNELS: [&KernelSpec; 12] = [
+pub static KERNELS: [&KernelSpec; 14] = [
     &EXCHANGE,
     &EXCHANGE_LOW_LATENCY,
     &TRANSFERS,
@@ -86,6 +91,8 @@ pub static KERNELS: [&KernelSpec; 12] = [
     &RSAG_STAGED,
     &NORM_ONE_SHOT,
     &NORM_ROWS,
+    &COPY_SYNC,
+    &COPY_SUM,
 ];
 
 /// A kernel ready to be launched.

@@ -234,10 +234,20 @@ unsafe impl Sync for OwnStream {}
 impl OwnStream {
     /// Creates a stream in the current context.
     pub fn new() -> Result<Self> {
+        Self::with_priority(0)
+    }
+
+    /// Creates a stream of the highest priority in the current context: its work starts before that of other streams.
+    pub fn urgent() -> Result<Self> {
+        // The driver takes the nearest priority that it has.
+        Self::with_priority(-100)
+    }
+
+    fn with_priority(priority: i32) -> Result<Self> {
         let mut stream = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: valid for a write; destroyed by `drop`.
-        check("making a stream", unsafe { sys::cuStreamCreateWithPriority(&raw mut stream, flags, 0) })?;
+        check("making a stream", unsafe { sys::cuStreamCreateWithPriority(&raw mut stream, flags, priority) })?;
         Ok(Self(stream))
     }
 

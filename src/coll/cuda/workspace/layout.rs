@@ -18,6 +18,8 @@ pub const SENTINEL_BLOCKS: usize = 128;
 pub const MAX_LANES: usize = 132;
 /// Number of slots of a lane for each source; `SLOTS` in `staging.cuh`.
 pub const SLOTS: usize = 4;
+/// Number of slots for each source of a call whose bytes copy engines move: one is read while the next is written.
+pub const COPY_SLOTS: usize = 2;
 /// Size of a unit in bytes.
 pub const UNIT: usize = 16;
 /// Size of a unit with its flags in bytes.
@@ -32,10 +34,14 @@ const MIN_STAGE_BYTES: usize = 16 << 10;
 const MAX_STAGE_BYTES: usize = 24 << 10;
 /// Size of the sentinel slots that one two-shot all-reduce may use.
 const SENTINEL_BYTES: usize = 17 << 20;
+/// Size of `CopyWords` in `copy_words.cuh`.
+#[cfg(test)]
+const COPY_WORDS_BYTES: usize = 136;
 /// Size of a lane's words; `Lane` in `staging.cuh`.
 const LANE_WORDS: usize = 4 * MAX_RANKS * 4;
 const LL_EPOCHS: usize = 0;
 const SENTINEL_EPOCHS: usize = 1024;
+const COPY_WORDS: usize = 1536;
 const HANDSHAKE_EPOCHS: usize = 2048;
 const HANDSHAKE_COUNTS: usize = 3840;
 const WORDS: usize = 4096;
@@ -196,6 +202,23 @@ impl ChannelLayout {
         HANDSHAKE_COUNTS
     }
 
+    /// Returns the offset in the channel of the words of calls whose bytes copy engines move; `CopyWords` in
+    /// `copy_words.cuh`.
+    pub fn copy_words(self) -> usize {
+        COPY_WORDS
+    }
+
+    /// Returns the size of such a call's slot for one source: both passes' slots together, divided by [`COPY_SLOTS`].
+    pub fn copy_slot_bytes(self) -> usize {
+        2 * self.stage_bytes() / (COPY_SLOTS * sources(self.ranks)) / ALIGN * ALIGN
+    }
+
+    /// Returns the offset in the channel of the slot of step `step` for the messages of `from` to `to`.
+    pub fn copy_slot(self, step: usize, from: usize, to: usize) -> usize {
+        let source = if from < to { from } else { from - 1 };
+        self.slots(StagingPass::Scatter) + (step % COPY_SLOTS * sources(self.ranks) + source) * self.copy_slot_bytes()
+    }
+
     /// Returns the offset in the channel of the LL lines of handshakes.
     pub fn handshake_lines(self) -> usize {
         (self.words(StagingPass::Gather) + self.most_lanes() * LANE_WORDS).next_multiple_of(ALIGN)
@@ -282,6 +305,7 @@ mod tests {
                 let areas = [
                     (layout.ll_epochs(), 4 * layout.ll_blocks()),
                     (layout.sentinel_epochs(), 4 * SENTINEL_BLOCKS),
+                    (layout.copy_words(), COPY_WORDS_BYTES),
                     (layout.handshake_epochs(), 4 * layout.handshake_blocks()),
                     (layout.handshake_counts(), 4 * COUNTS),
                     (layout.words(StagingPass::Scatter), layout.lanes() * LANE_WORDS),
@@ -297,6 +321,10 @@ mod tests {
                     assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{ranks} ranks, {mebibytes} MiB: {pair:?} overlap");
                 }
                 assert!(areas.iter().all(|(offset, _)| offset % ALIGN == 0), "{ranks} ranks: misaligned {areas:?}");
+                for step in 0..COPY_SLOTS {
+                    let slot = layout.copy_slot(step, if ranks > 1 { 0 } else { 1 }, if ranks > 1 { 1 } else { 0 });
+                    assert!(slot >= layout.slots(StagingPass::Scatter) && slot + layout.copy_slot_bytes() <= layout.channel_bytes());
+                }
                 let (offset, bytes) = areas[areas.len() - 1];
                 assert!(offset + bytes <= layout.channel_bytes(), "{ranks} ranks, {mebibytes} MiB: outside");
                 let end = layout.channel(Channel::CapturedTransfers) + layout.channel_bytes();

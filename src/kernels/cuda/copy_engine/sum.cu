@@ -1,0 +1,47 @@
+// Sum over all ranks of one chunk: the peers' bytes are in this rank's slots, its own in its tensor. The kernel never
+// waits: all bytes have arrived before it starts.
+#include "copy_words.cuh"
+#include "units.cuh"
+#include "reduction.cuh"
+
+struct CopySumArgs {
+  Common common;
+  // Offset in the channel of the words.
+  u64 words;
+  // Each rank's bytes: slots, aligned and padded to 16 bytes, and this rank's tensor.
+  const u8* from[MAX_WORLD];
+  u8* to;
+  u64 bytes;
+};
+static_assert(sizeof(CopySumArgs) == 312, "");
+
+// Number of units of each rank that a thread loads at once; registers are scarce with many ranks.
+#define CHUNK_AT_ONCE (WORLD > 4 ? 1u : 2u)
+
+KERNEL(copy_sum, CopySumArgs) {
+  after_predecessor();
+  const CopyWords* const own = (const CopyWords*)(args.common.peer[RANK] + args.words);
+  if (load_relaxed(&own->failed) != 0) {
+    return;
+  }
+  const u64 units = units_of(args.bytes);
+  const u64 step = (u64)blocks() * threads();
+  for (u64 i = (u64)block() * threads() + thread(); i < units; i += step * CHUNK_AT_ONCE) {
+    Unit v[CHUNK_AT_ONCE][WORLD];
+#pragma unroll
+    for (u32 u = 0; u < CHUNK_AT_ONCE; ++u) {
+      const u64 at = i + u * step;
+      if (at < units) {
+        for_each_peer([&](u32 r) { v[u][r] = ((const Unit*)args.from[r])[at]; });
+        v[u][RANK] = load_unit(args.from[RANK] + at * 16, args.bytes - at * 16);
+      }
+    }
+#pragma unroll
+    for (u32 u = 0; u < CHUNK_AT_ONCE; ++u) {
+      const u64 at = i + u * step;
+      if (at < units) {
+        store_unit(args.to + at * 16, sum_in_order(v[u]), args.bytes - at * 16);
+      }
+    }
+  }
+}

@@ -1,0 +1,18 @@
+// Words of a call whose bytes are moved by copy engines: what each peer has sent and read, counted in steps. A step is
+// one chunk of each message. A word has one writer. Counts continue from call to call, so that a captured graph can be
+// replayed: a call's steps are added to `base`, which grows at its end.
+#pragma once
+#include "wait.cuh"
+
+struct CopyWords {
+  // Last step whose chunk each rank has sent to this rank.
+  u32 arrived[MAX_WORLD];
+  // Last step whose chunk this rank may send to each rank.
+  u32 credit[MAX_WORLD];
+  // Number of steps of all earlier calls.
+  u32 base;
+  // Not 0 once a wait has timed out: nothing more is stored to tensors.
+  u32 failed;
+};
+// src/coll/cuda/workspace/layout.rs reserves as much.
+static_assert(sizeof(CopyWords) == 136, "");
