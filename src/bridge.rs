@@ -96,10 +96,11 @@ pub mod ffi {
         timeout_ms: i64,
         /// A name of `config::InterNodeChoice` or of torch's backends; empty if the group does not choose.
         inter_node_backend: String,
-        /// A name of `coll::two_level::levels::ReduceDtype`; empty if the group does not choose.
+        /// Names of a `ReduceDtype`, a `SumOrder`, a `CtaPolicy`, and a number of blocks; empty, or 0, for no choice.
         reduce_dtype: String,
-        /// A name of `dtype::SumOrder`; empty if the group does not choose.
         order: String,
+        cta_policy: String,
+        max_ctas: i32,
     }
 
     /// A new group, or null and the error.

@@ -1,6 +1,7 @@
 //! Configuration from the environment. The only reader of `std::env`; each process reads it once and logs it once at
 //! INFO.
 
+use crate::cta::{CtaOptions, CtaPolicy};
 use crate::dtype::SumOrder;
 use crate::sys::fork::PerProcess;
 use crate::sys::logging;
@@ -112,6 +113,9 @@ pub struct Config {
     pub inter_node: String,
     /// `SYMM_ORDER`: `rank` (the default) or `tree`, the order of sums in groups whose options do not say.
     pub order: SumOrder,
+    /// `SYMM_CTA_POLICY`: `default`, `efficiency` or `zero`, and `SYMM_MAX_CTAS`: a number of blocks; absent: no limit.
+    /// For groups whose options do not say (`docs/guide/gpus.md`).
+    pub ctas: CtaOptions,
     /// `SYMM_REPLACE_GLOO`: `1` makes symm serve the CPU tensors of Gloo groups. Python evaluates it before this is
     /// read; see `python/torch_symm/_replace_gloo.py`. Default: 0.
     pub replace_gloo: bool,
@@ -139,17 +143,19 @@ pub struct Config {
 }
 
 /// The environment variables that start with `SYMM_` and are settings.
-const SETTINGS: [&str; 23] = [
+const SETTINGS: [&str; 25] = [
     "SYMM_ALLOW_SHARED_GPUS",
     "SYMM_BLOCKING_WAIT",
     "SYMM_CACHE_DIR",
     "SYMM_CMA",
     "SYMM_COST_PROFILE",
     "SYMM_CPU_THREADS",
+    "SYMM_CTA_POLICY",
     "SYMM_CUDA_TUNING",
     "SYMM_DEBUG",
     "SYMM_INTER_NODE_BACKEND",
     "SYMM_LOG",
+    "SYMM_MAX_CTAS",
     "SYMM_NVRTC_PATH",
     "SYMM_ORDER",
     "SYMM_P2P",
@@ -236,6 +242,7 @@ impl Config {
         };
         let spin = number("SYMM_SPIN").map(|spin| u32::try_from(spin).unwrap_or(u32::MAX));
         let cpu_threads = number("SYMM_CPU_THREADS").map(|threads| threads.clamp(1, 64) as usize);
+        let max_ctas = number("SYMM_MAX_CTAS").filter(|&most| most > 0).map(|most| usize::try_from(most).unwrap_or(usize::MAX));
         let store_bytes = number("SYMM_STORE_MAX_BYTES").map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
         let workspace_mb = number("SYMM_WORKSPACE_MB").map_or(512, |mebibytes| mebibytes.clamp(1, 1 << 20) as usize);
         let stats_seconds = number("SYMM_STATS_INTERVAL").unwrap_or(0);
@@ -256,6 +263,7 @@ impl Config {
         let trace_dir = checked("SYMM_TRACE_DIR", |path| path.starts_with('/'), "not an absolute path");
         let vllm = checked("SYMM_VLLM", |choice| ["0", "1", "unfused"].contains(&choice), "neither 0, 1 nor unfused");
         let order = checked("SYMM_ORDER", |name| SumOrder::named(name).is_some(), "neither rank nor tree");
+        let policy = checked("SYMM_CTA_POLICY", |name| CtaPolicy::named(name).is_some(), "neither default, efficiency nor zero");
         // The XDG specification says to ignore a relative path.
         let absolute = |name: &str| set(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let usual = || absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
@@ -299,6 +307,7 @@ impl Config {
             debug_call_site,
             inter_node: set("SYMM_INTER_NODE_BACKEND").unwrap_or_else(|| "auto".into()),
             order: order.and_then(|name| SumOrder::named(&name)).unwrap_or_default(),
+            ctas: CtaOptions { policy: policy.and_then(|name| CtaPolicy::named(&name)).unwrap_or_default(), most: max_ctas },
             replace_gloo,
             gloo_interface: set("GLOO_SOCKET_IFNAME"),
             rank: set("RANK").and_then(|rank| rank.parse().ok()),

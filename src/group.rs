@@ -16,6 +16,7 @@ use crate::coll::message::Message;
 use crate::coll::plan::CpuThresholds;
 use crate::completion::{Completion, Observer};
 use crate::control::ControlBlock;
+use crate::cta::CtaOptions;
 use crate::dtype::SumOrder;
 use crate::error::{Error, Result};
 use crate::exit_watch;
@@ -103,6 +104,8 @@ pub struct Group {
     lease: Mutex<Option<bootstrap::RankLease>>,
     /// The communicator, created by the first call on a GPU.
     communicator: Arc<DeviceSlot>,
+    /// How many processors its kernels may take.
+    ctas: CtaOptions,
     /// Held by the thread that sets up the communicator.
     setting_up: Mutex<()>,
     domains: window::Domains,

@@ -17,7 +17,7 @@
 //!   how devices are linked; [`store`][]: the key-value stores through which ranks meet; [`node_map`][]: which ranks are
 //!   on which node
 //! - [`sys`][]: thin wrappers over the system; [`config`][]: the settings, read from the environment
-//! - [`completion`][]: receivers of outcomes; [`dtype`], [`op`], [`rms_norm`], [`rank`], [`lock`], [`error`][]: types
+//! - [`completion`][]: receivers of outcomes; [`cta`], [`dtype`], [`op`], [`rms_norm`], [`rank`], [`lock`], [`error`][]: types
 //!   that every module may import
 
 // Modules that need it allow it, each with its reason.
@@ -31,6 +31,7 @@ pub mod coll;
 pub mod completion;
 pub mod config;
 pub mod control;
+pub mod cta;
 pub mod dtype;
 pub mod error;
 pub mod exit_watch;

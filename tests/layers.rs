@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// Modules by height; a module may use lower modules, and others of its kind.
 fn height(module: &str) -> u32 {
     match module {
-        "error" | "dtype" | "lock" | "rms_norm" | "op" | "rank" | "completion" => 0,
+        "error" | "cta" | "dtype" | "lock" | "rms_norm" | "op" | "rank" | "completion" => 0,
         "config" | "sys" => 1,
         "mem" | "kernels" | "store" | "topo" | "node_map" => 2,
         "sync" | "transport" => 3,

@@ -30,6 +30,10 @@ class Options(Backend.Options):
     ``order`` is the order in which reductions combine the ranks' floats: ``"rank"``, ((x0 + x1) + x2) + x3, or
     ``"tree"``, pairwise: (x0 + x1) + (x2 + x3), or ``""`` for the choice of ``SYMM_ORDER``, in later groups for the
     default group's. All ranks choose the same.
+    ``cta_policy`` says how many processors of a GPU long collectives may take from computation beside them:
+    ``"default"``, ``"efficiency"`` (few) or ``"zero"`` (copy engines move the bytes), or ``""`` for the choice of
+    ``SYMM_CTA_POLICY``, in later groups for the default group's. ``max_ctas`` is the maximum number of blocks of a
+    CUDA kernel; 0: ``SYMM_MAX_CTAS``, in later groups the default group's. All ranks choose the same.
 
     Raises:
         ValueError: a number of seconds below 0, above a year, or not a number.
@@ -44,6 +48,8 @@ class Options(Backend.Options):
     inter_node_backend: str
     reduce_dtype: str
     order: str
+    cta_policy: str
+    max_ctas: int
     def __init__(
         self,
         timeout: timedelta | float = ...,
@@ -52,6 +58,8 @@ class Options(Backend.Options):
         inter_node_backend: str = "",
         reduce_dtype: str = "",
         order: str = "",
+        cta_policy: str = "",
+        max_ctas: int = 0,
     ) -> None: ...
     def __copy__(self) -> Options: ...
     def __deepcopy__(self, memo: dict[int, object]) -> Options: ...

@@ -51,7 +51,7 @@ def prepared(native: Any, options: Any, group_options: Any) -> Any:
     if getattr(options, "enable_reconfigure", False) or getattr(group_options, "enable_reconfigure", False):
         own.enable_reconfigure = True  # which the native part refuses
     if group_options is not None:
-        for name in ("inter_node_backend", "reduce_dtype", "order"):
+        for name in ("inter_node_backend", "reduce_dtype", "order", "cta_policy", "max_ctas"):
             setattr(own, name, getattr(group_options, name))
     _leave_with_multiprocessing(native)
     return own

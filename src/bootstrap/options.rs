@@ -2,6 +2,7 @@
 
 use super::{JoinSpec, KnownPeers};
 use crate::config::Config;
+use crate::cta::CtaOptions;
 use crate::dtype::SumOrder;
 use crate::error::{Error, Result};
 use crate::mem::layout::{MAX_RANKS, SegmentLayout};
@@ -28,6 +29,8 @@ pub struct JoinOptions {
     pub timeout: Option<Duration>,
     /// The order in which reductions combine the ranks' elements, the same on all members.
     pub order: SumOrder,
+    /// How many processors the group's kernels may take; compared when the ranks set up their GPUs.
+    pub ctas: CtaOptions,
 }
 
 impl JoinOptions {

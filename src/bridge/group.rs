@@ -7,6 +7,7 @@ use super::{ffi, from_cpp, guarded, milliseconds, outcome, started};
 use crate::bootstrap::JoinOptions;
 use crate::coll::alias;
 use crate::coll::call::{Call, CallSpec, Collective, Span};
+use crate::coll::cuda::tuning::chosen_ctas;
 use crate::coll::message::{Message, MessageSpec};
 use crate::config::Config;
 use crate::dtype::{DType, ReduceOp};
@@ -180,6 +181,7 @@ pub(super) fn join(
             global_ranks: spec.global_ranks.clone(),
             is_default: spec.is_default,
             timeout: milliseconds(spec.timeout_ms),
+            ctas: chosen_ctas(&spec.cta_policy, spec.max_ctas, Config::get().ctas, spec.is_default)?,
         };
         let store = TorchStore::new(store);
         let name = store.name()?;

@@ -27,6 +27,7 @@ fn defaults_stand_where_nothing_is_set() {
         debug_call_site: false,
         inter_node: "auto".into(),
         order: SumOrder::Rank,
+        ctas: CtaOptions::default(),
         replace_gloo: false,
         vllm: String::new(),
         sglang: false,
@@ -76,6 +77,8 @@ fn values_are_taken_and_bad_ones_complained_about() {
         ("SYMM_TRACE_DIR", "/scratch/traces"),
         ("SYMM_REPLACE_GLOO", "1"),
         ("SYMM_ORDER", "tree"),
+        ("SYMM_CTA_POLICY", "zero"),
+        ("SYMM_MAX_CTAS", "16"),
         ("SYMM_VLLM", "unfused"),
         ("SYMM_SGLANG", "1"),
         ("TMPDIR", "/scratch"),
@@ -101,6 +104,7 @@ fn values_are_taken_and_bad_ones_complained_about() {
         temporary: "/scratch".into(),
         debug_call_site: true,
         order: SumOrder::Tree,
+        ctas: CtaOptions { policy: CtaPolicy::Zero, most: Some(16) },
         sglang: true,
         replace_gloo: true,
         rank: Some(7),
@@ -120,10 +124,11 @@ fn values_are_taken_and_bad_ones_complained_about() {
         ("SYMM_TRACE_DIR", "here"),
         ("SYMM_REPLACE_GLOO", "nccl"),
         ("SYMM_ORDER", "pairs"),
+        ("SYMM_CTA_POLICY", "none"),
         ("SYMM_VLLM", "yes"),
         ("SYMM_SGLANG", "on"),
     ]);
-    assert_eq!((config.spin, config.cma, config.store_bytes, config.trace_dir, complaints), (None, true, None, None, 8));
+    assert_eq!((config.spin, config.cma, config.store_bytes, config.trace_dir, complaints), (None, true, None, None, 9));
 }
 
 #[test]

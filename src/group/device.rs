@@ -58,7 +58,8 @@ impl Group {
         }
         self.check_alive()?;
         let limit = CallTimeout::from(Instant::now(), timeout);
-        let communicator = Arc::new(Communicator::connect(&self.control, device, &limit, &|bytes| self.gather_on_node(bytes, &limit))?);
+        let communicator =
+            Arc::new(Communicator::connect(&self.control, device, self.ctas, &limit, &|bytes| self.gather_on_node(bytes, &limit))?);
         let mut place = unpoisoned(self.communicator.write());
         // `leave` closes the group before it takes the communicator, so one of the two sees the other.
         self.check_open()?;

@@ -10,6 +10,7 @@ use crate::coll::cost::profile;
 use crate::coll::cpu::{CpuRunner, helpers};
 use crate::config::{Config, InterNodeChoice};
 use crate::control::{ControlBlock, Identity, ParentGroup};
+use crate::cta::CtaOptions;
 use crate::error::{Error, Result};
 use crate::exit_watch;
 use crate::health::{DeviceSlot, Health};
@@ -86,6 +87,7 @@ impl Group {
         let control = control_block(segment, group, rank, members, tuning).named(part);
         let mut made = Self::with_watched(control, &joined.members, options.timeout(), tuning)?;
         made.lease = Mutex::new(joined.lease);
+        made.ctas = options.ctas;
         Ok(made)
     }
 
@@ -147,6 +149,7 @@ impl Group {
             watching: Mutex::new(watching),
             lease: Mutex::default(),
             communicator,
+            ctas: CtaOptions::default(),
             setting_up: Mutex::new(()),
             domains: window::Domains::default(),
             linked,

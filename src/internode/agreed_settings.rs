@@ -154,13 +154,23 @@ impl Internode {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cta::CtaOptions;
     use crate::error::ErrorKind;
     use crate::node_map::RankLocation;
 
     #[test]
     fn trees_need_nodes_with_one_power_of_two_of_consecutive_ranks() {
         let (group, global_ranks) = ("g".to_owned(), Vec::new());
-        let rank = JoinOptions { group, rank: 0, size: 6, global_ranks, is_default: false, timeout: None, order: SumOrder::Rank };
+        let rank = JoinOptions {
+            group,
+            rank: 0,
+            size: 6,
+            global_ranks,
+            is_default: false,
+            timeout: None,
+            order: SumOrder::Rank,
+            ctas: CtaOptions::default(),
+        };
         let tree = JoinOptions { order: SumOrder::Tree, ..rank.clone() };
         let map = |names: &str| NodeMap::of(&names.chars().map(|name| RankLocation::on(&name.to_string())).collect::<Vec<_>>());
         for names in ["ab", "abc", "aabb", "aabbcc", "aaaabbbb"] {
@@ -188,7 +198,16 @@ mod tests {
     #[test]
     fn thresholds_are_tried_out_until_that_ends() {
         let (group, global_ranks) = ("g".to_owned(), Vec::new());
-        let options = JoinOptions { group, rank: 0, size: 2, global_ranks, is_default: false, timeout: None, order: SumOrder::Rank };
+        let options = JoinOptions {
+            group,
+            rank: 0,
+            size: 2,
+            global_ranks,
+            is_default: false,
+            timeout: None,
+            order: SumOrder::Rank,
+            ctas: CtaOptions::default(),
+        };
         let tried = RailThresholds { multi_rail_bytes: 7, ..RailThresholds::DEFAULT };
         set_trial_thresholds(Some(tried)).expect("possible");
         assert_eq!([DeviceKind::Cpu, DeviceKind::Cuda].map(|device| thresholds(&options, 1, device)), [tried; 2]);

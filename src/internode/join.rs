@@ -123,6 +123,7 @@ impl<'a> InternodeJoin<'a> {
             is_default: options.is_default,
             timeout: self.limit.remaining(),
             order: options.order,
+            ctas: options.ctas,
         };
         let part = ParentGroup { node: layout.node_name(node).into(), ranks: layout.ranks_of(node).to_vec() };
         let store = PrefixStore::new(&inside(layout, node), &self.store);

@@ -70,6 +70,7 @@ impl Host {
             threads: 8,
             overlap: 0,
             cluster: 4,
+            ..CudaThresholds::of(n)
         };
         Self::with_tuning(n, tuning)
     }
@@ -131,6 +132,10 @@ impl Host {
             for (offset, bytes) in counts {
                 memory.units[offset / 16..][..bytes / 16].fill(0xffff_fffd_ffff_fffd_ffff_fffd_ffff_fffd);
             }
+            // Two words for each rank, then the base.
+            let words = layout.copy_words() / 16;
+            memory.units[words..][..MAX_RANKS / 2].fill(0xffff_fffd_ffff_fffd_ffff_fffd_ffff_fffd);
+            memory.units[words + MAX_RANKS / 2] = 0xffff_fffd;
         }
     }
 

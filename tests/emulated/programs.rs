@@ -313,6 +313,7 @@ fn random_programs(n: usize, zero_copy: bool) {
             threads: 8,
             overlap: 0,
             cluster: 1,
+            ..CudaThresholds::of(n)
         };
         let mut host = Host::with_tuning(n, tuning);
         if zero_copy {

@@ -13,6 +13,7 @@ use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 use symm::bootstrap::JoinOptions;
 use symm::coll::call::Collective;
+use symm::cta::CtaOptions;
 use symm::dtype::{DType, SumOrder};
 use symm::error::{ErrorKind, Result};
 use symm::group::Group;
@@ -43,6 +44,7 @@ fn rank() {
         size: 3,
         global_ranks: Vec::new(),
         order: SumOrder::Rank,
+        ctas: CtaOptions::default(),
         is_default: false,
         timeout: Some(Duration::from_secs_f64(timeout)),
     };

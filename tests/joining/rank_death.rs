@@ -13,6 +13,7 @@ use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use symm::bootstrap::JoinOptions;
+use symm::cta::CtaOptions;
 use symm::dtype::SumOrder;
 use symm::error::ErrorKind;
 use symm::group::Group;
@@ -110,6 +111,7 @@ impl Role {
             size: RANKS as i32,
             global_ranks: Vec::new(),
             order: SumOrder::Rank,
+            ctas: CtaOptions::default(),
             is_default: false,
             timeout: Some(timeout),
         };

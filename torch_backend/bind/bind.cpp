@@ -78,13 +78,17 @@ void bind(py::module_ module) {
                       const std::vector<uint64_t>& ranks,
                       const std::string& inter_node_backend,
                       const std::string& reduce_dtype,
-                      const std::string& order) {
+                      const std::string& order,
+                      const std::string& cta_policy,
+                      int max_ctas) {
             auto options = c10::make_intrusive<Options>(milliseconds_of(timeout));
             options->group_name = group;
             options->global_ranks_in_group = ranks;
             options->inter_node_backend = inter_node_backend;
             options->reduce_dtype = reduce_dtype;
             options->order = order;
+            options->cta_policy = cta_policy;
+            options->max_ctas = max_ctas;
             return options;
           }),
           py::arg("timeout") = Timeout(kBackendDefaultTimeout),
@@ -92,10 +96,14 @@ void bind(py::module_ module) {
           py::arg("global_ranks_in_group") = std::vector<uint64_t>(),
           py::arg("inter_node_backend") = "",
           py::arg("reduce_dtype") = "",
-          py::arg("order") = "")
+          py::arg("order") = "",
+          py::arg("cta_policy") = "",
+          py::arg("max_ctas") = 0)
       .def_readwrite("inter_node_backend", &Options::inter_node_backend)
       .def_readwrite("reduce_dtype", &Options::reduce_dtype)
       .def_readwrite("order", &Options::order)
+      .def_readwrite("cta_policy", &Options::cta_policy)
+      .def_readwrite("max_ctas", &Options::max_ctas)
       .def_property(
           "timeout",
           [](const Options& self) { return self.timeout; },

@@ -48,6 +48,8 @@ c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backen
     options->inter_node_backend = own->inter_node_backend;
     options->reduce_dtype = own->reduce_dtype;
     options->order = own->order;
+    options->cta_policy = own->cta_policy;
+    options->max_ctas = own->max_ctas;
   }
   options->global_ranks_in_group = given.global_ranks_in_group;
   return options;
@@ -73,6 +75,8 @@ Group join_group(
   spec.inter_node_backend = options.inter_node_backend;
   spec.reduce_dtype = options.reduce_dtype;
   spec.order = options.order;
+  spec.cta_policy = options.cta_policy;
+  spec.max_ctas = options.max_ctas;
   auto joined = join(std::make_unique<TorchStore>(store), std::make_shared<Transports>(options.group_name, store), spec);
   check(joined.status);
   auto group = std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));

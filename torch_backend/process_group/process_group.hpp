@@ -53,6 +53,11 @@ class ProcessGroupSymm : public ::c10d::Backend {
     std::string reduce_dtype;
     // The order of sums over ranks, "rank" or "tree"; empty: the choice of the environment or of the default group.
     std::string order;
+    // How many processors CUDA kernels may take, "default", "efficiency" or "zero"; empty: as the environment or the
+    // default group says.
+    std::string cta_policy;
+    // Maximum number of blocks of a CUDA kernel; 0: as the environment or the default group says.
+    int max_ctas = 0;
   };
 
   using Tensors = std::vector<at::Tensor>;

@@ -55,16 +55,19 @@ impl Kernels {
         log::debug!("{} kernels were there from the start, after {:.1} ms", self.loaded.len(), begun.elapsed().as_secs_f64() * 1e3);
     }
 
+    /// Returns the kernel of `launch`, which this loads if it is not loaded yet; on `device`, whose context is current.
+    pub(crate) fn ready(&mut self, device: &Device, launch: &Launch, dtype: DType, op: ReduceOp) -> Result<Kernel> {
+        let key = (launch.kernel, launch.zero_copy, launch.kernel.typed.then_some((dtype, op)));
+        if let Some(kernel) = self.loaded.get(&key) {
+            return Ok(*kernel);
+        }
+        let kernel = load(device, &self.variant(key), launch.kernel.symbol)?;
+        Ok(*self.loaded.entry(key).or_insert(kernel))
+    }
+
     /// Enqueues `launch` on `device`, whose context is current.
     pub(crate) fn launch(&mut self, device: &Device, launch: &Launch, dtype: DType, op: ReduceOp, stream: Stream) -> Result<()> {
-        let key = (launch.kernel, launch.zero_copy, launch.kernel.typed.then_some((dtype, op)));
-        let kernel = match self.loaded.get(&key) {
-            Some(kernel) => *kernel,
-            None => {
-                let kernel = load(device, &self.variant(key), launch.kernel.symbol)?;
-                *self.loaded.entry(key).or_insert(kernel)
-            }
-        };
+        let kernel = self.ready(device, launch, dtype, op)?;
         kernel.launch(stream, launch.grid, self.overlap, launch.args.bytes())
     }
 }

@@ -165,7 +165,7 @@ pub fn choose(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
     if longest == 0 && !matches!(call.op, Collective::Barrier | Collective::AllToAll) {
         return CudaPlan::Nothing;
     }
-    let short = longest <= tuning.low_latency_bytes.min(layout.ll_blocks() * LL_UNITS * UNIT);
+    let short = longest <= tuning.low_latency_bytes.min(layout.ll_blocks().min(tuning.ctas) * LL_UNITS * UNIT);
     let ll_blocks = longest.div_ceil(LL_UNITS * UNIT).max(1) as u32;
     // A message in pieces, one for each rank.
     let parts = if call.op == Collective::Broadcast { (n - 1).max(1) } else { n };
@@ -180,7 +180,9 @@ pub fn choose(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
         // In a group of one the input becomes the output, through the kernel if a factor may have to be applied.
         Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter if n == 1 => rsag_staged,
         Collective::Broadcast if n == 1 => CudaPlan::Nothing,
-        Collective::AllToAll if n != 2 => CudaPlan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: exchange_lanes as u32 },
+        Collective::AllToAll if n != 2 => {
+            CudaPlan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS.min(tuning.ctas as u32), lanes: exchange_lanes as u32 }
+        }
         Collective::Barrier | Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::AllToAll if short => {
             CudaPlan::Exchange { ll_blocks, lanes: 0 }
         }
@@ -242,7 +244,8 @@ pub fn worth_zero_copy(call: &CallSpec, me: usize, n: usize, tuning: &CudaThresh
 
 /// Returns the plan for sends and receives, which only their two ends know.
 pub fn transfers(layout: &ChannelLayout, tuning: &CudaThresholds) -> CudaPlan {
-    CudaPlan::Exchange { ll_blocks: 0, lanes: Lanes { layout, tuning }.all() as u32 }
+    let lanes = Lanes { layout, tuning };
+    CudaPlan::Exchange { ll_blocks: 0, lanes: lanes.within(lanes.all(), 2) as u32 }
 }
 
 /// Returns the maximum length of a message that `plan` sends on LL lines.
@@ -258,7 +261,7 @@ pub fn short_bytes(plan: CudaPlan) -> u64 {
 /// Returns a one-shot or two-shot plan, if the slots are large enough and every block gets a unit of every piece.
 fn on_sentinel_slots(bytes: usize, n: usize, layout: &ChannelLayout, tuning: &CudaThresholds, zero_copy: bool) -> Option<CudaPlan> {
     let units = bytes.div_ceil(UNIT);
-    let blocks = |units: usize| units.div_ceil(tuning.block_units).clamp(1, tuning.blocks);
+    let blocks = |units: usize| units.div_ceil(tuning.block_units).clamp(1, tuning.blocks.min(tuning.ctas));
     if bytes <= tuning.one_shot_bytes {
         let blocks = blocks(units);
         if units.div_ceil(blocks) <= layout.sentinel_units() {
@@ -302,30 +305,37 @@ impl Lanes<'_> {
         self.tuning.lanes.min(self.layout.few_lanes())
     }
 
+    /// Returns `lanes`, or fewer if a kernel with this number of blocks per lane would have too many blocks.
+    fn within(&self, lanes: usize, roles: usize) -> usize {
+        lanes.min((self.tuning.ctas / roles).max(1))
+    }
+
     /// Exchanges have two roles: one block per processor, or two for long messages that differ.
     fn of_exchanges(&self, op: Collective, n: usize, longest: usize, zero_copy: bool) -> usize {
         let wide = op == Collective::AllToAll && n == 2 && longest >= WIDE_MESSAGE && !zero_copy;
-        if wide { self.all() } else { (self.tuning.lanes / 2).clamp(1, self.all()) }
+        self.within(if wide { self.all() } else { (self.tuning.lanes / 2).clamp(1, self.all()) }, 2)
     }
 
     fn of_reduce_scatter(&self, bytes: usize, zero_copy: bool) -> usize {
-        match (zero_copy, bytes >= ALL_LANES_BYTES) {
+        let lanes = match (zero_copy, bytes >= ALL_LANES_BYTES) {
             (true, _) => self.few().min(PULL_LANES),
             (false, true) => self.all(),
             (false, false) => self.few(),
-        }
+        };
+        self.within(lanes, 2)
     }
 
     /// All-reduce, reduce and broadcast among `n` ranks have three roles: two blocks per processor, or three.
     fn of_pieces(&self, op: Collective, n: usize, piece: usize, zero_copy: bool) -> usize {
         let two_thirds = (self.tuning.lanes * 2 / 3).clamp(1, self.all());
-        match n {
+        let lanes = match n {
             2 if op == Collective::AllReduce && zero_copy && piece < LONG_PIECE => self.all(),
             2 => two_thirds,
             3..=4 if op == Collective::Broadcast => two_thirds,
             _ if op == Collective::AllReduce && piece >= ALL_LANES_BYTES => self.all(),
             _ => self.few(),
-        }
+        };
+        self.within(lanes, 3)
     }
 }
 

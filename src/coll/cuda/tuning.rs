@@ -1,6 +1,39 @@
 //! The thresholds between algorithms: defaults, what the ranks exchange, and what a user sets.
 
 use super::workspace::layout::{MAX_LANES, SENTINEL_BLOCKS};
+use crate::cta::{CtaOptions, CtaPolicy};
+use crate::error::{Error, Result};
+use crate::lock::lock;
+use crate::sys::fork::PerProcess;
+use std::sync::Mutex;
+
+static DEFAULT: PerProcess<Mutex<Option<CtaOptions>>> = PerProcess::new(Mutex::default);
+
+/// Returns the choice of a group that passes `policy` and `most`: empty and 0 stand for `setting`, in later groups for
+/// the default group's choice.
+///
+/// # Errors
+/// `Value` if `policy` is not a policy, or `most` is negative.
+pub fn chosen_ctas(policy: &str, most: i32, setting: CtaOptions, is_default: bool) -> Result<CtaOptions> {
+    let names = CtaPolicy::ALL.map(|policy| format!("{:?}", policy.name())).join(", ");
+    let named = match policy {
+        "" => None,
+        _ => Some(CtaPolicy::named(policy).ok_or_else(|| Error::value(format!("cta_policy={policy:?} is not one of {names}")))?),
+    };
+    let most = usize::try_from(most).map_err(|_| Error::value(format!("max_ctas={most} is negative; 0 means no limit")))?;
+    let mut default = lock(DEFAULT.get());
+    let usual = default.filter(|_| !is_default).unwrap_or(setting);
+    let chosen = CtaOptions { policy: named.unwrap_or(usual.policy), most: if most == 0 { usual.most } else { Some(most) } };
+    if is_default {
+        *default = Some(chosen);
+    }
+    Ok(chosen)
+}
+
+/// Maximum number of blocks of a kernel under [`CtaPolicy::Efficiency`] if the user sets none.
+const EFFICIENT_CTAS: usize = 32;
+/// More blocks than any kernel has.
+const MAX_CTAS: usize = 3 * MAX_LANES;
 
 /// Maximum number of blocks in a cluster, on every device that has clusters.
 const MAX_CLUSTER: usize = 8;
@@ -32,6 +65,14 @@ pub struct CudaThresholds {
     pub overlap: usize,
     /// Maximum number of blocks that share a row of a norm.
     pub cluster: usize,
+    /// Minimum size of a call that copy engines move.
+    pub copy_engine_bytes: usize,
+    /// Minimum size of its chunks: shorter ones cost more to start than to move.
+    pub copy_chunk_bytes: usize,
+    /// Which calls copy engines move.
+    pub policy: CtaPolicy,
+    /// Maximum number of blocks of a kernel.
+    pub ctas: usize,
 }
 
 impl CudaThresholds {
@@ -56,6 +97,10 @@ impl CudaThresholds {
             threads: if ranks <= 4 { 256 } else { 128 },
             overlap: 1,
             cluster: MAX_CLUSTER,
+            copy_engine_bytes: 4 << 20,
+            copy_chunk_bytes: 8 << 20,
+            policy: CtaPolicy::Default,
+            ctas: MAX_CTAS,
         }
     }
 
@@ -64,15 +109,22 @@ impl CudaThresholds {
         Self { lanes: self.lanes.min(processors), cluster: if clusters { self.cluster } else { 1 }, ..self }
     }
 
+    /// Returns the thresholds with the group's options.
+    pub fn within(self, options: CtaOptions) -> Self {
+        let usual = if options.policy == CtaPolicy::Efficiency { EFFICIENT_CTAS } else { MAX_CTAS };
+        Self { policy: options.policy, ctas: options.most.unwrap_or(usual).clamp(1, MAX_CTAS), ..self }
+    }
+
     /// Length of the encoded thresholds.
-    pub const BYTES: usize = 11 * 8;
+    pub const BYTES: usize = 15 * 8;
 
     /// Encodes the thresholds, which the other ranks compare with theirs.
     pub fn encode(&self) -> Vec<u8> {
         let Self { one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes, .. } = *self;
-        let Self { block_units, blocks, lanes, threads, overlap, cluster, .. } = *self;
+        let Self { block_units, blocks, lanes, threads, overlap, cluster, copy_engine_bytes, copy_chunk_bytes, policy, ctas, .. } = *self;
         let sizes = [one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes];
-        let fields = sizes.into_iter().chain([block_units, blocks, lanes, threads, overlap, cluster]);
+        let copies = [copy_engine_bytes, copy_chunk_bytes, policy as usize, ctas];
+        let fields = sizes.into_iter().chain([block_units, blocks, lanes, threads, overlap, cluster]).chain(copies);
         fields.flat_map(|field| (field as u64).to_le_bytes()).collect()
     }
 
@@ -81,8 +133,8 @@ impl CudaThresholds {
         let fields: Vec<usize> =
             bytes.chunks_exact(8).filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?) as usize)).collect();
         let [one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes, rest @ ..] =
-            <[usize; 11]>::try_from(fields).ok()?;
-        let [block_units, blocks, lanes, threads, overlap, cluster] = rest;
+            <[usize; 15]>::try_from(fields).ok()?;
+        let [block_units, blocks, lanes, threads, overlap, cluster, copy_engine_bytes, copy_chunk_bytes, policy, ctas] = rest;
         (bytes.len() == Self::BYTES).then_some(Self {
             one_shot_bytes,
             two_shot_bytes,
@@ -95,11 +147,15 @@ impl CudaThresholds {
             threads,
             overlap,
             cluster,
+            copy_engine_bytes,
+            copy_chunk_bytes,
+            policy: *CtaPolicy::ALL.get(policy)?,
+            ctas,
         })
     }
 
     /// Applies `text` (`"lanes=16,one_shot_bytes=65536"`) to the thresholds; fails with a message if it cannot be read.
-    pub fn overlaid(mut self, text: &str) -> Result<Self, String> {
+    pub fn overlaid(mut self, text: &str) -> std::result::Result<Self, String> {
         for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
             let (name, value) = pair.split_once('=').ok_or_else(|| format!("{pair:?} is not name=number"))?;
             let value = value.trim().parse::<usize>().map_err(|_| format!("{pair:?} is not name=number"))?;
@@ -115,6 +171,8 @@ impl CudaThresholds {
                 "threads" => &mut self.threads,
                 "overlap" => &mut self.overlap,
                 "cluster" => &mut self.cluster,
+                "copy_engine_bytes" => &mut self.copy_engine_bytes,
+                "copy_chunk_bytes" => &mut self.copy_chunk_bytes,
                 other => return Err(format!("{other:?} is no name of a setting")),
             };
             *field = value;
@@ -125,6 +183,7 @@ impl CudaThresholds {
         self.cluster = self.cluster.clamp(1, MAX_CLUSTER);
         self.block_units = self.block_units.max(1);
         self.zero_copy_bytes = self.zero_copy_bytes.max(1);
+        self.copy_engine_bytes = self.copy_engine_bytes.max(1);
         Ok(self)
     }
 }
@@ -132,6 +191,19 @@ impl CudaThresholds {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn later_groups_have_the_policy_of_the_default_one() {
+        let (none, zero) = (CtaOptions::default(), CtaOptions { policy: CtaPolicy::Zero, most: Some(8) });
+        assert_eq!(chosen_ctas("", 0, none, false), Ok(none));
+        assert_eq!(chosen_ctas("zero", 8, none, true), Ok(zero));
+        assert_eq!(chosen_ctas("", 0, none, false), Ok(zero));
+        assert_eq!(chosen_ctas("default", 0, none, false), Ok(CtaOptions { policy: CtaPolicy::Default, ..zero }));
+        assert_eq!(chosen_ctas("", 0, none, true), Ok(none));
+        let error = chosen_ctas("few", 0, none, false).expect_err("there is none");
+        assert_eq!(error.message, "cta_policy=\"few\" is not one of \"default\", \"efficiency\", \"zero\"");
+        assert!(chosen_ctas("", -1, none, false).expect_err("negative").message.contains("max_ctas=-1"));
+    }
 
     #[test]
     fn tunings_are_read() {
@@ -142,6 +214,9 @@ mod tests {
         let on = CudaThresholds::of(4).on(108, false);
         assert_eq!((on.lanes, on.cluster), (108, 1));
         assert_eq!(CudaThresholds::of(4).on(1000, true), CudaThresholds::of(4));
+        let zero = CudaThresholds::of(4).within(CtaOptions { policy: CtaPolicy::Zero, most: Some(0) });
+        assert_eq!((zero.policy, zero.ctas, CudaThresholds::decode(&zero.encode())), (CtaPolicy::Zero, 1, Some(zero)));
+        assert_eq!(zero.within(CtaOptions { policy: CtaPolicy::Efficiency, most: None }).ctas, EFFICIENT_CTAS);
         for bad in ["lanes", "lanes=x", "colour=3"] {
             assert!(CudaThresholds::of(4).overlaid(bad).is_err(), "{bad}");
         }

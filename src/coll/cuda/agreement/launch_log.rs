@@ -26,11 +26,25 @@ struct LaunchLog {
     sent: [[MessageRecord; MESSAGE_RECORDS]; MAX_RANKS],
     received: [[MessageRecord; MESSAGE_RECORDS]; MAX_RANKS],
     zero_copy: ZeroCopyWord,
+    /// Decisions about launches, written by any rank; only rank 0's are used.
+    copies: [CopySlot; COPY_SLOTS],
 }
 
 /// Written by any rank; only rank 0's is used. It has its own cache lines, because every launch reads it.
 #[repr(C, align(128))]
 struct ZeroCopyWord(AtomicU64);
+
+/// Number of launches whose decision about copies is kept.
+const COPY_SLOTS: usize = 64;
+
+/// A launch whose bytes copy engines move; the ranks that are near each other use it ([`super::copy_mode`]).
+#[repr(C)]
+pub(super) struct CopySlot {
+    /// Number of the launch, the mode, and a bit for each rank that has launched it.
+    pub(super) word: AtomicU64,
+    pub(super) input: [AtomicU64; MAX_RANKS],
+    pub(super) output: [AtomicU64; MAX_RANKS],
+}
 
 /// The words that every launch compares share one cache line, because the other rank's core has to fetch it.
 #[repr(C, align(64))]
@@ -90,6 +104,11 @@ pub fn reserve(control: &ControlBlock) -> Result<()> {
 /// Returns the word of [`super::zero_copy`].
 pub(in crate::coll::cuda) fn zero_copy_word(control: &ControlBlock) -> &AtomicU64 {
     &launch_log(control, Rank(0)).zero_copy.0
+}
+
+/// Returns the slot of launch `number`.
+pub(super) fn copy_slot(control: &ControlBlock, number: u64) -> &CopySlot {
+    &launch_log(control, Rank(0)).copies[number as usize % COPY_SLOTS]
 }
 
 /// Returns the number of calls that `rank` has launched.

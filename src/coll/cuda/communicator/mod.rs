@@ -1,6 +1,7 @@
 //! A group's GPUs: all ranks set them up together, then each rank launches on its own.
 
 mod batch;
+mod copies;
 mod set_up;
 mod stream_order;
 
@@ -76,6 +77,7 @@ pub enum Stage {
 
 struct CommunicatorState {
     kernels: Kernels,
+    copies: copies::CopyStreams,
     order: StreamOrder,
     launched: u64,
     /// Number of receives from each rank, and of sends to it.
@@ -100,8 +102,18 @@ impl Communicator {
             for call in calls {
                 state.launched += 1;
                 noted(Stage::Begins(state.launched));
+                // Before the call is published: the ranks decide as soon as it is.
+                let moved = communicator.copy_offsets(call);
                 launch_log::compare(&communicator.control, state.launched, call, channel)?;
                 communicator.report.remember(state.launched, Description::of(call));
+                if let Some(offsets) = moved {
+                    let decision = communicator.copy_decision(call, state.launched, offsets)?;
+                    stats::count(Some(call.op), copies::served_as(decision.mode));
+                    noted(Stage::Served(copies::served_as(decision.mode)));
+                    let context = LaunchContext { common: CommonArgs { call: state.launched, ..context.common }, ..context };
+                    communicator.enqueue_copies(state, &context, call, &decision, stream)?;
+                    continue;
+                }
                 let zero_copy = communicator.zero_copy(call, state.launched, timeout)?;
                 let plan = plan::choose(call, &communicator.conditions(zero_copy));
                 stats::count(Some(call.op), plan.served_as(zero_copy));

@@ -1,5 +1,6 @@
 //! Set-up of the GPUs of a group, in steps that all ranks take together.
 
+use super::copies::CopyStreams;
 use super::{Communicator, CommunicatorState, KernelReport, StreamOrder, stream_order};
 use crate::bootstrap::fd_exchange::Mailbox;
 use crate::coll::cost::{hardware, profile};
@@ -13,6 +14,7 @@ use crate::coll::cuda::workspace::memory::{LocalWorkspace, PeerInfo, PeerWorkspa
 use crate::coll::cuda::{cube_mesh, peer_access};
 use crate::config::Config;
 use crate::control::ControlBlock;
+use crate::cta::CtaOptions;
 use crate::dtype::SumOrder;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::cuda::driver::{Device, Entered, Event, OwnStream, RelaxedCapture, Stream};
@@ -41,7 +43,13 @@ fn step(gather: &AllGather<'_>, control: &ControlBlock, bytes: usize, own: Resul
 
 impl Communicator {
     /// Sets up the group's GPUs. All ranks call it, each with its own device, and it fails on all ranks or none.
-    pub fn connect(control: &Arc<ControlBlock>, device: i32, limit: &CallTimeout, gather: &AllGather<'_>) -> Result<Self> {
+    pub fn connect(
+        control: &Arc<ControlBlock>,
+        device: i32,
+        ctas: CtaOptions,
+        limit: &CallTimeout,
+        gather: &AllGather<'_>,
+    ) -> Result<Self> {
         let (config, me, n) = (Config::get(), control.rank().index(), control.size());
         let begun = Instant::now();
         let measured = profile::settings(hardware::DeviceKind::Cuda, n);
@@ -50,6 +58,7 @@ impl Communicator {
             log::warn!("SYMM_CUDA_TUNING: {complaint}; ignored");
             usual
         });
+        let tuning = tuning.within(ctas);
         // Everything that can fail on one rank only is done before a step, so that no rank waits for one that has
         // failed.
         let opened = || {
@@ -114,10 +123,10 @@ impl Communicator {
         let events = || (0..stream_order::PLACES).map(|_| Event::new()).collect::<Result<Vec<_>>>();
         let mut kernels = Kernels::new(&device, n, me, tuning.overlap != 0, control.order());
         kernels.preload(&device);
-        let made = || Ok((AbortFlag::of(control)?, KernelReport::new(control)?, events()?));
+        let made = || Ok((AbortFlag::of(control)?, KernelReport::new(control)?, events()?, CopyStreams::new()?));
         let made = made();
         step(gather, control, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
-        let (stop, report, behind) = made?;
+        let (stop, report, behind, copies) = made?;
         let symmetric = if memory.is_direct() && n > 1 {
             let requested = Arc::downgrade(&report);
             let failed: symm_mem::FailureCheck = Arc::new(move || requested.upgrade().is_some_and(|report| report.failure().is_some()));
@@ -133,6 +142,7 @@ impl Communicator {
         control.set_kernel_progress(launch_log::progress);
         let state = CommunicatorState {
             kernels,
+            copies,
             order: StreamOrder::default(),
             launched: 0,
             transfers: [[0; MAX_RANKS]; 2],
@@ -249,7 +259,8 @@ fn reject_other_tunings(control: &ControlBlock, peers: &[PeerInfo]) -> Result<()
     let Some((rank, other)) = control.ranks().zip(peers).find(|(_, peer)| peer.tuning != peers[0].tuning) else { return Ok(()) };
     let (one, two, group) = (control.describe(Rank(0)), control.describe(rank), control.name());
     Err(Error::config(format!(
-        "{one} and {two} of group \"{group}\" differ in SYMM_CUDA_TUNING or SYMM_COST_PROFILE: {:?} and {:?}; set both alike on all ranks",
+        "{one} and {two} of group \"{group}\" differ in SYMM_CUDA_TUNING, SYMM_COST_PROFILE, or the cta_policy and max_ctas of torch_symm.Options (SYMM_CTA_POLICY, SYMM_MAX_CTAS): \
+         {:?} and {:?}; set them alike on all ranks",
         peers[0].tuning, other.tuning
     )))
 }

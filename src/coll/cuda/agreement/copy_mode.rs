@@ -1,0 +1,194 @@
+//! Agreement on how copy engines move the bytes of a gather. No rank waits.
+//!
+//! The first rank that launches a call decides, and the others follow (`docs/design/copy-engine.md`). Each rank leaves
+//! the offsets of its tensors to the ranks that come later.
+
+use super::launch_log;
+use crate::control::ControlBlock;
+use crate::rank::Rank;
+use std::sync::atomic::{Ordering, fence};
+
+/// How copy engines move the bytes of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CopyMode {
+    /// Through the workspace.
+    Staged,
+    /// From tensor to tensor.
+    Direct,
+}
+
+impl CopyMode {
+    const ALL: [CopyMode; 2] = [CopyMode::Staged, CopyMode::Direct];
+}
+
+/// How often a rank looks for the decision of a rank that launches the call at the same time: about a microsecond.
+const LOOKS: usize = 200;
+
+/// Offsets of a rank's tensors in its symmetric memory; 0 if they are elsewhere.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TensorOffsets {
+    /// Its message.
+    pub input: u64,
+    /// The start of its output.
+    pub output: u64,
+}
+
+/// If a rank is this many launches ahead of another, neither reads nor writes a launch's slot: the slot may still have,
+/// or already have, another launch.
+const NEAR: u64 = 48;
+
+/// The content of a slot's word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct SlotWord {
+    number: u64,
+    mode: CopyMode,
+    /// A bit for each rank that has launched it.
+    launched: u64,
+}
+
+impl SlotWord {
+    fn of(word: u64) -> Self {
+        let mode = CopyMode::ALL[(word >> 16 & 0xf) as usize % CopyMode::ALL.len()];
+        Self { number: word >> 20, mode, launched: word & 0xffff }
+    }
+
+    fn word(self) -> u64 {
+        self.number << 20 | (self.mode as u64) << 16 | self.launched
+    }
+}
+
+/// The decision about a launch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CopyDecision {
+    /// How its bytes move; the same on all ranks.
+    pub mode: CopyMode,
+    /// The ranks that launched it before this one, with their tensors.
+    pub earlier: Vec<(Rank, TensorOffsets)>,
+}
+
+/// Decides launch `number`, which this rank has published. The first rank decides what it `wanted`; if another rank may
+/// be far ahead, all ranks stage.
+pub fn decide(control: &ControlBlock, number: u64, wanted: CopyMode, own: TensorOffsets) -> CopyDecision {
+    let alone = CopyDecision { mode: CopyMode::Staged, earlier: Vec::new() };
+    // Pairs with the fences of the other ranks: of two ranks that publish the same number at the same time, at least one
+    // sees the other's.
+    fence(Ordering::SeqCst);
+    let launched = || control.peers().map(|peer| launch_log::launched(control, peer));
+    if launched().any(|count| count + NEAR < number) {
+        return alone;
+    }
+    let (slot, me) = (launch_log::copy_slot(control, number), control.rank().index());
+    slot.input[me].store(own.input, Ordering::Relaxed);
+    slot.output[me].store(own.output, Ordering::Relaxed);
+    // After the check above: a rank that staged without the slot, because some rank was far behind, is seen.
+    fence(Ordering::SeqCst);
+    let passed = launched().any(|count| count >= number);
+    let first = SlotWord { number, mode: if passed { CopyMode::Staged } else { wanted }, launched: 1 << me };
+    let decided = || SlotWord::of(slot.word.load(Ordering::Acquire)).number == number;
+    if passed {
+        // It is mostly about to write the slot.
+        (0..LOOKS).take_while(|_| !decided()).for_each(|_| std::hint::spin_loop());
+    }
+    let mut seen = slot.word.load(Ordering::Acquire);
+    loop {
+        let found = SlotWord::of(seen);
+        let (next, earlier) = match found.number == number {
+            true => (SlotWord { launched: found.launched | 1 << me, ..found }, found.launched),
+            false => (first, 0),
+        };
+        match slot.word.compare_exchange(seen, next.word(), Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => {
+                let of = |rank: Rank| TensorOffsets {
+                    input: slot.input[rank.index()].load(Ordering::Relaxed),
+                    output: slot.output[rank.index()].load(Ordering::Relaxed),
+                };
+                let earlier = control.ranks().filter(|rank| earlier >> rank.index() & 1 == 1).map(|rank| (rank, of(rank)));
+                return CopyDecision { mode: next.mode, earlier: earlier.collect() };
+            }
+            Err(now) => seen = now,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::coll::call::{CallSpec, Collective, Span};
+    use crate::coll::cuda::workspace::layout::Channel;
+    use crate::control::tests::controls;
+    use crate::dtype::{DType, ReduceOp};
+
+    /// Launches call `number` on the rank of `control`.
+    fn launch(control: &ControlBlock, number: u64, wanted: CopyMode) -> CopyDecision {
+        let spans = vec![Span { addr: 0, bytes: 4 }];
+        let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
+        let (inputs, outputs) = (spans.clone().into(), spans.into());
+        let call = CallSpec { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None };
+        launch_log::compare(control, number, &call, Channel::Collectives).expect("all ranks launch the same");
+        let own = TensorOffsets { input: number * 100 + u64::from(control.rank().0), output: number * 1000 };
+        decide(control, number, wanted, own)
+    }
+
+    #[test]
+    fn the_first_rank_decides_and_later_ones_know_its_tensors() {
+        let controls = controls(3);
+        for number in 1..=200 {
+            let (a, b, c) = ((number % 3) as usize, ((number + 1) % 3) as usize, ((number + 2) % 3) as usize);
+            let first = launch(&controls[a], number, CopyMode::Direct);
+            assert_eq!(first, CopyDecision { mode: CopyMode::Direct, earlier: Vec::new() });
+            let second = launch(&controls[b], number, CopyMode::Staged);
+            let of = |rank: usize| (Rank(rank as u32), TensorOffsets { input: number * 100 + rank as u64, output: number * 1000 });
+            assert_eq!(second, CopyDecision { mode: CopyMode::Direct, earlier: vec![of(a)] });
+            let mut both = vec![of(a), of(b)];
+            both.sort_by_key(|(rank, _)| rank.0);
+            assert_eq!(launch(&controls[c], number, CopyMode::Staged), CopyDecision { mode: CopyMode::Direct, earlier: both });
+        }
+    }
+
+    #[test]
+    fn ranks_far_apart_stage() {
+        let controls = controls(2);
+        let modes: Vec<_> = (1..=300).map(|number| launch(&controls[0], number, CopyMode::Direct).mode).collect();
+        assert!(modes[..NEAR as usize].iter().all(|&mode| mode == CopyMode::Direct));
+        assert!(modes[NEAR as usize..].iter().all(|&mode| mode == CopyMode::Staged));
+        for (number, mode) in (1..=300).zip(&modes) {
+            assert_eq!(launch(&controls[1], number, CopyMode::Direct).mode, *mode, "launch {number}");
+        }
+    }
+
+    #[test]
+    fn ranks_that_launch_at_the_same_time_decide_alike() {
+        const LAUNCHES: u64 = 300;
+        for round in 0..40u64 {
+            let controls = controls(3);
+            let run = |control: &ControlBlock| {
+                let mut dice = (1000 * round + u64::from(control.rank().0) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+                let one = |number| {
+                    dice ^= dice << 13;
+                    dice ^= dice >> 7;
+                    dice ^= dice << 17;
+                    (0..dice % 400).for_each(|_| std::hint::spin_loop());
+                    if dice % 61 == 0 {
+                        std::thread::yield_now();
+                    }
+                    launch(control, number, CopyMode::ALL[dice as usize % 2])
+                };
+                (1..=LAUNCHES).map(one).collect::<Vec<_>>()
+            };
+            let decided: Vec<Vec<CopyDecision>> = std::thread::scope(|scope| {
+                let threads: Vec<_> = controls.iter().map(|control| scope.spawn(|| run(control))).collect();
+                threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+            });
+            for number in 0..LAUNCHES as usize {
+                let modes: Vec<_> = decided.iter().map(|of_rank| of_rank[number].mode).collect();
+                assert!(modes.iter().all(|&mode| mode == modes[0]), "round {round}, launch {number}: {modes:?}");
+                // Of two ranks of a direct gather exactly one knows the other's tensors.
+                let knows = |a: usize, b: u32| decided[a][number].earlier.iter().any(|(rank, _)| *rank == Rank(b));
+                for (a, b) in [(0, 1), (0, 2), (1, 2)] {
+                    let one = knows(a, b as u32) ^ knows(b, a as u32);
+                    assert!(modes[0] != CopyMode::Direct || one, "round {round}, launch {number}: ranks {a} and {b}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! Long collectives whose bytes copy engines move, so that the processors stay free for computation beside them. Pure.
+//!
+//! A kernel takes a processor only to synchronize (one warp) and to add what has arrived; none of them waits on more
+//! than one processor. There are two ways (`docs/design/copy-engine.md`):
+//! - staged: each rank's copy engine pushes chunks to slots in the peers' workspaces, where a kernel adds them, or a
+//!   copy takes them to the output. Tensors may be in any memory.
+//! - direct: of two ranks, the one that launches a gather later knows both ranks' tensors, and its copy engines move
+//!   both messages. The other rank's tensors are in symmetric memory.
+
+use super::arguments::{ArgBytes, CopySumArgs, CopySyncArgs, PerRank};
+use super::launch::{COPY_SUM, COPY_SYNC, Launch, LaunchContext, THREADS};
+use super::tuning::CudaThresholds;
+use super::workspace::layout::{COPY_SLOTS, MAX_RANKS, UNIT};
+use crate::coll::call::{CallSpec, Collective, Span};
+use crate::dtype::ReduceOp;
+use crate::kernels::cuda::driver::Grid;
+
+/// Number of threads of a kernel that synchronizes: one for each rank.
+const SYNC_THREADS: u32 = 32;
+/// A message is divided into at least this many chunks if it is long: the first is added, or taken, while the second
+/// moves. Each further chunk may have to wait for a processor.
+const CHUNKS: usize = 2;
+
+/// A task of a call, in the order in which a rank enqueues them.
+#[derive(Clone, Copy, Debug)]
+#[expect(clippy::large_enum_variant, reason = "a call has a few dozen tasks for a short time")]
+pub enum Task {
+    /// A kernel, on the call's stream or, if `side` is true, on the stream of the copies.
+    Kernel {
+        /// True for the stream of the copies.
+        side: bool,
+        /// The kernel.
+        launch: Launch,
+    },
+    /// A copy.
+    Copy {
+        /// True for the stream of the copies.
+        side: bool,
+        /// Destination.
+        to: u64,
+        /// Source.
+        from: u64,
+        /// Length in bytes.
+        bytes: usize,
+    },
+    /// The stream of the copies waits for the call's stream.
+    Fork,
+    /// The call's stream waits for the stream of the copies.
+    Join,
+}
+
+/// A rank that launched a direct gather before this one, and its tensors as mapped here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EarlierRank {
+    /// The rank.
+    pub rank: usize,
+    /// Its message.
+    pub input: u64,
+    /// The start of its output.
+    pub output: u64,
+}
+
+/// Messages that every rank sends to every other, and what becomes of those that this rank gets.
+struct Exchange<'a> {
+    /// The message for each rank.
+    send: [Span; MAX_RANKS],
+    /// Destination of each rank's message; of this rank's, the one to itself.
+    receive: Receive<'a>,
+    /// Length of the longest message of any rank.
+    longest: usize,
+}
+
+enum Receive<'a> {
+    /// Each rank's message goes to its own place.
+    Take(&'a [Span]),
+    /// The sum of all messages, and of `own`, goes to `to`.
+    Sum { own: Span, to: Span },
+}
+
+/// Returns true if copy engines can move `call` of a rank of `n`.
+pub fn serves(call: &CallSpec, n: usize) -> bool {
+    // A sender would have to multiply each message by its factor.
+    let sums = call.reduce_op != ReduceOp::PremulSum;
+    n > 1
+        && match call.op {
+            Collective::AllGather => true,
+            Collective::AllReduce | Collective::ReduceScatter => sums,
+            // Among more ranks, the root alone would send everything, and lengths of an all-to-all are not known.
+            Collective::Broadcast | Collective::AllToAll => n == 2,
+            Collective::Barrier | Collective::Reduce | Collective::Gather | Collective::Scatter => false,
+            Collective::AllReduceAddRmsNorm => false,
+        }
+}
+
+/// Returns the bytes that tell whether `call` of rank `me` of `n` is long: the same on all ranks.
+pub fn volume(call: &CallSpec, me: usize, n: usize) -> usize {
+    match call.op {
+        // Both ranks know both messages.
+        Collective::AllToAll if n == 2 => 2 * call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes),
+        Collective::Barrier
+        | Collective::Broadcast
+        | Collective::AllReduce
+        | Collective::Reduce
+        | Collective::AllGather
+        | Collective::Gather
+        | Collective::Scatter
+        | Collective::ReduceScatter
+        | Collective::AllToAll
+        | Collective::AllReduceAddRmsNorm => call.agreed_bytes() as usize,
+    }
+}
+
+/// Returns the output of a gather as one span, if all messages have one length and are consecutive. The second pass of
+/// an all-reduce is such a gather.
+pub fn consecutive(call: &CallSpec) -> Option<Span> {
+    if call.op == Collective::AllReduce {
+        return call.outputs.first().copied();
+    }
+    let outputs = if call.op == Collective::AllGather { &call.outputs } else { return None };
+    let first = outputs.first()?;
+    let follows = |(rank, span): (usize, &Span)| span.bytes == first.bytes && span.addr == first.addr + rank * first.bytes;
+    outputs.iter().enumerate().all(follows).then_some(Span { addr: first.addr, bytes: outputs.len() * first.bytes })
+}
+
+/// Returns the part of `whole` that `rank` of `n` adds in an all-reduce.
+pub fn piece(whole: Span, rank: usize, n: usize) -> Span {
+    let length = whole.bytes.div_ceil(n * UNIT) * UNIT;
+    let start = (rank * length).min(whole.bytes);
+    Span { addr: whole.addr + start, bytes: length.min(whole.bytes - start) }
+}
+
+/// The tasks of a call of one rank.
+#[derive(Debug)]
+pub struct CopyTasks<'a> {
+    context: &'a LaunchContext<'a>,
+    tuning: &'a CudaThresholds,
+    tasks: Vec<Task>,
+}
+
+impl<'a> CopyTasks<'a> {
+    /// No tasks yet.
+    pub fn new(context: &'a LaunchContext<'a>, tuning: &'a CudaThresholds) -> Self {
+        Self { context, tuning, tasks: Vec::new() }
+    }
+
+    /// Returns the tasks of `call`. A gather is direct with the ranks in `earlier`, and with those that come later;
+    /// with `None` it is staged.
+    pub fn of(mut self, call: &CallSpec, earlier: Option<&[EarlierRank]>) -> Vec<Task> {
+        let (me, n) = (self.context.me, self.context.n);
+        match call.op {
+            Collective::AllGather => self.gather(call.inputs[0], &call.outputs, earlier),
+            Collective::ReduceScatter => {
+                let longest = call.inputs.iter().map(|input| input.bytes).max().unwrap_or(0);
+                let receive = Receive::Sum { own: call.inputs[me], to: call.outputs[0] };
+                self.exchange(&Exchange { send: per_rank(&call.inputs), receive, longest });
+            }
+            Collective::AllReduce => {
+                let (input, output) = (call.inputs[0], call.outputs[0]);
+                let send: Vec<Span> = (0..n).map(|rank| piece(input, rank, n)).collect();
+                let pieces: Vec<Span> = (0..n).map(|rank| piece(output, rank, n)).collect();
+                let receive = Receive::Sum { own: send[me], to: pieces[me] };
+                self.exchange(&Exchange { send: per_rank(&send), receive, longest: send[0].bytes });
+                self.gather(pieces[me], &pieces, earlier);
+            }
+            Collective::Broadcast | Collective::AllToAll => {
+                let other = 1 - me;
+                let mut send = [Span { addr: 0, bytes: 0 }; MAX_RANKS];
+                let mut take = [Span { addr: 0, bytes: 0 }; 2];
+                if call.op == Collective::AllToAll {
+                    send[other] = call.inputs[other];
+                    take[other] = call.outputs[other];
+                    self.keep(call.inputs[me], call.outputs[me]);
+                } else if let Some(&input) = call.inputs.first() {
+                    send[other] = input;
+                } else {
+                    take[other] = call.outputs[0];
+                }
+                let longest = send[other].bytes.max(take[other].bytes);
+                self.exchange(&Exchange { send, receive: Receive::Take(&take), longest });
+            }
+            Collective::Barrier | Collective::Reduce | Collective::Gather | Collective::Scatter | Collective::AllReduceAddRmsNorm => {
+                unreachable!("`serves` excludes them")
+            }
+        }
+        self.tasks
+    }
+
+    fn gather(&mut self, own: Span, outputs: &[Span], earlier: Option<&[EarlierRank]>) {
+        let me = self.context.me;
+        self.keep(own, outputs[me]);
+        if let Some(earlier) = earlier {
+            return self.direct(own, outputs, earlier);
+        }
+        let mut send = [own; MAX_RANKS];
+        send[me].bytes = 0;
+        let longest = outputs.iter().map(|output| output.bytes).max().unwrap_or(0);
+        self.exchange(&Exchange { send, receive: Receive::Take(outputs), longest });
+    }
+
+    /// Copies the rank's message to itself.
+    fn keep(&mut self, from: Span, to: Span) {
+        if from.addr != to.addr {
+            self.copy(false, to.addr as u64, from.addr as u64, from.bytes.min(to.bytes));
+        }
+    }
+
+    /// A gather in which this rank moves its message to each rank of `earlier`, and that rank's message here.
+    fn direct(&mut self, own: Span, outputs: &[Span], earlier: &[EarlierRank]) {
+        let me = self.context.me;
+        // Their outputs are consecutive, and this rank's need not be.
+        let offset = outputs[..me].iter().map(|output| output.bytes as u64).sum::<u64>();
+        // All inputs are ready and all outputs may be written once every rank has come.
+        self.sync(false, CopySyncArgs { post_arrived: 1, wait_arrived: 1, ..Default::default() });
+        if !earlier.is_empty() {
+            // Both directions at the same time.
+            self.tasks.push(Task::Fork);
+            for rank in earlier {
+                let message = outputs[rank.rank];
+                self.copy(true, rank.output + offset, own.addr as u64, outputs[me].bytes);
+                self.copy(false, message.addr as u64, rank.input, message.bytes);
+            }
+            self.tasks.push(Task::Join);
+        }
+        self.sync(false, CopySyncArgs { post_credit: 1, wait_credit: 1, advance: 1, ..Default::default() });
+    }
+
+    /// Moves all messages of `exchange` through slots.
+    fn exchange(&mut self, exchange: &Exchange<'_>) {
+        let LaunchContext { me, n, layout, common, .. } = *self.context;
+        let peers = (1..n).map(|k| (me + k) % n);
+        let chunk = self.chunk_of(exchange.longest);
+        let steps = exchange.longest.div_ceil(chunk);
+        let part = |message: Span, step: usize| {
+            let start = (step * chunk).min(message.bytes);
+            Span { addr: message.addr + start, bytes: chunk.min(message.bytes - start) }
+        };
+        let slot = |step: usize, from: usize, to: usize| common.peer[to] + layout.copy_slot(step, from, to) as u64;
+        let word = |step: usize| step as u32;
+        // Step s (from 1) may be sent once its slot, which step s - COPY_SLOTS used, has been read.
+        self.sync(false, CopySyncArgs { post_credit: word(COPY_SLOTS), ..Default::default() });
+        self.tasks.push(Task::Fork);
+        self.sync(true, CopySyncArgs { wait_credit: 1, ..Default::default() });
+        for step in 0..steps {
+            for peer in peers.clone() {
+                let from = part(exchange.send[peer], step);
+                self.copy(true, slot(step, me, peer), from.addr as u64, from.bytes);
+            }
+            let next = if step + 1 < steps { word(step + 2) } else { 0 };
+            self.sync(true, CopySyncArgs { post_arrived: word(step + 1), wait_credit: next, ..Default::default() });
+            // The slots of the previous step have been read.
+            let credit = if step > 0 { word(step + COPY_SLOTS) } else { 0 };
+            self.sync(false, CopySyncArgs { post_credit: credit, wait_arrived: word(step + 1), ..Default::default() });
+            match &exchange.receive {
+                Receive::Take(to) => {
+                    for peer in peers.clone().filter(|&peer| peer < to.len()) {
+                        let to = part(to[peer], step);
+                        self.copy(false, to.addr as u64, slot(step, peer, me), to.bytes);
+                    }
+                }
+                Receive::Sum { own, to } => {
+                    let mut from = [0; MAX_RANKS];
+                    peers.clone().for_each(|peer| from[peer] = slot(step, peer, me));
+                    from[me] = part(*own, step).addr as u64;
+                    self.sum(from, part(*to, step));
+                }
+            }
+        }
+        self.tasks.push(Task::Join);
+        // The call ends when all that this rank has sent has been read: a later kernel may then use the slots.
+        let last = word(steps + COPY_SLOTS);
+        self.sync(false, CopySyncArgs { post_credit: last, wait_credit: last, advance: last, ..Default::default() });
+    }
+
+    /// Returns the size of a chunk of messages of up to `longest` bytes.
+    fn chunk_of(&self, longest: usize) -> usize {
+        let slot = self.context.layout.copy_slot_bytes();
+        longest.div_ceil(CHUNKS).max(self.tuning.copy_chunk_bytes).next_multiple_of(UNIT).min(slot)
+    }
+
+    fn copy(&mut self, side: bool, to: u64, from: u64, bytes: usize) {
+        if bytes > 0 {
+            self.tasks.push(Task::Copy { side, to, from, bytes });
+        }
+    }
+
+    fn sync(&mut self, side: bool, args: CopySyncArgs) {
+        let args = CopySyncArgs { common: self.context.common, words: self.context.layout.copy_words() as u64, ..args };
+        let grid = Grid::new(1, SYNC_THREADS);
+        self.tasks.push(Task::Kernel { side, launch: Launch { kernel: &COPY_SYNC, grid, zero_copy: false, args: ArgBytes::of(&args) } });
+    }
+
+    fn sum(&mut self, from: PerRank, to: Span) {
+        if to.bytes == 0 {
+            return;
+        }
+        let (common, words) = (self.context.common, self.context.layout.copy_words() as u64);
+        let args = CopySumArgs { common, words, from, to: to.addr as u64, bytes: to.bytes as u64 };
+        let blocks = (to.bytes.div_ceil(UNIT * THREADS as usize) as u32).min(self.tuning.lanes.min(self.tuning.ctas) as u32);
+        let launch = Launch { kernel: &COPY_SUM, grid: Grid::new(blocks, THREADS), zero_copy: false, args: ArgBytes::of(&args) };
+        self.tasks.push(Task::Kernel { side: false, launch });
+    }
+}
+
+fn per_rank(spans: &[Span]) -> [Span; MAX_RANKS] {
+    std::array::from_fn(|rank| spans.get(rank).copied().unwrap_or(Span { addr: 0, bytes: 0 }))
+}
