@@ -9,6 +9,7 @@ mod host;
 mod program;
 
 mod collectives;
+mod copy_engine;
 mod cube_mesh;
 mod norms;
 mod programs;
