@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch_symm
 from train_model import MODELS, SHAPES, Shape, load_text
 from train_turns import WARM_STEPS, Side, in_turns, new_step, profiled, settled, table
 
@@ -63,14 +64,15 @@ def train(text: torch.Tensor, shape: Shape, given: argparse.Namespace, group: di
 
 def compare_in_turns(text: torch.Tensor, shape: Shape, given: argparse.Namespace) -> None:
     """Prints the times of all sides."""
-    ours = ["symm", "symm+fsdp"] if given.parallel in ("fsdp", "hsdp") else ["symm"]
+    ours = ["symm", "symm+fsdp", "symm-zero+fsdp"] if given.parallel in ("fsdp", "hsdp") else ["symm", "symm-zero"]
     names = given.sides.split(",") if given.sides else ["nccl" if given.device == "cuda" else "gloo", *ours]
     groups: dict[str, dist.ProcessGroup] = {}
     sides = []
     for name in names:
         backend = name.partition("+")[0]
         if backend not in groups:
-            group = dist.new_group(backend=backend)
+            zero = torch_symm.Options(cta_policy="zero") if backend == "symm-zero" else None
+            group = dist.new_group(backend=backend.partition("-")[0], pg_options=zero)
             assert isinstance(group, dist.ProcessGroup)
             groups[backend] = group
         sides.append(Side(name, new_step(text, shape, given, groups[backend], name)))
@@ -107,7 +109,10 @@ def main() -> None:
     parser.add_argument(
         "--turns", type=int, default=0, metavar="N", help="time the steps of several sides, N times in turn"
     )
-    parser.add_argument("--sides", help="with --turns, by commas: nccl, gloo, symm, symm+fsdp (with torch_symm.fsdp)")
+    parser.add_argument(
+        "--sides",
+        help="with --turns, by commas: nccl, gloo, symm, symm-zero (its cta_policy), symm+fsdp (torch_symm.fsdp), …",
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda with a GPU per rank")

@@ -50,6 +50,20 @@ def symmetric_sum(count: int) -> Call:
     return call
 
 
+def copied(name: str, world: int, count: int) -> Call:
+    """A call that copy engines move; a gather is in symmetric memory."""
+    zero = dist.new_group(list(range(world)), pg_options=torch_symm.Options(cta_policy="zero"))
+    own = torch.zeros(count, device=device())
+    with torch.cuda.use_mem_pool(new_pool()):
+        wide = torch.zeros(count * world, device=device())
+    calls: dict[str, Call] = {
+        "copied_all_reduce": lambda: dist.all_reduce(own, group=zero),
+        "copied_reduce_scatter": lambda: dist.reduce_scatter_tensor(own, wide, group=zero),
+        "copied_all_gather": lambda: dist.all_gather_into_tensor(wide, own, group=zero),
+    }
+    return calls[name]
+
+
 def call_of(kind: str, rank: int, world: int) -> Call:
     """Returns the call of ``collective elements``, which uses the kernel for that size, any number of times."""
     name, number = kind.split()
@@ -58,6 +72,8 @@ def call_of(kind: str, rank: int, world: int) -> Call:
         return ring(rank, world, count)
     if name == "symmetric_all_reduce":
         return symmetric_sum(count)
+    if name.startswith("copied_"):
+        return copied(name, world, count)
     own, wide = torch.zeros(count, device=device()), torch.zeros(count * world, device=device())
     other = torch.zeros_like(wide)
     calls: dict[str, Call] = {
@@ -73,9 +89,11 @@ def call_of(kind: str, rank: int, world: int) -> Call:
     return calls[name]
 
 
-#: One call or more for every kernel: low latency, one-shot, two-shot, staged, exchanged, zero-copy, forwarded.
+#: One call or more for every kernel: low latency, one-shot, two-shot, staged, exchanged, zero-copy, forwarded; and for
+#: calls that copy engines move.
 KINDS = (
     "all_reduce 4", "all_reduce 60000", "all_reduce 500000", "all_reduce 20000000", "background_all_reduce 500000",
+    "copied_all_reduce 20000000", "copied_reduce_scatter 4000000", "copied_all_gather 4000000",
     "symmetric_all_reduce 8000000", "reduce 100", "reduce 4000000", "broadcast 100", "broadcast 8000000",
     "all_gather 100", "all_gather 4000000", "reduce_scatter 100", "reduce_scatter 4000000", "all_to_all 100",
     "all_to_all 4000000", "send_recv 100", "send_recv 4000000", "barrier 1",

@@ -1,0 +1,173 @@
+"""Long calls whose bytes copy engines move: the same bits, whoever comes first, also in graphs and beside kernels."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from cases import Case, Findings
+from collectives import COLLECTIVES
+from pool import WORLDS, Pool, device, init, needs_unshared_gpus, settle
+from zero_copy import MB, new_pool, numbers, same_bytes, warm
+
+pytestmark = needs_unshared_gpus
+
+#: Collectives that copy engines serve in every group; with two ranks also broadcasts and all-to-alls.
+SERVED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+WHOLE = ("all_reduce", "broadcast")
+
+
+def engines() -> dict[str, int]:
+    """Calls of this process that copy engines moved: ``{"staged": …, "direct": …}``."""
+    found = {"staged": 0, "direct": 0}
+    for algorithms in torch_symm.stats().values():
+        for way in found:
+            found[way] += algorithms.get(f"copy_engine_{way}", 0) if isinstance(algorithms, dict) else 0
+    return found
+
+
+def sweep(rank: int, world: int, collective: str) -> tuple[int, dict[str, int]]:
+    """Compared with the definition, in a group whose policy is zero: ordinary and symmetric, odd lengths."""
+    init(rank, world, options=torch_symm.Options(cta_policy="zero"))
+    findings = Findings()
+    memory = new_pool()
+    with torch.cuda.use_mem_pool(memory):
+        torch.ones(8 * MB, dtype=torch.uint8, device=device())
+    dist.barrier()
+    parts = 1 if collective in WHOLE else world
+    for dtype, (size, more), symmetric in itertools.product(
+        (torch.float32, torch.bfloat16, torch.int64), ((9 * MB, 0), (40 * MB, 1), (5 * MB, -1)), (False, True)
+    ):
+        count = size // dtype.itemsize // parts + more
+        case = Case(rank, world, dtype, count, "contiguous", more == 1, device=device())
+        about = f"{case.about}, {'symmetric' if symmetric else 'ordinary'}"
+        with findings.case(about), torch.cuda.use_mem_pool(memory) if symmetric else nullcontext():
+            COLLECTIVES[collective](case)
+    settle()
+    found = engines()
+    dist.destroy_process_group()
+    return findings.close(), found
+
+
+@pytest.mark.parametrize(
+    "collective", [each for each in COLLECTIVES if each in (*SERVED, "broadcast", "all_to_all_single")]
+)
+@pytest.mark.parametrize("world", WORLDS)
+def test_as_defined(pool: Pool, world: int, collective: str) -> None:
+    found = pool.run(sweep, world, collective, backend=None, timeout=200)
+    assert [cases for cases, _ in found] == [18] * world
+    served = collective in SERVED or world == 2
+    assert all(bool(sum(used.values())) == served for _, used in found), found
+
+
+def calls(rank: int, world: int, symmetric: bool, late: int) -> list[dict[str, int]]:
+    """Calls by kernels; then the same calls, asynchronously and with one rank late, in a group whose policy is zero."""
+    zero = dist.new_group(list(range(world)), pg_options=torch_symm.Options(cta_policy="zero"))
+    count = 3 * MB // world * world
+    with torch.cuda.use_mem_pool(new_pool()) if symmetric else nullcontext():
+        whole, gathered = torch.zeros(count, device=device()), torch.zeros(count, device=device())
+        part = torch.zeros(count // world, device=device())
+    if symmetric:
+        warm(dist.all_reduce, whole)
+    part.copy_(numbers(count // world, seed=2))
+    own = gathered.chunk(world)[rank]
+    scattered = torch.zeros_like(part)
+
+    def run(group: dist.ProcessGroup | None, async_op: bool) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = []
+        whole.copy_(numbers(count, seed=1))
+        gathered.zero_()
+        scattered.zero_()
+        steps: list[Callable[[], object]] = [
+            lambda: dist.all_reduce(whole, group=group, async_op=async_op),
+            lambda: dist.all_gather_into_tensor(gathered, part, group=group, async_op=async_op),
+            lambda: dist.reduce_scatter_tensor(scattered, whole, group=group, async_op=async_op),
+            lambda: dist.all_gather_into_tensor(gathered, own, group=group, async_op=async_op),
+        ]
+        for step in steps:
+            if rank == late:
+                time.sleep(0.02)
+            work = step()
+            if async_op:
+                work.wait()  # type: ignore[attr-defined]
+            results += [each.clone() for each in (whole, gathered, scattered)]
+        return results
+
+    kernels = run(None, False)
+    before = engines()
+    copies = run(zero, True)
+    used = {way: engines()[way] - before[way] for way in before}
+    assert all(same_bytes(got, wanted) for got, wanted in zip(copies, kernels, strict=True)), f"rank {rank}"
+    return [used]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("world", WORLDS)
+def test_same_bits_as_kernels(pool: Pool, world: int, symmetric: bool) -> None:
+    for late in (0, world - 1):
+        for (used,) in pool.run(calls, world, symmetric, late):
+            assert used["staged"] + used["direct"] == 4, used
+            assert bool(used["direct"]) == symmetric, used
+
+
+def captured(rank: int, world: int, symmetric: bool) -> None:
+    """A graph with each kind of call, replayed with new values between eager calls."""
+    init(rank, world, options=torch_symm.Options(cta_policy="zero"))
+    count = 2 * MB // world * world
+    with torch.cuda.use_mem_pool(new_pool()) if symmetric else nullcontext():
+        whole, gathered = torch.zeros(count, device=device()), torch.zeros(count, device=device())
+    own = gathered.chunk(world)[rank]
+    part, value = torch.zeros(count // world, device=device()), torch.zeros((), device=device())
+
+    def run() -> None:
+        whole.copy_((value + rank).expand(count))
+        dist.reduce_scatter_tensor(part, whole)
+        own.copy_(part)
+        dist.all_gather_into_tensor(gathered, own)
+        dist.all_reduce(whole)
+
+    run()
+    settle()
+    time.sleep(0.5)  # peers map a new segment a little later
+    run()
+    settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    other = numbers(count)
+    for turn in range(200):
+        value.fill_(turn)
+        graph.replay()
+        if turn % 7 == 0:
+            dist.all_reduce(other, dist.ReduceOp.MAX)
+        if turn % 10 == 0:
+            total = world * turn + world * (world - 1) / 2
+            assert bool((gathered == total).all() and (whole == total).all() and (part == total).all()), (
+                f"replay {turn}"
+            )
+    settle()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("world", WORLDS)
+def test_replays(pool: Pool, world: int, symmetric: bool) -> None:
+    pool.run(captured, world, symmetric, backend=None)
+
+
+def unlike(rank: int, world: int) -> None:
+    policy = "zero" if rank == 0 else "default"
+    init(rank, world, options=torch_symm.Options(cta_policy=policy))
+    with pytest.raises(torch_symm.SymmConfigError, match="cta_policy and max_ctas"):
+        dist.all_reduce(torch.ones(1, device=device()))
+    dist.destroy_process_group()
+
+
+def test_ranks_with_other_policies_are_told(pool: Pool) -> None:
+    pool.run(unlike, 2, backend=None)
