@@ -197,12 +197,12 @@ def test_default_groups_one_after_another() -> None:
 
 
 def spelled(rank: int, world: int) -> None:
+    check_group()
     if dist.get_backend_config() == "cpu:gloo,cuda:symm":
         assert dist.group.WORLD._get_backend(torch.device("cpu")).name() == "gloo"
         return
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert isinstance(backend, torch_symm.ProcessGroupSymm) and backend.name() == "symm"
-    check_group()
     check_group(dist.new_group())
 
 

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import init, run_ranks
+from ranks import run_ranks
 from torch.distributed.distributed_c10d import BackendConfig
 from torch_symm import _autoload
 from torch_symm._autoload import devices
@@ -375,16 +375,3 @@ def test_the_kernels_compiler_is_found_in_installed_packages(tmp_path: Path, mon
 def test_spellings_are_understood(spelling: str, cpu: str, cuda: str | None) -> None:
     found = BackendConfig(dist.Backend(spelling)).get_device_backend_map()
     assert (found.get("cpu"), found.get("cuda")) == (cpu, cuda)
-
-
-def reduced(rank: int, world: int, spelling: str) -> list[float]:
-    init(rank, world, spelling)
-    value = torch.arange(3.0)
-    dist.all_reduce(value)
-    dist.destroy_process_group()
-    return value.tolist()
-
-
-@pytest.mark.parametrize("spelling", ["symm", "cpu:symm", "cpu:gloo,cuda:symm", "cpu:symm,cuda:symm"])
-def test_spellings_work_on_cpu(spelling: str) -> None:
-    assert run_ranks(reduced, 1, spelling, backend=None) == [[0, 1, 2]]

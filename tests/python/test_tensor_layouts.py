@@ -31,22 +31,6 @@ def test_splits_whose_sum_wraps_are_refused() -> None:
     run_ranks(body, 3)
 
 
-def test_overlapping_memory_is_refused() -> None:
-    """An expanded tensor has one element in many positions: writing to it would be wrong."""
-
-    def body(rank: int, world: int) -> str:
-        expanded = torch.ones(1).expand(4)
-        with pytest.raises((ValueError, RuntimeError)) as info:
-            dist.all_reduce(expanded)
-        tensor = torch.ones(4)
-        dist.all_reduce(tensor)
-        assert float(tensor.sum()) == 8
-        return str(info.value)
-
-    for message in run_ranks(body, 2):
-        assert "share memory" in message, message
-
-
 def mapped(name: str, access: int) -> torch.Tensor:
     """Ones, in a file that is mapped."""
     path = ranks.scratch / name

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
 from ranks import meet, on_threads, run_ranks
+from torch_symm import _native
 
 
 def waiting_with_a_limit(rank: int, world: int) -> None:
@@ -67,7 +69,7 @@ def futures(rank: int, world: int) -> None:
         doubled = future.then(lambda f: f.value()[0] * 2)
         assert (doubled.wait() == 2 * world).all()
         assert future.value()[0].data_ptr() == tensor.data_ptr()
-        assert future.done() and work.is_completed()
+        assert future.done() and work.is_completed() and work.is_success()
         assert work.result()[0].data_ptr() == tensor.data_ptr()
         assert (work.get_future().wait()[0] == world).all(), "asked for again, after the end"
         assert work.get_future_result().wait() == 0
@@ -172,8 +174,10 @@ def test_futures_have_the_shape_of_gloos(replaced: bool) -> None:
 def failed_future(rank: int, world: int) -> None:
     tensor = torch.ones(4 + rank)
     work = dist.all_reduce(tensor, async_op=True)
-    with pytest.raises(RuntimeError, match="all_reduce"):
+    with pytest.raises(torch_symm.SymmMismatchError, match="all_reduce"):
         work.get_future().wait()
+    with pytest.raises(torch_symm.SymmMismatchError):
+        work.get_future().value()
     with pytest.raises(torch_symm.SymmMismatchError):
         work.wait()
     assert work.is_completed() and not work.is_success()
@@ -294,6 +298,8 @@ def test_four_threads_send_and_receive() -> None:
 
 
 def gil(rank: int, world: int, kind: str) -> None:
+    _native.load()
+    window = symm_mem.rendezvous(symm_mem.empty(4, device="cpu"), dist.group.WORLD)
     if rank == 1:
         time.sleep(0.5)
     counter = 0
@@ -319,6 +325,8 @@ def gil(rank: int, world: int, kind: str) -> None:
         dist.send(tensor, 0)
     elif kind == "barrier":
         dist.barrier()
+    elif kind == "barrier of symmetric memory":
+        window.barrier()
     else:
         dist.new_group()
     during = counter - before
@@ -329,7 +337,7 @@ def gil(rank: int, world: int, kind: str) -> None:
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("kind", ("sync", "wait", "recv", "barrier", "new_group"))
+@pytest.mark.parametrize("kind", ("sync", "wait", "recv", "barrier", "barrier of symmetric memory", "new_group"))
 def test_the_gil_is_free_while_waiting(kind: str) -> None:
     run_ranks(gil, 2, kind)
 
