@@ -12,7 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import backend_of, run_ranks
 
 
 def test_splits_whose_sum_wraps_are_refused() -> None:
@@ -43,7 +43,7 @@ def mapped(name: str, access: int) -> torch.Tensor:
 
 def read_only_is_for_inputs(rank: int, world: int) -> None:
     fixed, free = mapped(f"fixed-{rank}", mmap.PROT_READ), mapped(f"free-{rank}", mmap.PROT_READ | mmap.PROT_WRITE)
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend = backend_of()
     outputs: dict[str, Callable[[torch.Tensor], object]] = {
         "all_reduce": dist.all_reduce,
         "columns": lambda out: dist.all_reduce(out.view(64, 64)[:, 1:3]),

@@ -5,7 +5,6 @@ Every test runs its body on the ranks of a fresh group, each a separate process.
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -18,17 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import run_ranks
+from ranks import backend_of, run_ranks
 
 WORLD = 3
 
 
 def entered(rank: int, world: int, body: Callable[[int], None]) -> None:
     body(rank)
-
-
-def backend() -> torch_symm.ProcessGroupSymm:
-    return dist.group.WORLD._get_backend(torch.device("cpu"))
 
 
 def inputs(rank: int) -> None:
@@ -77,7 +72,7 @@ def exceptions(rank: int) -> None:
         work.wait()
     with pytest.raises(torch_symm.SymmMismatchError):
         dist.barrier(group=other)
-    assert other._get_backend(torch.device("cpu")).get_error() != backend().get_error()
+    assert backend_of(other).get_error() != backend_of().get_error()
     lost = dist.new_group(timeout=timedelta(seconds=1))
     if rank == 0:
         work = dist.all_reduce(torch.ones(4), group=lost, async_op=True)
@@ -99,28 +94,20 @@ def backward(rank: int) -> None:
     group = dist.new_group()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
     if rank == 0:
-        group._get_backend(torch.device("cpu")).abort()
+        backend_of(group).abort()
     with pytest.raises((torch_symm.SymmPeerError, torch_symm.SymmAbortedError)):
         for _ in range(100):
             model(torch.ones(2, 4)).sum().backward()
 
 
 def split(rank: int) -> None:
-    mine = backend()
-    assert dist.group.WORLD._get_backend(torch.device("cpu")).options.group_name == mine.options.group_name
-    options = copy.deepcopy(mine.options)
-    assert type(options) is torch_symm.Options and options is not mine.options
-    assert options._timeout == mine.options._timeout
-    mine._set_default_timeout(timedelta(seconds=77))
-    assert mine.options._timeout == timedelta(seconds=77)
-    mine.perform_nocolor_split(torch.device("cpu"))
     child = dist.group.WORLD.split_group([0, 2], group_name="evens")
     assert (child is None) == (rank == 1)
     if child is not None:
         t = torch.full((2,), rank + 1.0)
         child.allreduce([t]).wait()
         assert t.eq(4).all() and child.size() == 2
-        part = child._get_backend(torch.device("cpu"))
+        part = backend_of(child)
         assert list(part.options.global_ranks_in_group) == [0, 2]
 
 

@@ -14,12 +14,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch_symm
-from ranks import meet, run_ranks
-
-
-def backend() -> torch_symm.ProcessGroupSymm:
-    return dist.group.WORLD._get_backend(torch.device("cpu"))
+from ranks import backend_of, meet, run_ranks
 
 
 def all_to_all_of_rows(rank: int, world: int) -> None:
@@ -157,7 +152,7 @@ def sparse(rank: int, world: int) -> None:
     with pytest.raises((ValueError, NotImplementedError, RuntimeError), match=r"(?i)sparse"):
         dist.broadcast(torch.eye(3).to_sparse(), 0)
     with pytest.raises(ValueError, match="layout Sparse"):
-        backend().broadcast([torch.eye(2).to_sparse()], opts("Broadcast", rootRank=0, rootTensor=0))
+        backend_of().broadcast([torch.eye(2).to_sparse()], opts("Broadcast", rootRank=0, rootTensor=0))
     if world > 1:
         with pytest.raises(ValueError, match="Tensor dimensions do not match"):
             dist.all_reduce(torch.sparse_coo_tensor([[0]], [1.0], (5 + rank,)))
@@ -180,32 +175,40 @@ TWO = torch.zeros(2)
 
 #: Calls, and the expected text of their errors. World size 2.
 WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "broadcast of nothing": (lambda: backend().broadcast([], opts("Broadcast")), ValueError, "non-empty tensor list"),
-    "broadcast of two": (lambda: backend().broadcast([ONE, ONE], opts("Broadcast")), ValueError, "single-element"),
+    "broadcast of nothing": (
+        lambda: backend_of().broadcast([], opts("Broadcast")),
+        ValueError,
+        "non-empty tensor list",
+    ),
+    "broadcast of two": (lambda: backend_of().broadcast([ONE, ONE], opts("Broadcast")), ValueError, "single-element"),
     "broadcast from -1": (
-        lambda: backend().broadcast([ONE], opts("Broadcast", rootRank=-1, rootTensor=0)),
+        lambda: backend_of().broadcast([ONE], opts("Broadcast", rootRank=-1, rootTensor=0)),
         ValueError,
         "invalid root rank: -1",
     ),
     "broadcast from 2": (
-        lambda: backend().broadcast([ONE], opts("Broadcast", rootRank=2, rootTensor=0)),
+        lambda: backend_of().broadcast([ONE], opts("Broadcast", rootRank=2, rootTensor=0)),
         ValueError,
         "invalid root rank: 2",
     ),
     "broadcast of tensor 1": (
-        lambda: backend().broadcast([ONE], opts("Broadcast", rootRank=0, rootTensor=1)),
+        lambda: backend_of().broadcast([ONE], opts("Broadcast", rootRank=0, rootTensor=1)),
         ValueError,
         "invalid root tensor: 1",
     ),
-    "all_reduce of nothing": (lambda: backend().allreduce([], opts("Allreduce")), ValueError, "non-empty tensor list"),
-    "all_reduce of two": (lambda: backend().allreduce([ONE, ONE], opts("Allreduce")), ValueError, "single-element"),
+    "all_reduce of nothing": (
+        lambda: backend_of().allreduce([], opts("Allreduce")),
+        ValueError,
+        "non-empty tensor list",
+    ),
+    "all_reduce of two": (lambda: backend_of().allreduce([ONE, ONE], opts("Allreduce")), ValueError, "single-element"),
     "all_reduce_coalesced of nothing": (
-        lambda: backend().allreduce_coalesced([], opts("AllreduceCoalesced")),
+        lambda: backend_of().allreduce_coalesced([], opts("AllreduceCoalesced")),
         ValueError,
         "non-empty tensor list",
     ),
     "all_reduce_coalesced of two dtypes": (
-        lambda: backend().allreduce_coalesced([ONE, ONE.int()], opts("AllreduceCoalesced")),
+        lambda: backend_of().allreduce_coalesced([ONE, ONE.int()], opts("AllreduceCoalesced")),
         (ValueError, TypeError),
         "(?i)type",
     ),
@@ -215,7 +218,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "(?i)qint8|dtype|QuantizedCPU",
     ),
     "all_reduce on the meta device": (
-        lambda: backend().allreduce([torch.zeros(3, device="meta")], opts("Allreduce")),
+        lambda: backend_of().allreduce([torch.zeros(3, device="meta")], opts("Allreduce")),
         (ValueError, NotImplementedError),
         "meta",
     ),
@@ -241,26 +244,26 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "BXOR",
     ),
     "broadcast of quantised numbers": (
-        lambda: backend().broadcast(
+        lambda: backend_of().broadcast(
             [torch.quantize_per_tensor(ONE, 1.0, 0, torch.qint8)], opts("Broadcast", rootRank=0, rootTensor=0)
         ),
         TypeError,
         "not served",
     ),
     "reduce to 5": (
-        lambda: backend().reduce([ONE], opts("Reduce", rootRank=5, rootTensor=0)),
+        lambda: backend_of().reduce([ONE], opts("Reduce", rootRank=5, rootTensor=0)),
         ValueError,
         "invalid root rank: 5",
     ),
-    "reduce of nothing": (lambda: backend().reduce([], opts("Reduce")), ValueError, "non-empty tensor list"),
-    "all_gather of nothing": (lambda: backend().allgather([], [], opts("Allgather")), ValueError, "non-empty input"),
+    "reduce of nothing": (lambda: backend_of().reduce([], opts("Reduce")), ValueError, "non-empty tensor list"),
+    "all_gather of nothing": (lambda: backend_of().allgather([], [], opts("Allgather")), ValueError, "non-empty input"),
     "all_gather of two": (
-        lambda: backend().allgather([[ONE] * 2] * 2, [ONE] * 2, opts("Allgather")),
+        lambda: backend_of().allgather([[ONE] * 2] * 2, [ONE] * 2, opts("Allgather")),
         ValueError,
         "single-element|same length",
     ),
     "all_gather into one": (
-        lambda: backend().allgather([[ONE]], [ONE], opts("Allgather")),
+        lambda: backend_of().allgather([[ONE]], [ONE], opts("Allgather")),
         ValueError,
         "invalid output tensor list",
     ),
@@ -270,7 +273,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "invalid tensor size at index",
     ),
     "all_gather into two dtypes": (
-        lambda: backend().allgather([[ONE, ONE.double()]], [ONE]),
+        lambda: backend_of().allgather([[ONE, ONE.double()]], [ONE]),
         ValueError,
         "invalid tensor type at index 1",
     ),
@@ -290,42 +293,42 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "same type",
     ),
     "gather to 7": (
-        lambda: backend().gather([[ONE, ONE]], [ONE], opts("Gather", rootRank=7)),
+        lambda: backend_of().gather([[ONE, ONE]], [ONE], opts("Gather", rootRank=7)),
         ValueError,
         "invalid root rank: 7",
     ),
     "gather into one": (
-        lambda: backend().gather([[ONE]], [ONE], opts("Gather", rootRank=dist.get_rank())),
+        lambda: backend_of().gather([[ONE]], [ONE], opts("Gather", rootRank=dist.get_rank())),
         ValueError,
         "output list size",
     ),
     "gather of another size": (
-        lambda: backend().gather([[ONE, TWO]], [ONE], opts("Gather", rootRank=dist.get_rank())),
+        lambda: backend_of().gather([[ONE, TWO]], [ONE], opts("Gather", rootRank=dist.get_rank())),
         ValueError,
         "(?i)size",
     ),
     "gather with outputs elsewhere": (
-        lambda: backend().gather([[ONE, ONE]], [ONE], opts("Gather", rootRank=1 - dist.get_rank())),
+        lambda: backend_of().gather([[ONE, ONE]], [ONE], opts("Gather", rootRank=1 - dist.get_rank())),
         ValueError,
         "empty output on non-root",
     ),
     "scatter of one": (
-        lambda: backend().scatter([ONE], [[ONE]], opts("Scatter", rootRank=dist.get_rank())),
+        lambda: backend_of().scatter([ONE], [[ONE]], opts("Scatter", rootRank=dist.get_rank())),
         ValueError,
         "input list size",
     ),
     "scatter of another size": (
-        lambda: backend().scatter([ONE], [[ONE, TWO]], opts("Scatter", rootRank=dist.get_rank())),
+        lambda: backend_of().scatter([ONE], [[ONE, TWO]], opts("Scatter", rootRank=dist.get_rank())),
         ValueError,
         "(?i)size",
     ),
     "scatter with inputs elsewhere": (
-        lambda: backend().scatter([ONE], [[ONE, ONE]], opts("Scatter", rootRank=1 - dist.get_rank())),
+        lambda: backend_of().scatter([ONE], [[ONE, ONE]], opts("Scatter", rootRank=1 - dist.get_rank())),
         ValueError,
         "empty input on non-root",
     ),
     "reduce_scatter of one": (
-        lambda: backend().reduce_scatter([ONE], [[ONE]], opts("ReduceScatter")),
+        lambda: backend_of().reduce_scatter([ONE], [[ONE]], opts("ReduceScatter")),
         ValueError,
         "input list size",
     ),
@@ -339,9 +342,9 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "5 elements",
     ),
-    "all_to_all of one": (lambda: backend().alltoall([ONE], [ONE], opts("AllToAll")), ValueError, "1 input tensors"),
+    "all_to_all of one": (lambda: backend_of().alltoall([ONE], [ONE], opts("AllToAll")), ValueError, "1 input tensors"),
     "all_to_all of two dtypes": (
-        lambda: backend().alltoall([ONE, ONE.int()], [ONE, ONE], opts("AllToAll")),
+        lambda: backend_of().alltoall([ONE, ONE.int()], [ONE, ONE], opts("AllToAll")),
         (ValueError, TypeError),
         "(?i)type",
     ),
@@ -370,10 +373,10 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "scalar",
     ),
-    "send to 2": (lambda: backend().send([ONE], 2, 0), ValueError, "rank 2 is outside"),
-    "recv from -3": (lambda: backend().recv([ONE], -3, 0), ValueError, "rank -3 is outside"),
-    "send of two": (lambda: backend().send([ONE, ONE], 0, 0), ValueError, "single-element"),
-    "negative tag": (lambda: backend().send([ONE], 0, -1), ValueError, "Tag must be nonnegative"),
+    "send to 2": (lambda: backend_of().send([ONE], 2, 0), ValueError, "rank 2 is outside"),
+    "recv from -3": (lambda: backend_of().recv([ONE], -3, 0), ValueError, "rank -3 is outside"),
+    "send of two": (lambda: backend_of().send([ONE, ONE], 0, 0), ValueError, "single-element"),
+    "negative tag": (lambda: backend_of().send([ONE], 0, -1), ValueError, "Tag must be nonnegative"),
     "freed storage": (lambda: dist.all_reduce(in_storage_of(0)), ValueError, "freed"),
     "short storage": (lambda: dist.all_reduce(in_storage_of(8)), ValueError, "storage of 8 bytes"),
 }
@@ -413,7 +416,7 @@ def refused_on_one(rank: int, world: int) -> None:
     if rank == 0:
         for _ in range(3):
             with pytest.raises(ValueError, match="non-empty"):
-                backend().allreduce([], opts("Allreduce"))
+                backend_of().allreduce([], opts("Allreduce"))
     tensor = torch.ones(5)
     dist.all_reduce(tensor)
     assert (tensor == world).all()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
-from ranks import meet, on_threads, run_ranks
+from ranks import backend_of, meet, on_threads, run_ranks
 from torch_symm import _native
 
 
@@ -194,7 +194,7 @@ def results_of_failures(rank: int, world: int) -> None:
         if wanted == 0:
             ops.append(dist.P2POp(dist.isend, torch.ones(3), other, group=group))
         else:
-            group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=0.5))
+            backend_of(group)._set_default_timeout(timedelta(seconds=0.5))
         (work,) = dist.batch_isend_irecv(ops)
         assert work.get_future_result().wait() == wanted
         if wanted == 1:
@@ -203,7 +203,7 @@ def results_of_failures(rank: int, world: int) -> None:
                 work.wait()
     last = dist.new_group(timeout=timedelta(seconds=20))
     if rank == 0:
-        last._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=0.5))
+        backend_of(last)._set_default_timeout(timedelta(seconds=0.5))
         assert dist.all_reduce(torch.ones(4), group=last, async_op=True).get_future_result().wait() == 1
     meet("ended", rank, world)
 
@@ -273,7 +273,7 @@ def one_group(rank: int, world: int) -> None:
 
         on_threads([body] * 4)
     dist.barrier()
-    sequence = dist.group.WORLD._get_backend(torch.device("cpu")).get_sequence_number()
+    sequence = backend_of().get_sequence_number()
     assert sequence == 801
 
 
@@ -369,7 +369,7 @@ def test_dropped_tensors() -> None:
 
 
 def sequence_numbers(rank: int, world: int) -> None:
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend = backend_of()
     before = backend.get_sequence_number()
     dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1), async_op=True).wait()
