@@ -210,7 +210,7 @@ asan: build
 # The CUDA kernels, emulated by threads of the host, under the same two: what they load and store beside tensors. By hand: it takes ten minutes.
 ASAN_RUNNER = ["env", "LD_PRELOAD=$(foreach library,libasan.so libubsan.so,$(shell $(CXX) -print-file-name=$(library)))"]
 asan-kernels: tools
-	SYMM_EMULATED_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
+	SYMM_EMULATED_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
 		ASAN_OPTIONS=detect_leaks=0:handle_segv=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		cargo test --quiet --config 'target.$(HOST).runner = $(ASAN_RUNNER)' --test emulated
 

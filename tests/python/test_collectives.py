@@ -56,7 +56,8 @@ def cases(rank: int, world: int, collectives: Iterable[str]) -> Iterator[tuple[s
                 for asynchronous in (False, True) if count < 100_000 else (number % 2 == 1,):
                     yield collective, Case(rank, world, dtype, count, "contiguous", asynchronous)
                 for which, layout in enumerate(layouts):
-                    if fits(collective, layout):
+                    # Of four ranks, every second: how tensors lie concerns each rank alone.
+                    if fits(collective, layout) and (world < 4 or (number + which) % 2 == 0):
                         yield collective, Case(rank, world, dtype, count, layout, (number + at + which) % 2 == 1)
 
 

@@ -105,7 +105,7 @@ def test_a_wrong_secret_is_refused() -> None:
             TCPStore("127.0.0.1", store.port, None, False, seconds(5), False, secret=secret).set("key", "value")
         assert SECRET not in str(caught.value)
     with pytest.raises(dist.DistError):
-        TCPStore("127.0.0.1", serve().port, None, False, seconds(5), False, secret=SECRET).set("key", "value")
+        TCPStore("127.0.0.1", serve().port, None, False, seconds(0.5), False, secret=SECRET).set("key", "value")
     assert store.num_keys() == 0
 
 

@@ -174,25 +174,6 @@ def test_products_are_summed_in_fp32_in_rank_order(world: int) -> None:
     run_ranks(sums_in_order, world)
 
 
-def many_calls(rank: int, world: int) -> None:
-    """Changing data and sizes, without synchronization between the calls."""
-    name = dist.group.WORLD.group_name
-    for call in range(60):
-        size = 1 + call % 7 + (40 if call == 30 else 0)
-        B = whole_numbers((size, 3), torch.float32, call)
-        wholes = [whole_numbers((size, size), torch.float32, 1000 * call + peer) for peer in range(world)]
-        _, (got,) = symm_mem.fused_all_gather_matmul(wholes[rank], [B], 0, name, return_A=bool(call % 2))
-        assert torch.equal(got, torch.cat(wholes) @ B), call
-        A = [torch.cat([wholes[peer]] * world) for peer in range(world)]
-        piece = symm_mem.fused_matmul_reduce_scatter(A[rank], B, "sum", 0, name)
-        assert torch.equal(piece, sum(wholes) @ B), call
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_calls_do_not_overtake_one_another(world: int) -> None:
-    run_ranks(many_calls, world)
-
-
 def empty_and_alone(rank: int, world: int) -> None:
     name = dist.group.WORLD.group_name
     for rows in (0, 2):
