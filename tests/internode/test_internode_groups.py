@@ -19,10 +19,6 @@ import torch_symm
 from launch import run_hosts
 from test_groups import assert_nothing_left, resources
 
-# Takes seconds: once, before processes are forked.
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: F401
-from torch.nn.parallel import DistributedDataParallel
-
 
 def total(group: dist.ProcessGroup | None = None) -> float:
     tensor = torch.tensor([float(dist.get_rank() + 1)])
@@ -332,33 +328,6 @@ def what_is_not_there(rank: int, world_size: int) -> None:
 
 def test_what_is_not_there_is_refused_by_name() -> None:
     run_hosts(what_is_not_there, (2, 2))
-
-
-def train(rank: int, world_size: int) -> list[float]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(rank)
-    losses = []
-    for _ in range(5):
-        inputs = torch.randn(16, 20, generator=generator)
-        loss = (parallel(inputs) - inputs.sum(1, keepdim=True)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        everywhere = loss.detach().clone()
-        dist.all_reduce(everywhere, dist.ReduceOp.AVG)
-        losses.append(everywhere.item())
-    return losses
-
-
-def test_data_parallel_training_goes_as_on_one_host() -> None:
-    here = ranks.run_ranks(train, 4)
-    there = run_hosts(train, (2, 2))
-    assert there[0] == there[3]
-    assert there[0] == pytest.approx(here[0], rel=1e-4)
-    assert there[0][-1] < there[0][0]
 
 
 def left_in_the_store(rank: int, world_size: int) -> None:

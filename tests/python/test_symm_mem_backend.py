@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
+import torch_symm.symm_mem as ours
 import windows
 from ranks import file_store, init, meet, run_ranks
 from torch._C._distributed_c10d import _SymmetricMemory
@@ -150,6 +151,7 @@ def test_what_never_comes_is_named() -> None:
             handle.put_signal(1, 6)
             for wait, words in (
                 (lambda: handle.wait_signal(1, 3, SHORT_MS), "wait_signal on channel 3"),
+                (lambda: ours.wait_signal(handle, 1, channel=2, timeout_ms=SHORT_MS), "wait_signal on channel 2"),
                 (lambda: handle.barrier(4, SHORT_MS), "barrier on channel 4"),
                 (lambda: handle.put_signal(1, 6, SHORT_MS), "put_signal on channel 6"),
             ):

@@ -191,23 +191,6 @@ def test_no_rows_no_products_and_one_rank(world: int) -> None:
     run_ranks(empty_and_alone, world)
 
 
-def sub_groups(rank: int, world: int) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = pairs[rank // 2]
-    for call in range(5):
-        A = torch.full((2, 4), float(rank + call))
-        got, _ = symm_mem.fused_all_gather_matmul(A, [torch.eye(4)], 0, mine.group_name)
-        first = rank // 2 * 2
-        assert got is not None
-        assert got[:, 0].tolist() == [first + call] * 2 + [first + 1 + call] * 2
-        got, _ = symm_mem.fused_all_gather_matmul(A, [torch.eye(4)], 0, dist.group.WORLD.group_name)
-        assert got is not None and got[::2, 0].tolist() == [peer + call for peer in range(world)]
-
-
-def test_groups_keep_apart() -> None:
-    run_ranks(sub_groups, 4)
-
-
 def wrong_arguments(rank: int, world: int) -> None:
     name = dist.group.WORLD.group_name
     matrix, row = torch.ones(4, 4), torch.ones(4)

@@ -1,4 +1,4 @@
-"""The contract of torch's own classes for a backend: futures, exceptions, profiles, splits, the end of a program.
+"""The contract of torch's own classes for a backend: futures, exceptions, splits, the end of a program.
 
 Every test runs its body on the ranks of a fresh group, each a separate process.
 """
@@ -111,27 +111,6 @@ def split(rank: int) -> None:
         assert list(part.options.global_ranks_in_group) == [0, 2]
 
 
-def profile(rank: int) -> None:
-    from torch.profiler import ProfilerActivity
-
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
-        dist.all_reduce(torch.ones(3, 4))
-        dist.broadcast(torch.ones(2), 0)
-        dist.all_to_all_single(torch.ones(3), torch.ones(3))
-        dist.barrier()
-        work = dist.all_gather_into_tensor(torch.ones(3), torch.ones(1), async_op=True)
-        work.wait()
-        request = dist.isend(torch.ones(5), (rank + 1) % WORLD)
-        dist.recv(torch.ones(5), (rank - 1) % WORLD)
-        request.wait()
-    events = {event.name: event for event in trace.events()}
-    for name in ("all_reduce", "broadcast", "all_to_all", "barrier", "all_gather", "send", "recv"):
-        assert f"symm:{name}" in events, (name, sorted(events))
-    assert events["symm:all_reduce"].input_shapes == [[3, 4]]
-    assert events["symm:all_reduce"].is_async
-    assert sum(event.name == "record_param_comms" for event in trace.events()) == 7
-
-
 def aborted(rank: int) -> None:
     """Ends while completions run Python code: by destroy, and by the destructor, called while it holds the GIL."""
     group = dist.new_group()
@@ -145,7 +124,7 @@ def aborted(rank: int) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [inputs, futures, exceptions, backward, split, profile, aborted],
+    [inputs, futures, exceptions, backward, split, aborted],
 )
 def test(body: Callable[[int], None]) -> None:
     run_ranks(entered, WORLD, body, group_timeout=30)

@@ -57,26 +57,6 @@ def test_all_to_all_of_a_subgroup() -> None:
     run_ranks(all_to_all_of_subgroups, 4)
 
 
-def differentiable(rank: int, world: int) -> None:
-    from torch.distributed import nn
-
-    mine = torch.full((world, 3), float(rank), requires_grad=True)
-    got = nn.functional.all_to_all_single(torch.empty(world, 3), mine)
-    (got * torch.arange(1.0, world + 1)[:, None]).sum().backward()
-    assert (mine.grad == rank + 1).all()
-    value = torch.tensor([float(rank)], requires_grad=True)
-    parts = nn.functional.all_gather(value)
-    sum(part * (i + 1) for i, part in enumerate(parts)).backward()
-    assert value.grad.item() == (rank + 1) * world
-    value = torch.tensor([2.0], requires_grad=True)
-    nn.functional.all_reduce(value).backward()
-    assert value.grad.item() == world
-
-
-def test_differentiable_collectives() -> None:
-    run_ranks(differentiable, 3)
-
-
 def coalesced(rank: int, world: int) -> None:
     shapes = ((5,), (3, 7), (60_000,), (0,), ())
     tensors = [torch.full(shape, float(rank + i)) for i, shape in enumerate(shapes)]
