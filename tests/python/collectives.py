@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import expected
 import pytest
@@ -277,6 +278,24 @@ def run(cases: Iterable[tuple[str, Case]]) -> int:
         with findings.case(f"{collective} {case.about}"):
             ON_CPU[collective](case)
     return findings.close()
+
+
+def objects(rank: int, world: int, device: torch.device = CPU) -> None:
+    """Collectives of Python objects of several sizes, and a barrier."""
+    everyone = [{"rank": r, "text": "x" * (r * 5000), "tensor": torch.arange(r)} for r in range(world)]
+    got: list[Any] = [None] * world
+    dist.all_gather_object(got, everyone[rank])
+    assert str(got) == str(everyone)
+    last = rank == world - 1
+    dist.gather_object(everyone[rank], gathered := [None] * world if last else None, dst=world - 1)
+    assert str(gathered) == str(everyone if last else None)
+    listed: list[Any] = everyone[:2] if last else [None, None]
+    dist.broadcast_object_list(listed, src=world - 1, device=device)
+    assert str(listed) == str(everyone[:2])
+    share: list[Any] = [None]
+    dist.scatter_object_list(share, everyone if rank == 0 else [None] * world, src=0)
+    assert str(share) == str([everyone[rank]])
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def refusals(world: int, device: torch.device = CPU) -> int:

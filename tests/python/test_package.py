@@ -194,6 +194,9 @@ import sys, torch, torch.distributed as dist
 assert "symm" in dist.Backend.backend_list
 from torch_symm._autoload import devices
 assert dist.Backend.backend_capability["symm"] == devices()
+assert dist.is_backend_available("symm") and dist.Backend.SYMM == "symm"
+# A string for ``devices`` would register 'c', 'p' and 'u'.
+assert all(len(device) > 1 for device in dist.Backend.default_device_backend_map)
 ours = {name for name in sys.modules if name.partition(".")[0] == "torch_symm"}
 assert ours == {"torch_symm", "torch_symm._autoload"}, ours
 import torch.distributed.tensor._collective_utils as costs

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from ranks import backend_of, init, meet, run_ranks
-from torch_symm._autoload import devices
 
 CPU = torch.device("cpu")
 
@@ -82,24 +81,6 @@ def test_own_class_with_options() -> None:
             dist.new_group([0, 1], pg_options=object())
 
     run_ranks(body, 2, group_timeout=30)
-
-
-def test_registered_for_whole_device_names() -> None:
-    """A string for ``devices`` would register 'c', 'p' and 'u'."""
-
-    def body(rank: int, world: int) -> None:
-        table = dist.Backend.default_device_backend_map
-        assert all(len(device) > 1 for device in table), table
-        assert dist.Backend.backend_capability["symm"] == devices()
-        assert dist.is_backend_available("symm")
-        assert dist.Backend.SYMM == "symm"
-        # Registered a second time by an import: nothing changes.
-        import torch_symm._autoload
-
-        torch_symm._autoload.autoload()
-        assert dist.Backend.backend_list.count("symm") == 1
-
-    run_ranks(body, 1, backend=None)
 
 
 def test_one_work_for_a_coalesced_block() -> None:

@@ -172,8 +172,8 @@ def test_futures_have_the_shape_of_gloos(replaced: bool) -> None:
 
 
 def failed_future(rank: int, world: int) -> None:
-    tensor = torch.ones(4 + rank)
-    work = dist.all_reduce(tensor, async_op=True)
+    group = dist.new_group()
+    work = dist.all_reduce(torch.ones(4 + rank), group=group, async_op=True)
     with pytest.raises(torch_symm.SymmMismatchError, match="all_reduce"):
         work.get_future().wait()
     with pytest.raises(torch_symm.SymmMismatchError):
@@ -181,6 +181,11 @@ def failed_future(rank: int, world: int) -> None:
     with pytest.raises(torch_symm.SymmMismatchError):
         work.wait()
     assert work.is_completed() and not work.is_success()
+    with pytest.raises(torch_symm.SymmMismatchError):
+        dist.barrier(group=group)
+    # The error of one group is not that of another.
+    assert backend_of(group).get_error() != backend_of().get_error()
+    dist.barrier()
 
 
 def results_of_failures(rank: int, world: int) -> None:
