@@ -87,7 +87,7 @@ def test_trace_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ways", [("fsdp", "--symmetric"), ("tp",)])
 def test_transformer_learns_the_same_on_another_backend(ways: tuple[str, ...]) -> None:
-    given = ("--device", "cpu", "--compare", "--steps", "20", "--rate", "3e-3", "--parallel", *ways)
+    given = ("--device", "cpu", "--compare", "--steps", "10", "--rate", "3e-3", "--parallel", *ways)
     said = "\n".join(run("benches/train_transformer.py", *given, world=2))
     assert "ok: loss" in said and "'s curve" in said
     shares = dict(re.findall(r"^(\w+): .* tokens/s, ([\d.]+)% communication", said, re.MULTILINE))
