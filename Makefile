@@ -199,7 +199,7 @@ fuzz: fuzz-build
 
 # What ranks share on CPU, with real threads on one mapping, under ThreadSanitizer.
 tsan: tools
-	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" CARGO_TARGET_DIR=target/tsan \
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="--cfg tsan -Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" CARGO_TARGET_DIR=target/tsan \
 		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan/suppressions.txt exitcode=66" \
 		cargo test --quiet --target $(HOST) --test tsan
 
