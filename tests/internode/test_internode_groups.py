@@ -291,6 +291,23 @@ def test_options_choose_for_later_groups_too() -> None:
     ranks.run_ranks(chosen, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
 
 
+def choose(rank: int, world_size: int, option: str, usual: str, other: str, differing: int) -> str:
+    options = torch_symm.Options(**{option: other if rank >= differing else usual})
+    with pytest.raises(torch_symm.SymmConfigError) as caught:
+        dist.new_group(list(range(world_size)), pg_options=options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "usual", "other", "differing"), [("order", "rank", "tree", 2), ("reduce_dtype", "tensor", "float32", 3)]
+)
+def test_ranks_that_choose_differently_are_told_at_joining(option: str, usual: str, other: str, differing: int) -> None:
+    for text in run_hosts(choose, (2, 2), option, usual, other, differing):
+        assert 'rank 0 (node "a", pid' in text and f'has {option}="{usual}"' in text, text
+        assert f'rank {differing} (node "b", pid' in text, text
+        assert f'has {option}="{other}"; give torch_symm.Options({option}=' in text, text
+
+
 @pytest.mark.parametrize("choice", ["nccl", "auto"])
 def test_cpu_tensors_go_through_gloo_under_every_choice(choice: str) -> None:
     def summed(rank: int, world_size: int) -> None:
