@@ -199,7 +199,7 @@ fuzz: fuzz-build
 
 # What ranks share on CPU, with real threads on one mapping, under ThreadSanitizer.
 tsan: tools
-	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" CARGO_TARGET_DIR=target/tsan \
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="--cfg tsan -Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" CARGO_TARGET_DIR=target/tsan \
 		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan/suppressions.txt exitcode=66" \
 		cargo test --quiet --target $(HOST) --test tsan
 
@@ -210,7 +210,7 @@ asan: build
 # The CUDA kernels, emulated by threads of the host, under the same two: what they load and store beside tensors. By hand: it takes ten minutes.
 ASAN_RUNNER = ["env", "LD_PRELOAD=$(foreach library,libasan.so libubsan.so,$(shell $(CXX) -print-file-name=$(library)))"]
 asan-kernels: tools
-	SYMM_EMULATED_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
+	SYMM_EMULATED_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
 		ASAN_OPTIONS=detect_leaks=0:handle_segv=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		cargo test --quiet --config 'target.$(HOST).runner = $(ASAN_RUNNER)' --test emulated
 

@@ -149,15 +149,10 @@ impl CallSpec<'_> {
         sum(&self.inputs).max(sum(&self.outputs))
     }
 
-    /// Checks that the spans have the number and lengths that the collective requires of rank `me` of `n`, and that the
-    /// elements can be reduced. Afterwards neither an end of a span nor a sum of lengths can wrap.
-    pub fn validate(&self, me: Rank, n: usize) -> Result<()> {
-        if self.op.reduces() {
-            crate::kernels::cpu::supports(self.reduce_op, self.dtype)?;
-        }
-        let root = me == self.root;
-        let at_root = |count| if root { count } else { 0 };
-        let (inputs, outputs) = match self.op {
+    /// Returns the number of inputs and of outputs that the collective requires of rank `me` of `n`.
+    pub fn num_spans(&self, me: Rank, n: usize) -> (usize, usize) {
+        let at_root = |count| if me == self.root { count } else { 0 };
+        match self.op {
             Collective::Barrier => (0, 0),
             Collective::Broadcast => (at_root(1), 1 - at_root(1)),
             Collective::AllReduce => (1, 1),
@@ -168,7 +163,17 @@ impl CallSpec<'_> {
             Collective::ReduceScatter => (n, 1),
             Collective::AllToAll => (n, n),
             Collective::AllReduceAddRmsNorm => Norm::spans(self),
-        };
+        }
+    }
+
+    /// Checks that the spans have the number and lengths that the collective requires of rank `me` of `n`, and that the
+    /// elements can be reduced. Afterwards neither an end of a span nor a sum of lengths can wrap.
+    pub fn validate(&self, me: Rank, n: usize) -> Result<()> {
+        if self.op.reduces() {
+            crate::kernels::cpu::supports(self.reduce_op, self.dtype)?;
+        }
+        let root = me == self.root;
+        let (inputs, outputs) = self.num_spans(me, n);
         let name = self.op.name();
         if self.op.rooted() && self.root.index() >= n {
             return Err(Error::value(format!("{name}: root {} is outside the group of {n} ranks", self.root)));

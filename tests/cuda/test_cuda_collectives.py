@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case
-from collectives import COLLECTIVES, layouts_of, run
+from collectives import COLLECTIVES, layouts_of, objects, run
 from expected import DTYPES
 from pool import DEVICE, WORLDS, Pool, device, init, needs_ranks, needs_unshared_gpus
 
@@ -56,26 +56,13 @@ def test_large(pool: Pool, world: int, collective: str) -> None:
     pool.run(large, world, collective, timeout=200)
 
 
-def objects(rank: int, world: int) -> None:
-    mine = {"rank": rank, "text": "x" * (1000 * rank), "tensor": torch.arange(rank)}
-    everyone: list[object] = [None] * world
-    dist.all_gather_object(everyone, mine)
-    assert [each["rank"] for each in everyone] == list(range(world))
-    gathered: list[object] | None = [None] * world if rank == 0 else None
-    dist.gather_object(("from", rank), gathered, dst=0)
-    assert gathered == ([("from", other) for other in range(world)] if rank == 0 else None)
-    listed: list[object] = ["a", {"b": 1}] if rank == world - 1 else [None, None]
-    dist.broadcast_object_list(listed, src=world - 1, device=device())
-    assert listed == ["a", {"b": 1}]
-    share: list[object] = [None]
-    dist.scatter_object_list(share, [f"for {other}" for other in range(world)] if rank == 0 else None, src=0)
-    assert share == [f"for {rank}"]
-    dist.barrier(device_ids=[device().index] if DEVICE == "cuda" else None)
+def objects_of(rank: int, world: int) -> None:
+    objects(rank, world, device())
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_objects_and_barrier(pool: Pool, world: int) -> None:
-    pool.run(objects, world)
+    pool.run(objects_of, world)
 
 
 GB = 1 << 30

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+import torch_symm.symm_mem as ours
 import windows
 from pool import WORLDS, Pool, device, init, meet, needs_gpus, needs_ranks, settle
 from windows import SCENARIOS, Here, group_name, kept, pad_is_clear
@@ -178,19 +179,20 @@ def test_memory_lasts_as_long_as_it_is_used(pool: Pool, what: object, world: int
 
 
 def pools(rank: int, world: int) -> None:
-    """Tensors of a pool are symmetric memory. Subgroups, and two groups on one allocation, do not affect each other."""
-    memory = symm_mem.get_mem_pool(device())
-    with torch.cuda.use_mem_pool(memory):
-        tensor = torch.full((1 << 16,), float(rank), device=device())
-    window = symm_mem.rendezvous(tensor, group_name())
-    window.barrier()
-    peer = (rank + 1) % world
-    assert bool((window.get_buffer(peer, (1 << 16,), torch.float32) == peer).all())
-    second = dist.new_group(list(range(world)))
-    other = symm_mem.rendezvous(tensor, second.group_name)
-    other.barrier(channel=1)
-    window.barrier(channel=1)
-    settle()
+    """Tensors of a pool are symmetric memory; sub-groups and two groups on one allocation are apart."""
+    assert ours.get_mem_pool(device()) is ours.get_mem_pool("cuda") and ours.get_backend("cuda") == "SYMM"
+    peer, second = (rank + 1) % world, dist.new_group(list(range(world)))
+    for memory in (symm_mem.get_mem_pool(device()), ours.get_mem_pool("cuda")):
+        with torch.cuda.use_mem_pool(memory):
+            tensor = torch.full((1 << 16,), float(rank), device=device())
+        window = symm_mem.rendezvous(tensor, group_name())
+        window.barrier()
+        assert bool((window.get_buffer(peer, (1 << 16,), torch.float32) == peer).all())
+        assert bool((window.get_remote_tensor(peer, (1 << 16,), torch.float32) == peer).all())
+        other = symm_mem.rendezvous(tensor, second.group_name)
+        other.barrier(channel=1)
+        window.barrier(channel=1)
+        settle()
 
 
 @needs_gpus

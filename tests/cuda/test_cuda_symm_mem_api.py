@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import time
 
 import pytest
@@ -222,39 +220,6 @@ def allocated(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_allocate_tensor(pool: Pool, world: int) -> None:
     pool.run(allocated, world, backend=None)
-
-
-def killed(rank: int, world: int) -> tuple[str, float] | None:
-    """Rank 1 exits while the others are inside a zero-copy call on its memory and theirs."""
-    memory = new_pool()
-    with torch.cuda.use_mem_pool(memory):
-        tensor = torch.ones(120 * MB // 4, device=device())
-    warm(dist.all_reduce, tensor)
-    torch.cuda.synchronize()
-    dist.barrier()
-    if rank == 1:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    error, seconds = failure_of(lambda: dist.all_reduce(tensor), 10)
-    assert isinstance(error, torch_symm.SymmPeerError), repr(error)
-    assert float(torch.ones(1_000, device=device()).sum()) == 1_000
-    tensor.fill_(1)
-    left = [other for other in range(world) if other != 1]
-    dist.destroy_process_group()
-    init(left.index(rank), len(left), name="survivors")
-    dist.all_reduce(tensor)
-    assert bool((tensor == len(left)).all())
-    return str(error), seconds
-
-
-@pytest.mark.timed
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_killed_rank_is_named(pool: Pool, world: int) -> None:
-    for rank, found in enumerate(pool.run(killed, world, killed={1})):
-        if rank != 1:
-            message, seconds = found
-            assert "rank 1" in message, message
-            assert seconds < 3, f"noticed after {seconds:.1f} s"
 
 
 def absent(rank: int, world: int) -> str | None:

@@ -175,37 +175,3 @@ def captured(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [world for world in WORLDS if world in (2, 4, 8)])
 def test_graphs_replay(pool: Pool, world: int) -> None:
     pool.run(captured, world)
-
-
-def signalled(rank: int, world: int) -> None:
-    tensor = symm_mem.empty(1000, device=device())
-    window = symm_mem.rendezvous(tensor, dist.group.WORLD)
-    after, before = (rank + 1) % world, (rank - 1) % world
-    for turn in range(30):
-        symm_mem.put_signal(torch.full((1000,), float(100 * turn + rank), device=device()), window, after)
-        symm_mem.wait_signal(window, before)
-        assert bool((tensor == 100 * turn + before).all())
-        window.barrier(channel=1)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_data_comes_with_its_signal(pool: Pool, world: int) -> None:
-    pool.run(signalled, world)
-
-
-def pools(rank: int, world: int) -> None:
-    pool = symm_mem.get_mem_pool("cuda")
-    assert symm_mem.get_mem_pool(device()) is pool and symm_mem.get_backend("cuda") == "SYMM"
-    with torch.cuda.use_mem_pool(pool):
-        tensor = torch.full((4096,), float(rank), device=device())
-    window = symm_mem.rendezvous(tensor, dist.group.WORLD)
-    window.barrier()
-    peer = (rank + 1) % world
-    assert bool((window.get_remote_tensor(peer, (4096,), torch.float32) == peer).all())
-    window.barrier()
-
-
-@needs_gpus
-@pytest.mark.parametrize("world", WORLDS)
-def test_tensors_of_a_pool_are_symmetric(pool: Pool, world: int) -> None:
-    pool.run(pools, world)

@@ -3,6 +3,18 @@
 //! One test program, so that every test shares the kernels that are already compiled (`program::Program`).
 #![allow(missing_docs, clippy::unwrap_used)]
 
+/// Tests that call one function with different arguments: `name: call`.
+macro_rules! tests {
+    ($($name:ident: $call:expr,)*) => {
+        $(
+            #[test]
+            fn $name() {
+                $call;
+            }
+        )*
+    };
+}
+
 mod calls;
 mod heap;
 mod host;

@@ -91,7 +91,7 @@ impl Program {
 
 fn compiler() -> Command {
     let mut compiler = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
-    compiler.args("-std=c++20 -O1 -g -fPIC -pthread -fvisibility=hidden -ffp-contract=off".split(' '));
+    compiler.args("-std=c++20 -O1 -fPIC -pthread -fvisibility=hidden -ffp-contract=off".split(' '));
     compiler.args("-Wall -Wextra -Werror -Wno-unknown-pragmas".split(' '));
     // Flags of the user, for example sanitizers.
     compiler.args(std::env::var("SYMM_EMULATED_FLAGS").unwrap_or_default().split_whitespace());

@@ -347,49 +347,16 @@ fn random_programs(n: usize, zero_copy: bool) {
     }
 }
 
-#[test]
-fn random_programs_alone() {
-    random_programs(1, false);
-}
-
-#[test]
-fn random_programs_on_two_ranks() {
-    random_programs(2, false);
-}
-
-#[test]
-fn random_programs_on_three_ranks() {
-    random_programs(3, false);
-}
-
-#[test]
-fn random_programs_on_four_ranks() {
-    random_programs(4, false);
-}
-
-#[test]
-fn random_programs_on_five_ranks() {
-    random_programs(5, false);
-}
-
-#[test]
-fn random_zero_copy_programs_on_two_ranks() {
-    random_programs(2, true);
-}
-
-#[test]
-fn random_zero_copy_programs_on_three_ranks() {
-    random_programs(3, true);
-}
-
-#[test]
-fn random_zero_copy_programs_on_four_ranks() {
-    random_programs(4, true);
-}
-
-#[test]
-fn random_zero_copy_programs_on_eight_ranks() {
-    random_programs(8, true);
+tests! {
+    random_programs_alone: random_programs(1, false),
+    random_programs_on_two_ranks: random_programs(2, false),
+    random_programs_on_three_ranks: random_programs(3, false),
+    random_programs_on_four_ranks: random_programs(4, false),
+    random_programs_on_five_ranks: random_programs(5, false),
+    random_zero_copy_programs_on_two_ranks: random_programs(2, true),
+    random_zero_copy_programs_on_three_ranks: random_programs(3, true),
+    random_zero_copy_programs_on_four_ranks: random_programs(4, true),
+    random_zero_copy_programs_on_eight_ranks: random_programs(8, true),
 }
 
 /// A tuning under which every collective of `n` ranks that can be zero-copy is zero-copy.
@@ -441,24 +408,11 @@ fn all_symmetric_goes_direct(n: usize) {
     assert!(least.iter().all(|&scenes| scenes > 8), "{n} ranks: {least:?}");
 }
 
-#[test]
-fn all_symmetric_goes_direct_on_two_ranks() {
-    all_symmetric_goes_direct(2);
-}
-
-#[test]
-fn all_symmetric_goes_direct_on_three_ranks() {
-    all_symmetric_goes_direct(3);
-}
-
-#[test]
-fn all_symmetric_goes_direct_on_four_ranks() {
-    all_symmetric_goes_direct(4);
-}
-
-#[test]
-fn all_symmetric_goes_direct_on_eight_ranks() {
-    all_symmetric_goes_direct(8);
+tests! {
+    all_symmetric_goes_direct_on_two_ranks: all_symmetric_goes_direct(2),
+    all_symmetric_goes_direct_on_three_ranks: all_symmetric_goes_direct(3),
+    all_symmetric_goes_direct_on_four_ranks: all_symmetric_goes_direct(4),
+    all_symmetric_goes_direct_on_eight_ranks: all_symmetric_goes_direct(8),
 }
 
 /// A rank that does not know the address of a peer's memory touches nothing.

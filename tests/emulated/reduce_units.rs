@@ -142,19 +142,10 @@ fn check_all(world: usize) {
     }
 }
 
-#[test]
-fn two_ranks() {
-    check_all(2);
-}
-
-#[test]
-fn three_ranks() {
-    check_all(3);
-}
-
-#[test]
-fn eight_ranks() {
-    check_all(8);
+tests! {
+    two_ranks: check_all(2),
+    three_ranks: check_all(3),
+    eight_ranks: check_all(8),
 }
 
 /// The headers that kernels include: the type and operation of the compilation.

@@ -139,24 +139,11 @@ fn barriers(n: usize, rounds: u32) {
     assert!(host.is_well(), "{n} ranks");
 }
 
-#[test]
-fn barriers_of_two_ranks() {
-    barriers(2, 150);
-}
-
-#[test]
-fn barriers_of_three_ranks() {
-    barriers(3, 100);
-}
-
-#[test]
-fn barriers_of_four_ranks() {
-    barriers(4, 60);
-}
-
-#[test]
-fn barriers_of_eight_ranks() {
-    barriers(8, 20);
+tests! {
+    barriers_of_two_ranks: barriers(2, 150),
+    barriers_of_three_ranks: barriers(3, 100),
+    barriers_of_four_ranks: barriers(4, 60),
+    barriers_of_eight_ranks: barriers(8, 20),
 }
 
 /// Other kernels exchange the words by compare-exchange.

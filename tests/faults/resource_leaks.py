@@ -25,16 +25,16 @@ def own() -> Counter[str]:
     maps = Path("/proc/self/maps").read_text().splitlines()
     return Counter(
         fds=len(os.listdir("/proc/self/fd")),
-        threads=sum(not name.startswith(_IO_WORKER) for name in _threads()),
+        threads=sum(not name.startswith(_IO_WORKER) for name in threads()),
         mappings=sum("memfd:symm" in line or "/dev/shm/" in line for line in maps),
     )
 
 
-def _threads() -> Iterator[str]:
+def threads() -> Iterator[str]:
     """Names of this process's threads."""
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
-            yield (task / "comm").read_text()
+            yield (task / "comm").read_text().strip()
 
 
 def beyond(before: Counter[str], patience: float = 1.5) -> Counter[str]:

@@ -100,15 +100,19 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
         if !thorough && !all_worlds && variant.dtype.is_some_and(|dtype| !FEW_ELEMENTS.contains(&dtype)) {
             continue;
         }
+        let first = variant.dtype.is_none_or(|dtype| dtype == ELEMENTS[0].0);
         let wanted = |world: &u32| match (thorough, all_worlds) {
             (true, true) => true,
-            (true, false) | (false, true) => FEW_WORLDS.contains(world),
+            (true, false) if first => FEW_WORLDS.contains(world),
+            // The extremes: what depends on the elements and on a number in between depends on each alone.
+            (true, false) => [WORLDS.start(), WORLDS.end()].contains(&world),
+            (false, true) => FEW_WORLDS.contains(world),
             (false, false) => world == WORLDS.end(),
         };
         for world in WORLDS.filter(wanted) {
             // The last rank, where the order of visits wraps around; with one element type, unless all numbers of ranks
             // are requested.
-            let wraps = thorough && FEW_WORLDS.contains(&world) && (all_worlds || variant.dtype.is_none_or(|dtype| dtype == ELEMENTS[0].0));
+            let wraps = thorough && FEW_WORLDS.contains(&world) && (all_worlds || first);
             let ranks = if wraps { vec![0, world - 1] } else { vec![0] };
             let handshakes: &[bool] = if mentions(program.text, "#ifdef SYMM_ZERO_COPY") { &[false, true] } else { &[false] };
             let with = |(rank, zero_copy)| (Variant { world, rank, zero_copy, ..variant }, arch);

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "python")]
+sys.path.append(str(Path(__file__).parents[1]))
 
 from limits import ends_after  # noqa: E402 - found by the line above
 

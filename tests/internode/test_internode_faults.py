@@ -6,13 +6,7 @@ slow part, which runs some single-node cases on two nodes.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from faults import processes
 from faults.case import broken
 from faults.cases import every_case

@@ -19,10 +19,6 @@ import torch_symm
 from launch import run_nodes
 from test_groups import assert_nothing_left, resources
 
-# Imported once, before processes are forked, because it takes seconds.
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: F401
-from torch.nn.parallel import DistributedDataParallel
-
 
 def total(group: dist.ProcessGroup | None = None) -> float:
     tensor = torch.tensor([float(dist.get_rank() + 1)])
@@ -296,6 +292,23 @@ def test_options_choose_for_later_groups_too() -> None:
     ranks.run_ranks(chosen, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
 
 
+def choose(rank: int, world_size: int, option: str, usual: str, other: str, differing: int) -> str:
+    options = torch_symm.Options(**{option: other if rank >= differing else usual})
+    with pytest.raises(torch_symm.SymmConfigError) as caught:
+        dist.new_group(list(range(world_size)), pg_options=options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "usual", "other", "differing"), [("order", "rank", "tree", 2), ("reduce_dtype", "tensor", "float32", 3)]
+)
+def test_ranks_that_choose_differently_are_told_at_joining(option: str, usual: str, other: str, differing: int) -> None:
+    for text in run_nodes(choose, (2, 2), option, usual, other, differing):
+        assert 'rank 0 (node "a", pid' in text and f'has {option}="{usual}"' in text, text
+        assert f'rank {differing} (node "b", pid' in text, text
+        assert f'has {option}="{other}"; give torch_symm.Options({option}=' in text, text
+
+
 @pytest.mark.parametrize("choice", ["nccl", "auto"])
 def test_cpu_tensors_go_through_gloo_under_every_choice(choice: str) -> None:
     def summed(rank: int, world_size: int) -> None:
@@ -333,33 +346,6 @@ def what_is_not_there(rank: int, world_size: int) -> None:
 
 def test_what_is_not_there_is_refused_by_name() -> None:
     run_nodes(what_is_not_there, (2, 2))
-
-
-def train(rank: int, world_size: int) -> list[float]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(rank)
-    losses = []
-    for _ in range(5):
-        inputs = torch.randn(16, 20, generator=generator)
-        loss = (parallel(inputs) - inputs.sum(1, keepdim=True)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        everywhere = loss.detach().clone()
-        dist.all_reduce(everywhere, dist.ReduceOp.AVG)
-        losses.append(everywhere.item())
-    return losses
-
-
-def test_data_parallel_training_goes_as_on_one_node() -> None:
-    here = ranks.run_ranks(train, 4)
-    there = run_nodes(train, (2, 2))
-    assert there[0] == there[3]
-    assert there[0] == pytest.approx(here[0], rel=1e-4)
-    assert there[0][-1] < there[0][0]
 
 
 def left_in_the_store(rank: int, world_size: int) -> None:

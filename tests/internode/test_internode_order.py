@@ -47,15 +47,3 @@ def refused(rank: int, world_size: int) -> str:
 def test_nodes_of_other_sizes_are_refused() -> None:
     for text in run_nodes(refused, (3, 1)):
         assert 'cannot use order="tree"' in text and 'node "a" (ranks 0, 1 and 2)' in text, text
-
-
-def disagree(rank: int, world_size: int) -> str:
-    with pytest.raises(torch_symm.SymmConfigError) as caught:
-        group_of(world_size, "rank" if rank < 2 else "tree")
-    return str(caught.value)
-
-
-def test_nodes_that_choose_differently_are_told_at_joining() -> None:
-    for text in run_nodes(disagree, (2, 2)):
-        assert 'rank 0 (node "a", pid' in text and 'has order="rank"' in text, text
-        assert 'rank 2 (node "b", pid' in text and 'has order="tree"; give torch_symm.Options(order=' in text, text

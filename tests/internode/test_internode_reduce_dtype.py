@@ -81,21 +81,6 @@ def test_twice_the_bytes_travel() -> None:
         assert (narrow, wide) == ((2 << 20) + 1024, (4 << 20) + 1024)
 
 
-def disagree(rank: int, world_size: int) -> str:
-    with pytest.raises(torch_symm.SymmConfigError) as caught:
-        group_of(world_size, "tensor" if rank < 3 else "float32")
-    return str(caught.value)
-
-
-def test_ranks_that_choose_differently_are_told_at_joining() -> None:
-    for text in run_nodes(disagree, (2, 2)):
-        assert 'rank 0 (node "a", pid' in text and 'has reduce_dtype="tensor"' in text, text
-        assert (
-            'rank 3 (node "b", pid' in text
-            and 'has reduce_dtype="float32"; give torch_symm.Options(reduce_dtype=' in text
-        ), text
-
-
 def inherited(rank: int, world_size: int) -> None:
     dist.destroy_process_group()
     options = torch_symm.Options(timeout=60, reduce_dtype="float32")

@@ -10,19 +10,8 @@ import ranks
 import test_coalescing
 import torch
 import torch.distributed as dist
+from faults.rejections import freed, overlapping
 from launch import run_nodes
-
-
-def overlapping() -> torch.Tensor:
-    """A tensor that no backend can reduce."""
-    return torch.ones(1).expand(64)
-
-
-def freed() -> torch.Tensor:
-    """A tensor without memory to send."""
-    tensor = torch.ones(64)
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 def test_an_exception_ends_a_block() -> None:

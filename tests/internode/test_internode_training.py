@@ -7,7 +7,6 @@ Programs that sum nothing give the same bits. Ranks and runs always give the sam
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -191,9 +190,7 @@ def test_programs_on_two_nodes(program: str) -> None:
 
 @pytest.mark.slow
 def test_a_program_by_torchrun_on_two_nodes() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{probe.getsockname()[1]}"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{ranks.free_port()}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous]
     command += ["--rdzv-id", "nodes", str(ROOT / "examples/06_objects.py")]
     own = {

@@ -1,6 +1,6 @@
 //! Joining with threads as ranks: the resources that they share, the errors on failure, and the leftovers.
 
-use crate::threads::{Doctored, Flat, LONG, SHORT, SOON, error, sleeper, spec, threads};
+use crate::threads::{Doctored, Flat, LONG, SHORT, SOON, error, sleeper, spec, threads, threads_named};
 use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, channel};
@@ -302,9 +302,7 @@ fn a_thousand_groups_of_one_name_leave_nothing() {
 
 /// Number of threads of this process that watch others.
 fn watchers() -> usize {
-    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
-    let names = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")));
-    names.filter(|name| name.as_ref().is_ok_and(|name| name.trim() == "symm-exit-watch")).count()
+    threads_named("symm-exit-watch")
 }
 
 // proves P17

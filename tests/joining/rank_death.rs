@@ -5,6 +5,7 @@
 
 use crate::fault_points::{self, Steps, die, monotonic};
 use crate::process::{process, role};
+use crate::threads::threads_named;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::Write;
@@ -69,12 +70,10 @@ struct Held {
 impl Held {
     fn now() -> Self {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
-        let names = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).ok());
         Self {
             descriptors: required::descriptors().1,
             mappings: maps.lines().filter(|line| line.contains("memfd:symm")).count(),
-            threads: names.filter(|name| name.starts_with("symm")).count(),
+            threads: threads_named("symm"),
         }
     }
 

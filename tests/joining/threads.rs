@@ -72,6 +72,14 @@ pub(crate) fn threads<T: Send>(ranks: impl IntoIterator<Item = u32>, body: impl 
     })
 }
 
+/// Number of threads of this process whose names begin with `prefix`.
+pub(crate) fn threads_named(prefix: &str) -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    // A thread may end between the listing and the read.
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).ok());
+    names.filter(|name| name.starts_with(prefix)).count()
+}
+
 pub(crate) fn error(outcome: &Result<Joined>) -> &Error {
     outcome.as_ref().expect_err("must not join")
 }

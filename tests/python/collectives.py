@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import expected
 import pytest
@@ -178,7 +179,11 @@ def all_to_all_list_uneven(c: Case) -> None:
 
 
 def coalesced(c: Case) -> None:
-    """Three all_reduces at once, then two gathers, then two scatters."""
+    """Three all_reduces at once, then two gathers, then two scatters.
+
+    Given no device, torch records the calls and makes one coalesced call of them; given one, the backend does.
+    """
+    device = None if c.layout == "contiguous" else c.device
     tensors = [c.place(c.given(count=c.count + more)) for more in range(3)]
     outputs, inputs = [c.blank(c.count * c.world) for _ in range(2)], [c.place(c.given()) for _ in range(2)]
     halves, sources = [c.blank() for _ in range(2)], [c.place(c.wide()) for _ in range(2)]
@@ -189,7 +194,7 @@ def coalesced(c: Case) -> None:
             dist.reduce_scatter_tensor(a.view, b.view, c.redop, c.group) for a, b in zip(halves, sources, strict=True)
         ],
     ):
-        with dist._coalescing_manager(c.group, device=c.device, async_ops=c.asynchronous) as manager:
+        with dist._coalescing_manager(c.group, device=device, async_ops=c.asynchronous) as manager:
             body()
         if c.asynchronous:
             manager.wait()
@@ -273,6 +278,24 @@ def run(cases: Iterable[tuple[str, Case]]) -> int:
         with findings.case(f"{collective} {case.about}"):
             ON_CPU[collective](case)
     return findings.close()
+
+
+def objects(rank: int, world: int, device: torch.device = CPU) -> None:
+    """Collectives of Python objects of several sizes, and a barrier."""
+    everyone = [{"rank": r, "text": "x" * (r * 5000), "tensor": torch.arange(r)} for r in range(world)]
+    got: list[Any] = [None] * world
+    dist.all_gather_object(got, everyone[rank])
+    assert str(got) == str(everyone)
+    last = rank == world - 1
+    dist.gather_object(everyone[rank], gathered := [None] * world if last else None, dst=world - 1)
+    assert str(gathered) == str(everyone if last else None)
+    listed: list[Any] = everyone[:2] if last else [None, None]
+    dist.broadcast_object_list(listed, src=world - 1, device=device)
+    assert str(listed) == str(everyone[:2])
+    share: list[Any] = [None]
+    dist.scatter_object_list(share, everyone if rank == 0 else [None] * world, src=0)
+    assert str(share) == str([everyone[rank]])
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def refusals(world: int, device: torch.device = CPU) -> int:

@@ -15,6 +15,7 @@ import torch.fx.experimental.symbolic_shapes  # sympy: once, not in each forked 
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benches"))
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))
 
 from limits import ends_after
 from torch_symm.launch import ranks as launched

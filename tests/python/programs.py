@@ -7,15 +7,20 @@ import importlib
 import io
 import os
 import runpy
+import shutil
 import sys
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import pytest
 import ranks
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+#: Of Inductor in each rank: a pool of compiler processes would only compete for the cores.
+QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 
 def run_program(

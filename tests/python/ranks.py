@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch_symm
 
@@ -55,6 +57,18 @@ def init(rank: int, world_size: int, backend: str = "symm", timeout: float = 60,
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
     )
+
+
+def backend_of(group: Any = None) -> Any:
+    """What serves the CPU tensors of a group, or of the default group."""
+    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+
+
+def free_port() -> int:
+    """A free port of the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def meet(name: str, rank: int, world_size: int, timeout: float = 30) -> None:

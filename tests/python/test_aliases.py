@@ -101,9 +101,31 @@ def beside_inputs(rank: int, count: int, device: str) -> None:
     assert torch.equal(room[count : 2 * count].cpu(), given(0, 4 * count)[rank * count // 2 :][:count]), "scatter"
 
 
+def within(rank: int, count: int, device: str) -> None:
+    """A rank's input or output is a part of the others', of another rank's place, too; and not aligned to it."""
+    everyone = torch.cat([given(r, count) for r in range(WORLD)])
+    for begin in (*range(0, WORLD * count, count), 1):
+        room = torch.zeros(WORLD * count, device=device)
+        (piece := room[begin : begin + count]).copy_(given(rank, count))
+        dist.all_gather_into_tensor(room, piece)
+        assert torch.equal(room.cpu(), everyone), f"all_gather_into_tensor from {begin}"
+    wanted = torch.stack([given(r, WORLD * count) for r in range(WORLD)]).sum(0).view(WORLD, count)[rank]
+    for place in range(WORLD):
+        room = given(rank, WORLD * count).to(device).view(WORLD, count)
+        dist.reduce_scatter_tensor(room[place], room.view(-1))
+        assert torch.equal(room[place].cpu(), wanted), f"reduce_scatter_tensor into {place}"
+    parts = [torch.full((count,), -1.0, device=device) for _ in range(WORLD)]
+    parts[1].copy_(given(rank, count))
+    dist.gather(parts[1], parts if rank == 0 else None, dst=0)
+    assert rank or torch.equal(torch.cat(parts).cpu(), everyone), "gather"
+    parts = [given(r, count).to(device) for r in range(WORLD)]
+    dist.scatter(parts[2], parts if rank == 0 else None, src=0)
+    assert torch.equal(parts[2].cpu(), given(rank, count)), "scatter"
+
+
 # proves P8
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", (same_output, partly_the_same, beside_inputs))
+@pytest.mark.parametrize("case", (same_output, partly_the_same, beside_inputs, within))
 def test_outputs_that_share_memory(case: Callable[[int, int, str], None], device: str) -> None:
     def body(rank: int, world: int) -> None:
         if device == "cuda":

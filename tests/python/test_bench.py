@@ -13,6 +13,7 @@ import pytest
 import targets
 import torch
 import torch.distributed as dist
+from faults.resource_leaks import children
 from torch_symm import __main__ as entry
 from torch_symm.tools.bench import launch, limits, machine
 from torch_symm.tools.bench.background_load import BackgroundLoad, running
@@ -132,11 +133,6 @@ def test_what_runs_beside_is_read(text: str, found: BackgroundLoad) -> None:
 @pytest.mark.timed
 @pytest.mark.parametrize("beside", [BackgroundLoad(2), BackgroundLoad(1, loaders=True)])
 def test_what_runs_beside_is_busy_and_ends(beside: BackgroundLoad) -> None:
-    def children() -> set[str]:
-        return {
-            child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
-        }
-
     before = children()
     with running(beside):
         mine = children() - before
@@ -148,7 +144,7 @@ def test_what_runs_beside_is_busy_and_ends(beside: BackgroundLoad) -> None:
     assert not children() & mine
 
 
-def _cpu_ticks(process: str) -> int:
+def _cpu_ticks(process: int) -> int:
     """Ticks of CPU time that a process has spent in its own code."""
     return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[11])
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, shared
-from collectives import FLAT, ON_CPU, make, run
+from collectives import FLAT, ON_CPU, make, objects, run
 from expected import DTYPES
 from ranks import run_ranks
 
@@ -56,7 +56,8 @@ def cases(rank: int, world: int, collectives: Iterable[str]) -> Iterator[tuple[s
                 for asynchronous in (False, True) if count < 100_000 else (number % 2 == 1,):
                     yield collective, Case(rank, world, dtype, count, "contiguous", asynchronous)
                 for which, layout in enumerate(layouts):
-                    if fits(collective, layout):
+                    # Of four ranks, every second: how tensors lie concerns each rank alone.
+                    if fits(collective, layout) and (world < 4 or (number + which) % 2 == 0):
                         yield collective, Case(rank, world, dtype, count, layout, (number + at + which) % 2 == 1)
 
 
@@ -86,24 +87,6 @@ def coalesced_lists(rank: int, world: int) -> None:
 
 def test_all_gather_coalesced() -> None:
     run_ranks(coalesced_lists, 3)
-
-
-def objects(rank: int, world: int) -> None:
-    mine = {"rank": rank, "blob": "x" * (rank * 5000)}
-    everyone = [{"rank": r, "blob": "x" * (r * 5000)} for r in range(world)]
-    got = [None] * world
-    dist.all_gather_object(got, mine)
-    assert got == everyone
-    got = [None] * world if rank == 1 else None
-    dist.gather_object(mine, got, dst=1)
-    assert got == (everyone if rank == 1 else None)
-    got = everyone[:2] if rank == 0 else [None, None]
-    dist.broadcast_object_list(got, src=0)
-    assert got == everyone[:2]
-    got = [None]
-    dist.scatter_object_list(got, everyone if rank == 2 else [None] * world, src=2)
-    assert got == [mine]
-    dist.barrier()
 
 
 def test_object_collectives() -> None:

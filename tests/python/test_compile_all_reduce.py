@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +13,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch_symm
 from norm_reference import numbers, same_bits
+from programs import QUIET, needs_compiler
 from ranks import run_ranks
 from torch_symm.compile._pass import Following, SymmPass, disable, enable
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 ops: Any = torch.ops
 collectives = ops._c10d_functional

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import pytest
@@ -12,13 +11,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch_symm
 from norm_reference import numbers, reference
+from programs import QUIET, needs_compiler
 from ranks import run_ranks
 from torch_symm.compile import disable, enable
 from torch_symm.compile._pass import SymmPass
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-# A pool of compiler processes in every rank would only compete for the cores.
-QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 EPS = 1e-5
 
 

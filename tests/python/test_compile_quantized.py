@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,11 +12,10 @@ import torch._inductor.config
 import torch.distributed as dist
 import torch_symm
 from norm_reference import numbers, same_bits
+from programs import QUIET, needs_compiler
 from ranks import run_ranks
 from torch_symm.compile._pass import SymmPass
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 EPS, FP8, LEAST = 1e-5, torch.float8_e4m3fn, 1 / (448 * 512)
 PLAIN, STATIC, DYNAMIC = "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_fp8", "all_reduce_add_rms_norm_dynamic_fp8"
 

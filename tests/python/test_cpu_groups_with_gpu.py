@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import init, run_ranks
+from ranks import free_port, init, run_ranks
 
 # torch.cuda.device_count() would open a device file, which the forked ranks inherit.
 gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
@@ -79,9 +78,7 @@ def test_two_ranks_on_one_gpu_are_refused(spelling: str) -> None:
 )
 def test_nccl_meets_through_our_stores(method: str) -> None:
     """NCCL's ranks find each other through every kind of store that processes can share."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def body(rank: int, world: int) -> None:
         os.environ["SYMM_TEST_WORD"] = "a word"

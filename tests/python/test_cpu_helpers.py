@@ -7,13 +7,12 @@ import os
 import signal
 import time
 import zlib
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
+from faults.resource_leaks import threads
 from ranks import run_ranks
 
 #: More threads than these nodes have cores, so that helpers start late, and ranks wait for them.
@@ -29,12 +28,7 @@ def with_threads(threads: str) -> dict[str, str]:
 
 def helpers() -> int:
     """Number of helper threads in this process."""
-    found = 0
-    for task in Path("/proc/self/task").iterdir():
-        # A thread may end between the listing and the read.
-        with suppress(OSError):
-            found += (task / "comm").read_text().strip() == "symm-helper"
-    return found
+    return sum(name == "symm-helper" for name in threads())
 
 
 def come(count: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import run_ranks
+from ranks import backend_of, run_ranks
 
 gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
 
@@ -17,7 +17,7 @@ def test_every_tensor_of_a_call_is_on_one_served_device() -> None:
     """The message names the call and both devices, nothing is exchanged, and the group continues."""
 
     def body(rank: int, world: int) -> None:
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        backend = backend_of()
         here, two, nowhere = torch.ones(2), torch.ones(2 * world), torch.ones(2, device="meta")
         served = "is on meta, backend symm serves CPU and CUDA tensors"
         for call, message in (
@@ -42,7 +42,7 @@ def test_without_a_gpu_every_barrier_is_the_hosts() -> None:
         dist.barrier(device_ids=[0])
         options = dist.BarrierOptions()
         options.device_ids = [5]
-        dist.group.WORLD._get_backend(torch.device("cpu")).barrier(options).wait()
+        backend_of().barrier(options).wait()
 
     run_ranks(body, 2)
 

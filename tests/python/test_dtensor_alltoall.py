@@ -9,10 +9,9 @@ from typing import Any
 import expected
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor._collective_utils as torchs
 import torch_symm
-from ranks import run_ranks
+from ranks import backend_of, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch_symm.dtensor import shard_dim_alltoall
@@ -220,11 +219,11 @@ def test_meta_and_fake_tensors(rank: int, world_size: int) -> None:
             real = numbered(shape, 0).to(dtype)
             mine = real if size is None else cut(real, world_size, 0, rank).contiguous()
             wanted = shard_dim_alltoall(mine, 0, 1, mesh, 0, gather_size=size)
-            before = dist.group.WORLD._get_backend(torch.device("cpu")).get_sequence_number()
+            before = backend_of().get_sequence_number()
             meta = shard_dim_alltoall(mine.to("meta"), 0, 1, mesh, 0, gather_size=size)
             with FakeTensorMode() as mode:
                 fake = shard_dim_alltoall(mode.from_tensor(mine), 0, 1, mesh, 0, gather_size=size)
-            after = dist.group.WORLD._get_backend(torch.device("cpu")).get_sequence_number()
+            after = backend_of().get_sequence_number()
             assert before == after
             assert meta.is_meta and fake.device == mine.device
             for empty in (meta, fake):

@@ -8,10 +8,9 @@ from typing import Any
 import expected
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor._collective_utils as torchs
 import torch_symm
-from ranks import run_ranks
+from ranks import backend_of, run_ranks
 from test_dtensor_alltoall import MESHES, numbered, raised, same_bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -95,12 +94,12 @@ def test_every_dtype_into_strided_tensors() -> None:
 
 def on_meta(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    before = dist.group.WORLD._get_backend(torch.device("cpu")).get_sequence_number()
+    before = backend_of().get_sequence_number()
     for asynchronous in (False, True):
         empty = torch.empty(3, device="meta")
         assert dtensor.mesh_scatter(empty, [empty] * world, mesh, 0, asynchronous) is None
         assert dtensor.mesh_broadcast(empty, mesh, 0, asynchronous) is None
-    assert before == dist.group.WORLD._get_backend(torch.device("cpu")).get_sequence_number()
+    assert before == backend_of().get_sequence_number()
 
 
 def test_meta_tensors_move_nothing() -> None:

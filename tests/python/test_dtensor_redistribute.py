@@ -203,9 +203,7 @@ def counted():
     return any("torch_symm" in str(operator) for operator in _comm_mode.NATIVE_TO_PY_MAPPING)
 """
 
-CASES = {
-    "no symm group, no change": 'import torch_symm; group("gloo"); assert not changed() and not watches()',
-    "imported before the group": 'assert not changed(); group("symm"); assert changed() and counted()',
+BEFORE_DTENSOR = {
     "imported after the group": """
 group("symm")
 assert "torch.distributed.tensor" not in sys.modules, "a group does not import DTensor"
@@ -214,6 +212,16 @@ import torch.distributed.tensor.placement_types as module
 assert "class Shard" in inspect.getsource(module)
 assert "exec_module" not in vars(module.__loader__)
 """,
+    "undone before DTensor is imported": """
+group("symm")
+import torch_symm.dtensor
+torch_symm.dtensor.disable_redistribute()
+assert not changed() and not watches()
+""",
+}
+CASES = {
+    "no symm group, no change": 'import torch_symm; group("gloo"); assert not changed() and not watches()',
+    "imported before the group": 'assert not changed(); group("symm"); assert changed() and counted()',
     "undone": """
 import torch_symm
 group("symm")
@@ -225,12 +233,6 @@ group("symm")
 assert not changed(), "who said no once is not asked again"
 torch_symm.dtensor.enable_redistribute()
 assert changed() and counted()
-""",
-    "undone before DTensor is imported": """
-group("symm")
-import torch_symm.dtensor
-torch_symm.dtensor.disable_redistribute()
-assert not changed() and not watches()
 """,
     "somebody else replaced the method since": """
 from torch.distributed.tensor import Shard
@@ -255,24 +257,26 @@ dist.all_reduce(torch.ones(1))
 }
 
 
-# Each case runs in a separate process, forked from one that has imported torch.
+# Each case in a process of its own, forked from one that has imported torch, and before the second dictionary DTensor.
 EACH = """
 import json, os
 bad = []
-for case, code in json.loads(sys.argv[1]).items():
-    if (pid := os.fork()) == 0:
-        break
-    if os.waitpid(pid, 0)[1]:
-        bad.append(case)
-else:
-    sys.exit(f"failed: {bad}" if bad else 0)
-exec(code)
-if dist.is_initialized():
-    dist.destroy_process_group()
+for number, cases in enumerate(json.loads(sys.argv[1])):
+    if number:
+        import torch.distributed.tensor.debug
+    for case, code in cases.items():
+        if (pid := os.fork()) == 0:
+            exec(code)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            sys.exit(0)
+        if os.waitpid(pid, 0)[1]:
+            bad.append(case)
+sys.exit(f"failed: {bad}" if bad else 0)
 """
 
 
 def test_when_torch_is_changed() -> None:
-    command = [sys.executable, "-c", GROUP + EACH, json.dumps(CASES)]
+    command = [sys.executable, "-c", GROUP + EACH, json.dumps([BEFORE_DTENSOR, CASES])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stderr

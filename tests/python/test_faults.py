@@ -7,13 +7,8 @@ other tests may run at the same time, unless a test says otherwise.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from faults.case import broken
 from faults.cases import every_case
 from faults.runner import guarded

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import file_store, init, meet, on_threads, run_ranks, spawn_rank
+from faults.resource_leaks import threads
+from ranks import backend_of, file_store, free_port, init, meet, on_threads, run_ranks, spawn_rank
 from torch.distributed.device_mesh import init_device_mesh
+from torch_symm._autoload import devices
 
 
 def check_group(group: dist.ProcessGroup | None = None) -> None:
@@ -109,10 +110,7 @@ def resources() -> Counter[str]:
         except OSError:
             continue
     found["mapping"] = sum("memfd" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    for task in Path("/proc/self/task").iterdir():
-        # A thread may end between the listing and the read.
-        with suppress(OSError):
-            found[f"thread {(task / 'comm').read_text().strip()}"] += 1
+    found.update(f"thread {name}" for name in threads())
     return found
 
 
@@ -200,17 +198,24 @@ def test_default_groups_one_after_another() -> None:
 
 
 def spelled(rank: int, world: int) -> None:
-    if dist.get_backend_config() == "cpu:gloo,cuda:symm":
-        assert dist.group.WORLD._get_backend(torch.device("cpu")).name() == "gloo"
-        return
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    assert isinstance(backend, torch_symm.ProcessGroupSymm) and backend.name() == "symm"
     check_group()
+    dist.barrier()
+    backend, spelling, group = backend_of(), dist.get_backend_config(), dist.group.WORLD
+    # On a node with GPUs torch loads it by itself.
+    assert os.path.exists("/dev/nvidia0") or "libcuda.so" not in Path("/proc/self/maps").read_text()
+    if spelling == "cpu:gloo,cuda:symm":
+        assert backend.name() == "gloo"
+        return
+    assert isinstance(backend, torch_symm.ProcessGroupSymm) and backend.name() == "symm"
     check_group(dist.new_group())
+    if spelling != "cpu:symm,cuda:nccl":
+        served = {"cpu"} if spelling == "cpu:symm" else {"cpu", "cuda"} if "," in spelling else set(devices())
+        assert {device.type for device in group._device_types} == served
+        assert all(group._get_backend(torch.device(device)) is backend for device in served), "one serves all"
 
 
 @pytest.mark.parametrize(
-    "backend", ("symm", "cpu:symm", "cpu:symm,cuda:symm", "cpu:symm,cuda:nccl", "cpu:gloo,cuda:symm")
+    "backend", ("symm", "SYMM", "cpu:symm", "cpu:symm,cuda:symm", "cpu:symm,cuda:nccl", "cpu:gloo,cuda:symm")
 )
 def test_spellings(backend: str) -> None:
     if "nccl" in backend and not torch.cuda.is_available():
@@ -228,49 +233,34 @@ def test_a_symm_group_in_a_gloo_job() -> None:
     run_ranks(new_groups_of_a_gloo_job, 2, backend="gloo")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def over_store(rank: int, world: int, kind: str, port: int) -> None:
-    store: dist.Store
-    if kind == "tcp":
-        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=20), wait_for_workers=False)
-    elif kind == "file":
-        store = file_store("own", world)
-    else:
-        store = dist.PrefixStore("a/b", dist.PrefixStore("c", file_store("own", world)))
+def over_torchs_store(rank: int, world: int, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=20), wait_for_workers=False)
     dist.init_process_group("symm", store=store, rank=rank, world_size=world)
     check_group()
     check_group(dist.new_group())
     dist.barrier()
-    if kind == "tcp":
-        keys = store.num_keys()
-        for _ in range(10):
-            dist.destroy_process_group(dist.new_group())
-        dist.barrier()
-        # torch's own keys grow by a few for each group; ours are removed.
-        assert store.num_keys() <= keys + 10 * 4, store.list_keys()
-        dist.barrier()
+    keys = store.num_keys()
+    for _ in range(10):
+        dist.destroy_process_group(dist.new_group())
+    dist.barrier()
+    # torch's own keys grow by a few for each group; ours are removed.
+    assert store.num_keys() <= keys + 10 * 4, store.list_keys()
+    dist.barrier()
 
 
-# proves P11
-@pytest.mark.parametrize("kind", ("tcp", "file", "prefix"))
-def test_stores(kind: str) -> None:
-    port = free_port() if kind == "tcp" else 0
-    run_ranks(over_store, 3, kind, port, backend=None)
+def test_stores() -> None:
+    """``test_rendezvous_processes.py`` has the stores of this package."""
+    run_ranks(over_torchs_store, 3, free_port(), backend=None)
 
 
-def two_ranks_of_one_process(rank: int, world: int) -> None:
-    """HashStore works only within one process, so its ranks are threads that use the backend's class directly."""
-    store = dist.HashStore()
+def ranks_of_one_process(rank: int, world: int, make: Callable[[], Callable[[], dist.Store]]) -> None:
+    """Such a store is local to one process: its ranks are threads, made through the backend's own class."""
+    store = make()
     sums: list[float] = []
 
     def body(member: int) -> None:
         options = torch_symm.Options(timeout=timedelta(seconds=20), group_name="threads")
-        group = torch_symm.ProcessGroupSymm(store, member, 3, options)
+        group = torch_symm.ProcessGroupSymm(store(), member, 3, options)
         tensor = torch.tensor([float(member)])
         group.allreduce([tensor]).wait()
         sums.append(tensor.item())
@@ -283,8 +273,14 @@ def two_ranks_of_one_process(rank: int, world: int) -> None:
     assert sums == [3.0] * 3
 
 
-def test_ranks_as_threads_over_a_hash_store() -> None:
-    run_ranks(two_ranks_of_one_process, 1, backend=None)
+def of_one_hash_store() -> Callable[[], dist.Store]:
+    store = dist.HashStore()
+    return lambda: store
+
+
+@pytest.mark.parametrize("make", [of_one_hash_store, lambda: torch_symm.MemoryStore().clone], ids=["hash", "memory"])
+def test_ranks_as_threads(make: Callable[[], Callable[[], dist.Store]]) -> None:
+    run_ranks(ranks_of_one_process, 1, make, backend=None)
 
 
 def in_child(rank: int, world: int, children: int) -> None:
@@ -404,20 +400,6 @@ def outside(rank: int, world: int) -> None:
 @pytest.mark.timed
 def test_a_rank_outside_the_world_is_refused() -> None:
     run_ranks(outside, 1, backend=None)
-
-
-def options_of_a_group(rank: int, world: int) -> None:
-    options = torch_symm.Options(timeout=timedelta(seconds=17))
-    dist.init_process_group("symm", store=file_store("o", world), rank=rank, world_size=world, pg_options=options)
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    assert backend.options._timeout == timedelta(seconds=17)
-    dist.destroy_process_group()
-    with pytest.raises(TypeError, match=r"torch_symm\.Options"):
-        dist.init_process_group("symm", store=file_store("p", world), rank=rank, world_size=world, pg_options=3)
-
-
-def test_options() -> None:
-    run_ranks(options_of_a_group, 2, backend=None)
 
 
 @pytest.mark.parametrize("timeout", [timedelta(seconds=5), 5, 5.0])

@@ -68,24 +68,28 @@ def test_lines_come_with_name_level_and_time(kept: Kept, capfd: pytest.CaptureFi
 
 
 def test_a_line_names_the_rank_or_the_process() -> None:
-    code = "from torch_symm._native import load; load()._log_info('one line')"
+    """In a process of its own, which has not logged before, and in a child that has a rank."""
+    code = """
+import os
+from torch_symm._native import load
+print(os.getpid())
+load()._log_info("one line")
+if os.fork() == 0:
+    os.environ["RANK"] = "3"
+    load()._log_info("one line")
+    os._exit(0)
+os.wait()
+"""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SYMM_", "RANK"))}
     environment |= {"SYMM_LOG": "info", "SYMM_SPIN": "9"}
-
-    def said(**more: str) -> tuple[list[str], int]:
-        with subprocess.Popen(
-            [sys.executable, "-c", code], env=environment | more, stderr=subprocess.PIPE, text=True
-        ) as process:
-            _, text = process.communicate(timeout=60)
-        return text.splitlines(), process.pid
-
-    settings, line = said(RANK="3")[0]
-    assert (
-        settings == "[INFO  symm::config rank 3] settings: SYMM_LOG=info, SYMM_SPIN=9; all others have their defaults"
-    )
-    assert line == "[INFO  symm::bridge::log rank 3] one line"
-    lines, pid = said()
-    assert lines[1] == f"[INFO  symm::bridge::log pid {pid}] one line"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    settings = "settings: SYMM_LOG=info, SYMM_SPIN=9; all others have their defaults"
+    assert done.stderr.splitlines() == [
+        f"[INFO  symm::{place} {who}] {line}"
+        for who in (f"pid {done.stdout.strip()}", "rank 3")
+        for place, line in (("config", settings), ("bridge::log", "one line"))
+    ]
 
 
 def test_levels_are_those_of_logging() -> None:

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import init, run_ranks
+from ranks import run_ranks
 from torch.distributed.distributed_c10d import BackendConfig
 from torch_symm import _autoload
 from torch_symm._autoload import devices
@@ -194,6 +194,9 @@ import sys, torch, torch.distributed as dist
 assert "symm" in dist.Backend.backend_list
 from torch_symm._autoload import devices
 assert dist.Backend.backend_capability["symm"] == devices()
+assert dist.is_backend_available("symm") and dist.Backend.SYMM == "symm"
+# A string for ``devices`` would register 'c', 'p' and 'u'.
+assert all(len(device) > 1 for device in dist.Backend.default_device_backend_map)
 ours = {name for name in sys.modules if name.partition(".")[0] == "torch_symm"}
 assert ours - {"torch_symm._torch_compat"} == {"torch_symm", "torch_symm._autoload"}, ours
 assert torch.__version__ < "2.15" or "torch_symm._torch_compat" not in ours, ours
@@ -376,16 +379,3 @@ def test_the_kernels_compiler_is_found_in_installed_packages(tmp_path: Path, mon
 def test_spellings_are_understood(spelling: str, cpu: str, cuda: str | None) -> None:
     found = BackendConfig(dist.Backend(spelling)).get_device_backend_map()
     assert (found.get("cpu"), found.get("cuda")) == (cpu, cuda)
-
-
-def reduced(rank: int, world: int, spelling: str) -> list[float]:
-    init(rank, world, spelling)
-    value = torch.arange(3.0)
-    dist.all_reduce(value)
-    dist.destroy_process_group()
-    return value.tolist()
-
-
-@pytest.mark.parametrize("spelling", ["symm", "cpu:symm", "cpu:gloo,cuda:symm", "cpu:symm,cuda:symm"])
-def test_spellings_work_on_cpu(spelling: str) -> None:
-    assert run_ranks(reduced, 1, spelling, backend=None) == [[0, 1, 2]]

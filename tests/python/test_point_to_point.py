@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import meet, run_ranks
+from ranks import backend_of, meet, run_ranks
 from sandbox import deny, needs_seccomp
 
 import messages
@@ -102,7 +102,7 @@ def never_asked_for(rank: int, world: int) -> int:
         while not over.wait(0.02):
             seen.append(private_kib())
 
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend = backend_of()
     backend._set_default_timeout(timedelta(seconds=1.5 if rank == 1 else 30))
     dist.barrier()
     before = private_kib()

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from cases import Case
 from collectives import refusals, run
 from expected import DTYPES, OPS, served
+from ranks import backend_of
 
 
 @pytest.mark.ranks([1, 2, 4], timeout=200)
@@ -57,7 +58,7 @@ def test_types_without_kernels_are_copied(rank: int, dtype: str) -> None:
     half = len(held(mine)) // 2
     assert held(moved) == [*range(half * rank, half * (rank + 1)), *range(10 + half * rank, 10 + half * (rank + 1))]
     with pytest.raises(TypeError, match="not served"):
-        dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([mine], dist.AllreduceOptions())
+        backend_of().allreduce([mine], dist.AllreduceOptions())
 
 
 @pytest.mark.ranks(2)
@@ -68,5 +69,5 @@ def test_small_complex_numbers_are_summed_by_parts(rank: int, world_size: int) -
     assert rank or torch.equal(torch.view_as_real(total), parts * 3)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.AVG
-    dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([mean := numbers.clone()], options).wait()
+    backend_of().allreduce([mean := numbers.clone()], options).wait()
     assert torch.equal(torch.view_as_real(mean) * world_size, parts * 3)

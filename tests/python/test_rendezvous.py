@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ranks import free_port
 from stores import SECRET, seconds, serve
 from torch.distributed.rendezvous import rendezvous
 from torch_symm import FileStore, TCPStore
@@ -30,10 +31,6 @@ VARIABLES = (
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-
-
-def free_port() -> int:
-    return serve().port
 
 
 def meet(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> tuple[Any, int, int]:
@@ -128,14 +125,6 @@ def test_other_users_of_the_host_are_not_served_by_default() -> None:
     reported = _other_users(port)
     assert "served\n" not in reported and "refused" in reported and "its own user only" in reported, reported
     assert not store.check(["planted"])
-
-
-def test_rank_0_hears_of_wrong_secrets(capfd: pytest.CaptureFixture[str]) -> None:
-    store = serve(secret=SECRET)
-    with pytest.raises(dist.DistError, match="it does not know the secret"):
-        TCPStore("127.0.0.1", store.port, None, False, seconds(5), False, secret="another")
-    store.set("key", "value")
-    assert "its secret is not this store's; all ranks need the same" in capfd.readouterr().err
 
 
 def test_a_taken_port_says_by_whom() -> None:

@@ -98,15 +98,17 @@ def test_a_tcp_store_says_where_it_is_and_hides_its_secret() -> None:
     assert "secret=None" in repr(serve())
 
 
-def test_a_wrong_secret_is_refused() -> None:
+def test_a_wrong_secret_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     store = serve(secret=SECRET)
     for secret in ("wrong", None):
         with pytest.raises(dist.DistError) as caught:
             TCPStore("127.0.0.1", store.port, None, False, seconds(5), False, secret=secret).set("key", "value")
         assert SECRET not in str(caught.value)
+        assert secret is None or "it does not know the secret" in str(caught.value)
     with pytest.raises(dist.DistError):
-        TCPStore("127.0.0.1", serve().port, None, False, seconds(5), False, secret=SECRET).set("key", "value")
+        TCPStore("127.0.0.1", serve().port, None, False, seconds(0.5), False, secret=SECRET).set("key", "value")
     assert store.num_keys() == 0
+    assert "its secret is not this store's; all ranks need the same" in capfd.readouterr().err
 
 
 def test_nobody_listens() -> None:

@@ -84,25 +84,3 @@ def refusals(rank: int, world: int) -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     run_ranks(refusals, 2)
-
-
-def ring(rank: int, world: int) -> None:
-    """Each rank writes into the middle of the next rank's allocation, and waits for the previous rank."""
-    whole = symm_mem.empty(3, 16, dtype=torch.int32, device="cpu").fill_(-1)
-    window = symm_mem.rendezvous(whole, dist.group.WORLD)
-    window.barrier()
-    after, before = (rank + 1) % world, (rank - 1) % world
-    for turn in range(50):
-        symm_mem.put_signal(torch.full((16,), 100 * turn + rank, dtype=torch.int32), window, after, channel=1)
-        symm_mem.wait_signal(window, before, channel=1)
-        assert whole[0].tolist() == [100 * turn + before] * 16 and whole[1:].eq(-1).all()
-        window.barrier()
-    assert not window.get_signal_pad(rank, (16,), torch.int32).any()
-    with pytest.raises(torch_symm.SymmTimeoutError, match=f"rank {before}"):
-        symm_mem.wait_signal(window, before, channel=2, timeout_ms=100)
-    dist.barrier()  # a rank that has left would not count as late
-
-
-@pytest.mark.parametrize("world", (2, 4))
-def test_data_comes_with_its_signal(world: int) -> None:
-    run_ranks(ring, world)

@@ -6,7 +6,6 @@ test_symm_mem_ops.py has the operators.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
+import torch_symm.symm_mem as ours
 import windows
 from ranks import file_store, init, meet, run_ranks
 from torch._C._distributed_c10d import _SymmetricMemory
@@ -141,33 +141,6 @@ def test_plain_tensors_are_not_symmetric() -> None:
     run_ranks(body, 2)
 
 
-@pytest.mark.timed
-def test_a_wait_leaves_other_threads_alone() -> None:
-    """torch's bindings keep the GIL; a waiting barrier must not."""
-
-    def body(rank: int, world: int) -> float:
-        handle = handle_of(cpu(4))
-        if rank == 1:
-            time.sleep(0.4)
-        turns = 0
-        stop = threading.Event()
-
-        def turn() -> None:
-            nonlocal turns
-            while not stop.is_set():
-                turns += 1
-                time.sleep(0.005)
-
-        thread = threading.Thread(target=turn)
-        thread.start()
-        handle.barrier()
-        stop.set()
-        thread.join()
-        return turns
-
-    assert run_ranks(body, 2)[0] > 20
-
-
 # proves P6
 @pytest.mark.timed
 def test_what_never_comes_is_named() -> None:
@@ -179,6 +152,7 @@ def test_what_never_comes_is_named() -> None:
             handle.put_signal(1, 6)
             for wait, words in (
                 (lambda: handle.wait_signal(1, 3, SHORT_MS), "wait_signal on channel 3"),
+                (lambda: ours.wait_signal(handle, 1, channel=2, timeout_ms=SHORT_MS), "wait_signal on channel 2"),
                 (lambda: handle.barrier(4, SHORT_MS), "barrier on channel 4"),
                 (lambda: handle.put_signal(1, 6, SHORT_MS), "put_signal on channel 6"),
             ):
@@ -201,12 +175,17 @@ def test_what_never_comes_is_named() -> None:
 
 
 @pytest.mark.timed
-def test_a_rank_that_does_not_come_to_rendezvous() -> None:
+@pytest.mark.parametrize("what", ["rendezvous", "operator"])
+def test_a_rank_that_does_not_come_is_named(what: str) -> None:
     def body(rank: int, world: int) -> None:
         tensor = cpu(4)
+        if what == "operator":
+            handle_of(tensor)
         if rank == 0:
             with pytest.raises(torch_symm.SymmTimeoutError, match="rank 1"):
-                handle_of(tensor)
+                handle_of(tensor) if what == "rendezvous" else torch.ops.symm_mem.one_shot_all_reduce(
+                    tensor, "sum", "0"
+                )
         meet("done", rank, world)
 
     run_ranks(body, 2, group_timeout=1)

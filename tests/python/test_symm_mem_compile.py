@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from typing import Any
@@ -13,12 +12,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torchs
 import torch_symm.symm_mem as symm_mem
+from programs import QUIET, needs_compiler
 from ranks import run_ranks
 from torch_symm.symm_mem import _test_mode
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-# A pool of compiler processes in every rank would only compete for the cores.
-QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 
 def on_meta(rank: int, world: int) -> None:

@@ -174,25 +174,6 @@ def test_products_are_summed_in_fp32_in_rank_order(world: int) -> None:
     run_ranks(sums_in_order, world)
 
 
-def many_calls(rank: int, world: int) -> None:
-    """Changing data and sizes, without synchronization between the calls."""
-    name = dist.group.WORLD.group_name
-    for call in range(60):
-        size = 1 + call % 7 + (40 if call == 30 else 0)
-        B = whole_numbers((size, 3), torch.float32, call)
-        wholes = [whole_numbers((size, size), torch.float32, 1000 * call + peer) for peer in range(world)]
-        _, (got,) = symm_mem.fused_all_gather_matmul(wholes[rank], [B], 0, name, return_A=bool(call % 2))
-        assert torch.equal(got, torch.cat(wholes) @ B), call
-        A = [torch.cat([wholes[peer]] * world) for peer in range(world)]
-        piece = symm_mem.fused_matmul_reduce_scatter(A[rank], B, "sum", 0, name)
-        assert torch.equal(piece, sum(wholes) @ B), call
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_calls_do_not_overtake_one_another(world: int) -> None:
-    run_ranks(many_calls, world)
-
-
 def empty_and_alone(rank: int, world: int) -> None:
     name = dist.group.WORLD.group_name
     for rows in (0, 2):
@@ -208,23 +189,6 @@ def empty_and_alone(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", (1, 2))
 def test_no_rows_no_products_and_one_rank(world: int) -> None:
     run_ranks(empty_and_alone, world)
-
-
-def sub_groups(rank: int, world: int) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = pairs[rank // 2]
-    for call in range(5):
-        A = torch.full((2, 4), float(rank + call))
-        got, _ = symm_mem.fused_all_gather_matmul(A, [torch.eye(4)], 0, mine.group_name)
-        first = rank // 2 * 2
-        assert got is not None
-        assert got[:, 0].tolist() == [first + call] * 2 + [first + 1 + call] * 2
-        got, _ = symm_mem.fused_all_gather_matmul(A, [torch.eye(4)], 0, dist.group.WORLD.group_name)
-        assert got is not None and got[::2, 0].tolist() == [peer + call for peer in range(world)]
-
-
-def test_groups_keep_apart() -> None:
-    run_ranks(sub_groups, 4)
 
 
 def wrong_arguments(rank: int, world: int) -> None:

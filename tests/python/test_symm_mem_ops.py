@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
-import torch_symm
-from ranks import init, meet, run_ranks
+from ranks import init, run_ranks
 from test_symm_mem_backend import cpu
 from torch_symm._native import load
 
@@ -286,16 +284,3 @@ def test_arguments_are_checked_as_torch_does() -> None:
         assert bool((ops.one_shot_all_reduce(tensor.fill_(1), "sum", WORLD) == world).all())
 
     run_ranks(body, 2)
-
-
-@pytest.mark.timed
-def test_a_rank_that_does_not_come_is_named() -> None:
-    def body(rank: int, world: int) -> None:
-        tensor = cpu(64)
-        symm_mem.rendezvous(tensor, WORLD)
-        if rank == 0:
-            with pytest.raises(torch_symm.SymmTimeoutError, match="rank 1"):
-                ops.one_shot_all_reduce(tensor, "sum", WORLD)
-        meet("done", rank, world)
-
-    run_ranks(body, 2, group_timeout=1)

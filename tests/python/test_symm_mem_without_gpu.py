@@ -10,22 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import init, on_threads, run_ranks
+from ranks import backend_of, init, on_threads, run_ranks
 
 gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
 without_gpu = pytest.mark.skipif(gpus > 0, reason="needs a machine without a GPU")
 needs_cuda_torch = pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch that was built for CUDA")
 CPU = torch.device("cpu")
-
-
-def backend_of(group: Any = None) -> Any:
-    return (group or dist.group.WORLD)._get_backend(CPU)
 
 
 def library() -> ctypes.CDLL:

@@ -41,32 +41,6 @@ def outcomes(text: str) -> dict[str, int]:
     return {kind: int(count) for count, kind in re.findall(r"(\d+) (\w+)", text.strip().splitlines()[-1])}
 
 
-def test_modules_with_tests_of_both_kinds_end_their_fixtures(tmp_path: Path) -> None:
-    mixed = """
-    @pytest.fixture(scope="module")
-    def made():
-        yield 1
-
-    def test_here(made):
-        pass
-
-    @pytest.mark.ranks(2)
-    def test_on_ranks(rank, made):
-        dist.barrier()
-    """
-    (tmp_path / "test_first.py").write_text(HEAD + textwrap.dedent(mixed))
-    body = """
-    def test_elsewhere():
-        pass
-
-    @pytest.mark.ranks(2)
-    def test_on_ranks(rank):
-        dist.barrier()
-    """
-    code, text = pytest_on(tmp_path, body, "test_first.py")
-    assert code == 0 and outcomes(text) == {"passed": 4}, text
-
-
 def test_bodies_get_fixtures_parameters_and_ranks(tmp_path: Path) -> None:
     body = """
     @pytest.fixture(scope="module")
@@ -110,8 +84,22 @@ def test_bodies_get_fixtures_parameters_and_ranks(tmp_path: Path) -> None:
     def test_here():
         assert "RANK" not in os.environ
     """
-    code, text = pytest_on(tmp_path, body)
-    assert code == 0 and outcomes(text)["passed"] == 7, text
+    # Of two modules with tests of both kinds, each ends its fixtures.
+    first = """
+    @pytest.fixture(scope="module")
+    def made():
+        yield 1
+
+    def test_here(made):
+        pass
+
+    @pytest.mark.ranks(2)
+    def test_on_ranks(rank, made):
+        dist.barrier()
+    """
+    (tmp_path / "test_first.py").write_text(HEAD + textwrap.dedent(first))
+    code, text = pytest_on(tmp_path, body, "test_first.py")
+    assert code == 0 and outcomes(text) == {"passed": 9}, text
     assert "test_all[5-2-ranks]" in text or "test_all[2-ranks-5]" in text, text
 
 
@@ -149,9 +137,15 @@ def test_failures_name_rank_line_and_last_calls(tmp_path: Path) -> None:
     @pytest.mark.ranks(2)
     def test_told(rank):
         pytest.xfail("told")
+
+    class TestWhatEndsPytest:
+        pytestmark = pytest.mark.ranks(2, backend=None)
+        def test_exit(self): pytest.exit("enough")
+        def test_interrupt(self): raise KeyboardInterrupt
+        def test_os_exit(self): os._exit(0)
     """
     code, text = pytest_on(tmp_path, body)
-    assert code == 1 and outcomes(text).items() >= {"failed": 3, "skipped": 1, "xfailed": 2}.items(), text
+    assert code == 1 and outcomes(text) == {"failed": 6, "skipped": 1, "xfailed": 2}, text
     line = next(i for i, line in enumerate((tmp_path / "test_it.py").read_text().splitlines(), 1) if "line 12" in line)
     assert f"rank 1 of 3 failed at test_it.py:{line}: AssertionError: assert [3.0, 3.0] == [3.0, 4.0]" in text
     assert "At index 1 diff: 3.0 != 4.0" in text, "the explanation of pytest's assertions"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from test_testing import outcomes, pytest_on, running
+from test_testing import pytest_on, running
 
 KINDS = """
 import asyncio, functools, unittest, warnings
@@ -125,17 +125,6 @@ def test_every_kind_of_test_has_the_verdict_that_it_has_without_the_mark(tmp_pat
     assert found["without"] == found["with"], text
     assert set(found["with"].values()) == {"failed", "xpassed", "xskipped", "skipped", "passed"}
     assert "cannot run a coroutine" in text and "runs no coroutine" in text and "xfail with raises" in text, text
-
-
-def test_what_ends_pytest_fails_on_ranks(tmp_path: Path) -> None:
-    body = """
-    pytestmark = pytest.mark.ranks(2, backend=None)
-    def test_exit(): pytest.exit("enough")
-    def test_interrupt(): raise KeyboardInterrupt
-    def test_os_exit(): os._exit(0)
-    """
-    code, text = pytest_on(tmp_path, body)
-    assert code == 1 and outcomes(text) == {"failed": 3}, text
 
 
 def test_a_process_group_is_killed_before_its_number_can_be_reused(monkeypatch: pytest.MonkeyPatch) -> None:

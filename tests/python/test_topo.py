@@ -78,6 +78,7 @@ def test_all_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["topo", "--measure", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)["measured"]

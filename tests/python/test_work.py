@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
-from ranks import meet, on_threads, run_ranks
+from ranks import backend_of, meet, on_threads, run_ranks
+from torch_symm import _native
 
 
 def waiting_with_a_limit(rank: int, world: int) -> None:
@@ -67,7 +69,7 @@ def futures(rank: int, world: int) -> None:
         doubled = future.then(lambda f: f.value()[0] * 2)
         assert (doubled.wait() == 2 * world).all()
         assert future.value()[0].data_ptr() == tensor.data_ptr()
-        assert future.done() and work.is_completed()
+        assert future.done() and work.is_completed() and work.is_success()
         assert work.result()[0].data_ptr() == tensor.data_ptr()
         assert (work.get_future().wait()[0] == world).all(), "asked for again, after the end"
         assert work.get_future_result().wait() == 0
@@ -170,13 +172,20 @@ def test_futures_have_the_shape_of_gloos(replaced: bool) -> None:
 
 
 def failed_future(rank: int, world: int) -> None:
-    tensor = torch.ones(4 + rank)
-    work = dist.all_reduce(tensor, async_op=True)
-    with pytest.raises(RuntimeError, match="all_reduce"):
+    group = dist.new_group()
+    work = dist.all_reduce(torch.ones(4 + rank), group=group, async_op=True)
+    with pytest.raises(torch_symm.SymmMismatchError, match="all_reduce"):
         work.get_future().wait()
+    with pytest.raises(torch_symm.SymmMismatchError):
+        work.get_future().value()
     with pytest.raises(torch_symm.SymmMismatchError):
         work.wait()
     assert work.is_completed() and not work.is_success()
+    with pytest.raises(torch_symm.SymmMismatchError):
+        dist.barrier(group=group)
+    # The error of one group is not that of another.
+    assert backend_of(group).get_error() != backend_of().get_error()
+    dist.barrier()
 
 
 def results_of_failures(rank: int, world: int) -> None:
@@ -190,7 +199,7 @@ def results_of_failures(rank: int, world: int) -> None:
         if wanted == 0:
             ops.append(dist.P2POp(dist.isend, torch.ones(3), other, group=group))
         else:
-            group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=0.5))
+            backend_of(group)._set_default_timeout(timedelta(seconds=0.5))
         (work,) = dist.batch_isend_irecv(ops)
         assert work.get_future_result().wait() == wanted
         if wanted == 1:
@@ -199,7 +208,7 @@ def results_of_failures(rank: int, world: int) -> None:
                 work.wait()
     last = dist.new_group(timeout=timedelta(seconds=20))
     if rank == 0:
-        last._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=0.5))
+        backend_of(last)._set_default_timeout(timedelta(seconds=0.5))
         assert dist.all_reduce(torch.ones(4), group=last, async_op=True).get_future_result().wait() == 1
     meet("ended", rank, world)
 
@@ -270,7 +279,7 @@ def one_group(rank: int, world: int) -> None:
 
         on_threads([body] * 4)
     dist.barrier()
-    sequence = dist.group.WORLD._get_backend(torch.device("cpu")).get_sequence_number()
+    sequence = backend_of().get_sequence_number()
     assert sequence == 801
 
 
@@ -295,6 +304,8 @@ def test_four_threads_send_and_receive() -> None:
 
 
 def gil(rank: int, world: int, kind: str) -> None:
+    _native.load()
+    window = symm_mem.rendezvous(symm_mem.empty(4, device="cpu"), dist.group.WORLD)
     if rank == 1:
         time.sleep(0.5)
     counter = 0
@@ -320,6 +331,8 @@ def gil(rank: int, world: int, kind: str) -> None:
         dist.send(tensor, 0)
     elif kind == "barrier":
         dist.barrier()
+    elif kind == "barrier of symmetric memory":
+        window.barrier()
     else:
         dist.new_group()
     during = counter - before
@@ -330,7 +343,7 @@ def gil(rank: int, world: int, kind: str) -> None:
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("kind", ("sync", "wait", "recv", "barrier", "new_group"))
+@pytest.mark.parametrize("kind", ("sync", "wait", "recv", "barrier", "barrier of symmetric memory", "new_group"))
 def test_the_gil_is_free_while_waiting(kind: str) -> None:
     run_ranks(gil, 2, kind)
 
@@ -362,7 +375,7 @@ def test_dropped_tensors() -> None:
 
 
 def sequence_numbers(rank: int, world: int) -> None:
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend = backend_of()
     before = backend.get_sequence_number()
     dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1), async_op=True).wait()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
+import torch_symm.symm_mem as ours
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch_symm._native import load
 
@@ -108,6 +109,23 @@ def ball(rank: int, world: int, here: Here) -> None:
     here.settle()
     dist.barrier()
     assert pad_is_clear(window)
+
+
+def data_with_signals(rank: int, world: int, here: Here) -> None:
+    """Each rank writes to the next one, in the middle of an allocation, and waits for the one before."""
+    whole = ours.empty(3, 1000, dtype=torch.int32, device=here.device).fill_(-1)
+    window = ours.rendezvous(whole, dist.group.WORLD)
+    window.barrier()
+    after, before = (rank + 1) % world, (rank - 1) % world
+    for turn in range(50):
+        sent = torch.full((1000,), 100 * turn + rank, dtype=torch.int32, device=here.device)
+        ours.put_signal(sent, window, after, channel=1)
+        ours.wait_signal(window, before, channel=1)
+        assert bool((whole[0] == 100 * turn + before).all()) and bool((whole[1:] == -1).all()), turn
+        window.barrier()
+    here.settle()
+    assert pad_is_clear(window)
+    dist.barrier()
 
 
 def barriers(rank: int, world: int, here: Here) -> None:
@@ -287,7 +305,7 @@ def mismatched(rank: int, world: int, here: Here) -> None:
 
 
 #: The scenarios without faults.
-SCENARIOS = (buffers, ball, barriers, kept, again, persistent, mismatched)
+SCENARIOS = (buffers, ball, data_with_signals, barriers, kept, again, persistent, mismatched)
 
 
 def late(rank: int, world: int, here: Here, what: str) -> None:

@@ -45,6 +45,17 @@ REWRITES: list[tuple[str, str, str]] = [
         "            time.sleep(0.002)\n\n\nclass TestDist",
         "speed only",
     ),
+    # A rank that waits for ranks that have raised: as long as the timeout.
+    (
+        "backend=dist.get_backend(), timeout=timedelta(seconds=10)",
+        "backend=dist.get_backend(), timeout=timedelta(seconds=2)",
+        "speed only",
+    ),
+    (
+        "timeout = timedelta(seconds=5)\n            _, group_id, _ = self._init_group_test",
+        "timeout = timedelta(seconds=2)\n            _, group_id, _ = self._init_group_test",
+        "speed only",
+    ),
 ]
 
 # Texts that exist only in some versions of torch.

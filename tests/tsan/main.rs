@@ -72,21 +72,9 @@ fn run(group: &Group, op: Collective, root: u32, inputs: Vec<Span>, outputs: Vec
 fn collectives(group: &Group, rank: u32) {
     for (round, count) in COUNTS.into_iter().chain(COUNTS).enumerate() {
         let root = round as u32 % RANKS;
-        let at_root = |parts: usize| if rank == root { parts } else { 0 };
         let n = RANKS as usize;
         for &op in Collective::C10D {
-            let (inputs, outputs) = match op {
-                Collective::Barrier => (0, 0),
-                Collective::Broadcast => (at_root(1), 1 - at_root(1)),
-                Collective::AllReduce => (1, 1),
-                Collective::Reduce => (1, at_root(1)),
-                Collective::AllGather => (1, n),
-                Collective::Gather => (1, at_root(n)),
-                Collective::Scatter => (at_root(n), 1),
-                Collective::ReduceScatter => (n, 1),
-                Collective::AllToAll => (n, n),
-                Collective::AllReduceAddRmsNorm => unreachable!("not of c10d"),
-            };
+            let (inputs, outputs) = CallSpec { op, root: Rank(root), ..CallSpec::barrier(None) }.num_spans(Rank(rank), n);
             let mut given = vec![vec![rank + 1; count]; inputs];
             let mut got = vec![vec![0; count]; outputs];
             run(group, op, root, spans(&mut given), spans(&mut got)).expect("a collective");
