@@ -61,6 +61,29 @@ fn every_plan_fits_its_memory() {
 }
 
 #[test]
+fn no_kernel_has_more_blocks_than_the_options_allow() {
+    for (n, ctas) in [2, 3, 8].into_iter().flat_map(|n| [1, 16, 32].map(|ctas| (n, ctas))) {
+        let (layout, tuning) = (ChannelLayout::new(n, 256 << 20).expect("fits"), CudaThresholds { ctas, ..CudaThresholds::of(n) });
+        let plans = |zero_copy| {
+            let conditions = Conditions { me: 0, n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy };
+            let sizes = (0..33).map(|shift| 3usize << shift);
+            let of = move |bytes| [DType::BF16, DType::I32].map(|dtype| Collective::C10D.iter().map(move |op| call(*op, dtype, bytes)));
+            sizes.flat_map(of).flatten().map(|call| choose(&call, &conditions)).collect::<Vec<_>>()
+        };
+        for plan in plans(false).into_iter().chain(plans(true)) {
+            let (blocks, roles) = match plan {
+                CudaPlan::Exchange { ll_blocks, lanes } => (ll_blocks.max(2 * lanes), 2),
+                CudaPlan::ReduceStaged { lanes, .. } => (2 * lanes, 2),
+                CudaPlan::RsagStaged { lanes, .. } => (3 * lanes, 3),
+                CudaPlan::ReduceLowLatency { blocks } | CudaPlan::OneShot { blocks } | CudaPlan::TwoShot { blocks } => (blocks, 1),
+                CudaPlan::Nothing | CudaPlan::CubeMesh { .. } | CudaPlan::NormOneShot { .. } | CudaPlan::NormRows { .. } => (1, 1),
+            };
+            assert!(blocks as usize <= ctas.max(roles), "{plan:?} of {n} ranks with {ctas} blocks");
+        }
+    }
+}
+
+#[test]
 fn the_size_and_the_type_decide() {
     let (layout, tuning) = (ChannelLayout::new(8, 256 << 20).expect("fits"), CudaThresholds::of(8));
     let conditions = Conditions { me: 0, n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
