@@ -63,6 +63,7 @@ impl Default for GroupTuning {
 /// ```
 /// use symm::bootstrap::JoinOptions;
 /// use symm::coll::call::Call;
+/// use symm::cta::CtaOptions;
 /// use symm::dtype::SumOrder;
 /// use symm::group::Group;
 /// use symm::store::memory::MemoryStore;
@@ -77,6 +78,7 @@ impl Default for GroupTuning {
 ///         is_default: false,
 ///         timeout: None,
 ///         order: SumOrder::Rank,
+///         ctas: CtaOptions::default(),
 ///     };
 ///     let group = Group::join(&store, &options, None)?;
 ///     group.run(&[Call::barrier(None)], None)?;

@@ -221,7 +221,7 @@ def test_graphs_are_captured_in_the_context_of_the_side() -> None:
         done.append("capture")
         return SimpleNamespace(replay=lambda: done.append("replay"))
 
-    bench: Any = cell._Bench.__new__(cell._Bench)
+    bench: Any = cell.CellBench.__new__(cell.CellBench)
     bench._process = SimpleNamespace(
         sides={0: SimpleNamespace(capturing=capturing)},
         together=lambda number, body: body(),

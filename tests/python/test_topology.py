@@ -79,7 +79,7 @@ except torch_symm.SymmConfigError as error:
     print(error)
 """
     output = python(code, pairs)
-    assert output == f"GPU elsewhere is not among the first 4 of this host, which {pairs} describes"
+    assert output == f"GPU elsewhere is not among the first 4 of this node, which {pairs} describes"
 
 
 @without_gpus
