@@ -1,10 +1,13 @@
 //! Configuration from the environment. The only reader of `std::env`; each process reads it once and logs it once at
 //! INFO.
 
+mod default_choice;
+
 use crate::cta::{CtaOptions, CtaPolicy};
 use crate::dtype::SumOrder;
 use crate::sys::fork::PerProcess;
 use crate::sys::logging;
+pub use default_choice::DefaultChoice;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::OnceLock;

@@ -82,7 +82,7 @@ class Buffers:
 
 class _Allocating:
     def __init__(self, buffers: Buffers | None = None) -> None:
-        """``buffers``: those of other modules, to share memory; default: its own."""
+        """``buffers``: the buffers of other modules, to share memory; default: new ones."""
         self._buffers = buffers or Buffers()
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

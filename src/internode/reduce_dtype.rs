@@ -1,15 +1,12 @@
 //! The choices of the type and the order of a group's sums.
 
 pub use crate::coll::two_level::levels::ReduceDtype;
+use crate::config::DefaultChoice;
 use crate::dtype::SumOrder;
 use crate::error::{Error, Result};
-use crate::lock::lock;
-use crate::sys::fork::PerProcess;
-use std::sync::Mutex;
 
-/// The default group's choices.
-static DEFAULT: PerProcess<Mutex<ReduceDtype>> = PerProcess::new(Mutex::default);
-static DEFAULT_ORDER: PerProcess<Mutex<Option<SumOrder>>> = PerProcess::new(Mutex::default);
+static DEFAULT: DefaultChoice<ReduceDtype> = DefaultChoice::unset();
+static DEFAULT_ORDER: DefaultChoice<SumOrder> = DefaultChoice::unset();
 
 /// Returns the order of sums of a group that passes `named`; without a choice of its own it uses the default group's.
 /// The default group, and groups of a process without one, use `setting`.
@@ -17,16 +14,10 @@ static DEFAULT_ORDER: PerProcess<Mutex<Option<SumOrder>>> = PerProcess::new(Mute
 /// # Errors
 /// `Value` if `named` is not a valid choice.
 pub fn chosen_order(named: &str, setting: SumOrder, is_default: bool) -> Result<SumOrder> {
-    let mut default = lock(DEFAULT_ORDER.get());
-    let chosen = match named {
-        "" if is_default => setting,
-        "" => default.unwrap_or(setting),
-        _ => SumOrder::named(named).ok_or_else(|| Error::value(format!("order={named:?} is not one of \"rank\", \"tree\"")))?,
-    };
-    if is_default {
-        *default = Some(chosen);
-    }
-    Ok(chosen)
+    DEFAULT_ORDER.choose(setting, is_default, |usual| match named {
+        "" => Ok(usual),
+        _ => SumOrder::named(named).ok_or_else(|| Error::value(format!("order={named:?} is not one of \"rank\", \"tree\""))),
+    })
 }
 
 impl ReduceDtype {
@@ -37,19 +28,13 @@ impl ReduceDtype {
     /// # Errors
     /// `Value` if `named` is not a valid choice.
     pub fn chosen(named: &str, order: SumOrder, is_default: bool) -> Result<Self> {
-        let mut default = lock(DEFAULT.get());
-        let chosen = match named {
-            "" if order == SumOrder::Tree => Self::Fp32,
-            "" if is_default => Self::default(),
-            "" => *default,
-            "tensor" => Self::Tensor,
-            "float32" => Self::Fp32,
-            _ => return Err(Error::value(format!("reduce_dtype={named:?} is not one of \"tensor\", \"float32\""))),
-        };
-        if is_default {
-            *default = chosen;
-        }
-        Ok(chosen)
+        DEFAULT.choose(Self::default(), is_default, |usual| match named {
+            "" if order == SumOrder::Tree => Ok(Self::Fp32),
+            "" => Ok(usual),
+            "tensor" => Ok(Self::Tensor),
+            "float32" => Ok(Self::Fp32),
+            _ => Err(Error::value(format!("reduce_dtype={named:?} is not one of \"tensor\", \"float32\""))),
+        })
     }
 }
 

@@ -1,4 +1,4 @@
-"""Long calls whose bytes copy engines move: the same bits, whoever comes first, also in graphs and beside kernels."""
+"""Long calls whose bytes copy engines move: the same bits in any order of the ranks, also in graphs."""
 
 from __future__ import annotations
 

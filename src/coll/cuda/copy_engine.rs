@@ -94,20 +94,9 @@ pub fn serves(call: &CallSpec, n: usize) -> bool {
 
 /// Returns the bytes that tell whether `call` of rank `me` of `n` is long: the same on all ranks.
 pub fn volume(call: &CallSpec, me: usize, n: usize) -> usize {
-    match call.op {
-        // Both ranks know both messages.
-        Collective::AllToAll if n == 2 => 2 * call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes),
-        Collective::Barrier
-        | Collective::Broadcast
-        | Collective::AllReduce
-        | Collective::Reduce
-        | Collective::AllGather
-        | Collective::Gather
-        | Collective::Scatter
-        | Collective::ReduceScatter
-        | Collective::AllToAll
-        | Collective::AllReduceAddRmsNorm => call.agreed_bytes() as usize,
-    }
+    // Two ranks know both messages of an all-to-all, whose lengths need not agree.
+    let pair = (call.op == Collective::AllToAll && n == 2).then(|| 2 * call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes));
+    pair.unwrap_or(call.agreed_bytes() as usize)
 }
 
 /// Returns the output of a gather as one span, if all messages have one length and are consecutive. The second pass of
@@ -209,7 +198,7 @@ impl<'a> CopyTasks<'a> {
         let me = self.context.me;
         // Their outputs are consecutive, and this rank's need not be.
         let offset = outputs[..me].iter().map(|output| output.bytes as u64).sum::<u64>();
-        // All inputs are ready and all outputs may be written once every rank has come.
+        // All inputs are ready and all outputs may be written once every rank has arrived.
         self.sync(false, CopySyncArgs { post_arrived: 1, wait_arrived: 1, ..Default::default() });
         if !earlier.is_empty() {
             // Both directions at the same time.

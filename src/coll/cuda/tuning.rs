@@ -1,13 +1,11 @@
 //! The thresholds between algorithms: defaults, what the ranks exchange, and what a user sets.
 
 use super::workspace::layout::{MAX_LANES, SENTINEL_BLOCKS};
+use crate::config::DefaultChoice;
 use crate::cta::{CtaOptions, CtaPolicy};
 use crate::error::{Error, Result};
-use crate::lock::lock;
-use crate::sys::fork::PerProcess;
-use std::sync::Mutex;
 
-static DEFAULT: PerProcess<Mutex<Option<CtaOptions>>> = PerProcess::new(Mutex::default);
+static DEFAULT: DefaultChoice<CtaOptions> = DefaultChoice::unset();
 
 /// Returns the choice of a group that passes `policy` and `most`: empty and 0 stand for `setting`, in later groups for
 /// the default group's choice.
@@ -21,13 +19,9 @@ pub fn chosen_ctas(policy: &str, most: i32, setting: CtaOptions, is_default: boo
         _ => Some(CtaPolicy::named(policy).ok_or_else(|| Error::value(format!("cta_policy={policy:?} is not one of {names}")))?),
     };
     let most = usize::try_from(most).map_err(|_| Error::value(format!("max_ctas={most} is negative; 0 means no limit")))?;
-    let mut default = lock(DEFAULT.get());
-    let usual = default.filter(|_| !is_default).unwrap_or(setting);
-    let chosen = CtaOptions { policy: named.unwrap_or(usual.policy), most: if most == 0 { usual.most } else { Some(most) } };
-    if is_default {
-        *default = Some(chosen);
-    }
-    Ok(chosen)
+    DEFAULT.choose(setting, is_default, |usual| {
+        Ok(CtaOptions { policy: named.unwrap_or(usual.policy), most: if most == 0 { usual.most } else { Some(most) } })
+    })
 }
 
 /// Maximum number of blocks of a kernel under [`CtaPolicy::Efficiency`] if the user sets none.

@@ -24,13 +24,18 @@ impl CopyMode {
 /// How often a rank looks for the decision of a rank that launches the call at the same time: about a microsecond.
 const LOOKS: usize = 200;
 
-/// Offsets of a rank's tensors in its symmetric memory; 0 if they are elsewhere.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// Offsets of a rank's tensors in its symmetric memory, or [`TensorOffsets::ELSEWHERE`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorOffsets {
     /// Its message.
     pub input: u64,
     /// The start of its output.
     pub output: u64,
+}
+
+impl TensorOffsets {
+    /// Not all tensors are in symmetric memory.
+    pub const ELSEWHERE: Self = Self { input: u64::MAX, output: u64::MAX };
 }
 
 /// If a rank is this many launches ahead of another, neither reads nor writes a launch's slot: the slot may still have,

@@ -11,9 +11,6 @@ use crate::kernels::cuda::driver::{Event, OwnStream, RelaxedCapture, Stream};
 use crate::rank::Rank;
 use crate::symm_mem::peers::PeerHeaps;
 
-/// Offset of a tensor that is not in symmetric memory.
-const ELSEWHERE: u64 = u64::MAX;
-
 /// Streams and events for copies beside the caller's stream.
 pub(super) struct CopyStreams {
     /// More than two only if several captures are open at the same time.
@@ -50,16 +47,16 @@ impl Communicator {
         let n = self.control.size();
         let long = || copy_engine::volume(call, self.control.rank().index(), n) >= self.tuning.copy_engine_bytes;
         let moved = self.tuning.policy == CtaPolicy::Zero && self.memory.is_direct() && copy_engine::serves(call, n) && long();
-        moved.then(|| self.tensor_offsets(call).unwrap_or(TensorOffsets { input: ELSEWHERE, output: ELSEWHERE }))
+        moved.then(|| self.tensor_offsets(call).unwrap_or(TensorOffsets::ELSEWHERE))
     }
 
     /// Returns the decision about this rank's launch `number`, which is `call`; copy engines move it. `own` are its
     /// tensors.
     pub(super) fn copy_decision(&self, call: &CallSpec<'_>, number: u64, own: TensorOffsets) -> Result<CopyDecision> {
-        let symmetric = own.output != ELSEWHERE;
+        let symmetric = own != TensorOffsets::ELSEWHERE;
         let wanted = if symmetric { CopyMode::Direct } else { CopyMode::Staged };
         let decision = copy_mode::decide(&self.control, number, wanted, own);
-        // The ranks that come later need to know where this rank's tensors are.
+        // Later ranks need to know where this rank's tensors are.
         let last = decision.earlier.len() + 1 == self.control.size();
         if decision.mode == CopyMode::Direct && !symmetric && !last {
             let (me, group) = (self.control.describe(self.control.rank()), self.control.name());
@@ -72,7 +69,7 @@ impl Communicator {
         Ok(decision)
     }
 
-    /// Returns where the tensors of a gather are in symmetric memory, if all of them are there.
+    /// Returns where the tensors of a gather are in symmetric memory, if all of them are.
     fn tensor_offsets(&self, call: &CallSpec<'_>) -> Option<TensorOffsets> {
         let heaps = self.symmetric.as_ref()?;
         let whole = copy_engine::consecutive(call)?;

@@ -322,7 +322,7 @@ mod tests {
                 }
                 assert!(areas.iter().all(|(offset, _)| offset % ALIGN == 0), "{ranks} ranks: misaligned {areas:?}");
                 for step in 0..COPY_SLOTS {
-                    let slot = layout.copy_slot(step, if ranks > 1 { 0 } else { 1 }, if ranks > 1 { 1 } else { 0 });
+                    let slot = layout.copy_slot(step, sources(ranks), 0);
                     assert!(slot >= layout.slots(StagingPass::Scatter) && slot + layout.copy_slot_bytes() <= layout.channel_bytes());
                 }
                 let (offset, bytes) = areas[areas.len() - 1];

@@ -14,5 +14,5 @@ struct CopyWords {
   // Not 0 once a wait has timed out: nothing more is stored to tensors.
   u32 failed;
 };
-// src/coll/cuda/workspace/layout.rs reserves as much.
+// COPY_WORDS_BYTES in src/coll/cuda/workspace/layout.rs is the same.
 static_assert(sizeof(CopyWords) == 136, "");

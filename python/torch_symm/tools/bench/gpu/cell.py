@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -61,7 +61,7 @@ class CellBench:
                 # Capture or replay may have ended the side.
                 if number in self._process.sides:
                     ready[number] = call, graph
-        self._alternate(ready)
+        self._alternate(ready, lambda number: self._modes(*ready[number]))
         for number, (call, _graph) in ready.items():
             if self._process.task.checks and not self._still_right(number, call):
                 continue
@@ -104,11 +104,14 @@ class CellBench:
             self._process.settle(self._process.sides[number])
             return wrong and f"wrong: {wrong}"
 
-        error = self._process.together(number, once)
-        if error is None:
-            return found[0]
-        self._process.fail(number, self._figure(number), error)
-        return None
+        return found[0] if self._succeeds(number, once) else None
+
+    def _succeeds(self, number: int, step: Callable[[], str | None], about: str = "") -> bool:
+        """Takes a step of a side with all ranks. If it fails on one, ends the side and returns false."""
+        error = self._process.together(number, step)
+        if error is not None:
+            self._process.fail(number, self._figure(number), about + error)
+        return error is None
 
     def _captured(self, number: int, call: Call) -> torch.cuda.CUDAGraph | None:
         """Returns a graph of the calls that was replayed and checked once."""
@@ -128,46 +131,44 @@ class CellBench:
             return wrong and f"wrong in a graph: {wrong}"
 
         # Two steps: if one rank has no graph, the others must not wait for it on the GPU.
-        error = self._process.together(number, capture)
-        if error is not None:
-            self._process.fail(number, self._figure(number), f"in a graph: {error}")
-            return None
-        error = self._process.together(number, replay)
-        if error is not None:
-            self._process.fail(number, self._figure(number), error)
-            return None
-        return graphs[0]
+        right = self._succeeds(number, capture, "in a graph: ") and self._succeeds(number, replay)
+        return graphs[0] if right else None
 
-    def _alternate(self, ready: Ready) -> None:
-        """Times the sides in turn, each turn in the opposite order; samples are stored in the meeting."""
+    def _alternate(self, ready: dict[int, Any], modes: Callable[[int], dict[str, Callable[[], float]]]) -> None:
+        """Times the sides of ``ready`` in turn, each turn in the opposite order. Removes those that fail.
+
+        ``modes`` are ways to time a side, in us; samples are stored in the meeting.
+        """
         for turn in range(self._turns):
             order: Sequence[int] = list(ready) if turn % 2 == 0 else list(reversed(ready))
             for number in order:
-                call, graph = ready[number]
-                for mode in ("graph", "eager") if graph is not None else ("eager",):
+                for mode, timed in modes(number).items():
 
                     def sample(
-                        mode: str = mode,
-                        call: Call = call,
-                        graph: torch.cuda.CUDAGraph | None = graph,
-                        number: int = number,
-                        turn: int = turn,
+                        mode: str = mode, timed: Callable[[], float] = timed, number: int = number, turn: int = turn
                     ) -> None:
-                        call.reset()
-                        if mode == "graph":
-                            assert graph is not None
-                            us = self._clock.replay_us(graph)
-                        else:
-                            us = self._clock.eager_us(call, self._calls)
+                        us = timed()
                         self._process.sides[number].sound(self._process.device)
                         self._meeting.note(number, mode, self._process.rank, turn, us)
 
                     self._meeting.align()
-                    error = self._process.together(number, sample)
-                    if error is not None:
-                        self._process.fail(number, self._figure(number), error)
+                    if not self._succeeds(number, sample):
                         del ready[number]
                         break
+
+    def _modes(self, call: Call, graph: torch.cuda.CUDAGraph | None) -> dict[str, Callable[[], float]]:
+        """Ways to time the calls of a side, eagerly and in its graph."""
+
+        def eager() -> float:
+            call.reset()
+            return self._clock.eager_us(call, self._calls)
+
+        def replayed() -> float:
+            assert graph is not None
+            call.reset()
+            return self._clock.replay_us(graph)
+
+        return {"eager": eager} if graph is None else {"graph": replayed, "eager": eager}
 
     def _still_right(self, number: int, call: Call) -> bool:
         """Returns true if calls in a row give the right result, too."""
@@ -180,10 +181,7 @@ class CellBench:
             wrong = call.check(self._calls)
             return wrong and f"wrong after {self._calls} calls: {wrong}"
 
-        error = self._process.together(number, check)
-        if error is not None:
-            self._process.fail(number, self._figure(number), error)
-        return error is None
+        return self._succeeds(number, check)
 
     def _read(self, number: int) -> None:
         messages = OPS[self._cell.op].messages_per_call if self._cell.op in OPS else 1
@@ -212,9 +210,7 @@ class CellBench:
                     self._meeting.note(number, entrance, self._process.rank, turn, self._clock.host_us(call))
                 return None
 
-            error = self._process.together(number, sample)
-            if error is not None:
-                self._process.fail(number, figure, error)
+            if not self._succeeds(number, sample):
                 return
         for entrance in calls:
             us = statistics.median(self._meeting.slowest(number, entrance, HOST_TURNS))

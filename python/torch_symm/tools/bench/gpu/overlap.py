@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -36,7 +37,7 @@ def chain_for(us: float) -> int:
 
 
 def measure(process: Process, cell: Cell, turns: int, seed: int) -> Measured:
-    """Measures ``cell`` on all sides of ``process`` alone and together with products. Called by all ranks."""
+    """Measures ``cell`` on all sides of ``process``, with products and without. Called by all ranks."""
     return _Loaded(process, cell, turns, seed).measured()
 
 
@@ -105,10 +106,9 @@ class _Loaded(CellBench):
             graphs = self._recorded(number, call) if call is not None else None
             if graphs is not None:
                 ready[number] = graphs
-        for turn in range(self._turns):
-            for number in list(ready) if turn % 2 == 0 else list(reversed(ready)):
-                if not self._sampled(number, ready[number], turn):
-                    del ready[number]
+        self._alternate(
+            ready, lambda number: {mode: partial(self._timed, graph) for mode, graph in ready[number].items()}
+        )
         for number in ready:
             alone, products, together = (
                 statistics.median(self._meeting.slowest(number, mode, self._turns))
@@ -158,25 +158,8 @@ class _Loaded(CellBench):
             self._process.settle(side)
 
         for step in (time_few, record, replay):
-            error = self._process.together(number, step)
-            if error is not None:
-                self._process.fail(number, self._figure(number), f"in a graph: {error}")
+            if not self._succeeds(number, step, "in a graph: "):
                 return None
             if step is time_few:
                 self._chains[number] = self._agreed(times[0])
         return graphs
-
-    def _sampled(self, number: int, graphs: Graphs, turn: int) -> bool:
-        for mode, graph in graphs.items():
-
-            def sample(mode: str = mode, graph: Callable[[], object] = graph) -> None:
-                us = self._timed(graph)
-                self._process.sides[number].sound(self._process.device)
-                self._meeting.note(number, mode, self._process.rank, turn, us)
-
-            self._meeting.align()
-            error = self._process.together(number, sample)
-            if error is not None:
-                self._process.fail(number, self._figure(number), error)
-                return False
-        return True
