@@ -1,4 +1,5 @@
-//! The package's version; with feature `bridge` also the C++ side of the bridge, which needs neither Python nor torch.
+//! The package's version; with feature `bridge` also the C++ side of the bridge, which needs
+//! neither Python nor torch.
 
 use std::fs::read_to_string;
 
@@ -7,7 +8,10 @@ fn main() {
     let stated = "python/torch_symm/_version.py";
     println!("cargo::rerun-if-changed={stated}");
     let text = read_to_string(stated).expect("the file is part of the repository");
-    let version = text.lines().find_map(|line| line.strip_prefix("__version__ = ")).expect("the file states it");
+    let version = text
+        .lines()
+        .find_map(|line| line.strip_prefix("__version__ = "))
+        .expect("the file states it");
     println!("cargo::rustc-env=TORCH_SYMM_VERSION={}", version.trim_matches('"'));
     #[cfg(feature = "bridge")]
     bridge();
@@ -15,7 +19,13 @@ fn main() {
 
 #[cfg(feature = "bridge")]
 fn bridge() {
-    const BRIDGES: [&str; 3] = ["src/bridge.rs", "src/bridge/fused.rs", "src/bridge/transport.rs"];
+    const BRIDGES: [&str; 5] = [
+        "src/bridge.rs",
+        "src/bridge/cost.rs",
+        "src/bridge/fused.rs",
+        "src/bridge/native_store.rs",
+        "src/bridge/transport.rs",
+    ];
     for file in BRIDGES {
         println!("cargo::rerun-if-changed={file}");
     }

@@ -1,9 +1,10 @@
-//! Times only the core, without torch: `cargo bench --bench core -- [ranks] [op,..|all] [bytes,..|all] [staged]`.
+//! Times only the core, without torch: `cargo bench --bench core -- [ranks] [op,..|all]
+//! [bytes,..|all] [staged]`.
 //!
-//! Ranks are processes. Each operation runs in blocks of back-to-back calls between barriers. The result is the median
-//! over calls of the slowest rank's block mean, in µs. `bytes` is the largest tensor of a rank: the output of
-//! all_gather, the input of reduce_scatter. With `staged`, no receiver reads the sender's memory. Results are checked
-//! before timing.
+//! Ranks are processes. Each operation runs in blocks of back-to-back calls between barriers. The
+//! result is the median over calls of the slowest rank's block mean, in µs. `bytes` is the largest
+//! tensor of a rank: the output of all_gather, the input of reduce_scatter. With `staged`, no
+//! receiver reads the sender's memory. Results are checked before timing.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
 use std::os::fd::AsRawFd;
@@ -18,7 +19,16 @@ use symm::mem::layout::SegmentLayout;
 use symm::mem::shm::ShmSegment;
 use symm::rank::Rank;
 
-const OPS: &[&str] = &["barrier", "broadcast", "all_reduce", "all_reduce_bf16", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];
+const OPS: &[&str] = &[
+    "barrier",
+    "broadcast",
+    "all_reduce",
+    "all_reduce_bf16",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "send_recv",
+];
 const SIZES: &[usize] = &[8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20];
 
 fn main() {
@@ -33,8 +43,14 @@ fn main() {
     let children: Vec<_> = (0..n)
         .map(|rank| {
             let mut command = std::process::Command::new(&exe);
-            command.args(["--rank", &rank.to_string(), &n.to_string(), &path]).args(args.iter().skip(1));
-            command.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::inherit()).spawn().unwrap()
+            command
+                .args(["--rank", &rank.to_string(), &n.to_string(), &path])
+                .args(args.iter().skip(1));
+            command
+                .stdin(std::process::Stdio::piped())
+                .stdout(std::process::Stdio::inherit())
+                .spawn()
+                .unwrap()
         })
         .collect();
     let pids: Vec<String> = children.iter().map(|child| child.id().to_string()).collect();
@@ -51,15 +67,31 @@ fn main() {
 fn child(rank: u32, n: u32, path: &str, args: &[String]) {
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).unwrap();
-    let members = line.split_whitespace().enumerate().map(|(i, pid)| Identity { pid: pid.parse().unwrap(), global: i as u32 }).collect();
+    let members = line
+        .split_whitespace()
+        .enumerate()
+        .map(|(i, pid)| Identity { pid: pid.parse().unwrap(), global: i as u32 })
+        .collect();
     let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
-    let segment = ShmSegment::map(file.into(), SegmentLayout::new(n as usize).total_bytes()).unwrap();
-    let tuning = GroupTuning { zero_copy: args.get(2).is_none_or(|arg| arg != "staged"), ..GroupTuning::default() };
-    let group = Group::from_joined(segment, "bench", Rank(rank), members, Duration::from_secs(60), tuning).unwrap();
-    let list =
-        |index: usize| args.get(index).filter(|text| *text != "all").map(|text| text.split(',').map(String::from).collect::<Vec<_>>());
+    let segment =
+        ShmSegment::map(file.into(), SegmentLayout::new(n as usize).total_bytes()).unwrap();
+    let tuning = GroupTuning {
+        zero_copy: args.get(2).is_none_or(|arg| arg != "staged"),
+        ..GroupTuning::default()
+    };
+    let group =
+        Group::from_joined(segment, "bench", Rank(rank), members, Duration::from_secs(60), tuning)
+            .unwrap();
+    let list = |index: usize| {
+        args.get(index)
+            .filter(|text| *text != "all")
+            .map(|text| text.split(',').map(String::from).collect::<Vec<_>>())
+    };
     let ops = list(0).unwrap_or_else(|| OPS.iter().map(ToString::to_string).collect());
-    let sizes = list(1).map_or_else(|| SIZES.to_vec(), |sizes| sizes.iter().map(|size| size.parse().unwrap()).collect());
+    let sizes = list(1).map_or_else(
+        || SIZES.to_vec(),
+        |sizes| sizes.iter().map(|size| size.parse().unwrap()).collect(),
+    );
     if rank == 0 {
         println!("{n} ranks: µs per call at {sizes:?} bytes");
     }
@@ -81,7 +113,11 @@ fn span(data: &mut [f32], start: usize, count: usize) -> Span {
 fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
     let count = bytes / 4;
     let piece = count / n as usize;
-    let count = if matches!(op, "all_gather" | "reduce_scatter" | "all_to_all") { piece * n as usize } else { count };
+    let count = if matches!(op, "all_gather" | "reduce_scatter" | "all_to_all") {
+        piece * n as usize
+    } else {
+        count
+    };
     let bf16 = op == "all_reduce_bf16";
     let one = if bf16 { f32::from_bits(0x3f80_3f80) } else { 1.0 };
     // Aligned to cache lines, like torch's tensors.
@@ -90,20 +126,33 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
     let (from, to) = (aligned(&mut given), aligned(&mut taken));
     let (input, output) = (&mut given[from..from + count], &mut taken[to..to + count]);
     let all = |data: &mut [f32]| span(data, 0, count);
-    let pieces = |data: &mut [f32]| (0..n as usize).map(|i| span(data, i * piece, piece)).collect::<Vec<_>>();
+    let pieces = |data: &mut [f32]| {
+        (0..n as usize).map(|i| span(data, i * piece, piece)).collect::<Vec<_>>()
+    };
     let (code, inputs, outputs) = match op {
         "barrier" => (Collective::Barrier, vec![], vec![]),
         "broadcast" if rank == 0 => (Collective::Broadcast, vec![all(input)], vec![]),
         "broadcast" => (Collective::Broadcast, vec![], vec![all(output)]),
-        "all_reduce" | "all_reduce_bf16" => (Collective::AllReduce, vec![all(input)], vec![all(output)]),
+        "all_reduce" | "all_reduce_bf16" => {
+            (Collective::AllReduce, vec![all(input)], vec![all(output)])
+        }
         "all_gather" => (Collective::AllGather, vec![span(input, 0, piece)], pieces(output)),
-        "reduce_scatter" => (Collective::ReduceScatter, pieces(input), vec![span(output, 0, piece)]),
+        "reduce_scatter" => {
+            (Collective::ReduceScatter, pieces(input), vec![span(output, 0, piece)])
+        }
         "all_to_all" => (Collective::AllToAll, pieces(input), pieces(output)),
         "send_recv" => (Collective::Barrier, vec![], vec![]),
         other => panic!("no operation {other}; there are {OPS:?}"),
     };
     let run = |op, reduce_op, dtype, inputs: &[Span], outputs: &[Span]| {
-        let spec = CallSpec { op, dtype, reduce_op, inputs: inputs.into(), outputs: outputs.into(), ..CallSpec::barrier(None) };
+        let spec = CallSpec {
+            op,
+            dtype,
+            reduce_op,
+            inputs: inputs.into(),
+            outputs: outputs.into(),
+            ..CallSpec::barrier(None)
+        };
         let (me, n) = group.place();
         // SAFETY: the tensors belong to this rank and outlive the call.
         group.run(&[unsafe { Call::new(spec, me, n) }.unwrap()], None).unwrap();
@@ -115,11 +164,18 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
         if op == "send_recv" {
             // Half of a ping-pong between ranks 0 and 1.
             let transfer = |send: bool, peer, span| {
-                let spec = MessageSpec { peer: Some(Rank(peer)), tag: 0, dtype: DType::F32, span, timeout: None };
+                let spec = MessageSpec {
+                    peer: Some(Rank(peer)),
+                    tag: 0,
+                    dtype: DType::F32,
+                    span,
+                    timeout: None,
+                };
                 // SAFETY: the tensors belong to this rank and outlive the wait for the message.
                 let message = unsafe { Message::new(spec) };
                 let done = Completion::new(|outcome, _| outcome.unwrap());
-                let ticket = if send { group.send(message, done) } else { group.recv(message, done) };
+                let ticket =
+                    if send { group.send(message, done) } else { group.recv(message, done) };
                 group.wait(ticket.unwrap(), None).unwrap();
             };
             match rank {
@@ -147,7 +203,10 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
         "reduce_scatter" => piece,
         _ => count,
     };
-    assert!(output[..received].iter().all(|&value| value == expected), "{op} of {bytes} bytes: wrong result on rank {rank}");
+    assert!(
+        output[..received].iter().all(|&value| value == expected),
+        "{op} of {bytes} bytes: wrong result on rank {rank}"
+    );
     let calls = (200_000_000 / (bytes + 100_000)).clamp(1, 500);
     let mut blocks: Vec<f64> = Vec::new();
     let begin = Instant::now();
@@ -158,12 +217,15 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
         for _ in 0..calls {
             once();
         }
-        let took = start.elapsed().as_secs_f64() * 1e6 / calls as f64 / if op == "send_recv" { 2.0 } else { 1.0 };
+        let took = start.elapsed().as_secs_f64() * 1e6
+            / calls as f64
+            / if op == "send_recv" { 2.0 } else { 1.0 };
         let mut slowest = [took as f32];
         let most = [span(&mut slowest, 0, 1)];
         run(Collective::AllReduce, ReduceOp::Max, DType::F32, &most, &most);
         blocks.push(slowest[0].into());
-        enough[0] = f32::from(u8::from(blocks.len() >= 5 && begin.elapsed() > Duration::from_millis(600)));
+        enough[0] =
+            f32::from(u8::from(blocks.len() >= 5 && begin.elapsed() > Duration::from_millis(600)));
         let told = [span(&mut enough, 0, 1)];
         let (from, to): (&[Span], &[Span]) = if rank == 0 { (&told, &[]) } else { (&[], &told) };
         run(Collective::Broadcast, ReduceOp::Sum, dtype, from, to);

@@ -1,7 +1,8 @@
 //! GB/s of the CPU kernels: `cargo bench --bench kernels [-- reduce|copy]`.
 //!
-//! `reduce` counts the bytes of all sources and of the result. `copy` writes to lines that another core owns, as in a
-//! staging buffer; the second column is the rate at which that core then reads them.
+//! `reduce` counts the bytes of all sources and of the result. `copy` writes to lines that another
+//! core owns, as in a staging buffer; the second column is the rate at which that core then reads
+//! them.
 #![allow(clippy::print_stdout, reason = "a report is what a benchmark is for")]
 
 use std::hint::black_box;
@@ -13,7 +14,8 @@ use symm::kernels::cpu::{InputElements, WriteMode, reduce};
 mod copies;
 
 fn main() {
-    let wanted = |name: &str| !std::env::args().skip(1).any(|arg| !arg.starts_with("--") && arg != name);
+    let wanted =
+        |name: &str| !std::env::args().skip(1).any(|arg| !arg.starts_with("--") && arg != name);
     if wanted("reduce") {
         reductions();
     }
@@ -22,7 +24,8 @@ fn main() {
     }
 }
 
-/// Returns the minimum of a few timings, each of enough calls to fill about a millisecond, in seconds per call.
+/// Returns the minimum of a few timings, each of enough calls to fill about a millisecond, in
+/// seconds per call.
 fn least(bytes: usize, mut call: impl FnMut()) -> f64 {
     let calls = (20_000_000 / bytes.max(1)).clamp(1, 20_000);
     let timing = |_| {
@@ -35,8 +38,10 @@ fn least(bytes: usize, mut call: impl FnMut()) -> f64 {
 
 fn one(op: ReduceOp, dtype: DType, sources: usize, source_bytes: usize, store: WriteMode) -> f64 {
     // 1.0 in the upper byte of most floats; the values do not affect the speed.
-    let inputs: Vec<Vec<u8>> = (0..sources).map(|rank| vec![0x30 + rank as u8; source_bytes]).collect();
-    let list: Vec<InputElements> = inputs.iter().map(|input| InputElements { ptr: input.as_ptr(), factor: 0.5 }).collect();
+    let inputs: Vec<Vec<u8>> =
+        (0..sources).map(|rank| vec![0x30 + rank as u8; source_bytes]).collect();
+    let list: Vec<InputElements> =
+        inputs.iter().map(|input| InputElements { ptr: input.as_ptr(), factor: 0.5 }).collect();
     let mut output = vec![0u8; source_bytes];
     let count = source_bytes / dtype.size();
     let seconds = least((sources + 1) * source_bytes, || {
@@ -48,7 +53,10 @@ fn one(op: ReduceOp, dtype: DType, sources: usize, source_bytes: usize, store: W
 
 fn reductions() {
     println!("reduce, GB/s over sources and result");
-    println!("{:<10} {:<15} {:>7} {:>9} {:>9} {:>9}", "op", "dtype", "sources", "8 KiB", "128 KiB", "4 MiB nt");
+    println!(
+        "{:<10} {:<15} {:>7} {:>9} {:>9} {:>9}",
+        "op", "dtype", "sources", "8 KiB", "128 KiB", "4 MiB nt"
+    );
     let row = |op: ReduceOp, dtype: DType, sources: usize| {
         println!(
             "{:<10} {:<15} {:>7} {:>9.1} {:>9.1} {:>9.1}",

@@ -1,4 +1,5 @@
-// The interfaces that the Rust core needs from C++, without torch; torch_backend/ implements the classes.
+// The interfaces that the Rust core needs from C++, without torch; torch_backend/ implements the
+// classes.
 #pragma once
 
 #include "rust/cxx.h"
@@ -36,8 +37,8 @@ class StoreHandle {
   virtual rust::String name() const = 0;
 };
 
-// Memory for transfers between nodes. `src/bridge/transport.rs` documents the contract of this and the next three
-// classes.
+// Memory for transfers between nodes. `src/bridge/transport.rs` documents the contract of this and
+// the next three classes.
 class BufferHandle {
  public:
   virtual ~BufferHandle() = default;
@@ -57,8 +58,9 @@ class PendingHandle {
 class TransportHandle {
  public:
   virtual ~TransportHandle() = default;
-  virtual Started all_gather(const Span& from, const Span& to, const std::shared_ptr<BufferHandle>& keep, const Manner& manner)
-      const noexcept = 0;
+  virtual Started all_gather(
+      const Span& from, const Span& to, const std::shared_ptr<BufferHandle>& keep,
+      const Manner& manner) const noexcept = 0;
   virtual Started all_to_all(
       const Span& from,
       rust::Slice<const size_t> sent,
@@ -66,11 +68,17 @@ class TransportHandle {
       rust::Slice<const size_t> received,
       const std::shared_ptr<BufferHandle>& keep,
       const Manner& manner) const noexcept = 0;
-  virtual Started broadcast(size_t root, const Span& at, const std::shared_ptr<BufferHandle>& keep, const Manner& manner)
-      const noexcept = 0;
-  virtual Started send(size_t to, const Span& from, int32_t tag, const std::shared_ptr<BufferHandle>& keep) const noexcept = 0;
-  virtual Started recv(size_t from, const Span& to, int32_t tag, const std::shared_ptr<BufferHandle>& keep) const noexcept = 0;
-  virtual Started exchange(rust::Slice<const Span> give, rust::Slice<const Span> take) const noexcept = 0;
+  virtual Started broadcast(
+      size_t root, const Span& at, const std::shared_ptr<BufferHandle>& keep,
+      const Manner& manner) const noexcept = 0;
+  virtual Started send(
+      size_t to, const Span& from, int32_t tag,
+      const std::shared_ptr<BufferHandle>& keep) const noexcept = 0;
+  virtual Started recv(
+      size_t from, const Span& to, int32_t tag,
+      const std::shared_ptr<BufferHandle>& keep) const noexcept = 0;
+  virtual Started exchange(
+      rust::Slice<const Span> give, rust::Slice<const Span> take) const noexcept = 0;
   virtual void abort() const noexcept = 0;
   virtual void shutdown() const noexcept = 0;
 };
@@ -80,8 +88,9 @@ class TransportsHandle {
  public:
   virtual ~TransportsHandle() = default;
   virtual Status find(rust::Str named, rust::String& cpu, rust::String& cuda) const noexcept = 0;
-  virtual Connected connect(rust::Str engine, rust::Str name, const Seat& seat, int64_t timeout_ms, rust::Box<GivenUp> given_up)
-      const noexcept = 0;
+  virtual Connected connect(
+      rust::Str engine, rust::Str name, const Seat& seat, int64_t timeout_ms,
+      rust::Box<GivenUp> given_up) const noexcept = 0;
   virtual Allocated allocate(int32_t device, size_t bytes) const noexcept = 0;
 };
 

@@ -13,10 +13,12 @@ pub const PEER: Rank = Rank(1);
 
 static FILE: OnceLock<OwnedFd> = OnceLock::new();
 
-/// Makes the control block of `ME` in a group with `PEER`, over memory in which the last input has left its bytes.
+/// Makes the control block of `ME` in a group with `PEER`, over memory in which the last input has
+/// left its bytes.
 pub fn control() -> ControlBlock {
     let bytes = SegmentLayout::new(2).total_bytes();
-    let file = FILE.get_or_init(|| ShmSegment::create(bytes).expect("a file")).try_clone().expect("dup");
+    let file =
+        FILE.get_or_init(|| ShmSegment::create(bytes).expect("a file")).try_clone().expect("dup");
     let segment = ShmSegment::map(file, bytes).expect("maps");
     let members = (0..2).map(|global| Identity { pid: std::process::id(), global }).collect();
     ControlBlock::new(segment, ME, "fuzzed".into(), members, 0)

@@ -1,10 +1,12 @@
 //! The interface of [`Group`](crate::group::Group) for C++: plain values in, plain values out.
 //!
-//! Each shim translates and calls; none decides. A panic becomes a [`Status`](ffi::Status) and never crosses.
+//! Each shim translates and calls; none decides. A panic becomes a [`Status`](ffi::Status) and
+//! never crosses.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 /// The single source of truth for both languages.
-#[allow(missing_docs)] // cxx generates items of its own, and fields without a note say what they are.
+// cxx generates items of its own, and fields without a note say what they are.
+#[allow(missing_docs)]
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {
     /// `error::ErrorKind`, or `None` for success.
@@ -75,7 +77,8 @@ pub mod ffi {
         input: usize,
     }
 
-    /// The outcome of calls. If `asides` is not empty, no call was started, because an output would overwrite these inputs.
+    /// The outcome of calls. If `asides` is not empty, no call was started, because an output would
+    /// overwrite these inputs.
     struct Outcome {
         status: Status,
         /// Number of the first call in the group.
@@ -94,9 +97,11 @@ pub mod ffi {
         global_ranks: Vec<i32>,
         is_default: bool,
         timeout_ms: i64,
-        /// A name of `config::InterNodeChoice` or of torch's backends; empty if the group does not choose.
+        /// A name of `config::InterNodeChoice` or of torch's backends; empty if the group does not
+        /// choose.
         inter_node_backend: String,
-        /// Names of a `ReduceDtype`, a `SumOrder`, a `CtaPolicy`, and a number of blocks; empty, or 0, for no choice.
+        /// Names of a `ReduceDtype`, a `SumOrder`, a `CtaPolicy`, and a number of blocks; empty, or
+        /// 0, for no choice.
         reduce_dtype: String,
         order: String,
         cta_policy: String,
@@ -153,31 +158,6 @@ pub mod ffi {
         pieces: Box<Blobs>,
     }
 
-    /// A TCP store; `store::tcp::TcpOptions` documents the fields.
-    struct TcpSpec {
-        host: String,
-        port: u16,
-        /// Number of workers; negative if unknown.
-        world_size: i64,
-        is_master: bool,
-        timeout_ms: i64,
-        wait_for_workers: bool,
-        multi_tenant: bool,
-        /// The file descriptor on which the server listens; negative if there is none.
-        listen_fd: i32,
-        /// The secret that clients must know; empty if there is none.
-        secret: Vec<u8>,
-        require_same_user: bool,
-    }
-
-    /// A new store, or the error. A TCP store can be reached at this host and port.
-    struct StoreResult {
-        status: Status,
-        store: Box<NativeStore>,
-        host: String,
-        port: u16,
-    }
-
     /// Times of the calls of a load test.
     struct LoadResult {
         status: Status,
@@ -197,37 +177,6 @@ pub mod ffi {
         text: String,
     }
 
-    /// A mesh whose collectives are priced; `coll::cost::Mesh` documents the fields.
-    struct CostMesh {
-        device: String,
-        ranks: Vec<usize>,
-        job: usize,
-        per_node: usize,
-    }
-
-    /// The result of opening a cost model: its prices, or the error. `found` is false if no profile fits this hardware.
-    struct CostModelResult {
-        status: Status,
-        found: bool,
-        model: Box<CostModel>,
-    }
-
-    /// Price of one collective, and its reason.
-    struct Price {
-        status: Status,
-        us: f64,
-        algorithm: String,
-        basis: String,
-    }
-
-    /// `coll::cost::profile::RedistributeCosts`; costs that were not measured are 0.
-    struct LocalCost {
-        known: bool,
-        step_us: f64,
-        slice_us: f64,
-        copy_gb_per_s: f64,
-    }
-
     /// A new window, or null and the error.
     struct WindowResult {
         status: Status,
@@ -238,9 +187,16 @@ pub mod ffi {
         include!("symm_bridge.hpp");
         /// A `c10d::Store`.
         type StoreHandle;
-        /// Returns the store's answer; never throws. `timeout_ms` applies to `Wait`, the store's own timeout to all
-        /// others.
-        fn call(self: &StoreHandle, op: StoreOp, keys: &[Blob], values: &[Blob], amount: i64, timeout_ms: i64) -> StoreReply;
+        /// Returns the store's answer; never throws. `timeout_ms` applies to `Wait`, the store's
+        /// own timeout to all others.
+        fn call(
+            self: &StoreHandle,
+            op: StoreOp,
+            keys: &[Blob],
+            values: &[Blob],
+            amount: i64,
+            timeout_ms: i64,
+        ) -> StoreReply;
         /// Returns true if it implements `append`, `multi_get` and `multi_set` itself.
         fn extended(self: &StoreHandle) -> bool;
         /// The store's own timeout; 0 if it has none.
@@ -251,13 +207,16 @@ pub mod ffi {
         type TransportsHandle = crate::bridge::transport::ffi::TransportsHandle;
         /// A handle that reports Python's signals.
         type InterruptHandle;
-        /// Returns true if a signal has raised on the calling thread, the main one. Never throws; takes the GIL.
+        /// Returns true if a signal has raised on the calling thread, the main one. Never throws;
+        /// takes the GIL.
         fn is_pending(self: &InterruptHandle) -> bool;
-        /// The receiver of the outcome of an asynchronous call; called exactly once, on any thread, without locks held.
+        /// The receiver of the outcome of an asynchronous call; called exactly once, on any thread,
+        /// without locks held.
         type Completion;
         /// `source` is the rank that sent a received message, otherwise -1.
         fn complete(self: &Completion, status: &Status, source: i32);
-        /// Abandons the windows that start within `bytes` at `address` in device memory that is about to be freed.
+        /// Abandons the windows that start within `bytes` at `address` in device memory that is
+        /// about to be freed.
         fn forget_windows(address: usize, bytes: usize);
     }
 
@@ -268,24 +227,8 @@ pub mod ffi {
         fn add(self: &mut Blobs, piece: &[u8]);
         fn count(self: &Blobs) -> usize;
         fn get(self: &Blobs, index: usize) -> &[u8];
-        /// A store of `symm::store`, or the error.
-        type NativeStore;
-        fn store_memory() -> Box<NativeStore>;
-        /// Opens a store in a file; `path` is in the system's bytes.
-        fn store_file(path: &[u8], world_size: i64, timeout_ms: i64) -> StoreResult;
-        fn store_tcp(spec: &TcpSpec) -> StoreResult;
-        /// Wraps `store` for use by the core.
-        fn wrap_store(store: UniquePtr<StoreHandle>) -> Box<NativeStore>;
         /// Makes waiting calls query `handle` every 100 ms from now on.
         fn watch_interrupts(handle: UniquePtr<InterruptHandle>);
-        fn share(self: &NativeStore) -> Box<NativeStore>;
-        /// Answers a request; `timeout_ms` limits a wait, and 0 is the maximum, negative an error.
-        fn call(self: &NativeStore, op: StoreOp, keys: &[Blob], values: &[Blob], amount: i64, timeout_ms: i64) -> StoreReply;
-        /// Returns once all `size` ranks have called it with this key.
-        fn barrier(self: &NativeStore, key: &[u8], rank: i64, size: i64, timeout_ms: i64) -> Status;
-        /// Publishes `word` about `what` under `prefix`, and returns every rank's word; if `what` is empty, a
-        /// rendezvous of all.
-        fn meet(self: &NativeStore, prefix: &[u8], what: &[u8], word: &[u8], rank: i64, size: i64, timeout_ms: i64) -> StoreReply;
         /// Clients of one store, for `store::load_generator`.
         type LoadGenerator;
         fn load_generator() -> Box<LoadGenerator>;
@@ -296,52 +239,48 @@ pub mod ffi {
         fn nvlink_matrix(uuids: &[String]) -> LinkMatrix;
         /// Returns a report of all GPUs of this node.
         fn topology_report() -> TextResult;
-        /// `coll::cost::Model`.
-        type CostModel;
-        /// `basis`: `"torch"`, `"links"` or `"measured"`. If `gb_per_s`, `us` or `profile` is empty, the model chooses.
-        fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> CostModelResult;
-        /// Returns the price of the collective `op` on `bytes` along dimension `dim`.
-        fn price(self: &CostModel, op: &str, bytes: f64, dim: usize) -> Price;
-        /// Returns the times of a redistribution's steps other than collectives.
-        fn local(self: &CostModel) -> LocalCost;
-        /// Returns the bandwidth of each dimension's link in GB/s.
-        fn gb_per_s(self: &CostModel) -> Vec<f64>;
-        /// Returns the latency of each dimension's link in µs.
-        fn trip_us(self: &CostModel) -> Vec<f64>;
-        /// Returns the reference time of the profile; 0 if it has none.
-        fn reference_us(self: &CostModel) -> f64;
-        /// Returns the origin of the prices, for people.
-        fn origin(self: &CostModel) -> String;
-        /// Returns as JSON the hardware that identifies a job's profile, and the profile's file name; `null` if
-        /// unknown.
-        fn profile_key(device: &str, ranks: usize) -> TextResult;
-        /// Sets the directory in which the package keeps its profiles; the system's bytes.
-        fn set_bundled_profile_dir(folder: &[u8]);
-        /// Returns the directory of the user's profiles; empty if there is none.
-        fn user_profile_dir() -> Vec<u8>;
         type GroupHandle;
-        /// Joins a group through `store`, also on other nodes. On failure `status` is the error, and `group` cannot be
-        /// used.
-        fn join(store: UniquePtr<StoreHandle>, transports: SharedPtr<TransportsHandle>, spec: &JoinSpec) -> JoinResult;
-        /// Runs `calls` in order and returns when they have ended: on this thread if the group is idle. A failed call
-        /// fails the group. `profiled`: the flight recorder notes for which ranks this rank waits.
+        /// Joins a group through `store`, also on other nodes. On failure `status` is the error,
+        /// and `group` cannot be used.
+        fn join(
+            store: UniquePtr<StoreHandle>,
+            transports: SharedPtr<TransportsHandle>,
+            spec: &JoinSpec,
+        ) -> JoinResult;
+        /// Runs `calls` in order and returns when they have ended: on this thread if the group is
+        /// idle. A failed call fails the group. `profiled`: the flight recorder notes for which
+        /// ranks this rank waits.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool) -> Outcome;
         /// Queues `calls`. `done` is called only if the status is 0 and there are no asides.
-        fn submit(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool, done: UniquePtr<Completion>) -> Outcome;
-        /// Checks `calls` of a coalesced block, which `launch` gets at its end, without starting any.
+        fn submit(
+            self: &GroupHandle,
+            calls: &[CallSpec],
+            timeout_ms: i64,
+            profiled: bool,
+            done: UniquePtr<Completion>,
+        ) -> Outcome;
+        /// Checks `calls` of a coalesced block, which `launch` gets at its end, without starting
+        /// any.
         fn examine(self: &GroupHandle, calls: &[CallSpec]) -> Outcome;
         /// Starts a send; the returned ticket is for `wait`.
         fn send(self: &GroupHandle, transfer: &MessageSpec, done: UniquePtr<Completion>) -> u64;
         /// Starts a receive; the returned ticket is for `wait`.
         fn recv(self: &GroupHandle, transfer: &MessageSpec, done: UniquePtr<Completion>) -> u64;
-        /// Blocks until the completion of `ticket` has been called, and advances it. Kind 9 if `timeout_ms` passes
-        /// first.
+        /// Blocks until the completion of `ticket` has been called, and advances it. Kind 9 if
+        /// `timeout_ms` passes first.
         fn wait(self: &GroupHandle, ticket: u64, timeout_ms: i64) -> Status;
         /// Advances pending messages without blocking.
         fn progress(self: &GroupHandle);
-        /// Enqueues `calls` on a CUDA stream; only the first launch waits for the peers. `background`: the group's own
-        /// stream.
-        fn launch(self: &GroupHandle, calls: &[CallSpec], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status;
+        /// Enqueues `calls` on a CUDA stream; only the first launch waits for the peers.
+        /// `background`: the group's own stream.
+        fn launch(
+            self: &GroupHandle,
+            calls: &[CallSpec],
+            device: i32,
+            stream: usize,
+            background: bool,
+            timeout_ms: i64,
+        ) -> Status;
         /// Enqueues sends and receives as one launch.
         fn launch_transfers(
             self: &GroupHandle,
@@ -351,15 +290,28 @@ pub mod ffi {
             background: bool,
             timeout_ms: i64,
         ) -> Status;
-        /// Sets up the group's memory on CUDA device `device`; blocks until all ranks have called it or launched.
-        /// Idempotent.
+        /// Sets up the group's memory on CUDA device `device`; blocks until all ranks have called
+        /// it or launched. Idempotent.
         fn connect(self: &GroupHandle, device: i32) -> Status;
-        /// Waits until every rank has called it: a barrier, except that a timeout's error lists the missing ranks on
-        /// the root.
-        fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool, call_site: u32) -> Status;
-        /// Collective: makes a window on each rank's memory at its `address`; `device` is negative for the host.
-        fn rendezvous(self: &GroupHandle, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> WindowResult;
-        /// Reports to the ranks that wait for it that this rank rejected a collective because of `text`.
+        /// Waits until every rank has called it: a barrier, except that a timeout's error lists the
+        /// missing ranks on the root.
+        fn monitored_barrier(
+            self: &GroupHandle,
+            timeout_ms: i64,
+            wait_all_ranks: bool,
+            call_site: u32,
+        ) -> Status;
+        /// Collective: makes a window on each rank's memory at its `address`; `device` is negative
+        /// for the host.
+        fn rendezvous(
+            self: &GroupHandle,
+            device: i32,
+            address: usize,
+            pad_bytes: usize,
+            timeout_ms: i64,
+        ) -> WindowResult;
+        /// Reports to the ranks that wait for it that this rank rejected a collective because of
+        /// `text`.
         fn reject(self: &GroupHandle, text: &str);
         /// Reports, as `reject` does, a rejected operator on symmetric memory of the host.
         fn reject_operator(self: &GroupHandle, text: &str);
@@ -369,8 +321,8 @@ pub mod ffi {
         fn abort(self: &GroupHandle);
         /// Leaves the group after pending calls, at the latest after the timeout; idempotent.
         fn shutdown(self: &GroupHandle);
-        /// The same within `limit_ms`, after which pending calls fail. `farewell`: the error that makes this rank
-        /// leave, or empty.
+        /// The same within `limit_ms`, after which pending calls fail. `farewell`: the error that
+        /// makes this rank leave, or empty.
         fn leave(self: &GroupHandle, limit_ms: i64, farewell: &str);
         /// Returns the number of collectives that have started, which is the same on all ranks.
         fn sequence(self: &GroupHandle) -> u64;
@@ -381,13 +333,15 @@ pub mod ffi {
         fn timeout(self: &GroupHandle) -> i64;
         /// Returns the first failure; kind 0 if the group has not failed.
         fn error(self: &GroupHandle) -> Status;
-        /// Returns the first failure of a call; kind 0 if no call has failed. A death counts once a call has raised it.
+        /// Returns the first failure of a call; kind 0 if no call has failed. A death counts once a
+        /// call has raised it.
         fn failure(self: &GroupHandle) -> Status;
-        /// Allocates `bytes` of zeroed symmetric memory of a CUDA device, or of the host if `device` is negative; frees
-        /// it.
+        /// Allocates `bytes` of zeroed symmetric memory of a CUDA device, or of the host if
+        /// `device` is negative; frees it.
         fn allocate_window(device: i32, bytes: usize, address: &mut usize) -> Status;
         fn free_window(address: usize) -> Status;
-        /// True if `address` is in this process's symmetric memory; true if memory of the host may be written.
+        /// True if `address` is in this process's symmetric memory; true if memory of the host may
+        /// be written.
         fn is_symmetric(address: usize) -> bool;
         fn is_writable(address: usize, bytes: usize) -> bool;
         type WindowHandle;
@@ -395,8 +349,8 @@ pub mod ffi {
         fn buffers(self: &WindowHandle) -> Vec<usize>;
         /// Returns the addresses of the ranks' signal pads in this process.
         fn pads(self: &WindowHandle) -> Vec<usize>;
-        /// Returns the addresses of `buffers()`, `pads()` and `global_ranks()` as arrays for the device; also on the
-        /// host.
+        /// Returns the addresses of `buffers()`, `pads()` and `global_ranks()` as arrays for the
+        /// device; also on the host.
         fn tables(self: &WindowHandle) -> [usize; 3];
         /// Returns the members' ranks in the default group.
         fn global_ranks(self: &WindowHandle) -> Vec<i32>;
@@ -408,31 +362,65 @@ pub mod ffi {
         fn check_process(self: &WindowHandle) -> Status;
         /// Keeps the memory until the group ends, because a graph that is being recorded uses it.
         fn record(self: &WindowHandle);
-        /// Returns, or lets `stream` continue, once all ranks have called it on this channel. Late ranks are named by a
-        /// later call.
+        /// Returns, or lets `stream` continue, once all ranks have called it on this channel. Late
+        /// ranks are named by a later call.
         fn barrier(self: &WindowHandle, channel: i32, timeout_ms: i64, stream: usize) -> Status;
         /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
-        fn put_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
-        /// Waits until `peer` has set its word on `channel` in this rank's pad, then clears the word.
-        fn wait_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
-        /// Collective on the host, like the next ones: sums the inputs. `local` is first copied to the start of this
-        /// rank's input.
-        fn one_shot_all_reduce(self: &WindowHandle, dtype: i32, input: Span, local: Span, out: Span) -> Status;
+        fn put_signal(
+            self: &WindowHandle,
+            peer: i32,
+            channel: i32,
+            timeout_ms: i64,
+            stream: usize,
+        ) -> Status;
+        /// Waits until `peer` has set its word on `channel` in this rank's pad, then clears the
+        /// word.
+        fn wait_signal(
+            self: &WindowHandle,
+            peer: i32,
+            channel: i32,
+            timeout_ms: i64,
+            stream: usize,
+        ) -> Status;
+        /// Collective on the host, like the next ones: sums the inputs. `local` is first copied to
+        /// the start of this rank's input.
+        fn one_shot_all_reduce(
+            self: &WindowHandle,
+            dtype: i32,
+            input: Span,
+            local: Span,
+            out: Span,
+        ) -> Status;
         /// Sums the inputs; each rank computes a part. `out` may be the input.
         fn two_shot_all_reduce(self: &WindowHandle, dtype: i32, input: Span, out: Span) -> Status;
         /// Reduces the inputs; each rank gets its part of each row of `row` bytes.
-        fn reduce_scatter(self: &WindowHandle, dtype: i32, reduce_op: u8, input: Span, row: usize, out: Span) -> Status;
+        fn reduce_scatter(
+            self: &WindowHandle,
+            dtype: i32,
+            reduce_op: u8,
+            input: Span,
+            row: usize,
+            out: Span,
+        ) -> Status;
         /// Concatenates the inputs of all ranks.
         fn all_gather(self: &WindowHandle, input: Span, out: Span) -> Status;
-        /// Sends rows: input, splits, output, layout; `rows`: of input and output. See `window::operators::exchanges`.
-        fn all_to_all_vdev(self: &WindowHandle, splits: &WindowHandle, spans: [Span; 4], rows: [usize; 2]) -> Status;
+        /// Sends rows: input, splits, output, layout; `rows`: of input and output. See
+        /// `window::operators::exchanges`.
+        fn all_to_all_vdev(
+            self: &WindowHandle,
+            splits: &WindowHandle,
+            spans: [Span; 4],
+            rows: [usize; 2],
+        ) -> Status;
         /// Stores `value` to the word at `address` with release ordering.
         fn store_release(address: usize, value: u32) -> Status;
-        /// Returns the directories that may have the CUDA kernels' compiler, best first; the system's bytes.
+        /// Returns the directories that may have the CUDA kernels' compiler, best first; the
+        /// system's bytes.
         fn cuda_libraries(folders: &CxxVector<CxxString>);
         /// Returns kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
         fn check_reduce(dtype: i32, reduce_op: u8) -> Status;
-        /// Returns the number of the capture that records the CUDA stream; 0 if none does. Any thread may call it.
+        /// Returns the number of the capture that records the CUDA stream; 0 if none does. Any
+        /// thread may call it.
         fn capture_of(stream: usize) -> u64;
         /// True if `Work.wait()` of a CUDA call blocks the host: `SYMM_BLOCKING_WAIT`.
         fn blocking_wait() -> bool;
@@ -440,29 +428,35 @@ pub mod ffi {
         fn call_sites_wanted() -> bool;
         /// Returns the number of a line of the user's program, "train.py:12".
         fn call_site_number(text: &str) -> u32;
-        /// Returns statistics as JSON: CUDA calls of this process by algorithm, and bytes between nodes.
+        /// Returns statistics as JSON: CUDA calls of this process by algorithm, and bytes between
+        /// nodes.
         fn stats() -> String;
-        /// Returns the interval of the tables of `SYMM_STATS_INTERVAL` in seconds; 0 if they are off.
+        /// Returns the interval of the tables of `SYMM_STATS_INTERVAL` in seconds; 0 if they are
+        /// off.
         fn stats_seconds() -> u64;
         /// Returns the last calls of this process as JSON.
         fn trace_text() -> TextResult;
-        /// Writes `content` to `path` (the system's bytes), or if it is empty as `name` among the dumps; returns the
-        /// file's path.
+        /// Writes `content` to `path` (the system's bytes), or if it is empty as `name` among the
+        /// dumps; returns the file's path.
         fn write_trace(path: &[u8], name: &str, content: &[u8]) -> TextResult;
         /// Returns true if CUDA device `device` supports memory that its peers access directly.
         fn supports_symm_mem(device: i32) -> bool;
         /// Returns an id of this process's node as text, the same for all ranks of a node.
         fn node_id() -> String;
-        /// Sets the thresholds in bytes of multi-node groups whose rank 0 is this process; `chunk_bytes` 0: the
-        /// profile's.
-        fn set_trial_thresholds(multi_rail_bytes: usize, chunk_bytes: usize, gather_bytes: usize) -> Status;
+        /// Sets the thresholds in bytes of multi-node groups whose rank 0 is this process;
+        /// `chunk_bytes` 0: the profile's.
+        fn set_trial_thresholds(
+            multi_rail_bytes: usize,
+            chunk_bytes: usize,
+            gather_bytes: usize,
+        ) -> Status;
         /// Logs a line from Python at INFO.
         fn inform(text: &str);
-        /// While `on`, keeps log lines that pass `filter` (empty: `SYMM_LOG`) for `log_lines` instead of writing them
-        /// to stderr.
+        /// While `on`, keeps log lines that pass `filter` (empty: `SYMM_LOG`) for `log_lines`
+        /// instead of writing them to stderr.
         fn log_to_queue(filter: &str, on: bool);
-        /// Returns the kept lines as JSON: level, module, text, seconds since 1970. Waits for the first one while lines
-        /// are kept.
+        /// Returns the kept lines as JSON: level, module, text, seconds since 1970. Waits for the
+        /// first one while lines are kept.
         fn log_lines(limit_ms: u64) -> String;
         fn version() -> String;
     }
@@ -485,7 +479,6 @@ mod trace;
 mod transport;
 mod window;
 
-use cost::{CostModel, cost_model, profile_key, set_bundled_profile_dir, user_profile_dir};
 use cuda::{blocking_wait, capture_of, stats, stats_seconds};
 use group::{GroupHandle, join};
 use internode::{node_id, set_trial_thresholds};
@@ -493,7 +486,7 @@ use kernels::{check_reduce, cuda_libraries};
 use load::{LoadGenerator, load_generator};
 use log::{inform, log_lines, log_to_queue, version};
 use memory::{is_symmetric, is_writable, supports_symm_mem};
-use native_store::{Blobs, NativeStore, no_blobs, store_file, store_memory, store_tcp, watch_interrupts, wrap_store};
+use native_store::{Blobs, no_blobs, watch_interrupts};
 use outcome::{from_cpp, guarded, milliseconds, started};
 use topology::{nvlink_matrix, topology_report};
 use trace::{call_site_number, call_sites_wanted, trace_text, write_trace};

@@ -1,9 +1,10 @@
 //! One ordered queue of collectives per group.
 //!
-//! A synchronous call on an idle group runs on its caller's thread. All other calls are queued. The thread that waits for a
-//! job runs the jobs before it and then the job itself; if no thread waits, the group's worker does. The first asynchronous
-//! call starts the worker. A short call posts its data when it is submitted to an idle group; the waiting thread does the
-//! rest. A completion may call the group again and wait, as torch's communication hooks do: another worker then continues
+//! A synchronous call on an idle group runs on its caller's thread. All other calls are queued. The
+//! thread that waits for a job runs the jobs before it and then the job itself; if no thread waits,
+//! the group's worker does. The first asynchronous call starts the worker. A short call posts its
+//! data when it is submitted to an idle group; the waiting thread does the rest. A completion may
+//! call the group again and wait, as torch's communication hooks do: another worker then continues
 //! the queue.
 
 mod executor;
@@ -36,19 +37,19 @@ const DESTROY_GRACE: Duration = Duration::from_millis(50);
 /// The time after which an idle second worker ends.
 const IDLE_THREAD_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Interval at which a worker checks a job that was deferred to its submitter; at the second check the worker runs the
-/// job. While calls keep arriving, a worker that polls need not be woken by submitters: if every core has a rank, a
-/// wake-up takes longer than a short collective.
+/// Interval at which a worker checks a job that was deferred to its submitter; at the second check
+/// the worker runs the job. While calls keep arriving, a worker that polls need not be woken by
+/// submitters: if every core has a rank, a wake-up takes longer than a short collective.
 const DEFERRED_JOB_POLL: Duration = Duration::from_millis(1);
-/// Time after which the submitter of a job counts as late: it computes meanwhile, and does not wait at once, as torch's
-/// functional collectives do. `docs/measurements/cpu.md` has the figures.
+/// Time after which the submitter of a job counts as late: it computes meanwhile, and does not wait
+/// at once, as torch's functional collectives do. `docs/measurements/cpu.md` has the figures.
 const PROMPT_SUBMITTER: Duration = Duration::from_micros(150);
 
 /// A group's queue.
 pub struct CallQueue {
     state: Mutex<QueueState>,
-    /// Idle workers sleep on this condition, separately from other threads: a thread that ends a call must not wake a
-    /// worker without work, especially if every core has a rank.
+    /// Idle workers sleep on this condition, separately from other threads: a thread that ends a
+    /// call must not wake a worker without work, especially if every core has a rank.
     work: Condvar,
     /// Threads that wait for one job, or for all jobs, sleep on this condition.
     changed: Condvar,
@@ -91,9 +92,12 @@ impl CallQueue {
         })
     }
 
-    /// Runs calls on several nodes from now on. `connect` connects the nodes, and may run calls of this node's ranks
-    /// for that.
-    pub fn connect<T>(&self, connect: impl FnOnce(&mut CpuRunner) -> Result<(Arc<Internode>, T)>) -> Result<(Arc<Internode>, T)> {
+    /// Runs calls on several nodes from now on. `connect` connects the nodes, and may run calls of
+    /// this node's ranks for that.
+    pub fn connect<T>(
+        &self,
+        connect: impl FnOnce(&mut CpuRunner) -> Result<(Arc<Internode>, T)>,
+    ) -> Result<(Arc<Internode>, T)> {
         let mut executor = lock(&self.executor);
         let (internode, more) = connect(executor.inner.get_mut())?;
         executor.internode = Some(InternodeRunner::new(Arc::clone(&internode)));
@@ -120,13 +124,15 @@ impl CallQueue {
             state.busy = true;
             state.active_callers += 1;
             drop(state);
-            let outcome = self.execute(calls, &CallTimeout::from_first_wait(timeout), timeout, None);
+            let outcome =
+                self.execute(calls, &CallTimeout::from_first_wait(timeout), timeout, None);
             let mut state = lock(&self.state);
             state.active_callers -= 1;
             self.skip_failed(&mut state);
             return outcome;
         }
-        let outcome = Arc::new(Mutex::new(Err(Error::internal("the call was dropped from the queue"))));
+        let outcome =
+            Arc::new(Mutex::new(Err(Error::internal("the call was dropped from the queue"))));
         let slot = Arc::clone(&outcome);
         let completion = Completion::new(move |result, _| *lock(&slot) = result);
         let number = self.recorder.schedule(calls, timeout, false, CallTarget::Cpu);
@@ -135,8 +141,8 @@ impl CallQueue {
         lock(&outcome).clone()
     }
 
-    /// Runs `calls` of the ranks of this node as `run` does. They are not calls of the group: they have no number and
-    /// no entry in the flight recorder.
+    /// Runs `calls` of the ranks of this node as `run` does. They are not calls of the group: they
+    /// have no number and no entry in the flight recorder.
     pub fn run_intra_node(&self, calls: &[Call<'_>], timeout: Duration) -> Result<()> {
         let mut state = loop {
             // After all earlier calls.
@@ -149,7 +155,9 @@ impl CallQueue {
         state.busy = true;
         state.active_callers += 1;
         drop(state);
-        let body = AssertUnwindSafe(|| lock(&self.executor).run_intra_node(calls, &CallTimeout::from_first_wait(timeout)));
+        let body = AssertUnwindSafe(|| {
+            lock(&self.executor).run_intra_node(calls, &CallTimeout::from_first_wait(timeout))
+        });
         let outcome = interrupt::within(self.address(), || catch_unwind(body));
         let mut state = lock(&self.state);
         state.active_callers -= 1;
@@ -159,7 +167,12 @@ impl CallQueue {
     }
 
     /// Queues `calls`; `completion` gets the outcome.
-    pub fn submit(self: &Arc<Self>, calls: &[Call<'_>], timeout: Duration, completion: Completion) -> Result<u64> {
+    pub fn submit(
+        self: &Arc<Self>,
+        calls: &[Call<'_>],
+        timeout: Duration,
+        completion: Completion,
+    ) -> Result<u64> {
         let mut state = lock(&self.state);
         if state.idle_workers == 0 {
             self.start_worker(&mut state)?;
@@ -184,7 +197,9 @@ impl CallQueue {
     fn post(&self, job: &QueuedJob) -> bool {
         let [call] = &*job.calls else { return false };
         let mut executor = lock(&self.executor);
-        let body = AssertUnwindSafe(|| executor.post(call, &|sequence| self.recorder.start(job.number, sequence)));
+        let body = AssertUnwindSafe(|| {
+            executor.post(call, &|sequence| self.recorder.start(job.number, sequence))
+        });
         let posted = catch_unwind(body);
         posted.unwrap_or_else(|panic| {
             // Not `Health::panicked`, because completions may use the queue, which is locked here.
@@ -193,8 +208,8 @@ impl CallQueue {
         })
     }
 
-    /// Returns once the completion of `ticket` has been called. Without a timeout this thread runs the queue if no
-    /// other thread does.
+    /// Returns once the completion of `ticket` has been called. Without a timeout this thread runs
+    /// the queue if no other thread does.
     pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
         interrupt::check_outside(self.address())?;
         let mut state = lock(&self.state);
@@ -207,8 +222,8 @@ impl CallQueue {
         self.finish(state, ticket, limit)
     }
 
-    /// Stops deferring jobs to their submitters, because a caller polls for their end and does not run them. Does not
-    /// block.
+    /// Stops deferring jobs to their submitters, because a caller polls for their end and does not
+    /// run them. Does not block.
     pub fn run_promptly(&self) {
         self.cancel_deferral(&mut lock(&self.state));
     }
@@ -219,7 +234,12 @@ impl CallQueue {
         }
     }
 
-    fn finish<'a>(&'a self, mut state: MutexGuard<'a, QueueState>, ticket: u64, limit: Option<Duration>) -> Result<()> {
+    fn finish<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, QueueState>,
+        ticket: u64,
+        limit: Option<Duration>,
+    ) -> Result<()> {
         state.active_callers += 1;
         let (limit, mut interrupts) = (limit.map(|limit| (limit, Instant::now())), None);
         let outcome = loop {
@@ -235,8 +255,13 @@ impl CallQueue {
                     None => self.nap(state, IDLE_WAKEUP, &mut interrupts),
                 },
                 Some((limit, since)) => {
-                    let Some(left) = limit.checked_sub(since.elapsed()).filter(|left| !left.is_zero()) else {
-                        let text = format!("wait() gave up after {:.1} s; the call itself goes on", limit.as_secs_f32());
+                    let Some(left) =
+                        limit.checked_sub(since.elapsed()).filter(|left| !left.is_zero())
+                    else {
+                        let text = format!(
+                            "wait() gave up after {:.1} s; the call itself goes on",
+                            limit.as_secs_f32()
+                        );
                         break Err(Error::wait_timeout(text));
                     };
                     self.nap(state, left, &mut interrupts)
@@ -247,8 +272,8 @@ impl CallQueue {
         outcome
     }
 
-    /// Sleeps. Fails the group if a signal handler raises on this thread; the call then ends soon, on the thread that
-    /// runs it.
+    /// Sleeps. Fails the group if a signal handler raises on this thread; the call then ends soon,
+    /// on the thread that runs it.
     fn nap<'a>(
         &'a self,
         state: MutexGuard<'a, QueueState>,
@@ -262,9 +287,9 @@ impl CallQueue {
         lock(&self.state)
     }
 
-    /// Waits until no call is queued or running. Returns false if that takes longer than `limit`, or very soon if a
-    /// thread is inside a call, which must not stay there because another thread destroys the group. Completions may
-    /// still be running.
+    /// Waits until no call is queued or running. Returns false if that takes longer than `limit`,
+    /// or very soon if a thread is inside a call, which must not stay there because another thread
+    /// destroys the group. Completions may still be running.
     pub fn drain(&self, limit: Duration) -> bool {
         let since = Instant::now();
         let mut state = lock(&self.state);
@@ -286,7 +311,9 @@ impl CallQueue {
         drop(state);
         let workers = std::mem::take(&mut *lock(&self.workers));
         // A completion on the worker may drop the last reference to the group.
-        for worker in workers.into_iter().filter(|worker| worker.thread().id() != std::thread::current().id()) {
+        for worker in
+            workers.into_iter().filter(|worker| worker.thread().id() != std::thread::current().id())
+        {
             let _ = worker.join();
         }
     }
@@ -301,7 +328,8 @@ impl CallQueue {
         Ok(())
     }
 
-    /// Runs jobs until the queue stops. A second worker exists, for a while, if completions overlap with further jobs.
+    /// Runs jobs until the queue stops. A second worker exists, for a while, if completions overlap
+    /// with further jobs.
     fn work(self: &Arc<Self>) {
         let mut state = lock(&self.state);
         let mut seen = 0;
@@ -328,7 +356,10 @@ impl CallQueue {
                 }
                 continue;
             } else if !state.stopping || !state.queue.is_empty() {
-                let (since, limit) = (Instant::now(), if state.idle_workers > 1 { IDLE_THREAD_TIMEOUT } else { IDLE_WAKEUP });
+                let (since, limit) = (
+                    Instant::now(),
+                    if state.idle_workers > 1 { IDLE_THREAD_TIMEOUT } else { IDLE_WAKEUP },
+                );
                 state = self.park_worker(state, limit);
                 if state.idle_workers == 1 || since.elapsed() < IDLE_THREAD_TIMEOUT {
                     continue;
@@ -339,7 +370,11 @@ impl CallQueue {
         }
     }
 
-    fn park_worker<'a>(&'a self, mut state: MutexGuard<'a, QueueState>, limit: Duration) -> MutexGuard<'a, QueueState> {
+    fn park_worker<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, QueueState>,
+        limit: Duration,
+    ) -> MutexGuard<'a, QueueState> {
         state.asleep.workers += 1;
         let mut state = unpoisoned(self.work.wait_timeout(state, limit)).0;
         state.asleep.workers -= 1;
@@ -358,7 +393,11 @@ impl CallQueue {
         }
     }
 
-    fn sleep<'a>(&'a self, mut state: MutexGuard<'a, QueueState>, limit: Duration) -> MutexGuard<'a, QueueState> {
+    fn sleep<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, QueueState>,
+        limit: Duration,
+    ) -> MutexGuard<'a, QueueState> {
         state.asleep.waiters += 1;
         let mut state = unpoisoned(self.changed.wait_timeout(state, limit)).0;
         state.asleep.waiters -= 1;
@@ -381,13 +420,24 @@ impl CallQueue {
     fn run_job(&self, mut state: MutexGuard<'_, QueueState>, job: QueuedJob) -> FinishedJob {
         state.busy = true;
         drop(state);
-        let outcome = self.execute(&job.calls, &CallTimeout::from(job.submitted, job.timeout), job.timeout, Some(&job));
+        let outcome = self.execute(
+            &job.calls,
+            &CallTimeout::from(job.submitted, job.timeout),
+            job.timeout,
+            Some(&job),
+        );
         self.skip_failed(&mut lock(&self.state));
         FinishedJob { ticket: job.ticket, outcome, completion: job.completion }
     }
 
     /// Runs calls; `queued` is their job, if they were queued.
-    fn execute(&self, calls: &[Call<'_>], limit: &CallTimeout, timeout: Duration, queued: Option<&QueuedJob>) -> Result<()> {
+    fn execute(
+        &self,
+        calls: &[Call<'_>],
+        limit: &CallTimeout,
+        timeout: Duration,
+        queued: Option<&QueuedJob>,
+    ) -> Result<()> {
         let mut executor = lock(&self.executor);
         let mut one = |(place, call): (u64, &Call<'_>)| {
             let posted = queued.is_some_and(|job| job.posted);
@@ -403,7 +453,12 @@ impl CallQueue {
             };
             let outcome = executor.run(call, limit, number);
             let begun = executor.sequence() == next;
-            self.recorder.end(number, &outcome, begun, if begun { executor.last_algorithm() } else { "" });
+            self.recorder.end(
+                number,
+                &outcome,
+                begun,
+                if begun { executor.last_algorithm() } else { "" },
+            );
             outcome
         };
         let body = AssertUnwindSafe(|| (0..).zip(calls).try_for_each(&mut one));

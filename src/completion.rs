@@ -13,7 +13,8 @@ pub trait Observer: Send + Sync {
     fn ended(&self, number: u64, outcome: &Result<()>, source: Option<Rank>);
 }
 
-/// The receiver of the outcome of an asynchronous call. Clones share one callback; the first call wins.
+/// The receiver of the outcome of an asynchronous call. Clones share one callback; the first call
+/// wins.
 #[derive(Clone)]
 pub struct Completion {
     callback: Arc<Mutex<Option<Callback>>>,
@@ -57,8 +58,8 @@ pub struct FinishedTransfer {
 }
 
 impl FinishedTransfer {
-    /// Calls the completions of `all` in order, and returns their tickets. The caller must not hold a lock that a
-    /// completion may take.
+    /// Calls the completions of `all` in order, and returns their tickets. The caller must not hold
+    /// a lock that a completion may take.
     pub fn complete(all: Vec<Self>) -> Vec<u64> {
         let call = |Self { ticket, completion, outcome, source }| {
             completion.call(outcome, source);

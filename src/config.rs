@@ -1,5 +1,5 @@
-//! Configuration from the environment. The only reader of `std::env`; each process reads it once and logs it once at
-//! INFO.
+//! Configuration from the environment. The only reader of `std::env`; each process reads it once
+//! and logs it once at INFO.
 
 mod default_choice;
 
@@ -60,9 +60,12 @@ impl fmt::Display for InterNodeBackends {
 }
 
 impl InterNodeChoice {
-    /// Returns the choice with this name, if it is not a backend of torch; `auto` depends on the tensors.
+    /// Returns the choice with this name, if it is not a backend of torch; `auto` depends on the
+    /// tensors.
     pub fn named(name: &str) -> Option<Self> {
-        let backends = |cuda: &str| Some(Self::Backends(InterNodeBackends { cpu: "gloo".into(), cuda: cuda.into() }));
+        let backends = |cuda: &str| {
+            Some(Self::Backends(InterNodeBackends { cpu: "gloo".into(), cuda: cuda.into() }))
+        };
         match name {
             "none" => Some(Self::None),
             "gloo" => backends(""),
@@ -75,73 +78,86 @@ impl InterNodeChoice {
 /// The settings of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// `SYMM_LOG`: `off`, `error`, `warn` (the default), `info`, `debug` or `trace`, or an `env_logger` filter.
+    /// `SYMM_LOG`: `off`, `error`, `warn` (the default), `info`, `debug` or `trace`, or an
+    /// `env_logger` filter.
     pub log: String,
     /// `TORCHELASTIC_RESTART_COUNT`: separates the store keys of a job's attempts. Default `"0"`.
     pub restart: String,
-    /// `SYMM_SPIN`: spin iterations of a waiting thread before it sleeps; absent: chosen from the number of cores.
+    /// `SYMM_SPIN`: spin iterations of a waiting thread before it sleeps; absent: chosen from the
+    /// number of cores.
     pub spin: Option<u32>,
-    /// `SYMM_CPU_THREADS`: threads of a rank that copy and reduce long CPU calls; absent: cores per rank, at most 4.
+    /// `SYMM_CPU_THREADS`: threads of a rank that copy and reduce long CPU calls; absent: cores per
+    /// rank, at most 4.
     pub cpu_threads: Option<usize>,
     /// `SYMM_CMA`: `0` forbids reading peers' memory with `process_vm_readv`. Default on.
     pub cma: bool,
-    /// `SYMM_WORKSPACE_MB`: MiB of GPU memory for each of a process's first groups; later ones get less. Default 512.
+    /// `SYMM_WORKSPACE_MB`: MiB of GPU memory for each of a process's first groups; later ones get
+    /// less. Default 512.
     pub workspace_mb: usize,
-    /// `SYMM_P2P`: `0` prevents GPUs from mapping each other's memory; they use host memory instead. Default on.
+    /// `SYMM_P2P`: `0` prevents GPUs from mapping each other's memory; they use host memory
+    /// instead. Default on.
     pub p2p: bool,
-    /// `SYMM_ALLOW_SHARED_GPUS`: `1` lets ranks share a GPU, for tests; their kernels take turns of some ms. Default off.
+    /// `SYMM_ALLOW_SHARED_GPUS`: `1` lets ranks share a GPU, for tests; their kernels take turns of
+    /// some ms. Default off.
     pub shared_gpus: bool,
-    /// `SYMM_CUDA_TUNING`: thresholds between algorithms (`coll::cuda::tuning`), the same on all ranks.
+    /// `SYMM_CUDA_TUNING`: thresholds between algorithms (`coll::cuda::tuning`), the same on all
+    /// ranks.
     pub cuda_tuning: String,
-    /// `SYMM_COST_PROFILE`: a file of `python -m torch_symm tune`, or `0` to disable; absent: searched for
-    /// (`docs/design/cost-model.md`).
+    /// `SYMM_COST_PROFILE`: a file of `python -m torch_symm tune`, or `0` to disable; absent:
+    /// searched for (`docs/design/cost-model.md`).
     pub profile: ProfileChoice,
     /// `SYMM_STORE_MAX_BYTES`: maximum size of a store server's contents in bytes; absent: 256 MiB.
     pub store_bytes: Option<usize>,
     /// `SYMM_NVRTC_PATH`: NVIDIA's run-time compiler, or its directory; absent: searched for.
     pub nvrtc: Option<PathBuf>,
-    /// `SYMM_CACHE_DIR`: an absolute path, or `0` for no cache; absent: `$XDG_CACHE_HOME/torch_symm`, or
-    /// `$HOME/.cache/torch_symm` if that is unset.
+    /// `SYMM_CACHE_DIR`: an absolute path, or `0` for no cache; absent:
+    /// `$XDG_CACHE_HOME/torch_symm`, or `$HOME/.cache/torch_symm` if that is unset.
     pub cache_dir: CacheDir,
     /// `SYMM_TOPOLOGY_FILE`: a JSON file that describes how GPUs are connected, in place of NVML
     /// (`docs/design/topology.md`). Default: none.
     pub topology_file: Option<String>,
-    /// `SYMM_BLOCKING_WAIT`: `1` makes `Work.wait()` of a CUDA call block the host until the call has ended, and raise
-    /// its failure. Default off.
+    /// `SYMM_BLOCKING_WAIT`: `1` makes `Work.wait()` of a CUDA call block the host until the call
+    /// has ended, and raise its failure. Default off.
     pub blocking_wait: bool,
-    /// `SYMM_DEBUG`: comma-separated words. `call_site`: ranks also compare the program line that makes each collective.
+    /// `SYMM_DEBUG`: comma-separated words. `call_site`: ranks also compare the program line that
+    /// makes each collective.
     pub debug_call_site: bool,
-    /// `SYMM_INTER_NODE_BACKEND`: `none`, `gloo`, `nccl`, `auto` (the default) or backends of torch, which connect the nodes of a
-    /// group whose options do not say; the same on all ranks.
+    /// `SYMM_INTER_NODE_BACKEND`: `none`, `gloo`, `nccl`, `auto` (the default) or backends of
+    /// torch, which connect the nodes of a group whose options do not say; the same on all ranks.
     pub inter_node: String,
-    /// `SYMM_ORDER`: `rank` (the default) or `tree`, the order of sums in groups whose options do not say.
+    /// `SYMM_ORDER`: `rank` (the default) or `tree`, the order of sums in groups whose options do
+    /// not say.
     pub order: SumOrder,
-    /// `SYMM_CTA_POLICY`: `default`, `efficiency` or `zero`, and `SYMM_MAX_CTAS`: a number of blocks; absent: no limit.
-    /// For groups whose options do not say (`docs/guide/gpus.md`).
+    /// `SYMM_CTA_POLICY`: `default`, `efficiency` or `zero`, and `SYMM_MAX_CTAS`: a number of
+    /// blocks; absent: no limit. For groups whose options do not say (`docs/guide/gpus.md`).
     pub ctas: CtaOptions,
-    /// `SYMM_REPLACE_GLOO`: `1` makes symm serve the CPU tensors of Gloo groups. Python evaluates it before this is
-    /// read; see `python/torch_symm/_replace_gloo.py`. Default: 0.
+    /// `SYMM_REPLACE_GLOO`: `1` makes symm serve the CPU tensors of Gloo groups. Python evaluates
+    /// it before this is read; see `python/torch_symm/_replace_gloo.py`. Default: 0.
     pub replace_gloo: bool,
-    /// `GLOO_SOCKET_IFNAME`, Gloo's variable: comma-separated interfaces of the network between nodes; absent: the
-    /// interface of the host name's address.
+    /// `GLOO_SOCKET_IFNAME`, Gloo's variable: comma-separated interfaces of the network between
+    /// nodes; absent: the interface of the host name's address.
     pub gloo_interface: Option<String>,
     /// `RANK`, torchrun's variable: the rank in log lines; absent: they name the process.
     pub rank: Option<u32>,
-    /// `SYMM_STATS_INTERVAL`: seconds between two tables of statistics; 0, the default, disables them.
+    /// `SYMM_STATS_INTERVAL`: seconds between two tables of statistics; 0, the default, disables
+    /// them.
     pub stats_seconds: u64,
-    /// `SYMM_TEST_NODE`, for tests: ranks with different values take each other to be on other nodes. Default: empty.
+    /// `SYMM_TEST_NODE`, for tests: ranks with different values take each other to be on other
+    /// nodes. Default: empty.
     pub test_node: String,
-    /// `SYMM_TRACE_DIR`: directory for dumps (`docs/guide/trace.md`), absolute; absent: the user's in `temporary`.
+    /// `SYMM_TRACE_DIR`: directory for dumps (`docs/guide/trace.md`), absolute; absent: the user's
+    /// in `temporary`.
     pub trace_dir: Option<PathBuf>,
     /// `TMPDIR`, or `/tmp` if that is unset.
     pub temporary: PathBuf,
-    /// `SYMM_VLLM`: `1` makes vLLM's tensor-parallel groups use symm, `unfused` without fused norms. Only Python uses it
-    /// (`python/torch_symm/engines/vllm`). Default: empty.
+    /// `SYMM_VLLM`: `1` makes vLLM's tensor-parallel groups use symm, `unfused` without fused
+    /// norms. Only Python uses it (`python/torch_symm/engines/vllm`). Default: empty.
     pub vllm: String,
     /// `SYMM_SGLANG`: `1` makes SGLang's tensor-parallel groups use symm. Only Python uses it
     /// (`python/torch_symm/engines/sglang.py`). Default: 0.
     pub sglang: bool,
-    /// `TORCH_GLOO_LAZY_INIT`, torch's variable: Gloo connects two ranks when they first exchange data.
+    /// `TORCH_GLOO_LAZY_INIT`, torch's variable: Gloo connects two ranks when they first exchange
+    /// data.
     pub gloo_lazy: bool,
 }
 
@@ -179,12 +195,16 @@ const OTHER_PREFIXES: [&str; 4] = ["SYMM_PYTHON", "SYMM_RUST_ALONE", "SYMM_TEST_
 
 /// Returns a complaint about a variable that looks like a setting but is not one.
 fn misspelt(name: &str) -> Option<String> {
-    let looks = name.starts_with("SYMM_") && !SETTINGS.contains(&name) && !OTHER_PREFIXES.iter().any(|other| name.starts_with(other));
+    let looks = name.starts_with("SYMM_")
+        && !SETTINGS.contains(&name)
+        && !OTHER_PREFIXES.iter().any(|other| name.starts_with(other));
     // The user chooses the name of the variable that holds a store's secret.
     (looks && !name.contains("SECRET")).then(|| {
         let nearest = SETTINGS.iter().map(|known| (edits(name, known), known)).min();
         match nearest {
-            Some((edits, known)) if edits <= 3 => format!("unknown setting {name} ignored; did you mean {known}?"),
+            Some((edits, known)) if edits <= 3 => {
+                format!("unknown setting {name} ignored; did you mean {known}?")
+            }
             _ => format!("unknown setting {name} ignored; known settings: {}", SETTINGS.join(", ")),
         }
     })
@@ -203,9 +223,16 @@ fn edits(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-/// Returns the first word of an `env_logger` filter that is neither a level nor the name of a module of this crate.
+/// Returns the first word of an `env_logger` filter that is neither a level nor the name of a
+/// module of this crate.
 fn unknown_level(filter: &str) -> Option<&str> {
-    let directives = filter.split('/').next().unwrap_or_default().split(',').map(str::trim).filter(|word| !word.is_empty());
+    let directives = filter
+        .split('/')
+        .next()
+        .unwrap_or_default()
+        .split(',')
+        .map(str::trim)
+        .filter(|word| !word.is_empty());
     directives.into_iter().find(|directive| match directive.split_once('=') {
         Some((_, level)) => level.trim().parse::<log::LevelFilter>().is_err(),
         None => directive.parse::<log::LevelFilter>().is_err() && !directive.starts_with("symm"),
@@ -215,8 +242,11 @@ fn unknown_level(filter: &str) -> Option<&str> {
 /// Lists the settings that `lookup` finds, except those with complaints, as a sentence.
 fn in_force(lookup: impl Fn(&str) -> Option<String>, complaints: &[String]) -> String {
     let ignored = |name: &str| complaints.iter().any(|complaint| complaint.starts_with(name));
-    let shown = |name: &&str| Some(format!("{name}={}", lookup(name).filter(|value| !value.trim().is_empty())?.trim()));
-    let set: Vec<String> = SETTINGS.iter().filter(|name| !ignored(name)).filter_map(shown).collect();
+    let shown = |name: &&str| {
+        Some(format!("{name}={}", lookup(name).filter(|value| !value.trim().is_empty())?.trim()))
+    };
+    let set: Vec<String> =
+        SETTINGS.iter().filter(|name| !ignored(name)).filter_map(shown).collect();
     match set.len() {
         0 => "all settings have their defaults".into(),
         _ => format!("settings: {}; all others have their defaults", set.join(", ")),
@@ -226,12 +256,17 @@ fn in_force(lookup: impl Fn(&str) -> Option<String>, complaints: &[String]) -> S
 impl Config {
     /// Parses the settings that `lookup` finds, and returns a complaint for each unusable value.
     fn parse(lookup: impl Fn(&str) -> Option<String>) -> (Self, Vec<String>) {
-        let set = |name: &str| lookup(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty());
+        let set = |name: &str| {
+            lookup(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
+        };
         let mut complaints = Vec::new();
         let log = set("SYMM_LOG").filter(|filter| {
             let unknown = unknown_level(filter);
             if let Some(word) = unknown {
-                complaints.push(format!("SYMM_LOG: {word:?} is none of off, error, warn, info, debug, trace; \"warn\" is used"));
+                complaints.push(format!(
+                    "SYMM_LOG: {word:?} is none of off, error, warn, info, \
+                    debug, trace; \"warn\" is used"
+                ));
             }
             unknown.is_none()
         });
@@ -245,9 +280,13 @@ impl Config {
         };
         let spin = number("SYMM_SPIN").map(|spin| u32::try_from(spin).unwrap_or(u32::MAX));
         let cpu_threads = number("SYMM_CPU_THREADS").map(|threads| threads.clamp(1, 64) as usize);
-        let max_ctas = number("SYMM_MAX_CTAS").filter(|&most| most > 0).map(|most| usize::try_from(most).unwrap_or(usize::MAX));
-        let store_bytes = number("SYMM_STORE_MAX_BYTES").map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
-        let workspace_mb = number("SYMM_WORKSPACE_MB").map_or(512, |mebibytes| mebibytes.clamp(1, 1 << 20) as usize);
+        let max_ctas = number("SYMM_MAX_CTAS")
+            .filter(|&most| most > 0)
+            .map(|most| usize::try_from(most).unwrap_or(usize::MAX));
+        let store_bytes = number("SYMM_STORE_MAX_BYTES")
+            .map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
+        let workspace_mb = number("SYMM_WORKSPACE_MB")
+            .map_or(512, |mebibytes| mebibytes.clamp(1, 1 << 20) as usize);
         let stats_seconds = number("SYMM_STATS_INTERVAL").unwrap_or(0);
         let mut checked = |name: &str, is_valid: fn(&str) -> bool, why: &str| {
             set(name).filter(|value| {
@@ -258,33 +297,57 @@ impl Config {
             })
         };
         let mut switch = |name: &str, usual: bool| {
-            checked(name, |value| value == "0" || value == "1", "neither 0 nor 1").map_or(usual, |value| value == "1")
+            checked(name, |value| value == "0" || value == "1", "neither 0 nor 1")
+                .map_or(usual, |value| value == "1")
         };
         let (cma, p2p) = (switch("SYMM_CMA", true), switch("SYMM_P2P", true));
-        let (blocking_wait, shared_gpus) = (switch("SYMM_BLOCKING_WAIT", false), switch("SYMM_ALLOW_SHARED_GPUS", false));
-        let (replace_gloo, sglang) = (switch("SYMM_REPLACE_GLOO", false), switch("SYMM_SGLANG", false));
-        let trace_dir = checked("SYMM_TRACE_DIR", |path| path.starts_with('/'), "not an absolute path");
-        let vllm = checked("SYMM_VLLM", |choice| ["0", "1", "unfused"].contains(&choice), "neither 0, 1 nor unfused");
-        let order = checked("SYMM_ORDER", |name| SumOrder::named(name).is_some(), "neither rank nor tree");
-        let policy = checked("SYMM_CTA_POLICY", |name| CtaPolicy::named(name).is_some(), "neither default, efficiency nor zero");
+        let (blocking_wait, shared_gpus) =
+            (switch("SYMM_BLOCKING_WAIT", false), switch("SYMM_ALLOW_SHARED_GPUS", false));
+        let (replace_gloo, sglang) =
+            (switch("SYMM_REPLACE_GLOO", false), switch("SYMM_SGLANG", false));
+        let trace_dir =
+            checked("SYMM_TRACE_DIR", |path| path.starts_with('/'), "not an absolute path");
+        let vllm = checked(
+            "SYMM_VLLM",
+            |choice| ["0", "1", "unfused"].contains(&choice),
+            "neither 0, 1 nor unfused",
+        );
+        let order =
+            checked("SYMM_ORDER", |name| SumOrder::named(name).is_some(), "neither rank nor tree");
+        let policy = checked(
+            "SYMM_CTA_POLICY",
+            |name| CtaPolicy::named(name).is_some(),
+            "neither default, efficiency nor zero",
+        );
         // The XDG specification says to ignore a relative path.
         let absolute = |name: &str| set(name).map(PathBuf::from).filter(|path| path.is_absolute());
-        let usual = || absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
-        let usual = || usual().map_or(CacheDir::Unknown, |caches| CacheDir::At(caches.join("torch_symm")));
+        let usual = || {
+            absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")))
+        };
+        let usual =
+            || usual().map_or(CacheDir::Unknown, |caches| CacheDir::At(caches.join("torch_symm")));
         let cache_dir = match set("SYMM_CACHE_DIR").as_deref() {
             None => usual(),
             Some("0") => CacheDir::Off,
             Some(path) if path.starts_with('/') => CacheDir::At(path.into()),
             Some(path) => {
-                complaints.push(format!("SYMM_CACHE_DIR={path:?} is neither 0 nor an absolute path; ignored"));
+                complaints.push(format!(
+                    "SYMM_CACHE_DIR={path:?} is neither 0 nor an absolute path; ignored"
+                ));
                 usual()
             }
         };
         let mut debug_call_site = false;
-        for word in set("SYMM_DEBUG").iter().flat_map(|words| words.split(',')).map(str::trim).filter(|word| !word.is_empty()) {
+        for word in set("SYMM_DEBUG")
+            .iter()
+            .flat_map(|words| words.split(','))
+            .map(str::trim)
+            .filter(|word| !word.is_empty())
+        {
             match word {
                 "call_site" => debug_call_site = true,
-                _ => complaints.push(format!("SYMM_DEBUG: {word:?} is not known, \"call_site\" is; ignored")),
+                _ => complaints
+                    .push(format!("SYMM_DEBUG: {word:?} is not known, \"call_site\" is; ignored")),
             }
         }
         let config = Self {
@@ -310,7 +373,10 @@ impl Config {
             debug_call_site,
             inter_node: set("SYMM_INTER_NODE_BACKEND").unwrap_or_else(|| "auto".into()),
             order: order.and_then(|name| SumOrder::named(&name)).unwrap_or_default(),
-            ctas: CtaOptions { policy: policy.and_then(|name| CtaPolicy::named(&name)).unwrap_or_default(), most: max_ctas },
+            ctas: CtaOptions {
+                policy: policy.and_then(|name| CtaPolicy::named(&name)).unwrap_or_default(),
+                most: max_ctas,
+            },
             replace_gloo,
             gloo_interface: set("GLOO_SOCKET_IFNAME"),
             rank: set("RANK").and_then(|rank| rank.parse().ok()),
@@ -325,7 +391,8 @@ impl Config {
         (config, complaints)
     }
 
-    /// Returns the settings of this process. The first call also starts logging. A forked child reads its own.
+    /// Returns the settings of this process. The first call also starts logging. A forked child
+    /// reads its own.
     pub fn get() -> &'static Self {
         static CONFIG: PerProcess<OnceLock<Config>> = PerProcess::new(OnceLock::new);
         CONFIG.get().get_or_init(|| {

@@ -1,6 +1,7 @@
 //! How many processors of a GPU the kernels of a group may take.
 
-/// How many processors long collectives may take from computation that runs beside them; NCCL: `ctaPolicy`.
+/// How many processors long collectives may take from computation that runs beside them; NCCL:
+/// `ctaPolicy`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CtaPolicy {
     /// Kernels may use the whole GPU.
@@ -31,7 +32,8 @@ impl CtaPolicy {
     }
 }
 
-/// The part of a group's options that limits the processors which its kernels take; the same on all ranks.
+/// The part of a group's options that limits the processors which its kernels take; the same on all
+/// ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CtaOptions {
     /// The policy.

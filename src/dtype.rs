@@ -28,7 +28,8 @@ macro_rules! dtypes {
                 match code {
                     $($torch => Ok(DType::$name),)*
                     other => Err(Error::type_error(format!(
-                        "torch dtype code {other} is not served; cast to one of the numeric dtypes, for example float32"
+                        "torch dtype code {other} is not served; cast to one of the numeric \
+                         dtypes, for example float32"
                     ))),
                 }
             }
@@ -36,7 +37,8 @@ macro_rules! dtypes {
     };
 }
 
-// The last column is the value of `c10::ScalarType`, which torch serialises and therefore never renumbers.
+// The last column is the value of `c10::ScalarType`, which torch serialises and therefore never
+// renumbers.
 dtypes! {
     U8, "uint8", 1, 0;
     I8, "int8", 1, 1;
@@ -65,8 +67,8 @@ const COMPLEX32: i32 = 8;
 const BCOMPLEX32: i32 = 46;
 
 impl DType {
-    /// Returns how a call that only copies treats the `c10::ScalarType` code: a type that the table lacks is copied as
-    /// bytes, if its elements are whole bytes.
+    /// Returns how a call that only copies treats the `c10::ScalarType` code: a type that the table
+    /// lacks is copied as bytes, if its elements are whole bytes.
     pub fn copied(code: i32) -> Result<Self> {
         match code {
             COMPLEX32 => Ok(DType::F16),
@@ -77,8 +79,8 @@ impl DType {
         }
     }
 
-    /// Returns how a call that reduces treats the code: complex numbers that the table lacks are reduced by their
-    /// parts.
+    /// Returns how a call that reduces treats the code: complex numbers that the table lacks are
+    /// reduced by their parts.
     pub fn combined(code: i32, op: ReduceOp) -> Result<Self> {
         let (parts, name) = match code {
             COMPLEX32 => (DType::F16, "complex32"),
@@ -87,14 +89,18 @@ impl DType {
         };
         match op {
             ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => Ok(parts),
-            ReduceOp::Product | ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
-                Err(Error::not_implemented(format!(
-                    "reduce op {} is not defined for {name}; use SUM, AVG or PREMUL_SUM, or reduce its parts as {} with \
+            ReduceOp::Product
+            | ReduceOp::Min
+            | ReduceOp::Max
+            | ReduceOp::BitAnd
+            | ReduceOp::BitOr
+            | ReduceOp::BitXor => Err(Error::not_implemented(format!(
+                "reduce op {} is not defined for {name}; use SUM, AVG or PREMUL_SUM, or reduce its \
+                 parts as {} with \
                      torch.view_as_real",
-                    op.name(),
-                    parts.name()
-                )))
-            }
+                op.name(),
+                parts.name()
+            ))),
         }
     }
 }
@@ -120,7 +126,8 @@ macro_rules! reduce_ops {
                 match code {
                     $($torch => Ok(ReduceOp::$name),)*
                     other => Err(Error::value(format!(
-                        "reduce op code {other} is unknown; use ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM"
+                        "reduce op code {other} is unknown; use ReduceOp.SUM, AVG, PRODUCT, MIN, \
+                         MAX, BAND, BOR, BXOR or PREMUL_SUM"
                     ))),
                 }
             }
@@ -145,7 +152,15 @@ impl DType {
     /// Returns true for integers and booleans, whose sums are exact.
     pub const fn is_integer(self) -> bool {
         match self {
-            DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::Bool | DType::U16 | DType::U32 | DType::U64 => true,
+            DType::U8
+            | DType::I8
+            | DType::I16
+            | DType::I32
+            | DType::I64
+            | DType::Bool
+            | DType::U16
+            | DType::U32
+            | DType::U64 => true,
             DType::F16 | DType::F32 | DType::F64 | DType::C64 | DType::C128 | DType::BF16 => false,
             DType::F8E5M2 | DType::F8E4M3FN | DType::F8E5M2FNUZ | DType::F8E4M3FNUZ => false,
         }
@@ -153,11 +168,16 @@ impl DType {
 }
 
 impl ReduceOp {
-    /// Returns true if the operation rounds on floats, so that its result depends on the order of its operands.
+    /// Returns true if the operation rounds on floats, so that its result depends on the order of
+    /// its operands.
     pub const fn rounds(self) -> bool {
         match self {
             ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product | ReduceOp::PremulSum => true,
-            ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => false,
+            ReduceOp::Min
+            | ReduceOp::Max
+            | ReduceOp::BitAnd
+            | ReduceOp::BitOr
+            | ReduceOp::BitXor => false,
         }
     }
 }
@@ -169,8 +189,8 @@ pub enum SumOrder {
     /// Rank order: `((x0 + x1) + x2) + x3`.
     #[default]
     Rank = 0,
-    /// Pairwise: the first half and the rest, each in the same way; the half is the largest power of two below the
-    /// number of ranks. `(x0 + x1) + (x2 + x3)`.
+    /// Pairwise: the first half and the rest, each in the same way; the half is the largest power
+    /// of two below the number of ranks. `(x0 + x1) + (x2 + x3)`.
     Tree = 1,
 }
 
@@ -191,7 +211,8 @@ impl SumOrder {
         [SumOrder::Rank, SumOrder::Tree].into_iter().find(|order| order.name() == name)
     }
 
-    /// Returns the order in which `op` combines `n` elements of `dtype`: [`SumOrder::Rank`] unless the bits differ.
+    /// Returns the order in which `op` combines `n` elements of `dtype`: [`SumOrder::Rank`] unless
+    /// the bits differ.
     pub const fn of(self, op: ReduceOp, dtype: DType, n: usize) -> Self {
         if n > Self::SAME && op.rounds() && !dtype.is_integer() { self } else { SumOrder::Rank }
     }
@@ -206,11 +227,18 @@ mod tests {
         let of = |op, dtype, n| SumOrder::Tree.of(op, dtype, n);
         assert_eq!(of(ReduceOp::Sum, DType::BF16, 4), SumOrder::Tree);
         assert_eq!(of(ReduceOp::Product, DType::C64, 5), SumOrder::Tree);
-        for (op, dtype, n) in [(ReduceOp::Sum, DType::F32, 3), (ReduceOp::Max, DType::F32, 8), (ReduceOp::Avg, DType::I8, 8)] {
+        for (op, dtype, n) in [
+            (ReduceOp::Sum, DType::F32, 3),
+            (ReduceOp::Max, DType::F32, 8),
+            (ReduceOp::Avg, DType::I8, 8),
+        ] {
             assert_eq!(of(op, dtype, n), SumOrder::Rank);
         }
         assert_eq!(SumOrder::Rank.of(ReduceOp::Sum, DType::F32, 8), SumOrder::Rank);
-        assert_eq!(["rank", "tree", "ring"].map(SumOrder::named), [Some(SumOrder::Rank), Some(SumOrder::Tree), None]);
+        assert_eq!(
+            ["rank", "tree", "ring"].map(SumOrder::named),
+            [Some(SumOrder::Rank), Some(SumOrder::Tree), None]
+        );
     }
 
     #[test]
@@ -238,7 +266,10 @@ mod tests {
             assert!(DType::copied(code).is_err(), "quantized or unknown: {code}");
         }
         for (code, parts) in [(COMPLEX32, DType::F16), (BCOMPLEX32, DType::BF16)] {
-            assert_eq!((DType::copied(code), DType::combined(code, ReduceOp::Avg)), (Ok(parts), Ok(parts)));
+            assert_eq!(
+                (DType::copied(code), DType::combined(code, ReduceOp::Avg)),
+                (Ok(parts), Ok(parts))
+            );
             assert!(
                 DType::combined(code, ReduceOp::Product)
                     .expect_err("a product of parts is not that of the numbers")

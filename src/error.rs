@@ -20,7 +20,8 @@ pub enum ErrorKind {
     Type = 7,
     /// Not supported for these arguments: `NotImplementedError`.
     NotImplemented = 8,
-    /// `Work.wait(timeout)` timed out while the call itself continues: `SymmTimeoutError`, and the group stays usable.
+    /// `Work.wait(timeout)` timed out while the call itself continues: `SymmTimeoutError`, and the
+    /// group stays usable.
     WaitTimeout = 9,
     /// A fault of this library or of the system: `DistBackendError`.
     Internal = 10,
@@ -102,8 +103,14 @@ impl Error {
 
     /// Makes the error that `who` reports after a caught panic.
     pub fn panicked(who: &str, panic: &(dyn std::any::Any + Send)) -> Self {
-        let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-        Self::internal(format!("{who}: a bug in torch-symm: panic: {}", text.unwrap_or("no message")))
+        let text = panic
+            .downcast_ref::<&str>()
+            .copied()
+            .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        Self::internal(format!(
+            "{who}: a bug in torch-symm: panic: {}",
+            text.unwrap_or("no message")
+        ))
     }
 }
 

@@ -1,6 +1,8 @@
-//! Detects within a millisecond that a member's process has ended, whatever children it leaves behind, and runs timers.
+//! Detects within a millisecond that a member's process has ended, whatever children it leaves
+//! behind, and runs timers.
 //!
-//! One thread serves all groups of the process. It starts with the first subscription and ends with the last.
+//! One thread serves all groups of the process. It starts with the first subscription and ends with
+//! the last.
 #![allow(unsafe_code, reason = "a descriptor of a process, and tests that fork")]
 
 use crate::bootstrap::MemberProcess;
@@ -58,8 +60,9 @@ fn state() -> MutexGuard<'static, WatchState> {
 
 /// Ends the calls when dropped.
 ///
-/// Dropping never waits: a call that has started may still be running, or about to start on the watcher's thread, when
-/// the drop returns. It is therefore safe under any lock including the interpreter's, and from inside the call itself.
+/// Dropping never waits: a call that has started may still be running, or about to start on the
+/// watcher's thread, when the drop returns. It is therefore safe under any lock including the
+/// interpreter's, and from inside the call itself.
 #[must_use = "dropping it ends the watch"]
 #[derive(Debug)]
 pub struct Subscription {
@@ -69,7 +72,8 @@ pub struct Subscription {
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        // A forked child drops its copy of the parent's subscription, which its own state does not know.
+        // A forked child drops its copy of the parent's subscription, which its own state does not
+        // know.
         if self.generation != generation() {
             return;
         }
@@ -88,9 +92,10 @@ fn notify(state: &WatchState) {
     }
 }
 
-/// Calls `on_exit` once for each of `members` (by rank) whose process ends or has ended, with `"killed by signal 9
-/// (SIGKILL)"`, `"exited with code 3"` or `"gone"`. Ranks of this process are not watched. The callback runs on the
-/// watcher's thread and must not block, because it delays the callbacks of other groups.
+/// Calls `on_exit` once for each of `members` (by rank) whose process ends or has ended, with
+/// `"killed by signal 9 (SIGKILL)"`, `"exited with code 3"` or `"gone"`. Ranks of this process are
+/// not watched. The callback runs on the watcher's thread and must not block, because it delays the
+/// callbacks of other groups.
 ///
 /// # Errors
 /// `Config` if the system refuses to start the thread.
@@ -163,7 +168,9 @@ impl WatchState {
 fn ending(state: &WatchState) -> Vec<Arc<OwnedFd>> {
     let suspects = process::suspects();
     let targets = state.subscribers.values().flat_map(|subscriber| &subscriber.targets);
-    let suspected = targets.filter(|target| suspects.contains(&target.process.pid) && process::is_ending(target.process));
+    let suspected = targets.filter(|target| {
+        suspects.contains(&target.process.pid) && process::is_ending(target.process)
+    });
     suspected.map(|target| Arc::clone(&target.pidfd)).collect()
 }
 
@@ -219,8 +226,8 @@ fn watched(state: &WatchState) -> Vec<Arc<OwnedFd>> {
     pidfds.into_values().cloned().collect()
 }
 
-/// Sleeps until the subscriptions change, a process ends or a timer is due; returns the pidfds of the processes that
-/// have ended.
+/// Sleeps until the subscriptions change, a process ends or a timer is due; returns the pidfds of
+/// the processes that have ended.
 fn wait(wake: &Waker, pidfds: &[Arc<OwnedFd>], next: Option<Instant>) -> Vec<Arc<OwnedFd>> {
     let mut fds: Vec<PollFd<'_>> = std::iter::once(wake.as_fd())
         .chain(pidfds.iter().map(|pidfd| pidfd.as_fd()))
@@ -232,7 +239,8 @@ fn wait(wake: &Waker, pidfds: &[Arc<OwnedFd>], next: Option<Instant>) -> Vec<Arc
         Ok(_) => {}
         Err(Errno::INTR) => return Vec::new(),
         Err(errno) => {
-            // Out of kernel memory, or RLIMIT_NOFILE was lowered below the open descriptors: retry, without spinning.
+            // Out of kernel memory, or RLIMIT_NOFILE was lowered below the open descriptors: retry,
+            // without spinning.
             static LINES: RateLimit = RateLimit::new();
             LINES.warn(format_args!("the watcher cannot poll {} processes: {errno}", pidfds.len()));
             std::thread::sleep(Duration::from_millis(10));
@@ -241,7 +249,10 @@ fn wait(wake: &Waker, pidfds: &[Arc<OwnedFd>], next: Option<Instant>) -> Vec<Arc
     }
     wake.reset();
     let processes = fds.iter().skip(1).zip(pidfds);
-    processes.filter(|(fd, _)| !fd.revents().is_empty()).map(|(_, pidfd)| Arc::clone(pidfd)).collect()
+    processes
+        .filter(|(fd, _)| !fd.revents().is_empty())
+        .map(|(_, pidfd)| Arc::clone(pidfd))
+        .collect()
 }
 
 #[cfg(test)]
@@ -253,7 +264,8 @@ mod tests {
     fn member_of(pid: u32) -> MemberProcess {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it lives");
         let fields = stat.rsplit_once(')').expect("a name").1;
-        let start_time = fields.split_whitespace().nth(19).expect("22 fields").parse().expect("a number");
+        let start_time =
+            fields.split_whitespace().nth(19).expect("22 fields").parse().expect("a number");
         let pidfd = process::open(ProcessId { pid, start_time }).expect("opens");
         MemberProcess { pid, start_time, pidfd }
     }
@@ -304,7 +316,11 @@ mod tests {
     // proves P3
     #[test]
     fn an_exit_code_is_told_where_the_kernel_knows_it() {
-        let mut child = Command::new("sh").args(["-c", "read x; exit 3"]).stdin(std::process::Stdio::piped()).spawn().expect("sh runs");
+        let mut child = Command::new("sh")
+            .args(["-c", "read x; exit 3"])
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .expect("sh runs");
         let member = member_of(child.id());
         let (_watch, received) = watching(&[member]);
         drop(child.stdin.take());
@@ -335,10 +351,12 @@ mod tests {
         let (sender, received) = channel();
         let timer = |delay: u64, name: &'static str| {
             let sender = sender.clone();
-            after(Duration::from_millis(delay), move || sender.send(name).unwrap_or_default()).expect("starts")
+            after(Duration::from_millis(delay), move || sender.send(name).unwrap_or_default())
+                .expect("starts")
         };
         let begun = Instant::now();
-        let (_late, _early, dropped) = (timer(150, "late"), timer(30, "early"), timer(60, "dropped"));
+        let (_late, _early, dropped) =
+            (timer(150, "late"), timer(30, "early"), timer(60, "dropped"));
         drop(dropped);
         let patience = Duration::from_secs(5);
         assert_eq!(received.recv_timeout(patience), Ok("early"));
@@ -347,7 +365,9 @@ mod tests {
         assert!(begun.elapsed() >= Duration::from_millis(150));
         let again = sender.clone();
         let _chain = after(Duration::ZERO, move || {
-            let second = after(Duration::ZERO, move || again.send("from the callback").unwrap_or_default()).expect("starts");
+            let second =
+                after(Duration::ZERO, move || again.send("from the callback").unwrap_or_default())
+                    .expect("starts");
             std::mem::forget(second);
         });
         assert_eq!(received.recv_timeout(patience), Ok("from the callback"));

@@ -1,7 +1,7 @@
 //! A group of ranks: combines all parts of the crate; the bridge calls only this module.
 //!
-//! Ranks of one node share memory. A group on several nodes differs only by its [`Internode`]: its calls use the same
-//! queue, and its messages the same table.
+//! Ranks of one node share memory. A group on several nodes differs only by its [`Internode`]: its
+//! calls use the same queue, and its messages the same table.
 
 pub mod device;
 mod join;
@@ -33,13 +33,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Settings that a user may choose for a group. All ranks must choose the same, except the thresholds.
+/// Settings that a user may choose for a group. All ranks must choose the same, except the
+/// thresholds.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupTuning {
     /// True if receivers of long messages may read the sender's memory where the system permits it.
     pub zero_copy: bool,
-    /// Number of spin iterations of a waiting thread before it yields its core; if absent, it depends on the number of
-    /// cores.
+    /// Number of spin iterations of a waiting thread before it yields its core; if absent, it
+    /// depends on the number of cores.
     pub spins: Option<u32>,
     /// Lengths at which the algorithms change.
     pub thresholds: CpuThresholds,
@@ -49,14 +50,20 @@ pub struct GroupTuning {
 
 impl Default for GroupTuning {
     fn default() -> Self {
-        Self { zero_copy: true, spins: None, thresholds: CpuThresholds::default(), order: SumOrder::Rank }
+        Self {
+            zero_copy: true,
+            spins: None,
+            thresholds: CpuThresholds::default(),
+            order: SumOrder::Rank,
+        }
     }
 }
 
 /// One rank of a joined group, which serves one process group of torch.
 ///
-/// It exists so that one place knows all parts of a group: collectives, messages, GPUs, symmetric memory, the other
-/// nodes and the first failure. The parts do not know each other, so each can be tested without the others.
+/// It exists so that one place knows all parts of a group: collectives, messages, GPUs, symmetric
+/// memory, the other nodes and the first failure. The parts do not know each other, so each can be
+/// tested without the others.
 ///
 /// # Examples
 /// Ranks are processes as a rule, but threads of one process work as well:
@@ -125,7 +132,12 @@ impl Group {
     }
 
     /// Queues `calls`; `completion` gets the outcome. The returned ticket is for `wait`.
-    pub fn submit(&self, calls: &[Call<'_>], timeout: Option<Duration>, completion: Completion) -> Result<u64> {
+    pub fn submit(
+        &self,
+        calls: &[Call<'_>],
+        timeout: Option<Duration>,
+        completion: Completion,
+    ) -> Result<u64> {
         self.check_call()?;
         self.queue.submit(calls, timeout.unwrap_or_else(|| self.timeout()), completion)
     }
@@ -144,45 +156,67 @@ impl Group {
     fn start(&self, send: bool, message: Message, completion: Completion) -> Result<u64> {
         self.check_alive()?;
         let recorded_as = |internode: &Arc<Internode>| {
-            internode.recorded_as(if send { "send" } else { "recv" }, message.peer, self.messages.internode().is_some())
+            internode.recorded_as(
+                if send { "send" } else { "recv" },
+                message.peer,
+                self.messages.internode().is_some(),
+            )
         };
         let (shown, far) = self.internode.as_ref().map_or(Ok((message.peer, None)), recorded_as)?;
-        let (shown, timeout) = (message.with_peer(shown), message.timeout.unwrap_or_else(|| self.timeout()));
+        let (shown, timeout) =
+            (message.with_peer(shown), message.timeout.unwrap_or_else(|| self.timeout()));
         let number = if far.is_some() {
             self.recorder.internode_message(send, &shown, timeout)
         } else {
             self.recorder.message(send, &shown, timeout, trace::CallTarget::Cpu)
         };
-        let completion = completion.observed(far.unwrap_or_else(|| Arc::clone(&self.recorder) as Arc<dyn Observer>), number);
-        let ticket = if send { self.messages.send(message, timeout, completion) } else { self.messages.recv(message, timeout, completion) };
+        let completion = completion.observed(
+            far.unwrap_or_else(|| Arc::clone(&self.recorder) as Arc<dyn Observer>),
+            number,
+        );
+        let ticket = if send {
+            self.messages.send(message, timeout, completion)
+        } else {
+            self.messages.recv(message, timeout, completion)
+        };
         ticket.inspect_err(|error| self.recorder.end(number, &Err(error.clone()), false, ""))
     }
 
-    /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
+    /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after
+    /// `timeout`.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
         self.check_process()?;
-        if ticket & messages::TICKET_BIT != 0 { self.messages.wait(ticket, timeout) } else { self.queue.wait(ticket, timeout) }
-    }
-
-    /// Reports that this rank rejected a collective, because of `text`, before any data moved. If peers wait for it,
-    /// and this rank makes no other call within 80 ms, the group fails. Peers on this node learn so within 100 ms of
-    /// their call or of this report, whichever is later, and other nodes within 0.2 s.
-    pub fn reject(&self, text: String) {
-        if self.check_alive().and_then(|()| self.health.check_kernels()).is_ok() {
-            self.rejections.add(text, RejectedCall::Collective { on_device: self.health.communicator().is_some() });
+        if ticket & messages::TICKET_BIT != 0 {
+            self.messages.wait(ticket, timeout)
+        } else {
+            self.queue.wait(ticket, timeout)
         }
     }
 
-    /// Reports, as `reject` does, an operator on symmetric memory of the host that this rank rejected before its first
-    /// barrier. Has no effect on several nodes, where there are no windows.
+    /// Reports that this rank rejected a collective, because of `text`, before any data moved. If
+    /// peers wait for it, and this rank makes no other call within 80 ms, the group fails. Peers on
+    /// this node learn so within 100 ms of their call or of this report, whichever is later, and
+    /// other nodes within 0.2 s.
+    pub fn reject(&self, text: String) {
+        if self.check_alive().and_then(|()| self.health.check_kernels()).is_ok() {
+            self.rejections.add(
+                text,
+                RejectedCall::Collective { on_device: self.health.communicator().is_some() },
+            );
+        }
+    }
+
+    /// Reports, as `reject` does, an operator on symmetric memory of the host that this rank
+    /// rejected before its first barrier. Has no effect on several nodes, where there are no
+    /// windows.
     pub fn reject_operator(&self, text: String) {
         if self.internode.is_none() && self.check_alive().is_ok() {
             self.rejections.add(text, RejectedCall::Operator);
         }
     }
 
-    /// Reports, as `reject` does, a rejected send to `peer`, or a rejected receive from it or from any source. Only a
-    /// peer that is blocked in the matching call learns of it.
+    /// Reports, as `reject` does, a rejected send to `peer`, or a rejected receive from it or from
+    /// any source. Only a peer that is blocked in the matching call learns of it.
     pub fn reject_message(&self, send: bool, peer: Option<Rank>, tag: i32, text: String) {
         let known = peer.is_none_or(|peer| peer.index() < self.place().1);
         if known && self.check_alive().is_ok() {
@@ -207,15 +241,18 @@ impl Group {
         self.health.fail(Error::aborted(format!("{me} aborted group \"{}\"", self.control.name())));
     }
 
-    /// Leaves the group once all submitted calls have ended, at the latest after the timeout. Idempotent.
+    /// Leaves the group once all submitted calls have ended, at the latest after the timeout.
+    /// Idempotent.
     pub fn shutdown(&self) {
         self.destroy(self.timeout(), "");
     }
 
-    /// Leaves the group once all submitted calls have ended. Calls that have not ended after `limit` fail, here and on
-    /// the peers. A call in which another thread is blocked gets 50 ms. Idempotent.
+    /// Leaves the group once all submitted calls have ended. Calls that have not ended after
+    /// `limit` fail, here and on the peers. A call in which another thread is blocked gets 50 ms.
+    /// Idempotent.
     ///
-    /// `farewell` is the error because of which this rank leaves, for its peers; empty if there is none.
+    /// `farewell` is the error because of which this rank leaves, for its peers; empty if there is
+    /// none.
     pub fn destroy(&self, limit: Duration, farewell: &str) {
         if self.check_process().is_err() || self.closed.swap(true, Ordering::AcqRel) {
             return;
@@ -225,8 +262,11 @@ impl Group {
         self.rejections.forget();
         let launched = self.disconnect(limit);
         if !self.queue.drain(left()) {
-            let (me, seconds) = (self.control.describe(self.control.rank()), since.elapsed().as_secs_f32());
-            let error = Error::aborted(format!("{me} left group \"{name}\" with calls under way after {seconds:.1} s"));
+            let (me, seconds) =
+                (self.control.describe(self.control.rank()), since.elapsed().as_secs_f32());
+            let error = Error::aborted(format!(
+                "{me} left group \"{name}\" with calls under way after {seconds:.1} s"
+            ));
             // Pending messages end below, with their own error.
             self.control.fail(error);
         }
@@ -234,7 +274,12 @@ impl Group {
             internode.forget_keys();
             self.messages.say_goodbye(left());
         }
-        self.messages.shut_down(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")), farewell);
+        self.messages.shut_down(
+            &Error::aborted(format!(
+                "group \"{name}\" was destroyed before this transfer was complete"
+            )),
+            farewell,
+        );
         self.messages.stop();
         self.queue.stop();
         // Threads that were blocked in a rendezvous have been released by now.
@@ -274,7 +319,10 @@ impl Group {
 
     /// Returns this rank and the number of ranks.
     pub fn place(&self) -> (Rank, usize) {
-        self.internode.as_ref().map_or_else(|| (self.control.rank(), self.control.size()), |internode| internode.place())
+        self.internode.as_ref().map_or_else(
+            || (self.control.rank(), self.control.size()),
+            |internode| internode.place(),
+        )
     }
 
     /// Returns the number of collectives that were called.
@@ -302,8 +350,8 @@ impl Group {
         self.health.failure()
     }
 
-    /// Runs `body`. A panic in it fails the group on all ranks, except in a forked child, which must not affect the
-    /// group.
+    /// Runs `body`. A panic in it fails the group on all ranks, except in a forked child, which
+    /// must not affect the group.
     pub fn catch_panic<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         self.health.contain(body)
     }
@@ -315,7 +363,8 @@ impl Group {
         }
         let (name, maker) = (self.control.name(), self.control.pid(self.control.rank()));
         Err(Error::config(format!(
-            "group \"{name}\" was made by process {maker}, of which process {} is a forked child; make a new group in the child",
+            "group \"{name}\" was made by process {maker}, of which process {} is a forked child; \
+             make a new group in the child",
             std::process::id()
         )))
     }
@@ -329,8 +378,8 @@ impl Group {
         Ok(())
     }
 
-    /// Fails if the group can no longer be used, or a kernel of this rank has timed out. A call that passes ends the
-    /// rejection of an earlier one.
+    /// Fails if the group can no longer be used, or a kernel of this rank has timed out. A call
+    /// that passes ends the rejection of an earlier one.
     fn check_call(&self) -> Result<()> {
         self.check_open()?;
         self.health.check_kernels()?;
@@ -340,7 +389,10 @@ impl Group {
 
     fn check_alive(&self) -> Result<()> {
         self.check_open()?;
-        self.control.failure().map_or(Ok(()), Err).inspect_err(|error| self.recorder.note_failure(error))
+        self.control
+            .failure()
+            .map_or(Ok(()), Err)
+            .inspect_err(|error| self.recorder.note_failure(error))
     }
 }
 

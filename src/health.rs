@@ -1,8 +1,9 @@
 //! The health of a group: its first failure, and how all parts of the group learn of it.
 //!
-//! A failure is recorded in the control block, which wakes all ranks of this node. Each part of a group that has to act
-//! on it is a [`FailureListener`]: messages end, then the nodes report the failure to each other and drop the rail. The
-//! first call of [`Health::fail`] does all of that once, in this order.
+//! A failure is recorded in the control block, which wakes all ranks of this node. Each part of a
+//! group that has to act on it is a [`FailureListener`]: messages end, then the nodes report the
+//! failure to each other and drop the rail. The first call of [`Health::fail`] does all of that
+//! once, in this order.
 
 use crate::coll::cuda::communicator::Communicator;
 use crate::control::ControlBlock;
@@ -17,7 +18,8 @@ use std::time::{Duration, Instant};
 
 /// Maximum time that a rank which has lost a connection waits for the reason.
 const CAUSE_WAIT: Duration = Duration::from_millis(400);
-/// Maximum time in which a failure is reported. After it, a connection counts as lost because its peer has left.
+/// Maximum time in which a failure is reported. After it, a connection counts as lost because its
+/// peer has left.
 const CAUSE_WAIT_LOCAL: Duration = Duration::from_millis(150);
 /// Poll interval of a rank that waits for the reason of a loss.
 const CAUSE_POLL: Duration = Duration::from_millis(10);
@@ -30,7 +32,8 @@ pub trait FailureListener: Send + Sync {
     /// Reports that the group has failed; called once.
     fn failed(&self, failure: &Error);
 
-    /// Returns the exit of a rank of another node as an error, preferably the rank with this `local` index.
+    /// Returns the exit of a rank of another node as an error, preferably the rank with this
+    /// `local` index.
     fn departure(&self, _local: usize) -> Option<Error> {
         None
     }
@@ -48,14 +51,20 @@ pub struct Health {
 
 #[derive(Default)]
 struct FailureListeners {
-    /// Listeners in the order in which they are notified of a failure; empty once that has happened.
+    /// Listeners in the order in which they are notified of a failure; empty once that has
+    /// happened.
     waiting: Vec<Weak<dyn FailureListener>>,
     notified: bool,
 }
 
 impl Health {
-    /// Creates the health of the group of `control`, with the slot of its communicator and the recorder of its calls.
-    pub fn new(control: &Arc<ControlBlock>, device: &Arc<DeviceSlot>, recorder: &Arc<GroupRecorder>) -> Arc<Self> {
+    /// Creates the health of the group of `control`, with the slot of its communicator and the
+    /// recorder of its calls.
+    pub fn new(
+        control: &Arc<ControlBlock>,
+        device: &Arc<DeviceSlot>,
+        recorder: &Arc<GroupRecorder>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             control: Arc::clone(control),
             device: Arc::clone(device),
@@ -87,8 +96,8 @@ impl Health {
         }
     }
 
-    /// Fails the group with `error` on every rank, unless it has failed already; blocked calls return at once. Returns
-    /// the first failure. Has no effect in a forked child.
+    /// Fails the group with `error` on every rank, unless it has failed already; blocked calls
+    /// return at once. Returns the first failure. Has no effect in a forked child.
     pub fn fail(&self, error: Error) -> Error {
         if self.is_inherited() {
             return error;
@@ -115,20 +124,28 @@ impl Health {
 
     /// Fails if a kernel of this rank has timed out. A kernel's report is read only here.
     pub fn check_kernels(&self) -> Result<()> {
-        self.kernels_failure().map_or(Ok(()), Err).inspect_err(|error| self.recorder.note_failure(error))
+        self.kernels_failure()
+            .map_or(Ok(()), Err)
+            .inspect_err(|error| self.recorder.note_failure(error))
     }
 
     fn kernels_failure(&self) -> Option<Error> {
         self.communicator().and_then(|communicator| communicator.failure())
     }
 
-    /// Returns the reason why this rank lost a connection, if it is known within `limit`: a failure, or the exit of a
-    /// rank of another node, preferably the rank with this `local` index.
+    /// Returns the reason why this rank lost a connection, if it is known within `limit`: a
+    /// failure, or the exit of a rank of another node, preferably the rank with this `local` index.
     pub fn cause(&self, local: usize, limit: Duration) -> Option<Error> {
         let (begun, most) = (Instant::now(), limit.min(CAUSE_WAIT));
         loop {
             let over = begun.elapsed() >= most;
-            let told = self.error().or_else(|| if over || begun.elapsed() >= CAUSE_WAIT_LOCAL { self.departure(local) } else { None });
+            let told = self.error().or_else(|| {
+                if over || begun.elapsed() >= CAUSE_WAIT_LOCAL {
+                    self.departure(local)
+                } else {
+                    None
+                }
+            });
             if told.is_some() || over {
                 return told;
             }
@@ -137,18 +154,19 @@ impl Health {
     }
 
     fn departure(&self, local: usize) -> Option<Error> {
-        let listeners: Vec<_> = lock(&self.listeners).waiting.iter().filter_map(Weak::upgrade).collect();
+        let listeners: Vec<_> =
+            lock(&self.listeners).waiting.iter().filter_map(Weak::upgrade).collect();
         listeners.iter().find_map(|listener| listener.departure(local))
     }
 
-    /// Returns the group's communicator, if it is set up; `None` in a forked child, where the driver's memory is not
-    /// mapped.
+    /// Returns the group's communicator, if it is set up; `None` in a forked child, where the
+    /// driver's memory is not mapped.
     pub fn communicator(&self) -> Option<Arc<Communicator>> {
         if self.is_inherited() { None } else { unpoisoned(self.device.read()).clone() }
     }
 
-    /// Runs `body`. A panic in it fails the group on all ranks, except in a forked child, which must not affect the
-    /// group.
+    /// Runs `body`. A panic in it fails the group on all ranks, except in a forked child, which
+    /// must not affect the group.
     pub fn contain<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         if self.is_inherited() {
             return body();
@@ -181,7 +199,11 @@ mod tests {
 
     impl FailureListener for Part {
         fn failed(&self, failure: &Error) {
-            assert_eq!(self.health.control.failure().as_ref(), Some(failure), "it stands before anybody hears of it");
+            assert_eq!(
+                self.health.control.failure().as_ref(),
+                Some(failure),
+                "it stands before anybody hears of it"
+            );
             lock(&self.heard).push((self.name, failure.message.clone()));
             // A part that ends may report what it was doing.
             assert_eq!(self.health.fail(Error::peer("rail lost")), *failure);
@@ -194,15 +216,22 @@ mod tests {
 
     fn health() -> Arc<Health> {
         let control = Arc::new(controls(2).swap_remove(0));
-        Health::new(&control, &Arc::default(), &GroupRecorder::new(&control, Duration::from_secs(1)))
+        Health::new(
+            &control,
+            &Arc::default(),
+            &GroupRecorder::new(&control, Duration::from_secs(1)),
+        )
     }
 
     #[test]
     fn every_part_hears_of_the_first_failure_once_and_in_its_order() {
         let (health, heard) = (health(), Arc::default());
-        let part = |name| Arc::new(Part { name, heard: Arc::clone(&heard), health: Arc::clone(&health) });
+        let part =
+            |name| Arc::new(Part { name, heard: Arc::clone(&heard), health: Arc::clone(&health) });
         let parts = ["messages", "internode"].map(part);
-        parts.iter().for_each(|part| health.listen(Arc::downgrade(&(Arc::clone(part) as Arc<dyn FailureListener>))));
+        parts.iter().for_each(|part| {
+            health.listen(Arc::downgrade(&(Arc::clone(part) as Arc<dyn FailureListener>)))
+        });
         assert_eq!(health.error(), None);
         let first = health.fail(Error::aborted("the cause"));
         assert_eq!(health.fail(Error::timeout("a consequence")), first);

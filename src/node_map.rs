@@ -1,6 +1,7 @@
 //! Which ranks of a group are on which node, for groups that span several.
 //!
-//! Ranks share a node if their [`NodeId`]s are equal; containers that share no namespaces count as separate nodes.
+//! Ranks share a node if their [`NodeId`]s are equal; containers that share no namespaces count as
+//! separate nodes.
 
 use crate::rank::{Rank, name_ranks};
 use crate::sys::node_id::NodeId;
@@ -23,8 +24,8 @@ impl RankLocation {
     }
 }
 
-/// Ranks of a group by node: nodes in the order of their lowest ranks, and the ranks of a node in order. Every rank
-/// computes the same map.
+/// Ranks of a group by node: nodes in the order of their lowest ranks, and the ranks of a node in
+/// order. Every rank computes the same map.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeMap {
     /// Ranks of each node.
@@ -41,7 +42,8 @@ impl NodeMap {
     /// Map of the group whose ranks are at `placements`, in the order of ranks.
     pub fn of(placements: &[RankLocation]) -> Self {
         let mut nodes: Vec<&NodeId> = Vec::new();
-        let mut map = Self { members: Vec::new(), seats: Vec::new(), names: Vec::new(), pids: Vec::new() };
+        let mut map =
+            Self { members: Vec::new(), seats: Vec::new(), names: Vec::new(), pids: Vec::new() };
         for (rank, place) in (0..).map(Rank).zip(placements) {
             let node = nodes.iter().position(|&known| *known == place.node).unwrap_or_else(|| {
                 nodes.push(&place.node);
@@ -98,26 +100,38 @@ impl NodeMap {
 
     /// All nodes except `node`, as messages name them.
     pub fn name_others(&self, node: usize) -> String {
-        let others: Vec<String> = (0..self.num_nodes()).filter(|&other| other != node).map(|other| self.name_node(other)).collect();
+        let others: Vec<String> = (0..self.num_nodes())
+            .filter(|&other| other != node)
+            .map(|other| self.name_node(other))
+            .collect();
         others.join(", ")
     }
 
     /// `rank 2 (node "b", pid 77)`: how messages name a rank.
     pub fn describe(&self, rank: Rank) -> String {
-        format!("rank {rank} (node {:?}, pid {})", self.names[self.node_of(rank)], self.pids[rank.index()])
+        format!(
+            "rank {rank} (node {:?}, pid {})",
+            self.names[self.node_of(rank)],
+            self.pids[rank.index()]
+        )
     }
 }
 
 /// Why two ranks with different [`NodeId`]s cannot share memory, and what helps, as a sentence.
 pub fn apart((first, here): (u32, &RankLocation), (other, there): (u32, &RankLocation)) -> String {
-    let names = if here.name == there.name { format!("{:?}", here.name) } else { format!("{:?} and {:?}", here.name, there.name) };
+    let names = if here.name == there.name {
+        format!("{:?}", here.name)
+    } else {
+        format!("{:?} and {:?}", here.name, there.name)
+    };
     if here.node.boot != there.node.boot {
         return format!("run on different nodes ({names}, which have booted apart)");
     }
     if here.node.test != there.node.test {
         return format!("run on different nodes ({names}, by SYMM_TEST_NODE)");
     }
-    let (namespaces, options): (Vec<&str>, Vec<&str>) = here.node.namespaces_apart(&there.node).into_iter().unzip();
+    let (namespaces, options): (Vec<&str>, Vec<&str>) =
+        here.node.namespaces_apart(&there.node).into_iter().unzip();
     let options: Vec<&str> = options.into_iter().filter(|option| !option.is_empty()).collect();
     let help = if options.is_empty() {
         "start them in one".into()
@@ -126,16 +140,19 @@ pub fn apart((first, here): (u32, &RankLocation), (other, there): (u32, &RankLoc
     };
     let noun = if namespaces.len() == 1 { "namespace" } else { "namespaces" };
     format!(
-        "run in different containers of one node ({names}): rank {other} has another {} {noun} than rank {first}; {help}",
+        "run in different containers of one node ({names}): rank {other} has another {} {noun} \
+         than rank {first}; {help}",
         namespaces.join(", ")
     )
 }
 
-/// Returns how to start ranks at `placements` that could share memory but count as several nodes; `None` if there are
-/// none.
+/// Returns how to start ranks at `placements` that could share memory but count as several nodes;
+/// `None` if there are none.
 pub fn advice(placements: &[RankLocation]) -> Option<String> {
     let numbered = || (0..).zip(placements);
-    let container = |node: &NodeId, other: &NodeId| node != other && node.boot == other.boot && node.test == other.test;
+    let container = |node: &NodeId, other: &NodeId| {
+        node != other && node.boot == other.boot && node.test == other.test
+    };
     numbered().find_map(|one| {
         let other = numbered().find(|(_, other)| container(&one.1.node, &other.node))?;
         Some(format!("ranks {} and {} {}, to share memory", one.0, other.0, apart(one, other)))
@@ -172,20 +189,28 @@ mod tests {
             }
             let seats: usize = (0..map.num_nodes()).map(|node| map.ranks_of(node).len()).sum();
             prop_assert_eq!(seats, map.size());
-            prop_assert!((0..map.num_nodes()).all(|node| map.ranks_of(node).is_sorted() && map.ranks_of(node).len() >= map.num_rails()));
-            let lowest: Vec<Rank> = (0..map.num_nodes()).map(|node| map.ranks_of(node)[0]).collect();
+            for node in 0..map.num_nodes() {
+                let ranks = map.ranks_of(node);
+                prop_assert!(ranks.is_sorted() && ranks.len() >= map.num_rails());
+            }
+            let lowest: Vec<Rank> =
+                (0..map.num_nodes()).map(|node| map.ranks_of(node)[0]).collect();
             prop_assert!(lowest.is_sorted());
         }
     }
 
     #[test]
     fn containers_of_one_node_are_advised_and_nodes_are_not() {
-        let within = |pid: &str| RankLocation { node: NodeId { pid: pid.into(), ..place(1).node }, ..place(1) };
+        let within = |pid: &str| RankLocation {
+            node: NodeId { pid: pid.into(), ..place(1).node },
+            ..place(1)
+        };
         assert_eq!(advice(&[place(1), place(2), place(1)]), None);
         assert_eq!(
             advice(&[place(2), within("p"), within("p"), within("q")]).as_deref(),
             Some(
-                "ranks 1 and 3 run in different containers of one node (\"node1\"): rank 3 has another pid namespace than rank 1; \
+                "ranks 1 and 3 run in different containers of one node (\"node1\"): rank 3 has \
+                 another pid namespace than rank 1; \
                  start the containers with --pid=host, or all ranks in one, to share memory"
             )
         );

@@ -72,6 +72,9 @@ impl Collective {
 
     /// Returns true if the collective has a root.
     pub const fn rooted(self) -> bool {
-        matches!(self, Collective::Broadcast | Collective::Reduce | Collective::Gather | Collective::Scatter)
+        matches!(
+            self,
+            Collective::Broadcast | Collective::Reduce | Collective::Gather | Collective::Scatter
+        )
     }
 }

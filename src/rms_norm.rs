@@ -4,7 +4,8 @@ use crate::dtype::DType;
 
 /// Maximum number of elements of a row.
 pub const MAX_HIDDEN: usize = 16384;
-/// A row's number of elements must be a multiple of this: squares are first summed in groups of this size.
+/// A row's number of elements must be a multiple of this: squares are first summed in groups of
+/// this size.
 pub const GROUP: usize = 8;
 
 /// The type of the returned normed rows.

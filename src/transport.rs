@@ -1,7 +1,8 @@
-//! Transports: backends of torch that connect ranks of several nodes, such as Gloo and NCCL, and the memory that they
-//! use. They move bytes and do not interpret them.
+//! Transports: backends of torch that connect ranks of several nodes, such as Gloo and NCCL, and
+//! the memory that they use. They move bytes and do not interpret them.
 //!
-//! With some backends, lengths that do not match end the process, so the caller must know that they match.
+//! With some backends, lengths that do not match end the process, so the caller must know that they
+//! match.
 
 use crate::error::{Error, Result};
 use crate::mem::span::Span;
@@ -15,9 +16,15 @@ pub const HOST: i32 = -1;
 
 /// Creates transports by one of torch's backends.
 pub trait Transports: Send + Sync {
-    /// Connects this rank with the ranks that connect by the same `name`. Fails once `given_up` is set, unless the
-    /// backend is creating a connection at that moment.
-    fn connect(&self, name: &str, seat: &Seat, timeout: Duration, given_up: &GivenUp) -> Result<Arc<dyn Transport>>;
+    /// Connects this rank with the ranks that connect by the same `name`. Fails once `given_up` is
+    /// set, unless the backend is creating a connection at that moment.
+    fn connect(
+        &self,
+        name: &str,
+        seat: &Seat,
+        timeout: Duration,
+        given_up: &GivenUp,
+    ) -> Result<Arc<dyn Transport>>;
 
     /// Allocates memory of a CUDA device, or of the host.
     fn allocate(&self, device: i32, bytes: usize) -> Result<Buffer>;
@@ -57,17 +64,18 @@ impl Buffer {
 pub struct Manner<'a> {
     /// Timeout of the transfer in the backend; `None`: the backend's default.
     pub timeout: Option<Duration>,
-    /// After the present work of the current stream and concurrently with its later work; otherwise in stream order.
+    /// After the present work of the current stream and concurrently with its later work; otherwise
+    /// in stream order.
     pub overlap: bool,
-    /// The memory that the transfer uses: it lives until the transfer has ended, even if this rank abandons the
-    /// transfer. `None` if the caller keeps the memory.
+    /// The memory that the transfer uses: it lives until the transfer has ended, even if this rank
+    /// abandons the transfer. `None` if the caller keeps the memory.
     pub keep: Option<&'a Buffer>,
 }
 
-/// A backend that connects several ranks. No function waits for a peer or, except `abort`, for a GPU. Several transfers
-/// may be pending; all ranks start them in the same order. Bytes that one rank sends to another with one tag arrive in the
-/// order in which they were sent. Transfers of device memory are enqueued on the calling thread's stream, which may be
-/// recording a graph.
+/// A backend that connects several ranks. No function waits for a peer or, except `abort`, for a
+/// GPU. Several transfers may be pending; all ranks start them in the same order. Bytes that one
+/// rank sends to another with one tag arrive in the order in which they were sent. Transfers of
+/// device memory are enqueued on the calling thread's stream, which may be recording a graph.
 ///
 /// Only `abort` may be called concurrently with another function.
 pub trait Transport: Send + Sync {
@@ -76,9 +84,16 @@ pub trait Transport: Send + Sync {
         Err(lacks("all_gather"))
     }
 
-    /// Starts to send `sent[r]` bytes to each rank `r`, one behind the other in `from`, and to receive `received[r]`
-    /// bytes from it, one behind the other in `to`.
-    fn all_to_all(&self, _from: Span, _sent: &[usize], _to: Span, _received: &[usize], _manner: Manner<'_>) -> Result<Work> {
+    /// Starts to send `sent[r]` bytes to each rank `r`, one behind the other in `from`, and to
+    /// receive `received[r]` bytes from it, one behind the other in `to`.
+    fn all_to_all(
+        &self,
+        _from: Span,
+        _sent: &[usize],
+        _to: Span,
+        _received: &[usize],
+        _manner: Manner<'_>,
+    ) -> Result<Work> {
         Err(lacks("all_to_all"))
     }
 
@@ -92,18 +107,20 @@ pub trait Transport: Send + Sync {
         Err(lacks("send"))
     }
 
-    /// Starts to receive the next bytes with `tag` from rank `from`, at most as many as `to` has, which is in `keep`.
+    /// Starts to receive the next bytes with `tag` from rank `from`, at most as many as `to` has,
+    /// which is in `keep`.
     fn recv(&self, _from: usize, _to: Span, _tag: i32, _keep: &Buffer) -> Result<Work> {
         Err(lacks("recv"))
     }
 
-    /// Enqueues messages concurrently with the stream: sends `give[r]` to rank `r`, and receives `take[r]` from it,
-    /// unless they are empty.
+    /// Enqueues messages concurrently with the stream: sends `give[r]` to rank `r`, and receives
+    /// `take[r]` from it, unless they are empty.
     fn exchange(&self, _give: &[Span], _take: &[Span]) -> Result<Work> {
         Err(lacks("exchange"))
     }
 
-    /// Aborts all transfers, which may end with an error. May wait for the device, and so for work of other backends.
+    /// Aborts all transfers, which may end with an error. May wait for the device, and so for work
+    /// of other backends.
     fn abort(&self) {}
 
     /// Releases the backend, which has ended.
@@ -115,7 +132,8 @@ pub type Work = Arc<dyn Pending>;
 
 /// A transfer that has started. It continues if no thread waits for it.
 pub trait Pending: Send + Sync {
-    /// Waits for at most `limit` for the end of the transfer; returns true if it has ended. The error is the backend's.
+    /// Waits for at most `limit` for the end of the transfer; returns true if it has ended. The
+    /// error is the backend's.
     fn wait(&self, limit: Duration) -> Result<bool>;
 
     /// Makes the calling thread's stream wait for the end of the transfer.
@@ -133,7 +151,8 @@ fn lacks(what: &str) -> Error {
     Error::not_implemented(format!("this transport has no {what}"))
 }
 
-/// A flag that is set once this rank no longer needs a transport, so that waiting for its peers ends.
+/// A flag that is set once this rank no longer needs a transport, so that waiting for its peers
+/// ends.
 #[derive(Clone, Debug, Default)]
 pub struct GivenUp(Arc<AtomicBool>);
 

@@ -36,7 +36,10 @@ fn files(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {
         let path = entry.unwrap().path();
         if path.is_dir() {
             found.extend(files(&path, extensions));
-        } else if path.extension().is_some_and(|extension| extensions.iter().any(|known| extension == *known)) {
+        } else if path
+            .extension()
+            .is_some_and(|extension| extensions.iter().any(|known| extension == *known))
+        {
             found.push(path);
         }
     }
@@ -46,7 +49,8 @@ fn files(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {
 /// The module path of a source file: `coll::cuda::plan`.
 fn module(file: &Path) -> Vec<String> {
     let inside = file.strip_prefix(folder("src")).unwrap().with_extension("");
-    let mut parts: Vec<String> = inside.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
+    let mut parts: Vec<String> =
+        inside.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
     if parts.last().is_some_and(|last| last == "mod" || last == "lib") {
         parts.pop();
     }
@@ -55,8 +59,13 @@ fn module(file: &Path) -> Vec<String> {
 
 /// Collects the names that a `use` of `tree` imports after `path`, with braces expanded.
 fn names(path: &[String], tree: &str, found: &mut Vec<Vec<String>>) {
-    let (head, inner) = tree.split_once('{').map_or((tree, None), |(head, rest)| (head, Some(rest.rsplit_once('}').unwrap().0)));
-    let segments = head.split("::").map(|segment| segment.split(" as ").next().unwrap().trim()).filter(|segment| !segment.is_empty());
+    let (head, inner) = tree
+        .split_once('{')
+        .map_or((tree, None), |(head, rest)| (head, Some(rest.rsplit_once('}').unwrap().0)));
+    let segments = head
+        .split("::")
+        .map(|segment| segment.split(" as ").next().unwrap().trim())
+        .filter(|segment| !segment.is_empty());
     let path: Vec<String> = path.iter().cloned().chain(segments.map(str::to_owned)).collect();
     let Some(inner) = inner else { return found.push(path) };
     let (mut depth, mut begin) = (0, 0);
@@ -73,7 +82,8 @@ fn names(path: &[String], tree: &str, found: &mut Vec<Vec<String>>) {
     }
 }
 
-/// The modules among `all` that `module` imports, without its own submodules and without imports of its tests.
+/// The modules among `all` that `module` imports, without its own submodules and without imports of
+/// its tests.
 fn imports(module: &[String], text: &str, all: &BTreeSet<Vec<String>>) -> BTreeSet<Vec<String>> {
     let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
     let mut found = Vec::new();
@@ -88,7 +98,9 @@ fn imports(module: &[String], text: &str, all: &BTreeSet<Vec<String>>) -> BTreeS
             _ => None,
         }
     };
-    let known = |path: Vec<String>| (1..=path.len()).rev().map(|n| path[..n].to_vec()).find(|prefix| all.contains(prefix));
+    let known = |path: Vec<String>| {
+        (1..=path.len()).rev().map(|n| path[..n].to_vec()).find(|prefix| all.contains(prefix))
+    };
     found
         .into_iter()
         .filter_map(absolute)
@@ -100,8 +112,11 @@ fn imports(module: &[String], text: &str, all: &BTreeSet<Vec<String>>) -> BTreeS
 #[test]
 fn no_two_modules_import_each_other() {
     let files = files(&folder("src"), &["rs"]);
-    let texts: BTreeMap<Vec<String>, String> =
-        files.iter().map(|file| (module(file), std::fs::read_to_string(file).unwrap())).filter(|(module, _)| !module.is_empty()).collect();
+    let texts: BTreeMap<Vec<String>, String> = files
+        .iter()
+        .map(|file| (module(file), std::fs::read_to_string(file).unwrap()))
+        .filter(|(module, _)| !module.is_empty())
+        .collect();
     let all: BTreeSet<Vec<String>> = texts.keys().cloned().collect();
     let mut rest: BTreeMap<Vec<String>, BTreeSet<Vec<String>>> = texts
         .iter()
@@ -111,8 +126,11 @@ fn no_two_modules_import_each_other() {
     // A module that imports none of the rest is in no cycle.
     loop {
         let left = rest.len();
-        let free: Vec<_> =
-            rest.iter().filter(|(_, used)| !used.iter().any(|other| rest.contains_key(other))).map(|(module, _)| module.clone()).collect();
+        let free: Vec<_> = rest
+            .iter()
+            .filter(|(_, used)| !used.iter().any(|other| rest.contains_key(other)))
+            .map(|(module, _)| module.clone())
+            .collect();
         free.iter().for_each(|module| drop(rest.remove(module)));
         if rest.is_empty() {
             return;
@@ -121,7 +139,11 @@ fn no_two_modules_import_each_other() {
             let lines: Vec<String> = rest
                 .iter()
                 .map(|(module, used)| {
-                    let used: Vec<String> = used.iter().filter(|other| rest.contains_key(*other)).map(|other| other.join("::")).collect();
+                    let used: Vec<String> = used
+                        .iter()
+                        .filter(|other| rest.contains_key(*other))
+                        .map(|other| other.join("::"))
+                        .collect();
                     format!("{} imports {}", module.join("::"), used.join(", "))
                 })
                 .collect();
@@ -133,26 +155,57 @@ fn no_two_modules_import_each_other() {
 #[test]
 fn the_drawing_of_the_layers_has_every_module_and_no_other() {
     let page = std::fs::read_to_string(folder("docs/design/index.md")).unwrap();
-    let drawing = page.split("```mermaid\nflowchart TB").nth(1).unwrap().split("```").next().unwrap();
+    let drawing =
+        page.split("```mermaid\nflowchart TB").nth(1).unwrap().split("```").next().unwrap();
     let leaves = drawing.split_once("leaf[\"").unwrap().1.split('"').next().unwrap();
-    // A box is written `name["text"]`; `sys` and `config` share one. `coll` has boxes for its parts.
+    // A box is written `name["text"]`; `sys` and `config` share one. `coll` has boxes for its
+    // parts.
     let boxes = drawing.split_whitespace().filter_map(|word| Some(word.split_once("[\"")?.0));
     let others = ["", "py", "cpp", "leaf", "cpu", "cuda", "two_level", "cost"];
-    let drawn = boxes.filter(|name| !others.contains(name)).chain(["coll", "config"]).chain(leaves.split(", "));
+    let drawn = boxes
+        .filter(|name| !others.contains(name))
+        .chain(["coll", "config"])
+        .chain(leaves.split(", "));
     let files = files(&folder("src"), &["rs"]);
-    let modules: BTreeSet<String> = files.iter().filter_map(|file| module(file).into_iter().next()).collect();
+    let modules: BTreeSet<String> =
+        files.iter().filter_map(|file| module(file).into_iter().next()).collect();
     assert_eq!(drawn.map(str::to_owned).collect::<BTreeSet<_>>(), modules);
 }
 
 #[test]
 fn files_are_short() {
     let folders = ["src", "torch_backend", "python/torch_symm"];
-    let files: Vec<_> = folders.iter().flat_map(|name| files(&folder(name), &["rs", "cpp", "hpp", "cu", "cuh", "py"])).collect();
-    let lengths: Vec<(usize, &PathBuf)> = files.iter().map(|file| (std::fs::read_to_string(file).unwrap().lines().count(), file)).collect();
+    let files: Vec<_> = folders
+        .iter()
+        .flat_map(|name| files(&folder(name), &["rs", "cpp", "hpp", "cu", "cuh", "py"]))
+        .collect();
+    let lengths: Vec<(usize, &PathBuf)> = files
+        .iter()
+        .map(|file| (std::fs::read_to_string(file).unwrap().lines().count(), file))
+        .collect();
     let mean = lengths.iter().map(|(lines, _)| lines).sum::<usize>() / lengths.len();
     assert!(mean <= 250, "a file has {mean} lines on average; 250 are enough");
     let long: Vec<_> = lengths.iter().filter(|(lines, _)| *lines > 500).collect();
     assert!(long.is_empty(), "files of more than 500 lines want to be split: {long:?}");
+}
+
+/// `cargo fmt` leaves comments, macros and C++ as they are. Rows of tables are as long as they are.
+#[test]
+fn lines_have_at_most_100_columns() {
+    let folders =
+        ["src", "torch_backend", "cpp", "tests", "benches", "crates", "fuzz", "packaging"];
+    for file in folders
+        .iter()
+        .flat_map(|name| files(&folder(name), &["rs", "cpp", "hpp", "h", "cu", "cuh"]))
+        .filter(|file| !file.components().any(|part| part.as_os_str() == "target"))
+    {
+        for (number, line) in std::fs::read_to_string(&file).unwrap().lines().enumerate() {
+            let row = line.trim_start_matches(['/', '!', ' ']).starts_with('|');
+            let columns = line.chars().count();
+            let place = format!("{}:{}", file.display(), number + 1);
+            assert!(columns <= 100 || row, "{place}: {columns} columns; 100 are the most");
+        }
+    }
 }
 
 #[test]
@@ -161,14 +214,20 @@ fn no_module_looks_up() {
     let files = files(&folder("src"), &["rs"]);
     for file in files {
         let place = file.strip_prefix(&root).unwrap();
-        let module = place.iter().next().unwrap().to_str().unwrap().trim_end_matches(".rs").to_owned();
+        let module =
+            place.iter().next().unwrap().to_str().unwrap().trim_end_matches(".rs").to_owned();
         if module == "lib" {
             continue;
         }
         let text = std::fs::read_to_string(&file).unwrap();
         for piece in text.split("crate::").skip(1) {
-            let used: String = piece.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
-            assert!(height(&used) <= height(&module), "{}: {module} uses {used}, which stands above it", place.display());
+            let used: String =
+                piece.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+            assert!(
+                height(&used) <= height(&module),
+                "{}: {module} uses {used}, which stands above it",
+                place.display()
+            );
         }
         let free = matches!(module.as_str(), "config") || !text.contains("std::env::var");
         assert!(free, "{}: only config.rs reads the environment", place.display());

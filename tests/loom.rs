@@ -1,7 +1,8 @@
 //! The shared-memory protocols under every interleaving that loom finds: `make loom`.
 //!
-//! Rings, the pipeline, the failure record, the pads, the slots of fused matmuls and the work items of helpers run the
-//! crate's own code over loom's atomics. Arrival and doorbell are a few lines each, repeated here.
+//! Rings, the pipeline, the failure record, the pads, the slots of fused matmuls and the work items
+//! of helpers run the crate's own code over loom's atomics. Arrival and doorbell are a few lines
+//! each, repeated here.
 #![cfg(loom)]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -79,10 +80,15 @@ fn a_ring_hands_over_every_frame_once_and_in_order() {
         data: [Cell; UNITS as usize],
     }
     model(3, || {
-        let shared = Arc::new(Shared { tail: Word::new(), head: Word::new(), data: std::array::from_fn(|_| Cell::new()) });
+        let shared = Arc::new(Shared {
+            tail: Word::new(),
+            head: Word::new(),
+            data: std::array::from_fn(|_| Cell::new()),
+        });
         let producer = Arc::clone(&shared);
         let thread = thread::spawn(move || {
-            let ring = ByteRing { tail: &producer.tail, head: &producer.head, capacity: UNITS * UNIT };
+            let ring =
+                ByteRing { tail: &producer.tail, head: &producer.head, capacity: UNITS * UNIT };
             let mut tail = 0;
             for (number, units) in FRAMES.into_iter().enumerate() {
                 let room = loop {
@@ -107,7 +113,9 @@ fn a_ring_hands_over_every_frame_once_and_in_order() {
         for (number, units) in FRAMES.into_iter().enumerate() {
             let place = loop {
                 match ring.oldest(head) {
-                    Some(place) if shared.data[(place / UNIT) as usize].read() == 0 => head += UNITS * UNIT - place,
+                    Some(place) if shared.data[(place / UNIT) as usize].read() == 0 => {
+                        head += UNITS * UNIT - place
+                    }
                     Some(place) => break place,
                     None => thread::yield_now(),
                 }
@@ -151,7 +159,8 @@ fn group() -> Arc<Group> {
     })
 }
 
-/// As in `coll::cpu::arrival`: write the data, then the flag; wait for all flags; read all ranks' data.
+/// As in `coll::cpu::arrival`: write the data, then the flag; wait for all flags; read all ranks'
+/// data.
 fn arrive(group: &Group, me: usize, seq: u64, value: u64) -> u64 {
     let parity = (seq % 2) as usize;
     group.posted[me][parity].write(value);
@@ -168,7 +177,9 @@ fn two_parities_suffice_for_posts() {
     model(3, || {
         let shared = group();
         let other = Arc::clone(&shared);
-        let thread = thread::spawn(move || (1..=3).for_each(|seq| assert_eq!(arrive(&other, 1, seq, 10 * seq), 11 * seq)));
+        let thread = thread::spawn(move || {
+            (1..=3).for_each(|seq| assert_eq!(arrive(&other, 1, seq, 10 * seq), 11 * seq))
+        });
         (1..=3).for_each(|seq| assert_eq!(arrive(&shared, 0, seq, seq), 11 * seq));
         thread.join().unwrap();
     });
@@ -232,10 +243,18 @@ impl ChunkOps for Sum<'_> {
 /// Two calls back to back: more stages than slots, then a single chunk.
 fn two_calls(group: &Group, me: usize) {
     let mut stage = 0;
-    for (seq, (phases, count)) in [(ResultSharing::Two, 3), (ResultSharing::One, 1)].into_iter().enumerate() {
+    for (seq, (phases, count)) in
+        [(ResultSharing::Two, 3), (ResultSharing::One, 1)].into_iter().enumerate()
+    {
         arrive(group, me, seq as u64 + 1, 1);
         let mut clock = Stages { group, me, stage };
-        pipeline::run(&mut clock, phases, count, &mut Sum { group, me, phases, base: 1000 * seq as u64 }).unwrap();
+        pipeline::run(
+            &mut clock,
+            phases,
+            count,
+            &mut Sum { group, me, phases, base: 1000 * seq as u64 },
+        )
+        .unwrap();
         stage = clock.stage;
     }
 }
@@ -251,7 +270,8 @@ fn three_input_slots_and_two_result_slots_suffice() {
     });
 }
 
-/// As in `sync::doorbell`: a sleeper announces itself and checks again; a publisher writes and checks for sleepers.
+/// As in `sync::doorbell`: a sleeper announces itself and checks again; a publisher writes and
+/// checks for sleepers.
 #[test]
 fn a_publisher_sees_the_sleeper_or_the_sleeper_sees_the_flag() {
     model(3, || {
@@ -270,8 +290,8 @@ fn a_publisher_sees_the_sleeper_or_the_sleeper_sees_the_flag() {
     });
 }
 
-/// Two ranks launch, and the second requests symmetric memory at some point: both make the same decision for every
-/// launch.
+/// Two ranks launch, and the second requests symmetric memory at some point: both make the same
+/// decision for every launch.
 #[test]
 fn ranks_agree_from_which_launch_on_kernels_are_zero_copy() {
     const LAUNCHES: u64 = 2;
@@ -288,7 +308,10 @@ fn ranks_agree_from_which_launch_on_kernels_are_zero_copy() {
             self.words.handshake.load(Ordering::Acquire)
         }
         fn exchange(&self, from: u64, to: u64) -> bool {
-            self.words.handshake.compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+            self.words
+                .handshake
+                .compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed)
+                .is_ok()
         }
         fn most_launched(&self) -> u64 {
             fence(Ordering::SeqCst);
@@ -313,7 +336,10 @@ fn ranks_agree_from_which_launch_on_kernels_are_zero_copy() {
     }
     for wants in [[LAUNCHES + 1, 1], [LAUNCHES + 1, 2], [2, 1]] {
         model(3, move || {
-            let words = Arc::new(Words { handshake: AtomicU64::new(0), launched: [AtomicU64::new(0), AtomicU64::new(0)] });
+            let words = Arc::new(Words {
+                handshake: AtomicU64::new(0),
+                launched: [AtomicU64::new(0), AtomicU64::new(0)],
+            });
             let other = Arc::clone(&words);
             let thread = thread::spawn(move || run(other, 1, wants[1]));
             let (mine, theirs) = (run(words, 0, wants[0]), thread.join().unwrap());

@@ -25,13 +25,15 @@ inline void copy_names(const ::c10d::Backend::Options& from, ::c10d::Backend::Op
 }
 
 // Returns the `CUstream`. 2.11 added a query that does not link against CUDA.
-inline size_t native_stream(const c10::impl::DeviceGuardImplInterface& device, const c10::Stream& stream) {
+inline size_t native_stream(
+    const c10::impl::DeviceGuardImplInterface& device, const c10::Stream& stream) {
 #if TORCH_VERSION_MINOR >= 11
   return reinterpret_cast<size_t>(device.getStreamNativeHandle(stream));
 #else
   static_cast<void>(device);
   static_cast<void>(stream);
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "CUDA tensors are served with torch 2.11 or newer; use \"cpu:symm,cuda:nccl\"");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, "CUDA tensors are served with torch 2.11 or newer; use \"cpu:symm,cuda:nccl\"");
 #endif
 }
 
@@ -63,7 +65,8 @@ inline size_t native_stream(const c10::impl::DeviceGuardImplInterface& device, c
 #define SYMM_OVERRIDE_TIMEOUTS
 #endif
 
-// True if the options request a group whose members are named by a later call, which 2.15 supports and 2.13 does not.
+// True if the options request a group whose members are named by a later call, which 2.15 supports
+// and 2.13 does not.
 template <typename Options>
 auto reconfigurable(const Options& options) -> decltype(options.enable_reconfigure) {
   return options.enable_reconfigure;

@@ -11,7 +11,8 @@ namespace {
 
 template <typename E>
 std::exception_ptr make(const Status& status) {
-  return std::make_exception_ptr(E({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::string(status.message)));
+  return std::make_exception_ptr(
+      E({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::string(status.message)));
 }
 
 // The exception of a signal handler that was raised while this thread waited in the core.

@@ -12,11 +12,13 @@
 
 namespace symm {
 
-// A failure of a kind that has its own Python exception. Not derived from c10::DistBackendError: where torch calls
-// Python without pybind11, as in a backward pass, it turns every such class into the plain DistBackendError.
+// A failure of a kind that has its own Python exception. Not derived from c10::DistBackendError:
+// where torch calls Python without pybind11, as in a backward pass, it turns every such class into
+// the plain DistBackendError.
 class CoreError final : public torch::PyTorchError {
  public:
-  CoreError(ErrorKind kind, const Status& status) : PyTorchError(std::string(status.message)), kind_(kind) {}
+  CoreError(ErrorKind kind, const Status& status)
+      : PyTorchError(std::string(status.message)), kind_(kind) {}
   PyObject* python_type() override;
   ErrorKind kind() const {
     return kind_;
@@ -38,24 +40,24 @@ bool timed_out(const std::exception_ptr& error);
 // Throws unless the status of a group is success.
 void check(const Status& status);
 
-// Throws the exception that a signal handler has raised while this thread waited in the core, if any: it is why the
-// call failed.
+// Throws the exception that a signal handler has raised while this thread waited in the core, if
+// any: it is why the call failed.
 void rethrow_interrupt();
 
-// Throws unless the status of a store is success. The exception classes are those of torch's stores, for code that
-// catches them.
+// Throws unless the status of a store is success. The exception classes are those of torch's
+// stores, for code that catches them.
 void check_store(const Status& status);
 
-// Makes the handle through which the core checks for Python signals while it waits (src/sys/interrupt.rs). The call
-// throws whatever a signal handler raises.
+// Makes the handle through which the core checks for Python signals while it waits
+// (src/sys/interrupt.rs). The call throws whatever a signal handler raises.
 std::unique_ptr<InterruptHandle> python_signals();
 
-// Returns the status for an exception of a c10d::Store. c10d uses DistStoreError for timeouts; exceptions without a
-// kind here become Config.
+// Returns the status for an exception of a c10d::Store. c10d uses DistStoreError for timeouts;
+// exceptions without a kind here become Config.
 Status status_of(const std::exception_ptr& error);
 
-// The same for an exception that passes through the core; a Python exception is rethrown by the core call that fails
-// because of it.
+// The same for an exception that passes through the core; a Python exception is rethrown by the
+// core call that fails because of it.
 Status status_of_store(const std::exception_ptr& error);
 
 } // namespace symm

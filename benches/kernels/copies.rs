@@ -1,4 +1,5 @@
-//! Copies into a buffer whose lines another core owns, like those of a shared staging buffer after its last reader.
+//! Copies into a buffer whose lines another core owns, like those of a shared staging buffer after
+//! its last reader.
 
 use std::hint::black_box;
 use std::sync::Mutex;
@@ -39,7 +40,9 @@ unsafe fn memcpy(dst: *mut u8, src: *const u8, bytes: usize) {
 unsafe fn rep_movsb(dst: *mut u8, src: *const u8, bytes: usize) {
     // SAFETY: the caller's contract; the ABI guarantees a clear direction flag.
     unsafe {
-        std::arch::asm!("rep movsb", inout("rcx") bytes => _, inout("rdi") dst => _, inout("rsi") src => _,
+        std::arch::asm!(
+            "rep movsb",
+            inout("rcx") bytes => _, inout("rdi") dst => _, inout("rsi") src => _,
             options(nostack, preserves_flags));
     }
 }
@@ -52,7 +55,13 @@ unsafe fn prefetchw(dst: *mut u8, src: *const u8, bytes: usize) {
         let length = AHEAD.min(bytes - start);
         for line in (start..start + length).step_by(64) {
             // SAFETY: a prefetch never faults.
-            unsafe { std::arch::asm!("prefetchw [{}]", in(reg) dst.wrapping_add(line), options(nostack, preserves_flags)) };
+            unsafe {
+                std::arch::asm!(
+                    "prefetchw [{}]",
+                    in(reg) dst.wrapping_add(line),
+                    options(nostack, preserves_flags)
+                )
+            };
         }
         // SAFETY: `start + length <= bytes`.
         unsafe { src.add(start).copy_to_nonoverlapping(dst.add(start), length) };
@@ -60,7 +69,10 @@ unsafe fn prefetchw(dst: *mut u8, src: *const u8, bytes: usize) {
 }
 
 pub(super) fn report() {
-    println!("copy to lines that another core has read: copy GB/s (bytes copied once) / that core's read GB/s");
+    println!(
+        "copy to lines that another core has read: copy GB/s (bytes copied once) / that core's \
+         read GB/s"
+    );
     let sizes = [1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
     print!("{:<11}", "");
     sizes.iter().for_each(|size| print!("{:>7} KiB    ", size >> 10));
@@ -73,9 +85,22 @@ pub(super) fn report() {
         }
         println!();
     }
-    println!("staged by {RANKS} ranks at once, {SLOTS} slots each: GB/s of input a rank, copied in and reduced by parts");
+    println!(
+        "staged by {RANKS} ranks at once, {SLOTS} slots each: GB/s of input a rank, copied in and \
+         reduced by parts"
+    );
     print!("{:<11}", "");
-    let shapes = [(64, 1), (256, 1), (512, 1), (1024, 1), (4096, 1), (16 << 10, 1), (1024, 16), (16 << 10, 256), (64 << 10, 1024)];
+    let shapes = [
+        (64, 1),
+        (256, 1),
+        (512, 1),
+        (1024, 1),
+        (4096, 1),
+        (16 << 10, 1),
+        (1024, 16),
+        (16 << 10, 256),
+        (64 << 10, 1024),
+    ];
     shapes.iter().for_each(|(total, chunks)| print!("{:>10}", format!("{total}K/{chunks}")));
     println!();
     for &(name, way) in WAYS {
@@ -90,14 +115,15 @@ pub(super) fn report() {
 const RANKS: usize = 4;
 const SLOTS: usize = 3;
 
-/// `RANKS` threads copy private inputs, chunk by chunk, into rings of slots that all of them read, and each reduces its
-/// part of every chunk, as a two-phase all-reduce does before it returns the result. Returns the speed of the least
-/// disturbed round.
+/// `RANKS` threads copy private inputs, chunk by chunk, into rings of slots that all of them read,
+/// and each reduces its part of every chunk, as a two-phase all-reduce does before it returns the
+/// result. Returns the speed of the least disturbed round.
 fn staged(way: Copy, chunk: usize, chunks: usize) -> f64 {
     let total = chunk * chunks;
     let rounds = (100_000_000 / total).clamp(12, 2000);
     let mut memory: Vec<Vec<u8>> = (0..RANKS).map(|_| vec![1u8; SLOTS * chunk]).collect();
-    let rings: Vec<usize> = memory.iter_mut().map(|ring| ring.as_mut_ptr().expose_provenance()).collect();
+    let rings: Vec<usize> =
+        memory.iter_mut().map(|ring| ring.as_mut_ptr().expose_provenance()).collect();
     let arrived = AtomicUsize::new(0);
     let all_times = Mutex::new(Vec::new());
     let run = |rank: usize| {
@@ -119,15 +145,29 @@ fn staged(way: Copy, chunk: usize, chunks: usize) -> f64 {
             for at in 0..chunks {
                 let slot = |of: usize| rings[of] + at % SLOTS * chunk;
                 let part = rank * (chunk / RANKS);
-                let source = |of| InputElements { ptr: std::ptr::with_exposed_provenance(slot(of) + part), factor: 1.0 };
-                // SAFETY: the rings outlive the threads; a barrier separates the writes of a slot from its reads, and
-                // two barriers its reads from the next writes.
+                let source = |of| InputElements {
+                    ptr: std::ptr::with_exposed_provenance(slot(of) + part),
+                    factor: 1.0,
+                };
+                // SAFETY: the rings outlive the threads; a barrier separates the writes of a slot
+                // from its reads, and two barriers its reads from the next writes.
                 unsafe {
-                    way(std::ptr::with_exposed_provenance_mut(slot(rank)), input[at * chunk..].as_ptr(), chunk);
+                    way(
+                        std::ptr::with_exposed_provenance_mut(slot(rank)),
+                        input[at * chunk..].as_ptr(),
+                        chunk,
+                    );
                     barrier();
                     let list: [InputElements; RANKS] = std::array::from_fn(source);
                     let count = output.len() / 4;
-                    reduce(ReduceOp::Sum, DType::F32, output.as_mut_ptr(), &list, count, WriteMode::Cached);
+                    reduce(
+                        ReduceOp::Sum,
+                        DType::F32,
+                        output.as_mut_ptr(),
+                        &list,
+                        count,
+                        WriteMode::Cached,
+                    );
                 }
             }
             barrier();
@@ -177,7 +217,12 @@ fn handed_over(way: Copy, bytes: usize) -> (f64, f64) {
                 }
                 let start = Instant::now();
                 // SAFETY: `staging` outlives the scope and thread 0 waits for the turn.
-                let words = unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<u64>(staging), bytes / 8) };
+                let words = unsafe {
+                    std::slice::from_raw_parts(
+                        std::ptr::with_exposed_provenance::<u64>(staging),
+                        bytes / 8,
+                    )
+                };
                 black_box(words.iter().fold(0, |sum, word| sum ^ word));
                 times.push(start.elapsed().as_secs_f64());
                 turn.store(2 * round + 2, Ordering::Release);

@@ -1,4 +1,5 @@
-//! The text of every kernel in `src/kernels/cuda`: a file that is added there is found, nothing has to name it here.
+//! The text of every kernel in `src/kernels/cuda`: a file that is added there is found, nothing has
+//! to name it here.
 
 /// A file of `src/kernels/cuda/include`, which programs include by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,5 +1,5 @@
-//! A peer's words in the control block: its post, its stage counter, the failure record. No bytes may make a collective
-//! panic, write outside its outputs, or exceed its time limit.
+//! A peer's words in the control block: its post, its stage counter, the failure record. No bytes
+//! may make a collective panic, write outside its outputs, or exceed its time limit.
 #![no_main]
 
 #[path = "../peer.rs"]
@@ -59,7 +59,13 @@ fuzz_target!(|data: &[u8]| {
     let mut memory: Vec<Guarded> = (0..inputs + outputs).map(|_| Guarded::new(count)).collect();
     let spans: Vec<Span> = memory.iter_mut().map(Guarded::span).collect();
     let (inputs, outputs) = spans.split_at(inputs);
-    let spec = CallSpec { op, root: Rank(root), inputs: inputs.into(), outputs: outputs.into(), ..CallSpec::barrier(None) };
+    let spec = CallSpec {
+        op,
+        root: Rank(root),
+        inputs: inputs.into(),
+        outputs: outputs.into(),
+        ..CallSpec::barrier(None)
+    };
     // SAFETY: the memory lives as long as this function, which is its only user.
     let call = unsafe { Call::new(spec, ME, n) }.expect("it is well-formed");
     let control = Arc::new(control());
@@ -81,7 +87,8 @@ fuzz_target!(|data: &[u8]| {
         write(0, 64, &mut rest);
         // A record that is being written makes its readers wait, which has its own test.
         let state = word(0).load(Ordering::Relaxed);
-        word(0).store(state & !0xffff_ffff | [0, 2][usize::from(flags >> 3 & 1)], Ordering::Relaxed);
+        word(0)
+            .store(state & !0xffff_ffff | [0, 2][usize::from(flags >> 3 & 1)], Ordering::Relaxed);
     }
     write(post + POST_HEAD + INLINE_BYTES, table, &mut rest);
     write(post, POST_HEAD, &mut rest);
@@ -95,8 +102,11 @@ fuzz_target!(|data: &[u8]| {
     word(post).publish(1);
     control.stage(PEER).publish(if flags & 64 != 0 { u64::MAX } else { stage.into() });
     let (limit, begun) = (CallTimeout::from(Instant::now(), Duration::ZERO), Instant::now());
-    let outcome = CpuRunner::new(Arc::clone(&control), CpuThresholds::DEFAULT, Arc::default()).run(&call, &limit);
-    assert!(outcome.is_ok() || outcome.is_err_and(|error| !error.message.is_empty()) || flags & 4 != 0);
+    let outcome = CpuRunner::new(Arc::clone(&control), CpuThresholds::DEFAULT, Arc::default())
+        .run(&call, &limit);
+    assert!(
+        outcome.is_ok() || outcome.is_err_and(|error| !error.message.is_empty()) || flags & 4 != 0
+    );
     assert!(begun.elapsed() < Duration::from_secs(5), "stayed for {:?}", begun.elapsed());
     assert!(memory.iter().all(Guarded::intact), "written outside the tensors");
 });

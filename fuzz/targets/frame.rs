@@ -1,5 +1,6 @@
-//! Frames that a server and a client read from a socket: no bytes may make them panic or allocate more than a small
-//! multiple of the frame, and an accepted frame must keep its meaning when it is encoded and decoded again.
+//! Frames that a server and a client read from a socket: no bytes may make them panic or allocate
+//! more than a small multiple of the frame, and an accepted frame must keep its meaning when it is
+//! encoded and decoded again.
 #![no_main]
 
 use bytes::Bytes;

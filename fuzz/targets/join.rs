@@ -1,4 +1,5 @@
-//! The messages that a rank reads while it joins: records in the store, and both messages over rank 0's socket.
+//! The messages that a rank reads while it joins: records in the store, and both messages over rank
+//! 0's socket.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,5 +1,6 @@
-//! A store's log: no bytes may make its reader panic or allocate more than a small multiple of the log. Checksums count
-//! as correct here. The first 28 bytes, which identify a log, are real; the fuzzer makes the rest.
+//! A store's log: no bytes may make its reader panic or allocate more than a small multiple of the
+//! log. Checksums count as correct here. The first 28 bytes, which identify a log, are real; the
+//! fuzzer makes the rest.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,5 @@
-//! A tuning profile: no text may make its reader panic, and an accepted profile is accepted again after it is written.
+//! A tuning profile: no text may make its reader panic, and an accepted profile is accepted again
+//! after it is written.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,5 +1,5 @@
-//! A peer's frames in its ring to this rank: no bytes may make a receiver panic, write outside a receive's memory, or
-//! hang.
+//! A peer's frames in its ring to this rank: no bytes may make a receiver panic, write outside a
+//! receive's memory, or hang.
 #![no_main]
 
 #[path = "../peer.rs"]
@@ -30,7 +30,8 @@ fuzz_target!(|data: &[u8]| {
     }
     blank(&control, 0, HEADER_BYTES);
     let (segment, ring) = (control.segment(), control.layout().ring(PEER, ME));
-    let (capacity, wanted) = (control.layout().ring_data_bytes(), WANTED[usize::from(flags & 8 != 0)]);
+    let (capacity, wanted) =
+        (control.layout().ring_data_bytes(), WANTED[usize::from(flags & 8 != 0)]);
     // Frames start at the ring's start or just before its end; the rest of the ring is zero.
     let begin = if place < 128 { 0 } else { capacity - 32 * (usize::from(place) - 127) };
     let bytes = frames.len().min(capacity - begin);
@@ -47,7 +48,15 @@ fuzz_target!(|data: &[u8]| {
     let span = Span { addr: memory.as_mut_ptr() as usize + wanted, bytes: wanted };
     let message = |span| {
         // SAFETY: `memory` and `frames` outlive `messages`, which ends every open message.
-        unsafe { Message::new(MessageSpec { peer: Some(PEER), tag: 0, dtype: DType::U8, span, timeout: None }) }
+        unsafe {
+            Message::new(MessageSpec {
+                peer: Some(PEER),
+                tag: 0,
+                dtype: DType::U8,
+                span,
+                timeout: None,
+            })
+        }
     };
     let source = Span { addr: frames.as_ptr() as usize, bytes };
     let counter = |index: usize| {
@@ -60,7 +69,8 @@ fuzz_target!(|data: &[u8]| {
     }
     let _ = messages.recv(message(span), Duration::from_secs(60), quiet());
     // A valid tail, or one that no producer can have.
-    let tail = if flags & 2 != 0 { u64::from(tail) << 56 | u64::from(tail) } else { 32 * u64::from(tail) };
+    let tail =
+        if flags & 2 != 0 { u64::from(tail) << 56 | u64::from(tail) } else { 32 * u64::from(tail) };
     if flags & 4 != 0 {
         counter(1).store(tail.wrapping_mul(3), Ordering::Relaxed);
     }
@@ -73,5 +83,8 @@ fuzz_target!(|data: &[u8]| {
     messages.stop();
     recorder.leave();
     drop(messages);
-    assert!(memory[..wanted].iter().chain(&memory[2 * wanted..]).all(|&byte| byte == CANARY), "written outside the receive");
+    assert!(
+        memory[..wanted].iter().chain(&memory[2 * wanted..]).all(|&byte| byte == CANARY),
+        "written outside the receive"
+    );
 });

@@ -1,5 +1,5 @@
-//! A topology file: no text may make its reader panic, and an accepted topology is square, symmetric and within the
-//! size limit.
+//! A topology file: no text may make its reader panic, and an accepted topology is square,
+//! symmetric and within the size limit.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

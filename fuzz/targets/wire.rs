@@ -1,5 +1,5 @@
-//! Frames of a rank of another node on a wire: no bytes may make a receiver panic, write outside a receive's memory, or
-//! keep it busy forever.
+//! Frames of a rank of another node on a wire: no bytes may make a receiver panic, write outside a
+//! receive's memory, or keep it busy forever.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -49,7 +49,13 @@ struct Receive {
 }
 
 impl Transports for Connection {
-    fn connect(&self, _name: &str, _seat: &Seat, _timeout: Duration, _given_up: &GivenUp) -> Result<Arc<dyn Transport>> {
+    fn connect(
+        &self,
+        _name: &str,
+        _seat: &Seat,
+        _timeout: Duration,
+        _given_up: &GivenUp,
+    ) -> Result<Arc<dyn Transport>> {
         Ok(Arc::new(Self(Arc::clone(&self.0))))
     }
 
@@ -85,7 +91,8 @@ impl Pending for Receive {
     }
 }
 
-/// The frames in `data`: each a byte that says how many units of 16 bytes follow the head, the head, and these.
+/// The frames in `data`: each a byte that says how many units of 16 bytes follow the head, the
+/// head, and these.
 fn frames(mut data: &[u8]) -> VecDeque<Vec<u8>> {
     let mut frames = VecDeque::new();
     while let Some((&units, rest)) = data.split_first() {
@@ -101,22 +108,43 @@ fuzz_target!(|data: &[u8]| {
     let segment = ShmSegment::map(ShmSegment::create(bytes).expect("a file"), bytes).expect("maps");
     let part = ParentGroup { node: "a".into(), ranks: vec![ME] };
     let members = vec![Identity { pid: std::process::id(), global: 0 }];
-    let control = ControlBlock::new(segment, Rank(0), "fuzzed".into(), members, 0).named(Some(part));
+    let control =
+        ControlBlock::new(segment, Rank(0), "fuzzed".into(), members, 0).named(Some(part));
     let node_map = Arc::new(NodeMap::of(&["a", "b"].map(RankLocation::on)));
     let store = Arc::new(MemoryStore::default());
     store.set("fuzz/0-1/here/1", b"1").expect("set");
-    let fed = Arc::new(Fed { frames: Mutex::new(frames(data)), begun: Condvar::new(), open: Mutex::new(false) });
-    let links = Arc::new(Links::new(Arc::new(Connection(Arc::clone(&fed))), Box::new(|_, _, _| {})));
+    let fed = Arc::new(Fed {
+        frames: Mutex::new(frames(data)),
+        begun: Condvar::new(),
+        open: Mutex::new(false),
+    });
+    let links =
+        Arc::new(Links::new(Arc::new(Connection(Arc::clone(&fed))), Box::new(|_, _, _| {})));
     let control = Arc::new(control);
     let recorder = GroupRecorder::new(&control, Duration::from_secs(60));
     let health = Health::new(&control, &Arc::default(), &recorder);
     let messages = Messages::new(&health, false);
-    messages.reach(InternodeLinks { links, store, node_map, me: ME, prefix: "fuzz/".into(), changed: Condvar::new() });
+    messages.reach(InternodeLinks {
+        links,
+        store,
+        node_map,
+        me: ME,
+        prefix: "fuzz/".into(),
+        changed: Condvar::new(),
+    });
     let mut memory = WANTED.map(|wanted| vec![CANARY; 3 * wanted]);
     for (tag, (memory, bytes)) in (0..).zip(memory.iter_mut().zip(WANTED)) {
         let span = Span { addr: memory.as_mut_ptr().addr() + bytes, bytes };
         // SAFETY: `memory` outlives `messages`, which ends whatever is open.
-        let message = unsafe { Message::new(MessageSpec { peer: Some(PEER), tag, dtype: DType::U8, span, timeout: None }) };
+        let message = unsafe {
+            Message::new(MessageSpec {
+                peer: Some(PEER),
+                tag,
+                dtype: DType::U8,
+                span,
+                timeout: None,
+            })
+        };
         let _ = messages.recv(message, Duration::from_secs(60), Completion::new(|_, _| {}));
     }
     *fed.open.lock().unwrap() = true;
@@ -130,6 +158,9 @@ fuzz_target!(|data: &[u8]| {
     messages.stop();
     recorder.leave();
     for (memory, wanted) in memory.iter().zip(WANTED) {
-        assert!(memory[..wanted].iter().chain(&memory[2 * wanted..]).all(|&byte| byte == CANARY), "written outside the receive");
+        assert!(
+            memory[..wanted].iter().chain(&memory[2 * wanted..]).all(|&byte| byte == CANARY),
+            "written outside the receive"
+        );
     }
 });

@@ -1,6 +1,7 @@
 //! A rank's claim on its key in the store. Only the owner takes, changes and removes it.
 
 use super::Attempt;
+use super::join_deadline::now_since_boot;
 use super::rank_lease::{self, RankLease};
 use super::record::JoinRecord;
 use crate::error::{Error, ErrorKind, Result};
@@ -13,9 +14,11 @@ use crate::sys::required::Required;
 use std::collections::HashSet;
 use std::sync::Mutex;
 
-/// Nonces of the records whose owners are joining in this process right now. Two ranks may be threads of one process,
-/// so a live process does not prove that a record is live: an earlier call may have left it.
-static JOINING: PerProcess<Mutex<HashSet<[u8; 16]>>> = PerProcess::new(|| Mutex::new(HashSet::new()));
+/// Nonces of the records whose owners are joining in this process right now. Two ranks may be
+/// threads of one process, so a live process does not prove that a record is live: an earlier call
+/// may have left it.
+static JOINING: PerProcess<Mutex<HashSet<[u8; 16]>>> =
+    PerProcess::new(|| Mutex::new(HashSet::new()));
 
 /// A record that is set in the store.
 #[derive(Clone, Debug)]
@@ -26,14 +29,20 @@ pub(super) struct Published {
 }
 
 impl Published {
-    /// Adds the cause to the record for ranks that read it later. Best effort, because the cause itself matters more.
+    /// Adds the cause to the record for ranks that read it later. Best effort, because the cause
+    /// itself matters more.
     pub(super) fn fail(&self, store: &dyn Store, error: &Error) {
         let mut record = self.record.clone();
-        record.at = super::now_since_boot();
+        record.at = now_since_boot();
         record.fail(error);
-        let written = record.encode().and_then(|bytes| store.compare_set(&self.key, &self.bytes, &bytes));
+        let written =
+            record.encode().and_then(|bytes| store.compare_set(&self.key, &self.bytes, &bytes));
         if let Err(error) = written {
-            log::debug!("rank {} (pid {}): the failure could not be stored: {error}", record.rank, record.pid);
+            log::debug!(
+                "rank {} (pid {}): the failure could not be stored: {error}",
+                record.rank,
+                record.pid
+            );
         }
     }
 
@@ -43,7 +52,11 @@ impl Published {
             // A store that cannot delete disappears with its job.
             && error.kind != ErrorKind::NotImplemented
         {
-            log::warn!("rank {} (pid {}): its record could not be removed: {error}", self.record.rank, self.record.pid);
+            log::warn!(
+                "rank {} (pid {}): its record could not be removed: {error}",
+                self.record.rank,
+                self.record.pid
+            );
         }
     }
 }
@@ -59,22 +72,28 @@ pub(super) struct RankClaim<'a> {
 }
 
 impl<'a> RankClaim<'a> {
-    /// Publishes `record`, replacing the record of an ended process or an earlier call. Fails if another claimant
-    /// lives.
+    /// Publishes `record`, replacing the record of an ended process or an earlier call. Fails if
+    /// another claimant lives.
     pub(super) fn publish(attempt: &'a Attempt<'a>, record: JoinRecord) -> Result<Self> {
         let key = Attempt::key(record.rank);
         let bytes = record.encode()?;
         lock(JOINING.get()).insert(record.nonce);
-        let mut claim = Self { attempt, published: Published { key, record, bytes }, again: false, lease: None };
+        let mut claim = Self {
+            attempt,
+            published: Published { key, record, bytes },
+            again: false,
+            lease: None,
+        };
         let mut expected = Vec::new();
         loop {
             let Published { key, bytes, .. } = &claim.published;
             let standing = attempt.store.compare_set(key, &expected, bytes)?;
             if standing == *bytes {
                 if attempt.spec.hold_rank {
-                    // Checked again, because since the first check the group may have formed and removed the record
-                    // that would have been set.
-                    rank_lease::reject_taken(attempt, false).inspect_err(|_| claim.published.remove(attempt.store))?;
+                    // Checked again, because since the first check the group may have formed and
+                    // removed the record that would have been set.
+                    rank_lease::reject_taken(attempt, false)
+                        .inspect_err(|_| claim.published.remove(attempt.store))?;
                 }
                 return Ok(claim);
             }
@@ -99,13 +118,14 @@ impl<'a> RankClaim<'a> {
 
     fn refuse_living(&self, standing: &[u8]) -> Result<()> {
         let Ok(other) = JoinRecord::decode(Rank(self.published.record.rank), standing) else {
-            // Another version or another program wrote this. Either it reads our record, or it has long ended.
+            // Another version or another program wrote this. Either it reads our record, or it has
+            // long ended.
             return Ok(());
         };
         let attempt = self.attempt;
         let lives = if other.node != attempt.node {
-            // The state of a process on another node is unknown; in a group that may span nodes, a rank may join again
-            // after a failure.
+            // The state of a process on another node is unknown; in a group that may span nodes, a
+            // rank may join again after a failure.
             !attempt.multi_node || other.failure.is_none()
         } else if other.process() == attempt.own {
             lock(JOINING.get()).contains(&other.nonce)
@@ -118,11 +138,16 @@ impl<'a> RankClaim<'a> {
         if !lives {
             return Ok(());
         }
-        let membership = if other.node == attempt.node { String::new() } else { format!(" on node {:?}", other.host_name) };
+        let membership = if other.node == attempt.node {
+            String::new()
+        } else {
+            format!(" on node {:?}", other.host_name)
+        };
         Err(attempt.twice(other.pid, &membership))
     }
 
-    /// Removes the key, which every rank has read, after announcing the membership that replaces it.
+    /// Removes the key, which every rank has read, after announcing the membership that replaces
+    /// it.
     pub(super) fn withdraw(&self) {
         if let Some(membership) = &self.lease {
             membership.announce(self.attempt);
@@ -130,7 +155,8 @@ impl<'a> RankClaim<'a> {
         self.published.remove(self.attempt.store);
     }
 
-    /// Publishes the record again after [`Self::withdraw`], so that it can hold the cause of a failure. Best effort.
+    /// Publishes the record again after [`Self::withdraw`], so that it can hold the cause of a
+    /// failure. Best effort.
     pub(super) fn restore(&self) {
         let Published { key, bytes, .. } = &self.published;
         let _ = self.attempt.store.compare_set(key, &[], bytes);

@@ -13,15 +13,17 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// First interval between two checks for new records and for ranks that have ended; it doubles up to
-/// [`RECORD_POLL_MAX`].
+/// First interval between two checks for new records and for ranks that have ended; it doubles up
+/// to [`RECORD_POLL_MAX`].
 pub(super) const RECORD_POLL_MIN: Duration = Duration::from_millis(100);
 pub(super) const RECORD_POLL_MAX: Duration = Duration::from_secs(8);
 
-/// Interval between two reads of the records while one of them is left over from a process that has ended.
+/// Interval between two reads of the records while one of them is left over from a process that has
+/// ended.
 pub(super) const STALE_RECORD_POLL: Duration = Duration::from_millis(10);
 
-/// A failure that a rank recorded before this call counts if the rank has not replaced it within this time.
+/// A failure that a rank recorded before this call counts if the rank has not replaced it within
+/// this time.
 const RECORD_RETRY_WINDOW: Duration = Duration::from_secs(1);
 
 /// The ranks of a group, whose records agree.
@@ -53,10 +55,15 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &RankClaim<'_>) -> Result<Gat
     let mut seen = HashSet::new();
     let mut came = HashSet::new();
     loop {
-        let ended = || (0..attempt.spec.size).map(Rank).any(|rank| !came.contains(&rank) && attempt.known_end(rank).is_some());
+        let ended = || {
+            (0..attempt.spec.size)
+                .map(Rank)
+                .any(|rank| !came.contains(&rank) && attempt.known_end(rank).is_some())
+        };
         let complete = attempt.wait_for_keys(&keys, look, ended)?;
         look = (look * 2).min(RECORD_POLL_MAX);
-        // The last check follows the deadline, so that a timeout names the ranks that are missing at its end.
+        // The last check follows the deadline, so that a timeout names the ranks that are missing
+        // at its end.
         let expired = attempt.clock.remaining().is_zero();
         let standings = read(attempt, claim, &keys, complete)?;
 
@@ -72,7 +79,9 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &RankClaim<'_>) -> Result<Gat
         agree(attempt.spec.group, &live)?;
         if live.len() == keys.len() {
             if live.iter().any(|record| record.node != attempt.node) {
-                return Ok(Gathered::MultiNode(live.into_iter().map(JoinRecord::placement).collect()));
+                return Ok(Gathered::MultiNode(
+                    live.into_iter().map(JoinRecord::placement).collect(),
+                ));
             }
             return finish(standings);
         }
@@ -93,7 +102,9 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &RankClaim<'_>) -> Result<Gat
                 None => None,
             };
             if let Some(error) = attempt.known_end(rank) {
-                let before = left.map_or_else(String::new, |failure| format!("; before that it said: {}", failure.error()));
+                let before = left.map_or_else(String::new, |failure| {
+                    format!("; before that it said: {}", failure.error())
+                });
                 return Err(Error { message: error.message + &before, ..error });
             }
         }
@@ -106,9 +117,14 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &RankClaim<'_>) -> Result<Gat
     }
 }
 
-/// Judges the record under each of `keys`, which are the keys of ranks 0, 1, ...; fails if a record shows that the
-/// group cannot form.
-pub(super) fn read(attempt: &Attempt<'_>, claim: &RankClaim<'_>, keys: &[String], complete: bool) -> Result<Vec<Option<RecordStatus>>> {
+/// Judges the record under each of `keys`, which are the keys of ranks 0, 1, ...; fails if a record
+/// shows that the group cannot form.
+pub(super) fn read(
+    attempt: &Attempt<'_>,
+    claim: &RankClaim<'_>,
+    keys: &[String],
+    complete: bool,
+) -> Result<Vec<Option<RecordStatus>>> {
     let mut present = Vec::new();
     for (rank, key) in (0..).map(Rank).zip(keys) {
         if complete || attempt.store.check(&[key])? {
@@ -116,9 +132,14 @@ pub(super) fn read(attempt: &Attempt<'_>, claim: &RankClaim<'_>, keys: &[String]
         }
     }
     let names: Vec<&str> = present.iter().map(|rank| keys[rank.index()].as_str()).collect();
-    let values = if names.is_empty() { Vec::new() } else { attempt.store.multi_get(&names, None)? };
+    let values =
+        if names.is_empty() { Vec::new() } else { attempt.store.multi_get(&names, None)? };
     if values.len() != names.len() {
-        return Err(Error::internal(format!("the store returned {} of {} values", values.len(), names.len())));
+        return Err(Error::internal(format!(
+            "the store returned {} of {} values",
+            values.len(),
+            names.len()
+        )));
     }
     let mut standings: Vec<Option<RecordStatus>> = keys.iter().map(|_| None).collect();
     for (rank, value) in present.into_iter().zip(values) {
@@ -142,24 +163,32 @@ pub(super) fn failure_of(attempt: &Attempt<'_>, rank: Rank, process: ProcessId) 
 fn judge(attempt: &Attempt<'_>, claim: &RankClaim<'_>, record: JoinRecord) -> Result<RecordStatus> {
     let mut pidfd = None;
     let mut lives = true;
-    // The state of a process on another node is unknown; `agree` rejects the record unless the group may span nodes.
+    // The state of a process on another node is unknown; `agree` rejects the record unless the
+    // group may span nodes.
     if record.node == attempt.node && record.process() != attempt.own {
-        pidfd = process::open(record.process()).map_err(|errno| attempt.refused(Required::Watch, errno))?;
+        pidfd = process::open(record.process())
+            .map_err(|errno| attempt.refused(Required::Watch, errno))?;
         lives = pidfd.as_ref().is_some_and(|pidfd| !process::ended(pidfd));
     }
     // Another node has another clock.
     let fresh = record.node == attempt.node && record.at >= attempt.clock.started_at;
     if let Some(failure) = &record.failure {
-        // A failure from before this call counts if its rank lives and does not join again. It does not count if this
-        // rank took part in that attempt, because this rank now waits for the others to join again.
-        let stands = lives && !claim.again && attempt.clock.waited() >= RECORD_RETRY_WINDOW.as_secs_f64();
+        // A failure from before this call counts if its rank lives and does not join again. It does
+        // not count if this rank took part in that attempt, because this rank now waits for the
+        // others to join again.
+        let stands =
+            lives && !claim.again && attempt.clock.waited() >= RECORD_RETRY_WINDOW.as_secs_f64();
         if fresh || stands {
             return Err(failure.error());
         }
         return Ok(RecordStatus::Left(Box::new(record), pidfd));
     }
     if !lives {
-        return if fresh { Err(ending(attempt, &record, pidfd.as_ref())) } else { Ok(RecordStatus::Left(Box::new(record), pidfd)) };
+        return if fresh {
+            Err(ending(attempt, &record, pidfd.as_ref()))
+        } else {
+            Ok(RecordStatus::Left(Box::new(record), pidfd))
+        };
     }
     let member = attempt.member(&record, pidfd);
     Ok(RecordStatus::Live(Box::new(record), member))
@@ -169,7 +198,8 @@ fn judge(attempt: &Attempt<'_>, claim: &RankClaim<'_>, record: JoinRecord) -> Re
 fn ending(attempt: &Attempt<'_>, record: &JoinRecord, pidfd: Option<&Arc<OwnedFd>>) -> Error {
     // Read again, because a read from before the end may lack the failure.
     failure_of(attempt, Rank(record.rank), record.process()).unwrap_or_else(|| {
-        let cause = pidfd.map_or_else(|| "gone".into(), |pidfd| process::exit_cause(record.process(), pidfd));
+        let cause = pidfd
+            .map_or_else(|| "gone".into(), |pidfd| process::exit_cause(record.process(), pidfd));
         attempt.ended(Rank(record.rank), record.pid, &cause)
     })
 }
@@ -187,7 +217,8 @@ fn finish(standings: Vec<Option<RecordStatus>>) -> Result<Gathered> {
     Ok(Gathered::SingleNode(Box::new(RankRecords { coordinator: leader, members })))
 }
 
-/// True if torch has made the name `group` with use_local_synchronization: it is a SHA-1 in hexadecimal digits.
+/// True if torch has made the name `group` with use_local_synchronization: it is a SHA-1 in
+/// hexadecimal digits.
 fn is_hashed(group: &str) -> bool {
     group.len() == 40 && group.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
@@ -201,17 +232,23 @@ fn missing(attempt: &Attempt<'_>, standings: &[Option<RecordStatus>]) -> Error {
             Some(RecordStatus::Left(record, _)) => {
                 absent.push(rank);
                 let pid = record.pid;
-                let how =
-                    record.failure.as_ref().map_or_else(|| "has ended since".into(), |failure| format!("has failed: {}", failure.error()));
-                remarks.push_str(&format!("; rank {rank} (pid {pid}) had come before this rank, and {how}"));
+                let how = record.failure.as_ref().map_or_else(
+                    || "has ended since".into(),
+                    |failure| format!("has failed: {}", failure.error()),
+                );
+                remarks.push_str(&format!(
+                    "; rank {rank} (pid {pid}) had come before this rank, and {how}"
+                ));
             }
             None => absent.push(rank),
         }
     }
     if is_hashed(attempt.spec.group) {
         remarks.push_str(
-            "; torch derives the name of a group with use_local_synchronization=True from the number of groups that a rank has made: \
-             a rank that has made more or fewer joins under another name, so make such groups before all others, or in one order on all ranks",
+            "; torch derives the name of a group with use_local_synchronization=True from the \
+             number of groups that a rank has made: \
+             a rank that has made more or fewer joins under another name, so make such groups \
+             before all others, or in one order on all ranks",
         );
     }
     Error::timeout(format!(

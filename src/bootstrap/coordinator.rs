@@ -1,4 +1,5 @@
-//! Rank 0: makes the memory and distributes it to the processes that prove that they belong to the group.
+//! Rank 0: makes the memory and distributes it to the processes that prove that they belong to the
+//! group.
 
 use super::claim::RankClaim;
 use super::collect_records::{RECORD_POLL_MAX, RECORD_POLL_MIN, RankRecords, read};
@@ -23,8 +24,15 @@ const MAX_PENDING_CONNECTIONS: usize = 32;
 
 /// Makes `segment_bytes` of zeroed, unnamed memory whose size is sealed.
 pub(super) fn segment(attempt: &Attempt<'_>) -> Result<OwnedFd> {
-    let file = ShmSegment::create_or(attempt.spec.segment_bytes, |step, errno| attempt.refused(step, errno))?;
-    reserve(&file, 0, attempt.spec.reserved_bytes, format_args!("{}, to join {},", attempt.me(), attempt.group()))?;
+    let file = ShmSegment::create_or(attempt.spec.segment_bytes, |step, errno| {
+        attempt.refused(step, errno)
+    })?;
+    reserve(
+        &file,
+        0,
+        attempt.spec.reserved_bytes,
+        format_args!("{}, to join {},", attempt.me(), attempt.group()),
+    )?;
     Ok(file)
 }
 
@@ -40,13 +48,20 @@ impl CoordinatorResources {
     pub(super) fn create(attempt: &Attempt<'_>) -> Result<Self> {
         let segment = segment(attempt)?;
         let name = random::name("symm-")?;
-        let listener = socket::listen_at(&name, 2 * attempt.spec.size as i32 + MAX_PENDING_CONNECTIONS as i32)
-            .map_err(|errno| attempt.refused(Required::Listen, errno))?;
+        let listener =
+            socket::listen_at(&name, 2 * attempt.spec.size as i32 + MAX_PENDING_CONNECTIONS as i32)
+                .map_err(|errno| attempt.refused(Required::Listen, errno))?;
         Ok(Self { name, listener, segment })
     }
 
-    /// Returns once all other ranks have received the memory. On failure, sends the cause to all connected ranks.
-    pub(super) fn distribute(self, attempt: &Attempt<'_>, claim: &RankClaim<'_>, ranks: Box<RankRecords>) -> Result<JoinedSegment> {
+    /// Returns once all other ranks have received the memory. On failure, sends the cause to all
+    /// connected ranks.
+    pub(super) fn distribute(
+        self,
+        attempt: &Attempt<'_>,
+        claim: &RankClaim<'_>,
+        ranks: Box<RankRecords>,
+    ) -> Result<JoinedSegment> {
         let RankRecords { coordinator: leader, members } = *ranks;
         let token = leader.nonce;
         let mut reception = SegmentDistribution {
@@ -61,7 +76,8 @@ impl CoordinatorResources {
             rejected: RateLimit::new(),
         };
         let outcome = reception.accept_members().and_then(|()| {
-            // Every rank has read the key, and a rank that gets its answer may start the next group of this name.
+            // Every rank has read the key, and a rank that gets its answer may start the next group
+            // of this name.
             claim.withdraw();
             reception.answer_all(&self.segment).inspect_err(|_| claim.restore())
         });
@@ -112,11 +128,14 @@ impl SegmentDistribution<'_> {
         let mut look = RECORD_POLL_MIN;
         let mut next_look = Instant::now() + look;
         loop {
-            let missing: Vec<Rank> = self.others().filter(|rank| self.accepted[rank.index()].is_none()).collect();
+            let missing: Vec<Rank> =
+                self.others().filter(|rank| self.accepted[rank.index()].is_none()).collect();
             if missing.is_empty() {
                 // All ranks are connected; fail if one has left since.
                 let mut ready = self.poll(Duration::ZERO)?;
-                ready.retain(|source| matches!(source, ReadySource::Connection(_) | ReadySource::Process(_)));
+                ready.retain(|source| {
+                    matches!(source, ReadySource::Connection(_) | ReadySource::Process(_))
+                });
                 return self.serve(&ready);
             }
             let clock = &self.attempt.clock;
@@ -136,8 +155,13 @@ impl SegmentDistribution<'_> {
                 look = (look * 2).min(RECORD_POLL_MAX);
                 next_look = now + look;
             }
-            self.pending.retain(|guest| now.saturating_duration_since(guest.since) < HANDSHAKE_TIMEOUT);
-            let until = self.pending.iter().map(|guest| guest.since + HANDSHAKE_TIMEOUT).fold(clock.deadline.min(next_look), Instant::min);
+            self.pending
+                .retain(|guest| now.saturating_duration_since(guest.since) < HANDSHAKE_TIMEOUT);
+            let until = self
+                .pending
+                .iter()
+                .map(|guest| guest.since + HANDSHAKE_TIMEOUT)
+                .fold(clock.deadline.min(next_look), Instant::min);
             let ready = self.poll(until.saturating_duration_since(now))?;
             self.serve(&ready)?;
         }
@@ -161,7 +185,8 @@ impl SegmentDistribution<'_> {
                 fds.push(pidfd.as_fd());
             }
         }
-        let mut fds: Vec<PollFd<'_>> = fds.into_iter().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        let mut fds: Vec<PollFd<'_>> =
+            fds.into_iter().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
         match poll(&mut fds, Timespec::try_from(limit).ok().as_ref()) {
             Ok(_) => {}
             Err(Errno::INTR) => return Ok(Vec::new()),
@@ -172,7 +197,8 @@ impl SegmentDistribution<'_> {
     }
 
     fn serve(&mut self, ready: &[ReadySource]) -> Result<()> {
-        // Processes first, because the exit of a rank's process says more than the end of its connection.
+        // Processes first, because the exit of a rank's process says more than the end of its
+        // connection.
         for source in ready {
             if let ReadySource::Process(rank) = source {
                 return Err(self.left(*rank));
@@ -206,8 +232,9 @@ impl SegmentDistribution<'_> {
         })
     }
 
-    /// Accepts pending connections, up to a limit: a flood of them must not keep rank 0 from reading greetings, and a
-    /// connection whose greeting has arrived is read before later ones can displace it.
+    /// Accepts pending connections, up to a limit: a flood of them must not keep rank 0 from
+    /// reading greetings, and a connection whose greeting has arrived is read before later ones can
+    /// displace it.
     fn accept_some(&mut self) -> Result<()> {
         for _ in 0..MAX_PENDING_CONNECTIONS {
             let socket = match socket::accept(&self.listener) {
@@ -221,7 +248,8 @@ impl SegmentDistribution<'_> {
                 Ok(peer) if peer.is_own_user() => {}
                 Ok(peer) => {
                     let me = self.attempt.me();
-                    self.other_users.warn(format_args!("{me} rejected pid {} of user {}", peer.pid, peer.uid));
+                    self.other_users
+                        .warn(format_args!("{me} rejected pid {} of user {}", peer.pid, peer.uid));
                     continue;
                 }
                 Err(errno) => {
@@ -306,8 +334,11 @@ impl SegmentDistribution<'_> {
             loop {
                 match socket::send(socket, &answer, Some(segment.as_fd())) {
                     Ok(()) => break,
-                    // Too many descriptors are in flight to this user's processes, which are about to receive them.
-                    Err(Errno::TOOMANYREFS | Errno::AGAIN | Errno::INTR) if !self.attempt.clock.remaining().is_zero() => {
+                    // Too many descriptors are in flight to this user's processes, which are about
+                    // to receive them.
+                    Err(Errno::TOOMANYREFS | Errno::AGAIN | Errno::INTR)
+                        if !self.attempt.clock.remaining().is_zero() =>
+                    {
                         std::thread::sleep(Duration::from_millis(1));
                     }
                     Err(Errno::PIPE | Errno::CONNRESET) => return Err(self.left(rank)),
@@ -320,7 +351,9 @@ impl SegmentDistribution<'_> {
     }
 
     fn reject_all(&self, error: &Error) {
-        for socket in self.accepted.iter().flatten().chain(self.pending.iter().map(|guest| &guest.socket)) {
+        for socket in
+            self.accepted.iter().flatten().chain(self.pending.iter().map(|guest| &guest.socket))
+        {
             self.reject(socket, error);
         }
     }
@@ -328,7 +361,8 @@ impl SegmentDistribution<'_> {
     fn reject(&self, socket: &OwnedFd, error: &Error) {
         // Unidentified peers must not learn the group's token, so a failure is sent without it.
         let answer = JoinReply { token: [0; 16], failure: Some(error.clone()) };
-        // Best effort: a rank that misses it finds the connection closed, and the cause in rank 0's record.
+        // Best effort: a rank that misses it finds the connection closed, and the cause in rank 0's
+        // record.
         let _ = socket::send(socket, &answer.encode(), None);
     }
 }

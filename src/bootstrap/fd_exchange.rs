@@ -14,7 +14,8 @@ use std::time::Duration;
 /// Length of a listener's name.
 pub const NAME_BYTES: usize = 40;
 
-/// Maximum number of connections that have not identified themselves, besides the peers' connections.
+/// Maximum number of connections that have not identified themselves, besides the peers'
+/// connections.
 const MAX_PENDING_CONNECTIONS: usize = 32;
 
 /// The socket at which a rank receives file descriptors.
@@ -35,7 +36,8 @@ impl Mailbox {
     /// Opens a mailbox for `ranks` ranks under a random name, which only the group's ranks learn.
     pub fn open(ranks: usize) -> Result<Self> {
         let random = random::name("symm-gpu")?;
-        let listener = socket::listen_at(&random, ranks as i32).map_err(refused(Required::Listen))?;
+        let listener =
+            socket::listen_at(&random, ranks as i32).map_err(refused(Required::Listen))?;
         let mut name = [0; NAME_BYTES];
         name.copy_from_slice(random.as_bytes());
         Ok(Self { name, listener })
@@ -46,9 +48,9 @@ impl Mailbox {
         self.name
     }
 
-    /// Sends `fd` to every peer and returns the descriptors that the peers sent, by rank (`None` for this rank).
-    /// `names` and `pids` belong to all ranks. All mailboxes must be open before the first rank calls this. While it
-    /// waits, it calls `check`, and fails with its error.
+    /// Sends `fd` to every peer and returns the descriptors that the peers sent, by rank (`None`
+    /// for this rank). `names` and `pids` belong to all ranks. All mailboxes must be open before
+    /// the first rank calls this. While it waits, it calls `check`, and fails with its error.
     pub fn exchange_fds(
         &self,
         me: usize,
@@ -60,12 +62,19 @@ impl Mailbox {
     ) -> Result<Vec<Option<OwnedFd>>> {
         let mut sent = Vec::new();
         for name in names.iter().enumerate().filter(|(rank, _)| *rank != me).map(|(_, name)| name) {
-            let socket = self.retried(limit, check, Required::Connect, || socket::connect_to(&String::from_utf8_lossy(name)))?;
+            let socket = self.retried(limit, check, Required::Connect, || {
+                socket::connect_to(&String::from_utf8_lossy(name))
+            })?;
             let peer = socket::peer(&socket).map_err(refused(Required::Identify))?;
             if !peer.is_own_user() {
-                return Err(Error::config(format!("user {} listens where a peer of this group did", peer.uid)));
+                return Err(Error::config(format!(
+                    "user {} listens where a peer of this group did",
+                    peer.uid
+                )));
             }
-            self.retried(limit, check, Required::Send, || socket::send(&socket, &(me as u32).to_le_bytes(), Some(fd)))?;
+            self.retried(limit, check, Required::Send, || {
+                socket::send(&socket, &(me as u32).to_le_bytes(), Some(fd))
+            })?;
             // Kept until the end, because an early close would hide the message.
             sent.push(socket);
         }
@@ -83,8 +92,15 @@ impl Mailbox {
             if inbox.got.iter().filter(|fd| fd.is_none()).count() == 1 {
                 return Ok(inbox.got);
             }
-            let turned_away = || inbox.rejected.as_ref().map_or_else(String::new, |who| format!("; {who} was rejected"));
-            wait(limit, check).map_err(|error| error.unwrap_or_else(|| late("descriptor from every peer", limit, &turned_away())))?;
+            let turned_away = || {
+                inbox
+                    .rejected
+                    .as_ref()
+                    .map_or_else(String::new, |who| format!("; {who} was rejected"))
+            };
+            wait(limit, check).map_err(|error| {
+                error.unwrap_or_else(|| late("descriptor from every peer", limit, &turned_away()))
+            })?;
         }
     }
 
@@ -98,9 +114,8 @@ impl Mailbox {
         loop {
             match call() {
                 Ok(value) => return Ok(value),
-                Err(Errno::AGAIN | Errno::INTR) => {
-                    wait(limit, check).map_err(|error| error.unwrap_or_else(|| late(step.purpose(), limit, "")))?
-                }
+                Err(Errno::AGAIN | Errno::INTR) => wait(limit, check)
+                    .map_err(|error| error.unwrap_or_else(|| late(step.purpose(), limit, "")))?,
                 Err(errno) => return Err(refused(step)(errno)),
             }
         }
@@ -108,7 +123,10 @@ impl Mailbox {
 }
 
 /// Sleeps briefly. Fails with the error of `check`, or with `None` if the time is over.
-fn wait(limit: &CallTimeout, check: &dyn Fn() -> Result<()>) -> std::result::Result<(), Option<Error>> {
+fn wait(
+    limit: &CallTimeout,
+    check: &dyn Fn() -> Result<()>,
+) -> std::result::Result<(), Option<Error>> {
     if limit.remaining().is_none() {
         return Err(None);
     }
@@ -119,26 +137,30 @@ fn wait(limit: &CallTimeout, check: &dyn Fn() -> Result<()>) -> std::result::Res
 
 fn late(missing: &str, limit: &CallTimeout, remark: &str) -> Error {
     let waited = limit.elapsed().as_secs_f32();
-    Error::timeout(format!("passing descriptors of GPU memory: no {missing} within {waited:.1} s{remark}"))
+    Error::timeout(format!(
+        "passing descriptors of GPU memory: no {missing} within {waited:.1} s{remark}"
+    ))
 }
 
 /// The descriptors that one rank has received.
 struct Inbox<'a> {
     /// Descriptors by rank.
     got: Vec<Option<OwnedFd>>,
-    /// Connections that have not sent anything; they delay no other. If there are too many, the oldest is closed.
+    /// Connections that have not sent anything; they delay no other. If there are too many, the
+    /// oldest is closed.
     pending: VecDeque<(OwnedFd, socket::PeerCredentials)>,
     me: usize,
     pids: &'a [u32],
-    /// The last sender that was rejected. Every process can read abstract names in /proc/net/unix, so a stranger that
-    /// connects must not stop the exchange.
+    /// The last sender that was rejected. Every process can read abstract names in /proc/net/unix,
+    /// so a stranger that connects must not stop the exchange.
     rejected: Option<String>,
     lines: RateLimit,
 }
 
 impl Inbox<'_> {
     fn accept_pending(&mut self, listener: &OwnedFd) -> Result<()> {
-        // Limited, so that a process that connects without end does not keep the others from being read.
+        // Limited, so that a process that connects without end does not keep the others from being
+        // read.
         for _ in 0..MAX_PENDING_CONNECTIONS {
             let socket = match socket::accept(listener) {
                 Ok(socket) => socket,
@@ -172,8 +194,10 @@ impl Inbox<'_> {
 
     fn take(&mut self, received: Received, buffer: [u8; 8], peer: socket::PeerCredentials) {
         let rank = u32::from_le_bytes([buffer[0], buffer[1], buffer[2], buffer[3]]) as usize;
-        // The kernel shows a process in another pid namespace as 0, and its own pid differs from the one seen here.
-        let known = rank < self.pids.len() && (peer.pid == 0 || peer.pid == self.pids[rank] || !self.pids.contains(&peer.pid));
+        // The kernel shows a process in another pid namespace as 0, and its own pid differs from
+        // the one seen here.
+        let known = rank < self.pids.len()
+            && (peer.pid == 0 || peer.pid == self.pids[rank] || !self.pids.contains(&peer.pid));
         let whole = received.length == 4 && !received.cut && received.fd.is_some();
         if known && whole && rank != self.me && self.got[rank].is_none() {
             self.got[rank] = received.fd;
@@ -183,7 +207,10 @@ impl Inbox<'_> {
     }
 
     fn reject(&mut self, peer: socket::PeerCredentials) {
-        let who = format!("process {} of user {}, which sent no descriptor of this group,", peer.pid, peer.uid);
+        let who = format!(
+            "process {} of user {}, which sent no descriptor of this group,",
+            peer.pid, peer.uid
+        );
         self.lines.warn(format_args!("{who} knocked at the mailbox of this rank and was rejected"));
         self.rejected = Some(who);
     }
@@ -208,9 +235,12 @@ mod tests {
                     let file = tempfile::tempfile().expect("a file");
                     rustix::fs::ftruncate(&file, me as u64 * 10).expect("sized");
                     let limit = CallTimeout::from(Instant::now(), Duration::from_secs(10));
-                    let got = mailbox.exchange_fds(me, names, pids, file.as_fd(), &limit, &|| Ok(())).expect("exchanged");
+                    let got = mailbox
+                        .exchange_fds(me, names, pids, file.as_fd(), &limit, &|| Ok(()))
+                        .expect("exchanged");
                     for (rank, fd) in got.iter().enumerate() {
-                        let size = fd.as_ref().map(|fd| rustix::fs::fstat(fd).expect("stat").st_size);
+                        let size =
+                            fd.as_ref().map(|fd| rustix::fs::fstat(fd).expect("stat").st_size);
                         assert_eq!(size, (rank != me).then_some(rank as i64 * 10));
                     }
                 });
@@ -225,7 +255,9 @@ mod tests {
         let limit = CallTimeout::from(Instant::now(), Duration::from_millis(50));
         let names = [one.name(), other.name()];
         let pids = [std::process::id(); 2];
-        let error = one.exchange_fds(0, &names, &pids, file.as_fd(), &limit, &|| Ok(())).expect_err("nobody sends");
+        let error = one
+            .exchange_fds(0, &names, &pids, file.as_fd(), &limit, &|| Ok(()))
+            .expect_err("nobody sends");
         assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
     }
 
@@ -240,7 +272,9 @@ mod tests {
             looks.set(looks.get() + 1);
             if looks.get() < 10 { Ok(()) } else { Err(Error::peer("rank 1 has ended")) }
         };
-        let error = one.exchange_fds(0, &names, &pids, file.as_fd(), &limit, &check).expect_err("nobody sends");
+        let error = one
+            .exchange_fds(0, &names, &pids, file.as_fd(), &limit, &check)
+            .expect_err("nobody sends");
         assert_eq!(error, Error::peer("rank 1 has ended"));
     }
 
@@ -254,16 +288,30 @@ mod tests {
         let knock = || socket::connect_to(&String::from_utf8_lossy(&one.name())).expect("connects");
         let (_silent, wrong) = (knock(), knock());
         socket::send(&wrong, &1u32.to_le_bytes(), None).expect("sent");
-        let error = one.exchange_fds(0, &names, &pids, file.as_fd(), &limit(0.05), &|| Ok(())).expect_err("the peer sends nothing");
-        assert!(error.kind == ErrorKind::Timeout && error.message.contains("sent no descriptor of this group, was rejected"), "{error}");
+        let error = one
+            .exchange_fds(0, &names, &pids, file.as_fd(), &limit(0.05), &|| Ok(()))
+            .expect_err("the peer sends nothing");
+        assert!(
+            error.kind == ErrorKind::Timeout
+                && error.message.contains("sent no descriptor of this group, was rejected"),
+            "{error}"
+        );
         let wrong = knock();
         socket::send(&wrong, &[7; 8], None).expect("sent");
         std::thread::scope(|scope| {
-            // Borrowed: the other rank may already have its result from the first attempt, but must still listen.
+            // Borrowed: the other rank may already have its result from the first attempt, but must
+            // still listen.
             let (names, pids, file, other) = (&names, &pids, &file, &other);
-            let there = scope.spawn(move || other.exchange_fds(1, names, pids, file.as_fd(), &limit(10.0), &|| Ok(())));
-            let got = one.exchange_fds(0, names, pids, file.as_fd(), &limit(10.0), &|| Ok(())).expect("exchanged");
-            assert!(got[1].is_some() && there.join().expect("no panic").expect("exchanged")[0].is_some());
+            let there = scope.spawn(move || {
+                other.exchange_fds(1, names, pids, file.as_fd(), &limit(10.0), &|| Ok(()))
+            });
+            let got = one
+                .exchange_fds(0, names, pids, file.as_fd(), &limit(10.0), &|| Ok(()))
+                .expect("exchanged");
+            assert!(
+                got[1].is_some()
+                    && there.join().expect("no panic").expect("exchanged")[0].is_some()
+            );
         });
     }
 
@@ -272,7 +320,9 @@ mod tests {
         let mailbox = Mailbox::open(1).expect("opens");
         for errno in [Errno::AGAIN, Errno::INTR] {
             let limit = CallTimeout::from(Instant::now(), Duration::from_millis(20));
-            let error = mailbox.retried(&limit, &|| Ok(()), Required::Connect, || Err::<(), _>(errno)).expect_err("never");
+            let error = mailbox
+                .retried(&limit, &|| Ok(()), Required::Connect, || Err::<(), _>(errno))
+                .expect_err("never");
             assert_eq!(error.kind, ErrorKind::Timeout, "{errno}: {error}");
         }
     }

@@ -1,5 +1,5 @@
-//! Fuzz harness for messages that joining ranks receive: no bytes may make a reader panic, and an accepted message
-//! keeps its meaning when it is encoded again.
+//! Fuzz harness for messages that joining ranks receive: no bytes may make a reader panic, and an
+//! accepted message keeps its meaning when it is encoded again.
 
 use super::handshake::{JoinHello, JoinReply};
 use super::record::{JoinRecord, agree};

@@ -83,7 +83,10 @@ impl JoinReply {
         // Code 0 means success and has no text.
         let failure = match (code, reader.0) {
             (0, []) => None,
-            (_, text) => Some(Error { kind: ErrorKind::from_code(code)?, message: std::str::from_utf8(text).ok()?.to_owned() }),
+            (_, text) => Some(Error {
+                kind: ErrorKind::from_code(code)?,
+                message: std::str::from_utf8(text).ok()?.to_owned(),
+            }),
         };
         Some(Self { token, failure })
     }
@@ -123,7 +126,9 @@ mod tests {
 
     #[test]
     fn long_sentences_are_cut_between_characters() {
-        for (text, kept) in [("é".repeat(TEXT), TEXT), ("a".to_owned() + &"é".repeat(TEXT), TEXT - 1)] {
+        for (text, kept) in
+            [("é".repeat(TEXT), TEXT), ("a".to_owned() + &"é".repeat(TEXT), TEXT - 1)]
+        {
             let answer = JoinReply { token: [3; 16], failure: Some(Error::config(text)) };
             let bytes = answer.encode();
             assert_eq!(bytes.len() + 1, BUFFER - (TEXT - kept));
@@ -134,9 +139,11 @@ mod tests {
 
     #[test]
     fn unidentified_peers_are_refused() {
-        let hello = JoinHello { rank: 1, size: 4, pid: 77, segment_bytes: 1 << 40, token: [9; 16] }.encode();
+        let hello = JoinHello { rank: 1, size: 4, pid: 77, segment_bytes: 1 << 40, token: [9; 16] }
+            .encode();
         // A longer one, a shorter one, another program's, another protocol's.
-        let changes: [fn(&mut Vec<u8>); 4] = [|b| b.push(0), |b| b.truncate(b.len() - 1), |b| b[0] ^= 1, |b| b[4] ^= 1];
+        let changes: [fn(&mut Vec<u8>); 4] =
+            [|b| b.push(0), |b| b.truncate(b.len() - 1), |b| b[0] ^= 1, |b| b[4] ^= 1];
         for change in changes {
             let mut bytes = hello.clone();
             change(&mut bytes);
@@ -148,7 +155,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_that_arrives_panics(mut bytes in proptest::collection::vec(any::<u8>(), 0..BUFFER), real in any::<bool>()) {
+        fn nothing_that_arrives_panics(
+            mut bytes in proptest::collection::vec(any::<u8>(), 0..BUFFER), real in any::<bool>()
+        ) {
             if real && bytes.len() >= 8 {
                 bytes[..4].copy_from_slice(&MAGIC);
                 bytes[4..8].copy_from_slice(&PROTOCOL.to_le_bytes());

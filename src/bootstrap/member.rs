@@ -17,13 +17,15 @@ use std::time::{Duration, Instant};
 
 /// The resources that a rank acquires before it publishes its record.
 pub(super) struct MemberResources {
-    /// Reserves a file descriptor for the memory: without a free one, the kernel would drop the memory silently.
+    /// Reserves a file descriptor for the memory: without a free one, the kernel would drop the
+    /// memory silently.
     place: OwnedFd,
 }
 
 impl MemberResources {
     pub(super) fn create(attempt: &Attempt<'_>) -> Result<Self> {
-        let place = socket::unconnected().map_err(|errno| attempt.refused(Required::Connect, errno))?;
+        let place =
+            socket::unconnected().map_err(|errno| attempt.refused(Required::Connect, errno))?;
         // Tried now, because rank 0 distributes the memory once and then checks no record.
         match socket::receive(&place, &mut [0]) {
             Err(errno) if errno != Errno::NOTCONN => Err(attempt.refused(Required::Receive, errno)),
@@ -32,7 +34,12 @@ impl MemberResources {
     }
 
     /// Returns once rank 0 has answered.
-    pub(super) fn receive(self, attempt: &Attempt<'_>, claim: &RankClaim<'_>, ranks: Box<RankRecords>) -> Result<JoinedSegment> {
+    pub(super) fn receive(
+        self,
+        attempt: &Attempt<'_>,
+        claim: &RankClaim<'_>,
+        ranks: Box<RankRecords>,
+    ) -> Result<JoinedSegment> {
         let RankRecords { coordinator: mut leader, mut members } = *ranks;
         let mut place = Some(self.place);
         loop {
@@ -40,15 +47,20 @@ impl MemberResources {
                 claim.withdraw();
                 return Ok(JoinedSegment { segment, members, token: leader.nonce });
             }
-            // No process listens: the record is from an earlier attempt of rank 0, or rank 0 is about to report a
-            // failure.
+            // No process listens: the record is from an earlier attempt of rank 0, or rank 0 is
+            // about to report a failure.
             (leader, members[0]) = next_record(attempt, claim, &leader, &members[0])?;
         }
     }
 }
 
 /// Returns rank 0's memory, or `None` if `leader`'s socket is closed.
-fn ask(attempt: &Attempt<'_>, leader: &JoinRecord, process: &MemberProcess, place: &mut Option<OwnedFd>) -> Result<Option<OwnedFd>> {
+fn ask(
+    attempt: &Attempt<'_>,
+    leader: &JoinRecord,
+    process: &MemberProcess,
+    place: &mut Option<OwnedFd>,
+) -> Result<Option<OwnedFd>> {
     let Some(socket) = greet(attempt, leader)? else {
         return Ok(None);
     };
@@ -114,8 +126,13 @@ fn greet(attempt: &Attempt<'_>, leader: &JoinRecord) -> Result<Option<OwnedFd>> 
         return Ok(None);
     }
     let spec = attempt.spec;
-    let hello =
-        JoinHello { rank: spec.rank.0, size: spec.size, pid: attempt.own.pid, segment_bytes: spec.segment_bytes, token: leader.nonce };
+    let hello = JoinHello {
+        rank: spec.rank.0,
+        size: spec.size,
+        pid: attempt.own.pid,
+        segment_bytes: spec.segment_bytes,
+        token: leader.nonce,
+    };
     match socket::send(&socket, &hello.encode(), None) {
         Ok(()) => Ok(Some(socket)),
         // Rank 0 may have answered before it closed, and the answer stays readable.
@@ -125,9 +142,19 @@ fn greet(attempt: &Attempt<'_>, leader: &JoinRecord) -> Result<Option<OwnedFd>> 
 }
 
 /// Checks that rank 0 has sent memory of the agreed size that cannot be truncated.
-fn accept(attempt: &Attempt<'_>, leader: &JoinRecord, answer: Option<JoinReply>, fd: Option<OwnedFd>) -> Result<OwnedFd> {
+fn accept(
+    attempt: &Attempt<'_>,
+    leader: &JoinRecord,
+    answer: Option<JoinReply>,
+    fd: Option<OwnedFd>,
+) -> Result<OwnedFd> {
     let wrong = |what: &str| {
-        Err(Error::internal(format!("rank 0 (pid {}) sent {what} to {} while joining {}", leader.pid, attempt.me(), attempt.group())))
+        Err(Error::internal(format!(
+            "rank 0 (pid {}) sent {what} to {} while joining {}",
+            leader.pid,
+            attempt.me(),
+            attempt.group()
+        )))
     };
     let Some(answer) = answer else {
         return wrong("a message not of this protocol");
@@ -141,7 +168,9 @@ fn accept(attempt: &Attempt<'_>, leader: &JoinRecord, answer: Option<JoinReply>,
     let stat = fstat(&fd).map_err(|errno| attempt.refused(Required::Look, errno))?;
     let seals = fcntl_get_seals(&fd).unwrap_or(SealFlags::empty());
     let size = u64::try_from(stat.st_size).unwrap_or(0);
-    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile || !seals.contains(SealFlags::SHRINK) {
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile
+        || !seals.contains(SealFlags::SHRINK)
+    {
         return wrong("a descriptor that is not sealed memory");
     }
     if size != attempt.spec.segment_bytes {
@@ -161,7 +190,8 @@ fn next_record(
     loop {
         let present = attempt.wait_for_keys(&key, attempt.clock.remaining(), || false)?;
         if present
-            && let Some(Some(RecordStatus::Live(record, member))) = read(attempt, claim, &key, true)?.pop()
+            && let Some(Some(RecordStatus::Live(record, member))) =
+                read(attempt, claim, &key, true)?.pop()
             && record.nonce != seen.nonce
         {
             return Ok((*record, member));

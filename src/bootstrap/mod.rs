@@ -1,16 +1,20 @@
-//! Joining a group: the ranks of one node find each other through a key-value store and share one memory segment.
+//! Joining a group: the ranks of one node find each other through a key-value store and share one
+//! memory segment.
 //!
-//! 1. Each rank publishes a `JoinRecord` under `symm/{group}/{attempt}/{rank}` (`claim`), then waits for and reads the
-//!    records of all ranks (`collect_records`): a fixed number of store round trips, whatever the size.
-//! 2. Rank 0 makes the memory and sends its descriptor to each other rank over a Unix socket (`coordinator`, `member`). It
-//!    has listened since before it published, under a random name that its record contains.
-//! 3. Each rank removes its key; in groups that keep memberships, another key then holds the rank (`rank_lease`).
+//! 1. Each rank publishes a `JoinRecord` under `symm/{group}/{attempt}/{rank}` (`claim`), then
+//!    waits for and reads the records of all ranks (`collect_records`): a fixed number of store
+//!    round trips, whatever the size.
+//! 2. Rank 0 makes the memory and sends its descriptor to each other rank over a Unix socket
+//!    (`coordinator`, `member`). It has listened since before it published, under a random name
+//!    that its record contains.
+//! 3. Each rank removes its key; in groups that keep memberships, another key then holds the rank
+//!    (`rank_lease`).
 //!
 //! If the group may span nodes and the records name several, joining ends after step 1.
 //!
-//! A rank that fails reports the cause over the socket to ranks that wait there, and in its record to ranks that read
-//! it later, so all ranks raise the same cause. No wait exceeds the caller's deadline, except for a moment in which
-//! rank 0 may still report the cause.
+//! A rank that fails reports the cause over the socket to ranks that wait there, and in its record
+//! to ranks that read it later, so all ranks raise the same cause. No wait exceeds the caller's
+//! deadline, except for a moment in which rank 0 may still report the cause.
 
 mod claim;
 mod collect_records;
@@ -19,6 +23,7 @@ pub mod fd_exchange;
 #[cfg(fuzzing)]
 pub mod fuzz;
 mod handshake;
+mod join_deadline;
 mod member;
 mod options;
 mod rank_lease;
@@ -38,24 +43,25 @@ use crate::sys::required::{self, Required};
 use crate::sys::{interrupt, random};
 use claim::{Published, RankClaim};
 use collect_records::Gathered;
+use join_deadline::JoinDeadline;
 pub use options::JoinOptions;
 pub use rank_lease::RankLease;
 use record::JoinRecord;
 pub use record::{name_members, other_members};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
-use rustix::time::{ClockId, clock_gettime};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Maximum size of a group on one node.
 pub const MAX_SIZE: u32 = 128;
 
-/// How long a rank waits past its deadline for rank 0 to report the cause, because rank 0's own deadline may be a
-/// little later.
+/// How long a rank waits past its deadline for rank 0 to report the cause, because rank 0's own
+/// deadline may be a little later.
 const COORDINATOR_GRACE: Duration = Duration::from_millis(300);
 
-/// Pauses between two polls of the store: the first one, multiplied by the number of polling ranks, and the longest.
+/// Pauses between two polls of the store: the first one, multiplied by the number of polling ranks,
+/// and the longest.
 const STORE_POLL_MIN: Duration = Duration::from_micros(50);
 const STORE_POLL_MAX: Duration = Duration::from_millis(50);
 
@@ -77,13 +83,14 @@ pub struct JoinSpec<'a> {
     pub timeout: Duration,
     /// Size of the shared memory, the same on all ranks.
     pub segment_bytes: u64,
-    /// Size of the prefix that rank 0 allocates in advance, so that every rank gets the error if memory is short.
+    /// Size of the prefix that rank 0 allocates in advance, so that every rank gets the error if
+    /// memory is short.
     pub reserved_bytes: usize,
-    /// True to reject a process that later claims one of these ranks while the group lives. Costs a key per rank, which
-    /// stays in the store, and a file descriptor.
+    /// True to reject a process that later claims one of these ranks while the group lives. Costs a
+    /// key per rank, which stays in the store, and a file descriptor.
     pub hold_rank: bool,
-    /// The group's members by their ranks in the default group, equal on all ranks that list any; empty if they are the
-    /// same as in this group.
+    /// The group's members by their ranks in the default group, equal on all ranks that list any;
+    /// empty if they are the same as in this group.
     pub global_ranks: &'a [i32],
     /// Order in which reductions combine the ranks' elements, the same on all ranks.
     pub order: SumOrder,
@@ -94,8 +101,8 @@ pub struct JoinSpec<'a> {
 /// Knowledge of a process about the ranks of other groups that it shares with them.
 #[derive(Clone, Copy, Debug)]
 pub struct KnownPeers {
-    /// Returns how the process of a rank of the default group has ended, as a sentence without its end; `None` if it
-    /// lives.
+    /// Returns how the process of a rank of the default group has ended, as a sentence without its
+    /// end; `None` if it lives.
     pub ended: fn(u32) -> Option<String>,
 }
 
@@ -106,7 +113,8 @@ pub struct MemberProcess {
     pub pid: u32,
     /// Start time, field 22 of `/proc/pid/stat`; a pair of `pid` and start time is never reused.
     pub start_time: u64,
-    /// The pidfd of the rank's process, which becomes readable when the process ends; `None` for this process.
+    /// The pidfd of the rank's process, which becomes readable when the process ends; `None` for
+    /// this process.
     pub pidfd: Option<Arc<OwnedFd>>,
 }
 
@@ -119,8 +127,8 @@ pub struct Joined {
     pub members: Vec<MemberProcess>,
     /// The group's random id; the same on all ranks, and unique to this group.
     pub token: [u8; 16],
-    /// Addresses at which this process maps `segment`. They are reserved before the ranks meet, so that all ranks get
-    /// the error if that fails.
+    /// Addresses at which this process maps `segment`. They are reserved before the ranks meet, so
+    /// that all ranks get the error if that fails.
     pub addresses: HostReservation,
     /// This rank's membership, held until it is dropped.
     pub lease: Option<RankLease>,
@@ -146,12 +154,15 @@ pub struct MultiNodeRanks {
 }
 
 impl MultiNodeRanks {
-    /// Ends the search. Without `failed`, all ranks have read this rank's record; with it, joining failed and the
-    /// record keeps the cause for ranks that read it later.
+    /// Ends the search. Without `failed`, all ranks have read this rank's record; with it, joining
+    /// failed and the record keeps the cause for ranks that read it later.
     pub fn end(&self, store: &dyn Store, failed: Option<&Error>) {
         // Best effort, even after the deadline, because no rank waits for it.
         let purpose = format!("rank {} could not remove its record", self.published.record.rank);
-        let store = PrefixStore::new(&self.prefix, DeadlineStore::new(store, Instant::now() + PROCESS_EXIT_DELAY, purpose));
+        let store = PrefixStore::new(
+            &self.prefix,
+            DeadlineStore::new(store, Instant::now() + PROCESS_EXIT_DELAY, purpose),
+        );
         match failed {
             Some(error) => self.published.fail(&store, error),
             None => self.published.remove(&store),
@@ -164,37 +175,6 @@ struct JoinedSegment {
     segment: OwnedFd,
     members: Vec<MemberProcess>,
     token: [u8; 16],
-}
-
-/// When this call started and must end.
-#[derive(Clone, Copy, Debug)]
-struct JoinDeadline {
-    started: Instant,
-    deadline: Instant,
-    /// `started` on the clock that all processes of the node share: nanoseconds since boot.
-    started_at: u64,
-}
-
-impl JoinDeadline {
-    fn start(timeout: Duration) -> Self {
-        // `Instant` cannot hold any duration; a year stands for "no limit".
-        const YEAR: Duration = Duration::from_secs(365 * 24 * 3600);
-        let started = Instant::now();
-        Self { started, deadline: started + timeout.min(YEAR), started_at: now_since_boot() }
-    }
-
-    fn remaining(&self) -> Duration {
-        self.deadline.saturating_duration_since(Instant::now())
-    }
-
-    fn waited(&self) -> f64 {
-        self.started.elapsed().as_secs_f64()
-    }
-}
-
-fn now_since_boot() -> u64 {
-    let now = clock_gettime(ClockId::Boottime);
-    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
 /// An attempt to join: the context of all steps of one call.
@@ -214,10 +194,16 @@ impl Attempt<'_> {
         rank.to_string()
     }
 
-    /// Returns true once all `keys` exist; false after `limit`, at the deadline, or as soon as `news` returns true.
+    /// Returns true once all `keys` exist; false after `limit`, at the deadline, or as soon as
+    /// `news` returns true.
     ///
     /// Polls, because torch's TCPStore prints four lines whenever a wait times out.
-    fn wait_for_keys(&self, keys: &[String], limit: Duration, news: impl Fn() -> bool) -> Result<bool> {
+    fn wait_for_keys(
+        &self,
+        keys: &[String],
+        limit: Duration,
+        news: impl Fn() -> bool,
+    ) -> Result<bool> {
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         // The number of polling ranks is the number of keys.
         let shortest = STORE_POLL_MIN * keys.len() as u32;
@@ -231,14 +217,17 @@ impl Attempt<'_> {
             if left.is_zero() || news() {
                 return Ok(false);
             }
-            std::thread::sleep((self.clock.started.elapsed() / 4).clamp(shortest, STORE_POLL_MAX).min(left));
+            std::thread::sleep(
+                (self.clock.started.elapsed() / 4).clamp(shortest, STORE_POLL_MAX).min(left),
+            );
         }
     }
 
     /// Returns the error that ended the process of `rank`, if another group knows it.
     fn known_end(&self, rank: Rank) -> Option<Error> {
         let known = self.spec.known?;
-        let global = self.spec.global_ranks.get(rank.index()).map_or(rank.0, |&global| global as u32);
+        let global =
+            self.spec.global_ranks.get(rank.index()).map_or(rank.0, |&global| global as u32);
         let sentence = (known.ended)(global)?;
         Some(Error::peer(format!("rank {rank} cannot join {}: {sentence}", self.group())))
     }
@@ -256,7 +245,9 @@ impl Attempt<'_> {
     /// Returns the error of a rank that another process has claimed.
     fn twice(&self, other: u32, membership: &str) -> Error {
         let (rank, group, own) = (self.spec.rank, self.group(), self.own.pid);
-        Error::config(format!("rank {rank} of {group} is claimed twice: by pid {other}{membership} and by pid {own}"))
+        Error::config(format!(
+            "rank {rank} of {group} is claimed twice: by pid {other}{membership} and by pid {own}"
+        ))
     }
 
     fn ended(&self, rank: Rank, pid: u32, cause: &str) -> Error {
@@ -277,7 +268,11 @@ impl Attempt<'_> {
         let process = ProcessId { pid: member.pid, start_time: member.start_time };
         // It may have recorded its failure before it exited.
         let failure = collect_records::failure_of(self, rank, process);
-        Some(failure.unwrap_or_else(|| self.ended(rank, member.pid, &process::exit_cause(process, pidfd))))
+        Some(
+            failure.unwrap_or_else(|| {
+                self.ended(rank, member.pid, &process::exit_cause(process, pidfd))
+            }),
+        )
     }
 
     /// Returns the error that this rank cannot join.
@@ -285,19 +280,23 @@ impl Attempt<'_> {
         Error { message: format!("{} cannot join {}: {error}", self.me(), self.group()), ..error }
     }
 
-    /// Returns the error of a failed system call; if file descriptors ran out, with the limit and the number needed.
+    /// Returns the error of a failed system call; if file descriptors ran out, with the limit and
+    /// the number needed.
     fn refused(&self, step: Required, errno: Errno) -> Error {
         if errno != Errno::MFILE {
             return self.unable(step.failed(errno));
         }
         let (limit, open) = required::descriptors();
-        // One for each other process, the socket, the memory, and the membership if the group keeps one. Rank 0 needs
-        // one more for each connection.
+        // One for each other process, the socket, the memory, and the membership if the group keeps
+        // one. Rank 0 needs one more for each connection.
         let others = self.spec.size as usize - 1;
-        let need = if self.spec.rank == Rank(0) { 2 * others } else { others } + 2 + usize::from(self.spec.hold_rank);
+        let need = if self.spec.rank == Rank(0) { 2 * others } else { others }
+            + 2
+            + usize::from(self.spec.hold_rank);
         let limit = limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string());
         Error::config(format!(
-            "RLIMIT_NOFILE {limit} of {} is too low: {open} descriptors are open and joining {} needs up to {need} more",
+            "RLIMIT_NOFILE {limit} of {} is too low: {open} descriptors are open and joining {} \
+             needs up to {need} more",
             self.me(),
             self.group(),
         ))
@@ -322,12 +321,13 @@ enum JoinResources {
 
 /// Joins the group together with its other ranks.
 ///
-/// On success, every rank holds a descriptor of the same memory and a pidfd of every other rank's process, and no
-/// record is left. On failure, only this rank's record is left, with the cause: late ranks raise it, too, and the next
-/// attempt replaces it.
+/// On success, every rank holds a descriptor of the same memory and a pidfd of every other rank's
+/// process, and no record is left. On failure, only this rank's record is left, with the cause:
+/// late ranks raise it, too, and the next attempt replaces it.
 /// # Errors
-/// `Value` and `Config` for invalid arguments; `Config` if the ranks cannot form a group (nodes, versions, sizes,
-/// users, duplicates, file descriptors); `Timeout` names the missing ranks; `Peer` names the rank that ended.
+/// `Value` and `Config` for invalid arguments; `Config` if the ranks cannot form a group (nodes,
+/// versions, sizes, users, duplicates, file descriptors); `Timeout` names the missing ranks; `Peer`
+/// names the rank that ended.
 pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
     match meet(store, spec, false)? {
         Discovered::SingleNode(joined) => Ok(joined),
@@ -335,8 +335,8 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
     }
 }
 
-/// Joins the group as `join` does if its ranks are on one node, and otherwise returns their locations. A group of more
-/// than [`MAX_SIZE`] ranks must span several nodes.
+/// Joins the group as `join` does if its ranks are on one node, and otherwise returns their
+/// locations. A group of more than [`MAX_SIZE`] ranks must span several nodes.
 ///
 /// # Errors
 /// As `join`.
@@ -344,8 +344,8 @@ pub fn find(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Discovered<Joined>
     meet(store, spec, true)
 }
 
-/// Returns the ranks that have announced in `store` that they join the group of `size` ranks. Ranks that failed later
-/// are included. Once the group has formed, the list is empty.
+/// Returns the ranks that have announced in `store` that they join the group of `size` ranks. Ranks
+/// that failed later are included. Once the group has formed, the list is empty.
 pub fn announced(store: &dyn Store, group: &str, restart: &str, size: u32) -> Result<Vec<Rank>> {
     let store = PrefixStore::new(&prefix(group, restart), store);
     let mut announced = Vec::new();
@@ -365,21 +365,33 @@ fn prefix(group: &str, restart: &str) -> String {
 fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Discovered<Joined>> {
     let JoinSpec { rank, size, .. } = *spec;
     if size == 0 || rank.0 >= size {
-        return Err(Error::value(format!("rank {rank} does not exist in group {:?} of {size} ranks", spec.group)));
+        return Err(Error::value(format!(
+            "rank {rank} does not exist in group {:?} of {size} ranks",
+            spec.group
+        )));
     }
     let too_large = (size > MAX_SIZE).then(|| {
-        Error::config(format!("group {:?} of {size} ranks is larger than torch-symm supports on one node ({MAX_SIZE})", spec.group))
+        Error::config(format!(
+            "group {:?} of {size} ranks is larger than torch-symm supports on \
+            one node ({MAX_SIZE})",
+            spec.group
+        ))
     });
     if let Some(error) = too_large.as_ref().filter(|_| !several) {
         return Err(error.clone());
     }
     let clock = JoinDeadline::start(spec.timeout);
-    let purpose = format!("rank {rank} (pid {}) could not join group {:?} of {size} ranks", std::process::id(), spec.group);
+    let purpose = format!(
+        "rank {rank} (pid {}) could not join group {:?} of {size} ranks",
+        std::process::id(),
+        spec.group
+    );
     let prefix = prefix(spec.group, spec.attempt);
     let store = PrefixStore::new(&prefix, DeadlineStore::new(store, clock.deadline, purpose));
     let known = process::own().and_then(|own| Ok((own, NodeId::own()?, random::bytes()?)));
     // A rank that cannot identify itself still publishes that in a record, which names no node.
-    let nobody = || (ProcessId { pid: std::process::id(), start_time: 0 }, NodeId::default(), [0; 16]);
+    let nobody =
+        || (ProcessId { pid: std::process::id(), start_time: 0 }, NodeId::default(), [0; 16]);
     let (own, node, token) = known.as_ref().map_or_else(|_| nobody(), Clone::clone);
     let attempt = Attempt { store: &store, spec, clock, own, node, multi_node: several };
     let known = known.map_err(|error| attempt.unable(error));
@@ -388,7 +400,13 @@ fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Discove
         let (segment, addresses) = (coordinator::segment(&attempt)?, attempt.addresses()?);
         let ProcessId { pid, start_time } = attempt.own;
         let members = vec![MemberProcess { pid, start_time, pidfd: None }];
-        return Ok(Discovered::SingleNode(Joined { segment, members, token, addresses, lease: None }));
+        return Ok(Discovered::SingleNode(Joined {
+            segment,
+            members,
+            token,
+            addresses,
+            lease: None,
+        }));
     }
     if spec.hold_rank && known.is_ok() {
         rank_lease::reject_taken(&attempt, true)?;
@@ -403,7 +421,11 @@ fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Discove
         } else {
             JoinResources::Member(member::MemberResources::create(&attempt)?)
         };
-        Ok(Some((seat, spec.hold_rank.then(|| RankLease::take(&attempt)).transpose()?, attempt.addresses()?)))
+        Ok(Some((
+            seat,
+            spec.hold_rank.then(|| RankLease::take(&attempt)).transpose()?,
+            attempt.addresses()?,
+        )))
     });
     let mut record = JoinRecord {
         protocol: record::PROTOCOL,
@@ -429,23 +451,36 @@ fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Discove
         Ok(_) => {}
         Err(error) => record.fail(error),
     }
-    let mut claim = RankClaim::publish(&attempt, record).map_err(|error| seat.as_ref().err().cloned().unwrap_or(error))?;
+    let mut claim = RankClaim::publish(&attempt, record)
+        .map_err(|error| seat.as_ref().err().cloned().unwrap_or(error))?;
     let outcome = seat.and_then(|held| {
         let ranks = match collect_records::gather(&attempt, &claim)? {
             Gathered::MultiNode(placements) => {
-                return Ok(Discovered::MultiNode(Box::new(MultiNodeRanks { placements, prefix, published: claim.published.clone() })));
+                return Ok(Discovered::MultiNode(Box::new(MultiNodeRanks {
+                    placements,
+                    prefix,
+                    published: claim.published.clone(),
+                })));
             }
             Gathered::SingleNode(ranks) => ranks,
         };
         let Some((seat, membership, addresses)) = held else {
-            return Err(too_large.unwrap_or_else(|| Error::internal("a group without a place for it")));
+            return Err(
+                too_large.unwrap_or_else(|| Error::internal("a group without a place for it"))
+            );
         };
         claim.lease = membership;
         let JoinedSegment { segment, members, token } = match seat {
             JoinResources::Coordinator(seat) => seat.distribute(&attempt, &claim, ranks),
             JoinResources::Member(seat) => seat.receive(&attempt, &claim, ranks),
         }?;
-        Ok(Discovered::SingleNode(Joined { segment, members, token, addresses, lease: claim.lease.take() }))
+        Ok(Discovered::SingleNode(Joined {
+            segment,
+            members,
+            token,
+            addresses,
+            lease: claim.lease.take(),
+        }))
     });
     outcome.inspect_err(|error| claim.published.fail(&store, error))
 }

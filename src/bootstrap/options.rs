@@ -23,7 +23,8 @@ pub struct JoinOptions {
     pub size: i32,
     /// The members' ranks in the default group; if empty, they equal the ranks in this group.
     pub global_ranks: Vec<i32>,
-    /// True for the job's first group. It rejects a second process with a rank of a live member ([`super::RankLease`]).
+    /// True for the job's first group. It rejects a second process with a rank of a live member
+    /// ([`super::RankLease`]).
     pub is_default: bool,
     /// The timeout of joining, and of every later call without its own; if absent, 30 minutes.
     pub timeout: Option<Duration>,
@@ -44,17 +45,23 @@ impl JoinOptions {
         self.timeout.unwrap_or(DEFAULT_TIMEOUT)
     }
 
-    /// Returns the group to join, of at most `most` ranks. A group too large for one node gets no memory. `ended` tells
-    /// which processes have ended, as for [`KnownPeers`].
+    /// Returns the group to join, of at most `most` ranks. A group too large for one node gets no
+    /// memory. `ended` tells which processes have ended, as for [`KnownPeers`].
     ///
     /// # Errors
     /// `Config` for an invalid size or rank.
     pub fn spec(&self, most: usize, ended: fn(u32) -> Option<String>) -> Result<JoinSpec<'_>> {
         let size = usize::try_from(self.size).ok().filter(|size| (1..=most).contains(size));
-        let size =
-            size.ok_or_else(|| Error::config(format!("a group of {} ranks cannot be made; there must be 1 to {MAX_RANKS}", self.size)))?;
+        let size = size.ok_or_else(|| {
+            Error::config(format!(
+                "a group of {} ranks cannot be made; there must be 1 to {MAX_RANKS}",
+                self.size
+            ))
+        })?;
         let rank = u32::try_from(self.rank).ok().filter(|&rank| (rank as usize) < size).map(Rank);
-        let rank = rank.ok_or_else(|| Error::config(format!("rank {} is outside the group of {size} ranks", self.rank)))?;
+        let rank = rank.ok_or_else(|| {
+            Error::config(format!("rank {} is outside the group of {size} ranks", self.rank))
+        })?;
         let layout = (size <= MAX_RANKS).then(|| SegmentLayout::new(size));
         Ok(JoinSpec {
             group: self.name(),
@@ -67,7 +74,8 @@ impl JoinOptions {
             hold_rank: self.is_default,
             global_ranks: &self.global_ranks,
             order: self.order,
-            // A restarted job has the same ranks in other processes, so its default group must not rely on known ones.
+            // A restarted job has the same ranks in other processes, so its default group must not
+            // rely on known ones.
             known: (!self.is_default).then_some(KnownPeers { ended }),
         })
     }

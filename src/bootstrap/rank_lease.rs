@@ -1,10 +1,10 @@
-//! A rank's membership in a group that has formed: while the group lives, other processes that claim the same rank are
-//! rejected.
+//! A rank's membership in a group that has formed: while the group lives, other processes that
+//! claim the same rank are rejected.
 //!
-//! Joining removes all records, so a membership has its own key, which stays. Only groups whose names recur, such as
-//! the default group, keep memberships, so the number of keys does not grow. A key counts while a process listens on
-//! the socket named in it. The listener never answers, and it closes with the group or with the process, however that
-//! ends.
+//! Joining removes all records, so a membership has its own key, which stays. Only groups whose
+//! names recur, such as the default group, keep memberships, so the number of keys does not grow. A
+//! key counts while a process listens on the socket named in it. The listener never answers, and it
+//! closes with the group or with the process, however that ends.
 
 use super::Attempt;
 use crate::error::{Error, Result};
@@ -18,8 +18,8 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// How long to wait for a membership to be released: ranks leave one after another, and some may return under other
-/// numbers.
+/// How long to wait for a membership to be released: ranks leave one after another, and some may
+/// return under other numbers.
 const LEASE_RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 const LEASE_POLL: Duration = Duration::from_millis(20);
 
@@ -44,19 +44,25 @@ pub struct RankLease {
 impl RankLease {
     pub(super) fn take(attempt: &Attempt<'_>) -> Result<Self> {
         let name = random::name("symm-membership-")?;
-        let listener = socket::listen_at(&name, 1).map_err(|errno| attempt.refused(Required::Listen, errno))?;
+        let listener = socket::listen_at(&name, 1)
+            .map_err(|errno| attempt.refused(Required::Listen, errno))?;
         Ok(Self { name, _unshared: CloseInChild::new(listener.as_fd()), _listener: listener })
     }
 
     /// Publishes the membership in the store. Best effort, because the group has formed.
     pub(super) fn announce(&self, attempt: &Attempt<'_>) {
         let ProcessId { pid, start_time } = attempt.own;
-        let held = LeaseKey { node: attempt.node.clone(), pid, start_time, socket: self.name.clone() };
+        let held =
+            LeaseKey { node: attempt.node.clone(), pid, start_time, socket: self.name.clone() };
         let written = serde_json::to_vec(&held)
             .map_err(|error| Error::internal(error.to_string()))
             .and_then(|bytes| attempt.store.set(&key(attempt), &bytes));
         if let Err(error) = written {
-            log::warn!("{}: its membership in {} could not be stored: {error}", attempt.me(), attempt.group());
+            log::warn!(
+                "{}: its membership in {} could not be stored: {error}",
+                attempt.me(),
+                attempt.group()
+            );
         }
     }
 }
@@ -65,8 +71,8 @@ fn key(attempt: &Attempt<'_>) -> String {
     format!("{}/membership", attempt.spec.rank)
 }
 
-/// Returns once no other process holds this rank's membership. Fails if one still holds it after a while; without
-/// `wait`, fails at once.
+/// Returns once no other process holds this rank's membership. Fails if one still holds it after a
+/// while; without `wait`, fails at once.
 pub(super) fn reject_taken(attempt: &Attempt<'_>, wait: bool) -> Result<()> {
     let give_up = Instant::now() + LEASE_RELEASE_TIMEOUT.min(attempt.clock.remaining());
     loop {
@@ -85,10 +91,14 @@ fn holder(attempt: &Attempt<'_>) -> Result<Option<u32>> {
         return Ok(None);
     }
     // Another version or another program wrote this, which is no reason to fail.
-    let Ok(held) = serde_json::from_slice::<LeaseKey>(&attempt.store.get(&key, Some(attempt.clock.remaining()))?) else { return Ok(None) };
+    let Ok(held) = serde_json::from_slice::<LeaseKey>(
+        &attempt.store.get(&key, Some(attempt.clock.remaining()))?,
+    ) else {
+        return Ok(None);
+    };
     let process = ProcessId { pid: held.pid, start_time: held.start_time };
-    // The state of a process on another node is unknown, and joining rejects it. A process may make its group again
-    // before it has left the old one.
+    // The state of a process on another node is unknown, and joining rejects it. A process may make
+    // its group again before it has left the old one.
     if held.node != attempt.node || process == attempt.own {
         return Ok(None);
     }

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fmt::Display;
 
-/// Version of the joining protocol; changes with the record, the messages and the layout of the memory.
+/// Version of the joining protocol; changes with the record, the messages and the layout of the
+/// memory.
 pub(super) const PROTOCOL: u32 = 3;
 
 /// Version of torch-symm.
@@ -23,7 +24,8 @@ pub(super) struct JoinRecord {
     pub(super) rank: u32,
     pub(super) size: u32,
     pub(super) segment_bytes: u64,
-    /// Members in rank order, by their ranks in the default group; empty if the caller did not list them.
+    /// Members in rank order, by their ranks in the default group; empty if the caller did not list
+    /// them.
     pub(super) global_ranks: Vec<i32>,
     /// Name of the order in which reductions combine the ranks' elements.
     pub(super) order: String,
@@ -54,7 +56,10 @@ pub(super) struct RecordedError {
 
 impl RecordedError {
     pub(super) fn error(&self) -> Error {
-        Error { kind: ErrorKind::from_code(self.kind).unwrap_or(ErrorKind::Internal), message: self.message.clone() }
+        Error {
+            kind: ErrorKind::from_code(self.kind).unwrap_or(ErrorKind::Internal),
+            message: self.message.clone(),
+        }
     }
 }
 
@@ -70,11 +75,13 @@ impl JoinRecord {
     }
 
     pub(super) fn fail(&mut self, error: &Error) {
-        self.failure = Some(RecordedError { kind: error.kind as u8, message: error.message.clone() });
+        self.failure =
+            Some(RecordedError { kind: error.kind as u8, message: error.message.clone() });
     }
 
     pub(super) fn encode(&self) -> Result<Vec<u8>> {
-        serde_json::to_vec(self).map_err(|error| Error::internal(format!("a record cannot be written: {error}")))
+        serde_json::to_vec(self)
+            .map_err(|error| Error::internal(format!("a record cannot be written: {error}")))
     }
 
     /// Decodes the value under `rank`'s key.
@@ -87,33 +94,48 @@ impl JoinRecord {
         }
         serde_json::from_slice::<Self>(bytes)
             .map_err(|error| error.to_string())
-            .and_then(|record| if record.rank == rank.0 { Ok(record) } else { Err(format!("it says rank {}", record.rank)) })
+            .and_then(|record| {
+                if record.rank == rank.0 {
+                    Ok(record)
+                } else {
+                    Err(format!("it says rank {}", record.rank))
+                }
+            })
             .map_err(|reason| match serde_json::from_slice::<Version>(bytes) {
-                Ok(Version { protocol, version }) if protocol != PROTOCOL => Error::config(format!(
-                    "rank {rank} runs torch-symm {version} (protocol {protocol}), \
+                Ok(Version { protocol, version }) if protocol != PROTOCOL => {
+                    Error::config(format!(
+                        "rank {rank} runs torch-symm {version} (protocol {protocol}), \
                      others {VERSION} (protocol {PROTOCOL})"
+                    ))
+                }
+                _ => Error::config(format!(
+                    "the record of rank {rank} in the store cannot be read: {reason}"
                 )),
-                _ => Error::config(format!("the record of rank {rank} in the store cannot be read: {reason}")),
             })
     }
 }
 
-/// Checks that `records`, in rank order, can form the group; the error names the ranks that differ from the first, and
-/// how. The ranks may be on several nodes if all of them accept that; each node then forms a group of its own.
+/// Checks that `records`, in rank order, can form the group; the error names the ranks that differ
+/// from the first, and how. The ranks may be on several nodes if all of them accept that; each node
+/// then forms a group of its own.
 pub(super) fn agree(group: &str, records: &[&JoinRecord]) -> Result<()> {
     let Some((first, rest)) = records.split_first() else {
         return Ok(());
     };
     let differing = |differs: &dyn Fn(&JoinRecord) -> bool| {
-        let others: Vec<&JoinRecord> = rest.iter().copied().filter(|record| differs(record)).collect();
+        let others: Vec<&JoinRecord> =
+            rest.iter().copied().filter(|record| differs(record)).collect();
         let example = *others.first()?;
         let mut ranks = vec![Rank(first.rank)];
         ranks.extend(others.iter().map(|record| Rank(record.rank)));
         Some((name_ranks(&ranks), example))
     };
-    if let Some((ranks, other)) = differing(&|record| (record.protocol, &record.version) != (first.protocol, &first.version)) {
+    if let Some((ranks, other)) =
+        differing(&|record| (record.protocol, &record.version) != (first.protocol, &first.version))
+    {
         return Err(Error::config(format!(
-            "{ranks} run different versions of torch-symm: rank {} has {} (protocol {}), rank {} {} (protocol {})",
+            "{ranks} run different versions of torch-symm: rank {} has {} (protocol {}), rank {} \
+             {} (protocol {})",
             first.rank, first.version, first.protocol, other.rank, other.version, other.protocol
         )));
     }
@@ -125,15 +147,18 @@ pub(super) fn agree(group: &str, records: &[&JoinRecord]) -> Result<()> {
     }
     if let Some((ranks, other)) = differing(&|record| record.order != first.order) {
         return Err(Error::config(format!(
-            "{ranks} disagree on the order of sums of group {group:?}: rank {} has order={:?}, rank {} order={:?}; give \
+            "{ranks} disagree on the order of sums of group {group:?}: rank {} has order={:?}, \
+             rank {} order={:?}; give \
              torch_symm.Options(order=...) or SYMM_ORDER the same value on all ranks",
             first.rank, first.order, other.rank, other.order
         )));
     }
-    // Before the nodes, because ranks that list other members may be anywhere. A rank without a list agrees with every
-    // list.
+    // Before the nodes, because ranks that list other members may be anywhere. A rank without a
+    // list agrees with every list.
     if let Some(first) = records.iter().find(|record| !record.global_ranks.is_empty())
-        && let Some(other) = records.iter().find(|record| !record.global_ranks.is_empty() && record.global_ranks != first.global_ranks)
+        && let Some(other) = records.iter().find(|record| {
+            !record.global_ranks.is_empty() && record.global_ranks != first.global_ranks
+        })
     {
         return Err(other_members(
             group,
@@ -145,7 +170,8 @@ pub(super) fn agree(group: &str, records: &[&JoinRecord]) -> Result<()> {
         let Some(refuses) = records.iter().find(|record| !record.multi_node) else { return Ok(()) };
         let reason = apart((first.rank, &first.placement()), (other.rank, &other.placement()));
         return Err(Error::config(format!(
-            "{ranks} {reason}; rank {} has SYMM_INTER_NODE_BACKEND=none or inter_node_backend=\"none\", auto on all ranks connects nodes",
+            "{ranks} {reason}; rank {} has SYMM_INTER_NODE_BACKEND=none or \
+             inter_node_backend=\"none\", auto on all ranks connects nodes",
             refuses.rank
         )));
     }
@@ -157,7 +183,8 @@ pub(super) fn agree(group: &str, records: &[&JoinRecord]) -> Result<()> {
     }
     if let Some((ranks, other)) = differing(&|record| record.segment_bytes != first.segment_bytes) {
         return Err(Error::config(format!(
-            "{ranks} disagree on the shared memory of group {group:?}: rank {} says {} bytes, rank {} {}",
+            "{ranks} disagree on the shared memory of group {group:?}: rank {} says {} \
+             bytes, rank {} {}",
             first.rank, first.segment_bytes, other.rank, other.segment_bytes
         )));
     }
@@ -167,24 +194,32 @@ pub(super) fn agree(group: &str, records: &[&JoinRecord]) -> Result<()> {
 /// Maximum number of members that a message names on each side of the list's middle.
 const NAMED: usize = 8;
 
-/// Lists the members of a group by their ranks in the default group. A long list is shortened, with a digest that
-/// distinguishes lists.
+/// Lists the members of a group by their ranks in the default group. A long list is shortened, with
+/// a digest that distinguishes lists.
 pub fn name_members(global_ranks: &[i32]) -> String {
     let named = |ranks: &[i32]| ranks.iter().map(i32::to_string).collect::<Vec<_>>().join(", ");
     if global_ranks.len() <= 2 * NAMED {
         return format!("[{}]", named(global_ranks));
     }
-    let (head, tail) = (named(&global_ranks[..NAMED]), named(&global_ranks[global_ranks.len() - NAMED..]));
-    let digest = Sha256::digest(global_ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect::<Vec<u8>>());
+    let (head, tail) =
+        (named(&global_ranks[..NAMED]), named(&global_ranks[global_ranks.len() - NAMED..]));
+    let digest = Sha256::digest(
+        global_ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect::<Vec<u8>>(),
+    );
     let digest: String = digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
     format!("[{head}, ..., {tail}] ({} ranks, digest {digest})", global_ranks.len())
 }
 
-/// Returns the error of two ranks that list different members of `group`; each list has the form that `name_members`
-/// gives it.
-pub fn other_members(group: &str, (first, here): (impl Display, &str), (other, there): (impl Display, &str)) -> Error {
+/// Returns the error of two ranks that list different members of `group`; each list has the form
+/// that `name_members` gives it.
+pub fn other_members(
+    group: &str,
+    (first, here): (impl Display, &str),
+    (other, there): (impl Display, &str),
+) -> Error {
     Error::config(format!(
-        "ranks disagree on the members of group {group:?}, by their ranks in the default group: its rank {first} lists {here}, \
+        "ranks disagree on the members of group {group:?}, by their ranks in the default group: \
+         its rank {first} lists {here}, \
          its rank {other} {there}; give all of them the same list, or another group name"
     ))
 }
@@ -232,7 +267,11 @@ mod tests {
         assert_eq!(read, written);
         assert_eq!(read.failure.map(|failure| failure.error()), Some(Error::timeout("too late")));
         // Fuzzing starts with a record of this protocol.
-        assert_eq!(JoinRecord::decode(Rank(0), include_bytes!("../../fuzz/seeds/join/record.json"))?.protocol, PROTOCOL);
+        assert_eq!(
+            JoinRecord::decode(Rank(0), include_bytes!("../../fuzz/seeds/join/record.json"))?
+                .protocol,
+            PROTOCOL
+        );
         Ok(())
     }
 
@@ -241,7 +280,10 @@ mod tests {
         let cases: [(&[u8], &str); 4] = [
             (b"", "the record of rank 1 in the store cannot be read"),
             (b"{\"protocol\":1}", "the record of rank 1 in the store cannot be read"),
-            (b"{\"protocol\":9,\"version\":\"3.0\"}", "rank 1 runs torch-symm 3.0 (protocol 9), others"),
+            (
+                b"{\"protocol\":9,\"version\":\"3.0\"}",
+                "rank 1 runs torch-symm 3.0 (protocol 9), others",
+            ),
             (&record(3).encode().expect("encodes"), "it says rank 3"),
         ];
         for (bytes, expected) in cases {
@@ -255,37 +297,57 @@ mod tests {
     fn disagreements_name_ranks_and_values() {
         type Change = fn(&mut JoinRecord);
         let cases: [(Change, &str); 12] = [
-            (|r| r.version = "9.9".into(), "ranks 0, 2 and 3 run different versions of torch-symm: rank 0 has 0.1.0"),
+            (
+                |r| r.version = "9.9".into(),
+                "ranks 0, 2 and 3 run different versions of torch-symm: rank 0 has 0.1.0",
+            ),
             (|r| r.protocol = 7, "(protocol 7)"),
             (
                 |r| r.node.boot = "c".into(),
-                "ranks 0, 2 and 3 run on different nodes (\"here\", which have booted apart); rank 0 has SYMM_INTER_NODE_BACKEND=none",
+                "ranks 0, 2 and 3 run on different nodes (\"here\", which have booted apart); rank \
+                 0 has SYMM_INTER_NODE_BACKEND=none",
             ),
             (
                 |r| r.node.test = "b".into(),
-                "run on different nodes (\"here\" and \"b\", by SYMM_TEST_NODE); rank 0 has SYMM_INTER_NODE_BACKEND=none or inter_node_backend=\"none\", auto",
+                "run on different nodes (\"here\" and \"b\", by SYMM_TEST_NODE); rank 0 has \
+                 SYMM_INTER_NODE_BACKEND=none or inter_node_backend=\"none\", auto",
             ),
             (
                 |r| (r.node.pid, r.node.ipc) = ("q".into(), "j".into()),
-                "ranks 0, 2 and 3 run in different containers of one node (\"here\"): rank 2 has another pid, ipc namespaces than rank 0; \
+                "ranks 0, 2 and 3 run in different containers of one node (\"here\"): rank 2 has \
+                 another pid, ipc namespaces than rank 0; \
                  start the containers with --pid=host --ipc=host, or all ranks in one",
             ),
-            (|r| r.node.net = "m".into(), "rank 2 has another net namespace than rank 0; start the containers with --network=host, or all"),
-            (|r| r.node.time = "s".into(), "rank 2 has another time namespace than rank 0; start them in one"),
+            (
+                |r| r.node.net = "m".into(),
+                "rank 2 has another net namespace than rank 0; start the containers with \
+                 --network=host, or all",
+            ),
+            (
+                |r| r.node.time = "s".into(),
+                "rank 2 has another time namespace than rank 0; start them in one",
+            ),
             (|r| r.uid = 5, "ranks 0, 2 and 3 run as different users: rank 0 as 0, rank 2 as 5"),
             (
                 |r| (r.node.boot, r.order) = ("c".into(), "tree".into()),
-                "ranks 0, 2 and 3 disagree on the order of sums of group \"g\": rank 0 has order=\"rank\", rank 2 order=\"tree\"; give",
+                "ranks 0, 2 and 3 disagree on the order of sums of group \"g\": rank 0 has \
+                 order=\"rank\", rank 2 order=\"tree\"; give",
             ),
             (|r| r.size = 8, "disagree on the size of group \"g\": rank 0 says 4 ranks, rank 2 8"),
             (
                 |r| (r.node.boot, r.global_ranks) = ("c".into(), vec![2, 3, 8, 9]),
-                "ranks disagree on the members of group \"g\", by their ranks in the default group: its rank 0 lists [0, 1, 2, 3], \
+                "ranks disagree on the members of group \"g\", by their ranks in the default \
+                 group: its rank 0 lists [0, 1, 2, 3], \
                  its rank 2 [2, 3, 8, 9]; give",
             ),
-            (|r| r.segment_bytes = 8, "disagree on the shared memory of group \"g\": rank 0 says 4096 bytes, rank 2 8"),
+            (
+                |r| r.segment_bytes = 8,
+                "disagree on the shared memory of group \"g\": rank 0 says 4096 bytes, rank 2 8",
+            ),
         ];
-        let good: Vec<JoinRecord> = (0..4).map(|rank| JoinRecord { global_ranks: vec![0, 1, 2, 3], ..record(rank) }).collect();
+        let good: Vec<JoinRecord> = (0..4)
+            .map(|rank| JoinRecord { global_ranks: vec![0, 1, 2, 3], ..record(rank) })
+            .collect();
         assert_eq!(agree("g", &good.iter().collect::<Vec<_>>()), Ok(()));
         assert_eq!(agree("g", &[]), Ok(()));
         for (change, expected) in cases {
@@ -300,18 +362,25 @@ mod tests {
 
     #[test]
     fn ranks_without_a_list_agree_with_every_list() {
-        let listed = |rank, listed: &[i32]| JoinRecord { global_ranks: listed.to_vec(), ..record(rank) };
+        let listed =
+            |rank, listed: &[i32]| JoinRecord { global_ranks: listed.to_vec(), ..record(rank) };
         let [plain, first, other] = [record(0), listed(1, &[4, 5, 6]), listed(2, &[4, 5, 7])];
         assert_eq!(agree("g", &[&plain, &first, &first]), Ok(()));
         let error = agree("g", &[&plain, &first, &other]).expect_err("refused");
-        assert!(error.message.contains("its rank 1 lists [4, 5, 6], its rank 2 [4, 5, 7]"), "{error}");
+        assert!(
+            error.message.contains("its rank 1 lists [4, 5, 6], its rank 2 [4, 5, 7]"),
+            "{error}"
+        );
     }
 
     #[test]
     fn long_lists_that_differ_have_different_names() {
         let mut members: Vec<i32> = (0..1000).collect();
         let before = name_members(&members);
-        assert!(before.starts_with("[0, 1, 2, 3, 4, 5, 6, 7, ..., 992, ") && before.len() < 160, "{before}");
+        assert!(
+            before.starts_with("[0, 1, 2, 3, 4, 5, 6, 7, ..., 992, ") && before.len() < 160,
+            "{before}"
+        );
         members[500] = 2000;
         assert_ne!(name_members(&members), before);
     }
@@ -323,12 +392,17 @@ mod tests {
         let here = JoinRecord { multi_node: true, ..record(0) };
         assert_eq!(agree("g", &[&here, &far]), Ok(()));
         assert!(
-            agree("g", &[&here, &far, &record(2)]).is_err_and(|error| error.message.contains("rank 2 has SYMM_INTER_NODE_BACKEND=none"))
+            agree("g", &[&here, &far, &record(2)]).is_err_and(|error| error
+                .message
+                .contains("rank 2 has SYMM_INTER_NODE_BACKEND=none"))
         );
         assert_eq!(far.placement().name, "here");
         far.node.test = "b".into();
         assert_eq!((far.placement().name.as_str(), far.placement().pid), ("b", 101));
         far.size = 8;
-        assert!(agree("g", &[&here, &far]).is_err_and(|error| error.message.contains("disagree on the size")));
+        assert!(
+            agree("g", &[&here, &far])
+                .is_err_and(|error| error.message.contains("disagree on the size"))
+        );
     }
 }

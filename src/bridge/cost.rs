@@ -1,20 +1,103 @@
 //! Prices of collectives, for C++.
+#![allow(unsafe_code, reason = "objects that C++ hands over")]
 
-use super::ffi::{CostMesh, CostModelResult, LocalCost, Price, TextResult};
 use super::guarded;
 use crate::coll::cost::hardware::{DeviceKind, Hardware};
 use crate::coll::cost::profile::{self, Profile, RedistributeCosts};
 use crate::coll::cost::{Basis, Mesh, Model};
 use crate::error::{Error, Result};
 use crate::topo::cost::LinkCost;
+use ffi::{CostMesh, CostModelResult, LocalCost, Price, TextResult};
 use std::ffi::OsStr;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 
-/// A model, or the error that prevented one.
-pub struct CostModel(Result<Model>);
+/// See `bridge::ffi`.
+#[allow(missing_docs, unreachable_pub)] // cxx generates public items.
+#[cxx::bridge(namespace = "symm")]
+pub mod ffi {
+    /// A mesh whose collectives are priced; `coll::cost::Mesh` documents the fields.
+    struct CostMesh {
+        device: String,
+        ranks: Vec<usize>,
+        job: usize,
+        per_node: usize,
+    }
 
-pub(super) fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> CostModelResult {
+    /// The result of opening a cost model: its prices, or the error. `found` is false if no profile
+    /// fits this hardware.
+    struct CostModelResult {
+        status: Status,
+        found: bool,
+        model: Box<CostModel>,
+    }
+
+    /// Price of one collective, and its reason.
+    struct Price {
+        status: Status,
+        us: f64,
+        algorithm: String,
+        basis: String,
+    }
+
+    /// `coll::cost::profile::RedistributeCosts`; costs that were not measured are 0.
+    struct LocalCost {
+        known: bool,
+        step_us: f64,
+        slice_us: f64,
+        copy_gb_per_s: f64,
+    }
+
+    unsafe extern "C++" {
+        include!("symm/src/bridge.rs.h");
+        type Status = crate::bridge::ffi::Status;
+        type TextResult = crate::bridge::ffi::TextResult;
+    }
+
+    extern "Rust" {
+        /// `coll::cost::Model`.
+        type CostModel;
+        /// `basis`: `"torch"`, `"links"` or `"measured"`. If `gb_per_s`, `us` or `profile` is
+        /// empty, the model chooses.
+        fn cost_model(
+            mesh: &CostMesh,
+            basis: &str,
+            gb_per_s: &[f64],
+            us: &[f64],
+            profile: &[u8],
+        ) -> CostModelResult;
+        /// Returns the price of the collective `op` on `bytes` along dimension `dim`.
+        fn price(self: &CostModel, op: &str, bytes: f64, dim: usize) -> Price;
+        /// Returns the times of a redistribution's steps other than collectives.
+        fn local(self: &CostModel) -> LocalCost;
+        /// Returns the bandwidth of each dimension's link in GB/s.
+        fn gb_per_s(self: &CostModel) -> Vec<f64>;
+        /// Returns the latency of each dimension's link in µs.
+        fn trip_us(self: &CostModel) -> Vec<f64>;
+        /// Returns the reference time of the profile; 0 if it has none.
+        fn reference_us(self: &CostModel) -> f64;
+        /// Returns the origin of the prices, for people.
+        fn origin(self: &CostModel) -> String;
+        /// Returns as JSON the hardware that identifies a job's profile, and the profile's file
+        /// name; `null` if unknown.
+        fn profile_key(device: &str, ranks: usize) -> TextResult;
+        /// Sets the directory in which the package keeps its profiles; the system's bytes.
+        fn set_bundled_profile_dir(folder: &[u8]);
+        /// Returns the directory of the user's profiles; empty if there is none.
+        fn user_profile_dir() -> Vec<u8>;
+    }
+}
+
+/// A model, or the error that prevented one.
+pub(super) struct CostModel(Result<Model>);
+
+pub(super) fn cost_model(
+    mesh: &CostMesh,
+    basis: &str,
+    gb_per_s: &[f64],
+    us: &[f64],
+    profile: &[u8],
+) -> CostModelResult {
     let mut model = Err(Error::config("no profile is for this hardware"));
     let mut found = false;
     let status = guarded(|| {
@@ -26,13 +109,29 @@ pub(super) fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f
     CostModelResult { status, found, model: Box::new(CostModel(model)) }
 }
 
-fn make(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> Result<Option<Model>> {
+fn make(
+    mesh: &CostMesh,
+    basis: &str,
+    gb_per_s: &[f64],
+    us: &[f64],
+    profile: &[u8],
+) -> Result<Option<Model>> {
     let CostMesh { device, ranks, job, per_node } = mesh;
-    let mesh = Mesh { device: DeviceKind::named(device)?, ranks: ranks.clone(), job: *job, per_node: *per_node };
+    let mesh = Mesh {
+        device: DeviceKind::named(device)?,
+        ranks: ranks.clone(),
+        job: *job,
+        per_node: *per_node,
+    };
     if gb_per_s.len() != us.len() {
-        return Err(Error::value(format!("{} bandwidths, but {} latencies", gb_per_s.len(), us.len())));
+        return Err(Error::value(format!(
+            "{} bandwidths, but {} latencies",
+            gb_per_s.len(),
+            us.len()
+        )));
     }
-    let links: Vec<LinkCost> = gb_per_s.iter().zip(us).map(|(&gb_per_s, &us)| LinkCost { gb_per_s, us }).collect();
+    let links: Vec<LinkCost> =
+        gb_per_s.iter().zip(us).map(|(&gb_per_s, &us)| LinkCost { gb_per_s, us }).collect();
     let links = (!links.is_empty()).then_some(links);
     match basis {
         "torch" => Model::torch(&mesh, links).map(Some),
@@ -40,10 +139,14 @@ fn make(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u
         "measured" if profile.is_empty() => Model::measured(&mesh, links),
         "measured" => {
             let path = Path::new(OsStr::from_bytes(profile));
-            let here = Hardware::here(mesh.device, mesh.job).ok_or_else(|| Error::config("what hardware this is cannot be told"))?;
-            Model::of_profile(&mesh, links, profile::accept(Profile::load(path)?, path, &here)?).map(Some)
+            let here = Hardware::here(mesh.device, mesh.job)
+                .ok_or_else(|| Error::config("what hardware this is cannot be told"))?;
+            Model::of_profile(&mesh, links, profile::accept(Profile::load(path)?, path, &here)?)
+                .map(Some)
         }
-        other => Err(Error::value(format!("{other:?} is no basis of prices; there are torch, links and measured"))),
+        other => Err(Error::value(format!(
+            "{other:?} is no basis of prices; there are torch, links and measured"
+        ))),
     }
 }
 
@@ -71,16 +174,24 @@ impl CostModel {
     pub(super) fn local(&self) -> LocalCost {
         let local = self.model().ok().and_then(Model::local);
         let RedistributeCosts { step_us, slice_us, copy_gb_per_s } =
-            local.unwrap_or(RedistributeCosts { step_us: 0.0, slice_us: 0.0, copy_gb_per_s: f64::INFINITY });
+            local.unwrap_or(RedistributeCosts {
+                step_us: 0.0,
+                slice_us: 0.0,
+                copy_gb_per_s: f64::INFINITY,
+            });
         LocalCost { known: local.is_some(), step_us, slice_us, copy_gb_per_s }
     }
 
     pub(super) fn gb_per_s(&self) -> Vec<f64> {
-        self.model().map_or_else(|_| Vec::new(), |model| model.dim_links().map(|link| link.gb_per_s).collect())
+        self.model().map_or_else(
+            |_| Vec::new(),
+            |model| model.dim_links().map(|link| link.gb_per_s).collect(),
+        )
     }
 
     pub(super) fn trip_us(&self) -> Vec<f64> {
-        self.model().map_or_else(|_| Vec::new(), |model| model.dim_links().map(|link| link.us).collect())
+        self.model()
+            .map_or_else(|_| Vec::new(), |model| model.dim_links().map(|link| link.us).collect())
     }
 
     pub(super) fn reference_us(&self) -> f64 {
@@ -96,7 +207,11 @@ pub(super) fn profile_key(device: &str, ranks: usize) -> TextResult {
     let mut text = String::new();
     let status = guarded(|| {
         let here = Hardware::here(DeviceKind::named(device)?, ranks);
-        let key = here.map(|here| serde_json::json!({"file": here.file_name(), "says": here.to_string(), "hardware": here}));
+        let key = here.map(|here| {
+            serde_json::json!({
+                "file": here.file_name(), "says": here.to_string(), "hardware": here
+            })
+        });
         text = serde_json::to_string(&key).map_err(|error| Error::internal(error.to_string()))?;
         Ok(())
     });

@@ -9,11 +9,22 @@ use crate::group::device::{self, CudaTarget};
 use crate::internode::traffic;
 
 impl GroupHandle {
-    pub(super) fn launch(&self, calls: &[CallSpec], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
+    pub(super) fn launch(
+        &self,
+        calls: &[CallSpec],
+        device: i32,
+        stream: usize,
+        background: bool,
+        timeout_ms: i64,
+    ) -> Status {
         let target = CudaTarget { device, stream, background };
         guarded(|| {
             let timeout = milliseconds(timeout_ms);
-            with_specs(calls, |specs| self.with(|group| with_calls(specs, group.place(), |calls| group.launch(calls, target, timeout))))
+            with_specs(calls, |specs| {
+                self.with(|group| {
+                    with_calls(specs, group.place(), |calls| group.launch(calls, target, timeout))
+                })
+            })
         })
     }
 
@@ -26,9 +37,14 @@ impl GroupHandle {
         timeout_ms: i64,
     ) -> Status {
         let target = CudaTarget { device, stream, background };
-        let translate = |transfer: &MessageSpec| Ok(device::DeviceMessage { send: transfer.send, message: message(transfer)? });
+        let translate = |transfer: &MessageSpec| {
+            Ok(device::DeviceMessage { send: transfer.send, message: message(transfer)? })
+        };
         guarded(|| {
-            let (transfers, timeout) = (transfers.iter().map(translate).collect::<Result<Vec<_>>>()?, milliseconds(timeout_ms));
+            let (transfers, timeout) = (
+                transfers.iter().map(translate).collect::<Result<Vec<_>>>()?,
+                milliseconds(timeout_ms),
+            );
             self.with(|group| group.launch_messages(&transfers, target, timeout))
         })
     }

@@ -8,7 +8,9 @@ use crate::fused::schedule::{self, PadChannel, StreamStep};
 use crate::fused::sum_parts::{self, PartsSum};
 use crate::fused::workspace::{CallStart, MemoryRequest, Workspace};
 use crate::fused::{self, DeviceModel, MatmulShape};
-use ffi::{FusedAction, FusedCall, FusedChannel, FusedStep, FusedStream, ProductSpec, Status, SumSpec};
+use ffi::{
+    FusedAction, FusedCall, FusedChannel, FusedStep, FusedStream, ProductSpec, Status, SumSpec,
+};
 
 /// See `bridge::ffi`.
 #[allow(missing_docs, unreachable_pub)] // cxx generates public items.
@@ -57,10 +59,12 @@ pub mod ffi {
         count: usize,
     }
 
-    /// The next action for a call: if `make` is not 0, make memory and retry the call; otherwise enqueue its steps.
+    /// The next action for a call: if `make` is not 0, make memory and retry the call; otherwise
+    /// enqueue its steps.
     struct FusedCall {
         status: Status,
-        /// Size of the memory to make, together with all ranks; if `keep`, graphs still use the present memory.
+        /// Size of the memory to make, together with all ranks; if `keep`, graphs still use the
+        /// present memory.
         make: usize,
         keep: bool,
         /// Offset of its piece of the workspace in bytes.
@@ -70,7 +74,8 @@ pub mod ffi {
         steps: Vec<FusedStep>,
     }
 
-    /// A fused matmul whose rows are spread over the ranks; see `fused::MatmulShape` for the fields.
+    /// A fused matmul whose rows are spread over the ranks; see `fused::MatmulShape` for the
+    /// fields.
     struct ProductSpec {
         /// Number of the CUDA device; the host if negative.
         device: i32,
@@ -105,7 +110,12 @@ pub mod ffi {
         /// Makes the workspace of a group on a device, without memory.
         fn fused_workspace(group: &str, on_host: bool) -> Box<FusedWorkspace>;
         /// Starts an all-gather and the products of its shards. For `capture`, see `capture_of`.
-        fn gather(self: &mut FusedWorkspace, spec: &ProductSpec, own_rows: bool, capture: u64) -> FusedCall;
+        fn gather(
+            self: &mut FusedWorkspace,
+            spec: &ProductSpec,
+            own_rows: bool,
+            capture: u64,
+        ) -> FusedCall;
         /// Starts a product followed by a reduce-scatter.
         fn scatter(self: &mut FusedWorkspace, spec: &ProductSpec, capture: u64) -> FusedCall;
         /// Reports that the memory that the last call requested exists.
@@ -137,7 +147,12 @@ fn product(spec: &ProductSpec) -> Result<(MatmulShape, DeviceModel)> {
         return Err(Error::value(format!("there is no rank {} among {}", spec.rank, spec.size)));
     }
     let dtype = DType::from_torch(spec.dtype)?;
-    let product = MatmulShape { rows: spec.rows, columns: spec.columns, depth: spec.depth, element: dtype.size() };
+    let product = MatmulShape {
+        rows: spec.rows,
+        columns: spec.columns,
+        depth: spec.depth,
+        element: dtype.size(),
+    };
     Ok((product, fused::of_device(spec.device, dtype)?))
 }
 
@@ -152,10 +167,17 @@ impl FusedWorkspace {
         let mut call = nothing();
         call.status = guarded(|| {
             let (product, model) = product(spec)?;
-            self.begin(spec, "all_gather_matmul", product.shard_bytes()?, capture, &mut call, |entry| {
-                let plan = fused::gather(spec.size, spec.rank, &product, &model);
-                schedule::gather(spec.size, spec.rank, &plan, entry, own_rows)
-            })
+            self.begin(
+                spec,
+                "all_gather_matmul",
+                product.shard_bytes()?,
+                capture,
+                &mut call,
+                |entry| {
+                    let plan = fused::gather(spec.size, spec.rank, &product, &model);
+                    schedule::gather(spec.size, spec.rank, &plan, entry, own_rows)
+                },
+            )
         });
         call
     }
@@ -167,7 +189,12 @@ impl FusedWorkspace {
             let (part_bytes, bytes) = product.part_bytes(spec.size)?;
             call.part_bytes = part_bytes;
             self.begin(spec, "matmul_reduce_scatter", bytes, capture, &mut call, |entry| {
-                schedule::scatter(spec.size, spec.rank, fused::pulled(spec.size, &product, &model), entry)
+                schedule::scatter(
+                    spec.size,
+                    spec.rank,
+                    fused::pulled(spec.size, &product, &model),
+                    entry,
+                )
             })
         });
         call
@@ -211,19 +238,33 @@ impl FusedWorkspace {
 
 fn shared(step: &StreamStep) -> FusedStep {
     let stream = FusedStream { repr: step.stream() as u8 };
-    let none = FusedStep { action: FusedAction::Mark, stream, channel: FusedChannel::Part, mark: 0, rank: 0, count: 0 };
+    let none = FusedStep {
+        action: FusedAction::Mark,
+        stream,
+        channel: FusedChannel::Part,
+        mark: 0,
+        rank: 0,
+        count: 0,
+    };
     match step {
         &StreamStep::Mark(_, mark) => FusedStep { mark, ..none },
         &StreamStep::After(_, mark) => FusedStep { action: FusedAction::After, mark, ..none },
-        &StreamStep::Barrier(_, channel) => {
-            FusedStep { action: FusedAction::Barrier, channel: FusedChannel { repr: channel as u8 }, ..none }
-        }
+        &StreamStep::Barrier(_, channel) => FusedStep {
+            action: FusedAction::Barrier,
+            channel: FusedChannel { repr: channel as u8 },
+            ..none
+        },
         &StreamStep::Signal(rank) => FusedStep { action: FusedAction::Signal, rank, ..none },
         &StreamStep::Wait(rank) => FusedStep { action: FusedAction::Wait, rank, ..none },
         StreamStep::Share => FusedStep { action: FusedAction::Share, ..none },
         &StreamStep::Fetch(rank) => FusedStep { action: FusedAction::Fetch, rank, ..none },
         StreamStep::OwnRows(_) => FusedStep { action: FusedAction::OwnRows, ..none },
-        StreamStep::Multiply(ranks) => FusedStep { action: FusedAction::Multiply, rank: ranks.start, count: ranks.len(), ..none },
+        StreamStep::Multiply(ranks) => FusedStep {
+            action: FusedAction::Multiply,
+            rank: ranks.start,
+            count: ranks.len(),
+            ..none
+        },
         StreamStep::Sum => FusedStep { action: FusedAction::Sum, ..none },
     }
 }
@@ -231,7 +272,14 @@ fn shared(step: &StreamStep) -> FusedStep {
 fn sum_parts(spec: &SumSpec) -> Status {
     guarded(|| {
         let dtype = DType::from_torch(spec.dtype)?;
-        let sum = PartsSum { rank: spec.rank, parts: &spec.parts, to: spec.to, bytes: spec.bytes, dtype, mean: spec.mean };
+        let sum = PartsSum {
+            rank: spec.rank,
+            parts: &spec.parts,
+            to: spec.to,
+            bytes: spec.bytes,
+            dtype,
+            mean: spec.mean,
+        };
         // SAFETY: C++ passes tensors that it holds, after the steps that order their accesses.
         unsafe { sum_parts::launch(spec.device, spec.stream, &sum) }
     })

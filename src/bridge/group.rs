@@ -43,7 +43,12 @@ impl GroupHandle {
         })
     }
 
-    pub(super) fn run(&self, calls: &[ffi::CallSpec], timeout_ms: i64, profiled: bool) -> ffi::Outcome {
+    pub(super) fn run(
+        &self,
+        calls: &[ffi::CallSpec],
+        timeout_ms: i64,
+        profiled: bool,
+    ) -> ffi::Outcome {
         self.begun(calls, |group, calls| {
             group.watch(profiled);
             group.run(calls, milliseconds(timeout_ms)).map(|()| 0)
@@ -67,17 +72,28 @@ impl GroupHandle {
         self.begun(calls, |_, _| Ok(0))
     }
 
-    /// Makes calls of `calls` and passes them to `begin`, which returns a ticket, unless inputs must be copied first. A
-    /// panic fails the group on all ranks.
-    fn begun(&self, calls: &[ffi::CallSpec], begin: impl FnOnce(&Group, &[Call<'_>]) -> Result<u64>) -> ffi::Outcome {
-        let mut outcome = ffi::Outcome { status: outcome::status(Ok(())), sequence: 0, ticket: 0, asides: Vec::new() };
+    /// Makes calls of `calls` and passes them to `begin`, which returns a ticket, unless inputs
+    /// must be copied first. A panic fails the group on all ranks.
+    fn begun(
+        &self,
+        calls: &[ffi::CallSpec],
+        begin: impl FnOnce(&Group, &[Call<'_>]) -> Result<u64>,
+    ) -> ffi::Outcome {
+        let mut outcome = ffi::Outcome {
+            status: outcome::status(Ok(())),
+            sequence: 0,
+            ticket: 0,
+            asides: Vec::new(),
+        };
         outcome.status = guarded(|| {
             self.with(|group| {
                 let place = group.place();
                 outcome.sequence = group.sequence() + 1;
                 with_specs(calls, |specs| {
                     let asides = alias::overwritten(specs, place.0).into_iter();
-                    outcome.asides = asides.map(|alias::Aside { call, input }| ffi::Aside { call, input }).collect();
+                    outcome.asides = asides
+                        .map(|alias::Aside { call, input }| ffi::Aside { call, input })
+                        .collect();
                     if outcome.asides.is_empty() {
                         outcome.ticket = with_calls(specs, place, |calls| begin(group, calls))?;
                     }
@@ -88,14 +104,28 @@ impl GroupHandle {
         outcome
     }
 
-    pub(super) fn send(&self, transfer: &ffi::MessageSpec, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
+    pub(super) fn send(
+        &self,
+        transfer: &ffi::MessageSpec,
+        completion: cxx::UniquePtr<ffi::Completion>,
+    ) -> u64 {
         let completion = from_cpp(completion);
-        started(|completion| self.with(|group| group.send(message(transfer)?, completion)), completion)
+        started(
+            |completion| self.with(|group| group.send(message(transfer)?, completion)),
+            completion,
+        )
     }
 
-    pub(super) fn recv(&self, transfer: &ffi::MessageSpec, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
+    pub(super) fn recv(
+        &self,
+        transfer: &ffi::MessageSpec,
+        completion: cxx::UniquePtr<ffi::Completion>,
+    ) -> u64 {
         let completion = from_cpp(completion);
-        started(|completion| self.with(|group| group.recv(message(transfer)?, completion)), completion)
+        started(
+            |completion| self.with(|group| group.recv(message(transfer)?, completion)),
+            completion,
+        )
     }
 
     pub(super) fn wait(&self, ticket: u64, timeout_ms: i64) -> ffi::Status {
@@ -106,9 +136,18 @@ impl GroupHandle {
         guarded(|| self.done(|group| group.progress()));
     }
 
-    pub(super) fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool, call_site: u32) -> ffi::Status {
+    pub(super) fn monitored_barrier(
+        &self,
+        timeout_ms: i64,
+        wait_all_ranks: bool,
+        call_site: u32,
+    ) -> ffi::Status {
         let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
-        guarded(|| self.with(|group| group.monitored_barrier(timeout, wait_all_ranks, CallSite::known(call_site))))
+        guarded(|| {
+            self.with(|group| {
+                group.monitored_barrier(timeout, wait_all_ranks, CallSite::known(call_site))
+            })
+        })
     }
 
     pub(super) fn reject(&self, text: &str) {
@@ -121,7 +160,11 @@ impl GroupHandle {
 
     pub(super) fn reject_message(&self, transfer: &ffi::MessageSpec, text: &str) {
         let peer = u32::try_from(transfer.peer).ok().map(Rank);
-        guarded(|| self.done(|group| group.reject_message(transfer.send, peer, transfer.tag, text.to_owned())));
+        guarded(|| {
+            self.done(|group| {
+                group.reject_message(transfer.send, peer, transfer.tag, text.to_owned())
+            })
+        });
     }
 
     pub(super) fn abort(&self) {
@@ -133,7 +176,9 @@ impl GroupHandle {
     }
 
     pub(super) fn leave(&self, limit_ms: i64, farewell: &str) {
-        guarded(|| self.done(|group| group.destroy(milliseconds(limit_ms).unwrap_or_default(), farewell)));
+        guarded(|| {
+            self.done(|group| group.destroy(milliseconds(limit_ms).unwrap_or_default(), farewell))
+        });
     }
 
     pub(super) fn sequence(&self) -> u64 {
@@ -181,7 +226,12 @@ pub(super) fn join(
             global_ranks: spec.global_ranks.clone(),
             is_default: spec.is_default,
             timeout: milliseconds(spec.timeout_ms),
-            ctas: chosen_ctas(&spec.cta_policy, spec.max_ctas, Config::get().ctas, spec.is_default)?,
+            ctas: chosen_ctas(
+                &spec.cta_policy,
+                spec.max_ctas,
+                Config::get().ctas,
+                spec.is_default,
+            )?,
         };
         let store = TorchStore::new(store);
         let name = store.name()?;
@@ -189,14 +239,22 @@ pub(super) fn join(
         let torch = |named: &str| find_backends(&transports, named);
         let choice = discovery::connects(&spec.inter_node_backend, &options, torch)?;
         let partials = ReduceDtype::chosen(&spec.reduce_dtype, options.order, spec.is_default)?;
-        let connecting = |backend: &str| Arc::new(TorchTransports::new(&transports, backend)) as Arc<dyn Transports>;
+        let connecting = |backend: &str| {
+            Arc::new(TorchTransports::new(&transports, backend)) as Arc<dyn Transports>
+        };
         let worker = OffloadedStore::new(Arc::clone(&store), name)?;
         group = Group::join(
             &worker,
             &options,
-            Some(&InternodeOptions { choice, reduce_dtype: partials, store: &store, transports: &connecting }),
+            Some(&InternodeOptions {
+                choice,
+                reduce_dtype: partials,
+                store: &store,
+                transports: &connecting,
+            }),
         );
-        // Dropped before the answer is read: its thread has then finished its operation, or abandoned it.
+        // Dropped before the answer is read: its thread has then finished its operation, or
+        // abandoned it.
         drop(worker);
         group.as_ref().map(|_| ()).map_err(Clone::clone)
     });
@@ -205,21 +263,39 @@ pub(super) fn join(
 
 /// Reinterprets spans of C++ as the core's, which have the same layout.
 fn spans(list: &[ffi::Span]) -> &[Span] {
-    const { assert!(size_of::<ffi::Span>() == size_of::<Span>() && align_of::<ffi::Span>() == align_of::<Span>()) }
-    const { assert!(offset_of!(ffi::Span, addr) == offset_of!(Span, addr) && offset_of!(ffi::Span, bytes) == offset_of!(Span, bytes)) }
+    const {
+        assert!(
+            size_of::<ffi::Span>() == size_of::<Span>()
+                && align_of::<ffi::Span>() == align_of::<Span>()
+        )
+    }
+    const {
+        assert!(
+            offset_of!(ffi::Span, addr) == offset_of!(Span, addr)
+                && offset_of!(ffi::Span, bytes) == offset_of!(Span, bytes)
+        )
+    }
     // SAFETY: both are `repr(C)` structs with the same fields, as the constants above have checked.
     unsafe { std::slice::from_raw_parts(list.as_ptr().cast(), list.len()) }
 }
 
 /// Returns the arguments in `spec`.
 fn translate<'a>(spec: &ffi::CallSpec<'a>) -> Result<CallSpec<'a>> {
-    let op = Collective::from_code(spec.op.repr).ok_or_else(|| Error::value(format!("collective code {} is unknown", spec.op.repr)))?;
+    let op = Collective::from_code(spec.op.repr)
+        .ok_or_else(|| Error::value(format!("collective code {} is unknown", spec.op.repr)))?;
     let reduce_op = ReduceOp::from_torch(spec.reduce_op)?;
     Ok(CallSpec {
         op,
-        dtype: if op.reduces() { DType::combined(spec.dtype, reduce_op)? } else { DType::copied(spec.dtype)? },
+        dtype: if op.reduces() {
+            DType::combined(spec.dtype, reduce_op)?
+        } else {
+            DType::copied(spec.dtype)?
+        },
         reduce_op,
-        root: Rank(u32::try_from(spec.root).map_err(|_| Error::value(format!("root {} is negative", spec.root)))?),
+        root: Rank(
+            u32::try_from(spec.root)
+                .map_err(|_| Error::value(format!("root {} is negative", spec.root)))?,
+        ),
         factor: spec.factor,
         inputs: spans(spec.inputs).into(),
         outputs: spans(spec.outputs).into(),
@@ -228,7 +304,10 @@ fn translate<'a>(spec: &ffi::CallSpec<'a>) -> Result<CallSpec<'a>> {
 }
 
 /// Runs `body` on the arguments of `calls`; a single call allocates no memory.
-pub(super) fn with_specs<T>(calls: &[ffi::CallSpec], body: impl FnOnce(&[CallSpec<'_>]) -> Result<T>) -> Result<T> {
+pub(super) fn with_specs<T>(
+    calls: &[ffi::CallSpec],
+    body: impl FnOnce(&[CallSpec<'_>]) -> Result<T>,
+) -> Result<T> {
     match calls {
         [one] => body(&[translate(one)?]),
         several => body(&several.iter().map(translate).collect::<Result<Vec<_>>>()?),
@@ -236,10 +315,15 @@ pub(super) fn with_specs<T>(calls: &[ffi::CallSpec], body: impl FnOnce(&[CallSpe
 }
 
 /// Runs `body` on the calls of `specs` for rank `me` of `n`; a single call allocates no memory.
-pub(super) fn with_calls<T>(specs: &[CallSpec<'_>], (me, n): (Rank, usize), body: impl FnOnce(&[Call<'_>]) -> Result<T>) -> Result<T> {
+pub(super) fn with_calls<T>(
+    specs: &[CallSpec<'_>],
+    (me, n): (Rank, usize),
+    body: impl FnOnce(&[Call<'_>]) -> Result<T>,
+) -> Result<T> {
     fn call<'a>(spec: &CallSpec<'a>, me: Rank, n: usize) -> Result<Call<'a>> {
-        // SAFETY: the spans belong to tensors that `Operation` owns until the call has ended. Inputs overlap outputs
-        // only in place: `GroupHandle::begun` has checked that, or those inputs were copied before the calls were made.
+        // SAFETY: the spans belong to tensors that `Operation` owns until the call has ended.
+        // Inputs overlap outputs only in place: `GroupHandle::begun` has checked that, or those
+        // inputs were copied before the calls were made.
         unsafe { Call::new(spec.clone(), me, n) }
     }
     match specs {
@@ -256,7 +340,7 @@ pub(super) fn message(transfer: &ffi::MessageSpec) -> Result<Message> {
         span: Span { addr: transfer.span.addr, bytes: transfer.span.bytes },
         timeout: milliseconds(transfer.timeout_ms),
     };
-    // SAFETY: the span belongs to a tensor that its C++ work owns until the completion is called, or until the stream
-    // has passed the transfer. Users of torch do not access it until then.
+    // SAFETY: the span belongs to a tensor that its C++ work owns until the completion is called,
+    // or until the stream has passed the transfer. Users of torch do not access it until then.
     Ok(unsafe { Message::new(spec) })
 }

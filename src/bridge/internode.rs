@@ -15,8 +15,16 @@ pub(super) fn node_id() -> String {
     if text.is_empty() { status.message } else { text }
 }
 
-pub(super) fn set_trial_thresholds(multi_rail_bytes: usize, chunk_bytes: usize, gather_bytes: usize) -> Status {
+pub(super) fn set_trial_thresholds(
+    multi_rail_bytes: usize,
+    chunk_bytes: usize,
+    gather_bytes: usize,
+) -> Status {
     guarded(|| {
-        agreed_settings::set_trial_thresholds((chunk_bytes > 0).then_some(RailThresholds { multi_rail_bytes, chunk_bytes, gather_bytes }))
+        agreed_settings::set_trial_thresholds((chunk_bytes > 0).then_some(RailThresholds {
+            multi_rail_bytes,
+            chunk_bytes,
+            gather_bytes,
+        }))
     })
 }

@@ -10,7 +10,9 @@ use std::os::unix::ffi::OsStrExt;
 
 pub(super) fn cuda_libraries(folders: &CxxVector<CxxString>) {
     guarded(|| {
-        search_in(folders.iter().map(|folder| OsStr::from_bytes(folder.as_bytes()).into()).collect());
+        search_in(
+            folders.iter().map(|folder| OsStr::from_bytes(folder.as_bytes()).into()).collect(),
+        );
         Ok(())
     });
 }

@@ -30,7 +30,10 @@ pub(super) fn log_lines(limit_ms: u64) -> String {
     let mut lines = Vec::new();
     guarded(|| {
         let taken = logging::take_lines(Duration::from_millis(limit_ms));
-        lines = taken.into_iter().map(|line| (line.level.as_str(), line.target, line.text, line.at.as_secs_f64())).collect();
+        lines = taken
+            .into_iter()
+            .map(|line| (line.level.as_str(), line.target, line.text, line.at.as_secs_f64()))
+            .collect();
         Ok(())
     });
     serde_json::json!(lines).to_string()

@@ -10,27 +10,31 @@ use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::sync::Mutex;
 
-/// Allocates a segment of at least `bytes` on CUDA device `device`; null on failure, which torch turns into an
-/// `OutOfMemoryError` after it has freed its caches. Any thread may call this, even while it holds the lock of torch's
-/// allocator.
+/// Allocates a segment of at least `bytes` on CUDA device `device`; null on failure, which torch
+/// turns into an `OutOfMemoryError` after it has freed its caches. Any thread may call this, even
+/// while it holds the lock of torch's allocator.
 #[unsafe(no_mangle)]
 extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *mut c_void {
     let mut address = 0;
     let outcome = guarded(|| {
         // The host's heap has number -1, but does not belong to torch's CUDA pools.
-        u32::try_from(device).map_err(|_| Error::value(format!("there is no CUDA device {device}")))?;
+        u32::try_from(device)
+            .map_err(|_| Error::value(format!("there is no CUDA device {device}")))?;
         address = symm_mem::allocate(device, bytes)?;
         Ok(())
     });
     if outcome.kind != super::ffi::ErrorKind::None {
-        log::warn!("{bytes} bytes of symmetric memory on cuda:{device} cannot be had: {}", outcome.message);
+        log::warn!(
+            "{bytes} bytes of symmetric memory on cuda:{device} cannot be had: {}",
+            outcome.message
+        );
     }
     // The address is the driver's and has no meaning on the host.
     std::ptr::without_provenance_mut(address as usize)
 }
 
-/// Frees a segment of `symm_alloc`, which stays while a window on it is held. A failure is only logged, because torch
-/// has forgotten the segment already.
+/// Frees a segment of `symm_alloc`, which stays while a window on it is held. A failure is only
+/// logged, because torch has forgotten the segment already.
 #[unsafe(no_mangle)]
 extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stream: *mut c_void) {
     let address = segment.addr() as u64;
@@ -38,7 +42,10 @@ extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stre
     super::ffi::forget_windows(segment.addr(), bytes);
     let outcome = guarded(|| symm_mem::release(address));
     if outcome.kind != super::ffi::ErrorKind::None {
-        log::error!("{bytes} bytes of symmetric memory at {address:#x} on cuda:{device} stay taken: {}", outcome.message);
+        log::error!(
+            "{bytes} bytes of symmetric memory at {address:#x} on cuda:{device} stay taken: {}",
+            outcome.message
+        );
     }
 }
 
@@ -60,7 +67,8 @@ pub(super) fn is_symmetric(address: usize) -> bool {
     answer
 }
 
-/// Cached answers, one per device: FSDP2 asks before every buffer, and asking the driver acquires the device's context.
+/// Cached answers, one per device: FSDP2 asks before every buffer, and asking the driver acquires
+/// the device's context.
 static SHARES: Mutex<BTreeMap<i32, bool>> = Mutex::new(BTreeMap::new());
 
 pub(super) fn supports_symm_mem(device: i32) -> bool {

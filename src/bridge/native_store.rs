@@ -1,7 +1,7 @@
 //! Stores of this crate, for C++.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
-use super::ffi::{Blob, InterruptHandle, Status, StoreHandle, StoreOp, StoreReply, StoreResult, TcpSpec};
+use super::ffi::{Blob, InterruptHandle, Status, StoreHandle, StoreOp, StoreReply};
 use super::guarded;
 use super::outcome::same_codes;
 use super::torch_store::TorchStore;
@@ -17,11 +17,86 @@ use crate::store::tcp::{TcpOptions, TcpStore};
 use crate::store::{MAX_TIMEOUT, Store};
 use crate::sys::interrupt;
 use bytes::Bytes;
+use ffi::{StoreResult, TcpSpec};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+/// See `bridge::ffi`.
+#[allow(missing_docs, unreachable_pub)] // cxx generates public items.
+#[cxx::bridge(namespace = "symm")]
+pub mod ffi {
+    /// A TCP store; `store::tcp::TcpOptions` documents the fields.
+    struct TcpSpec {
+        host: String,
+        port: u16,
+        /// Number of workers; negative if unknown.
+        world_size: i64,
+        is_master: bool,
+        timeout_ms: i64,
+        wait_for_workers: bool,
+        multi_tenant: bool,
+        /// The file descriptor on which the server listens; negative if there is none.
+        listen_fd: i32,
+        /// The secret that clients must know; empty if there is none.
+        secret: Vec<u8>,
+        require_same_user: bool,
+    }
+
+    /// A new store, or the error. A TCP store can be reached at this host and port.
+    struct StoreResult {
+        status: Status,
+        store: Box<NativeStore>,
+        host: String,
+        port: u16,
+    }
+
+    unsafe extern "C++" {
+        include!("symm/src/bridge.rs.h");
+        type Status = crate::bridge::ffi::Status;
+        type StoreOp = crate::bridge::ffi::StoreOp;
+        type Blob<'a> = crate::bridge::ffi::Blob<'a>;
+        type StoreReply = crate::bridge::ffi::StoreReply;
+        type StoreHandle = crate::bridge::ffi::StoreHandle;
+    }
+
+    extern "Rust" {
+        /// A store of `symm::store`, or the error.
+        type NativeStore;
+        fn store_memory() -> Box<NativeStore>;
+        /// Opens a store in a file; `path` is in the system's bytes.
+        fn store_file(path: &[u8], world_size: i64, timeout_ms: i64) -> StoreResult;
+        fn store_tcp(spec: &TcpSpec) -> StoreResult;
+        /// Wraps `store` for use by the core.
+        fn wrap_store(store: UniquePtr<StoreHandle>) -> Box<NativeStore>;
+        fn share(self: &NativeStore) -> Box<NativeStore>;
+        /// Answers a request; `timeout_ms` limits a wait, and 0 is the maximum, negative an error.
+        fn call(
+            self: &NativeStore,
+            op: StoreOp,
+            keys: &[Blob],
+            values: &[Blob],
+            amount: i64,
+            timeout_ms: i64,
+        ) -> StoreReply;
+        /// Returns once all `size` ranks have called it with this key.
+        fn barrier(self: &NativeStore, key: &[u8], rank: i64, size: i64, timeout_ms: i64)
+        -> Status;
+        /// Publishes `word` about `what` under `prefix`, and returns every rank's word; if `what`
+        /// is empty, a rendezvous of all.
+        fn meet(
+            self: &NativeStore,
+            prefix: &[u8],
+            what: &[u8],
+            word: &[u8],
+            rank: i64,
+            size: i64,
+            timeout_ms: i64,
+        ) -> StoreReply;
+    }
+}
 
 /// Values or keys that pass between the languages.
 pub struct Blobs(Vec<Bytes>);
@@ -49,7 +124,7 @@ impl Blobs {
 }
 
 /// A store, or the error that prevented opening it.
-pub struct NativeStore(Result<Arc<dyn Store>>);
+pub(super) struct NativeStore(Result<Arc<dyn Store>>);
 
 pub(super) fn store_memory() -> Box<NativeStore> {
     Box::new(NativeStore(Ok(Arc::new(MemoryStore::new()))))
@@ -62,7 +137,11 @@ pub(super) fn wrap_store(store: cxx::UniquePtr<StoreHandle>) -> Box<NativeStore>
 pub(super) fn store_file(path: &[u8], world_size: i64, timeout_ms: i64) -> StoreResult {
     opened(|| {
         let world_size = unsigned("world size", world_size)?;
-        let store = FileStore::open_within(Path::new(OsStr::from_bytes(path)), world_size, limit(timeout_ms)?)?;
+        let store = FileStore::open_within(
+            Path::new(OsStr::from_bytes(path)),
+            world_size,
+            limit(timeout_ms)?,
+        )?;
         Ok((Arc::new(store), String::new(), 0))
     })
 }
@@ -109,14 +188,28 @@ impl NativeStore {
         Box::new(Self(self.0.clone()))
     }
 
-    pub(super) fn call(&self, op: StoreOp, keys: &[Blob<'_>], values: &[Blob<'_>], amount: i64, timeout_ms: i64) -> StoreReply {
+    pub(super) fn call(
+        &self,
+        op: StoreOp,
+        keys: &[Blob<'_>],
+        values: &[Blob<'_>],
+        amount: i64,
+        timeout_ms: i64,
+    ) -> StoreReply {
         let mut reply = TableReply::Unit;
         let status = guarded(|| {
-            let op = RequestOp::from_code(op.repr).ok_or_else(|| Error::value(format!("operation {} is unknown", op.repr)))?;
+            let op = RequestOp::from_code(op.repr)
+                .ok_or_else(|| Error::value(format!("operation {} is unknown", op.repr)))?;
             let keys = keys.iter().map(|key| text(key.data)).collect::<Result<_>>()?;
-            let request = Request { amount, ..Request::new(op, keys, values.iter().map(|value| value.data).collect()) };
+            let request = Request {
+                amount,
+                ..Request::new(op, keys, values.iter().map(|value| value.data).collect())
+            };
             let limit = limit(timeout_ms)?;
-            reply = self.store()?.call(&request, Some(ThreadDeadline::left().map_or(limit, |left| limit.min(left))))?;
+            reply = self.store()?.call(
+                &request,
+                Some(ThreadDeadline::left().map_or(limit, |left| limit.min(left))),
+            )?;
             Ok(())
         });
         answer(status, reply)
@@ -129,12 +222,26 @@ impl NativeStore {
         })
     }
 
-    pub(super) fn meet(&self, prefix: &[u8], what: &[u8], word: &[u8], rank: i64, size: i64, timeout_ms: i64) -> StoreReply {
+    pub(super) fn meet(
+        &self,
+        prefix: &[u8],
+        what: &[u8],
+        word: &[u8],
+        rank: i64,
+        size: i64,
+        timeout_ms: i64,
+    ) -> StoreReply {
         let mut words = Vec::new();
         let status = guarded(|| {
             let (me, size) = (Rank(unsigned("rank", rank)?), unsigned("world size", size)?);
             let deadline = Instant::now() + limit(timeout_ms)?;
-            let meeting = StoreMeeting { store: self.store()?, prefix: text(prefix)?.into(), me, size, deadline };
+            let meeting = StoreMeeting {
+                store: self.store()?,
+                prefix: text(prefix)?.into(),
+                me,
+                size,
+                deadline,
+            };
             if what.is_empty() {
                 return meeting.assemble();
             }
@@ -186,7 +293,11 @@ fn unsigned(what: &str, value: i64) -> Result<u32> {
 }
 
 fn text(key: &[u8]) -> Result<&str> {
-    std::str::from_utf8(key).map_err(|_| Error::value(format!("a key of {} bytes is not UTF-8", key.len())))
+    std::str::from_utf8(key)
+        .map_err(|_| Error::value(format!("a key of {} bytes is not UTF-8", key.len())))
 }
 
-same_codes!(RequestOp, StoreOp: Set, CompareSet, Get, Add, Check, Wait, Delete, NumKeys, Append, MultiGet, MultiSet, Push, Pop, TryPop, QueueLen, ListKeys);
+same_codes!(
+    RequestOp, StoreOp: Set, CompareSet, Get, Add, Check, Wait, Delete, NumKeys, Append, MultiGet,
+    MultiSet, Push, Pop, TryPop, QueueLen, ListKeys
+);

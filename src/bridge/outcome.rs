@@ -11,15 +11,17 @@ use std::time::Duration;
 
 /// Runs `body`; a panic becomes an internal error.
 pub(super) fn guarded(body: impl FnOnce() -> Result<()>) -> ffi::Status {
-    let outcome = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(Error::panicked("this process", &*panic)));
+    let outcome = catch_unwind(AssertUnwindSafe(body))
+        .unwrap_or_else(|panic| Err(Error::panicked("this process", &*panic)));
     status(outcome)
 }
 
-/// Runs `body` with `completion`; on failure, calls `completion` with the error here and returns ticket 0, which is
-/// always complete.
+/// Runs `body` with `completion`; on failure, calls `completion` with the error here and returns
+/// ticket 0, which is always complete.
 pub(super) fn started(body: impl FnOnce(Completion) -> Result<u64>, completion: Completion) -> u64 {
     let failed = completion.clone();
-    let outcome = catch_unwind(AssertUnwindSafe(|| body(completion))).unwrap_or_else(|panic| Err(Error::panicked("this process", &*panic)));
+    let outcome = catch_unwind(AssertUnwindSafe(|| body(completion)))
+        .unwrap_or_else(|panic| Err(Error::panicked("this process", &*panic)));
     outcome.unwrap_or_else(|error| {
         failed.call(Err(error), None);
         0
@@ -29,7 +31,9 @@ pub(super) fn started(body: impl FnOnce(Completion) -> Result<u64>, completion: 
 pub(super) fn status(outcome: Result<()>) -> ffi::Status {
     match outcome {
         Ok(()) => ffi::Status { kind: ffi::ErrorKind::None, message: String::new() },
-        Err(error) => ffi::Status { kind: ffi::ErrorKind { repr: error.kind as u8 }, message: error.message },
+        Err(error) => {
+            ffi::Status { kind: ffi::ErrorKind { repr: error.kind as u8 }, message: error.message }
+        }
     }
 }
 
@@ -40,7 +44,8 @@ pub(super) fn milliseconds(value: i64) -> Option<Duration> {
 /// Wraps a completion of the C++ side, which is called once from any thread.
 pub(super) fn from_cpp(completion: cxx::UniquePtr<ffi::Completion>) -> Completion {
     struct Callback(cxx::UniquePtr<ffi::Completion>);
-    // SAFETY: `Completion::complete` may be called on any thread, as bridge.rs requires of its implementation.
+    // SAFETY: `Completion::complete` may be called on any thread, as bridge.rs requires of its
+    // implementation.
     unsafe impl Send for Callback {}
     let callback = Callback(completion);
     Completion::new(move |outcome, source: Option<Rank>| {
@@ -51,7 +56,8 @@ pub(super) fn from_cpp(completion: cxx::UniquePtr<ffi::Completion>) -> Completio
     })
 }
 
-/// Checks at compile time that the enum `$own` and its shared enum of the bridge have the same codes.
+/// Checks at compile time that the enum `$own` and its shared enum of the bridge have the same
+/// codes.
 macro_rules! same_codes {
     ($own:ty, $shared:ty: $($name:ident),* $(,)?) => {
         $(const _: () = assert!(<$shared>::$name.repr == <$own>::$name as u8);)*
@@ -61,5 +67,11 @@ macro_rules! same_codes {
 }
 pub(super) use same_codes;
 
-same_codes!(ErrorKind, ffi::ErrorKind: Peer, Timeout, Mismatch, Config, Aborted, Value, Type, NotImplemented, WaitTimeout, Internal, Network, QueueEmpty);
-same_codes!(Collective, ffi::Collective: Barrier, Broadcast, AllReduce, Reduce, AllGather, Gather, Scatter, ReduceScatter, AllToAll, AllReduceAddRmsNorm);
+same_codes!(
+    ErrorKind, ffi::ErrorKind: Peer, Timeout, Mismatch, Config, Aborted, Value, Type,
+    NotImplemented, WaitTimeout, Internal, Network, QueueEmpty
+);
+same_codes!(
+    Collective, ffi::Collective: Barrier, Broadcast, AllReduce, Reduce, AllGather, Gather, Scatter,
+    ReduceScatter, AllToAll, AllReduceAddRmsNorm
+);

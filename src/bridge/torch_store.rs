@@ -11,18 +11,21 @@ use crate::sys::interrupt::Interrupts;
 use bytes::Bytes;
 use std::time::{Duration, Instant};
 
-/// How much too early a store may report a timeout: stores count in milliseconds, some with their own clocks.
+/// How much too early a store may report a timeout: stores count in milliseconds, some with their
+/// own clocks.
 const STORE_CLOCK_SKEW: Duration = Duration::from_millis(50);
 
 /// Maximum pause between two polls of a queue.
 const QUEUE_POLL_MAX: Duration = Duration::from_millis(20);
 
-/// A `c10d::Store` of torch or of a user. A call without a limit is limited by the store's own timeout.
+/// A `c10d::Store` of torch or of a user. A call without a limit is limited by the store's own
+/// timeout.
 ///
-/// With a limit, `get` and `multi_get` are `wait` and then the operation: if another user deletes a key in between,
-/// they wait once more, for the store's own timeout. c10d has no `get` with a limit, and changing the store's timeout
-/// temporarily would affect its other threads. The guarantee of `set` depends on the store: torch's TCPStore sends
-/// without waiting for a reply, so other users may see the change a little later.
+/// With a limit, `get` and `multi_get` are `wait` and then the operation: if another user deletes a
+/// key in between, they wait once more, for the store's own timeout. c10d has no `get` with a
+/// limit, and changing the store's timeout temporarily would affect its other threads. The
+/// guarantee of `set` depends on the store: torch's TCPStore sends without waiting for a reply, so
+/// other users may see the change a little later.
 pub(super) struct TorchStore(cxx::UniquePtr<StoreHandle>);
 
 // SAFETY: a c10d::Store may be used from any thread.
@@ -45,7 +48,8 @@ impl Store for TorchStore {
             }
             RequestOp::Pop => self.pop(request, limit),
             RequestOp::Append if !self.handle()?.extended() => Err(Error::not_implemented(
-                "append: the store has none of its own, and its compare_set does not tell two writers of equal values apart",
+                "append: the store has none of its own, and its compare_set does not tell two \
+                 writers of equal values apart",
             )),
             RequestOp::MultiSet if !self.handle()?.extended() => {
                 for (key, value) in request.keys.iter().zip(&request.values) {
@@ -93,27 +97,42 @@ impl TorchStore {
 
     /// Makes one call of the c10d store. `timeout_ms` is for [`StoreOp::Wait`].
     fn direct(&self, request: &Request<'_>, timeout_ms: i64) -> Result<TableReply> {
-        let keys: Vec<Blob<'_>> = request.keys.iter().map(|key| Blob { data: key.as_bytes() }).collect();
+        let keys: Vec<Blob<'_>> =
+            request.keys.iter().map(|key| Blob { data: key.as_bytes() }).collect();
         let values: Vec<Blob<'_>> = request.values.iter().map(|&data| Blob { data }).collect();
         let op = StoreOp { repr: request.op as u8 };
         let answer = self.handle()?.call(op, &keys, &values, request.amount, timeout_ms);
         if answer.status.kind != ffi::ErrorKind::None {
-            // c10d's timeout error covers other failures, too, and an operation that does not wait has no timeout.
-            let late = request.op.waits() || ThreadDeadline::left().is_some_and(|left| left.is_zero());
-            let kind = ErrorKind::from_code(answer.status.kind.repr).filter(|&kind| kind != ErrorKind::Timeout || late);
+            // c10d's timeout error covers other failures, too, and an operation that does not wait
+            // has no timeout.
+            let late =
+                request.op.waits() || ThreadDeadline::left().is_some_and(|left| left.is_zero());
+            let kind = ErrorKind::from_code(answer.status.kind.repr)
+                .filter(|&kind| kind != ErrorKind::Timeout || late);
             let kind = kind.unwrap_or(ErrorKind::Config);
-            return Err(Error { kind, message: format!("the store failed at {:?}: {}", request.op, answer.status.message) });
+            return Err(Error {
+                kind,
+                message: format!("the store failed at {:?}: {}", request.op, answer.status.message),
+            });
         }
         let mut pieces = answer.pieces.into_vec();
         Ok(match request.op {
-            RequestOp::Set | RequestOp::Wait | RequestOp::Append | RequestOp::MultiSet | RequestOp::Push => TableReply::Unit,
+            RequestOp::Set
+            | RequestOp::Wait
+            | RequestOp::Append
+            | RequestOp::MultiSet
+            | RequestOp::Push => TableReply::Unit,
             RequestOp::Check | RequestOp::Delete => TableReply::Flag(answer.number != 0),
-            RequestOp::Add | RequestOp::NumKeys | RequestOp::QueueLen => TableReply::Number(answer.number),
+            RequestOp::Add | RequestOp::NumKeys | RequestOp::QueueLen => {
+                TableReply::Number(answer.number)
+            }
             RequestOp::CompareSet | RequestOp::Get | RequestOp::Pop | RequestOp::TryPop => {
                 TableReply::Value(pieces.pop().unwrap_or_default())
             }
             RequestOp::MultiGet => TableReply::Values(pieces),
-            RequestOp::ListKeys => TableReply::Keys(pieces.into_iter().map(key).collect::<Result<_>>()?),
+            RequestOp::ListKeys => {
+                TableReply::Keys(pieces.into_iter().map(key).collect::<Result<_>>()?)
+            }
         })
     }
 
@@ -124,7 +143,9 @@ impl TorchStore {
         let timeout = limit.as_millis().max(1) as i64;
         let started = Instant::now();
         let wait = Request::new(RequestOp::Wait, request.keys.clone(), vec![]);
-        self.direct(&wait, timeout).or_else(|error| self.explain(request, limit, started, error).map(|()| TableReply::Unit))
+        self.direct(&wait, timeout).or_else(|error| {
+            self.explain(request, limit, started, error).map(|()| TableReply::Unit)
+        })
     }
 
     /// Returns the values of the keys of `request`.
@@ -136,7 +157,11 @@ impl TorchStore {
             }
             let one = |key: &&str| {
                 let reply = self.direct(&Request::new(RequestOp::Get, vec![key], vec![]), 0)?;
-                if let TableReply::Value(value) = reply { Ok(value) } else { Err(Error::internal("get answered no value")) }
+                if let TableReply::Value(value) = reply {
+                    Ok(value)
+                } else {
+                    Err(Error::internal("get answered no value"))
+                }
             };
             request.keys.iter().map(one).collect::<Result<_>>().map(TableReply::Values)
         };
@@ -147,8 +172,9 @@ impl TorchStore {
         })
     }
 
-    /// Takes the first value of a queue by polling. c10d's blocking pop knows only the store's own timeout, fails if
-    /// another thread was faster, and in a TCPStore holds the lock that this object's pushes need.
+    /// Takes the first value of a queue by polling. c10d's blocking pop knows only the store's own
+    /// timeout, fails if another thread was faster, and in a TCPStore holds the lock that this
+    /// object's pushes need.
     fn pop(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         let limit = limit.map_or_else(|| self.own_limit(), |limit| Ok(limit.min(MAX_TIMEOUT)))?;
         let started = Instant::now();
@@ -169,16 +195,25 @@ impl TorchStore {
         }
     }
 
-    /// Interprets the `error` of a waiting call that began at `started`: `Timeout` with the missing keys if its time
-    /// has passed, success if no key is missing any more, otherwise the error itself. Stores have their own exceptions
-    /// for a timeout, so the clock distinguishes it from a failure.
-    fn explain(&self, request: &Request<'_>, limit: Duration, started: Instant, error: Error) -> Result<()> {
+    /// Interprets the `error` of a waiting call that began at `started`: `Timeout` with the missing
+    /// keys if its time has passed, success if no key is missing any more, otherwise the error
+    /// itself. Stores have their own exceptions for a timeout, so the clock distinguishes it from a
+    /// failure.
+    fn explain(
+        &self,
+        request: &Request<'_>,
+        limit: Duration,
+        started: Instant,
+        error: Error,
+    ) -> Result<()> {
         if error.kind != ErrorKind::Timeout && started.elapsed() + STORE_CLOCK_SKEW < limit {
             return Err(error);
         }
         let mut missing = Vec::new();
         for (index, key) in request.keys.iter().enumerate() {
-            if self.direct(&Request::new(RequestOp::Check, vec![key], vec![]), 0)? == TableReply::Flag(false) {
+            if self.direct(&Request::new(RequestOp::Check, vec![key], vec![]), 0)?
+                == TableReply::Flag(false)
+            {
                 missing.push(index);
             }
         }
@@ -187,5 +222,6 @@ impl TorchStore {
 }
 
 fn key(bytes: Bytes) -> Result<String> {
-    String::from_utf8(bytes.into()).map_err(|_| Error::value("the store holds a key that is not UTF-8"))
+    String::from_utf8(bytes.into())
+        .map_err(|_| Error::value("the store holds a key that is not UTF-8"))
 }

@@ -22,7 +22,11 @@ pub(super) fn write_trace(path: &[u8], name: &str, content: &[u8]) -> TextResult
     let mut text = String::new();
     let status = guarded(|| {
         let given = Path::new(OsStr::from_bytes(path));
-        let path = if path.is_empty() { dump_dir::keep(name, content)? } else { dump_dir::write(given, content).map(|()| given.into())? };
+        let path = if path.is_empty() {
+            dump_dir::keep(name, content)?
+        } else {
+            dump_dir::write(given, content).map(|()| given.into())?
+        };
         text = path.to_string_lossy().into_owned();
         Ok(())
     });

@@ -16,7 +16,8 @@ use std::time::Duration;
 #[allow(missing_docs, unreachable_pub)] // What cxx generates is public.
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {
-    /// Position of this process in a transport, and the CUDA device whose memory the transport moves; negative: the host.
+    /// Position of this process in a transport, and the CUDA device whose memory the transport
+    /// moves; negative: the host.
     struct Seat {
         rank: usize,
         size: usize,
@@ -27,7 +28,8 @@ pub mod ffi {
     struct Manner {
         /// Timeout of the backend in milliseconds; 0: the backend's default.
         timeout_ms: i64,
-        /// True to use the backend's own stream, so that later work on the current stream runs at the same time.
+        /// True to use the backend's own stream, so that later work on the current stream runs at
+        /// the same time.
         overlap: bool,
     }
 
@@ -54,21 +56,30 @@ pub mod ffi {
         include!("symm/src/bridge.rs.h");
         type Span = crate::bridge::ffi::Span;
         type Status = crate::bridge::ffi::Status;
-        /// Memory of torch's allocators. A transfer keeps its memory until it ends, even if this rank has abandoned it.
+        /// Memory of torch's allocators. A transfer keeps its memory until it ends, even if this
+        /// rank has abandoned it.
         type BufferHandle;
         fn address(self: &BufferHandle) -> usize;
         /// A started transfer between nodes. Its functions do not throw.
         type PendingHandle;
-        /// Blocks the host until it ends: kind 9 if the limit passes first; it then continues. The error is the backend's.
+        /// Blocks the host until it ends: kind 9 if the limit passes first; it then continues. The
+        /// error is the backend's.
         fn wait(self: &PendingHandle, limit_ms: i64) -> Status;
         /// Makes the calling thread's current stream wait for its end.
         fn follow(self: &PendingHandle) -> Status;
         /// Ends it, if the backend can.
         fn abort(self: &PendingHandle) -> Status;
-        /// A `c10d::Backend` that connects ranks of several nodes: it moves bytes. Its functions neither throw nor wait
-        /// for a peer. The bytes are in `keep`; if it is null, the caller keeps the memory until the transfer has ended.
+        /// A `c10d::Backend` that connects ranks of several nodes: it moves bytes. Its functions
+        /// neither throw nor wait for a peer. The bytes are in `keep`; if it is null, the caller
+        /// keeps the memory until the transfer has ended.
         type TransportHandle;
-        fn all_gather(self: &TransportHandle, from: &Span, to: &Span, keep: &SharedPtr<BufferHandle>, manner: &Manner) -> Started;
+        fn all_gather(
+            self: &TransportHandle,
+            from: &Span,
+            to: &Span,
+            keep: &SharedPtr<BufferHandle>,
+            manner: &Manner,
+        ) -> Started;
         fn all_to_all(
             self: &TransportHandle,
             from: &Span,
@@ -78,20 +89,51 @@ pub mod ffi {
             keep: &SharedPtr<BufferHandle>,
             manner: &Manner,
         ) -> Started;
-        fn broadcast(self: &TransportHandle, root: usize, at: &Span, keep: &SharedPtr<BufferHandle>, manner: &Manner) -> Started;
-        fn send(self: &TransportHandle, to: usize, from: &Span, tag: i32, keep: &SharedPtr<BufferHandle>) -> Started;
-        fn recv(self: &TransportHandle, from: usize, to: &Span, tag: i32, keep: &SharedPtr<BufferHandle>) -> Started;
-        /// Sends `give[r]` to every rank `r` and receives `take[r]` from it, unless they are empty, in one transfer.
+        fn broadcast(
+            self: &TransportHandle,
+            root: usize,
+            at: &Span,
+            keep: &SharedPtr<BufferHandle>,
+            manner: &Manner,
+        ) -> Started;
+        fn send(
+            self: &TransportHandle,
+            to: usize,
+            from: &Span,
+            tag: i32,
+            keep: &SharedPtr<BufferHandle>,
+        ) -> Started;
+        fn recv(
+            self: &TransportHandle,
+            from: usize,
+            to: &Span,
+            tag: i32,
+            keep: &SharedPtr<BufferHandle>,
+        ) -> Started;
+        /// Sends `give[r]` to every rank `r` and receives `take[r]` from it, unless they are empty,
+        /// in one transfer.
         fn exchange(self: &TransportHandle, give: &[Span], take: &[Span]) -> Started;
         fn abort(self: &TransportHandle);
         fn shutdown(self: &TransportHandle);
         /// Creates the transports of one group.
         type TransportsHandle;
         /// Looks up the backends that `named` stands for, for CPU and for CUDA tensors.
-        fn find(self: &TransportsHandle, named: &str, cpu: &mut String, cuda: &mut String) -> Status;
-        /// Connects this rank with the ranks that connect under the same `name`. Stops waiting for them once `given_up`
-        /// is set.
-        fn connect(self: &TransportsHandle, backend: &str, name: &str, seat: &Seat, timeout_ms: i64, given_up: Box<GivenUp>) -> Connected;
+        fn find(
+            self: &TransportsHandle,
+            named: &str,
+            cpu: &mut String,
+            cuda: &mut String,
+        ) -> Status;
+        /// Connects this rank with the ranks that connect under the same `name`. Stops waiting for
+        /// them once `given_up` is set.
+        fn connect(
+            self: &TransportsHandle,
+            backend: &str,
+            name: &str,
+            seat: &Seat,
+            timeout_ms: i64,
+            given_up: Box<GivenUp>,
+        ) -> Connected;
         /// Allocates memory of a CUDA device, or of the host if `device` is negative.
         fn allocate(self: &TransportsHandle, device: i32, bytes: usize) -> Allocated;
     }
@@ -115,7 +157,8 @@ unsafe impl Send for PendingHandle {}
 unsafe impl Sync for PendingHandle {}
 // SAFETY: a c10d::Backend may be used from any thread.
 unsafe impl Send for TransportHandle {}
-// SAFETY: users of a `Transport` start one transfer after another; a backend accepts `abort` at any time.
+// SAFETY: users of a `Transport` start one transfer after another; a backend accepts `abort` at any
+// time.
 unsafe impl Sync for TransportHandle {}
 // SAFETY: it has a store, which may be used from any thread, and a name.
 unsafe impl Send for TransportsHandle {}
@@ -137,15 +180,19 @@ fn begun(started: Started) -> Result<Work> {
     outcome(started.status).map(|()| Arc::new(started.work) as Work)
 }
 
-/// Milliseconds for a backend: rounded up, so that the caller's deadline, whose error names the missing ranks, passes
-/// first.
+/// Milliseconds for a backend: rounded up, so that the caller's deadline, whose error names the
+/// missing ranks, passes first.
 fn milliseconds(time: Duration) -> i64 {
     i64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(i64::MAX).max(1)
 }
 
 fn kept(keep: Option<&Buffer>) -> Result<SharedPtr<BufferHandle>> {
     let Some(buffer) = keep else { return Ok(SharedPtr::null()) };
-    buffer.owner.downcast_ref().cloned().ok_or_else(|| Error::internal("a buffer of other transports"))
+    buffer
+        .owner
+        .downcast_ref()
+        .cloned()
+        .ok_or_else(|| Error::internal("a buffer of other transports"))
 }
 
 fn manner(manner: Manner<'_>) -> ffi::Manner {
@@ -165,10 +212,24 @@ impl TorchTransports {
 }
 
 impl Transports for TorchTransports {
-    fn connect(&self, name: &str, seat: &Seat, timeout: Duration, given_up: &GivenUp) -> Result<Arc<dyn Transport>> {
+    fn connect(
+        &self,
+        name: &str,
+        seat: &Seat,
+        timeout: Duration,
+        given_up: &GivenUp,
+    ) -> Result<Arc<dyn Transport>> {
         let (transports, Seat { rank, size, device }) = (there(&self.transports)?, *seat);
         let seat = ffi::Seat { rank, size, device };
-        let connect = || transports.connect(&self.backend, name, &seat, milliseconds(timeout), Box::new(given_up.clone()));
+        let connect = || {
+            transports.connect(
+                &self.backend,
+                name,
+                &seat,
+                milliseconds(timeout),
+                Box::new(given_up.clone()),
+            )
+        };
         let connected = if device == HOST { apart_from_children(connect) } else { connect() };
         outcome(connected.status).map(|()| Arc::new(connected.transport) as Arc<dyn Transport>)
     }
@@ -186,8 +247,22 @@ impl Transport for SharedPtr<TransportHandle> {
         begun(there(self)?.all_gather(&span(from), &span(to), &kept(how.keep)?, &manner(how)))
     }
 
-    fn all_to_all(&self, from: Span, sent: &[usize], to: Span, received: &[usize], how: Manner<'_>) -> Result<Work> {
-        begun(there(self)?.all_to_all(&span(from), sent, &span(to), received, &kept(how.keep)?, &manner(how)))
+    fn all_to_all(
+        &self,
+        from: Span,
+        sent: &[usize],
+        to: Span,
+        received: &[usize],
+        how: Manner<'_>,
+    ) -> Result<Work> {
+        begun(there(self)?.all_to_all(
+            &span(from),
+            sent,
+            &span(to),
+            received,
+            &kept(how.keep)?,
+            &manner(how),
+        ))
     }
 
     fn broadcast(&self, root: usize, at: Span, how: Manner<'_>) -> Result<Work> {
@@ -203,7 +278,8 @@ impl Transport for SharedPtr<TransportHandle> {
     }
 
     fn exchange(&self, give: &[Span], take: &[Span]) -> Result<Work> {
-        let [give, take] = [give, take].map(|spans| spans.iter().copied().map(span).collect::<Vec<_>>());
+        let [give, take] =
+            [give, take].map(|spans| spans.iter().copied().map(span).collect::<Vec<_>>());
         begun(there(self)?.exchange(&give, &take))
     }
 
@@ -242,7 +318,10 @@ fn span(span: Span) -> ffi::Span {
 ///
 /// # Errors
 /// `Value` if torch knows no such backend; the message lists those that it knows.
-pub(super) fn find_backends(transports: &SharedPtr<TransportsHandle>, named: &str) -> Result<InterNodeBackends> {
+pub(super) fn find_backends(
+    transports: &SharedPtr<TransportsHandle>,
+    named: &str,
+) -> Result<InterNodeBackends> {
     let mut found = InterNodeBackends { cpu: String::new(), cuda: String::new() };
     outcome(there(transports)?.find(named, &mut found.cpu, &mut found.cuda)).map(|()| found)
 }
@@ -257,6 +336,13 @@ mod tests {
             let time = Duration::from_nanos(nanoseconds);
             assert!(Duration::from_millis(milliseconds(time) as u64) >= time, "{time:?}");
         }
-        assert_eq!((milliseconds(Duration::ZERO), milliseconds(Duration::from_secs(2)), milliseconds(Duration::MAX)), (1, 2000, i64::MAX));
+        assert_eq!(
+            (
+                milliseconds(Duration::ZERO),
+                milliseconds(Duration::from_secs(2)),
+                milliseconds(Duration::MAX)
+            ),
+            (1, 2000, i64::MAX)
+        );
     }
 }

@@ -15,12 +15,24 @@ use crate::window::operators::{self, exchanges::RowExchange};
 pub struct WindowHandle(Result<SymmetricWindow>);
 
 impl GroupHandle {
-    pub(super) fn rendezvous(&self, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> WindowResult {
+    pub(super) fn rendezvous(
+        &self,
+        device: i32,
+        address: usize,
+        pad_bytes: usize,
+        timeout_ms: i64,
+    ) -> WindowResult {
         let mut window = Err(Error::internal("the window was never opened"));
         let status = guarded(|| {
             let limit = milliseconds(timeout_ms);
-            window = self
-                .with(|group| group.single_node("tensors are symmetric")?.rendezvous(device.max(HOST), address as u64, pad_bytes, limit));
+            window = self.with(|group| {
+                group.single_node("tensors are symmetric")?.rendezvous(
+                    device.max(HOST),
+                    address as u64,
+                    pad_bytes,
+                    limit,
+                )
+            });
             window.as_ref().map(|_| ()).map_err(Clone::clone)
         });
         WindowResult { status, window: Box::new(WindowHandle(window)) }
@@ -62,7 +74,9 @@ impl WindowHandle {
     }
 
     pub(super) fn tables(&self) -> [usize; 3] {
-        let tables = |window: &SymmetricWindow| [window.buffer_table(), window.pad_table(), window.rank_table()];
+        let tables = |window: &SymmetricWindow| {
+            [window.buffer_table(), window.pad_table(), window.rank_table()]
+        };
         self.window().map_or([0; 3], |window| tables(window).map(|address| address as usize))
     }
 
@@ -92,31 +106,79 @@ impl WindowHandle {
         guarded(|| self.with(|window| window.barrier(channel, milliseconds(timeout_ms), stream)))
     }
 
-    pub(super) fn put_signal(&self, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status {
-        guarded(|| self.with(|window| window.put_signal(peer, channel, milliseconds(timeout_ms), stream)))
+    pub(super) fn put_signal(
+        &self,
+        peer: i32,
+        channel: i32,
+        timeout_ms: i64,
+        stream: usize,
+    ) -> Status {
+        guarded(|| {
+            self.with(|window| window.put_signal(peer, channel, milliseconds(timeout_ms), stream))
+        })
     }
 
-    pub(super) fn wait_signal(&self, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status {
-        guarded(|| self.with(|window| window.wait_signal(peer, channel, milliseconds(timeout_ms), stream)))
+    pub(super) fn wait_signal(
+        &self,
+        peer: i32,
+        channel: i32,
+        timeout_ms: i64,
+        stream: usize,
+    ) -> Status {
+        guarded(|| {
+            self.with(|window| window.wait_signal(peer, channel, milliseconds(timeout_ms), stream))
+        })
     }
 
-    pub(super) fn one_shot_all_reduce(&self, dtype: i32, input: ffi::Span, local: ffi::Span, out: ffi::Span) -> Status {
+    pub(super) fn one_shot_all_reduce(
+        &self,
+        dtype: i32,
+        input: ffi::Span,
+        local: ffi::Span,
+        out: ffi::Span,
+    ) -> Status {
         let (input, local, out) = (span(input), span(local), span(out));
-        // SAFETY: the C++ side passes the data of contiguous tensors; the output does not overlap the input.
-        guarded(|| self.with(|window| unsafe { window.one_shot_all_reduce(DType::from_torch(dtype)?, ReduceOp::Sum, input, local, out) }))
+        guarded(|| {
+            let dtype = DType::from_torch(dtype)?;
+            // SAFETY: the C++ side passes the data of contiguous tensors; the output does not
+            // overlap the input.
+            self.with(|window| unsafe {
+                window.one_shot_all_reduce(dtype, ReduceOp::Sum, input, local, out)
+            })
+        })
     }
 
-    pub(super) fn two_shot_all_reduce(&self, dtype: i32, input: ffi::Span, out: ffi::Span) -> Status {
+    pub(super) fn two_shot_all_reduce(
+        &self,
+        dtype: i32,
+        input: ffi::Span,
+        out: ffi::Span,
+    ) -> Status {
         let (input, out) = (span(input), span(out));
-        // SAFETY: the C++ side passes the data of contiguous tensors; the output is the input or does not overlap it.
-        guarded(|| self.with(|window| unsafe { window.two_shot_all_reduce(DType::from_torch(dtype)?, ReduceOp::Sum, input, out) }))
+        guarded(|| {
+            let dtype = DType::from_torch(dtype)?;
+            // SAFETY: the C++ side passes the data of contiguous tensors; the output is the input
+            // or does not overlap it.
+            self.with(|window| unsafe {
+                window.two_shot_all_reduce(dtype, ReduceOp::Sum, input, out)
+            })
+        })
     }
 
-    pub(super) fn reduce_scatter(&self, dtype: i32, reduce_op: u8, input: ffi::Span, row: usize, out: ffi::Span) -> Status {
+    pub(super) fn reduce_scatter(
+        &self,
+        dtype: i32,
+        reduce_op: u8,
+        input: ffi::Span,
+        row: usize,
+        out: ffi::Span,
+    ) -> Status {
         guarded(|| {
             let (dtype, op) = (DType::from_torch(dtype)?, ReduceOp::from_torch(reduce_op)?);
             // SAFETY: the C++ side passes the data of contiguous tensors that do not overlap.
-            self.with(|window| unsafe { window.reduce_scatter(dtype, op, span(input), row, span(out)) })
+            self.with(|window| unsafe {
+                window.reduce_scatter(dtype, op, span(input), row, span(out))
+            })
         })
     }
 
@@ -125,11 +187,20 @@ impl WindowHandle {
         guarded(|| self.with(|window| unsafe { window.all_gather(span(input), span(out)) }))
     }
 
-    pub(super) fn all_to_all_vdev(&self, splits: &WindowHandle, spans: [ffi::Span; 4], rows: [usize; 2]) -> Status {
+    pub(super) fn all_to_all_vdev(
+        &self,
+        splits: &WindowHandle,
+        spans: [ffi::Span; 4],
+        rows: [usize; 2],
+    ) -> Status {
         let ([input, splits_input, out, layout], [rows, room]) = (spans.map(span), rows);
         let exchange = RowExchange { input, rows, splits: splits_input, out, room, layout };
-        // SAFETY: the C++ side passes the data of contiguous tensors; the outputs do not overlap the inputs.
-        guarded(|| self.with(|window| unsafe { window.all_to_all_vdev(splits.window()?, &exchange) }))
+        guarded(|| {
+            let splits = splits.window()?;
+            // SAFETY: the C++ side passes the data of contiguous tensors; the outputs do not
+            // overlap the inputs.
+            self.with(|window| unsafe { window.all_to_all_vdev(splits, &exchange) })
+        })
     }
 }
 

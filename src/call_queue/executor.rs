@@ -18,7 +18,9 @@ pub struct Executor {
 impl Executor {
     /// Returns the number of collectives that have started.
     pub(super) fn sequence(&mut self) -> u64 {
-        self.internode.as_ref().map_or_else(|| self.inner.get_mut().sequence(), InternodeRunner::sequence)
+        self.internode
+            .as_ref()
+            .map_or_else(|| self.inner.get_mut().sequence(), InternodeRunner::sequence)
     }
 
     /// Name of the algorithm of the last call; empty if the call did not choose an algorithm.
@@ -26,14 +28,15 @@ impl Executor {
         if self.internode.is_some() { "two_level" } else { self.inner.get_mut().last_algorithm() }
     }
 
-    /// Starts `call`, the next one to run, without waiting for a peer, if the peers need nothing else of this rank;
-    /// `run` does the rest. `begins` gets the number of the call before peers can see it.
+    /// Starts `call`, the next one to run, without waiting for a peer, if the peers need nothing
+    /// else of this rank; `run` does the rest. `begins` gets the number of the call before peers
+    /// can see it.
     pub(super) fn post(&mut self, call: &Call<'_>, begins: &dyn Fn(u64)) -> bool {
         self.internode.is_none() && self.inner.get_mut().post(call, begins)
     }
 
-    /// Runs `call`, whose entry in the flight recorder is `entry`. Returns when its outputs are complete and its inputs
-    /// may change.
+    /// Runs `call`, whose entry in the flight recorder is `entry`. Returns when its outputs are
+    /// complete and its inputs may change.
     pub(super) fn run(&mut self, call: &Call<'_>, limit: &CallTimeout, entry: u64) -> Result<()> {
         match &mut self.internode {
             None => self.inner.get_mut().run(call, limit),

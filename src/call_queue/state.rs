@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 pub(super) struct QueueState {
     pub(super) queue: VecDeque<QueuedJob>,
-    /// Tickets whose completion has not been called, each with the time of its submission; without a time the job was
-    /// posted and no thread needs it soon.
+    /// Tickets whose completion has not been called, each with the time of its submission; without
+    /// a time the job was posted and no thread needs it soon.
     pub(super) open: BTreeMap<u64, Option<Instant>>,
     pub(super) next: u64,
     /// True while a thread holds the runner.
@@ -22,8 +22,8 @@ pub(super) struct QueueState {
     pub(super) submitter_prompt: bool,
     /// True if a worker polls again within [`DEFERRED_JOB_POLL`], without being woken.
     pub(super) worker_polling: bool,
-    /// Numbers of threads that sleep on `work` and on `changed`, because a wake-up costs a system call even if no
-    /// thread sleeps.
+    /// Numbers of threads that sleep on `work` and on `changed`, because a wake-up costs a system
+    /// call even if no thread sleeps.
     pub(super) asleep: SleepCounts,
 }
 
@@ -63,8 +63,22 @@ impl QueueState {
 
 impl QueuedJob {
     /// Creates a job of `calls` without a ticket; it keeps its own copies of the lists.
-    pub(super) fn new(calls: &[Call<'_>], number: u64, timeout: Duration, completion: Completion) -> Self {
+    pub(super) fn new(
+        calls: &[Call<'_>],
+        number: u64,
+        timeout: Duration,
+        completion: Completion,
+    ) -> Self {
         let calls = calls.iter().cloned().map(Call::into_owned).collect();
-        Self { ticket: 0, calls, number, submitted: Instant::now(), timeout, completion, posted: false, deferred: false }
+        Self {
+            ticket: 0,
+            calls,
+            number,
+            submitted: Instant::now(),
+            timeout,
+            completion,
+            posted: false,
+            deferred: false,
+        }
     }
 }

@@ -14,28 +14,37 @@ pub struct Aside {
     pub input: usize,
 }
 
-/// Returns the inputs of `calls`, which rank `me` runs in this order, that share memory with an output of the same call
-/// or of an earlier one. Inputs that an output of their call replaces in place are left out. Outputs must not share
-/// memory with each other.
+/// Returns the inputs of `calls`, which rank `me` runs in this order, that share memory with an
+/// output of the same call or of an earlier one. Inputs that an output of their call replaces in
+/// place are left out. Outputs must not share memory with each other.
 pub fn overwritten(calls: &[CallSpec<'_>], me: Rank) -> Vec<Aside> {
     let all = || calls.iter().flat_map(|call| &*call.outputs).filter(|span| span.bytes > 0);
     let Some(start) = all().map(|span| span.addr).min() else { return Vec::new() };
     let end = all().map(|span| end(*span)).max().unwrap_or(start);
     let suspects = || {
-        let inputs = (0..).zip(calls).flat_map(|(at, call)| (0..).zip(&*call.inputs).map(move |(input, span)| (at, call, input, *span)));
+        let inputs = (0..).zip(calls).flat_map(|(at, call)| {
+            (0..).zip(&*call.inputs).map(move |(input, span)| (at, call, input, *span))
+        });
         inputs.filter(move |(_, call, input, span)| {
-            span.bytes > 0 && span.addr < end && start < self::end(*span) && replaced(call, *input, me) != Some(*span)
+            span.bytes > 0
+                && span.addr < end
+                && start < self::end(*span)
+                && replaced(call, *input, me) != Some(*span)
         })
     };
     if suspects().next().is_none() {
         return Vec::new();
     }
-    let numbered = (0..).zip(calls).flat_map(|(at, call)| call.outputs.iter().map(move |span| (*span, at)));
+    let numbered =
+        (0..).zip(calls).flat_map(|(at, call)| call.outputs.iter().map(move |span| (*span, at)));
     let mut outputs: Vec<(Span, usize)> = numbered.filter(|(span, _)| span.bytes > 0).collect();
     outputs.sort_unstable_by_key(|(span, _)| span.addr);
     let meets = |at: usize, input: Span| {
         let first = outputs.partition_point(|(span, _)| self::end(*span) <= input.addr);
-        outputs[first..].iter().take_while(|(span, _)| span.addr < self::end(input)).any(|&(_, by)| by <= at)
+        outputs[first..]
+            .iter()
+            .take_while(|(span, _)| span.addr < self::end(input))
+            .any(|&(_, by)| by <= at)
     };
     let met = suspects().filter(|&(at, _, _, span)| meets(at, span));
     met.map(|(call, _, input, _)| Aside { call, input }).collect()
@@ -63,8 +72,14 @@ mod tests {
     use crate::coll::call::CallSpec;
 
     /// Makes a call of `op` whose spans are pairs of an address and a length.
-    fn call(op: Collective, inputs: &[(usize, usize)], outputs: &[(usize, usize)]) -> CallSpec<'static> {
-        let spans = |list: &[(usize, usize)]| list.iter().map(|&(addr, bytes)| Span { addr, bytes }).collect::<Vec<_>>().into();
+    fn call(
+        op: Collective,
+        inputs: &[(usize, usize)],
+        outputs: &[(usize, usize)],
+    ) -> CallSpec<'static> {
+        let spans = |list: &[(usize, usize)]| {
+            list.iter().map(|&(addr, bytes)| Span { addr, bytes }).collect::<Vec<_>>().into()
+        };
         CallSpec { op, inputs: spans(inputs), outputs: spans(outputs), ..CallSpec::barrier(None) }
     }
 
@@ -90,14 +105,48 @@ mod tests {
             (Collective::Scatter, vec![first, second], vec![second], 1, vec![]),
             (Collective::Scatter, vec![first, second], vec![second], 0, vec![(0, 1)]),
             (Collective::ReduceScatter, vec![first, second], vec![first], 0, vec![]),
-            (Collective::ReduceScatter, vec![first, second], vec![(64, 16)], 0, vec![(0, 0), (0, 1)]),
-            (Collective::AllToAll, vec![first, second], vec![first, second], 0, vec![(0, 0), (0, 1)]),
+            (
+                Collective::ReduceScatter,
+                vec![first, second],
+                vec![(64, 16)],
+                0,
+                vec![(0, 0), (0, 1)],
+            ),
+            (
+                Collective::AllToAll,
+                vec![first, second],
+                vec![first, second],
+                0,
+                vec![(0, 0), (0, 1)],
+            ),
             (Collective::AllToAll, vec![first, second], vec![(80, 8), (88, 8)], 0, vec![]),
-            (Collective::AllReduceAddRmsNorm, vec![first, second, (80, 8)], vec![first, second], 0, vec![]),
-            (Collective::AllReduceAddRmsNorm, vec![first, second, (80, 8)], vec![(88, 8), (80, 8)], 0, vec![(0, 2)]),
-            (Collective::AllReduceAddRmsNorm, vec![first, second], vec![second, first], 0, vec![(0, 0), (0, 1)]),
+            (
+                Collective::AllReduceAddRmsNorm,
+                vec![first, second, (80, 8)],
+                vec![first, second],
+                0,
+                vec![],
+            ),
+            (
+                Collective::AllReduceAddRmsNorm,
+                vec![first, second, (80, 8)],
+                vec![(88, 8), (80, 8)],
+                0,
+                vec![(0, 2)],
+            ),
+            (
+                Collective::AllReduceAddRmsNorm,
+                vec![first, second],
+                vec![second, first],
+                0,
+                vec![(0, 0), (0, 1)],
+            ),
         ] {
-            assert_eq!(found(&[call(op, &inputs, &outputs)], me), copied, "{op:?} of {inputs:?} into {outputs:?} on rank {me}");
+            assert_eq!(
+                found(&[call(op, &inputs, &outputs)], me),
+                copied,
+                "{op:?} of {inputs:?} into {outputs:?} on rank {me}"
+            );
         }
     }
 
@@ -112,7 +161,8 @@ mod tests {
     #[test]
     fn only_calls_that_come_first_overwrite() {
         let reduce = |input, output| call(Collective::AllReduce, &[(input, 8)], &[(output, 8)]);
-        // The second call reads the first call's output; the first reads its input before the second writes to it.
+        // The second call reads the first call's output; the first reads its input before the
+        // second writes to it.
         assert_eq!(found(&[reduce(64, 80), reduce(80, 96)], 0), [(1, 0)]);
         assert_eq!(found(&[reduce(64, 80), reduce(96, 64)], 0), []);
     }

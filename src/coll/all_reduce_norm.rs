@@ -1,8 +1,9 @@
-//! All-reduce, residual and RMSNorm in one: the calls, and the values on which ranks must agree in addition.
+//! All-reduce, residual and RMSNorm in one: the calls, and the values on which ranks must agree in
+//! addition.
 //!
-//! A call has inputs `[input, residual, weight]`, and a scale if its result is fp8 with one scale. It has outputs
-//! `[normed, new residual]`, and one scale for each row if these are computed; eps is its factor. A row has as many
-//! elements as the weight.
+//! A call has inputs `[input, residual, weight]`, and a scale if its result is fp8 with one scale.
+//! It has outputs `[normed, new residual]`, and one scale for each row if these are computed; eps
+//! is its factor. A row has as many elements as the weight.
 
 use crate::coll::call::{Call, CallSpec, Span};
 use crate::dtype::DType;
@@ -24,21 +25,37 @@ impl Norm {
             _ => Normed::Same,
         };
         let rows = bytes(&call.inputs, 0).checked_div(row).unwrap_or(0);
-        Some(Self { dtype: call.dtype, hidden: row / call.dtype.size(), rows, eps: call.factor as f32, normed })
+        Some(Self {
+            dtype: call.dtype,
+            hidden: row / call.dtype.size(),
+            rows,
+            eps: call.factor as f32,
+            normed,
+        })
     }
 
-    /// Packs the values on which ranks must agree, in addition to the input's type and length: eps, elements of a row,
-    /// type of the normalised rows.
+    /// Packs the values on which ranks must agree, in addition to the input's type and length: eps,
+    /// elements of a row, type of the normalised rows.
     pub(super) fn word(&self) -> u64 {
         u64::from(self.eps.to_bits()) | (self.hidden as u64) << 32 | (self.normed as u64) << 56
     }
 
-    /// Writes the description of a call of `bytes` of `dtype`; `word` is as [`Norm::word`] packs it.
-    pub(super) fn describe(f: &mut fmt::Formatter<'_>, bytes: u64, dtype: DType, word: u64) -> fmt::Result {
+    /// Writes the description of a call of `bytes` of `dtype`; `word` is as [`Norm::word`] packs
+    /// it.
+    pub(super) fn describe(
+        f: &mut fmt::Formatter<'_>,
+        bytes: u64,
+        dtype: DType,
+        word: u64,
+    ) -> fmt::Result {
         let (eps, hidden) = (f32::from_bits(word as u32), word >> 32 & 0xff_ffff);
         let rows = (bytes / dtype.size() as u64).checked_div(hidden).unwrap_or(0);
         let words = Normed::ALL.get((word >> 56) as usize).map_or("", |normed| normed.words());
-        write!(f, "all_reduce_add_rms_norm({rows} × {hidden} × {}, eps {eps:e}{words})", dtype.name())
+        write!(
+            f,
+            "all_reduce_add_rms_norm({rows} × {hidden} × {}, eps {eps:e}{words})",
+            dtype.name()
+        )
     }
 
     /// Returns the number of inputs and outputs that `call` must have.
@@ -50,35 +67,60 @@ impl Norm {
         }
     }
 
-    /// Rejects unsupported types, lengths and eps. `call` has the number of spans that [`Norm::spans`] requires.
+    /// Rejects unsupported types, lengths and eps. `call` has the number of spans that
+    /// [`Norm::spans`] requires.
     pub(super) fn validate(call: &CallSpec) -> Result<()> {
         let Some(norm) = Self::of(call) else { return Ok(()) };
         let Self { dtype, hidden, rows, eps, .. } = norm;
         let name = call.op.name();
         if !matches!(dtype, DType::F16 | DType::BF16 | DType::F32) {
-            let text = format!("{name}: {} is not served; bfloat16, float16 and float32 are", dtype.name());
+            let text = format!(
+                "{name}: {} is not served; bfloat16, float16 and float32 are",
+                dtype.name()
+            );
             return Err(Error::not_implemented(text));
         }
-        if hidden == 0 || !hidden.is_multiple_of(GROUP) || hidden > MAX_HIDDEN || call.inputs[2].bytes != norm.row_bytes() {
-            let text = format!("{name}: rows of {hidden} elements are not served; multiples of {GROUP} up to {MAX_HIDDEN} are");
+        if hidden == 0
+            || !hidden.is_multiple_of(GROUP)
+            || hidden > MAX_HIDDEN
+            || call.inputs[2].bytes != norm.row_bytes()
+        {
+            let text = format!(
+                "{name}: rows of {hidden} elements are not served; multiples of {GROUP} up to \
+                 {MAX_HIDDEN} are"
+            );
             return Err(Error::value(text));
         }
         if !(eps >= 0.0 && eps.is_finite()) {
-            return Err(Error::value(format!("{name}: eps is {}; it must be a finite number, at least 0", call.factor)));
+            return Err(Error::value(format!(
+                "{name}: eps is {}; it must be a finite number, at least 0",
+                call.factor
+            )));
         }
-        if norm.normed != Normed::Same && rows > 0 && call.inputs[1].addr == call.outputs[1].addr && call.inputs[1].addr != 0 {
-            return Err(Error::value(format!("{name}: a residual is replaced only where the normed rows are of the input's type")));
+        if norm.normed != Normed::Same
+            && rows > 0
+            && call.inputs[1].addr == call.outputs[1].addr
+            && call.inputs[1].addr != 0
+        {
+            return Err(Error::value(format!(
+                "{name}: a residual is replaced only where the normed rows are of the input's type"
+            )));
         }
-        let given = [norm.row_bytes() * rows, norm.row_bytes() * rows, norm.row_bytes(), size_of::<f32>()];
-        let taken = [norm.normed_bytes() * rows, norm.row_bytes() * rows, norm.scale_bytes() * rows];
-        let fit = |spans: &[Span], lengths: &[usize]| spans.iter().zip(lengths).all(|(span, &bytes)| span.bytes == bytes);
+        let given =
+            [norm.row_bytes() * rows, norm.row_bytes() * rows, norm.row_bytes(), size_of::<f32>()];
+        let taken =
+            [norm.normed_bytes() * rows, norm.row_bytes() * rows, norm.scale_bytes() * rows];
+        let fit = |spans: &[Span], lengths: &[usize]| {
+            spans.iter().zip(lengths).all(|(span, &bytes)| span.bytes == bytes)
+        };
         if fit(&call.inputs, &given) && fit(&call.outputs, &taken) {
             return Ok(());
         }
         let lengths = |spans: &[Span]| spans.iter().map(|span| span.bytes).collect::<Vec<_>>();
         let (inputs, outputs) = (lengths(&call.inputs), lengths(&call.outputs));
         Err(Error::value(format!(
-            "{name}: the lengths of inputs {inputs:?} and outputs {outputs:?} (bytes) do not fit rows of {hidden} × {}",
+            "{name}: the lengths of inputs {inputs:?} and outputs {outputs:?} (bytes) do not fit \
+             rows of {hidden} × {}",
             dtype.name()
         )))
     }
@@ -89,7 +131,8 @@ pub fn reject_multi_node(calls: &[Call<'_>]) -> Result<()> {
     let Some(call) = calls.iter().find(|call| Norm::of(call).is_some()) else { return Ok(()) };
     let name = call.op.name();
     Err(Error::not_implemented(format!(
-        "{name}: CUDA tensors of a group on several nodes are not served; call all_reduce, add and torch.nn.functional.rms_norm instead"
+        "{name}: CUDA tensors of a group on several nodes are not served; call all_reduce, add and \
+         torch.nn.functional.rms_norm instead"
     )))
 }
 
@@ -102,22 +145,50 @@ pub(crate) mod tests {
     use crate::rank::Rank;
 
     /// Makes a call of `rows` rows without memory.
-    pub(crate) fn call(dtype: DType, rows: usize, hidden: usize, eps: f64, normed: Normed) -> CallSpec<'static> {
+    pub(crate) fn call(
+        dtype: DType,
+        rows: usize,
+        hidden: usize,
+        eps: f64,
+        normed: Normed,
+    ) -> CallSpec<'static> {
         let norm = Norm { dtype, hidden, rows, eps: eps as f32, normed };
-        let spans = |lengths: &[usize]| lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect::<Vec<_>>();
+        let spans = |lengths: &[usize]| {
+            lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect::<Vec<_>>()
+        };
         let (row, all) = (norm.row_bytes(), norm.row_bytes() * rows);
-        let inputs = if normed == Normed::Static { spans(&[all, all, row, 4]) } else { spans(&[all, all, row]) };
+        let inputs = if normed == Normed::Static {
+            spans(&[all, all, row, 4])
+        } else {
+            spans(&[all, all, row])
+        };
         let (quantized, scales) = (norm.normed_bytes() * rows, norm.scale_bytes() * rows);
-        let outputs = if normed == Normed::Dynamic { spans(&[quantized, all, scales]) } else { spans(&[quantized, all]) };
+        let outputs = if normed == Normed::Dynamic {
+            spans(&[quantized, all, scales])
+        } else {
+            spans(&[quantized, all])
+        };
         let (op, reduce_op, root) = (Collective::AllReduceAddRmsNorm, ReduceOp::Sum, Rank(0));
-        CallSpec { op, dtype, reduce_op, root, factor: eps, inputs: inputs.into(), outputs: outputs.into(), call_site: None }
+        CallSpec {
+            op,
+            dtype,
+            reduce_op,
+            root,
+            factor: eps,
+            inputs: inputs.into(),
+            outputs: outputs.into(),
+            call_site: None,
+        }
     }
 
     #[test]
     fn what_differs_is_told_apart_and_read() {
         let print = |call: &CallSpec| Description::of(call).fingerprint(call);
         let base = call(DType::BF16, 2, 4096, 1e-6, Normed::Same);
-        assert_eq!(Description::of(&base).to_string(), "all_reduce_add_rms_norm(2 × 4096 × bfloat16, eps 1e-6)");
+        assert_eq!(
+            Description::of(&base).to_string(),
+            "all_reduce_add_rms_norm(2 × 4096 × bfloat16, eps 1e-6)"
+        );
         for other in [
             call(DType::F16, 2, 4096, 1e-6, Normed::Same),
             call(DType::BF16, 4, 2048, 1e-6, Normed::Same),

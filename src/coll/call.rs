@@ -10,8 +10,9 @@ use crate::sync::call_site::CallSite;
 use std::borrow::Cow;
 use std::ops::Deref;
 
-/// The arguments of a collective on one rank. Code that plans, describes or prices a call needs no memory, so it takes
-/// this type; code that runs a call takes a [`Call`], which also carries the promise about its memory.
+/// The arguments of a collective on one rank. Code that plans, describes or prices a call needs no
+/// memory, so it takes this type; code that runs a call takes a [`Call`], which also carries the
+/// promise about its memory.
 ///
 /// | op | `inputs` | `outputs` |
 /// |---|---|---|
@@ -26,7 +27,8 @@ use std::ops::Deref;
 /// | all_to_all | n | n |
 /// | all_reduce_add_rms_norm | input, residual, weight; to static fp8: scale | normed, new residual; to dynamic fp8: scales |
 ///
-/// An output may be the very same span as the input that it replaces (in place); any other overlap is undefined.
+/// An output may be the very same span as the input that it replaces (in place); any other overlap
+/// is undefined.
 #[derive(Clone, Debug)]
 pub struct CallSpec<'a> {
     /// The collective.
@@ -70,8 +72,8 @@ impl CallSpec<'_> {
     }
 }
 
-/// A checked call whose memory the caller has promised. It exists so that only its constructor is unsafe: code that
-/// runs a call may read the inputs and write the outputs.
+/// A checked call whose memory the caller has promised. It exists so that only its constructor is
+/// unsafe: code that runs a call may read the inputs and write the outputs.
 ///
 /// ```
 /// use std::borrow::Cow;
@@ -82,7 +84,8 @@ impl CallSpec<'_> {
 /// let mut data = [1i32, 2, 3];
 /// let span = [Span { addr: data.as_mut_ptr().addr(), bytes: size_of_val(&data) }];
 /// let (inputs, outputs) = (Cow::Borrowed(&span[..]), Cow::Borrowed(&span[..]));
-/// let spec = CallSpec { op: Collective::AllReduce, dtype: DType::I32, inputs, outputs, ..CallSpec::barrier(None) };
+/// let op = Collective::AllReduce;
+/// let spec = CallSpec { op, dtype: DType::I32, inputs, outputs, ..CallSpec::barrier(None) };
 /// // SAFETY: `data` outlives the call, and no other thread uses it meanwhile.
 /// let call = unsafe { Call::new(spec, Rank(0), 2) }?;
 /// assert_eq!(call.volume(), 12);
@@ -95,9 +98,10 @@ impl<'a> Call<'a> {
     /// Makes a call of rank `me` of `n`.
     ///
     /// # Safety
-    /// The caller promises, as long as the call or a clone of it exists and until each run of it has ended: the inputs
-    /// may be read and the outputs written, no other code writes either, and they overlap only in place. A run ends
-    /// when `run` returns, when its completion is called, or when the stream has passed it.
+    /// The caller promises, as long as the call or a clone of it exists and until each run of it
+    /// has ended: the inputs may be read and the outputs written, no other code writes either, and
+    /// they overlap only in place. A run ends when `run` returns, when its completion is called, or
+    /// when the stream has passed it.
     ///
     /// # Errors
     /// The errors of [`CallSpec::validate`].

@@ -1,4 +1,5 @@
-//! The description of a call, which ranks compare before they access memory and which messages print.
+//! The description of a call, which ranks compare before they access memory and which messages
+//! print.
 
 use crate::coll::all_reduce_norm::Norm;
 use crate::coll::call::{CallSpec, Collective, Span};
@@ -27,12 +28,17 @@ impl Description {
         let root = if call.op.rooted() { u64::from(call.root.0) } else { 0 };
         let dtype = if call.op == Collective::Barrier { DType::U8 } else { call.dtype };
         let with_call_site = if call.call_site.is_some() { SITED } else { 0 };
-        let head = call.op as u64 | (dtype as u64) << 8 | reduce_op << 16 | with_call_site | root << 32;
-        Self { head, bytes: call.agreed_bytes(), detail: Norm::of(call).map_or(0, |norm| norm.word()) }
+        let head =
+            call.op as u64 | (dtype as u64) << 8 | reduce_op << 16 | with_call_site | root << 32;
+        Self {
+            head,
+            bytes: call.agreed_bytes(),
+            detail: Norm::of(call).map_or(0, |norm| norm.word()),
+        }
     }
 
-    /// Returns one word that differs if descriptions of `call`, agreed lengths or call sites differ (64-bit mixing,
-    /// splitmix64's finaliser).
+    /// Returns one word that differs if descriptions of `call`, agreed lengths or call sites differ
+    /// (64-bit mixing, splitmix64's finaliser).
     pub fn fingerprint(self, call: &CallSpec) -> u64 {
         let mut hash = mix(self.head ^ mix(self.bytes ^ mix(self.detail)));
         for span in call.agreed_lengths() {
@@ -65,16 +71,20 @@ fn mix(word: u64) -> u64 {
 impl std::fmt::Display for Description {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let byte = |shift: u32| (self.head >> shift) as u8;
-        let (Some(op), Ok(dtype), Ok(reduce_op)) =
-            (Collective::from_code(byte(0)), DType::from_torch(byte(8).into()), ReduceOp::from_torch(byte(16)))
-        else {
+        let (Some(op), Ok(dtype), Ok(reduce_op)) = (
+            Collective::from_code(byte(0)),
+            DType::from_torch(byte(8).into()),
+            ReduceOp::from_torch(byte(16)),
+        ) else {
             return f.write_str("an unreadable call");
         };
         match op {
             Collective::Barrier => return f.write_str("barrier"),
             // Each pair has a different length.
             Collective::AllToAll => return write!(f, "all_to_all({})", dtype.name()),
-            Collective::AllReduceAddRmsNorm => return Norm::describe(f, self.bytes, dtype, self.detail),
+            Collective::AllReduceAddRmsNorm => {
+                return Norm::describe(f, self.bytes, dtype, self.detail);
+            }
             Collective::Broadcast
             | Collective::AllReduce
             | Collective::Reduce
@@ -96,15 +106,20 @@ impl std::fmt::Display for Description {
 }
 
 impl CallSpec<'_> {
-    /// Returns the number of bytes that must be equal on all ranks: of one message, or of all messages if each rank
-    /// knows all lengths. 0 for an all-to-all.
+    /// Returns the number of bytes that must be equal on all ranks: of one message, or of all
+    /// messages if each rank knows all lengths. 0 for an all-to-all.
     pub fn agreed_bytes(&self) -> u64 {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();
         let one = |spans: &[Span]| spans.first().map_or(0, |span| span.bytes as u64);
         match self.op {
             Collective::Barrier | Collective::AllToAll => 0,
-            Collective::AllReduce | Collective::Reduce | Collective::Gather | Collective::AllReduceAddRmsNorm => one(&self.inputs),
-            Collective::Broadcast => one(if self.outputs.is_empty() { &self.inputs } else { &self.outputs }),
+            Collective::AllReduce
+            | Collective::Reduce
+            | Collective::Gather
+            | Collective::AllReduceAddRmsNorm => one(&self.inputs),
+            Collective::Broadcast => {
+                one(if self.outputs.is_empty() { &self.inputs } else { &self.outputs })
+            }
             Collective::Scatter => one(&self.outputs),
             Collective::AllGather => sum(&self.outputs),
             Collective::ReduceScatter => sum(&self.inputs),
@@ -126,8 +141,8 @@ impl CallSpec<'_> {
         }
     }
 
-    /// Returns the inputs that other ranks need. A norm's residual, weight and scale are the same on all ranks and left
-    /// out.
+    /// Returns the inputs that other ranks need. A norm's residual, weight and scale are the same
+    /// on all ranks and left out.
     pub fn shared_inputs(&self) -> &[Span] {
         let count = if self.op == Collective::AllReduceAddRmsNorm { 1 } else { self.inputs.len() };
         &self.inputs[..count.min(self.inputs.len())]
@@ -149,7 +164,8 @@ impl CallSpec<'_> {
         sum(&self.inputs).max(sum(&self.outputs))
     }
 
-    /// Returns the number of inputs and of outputs that the collective requires of rank `me` of `n`.
+    /// Returns the number of inputs and of outputs that the collective requires of rank `me` of
+    /// `n`.
     pub fn num_spans(&self, me: Rank, n: usize) -> (usize, usize) {
         let at_root = |count| if me == self.root { count } else { 0 };
         match self.op {
@@ -166,8 +182,9 @@ impl CallSpec<'_> {
         }
     }
 
-    /// Checks that the spans have the number and lengths that the collective requires of rank `me` of `n`, and that the
-    /// elements can be reduced. Afterwards neither an end of a span nor a sum of lengths can wrap.
+    /// Checks that the spans have the number and lengths that the collective requires of rank `me`
+    /// of `n`, and that the elements can be reduced. Afterwards neither an end of a span nor a sum
+    /// of lengths can wrap.
     pub fn validate(&self, me: Rank, n: usize) -> Result<()> {
         if self.op.reduces() {
             crate::kernels::cpu::supports(self.reduce_op, self.dtype)?;
@@ -176,31 +193,46 @@ impl CallSpec<'_> {
         let (inputs, outputs) = self.num_spans(me, n);
         let name = self.op.name();
         if self.op.rooted() && self.root.index() >= n {
-            return Err(Error::value(format!("{name}: root {} is outside the group of {n} ranks", self.root)));
+            return Err(Error::value(format!(
+                "{name}: root {} is outside the group of {n} ranks",
+                self.root
+            )));
         }
         if (self.inputs.len(), self.outputs.len()) != (inputs, outputs) {
             let (i, o) = (self.inputs.len(), self.outputs.len());
-            return Err(Error::value(format!("{name} takes {inputs} inputs and {outputs} outputs here, not {i} and {o}")));
+            return Err(Error::value(format!(
+                "{name} takes {inputs} inputs and {outputs} outputs here, not {i} and {o}"
+            )));
         }
         for spans in [&self.inputs, &self.outputs] {
             let total = spans.iter().try_fold(0usize, |sum, span| sum.checked_add(span.bytes));
-            if total.is_none_or(|total| total > isize::MAX as usize) || spans.iter().any(|span| span.addr.checked_add(span.bytes).is_none())
+            if total.is_none_or(|total| total > isize::MAX as usize)
+                || spans.iter().any(|span| span.addr.checked_add(span.bytes).is_none())
             {
                 let lengths: Vec<usize> = spans.iter().map(|span| span.bytes).collect();
-                return Err(Error::value(format!("{name}: {lengths:?} bytes in total exceed the available memory")));
+                return Err(Error::value(format!(
+                    "{name}: {lengths:?} bytes in total exceed the available memory"
+                )));
             }
         }
-        let own = |spans: &[Span]| spans.get(if spans.len() == n { me.index() } else { 0 }).map_or(0, |span| span.bytes);
+        let own = |spans: &[Span]| {
+            spans.get(if spans.len() == n { me.index() } else { 0 }).map_or(0, |span| span.bytes)
+        };
         let even = |spans: &[Span]| spans.windows(2).all(|pair| pair[0].bytes == pair[1].bytes);
         let fits = match self.op {
             Collective::Barrier | Collective::Broadcast => true,
             Collective::AllReduceAddRmsNorm => return Norm::validate(self),
-            Collective::AllReduce | Collective::AllGather | Collective::ReduceScatter | Collective::AllToAll => {
-                own(&self.inputs) == own(&self.outputs)
-            }
+            Collective::AllReduce
+            | Collective::AllGather
+            | Collective::ReduceScatter
+            | Collective::AllToAll => own(&self.inputs) == own(&self.outputs),
             Collective::Reduce => !root || own(&self.inputs) == own(&self.outputs),
-            Collective::Gather => even(&self.outputs) && (!root || own(&self.inputs) == own(&self.outputs)),
-            Collective::Scatter => even(&self.inputs) && (!root || own(&self.inputs) == own(&self.outputs)),
+            Collective::Gather => {
+                even(&self.outputs) && (!root || own(&self.inputs) == own(&self.outputs))
+            }
+            Collective::Scatter => {
+                even(&self.inputs) && (!root || own(&self.inputs) == own(&self.outputs))
+            }
         };
         let whole = |span: &Span| span.bytes.is_multiple_of(self.dtype.size());
         if fits && self.inputs.iter().chain(&*self.outputs).all(whole) {
@@ -208,7 +240,8 @@ impl CallSpec<'_> {
         }
         let lengths = |spans: &[Span]| spans.iter().map(|span| span.bytes).collect::<Vec<_>>();
         Err(Error::value(format!(
-            "{name}: the lengths of inputs {:?} and outputs {:?} (bytes, rank {me} of {n}, {}) do not fit each other",
+            "{name}: the lengths of inputs {:?} and outputs {:?} (bytes, rank {me} of {n}, {}) do \
+             not fit each other",
             lengths(&self.inputs),
             lengths(&self.outputs),
             self.dtype.name()
@@ -222,9 +255,19 @@ mod tests {
     use crate::sync::call_site::CallSite;
 
     fn call(op: Collective, root: u32, inputs: &[usize], outputs: &[usize]) -> CallSpec<'static> {
-        let spans = |lengths: &[usize]| lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect();
+        let spans =
+            |lengths: &[usize]| lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect();
         let (inputs, outputs) = (spans(inputs), spans(outputs));
-        CallSpec { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, inputs, outputs, call_site: None }
+        CallSpec {
+            op,
+            dtype: DType::F32,
+            reduce_op: ReduceOp::Sum,
+            root: Rank(root),
+            factor: 1.0,
+            inputs,
+            outputs,
+            call_site: None,
+        }
     }
 
     #[test]
@@ -233,9 +276,15 @@ mod tests {
             Description::of(&call(Collective::AllReduce, 0, &[4096], &[4096])).to_string(),
             "all_reduce(1024 × float32, 4096 bytes, SUM)"
         );
-        assert_eq!(Description::of(&call(Collective::Broadcast, 2, &[], &[8])).to_string(), "broadcast(2 × float32, 8 bytes, root 2)");
+        assert_eq!(
+            Description::of(&call(Collective::Broadcast, 2, &[], &[8])).to_string(),
+            "broadcast(2 × float32, 8 bytes, root 2)"
+        );
         assert_eq!(Description::of(&call(Collective::Barrier, 0, &[], &[])).to_string(), "barrier");
-        assert_eq!(Description::of(&call(Collective::AllToAll, 0, &[4, 8], &[4, 8])).to_string(), "all_to_all(float32)");
+        assert_eq!(
+            Description::of(&call(Collective::AllToAll, 0, &[4, 8], &[4, 8])).to_string(),
+            "all_to_all(float32)"
+        );
     }
 
     // proves P7
@@ -243,15 +292,30 @@ mod tests {
     fn fingerprints_tell_calls_apart() {
         let print = |call: &CallSpec| Description::of(call).fingerprint(call);
         let base = call(Collective::AllGather, 0, &[4], &[4, 8]);
-        assert_eq!(print(&base), print(&call(Collective::AllGather, 1, &[8], &[4, 8])), "unused root, other rank's input");
-        assert_ne!(print(&base), print(&call(Collective::AllGather, 0, &[8], &[8, 4])), "other lengths");
+        assert_eq!(
+            print(&base),
+            print(&call(Collective::AllGather, 1, &[8], &[4, 8])),
+            "unused root, other rank's input"
+        );
+        assert_ne!(
+            print(&base),
+            print(&call(Collective::AllGather, 0, &[8], &[8, 4])),
+            "other lengths"
+        );
         assert_ne!(print(&base), print(&CallSpec { dtype: DType::I32, ..base.clone() }));
-        assert_ne!(print(&call(Collective::Reduce, 0, &[4], &[4])), print(&call(Collective::Reduce, 1, &[4], &[])), "other root");
+        assert_ne!(
+            print(&call(Collective::Reduce, 0, &[4], &[4])),
+            print(&call(Collective::Reduce, 1, &[4], &[])),
+            "other root"
+        );
     }
 
     #[test]
     fn fingerprints_tell_sites_apart() {
-        let at = |text: &str| CallSpec { call_site: CallSite::known(CallSite::number(text)), ..call(Collective::AllReduce, 0, &[4], &[4]) };
+        let at = |text: &str| CallSpec {
+            call_site: CallSite::known(CallSite::number(text)),
+            ..call(Collective::AllReduce, 0, &[4], &[4])
+        };
         let print = |call: &CallSpec| Description::of(call).fingerprint(call);
         let plain = call(Collective::AllReduce, 0, &[4], &[4]);
         assert_eq!(print(&at("a.py:1")), print(&at("a.py:1")));
@@ -267,9 +331,18 @@ mod tests {
     fn spans_that_do_not_fit_are_refused() {
         assert!(call(Collective::AllReduce, 0, &[8], &[8]).validate(Rank(0), 2).is_ok());
         assert!(call(Collective::AllReduce, 0, &[8], &[4]).validate(Rank(0), 2).is_err());
-        assert!(call(Collective::AllReduce, 0, &[6], &[6]).validate(Rank(0), 2).is_err(), "half an element");
-        assert!(call(Collective::Broadcast, 2, &[], &[4]).validate(Rank(0), 2).is_err(), "root outside");
-        assert!(call(Collective::Gather, 0, &[4], &[4, 8]).validate(Rank(0), 2).is_err(), "uneven gather");
+        assert!(
+            call(Collective::AllReduce, 0, &[6], &[6]).validate(Rank(0), 2).is_err(),
+            "half an element"
+        );
+        assert!(
+            call(Collective::Broadcast, 2, &[], &[4]).validate(Rank(0), 2).is_err(),
+            "root outside"
+        );
+        assert!(
+            call(Collective::Gather, 0, &[4], &[4, 8]).validate(Rank(0), 2).is_err(),
+            "uneven gather"
+        );
         assert!(call(Collective::Scatter, 1, &[], &[4]).validate(Rank(0), 2).is_ok());
     }
 
@@ -278,11 +351,14 @@ mod tests {
         let huge = usize::MAX / 4 / 4 * 4;
         let lengths = [huge, huge, huge, huge, 20];
         for (inputs, outputs) in [(&lengths, &[4; 5]), (&[4; 5], &lengths)] {
-            let error = call(Collective::AllToAll, 0, inputs, outputs).validate(Rank(0), 5).expect_err("they wrap");
+            let error = call(Collective::AllToAll, 0, inputs, outputs)
+                .validate(Rank(0), 5)
+                .expect_err("they wrap");
             assert!(error.message.contains("exceed the available memory"), "{error}");
         }
         let beyond = Span { addr: usize::MAX - 3, bytes: 8 };
-        let call = CallSpec { outputs: vec![beyond].into(), ..call(Collective::Broadcast, 1, &[], &[8]) };
+        let call =
+            CallSpec { outputs: vec![beyond].into(), ..call(Collective::Broadcast, 1, &[], &[8]) };
         assert!(call.validate(Rank(0), 2).is_err(), "an end that wraps");
     }
 }

@@ -22,7 +22,8 @@ pub struct MessageSpec {
     pub timeout: Option<Duration>,
 }
 
-/// A send or receive, whose memory the caller has promised: a send of it may read the span, and a receive may write it.
+/// A send or receive, whose memory the caller has promised: a send of it may read the span, and a
+/// receive may write it.
 ///
 /// ```
 /// use symm::coll::call::Span;
@@ -44,14 +45,16 @@ impl Message {
     /// A message of these arguments.
     ///
     /// # Safety
-    /// The caller promises as long as the message or a copy of it exists, and until each send and receive of it has ended: the span may be
-    /// read by a send and written by a receive, and no other code writes it. A send or receive ends when its completion is called, or when
-    /// the stream has passed it.
+    /// The caller promises as long as the message or a copy of it exists, and until each send and
+    /// receive of it has ended: the span may be read by a send and written by a receive, and no
+    /// other code writes it. A send or receive ends when its completion is called, or when the
+    /// stream has passed it.
     pub const unsafe fn new(spec: MessageSpec) -> Self {
         Self(spec)
     }
 
-    /// Returns the same message to or from rank `peer`, such as the number of the other rank in another group.
+    /// Returns the same message to or from rank `peer`, such as the number of the other rank in
+    /// another group.
     pub(crate) const fn with_peer(self, peer: Option<Rank>) -> Self {
         Self(MessageSpec { peer, ..self.0 })
     }
@@ -76,6 +79,7 @@ impl Deref for Message {
 pub struct DeviceMessage {
     /// True for a send, false for a receive.
     pub send: bool,
-    /// The message. Its tag is ignored: messages between two ranks arrive in the order in which they were sent.
+    /// The message. Its tag is ignored: messages between two ranks arrive in the order in which
+    /// they were sent.
     pub message: Message,
 }

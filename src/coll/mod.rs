@@ -1,5 +1,6 @@
-//! Collectives: the call ([`call`], [`alias`]), the choice of an algorithm ([`plan`]), its execution ([`cpu`],
-//! [`cuda`]), calls on several nodes ([`two_level`]), and their time ([`cost`]).
+//! Collectives: the call ([`call`], [`alias`]), the choice of an algorithm ([`plan`]), its
+//! execution ([`cpu`], [`cuda`]), calls on several nodes ([`two_level`]), and their time
+//! ([`cost`]).
 
 pub mod alias;
 pub mod all_reduce_norm;

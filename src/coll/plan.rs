@@ -1,5 +1,5 @@
-//! Choice of the algorithm that runs a call. Pure, and the same on every rank, because it uses only values that every
-//! rank knows.
+//! Choice of the algorithm that runs a call. Pure, and the same on every rank, because it uses only
+//! values that every rank knows.
 
 use crate::coll::all_reduce_norm::Norm;
 use crate::coll::call::Collective;
@@ -32,12 +32,12 @@ impl CpuPlan {
     }
 }
 
-/// The thresholds between algorithms. Ranks do not compare them, because a rank's way of writing its own results does
-/// not affect other ranks.
+/// The thresholds between algorithms. Ranks do not compare them, because a rank's way of writing
+/// its own results does not affect other ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuThresholds {
-    /// If the tensors of all ranks together are larger than this, results bypass the cache, which would not hold them
-    /// until they are used.
+    /// If the tensors of all ranks together are larger than this, results bypass the cache, which
+    /// would not hold them until they are used.
     pub stream_bytes: usize,
 }
 
@@ -55,12 +55,20 @@ impl Default for CpuThresholds {
 /// Number of chunks of a short message if some ranks write and others read.
 const ONE_WAY_CHUNKS: usize = 8;
 
-/// Returns the plan for a collective of `n` ranks whose longest message between two of them is `longest` bytes. If
-/// ranks share cores, the plan has as few waits as possible.
-pub fn choose(op: Collective, longest: usize, n: usize, thresholds: &CpuThresholds, shared_cores: bool) -> CpuPlan {
+/// Returns the plan for a collective of `n` ranks whose longest message between two of them is
+/// `longest` bytes. If ranks share cores, the plan has as few waits as possible.
+pub fn choose(
+    op: Collective,
+    longest: usize,
+    n: usize,
+    thresholds: &CpuThresholds,
+    shared_cores: bool,
+) -> CpuPlan {
     // Scatter, all-to-all and reduce-scatter post one message for every rank.
     let posted = match op {
-        Collective::Scatter | Collective::AllToAll | Collective::ReduceScatter => longest.saturating_mul(n),
+        Collective::Scatter | Collective::AllToAll | Collective::ReduceScatter => {
+            longest.saturating_mul(n)
+        }
         Collective::Barrier
         | Collective::Broadcast
         | Collective::AllReduce
@@ -76,9 +84,17 @@ pub fn choose(op: Collective, longest: usize, n: usize, thresholds: &CpuThreshol
         Collective::AllToAll => 2 * n,
         Collective::AllGather | Collective::ReduceScatter => n + 1,
         Collective::AllReduce | Collective::AllReduceAddRmsNorm => 2,
-        Collective::Barrier | Collective::Broadcast | Collective::Reduce | Collective::Gather | Collective::Scatter => 1,
+        Collective::Barrier
+        | Collective::Broadcast
+        | Collective::Reduce
+        | Collective::Gather
+        | Collective::Scatter => 1,
     };
-    let store = if longest.saturating_mul(messages * n) > thresholds.stream_bytes { WriteMode::Streaming } else { WriteMode::Cached };
+    let store = if longest.saturating_mul(messages * n) > thresholds.stream_bytes {
+        WriteMode::Streaming
+    } else {
+        WriteMode::Cached
+    };
     let room = match op {
         Collective::Scatter | Collective::AllToAll | Collective::ReduceScatter => SLOT_BYTES / n,
         Collective::Barrier
@@ -90,9 +106,12 @@ pub fn choose(op: Collective, longest: usize, n: usize, thresholds: &CpuThreshol
         | Collective::AllReduceAddRmsNorm => SLOT_BYTES,
     };
     let room = room / LINE_PAIR * LINE_PAIR;
-    // Short messages move in chunks, so that the next one is written while one is read. If every rank does both, two
-    // chunks are best.
-    let one_way = matches!(op, Collective::Broadcast | Collective::Reduce | Collective::Gather | Collective::Scatter);
+    // Short messages move in chunks, so that the next one is written while one is read. If every
+    // rank does both, two chunks are best.
+    let one_way = matches!(
+        op,
+        Collective::Broadcast | Collective::Reduce | Collective::Gather | Collective::Scatter
+    );
     let chunks = match (shared_cores, one_way && longest <= room) {
         (true, _) => 1,
         (false, true) => ONE_WAY_CHUNKS,
@@ -122,8 +141,8 @@ pub fn choose_rows(norm: &Norm, n: usize, shared_cores: bool) -> CpuPlan {
     CpuPlan::Staged { chunk: rows * row, store: WriteMode::Cached }
 }
 
-/// Returns whether each rank normalises all rows or its share of them. Shares move less data if there are many rows,
-/// but cost one more wait.
+/// Returns whether each rank normalises all rows or its share of them. Shares move less data if
+/// there are many rows, but cost one more wait.
 pub fn shots(norm: &Norm, n: usize) -> ResultSharing {
     let long = norm.row_bytes() * norm.rows > TWO_SHOT_BYTES;
     if n > 2 && long && shared_rows(norm, n) > 0 { ResultSharing::Two } else { ResultSharing::One }
@@ -131,7 +150,8 @@ pub fn shots(norm: &Norm, n: usize) -> ResultSharing {
 
 /// Returns the number of rows whose results fit into a result slot.
 fn shared_rows(norm: &Norm, n: usize) -> usize {
-    SegmentLayout::new(n).result_bytes() / (norm.normed_bytes() + norm.row_bytes() + norm.scale_bytes())
+    SegmentLayout::new(n).result_bytes()
+        / (norm.normed_bytes() + norm.row_bytes() + norm.scale_bytes())
 }
 
 #[cfg(test)]
@@ -148,19 +168,31 @@ mod tests {
     fn the_size_decides() {
         assert_eq!(choose(Collective::AllReduce, 8, 4), CpuPlan::Inline);
         assert_eq!(choose(Collective::Barrier, 0, 4), CpuPlan::Inline);
-        assert!(matches!(choose(Collective::AllGather, 1 << 20, 4), CpuPlan::Staged { store: WriteMode::Cached, .. }));
-        assert!(matches!(choose(Collective::AllGather, 64 << 20, 4), CpuPlan::Staged { store: WriteMode::Streaming, .. }));
-        assert_eq!(choose(Collective::AllToAll, 4096, 4), choose(Collective::Scatter, 4096, 4), "four messages do not fit a post");
+        assert!(matches!(
+            choose(Collective::AllGather, 1 << 20, 4),
+            CpuPlan::Staged { store: WriteMode::Cached, .. }
+        ));
+        assert!(matches!(
+            choose(Collective::AllGather, 64 << 20, 4),
+            CpuPlan::Staged { store: WriteMode::Streaming, .. }
+        ));
+        assert_eq!(
+            choose(Collective::AllToAll, 4096, 4),
+            choose(Collective::Scatter, 4096, 4),
+            "four messages do not fit a post"
+        );
     }
 
     #[test]
     fn shared_cores_make_chunks_long() {
-        let chunk = |op, shared| match super::choose(op, 64 << 10, 4, &CpuThresholds::default(), shared) {
-            CpuPlan::Staged { chunk, .. } => chunk,
-            CpuPlan::Inline => 0,
-        };
+        let chunk =
+            |op, shared| match super::choose(op, 64 << 10, 4, &CpuThresholds::default(), shared) {
+                CpuPlan::Staged { chunk, .. } => chunk,
+                CpuPlan::Inline => 0,
+            };
         assert_eq!(
-            [Collective::Broadcast, Collective::AllReduce].map(|op| [chunk(op, false), chunk(op, true)]),
+            [Collective::Broadcast, Collective::AllReduce]
+                .map(|op| [chunk(op, false), chunk(op, true)]),
             [[8 << 10, 64 << 10], [32 << 10, 64 << 10]]
         );
     }
@@ -180,23 +212,36 @@ mod tests {
     #[test]
     fn chunks_of_rows_fit_their_slots() {
         for n in [2, 3, 8, 128] {
-            for (hidden, rows) in [(8, 100_000), (4096, 1), (4096, 2), (8192, 64), (16384, 1), (16384, 1000)] {
-                for (dtype, normed) in [(DType::BF16, Normed::Same), (DType::F32, Normed::Same), (DType::BF16, Normed::Dynamic)] {
+            for (hidden, rows) in
+                [(8, 100_000), (4096, 1), (4096, 2), (8192, 64), (16384, 1), (16384, 1000)]
+            {
+                for (dtype, normed) in [
+                    (DType::BF16, Normed::Same),
+                    (DType::F32, Normed::Same),
+                    (DType::BF16, Normed::Dynamic),
+                ] {
                     let norm = Norm { dtype, hidden, rows, eps: 0.0, normed };
                     let CpuPlan::Staged { chunk, .. } = choose_rows(&norm, n, rows % 3 == 1) else {
                         assert!(norm.row_bytes() * rows <= INLINE_BYTES);
                         continue;
                     };
                     let (chunk, rest) = (chunk / norm.row_bytes(), chunk % norm.row_bytes());
-                    assert!(rest == 0 && chunk > 0 && chunk * norm.row_bytes() <= SLOT_BYTES, "{norm:?} {n}");
+                    assert!(
+                        rest == 0 && chunk > 0 && chunk * norm.row_bytes() <= SLOT_BYTES,
+                        "{norm:?} {n}"
+                    );
                     if shots(&norm, n) == ResultSharing::Two {
                         let each = norm.normed_bytes() + norm.row_bytes() + norm.scale_bytes();
-                        assert!(chunk.div_ceil(n) * each <= SegmentLayout::new(n).result_bytes(), "{norm:?} {n}");
+                        assert!(
+                            chunk.div_ceil(n) * each <= SegmentLayout::new(n).result_bytes(),
+                            "{norm:?} {n}"
+                        );
                     }
                 }
             }
         }
-        let norm = Norm { dtype: DType::BF16, hidden: 4096, rows: 64, eps: 0.0, normed: Normed::Same };
+        let norm =
+            Norm { dtype: DType::BF16, hidden: 4096, rows: 64, eps: 0.0, normed: Normed::Same };
         assert_eq!((shots(&norm, 2), shots(&norm, 4)), (ResultSharing::One, ResultSharing::Two));
     }
 
@@ -205,11 +250,24 @@ mod tests {
         for ranks in [1, 2, 3, 5, 8, 128] {
             for op in Collective::ALL {
                 let lengths = [INLINE_BYTES + 1, 100_000, 1 << 20, usize::MAX / 256];
-                for (longest, shared) in lengths.into_iter().flat_map(|longest| [(longest, false), (longest, true)]) {
-                    if let CpuPlan::Staged { chunk, .. } = super::choose(*op, longest, ranks, &CpuThresholds::default(), shared) {
-                        let messages =
-                            if matches!(op, Collective::Scatter | Collective::AllToAll | Collective::ReduceScatter) { ranks } else { 1 };
-                        assert!(chunk > 0 && chunk % 64 == 0 && chunk * messages <= SLOT_BYTES, "{op:?} {ranks} {longest} {chunk}");
+                for (longest, shared) in
+                    lengths.into_iter().flat_map(|longest| [(longest, false), (longest, true)])
+                {
+                    if let CpuPlan::Staged { chunk, .. } =
+                        super::choose(*op, longest, ranks, &CpuThresholds::default(), shared)
+                    {
+                        let messages = if matches!(
+                            op,
+                            Collective::Scatter | Collective::AllToAll | Collective::ReduceScatter
+                        ) {
+                            ranks
+                        } else {
+                            1
+                        };
+                        assert!(
+                            chunk > 0 && chunk % 64 == 0 && chunk * messages <= SLOT_BYTES,
+                            "{op:?} {ranks} {longest} {chunk}"
+                        );
                     }
                 }
             }

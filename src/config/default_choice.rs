@@ -13,9 +13,14 @@ impl<T: Copy + Send> DefaultChoice<T> {
         Self(PerProcess::new(|| Mutex::new(None)))
     }
 
-    /// Returns what `choose` makes of the usual choice: the default group's, or `setting` for the default group itself
-    /// and in a process without one.
-    pub fn choose<E>(&self, setting: T, is_default: bool, choose: impl FnOnce(T) -> Result<T, E>) -> Result<T, E> {
+    /// Returns what `choose` makes of the usual choice: the default group's, or `setting` for the
+    /// default group itself and in a process without one.
+    pub fn choose<E>(
+        &self,
+        setting: T,
+        is_default: bool,
+        choose: impl FnOnce(T) -> Result<T, E>,
+    ) -> Result<T, E> {
         let mut default = lock(self.0.get());
         let chosen = choose(default.filter(|_| !is_default).unwrap_or(setting))?;
         if is_default {

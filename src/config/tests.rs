@@ -1,7 +1,9 @@
 use super::*;
 
 fn parse(pairs: &[(&str, &str)]) -> (Config, usize) {
-    let (config, complaints) = Config::parse(|name| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned()));
+    let (config, complaints) = Config::parse(|name| {
+        pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+    });
     (config, complaints.len())
 }
 
@@ -45,12 +47,17 @@ fn defaults_stand_where_nothing_is_set() {
 #[test]
 fn settings_in_force_are_a_sentence() {
     let said = |pairs: &[(&str, &str)]| {
-        let lookup = |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+        let lookup = |name: &str| {
+            pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+        };
         in_force(lookup, &Config::parse(lookup).1)
     };
     assert_eq!(said(&[("SYMM_SPIN", " ")]), "all settings have their defaults");
     let expected = "settings: SYMM_LOG=info, SYMM_SPIN=3; all others have their defaults";
-    assert_eq!(said(&[("SYMM_SPIN", " 3"), ("SYMM_LOG", "info"), ("SYMM_CMA", "perhaps")]), expected);
+    assert_eq!(
+        said(&[("SYMM_SPIN", " 3"), ("SYMM_LOG", "info"), ("SYMM_CMA", "perhaps")]),
+        expected
+    );
 }
 
 #[test]
@@ -113,7 +120,12 @@ fn values_are_taken_and_bad_ones_complained_about() {
     };
     assert_eq!((config, complaints), (expected, 0));
     assert_eq!(parse(&[("SYMM_COST_PROFILE", "0")]).0.profile, ProfileChoice::Off);
-    for (words, expected) in [("", (false, 0)), ("call_site", (true, 0)), (" call_site, sight,", (true, 1)), ("all", (false, 1))] {
+    for (words, expected) in [
+        ("", (false, 0)),
+        ("call_site", (true, 0)),
+        (" call_site, sight,", (true, 1)),
+        ("all", (false, 1)),
+    ] {
         let (config, complaints) = parse(&[("SYMM_DEBUG", words)]);
         assert_eq!((config.debug_call_site, complaints), expected, "{words}");
     }
@@ -128,12 +140,17 @@ fn values_are_taken_and_bad_ones_complained_about() {
         ("SYMM_VLLM", "yes"),
         ("SYMM_SGLANG", "on"),
     ]);
-    assert_eq!((config.spin, config.cma, config.store_bytes, config.trace_dir, complaints), (None, true, None, None, 9));
+    assert_eq!(
+        (config.spin, config.cma, config.store_bytes, config.trace_dir, complaints),
+        (None, true, None, None, 9)
+    );
 }
 
 #[test]
 fn unknown_levels_of_the_log_are_complained_about() {
-    for usable in ["info", "OFF", "symm::bootstrap=debug", "warn,symm::p2p=trace", "symm", "debug/knock"] {
+    for usable in
+        ["info", "OFF", "symm::bootstrap=debug", "warn,symm::p2p=trace", "symm", "debug/knock"]
+    {
         let (config, complaints) = parse(&[("SYMM_LOG", usable)]);
         assert_eq!((config.log.as_str(), complaints), (usable, 0));
     }
@@ -148,8 +165,14 @@ fn misspelt_settings_are_told_which_was_meant() {
     let message = misspelt("SYMM_BLOCKING_WAITS").expect("no setting");
     assert!(message.ends_with("did you mean SYMM_BLOCKING_WAIT?"), "{message}");
     assert!(misspelt("SYMM_LOGS").expect("no setting").ends_with("did you mean SYMM_LOG?"));
-    assert!(misspelt("SYMM_TRANSPORT_LAYER").expect("no setting").contains("known settings: SYMM_ALLOW_SHARED_GPUS, SYMM_BLOCKING_WAIT"));
-    for fine in ["SYMM_LOG", "SYMM_JOB_SECRET", "SYMM_TEST_WORLDS", "SYMM_PYTHON", "TORCH_SYMMMEM", "PATH"] {
+    assert!(
+        misspelt("SYMM_TRANSPORT_LAYER")
+            .expect("no setting")
+            .contains("known settings: SYMM_ALLOW_SHARED_GPUS, SYMM_BLOCKING_WAIT")
+    );
+    for fine in
+        ["SYMM_LOG", "SYMM_JOB_SECRET", "SYMM_TEST_WORLDS", "SYMM_PYTHON", "TORCH_SYMMMEM", "PATH"]
+    {
         assert_eq!(misspelt(fine), None);
     }
 }
@@ -161,7 +184,8 @@ fn the_list_of_names_is_what_parse_reads() {
         read.borrow_mut().push(name.to_owned());
         None
     });
-    let mut read: Vec<String> = read.into_inner().into_iter().filter(|name| name.starts_with("SYMM_")).collect();
+    let mut read: Vec<String> =
+        read.into_inner().into_iter().filter(|name| name.starts_with("SYMM_")).collect();
     read.sort();
     read.dedup();
     assert_eq!(read, SETTINGS);

@@ -1,4 +1,5 @@
-//! A member's view of the group's control block, and the words in which each member publishes its state.
+//! A member's view of the group's control block, and the words in which each member publishes its
+//! state.
 #![allow(unsafe_code, reason = "words at offsets of shared memory")]
 
 use super::call_state::{AwaitedMessage, BarrierCount, CurrentCall, RejectionCount};
@@ -16,8 +17,8 @@ use crate::sys::cpu_affinity;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, OnceLock};
 
-/// Number of spin iterations, some 40 ns each, while other processes contend for this one's cores; a running peer
-/// answers by then.
+/// Number of spin iterations, some 40 ns each, while other processes contend for this one's cores;
+/// a running peer answers by then.
 const SPINS_SHORT: u32 = 64;
 
 /// The words that all members share.
@@ -64,7 +65,8 @@ pub(super) struct AlignedBell(pub(super) Doorbell);
 #[repr(C, align(128))]
 pub(super) struct AlignedText(pub(super) SharedText);
 
-const _: () = assert!(size_of::<SegmentHeader>() <= HEADER_BYTES && size_of::<MemberWords>() <= MEMBER_BYTES);
+const _: () =
+    assert!(size_of::<SegmentHeader>() <= HEADER_BYTES && size_of::<MemberWords>() <= MEMBER_BYTES);
 
 /// The identity of a member, as messages name it.
 #[derive(Clone, Debug)]
@@ -75,8 +77,8 @@ pub struct Identity {
     pub global: u32,
 }
 
-/// The larger group, if this group is its part on one node. Messages name members by their ranks in the larger
-/// group.
+/// The larger group, if this group is its part on one node. Messages name members by their ranks in
+/// the larger group.
 #[derive(Clone, Debug)]
 pub struct ParentGroup {
     /// The name of the node.
@@ -103,8 +105,8 @@ pub struct ControlBlock {
     pub(super) exited: Vec<OnceLock<String>>,
     /// The first member of `exited` that this member has seen.
     pub(super) first_exited: OnceLock<Rank>,
-    /// Describes the progress of calls that run in kernels. Set once kernels wait for peers without a thread of this
-    /// process; from then on, a member's exit fails the group at once.
+    /// Describes the progress of calls that run in kernels. Set once kernels wait for peers without
+    /// a thread of this process; from then on, a member's exit fails the group at once.
     pub(super) kernel_progress: OnceLock<KernelProgress>,
     pub(super) spins: u32,
     /// How often this rank found that it keeps a peer from its core.
@@ -114,8 +116,15 @@ pub struct ControlBlock {
 }
 
 impl ControlBlock {
-    /// Makes the view of `rank` in the group `name`; a waiting thread spins `spins` times before it yields its core.
-    pub fn new(segment: ShmSegment, rank: Rank, name: String, members: Vec<Identity>, spins: u32) -> Self {
+    /// Makes the view of `rank` in the group `name`; a waiting thread spins `spins` times before it
+    /// yields its core.
+    pub fn new(
+        segment: ShmSegment,
+        rank: Rank,
+        name: String,
+        members: Vec<Identity>,
+        spins: u32,
+    ) -> Self {
         let layout = SegmentLayout::new(members.len());
         let exited = members.iter().map(|_| OnceLock::new()).collect();
         Self {
@@ -136,12 +145,14 @@ impl ControlBlock {
         }
     }
 
-    /// Makes messages name members by their ranks in the larger group, if this group is a part of one.
+    /// Makes messages name members by their ranks in the larger group, if this group is a part of
+    /// one.
     pub fn named(self, part: Option<ParentGroup>) -> Self {
         Self { parent: part.filter(|part| part.ranks.len() == self.members.len()), ..self }
     }
 
-    /// Sets the order in which reductions of the group combine the ranks' elements, the same on all members.
+    /// Sets the order in which reductions of the group combine the ranks' elements, the same on all
+    /// members.
     pub fn summing(self, order: SumOrder) -> Self {
         Self { order, ..self }
     }
@@ -166,7 +177,8 @@ impl ControlBlock {
         (0..self.members.len() as u32).map(Rank)
     }
 
-    /// Returns the peers of this rank, starting with the next rank, so that not all peers read the same member first.
+    /// Returns the peers of this rank, starting with the next rank, so that not all peers read the
+    /// same member first.
     pub fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
         let (me, n) = (self.rank.0, self.members.len() as u32);
         (1..n).map(move |step| Rank((me + step) % n))
@@ -194,16 +206,19 @@ impl ControlBlock {
     }
 
     pub(super) fn header(&self) -> &SegmentHeader {
-        // SAFETY: Header consists of atomics, and offset 0 of every member's mapping holds a Header.
+        // SAFETY: Header consists of atomics, and offset 0 of every member's mapping holds a
+        // Header.
         unsafe { self.segment.at(0) }
     }
 
     pub(super) fn words(&self, rank: Rank) -> &MemberWords {
-        // SAFETY: MemberWords consists of atomics, and `layout.member` is the offset of one for every rank.
+        // SAFETY: MemberWords consists of atomics, and `layout.member` is the offset of one for
+        // every rank.
         unsafe { self.segment.at(self.layout.member(rank)) }
     }
 
-    /// Returns the number of stages of pipelined collectives that `rank` has finished; see `coll::cpu::pipeline`.
+    /// Returns the number of stages of pipelined collectives that `rank` has finished; see
+    /// `coll::cpu::pipeline`.
     pub fn stage(&self, rank: Rank) -> &AtomicU64 {
         &self.words(rank).stage
     }
@@ -223,8 +238,8 @@ impl ControlBlock {
         &self.words(rank).phase
     }
 
-    /// Returns the address of a word in the private memory of `rank` that holds its own address, for testing
-    /// `process_vm_readv`.
+    /// Returns the address of a word in the private memory of `rank` that holds its own address,
+    /// for testing `process_vm_readv`.
     pub fn probe(&self, rank: Rank) -> &AtomicU64 {
         &self.words(rank).probe
     }
@@ -236,24 +251,29 @@ impl ControlBlock {
 
     /// Publishes that this rank starts collective `number`, and on which core.
     pub fn begin(&self, number: u64, op: Collective) {
-        self.words(self.rank).doing.store(CurrentCall { number, op, finished: false }.word(), Ordering::Relaxed);
+        self.words(self.rank)
+            .doing
+            .store(CurrentCall { number, op, finished: false }.word(), Ordering::Relaxed);
         self.note_core();
     }
 
-    /// Returns the word with the time at which `rank` started collective `number`, in nanoseconds of the node's
-    /// monotonic clock, which the rank writes before it posts its call. Two words suffice: no rank starts collective
-    /// `number` + 2 before every rank has started `number` + 1.
+    /// Returns the word with the time at which `rank` started collective `number`, in nanoseconds
+    /// of the node's monotonic clock, which the rank writes before it posts its call. Two words
+    /// suffice: no rank starts collective `number` + 2 before every rank has started `number` + 1.
     pub fn start(&self, rank: Rank, number: u64) -> &AtomicU64 {
         &self.words(rank).starts[(number % 2) as usize]
     }
 
     /// Publishes that this rank has finished its part of that collective.
     pub fn finish(&self, number: u64, op: Collective) {
-        self.words(self.rank).doing.store(CurrentCall { number, op, finished: true }.word(), Ordering::Relaxed);
+        self.words(self.rank)
+            .doing
+            .store(CurrentCall { number, op, finished: true }.word(), Ordering::Relaxed);
     }
 
-    /// Returns the call site of the last call that `rank` has posted, if it publishes call sites. It is written before
-    /// the post, and not again before every member has seen that the calls agree.
+    /// Returns the call site of the last call that `rank` has posted, if it publishes call sites.
+    /// It is written before the post, and not again before every member has seen that the calls
+    /// agree.
     pub fn call_site(&self, rank: Rank) -> &SharedText {
         &self.words(rank).call_site.0
     }
@@ -273,10 +293,13 @@ impl ControlBlock {
         self.words(rank).attending.load(Ordering::Relaxed) != 0
     }
 
-    /// Publishes the message for which a thread of this rank is about to sleep. Must be withdrawn before the thread
-    /// reads anything that may end the wait, so that a peer that sees its data consumed also sees the withdrawal.
+    /// Publishes the message for which a thread of this rank is about to sleep. Must be withdrawn
+    /// before the thread reads anything that may end the wait, so that a peer that sees its data
+    /// consumed also sees the withdrawal.
     pub fn await_message(&self, awaited: Option<AwaitedMessage>) {
-        self.words(self.rank).awaited.store(awaited.map_or(0, AwaitedMessage::word), Ordering::Relaxed);
+        self.words(self.rank)
+            .awaited
+            .store(awaited.map_or(0, AwaitedMessage::word), Ordering::Relaxed);
     }
 
     /// Returns true if a thread of `rank` sleeps for this message.
@@ -284,14 +307,19 @@ impl ControlBlock {
         self.words(rank).awaited.load(Ordering::Relaxed) == awaited.word()
     }
 
-    /// Publishes that a thread of this rank starts to wait in a host-side barrier of symmetric memory.
+    /// Publishes that a thread of this rank starts to wait in a host-side barrier of symmetric
+    /// memory.
     pub fn enter_barrier(&self) {
         self.words(self.rank).barriers.fetch_add(BarrierCount::WAITS, Ordering::Relaxed);
     }
 
     /// Publishes that the wait is over; `met` is true if all members arrived.
     pub fn leave_barrier(&self, met: bool) {
-        let change = if met { BarrierCount::MET - BarrierCount::WAITS } else { BarrierCount::WAITS.wrapping_neg() };
+        let change = if met {
+            BarrierCount::MET - BarrierCount::WAITS
+        } else {
+            BarrierCount::WAITS.wrapping_neg()
+        };
         self.words(self.rank).barriers.fetch_add(change, Ordering::Relaxed);
     }
 
@@ -300,16 +328,20 @@ impl ControlBlock {
         BarrierCount::of(self.words(rank).barriers.load(Ordering::Relaxed))
     }
 
-    /// Publishes that this rank has rejected a call, after `calls` others. Peers see this before anything that the rank
-    /// starts later.
+    /// Publishes that this rank has rejected a call, after `calls` others. Peers see this before
+    /// anything that the rank starts later.
     pub fn note_rejection(&self, calls: u64) {
         let word = &self.words(self.rank).rejections;
         // Only one thread at a time makes or rejects calls of a group.
-        word.store(RejectionCount::of(word.load(Ordering::Relaxed)).and_after(calls).word(), Ordering::Relaxed);
+        word.store(
+            RejectionCount::of(word.load(Ordering::Relaxed)).and_after(calls).word(),
+            Ordering::Relaxed,
+        );
         fence(Ordering::Release);
     }
 
-    /// Returns the calls that `rank` has rejected since its last valid call. Must be read after `doing`.
+    /// Returns the calls that `rank` has rejected since its last valid call. Must be read after
+    /// `doing`.
     pub fn rejections(&self, rank: Rank) -> RejectionCount {
         fence(Ordering::Acquire);
         RejectionCount::of(self.words(rank).rejections.load(Ordering::Relaxed))
@@ -330,8 +362,8 @@ impl ControlBlock {
         self.parent.is_some()
     }
 
-    /// Sets the larger group's call that the next collectives belong to, such as "all_reduce(4 × float32, 16 bytes,
-    /// SUM) #7 of group "g"". Errors of the collectives name it.
+    /// Sets the larger group's call that the next collectives belong to, such as "all_reduce(4 ×
+    /// float32, 16 bytes, SUM) #7 of group "g"". Errors of the collectives name it.
     pub fn set_parent_call(&self, asked: String) {
         *lock(&self.parent_call) = asked;
     }
@@ -347,14 +379,18 @@ impl ControlBlock {
         self.parent.as_ref().map_or(rank, |part| part.ranks[rank.index()])
     }
 
-    /// Returns the name of a rank, such as "rank 1 (pid 4711)", with its rank in the default group if that differs; in
-    /// a part of a larger group, "rank 3 (node "b", pid 4711)".
+    /// Returns the name of a rank, such as "rank 1 (pid 4711)", with its rank in the default group
+    /// if that differs; in a part of a larger group, "rank 3 (node "b", pid 4711)".
     pub fn describe(&self, rank: Rank) -> String {
         let Identity { pid, global } = self.members[rank.index()];
         if let Some(ParentGroup { node: host, .. }) = &self.parent {
             return format!("rank {} (node {host:?}, pid {pid})", self.display_rank(rank));
         }
-        if global == rank.0 { format!("rank {rank} (pid {pid})") } else { format!("rank {rank} (global rank {global}, pid {pid})") }
+        if global == rank.0 {
+            format!("rank {rank} (pid {pid})")
+        } else {
+            format!("rank {rank} (global rank {global}, pid {pid})")
+        }
     }
 
     /// Wakes sleeping members, so that they see everything that this member has published.

@@ -15,7 +15,8 @@ pub struct CurrentCall {
 }
 
 impl CurrentCall {
-    // One word, so that the end of a collective costs one store to a line that its rank has written at the start.
+    // One word, so that the end of a collective costs one store to a line that its rank has written
+    // at the start.
     pub(super) fn word(self) -> u64 {
         self.number << 8 | (self.op as u64) << 1 | u64::from(self.finished)
     }
@@ -29,7 +30,11 @@ impl CurrentCall {
 impl std::fmt::Display for CurrentCall {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (op, number) = (self.op.name(), self.number);
-        if self.finished { write!(f, "finished {op} #{number} and began nothing since") } else { write!(f, "in {op} #{number}") }
+        if self.finished {
+            write!(f, "finished {op} #{number} and began nothing since")
+        } else {
+            write!(f, "in {op} #{number}")
+        }
     }
 }
 
@@ -47,12 +52,15 @@ pub struct AwaitedMessage {
 impl AwaitedMessage {
     // One word, never 0.
     pub(super) fn word(self) -> u64 {
-        u64::from(self.tag as u32) << 32 | u64::from(self.peer.0) << 2 | u64::from(self.send) << 1 | 1
+        u64::from(self.tag as u32) << 32
+            | u64::from(self.peer.0) << 2
+            | u64::from(self.send) << 1
+            | 1
     }
 }
 
-/// The calls that a member has rejected since its last valid call. Peers that have rejected equally many no longer
-/// disturb each other.
+/// The calls that a member has rejected since its last valid call. Peers that have rejected equally
+/// many no longer disturb each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RejectionCount {
     /// The number of calls before, plus 1; 0 if it has rejected no call.
@@ -79,8 +87,9 @@ impl RejectionCount {
         Self { calls, times: if self.calls == calls { self.times + 1 } else { 1 } }
     }
 
-    /// Returns true if a member with these rejections has rejected calls at the same position as a member with `other`,
-    /// and at least equally often. Its present wait then does not concern a call that the other has rejected.
+    /// Returns true if a member with these rejections has rejected calls at the same position as a
+    /// member with `other`, and at least equally often. Its present wait then does not concern a
+    /// call that the other has rejected.
     pub fn cover(self, other: Self) -> bool {
         self.calls == other.calls && self.times >= other.times
     }

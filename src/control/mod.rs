@@ -1,5 +1,5 @@
-//! A group's control block: the members ([`block`]), how they wait for each other ([`wait`]) and for how long they spin
-//! ([`spin_budget`]), and failures ([`status`]).
+//! A group's control block: the members ([`block`]), how they wait for each other ([`wait`]) and
+//! for how long they spin ([`spin_budget`]), and failures ([`status`]).
 
 mod block;
 mod call_state;

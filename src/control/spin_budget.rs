@@ -1,22 +1,24 @@
 //! How long a waiting thread may keep its core, adapted to recent contention.
 //!
-//! Spinning is the fastest way to wait on an uncontended core. If another process wants the core, a spinning thread
-//! uses up its share of it. When its wait ends, the thread is then queued behind the other process for a whole
-//! scheduler slice, which takes milliseconds. A thread that sleeps runs at once when it is woken. After the loss of a
-//! slice, all threads of the process therefore sleep early for a while, and then try again. Another loss soon after
-//! that doubles this time, so a machine that stays busy costs few slices.
+//! Spinning is the fastest way to wait on an uncontended core. If another process wants the core, a
+//! spinning thread uses up its share of it. When its wait ends, the thread is then queued behind
+//! the other process for a whole scheduler slice, which takes milliseconds. A thread that sleeps
+//! runs at once when it is woken. After the loss of a slice, all threads of the process therefore
+//! sleep early for a while, and then try again. Another loss soon after that doubles this time, so
+//! a machine that stays busy costs few slices.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// A yield that takes longer than this has lost a slice. After a yield to a peer, the core returns sooner, because
-/// peers sleep or yield, too.
+/// A yield that takes longer than this has lost a slice. After a yield to a peer, the core returns
+/// sooner, because peers sleep or yield, too.
 const PREEMPTED_AFTER: Duration = Duration::from_millis(1);
 /// How long threads sleep early after the first loss, and the maximum, in nanoseconds.
 const MIN_BACKOFF_NS: u64 = 10_000_000;
 const MAX_BACKOFF_NS: u64 = 320_000_000;
 
-/// The state of a process, shared by its threads. Times are in nanoseconds from an arbitrary origin, never 0.
+/// The state of a process, shared by its threads. Times are in nanoseconds from an arbitrary
+/// origin, never 0.
 #[derive(Debug, Default)]
 pub struct SpinBudget {
     /// Threads sleep early until then; 0 before the first loss.
@@ -33,10 +35,12 @@ impl SpinBudget {
         until != 0 && now() < until
     }
 
-    /// Returns true if the cores are contended persistently: slices were lost in a row, the last one recently.
+    /// Returns true if the cores are contended persistently: slices were lost in a row, the last
+    /// one recently.
     #[inline]
     pub fn yields_to_peer(&self, now: impl FnOnce() -> u64) -> bool {
-        let (until, pause) = (self.until.load(Ordering::Relaxed), self.pause.load(Ordering::Relaxed));
+        let (until, pause) =
+            (self.until.load(Ordering::Relaxed), self.pause.load(Ordering::Relaxed));
         until != 0 && pause > MIN_BACKOFF_NS && now() < until.saturating_add(pause)
     }
 
@@ -45,7 +49,8 @@ impl SpinBudget {
         if took < PREEMPTED_AFTER {
             return;
         }
-        let (until, pause) = (self.until.load(Ordering::Relaxed), self.pause.load(Ordering::Relaxed));
+        let (until, pause) =
+            (self.until.load(Ordering::Relaxed), self.pause.load(Ordering::Relaxed));
         // Soon after the last pause, so this one must be longer.
         let again = until != 0 && now < until.saturating_add(pause);
         let pause = if again { (2 * pause).min(MAX_BACKOFF_NS) } else { MIN_BACKOFF_NS };
@@ -96,14 +101,18 @@ mod tests {
         let mut pauses = Vec::new();
         for _ in 0..7 {
             patience.gave_away(3 * PREEMPTED_AFTER, now);
-            let until = (0..).map(|ms| now + ms * MS).find(|&at| !patience.is_short(|| at)).expect("it ends");
+            let until = (0..)
+                .map(|ms| now + ms * MS)
+                .find(|&at| !patience.is_short(|| at))
+                .expect("it ends");
             pauses.push((until - now) / MS);
             now = until + 3 * MS;
         }
         assert_eq!(pauses, [10, 20, 40, 80, 160, 320, 320]);
         patience.gave_away(3 * PREEMPTED_AFTER, now + 400 * MS);
         assert!(patience.is_short(|| now + 409 * MS) && !patience.is_short(|| now + 411 * MS));
-        // A thread that lost its core between its loss and its report does not shorten another thread's pause.
+        // A thread that lost its core between its loss and its report does not shorten another
+        // thread's pause.
         patience.gave_away(3 * PREEMPTED_AFTER, now);
         assert!(patience.is_short(|| now + 409 * MS));
     }
@@ -115,6 +124,9 @@ mod tests {
         patience.gave_away(3 * PREEMPTED_AFTER, 100 * MS);
         assert!(!patience.yields_to_peer(|| 105 * MS));
         patience.gave_away(3 * PREEMPTED_AFTER, 115 * MS);
-        assert_eq!([116, 136, 154, 155].map(|ms| patience.yields_to_peer(|| ms * MS)), [true, true, true, false]);
+        assert_eq!(
+            [116, 136, 154, 155].map(|ms| patience.yields_to_peer(|| ms * MS)),
+            [true, true, true, false]
+        );
     }
 }

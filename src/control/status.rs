@@ -1,4 +1,5 @@
-//! The status of a group: its failure, members that have left or exited, and what late members are doing.
+//! The status of a group: its failure, members that have left or exited, and what late members are
+//! doing.
 
 use super::block::{ControlBlock, KernelProgress};
 use crate::error::{Error, Result};
@@ -9,7 +10,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 
 impl ControlBlock {
-    /// Records `error` unless the group has failed before, and wakes every member; returns the recorded failure.
+    /// Records `error` unless the group has failed before, and wakes every member; returns the
+    /// recorded failure.
     pub fn fail(&self, error: Error) -> Error {
         self.header().failure.record(self.rank, &error);
         self.ring_all();
@@ -21,10 +23,11 @@ impl ControlBlock {
         catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(self.panicked(&*panic)))
     }
 
-    /// Fails the group because of a panic of this rank: its unfinished work is in an unknown state, and peers may wait
-    /// for it.
+    /// Fails the group because of a panic of this rank: its unfinished work is in an unknown state,
+    /// and peers may wait for it.
     pub fn panicked(&self, panic: &(dyn std::any::Any + Send)) -> Error {
-        let doing = self.current_call(self.rank).map_or_else(String::new, |doing| format!(", {doing}"));
+        let doing =
+            self.current_call(self.rank).map_or_else(String::new, |doing| format!(", {doing}"));
         let who = format!("{} of group \"{}\"{doing}", self.describe(self.rank), self.name());
         self.fail(Error::panicked(&who, panic))
     }
@@ -43,8 +46,8 @@ impl ControlBlock {
         self.fail_if_kernels_wait();
     }
 
-    /// From now on, a member's exit fails the group even if no call waits for it here, because kernels may. `progress`
-    /// is for the message.
+    /// From now on, a member's exit fails the group even if no call waits for it here, because
+    /// kernels may. `progress` is for the message.
     pub fn set_kernel_progress(&self, progress: KernelProgress) {
         // An earlier caller has set the same value.
         let _ = self.kernel_progress.set(progress);
@@ -55,12 +58,14 @@ impl ControlBlock {
         if let Some(progress) = self.kernel_progress.get()
             && let Some(((rank, _), dead)) = self.dead_rank().zip(self.dead())
         {
-            let (theirs, me, own) = (progress(self, rank), self.describe(self.rank), progress(self, self.rank));
+            let (theirs, me, own) =
+                (progress(self, rank), self.describe(self.rank), progress(self, self.rank));
             self.fail(Error::peer(format!("{}, {theirs}; {me} is alive, {own}", dead.message)));
         }
     }
 
-    /// Publishes that this member leaves the group, because of the error `farewell` unless that is empty. Idempotent.
+    /// Publishes that this member leaves the group, because of the error `farewell` unless that is
+    /// empty. Idempotent.
     pub fn note_departure(&self, farewell: &str) {
         if self.words(self.rank).departed.load(Ordering::Relaxed) != 0 {
             return;
@@ -79,7 +84,9 @@ impl ControlBlock {
     pub fn departure(&self, rank: Rank) -> Option<String> {
         let departed = self.words(rank).departed.load(Ordering::Acquire) != 0;
         departed.then(|| match self.words(rank).exit_reason.0.read() {
-            farewell if farewell.is_empty() => "left the group (destroy_process_group or exit)".into(),
+            farewell if farewell.is_empty() => {
+                "left the group (destroy_process_group or exit)".into()
+            }
             farewell => format!("left the group after {farewell}"),
         })
     }
@@ -89,7 +96,8 @@ impl ControlBlock {
         self.first_exited.get().is_some()
     }
 
-    /// Returns how the process of `rank` ended, if that is known; the rank may have left the group before.
+    /// Returns how the process of `rank` ended, if that is known; the rank may have left the group
+    /// before.
     pub fn ended(&self, rank: Rank) -> Option<&String> {
         self.exited[rank.index()].get()
     }
@@ -103,24 +111,33 @@ impl ControlBlock {
     /// Returns the first member whose process ended without leaving the group, and how it ended.
     pub fn dead_rank(&self) -> Option<(Rank, &String)> {
         let first = *self.first_exited.get()?;
-        let died = |rank: Rank| self.ended(rank).filter(|_| self.words(rank).departed.load(Ordering::Acquire) == 0);
+        let died = |rank: Rank| {
+            self.ended(rank).filter(|_| self.words(rank).departed.load(Ordering::Acquire) == 0)
+        };
         iter::once(first).chain(self.ranks()).find_map(|rank| Some((rank, died(rank)?)))
     }
 
     /// Returns the state of a rank's process, such as "rank 1: pid 4711 alive, asleep".
     pub fn process_state(&self, rank: Rank) -> String {
         let pid = self.pid(rank);
-        format!("rank {}: pid {pid} {}", self.display_rank(rank), process::state(pid).unwrap_or("exited"))
+        format!(
+            "rank {}: pid {pid} {}",
+            self.display_rank(rank),
+            process::state(pid).unwrap_or("exited")
+        )
     }
 
     /// Lists the missing members and what each process is doing.
     pub fn late_ranks(&self, missing: &dyn Fn(Rank) -> bool) -> String {
-        let late: Vec<Rank> = self.ranks().filter(|&rank| rank != self.rank && missing(rank)).collect();
+        let late: Vec<Rank> =
+            self.ranks().filter(|&rank| rank != self.rank && missing(rank)).collect();
         let state = |rank: &Rank| {
             let doing = match self.current_call(*rank) {
                 None => "has begun no collective".into(),
                 // The collective's name would not help the user, who called another.
-                Some(doing) if self.has_parent() => if doing.finished { "in no collective" } else { "in a collective" }.into(),
+                Some(doing) if self.has_parent() => {
+                    if doing.finished { "in no collective" } else { "in a collective" }.into()
+                }
                 Some(doing) => doing.to_string(),
             };
             format!("{}, {doing}", self.process_state(*rank))

@@ -31,8 +31,11 @@ pub(crate) fn rung(control: &ControlBlock, rank: Rank) -> u32 {
 
 /// Makes rank 0 of a group whose other ranks are `pids`.
 fn control(pids: &[u32]) -> ControlBlock {
-    let members: Vec<Identity> =
-        std::iter::once(std::process::id()).chain(pids.iter().copied()).zip(0..).map(|(pid, global)| Identity { pid, global }).collect();
+    let members: Vec<Identity> = std::iter::once(std::process::id())
+        .chain(pids.iter().copied())
+        .zip(0..)
+        .map(|(pid, global)| Identity { pid, global })
+        .collect();
     let bytes = SegmentLayout::new(members.len()).total_bytes();
     let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
     ControlBlock::new(segment, Rank(0), "test".into(), members, 1)
@@ -96,9 +99,10 @@ fn a_group_warns_once_for_all_its_calls() {
 
 #[test]
 fn who_leaves_may_say_because_of_what() {
-    for (farewell, expected) in
-        [("", "left the group (destroy_process_group or exit)"), ("KeyError: 'x'", "left the group after KeyError: 'x'")]
-    {
+    for (farewell, expected) in [
+        ("", "left the group (destroy_process_group or exit)"),
+        ("KeyError: 'x'", "left the group after KeyError: 'x'"),
+    ] {
         let controls = controls(2);
         assert_eq!(controls[0].exit_reason(Rank(1)), None);
         controls[1].note_departure(farewell);
@@ -112,20 +116,27 @@ fn p3_of_several_who_have_died_the_first_is_named() {
     control.note_exit(Rank(2), "has ended (killed by signal 9 (SIGKILL))".into());
     control.note_exit(Rank(1), "has ended (killed by signal 15 (SIGTERM))".into());
     let limit = CallTimeout::from_first_wait(Duration::from_secs(60));
-    let error = control.check(&limit, &|| "a test".into(), &|_| true).expect_err("both are missing");
+    let error =
+        control.check(&limit, &|| "a test".into(), &|_| true).expect_err("both are missing");
     assert!(error.message.starts_with("rank 2 (pid 8) has ended (killed by signal 9"), "{error}");
     assert!(control.dead().expect("both have died").message.starts_with("rank 2 (pid 8)"));
     let control = self::control(&[7, 8]);
     control.note_exit(Rank(2), "has ended".into());
     control.note_exit(Rank(1), "has ended".into());
-    let error = control.check(&limit, &|| "a test".into(), &|rank| rank == Rank(1)).expect_err("rank 1 is missing");
-    assert!(error.message.starts_with("rank 1 (pid 7) has ended"), "rank 2 has given what this waits for: {error}");
+    let error = control
+        .check(&limit, &|| "a test".into(), &|rank| rank == Rank(1))
+        .expect_err("rank 1 is missing");
+    assert!(
+        error.message.starts_with("rank 1 (pid 7) has ended"),
+        "rank 2 has given what this waits for: {error}"
+    );
 }
 
 #[test]
 fn a_part_of_a_larger_group_names_members_as_that_does() {
     let other = control(&[7]);
-    let control = control(&[u32::MAX]).named(Some(ParentGroup { node: "b".into(), ranks: vec![Rank(2), Rank(3)] }));
+    let control = control(&[u32::MAX])
+        .named(Some(ParentGroup { node: "b".into(), ranks: vec![Rank(2), Rank(3)] }));
     let pid = std::process::id();
     assert_eq!(control.describe(Rank(0)), format!("rank 2 (node \"b\", pid {pid})"));
     assert_eq!(control.display_rank(Rank(1)), Rank(3));
@@ -133,7 +144,10 @@ fn a_part_of_a_larger_group_names_members_as_that_does() {
     assert_eq!(late, format!("rank 3 (rank 3: pid {} exited, has begun no collective)", u32::MAX));
     control.note_exit(Rank(1), "has ended (gone)".into());
     let dead = control.dead().expect("it has ended");
-    assert_eq!(dead.message, format!("rank 3 (node \"b\", pid {}) of group \"test\" has ended (gone)", u32::MAX));
+    assert_eq!(
+        dead.message,
+        format!("rank 3 (node \"b\", pid {}) of group \"test\" has ended (gone)", u32::MAX)
+    );
     let plain = other.named(Some(ParentGroup { node: "b".into(), ranks: vec![Rank(2)] }));
     assert_eq!(plain.describe(Rank(1)), "rank 1 (pid 7)", "lengths that do not fit are no part");
 }

@@ -22,64 +22,95 @@ enum Wait {
     Together,
 }
 
-/// Number of spin iterations between two checks of the clock, the failure record and exited members.
+/// Number of spin iterations between two checks of the clock, the failure record and exited
+/// members.
 const CHECK_TURNS: u32 = 64;
-/// Number of spin iterations after which a waiting thread checks whether a missing peer needs the core on which it
-/// spins.
+/// Number of spin iterations after which a waiting thread checks whether a missing peer needs the
+/// core on which it spins.
 const CORE_CHECK_TURNS: u32 = 16;
 /// A rank in the way of a peer tries to move away once in this many cases.
 const MIGRATE_EVERY: u32 = 8;
-/// Number of yields before a waiting thread sleeps: some 100 µs on an uncontended core, twice the cost of sleeping and
-/// waking. If the core is contended, it is often by the very rank for which the thread waits.
+/// Number of yields before a waiting thread sleeps: some 100 µs on an uncontended core, twice the
+/// cost of sleeping and waking. If the core is contended, it is often by the very rank for which
+/// the thread waits.
 pub const YIELD_TURNS: u32 = 200;
 
 impl ControlBlock {
-    /// Returns true if one of `peers` needs the core on which this thread runs, so that spinning would keep it from
-    /// running. The system puts waking threads on one core even if others are free, and takes tens of milliseconds to
-    /// separate them; therefore the higher rank moves away.
+    /// Returns true if one of `peers` needs the core on which this thread runs, so that spinning
+    /// would keep it from running. The system puts waking threads on one core even if others are
+    /// free, and takes tens of milliseconds to separate them; therefore the higher rank moves away.
     #[cold]
     pub fn in_the_way(&self, mut peers: impl Iterator<Item = Rank>) -> bool {
         let here = cpu_affinity::current();
         let Some(peer) = peers.find(|&peer| self.core(peer) == here) else { return false };
-        let due = || self.yields_to_peer.fetch_add(1, Ordering::Relaxed).is_multiple_of(MIGRATE_EVERY);
-        !(peer < self.rank && due() && cpu_affinity::leave(|core| self.peers().any(|peer| self.core(peer) == core)))
+        let due =
+            || self.yields_to_peer.fetch_add(1, Ordering::Relaxed).is_multiple_of(MIGRATE_EVERY);
+        !(peer < self.rank
+            && due()
+            && cpu_affinity::leave(|core| self.peers().any(|peer| self.core(peer) == core)))
     }
 
     fn core(&self, rank: Rank) -> usize {
         (self.words(rank).core.load(Ordering::Relaxed) as usize).wrapping_sub(1)
     }
 
-    /// Returns once no peer is `missing`. Everything that a peer published before it stopped being missing is visible
-    /// then.
+    /// Returns once no peer is `missing`. Everything that a peer published before it stopped being
+    /// missing is visible then.
     ///
-    /// Fails, and fails the group, if a missing peer has exited or left, if the group has failed, or at the limit.
-    /// `about` names the call.
+    /// Fails, and fails the group, if a missing peer has exited or left, if the group has failed,
+    /// or at the limit. `about` names the call.
     #[inline]
-    pub fn wait_for_peers(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
+    pub fn wait_for_peers(
+        &self,
+        limit: &CallTimeout,
+        about: &dyn Fn() -> String,
+        missing: impl Fn(Rank) -> bool,
+    ) -> Result<()> {
         self.wait(limit, about, missing, Wait::Missing)
     }
 
-    /// Waits like `wait_for_peers`, for a point that no rank passes before all ranks have reached it. The exit of any
-    /// rank, missing or not, fails the wait at once, however long the missing ranks take.
+    /// Waits like `wait_for_peers`, for a point that no rank passes before all ranks have reached
+    /// it. The exit of any rank, missing or not, fails the wait at once, however long the missing
+    /// ranks take.
     #[inline]
-    pub fn wait_together(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
+    pub fn wait_together(
+        &self,
+        limit: &CallTimeout,
+        about: &dyn Fn() -> String,
+        missing: impl Fn(Rank) -> bool,
+    ) -> Result<()> {
         self.wait(limit, about, missing, Wait::Together)
     }
 
     /// Waits like `wait_for_peers`, but a timeout fails only this call and not the group.
-    pub fn wait_alone(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
+    pub fn wait_alone(
+        &self,
+        limit: &CallTimeout,
+        about: &dyn Fn() -> String,
+        missing: impl Fn(Rank) -> bool,
+    ) -> Result<()> {
         self.wait(limit, about, missing, Wait::Alone)
     }
 
     #[inline]
-    fn wait(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool, purpose: Wait) -> Result<()> {
+    fn wait(
+        &self,
+        limit: &CallTimeout,
+        about: &dyn Fn() -> String,
+        missing: impl Fn(Rank) -> bool,
+        purpose: Wait,
+    ) -> Result<()> {
         let most = self.spins();
         for peer in self.peers() {
             let mut spins = 0;
             while missing(peer) {
                 spins += 1;
-                let hopeless = spins == CORE_CHECK_TURNS && self.in_the_way(self.peers().filter(|&peer| missing(peer)));
-                if hopeless || spins > most || (spins % CHECK_TURNS == 0 && self.header().failure.stands()) {
+                let hopeless = spins == CORE_CHECK_TURNS
+                    && self.in_the_way(self.peers().filter(|&peer| missing(peer)));
+                if hopeless
+                    || spins > most
+                    || (spins % CHECK_TURNS == 0 && self.header().failure.stands())
+                {
                     return self.wait_slowly(limit, about, &missing, purpose);
                 }
                 std::hint::spin_loop();
@@ -89,48 +120,81 @@ impl ControlBlock {
     }
 
     #[cold]
-    fn wait_slowly(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool, purpose: Wait) -> Result<()> {
+    fn wait_slowly(
+        &self,
+        limit: &CallTimeout,
+        about: &dyn Fn() -> String,
+        missing: &dyn Fn(Rank) -> bool,
+        purpose: Wait,
+    ) -> Result<()> {
         let first_missing = || self.peers().any(missing);
         let (mut turns, mut interrupts) = (0, None::<Interrupts>);
         while first_missing() {
             let trouble = self.trouble(limit, about, missing);
-            match trouble.or_else(|| if purpose == Wait::Together { self.death(limit, about, missing) } else { None }) {
-                Some(error) if purpose == Wait::Alone && error.kind == ErrorKind::Timeout && self.failure().is_none() => return Err(error),
+            match trouble.or_else(|| {
+                if purpose == Wait::Together { self.death(limit, about, missing) } else { None }
+            }) {
+                Some(error)
+                    if purpose == Wait::Alone
+                        && error.kind == ErrorKind::Timeout
+                        && self.failure().is_none() =>
+                {
+                    return Err(error);
+                }
                 Some(error) => return Err(self.fail(error)),
                 None => {}
             }
             if limit.should_warn() && !self.warned.swap(true, Ordering::Relaxed) {
                 let (late, seconds) = (self.late_ranks(missing), limit.elapsed().as_secs_f32());
-                log::warn!("{} has waited {seconds:.1} s in {} for {late}", self.describe(self.rank), about());
+                log::warn!(
+                    "{} has waited {seconds:.1} s in {} for {late}",
+                    self.describe(self.rank),
+                    about()
+                );
             }
             turns += 1;
             if turns <= YIELD_TURNS && !PATIENCE.is_short(now) {
                 yield_core();
             } else {
-                interrupts.get_or_insert_default().check().map_err(|_| self.interrupted(&about()))?;
-                self.sleep(limit.remaining().unwrap_or(Duration::ZERO), || !first_missing() || self.header().failure.stands());
+                interrupts
+                    .get_or_insert_default()
+                    .check()
+                    .map_err(|_| self.interrupted(&about()))?;
+                self.sleep(limit.remaining().unwrap_or(Duration::ZERO), || {
+                    !first_missing() || self.header().failure.stands()
+                });
             }
         }
         Ok(())
     }
 
-    /// Fails the group because a signal handler has raised on this thread while it waited in `about`.
+    /// Fails the group because a signal handler has raised on this thread while it waited in
+    /// `about`.
     pub fn interrupted(&self, about: &str) -> Error {
-        self.fail(Error::aborted(format!("{} was interrupted by a signal in {about}", self.describe(self.rank))))
+        self.fail(Error::aborted(format!(
+            "{} was interrupted by a signal in {about}",
+            self.describe(self.rank)
+        )))
     }
 
-    /// Sleeps until a peer publishes something, for at most a time slice or `limit`, unless `ready` returns true.
+    /// Sleeps until a peer publishes something, for at most a time slice or `limit`, unless `ready`
+    /// returns true.
     pub fn sleep(&self, limit: Duration, ready: impl FnOnce() -> bool) {
         self.words(self.rank).bell.0.sleep(&self.header().sleepers.0, limit, ready);
     }
 
     /// Fails the group if the `missing` members can no longer arrive.
-    pub fn check(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Result<()> {
+    pub fn check(
+        &self,
+        limit: &CallTimeout,
+        about: &dyn Fn() -> String,
+        missing: &dyn Fn(Rank) -> bool,
+    ) -> Result<()> {
         self.trouble(limit, about, missing).map_or(Ok(()), |error| Err(self.fail(error)))
     }
 
-    /// Checks the group for a call that continues without a wait: fails if the group has failed, and fails the group at
-    /// the limit.
+    /// Checks the group for a call that continues without a wait: fails if the group has failed,
+    /// and fails the group at the limit.
     pub fn look(&self, limit: &CallTimeout, about: &dyn Fn() -> String) -> Result<()> {
         if let Some(failure) = self.failure() {
             return Err(failure);
@@ -139,21 +203,38 @@ impl ControlBlock {
             return Ok(());
         }
         let (me, seconds) = (self.describe(self.rank), limit.elapsed().as_secs_f32());
-        Err(self.fail(Error::timeout(format!("{me} reached its timeout after {seconds:.1} s in {}; no rank was late", about()))))
+        Err(self.fail(Error::timeout(format!(
+            "{me} reached its timeout after {seconds:.1} s in {}; no rank was late",
+            about()
+        ))))
     }
 
     /// Returns the error that prevents the `missing` members from arriving, if there is one.
-    fn trouble(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
+    fn trouble(
+        &self,
+        limit: &CallTimeout,
+        about: &dyn Fn() -> String,
+        missing: &dyn Fn(Rank) -> bool,
+    ) -> Option<Error> {
         let any_missing = || self.peers().any(missing);
         if let Some(failure) = lost(any_missing, || self.failure()) {
             return Some(failure);
         }
         let seconds = || limit.elapsed().as_secs_f32();
         let me = || self.describe(self.rank);
-        let absent = |peer| lost(|| missing(peer), || self.exit_reason(peer)).map(|how| (peer, how));
+        let absent =
+            |peer| lost(|| missing(peer), || self.exit_reason(peer)).map(|how| (peer, how));
         // The launcher may have ended other ranks since.
-        if let Some((peer, how)) = self.first_exited.get().copied().into_iter().chain(self.peers()).find_map(absent) {
-            let text = format!("{} {how}; {} had waited {:.1} s for it in {}", self.describe(peer), me(), seconds(), about());
+        if let Some((peer, how)) =
+            self.first_exited.get().copied().into_iter().chain(self.peers()).find_map(absent)
+        {
+            let text = format!(
+                "{} {how}; {} had waited {:.1} s for it in {}",
+                self.describe(peer),
+                me(),
+                seconds(),
+                about()
+            );
             return Some(Error::peer(text));
         }
         let expired = || {
@@ -172,14 +253,22 @@ impl ControlBlock {
     }
 
     /// Returns the error that names a member that has exited while others are still missing.
-    fn death(&self, limit: &CallTimeout, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
+    fn death(
+        &self,
+        limit: &CallTimeout,
+        about: &dyn Fn() -> String,
+        missing: &dyn Fn(Rank) -> bool,
+    ) -> Option<Error> {
         let (peer, how) = self.dead_rank()?;
-        // Checked again after the exit is seen; otherwise this could miss that the last missing rank arrived before the
-        // exit.
+        // Checked again after the exit is seen; otherwise this could miss that the last missing
+        // rank arrived before the exit.
         self.peers().any(missing).then(|| {
             let (seconds, late) = (limit.elapsed().as_secs_f32(), self.late_ranks(missing));
             let (peer, me) = (self.describe(peer), self.describe(self.rank));
-            Error::peer(format!("{peer} {how}; {me} had waited {seconds:.1} s with it for {late} in {}", about()))
+            Error::peer(format!(
+                "{peer} {how}; {me} had waited {seconds:.1} s with it for {late} in {}",
+                about()
+            ))
         })
     }
 }

@@ -1,9 +1,9 @@
-//! Whole programs of fused products are free of races, over all ranks and both streams of each. Vector clocks find any
-//! two accesses of which one writes and neither happens before the other. Signals pair up by their order, so a result
-//! that holds for one run holds for all.
+//! Whole programs of fused products are free of races, over all ranks and both streams of each.
+//! Vector clocks find any two accesses of which one writes and neither happens before the other.
+//! Signals pair up by their order, so a result that holds for one run holds for all.
 //!
-//! L. Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978; C. Fidge, "Timestamps in
-//! Message-Passing Systems That Preserve the Partial Ordering", 1988.
+//! L. Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978; C. Fidge,
+//! "Timestamps in Message-Passing Systems That Preserve the Partial Ordering", 1988.
 
 use super::schedule::{self, CallStream, PadChannel, StreamStep};
 use super::workspace::{CallStart, Workspace, WorkspaceSlot};
@@ -11,7 +11,8 @@ use super::{DeviceModel, MatmulShape};
 use std::collections::HashMap;
 use std::ops::Range;
 
-const H200: DeviceModel = DeviceModel { processors: 132, flops_per_us: 6e6, link: 370.0, memory: 3500.0 };
+const H200: DeviceModel =
+    DeviceModel { processors: 132, flops_per_us: 6e6, link: 370.0, memory: 3500.0 };
 const MIB: usize = 1 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,8 +26,8 @@ enum ModelOp {
 #[derive(Clone, Copy, Debug)]
 enum Item {
     Eager(ModelOp),
-    /// A call that fails on all ranks, at the first step from this index on that may fail; a step that only signals
-    /// cannot.
+    /// A call that fails on all ranks, at the first step from this index on that may fail; a step
+    /// that only signals cannot.
     Failed(ModelOp, usize),
     /// Replays the graph with this number.
     Replay(usize),
@@ -59,7 +60,8 @@ struct Access {
     what: String,
 }
 
-/// The progress of one stream in one call: its steps, the next one, and its vector clock over all timelines.
+/// The progress of one stream in one call: its steps, the next one, and its vector clock over all
+/// timelines.
 struct Cursor {
     timeline: usize,
     steps: Vec<StreamStep>,
@@ -71,12 +73,19 @@ struct Cursor {
 }
 
 impl Cursor {
-    /// The cursor of a call's stream that has seen `clock`. The copying stream of each call is a stream of its own,
-    /// because a graph has no stream.
-    fn new(calls: &[Vec<ModelCall>], number: usize, rank: usize, stream: CallStream, clock: &[usize]) -> Self {
+    /// The cursor of a call's stream that has seen `clock`. The copying stream of each call is a
+    /// stream of its own, because a graph has no stream.
+    fn new(
+        calls: &[Vec<ModelCall>],
+        number: usize,
+        rank: usize,
+        stream: CallStream,
+        clock: &[usize],
+    ) -> Self {
         let call = &calls[number];
         let timeline = 2 * (number * call.len() + rank) + stream as usize;
-        let steps = call[rank].steps.iter().filter(|step| step.stream() == stream).cloned().collect();
+        let steps =
+            call[rank].steps.iter().filter(|step| step.stream() == stream).cloned().collect();
         let mut clock = clock.to_vec();
         clock.resize(2 * calls.len() * call.len(), 0);
         Self { timeline, steps, next: 0, told: 0, heard: 0, clock }
@@ -97,7 +106,11 @@ struct ModelRank {
 impl ModelRank {
     fn new(calls: &[Vec<ModelCall>], number: usize, rank: usize, clock: &[usize]) -> Self {
         let stream = |stream, clock| Cursor::new(calls, number, rank, stream, clock);
-        Self { number, streams: [stream(CallStream::Caller, clock), stream(CallStream::Copying, &[])], marks: HashMap::new() }
+        Self {
+            number,
+            streams: [stream(CallStream::Caller, clock), stream(CallStream::Copying, &[])],
+            marks: HashMap::new(),
+        }
     }
 }
 
@@ -134,11 +147,21 @@ impl Run<'_> {
         true
     }
 
-    fn touch(&mut self, place: ModelPlace, write: bool, parts: Range<usize>, cursor: &Cursor, what: &str) -> Result<(), String> {
+    fn touch(
+        &mut self,
+        place: ModelPlace,
+        write: bool,
+        parts: Range<usize>,
+        cursor: &Cursor,
+        what: &str,
+    ) -> Result<(), String> {
         let before = self.accesses.entry(place).or_default();
-        let overlap = |access: &&Access| access.parts.start < parts.end && parts.start < access.parts.end;
+        let overlap =
+            |access: &&Access| access.parts.start < parts.end && parts.start < access.parts.end;
         let unordered = |access: &&Access| cursor.clock[access.timeline] < access.time;
-        if let Some(other) = before.iter().filter(|access| write || access.write).filter(overlap).find(unordered) {
+        if let Some(other) =
+            before.iter().filter(|access| write || access.write).filter(overlap).find(unordered)
+        {
             return Err(format!("{what} and {} in {place:?}", other.what));
         }
         let time = cursor.clock[cursor.timeline];
@@ -147,7 +170,13 @@ impl Run<'_> {
     }
 
     /// Runs a stream's next step; returns false if it must wait.
-    fn step(&mut self, rank: usize, number: usize, cursor: &mut Cursor, marks: &mut HashMap<usize, Vec<usize>>) -> Result<bool, String> {
+    fn step(
+        &mut self,
+        rank: usize,
+        number: usize,
+        cursor: &mut Cursor,
+        marks: &mut HashMap<usize, Vec<usize>>,
+    ) -> Result<bool, String> {
         let Some(step) = cursor.steps.get(cursor.next).cloned() else { return Ok(false) };
         cursor.clock[cursor.timeline] += 1;
         let ModelCall { op, offset, .. } = self.calls[number][rank];
@@ -186,7 +215,9 @@ impl Run<'_> {
                     return Ok(false);
                 }
             }
-            StreamStep::Share => self.touch(ModelPlace::Piece(rank, offset), true, all, cursor, &what)?,
+            StreamStep::Share => {
+                self.touch(ModelPlace::Piece(rank, offset), true, all, cursor, &what)?
+            }
             StreamStep::Fetch(from) => {
                 let parts = if op == ModelOp::Gather { all.clone() } else { rank..rank + 1 };
                 self.touch(ModelPlace::Piece(from, offset), false, parts, cursor, &what)?;
@@ -195,16 +226,24 @@ impl Run<'_> {
             StreamStep::OwnRows(_) => self.touch(local(rank), true, all, cursor, &what)?,
             StreamStep::Multiply(ranks) if op == ModelOp::Gather => {
                 for from in ranks.filter(|&from| from != rank) {
-                    assert!(self.accesses.contains_key(&local(from)), "{what} before the shard came");
+                    assert!(
+                        self.accesses.contains_key(&local(from)),
+                        "{what} before the shard came"
+                    );
                     self.touch(local(from), false, all.clone(), cursor, &what)?;
                 }
             }
-            StreamStep::Multiply(ranks) => self.touch(ModelPlace::Piece(rank, offset), true, ranks, cursor, &what)?,
+            StreamStep::Multiply(ranks) => {
+                self.touch(ModelPlace::Piece(rank, offset), true, ranks, cursor, &what)?
+            }
             StreamStep::Sum => {
                 for from in 0..n {
                     let fetched = self.accesses.contains_key(&local(from));
-                    let (place, parts) =
-                        if fetched { (local(from), all.clone()) } else { (ModelPlace::Piece(from, offset), rank..rank + 1) };
+                    let (place, parts) = if fetched {
+                        (local(from), all.clone())
+                    } else {
+                        (ModelPlace::Piece(from, offset), rank..rank + 1)
+                    };
                     self.touch(place, false, parts, cursor, &what)?;
                 }
             }
@@ -213,10 +252,12 @@ impl Run<'_> {
         Ok(true)
     }
 
-    /// Runs every rank's calls until no rank can make progress, and reports the first pair of unordered accesses.
+    /// Runs every rank's calls until no rank can make progress, and reports the first pair of
+    /// unordered accesses.
     fn check(mut self) -> Result<(), String> {
         let calls = self.calls;
-        let mut ranks: Vec<ModelRank> = (0..self.n).map(|rank| ModelRank::new(calls, 0, rank, &[])).collect();
+        let mut ranks: Vec<ModelRank> =
+            (0..self.n).map(|rank| ModelRank::new(calls, 0, rank, &[])).collect();
         let mut moved = true;
         while std::mem::take(&mut moved) {
             for (number, rank) in ranks.iter_mut().enumerate() {
@@ -226,23 +267,33 @@ impl Run<'_> {
                     }
                 }
                 if rank.streams.iter().all(Cursor::is_done) && rank.number + 1 < calls.len() {
-                    let [mut clock, copied] = rank.streams.each_ref().map(|stream| stream.clock.clone());
+                    let [mut clock, copied] =
+                        rank.streams.each_ref().map(|stream| stream.clock.clone());
                     join(&mut clock, &copied);
                     *rank = ModelRank::new(calls, rank.number + 1, number, &clock);
                     moved = true;
                 }
             }
         }
-        let stuck = ranks.iter().find(|rank| rank.number + 1 < calls.len() || !rank.streams.iter().all(Cursor::is_done));
+        let stuck = ranks.iter().find(|rank| {
+            rank.number + 1 < calls.len() || !rank.streams.iter().all(Cursor::is_done)
+        });
         stuck.map_or(Ok(()), |rank| Err(format!("stuck in call {}", rank.number)))
     }
 }
 
-/// Maps a turn to the turn that a call uses: the identity, or a deliberate error that the check must find.
+/// Maps a turn to the turn that a call uses: the identity, or a deliberate error that the check
+/// must find.
 type Turns = fn(WorkspaceSlot) -> WorkspaceSlot;
 
 /// Runs a program on `n` ranks with previously recorded graphs and a workspace for `bytes`.
-fn run(n: usize, bytes: usize, graphs: &[&[ModelOp]], program: &[Item], turns: Turns) -> Result<(), String> {
+fn run(
+    n: usize,
+    bytes: usize,
+    graphs: &[&[ModelOp]],
+    program: &[Item],
+    turns: Turns,
+) -> Result<(), String> {
     let mut workspaces = vec![Workspace::new(false); n];
     let mut calls = |op: ModelOp, capture: u64, failed: Option<usize>| -> Vec<ModelCall> {
         let each = workspaces.iter_mut().enumerate().map(|(rank, workspace)| {
@@ -254,7 +305,12 @@ fn run(n: usize, bytes: usize, graphs: &[&[ModelOp]], program: &[Item], turns: T
             };
             let mut steps = match op {
                 ModelOp::Gather => {
-                    let plan = super::gather(n, rank, &MatmulShape { rows: 512, columns: 1024, depth: 8192, element: 2 }, &H200);
+                    let plan = super::gather(
+                        n,
+                        rank,
+                        &MatmulShape { rows: 512, columns: 1024, depth: 8192, element: 2 },
+                        &H200,
+                    );
                     schedule::gather(n, rank, &plan, turn.entry, rank % 2 == 0)
                 }
                 ModelOp::Scatter(pulled) => schedule::scatter(n, rank, pulled, turn.entry),
@@ -264,10 +320,15 @@ fn run(n: usize, bytes: usize, graphs: &[&[ModelOp]], program: &[Item], turns: T
                 let may_fail = |step: &StreamStep| {
                     matches!(
                         step,
-                        StreamStep::Share | StreamStep::Fetch(_) | StreamStep::OwnRows(_) | StreamStep::Multiply(_) | StreamStep::Sum
+                        StreamStep::Share
+                            | StreamStep::Fetch(_)
+                            | StreamStep::OwnRows(_)
+                            | StreamStep::Multiply(_)
+                            | StreamStep::Sum
                     )
                 };
-                let cut = steps.iter().enumerate().position(|(at, step)| at >= from && may_fail(step));
+                let cut =
+                    steps.iter().enumerate().position(|(at, step)| at >= from && may_fail(step));
                 steps.truncate(cut.unwrap_or(steps.len()));
             }
             ModelCall { op, offset: turn.offset, steps }
@@ -276,8 +337,11 @@ fn run(n: usize, bytes: usize, graphs: &[&[ModelOp]], program: &[Item], turns: T
     };
     // Creates the memory now, because a capture may not.
     let mut all = vec![calls(ModelOp::Gather, 0, None)];
-    let graphs: Vec<Vec<Vec<ModelCall>>> =
-        graphs.iter().enumerate().map(|(graph, ops)| ops.iter().map(|&op| calls(op, graph as u64 + 1, None)).collect()).collect();
+    let graphs: Vec<Vec<Vec<ModelCall>>> = graphs
+        .iter()
+        .enumerate()
+        .map(|(graph, ops)| ops.iter().map(|&op| calls(op, graph as u64 + 1, None)).collect())
+        .collect();
     for &item in program {
         match item {
             Item::Eager(op) => all.push(calls(op, 0, None)),
@@ -288,12 +352,21 @@ fn run(n: usize, bytes: usize, graphs: &[&[ModelOp]], program: &[Item], turns: T
     Run { n, calls: &all, words: HashMap::new(), accesses: HashMap::new() }.check()
 }
 
-const GRAPHS: [&[ModelOp]; 3] = [&[ModelOp::Gather], &[ModelOp::Scatter(1), ModelOp::Gather, ModelOp::Gather], &[ModelOp::Scatter(0)]];
+const GRAPHS: [&[ModelOp]; 3] = [
+    &[ModelOp::Gather],
+    &[ModelOp::Scatter(1), ModelOp::Gather, ModelOp::Gather],
+    &[ModelOp::Scatter(0)],
+];
 
 fn programs(items: &[Item], length: usize) -> Vec<Vec<Item>> {
     let mut programs = vec![Vec::new()];
     for _ in 0..length {
-        programs = programs.iter().flat_map(|program| items.iter().map(move |&item| [program.as_slice(), &[item]].concat())).collect();
+        programs = programs
+            .iter()
+            .flat_map(|program| {
+                items.iter().map(move |&item| [program.as_slice(), &[item]].concat())
+            })
+            .collect();
     }
     programs
 }
@@ -318,7 +391,8 @@ fn no_program_has_a_race() {
     for (n, length) in [(2, 4), (3, 3), (4, 2)] {
         for program in programs(&items, length) {
             for bytes in [MIB, 65 * MIB] {
-                run(n, bytes, &GRAPHS, &program, as_it_is).unwrap_or_else(|race| panic!("{race}: {n} ranks, {bytes} bytes, {program:?}"));
+                run(n, bytes, &GRAPHS, &program, as_it_is)
+                    .unwrap_or_else(|race| panic!("{race}: {n} ranks, {bytes} bytes, {program:?}"));
             }
         }
     }
@@ -328,9 +402,14 @@ fn no_program_has_a_race() {
 fn a_call_may_fail_at_any_step() {
     for op in [ModelOp::Gather, ModelOp::Scatter(0), ModelOp::Scatter(2)] {
         for from in 0..24 {
-            for rest in programs(&[Item::Eager(ModelOp::Gather), Item::Eager(ModelOp::Scatter(1))], 3) {
-                let program = [&[Item::Eager(ModelOp::Scatter(0)), Item::Failed(op, from)], rest.as_slice()].concat();
-                run(3, MIB, &[], &program, as_it_is).unwrap_or_else(|race| panic!("{race}: {program:?}"));
+            for rest in
+                programs(&[Item::Eager(ModelOp::Gather), Item::Eager(ModelOp::Scatter(1))], 3)
+            {
+                let program =
+                    [&[Item::Eager(ModelOp::Scatter(0)), Item::Failed(op, from)], rest.as_slice()]
+                        .concat();
+                run(3, MIB, &[], &program, as_it_is)
+                    .unwrap_or_else(|race| panic!("{race}: {program:?}"));
             }
         }
     }
@@ -339,14 +418,19 @@ fn a_call_may_fail_at_any_step() {
 #[test]
 fn wrong_turns_are_found() {
     use Item::{Eager, Failed, Replay};
-    let race = |program: &[Item], turns: Turns| run(2, MIB, &GRAPHS, program, turns).expect_err("a race");
+    let race =
+        |program: &[Item], turns: Turns| run(2, MIB, &GRAPHS, program, turns).expect_err("a race");
     // A single piece without a barrier.
     let found = race(&[Eager(ModelOp::Gather)], |turn| WorkspaceSlot { offset: 0, ..turn });
     assert!(found.contains("Share of rank") && found.contains("Fetch"), "{found}");
-    race(&[Eager(ModelOp::Scatter(1)), Eager(ModelOp::Scatter(0))], |turn| WorkspaceSlot { offset: 0, ..turn });
+    race(&[Eager(ModelOp::Scatter(1)), Eager(ModelOp::Scatter(0))], |turn| WorkspaceSlot {
+        offset: 0,
+        ..turn
+    });
     let unguarded: Turns = |turn| WorkspaceSlot { entry: false, ..turn };
     // A graph replayed after itself.
     race(&[Replay(0), Replay(0)], unguarded);
-    // A peer that this rank did not hear from in a failed call may still read what the call before it shared.
+    // A peer that this rank did not hear from in a failed call may still read what the call before
+    // it shared.
     race(&[Eager(ModelOp::Gather), Failed(ModelOp::Gather, 0), Eager(ModelOp::Gather)], unguarded);
 }

@@ -1,9 +1,10 @@
-//! Matrix products fused with an all-gather before or a reduce-scatter after them: which part runs when. Pure, except
-//! for [`model`].
+//! Matrix products fused with an all-gather before or a reduce-scatter after them: which part runs
+//! when. Pure, except for [`model`].
 //!
-//! A product is cut into blocks of rows, one per rank, and neighbouring blocks may be multiplied in one call. The plans
-//! cut so that the link is never idle and the last product is short; they change results only by how products of other
-//! shapes round. [`workspace`] chooses the memory of a call, [`schedule`] its steps.
+//! A product is cut into blocks of rows, one per rank, and neighbouring blocks may be multiplied in
+//! one call. The plans cut so that the link is never idle and the last product is short; they
+//! change results only by how products of other shapes round. [`workspace`] chooses the memory of a
+//! call, [`schedule`] its steps.
 
 mod gather;
 #[cfg(test)]
@@ -52,12 +53,13 @@ pub struct DeviceModel {
 const TILE: (usize, usize) = (128, 256);
 /// Microseconds to start a product and to wait for its last tile.
 const PRODUCT_US: f64 = 3.0;
-/// Microseconds to add the parts of a sum that several processors share; two have half a tile each instead.
+/// Microseconds to add the parts of a sum that several processors share; two have half a tile each
+/// instead.
 const SPLIT_US: f64 = 5.0;
 /// Maximum number of parts into which libraries split the sum of a tile.
 const MOST_SPLITS: usize = 8;
-/// Microseconds to start a copy from a peer and to signal that it is done: copies of 17, 34 and 67 MB followed each
-/// other after 50, 96 and 186 µs (4 H200, 2026-11-22).
+/// Microseconds to start a copy from a peer and to signal that it is done: copies of 17, 34 and 67
+/// MB followed each other after 50, 96 and 186 µs (4 H200, 2026-11-22).
 const COPY_US: f64 = 4.5;
 /// Parts of a product start at multiples of this, which suits both a copy engine and a kernel.
 const PART_ALIGNMENT: usize = 256;
@@ -73,7 +75,8 @@ impl MatmulShape {
         self.bytes_of_all(self.depth, 1, 1).map(|(_, all)| all)
     }
 
-    /// Distance between two parts of a reduce-scatter, and size of the parts for all `n` ranks, in bytes.
+    /// Distance between two parts of a reduce-scatter, and size of the parts for all `n` ranks, in
+    /// bytes.
     ///
     /// # Errors
     /// As [`shard_bytes`](Self::shard_bytes).
@@ -82,24 +85,29 @@ impl MatmulShape {
     }
 
     fn bytes_of_all(&self, length: usize, alignment: usize, n: usize) -> Result<(usize, usize)> {
-        let one = self.rows.checked_mul(length).and_then(|elements| elements.checked_mul(self.element));
+        let one =
+            self.rows.checked_mul(length).and_then(|elements| elements.checked_mul(self.element));
         let one = one.and_then(|bytes| bytes.checked_next_multiple_of(alignment));
         let both = one.and_then(|bytes| Some((bytes, bytes.checked_mul(n)?)));
         both.ok_or_else(|| {
-            Error::value(format!("no memory has {n} times {} rows of {length} elements of {} bytes", self.rows, self.element))
+            Error::value(format!(
+                "no memory has {n} times {} rows of {length} elements of {} bytes",
+                self.rows, self.element
+            ))
         })
     }
 
-    /// Size of one rank's `rows` of `length` elements in bytes. It saturates, so that plans for impossible sizes do not
-    /// fail.
+    /// Size of one rank's `rows` of `length` elements in bytes. It saturates, so that plans for
+    /// impossible sizes do not fail.
     fn bytes(&self, length: usize) -> usize {
         self.rows.saturating_mul(length).saturating_mul(self.element)
     }
 }
 
 impl DeviceModel {
-    /// Time of the product of `rows` rows. Tiles run in waves of one per processor. If there are fewer tiles than
-    /// processors, several processors share a tile; a last wave that is not full uses smaller tiles.
+    /// Time of the product of `rows` rows. Tiles run in waves of one per processor. If there are
+    /// fewer tiles than processors, several processors share a tile; a last wave that is not full
+    /// uses smaller tiles.
     pub fn product_us(&self, rows: usize, product: &MatmulShape) -> f64 {
         let tiles = rows.div_ceil(TILE.0).saturating_mul(product.columns.div_ceil(TILE.1));
         let tile_us = 2.0 * (TILE.0 * TILE.1) as f64 * product.depth as f64 / self.flops_per_us;

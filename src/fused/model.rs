@@ -18,7 +18,8 @@ struct DeviceHardware {
     link: f64,
 }
 
-/// A model of a CPU core and the host's memory. Its numbers do not matter, because nothing overlaps there.
+/// A model of a CPU core and the host's memory. Its numbers do not matter, because nothing overlaps
+/// there.
 const HOST: DeviceModel = DeviceModel { processors: 1, flops_per_us: 5e4, link: 5.0, memory: 10.0 };
 
 /// Hardware by device; each device is queried once.
@@ -40,12 +41,16 @@ pub fn of_device(device: i32, dtype: DType) -> Result<DeviceModel> {
 fn ask(device: i32) -> Result<DeviceHardware> {
     let opened = Device::open(device)?;
     let way = hardware::gpus().map_or(LinkKind::Pcie, |(_, way)| *way);
-    Ok(DeviceHardware { major: opened.capability.0, processors: opened.processors()?, link: way.link().gb_per_s })
+    Ok(DeviceHardware {
+        major: opened.capability.0,
+        processors: opened.processors()?,
+        link: way.link().gb_per_s,
+    })
 }
 
 fn model(DeviceHardware { major, processors, link }: DeviceHardware, dtype: DType) -> DeviceModel {
-    // TFLOPS of a processor in 16 bits: an H200 reaches 790 with 132 processors (2026-11-20, 4096 × 1024 × 8192);
-    // others are scaled by their data sheets. Wider types run without tensor cores.
+    // TFLOPS of a processor in 16 bits: an H200 reaches 790 with 132 processors (2026-11-20, 4096 ×
+    // 1024 × 8192); others are scaled by their data sheets. Wider types run without tensor cores.
     let (wide, memory) = match major {
         0..=7 => (0.8, 800.0),
         8 => (2.4, 1400.0),

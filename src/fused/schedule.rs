@@ -1,8 +1,8 @@
 //! The steps that a call enqueues, in the order of the host.
 //!
-//! On a GPU a call has two streams, the caller's and one that copies from peers; marks order them. On the host the
-//! steps run in the order of the list. Both streams join at the end of a call; this is not one of the steps, because a
-//! failed call ends as well.
+//! On a GPU a call has two streams, the caller's and one that copies from peers; marks order them.
+//! On the host the steps run in the order of the list. Both streams join at the end of a call; this
+//! is not one of the steps, because a failed call ends as well.
 
 use super::{GatherPlan, ShardBatch};
 use std::ops::Range;
@@ -50,8 +50,9 @@ pub enum StreamStep {
     After(CallStream, usize),
     /// Waits until all ranks have reached this point.
     Barrier(CallStream, PadChannel),
-    /// Signals the rank that its part is ready. This is on the caller's stream: on another stream, the signal's kernel
-    /// would compete with the next product for processors and perhaps wait until that product ends.
+    /// Signals the rank that its part is ready. This is on the caller's stream: on another stream,
+    /// the signal's kernel would compete with the next product for processors and perhaps wait
+    /// until that product ends.
     Signal(usize),
     /// Waits, on the copying stream, until the rank has signalled that its part is ready.
     Wait(usize),
@@ -63,7 +64,8 @@ pub enum StreamStep {
     OwnRows(CallStream),
     /// Multiplies the rows of these ranks, on the caller's stream.
     Multiply(Range<usize>),
-    /// Sums all ranks' parts on the caller's stream; parts that were not fetched are read from their rank's memory.
+    /// Sums all ranks' parts on the caller's stream; parts that were not fetched are read from
+    /// their rank's memory.
     Sum,
 }
 
@@ -107,9 +109,16 @@ impl StreamSteps {
     }
 }
 
-/// Returns the steps of an all-gather and its products by `plan`, for `rank` of `n`. `entry` is the field of the
-/// [turn](super::workspace::WorkspaceSlot); `own_rows` is true if the caller wants the whole gathered matrix.
-pub fn gather(n: usize, rank: usize, plan: &GatherPlan, entry: bool, own_rows: bool) -> Vec<StreamStep> {
+/// Returns the steps of an all-gather and its products by `plan`, for `rank` of `n`. `entry` is the
+/// field of the [turn](super::workspace::WorkspaceSlot); `own_rows` is true if the caller wants the
+/// whole gathered matrix.
+pub fn gather(
+    n: usize,
+    rank: usize,
+    plan: &GatherPlan,
+    entry: bool,
+    own_rows: bool,
+) -> Vec<StreamStep> {
     let mut steps = StreamSteps::default();
     // step 1: share this rank's shard and wait for all others
     steps.join(Copying, Caller);
@@ -120,7 +129,8 @@ pub fn gather(n: usize, rank: usize, plan: &GatherPlan, entry: bool, own_rows: b
     steps.add(Barrier(Copying, PadChannel::Ready));
     // A product that fills the device would keep the barrier's kernel from running.
     steps.join(Caller, Copying);
-    // step 2: multiply. The copies run one group ahead, so that the host enqueues them before the link is idle.
+    // step 2: multiply. The copies run one group ahead, so that the host enqueues them before the
+    // link is idle.
     let mut fetched = 0;
     let mut fetch = |steps: &mut StreamSteps, group: &[ShardBatch]| {
         for shard in fetched..group[0].arrived {
@@ -129,7 +139,8 @@ pub fn gather(n: usize, rank: usize, plan: &GatherPlan, entry: bool, own_rows: b
         fetched = group[0].arrived;
         steps.mark(Copying)
     };
-    let groups: Vec<&[ShardBatch]> = plan.products.chunk_by(|a, b| a.arrived == b.arrived).collect();
+    let groups: Vec<&[ShardBatch]> =
+        plan.products.chunk_by(|a, b| a.arrived == b.arrived).collect();
     let mut arrived = groups.first().map(|group| fetch(&mut steps, group));
     steps.add(Multiply(rank..rank + 1));
     if own_rows && plan.own_early {
@@ -150,8 +161,9 @@ pub fn gather(n: usize, rank: usize, plan: &GatherPlan, entry: bool, own_rows: b
     steps.list
 }
 
-/// Returns the steps of a product whose rows are summed over all `n` ranks, for `rank`, which copies the first `pulled`
-/// parts from peers while products run. A piece of the workspace holds a rank's part for each rank.
+/// Returns the steps of a product whose rows are summed over all `n` ranks, for `rank`, which
+/// copies the first `pulled` parts from peers while products run. A piece of the workspace holds a
+/// rank's part for each rank.
 pub fn scatter(n: usize, rank: usize, pulled: usize, entry: bool) -> Vec<StreamStep> {
     let mut steps = StreamSteps::default();
     // The target of the copies may have been in use on the caller's stream until now.
@@ -159,8 +171,8 @@ pub fn scatter(n: usize, rank: usize, pulled: usize, entry: bool) -> Vec<StreamS
     if entry {
         steps.add(Barrier(Caller, PadChannel::Entry));
     }
-    // Compute the next rank's part first and this rank's own part last: in each step every rank computes for a
-    // different rank.
+    // Compute the next rank's part first and this rank's own part last: in each step every rank
+    // computes for a different rank.
     for step in 1..n {
         let (to, from) = ((rank + step) % n, (rank + n - step) % n);
         steps.add(Multiply(to..to + 1));
@@ -176,9 +188,9 @@ pub fn scatter(n: usize, rank: usize, pulled: usize, entry: bool) -> Vec<StreamS
     steps.list
 }
 
-/// Adds the end of a call on the host: a barrier. A rank may destroy its group, and with it the workspace, right after
-/// the call, and a peer that still reads there would find zeros. The barrier costs little compared with a product. On
-/// GPUs mapped memory stays mapped.
+/// Adds the end of a call on the host: a barrier. A rank may destroy its group, and with it the
+/// workspace, right after the call, and a peer that still reads there would find zeros. The barrier
+/// costs little compared with a product. On GPUs mapped memory stays mapped.
 pub fn ended_on_host(mut steps: Vec<StreamStep>) -> Vec<StreamStep> {
     steps.push(Barrier(Caller, PadChannel::Exit));
     steps

@@ -1,4 +1,5 @@
-//! The sum of all ranks' parts, on the host or by `src/kernels/cuda/fused/sum_parts.cu` on any stream.
+//! The sum of all ranks' parts, on the host or by `src/kernels/cuda/fused/sum_parts.cu` on any
+//! stream.
 #![allow(unsafe_code, reason = "adds up the bytes of tensors, whose addresses torch vouches for")]
 
 use crate::coll::cuda::arguments::{PerRank, bytes_of};
@@ -61,7 +62,11 @@ impl PartsSum<'_> {
     fn check(&self) -> Result<()> {
         cpu::supports(self.op(), self.dtype)?;
         if !self.bytes.is_multiple_of(self.dtype.size()) {
-            return Err(Error::value(format!("{} bytes are no whole number of {}", self.bytes, self.dtype.name())));
+            return Err(Error::value(format!(
+                "{} bytes are no whole number of {}",
+                self.bytes,
+                self.dtype.name()
+            )));
         }
         Ok(())
     }
@@ -69,12 +74,26 @@ impl PartsSum<'_> {
     /// Computes the sum on the host.
     ///
     /// # Safety
-    /// Meanwhile the parts may be read but not written, and no other thread accesses the destination.
+    /// Meanwhile the parts may be read but not written, and no other thread accesses the
+    /// destination.
     unsafe fn on_host(&self) -> Result<()> {
         self.check()?;
-        let sources: Vec<InputElements> = self.parts.iter().map(|&part| InputElements { ptr: part as *const u8, factor: 1.0 }).collect();
+        let sources: Vec<InputElements> = self
+            .parts
+            .iter()
+            .map(|&part| InputElements { ptr: part as *const u8, factor: 1.0 })
+            .collect();
         // SAFETY: by the caller's promise; `check` accepted the types, and `to` overlaps no part.
-        unsafe { cpu::reduce(self.op(), self.dtype, self.to as *mut u8, &sources, self.bytes / self.dtype.size(), WriteMode::Cached) };
+        unsafe {
+            cpu::reduce(
+                self.op(),
+                self.dtype,
+                self.to as *mut u8,
+                &sources,
+                self.bytes / self.dtype.size(),
+                WriteMode::Cached,
+            )
+        };
         Ok(())
     }
 
@@ -87,7 +106,10 @@ impl PartsSum<'_> {
         let &PartsSum { rank, parts, to, bytes, .. } = self;
         let n = parts.len();
         if !(2..=MAX_RANKS).contains(&n) || rank >= n {
-            return Err(Error::value(format!("parts of {n} ranks for rank {rank} cannot be added up; from 2 to {MAX_RANKS} ranks can")));
+            return Err(Error::value(format!(
+                "parts of {n} ranks for rank {rank} cannot be added up; from 2 to \
+                 {MAX_RANKS} ranks can"
+            )));
         }
         if let Some(at) = parts.iter().chain([&to]).find(|address| !address.is_multiple_of(UNIT)) {
             return Err(Error::value(format!("a part at {at:#x} is not aligned to {UNIT} bytes")));
@@ -101,11 +123,12 @@ impl PartsSum<'_> {
 /// The devices used so far, with their number of processors.
 static DEVICES: Mutex<BTreeMap<i32, (Device, usize)>> = Mutex::new(BTreeMap::new());
 
-/// Enqueues `sum` on `stream` of `device`, or computes it at once if `device` is negative, which is the host.
+/// Enqueues `sum` on `stream` of `device`, or computes it at once if `device` is negative, which is
+/// the host.
 ///
 /// # Safety
-/// The addresses belong to memory of this device. From the moment the stream reaches the sum until the sum is done,
-/// nothing else writes the parts or accesses the destination.
+/// The addresses belong to memory of this device. From the moment the stream reaches the sum until
+/// the sum is done, nothing else writes the parts or accesses the destination.
 pub unsafe fn launch(device: i32, stream: usize, sum: &PartsSum<'_>) -> Result<()> {
     if device < 0 {
         // SAFETY: by the caller's promise.
@@ -126,11 +149,23 @@ pub unsafe fn launch(device: i32, stream: usize, sum: &PartsSum<'_>) -> Result<(
     };
     let _entered = device.enter()?;
     let (world, rank) = (sum.parts.len() as u32, sum.rank as u32);
-    let variant =
-        Variant { program: NAMES.0, world, rank, dtype: Some(sum.dtype), op: Some(sum.op()), zero_copy: false, order: SumOrder::Rank };
+    let variant = Variant {
+        program: NAMES.0,
+        world,
+        rank,
+        dtype: Some(sum.dtype),
+        op: Some(sum.op()),
+        zero_copy: false,
+        order: SumOrder::Rank,
+    };
     let kernel = load(device, &variant, NAMES.1)?;
     let wanted = sum.bytes.div_ceil(UNIT * THREADS as usize);
-    kernel.launch(Stream(stream), Grid::new(wanted.min(BLOCKS * *processors) as u32, THREADS), false, bytes_of(&args))
+    kernel.launch(
+        Stream(stream),
+        Grid::new(wanted.min(BLOCKS * *processors) as u32, THREADS),
+        false,
+        bytes_of(&args),
+    )
 }
 
 #[cfg(test)]
@@ -145,7 +180,10 @@ mod tests {
     #[test]
     fn what_the_kernel_is_told() {
         let args = sum(&[0x1000, 0x2000]).args().expect("can be added up");
-        assert_eq!((size_of::<SumParts>(), args.from[..3].to_vec(), args.to, args.bytes), (144, vec![0x1000, 0x2000, 0], 0x9000, 64));
+        assert_eq!(
+            (size_of::<SumParts>(), args.from[..3].to_vec(), args.to, args.bytes),
+            (144, vec![0x1000, 0x2000, 0], 0x9000, 64)
+        );
     }
 
     #[test]
@@ -160,7 +198,11 @@ mod tests {
         ];
         for (sum, words) in refused {
             let error = sum.args().expect_err("refused");
-            assert!(error.kind != ErrorKind::Internal && error.message.contains(words), "{:?}: {error}", error.kind);
+            assert!(
+                error.kind != ErrorKind::Internal && error.message.contains(words),
+                "{:?}: {error}",
+                error.kind
+            );
         }
         // SAFETY: this device does not exist, so nothing is accessed.
         assert!(unsafe { launch(4711, 0, &sum(&[0x1000, 0x2000])) }.is_err());
@@ -172,7 +214,14 @@ mod tests {
         let addresses = parts.each_ref().map(|part| part.as_ptr() as usize);
         for (mean, expected) in [(false, [0.0f32, 9.0]), (true, [0.0, 3.0])] {
             let mut to = [7.0f32; 2];
-            let sum = PartsSum { rank: 0, parts: &addresses, to: to.as_mut_ptr() as usize, bytes: 8, dtype: DType::F32, mean };
+            let sum = PartsSum {
+                rank: 0,
+                parts: &addresses,
+                to: to.as_mut_ptr() as usize,
+                bytes: 8,
+                dtype: DType::F32,
+                mean,
+            };
             // SAFETY: all memory belongs to this test and has the stated length.
             unsafe { launch(-1, 0, &sum) }.expect("added up");
             assert_eq!(to, expected);

@@ -24,8 +24,8 @@ impl Group {
         self.health.communicator().map(|communicator| communicator.device())
     }
 
-    /// Sets up the group's memory on `device`. Collective: blocks until all ranks have called it or launched.
-    /// Idempotent.
+    /// Sets up the group's memory on `device`. Collective: blocks until all ranks have called it or
+    /// launched. Idempotent.
     pub fn connect(&self, device: i32) -> Result<()> {
         self.check_open()?;
         match &self.internode {
@@ -43,7 +43,8 @@ impl Group {
         if communicator.device() != device {
             let (name, first) = (self.control.name(), communicator.device());
             return Err(Error::value(format!(
-                "group \"{name}\" works on cuda:{first}, this tensor is on cuda:{device}; a group has one GPU per rank"
+                "group \"{name}\" works on cuda:{first}, this tensor is on cuda:{device}; a group \
+                 has one GPU per rank"
             )));
         }
         Ok(communicator)
@@ -51,7 +52,8 @@ impl Group {
 
     #[cold]
     fn set_up(&self, device: i32, timeout: Duration) -> Result<Arc<Communicator>> {
-        // Not the communicator's own lock, because threads that query failures or leave must not wait for absent peers.
+        // Not the communicator's own lock, because threads that query failures or leave must not
+        // wait for absent peers.
         let _turn = lock(&self.setting_up);
         if let Some(communicator) = self.health.communicator() {
             return Ok(communicator);
@@ -59,37 +61,70 @@ impl Group {
         self.check_alive()?;
         let limit = CallTimeout::from(Instant::now(), timeout);
         let communicator =
-            Arc::new(Communicator::connect(&self.control, device, self.ctas, &limit, &|bytes| self.gather_on_node(bytes, &limit))?);
+            Arc::new(Communicator::connect(&self.control, device, self.ctas, &limit, &|bytes| {
+                self.gather_on_node(bytes, &limit)
+            })?);
         let mut place = unpoisoned(self.communicator.write());
-        // `leave` closes the group before it takes the communicator, so one of the two sees the other.
+        // `leave` closes the group before it takes the communicator, so one of the two sees the
+        // other.
         self.check_open()?;
         *place = Some(Arc::clone(&communicator));
         Ok(communicator)
     }
 
-    /// Returns the window on each rank's memory at its `address`. Collective; see [`window::Domains::rendezvous`].
-    pub fn rendezvous(&self, device: i32, address: u64, pad_bytes: usize, timeout: Option<Duration>) -> Result<SymmetricWindow> {
+    /// Returns the window on each rank's memory at its `address`. Collective; see
+    /// [`window::Domains::rendezvous`].
+    pub fn rendezvous(
+        &self,
+        device: i32,
+        address: u64,
+        pad_bytes: usize,
+        timeout: Option<Duration>,
+    ) -> Result<SymmetricWindow> {
         self.check_alive()?;
         let limit = CallTimeout::from(Instant::now(), timeout.unwrap_or_else(|| self.timeout()));
         let gather = |bytes: &[u8]| self.gather_on_node(bytes, &limit);
-        let meeting =
-            RendezvousContext { control: &self.control, gather: &gather, limit: &limit, linked: &self.linked, timeout: self.timeout() };
+        let meeting = RendezvousContext {
+            control: &self.control,
+            gather: &gather,
+            limit: &limit,
+            linked: &self.linked,
+            timeout: self.timeout(),
+        };
         self.domains.rendezvous(&meeting, device, address, pad_bytes)
     }
 
     /// Gathers `bytes` of every rank through the host's memory.
     pub(super) fn gather_on_node(&self, bytes: &[u8], limit: &CallTimeout) -> Result<Vec<Vec<u8>>> {
         let mut all = vec![vec![0u8; bytes.len()]; self.control.size()];
-        let outputs = all.iter_mut().map(|out| Span { addr: out.as_mut_ptr() as usize, bytes: out.len() }).collect();
+        let outputs = all
+            .iter_mut()
+            .map(|out| Span { addr: out.as_mut_ptr() as usize, bytes: out.len() })
+            .collect();
         let inputs = vec![Span { addr: bytes.as_ptr() as usize, bytes: bytes.len() }].into();
-        let call = Call::inner(CallSpec { op: Collective::AllGather, inputs, outputs, ..CallSpec::barrier(None) });
+        let call = Call::inner(CallSpec {
+            op: Collective::AllGather,
+            inputs,
+            outputs,
+            ..CallSpec::barrier(None)
+        });
         let left = limit.remaining().unwrap_or(Duration::from_millis(1));
-        if self.internode.is_some() { self.queue.run_intra_node(&[call], left) } else { self.queue.run(&[call], left) }?;
+        if self.internode.is_some() {
+            self.queue.run_intra_node(&[call], left)
+        } else {
+            self.queue.run(&[call], left)
+        }?;
         Ok(all)
     }
 
-    /// Enqueues `calls` in order and returns at once, except that the first call waits for the set-up with the peers.
-    pub fn launch(&self, calls: &[Call<'_>], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
+    /// Enqueues `calls` in order and returns at once, except that the first call waits for the
+    /// set-up with the peers.
+    pub fn launch(
+        &self,
+        calls: &[Call<'_>],
+        target: CudaTarget,
+        timeout: Option<Duration>,
+    ) -> Result<()> {
         self.check_open()?;
         self.rejections.resume();
         let timeout = timeout.unwrap_or_else(|| self.timeout());
@@ -99,9 +134,15 @@ impl Group {
         let communicator = self.connected(target.device, timeout)?;
         self.recorder.ask(calls.len());
         let CudaTarget { device, stream, background } = target;
-        let first = self.recorder.schedule(calls, timeout, background, trace::CallTarget::Cuda { device, stream, background });
+        let first = self.recorder.schedule(
+            calls,
+            timeout,
+            background,
+            trace::CallTarget::Cuda { device, stream, background },
+        );
         let mut next = first;
-        // A sequence number that marks a call until its algorithm is known, so that an entry is changed only once.
+        // A sequence number that marks a call until its algorithm is known, so that an entry is
+        // changed only once.
         let mut begun = None;
         let outcome = communicator.launch(calls, target, timeout, |stage| match stage {
             Stage::Begins(sequence) => {
@@ -119,15 +160,21 @@ impl Group {
                 self.recorder.start(next - 1, sequence);
             }
             // The last call that was started, and those after it.
-            (first.max(next.saturating_sub(1))..first + calls.len() as u64)
-                .for_each(|number| self.recorder.end(number, &Err(error.clone()), number < next, ""));
+            (first.max(next.saturating_sub(1))..first + calls.len() as u64).for_each(|number| {
+                self.recorder.end(number, &Err(error.clone()), number < next, "")
+            });
             self.recorder.note_failure(error);
         })
     }
 
-    /// Enqueues sends and receives; returns as `launch` does. On one node they are one launch, with at most one message
-    /// per direction of a pair.
-    pub fn launch_messages(&self, transfers: &[DeviceMessage], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
+    /// Enqueues sends and receives; returns as `launch` does. On one node they are one launch, with
+    /// at most one message per direction of a pair.
+    pub fn launch_messages(
+        &self,
+        transfers: &[DeviceMessage],
+        target: CudaTarget,
+        timeout: Option<Duration>,
+    ) -> Result<()> {
         self.check_open()?;
         let timeout = timeout.unwrap_or_else(|| self.timeout());
         match &self.internode {
@@ -141,19 +188,25 @@ impl Group {
         let communicator = unpoisoned(self.communicator.write()).take();
         let Some(communicator) = communicator else { return false };
         if !communicator.drain(limit) {
-            log::warn!("group \"{}\": its kernels have not ended, and keep their memory until this process ends", self.control.name());
+            log::warn!(
+                "group \"{}\": its kernels have not ended, and keep their memory until \
+                 this process ends",
+                self.control.name()
+            );
             std::mem::forget(communicator);
         } else {
-            // Another thread may still hold it in order to report that the group was destroyed; that thread then frees
-            // it.
+            // Another thread may still hold it in order to report that the group was destroyed;
+            // that thread then frees it.
             give_up(communicator);
         }
         true
     }
 
-    /// Abandons a communicator that belongs to another process, because the driver does not work here.
+    /// Abandons a communicator that belongs to another process, because the driver does not work
+    /// here.
     pub(super) fn forget_communicator(&self) {
-        // A reference that is never dropped, because a lock may have been held when the process was forked.
+        // A reference that is never dropped, because a lock may have been held when the process was
+        // forked.
         std::mem::forget(Arc::clone(&self.communicator));
     }
 }
@@ -167,28 +220,40 @@ impl IntraNode for Group {
         self.connected(device, self.timeout())
     }
 
-    fn launch_intra_node(&self, transfers: &[DeviceMessage], target: CudaTarget, timeout: Duration) -> Result<()> {
+    fn launch_intra_node(
+        &self,
+        transfers: &[DeviceMessage],
+        target: CudaTarget,
+        timeout: Duration,
+    ) -> Result<()> {
         self.check_alive()?;
         let CudaTarget { device, stream, background } = target;
         let place = trace::CallTarget::Cuda { device, stream, background };
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for transfer in transfers {
             let peer = transfer.message.peer.filter(|peer| peer.index() < self.control.size());
-            let peer = peer.ok_or_else(|| Error::value("a transfer between GPUs needs a rank of the group as its other end"))?;
+            let peer = peer.ok_or_else(|| {
+                Error::value("a transfer between GPUs needs a rank of the group as its other end")
+            })?;
             let messages = if transfer.send { &mut sends } else { &mut receives };
             messages.push((peer, transfer.message.span));
         }
         let communicator = self.connected(target.device, timeout)?;
-        let note = |transfer: &DeviceMessage| self.recorder.message(transfer.send, &transfer.message, timeout, place);
+        let note = |transfer: &DeviceMessage| {
+            self.recorder.message(transfer.send, &transfer.message, timeout, place)
+        };
         let numbers: Vec<u64> = transfers.iter().map(note).collect();
         communicator.transfer(&sends, &receives, target, timeout).inspect_err(|error| {
-            numbers.iter().for_each(|&number| self.recorder.end(number, &Err(error.clone()), true, ""));
+            numbers
+                .iter()
+                .for_each(|&number| self.recorder.end(number, &Err(error.clone()), true, ""));
             self.recorder.note_failure(error);
         })
     }
 }
 
-/// Frees the GPU memory of `rank`, which has died, on a separate thread, because kernels take a moment to end.
+/// Frees the GPU memory of `rank`, which has died, on a separate thread, because kernels take a
+/// moment to end.
 pub(super) fn release_dead(slot: &DeviceSlot, rank: Rank) {
     let Some(communicator) = unpoisoned(slot.read()).clone() else { return };
     let work = move || {
@@ -207,18 +272,21 @@ fn give_up(communicator: Arc<Communicator>) {
     }
 }
 
-/// Returns the number of the capture that records the CUDA stream; 0 if none does, or if it is unknown.
+/// Returns the number of the capture that records the CUDA stream; 0 if none does, or if it is
+/// unknown.
 pub fn capture_of(stream: usize) -> u64 {
     // The driver counts captures from 1.
     Stream(stream).capture().ok().flatten().unwrap_or(0)
 }
 
-/// Returns statistics as a map: how many CUDA calls of this process each algorithm has run, and under `direct`, in how
-/// many of them this rank's kernels accessed peers' tensors directly.
+/// Returns statistics as a map: how many CUDA calls of this process each algorithm has run, and
+/// under `direct`, in how many of them this rank's kernels accessed peers' tensors directly.
 pub fn stats() -> serde_json::Value {
     use crate::coll::cuda::stats;
     let mut all = serde_json::json!(stats::served());
-    if let Some((all, direct)) = all.as_object_mut().zip(Some(stats::direct()).filter(|&direct| direct > 0)) {
+    if let Some((all, direct)) =
+        all.as_object_mut().zip(Some(stats::direct()).filter(|&direct| direct > 0))
+    {
         all.insert("zero_copy".into(), direct.into());
     }
     all

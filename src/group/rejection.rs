@@ -1,13 +1,15 @@
-//! Rejected calls: if only this rank rejects a call, the ranks that wait for it learn so long before a timeout.
+//! Rejected calls: if only this rank rejects a call, the ranks that wait for it learn so long
+//! before a timeout.
 //!
-//! The rejecting rank reports it. After a short time it checks whether a peer has started a collective that this rank
-//! has not, or sleeps for a message that this rank has not sent. It cannot see the ranks of other nodes. It therefore
-//! tells the other nodes when it has rejected a call and when it makes another call, and they check which of their
-//! ranks wait.
+//! The rejecting rank reports it. After a short time it checks whether a peer has started a
+//! collective that this rank has not, or sleeps for a message that this rank has not sent. It
+//! cannot see the ranks of other nodes. It therefore tells the other nodes when it has rejected a
+//! call and when it makes another call, and they check which of their ranks wait.
 //!
-//! A rank that has made another call by then fails no group. Nor do ranks that all rejected the call: every rank counts
-//! its rejections, so a rank that also rejected the call and went on is not taken to wait for it. A waiting rank only
-//! publishes which message it sleeps for and how many barriers it has passed.
+//! A rank that has made another call by then fails no group. Nor do ranks that all rejected the
+//! call: every rank counts its rejections, so a rank that also rejected the call and went on is not
+//! taken to wait for it. A waiting rank only publishes which message it sleeps for and how many
+//! barriers it has passed.
 
 use crate::call_queue::CallQueue;
 use crate::coll::cuda::agreement::launch_log;
@@ -24,8 +26,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Time between a rejection and the first check. It suffices to catch the exception and make the correct call, and a
-/// peer that waits by then learns of the rejection within 100 ms.
+/// Time between a rejection and the first check. It suffices to catch the exception and make the
+/// correct call, and a peer that waits by then learns of the rejection within 100 ms.
 const REJECTION_DELAY: Duration = Duration::from_millis(80);
 /// Interval of later checks, for peers that arrive later.
 const REJECTION_POLL: Duration = Duration::from_millis(50);
@@ -38,14 +40,16 @@ pub(super) struct LocalRejections {
     messages: Arc<Messages>,
     internode: Option<Arc<Internode>>,
     note: Mutex<Option<RejectionNote>>,
-    /// True while other nodes know of a rejected collective after which this rank has made no other call.
+    /// True while other nodes know of a rejected collective after which this rank has made no other
+    /// call.
     notified: AtomicBool,
 }
 
 /// A rejected call.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum RejectedCall {
-    /// A collective. `on_device`: kernels were in use, so a launched kernel may be waiting for this rank.
+    /// A collective. `on_device`: kernels were in use, so a launched kernel may be waiting for this
+    /// rank.
     Collective { on_device: bool },
     /// An operator on symmetric memory of the host.
     Operator,
@@ -53,7 +57,8 @@ pub(super) enum RejectedCall {
     Message { send: bool, peer: Option<Rank>, tag: i32 },
 }
 
-/// Numbers of calls of this rank. Once they have grown, this rank has made another call after a rejection.
+/// Numbers of calls of this rank. Once they have grown, this rank has made another call after a
+/// rejection.
 type CallsMade = (u64, Option<BarrierCount>);
 
 struct RejectionNote {
@@ -74,10 +79,23 @@ struct BlockedPeer {
 }
 
 impl LocalRejections {
-    pub(super) fn new(health: &Health, queue: &Arc<CallQueue>, messages: &Arc<Messages>, internode: Option<Arc<Internode>>) -> Arc<Self> {
+    pub(super) fn new(
+        health: &Health,
+        queue: &Arc<CallQueue>,
+        messages: &Arc<Messages>,
+        internode: Option<Arc<Internode>>,
+    ) -> Arc<Self> {
         let (control, recorder) = (Arc::clone(health.control()), Arc::clone(health.recorder()));
         let (queue, messages) = (Arc::clone(queue), Arc::clone(messages));
-        Arc::new(Self { control, recorder, queue, messages, internode, note: Mutex::new(None), notified: AtomicBool::new(false) })
+        Arc::new(Self {
+            control,
+            recorder,
+            queue,
+            messages,
+            internode,
+            note: Mutex::new(None),
+            notified: AtomicBool::new(false),
+        })
     }
 
     /// Records that a call was rejected because of `text`, in place of earlier rejections.
@@ -89,19 +107,29 @@ impl LocalRejections {
         if let RejectedCall::Collective { .. } | RejectedCall::Operator = refused {
             let barriers = self.control.barriers(self.control.rank());
             self.control.note_rejection(self.recorder.collectives() + u64::from(barriers.met));
-            self.internode.iter().for_each(|internode| internode.note_rejected(self.recorder.collectives()));
+            self.internode
+                .iter()
+                .for_each(|internode| internode.note_rejected(self.recorder.collectives()));
         }
         let look = self.poll_until_settled(REJECTION_DELAY);
-        *note = Some(RejectionNote { text, rejected: refused, calls_made: self.calls_made(refused), notified: false, look });
+        *note = Some(RejectionNote {
+            text,
+            rejected: refused,
+            calls_made: self.calls_made(refused),
+            notified: false,
+            look,
+        });
     }
 
-    /// Returns the calls that end a rejection: a collective for a collective, a collective or a barrier for an
-    /// operator, any call except barriers for a message. Messages do not end the rejection of a collective, because a
-    /// peer that waits in it starts none meanwhile.
+    /// Returns the calls that end a rejection: a collective for a collective, a collective or a
+    /// barrier for an operator, any call except barriers for a message. Messages do not end the
+    /// rejection of a collective, because a peer that waits in it starts none meanwhile.
     fn calls_made(&self, refused: RejectedCall) -> CallsMade {
         match refused {
             RejectedCall::Collective { .. } => (self.recorder.collectives(), None),
-            RejectedCall::Operator => (self.recorder.collectives(), Some(self.control.barriers(self.control.rank()))),
+            RejectedCall::Operator => {
+                (self.recorder.collectives(), Some(self.control.barriers(self.control.rank())))
+            }
             RejectedCall::Message { .. } => (self.recorder.calls(), None),
         }
     }
@@ -109,7 +137,9 @@ impl LocalRejections {
     /// Reports to other nodes that this rank makes a call, if they know of a rejected collective.
     pub(super) fn resume(&self) {
         if self.notified.load(Ordering::Relaxed) && self.notified.swap(false, Ordering::AcqRel) {
-            self.internode.iter().for_each(|internode| internode.broadcast_resumed(self.recorder.collectives() + 1));
+            self.internode
+                .iter()
+                .for_each(|internode| internode.broadcast_resumed(self.recorder.collectives() + 1));
         }
     }
 
@@ -127,7 +157,9 @@ impl LocalRejections {
                 }
             }
             RejectedCall::Operator => {}
-            RejectedCall::Message { send, peer, tag } => self.messages.notify_rejected(peer, requested, send, tag, text.clone()),
+            RejectedCall::Message { send, peer, tag } => {
+                self.messages.notify_rejected(peer, requested, send, tag, text.clone())
+            }
         }
     }
 
@@ -147,15 +179,22 @@ impl LocalRejections {
                 });
             }
         };
-        exit_watch::after(delay, look).inspect_err(|error| log::warn!("ranks that wait for a refused call are not told: {error}")).ok()
+        exit_watch::after(delay, look)
+            .inspect_err(|error| {
+                log::warn!("ranks that wait for a refused call are not told: {error}")
+            })
+            .ok()
     }
 
     fn poll(self: &Arc<Self>) {
         let mut note = lock(&self.note);
         let Some(refused) = note.as_mut() else { return };
         let waiting = self.waiting(refused.rejected);
-        // After the peers were checked: a peer that waited for an idle rank before still waits for it.
-        if self.calls_made(refused.rejected) != refused.calls_made || self.control.failure().is_some() {
+        // After the peers were checked: a peer that waited for an idle rank before still waits for
+        // it.
+        if self.calls_made(refused.rejected) != refused.calls_made
+            || self.control.failure().is_some()
+        {
             *note = None;
             return;
         }
@@ -163,14 +202,21 @@ impl LocalRejections {
             if !std::mem::replace(&mut refused.notified, true) {
                 self.broadcast_to_nodes(refused);
             }
-            refused.look = if self.control.size() > 1 { self.poll_until_settled(REJECTION_POLL) } else { None };
+            refused.look = if self.control.size() > 1 {
+                self.poll_until_settled(REJECTION_POLL)
+            } else {
+                None
+            };
             return;
         }
         let (me, group) = (self.control.describe(self.control.rank()), self.control.name());
-        let ranks: Vec<Rank> = waiting.iter().map(|waiting| self.control.display_rank(waiting.rank)).collect();
-        let (who, wait) = (name_ranks(&ranks), if ranks.len() == 1 { "is blocked" } else { "are blocked" });
+        let ranks: Vec<Rank> =
+            waiting.iter().map(|waiting| self.control.display_rank(waiting.rank)).collect();
+        let (who, wait) =
+            (name_ranks(&ranks), if ranks.len() == 1 { "is blocked" } else { "are blocked" });
         let text = format!(
-            "{me} rejected a call and has not repeated it since; {who} {wait} in {} of group \"{group}\": {}",
+            "{me} rejected a call and has not repeated it since; {who} {wait} in {} of \
+             group \"{group}\": {}",
             waiting[0].call, refused.text
         );
         *note = None;
@@ -183,11 +229,19 @@ impl LocalRejections {
         let mut all = match refused {
             RejectedCall::Collective { on_device } => self.in_collectives(on_device),
             // A rendezvous consists of collectives.
-            RejectedCall::Operator => self.in_barriers().chain(self.in_collectives(false)).collect(),
+            RejectedCall::Operator => {
+                self.in_barriers().chain(self.in_collectives(false)).collect()
+            }
             RejectedCall::Message { send, peer, tag } => {
-                let peers = self.control.peers().filter(|&rank| peer.is_none_or(|peer| peer == self.control.display_rank(rank)));
+                let peers = self.control.peers().filter(|&rank| {
+                    peer.is_none_or(|peer| peer == self.control.display_rank(rank))
+                });
                 let call = || format!("{}, tag {tag},", if send { "recv" } else { "send" });
-                self.messages.awaited_by(peers, !send, tag).map(|rank| BlockedPeer { rank, call: call() }).into_iter().collect()
+                self.messages
+                    .awaited_by(peers, !send, tag)
+                    .map(|rank| BlockedPeer { rank, call: call() })
+                    .into_iter()
+                    .collect()
             }
         };
         if let RejectedCall::Collective { .. } | RejectedCall::Operator = refused {
@@ -202,243 +256,32 @@ impl LocalRejections {
     fn in_barriers(&self) -> impl Iterator<Item = BlockedPeer> {
         let own = self.control.barriers(self.control.rank());
         let waits = move |&rank: &Rank| self.control.barriers(rank).wait_for(own);
-        self.control.peers().filter(waits).map(|rank| BlockedPeer { rank, call: "a barrier of symmetric memory".into() })
+        self.control
+            .peers()
+            .filter(waits)
+            .map(|rank| BlockedPeer { rank, call: "a barrier of symmetric memory".into() })
     }
 
     fn in_collectives(&self, on_device: bool) -> Vec<BlockedPeer> {
         let (me, control) = (self.control.rank(), &self.control);
         let on_node = control.peers().filter_map(|rank| {
             let doing = control.current_call(rank)?;
-            (doing.number > control.collective(me))
-                .then(|| BlockedPeer { rank, call: format!("{}, collective #{}", doing.op.name(), doing.number) })
+            (doing.number > control.collective(me)).then(|| BlockedPeer {
+                rank,
+                call: format!("{}, collective #{}", doing.op.name(), doing.number),
+            })
         });
         let on_devices = control.peers().filter(|_| on_device).filter_map(|rank| {
             let first = launch_log::launched(control, me) + 1;
-            (launch_log::launched(control, rank) >= first).then(|| BlockedPeer { rank, call: format!("CUDA collective #{first}") })
+            (launch_log::launched(control, rank) >= first)
+                .then(|| BlockedPeer { rank, call: format!("CUDA collective #{first}") })
         });
         let all: Vec<BlockedPeer> = on_node.chain(on_devices).collect();
-        // After the peers were checked: one that is ahead of a rank with queued calls may wait for those.
+        // After the peers were checked: one that is ahead of a rank with queued calls may wait for
+        // those.
         if self.queue.idle() { all } else { Vec::new() }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::coll::call::{CallSpec, Collective, Span};
-    use crate::coll::cpu::CpuRunner;
-    use crate::coll::cuda::workspace::layout::Channel;
-    use crate::coll::message::{Message, MessageSpec};
-    use crate::coll::plan::CpuThresholds;
-    use crate::completion::Completion;
-    use crate::control::tests::controls;
-    use crate::dtype::{DType, ReduceOp};
-    use crate::error::ErrorKind;
-    use crate::trace::CallTarget;
-    use std::time::Instant;
-
-    /// Three ranks of this process.
-    fn ranks() -> Vec<Arc<LocalRejections>> {
-        let rank = |control: ControlBlock| {
-            let control = Arc::new(control);
-            let recorder = GroupRecorder::new(&control, Duration::from_secs(1));
-            let health = Health::new(&control, &Arc::default(), &recorder);
-            let queue = CallQueue::new(CpuRunner::new(Arc::clone(&control), CpuThresholds::default(), Arc::default()), &health);
-            LocalRejections::new(&health, &queue, &Messages::new(&health, false), None)
-        };
-        controls(3).into_iter().map(rank).collect()
-    }
-
-    fn launch(refusals: &LocalRejections, number: u64) {
-        let spans = vec![Span { addr: 0, bytes: 4 }];
-        let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
-        let call = CallSpec {
-            op,
-            dtype,
-            reduce_op,
-            root: Rank(0),
-            factor: 1.0,
-            inputs: spans.clone().into(),
-            outputs: spans.into(),
-            call_site: None,
-        };
-        launch_log::compare(&refusals.control, number, &call, Channel::Collectives).expect("all alike");
-    }
-
-    fn failure_within(refusals: &LocalRejections, limit: Duration) -> Option<Error> {
-        let begun = Instant::now();
-        while begun.elapsed() < limit {
-            if let Some(failure) = refusals.control.failure() {
-                return Some(failure);
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        None
-    }
-
-    const ON_NODE: RejectedCall = RejectedCall::Collective { on_device: false };
-    const QUIET: Duration = Duration::from_millis(250);
-
-    #[test]
-    fn peers_that_wait_for_a_refused_call_are_told_now_or_later() {
-        for later in [false, true] {
-            let ranks = ranks();
-            ranks[1].add("no such dtype".into(), ON_NODE);
-            if later {
-                assert_eq!(failure_within(&ranks[0], QUIET), None, "nobody waits");
-            }
-            ranks[0].control.begin(1, Collective::AllGather);
-            ranks[2].control.begin(1, Collective::AllGather);
-            let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("reported");
-            assert_eq!(failure.kind, ErrorKind::Mismatch);
-            let pid = std::process::id();
-            let text = format!(
-                "rank 1 (pid {pid}) rejected a call and has not repeated it since; ranks 0 and 2 are blocked in all_gather, collective #1 of group \"test\": no such dtype"
-            );
-            assert_eq!(failure.message, text);
-            assert_eq!(ranks[2].control.failure(), Some(failure));
-        }
-    }
-
-    #[test]
-    fn a_launch_that_waits_for_a_refused_one_is_told() {
-        let ranks = ranks();
-        ranks.iter().for_each(|rank| launch(rank, 1));
-        ranks[1].add("no such dtype".into(), RejectedCall::Collective { on_device: true });
-        launch(&ranks[0], 2);
-        let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("reported");
-        assert!(failure.message.contains("rank 0 is blocked in CUDA collective #2"), "{failure}");
-    }
-
-    #[test]
-    fn peers_that_do_not_wait_are_left_alone() {
-        let (forgetful, moved_on, alike) = (ranks(), ranks(), ranks());
-        forgetful[1].add("left".into(), ON_NODE);
-        forgetful[1].forget();
-        moved_on[1].add("made up for".into(), ON_NODE);
-        moved_on[1].recorder.ask(1);
-        for ranks in [&forgetful, &moved_on] {
-            ranks[0].control.begin(1, Collective::Barrier);
-            assert_eq!(failure_within(&ranks[0], QUIET), None);
-        }
-        alike.iter().for_each(|rank| rank.control.begin(1, Collective::Barrier));
-        alike.iter().for_each(|rank| rank.add("all alike".into(), RejectedCall::Collective { on_device: true }));
-        assert_eq!(failure_within(&alike[0], QUIET), None);
-    }
-
-    #[test]
-    fn a_rank_that_is_late_after_all_have_refused_fails_nobody() {
-        for refused in [ON_NODE, RejectedCall::Operator] {
-            let ranks = ranks();
-            let refuse = |rank: usize, why: &str| ranks[rank].add(why.into(), refused);
-            (0..3).for_each(|rank| refuse(rank, "all alike"));
-            [0, 2].into_iter().for_each(|rank| ranks[rank].control.begin(1, Collective::Barrier));
-            assert_eq!(failure_within(&ranks[0], QUIET), None, "the others have refused it, too, and are one further");
-            // The call in which the others wait is rejected as well.
-            refuse(1, "again");
-            let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("reported");
-            assert!(failure.message.ends_with("of group \"test\": again"), "{failure}");
-        }
-    }
-
-    #[test]
-    fn peers_that_wait_in_a_barrier_for_a_refused_operator_are_told() {
-        // True if rank 1 enters the barrier later, or had passed it with the others before.
-        for (comes, had_met) in [(false, false), (true, false), (false, true)] {
-            let ranks = ranks();
-            let enter = |rank: usize| ranks[rank].control.enter_barrier();
-            if had_met {
-                enter(1);
-                ranks[1].control.leave_barrier(true);
-            }
-            ranks[1].add("not contiguous".into(), RejectedCall::Operator);
-            [0, 2].into_iter().for_each(enter);
-            if comes {
-                enter(1);
-            }
-            let told = !comes && !had_met;
-            let failure = failure_within(&ranks[0], if told { Duration::from_secs(5) } else { QUIET });
-            let pid = std::process::id();
-            let text = format!(
-                "rank 1 (pid {pid}) rejected a call and has not repeated it since; ranks 0 and 2 are blocked in a barrier of symmetric memory of group \"test\": not contiguous"
-            );
-            assert_eq!(failure, told.then(|| Error::mismatch(text)), "comes: {comes}, had met: {had_met}");
-        }
-    }
-
-    /// Sends a message as a group does.
-    fn send(rank: &LocalRejections, message: Message) {
-        rank.recorder.message(true, &message, PATIENCE, CallTarget::Cpu);
-        rank.messages.send(message, PATIENCE, Completion::new(|_, _| {})).expect("sent");
-    }
-
-    fn message(peer: Rank) -> Message {
-        let span = Span { addr: std::ptr::dangling::<u8>() as usize, bytes: 0 };
-        Message::of(MessageSpec { peer: Some(peer), tag: 7, dtype: DType::U8, span, timeout: None })
-    }
-
-    const PATIENCE: Duration = Duration::from_secs(5);
-
-    // proves P9
-    #[test]
-    fn a_peer_that_sleeps_for_a_refused_message_is_told() {
-        // The call that rank 1 rejects, the rank for which rank 0 waits, and whether rank 0 waits for that call.
-        let refused = |peer, tag| RejectedCall::Message { send: true, peer, tag };
-        for (refused, peer, reported) in [
-            (refused(Some(Rank(0)), 7), Rank(1), true),
-            (refused(Some(Rank(0)), 8), Rank(1), false),
-            (refused(Some(Rank(2)), 7), Rank(1), false),
-            (refused(Some(Rank(0)), 7), Rank(2), false),
-            (RejectedCall::Message { send: false, peer: None, tag: 7 }, Rank(1), false),
-        ] {
-            let ranks = ranks();
-            let first = &ranks[0].messages;
-            std::thread::scope(|scope| {
-                let ticket = first.recv(message(peer), PATIENCE, Completion::new(|_, _| {})).expect("begun");
-                let waiting = scope.spawn(move || first.wait(ticket, None));
-                ranks[1].add("too short".into(), refused);
-                let failure = failure_within(&ranks[2], if reported { PATIENCE } else { QUIET });
-                assert_eq!(failure.is_some(), reported, "{refused:?}, from {peer}");
-                if let Some(failure) = failure {
-                    let pid = std::process::id();
-                    let text = format!(
-                        "rank 1 (pid {pid}) rejected a call and has not repeated it since; rank 0 is blocked in recv, tag 7, of group \"test\": too short"
-                    );
-                    assert_eq!((failure.kind, failure.message), (ErrorKind::Mismatch, text));
-                }
-                ranks[0].control.fail(Error::aborted("over"));
-                waiting.join().expect("no panic").expect("its completion was called");
-                ranks.iter().for_each(|rank| rank.messages.stop());
-            });
-        }
-    }
-
-    #[test]
-    fn a_message_does_not_make_up_for_a_refused_collective() {
-        let ranks = ranks();
-        ranks[1].add("no such dtype".into(), ON_NODE);
-        send(&ranks[1], message(Rank(0)));
-        ranks[0].control.begin(1, Collective::AllGather);
-        let failure = failure_within(&ranks[0], PATIENCE).expect("reported");
-        assert!(failure.message.contains("rank 0 is blocked in all_gather, collective #1"), "{failure}");
-    }
-
-    #[test]
-    fn a_refused_message_that_is_made_up_for_disturbs_nobody() {
-        let ranks = ranks();
-        let quiet = || Completion::new(|_, _| {});
-        let messages = &ranks[0].messages;
-        std::thread::scope(|scope| {
-            ranks[1].add("too short".into(), RejectedCall::Message { send: true, peer: Some(Rank(0)), tag: 7 });
-            send(&ranks[1], message(Rank(0)));
-            let receive = |_| messages.recv(message(Rank(1)), PATIENCE, quiet()).expect("begun");
-            let [first, second] = [(); 2].map(receive);
-            messages.wait(first, None).expect("it came");
-            let waiting = scope.spawn(move || messages.wait(second, None));
-            assert_eq!(failure_within(&ranks[0], QUIET), None);
-            ranks[0].control.fail(Error::aborted("over"));
-            waiting.join().expect("no panic").expect("its completion was called");
-            ranks.iter().for_each(|rank| rank.messages.stop());
-        });
-    }
-}
+mod tests;

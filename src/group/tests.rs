@@ -19,10 +19,18 @@ fn with_ranks(n: u32, body: impl Fn(Group, u32) + Sync) {
             let (file, body) = (file.try_clone().expect("dup"), &body);
             scope.spawn(move || {
                 let segment = ShmSegment::map(file, bytes).expect("map");
-                let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
+                let members =
+                    (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
                 body(
-                    Group::from_joined(segment, "test", Rank(rank), members, Duration::from_secs(20), GroupTuning::default())
-                        .expect("assemble"),
+                    Group::from_joined(
+                        segment,
+                        "test",
+                        Rank(rank),
+                        members,
+                        Duration::from_secs(20),
+                        GroupTuning::default(),
+                    )
+                    .expect("assemble"),
                     rank,
                 );
             });
@@ -43,19 +51,38 @@ fn call(op: Collective, inputs: Vec<Span>, outputs: Vec<Span>) -> Call<'static> 
 fn all_to_all_and_messages_of_every_plan() {
     for count in [1usize, 3000, 20_000, 300_000] {
         with_ranks(3, |group, rank| {
-            let value = |from: u32, to: u32, i: usize| (from * 1000 + to * 100) as i32 + (i % 97) as i32;
-            let mut inputs: Vec<Vec<i32>> = (0..3).map(|to| (0..count).map(|i| value(rank, to, i)).collect()).collect();
+            let value =
+                |from: u32, to: u32, i: usize| (from * 1000 + to * 100) as i32 + (i % 97) as i32;
+            let mut inputs: Vec<Vec<i32>> =
+                (0..3).map(|to| (0..count).map(|i| value(rank, to, i)).collect()).collect();
             let mut outputs = vec![vec![0i32; count]; 3];
-            let (i, o) = (inputs.iter_mut().map(|v| span(v)).collect(), outputs.iter_mut().map(|v| span(v)).collect());
+            let (i, o) = (
+                inputs.iter_mut().map(|v| span(v)).collect(),
+                outputs.iter_mut().map(|v| span(v)).collect(),
+            );
             group.run(&[call(Collective::AllToAll, i, o)], None).expect("all_to_all");
             for from in 0..3 {
-                assert!(outputs[from as usize].iter().enumerate().all(|(i, &v)| v == value(from, rank, i)));
+                assert!(
+                    outputs[from as usize]
+                        .iter()
+                        .enumerate()
+                        .all(|(i, &v)| v == value(from, rank, i))
+                );
             }
             let (next, last) = ((rank + 1) % 3, (rank + 2) % 3);
             let mut got = vec![0i32; count];
-            let message = |peer, span| Message::of(MessageSpec { peer: Some(Rank(peer)), tag: 3, dtype: DType::I32, span, timeout: None });
+            let message = |peer, span| {
+                Message::of(MessageSpec {
+                    peer: Some(Rank(peer)),
+                    tag: 3,
+                    dtype: DType::I32,
+                    span,
+                    timeout: None,
+                })
+            };
             let done = || Completion::new(|outcome, _| outcome.expect("transfer"));
-            let send = group.send(message(next, span(&mut inputs[next as usize])), done()).expect("send");
+            let send =
+                group.send(message(next, span(&mut inputs[next as usize])), done()).expect("send");
             let recv = group.recv(message(last, span(&mut got)), done()).expect("recv");
             group.wait(recv, None).expect("wait");
             group.wait(send, None).expect("wait");
@@ -75,8 +102,12 @@ fn a_disagreement_names_both_calls_on_every_rank() {
         );
         let error = group.run(&[op], None).expect_err("sizes differ");
         assert_eq!(error.kind, crate::error::ErrorKind::Mismatch);
-        assert!(error.message.contains("16 bytes") && error.message.contains("20 bytes"), "{error}");
-        let again = group.run(&[call(Collective::Barrier, vec![], vec![])], None).expect_err("dead");
+        assert!(
+            error.message.contains("16 bytes") && error.message.contains("20 bytes"),
+            "{error}"
+        );
+        let again =
+            group.run(&[call(Collective::Barrier, vec![], vec![])], None).expect_err("dead");
         assert_eq!(again.message, error.message, "the first cause stands");
     });
 }
@@ -94,11 +125,17 @@ fn a_panic_of_one_rank_fails_the_group_for_all() {
         with_ranks(2, |group, rank| {
             let since = Instant::now();
             let own = vec![call(Collective::Barrier, vec![], vec![])];
-            let error = if rank == 1 { break_down(&group) } else { group.run(&own, None) }.expect_err("it panicked");
+            let error = if rank == 1 { break_down(&group) } else { group.run(&own, None) }
+                .expect_err("it panicked");
             assert_eq!(error.kind, crate::error::ErrorKind::Internal, "{error}");
-            assert!(error.message.starts_with("rank 1 (pid ") && error.message.contains("a bug in torch-symm: panic: "), "{error}");
+            assert!(
+                error.message.starts_with("rank 1 (pid ")
+                    && error.message.contains("a bug in torch-symm: panic: "),
+                "{error}"
+            );
             assert!(since.elapsed() < Duration::from_secs(5), "not at the deadline");
-            let again = group.run(&[call(Collective::Barrier, vec![], vec![])], None).expect_err("dead");
+            let again =
+                group.run(&[call(Collective::Barrier, vec![], vec![])], None).expect_err("dead");
             assert_eq!(again.message, error.message, "the first cause stands");
         });
     }
@@ -110,7 +147,8 @@ fn a_rank_that_leaves_is_named() {
         if rank == 1 {
             return;
         }
-        let error = group.run(&[call(Collective::Barrier, vec![], vec![])], None).expect_err("alone");
+        let error =
+            group.run(&[call(Collective::Barrier, vec![], vec![])], None).expect_err("alone");
         assert!(error.message.contains("rank 1") && error.message.contains("left"), "{error}");
     });
 }
@@ -119,10 +157,19 @@ fn a_rank_that_leaves_is_named() {
 fn a_rank_that_has_left_moves_no_messages() {
     with_ranks(2, |group, rank| {
         let mut data = [rank; 2];
-        let mut message =
-            || Message::of(MessageSpec { peer: Some(Rank(1 - rank)), tag: 3, dtype: DType::I32, span: span(&mut data), timeout: None });
+        let mut message = || {
+            Message::of(MessageSpec {
+                peer: Some(Rank(1 - rank)),
+                tag: 3,
+                dtype: DType::I32,
+                span: span(&mut data),
+                timeout: None,
+            })
+        };
         let done = || Completion::new(|outcome, _| outcome.expect("transfer"));
-        let ticket = if rank == 0 { group.send(message(), done()) } else { group.recv(message(), done()) }.expect("begun");
+        let ticket =
+            if rank == 0 { group.send(message(), done()) } else { group.recv(message(), done()) }
+                .expect("begun");
         group.wait(ticket, None).expect("within its time");
         group.shutdown();
         // The group's memory, which held the rings, is private now.
@@ -154,14 +201,21 @@ fn leaving_ends_a_set_up_of_gpus_that_waits_for_peers() {
 #[test]
 fn an_asynchronous_call_needs_nobody_who_waits() {
     with_ranks(2, |group, _| {
-        let submit = |done| group.submit(&[call(Collective::Barrier, vec![], vec![])], None, done).expect("queued");
-        // Waited for at once, so often that a worker leaves the next one to its submitter for a while.
+        let submit = |done| {
+            group.submit(&[call(Collective::Barrier, vec![], vec![])], None, done).expect("queued")
+        };
+        // Waited for at once, so often that a worker leaves the next one to its submitter for a
+        // while.
         for _ in 0..20 {
-            group.wait(submit(Completion::new(|outcome, _| outcome.expect("a barrier"))), None).expect("done");
+            group
+                .wait(submit(Completion::new(|outcome, _| outcome.expect("a barrier"))), None)
+                .expect("done");
         }
         for limit in [None, Some(Duration::from_secs(20))] {
             let (reported, hears) = std::sync::mpsc::channel();
-            let ticket = submit(Completion::new(move |outcome, _| reported.send(outcome).expect("received")));
+            let ticket = submit(Completion::new(move |outcome, _| {
+                reported.send(outcome).expect("received")
+            }));
             if limit.is_some() {
                 group.wait(ticket, limit).expect("done");
             }
@@ -174,7 +228,13 @@ fn an_asynchronous_call_needs_nobody_who_waits() {
 fn submit_sum(group: &Group, data: &mut [i32]) -> (u64, std::sync::mpsc::Receiver<Result<()>>) {
     let (reported, hears) = std::sync::mpsc::channel();
     let completion = Completion::new(move |outcome, _| drop(reported.send(outcome)));
-    let ticket = group.submit(&[call(Collective::AllReduce, vec![span(data)], vec![span(data)])], None, completion).expect("queued");
+    let ticket = group
+        .submit(
+            &[call(Collective::AllReduce, vec![span(data)], vec![span(data)])],
+            None,
+            completion,
+        )
+        .expect("queued");
     (ticket, hears)
 }
 
@@ -187,18 +247,30 @@ fn calls_that_were_posted_keep_their_order_with_all_others() {
             for waits in [&[0usize, 1, 2][..], &[2, 1, 0], &[2], &[]] {
                 // The same elements in every call: each needs the result of the one before.
                 let mut data = vec![1i32; first.max(second)];
-                let jobs = [first, second, first].map(|length| submit_sum(&group, &mut data[..length]));
+                let jobs =
+                    [first, second, first].map(|length| submit_sum(&group, &mut data[..length]));
                 for &job in waits {
                     group.wait(jobs[job].0, None).expect("done");
                 }
                 let all = span(&mut data[..first.min(second)]);
-                group.run(&[call(Collective::AllReduce, vec![all], vec![all])], None).expect("behind them");
+                group
+                    .run(&[call(Collective::AllReduce, vec![all], vec![all])], None)
+                    .expect("behind them");
                 assert!(
-                    jobs.iter().all(|(_, hears)| hears.recv_timeout(Duration::from_secs(20)) == Ok(Ok(()))),
+                    jobs.iter().all(|(_, hears)| {
+                        hears.recv_timeout(Duration::from_secs(20)) == Ok(Ok(()))
+                    }),
                     "{first} {second} {waits:?}"
                 );
-                let expected = |i: usize| 1 << (2 * i32::from(i < first) + i32::from(i < second) + i32::from(i < first.min(second)));
-                assert!(data.iter().enumerate().all(|(i, &value)| value == expected(i)), "{first} {second} {waits:?}");
+                let expected = |i: usize| {
+                    1 << (2 * i32::from(i < first)
+                        + i32::from(i < second)
+                        + i32::from(i < first.min(second)))
+                };
+                assert!(
+                    data.iter().enumerate().all(|(i, &value)| value == expected(i)),
+                    "{first} {second} {waits:?}"
+                );
             }
         }
     });
@@ -231,10 +303,14 @@ fn a_posted_call_whose_peer_leaves_or_gives_up_fails_when_it_is_awaited() {
                 let (ticket, hears) = submit_sum(&group, &mut data);
                 posted.wait();
                 group.wait(ticket, None).expect("the outcome goes to the completion");
-                let error = hears.try_recv().expect("it has ended").expect_err("rank 1 does not come");
+                let error =
+                    hears.try_recv().expect("it has ended").expect_err("rank 1 does not come");
                 assert!(error.message.contains("rank 1 (pid "), "{error}");
                 assert_eq!(data, vec![1; 10], "nothing was written");
-                assert_eq!(group.run(&[call(Collective::Barrier, vec![], vec![])], None), Err(group.failure().expect("it failed")));
+                assert_eq!(
+                    group.run(&[call(Collective::Barrier, vec![], vec![])], None),
+                    Err(group.failure().expect("it failed"))
+                );
             } else {
                 posted.wait();
                 if aborts {

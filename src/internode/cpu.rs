@@ -1,4 +1,5 @@
-//! Programs for CPU tensors: intra-node steps are collectives of the node's ranks, and transfers use the rank's rail.
+//! Programs for CPU tensors: intra-node steps are collectives of the node's ranks, and transfers
+//! use the rank's rail.
 #![allow(unsafe_code, reason = "loops over the bytes of tensors and of a program's memory")]
 
 use super::executor::{InternodeExecutor, Scratch, copy_bytes};
@@ -45,7 +46,8 @@ impl InternodeExecutor<'_> {
         }
     }
 
-    /// Runs an all_to_all; if lengths differ, every rank first sends all others the lengths that it sends and expects.
+    /// Runs an all_to_all; if lengths differ, every rank first sends all others the lengths that it
+    /// sends and expects.
     fn all_to_all(&self) -> Result<()> {
         let slots = self.open(1, 0)?.finish()?;
         let lengths = match slots.common_length {
@@ -60,8 +62,8 @@ impl InternodeExecutor<'_> {
         self.walk(&program, self.opened(program.rails, program.temp)?)
     }
 
-    /// All-reduce, residual and RMSNorm: 1. An all_reduce into the output of the normed rows, or into scratch memory if
-    /// that output is too short. 2. Each rank norms all rows.
+    /// All-reduce, residual and RMSNorm: 1. An all_reduce into the output of the normed rows, or
+    /// into scratch memory if that output is too short. 2. Each rank norms all rows.
     fn norm(&self) -> Result<()> {
         let (Some(norm), input) = (Norm::of(self.call), self.call.inputs[0]) else { return Ok(()) };
         let mut beside = Scratch::new(if norm.normed == Normed::Same { 0 } else { input.bytes });
@@ -81,23 +83,37 @@ impl InternodeExecutor<'_> {
     }
 
     fn planning(&self) -> Planning<'_> {
-        let (map, me, partials, thresholds) =
-            (self.node_map, self.rank, self.internode.chosen().reduce_dtype, self.internode.chosen().thresholds);
+        let (map, me, partials, thresholds) = (
+            self.node_map,
+            self.rank,
+            self.internode.chosen().reduce_dtype,
+            self.internode.chosen().thresholds,
+        );
         Planning { map, me, reduce_dtype: partials, thresholds, rules: &Rules::CPU }
     }
 
-    /// Runs the steps of `program`, whose memory for transfers is the staging of the rail that `opening` has.
+    /// Runs the steps of `program`, whose memory for transfers is the staging of the rail that
+    /// `opening` has.
     fn walk(&self, program: &Program, mut opening: HeaderExchange<'_>) -> Result<()> {
         let mut aside = Scratch::new(program.aside);
-        let temp = opening.call_rail.as_ref().map_or(0, |between| between.staged(between.begin, 0).addr);
+        let temp =
+            opening.call_rail.as_ref().map_or(0, |between| between.staged(between.begin, 0).addr);
         let bases = Bases { temp, aside: aside.span().addr };
         let at = |place: &Place| place.at(&bases);
         for step in &program.steps {
-            let rail = || opening.call_rail.as_ref().ok_or_else(|| Error::internal("a transfer of a rank without a rail"));
+            let rail = || {
+                opening
+                    .call_rail
+                    .as_ref()
+                    .ok_or_else(|| Error::internal("a transfer of a rank without a rail"))
+            };
             match step {
-                Step::Local(calls) => {
-                    self.run_intra_node(&calls.iter().map(|inner| inner.call(self.call.factor, &bases)).collect::<Vec<_>>())?
-                }
+                Step::Local(calls) => self.run_intra_node(
+                    &calls
+                        .iter()
+                        .map(|inner| inner.call(self.call.factor, &bases))
+                        .collect::<Vec<_>>(),
+                )?,
                 Step::Agree => opening.agree(program.rails)?,
                 Step::Start(transfer) => rail()?.start_at(transfer)?,
                 Step::Wait => rail()?.finish()?,
@@ -105,8 +121,12 @@ impl InternodeExecutor<'_> {
                     rail()?.start_at(transfer)?;
                     rail()?.finish()?;
                 }
-                Step::Exchange { .. } => return Err(Error::internal("a step that only programs for CUDA tensors have")),
-                Step::Combine { from, to } => self.combine(&from.iter().map(at).collect::<Vec<_>>(), at(to), program.partial),
+                Step::Exchange { .. } => {
+                    return Err(Error::internal("a step that only programs for CUDA tensors have"));
+                }
+                Step::Combine { from, to } => {
+                    self.combine(&from.iter().map(at).collect::<Vec<_>>(), at(to), program.partial)
+                }
                 Step::Cast { from, to, widens } => self.cast(at(from), at(to), *widens),
                 Step::Copy { from, to } => copy_bytes(at(from), at(to)),
             }
@@ -117,15 +137,30 @@ impl InternodeExecutor<'_> {
     /// Combines `partials`, one per node in node order and of type `dtype`, into `to`.
     pub(super) fn combine(&self, partials: &[Span], to: Span, dtype: DType) {
         let levels = TwoLevelOps::of(self.call.reduce_op, self.call.dtype, self.node_map);
-        let source = |(node, span): (usize, &Span)| InputElements { ptr: span.ptr(), factor: levels.factor(node, self.node_map) };
+        let source = |(node, span): (usize, &Span)| InputElements {
+            ptr: span.ptr(),
+            factor: levels.factor(node, self.node_map),
+        };
         let sources: Vec<InputElements> = partials.iter().enumerate().map(source).collect();
         let order = self.internode.health.control().order();
-        // SAFETY: all have `to.bytes` bytes and belong to a `Combine` (`two_level::check`: `to` overlaps none of them),
-        // or are scratch memory; the call promises its tensors (`Call::new`).
-        unsafe { cpu::reduce_partials(order, levels.outer, dtype, to.ptr(), &sources, to.bytes / dtype.size(), levels.divisor) }
+        // SAFETY: all have `to.bytes` bytes and belong to a `Combine` (`two_level::check`: `to`
+        // overlaps none of them), or are scratch memory; the call promises its tensors
+        // (`Call::new`).
+        unsafe {
+            cpu::reduce_partials(
+                order,
+                levels.outer,
+                dtype,
+                to.ptr(),
+                &sources,
+                to.bytes / dtype.size(),
+                levels.divisor,
+            )
+        }
     }
 
-    /// Converts elements of the call's type to the type of partial sums, or the reverse, if that is float32.
+    /// Converts elements of the call's type to the type of partial sums, or the reverse, if that is
+    /// float32.
     pub(super) fn cast(&self, from: Span, to: Span, widens: bool) {
         let (kernel, narrow): (unsafe fn(DType, *mut u8, *const u8, usize), _) =
             if widens { (cpu::widen, from) } else { (cpu::narrow, to) };

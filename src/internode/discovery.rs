@@ -12,8 +12,8 @@ use crate::trace;
 use std::sync::Mutex;
 use std::time::Instant;
 
-/// The placement of the default group. If it spans nodes, every later group of the process computes its node map from
-/// this without communication.
+/// The placement of the default group. If it spans nodes, every later group of the process computes
+/// its node map from this without communication.
 #[derive(Clone, Debug)]
 pub(super) struct DefaultGroupNodes {
     /// The nodes of its ranks.
@@ -29,21 +29,32 @@ pub(super) fn known() -> Option<DefaultGroupNodes> {
     lock(KNOWN.get()).clone()
 }
 
-/// Returns the inter-node backends of the group that `options` name: those that `named` selects, or by default those of
-/// the default group. `torch` returns the backends for a name.
+/// Returns the inter-node backends of the group that `options` name: those that `named` selects, or
+/// by default those of the default group. `torch` returns the backends for a name.
 ///
 /// # Errors
 /// `Value` if `named` is not a valid choice, `Config` if `SYMM_INTER_NODE_BACKEND` is not.
-pub fn connects(named: &str, options: &JoinOptions, torch: impl Fn(&str) -> Result<InterNodeBackends>) -> Result<InterNodeChoice> {
+pub fn connects(
+    named: &str,
+    options: &JoinOptions,
+    torch: impl Fn(&str) -> Result<InterNodeBackends>,
+) -> Result<InterNodeChoice> {
     if options.is_default {
         *lock(KNOWN.get()) = None;
     }
-    let choice = |name: &str| InterNodeChoice::named(name).map_or_else(|| torch(name).map(InterNodeChoice::Backends), Ok);
+    let choice = |name: &str| {
+        InterNodeChoice::named(name).map_or_else(|| torch(name).map(InterNodeChoice::Backends), Ok)
+    };
     if !named.is_empty() {
-        return choice(named).map_err(|error| Error { message: format!("inter_node_backend={named:?}: {}", error.message), ..error });
+        return choice(named).map_err(|error| Error {
+            message: format!("inter_node_backend={named:?}: {}", error.message),
+            ..error
+        });
     }
     let setting = &Config::get().inter_node;
-    let unknown = |error: Error| Error::config(format!("SYMM_INTER_NODE_BACKEND={setting}: {}", error.message));
+    let unknown = |error: Error| {
+        Error::config(format!("SYMM_INTER_NODE_BACKEND={setting}: {}", error.message))
+    };
     known().map_or_else(|| choice(setting).map_err(unknown), |known| Ok(known.choice))
 }
 
@@ -64,21 +75,31 @@ pub struct MultiNodeJoin {
     pub(super) since: Instant,
 }
 
-/// Joins the group that `options` name if its ranks are on one node. Otherwise returns their node map, unless `choice`
-/// rejects multi-node groups.
+/// Joins the group that `options` name if its ranks are on one node. Otherwise returns their node
+/// map, unless `choice` rejects multi-node groups.
 ///
 /// # Errors
 /// The errors of joining on one node; `Timeout` names the ranks that did not join.
-pub fn find(store: &dyn Store, options: &JoinOptions, choice: &InterNodeChoice) -> Result<GroupLocation> {
+pub fn find(
+    store: &dyn Store,
+    options: &JoinOptions,
+    choice: &InterNodeChoice,
+) -> Result<GroupLocation> {
     let since = Instant::now();
-    let together =
-        || bootstrap::join(store, &options.spec(MAX_RANKS, trace::ended)?).map(|joined| GroupLocation::SingleNode(Box::new(joined)));
+    let together = || {
+        bootstrap::join(store, &options.spec(MAX_RANKS, trace::ended)?)
+            .map(|joined| GroupLocation::SingleNode(Box::new(joined)))
+    };
     if *choice == InterNodeChoice::None {
         return together();
     }
     if let Some(layout) = known().and_then(|known| layout(&known, options)) {
         let several = layout.num_nodes() > 1;
-        return if several { Ok(GroupLocation::MultiNode(Box::new(MultiNodeJoin { layout, apart: None, since }))) } else { together() };
+        return if several {
+            Ok(GroupLocation::MultiNode(Box::new(MultiNodeJoin { layout, apart: None, since })))
+        } else {
+            together()
+        };
     }
     Ok(match bootstrap::find(store, &options.spec(usize::MAX, trace::ended)?)? {
         Discovered::SingleNode(joined) => GroupLocation::SingleNode(Box::new(joined)),
@@ -89,19 +110,29 @@ pub fn find(store: &dyn Store, options: &JoinOptions, choice: &InterNodeChoice) 
                 log::warn!("group \"{}\": they count as nodes: {advice}", options.group);
             }
             if options.is_default {
-                *lock(KNOWN.get()) = Some(DefaultGroupNodes { placements: apart.placements.clone(), choice: choice.clone() });
+                *lock(KNOWN.get()) = Some(DefaultGroupNodes {
+                    placements: apart.placements.clone(),
+                    choice: choice.clone(),
+                });
             }
-            GroupLocation::MultiNode(Box::new(MultiNodeJoin { layout: NodeMap::of(&apart.placements), apart: Some(apart), since }))
+            GroupLocation::MultiNode(Box::new(MultiNodeJoin {
+                layout: NodeMap::of(&apart.placements),
+                apart: Some(apart),
+                since,
+            }))
         }
     })
 }
 
-/// Returns the node map of the group that `options` name, if the ranks' numbers in the default group are given and
-/// `known`. A merged group may lack them, because it may have no common default group. Joining rejects impossible
-/// numbers.
+/// Returns the node map of the group that `options` name, if the ranks' numbers in the default
+/// group are given and `known`. A merged group may lack them, because it may have no common default
+/// group. Joining rejects impossible numbers.
 fn layout(known: &DefaultGroupNodes, options: &JoinOptions) -> Option<NodeMap> {
-    let size = usize::try_from(options.size).ok().filter(|&size| (0..size as i32).contains(&options.rank))?;
+    let size = usize::try_from(options.size)
+        .ok()
+        .filter(|&size| (0..size as i32).contains(&options.rank))?;
     let globals = options.global_ranks.get(..size)?.iter().map(|&global| global as usize);
-    let placements: Option<Vec<_>> = globals.map(|global| known.placements.get(global).cloned()).collect();
+    let placements: Option<Vec<_>> =
+        globals.map(|global| known.placements.get(global).cloned()).collect();
     placements.map(|placements| NodeMap::of(&placements))
 }

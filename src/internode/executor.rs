@@ -23,10 +23,12 @@ use std::time::Duration;
 /// Poll interval for this node's failures while a rank waits on its rail.
 const INTERNODE_POLL: Duration = Duration::from_millis(20);
 
-/// How much longer than its deadline a rank on a rail waits for a report that names the missing rank.
+/// How much longer than its deadline a rank on a rail waits for a report that names the missing
+/// rank.
 pub(super) const INTER_NODE_GRACE: Duration = Duration::from_millis(80);
 
-/// How long past their deadline the ranks of a node allow for a report from the rank that waited for other nodes.
+/// How long past their deadline the ranks of a node allow for a report from the rank that waited
+/// for other nodes.
 pub(super) const INTRA_NODE_GRACE: Duration = Duration::from_millis(120);
 
 /// A running call of a multi-node group.
@@ -66,8 +68,9 @@ impl Scratch {
 pub(super) fn copy_bytes(from: Span, to: Span) {
     assert_eq!(from.bytes, to.bytes, "a copy of unequal lengths");
     if from.bytes > 0 {
-        // SAFETY: both are spans of a program, or slots and scratch memory, of this length. The call promises its
-        // tensors (`Call::new`), and no step's source overlaps its target (`two_level::check`).
+        // SAFETY: both are spans of a program, or slots and scratch memory, of this length. The
+        // call promises its tensors (`Call::new`), and no step's source overlaps its target
+        // (`two_level::check`).
         unsafe { cpu::copy(to.ptr(), from.ptr(), from.bytes, WriteMode::Cached) }
     }
 }
@@ -86,18 +89,36 @@ impl InternodeExecutor<'_> {
         self.node_map.ranks_of(self.node()).len()
     }
 
-    /// Returns a collective of the ranks of this node that moves bytes; the first of them is its root.
-    pub(super) fn intra_node_bytes(&self, op: Collective, inputs: Vec<Span>, outputs: Vec<Span>) -> Call<'static> {
+    /// Returns a collective of the ranks of this node that moves bytes; the first of them is its
+    /// root.
+    pub(super) fn intra_node_bytes(
+        &self,
+        op: Collective,
+        inputs: Vec<Span>,
+        outputs: Vec<Span>,
+    ) -> Call<'static> {
         let (inputs, outputs, factor) = (inputs.into(), outputs.into(), self.call.factor);
-        Call::inner(CallSpec { op, reduce_op: ReduceOp::Sum, factor, inputs, outputs, ..CallSpec::barrier(None) })
+        Call::inner(CallSpec {
+            op,
+            reduce_op: ReduceOp::Sum,
+            factor,
+            inputs,
+            outputs,
+            ..CallSpec::barrier(None)
+        })
     }
 
-    /// Runs collectives of the ranks of this node. Their memory is staging, or parts of the spans of this call.
+    /// Runs collectives of the ranks of this node. Their memory is staging, or parts of the spans
+    /// of this call.
     pub(super) fn run_intra_node(&self, calls: &[Call<'_>]) -> Result<()> {
-        self.run_intra_node_within(calls, self.limit.remaining().unwrap_or_default() + INTRA_NODE_GRACE)
+        self.run_intra_node_within(
+            calls,
+            self.limit.remaining().unwrap_or_default() + INTRA_NODE_GRACE,
+        )
     }
 
-    /// As `run_intra_node`, but waits for at most `limit`, because no rank could report more after that.
+    /// As `run_intra_node`, but waits for at most `limit`, because no rank could report more after
+    /// that.
     pub(super) fn run_intra_node_within(&self, calls: &[Call<'_>], limit: Duration) -> Result<()> {
         self.begin(InternodePhase::IntraNode);
         let (mut inner, limit) = (self.intra.borrow_mut(), CallTimeout::from_first_wait(limit));
@@ -117,7 +138,12 @@ impl InternodeExecutor<'_> {
 
     /// The name of the call in messages.
     pub(super) fn about(&self) -> String {
-        format!("{} #{} of group \"{}\"", Description::of(self.user_call), self.sequence, self.group())
+        format!(
+            "{} #{} of group \"{}\"",
+            Description::of(self.user_call),
+            self.sequence,
+            self.group()
+        )
     }
 }
 
@@ -131,8 +157,14 @@ pub(super) struct CallRail<'a> {
 }
 
 impl<'a> CallRail<'a> {
-    /// Creates the rail of `executor`'s rank, whose staging is at `addr`; calls may use it from `begin` on.
-    pub(super) fn new(executor: &'a InternodeExecutor<'a>, addr: usize, begin: usize, rail: Arc<RailGuard>) -> Self {
+    /// Creates the rail of `executor`'s rank, whose staging is at `addr`; calls may use it from
+    /// `begin` on.
+    pub(super) fn new(
+        executor: &'a InternodeExecutor<'a>,
+        addr: usize,
+        begin: usize,
+        rail: Arc<RailGuard>,
+    ) -> Self {
         Self { executor, rail, addr, begin }
     }
 
@@ -143,14 +175,19 @@ impl<'a> CallRail<'a> {
 
     /// Starts a transfer of a program, whose memory is the staging from `begin` on.
     pub(super) fn start_at(&self, transfer: &RailOp<Place>) -> Result<()> {
-        self.start(&transfer.map(|place| self.staged(self.begin + place.span.addr, place.span.bytes)))
+        self.start(
+            &transfer.map(|place| self.staged(self.begin + place.span.addr, place.span.bytes)),
+        )
     }
 
     /// Starts `transfer`, of staging.
     pub(super) fn start(&self, transfer: &RailOp<Span>) -> Result<()> {
         let left = self.executor.limit.remaining().ok_or_else(|| self.timeout_error())?;
         let executor = self.executor;
-        executor.internode.traffic.add(TrafficPath::Rail(executor.local()), transfer.bytes(executor.node(), executor.node_map.num_nodes()));
+        executor.internode.traffic.add(
+            TrafficPath::Rail(executor.local()),
+            transfer.bytes(executor.node(), executor.node_map.num_nodes()),
+        );
         self.rail.start(transfer, left).map_err(|error| self.lost_error(error))
     }
 
@@ -162,7 +199,13 @@ impl<'a> CallRail<'a> {
         loop {
             interrupts.check()?;
             let left = executor.limit.remaining().ok_or_else(|| self.missing_ranks())?;
-            let failed = |error| if executor.limit.remaining().is_none() { self.missing_ranks() } else { self.lost_error(error) };
+            let failed = |error| {
+                if executor.limit.remaining().is_none() {
+                    self.missing_ranks()
+                } else {
+                    self.lost_error(error)
+                }
+            };
             if self.rail.wait(left.min(INTERNODE_POLL)).map_err(failed)? {
                 return Ok(());
             }
@@ -173,30 +216,50 @@ impl<'a> CallRail<'a> {
     /// Returns the error after the deadline. Another rank or node may know which rank is missing.
     fn missing_ranks(&self) -> Error {
         let executor = self.executor;
-        executor.internode.health.cause(executor.local(), INTER_NODE_GRACE).unwrap_or_else(|| self.timeout_error())
+        executor
+            .internode
+            .health
+            .cause(executor.local(), INTER_NODE_GRACE)
+            .unwrap_or_else(|| self.timeout_error())
     }
 
     fn timeout_error(&self) -> Error {
         let executor = self.executor;
         let (waited, local) = (executor.limit.elapsed().as_secs_f64(), executor.local());
         let (about, me) = (executor.about(), executor.node_map.describe(executor.rank));
-        let others = executor.internode.oob.late(executor.sequence).unwrap_or_else(|| executor.node_map.name_others(executor.node()));
-        Error::timeout(format!("{about}: {me} reached its timeout after {waited:.1} s on rail {local}, waiting for {others}"))
+        let others = executor
+            .internode
+            .oob
+            .late(executor.sequence)
+            .unwrap_or_else(|| executor.node_map.name_others(executor.node()));
+        Error::timeout(format!(
+            "{about}: {me} reached its timeout after {waited:.1} s on rail {local}, \
+             waiting for {others}"
+        ))
     }
 
-    /// Returns the error for a lost rail. A node reports why it failed before its rails close; its deadline may have
-    /// passed just before this one's.
+    /// Returns the error for a lost rail. A node reports why it failed before its rails close; its
+    /// deadline may have passed just before this one's.
     fn lost_error(&self, error: Error) -> Error {
         let executor = self.executor;
         executor
             .internode
             .health
-            .cause(executor.local(), executor.limit.remaining().unwrap_or_default().max(INTER_NODE_GRACE))
+            .cause(
+                executor.local(),
+                executor.limit.remaining().unwrap_or_default().max(INTER_NODE_GRACE),
+            )
             .unwrap_or_else(|| {
-                let (about, me, others) =
-                    (executor.about(), executor.node_map.describe(executor.rank), executor.node_map.name_others(executor.node()));
+                let (about, me, others) = (
+                    executor.about(),
+                    executor.node_map.describe(executor.rank),
+                    executor.node_map.name_others(executor.node()),
+                );
                 let local = executor.local();
-                Error::peer(format!("{about}: {me} lost rail {local} to {others}: {}", error.message))
+                Error::peer(format!(
+                    "{about}: {me} lost rail {local} to {others}: {}",
+                    error.message
+                ))
             })
     }
 }

@@ -15,8 +15,8 @@ pub(super) struct CallHeader {
 }
 
 impl CallHeader {
-    /// Length of a header. It is the same for every call, so ranks that disagree on everything else still exchange it
-    /// in order.
+    /// Length of a header. It is the same for every call, so ranks that disagree on everything else
+    /// still exchange it in order.
     pub(super) const BYTES: usize = 48;
 
     pub(super) fn of(call: &CallSpec, sequence: u64) -> Self {
@@ -24,40 +24,67 @@ impl CallHeader {
         Self { sequence, description, fingerprint: description.fingerprint(call) }
     }
 
-    /// Returns the encoded header, with the one length of all parts of an all_to_all, if they are equal; that length is
-    /// not compared.
+    /// Returns the encoded header, with the one length of all parts of an all_to_all, if they are
+    /// equal; that length is not compared.
     pub(super) fn to_bytes(self, even: Option<usize>) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         let even = even.map_or(0, |bytes| bytes as u64 + 1);
-        let words = [self.sequence, self.description.head, self.description.bytes, self.description.detail, self.fingerprint, even];
-        bytes.chunks_exact_mut(8).zip(words).for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
+        let words = [
+            self.sequence,
+            self.description.head,
+            self.description.bytes,
+            self.description.detail,
+            self.fingerprint,
+            even,
+        ];
+        bytes
+            .chunks_exact_mut(8)
+            .zip(words)
+            .for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
         bytes
     }
 
     pub(super) fn from_bytes(bytes: &[u8]) -> Self {
-        let mut words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
+        let mut words = bytes
+            .chunks_exact(8)
+            .map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
         let mut next = || words.next().unwrap_or_default();
         let (sequence, head, bytes, detail) = (next(), next(), next(), next());
         Self { sequence, description: Description { head, bytes, detail }, fingerprint: next() }
     }
 
-    /// Returns the one length that all headers at the start of the slots of `slot` bytes in `shown` contain, if it is
-    /// the same in all.
+    /// Returns the one length that all headers at the start of the slots of `slot` bytes in `shown`
+    /// contain, if it is the same in all.
     pub(super) fn common(shown: &[u8], slot: usize) -> Option<usize> {
-        let mut evens =
-            shown.chunks_exact(slot).map(|shown| u64::from_le_bytes(shown[Self::BYTES - 8..Self::BYTES].try_into().unwrap_or_default()));
+        let mut evens = shown.chunks_exact(slot).map(|shown| {
+            u64::from_le_bytes(shown[Self::BYTES - 8..Self::BYTES].try_into().unwrap_or_default())
+        });
         let first = evens.next()?;
-        evens.all(|even| even == first).then(|| first.checked_sub(1)).flatten().map(|bytes| bytes as usize)
+        evens
+            .all(|even| even == first)
+            .then(|| first.checked_sub(1))
+            .flatten()
+            .map(|bytes| bytes as usize)
     }
 
-    /// Compares the headers of `ranks`, which start slots of `slot` bytes in `shown`; returns their common length.
+    /// Compares the headers of `ranks`, which start slots of `slot` bytes in `shown`; returns their
+    /// common length.
     ///
     /// # Errors
-    /// `Mismatch` names the first of `ranks`, the first that differs from it, and the calls of both.
-    pub(super) fn agree(shown: &[u8], slot: usize, ranks: &[Rank], layout: &NodeMap, group: &str) -> Result<Option<usize>> {
+    /// `Mismatch` names the first of `ranks`, the first that differs from it, and the calls of
+    /// both.
+    pub(super) fn agree(
+        shown: &[u8],
+        slot: usize,
+        ranks: &[Rank],
+        layout: &NodeMap,
+        group: &str,
+    ) -> Result<Option<usize>> {
         let headers: Vec<Self> = shown.chunks_exact(slot).map(Self::from_bytes).collect();
         let Some((first, rest)) = headers.split_first() else { return Ok(None) };
-        let Some(place) = rest.iter().position(|other| other != first) else { return Ok(Self::common(shown, slot)) };
+        let Some(place) = rest.iter().position(|other| other != first) else {
+            return Ok(Self::common(shown, slot));
+        };
         let called = |header: &Self, rank| {
             let Self { sequence, description, .. } = header;
             format!("{} called {description} as #{sequence}", layout.describe(rank))
@@ -101,18 +128,38 @@ mod tests {
     #[test]
     fn differing_headers_name_both_calls() {
         let layout = NodeMap::of(&["a", "a", "b"].map(RankLocation::on));
-        let shown = |headers: [CallHeader; 3]| headers.map(|header| header.to_bytes(Some(4))).concat();
+        let shown =
+            |headers: [CallHeader; 3]| headers.map(|header| header.to_bytes(Some(4))).concat();
         let ranks = [0, 1, 2].map(Rank);
-        assert_eq!(CallHeader::agree(&shown([header(8, 3); 3]), CallHeader::BYTES, &ranks, &layout, "g"), Ok(Some(4)));
-        let error = CallHeader::agree(&shown([header(8, 3), header(8, 3), header(16, 3)]), CallHeader::BYTES, &ranks, &layout, "g")
-            .expect_err("differs");
+        assert_eq!(
+            CallHeader::agree(&shown([header(8, 3); 3]), CallHeader::BYTES, &ranks, &layout, "g"),
+            Ok(Some(4))
+        );
+        let error = CallHeader::agree(
+            &shown([header(8, 3), header(8, 3), header(16, 3)]),
+            CallHeader::BYTES,
+            &ranks,
+            &layout,
+            "g",
+        )
+        .expect_err("differs");
         assert_eq!(
             error.message,
-            "ranks of group \"g\" do not agree: rank 0 (node \"a\", pid 7) called all_reduce(2 × float32, 8 bytes, SUM) as #3, \
+            "ranks of group \"g\" do not agree: rank 0 (node \"a\", pid 7) called all_reduce(2 × \
+             float32, 8 bytes, SUM) as #3, \
              rank 2 (node \"b\", pid 7) called all_reduce(4 × float32, 16 bytes, SUM) as #3"
         );
         let uneven = [Some(4), None, Some(4)].map(|even| header(8, 3).to_bytes(even)).concat();
         assert_eq!(CallHeader::agree(&uneven, CallHeader::BYTES, &ranks, &layout, "g"), Ok(None));
-        assert!(CallHeader::agree(&shown([header(8, 3), header(8, 4), header(8, 4)]), CallHeader::BYTES, &ranks, &layout, "g").is_err());
+        assert!(
+            CallHeader::agree(
+                &shown([header(8, 3), header(8, 4), header(8, 4)]),
+                CallHeader::BYTES,
+                &ranks,
+                &layout,
+                "g"
+            )
+            .is_err()
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! Opening: the start of every call. Ranks exchange the descriptions of their calls, and with them all data that fit.
+//! Opening: the start of every call. Ranks exchange the descriptions of their calls, and with them
+//! all data that fit.
 
 use super::executor::{CallRail, InternodeExecutor, Scratch, copy_bytes};
 use super::header::CallHeader;
@@ -10,8 +11,8 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use std::sync::Arc;
 
-/// Size of a slot, which contains a header and records. In every call each rank sends one to the ranks of its node, and
-/// each node sends one to the other nodes.
+/// Size of a slot, which contains a header and records. In every call each rank sends one to the
+/// ranks of its node, and each node sends one to the other nodes.
 pub(super) const HEADER_SLOT_BYTES: usize = 1024;
 /// Maximum number of bytes of records in a slot.
 const INLINE_BYTES: usize = HEADER_SLOT_BYTES - CallHeader::BYTES;
@@ -27,8 +28,8 @@ pub(super) struct HeaderExchange<'a> {
 }
 
 impl InternodeExecutor<'_> {
-    /// Returns the number of bytes that `rank` contributes to this call, if all ranks know it. For an all_to_all it
-    /// assumes that every rank contributes as much as this one.
+    /// Returns the number of bytes that `rank` contributes to this call, if all ranks know it. For
+    /// an all_to_all it assumes that every rank contributes as much as this one.
     pub(super) fn input_bytes(&self, rank: Rank) -> usize {
         let (n, agreed) = (self.node_map.size(), self.call.agreed_bytes() as usize);
         let of_root = |bytes: usize| if rank == self.call.root { bytes } else { 0 };
@@ -52,24 +53,28 @@ impl InternodeExecutor<'_> {
         if given == 0 { 0 } else { FACTOR_BYTES + given }
     }
 
-    /// Returns true if the contributions of each node's ranks fit into a slot; they are then exchanged with the
-    /// headers.
+    /// Returns true if the contributions of each node's ranks fit into a slot; they are then
+    /// exchanged with the headers.
     pub(super) fn is_short(&self) -> bool {
-        let records = |node: usize| self.node_map.ranks_of(node).iter().map(|&rank| self.record_bytes(rank)).sum::<usize>();
+        let records = |node: usize| {
+            self.node_map.ranks_of(node).iter().map(|&rank| self.record_bytes(rank)).sum::<usize>()
+        };
         (0..self.node_map.num_nodes()).all(|node| records(node) <= INLINE_BYTES)
     }
 
-    /// 1. Intra-node: ranks exchange and compare their headers. 2. Inter-node: rail 0 starts to exchange the headers of
-    ///    the nodes; [`HeaderExchange::agree`] completes that. Ranks with one of the first `rails` rails get `bytes` bytes of
-    ///    staging.
+    /// 1. Intra-node: ranks exchange and compare their headers. 2. Inter-node: rail 0 starts to
+    ///    exchange the headers of the nodes; [`HeaderExchange::agree`] completes that. Ranks with
+    ///    one of the first `rails` rails get `bytes` bytes of staging.
     ///
-    /// The first transfer of every call is on rail 0 and has the same length for all calls, because some backends end
-    /// the process if lengths differ. It starts only after all ranks of the node were found to run the same call.
+    /// The first transfer of every call is on rail 0 and has the same length for all calls, because
+    /// some backends end the process if lengths differ. It starts only after all ranks of the node
+    /// were found to run the same call.
     pub(super) fn open(&self, rails: usize, bytes: usize) -> Result<HeaderExchange<'_>> {
         let even = self.common_length();
         let short = self.is_short() && (self.call.op != Collective::AllToAll || even.is_some());
         let mut own = [0; HEADER_SLOT_BYTES];
-        own[..CallHeader::BYTES].copy_from_slice(&CallHeader::of(self.user_call, self.sequence).to_bytes(even));
+        own[..CallHeader::BYTES]
+            .copy_from_slice(&CallHeader::of(self.user_call, self.sequence).to_bytes(even));
         if short && self.input_bytes(self.rank) > 0 {
             self.record(&mut own[CallHeader::BYTES..]);
         }
@@ -78,33 +83,50 @@ impl InternodeExecutor<'_> {
             copy_bytes(Span { addr: own.as_ptr().addr(), bytes: HEADER_SLOT_BYTES }, shown.span());
         } else {
             let whole = shown.span();
-            let outputs =
-                (0..self.local_size()).map(|local| part(whole, &(local * HEADER_SLOT_BYTES..(local + 1) * HEADER_SLOT_BYTES))).collect();
+            let outputs = (0..self.local_size())
+                .map(|local| {
+                    part(whole, &(local * HEADER_SLOT_BYTES..(local + 1) * HEADER_SLOT_BYTES))
+                })
+                .collect();
             let own = Span { addr: own.as_mut_ptr().addr(), bytes: HEADER_SLOT_BYTES };
             // A rank that does not arrive by the deadline is missing; no other rank knows more.
             let show = self.intra_node_bytes(Collective::AllGather, vec![own], outputs);
             self.run_intra_node_within(&[show], self.limit.remaining().unwrap_or_default())?;
         }
         let here = self.node_map.ranks_of(self.node());
-        let even = CallHeader::agree(shown.bytes(), HEADER_SLOT_BYTES, here, self.node_map, self.group())?;
+        let even =
+            CallHeader::agree(shown.bytes(), HEADER_SLOT_BYTES, here, self.node_map, self.group())?;
         let opening = self.opened(rails, bytes)?;
         if let Some(between) = opening.call_rail.as_ref().filter(|_| self.local() == 0) {
             let mut slot = [0; HEADER_SLOT_BYTES];
-            slot[..CallHeader::BYTES].copy_from_slice(&CallHeader::of(self.user_call, self.sequence).to_bytes(even));
+            slot[..CallHeader::BYTES]
+                .copy_from_slice(&CallHeader::of(self.user_call, self.sequence).to_bytes(even));
             let mut end = CallHeader::BYTES;
-            for (&rank, shown) in here.iter().zip(shown.bytes().chunks_exact(HEADER_SLOT_BYTES)).filter(|_| short) {
+            for (&rank, shown) in
+                here.iter().zip(shown.bytes().chunks_exact(HEADER_SLOT_BYTES)).filter(|_| short)
+            {
                 let record = self.record_bytes(rank);
-                // If the lengths of an all_to_all are unequal, no rank reads the records, and they may not fit.
-                let (Some(to), Some(from)) = (slot.get_mut(end..end + record), shown.get(CallHeader::BYTES..CallHeader::BYTES + record))
-                else {
+                // If the lengths of an all_to_all are unequal, no rank reads the records, and they
+                // may not fit.
+                let (Some(to), Some(from)) = (
+                    slot.get_mut(end..end + record),
+                    shown.get(CallHeader::BYTES..CallHeader::BYTES + record),
+                ) else {
                     break;
                 };
                 to.copy_from_slice(from);
                 end += record;
             }
-            copy_bytes(Span { addr: slot.as_ptr().addr(), bytes: HEADER_SLOT_BYTES }, between.staged(0, HEADER_SLOT_BYTES));
-            let whole = between.staged(HEADER_SLOT_BYTES, self.node_map.num_nodes() * HEADER_SLOT_BYTES);
-            between.start(&RailOp::AllGather { from: between.staged(0, HEADER_SLOT_BYTES), to: whole })?;
+            copy_bytes(
+                Span { addr: slot.as_ptr().addr(), bytes: HEADER_SLOT_BYTES },
+                between.staged(0, HEADER_SLOT_BYTES),
+            );
+            let whole =
+                between.staged(HEADER_SLOT_BYTES, self.node_map.num_nodes() * HEADER_SLOT_BYTES);
+            between.start(&RailOp::AllGather {
+                from: between.staged(0, HEADER_SLOT_BYTES),
+                to: whole,
+            })?;
         }
         Ok(opening)
     }
@@ -112,7 +134,11 @@ impl InternodeExecutor<'_> {
     /// Returns the result of [`Self::open`] for a call that all nodes were found to run.
     pub(super) fn opened(&self, rails: usize, bytes: usize) -> Result<HeaderExchange<'_>> {
         let between = if self.local() < rails { Some(self.call_rail(bytes)?) } else { None };
-        Ok(HeaderExchange { executor: self, call_rail: between, slots: Scratch::new(self.node_map.num_nodes() * HEADER_SLOT_BYTES) })
+        Ok(HeaderExchange {
+            executor: self,
+            call_rail: between,
+            slots: Scratch::new(self.node_map.num_nodes() * HEADER_SLOT_BYTES),
+        })
     }
 
     /// Returns this rank's rail, with `bytes` bytes of staging.
@@ -125,15 +151,26 @@ impl InternodeExecutor<'_> {
     /// Exchanges the lengths of all ranks; fails if a sender's and its receiver's differ.
     pub(super) fn exchange_lengths(&self) -> Result<MessageLengths> {
         let n = self.node_map.size();
-        let words = self.all_gather_words(self.call.inputs.iter().chain(&*self.call.outputs).map(|span| span.bytes as u64).collect())?;
-        let sent: Vec<usize> = words.chunks_exact(2 * n).flat_map(|row| row[..n].iter().map(|&bytes| bytes as usize)).collect();
+        let words = self.all_gather_words(
+            self.call
+                .inputs
+                .iter()
+                .chain(&*self.call.outputs)
+                .map(|span| span.bytes as u64)
+                .collect(),
+        )?;
+        let sent: Vec<usize> = words
+            .chunks_exact(2 * n)
+            .flat_map(|row| row[..n].iter().map(|&bytes| bytes as usize))
+            .collect();
         for (from, to) in (0..n).flat_map(|from| (0..n).map(move |to| (from, to))) {
             let (gives, takes) = (words[from * 2 * n + to], words[to * 2 * n + n + from]);
             if gives != takes {
                 let [from, to] = [from, to].map(|rank| self.node_map.describe(Rank(rank as u32)));
                 let (group, sequence) = (self.group(), self.sequence);
                 return Err(Error::mismatch(format!(
-                    "ranks of group \"{group}\" do not agree: {from} sends {gives} bytes to {to} in all_to_all #{sequence}, which expects \
+                    "ranks of group \"{group}\" do not agree: {from} sends {gives} bytes to {to} \
+                     in all_to_all #{sequence}, which expects \
                      {takes}"
                 )));
             }
@@ -144,25 +181,35 @@ impl InternodeExecutor<'_> {
     /// Returns the words of all ranks, in rank order; every rank passes the same number of words.
     fn all_gather_words(&self, mut words: Vec<u64>) -> Result<Vec<u64>> {
         let (node, nodes, row) = (self.node(), self.node_map.num_nodes(), words.len() * 8);
-        let most = (0..nodes).map(|node| self.node_map.ranks_of(node).len()).max().unwrap_or(0) * row;
+        let most =
+            (0..nodes).map(|node| self.node_map.ranks_of(node).len()).max().unwrap_or(0) * row;
         let mut all = Scratch::new(nodes * most);
         let whole = all.span();
         let mine = part(whole, &(node * most..node * most + self.local_size() * row));
         let own = Span { addr: words.as_mut_ptr().addr(), bytes: row };
-        let rows = (0..self.local_size()).map(|local| part(mine, &(local * row..(local + 1) * row))).collect();
+        let rows = (0..self.local_size())
+            .map(|local| part(mine, &(local * row..(local + 1) * row)))
+            .collect();
         self.run_intra_node(&[self.intra_node_bytes(Collective::AllGather, vec![own], rows)])?;
         if self.local() == 0 {
             let between = self.call_rail((nodes + 1) * most)?;
-            let (from, to) = (between.staged(between.begin, most), between.staged(between.begin + most, whole.bytes));
+            let (from, to) = (
+                between.staged(between.begin, most),
+                between.staged(between.begin + most, whole.bytes),
+            );
             copy_bytes(mine, Span { bytes: mine.bytes, ..from });
             between.start(&RailOp::AllGather { from, to })?;
             between.finish()?;
             copy_bytes(to, whole);
         }
-        let (inputs, outputs) = if self.local() == 0 { (vec![whole], vec![]) } else { (vec![], vec![whole]) };
+        let (inputs, outputs) =
+            if self.local() == 0 { (vec![whole], vec![]) } else { (vec![], vec![whole]) };
         self.run_intra_node(&[self.intra_node_bytes(Collective::Broadcast, inputs, outputs)])?;
-        let at = |rank: Rank| self.node_map.node_of(rank) * most + self.node_map.local_rank(rank) * row;
-        let rows = (0..self.node_map.size() as u32).map(Rank).flat_map(|rank| all.bytes()[at(rank)..at(rank) + row].chunks_exact(8));
+        let at =
+            |rank: Rank| self.node_map.node_of(rank) * most + self.node_map.local_rank(rank) * row;
+        let rows = (0..self.node_map.size() as u32)
+            .map(Rank)
+            .flat_map(|rank| all.bytes()[at(rank)..at(rank) + row].chunks_exact(8));
         Ok(rows.map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default())).collect())
     }
 
@@ -176,46 +223,78 @@ impl InternodeExecutor<'_> {
         }
     }
 
-    /// Returns the one length of all inputs and outputs of this rank in an all_to_all; `None` if lengths differ.
+    /// Returns the one length of all inputs and outputs of this rank in an all_to_all; `None` if
+    /// lengths differ.
     fn common_length(&self) -> Option<usize> {
-        let first = self.call.inputs.first().filter(|_| self.call.op == Collective::AllToAll)?.bytes;
-        self.call.inputs.iter().chain(&*self.call.outputs).all(|span| span.bytes == first).then_some(first)
+        let first =
+            self.call.inputs.first().filter(|_| self.call.op == Collective::AllToAll)?.bytes;
+        self.call
+            .inputs
+            .iter()
+            .chain(&*self.call.outputs)
+            .all(|span| span.bytes == first)
+            .then_some(first)
     }
 }
 
 impl HeaderExchange<'_> {
-    /// Waits until all nodes were found to run the same call: on local rank 0, and on all ranks if there are several
-    /// `rails`. With one rail the other ranks learn it when they next meet local rank 0.
+    /// Waits until all nodes were found to run the same call: on local rank 0, and on all ranks if
+    /// there are several `rails`. With one rail the other ranks learn it when they next meet local
+    /// rank 0.
     pub(super) fn agree(&mut self, rails: usize) -> Result<()> {
         self.compare()?;
         let executor = self.executor;
         if rails > 1 && executor.local_size() > 1 {
-            executor.run_intra_node(&[executor.intra_node_bytes(Collective::Barrier, vec![], vec![])])?;
+            executor.run_intra_node(&[executor.intra_node_bytes(
+                Collective::Barrier,
+                vec![],
+                vec![],
+            )])?;
         }
         Ok(())
     }
 
-    /// Returns the slots of all nodes on every rank, once all nodes were found to run the same call.
+    /// Returns the slots of all nodes on every rank, once all nodes were found to run the same
+    /// call.
     pub(super) fn finish(mut self) -> Result<NodeSlots> {
         self.compare()?;
         let Self { executor, mut slots, .. } = self;
         if executor.local_size() > 1 {
             let spans = vec![slots.span()];
-            let (inputs, outputs) = if executor.local() == 0 { (spans, vec![]) } else { (vec![], spans) };
-            executor.run_intra_node(&[executor.intra_node_bytes(Collective::Broadcast, inputs, outputs)])?;
+            let (inputs, outputs) =
+                if executor.local() == 0 { (spans, vec![]) } else { (vec![], spans) };
+            executor.run_intra_node(&[executor.intra_node_bytes(
+                Collective::Broadcast,
+                inputs,
+                outputs,
+            )])?;
         }
-        Ok(NodeSlots { common_length: CallHeader::common(slots.bytes(), HEADER_SLOT_BYTES), bytes: slots })
+        Ok(NodeSlots {
+            common_length: CallHeader::common(slots.bytes(), HEADER_SLOT_BYTES),
+            bytes: slots,
+        })
     }
 
     /// On local rank 0: waits for the slots of all nodes and compares them.
     fn compare(&mut self) -> Result<()> {
         let executor = self.executor;
-        let Some(between) = self.call_rail.as_ref().filter(|_| executor.local() == 0) else { return Ok(()) };
+        let Some(between) = self.call_rail.as_ref().filter(|_| executor.local() == 0) else {
+            return Ok(());
+        };
         between.finish()?;
         let whole = self.slots.span();
         copy_bytes(between.staged(HEADER_SLOT_BYTES, whole.bytes), whole);
-        let ranks: Vec<Rank> = (0..executor.node_map.num_nodes()).map(|node| executor.node_map.ranks_of(node)[0]).collect();
-        CallHeader::agree(self.slots.bytes(), HEADER_SLOT_BYTES, &ranks, executor.node_map, executor.group()).map(drop)
+        let ranks: Vec<Rank> = (0..executor.node_map.num_nodes())
+            .map(|node| executor.node_map.ranks_of(node)[0])
+            .collect();
+        CallHeader::agree(
+            self.slots.bytes(),
+            HEADER_SLOT_BYTES,
+            &ranks,
+            executor.node_map,
+            executor.group(),
+        )
+        .map(drop)
     }
 }
 
@@ -228,7 +307,10 @@ pub(super) struct NodeSlots {
 
 impl NodeSlots {
     /// Returns the factor and the data of each rank in a short call, by node and local rank.
-    pub(super) fn records<'a>(&'a self, executor: &'a InternodeExecutor<'_>) -> Vec<Vec<(f64, &'a [u8])>> {
+    pub(super) fn records<'a>(
+        &'a self,
+        executor: &'a InternodeExecutor<'_>,
+    ) -> Vec<Vec<(f64, &'a [u8])>> {
         let of_node = |(node, slot): (usize, &'a [u8])| {
             let mut rest = &slot[CallHeader::BYTES..];
             let mut next = |&rank: &Rank| {

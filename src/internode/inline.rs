@@ -1,4 +1,5 @@
-//! Short calls: the opening carries the data of all ranks, and each rank takes the parts that it needs.
+//! Short calls: the opening carries the data of all ranks, and each rank takes the parts that it
+//! needs.
 #![allow(unsafe_code, reason = "loops over the bytes of slots")]
 
 use super::executor::{InternodeExecutor, Scratch, copy_bytes};
@@ -11,8 +12,9 @@ use crate::kernels::cpu::{self, InputElements, WriteMode};
 use crate::rank::Rank;
 
 impl InternodeExecutor<'_> {
-    /// 1. Intra-node: ranks exchange their data. 2. Inter-node: rail 0 exchanges the nodes' data. 3. Intra-node: all
-    ///    ranks receive the data of the other nodes, and take the parts that they need.
+    /// 1. Intra-node: ranks exchange their data. 2. Inter-node: rail 0 exchanges the nodes' data.
+    ///    3. Intra-node: all ranks receive the data of the other nodes, and take the parts that
+    ///    they need.
     pub(super) fn short(&self) -> Result<()> {
         let slots = self.open(1, 0)?.finish()?;
         self.take_short(&slots);
@@ -22,7 +24,9 @@ impl InternodeExecutor<'_> {
     /// Writes the outputs of a short call.
     pub(super) fn take_short(&self, slots: &NodeSlots) {
         let records = slots.records(self);
-        let given = |rank: Rank| span(records[self.node_map.node_of(rank)][self.node_map.local_rank(rank)].1);
+        let given = |rank: Rank| {
+            span(records[self.node_map.node_of(rank)][self.node_map.local_rank(rank)].1)
+        };
         let (outputs, root, me) = (&self.call.outputs, self.call.root, self.rank.index());
         match self.call.op {
             Collective::Barrier => {}
@@ -34,11 +38,17 @@ impl InternodeExecutor<'_> {
                 };
                 outputs.iter().for_each(|&output| self.combine_records(&records, skipped, output));
             }
-            Collective::Broadcast => outputs.iter().for_each(|&output| copy_bytes(given(root), output)),
+            Collective::Broadcast => {
+                outputs.iter().for_each(|&output| copy_bytes(given(root), output))
+            }
             Collective::Scatter => copy_bytes(nth(given(root), me, outputs[0].bytes), outputs[0]),
-            Collective::AllGather | Collective::Gather => self.each(|from, output| copy_bytes(given(from), output)),
+            Collective::AllGather | Collective::Gather => {
+                self.each(|from, output| copy_bytes(given(from), output))
+            }
             Collective::AllReduceAddRmsNorm => unreachable!("what runs is its all_reduce"),
-            Collective::AllToAll => self.each(|from, output| copy_bytes(nth(given(from), me, output.bytes), output)),
+            Collective::AllToAll => {
+                self.each(|from, output| copy_bytes(nth(given(from), me, output.bytes), output))
+            }
         }
     }
 
@@ -49,7 +59,8 @@ impl InternodeExecutor<'_> {
 
     /// Combines the data of all ranks from offset `skipped` on, in two levels, into `output`.
     fn combine_records(&self, records: &[Vec<(f64, &[u8])>], skipped: usize, output: Span) {
-        let (levels, dtype) = (TwoLevelOps::of(self.call.reduce_op, self.call.dtype, self.node_map), self.call.dtype);
+        let (levels, dtype) =
+            (TwoLevelOps::of(self.call.reduce_op, self.call.dtype, self.node_map), self.call.dtype);
         let order = self.internode.health.control().order();
         let wide = self.internode.chosen().reduce_dtype.dtype(self.call.reduce_op, dtype);
         let bytes = output.bytes / dtype.size() * wide.size();
@@ -68,9 +79,19 @@ impl InternodeExecutor<'_> {
                 InputElements { ptr: from.ptr(), factor: *factor }
             };
             let sources: Vec<InputElements> = given.iter().enumerate().map(source).collect();
-            // SAFETY: `to` and all sources have `bytes` bytes, in the slices above or in copies; `to` overlaps none of
-            // them.
-            unsafe { cpu::reduce_in(order, levels.inner, wide, to.ptr(), &sources, to.bytes / wide.size(), WriteMode::Cached) }
+            // SAFETY: `to` and all sources have `bytes` bytes, in the slices above or in copies;
+            // `to` overlaps none of them.
+            unsafe {
+                cpu::reduce_in(
+                    order,
+                    levels.inner,
+                    wide,
+                    to.ptr(),
+                    &sources,
+                    to.bytes / wide.size(),
+                    WriteMode::Cached,
+                )
+            }
             to
         };
         let partials: Vec<Span> = records.iter().enumerate().map(partial).collect();

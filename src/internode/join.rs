@@ -1,10 +1,11 @@
-//! Joining a multi-node group: the ranks of each node join first, then the node leaders connect, then rails are
-//! created.
+//! Joining a multi-node group: the ranks of each node join first, then the node leaders connect,
+//! then rails are created.
 //!
-//! Ranks with different inter-node backends would wait for each other forever. The hubs therefore publish theirs with
-//! their addresses, the first rank of each node sends them to its node, and a rank that would use other backends fails
-//! before it creates a rail. Creating a rail waits for peers and does not check for failures, so it runs on a thread of
-//! its own while the joining thread polls for failures.
+//! Ranks with different inter-node backends would wait for each other forever. The hubs therefore
+//! publish theirs with their addresses, the first rank of each node sends them to its node, and a
+//! rank that would use other backends fails before it creates a rail. Creating a rail waits for
+//! peers and does not check for failures, so it runs on a thread of its own while the joining
+//! thread polls for failures.
 
 use super::agreed_settings::{self, AgreedSettings};
 use super::cuda::CudaInternode;
@@ -42,8 +43,8 @@ use std::time::{Duration, Instant};
 
 /// Poll interval for the group's failure while a rail is created.
 const INTERNODE_POLL: Duration = Duration::from_millis(20);
-/// Length of the text that the first rank of a node sends after the group's life: the inter-node backends, and the
-/// members.
+/// Length of the text that the first rank of a node sends after the group's life: the inter-node
+/// backends, and the members.
 const NAMES: usize = 512;
 /// Separates the backends from the members.
 const BETWEEN_NAMES: char = '\n';
@@ -94,27 +95,43 @@ impl<'a> InternodeJoin<'a> {
     /// Starts to join the group that `options` name; `several` has its node map.
     ///
     /// # Errors
-    /// `Internal` if inter-node backends are not allowed, `Config` if the node map does not permit the order of sums.
+    /// `Internal` if inter-node backends are not allowed, `Config` if the node map does not permit
+    /// the order of sums.
     pub fn new(
         store: &'a dyn Store,
         options: &'a JoinOptions,
         several: MultiNodeJoin,
         across: &'a InternodeOptions<'a>,
     ) -> Result<(Self, Search)> {
-        let InterNodeChoice::Backends(backends) = &across.choice else { return Err(Error::internal("several nodes were not refused")) };
+        let InterNodeChoice::Backends(backends) = &across.choice else {
+            return Err(Error::internal("several nodes were not refused"));
+        };
         let MultiNodeJoin { layout, apart, since } = several;
         agreed_settings::check_order(options, &layout)?;
-        let (rank, limit) = (Rank(options.rank as u32), CallTimeout::from(since, options.timeout()));
-        let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
-        let store = DeadlineStore::new(store, Instant::now() + limit.remaining().unwrap_or_default(), purpose);
-        Ok((Self { options, across, backends, store, node_map: Arc::new(layout), rank, limit }, Search(apart)))
+        let (rank, limit) =
+            (Rank(options.rank as u32), CallTimeout::from(since, options.timeout()));
+        let purpose =
+            format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
+        let store = DeadlineStore::new(
+            store,
+            Instant::now() + limit.remaining().unwrap_or_default(),
+            purpose,
+        );
+        Ok((
+            Self { options, across, backends, store, node_map: Arc::new(layout), rank, limit },
+            Search(apart),
+        ))
     }
 
     /// Joins the ranks of this node; `group` creates a group of them.
-    pub fn inside<T>(&self, group: impl FnOnce(Joined, &JoinOptions, ParentGroup) -> Result<T>) -> Result<T> {
+    pub fn inside<T>(
+        &self,
+        group: impl FnOnce(Joined, &JoinOptions, ParentGroup) -> Result<T>,
+    ) -> Result<T> {
         let Self { options, node_map: layout, rank, .. } = self;
         let node = layout.node_of(*rank);
-        let global = |rank: &Rank| options.global_ranks.get(rank.index()).copied().unwrap_or(rank.0 as i32);
+        let global =
+            |rank: &Rank| options.global_ranks.get(rank.index()).copied().unwrap_or(rank.0 as i32);
         let inner = JoinOptions {
             group: options.group.clone(),
             rank: layout.local_rank(*rank) as i32,
@@ -125,26 +142,43 @@ impl<'a> InternodeJoin<'a> {
             order: options.order,
             ctas: options.ctas,
         };
-        let part = ParentGroup { node: layout.node_name(node).into(), ranks: layout.ranks_of(node).to_vec() };
+        let part = ParentGroup {
+            node: layout.node_name(node).into(),
+            ranks: layout.ranks_of(node).to_vec(),
+        };
         let store = PrefixStore::new(&inside(layout, node), &self.store);
-        let joined = inner.spec(MAX_RANKS, trace::ended).and_then(|spec| bootstrap::join(&store, &spec));
+        let joined =
+            inner.spec(MAX_RANKS, trace::ended).and_then(|spec| bootstrap::join(&store, &spec));
         joined.and_then(|joined| group(joined, &inner, part)).map_err(|error| {
             let known = || {
                 let (me, here) = (layout.describe(*rank), layout.name_node(node));
-                let text = format!("{me} could not join those of {here}, which are numbered from 0 here: {}", error.message);
+                let text = format!(
+                    "{me} could not join those of {here}, which are numbered from 0 here: {}",
+                    error.message
+                );
                 Error { message: text, ..error.clone() }
             };
             (error.kind == ErrorKind::Timeout).then(|| self.late()).flatten().unwrap_or_else(known)
         })
     }
 
-    /// Connects the group, with this `health` and these `messages`, to the other nodes. `runner` runs calls of the
-    /// ranks of this node.
-    pub fn meet(&self, health: &Arc<Health>, messages: &Messages, runner: &mut CpuRunner) -> Result<(Arc<Internode>, Joiner<'_>)> {
+    /// Connects the group, with this `health` and these `messages`, to the other nodes. `runner`
+    /// runs calls of the ranks of this node.
+    pub fn meet(
+        &self,
+        health: &Arc<Health>,
+        messages: &Messages,
+        runner: &mut CpuRunner,
+    ) -> Result<(Arc<Internode>, Joiner<'_>)> {
         let Self { options, node_map: layout, backends, rank, limit, .. } = self;
-        let (me, node, local, group) = (*rank, layout.node_of(*rank), layout.local_rank(*rank), &options.group);
+        let (me, node, local, group) =
+            (*rank, layout.node_of(*rank), layout.local_rank(*rank), &options.group);
         let current = Arc::new(LocalCallState::default());
-        let members = if options.global_ranks.is_empty() { String::new() } else { bootstrap::name_members(&options.global_ranks) };
+        let members = if options.global_ranks.is_empty() {
+            String::new()
+        } else {
+            bootstrap::name_members(&options.global_ranks)
+        };
         let meeting = OobConnector {
             store: &self.store,
             group: health.control().name(),
@@ -165,24 +199,36 @@ impl<'a> InternodeJoin<'a> {
             stands
         };
         let told = self.receive_backend_choice(runner, told).map_err(failed)?;
-        let (connected, listed) = told.backends.split_once(BETWEEN_NAMES).unwrap_or((&told.backends, ""));
+        let (connected, listed) =
+            told.backends.split_once(BETWEEN_NAMES).unwrap_or((&told.backends, ""));
         if !listed.is_empty() && !members.is_empty() && listed != members {
             // `listed` comes from rank 0 of the group.
-            let error = bootstrap::other_members(group, (0, listed), (layout.describe(me).trim_start_matches("rank "), &members));
+            let error = bootstrap::other_members(
+                group,
+                (0, listed),
+                (layout.describe(me).trim_start_matches("rank "), &members),
+            );
             return Err(failed(error));
         }
         if connected != backends.to_string() {
             let (first, me) = (layout.describe(Rank(0)), layout.describe(me));
             return Err(failed(Error::config(format!(
-                "ranks of group \"{group}\" would connect nodes by different backends: {first} by \"{connected}\", {me} by \"{backends}\"; \
-                 give SYMM_INTER_NODE_BACKEND, or torch_symm.Options(inter_node_backend=...), the same value on all ranks"
+                "ranks of group \"{group}\" would connect nodes by different backends: {first} \
+                 by \"{connected}\", {me} by \"{backends}\"; \
+                 give SYMM_INTER_NODE_BACKEND, or torch_symm.Options(inter_node_backend=...), the \
+                 same value on all ranks"
             ))));
         }
         let transports = (self.across.transports)(&backends.cpu);
         let has_rail = local < layout.num_rails();
         let name = told.life.name("symm-rail", local);
-        let address = has_rail.then(|| Address { store: &self.store, keys: addresses(&name, node).collect() });
-        let rail = if has_rail { Some(self.made(&transports, health, name).map_err(failed)?) } else { None };
+        let address = has_rail
+            .then(|| Address { store: &self.store, keys: addresses(&name, node).collect() });
+        let rail = if has_rail {
+            Some(self.made(&transports, health, name).map_err(failed)?)
+        } else {
+            None
+        };
         let store = self.across.store;
         let connections = InternodeParts {
             rail,
@@ -191,21 +237,43 @@ impl<'a> InternodeJoin<'a> {
             life: told.life,
             backends: (*backends).clone(),
             store: Arc::clone(store),
-            cuda: (!backends.cuda.is_empty()).then(|| CudaInternode::new((self.across.transports)(&backends.cuda), Arc::clone(store))),
+            cuda: (!backends.cuda.is_empty()).then(|| {
+                CudaInternode::new((self.across.transports)(&backends.cuda), Arc::clone(store))
+            }),
             globals: options.global_ranks.clone(),
         };
-        // Finding the thresholds of GPUs queries their driver, so only rank 0 does it; all ranks use its thresholds.
+        // Finding the thresholds of GPUs queries their driver, so only rank 0 does it; all ranks
+        // use its thresholds.
         let asks = connections.cuda.is_some() && me == Rank(0);
         let here = layout.ranks_of(node).len();
         let thresholds = agreed_settings::thresholds(options, here, DeviceKind::Cpu);
-        let cuda = if asks { agreed_settings::thresholds(options, here, DeviceKind::Cuda) } else { RailThresholds::DEFAULT_CUDA };
+        let cuda = if asks {
+            agreed_settings::thresholds(options, here, DeviceKind::Cuda)
+        } else {
+            RailThresholds::DEFAULT_CUDA
+        };
         let internode = Internode::new(health, layout, me, connections);
         let (traffic, globals) = (Arc::clone(&internode.traffic), options.global_ranks.clone());
-        let count = move |peer, sent, received| traffic.add(TrafficPath::Link(global(&globals, peer)), (sent, received));
+        let count = move |peer, sent, received| {
+            traffic.add(TrafficPath::Link(global(&globals, peer)), (sent, received))
+        };
         let links = Arc::new(Links::new(transports, Box::new(count)));
-        let (store, layout, prefix) = (Arc::clone(store), Arc::clone(layout), told.life.name("symm-pair", ""));
-        messages.reach(InternodeLinks { links, store, node_map: layout, me, prefix, changed: Condvar::new() });
-        let chosen = AgreedSettings { reduce_dtype: self.across.reduce_dtype, order: self.options.order, thresholds, cuda };
+        let (store, layout, prefix) =
+            (Arc::clone(store), Arc::clone(layout), told.life.name("symm-pair", ""));
+        messages.reach(InternodeLinks {
+            links,
+            store,
+            node_map: layout,
+            me,
+            prefix,
+            changed: Condvar::new(),
+        });
+        let chosen = AgreedSettings {
+            reduce_dtype: self.across.reduce_dtype,
+            order: self.options.order,
+            thresholds,
+            cuda,
+        };
         Ok((Arc::clone(&internode), Joiner { internode, chosen, address }))
     }
 
@@ -214,46 +282,88 @@ impl<'a> InternodeJoin<'a> {
         self.limit.remaining().unwrap_or_default()
     }
 
-    /// Returns the error for the timeout that names the late ranks of nodes whose other ranks have arrived, if there
-    /// are any.
+    /// Returns the error for the timeout that names the late ranks of nodes whose other ranks have
+    /// arrived, if there are any.
     fn late(&self) -> Option<Error> {
         let (mut late, layout, group) = (Vec::new(), &self.node_map, &self.options.group);
         for node in 0..layout.num_nodes() {
             let members = layout.ranks_of(node);
             let store = PrefixStore::new(&inside(layout, node), &self.store);
-            // Ranks that have found each other have removed their keys. If no key of a node exists, its ranks are
-            // therefore not known to be late.
-            let announced = bootstrap::announced(&store, group, &Config::get().restart, members.len() as u32).ok()?;
-            let waited_for = (0..).map(Rank).zip(members).filter(|(local, _)| !announced.is_empty() && !announced.contains(local));
+            // Ranks that have found each other have removed their keys. If no key of a node exists,
+            // its ranks are therefore not known to be late.
+            let announced =
+                bootstrap::announced(&store, group, &Config::get().restart, members.len() as u32)
+                    .ok()?;
+            let waited_for = (0..)
+                .map(Rank)
+                .zip(members)
+                .filter(|(local, _)| !announced.is_empty() && !announced.contains(local));
             late.extend(waited_for.map(|(_, &rank)| layout.describe(rank)));
         }
         let (me, late) = (layout.describe(self.rank), (!late.is_empty()).then(|| late.join(", "))?);
-        Some(Error::timeout(format!("{me} waited {:.1} s for {late} to join group \"{group}\"", self.limit.elapsed().as_secs_f64())))
+        Some(Error::timeout(format!(
+            "{me} waited {:.1} s for {late} to join group \"{group}\"",
+            self.limit.elapsed().as_secs_f64()
+        )))
     }
 
-    /// Returns the hub's settings on all ranks of this node; the first rank has received them in `told`.
-    fn receive_backend_choice(&self, runner: &mut CpuRunner, told: HubAnnouncement) -> Result<HubAnnouncement> {
+    /// Returns the hub's settings on all ranks of this node; the first rank has received them in
+    /// `told`.
+    fn receive_backend_choice(
+        &self,
+        runner: &mut CpuRunner,
+        told: HubAnnouncement,
+    ) -> Result<HubAnnouncement> {
         if self.node_map.ranks_of(self.node_map.node_of(self.rank)).len() == 1 {
             return Ok(told);
         }
-        let (first, mut bytes) = (self.node_map.local_rank(self.rank) == 0, [&told.life.to_bytes()[..], told.backends.as_bytes()].concat());
+        let (first, mut bytes) = (
+            self.node_map.local_rank(self.rank) == 0,
+            [&told.life.to_bytes()[..], told.backends.as_bytes()].concat(),
+        );
         bytes.resize(Life::BYTES + NAMES, 0);
-        let mut span = || Cow::Owned(vec![Span { addr: bytes.as_mut_ptr().addr(), bytes: Life::BYTES + NAMES }]);
-        let (inputs, outputs) = if first { (span(), Cow::default()) } else { (Cow::default(), span()) };
+        let mut span = || {
+            Cow::Owned(vec![Span { addr: bytes.as_mut_ptr().addr(), bytes: Life::BYTES + NAMES }])
+        };
+        let (inputs, outputs) =
+            if first { (span(), Cow::default()) } else { (Cow::default(), span()) };
         // The longer timeout lets the node leaders, which know which nodes are late, report first.
         let limit = CallTimeout::from_first_wait(self.left() + INTRA_NODE_GRACE);
-        runner.run(&Call::inner(CallSpec { op: Collective::Broadcast, inputs, outputs, ..CallSpec::barrier(None) }), &limit)?;
-        let (life, names) = bytes.split_first_chunk().ok_or_else(|| Error::internal("the first rank sent too few bytes"))?;
-        Ok(HubAnnouncement { backends: String::from_utf8_lossy(names).trim_end_matches('\0').to_owned(), life: Life::from_bytes(*life) })
+        runner.run(
+            &Call::inner(CallSpec {
+                op: Collective::Broadcast,
+                inputs,
+                outputs,
+                ..CallSpec::barrier(None)
+            }),
+            &limit,
+        )?;
+        let (life, names) = bytes
+            .split_first_chunk()
+            .ok_or_else(|| Error::internal("the first rank sent too few bytes"))?;
+        Ok(HubAnnouncement {
+            backends: String::from_utf8_lossy(names).trim_end_matches('\0').to_owned(),
+            life: Life::from_bytes(*life),
+        })
     }
 
     /// Creates this rank's rail with this `name`. Returns early if the group fails.
-    fn made(&self, transports: &Arc<dyn Transports>, health: &Health, name: String) -> Result<Rail> {
+    fn made(
+        &self,
+        transports: &Arc<dyn Transports>,
+        health: &Health,
+        name: String,
+    ) -> Result<Rail> {
         let (layout, limit) = (&self.node_map, &self.limit);
-        let (node, internode, local) = (layout.node_of(self.rank), layout.num_nodes(), layout.local_rank(self.rank));
-        let (me, others, group) = (layout.describe(self.rank), layout.name_others(node), health.control().name());
+        let (node, internode, local) =
+            (layout.node_of(self.rank), layout.num_nodes(), layout.local_rank(self.rank));
+        let (me, others, group) =
+            (layout.describe(self.rank), layout.name_others(node), health.control().name());
         let failed = |error: Error| {
-            let text = format!("{me} could not make rail {local} of group \"{group}\" to {others}: {}", error.message);
+            let text = format!(
+                "{me} could not make rail {local} of group \"{group}\" to {others}: {}",
+                error.message
+            );
             Error { message: text, ..error }
         };
         let left = limit.remaining().ok_or_else(|| failed(Error::timeout("no time is left")))?;
@@ -275,10 +385,15 @@ impl<'a> InternodeJoin<'a> {
                     while health.error().is_none() && Instant::now() < until {
                         std::thread::sleep(INTERNODE_POLL / 4);
                     }
-                    return Err(health.error().or_else(|| self.late()).unwrap_or_else(|| failed(Error::timeout(error.message))));
+                    return Err(health
+                        .error()
+                        .or_else(|| self.late())
+                        .unwrap_or_else(|| failed(Error::timeout(error.message))));
                 }
                 Err(RecvTimeoutError::Timeout) => health.error().map_or(Ok(()), Err)?,
-                Err(RecvTimeoutError::Disconnected) => return Err(failed(Error::internal("making it panicked"))),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(failed(Error::internal("making it panicked")));
+                }
             }
         };
         wait().inspect_err(|_| {
@@ -288,7 +403,8 @@ impl<'a> InternodeJoin<'a> {
 }
 
 impl Joiner<'_> {
-    /// Waits until all ranks of all nodes have joined and made the same choice; `run` runs calls of the group.
+    /// Waits until all ranks of all nodes have joined and made the same choice; `run` runs calls of
+    /// the group.
     pub fn agree(mut self, run: impl FnOnce(&Call<'_>) -> Result<()>) -> Result<()> {
         // A rank that passes this exchange knows that all ranks of all nodes have joined.
         self.internode.agree_on(self.chosen, run)?;
@@ -300,8 +416,8 @@ impl Joiner<'_> {
     }
 }
 
-/// A guard of the keys by which other nodes reach this rank's rail. It is dropped when all have connected or the group
-/// has failed.
+/// A guard of the keys by which other nodes reach this rank's rail. It is dropped when all have
+/// connected or the group has failed.
 struct Address<'a> {
     store: &'a dyn Store,
     keys: Vec<String>,
@@ -319,7 +435,8 @@ fn inside(layout: &NodeMap, node: usize) -> String {
     format!("symm-node/{}/{node}", layout.ranks_of(node)[0])
 }
 
-/// Connects nodes whose ranks are threads of a test; a rank may bring a `rail`, and all meet in `store`.
+/// Connects nodes whose ranks are threads of a test; a rank may bring a `rail`, and all meet in
+/// `store`.
 #[cfg(test)]
 pub(crate) fn among_threads(
     health: &Arc<Health>,
@@ -343,6 +460,21 @@ pub(crate) fn among_threads(
         late: &|| None,
     };
     let (news, HubAnnouncement { life, .. }) = meeting.connect().expect("all meet");
-    let (store, backends) = (Arc::clone(store), InterNodeBackends { cpu: "threads".into(), cuda: String::new() });
-    Internode::new(health, layout, me, InternodeParts { rail, oob: news, current, life, backends, store, cuda: None, globals: Vec::new() })
+    let (store, backends) =
+        (Arc::clone(store), InterNodeBackends { cpu: "threads".into(), cuda: String::new() });
+    Internode::new(
+        health,
+        layout,
+        me,
+        InternodeParts {
+            rail,
+            oob: news,
+            current,
+            life,
+            backends,
+            store,
+            cuda: None,
+            globals: Vec::new(),
+        },
+    )
 }

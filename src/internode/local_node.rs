@@ -1,8 +1,8 @@
 //! This node as its leaders report it to others: the calls of its ranks, and failures.
 //!
-//! Within a node the control block reports a failure to all ranks at once, and the node leaders report it to the other
-//! nodes ([`oob`](super::oob)). A rank that fails then releases its rail; a rank that loses a rail because of that
-//! soon receives the reason, and raises the same error.
+//! Within a node the control block reports a failure to all ranks at once, and the node leaders
+//! report it to the other nodes ([`oob`](super::oob)). A rank that fails then releases its rail; a
+//! rank that loses a rail because of that soon receives the reason, and raises the same error.
 
 use super::header::CallHeader;
 use super::oob::{BlockedCall, CallPosition, LocalNode};

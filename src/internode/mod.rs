@@ -1,18 +1,24 @@
-//! The multi-node part of a group: shared memory connects the ranks of each node, and backends of torch connect the
-//! nodes.
+//! The multi-node part of a group: shared memory connects the ranks of each node, and backends of
+//! torch connect the nodes.
 //!
-//! The backends, one [`rail`] for each local rank that every node has, only move bytes. This module decides which bytes
-//! move and in which order, and computes every sum. `docs/design/multi-node.md` shows the steps.
+//! The backends, one [`rail`] for each local rank that every node has, only move bytes. This module
+//! decides which bytes move and in which order, and computes every sum. `docs/design/multi-node.md`
+//! shows the steps.
 //!
-//! - [`rail`]: a backend and its transfers; [`header`](mod@header): the part of a call that ranks compare
-//! - [`reduce_dtype`](mod@reduce_dtype): the type of partial sums; [`agreed_settings`](mod@agreed_settings): the choices that all ranks share
-//! - [`runner`](mod@runner): runs a group's collectives on CPU tensors; [`cpu`](mod@cpu): runs their programs
-//!   ([`two_level`](crate::coll::two_level)); [`executor`](mod@executor): such a call while it runs;
-//!   [`header_exchange`](mod@header_exchange): the start of a call; [`inline`](mod@inline): short calls, which consist of the header exchange
-//! - [`cuda`](mod@cuda): CUDA tensors; [`discovery`](mod@discovery): whether a group spans nodes; [`join`](mod@join):
-//!   how it forms
-//! - [`traffic`](mod@traffic): bytes by rail and peer; [`monitored_barrier`](mod@monitored_barrier): arrivals at a monitored barrier
-//! - [`local_node`](mod@local_node): this node as it is reported to others; [`oob`](mod@oob): out-of-band messages
+//! - [`rail`]: a backend and its transfers; [`header`](mod@header): the part of a call that ranks
+//!   compare
+//! - [`reduce_dtype`](mod@reduce_dtype): the type of partial sums;
+//!   [`agreed_settings`](mod@agreed_settings): the choices that all ranks share
+//! - [`runner`](mod@runner): runs a group's collectives on CPU tensors; [`cpu`](mod@cpu): runs
+//!   their programs ([`two_level`](crate::coll::two_level)); [`executor`](mod@executor): such a
+//!   call while it runs; [`header_exchange`](mod@header_exchange): the start of a call;
+//!   [`inline`](mod@inline): short calls, which consist of the header exchange
+//! - [`cuda`](mod@cuda): CUDA tensors; [`discovery`](mod@discovery): whether a group spans nodes;
+//!   [`join`](mod@join): how it forms
+//! - [`traffic`](mod@traffic): bytes by rail and peer;
+//!   [`monitored_barrier`](mod@monitored_barrier): arrivals at a monitored barrier
+//! - [`local_node`](mod@local_node): this node as it is reported to others; [`oob`](mod@oob):
+//!   out-of-band messages
 
 pub mod agreed_settings;
 mod cpu;
@@ -97,8 +103,8 @@ struct InternodeParts {
     globals: Vec<i32>,
 }
 
-/// The number of a message's peer in the flight recorder, and the observer of its end if the peer may be on another
-/// node.
+/// The number of a message's peer in the flight recorder, and the observer of its end if the peer
+/// may be on another node.
 pub type Recorded = (Option<Rank>, Option<Arc<dyn Observer>>);
 
 /// Records the end of a message whose peer is known by its rank in the default group.
@@ -113,7 +119,8 @@ impl Observer for Globals {
     }
 }
 
-/// Returns the number of `rank` in the default group, in which the members have the numbers `globals`.
+/// Returns the number of `rank` in the default group, in which the members have the numbers
+/// `globals`.
 fn global(globals: &[i32], rank: Rank) -> Rank {
     globals.get(rank.index()).map_or(rank, |&global| Rank(global as u32))
 }
@@ -131,11 +138,17 @@ impl FailureListener for Internode {
 }
 
 impl Internode {
-    /// Creates the multi-node part of the group with this `health` and node map `layout`, for `rank` with these
-    /// connections.
-    fn new(health: &Arc<Health>, layout: &Arc<NodeMap>, rank: Rank, connections: InternodeParts) -> Arc<Self> {
+    /// Creates the multi-node part of the group with this `health` and node map `layout`, for
+    /// `rank` with these connections.
+    fn new(
+        health: &Arc<Health>,
+        layout: &Arc<NodeMap>,
+        rank: Rank,
+        connections: InternodeParts,
+    ) -> Arc<Self> {
         let (ended, ending) = channel();
-        let InternodeParts { rail, oob: news, current, life, backends, store, cuda, globals } = connections;
+        let InternodeParts { rail, oob: news, current, life, backends, store, cuda, globals } =
+            connections;
         let nodes = Arc::new(Self {
             health: Arc::clone(health),
             layout: Arc::clone(layout),
@@ -183,16 +196,19 @@ impl Internode {
         rail.ok_or_else(|| Error::aborted("the group has left its other nodes"))
     }
 
-    /// Returns the number of `peer` in the flight recorder for a message `what`: its local rank if it is on this node;
-    /// otherwise its rank in the default group, with the observer of the message's end. `reach` is true if messages can
-    /// travel between nodes.
+    /// Returns the number of `peer` in the flight recorder for a message `what`: its local rank if
+    /// it is on this node; otherwise its rank in the default group, with the observer of the
+    /// message's end. `reach` is true if messages can travel between nodes.
     ///
     /// # Errors
     /// `Value` for a rank outside the group, `NotImplemented` if messages do not reach it.
     pub fn recorded_as(&self, what: &str, peer: Option<Rank>, reach: bool) -> Result<Recorded> {
         let layout = &self.layout;
         if let Some(peer) = peer.filter(|peer| peer.index() >= layout.size()) {
-            return Err(Error::value(format!("rank {peer} is outside the group of {} ranks", layout.size())));
+            return Err(Error::value(format!(
+                "rank {peer} is outside the group of {} ranks",
+                layout.size()
+            )));
         }
         if let Some(peer) = peer.filter(|&peer| !self.is_internode(peer)) {
             return Ok((Some(Rank(layout.local_rank(peer) as u32)), None));
@@ -200,24 +216,33 @@ impl Internode {
         if !reach {
             let (me, name) = (layout.describe(self.rank), self.health.control().name());
             return Err(Error::not_implemented(match peer {
-                Some(peer) => format!("{what}: nothing carries messages between {me} and {}", layout.describe(peer)),
+                Some(peer) => format!(
+                    "{what}: nothing carries messages between {me} and {}",
+                    layout.describe(peer)
+                ),
                 None => {
-                    format!("{what}: {me} cannot receive from any rank of group \"{name}\": nothing carries messages between its nodes")
+                    format!(
+                        "{what}: {me} cannot receive from any rank of group \"{name}\": nothing \
+                         carries messages between its nodes"
+                    )
                 }
             }));
         }
         let shown = peer.map(|peer| self.global(peer));
         shown.into_iter().for_each(|peer| self.traffic.message(TrafficPath::Link(peer)));
-        let globals = Globals { recorder: Arc::clone(self.health.recorder()), ranks: self.globals.clone() };
+        let globals =
+            Globals { recorder: Arc::clone(self.health.recorder()), ranks: self.globals.clone() };
         Ok((shown, Some(Arc::new(globals))))
     }
 
     /// Returns the error for a feature `what` that multi-node groups lack.
     pub fn unsupported(&self, what: &str) -> Error {
-        let nodes: Vec<String> = (0..self.layout.num_nodes()).map(|node| self.layout.name_node(node)).collect();
+        let nodes: Vec<String> =
+            (0..self.layout.num_nodes()).map(|node| self.layout.name_node(node)).collect();
         let (name, nodes) = (self.health.control().name(), nodes.join(", "));
         Error::config(format!(
-            "group \"{name}\" is on several nodes: {nodes}; {what} within one node only, and torch_symm.intra_node_group(group) is the part on \
+            "group \"{name}\" is on several nodes: {nodes}; {what} within one node only, and \
+             torch_symm.intra_node_group(group) is the part on \
              this one"
         ))
     }
@@ -229,7 +254,10 @@ impl Internode {
 
     /// Notifies the other nodes of the last rejected call, with the reason `text`.
     pub fn broadcast_rejection(&self, text: &str) {
-        self.current.rejected().into_iter().for_each(|place| self.oob.broadcast_rejection(place, text));
+        self.current
+            .rejected()
+            .into_iter()
+            .for_each(|place| self.oob.broadcast_rejection(place, text));
     }
 
     /// Notifies the other nodes that this rank makes the call of this number after a rejection.
@@ -237,8 +265,8 @@ impl Internode {
         self.oob.resume(call);
     }
 
-    /// Leaves the other nodes, after this rank has left its own: closes its connections, after `limit` for CUDA tensors
-    /// at the latest, and reports how it has left.
+    /// Leaves the other nodes, after this rank has left its own: closes its connections, after
+    /// `limit` for CUDA tensors at the latest, and reports how it has left.
     pub fn leave(&self, limit: Duration) {
         if let Some(cuda) = &self.cuda {
             cuda.close(limit);
@@ -247,18 +275,23 @@ impl Internode {
         failure.iter().for_each(|failure| self.oob.broadcast_failure(failure));
         let control = self.health.control();
         self.oob.leave(&control.departure(control.rank()).unwrap_or_default());
-        self.release_rail(if failure.is_some() { FAILED_RAIL_CLOSE_TIMEOUT } else { RAIL_CLOSE_TIMEOUT });
+        self.release_rail(if failure.is_some() {
+            FAILED_RAIL_CLOSE_TIMEOUT
+        } else {
+            RAIL_CLOSE_TIMEOUT
+        });
     }
 
-    /// Forgets the rail of this process's parent, because dropping it would wait for threads that do not exist here.
+    /// Forgets the rail of this process's parent, because dropping it would wait for threads that
+    /// do not exist here.
     pub fn forget(&self) {
         if let Ok(mut rail) = self.rail.try_lock() {
             std::mem::forget(rail.take());
         }
     }
 
-    /// Releases the rail, and waits for at most `limit` until it has ended: calls that use it may still have to see
-    /// that the group has failed.
+    /// Releases the rail, and waits for at most `limit` until it has ended: calls that use it may
+    /// still have to see that the group has failed.
     fn release_rail(&self, limit: Duration) {
         drop(lock(&self.rail).take());
         if !limit.is_zero() {

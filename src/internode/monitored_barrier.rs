@@ -9,21 +9,22 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 impl Internode {
-    /// Records in the store that this rank has arrived at its next monitored barrier; returns the barrier's number.
-    /// Without that record the error names only nodes, or ranks of this node.
+    /// Records in the store that this rank has arrived at its next monitored barrier; returns the
+    /// barrier's number. Without that record the error names only nodes, or ranks of this node.
     pub fn come_to_barrier(&self) -> u64 {
         let number = self.monitored.fetch_add(1, Ordering::Relaxed);
         let _ = self.reported().announce(&number.to_string(), b"1");
         number
     }
 
-    /// Returns the ranks that have not recorded their arrival at monitored barrier `number`; empty if the store does
-    /// not answer.
+    /// Returns the ranks that have not recorded their arrival at monitored barrier `number`; empty
+    /// if the store does not answer.
     pub fn late_to_barrier(&self, number: u64) -> Vec<Rank> {
         self.reported().missing(&number.to_string()).unwrap_or_default()
     }
 
-    /// Removes this rank's record of the barrier before monitored barrier `number`, which it has passed.
+    /// Removes this rank's record of the barrier before monitored barrier `number`, which it has
+    /// passed.
     pub fn pass_barrier(&self, number: u64) {
         if let Some(before) = number.checked_sub(1) {
             let _ = self.reported().forget(&before.to_string());
@@ -33,11 +34,17 @@ impl Internode {
     /// Returns the keys in the store with which ranks record their arrival at monitored barriers.
     fn reported(&self) -> StoreMeeting<'_> {
         let prefix = self.life.name("symm-monitored", "told");
-        StoreMeeting { store: &*self.store, prefix, me: self.rank, size: self.layout.size() as u32, deadline: Instant::now() }
+        StoreMeeting {
+            store: &*self.store,
+            prefix,
+            me: self.rank,
+            size: self.layout.size() as u32,
+            deadline: Instant::now(),
+        }
     }
 
-    /// Removes this rank's remaining keys from the store, unless the group has failed, because rank 0 may still read
-    /// them then.
+    /// Removes this rank's remaining keys from the store, unless the group has failed, because rank
+    /// 0 may still read them then.
     pub fn forget_keys(&self) {
         if self.health.failure().is_some() {
             return;

@@ -12,8 +12,8 @@ use std::fmt::Display;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A random id that all ranks of a group share. The keys through which its backends meet contain it, so no rank reads
-/// keys that an earlier group of the same name has left in the store.
+/// A random id that all ranks of a group share. The keys through which its backends meet contain
+/// it, so no rank reads keys that an earlier group of the same name has left in the store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Life(u64);
 
@@ -40,10 +40,11 @@ impl Life {
     }
 }
 
-/// An inter-node backend for CPU tensors, and the transfers on it. Several transfers may be pending; all ranks of the
-/// rail start them in the same order.
+/// An inter-node backend for CPU tensors, and the transfers on it. Several transfers may be
+/// pending; all ranks of the rail start them in the same order.
 ///
-/// With some backends, lengths that do not match end the process, so the caller of `start` must know that they match.
+/// With some backends, lengths that do not match end the process, so the caller of `start` must
+/// know that they match.
 pub struct Rail {
     transports: Arc<dyn Transports>,
     transport: Arc<dyn Transport>,
@@ -63,9 +64,9 @@ impl Rail {
         Self { transports, transport, state: Mutex::default() }
     }
 
-    /// Returns the address of the staging, which has at least `bytes` bytes. Its content is lost if it had fewer
-    /// before. An abandoned transfer keeps it, so that it cannot write into freed memory. Must be called while no
-    /// transfer is pending.
+    /// Returns the address of the staging, which has at least `bytes` bytes. Its content is lost if
+    /// it had fewer before. An abandoned transfer keeps it, so that it cannot write into freed
+    /// memory. Must be called while no transfer is pending.
     pub(super) fn staging(&self, bytes: usize) -> Result<usize> {
         let mut state = lock(&self.state);
         debug_assert!(state.works.is_empty(), "a transfer is pending");
@@ -84,10 +85,14 @@ impl Rail {
         Ok(())
     }
 
-    /// Waits for at most `limit` for the oldest pending transfer; returns true, and removes it, if it has ended. The
-    /// error is the backend's.
+    /// Waits for at most `limit` for the oldest pending transfer; returns true, and removes it, if
+    /// it has ended. The error is the backend's.
     pub(super) fn wait(&self, limit: Duration) -> Result<bool> {
-        let work = lock(&self.state).works.front().cloned().ok_or_else(|| Error::internal("no transfer is under way"))?;
+        let work = lock(&self.state)
+            .works
+            .front()
+            .cloned()
+            .ok_or_else(|| Error::internal("no transfer is under way"))?;
         let ended = work.wait(limit)?;
         if ended {
             lock(&self.state).works.pop_front();
@@ -97,10 +102,16 @@ impl Rail {
 }
 
 /// Starts `transfer` on `transport`.
-pub(super) fn start(transport: &dyn Transport, transfer: &RailOp<Span>, manner: Manner<'_>) -> Result<Work> {
+pub(super) fn start(
+    transport: &dyn Transport,
+    transfer: &RailOp<Span>,
+    manner: Manner<'_>,
+) -> Result<Work> {
     match transfer {
         RailOp::AllGather { from, to } => transport.all_gather(*from, *to, manner),
-        RailOp::AllToAll { from, sent, to, received } => transport.all_to_all(*from, sent, *to, received, manner),
+        RailOp::AllToAll { from, sent, to, received } => {
+            transport.all_to_all(*from, sent, *to, received, manner)
+        }
         RailOp::Broadcast { root, at } => transport.broadcast(*root, *at, manner),
     }
 }

@@ -7,8 +7,8 @@ use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::sync::mpsc::Sender;
 
-/// A rail, and a sender that is dropped after it. Some backends can only end when their last transfer does, so a new
-/// thread drops the rail when its last holder releases it.
+/// A rail, and a sender that is dropped after it. Some backends can only end when their last
+/// transfer does, so a new thread drops the rail when its last holder releases it.
 pub(super) struct RailGuard(ManuallyDrop<(Rail, Sender<()>)>);
 
 impl RailGuard {

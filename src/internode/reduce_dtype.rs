@@ -8,22 +8,24 @@ use crate::error::{Error, Result};
 static DEFAULT: DefaultChoice<ReduceDtype> = DefaultChoice::unset();
 static DEFAULT_ORDER: DefaultChoice<SumOrder> = DefaultChoice::unset();
 
-/// Returns the order of sums of a group that passes `named`; without a choice of its own it uses the default group's.
-/// The default group, and groups of a process without one, use `setting`.
+/// Returns the order of sums of a group that passes `named`; without a choice of its own it uses
+/// the default group's. The default group, and groups of a process without one, use `setting`.
 ///
 /// # Errors
 /// `Value` if `named` is not a valid choice.
 pub fn chosen_order(named: &str, setting: SumOrder, is_default: bool) -> Result<SumOrder> {
     DEFAULT_ORDER.choose(setting, is_default, |usual| match named {
         "" => Ok(usual),
-        _ => SumOrder::named(named).ok_or_else(|| Error::value(format!("order={named:?} is not one of \"rank\", \"tree\""))),
+        _ => SumOrder::named(named).ok_or_else(|| {
+            Error::value(format!("order={named:?} is not one of \"rank\", \"tree\""))
+        }),
     })
 }
 
 impl ReduceDtype {
-    /// Returns the choice of a group that passes `named` and sums in `order`; without a choice of its own it uses
-    /// [`ReduceDtype::Fp32`] for a tree, which otherwise had other bits than on one node, and the default group's for rank
-    /// order.
+    /// Returns the choice of a group that passes `named` and sums in `order`; without a choice of
+    /// its own it uses [`ReduceDtype::Fp32`] for a tree, which otherwise had other bits than on one
+    /// node, and the default group's for rank order.
     ///
     /// # Errors
     /// `Value` if `named` is not a valid choice.
@@ -33,7 +35,9 @@ impl ReduceDtype {
             "" => Ok(usual),
             "tensor" => Ok(Self::Tensor),
             "float32" => Ok(Self::Fp32),
-            _ => Err(Error::value(format!("reduce_dtype={named:?} is not one of \"tensor\", \"float32\""))),
+            _ => Err(Error::value(format!(
+                "reduce_dtype={named:?} is not one of \"tensor\", \"float32\""
+            ))),
         })
     }
 }

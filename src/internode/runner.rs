@@ -1,4 +1,5 @@
-//! Runs a multi-node group's collectives on CPU tensors; the runner of the node's ranks runs intra-node steps directly.
+//! Runs a multi-node group's collectives on CPU tensors; the runner of the node's ranks runs
+//! intra-node steps directly.
 
 use super::Internode;
 use super::executor::InternodeExecutor;
@@ -29,9 +30,15 @@ impl InternodeRunner {
         self.sequence
     }
 
-    /// Runs `call`, which has the number `entry` in the flight recorder; returns when its outputs are complete and its
-    /// inputs may change. `intra` runs collectives of the ranks of this node.
-    pub fn run(&mut self, intra: &RefCell<CpuRunner>, call: &Call<'_>, limit: &CallTimeout, entry: u64) -> Result<()> {
+    /// Runs `call`, which has the number `entry` in the flight recorder; returns when its outputs
+    /// are complete and its inputs may change. `intra` runs collectives of the ranks of this node.
+    pub fn run(
+        &mut self,
+        intra: &RefCell<CpuRunner>,
+        call: &Call<'_>,
+        limit: &CallTimeout,
+        entry: u64,
+    ) -> Result<()> {
         let internode = &*self.internode;
         let (health, layout, rank) = (&*internode.health, &*internode.layout, internode.rank);
         if let Some(failure) = health.control().failure() {
@@ -39,11 +46,26 @@ impl InternodeRunner {
         }
         self.sequence += 1;
         limit.start();
-        let executor =
-            InternodeExecutor { intra, internode, node_map: layout, rank, call, user_call: call, limit, sequence: self.sequence, entry };
+        let executor = InternodeExecutor {
+            intra,
+            internode,
+            node_map: layout,
+            rank,
+            call,
+            user_call: call,
+            limit,
+            sequence: self.sequence,
+            entry,
+        };
         health.control().set_parent_call(executor.about());
         let since = Instant::now();
-        let waiting = BlockedCall { number: self.sequence, name: call.op.name(), since, phase_since: since, on_rail: false };
+        let waiting = BlockedCall {
+            number: self.sequence,
+            name: call.op.name(),
+            since,
+            phase_since: since,
+            on_rail: false,
+        };
         internode.current.set(Some(waiting));
         let outcome = executor.run();
         internode.current.set(None);

@@ -36,11 +36,12 @@ impl TrafficPath {
     }
 }
 
-/// The traffic of a path. Bytes count once for each node to which they are sent; bytes that a backend forwards do not
-/// count.
+/// The traffic of a path. Bytes count once for each node to which they are sent; bytes that a
+/// backend forwards do not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PathStats {
-    /// Number of collectives that used the path; on a wire or pair, of sends and receives that named its peer.
+    /// Number of collectives that used the path; on a wire or pair, of sends and receives that
+    /// named its peer.
     pub calls: u64,
     /// Number of transfers started.
     pub transfers: u64,
@@ -66,11 +67,13 @@ type Groups = Vec<((String, InterNodeBackends), Arc<GroupTraffic>)>;
 static GROUPS: PerProcess<Mutex<Groups>> = PerProcess::new(Mutex::default);
 
 impl GroupTraffic {
-    /// Returns the traffic of the group `name` with the inter-node backends `backends`. Only the newest [`KEPT`] ended
-    /// groups are kept.
+    /// Returns the traffic of the group `name` with the inter-node backends `backends`. Only the
+    /// newest [`KEPT`] ended groups are kept.
     pub(super) fn of(name: &str, backends: &InterNodeBackends) -> Arc<Self> {
         let mut groups = lock(GROUPS.get());
-        if let Some((_, known)) = groups.iter().find(|((group, by), _)| group == name && by == backends) {
+        if let Some((_, known)) =
+            groups.iter().find(|((group, by), _)| group == name && by == backends)
+        {
             return Arc::clone(known);
         }
         let is_ended = |traffic: &Arc<Self>| Arc::strong_count(traffic) == 1;
@@ -98,8 +101,8 @@ impl GroupTraffic {
         lock(&self.0).entry(path).or_default().calls += 1;
     }
 
-    /// Counts a collective that has ended or was enqueued, on each of `paths` that has had transfers since the previous
-    /// one.
+    /// Counts a collective that has ended or was enqueued, on each of `paths` that has had
+    /// transfers since the previous one.
     pub(super) fn ended(&self, paths: &[TrafficPath]) {
         let mut all = lock(&self.0);
         for path in paths {
@@ -114,7 +117,9 @@ impl GroupTraffic {
 pub fn counted() -> BTreeMap<String, BTreeMap<String, PathStats>> {
     let mut all: BTreeMap<String, BTreeMap<String, PathStats>> = BTreeMap::new();
     for ((group, backends), traffic) in lock(GROUPS.get()).iter() {
-        all.entry(group.clone()).or_default().extend(lock(&traffic.0).iter().map(|(path, count)| (path.name(backends), *count)));
+        all.entry(group.clone())
+            .or_default()
+            .extend(lock(&traffic.0).iter().map(|(path, count)| (path.name(backends), *count)));
     }
     all
 }
@@ -138,7 +143,15 @@ mod tests {
         let all = counted();
         let rail = PathStats { calls: 1, transfers: 2, sent: 11, received: 22, seen: 2 };
         let paths = &all["calls_count_where_they_move_bytes"];
-        assert_eq!((paths.len(), paths["gloo rail 1"], paths["gloo rank 3"].calls, paths["mine rank 3"].calls), (3, rail, 1, 1));
+        assert_eq!(
+            (
+                paths.len(),
+                paths["gloo rail 1"],
+                paths["gloo rank 3"].calls,
+                paths["mine rank 3"].calls
+            ),
+            (3, rail, 1, 1)
+        );
     }
 
     #[test]
@@ -148,8 +161,12 @@ mod tests {
         let lives = of(0);
         (1..=10 * KEPT).for_each(|number| of(number).message(TrafficPath::Rail(0)));
         lives.message(TrafficPath::Rail(0));
-        let known: Vec<String> = counted().into_keys().filter(|name| name.starts_with("ended-")).collect();
+        let known: Vec<String> =
+            counted().into_keys().filter(|name| name.starts_with("ended-")).collect();
         assert!(known.len() <= KEPT + 1, "{}", known.len());
-        assert_eq!((known.first().map(String::as_str), known.last()), (Some("ended-0000"), Some(&format!("ended-{:04}", 10 * KEPT))));
+        assert_eq!(
+            (known.first().map(String::as_str), known.last()),
+            (Some("ended-0000"), Some(&format!("ended-{:04}", 10 * KEPT)))
+        );
     }
 }

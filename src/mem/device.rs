@@ -6,8 +6,8 @@ use crate::kernels::cuda::driver::{Device, OwnStream, RelaxedCapture, check};
 use cudarc::driver::sys;
 use std::sync::Arc;
 
-/// An array that kernels read, such as pointers or ranks. Freed when dropped, after all work enqueued on the device
-/// before.
+/// An array that kernels read, such as pointers or ranks. Freed when dropped, after all work
+/// enqueued on the device before.
 #[derive(Debug)]
 pub struct DeviceTable {
     address: u64,
@@ -15,14 +15,16 @@ pub struct DeviceTable {
 }
 
 impl DeviceTable {
-    /// Copies `bytes` to `device` and returns when the copy is complete. Uses `stream`; other streams may be captured
-    /// meanwhile.
+    /// Copies `bytes` to `device` and returns when the copy is complete. Uses `stream`; other
+    /// streams may be captured meanwhile.
     pub fn new(device: &Arc<Device>, stream: &OwnStream, bytes: &[u8]) -> Result<Self> {
         let _relaxed = RelaxedCapture::begin()?;
         let _entered = device.enter()?;
         let mut table = Self { address: 0, device: Arc::clone(device) };
         // SAFETY: valid for a write; freed by `drop`. An allocation of 0 bytes would fail.
-        check("allocating a table", unsafe { sys::cuMemAlloc_v2(&raw mut table.address, bytes.len().max(1)) })?;
+        check("allocating a table", unsafe {
+            sys::cuMemAlloc_v2(&raw mut table.address, bytes.len().max(1))
+        })?;
         if !bytes.is_empty() {
             stream.stream().copy(table.address, bytes.as_ptr() as u64, bytes.len())?;
             stream.stream().synchronize()?;

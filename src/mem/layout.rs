@@ -1,35 +1,39 @@
 //! The layout of a group's shared memory. Pure.
 //!
 //! ```text
-//! header | member 0 .. n-1 | post (0,even) (0,odd) .. (n-1,odd) | ring 0->0, 0->1 .. n-1->n-1 | staging 0 .. n-1 | launch log 0 .. n-1
+//! header | member 0 .. n-1 | post (0,even) (0,odd) .. (n-1,odd) | ring 0->0, 0->1 .. n-1->n-1 |
+//!     staging 0 .. n-1 | launch log 0 .. n-1
 //! ```
-//! Control (up to the rings) is reserved when the group is made; rings, staging and launch logs on first use.
+//! Control (up to the rings) is reserved when the group is made; rings, staging and launch logs on
+//! first use.
 
 use crate::rank::Rank;
 
 /// Maximum size of a message that travels next to the arrival flag.
 pub const INLINE_BYTES: usize = 8192 - POST_HEAD;
-/// The flag, fingerprint, factor and common length precede the inline data, so an 8-byte message fits in one cache
-/// line.
+/// The flag, fingerprint, factor and common length precede the inline data, so an 8-byte message
+/// fits in one cache line.
 pub const POST_HEAD: usize = 32;
 /// Size of an input slot; a rank has [`INPUT_SLOTS`].
 pub const SLOT_BYTES: usize = 256 << 10;
-/// Number of input slots of a rank: one being written, one being read, and one that the slowest peer may still be
-/// reading (`docs/design/memory-model.md`).
+/// Number of input slots of a rank: one being written, one being read, and one that the slowest
+/// peer may still be reading (`docs/design/memory-model.md`).
 pub const INPUT_SLOTS: usize = 3;
 /// Number of result slots of a rank: a result is read one stage after it was written.
 pub const RESULT_SLOTS: usize = 2;
-/// Size of the data of all rings that one rank writes, within the limits [`MIN_RING_BYTES`] and [`MAX_RING_BYTES`]
-/// per ring.
+/// Size of the data of all rings that one rank writes, within the limits [`MIN_RING_BYTES`] and
+/// [`MAX_RING_BYTES`] per ring.
 const RINGS_BYTES: usize = 16 << 20;
 /// Minimum size of a ring's data, a power of two. Rings are reserved in steps of this size.
 pub const MIN_RING_BYTES: usize = 512 << 10;
-/// Maximum size of a ring's data: twice a second-level cache, so that written lines have left the reader's cache.
-/// Writing lines that another core still holds takes four times as long (`docs/measurements/cpu.md`).
+/// Maximum size of a ring's data: twice a second-level cache, so that written lines have left the
+/// reader's cache. Writing lines that another core still holds takes four times as long
+/// (`docs/measurements/cpu.md`).
 const MAX_RING_BYTES: usize = 4 << 20;
 /// The head, tail and matched-bytes counters of a ring, each on its own pair of cache lines.
 pub const RING_HEAD: usize = 4 * LINE_PAIR;
-/// Alignment that separates words of different writers: 128, not 64, because adjacent-line prefetch pairs lines on x86.
+/// Alignment that separates words of different writers: 128, not 64, because adjacent-line prefetch
+/// pairs lines on x86.
 pub const LINE_PAIR: usize = 128;
 /// Size of the header, including the text of the first failure.
 pub const HEADER_BYTES: usize = 4096;
@@ -37,7 +41,8 @@ pub const HEADER_BYTES: usize = 4096;
 pub const MEMBER_BYTES: usize = 5 * LINE_PAIR;
 /// Size of a rank's launch log; a multiple of a page.
 pub const LAUNCH_LOG_BYTES: usize = 88 << 10;
-/// Maximum number of members: one SCM_RIGHTS message carries at most 253 descriptors, and rings grow as n².
+/// Maximum number of members: one SCM_RIGHTS message carries at most 253 descriptors, and rings
+/// grow as n².
 pub const MAX_RANKS: usize = 128;
 
 /// Offsets for a group of `n` members.
@@ -68,8 +73,8 @@ impl SegmentLayout {
         self.posts() + (rank.index() * 2 + (seq % 2) as usize) * self.post_bytes()
     }
 
-    /// Returns the number of words in the table behind a post's inline data: 8 for the description, then lengths sent,
-    /// lengths received and addresses.
+    /// Returns the number of words in the table behind a post's inline data: 8 for the description,
+    /// then lengths sent, lengths received and addresses.
     pub fn table_words(self) -> usize {
         8 + 3 * self.n
     }
@@ -111,7 +116,8 @@ impl SegmentLayout {
 
     /// Returns the offset of a rank's staging area.
     pub fn staging(self, rank: Rank) -> usize {
-        (self.rings() + self.n * self.n * self.ring_bytes()).next_multiple_of(4096) + rank.index() * self.staging_bytes()
+        (self.rings() + self.n * self.n * self.ring_bytes()).next_multiple_of(4096)
+            + rank.index() * self.staging_bytes()
     }
 
     /// Returns the size of a rank's staging area.
@@ -124,7 +130,8 @@ impl SegmentLayout {
         self.rings()
     }
 
-    /// Returns the offset of the pages in which a rank logs the calls that it has launched on its GPU.
+    /// Returns the offset of the pages in which a rank logs the calls that it has launched on its
+    /// GPU.
     pub fn launch_log(self, rank: Rank) -> usize {
         self.staging(Rank(self.n as u32)).next_multiple_of(4096) + rank.index() * LAUNCH_LOG_BYTES
     }
@@ -157,7 +164,9 @@ mod tests {
             list.extend((0..n).map(|b| (layout.ring(a, Rank(b)), layout.ring_bytes())));
             list.extend((0..INPUT_SLOTS).map(|slot| (layout.input(a, slot), SLOT_BYTES)));
             list.push((layout.launch_log(a), LAUNCH_LOG_BYTES));
-            list.extend((0..RESULT_SLOTS).map(|slot| (layout.result(a, slot), layout.result_bytes())));
+            list.extend(
+                (0..RESULT_SLOTS).map(|slot| (layout.result(a, slot), layout.result_bytes())),
+            );
         }
         list
     }
@@ -167,12 +176,19 @@ mod tests {
         for n in 1..=MAX_RANKS {
             let layout = SegmentLayout::new(n);
             let mut list = areas(layout);
-            assert_eq!(layout.control_bytes(), layout.ring(Rank(0), Rank(0)), "{n} ranks: the reserved part ends where rings begin");
+            assert_eq!(
+                layout.control_bytes(),
+                layout.ring(Rank(0), Rank(0)),
+                "{n} ranks: the reserved part ends where rings begin"
+            );
             list.sort_unstable();
             for pair in list.windows(2) {
                 assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{n} ranks: {pair:?} overlap");
             }
-            assert!(list.iter().all(|(offset, _)| offset % LINE_PAIR == 0), "{n} ranks: misaligned");
+            assert!(
+                list.iter().all(|(offset, _)| offset % LINE_PAIR == 0),
+                "{n} ranks: misaligned"
+            );
             let (offset, bytes) = list[list.len() - 1];
             assert!(offset + bytes <= layout.total_bytes(), "{n} ranks: outside");
         }
@@ -184,8 +200,15 @@ mod tests {
             let layout = SegmentLayout::new(n);
             // `coll::cpu::all_reduce` divides a chunk of `SLOT_BYTES` in this way.
             let share = SLOT_BYTES.div_ceil(n).next_multiple_of(64);
-            assert!(share <= layout.result_bytes(), "{n} ranks: {share} bytes in a slot of {}", layout.result_bytes());
-            assert!(POST_HEAD + INLINE_BYTES + layout.table_words() * 8 <= layout.post_bytes(), "{n} ranks");
+            assert!(
+                share <= layout.result_bytes(),
+                "{n} ranks: {share} bytes in a slot of {}",
+                layout.result_bytes()
+            );
+            assert!(
+                POST_HEAD + INLINE_BYTES + layout.table_words() * 8 <= layout.post_bytes(),
+                "{n} ranks"
+            );
             assert!(layout.table_words() >= 8 + 2 * n, "{n} ranks");
         }
     }

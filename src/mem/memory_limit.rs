@@ -1,11 +1,13 @@
-//! How much more memory this process may use, by the machine's memory and by each control group that limits it.
+//! How much more memory this process may use, by the machine's memory and by each control group
+//! that limits it.
 
 use crate::sys::fork::PerProcess;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Upper bound on the memory that is still available. Memory that the kernel can drop or swap out counts as free.
+/// Upper bound on the memory that is still available. Memory that the kernel can drop or swap out
+/// counts as free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryLimit {
     /// Number of bytes that are still available.
@@ -25,23 +27,30 @@ pub fn tightest() -> Option<MemoryLimit> {
     let read = |path: &Path| std::fs::read_to_string(path).ok();
     let meminfo = read(Path::new("/proc/meminfo"))?;
     let swap = field(&meminfo, "SwapFree:").unwrap_or(0) * 1024;
-    let machine = field(&meminfo, "MemAvailable:").map(|kib| MemoryLimit { free: kib * 1024 + swap, of: "on this machine".into() });
+    let machine = field(&meminfo, "MemAvailable:")
+        .map(|kib| MemoryLimit { free: kib * 1024 + swap, of: "on this machine".into() });
     // Determined once, because processes are usually moved between groups before they start.
-    static GROUPS: PerProcess<OnceLock<Vec<(CgroupVersion, PathBuf)>>> = PerProcess::new(OnceLock::new);
+    static GROUPS: PerProcess<OnceLock<Vec<(CgroupVersion, PathBuf)>>> =
+        PerProcess::new(OnceLock::new);
     let groups = GROUPS.get().get_or_init(|| {
         let own = |name: &str| read(&Path::new("/proc/self").join(name)).unwrap_or_default();
         folders(&own("cgroup"), &own("mountinfo"))
     });
     let limited = groups.iter().flat_map(|(version, folder)| {
         let free = version.free(swap, |name| read(&folder.join(name)));
-        free.map(|free| MemoryLimit { free, of: format!("in the memory cgroup {}", folder.display()) })
+        free.map(|free| MemoryLimit {
+            free,
+            of: format!("in the memory cgroup {}", folder.display()),
+        })
     });
     limited.chain(machine).min_by_key(|limit| limit.free)
 }
 
 /// Returns the number after `name` at the start of a line.
 fn field(text: &str, name: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(name).filter(|rest| rest.starts_with([' ', '\t'])))?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(name).filter(|rest| rest.starts_with([' ', '\t'])))?;
     line.split_ascii_whitespace().next()?.parse().ok()
 }
 
@@ -53,7 +62,8 @@ enum CgroupVersion {
 }
 
 impl CgroupVersion {
-    /// Returns how much memory one group still allows, if it sets a limit. `read` reads one of its files.
+    /// Returns how much memory one group still allows, if it sets a limit. `read` reads one of its
+    /// files.
     fn free(self, swap: u64, read: impl Fn(&str) -> Option<String>) -> Option<u64> {
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
         // Read last, because the kernel gathers these values from all cores.
@@ -62,28 +72,33 @@ impl CgroupVersion {
             names.iter().filter_map(|name| field(&stat, name)).sum::<u64>()
         };
         // `used` without `cache` cannot be dropped, only swapped out.
-        let left = |limit: u64, used: u64, cache: u64| limit.saturating_sub(used.saturating_sub(cache));
+        let left =
+            |limit: u64, used: u64, cache: u64| limit.saturating_sub(used.saturating_sub(cache));
         match self {
             // A huge number means no limit; memory and swap together may have a limit, too.
             Self::One => {
                 let limit = number("memory.limit_in_bytes").filter(|limit| *limit < 1 << 62)?;
                 let cache = sum(&["total_active_file", "total_inactive_file"]);
-                let free = left(limit, number("memory.usage_in_bytes")?, cache).saturating_add(swap);
-                let both = number("memory.memsw.limit_in_bytes").zip(number("memory.memsw.usage_in_bytes"));
+                let free =
+                    left(limit, number("memory.usage_in_bytes")?, cache).saturating_add(swap);
+                let both = number("memory.memsw.limit_in_bytes")
+                    .zip(number("memory.memsw.usage_in_bytes"));
                 Some(both.map_or(free, |(limit, used)| left(limit, used, cache).min(free)))
             }
             Self::Two => {
                 let (limit, used) = (number("memory.max")?, number("memory.current")?);
-                let free = left(limit, used, sum(&["active_file", "inactive_file", "slab_reclaimable"]));
-                let swap_left = number("memory.swap.max").map(|max| max.saturating_sub(number("memory.swap.current").unwrap_or(0)));
+                let free =
+                    left(limit, used, sum(&["active_file", "inactive_file", "slab_reclaimable"]));
+                let swap_left = number("memory.swap.max")
+                    .map(|max| max.saturating_sub(number("memory.swap.current").unwrap_or(0)));
                 Some(free.saturating_add(swap_left.unwrap_or(swap).min(swap)))
             }
         }
     }
 }
 
-/// Returns the directories of this process's memory groups, innermost first, from `/proc/self/cgroup` and
-/// `/proc/self/mountinfo`.
+/// Returns the directories of this process's memory groups, innermost first, from
+/// `/proc/self/cgroup` and `/proc/self/mountinfo`.
 fn folders(cgroup: &str, mounts: &str) -> Vec<(CgroupVersion, PathBuf)> {
     let mut folders = Vec::new();
     for line in cgroup.lines() {
@@ -94,14 +109,20 @@ fn folders(cgroup: &str, mounts: &str) -> Vec<(CgroupVersion, PathBuf)> {
             list if list.split(',').any(|name| name == "memory") => CgroupVersion::One,
             _ => continue,
         };
-        let Some((root, point)) = mounts.lines().find_map(|line| mount(line, version)) else { continue };
+        let Some((root, point)) = mounts.lines().find_map(|line| mount(line, version)) else {
+            continue;
+        };
         // In a container, the mount shows only a subtree; groups above its root cannot be read.
         let Ok(inside) = Path::new(inside).strip_prefix(root) else {
             folders.push((version, point.into()));
             continue;
         };
         folders.extend(
-            Path::new(point).join(inside).ancestors().take_while(|path| path.starts_with(point)).map(|path| (version, path.into())),
+            Path::new(point)
+                .join(inside)
+                .ancestors()
+                .take_while(|path| path.starts_with(point))
+                .map(|path| (version, path.into())),
         );
     }
     folders
@@ -110,9 +131,12 @@ fn folders(cgroup: &str, mounts: &str) -> Vec<(CgroupVersion, PathBuf)> {
 /// Returns the root and the mount point in `line`, if it mounts the memory groups of this version.
 fn mount(line: &str, version: CgroupVersion) -> Option<(&str, &str)> {
     let (before, after) = line.split_once(" - ")?;
-    let (before, after): (Vec<&str>, Vec<&str>) = (before.split(' ').collect(), after.split(' ').collect());
+    let (before, after): (Vec<&str>, Vec<&str>) =
+        (before.split(' ').collect(), after.split(' ').collect());
     let wanted = match version {
-        CgroupVersion::One => *after.first()? == "cgroup" && after.get(2)?.split(',').any(|option| option == "memory"),
+        CgroupVersion::One => {
+            *after.first()? == "cgroup" && after.get(2)?.split(',').any(|option| option == "memory")
+        }
         CgroupVersion::Two => *after.first()? == "cgroup2",
     };
     wanted.then_some((*before.get(3)?, *before.get(4)?))
@@ -124,9 +148,15 @@ mod tests {
 
     #[test]
     fn fields_are_found_by_their_whole_name() {
-        let text = "MemTotal:       24683660 kB\nMemAvailable:   16833476 kB\nSwapFree:\t7 kB\nactive_file 12\nactive 5\n";
-        let cases =
-            [("MemAvailable:", Some(16_833_476)), ("SwapFree:", Some(7)), ("active_file", Some(12)), ("active", Some(5)), ("Mem", None)];
+        let text = "MemTotal:       24683660 kB\nMemAvailable:   16833476 kB\nSwapFree:\t7 \
+            kB\nactive_file 12\nactive 5\n";
+        let cases = [
+            ("MemAvailable:", Some(16_833_476)),
+            ("SwapFree:", Some(7)),
+            ("active_file", Some(12)),
+            ("active", Some(5)),
+            ("Mem", None),
+        ];
         for (name, expected) in cases {
             assert_eq!(field(text, name), expected, "{name}");
         }
@@ -134,11 +164,14 @@ mod tests {
 
     #[test]
     fn folders_are_those_of_the_groups_and_all_above_them() {
-        let hybrid = "36 32 0:31 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n\
+        let hybrid = "36 32 0:31 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup \
+            cgroup rw,memory\n\
                       37 32 0:32 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n\
                       38 32 0:33 / /sys/fs/cgroup/unified rw - cgroup2 none rw\n";
-        let unified = "30 24 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
-        let container = "30 24 0:26 /docker/ab /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
+        let unified =
+            "30 24 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+        let container =
+            "30 24 0:26 /docker/ab /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
         let (one, two) = (CgroupVersion::One, CgroupVersion::Two);
         let cases = [
             (
@@ -154,15 +187,24 @@ mod tests {
             (
                 "0::/user.slice/s\n",
                 unified,
-                vec![(two, "/sys/fs/cgroup/user.slice/s"), (two, "/sys/fs/cgroup/user.slice"), (two, "/sys/fs/cgroup")],
+                vec![
+                    (two, "/sys/fs/cgroup/user.slice/s"),
+                    (two, "/sys/fs/cgroup/user.slice"),
+                    (two, "/sys/fs/cgroup"),
+                ],
             ),
-            ("4:cpu,memory:/docker/ab/c\n", container, vec![(one, "/sys/fs/cgroup/memory/c"), (one, "/sys/fs/cgroup/memory")]),
+            (
+                "4:cpu,memory:/docker/ab/c\n",
+                container,
+                vec![(one, "/sys/fs/cgroup/memory/c"), (one, "/sys/fs/cgroup/memory")],
+            ),
             ("4:memory:/elsewhere\n", container, vec![(one, "/sys/fs/cgroup/memory")]),
             ("4:cpu:/a\n", hybrid, vec![]),
             ("nonsense\n", "nonsense\n", vec![]),
         ];
         for (cgroup, mounts, expected) in cases {
-            let expected: Vec<(CgroupVersion, PathBuf)> = expected.into_iter().map(|(version, path)| (version, path.into())).collect();
+            let expected: Vec<(CgroupVersion, PathBuf)> =
+                expected.into_iter().map(|(version, path)| (version, path.into())).collect();
             assert_eq!(folders(cgroup, mounts), expected, "{cgroup}");
         }
     }
@@ -174,7 +216,15 @@ mod tests {
         let cases: [(CgroupVersion, Files, Option<u64>); 8] = [
             (CgroupVersion::Two, &[("memory.max", "max\n"), ("memory.current", "5\n")], None),
             (CgroupVersion::Two, &[], None),
-            (CgroupVersion::Two, &[("memory.max", "1000\n"), ("memory.current", "600\n"), ("memory.swap.max", "0\n")], Some(400)),
+            (
+                CgroupVersion::Two,
+                &[
+                    ("memory.max", "1000\n"),
+                    ("memory.current", "600\n"),
+                    ("memory.swap.max", "0\n"),
+                ],
+                Some(400),
+            ),
             (
                 CgroupVersion::Two,
                 &[
@@ -182,15 +232,34 @@ mod tests {
                     ("memory.current", "600"),
                     ("memory.swap.max", "30"),
                     ("memory.swap.current", "10"),
-                    ("memory.stat", "anon 9\nfile 400\nshmem 300\ninactive_file 60\nactive_file 40\nslab_reclaimable 5\n"),
+                    (
+                        "memory.stat",
+                        "anon 9\nfile 400\nshmem 300\ninactive_file 60\nactive_file \
+                         40\nslab_reclaimable 5\n",
+                    ),
                 ],
                 Some(525),
             ),
-            (CgroupVersion::Two, &[("memory.max", "1000"), ("memory.current", "1010"), ("memory.swap.max", "max")], Some(100)),
-            (CgroupVersion::One, &[("memory.limit_in_bytes", "9223372036854771712\n"), ("memory.usage_in_bytes", "5")], None),
+            (
+                CgroupVersion::Two,
+                &[("memory.max", "1000"), ("memory.current", "1010"), ("memory.swap.max", "max")],
+                Some(100),
+            ),
             (
                 CgroupVersion::One,
-                &[("memory.limit_in_bytes", "1000"), ("memory.usage_in_bytes", "600"), ("memory.stat", "total_inactive_file 50\n")],
+                &[
+                    ("memory.limit_in_bytes", "9223372036854771712\n"),
+                    ("memory.usage_in_bytes", "5"),
+                ],
+                None,
+            ),
+            (
+                CgroupVersion::One,
+                &[
+                    ("memory.limit_in_bytes", "1000"),
+                    ("memory.usage_in_bytes", "600"),
+                    ("memory.stat", "total_inactive_file 50\n"),
+                ],
                 Some(550),
             ),
             (
@@ -205,7 +274,9 @@ mod tests {
             ),
         ];
         for (version, files, expected) in cases {
-            let read = |name: &str| files.iter().find(|(file, _)| *file == name).map(|(_, text)| (*text).to_owned());
+            let read = |name: &str| {
+                files.iter().find(|(file, _)| *file == name).map(|(_, text)| (*text).to_owned())
+            };
             assert_eq!(version.free(100, read), expected, "{files:?}");
         }
     }

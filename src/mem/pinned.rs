@@ -29,11 +29,15 @@ impl PinnedWords {
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
         let mut words = Self { words: std::ptr::null_mut(), device: 0, count };
         // SAFETY: valid for a write; freed by `drop`.
-        check("allocating pinned memory", unsafe { sys::cuMemHostAlloc(&raw mut words.words, bytes, flags) })?;
+        check("allocating pinned memory", unsafe {
+            sys::cuMemHostAlloc(&raw mut words.words, bytes, flags)
+        })?;
         // SAFETY: the allocation is `bytes` long, and no other thread has its address yet.
         unsafe { std::ptr::write_bytes(words.words.cast::<u8>(), 0, bytes) };
         // SAFETY: valid for a write; the memory was allocated for mapping.
-        check("mapping pinned memory", unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut words.device, words.words, 0) })?;
+        check("mapping pinned memory", unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&raw mut words.device, words.words, 0)
+        })?;
         Ok(words)
     }
 
@@ -44,7 +48,8 @@ impl PinnedWords {
 
     /// The words.
     pub fn get(&self) -> &[AtomicU32] {
-        // SAFETY: allocated for `count` words, aligned to a page, zeroed; lives as long as `self`; the GPU writes whole words.
+        // SAFETY: allocated for `count` words, aligned to a page, zeroed; lives as long as `self`;
+        // the GPU writes whole words.
         unsafe { std::slice::from_raw_parts(self.words.cast(), self.count) }
     }
 }
@@ -77,18 +82,27 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl RegisteredMemory {
-    /// Maps `bytes` bytes at `words` (both multiples of a page) for the GPU, in the current context.
+    /// Maps `bytes` bytes at `words` (both multiples of a page) for the GPU, in the current
+    /// context.
     ///
     /// # Safety
     /// The range is mapped and its pages are reserved as long as `keeper` lives.
-    pub unsafe fn new(host: *mut u8, bytes: usize, keeper: Arc<dyn Any + Send + Sync>) -> Result<Self> {
+    pub unsafe fn new(
+        host: *mut u8,
+        bytes: usize,
+        keeper: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Self> {
         let host = host.cast::<c_void>();
         let flags = sys::CU_MEMHOSTREGISTER_DEVICEMAP | sys::CU_MEMHOSTREGISTER_PORTABLE;
         // SAFETY: mapped, by the caller's promise.
-        check("opening shared memory to the GPU", unsafe { sys::cuMemHostRegister_v2(host, bytes, flags) })?;
+        check("opening shared memory to the GPU", unsafe {
+            sys::cuMemHostRegister_v2(host, bytes, flags)
+        })?;
         let mut registration = Registration { host, device: 0 };
         // SAFETY: valid for a write; registered above.
-        check("mapping shared memory", unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut registration.device, host, 0) })?;
+        check("mapping shared memory", unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&raw mut registration.device, host, 0)
+        })?;
         Ok(Self { registration, _keeper: keeper })
     }
 

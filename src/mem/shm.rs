@@ -17,9 +17,9 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// A mapping of a group's memory file. Pages that no rank has touched or reserved cost nothing. Clones share the
-/// mapping: ranks that are threads of one process may use the same addresses, which lets ThreadSanitizer see their
-/// races.
+/// A mapping of a group's memory file. Pages that no rank has touched or reserved cost nothing.
+/// Clones share the mapping: ranks that are threads of one process may use the same addresses,
+/// which lets ThreadSanitizer see their races.
 #[derive(Clone, Debug)]
 pub struct ShmSegment {
     /// The base of `mapping`, copied to save an indirection on every access.
@@ -38,8 +38,8 @@ struct ShmMapping {
     file: Mutex<Option<OwnedFd>>,
 }
 
-// SAFETY: the mapping is plain memory; the protocols in `sync` and `coll` decide which thread may touch which byte
-// when.
+// SAFETY: the mapping is plain memory; the protocols in `sync` and `coll` decide which thread may
+// touch which byte when.
 unsafe impl Send for ShmSegment {}
 // SAFETY: as above.
 unsafe impl Sync for ShmSegment {}
@@ -64,13 +64,23 @@ impl HostReservation {
     /// Reserves `bytes` bytes of addresses, which cost no memory.
     pub fn reserve(bytes: usize, purpose: impl Display) -> Result<Self> {
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
-        let base =
-            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE) };
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        };
         let base = base.map_err(|errno| {
-            let free = process::address_space().map_or_else(String::new, |space| format!(", {space}"));
-            Error::config(format!("out of address space: {purpose} needs {bytes} bytes{free}: {errno}"))
+            let free =
+                process::address_space().map_or_else(String::new, |space| format!(", {space}"));
+            Error::config(format!(
+                "out of address space: {purpose} needs {bytes} bytes{free}: {errno}"
+            ))
         })?;
-        let base = NonNull::new(base.cast()).ok_or_else(|| Error::internal("mmap returned the null page"))?;
+        let base = NonNull::new(base.cast())
+            .ok_or_else(|| Error::internal("mmap returned the null page"))?;
         Ok(Self { base, bytes })
     }
 }
@@ -83,7 +93,8 @@ impl Drop for HostReservation {
 }
 
 impl ShmSegment {
-    /// Creates an unnamed file of `bytes` bytes whose size is sealed, so no access within it can fault.
+    /// Creates an unnamed file of `bytes` bytes whose size is sealed, so no access within it can
+    /// fault.
     pub fn create(bytes: usize) -> Result<OwnedFd> {
         Self::create_or(bytes as u64, Required::failed)
     }
@@ -93,14 +104,18 @@ impl ShmSegment {
         use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         // Kernels before 6.3 reject NOEXEC_SEAL; later ones may require it.
-        let file = memfd_create("symm", flags | MemfdFlags::NOEXEC_SEAL)
-            .or_else(|errno| if errno == Errno::INVAL { memfd_create("symm", flags) } else { Err(errno) })
-            .map_err(|errno| error(Required::Memory, errno))?;
+        let file =
+            memfd_create("symm", flags | MemfdFlags::NOEXEC_SEAL)
+                .or_else(|errno| {
+                    if errno == Errno::INVAL { memfd_create("symm", flags) } else { Err(errno) }
+                })
+                .map_err(|errno| error(Required::Memory, errno))?;
         ftruncate(&file, bytes).map_err(|errno| {
             let error = error(Required::Size, errno);
             Error { message: format!("{}; {bytes} bytes are needed", error.message), ..error }
         })?;
-        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(|errno| error(Required::Seal, errno))?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(|errno| error(Required::Seal, errno))?;
         Ok(file)
     }
 
@@ -114,9 +129,13 @@ impl ShmSegment {
         let (base, bytes) = (addresses.base, addresses.bytes);
         let stat = rustix::fs::fstat(&file).map_err(|errno| Required::Look.failed(errno))?;
         if (stat.st_size as u64) < bytes as u64 {
-            return Err(Error::config(format!("the group's memory has {} bytes, {bytes} are needed", stat.st_size)));
+            return Err(Error::config(format!(
+                "the group's memory has {} bytes, {bytes} are needed",
+                stat.st_size
+            )));
         }
-        // SAFETY: the range belongs to `addresses` and holds nothing else; this mapping replaces the reservation.
+        // SAFETY: the range belongs to `addresses` and holds nothing else; this mapping replaces
+        // the reservation.
         unsafe {
             rustix::mm::mmap(
                 base.as_ptr().cast(),
@@ -130,7 +149,16 @@ impl ShmSegment {
         .map_err(|errno| Required::Map.failed(errno))?;
         // The segment owns the range from here on.
         std::mem::forget(addresses);
-        Ok(Self { base, bytes, mapping: Arc::new(ShmMapping { base, bytes, identity: stat.st_ino, file: Mutex::new(Some(file)) }) })
+        Ok(Self {
+            base,
+            bytes,
+            mapping: Arc::new(ShmMapping {
+                base,
+                bytes,
+                identity: stat.st_ino,
+                file: Mutex::new(Some(file)),
+            }),
+        })
     }
 
     /// Returns a number that all mappings of one file share; the kernel does not reuse it soon.
@@ -143,19 +171,24 @@ impl ShmSegment {
         self.check(offset, bytes);
         match &*lock(&self.mapping.file) {
             Some(file) => reserve(file, offset, bytes, purpose),
-            None => Err(Error::internal(format!("{purpose} needs {bytes} bytes of a segment that has left its file"))),
+            None => Err(Error::internal(format!(
+                "{purpose} needs {bytes} bytes of a segment that has left its file"
+            ))),
         }
     }
 
-    /// Returns a clone for a holder that passes the memory's addresses to a device: while it lives, the segment does
-    /// not leave its file.
+    /// Returns a clone for a holder that passes the memory's addresses to a device: while it lives,
+    /// the segment does not leave its file.
     pub fn hold(&self) -> Result<Self> {
         let file = lock(&self.mapping.file);
-        file.as_ref().map(|_| self.clone()).ok_or_else(|| Error::aborted("the group of this memory was destroyed"))
+        file.as_ref()
+            .map(|_| self.clone())
+            .ok_or_else(|| Error::aborted("the group of this memory was destroyed"))
     }
 
-    /// Closes the file and releases its memory. The same addresses then hold private memory whose first `kept` bytes
-    /// are copied from the file; peers do not see later writes to it. Does nothing while a clone shares the mapping.
+    /// Closes the file and releases its memory. The same addresses then hold private memory whose
+    /// first `kept` bytes are copied from the file; peers do not see later writes to it. Does
+    /// nothing while a clone shares the mapping.
     pub fn leave_file(&self, kept: usize) -> rustix::io::Result<()> {
         self.check(0, kept);
         let ShmMapping { base, bytes, file, .. } = &*self.mapping;
@@ -165,18 +198,34 @@ impl ShmSegment {
         }
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
-        let own = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), *bytes, protection, MapFlags::PRIVATE | MapFlags::NORESERVE) }?;
+        let own = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                *bytes,
+                protection,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }?;
         for word in 0..kept / size_of::<AtomicU64>() {
-            // SAFETY: both mappings are page-aligned and hold `kept` bytes (checked above). Peers and threads change
-            // the words of the old one atomically, and no other thread has the address of the new one.
+            // SAFETY: both mappings are page-aligned and hold `kept` bytes (checked above). Peers
+            // and threads change the words of the old one atomically, and no other thread has the
+            // address of the new one.
             unsafe {
                 let value = (*base.as_ptr().cast::<AtomicU64>().add(word)).load(Ordering::Acquire);
                 *own.cast::<u64>().add(word) = value;
             }
         }
-        // SAFETY: the old range belongs to this mapping, and the new memory replaces it in one step, readable and
-        // writable as before.
-        let moved = unsafe { rustix::mm::mremap_fixed(own, *bytes, *bytes, MremapFlags::MAYMOVE, base.as_ptr().cast()) };
+        // SAFETY: the old range belongs to this mapping, and the new memory replaces it in one
+        // step, readable and writable as before.
+        let moved = unsafe {
+            rustix::mm::mremap_fixed(
+                own,
+                *bytes,
+                *bytes,
+                MremapFlags::MAYMOVE,
+                base.as_ptr().cast(),
+            )
+        };
         if let Err(errno) = moved {
             // SAFETY: mapped above, and no other thread has its address.
             let _ = unsafe { rustix::mm::munmap(own, *bytes) };
@@ -200,8 +249,9 @@ impl ShmSegment {
     pub unsafe fn at<T>(&self, offset: usize) -> &T {
         let ptr = self.ptr(offset, size_of::<T>()).cast::<T>();
         assert!(ptr.is_aligned(), "offset {offset} is misaligned");
-        // SAFETY: in bounds and aligned (checked above), initialised (the file starts zeroed, and atomics accept zero),
-        // and lives as long as `self`; by the caller's promise, concurrent changes are atomic.
+        // SAFETY: in bounds and aligned (checked above), initialised (the file starts zeroed, and
+        // atomics accept zero), and lives as long as `self`; by the caller's promise, concurrent
+        // changes are atomic.
         unsafe { &*ptr }
     }
 
@@ -214,9 +264,15 @@ impl ShmSegment {
     }
 }
 
-/// Allocates missing pages of `file` in advance. If the machine is out of memory, this is an error instead of a SIGBUS
-/// at the first touch; if a control group is full, it is an error instead of the kernel killing a process.
-pub(crate) fn reserve(file: &OwnedFd, offset: usize, bytes: usize, purpose: impl Display) -> Result<()> {
+/// Allocates missing pages of `file` in advance. If the machine is out of memory, this is an error
+/// instead of a SIGBUS at the first touch; if a control group is full, it is an error instead of
+/// the kernel killing a process.
+pub(crate) fn reserve(
+    file: &OwnedFd,
+    offset: usize,
+    bytes: usize,
+    purpose: impl Display,
+) -> Result<()> {
     let limit = tightest();
     let none = |reason: &str| {
         let free = limit.as_ref().map_or_else(String::new, |limit| format!(", {limit}"));
@@ -227,7 +283,8 @@ pub(crate) fn reserve(file: &OwnedFd, offset: usize, bytes: usize, purpose: impl
     }
     // A signal undoes the allocation so far, and a periodic timer would do so forever.
     let _undisturbed = BlockedSignals::new();
-    let allocate = || rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64);
+    let allocate =
+        || rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64);
     retry(allocate).map_err(|errno| match errno {
         Errno::NOMEM | Errno::NOSPC => none(&format!(": {errno}")),
         errno => {
@@ -239,7 +296,8 @@ pub(crate) fn reserve(file: &OwnedFd, offset: usize, bytes: usize, purpose: impl
 
 impl Drop for ShmMapping {
     fn drop(&mut self) {
-        // SAFETY: base and bytes come from mmap; every reference borrows a segment, and no segment is left.
+        // SAFETY: base and bytes come from mmap; every reference borrows a segment, and no segment
+        // is left.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
@@ -252,7 +310,8 @@ mod tests {
     fn two_mappings_of_one_file_show_the_same_bytes() {
         let file = ShmSegment::create(8192).expect("memfd");
         let other = file.try_clone().expect("dup");
-        let (a, b) = (ShmSegment::map(file, 8192).expect("map"), ShmSegment::map(other, 8192).expect("map"));
+        let (a, b) =
+            (ShmSegment::map(file, 8192).expect("map"), ShmSegment::map(other, 8192).expect("map"));
         a.reserve(0, 8192, "a test").expect("reserve");
         // SAFETY: both ranges are mapped and only this thread touches them.
         unsafe {
@@ -266,10 +325,15 @@ mod tests {
         let file = ShmSegment::create(8192).expect("memfd");
         let peer = ShmSegment::map(file.try_clone().expect("dup"), 8192).expect("map");
         let segment = ShmSegment::map(file, 8192).expect("map");
-        // SAFETY: atomics only, within the mappings.
-        let words = |segment: &ShmSegment| [0, 4096].map(|at| unsafe { std::ptr::from_ref(segment.at::<AtomicU64>(at)) });
+        let words = |segment: &ShmSegment| {
+            // SAFETY: atomics only, within the mappings.
+            [0, 4096].map(|at| unsafe { std::ptr::from_ref(segment.at::<AtomicU64>(at)) })
+        };
         // SAFETY: the segments live until the end, and only this thread uses them.
-        let (own, its) = (words(&segment).map(|word| unsafe { &*word }), words(&peer).map(|word| unsafe { &*word }));
+        let (own, its) = (
+            words(&segment).map(|word| unsafe { &*word }),
+            words(&peer).map(|word| unsafe { &*word }),
+        );
         own.iter().for_each(|word| word.store(7, Ordering::Relaxed));
         let held = segment.hold().expect("open");
         segment.leave_file(4096).expect("nothing to do");
@@ -280,7 +344,11 @@ mod tests {
         segment.leave_file(4096).expect("left");
         assert_eq!(own.map(|word| word.load(Ordering::Relaxed)), [8, 0]);
         own[0].store(9, Ordering::Relaxed);
-        assert_eq!(its.map(|word| word.load(Ordering::Relaxed)), [8, 7], "the peer's memory is its own");
+        assert_eq!(
+            its.map(|word| word.load(Ordering::Relaxed)),
+            [8, 7],
+            "the peer's memory is its own"
+        );
         assert_eq!(segment.identity(), identity);
         assert!(segment.hold().is_err() && segment.reserve(0, 4096, "a test").is_err());
         segment.leave_file(4096).expect("nothing to do");

@@ -16,8 +16,8 @@ impl Span {
         self.addr as *mut u8
     }
 
-    /// Returns the single piece that `spans` form if each starts where the one before ends; empty spans may be
-    /// anywhere. `None` if they do not, or if there are no spans.
+    /// Returns the single piece that `spans` form if each starts where the one before ends; empty
+    /// spans may be anywhere. `None` if they do not, or if there are no spans.
     pub fn joined(spans: &[Self]) -> Option<Self> {
         let mut some = spans.iter().filter(|span| span.bytes > 0);
         let mut whole = *some.next().or(spans.first())?;
@@ -38,7 +38,10 @@ mod tests {
     #[test]
     fn spans_that_follow_each_other_are_one() {
         let span = |addr, bytes| Span { addr, bytes };
-        assert_eq!(Span::joined(&[span(8, 4), span(12, 0), span(99, 0), span(12, 2)]), Some(span(8, 6)));
+        assert_eq!(
+            Span::joined(&[span(8, 4), span(12, 0), span(99, 0), span(12, 2)]),
+            Some(span(8, 6))
+        );
         assert_eq!(Span::joined(&[span(8, 4), span(13, 2)]), None);
         assert_eq!(Span::joined(&[span(5, 0), span(9, 0)]), Some(span(5, 0)));
         assert_eq!(Span::joined(&[span(usize::MAX, 1), span(0, 1)]), None);

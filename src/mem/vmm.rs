@@ -1,7 +1,9 @@
-//! GPU memory that other processes can map, made and shared through the driver's virtual-memory calls.
+//! GPU memory that other processes can map, made and shared through the driver's virtual-memory
+//! calls.
 //!
-//! The physical memory lives as long as any process maps it or holds its descriptor. Mappings therefore stay valid when
-//! the rank that made the memory exits, and the memory is freed with the last of them, however its maker ended.
+//! The physical memory lives as long as any process maps it or holds its descriptor. Mappings
+//! therefore stay valid when the rank that made the memory exits, and the memory is freed with the
+//! last of them, however its maker ended.
 #![allow(unsafe_code, reason = "mappings of GPU memory")]
 
 use crate::error::{Error, Result};
@@ -29,10 +31,14 @@ pub struct DeviceAllocation {
     bytes: usize,
 }
 
-const POSIX_FD: sys::CUmemAllocationHandleType = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+const POSIX_FD: sys::CUmemAllocationHandleType =
+    sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
 fn location(device: &Device) -> sys::CUmemLocation {
-    sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device.ordinal() }
+    sys::CUmemLocation {
+        type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+        id: device.ordinal(),
+    }
 }
 
 fn properties(device: &Device) -> sys::CUmemAllocationProp {
@@ -47,10 +53,12 @@ fn properties(device: &Device) -> sys::CUmemAllocationProp {
 /// Returns true if memory of `device` can be made this way and shared with other processes.
 pub fn supported(device: &Device) -> bool {
     use sys::CUdevice_attribute::{
-        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED,
+        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+        CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED,
     };
     let has = |attribute| device.attribute(attribute).is_ok_and(|value| value != 0);
-    has(CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED) && has(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
+    has(CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED)
+        && has(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
 }
 
 /// Returns the granularity in bytes that every size must be a multiple of. Needs a current context.
@@ -78,25 +86,35 @@ impl DeviceAllocation {
     pub fn export(&self) -> Result<OwnedFd> {
         let mut fd: i32 = -1;
         // SAFETY: for this handle type, the driver writes an `int`.
-        let result = unsafe { sys::cuMemExportToShareableHandle((&raw mut fd).cast(), self.handle, POSIX_FD, 0) };
+        let result = unsafe {
+            sys::cuMemExportToShareableHandle((&raw mut fd).cast(), self.handle, POSIX_FD, 0)
+        };
         check("exporting device memory", result)?;
         // SAFETY: the driver made the descriptor for this call; it has no other owner.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).map_err(|e| Error::os("closing a descriptor on exec", e))?;
+        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
+            .map_err(|e| Error::os("closing a descriptor on exec", e))?;
         Ok(fd)
     }
 
     /// Imports memory that a peer exported; `bytes` is the length that the peer sent.
     pub fn import(fd: &OwnedFd, bytes: usize) -> Result<Self> {
         let mut handle = 0;
-        // SAFETY: for this handle type, the driver takes the descriptor by value, as a pointer, and keeps its own
-        // reference.
-        let result = unsafe { sys::cuMemImportFromShareableHandle(&raw mut handle, fd.as_raw_fd() as usize as *mut _, POSIX_FD) };
+        // SAFETY: for this handle type, the driver takes the descriptor by value, as a pointer, and
+        // keeps its own reference.
+        let result = unsafe {
+            sys::cuMemImportFromShareableHandle(
+                &raw mut handle,
+                fd.as_raw_fd() as usize as *mut _,
+                POSIX_FD,
+            )
+        };
         check("importing a peer's device memory", result)?;
         Ok(Self { handle, bytes })
     }
 
-    /// Maps the whole memory, readable and writable for `device`. The mapping keeps the memory alive.
+    /// Maps the whole memory, readable and writable for `device`. The mapping keeps the memory
+    /// alive.
     pub fn map(&self, device: &Device) -> Result<DeviceMapping> {
         let reservation = DeviceReservation::new(self.bytes)?;
         reservation.map(0, self, device)?;
@@ -116,7 +134,9 @@ impl DeviceReservation {
     pub fn new(bytes: usize) -> Result<Self> {
         let mut address = 0;
         // SAFETY: valid for a write; 0 leaves alignment and address to the driver. Freed by `drop`.
-        check(&format!("reserving {bytes} bytes of addresses"), unsafe { sys::cuMemAddressReserve(&raw mut address, bytes, 0, 0, 0) })?;
+        check(&format!("reserving {bytes} bytes of addresses"), unsafe {
+            sys::cuMemAddressReserve(&raw mut address, bytes, 0, 0, 0)
+        })?;
         Ok(Self { address, bytes })
     }
 
@@ -125,31 +145,38 @@ impl DeviceReservation {
         self.address
     }
 
-    /// Maps the whole `memory` at `offset`, readable and writable for `device`. Nothing may be mapped there yet. The
-    /// mapping keeps the memory alive.
+    /// Maps the whole `memory` at `offset`, readable and writable for `device`. Nothing may be
+    /// mapped there yet. The mapping keeps the memory alive.
     pub fn map(&self, offset: usize, memory: &DeviceAllocation, device: &Device) -> Result<()> {
         if offset.checked_add(memory.bytes).is_none_or(|end| end > self.bytes) {
-            return Err(Error::internal(format!("{} bytes at {offset} leave a range of {} bytes", memory.bytes, self.bytes)));
+            return Err(Error::internal(format!(
+                "{} bytes at {offset} leave a range of {} bytes",
+                memory.bytes, self.bytes
+            )));
         }
         let address = self.address + offset as u64;
-        // SAFETY: within the reservation of `new` (checked above); the driver rejects a range that is already mapped;
-        // the handle lives.
-        check("mapping device memory", unsafe { sys::cuMemMap(address, memory.bytes, 0, memory.handle, 0) })?;
+        // SAFETY: within the reservation of `new` (checked above); the driver rejects a range that
+        // is already mapped; the handle lives.
+        check("mapping device memory", unsafe {
+            sys::cuMemMap(address, memory.bytes, 0, memory.handle, 0)
+        })?;
         let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         let access = sys::CUmemAccessDesc { location: location(device), flags };
         // SAFETY: mapped above.
-        let opened = check("opening device memory to access", unsafe { sys::cuMemSetAccess(address, memory.bytes, &raw const access, 1) });
+        let opened = check("opening device memory to access", unsafe {
+            sys::cuMemSetAccess(address, memory.bytes, &raw const access, 1)
+        });
         if opened.is_err() {
             self.unmap(offset, memory.bytes);
         }
         opened
     }
 
-    /// Unmaps what `map` mapped with the same `offset` and `bytes`. The caller ensures that no kernel of this process
-    /// uses it.
+    /// Unmaps what `map` mapped with the same `offset` and `bytes`. The caller ensures that no
+    /// kernel of this process uses it.
     pub fn unmap(&self, offset: usize, bytes: usize) {
-        // SAFETY: the driver rejects a range that is not one whole mapping; the range is within the reservation of
-        // `new`, so the mapping is ours.
+        // SAFETY: the driver rejects a range that is not one whole mapping; the range is within the
+        // reservation of `new`, so the mapping is ours.
         let _ = unsafe { sys::cuMemUnmap(self.address + offset as u64, bytes) };
     }
 }

@@ -1,8 +1,8 @@
-//! Connecting two ranks of different nodes that have messages for each other: they find each other in the store, and
-//! leave no key there.
+//! Connecting two ranks of different nodes that have messages for each other: they find each other
+//! in the store, and leave no key there.
 //!
-//! A link exists once both ranks want it. While receives from any source are pending, a thread therefore looks for
-//! ranks that have started to send to this one.
+//! A link exists once both ranks want it. While receives from any source are pending, a thread
+//! therefore looks for ranks that have started to send to this one.
 
 use super::internode::InternodeLinks;
 use super::links::{Traffic, addresses};
@@ -16,14 +16,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Minimum and maximum poll interval of the store.
-pub(super) const STORE_POLL: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
+pub(super) const STORE_POLL: (Duration, Duration) =
+    (Duration::from_millis(1), Duration::from_millis(50));
 /// Number of frames that may arrive before this rank has read the first.
 const DEPTH: usize = 8;
 /// Maximum time in which two ranks that have found each other connect.
 const LINK_CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Keys of this rank that stay in the store until this value is dropped, when the peer has read them or no rank needs
-/// them.
+/// Keys of this rank that stay in the store until this value is dropped, when the peer has read
+/// them or no rank needs them.
 pub(super) struct PublishedKeys<'a> {
     store: &'a dyn Store,
     keys: Vec<String>,
@@ -41,7 +42,8 @@ impl InternodeLinks {
         format!("{}{}-{}", self.prefix, peer.min(self.me), peer.max(self.me))
     }
 
-    /// Returns the key by which `rank`, this one or `peer`, publishes that it wants to connect with the other.
+    /// Returns the key by which `rank`, this one or `peer`, publishes that it wants to connect with
+    /// the other.
     pub(super) fn key(&self, peer: Rank, rank: Rank) -> String {
         format!("{}/here/{rank}", self.pair_name(peer))
     }
@@ -49,12 +51,16 @@ impl InternodeLinks {
     /// Returns the keys at which `peer` finds the address of this rank.
     pub(super) fn address(&self, peer: Rank) -> PublishedKeys<'_> {
         let index = usize::from(self.me > peer);
-        PublishedKeys { store: &*self.store, keys: addresses(&self.pair_name(peer), index).collect() }
+        PublishedKeys {
+            store: &*self.store,
+            keys: addresses(&self.pair_name(peer), index).collect(),
+        }
     }
 }
 
 impl Messages {
-    /// Connects with `peer` once `peer` has started a message with this rank. Returns false if the group ends first.
+    /// Connects with `peer` once `peer` has started a message with this rank. Returns false if the
+    /// group ends first.
     pub(super) fn meet(&self, far: &InternodeLinks, peer: Rank) -> Result<bool> {
         let own = PublishedKeys { store: &*far.store, keys: vec![far.key(peer, far.me)] };
         far.store.set(&own.keys[0], b"1")?;
@@ -64,7 +70,10 @@ impl Messages {
                 break Ok(false);
             }
             if far.store.check(&[&far.key(peer, peer)])? {
-                break far.links.make(peer, &far.pair_name(peer), far.me > peer, LINK_CONNECT_TIMEOUT).map(|()| true);
+                break far
+                    .links
+                    .make(peer, &far.pair_name(peer), far.me > peer, LINK_CONNECT_TIMEOUT)
+                    .map(|()| true);
             }
             std::thread::sleep(pause);
             pause = (2 * pause).min(STORE_POLL.1);
@@ -82,13 +91,15 @@ impl Messages {
         begun.map(|()| !closed)
     }
 
-    /// Connects with ranks of other nodes that have started a message with this one, while receives from any source are
-    /// pending.
+    /// Connects with ranks of other nodes that have started a message with this one, while receives
+    /// from any source are pending.
     pub(super) fn seek(self: &Arc<Self>, far: &InternodeLinks) {
         let mut pause = STORE_POLL.0;
         loop {
             let mut state = self.lock();
-            while state.matching.posted.iter().all(|posted| posted.peer.is_some()) && state.closed.is_none() {
+            while state.matching.posted.iter().all(|posted| posted.peer.is_some())
+                && state.closed.is_none()
+            {
                 state = unpoisoned(far.changed.wait(state));
                 pause = STORE_POLL.0;
             }
@@ -97,7 +108,8 @@ impl Messages {
                 return;
             }
             drop(state);
-            let found: Result<Vec<bool>> = unmet.iter().map(|&rank| far.store.check(&[&far.key(rank, rank)])).collect();
+            let found: Result<Vec<bool>> =
+                unmet.iter().map(|&rank| far.store.check(&[&far.key(rank, rank)])).collect();
             let mut state = self.lock();
             let met = found.and_then(|found| {
                 let mut senders = unmet.iter().zip(found).filter(|(_, found)| *found);
@@ -105,7 +117,11 @@ impl Messages {
             });
             if let Err(error) = met {
                 let group = self.control.name();
-                log::warn!("group \"{group}\": ranks of other nodes that send are not looked for any more: {}", error.message);
+                log::warn!(
+                    "group \"{group}\": ranks of other nodes that send are not looked \
+                     for any more: {}",
+                    error.message
+                );
                 state.blind = Some(error);
                 return;
             }
@@ -121,7 +137,12 @@ impl MessageTable {
     fn connected(&mut self, peer: Rank) -> Result<()> {
         let Some(wire) = self.wire(peer) else { return Ok(()) };
         wire.phase = LinkState::Open;
-        let waiting: Vec<u64> = self.sends.iter().filter(|(_, send)| send.peer == peer).map(|(&ticket, _)| ticket).collect();
+        let waiting: Vec<u64> = self
+            .sends
+            .iter()
+            .filter(|(_, send)| send.peer == peer)
+            .map(|(&ticket, _)| ticket)
+            .collect();
         waiting.into_iter().try_for_each(|ticket| self.begin_send(ticket))?;
         self.wire(peer).map_or(Ok(()), |wire| wire.send_rejection())
     }

@@ -18,7 +18,10 @@ use std::time::{Duration, Instant};
 
 /// Returns the error of a wait that timed out before its message completed.
 pub(super) fn gave_up(since: Instant) -> Error {
-    Error::wait_timeout(format!("wait() gave up after {:.1} s; the transfer itself goes on", since.elapsed().as_secs_f32()))
+    Error::wait_timeout(format!(
+        "wait() gave up after {:.1} s; the transfer itself goes on",
+        since.elapsed().as_secs_f32()
+    ))
 }
 
 /// Returns the name of a message within a node for errors.
@@ -31,16 +34,28 @@ pub(super) fn is_broken(error: &Error) -> bool {
     matches!(error.kind, ErrorKind::Peer | ErrorKind::Network)
 }
 
-/// Returns the error for the loss of the link to `whom` because of `error`. `urgent` is the name of a pending message
-/// that needs the link, and the seconds that it has waited.
-pub(super) fn lost_link(control: &ControlBlock, whom: &str, urgent: Option<&(String, f32)>, error: Error) -> Error {
+/// Returns the error for the loss of the link to `whom` because of `error`. `urgent` is the name of
+/// a pending message that needs the link, and the seconds that it has waited.
+pub(super) fn lost_link(
+    control: &ControlBlock,
+    whom: &str,
+    urgent: Option<&(String, f32)>,
+    error: Error,
+) -> Error {
     let (me, group) = (control.describe(control.rank()), control.name());
     match urgent {
         _ if !is_broken(&error) => error,
-        Some((what, seconds)) => {
-            Error::peer(format!("{me} lost its connection to {whom} after {seconds:.1} s in {what}: {}", error.message))
-        }
-        None => Error { message: format!("{me} has lost its connection to {whom} in group \"{group}\": {}", error.message), ..error },
+        Some((what, seconds)) => Error::peer(format!(
+            "{me} lost its connection to {whom} after {seconds:.1} s in {what}: {}",
+            error.message
+        )),
+        None => Error {
+            message: format!(
+                "{me} has lost its connection to {whom} in group \"{group}\": {}",
+                error.message
+            ),
+            ..error
+        },
     }
 }
 
@@ -58,13 +73,14 @@ pub(super) struct TransferLabel<'a> {
 impl TransferLabel<'_> {
     /// Returns its name for errors about ranks of other nodes.
     fn about_internode(&self, control: &ControlBlock) -> String {
-        let (name, bytes, dtype, tag, group) = (self.name, self.bytes, self.dtype.name(), self.tag, control.name());
+        let (name, bytes, dtype, tag, group) =
+            (self.name, self.bytes, self.dtype.name(), self.tag, control.name());
         format!("{name}({bytes} bytes, {dtype}, tag {tag}) of group \"{group}\"")
     }
 }
 
-/// Peers of this node that have left or died, each with the reason. They are determined before their rings are read;
-/// otherwise a last message could be missed.
+/// Peers of this node that have left or died, each with the reason. They are determined before
+/// their rings are read; otherwise a last message could be missed.
 struct LostPeers {
     absent: Vec<(Rank, String)>,
     dead: Option<(Rank, String)>,
@@ -72,13 +88,20 @@ struct LostPeers {
 
 impl LostPeers {
     fn among(control: &ControlBlock) -> Self {
-        let absent = control.peers().filter_map(|peer| Some((peer, control.exit_reason(peer)?))).collect();
+        let absent =
+            control.peers().filter_map(|peer| Some((peer, control.exit_reason(peer)?))).collect();
         Self { absent, dead: control.dead_rank().map(|(rank, how)| (rank, how.clone())) }
     }
 
-    /// Returns the peer whose exit ends a message with `peer`, or with any source: the exit of `peer` itself, or the
-    /// death of any member. `far` is true if ranks of other nodes may complete the message, too.
-    fn ends(&self, control: &ControlBlock, peer: Option<Rank>, far: bool) -> Option<&(Rank, String)> {
+    /// Returns the peer whose exit ends a message with `peer`, or with any source: the exit of
+    /// `peer` itself, or the death of any member. `far` is true if ranks of other nodes may
+    /// complete the message, too.
+    fn ends(
+        &self,
+        control: &ControlBlock,
+        peer: Option<Rank>,
+        far: bool,
+    ) -> Option<&(Rank, String)> {
         let needed = match peer {
             Some(peer) => self.absent.iter().find(|(rank, _)| control.display_rank(*rank) == peer),
             None if far => None,
@@ -95,7 +118,9 @@ impl MessageTable {
 
     pub(super) fn pending(&self) -> impl Iterator<Item = TransferLabel<'_>> {
         let receives = self.matching.posted.iter().map(|posted| (posted, posted.peer));
-        let streams = self.streams.iter().map(|((from, _), stream)| (&stream.posted, stream.posted.peer.or(self.internode_only(*from))));
+        let streams = self.streams.iter().map(|((from, _), stream)| {
+            (&stream.posted, stream.posted.peer.or(self.internode_only(*from)))
+        });
         let receives = receives.chain(streams).map(|(posted, peer)| TransferLabel {
             name: "recv",
             peer,
@@ -112,7 +137,8 @@ impl MessageTable {
         receives.chain(sends)
     }
 
-    /// Returns `from` if it is on another node: a message from any source that it has started needs it.
+    /// Returns `from` if it is on another node: a message from any source that it has started needs
+    /// it.
     fn internode_only(&self, from: Rank) -> Option<Rank> {
         self.is_internode(from).then_some(from)
     }
@@ -127,7 +153,9 @@ impl MessageTable {
 
     /// Returns its name and its seconds of waiting for the error of a lost link.
     pub(super) fn urgent(&self, control: &ControlBlock, peer: Rank) -> Option<(String, f32)> {
-        self.most_urgent(peer).map(|(pending, _)| (pending.about_internode(control), pending.limit.elapsed().as_secs_f32()))
+        self.most_urgent(peer).map(|(pending, _)| {
+            (pending.about_internode(control), pending.limit.elapsed().as_secs_f32())
+        })
     }
 
     /// Returns the reason why a pending message can or must never complete, if one exists.
@@ -138,51 +166,74 @@ impl MessageTable {
                 return control.dead().or_else(|| late.then(|| self.late(control, &pending)));
             }
             let end = lost.ends(control, pending.peer, self.reaches);
-            end.map(|end| self.ended(control, &pending, end)).or_else(|| late.then(|| self.late(control, &pending)))
+            end.map(|end| self.ended(control, &pending, end))
+                .or_else(|| late.then(|| self.late(control, &pending)))
         })
     }
 
     /// Returns the error of a message that has timed out.
     fn late(&self, control: &ControlBlock, pending: &TransferLabel<'_>) -> Error {
-        let (me, seconds) = (control.describe(control.rank()), pending.limit.elapsed().as_secs_f32());
+        let (me, seconds) =
+            (control.describe(control.rank()), pending.limit.elapsed().as_secs_f32());
         let near = || about(control, pending.name, pending.bytes, pending.tag);
         let (what, whom) = match pending.peer.map(|peer| &self.peers[peer.index()]) {
             Some(Peer::Internode(wire)) => {
                 let state = match (&wire.phase, pending.name) {
-                    (LinkState::Idle | LinkState::Connecting, _) => "which has begun no message with it",
+                    (LinkState::Idle | LinkState::Connecting, _) => {
+                        "which has begun no message with it"
+                    }
                     (LinkState::Open | LinkState::Lost(_), "send") => "which did not receive it",
                     (LinkState::Open | LinkState::Lost(_), _) => "which did not send it",
                 };
                 (pending.about_internode(control), format!("{}, {state}", wire.name))
             }
-            Some(peer) => (near(), state_of(control, peer.ring().map_or(control.rank(), |ring| ring.peer))),
+            Some(peer) => {
+                (near(), state_of(control, peer.ring().map_or(control.rank(), |ring| ring.peer)))
+            }
             None if self.reaches => {
-                let blind =
-                    self.blind.as_ref().map_or_else(String::new, |error| format!(" (the store cannot be asked: {})", error.message));
+                let blind = self.blind.as_ref().map_or_else(String::new, |error| {
+                    format!(" (the store cannot be asked: {})", error.message)
+                });
                 (near(), format!("any rank{blind}"))
             }
             None => (near(), "any rank".into()),
         };
-        Error::timeout(format!("{me} reached its timeout after {seconds:.1} s in {what}, waiting for {whom}"))
+        Error::timeout(format!(
+            "{me} reached its timeout after {seconds:.1} s in {what}, waiting for {whom}"
+        ))
     }
 
     /// Returns the error of a message that ends because of `end`, the exit of a rank of this node.
-    fn ended(&self, control: &ControlBlock, pending: &TransferLabel<'_>, (end, how): &(Rank, String)) -> Error {
+    fn ended(
+        &self,
+        control: &ControlBlock,
+        pending: &TransferLabel<'_>,
+        (end, how): &(Rank, String),
+    ) -> Error {
         let what = about(control, pending.name, pending.bytes, pending.tag);
-        let (me, seconds) = (control.describe(control.rank()), pending.limit.elapsed().as_secs_f32());
+        let (me, seconds) =
+            (control.describe(control.rank()), pending.limit.elapsed().as_secs_f32());
         let other = pending.peer.filter(|&peer| peer != control.display_rank(*end));
-        let whom = other.map_or_else(|| "it".into(), |peer| self.peers[peer.index()].describe(control));
-        Error::peer(format!("{} {how}; {me} had waited {seconds:.1} s for {whom} in {what}", control.describe(*end)))
+        let whom =
+            other.map_or_else(|| "it".into(), |peer| self.peers[peer.index()].describe(control));
+        Error::peer(format!(
+            "{} {how}; {me} had waited {seconds:.1} s for {whom} in {what}",
+            control.describe(*end)
+        ))
     }
 
     fn fail_all(&mut self, error: &Error) {
-        // The failure becomes visible before the owners of the tensors write to them again: see `end_step`.
+        // The failure becomes visible before the owners of the tensors write to them again: see
+        // `end_step`.
         fence(Ordering::Release);
         self.closed.get_or_insert_with(|| error.clone());
         let posted = std::mem::take(&mut self.matching.posted);
-        // A receive that a thread is reading stays in use until that step ends; the step then fails as well.
-        let being_read = |(_, stream): &(_, ChunkedReceive)| matches!(stream.source, Source::BeingRead(_));
-        let (kept, streams): (BTreeMap<_, _>, BTreeMap<_, _>) = std::mem::take(&mut self.streams).into_iter().partition(being_read);
+        // A receive that a thread is reading stays in use until that step ends; the step then fails
+        // as well.
+        let being_read =
+            |(_, stream): &(_, ChunkedReceive)| matches!(stream.source, Source::BeingRead(_));
+        let (kept, streams): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            std::mem::take(&mut self.streams).into_iter().partition(being_read);
         self.streams = kept;
         for posted in posted.into_iter().chain(streams.into_values().map(|stream| stream.posted)) {
             self.finish(posted.ticket, posted.completion, Err(error.clone()), None);
@@ -216,9 +267,9 @@ impl Messages {
         }
     }
 
-    /// Does the same because this rank leaves the group with `farewell`. If a send is pending, the rank publishes its
-    /// exit before the send fails, because a receiver that reads the sender's memory must know that the memory is in
-    /// other use afterwards.
+    /// Does the same because this rank leaves the group with `farewell`. If a send is pending, the
+    /// rank publishes its exit before the send fails, because a receiver that reads the sender's
+    /// memory must know that the memory is in other use afterwards.
     pub fn shut_down(&self, error: &Error, farewell: &str) {
         let mut state = self.lock();
         if !state.sends.is_empty() {
@@ -232,7 +283,11 @@ impl Messages {
     }
 
     /// Fails the group, because a failure of one message is a failure of the group.
-    pub(super) fn fail_group_on_error(&self, state: &mut MessageTable, moved: Result<bool>) -> bool {
+    pub(super) fn fail_group_on_error(
+        &self,
+        state: &mut MessageTable,
+        moved: Result<bool>,
+    ) -> bool {
         moved.unwrap_or_else(|error| {
             self.fail_under_lock(state, error);
             true
@@ -246,7 +301,8 @@ impl Messages {
         state.fail_all(&error);
     }
 
-    /// Flushes frames to ranks of other nodes, and calls the completions that are due, without the lock.
+    /// Flushes frames to ranks of other nodes, and calls the completions that are due, without the
+    /// lock.
     pub(super) fn complete(&self, mut state: MutexGuard<'_, MessageTable>) {
         let (finished, untold) = (std::mem::take(&mut state.finished), state.unnotified.take());
         drop(state);

@@ -1,4 +1,5 @@
-//! Frames: the units in which ranks exchange messages. All links use the same frames, each within its own limits.
+//! Frames: the units in which ranks exchange messages. All links use the same frames, each within
+//! its own limits.
 
 use crate::sync::ring::UNIT;
 
@@ -10,11 +11,11 @@ pub(super) enum FrameKind {
     Padding = 0,
     /// A whole message follows.
     Eager = 1,
-    /// A longer message is offered: in a ring, `value` is its address in the sender's memory; on a wire, its first
-    /// `value` bytes follow in frames.
+    /// A longer message is offered: in a ring, `value` is its address in the sender's memory; on a
+    /// wire, its first `value` bytes follow in frames.
     Rts = 2,
-    /// A request for `bytes` bytes of the offered message from offset `value` on: the rest, or as many as one frame
-    /// carries.
+    /// A request for `bytes` bytes of the offered message from offset `value` on: the rest, or as
+    /// many as one frame carries.
     Cts = 3,
     /// The bytes at offset `value` of a requested message follow.
     Data = 4,
@@ -26,11 +27,11 @@ pub(super) enum FrameKind {
     Credit = 7,
     /// The sender leaves once it knows that this frame was read.
     Bye = 8,
-    /// The sender has rejected a message of its own, for the reason that follows; `value` is [`REJECTED_SEND`] or
-    /// [`REJECTED_RECV`].
+    /// The sender has rejected a message of its own, for the reason that follows; `value` is
+    /// [`REJECTED_SEND`] or [`REJECTED_RECV`].
     Rejected = 9,
-    /// The sender's message waits for the call that its peer has rejected; `value` is as in the rejection. The peer
-    /// fails the group if it has made no call since.
+    /// The sender's message waits for the call that its peer has rejected; `value` is as in the
+    /// rejection. The peer fails the group if it has made no call since.
     Waits = 10,
 }
 
@@ -68,25 +69,37 @@ pub(super) struct LinkLimits {
     pub direct: bool,
 }
 
-/// The limits of a ring. Several of the longest frames fit into it, and one part of a long message is read while the
-/// next is written.
-pub(super) const RING: LinkLimits = LinkLimits { eager: 64 << 10, data: 32 << 10, request: usize::MAX, eager_prefix: 0, direct: true };
-/// The limits of a wire. A request costs a round trip and wakes a thread on each side; while one chunk is copied,
-/// another one is on the network.
-pub(super) const WIRE: LinkLimits =
-    LinkLimits { eager: 256 << 10, data: 128 << 10, request: 128 << 10, eager_prefix: 1 << 20, direct: false };
+/// The limits of a ring. Several of the longest frames fit into it, and one part of a long message
+/// is read while the next is written.
+pub(super) const RING: LinkLimits = LinkLimits {
+    eager: 64 << 10,
+    data: 32 << 10,
+    request: usize::MAX,
+    eager_prefix: 0,
+    direct: true,
+};
+/// The limits of a wire. A request costs a round trip and wakes a thread on each side; while one
+/// chunk is copied, another one is on the network.
+pub(super) const WIRE: LinkLimits = LinkLimits {
+    eager: 256 << 10,
+    data: 128 << 10,
+    request: 128 << 10,
+    eager_prefix: 1 << 20,
+    direct: false,
+};
 
 /// Maximum length of the text of a rejection.
 pub(super) const MAX_TEXT_BYTES: usize = 976;
-/// Maximum payload of an eager message that its sender publishes at once: the receiver copies one part while the next
-/// is written.
+/// Maximum payload of an eager message that its sender publishes at once: the receiver copies one
+/// part while the next is written.
 const PART_BYTES: usize = 16 << 10;
 
 impl LinkLimits {
-    /// Returns how many bytes of a message of `bytes` bytes follow its offer, if its receiver has space for `pieces`
-    /// frames. The last chunk is always requested.
+    /// Returns how many bytes of a message of `bytes` bytes follow its offer, if its receiver has
+    /// space for `pieces` frames. The last chunk is always requested.
     pub(super) fn eager_prefix(&self, bytes: u64, pieces: usize) -> usize {
-        let most = (bytes.saturating_sub(1) / self.data as u64).min((self.eager_prefix / self.data) as u64) as usize;
+        let most = (bytes.saturating_sub(1) / self.data as u64)
+            .min((self.eager_prefix / self.data) as u64) as usize;
         most.min(pieces) * self.data
     }
 }
@@ -105,7 +118,9 @@ impl Frame {
     pub(super) fn payload(&self, limits: &LinkLimits) -> usize {
         match self.kind {
             FrameKind::Eager | FrameKind::Rejected => self.bytes as usize,
-            FrameKind::Data | FrameKind::Start => self.bytes.saturating_sub(self.value).min(limits.data as u64) as usize,
+            FrameKind::Data | FrameKind::Start => {
+                self.bytes.saturating_sub(self.value).min(limits.data as u64) as usize
+            }
             FrameKind::Padding
             | FrameKind::Rts
             | FrameKind::Cts
@@ -132,7 +147,12 @@ impl Frame {
     }
 
     pub(super) fn encode(&self) -> [u64; 4] {
-        [self.kind as u64 | u64::from(self.dtype) << 8 | u64::from(self.tag as u32) << 32, self.id, self.bytes, self.value]
+        [
+            self.kind as u64 | u64::from(self.dtype) << 8 | u64::from(self.tag as u32) << 32,
+            self.id,
+            self.bytes,
+            self.value,
+        ]
     }
 
     /// Decodes a header. Returns `None` for words that no sender writes on a link of these limits.
@@ -153,7 +173,8 @@ impl Frame {
         let kind = *KINDS.get(usize::from(words[0] as u8))?;
         let (dtype, tag) = ((words[0] >> 8) as u8, (words[0] >> 32) as i32);
         let frame = Self { kind, dtype, tag, id: words[1], bytes: words[2], value: words[3] };
-        let (ring, piece) = (limits.direct, limits.direct || frame.value.is_multiple_of(limits.data as u64));
+        let (ring, piece) =
+            (limits.direct, limits.direct || frame.value.is_multiple_of(limits.data as u64));
         let refusal = [REJECTED_SEND, REJECTED_RECV].contains(&frame.value);
         let unasked = limits.eager_prefix(frame.bytes, usize::MAX) as u64;
         let sound = match kind {
@@ -184,7 +205,10 @@ mod tests {
         assert_eq!((frame.payload(&RING), frame.footprint()), (33, 96));
         assert_eq!(Frame::decode([11, 0, 0, 0], &RING), None);
         assert_eq!(decode(Frame { bytes: 1 << 40, ..frame }), None);
-        assert_eq!(decode(Frame { bytes: RING.eager as u64, ..frame }).map(|frame| frame.payload(&RING)), Some(RING.eager));
+        assert_eq!(
+            decode(Frame { bytes: RING.eager as u64, ..frame }).map(|frame| frame.payload(&RING)),
+            Some(RING.eager)
+        );
         assert_eq!(Frame { kind: FrameKind::Data, value: 30, ..frame }.payload(&RING), 3);
         for (value, sound) in [(32, true), (33, false), (34, false)] {
             let data = Frame { kind: FrameKind::Data, value, ..frame };
@@ -192,17 +216,34 @@ mod tests {
         }
         let long = Frame { kind: FrameKind::Data, bytes: 1 << 40, value: 0, ..frame };
         assert_eq!((long.payload(&RING), long.footprint()), (RING.data, UNIT + RING.data as u64));
-        for kind in [FrameKind::Start, FrameKind::Credit, FrameKind::Bye, FrameKind::Rejected, FrameKind::Waits] {
-            assert_eq!(decode(Frame { bytes: 1 << 40, value: REJECTED_SEND, ..Frame::bare(kind) }), None, "{kind:?} on a ring");
+        for kind in [
+            FrameKind::Start,
+            FrameKind::Credit,
+            FrameKind::Bye,
+            FrameKind::Rejected,
+            FrameKind::Waits,
+        ] {
+            assert_eq!(
+                decode(Frame { bytes: 1 << 40, value: REJECTED_SEND, ..Frame::bare(kind) }),
+                None,
+                "{kind:?} on a ring"
+            );
         }
     }
 
     #[test]
     fn all_but_the_last_piece_are_sent_unasked_up_to_a_limit_and_as_far_as_there_is_room() {
         let at = |pieces: usize| (pieces * WIRE.data) as u64;
-        assert_eq!([0, 1, at(1), at(1) + 1, at(3)].map(|bytes| WIRE.eager_prefix(bytes, 99) / WIRE.data), [0, 0, 0, 1, 2]);
         assert_eq!(
-            (WIRE.eager_prefix(at(1000), 99), WIRE.eager_prefix(at(1000), 3), WIRE.eager_prefix(at(1000), 0)),
+            [0, 1, at(1), at(1) + 1, at(3)].map(|bytes| WIRE.eager_prefix(bytes, 99) / WIRE.data),
+            [0, 0, 0, 1, 2]
+        );
+        assert_eq!(
+            (
+                WIRE.eager_prefix(at(1000), 99),
+                WIRE.eager_prefix(at(1000), 3),
+                WIRE.eager_prefix(at(1000), 0)
+            ),
             (WIRE.eager_prefix, 3 * WIRE.data, 0)
         );
     }
@@ -210,14 +251,24 @@ mod tests {
     #[test]
     fn frames_of_a_wire_come_back_as_they_were_and_nonsense_does_not() {
         let decode = |frame: Frame| Frame::decode(frame.encode(), &WIRE);
-        let frame = Frame { kind: FrameKind::Eager, dtype: 6, tag: -7, id: 1 << 40, bytes: 3, value: 0 };
+        let frame =
+            Frame { kind: FrameKind::Eager, dtype: 6, tag: -7, id: 1 << 40, bytes: 3, value: 0 };
         assert_eq!((decode(frame), frame.payload(&WIRE)), (Some(frame), 3));
-        let piece = Frame { kind: FrameKind::Data, bytes: WIRE.data as u64 + 5, value: WIRE.data as u64, ..frame };
+        let piece = Frame {
+            kind: FrameKind::Data,
+            bytes: WIRE.data as u64 + 5,
+            value: WIRE.data as u64,
+            ..frame
+        };
         assert_eq!((decode(piece), piece.payload(&WIRE)), (Some(piece), 5));
         let start = Frame { kind: FrameKind::Start, value: 0, ..piece };
         assert_eq!((decode(start), start.payload(&WIRE)), (Some(start), WIRE.data));
         let offer = Frame { kind: FrameKind::Rts, ..piece };
-        assert_eq!((decode(offer), offer.payload(&WIRE)), (Some(offer), 0), "the first piece follows");
+        assert_eq!(
+            (decode(offer), offer.payload(&WIRE)),
+            (Some(offer), 0),
+            "the first piece follows"
+        );
         for wrong in [
             Frame { bytes: WIRE.eager as u64 + 1, ..frame },
             Frame { value: 1, ..piece },

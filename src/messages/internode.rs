@@ -13,11 +13,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
 
-/// Poll interval of the group while a rank leaves, and the time after which a message asks whether a rejection still
-/// holds.
+/// Poll interval of the group while a rank leaves, and the time after which a message asks whether
+/// a rejection still holds.
 pub(super) const INTERNODE_POLL: Duration = Duration::from_millis(20);
-/// Maximum time that a leaving rank waits until peers have read all its frames, and again until the connections have
-/// ended.
+/// Maximum time that a leaving rank waits until peers have read all its frames, and again until the
+/// connections have ended.
 const LINK_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The ranks of other nodes, and how messages reach them.
@@ -40,14 +40,19 @@ impl InternodeLinks {
     /// Returns the ranks of other nodes.
     pub(super) fn ranks(&self) -> impl Iterator<Item = Rank> {
         let node = self.node_map.node_of(self.me);
-        (0..self.node_map.size() as u32).map(Rank).filter(move |&rank| self.node_map.node_of(rank) != node)
+        (0..self.node_map.size() as u32)
+            .map(Rank)
+            .filter(move |&rank| self.node_map.node_of(rank) != node)
     }
 }
 
 impl MessageTable {
     /// Returns the ranks of other nodes with which this rank connects or is connected.
     pub(super) fn met(&self) -> impl Iterator<Item = &WireLink> {
-        self.peers.iter().filter_map(|peer| peer.wire()).filter(|wire| wire.phase != LinkState::Idle)
+        self.peers
+            .iter()
+            .filter_map(|peer| peer.wire())
+            .filter(|wire| wire.phase != LinkState::Idle)
     }
 
     /// Returns the ranks of other nodes with which this rank is not connected.
@@ -95,7 +100,9 @@ impl Messages {
         far.changed.notify_all();
         if !peers.is_empty() {
             let links = Arc::clone(&far.links);
-            thread::aside("symm-message-end", limit, move || peers.into_iter().for_each(|peer| links.close(peer)));
+            thread::aside("symm-message-end", limit, move || {
+                peers.into_iter().for_each(|peer| links.close(peer))
+            });
         }
     }
 
@@ -105,10 +112,12 @@ impl Messages {
         lost.into_iter().for_each(|(peer, error)| self.fail_peer(peer, error));
     }
 
-    /// Notifies ranks of other nodes that this rank leaves. Returns once they have read all its frames, or after
-    /// `limit`.
+    /// Notifies ranks of other nodes that this rank leaves. Returns once they have read all its
+    /// frames, or after `limit`.
     pub fn say_goodbye(&self, limit: Duration) {
-        let Some(far) = self.internode.get().filter(|_| self.health.error().is_none()) else { return };
+        let Some(far) = self.internode.get().filter(|_| self.health.error().is_none()) else {
+            return;
+        };
         let deadline = Instant::now() + limit.min(LINK_CLOSE_TIMEOUT);
         let mut state = self.lock();
         if state.closed.is_some() {

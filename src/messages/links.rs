@@ -14,14 +14,15 @@ use std::time::Duration;
 /// Ten years, because a wait of Gloo that times out breaks the connection.
 const EVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// Number of staging buffers that a link keeps for later transfers, because the system must zero fresh memory page by
-/// page.
+/// Number of staging buffers that a link keeps for later transfers, because the system must zero
+/// fresh memory page by page.
 const SPARE: usize = 16;
 
 /// Minimum size of a staging buffer that is kept.
 const WORTH_KEEPING: usize = 16 << 10;
 
-/// A class of traffic on a link. Bytes of one class are received in the order in which they were sent.
+/// A class of traffic on a link. Bytes of one class are received in the order in which they were
+/// sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Traffic {
     /// Frames, with the eager messages that they carry.
@@ -35,9 +36,10 @@ pub type Count = Box<dyn Fn(Rank, usize, usize) + Send + Sync>;
 
 /// Transports between this rank and one peer each, with their staging.
 ///
-/// With some backends the process ends if more bytes arrive than a receive expects, so both ends agree on the lengths.
-/// Only `make` and `wait` wait for the peer. `send` and `listen` only queue, because they are called with the lock of
-/// all messages held; `flush` passes the queued transfers to the transports.
+/// With some backends the process ends if more bytes arrive than a receive expects, so both ends
+/// agree on the lengths. Only `make` and `wait` wait for the peer. `send` and `listen` only queue,
+/// because they are called with the lock of all messages held; `flush` passes the queued transfers
+/// to the transports.
 pub struct Links {
     transports: Arc<dyn Transports>,
     count: Count,
@@ -60,7 +62,8 @@ struct LinkState {
     other: usize,
     /// Transfers that have not been passed to the transport, the oldest first.
     queue: VecDeque<Queued>,
-    /// Calls of `send` that have not been confirmed, the oldest first, and the number of confirmed ones.
+    /// Calls of `send` that have not been confirmed, the oldest first, and the number of confirmed
+    /// ones.
     sends: VecDeque<Vec<Staged>>,
     confirmed: u64,
     /// Pending receives by class of traffic, the oldest first.
@@ -94,8 +97,8 @@ impl Deref for Arrived {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the receive into this staging has ended, and nothing else uses it until it is released, because
-        // `Links::wait` took it out of its link.
+        // SAFETY: the receive into this staging has ended, and nothing else uses it until it is
+        // released, because `Links::wait` took it out of its link.
         unsafe { std::slice::from_raw_parts(self.0.address as *const u8, self.0.bytes) }
     }
 }
@@ -115,7 +118,11 @@ impl Links {
     fn on_open<T>(&self, peer: Rank, body: impl FnOnce(&mut LinkState) -> Result<T>) -> Result<T> {
         let link = self.link(peer);
         let mut state = lock(&link.state);
-        if link.closed.is_set() { Err(Error::peer("the connection has been closed")) } else { body(&mut state) }
+        if link.closed.is_set() {
+            Err(Error::peer("the connection has been closed"))
+        } else {
+            body(&mut state)
+        }
     }
 
     /// Queues the transfer that `make` returns.
@@ -129,9 +136,15 @@ impl Links {
         Ok(())
     }
 
-    /// Connects this rank with `peer`, which makes a link of this `name` at the same time; `second` is true on one of
-    /// the two.
-    pub(super) fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()> {
+    /// Connects this rank with `peer`, which makes a link of this `name` at the same time; `second`
+    /// is true on one of the two.
+    pub(super) fn make(
+        &self,
+        peer: Rank,
+        name: &str,
+        second: bool,
+        timeout: Duration,
+    ) -> Result<()> {
         let seat = Seat { rank: usize::from(second), size: 2, device: HOST };
         let transport = self.transports.connect(name, &seat, timeout, &self.link(peer).closed)?;
         self.on_open(peer, |link| {
@@ -140,14 +153,24 @@ impl Links {
         })
     }
 
-    /// Queues copies of `frame` and `payload`: together as one frame, or the frame and then the payload as a piece.
-    pub(super) fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()> {
+    /// Queues copies of `frame` and `payload`: together as one frame, or the frame and then the
+    /// payload as a piece.
+    pub(super) fn send(
+        &self,
+        peer: Rank,
+        frame: &[u8],
+        traffic: Traffic,
+        payload: &[u8],
+    ) -> Result<()> {
         (self.count)(peer, frame.len() + payload.len(), 0);
         self.queue(peer, |link| {
-            let mut copies = |parts: &[&[u8]], traffic| link.copies(&*self.transports, parts, traffic);
+            let mut copies =
+                |parts: &[&[u8]], traffic| link.copies(&*self.transports, parts, traffic);
             Ok(Queued::Send(match traffic {
                 Traffic::Frame => vec![copies(&[frame, payload], traffic)?],
-                Traffic::Piece => vec![copies(&[frame], Traffic::Frame)?, copies(&[payload], traffic)?],
+                Traffic::Piece => {
+                    vec![copies(&[frame], Traffic::Frame)?, copies(&[payload], traffic)?]
+                }
             }))
         })
     }
@@ -166,18 +189,25 @@ impl Links {
 
     /// Queues a receive of the peer's next bytes of class `traffic`: at most `bytes` bytes.
     pub(super) fn listen(&self, peer: Rank, traffic: Traffic, bytes: usize) -> Result<()> {
-        self.queue(peer, |link| Ok(Queued::Listen(Part { traffic, bytes, staging: link.staged(&*self.transports, bytes)? })))
+        self.queue(peer, |link| {
+            Ok(Queued::Listen(Part {
+                traffic,
+                bytes,
+                staging: link.staged(&*self.transports, bytes)?,
+            }))
+        })
     }
 
-    /// Passes the queued transfers of each peer to the transports in order. Returns the links that failed.
+    /// Passes the queued transfers of each peer to the transports in order. Returns the links that
+    /// failed.
     pub(super) fn flush(&self) -> Vec<(Rank, Error)> {
         let due = std::mem::take(&mut *lock(&self.due));
         let failed = |peer| self.link(peer).flush().err().map(|error| (peer, error));
         due.into_iter().filter_map(failed).collect()
     }
 
-    /// Starts the queued transfers of `peer`, then waits for the oldest receive of class `traffic`. Returns `None` once
-    /// the link has been closed.
+    /// Starts the queued transfers of `peer`, then waits for the oldest receive of class `traffic`.
+    /// Returns `None` once the link has been closed.
     pub(super) fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<Arrived>> {
         let link = self.link(peer);
         // Another thread may have taken this link from `due` without having flushed it yet.
@@ -187,8 +217,11 @@ impl Links {
             if link.closed.is_set() {
                 return Ok(None);
             }
-            let oldest = state.listening[traffic as usize].front().map(|staged| Arc::clone(&staged.work));
-            oldest.ok_or_else(|| Error::internal(format!("no receive of class {traffic:?} is pending")))?
+            let oldest =
+                state.listening[traffic as usize].front().map(|staged| Arc::clone(&staged.work));
+            oldest.ok_or_else(|| {
+                Error::internal(format!("no receive of class {traffic:?} is pending"))
+            })?
         };
         let ended = work.wait(EVER);
         let mut state = lock(&link.state);
@@ -209,16 +242,23 @@ impl Links {
         lock(&self.link(peer).state).keep(arrived.0);
     }
 
-    /// Ends every wait, closes the connection, and makes every later `make`, and one on another thread, fail.
+    /// Ends every wait, closes the connection, and makes every later `make`, and one on another
+    /// thread, fail.
     pub(super) fn close(&self, peer: Rank) {
         let link = self.link(peer);
         let (queue, sends, listening, transport) = {
             let mut state = lock(&link.state);
             link.closed.set();
             let LinkState { queue, sends, listening, .. } = &mut *state;
-            (std::mem::take(queue), std::mem::take(sends), std::mem::take(listening), state.transport.take())
+            (
+                std::mem::take(queue),
+                std::mem::take(sends),
+                std::mem::take(listening),
+                state.transport.take(),
+            )
         };
-        let failed = listening.iter().flatten().filter(|staged| staged.work.abort().is_err()).count();
+        let failed =
+            listening.iter().flatten().filter(|staged| staged.work.abort().is_err()).count();
         if failed > 0 {
             transport.iter().for_each(|transport| transport.abort());
         }
@@ -229,7 +269,8 @@ impl Links {
 }
 
 impl Link {
-    /// Passes the queue to the transport. The state is not locked meanwhile, so that other threads can queue.
+    /// Passes the queue to the transport. The state is not locked meanwhile, so that other threads
+    /// can queue.
     fn flush(&self) -> Result<()> {
         let _order = lock(&self.flushing);
         loop {
@@ -245,14 +286,20 @@ impl Link {
             match next {
                 Queued::Send(parts) => {
                     let post = |Part { traffic, bytes, staging }| {
-                        let work = transport.send(other, staging.first(bytes), traffic as i32, &staging)?;
+                        let work = transport.send(
+                            other,
+                            staging.first(bytes),
+                            traffic as i32,
+                            &staging,
+                        )?;
                         Ok(Staged { staging, work })
                     };
                     let parts = parts.into_iter().map(post).collect::<Result<_>>()?;
                     lock(&self.state).sends.push_back(parts);
                 }
                 Queued::Listen(Part { traffic, bytes, staging }) => {
-                    let work = transport.recv(other, staging.first(bytes), traffic as i32, &staging)?;
+                    let work =
+                        transport.recv(other, staging.first(bytes), traffic as i32, &staging)?;
                     let mut state = lock(&self.state);
                     if self.closed.is_set() {
                         // `close` did not see this receive.
@@ -272,7 +319,8 @@ impl Link {
 impl LinkState {
     /// Returns staging for `bytes` bytes.
     fn staged(&mut self, transports: &dyn Transports, bytes: usize) -> Result<Buffer> {
-        let fits = |kept: &Buffer| bytes > WORTH_KEEPING && (bytes..=4 * bytes).contains(&kept.bytes);
+        let fits =
+            |kept: &Buffer| bytes > WORTH_KEEPING && (bytes..=4 * bytes).contains(&kept.bytes);
         match self.spare.iter().position(fits) {
             Some(kept) => Ok(self.spare.remove(kept)),
             None => transports.allocate(HOST, bytes),
@@ -287,7 +335,12 @@ impl LinkState {
     }
 
     /// Copies `parts` into staging, one behind the other.
-    fn copies(&mut self, transports: &dyn Transports, parts: &[&[u8]], traffic: Traffic) -> Result<Part> {
+    fn copies(
+        &mut self,
+        transports: &dyn Transports,
+        parts: &[&[u8]],
+        traffic: Traffic,
+    ) -> Result<Part> {
         let bytes = parts.iter().map(|part| part.len()).sum();
         let staging = self.staged(transports, bytes)?;
         let mut to = staging.address;
@@ -300,9 +353,10 @@ impl LinkState {
     }
 }
 
-/// Returns the keys in the group's store at which the rank with this `place` in a backend publishes its addresses: Gloo
-/// uses one key for each of its interfaces.
+/// Returns the keys in the group's store at which the rank with this `place` in a backend publishes
+/// its addresses: Gloo uses one key for each of its interfaces.
 pub fn addresses(name: &str, place: usize) -> impl Iterator<Item = String> {
-    let interfaces = Config::get().gloo_interface.as_ref().map_or(1, |names| names.split(',').count());
+    let interfaces =
+        Config::get().gloo_interface.as_ref().map_or(1, |names| names.split(',').count());
     (0..interfaces).map(move |interface| format!("{name}/{interface}/{place}"))
 }

@@ -35,8 +35,8 @@ pub(super) struct UnmatchedMessage {
 pub(super) enum MessageBody {
     /// The bytes of an eager message.
     Eager(Box<[u8]>),
-    /// Bytes in the sender's memory: message `id`, whose offer has this value. The first bytes may have arrived
-    /// already.
+    /// Bytes in the sender's memory: message `id`, whose offer has this value. The first bytes may
+    /// have arrived already.
     Rts { id: u64, value: u64, first: Vec<u8> },
     /// Bytes of a send of this rank to itself, with this ticket.
     Own { ticket: u64 },
@@ -78,33 +78,48 @@ impl Matching {
     }
 
     /// Removes and returns the message for a receive from `peer` with `tag`, if it has arrived.
-    pub(super) fn take_message(&mut self, peer: Option<Rank>, tag: i32) -> Option<UnmatchedMessage> {
-        let fits = |message: &UnmatchedMessage| message.tag == tag && peer.is_none_or(|peer| peer == message.from);
+    pub(super) fn take_message(
+        &mut self,
+        peer: Option<Rank>,
+        tag: i32,
+    ) -> Option<UnmatchedMessage> {
+        let fits = |message: &UnmatchedMessage| {
+            message.tag == tag && peer.is_none_or(|peer| peer == message.from)
+        };
         let place = self.unexpected.iter().position(fits)?;
-        self.unexpected.remove(place).inspect(|message| self.backlog[message.from.index()] -= message.footprint())
+        self.unexpected
+            .remove(place)
+            .inspect(|message| self.backlog[message.from.index()] -= message.footprint())
     }
 
-    /// Returns the receive that [`Self::take_receive`] would return, if no message of another rank can take it
-    /// meanwhile.
+    /// Returns the receive that [`Self::take_receive`] would return, if no message of another rank
+    /// can take it meanwhile.
     pub(super) fn sure_receive(&self, from: Rank, tag: i32) -> Option<&Posted> {
-        let fits = |posted: &&Posted| posted.tag == tag && posted.peer.is_none_or(|peer| peer == from);
+        let fits =
+            |posted: &&Posted| posted.tag == tag && posted.peer.is_none_or(|peer| peer == from);
         self.posted.iter().find(fits).filter(|posted| posted.peer == Some(from))
     }
 
-    /// Keeps `piece`, the bytes at offset `at` of the offered message `id`, if they are unrequested and the next ones.
+    /// Keeps `piece`, the bytes at offset `at` of the offered message `id`, if they are unrequested
+    /// and the next ones.
     pub(super) fn keep_start(&mut self, from: Rank, id: u64, at: usize, piece: &[u8]) -> bool {
-        let first = self.unexpected.iter_mut().filter(|message| message.from == from).find_map(|message| match &mut message.content {
-            MessageBody::Rts { id: offered, value, first } => {
-                (*offered == id && first.len() == at && *value as usize >= at + piece.len()).then_some(first)
-            }
-            MessageBody::Eager(_) | MessageBody::Own { .. } => None,
-        });
+        let first =
+            self.unexpected.iter_mut().filter(|message| message.from == from).find_map(|message| {
+                match &mut message.content {
+                    MessageBody::Rts { id: offered, value, first } => {
+                        (*offered == id && first.len() == at && *value as usize >= at + piece.len())
+                            .then_some(first)
+                    }
+                    MessageBody::Eager(_) | MessageBody::Own { .. } => None,
+                }
+            });
         first.map(|first| first.extend_from_slice(piece)).is_some()
     }
 
     /// Removes and returns the receive for a message from `from` with `tag`, if it is posted.
     pub(super) fn take_receive(&mut self, from: Rank, tag: i32) -> Option<Posted> {
-        let fits = |posted: &Posted| posted.tag == tag && posted.peer.is_none_or(|peer| peer == from);
+        let fits =
+            |posted: &Posted| posted.tag == tag && posted.peer.is_none_or(|peer| peer == from);
         let place = self.posted.iter().position(fits)?;
         self.posted.remove(place)
     }
@@ -143,7 +158,9 @@ mod tests {
     #[test]
     fn a_receive_is_sure_if_no_other_rank_can_fill_it() {
         let mut queues = Matching::new(4);
-        let sure = |queues: &Matching, from, tag| queues.sure_receive(Rank(from), tag).map(|posted| posted.ticket);
+        let sure = |queues: &Matching, from, tag| {
+            queues.sure_receive(Rank(from), tag).map(|posted| posted.ticket)
+        };
         queues.posted.extend([posted(1, Some(2), 7), posted(2, None, 7), posted(3, Some(1), 7)]);
         assert_eq!((sure(&queues, 2, 7), sure(&queues, 2, 8)), (Some(1), None));
         assert_eq!(sure(&queues, 1, 7), None, "one from anybody comes first");
@@ -153,9 +170,17 @@ mod tests {
     fn messages_match_in_order_of_arrival() {
         let mut queues = Matching::new(4);
         for (from, tag, ticket) in [(1, 0, 10), (2, 0, 11), (1, 0, 12)] {
-            queues.keep(UnmatchedMessage { from: Rank(from), tag, dtype: 0, bytes: 0, content: MessageBody::Own { ticket } });
+            queues.keep(UnmatchedMessage {
+                from: Rank(from),
+                tag,
+                dtype: 0,
+                bytes: 0,
+                content: MessageBody::Own { ticket },
+            });
         }
-        let from = |message: Option<UnmatchedMessage>| message.map(|m| (m.from.0, matches!(m.content, MessageBody::Own { ticket: 12 })));
+        let from = |message: Option<UnmatchedMessage>| {
+            message.map(|m| (m.from.0, matches!(m.content, MessageBody::Own { ticket: 12 })))
+        };
         assert_eq!(from(queues.take_message(Some(Rank(2)), 0)), Some((2, false)));
         assert_eq!(from(queues.take_message(None, 0)), Some((1, false)));
         assert_eq!(from(queues.take_message(None, 0)), Some((1, true)));
@@ -166,7 +191,13 @@ mod tests {
     fn what_is_kept_is_counted_for_its_sender_until_it_is_taken() {
         let mut queues = Matching::new(2);
         let head = size_of::<UnmatchedMessage>();
-        queues.keep(UnmatchedMessage { from: Rank(1), tag: 0, dtype: 0, bytes: 5, content: MessageBody::Eager([0; 5].into()) });
+        queues.keep(UnmatchedMessage {
+            from: Rank(1),
+            tag: 0,
+            dtype: 0,
+            bytes: 5,
+            content: MessageBody::Eager([0; 5].into()),
+        });
         queues.keep(UnmatchedMessage {
             from: Rank(1),
             tag: 1,

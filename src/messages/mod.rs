@@ -1,14 +1,16 @@
 //! Messages: sends and receives between the ranks of a group, matched by tag.
 //!
-//! Frames travel over a [`link`](mod@link) to each peer: within a node a [`ring`](mod@ring) in each direction, between
-//! nodes a [`wire`](mod@wire), which is a backend of two ranks. A short message is sent at once, in its frame. A long
-//! one is offered first. The receiver then reads it directly from the sender's memory and acknowledges; where that is
-//! not permitted, it requests the message and receives it in frames.
+//! Frames travel over a [`link`](mod@link) to each peer: within a node a [`ring`](mod@ring) in each
+//! direction, between nodes a [`wire`](mod@wire), which is a backend of two ranks. A short message
+//! is sent at once, in its frame. A long one is offered first. The receiver then reads it directly
+//! from the sender's memory and acknowledges; where that is not permitted, it requests the message
+//! and receives it in frames.
 //!
-//! A thread that waits for a message advances all messages on rings. Each wire has its own thread. A progress thread
-//! advances the rings while no thread waits.
+//! A thread that waits for a message advances all messages on rings. Each wire has its own thread.
+//! A progress thread advances the rings while no thread waits.
 
 mod connect;
+mod delivery;
 mod ending;
 mod frame;
 mod internode;
@@ -113,7 +115,14 @@ struct PendingSend {
 impl PendingSend {
     /// The header of the whole message, which has this number.
     fn frame(&self, id: u64) -> Frame {
-        Frame { kind: FrameKind::Eager, dtype: self.dtype as u8, tag: self.tag, id, bytes: self.span.bytes as u64, value: 0 }
+        Frame {
+            kind: FrameKind::Eager,
+            dtype: self.dtype as u8,
+            tag: self.tag,
+            id,
+            bytes: self.span.bytes as u64,
+            value: 0,
+        }
     }
 }
 
@@ -133,11 +142,13 @@ enum Source {
     Frames,
     /// This rank reads it at this address of the sender's memory.
     Memory(u64),
-    /// The same, while a thread reads a part of it without the lock, so its receive must not complete yet.
+    /// The same, while a thread reads a part of it without the lock, so its receive must not
+    /// complete yet.
     BeingRead(u64),
 }
 
-/// The receive with `ticket` has the first `bytes` bytes of a message in one frame, whose rest is still being written.
+/// The receive with `ticket` has the first `bytes` bytes of a message in one frame, whose rest is
+/// still being written.
 #[derive(Clone, Copy, Default)]
 struct IncompleteFrame {
     ticket: u64,
@@ -147,11 +158,16 @@ struct IncompleteFrame {
 /// Minimum size of messages that are written without using the receiver's cache.
 const STREAM_BYTES: usize = 8 << 20;
 impl Messages {
-    /// Creates a table without messages. `direct` is true if every rank may read every other rank's memory.
+    /// Creates a table without messages. `direct` is true if every rank may read every other rank's
+    /// memory.
     pub fn new(health: &Arc<Health>, direct: bool) -> Arc<Self> {
         let (health, control) = (Arc::clone(health), Arc::clone(health.control()));
         let own = control.display_rank(control.rank());
-        let size = control.ranks().map(|rank| control.display_rank(rank).index() + 1).max().unwrap_or_default();
+        let size = control
+            .ranks()
+            .map(|rank| control.display_rank(rank).index() + 1)
+            .max()
+            .unwrap_or_default();
         let mut state = MessageTable {
             peers: (0..size).map(|_| Peer::Apart).collect(),
             matching: Matching::new(size),
@@ -175,11 +191,20 @@ impl Messages {
             blind: None,
         };
         for peer in control.peers() {
-            state.peers[control.display_rank(peer).index()] = Peer::IntraNode(RingLink::new(Arc::clone(&control), peer));
+            state.peers[control.display_rank(peer).index()] =
+                Peer::IntraNode(RingLink::new(Arc::clone(&control), peer));
         }
         state.peers[own.index()] = Peer::Own;
         let (state, begun, worker) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
-        let made = Arc::new(Self { health, control, direct, state, begun, worker, internode: OnceLock::new() });
+        let made = Arc::new(Self {
+            health,
+            control,
+            direct,
+            state,
+            begun,
+            worker,
+            internode: OnceLock::new(),
+        });
         let listener: Arc<dyn FailureListener> = made.clone();
         made.health.listen(Arc::downgrade(&listener));
         made
@@ -190,10 +215,15 @@ impl Messages {
         let mut state = self.lock();
         state.peers.resize_with(far.node_map.size(), || Peer::Apart);
         for peer in far.ranks() {
-            state.peers[peer.index()] = Peer::Internode(Box::new(WireLink::new(Arc::clone(&far.links), peer, far.node_map.describe(peer))));
+            state.peers[peer.index()] = Peer::Internode(Box::new(WireLink::new(
+                Arc::clone(&far.links),
+                peer,
+                far.node_map.describe(peer),
+            )));
         }
         let size = state.peers.len();
-        (state.matching, state.begun, state.reaches) = (Matching::new(size), vec![IncompleteFrame::default(); size], true);
+        (state.matching, state.begun, state.reaches) =
+            (Matching::new(size), vec![IncompleteFrame::default(); size], true);
         let _ = self.internode.set(far);
     }
 
@@ -203,16 +233,25 @@ impl Messages {
     }
 
     /// Starts a send.
-    pub fn send(self: &Arc<Self>, message: Message, timeout: Duration, completion: Completion) -> Result<u64> {
+    pub fn send(
+        self: &Arc<Self>,
+        message: Message,
+        timeout: Duration,
+        completion: Completion,
+    ) -> Result<u64> {
         let peer = message.peer.ok_or_else(|| Error::value("send needs a destination rank"))?;
         let mut state = self.lock();
         let far = state.check_peer(peer)?;
-        // An eager send would be complete before a thread polled; a receive may still find a message that has arrived.
+        // An eager send would be complete before a thread polled; a receive may still find a
+        // message that has arrived.
         if let (false, Some((dead, how))) = (far, self.control.dead_rank()) {
             let what = about(&self.control, "send", message.span.bytes, message.tag);
-            let (dead, me) = (self.control.describe(dead), self.control.describe(self.control.rank()));
+            let (dead, me) =
+                (self.control.describe(dead), self.control.describe(self.control.rank()));
             let peer = state.peers[peer.index()].describe(&self.control);
-            return Err(self.control.fail(Error::peer(format!("{dead} {how}; {me} began {what} to {peer} after that"))));
+            return Err(self.control.fail(Error::peer(format!(
+                "{dead} {how}; {me} began {what} to {peer} after that"
+            ))));
         }
         state.closed.clone().map_or(Ok(()), Err)?;
         if far {
@@ -221,7 +260,14 @@ impl Messages {
         }
         let ticket = state.new_ticket();
         let MessageSpec { tag, dtype, span, .. } = *message;
-        let frame = Frame { kind: FrameKind::Eager, dtype: dtype as u8, tag, id: ticket, bytes: span.bytes as u64, value: 0 };
+        let frame = Frame {
+            kind: FrameKind::Eager,
+            dtype: dtype as u8,
+            tag,
+            id: ticket,
+            bytes: span.bytes as u64,
+            value: 0,
+        };
         let sent = match &mut state.peers[peer.index()] {
             Peer::IntraNode(ring) => ring.send_now(frame, span),
             Peer::Internode(wire) => wire.send_now(frame, span),
@@ -238,16 +284,27 @@ impl Messages {
         self.start_worker()?;
         state.open.insert(ticket);
         let limit = CallTimeout::from(Instant::now(), timeout);
-        state.sends.insert(ticket, PendingSend { peer, tag, dtype, span, limit, completion, started: false, next: 0 });
+        state.sends.insert(
+            ticket,
+            PendingSend { peer, tag, dtype, span, limit, completion, started: false, next: 0 },
+        );
         let begun = match sent {
-            Ok(_) if matches!(state.peers[peer.index()], Peer::Own) => match state.matching.take_receive(peer, tag) {
-                Some(posted) => state.deliver_own(&self.control, posted, ticket),
-                None => {
-                    let (bytes, content) = (frame.bytes, MessageBody::Own { ticket });
-                    state.matching.keep(UnmatchedMessage { from: peer, tag, dtype: frame.dtype, bytes, content });
-                    Ok(())
+            Ok(_) if matches!(state.peers[peer.index()], Peer::Own) => {
+                match state.matching.take_receive(peer, tag) {
+                    Some(posted) => state.deliver_own(&self.control, posted, ticket),
+                    None => {
+                        let (bytes, content) = (frame.bytes, MessageBody::Own { ticket });
+                        state.matching.keep(UnmatchedMessage {
+                            from: peer,
+                            tag,
+                            dtype: frame.dtype,
+                            bytes,
+                            content,
+                        });
+                        Ok(())
+                    }
                 }
-            },
+            }
             Ok(_) => state.begin_send(ticket),
             Err(error) => Err(error),
         };
@@ -256,7 +313,12 @@ impl Messages {
     }
 
     /// Starts a receive.
-    pub fn recv(self: &Arc<Self>, message: Message, timeout: Duration, completion: Completion) -> Result<u64> {
+    pub fn recv(
+        self: &Arc<Self>,
+        message: Message,
+        timeout: Duration,
+        completion: Completion,
+    ) -> Result<u64> {
         let mut state = self.lock();
         let far = message.peer.map(|peer| state.check_peer(peer)).transpose()?.unwrap_or(false);
         self.start_worker()?;
@@ -267,33 +329,54 @@ impl Messages {
         }
         if message.peer.is_none() && state.reaches {
             if !std::mem::replace(&mut state.seeking, true) {
-                self.spawn(&mut state, "symm-p2p-any", |this, far| this.seek(far)).inspect_err(|_| state.seeking = false)?;
+                self.spawn(&mut state, "symm-p2p-any", |this, far| this.seek(far))
+                    .inspect_err(|_| state.seeking = false)?;
             }
             self.internode.get().into_iter().for_each(|far| far.changed.notify_all());
         }
         let ticket = state.ticket();
         let MessageSpec { peer, tag, dtype, span, .. } = *message;
-        let posted = Posted { ticket, peer, tag, dtype, span, limit: CallTimeout::from_first_wait(timeout), completion };
+        let posted = Posted {
+            ticket,
+            peer,
+            tag,
+            dtype,
+            span,
+            limit: CallTimeout::from_first_wait(timeout),
+            completion,
+        };
         let found = state.matching.take_message(peer, tag);
-        // A receive that is complete at once does not read the clock. A pending one starts its clock here, because the
-        // progress thread may be busy with a completion.
+        // A receive that is complete at once does not read the clock. A pending one starts its
+        // clock here, because the progress thread may be busy with a completion.
         if !found.as_ref().is_some_and(|message| matches!(message.content, MessageBody::Eager(_))) {
             posted.limit.start();
         }
         let (from, begun) = match found {
-            Some(message) => (Some(message.from), state.deliver(&self.control, self.direct, posted, message)),
+            Some(message) => {
+                (Some(message.from), state.deliver(&self.control, self.direct, posted, message))
+            }
             None => {
                 state.matching.posted.push_back(posted);
-                (peer, peer.and_then(|peer| state.wire(peer)).and_then(|wire| wire.lost()).map_or(Ok(()), Err))
+                (
+                    peer,
+                    peer.and_then(|peer| state.wire(peer))
+                        .and_then(|wire| wire.lost())
+                        .map_or(Ok(()), Err),
+                )
             }
         };
         self.begin(state, from, begun);
         Ok(ticket)
     }
 
-    /// Advances messages once, after a message with `peer` has `begun`. If any stays pending, wakes the progress
-    /// thread.
-    fn begin(&self, mut state: MutexGuard<'_, MessageTable>, peer: Option<Rank>, begun: Result<()>) {
+    /// Advances messages once, after a message with `peer` has `begun`. If any stays pending, wakes
+    /// the progress thread.
+    fn begin(
+        &self,
+        mut state: MutexGuard<'_, MessageTable>,
+        peer: Option<Rank>,
+        begun: Result<()>,
+    ) {
         let far = peer.filter(|&peer| state.is_internode(peer));
         let lost = self.absorb_internode(&mut state, far, begun);
         self.advance(&mut state);
@@ -313,9 +396,15 @@ impl Messages {
         self.run_completions(state) || moved
     }
 
-    /// Returns a peer among `peers` that sleeps for a message with this tag that this rank has not started: a `send` of
-    /// this rank, or a receive. Never waits: returns `None` if another thread is advancing messages.
-    pub fn awaited_by(&self, mut peers: impl Iterator<Item = Rank>, send: bool, tag: i32) -> Option<Rank> {
+    /// Returns a peer among `peers` that sleeps for a message with this tag that this rank has not
+    /// started: a `send` of this rank, or a receive. Never waits: returns `None` if another thread
+    /// is advancing messages.
+    pub fn awaited_by(
+        &self,
+        mut peers: impl Iterator<Item = Rank>,
+        send: bool,
+        tag: i32,
+    ) -> Option<Rank> {
         let state = self.state.try_lock().ok()?;
         peers.find(|&peer| state.peer_waits_for(&self.control, peer, send, tag))
     }
@@ -326,7 +415,9 @@ impl Messages {
         self.begun.notify_all();
         let worker = lock(&self.worker).take();
         // A completion on the progress thread may drop the last reference to the group.
-        if let Some(worker) = worker.filter(|worker| worker.thread().id() != std::thread::current().id()) {
+        if let Some(worker) =
+            worker.filter(|worker| worker.thread().id() != std::thread::current().id())
+        {
             let _ = worker.join();
         }
     }
@@ -345,14 +436,17 @@ impl Messages {
         self.fail_group_on_error(state, moved)
     }
 
-    /// Starts the worker before a message is posted. The memory of a posted message is in use until its completion, so
-    /// a thread must exist that completes it; otherwise the memory would be used after its tensor.
+    /// Starts the worker before a message is posted. The memory of a posted message is in use until
+    /// its completion, so a thread must exist that completes it; otherwise the memory would be used
+    /// after its tensor.
     fn start_worker(self: &Arc<Self>) -> Result<()> {
         let mut worker = lock(&self.worker);
         if worker.is_none() {
             let this = Arc::clone(self);
             let thread = thread::spawn("symm-progress", None, move || this.work());
-            *worker = Some(thread.map_err(|e| Error::internal(format!("starting a group's progress thread: {e}")))?);
+            *worker = Some(thread.map_err(|e| {
+                Error::internal(format!("starting a group's progress thread: {e}"))
+            })?);
         }
         Ok(())
     }
@@ -362,7 +456,10 @@ impl MessageTable {
     /// Returns true if `peer` is on another node; fails for a rank that no message can reach.
     fn check_peer(&self, peer: Rank) -> Result<bool> {
         match self.peers.get(peer.index()) {
-            Some(Peer::Apart) | None => Err(Error::value(format!("rank {peer} is outside the group of {} ranks", self.peers.len()))),
+            Some(Peer::Apart) | None => Err(Error::value(format!(
+                "rank {peer} is outside the group of {} ranks",
+                self.peers.len()
+            ))),
             Some(peer) => Ok(matches!(peer, Peer::Internode(_))),
         }
     }

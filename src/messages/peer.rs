@@ -6,17 +6,19 @@ use super::link::Link;
 use super::matching::{Matching, MessageBody, Posted, UnmatchedMessage};
 use super::ring::{EAGER_WINDOW, RingLink};
 use super::wire::WireLink;
-use super::{ChunkedReceive, FinishedTransfer, IncompleteFrame, MessageTable, PendingSend, STREAM_BYTES, Source, reading};
+use super::{
+    ChunkedReceive, FinishedTransfer, IncompleteFrame, MessageTable, PendingSend, STREAM_BYTES,
+    Source,
+};
 use crate::completion::Completion;
 use crate::control::{AwaitedMessage, ControlBlock};
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, WriteMode};
 use crate::rank::Rank;
 use std::collections::BTreeMap;
 
-/// Maximum size of unmatched eager messages from one sender of this node; beyond it, this rank stops reading from that
-/// sender. All eager messages that a sender can have in flight fit.
+/// Maximum size of unmatched eager messages from one sender of this node; beyond it, this rank
+/// stops reading from that sender. All eager messages that a sender can have in flight fit.
 const BACKLOG_BYTES: usize = EAGER_WINDOW as usize * RING.eager;
 
 /// Another rank, or this one, as messages see it.
@@ -37,7 +39,9 @@ impl Peer {
         match self {
             Self::IntraNode(ring) => Ok(ring),
             Self::Internode(wire) => Ok(&mut **wire),
-            Self::Own | Self::Apart => Err(Error::internal("no link carries messages to this rank")),
+            Self::Own | Self::Apart => {
+                Err(Error::internal("no link carries messages to this rank"))
+            }
         }
     }
 
@@ -90,12 +94,21 @@ impl IncompleteFrame {
 
     /// Copies `payload`, the first bytes of a message, into the receive for the whole message.
     fn go_on(&mut self, matching: &Matching, from: Rank, frame: Frame, payload: &[u8]) {
-        let receive = matching.sure_receive(from, frame.tag).filter(|posted| posted.span.bytes as u64 == frame.bytes);
+        let receive = matching
+            .sure_receive(from, frame.tag)
+            .filter(|posted| posted.span.bytes as u64 == frame.bytes);
         let Some(posted) = receive else { return };
         let done = self.bytes_of(posted).min(payload.len());
-        // SAFETY: the receiver's span has as many bytes as the whole message, and no other code uses it until its
-        // completion.
-        unsafe { cpu::copy(posted.span.ptr().add(done), payload[done..].as_ptr(), payload.len() - done, WriteMode::Cached) }
+        // SAFETY: the receiver's span has as many bytes as the whole message, and no other code
+        // uses it until its completion.
+        unsafe {
+            cpu::copy(
+                posted.span.ptr().add(done),
+                payload[done..].as_ptr(),
+                payload.len() - done,
+                WriteMode::Cached,
+            )
+        }
         *self = Self { ticket: posted.ticket, bytes: payload.len() };
     }
 }
@@ -132,25 +145,34 @@ impl MessageTable {
     }
 
     pub(super) fn has_work(&self) -> bool {
-        self.rings().any(|(peer, ring)| ring.has_room() || (ring.has_arrived() && self.may_read(peer)))
+        self.rings()
+            .any(|(peer, ring)| ring.has_room() || (ring.has_arrived() && self.may_read(peer)))
     }
 
-    /// Returns true if frames of `peer` are read. They are not read if it has sent too many unmatched bytes and no
-    /// pending message could be completed by reading more: no receive from it or from any source, and no send whose
-    /// answer may be behind the unread frames. The peer then runs out of space and waits.
+    /// Returns true if frames of `peer` are read. They are not read if it has sent too many
+    /// unmatched bytes and no pending message could be completed by reading more: no receive from
+    /// it or from any source, and no send whose answer may be behind the unread frames. The peer
+    /// then runs out of space and waits.
     fn may_read(&self, peer: Rank) -> bool {
-        self.matching.backlog(peer) < BACKLOG_BYTES || self.pending().any(|pending| pending.peer.is_none_or(|other| other == peer))
+        self.matching.backlog(peer) < BACKLOG_BYTES
+            || self.pending().any(|pending| pending.peer.is_none_or(|other| other == peer))
     }
 
-    pub(super) fn finish(&mut self, ticket: u64, completion: Completion, outcome: Result<()>, source: Option<Rank>) {
+    pub(super) fn finish(
+        &mut self,
+        ticket: u64,
+        completion: Completion,
+        outcome: Result<()>,
+        source: Option<Rank>,
+    ) {
         self.finished.push(FinishedTransfer { ticket, completion, outcome, source });
     }
 
-    fn received(&mut self, posted: Posted, from: Rank) {
+    pub(super) fn received(&mut self, posted: Posted, from: Rank) {
         self.finish(posted.ticket, posted.completion, Ok(()), Some(from));
     }
 
-    fn finish_send(&mut self, ticket: u64) {
+    pub(super) fn finish_send(&mut self, ticket: u64) {
         if let Some(send) = self.sends.remove(&ticket) {
             self.finish(ticket, send.completion, Ok(()), None);
         }
@@ -181,14 +203,22 @@ impl MessageTable {
         }
     }
 
-    /// Returns true if `peer`, of this node, sleeps for a message of this rank, although it has read all that was sent
-    /// to it and no message between the two is pending here.
-    pub(super) fn peer_waits_for(&self, control: &ControlBlock, peer: Rank, send: bool, tag: i32) -> bool {
+    /// Returns true if `peer`, of this node, sleeps for a message of this rank, although it has
+    /// read all that was sent to it and no message between the two is pending here.
+    pub(super) fn peer_waits_for(
+        &self,
+        control: &ControlBlock,
+        peer: Rank,
+        send: bool,
+        tag: i32,
+    ) -> bool {
         let rank = control.display_rank(peer);
         let open = || self.pending().any(|pending| pending.peer.is_none_or(|other| other == rank));
         let drained = || self.peers[rank.index()].ring().is_some_and(RingLink::is_drained);
         // In this order: see `await_message`.
-        !open() && drained() && control.awaits(peer, AwaitedMessage { send, peer: control.rank(), tag })
+        !open()
+            && drained()
+            && control.awaits(peer, AwaitedMessage { send, peer: control.rank(), tag })
     }
 
     /// Reads and writes the rings.
@@ -201,14 +231,19 @@ impl MessageTable {
             }
             while self.may_read(peer) {
                 let Self { peers, matching, streams, begun, .. } = self;
-                let (Some(ring), begun, mut incoming) = (peers[peer.index()].ring_mut(), &mut begun[peer.index()], None) else { break };
+                let (Some(ring), begun, mut incoming) =
+                    (peers[peer.index()].ring_mut(), &mut begun[peer.index()], None)
+                else {
+                    break;
+                };
                 let mut wrong = None;
                 moved |= ring.receive(|frame, payload| {
                     if payload.len() < frame.payload(&RING) {
                         begun.go_on(matching, peer, frame, payload);
                         return Ok(());
                     }
-                    let placed = place(matching, streams, std::mem::take(begun), peer, frame, payload);
+                    let placed =
+                        place(matching, streams, std::mem::take(begun), peer, frame, payload);
                     match placed {
                         Some(placed) => incoming = Some((frame, placed)),
                         None => wrong = Some(frame),
@@ -233,9 +268,17 @@ impl MessageTable {
     }
 
     /// Handles `frame` of a rank of another node, which arrived with `payload`.
-    pub(super) fn receive_frames(&mut self, control: &ControlBlock, peer: Rank, frame: Frame, payload: &[u8]) -> Result<()> {
+    pub(super) fn receive_frames(
+        &mut self,
+        control: &ControlBlock,
+        peer: Rank,
+        frame: Frame,
+        payload: &[u8],
+    ) -> Result<()> {
         let Self { matching, streams, .. } = self;
-        let Some(placed) = place(matching, streams, IncompleteFrame::default(), peer, frame, payload) else {
+        let Some(placed) =
+            place(matching, streams, IncompleteFrame::default(), peer, frame, payload)
+        else {
             return Err(self.protocol_error(control, peer, frame));
         };
         if let (FrameKind::Start, Placed::Continues(_)) = (frame.kind, &placed) {
@@ -245,7 +288,14 @@ impl MessageTable {
     }
 
     /// Completes a frame whose payload has been stored.
-    fn react(&mut self, control: &ControlBlock, direct: bool, peer: Rank, frame: Frame, placed: Placed) -> Result<()> {
+    fn react(
+        &mut self,
+        control: &ControlBlock,
+        direct: bool,
+        peer: Rank,
+        frame: Frame,
+        placed: Placed,
+    ) -> Result<()> {
         match (frame.kind, placed) {
             (FrameKind::Eager, Placed::Begins(posted)) => {
                 let posted = self.check_size(control, peer, (frame.bytes, frame.dtype), posted)?;
@@ -254,9 +304,15 @@ impl MessageTable {
                 self.peers[peer.index()].link()?.matched(frame.bytes as usize)?;
             }
             (FrameKind::Rts, Placed::Begins(posted)) => {
-                let content = MessageBody::Rts { id: frame.id, value: frame.value, first: Vec::new() };
+                let content =
+                    MessageBody::Rts { id: frame.id, value: frame.value, first: Vec::new() };
                 let Frame { tag, dtype, bytes, .. } = frame;
-                self.deliver(control, direct, posted, UnmatchedMessage { from: peer, tag, dtype, bytes, content })?;
+                self.deliver(
+                    control,
+                    direct,
+                    posted,
+                    UnmatchedMessage { from: peer, tag, dtype, bytes, content },
+                )?;
             }
             (FrameKind::Data, Placed::Continues(complete)) => {
                 let whole = complete.is_some();
@@ -268,8 +324,10 @@ impl MessageTable {
             }
             (FrameKind::Cts, _) => self.run_peer(control, peer, frame)?,
             (FrameKind::Taken, _) => {
-                // A second acknowledgement would let the receiver read memory that the sender has reused.
-                if self.sends.get(&frame.id).is_some_and(|send| send.peer != peer || send.next > 0) {
+                // A second acknowledgement would let the receiver read memory that the sender has
+                // reused.
+                if self.sends.get(&frame.id).is_some_and(|send| send.peer != peer || send.next > 0)
+                {
                     return Err(self.protocol_error(control, peer, frame));
                 }
                 self.finish_send(frame.id);
@@ -299,11 +357,14 @@ impl MessageTable {
         Ok(())
     }
 
-    /// Sends `ticket`, which its peer does not know yet: at once, or when the link permits it. Does nothing while no
-    /// link exists.
+    /// Sends `ticket`, which its peer does not know yet: at once, or when the link permits it. Does
+    /// nothing while no link exists.
     pub(super) fn begin_send(&mut self, ticket: u64) -> Result<()> {
-        let Some(send) = self.sends.get_mut(&ticket).filter(|send| !send.started) else { return Ok(()) };
-        let (frame, span, link) = (send.frame(ticket), send.span, self.peers[send.peer.index()].link()?);
+        let Some(send) = self.sends.get_mut(&ticket).filter(|send| !send.started) else {
+            return Ok(());
+        };
+        let (frame, span, link) =
+            (send.frame(ticket), send.span, self.peers[send.peer.index()].link()?);
         if link.send_now(frame, span)? {
             self.finish_send(ticket);
         } else if let Some(unasked) = link.send(frame, span)? {
@@ -312,110 +373,16 @@ impl MessageTable {
         Ok(())
     }
 
-    /// Passes a message that has arrived or was offered to its receive.
-    pub(super) fn deliver(&mut self, control: &ControlBlock, direct: bool, posted: Posted, message: UnmatchedMessage) -> Result<()> {
-        let from = message.from;
-        let posted = self.check_size(control, from, (message.bytes, message.dtype), posted)?;
-        match message.content {
-            MessageBody::Eager(bytes) => {
-                // SAFETY: the sizes are equal (checked above); the span is the receiver's.
-                unsafe { cpu::copy(posted.span.ptr(), bytes.as_ptr(), bytes.len(), WriteMode::Cached) }
-                self.received(posted, from);
-                self.peers[from.index()].link()?.matched(bytes.len())?;
-            }
-            MessageBody::Own { ticket } => self.deliver_own(control, posted, ticket)?,
-            // Nothing has to be read or requested.
-            MessageBody::Rts { id, .. } if message.bytes == 0 => {
-                if let Some(ring) = self.ring(from) {
-                    ring.send_frame(Frame::control(FrameKind::Taken, id, 0));
-                }
-                self.received(posted, from);
-            }
-            MessageBody::Rts { id, value, first } => {
-                let bytes = posted.span.bytes;
-                let mut stream = ChunkedReceive { posted, got: first.len() as u64, requested: 0, source: Source::Frames };
-                if self.is_internode(from) {
-                    // SAFETY: `keep_start` keeps no more than the offer says, which is less than the whole; the span is
-                    // the receiver's.
-                    unsafe { cpu::copy(stream.posted.span.ptr(), first.as_ptr(), first.len(), WriteMode::Cached) }
-                    stream.requested = value;
-                    for piece in first.chunks(self.peers[from.index()].limits().data) {
-                        self.peers[from.index()].link()?.matched(piece.len())?;
-                    }
-                } else if let Some(ring) = self.ring(from)
-                    && direct
-                    && ring.is_readable()
-                    && reading::is_quicker(control, ring.peer, bytes)
-                {
-                    stream.source = Source::Memory(value);
-                }
-                self.streams.insert((from, id), stream);
-                self.send_cts(from)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Requests the missing bytes of messages of `from` that arrive in frames, the oldest first, as far as the link
-    /// permits.
-    pub(super) fn send_cts(&mut self, from: Rank) -> Result<()> {
-        let link = self.peers[from.index()].link()?;
-        for (&(_, id), stream) in self.streams.range_mut((from, 0)..=(from, u64::MAX)) {
-            let bytes = stream.posted.span.bytes as u64;
-            while stream.source == Source::Frames && stream.requested < bytes {
-                let room = link.room((bytes - stream.requested) as usize);
-                if room == 0 {
-                    return Ok(());
-                }
-                let frame = Frame { bytes, ..Frame::control(FrameKind::Cts, id, stream.requested) };
-                stream.requested += room as u64;
-                link.request(frame)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Delivers a message of this rank to itself.
-    pub(super) fn deliver_own(&mut self, control: &ControlBlock, posted: Posted, ticket: u64) -> Result<()> {
-        let Some(send) = self.sends.get(&ticket) else { return Ok(()) };
-        let (me, span, dtype) = (send.peer, send.span, send.dtype as u8);
-        let posted = self.check_size(control, me, (span.bytes as u64, dtype), posted)?;
-        if span.addr != posted.span.addr {
-            // SAFETY: the sizes are equal (checked above); both spans are the user's, and do not overlap in part.
-            unsafe { cpu::copy(posted.span.ptr(), span.ptr(), span.bytes, WriteMode::Cached) }
-        }
-        self.finish_send(ticket);
-        self.received(posted, me);
-        Ok(())
-    }
-
-    /// Returns the receive if the message has its size; otherwise completes it with the error.
-    fn check_size(&mut self, control: &ControlBlock, from: Rank, (bytes, dtype): (u64, u8), posted: Posted) -> Result<Posted> {
-        let Posted { tag, span, dtype: wanted, .. } = posted;
-        if bytes == span.bytes as u64 {
-            return Ok(posted);
-        }
-        let (peer, me, expected) = (self.peers[from.index()].describe(control), control.describe(control.rank()), span.bytes);
-        let error = Error::mismatch(if self.is_internode(from) {
-            let sent = DType::from_torch(i32::from(dtype)).map_or("unknown", DType::name);
-            let (group, wanted) = (control.name(), wanted.name());
-            format!("{peer} sent {bytes} bytes ({sent}, tag {tag}) to {me} in group \"{group}\", whose recv expects {expected} ({wanted})")
-        } else {
-            format!("{peer} sent {bytes} bytes (tag {tag}) to {me}, whose recv expects {expected}")
-        });
-        self.finish(posted.ticket, posted.completion, Err(error.clone()), None);
-        Err(error)
-    }
-
     pub(super) fn protocol_error(&self, control: &ControlBlock, peer: Rank, frame: Frame) -> Error {
         let (name, group) = (self.peers[peer.index()].describe(control), control.name());
-        let place = if self.is_internode(peer) { format!(" in group \"{group}\"") } else { String::new() };
+        let place =
+            if self.is_internode(peer) { format!(" in group \"{group}\"") } else { String::new() };
         Error::internal(format!("{name} sent a malformed frame{place}: {frame:?}"))
     }
 }
 
-/// Stores a frame's payload where it belongs. Returns `None` if no sender writes such a frame; then nothing was
-/// changed.
+/// Stores a frame's payload where it belongs. Returns `None` if no sender writes such a frame; then
+/// nothing was changed.
 fn place(
     matching: &mut Matching,
     streams: &mut BTreeMap<(Rank, u64), ChunkedReceive>,
@@ -431,38 +398,66 @@ fn place(
                 if posted.span.bytes == payload.len() {
                     let rest = &payload[begun.bytes_of(&posted).min(payload.len())..];
                     let to = posted.span.ptr().wrapping_add(payload.len() - rest.len());
-                    // SAFETY: the payload has as many bytes as the receiver's span, which no other code uses until its
-                    // completion.
+                    // SAFETY: the payload has as many bytes as the receiver's span, which no other
+                    // code uses until its completion.
                     unsafe { cpu::copy(to, rest.as_ptr(), rest.len(), WriteMode::Cached) }
                 }
                 return Some(Placed::Begins(posted));
             }
             let offer = || MessageBody::Rts { id: frame.id, value: frame.value, first: Vec::new() };
-            let content = if frame.kind == FrameKind::Eager { MessageBody::Eager(payload.into()) } else { offer() };
-            matching.keep(UnmatchedMessage { from, tag: frame.tag, dtype: frame.dtype, bytes: frame.bytes, content });
+            let content = if frame.kind == FrameKind::Eager {
+                MessageBody::Eager(payload.into())
+            } else {
+                offer()
+            };
+            matching.keep(UnmatchedMessage {
+                from,
+                tag: frame.tag,
+                dtype: frame.dtype,
+                bytes: frame.bytes,
+                content,
+            });
             Some(Placed::Kept)
         }
         FrameKind::Data | FrameKind::Start => {
-            // Chunks arrive in order and without gaps, so the count of bytes tells when the message is complete.
-            // `payload` has at most `bytes - value` bytes.
+            // Chunks arrive in order and without gaps, so the count of bytes tells when the message
+            // is complete. `payload` has at most `bytes - value` bytes.
             let end = frame.value + payload.len() as u64;
             let fits = |stream: &&mut ChunkedReceive| {
                 let bytes = stream.posted.span.bytes as u64;
-                stream.source == Source::Frames && (frame.bytes, frame.value) == (bytes, stream.got) && end <= stream.requested
+                stream.source == Source::Frames
+                    && (frame.bytes, frame.value) == (bytes, stream.got)
+                    && end <= stream.requested
             };
             let Some(stream) = streams.get_mut(&(from, frame.id)).filter(fits) else {
-                let waits = frame.kind == FrameKind::Start && matching.keep_start(from, frame.id, frame.value as usize, payload);
+                let waits = frame.kind == FrameKind::Start
+                    && matching.keep_start(from, frame.id, frame.value as usize, payload);
                 return waits.then_some(Placed::Kept);
             };
-            let store = if frame.bytes >= STREAM_BYTES as u64 { WriteMode::Streaming } else { WriteMode::Cached };
-            // SAFETY: the chunk lies within the receiver's span (checked above), which no other code uses until its
-            // completion.
-            unsafe { cpu::copy(stream.posted.span.ptr().add(frame.value as usize), payload.as_ptr(), payload.len(), store) }
+            let store = if frame.bytes >= STREAM_BYTES as u64 {
+                WriteMode::Streaming
+            } else {
+                WriteMode::Cached
+            };
+            // SAFETY: the chunk lies within the receiver's span (checked above), which no other
+            // code uses until its completion.
+            unsafe {
+                cpu::copy(
+                    stream.posted.span.ptr().add(frame.value as usize),
+                    payload.as_ptr(),
+                    payload.len(),
+                    store,
+                )
+            }
             stream.got = end;
             let whole = if end == frame.bytes { streams.remove(&(from, frame.id)) } else { None };
             Some(Placed::Continues(whole.map(|stream| stream.posted)))
         }
         FrameKind::Cts | FrameKind::Taken => Some(Placed::Kept),
-        FrameKind::Padding | FrameKind::Credit | FrameKind::Bye | FrameKind::Rejected | FrameKind::Waits => None,
+        FrameKind::Padding
+        | FrameKind::Credit
+        | FrameKind::Bye
+        | FrameKind::Rejected
+        | FrameKind::Waits => None,
     }
 }

@@ -1,4 +1,5 @@
-//! Reading long messages from their senders' memory, step by step and without the lock of the messages.
+//! Reading long messages from their senders' memory, step by step and without the lock of the
+//! messages.
 #![allow(unsafe_code, reason = "copies into the bytes of tensors")]
 
 use super::frame::{Frame, FrameKind};
@@ -15,11 +16,12 @@ use std::sync::MutexGuard;
 /// Number of bytes that are read before this thread checks whether the sender is waiting.
 const DIRECT_BYTES: usize = 256 << 10;
 /// Length up to which one rank reads a message faster than two ranks copy it through the ring
-/// (docs/measurements/cpu.md). A thread reads as many bytes of a longer message before it checks the group and
-/// deadlines.
+/// (docs/measurements/cpu.md). A thread reads as many bytes of a longer message before it checks
+/// the group and deadlines.
 pub(super) const DIRECT_READ_MAX_BYTES: usize = 1 << 20;
 
-/// A step of a read: the bytes from `got` on. The receive stays pending until `end_step`, so its memory stays valid.
+/// A step of a read: the bytes from `got` on. The receive stays pending until `end_step`, so its
+/// memory stays valid.
 pub(super) struct ReadStep {
     from: Rank,
     /// The sender's local rank.
@@ -30,24 +32,34 @@ pub(super) struct ReadStep {
     got: usize,
 }
 
-/// Returns true if reading a message of `bytes` bytes is faster than requesting it from `from`. Two ranks that copy a
-/// long message through the ring are faster than one rank that reads it. But the sender may be busy, or share a core
-/// with the receiver, and then each hand-over between them can cost a time slice of the scheduler.
+/// Returns true if reading a message of `bytes` bytes is faster than requesting it from `from`. Two
+/// ranks that copy a long message through the ring are faster than one rank that reads it. But the
+/// sender may be busy, or share a core with the receiver, and then each hand-over between them can
+/// cost a time slice of the scheduler.
 pub(super) fn is_quicker(control: &ControlBlock, from: Rank, bytes: usize) -> bool {
     bytes <= DIRECT_READ_MAX_BYTES || !control.is_progressing(from) || PATIENCE.yields_to_peer(now)
 }
 
 impl ReadStep {
-    /// Reads until the step is complete, the group has failed or the sender waits in a call. Returns how many bytes of
-    /// the message have arrived.
+    /// Reads until the step is complete, the group has failed or the sender waits in a call.
+    /// Returns how many bytes of the message have arrived.
     pub(super) fn read(&self, control: &ControlBlock) -> (usize, Result<()>) {
         let (mut got, end) = (self.got, self.span.bytes.min(self.got + DIRECT_READ_MAX_BYTES));
-        while got < end && control.failure().is_none() && is_quicker(control, self.local, self.span.bytes) {
+        while got < end
+            && control.failure().is_none()
+            && is_quicker(control, self.local, self.span.bytes)
+        {
             let bytes = DIRECT_BYTES.min(end - got);
-            // SAFETY: got + bytes <= span.bytes; the span is the receiver's, and `fail_all` leaves its receive pending
-            // until `end_step`.
-            let read =
-                unsafe { read_memory(control.pid(self.local), (self.addr as usize).wrapping_add(got), self.span.ptr().add(got), bytes) };
+            // SAFETY: got + bytes <= span.bytes; the span is the receiver's, and `fail_all` leaves
+            // its receive pending until `end_step`.
+            let read = unsafe {
+                read_memory(
+                    control.pid(self.local),
+                    (self.addr as usize).wrapping_add(got),
+                    self.span.ptr().add(got),
+                    bytes,
+                )
+            };
             if let Err(error) = read {
                 return (got, Err(error));
             }
@@ -58,8 +70,8 @@ impl ReadStep {
 }
 
 impl Messages {
-    /// Calls the completions that are due, without the lock. If none is, reads a step of a message from its sender's
-    /// memory, also without the lock. Returns true if it read a step.
+    /// Calls the completions that are due, without the lock. If none is, reads a step of a message
+    /// from its sender's memory, also without the lock. Returns true if it read a step.
     pub(super) fn run_completions(&self, mut state: MutexGuard<'_, MessageTable>) -> bool {
         let step = if state.finished.is_empty() { state.next_step() } else { None };
         let Some(step) = step else {
@@ -73,14 +85,18 @@ impl Messages {
     }
 
     /// Ends `step` after `read`. A panic in it fails the group, and so the receive.
-    pub(super) fn carry_out(&self, step: ReadStep, read: impl FnOnce(&ReadStep, &ControlBlock) -> (usize, Result<()>)) {
+    pub(super) fn carry_out(
+        &self,
+        step: ReadStep,
+        read: impl FnOnce(&ReadStep, &ControlBlock) -> (usize, Result<()>),
+    ) {
         let read = catch_unwind(AssertUnwindSafe(|| read(&step, &self.control)));
         let read = read.unwrap_or_else(|panic| (step.got, Err(self.control.panicked(&*panic))));
         let mut state = self.lock();
         let ended = state.end_step(&self.control, step, read);
         self.fail_group_on_error(&mut state, ended.map(|()| true));
-        // Deadlines and peers of the other messages are checked between steps, because reading a long message takes
-        // seconds.
+        // Deadlines and peers of the other messages are checked between steps, because reading a
+        // long message takes seconds.
         self.fail_hopeless(&mut state);
         self.complete(state);
     }
@@ -96,29 +112,51 @@ impl MessageTable {
     pub(super) fn next_step(&mut self) -> Option<ReadStep> {
         let Self { streams, peers, steps, .. } = self;
         streams.iter_mut().find_map(|(&(from, id), stream)| {
-            let (Source::Memory(addr), Some(ring)) = (stream.source, peers[from.index()].ring()) else { return None };
+            let (Source::Memory(addr), Some(ring)) = (stream.source, peers[from.index()].ring())
+            else {
+                return None;
+            };
             stream.source = Source::BeingRead(addr);
             *steps += 1;
-            Some(ReadStep { from, local: ring.peer, id, addr, span: stream.posted.span, got: stream.got as usize })
+            Some(ReadStep {
+                from,
+                local: ring.peer,
+                id,
+                addr,
+                span: stream.posted.span,
+                got: stream.got as usize,
+            })
         })
     }
 
-    /// Records the result of a step. A complete receive succeeds only if the offer is still valid: a send fails after
-    /// its group has failed, or once its rank has left, so both are checked after the last byte was read.
-    pub(super) fn end_step(&mut self, control: &ControlBlock, step: ReadStep, (got, read): (usize, Result<()>)) -> Result<()> {
+    /// Records the result of a step. A complete receive succeeds only if the offer is still valid:
+    /// a send fails after its group has failed, or once its rank has left, so both are checked
+    /// after the last byte was read.
+    pub(super) fn end_step(
+        &mut self,
+        control: &ControlBlock,
+        step: ReadStep,
+        (got, read): (usize, Result<()>),
+    ) -> Result<()> {
         let ReadStep { from, local, id, addr, .. } = step;
         let Some(mut stream) = self.streams.remove(&(from, id)) else { return Ok(()) };
         stream.got = got as u64;
         let departed = control.departure(local).is_some();
         if let Some(failure) = control.failure().or_else(|| self.closed.clone()) {
             self.finish(stream.posted.ticket, stream.posted.completion, Err(failure), None);
-        } else if departed || read.is_err() || (got < step.span.bytes && !is_quicker(control, local, step.span.bytes)) {
-            // A rank that has left may free its memory and never answers, so the receive ends like any other of its
-            // messages.
+        } else if departed
+            || read.is_err()
+            || (got < step.span.bytes && !is_quicker(control, local, step.span.bytes))
+        {
+            // A rank that has left may free its memory and never answers, so the receive ends like
+            // any other of its messages.
             if let (Err(error), false, Some(ring)) = (&read, departed, self.ring(from)) {
                 ring.disable_cma(error);
             }
-            self.streams.insert((from, id), ChunkedReceive { requested: got as u64, source: Source::Frames, ..stream });
+            self.streams.insert(
+                (from, id),
+                ChunkedReceive { requested: got as u64, source: Source::Frames, ..stream },
+            );
             return self.send_cts(from);
         } else if got < step.span.bytes {
             stream.source = Source::Memory(addr);

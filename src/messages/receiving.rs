@@ -1,11 +1,14 @@
-//! Frames from ranks of other nodes: the thread of each wire, and how the group learns that a wire was lost.
+//! Frames from ranks of other nodes: the thread of each wire, and how the group learns that a wire
+//! was lost.
 
 use super::connect::PublishedKeys;
 use super::ending::{is_broken, lost_link};
 use super::frame::{Frame, FrameKind, WIRE};
 use super::internode::InternodeLinks;
 use super::links::Traffic;
-use super::wire::{Counters, HEADER_BYTES, LinkState, MAX_FRAME_BYTES, Rejection, WireLink, decode, traffic};
+use super::wire::{
+    Counters, HEADER_BYTES, LinkState, MAX_FRAME_BYTES, Rejection, WireLink, decode, traffic,
+};
 use super::{MessageTable, Messages};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -13,7 +16,13 @@ use std::time::Duration;
 
 impl MessageTable {
     /// Handles a frame of a rank of another node, which arrived with `payload`.
-    pub(super) fn take_in(&mut self, messages: &Messages, peer: Rank, (frame, counters): (Frame, Counters), payload: &[u8]) -> Result<()> {
+    pub(super) fn take_in(
+        &mut self,
+        messages: &Messages,
+        peer: Rank,
+        (frame, counters): (Frame, Counters),
+        payload: &[u8],
+    ) -> Result<()> {
         let control = &messages.control;
         let Some(wire) = self.wire(peer) else { return Ok(()) };
         if !wire.read(counters) {
@@ -45,22 +54,34 @@ impl Messages {
     /// Connects with `peer`, and handles its frames until the connection ends.
     pub(super) fn drive_peer(&self, far: &InternodeLinks, peer: Rank) {
         let address = far.address(peer);
-        if let Err(error) = self.meet(far, peer).and_then(|met| if met { self.listen(far, peer, address) } else { Ok(()) }) {
+        if let Err(error) = self
+            .meet(far, peer)
+            .and_then(|met| if met { self.listen(far, peer, address) } else { Ok(()) })
+        {
             self.fail_peer(peer, error);
         }
     }
 
-    /// Receives frames of `peer` until the connection ends. Removes the `address` of this rank after the first frame.
+    /// Receives frames of `peer` until the connection ends. Removes the `address` of this rank
+    /// after the first frame.
     fn listen(&self, far: &InternodeLinks, peer: Rank, address: PublishedKeys<'_>) -> Result<()> {
         let (links, mut address) = (&*far.links, Some(address));
         while let Some(bytes) = links.wait(peer, Traffic::Frame)? {
             links.listen(peer, Traffic::Frame, MAX_FRAME_BYTES)?;
-            let nonsense = || Error::internal(format!("{} sent a malformed frame", far.node_map.describe(peer)));
-            let (frame, counters) = bytes.first_chunk::<HEADER_BYTES>().and_then(decode).ok_or_else(nonsense)?;
+            let nonsense = || {
+                Error::internal(format!("{} sent a malformed frame", far.node_map.describe(peer)))
+            };
+            let (frame, counters) =
+                bytes.first_chunk::<HEADER_BYTES>().and_then(decode).ok_or_else(nonsense)?;
             drop(address.take());
             let length = frame.payload(&WIRE);
             let heard = match traffic(frame.kind) {
-                Traffic::Frame => self.receive_frames(far, peer, (frame, counters), &bytes[HEADER_BYTES..HEADER_BYTES + length]),
+                Traffic::Frame => self.receive_frames(
+                    far,
+                    peer,
+                    (frame, counters),
+                    &bytes[HEADER_BYTES..HEADER_BYTES + length],
+                ),
                 Traffic::Piece => {
                     let Some(piece) = links.wait(peer, Traffic::Piece)? else { return Ok(()) };
                     let heard = self.receive_frames(far, peer, (frame, counters), &piece[..length]);
@@ -77,7 +98,13 @@ impl Messages {
     }
 
     /// Stores a frame that arrived with `payload`. Returns true if more frames follow.
-    pub(super) fn receive_frames(&self, far: &InternodeLinks, peer: Rank, head: (Frame, Counters), payload: &[u8]) -> bool {
+    pub(super) fn receive_frames(
+        &self,
+        far: &InternodeLinks,
+        peer: Rank,
+        head: (Frame, Counters),
+        payload: &[u8],
+    ) -> bool {
         far.links.note_received(peer, HEADER_BYTES + payload.len());
         let mut state = self.lock();
         if state.closed.is_some() {
@@ -95,10 +122,15 @@ impl Messages {
         heard
     }
 
-    /// Fails the group because of an error of a message, before the completion of that message is called. If the
-    /// connection with the `far` peer was lost, returns it for `fail_peer` instead, because the reason may still
-    /// arrive.
-    pub(super) fn absorb_internode(&self, state: &mut MessageTable, far: Option<Rank>, moved: Result<()>) -> Option<(Rank, Error)> {
+    /// Fails the group because of an error of a message, before the completion of that message is
+    /// called. If the connection with the `far` peer was lost, returns it for `fail_peer` instead,
+    /// because the reason may still arrive.
+    pub(super) fn absorb_internode(
+        &self,
+        state: &mut MessageTable,
+        far: Option<Rank>,
+        moved: Result<()>,
+    ) -> Option<(Rank, Error)> {
         match (far, moved) {
             (Some(peer), Err(error)) if is_broken(&error) => Some((peer, error)),
             (_, moved) => {
@@ -108,8 +140,8 @@ impl Messages {
         }
     }
 
-    /// Handles the end of the connection to `peer`, because of `error`. Fails the group if a message needs the
-    /// connection, now or later.
+    /// Handles the end of the connection to `peer`, because of `error`. Fails the group if a
+    /// message needs the connection, now or later.
     pub(super) fn fail_peer(&self, peer: Rank, error: Error) {
         let Some(far) = self.internode.get() else { return };
         let mut state = self.lock();
@@ -131,7 +163,11 @@ impl Messages {
         far.changed.notify_all();
         // A mismatch has already ended its own message.
         if is_urgent || !broken {
-            let told = if broken { self.health.cause(far.node_map.local_rank(peer), Duration::MAX) } else { None };
+            let told = if broken {
+                self.health.cause(far.node_map.local_rank(peer), Duration::MAX)
+            } else {
+                None
+            };
             self.health.fail(told.unwrap_or(cause));
         }
     }

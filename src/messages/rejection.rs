@@ -1,10 +1,11 @@
-//! Rejected messages: the peer on another node that waits for a message which this rank has rejected learns of the
-//! rejection.
+//! Rejected messages: the peer on another node that waits for a message which this rank has
+//! rejected learns of the rejection.
 //!
-//! This rank reports the rejection on the link, unless it has made another call meanwhile. If a message of the peer
-//! waits for the rejected one, the peer asks once whether the rejection still holds. Only the rejecting rank knows
-//! whether it has made a call since; if not, it fails the group. A rejected receive from any source is reported to all
-//! connected ranks, and to those that connect before this rank makes another call.
+//! This rank reports the rejection on the link, unless it has made another call meanwhile. If a
+//! message of the peer waits for the rejected one, the peer asks once whether the rejection still
+//! holds. Only the rejecting rank knows whether it has made a call since; if not, it fails the
+//! group. A rejected receive from any source is reported to all connected ranks, and to those that
+//! connect before this rank makes another call.
 
 use super::ending::TransferLabel;
 use super::frame::Frame;
@@ -19,8 +20,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 impl MessageTable {
-    /// Asks peers on other nodes, once each, whether their rejections still hold, if a message has waited for one long
-    /// enough. Returns the links that failed.
+    /// Asks peers on other nodes, once each, whether their rejections still hold, if a message has
+    /// waited for one long enough. Returns the links that failed.
     pub(super) fn ask_whether_rejected(&mut self) -> Vec<(Rank, Error)> {
         let refused = |peer: &Peer| Some((peer.wire()?.peer, peer.wire()?.rejected.clone()?));
         let refused: Vec<(Rank, Rejection)> = self.peers.iter().filter_map(refused).collect();
@@ -33,7 +34,13 @@ impl MessageTable {
                     && pending.tag == refusal.tag
                     && pending.limit.elapsed() >= INTERNODE_POLL
             };
-            let Some(frame) = self.pending().find(late).map(|pending| refusal.asked(pending.dtype, pending.bytes)) else { continue };
+            let Some(frame) = self
+                .pending()
+                .find(late)
+                .map(|pending| refusal.asked(pending.dtype, pending.bytes))
+            else {
+                continue;
+            };
             if let Some(wire) = self.wire(peer) {
                 wire.rejected = None;
                 lost.extend(wire.send_frame(frame, &[]).err().map(|error| (peer, error)));
@@ -44,13 +51,22 @@ impl MessageTable {
 }
 
 impl Messages {
-    /// Notifies `peer`, of another node, that this rank has rejected a send to it or a receive from it because of
-    /// `why`, unless this rank has made more calls than `begun`. `None` stands for a receive from any source, which is
-    /// reported to all ranks of other nodes.
-    pub fn notify_rejected(self: &Arc<Self>, peer: Option<Rank>, begun: u64, send: bool, tag: i32, why: String) {
+    /// Notifies `peer`, of another node, that this rank has rejected a send to it or a receive from
+    /// it because of `why`, unless this rank has made more calls than `begun`. `None` stands for a
+    /// receive from any source, which is reported to all ranks of other nodes.
+    pub fn notify_rejected(
+        self: &Arc<Self>,
+        peer: Option<Rank>,
+        begun: u64,
+        send: bool,
+        tag: i32,
+        why: String,
+    ) {
         let refusal = Rejection { send, tag, why };
         match peer {
-            Some(peer) if self.lock().is_internode(peer) => self.notify_one_rejected(peer, begun, refusal),
+            Some(peer) if self.lock().is_internode(peer) => {
+                self.notify_one_rejected(peer, begun, refusal)
+            }
             None if self.internode.get().is_some() => self.notify_all_rejected(begun, refusal),
             Some(_) | None => {}
         }
@@ -63,11 +79,12 @@ impl Messages {
         if calls != begun || state.closed.is_some() {
             return;
         }
-        let told = self.start_worker().and_then(|()| self.meet_once(&mut state, peer)).and_then(|()| {
-            let Some(wire) = state.wire(peer) else { return Ok(()) };
-            (wire.own, wire.unsent_rejection) = (Some((refusal, begun)), true);
-            wire.send_rejection()
-        });
+        let told =
+            self.start_worker().and_then(|()| self.meet_once(&mut state, peer)).and_then(|()| {
+                let Some(wire) = state.wire(peer) else { return Ok(()) };
+                (wire.own, wire.unsent_rejection) = (Some((refusal, begun)), true);
+                wire.send_rejection()
+            });
         drop(state);
         self.flush();
         if let Err(error) = told {
@@ -75,7 +92,8 @@ impl Messages {
         }
     }
 
-    /// Notifies all ranks of other nodes that are connected with this rank, or want to be, until it makes another call.
+    /// Notifies all ranks of other nodes that are connected with this rank, or want to be, until it
+    /// makes another call.
     fn notify_all_rejected(self: &Arc<Self>, begun: u64, refusal: Rejection) {
         let mut state = self.lock();
         let begins = self.spawn(&mut state, "symm-p2p-reject", move |this, far| {
@@ -83,8 +101,11 @@ impl Messages {
             while this.calls() == begun && this.lock().closed.is_none() {
                 let mut wanting = this.lock().unmet();
                 wanting.retain(|&rank| far.store.check(&[&far.key(rank, rank)]).unwrap_or(false));
-                let ranks: BTreeSet<Rank> = this.lock().met().map(|wire| wire.peer).chain(wanting).collect();
-                ranks.difference(&told).for_each(|&peer| this.notify_one_rejected(peer, begun, refusal.clone()));
+                let ranks: BTreeSet<Rank> =
+                    this.lock().met().map(|wire| wire.peer).chain(wanting).collect();
+                ranks
+                    .difference(&told)
+                    .for_each(|&peer| this.notify_one_rejected(peer, begun, refusal.clone()));
                 told.extend(ranks);
                 drop(far.changed.wait_timeout(this.lock(), super::connect::STORE_POLL.1));
             }
@@ -100,15 +121,25 @@ impl Messages {
         self.health.recorder().calls()
     }
 
-    /// Fails if this rank has rejected the message for which the peer of `wire` waits, as its `frame` says, and has
-    /// made no call since.
+    /// Fails if this rank has rejected the message for which the peer of `wire` waits, as its
+    /// `frame` says, and has made no call since.
     pub(super) fn check_rejected(&self, wire: &WireLink, frame: Frame) -> Result<()> {
-        let stands = |(refusal, calls): &&(Rejection, u64)| refusal.is_asked(&frame) && *calls == self.calls();
-        let Some((Rejection { send, tag, why }, _)) = wire.own.as_ref().filter(stands) else { return Ok(()) };
+        let stands = |(refusal, calls): &&(Rejection, u64)| {
+            refusal.is_asked(&frame) && *calls == self.calls()
+        };
+        let Some((Rejection { send, tag, why }, _)) = wire.own.as_ref().filter(stands) else {
+            return Ok(());
+        };
         let waits = if *send { "recv" } else { "send" };
         let dtype = DType::from_torch(i32::from(frame.dtype)).map_or("unknown", DType::name);
-        let what = format!("{waits}({} bytes, {dtype}, tag {tag}) of group \"{}\"", frame.bytes, self.control.name());
+        let what = format!(
+            "{waits}({} bytes, {dtype}, tag {tag}) of group \"{}\"",
+            frame.bytes,
+            self.control.name()
+        );
         let (peer, me) = (&wire.name, self.control.describe(self.control.rank()));
-        Err(Error::mismatch(format!("{me} rejected a call and has not repeated it since; {peer} is blocked in {what}: {why}")))
+        Err(Error::mismatch(format!(
+            "{me} rejected a call and has not repeated it since; {peer} is blocked in {what}: {why}"
+        )))
     }
 }

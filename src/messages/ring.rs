@@ -33,8 +33,8 @@ pub(super) struct RingLink {
     pub(super) peer: Rank,
     tail: u64,
     head: u64,
-    /// Tail of the incoming ring when it was last read: `head`, or a position within a message whose rest is still
-    /// being written.
+    /// Tail of the incoming ring when it was last read: `head`, or a position within a message
+    /// whose rest is still being written.
     seen: u64,
     /// Number of bytes of the outgoing ring that have memory, including its counters.
     reserved: usize,
@@ -96,8 +96,8 @@ impl RingLink {
 
     /// Returns true if another eager message may be sent.
     fn may_send_eagerly(&self) -> bool {
-        // Wrapping arithmetic, here and below: an impossible count from a peer stops eager messages, but causes no
-        // panic.
+        // Wrapping arithmetic, here and below: an impossible count from a peer stops eager
+        // messages, but causes no panic.
         self.eager.wrapping_sub(self.outgoing().matched.observe()) < EAGER_WINDOW
     }
 
@@ -113,7 +113,8 @@ impl RingLink {
         self.enqueue(OutgoingFrame::Control(frame));
     }
 
-    /// Drops all queued items except frames without payload, because the senders may reuse the messages' memory.
+    /// Drops all queued items except frames without payload, because the senders may reuse the
+    /// messages' memory.
     pub(super) fn release_span(&mut self) {
         self.outbox.retain(|item| matches!(item, OutgoingFrame::Control(_)));
     }
@@ -123,12 +124,16 @@ impl RingLink {
         !self.cma_failed
     }
 
-    /// Stops reading the peer's memory because of `error`, so its long messages arrive in frames from now on. The
-    /// system may revoke the permission that it gave when the group was joined; frames need none. If the peer has died
-    /// (an error of kind `Peer`), no warning is logged, because the death is detected elsewhere.
+    /// Stops reading the peer's memory because of `error`, so its long messages arrive in frames
+    /// from now on. The system may revoke the permission that it gave when the group was joined;
+    /// frames need none. If the peer has died (an error of kind `Peer`), no warning is logged,
+    /// because the death is detected elsewhere.
     pub(super) fn disable_cma(&mut self, error: &Error) {
         if !std::mem::replace(&mut self.cma_failed, true) && error.kind != ErrorKind::Peer {
-            log::warn!("long messages from {} come in pieces from now on: {error}", self.control.describe(self.peer));
+            log::warn!(
+                "long messages from {} come in pieces from now on: {error}",
+                self.control.describe(self.peer)
+            );
         }
     }
 
@@ -139,7 +144,9 @@ impl RingLink {
 
     /// Returns true if the peer has freed space for a queued item.
     pub(super) fn has_room(&self) -> bool {
-        let reserved = |item: &OutgoingFrame| self.outgoing().ring.reserve(self.tail, next_frame(item).footprint()).is_some();
+        let reserved = |item: &OutgoingFrame| {
+            self.outgoing().ring.reserve(self.tail, next_frame(item).footprint()).is_some()
+        };
         self.outbox.front().is_some_and(reserved)
     }
 
@@ -148,8 +155,8 @@ impl RingLink {
         self.outbox.is_empty() && self.outgoing().ring.head.observe() == self.tail
     }
 
-    /// Writes the queued items that fit. `sent` gets the ids of messages that no longer need their memory. Returns true
-    /// if anything was written.
+    /// Writes the queued items that fit. `sent` gets the ids of messages that no longer need their
+    /// memory. Returns true if anything was written.
     pub(super) fn flush(&mut self, mut sent: impl FnMut(u64)) -> Result<bool> {
         if self.outbox.is_empty() {
             return Ok(false);
@@ -159,7 +166,8 @@ impl RingLink {
         while let Some(frame) = self.outbox.front().map(next_frame) {
             let Some(reserved) = side.ring.reserve(self.tail, frame.footprint()) else { break };
             // Padding fills the end of the ring.
-            let end = reserved.padding.map_or(reserved.place + frame.footprint(), |_| side.ring.capacity);
+            let end =
+                reserved.padding.map_or(reserved.place + frame.footprint(), |_| side.ring.capacity);
             have_memory(&self.control, self.peer, &mut self.reserved, RING_HEAD + end as usize)?;
             let Some(item) = self.outbox.front_mut() else { break };
             if let Some(place) = reserved.padding {
@@ -169,25 +177,34 @@ impl RingLink {
             let payload = match item {
                 OutgoingFrame::Control(_) => None,
                 OutgoingFrame::Eager(_, span) => Some(span.ptr()),
-                OutgoingFrame::Chunks(_, span) => Some(span.ptr().wrapping_add(frame.value as usize)),
+                OutgoingFrame::Chunks(_, span) => {
+                    Some(span.ptr().wrapping_add(frame.value as usize))
+                }
             };
             if let Some(from) = payload {
                 let begin = reserved.tail - frame.footprint() + UNIT;
                 for at in (0..frame.payload(&RING)).step_by(frame.part_bytes()) {
-                    // Publishes the bytes before this part; the last part is published with the end of the frame.
+                    // Publishes the bytes before this part; the last part is published with the end
+                    // of the frame.
                     if at > 0 {
                         side.ring.publish(begin + at as u64);
                     }
-                    let (to, bytes) = ((reserved.place + UNIT) as usize + at, frame.part_bytes().min(frame.payload(&RING) - at));
-                    // SAFETY: `reserved` granted footprint() bytes at `place` before the ring's end, which the consumer
-                    // has released; the span is the sender's, whose send is not complete yet.
+                    let (to, bytes) = (
+                        (reserved.place + UNIT) as usize + at,
+                        frame.part_bytes().min(frame.payload(&RING) - at),
+                    );
+                    // SAFETY: `reserved` granted footprint() bytes at `place` before the ring's
+                    // end, which the consumer has released; the span is the sender's, whose send is
+                    // not complete yet.
                     unsafe { cpu::copy(side.data.add(to), from.add(at), bytes, WriteMode::Cached) }
                 }
             }
             self.tail = reserved.tail;
             side.ring.publish(self.tail);
             match item {
-                OutgoingFrame::Chunks(head, _) if frame.value + (frame.payload(&RING) as u64) < frame.bytes => {
+                OutgoingFrame::Chunks(head, _)
+                    if frame.value + (frame.payload(&RING) as u64) < frame.bytes =>
+                {
                     head.value += frame.payload(&RING) as u64;
                     self.control.wake(self.peer);
                     continue;
@@ -203,30 +220,50 @@ impl RingLink {
         Ok(self.tail != before)
     }
 
-    /// Passes the oldest incoming frame and its payload to `take`; returns false if there is none. A frame that is
-    /// still being written is passed with the payload that has arrived, and again later.
-    pub(super) fn receive(&mut self, take: impl FnOnce(Frame, &[u8]) -> Result<()>) -> Result<bool> {
+    /// Passes the oldest incoming frame and its payload to `take`; returns false if there is none.
+    /// A frame that is still being written is passed with the payload that has arrived, and again
+    /// later.
+    pub(super) fn receive(
+        &mut self,
+        take: impl FnOnce(Frame, &[u8]) -> Result<()>,
+    ) -> Result<bool> {
         let side = side(&self.control, self.peer, self.control.rank());
         loop {
             let Some(place) = side.ring.oldest(self.head) else { return Ok(false) };
-            // SAFETY: frames start at multiples of UNIT, so four words fit; the producer published them.
+            // SAFETY: frames start at multiples of UNIT, so four words fit; the producer published
+            // them.
             let words = unsafe { side.data.add(place as usize).cast::<[u64; 4]>().read() };
             let frame = Frame::decode(words, &RING);
             let capacity = side.ring.capacity;
             let tail = side.ring.tail.observe();
             let ahead = tail.wrapping_sub(self.head);
-            // Padding is valid only at the end of the ring. At the start, an empty ring with a forged tail would be
-            // skipped forever.
-            let length = |frame: &Frame| if frame.kind == FrameKind::Padding { capacity - place } else { frame.footprint() };
-            let written = |frame: &Frame| length(frame) <= ahead || (frame.payload(&RING) > frame.part_bytes() && ahead > UNIT);
-            let fits = |frame: &Frame| place + length(frame) <= capacity && written(frame) && length(frame) < capacity;
-            // A peer must not send more eager messages than allowed, so that they cannot fill the memory here.
-            let allowed = |frame: &Frame| frame.kind != FrameKind::Eager || self.received - self.matched < EAGER_WINDOW;
-            // A sender numbers its messages upwards. A second message with the same number would replace the first,
-            // whose receive would never end.
+            // Padding is valid only at the end of the ring. At the start, an empty ring with a
+            // forged tail would be skipped forever.
+            let length = |frame: &Frame| {
+                if frame.kind == FrameKind::Padding { capacity - place } else { frame.footprint() }
+            };
+            let written = |frame: &Frame| {
+                length(frame) <= ahead
+                    || (frame.payload(&RING) > frame.part_bytes() && ahead > UNIT)
+            };
+            let fits = |frame: &Frame| {
+                place + length(frame) <= capacity && written(frame) && length(frame) < capacity
+            };
+            // A peer must not send more eager messages than allowed, so that they cannot fill the
+            // memory here.
+            let allowed = |frame: &Frame| {
+                frame.kind != FrameKind::Eager || self.received - self.matched < EAGER_WINDOW
+            };
+            // A sender numbers its messages upwards. A second message with the same number would
+            // replace the first, whose receive would never end.
             let fresh = |frame: &Frame| !frame.begins_message() || frame.id > self.last_id;
-            let Some(frame) = frame.filter(|frame| fits(frame) && allowed(frame) && fresh(frame) && ahead <= capacity) else {
-                return Err(Error::internal(format!("{} sent a malformed frame: {words:x?}", self.control.describe(self.peer))));
+            let Some(frame) = frame
+                .filter(|frame| fits(frame) && allowed(frame) && fresh(frame) && ahead <= capacity)
+            else {
+                return Err(Error::internal(format!(
+                    "{} sent a malformed frame: {words:x?}",
+                    self.control.describe(self.peer)
+                )));
             };
             if frame.kind == FrameKind::Padding {
                 self.head += capacity - place;
@@ -234,9 +271,11 @@ impl RingLink {
                 continue;
             }
             let bytes = frame.payload(&RING).min((ahead - UNIT) as usize);
-            // SAFETY: the payload lies within the ring and these bytes before its tail (checked above); they stay until
-            // `release`.
-            let payload = unsafe { std::slice::from_raw_parts(side.data.add((place + UNIT) as usize), bytes) };
+            // SAFETY: the payload lies within the ring and these bytes before its tail (checked
+            // above); they stay until `release`.
+            let payload = unsafe {
+                std::slice::from_raw_parts(side.data.add((place + UNIT) as usize), bytes)
+            };
             take(frame, payload)?;
             if frame.footprint() > ahead {
                 self.seen = tail;
@@ -305,8 +344,8 @@ impl Link for RingLink {
     }
 }
 
-/// Extends the memory of the ring to `peer`, which has memory up to `reserved`, up to `end`. A ring gets memory only
-/// when it is filled for the first time.
+/// Extends the memory of the ring to `peer`, which has memory up to `reserved`, up to `end`. A ring
+/// gets memory only when it is filled for the first time.
 fn have_memory(control: &ControlBlock, peer: Rank, reserved: &mut usize, end: usize) -> Result<()> {
     while *reserved < end {
         let ring = control.layout().ring(control.rank(), peer);
@@ -320,7 +359,9 @@ fn have_memory(control: &ControlBlock, peer: Rank, reserved: &mut usize, end: us
 
 fn next_frame(item: &OutgoingFrame) -> Frame {
     match item {
-        OutgoingFrame::Control(frame) | OutgoingFrame::Eager(frame, _) | OutgoingFrame::Chunks(frame, _) => *frame,
+        OutgoingFrame::Control(frame)
+        | OutgoingFrame::Eager(frame, _)
+        | OutgoingFrame::Chunks(frame, _) => *frame,
     }
 }
 
@@ -341,7 +382,8 @@ mod tests {
     /// Returns the link of rank 0 with `PEER`, and its control block.
     fn connected() -> (Arc<ControlBlock>, RingLink) {
         let bytes = SegmentLayout::new(2).total_bytes();
-        let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
+        let segment =
+            ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
         let members = (0..2).map(|global| Identity { pid: std::process::id(), global }).collect();
         let control = Arc::new(ControlBlock::new(segment, Rank(0), "test".into(), members, 0));
         (Arc::clone(&control), RingLink::new(control, PEER))
@@ -351,11 +393,17 @@ mod tests {
     fn counters_and_frames_that_no_peer_writes_are_an_error_not_a_wait() {
         let offer = Frame::control(FrameKind::Rts, 1, 0);
         let long = Frame { id: 1, bytes: 4096, ..Frame::bare(FrameKind::Eager) };
-        // The first frame and the tail: only padding, more than a ring holds, a message longer than what was sent, and
-        // a message whose first part is missing.
+        // The first frame and the tail: only padding, more than a ring holds, a message longer than
+        // what was sent, and a message whose first part is missing.
         let parts = Frame { bytes: 40 << 10, ..long };
         let beyond = SegmentLayout::new(2).ring_data_bytes() as u64 + 32;
-        for (frame, tail) in [(None, u64::MAX), (None, 32), (Some(offer), beyond), (Some(long), 64), (Some(parts), 32)] {
+        for (frame, tail) in [
+            (None, u64::MAX),
+            (None, 32),
+            (Some(offer), beyond),
+            (Some(long), 64),
+            (Some(parts), 32),
+        ] {
             let (control, mut connection) = connected();
             let ring = side(&control, PEER, Rank(0));
             if let Some(frame) = frame {
@@ -363,7 +411,10 @@ mod tests {
             }
             ring.ring.publish(tail);
             let error = connection.receive(|_, _| Ok(())).expect_err("it makes no sense");
-            assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{error}");
+            assert!(
+                error.kind == ErrorKind::Internal && error.message.contains("rank 1"),
+                "{error}"
+            );
         }
         let (control, mut connection) = connected();
         let ring = side(&control, PEER, Rank(0));

@@ -1,4 +1,5 @@
-//! The threads that advance messages: a thread that waits for one, and the progress thread while no thread waits.
+//! The threads that advance messages: a thread that waits for one, and the progress thread while no
+//! thread waits.
 
 use super::ending::gave_up;
 use super::internode::INTERNODE_POLL;
@@ -10,8 +11,8 @@ use crate::sync::timeout::CallTimeout;
 use crate::sys::interrupt::Interrupts;
 use std::time::{Duration, Instant};
 
-/// Marks a thread that advances messages while it waits. The progress thread pauses meanwhile, and continues however
-/// the wait ends.
+/// Marks a thread that advances messages while it waits. The progress thread pauses meanwhile, and
+/// continues however the wait ends.
 struct ProgressGuard<'a>(&'a Messages);
 
 impl<'a> ProgressGuard<'a> {
@@ -33,7 +34,8 @@ const BRIEF_SPIN_TURNS: u32 = 100;
 const YIELD_EVERY_TURNS: u32 = 8;
 /// Time that the progress thread polls after the last message before it sleeps.
 const PROGRESS_LINGER: Duration = Duration::from_millis(200);
-/// Poll interval of the progress thread while messages are pending and another thread may be advancing them.
+/// Poll interval of the progress thread while messages are pending and another thread may be
+/// advancing them.
 const PROGRESS_POLL: Duration = Duration::from_millis(1);
 
 impl Messages {
@@ -44,7 +46,8 @@ impl Messages {
         }
         let since = Instant::now();
         let _attending = ProgressGuard::new(self);
-        // A message of another node arrives on the wire's thread; polling here would only take a core from it.
+        // A message of another node arrives on the wire's thread; polling here would only take a
+        // core from it.
         let far = self.lock().is_for_internode(ticket);
         let (mut turns, mut interrupts) = (0, None::<Interrupts>);
         loop {
@@ -59,8 +62,13 @@ impl Messages {
             let mut stirred = self.advance(&mut state);
             let finished = !state.finished.is_empty();
             if !stirred && !finished && !far && !state.is_reading_due() {
-                let crowded = || self.control.in_the_way(self.control.peers().filter(|&peer| self.control.is_progressing(peer)));
-                let spins = if turns == 0 && !crowded() { self.control.spins() } else { YIELD_EVERY_TURNS };
+                let crowded = || {
+                    self.control.in_the_way(
+                        self.control.peers().filter(|&peer| self.control.is_progressing(peer)),
+                    )
+                };
+                let spins =
+                    if turns == 0 && !crowded() { self.control.spins() } else { YIELD_EVERY_TURNS };
                 stirred = (0..spins).any(|_| {
                     std::hint::spin_loop();
                     state.has_work()
@@ -77,7 +85,12 @@ impl Messages {
             }
             self.fail_if_lost();
             if interrupts.get_or_insert_default().check().is_err() {
-                self.close(&self.control.interrupted(&format!("a send or receive of group {:?}", self.control.name())));
+                self.close(
+                    &self.control.interrupted(&format!(
+                        "a send or receive of group {:?}",
+                        self.control.name()
+                    )),
+                );
                 continue;
             }
             let left = limit.map_or(Duration::MAX, |limit| limit.saturating_sub(since.elapsed()));
@@ -88,20 +101,27 @@ impl Messages {
             self.control.sleep(left, || {
                 let mut state = self.lock();
                 state.announce_wait(&self.control, ticket);
-                !state.open.contains(&ticket) || state.has_work() || state.is_reading_due() || self.control.failure().is_some()
+                !state.open.contains(&ticket)
+                    || state.has_work()
+                    || state.is_reading_due()
+                    || self.control.failure().is_some()
             });
         }
     }
 
-    /// Returns true if the completion of `ticket` has been called, now or within some spin iterations. Such a short
-    /// wait is not published to peers, because reading it would cost both sides more than the message does.
+    /// Returns true if the completion of `ticket` has been called, now or within some spin
+    /// iterations. Such a short wait is not published to peers, because reading it would cost both
+    /// sides more than the message does.
     fn spin_briefly(&self, ticket: u64) -> bool {
         let mut state = self.lock();
         if !state.open.contains(&ticket) {
             return true;
         }
         // A rank that receives from this rank checks whether it waits.
-        if !state.sends.is_empty() || self.control.spins() < BRIEF_SPIN_TURNS || state.is_for_internode(ticket) {
+        if !state.sends.is_empty()
+            || self.control.spins() < BRIEF_SPIN_TURNS
+            || state.is_for_internode(ticket)
+        {
             return false;
         }
         for _ in 0..BRIEF_SPIN_TURNS {
@@ -164,14 +184,16 @@ impl Messages {
                 state.idle = false;
                 idle_since = Instant::now();
             }
-            // A thread that read a step may have returned since, while others sleep. A thread that waits for that
-            // message reads the next step at once.
+            // A thread that read a step may have returned since, while others sleep. A thread that
+            // waits for that message reads the next step at once.
             let left = state.is_reading_due() && state.steps == steps;
             steps = state.steps;
             let attended = (state.waiting_threads > 0 && !left) || state.open.is_empty();
             let only_far = state.reaches
                 && !state.open.is_empty()
-                && state.pending().all(|pending| pending.peer.is_some_and(|peer| state.is_internode(peer)));
+                && state
+                    .pending()
+                    .all(|pending| pending.peer.is_some_and(|peer| state.is_internode(peer)));
             drop(state);
             if !attended {
                 if self.progress() {
@@ -180,7 +202,8 @@ impl Messages {
                 self.fail_if_lost();
             }
             if only_far {
-                // The wires' threads advance these messages, so only deadlines and the group are checked.
+                // The wires' threads advance these messages, so only deadlines and the group are
+                // checked.
                 let left = self.soonest_deadline().min(INTERNODE_POLL);
                 let mut state = self.lock();
                 state.idle = true;
@@ -197,8 +220,20 @@ impl MessageTable {
     /// Returns true if `ticket` is a message with a rank of another node.
     fn is_for_internode(&self, ticket: u64) -> bool {
         let send = || self.sends.get(&ticket).map(|send| send.peer);
-        let posted = || self.matching.posted.iter().find(|posted| posted.ticket == ticket).and_then(|posted| posted.peer);
-        let stream = || self.streams.iter().find(|(_, stream)| stream.posted.ticket == ticket).map(|((from, _), _)| *from);
-        self.reaches && send().or_else(posted).or_else(stream).is_some_and(|peer| self.is_internode(peer))
+        let posted = || {
+            self.matching
+                .posted
+                .iter()
+                .find(|posted| posted.ticket == ticket)
+                .and_then(|posted| posted.peer)
+        };
+        let stream = || {
+            self.streams
+                .iter()
+                .find(|(_, stream)| stream.posted.ticket == ticket)
+                .map(|((from, _), _)| *from)
+        };
+        self.reaches
+            && send().or_else(posted).or_else(stream).is_some_and(|peer| self.is_internode(peer))
     }
 }

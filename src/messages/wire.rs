@@ -14,7 +14,8 @@ use std::sync::Arc;
 pub(super) const HEADER_BYTES: usize = 48;
 /// Maximum length of a frame.
 pub(super) const MAX_FRAME_BYTES: usize = HEADER_BYTES + WIRE.eager;
-/// Maximum number of bytes of eager messages that may be unmatched at their receiver; further messages are offered.
+/// Maximum number of bytes of eager messages that may be unmatched at their receiver; further
+/// messages are offered.
 const EAGER_WINDOW_BYTES: u64 = 4 << 20;
 /// Number of bytes that an eager message occupies there in addition to its payload.
 const MESSAGE_OVERHEAD: u64 = 64;
@@ -46,12 +47,23 @@ pub(super) struct Rejection {
 impl Rejection {
     /// Returns the rejection that `frame`, with its text, reports.
     pub(super) fn of(frame: Frame, text: &[u8]) -> Self {
-        Self { send: frame.value == REJECTED_SEND, tag: frame.tag, why: String::from_utf8_lossy(text).into_owned() }
+        Self {
+            send: frame.value == REJECTED_SEND,
+            tag: frame.tag,
+            why: String::from_utf8_lossy(text).into_owned(),
+        }
     }
 
-    /// Returns the frame with which a message of `bytes` bytes of the peer asks whether the rejection still holds.
+    /// Returns the frame with which a message of `bytes` bytes of the peer asks whether the
+    /// rejection still holds.
     pub(super) fn asked(&self, dtype: DType, bytes: usize) -> Frame {
-        Frame { dtype: dtype as u8, tag: self.tag, bytes: bytes as u64, value: self.value(), ..Frame::bare(FrameKind::Waits) }
+        Frame {
+            dtype: dtype as u8,
+            tag: self.tag,
+            bytes: bytes as u64,
+            value: self.value(),
+            ..Frame::bare(FrameKind::Waits)
+        }
     }
 
     fn value(&self) -> u64 {
@@ -66,7 +78,15 @@ impl Rejection {
     /// Returns the frame that reports the rejection, and as much of the reason as fits.
     pub(super) fn reported(&self) -> (Frame, &[u8]) {
         let text = &self.why.as_bytes()[..self.why.len().min(MAX_TEXT_BYTES)];
-        (Frame { tag: self.tag, bytes: text.len() as u64, value: self.value(), ..Frame::bare(FrameKind::Rejected) }, text)
+        (
+            Frame {
+                tag: self.tag,
+                bytes: text.len() as u64,
+                value: self.value(),
+                ..Frame::bare(FrameKind::Rejected)
+            },
+            text,
+        )
     }
 }
 
@@ -86,12 +106,13 @@ pub(super) struct WireLink {
     pub(super) name: String,
     links: Arc<Links>,
     pub(super) phase: LinkState,
-    /// The last rejection of the peer, unless it has started a message since, or was asked whether the rejection still
-    /// holds.
+    /// The last rejection of the peer, unless it has started a message since, or was asked whether
+    /// the rejection still holds.
     pub(super) rejected: Option<Rejection>,
     /// The last rejection of this rank, and the number of its calls at that time.
     pub(super) own: Option<(Rejection, u64)>,
-    /// True while the peer has not been notified of it, unless this rank has started a message with the peer since.
+    /// True while the peer has not been notified of it, unless this rank has started a message with
+    /// the peer since.
     pub(super) unsent_rejection: bool,
     /// Number of chunks that were requested and have not arrived.
     requested_chunks: usize,
@@ -114,8 +135,8 @@ fn bytes<'a>(span: Span, from: usize, to: usize) -> &'a [u8] {
     if from == to {
         return &[];
     }
-    // SAFETY: within the span (checked above), which its owner leaves unchanged until the completion; the completion is
-    // called after the last use of this slice.
+    // SAFETY: within the span (checked above), which its owner leaves unchanged until the
+    // completion; the completion is called after the last use of this slice.
     unsafe { std::slice::from_raw_parts(span.ptr().add(from), to - from) }
 }
 
@@ -152,8 +173,11 @@ impl WireLink {
     /// Sends `frame`, with the counters of what this rank has read and matched.
     pub(super) fn send_frame(&mut self, frame: Frame, payload: &[u8]) -> Result<()> {
         let mut head = [0; HEADER_BYTES];
-        let words = frame.encode().into_iter().chain([self.own_counters.read, self.own_counters.matched]);
-        head.chunks_exact_mut(8).zip(words).for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
+        let words =
+            frame.encode().into_iter().chain([self.own_counters.read, self.own_counters.matched]);
+        head.chunks_exact_mut(8)
+            .zip(words)
+            .for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
         self.acked_counters = self.own_counters;
         self.sent += 1;
         self.links.send(self.peer, &head, traffic(frame.kind), payload)
@@ -169,8 +193,8 @@ impl WireLink {
         said
     }
 
-    /// Returns true if the peer is connected and has not yet read that this rank leaves. It need not read answers that
-    /// this rank sends meanwhile.
+    /// Returns true if the peer is connected and has not yet read that this rank leaves. It need
+    /// not read answers that this rank sends meanwhile.
     pub(super) fn is_unread(&self) -> bool {
         self.is_open() && self.acked < self.last
     }
@@ -180,7 +204,11 @@ impl WireLink {
         if !self.is_open() {
             return Ok(());
         }
-        let Some((refusal, _)) = self.own.clone().filter(|_| std::mem::take(&mut self.unsent_rejection)) else { return Ok(()) };
+        let Some((refusal, _)) =
+            self.own.clone().filter(|_| std::mem::take(&mut self.unsent_rejection))
+        else {
+            return Ok(());
+        };
         let (frame, text) = refusal.reported();
         self.send_frame(frame, text)
     }
@@ -188,7 +216,8 @@ impl WireLink {
     /// Records the counters of a frame of the peer; returns false if they are impossible.
     pub(super) fn read(&mut self, counters: Counters) -> bool {
         self.own_counters.read += 1;
-        let credible = (self.acked..=self.sent).contains(&counters.read) && (self.short_matched..=self.short).contains(&counters.matched);
+        let credible = (self.acked..=self.sent).contains(&counters.read)
+            && (self.short_matched..=self.short).contains(&counters.matched);
         if credible && counters.read > self.acked {
             self.acked = counters.read;
             self.links.confirm(self.peer, counters.read);
@@ -201,8 +230,13 @@ impl WireLink {
 
     pub(super) fn give_credit(&mut self) -> Result<()> {
         let (own, told) = (self.own_counters, self.acked_counters);
-        let due = own.read - told.read >= ACK_THRESHOLD.0 || own.matched - told.matched >= ACK_THRESHOLD.1;
-        if due && self.is_open() { self.send_frame(Frame::bare(FrameKind::Credit), &[]) } else { Ok(()) }
+        let due = own.read - told.read >= ACK_THRESHOLD.0
+            || own.matched - told.matched >= ACK_THRESHOLD.1;
+        if due && self.is_open() {
+            self.send_frame(Frame::bare(FrameKind::Credit), &[])
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -213,7 +247,10 @@ pub(super) fn traffic(kind: FrameKind) -> Traffic {
 
 impl Link for WireLink {
     fn send_now(&mut self, frame: Frame, span: Span) -> Result<bool> {
-        let (cost, room) = (frame.bytes + MESSAGE_OVERHEAD, EAGER_WINDOW_BYTES.saturating_sub(self.short - self.short_matched));
+        let (cost, room) = (
+            frame.bytes + MESSAGE_OVERHEAD,
+            EAGER_WINDOW_BYTES.saturating_sub(self.short - self.short_matched),
+        );
         // An empty message needs no request.
         if !self.is_open() || span.bytes > WIRE.eager || (span.bytes > 0 && cost > room) {
             return Ok(false);
@@ -229,12 +266,16 @@ impl Link for WireLink {
             LinkState::Open => {}
         }
         let room = EAGER_WINDOW_BYTES.saturating_sub(self.short - self.short_matched);
-        let unasked = WIRE.eager_prefix(frame.bytes, (room / (WIRE.data as u64 + MESSAGE_OVERHEAD)) as usize);
+        let unasked =
+            WIRE.eager_prefix(frame.bytes, (room / (WIRE.data as u64 + MESSAGE_OVERHEAD)) as usize);
         // The acknowledgement travels while the first chunks do.
         self.send_frame(Frame { kind: FrameKind::Rts, value: unasked as u64, ..frame }, &[])?;
         for at in (0..unasked).step_by(WIRE.data) {
             self.short += WIRE.data as u64 + MESSAGE_OVERHEAD;
-            self.send_frame(Frame { kind: FrameKind::Start, value: at as u64, ..frame }, bytes(span, at, at + WIRE.data))?;
+            self.send_frame(
+                Frame { kind: FrameKind::Start, value: at as u64, ..frame },
+                bytes(span, at, at + WIRE.data),
+            )?;
         }
         Ok(Some(unasked))
     }
@@ -268,9 +309,11 @@ impl Link for WireLink {
     }
 }
 
-/// Decodes a frame of a wire and the counters behind it. Returns `None` for a header that no sender writes.
+/// Decodes a frame of a wire and the counters behind it. Returns `None` for a header that no sender
+/// writes.
 pub(super) fn decode(head: &[u8; HEADER_BYTES]) -> Option<(Frame, Counters)> {
-    let mut words = head.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
+    let mut words =
+        head.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
     let mut next = || words.next().unwrap_or_default();
     let frame = Frame::decode([next(), next(), next(), next()], &WIRE)?;
     Some((frame, Counters { read: next(), matched: next() }))

@@ -1,4 +1,5 @@
-//! Load generator: measures how long the calls of many concurrent clients of a store take, one thread per client.
+//! Load generator: measures how long the calls of many concurrent clients of a store take, one
+//! thread per client.
 
 use super::Store;
 use crate::error::{Error, Result};
@@ -18,9 +19,11 @@ pub enum Workload {
     Wait,
     /// The four in turn; the time of all four counts as one call.
     Mix,
-    /// Sets a key for which the next client waits, then waits for that client's key; half of the round trip counts.
+    /// Sets a key for which the next client waits, then waits for that client's key; half of the
+    /// round trip counts.
     HandOver,
-    /// A rendezvous: sets a key of its own, waits until all clients have set theirs, and gets the next client's.
+    /// A rendezvous: sets a key of its own, waits until all clients have set theirs, and gets the
+    /// next client's.
     Meet,
 }
 
@@ -49,7 +52,8 @@ pub struct LoadTimes {
     pub nanoseconds: Vec<u64>,
 }
 
-/// Runs `work` `calls` times on each of `clients`, which share one store. `HandOver` needs an even number of clients.
+/// Runs `work` `calls` times on each of `clients`, which share one store. `HandOver` needs an even
+/// number of clients.
 pub fn drive(clients: &[&dyn Store], work: Workload, calls: u32) -> Result<LoadTimes> {
     if work == Workload::HandOver && !clients.len().is_multiple_of(2) {
         return Err(Error::value(format!("{} clients cannot hand over in pairs", clients.len())));
@@ -68,16 +72,27 @@ pub fn drive(clients: &[&dyn Store], work: Workload, calls: u32) -> Result<LoadT
             })
         };
         let threads: Vec<_> = (0..clients.len()).map(one).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(Error::internal("a client of the load panicked")))).collect()
+        threads
+            .into_iter()
+            .map(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|_| Err(Error::internal("a client of the load panicked")))
+            })
+            .collect()
     });
     let mut nanoseconds = Vec::new();
     let mut span: Option<(Instant, Instant)> = None;
     for outcome in outcomes {
         let (times, began, ended) = outcome?;
         nanoseconds.extend(times);
-        span = Some(span.map_or((began, ended), |(first, last)| (first.min(began), last.max(ended))));
+        span =
+            Some(span.map_or((began, ended), |(first, last)| (first.min(began), last.max(ended))));
     }
-    Ok(LoadTimes { seconds: span.map_or(0.0, |(first, last)| (last - first).as_secs_f64()), nanoseconds })
+    Ok(LoadTimes {
+        seconds: span.map_or(0.0, |(first, last)| (last - first).as_secs_f64()),
+        nanoseconds,
+    })
 }
 
 fn repeat(clients: &[&dyn Store], client: usize, work: Workload, calls: u32) -> Result<Vec<u64>> {
@@ -100,7 +115,8 @@ fn repeat(clients: &[&dyn Store], client: usize, work: Workload, calls: u32) -> 
             }
             Workload::HandOver => {
                 share = 2;
-                let [ball, back] = [format!("{}: {call}", client & !1), format!("{}: {call} back", client & !1)];
+                let [ball, back] =
+                    [format!("{}: {call}", client & !1), format!("{}: {call} back", client & !1)];
                 if client.is_multiple_of(2) {
                     store.set(&ball, b"value")?;
                     store.wait(&[&back], None)?;
@@ -110,9 +126,13 @@ fn repeat(clients: &[&dyn Store], client: usize, work: Workload, calls: u32) -> 
                 }
             }
             Workload::Meet => {
-                // Keys are not removed: a later load of the same store continues with the next round.
+                // Keys are not removed: a later load of the same store continues with the next
+                // round.
                 let round = store.add(&format!("rounds of {client}"), 1)?;
-                store.set(&format!("round {round}: {client}"), b"an address of some fifty bytes, as backends have them")?;
+                store.set(
+                    &format!("round {round}: {client}"),
+                    b"an address of some fifty bytes, as backends have them",
+                )?;
                 if store.add(&format!("round {round}"), 1)? == clients.len() as i64 {
                     store.set(&format!("round {round}: all"), b"")?;
                 }

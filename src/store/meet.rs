@@ -1,7 +1,8 @@
-//! Agreement of ranks through a store: which ranks have arrived, and the word that each rank publishes.
+//! Agreement of ranks through a store: which ranks have arrived, and the word that each rank
+//! publishes.
 //!
-//! A meeting does not detect processes that are dead, stopped or left over from an earlier run; joining
-//! detects them (`src/bootstrap/collect_records.rs`).
+//! A meeting does not detect processes that are dead, stopped or left over from an earlier run;
+//! joining detects them (`src/bootstrap/collect_records.rs`).
 
 use super::Store;
 use crate::error::{Error, ErrorKind, Result};
@@ -11,8 +12,8 @@ use crate::sys::process::{self, ProcessId};
 use bytes::Bytes;
 use std::time::{Duration, Instant};
 
-/// How long after the deadline rank 0 keeps serving ranks that still need the list of missing ranks, and how long they
-/// wait for it.
+/// How long after the deadline rank 0 keeps serving ranks that still need the list of missing
+/// ranks, and how long they wait for it.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// Maximum number of ranks that the error of `gather` names.
@@ -53,7 +54,9 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
     /// Returns the ranks that have published a word on `what`.
     pub fn came(&self, what: &str) -> Result<Vec<Rank>> {
         let told = |rank: &Rank| self.store.check(&[&self.key(what, *rank)]);
-        self.ranks().filter_map(|rank| told(&rank).map(|told| told.then_some(rank)).transpose()).collect()
+        self.ranks()
+            .filter_map(|rank| told(&rank).map(|told| told.then_some(rank)).transpose())
+            .collect()
     }
 
     /// Removes this rank's word on `what`.
@@ -61,7 +64,8 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
         forget(self.store, &self.key(what, self.me))
     }
 
-    /// Counts this rank's meetings under this prefix, because the same processes may meet again in the same store.
+    /// Counts this rank's meetings under this prefix, because the same processes may meet again in
+    /// the same store.
     fn turn(&self) -> Result<i64> {
         self.store.add(&self.key("turn", self.me), 1)
     }
@@ -93,22 +97,29 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
         let keys = self.keys(what);
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         self.store.wait(&keys, Some(self.left())).or_else(|error| {
-            let missing = if error.kind == ErrorKind::Timeout { self.missing(what)? } else { return Err(error) };
+            let missing = if error.kind == ErrorKind::Timeout {
+                self.missing(what)?
+            } else {
+                return Err(error);
+            };
             if missing.is_empty() {
                 Ok(())
             } else {
-                Err(Error::timeout(format!("waits for {}, which did not come in time", named(&missing))))
+                Err(Error::timeout(format!(
+                    "waits for {}, which did not come in time",
+                    named(&missing)
+                )))
             }
         })?;
         self.store.multi_get(&keys, Some(self.left()))
     }
 
-    /// Returns once all ranks have arrived at a store that rank 0 serves. At rank 0's deadline, every rank that has
-    /// arrived learns which ranks are missing.
+    /// Returns once all ranks have arrived at a store that rank 0 serves. At rank 0's deadline,
+    /// every rank that has arrived learns which ranks are missing.
     ///
     /// # Errors
-    /// `Timeout` names the missing ranks; `Network` if rank 0 has exited; `Config` if another live process has joined
-    /// as this rank.
+    /// `Timeout` names the missing ranks; `Network` if rank 0 has exited; `Config` if another live
+    /// process has joined as this rank.
     pub fn assemble(&self) -> Result<()> {
         self.reject_taken()?;
         let turn = self.turn()?;
@@ -118,7 +129,10 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
         let complaint = || {
             let missing = self.missing(&here)?;
             let (missing, came) = (named(&missing), self.size as usize - missing.len());
-            Ok(format!("rendezvous of {} ranks: {missing} did not arrive before the timeout, {came} did", self.size))
+            Ok(format!(
+                "rendezvous of {} ranks: {missing} did not arrive before the timeout, {came} did",
+                self.size
+            ))
         };
         if self.me.0 != 0 {
             let word = self.store.get(&reported, Some(self.left() + LAST_WORDS)).and_then(|word| {
@@ -127,12 +141,17 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
                 }
                 Ok(String::from_utf8_lossy(&word).into_owned())
             });
-            let word = word.or_else(|error| if error.kind == ErrorKind::Timeout { complaint() } else { Err(error) });
+            let word = word.or_else(|error| {
+                if error.kind == ErrorKind::Timeout { complaint() } else { Err(error) }
+            });
             return match word {
                 Ok(word) if word.is_empty() => Ok(()),
                 Ok(word) => Err(Error::timeout(word)),
                 Err(error) if error.kind == ErrorKind::Network => {
-                    let text = format!("rank 0, which serves the rendezvous, has ended or gone: {}", error.message);
+                    let text = format!(
+                        "rank 0, which serves the rendezvous, has ended or gone: {}",
+                        error.message
+                    );
                     Err(Error { message: text, ..error })
                 }
                 Err(error) => Err(error),
@@ -158,8 +177,8 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
         }
     }
 
-    /// Fails if another live process has joined as this rank. Processes that have met here may meet again in another
-    /// order.
+    /// Fails if another live process has joined as this rank. Processes that have met here may meet
+    /// again in another order.
     fn reject_taken(&self) -> Result<()> {
         // Without /proc, processes cannot be compared.
         let (Ok(own), Ok(host)) = (process::own(), NodeId::own()) else { return Ok(()) };
@@ -170,16 +189,24 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
         if found == mine {
             return Ok(());
         }
-        let other = std::str::from_utf8(&found).ok().and_then(|found| found.strip_prefix(&place)).and_then(|found| {
-            let (pid, start_time) = found.trim_start().split_once(' ')?;
-            Some(ProcessId { pid: pid.parse().ok()?, start_time: start_time.parse().ok()? })
-        });
+        let other = std::str::from_utf8(&found)
+            .ok()
+            .and_then(|found| found.strip_prefix(&place))
+            .and_then(|found| {
+                let (pid, start_time) = found.trim_start().split_once(' ')?;
+                Some(ProcessId { pid: pid.parse().ok()?, start_time: start_time.parse().ok()? })
+            });
         if let Some(other) = other.filter(|&other| !process::is_ending(other)) {
-            let known: Vec<String> = self.came("process")?.into_iter().map(|rank| self.key("process", rank)).collect();
+            let known: Vec<String> =
+                self.came("process")?.into_iter().map(|rank| self.key("process", rank)).collect();
             let known: Vec<&str> = known.iter().map(String::as_str).collect();
-            if !self.store.multi_get(&known, Some(self.left()))?.iter().any(|known| *known == mine) {
+            if !self.store.multi_get(&known, Some(self.left()))?.iter().any(|known| *known == mine)
+            {
                 let (rank, size) = (self.me, self.size);
-                return Err(Error::config(format!("rank {rank} of {size} is claimed twice: by pid {} and by pid {}", other.pid, own.pid)));
+                return Err(Error::config(format!(
+                    "rank {rank} of {size} is claimed twice: by pid {} and by pid {}",
+                    other.pid, own.pid
+                )));
             }
         }
         self.store.set(&key, mine.as_bytes())
@@ -199,15 +226,24 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
             if error.kind != ErrorKind::Timeout {
                 return Err(error);
             }
-            let came = |rank| Ok(self.store.check(&[&place(rank)])? && self.store.add(&place(rank), 0)? >= round);
-            let late = self.ranks().filter_map(|rank| came(rank).map(|came| (!came).then_some(rank)).transpose());
+            let came = |rank| {
+                Ok(self.store.check(&[&place(rank)])? && self.store.add(&place(rank), 0)? >= round)
+            };
+            let late = self
+                .ranks()
+                .filter_map(|rank| came(rank).map(|came| (!came).then_some(rank)).transpose());
             let late = name_ranks(&late.collect::<Result<Vec<_>>>()?);
-            let (key, rank, size, waited) = (&self.prefix, self.me, self.size, started.elapsed().as_secs_f64());
-            Err(Error::timeout(format!("barrier {key:?}: rank {rank} waited {waited:.1} s for {late} of {size} ranks (timeout)")))
+            let (key, rank, size, waited) =
+                (&self.prefix, self.me, self.size, started.elapsed().as_secs_f64());
+            Err(Error::timeout(format!(
+                "barrier {key:?}: rank {rank} waited {waited:.1} s for \
+                {late} of {size} ranks (timeout)"
+            )))
         })
     }
 
-    /// Returns the keys of `round`: the number of ranks that have arrived, and a flag that is set once all have.
+    /// Returns the keys of `round`: the number of ranks that have arrived, and a flag that is set
+    /// once all have.
     fn door(&self, round: i64) -> [String; 2] {
         ["count", "open"].map(|what| format!("{}/round {round}/{what}", self.prefix))
     }
@@ -224,7 +260,11 @@ fn forget<S: Store + ?Sized>(store: &S, key: &str) -> Result<()> {
 /// Lists the first [`NAMED`] ranks, in the form in which store errors list keys.
 fn named(ranks: &[Rank]) -> String {
     let numbers: Vec<String> = ranks.iter().take(NAMED).map(Rank::to_string).collect();
-    let more = if ranks.len() > NAMED { format!(" and {} more", ranks.len() - NAMED) } else { String::new() };
+    let more = if ranks.len() > NAMED {
+        format!(" and {} more", ranks.len() - NAMED)
+    } else {
+        String::new()
+    };
     format!("rank{} {}{more}", if ranks.len() == 1 { "" } else { "s" }, numbers.join(", "))
 }
 
@@ -235,12 +275,28 @@ mod tests {
 
     const SHORT: Duration = Duration::from_millis(50);
 
-    fn meeting(store: &MemoryStore, me: u32, size: u32, limit: Duration) -> StoreMeeting<'_, MemoryStore> {
-        StoreMeeting { store, prefix: "m".into(), me: Rank(me), size, deadline: Instant::now() + limit }
+    fn meeting(
+        store: &MemoryStore,
+        me: u32,
+        size: u32,
+        limit: Duration,
+    ) -> StoreMeeting<'_, MemoryStore> {
+        StoreMeeting {
+            store,
+            prefix: "m".into(),
+            me: Rank(me),
+            size,
+            deadline: Instant::now() + limit,
+        }
     }
 
     /// Runs `body` on each of `ranks` concurrently and returns the results.
-    fn on_ranks<T: Send>(ranks: &[u32], size: u32, limit: Duration, body: impl Fn(StoreMeeting<'_, MemoryStore>) -> T + Sync) -> Vec<T> {
+    fn on_ranks<T: Send>(
+        ranks: &[u32],
+        size: u32,
+        limit: Duration,
+        body: impl Fn(StoreMeeting<'_, MemoryStore>) -> T + Sync,
+    ) -> Vec<T> {
         let store = MemoryStore::new();
         std::thread::scope(|scope| {
             let one = |&rank: &u32| {
@@ -254,16 +310,25 @@ mod tests {
 
     #[test]
     fn every_rank_gets_all_words_in_the_order_of_ranks() {
-        for words in on_ranks(&[2, 0, 1], 3, Duration::from_secs(30), |here| here.gather("word", here.me.to_string().as_bytes())) {
+        for words in on_ranks(&[2, 0, 1], 3, Duration::from_secs(30), |here| {
+            here.gather("word", here.me.to_string().as_bytes())
+        }) {
             assert_eq!(words, Ok(["0", "1", "2"].map(Bytes::from).to_vec()));
         }
     }
 
     #[test]
     fn a_gathering_names_the_first_missing_ranks_at_its_deadline() {
-        for (size, named) in [(2, "rank 1"), (3, "ranks 1, 2"), (11, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more")] {
-            let error = on_ranks(&[0], size, SHORT, |here| here.gather("word", b"")).remove(0).expect_err("missing");
-            assert_eq!((error.kind, error.message), (ErrorKind::Timeout, format!("waits for {named}, which did not come in time")));
+        for (size, named) in
+            [(2, "rank 1"), (3, "ranks 1, 2"), (11, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more")]
+        {
+            let error = on_ranks(&[0], size, SHORT, |here| here.gather("word", b""))
+                .remove(0)
+                .expect_err("missing");
+            assert_eq!(
+                (error.kind, error.message),
+                (ErrorKind::Timeout, format!("waits for {named}, which did not come in time"))
+            );
         }
     }
 
@@ -280,7 +345,9 @@ mod tests {
 
     #[test]
     fn ranks_of_threads_assemble_again_and_again() {
-        let outcomes = on_ranks(&[0, 1, 2], 3, Duration::from_secs(30), |here| here.assemble().and_then(|()| here.assemble()));
+        let outcomes = on_ranks(&[0, 1, 2], 3, Duration::from_secs(30), |here| {
+            here.assemble().and_then(|()| here.assemble())
+        });
         assert_eq!(outcomes, [Ok(()), Ok(()), Ok(())]);
     }
 
@@ -296,8 +363,12 @@ mod tests {
             let text = "rendezvous of 4 ranks: ranks 1, 3 did not arrive before the timeout, 2 did";
             assert_eq!((error.kind, error.message.as_str()), (ErrorKind::Timeout, text));
         }
-        let error = on_ranks(&[1], 2, SHORT, |here| here.assemble()).remove(0).expect_err("no rank 0");
-        assert_eq!(error.message, "rendezvous of 2 ranks: rank 0 did not arrive before the timeout, 1 did");
+        let error =
+            on_ranks(&[1], 2, SHORT, |here| here.assemble()).remove(0).expect_err("no rank 0");
+        assert_eq!(
+            error.message,
+            "rendezvous of 2 ranks: rank 0 did not arrive before the timeout, 1 did"
+        );
     }
 
     #[test]
@@ -309,14 +380,26 @@ mod tests {
         };
         let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).expect("stat");
-        let start_time = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().nth(19)).expect("field 22");
+        let start_time = stat
+            .rsplit_once(')')
+            .and_then(|(_, rest)| rest.split_ascii_whitespace().nth(19))
+            .expect("field 22");
         claim(child.id(), start_time);
         let error = meeting(&store, 0, 1, SHORT).assemble().expect_err("claimed");
-        let text = format!("rank 0 of 1 is claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
+        let text = format!(
+            "rank 0 of 1 is claimed twice: by pid {} and by pid {}",
+            child.id(),
+            std::process::id()
+        );
         assert_eq!((error.kind, error.message), (ErrorKind::Config, text));
         // Processes that have met here may join again as other ranks.
         let own = process::own().expect("/proc");
-        store.set("m/process/1", format!("{} {} {} {}", host.boot, host.pid, own.pid, own.start_time).as_bytes()).expect("set");
+        store
+            .set(
+                "m/process/1",
+                format!("{} {} {} {}", host.boot, host.pid, own.pid, own.start_time).as_bytes(),
+            )
+            .expect("set");
         assert_eq!(meeting(&store, 0, 2, SHORT).reject_taken(), Ok(()));
         store.delete("m/process/1").expect("deleted");
         claim(child.id(), start_time);

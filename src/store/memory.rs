@@ -22,7 +22,11 @@ pub struct MemoryStore(Arc<SharedTable>);
 
 impl Default for MemoryStore {
     fn default() -> Self {
-        Self(Arc::new(SharedTable { table: Mutex::default(), changed: Condvar::new(), generation: fork::generation() }))
+        Self(Arc::new(SharedTable {
+            table: Mutex::default(),
+            changed: Condvar::new(),
+            generation: fork::generation(),
+        }))
     }
 }
 
@@ -43,7 +47,8 @@ impl MemoryStore {
     }
 
     fn table(&self) -> MutexGuard<'_, KeyTable> {
-        // A request is executed completely or not at all, so the table is consistent even if the lock is poisoned.
+        // A request is executed completely or not at all, so the table is consistent even if the
+        // lock is poisoned.
         lock(&self.0.table)
     }
 }
@@ -51,7 +56,9 @@ impl MemoryStore {
 impl Store for MemoryStore {
     fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         if self.0.generation != fork::generation() {
-            return Err(Error::config("a memory store lives in the process that made it, not in its forked children"));
+            return Err(Error::config(
+                "a memory store lives in the process that made it, not in its forked children",
+            ));
         }
         let deadline = deadline(limit);
         let mut table = self.table();

@@ -1,8 +1,9 @@
 //! The key-value stores through which ranks meet.
 //!
-//! All stores share the semantics of [`table`]: [`memory`] serves the threads of a process, [`mod@file`] the processes
-//! that share a file system, [`tcp`] every process that can reach a server, and [`prefix`] a part of another store. A
-//! store answers [`request::Request`]s; the methods of [`Store`] match those of `c10d::Store`.
+//! All stores share the semantics of [`table`]: [`memory`] serves the threads of a process,
+//! [`mod@file`] the processes that share a file system, [`tcp`] every process that can reach a
+//! server, and [`prefix`] a part of another store. A store answers [`request::Request`]s; the
+//! methods of [`Store`] match those of `c10d::Store`.
 
 pub mod deadline;
 pub mod file;
@@ -31,11 +32,13 @@ pub const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
 /// A key-value store with the semantics of `c10d::Store`.
 ///
-/// Ranks exchange addresses and agree on a group through a store before they have any other connection. An
-/// implementation provides only [`call`](Self::call); every operation is a [`Request`].
+/// Ranks exchange addresses and agree on a group through a store before they have any other
+/// connection. An implementation provides only [`call`](Self::call); every operation is a
+/// [`Request`].
 ///
-/// Every method fails with `Timeout`, which names the missing keys, after its limit; with `Network` if the server of a
-/// network store has become unreachable; and with `Config` if a store of limited size is full.
+/// Every method fails with `Timeout`, which names the missing keys, after its limit; with `Network`
+/// if the server of a network store has become unreachable; and with `Config` if a store of limited
+/// size is full.
 ///
 /// # Examples
 /// ```
@@ -56,10 +59,15 @@ pub trait Store: Send + Sync {
         unit(self.call(&Request::new(StoreOp::Set, vec![key], vec![value]), None)?)
     }
 
-    /// Sets `key` to `desired` if it is absent and `expected` is empty, or if its value is `expected`. Returns the
-    /// value of `key` afterwards, or `expected` if it is absent.
+    /// Sets `key` to `desired` if it is absent and `expected` is empty, or if its value is
+    /// `expected`. Returns the value of `key` afterwards, or `expected` if it is absent.
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Bytes> {
-        value(self.call(&Request::new(StoreOp::CompareSet, vec![key], vec![expected, desired]), None)?)
+        value(
+            self.call(
+                &Request::new(StoreOp::CompareSet, vec![key], vec![expected, desired]),
+                None,
+            )?,
+        )
     }
 
     /// Waits for `key` and returns its value.
@@ -67,9 +75,12 @@ pub trait Store: Send + Sync {
         value(self.call(&Request::new(StoreOp::Get, vec![key], vec![]), limit)?)
     }
 
-    /// Adds `amount` to the decimal number in `key` (0 if absent) and returns the sum. `Value` if it is not a number.
+    /// Adds `amount` to the decimal number in `key` (0 if absent) and returns the sum. `Value` if
+    /// it is not a number.
     fn add(&self, key: &str, amount: i64) -> Result<i64> {
-        number(self.call(&Request { amount, ..Request::new(StoreOp::Add, vec![key], vec![]) }, None)?)
+        number(
+            self.call(&Request { amount, ..Request::new(StoreOp::Add, vec![key], vec![]) }, None)?,
+        )
     }
 
     /// Returns true if all `keys` exist now.
@@ -82,8 +93,8 @@ pub trait Store: Send + Sync {
         unit(self.call(&Request::new(StoreOp::Wait, keys.to_vec(), vec![]), limit)?)
     }
 
-    /// Removes `key` and returns true if it existed. `NotImplemented` if the store cannot delete, as some stores of
-    /// other libraries cannot.
+    /// Removes `key` and returns true if it existed. `NotImplemented` if the store cannot delete,
+    /// as some stores of other libraries cannot.
     fn delete(&self, key: &str) -> Result<bool> {
         flag(self.call(&Request::new(StoreOp::Delete, vec![key], vec![]), None)?)
     }
@@ -100,7 +111,10 @@ pub trait Store: Send + Sync {
 
     /// Waits for all of `keys` and returns their values.
     fn multi_get(&self, keys: &[&str], limit: Option<Duration>) -> Result<Vec<Bytes>> {
-        values(self.call(&Request::new(StoreOp::MultiGet, keys.to_vec(), vec![]), limit)?, keys.len())
+        values(
+            self.call(&Request::new(StoreOp::MultiGet, keys.to_vec(), vec![]), limit)?,
+            keys.len(),
+        )
     }
 
     /// Sets each of `keys` to its value, atomically.
@@ -118,7 +132,8 @@ pub trait Store: Send + Sync {
         value(self.call(&Request::new(StoreOp::Pop, vec![key], vec![]), limit)?)
     }
 
-    /// Removes and returns the first value of the queue of `key` without waiting; `QueueEmpty` if the queue is empty.
+    /// Removes and returns the first value of the queue of `key` without waiting; `QueueEmpty` if
+    /// the queue is empty.
     fn try_queue_pop(&self, key: &str) -> Result<Bytes> {
         value(self.call(&Request::new(StoreOp::TryPop, vec![key], vec![]), None)?)
     }
@@ -133,16 +148,17 @@ pub trait Store: Send + Sync {
         keys(self.call(&Request::new(StoreOp::ListKeys, vec![], vec![]), None)?)
     }
 
-    /// Returns once all `size` ranks have called it with this `key`, which may be used repeatedly. `Timeout` names the
-    /// ranks that did not arrive; the key must not be used after that.
+    /// Returns once all `size` ranks have called it with this `key`, which may be used repeatedly.
+    /// `Timeout` names the ranks that did not arrive; the key must not be used after that.
     ///
-    /// Each rank counts its own calls, so all ranks agree on the round. The last rank of a round opens it and removes
-    /// the keys of the round before, so `size` + 2 keys remain.
+    /// Each rank counts its own calls, so all ranks agree on the round. The last rank of a round
+    /// opens it and removes the keys of the round before, so `size` + 2 keys remain.
     fn barrier(&self, key: &str, rank: Rank, size: u32, limit: Option<Duration>) -> Result<()> {
         if rank.0 >= size {
             return Err(Error::value(format!("barrier {key:?}: rank {rank} of {size}")));
         }
-        StoreMeeting { store: self, prefix: key.into(), me: rank, size, deadline: deadline(limit) }.pass()
+        StoreMeeting { store: self, prefix: key.into(), me: rank, size, deadline: deadline(limit) }
+            .pass()
     }
 }
 
@@ -151,19 +167,29 @@ fn deadline(limit: Option<Duration>) -> Instant {
     Instant::now() + limit.unwrap_or(DEFAULT_TIMEOUT).min(MAX_TIMEOUT)
 }
 
-/// Returns the error of a call whose `limit` has passed while the keys of `request` at the indices `missing` do not
-/// exist.
-pub(crate) fn timed_out(request: &Request<'_>, limit: Option<Duration>, missing: &[usize]) -> Error {
+/// Returns the error of a call whose `limit` has passed while the keys of `request` at the indices
+/// `missing` do not exist.
+pub(crate) fn timed_out(
+    request: &Request<'_>,
+    limit: Option<Duration>,
+    missing: &[usize],
+) -> Error {
     const NAMED: usize = 8;
-    let named: Vec<String> = missing.iter().take(NAMED).map(|&index| format!("{:?}", request.keys[index])).collect();
+    let named: Vec<String> =
+        missing.iter().take(NAMED).map(|&index| format!("{:?}", request.keys[index])).collect();
     let more = match missing.len().saturating_sub(NAMED) {
         0 => String::new(),
         more => format!(" and {more} more"),
     };
-    let total = if request.keys.len() > 1 { format!(" of {}", request.keys.len()) } else { String::new() };
+    let total =
+        if request.keys.len() > 1 { format!(" of {}", request.keys.len()) } else { String::new() };
     let noun = if missing.len() == 1 { "key" } else { "keys" };
     let limit = limit.unwrap_or(DEFAULT_TIMEOUT).min(MAX_TIMEOUT).as_millis();
-    Error::timeout(format!("wait timeout after {limit} ms: {} {noun}{total} did not come: {}{more}", missing.len(), named.join(", ")))
+    Error::timeout(format!(
+        "wait timeout after {limit} ms: {} {noun}{total} did not come: {}{more}",
+        missing.len(),
+        named.join(", ")
+    ))
 }
 
 fn unexpected(reply: &TableReply) -> Error {

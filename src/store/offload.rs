@@ -1,4 +1,5 @@
-//! Adds timeouts to another library's store: a thread executes the blocking calls, and callers abandon late ones.
+//! Adds timeouts to another library's store: a thread executes the blocking calls, and callers
+//! abandon late ones.
 
 use super::Store;
 use super::request::Request;
@@ -25,10 +26,12 @@ struct StoreJob {
     answer: Sender<Option<Result<TableReply>>>,
 }
 
-/// A store that executes one operation at a time and answers each within its limit, even if `store` does not.
+/// A store that executes one operation at a time and answers each within its limit, even if `store`
+/// does not.
 ///
-/// An abandoned operation occupies the thread, and the thread keeps the store, until the store answers; the operation
-/// may still take effect then. Operations queued behind it are not started once their own time is over.
+/// An abandoned operation occupies the thread, and the thread keeps the store, until the store
+/// answers; the operation may still take effect then. Operations queued behind it are not started
+/// once their own time is over.
 pub struct OffloadedStore {
     name: String,
     jobs: Option<Mutex<Sender<StoreJob>>>,
@@ -41,7 +44,12 @@ impl OffloadedStore {
     pub fn new(store: Arc<dyn Store>, name: String) -> Result<Self> {
         let (jobs, queue) = channel();
         let thread = thread::spawn("symm-store-call", None, move || run(&*store, &queue))?;
-        Ok(Self { name, jobs: Some(Mutex::new(jobs)), given_up: AtomicUsize::new(0), thread: Some(thread) })
+        Ok(Self {
+            name,
+            jobs: Some(Mutex::new(jobs)),
+            given_up: AtomicUsize::new(0),
+            thread: Some(thread),
+        })
     }
 
     /// Counts and reports an operation that the thread still executes or may execute.
@@ -64,7 +72,10 @@ fn run(store: &dyn Store, queue: &Receiver<StoreJob>) {
     for StoreJob { request, limit, give_up, answer } in queue {
         let left = give_up.saturating_duration_since(Instant::now());
         let begun = !left.is_zero();
-        let done = begun.then(|| Request::decode(&request).and_then(|request| store.call(&request, Some(limit.min(left)))));
+        let done = begun.then(|| {
+            Request::decode(&request)
+                .and_then(|request| store.call(&request, Some(limit.min(left))))
+        });
         // The caller may have stopped waiting.
         let _ = answer.send(done);
     }
@@ -143,10 +154,12 @@ mod tests {
 
     #[test]
     fn what_the_store_answers_comes_through() {
-        let worker = OffloadedStore::new(Arc::new(MemoryStore::new()), "a store".into()).expect("starts");
+        let worker =
+            OffloadedStore::new(Arc::new(MemoryStore::new()), "a store".into()).expect("starts");
         worker.set("a", b"1").expect("set");
         assert_eq!(worker.get("a", None).expect("there"), "1");
-        let error = worker.wait(&["b"], Some(Duration::from_millis(20))).expect_err("nobody sets it");
+        let error =
+            worker.wait(&["b"], Some(Duration::from_millis(20))).expect_err("nobody sets it");
         assert!(error.kind == ErrorKind::Timeout && error.message.contains("\"b\""), "{error}");
     }
 
@@ -156,29 +169,51 @@ mod tests {
         let mut request = Vec::new();
         Request::new(StoreOp::Set, vec!["k"], vec![b"v"]).encode(&mut request);
         for give_up in [Instant::now(), Instant::now() + Duration::from_secs(5)] {
-            jobs.send(StoreJob { request: request.clone(), limit: Duration::from_secs(1), give_up, answer: answer.clone() }).expect("open");
+            jobs.send(StoreJob {
+                request: request.clone(),
+                limit: Duration::from_secs(1),
+                give_up,
+                answer: answer.clone(),
+            })
+            .expect("open");
         }
         drop(jobs);
         run(&store, &queue);
         assert!(done.recv().expect("answered").is_none(), "the first is late");
-        assert!(done.recv().expect("answered").is_some_and(|outcome| outcome.is_ok()), "the second is not");
+        assert!(
+            done.recv().expect("answered").is_some_and(|outcome| outcome.is_ok()),
+            "the second is not"
+        );
     }
 
     #[test]
     fn a_store_that_does_not_answer_is_given_up_and_let_go_when_it_does() {
         let ((release, released), (gone, is_gone)) = (mpsc::channel(), mpsc::channel());
-        let worker =
-            OffloadedStore::new(Arc::new(Stopped { inner: MemoryStore::new(), release: Mutex::new(released), gone }), "the store".into());
+        let worker = OffloadedStore::new(
+            Arc::new(Stopped { inner: MemoryStore::new(), release: Mutex::new(released), gone }),
+            "the store".into(),
+        );
         let worker = worker.expect("starts");
         let started = Instant::now();
-        let call = |op, values| worker.call(&Request::new(op, vec!["k"], values), Some(Duration::from_millis(50)));
+        let call = |op, values| {
+            worker.call(&Request::new(op, vec!["k"], values), Some(Duration::from_millis(50)))
+        };
         let error = call(StoreOp::Add, vec![]).expect_err("it blocks");
-        assert_eq!(error.message, "the store did not answer Add within 50 ms (timeout): its process is stopped or overloaded");
+        assert_eq!(
+            error.message,
+            "the store did not answer Add within 50 ms (timeout): its process is \
+             stopped or overloaded"
+        );
         // This request waits behind the first one.
         assert_eq!(call(StoreOp::Set, vec![b"v"]).expect_err("it blocks").kind, ErrorKind::Timeout);
         drop(worker);
-        assert!(started.elapsed() < Duration::from_secs(5) && is_gone.try_recv().is_err(), "the store lives while it is in use");
+        assert!(
+            started.elapsed() < Duration::from_secs(5) && is_gone.try_recv().is_err(),
+            "the store lives while it is in use"
+        );
         drop(release);
-        is_gone.recv_timeout(Duration::from_secs(10)).expect("let go by the thread that was left behind");
+        is_gone
+            .recv_timeout(Duration::from_secs(10))
+            .expect("let go by the thread that was left behind");
     }
 }

@@ -6,7 +6,8 @@ use super::table::TableReply;
 use crate::error::Result;
 use std::time::Duration;
 
-/// The keys of `store` that start with `prefix` and a slash. As in c10d, `num_keys` counts all keys of `store`.
+/// The keys of `store` that start with `prefix` and a slash. As in c10d, `num_keys` counts all keys
+/// of `store`.
 pub struct PrefixStore<S> {
     prefix: String,
     store: S,
@@ -21,10 +22,18 @@ impl<S> PrefixStore<S> {
 
 impl<S: Store> Store for PrefixStore<S> {
     fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
-        let keys: Vec<String> = request.keys.iter().map(|key| format!("{}{key}", self.prefix)).collect();
-        let reply = self.store.call(&request.with_keys(keys.iter().map(String::as_str).collect()), limit)?;
+        let keys: Vec<String> =
+            request.keys.iter().map(|key| format!("{}{key}", self.prefix)).collect();
+        let reply = self
+            .store
+            .call(&request.with_keys(keys.iter().map(String::as_str).collect()), limit)?;
         if let TableReply::Keys(keys) = &reply {
-            return Ok(TableReply::Keys(keys.iter().filter_map(|key| key.strip_prefix(&self.prefix)).map(str::to_owned).collect()));
+            return Ok(TableReply::Keys(
+                keys.iter()
+                    .filter_map(|key| key.strip_prefix(&self.prefix))
+                    .map(str::to_owned)
+                    .collect(),
+            ));
         }
         Ok(reply)
     }

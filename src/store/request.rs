@@ -1,4 +1,5 @@
-//! A request to a store as a value. All stores answer the same requests; network frames and the file log encode them.
+//! A request to a store as a value. All stores answer the same requests; network frames and the
+//! file log encode them.
 
 use crate::error::{Error, Result};
 
@@ -17,7 +18,8 @@ enum KeyCount {
 }
 
 macro_rules! operations {
-    ($($(#[$doc:meta])* $name:ident = $code:literal: $keys:ident, $values:literal, waits $waits:literal, writes $writes:literal;)*) => {
+    ($($(#[$doc:meta])* $name:ident = $code:literal: $keys:ident, $values:literal,
+        waits $waits:literal, writes $writes:literal;)*) => {
         /// An operation of `c10d::Store`.
         #[repr(u8)]
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -52,7 +54,8 @@ macro_rules! operations {
                 self.writes() && !matches!(self, Self::Delete | Self::Pop | Self::TryPop)
             }
 
-            /// Returns the number of keys that the operation names and the number of values per key.
+            /// Returns the number of keys that the operation names and the number of values per
+            /// key.
             fn shape(self) -> (KeyCount, usize) {
                 match self { $(Self::$name => (KeyCount::$keys, $values),)* }
             }
@@ -64,7 +67,8 @@ macro_rules! operations {
 operations! {
     /// Sets a key to a value.
     Set = 1: One, 1, waits false, writes true;
-    /// Sets a key to the second value if its value is the first, or if it is absent and the first is empty.
+    /// Sets a key to the second value if its value is the first, or if it is absent and the first
+    /// is empty.
     CompareSet = 2: One, 2, waits false, writes true;
     /// Waits for a key and returns its value.
     Get = 3: One, 0, waits true, writes false;
@@ -136,19 +140,31 @@ impl<'a> Request<'a> {
             KeyCount::Any => true,
         };
         if !fits || self.values.len() != values * self.keys.len() {
-            return Err(Error::value(format!("{:?} of {} keys and {} values", self.op, self.keys.len(), self.values.len())));
+            return Err(Error::value(format!(
+                "{:?} of {} keys and {} values",
+                self.op,
+                self.keys.len(),
+                self.values.len()
+            )));
         }
         if self.keys.len() > MAX_KEYS {
-            return Err(Error::value(format!("{:?} of {} keys; a request holds at most {MAX_KEYS}", self.op, self.keys.len())));
+            return Err(Error::value(format!(
+                "{:?} of {} keys; a request holds at most {MAX_KEYS}",
+                self.op,
+                self.keys.len()
+            )));
         }
         match self.keys.iter().find(|key| key.len() > MAX_KEY) {
-            Some(key) => Err(Error::value(format!("a key of {} bytes; a key has at most {MAX_KEY}", key.len()))),
+            Some(key) => Err(Error::value(format!(
+                "a key of {} bytes; a key has at most {MAX_KEY}",
+                key.len()
+            ))),
             None => Ok(()),
         }
     }
 
-    /// Appends the request in little-endian order: operation, amount, number of keys, then each key and value after its
-    /// length.
+    /// Appends the request in little-endian order: operation, amount, number of keys, then each key
+    /// and value after its length.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.reserve(self.encoded_len());
         out.push(self.op as u8);
@@ -160,11 +176,13 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Decodes the request that occupies exactly `bytes`. Allocates at most a small multiple of their number.
+    /// Decodes the request that occupies exactly `bytes`. Allocates at most a small multiple of
+    /// their number.
     pub fn decode(bytes: &'a [u8]) -> Result<Self> {
         let mut fields = MessageReader(bytes);
         let code = fields.u8()?;
-        let op = StoreOp::from_code(code).ok_or_else(|| Error::value(format!("operation {code} is unknown")))?;
+        let op = StoreOp::from_code(code)
+            .ok_or_else(|| Error::value(format!("operation {code} is unknown")))?;
         let amount = i64::from_le_bytes(fields.array()?);
         let count = fields.u32()? as usize;
         let (keys, values_per_key) = op.shape();
@@ -177,10 +195,17 @@ impl<'a> Request<'a> {
         if count > most {
             return Err(Error::value(format!("{op:?} of {count} keys in {} bytes", bytes.len())));
         }
-        let mut request = Self { op, keys: Vec::with_capacity(count), values: Vec::with_capacity(count * values_per_key), amount };
+        let mut request = Self {
+            op,
+            keys: Vec::with_capacity(count),
+            values: Vec::with_capacity(count * values_per_key),
+            amount,
+        };
         for _ in 0..count {
             let key = fields.bytes()?;
-            request.keys.push(std::str::from_utf8(key).map_err(|_| Error::value("a key is not UTF-8"))?);
+            request
+                .keys
+                .push(std::str::from_utf8(key).map_err(|_| Error::value("a key is not UTF-8"))?);
         }
         for _ in 0..count * values_per_key {
             request.values.push(fields.bytes()?);
@@ -196,8 +221,9 @@ pub(super) struct MessageReader<'a>(pub(super) &'a [u8]);
 
 impl<'a> MessageReader<'a> {
     fn take(&mut self, count: usize) -> Result<&'a [u8]> {
-        let (head, tail) =
-            self.0.split_at_checked(count).ok_or_else(|| Error::value(format!("a message ends {} bytes early", count - self.0.len())))?;
+        let (head, tail) = self.0.split_at_checked(count).ok_or_else(|| {
+            Error::value(format!("a message ends {} bytes early", count - self.0.len()))
+        })?;
         self.0 = tail;
         Ok(head)
     }
@@ -224,7 +250,11 @@ impl<'a> MessageReader<'a> {
 
     /// Fails if unread bytes remain.
     pub(super) fn end(&self) -> Result<()> {
-        if self.0.is_empty() { Ok(()) } else { Err(Error::value(format!("a message has {} bytes too many", self.0.len()))) }
+        if self.0.is_empty() {
+            Ok(())
+        } else {
+            Err(Error::value(format!("a message has {} bytes too many", self.0.len())))
+        }
     }
 }
 
@@ -270,7 +300,9 @@ mod tests {
         bytes[13..17].copy_from_slice(&u32::MAX.to_le_bytes());
         assert!(Request::decode(&bytes).is_err());
         let long = "k".repeat(MAX_KEY + 1);
-        assert!(Request::decode(&encoded(&Request::new(StoreOp::Get, vec![&long], vec![]))).is_err());
+        assert!(
+            Request::decode(&encoded(&Request::new(StoreOp::Get, vec![&long], vec![]))).is_err()
+        );
         assert!(Request::new(StoreOp::MultiSet, vec!["a"], vec![b"1", b"2"]).check().is_err());
     }
 }

@@ -1,4 +1,5 @@
-//! The contents of a store and how it answers requests: the only implementation of the operations' semantics.
+//! The contents of a store and how it answers requests: the only implementation of the operations'
+//! semantics.
 
 use super::request::{Request, StoreOp};
 use crate::error::{Error, Result};
@@ -37,7 +38,8 @@ pub enum TableResult {
     Missing(usize),
 }
 
-/// Keys with values, and keys with queues. A key may have both; as in c10d, only `check` and `wait` see queues as keys.
+/// Keys with values, and keys with queues. A key may have both; as in c10d, only `check` and `wait`
+/// see queues as keys.
 #[derive(Debug)]
 pub struct KeyTable {
     values: HashMap<String, Bytes>,
@@ -73,10 +75,15 @@ impl KeyTable {
         self.bytes
     }
 
-    /// Returns true if `key` has what `op` waits for: a value or a queue for [`StoreOp::Wait`], otherwise what `op` returns.
+    /// Returns true if `key` has what `op` waits for: a value or a queue for [`StoreOp::Wait`],
+    /// otherwise what `op` returns.
     fn has(&self, op: StoreOp, key: &str) -> bool {
         let queued = self.queues.contains_key(key);
-        if op == StoreOp::Pop { queued } else { self.values.contains_key(key) || (queued && op == StoreOp::Wait) }
+        if op == StoreOp::Pop {
+            queued
+        } else {
+            self.values.contains_key(key) || (queued && op == StoreOp::Wait)
+        }
     }
 
     /// Returns the indices of the keys for which `request` waits.
@@ -85,20 +92,23 @@ impl KeyTable {
         (0..request.keys.len()).filter(absent).collect()
     }
 
-    /// Executes `request`, or changes nothing if a key is missing or on an error: `Value` for a malformed number,
-    /// `QueueEmpty`, or `Config` when full. `source` is the buffer that `request` points into; large values may keep it
-    /// alive.
+    /// Executes `request`, or changes nothing if a key is missing or on an error: `Value` for a
+    /// malformed number, `QueueEmpty`, or `Config` when full. `source` is the buffer that `request`
+    /// points into; large values may keep it alive.
     pub fn serve(&mut self, request: &Request<'_>, source: Option<&Bytes>) -> Result<TableResult> {
         request.check()?;
         let Request { op, keys, values, amount } = request;
         if op.waits() {
-            // From the end: keys are usually set in order, so a caller that waits for the last one usually waits once.
+            // From the end: keys are usually set in order, so a caller that waits for the last one
+            // usually waits once.
             if let Some(index) = keys.iter().rposition(|key| !self.has(*op, key)) {
                 return Ok(TableResult::Missing(index));
             }
         }
         let reply = match op {
-            StoreOp::Set => self.put(keys[0], keep(values[0], source)).map(|()| TableReply::Unit)?,
+            StoreOp::Set => {
+                self.put(keys[0], keep(values[0], source)).map(|()| TableReply::Unit)?
+            }
             StoreOp::CompareSet => self.compare_set(keys[0], values[0], keep(values[1], source))?,
             StoreOp::Get => TableReply::Value(self.value(keys[0])),
             StoreOp::Add => self.add(keys[0], *amount)?,
@@ -107,11 +117,17 @@ impl KeyTable {
             StoreOp::Delete => TableReply::Flag(self.delete(keys[0])),
             StoreOp::NumKeys => TableReply::Number(self.values.len() as i64),
             StoreOp::Append => self.append(keys[0], values[0]).map(|()| TableReply::Unit)?,
-            StoreOp::MultiGet => TableReply::Values(keys.iter().map(|key| self.value(key)).collect()),
+            StoreOp::MultiGet => {
+                TableReply::Values(keys.iter().map(|key| self.value(key)).collect())
+            }
             StoreOp::MultiSet => {
-                // Atomic: checks the capacity for all values first, without counting the bytes that replaced values
-                // free.
-                let need = keys.iter().zip(values).map(|(key, value)| key.len() + value.len() + OVERHEAD).sum();
+                // Atomic: checks the capacity for all values first, without counting the bytes that
+                // replaced values free.
+                let need = keys
+                    .iter()
+                    .zip(values)
+                    .map(|(key, value)| key.len() + value.len() + OVERHEAD)
+                    .sum();
                 self.check_room(need)?;
                 for (key, value) in keys.iter().zip(values) {
                     self.put(key, keep(value, source))?;
@@ -120,7 +136,9 @@ impl KeyTable {
             }
             StoreOp::Push => self.push(keys[0], keep(values[0], source))?,
             StoreOp::Pop | StoreOp::TryPop => TableReply::Value(self.pop(keys[0])?),
-            StoreOp::QueueLen => TableReply::Number(self.queues.get(keys[0]).map_or(0, VecDeque::len) as i64),
+            StoreOp::QueueLen => {
+                TableReply::Number(self.queues.get(keys[0]).map_or(0, VecDeque::len) as i64)
+            }
             StoreOp::ListKeys => TableReply::Keys(self.values.keys().cloned().collect()),
         };
         Ok(TableResult::Done(reply))
@@ -160,8 +178,11 @@ impl KeyTable {
     fn compare_set(&mut self, key: &str, expected: &[u8], desired: Bytes) -> Result<TableReply> {
         match self.values.get(key) {
             Some(value) if value != expected => return Ok(TableReply::Value(value.clone())),
-            // As in c10d, an absent key with a non-empty expectation stays absent, and the expectation is returned.
-            None if !expected.is_empty() => return Ok(TableReply::Value(Bytes::copy_from_slice(expected))),
+            // As in c10d, an absent key with a non-empty expectation stays absent, and the
+            // expectation is returned.
+            None if !expected.is_empty() => {
+                return Ok(TableReply::Value(Bytes::copy_from_slice(expected)));
+            }
             Some(_) | None => self.put(key, desired.clone())?,
         }
         Ok(TableReply::Value(desired))
@@ -174,10 +195,15 @@ impl KeyTable {
             Ok(text) => text.parse::<i64>().ok(),
             Err(_) => None,
         };
-        let before =
-            before.ok_or_else(|| Error::value(format!("add to key {key:?}: its value of {} bytes is not a number", value.len())))?;
-        let sum =
-            before.checked_add(amount).ok_or_else(|| Error::value(format!("add to key {key:?}: {before} + {amount} overflows 64 bits")))?;
+        let before = before.ok_or_else(|| {
+            Error::value(format!(
+                "add to key {key:?}: its value of {} bytes is not a number",
+                value.len()
+            ))
+        })?;
+        let sum = before.checked_add(amount).ok_or_else(|| {
+            Error::value(format!("add to key {key:?}: {before} + {amount} overflows 64 bits"))
+        })?;
         self.put(key, Bytes::from(sum.to_string()))?;
         Ok(TableReply::Number(sum))
     }
@@ -194,7 +220,8 @@ impl KeyTable {
         }
         self.check_room(more.len())?;
         if let Some(value) = self.values.get_mut(key) {
-            // In place if no reader holds the value at this moment; its buffer then grows in steps, not with each call.
+            // In place if no reader holds the value at this moment; its buffer then grows in steps,
+            // not with each call.
             let mut buffer = match std::mem::take(value).try_into_mut() {
                 Ok(buffer) => buffer,
                 Err(shared) => BytesMut::from(&shared[..]),
@@ -216,7 +243,9 @@ impl KeyTable {
 
     fn pop(&mut self, key: &str) -> Result<Bytes> {
         let queue = self.queues.get_mut(key);
-        let value = queue.and_then(VecDeque::pop_front).ok_or_else(|| Error::queue_empty(format!("queue is empty: {key:?}")))?;
+        let value = queue
+            .and_then(VecDeque::pop_front)
+            .ok_or_else(|| Error::queue_empty(format!("queue is empty: {key:?}")))?;
         self.bytes -= key.len() + value.len() + OVERHEAD;
         // An empty queue does not count as a key.
         if self.queues.get(key).is_some_and(VecDeque::is_empty) {
@@ -226,10 +255,13 @@ impl KeyTable {
     }
 }
 
-/// Returns `value` for storage: a part of `source` if `value` makes up most of it, otherwise a copy.
+/// Returns `value` for storage: a part of `source` if `value` makes up most of it, otherwise a
+/// copy.
 fn keep(value: &[u8], source: Option<&Bytes>) -> Bytes {
     match source {
-        Some(source) if value.len() >= SHARE && value.len() >= source.len() / 2 => source.slice_ref(value),
+        Some(source) if value.len() >= SHARE && value.len() >= source.len() / 2 => {
+            source.slice_ref(value)
+        }
         _ => Bytes::copy_from_slice(value),
     }
 }
@@ -238,7 +270,12 @@ fn keep(value: &[u8], source: Option<&Bytes>) -> Bytes {
 mod tests {
     use super::*;
 
-    fn serve(table: &mut KeyTable, op: StoreOp, keys: &[&str], values: &[&[u8]]) -> Result<TableResult> {
+    fn serve(
+        table: &mut KeyTable,
+        op: StoreOp,
+        keys: &[&str],
+        values: &[&[u8]],
+    ) -> Result<TableResult> {
         table.serve(&Request::new(op, keys.to_vec(), values.to_vec()), None)
     }
 
@@ -248,9 +285,16 @@ mod tests {
         for op in [StoreOp::Set, StoreOp::Append, StoreOp::Push, StoreOp::Push] {
             assert!(serve(&mut table, op, &["k"], &[b"value"]).is_ok());
         }
-        assert!(serve(&mut table, StoreOp::MultiSet, &["k", "k", "l"], &[b"1", b"22", b"333"]).is_ok());
+        assert!(
+            serve(&mut table, StoreOp::MultiSet, &["k", "k", "l"], &[b"1", b"22", b"333"]).is_ok()
+        );
         assert_eq!(table.bytes(), 2 * (1 + OVERHEAD + 5) + (1 + OVERHEAD + 2) + (1 + OVERHEAD + 3));
-        for (op, key) in [(StoreOp::Delete, "k"), (StoreOp::Delete, "l"), (StoreOp::Pop, "k"), (StoreOp::TryPop, "k")] {
+        for (op, key) in [
+            (StoreOp::Delete, "k"),
+            (StoreOp::Delete, "l"),
+            (StoreOp::Pop, "k"),
+            (StoreOp::TryPop, "k"),
+        ] {
             assert!(serve(&mut table, op, &[key], &[]).is_ok());
         }
         assert_eq!(table.bytes(), 0);

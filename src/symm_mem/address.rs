@@ -7,7 +7,8 @@ use super::frame::HeapKey;
 pub struct HeapAddress {
     /// Key of the heap.
     pub key: HeapKey,
-    /// Name of its listener. It differs from the key, because every process can read such names in /proc.
+    /// Name of its listener. It differs from the key, because every process can read such names in
+    /// /proc.
     pub listener: HeapKey,
     /// Size of its address range in bytes.
     pub span: u64,
@@ -29,7 +30,11 @@ impl HeapAddress {
     /// Decodes the address that a peer encoded.
     pub fn decode(bytes: &[u8; Self::BYTES]) -> Self {
         let key = |at: usize| std::array::from_fn(|i| bytes[at + i]);
-        Self { key: key(0), listener: key(16), span: u64::from_le_bytes(std::array::from_fn(|i| bytes[32 + i])) }
+        Self {
+            key: key(0),
+            listener: key(16),
+            span: u64::from_le_bytes(std::array::from_fn(|i| bytes[32 + i])),
+        }
     }
 
     pub(super) fn name(&self) -> String {

@@ -10,13 +10,15 @@ use std::sync::Arc;
 pub trait AddressSpace: Send + Sync {
     /// Sizes and offsets are multiples of this number of bytes.
     fn granularity(&self) -> usize;
-    /// Size of a heap's address range: twice the memory, so that holes between segments never use up the addresses.
+    /// Size of a heap's address range: twice the memory, so that holes between segments never use
+    /// up the addresses.
     fn span(&self) -> usize;
     /// Reserves addresses for a heap of `bytes`, of this process or of a peer.
     fn reserve(&self, bytes: usize) -> Result<Box<dyn AddressRange>>;
     /// Waits until all work that this process has enqueued on the device is done.
     fn settle(&self) -> Result<()>;
-    /// Zeroes `bytes` bytes of a segment at `address` that is not in use, and returns when that is done.
+    /// Zeroes `bytes` bytes of a segment at `address` that is not in use, and returns when that is
+    /// done.
     fn clear(&self, address: u64, bytes: usize) -> Result<()>;
 }
 
@@ -28,14 +30,16 @@ pub trait AddressRange: Send + Sync {
     fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Backing>>;
     /// Maps a peer's memory of `bytes` at `offset`, from the file descriptor that the peer sent.
     fn import(&self, offset: usize, bytes: usize, descriptor: OwnedFd) -> Result<()>;
-    /// Ends a `create` or `import` with the same `offset` and `bytes`; no kernel uses the memory any more.
+    /// Ends a `create` or `import` with the same `offset` and `bytes`; no kernel uses the memory
+    /// any more.
     fn unmap(&self, offset: usize, bytes: usize);
 }
 
-/// Created memory; it lasts as long as this value, a file descriptor or a mapping exists in any process.
+/// Created memory; it lasts as long as this value, a file descriptor or a mapping exists in any
+/// process.
 pub trait Backing: Send + Sync {
-    /// Returns a file descriptor for one more peer. Not kept, because there may be more pieces than a process may have
-    /// open files.
+    /// Returns a file descriptor for one more peer. Not kept, because there may be more pieces than
+    /// a process may have open files.
     fn export(&self) -> Result<OwnedFd>;
 }
 
@@ -75,7 +79,10 @@ impl AddressSpace for GpuAddressSpace {
 
     fn reserve(&self, bytes: usize) -> Result<Box<dyn AddressRange>> {
         let _entered = self.device.enter()?;
-        Ok(Box::new(GpuRange { reservation: DeviceReservation::new(bytes)?, device: Arc::clone(&self.device) }))
+        Ok(Box::new(GpuRange {
+            reservation: DeviceReservation::new(bytes)?,
+            device: Arc::clone(&self.device),
+        }))
     }
 
     fn settle(&self) -> Result<()> {

@@ -32,11 +32,16 @@ impl Heap {
         service::attend()
     }
 
-    /// Returns a link to the heap at `peer` for a group that reports failures with `failed`, and its number, which the
-    /// other end passes to `meet`. One of the two ends calls this.
+    /// Returns a link to the heap at `peer` for a group that reports failures with `failed`, and
+    /// its number, which the other end passes to `meet`. One of the two ends calls this.
     pub fn connect(&self, peer: &HeapAddress, failed: &FailureCheck) -> Result<(LinkRef, u64)> {
         let _turn = lock(&self.connecting);
-        let own = self.state().links.iter().rfind(|link| link.key == peer.key && !link.is_closed()).cloned();
+        let own = self
+            .state()
+            .links
+            .iter()
+            .rfind(|link| link.key == peer.key && !link.is_closed())
+            .cloned();
         if let Some(link) = own
             && let Some(hold) = link.hold(self.attend()?, Arc::clone(failed))
         {
@@ -45,25 +50,44 @@ impl Heap {
         let socket = socket::connect_to(&peer.name()).map_err(refused(Required::Connect))?;
         let them = socket::peer(&socket).map_err(refused(Required::Identify))?;
         if !them.is_own_user() {
-            return Err(Error::config(format!("user {} (process {}) listens where a peer's symmetric memory did", them.uid, them.pid)));
+            return Err(Error::config(format!(
+                "user {} (process {}) listens where a peer's symmetric memory did",
+                them.uid, them.pid
+            )));
         }
         let number = u64::from_le_bytes(random::bytes()?);
         let remote = self.reserve(peer.span)?;
-        let hello = HeapFrame::Hello { to: peer.key, from: self.address.key, link: number, span: self.address.span };
+        let hello = HeapFrame::Hello {
+            to: peer.key,
+            from: self.address.key,
+            link: number,
+            span: self.address.span,
+        };
         socket::send(&socket, &hello.encode(), None).map_err(refused(Required::Send))?;
         let link = Arc::new(HeapLink::new(peer.key, number, them.pid, socket, remote));
-        let hold = link.hold(self.attend()?, Arc::clone(failed)).ok_or_else(|| Error::internal("a new link is closed"))?;
+        let hold = link
+            .hold(self.attend()?, Arc::clone(failed))
+            .ok_or_else(|| Error::internal("a new link is closed"))?;
         self.add(link);
         Ok((hold, number))
     }
 
-    /// The other end of `connect`: returns a claim to the link with this number once it exists. Returns `None` if it
-    /// does not exist by `deadline` or has closed; the end that made it must then `abandon` it.
-    pub fn meet(&self, peer: &HeapAddress, number: u64, failed: &FailureCheck, deadline: Instant) -> Result<Option<LinkRef>> {
+    /// The other end of `connect`: returns a claim to the link with this number once it exists.
+    /// Returns `None` if it does not exist by `deadline` or has closed; the end that made it must
+    /// then `abandon` it.
+    pub fn meet(
+        &self,
+        peer: &HeapAddress,
+        number: u64,
+        failed: &FailureCheck,
+        deadline: Instant,
+    ) -> Result<Option<LinkRef>> {
         let attention = self.attend()?;
         let mut state = self.state();
         loop {
-            if let Some(link) = state.links.iter().find(|link| link.key == peer.key && link.number == number) {
+            if let Some(link) =
+                state.links.iter().find(|link| link.key == peer.key && link.number == number)
+            {
                 let link = Arc::clone(link);
                 drop(state);
                 return Ok(link.hold(attention, Arc::clone(failed)));
@@ -71,14 +95,18 @@ impl Heap {
             if state.past.contains(&number) {
                 return Ok(None);
             }
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else { return Ok(None) };
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+                return Ok(None);
+            };
             state = unpoisoned(self.changed.wait_timeout(state, left)).0;
         }
     }
 
     fn reserve(&self, span: u64) -> Result<RemoteHeap> {
         if span == 0 || span > MOST_SPAN {
-            return Err(Error::config(format!("a peer's symmetric memory has {span} bytes of addresses")));
+            return Err(Error::config(format!(
+                "a peer's symmetric memory has {span} bytes of addresses"
+            )));
         }
         Ok(RemoteHeap::new(self.space.reserve(span as usize)?, span as usize))
     }

@@ -9,8 +9,8 @@ pub(super) const FRAME_BYTES: usize = 56;
 /// A message. All but the first are sent in both directions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HeapFrame {
-    /// The first message of the heap that connects: the wanted heap, its own key, the link's number and its address
-    /// range.
+    /// The first message of the heap that connects: the wanted heap, its own key, the link's number
+    /// and its address range.
     Hello {
         /// Key of the heap that listens: a peer that can name it belongs to a group with it.
         to: HeapKey,
@@ -59,7 +59,9 @@ impl HeapFrame {
     pub(super) fn encode(self) -> [u8; FRAME_BYTES] {
         let (kind, words): (u32, [u64; 6]) = match self {
             HeapFrame::Hello { to, from, link, span } => {
-                let half = |key: HeapKey, at: usize| u64::from_le_bytes(std::array::from_fn(|i| key[at + i]));
+                let half = |key: HeapKey, at: usize| {
+                    u64::from_le_bytes(std::array::from_fn(|i| key[at + i]))
+                };
                 (1, [half(to, 0), half(to, 8), half(from, 0), half(from, 8), link, span])
             }
             HeapFrame::Offer { id, offset, bytes } => (2, [id, offset, bytes, 0, 0, 0]),
@@ -71,7 +73,10 @@ impl HeapFrame {
         let mut bytes = [0; FRAME_BYTES];
         bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
         bytes[4..8].copy_from_slice(&kind.to_le_bytes());
-        bytes[8..].chunks_exact_mut(8).zip(words).for_each(|(place, word)| place.copy_from_slice(&word.to_le_bytes()));
+        bytes[8..]
+            .chunks_exact_mut(8)
+            .zip(words)
+            .for_each(|(place, word)| place.copy_from_slice(&word.to_le_bytes()));
         bytes
     }
 
@@ -134,7 +139,8 @@ mod tests {
     proptest! {
         #[test]
         fn random_bytes_are_refused_or_mean_exactly_what_they_say(
-            kind in 0u32..9, honest in any::<bool>(), mut bytes in proptest::collection::vec(any::<u8>(), 0..70)
+            kind in 0u32..9, honest in any::<bool>(),
+            mut bytes in proptest::collection::vec(any::<u8>(), 0..70)
         ) {
             if honest && bytes.len() >= 8 {
                 bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());

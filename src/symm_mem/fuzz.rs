@@ -1,5 +1,5 @@
-//! Fuzz harness for the frames that a heap receives: no message may make it panic, or map anything outside the range
-//! that it reserved.
+//! Fuzz harness for the frames that a heap receives: no message may make it panic, or map anything
+//! outside the range that it reserved.
 
 use super::frame::{FRAME_BYTES, HeapFrame, HeapKey};
 use super::heap::Heap;
@@ -10,7 +10,8 @@ use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use std::sync::{Arc, OnceLock};
 
-/// Size of a message in the fuzzer's input: kind, whether a file descriptor is attached, then three words.
+/// Size of a message in the fuzzer's input: kind, whether a file descriptor is attached, then three
+/// words.
 const STEP: usize = 2 + 3 * 8;
 const PAGES: usize = 16;
 
@@ -26,7 +27,10 @@ fn listener() -> &'static Listener {
     LISTENER.get_or_init(|| {
         let heap = Heap::new(Arc::new(HostMemory::with_span(PAGES * PAGE))).expect("a heap");
         heap.allocate(PAGE).expect("room");
-        Listener { heap, files: [PAGES * PAGE, PAGE].map(|bytes| ShmSegment::create(bytes).expect("a file")) }
+        Listener {
+            heap,
+            files: [PAGES * PAGE, PAGE].map(|bytes| ShmSegment::create(bytes).expect("a file")),
+        }
     })
 }
 
@@ -34,7 +38,12 @@ fn step(bytes: &[u8]) -> (HeapFrame, Option<&'static OwnedFd>) {
     let word = |index: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[2 + 8 * index + i]));
     let (id, offset, length) = (word(0), word(1), word(2));
     let frame = match bytes[0] % 6 {
-        0 => HeapFrame::Hello { to: [bytes[2]; 16], from: [bytes[3]; 16], link: offset, span: length },
+        0 => HeapFrame::Hello {
+            to: [bytes[2]; 16],
+            from: [bytes[3]; 16],
+            link: offset,
+            span: length,
+        },
         1 => HeapFrame::Accepted { id },
         2 => HeapFrame::Refused { id },
         3 => HeapFrame::Withdraw { id },
@@ -52,9 +61,11 @@ pub fn messages(bytes: &[u8]) {
     }
     let heap = &listener().heap;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let (near, far) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).expect("a pair");
+    let (near, far) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).expect("a pair");
     let from: HeapKey = [7; 16];
-    let hello = HeapFrame::Hello { to: heap.address().key, from, link: 1, span: (PAGES * PAGE) as u64 };
+    let hello =
+        HeapFrame::Hello { to: heap.address().key, from, link: 1, span: (PAGES * PAGE) as u64 };
     heap.admit(std::process::id(), near, &hello.encode()).expect("a right introduction");
     let Some(link) = heap.state().links.last().cloned() else { unreachable!("just admitted") };
     for bytes in bytes.chunks_exact(STEP).take(64) {

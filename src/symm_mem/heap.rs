@@ -44,7 +44,8 @@ pub(super) struct HeapState {
     pub(super) segments: BTreeMap<usize, HeapSegment>,
     pub(super) links: Vec<Arc<HeapLink>>,
     last_id: u64,
-    /// End of the last segment. Offsets are reused late, because windows of peers may keep the previous segment.
+    /// End of the last segment. Offsets are reused late, because windows of peers may keep the
+    /// previous segment.
     cursor: usize,
     /// Withdrawn segments that peers have not unmapped yet: segment, link.
     leaving: HashSet<(u64, u64)>,
@@ -59,7 +60,8 @@ pub(super) struct HeapSegment {
     pub(super) piece: Option<Arc<dyn Backing>>,
     /// Answers by link: true if accepted.
     answers: HashMap<u64, bool>,
-    /// True once the segment was released. It is freed when no window uses it and the device's work is done.
+    /// True once the segment was released. It is freed when no window uses it and the device's work
+    /// is done.
     pub(super) released: bool,
     /// Number of windows of this process that use it.
     pub(super) shown: usize,
@@ -77,8 +79,10 @@ impl Heap {
     pub(super) fn pending_links(space: Arc<dyn AddressSpace>) -> Result<Arc<Self>> {
         let span = space.span();
         let range = space.reserve(span)?;
-        let address = HeapAddress { key: random::bytes()?, listener: random::bytes()?, span: span as u64 };
-        let listener = socket::listen_at(&address.name(), 64).map_err(|errno| Required::Listen.failed(errno))?;
+        let address =
+            HeapAddress { key: random::bytes()?, listener: random::bytes()?, span: span as u64 };
+        let listener = socket::listen_at(&address.name(), 64)
+            .map_err(|errno| Required::Listen.failed(errno))?;
         Ok(Arc::new_cyclic(|this| Self {
             space,
             address,
@@ -121,21 +125,36 @@ impl Heap {
         lock(&self.state)
     }
 
-    /// Allocates a segment of at least `bytes` and returns its address. Peers are notified, but this does not wait for
-    /// them.
+    /// Allocates a segment of at least `bytes` and returns its address. Peers are notified, but
+    /// this does not wait for them.
     pub fn allocate(&self, bytes: usize) -> Result<u64> {
         self.free_released();
         let wanted = bytes.max(1).checked_next_multiple_of(self.space.granularity());
-        let none = || Error::config(format!("out of memory: no {bytes} bytes of addresses are left for symmetric memory"));
+        let none = || {
+            Error::config(format!(
+                "out of memory: no {bytes} bytes of addresses are left for symmetric memory"
+            ))
+        };
         let wanted = wanted.ok_or_else(none)?;
         let mut state = self.state();
         let (span, cursor) = (self.address.span as usize, state.cursor);
-        let fit = first_fit(&state.segments, cursor, span, wanted).or_else(|| first_fit(&state.segments, 0, span, wanted));
+        let fit = first_fit(&state.segments, cursor, span, wanted)
+            .or_else(|| first_fit(&state.segments, 0, span, wanted));
         let offset = fit.ok_or_else(none)?;
         state.cursor = offset + wanted;
         state.last_id += 1;
         let id = state.last_id;
-        state.segments.insert(offset, HeapSegment { id, bytes: wanted, piece: None, answers: HashMap::new(), released: false, shown: 0 });
+        state.segments.insert(
+            offset,
+            HeapSegment {
+                id,
+                bytes: wanted,
+                piece: None,
+                answers: HashMap::new(),
+                released: false,
+                shown: 0,
+            },
+        );
         // Not under the lock, which launches take.
         drop(state);
         let made = self.range.create(offset, wanted);
@@ -159,43 +178,60 @@ impl Heap {
         Ok(self.base + offset as u64)
     }
 
-    /// Releases the segment at `address`. It is freed once no window of this process uses it: the thread that drops the
-    /// last one waits for the device, as `cudaFree` does, and then makes the peers unmap the segment.
+    /// Releases the segment at `address`. It is freed once no window of this process uses it: the
+    /// thread that drops the last one waits for the device, as `cudaFree` does, and then makes the
+    /// peers unmap the segment.
     pub fn release(&self, address: u64) -> Result<()> {
         let offset = address.wrapping_sub(self.base) as usize;
         let mut state = self.state();
-        match state.segments.get_mut(&offset).filter(|segment| segment.piece.is_some() && !segment.released) {
+        match state
+            .segments
+            .get_mut(&offset)
+            .filter(|segment| segment.piece.is_some() && !segment.released)
+        {
             Some(segment) => segment.released = true,
-            None => return Err(Error::value(format!("no segment of symmetric memory begins at {address:#x}"))),
+            None => {
+                return Err(Error::value(format!(
+                    "no segment of symmetric memory begins at {address:#x}"
+                )));
+            }
         }
         drop(state);
         self.free_released();
         Ok(())
     }
 
-    /// Frees released segments that no window uses. While a stream is captured the device cannot be synchronised, and
-    /// the segments are freed later.
+    /// Frees released segments that no window uses. While a stream is captured the device cannot be
+    /// synchronised, and the segments are freed later.
     pub(super) fn free_released(&self) {
         if self.is_empty() {
             return;
         }
         let state = self.state();
-        let done: Vec<usize> = state.segments.iter().filter(|(_, segment)| segment.is_complete()).map(|(offset, _)| *offset).collect();
+        let done: Vec<usize> = state
+            .segments
+            .iter()
+            .filter(|(_, segment)| segment.is_complete())
+            .map(|(offset, _)| *offset)
+            .collect();
         drop(state);
         if done.is_empty() {
             return;
         }
         match self.space.settle() {
             Ok(()) => self.free(&done),
-            Err(error) => log::info!("{} segments of symmetric memory are given back later: {error}", done.len()),
+            Err(error) => log::info!(
+                "{} segments of symmetric memory are given back later: {error}",
+                done.len()
+            ),
         }
     }
 
     /// Withdraws segments that no kernel of this process uses any more.
     fn free(&self, offsets: &[usize]) {
         let links = self.state().links.clone();
-        // If a kernel of this process timed out, peers' kernels may still be using the segment. Peers learn of the
-        // failure before they learn of the withdrawal.
+        // If a kernel of this process timed out, peers' kernels may still be using the segment.
+        // Peers learn of the failure before they learn of the withdrawal.
         for link in &links {
             link.any_failed();
         }
@@ -227,17 +263,22 @@ impl Heap {
         drop(state);
         self.count.fetch_sub(freed.len(), Ordering::Relaxed);
         self.wait(Instant::now() + SEGMENT_RELEASE_TIMEOUT, |state| {
-            let owes = |link: &&Arc<HeapLink>| freed.iter().any(|(_, id, _)| state.leaving.contains(&(*id, link.number)));
+            let owes = |link: &&Arc<HeapLink>| {
+                freed.iter().any(|(_, id, _)| state.leaving.contains(&(*id, link.number)))
+            };
             state.links.iter().filter(owes).cloned().collect()
         });
     }
 
-    /// Waits until no link is `missing`, except for closed links and links whose peer was late before; marks the links
-    /// that are missing at the deadline as late.
+    /// Waits until no link is `missing`, except for closed links and links whose peer was late
+    /// before; marks the links that are missing at the deadline as late.
     fn wait(&self, deadline: Instant, missing: impl Fn(&HeapState) -> Vec<Arc<HeapLink>>) {
         let mut state = self.state();
         loop {
-            let waiting: Vec<Arc<HeapLink>> = missing(&state).into_iter().filter(|link| !link.is_closed() && !link.is_late()).collect();
+            let waiting: Vec<Arc<HeapLink>> = missing(&state)
+                .into_iter()
+                .filter(|link| !link.is_closed() && !link.is_late())
+                .collect();
             if waiting.is_empty() {
                 return;
             }
@@ -249,9 +290,16 @@ impl Heap {
         }
     }
 
-    /// Returns true if all of `bytes` at `address` are in segments that the peers of all `holds` have accepted. Waits
-    /// up to `patience` for outstanding answers, but only once for a peer that does not answer.
-    pub fn reachable<'a>(&self, address: u64, bytes: usize, holds: impl Iterator<Item = &'a LinkRef> + Clone, patience: Duration) -> bool {
+    /// Returns true if all of `bytes` at `address` are in segments that the peers of all `holds`
+    /// have accepted. Waits up to `patience` for outstanding answers, but only once for a peer that
+    /// does not answer.
+    pub fn reachable<'a>(
+        &self,
+        address: u64,
+        bytes: usize,
+        holds: impl Iterator<Item = &'a LinkRef> + Clone,
+        patience: Duration,
+    ) -> bool {
         if !self.contains(address) {
             return false;
         }
@@ -266,7 +314,9 @@ impl Heap {
             return first == AcceptResult::Yes;
         }
         self.wait(Instant::now() + patience, |state| {
-            let pending = |link: &&Arc<HeapLink>| state.accepted(offset, bytes, &mut std::iter::once(*link)) == AcceptResult::Pending;
+            let pending = |link: &&Arc<HeapLink>| {
+                state.accepted(offset, bytes, &mut std::iter::once(*link)) == AcceptResult::Pending
+            };
             links().filter(pending).cloned().collect()
         });
         answer(&self.state()) == AcceptResult::Yes && !links().any(|link| link.is_closed())
@@ -277,16 +327,20 @@ impl Heap {
         self.space.settle()
     }
 
-    /// Zeroes `bytes` bytes at `address`, within one segment that is not in use; returns when that is done.
+    /// Zeroes `bytes` bytes at `address`, within one segment that is not in use; returns when that
+    /// is done.
     pub fn clear(&self, address: u64, bytes: usize) -> Result<()> {
         match self.segment(address) {
             Some((_, left)) if bytes <= left => self.space.clear(address, bytes),
-            _ => Err(Error::internal(format!("{bytes} bytes at {address:#x} leave their segment of symmetric memory"))),
+            _ => Err(Error::internal(format!(
+                "{bytes} bytes at {address:#x} leave their segment of symmetric memory"
+            ))),
         }
     }
 
-    /// Returns the id of the segment that contains `address`, unique among all segments of this heap, and the number of
-    /// its bytes from there. `None` if no segment contains it, or if the segment was released.
+    /// Returns the id of the segment that contains `address`, unique among all segments of this
+    /// heap, and the number of its bytes from there. `None` if no segment contains it, or if the
+    /// segment was released.
     pub fn segment(&self, address: u64) -> Option<(u64, usize)> {
         let offset = address.checked_sub(self.base)? as usize;
         let state = self.state();
@@ -352,7 +406,9 @@ impl SegmentOwner for Heap {
 impl Drop for Heap {
     fn drop(&mut self) {
         let state = unpoisoned(self.state.get_mut());
-        for (offset, segment) in state.segments.iter().filter(|(_, segment)| segment.piece.is_some()) {
+        for (offset, segment) in
+            state.segments.iter().filter(|(_, segment)| segment.piece.is_some())
+        {
             self.range.unmap(*offset, segment.bytes);
         }
     }
@@ -367,7 +423,12 @@ enum AcceptResult {
 
 impl HeapState {
     /// Returns whether the peers at the other ends of `links` have accepted the whole range.
-    fn accepted(&self, offset: usize, bytes: usize, links: &mut dyn Iterator<Item = &Arc<HeapLink>>) -> AcceptResult {
+    fn accepted(
+        &self,
+        offset: usize,
+        bytes: usize,
+        links: &mut dyn Iterator<Item = &Arc<HeapLink>>,
+    ) -> AcceptResult {
         let Some(end) = offset.checked_add(bytes) else { return AcceptResult::No };
         // From the segment that contains the first byte, without a gap.
         let start = self.segments.range(..=offset).next_back().map_or(offset, |(start, _)| *start);
@@ -405,7 +466,12 @@ pub(super) fn offer(id: u64, offset: usize, bytes: usize) -> HeapFrame {
 }
 
 /// Returns the lowest offset from `from` and below `span` where `bytes` are free.
-fn first_fit(segments: &BTreeMap<usize, HeapSegment>, from: usize, span: usize, bytes: usize) -> Option<usize> {
+fn first_fit(
+    segments: &BTreeMap<usize, HeapSegment>,
+    from: usize,
+    span: usize,
+    bytes: usize,
+) -> Option<usize> {
     let mut free = from;
     for (offset, segment) in segments {
         if offset.saturating_sub(free) >= bytes {

@@ -31,7 +31,8 @@ struct HostRange {
     file: Mutex<Option<Arc<OwnedFd>>>,
 }
 
-// SAFETY: an address range that this value owns; its memory is accessed through the windows of a group.
+// SAFETY: an address range that this value owns; its memory is accessed through the windows of a
+// group.
 unsafe impl Send for HostRange {}
 // SAFETY: as above.
 unsafe impl Sync for HostRange {}
@@ -39,7 +40,8 @@ unsafe impl Sync for HostRange {}
 struct HostMemoryPart(Arc<OwnedFd>);
 
 impl HostMemory {
-    /// Makes host memory with addresses for twice this node's memory; a process has enough for its peers' heaps.
+    /// Makes host memory with addresses for twice this node's memory; a process has enough for its
+    /// peers' heaps.
     pub fn of_this_machine() -> Self {
         let system = rustix::system::sysinfo();
         let memory = (system.totalram as usize).saturating_mul(system.mem_unit as usize);
@@ -62,8 +64,10 @@ impl AddressSpace for HostMemory {
 
     fn reserve(&self, bytes: usize) -> Result<Box<dyn AddressRange>> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of this process.
-        let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::empty(), flags) };
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of this
+        // process.
+        let base =
+            unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::empty(), flags) };
         let base = base.map_err(|errno| Required::Map.failed(errno))?;
         Ok(Box::new(HostRange { base, bytes, file: Mutex::default() }))
     }
@@ -80,7 +84,8 @@ impl AddressSpace for HostMemory {
     }
 }
 
-/// Frees the pages at once, even if other processes still map them: a peer that keeps reading finds zeros.
+/// Frees the pages at once, even if other processes still map them: a peer that keeps reading finds
+/// zeros.
 fn give_pages_back(file: &OwnedFd, offset: usize, bytes: usize) {
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     if let Err(errno) = retry(|| fallocate(file, hole, offset as u64, bytes as u64)) {
@@ -101,14 +106,19 @@ impl HostRange {
 
     fn map(&self, offset: usize, bytes: usize, file: &OwnedFd) -> Result<()> {
         self.check(offset, bytes);
-        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::FIXED | MapFlags::NORESERVE);
+        let (access, flags) = (
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::SHARED | MapFlags::FIXED | MapFlags::NORESERVE,
+        );
         // SAFETY: within the range (checked above), which this value owns.
-        let mapped = unsafe { mmap(self.base.byte_add(offset), bytes, access, flags, file, offset as u64) };
+        let mapped =
+            unsafe { mmap(self.base.byte_add(offset), bytes, access, flags, file, offset as u64) };
         mapped.map(drop).map_err(|errno| Required::Map.failed(errno))
     }
 
     fn check(&self, offset: usize, bytes: usize) {
-        let inside = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes) && offset.is_multiple_of(PAGE);
+        let inside = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes)
+            && offset.is_multiple_of(PAGE);
         assert!(inside, "{bytes} bytes at {offset} leave the range of {}", self.bytes);
     }
 }
@@ -121,22 +131,28 @@ impl AddressRange for HostRange {
     fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Backing>> {
         let file = self.own_file()?;
         self.check(offset, bytes);
-        // Peers may have written to an earlier segment here that they kept. Their writes must not appear in this one,
-        // which is zeroed.
+        // Peers may have written to an earlier segment here that they kept. Their writes must not
+        // appear in this one, which is zeroed.
         give_pages_back(&file, offset, bytes);
-        let made = reserve(&file, offset, bytes, "symmetric memory of the host").and_then(|()| self.map(offset, bytes, &file));
+        let made = reserve(&file, offset, bytes, "symmetric memory of the host")
+            .and_then(|()| self.map(offset, bytes, &file));
         made.inspect_err(|_| give_pages_back(&file, offset, bytes))?;
         Ok(Arc::new(HostMemoryPart(file)))
     }
 
     fn import(&self, offset: usize, bytes: usize, descriptor: OwnedFd) -> Result<()> {
         let size = fstat(&descriptor).map_err(|errno| Required::Look.failed(errno))?.st_size;
-        let sealed = fcntl_get_seals(&descriptor).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+        let sealed =
+            fcntl_get_seals(&descriptor).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
         if !offset.is_multiple_of(PAGE) {
-            return Err(Error::config(format!("{bytes} bytes at {offset}, which is no multiple of {PAGE}")));
+            return Err(Error::config(format!(
+                "{bytes} bytes at {offset}, which is no multiple of {PAGE}"
+            )));
         }
         if !sealed || (size as u64) < (offset + bytes) as u64 {
-            return Err(Error::config(format!("{bytes} bytes at {offset} of a file of {size}, sealed: {sealed}")));
+            return Err(Error::config(format!(
+                "{bytes} bytes at {offset} of a file of {size}, sealed: {sealed}"
+            )));
         }
         self.map(offset, bytes, &descriptor)
     }
@@ -145,7 +161,8 @@ impl AddressRange for HostRange {
         self.check(offset, bytes);
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         // SAFETY: within the range, which this value owns; it stays reserved.
-        let unmapped = unsafe { mmap_anonymous(self.base.byte_add(offset), bytes, ProtFlags::empty(), flags) };
+        let unmapped =
+            unsafe { mmap_anonymous(self.base.byte_add(offset), bytes, ProtFlags::empty(), flags) };
         if let Err(errno) = unmapped {
             log::warn!("{bytes} bytes of symmetric memory stay mapped: {errno}");
         }
@@ -165,6 +182,8 @@ impl Drop for HostRange {
 
 impl Backing for HostMemoryPart {
     fn export(&self) -> Result<OwnedFd> {
-        self.0.try_clone().map_err(|error| Error::internal(format!("duplicating a descriptor: {error}")))
+        self.0
+            .try_clone()
+            .map_err(|error| Error::internal(format!("duplicating a descriptor: {error}")))
     }
 }

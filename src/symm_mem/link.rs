@@ -14,8 +14,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Returns true if a group has failed: its kernels may then still use memory that its owner has finished with. The call
-/// also detects a failure that has not been noticed yet.
+/// Returns true if a group has failed: its kernels may then still use memory that its owner has
+/// finished with. The call also detects a failure that has not been noticed yet.
 pub type FailureCheck = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// The heap whose segments a link advertises.
@@ -28,13 +28,14 @@ pub(super) trait SegmentOwner {
 
 /// An open socket that a forked child does not keep open.
 pub(super) struct Socket {
-    // Before `fd`, to which it refers. Absent if too many exist: then a child merely keeps the link's end open.
+    // Before `fd`, to which it refers. Absent if too many exist: then a child merely keeps the
+    // link's end open.
     _unshared: Option<CloseInChild>,
     pub(super) fd: OwnedFd,
 }
 
-/// An exiting process closes its highest file descriptors first, so this one closes before the slow release of GPU
-/// memory.
+/// An exiting process closes its highest file descriptors first, so this one closes before the slow
+/// release of GPU memory.
 const HIGH_FD_START: i32 = 768;
 
 impl Socket {
@@ -78,8 +79,8 @@ struct LinkClaim {
     released: bool,
 }
 
-/// A group's claim to a link. While it exists, the peer's segments stay mapped as long as this group's kernels may use
-/// them. The link closes when the last claim is dropped.
+/// A group's claim to a link. While it exists, the peer's segments stay mapped as long as this
+/// group's kernels may use them. The link closes when the last claim is dropped.
 pub struct LinkRef {
     link: Arc<HeapLink>,
     id: u64,
@@ -103,7 +104,13 @@ impl Drop for SegmentPin {
 }
 
 impl HeapLink {
-    pub(super) fn new(key: HeapKey, number: u64, pid: u32, socket: OwnedFd, remote: RemoteHeap) -> Self {
+    pub(super) fn new(
+        key: HeapKey,
+        number: u64,
+        pid: u32,
+        socket: OwnedFd,
+        remote: RemoteHeap,
+    ) -> Self {
         Self {
             key,
             number,
@@ -118,7 +125,11 @@ impl HeapLink {
     }
 
     /// Makes a claim for a group that reports failures with `failed`; `None` if the link is closed.
-    pub(super) fn hold(self: &Arc<Self>, attention: ServiceThread, failed: FailureCheck) -> Option<LinkRef> {
+    pub(super) fn hold(
+        self: &Arc<Self>,
+        attention: ServiceThread,
+        failed: FailureCheck,
+    ) -> Option<LinkRef> {
         let mut holds = lock(&self.holds);
         // Under the lock, under which `LinkRef::drop` closes the link.
         if self.is_closed() {
@@ -128,13 +139,20 @@ impl HeapLink {
         let id = holds.next;
         holds.all.insert(id, LinkClaim { failed, released: false });
         drop(holds);
-        Some(LinkRef { link: Arc::clone(self), id, generation: generation(), _attention: attention })
+        Some(LinkRef {
+            link: Arc::clone(self),
+            id,
+            generation: generation(),
+            _attention: attention,
+        })
     }
 
-    /// Returns true if any group that uses the link has failed. Queries all of them, so that each detects its failure.
+    /// Returns true if any group that uses the link has failed. Queries all of them, so that each
+    /// detects its failure.
     pub(super) fn any_failed(&self) -> bool {
         // Called outside the lock, because the callbacks may take other locks.
-        let requested: Vec<FailureCheck> = lock(&self.holds).all.values().map(|claim| Arc::clone(&claim.failed)).collect();
+        let requested: Vec<FailureCheck> =
+            lock(&self.holds).all.values().map(|claim| Arc::clone(&claim.failed)).collect();
         requested.iter().fold(false, |any, failed| failed() | any)
     }
 
@@ -200,18 +218,30 @@ impl HeapLink {
                 Ok(descriptor) => descriptor,
                 Err(error) => {
                     // The peer never learns of this segment, so calls on it are staged.
-                    log::warn!("a segment of symmetric memory cannot be given to process {}: {error}", self.pid);
+                    log::warn!(
+                        "a segment of symmetric memory cannot be given to process {}: {error}",
+                        self.pid
+                    );
                     outbox.pop_front();
                     continue;
                 }
             };
-            match socket::send(&self.socket.fd, &frame.encode(), descriptor.as_ref().map(AsFd::as_fd)) {
+            match socket::send(
+                &self.socket.fd,
+                &frame.encode(),
+                descriptor.as_ref().map(AsFd::as_fd),
+            ) {
                 Ok(()) => drop(outbox.pop_front()),
-                // Retried later: the peer is slow, too many file descriptors are in flight, or a signal interrupted the
-                // call.
-                Err(Errno::AGAIN | Errno::INTR | Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM) => return,
+                // Retried later: the peer is slow, too many file descriptors are in flight, or a
+                // signal interrupted the call.
+                Err(
+                    Errno::AGAIN | Errno::INTR | Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM,
+                ) => return,
                 Err(errno) => {
-                    log::info!("the link with the symmetric memory of process {} has ended: {errno}", self.pid);
+                    log::info!(
+                        "the link with the symmetric memory of process {} has ended: {errno}",
+                        self.pid
+                    );
                     self.close();
                     return;
                 }
@@ -219,7 +249,8 @@ impl HeapLink {
         }
     }
 
-    /// Handles up to 64 messages of the peer, so that other links get their turn. Errors are violations by the peer.
+    /// Handles up to 64 messages of the peer, so that other links get their turn. Errors are
+    /// violations by the peer.
     pub(super) fn receive(&self, owner: &dyn SegmentOwner) -> ProtocolResult {
         for _ in 0..64 {
             let mut buffer = [0; FRAME_BYTES + 1];
@@ -227,7 +258,10 @@ impl HeapLink {
                 Ok(received) => received,
                 Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
                 Err(errno) => {
-                    log::info!("the link with the symmetric memory of process {} has ended: {errno}", self.pid);
+                    log::info!(
+                        "the link with the symmetric memory of process {} has ended: {errno}",
+                        self.pid
+                    );
                     self.lost();
                     return Ok(());
                 }
@@ -238,19 +272,30 @@ impl HeapLink {
             }
             self.late.store(false, Ordering::Relaxed);
             if cut {
-                return Err("sent more than one message can hold, or no descriptor is free here".into());
+                return Err(
+                    "sent more than one message can hold, or no descriptor is free here".into()
+                );
             }
-            let frame = HeapFrame::decode(&buffer[..length]).ok_or_else(|| format!("sent {length} bytes, a malformed message"))?;
+            let frame = HeapFrame::decode(&buffer[..length])
+                .ok_or_else(|| format!("sent {length} bytes, a malformed message"))?;
             self.take(owner, frame, fd)?;
         }
         Ok(())
     }
 
-    fn take(&self, owner: &dyn SegmentOwner, frame: HeapFrame, fd: Option<OwnedFd>) -> ProtocolResult {
+    fn take(
+        &self,
+        owner: &dyn SegmentOwner,
+        frame: HeapFrame,
+        fd: Option<OwnedFd>,
+    ) -> ProtocolResult {
         let fd = match (frame, fd) {
             (HeapFrame::Offer { id, offset, bytes }, Some(fd)) => {
                 let mapped = self.remote.accept(id, offset, bytes, fd)?;
-                self.post(if mapped { HeapFrame::Accepted { id } } else { HeapFrame::Refused { id } }, None);
+                self.post(
+                    if mapped { HeapFrame::Accepted { id } } else { HeapFrame::Refused { id } },
+                    None,
+                );
                 return Ok(());
             }
             (_, fd) => fd,
@@ -259,7 +304,9 @@ impl HeapLink {
             return Err("sent a descriptor with a message that needs none".into());
         }
         match frame {
-            HeapFrame::Offer { id, .. } => return Err(format!("offered segment {id} without a descriptor")),
+            HeapFrame::Offer { id, .. } => {
+                return Err(format!("offered segment {id} without a descriptor"));
+            }
             HeapFrame::Hello { .. } => return Err("introduced itself twice".into()),
             HeapFrame::Withdraw { id } => {
                 self.remote.withdraw(id, self.any_failed())?;
@@ -274,20 +321,21 @@ impl HeapLink {
 }
 
 impl LinkRef {
-    /// Returns the address at which the peer's heap starts in this process; offsets are the same in both.
+    /// Returns the address at which the peer's heap starts in this process; offsets are the same in
+    /// both.
     pub fn base(&self) -> u64 {
         self.link.base()
     }
 
-    /// Keeps `bytes` at `offset` of the peer's heap mapped while the pin exists; `None` if they are not in one mapped
-    /// segment.
+    /// Keeps `bytes` at `offset` of the peer's heap mapped while the pin exists; `None` if they are
+    /// not in one mapped segment.
     pub fn pin(&self, offset: u64, bytes: usize) -> Option<SegmentPin> {
         let id = self.link.remote.pin(usize::try_from(offset).ok()?, bytes)?;
         Some(SegmentPin { link: Arc::clone(&self.link), id })
     }
 
-    /// Notes that the peer's process has exited and no kernel of this group uses its segments any more. They are
-    /// unmapped once all groups have called this.
+    /// Notes that the peer's process has exited and no kernel of this group uses its segments any
+    /// more. They are unmapped once all groups have called this.
     pub fn release_dead(&self) {
         let mut holds = lock(&self.link.holds);
         if let Some(claim) = holds.all.get_mut(&self.id) {

@@ -1,10 +1,11 @@
-//! Symmetric memory: in every process one heap of addresses per device, and one for the host, which all its peers map
-//! at the same offsets.
+//! Symmetric memory: in every process one heap of addresses per device, and one for the host, which
+//! all its peers map at the same offsets.
 //!
-//! An offset in a peer's heap is the same offset in a range that this process reserved for that peer. So a kernel that
-//! gets an offset needs no table, and calls register nothing. [`heap`] creates segments and advertises them.
-//! [`remote_heap`] maps the segments that peers advertise, over a heap [`link`]. The process's one thread ([`service`])
-//! serves the links once two heaps [`connect`]. [`addresses`] is the interface of a device.
+//! An offset in a peer's heap is the same offset in a range that this process reserved for that
+//! peer. So a kernel that gets an offset needs no table, and calls register nothing. [`heap`]
+//! creates segments and advertises them. [`remote_heap`] maps the segments that peers advertise,
+//! over a heap [`link`]. The process's one thread ([`service`]) serves the links once two heaps
+//! [`connect`]. [`addresses`] is the interface of a device.
 
 mod address;
 mod addresses;
@@ -44,7 +45,8 @@ use std::sync::{Arc, Mutex};
 /// Denotes the host instead of a device.
 pub const HOST: i32 = -1;
 
-/// The heaps of this process, by device. They are never dropped, because linked peers keep their addresses.
+/// The heaps of this process, by device. They are never dropped, because linked peers keep their
+/// addresses.
 static HEAPS: PerProcess<Mutex<HashMap<i32, Arc<Heap>>>> = PerProcess::new(Mutex::default);
 
 /// Returns the heap of this process on a device, or of the host; it is created on first use.
@@ -60,7 +62,9 @@ pub fn of(device: i32) -> Result<Arc<Heap>> {
     }
     let opened = Device::open(device)?;
     if !vmm::supported(&opened) {
-        return Err(Error::config(format!("cuda:{device} cannot share memory with other processes")));
+        return Err(Error::config(format!(
+            "cuda:{device} cannot share memory with other processes"
+        )));
     }
     let heap = Heap::new(Arc::new(GpuAddressSpace::new(opened)?))?;
     heaps.insert(device, Arc::clone(&heap));
@@ -73,17 +77,20 @@ pub fn at(address: u64) -> Option<Arc<Heap>> {
     heaps.values().find(|heap| heap.contains(address)).cloned()
 }
 
-/// Allocates a segment of at least `bytes` of symmetric memory of `device`, or of the host ([`HOST`]), and returns its
-/// address. Fails with `Config` if memory or addresses are exhausted.
+/// Allocates a segment of at least `bytes` of symmetric memory of `device`, or of the host
+/// ([`HOST`]), and returns its address. Fails with `Config` if memory or addresses are exhausted.
 pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
     if device != HOST && !Config::get().p2p {
-        return Err(Error::config("SYMM_P2P=0 keeps GPUs from mapping each other's memory, so there is none that is symmetric"));
+        return Err(Error::config(
+            "SYMM_P2P=0 keeps GPUs from mapping each other's memory, so there is none \
+             that is symmetric",
+        ));
     }
     of(device)?.allocate(bytes)
 }
 
-/// Releases the segment at `address`, which `allocate` returned. Waits for the device's work first, as `cudaFree` does,
-/// and then up to a second for the peers to unmap it.
+/// Releases the segment at `address`, which `allocate` returned. Waits for the device's work first,
+/// as `cudaFree` does, and then up to a second for the peers to unmap it.
 pub fn release(address: u64) -> Result<()> {
     let none = || Error::value(format!("no symmetric memory lies at {address:#x}"));
     at(address).ok_or_else(none)?.release(address)

@@ -14,21 +14,29 @@ use std::time::{Duration, Instant};
 const SEGMENT_MAP_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a rank waits for a link that its peer has made.
 const HEAP_LINK_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum number of attempts: a link may be closed by its other end's last group just as it is found.
+/// Maximum number of attempts: a link may be closed by its other end's last group just as it is
+/// found.
 const ATTEMPTS: usize = 5;
 
 /// Sends every rank's bytes to every rank, in rank order; all send the same number.
 pub type AllGather<'a> = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + 'a;
 
-/// A step that all ranks take: each gives bytes, or the reason why it cannot continue, and gets the bytes of all.
+/// A step that all ranks take: each gives bytes, or the reason why it cannot continue, and gets the
+/// bytes of all.
 pub type StepFn<'a> = dyn Fn(usize, Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> + 'a;
 
 /// Maximum length of the message of a rank that failed in a step.
 const TEXT_BYTES: usize = 400;
 
-/// Takes a step with all ranks: each gives `bytes`, or the reason why it cannot continue. Fails on all ranks or none;
-/// `deed` completes the error message "rank … cannot …".
-pub fn step(gather: &AllGather<'_>, control: &ControlBlock, deed: &str, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+/// Takes a step with all ranks: each gives `bytes`, or the reason why it cannot continue. Fails on
+/// all ranks or none; `deed` completes the error message "rank … cannot …".
+pub fn step(
+    gather: &AllGather<'_>,
+    control: &ControlBlock,
+    deed: &str,
+    bytes: usize,
+    own: Result<Vec<u8>>,
+) -> Result<Vec<Vec<u8>>> {
     let mut message = vec![0u8; 1 + bytes.max(TEXT_BYTES)];
     match &own {
         Ok(messages) => message[1..][..bytes].copy_from_slice(messages),
@@ -44,15 +52,23 @@ pub fn step(gather: &AllGather<'_>, control: &ControlBlock, deed: &str, bytes: u
     for (rank, message) in control.ranks().zip(&all) {
         if message[0] != 0 {
             let text = String::from_utf8_lossy(&message[1..]);
-            let text = format!("{} cannot {deed} group \"{}\": {}", control.describe(rank), control.name(), text.trim_end_matches('\0'));
-            return Err(Error { kind: ErrorKind::from_code(message[0]).unwrap_or(ErrorKind::Internal), message: text });
+            let text = format!(
+                "{} cannot {deed} group \"{}\": {}",
+                control.describe(rank),
+                control.name(),
+                text.trim_end_matches('\0')
+            );
+            return Err(Error {
+                kind: ErrorKind::from_code(message[0]).unwrap_or(ErrorKind::Internal),
+                message: text,
+            });
         }
     }
     Ok(all.into_iter().map(|message| message[1..][..bytes].to_vec()).collect())
 }
 
-/// Returns `most`, or half of the rest of `limit` if that is less: all ranks wait for this one, and its reason must
-/// reach them before their limit.
+/// Returns `most`, or half of the rest of `limit` if that is less: all ranks wait for this one, and
+/// its reason must reach them before their limit.
 fn wait_budget(limit: &CallTimeout, most: Duration) -> Duration {
     most.min(limit.remaining().unwrap_or_default() / 2)
 }
@@ -72,8 +88,8 @@ pub struct PeerHeaps {
     pub bases: Vec<u64>,
 }
 
-/// The heaps of a group, for code that checks whether it has any: set once its ranks have linked, until its domains are
-/// dropped.
+/// The heaps of a group, for code that checks whether it has any: set once its ranks have linked,
+/// until its domains are dropped.
 #[derive(Debug, Default)]
 pub struct PeerHeapsCell(OnceLock<Weak<PeerHeaps>>);
 
@@ -90,9 +106,9 @@ impl PeerHeapsCell {
 }
 
 impl PeerHeaps {
-    /// Links `heap` with the heaps of all ranks, at `addresses`, if every rank has one and linking succeeds within half
-    /// of `limit`. Otherwise returns the reason. The result is the same on all ranks. `failed` reports failures of the
-    /// group.
+    /// Links `heap` with the heaps of all ranks, at `addresses`, if every rank has one and linking
+    /// succeeds within half of `limit`. Otherwise returns the reason. The result is the same on all
+    /// ranks. `failed` reports failures of the group.
     pub fn link(
         control: &ControlBlock,
         step: &StepFn<'_>,
@@ -104,10 +120,12 @@ impl PeerHeaps {
         let known: Option<Vec<HeapAddress>> = addresses.iter().copied().collect();
         let (Some(addresses), Some(heap)) = (known, heap) else {
             let without = control.ranks().zip(addresses).find(|(_, address)| address.is_none());
-            let without = without.map_or_else(|| "this rank".into(), |(rank, _)| control.describe(rank));
+            let without =
+                without.map_or_else(|| "this rank".into(), |(rank, _)| control.describe(rank));
             return Ok(Err(format!("{without} has none to give")));
         };
-        // One deadline for all attempts: retries are for links that close just now, which needs no waiting.
+        // One deadline for all attempts: retries are for links that close just now, which needs no
+        // waiting.
         let patience = wait_budget(limit, HEAP_LINK_TIMEOUT);
         let deadline = Instant::now() + patience;
         let first = OnceCell::new();
@@ -117,7 +135,11 @@ impl PeerHeaps {
                 Err(reason) => drop(first.set(reason)),
             }
         }
-        Ok(Err(format!("{} (waited {:.1} s at most)", first.into_inner().unwrap_or_default(), patience.as_secs_f32())))
+        Ok(Err(format!(
+            "{} (waited {:.1} s at most)",
+            first.into_inner().unwrap_or_default(),
+            patience.as_secs_f32()
+        )))
     }
 
     fn attempt(
@@ -137,17 +159,24 @@ impl PeerHeaps {
         let why = OnceCell::new();
         let noted = |error: &Error| drop(why.set(error.message.clone()));
         let attention = heap.attend().inspect_err(noted);
-        for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own < address.key) {
+        for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own < address.key)
+        {
             if let Ok((hold, number)) = heap.connect(address, failed).inspect_err(noted) {
                 (holds[rank], numbers[rank]) = (Some(hold), number);
             }
         }
         let messages = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
         let messages = step(8 * addresses.len(), Ok(messages))?;
-        for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own > address.key) {
-            let number = messages[rank].chunks_exact(8).nth(me).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes);
+        for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own > address.key)
+        {
+            let number = messages[rank]
+                .chunks_exact(8)
+                .nth(me)
+                .and_then(|word| word.try_into().ok())
+                .map_or(0, u64::from_le_bytes);
             if number != 0 && attention.is_ok() {
-                holds[rank] = heap.meet(address, number, failed, deadline).inspect_err(noted).ok().flatten();
+                holds[rank] =
+                    heap.meet(address, number, failed, deadline).inspect_err(noted).ok().flatten();
                 if holds[rank].is_none() {
                     drop(why.set("its peer's has not come, or has closed".into()));
                 }
@@ -155,7 +184,9 @@ impl PeerHeaps {
         }
         // A flag for each rank without a link to this one, and the reason.
         let n = addresses.len();
-        let mut lacking: Vec<u8> = (0..n).map(|rank| u8::from(addresses[rank].key != own && holds[rank].is_none())).collect();
+        let mut lacking: Vec<u8> = (0..n)
+            .map(|rank| u8::from(addresses[rank].key != own && holds[rank].is_none()))
+            .collect();
         let why = why.into_inner().unwrap_or_else(|| "its peer made none".into());
         lacking.extend(why.bytes().chain(std::iter::repeat(0)).take(REASON_BYTES));
         let messages = step(n + REASON_BYTES, Ok(lacking))?;
@@ -163,16 +194,24 @@ impl PeerHeaps {
             let (lacking, why) = messages.split_at(n);
             let other = control.ranks().zip(lacking).find(|(_, lacking)| **lacking == 1)?.0;
             let why = String::from_utf8_lossy(why);
-            Some(format!("{} has no link with {}: {}", control.describe(rank), control.describe(other), why.trim_end_matches('\0')))
+            Some(format!(
+                "{} has no link with {}: {}",
+                control.describe(rank),
+                control.describe(other),
+                why.trim_end_matches('\0')
+            ))
         });
         if let Some(reason) = first {
             log::info!("group \"{}\": {reason}", control.name());
-            // If a peer has not met a link, it does not have the link; the next attempt makes another.
-            let dead = holds.into_iter().zip(&messages).filter(|(_, lacking)| lacking.get(me) == Some(&1));
+            // If a peer has not met a link, it does not have the link; the next attempt makes
+            // another.
+            let dead =
+                holds.into_iter().zip(&messages).filter(|(_, lacking)| lacking.get(me) == Some(&1));
             dead.filter_map(|(hold, _)| hold).for_each(LinkRef::abandon);
             return Ok(Err(reason));
         }
-        let bases = holds.iter().map(|hold| hold.as_ref().map_or(heap.base(), LinkRef::base)).collect();
+        let bases =
+            holds.iter().map(|hold| hold.as_ref().map_or(heap.base(), LinkRef::base)).collect();
         Ok(Ok(Self { heap: Arc::clone(heap), holds, bases }))
     }
 
@@ -181,8 +220,9 @@ impl PeerHeaps {
         Self { heap: Arc::clone(heap), holds: vec![None], bases: vec![heap.base()] }
     }
 
-    /// Unmaps the segments of `rank`, whose process has exited, once all groups have called this. No kernel of this
-    /// group may use them any more. Segments that a window uses stay mapped until it is dropped.
+    /// Unmaps the segments of `rank`, whose process has exited, once all groups have called this.
+    /// No kernel of this group may use them any more. Segments that a window uses stay mapped until
+    /// it is dropped.
     pub fn release_dead(&self, rank: Rank) {
         if let Some(hold) = self.holds.get(rank.index()).and_then(Option::as_ref) {
             hold.release_dead();
@@ -194,8 +234,8 @@ impl PeerHeaps {
         &self.heap
     }
 
-    /// Keeps `bytes` at `offset` of the heap of `rank` mapped while the pin exists; a rank of this process needs no
-    /// pin. `None` if they are not mapped.
+    /// Keeps `bytes` at `offset` of the heap of `rank` mapped while the pin exists; a rank of this
+    /// process needs no pin. `None` if they are not mapped.
     pub fn pin(&self, rank: usize, offset: u64, bytes: usize) -> Option<Option<SegmentPin>> {
         match self.holds.get(rank)? {
             Some(hold) => hold.pin(offset, bytes).map(Some),
@@ -203,8 +243,8 @@ impl PeerHeaps {
         }
     }
 
-    /// Returns the offset of `span` in this rank's heap, if all of it is in one segment that every peer has mapped;
-    /// waits as `reachable` does.
+    /// Returns the offset of `span` in this rank's heap, if all of it is in one segment that every
+    /// peer has mapped; waits as `reachable` does.
     pub fn offset(&self, span: Span) -> Option<u64> {
         let (heap, begin) = (&self.heap, span.addr as u64);
         if heap.is_empty() || !heap.contains(begin) {
@@ -214,37 +254,60 @@ impl PeerHeaps {
         (span.bytes <= left && self.reachable(span)).then(|| begin - heap.base())
     }
 
-    /// Returns the local address of `bytes` at `offset` of the heap of `rank`, which stay mapped while the pin exists.
-    /// `None` if they are not in one mapped segment.
-    pub fn reach(&self, rank: Rank, offset: u64, bytes: usize) -> Option<(u64, Option<SegmentPin>)> {
+    /// Returns the local address of `bytes` at `offset` of the heap of `rank`, which stay mapped
+    /// while the pin exists. `None` if they are not in one mapped segment.
+    pub fn reach(
+        &self,
+        rank: Rank,
+        offset: u64,
+        bytes: usize,
+    ) -> Option<(u64, Option<SegmentPin>)> {
         let pin = self.pin(rank.index(), offset, bytes)?;
         let address = self.bases[rank.index()].checked_add(offset)?;
-        let held = pin.is_some() || self.heap.segment(address).is_some_and(|(_, left)| bytes <= left);
+        let held =
+            pin.is_some() || self.heap.segment(address).is_some_and(|(_, left)| bytes <= left);
         held.then_some((address, pin))
     }
 
-    /// Returns true if any of `spans` starts in this rank's heap. One relaxed load if nothing is allocated there.
+    /// Returns true if any of `spans` starts in this rank's heap. One relaxed load if nothing is
+    /// allocated there.
     pub fn holds_any<'a>(&self, mut spans: impl Iterator<Item = &'a Span>) -> bool {
-        !self.heap.is_empty() && spans.any(|span| span.bytes > 0 && self.heap.contains(span.addr as u64))
+        !self.heap.is_empty()
+            && spans.any(|span| span.bytes > 0 && self.heap.contains(span.addr as u64))
     }
 
-    /// Returns true if all of `span` is in memory of this rank that every peer has mapped. Waits briefly, and only
-    /// once, for peers that have not answered yet.
+    /// Returns true if all of `span` is in memory of this rank that every peer has mapped. Waits
+    /// briefly, and only once, for peers that have not answered yet.
     pub fn reachable(&self, span: Span) -> bool {
         self.reachable_within(span, SEGMENT_MAP_TIMEOUT)
     }
 
     fn reachable_within(&self, span: Span, patience: Duration) -> bool {
-        !self.heap.is_empty() && self.heap.reachable(span.addr as u64, span.bytes, self.holds.iter().flatten(), patience)
+        !self.heap.is_empty()
+            && self.heap.reachable(
+                span.addr as u64,
+                span.bytes,
+                self.holds.iter().flatten(),
+                patience,
+            )
     }
 
-    /// Returns the ranks that have not mapped `span`, which a window uses, within half of the rest of `limit`.
+    /// Returns the ranks that have not mapped `span`, which a window uses, within half of the rest
+    /// of `limit`.
     pub fn unmapped_by(&self, span: Span, limit: &CallTimeout) -> Vec<Rank> {
-        if self.holds.iter().all(Option::is_none) || self.reachable_within(span, wait_budget(limit, SEGMENT_MAP_TIMEOUT)) {
+        if self.holds.iter().all(Option::is_none)
+            || self.reachable_within(span, wait_budget(limit, SEGMENT_MAP_TIMEOUT))
+        {
             return Vec::new();
         }
-        let maps = |hold: &LinkRef| self.heap.reachable(span.addr as u64, span.bytes, std::iter::once(hold), Duration::ZERO);
-        let without = self.holds.iter().enumerate().filter(|(_, hold)| hold.as_ref().is_some_and(|hold| !maps(hold)));
+        let maps = |hold: &LinkRef| {
+            self.heap.reachable(span.addr as u64, span.bytes, std::iter::once(hold), Duration::ZERO)
+        };
+        let without = self
+            .holds
+            .iter()
+            .enumerate()
+            .filter(|(_, hold)| hold.as_ref().is_some_and(|hold| !maps(hold)));
         without.map(|(rank, _)| Rank(rank as u32)).collect()
     }
 }
@@ -262,8 +325,11 @@ mod tests {
     const N: usize = 4;
 
     fn control(file: &rustix::fd::OwnedFd, rank: usize) -> ControlBlock {
-        let segment = ShmSegment::map(file.try_clone().expect("dup"), SegmentLayout::new(N).total_bytes()).expect("map");
-        let members = (0..N as u32).map(|global| Identity { pid: std::process::id(), global }).collect();
+        let segment =
+            ShmSegment::map(file.try_clone().expect("dup"), SegmentLayout::new(N).total_bytes())
+                .expect("map");
+        let members =
+            (0..N as u32).map(|global| Identity { pid: std::process::id(), global }).collect();
         ControlBlock::new(segment, Rank(rank as u32), "test".into(), members, 1)
     }
 
@@ -287,14 +353,18 @@ mod tests {
             messages[number][rank] = Some(own);
             self.changed.notify_all();
             let limit = Duration::from_secs(30);
-            let late = |messages: &mut Vec<[Option<Vec<u8>>; N]>| messages[number].iter().any(Option::is_none);
-            let (messages, over) = self.changed.wait_timeout_while(messages, limit, late).expect("not poisoned");
+            let late = |messages: &mut Vec<[Option<Vec<u8>>; N]>| {
+                messages[number].iter().any(Option::is_none)
+            };
+            let (messages, over) =
+                self.changed.wait_timeout_while(messages, limit, late).expect("not poisoned");
             assert!(!over.timed_out(), "rank {rank} waits for others in step {number}");
             messages[number].iter().flatten().cloned().collect()
         }
     }
 
-    /// Runs `body` on ranks that are threads, each with its own heap, and with a step for all of them.
+    /// Runs `body` on ranks that are threads, each with its own heap, and with a step for all of
+    /// them.
     fn with_ranks(body: impl Fn(&ControlBlock, usize, &Arc<Heap>, &StepFn<'_>) + Sync) {
         let file = ShmSegment::create(SegmentLayout::new(N).total_bytes()).expect("memfd");
         let table = Table::default();
@@ -316,7 +386,8 @@ mod tests {
     }
 
     fn reported(heap: &Heap, step: &StepFn<'_>) -> Vec<Option<HeapAddress>> {
-        let messages = step(HeapAddress::BYTES, Ok(heap.address().encode().to_vec())).expect("messages");
+        let messages =
+            step(HeapAddress::BYTES, Ok(heap.address().encode().to_vec())).expect("messages");
         messages.iter().map(|bytes| bytes[..].try_into().ok().map(HeapAddress::decode)).collect()
     }
 
@@ -325,7 +396,9 @@ mod tests {
         with_ranks(|control, me, heap, step| {
             let addresses = reported(heap, step);
             let failed: FailureCheck = Arc::new(|| false);
-            let heaps = PeerHeaps::link(control, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
+            let heaps = PeerHeaps::link(control, step, Some(heap), &addresses, &failed, &limit())
+                .expect("agreed")
+                .expect("linked");
             let spans = |addr: u64| vec![Span { addr: addr as usize, bytes: PAGE }];
             assert!(!heaps.holds_any(spans(heap.base()).iter()), "nothing is allocated");
             // Each rank's tensor has a different offset.
@@ -335,10 +408,15 @@ mod tests {
             write(address, 100 + me as u64);
             assert!(heaps.reachable(spans(address)[0]));
             assert!(!heaps.reachable(Span { addr: address as usize, bytes: 2 * PAGE }));
-            let messages = step(8, Ok((address - heap.base()).to_le_bytes().to_vec())).expect("messages");
+            let messages =
+                step(8, Ok((address - heap.base()).to_le_bytes().to_vec())).expect("messages");
             for (rank, offset) in messages.iter().enumerate() {
                 let offset = u64::from_le_bytes(offset[..].try_into().expect("8 bytes"));
-                assert_eq!(read(heaps.bases[rank] + offset), 100 + rank as u64, "rank {rank} as rank {me} sees it");
+                assert_eq!(
+                    read(heaps.bases[rank] + offset),
+                    100 + rank as u64,
+                    "rank {rank} as rank {me} sees it"
+                );
             }
             step(0, Ok(Vec::new())).expect("all have looked");
         });
@@ -353,16 +431,26 @@ mod tests {
             let mut before = None;
             let begun = Instant::now();
             for round in 0..20 {
-                let heaps = PeerHeaps::link(control, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
-                assert!(heaps.reachable(Span { addr: heap.base() as usize, bytes: PAGE }), "round {round}");
+                let heaps =
+                    PeerHeaps::link(control, step, Some(heap), &addresses, &failed, &limit())
+                        .expect("agreed")
+                        .expect("linked");
+                assert!(
+                    heaps.reachable(Span { addr: heap.base() as usize, bytes: PAGE }),
+                    "round {round}"
+                );
                 step(0, Ok(Vec::new())).expect("all have looked");
-                // Some ranks drop a group before they make the next one, some after: links are found just as they
-                // close.
+                // Some ranks drop a group before they make the next one, some after: links are
+                // found just as they close.
                 before = (round % N == me).then_some(heaps);
                 std::thread::sleep(Duration::from_micros((me * round * 7 % 50) as u64));
             }
             drop(before);
-            assert!(begun.elapsed() < HEAP_LINK_TIMEOUT, "nobody waits for a link that has closed: {:?}", begun.elapsed());
+            assert!(
+                begun.elapsed() < HEAP_LINK_TIMEOUT,
+                "nobody waits for a link that has closed: {:?}",
+                begun.elapsed()
+            );
         });
     }
 
@@ -373,7 +461,10 @@ mod tests {
             addresses[2] = None;
             let failed: FailureCheck = Arc::new(|| false);
             let own = (me != 2).then_some(heap);
-            let reason = PeerHeaps::link(control, step, own, &addresses, &failed, &limit()).expect("agreed").err().expect("not linked");
+            let reason = PeerHeaps::link(control, step, own, &addresses, &failed, &limit())
+                .expect("agreed")
+                .err()
+                .expect("not linked");
             assert!(reason.contains("rank 2"), "{reason}");
         });
     }
@@ -382,17 +473,26 @@ mod tests {
     fn a_link_that_does_not_come_is_named_before_the_limit() {
         with_ranks(|control, me, heap, step| {
             let mut addresses = reported(heap, step);
-            // All others connect to the rank with the highest key, and this listener does not exist.
-            let last = (0..N).max_by_key(|&rank| addresses[rank].map(|address| address.key)).expect("ranks");
+            // All others connect to the rank with the highest key, and this listener does not
+            // exist.
+            let last = (0..N)
+                .max_by_key(|&rank| addresses[rank].map(|address| address.key))
+                .expect("ranks");
             if let Some(address) = &mut addresses[last] {
                 address.listener = [7; 16];
             }
             let failed: FailureCheck = Arc::new(|| false);
             let begun = Instant::now();
             let limit = CallTimeout::from(begun, Duration::from_millis(800));
-            let linked = PeerHeaps::link(control, step, Some(heap), &addresses, &failed, &limit).expect("agreed");
-            let Err(reason) = linked else { panic!("rank {me} is linked with a rank that cannot be found") };
-            assert!(reason.contains("no link with") && reason.contains(&format!("rank {last}")), "{reason}");
+            let linked = PeerHeaps::link(control, step, Some(heap), &addresses, &failed, &limit)
+                .expect("agreed");
+            let Err(reason) = linked else {
+                panic!("rank {me} is linked with a rank that cannot be found")
+            };
+            assert!(
+                reason.contains("no link with") && reason.contains(&format!("rank {last}")),
+                "{reason}"
+            );
             assert!(limit.remaining().is_some(), "{:?}", begun.elapsed());
         });
     }

@@ -1,12 +1,12 @@
-//! Segments that windows of this process still use: after they are freed, they stay until the last of those windows is
-//! dropped.
+//! Segments that windows of this process still use: after they are freed, they stay until the last
+//! of those windows is dropped.
 
 use super::heap::{Heap, HeapState};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
-/// A window's claim to memory of this process. While it exists, no segment that contains any of the memory is unmapped,
-/// and its offset is not reused.
+/// A window's claim to memory of this process. While it exists, no segment that contains any of the
+/// memory is unmapped, and its offset is not reused.
 pub struct OwnPin {
     heap: Arc<Heap>,
     /// The offsets of the segments.
@@ -14,10 +14,19 @@ pub struct OwnPin {
 }
 
 impl Heap {
-    /// Keeps the segments that contain `bytes` at `address` until the pin is dropped, even if they are freed meanwhile.
+    /// Keeps the segments that contain `bytes` at `address` until the pin is dropped, even if they
+    /// are freed meanwhile.
     pub fn show(self: &Arc<Self>, address: u64, bytes: usize) -> Result<OwnPin> {
-        let gone = || Error::value(format!("the {bytes} bytes at {address:#x} are not symmetric memory, or have been given back"));
-        let offset = address.checked_sub(self.base()).and_then(|offset| usize::try_from(offset).ok()).ok_or_else(gone)?;
+        let gone = || {
+            Error::value(format!(
+                "the {bytes} bytes at {address:#x} are not symmetric memory, or have \
+                 been given back"
+            ))
+        };
+        let offset = address
+            .checked_sub(self.base())
+            .and_then(|offset| usize::try_from(offset).ok())
+            .ok_or_else(gone)?;
         let mut state = self.state();
         let offsets = state.whole(offset, bytes.max(1)).ok_or_else(gone)?;
         for offset in &offsets {
@@ -31,8 +40,8 @@ impl Heap {
 }
 
 impl HeapState {
-    /// Returns the offsets of the segments that contain `bytes` from `offset`, none of them freed; `None` if there is a
-    /// gap.
+    /// Returns the offsets of the segments that contain `bytes` from `offset`, none of them freed;
+    /// `None` if there is a gap.
     fn whole(&self, offset: usize, bytes: usize) -> Option<Vec<usize>> {
         let end = offset.checked_add(bytes)?;
         let (first, _) = self.segments.range(..=offset).next_back()?;

@@ -24,13 +24,15 @@ struct RemoteSegment {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum SegmentState {
     Mapped,
-    /// The owner has withdrawn it while a window uses it, or while a kernel of a failed group may still be using it.
+    /// The owner has withdrawn it while a window uses it, or while a kernel of a failed group may
+    /// still be using it.
     Kept,
     /// It was never mapped; the peer knows, and withdraws it like any other.
     Refused,
 }
 
-/// The result of a peer's message. An error describes a violation of the protocol, after which the link is not trusted.
+/// The result of a peer's message. An error describes a violation of the protocol, after which the
+/// link is not trusted.
 pub(super) type ProtocolResult<T = ()> = std::result::Result<T, String>;
 
 impl RemoteHeap {
@@ -45,9 +47,17 @@ impl RemoteHeap {
     }
 
     /// Maps a segment that the peer advertises; returns whether that succeeded.
-    pub(super) fn accept(&self, id: u64, offset: u64, bytes: u64, descriptor: OwnedFd) -> ProtocolResult<bool> {
+    pub(super) fn accept(
+        &self,
+        id: u64,
+        offset: u64,
+        bytes: u64,
+        descriptor: OwnedFd,
+    ) -> ProtocolResult<bool> {
         let inside = usize::try_from(offset).ok().zip(usize::try_from(bytes).ok());
-        let inside = inside.filter(|(offset, bytes)| *bytes > 0 && offset.checked_add(*bytes).is_some_and(|end| end <= self.span));
+        let inside = inside.filter(|(offset, bytes)| {
+            *bytes > 0 && offset.checked_add(*bytes).is_some_and(|end| end <= self.span)
+        });
         let Some((offset, bytes)) = inside else {
             return Err(format!("offered {bytes} bytes at {offset} of a heap of {}", self.span));
         };
@@ -55,7 +65,9 @@ impl RemoteHeap {
         if segments.contains_key(&id) {
             return Err(format!("offered segment {id} twice"));
         }
-        let meets = |other: &RemoteSegment| offset < other.offset + other.bytes && other.offset < offset + bytes;
+        let meets = |other: &RemoteSegment| {
+            offset < other.offset + other.bytes && other.offset < offset + bytes
+        };
         let overlaps = |phase| segments.values().any(|other| other.phase == phase && meets(other));
         if overlaps(SegmentState::Mapped) {
             return Err(format!("offered {bytes} bytes at {offset}, where it has offered others"));
@@ -64,10 +76,19 @@ impl RemoteHeap {
             && self
                 .range
                 .import(offset, bytes, descriptor)
-                .inspect_err(|error| log::info!("could not map a segment of a peer's symmetric memory: {error}"))
+                .inspect_err(|error| {
+                    log::info!("could not map a segment of a peer's symmetric memory: {error}")
+                })
                 .is_ok();
-        segments
-            .insert(id, RemoteSegment { offset, bytes, phase: if mapped { SegmentState::Mapped } else { SegmentState::Refused }, pins: 0 });
+        segments.insert(
+            id,
+            RemoteSegment {
+                offset,
+                bytes,
+                phase: if mapped { SegmentState::Mapped } else { SegmentState::Refused },
+                pins: 0,
+            },
+        );
         Ok(mapped)
     }
 
@@ -75,23 +96,29 @@ impl RemoteHeap {
     pub(super) fn withdraw(&self, id: u64, kept: bool) -> ProtocolResult {
         let mut segments = lock(&self.segments);
         match segments.get_mut(&id).map(|segment| (segment.phase, segment)) {
-            None | Some((SegmentState::Kept, _)) => return Err(format!("withdrew segment {id}, which it has not offered")),
+            None | Some((SegmentState::Kept, _)) => {
+                return Err(format!("withdrew segment {id}, which it has not offered"));
+            }
             Some((SegmentState::Mapped, segment)) if kept || segment.pins > 0 => {
                 segment.phase = SegmentState::Kept;
                 return Ok(());
             }
-            Some((SegmentState::Mapped, segment)) => self.range.unmap(segment.offset, segment.bytes),
+            Some((SegmentState::Mapped, segment)) => {
+                self.range.unmap(segment.offset, segment.bytes)
+            }
             Some((SegmentState::Refused, _)) => {}
         }
         segments.remove(&id);
         Ok(())
     }
 
-    /// Keeps the segment that contains `bytes` at `offset` mapped until `unpin`; returns its number, if there is one.
+    /// Keeps the segment that contains `bytes` at `offset` mapped until `unpin`; returns its
+    /// number, if there is one.
     pub(super) fn pin(&self, offset: usize, bytes: usize) -> Option<u64> {
         let mut segments = lock(&self.segments);
         let holds = |segment: &RemoteSegment| {
-            let within = offset.checked_sub(segment.offset).and_then(|start| start.checked_add(bytes));
+            let within =
+                offset.checked_sub(segment.offset).and_then(|start| start.checked_add(bytes));
             segment.phase == SegmentState::Mapped && within.is_some_and(|end| end <= segment.bytes)
         };
         let (id, segment) = segments.iter_mut().find(|(_, segment)| holds(segment))?;
@@ -130,7 +157,10 @@ impl RemoteHeap {
     /// Number of segments that are mapped here.
     #[cfg(test)]
     pub(super) fn mapped(&self) -> usize {
-        lock(&self.segments).values().filter(|segment| segment.phase != SegmentState::Refused).count()
+        lock(&self.segments)
+            .values()
+            .filter(|segment| segment.phase != SegmentState::Refused)
+            .count()
     }
 }
 

@@ -1,5 +1,5 @@
-//! The thread that serves all links of the process. It starts with the first group that links heaps and ends with the
-//! last.
+//! The thread that serves all links of the process. It starts with the first group that links heaps
+//! and ends with the last.
 
 use super::addresses::AddressSpace;
 use super::frame::FRAME_BYTES;
@@ -32,7 +32,8 @@ static UNKNOWN: RateLimit = RateLimit::new();
 static REFUSED: RateLimit = RateLimit::new();
 static NO_POLL: RateLimit = RateLimit::new();
 
-/// The live heaps of this process. A forked child has a separate list; the parent's heaps do not work there.
+/// The live heaps of this process. A forked child has a separate list; the parent's heaps do not
+/// work there.
 static HEAPS: PerProcess<Mutex<Vec<Weak<Heap>>>> = PerProcess::new(Mutex::default);
 
 /// Returns the heaps that have not been dropped.
@@ -44,7 +45,9 @@ fn living() -> Vec<Arc<Heap>> {
 
 /// Keeps the thread alive, without which no peer can connect.
 pub(super) fn attend() -> Result<ServiceThread> {
-    ServiceThread::new(|wake| thread::spawn("symm-heap", Some(512 << 10), move || run(&wake)).map(|_| ()))
+    ServiceThread::new(|wake| {
+        thread::spawn("symm-heap", Some(512 << 10), move || run(&wake)).map(|_| ())
+    })
 }
 
 impl Heap {
@@ -67,10 +70,12 @@ struct Unidentified {
 
 fn run(wake: &Waker) {
     let mut unidentified: Vec<Unidentified> = Vec::new();
-    // Set for one iteration, of at most `PAUSE`: a connection that cannot be accepted would make `poll` return at once.
+    // Set for one iteration, of at most `PAUSE`: a connection that cannot be accepted would make
+    // `poll` return at once.
     let mut deaf = false;
     loop {
-        // A later claim starts another thread. That thread finds no unserved link, because idle links are closed here.
+        // A later claim starts another thread. That thread finds no unserved link, because idle
+        // links are closed here.
         let over = service_thread::is_over(|| {
             for heap in living() {
                 heap.links().iter().for_each(|link| link.close_if_idle());
@@ -81,8 +86,10 @@ fn run(wake: &Waker) {
             return;
         }
         let heaps = living();
-        let links: Vec<(Arc<Heap>, Arc<HeapLink>)> =
-            heaps.iter().flat_map(|heap| heap.links().into_iter().map(|link| (Arc::clone(heap), link))).collect();
+        let links: Vec<(Arc<Heap>, Arc<HeapLink>)> = heaps
+            .iter()
+            .flat_map(|heap| heap.links().into_iter().map(|link| (Arc::clone(heap), link)))
+            .collect();
         for (_, link) in &links {
             link.send();
         }
@@ -91,12 +98,18 @@ fn run(wake: &Waker) {
         let (waiting, served) = rest.split_at(unidentified.len());
         for ((heap, link), _) in links.iter().zip(served).filter(|(_, ready)| **ready) {
             if let Err(violation) = link.receive(&**heap) {
-                BROKEN_LINKS.warn(format_args!("process {}, linked for symmetric memory, {violation}; the link is closed", link.pid));
+                BROKEN_LINKS.warn(format_args!(
+                    "process {}, linked for symmetric memory, {violation}; the link is closed",
+                    link.pid
+                ));
                 link.close();
             }
         }
         let mut waiting = waiting.iter();
-        unidentified = unidentified.into_iter().filter_map(|unidentified| introduced(unidentified, *waiting.next()?)).collect();
+        unidentified = unidentified
+            .into_iter()
+            .filter_map(|unidentified| introduced(unidentified, *waiting.next()?))
+            .collect();
         deaf = false;
         for (heap, _) in heaps.iter().zip(listeners).filter(|(_, ready)| **ready) {
             deaf |= !welcome(heap, &mut unidentified);
@@ -104,8 +117,15 @@ fn run(wake: &Waker) {
     }
 }
 
-/// Waits; returns which of the listeners, pending connections and links are readable, in this order.
-fn wait(wake: &Waker, heaps: &[Arc<Heap>], unidentified: &[Unidentified], links: &[(Arc<Heap>, Arc<HeapLink>)], deaf: bool) -> Vec<bool> {
+/// Waits; returns which of the listeners, pending connections and links are readable, in this
+/// order.
+fn wait(
+    wake: &Waker,
+    heaps: &[Arc<Heap>],
+    unidentified: &[Unidentified],
+    links: &[(Arc<Heap>, Arc<HeapLink>)],
+    deaf: bool,
+) -> Vec<bool> {
     let reads = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
     let mut fds = vec![reads(wake.as_fd())];
     // Stop accepting at the maximum number of pending connections.
@@ -120,14 +140,19 @@ fn wait(wake: &Waker, heaps: &[Arc<Heap>], unidentified: &[Unidentified], links:
         let flags = if outgoing { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
         fds.push(PollFd::from_borrowed_fd(link.socket().as_fd(), flags));
     }
-    // Queued frames and new connections may also wait for a free file descriptor, for which there is no notification.
+    // Queued frames and new connections may also wait for a free file descriptor, for which there
+    // is no notification.
     let pause = (mail || deaf || !unidentified.is_empty()).then_some(PAUSE);
     match poll(&mut fds, pause.as_ref()) {
         Ok(_) => {}
         Err(Errno::INTR) => return vec![false; fds.len() - 1],
         Err(errno) => {
-            // Out of kernel memory, or RLIMIT_NOFILE was lowered below what is open: try again, without spinning.
-            NO_POLL.warn(format_args!("the thread for symmetric memory cannot poll {} descriptors: {errno}", fds.len()));
+            // Out of kernel memory, or RLIMIT_NOFILE was lowered below what is open: try again,
+            // without spinning.
+            NO_POLL.warn(format_args!(
+                "the thread for symmetric memory cannot poll {} descriptors: {errno}",
+                fds.len()
+            ));
             std::thread::sleep(Duration::from_millis(10));
             return vec![false; fds.len() - 1];
         }
@@ -137,8 +162,8 @@ fn wait(wake: &Waker, heaps: &[Arc<Heap>], unidentified: &[Unidentified], links:
     fds[1..].iter().map(|fd| fd.revents().intersects(wanted)).collect()
 }
 
-/// Accepts connections of this user up to the limit, which also bounds the number of rejected ones, so that links get
-/// their turn. Returns false if a connection cannot be accepted now.
+/// Accepts connections of this user up to the limit, which also bounds the number of rejected ones,
+/// so that links get their turn. Returns false if a connection cannot be accepted now.
 fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
     for _ in unidentified.len()..UNIDENTIFIED {
         let socket = match socket::accept(heap.listener()) {
@@ -151,11 +176,22 @@ fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
         match socket::peer(&socket) {
             Ok(peer) if !peer.is_own_user() => {
                 let PeerCredentials { uid, pid } = peer;
-                OTHER_USERS.warn(format_args!("user {uid} (process {pid}) knocked at the symmetric memory of this one; refused"));
+                OTHER_USERS.warn(format_args!(
+                    "user {uid} (process {pid}) knocked at the symmetric \
+                    memory of this one; refused"
+                ));
             }
-            Ok(peer) => unidentified.push(Unidentified { heap: Arc::clone(heap), pid: peer.pid, socket, since: Instant::now() }),
+            Ok(peer) => unidentified.push(Unidentified {
+                heap: Arc::clone(heap),
+                pid: peer.pid,
+                socket,
+                since: Instant::now(),
+            }),
             Err(errno) => {
-                UNKNOWN.warn(format_args!("somebody who knocked at the symmetric memory of this process cannot be identified: {errno}"));
+                UNKNOWN.warn(format_args!(
+                    "somebody who knocked at the symmetric memory of this \
+                    process cannot be identified: {errno}"
+                ));
             }
         }
     }
@@ -172,17 +208,28 @@ fn introduced(unidentified: Unidentified, ready: bool) -> Option<Unidentified> {
     match socket::receive(&unidentified.socket, &mut buffer) {
         Ok(Received { length: 0, .. }) => {}
         Ok(Received { length, fd: None, cut: false }) => {
-            if let Err(violation) = unidentified.heap.admit(unidentified.pid, unidentified.socket, &buffer[..length]) {
+            if let Err(violation) =
+                unidentified.heap.admit(unidentified.pid, unidentified.socket, &buffer[..length])
+            {
                 let pid = unidentified.pid;
-                REFUSED.warn(format_args!("process {pid}, which knocked at the symmetric memory of this one, {violation}; refused"));
+                REFUSED.warn(format_args!(
+                    "process {pid}, which knocked at the symmetric memory of \
+                    this one, {violation}; refused"
+                ));
             }
         }
         Ok(_) => {
             let pid = unidentified.pid;
-            REFUSED.warn(format_args!("process {pid} knocked at the symmetric memory of this one with descriptors; refused"));
+            REFUSED.warn(format_args!(
+                "process {pid} knocked at the symmetric memory of this one \
+                with descriptors; refused"
+            ));
         }
         Err(Errno::AGAIN | Errno::INTR) => return waiting.then_some(unidentified),
-        Err(errno) => log::info!("process {}, which knocked at the symmetric memory of this one, has left: {errno}", unidentified.pid),
+        Err(errno) => log::info!(
+            "process {}, which knocked at the symmetric memory of this one, has left: {errno}",
+            unidentified.pid
+        ),
     }
     None
 }

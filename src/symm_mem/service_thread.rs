@@ -1,4 +1,5 @@
-//! The lifetime of the thread that serves symmetric memory: from the first claim to it until the last is dropped.
+//! The lifetime of the thread that serves symmetric memory: from the first claim to it until the
+//! last is dropped.
 
 use crate::error::Result;
 use crate::lock::lock;
@@ -58,8 +59,8 @@ pub(super) fn wake() {
     notify(&lock(STATE.get()));
 }
 
-/// Tells the thread whether it must end, because no claim exists. In that case `last` runs before another thread can be
-/// started.
+/// Tells the thread whether it must end, because no claim exists. In that case `last` runs before
+/// another thread can be started.
 pub(super) fn is_over(last: impl FnOnce()) -> bool {
     let mut state = lock(STATE.get());
     if state.claims > 0 {

@@ -2,15 +2,21 @@
 
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-/// An atomic word. A trait, so that loom can replace the hardware (`tests/loom.rs`) while the memory orders stay those
-/// of the code.
+/// An atomic word. A trait, so that loom can replace the hardware (`tests/loom.rs`) while the
+/// memory orders stay those of the code.
 pub trait Atomic<T> {
     /// Loads the value, like `load` of `std`.
     fn load(&self, order: Ordering) -> T;
     /// Stores a value, like `store` of `std`.
     fn store(&self, value: T, order: Ordering);
     /// Compares and exchanges, like `compare_exchange` of `std`.
-    fn compare_exchange(&self, current: T, new: T, success: Ordering, failure: Ordering) -> Result<T, T>;
+    fn compare_exchange(
+        &self,
+        current: T,
+        new: T,
+        success: Ordering,
+        failure: Ordering,
+    ) -> Result<T, T>;
 }
 
 macro_rules! atomics {
@@ -27,7 +33,9 @@ macro_rules! atomics {
             }
 
             #[inline]
-            fn compare_exchange(&self, current: $value, new: $value, success: Ordering, failure: Ordering) -> Result<$value, $value> {
+            fn compare_exchange(
+                &self, current: $value, new: $value, success: Ordering, failure: Ordering,
+            ) -> Result<$value, $value> {
                 <$atomic>::compare_exchange(self, current, new, success, failure)
             }
         })*

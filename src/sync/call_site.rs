@@ -18,8 +18,10 @@ struct CallSiteTable {
     numbers: HashMap<&'static str, u32>,
 }
 
-/// The call sites of this process. They are never freed; there are at most as many as lines in the program.
-static KNOWN: PerProcess<Mutex<CallSiteTable>> = PerProcess::new(|| Mutex::new(CallSiteTable::default()));
+/// The call sites of this process. They are never freed; there are at most as many as lines in the
+/// program.
+static KNOWN: PerProcess<Mutex<CallSiteTable>> =
+    PerProcess::new(|| Mutex::new(CallSiteTable::default()));
 
 impl CallSite {
     /// Returns the number of the call site `text`, from 1.
@@ -29,7 +31,9 @@ impl CallSite {
             return number;
         }
         // FNV-1a, which is the same on all ranks.
-        let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+        let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        });
         let call_site: &'static CallSite = Box::leak(Box::new(Self { text: text.into(), hash }));
         known.all.push(call_site);
         let number = known.all.len() as u32;
@@ -61,7 +65,8 @@ mod tests {
     fn sites_are_known_by_their_numbers() {
         let (one, two) = (CallSite::number("one.py:1"), CallSite::number("two.py:1"));
         assert_eq!(one, CallSite::number("one.py:1"));
-        let (one, two) = (CallSite::known(one).expect("known"), CallSite::known(two).expect("known"));
+        let (one, two) =
+            (CallSite::known(one).expect("known"), CallSite::known(two).expect("known"));
         assert_eq!((one.text(), two.text()), ("one.py:1", "two.py:1"));
         assert_ne!(one.hash(), two.hash());
         let vector = CallSite::known(CallSite::number("foobar")).expect("known");

@@ -1,8 +1,8 @@
 //! Sleeping until a peer has published something, at no cost to peers while no rank sleeps.
 //!
-//! A sleeper announces itself, checks its condition once more, and then sleeps on the value of its bell. A publisher
-//! writes, then checks for sleepers. With a sequentially consistent fence between the two steps on both sides, at least
-//! one of them sees the other.
+//! A sleeper announces itself, checks its condition once more, and then sleeps on the value of its
+//! bell. A publisher writes, then checks for sleepers. With a sequentially consistent fence between
+//! the two steps on both sides, at least one of them sees the other.
 
 use rustix::thread::futex;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
@@ -10,8 +10,8 @@ use std::time::Duration;
 
 /// A member's bell in shared memory: any member rings it, and its owner sleeps on it.
 ///
-/// It exists so that a waiting rank can give up its core without a system call on the publisher's fast path: peers call
-/// the kernel only if [`Sleepers`] shows that a rank sleeps.
+/// It exists so that a waiting rank can give up its core without a system call on the publisher's
+/// fast path: peers call the kernel only if [`Sleepers`] shows that a rank sleeps.
 ///
 /// # Examples
 /// ```
@@ -19,7 +19,8 @@ use std::time::Duration;
 /// use std::time::Duration;
 /// use symm::sync::doorbell::{Doorbell, Sleepers};
 ///
-/// let (bell, sleepers, published) = (Doorbell::default(), Sleepers::default(), AtomicBool::new(false));
+/// let (bell, sleepers) = (Doorbell::default(), Sleepers::default());
+/// let published = AtomicBool::new(false);
 /// let ready = || published.load(Ordering::Acquire);
 /// std::thread::scope(|scope| {
 ///     scope.spawn(|| {
@@ -45,7 +46,8 @@ pub struct Doorbell {
 #[derive(Debug, Default)]
 pub struct Sleepers(AtomicU32);
 
-/// Maximum length of one sleep: a wake-up that is lost because its sender was killed costs this much, not the deadline.
+/// Maximum length of one sleep: a wake-up that is lost because its sender was killed costs this
+/// much, not the deadline.
 const FUTEX_SLICE: Duration = Duration::from_millis(50);
 
 impl Doorbell {
@@ -55,7 +57,8 @@ impl Doorbell {
         self.rung.load(Ordering::Relaxed)
     }
 
-    /// Sleeps until the bell is rung, for at most `limit` or 50 ms, unless `ready` returns true after the announcement.
+    /// Sleeps until the bell is rung, for at most `limit` or 50 ms, unless `ready` returns true
+    /// after the announcement.
     pub fn sleep(&self, group: &Sleepers, limit: Duration, ready: impl FnOnce() -> bool) {
         let seen = self.rung.load(Ordering::Acquire);
         self.sleepers.fetch_add(1, Ordering::SeqCst);
@@ -64,7 +67,8 @@ impl Doorbell {
         if !ready() {
             let time = limit.min(FUTEX_SLICE);
             let time = rustix::time::Timespec { tv_sec: 0, tv_nsec: time.as_nanos() as _ };
-            // Woken, timed out, interrupted or rung meanwhile: the caller checks its condition in every case.
+            // Woken, timed out, interrupted or rung meanwhile: the caller checks its condition in
+            // every case.
             let _ = futex::wait(&self.rung, futex::Flags::empty(), seen, Some(&time));
         }
         group.0.fetch_sub(1, Ordering::SeqCst);
@@ -81,8 +85,8 @@ impl Doorbell {
 }
 
 impl Sleepers {
-    /// Returns true if a thread of the group may be asleep. After a `false`, a thread that falls asleep later sees
-    /// everything published before.
+    /// Returns true if a thread of the group may be asleep. After a `false`, a thread that falls
+    /// asleep later sees everything published before.
     pub fn any(&self) -> bool {
         fence(Ordering::SeqCst);
         self.0.load(Ordering::Relaxed) > 0
@@ -113,18 +117,24 @@ mod tests {
         });
         let start = Instant::now();
         bell.sleep(&group, Duration::from_secs(5), || false);
-        assert!((FUTEX_SLICE..Duration::from_secs(4)).contains(&start.elapsed()), "{:?}", start.elapsed());
+        assert!(
+            (FUTEX_SLICE..Duration::from_secs(4)).contains(&start.elapsed()),
+            "{:?}",
+            start.elapsed()
+        );
         assert!(!group.any());
     }
 
     #[test]
     fn a_ring_wakes_who_sleeps_on_the_word() {
         let bell = Doorbell { sleepers: AtomicU32::new(1), ..Doorbell::default() };
-        // A single long sleep, because the slice would end the sleep even if the bell failed to wake it.
+        // A single long sleep, because the slice would end the sleep even if the bell failed to
+        // wake it.
         let long = rustix::time::Timespec { tv_sec: 10, tv_nsec: 0 };
         std::thread::scope(|scope| {
             let start = Instant::now();
-            let sleeper = scope.spawn(|| futex::wait(&bell.rung, futex::Flags::empty(), 0, Some(&long)));
+            let sleeper =
+                scope.spawn(|| futex::wait(&bell.rung, futex::Flags::empty(), 0, Some(&long)));
             // Time to fall asleep; a later sleeper sees the new value instead.
             std::thread::sleep(Duration::from_millis(50));
             bell.ring();

@@ -11,8 +11,8 @@ const WRITING: u32 = 1;
 const WRITTEN: u32 = 2;
 const TEXT_BYTES: usize = 3072;
 
-/// The first failure of a group, in shared memory. The first writer wins, and later failures are ignored. The
-/// parameters are for loom.
+/// The first failure of a group, in shared memory. The first writer wins, and later failures are
+/// ignored. The parameters are for loom.
 #[repr(C)]
 pub struct FirstFailure<W = AtomicU32, B = AtomicU8, const TEXT: usize = TEXT_BYTES> {
     state: W,
@@ -37,12 +37,19 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
     /// Makes an empty failure record in private words.
     #[cfg(any(test, loom))]
     pub fn blank(word: impl Fn(u32) -> W, byte: impl Fn(u8) -> B) -> Self {
-        Self { state: word(NONE), kind: word(0), author: word(0), bytes: word(0), text: std::array::from_fn(|_| byte(0)) }
+        Self {
+            state: word(NONE),
+            kind: word(0),
+            author: word(0),
+            bytes: word(0),
+            text: std::array::from_fn(|_| byte(0)),
+        }
     }
 
     /// Records `error` unless a failure is recorded already.
     pub fn record(&self, author: Rank, error: &Error) {
-        if self.state.compare_exchange(NONE, WRITING, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        if self.state.compare_exchange(NONE, WRITING, Ordering::AcqRel, Ordering::Acquire).is_err()
+        {
             return;
         }
         let mut bytes = error.message.len().min(TEXT);
@@ -58,7 +65,8 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
         self.state.store(WRITTEN, Ordering::Release);
     }
 
-    /// Returns true if a failure is recorded: one load of a line that no rank writes before a failure.
+    /// Returns true if a failure is recorded: one load of a line that no rank writes before a
+    /// failure.
     pub fn stands(&self) -> bool {
         self.state.load(Ordering::Relaxed) != NONE
     }
@@ -87,8 +95,10 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
             _ => return FailureState::Writing,
         }
         let bytes = (self.bytes.load(Ordering::Relaxed) as usize).min(TEXT);
-        let text: Vec<u8> = self.text[..bytes].iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
-        let kind = ErrorKind::from_code(self.kind.load(Ordering::Relaxed) as u8).unwrap_or(ErrorKind::Internal);
+        let text: Vec<u8> =
+            self.text[..bytes].iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
+        let kind = ErrorKind::from_code(self.kind.load(Ordering::Relaxed) as u8)
+            .unwrap_or(ErrorKind::Internal);
         let own = self.author.load(Ordering::Relaxed) == reader.0;
         let kind = if kind == ErrorKind::Aborted && !own { ErrorKind::Peer } else { kind };
         FailureState::Written(Error { kind, message: String::from_utf8_lossy(&text).into_owned() })

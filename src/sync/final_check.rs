@@ -1,8 +1,9 @@
 //! Distinguishes a peer that will never arrive from one that arrived just before it left.
 
-/// Returns `end`, the reason why no more peers arrive, unless the `missing` peer has arrived meanwhile, which is
-/// checked again after the reason was seen. A rank that finished its part and then left, exited or failed in a later
-/// call therefore does not disturb peers that still wait for that part.
+/// Returns `end`, the reason why no more peers arrive, unless the `missing` peer has arrived
+/// meanwhile, which is checked again after the reason was seen. A rank that finished its part and
+/// then left, exited or failed in a later call therefore does not disturb peers that still wait for
+/// that part.
 pub fn lost<T>(missing: impl Fn() -> bool, end: impl FnOnce() -> Option<T>) -> Option<T> {
     if missing() { end().filter(|_| missing()) } else { None }
 }

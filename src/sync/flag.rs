@@ -4,9 +4,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A flag in shared memory. A trait, so that loom can replace the hardware (`tests/loom.rs`).
 pub trait Flag {
-    /// Stores `value` with release ordering: a member that observes it sees everything that this member wrote before.
+    /// Stores `value` with release ordering: a member that observes it sees everything that this
+    /// member wrote before.
     fn publish(&self, value: u64);
-    /// Returns the latest value with acquire ordering: everything that its writer wrote before is visible afterwards.
+    /// Returns the latest value with acquire ordering: everything that its writer wrote before is
+    /// visible afterwards.
     fn observe(&self) -> u64;
 }
 

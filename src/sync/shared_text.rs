@@ -12,7 +12,8 @@ const CUT: &str = "…";
 pub struct SharedText([AtomicU8; BYTES]);
 
 impl SharedText {
-    /// Writes the end of `text`, as much as fits, because a path has the file name and the line at the end.
+    /// Writes the end of `text`, as much as fits, because a path has the file name and the line at
+    /// the end.
     pub fn write_end(&self, text: &str) {
         let mut start = text.len().saturating_sub(BYTES);
         while !text.is_char_boundary(start) {
@@ -35,12 +36,20 @@ impl SharedText {
     }
 
     fn write(&self, bytes: impl Iterator<Item = u8>) {
-        self.0.iter().zip(bytes.chain(std::iter::repeat(0))).for_each(|(cell, byte)| cell.store(byte, Ordering::Relaxed));
+        self.0
+            .iter()
+            .zip(bytes.chain(std::iter::repeat(0)))
+            .for_each(|(cell, byte)| cell.store(byte, Ordering::Relaxed));
     }
 
     /// Returns the text that was written last.
     pub fn read(&self) -> String {
-        let bytes: Vec<u8> = self.0.iter().map(|cell| cell.load(Ordering::Relaxed)).take_while(|&byte| byte != 0).collect();
+        let bytes: Vec<u8> = self
+            .0
+            .iter()
+            .map(|cell| cell.load(Ordering::Relaxed))
+            .take_while(|&byte| byte != 0)
+            .collect();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 }
@@ -56,7 +65,9 @@ mod tests {
     #[test]
     fn paths_keep_their_end() {
         let shared = text();
-        for (letter, times, end) in [("a", 1, ".py:1"), ("é", 200, ".py:22"), ("é", 200, ".py:4"), ("d", 121, ".py:333")] {
+        for (letter, times, end) in
+            [("a", 1, ".py:1"), ("é", 200, ".py:22"), ("é", 200, ".py:4"), ("d", 121, ".py:333")]
+        {
             let text = letter.repeat(times) + end;
             shared.write_end(&text);
             let read = shared.read();
@@ -67,7 +78,9 @@ mod tests {
     #[test]
     fn errors_keep_their_beginning_in_one_line() {
         let shared = text();
-        for (text, expected) in [("KeyError: 'x'", "KeyError: 'x'"), ("a\nb\tc\0d", "a b c d"), ("", "")] {
+        for (text, expected) in
+            [("KeyError: 'x'", "KeyError: 'x'"), ("a\nb\tc\0d", "a b c d"), ("", "")]
+        {
             shared.write_start(text);
             assert_eq!(shared.read(), expected);
         }
@@ -76,7 +89,10 @@ mod tests {
             shared.write_start(&long);
             let read = shared.read();
             let kept = read.strip_suffix(CUT).expect("cut");
-            assert!(long.starts_with(kept) && read.len() <= BYTES && read.len() > BYTES - 4, "{read}");
+            assert!(
+                long.starts_with(kept) && read.len() <= BYTES && read.len() > BYTES - 4,
+                "{read}"
+            );
             shared.write_start(&letter.repeat(BYTES / letter.len()));
             assert_eq!(shared.read(), letter.repeat(BYTES / letter.len()), "it just fits");
         }

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 /// The time limit of one call.
 ///
-/// All steps of a call borrow one limit, so a call of many steps still ends on time. The clock can start at the first
-/// wait: most calls finish without waiting and then never read it.
+/// All steps of a call borrow one limit, so a call of many steps still ends on time. The clock can
+/// start at the first wait: most calls finish without waiting and then never read it.
 ///
 /// # Examples
 /// ```
@@ -66,11 +66,17 @@ mod tests {
     // proves P1
     #[test]
     fn warns_at_half_time_after_a_minute_at_most_and_ends_at_the_limit() {
-        let after = |waited, timeout| CallTimeout::from(Instant::now() - Duration::from_secs(waited), Duration::from_secs(timeout));
+        let after = |waited, timeout| {
+            CallTimeout::from(
+                Instant::now() - Duration::from_secs(waited),
+                Duration::from_secs(timeout),
+            )
+        };
         assert!(!after(4, 10).should_warn() && after(6, 10).should_warn());
         assert!(!after(55, 1800).should_warn() && after(61, 1800).should_warn());
         assert!(after(6, 10).remaining().is_some());
-        let limit = CallTimeout::from(Instant::now() - Duration::from_secs(11), Duration::from_secs(10));
+        let limit =
+            CallTimeout::from(Instant::now() - Duration::from_secs(11), Duration::from_secs(10));
         assert_eq!(limit.remaining(), None);
     }
 }

@@ -10,15 +10,16 @@ pub const MOST: u64 = 0xffff;
 const COUNT_BITS: u32 = 16;
 const JOB_BITS: u32 = 32;
 
-/// The words that distribute the pieces of a job. One thread, the owner, offers jobs; it and other threads claim and
-/// finish pieces.
+/// The words that distribute the pieces of a job. One thread, the owner, offers jobs; it and other
+/// threads claim and finish pieces.
 ///
-/// A thread that claims a piece sees everything that the owner wrote before [`WorkItems::offer`], and once
-/// [`WorkItems::is_complete`] returns true, the owner sees everything that threads wrote before [`WorkItems::finish`].
+/// A thread that claims a piece sees everything that the owner wrote before [`WorkItems::offer`],
+/// and once [`WorkItems::is_complete`] returns true, the owner sees everything that threads wrote
+/// before [`WorkItems::finish`].
 #[derive(Debug, Default)]
 pub struct WorkItems<W> {
-    /// The number of the job, its number of pieces, and how many of them are claimed: one word, so that no thread
-    /// claims a piece of a job that has ended meanwhile.
+    /// The number of the job, its number of pieces, and how many of them are claimed: one word, so
+    /// that no thread claims a piece of a job that has ended meanwhile.
     claims: W,
     /// The owner's description of the job.
     job: W,
@@ -31,7 +32,8 @@ impl<W: Atomic<u64>> WorkItems<W> {
         Self { claims: zero(), job: zero(), finished: zero() }
     }
 
-    /// Offers `count` pieces of a job, at most [`MOST`]; claimants receive `job`. The job before must be complete.
+    /// Offers `count` pieces of a job, at most [`MOST`]; claimants receive `job`. The job before
+    /// must be complete.
     pub fn offer(&self, job: u64, count: u64) {
         let number = (self.claims.load(Ordering::Relaxed) >> JOB_BITS).wrapping_add(1);
         self.finished.store(0, Ordering::Relaxed);
@@ -39,8 +41,8 @@ impl<W: Atomic<u64>> WorkItems<W> {
         self.claims.store(number << JOB_BITS | count << COUNT_BITS, Ordering::Release);
     }
 
-    /// Claims the next unclaimed piece: returns the job and the index of the piece. The job lasts until the piece is
-    /// finished.
+    /// Claims the next unclaimed piece: returns the job and the index of the piece. The job lasts
+    /// until the piece is finished.
     #[inline]
     pub fn claim(&self) -> Option<(u64, u64)> {
         loop {
@@ -49,10 +51,14 @@ impl<W: Atomic<u64>> WorkItems<W> {
             if next >= count {
                 return None;
             }
-            // If the exchange succeeds, this is the word of that job: it does not change before the last piece is
-            // finished.
+            // If the exchange succeeds, this is the word of that job: it does not change before the
+            // last piece is finished.
             let job = self.job.load(Ordering::Relaxed);
-            if self.claims.compare_exchange(claims, claims + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            if self
+                .claims
+                .compare_exchange(claims, claims + 1, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+            {
                 return Some((job, next));
             }
         }
@@ -61,7 +67,12 @@ impl<W: Atomic<u64>> WorkItems<W> {
     /// Marks a claimed piece as done.
     pub fn finish(&self) {
         let mut finished = self.finished.load(Ordering::Relaxed);
-        while let Err(now) = self.finished.compare_exchange(finished, finished + 1, Ordering::AcqRel, Ordering::Relaxed) {
+        while let Err(now) = self.finished.compare_exchange(
+            finished,
+            finished + 1,
+            Ordering::AcqRel,
+            Ordering::Relaxed,
+        ) {
             finished = now;
         }
     }
@@ -86,7 +97,11 @@ mod tests {
         let take = || {
             pieces.claim().map(|(job, piece)| {
                 assert!(job > ended.load(Ordering::Acquire), "job {job} has ended");
-                assert_eq!(taken[job as usize].fetch_or(1 << piece, Ordering::AcqRel) & 1 << piece, 0, "piece {piece} of job {job}");
+                assert_eq!(
+                    taken[job as usize].fetch_or(1 << piece, Ordering::AcqRel) & 1 << piece,
+                    0,
+                    "piece {piece} of job {job}"
+                );
                 pieces.finish();
             })
         };

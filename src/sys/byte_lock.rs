@@ -1,6 +1,6 @@
-//! Advisory locks on single bytes of a file. They belong to the open file, not to the process: threads that each open
-//! the file exclude each other, closing another descriptor of the file releases nothing, and the kernel releases the
-//! locks of a killed process.
+//! Advisory locks on single bytes of a file. They belong to the open file, not to the process:
+//! threads that each open the file exclude each other, closing another descriptor of the file
+//! releases nothing, and the kernel releases the locks of a killed process.
 #![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use super::eintr::retry;
@@ -20,8 +20,8 @@ pub enum Mode {
     Exclusive,
 }
 
-/// Locks `byte` of `file`, replacing a lock that this open file has there. On failure, returns false and changes
-/// nothing.
+/// Locks `byte` of `file`, replacing a lock that this open file has there. On failure, returns
+/// false and changes nothing.
 pub fn try_lock(file: BorrowedFd<'_>, byte: u64, mode: Mode) -> Result<bool> {
     let kind = match mode {
         Mode::Shared => libc::F_RDLCK,
@@ -39,21 +39,24 @@ pub fn unlock(file: BorrowedFd<'_>, byte: u64) -> Result<()> {
     set(file, byte, libc::F_UNLCK)
 }
 
-/// Returns a process that holds `byte` of `file`, if /proc shows it: the kernel does not report the owner of a lock
-/// that belongs to an open file.
+/// Returns a process that holds `byte` of `file`, if /proc shows it: the kernel does not report the
+/// owner of a lock that belongs to an open file.
 pub fn holder(file: BorrowedFd<'_>, byte: u64) -> Option<u32> {
     let give_up = Instant::now() + LOCK_OWNER_SEARCH;
     let own = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
     let range = format!(" {byte} {byte}");
     for process in std::fs::read_dir("/proc").ok()?.flatten() {
-        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
         let Ok(open) = std::fs::read_dir(process.path().join("fd")) else { continue };
         for one in open.flatten() {
             if Instant::now() >= give_up {
                 return None;
             }
             if std::fs::read_link(one.path()).is_ok_and(|path| path == own)
-                && let Ok(info) = std::fs::read_to_string(process.path().join("fdinfo").join(one.file_name()))
+                && let Ok(info) =
+                    std::fs::read_to_string(process.path().join("fdinfo").join(one.file_name()))
                 && info.lines().any(|line| line.starts_with("lock:") && line.ends_with(&range))
             {
                 return Some(pid);
@@ -73,7 +76,8 @@ fn set(file: BorrowedFd<'_>, byte: u64, kind: i32) -> Result<()> {
     range.l_start = start;
     range.l_len = 1;
     retry(|| {
-        // SAFETY: `file` is open while it is borrowed, and the request reads a `flock`, which `range` is.
+        // SAFETY: `file` is open while it is borrowed, and the request reads a `flock`, which
+        // `range` is.
         let status = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
         if status == 0 {
             return Ok(());
@@ -91,11 +95,16 @@ mod tests {
     fn open_files_exclude_one_another_and_let_go_when_closed() {
         let file = tempfile::NamedTempFile::new().expect("a file");
         let [first, second] = [(); 2].map(|()| file.reopen().expect("opened again"));
-        let lock = |file: &std::fs::File, byte, mode| try_lock(file.as_fd(), byte, mode).expect("locks are offered");
+        let lock = |file: &std::fs::File, byte, mode| {
+            try_lock(file.as_fd(), byte, mode).expect("locks are offered")
+        };
         assert!(lock(&first, 7, Mode::Shared) && lock(&second, 7, Mode::Shared));
         assert!(!lock(&first, 7, Mode::Exclusive), "shared by two");
         assert!(lock(&second, 8, Mode::Exclusive), "another byte");
-        assert_eq!([holder(first.as_fd(), 8), holder(first.as_fd(), 9)], [Some(std::process::id()), None]);
+        assert_eq!(
+            [holder(first.as_fd(), 8), holder(first.as_fd(), 9)],
+            [Some(std::process::id()), None]
+        );
         unlock(second.as_fd(), 7).expect("unlocked");
         assert!(lock(&first, 7, Mode::Exclusive), "by the last one");
         assert!(!lock(&second, 7, Mode::Shared));

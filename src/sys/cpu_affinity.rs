@@ -7,13 +7,16 @@ pub fn current() -> usize {
     sched_getcpu()
 }
 
-/// Moves this thread to another allowed core that is not `taken`, and keeps its affinity; false if no such core exists.
-/// Picks the nearest number, which is rarely on another socket.
+/// Moves this thread to another allowed core that is not `taken`, and keeps its affinity; false if
+/// no such core exists. Picks the nearest number, which is rarely on another socket.
 pub fn leave(taken: impl Fn(usize) -> bool) -> bool {
     let Ok(allowed) = sched_getaffinity(None) else { return false };
     let here = current();
     let free = |&core: &usize| core != here && allowed.is_set(core) && !taken(core);
-    let Some(target) = (0..CpuSet::MAX_CPU).filter(free).min_by_key(|core| core.abs_diff(here)) else { return false };
+    let Some(target) = (0..CpuSet::MAX_CPU).filter(free).min_by_key(|core| core.abs_diff(here))
+    else {
+        return false;
+    };
     let mut only = CpuSet::new();
     only.set(target);
     if sched_setaffinity(None, &only).is_err() {
@@ -23,12 +26,14 @@ pub fn leave(taken: impl Fn(usize) -> bool) -> bool {
     true
 }
 
-/// Restores the affinity of this thread to `allowed`. If that was its whole cpuset, it requests all cores: the system
-/// remembers the request, and would otherwise confine the thread to today's cores if the cpuset grew.
+/// Restores the affinity of this thread to `allowed`. If that was its whole cpuset, it requests all
+/// cores: the system remembers the request, and would otherwise confine the thread to today's cores
+/// if the cpuset grew.
 fn restore(allowed: &CpuSet) {
     let mut everything = CpuSet::new();
     (0..CpuSet::MAX_CPU).for_each(|core| everything.set(core));
-    // Both can fail only if the cpuset has just shrunk; then the system has corrected the mask itself.
+    // Both can fail only if the cpuset has just shrunk; then the system has corrected the mask
+    // itself.
     let _ = sched_setaffinity(None, &everything);
     if sched_getaffinity(None).as_ref() != Ok(allowed) {
         let _ = sched_setaffinity(None, allowed);
@@ -48,7 +53,10 @@ mod tests {
         assert_eq!(sched_getaffinity(None).expect("affinity"), before);
         // A mask that was chosen explicitly stays, too.
         let mut two = CpuSet::new();
-        (0..CpuSet::MAX_CPU).filter(|&core| before.is_set(core)).take(2).for_each(|core| two.set(core));
+        (0..CpuSet::MAX_CPU)
+            .filter(|&core| before.is_set(core))
+            .take(2)
+            .for_each(|core| two.set(core));
         sched_setaffinity(None, &two).expect("a part of what is allowed");
         leave(|_| false);
         assert_eq!(sched_getaffinity(None).expect("affinity"), two);

@@ -1,6 +1,7 @@
 //! Finds the sockets of a library that does not expose them: those that its event loop polls.
 //!
-//! The kernel lists in `/proc/self/fdinfo` which file descriptors an epoll instance polls (`tfd` in proc(5)).
+//! The kernel lists in `/proc/self/fdinfo` which file descriptors an epoll instance polls (`tfd` in
+//! proc(5)).
 
 use super::fork::keep_from_children;
 use std::collections::BTreeMap;
@@ -9,16 +10,22 @@ use std::path::Path;
 /// The descriptors that one epoll instance polls, with their inodes as the kernel writes them.
 type Sockets = Vec<(i32, String)>;
 
-/// Calls `make`, and keeps sockets out of children if an epoll instance that `make` created polls them.
+/// Calls `make`, and keeps sockets out of children if an epoll instance that `make` created polls
+/// them.
 pub fn apart_from_children<T>(make: impl FnOnce() -> T) -> T {
     let before = instances();
     let made = make();
     let (Some(before), Some(instances)) = (before, instances()) else { return made };
     for (instance, sockets) in instances {
         // The number may have belonged to another instance before.
-        let known = before.get(&instance).is_some_and(|before| before.iter().any(|socket| sockets.contains(socket)));
+        let known = before
+            .get(&instance)
+            .is_some_and(|before| before.iter().any(|socket| sockets.contains(socket)));
         if !known {
-            sockets.iter().filter(|(fd, _)| link(*fd).starts_with("socket:")).for_each(|&(fd, _)| keep_from_children(fd));
+            sockets
+                .iter()
+                .filter(|(fd, _)| link(*fd).starts_with("socket:"))
+                .for_each(|&(fd, _)| keep_from_children(fd));
         }
     }
     made
@@ -26,14 +33,21 @@ pub fn apart_from_children<T>(make: impl FnOnce() -> T) -> T {
 
 /// Returns the target of the descriptor `fd`, such as `socket:[1]`.
 fn link(fd: i32) -> String {
-    std::fs::read_link(format!("/proc/self/fd/{fd}")).map_or_else(|_| String::new(), |link| link.to_string_lossy().into_owned())
+    std::fs::read_link(format!("/proc/self/fd/{fd}"))
+        .map_or_else(|_| String::new(), |link| link.to_string_lossy().into_owned())
 }
 
-/// Returns the epoll instances of this process by descriptor; `None` if no descriptor is free for the listing.
+/// Returns the epoll instances of this process by descriptor; `None` if no descriptor is free for
+/// the listing.
 fn instances() -> Option<BTreeMap<i32, Sockets>> {
     let number = |path: &Path| path.file_name()?.to_str()?.parse().ok();
-    let all = std::fs::read_dir("/proc/self/fd").ok()?.flatten().filter_map(|entry| number(&entry.path()));
-    Some(all.filter(|&fd| link(fd) == "anon_inode:[eventpoll]").map(|fd| (fd, polled(fd))).collect())
+    let all = std::fs::read_dir("/proc/self/fd")
+        .ok()?
+        .flatten()
+        .filter_map(|entry| number(&entry.path()));
+    Some(
+        all.filter(|&fd| link(fd) == "anon_inode:[eventpoll]").map(|fd| (fd, polled(fd))).collect(),
+    )
 }
 
 /// Returns the descriptors that `instance` polls.
@@ -62,10 +76,12 @@ mod tests {
             let near = TcpStream::connect(listener.local_addr().expect("bound")).expect("connects");
             (near, listener.accept().expect("accepted").0)
         };
-        let ((old, _old_far), (new, new_far), (free, _free_far)) = (connect(), connect(), connect());
+        let ((old, _old_far), (new, new_far), (free, _free_far)) =
+            (connect(), connect(), connect());
         let poll = |socket: &TcpStream| {
             let instance = epoll::create(epoll::CreateFlags::CLOEXEC).expect("an instance");
-            epoll::add(&instance, socket, epoll::EventData::new_u64(0), epoll::EventFlags::IN).expect("added");
+            epoll::add(&instance, socket, epoll::EventData::new_u64(0), epoll::EventFlags::IN)
+                .expect("added");
             instance
         };
         let _loop_before = poll(&old);
@@ -74,9 +90,15 @@ mod tests {
             rustix::io::fcntl_setfd(socket, rustix::io::FdFlags::empty()).expect("open");
         }
         let _loop_since = apart_from_children(|| poll(&new));
-        let closes = |socket: &TcpStream| rustix::io::fcntl_getfd(socket).expect("open").contains(rustix::io::FdFlags::CLOEXEC);
-        assert!(closes(&new) && !closes(&old), "programs that are started get those of others still");
-        // SAFETY: the child calls nothing but the code under test's hook, `getpeername`, `pause` and `_exit`.
+        let closes = |socket: &TcpStream| {
+            rustix::io::fcntl_getfd(socket).expect("open").contains(rustix::io::FdFlags::CLOEXEC)
+        };
+        assert!(
+            closes(&new) && !closes(&old),
+            "programs that are started get those of others still"
+        );
+        // SAFETY: the child calls nothing but the code under test's hook, `getpeername`, `pause`
+        // and `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let connected = |socket: &TcpStream| socket.peer_addr().is_ok();

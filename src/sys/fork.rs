@@ -14,8 +14,9 @@ static REGISTERED: AtomicBool = AtomicBool::new(false);
 const FREE: i32 = -1;
 const FILLED_SOON: i32 = -2;
 
-/// A file descriptor that forked children do not get, and the [identity](identity) of its open file. The owner may
-/// close the descriptor before it removes it from the list, and the number may then be reused.
+/// A file descriptor that forked children do not get, and the [identity](identity) of its open
+/// file. The owner may close the descriptor before it removes it from the list, and the number may
+/// then be reused.
 #[derive(Debug)]
 struct GuardedFd {
     fd: AtomicI32,
@@ -25,11 +26,12 @@ struct GuardedFd {
 }
 
 /// Fixed size, because a fork could interrupt a growing list.
-static UNSHARED: [GuardedFd; SLOTS] =
-    [const { GuardedFd { fd: AtomicI32::new(FREE), file: AtomicU64::new(0), kept: AtomicBool::new(false) } }; SLOTS];
+static UNSHARED: [GuardedFd; SLOTS] = [const {
+    GuardedFd { fd: AtomicI32::new(FREE), file: AtomicU64::new(0), kept: AtomicBool::new(false) }
+}; SLOTS];
 
-/// Maximum number of listed descriptors: enough for the connections of a hub of 128 nodes in eight groups with one rail
-/// each. A child checks every slot, which takes some microseconds.
+/// Maximum number of listed descriptors: enough for the connections of a hub of 128 nodes in eight
+/// groups with one rail each. A child checks every slot, which takes some microseconds.
 const SLOTS: usize = 4096;
 
 static LINES: RateLimit = RateLimit::new();
@@ -44,17 +46,20 @@ extern "C" fn in_child() {
     }
 }
 
-/// Returns a number that identifies the open file `fd`, so that a reused number is detected; each socket has its own.
+/// Returns a number that identifies the open file `fd`, so that a reused number is detected; each
+/// socket has its own.
 fn identity(fd: i32) -> Option<u64> {
     let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
-    // SAFETY: `fstat` may be called in a child after fork, and has filled `stat` where it returns 0.
+    // SAFETY: `fstat` may be called in a child after fork, and has filled `stat` where it returns
+    // 0.
     let stat = unsafe { (libc::fstat(fd, stat.as_mut_ptr()) == 0).then(|| stat.assume_init()) }?;
     Some(stat.st_ino ^ stat.st_dev.rotate_left(40))
 }
 
 /// Replaces `fd` by `/dev/null`; its owner in this process can still close it.
 fn exchange_for_nothing(fd: i32) {
-    // SAFETY: the path ends with a zero; `open`, `dup3` and `close` may be called in a child after fork.
+    // SAFETY: the path ends with a zero; `open`, `dup3` and `close` may be called in a child after
+    // fork.
     unsafe {
         let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC);
         if null >= 0 {
@@ -72,18 +77,25 @@ impl GuardedFd {
 
     /// Takes a free slot.
     fn take() -> Option<&'static Self> {
-        let free = |slot: &&Self| slot.fd.compare_exchange(FREE, FILLED_SOON, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        let free = |slot: &&Self| {
+            slot.fd
+                .compare_exchange(FREE, FILLED_SOON, Ordering::Relaxed, Ordering::Relaxed)
+                .is_ok()
+        };
         let found = UNSHARED.iter().find(free).or_else(|| {
             for slot in UNSHARED.iter().filter(|slot| slot.kept.load(Ordering::Relaxed)) {
                 let fd = slot.fd.load(Ordering::Acquire);
                 if fd >= 0 && !slot.is_open(fd) {
-                    let _ = slot.fd.compare_exchange(fd, FREE, Ordering::Relaxed, Ordering::Relaxed);
+                    let _ =
+                        slot.fd.compare_exchange(fd, FREE, Ordering::Relaxed, Ordering::Relaxed);
                 }
             }
             UNSHARED.iter().find(free)
         });
         if found.is_none() {
-            LINES.warn(format_args!("forked children get a connection of this process: it has more than {SLOTS}"));
+            LINES.warn(format_args!(
+                "forked children get a connection of this process: it has more than {SLOTS}"
+            ));
         }
         found
     }
@@ -98,8 +110,8 @@ impl GuardedFd {
     }
 }
 
-/// Keeps an open file out of forked children while this value lives. A child would otherwise share its locks and
-/// connections, which would then outlive a killed parent.
+/// Keeps an open file out of forked children while this value lives. A child would otherwise share
+/// its locks and connections, which would then outlive a killed parent.
 #[derive(Debug)]
 pub struct CloseInChild {
     slot: &'static GuardedFd,
@@ -123,28 +135,31 @@ impl Drop for CloseInChild {
     }
 }
 
-/// Keeps another library's socket `fd`, which may be closed at any time, out of children, both forked ones and programs
-/// that are started.
+/// Keeps another library's socket `fd`, which may be closed at any time, out of children, both
+/// forked ones and programs that are started.
 pub(super) fn keep_from_children(fd: i32) {
     generation();
     let Some(file) = identity(fd) else { return };
-    // SAFETY: only sets a flag of the descriptor. If it was closed meanwhile, this fails, or sets a flag that is right
-    // for its successor.
+    // SAFETY: only sets a flag of the descriptor. If it was closed meanwhile, this fails, or sets a
+    // flag that is right for its successor.
     unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
-    let is_listed = |slot: &GuardedFd| slot.fd.load(Ordering::Acquire) == fd && slot.file.load(Ordering::Relaxed) == file;
+    let is_listed = |slot: &GuardedFd| {
+        slot.fd.load(Ordering::Acquire) == fd && slot.file.load(Ordering::Relaxed) == file
+    };
     if !UNSHARED.iter().any(is_listed) {
         GuardedFd::fill(fd, file, true);
     }
 }
 
-/// Returns a number that differs between a process and its forked children. What was made under another generation
-/// belongs to the parent and must not be used. (`exec` starts over; a raw `clone` system call is not detected.)
+/// Returns a number that differs between a process and its forked children. What was made under
+/// another generation belongs to the parent and must not be used. (`exec` starts over; a raw
+/// `clone` system call is not detected.)
 pub fn generation() -> u64 {
-    // Not a `Once`, because one that runs during a fork would block the child forever. Registering twice is harmless: a
-    // child then counts by two.
+    // Not a `Once`, because one that runs during a fork would block the child forever. Registering
+    // twice is harmless: a child then counts by two.
     if !REGISTERED.load(Ordering::Acquire) {
-        // SAFETY: `in_child` only adds to an atomic, which is allowed in any context after fork, and is never unloaded
-        // while registered.
+        // SAFETY: `in_child` only adds to an atomic, which is allowed in any context after fork,
+        // and is never unloaded while registered.
         let status = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         if status == 0 {
             REGISTERED.store(true, Ordering::Release);
@@ -158,15 +173,16 @@ struct Slot<T> {
     value: T,
 }
 
-/// A value that each process makes for itself. A forked child gets a fresh one, regardless of locks that the parent
-/// held.
+/// A value that each process makes for itself. A forked child gets a fresh one, regardless of locks
+/// that the parent held.
 pub struct PerProcess<T: 'static> {
     slot: AtomicPtr<Slot<T>>,
     make: fn() -> T,
 }
 
 impl<T: Send + Sync> PerProcess<T> {
-    /// Calls `make` when a process first uses the value. `make` may run more than once; one result is kept.
+    /// Calls `make` when a process first uses the value. `make` may run more than once; one result
+    /// is kept.
     pub const fn new(make: fn() -> T) -> Self {
         Self { slot: AtomicPtr::new(std::ptr::null_mut()), make }
     }
@@ -176,9 +192,9 @@ impl<T: Send + Sync> PerProcess<T> {
         let generation = generation();
         loop {
             let current = self.slot.load(Ordering::Acquire);
-            // SAFETY: a pointer in `slot` is null or came from the `Box` below, was published by the release half of
-            // the exchange, and is never freed: a child leaks its parent's value, because a lock in it may be held
-            // forever.
+            // SAFETY: a pointer in `slot` is null or came from the `Box` below, was published by
+            // the release half of the exchange, and is never freed: a child leaks its parent's
+            // value, because a lock in it may be held forever.
             if let Some(slot) = unsafe { current.as_ref() }
                 && slot.generation == generation
             {
@@ -195,8 +211,8 @@ impl<T: Send + Sync> PerProcess<T> {
     }
 }
 
-/// A value that only its process drops. A forked child may read its copy, but must not drop resources that belong to
-/// the parent.
+/// A value that only its process drops. A forked child may read its copy, but must not drop
+/// resources that belong to the parent.
 #[derive(Debug)]
 pub struct ProcessOwned<T> {
     value: ManuallyDrop<T>,
@@ -244,8 +260,8 @@ mod tests {
 
     static COUNTER: PerProcess<Mutex<u32>> = PerProcess::new(|| Mutex::new(0));
 
-    /// Returns the result of `seen` in a forked child. There it may allocate (glibc repairs malloc), but not take a
-    /// lock of the parent's.
+    /// Returns the result of `seen` in a forked child. There it may allocate (glibc repairs
+    /// malloc), but not take a lock of the parent's.
     fn in_a_child(seen: impl Fn() -> bool) -> bool {
         // SAFETY: the child calls `seen` and `_exit`.
         let child = unsafe { libc::fork() };
@@ -265,7 +281,8 @@ mod tests {
         // Held across the fork; the child must not see this lock.
         let mut counter = COUNTER.get().lock().expect("not poisoned");
         *counter = 7;
-        assert!(in_a_child(|| COUNTER.get().try_lock().is_ok_and(|counter| *counter == 0) && generation() != before));
+        assert!(in_a_child(|| COUNTER.get().try_lock().is_ok_and(|counter| *counter == 0)
+            && generation() != before));
         assert_eq!(generation(), before);
         assert_eq!(*counter, 7);
     }
@@ -278,7 +295,8 @@ mod tests {
         // The second call has no effect.
         keep_from_children(fd);
         keep_from_children(fd);
-        let listed = || UNSHARED.iter().filter(|slot| slot.fd.load(Ordering::Relaxed) == fd).count();
+        let listed =
+            || UNSHARED.iter().filter(|slot| slot.fd.load(Ordering::Relaxed) == fd).count();
         assert_eq!(listed(), 1);
         assert!(in_a_child(|| first.local_addr().is_err()));
         // SAFETY: both are open and own their numbers.

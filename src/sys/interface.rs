@@ -6,12 +6,16 @@ use rustix::io::Errno;
 use std::ffi::CStr;
 use std::net::IpAddr;
 
-/// Returns the addresses of the interface `name` in the kernel's order; none if the interface does not exist.
+/// Returns the addresses of the interface `name` in the kernel's order; none if the interface does
+/// not exist.
 pub fn addresses(name: &str) -> Result<Vec<IpAddr>> {
     let mut list = std::ptr::null_mut();
     // SAFETY: `list` is valid for a write.
     if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
-        return Err(Error::os("getifaddrs", Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::NOMEM)));
+        return Err(Error::os(
+            "getifaddrs",
+            Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::NOMEM),
+        ));
     }
     let mut found = Vec::new();
     let mut next = list;
@@ -39,12 +43,15 @@ unsafe fn address(socket: *const libc::sockaddr) -> Option<IpAddr> {
     match i32::from(unsafe { socket.as_ref() }?.sa_family) {
         libc::AF_INET => {
             // SAFETY: an address of this family is a `sockaddr_in`; the list aligns it for any.
-            let bits = unsafe { socket.cast::<libc::sockaddr_in>().read_unaligned() }.sin_addr.s_addr;
+            let bits =
+                unsafe { socket.cast::<libc::sockaddr_in>().read_unaligned() }.sin_addr.s_addr;
             Some(IpAddr::from(bits.to_ne_bytes()))
         }
         libc::AF_INET6 => {
             // SAFETY: an address of this family is a `sockaddr_in6`.
-            Some(IpAddr::from(unsafe { socket.cast::<libc::sockaddr_in6>().read_unaligned() }.sin6_addr.s6_addr))
+            Some(IpAddr::from(
+                unsafe { socket.cast::<libc::sockaddr_in6>().read_unaligned() }.sin6_addr.s6_addr,
+            ))
         }
         _ => None,
     }

@@ -14,17 +14,20 @@ type Ask = Box<dyn Fn() -> bool + Send + Sync>;
 
 static ASK: OnceLock<Ask> = OnceLock::new();
 
-/// From now on, `ask` decides whether the calling thread must stop waiting; before, no thread must. Only the first call
-/// counts.
+/// From now on, `ask` decides whether the calling thread must stop waiting; before, no thread must.
+/// Only the first call counts.
 pub fn ask_with(ask: impl Fn() -> bool + Send + Sync + 'static) {
     let _ = ASK.set(Box::new(ask));
 }
 
-/// Fails with `Aborted` if the calling thread must stop waiting. That happens only on a process's first thread, because
-/// Python handles signals only there. Must be called without locks, because `ask` may wait for Python's.
+/// Fails with `Aborted` if the calling thread must stop waiting. That happens only on a process's
+/// first thread, because Python handles signals only there. Must be called without locks, because
+/// `ask` may wait for Python's.
 pub fn check() -> Result<()> {
     match ASK.get() {
-        Some(ask) if gettid() == getpid() && ask() => Err(Error::aborted("a signal has ended the waiting")),
+        Some(ask) if gettid() == getpid() && ask() => {
+            Err(Error::aborted("a signal has ended the waiting"))
+        }
         Some(_) | None => Ok(()),
     }
 }
@@ -42,13 +45,14 @@ pub fn within<T>(owner: usize, body: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Fails inside a call of `owner` that this thread runs itself: a signal handler, which runs while [`check`] asks, must
-/// not wait for that call.
+/// Fails inside a call of `owner` that this thread runs itself: a signal handler, which runs while
+/// [`check`] asks, must not wait for that call.
 pub fn check_outside(owner: usize) -> Result<()> {
     if RUNNING.get() != owner {
         return Ok(());
     }
-    let text = "a signal's handler cannot wait for a collective of the group whose collective it interrupts; set a flag in it";
+    let text = "a signal's handler cannot wait for a collective of the group whose collective it \
+        interrupts; set a flag in it";
     Err(Error::config(text))
 }
 

@@ -1,8 +1,9 @@
-//! The log of a process and of its forked children, each with its own filter: a logger can be set only once, and a
-//! child inherits it.
+//! The log of a process and of its forked children, each with its own filter: a logger can be set
+//! only once, and a child inherits it.
 //!
-//! Lines go to standard error or into a queue, from which another logging system takes them on its own thread. The
-//! thread that logs may hold locks of this crate, so it must never wait for locks of others.
+//! Lines go to standard error or into a queue, from which another logging system takes them on its
+//! own thread. The thread that logs may hold locks of this crate, so it must never wait for locks
+//! of others.
 
 use super::fork::PerProcess;
 use crate::lock::{lock, unpoisoned};
@@ -85,7 +86,12 @@ impl Log for Current {
         let queue = QUEUE.get();
         if let Some(filter) = queue.filter() {
             let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-            let line = || LogLine { level: record.level(), target: record.target().into(), text: record.args().to_string(), at };
+            let line = || LogLine {
+                level: record.level(),
+                target: record.target().into(),
+                text: record.args().to_string(),
+                at,
+            };
             if !filter.matches(record) || queue.add(line()) {
                 return;
             }
@@ -104,13 +110,19 @@ fn filtered(filter: &str) -> Logger {
 
 /// Makes a logger to standard error whose lines name `rank`, or the process without one.
 fn written(filter: &str, rank: Option<u32>) -> Logger {
-    let author = rank.map_or_else(|| format!("pid {}", std::process::id()), |rank| format!("rank {rank}"));
-    let line = move |record: &Record<'_>| format!("[{:<5} {} {author}] {}", record.level(), record.target(), record.args());
-    Builder::new().parse_filters(filter).format(move |buffer, record| writeln!(buffer, "{}", line(record))).build()
+    let author =
+        rank.map_or_else(|| format!("pid {}", std::process::id()), |rank| format!("rank {rank}"));
+    let line = move |record: &Record<'_>| {
+        format!("[{:<5} {} {author}] {}", record.level(), record.target(), record.args())
+    };
+    Builder::new()
+        .parse_filters(filter)
+        .format(move |buffer, record| writeln!(buffer, "{}", line(record)))
+        .build()
 }
 
-/// Starts this process's log to standard error, with `filter` in the syntax of `env_logger`; its lines name `rank`. A
-/// logger that the program has set before takes precedence.
+/// Starts this process's log to standard error, with `filter` in the syntax of `env_logger`; its
+/// lines name `rank`. A logger that the program has set before takes precedence.
 pub fn start(filter: &str, rank: Option<u32>) {
     static OURS: OnceLock<bool> = OnceLock::new();
     if *OURS.get_or_init(|| log::set_logger(&Current).is_ok()) {
@@ -119,8 +131,8 @@ pub fn start(filter: &str, rank: Option<u32>) {
     }
 }
 
-/// From now on, queues the lines that pass `filter`, instead of writing them to standard error. A forked child starts
-/// without a queue.
+/// From now on, queues the lines that pass `filter`, instead of writing them to standard error. A
+/// forked child starts without a queue.
 pub fn to_queue(filter: &str) {
     let logger = filtered(filter);
     log::set_max_level(logger.filter());
@@ -165,7 +177,10 @@ mod tests {
         let queue = LogQueue::default();
         lock(&queue.state).filter = Some(Arc::new(filtered("info")));
         let added = (0..MOST + 10).filter(|_| queue.add(line("one"))).count();
-        assert_eq!((added, queue.take(Duration::ZERO).len(), queue.add(line("again"))), (MOST, MOST, true));
+        assert_eq!(
+            (added, queue.take(Duration::ZERO).len(), queue.add(line("again"))),
+            (MOST, MOST, true)
+        );
     }
 
     #[test]
@@ -173,7 +188,8 @@ mod tests {
         let queue = LogQueue::default();
         lock(&queue.state).filter = Some(Arc::new(filtered("info")));
         std::thread::scope(|scope| {
-            let taker = scope.spawn(|| (queue.take(Duration::MAX).len(), queue.take(Duration::MAX).len()));
+            let taker =
+                scope.spawn(|| (queue.take(Duration::MAX).len(), queue.take(Duration::MAX).len()));
             queue.add(line("one"));
             while !lock(&queue.state).lines.is_empty() {
                 std::thread::yield_now();

@@ -7,7 +7,8 @@ use crate::error::Result;
 use serde::{Deserialize, Serialize};
 use std::sync::OnceLock;
 
-/// Processes with equal identity share a kernel, process ids, sockets, users and clocks, as one node's ranks must.
+/// Processes with equal identity share a kernel, process ids, sockets, users and clocks, as one
+/// node's ranks must.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeId {
     /// A random number that the kernel makes at boot.
@@ -20,8 +21,8 @@ pub struct NodeId {
     pub pid: String,
     /// Namespace of user ids.
     pub user: String,
-    /// Namespace of the clocks since boot, in which /proc reports start times; empty if the kernel lacks it (before
-    /// 5.6).
+    /// Namespace of the clocks since boot, in which /proc reports start times; empty if the kernel
+    /// lacks it (before 5.6).
     pub time: String,
     /// `SYMM_TEST_NODE`, with which tests divide one node into several; empty if unset.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -38,8 +39,8 @@ impl NodeId {
         }
     }
 
-    /// Returns the namespaces that differ from those of `other`, each with the option that starts a container in the
-    /// host's.
+    /// Returns the namespaces that differ from those of `other`, each with the option that starts a
+    /// container in the host's.
     pub fn namespaces_apart(&self, other: &Self) -> Vec<(&'static str, &'static str)> {
         let each = [
             ("pid", "--pid=host", &self.pid, &other.pid),
@@ -48,17 +49,25 @@ impl NodeId {
             ("user", "--userns=host", &self.user, &other.user),
             ("time", "", &self.time, &other.time),
         ];
-        each.into_iter().filter(|(_, _, own, its)| own != its).map(|(name, option, ..)| (name, option)).collect()
+        each.into_iter()
+            .filter(|(_, _, own, its)| own != its)
+            .map(|(name, option, ..)| (name, option))
+            .collect()
     }
 
     fn read() -> Result<Self> {
         let boot = "/proc/sys/kernel/random/boot_id";
         let namespace = |name: &str| {
             let path = format!("/proc/self/ns/{name}");
-            std::fs::read_link(&path).map(|target| target.to_string_lossy().into_owned()).map_err(|error| unreadable(&path, &error))
+            std::fs::read_link(&path)
+                .map(|target| target.to_string_lossy().into_owned())
+                .map_err(|error| unreadable(&path, &error))
         };
         Ok(Self {
-            boot: std::fs::read_to_string(boot).map_err(|error| unreadable(boot, &error))?.trim().to_owned(),
+            boot: std::fs::read_to_string(boot)
+                .map_err(|error| unreadable(boot, &error))?
+                .trim()
+                .to_owned(),
             ipc: namespace("ipc")?,
             net: namespace("net")?,
             pid: namespace("pid")?,
@@ -79,8 +88,11 @@ pub fn cpu() -> &'static str {
     static MODEL: OnceLock<String> = OnceLock::new();
     MODEL.get_or_init(|| {
         let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        let named = |field: &str| text.lines().find(|line| line.starts_with(field)).and_then(|line| line.split_once(':'));
-        let name = named("model name").or_else(|| named("Model")).map_or("", |(_, name)| name.trim());
+        let named = |field: &str| {
+            text.lines().find(|line| line.starts_with(field)).and_then(|line| line.split_once(':'))
+        };
+        let name =
+            named("model name").or_else(|| named("Model")).map_or("", |(_, name)| name.trim());
         if name.is_empty() { std::env::consts::ARCH.into() } else { name.into() }
     })
 }

@@ -25,8 +25,8 @@ pub struct ProcessId {
 /// Fields of `/proc/pid/stat`.
 struct Stat {
     state: char,
-    /// True for a process that has started to exit. It may not be finished, because freeing GPU memory takes a tenth of
-    /// a second.
+    /// True for a process that has started to exit. It may not be finished, because freeing GPU
+    /// memory takes a tenth of a second.
     exiting: bool,
     start_time: u64,
     /// Status as `waitpid` reports it; 0 while the process runs.
@@ -53,7 +53,8 @@ impl Stat {
     }
 
     fn parse(text: &str) -> Option<Self> {
-        // The name in field 2 may contain spaces and parentheses; field 3 follows its last parenthesis.
+        // The name in field 2 may contain spaces and parentheses; field 3 follows its last
+        // parenthesis.
         let (_, rest) = text.rsplit_once(')')?;
         let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
         Some(Self {
@@ -72,24 +73,31 @@ pub fn own() -> Result<ProcessId> {
         return Ok(*own);
     }
     let pid = std::process::id();
-    let stat = Stat::read(pid).map_err(|errno| unreadable(&format!("/proc/{pid}/stat"), &errno.into()))?;
+    let stat =
+        Stat::read(pid).map_err(|errno| unreadable(&format!("/proc/{pid}/stat"), &errno.into()))?;
     // /proc is not mounted or belongs to another pid namespace.
-    let stat = stat
-        .ok_or_else(|| Error::config(format!("/proc does not show this process, pid {pid}: mount it here (mount -t proc proc /proc)")))?;
+    let stat = stat.ok_or_else(|| {
+        Error::config(format!(
+            "/proc does not show this process, pid {pid}: mount it here (mount -t proc proc /proc)"
+        ))
+    })?;
     Ok(*OWN.get().get_or_init(|| ProcessId { pid, start_time: stat.start_time }))
 }
 
-/// The pidfds of known processes, so that 200 groups with the same members hold one pidfd per member.
-static KNOWN: PerProcess<Mutex<HashMap<ProcessId, Weak<OwnedFd>>>> = PerProcess::new(|| Mutex::new(HashMap::new()));
+/// The pidfds of known processes, so that 200 groups with the same members hold one pidfd per
+/// member.
+static KNOWN: PerProcess<Mutex<HashMap<ProcessId, Weak<OwnedFd>>>> =
+    PerProcess::new(|| Mutex::new(HashMap::new()));
 
-/// Returns a pidfd of `process`, shared by all callers; `None` if the process has ended and been reaped. Needs no
-/// permission over that process.
+/// Returns a pidfd of `process`, shared by all callers; `None` if the process has ended and been
+/// reaped. Needs no permission over that process.
 pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
     let mut known = lock(KNOWN.get());
     if let Some(fd) = known.get(&process).and_then(Weak::upgrade) {
         return Ok(Some(fd));
     }
-    let Some(pid) = i32::try_from(process.pid).ok().filter(|pid| *pid > 0).and_then(Pid::from_raw) else {
+    let Some(pid) = i32::try_from(process.pid).ok().filter(|pid| *pid > 0).and_then(Pid::from_raw)
+    else {
         return Ok(None);
     };
     let fd = match pidfd_open(pid, PidfdFlags::empty()) {
@@ -106,11 +114,15 @@ pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
     Ok(Some(fd))
 }
 
-/// Returns true if the process that this one knows as `pid` has ended, so that another process may have the number
-/// since. False if `pid` is unknown.
+/// Returns true if the process that this one knows as `pid` has ended, so that another process may
+/// have the number since. False if `pid` is unknown.
 pub fn has_ended(pid: u32) -> bool {
     let known = lock(KNOWN.get());
-    let mut named = known.iter().filter(|(process, _)| process.pid == pid).filter_map(|(_, fd)| fd.upgrade()).peekable();
+    let mut named = known
+        .iter()
+        .filter(|(process, _)| process.pid == pid)
+        .filter_map(|(_, fd)| fd.upgrade())
+        .peekable();
     named.peek().is_some() && named.all(|fd| ended(&fd))
 }
 
@@ -149,9 +161,9 @@ struct PossiblyExiting {
 
 static SUSPECTS: PerProcess<Mutex<PossiblyExiting>> = PerProcess::new(Mutex::default);
 
-/// Reports that a connection to process `pid` has ended, so the process may be exiting. An exiting process closes its
-/// file descriptors, the highest first, before it frees its GPU memory, and its pidfd becomes readable only after that,
-/// a tenth of a second later.
+/// Reports that a connection to process `pid` has ended, so the process may be exiting. An exiting
+/// process closes its file descriptors, the highest first, before it frees its GPU memory, and its
+/// pidfd becomes readable only after that, a tenth of a second later.
 pub fn suspect(pid: u32) {
     let mut suspects = lock(SUSPECTS.get());
     if let Some(listener) = suspects.listener.upgrade() {
@@ -178,15 +190,22 @@ pub fn ended(pidfd: &OwnedFd) -> bool {
     poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
-/// Returns how a process ended that has ended or [is exiting](is_ending): `"killed by signal 9 (SIGKILL)"`, `"exited
-/// with code 3"`, or `"gone"` if neither the kernel (6.15 and later, after it was reaped) nor its entry in /proc
-/// (before) says so.
+/// Returns how a process ended that has ended or [is exiting](is_ending): `"killed by signal 9
+/// (SIGKILL)"`, `"exited with code 3"`, or `"gone"` if neither the kernel (6.15 and later, after it
+/// was reaped) nor its entry in /proc (before) says so.
 pub fn exit_cause(process: ProcessId, pidfd: &OwnedFd) -> String {
     let zombie = || {
-        Stat::read(process.pid).ok().flatten().filter(|stat| stat.start_time == process.start_time && stat.over()).map(|stat| stat.status)
+        Stat::read(process.pid)
+            .ok()
+            .flatten()
+            .filter(|stat| stat.start_time == process.start_time && stat.over())
+            .map(|stat| stat.status)
     };
     // The kernel is queried twice in case the process is reaped between the queries.
-    reaped_status(pidfd).or_else(zombie).or_else(|| reaped_status(pidfd)).map_or_else(|| "gone".into(), describe)
+    reaped_status(pidfd)
+        .or_else(zombie)
+        .or_else(|| reaped_status(pidfd))
+        .map_or_else(|| "gone".into(), describe)
 }
 
 fn reaped_status(pidfd: &OwnedFd) -> Option<i32> {
@@ -264,7 +283,10 @@ mod tests {
         }
         let stat = Stat::parse(&line).expect("a whole line");
         assert_eq!((stat.state, stat.exiting, stat.start_time, stat.status), ('S', false, 22, 52));
-        assert!(Stat::parse(&line.replace(" 9 ", " 4194308 ")).is_some_and(|stat| stat.exiting && stat.over()));
+        assert!(
+            Stat::parse(&line.replace(" 9 ", " 4194308 "))
+                .is_some_and(|stat| stat.exiting && stat.over())
+        );
         assert!(Stat::parse("7 (a) S 1").is_none());
         assert!(Stat::parse("").is_none());
     }

@@ -6,12 +6,12 @@ use crate::error::{Error, Result};
 use rustix::io::Errno;
 use std::sync::atomic::{Ordering, fence};
 
-/// Copies `bytes` bytes at address `from` of process `pid` to `to`, without help of that process. Later reads of this
-/// process are ordered after the copy.
+/// Copies `bytes` bytes at address `from` of process `pid` to `to`, without help of that process.
+/// Later reads of this process are ordered after the copy.
 ///
 /// # Errors
-/// The memory cannot be read, or the process known as `pid` has ended, so that another process's memory may have been
-/// read.
+/// The memory cannot be read, or the process known as `pid` has ended, so that another process's
+/// memory may have been read.
 ///
 /// # Safety
 /// `to` must be valid for writes of `bytes` bytes, which no other thread may access meanwhile.
@@ -19,13 +19,15 @@ pub unsafe fn read_memory(pid: u32, from: usize, to: *mut u8, bytes: usize) -> R
     let mut done = 0;
     while done < bytes {
         let local = libc::iovec { iov_base: to.wrapping_add(done).cast(), iov_len: bytes - done };
-        let remote = libc::iovec { iov_base: from.wrapping_add(done) as *mut _, iov_len: bytes - done };
-        // A peer may have sent `from`: an end that wraps is a bad address like any other.
-        // SAFETY: `local` lies within the caller's range; a bad remote address is an error, not a fault.
+        let remote =
+            libc::iovec { iov_base: from.wrapping_add(done) as *mut _, iov_len: bytes - done };
+        // A peer may have sent `from`: an end that wraps is a bad address like any other. SAFETY:
+        // `local` lies within the caller's range; a bad remote address is an error, not a fault.
         let copied = unsafe { libc::process_vm_readv(pid as i32, &local, 1, &remote, 1, 0) };
         match copied {
             ..=0 => {
-                let errno = Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO);
+                let errno =
+                    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO);
                 return Err(failed(pid, bytes, errno));
             }
             copied => done += copied as usize,
@@ -39,8 +41,8 @@ pub unsafe fn read_memory(pid: u32, from: usize, to: *mut u8, bytes: usize) -> R
     Ok(())
 }
 
-/// Returns the error of a read, of kind `Peer` if the process has ended, because memory is freed before the process
-/// ends.
+/// Returns the error of a read, of kind `Peer` if the process has ended, because memory is freed
+/// before the process ends.
 fn failed(pid: u32, bytes: usize, errno: Errno) -> Error {
     let text = format!("reading {bytes} bytes of process {pid}: {errno}");
     if errno == Errno::SRCH { Error::peer(text) } else { Error::internal(text) }
@@ -59,7 +61,8 @@ mod tests {
         let (pid, from) = (std::process::id(), [1u8, 2, 3, 4]);
         let mut to = [0u8; 4];
         // SAFETY: `to` is a local array of 4 bytes.
-        unsafe { read_memory(pid, from.as_ptr() as usize, to.as_mut_ptr(), 4) }.expect("own memory");
+        unsafe { read_memory(pid, from.as_ptr() as usize, to.as_mut_ptr(), 4) }
+            .expect("own memory");
         assert_eq!(to, from);
         // SAFETY: as above.
         assert!(unsafe { read_memory(pid, 8, to.as_mut_ptr(), 4) }.is_err());
@@ -68,10 +71,14 @@ mod tests {
     fn memory_of_whoever_has_the_number_of_an_ended_process_is_not_taken_for_its() {
         let mut living = Command::new("sleep").arg("60").spawn().expect("sleep");
         let mut ended = Command::new("true").spawn().expect("true");
-        let fd = Arc::new(pidfd_open(Pid::from_child(&ended), PidfdFlags::empty()).expect("a descriptor"));
+        let fd = Arc::new(
+            pidfd_open(Pid::from_child(&ended), PidfdFlags::empty()).expect("a descriptor"),
+        );
         ended.wait().expect("its child");
-        let maps = std::fs::read_to_string(format!("/proc/{}/maps", living.id())).expect("its maps");
-        let start = usize::from_str_radix(maps.split('-').next().expect("a mapping"), 16).expect("an address");
+        let maps =
+            std::fs::read_to_string(format!("/proc/{}/maps", living.id())).expect("its maps");
+        let start = usize::from_str_radix(maps.split('-').next().expect("a mapping"), 16)
+            .expect("an address");
         let mut to = [0u8; 4];
         // SAFETY: `to` is a local array of 4 bytes.
         let mut read = || unsafe { read_memory(living.id(), start, to.as_mut_ptr(), 4) };

@@ -8,7 +8,8 @@ use rustix::rand::{GetRandomFlags, getrandom};
 /// Returns `N` random bytes; up to 256 at once are never truncated.
 pub fn bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
-    let filled = retry(|| getrandom(&mut bytes, GetRandomFlags::empty())).map_err(|errno| Required::Random.failed(errno))?;
+    let filled = retry(|| getrandom(&mut bytes, GetRandomFlags::empty()))
+        .map_err(|errno| Required::Random.failed(errno))?;
     if filled < N {
         return Err(Error::internal(format!("getrandom gave {filled} of {N} bytes")));
     }

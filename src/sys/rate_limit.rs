@@ -8,8 +8,8 @@ use std::time::Duration;
 /// Interval between two lines.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Writes one kind of line at most once a second, the first at once, and counts the others, so that no outsider can
-/// fill a disk. Lock-free, so that a forked child may use its copy.
+/// Writes one kind of line at most once a second, the first at once, and counts the others, so that
+/// no outsider can fill a disk. Lock-free, so that a forked child may use its copy.
 #[derive(Debug, Default)]
 pub struct RateLimit {
     /// When the next line may be written, on the monotonic clock in nanoseconds.
@@ -23,13 +23,16 @@ impl RateLimit {
         Self { next: AtomicU64::new(0), left_out: AtomicU64::new(0) }
     }
 
-    /// Writes `line` as a warning with the number of lines omitted since the last one, or counts it.
+    /// Writes `line` as a warning with the number of lines omitted since the last one, or counts
+    /// it.
     pub fn warn(&self, line: fmt::Arguments<'_>) {
         let now = clock_gettime(ClockId::Monotonic);
         let now = now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs();
         match self.admit(now) {
             Some(0) => log::warn!("{line}"),
-            Some(left_out) => log::warn!("{line} ({left_out} more such lines were left out before this one)"),
+            Some(left_out) => {
+                log::warn!("{line} ({left_out} more such lines were left out before this one)")
+            }
             None => {}
         }
     }
@@ -39,7 +42,9 @@ impl RateLimit {
         let due = self.next.load(Ordering::Relaxed);
         let next = now + INTERVAL.as_nanos() as u64;
         // Of several concurrent threads, one writes and the others count.
-        if now < due || self.next.compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed).is_err() {
+        if now < due
+            || self.next.compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed).is_err()
+        {
             self.left_out.fetch_add(1, Ordering::Relaxed);
             return None;
         }
@@ -59,6 +64,10 @@ mod tests {
         let admitted = (6..second + 5).step_by(100_000).filter(|&now| limit.admit(now).is_some());
         assert_eq!(admitted.count(), 0);
         assert_eq!(limit.admit(second + 5), Some(10_000));
-        assert_eq!(limit.admit(9 * second), Some(0), "those that were told of are not told of again");
+        assert_eq!(
+            limit.admit(9 * second),
+            Some(0),
+            "those that were told of are not told of again"
+        );
     }
 }

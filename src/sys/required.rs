@@ -71,34 +71,65 @@ calls! {
 }
 
 impl Required {
-    /// Returns the error of this step. If the machine forbids the call or a limit prevents it, groups do not work here,
-    /// and the message has the remedy; any other failure is a fault of the system.
+    /// Returns the error of this step. If the machine forbids the call or a limit prevents it,
+    /// groups do not work here, and the message has the remedy; any other failure is a fault of the
+    /// system.
     pub fn failed(self, errno: Errno) -> Error {
         let (kind, advice) = match errno {
             // `INTR` means a call that never succeeds ([`retry`](super::eintr::retry)).
             Errno::NOSYS | Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP | Errno::INTR => (
                 ErrorKind::Config,
-                "; a container's seccomp profile, a security module or Linux before 5.3 forbids this system call: allow it there".into(),
+                "; a container's seccomp profile, a security module or Linux before 5.3 forbids \
+                 this system call: allow it there"
+                    .into(),
             ),
             Errno::FBIG => {
-                let limit = getrlimit(Resource::Fsize).current.map_or_else(|| "unlimited".into(), |limit| limit.to_string());
-                (ErrorKind::Config, format!("; RLIMIT_FSIZE is {limit} and limits shared memory, too: ulimit -f unlimited"))
+                let limit = getrlimit(Resource::Fsize)
+                    .current
+                    .map_or_else(|| "unlimited".into(), |limit| limit.to_string());
+                (
+                    ErrorKind::Config,
+                    format!(
+                        "; RLIMIT_FSIZE is {limit} and limits shared memory, \
+                    too: ulimit -f unlimited"
+                    ),
+                )
             }
             Errno::MFILE => {
                 let (limit, open) = descriptors();
                 let limit = limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string());
-                (ErrorKind::Config, format!("; RLIMIT_NOFILE is {limit} and {open} descriptors are open: raise ulimit -n"))
+                (
+                    ErrorKind::Config,
+                    format!(
+                        "; RLIMIT_NOFILE is {limit} and {open} descriptors are \
+                    open: raise ulimit -n"
+                    ),
+                )
             }
-            Errno::NFILE => (ErrorKind::Config, "; the machine has as many open files as fs.file-max allows: raise it".into()),
-            Errno::AGAIN if self == Self::Thread => {
-                (ErrorKind::Config, "; RLIMIT_NPROC or pids.max of the control group limits threads: raise it".into())
-            }
-            Errno::NOMEM | Errno::NOSPC => {
-                (ErrorKind::Config, "; memory or addresses are short: free some, or raise the container's limit".into())
-            }
+            Errno::NFILE => (
+                ErrorKind::Config,
+                "; the machine has as many open files as \
+                fs.file-max allows: raise it"
+                    .into(),
+            ),
+            Errno::AGAIN if self == Self::Thread => (
+                ErrorKind::Config,
+                "; RLIMIT_NPROC or pids.max of the control group limits \
+                    threads: raise it"
+                    .into(),
+            ),
+            Errno::NOMEM | Errno::NOSPC => (
+                ErrorKind::Config,
+                "; memory or addresses are short: free some, or raise the \
+                    container's limit"
+                    .into(),
+            ),
             _ => (ErrorKind::Internal, String::new()),
         };
-        Error { kind, message: format!("{} failed, for {}: {errno}{advice}", self.calls(), self.purpose()) }
+        Error {
+            kind,
+            message: format!("{} failed, for {}: {errno}{advice}", self.calls(), self.purpose()),
+        }
     }
 }
 
@@ -114,7 +145,8 @@ pub fn unreadable(path: &str, error: &std::io::Error) -> Error {
 /// Returns this process's limit on open file descriptors, and how many are open.
 pub fn descriptors() -> (Option<u64>, usize) {
     let limit = getrlimit(Resource::Nofile).current;
-    // One of the entries is the descriptor of the listing itself. If no descriptor is free, the limit is the number.
+    // One of the entries is the descriptor of the listing itself. If no descriptor is free, the
+    // limit is the number.
     let open = std::fs::read_dir("/proc/self/fd").map_or_else(
         |_| limit.map_or(0, |limit| usize::try_from(limit).unwrap_or(usize::MAX)),
         |entries| entries.count().saturating_sub(1),
@@ -129,7 +161,12 @@ mod tests {
     #[test]
     fn what_the_machine_forbids_or_limits_is_a_matter_of_configuration() {
         let cases = [
-            (Required::Memory, Errno::PERM, ErrorKind::Config, "memfd_create failed, for shared memory: Operation not permitted"),
+            (
+                Required::Memory,
+                Errno::PERM,
+                ErrorKind::Config,
+                "memfd_create failed, for shared memory: Operation not permitted",
+            ),
             (Required::Pages, Errno::OPNOTSUPP, ErrorKind::Config, "seccomp"),
             (Required::Watch, Errno::NOSYS, ErrorKind::Config, "Linux before 5.3"),
             (Required::Size, Errno::FBIG, ErrorKind::Config, "ulimit -f unlimited"),

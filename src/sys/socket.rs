@@ -1,11 +1,13 @@
-//! Unix sockets that keep message boundaries, and the file descriptors sent over them. Nothing here blocks.
+//! Unix sockets that keep message boundaries, and the file descriptors sent over them. Nothing here
+//! blocks.
 #![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::io::{Errno, IoSlice, IoSliceMut, Result};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-    SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, recvmsg, sendmsg, socket_with,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    accept_with, bind, connect, listen, recvmsg, sendmsg, socket_with,
 };
 use std::mem::MaybeUninit;
 
@@ -16,7 +18,8 @@ pub fn unconnected() -> Result<OwnedFd> {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)
 }
 
-/// Makes a listening socket under an abstract name, which has no file and disappears with the socket's last descriptor.
+/// Makes a listening socket under an abstract name, which has no file and disappears with the
+/// socket's last descriptor.
 pub fn listen_at(name: &str, backlog: i32) -> Result<OwnedFd> {
     let socket = unconnected()?;
     bind(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
@@ -24,7 +27,8 @@ pub fn listen_at(name: &str, backlog: i32) -> Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Connects to the socket that listens on `name`; `CONNREFUSED` if no socket does, `AGAIN` if its queue is full.
+/// Connects to the socket that listens on `name`; `CONNREFUSED` if no socket does, `AGAIN` if its
+/// queue is full.
 pub fn connect_to(name: &str) -> Result<OwnedFd> {
     let socket = unconnected()?;
     connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
@@ -46,8 +50,8 @@ pub struct PeerCredentials {
 }
 
 impl PeerCredentials {
-    /// Returns true if the process belongs to the same user as this one. Every user can read abstract names in
-    /// /proc/net/unix.
+    /// Returns true if the process belongs to the same user as this one. Every user can read
+    /// abstract names in /proc/net/unix.
     pub fn is_own_user(&self) -> bool {
         self.uid == rustix::process::geteuid().as_raw()
     }
@@ -55,12 +59,19 @@ impl PeerCredentials {
 
 /// Returns the process that made the other end of `socket` by `connect` or `listen`.
 pub fn peer(socket: &OwnedFd) -> Result<PeerCredentials> {
-    // Not rustix's `socket_peercred`, whose process id must not be 0: an unidentified peer can make it 0.
+    // Not rustix's `socket_peercred`, whose process id must not be 0: an unidentified peer can make
+    // it 0.
     let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: `credentials` is valid for writes of `length` bytes, its own size.
     let status = unsafe {
-        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut credentials).cast(), &raw mut length)
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut credentials).cast(),
+            &raw mut length,
+        )
     };
     if status != 0 {
         return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL));
@@ -86,21 +97,28 @@ pub struct Received {
     pub length: usize,
     /// The file descriptor in the message.
     pub fd: Option<OwnedFd>,
-    /// True if bytes or file descriptors were lost: the message was too long, had more than one descriptor, or found
-    /// no free number here.
+    /// True if bytes or file descriptors were lost: the message was too long, had more than one
+    /// descriptor, or found no free number here.
     pub cut: bool,
 }
 
-/// Receives one message into `buffer`; `AGAIN` if no message is waiting. Keeps at most one file descriptor, closed on
-/// `exec`.
+/// Receives one message into `buffer`; `AGAIN` if no message is waiting. Keeps at most one file
+/// descriptor, closed on `exec`.
 pub fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> Result<Received> {
     // Space for one descriptor; the kernel closes the others.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let message = recvmsg(socket.as_fd(), &mut [IoSliceMut::new(buffer)], &mut control, RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT)?;
+    let message = recvmsg(
+        socket.as_fd(),
+        &mut [IoSliceMut::new(buffer)],
+        &mut control,
+        RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
+    )?;
     let mut fds: Vec<OwnedFd> = control
         .drain()
-        .filter_map(|item| if let RecvAncillaryMessage::ScmRights(fds) = item { Some(fds) } else { None })
+        .filter_map(
+            |item| if let RecvAncillaryMessage::ScmRights(fds) = item { Some(fds) } else { None },
+        )
         .flatten()
         .collect();
     let cut = message.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) || fds.len() > 1;
@@ -120,7 +138,8 @@ mod tests {
         assert_eq!(accept(&listener).expect_err("nobody came"), Errno::AGAIN);
         let near = connect_to(&name).expect("connects");
         let far = accept(&listener).expect("came");
-        let own = PeerCredentials { pid: std::process::id(), uid: rustix::process::geteuid().as_raw() };
+        let own =
+            PeerCredentials { pid: std::process::id(), uid: rustix::process::geteuid().as_raw() };
         assert_eq!((peer(&near), peer(&far)), (Ok(own), Ok(own)));
         assert!(own.is_own_user() && !PeerCredentials { uid: own.uid ^ 1, ..own }.is_own_user());
 
@@ -130,9 +149,15 @@ mod tests {
         send(&near, b"defg", Some(listener.as_fd())).expect("sent");
         send(&near, b"too long for it", None).expect("sent");
         let first = receive(&far, &mut buffer).expect("arrived");
-        assert_eq!((&buffer[..first.length], first.fd.is_some(), first.cut), (&b"abc"[..], false, false));
+        assert_eq!(
+            (&buffer[..first.length], first.fd.is_some(), first.cut),
+            (&b"abc"[..], false, false)
+        );
         let second = receive(&far, &mut buffer).expect("arrived");
-        assert_eq!((&buffer[..second.length], second.fd.is_some(), second.cut), (&b"defg"[..], true, false));
+        assert_eq!(
+            (&buffer[..second.length], second.fd.is_some(), second.cut),
+            (&b"defg"[..], true, false)
+        );
         assert!(receive(&far, &mut buffer).expect("arrived").cut);
         drop(near);
         assert_eq!(receive(&far, &mut buffer).expect("closed").length, 0);

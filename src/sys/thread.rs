@@ -40,7 +40,8 @@ impl AsFd for Waker {
     }
 }
 
-/// Starts a thread on which no signal handler of the program runs, with `stack` bytes of stack or the default.
+/// Starts a thread on which no signal handler of the program runs, with `stack` bytes of stack or
+/// the default.
 ///
 /// The thread starts with its signals blocked, so no signal can arrive before it blocks them.
 pub fn spawn<T: Send + 'static>(
@@ -51,7 +52,9 @@ pub fn spawn<T: Send + 'static>(
     let builder = std::thread::Builder::new().name(name.into());
     let builder = stack.into_iter().fold(builder, std::thread::Builder::stack_size);
     let _undisturbed = BlockedSignals::new();
-    builder.spawn(work).map_err(|error| Required::Thread.failed(Errno::from_io_error(&error).unwrap_or(Errno::INVAL)))
+    builder.spawn(work).map_err(|error| {
+        Required::Thread.failed(Errno::from_io_error(&error).unwrap_or(Errno::INVAL))
+    })
 }
 
 /// Runs `work` on its own thread. The returned receiver gets a value at its end.
@@ -61,7 +64,10 @@ pub fn start_aside(name: &str, work: impl FnOnce() + Send + 'static) -> Option<R
         work();
         let _ = done.send(());
     });
-    thread.inspect_err(|error| log::warn!("a thread could not be started to end a group: {error}")).ok().map(|_| ended)
+    thread
+        .inspect_err(|error| log::warn!("a thread could not be started to end a group: {error}"))
+        .ok()
+        .map(|_| ended)
 }
 
 /// Runs `work` on its own thread and waits at most `limit` for its end.
@@ -72,9 +78,10 @@ pub fn aside(name: &str, limit: Duration, work: impl FnOnce() + Send + 'static) 
     }
 }
 
-/// Blocks the signals of the thread that made it while it lives, so that they wait or other threads take them. For
-/// system calls that start over when they are interrupted. Signals of the thread's own faults (SIGSEGV and the like)
-/// are not blocked, because the kernel would kill the process without calling the handlers that report where.
+/// Blocks the signals of the thread that made it while it lives, so that they wait or other threads
+/// take them. For system calls that start over when they are interrupted. Signals of the thread's
+/// own faults (SIGSEGV and the like) are not blocked, because the kernel would kill the process
+/// without calling the handlers that report where.
 pub struct BlockedSignals {
     before: libc::sigset_t,
     /// A mask belongs to one thread.
@@ -82,11 +89,20 @@ pub struct BlockedSignals {
 }
 
 impl BlockedSignals {
-    /// Blocks the calling thread's signals, except those of its own faults, until the value is dropped.
+    /// Blocks the calling thread's signals, except those of its own faults, until the value is
+    /// dropped.
     pub fn new() -> Self {
-        const OWN: [i32; 7] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGABRT, libc::SIGSYS];
-        // SAFETY: all-zero is a value of this structure of integers; `sigfillset` and `pthread_sigmask` write to live
-        // values.
+        const OWN: [i32; 7] = [
+            libc::SIGSEGV,
+            libc::SIGBUS,
+            libc::SIGFPE,
+            libc::SIGILL,
+            libc::SIGTRAP,
+            libc::SIGABRT,
+            libc::SIGSYS,
+        ];
+        // SAFETY: all-zero is a value of this structure of integers; `sigfillset` and
+        // `pthread_sigmask` write to live values.
         unsafe {
             let [mut all, mut before] = [std::mem::zeroed::<libc::sigset_t>(); 2];
             libc::sigfillset(&raw mut all);
@@ -108,7 +124,9 @@ impl Default for BlockedSignals {
 impl Drop for BlockedSignals {
     fn drop(&mut self) {
         // SAFETY: `before` was written by `pthread_sigmask` in `new`; the null old set is allowed.
-        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.before, std::ptr::null_mut()) };
+        unsafe {
+            libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.before, std::ptr::null_mut())
+        };
     }
 }
 

@@ -1,7 +1,8 @@
-//! Costs of links: the cost model of `torch.distributed.tensor._collective_utils`, and the assumed speed of each kind
-//! of link before anything is measured. Pure.
+//! Costs of links: the cost model of `torch.distributed.tensor._collective_utils`, and the assumed
+//! speed of each kind of link before anything is measured. Pure.
 //!
-//! The cost of a collective also depends on its algorithm, which this module does not know; see `coll::cost`.
+//! The cost of a collective also depends on its algorithm, which this module does not know; see
+//! `coll::cost`.
 
 use super::Topology;
 use super::device::NvlinkVersion;
@@ -23,11 +24,12 @@ const TORCH_BETWEEN_NODES: f64 = 0.22;
 const TORCH_HOP_US: [f64; 2] = [0.6, 2.7];
 /// Fixed cost of a call in torch's model in µs, before the first hop.
 const TORCH_BASE_US: f64 = 6.6;
-/// What torch adds to the cost of an all-to-all in µs, so that it prefers an all-gather of the same price.
+/// What torch adds to the cost of an all-to-all in µs, so that it prefers an all-gather of the same
+/// price.
 const TORCH_ALL_TO_ALL_US: f64 = 1.0;
 
-/// Returns the links that torch's model assigns to the dimensions of a mesh of shape `ranks`, on nodes with `per_node`
-/// devices.
+/// Returns the links that torch's model assigns to the dimensions of a mesh of shape `ranks`, on
+/// nodes with `per_node` devices.
 pub fn torch_links(ranks: &[usize], per_node: usize) -> Vec<LinkCost> {
     let mut links = vec![LinkCost { gb_per_s: TORCH_GB_PER_S, us: TORCH_HOP_US[0] }; ranks.len()];
     let mut total: usize = 1;
@@ -41,8 +43,9 @@ pub fn torch_links(ranks: &[usize], per_node: usize) -> Vec<LinkCost> {
     links
 }
 
-/// Returns the cost of a ring of `ranks` by torch's formula, `6.6 + hops × µs + (GiB × hops / ranks) / (GiB/s) × 10⁶`,
-/// with torch's order of operations, so that every bit is equal. `rounds` is 2 for an all-reduce, otherwise 1.
+/// Returns the cost of a ring of `ranks` by torch's formula, `6.6 + hops × µs + (GiB × hops /
+/// ranks) / (GiB/s) × 10⁶`, with torch's order of operations, so that every bit is equal. `rounds`
+/// is 2 for an all-reduce, otherwise 1.
 pub fn torch_ring(bytes: f64, ranks: usize, rounds: usize, link: LinkCost) -> f64 {
     let hops = (rounds * (ranks - 1)) as f64;
     let latency = TORCH_BASE_US + hops * link.us;
@@ -56,7 +59,8 @@ pub fn torch_all_to_all(bytes: f64, ranks: usize, link: LinkCost) -> f64 {
     torch_ring(bytes, ranks, 1, link) + TORCH_ALL_TO_ALL_US
 }
 
-/// Returns the cost of a broadcast, which torch's model lacks: a pipeline sends everything over every link.
+/// Returns the cost of a broadcast, which torch's model lacks: a pipeline sends everything over
+/// every link.
 pub fn torch_broadcast(bytes: f64, ranks: usize, link: LinkCost) -> f64 {
     let hops = (ranks - 1) as f64;
     TORCH_BASE_US + hops * link.us + bytes / f64::from(1 << 30) / link.gb_per_s * 1e6
@@ -84,12 +88,13 @@ pub enum LinkKind {
     Sockets,
 }
 
-/// The usable fraction of NVLink's nominal rate: 370 of 450 GB/s on H200 (2026-11-20, copy engines of 8 GPUs, all at
-/// once).
+/// The usable fraction of NVLink's nominal rate: 370 of 450 GB/s on H200 (2026-11-20, copy engines
+/// of 8 GPUs, all at once).
 const NVLINK_USABLE: f64 = 0.82;
 
 impl LinkKind {
-    /// Returns the worst connection between two of the GPUs in `detected`; `None` if there are no GPUs.
+    /// Returns the worst connection between two of the GPUs in `detected`; `None` if there are no
+    /// GPUs.
     pub fn between(detected: &Topology) -> Option<Self> {
         let n = detected.gpus.len();
         if n == 0 {
@@ -109,17 +114,23 @@ impl LinkKind {
     /// Returns the assumed speed of the connection, which was not measured on this machine.
     pub fn link(self) -> LinkCost {
         match self {
-            Self::NvLink { links, version } => LinkCost { gb_per_s: NVLINK_USABLE * f64::from(links) * per_nvlink(version), us: 0.6 },
+            Self::NvLink { links, version } => LinkCost {
+                gb_per_s: NVLINK_USABLE * f64::from(links) * per_nvlink(version),
+                us: 0.6,
+            },
             // 16 lanes of PCIe 4 nominally carry 31.5 GB/s.
             Self::Pcie => LinkCost { gb_per_s: 25.0, us: 1.0 },
             // Written to host memory and read again.
             Self::HostMemory => LinkCost { gb_per_s: 12.0, us: 1.5 },
-            // An all-reduce of 16 MB among 4 ranks sends 24 MB in 2.7 ms (README, 2026-11-21, 4-core EPYC).
+            // An all-reduce of 16 MB among 4 ranks sends 24 MB in 2.7 ms (README, 2026-11-21,
+            // 4-core EPYC).
             Self::SharedMemory => LinkCost { gb_per_s: 9.0, us: 0.3 },
             // As in torch's model.
-            Self::Network => LinkCost { gb_per_s: TORCH_GB_PER_S * TORCH_BETWEEN_NODES, us: TORCH_HOP_US[1] },
-            // Nominally 10 Gb/s for all ranks of a node; half of a message's round trip (docs/measurements/cpu.md,
-            // 2026-11-24).
+            Self::Network => {
+                LinkCost { gb_per_s: TORCH_GB_PER_S * TORCH_BETWEEN_NODES, us: TORCH_HOP_US[1] }
+            }
+            // Nominally 10 Gb/s for all ranks of a node; half of a message's round trip
+            // (docs/measurements/cpu.md, 2026-11-24).
             Self::Sockets => LinkCost { gb_per_s: 1.25, us: 135.0 },
         }
     }
@@ -138,7 +149,9 @@ fn per_nvlink(version: Option<NvlinkVersion>) -> f64 {
 impl std::fmt::Display for LinkKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::NvLink { links, version: Some(version) } => write!(f, "NVLink {version} x {links}"),
+            Self::NvLink { links, version: Some(version) } => {
+                write!(f, "NVLink {version} x {links}")
+            }
             Self::NvLink { links, version: None } => write!(f, "NVLink x {links}"),
             Self::Pcie => f.write_str("PCIe"),
             Self::HostMemory => f.write_str("host memory"),
@@ -169,28 +182,47 @@ mod tests {
             mig: Mig::Off,
         };
         let peers = Square::from_pairs(n, |a, b| a == b || peers);
-        Topology::new(TopologySource::Absent("a test".into()), (0..n).map(gpu).collect(), NvlMesh::new(links).expect("right"), peers)
+        Topology::new(
+            TopologySource::Absent("a test".into()),
+            (0..n).map(gpu).collect(),
+            NvlMesh::new(links).expect("right"),
+            peers,
+        )
     }
 
     #[test]
     fn torch_has_these_numbers() {
-        // Printed by torch 2.11 for meshes (2, 4) on nodes of 4 devices; tests/python/test_cost_model.py compares with
-        // torch itself.
+        // Printed by torch 2.11 for meshes (2, 4) on nodes of 4 devices;
+        // tests/python/test_cost_model.py compares with torch itself.
         let links = torch_links(&[2, 4], 4);
-        assert_eq!(links, [LinkCost { gb_per_s: 87.7 * 0.22, us: 2.7 }, LinkCost { gb_per_s: 87.7, us: 0.6 }]);
+        assert_eq!(
+            links,
+            [LinkCost { gb_per_s: 87.7 * 0.22, us: 2.7 }, LinkCost { gb_per_s: 87.7, us: 0.6 }]
+        );
         assert_eq!(torch_ring(0.0, 4, 1, links[1]), 6.6 + 3.0 * 0.6);
-        assert_eq!(torch_ring(f64::from(1 << 30), 2, 2, links[0]), 6.6 + 2.0 * 2.7 + 1.0 / (87.7 * 0.22) * 1e6);
+        assert_eq!(
+            torch_ring(f64::from(1 << 30), 2, 2, links[0]),
+            6.6 + 2.0 * 2.7 + 1.0 / (87.7 * 0.22) * 1e6
+        );
         assert_eq!(torch_all_to_all(5e6, 4, links[1]), torch_ring(5e6, 4, 1, links[1]) + 1.0);
         assert!(torch_broadcast(1e9, 4, links[1]) > torch_ring(1e9, 4, 1, links[1]));
     }
 
     #[test]
     fn the_worst_pair_decides() {
-        let full = |links: u32| vec![vec![0, links, links], vec![links, 0, links], vec![links, links, 0]];
-        let way = LinkKind::between(&gpus(&full(18), Some(NvlinkVersion(4, 0)), true)).expect("GPUs");
-        assert_eq!((way.to_string().as_str(), way.link().gb_per_s.round()), ("NVLink 4.0 x 18", 369.0));
+        let full =
+            |links: u32| vec![vec![0, links, links], vec![links, 0, links], vec![links, links, 0]];
+        let way =
+            LinkKind::between(&gpus(&full(18), Some(NvlinkVersion(4, 0)), true)).expect("GPUs");
+        assert_eq!(
+            (way.to_string().as_str(), way.link().gb_per_s.round()),
+            ("NVLink 4.0 x 18", 369.0)
+        );
         let lame = vec![vec![0, 4, 4], vec![4, 0, 2], vec![4, 2, 0]];
-        assert_eq!(LinkKind::between(&gpus(&lame, None, true)), Some(LinkKind::NvLink { links: 2, version: None }));
+        assert_eq!(
+            LinkKind::between(&gpus(&lame, None, true)),
+            Some(LinkKind::NvLink { links: 2, version: None })
+        );
         assert_eq!(LinkKind::between(&gpus(&full(0), None, true)), Some(LinkKind::Pcie));
         assert_eq!(LinkKind::between(&gpus(&full(0), None, false)), Some(LinkKind::HostMemory));
         assert_eq!(LinkKind::between(&gpus(&[], None, true)), None);
@@ -198,7 +230,8 @@ mod tests {
 
     #[test]
     fn nearer_ways_are_faster() {
-        let way = |version: u8| LinkKind::NvLink { links: 18, version: Some(NvlinkVersion(version, 0)) };
+        let way =
+            |version: u8| LinkKind::NvLink { links: 18, version: Some(NvlinkVersion(version, 0)) };
         let order = [way(6), way(5), way(4), LinkKind::Pcie, LinkKind::HostMemory];
         assert!(order.windows(2).all(|pair| pair[0].link().gb_per_s > pair[1].link().gb_per_s));
     }

@@ -12,15 +12,22 @@ pub struct PciAddress {
 }
 
 impl PciAddress {
-    /// Parses `00000000:3B:00.0` (NVML), `0000:3b:00.0` (CUDA, sysfs), and both without the function. `None` for all
-    /// other text, including `FFFFFFFF:FF:FF.0`, which NVML reports for the far end of a link that the machine hides.
+    /// Parses `00000000:3B:00.0` (NVML), `0000:3b:00.0` (CUDA, sysfs), and both without the
+    /// function. `None` for all other text, including `FFFFFFFF:FF:FF.0`, which NVML reports for
+    /// the far end of a link that the machine hides.
     pub fn parse(text: &str) -> Option<Self> {
         let place = match text.split_once('.') {
-            Some((place, function)) => matches!(function.as_bytes(), [b'0'..=b'7']).then_some(place)?,
+            Some((place, function)) => {
+                matches!(function.as_bytes(), [b'0'..=b'7']).then_some(place)?
+            }
             None => text,
         };
         let mut parts = place.split(':');
-        let mut part = || parts.next().filter(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_hexdigit()));
+        let mut part = || {
+            parts.next().filter(|part| {
+                !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_hexdigit())
+            })
+        };
         let (domain, bus, device) = (part()?, part()?, part()?);
         let address = Self {
             domain: u32::from_str_radix(domain, 16).ok()?,
@@ -37,7 +44,8 @@ impl std::fmt::Display for PciAddress {
     }
 }
 
-/// The UUID of a GPU or of a MIG instance, normalized: NVML adds the prefix `GPU-` or `MIG-`, torch does not.
+/// The UUID of a GPU or of a MIG instance, normalized: NVML adds the prefix `GPU-` or `MIG-`, torch
+/// does not.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Uuid(String);
 
@@ -45,7 +53,8 @@ impl Uuid {
     /// Parses the UUID in `text`, ignoring the prefix and case.
     pub fn new(text: &str) -> Self {
         let text = text.trim().to_ascii_lowercase();
-        let bare = ["gpu-", "mig-"].iter().find_map(|prefix| text.strip_prefix(prefix)).unwrap_or(&text);
+        let bare =
+            ["gpu-", "mig-"].iter().find_map(|prefix| text.strip_prefix(prefix)).unwrap_or(&text);
         Self(bare.to_owned())
     }
 }
@@ -61,7 +70,8 @@ impl std::fmt::Display for Uuid {
 pub struct NvlinkVersion(pub u8, pub u8);
 
 impl NvlinkVersion {
-    /// Returns the version with NVML's number `code` (`NVML_NVLINK_VERSION_*`), if this crate knows it.
+    /// Returns the version with NVML's number `code` (`NVML_NVLINK_VERSION_*`), if this crate knows
+    /// it.
     pub fn from_nvml(code: u32) -> Option<Self> {
         const VERSIONS: [NvlinkVersion; 8] = [
             NvlinkVersion(1, 0),
@@ -83,7 +93,8 @@ impl std::fmt::Display for NvlinkVersion {
     }
 }
 
-/// Whether a GPU is one device or is partitioned into MIG instances, which cannot reach other devices.
+/// Whether a GPU is one device or is partitioned into MIG instances, which cannot reach other
+/// devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mig {
     /// MIG is off: the GPU is one device.
@@ -103,8 +114,8 @@ pub struct Gpu {
     pub name: String,
     /// The nearest NUMA node, if the system names one.
     pub numa: Option<u32>,
-    /// The sysfs directory, which contains the bridges on the path to the device; `None` if sysfs does not show the
-    /// device.
+    /// The sysfs directory, which contains the bridges on the path to the device; `None` if sysfs
+    /// does not show the device.
     pub path: Option<String>,
     /// The version of its links, if any is up.
     pub nvlink: Option<NvlinkVersion>,
@@ -129,14 +140,35 @@ mod tests {
     #[test]
     fn addresses_are_one_in_every_spelling() {
         let expected = Some(PciAddress { domain: 0, bus: 0x3b, device: 0 });
-        for text in ["00000000:3B:00.0", "0000:3b:00.0", "0000:3B:00", "0:3b:0.0", "00000000:3b:00.7"] {
+        for text in
+            ["00000000:3B:00.0", "0000:3b:00.0", "0000:3B:00", "0:3b:0.0", "00000000:3b:00.7"]
+        {
             assert_eq!(PciAddress::parse(text), expected, "{text}");
         }
-        assert_eq!(PciAddress::parse("10000:01:1f.0"), Some(PciAddress { domain: 0x10000, bus: 1, device: 31 }));
-        for text in ["", "3b:00.0", "FFFFFFFF:FF:FF.0", "0000:3b:20.0", "0000:3b:00.8", "0000:3b:00.", "0000:3b:00.00", "0:1:2:3"] {
+        assert_eq!(
+            PciAddress::parse("10000:01:1f.0"),
+            Some(PciAddress { domain: 0x10000, bus: 1, device: 31 })
+        );
+        for text in [
+            "",
+            "3b:00.0",
+            "FFFFFFFF:FF:FF.0",
+            "0000:3b:20.0",
+            "0000:3b:00.8",
+            "0000:3b:00.",
+            "0000:3b:00.00",
+            "0:1:2:3",
+        ] {
             assert_eq!(PciAddress::parse(text), None, "{text}");
         }
-        for text in ["+000:3b:00.0", "0000:100:00.0", "100000000:3b:00.0", "0000::00.0", "0000:3b:00.0\n", "zz:3b:00"] {
+        for text in [
+            "+000:3b:00.0",
+            "0000:100:00.0",
+            "100000000:3b:00.0",
+            "0000::00.0",
+            "0000:3b:00.0\n",
+            "zz:3b:00",
+        ] {
             assert_eq!(PciAddress::parse(text), None, "{text}");
         }
         assert_eq!(expected.map(|address| address.to_string()), Some("0000:3b:00".into()));
@@ -145,7 +177,9 @@ mod tests {
     #[test]
     fn uuids_are_one_in_every_spelling() {
         let expected = Uuid::new("1b3c5d7e-0000-1111-2222-333344445555");
-        for text in ["GPU-1b3c5d7e-0000-1111-2222-333344445555", " 1B3C5D7E-0000-1111-2222-333344445555\n"] {
+        for text in
+            ["GPU-1b3c5d7e-0000-1111-2222-333344445555", " 1B3C5D7E-0000-1111-2222-333344445555\n"]
+        {
             assert_eq!(Uuid::new(text), expected);
         }
         assert_eq!(Uuid::new("MIG-1b3c5d7e-0000-1111-2222-333344445555"), expected);
@@ -154,7 +188,12 @@ mod tests {
 
     #[test]
     fn versions_are_those_of_nvml() {
-        let cases = [(0, None), (1, Some(NvlinkVersion(1, 0))), (2, Some(NvlinkVersion(2, 0))), (6, Some(NvlinkVersion(4, 0)))];
+        let cases = [
+            (0, None),
+            (1, Some(NvlinkVersion(1, 0))),
+            (2, Some(NvlinkVersion(2, 0))),
+            (6, Some(NvlinkVersion(4, 0))),
+        ];
         for (code, version) in cases {
             assert_eq!(NvlinkVersion::from_nvml(code), version);
         }

@@ -39,19 +39,24 @@ pub struct CubeMesh {
 impl CubeMesh {
     /// Returns `mesh` as a cube mesh, if it is one.
     ///
-    /// Each GPU has four neighbours. One of them, the relay, shares no neighbour with it; the other three and the GPU
-    /// are its quad. The four GPUs of a quad agree on its members, and relays form pairs.
+    /// Each GPU has four neighbours. One of them, the relay, shares no neighbour with it; the other
+    /// three and the GPU are its quad. The four GPUs of a quad agree on its members, and relays
+    /// form pairs.
     pub fn of(mesh: &NvlMesh) -> Option<Self> {
         if mesh.size() != 8 {
             return None;
         }
-        let neighbours: [Set; 8] = std::array::from_fn(|gpu| Set::of((0..8).filter(|&other| mesh.linked(gpu, other))));
+        let neighbours: [Set; 8] =
+            std::array::from_fn(|gpu| Set::of((0..8).filter(|&other| mesh.linked(gpu, other))));
         let mut relay = [0; 8];
         let mut quad = [Set(0); 8];
         for gpu in 0..8 {
             let mine = neighbours[gpu];
             let mut apart = mine.members().filter(|&other| mine.disjoint(neighbours[other]));
-            let (Some(partner), None, 4) = (apart.next(), apart.next(), mine.members().count()) else { return None };
+            let (Some(partner), None, 4) = (apart.next(), apart.next(), mine.members().count())
+            else {
+                return None;
+            };
             relay[gpu] = partner as u32;
             quad[gpu] = Set::of(mine.members().filter(|&other| other != partner).chain([gpu]));
         }
@@ -95,8 +100,8 @@ impl Set {
     }
 }
 
-/// Classifies `mesh`; `peers` is true for pairs that can access each other's memory. Links count as usable here;
-/// whether the driver lets a process use them becomes known when memory is mapped.
+/// Classifies `mesh`; `peers` is true for pairs that can access each other's memory. Links count as
+/// usable here; whether the driver lets a process use them becomes known when memory is mapped.
 ///
 /// # Panics
 /// If `peers` and `mesh` have different sizes.

@@ -1,4 +1,5 @@
-//! Tests that the link matrices of known machines, and of meshes that no machine has, are classified correctly.
+//! Tests that the link matrices of known machines, and of meshes that no machine has, are
+//! classified correctly.
 
 use super::device::PciAddress;
 use super::graph::{CubeMesh, MeshShape, classify};
@@ -36,7 +37,9 @@ fn named(rows: &Rows, p2p: bool) -> MeshShape {
 fn cube(topology: MeshShape) -> CubeMesh {
     match topology {
         MeshShape::HybridCubeMesh(cube) => cube,
-        other @ (MeshShape::FullyConnected | MeshShape::Pcie | MeshShape::Unknown) => panic!("{other}"),
+        other @ (MeshShape::FullyConnected | MeshShape::Pcie | MeshShape::Unknown) => {
+            panic!("{other}")
+        }
     }
 }
 
@@ -52,20 +55,31 @@ fn dgx_1v_is_a_hybrid_cube_mesh() {
 fn dgx_1v_out_of_what_its_gpus_report() {
     let bus = |gpu: usize| PciAddress { domain: 0, bus: gpu as u8 + 6, device: 0 };
     let to = |(other, links): (usize, &u32)| vec![Remote::Gpu(bus(other)); *links as usize];
-    let links = |gpu: usize| GpuLinks { bus: bus(gpu), remotes: DGX_1V[gpu].iter().enumerate().flat_map(to).collect() };
+    let links = |gpu: usize| GpuLinks {
+        bus: bus(gpu),
+        remotes: DGX_1V[gpu].iter().enumerate().flat_map(to).collect(),
+    };
     let observed = NvlMesh::observed(&(0..8).map(links).collect::<Vec<_>>());
     assert_eq!(observed, NvlMesh::new(&dgx_1v()).expect("symmetric"));
 }
 
 /// (machine, GPUs, links of each GPU to switches)
-const SWITCHED: [(&str, usize, usize); 6] =
-    [("DGX-2", 16, 6), ("DGX A100", 8, 12), ("HGX H100", 8, 18), ("HGX H200", 8, 18), ("half an HGX H200", 4, 18), ("one GPU", 1, 18)];
+const SWITCHED: [(&str, usize, usize); 6] = [
+    ("DGX-2", 16, 6),
+    ("DGX A100", 8, 12),
+    ("HGX H100", 8, 18),
+    ("HGX H200", 8, 18),
+    ("half an HGX H200", 4, 18),
+    ("one GPU", 1, 18),
+];
 
 #[test]
 fn machines_with_switches_are_fully_connected() {
     for (machine, gpus, links) in SWITCHED {
         let bus = |gpu: usize| PciAddress { domain: 0, bus: gpu as u8, device: 0 };
-        let observed: Vec<GpuLinks> = (0..gpus).map(|gpu| GpuLinks { bus: bus(gpu), remotes: vec![Remote::Switch; links] }).collect();
+        let observed: Vec<GpuLinks> = (0..gpus)
+            .map(|gpu| GpuLinks { bus: bus(gpu), remotes: vec![Remote::Switch; links] })
+            .collect();
         let mesh = NvlMesh::observed(&observed);
         let counts: Rows = mesh.rows().map(<[u32]>::to_vec).collect();
         assert_eq!(counts, rows(gpus, |_, _| links as u32), "{machine}");
@@ -88,7 +102,10 @@ fn bridged_pairs_are_not_fully_connected() {
 #[test]
 fn one_unlinked_gpu_spoils_pcie() {
     let mesh = NvlMesh::new(&rows(4, |_, _| 0)).expect("symmetric");
-    assert_eq!(classify(&mesh, &Square::from_pairs(4, |a, b| (a, b) != (1, 3))), MeshShape::Unknown);
+    assert_eq!(
+        classify(&mesh, &Square::from_pairs(4, |a, b| (a, b) != (1, 3))),
+        MeshShape::Unknown
+    );
     // A device's access to itself does not matter.
     assert_eq!(classify(&mesh, &Square::from_pairs(4, |a, b| a != b)), MeshShape::Pcie);
 }
@@ -96,8 +113,14 @@ fn one_unlinked_gpu_spoils_pcie() {
 #[test]
 fn quads_of_a_cube_mesh_are_fully_connected() {
     let mesh = NvlMesh::new(&dgx_1v()).expect("symmetric");
-    assert_eq!(named(&mesh.select(&[3, 1, 0, 2]).rows().map(<[u32]>::to_vec).collect(), true), MeshShape::FullyConnected);
-    assert_eq!(named(&mesh.select(&[0, 1, 4, 5]).rows().map(<[u32]>::to_vec).collect(), true), MeshShape::Pcie);
+    assert_eq!(
+        named(&mesh.select(&[3, 1, 0, 2]).rows().map(<[u32]>::to_vec).collect(), true),
+        MeshShape::FullyConnected
+    );
+    assert_eq!(
+        named(&mesh.select(&[0, 1, 4, 5]).rows().map(<[u32]>::to_vec).collect(), true),
+        MeshShape::Pcie
+    );
 }
 
 #[test]
@@ -119,12 +142,19 @@ fn a_cube_mesh_without_one_link_is_none() {
 fn an_asymmetric_mesh_is_refused() {
     let mut broken = dgx_1v();
     broken[5][1] = 1;
-    assert_eq!(NvlMesh::new(&broken).expect_err("asymmetric").message, "[1][5] is 2, but [5][1] is 1");
+    assert_eq!(
+        NvlMesh::new(&broken).expect_err("asymmetric").message,
+        "[1][5] is 2, but [5][1] is 1"
+    );
 }
 
 #[test]
 fn four_neighbours_alone_make_no_cube_mesh() {
-    let near = |distances: [usize; 2]| move |a: usize, b: usize| u32::from(distances.contains(&a.abs_diff(b).min(8 - a.abs_diff(b))));
+    let near = |distances: [usize; 2]| {
+        move |a: usize, b: usize| {
+            u32::from(distances.contains(&a.abs_diff(b).min(8 - a.abs_diff(b))))
+        }
+    };
     let antiprism = |a: usize, b: usize| {
         let apart = a.abs_diff(b);
         u32::from(if a / 4 == b / 4 { apart % 2 == 1 } else { apart % 4 < 2 })
@@ -174,16 +204,20 @@ proptest! {
         // The same GPUs as without shuffling are relays of each other and share a quad.
         for (gpu, &relay) in cube.relay.iter().enumerate() {
             prop_assert_eq!(order[relay as usize] % 4, order[gpu] % 4);
-            prop_assert!(cube.quad_of(gpu as u32).iter().all(|&mate| order[mate as usize] / 4 == order[gpu] / 4));
+            let quad = cube.quad_of(gpu as u32);
+            prop_assert!(quad.iter().all(|&mate| order[mate as usize] / 4 == order[gpu] / 4));
         }
     }
 
     #[test]
-    fn whatever_is_called_a_cube_mesh_is_one(swaps in prop::collection::vec(prop::array::uniform4(0_usize..8), 0..40)) {
+    fn whatever_is_called_a_cube_mesh_is_one(
+        swaps in prop::collection::vec(prop::array::uniform4(0_usize..8), 0..40)
+    ) {
         let mut links = dgx_1v();
         // a-b and c-d become a-c and b-d, so every GPU keeps four neighbours.
         for [a, b, c, d] in swaps {
-            if links[a][b] > 0 && links[c][d] > 0 && a != c && b != d && links[a][c] == 0 && links[b][d] == 0 {
+            let linked = links[a][b] > 0 && links[c][d] > 0;
+            if linked && a != c && b != d && links[a][c] == 0 && links[b][d] == 0 {
                 for (from, to, count) in [(a, b, 0), (c, d, 0), (a, c, 1), (b, d, 1)] {
                     (links[from][to], links[to][from]) = (count, count);
                 }

@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 pub enum Remote {
     /// The GPU at this address.
     Gpu(PciAddress),
-    /// An NVSwitch. Its identity does not matter: all switches of a node are connected, and virtual machines hide their
-    /// addresses.
+    /// An NVSwitch. Its identity does not matter: all switches of a node are connected, and virtual
+    /// machines hide their addresses.
     Switch,
     /// Some other device, or one that the driver does not report.
     Unknown,
@@ -36,17 +36,21 @@ impl GpuLinks {
 pub struct NvlMesh(Square<u32>);
 
 impl NvlMesh {
-    /// Makes a mesh of these counts; fails unless they are square, symmetric and zero on the diagonal.
+    /// Makes a mesh of these counts; fails unless they are square, symmetric and zero on the
+    /// diagonal.
     pub fn new(counts: &[Vec<u32>]) -> Result<Self> {
         let square = Square::new(counts)?;
         match (0..square.size()).find(|&gpu| square.at(gpu, gpu) != 0) {
             None => Ok(Self(square)),
-            Some(gpu) => Err(Error::value(format!("[{gpu}][{gpu}] is {}, but no GPU is linked to itself", square.at(gpu, gpu)))),
+            Some(gpu) => Err(Error::value(format!(
+                "[{gpu}][{gpu}] is {}, but no GPU is linked to itself",
+                square.at(gpu, gpu)
+            ))),
         }
     }
 
-    /// Builds the mesh that the GPUs report. A direct link counts if both of its ends report it. Two GPUs on switches
-    /// can use as many links as the GPU with fewer of them has.
+    /// Builds the mesh that the GPUs report. A direct link counts if both of its ends report it.
+    /// Two GPUs on switches can use as many links as the GPU with fewer of them has.
     pub fn observed(gpus: &[GpuLinks]) -> Self {
         Self(Square::from_pairs(gpus.len(), |a, b| {
             let (one, other) = (&gpus[a], &gpus[b]);
@@ -104,7 +108,10 @@ mod tests {
     }
 
     fn observed(gpus: &[&[Remote]]) -> Vec<Vec<u32>> {
-        let links = |(gpu, remotes): (usize, &&[Remote])| GpuLinks { bus: bus(gpu as u8), remotes: remotes.to_vec() };
+        let links = |(gpu, remotes): (usize, &&[Remote])| GpuLinks {
+            bus: bus(gpu as u8),
+            remotes: remotes.to_vec(),
+        };
         let links: Vec<GpuLinks> = gpus.iter().enumerate().map(links).collect();
         NvlMesh::observed(&links).rows().map(<[u32]>::to_vec).collect()
     }
@@ -112,7 +119,8 @@ mod tests {
     #[test]
     fn direct_links_are_counted_per_pair() {
         let to = |gpu| Remote::Gpu(bus(gpu));
-        let counts = observed(&[&[to(1), to(1), to(2)], &[to(0), to(0)], &[to(0), Remote::Unknown]]);
+        let counts =
+            observed(&[&[to(1), to(1), to(2)], &[to(0), to(0)], &[to(0), Remote::Unknown]]);
         assert_eq!(counts, [[0, 2, 1], [2, 0, 0], [1, 0, 0]]);
     }
 

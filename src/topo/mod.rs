@@ -1,8 +1,9 @@
 //! Topology: how the GPUs of this node are connected.
 //!
-//! [`nvml`] queries the driver, or [`topology_file`] reads a file instead; the rest is pure: [`mesh`] counts links,
-//! [`graph`] classifies the structure, [`ancestry`] finds the common ancestor of two devices on the PCI bus, [`report`]
-//! prints all of it. See `docs/design/topology.md`.
+//! [`nvml`] queries the driver, or [`topology_file`] reads a file instead; the rest is pure:
+//! [`mesh`] counts links, [`graph`] classifies the structure, [`ancestry`] finds the common
+//! ancestor of two devices on the PCI bus, [`report`] prints all of it. See
+//! `docs/design/topology.md`.
 
 pub mod ancestry;
 pub mod cost;
@@ -57,8 +58,9 @@ impl Topology {
         Self { source, gpus, mesh, peers, topology }
     }
 
-    /// Returns the topology of only the GPUs with these UUIDs, in this order; its structure may differ from the
-    /// structure of all GPUs. The UUID of a MIG instance selects its GPU, which then has neither links nor peers.
+    /// Returns the topology of only the GPUs with these UUIDs, in this order; its structure may
+    /// differ from the structure of all GPUs. The UUID of a MIG instance selects its GPU, which
+    /// then has neither links nor peers.
     ///
     /// # Errors
     /// [`Config`](crate::error::ErrorKind::Config) names a UUID that is not among the GPUs.
@@ -73,16 +75,22 @@ impl Topology {
         self.gpus.iter().position(|gpu| gpu.answers_to(uuid)).ok_or_else(|| {
             let count = self.gpus.len();
             Error::config(match &self.source {
-                TopologySource::Nvml => format!("GPU {uuid} is not among the {count} that NVML shows to this process"),
-                TopologySource::Injected(path) => format!("GPU {uuid} is not among the first {count} of this node, which {path} describes"),
-                TopologySource::Absent(reason) => format!("how GPU {uuid} is connected is not known: {reason}"),
+                TopologySource::Nvml => {
+                    format!("GPU {uuid} is not among the {count} that NVML shows to this process")
+                }
+                TopologySource::Injected(path) => format!(
+                    "GPU {uuid} is not among the first {count} of this node, which {path} describes"
+                ),
+                TopologySource::Absent(reason) => {
+                    format!("how GPU {uuid} is connected is not known: {reason}")
+                }
             })
         })
     }
 }
 
-/// Returns the topology of this node's GPUs: from `SYMM_TOPOLOGY_FILE` if set, otherwise from NVML. A node without NVML
-/// yields [`TopologySource::Absent`] and no error.
+/// Returns the topology of this node's GPUs: from `SYMM_TOPOLOGY_FILE` if set, otherwise from NVML.
+/// A node without NVML yields [`TopologySource::Absent`] and no error.
 ///
 /// # Errors
 /// [`Config`](crate::error::ErrorKind::Config) if the file is faulty.
@@ -90,7 +98,8 @@ pub fn detect() -> Result<Topology> {
     assemble(Config::get().topology_file.as_deref(), nvml::readings())
 }
 
-/// Returns the NVLink counts between the GPUs with these UUIDs, in this order, with or without the prefix `GPU-`.
+/// Returns the NVLink counts between the GPUs with these UUIDs, in this order, with or without the
+/// prefix `GPU-`.
 ///
 /// # Errors
 /// Those of [`detect`] and [`Topology::select`].
@@ -99,20 +108,33 @@ pub fn connectivity_of(uuids: &[String]) -> Result<NvlMesh> {
     Ok(detect()?.select(&uuids)?.mesh)
 }
 
-fn assemble(file: Option<&str>, readings: std::result::Result<&Readings, &str>) -> Result<Topology> {
+fn assemble(
+    file: Option<&str>,
+    readings: std::result::Result<&Readings, &str>,
+) -> Result<Topology> {
     match (file, readings) {
         (Some(path), readings) => {
             let TopologyFile { mesh, peers } = TopologyFile::load(Path::new(path))?;
             let here = readings.map_or(&[][..], |readings| &readings.gpus);
-            let gpus = (0..mesh.size()).map(|gpu| here.get(gpu).cloned().unwrap_or_else(|| stand_in(gpu))).collect();
+            let gpus = (0..mesh.size())
+                .map(|gpu| here.get(gpu).cloned().unwrap_or_else(|| stand_in(gpu)))
+                .collect();
             Ok(Topology::new(TopologySource::Injected(path.into()), gpus, mesh, peers))
         }
-        (None, Ok(readings)) => {
-            Ok(Topology::new(TopologySource::Nvml, readings.gpus.clone(), NvlMesh::observed(&readings.links), readings.peers.clone()))
-        }
+        (None, Ok(readings)) => Ok(Topology::new(
+            TopologySource::Nvml,
+            readings.gpus.clone(),
+            NvlMesh::observed(&readings.links),
+            readings.peers.clone(),
+        )),
         (None, Err(reason)) => {
             let nothing = NvlMesh::observed(&[]);
-            Ok(Topology::new(TopologySource::Absent(reason.into()), vec![], nothing, Square::from_pairs(0, |_, _| false)))
+            Ok(Topology::new(
+                TopologySource::Absent(reason.into()),
+                vec![],
+                nothing,
+                Square::from_pairs(0, |_, _| false),
+            ))
         }
     }
 }

@@ -43,18 +43,25 @@ pub(super) fn readings() -> Result<&'static Readings, &'static str> {
 
 /// Queries the NVML library at `library`. GPUs that it cannot identify are skipped with a warning.
 fn read(library: &OsStr, sys: &Path) -> Result<Readings, String> {
-    let nvml = Nvml::builder().lib_path(library).init().map_err(|error| format!("NVML does not start: {error}"))?;
+    let nvml = Nvml::builder()
+        .lib_path(library)
+        .init()
+        .map_err(|error| format!("NVML does not start: {error}"))?;
     let count = nvml.device_count().map_err(|error| format!("NVML counts no GPUs: {error}"))?;
     let named = (0..count).filter_map(|index| {
-        let found = nvml.device_by_index(index).map_err(|error| error.to_string()).and_then(|device| {
-            let gpu = describe(&device, sys)?;
-            Ok((gpu, device))
-        });
+        let found =
+            nvml.device_by_index(index).map_err(|error| error.to_string()).and_then(|device| {
+                let gpu = describe(&device, sys)?;
+                Ok((gpu, device))
+            });
         found.inspect_err(|error| log::warn!("NVML's GPU {index} is left out: {error}")).ok()
     });
     let mut devices: Vec<(Gpu, Device<'_>)> = named.collect();
     devices.sort_by_key(|(gpu, _)| gpu.bus);
-    let links = devices.iter().map(|(gpu, device)| GpuLinks { bus: gpu.bus, remotes: remotes(device, gpu) }).collect();
+    let links = devices
+        .iter()
+        .map(|(gpu, device)| GpuLinks { bus: gpu.bus, remotes: remotes(device, gpu) })
+        .collect();
     let peers = Square::from_pairs(devices.len(), |a, b| {
         let ((one, one_device), (other, other_device)) = (&devices[a], &devices[b]);
         one.mig == Mig::Off && other.mig == Mig::Off && (a == b || reach(one_device, other_device))
@@ -68,12 +75,15 @@ fn describe(device: &Device<'_>, sys: &Path) -> Result<Gpu, String> {
     let bus = device.pci_info().map_err(sentence)?.bus_id;
     let bus = PciAddress::parse(&bus).ok_or_else(|| format!("{bus:?} is no PCI address"))?;
     let place = sysfs::path_of(sys, bus);
-    let up = (0..MAX_LINKS).map(|link| device.link_wrapper_for(link)).find(|link| link.is_active().unwrap_or(false));
+    let up = (0..MAX_LINKS)
+        .map(|link| device.link_wrapper_for(link))
+        .find(|link| link.is_active().unwrap_or(false));
     Ok(Gpu {
         uuid,
         bus,
         name: device.name().unwrap_or_else(|_| "GPU".into()),
-        // Not nvmlDeviceGetNumaNodeId, which returns the node that the GPU's own memory forms on some machines.
+        // Not nvmlDeviceGetNumaNodeId, which returns the node that the GPU's own memory forms on
+        // some machines.
         numa: place.numa,
         path: place.path,
         nvlink: up.and_then(|link| NvlinkVersion::from_nvml(link.version().ok()?)),
@@ -87,7 +97,13 @@ fn mig(device: &Device<'_>) -> Mig {
         Ok(mode) if mode.current != 0 => {
             let most = device.mig_device_count().unwrap_or(0);
             // Instance numbers have gaps.
-            Mig::On((0..most).filter_map(|index| Some(Uuid::new(&device.mig_device_by_index(index).ok()?.uuid().ok()?))).collect())
+            Mig::On(
+                (0..most)
+                    .filter_map(|index| {
+                        Some(Uuid::new(&device.mig_device_by_index(index).ok()?.uuid().ok()?))
+                    })
+                    .collect(),
+            )
         }
         Ok(_) | Err(_) => Mig::Off,
     }
@@ -124,13 +140,14 @@ enum RemoteType {
 
 /// Returns the kind of the device at the far end; `None` if the driver does not report it.
 ///
-/// nvml-wrapper 0.13 has `NvLink::remote_device_type`, but it lets NVML write to a temporary and always returns
-/// `Unknown`.
+/// nvml-wrapper 0.13 has `NvLink::remote_device_type`, but it lets NVML write to a temporary and
+/// always returns `Unknown`.
 fn remote_type(device: &Device<'_>, link: u32) -> Option<RemoteType> {
     let ask = device.nvml().lib().nvmlDeviceGetNvLinkRemoteDeviceType.as_ref().ok()?;
     let mut kind = 255;
-    // SAFETY: the handle belongs to `device`, whose borrow of its `Nvml` keeps the library open and initialised. NVML
-    // checks `link` and writes only to `kind`, an unsigned int like its C enumeration.
+    // SAFETY: the handle belongs to `device`, whose borrow of its `Nvml` keeps the library open and
+    // initialised. NVML checks `link` and writes only to `kind`, an unsigned int like its C
+    // enumeration.
     let status = unsafe { ask(device.handle(), link, &mut kind) };
     (status == 0).then_some(match kind {
         0 => RemoteType::Gpu,
@@ -143,7 +160,9 @@ fn remote_type(device: &Device<'_>, link: u32) -> Option<RemoteType> {
 /// Returns true if each of two GPUs may read and write the other's memory.
 fn reach(one: &Device<'_>, other: &Device<'_>) -> bool {
     let ways = [(one, other), (other, one)];
-    let granted = |index: fn() -> P2pCapabilitiesIndex| ways.iter().all(|(a, b)| matches!(a.p2p_status(b, index()), Ok(P2pStatus::Ok)));
+    let granted = |index: fn() -> P2pCapabilitiesIndex| {
+        ways.iter().all(|(a, b)| matches!(a.p2p_status(b, index()), Ok(P2pStatus::Ok)))
+    };
     granted(|| P2pCapabilitiesIndex::Read) && granted(|| P2pCapabilitiesIndex::Write)
 }
 

@@ -39,7 +39,12 @@ fn row(detected: &Topology, gpu: usize) -> Vec<String> {
         Mig::On(instances) => format!("{name} (MIG, {} instances)", instances.len()),
     };
     let known = |value: Option<String>| value.unwrap_or_else(|| "-".into());
-    let tail = [format!("{bus}.0"), known(numa.map(|node| node.to_string())), known(nvlink.map(|version| version.to_string())), name];
+    let tail = [
+        format!("{bus}.0"),
+        known(numa.map(|node| node.to_string())),
+        known(nvlink.map(|version| version.to_string())),
+        name,
+    ];
     [format!("GPU{gpu}")].into_iter().chain(cells).chain(tail).collect()
 }
 
@@ -55,10 +60,12 @@ fn cell(detected: &Topology, gpu: usize, other: usize) -> String {
 /// Pads each column to its widest cell.
 fn align(table: &[Vec<String>]) -> String {
     let columns = table.first().map_or(0, Vec::len);
-    let width = |column: usize| table.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let width =
+        |column: usize| table.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let line = |row: &Vec<String>| {
-        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+        let cells: Vec<String> =
+            row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
         cells.join("  ").trim_end().to_owned() + "\n"
     };
     table.iter().map(line).collect()
@@ -67,7 +74,8 @@ fn align(table: &[Vec<String>]) -> String {
 fn unlinked(detected: &Topology) -> String {
     let size = detected.gpus.len();
     let pairs = (0..size).flat_map(|a| (a + 1..size).map(move |b| (a, b)));
-    let apart: Vec<String> = pairs.filter(|&(a, b)| !detected.peers.at(a, b)).map(|(a, b)| format!("{a}-{b}")).collect();
+    let apart: Vec<String> =
+        pairs.filter(|&(a, b)| !detected.peers.at(a, b)).map(|(a, b)| format!("{a}-{b}")).collect();
     match (apart.len(), size * (size - 1) / 2) {
         (0, _) => String::new(),
         (none, all) if none == all => "\nno pair has peer access\n".into(),

@@ -15,13 +15,19 @@ impl<T: Copy + PartialEq + std::fmt::Display> Square<T> {
         let size = rows.len();
         for (row, cells) in rows.iter().enumerate() {
             if cells.len() != size {
-                return Err(Error::value(format!("row {row} has {} entries, but there are {size} rows", cells.len())));
+                return Err(Error::value(format!(
+                    "row {row} has {} entries, but there are {size} rows",
+                    cells.len()
+                )));
             }
         }
         for (a, row) in rows.iter().enumerate() {
             for (b, cell) in row.iter().enumerate().take(a) {
                 if *cell != rows[b][a] {
-                    return Err(Error::value(format!("[{b}][{a}] is {}, but [{a}][{b}] is {cell}", rows[b][a])));
+                    return Err(Error::value(format!(
+                        "[{b}][{a}] is {}, but [{a}][{b}] is {cell}",
+                        rows[b][a]
+                    )));
                 }
             }
         }

@@ -16,8 +16,12 @@ pub(super) struct PciPath {
 pub(super) fn path_of(root: &Path, bus: PciAddress) -> PciPath {
     let link = root.join(format!("bus/pci/devices/{bus}.0"));
     PciPath {
-        path: std::fs::canonicalize(&link).ok().and_then(|path| path.into_os_string().into_string().ok()),
-        numa: std::fs::read_to_string(link.join("numa_node")).ok().and_then(|node| node.trim().parse().ok()),
+        path: std::fs::canonicalize(&link)
+            .ok()
+            .and_then(|path| path.into_os_string().into_string().ok()),
+        numa: std::fs::read_to_string(link.join("numa_node"))
+            .ok()
+            .and_then(|node| node.trim().parse().ok()),
     }
 }
 
@@ -37,7 +41,9 @@ mod tests {
             std::os::unix::fs::symlink(&folder, devices.join(name))?;
         }
         let at = |bus| path_of(root.path(), PciAddress { domain: 0, bus, device: 0 });
-        assert!(at(0x3b).path.is_some_and(|path| path.ends_with("/devices/pci0000:3a/0000:3b:00.0")));
+        assert!(
+            at(0x3b).path.is_some_and(|path| path.ends_with("/devices/pci0000:3a/0000:3b:00.0"))
+        );
         assert_eq!((at(0x3b).numa, at(0x3c).numa), (Some(1), None));
         assert_eq!(at(0x3d), PciPath { path: None, numa: None });
         Ok(())

@@ -7,7 +7,15 @@ use crate::error::ErrorKind;
 fn gpu(name: &str, bus: u8) -> Gpu {
     let path = Some(format!("/sys/devices/pci0000:{bus:02x}/0000:{bus:02x}:00.0"));
     let bus = PciAddress { domain: 0, bus, device: 0 };
-    Gpu { uuid: Uuid::new(name), bus, name: "NVIDIA X".into(), numa: Some(0), path, nvlink: None, mig: Mig::Off }
+    Gpu {
+        uuid: Uuid::new(name),
+        bus,
+        name: "NVIDIA X".into(),
+        numa: Some(0),
+        path,
+        nvlink: None,
+        mig: Mig::Off,
+    }
 }
 
 /// Three GPUs on switches, the third with MIG.
@@ -41,7 +49,10 @@ fn this_node_is_detected_without_failing() {
     let detected = detect().expect("with or without NVML");
     if let TopologySource::Absent(reason) = &detected.source {
         assert!(reason.starts_with("NVML "), "{reason}");
-        assert_eq!((detected.gpus.len(), detected.mesh.size(), &detected.topology), (0, 0, &MeshShape::Unknown));
+        assert_eq!(
+            (detected.gpus.len(), detected.mesh.size(), &detected.topology),
+            (0, 0, &MeshShape::Unknown)
+        );
         let error = connectivity_of(&["GPU-a".into()]).expect_err("nothing is known");
         assert_eq!(error.kind, ErrorKind::Config);
         assert!(error.message.starts_with("how GPU a is connected is not known: NVML "), "{error}");
@@ -52,7 +63,10 @@ fn this_node_is_detected_without_failing() {
 #[test]
 fn a_selection_has_the_order_asked_for_and_a_structure_of_its_own() {
     let detected = assemble(None, Ok(&readings())).expect("readings");
-    assert_eq!((&detected.source, &detected.topology), (&TopologySource::Nvml, &MeshShape::Unknown));
+    assert_eq!(
+        (&detected.source, &detected.topology),
+        (&TopologySource::Nvml, &MeshShape::Unknown)
+    );
     let two = select(&detected, &["B", "GPU-a"]).expect("both are there");
     assert_eq!(two.topology, MeshShape::FullyConnected);
     assert_eq!(two.gpus.iter().map(|gpu| gpu.bus.bus).collect::<Vec<_>>(), [2, 1]);
@@ -69,13 +83,17 @@ fn instances_of_one_gpu_are_unlinked() {
 
 #[test]
 fn an_unknown_gpu_is_named() {
-    let message = |detected: &Topology| select(detected, &["GPU-z"]).expect_err("it is not there").message;
+    let message =
+        |detected: &Topology| select(detected, &["GPU-z"]).expect_err("it is not there").message;
     let detected = assemble(None, Ok(&readings())).expect("readings");
     assert_eq!(message(&detected), "GPU z is not among the 3 that NVML shows to this process");
     let detected = assemble(None, Err("no library")).expect("no NVML is no error");
     assert_eq!(message(&detected), "how GPU z is connected is not known: no library");
     let message = message(&injected(THREE, Ok(&readings())).expect("a right file"));
-    assert!(message.starts_with("GPU z is not among the first 3 of this node, which /"), "{message}");
+    assert!(
+        message.starts_with("GPU z is not among the first 3 of this node, which /"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -125,5 +143,8 @@ NODE = host bridges of one NUMA node
 SYS = the interconnect between NUMA nodes
 ";
     assert_eq!(text, expected);
-    assert_eq!(report::render(&assemble(None, Err("no library")).expect("no NVML is no error")), "0 GPUs, unknown (no library)\n");
+    assert_eq!(
+        report::render(&assemble(None, Err("no library")).expect("no NVML is no error")),
+        "0 GPUs, unknown (no library)\n"
+    );
 }

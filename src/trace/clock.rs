@@ -20,13 +20,18 @@ pub(super) struct WallClock {
 }
 
 impl WallClock {
-    /// Returns the present offset. Entries are converted when they are written, so one reading serves all of them.
+    /// Returns the present offset. Entries are converted when they are written, so one reading
+    /// serves all of them.
     pub(super) fn now() -> Self {
         let realtime = read(ClockId::Realtime);
-        Self { ahead: realtime.wrapping_sub(now()), booted: realtime.wrapping_sub(read(ClockId::Boottime)) }
+        Self {
+            ahead: realtime.wrapping_sub(now()),
+            booted: realtime.wrapping_sub(read(ClockId::Boottime)),
+        }
     }
 
-    /// Converts the reading `at` to nanoseconds since 1970; `None` for 0, which means that no reading was taken.
+    /// Converts the reading `at` to nanoseconds since 1970; `None` for 0, which means that no
+    /// reading was taken.
     pub(super) fn of(self, at: u64) -> Option<u64> {
         (at != 0).then(|| at.wrapping_add(self.ahead))
     }
@@ -45,7 +50,8 @@ mod tests {
     #[test]
     fn readings_become_times_of_day() {
         let day = WallClock::now();
-        let expected = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
+        let expected =
+            SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
         let found = day.of(now()).expect("taken");
         assert!(found.abs_diff(expected) < 1_000_000_000, "{found} {expected}");
         assert_eq!(day.of(0), None);

@@ -138,7 +138,11 @@ fn group(record: &GroupRecord, day: WallClock) -> DumpGroup {
 
 /// Describes the `phase` of a multi-node collective, now or when it failed.
 fn phase_text(entry: &TraceEntry, phase: InternodePhase, group: &GroupRecord) -> String {
-    let late = group.late_nodes.as_ref().filter(|(sequence, _)| *sequence == entry.sequence).map(|(_, nodes)| nodes);
+    let late = group
+        .late_nodes
+        .as_ref()
+        .filter(|(sequence, _)| *sequence == entry.sequence)
+        .map(|(_, nodes)| nodes);
     let waiting = late.or(group.other_nodes.as_ref()).map_or("other nodes", String::as_str);
     match phase {
         InternodePhase::IntraNode => "inside the node".into(),
@@ -146,24 +150,42 @@ fn phase_text(entry: &TraceEntry, phase: InternodePhase, group: &GroupRecord) ->
         InternodePhase::Enqueued(None) => "enqueued".into(),
         InternodePhase::Enqueued(Some(rail)) => format!("enqueued on rail {rail}"),
         InternodePhase::Running(None) => "begun on the GPU".into(),
-        InternodePhase::Running(Some(rail)) => format!("begun on the GPU, inside the node or on rail {rail} with {waiting}"),
+        InternodePhase::Running(Some(rail)) => {
+            format!("begun on the GPU, inside the node or on rail {rail} with {waiting}")
+        }
     }
 }
 
 fn call(entry: &TraceEntry, group: &GroupRecord, day: WallClock) -> DumpCall {
     let bytes = entry.bytes_in.max(entry.bytes_out);
-    let with = |tag: i32| format!("({} × {}, {bytes} bytes, tag {tag})", entry.elements(), entry.dtype.name());
+    let with = |tag: i32| {
+        format!("({} × {}, {bytes} bytes, tag {tag})", entry.elements(), entry.dtype.name())
+    };
     let (op, text, reduce_op, root, peer, tag, even) = match entry.what {
         CallKind::Collective { op, reduce_op, root, description, even } => {
             let reduce_op = op.reduces().then(|| reduce_op.name());
-            (op.name(), description.to_string(), reduce_op, op.rooted().then_some(root.0), None, None, even)
+            (
+                op.name(),
+                description.to_string(),
+                reduce_op,
+                op.rooted().then_some(root.0),
+                None,
+                None,
+                even,
+            )
         }
-        CallKind::Send { peer, tag } => ("send", format!("send{}", with(tag)), None, None, peer, Some(tag), true),
-        CallKind::Receive { peer, tag } => ("recv", format!("recv{}", with(tag)), None, None, peer, Some(tag), true),
+        CallKind::Send { peer, tag } => {
+            ("send", format!("send{}", with(tag)), None, None, peer, Some(tag), true)
+        }
+        CallKind::Receive { peer, tag } => {
+            ("recv", format!("recv{}", with(tag)), None, None, peer, Some(tag), true)
+        }
     };
     let (device, stream, background) = match entry.place {
         CallTarget::Cpu => ("cpu".into(), None, None),
-        CallTarget::Cuda { device, stream, background } => (format!("cuda:{device}"), Some(stream), Some(background)),
+        CallTarget::Cuda { device, stream, background } => {
+            (format!("cuda:{device}"), Some(stream), Some(background))
+        }
     };
     let phase = entry.phase.filter(|_| entry.state != EntryState::Completed);
     let (state, outcome) = match entry.state {
@@ -211,7 +233,8 @@ fn call(entry: &TraceEntry, group: &GroupRecord, day: WallClock) -> DumpCall {
 pub(super) fn render(journal: &FlightRecorder) -> Result<String> {
     let day = WallClock::now();
     let records = lock(&journal.groups).records();
-    let known: HashMap<u64, &GroupRecord> = records.iter().map(|record| (record.id, record)).collect();
+    let known: HashMap<u64, &GroupRecord> =
+        records.iter().map(|record| (record.id, record)).collect();
     let entries = journal.ring.copy();
     let dump = Dump {
         format: "torch-symm trace",
@@ -225,16 +248,25 @@ pub(super) fn render(journal: &FlightRecorder) -> Result<String> {
         calls_made: journal.ring.made(),
         calls_kept: KEPT,
         groups: records.iter().map(|record| group(record, day)).collect(),
-        calls: entries.iter().filter_map(|entry| known.get(&entry.group).map(|record| call(entry, record, day))).collect(),
+        calls: entries
+            .iter()
+            .filter_map(|entry| known.get(&entry.group).map(|record| call(entry, record, day)))
+            .collect(),
         totals: journal.totals.as_ref().map(|totals| totals.report(day)),
     };
-    serde_json::to_string(&dump).map_err(|error| Error::internal(format!("a trace is no JSON: {error}")))
+    serde_json::to_string(&dump)
+        .map_err(|error| Error::internal(format!("a trace is no JSON: {error}")))
 }
 
-/// Writes the dump of the process of global rank `global` on its own thread, because a file system that hangs must not
-/// hold up the failed call. `None` if no thread can be started. The thread logs the path and `cause`, because the
-/// launcher may end this process before it can report the failure itself.
-pub(super) fn begin(journal: &'static FlightRecorder, global: u32, cause: &Error) -> Option<Receiver<()>> {
+/// Writes the dump of the process of global rank `global` on its own thread, because a file system
+/// that hangs must not hold up the failed call. `None` if no thread can be started. The thread logs
+/// the path and `cause`, because the launcher may end this process before it can report the failure
+/// itself.
+pub(super) fn begin(
+    journal: &'static FlightRecorder,
+    global: u32,
+    cause: &Error,
+) -> Option<Receiver<()>> {
     let (done, written) = channel();
     let cause = format!("{}: {cause}", kind_name(cause.kind));
     let thread = crate::sys::thread::spawn("symm-trace", None, move || {
@@ -242,25 +274,36 @@ pub(super) fn begin(journal: &'static FlightRecorder, global: u32, cause: &Error
             Ok(path) if tell(&path) => {
                 let (path, folder) = (path.display(), path.parent().unwrap_or(&path).display());
                 log::warn!(
-                    "{cause}; the last calls of this process are in {path}; for those of all ranks: python -m torch_symm trace {folder}"
+                    "{cause}; the last calls of this process are in {path}; for those of all \
+                     ranks: python -m torch_symm trace {folder}"
                 );
             }
             Ok(_) => {}
-            Err(error) => log::warn!("{cause}; the last calls of this process could not be written: {error}"),
+            Err(error) => {
+                log::warn!("{cause}; the last calls of this process could not be written: {error}")
+            }
         }
         // The caller may have stopped waiting.
         let _ = done.send(());
     });
-    thread.inspect_err(|error| log::warn!("the last calls of this process could not be written: no thread: {error}")).ok()?;
+    thread
+        .inspect_err(|error| {
+            log::warn!("the last calls of this process could not be written: no thread: {error}")
+        })
+        .ok()?;
     Some(written)
 }
 
 fn write(journal: &FlightRecorder, global: u32) -> Result<PathBuf> {
-    dump_dir::keep(&format!("trace-{}-rank{global}.json", std::process::id()), render(journal)?.as_bytes())
+    dump_dir::keep(
+        &format!("trace-{}-rank{global}.json", std::process::id()),
+        render(journal)?.as_bytes(),
+    )
 }
 
 /// Returns true if `path` has not been logged before.
 fn tell(path: &std::path::Path) -> bool {
-    static WARNED: crate::sys::fork::PerProcess<Mutex<HashSet<PathBuf>>> = crate::sys::fork::PerProcess::new(|| Mutex::new(HashSet::new()));
+    static WARNED: crate::sys::fork::PerProcess<Mutex<HashSet<PathBuf>>> =
+        crate::sys::fork::PerProcess::new(|| Mutex::new(HashSet::new()));
     lock(WARNED.get()).insert(path.to_owned())
 }

@@ -1,4 +1,5 @@
-//! The directory of dumps. They hold no tensors, but names, sizes and process ids, so only their owner may read them.
+//! The directory of dumps. They hold no tensors, but names, sizes and process ids, so only their
+//! owner may read them.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -30,10 +31,13 @@ pub fn keep(name: &str, content: &[u8]) -> Result<PathBuf> {
 pub fn write(path: &Path, content: &[u8]) -> Result<()> {
     let refused = || Error::value(format!("{}: no file can have that name", path.display()));
     let name = path.file_name().and_then(|name| name.to_str()).ok_or_else(refused)?;
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder =
+        path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let folder = open(folder, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
-    let folder = folder.map_err(|errno| Error::value(format!("the folder of {}: {errno}", path.display())))?;
-    owner_only::replace(folder.as_fd(), ".trace-", name, content).map_err(|error| Error::value(format!("{}: {error}", path.display())))
+    let folder = folder
+        .map_err(|errno| Error::value(format!("the folder of {}: {errno}", path.display())))?;
+    owner_only::replace(folder.as_fd(), ".trace-", name, content)
+        .map_err(|error| Error::value(format!("{}: {error}", path.display())))
 }
 
 fn keep_in(path: &Path, name: &str, content: &[u8]) -> Result<PathBuf> {
@@ -44,8 +48,8 @@ fn keep_in(path: &Path, name: &str, content: &[u8]) -> Result<PathBuf> {
     Ok(path.join(name))
 }
 
-/// Opens the directory at `path`, and creates it if necessary. It must belong to the user, and no other user may write
-/// to it.
+/// Opens the directory at `path`, and creates it if necessary. It must belong to the user, and no
+/// other user may write to it.
 fn enter(path: &Path) -> Result<OwnedFd> {
     let about = |reason: String| Error::config(format!("the folder {} {reason}", path.display()));
     let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
@@ -53,7 +57,9 @@ fn enter(path: &Path) -> Result<OwnedFd> {
     let folder = match (open(path, flags, Mode::empty()), made) {
         (Ok(folder), _) => folder,
         (Err(Errno::NOENT), Err(error)) => return Err(about(format!("cannot be made: {error}"))),
-        (Err(Errno::LOOP | Errno::NOTDIR), _) => return Err(about("is a symbolic link or no folder".into())),
+        (Err(Errno::LOOP | Errno::NOTDIR), _) => {
+            return Err(about("is a symbolic link or no folder".into()));
+        }
         (Err(errno), _) => return Err(about(format!("cannot be opened: {errno}"))),
     };
     let status = fstat(&folder).map_err(|errno| about(format!("cannot be looked at: {errno}")))?;
@@ -70,7 +76,10 @@ fn thin_out(folder: &OwnedFd, path: &Path) {
         let dump = name.starts_with("trace-") && name.ends_with(".json");
         let part = name.starts_with(".trace-") && name.ends_with(".tmp");
         let Ok(status) = statat(folder, name.as_str(), AtFlags::SYMLINK_NOFOLLOW) else { continue };
-        let changed = Duration::new(u64::try_from(status.st_mtime).unwrap_or(0), u32::try_from(status.st_mtime_nsec).unwrap_or(0));
+        let changed = Duration::new(
+            u64::try_from(status.st_mtime).unwrap_or(0),
+            u32::try_from(status.st_mtime_nsec).unwrap_or(0),
+        );
         if dump {
             dumps.push((changed, name));
         } else if part && now.saturating_sub(changed) > STALE_DUMP {
@@ -113,7 +122,8 @@ mod tests {
     #[test]
     fn what_others_may_have_put_there_is_refused() {
         let place = tempfile::tempdir().expect("a folder");
-        let (real, link, file) = (place.path().join("real"), place.path().join("link"), place.path().join("file"));
+        let (real, link, file) =
+            (place.path().join("real"), place.path().join("link"), place.path().join("file"));
         std::fs::create_dir(&real).expect("made");
         symlink(&real, &link).expect("made");
         std::fs::write(&file, "").expect("made");
@@ -138,20 +148,28 @@ mod tests {
         let place = tempfile::tempdir().expect("a folder");
         std::fs::write(place.path().join("notes.json"), "the user's").expect("made");
         for age in [0, 3600] {
-            let part = std::fs::File::create(place.path().join(format!(".trace-{age}.tmp"))).expect("made");
+            let part = std::fs::File::create(place.path().join(format!(".trace-{age}.tmp")))
+                .expect("made");
             part.set_modified(SystemTime::now() - Duration::from_secs(age)).expect("set");
         }
         for number in 0..MOST as u64 + 6 {
-            let dump = std::fs::File::create(place.path().join(format!("trace-{number}-rank0.json"))).expect("made");
+            let dump =
+                std::fs::File::create(place.path().join(format!("trace-{number}-rank0.json")))
+                    .expect("made");
             dump.set_modified(SystemTime::now() - Duration::from_secs(1000 - number)).expect("set");
         }
         keep_in(place.path(), "trace-9999-rank0.json", b"x").expect("kept");
         let names = names(place.path());
         assert_eq!(names.iter().filter(|name| name.starts_with("trace-")).count(), MOST);
-        assert!(names.iter().any(|name| name == "trace-9999-rank0.json") && !names.iter().any(|name| name == "trace-6-rank0.json"));
+        assert!(
+            names.iter().any(|name| name == "trace-9999-rank0.json")
+                && !names.iter().any(|name| name == "trace-6-rank0.json")
+        );
         assert!(names.iter().any(|name| name == "trace-7-rank0.json"));
         assert!(
-            names.contains(&"notes.json".into()) && names.contains(&".trace-0.tmp".into()) && !names.contains(&".trace-3600.tmp".into())
+            names.contains(&"notes.json".into())
+                && names.contains(&".trace-0.tmp".into())
+                && !names.contains(&".trace-3600.tmp".into())
         );
     }
 
@@ -161,10 +179,16 @@ mod tests {
         let path = place.path().join("mine.json");
         write(&path, b"x").expect("written");
         assert_eq!(
-            (std::fs::read(&path).expect("a file"), std::fs::metadata(&path).expect("a file").mode() & 0o777),
+            (
+                std::fs::read(&path).expect("a file"),
+                std::fs::metadata(&path).expect("a file").mode() & 0o777
+            ),
             (b"x".to_vec(), 0o600)
         );
-        assert_eq!(write(&place.path().join("none/mine.json"), b"x").expect_err("no folder").kind, ErrorKind::Value);
+        assert_eq!(
+            write(&place.path().join("none/mine.json"), b"x").expect_err("no folder").kind,
+            ErrorKind::Value
+        );
         assert_eq!(write(Path::new("/"), b"x").expect_err("no name").kind, ErrorKind::Value);
     }
 }

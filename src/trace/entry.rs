@@ -68,8 +68,8 @@ pub(super) enum EntryState {
     Failed(ErrorKind),
 }
 
-/// The entry of one call of one rank. It holds plain values, so that a slot of the ring is overwritten without freeing
-/// anything.
+/// The entry of one call of one rank. It holds plain values, so that a slot of the ring is
+/// overwritten without freeing anything.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TraceEntry {
     /// The number of the call, from 1, in the order in which the process made its calls.
@@ -80,8 +80,8 @@ pub(super) struct TraceEntry {
     pub(super) dtype: DType,
     pub(super) bytes_in: u64,
     pub(super) bytes_out: u64,
-    /// The sequence number in error messages: collectives on CPU tensors and on CUDA tensors are counted separately,
-    /// from 1; sends and receives together. 0 before the call has started.
+    /// The sequence number in error messages: collectives on CPU tensors and on CUDA tensors are
+    /// counted separately, from 1; sends and receives together. 0 before the call has started.
     pub(super) sequence: u64,
     pub(super) place: CallTarget,
     pub(super) asynchronous: bool,
@@ -95,7 +95,8 @@ pub(super) struct TraceEntry {
     pub(super) state: EntryState,
     /// The last phase that has started, and when.
     pub(super) phase: Option<(InternodePhase, u64)>,
-    /// The name of the algorithm that ran the call; empty if the call did not run or the algorithm is unknown.
+    /// The name of the algorithm that ran the call; empty if the call did not run or the algorithm
+    /// is unknown.
     pub(super) algorithm: &'static str,
     /// Nanoseconds until the last rank had started, and that rank; only for calls under a profiler.
     pub(super) waited: Option<(u64, Option<Rank>)>,
@@ -124,8 +125,8 @@ impl TraceEntry {
         waited: None,
     };
 
-    /// Makes the entry of `call` when it is submitted. Inlined, like everything on the path to its slot: each copy of
-    /// an entry takes a third of the time of an arrival.
+    /// Makes the entry of `call` when it is submitted. Inlined, like everything on the path to its
+    /// slot: each copy of an entry takes a third of the time of an arrival.
     #[inline(always)]
     pub(super) fn of_call(call: &CallSpec) -> Self {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();
@@ -133,7 +134,13 @@ impl TraceEntry {
         let even = lengths.iter().all(|span| span.bytes == lengths[0].bytes);
         let (op, reduce_op, root) = (call.op, call.reduce_op, call.root);
         Self {
-            what: CallKind::Collective { op, reduce_op, root, description: Description::of(call), even },
+            what: CallKind::Collective {
+                op,
+                reduce_op,
+                root,
+                description: Description::of(call),
+                even,
+            },
             dtype: call.dtype,
             bytes_in: sum(&call.inputs),
             bytes_out: sum(&call.outputs),
@@ -145,15 +152,20 @@ impl TraceEntry {
     pub(super) fn of_message(send: bool, message: &Message) -> Self {
         let MessageSpec { peer, tag, dtype, span, .. } = **message;
         let bytes = span.bytes as u64;
-        let (what, bytes_in, bytes_out) =
-            if send { (CallKind::Send { peer, tag }, bytes, 0) } else { (CallKind::Receive { peer, tag }, 0, bytes) };
+        let (what, bytes_in, bytes_out) = if send {
+            (CallKind::Send { peer, tag }, bytes, 0)
+        } else {
+            (CallKind::Receive { peer, tag }, 0, bytes)
+        };
         Self { what, dtype, bytes_in, bytes_out, ..Self::EMPTY }
     }
 
     /// Sets the state to `outcome`.
     pub(super) fn end(&mut self, outcome: &Result<()>, at: u64) {
         self.ended = at;
-        self.state = outcome.as_ref().map_or_else(|error| EntryState::Failed(error.kind), |()| EntryState::Completed);
+        self.state = outcome
+            .as_ref()
+            .map_or_else(|error| EntryState::Failed(error.kind), |()| EntryState::Completed);
     }
 
     /// Returns the number of elements that ranks agree on, or the length of the message.

@@ -1,9 +1,10 @@
-//! The flight recorder: the last calls of this process. It is always on, and its contents are dumped when a group fails
-//! or on request (`docs/design/trace.md`).
+//! The flight recorder: the last calls of this process. It is always on, and its contents are
+//! dumped when a group fails or on request (`docs/design/trace.md`).
 //!
-//! An entry costs two clock readings and two uncontended locks. Nothing here fails a call: entries that cannot be kept
-//! or written cause a log line. Ranks may be threads of one process; they share the ring, and each entry knows its
-//! group and thereby its rank. A forked child starts with an empty ring.
+//! An entry costs two clock readings and two uncontended locks. Nothing here fails a call: entries
+//! that cannot be kept or written cause a log line. Ranks may be threads of one process; they share
+//! the ring, and each entry knows its group and thereby its rank. A forked child starts with an
+//! empty ring.
 
 mod clock;
 mod dump;
@@ -35,8 +36,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use totals::Totals;
 
-/// How long a failed call waits for its dump. The program may exit right after the call, and an unfinished dump would
-/// be lost.
+/// How long a failed call waits for its dump. The program may exit right after the call, and an
+/// unfinished dump would be lost.
 const DUMP_WAIT: Duration = Duration::from_millis(20);
 /// How long leaving a group waits for its dump.
 const DUMP_WAIT_ON_EXIT: Duration = Duration::from_millis(300);
@@ -49,7 +50,8 @@ struct FlightRecorder {
     totals: Option<Totals>,
 }
 
-static JOURNAL: PerProcess<FlightRecorder> = PerProcess::new(|| FlightRecorder::new(Config::get().stats_seconds > 0));
+static JOURNAL: PerProcess<FlightRecorder> =
+    PerProcess::new(|| FlightRecorder::new(Config::get().stats_seconds > 0));
 
 impl FlightRecorder {
     fn new(counts: bool) -> Self {
@@ -62,8 +64,8 @@ pub fn render() -> Result<String> {
     dump::render(JOURNAL.get())
 }
 
-/// Returns how the process of a global rank has ended, as a sentence without its end, if an open group of this process
-/// knows it.
+/// Returns how the process of a global rank has ended, as a sentence without its end, if an open
+/// group of this process knows it.
 pub fn ended(global: u32) -> Option<String> {
     lock(&JOURNAL.get().groups).ended(global)
 }
@@ -77,9 +79,11 @@ pub struct GroupRecorder {
     messages: AtomicU64,
     cuda: AtomicBool,
     failed: AtomicBool,
-    /// True while a profiler watches the group's calls; then the rank for which a call waited is recorded.
+    /// True while a profiler watches the group's calls; then the rank for which a call waited is
+    /// recorded.
     watched: AtomicBool,
-    /// True if the group is on several nodes: the ranks of a node then do not publish when they started its collectives.
+    /// True if the group is on several nodes: the ranks of a node then do not publish when they
+    /// started its collectives.
     twofold: AtomicBool,
     /// Fork generation of the process that owns the journal.
     generation: u64,
@@ -88,12 +92,17 @@ pub struct GroupRecorder {
 }
 
 impl GroupRecorder {
-    /// Makes the recorder of the group of `control`, whose calls have `timeout` unless they pass their own.
+    /// Makes the recorder of the group of `control`, whose calls have `timeout` unless they pass
+    /// their own.
     pub fn new(control: &Arc<ControlBlock>, timeout: Duration) -> Arc<Self> {
         Self::in_journal(JOURNAL.get(), control, timeout)
     }
 
-    fn in_journal(journal: &'static FlightRecorder, control: &Arc<ControlBlock>, timeout: Duration) -> Arc<Self> {
+    fn in_journal(
+        journal: &'static FlightRecorder,
+        control: &Arc<ControlBlock>,
+        timeout: Duration,
+    ) -> Arc<Self> {
         let group = lock(&journal.groups).add(control, timeout);
         Arc::new(Self {
             journal,
@@ -112,18 +121,37 @@ impl GroupRecorder {
 
     #[inline(always)]
     fn entry(&self, call: &CallSpec, timeout: Duration) -> TraceEntry {
-        TraceEntry { group: self.group, timeout_ms: milliseconds(timeout), created: clock::now(), ..TraceEntry::of_call(call) }
+        TraceEntry {
+            group: self.group,
+            timeout_ms: milliseconds(timeout),
+            created: clock::now(),
+            ..TraceEntry::of_call(call)
+        }
     }
 
     /// Records `calls`, which start later, under consecutive numbers, and returns the first.
-    pub fn schedule(&self, calls: &[Call<'_>], timeout: Duration, asynchronous: bool, place: CallTarget) -> u64 {
+    pub fn schedule(
+        &self,
+        calls: &[Call<'_>],
+        timeout: Duration,
+        asynchronous: bool,
+        place: CallTarget,
+    ) -> u64 {
         // Multi-node calls are not in the launch log of this node's part of the group.
-        if place != CallTarget::Cpu && !self.control.has_parent() && !self.cuda.swap(true, Ordering::Relaxed) {
+        if place != CallTarget::Cpu
+            && !self.control.has_parent()
+            && !self.cuda.swap(true, Ordering::Relaxed)
+        {
             lock(&self.journal.groups).note_cuda(self.group);
         }
         let first = self.journal.ring.take(calls.len());
         for (number, call) in (first..).zip(calls) {
-            self.journal.ring.put(TraceEntry { number, asynchronous, place, ..self.entry(call, timeout) });
+            self.journal.ring.put(TraceEntry {
+                number,
+                asynchronous,
+                place,
+                ..self.entry(call, timeout)
+            });
             self.count(number);
         }
         first
@@ -138,7 +166,8 @@ impl GroupRecorder {
     pub fn start_child(&self, number: u64, sequence: u64, algorithm: &'static str) {
         let started = clock::now();
         self.journal.ring.change(number, |entry| {
-            (entry.sequence, entry.started, entry.state, entry.algorithm) = (sequence, started, EntryState::Started, algorithm);
+            (entry.sequence, entry.started, entry.state, entry.algorithm) =
+                (sequence, started, EntryState::Started, algorithm);
             if entry.place == CallTarget::Cpu {
                 self.log_start(sequence, started);
             }
@@ -153,8 +182,8 @@ impl GroupRecorder {
         }
     }
 
-    /// Returns how long `entry`, which has succeeded, waited for the last rank to start, and that rank. Reads each
-    /// peer's memory.
+    /// Returns how long `entry`, which has succeeded, waited for the last rank to start, and that
+    /// rank. Reads each peer's memory.
     fn waited(&self, entry: &TraceEntry) -> (u64, Option<Rank>) {
         let begun = |rank| self.control.start(rank, entry.sequence).load(Ordering::Relaxed);
         let last = self.control.peers().max_by_key(|&rank| begun(rank));
@@ -173,14 +202,20 @@ impl GroupRecorder {
     /// Records a CPU call that starts at once, as collective `sequence`, and returns its number.
     pub fn begin(&self, call: &CallSpec, timeout: Duration, sequence: u64) -> u64 {
         let (number, entry) = (self.journal.ring.take(1), self.entry(call, timeout));
-        self.journal.ring.put(TraceEntry { number, sequence, started: entry.created, state: EntryState::Started, ..entry });
+        self.journal.ring.put(TraceEntry {
+            number,
+            sequence,
+            started: entry.created,
+            state: EntryState::Started,
+            ..entry
+        });
         self.count(number);
         self.log_start(sequence, entry.created);
         number
     }
 
-    /// Counts the entry `number`, which was just put. It is read again, because another copy would slow down calls that
-    /// are not counted.
+    /// Counts the entry `number`, which was just put. It is read again, because another copy would
+    /// slow down calls that are not counted.
     #[inline(always)]
     fn count(&self, number: u64) {
         if let Some(totals) = &self.journal.totals {
@@ -202,8 +237,8 @@ impl GroupRecorder {
         lock(&self.journal.groups).note_nodes(self.group, others);
     }
 
-    /// Records which `nodes`, as messages name them, are late for collective `sequence`, in which this rank waits for
-    /// other nodes.
+    /// Records which `nodes`, as messages name them, are late for collective `sequence`, in which
+    /// this rank waits for other nodes.
     pub fn note_late(&self, sequence: u64, nodes: String) {
         lock(&self.journal.groups).note_late(self.group, sequence, nodes);
     }
@@ -214,8 +249,8 @@ impl GroupRecorder {
         self.journal.ring.change(number, |entry| entry.phase = Some((phase, at)));
     }
 
-    /// Records how the entry `number` ended, and the `algorithm` that ran it. `begun` is true if the call took part in
-    /// the group's sequence.
+    /// Records how the entry `number` ended, and the `algorithm` that ran it. `begun` is true if
+    /// the call took part in the group's sequence.
     pub fn end(&self, number: u64, outcome: &Result<()>, begun: bool, algorithm: &'static str) {
         let at = clock::now();
         let watched = self.watched.load(Ordering::Relaxed) && !self.twofold.load(Ordering::Relaxed);
@@ -260,37 +295,65 @@ impl GroupRecorder {
     }
 
     /// Records a send or receive that starts now, and returns its number.
-    pub fn message(&self, send: bool, message: &Message, timeout: Duration, place: CallTarget) -> u64 {
+    pub fn message(
+        &self,
+        send: bool,
+        message: &Message,
+        timeout: Duration,
+        place: CallTarget,
+    ) -> u64 {
         self.add_message(send, message, timeout, place, false)
     }
 
-    /// Records a message like `message`, to or from a rank of another node; its peer is a global rank.
+    /// Records a message like `message`, to or from a rank of another node; its peer is a global
+    /// rank.
     pub fn internode_message(&self, send: bool, message: &Message, timeout: Duration) -> u64 {
         self.add_message(send, message, timeout, CallTarget::Cpu, true)
     }
 
-    fn add_message(&self, send: bool, message: &Message, timeout: Duration, place: CallTarget, far: bool) -> u64 {
+    fn add_message(
+        &self,
+        send: bool,
+        message: &Message,
+        timeout: Duration,
+        place: CallTarget,
+        far: bool,
+    ) -> u64 {
         let (number, created) = (self.journal.ring.take(1), clock::now());
         let sequence = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
         let (group, asynchronous, timeout_ms) = (self.group, true, milliseconds(timeout));
         let entry = TraceEntry::of_message(send, message);
-        let entry =
-            TraceEntry { number, group, sequence, timeout_ms, created, started: created, asynchronous, place, internode: far, ..entry };
+        let entry = TraceEntry {
+            number,
+            group,
+            sequence,
+            timeout_ms,
+            created,
+            started: created,
+            asynchronous,
+            place,
+            internode: far,
+            ..entry
+        };
         self.journal.ring.put(TraceEntry { state: EntryState::Started, ..entry });
         self.count(number);
         number
     }
 
-    /// Fails the group because a signal handler has raised on a thread that waited for a call of another thread.
+    /// Fails the group because a signal handler has raised on a thread that waited for a call of
+    /// another thread.
     pub fn interrupted(&self) {
-        self.control.interrupted(&format!("a wait for a collective of group {:?}", self.control.name()));
+        self.control
+            .interrupted(&format!("a wait for a collective of group {:?}", self.control.name()));
     }
 
-    /// Writes the dump if `error` is the first group failure that this rank sees. Errors of arguments, or of this
-    /// rank's own making, do not count.
+    /// Writes the dump if `error` is the first group failure that this rank sees. Errors of
+    /// arguments, or of this rank's own making, do not count.
     pub fn note_failure(&self, error: &Error) {
         let failure = match error.kind {
-            ErrorKind::Peer | ErrorKind::Timeout | ErrorKind::Mismatch | ErrorKind::Internal => self.control.failure().is_some(),
+            ErrorKind::Peer | ErrorKind::Timeout | ErrorKind::Mismatch | ErrorKind::Internal => {
+                self.control.failure().is_some()
+            }
             ErrorKind::Config
             | ErrorKind::Aborted
             | ErrorKind::Value
@@ -300,8 +363,12 @@ impl GroupRecorder {
             | ErrorKind::Network
             | ErrorKind::QueueEmpty => false,
         };
-        // A forked child may query its parent's group for a failure, but the group's locks may be held forever there.
-        if !failure || self.generation != fork::generation() || self.failed.swap(true, Ordering::AcqRel) {
+        // A forked child may query its parent's group for a failure, but the group's locks may be
+        // held forever there.
+        if !failure
+            || self.generation != fork::generation()
+            || self.failed.swap(true, Ordering::AcqRel)
+        {
             return;
         }
         lock(&self.journal.groups).note_failure(self.group, &self.control, error);

@@ -10,8 +10,8 @@ use serde::Serialize;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// Number of groups that stay known after they were left. Older groups and their entries are forgotten, so 1000
-/// successive groups take no more memory.
+/// Number of groups that stay known after they were left. Older groups and their entries are
+/// forgotten, so 1000 successive groups take no more memory.
 const LEFT: usize = 64;
 
 /// A member, as listed in the dump.
@@ -72,7 +72,10 @@ pub(super) struct GroupRecord {
 impl GroupRecord {
     /// Returns the last collective started on CPU tensors, and the last one launched on CUDA.
     pub(super) fn last(&self) -> (u64, Option<u64>) {
-        self.control.upgrade().filter(|_| self.left == 0).map_or(self.last, |control| reached(&control, self.rank, self.cuda))
+        self.control
+            .upgrade()
+            .filter(|_| self.left == 0)
+            .map_or(self.last, |control| reached(&control, self.rank, self.cuda))
     }
 
     /// Returns the present state of the members; empty once the group was left.
@@ -83,7 +86,8 @@ impl GroupRecord {
 }
 
 fn reached(control: &ControlBlock, rank: Rank, cuda: bool) -> (u64, Option<u64>) {
-    // Without a GPU, the memory of the launch log is not reserved, and reading it would allocate it.
+    // Without a GPU, the memory of the launch log is not reserved, and reading it would allocate
+    // it.
     (control.collective(rank), cuda.then(|| launch_log::launched(control, rank)))
 }
 
@@ -97,7 +101,13 @@ fn peers(control: &ControlBlock, cuda: bool) -> Vec<DumpPeer> {
         let process = process::state(control.pid(rank));
         // Another rank may have reported an exit that this rank's watcher has yet to see.
         let over = || process.is_none_or(|state| state == "exited").then(|| "has ended".into());
-        DumpPeer { place: place(control, rank), process, begun, launched, absence: control.exit_reason(rank).or_else(over) }
+        DumpPeer {
+            place: place(control, rank),
+            process,
+            begun,
+            launched,
+            absence: control.exit_reason(rank).or_else(over),
+        }
     };
     control.ranks().map(peer).collect()
 }
@@ -162,7 +172,12 @@ impl Registry {
             && record.failure.is_none()
         {
             let peers = peers(control, record.cuda);
-            record.failure = Some(ObservedFailure { kind: error.kind, message: error.message.clone(), at: clock::now(), peers });
+            record.failure = Some(ObservedFailure {
+                kind: error.kind,
+                message: error.message.clone(),
+                at: clock::now(),
+                peers,
+            });
         }
     }
 
@@ -174,20 +189,32 @@ impl Registry {
         record.control = Weak::new();
         let left = |record: &&GroupRecord| record.left != 0;
         if self.records.iter().filter(left).count() > LEFT
-            && let Some(oldest) = self.records.iter().filter(left).min_by_key(|record| record.left).map(|record| record.id)
+            && let Some(oldest) = self
+                .records
+                .iter()
+                .filter(left)
+                .min_by_key(|record| record.left)
+                .map(|record| record.id)
         {
             self.records.retain(|record| record.id != oldest);
         }
     }
 
-    /// Returns how the process of a global rank has ended, if an open group of this process knows it: "rank 3 (pid 77)
-    /// of group \"default\" has ended (exited with code 1)".
+    /// Returns how the process of a global rank has ended, if an open group of this process knows
+    /// it: "rank 3 (pid 77) of group \"default\" has ended (exited with code 1)".
     pub(super) fn ended(&self, global: u32) -> Option<String> {
         let open = self.records.iter().filter(|record| record.left == 0);
-        open.filter_map(|record| record.control.upgrade()).filter(|control| control.any_ended()).find_map(|control| {
-            let rank = control.ranks().find(|&rank| control.global(rank) == global)?;
-            Some(format!("{} of group \"{}\" {}", control.describe(rank), control.name(), control.ended(rank)?))
-        })
+        open.filter_map(|record| record.control.upgrade())
+            .filter(|control| control.any_ended())
+            .find_map(|control| {
+                let rank = control.ranks().find(|&rank| control.global(rank) == global)?;
+                Some(format!(
+                    "{} of group \"{}\" {}",
+                    control.describe(rank),
+                    control.name(),
+                    control.ended(rank)?
+                ))
+            })
     }
 
     /// Returns the records of all known groups, in the order in which they were joined.

@@ -1,7 +1,7 @@
 //! The last calls of a process, in a ring that any thread may write.
 //!
-//! Each slot has its own lock, held for one copy of an entry: two threads contend for it only if they are a whole lap
-//! apart, or if one reads.
+//! Each slot has its own lock, held for one copy of an entry: two threads contend for it only if
+//! they are a whole lap apart, or if one reads.
 
 use super::entry::TraceEntry;
 use crate::lock::lock;
@@ -18,7 +18,10 @@ pub(super) struct EntryRing {
 
 impl EntryRing {
     pub(super) fn new() -> Self {
-        Self { slots: (0..KEPT).map(|_| Mutex::new(TraceEntry::EMPTY)).collect(), made: AtomicU64::new(0) }
+        Self {
+            slots: (0..KEPT).map(|_| Mutex::new(TraceEntry::EMPTY)).collect(),
+            made: AtomicU64::new(0),
+        }
     }
 
     /// Reserves numbers for `count` entries and returns the first; the others follow it.
@@ -55,7 +58,10 @@ impl EntryRing {
 
     /// Returns the entries that are kept, oldest first. Calls continue meanwhile.
     pub(super) fn copy(&self) -> Vec<TraceEntry> {
-        let mut all: Vec<TraceEntry> = (0..KEPT as u64).map(|index| *self.slot(index)).filter(|entry| entry.number != 0).collect();
+        let mut all: Vec<TraceEntry> = (0..KEPT as u64)
+            .map(|index| *self.slot(index))
+            .filter(|entry| entry.number != 0)
+            .collect();
         all.sort_unstable_by_key(|entry| entry.number);
         all
     }
@@ -91,7 +97,10 @@ mod tests {
         ring.put(entry(late));
         ring.change(late, |entry| entry.state = EntryState::Completed);
         let kept = ring.copy();
-        assert_eq!((kept.len(), kept[0].number, kept[0].state), (1, late + KEPT as u64, EntryState::Scheduled));
+        assert_eq!(
+            (kept.len(), kept[0].number, kept[0].state),
+            (1, late + KEPT as u64, EntryState::Scheduled)
+        );
         ring.change(late + KEPT as u64, |entry| entry.state = EntryState::Completed);
         assert_eq!(ring.copy()[0].state, EntryState::Completed);
     }
@@ -112,7 +121,8 @@ mod tests {
             for _ in 0..20 {
                 let kept = ring.copy();
                 assert!(kept.windows(2).all(|pair| pair[0].number < pair[1].number));
-                assert!(kept.iter().all(|entry| entry.sequence == entry.number && (entry.ended == 0 || entry.ended == entry.number)));
+                assert!(kept.iter().all(|entry| entry.sequence == entry.number
+                    && (entry.ended == 0 || entry.ended == entry.number)));
             }
         });
         assert_eq!(ring.copy().len(), KEPT);

@@ -17,14 +17,24 @@ fn journal() -> &'static FlightRecorder {
 fn control(name: &str) -> Arc<ControlBlock> {
     let bytes = SegmentLayout::new(3).total_bytes();
     let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
-    let members = (0..3).map(|rank| Identity { pid: std::process::id(), global: 10 + rank }).collect();
+    let members =
+        (0..3).map(|rank| Identity { pid: std::process::id(), global: 10 + rank }).collect();
     Arc::new(ControlBlock::new(segment, Rank(1), name.into(), members, 1))
 }
 
 fn call(op: Collective, bytes: usize) -> Call<'static> {
     let span = vec![Span { addr: 0, bytes }];
     let (dtype, reduce_op, root) = (DType::F32, ReduceOp::Max, Rank(2));
-    Call::inner(CallSpec { op, dtype, reduce_op, root, factor: 1.0, inputs: span.clone().into(), outputs: span.into(), call_site: None })
+    Call::inner(CallSpec {
+        op,
+        dtype,
+        reduce_op,
+        root,
+        factor: 1.0,
+        inputs: span.clone().into(),
+        outputs: span.into(),
+        call_site: None,
+    })
 }
 
 fn rendered(journal: &FlightRecorder) -> Value {
@@ -43,41 +53,81 @@ fn a_dump_tells_each_calls_story() {
     recorder.end(failed, &Err(Error::mismatch("no")), true, "");
     let refused = recorder.begin(&call(Collective::Barrier, 0), LIMIT, 3);
     recorder.end(refused, &Err(Error::peer("no")), false, "");
-    let queued = recorder.schedule(&[call(Collective::AllGather, 4), call(Collective::AllToAll, 4)], LIMIT, true, CallTarget::Cpu);
+    let queued = recorder.schedule(
+        &[call(Collective::AllGather, 4), call(Collective::AllToAll, 4)],
+        LIMIT,
+        true,
+        CallTarget::Cpu,
+    );
     recorder.start(queued, 3);
     recorder.abandon(queued..queued + 2, &Error::timeout("no"));
     let place = CallTarget::Cuda { device: 1, stream: 77, background: true };
     let launched = recorder.schedule(&[call(Collective::Reduce, 4)], LIMIT, true, place);
     recorder.start_child(launched, 1, "reduce_staged");
     let span = Span { addr: 0, bytes: 12 };
-    let message = Message::of(MessageSpec { peer: None, tag: 5, dtype: DType::I32, span, timeout: None });
+    let message =
+        Message::of(MessageSpec { peer: None, tag: 5, dtype: DType::I32, span, timeout: None });
     let received = recorder.message(false, &message, LIMIT, CallTarget::Cpu);
     recorder.ended(received, &Ok(()), Some(Rank(2)));
 
     let dump = rendered(journal);
-    assert_eq!((&dump["format"], &dump["version"], &dump["calls_made"]), (&"torch-symm trace".into(), &1.into(), &7.into()));
+    assert_eq!(
+        (&dump["format"], &dump["version"], &dump["calls_made"]),
+        (&"torch-symm trace".into(), &1.into(), &7.into())
+    );
     assert_eq!(dump["pid"], std::process::id());
     let group = &dump["groups"][0];
-    assert_eq!((&group["name"], &group["rank"], &group["timeout_ms"]), (&"a \"group\"".into(), &1.into(), &30_000.into()));
+    assert_eq!(
+        (&group["name"], &group["rank"], &group["timeout_ms"]),
+        (&"a \"group\"".into(), &1.into(), &30_000.into())
+    );
     assert_eq!(group["memory"], control.segment().identity());
-    assert_eq!((&group["members"][2]["global_rank"], &group["failure"]), (&12.into(), &Value::Null));
+    assert_eq!(
+        (&group["members"][2]["global_rank"], &group["failure"]),
+        (&12.into(), &Value::Null)
+    );
     assert_eq!(group["peers"].as_array().map(Vec::len), Some(3));
     let calls = dump["calls"].as_array().expect("a list");
     let seen = |field: &str| calls.iter().map(|call| call[field].clone()).collect::<Vec<_>>();
-    assert_eq!(seen("op"), ["all_reduce", "broadcast", "barrier", "all_gather", "all_to_all", "reduce", "recv"]);
-    assert_eq!(seen("state"), ["completed", "failed", "failed", "started", "failed", "started", "completed"]);
+    assert_eq!(
+        seen("op"),
+        ["all_reduce", "broadcast", "barrier", "all_gather", "all_to_all", "reduce", "recv"]
+    );
+    assert_eq!(
+        seen("state"),
+        ["completed", "failed", "failed", "started", "failed", "started", "completed"]
+    );
     let sequences = [Some(1), Some(2), None, Some(3), None, Some(1), Some(1)];
     assert_eq!(seen("sequence"), sequences.map(Value::from));
-    assert_eq!((&calls[0]["call"], &calls[0]["root"]), (&"all_reduce(1024 × float32, 4096 bytes, MAX)".into(), &Value::Null));
+    assert_eq!(
+        (&calls[0]["call"], &calls[0]["root"]),
+        (&"all_reduce(1024 × float32, 4096 bytes, MAX)".into(), &Value::Null)
+    );
     assert_eq!((&calls[1]["outcome"], &calls[1]["root"]), (&"SymmMismatchError".into(), &2.into()));
-    assert_eq!((&calls[5]["device"], &calls[5]["stream"], &calls[0]["device"]), (&"cuda:1".into(), &77.into(), &"cpu".into()));
-    assert_eq!((&calls[6]["peer"], &calls[6]["tag"], &calls[6]["elements"]), (&2.into(), &5.into(), &3.into()));
+    assert_eq!(
+        (&calls[5]["device"], &calls[5]["stream"], &calls[0]["device"]),
+        (&"cuda:1".into(), &77.into(), &"cpu".into())
+    );
+    assert_eq!(
+        (&calls[6]["peer"], &calls[6]["tag"], &calls[6]["elements"]),
+        (&2.into(), &5.into(), &3.into())
+    );
     assert_eq!((&calls[0]["algorithm"], &calls[1]["algorithm"]), (&"inline".into(), &Value::Null));
-    assert_eq!((&calls[5]["algorithm"], &calls[0]["waited_ns"]), (&"reduce_staged".into(), &Value::Null), "nobody watches");
-    let times = |index: usize| ["created_ns", "started_ns", "ended_ns"].map(|field| calls[index][field].as_u64());
+    assert_eq!(
+        (&calls[5]["algorithm"], &calls[0]["waited_ns"]),
+        (&"reduce_staged".into(), &Value::Null),
+        "nobody watches"
+    );
+    let times = |index: usize| {
+        ["created_ns", "started_ns", "ended_ns"].map(|field| calls[index][field].as_u64())
+    };
     let [created, started, ended] = times(0);
     assert!(created.is_some() && created == started && ended > started, "{:?}", times(0));
-    assert!(times(4)[0].is_some() && times(4)[1].is_none() && times(4)[2].is_some(), "{:?}", times(4));
+    assert!(
+        times(4)[0].is_some() && times(4)[1].is_none() && times(4)[2].is_some(),
+        "{:?}",
+        times(4)
+    );
 }
 
 #[test]
@@ -89,8 +139,14 @@ fn all_calls_are_counted_by_operation_and_size() {
         let number = recorder.begin(&call(Collective::AllReduce, 4096), LIMIT, sequence);
         recorder.end(number, &Ok(()), true, "inline");
     }
-    // The same number again is scheduled before the first of them ends: their times are unknown, but they are counted.
-    let queued = recorder.schedule(&vec![call(Collective::Gather, 1000); KEPT + 5], LIMIT, true, CallTarget::Cpu);
+    // The same number again is scheduled before the first of them ends: their times are unknown,
+    // but they are counted.
+    let queued = recorder.schedule(
+        &vec![call(Collective::Gather, 1000); KEPT + 5],
+        LIMIT,
+        true,
+        CallTarget::Cpu,
+    );
     recorder.start(queued, 1);
     recorder.end(queued, &Ok(()), true, "inline");
     recorder.start(queued + KEPT as u64, 2);
@@ -98,20 +154,40 @@ fn all_calls_are_counted_by_operation_and_size() {
     let place = CallTarget::Cuda { device: 0, stream: 1, background: false };
     recorder.schedule(&[call(Collective::AllReduce, 4096)], LIMIT, false, place);
     let span = Span { addr: 0, bytes: 12 };
-    let message = Message::of(MessageSpec { peer: Some(Rank(0)), tag: 5, dtype: DType::I32, span, timeout: None });
+    let message = Message::of(MessageSpec {
+        peer: Some(Rank(0)),
+        tag: 5,
+        dtype: DType::I32,
+        span,
+        timeout: None,
+    });
     recorder.ended(recorder.message(true, &message, LIMIT, CallTarget::Cpu), &Ok(()), None);
 
     let totals = &rendered(journal)["totals"];
     assert!(totals["since_ns"].as_u64().is_some());
     let lines = totals["lines"].as_array().expect("a list");
-    let seen: Vec<_> = lines.iter().map(|line| (line["op"].as_str(), line["device"].as_str(), line["size"].as_u64())).collect();
-    let expected = [("all_reduce", "cpu", 4096), ("all_reduce", "cuda", 4096), ("gather", "cpu", 4096), ("send", "cpu", 16)];
+    let seen: Vec<_> = lines
+        .iter()
+        .map(|line| (line["op"].as_str(), line["device"].as_str(), line["size"].as_u64()))
+        .collect();
+    let expected = [
+        ("all_reduce", "cpu", 4096),
+        ("all_reduce", "cuda", 4096),
+        ("gather", "cpu", 4096),
+        ("send", "cpu", 16),
+    ];
     assert_eq!(seen, expected.map(|(op, device, size)| (Some(op), Some(device), Some(size))));
-    let counts = |line: &Value| ["calls", "bytes", "timed"].map(|field| line[field].as_u64().expect("a number"));
+    let counts = |line: &Value| {
+        ["calls", "bytes", "timed"].map(|field| line[field].as_u64().expect("a number"))
+    };
     assert_eq!(counts(&lines[0]), [calls, 4096 * calls, calls]);
     assert_eq!(counts(&lines[1]), [1, 4096, 0], "no GPU tells when it has ended");
     let gathers = KEPT as u64 + 5;
-    assert_eq!(counts(&lines[2]), [gathers, 3000 * gathers, 0], "the first entry was overwritten, another has failed");
+    assert_eq!(
+        counts(&lines[2]),
+        [gathers, 3000 * gathers, 0],
+        "the first entry was overwritten, another has failed"
+    );
     assert_eq!(counts(&lines[3]), [1, 12, 1]);
     let (spent, longest) = (lines[0]["ns"].as_u64(), lines[0]["longest_ns"].as_u64());
     assert!(longest <= spent && longest > Some(0), "{longest:?} of {spent:?}");
@@ -140,9 +216,16 @@ fn who_was_waited_for_is_noted_where_a_profiler_watches() {
     run(5, [500, 1000]);
     let dump = rendered(journal);
     let calls = dump["calls"].as_array().expect("a list");
-    let seen = |index: usize| (calls[index]["waited_ns"].as_u64(), calls[index]["waited_for"].as_u64());
-    assert_eq!((seen(0), seen(1), seen(2), seen(4)), ((None, None), (Some(1000), Some(2)), (Some(0), None), (None, None)));
-    let took = calls[3]["ended_ns"].as_u64().zip(calls[3]["started_ns"].as_u64()).map(|(ended, started)| ended - started);
+    let seen =
+        |index: usize| (calls[index]["waited_ns"].as_u64(), calls[index]["waited_for"].as_u64());
+    assert_eq!(
+        (seen(0), seen(1), seen(2), seen(4)),
+        ((None, None), (Some(1000), Some(2)), (Some(0), None), (None, None))
+    );
+    let took = calls[3]["ended_ns"]
+        .as_u64()
+        .zip(calls[3]["started_ns"].as_u64())
+        .map(|(ended, started)| ended - started);
     assert_eq!(seen(3), (took, Some(0)), "no longer than the call, whatever a peer says");
 }
 
@@ -152,7 +235,11 @@ fn a_failure_is_kept_with_what_was_known_of_the_peers() {
     let recorder = GroupRecorder::in_journal(journal, &control, LIMIT);
     recorder.note_failure(&Error::timeout("this call alone"));
     recorder.note_failure(&control.fail(Error::aborted("by this rank")));
-    assert_eq!(rendered(journal)["groups"][0]["failure"], Value::Null, "neither fails the group for others to explain");
+    assert_eq!(
+        rendered(journal)["groups"][0]["failure"],
+        Value::Null,
+        "neither fails the group for others to explain"
+    );
 
     let control = self::control("failing");
     let recorder = GroupRecorder::in_journal(journal, &control, LIMIT);
@@ -163,7 +250,10 @@ fn a_failure_is_kept_with_what_was_known_of_the_peers() {
     recorder.note_failure(&Error::peer("a later one"));
     let dump = rendered(journal);
     let group = &dump["groups"][1];
-    assert_eq!((&group["failure"]["kind"], &group["failure"]["message"]), (&"SymmPeerError".into(), &"rank 2 has ended".into()));
+    assert_eq!(
+        (&group["failure"]["kind"], &group["failure"]["message"]),
+        (&"SymmPeerError".into(), &"rank 2 has ended".into())
+    );
     assert_eq!((&group["peers"][1]["begun"], &group["begun"]), (&41.into(), &42.into()));
     assert_eq!(group["peers"][2]["absence"], "has ended (killed by signal 9 (SIGKILL))");
     assert_eq!(group["peers"][0]["absence"], Value::Null);
@@ -181,13 +271,22 @@ fn groups_that_were_left_are_forgotten_in_their_order() {
     }
     kept.begin(&call(Collective::Barrier, 0), LIMIT, 1);
     let dump = rendered(journal);
-    let names: Vec<&str> = dump["groups"].as_array().expect("a list").iter().filter_map(|group| group["name"].as_str()).collect();
+    let names: Vec<&str> = dump["groups"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .filter_map(|group| group["name"].as_str())
+        .collect();
     assert_eq!((names.len(), names[0], names[1], names[64]), (65, "open", "36", "99"));
-    assert_eq!(dump["calls"].as_array().map(Vec::len), Some(65), "those of forgotten groups are not shown");
+    assert_eq!(
+        dump["calls"].as_array().map(Vec::len),
+        Some(65),
+        "those of forgotten groups are not shown"
+    );
 }
 
-/// Measures and prints the cost of an entry. Run by hand: `cargo test --release --lib -- --ignored --nocapture
-/// what_an_entry_costs`.
+/// Measures and prints the cost of an entry. Run by hand: `cargo test --release --lib -- --ignored
+/// --nocapture what_an_entry_costs`.
 #[test]
 #[ignore = "a measurement"]
 fn what_an_entry_costs() {
@@ -215,5 +314,6 @@ fn what_an_entry_costs() {
         blocks[0],
         looks.elapsed().as_nanos() as f64 / 1e4
     );
-    std::io::Write::write_all(&mut std::io::stderr(), format!("{text}\n").as_bytes()).expect("written");
+    std::io::Write::write_all(&mut std::io::stderr(), format!("{text}\n").as_bytes())
+        .expect("written");
 }

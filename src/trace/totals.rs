@@ -1,7 +1,8 @@
-//! Counts of all calls of a process, by operation and size, which `SYMM_STATS_INTERVAL` shows at the end of a job.
+//! Counts of all calls of a process, by operation and size, which `SYMM_STATS_INTERVAL` shows at
+//! the end of a job.
 //!
-//! Size classes are powers of two, so the memory is bounded, however long the job and however many its sizes. Nothing
-//! is counted unless `SYMM_STATS_INTERVAL` requests it.
+//! Size classes are powers of two, so the memory is bounded, however long the job and however many
+//! its sizes. Nothing is counted unless `SYMM_STATS_INTERVAL` requests it.
 
 use super::clock::{self, WallClock};
 use super::entry::{CallKind, CallTarget, EntryState, TraceEntry};
@@ -58,20 +59,31 @@ fn class(size: u64) -> usize {
 }
 
 fn name(op: usize) -> &'static str {
-    Collective::ALL.get(op).map_or(if op == Collective::ALL.len() { "send" } else { "recv" }, |op| op.name())
+    Collective::ALL
+        .get(op)
+        .map_or(if op == Collective::ALL.len() { "send" } else { "recv" }, |op| op.name())
 }
 
 impl Totals {
     pub(super) fn new() -> Self {
-        Self { cells: (0..OPS * CLASSES * 2).map(|_| Cell::default()).collect(), begun: clock::now() }
+        Self {
+            cells: (0..OPS * CLASSES * 2).map(|_| Cell::default()).collect(),
+            begun: clock::now(),
+        }
     }
 
-    /// Returns the cell of `entry`, of a group of `world` ranks, and its size as nccl-tests counts it.
+    /// Returns the cell of `entry`, of a group of `world` ranks, and its size as nccl-tests counts
+    /// it.
     fn cell(&self, entry: &TraceEntry, world: usize) -> (&Cell, u64) {
         let (op, shards) = match entry.what {
-            CallKind::Collective { op, .. } => {
-                (op as usize, if matches!(op, Collective::Gather | Collective::Scatter) { world as u64 } else { 1 })
-            }
+            CallKind::Collective { op, .. } => (
+                op as usize,
+                if matches!(op, Collective::Gather | Collective::Scatter) {
+                    world as u64
+                } else {
+                    1
+                },
+            ),
             CallKind::Send { .. } => (Collective::ALL.len(), 1),
             CallKind::Receive { .. } => (Collective::ALL.len() + 1, 1),
         };
@@ -89,7 +101,9 @@ impl Totals {
 
     /// Adds the time of a call that has ended. Failed calls and calls on a GPU have no time.
     pub(super) fn ended(&self, entry: &TraceEntry, world: usize) {
-        let known = entry.state == EntryState::Completed && entry.started != 0 && entry.place == CallTarget::Cpu;
+        let known = entry.state == EntryState::Completed
+            && entry.started != 0
+            && entry.place == CallTarget::Cpu;
         if known {
             let (cell, _) = self.cell(entry, world);
             let spent = entry.ended.saturating_sub(entry.started);
@@ -107,7 +121,9 @@ impl Totals {
             TotalsLine {
                 op: name(op),
                 device: if index % 2 == 1 { "cuda" } else { "cpu" },
-                size: class.checked_sub(1).map_or(0, |bits| 1u64.checked_shl(bits as u32).unwrap_or(u64::MAX)),
+                size: class
+                    .checked_sub(1)
+                    .map_or(0, |bits| 1u64.checked_shl(bits as u32).unwrap_or(u64::MAX)),
                 calls: read(&cell.calls),
                 bytes: read(&cell.bytes),
                 timed: read(&cell.timed),
@@ -133,7 +149,10 @@ mod tests {
     #[test]
     fn operations_have_names() {
         let names: Vec<&str> = (0..OPS).map(name).collect();
-        assert_eq!((names[0], names[Collective::ALL.len() - 1]), ("barrier", "all_reduce_add_rms_norm"));
+        assert_eq!(
+            (names[0], names[Collective::ALL.len() - 1]),
+            ("barrier", "all_reduce_add_rms_norm")
+        );
         assert_eq!(names[Collective::ALL.len()..], ["send", "recv"]);
     }
 }

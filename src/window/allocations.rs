@@ -25,7 +25,8 @@ struct AllocationTable {
 
 static KNOWN: PerProcess<Mutex<AllocationTable>> = PerProcess::new(Mutex::default);
 
-/// Returns the address of `bytes` of zeroed symmetric memory of a CUDA device, or of the host ([`HOST`]).
+/// Returns the address of `bytes` of zeroed symmetric memory of a CUDA device, or of the host
+/// ([`HOST`]).
 pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
     let address = symm_mem::allocate(device, bytes)?;
     if device != HOST {
@@ -80,6 +81,9 @@ mod tests {
     #[test]
     fn memory_without_end_is_refused() {
         let error = allocate(HOST, usize::MAX / 2).expect_err("nobody has it");
-        assert!(error.kind == ErrorKind::Config && error.message.contains("out of memory"), "{error}");
+        assert!(
+            error.kind == ErrorKind::Config && error.message.contains("out of memory"),
+            "{error}"
+        );
     }
 }

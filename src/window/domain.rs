@@ -33,18 +33,22 @@ pub(super) struct MemoryDomain {
     recorded: Mutex<Vec<WindowMemory>>,
 }
 
-/// The domains of a group. The lock is held during a rendezvous, because ranks take its steps one after another.
+/// The domains of a group. The lock is held during a rendezvous, because ranks take its steps one
+/// after another.
 #[derive(Default)]
 pub struct Domains(pub(super) Mutex<HashMap<MemoryKind, Arc<MemoryDomain>>>);
 
 impl Domains {
-    /// Waits up to `limit` until the enqueued signals are done, then makes the others end. No signal can be enqueued
-    /// afterwards.
+    /// Waits up to `limit` until the enqueued signals are done, then makes the others end. No
+    /// signal can be enqueued afterwards.
     pub fn drain(&self, limit: Duration) {
         let domains: Vec<Arc<MemoryDomain>> = lock(&self.0).values().cloned().collect();
         for (_, signals) in domains.iter().filter_map(|domain| domain.signals.get()) {
             if !signals.drain(limit) {
-                log::warn!("signals of a group that is left have not ended, and keep their memory until this process ends");
+                log::warn!(
+                    "signals of a group that is left have not ended, and keep their memory until \
+                     this process ends"
+                );
             }
         }
     }
@@ -73,7 +77,8 @@ impl MemoryDomain {
         match self.signals.get() {
             Some((known, signals)) if *known == device => Ok(signals),
             Some((known, _)) => Err(Error::value(format!(
-                "group \"{}\" has windows on cuda:{known}, this tensor is on cuda:{device}; a group has one GPU per rank",
+                "group \"{}\" has windows on cuda:{known}, this tensor is on cuda:{device}; a \
+                 group has one GPU per rank",
                 control.name()
             ))),
             None => Err(Error::internal("signals were just made")),
@@ -90,8 +95,12 @@ impl MemoryDomain {
     ) -> Result<(Arc<Heap>, RendezvousRequest)> {
         let heap = symm_mem::of(device)?;
         let domain = if device == HOST { "the host".into() } else { format!("cuda:{device}") };
-        let foreign =
-            || Error::value(format!("the tensor at {address:#x} is not in symmetric memory of {domain}; allocate it with symm_mem.empty"));
+        let foreign = || {
+            Error::value(format!(
+                "the tensor at {address:#x} is not in symmetric memory of {domain}; allocate it \
+                 with symm_mem.empty"
+            ))
+        };
         let (segment, left) = heap.segment(address).ok_or_else(foreign)?;
         if device != HOST {
             self.signals(control, device)?;
@@ -127,13 +136,14 @@ impl Drop for MemoryDomain {
     fn drop(&mut self) {
         let pads = std::mem::take(unpoisoned(self.pads.get_mut()));
         let recorded = std::mem::take(unpoisoned(self.recorded.get_mut()));
-        // If kernels do not end, nothing can wait for the device, so the memory that they use is kept.
+        // If kernels do not end, nothing can wait for the device, so the memory that they use is
+        // kept.
         if self.signals.get().is_some_and(|(_, signals)| !signals.drain(Duration::ZERO)) {
             std::mem::forget(recorded);
             return;
         }
-        // Signals end before their memory is freed, and links end before anything waits for the peers at the other
-        // ends.
+        // Signals end before their memory is freed, and links end before anything waits for the
+        // peers at the other ends.
         drop((self.signals.take(), recorded, self.heaps.take()));
         for segment in pads.into_segments() {
             if let Err(error) = symm_mem::release(segment) {

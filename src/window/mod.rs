@@ -1,4 +1,5 @@
-//! Symmetric memory of a group: every rank's buffer at addresses that this rank can access, and a signal pad for each.
+//! Symmetric memory of a group: every rank's buffer at addresses that this rank can access, and a
+//! signal pad for each.
 #![allow(unsafe_code, reason = "words of signal pads and the bytes of tensors, by their addresses")]
 
 pub mod allocations;
@@ -39,9 +40,9 @@ enum Tables {
     },
 }
 
-/// A view of the memory of all ranks of a group. This rank's memory lives as long as its windows, even if it is freed
-/// in the meantime. Memory that a peer frees stays mapped, so that no access faults, but its content is undefined. In a
-/// forked child every use fails.
+/// A view of the memory of all ranks of a group. This rank's memory lives as long as its windows,
+/// even if it is freed in the meantime. Memory that a peer frees stays mapped, so that no access
+/// faults, but its content is undefined. In a forked child every use fails.
 pub struct SymmetricWindow {
     control: Arc<ControlBlock>,
     /// Address of each rank's buffer in this process.
@@ -132,7 +133,8 @@ impl SymmetricWindow {
         self.held.domain.signals.get().map(|(_, signals)| signals)
     }
 
-    /// Returns the signals between GPUs for use on `stream`, which may be being captured; `None` on the host.
+    /// Returns the signals between GPUs for use on `stream`, which may be being captured; `None` on
+    /// the host.
     fn gpu_on(&self, stream: usize) -> Option<&GpuSignals> {
         let signals = self.gpu()?;
         if Stream(stream).capture().is_ok_and(|capture| capture.is_some()) {
@@ -150,14 +152,16 @@ impl SymmetricWindow {
         if self.held.is_own() {
             return Ok(());
         }
-        let (name, maker, child) = (self.control.name(), self.control.pid(self.rank()), std::process::id());
+        let (name, maker, child) =
+            (self.control.name(), self.control.pid(self.rank()), std::process::id());
         Err(Error::config(format!(
-            "a window of group \"{name}\" was made by process {maker}, of which process {child} is a forked child; make a new group in the child"
+            "a window of group \"{name}\" was made by process {maker}, of which process {child} is \
+             a forked child; make a new group in the child"
         )))
     }
 
-    /// Notes that a graph being recorded uses the window: it is kept until the group is destroyed, because graphs with
-    /// signals last that long.
+    /// Notes that a graph being recorded uses the window: it is kept until the group is destroyed,
+    /// because graphs with signals last that long.
     pub fn record(&self) {
         self.recorded.store(true, Ordering::Relaxed);
     }
@@ -183,7 +187,8 @@ impl SymmetricWindow {
         segment.is_some_and(|(id, _)| id == self.segment)
     }
 
-    /// Returns the slot of torch's `channel` and the timeout of a signal, if both are valid and nothing has failed.
+    /// Returns the slot of torch's `channel` and the timeout of a signal, if both are valid and
+    /// nothing has failed.
     fn checked(&self, channel: i32, timeout: Option<Duration>) -> Result<(u32, Duration)> {
         self.check_process()?;
         if let Some(error) = self.failure() {
@@ -198,14 +203,15 @@ impl SymmetricWindow {
     }
 
     fn on_host(&self) -> SignalPads<'_> {
-        // SAFETY: `rendezvous` checked that the pads are cleared memory of all ranks with this size, and it pinned them
-        // for the life of `self`.
+        // SAFETY: `rendezvous` checked that the pads are cleared memory of all ranks with this
+        // size, and it pinned them for the life of `self`.
         unsafe { SignalPads::new(&self.control, &self.pads, self.pad.bytes) }
     }
 
-    /// Returns once all ranks have called it on this `channel`; their earlier writes are then visible. Fails with
-    /// `Timeout` and names the missing ranks; the group continues, and the channel stays as the ranks left it. On a GPU
-    /// the barrier is enqueued on `stream`; its failure fails the group, and a later call reports it.
+    /// Returns once all ranks have called it on this `channel`; their earlier writes are then
+    /// visible. Fails with `Timeout` and names the missing ranks; the group continues, and the
+    /// channel stays as the ranks left it. On a GPU the barrier is enqueued on `stream`; its
+    /// failure fails the group, and a later call reports it.
     pub fn barrier(&self, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
         let (slot, timeout) = self.checked(channel, timeout)?;
         match self.gpu_on(stream) {
@@ -215,7 +221,13 @@ impl SymmetricWindow {
     }
 
     /// Waits until this rank's word of `channel` in the pad of `peer` is clear, then sets it.
-    pub fn put_signal(&self, peer: i32, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
+    pub fn put_signal(
+        &self,
+        peer: i32,
+        channel: i32,
+        timeout: Option<Duration>,
+        stream: usize,
+    ) -> Result<()> {
         let (peer, (slot, timeout)) = (self.peer(peer)?, self.checked(channel, timeout)?);
         match self.gpu_on(stream) {
             Some(signals) => signals.put(&self.pads, peer, slot, timeout, stream),
@@ -224,7 +236,13 @@ impl SymmetricWindow {
     }
 
     /// Waits until `peer` has set its word on `channel` in this rank's pad, then clears the word.
-    pub fn wait_signal(&self, peer: i32, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
+    pub fn wait_signal(
+        &self,
+        peer: i32,
+        channel: i32,
+        timeout: Option<Duration>,
+        stream: usize,
+    ) -> Result<()> {
         let (peer, (slot, timeout)) = (self.peer(peer)?, self.checked(channel, timeout)?);
         match self.gpu_on(stream) {
             Some(signals) => signals.wait(&self.pads, peer, slot, timeout, stream),

@@ -20,8 +20,8 @@ pub(super) struct Pad {
     pub(super) bytes: usize,
 }
 
-/// The pads in use and the free pads. A pad is free once all ranks have dropped its window, because a peer may signal
-/// there until then.
+/// The pads in use and the free pads. A pad is free once all ranks have dropped its window, because
+/// a peer may signal there until then.
 #[derive(Default)]
 pub(super) struct Pads {
     /// The segments from which all pads were cut.
@@ -42,8 +42,8 @@ pub(super) struct Pads {
 struct OpenWindow {
     /// This rank's pad, once this rank has reported the drop.
     pad: Option<Pad>,
-    /// A bit for each rank that has reported the drop. Repeated reports, and reports of unknown windows, change
-    /// nothing.
+    /// A bit for each rank that has reported the drop. Repeated reports, and reports of unknown
+    /// windows, change nothing.
     gone: u128,
 }
 
@@ -79,8 +79,14 @@ impl Pads {
         DroppedWindows(numbers)
     }
 
-    /// Notes that all ranks have opened a window with the offers `all`, this rank with `own`. Returns the window's pad.
-    pub(super) fn opened(&mut self, all: &[RendezvousRequest], base: u64, own: &RendezvousRequest) -> Pad {
+    /// Notes that all ranks have opened a window with the offers `all`, this rank with `own`.
+    /// Returns the window's pad.
+    pub(super) fn opened(
+        &mut self,
+        all: &[RendezvousRequest],
+        base: u64,
+        own: &RendezvousRequest,
+    ) -> Pad {
         for (rank, offer) in all.iter().enumerate() {
             for number in offer.dropped.0 {
                 if let Some(living) = self.living.get_mut(&number) {
@@ -89,7 +95,8 @@ impl Pads {
             }
         }
         for number in own.dropped.0.into_iter().filter(|&number| number != 0) {
-            if let Some((pad, living)) = self.dropped.pop_front().zip(self.living.get_mut(&number)) {
+            if let Some((pad, living)) = self.dropped.pop_front().zip(self.living.get_mut(&number))
+            {
                 living.pad = Some(pad);
             }
         }
@@ -165,7 +172,8 @@ mod tests {
         let first = rank.open([[0; 4]; 2]);
         assert_eq!(first.number, 1);
         rank.pads.record_dropped(first);
-        // This rank reports its own drop; one peer repeats itself and reports windows that never existed.
+        // This rank reports its own drop; one peer repeats itself and reports windows that never
+        // existed.
         let mut held = vec![rank.open([[1, 1, 1, 1], [u64::MAX, 2, 3, 0]])];
         for _ in 0..3 {
             held.push(rank.open([[1, 1, 9, 0], [0; 4]]));

@@ -31,16 +31,28 @@ pub struct RendezvousContext<'a> {
 }
 
 impl Domains {
-    /// Collective. Opens a window on each rank's memory at `address`, which may differ between ranks, on CUDA device
-    /// `device` or, if negative, on the host. Each rank gets a signal pad of at least `pad_bytes`. Fails on all ranks:
-    /// with `Mismatch` if sizes differ, with `Value` if the memory of one rank is not symmetric.
-    pub fn rendezvous(&self, meeting: &RendezvousContext<'_>, device: i32, address: u64, pad_bytes: usize) -> Result<SymmetricWindow> {
+    /// Collective. Opens a window on each rank's memory at `address`, which may differ between
+    /// ranks, on CUDA device `device` or, if negative, on the host. Each rank gets a signal pad of
+    /// at least `pad_bytes`. Fails on all ranks: with `Mismatch` if sizes differ, with `Value` if
+    /// the memory of one rank is not symmetric.
+    pub fn rendezvous(
+        &self,
+        meeting: &RendezvousContext<'_>,
+        device: i32,
+        address: u64,
+        pad_bytes: usize,
+    ) -> Result<SymmetricWindow> {
         let kind = if device == HOST { MemoryKind::Cpu } else { MemoryKind::Gpu };
         let mut domains = lock(&self.0);
-        let named = |error: Error| Error { message: format!("rendezvous of symmetric memory: {}", error.message), ..error };
+        let named = |error: Error| Error {
+            message: format!("rendezvous of symmetric memory: {}", error.message),
+            ..error
+        };
         let gather = |bytes: &[u8]| (meeting.gather)(bytes).map_err(named);
         let control = meeting.control;
-        let step = |bytes: usize, own: Result<Vec<u8>>| step(&gather, control, "share memory in", bytes, own);
+        let step = |bytes: usize, own: Result<Vec<u8>>| {
+            step(&gather, control, "share memory in", bytes, own)
+        };
         let domain = Arc::clone(domains.entry(kind).or_default());
         let prepared = domain.prepare(control, device, address, pad_bytes);
         let outcome = meeting.open(&domain, &prepared, &step);
@@ -63,7 +75,8 @@ impl RendezvousContext<'_> {
         let messages = prepared.as_ref().map_err(Clone::clone).map(|(_, offer)| offer.encode());
         let messages = step(RendezvousRequest::BYTES, messages)?;
         let (heap, _) = prepared.as_ref().map_err(Clone::clone)?;
-        let all: Vec<RendezvousRequest> = messages.iter().map(|bytes| RendezvousRequest::decode(bytes)).collect();
+        let all: Vec<RendezvousRequest> =
+            messages.iter().map(|bytes| RendezvousRequest::decode(bytes)).collect();
         rendezvous_request::compare(control, &all)?;
         let me = control.rank().index();
         let own = &all[me];
@@ -72,8 +85,8 @@ impl RendezvousContext<'_> {
             None => {
                 let heaps = self.link(heap, &all, step)?;
                 let heaps = domain.heaps.get_or_init(|| Arc::new(heaps));
-                // Before a step in which all ranks take part, so that no rank sends memory to a rank that does not yet
-                // check for it.
+                // Before a step in which all ranks take part, so that no rank sends memory to a
+                // rank that does not yet check for it.
                 if own.host {
                     self.linked.set(heaps);
                 }
@@ -82,35 +95,65 @@ impl RendezvousContext<'_> {
         };
         let bytes = all.iter().map(|offer| offer.bytes).min().unwrap_or(0) as usize;
         let reach = |offset: u64, bytes: usize| {
-            let lacking = heaps.unmapped_by(Span { addr: (heap.base() + offset) as usize, bytes: bytes.max(1) }, limit);
+            let lacking = heaps.unmapped_by(
+                Span { addr: (heap.base() + offset) as usize, bytes: bytes.max(1) },
+                limit,
+            );
             if lacking.is_empty() {
                 return Ok(());
             }
-            let names: Vec<String> = lacking.into_iter().map(|rank| control.describe(rank)).collect();
+            let names: Vec<String> =
+                lacking.into_iter().map(|rank| control.describe(rank)).collect();
             let own = control.describe(control.rank());
-            Err(Error::config(format!("{bytes} bytes of {own} have not been mapped by {}", names.join(", "))))
+            Err(Error::config(format!(
+                "{bytes} bytes of {own} have not been mapped by {}",
+                names.join(", ")
+            )))
         };
-        let reached = reach(own.buffer, bytes).and_then(|()| reach(own.pad, own.pad_bytes as usize));
+        let reached =
+            reach(own.buffer, bytes).and_then(|()| reach(own.pad, own.pad_bytes as usize));
         step(0, reached.map(|()| Vec::new()))?;
-        // Peers' addresses are checked below: all of the memory is pinned, or the window does not open.
+        // Peers' addresses are checked below: all of the memory is pinned, or the window does not
+        // open.
         let at = |offset: fn(&RendezvousRequest) -> u64| {
-            heaps.bases.iter().zip(&all).map(move |(base, offer)| base.wrapping_add(offset(offer))).collect::<Vec<_>>()
+            heaps
+                .bases
+                .iter()
+                .zip(&all)
+                .map(move |(base, offer)| base.wrapping_add(offset(offer)))
+                .collect::<Vec<_>>()
         };
         let (buffers, pads) = (at(|offer| offer.buffer), at(|offer| offer.pad));
-        let global_ranks: Vec<i32> = control.ranks().map(|rank| control.global(rank) as i32).collect();
+        let global_ranks: Vec<i32> =
+            control.ranks().map(|rank| control.global(rank) as i32).collect();
         let pin = || {
             let (own, mut pins) = (heap.show(heap.base() + own.buffer, bytes)?, Vec::new());
             for (rank, offer) in all.iter().enumerate().filter(|&(rank, _)| rank != me) {
-                for (offset, bytes) in [(offer.buffer, bytes), (offer.pad, offer.pad_bytes as usize)] {
-                    let gone = || Error::config(format!("{} has given its memory back meanwhile", control.describe(Rank(rank as u32))));
+                for (offset, bytes) in
+                    [(offer.buffer, bytes), (offer.pad, offer.pad_bytes as usize)]
+                {
+                    let gone = || {
+                        Error::config(format!(
+                            "{} has given its memory back meanwhile",
+                            control.describe(Rank(rank as u32))
+                        ))
+                    };
                     pins.extend(heaps.pin(rank, offset, bytes).ok_or_else(gone)?);
                 }
             }
-            let Some((_, signals)) = domain.signals.get() else { return Ok(WindowMemory { tables: Tables::Cpu, _pins: pins, _own: own }) };
-            let addresses = |all: &[u64]| all.iter().flat_map(|address| address.to_ne_bytes()).collect::<Vec<u8>>();
+            let Some((_, signals)) = domain.signals.get() else {
+                return Ok(WindowMemory { tables: Tables::Cpu, _pins: pins, _own: own });
+            };
+            let addresses = |all: &[u64]| {
+                all.iter().flat_map(|address| address.to_ne_bytes()).collect::<Vec<u8>>()
+            };
             let ranks: Vec<u8> = global_ranks.iter().flat_map(|rank| rank.to_ne_bytes()).collect();
             let table = |bytes: &[u8]| signals.table(bytes);
-            let tables = Tables::Gpu { buffers: table(&addresses(&buffers))?, pads: table(&addresses(&pads))?, ranks: table(&ranks)? };
+            let tables = Tables::Gpu {
+                buffers: table(&addresses(&buffers))?,
+                pads: table(&addresses(&pads))?,
+                ranks: table(&ranks)?,
+            };
             Ok(WindowMemory { tables, _pins: pins, _own: own })
         };
         let pinned = pin();
@@ -132,16 +175,28 @@ impl RendezvousContext<'_> {
     }
 
     /// Links this rank's heap with the heaps of all other ranks.
-    fn link(&self, heap: &Arc<Heap>, all: &[RendezvousRequest], step: &StepFn<'_>) -> Result<PeerHeaps> {
+    fn link(
+        &self,
+        heap: &Arc<Heap>,
+        all: &[RendezvousRequest],
+        step: &StepFn<'_>,
+    ) -> Result<PeerHeaps> {
         if all.len() == 1 {
             return Ok(PeerHeaps::single_rank(heap));
         }
         let requested = Arc::downgrade(self.control);
-        let failed: FailureCheck = Arc::new(move || requested.upgrade().is_some_and(|control| control.failure().is_some()));
+        let failed: FailureCheck = Arc::new(move || {
+            requested.upgrade().is_some_and(|control| control.failure().is_some())
+        });
         let addresses: Vec<_> = all.iter().map(|offer| Some(offer.heap)).collect();
-        let heaps = PeerHeaps::link(self.control, step, Some(heap), &addresses, &failed, self.limit)?;
-        let refused =
-            |lacking| Error::config(format!("the processes of group \"{}\" cannot give each other memory: {lacking}", self.control.name()));
+        let heaps =
+            PeerHeaps::link(self.control, step, Some(heap), &addresses, &failed, self.limit)?;
+        let refused = |lacking| {
+            Error::config(format!(
+                "the processes of group \"{}\" cannot give each other memory: {lacking}",
+                self.control.name()
+            ))
+        };
         heaps.map_err(refused)
     }
 }

@@ -40,7 +40,8 @@ impl RendezvousRequest {
     pub(super) const BYTES: usize = 8 + 8 * Self::WORDS + HeapAddress::BYTES;
 
     pub(super) fn encode(&self) -> Vec<u8> {
-        let mut bytes = vec![u8::from(self.host), u8::from(self.linked), u8::from(self.exact), 0, 0, 0, 0, 0];
+        let mut bytes =
+            vec![u8::from(self.host), u8::from(self.linked), u8::from(self.exact), 0, 0, 0, 0, 0];
         let words = [self.number, self.bytes, self.buffer, self.pad, self.pad_bytes, self.segment];
         bytes.extend(words.iter().chain(&self.dropped.0).flat_map(|word| word.to_le_bytes()));
         bytes.extend(self.heap.encode());
@@ -49,8 +50,10 @@ impl RendezvousRequest {
 
     /// Decodes the offer that a rank encoded; `bytes` has [`RendezvousRequest::BYTES`] bytes.
     pub(super) fn decode(bytes: &[u8]) -> Self {
-        let word = |index: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[8 + 8 * index + i]));
-        let heap: [u8; HeapAddress::BYTES] = std::array::from_fn(|i| bytes[8 + 8 * Self::WORDS + i]);
+        let word =
+            |index: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[8 + 8 * index + i]));
+        let heap: [u8; HeapAddress::BYTES] =
+            std::array::from_fn(|i| bytes[8 + 8 * Self::WORDS + i]);
         Self {
             host: bytes[0] != 0,
             linked: bytes[1] != 0,
@@ -75,24 +78,38 @@ impl RendezvousRequest {
 pub(super) fn compare(control: &ControlBlock, all: &[RendezvousRequest]) -> Result<()> {
     let (first, me) = (&all[0], control.rank());
     let refused = |rank, one: String, two: String| {
-        let (zero, other, group) = (control.describe(crate::rank::Rank(0)), control.describe(rank), control.name());
-        Err(Error::mismatch(format!("the ranks of group \"{group}\" bring different memory to a rendezvous: {zero} {one}, {other} {two}")))
+        let (zero, other, group) =
+            (control.describe(crate::rank::Rank(0)), control.describe(rank), control.name());
+        Err(Error::mismatch(format!(
+            "the ranks of group \"{group}\" bring different memory to a rendezvous: {zero} \
+             {one}, {other} {two}"
+        )))
     };
     for (rank, offer) in control.ranks().zip(all) {
         if offer.host != first.host {
-            return refused(rank, format!("memory of {}", first.kind()), format!("memory of {}", offer.kind()));
+            return refused(
+                rank,
+                format!("memory of {}", first.kind()),
+                format!("memory of {}", offer.kind()),
+            );
         }
         if offer.exact && first.exact && offer.bytes != first.bytes {
-            return refused(rank, format!("{} bytes", first.bytes), format!("{} bytes", offer.bytes));
+            return refused(
+                rank,
+                format!("{} bytes", first.bytes),
+                format!("{} bytes", offer.bytes),
+            );
         }
         if offer.pad_bytes != first.pad_bytes {
-            let pad = |offer: &RendezvousRequest| format!("a signal pad of {} bytes", offer.pad_bytes);
+            let pad =
+                |offer: &RendezvousRequest| format!("a signal pad of {} bytes", offer.pad_bytes);
             return refused(rank, pad(first), pad(offer));
         }
         if offer.exact && first.exact && offer.number != first.number && me.0 == 0 {
             let (one, two) = (control.describe(me), control.describe(rank));
             log::warn!(
-                "group \"{}\": {one} brings its allocation #{} to a rendezvous, {two} its #{}; both have {} bytes",
+                "group \"{}\": {one} brings its allocation #{} to a rendezvous, {two} its #{}; \
+                 both have {} bytes",
                 control.name(),
                 first.number,
                 offer.number,

@@ -14,9 +14,10 @@ const SET: u32 = 1;
 
 /// The signal pads of all ranks, as mapped by one of them.
 ///
-/// `source` sets word `slot * n + source` of a rank's pad, and the owner of the pad clears it. These two writers never
-/// write at the same time, because each waits for the other's value first. The writes that precede a set (release) are
-/// visible to a rank that has observed the word as set (acquire).
+/// `source` sets word `slot * n + source` of a rank's pad, and the owner of the pad clears it.
+/// These two writers never write at the same time, because each waits for the other's value first.
+/// The writes that precede a set (release) are visible to a rank that has observed the word as set
+/// (acquire).
 #[derive(Clone, Copy, Debug)]
 pub struct SignalPads<'a> {
     control: &'a ControlBlock,
@@ -31,8 +32,9 @@ impl<'a> SignalPads<'a> {
     /// Makes the pads of all ranks of `control`, each of `bytes` bytes.
     ///
     /// # Safety
-    /// Each address points to `bytes` bytes of memory that all ranks share, aligned to words, zeroed before the first
-    /// signal, accessed atomically, and mapped here as long as this value is used.
+    /// Each address points to `bytes` bytes of memory that all ranks share, aligned to words,
+    /// zeroed before the first signal, accessed atomically, and mapped here as long as this value
+    /// is used.
     pub unsafe fn new(control: &'a ControlBlock, pads: &'a [u64], bytes: usize) -> Self {
         Self { control, pads, bytes }
     }
@@ -42,7 +44,10 @@ impl<'a> SignalPads<'a> {
         let slots = bytes / Self::WORD / n;
         let slot = u32::try_from(channel).ok().filter(|&slot| (slot as usize) < slots);
         slot.ok_or_else(|| {
-            Error::value(format!("channel {channel} does not exist: a signal pad of {bytes} bytes has {slots} for {n} ranks"))
+            Error::value(format!(
+                "channel {channel} does not exist: a signal pad of {bytes} bytes \
+                has {slots} for {n} ranks"
+            ))
         })
     }
 
@@ -50,14 +55,17 @@ impl<'a> SignalPads<'a> {
     fn word(&self, owner: Rank, slot: u32, source: Rank) -> &AtomicU32 {
         let index = slot as usize * self.control.size() + source.index();
         assert!((index + 1) * Self::WORD <= self.bytes, "slot {slot} leaves the pad");
-        // SAFETY: within the pad (checked above), which is mapped, aligned and accessed atomically by the promise of `new`.
+        // SAFETY: within the pad (checked above), which is mapped, aligned and accessed atomically
+        // by the promise of `new`.
         unsafe { &*(self.pads[owner.index()] as *const AtomicU32).add(index) }
     }
 
     /// Waits until this rank's word in the pad of `peer` is clear, then sets it.
     pub fn put(&self, peer: Rank, slot: u32, timeout: Duration) -> Result<()> {
         let word = self.word(peer, slot, self.control.rank());
-        self.await_value(peer, word, CLEAR, &CallTimeout::from_first_wait(timeout), &|| self.about("put_signal", slot))?;
+        self.await_value(peer, word, CLEAR, &CallTimeout::from_first_wait(timeout), &|| {
+            self.about("put_signal", slot)
+        })?;
         self.set(word, peer);
         Ok(())
     }
@@ -65,7 +73,9 @@ impl<'a> SignalPads<'a> {
     /// Waits until the word of `peer` in this rank's pad is set, then clears it.
     pub fn wait(&self, peer: Rank, slot: u32, timeout: Duration) -> Result<()> {
         let word = self.word(self.control.rank(), slot, peer);
-        self.await_value(peer, word, SET, &CallTimeout::from_first_wait(timeout), &|| self.about("wait_signal", slot))?;
+        self.await_value(peer, word, SET, &CallTimeout::from_first_wait(timeout), &|| {
+            self.about("wait_signal", slot)
+        })?;
         self.clear(word, peer);
         Ok(())
     }
@@ -73,7 +83,8 @@ impl<'a> SignalPads<'a> {
     /// Returns once all ranks have called it with this slot; their earlier writes are then visible.
     pub fn barrier(&self, slot: u32, timeout: Duration) -> Result<()> {
         self.control.enter_barrier();
-        let met = meet(&SlotWords { pads: self, slot, limit: CallTimeout::from_first_wait(timeout) });
+        let met =
+            meet(&SlotWords { pads: self, slot, limit: CallTimeout::from_first_wait(timeout) });
         self.control.leave_barrier(met.is_ok());
         met
     }
@@ -99,18 +110,29 @@ impl<'a> SignalPads<'a> {
     }
 
     /// Waits until `word`, which `peer` changes, has `value`.
-    fn await_value(&self, peer: Rank, word: &AtomicU32, value: u32, limit: &CallTimeout, about: &dyn Fn() -> String) -> Result<()> {
+    fn await_value(
+        &self,
+        peer: Rank,
+        word: &AtomicU32,
+        value: u32,
+        limit: &CallTimeout,
+        about: &dyn Fn() -> String,
+    ) -> Result<()> {
         let reached = || word.load(Ordering::Acquire) == value;
         if peer == self.control.rank() {
             let me = self.control.describe(peer);
-            return if reached() { Ok(()) } else { Err(Error::value(format!("{me} would wait for itself in {}", about()))) };
+            return if reached() {
+                Ok(())
+            } else {
+                Err(Error::value(format!("{me} would wait for itself in {}", about())))
+            };
         }
         self.control.wait_alone(limit, about, |rank| rank == peer && !reached())
     }
 }
 
-/// The words of one slot of the pads that a barrier needs. A trait, so that loom can replace the hardware
-/// (`tests/loom.rs`).
+/// The words of one slot of the pads that a barrier needs. A trait, so that loom can replace the
+/// hardware (`tests/loom.rs`).
 pub trait Words {
     /// The type of a word.
     type Word: Atomic<u32>;
@@ -126,8 +148,8 @@ pub trait Words {
     fn wake(&self);
 }
 
-/// Returns once all ranks have called it; their earlier writes are then visible. The words are clear for the next
-/// barrier.
+/// Returns once all ranks have called it; their earlier writes are then visible. The words are
+/// clear for the next barrier.
 pub fn meet(words: &impl Words) -> Result<()> {
     for peer in words.peers() {
         let word = words.outward(peer);
@@ -167,7 +189,11 @@ impl Words for SlotWords<'_> {
     }
 
     fn wait(&self, missing: impl Fn(Rank) -> bool) -> Result<()> {
-        self.pads.control.wait_alone(&self.limit, &|| self.pads.about("a barrier", self.slot), missing)
+        self.pads.control.wait_alone(
+            &self.limit,
+            &|| self.pads.about("a barrier", self.slot),
+            missing,
+        )
     }
 
     fn wake(&self) {
@@ -191,22 +217,30 @@ mod tests {
     /// Runs `body` on ranks that are threads of this process.
     fn with_ranks(n: u32, body: impl Fn(SignalPads<'_>, Rank) + Sync) -> Vec<Vec<u32>> {
         let file = ShmSegment::create(SegmentLayout::new(n as usize).total_bytes()).expect("memfd");
-        let memory: Vec<Vec<AtomicU32>> = (0..n).map(|_| (0..BYTES / 4).map(|_| AtomicU32::new(0)).collect()).collect();
+        let memory: Vec<Vec<AtomicU32>> =
+            (0..n).map(|_| (0..BYTES / 4).map(|_| AtomicU32::new(0)).collect()).collect();
         let pads: Vec<u64> = memory.iter().map(|pad| pad.as_ptr() as u64).collect();
         std::thread::scope(|scope| {
             for rank in (0..n).map(Rank) {
                 let (file, pads, body) = (&file, &pads, &body);
                 scope.spawn(move || {
-                    let segment =
-                        ShmSegment::map(file.try_clone().expect("dup"), SegmentLayout::new(n as usize).total_bytes()).expect("map");
-                    let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
+                    let segment = ShmSegment::map(
+                        file.try_clone().expect("dup"),
+                        SegmentLayout::new(n as usize).total_bytes(),
+                    )
+                    .expect("map");
+                    let members =
+                        (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
                     let control = ControlBlock::new(segment, rank, "test".into(), members, 64);
                     // SAFETY: the words live longer than the threads and are atomics.
                     body(unsafe { SignalPads::new(&control, pads, BYTES) }, rank);
                 });
             }
         });
-        memory.iter().map(|pad| pad.iter().map(|word| word.load(Ordering::Relaxed)).collect()).collect()
+        memory
+            .iter()
+            .map(|pad| pad.iter().map(|word| word.load(Ordering::Relaxed)).collect())
+            .collect()
     }
 
     #[test]
@@ -249,12 +283,20 @@ mod tests {
     fn a_late_peer_is_named_and_the_group_goes_on() {
         with_ranks(2, |pads, me| {
             if me.0 == 0 {
-                let error = pads.wait(Rank(1), 3, Duration::from_millis(30)).expect_err("nobody sets it");
+                let error =
+                    pads.wait(Rank(1), 3, Duration::from_millis(30)).expect_err("nobody sets it");
                 assert_eq!(error.kind, ErrorKind::Timeout);
-                assert!(error.message.contains("rank 1") && error.message.contains("wait_signal on channel 3"), "{error}");
+                assert!(
+                    error.message.contains("rank 1")
+                        && error.message.contains("wait_signal on channel 3"),
+                    "{error}"
+                );
                 pads.put(Rank(1), 3, LONG).expect("clear");
                 let error = pads.put(Rank(1), 3, Duration::from_millis(30)).expect_err("still set");
-                assert!(error.kind == ErrorKind::Timeout && error.message.contains("put_signal"), "{error}");
+                assert!(
+                    error.kind == ErrorKind::Timeout && error.message.contains("put_signal"),
+                    "{error}"
+                );
                 assert_eq!(pads.control.failure(), None);
             }
             pads.barrier(0, LONG).expect("works on");
@@ -267,10 +309,14 @@ mod tests {
     /// Runs `body` on the pads of `n` ranks in this thread.
     fn alone<const N: usize>(body: impl FnOnce([SignalPads<'_>; N], &[ControlBlock])) {
         let controls = controls(N as u32);
-        let memory: [[AtomicU32; BYTES / 4]; N] = std::array::from_fn(|_| std::array::from_fn(|_| AtomicU32::new(0)));
+        let memory: [[AtomicU32; BYTES / 4]; N] =
+            std::array::from_fn(|_| std::array::from_fn(|_| AtomicU32::new(0)));
         let pads = memory.each_ref().map(|pad| pad.as_ptr() as u64);
         // SAFETY: the words live longer than `body` runs and are atomics.
-        body(std::array::from_fn(|rank| unsafe { SignalPads::new(&controls[rank], &pads, BYTES) }), &controls);
+        body(
+            std::array::from_fn(|rank| unsafe { SignalPads::new(&controls[rank], &pads, BYTES) }),
+            &controls,
+        );
     }
 
     #[test]
@@ -280,7 +326,8 @@ mod tests {
                 let rings = || [0, 1].map(|rank| rung(&controls[rank], Rank(rank as u32)));
                 let before = rings();
                 // Runs once rank 1 has announced that it sleeps.
-                controls[1].sleep(Duration::ZERO, || act().map(|()| true).expect("nobody is missing"));
+                controls[1]
+                    .sleep(Duration::ZERO, || act().map(|()| true).expect("nobody is missing"));
                 let after = rings();
                 [after[0] - before[0], after[1] - before[1]]
             };
@@ -288,7 +335,11 @@ mod tests {
             assert_eq!(reported(&|| one.wait(Rank(0), 1, LONG)), [1, 0]);
             assert_eq!(reported(&|| one.put(Rank(1), 1, LONG)), [0, 0], "a signal to itself");
             one.put(Rank(0), 2, LONG).expect("clear");
-            assert_eq!(reported(&|| zero.barrier(2, LONG)), [2, 2], "on arrival and when the words are clear again");
+            assert_eq!(
+                reported(&|| zero.barrier(2, LONG)),
+                [2, 2],
+                "on arrival and when the words are clear again"
+            );
         });
     }
 
@@ -296,8 +347,12 @@ mod tests {
     fn a_barrier_names_who_has_not_taken_the_signal_before() {
         alone(|[zero, _, _], _| {
             zero.put(Rank(1), 3, LONG).expect("clear");
-            let error = zero.barrier(3, Duration::from_millis(30)).expect_err("rank 1 takes nothing");
-            assert!(error.kind == ErrorKind::Timeout && error.message.contains("for rank 1 ("), "{error}");
+            let error =
+                zero.barrier(3, Duration::from_millis(30)).expect_err("rank 1 takes nothing");
+            assert!(
+                error.kind == ErrorKind::Timeout && error.message.contains("for rank 1 ("),
+                "{error}"
+            );
             assert!(error.message.contains("a barrier on channel 3"), "{error}");
         });
     }
@@ -305,7 +360,10 @@ mod tests {
     #[test]
     fn a_rank_does_not_wait_for_itself() {
         with_ranks(1, |pads, me| {
-            assert_eq!(pads.wait(me, 0, LONG).expect_err("nobody else would").kind, ErrorKind::Value);
+            assert_eq!(
+                pads.wait(me, 0, LONG).expect_err("nobody else would").kind,
+                ErrorKind::Value
+            );
             pads.put(me, 0, LONG).expect("clear");
             pads.wait(me, 0, LONG).expect("set");
             pads.barrier(0, LONG).expect("all are here");
@@ -328,7 +386,10 @@ mod tests {
         assert_eq!(SignalPads::slot(7, 64, 2), Ok(7));
         for channel in [-1, 8] {
             let error = SignalPads::slot(channel, 64, 2).expect_err("no such channel");
-            assert!(error.kind == ErrorKind::Value && error.message.contains("has 8 for 2 ranks"), "{error}");
+            assert!(
+                error.kind == ErrorKind::Value && error.message.contains("has 8 for 2 ranks"),
+                "{error}"
+            );
         }
     }
 }

@@ -57,10 +57,18 @@ impl Tensors {
     }
 
     pub(crate) fn spans(&self, data: &[Vec<u8>]) -> Vec<Span> {
-        data.iter().map(|d| Span { addr: d.as_ptr() as usize + self.shift, bytes: d.len() - self.shift }).collect()
+        data.iter()
+            .map(|d| Span { addr: d.as_ptr() as usize + self.shift, bytes: d.len() - self.shift })
+            .collect()
     }
 
-    pub(crate) fn call(&self, op: Collective, dtype: DType, reduce_op: ReduceOp, root: u32) -> CallSpec<'static> {
+    pub(crate) fn call(
+        &self,
+        op: Collective,
+        dtype: DType,
+        reduce_op: ReduceOp,
+        root: u32,
+    ) -> CallSpec<'static> {
         let inputs = self.spans(&self.inputs);
         let outputs = if self.in_place { inputs.clone() } else { self.spans(&self.outputs) };
         CallSpec {
@@ -104,7 +112,8 @@ pub(crate) struct Case {
 
 impl Case {
     pub(crate) fn bytes(&self, from: usize, to: usize) -> usize {
-        let count = if self.uneven { self.count * ((from * 3 + to * 5) % 4) / 2 } else { self.count };
+        let count =
+            if self.uneven { self.count * ((from * 3 + to * 5) % 4) / 2 } else { self.count };
         count * self.dtype.size()
     }
 
@@ -118,22 +127,42 @@ impl Case {
             Collective::Broadcast => (when(root, vec![one]), when(!root, vec![one])),
             Collective::AllReduce => (vec![one], vec![one]),
             Collective::Reduce => (vec![one], when(root, vec![one])),
-            Collective::AllGather => (vec![self.bytes(me, 0)], (0..n).map(|r| self.bytes(r, 0)).collect()),
+            Collective::AllGather => {
+                (vec![self.bytes(me, 0)], (0..n).map(|r| self.bytes(r, 0)).collect())
+            }
             Collective::Gather => (vec![one], when(root, vec![one; n])),
             Collective::Scatter => (when(root, vec![one; n]), vec![one]),
-            Collective::ReduceScatter => ((0..n).map(|r| self.bytes(0, r)).collect(), vec![self.bytes(0, me)]),
-            Collective::AllToAll => ((0..n).map(|r| self.bytes(me, r)).collect(), (0..n).map(|r| self.bytes(r, me)).collect()),
+            Collective::ReduceScatter => {
+                ((0..n).map(|r| self.bytes(0, r)).collect(), vec![self.bytes(0, me)])
+            }
+            Collective::AllToAll => (
+                (0..n).map(|r| self.bytes(me, r)).collect(),
+                (0..n).map(|r| self.bytes(r, me)).collect(),
+            ),
             Collective::AllReduceAddRmsNorm => unreachable!("not of c10d"),
         }
     }
 
     pub(crate) fn reduced(&self, pieces: &[&[u8]]) -> Vec<u8> {
         let mut result = vec![0u8; pieces[0].len()];
-        let sources: Vec<InputElements> =
-            pieces.iter().enumerate().map(|(rank, piece)| InputElements { ptr: piece.as_ptr(), factor: factor(rank) }).collect();
+        let sources: Vec<InputElements> = pieces
+            .iter()
+            .enumerate()
+            .map(|(rank, piece)| InputElements { ptr: piece.as_ptr(), factor: factor(rank) })
+            .collect();
         let count = result.len() / self.dtype.size();
         // SAFETY: all pieces and the result are `count` elements long.
-        unsafe { cpu::reduce_in(self.order, self.reduce_op, self.dtype, result.as_mut_ptr(), &sources, count, WriteMode::Cached) };
+        unsafe {
+            cpu::reduce_in(
+                self.order,
+                self.reduce_op,
+                self.dtype,
+                result.as_mut_ptr(),
+                &sources,
+                count,
+                WriteMode::Cached,
+            )
+        };
         result
     }
 
@@ -149,7 +178,9 @@ impl Case {
             Collective::Reduce if root => vec![self.reduced(&column(0))],
             Collective::Gather if !root => vec![],
             Collective::Reduce => vec![],
-            Collective::AllGather | Collective::Gather => column(0).iter().map(|piece| piece.to_vec()).collect(),
+            Collective::AllGather | Collective::Gather => {
+                column(0).iter().map(|piece| piece.to_vec()).collect()
+            }
             Collective::Scatter => vec![all[self.root].input(me).to_vec()],
             Collective::ReduceScatter => vec![self.reduced(&column(me))],
             Collective::AllToAll => column(me).iter().map(|piece| piece.to_vec()).collect(),
@@ -160,5 +191,14 @@ impl Case {
 
 /// A sum, or a message, of `count` elements.
 pub(crate) fn case(op: Collective, dtype: DType, count: usize) -> Case {
-    Case { op, dtype, reduce_op: ReduceOp::Sum, root: count % 2, count, uneven: false, shift: 0, order: SumOrder::Rank }
+    Case {
+        op,
+        dtype,
+        reduce_op: ReduceOp::Sum,
+        root: count % 2,
+        count,
+        uneven: false,
+        shift: 0,
+        order: SumOrder::Rank,
+    }
 }

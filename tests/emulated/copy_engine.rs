@@ -1,4 +1,5 @@
-//! Calls whose bytes copy engines move: two threads of each rank act as its two streams, and copies are plain copies.
+//! Calls whose bytes copy engines move: two threads of each rank act as its two streams, and copies
+//! are plain copies.
 
 use crate::calls::{Case, Random, Tensors, case};
 use crate::host::Host;
@@ -12,7 +13,14 @@ use symm::rank::Rank;
 
 /// Chunks of a few hundred bytes: long messages take several rounds of slots.
 fn tuning(n: usize) -> CudaThresholds {
-    CudaThresholds { copy_chunk_bytes: 256, lanes: 3, low_latency_bytes: 0, one_shot_bytes: 0, two_shot_bytes: 0, ..CudaThresholds::of(n) }
+    CudaThresholds {
+        copy_chunk_bytes: 256,
+        lanes: 3,
+        low_latency_bytes: 0,
+        one_shot_bytes: 0,
+        two_shot_bytes: 0,
+        ..CudaThresholds::of(n)
+    }
 }
 
 /// A count that other threads wait for.
@@ -31,11 +39,20 @@ impl Event {
 }
 
 /// Runs one stream's part of `tasks`, which all belong to one call.
-fn run_stream(host: &Host, me: usize, call: &CallSpec<'_>, tasks: &[Task], copies: bool, [forked, joined]: [&Event; 2]) {
+fn run_stream(
+    host: &Host,
+    me: usize,
+    call: &CallSpec<'_>,
+    tasks: &[Task],
+    copies: bool,
+    [forked, joined]: [&Event; 2],
+) {
     let (mut forks, mut joins) = (0, 0);
     for task in tasks {
         match *task {
-            Task::Kernel { side, ref launch } if side == copies => host.run(me, launch, call.dtype, call.reduce_op),
+            Task::Kernel { side, ref launch } if side == copies => {
+                host.run(me, launch, call.dtype, call.reduce_op)
+            }
             Task::Copy { side, to, from, bytes } if side == copies => {
                 // SAFETY: both ranges belong to tensors or workspaces that outlive the call.
                 unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
@@ -68,7 +85,8 @@ fn run(host: &Host, me: usize, number: u64, call: &CallSpec<'_>, earlier: Option
     });
 }
 
-/// Runs `cases` back to back on every rank, with a call of kernels, which use the same slots, after every other one.
+/// Runs `cases` back to back on every rank, with a call of kernels, which use the same slots, after
+/// every other one.
 fn staged(n: usize, cases: &[Case]) {
     let order = cases.first().map_or(SumOrder::Rank, |case| case.order);
     let host = Host::with_tuning(n, tuning(n)).summing(order);
@@ -76,14 +94,19 @@ fn staged(n: usize, cases: &[Case]) {
         let (inputs, outputs) = case.lengths(me, n);
         Tensors::new(&inputs, &outputs, case.shift, (index * 64 + me) as u64 * 0x9e37_79b9)
     };
-    let tensors: Vec<Vec<Tensors>> = cases.iter().enumerate().map(|(index, case)| (0..n).map(|me| of(case, index, me)).collect()).collect();
+    let tensors: Vec<Vec<Tensors>> = cases
+        .iter()
+        .enumerate()
+        .map(|(index, case)| (0..n).map(|me| of(case, index, me)).collect())
+        .collect();
     let between = case(Collective::AllReduce, DType::I32, 3000);
     std::thread::scope(|scope| {
         for me in 0..n {
             let (host, tensors, between) = (&host, &tensors, &between);
             scope.spawn(move || {
                 for (index, (case, tensors)) in cases.iter().zip(tensors).enumerate() {
-                    let call = tensors[me].call(case.op, case.dtype, case.reduce_op, case.root as u32);
+                    let call =
+                        tensors[me].call(case.op, case.dtype, case.reduce_op, case.root as u32);
                     run(host, me, index as u64 + 1, &call, None);
                     if index % 2 == 1 {
                         let (inputs, outputs) = between.lengths(me, n);
@@ -91,7 +114,10 @@ fn staged(n: usize, cases: &[Case]) {
                         let call = more.call(between.op, between.dtype, between.reduce_op, 0);
                         host.run(
                             me,
-                            &host.context(me, 0, Some(&call)).prepare(&call, host.plan(me, &call)).unwrap(),
+                            &host
+                                .context(me, 0, Some(&call))
+                                .prepare(&call, host.plan(me, &call))
+                                .unwrap(),
                             DType::I32,
                             ReduceOp::Sum,
                         );
@@ -104,7 +130,11 @@ fn staged(n: usize, cases: &[Case]) {
     for (case, tensors) in cases.iter().zip(&tensors) {
         for me in 0..n {
             for (output, expected) in case.expected(me, tensors).iter().enumerate() {
-                let wrong = tensors[me].output(output).iter().zip(expected).position(|(got, wanted)| got != wanted);
+                let wrong = tensors[me]
+                    .output(output)
+                    .iter()
+                    .zip(expected)
+                    .position(|(got, wanted)| got != wanted);
                 let (op, count) = (case.op, case.count);
                 assert_eq!(wrong, None, "{op:?} of {count} on rank {me} of {n}, output {output}");
             }
@@ -117,7 +147,12 @@ fn mixture(counts: &[usize], dtype: DType, reduce_op: ReduceOp, order: SumOrder)
     let one = |(index, &count): (usize, &usize)| {
         let of = |op| Case { shift: index % 3, reduce_op, order, ..case(op, dtype, count) };
         let gather = of(Collective::AllGather);
-        [of(Collective::AllReduce), Case { uneven: true, ..of(Collective::ReduceScatter) }, of(Collective::ReduceScatter), gather]
+        [
+            of(Collective::AllReduce),
+            Case { uneven: true, ..of(Collective::ReduceScatter) },
+            of(Collective::ReduceScatter),
+            gather,
+        ]
     };
     counts.iter().enumerate().flat_map(one).collect()
 }
@@ -127,7 +162,10 @@ fn staged_calls_of_two_ranks() {
     let counts = [4000, 1, 777, 40_000, 65];
     let mut cases = mixture(&counts, DType::BF16, ReduceOp::Sum, SumOrder::Rank);
     for count in counts {
-        cases.extend([case(Collective::Broadcast, DType::U8, count), case(Collective::AllToAll, DType::I32, count)]);
+        cases.extend([
+            case(Collective::Broadcast, DType::U8, count),
+            case(Collective::AllToAll, DType::I32, count),
+        ]);
         cases.push(Case { uneven: true, ..case(Collective::AllToAll, DType::I32, count) });
         cases.push(Case { uneven: true, ..case(Collective::AllGather, DType::I32, count) });
     }
@@ -147,8 +185,8 @@ struct Flat {
     output: Vec<u8>,
 }
 
-/// Gathers and all-reduces from tensor to tensor, in place and not, in any order of the ranks. The last rank's output
-/// need not be consecutive.
+/// Gathers and all-reduces from tensor to tensor, in place and not, in any order of the ranks. The
+/// last rank's output need not be consecutive.
 #[test]
 fn direct_calls() {
     for n in [2, 3, 4] {
@@ -160,7 +198,9 @@ fn direct_calls() {
             let whole = part * n;
             let mut all: Vec<Flat> = (0..n)
                 .map(|_| Flat {
-                    input: (0..if reduces { whole } else { part }).map(|_| random.below(30) as u8).collect(),
+                    input: (0..if reduces { whole } else { part })
+                        .map(|_| random.below(30) as u8)
+                        .collect(),
                     output: vec![0; whole],
                 })
                 .collect();
@@ -177,11 +217,19 @@ fn direct_calls() {
                         let at = if reduces { 0 } else { me * part };
                         output[at..][..input.len()].copy_from_slice(input);
                     }
-                    let from = if in_place { start + if reduces { 0 } else { me * part } } else { input.as_ptr() as usize };
+                    let from = if in_place {
+                        start + if reduces { 0 } else { me * part }
+                    } else {
+                        input.as_ptr() as usize
+                    };
                     let outputs: Vec<Span> = match reduces {
                         true => vec![Span { addr: start, bytes: whole }],
-                        false if reversed(me) => (0..n).map(|rank| Span { addr: start + (n - 1 - rank) * part, bytes: part }).collect(),
-                        false => (0..n).map(|rank| Span { addr: start + rank * part, bytes: part }).collect(),
+                        false if reversed(me) => (0..n)
+                            .map(|rank| Span { addr: start + (n - 1 - rank) * part, bytes: part })
+                            .collect(),
+                        false => (0..n)
+                            .map(|rank| Span { addr: start + rank * part, bytes: part })
+                            .collect(),
                     };
                     let op = if reduces { Collective::AllReduce } else { Collective::AllGather };
                     CallSpec {
@@ -198,7 +246,8 @@ fn direct_calls() {
                 .collect();
             let tensors: Vec<EarlierRank> = (0..n)
                 .map(|rank| {
-                    let whole = copy_engine::consecutive(&calls[rank]).unwrap_or(calls[rank].outputs[0]);
+                    let whole =
+                        copy_engine::consecutive(&calls[rank]).unwrap_or(calls[rank].outputs[0]);
                     let piece = copy_engine::piece(whole, rank, n).addr;
                     let input = if reduces { piece } else { calls[rank].inputs[0].addr };
                     EarlierRank { rank, input: input as u64, output: whole.addr as u64 }
@@ -206,18 +255,31 @@ fn direct_calls() {
                 .collect();
             std::thread::scope(|scope| {
                 for me in 0..n {
-                    let earlier: Vec<EarlierRank> = (0..n).filter(|&rank| order[rank] < order[me]).map(|rank| tensors[rank]).collect();
+                    let earlier: Vec<EarlierRank> = (0..n)
+                        .filter(|&rank| order[rank] < order[me])
+                        .map(|rank| tensors[rank])
+                        .collect();
                     let (host, call) = (&host, &calls[me]);
                     scope.spawn(move || run(host, me, number, call, Some(&earlier)));
                 }
             });
             let expected: Vec<u8> = match reduces {
-                true => (0..whole).map(|at| inputs.iter().fold(0u8, |sum, input| sum.wrapping_add(input[at]))).collect(),
+                true => (0..whole)
+                    .map(|at| inputs.iter().fold(0u8, |sum, input| sum.wrapping_add(input[at])))
+                    .collect(),
                 false => inputs.concat(),
             };
             for (me, flat) in all.iter().enumerate() {
-                let expected = if reversed(me) { inputs.iter().rev().flatten().copied().collect() } else { expected.clone() };
-                assert!(flat.output == expected, "launch {number}, rank {me} of {n}, reduces {reduces}, in place {in_place}, {part} bytes");
+                let expected = if reversed(me) {
+                    inputs.iter().rev().flatten().copied().collect()
+                } else {
+                    expected.clone()
+                };
+                assert!(
+                    flat.output == expected,
+                    "launch {number}, rank {me} of {n}, reduces {reduces}, in place \
+                     {in_place}, {part} bytes"
+                );
             }
         }
         assert!(host.is_well(), "a kernel gave up");
@@ -228,15 +290,29 @@ fn direct_calls() {
 fn p1_a_rank_that_never_comes_is_named_and_nothing_is_summed() {
     let mut host = Host::with_tuning(3, tuning(3));
     host.timeout = Duration::from_millis(300);
-    let tensors: Vec<Tensors> = (0..2).map(|me| Tensors::new(&[8000; 3], &[8000], 0, me + 1)).collect();
+    let tensors: Vec<Tensors> =
+        (0..2).map(|me| Tensors::new(&[8000; 3], &[8000], 0, me + 1)).collect();
     std::thread::scope(|scope| {
         for (me, tensors) in tensors.iter().enumerate() {
             let host = &host;
-            scope.spawn(move || run(host, me, 77, &tensors.call(Collective::ReduceScatter, DType::F32, ReduceOp::Sum, 0), None));
+            scope.spawn(move || {
+                run(
+                    host,
+                    me,
+                    77,
+                    &tensors.call(Collective::ReduceScatter, DType::F32, ReduceOp::Sum, 0),
+                    None,
+                )
+            });
         }
     });
     for (memory, tensors) in host.memory[..2].iter().zip(&tensors) {
-        assert_eq!((memory.report[0], memory.report[1], memory.report[4 + 2]), (1, 77, 1), "{:?}", memory.report);
+        assert_eq!(
+            (memory.report[0], memory.report[1], memory.report[4 + 2]),
+            (1, 77, 1),
+            "{:?}",
+            memory.report
+        );
         assert!(tensors.output(0).iter().all(|&byte| byte == 0xEE), "a sum without rank 2");
     }
 }
@@ -246,14 +322,18 @@ fn p1_a_rank_that_never_comes_is_named_and_nothing_is_summed() {
 fn counts_wrap() {
     let mut host = Host::with_tuning(2, tuning(2));
     host.age();
-    let tensors: Vec<Vec<Tensors>> =
-        (0..4).map(|call| (0..2).map(|me| Tensors::new(&[4000; 2], &[4000], 0, call * 2 + me + 1)).collect()).collect();
+    let tensors: Vec<Vec<Tensors>> = (0..4)
+        .map(|call| {
+            (0..2).map(|me| Tensors::new(&[4000; 2], &[4000], 0, call * 2 + me + 1)).collect()
+        })
+        .collect();
     std::thread::scope(|scope| {
         for me in 0..2 {
             let (host, tensors) = (&host, &tensors);
             scope.spawn(move || {
                 for (number, tensors) in tensors.iter().enumerate() {
-                    let call = tensors[me].call(Collective::ReduceScatter, DType::I32, ReduceOp::Sum, 0);
+                    let call =
+                        tensors[me].call(Collective::ReduceScatter, DType::I32, ReduceOp::Sum, 0);
                     run(host, me, number as u64 + 1, &call, None);
                 }
             });

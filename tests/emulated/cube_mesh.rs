@@ -1,5 +1,5 @@
-//! The all-reduce along the edges of a hybrid cube mesh, on host threads: its bits, its edges, and its coexistence with
-//! other calls on the same lines.
+//! The all-reduce along the edges of a hybrid cube mesh, on host threads: its bits, its edges, and
+//! its coexistence with other calls on the same lines.
 
 use crate::calls::{Case, Random, Tensors, case};
 use crate::host::Host;
@@ -30,22 +30,36 @@ fn straight() -> CubeMesh {
 
 fn reduced(op: ReduceOp, dtype: DType, pieces: &[&[u8]]) -> Vec<u8> {
     let mut result = vec![0u8; pieces[0].len()];
-    let sources: Vec<InputElements> = pieces.iter().map(|piece| InputElements { ptr: piece.as_ptr(), factor: 0.5 }).collect();
+    let sources: Vec<InputElements> =
+        pieces.iter().map(|piece| InputElements { ptr: piece.as_ptr(), factor: 0.5 }).collect();
     // SAFETY: all pieces and the result are equally long.
-    unsafe { cpu::reduce(op, dtype, result.as_mut_ptr(), &sources, pieces[0].len() / dtype.size(), WriteMode::Cached) };
+    unsafe {
+        cpu::reduce(
+            op,
+            dtype,
+            result.as_mut_ptr(),
+            &sources,
+            pieces[0].len() / dtype.size(),
+            WriteMode::Cached,
+        )
+    };
     result
 }
 
-/// Each quad's sum in rank order, rounded; then the sum of the two, the quad with rank 0 first; the average divides at
-/// the end.
+/// Each quad's sum in rank order, rounded; then the sum of the two, the quad with rank 0 first; the
+/// average divides at the end.
 fn expected(mesh: &CubeMesh, op: ReduceOp, dtype: DType, inputs: &[&[u8]]) -> Vec<u8> {
     let first = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
     let last = if op == ReduceOp::PremulSum { ReduceOp::Sum } else { op };
-    let halves = mesh.quad.map(|quad| reduced(first, dtype, &quad.map(|rank| inputs[rank as usize])));
+    let halves =
+        mesh.quad.map(|quad| reduced(first, dtype, &quad.map(|rank| inputs[rank as usize])));
     let mut pieces = vec![&halves[0][..], &halves[1][..]];
-    // Six neutral values, so that the average divides by eight: -0 if the type has it, since -0 + 0 is not -0.
+    // Six neutral values, so that the average divides by eight: -0 if the type has it, since -0 + 0
+    // is not -0.
     let signed = matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
-    let nothing: Vec<u8> = (0..halves[0].len()).map(|i| if signed && i % dtype.size() == dtype.size() - 1 { 0x80 } else { 0 }).collect();
+    let nothing: Vec<u8> = (0..halves[0].len())
+        .map(|i| if signed && i % dtype.size() == dtype.size() - 1 { 0x80 } else { 0 })
+        .collect();
     if op == ReduceOp::Avg {
         pieces.resize(N, &nothing);
     }
@@ -96,15 +110,25 @@ struct Step {
 
 impl Step {
     fn all_reduce(dtype: DType, reduce_op: ReduceOp, count: usize) -> Self {
-        Self { case: Case { reduce_op, ..case(Collective::AllReduce, dtype, count) }, in_place: false, blocks: None }
+        Self {
+            case: Case { reduce_op, ..case(Collective::AllReduce, dtype, count) },
+            in_place: false,
+            blocks: None,
+        }
     }
 
     fn tensors(&self, me: usize, number: usize) -> Tensors {
         let Case { dtype, reduce_op, count, shift, .. } = self.case;
         let (inputs, outputs) = self.case.lengths(me, N);
-        let mut tensors = Tensors { in_place: self.in_place, ..Tensors::new(&inputs, &outputs, shift, 1) };
+        let mut tensors =
+            Tensors { in_place: self.in_place, ..Tensors::new(&inputs, &outputs, shift, 1) };
         for (i, data) in tensors.inputs.iter_mut().enumerate() {
-            data[shift..].copy_from_slice(&elements(dtype, reduce_op, count, ((number * N + me) * 64 + i) as u64));
+            data[shift..].copy_from_slice(&elements(
+                dtype,
+                reduce_op,
+                count,
+                ((number * N + me) * 64 + i) as u64,
+            ));
         }
         tensors
     }
@@ -116,14 +140,17 @@ impl Step {
     fn run(&self, host: &Host, me: usize, number: u64, tensors: &Tensors) {
         let call = self.call(tensors);
         call.validate(Rank(me as u32), N).expect("a valid call");
-        if let Some(mut launch) = host.context(me, number, Some(&call)).prepare(&call, host.plan(me, &call)) {
+        if let Some(mut launch) =
+            host.context(me, number, Some(&call)).prepare(&call, host.plan(me, &call))
+        {
             launch.grid.blocks = self.blocks.unwrap_or(launch.grid.blocks);
             host.run(me, &launch, call.dtype, call.reduce_op);
         }
     }
 }
 
-/// Runs `steps` back to back on every rank and checks each result; returns the algorithms that ran them.
+/// Runs `steps` back to back on every rank and checks each result; returns the algorithms that ran
+/// them.
 fn run(mesh: &CubeMesh, steps: &[Step]) -> Vec<&'static str> {
     let host = Host::with_mesh(mesh.clone());
     let made = |(i, step): (usize, &Step)| (0..N).map(|me| step.tensors(me, i)).collect();
@@ -131,7 +158,12 @@ fn run(mesh: &CubeMesh, steps: &[Step]) -> Vec<&'static str> {
     std::thread::scope(|scope| {
         for me in 0..N {
             let (host, tensors) = (&host, &tensors);
-            scope.spawn(move || (0..).zip(steps).zip(tensors).for_each(|((i, step), tensors)| step.run(host, me, i, &tensors[me])));
+            scope.spawn(move || {
+                (0..)
+                    .zip(steps)
+                    .zip(tensors)
+                    .for_each(|((i, step), tensors)| step.run(host, me, i, &tensors[me]))
+            });
         }
     });
     assert!(host.is_well(), "a kernel gave up");
@@ -144,21 +176,33 @@ fn run(mesh: &CubeMesh, steps: &[Step]) -> Vec<&'static str> {
         };
         for me in 0..N {
             let wanted = if op == Collective::AllReduce {
-                vec![expected(mesh, reduce_op, dtype, &given.iter().map(|tensors| tensors.input(0)).collect::<Vec<_>>())]
+                vec![expected(
+                    mesh,
+                    reduce_op,
+                    dtype,
+                    &given.iter().map(|tensors| tensors.input(0)).collect::<Vec<_>>(),
+                )]
             } else {
                 step.case.expected(me, &given)
             };
             for (j, (got, wanted)) in results(me).into_iter().zip(&wanted).enumerate() {
                 let wrong = got.iter().zip(wanted).position(|(a, b)| a != b);
                 let (dtype, how) = (dtype.name(), reduce_op.name());
-                assert_eq!(wrong, None, "call {i}, {op:?} {how} of {count} × {dtype} on rank {me}, output {j}; {mesh:?}");
+                assert_eq!(
+                    wrong, None,
+                    "call {i}, {op:?} {how} of {count} × {dtype} on rank {me}, output {j}; {mesh:?}"
+                );
             }
             if op == Collective::AllReduce {
                 assert_eq!(results(me), results(0), "rank {me} has other bits than rank 0");
             }
         }
     }
-    steps.iter().zip(&tensors).map(|(step, tensors)| host.plan(0, &step.call(&tensors[0])).name()).collect()
+    steps
+        .iter()
+        .zip(&tensors)
+        .map(|(step, tensors)| host.plan(0, &step.call(&tensors[0])).name())
+        .collect()
 }
 
 const TYPES: [(DType, ReduceOp); 13] = [
@@ -183,16 +227,33 @@ fn every_rank_gets_the_bits_of_the_documented_order() {
     for (i, (dtype, op)) in TYPES.into_iter().enumerate() {
         let short = Step::all_reduce(dtype, op, [1, 37, 515][i % 3]);
         steps.push(Step { case: Case { shift: dtype.size(), ..short.case }, ..short });
-        steps.push(Step { in_place: i % 2 == 0, ..Step::all_reduce(dtype, op, 9000 / dtype.size()) });
+        steps.push(Step {
+            in_place: i % 2 == 0,
+            ..Step::all_reduce(dtype, op, 9000 / dtype.size())
+        });
     }
     assert!(run(&straight(), &steps).iter().all(|name| *name == "cube_mesh"));
 }
 
 #[test]
 fn messages_longer_than_the_lines_take_several_rounds() {
-    let long = |count, blocks| Step { blocks: Some(blocks), ..Step::all_reduce(DType::BF16, ReduceOp::Sum, count) };
+    let long = |count, blocks| Step {
+        blocks: Some(blocks),
+        ..Step::all_reduce(DType::BF16, ReduceOp::Sum, count)
+    };
     // Rounds of 4 and 8 KiB; the last round of some has no data for its second block.
-    run(&straight(), &[long(2048, 1), long(2049, 1), long(6000, 1), long(9000, 2), long(8195, 2), long(3, 2), long(6000, 1)]);
+    run(
+        &straight(),
+        &[
+            long(2048, 1),
+            long(2049, 1),
+            long(6000, 1),
+            long(9000, 2),
+            long(8195, 2),
+            long(3, 2),
+            long(6000, 1),
+        ],
+    );
 }
 
 #[test]
@@ -201,7 +262,13 @@ fn labels_do_not_matter() {
     for _ in 0..12 {
         let mut label = [0, 1, 2, 3, 4, 5, 6, 7];
         (1..N).for_each(|i| label.swap(i, random.below(i + 1)));
-        run(&mesh(label), &[Step::all_reduce(DType::F32, ReduceOp::Sum, 100), Step::all_reduce(DType::BF16, ReduceOp::Avg, 70)]);
+        run(
+            &mesh(label),
+            &[
+                Step::all_reduce(DType::F32, ReduceOp::Sum, 100),
+                Step::all_reduce(DType::BF16, ReduceOp::Avg, 70),
+            ],
+        );
     }
 }
 
@@ -221,9 +288,18 @@ fn calls_that_hear_from_all_and_calls_that_hear_from_neighbours_take_turns() {
     let mut steps = Vec::new();
     for _ in 0..150 {
         let (rounds, count) = (random.below(4) == 0, 1 + random.below(60));
-        let cube = Step::all_reduce(DType::F32, ReduceOp::Sum, if rounds { count + 1024 } else { count });
-        let other = Step { case: case(random.of(&others), DType::I32, 1 + random.below(60)), in_place: false, blocks: None };
-        steps.push(if random.below(2) == 0 { Step { blocks: rounds.then_some(1), ..cube } } else { other });
+        let cube =
+            Step::all_reduce(DType::F32, ReduceOp::Sum, if rounds { count + 1024 } else { count });
+        let other = Step {
+            case: case(random.of(&others), DType::I32, 1 + random.below(60)),
+            in_place: false,
+            blocks: None,
+        };
+        steps.push(if random.below(2) == 0 {
+            Step { blocks: rounds.then_some(1), ..cube }
+        } else {
+            other
+        });
     }
     let names = run(&mesh([3, 0, 6, 1, 7, 2, 5, 4]), &steps);
     for name in ["cube_mesh", "exchange_low_latency", "reduce_low_latency", "exchange_mixed"] {
@@ -252,8 +328,10 @@ fn a_rank_that_never_comes_is_named_by_its_quad_and_among_its_quad_by_the_other(
         let quad = mesh.quad_of(MISSING as u32);
         for me in (0..N).filter(|&me| me != MISSING) {
             let report = &host.memory[me].report;
-            let named: Vec<u32> = (0..N as u32).filter(|&rank| report[4 + rank as usize] != 0).collect();
-            let right = if quad.contains(&(me as u32)) { vec![MISSING as u32] } else { quad.to_vec() };
+            let named: Vec<u32> =
+                (0..N as u32).filter(|&rank| report[4 + rank as usize] != 0).collect();
+            let right =
+                if quad.contains(&(me as u32)) { vec![MISSING as u32] } else { quad.to_vec() };
             assert_eq!((report[0], report[1], named), (1, 77, right), "rank {me}");
         }
     }

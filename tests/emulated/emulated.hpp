@@ -1,7 +1,7 @@
-// The declarations of device.cuh for host threads: kernels are compiled as C++, so that their protocols are tested
-// without a GPU. Every kernel thread is one host thread, and a launch returns when all of them have ended. The memory
-// is deliberately weaker than the host's: the words of a unit are stored and loaded one by one in a varying order, with
-// pauses between them.
+// The declarations of device.cuh for host threads: kernels are compiled as C++, so that their
+// protocols are tested without a GPU. Every kernel thread is one host thread, and a launch returns
+// when all of them have ended. The memory is deliberately weaker than the host's: the words of a
+// unit are stored and loaded one by one in a varying order, with pauses between them.
 #pragma once
 
 #include "standard.hpp"
@@ -10,12 +10,12 @@
 #define DEVICE inline
 #define THREADS 512
 // `name` takes the address of its arguments, and `name_args` is their size in bytes.
-#define KERNEL(name, Args)                                                                                       \
-  static void name##_body(const Args& args);                                                                     \
-  extern "C" __attribute__((visibility("default"))) const u64 name##_args = sizeof(Args);                        \
-  extern "C" __attribute__((visibility("default"))) void name(const void* args) {                                \
-    name##_body(*static_cast<const Args*>(args));                                                                \
-  }                                                                                                              \
+#define KERNEL(name, Args)                                                                \
+  static void name##_body(const Args& args);                                              \
+  extern "C" __attribute__((visibility("default"))) const u64 name##_args = sizeof(Args); \
+  extern "C" __attribute__((visibility("default"))) void name(const void* args) {         \
+    name##_body(*static_cast<const Args*>(args));                                         \
+  }                                                                                       \
   static void name##_body([[maybe_unused]] const Args& args)
 #define LANE_KERNEL(name, Args) KERNEL(name, Args)
 
@@ -25,7 +25,8 @@ namespace emulated {
 struct Barrier {
   // Exited threads no longer count, as on a device.
   std::barrier<> arrived;
-  // Not 0 if a thread voted no. Votes alternate between two words, so that one can be cleared while no thread reads it.
+  // Not 0 if a thread voted no. Votes alternate between two words, so that one can be cleared while
+  // no thread reads it.
   std::atomic<u32> against[2] = {0, 0};
   // Memory of `cluster_floats`.
   float floats[2048] = {};
@@ -53,8 +54,8 @@ static inline u32 random() {
   return static_cast<u32>(self.state >> 32);
 }
 
-// Mostly does nothing, sometimes yields to other threads, and rarely pauses long enough for a whole protocol round
-// elsewhere.
+// Mostly does nothing, sometimes yields to other threads, and rarely pauses long enough for a whole
+// protocol round elsewhere.
 static inline void pause() {
   if (self.state == 0) return;
   u32 chance = random() & 1023;
@@ -100,7 +101,9 @@ DEVICE void arrive_cluster() {
   emulated::pause();
   emulated::self.arrived = emulated::self.cluster->arrived.arrive();
 }
-DEVICE void wait_cluster() { emulated::self.cluster->arrived.wait(std::move(*emulated::self.arrived)); }
+DEVICE void wait_cluster() {
+  emulated::self.cluster->arrived.wait(std::move(*emulated::self.arrived));
+}
 // Memory for 2048 numbers that the threads of a cluster share.
 DEVICE float* cluster_floats() { return emulated::self.cluster->floats; }
 DEVICE bool sync_block_and(bool yes) {
@@ -129,7 +132,8 @@ DEVICE Unit load_relaxed(const Unit* from) {
   const u32* words = reinterpret_cast<const u32*>(from);
   u32 values[4];
   emulated::Order order = emulated::order();
-  for (u32 i = 0; i < 4; i++) values[order[i]] = __atomic_load_n(words + order[i], __ATOMIC_RELAXED);
+  for (u32 i = 0; i < 4; i++)
+    values[order[i]] = __atomic_load_n(words + order[i], __ATOMIC_RELAXED);
   return {values[0], values[1], values[2], values[3]};
 }
 DEVICE void store_relaxed(Line* to, Line v) {
@@ -144,7 +148,8 @@ DEVICE Line load_relaxed(const Line* from) {
   emulated::loaded();
   const u32 late = emulated::order().first & 1;
   u64 values[2];
-  for (const u32 i : {late, 1 - late}) values[i] = __atomic_load_n(reinterpret_cast<const u64*>(from) + i, __ATOMIC_RELAXED);
+  for (const u32 i : {late, 1 - late})
+    values[i] = __atomic_load_n(reinterpret_cast<const u64*>(from) + i, __ATOMIC_RELAXED);
   return {values[0], values[1]};
 }
 DEVICE void store_relaxed(u32* to, u32 v) {
@@ -180,17 +185,21 @@ struct Room {
 static Room room[WORLD];
 #endif
 
-// Runs `kernel` as `rank` on blocks * threads host threads, with `cluster` blocks in a cluster, and returns when all
-// have ended; `args` is 16-byte aligned. `seed` varies the pauses; 0 means no pauses.
-extern "C" __attribute__((visibility("default"))) void symm_launch(void (*kernel)(const void*), u32 rank, u32 blocks, u32 threads,
-                                                                   u32 cluster, const void* args, u64 seed) noexcept {
+// Runs `kernel` as `rank` on blocks * threads host threads, with `cluster` blocks in a cluster, and
+// returns when all have ended; `args` is 16-byte aligned. `seed` varies the pauses; 0 means no
+// pauses.
+extern "C" __attribute__((visibility("default"))) void symm_launch(
+    void (*kernel)(const void*), u32 rank, u32 blocks, u32 threads, u32 cluster, const void* args,
+    u64 seed) noexcept {
   if (threads > THREADS) {
     std::fprintf(stderr, "a block of %u threads; at most %u\n", threads, THREADS);
     std::abort();
   }
   std::vector<std::unique_ptr<emulated::Barrier>> barriers, clusters;
-  for (u32 block = 0; block < blocks; block++) barriers.push_back(std::make_unique<emulated::Barrier>(threads));
-  for (u32 block = 0; block < blocks; block += cluster) clusters.push_back(std::make_unique<emulated::Barrier>(threads * cluster));
+  for (u32 block = 0; block < blocks; block++)
+    barriers.push_back(std::make_unique<emulated::Barrier>(threads));
+  for (u32 block = 0; block < blocks; block += cluster)
+    clusters.push_back(std::make_unique<emulated::Barrier>(threads * cluster));
   std::vector<std::atomic<u32>> left(blocks);
   for (auto& count : left) count = threads;
   std::vector<std::thread> running;
@@ -198,10 +207,16 @@ extern "C" __attribute__((visibility("default"))) void symm_launch(void (*kernel
 #ifdef SYMM_RESIDENT
     if (at % threads == 0) room[rank].free.acquire();
 #endif
-    running.emplace_back([=, barrier = barriers[at / threads].get(), together = clusters[at / threads / cluster].get(), left = &left[at / threads]] {
-      u64 state = seed == 0 ? 0 : (seed * 0x9e3779b97f4a7c15 + (static_cast<u64>(rank) << 32 | at) * 0xbf58476d1ce4e5b9) | 1;
+    running.emplace_back([=, barrier = barriers[at / threads].get(),
+                          together = clusters[at / threads / cluster].get(),
+                          left = &left[at / threads]] {
+      u64 state = seed == 0 ? 0
+                            : (seed * 0x9e3779b97f4a7c15 +
+                               (static_cast<u64>(rank) << 32 | at) * 0xbf58476d1ce4e5b9) |
+                                  1;
       symm_emulated_rank = rank;
-      emulated::self = {at % threads, threads, at / threads, blocks, cluster, barrier, together, 0, 0, {}, state};
+      emulated::self = {
+          at % threads, threads, at / threads, blocks, cluster, barrier, together, 0, 0, {}, state};
       emulated::pause();
       kernel(args);
       barrier->arrived.arrive_and_drop();

@@ -20,11 +20,25 @@ impl Heap {
         ftruncate(&file, bytes as u64).expect("a length");
         let view = |_| {
             // SAFETY: a new mapping at an address of the system's choice.
-            let at = unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) };
+            let at = unsafe {
+                mmap(
+                    std::ptr::null_mut(),
+                    bytes,
+                    ProtFlags::READ | ProtFlags::WRITE,
+                    MapFlags::SHARED,
+                    &file,
+                    0,
+                )
+            };
             at.expect("mapped") as usize
         };
         // The ranks' tensors have different offsets.
-        Self { me, bytes, views: (0..n).map(view).collect(), taken: AtomicUsize::new(4096 * (me + 1) + 256 * me) }
+        Self {
+            me,
+            bytes,
+            views: (0..n).map(view).collect(),
+            taken: AtomicUsize::new(4096 * (me + 1) + 256 * me),
+        }
     }
 
     /// Returns the address at which `rank` has it mapped.

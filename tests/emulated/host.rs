@@ -96,7 +96,10 @@ impl Host {
     /// Ranks whose GPUs form a hybrid cube mesh.
     pub(crate) fn with_mesh(mesh: CubeMesh) -> Self {
         let n = mesh.relay.len();
-        let host = Self::with_tuning(n, CudaThresholds { lanes: 2, threads: THREADS as usize, ..CudaThresholds::of(n) });
+        let host = Self::with_tuning(
+            n,
+            CudaThresholds { lanes: 2, threads: THREADS as usize, ..CudaThresholds::of(n) },
+        );
         let guard = vec![GUARD; host.memory[0].units.len()];
         Self { mesh: Some(mesh), guard, ..host }
     }
@@ -120,7 +123,8 @@ impl Host {
     /// Sets all counts as after about four billion calls, just before they wrap.
     pub(crate) fn age(&mut self) {
         let layout = self.layout;
-        let lanes = |stage| (layout.words(stage), layout.lanes() * size_of::<[[u32; MAX_RANKS]; 4]>());
+        let lanes =
+            |stage| (layout.words(stage), layout.lanes() * size_of::<[[u32; MAX_RANKS]; 4]>());
         let counts = [
             (layout.ll_epochs(), 4 * layout.ll_blocks()),
             (layout.sentinel_epochs(), 256),
@@ -130,7 +134,8 @@ impl Host {
         ];
         for memory in &mut self.memory {
             for (offset, bytes) in counts {
-                memory.units[offset / 16..][..bytes / 16].fill(0xffff_fffd_ffff_fffd_ffff_fffd_ffff_fffd);
+                memory.units[offset / 16..][..bytes / 16]
+                    .fill(0xffff_fffd_ffff_fffd_ffff_fffd_ffff_fffd);
             }
             // Two words for each rank, then the base.
             let words = layout.copy_words() / 16;
@@ -144,7 +149,8 @@ impl Host {
         self.heaps = (0..self.n).map(|me| Heap::new(me, self.n, bytes)).collect();
         let within = |(me, heap): (usize, &Heap)| {
             let (begin, end) = (heap.seen_by(me), heap.seen_by(me) + bytes);
-            Box::new(move |span: Span| begin <= span.addr && span.addr + span.bytes <= end) as Box<dyn Fn(Span) -> bool + Send + Sync>
+            Box::new(move |span: Span| begin <= span.addr && span.addr + span.bytes <= end)
+                as Box<dyn Fn(Span) -> bool + Send + Sync>
         };
         self.reachable = self.heaps.iter().enumerate().map(within).collect();
     }
@@ -170,7 +176,10 @@ impl Host {
 
     /// Returns true if no kernel has timed out or written to a rank that is not a neighbour.
     pub(crate) fn is_well(&self) -> bool {
-        assert!(self.guard.iter().all(|&unit| unit == GUARD), "a kernel wrote to a rank that is not a neighbour");
+        assert!(
+            self.guard.iter().all(|&unit| unit == GUARD),
+            "a kernel wrote to a rank that is not a neighbour"
+        );
         self.memory.iter().all(|memory| memory.report[..DIRECT_WORD].iter().all(|&word| word == 0))
     }
 
@@ -184,13 +193,30 @@ impl Host {
         CommonArgs { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call }
     }
 
-    /// The context of launch `number`. Sends and receives, which may always find offers, have no `call`.
-    pub(crate) fn context(&self, me: usize, number: u64, call: Option<&CallSpec<'_>>) -> LaunchContext<'_> {
-        let symmetric = self.reachable.get(me).filter(|_| call.is_none_or(|call| self.is_zero_copy(me, call))).map(|reachable| {
-            let mut heap = [0; MAX_RANKS];
-            heap.iter_mut().zip(&self.heaps).for_each(|(begins, heap)| *begins = heap.seen_by(me) as u64);
-            SymmetricView { heap, count: COUNT, least: self.tuning.zero_copy_bytes as u32, reachable }
-        });
+    /// The context of launch `number`. Sends and receives, which may always find offers, have no
+    /// `call`.
+    pub(crate) fn context(
+        &self,
+        me: usize,
+        number: u64,
+        call: Option<&CallSpec<'_>>,
+    ) -> LaunchContext<'_> {
+        let symmetric = self
+            .reachable
+            .get(me)
+            .filter(|_| call.is_none_or(|call| self.is_zero_copy(me, call)))
+            .map(|reachable| {
+                let mut heap = [0; MAX_RANKS];
+                heap.iter_mut()
+                    .zip(&self.heaps)
+                    .for_each(|(begins, heap)| *begins = heap.seen_by(me) as u64);
+                SymmetricView {
+                    heap,
+                    count: COUNT,
+                    least: self.tuning.zero_copy_bytes as u32,
+                    reachable,
+                }
+            });
         LaunchContext {
             me,
             n: self.n,
@@ -204,21 +230,42 @@ impl Host {
 
     pub(crate) fn plan(&self, me: usize, call: &CallSpec<'_>) -> CudaPlan {
         let (layout, tuning, zero_copy) = (&self.layout, &self.tuning, self.is_zero_copy(me, call));
-        plan::choose(call, &Conditions { me, n: self.n, layout, tuning, cube_mesh: self.mesh.is_some(), zero_copy })
+        plan::choose(
+            call,
+            &Conditions {
+                me,
+                n: self.n,
+                layout,
+                tuning,
+                cube_mesh: self.mesh.is_some(),
+                zero_copy,
+            },
+        )
     }
 
     pub(crate) fn run(&self, me: usize, launch: &Launch, dtype: DType, op: ReduceOp) {
         let mut defines = vec![format!("-DSYMM_WORLD={}", self.n)];
         if launch.kernel.typed {
-            defines.extend([format!("-DSYMM_DTYPE={}", dtype as u8), format!("-DSYMM_OP={}", op as u8)]);
+            defines.extend([
+                format!("-DSYMM_DTYPE={}", dtype as u8),
+                format!("-DSYMM_OP={}", op as u8),
+            ]);
         }
         defines.extend(launch.zero_copy.then(|| "-DSYMM_ZERO_COPY=1".into()));
-        let order = if launch.kernel.typed { self.order.of(op, dtype, self.n) } else { SumOrder::Rank };
+        let order =
+            if launch.kernel.typed { self.order.of(op, dtype, self.n) } else { SumOrder::Rank };
         defines.extend((order == SumOrder::Tree).then(|| "-DSYMM_TREE=1".into()));
         let program = Program::build_with(launch.kernel.program, &defines);
         let begun = Instant::now();
         // SAFETY: memory and tensors live until all ranks have finished.
-        unsafe { program.launch(launch.kernel.symbol, me as u32, Grid { threads: THREADS, ..launch.grid }, launch.args.bytes()) };
+        unsafe {
+            program.launch(
+                launch.kernel.symbol,
+                me as u32,
+                Grid { threads: THREADS, ..launch.grid },
+                launch.args.bytes(),
+            )
+        };
         self.longest.fetch_max(begun.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 }

@@ -1,6 +1,8 @@
-//! CUDA kernels run by the emulator: the C++ compiler compiles each kernel source, and host threads run it.
+//! CUDA kernels run by the emulator: the C++ compiler compiles each kernel source, and host threads
+//! run it.
 //!
-//! One test program, so that every test shares the kernels that are already compiled (`program::Program`).
+//! One test program, so that every test shares the kernels that are already compiled
+//! (`program::Program`).
 #![allow(missing_docs, clippy::unwrap_used)]
 
 /// Tests that call one function with different arguments: `name: call`.
@@ -16,6 +18,7 @@ macro_rules! tests {
 }
 
 mod calls;
+mod guarded;
 mod heap;
 mod host;
 mod program;

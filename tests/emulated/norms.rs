@@ -1,4 +1,5 @@
-//! Rows that are summed, added to a residual and normalised by kernels on host threads: the bits equal the CPU's.
+//! Rows that are summed, added to a residual and normalised by kernels on host threads: the bits
+//! equal the CPU's.
 
 use crate::host::Host;
 use symm::coll::all_reduce_norm::{Norm, Normed};
@@ -29,7 +30,11 @@ impl Tensors {
                     data.extend(bits.to_le_bytes());
                 } else {
                     // Truncated, not converted, because any bits will do.
-                    data.extend(((bits >> 16) as u16 & if norm.dtype == DType::F16 { 0xbfff } else { 0xffff }).to_le_bytes());
+                    data.extend(
+                        ((bits >> 16) as u16
+                            & if norm.dtype == DType::F16 { 0xbfff } else { 0xffff })
+                        .to_le_bytes(),
+                    );
                 }
             }
             data
@@ -41,9 +46,17 @@ impl Tensors {
             scale.extend(0.03f32.to_le_bytes());
             inputs.push(scale);
         }
-        let lengths = [norm.normed_bytes() * norm.rows, norm.row_bytes() * norm.rows, norm.scale_bytes() * norm.rows];
+        let lengths = [
+            norm.normed_bytes() * norm.rows,
+            norm.row_bytes() * norm.rows,
+            norm.scale_bytes() * norm.rows,
+        ];
         let outputs = if norm.normed == Normed::Dynamic { 3 } else { 2 };
-        Self { inputs, outputs: lengths[..outputs].iter().map(|bytes| vec![0xEE; shift + bytes]).collect(), shift }
+        Self {
+            inputs,
+            outputs: lengths[..outputs].iter().map(|bytes| vec![0xEE; shift + bytes]).collect(),
+            shift,
+        }
     }
 
     fn call(&self, norm: &Norm) -> CallSpec<'static> {
@@ -57,7 +70,11 @@ impl Tensors {
         };
         let mut outputs = spans(&self.outputs, 3);
         if let Some(scales) = outputs.get_mut(2) {
-            *scales = Span { addr: scales.addr.next_multiple_of(4) - 4 * usize::from(!scales.addr.is_multiple_of(4)), ..*scales };
+            *scales = Span {
+                addr: scales.addr.next_multiple_of(4)
+                    - 4 * usize::from(!scales.addr.is_multiple_of(4)),
+                ..*scales
+            };
         }
         CallSpec {
             op: Collective::AllReduceAddRmsNorm,
@@ -76,7 +93,8 @@ impl Tensors {
 fn expected(order: SumOrder, norm: &Norm, ranks: &[Tensors]) -> Vec<Vec<u8>> {
     let wanted = Tensors::new(norm, 0, ranks[0].shift);
     let call = wanted.call(norm);
-    let sources: Vec<*const u8> = ranks.iter().map(|rank| rank.call(norm).inputs[0].ptr().cast_const()).collect();
+    let sources: Vec<*const u8> =
+        ranks.iter().map(|rank| rank.call(norm).inputs[0].ptr().cast_const()).collect();
     let memory = NormRows {
         sources: &sources,
         order,
@@ -93,13 +111,27 @@ fn expected(order: SumOrder, norm: &Norm, ranks: &[Tensors]) -> Vec<Vec<u8>> {
 }
 
 /// Runs `norms` one after another, `rounds` times; returns the names of their plans.
-fn run(n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: CudaThresholds) -> Vec<&'static str> {
+fn run(
+    n: usize,
+    norms: &[Norm],
+    shift: usize,
+    rounds: u64,
+    tuning: CudaThresholds,
+) -> Vec<&'static str> {
     run_in(SumOrder::Rank, n, norms, shift, rounds, tuning)
 }
 
-fn run_in(order: SumOrder, n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: CudaThresholds) -> Vec<&'static str> {
+fn run_in(
+    order: SumOrder,
+    n: usize,
+    norms: &[Norm],
+    shift: usize,
+    rounds: u64,
+    tuning: CudaThresholds,
+) -> Vec<&'static str> {
     let host = Host::with_tuning(n, tuning).summing(order);
-    let tensors: Vec<Vec<Tensors>> = norms.iter().map(|norm| (0..n).map(|me| Tensors::new(norm, me, shift)).collect()).collect();
+    let tensors: Vec<Vec<Tensors>> =
+        norms.iter().map(|norm| (0..n).map(|me| Tensors::new(norm, me, shift)).collect()).collect();
     std::thread::scope(|scope| {
         for me in 0..n {
             let (host, tensors) = (&host, &tensors);
@@ -108,7 +140,8 @@ fn run_in(order: SumOrder, n: usize, norms: &[Norm], shift: usize, rounds: u64, 
                     for (i, (norm, tensors)) in norms.iter().zip(tensors).enumerate() {
                         let call = tensors[me].call(norm);
                         call.validate(Rank(me as u32), n).expect("valid");
-                        let context = host.context(me, round * norms.len() as u64 + i as u64, Some(&call));
+                        let context =
+                            host.context(me, round * norms.len() as u64 + i as u64, Some(&call));
                         let plan = host.plan(me, &call);
                         if let CudaPlan::NormRows { .. } = plan {
                             let sum = all_reduce_norm::reduction(&call);
@@ -134,7 +167,11 @@ fn run_in(order: SumOrder, n: usize, norms: &[Norm], shift: usize, rounds: u64, 
             }
         }
     }
-    norms.iter().zip(&tensors).map(|(norm, tensors)| host.plan(0, &tensors[0].call(norm)).name()).collect()
+    norms
+        .iter()
+        .zip(&tensors)
+        .map(|(norm, tensors)| host.plan(0, &tensors[0].call(norm)).name())
+        .collect()
 }
 
 /// Numbers and lengths of rows: for eight threads, and for clusters of 2 and 4 such blocks.
@@ -157,14 +194,23 @@ fn in_one_kernel() {
     let tuning = CudaThresholds { one_shot_bytes: 1 << 20, overlap: 0, ..CudaThresholds::of(2) };
     for (n, dtype, shift) in [(2, DType::BF16, 0), (3, DType::F32, 4), (2, DType::F16, 2)] {
         let served = run(n, &mixture(dtype, &[&ROWS[..], &LONG_ROWS].concat()), shift, 2, tuning);
-        assert!(served.iter().all(|name| ["norm_one_shot", "nothing"].contains(name)), "{served:?}");
+        assert!(
+            served.iter().all(|name| ["norm_one_shot", "nothing"].contains(name)),
+            "{served:?}"
+        );
     }
 }
 
 #[test]
 fn sums_of_trees() {
     let one = CudaThresholds { one_shot_bytes: 1 << 20, overlap: 0, ..CudaThresholds::of(4) };
-    let other = CudaThresholds { one_shot_bytes: 0, lanes: 2, threads: 8, overlap: 0, ..CudaThresholds::of(4) };
+    let other = CudaThresholds {
+        one_shot_bytes: 0,
+        lanes: 2,
+        threads: 8,
+        overlap: 0,
+        ..CudaThresholds::of(4)
+    };
     for (tuning, name) in [(one, "norm_one_shot"), (other, "norm_rows")] {
         let served = run_in(SumOrder::Tree, 4, &mixture(DType::BF16, &ROWS), 0, 1, tuning);
         assert!(served.contains(&name), "{served:?}");
@@ -173,7 +219,13 @@ fn sums_of_trees() {
 
 #[test]
 fn after_an_all_reduce() {
-    let tuning = CudaThresholds { one_shot_bytes: 0, lanes: 2, threads: 8, overlap: 0, ..CudaThresholds::of(2) };
+    let tuning = CudaThresholds {
+        one_shot_bytes: 0,
+        lanes: 2,
+        threads: 8,
+        overlap: 0,
+        ..CudaThresholds::of(2)
+    };
     for (n, dtype) in [(2, DType::BF16), (3, DType::F32)] {
         let served = run(n, &mixture(dtype, &ROWS), 0, 2, tuning);
         assert!(served.iter().all(|name| ["norm_rows", "nothing"].contains(name)), "{served:?}");

@@ -1,8 +1,10 @@
-//! CUDA kernels as host threads: their sources are compiled by the C++ compiler with `SYMM_EMULATED`.
+//! CUDA kernels as host threads: their sources are compiled by the C++ compiler with
+//! `SYMM_EMULATED`.
 //!
-//! The emulation shows that a protocol's stores, polls and barriers fit together, with the words of a unit torn apart
-//! and threads paused anywhere (`SYMM_EMULATED_SEED`, default 1, varies the pauses; 0 omits them). It cannot show a
-//! missing fence that a GPU's memory needs and the host's does not.
+//! The emulation shows that a protocol's stores, polls and barriers fit together, with the words of
+//! a unit torn apart and threads paused anywhere (`SYMM_EMULATED_SEED`, default 1, varies the
+//! pauses; 0 omits them). It cannot show a missing fence that a GPU's memory needs and the host's
+//! does not.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -18,7 +20,8 @@ use symm::kernels::cuda::driver::Grid;
 type Kernel = unsafe extern "C" fn(*const u8);
 type Launch = unsafe extern "C" fn(Kernel, u32, u32, u32, u32, *const u8, u64);
 
-/// One source file of kernels, compiled for a world and, if it reduces, for an element type and an operation.
+/// One source file of kernels, compiled for a world and, if it reduces, for an element type and an
+/// operation.
 #[derive(Clone)]
 pub(crate) struct Program {
     library: Arc<Library>,
@@ -28,17 +31,28 @@ pub(crate) struct Program {
 type Key = (String, Vec<String>);
 
 impl Program {
-    /// Builds the kernels of `src/kernels/cuda/{path}.cu`, or of `{path}.cu` if `path` starts with `tests/`. Compiled
-    /// once per process.
+    /// Builds the kernels of `src/kernels/cuda/{path}.cu`, or of `{path}.cu` if `path` starts with
+    /// `tests/`. Compiled once per process.
     ///
     /// # Panics
     /// With the compiler's output, if compilation fails.
-    pub(crate) fn build(path: &str, world: u32, dtype: Option<DType>, op: Option<ReduceOp>) -> Program {
+    pub(crate) fn build(
+        path: &str,
+        world: u32,
+        dtype: Option<DType>,
+        op: Option<ReduceOp>,
+    ) -> Program {
         Program::build_in(SumOrder::Rank, path, world, dtype, op)
     }
 
     /// [`Program::build`] of kernels that sum in `order`.
-    pub(crate) fn build_in(order: SumOrder, path: &str, world: u32, dtype: Option<DType>, op: Option<ReduceOp>) -> Program {
+    pub(crate) fn build_in(
+        order: SumOrder,
+        path: &str,
+        world: u32,
+        dtype: Option<DType>,
+        op: Option<ReduceOp>,
+    ) -> Program {
         let mut defines = vec![format!("-DSYMM_WORLD={world}")];
         defines.extend(dtype.map(|dtype| format!("-DSYMM_DTYPE={}", dtype as u8)));
         defines.extend(op.map(|op| format!("-DSYMM_OP={}", op as u8)));
@@ -48,26 +62,37 @@ impl Program {
 
     /// [`Program::build`] with any definitions, each as the compiler takes it: `-DNAME=VALUE`.
     pub(crate) fn build_with(path: &str, defines: &[String]) -> Program {
-        static BUILT: LazyLock<Mutex<HashMap<Key, Arc<OnceLock<Program>>>>> = LazyLock::new(Mutex::default);
+        static BUILT: LazyLock<Mutex<HashMap<Key, Arc<OnceLock<Program>>>>> =
+            LazyLock::new(Mutex::default);
         let key = (path.to_owned(), defines.to_vec());
-        let slot = Arc::clone(BUILT.lock().expect("no build panics under this lock").entry(key).or_default());
-        slot.get_or_init(|| Program { library: Arc::new(compile(path, defines)), name: path.to_owned() }).clone()
+        let slot = Arc::clone(
+            BUILT.lock().expect("no build panics under this lock").entry(key).or_default(),
+        );
+        slot.get_or_init(|| Program {
+            library: Arc::new(compile(path, defines)),
+            name: path.to_owned(),
+        })
+        .clone()
     }
 
-    /// Runs `kernel` as `rank` on one thread for each thread of the grid, and returns when they have ended. `args` are
-    /// the bytes of its arguments. Ranks that wait for each other must be launched from different host threads.
+    /// Runs `kernel` as `rank` on one thread for each thread of the grid, and returns when they
+    /// have ended. `args` are the bytes of its arguments. Ranks that wait for each other must be
+    /// launched from different host threads.
     ///
     /// # Panics
     /// If there is no such kernel or its arguments have a different size.
     ///
     /// # Safety
-    /// `args` are valid for the kernel: the memory that they point to lives until this returns, and only kernels write
-    /// it.
+    /// `args` are valid for the kernel: the memory that they point to lives until this returns, and
+    /// only kernels write it.
     pub(crate) unsafe fn launch(&self, kernel: &str, rank: u32, grid: Grid, args: &[u8]) {
         static LAUNCHES: AtomicU64 = AtomicU64::new(1);
-        static SEED: LazyLock<u64> =
-            LazyLock::new(|| std::env::var("SYMM_EMULATED_SEED").map_or(1, |seed| seed.parse().expect("SYMM_EMULATED_SEED is a number")));
-        let seed = if *SEED == 0 { 0 } else { *SEED << 32 | LAUNCHES.fetch_add(1, Ordering::Relaxed) };
+        static SEED: LazyLock<u64> = LazyLock::new(|| {
+            std::env::var("SYMM_EMULATED_SEED")
+                .map_or(1, |seed| seed.parse().expect("SYMM_EMULATED_SEED is a number"))
+        });
+        let seed =
+            if *SEED == 0 { 0 } else { *SEED << 32 | LAUNCHES.fetch_add(1, Ordering::Relaxed) };
         // SAFETY: emulated.hpp gives these symbols these types.
         let (entry, size, launch) = unsafe {
             let size = self.library.get::<*const u64>(format!("{kernel}_args").as_bytes());
@@ -82,10 +107,22 @@ impl Program {
         // With the alignment of a kernel's arguments.
         let mut aligned = vec![0u128; args.len().div_ceil(16)];
         // SAFETY: `aligned` has at least as many bytes as `args`.
-        unsafe { aligned.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(args.as_ptr(), args.len()) };
-        // SAFETY: `self.library` keeps the code loaded; the arguments have the kernel's size and are valid by the
-        // caller's contract.
-        unsafe { launch(entry, rank, grid.blocks, grid.threads, grid.cluster, aligned.as_ptr().cast(), seed) };
+        unsafe {
+            aligned.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(args.as_ptr(), args.len())
+        };
+        // SAFETY: `self.library` keeps the code loaded; the arguments have the kernel's size and
+        // are valid by the caller's contract.
+        unsafe {
+            launch(
+                entry,
+                rank,
+                grid.blocks,
+                grid.threads,
+                grid.cluster,
+                aligned.as_ptr().cast(),
+                seed,
+            )
+        };
     }
 }
 
@@ -98,21 +135,29 @@ fn compiler() -> Command {
     compiler
 }
 
-/// A precompiled copy of `standard.hpp`, whose compilation would otherwise take a third of each kernel's. Later runs
-/// with the same compiler and flags reuse it.
+/// A precompiled copy of `standard.hpp`, whose compilation would otherwise take a third of each
+/// kernel's. Later runs with the same compiler and flags reuse it.
 fn standard(root: &Path) -> &'static Path {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     MADE.get_or_init(|| {
-        let text = std::fs::read(root.join("tests/emulated/standard.hpp")).expect("part of the repository");
+        let text = std::fs::read(root.join("tests/emulated/standard.hpp"))
+            .expect("part of the repository");
         let version = compiler().arg("--version").output().expect("a C++ compiler");
         let mut hasher = DefaultHasher::new();
         (&text, &version.stdout, format!("{:?}", compiler())).hash(&mut hasher);
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("standard-{:x}", hasher.finish()));
+        let folder =
+            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("standard-{:x}", hasher.finish()));
         if !folder.exists() {
-            let made = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary folder");
+            let made =
+                tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary folder");
             let header = made.path().join("standard.hpp");
             std::fs::write(&header, &text).expect("written");
-            let status = compiler().args(["-x", "c++-header"]).arg(&header).arg("-o").arg(header.with_extension("hpp.gch")).status();
+            let status = compiler()
+                .args(["-x", "c++-header"])
+                .arg(&header)
+                .arg("-o")
+                .arg(header.with_extension("hpp.gch"))
+                .status();
             assert!(status.is_ok_and(|status| status.success()), "standard.hpp does not compile");
             // Renamed as a whole; another process may have been first.
             let _ = std::fs::rename(made.keep(), &folder);
@@ -123,13 +168,24 @@ fn standard(root: &Path) -> &'static Path {
 
 fn compile(path: &str, defines: &[String]) -> Library {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let source = if path.starts_with("tests/") { root.join(path) } else { root.join("src/kernels/cuda").join(path) };
+    let source = if path.starts_with("tests/") {
+        root.join(path)
+    } else {
+        root.join("src/kernels/cuda").join(path)
+    };
     let source = PathBuf::from(format!("{}.cu", source.display()));
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary folder");
     let object = folder.path().join("kernels.so");
     let mut compiler = compiler();
-    compiler.args("-shared -DSYMM_EMULATED -DSYMM_RANK=symm_emulated_rank -include".split(' ')).arg(standard(root));
-    compiler.args(defines).arg("-I").arg(root.join("tests/emulated")).arg("-I").arg(root.join("src/kernels/cuda/include"));
+    compiler
+        .args("-shared -DSYMM_EMULATED -DSYMM_RANK=symm_emulated_rank -include".split(' '))
+        .arg(standard(root));
+    compiler
+        .args(defines)
+        .arg("-I")
+        .arg(root.join("tests/emulated"))
+        .arg("-I")
+        .arg(root.join("src/kernels/cuda/include"));
     compiler.args(["-x", "c++"]).arg(&source).arg("-o").arg(&object);
     let output = compiler.output().expect("a C++ compiler");
     assert!(output.status.success(), "{compiler:?}:\n{}", String::from_utf8_lossy(&output.stderr));
@@ -137,7 +193,8 @@ fn compile(path: &str, defines: &[String]) -> Library {
     unsafe { Library::new(&object) }.unwrap_or_else(|error| panic!("{}: {error}", object.display()))
 }
 
-/// The input of rank or node `giver`, in units for alignment: floats between -2 and 2, any bits of integers.
+/// The input of rank or node `giver`, in units for alignment: floats between -2 and 2, any bits of
+/// integers.
 pub(crate) fn numbers(giver: usize, bytes: usize, dtype: DType) -> Vec<u128> {
     let mut state = 0x9e37_79b9_7f4a_7c15 ^ (giver as u64 + 1);
     let mut random = move || {
@@ -163,5 +220,7 @@ pub(crate) fn numbers(giver: usize, bytes: usize, dtype: DType) -> Vec<u128> {
     };
     let mut all: Vec<u8> = std::iter::repeat_with(&mut element).flatten().take(bytes).collect();
     all.resize(bytes.next_multiple_of(16), 0);
-    all.chunks_exact(16).map(|unit| u128::from_le_bytes(unit.try_into().expect("16 bytes"))).collect()
+    all.chunks_exact(16)
+        .map(|unit| u128::from_le_bytes(unit.try_into().expect("16 bytes")))
+        .collect()
 }

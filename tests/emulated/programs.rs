@@ -1,7 +1,8 @@
-//! Random programs of collectives on host threads: every kind of call on tensors of any length at any address, in
-//! symmetric memory or not, with ranks that run ahead of each other.
+//! Random programs of collectives on host threads: every kind of call on tensors of any length at
+//! any address, in symmetric memory or not, with ranks that run ahead of each other.
 
 use crate::calls::{Case, Random, Tensors, factor};
+use crate::guarded::{CANARY, Ground, Guarded, Symmetry};
 use crate::heap::Heap;
 use crate::host::Host;
 use std::time::Duration;
@@ -13,84 +14,6 @@ use symm::rank::Rank;
 
 /// Longer than any message that uses LL lines under the tunings here.
 const LONG: usize = 70_000;
-
-/// The bytes around every tensor, and the initial content of outputs.
-const CANARY: u8 = 0xA5;
-const MARGIN: usize = 48;
-
-/// A tensor at any address, between canaries.
-struct Guarded {
-    /// The whole allocation including canaries: owned, or part of a heap that outlives it.
-    data: *mut u8,
-    length: usize,
-    own: bool,
-    start: usize,
-    bytes: usize,
-}
-
-// SAFETY: plain memory; kernels on other threads use it only while no other code does.
-unsafe impl Send for Guarded {}
-// SAFETY: as above.
-unsafe impl Sync for Guarded {}
-
-/// How many of a call's tensors are in symmetric memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Symmetry {
-    None,
-    /// Some of them, and some of these are not aligned.
-    Some,
-    /// All of them, aligned.
-    All,
-}
-
-/// Where a rank's tensors are allocated.
-#[derive(Clone, Copy)]
-struct Ground<'a> {
-    heap: Option<&'a Heap>,
-    symmetry: Symmetry,
-}
-
-impl Guarded {
-    fn new(random: &mut Random, ground: Ground<'_>, dtype: DType, bytes: usize) -> Self {
-        let (aligned, some) = (random.below(2) == 0, random.below(4) > 0);
-        let length = bytes + 3 * MARGIN;
-        let heap = ground.heap.filter(|_| ground.symmetry == Symmetry::All || (ground.symmetry == Symmetry::Some && some));
-        let data = heap.map_or_else(|| Box::into_raw(vec![CANARY; length].into_boxed_slice()).cast(), |heap| heap.take(length));
-        let rest = 16 - data as usize % 16;
-        let start = 16 + rest + if aligned || (heap.is_some() && ground.symmetry == Symmetry::All) { 0 } else { random.below(16) };
-        let size = dtype.size();
-        // SAFETY: `length` bytes, just allocated and not shared yet.
-        let all = unsafe { std::slice::from_raw_parts_mut(data, length) };
-        all.fill(CANARY);
-        for (i, byte) in all[start..][..bytes].iter_mut().enumerate() {
-            // No NaN and no infinity: the highest exponent bit of a float is 0.
-            *byte = random.below(256) as u8 & if size > 1 && i % size == size - 1 { 0xBF } else { 0xFF };
-        }
-        Self { data, length, own: heap.is_none(), start, bytes }
-    }
-
-    fn span(&self) -> Span {
-        Span { addr: self.data as usize + self.start, bytes: self.bytes }
-    }
-
-    fn get(&self) -> &[u8] {
-        &self.all()[self.start..][..self.bytes]
-    }
-
-    fn all(&self) -> &[u8] {
-        // SAFETY: `length` bytes, owned or taken from the heap, which lives longer; no kernel writes during the borrow.
-        unsafe { std::slice::from_raw_parts(self.data, self.length) }
-    }
-}
-
-impl Drop for Guarded {
-    fn drop(&mut self) {
-        if self.own {
-            // SAFETY: made by `new` from a boxed slice of this length.
-            drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(self.data, self.length)) });
-        }
-    }
-}
 
 /// A collective of all of `n` ranks.
 struct Request {
@@ -105,7 +28,8 @@ struct Request {
 /// The action of a rank in one step of a random program.
 enum Act {
     Collective(CallSpec<'static>),
-    /// `apart`: the sends are in one launch, and the receives in another that runs at the same time.
+    /// `apart`: the sends are in one launch, and the receives in another that runs at the same
+    /// time.
     Transfers {
         sends: Vec<(usize, Span)>,
         receives: Vec<(usize, Span)>,
@@ -139,11 +63,18 @@ impl Scene {
         Self::collective(random, heaps, symmetry, Request { op, n, dtype, reduce_op, base })
     }
 
-    fn collective(random: &mut Random, heaps: &[Heap], symmetry: Symmetry, requested: Request) -> Self {
+    fn collective(
+        random: &mut Random,
+        heaps: &[Heap],
+        symmetry: Symmetry,
+        requested: Request,
+    ) -> Self {
         let Request { op, n, dtype, reduce_op, base } = requested;
         let (root, uneven) = (random.below(n), random.below(3));
-        // One rank has only short messages; all others have messages that are too long for LL lines.
-        let apart = (op == Collective::AllToAll && n < 5 && random.below(3) == 0).then(|| random.below(n));
+        // One rank has only short messages; all others have messages that are too long for LL
+        // lines.
+        let apart =
+            (op == Collective::AllToAll && n < 5 && random.below(3) == 0).then(|| random.below(n));
         // Lengths of the message between two ranks, or of all messages.
         let mut matrix = vec![vec![base; n]; n];
         for (place, length) in matrix.iter_mut().flatten().enumerate() {
@@ -155,7 +86,16 @@ impl Scene {
                 (None, _) => base,
             };
         }
-        let case = Case { op, dtype, reduce_op, root, count: base / dtype.size(), uneven: false, shift: 0, order: SumOrder::Rank };
+        let case = Case {
+            op,
+            dtype,
+            reduce_op,
+            root,
+            count: base / dtype.size(),
+            uneven: false,
+            shift: 0,
+            order: SumOrder::Rank,
+        };
         let lengths = |me: usize| match op {
             Collective::AllGather => (vec![matrix[me][0]], (0..n).map(|r| matrix[r][0]).collect()),
             Collective::ReduceScatter => (matrix[0].clone(), vec![matrix[0][me]]),
@@ -173,12 +113,27 @@ impl Scene {
         for me in 0..n {
             let (inputs, outputs) = lengths(me);
             let ground = Ground { heap: heaps.get(me), symmetry };
-            given.push(inputs.into_iter().map(|bytes| Guarded::new(random, ground, dtype, bytes)).collect::<Vec<_>>());
-            got.push(outputs.into_iter().map(|bytes| Guarded::new(random, ground, dtype, bytes)).collect::<Vec<_>>());
+            given.push(
+                inputs
+                    .into_iter()
+                    .map(|bytes| Guarded::new(random, ground, dtype, bytes))
+                    .collect::<Vec<_>>(),
+            );
+            got.push(
+                outputs
+                    .into_iter()
+                    .map(|bytes| Guarded::new(random, ground, dtype, bytes))
+                    .collect::<Vec<_>>(),
+            );
         }
         let all: Vec<Tensors> = given
             .iter()
-            .map(|inputs| Tensors { inputs: inputs.iter().map(|t| t.get().to_vec()).collect(), outputs: vec![], shift: 0, in_place: false })
+            .map(|inputs| Tensors {
+                inputs: inputs.iter().map(|t| t.get().to_vec()).collect(),
+                outputs: vec![],
+                shift: 0,
+                in_place: false,
+            })
             .collect();
         let in_place = random.below(2) == 0;
         let (mut acts, mut tensors) = (Vec::new(), Vec::new());
@@ -199,24 +154,37 @@ impl Scene {
                 Collective::AllReduce | Collective::Reduce => Some((0, 0)),
                 Collective::AllGather | Collective::Gather => Some((0, me)),
                 Collective::Scatter | Collective::ReduceScatter => Some((me, 0)),
-                Collective::Barrier | Collective::Broadcast | Collective::AllToAll | Collective::AllReduceAddRmsNorm => None,
+                Collective::Barrier
+                | Collective::Broadcast
+                | Collective::AllToAll
+                | Collective::AllReduceAddRmsNorm => None,
             };
-            let replaces = replaces.filter(|_| in_place && !call.inputs.is_empty() && !call.outputs.is_empty());
+            let replaces = replaces
+                .filter(|_| in_place && !call.inputs.is_empty() && !call.outputs.is_empty());
             if let Some((input, output)) = replaces {
                 call.outputs.to_mut()[output] = call.inputs[input];
             }
             acts.push(Act::Collective(call));
             for (i, input) in inputs.into_iter().enumerate() {
-                let kept =
-                    replaces.filter(|&(input, _)| input == i).map_or_else(|| input.get().to_vec(), |(_, output)| expected[output].clone());
+                let kept = replaces
+                    .filter(|&(input, _)| input == i)
+                    .map_or_else(|| input.get().to_vec(), |(_, output)| expected[output].clone());
                 tensors.push((input, kept));
             }
             for (i, output) in outputs.into_iter().enumerate() {
-                let kept = if replaces.is_some_and(|(_, output)| output == i) { output.get().to_vec() } else { expected[i].clone() };
+                let kept = if replaces.is_some_and(|(_, output)| output == i) {
+                    output.get().to_vec()
+                } else {
+                    expected[i].clone()
+                };
                 tensors.push((output, kept));
             }
         }
-        let title = format!("{op:?} of {matrix:?} bytes, {}, root {root}, in place: {in_place}, symmetric: {symmetry:?}", dtype.name());
+        let title = format!(
+            "{op:?} of {matrix:?} bytes, {}, root {root}, in place: {in_place}, \
+             symmetric: {symmetry:?}",
+            dtype.name()
+        );
         Self { title, acts, tensors, dtype, reduce_op }
     }
 
@@ -239,7 +207,8 @@ impl Scene {
             }
         }
         let title = format!("transfers {sends:?}, symmetric: {symmetry:?}");
-        let act = |(sends, receives)| Act::Transfers { sends, receives, apart: random.below(2) == 0 };
+        let act =
+            |(sends, receives)| Act::Transfers { sends, receives, apart: random.below(2) == 0 };
         let acts = sends.into_iter().zip(receives).map(act).collect();
         Self { title, acts, tensors, dtype: DType::U8, reduce_op: ReduceOp::Sum }
     }
@@ -251,7 +220,9 @@ impl Scene {
             Act::Collective(call) => call,
             Act::Transfers { sends, receives, apart } => {
                 let plan = plan::transfers(&host.layout, &host.tuning);
-                let launch = |sends: &[_], receives: &[_]| run(&call_site(None).transfers(sends, receives, plan).unwrap());
+                let launch = |sends: &[_], receives: &[_]| {
+                    run(&call_site(None).transfers(sends, receives, plan).unwrap())
+                };
                 if !apart {
                     return launch(sends, receives);
                 }
@@ -273,10 +244,19 @@ impl Scene {
         let Act::Collective(call) = &self.acts[me] else { return false };
         let plan = host.plan(me, call);
         let short = plan::short_bytes(plan) as usize;
-        let any = |spans: &[Span]| spans.iter().enumerate().any(|(r, span)| span.bytes > short && (spans.len() < host.n || r != me));
-        // The root of a broadcast sends everything through staging, unless only one other rank receives it.
+        let any = |spans: &[Span]| {
+            spans
+                .iter()
+                .enumerate()
+                .any(|(r, span)| span.bytes > short && (spans.len() < host.n || r != me))
+        };
+        // The root of a broadcast sends everything through staging, unless only one other rank
+        // receives it.
         let gives = call.op == Collective::Broadcast && host.n > 2 && call.root.index() == me;
-        let moved = !gives && (!matches!(plan, CudaPlan::Exchange { .. }) || any(&call.inputs) || any(&call.outputs));
+        let moved = !gives
+            && (!matches!(plan, CudaPlan::Exchange { .. })
+                || any(&call.inputs)
+                || any(&call.outputs));
         host.is_zero_copy(me, call) && plan.can_be_zero_copy() && moved
     }
 
@@ -294,13 +274,16 @@ impl Scene {
 /// Size of a rank's symmetric memory in bytes.
 const HEAP: usize = 256 << 20;
 
-/// Random programs on `n` ranks, each under a random tuning; `SYMM_RANDOM_SEED` and `SYMM_RANDOM_PROGRAMS` select
-/// others and more.
+/// Random programs on `n` ranks, each under a random tuning; `SYMM_RANDOM_SEED` and
+/// `SYMM_RANDOM_PROGRAMS` select others and more.
 fn random_programs(n: usize, zero_copy: bool) {
-    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |text| text.parse().expect("a number"));
+    let number = |name: &str, default: u64| {
+        std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
+    };
     let seed = number("SYMM_RANDOM_SEED", 1);
     for program in 0..number("SYMM_RANDOM_PROGRAMS", 1) {
-        let mut random = Random((seed << 32 | program << 8 | n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+        let mut random =
+            Random((seed << 32 | program << 8 | n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
         let tuning = CudaThresholds {
             one_shot_bytes: random.of(&[0, 700, 5000, 70_000]),
             two_shot_bytes: random.of(&[0, 6000, 70_000]),
@@ -323,7 +306,8 @@ fn random_programs(n: usize, zero_copy: bool) {
         if (program as usize + n + usize::from(zero_copy)) % 2 == 1 {
             host.age();
         }
-        let scenes: Vec<Scene> = (0..40).map(|_| Scene::random(&mut random, n, &host.heaps)).collect();
+        let scenes: Vec<Scene> =
+            (0..40).map(|_| Scene::random(&mut random, n, &host.heaps)).collect();
         let naps: Vec<u64> = (0..n).map(|_| random.below(usize::MAX) as u64).collect();
         std::thread::scope(|scope| {
             for (me, nap) in naps.into_iter().enumerate() {
@@ -343,7 +327,12 @@ fn random_programs(n: usize, zero_copy: bool) {
             scene.check(&format!("step {i} of program {program}, {n} ranks, {tuning:?}"));
         }
         assert!(host.is_well(), "a kernel gave up");
-        assert_eq!(zero_copy, host.direct().iter().all(|&kernels| kernels > 0), "{:?}", host.direct());
+        assert_eq!(
+            zero_copy,
+            host.direct().iter().all(|&kernels| kernels > 0),
+            "{:?}",
+            host.direct()
+        );
     }
 }
 
@@ -371,7 +360,8 @@ fn always_zero_copy(n: usize) -> CudaThresholds {
     CudaThresholds { lanes: 4, threads: 8, ..long }
 }
 
-/// Every collective with only symmetric tensors is zero-copy, for all element types, operations and tails.
+/// Every collective with only symmetric tensors is zero-copy, for all element types, operations and
+/// tails.
 fn all_symmetric_goes_direct(n: usize) {
     let mut host = Host::with_tuning(n, always_zero_copy(n));
     host.handshake(HEAP);
@@ -386,7 +376,10 @@ fn all_symmetric_goes_direct(n: usize) {
     ];
     let mut scenes = Vec::new();
     for (i, (dtype, reduce_op)) in reductions.into_iter().enumerate() {
-        for op in Collective::C10D.iter().filter(|op| **op != Collective::Barrier && (op.reduces() || i == 0)) {
+        for op in Collective::C10D
+            .iter()
+            .filter(|op| **op != Collective::Barrier && (op.reduces() || i == 0))
+        {
             // Longer than the messages on LL lines if not every rank knows the longest message.
             let least = if *op == Collective::AllToAll { 66_000 } else { 100 };
             let base = (least + random.below(20_000)) / dtype.size() * dtype.size();
@@ -394,7 +387,8 @@ fn all_symmetric_goes_direct(n: usize) {
             scenes.push(Scene::collective(&mut random, &host.heaps, Symmetry::All, requested));
         }
     }
-    let least: Vec<usize> = (0..n).map(|me| scenes.iter().filter(|scene| scene.moves(&host, me)).count()).collect();
+    let least: Vec<usize> =
+        (0..n).map(|me| scenes.iter().filter(|scene| scene.moves(&host, me)).count()).collect();
     std::thread::scope(|scope| {
         for me in 0..n {
             let (host, scenes) = (&host, &scenes);
@@ -420,13 +414,20 @@ tests! {
 #[test]
 fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
     // Not a gather, in which only the root needs all others.
-    for op in [Collective::AllReduce, Collective::AllGather, Collective::ReduceScatter, Collective::Broadcast] {
+    for op in [
+        Collective::AllReduce,
+        Collective::AllGather,
+        Collective::ReduceScatter,
+        Collective::Broadcast,
+    ] {
         let mut host = Host::with_tuning(3, always_zero_copy(3));
         host.handshake(HEAP);
         host.timeout = Duration::from_millis(300);
-        let requested = Request { op, n: 3, dtype: DType::F32, reduce_op: ReduceOp::Sum, base: 40_000 };
+        let requested =
+            Request { op, n: 3, dtype: DType::F32, reduce_op: ReduceOp::Sum, base: 40_000 };
         let scene = Scene::collective(&mut Random(5), &host.heaps, Symmetry::All, requested);
-        let before: Vec<Vec<u8>> = scene.tensors.iter().map(|(tensor, _)| tensor.all().to_vec()).collect();
+        let before: Vec<Vec<u8>> =
+            scene.tensors.iter().map(|(tensor, _)| tensor.all().to_vec()).collect();
         std::thread::scope(|scope| {
             for me in 0..2 {
                 let (host, scene) = (&host, &scene);
@@ -435,12 +436,25 @@ fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
         });
         assert!(host.longest() < Duration::from_secs(60), "{op:?}: {:?}", host.longest());
         // The root of a broadcast has finished once its chunks fit into slots.
-        let needs_all =
-            |me: &usize| !matches!(&scene.acts[*me], Act::Collective(call) if op == Collective::Broadcast && call.root.index() == *me);
+        let needs_all = |me: &usize| {
+            !matches!(
+                &scene.acts[*me],
+                Act::Collective(call)
+                    if op == Collective::Broadcast && call.root.index() == *me
+            )
+        };
         for memory in (0..2).filter(needs_all).map(|me| &host.memory[me]) {
-            assert_eq!((memory.report[0], memory.report[1], memory.report[4 + 2]), (1, 77, 1), "{op:?}: {:?}", memory.report);
+            assert_eq!(
+                (memory.report[0], memory.report[1], memory.report[4 + 2]),
+                (1, 77, 1),
+                "{op:?}: {:?}",
+                memory.report
+            );
         }
         assert_eq!(host.direct(), [0, 0, 0], "{op:?}");
-        assert!(scene.tensors.iter().zip(&before).all(|((tensor, _), before)| tensor.all() == before), "{op:?}");
+        assert!(
+            scene.tensors.iter().zip(&before).all(|((tensor, _), before)| tensor.all() == before),
+            "{op:?}"
+        );
     }
 }

@@ -1,5 +1,5 @@
-// Reductions without a protocol: each thread folds units of all ranks. SYMM_DTYPE and SYMM_OP select one pair of type
-// and operation; without them the kernel takes any.
+// Reductions without a protocol: each thread folds units of all ranks. SYMM_DTYPE and SYMM_OP
+// select one pair of type and operation; without them the kernel takes any.
 #include "reduction.cuh"
 
 struct Args {
@@ -16,13 +16,15 @@ KERNEL(reduce_units, Args) {
     Sum sum;
     begin(sum, lift(args.in[0][i], args.factors[0]));
 #pragma unroll
-    for (int rank = 1; rank < WORLD; rank++) combine(sum, lift(args.in[rank][i], args.factors[rank]));
+    for (int rank = 1; rank < WORLD; rank++)
+      combine(sum, lift(args.in[rank][i], args.factors[rank]));
     args.out[i] = finish(sum);
   }
 }
 
 KERNEL(scrub_units, Args) {
-  for (u64 i = block() * threads() + thread(); i < args.units; i += blocks() * threads()) args.out[i] = scrub(args.in[0][i]);
+  for (u64 i = block() * threads() + thread(); i < args.units; i += blocks() * threads())
+    args.out[i] = scrub(args.in[0][i]);
 }
 #else
 template <DType TYPE, Op OP>
@@ -32,7 +34,8 @@ DEVICE void reduce_as(const Args& args) {
     for (u64 i = thread(); i < args.units; i += threads()) {
       typename Reduce::Sum sum;
       Reduce::begin(sum, Reduce::lift(args.in[0][i], args.factors[0]));
-      for (int rank = 1; rank < WORLD; rank++) Reduce::combine(sum, Reduce::lift(args.in[rank][i], args.factors[rank]));
+      for (int rank = 1; rank < WORLD; rank++)
+        Reduce::combine(sum, Reduce::lift(args.in[rank][i], args.factors[rank]));
       args.out[i] = Reduce::finish(sum);
     }
   }
@@ -49,5 +52,7 @@ DEVICE void reduce_any(const Args& args) {
   ((args.dtype == DTYPES ? reduce_op<DTYPES>(args) : void()), ...);
 }
 
-KERNEL(reduce_units, Args) { reduce_any<0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 10, 15, 23, 24, 25, 26, 27, 28, 29>(args); }
+KERNEL(reduce_units, Args) {
+  reduce_any<0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 10, 15, 23, 24, 25, 26, 27, 28, 29>(args);
+}
 #endif

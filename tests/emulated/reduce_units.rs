@@ -17,14 +17,26 @@ fn special(dtype: DType) -> Vec<u64> {
     // Infinity if the format has it, the number below it and the NaNs above; the least normal; one.
     let (infinity, least_normal, one): (u64, u64, u64) = match dtype {
         DType::F32 | DType::C64 => (0x7f80_0000, 0x0080_0000, 0x3f80_0000),
-        DType::F64 | DType::C128 => (0x7ff0_0000_0000_0000, 0x0010_0000_0000_0000, 0x3ff0_0000_0000_0000),
+        DType::F64 | DType::C128 => {
+            (0x7ff0_0000_0000_0000, 0x0010_0000_0000_0000, 0x3ff0_0000_0000_0000)
+        }
         DType::F16 => (0x7c00, 0x0400, 0x3c00),
         DType::BF16 => (0x7f80, 0x0080, 0x3f80),
-        DType::F8E5M2 | DType::F8E4M3FN | DType::F8E5M2FNUZ | DType::F8E4M3FNUZ => return (0..256).collect(),
+        DType::F8E5M2 | DType::F8E4M3FN | DType::F8E5M2FNUZ | DType::F8E4M3FNUZ => {
+            return (0..256).collect();
+        }
         DType::Bool => return vec![0, 1],
-        DType::U8 | DType::I8 | DType::U16 | DType::I16 | DType::U32 | DType::I32 | DType::U64 | DType::I64 => {
+        DType::U8
+        | DType::I8
+        | DType::U16
+        | DType::I16
+        | DType::U32
+        | DType::I32
+        | DType::U64
+        | DType::I64 => {
             let top = 1u64 << (8 * dtype.size() - 1);
-            return [0, 1, 2, 3, top - 1, top, top + 1, top.wrapping_mul(2).wrapping_sub(1), 0x55].to_vec();
+            return [0, 1, 2, 3, top - 1, top, top + 1, top.wrapping_mul(2).wrapping_sub(1), 0x55]
+                .to_vec();
         }
     };
     let sign = 1u64 << (infinity.ilog2() + 1);
@@ -46,8 +58,8 @@ fn special(dtype: DType) -> Vec<u64> {
     positive.iter().flat_map(|&bits| [bits, bits | sign]).collect()
 }
 
-/// Each rank's elements: all pairs of special values in neighbouring ranks, then random bits, some of them close to
-/// each other.
+/// Each rank's elements: all pairs of special values in neighbouring ranks, then random bits, some
+/// of them close to each other.
 fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
     let mut state = 0x9e37_79b9_7f4a_7c15 ^ ((dtype as u64) << 8) ^ world as u64;
     let mut random = move || {
@@ -56,7 +68,8 @@ fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
         state ^= state << 17;
         state.rotate_left(21)
     };
-    let part = if matches!(dtype, DType::C64 | DType::C128) { dtype.size() / 2 } else { dtype.size() };
+    let part =
+        if matches!(dtype, DType::C64 | DType::C128) { dtype.size() / 2 } else { dtype.size() };
     let special = special(dtype);
     let pairs = special.len() * special.len();
     let count = (pairs + 4096).next_multiple_of(UNIT);
@@ -68,8 +81,8 @@ fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
                 (true, 0) => special[at % special.len()],
                 (true, 1) => special[at / special.len()],
                 (true, _) => special[(random() % special.len() as u64) as usize],
-                // Numbers of similar size, whose sums are rounded: with random ones the larger mostly hides the
-                // smaller.
+                // Numbers of similar size, whose sums are rounded: with random ones the larger
+                // mostly hides the smaller.
                 (false, _) if at % 2 == 0 => common ^ (random() >> (64 - 3 * part as u32)),
                 (false, _) => random(),
             };
@@ -82,10 +95,22 @@ fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
 
 fn on_cpu(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], factors: &[f64]) -> Vec<u8> {
     let mut output = vec![0; inputs[0].len()];
-    let sources: Vec<InputElements> =
-        inputs.iter().zip(factors).map(|(data, &factor)| InputElements { ptr: data.as_ptr(), factor }).collect();
+    let sources: Vec<InputElements> = inputs
+        .iter()
+        .zip(factors)
+        .map(|(data, &factor)| InputElements { ptr: data.as_ptr(), factor })
+        .collect();
     // SAFETY: all buffers are of the same length, a multiple of the element size.
-    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), WriteMode::Cached) };
+    unsafe {
+        cpu::reduce(
+            op,
+            dtype,
+            output.as_mut_ptr(),
+            &sources,
+            output.len() / dtype.size(),
+            WriteMode::Cached,
+        )
+    };
     output
 }
 
@@ -95,17 +120,29 @@ fn expected(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>]) -> Vec<u8> {
         return on_cpu(op, dtype, inputs, &factors);
     }
     // On a GPU the sender multiplies, and sends elements.
-    let lifted: Vec<Vec<u8>> =
-        inputs.iter().zip(&factors).map(|(input, &factor)| on_cpu(op, dtype, std::slice::from_ref(input), &[factor])).collect();
+    let lifted: Vec<Vec<u8>> = inputs
+        .iter()
+        .zip(&factors)
+        .map(|(input, &factor)| on_cpu(op, dtype, std::slice::from_ref(input), &[factor]))
+        .collect();
     on_cpu(ReduceOp::Sum, dtype, &lifted, &factors)
 }
 
 /// Bytes at an address with the alignment of units.
 fn units(bytes: &[u8]) -> Vec<u128> {
-    bytes.chunks_exact(UNIT).map(|unit| u128::from_le_bytes(unit.try_into().expect("16 bytes"))).collect()
+    bytes
+        .chunks_exact(UNIT)
+        .map(|unit| u128::from_le_bytes(unit.try_into().expect("16 bytes")))
+        .collect()
 }
 
-fn on_gpu(program: &Program, kernel: &str, op: ReduceOp, dtype: DType, inputs: &[Vec<u8>]) -> Vec<u8> {
+fn on_gpu(
+    program: &Program,
+    kernel: &str,
+    op: ReduceOp,
+    dtype: DType,
+    inputs: &[Vec<u8>],
+) -> Vec<u8> {
     let inputs: Vec<Vec<u128>> = inputs.iter().map(|input| units(input)).collect();
     let mut output = vec![0u128; inputs[0].len()];
     let mut args: Vec<u8> = Vec::new();
@@ -115,18 +152,26 @@ fn on_gpu(program: &Program, kernel: &str, op: ReduceOp, dtype: DType, inputs: &
     put(output.len() as u64);
     (0..inputs.len()).for_each(|rank| put(factor(rank).to_bits()));
     put(dtype as u64 | (op as u64) << 32);
-    // SAFETY: the arguments match reduce_units.cu for the number of inputs, which all have the output's length.
+    // SAFETY: the arguments match reduce_units.cu for the number of inputs, which all have the
+    // output's length.
     unsafe { program.launch(kernel, 0, Grid::new(1, 2), &args) };
     output.iter().flat_map(|unit| unit.to_le_bytes()).collect()
 }
 
 fn check(program: &Program, op: ReduceOp, dtype: DType, world: usize) {
     let inputs = inputs(dtype, world);
-    let (expected, computed) = (expected(op, dtype, &inputs), on_gpu(program, "reduce_units", op, dtype, &inputs));
-    for (at, (want, got)) in expected.chunks(dtype.size()).zip(computed.chunks(dtype.size())).enumerate() {
+    let (expected, computed) =
+        (expected(op, dtype, &inputs), on_gpu(program, "reduce_units", op, dtype, &inputs));
+    for (at, (want, got)) in
+        expected.chunks(dtype.size()).zip(computed.chunks(dtype.size())).enumerate()
+    {
         if want != got {
-            let given: Vec<&[u8]> = inputs.iter().map(|input| &input[at * dtype.size()..][..dtype.size()]).collect();
-            panic!("{dtype:?} {op:?}, {world} ranks, element {at}: {given:02x?} gave {got:02x?} instead of {want:02x?}");
+            let given: Vec<&[u8]> =
+                inputs.iter().map(|input| &input[at * dtype.size()..][..dtype.size()]).collect();
+            panic!(
+                "{dtype:?} {op:?}, {world} ranks, element {at}: {given:02x?} gave {got:02x?} \
+                 instead of {want:02x?}"
+            );
         }
     }
 }
@@ -151,16 +196,36 @@ tests! {
 /// The headers that kernels include: the type and operation of the compilation.
 #[test]
 fn the_chosen_pair() {
-    for (dtype, op) in [(DType::BF16, ReduceOp::Sum), (DType::I16, ReduceOp::Avg), (DType::C64, ReduceOp::PremulSum)] {
-        check(&Program::build("tests/emulated/reduce_units", 3, Some(dtype), Some(op)), op, dtype, 3);
+    for (dtype, op) in [
+        (DType::BF16, ReduceOp::Sum),
+        (DType::I16, ReduceOp::Avg),
+        (DType::C64, ReduceOp::PremulSum),
+    ] {
+        check(
+            &Program::build("tests/emulated/reduce_units", 3, Some(dtype), Some(op)),
+            op,
+            dtype,
+            3,
+        );
     }
 }
 
 #[test]
 fn scrubbing_leaves_no_word_of_ones_and_every_number() {
-    for dtype in [DType::F32, DType::F16, DType::BF16, DType::C64, DType::F8E5M2, DType::F8E4M3FN, DType::I32, DType::F8E4M3FNUZ] {
-        let program = Program::build("tests/emulated/reduce_units", 1, Some(dtype), Some(ReduceOp::Sum));
-        let words: Vec<u32> = (0..1024u32).map(|i| if i % 3 == 0 { u32::MAX } else { u32::MAX - i }).collect();
+    for dtype in [
+        DType::F32,
+        DType::F16,
+        DType::BF16,
+        DType::C64,
+        DType::F8E5M2,
+        DType::F8E4M3FN,
+        DType::I32,
+        DType::F8E4M3FNUZ,
+    ] {
+        let program =
+            Program::build("tests/emulated/reduce_units", 1, Some(dtype), Some(ReduceOp::Sum));
+        let words: Vec<u32> =
+            (0..1024u32).map(|i| if i % 3 == 0 { u32::MAX } else { u32::MAX - i }).collect();
         let before = vec![words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>()];
         let after = on_gpu(&program, "scrub_units", ReduceOp::Sum, dtype, &before);
         let empties = after.chunks(4).filter(|word| *word == [0xff; 4]).count();

@@ -19,7 +19,9 @@ KERNEL(ping_pong, PingPong) {
       if (whole && v.x == round) break;
       torn += !whole;
     }
-    store_relaxed(args.errors + RANK * threads() + thread(), load_relaxed(args.errors + RANK * threads() + thread()) + torn);
+    store_relaxed(
+        args.errors + RANK * threads() + thread(),
+        load_relaxed(args.errors + RANK * threads() + thread()) + torn);
     if (RANK == 1) store_relaxed(args.inbox[0] + thread(), ball);
   }
 }
@@ -30,8 +32,8 @@ struct Relay {
   u32 rounds;
 };
 
-// Each thread reads what its neighbour wrote before the barrier. The last thread exits early; the others then no longer
-// wait for it.
+// Each thread reads what its neighbour wrote before the barrier. The last thread exits early; the
+// others then no longer wait for it.
 KERNEL(relay, Relay) {
   u32* cells = args.cells + block() * threads();
   u32 rounds = thread() + 1 == threads() ? args.rounds / 2 : args.rounds;

@@ -22,12 +22,16 @@ fn two_ranks_exchange_units() {
     std::thread::scope(|scope| {
         for rank in 0..2 {
             let (program, args) = (&program, &args);
-            // SAFETY: inboxes and counters outlive the scope; each holds a unit or a word per thread and rank.
-            scope.spawn(move || unsafe { program.launch("ping_pong", rank, Grid::new(1, THREADS), args) });
+            // SAFETY: inboxes and counters outlive the scope; each holds a unit or a word per
+            // thread and rank.
+            scope.spawn(move || unsafe {
+                program.launch("ping_pong", rank, Grid::new(1, THREADS), args)
+            });
         }
     });
     for inbox in &inboxes {
-        assert!(inbox.iter().all(|&unit| unit == u128::from_ne_bytes(std::array::from_fn(|i| 1000u32.to_ne_bytes()[i % 4]))));
+        assert!(inbox.iter().all(|&unit| unit
+            == u128::from_ne_bytes(std::array::from_fn(|i| 1000u32.to_ne_bytes()[i % 4]))));
     }
     assert!(torn.iter().sum::<u32>() > 0, "no unit was ever seen in pieces");
 }

@@ -1,5 +1,5 @@
-//! Signals between GPUs on host threads: no signal is lost, pads are zero afterwards, and a missing rank is named in
-//! time.
+//! Signals between GPUs on host threads: no signal is lost, pads are zero afterwards, and a missing
+//! rank is named in time.
 
 use crate::program::Program;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -28,16 +28,31 @@ impl Host {
     fn new(n: usize, timeout: Duration) -> Self {
         let program = Program::build("signal/signal", n as u32, None, None);
         let pads = (0..n).map(|_| (0..SLOTS * n).map(|_| AtomicU32::new(0)).collect()).collect();
-        Self { n, program, pads, reports: (0..n).map(|_| Default::default()).collect(), stop: AtomicU32::new(0), timeout }
+        Self {
+            n,
+            program,
+            pads,
+            reports: (0..n).map(|_| Default::default()).collect(),
+            stop: AtomicU32::new(0),
+            timeout,
+        }
     }
 
     /// Returns when the kernel has ended.
     fn run(&self, me: usize, signal: Signal, slot: u32) {
         let pads: Vec<u64> = self.pads.iter().map(|pad| pad.as_ptr() as u64).collect();
         let (stop, report) = (self.stop.as_ptr() as u64, self.reports[me].as_ptr() as u64);
-        let place = SignalTargets { me: Rank(me as u32), pads: &pads, slot, timeout: self.timeout, stop, report };
+        let place = SignalTargets {
+            me: Rank(me as u32),
+            pads: &pads,
+            slot,
+            timeout: self.timeout,
+            stop,
+            report,
+        };
         let args = signal.args(&place).unwrap().expect("something to do");
-        // SAFETY: pads, reports and the stop word outlive the launch and are written only as atomics.
+        // SAFETY: pads, reports and the stop word outlive the launch and are written only as
+        // atomics.
         unsafe { self.program.launch("signal", me as u32, Grid::new(1, 8), args.bytes()) };
     }
 
@@ -129,7 +144,10 @@ fn barriers(n: usize, rounds: u32) {
                         host.run(me, Signal::Barrier, slot);
                         for (peer, arrived) in arrived.iter().enumerate() {
                             let seen = arrived[stream].load(Ordering::Relaxed);
-                            assert!(seen == round || seen == round + 1, "rank {me} left barrier {round}, rank {peer} is in {seen}, of {n}");
+                            assert!(
+                                seen == round || seen == round + 1,
+                                "rank {me} left barrier {round}, rank {peer} is in {seen}, of {n}"
+                            );
                         }
                     }
                 });
@@ -178,8 +196,14 @@ fn a_slot_is_shared_with_whoever_swaps_its_words() {
 /// Runs `signal` of each of `ranks`; returns the report of each.
 fn give_up(host: &Host, ranks: &[usize], signal: Signal, slot: u32) -> Vec<Option<SignalTimeout>> {
     let begun = Instant::now();
-    std::thread::scope(|scope| ranks.iter().for_each(|&me| drop(scope.spawn(move || host.run(me, signal, slot)))));
-    assert!(begun.elapsed() >= host.timeout && begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    std::thread::scope(|scope| {
+        ranks.iter().for_each(|&me| drop(scope.spawn(move || host.run(me, signal, slot))))
+    });
+    assert!(
+        begun.elapsed() >= host.timeout && begun.elapsed() < Duration::from_secs(20),
+        "{:?}",
+        begun.elapsed()
+    );
     for &me in ranks {
         assert_eq!(host.reports[me][1].load(Ordering::Relaxed), host.timeout.as_millis() as u32);
     }
@@ -198,12 +222,20 @@ fn who_does_not_come_to_a_barrier_is_named() {
         let absent = n / 2;
         let ranks: Vec<usize> = (0..n).filter(|&rank| rank != absent).collect();
         for reported in give_up(&host, &ranks, Signal::Barrier, 6) {
-            assert_eq!(missing(&reported), ("barrier on channel 6".into(), vec![Rank(absent as u32)]), "{n} ranks");
+            assert_eq!(
+                missing(&reported),
+                ("barrier on channel 6".into(), vec![Rank(absent as u32)]),
+                "{n} ranks"
+            );
         }
         // The words stay unchanged, except for the signals to the missing ranks.
         for rank in 0..n {
             let left: u32 = host.pads[rank].iter().map(|word| word.load(Ordering::Acquire)).sum();
-            assert_eq!(left as usize, if rank == absent { n - 1 } else { 0 }, "pad of rank {rank} of {n}");
+            assert_eq!(
+                left as usize,
+                if rank == absent { n - 1 } else { 0 },
+                "pad of rank {rank} of {n}"
+            );
         }
     }
 }
@@ -212,7 +244,10 @@ fn who_does_not_come_to_a_barrier_is_named() {
 fn all_who_do_not_come_are_named() {
     let host = Host::new(5, SHORT);
     let reported = give_up(&host, &[1, 3], Signal::Barrier, 0);
-    assert!(reported.iter().all(|reported| missing(reported).1 == [Rank(0), Rank(2), Rank(4)]), "{reported:?}");
+    assert!(
+        reported.iter().all(|reported| missing(reported).1 == [Rank(0), Rank(2), Rank(4)]),
+        "{reported:?}"
+    );
 }
 
 /// A rank that cannot send to one peer has sent to the others, which must not report it as missing.
@@ -243,7 +278,10 @@ fn after_one_gave_up_no_other_waits() {
     let begun = Instant::now();
     host.run(0, Signal::Barrier, 0);
     assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
-    assert_eq!((host.reports[0][0].load(Ordering::Acquire), host.reports[0][1].load(Ordering::Acquire)), (1, 0));
+    assert_eq!(
+        (host.reports[0][0].load(Ordering::Acquire), host.reports[0][1].load(Ordering::Acquire)),
+        (1, 0)
+    );
 }
 
 // proves P21

@@ -1,4 +1,5 @@
-// The host headers that emulated kernels include, in a separate file so that they are compiled once for all kernels.
+// The host headers that emulated kernels include, in a separate file so that they are compiled once
+// for all kernels.
 #ifndef SYMM_EMULATED_STANDARD
 #define SYMM_EMULATED_STANDARD
 #include <sched.h>

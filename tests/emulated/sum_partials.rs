@@ -1,4 +1,5 @@
-//! The sum of nodes' partial results by its CUDA kernel, compared bit by bit with the CPU's reduction.
+//! The sum of nodes' partial results by its CUDA kernel, compared bit by bit with the CPU's
+//! reduction.
 
 use crate::program::{Program, numbers};
 use symm::dtype::{DType, ReduceOp, SumOrder};
@@ -23,13 +24,26 @@ fn check(nodes: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usiz
     check_in(SumOrder::Rank, nodes, dtype, op, counts, begin);
 }
 
-fn check_in(order: SumOrder, nodes: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usize) {
+fn check_in(
+    order: SumOrder,
+    nodes: &[u8],
+    dtype: DType,
+    op: ReduceOp,
+    counts: &[usize],
+    begin: usize,
+) {
     let layout = layout(nodes);
-    let outer = |bytes| PartialsSum { from: 0, stride: 16, to: Span { addr: 0, bytes }, dtype, op }.args(&layout).expect("aligned").0;
+    let outer = |bytes| {
+        PartialsSum { from: 0, stride: 16, to: Span { addr: 0, bytes }, dtype, op }
+            .args(&layout)
+            .expect("aligned")
+            .0
+    };
     let program = Program::build_in(order, NAMES.0, 2, Some(dtype), Some(outer(16)));
     for &count in counts {
         let bytes = count * dtype.size();
-        let partials: Vec<Vec<u128>> = (0..layout.num_nodes()).map(|node| numbers(node, bytes, dtype)).collect();
+        let partials: Vec<Vec<u128>> =
+            (0..layout.num_nodes()).map(|node| numbers(node, bytes, dtype)).collect();
         let from = partials.concat();
         let mut to = vec![UNTOUCHED; bytes + begin + 16];
         let sum = PartialsSum {
@@ -40,19 +54,37 @@ fn check_in(order: SumOrder, nodes: &[u8], dtype: DType, op: ReduceOp, counts: &
             op,
         };
         let (outer, args) = sum.args(&layout).expect("aligned");
-        let source = |(part, &factor): (&Vec<u128>, &f64)| InputElements { ptr: part.as_ptr().cast(), factor };
+        let source = |(part, &factor): (&Vec<u128>, &f64)| InputElements {
+            ptr: part.as_ptr().cast(),
+            factor,
+        };
         let sources: Vec<InputElements> = partials.iter().zip(&args.factor).map(source).collect();
         let mut expected = vec![0u8; bytes];
         // SAFETY: every partial result and the sum have `bytes`, a multiple of the element.
-        unsafe { cpu::reduce_partials(order, outer, dtype, expected.as_mut_ptr(), &sources, count, args.divisor as usize) };
+        unsafe {
+            cpu::reduce_partials(
+                order,
+                outer,
+                dtype,
+                expected.as_mut_ptr(),
+                &sources,
+                count,
+                args.divisor as usize,
+            )
+        };
         // SAFETY: `repr(C)` numbers without padding.
-        let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
-        // SAFETY: partial results and sum live until the kernel has ended, and it writes only the sum.
+        let args =
+            unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
+        // SAFETY: partial results and sum live until the kernel has ended, and it writes only the
+        // sum.
         unsafe { program.launch(NAMES.1, 0, Grid::new(BLOCKS, THREADS), args) };
         let about = format!("{op:?} of {count} {dtype:?} on {nodes:?}");
         assert_eq!(to[begin..begin + bytes], expected, "{about}");
         let around = to[..begin].iter().chain(&to[begin + bytes..]);
-        assert!(around.into_iter().all(|&byte| byte == UNTOUCHED), "{about}: written beside the result");
+        assert!(
+            around.into_iter().all(|&byte| byte == UNTOUCHED),
+            "{about}: written beside the result"
+        );
     }
 }
 
@@ -92,20 +124,28 @@ fn check_cast(dtype: DType, count: usize, begin: usize) {
     let narrow = numbers(1, bytes, dtype);
     // SAFETY: bytes of numbers.
     let given = unsafe { std::slice::from_raw_parts(narrow.as_ptr().cast::<u8>(), bytes) };
-    let moved: Vec<u8> = std::iter::repeat_n(UNTOUCHED, size).chain(given.iter().copied()).collect();
-    let (mut expected, mut wide) = (vec![0u8; 4 * count], vec![0u128; (4 * count).div_ceil(16) + 1]);
+    let moved: Vec<u8> =
+        std::iter::repeat_n(UNTOUCHED, size).chain(given.iter().copied()).collect();
+    let (mut expected, mut wide) =
+        (vec![0u8; 4 * count], vec![0u128; (4 * count).div_ceil(16) + 1]);
     let span = |addr: usize, bytes: usize| Span { addr, bytes };
     let run = |cast: Cast, kernel: &str| {
         let args = cast.args();
         // SAFETY: `repr(C)` numbers without padding.
-        let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
+        let args =
+            unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
         // SAFETY: both sides live until the kernel has ended, and it writes only the copies.
         unsafe { program.launch(kernel, 0, Grid::new(BLOCKS, THREADS), args) }
     };
     let about = format!("{count} {dtype:?} from element {begin}");
     let [widens, rounds] = cast::NAMES.1;
     run(
-        Cast { from: span(moved.as_ptr().addr() + size, bytes), to: span(wide.as_mut_ptr().addr(), 4 * count), dtype, widens: true },
+        Cast {
+            from: span(moved.as_ptr().addr() + size, bytes),
+            to: span(wide.as_mut_ptr().addr(), 4 * count),
+            dtype,
+            widens: true,
+        },
         widens,
     );
     // SAFETY: buffers of `count` elements each.
@@ -118,13 +158,21 @@ fn check_cast(dtype: DType, count: usize, begin: usize) {
     let floats = numbers(2, 4 * count, DType::F32);
     let (mut rounded, mut to) = (vec![0u8; bytes], vec![UNTOUCHED; size + bytes + 16]);
     run(
-        Cast { from: span(floats.as_ptr().addr(), 4 * count), to: span(to.as_mut_ptr().addr() + size, bytes), dtype, widens: false },
+        Cast {
+            from: span(floats.as_ptr().addr(), 4 * count),
+            to: span(to.as_mut_ptr().addr() + size, bytes),
+            dtype,
+            widens: false,
+        },
         rounds,
     );
     // SAFETY: buffers of `count` elements each.
     unsafe { cpu::narrow(dtype, rounded.as_mut_ptr(), floats.as_ptr().cast(), count) };
     assert_eq!(to[size..size + bytes], rounded, "rounded: {about}");
-    assert!(to[..size].iter().chain(&to[size + bytes..]).all(|&byte| byte == UNTOUCHED), "written beside: {about}");
+    assert!(
+        to[..size].iter().chain(&to[size + bytes..]).all(|&byte| byte == UNTOUCHED),
+        "written beside: {about}"
+    );
 }
 
 #[test]

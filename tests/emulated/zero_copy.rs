@@ -1,5 +1,6 @@
-//! All-to-alls in symmetric memory in which some ranks have no long message: all ranks must count the same handshake
-//! epochs. Sends and receives in symmetric memory: once the sender sees the offer, the rest of a message is zero-copy.
+//! All-to-alls in symmetric memory in which some ranks have no long message: all ranks must count
+//! the same handshake epochs. Sends and receives in symmetric memory: once the sender sees the
+//! offer, the rest of a message is zero-copy.
 
 use crate::host::Host;
 use std::time::Duration;
@@ -15,7 +16,11 @@ const SHORT: usize = 64;
 type Lengths = [[usize; RANKS]; RANKS];
 
 /// Rank `me`'s call, and the expected content of each output: address, bytes, value.
-fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (CallSpec<'static>, Vec<(usize, usize, u8)>) {
+fn all_to_all(
+    host: &Host,
+    me: usize,
+    lengths: &Lengths,
+) -> (CallSpec<'static>, Vec<(usize, usize, u8)>) {
     let heap = &host.heaps[me];
     let span = |bytes: usize, fill: u8| {
         let at = heap.take(bytes);
@@ -26,13 +31,29 @@ fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (CallSpec<'static>, 
     let value = |from: usize, to: usize| (16 * from + to + 1) as u8;
     let inputs: Vec<Span> = (0..RANKS).map(|to| span(lengths[me][to], value(me, to))).collect();
     let outputs: Vec<Span> = (0..RANKS).map(|from| span(lengths[from][me], 0)).collect();
-    let expected = outputs.iter().enumerate().map(|(from, output)| (output.addr, output.bytes, value(from, me))).collect();
-    (CallSpec { op: Collective::AllToAll, inputs: inputs.into(), outputs: outputs.into(), ..CallSpec::barrier(None) }, expected)
+    let expected = outputs
+        .iter()
+        .enumerate()
+        .map(|(from, output)| (output.addr, output.bytes, value(from, me)))
+        .collect();
+    (
+        CallSpec {
+            op: Collective::AllToAll,
+            inputs: inputs.into(),
+            outputs: outputs.into(),
+            ..CallSpec::barrier(None)
+        },
+        expected,
+    )
 }
 
-/// A group as on GPUs, except for lanes and threads: shorter messages use LL lines and take no part in the handshake.
+/// A group as on GPUs, except for lanes and threads: shorter messages use LL lines and take no part
+/// in the handshake.
 fn host() -> Host {
-    let mut host = Host::with_tuning(RANKS, CudaThresholds { lanes: 2, threads: 8, ..CudaThresholds::of(RANKS) });
+    let mut host = Host::with_tuning(
+        RANKS,
+        CudaThresholds { lanes: 2, threads: 8, ..CudaThresholds::of(RANKS) },
+    );
     host.handshake(256 << 20);
     host.timeout = Duration::from_secs(20);
     host
@@ -41,13 +62,18 @@ fn host() -> Host {
 /// Runs one call after another, each rank as fast as it can.
 fn run(program: &[Lengths]) {
     let host = host();
-    let calls: Vec<Vec<_>> = (0..RANKS).map(|me| program.iter().map(|lengths| all_to_all(&host, me, lengths)).collect()).collect();
+    let calls: Vec<Vec<_>> = (0..RANKS)
+        .map(|me| program.iter().map(|lengths| all_to_all(&host, me, lengths)).collect())
+        .collect();
     std::thread::scope(|scope| {
         for (me, calls) in calls.iter().enumerate() {
             let host = &host;
             scope.spawn(move || {
                 for (number, (call, _)) in calls.iter().enumerate() {
-                    let launch = host.context(me, number as u64 + 1, Some(call)).prepare(call, host.plan(me, call)).unwrap();
+                    let launch = host
+                        .context(me, number as u64 + 1, Some(call))
+                        .prepare(call, host.plan(me, call))
+                        .unwrap();
                     host.run(me, &launch, DType::U8, ReduceOp::Sum);
                 }
             });
@@ -77,8 +103,9 @@ fn a_rank_without_a_long_message_counts_the_rounds_of_the_others() {
     run(&[one_way, other, pair, one_way, [[LONG; RANKS]; RANKS], other]);
 }
 
-/// Rank 0 sends `bytes` bytes to rank 1, which receives them `beyond` a 16-byte boundary of symmetric memory or at any
-/// address of other memory. Returns whether the sender, and the receiver, count the message as zero-copy.
+/// Rank 0 sends `bytes` bytes to rank 1, which receives them `beyond` a 16-byte boundary of
+/// symmetric memory or at any address of other memory. Returns whether the sender, and the
+/// receiver, count the message as zero-copy.
 fn message(host: &Host, bytes: usize, symmetric: bool, beyond: usize) -> (bool, bool) {
     const CANARY: u8 = 0xA5;
     let given: Vec<u8> = (0..bytes).map(|at| (at / 7 + at) as u8).collect();
@@ -102,14 +129,18 @@ fn message(host: &Host, bytes: usize, symmetric: bool, beyond: usize) -> (bool, 
     let all = unsafe { std::slice::from_raw_parts(room, bytes + 64) };
     let (front, rest) = all.split_at(16 + beyond);
     assert!(rest[..bytes] == given, "{bytes} bytes, symmetric: {symmetric}, {beyond} beyond");
-    assert!(front.iter().chain(&rest[bytes..]).all(|&byte| byte == CANARY), "bytes beside the message were written");
+    assert!(
+        front.iter().chain(&rest[bytes..]).all(|&byte| byte == CANARY),
+        "bytes beside the message were written"
+    );
     (host.direct()[0] > before.0, host.received_in_place()[1] > before.1)
 }
 
 #[test]
 fn a_long_message_goes_direct_where_its_receiver_offers_a_place() {
     let host = host();
-    // More than the slots of two lanes hold, so that the sender waits for the receiver and sees its offer.
+    // More than the slots of two lanes hold, so that the sender waits for the receiver and sees its
+    // offer.
     for odd in [0, 1, 15, 16] {
         assert_eq!(message(&host, LONG + odd, true, 0), (true, true), "{odd} bytes more");
     }

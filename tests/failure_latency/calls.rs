@@ -22,18 +22,32 @@ const TIMEOUT: Duration = Duration::from_millis(60);
 /// A receive from rank 1, which sends nothing.
 fn receive(group: &Group, timeout: Duration) -> Result<(), Error> {
     let mut room = [0u8; 8];
-    let spec = MessageSpec { peer: Some(Rank(1)), tag: 1, dtype: DType::U8, span: span(&mut room), timeout: Some(timeout) };
+    let spec = MessageSpec {
+        peer: Some(Rank(1)),
+        tag: 1,
+        dtype: DType::U8,
+        span: span(&mut room),
+        timeout: Some(timeout),
+    };
     // SAFETY: `room` outlives the wait for the message.
     let message = unsafe { Message::new(spec) };
     let received: &'static Mutex<_> = Box::leak(Box::new(Mutex::new(Ok(()))));
-    let ticket = group.recv(message, Completion::new(move |outcome, _| *received.lock().expect("not poisoned") = outcome))?;
+    let ticket = group.recv(
+        message,
+        Completion::new(move |outcome, _| *received.lock().expect("not poisoned") = outcome),
+    )?;
     group.wait(ticket, None)?;
     received.lock().expect("not poisoned").clone()
 }
 
-/// Rank 0 waits in `call`, which must end at `limit` with `kind`. Rank 1 meanwhile runs `other`, which returns the time
-/// from which the wait is measured.
-fn ends(call: impl Fn(&Group) -> Result<(), Error> + Sync, kind: ErrorKind, limit: Duration, other: impl Fn(&Group) -> Instant + Sync) {
+/// Rank 0 waits in `call`, which must end at `limit` with `kind`. Rank 1 meanwhile runs `other`,
+/// which returns the time from which the wait is measured.
+fn ends(
+    call: impl Fn(&Group) -> Result<(), Error> + Sync,
+    kind: ErrorKind,
+    limit: Duration,
+    other: impl Fn(&Group) -> Instant + Sync,
+) {
     let _alone = alone();
     let late = Mutex::new(Vec::new());
     for _ in 0..RUNS {
@@ -45,7 +59,9 @@ fn ends(call: impl Fn(&Group) -> Result<(), Error> + Sync, kind: ErrorKind, limi
             if rank == 1 {
                 *began.lock().expect("not poisoned") = Some(other(group));
                 // Ends an endless wait as well, with another error.
-                if over.lock().expect("not poisoned").recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+                if over.lock().expect("not poisoned").recv_timeout(PATIENCE)
+                    == Err(RecvTimeoutError::Timeout)
+                {
                     group.abort();
                 }
                 return;
@@ -85,7 +101,12 @@ fn p9_a_refused_collective_is_told() {
         group.reject("a bad argument".into());
         Instant::now()
     };
-    ends(|group| barrier(group, Some(Duration::from_secs(20))), ErrorKind::Mismatch, Duration::ZERO, refuse);
+    ends(
+        |group| barrier(group, Some(Duration::from_secs(20))),
+        ErrorKind::Mismatch,
+        Duration::ZERO,
+        refuse,
+    );
 }
 
 #[test]
@@ -94,7 +115,12 @@ fn p9_a_refused_message_is_told() {
         group.reject_message(true, Some(Rank(0)), 1, "a bad argument".into());
         Instant::now()
     };
-    ends(|group| receive(group, Duration::from_secs(20)), ErrorKind::Mismatch, Duration::ZERO, refuse);
+    ends(
+        |group| receive(group, Duration::from_secs(20)),
+        ErrorKind::Mismatch,
+        Duration::ZERO,
+        refuse,
+    );
 }
 
 #[test]
@@ -105,6 +131,11 @@ fn p10_an_abort_releases_who_waits() {
         group.abort();
         since
     };
-    ends(|group| barrier(group, Some(Duration::from_secs(20))), ErrorKind::Peer, Duration::ZERO, abort);
+    ends(
+        |group| barrier(group, Some(Duration::from_secs(20))),
+        ErrorKind::Peer,
+        Duration::ZERO,
+        abort,
+    );
     ends(|group| receive(group, Duration::from_secs(20)), ErrorKind::Peer, Duration::ZERO, abort);
 }

@@ -1,5 +1,5 @@
-//! Upper limits on times: how soon calls end and exits are noticed. A separate program that runs one test at a time, so
-//! that no other test delays it.
+//! Upper limits on times: how soon calls end and exits are noticed. A separate program that runs
+//! one test at a time, so that no other test delays it.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 #[path = "../process/mod.rs"]

@@ -33,7 +33,8 @@ fn all_reduce(group: &Group, data: &mut [f32]) -> Result<()> {
     run(group, call(Collective::AllReduce, DType::F32, tensor.clone(), tensor), None)
 }
 
-/// The program of a child: join, then all-reduce until something fails; each step is announced on stdout.
+/// The program of a child: join, then all-reduce until something fails; each step is announced on
+/// stdout.
 #[test]
 #[ignore = "the other tests start it"]
 fn rank() {
@@ -94,7 +95,9 @@ fn start(name: &str, ranks: &[i32], count: usize, timeout: f64) -> Ranks {
         let mut child = process("rank_death::rank", &role).stdout(Stdio::piped()).spawn().unwrap();
         let out = BufReader::new(child.stdout.take().unwrap());
         let (sender, receiver) = std::sync::mpsc::channel();
-        std::thread::spawn(move || out.lines().map_while(std::result::Result::ok).try_for_each(|line| sender.send(line)));
+        std::thread::spawn(move || {
+            out.lines().map_while(std::result::Result::ok).try_for_each(|line| sender.send(line))
+        });
         children.push(child);
         lines.push(receiver);
     }
@@ -107,8 +110,9 @@ impl Ranks {
         let end = Instant::now() + limit;
         loop {
             let left = end.saturating_duration_since(Instant::now());
-            let line =
-                self.lines[index].recv_timeout(left).unwrap_or_else(|_| panic!("rank {index} did not say {word:?} within {limit:?}"));
+            let line = self.lines[index]
+                .recv_timeout(left)
+                .unwrap_or_else(|_| panic!("rank {index} did not say {word:?} within {limit:?}"));
             if line.starts_with(word) {
                 return line;
             }
@@ -147,7 +151,10 @@ fn kill_while_running(name: &str, count: usize, victim: usize) {
     for survivor in (0..3).filter(|&rank| rank != victim) {
         let line = ranks.expect(survivor, "error", SOON);
         assert!(line.starts_with(&format!("error {} ", ErrorKind::Peer as u8)), "{line}");
-        assert!(line.contains(&format!("rank {victim} (pid {pid})")) && line.contains("all_reduce"), "{line}");
+        assert!(
+            line.contains(&format!("rank {victim} (pid {pid})")) && line.contains("all_reduce"),
+            "{line}"
+        );
     }
 }
 
@@ -167,7 +174,10 @@ fn killed_while_joining() {
     std::thread::sleep(Duration::from_millis(500));
     ranks.signal(1, libc::SIGKILL);
     let line = ranks.expect(0, "error", Duration::from_secs(5));
-    assert!(line.starts_with(&format!("error {} ", ErrorKind::Peer as u8)) && line.contains("rank 2"), "{line}");
+    assert!(
+        line.starts_with(&format!("error {} ", ErrorKind::Peer as u8)) && line.contains("rank 2"),
+        "{line}"
+    );
 }
 
 // proves P5
@@ -191,6 +201,9 @@ fn stopped_past_the_timeout_is_named_as_stopped() {
     for survivor in [0, 2] {
         let line = ranks.expect(survivor, "error", Duration::from_millis(2500));
         assert!(line.starts_with(&format!("error {} ", ErrorKind::Timeout as u8)), "{line}");
-        assert!(line.contains("rank 1") && line.contains("stopped") && line.contains("all_reduce(1000"), "{line}");
+        assert!(
+            line.contains("rank 1") && line.contains("stopped") && line.contains("all_reduce(1000"),
+            "{line}"
+        );
     }
 }

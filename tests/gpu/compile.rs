@@ -1,5 +1,5 @@
-//! Every CUDA program compiles for every architecture, and keeps its working values in registers. Needs NVRTC, no GPU:
-//! `make test-kernels`; `make test-all` compiles for more numbers of ranks.
+//! Every CUDA program compiles for every architecture, and keeps its working values in registers.
+//! Needs NVRTC, no GPU: `make test-kernels`; `make test-all` compiles for more numbers of ranks.
 
 use crate::process::{process, role};
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,8 @@ use symm::kernels::cuda::compile::{Arch, Variant, compile};
 use symm::kernels::cuda::source::{HEADERS, PROGRAMS, Program};
 
 /// Ampere, Hopper, Blackwell.
-const ARCHS: [Arch; 3] = [Arch { major: 8, minor: 0 }, Arch { major: 9, minor: 0 }, Arch { major: 10, minor: 0 }];
+const ARCHS: [Arch; 3] =
+    [Arch { major: 8, minor: 0 }, Arch { major: 9, minor: 0 }, Arch { major: 10, minor: 0 }];
 
 /// The architecture for which all variants are compiled.
 const THOROUGH: Arch = ARCHS[1];
@@ -24,8 +25,8 @@ const THOROUGH: Arch = ARCHS[1];
 const WORLDS: std::ops::RangeInclusive<u32> = 2..=8;
 /// The minimum, the maximum and one in between.
 const FEW_WORLDS: [u32; 3] = [2, 3, 8];
-/// If set, one architecture is compiled with all of [`WORLDS`], the others with [`FEW_WORLDS`] and all of [`ELEMENTS`],
-/// which takes three times as long.
+/// If set, one architecture is compiled with all of [`WORLDS`], the others with [`FEW_WORLDS`] and
+/// all of [`ELEMENTS`], which takes three times as long.
 const ALL_WORLDS: &str = "KERNELS_COMPILE_ALL";
 
 /// If set, only programs whose names contain this text are compiled.
@@ -41,8 +42,8 @@ const ELEMENTS: [(DType, ReduceOp); 6] = [
     (DType::U8, ReduceOp::BitXor),
 ];
 
-/// The part of [`ELEMENTS`] that is compiled for every architecture: the most usual type, and the one with the widest
-/// accumulators.
+/// The part of [`ELEMENTS`] that is compiled for every architecture: the most usual type, and the
+/// one with the widest accumulators.
 const FEW_ELEMENTS: [DType; 2] = [DType::F32, DType::F64];
 
 /// The resources of one kernel, as reported by ptxas.
@@ -74,13 +75,25 @@ struct Part {
 
 /// Returns true if `text`, or a header that it includes, mentions `word`.
 fn mentions(text: &str, word: &str) -> bool {
-    let included = |header: &str| text.lines().any(|line| line.starts_with("#include") && line.contains(&format!("\"{header}\"")));
-    text.contains(word) || HEADERS.iter().any(|header| included(header.name) && mentions(header.text, word))
+    let included = |header: &str| {
+        text.lines()
+            .any(|line| line.starts_with("#include") && line.contains(&format!("\"{header}\"")))
+    };
+    text.contains(word)
+        || HEADERS.iter().any(|header| included(header.name) && mentions(header.text, word))
 }
 
 fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
     let all_worlds = std::env::var_os(ALL_WORLDS).is_some();
-    let plain = Variant { program: program.name, world: 0, rank: 0, dtype: None, op: None, zero_copy: false, order: SumOrder::Rank };
+    let plain = Variant {
+        program: program.name,
+        world: 0,
+        rank: 0,
+        dtype: None,
+        op: None,
+        zero_copy: false,
+        order: SumOrder::Rank,
+    };
     // Kernels on sentinel slots are for types in which a word of all ones is a NaN.
     let sentinel = mentions(program.text, "static_assert(EMPTY_IS_NAN");
     let served = |dtype: DType| !sentinel || matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
@@ -93,30 +106,45 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
         false => vec![plain],
     };
     let mut all = Vec::new();
-    for (arch, variant) in ARCHS.iter().flat_map(|&arch| typed.iter().map(move |&variant| (arch, variant))) {
-        // At most one architecture compiles for all numbers of ranks; to save time, the others only for a few, or for
-        // the maximum.
+    for (arch, variant) in
+        ARCHS.iter().flat_map(|&arch| typed.iter().map(move |&variant| (arch, variant)))
+    {
+        // At most one architecture compiles for all numbers of ranks; to save time, the others only
+        // for a few, or for the maximum.
         let thorough = arch == THOROUGH;
-        if !thorough && !all_worlds && variant.dtype.is_some_and(|dtype| !FEW_ELEMENTS.contains(&dtype)) {
+        if !thorough
+            && !all_worlds
+            && variant.dtype.is_some_and(|dtype| !FEW_ELEMENTS.contains(&dtype))
+        {
             continue;
         }
         let first = variant.dtype.is_none_or(|dtype| dtype == ELEMENTS[0].0);
         let wanted = |world: &u32| match (thorough, all_worlds) {
             (true, true) => true,
             (true, false) if first => FEW_WORLDS.contains(world),
-            // The extremes: what depends on the elements and on a number in between depends on each alone.
+            // The extremes: what depends on the elements and on a number in between depends on each
+            // alone.
             (true, false) => [WORLDS.start(), WORLDS.end()].contains(&world),
             (false, true) => FEW_WORLDS.contains(world),
             (false, false) => world == WORLDS.end(),
         };
         for world in WORLDS.filter(wanted) {
-            // The last rank, where the order of visits wraps around; with one element type, unless all numbers of ranks
-            // are requested.
+            // The last rank, where the order of visits wraps around; with one element type, unless
+            // all numbers of ranks are requested.
             let wraps = thorough && FEW_WORLDS.contains(&world) && (all_worlds || first);
             let ranks = if wraps { vec![0, world - 1] } else { vec![0] };
-            let handshakes: &[bool] = if mentions(program.text, "#ifdef SYMM_ZERO_COPY") { &[false, true] } else { &[false] };
+            let handshakes: &[bool] = if mentions(program.text, "#ifdef SYMM_ZERO_COPY") {
+                &[false, true]
+            } else {
+                &[false]
+            };
             let with = |(rank, zero_copy)| (Variant { world, rank, zero_copy, ..variant }, arch);
-            all.extend(ranks.into_iter().flat_map(|rank| handshakes.iter().map(move |&zero_copy| (rank, zero_copy))).map(with));
+            all.extend(
+                ranks
+                    .into_iter()
+                    .flat_map(|rank| handshakes.iter().map(move |&zero_copy| (rank, zero_copy)))
+                    .map(with),
+            );
         }
     }
     all
@@ -131,10 +159,17 @@ fn parse(log: &str) -> Vec<Needs> {
     let mut kernels: Vec<Needs> = Vec::new();
     for line in log.lines() {
         if let Some((_, rest)) = line.split_once("Compiling entry function '") {
-            kernels.push(Needs { kernel: rest.split('\'').next().unwrap_or_default().into(), ..Needs::default() });
+            kernels.push(Needs {
+                kernel: rest.split('\'').next().unwrap_or_default().into(),
+                ..Needs::default()
+            });
         }
         let Some(kernel) = kernels.last_mut() else { continue };
-        for (sum, unit) in kernel.memory.iter_mut().zip([" bytes stack frame", " bytes spill stores", " bytes spill loads"]) {
+        for (sum, unit) in kernel.memory.iter_mut().zip([
+            " bytes stack frame",
+            " bytes spill stores",
+            " bytes spill loads",
+        ]) {
             *sum += number(line, unit).unwrap_or(0);
         }
         kernel.registers = kernel.registers.max(number(line, " registers").unwrap_or(0));
@@ -177,10 +212,17 @@ fn a_part_of_the_programs() {
         program: variant.program.into(),
         zero_copy: variant.zero_copy,
         arch: arch.to_string(),
-        kernels: compile(&variant, arch, &["--ptxas-options=-v"]).map(|done| parse(&done.log)).map_err(|error| error.message),
+        kernels: compile(&variant, arch, &["--ptxas-options=-v"])
+            .map(|done| parse(&done.log))
+            .map_err(|error| error.message),
     };
     let only = std::env::var(ONLY).unwrap_or_default();
-    let own = PROGRAMS.iter().filter(|program| program.name.contains(&only)).flat_map(variants).skip(part).step_by(parts);
+    let own = PROGRAMS
+        .iter()
+        .filter(|program| program.name.contains(&only))
+        .flat_map(variants)
+        .skip(part)
+        .step_by(parts);
     let outcomes: Vec<Outcome> = own.map(compiled).collect();
     std::fs::write(file, serde_json::to_vec(&outcomes).unwrap()).unwrap();
 }
@@ -193,8 +235,12 @@ fn every_program_compiles() {
     for Outcome { title, program, zero_copy, arch, kernels } in outcomes {
         match kernels {
             // Then the output of ptxas has changed, and spills would not be found either.
-            Ok(kernels) if kernels.is_empty() || kernels.iter().any(|kernel| kernel.registers == 0) => {
-                failures.push(format!("{title} for {arch}: no kernel, or none whose needs are known: {kernels:?}"));
+            Ok(kernels)
+                if kernels.is_empty() || kernels.iter().any(|kernel| kernel.registers == 0) =>
+            {
+                failures.push(format!(
+                    "{title} for {arch}: no kernel, or none whose needs are known: {kernels:?}"
+                ));
             }
             Ok(kernels) => {
                 let most = registers.entry((program, *zero_copy, arch)).or_default();
@@ -203,14 +249,27 @@ fn every_program_compiles() {
             Err(message) => failures.push(format!("{title} for {arch}: {message}")),
         }
     }
-    let mut report = format!("{} variants of {} programs; most registers of a thread:\n", outcomes.len(), PROGRAMS.len());
+    let mut report = format!(
+        "{} variants of {} programs; most registers of a thread:\n",
+        outcomes.len(),
+        PROGRAMS.len()
+    );
     for ((program, zero_copy, arch), most) in registers {
-        let _ = writeln!(report, "  {program}{} {arch}: {most}", if zero_copy { ", zero-copy" } else { "" });
+        let _ = writeln!(
+            report,
+            "  {program}{} {arch}: {most}",
+            if zero_copy { ", zero-copy" } else { "" }
+        );
     }
     let _ = std::io::stderr().write_all(report.as_bytes());
     // Most of them have the same cause.
     let shown = failures.iter().take(3).map(String::as_str).collect::<Vec<_>>().join("\n");
-    assert!(failures.is_empty(), "{} of {} do not compile:\n{shown}", failures.len(), outcomes.len());
+    assert!(
+        failures.is_empty(),
+        "{} of {} do not compile:\n{shown}",
+        failures.len(),
+        outcomes.len()
+    );
 }
 
 #[test]
@@ -220,7 +279,9 @@ fn no_program_spills() {
     for Outcome { title, program, arch, kernels, .. } in outcomes {
         for kernel in kernels.iter().flatten().filter(|kernel| kernel.memory != [0; 3]) {
             let [stack, stores, loads] = kernel.memory;
-            let line = format!("{title} for {arch}: {stack} bytes of stack, {stores} spilled, {loads} read back");
+            let line = format!(
+                "{title} for {arch}: {stack} bytes of stack, {stores} spilled, {loads} read back"
+            );
             offenders.entry(format!("{} of {program}", kernel.kernel)).or_default().push(line);
         }
     }
@@ -235,11 +296,14 @@ fn no_program_spills() {
 
 #[test]
 fn the_report_of_ptxas_is_understood() {
-    let log = "ptxas info    : 0 bytes gmem\nptxas info    : Compiling entry function 'k' for 'sm_90'\n\
+    let log = "ptxas info    : 0 bytes gmem\nptxas info    : Compiling entry function \
+        'k' for 'sm_90'\n\
                ptxas info    : Function properties for k\n\
-               ptxas         .     16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n\
+               ptxas         .     16 bytes stack frame, 8 bytes spill stores, 4 \
+               bytes spill loads\n\
                ptxas info    : Used 12 registers, used 0 barriers, 16 bytes cumulative stack size\n\
-               ptxas info    : Compiling entry function 'l' for 'sm_90'\nptxas info    : Used 9 registers, used 1 barriers\n";
+               ptxas info    : Compiling entry function 'l' for 'sm_90'\nptxas info    : Used 9 \
+               registers, used 1 barriers\n";
     let k = Needs { kernel: "k".into(), registers: 12, memory: [16, 8, 4] };
     let l = Needs { kernel: "l".into(), registers: 9, memory: [0; 3] };
     assert_eq!(parse(log), [k, l]);

@@ -1,5 +1,5 @@
-//! CUDA kernels with their compiler and on a GPU. Skipped without NVRTC, which `make test-kernels` names; tests that
-//! run a kernel need a GPU.
+//! CUDA kernels with their compiler and on a GPU. Skipped without NVRTC, which `make test-kernels`
+//! names; tests that run a kernel need a GPU.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr)]
 
 #[path = "../emulated/calls.rs"]
@@ -16,7 +16,8 @@ use std::sync::{Mutex, PoisonError};
 use symm::kernels::cuda::driver::Device;
 use symm::kernels::cuda::nvrtc::nvrtc;
 
-/// Runs `test` on the first GPU, one test at a time: kernels that wait for each other need the whole GPU. It reports a GPU that cannot be opened as a skipped test.
+/// Runs `test` on the first GPU, one test at a time: kernels that wait for each other need the
+/// whole GPU. It reports a GPU that cannot be opened as a skipped test.
 fn on_a_gpu(test: impl FnOnce(&Device)) {
     static GPU: Mutex<()> = Mutex::new(());
     let _alone = GPU.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,5 +1,5 @@
-//! Signals as a GPU runs them, on a single GPU: all ranks' kernels run at the same time, each on a separate stream. Not
-//! covered: links between GPUs.
+//! Signals as a GPU runs them, on a single GPU: all ranks' kernels run at the same time, each on a
+//! separate stream. Not covered: links between GPUs.
 
 use crate::on_a_gpu;
 use cudarc::driver::sys;
@@ -46,13 +46,19 @@ fn members(n: u32) -> Vec<Member> {
     let file = ShmSegment::create(bytes).unwrap();
     let member = |rank| {
         let segment = ShmSegment::map(file.try_clone().unwrap(), bytes).unwrap();
-        let identities = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
-        let control = Arc::new(ControlBlock::new(segment, Rank(rank), "test".into(), identities, 1));
-        control.segment().reserve(0, control.layout().control_bytes(), format_args!("a test")).unwrap();
+        let identities =
+            (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
+        let control =
+            Arc::new(ControlBlock::new(segment, Rank(rank), "test".into(), identities, 1));
+        control
+            .segment()
+            .reserve(0, control.layout().control_bytes(), format_args!("a test"))
+            .unwrap();
         let signals = GpuSignals::new(&control, 0).unwrap();
         let pad = signals.table(&vec![0xFF; SLOTS * 4 * n as usize]).unwrap();
         signals.clear(pad.address(), SLOTS * 4 * n as usize).unwrap();
-        let (shown, seen) = (signals.table(&[0]).unwrap(), signals.table(&vec![0; n as usize]).unwrap());
+        let (shown, seen) =
+            (signals.table(&[0]).unwrap(), signals.table(&vec![0; n as usize]).unwrap());
         Member { signals, stream: OwnStream::new().unwrap(), pad, shown, seen, control }
     };
     (0..n).map(member).collect()
@@ -81,7 +87,11 @@ fn check_seen(members: &[Member], byte: u8) {
         let n = members.len();
         assert_eq!(member.read(member.seen.address(), n), vec![byte; n], "rank {rank} of {n}");
         assert_eq!(member.signals.failure(), None, "rank {rank} of {n}");
-        assert_eq!(member.read(member.pad.address(), SLOTS * 4 * n), vec![0; SLOTS * 4 * n], "pad of rank {rank} of {n}");
+        assert_eq!(
+            member.read(member.pad.address(), SLOTS * 4 * n),
+            vec![0; SLOTS * 4 * n],
+            "pad of rank {rank} of {n}"
+        );
     }
 }
 
@@ -103,10 +113,14 @@ fn ping_pong(members: &[Member]) {
 
 /// The work that `body` enqueues on every rank's stream, as one graph per rank.
 fn captured(members: &[Member], body: impl Fn()) -> Vec<sys::CUgraphExec> {
-    let (global, null) = (sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL, std::ptr::null_mut());
+    let (global, null) =
+        (sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL, std::ptr::null_mut());
     for member in members {
         // SAFETY: the stream lives.
-        check("begin", unsafe { sys::cuStreamBeginCapture_v2(member.stream.stream().raw(), global) }).unwrap();
+        check("begin", unsafe {
+            sys::cuStreamBeginCapture_v2(member.stream.stream().raw(), global)
+        })
+        .unwrap();
     }
     body();
     // Does not invalidate a capture.
@@ -115,15 +129,20 @@ fn captured(members: &[Member], body: impl Fn()) -> Vec<sys::CUgraphExec> {
     let end = |member: &Member| {
         let mut graph = null as sys::CUgraph;
         // SAFETY: valid for a write; the stream lives.
-        check("end", unsafe { sys::cuStreamEndCapture(member.stream.stream().raw(), &raw mut graph) }).unwrap();
+        check("end", unsafe {
+            sys::cuStreamEndCapture(member.stream.stream().raw(), &raw mut graph)
+        })
+        .unwrap();
         graph
     };
-    // All captures end before the first graph is instantiated, which is not allowed during a capture.
+    // All captures end before the first graph is instantiated, which is not allowed during a
+    // capture.
     let graphs: Vec<sys::CUgraph> = members.iter().map(end).collect();
     let ready = |graph: sys::CUgraph| {
         let mut ready = null as sys::CUgraphExec;
         // SAFETY: valid for a write; the graph was just recorded.
-        check("instantiate", unsafe { sys::cuGraphInstantiateWithFlags(&raw mut ready, graph, 0) }).unwrap();
+        check("instantiate", unsafe { sys::cuGraphInstantiateWithFlags(&raw mut ready, graph, 0) })
+            .unwrap();
         ready
     };
     graphs.into_iter().map(ready).collect()
@@ -135,7 +154,8 @@ fn signals_order_streams_and_replay() {
 }
 
 fn order_and_replay() {
-    // Not more: ranks whose streams share one of the GPU's eight queues would wait for each other there.
+    // Not more: ranks whose streams share one of the GPU's eight queues would wait for each other
+    // there.
     for n in 2..=4 {
         let members = members(n);
         for byte in 1..50 {
@@ -148,7 +168,10 @@ fn order_and_replay() {
             members[0].signals.clear(members[0].seen.address(), n as usize).unwrap();
             for (member, graph) in members.iter().zip(&graphs) {
                 // SAFETY: both live.
-                check("replay", unsafe { sys::cuGraphLaunch(*graph, member.stream.stream().raw()) }).unwrap();
+                check("replay", unsafe {
+                    sys::cuGraphLaunch(*graph, member.stream.stream().raw())
+                })
+                .unwrap();
             }
             check_seen(&members, 200);
         }
@@ -163,7 +186,9 @@ fn order_and_replay() {
 fn one_barrier_at_a_time(n: u32) {
     let members = members(n);
     for slot in 0..SLOTS as u32 {
-        members.iter().for_each(|member| member.signals.barrier(&pads(&members), slot, PATIENCE, member.raw()).unwrap());
+        members.iter().for_each(|member| {
+            member.signals.barrier(&pads(&members), slot, PATIENCE, member.raw()).unwrap()
+        });
         members.iter().for_each(|member| member.stream.stream().synchronize().unwrap());
     }
     check_seen(&members, 0);
@@ -177,16 +202,29 @@ fn late(members: &[Member]) {
     let begun = Instant::now();
     members[1].signals.barrier(&pads, 9, Duration::from_millis(200), members[1].raw()).unwrap();
     members[1].stream.stream().synchronize().unwrap();
-    assert!(begun.elapsed() >= Duration::from_millis(200) && begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
-    let error = members[1].signals.barrier(&pads, 9, PATIENCE, members[1].raw()).expect_err("it gave up");
+    assert!(
+        begun.elapsed() >= Duration::from_millis(200) && begun.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        begun.elapsed()
+    );
+    let error =
+        members[1].signals.barrier(&pads, 9, PATIENCE, members[1].raw()).expect_err("it gave up");
     assert_eq!(error.kind, ErrorKind::Timeout);
     assert!(
-        error.message.contains("reached its timeout after 0.2 s in barrier on channel 9 of group \"test\", waiting for rank"),
+        error.message.contains(
+            "reached its timeout after 0.2 s in barrier on channel 9 of \
+            group \"test\", waiting for rank"
+        ),
         "{error}"
     );
-    let named = (0..members.len()).filter(|&rank| error.message.contains(&format!("rank {rank}: pid"))).collect::<Vec<_>>();
+    let named = (0..members.len())
+        .filter(|&rank| error.message.contains(&format!("rank {rank}: pid")))
+        .collect::<Vec<_>>();
     assert_eq!(named, (0..members.len()).filter(|&rank| rank != 1).collect::<Vec<_>>(), "{error}");
-    let received = members[0].signals.put(&pads, Rank(1), 0, PATIENCE, members[0].raw()).expect_err("the group has failed");
+    let received = members[0]
+        .signals
+        .put(&pads, Rank(1), 0, PATIENCE, members[0].raw())
+        .expect_err("the group has failed");
     assert_eq!(received.kind, ErrorKind::Timeout);
     drop(second);
     assert_eq!(members[1].signals.failure().map(|error| error.kind), Some(ErrorKind::Timeout));
@@ -198,8 +236,13 @@ fn waiting_kernels_end_when_they_are_drained() {
     members[0].signals.wait(&pads, Rank(1), 0, Duration::from_secs(600), members[0].raw()).unwrap();
     let begun = Instant::now();
     assert!(members[0].signals.drain(Duration::from_millis(100)));
-    assert!(begun.elapsed() >= Duration::from_millis(100) && begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    assert!(
+        begun.elapsed() >= Duration::from_millis(100) && begun.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        begun.elapsed()
+    );
     assert_eq!(members[0].signals.failure(), None);
-    let refused = members[0].signals.barrier(&pads, 0, PATIENCE, members[0].raw()).expect_err("closed");
+    let refused =
+        members[0].signals.barrier(&pads, 0, PATIENCE, members[0].raw()).expect_err("closed");
     assert_eq!(refused.kind, ErrorKind::Aborted);
 }

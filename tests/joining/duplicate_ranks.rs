@@ -1,6 +1,10 @@
-//! Joining with threads as ranks: which process may claim a rank, and the errors of those that may not.
+//! Joining with threads as ranks: which process may claim a rank, and the errors of those that may
+//! not.
 
-use crate::threads::{Flat, LONG, SHORT, SOON, connect, error, hello, put, record_of, sleeper, socket, spec, threads, token};
+use crate::threads::{
+    Flat, LONG, SHORT, SOON, connect, error, hello, put, record_of, sleeper, socket, spec, threads,
+    token,
+};
 use rustix::fd::OwnedFd;
 use rustix::net::{SendFlags, SocketAddrUnix, SocketFlags};
 use serde_json::{Value, json};
@@ -31,7 +35,8 @@ fn one_of_two_threads_that_claim_a_rank_is_refused() {
     assert_eq!(refused.len(), 1);
     assert_eq!(refused[0].kind, ErrorKind::Config);
     let pid = std::process::id();
-    let expected = format!("rank 1 of group \"g\" of 2 ranks is claimed twice: by pid {pid} and by pid {pid}");
+    let expected =
+        format!("rank 1 of group \"g\" of 2 ranks is claimed twice: by pid {pid} and by pid {pid}");
     assert_eq!(refused[0].message, expected);
     assert!(store.is_empty());
 }
@@ -46,7 +51,8 @@ fn a_record_counts_as_long_as_its_process_lives() {
     let store = MemoryStore::new();
     put(&store, 1, &record);
     let outcome = join(&store, &spec("g", 1, 2, LONG));
-    let expected = format!("claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
+    let expected =
+        format!("claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
     assert!(error(&outcome).message.contains(&expected), "{outcome:?}");
 
     // A later process with the same id is a different process.
@@ -56,7 +62,8 @@ fn a_record_counts_as_long_as_its_process_lives() {
     let outcomes = threads(0..2, |rank| join(&store, &spec("g", rank, 2, LONG)));
     assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
 
-    // The record of an exited process: a new process of the same rank replaces it, and the other ranks wait for that.
+    // The record of an exited process: a new process of the same rank replaces it, and the other
+    // ranks wait for that.
     child.kill().unwrap();
     child.wait().unwrap();
     record["start_time"] = json!(start_time);
@@ -71,7 +78,9 @@ fn a_record_counts_as_long_as_its_process_lives() {
         put(&store, 1, &record);
         let outcomes = threads(0..2, |rank| {
             let other = format!("symm/g/0/{}", 1 - late);
-            let replaced = |record: &[u8]| serde_json::from_slice::<Value>(record).unwrap()["pid"] == json!(std::process::id());
+            let replaced = |record: &[u8]| {
+                serde_json::from_slice::<Value>(record).unwrap()["pid"] == json!(std::process::id())
+            };
             while rank == late && !replaced(&store.get(&other, None).unwrap()) {
                 thread::sleep(Duration::from_millis(1));
             }
@@ -86,7 +95,8 @@ fn a_record_counts_as_long_as_its_process_lives() {
     put(&store, 1, &record);
     let outcome = join(&store, &spec("g", 0, 2, SHORT));
     assert_eq!(error(&outcome).kind, ErrorKind::Timeout);
-    let expected = format!("; rank 1 (pid {}) had come before this rank, and has ended since", child.id());
+    let expected =
+        format!("; rank 1 (pid {}) had come before this rank, and has ended since", child.id());
     assert!(error(&outcome).message.ends_with(&expected), "{outcome:?}");
 
     // The error has the exit reason.
@@ -104,7 +114,9 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     let (mut child, start_time) = sleeper();
     let name = format!("symm-test-place-{}", std::process::id());
     let store = MemoryStore::new();
-    let held = json!({ "node": record_of(1, 2)["node"], "pid": child.id(), "start_time": start_time, "socket": name });
+    let held = json!({
+        "node": record_of(1, 2)["node"], "pid": child.id(), "start_time": start_time, "socket": name
+    });
     store.set("symm/g/0/1/membership", &serde_json::to_vec(&held).unwrap()).unwrap();
     let placed = |rank, timeout| JoinSpec { hold_rank: true, ..spec("g", rank, 2, timeout) };
     let pair = || threads(0..2, |rank| join(&store, &placed(rank, LONG)));
@@ -114,8 +126,11 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     for _ in 0..4 {
         let started = Instant::now();
         let outcome = join(&store, &placed(1, LONG));
-        let expected =
-            format!("rank 1 of group \"g\" of 2 ranks is claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
+        let expected = format!(
+            "rank 1 of group \"g\" of 2 ranks is claimed twice: by pid {} and by pid {}",
+            child.id(),
+            std::process::id()
+        );
         assert_eq!(*error(&outcome), Error::config(expected));
         assert!(started.elapsed() < SOON);
         assert_eq!(store.num_keys().unwrap(), 1, "nothing is left of who was refused");
@@ -127,7 +142,10 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
         drop(listener);
         waiting.join().unwrap()
     });
-    assert!(outcomes.iter().all(|outcome| outcome.as_ref().is_ok_and(|joined| joined.lease.is_some())), "{outcomes:?}");
+    assert!(
+        outcomes.iter().all(|outcome| outcome.as_ref().is_ok_and(|joined| joined.lease.is_some())),
+        "{outcomes:?}"
+    );
     drop(outcomes);
 
     // A listener does not suffice: a forked child may still hold it after the process has exited.
@@ -157,7 +175,10 @@ fn garbage_in_the_store_is_refused_by_rank() {
     let store = MemoryStore::new();
     store.compare_set("symm/g/0/1", b"", b"{]").unwrap();
     let outcome = join(&store, &spec("g", 0, 2, LONG));
-    assert!(error(&outcome).message.contains("the record of rank 1 in the store cannot be read"), "{outcome:?}");
+    assert!(
+        error(&outcome).message.contains("the record of rank 1 in the store cannot be read"),
+        "{outcome:?}"
+    );
 }
 
 // proves P15
@@ -198,17 +219,24 @@ fn new_connections_do_not_displace_a_rank_that_has_said_hello() {
     let store = &store;
     thread::scope(|scope| {
         let leader = scope.spawn(|| join(store, &spec("g", 0, 2, LONG)));
-        let record: Value = serde_json::from_slice(&store.get("symm/g/0/0", Some(LONG)).unwrap()).unwrap();
+        let record: Value =
+            serde_json::from_slice(&store.get("symm/g/0/0", Some(LONG)).unwrap()).unwrap();
         let name = record["socket"].as_str().unwrap();
         let token = token(&record);
         // Rank 1, and behind it in the queue, more connections than rank 0 accepts at once.
         let rank_1 = connect(name);
-        rustix::net::send(&rank_1, &hello(1, 2, std::process::id(), 8192, &token), SendFlags::NOSIGNAL).unwrap();
+        rustix::net::send(
+            &rank_1,
+            &hello(1, 2, std::process::id(), 8192, &token),
+            SendFlags::NOSIGNAL,
+        )
+        .unwrap();
         let _flood: Vec<OwnedFd> = (0..36).map(|_| connect(name)).collect();
         // From now on rank 0 accepts connections.
         put(store, 1, &record_of(1, 2));
         let mut answer = [0; 4096];
-        let (_, length) = rustix::net::recv(&rank_1, &mut answer, rustix::net::RecvFlags::empty()).unwrap();
+        let (_, length) =
+            rustix::net::recv(&rank_1, &mut answer, rustix::net::RecvFlags::empty()).unwrap();
         assert_eq!((length, answer[20]), (21, 0), "rank 1 is handed the memory");
         assert!(leader.join().unwrap().is_ok());
     });
@@ -246,14 +274,19 @@ fn wrong_words_are_answered_with_a_reason() {
             let socket = connect(name);
             rustix::net::send(&socket, &message, SendFlags::NOSIGNAL).unwrap();
             let mut answer = [0; 4096];
-            let (_, length) = rustix::net::recv(&socket, &mut answer, rustix::net::RecvFlags::empty()).unwrap();
+            let (_, length) =
+                rustix::net::recv(&socket, &mut answer, rustix::net::RecvFlags::empty()).unwrap();
             // Pending connections get no token.
             assert_eq!(answer[4..20], [0; 16]);
             let text = std::str::from_utf8(&answer[21..length]).unwrap();
             assert!(text.contains(expected), "{text}");
-            assert_eq!(rustix::net::recv(&socket, &mut answer, rustix::net::RecvFlags::empty()).unwrap().1, 0);
+            assert_eq!(
+                rustix::net::recv(&socket, &mut answer, rustix::net::RecvFlags::empty()).unwrap().1,
+                0
+            );
         }
-        // A valid hello, and then an exit: the group cannot form, and every rank's error names the rank that left.
+        // A valid hello, and then an exit: the group cannot form, and every rank's error names the
+        // rank that left.
         let socket = connect(name);
         rustix::net::send(&socket, &hello(2, 4, pid, 8192, &token), SendFlags::NOSIGNAL).unwrap();
         drop(socket);
@@ -274,6 +307,9 @@ fn a_rank_that_publishes_and_never_connects_is_named_by_all() {
     assert!(started.elapsed() < SOON);
     for outcome in &outcomes {
         assert_eq!(error(outcome).kind, ErrorKind::Timeout);
-        assert!(error(outcome).message.contains("for rank 2 to connect while joining"), "{outcome:?}");
+        assert!(
+            error(outcome).message.contains("for rank 2 to connect while joining"),
+            "{outcome:?}"
+        );
     }
 }

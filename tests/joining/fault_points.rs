@@ -1,6 +1,6 @@
-//! A process that is killed at its k-th observable step, without fault points in the code under test. A filter of
-//! system calls (seccomp) passes each call to a thread of the same process, which lets it continue or ends the process
-//! instead.
+//! A process that is killed at its k-th observable step, without fault points in the code under
+//! test. A filter of system calls (seccomp) passes each call to a thread of the same process, which
+//! lets it continue or ends the process instead.
 
 use std::fs::File;
 use std::io::{Error, Result};
@@ -32,8 +32,8 @@ const QUIET: [libc::c_long; 19] = [
     libc::SYS_lseek,
 ];
 
-/// As in linux/seccomp.h, which `libc` lacks: `SECCOMP_IOWR(0, struct seccomp_notif)` and `SECCOMP_IOWR(1, struct
-/// seccomp_notif_resp)`.
+/// As in linux/seccomp.h, which `libc` lacks: `SECCOMP_IOWR(0, struct seccomp_notif)` and
+/// `SECCOMP_IOWR(1, struct seccomp_notif_resp)`.
 const NOTIF_RECV: libc::Ioctl = 0xc050_2100u32 as libc::Ioctl;
 const NOTIF_SEND: libc::Ioctl = 0xc018_2101u32 as libc::Ioctl;
 
@@ -41,7 +41,9 @@ const NOTIF_SEND: libc::Ioctl = 0xc018_2101u32 as libc::Ioctl;
 pub(crate) fn offered() -> bool {
     let mut sizes = [0u16; 3];
     // SAFETY: the operation writes three words of two bytes.
-    unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_NOTIF_SIZES, 0, sizes.as_mut_ptr()) == 0 }
+    unsafe {
+        libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_NOTIF_SIZES, 0, sizes.as_mut_ptr()) == 0
+    }
 }
 
 /// Counts the steps of the thread that created it, and of the threads that this thread starts.
@@ -52,11 +54,13 @@ pub(crate) struct Steps(Arc<AtomicU64>);
 const SAFE: u64 = u64::MAX;
 
 impl Steps {
-    /// Counts the calling thread's steps from here. Before the `last`-th, from 1, the process is killed, and the
-    /// monotonic time of that is written to `died`. The filter cannot be removed; fails if the kernel rejects it.
+    /// Counts the calling thread's steps from here. Before the `last`-th, from 1, the process is
+    /// killed, and the monotonic time of that is written to `died`. The filter cannot be removed;
+    /// fails if the kernel rejects it.
     pub(crate) fn until(last: u64, died: File) -> Result<Self> {
         let left = Arc::new(AtomicU64::new(last));
-        // Not a channel: once the filter is active, waking its receiver would wait for the receiver.
+        // Not a channel: once the filter is active, waking its receiver would wait for the
+        // receiver.
         let listener = Arc::new(AtomicI32::new(-1));
         let (count, mailbox) = (Arc::clone(&left), Arc::clone(&listener));
         std::thread::spawn(move || {
@@ -83,13 +87,15 @@ pub(crate) fn monotonic() -> u64 {
 /// Ends this process as the kernel would.
 pub(crate) fn die(died: &File) -> ! {
     rustix::io::write(died, monotonic().to_string().as_bytes()).expect("written");
-    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).expect("killed");
+    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
+        .expect("killed");
     unreachable!("SIGKILL was survived");
 }
 
 /// Returns the listener of a filter over this thread that reports every call except the quiet ones.
 fn filter() -> Result<RawFd> {
-    let statement = |code: u32, k: u32, jt: u8| libc::sock_filter { code: code as u16, jt, jf: 0, k };
+    let statement =
+        |code: u32, k: u32, jt: u8| libc::sock_filter { code: code as u16, jt, jf: 0, k };
     // The first word of a filter's input is the number of the call.
     let mut program = vec![statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0)];
     for (index, call) in QUIET.iter().enumerate() {
@@ -104,16 +110,21 @@ fn filter() -> Result<RawFd> {
     if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } != 0 {
         return Err(Error::last_os_error());
     }
-    let (operation, flags) = (libc::SECCOMP_SET_MODE_FILTER, libc::SECCOMP_FILTER_FLAG_NEW_LISTENER);
-    // SAFETY: `program` and the memory it points to live until the call returns, and the kernel keeps a copy.
-    let listener = unsafe { libc::syscall(libc::SYS_seccomp, operation, flags, &raw const program) };
+    let (operation, flags) =
+        (libc::SECCOMP_SET_MODE_FILTER, libc::SECCOMP_FILTER_FLAG_NEW_LISTENER);
+    // SAFETY: `program` and the memory it points to live until the call returns, and the kernel
+    // keeps a copy.
+    let listener =
+        unsafe { libc::syscall(libc::SYS_seccomp, operation, flags, &raw const program) };
     if listener < 0 { Err(Error::last_os_error()) } else { Ok(listener as RawFd) }
 }
 
-/// Lets every call continue except the last. Must not allocate, because a call may come from inside the allocator.
+/// Lets every call continue except the last. Must not allocate, because a call may come from inside
+/// the allocator.
 fn supervise(listener: RawFd, left: &AtomicU64, died: &File) {
     loop {
-        // SAFETY: all zeroes is a valid value of this structure of integers, and the one that the kernel requires.
+        // SAFETY: all zeroes is a valid value of this structure of integers, and the one that the
+        // kernel requires.
         let mut requested: libc::seccomp_notif = unsafe { std::mem::zeroed() };
         // SAFETY: the request writes a `seccomp_notif`, which `requested` is.
         if unsafe { libc::ioctl(listener, NOTIF_RECV, &raw mut requested) } != 0 {
@@ -125,8 +136,8 @@ fn supervise(listener: RawFd, left: &AtomicU64, died: &File) {
         }
         let flags = libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32;
         let mut answer = libc::seccomp_notif_resp { id: requested.id, val: 0, error: 0, flags };
-        // SAFETY: the request reads a `seccomp_notif_resp`, which `answer` is. It fails if the calling thread has
-        // exited.
+        // SAFETY: the request reads a `seccomp_notif_resp`, which `answer` is. It fails if the
+        // calling thread has exited.
         unsafe { libc::ioctl(listener, NOTIF_SEND, &raw mut answer) };
     }
 }

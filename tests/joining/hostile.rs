@@ -5,7 +5,10 @@ use crate::stores;
 use crate::threads::{self, LONG, connect, hello, token};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType,
+};
 use serde_json::Value;
 use std::io::{IoSlice, Write};
 use std::mem::MaybeUninit;
@@ -43,25 +46,33 @@ fn send(socket: &OwnedFd, message: &[u8], fd: Option<BorrowedFd<'_>>) {
     if let Some(fd) = &fd {
         control.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(fd)));
     }
-    rustix::net::sendmsg(socket, &[IoSlice::new(message)], &mut control, SendFlags::NOSIGNAL).unwrap();
+    rustix::net::sendmsg(socket, &[IoSlice::new(message)], &mut control, SendFlags::NOSIGNAL)
+        .unwrap();
 }
 
 fn memory(bytes: u64, seals: SealFlags) -> OwnedFd {
-    let file = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    let file =
+        rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&file, bytes).unwrap();
     rustix::fs::fcntl_add_seals(&file, seals).unwrap();
     file
 }
 
-/// Lets rank 1 join a group whose rank 0 is the test, which sends it `message` with `fd`; returns why it did not join.
-fn handed(number: u32, message: impl Fn(&[u8]) -> Vec<u8>, fd: Option<BorrowedFd<'_>>) -> symm::error::Error {
+/// Lets rank 1 join a group whose rank 0 is the test, which sends it `message` with `fd`; returns
+/// why it did not join.
+fn handed(
+    number: u32,
+    message: impl Fn(&[u8]) -> Vec<u8>,
+    fd: Option<BorrowedFd<'_>>,
+) -> symm::error::Error {
     let store = MemoryStore::new();
     // A record of a rank 0 of this process that has timed out; another listener takes its address.
     join(&store, &spec(0, Duration::from_millis(1))).expect_err("alone");
     let mut forged = record(&store);
     let name = format!("symm-test-{}-{number}", std::process::id());
     let listener = threads::socket(SocketFlags::empty());
-    rustix::net::bind(&listener, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
+    rustix::net::bind(&listener, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap())
+        .unwrap();
     rustix::net::listen(&listener, 4).unwrap();
     forged["socket"] = name.into();
     forged["failure"] = Value::Null;
@@ -82,7 +93,8 @@ fn p20_only_sealed_memory_of_the_right_size_is_taken() {
     let before = required::descriptors().1;
     {
         let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-        let (unsealed, growing) = (memory(BYTES, SealFlags::empty()), memory(BYTES, SealFlags::GROW));
+        let (unsealed, growing) =
+            (memory(BYTES, SealFlags::empty()), memory(BYTES, SealFlags::GROW));
         let (short, long) = (memory(4096, all), memory(1 << 20, all));
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
         let file: OwnedFd = tempfile::tempfile().unwrap().into();
@@ -98,8 +110,14 @@ fn p20_only_sealed_memory_of_the_right_size_is_taken() {
         ];
         for (number, (fd, expected)) in cases.into_iter().enumerate() {
             let error = handed(number as u32, answer, Some(fd.as_fd()));
-            assert!(error.kind == ErrorKind::Internal && error.message.contains(expected), "{expected}: {error}");
-            assert!(error.message.contains("rank 0") && error.message.contains("rank 1"), "{error}");
+            assert!(
+                error.kind == ErrorKind::Internal && error.message.contains(expected),
+                "{expected}: {error}"
+            );
+            assert!(
+                error.message.contains("rank 0") && error.message.contains("rank 1"),
+                "{error}"
+            );
         }
         let good = memory(BYTES, all);
         let error = handed(10, answer, None);
@@ -122,14 +140,18 @@ fn p20_received_descriptors_are_closed_on_exec() {
         let leader = scope.spawn(|| join(&store, &spec(0, LONG)));
         let joined = join(&store, &spec(1, LONG)).unwrap();
         leader.join().unwrap().unwrap();
-        assert!(rustix::io::fcntl_getfd(&joined.segment).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
+        assert!(
+            rustix::io::fcntl_getfd(&joined.segment)
+                .unwrap()
+                .contains(rustix::io::FdFlags::CLOEXEC)
+        );
         let seals = rustix::fs::fcntl_get_seals(&joined.segment).unwrap();
         assert!(seals.contains(SealFlags::SHRINK | SealFlags::SEAL), "{seals:?}");
     });
 }
 
-/// Runs `body`, which may only make system calls, in a process of another user, and returns its result. `None` if this
-/// user may not become another.
+/// Runs `body`, which may only make system calls, in a process of another user, and returns its
+/// result. `None` if this user may not become another.
 fn as_unidentified(body: impl FnOnce() -> bool) -> Option<bool> {
     if !rustix::process::geteuid().is_root() {
         let _ = writeln!(std::io::stderr(), "skipped: only root can become another user");
@@ -140,7 +162,9 @@ fn as_unidentified(body: impl FnOnce() -> bool) -> Option<bool> {
     if child == 0 {
         // SAFETY: plain system calls on values.
         unsafe {
-            if libc::setgroups(0, std::ptr::null()) != 0 || libc::setresgid(OTHER_USER, OTHER_USER, OTHER_USER) != 0 {
+            if libc::setgroups(0, std::ptr::null()) != 0
+                || libc::setresgid(OTHER_USER, OTHER_USER, OTHER_USER) != 0
+            {
                 libc::_exit(9);
             }
             if libc::setresuid(OTHER_USER, OTHER_USER, OTHER_USER) != 0 {
@@ -156,13 +180,15 @@ fn as_unidentified(body: impl FnOnce() -> bool) -> Option<bool> {
     Some(status == 0)
 }
 
-/// Returns true if the other end of `socket` closes it within some seconds without sending anything.
+/// Returns true if the other end of `socket` closes it within some seconds without sending
+/// anything.
 fn is_turned_away(socket: &OwnedFd) -> bool {
     let mut buffer = [0u8; 4096];
     let mut ready = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     // SAFETY: one structure, and a buffer of the given length.
     unsafe {
-        libc::poll(&raw mut ready, 1, 10_000) == 1 && libc::recv(socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) <= 0
+        libc::poll(&raw mut ready, 1, 10_000) == 1
+            && libc::recv(socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) <= 0
     }
 }
 
@@ -175,13 +201,16 @@ fn p19_another_user_is_not_let_into_a_group_even_with_the_right_words() {
     thread::scope(|scope| {
         let leader = scope.spawn(|| join(&store, &spec(0, LONG)));
         let record = record(&store);
-        let address = SocketAddrUnix::new_abstract_name(record["socket"].as_str().unwrap().as_bytes()).unwrap();
+        let address =
+            SocketAddrUnix::new_abstract_name(record["socket"].as_str().unwrap().as_bytes())
+                .unwrap();
         let hello = hello(1, 2, std::process::id(), BYTES, &token(&record));
         let unidentified = scope.spawn(move || {
             as_unidentified(|| {
                 let socket = threads::socket(SocketFlags::empty());
                 rustix::net::connect(&socket, &address).is_ok()
-                    && (rustix::net::send(&socket, &hello, SendFlags::NOSIGNAL).is_err() || is_turned_away(&socket))
+                    && (rustix::net::send(&socket, &hello, SendFlags::NOSIGNAL).is_err()
+                        || is_turned_away(&socket))
             })
         });
         // Rank 0 listens once all records exist.
@@ -231,7 +260,13 @@ fn who_knocks_again_and_again_does_not_fill_the_log() {
         for _ in 0..500 {
             let socket = connect(&name);
             rustix::net::send(&socket, b"let me in", SendFlags::NOSIGNAL).unwrap();
-            assert!(rustix::net::recv(&socket, &mut [0u8; 4096], rustix::net::RecvFlags::empty()).unwrap().0 > 0, "it hears why");
+            assert!(
+                rustix::net::recv(&socket, &mut [0u8; 4096], rustix::net::RecvFlags::empty())
+                    .unwrap()
+                    .0
+                    > 0,
+                "it hears why"
+            );
         }
         member["failure"] = serde_json::json!({"kind": 0, "message": "enough"});
         store.set("symm/g/0/1", &serde_json::to_vec(&member).unwrap()).unwrap();
@@ -248,7 +283,8 @@ fn p19_another_user_is_not_served_by_a_store_and_cannot_open_its_file() {
     }
     let folder = tempfile::tempdir().unwrap();
     // The directory admits all users, so the socket and the file must reject others themselves.
-    std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .unwrap();
     let path = folder.path().join("socket");
     let named = stores::master(&format!("unix:{}", path.display()), None);
     let hidden = format!("symm-test-store-{}", std::process::id());
@@ -256,12 +292,20 @@ fn p19_another_user_is_not_served_by_a_store_and_cannot_open_its_file() {
     let connect = |address: SocketAddrUnix| {
         as_unidentified(move || {
             let kind = SocketType::STREAM;
-            let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+            let socket =
+                rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)
+                    .unwrap();
             rustix::net::connect(&socket, &address).is_err() || is_turned_away(&socket)
         })
     };
-    assert!(connect(SocketAddrUnix::new(path.as_path()).unwrap()).unwrap_or(true), "served at a path");
-    assert!(connect(SocketAddrUnix::new_abstract_name(hidden.as_bytes()).unwrap()).unwrap_or(true), "served at a name");
+    assert!(
+        connect(SocketAddrUnix::new(path.as_path()).unwrap()).unwrap_or(true),
+        "served at a path"
+    );
+    assert!(
+        connect(SocketAddrUnix::new_abstract_name(hidden.as_bytes()).unwrap()).unwrap_or(true),
+        "served at a name"
+    );
     let file = folder.path().join("file");
     let _open = symm::store::file::FileStore::open(&file, 1).unwrap();
     let name = std::ffi::CString::new(file.to_str().unwrap()).unwrap();

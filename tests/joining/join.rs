@@ -1,6 +1,9 @@
-//! Joining with threads as ranks: the resources that they share, the errors on failure, and the leftovers.
+//! Joining with threads as ranks: the resources that they share, the errors on failure, and the
+//! leftovers.
 
-use crate::threads::{Doctored, Flat, LONG, SHORT, SOON, error, sleeper, spec, threads, threads_named};
+use crate::threads::{
+    Doctored, Flat, LONG, SHORT, SOON, error, sleeper, spec, threads, threads_named,
+};
 use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, channel};
@@ -24,8 +27,10 @@ fn all_ranks_share_memory_token_and_members() {
     let Some(_flat) = Flat::start() else { return };
     for size in 1..=8 {
         let store = MemoryStore::new();
-        let all: Vec<Joined> =
-            threads(0..size, |rank| join(&store, &spec("g", rank, size, LONG))).into_iter().map(|outcome| outcome.unwrap()).collect();
+        let all: Vec<Joined> = threads(0..size, |rank| join(&store, &spec("g", rank, size, LONG)))
+            .into_iter()
+            .map(|outcome| outcome.unwrap())
+            .collect();
         assert!(store.is_empty());
         rustix::io::pwrite(&all[0].segment, b"hello", 100).unwrap();
         for joined in &all {
@@ -68,7 +73,13 @@ fn ranks_of_one_node_say_no_more_where_nodes_may_be_connected() {
         let store = Counted::default();
         threads(0..4, |rank| {
             let spec = spec("g", rank, 4, LONG);
-            match if several { find(&store, &spec) } else { join(&store, &spec).map(Discovered::SingleNode) }.unwrap() {
+            match if several {
+                find(&store, &spec)
+            } else {
+                join(&store, &spec).map(Discovered::SingleNode)
+            }
+            .unwrap()
+            {
                 Discovered::SingleNode(joined) => assert_eq!(joined.members.len(), 4),
                 Discovered::MultiNode(apart) => panic!("on one node: {apart:?}"),
             }
@@ -83,10 +94,20 @@ fn ranks_of_one_node_say_no_more_where_nodes_may_be_connected() {
 fn more_ranks_than_one_node_can_have_are_refused_once_they_are_known_to_be_on_one() {
     let Some(_flat) = Flat::start() else { return };
     let store = MemoryStore::new();
-    for outcome in threads(0..129, |rank| find(&store, &JoinSpec { segment_bytes: 0, reserved_bytes: 0, ..spec("g", rank, 129, LONG) })) {
+    for outcome in threads(0..129, |rank| {
+        find(
+            &store,
+            &JoinSpec { segment_bytes: 0, reserved_bytes: 0, ..spec("g", rank, 129, LONG) },
+        )
+    }) {
         let error = outcome.err().unwrap();
         assert_eq!(
-            (error.kind, error.message.contains("129 ranks is larger than torch-symm supports on one node (128)")),
+            (
+                error.kind,
+                error
+                    .message
+                    .contains("129 ranks is larger than torch-symm supports on one node (128)")
+            ),
             (ErrorKind::Config, true),
             "{error}"
         );
@@ -115,17 +136,32 @@ fn missing_ranks_are_named_by_all() {
     for outcome in &outcomes {
         let error = error(outcome);
         assert_eq!(error.kind, ErrorKind::Timeout);
-        assert!(error.message.contains("waited 0.4 s for ranks 2 and 3 to join group \"g\" of 4 ranks"), "{error}");
+        assert!(
+            error.message.contains("waited 0.4 s for ranks 2 and 3 to join group \"g\" of 4 ranks"),
+            "{error}"
+        );
     }
     // Each rank leaves its record, with the cause, which does not affect a group of another name.
     let keys = ["symm/g/0/0", "symm/g/0/1"];
-    let stands = |key: &str| String::from_utf8(store.get(key, None).unwrap().to_vec()).unwrap().contains("for ranks 2 and 3 to join");
+    let stands = |key: &str| {
+        String::from_utf8(store.get(key, None).unwrap().to_vec())
+            .unwrap()
+            .contains("for ranks 2 and 3 to join")
+    };
     assert!(keys.into_iter().all(stands) && store.num_keys() == Ok(2));
-    assert!(threads(0..2, |rank| join(&store, &spec("h", rank, 2, LONG)).is_ok()).iter().all(|joined| *joined));
+    assert!(
+        threads(0..2, |rank| join(&store, &spec("h", rank, 2, LONG)).is_ok())
+            .iter()
+            .all(|joined| *joined)
+    );
     assert!(keys.into_iter().all(stands) && store.num_keys() == Ok(2));
     // The next attempt of all ranks succeeds in spite of what the failed one left.
-    let outcomes = threads(0..4, |rank| join(&store, &spec("g", rank, 4, LONG)).map(|joined| joined.token));
-    assert!(outcomes.iter().all(|outcome| outcome.is_ok() && *outcome == outcomes[0]), "{outcomes:?}");
+    let outcomes =
+        threads(0..4, |rank| join(&store, &spec("g", rank, 4, LONG)).map(|joined| joined.token));
+    assert!(
+        outcomes.iter().all(|outcome| outcome.is_ok() && *outcome == outcomes[0]),
+        "{outcomes:?}"
+    );
     assert!(store.is_empty());
 }
 
@@ -137,7 +173,11 @@ fn a_name_that_torch_derives_from_other_groups_is_explained_to_who_waits() {
         let outcome = join(&store, &spec(group, 0, 2, SHORT));
         let Error { kind, message } = error(&outcome);
         assert_eq!(*kind, ErrorKind::Timeout);
-        assert!(message.contains("for rank 1 to join") && message.contains("joins under another name") == explained, "{message}");
+        assert!(
+            message.contains("for rank 1 to join")
+                && message.contains("joins under another name") == explained,
+            "{message}"
+        );
     }
 }
 
@@ -146,7 +186,9 @@ fn members_that_ranks_list_differently_are_named_to_all() {
     let Some(_flat) = Flat::start() else { return };
     let lists: [&[i32]; 3] = [&[0, 1, 2], &[], &[3, 4, 2]];
     let store = MemoryStore::new();
-    let outcomes = threads(0..3, |rank| join(&store, &JoinSpec { global_ranks: lists[rank as usize], ..spec("g", rank, 3, LONG) }));
+    let outcomes = threads(0..3, |rank| {
+        join(&store, &JoinSpec { global_ranks: lists[rank as usize], ..spec("g", rank, 3, LONG) })
+    });
     for outcome in &outcomes {
         let Error { kind, message } = error(outcome);
         assert_eq!(*kind, ErrorKind::Config);
@@ -190,18 +232,25 @@ fn a_store_that_does_not_answer_is_named_at_the_deadline() {
     let lock = std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
     assert!(try_lock(lock.as_fd(), 1 << 62, Mode::Exclusive).unwrap());
     let (go, stopped) = channel();
-    let worker =
-        OffloadedStore::new(Arc::new(Stopped { inner: MemoryStore::new(), go: Mutex::new(stopped) }), "the store at x:1".into()).unwrap();
+    let worker = OffloadedStore::new(
+        Arc::new(Stopped { inner: MemoryStore::new(), go: Mutex::new(stopped) }),
+        "the store at x:1".into(),
+    )
+    .unwrap();
     let holder = format!("is held by process {} (alive, ", std::process::id());
-    let cases: [(&dyn Store, &str); 2] = [(&file, &holder), (&worker, "the store at x:1 did not answer CompareSet within ")];
+    let cases: [(&dyn Store, &str); 2] =
+        [(&file, &holder), (&worker, "the store at x:1 did not answer CompareSet within ")];
     for (store, expected) in cases {
         let started = Instant::now();
         let outcome = join(store, &spec("g", 1, 2, SHORT));
         assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
         let Error { kind, message } = error(&outcome);
         assert_eq!(*kind, ErrorKind::Timeout);
-        let begin =
-            format!("rank 1 (pid {}) could not join group \"g\" of 2 ranks: CompareSet of \"symm/g/0/1\" was not", std::process::id());
+        let begin = format!(
+            "rank 1 (pid {}) could not join group \"g\" of 2 ranks: CompareSet \
+             of \"symm/g/0/1\" was not",
+            std::process::id()
+        );
         assert!(message.starts_with(&begin) && message.contains(expected), "{message}");
     }
     drop((go, worker, lock));
@@ -215,11 +264,19 @@ fn disagreeing_ranks_all_raise_the_same() {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
     let uid = format!("\"uid\":{}", rustix::process::geteuid().as_raw());
     let cases = [
-        (version.as_str(), "\"version\":\"9.9.9\"", "ranks 0 and 2 run different versions of torch-symm"),
+        (
+            version.as_str(),
+            "\"version\":\"9.9.9\"",
+            "ranks 0 and 2 run different versions of torch-symm",
+        ),
         ("\"protocol\":3", "\"protocol\":77", "ranks 0 and 2 run different versions of torch-symm"),
         (boot.trim(), "another-kernel", "ranks 0 and 2 run on different nodes"),
         (uid.as_str(), "\"uid\":54321", "ranks 0 and 2 run as different users"),
-        ("\"segment_bytes\":8192", "\"segment_bytes\":1", "ranks 0 and 2 disagree on the shared memory"),
+        (
+            "\"segment_bytes\":8192",
+            "\"segment_bytes\":1",
+            "ranks 0 and 2 disagree on the shared memory",
+        ),
         ("\"order\":\"rank\"", "\"order\":\"tree\"", "ranks 0 and 2 disagree on the order of sums"),
         ("\"size\":3", "\"size\":5", "ranks 0 and 2 disagree on the size"),
     ];
@@ -245,7 +302,8 @@ fn ranks_told_different_sizes_do_not_wait_for_their_deadline() {
     let store = MemoryStore::new();
     let started = Instant::now();
     // Rank 1 waits for ranks 2 and 3, which never arrive.
-    let outcomes = threads(0..2, |rank| join(&store, &spec("g", rank, if rank == 0 { 2 } else { 4 }, LONG)));
+    let outcomes =
+        threads(0..2, |rank| join(&store, &spec("g", rank, if rank == 0 { 2 } else { 4 }, LONG)));
     assert!(started.elapsed() < SOON);
     for outcome in &outcomes {
         assert!(error(outcome).message.contains("rank 0 says 2 ranks, rank 1 4"), "{outcome:?}");
@@ -258,13 +316,23 @@ fn memory_that_rank_0_cannot_have_is_told_to_all_with_what_is_free() {
     let Some(_flat) = Flat::start() else { return };
     let store = MemoryStore::new();
     let started = Instant::now();
-    let outcomes = threads(0..3, |rank| join(&store, &JoinSpec { reserved_bytes: 1 << 60, ..spec("g", rank, 3, LONG) }));
+    let outcomes = threads(0..3, |rank| {
+        join(&store, &JoinSpec { reserved_bytes: 1 << 60, ..spec("g", rank, 3, LONG) })
+    });
     assert!(started.elapsed() < SOON);
-    let expected =
-        format!("out of memory: rank 0 (pid {}), to join group \"g\" of 3 ranks, needs {} bytes, ", std::process::id(), 1u64 << 60);
+    let expected = format!(
+        "out of memory: rank 0 (pid {}), to join group \"g\" of 3 ranks, needs {} bytes, ",
+        std::process::id(),
+        1u64 << 60
+    );
     for outcome in &outcomes {
         let error = error(outcome);
-        assert!(error.kind == ErrorKind::Config && error.message.starts_with(&expected) && error.message.contains(" are free "), "{error}");
+        assert!(
+            error.kind == ErrorKind::Config
+                && error.message.starts_with(&expected)
+                && error.message.contains(" are free "),
+            "{error}"
+        );
     }
 }
 
@@ -315,7 +383,9 @@ fn one_watcher_serves_all_groups_and_ends_with_the_last() {
     let member = MemberProcess { pid, start_time, pidfd };
     for cycle in 0..100 {
         let groups = if cycle == 0 { 200 } else { 1 };
-        let watches: Vec<_> = (0..groups).map(|_| watch(std::slice::from_ref(&member), Arc::new(|_, _| ())).unwrap()).collect();
+        let watches: Vec<_> = (0..groups)
+            .map(|_| watch(std::slice::from_ref(&member), Arc::new(|_, _| ())).unwrap())
+            .collect();
         if cycle == 0 {
             // The thread sets its name a moment after it starts.
             let started = Instant::now();

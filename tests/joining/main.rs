@@ -1,4 +1,5 @@
-//! Joining: ranks as threads and as processes, two claims of one rank, an exit at every step, and hostile peers.
+//! Joining: ranks as threads and as processes, two claims of one rank, an exit at every step, and
+//! hostile peers.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr)]
 
 #[path = "../process/mod.rs"]

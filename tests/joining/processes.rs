@@ -96,7 +96,8 @@ fn rank_process() {
     let before = required::descriptors().1;
     let limit = getrlimit(Resource::Nofile);
     if let Some(spare) = role.spare {
-        // The limit is on the largest number, and a number above the first free one may have been inherited.
+        // The limit is on the largest number, and a number above the first free one may have been
+        // inherited.
         let first_free = std::fs::File::open("/dev/null").unwrap().as_raw_fd() as u64;
         let current = Some(first_free + spare as u64);
         setrlimit(Resource::Nofile, Rlimit { current, ..limit }).unwrap();
@@ -150,10 +151,13 @@ fn rank_process() {
     let unfinished = dir.join(format!("unfinished.{rank}.{}", std::process::id()));
     std::fs::write(&unfinished, serde_json::to_vec(&report).unwrap()).unwrap();
     std::fs::rename(unfinished, dir.join(format!("report.{rank}"))).unwrap();
-    // A rank that reports or exits early must not look like a failure to ranks that are still joining; late ranks learn
-    // of a failure from live ones.
-    let limit = Instant::now() + Duration::from_millis(if role.spare.is_some() { 2500 } else { 300 });
-    while !(0..role.size).all(|rank| dir.join(format!("report.{rank}")).exists()) && Instant::now() < limit {
+    // A rank that reports or exits early must not look like a failure to ranks that are still
+    // joining; late ranks learn of a failure from live ones.
+    let limit =
+        Instant::now() + Duration::from_millis(if role.spare.is_some() { 2500 } else { 300 });
+    while !(0..role.size).all(|rank| dir.join(format!("report.{rank}")).exists())
+        && Instant::now() < limit
+    {
         std::thread::sleep(Duration::from_millis(2));
     }
 }
@@ -176,7 +180,16 @@ impl Job {
 
     fn role(&self, rank: u32) -> Role {
         let dir = self.dir.clone();
-        Role { dir, rank, size: 4, timeout_ms: 2000, sleep_ms: 0, keep_membership: false, spare: None, then: Then::Exit }
+        Role {
+            dir,
+            rank,
+            size: 4,
+            timeout_ms: 2000,
+            sleep_ms: 0,
+            keep_membership: false,
+            spare: None,
+            then: Then::Exit,
+        }
     }
 
     fn start(&mut self, role: &Role) {
@@ -262,7 +275,10 @@ fn a_rank_killed_while_it_waits_for_the_memory_is_named_at_once() {
         let reports = job.finish();
         assert_eq!(reports.len(), 3);
         for (rank, report) in reports {
-            let expected = format!("rank {victim} (pid {pid}) ended while joining group \"g\" of 4 ranks: killed by signal 9 (SIGKILL)");
+            let expected = format!(
+                "rank {victim} (pid {pid}) ended while joining group \"g\" of 4 ranks: killed by \
+                 signal 9 (SIGKILL)"
+            );
             let sleeper = rank == 3;
             assert!(report.seconds < if sleeper { 5.0 } else { 1.5 }, "{report:?}");
             assert!(report.message == expected || sleeper, "{report:?}");
@@ -311,7 +327,9 @@ fn a_process_that_claims_a_taken_rank_is_refused() {
     let pid = second.pid(2);
     second.dir.clone_from(&job.dir);
     let refused = second.finish();
-    let expected = format!("rank 2 of group \"g\" of 4 ranks is claimed twice: by pid {first} and by pid {pid}");
+    let expected = format!(
+        "rank 2 of group \"g\" of 4 ranks is claimed twice: by pid {first} and by pid {pid}"
+    );
     assert_eq!((refused[0].1.kind, &refused[0].1.message), (ErrorKind::Config as u8, &expected));
     assert!(refused[0].1.seconds < AT_ONCE);
     job.start(&Role { timeout_ms: 20_000, ..job.role(3) });
@@ -323,9 +341,13 @@ fn a_process_that_claims_a_taken_rank_is_refused() {
 #[test]
 fn a_process_that_claims_a_rank_of_a_group_that_lives_is_refused() {
     let mut job = Job::new("late");
-    let placed = Role { keep_membership: true, timeout_ms: 20_000, then: Then::Watch, ..job.role(0) };
+    let placed =
+        Role { keep_membership: true, timeout_ms: 20_000, then: Then::Watch, ..job.role(0) };
     let holder = |job: &Job, rank: u32| {
-        let held = job.store.get(&format!("symm/g/0/{rank}/membership"), Some(Duration::from_secs(20))).unwrap();
+        let held = job
+            .store
+            .get(&format!("symm/g/0/{rank}/membership"), Some(Duration::from_secs(20)))
+            .unwrap();
         serde_json::from_slice::<serde_json::Value>(&held).unwrap()["pid"] == job.pid(rank)
     };
     let formed = |job: &Job| (0..4).all(|rank| holder(job, rank)) && job.keys() == 4;
@@ -341,10 +363,16 @@ fn a_process_that_claims_a_rank_of_a_group_that_lives_is_refused() {
             let mut late = Job::new("late-fifth");
             let own = std::mem::replace(&mut late.dir, job.dir.clone());
             late.start(&Role { rank, ..placed.clone() });
-            let expected =
-                format!("rank {rank} of group \"g\" of 4 ranks is claimed twice: by pid {} and by pid {}", job.pid(rank), late.pid(rank));
+            let expected = format!(
+                "rank {rank} of group \"g\" of 4 ranks is claimed twice: by pid {} and by pid {}",
+                job.pid(rank),
+                late.pid(rank)
+            );
             let refused = late.finish();
-            assert_eq!((refused[0].1.kind, &refused[0].1.message), (ErrorKind::Config as u8, &expected));
+            assert_eq!(
+                (refused[0].1.kind, &refused[0].1.message),
+                (ErrorKind::Config as u8, &expected)
+            );
             assert!(refused[0].1.seconds < AT_ONCE && refused[0].1.leaked == 0, "{refused:?}");
             assert!(formed(&job), "the late one has left something");
             late.dir = own;
@@ -376,13 +404,24 @@ fn too_few_descriptors_are_named_by_all() {
             let case = format!("rank {rank}, {spare} spare on rank {victim}: {report:?}");
             if spare == 0 {
                 // It cannot even determine the kernel version.
-                let expected = format!("rank {victim} (pid {pid}) cannot join group \"g\" of 4 ranks: /proc/");
-                assert!(report.kind == ErrorKind::Config as u8 && report.message.starts_with(&expected), "{case}");
-                assert!(report.message.contains("Too many open files") && report.message.ends_with("raise ulimit -n"), "{case}");
+                let expected =
+                    format!("rank {victim} (pid {pid}) cannot join group \"g\" of 4 ranks: /proc/");
+                assert!(
+                    report.kind == ErrorKind::Config as u8 && report.message.starts_with(&expected),
+                    "{case}"
+                );
+                assert!(
+                    report.message.contains("Too many open files")
+                        && report.message.ends_with("raise ulimit -n"),
+                    "{case}"
+                );
             } else {
                 assert_eq!(report.kind, ErrorKind::Config as u8, "{case}");
                 assert!(report.message.starts_with("RLIMIT_NOFILE "), "{case}");
-                assert!(report.message.contains(&format!(" of rank {victim} (pid {pid}) is too low: ")), "{case}");
+                assert!(
+                    report.message.contains(&format!(" of rank {victim} (pid {pid}) is too low: ")),
+                    "{case}"
+                );
             }
             assert!(report.seconds < 3.0, "{case}");
             assert_eq!(report.leaked, 0, "{case}");

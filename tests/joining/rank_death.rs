@@ -1,5 +1,5 @@
-//! Joining with a rank that is killed before each of its system calls in turn: the others get an error, leave nothing
-//! behind, and join again.
+//! Joining with a rank that is killed before each of its system calls in turn: the others get an
+//! error, leave nothing behind, and join again.
 //!
 //! Each rank is a process of the test program.
 
@@ -157,7 +157,16 @@ fn rank_process() {
             });
             let (at, seconds) = (monotonic(), started.elapsed().as_secs_f64());
             let error = outcome.unwrap_or_else(Some).unwrap();
-            role.say("report", &Report { kind: error.kind as u8, message: error.message, seconds, at, left: before.left() });
+            role.say(
+                "report",
+                &Report {
+                    kind: error.kind as u8,
+                    message: error.message,
+                    seconds,
+                    at,
+                    left: before.left(),
+                },
+            );
             wait_for("the successor", || role.dir.join("go").exists());
             role.meet_again(&store);
             assert_eq!(before.left(), "");
@@ -175,7 +184,8 @@ struct Job {
 
 impl Job {
     fn new(name: &str) -> Self {
-        let dir = std::env::temp_dir().join(format!("symm-killed-joining-{}-{name}", std::process::id()));
+        let dir =
+            std::env::temp_dir().join(format!("symm-killed-joining-{}-{name}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         let store = FileStore::open(&dir.join("store"), RANKS).unwrap();
         Self { dir, store, ranks: Vec::new() }
@@ -183,7 +193,9 @@ impl Job {
 
     fn start(&mut self, rank: u32, part: Part) -> &mut Child {
         let role = Role { dir: self.dir.clone(), rank, part };
-        self.ranks.push(process("rank_death::rank_process", &role).stdout(Stdio::null()).spawn().unwrap());
+        self.ranks.push(
+            process("rank_death::rank_process", &role).stdout(Stdio::null()).spawn().unwrap(),
+        );
         self.ranks.last_mut().unwrap()
     }
 
@@ -204,7 +216,8 @@ impl Drop for Job {
     }
 }
 
-/// Runs one job whose `victim` is killed before its step `last`; returns true if it reached that step.
+/// Runs one job whose `victim` is killed before its step `last`; returns true if it reached that
+/// step.
 fn killed_at(victim: u32, last: u64) -> bool {
     let mut job = Job::new(&format!("{victim}-{last}"));
     // Alternately, all others already wait for the victim, or all start together in any order.
@@ -214,7 +227,9 @@ fn killed_at(victim: u32, last: u64) -> bool {
         job.start(rank, Part::Survivor);
     }
     if awaited {
-        wait_for("the survivors' records", || job.store.num_keys().unwrap() >= i64::from(RANKS) - 1);
+        wait_for("the survivors' records", || {
+            job.store.num_keys().unwrap() >= i64::from(RANKS) - 1
+        });
     }
     let child = job.start(victim, Part::Victim { last });
     let pid = child.id();
@@ -227,15 +242,20 @@ fn killed_at(victim: u32, last: u64) -> bool {
     }
     for rank in others.clone() {
         let report: Report = job.read(&format!("report.{rank}"));
-        let case = format!("rank {rank} after the end of rank {victim} before its step {last}: {report:?}");
+        let case = format!(
+            "rank {rank} after the end of rank {victim} before its step {last}: {report:?}"
+        );
         let named = report.message.contains(&format!("rank {victim} (pid {pid})"));
         if report.kind == ErrorKind::Timeout as u8 {
-            // Either no rank saw the victim, or its record is older than some of the others and so counts as a
-            // leftover.
+            // Either no rank saw the victim, or its record is older than some of the others and so
+            // counts as a leftover.
             assert!(report.message.contains(&format!("rank {victim}")), "{case}");
-            // On a busy node the victim may start after the others timed out. A rank that waited a second longer must
-            // name it.
-            assert!(!(awaited && record) || report.at.saturating_sub(died) < 1_000_000_000, "{case}");
+            // On a busy node the victim may start after the others timed out. A rank that waited a
+            // second longer must name it.
+            assert!(
+                !(awaited && record) || report.at.saturating_sub(died) < 1_000_000_000,
+                "{case}"
+            );
         } else {
             assert!(report.kind == ErrorKind::Peer as u8 && named, "{case}");
             // A rank that waits for an absent rank polls the others at growing intervals.
@@ -248,13 +268,19 @@ fn killed_at(victim: u32, last: u64) -> bool {
     File::create(job.dir.join("go")).unwrap();
     for rank in 0..RANKS {
         let error: Option<String> = job.read(&format!("again.{rank}"));
-        assert_eq!(error, None, "rank {rank} in the group after the one that rank {victim} left before its step {last}");
+        assert_eq!(
+            error, None,
+            "rank {rank} in the group after the one that rank {victim} left before its step {last}"
+        );
     }
     for child in job.ranks.iter_mut().skip(RANKS as usize - 1) {
         child.wait().unwrap();
     }
     for child in job.ranks.iter_mut().take(RANKS as usize - 1) {
-        assert!(child.wait().unwrap().success(), "a survivor of the end of rank {victim} before its step {last} keeps something");
+        assert!(
+            child.wait().unwrap().success(),
+            "a survivor of the end of rank {victim} before its step {last} keeps something"
+        );
     }
     assert_eq!(job.store.num_keys().unwrap(), 0);
     !lived
@@ -264,11 +290,16 @@ fn killed_at(victim: u32, last: u64) -> bool {
 #[test]
 fn a_rank_killed_before_any_step_is_named_and_nothing_is_left() {
     if !fault_points::offered() {
-        let _ = writeln!(std::io::stderr(), "skipped: this kernel, or what confines this process, does not offer seccomp's listeners");
+        let _ = writeln!(
+            std::io::stderr(),
+            "skipped: this kernel, or what confines this process, does not offer \
+             seccomp's listeners"
+        );
         return;
     }
     let started = Instant::now();
-    let victims: Vec<[AtomicU64; 2]> = (0..RANKS).map(|_| [AtomicU64::new(1), AtomicU64::new(0)]).collect();
+    let victims: Vec<[AtomicU64; 2]> =
+        (0..RANKS).map(|_| [AtomicU64::new(1), AtomicU64::new(0)]).collect();
     std::thread::scope(|scope| {
         for (victim, [next, reached]) in (0..RANKS).zip(&victims) {
             for _ in 0..JOBS {
@@ -280,7 +311,8 @@ fn a_rank_killed_before_any_step_is_named_and_nothing_is_left() {
             }
         }
     });
-    let reached: Vec<u64> = victims.iter().map(|[_, reached]| reached.load(Ordering::Relaxed)).collect();
+    let reached: Vec<u64> =
+        victims.iter().map(|[_, reached]| reached.load(Ordering::Relaxed)).collect();
     assert!(reached.iter().all(|&steps| steps > 50), "{reached:?} steps of joining");
     eprintln!("steps killed at, by rank: {reached:?}, {:?}", started.elapsed());
 }

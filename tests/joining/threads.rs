@@ -19,7 +19,8 @@ use symm::sys::required;
 
 pub(crate) const SHORT: Duration = Duration::from_millis(400);
 pub(crate) const LONG: Duration = Duration::from_secs(20);
-/// Limit for events that happen at once or after SHORT: far below LONG, and long enough on a busy node.
+/// Limit for events that happen at once or after SHORT: far below LONG, and long enough on a busy
+/// node.
 pub(crate) const SOON: Duration = Duration::from_secs(5);
 
 /// Fails when dropped if more file descriptors are open than at its start.
@@ -28,7 +29,8 @@ pub(crate) struct Flat {
 }
 
 impl Flat {
-    /// Starts in a process that runs only this test; returns `None` elsewhere, once that process has succeeded.
+    /// Starts in a process that runs only this test; returns `None` elsewhere, once that process
+    /// has succeeded.
     pub(crate) fn start() -> Option<Self> {
         alone().then(|| Self { open: required::descriptors().1 })
     }
@@ -37,7 +39,8 @@ impl Flat {
 impl Drop for Flat {
     fn drop(&mut self) {
         if !thread::panicking() {
-            // A watcher thread that has not set its name yet cannot be seen to end, but it ends soon.
+            // A watcher thread that has not set its name yet cannot be seen to end, but it ends
+            // soon.
             let give_up = Instant::now() + Duration::from_secs(1);
             while required::descriptors().1 != self.open && Instant::now() < give_up {
                 thread::sleep(Duration::from_millis(1));
@@ -64,7 +67,10 @@ pub(crate) fn spec(group: &str, rank: u32, size: u32, timeout: Duration) -> Join
 }
 
 /// Returns the outcomes of one thread per rank of `ranks`, in order.
-pub(crate) fn threads<T: Send>(ranks: impl IntoIterator<Item = u32>, body: impl Fn(u32) -> T + Sync) -> Vec<T> {
+pub(crate) fn threads<T: Send>(
+    ranks: impl IntoIterator<Item = u32>,
+    body: impl Fn(u32) -> T + Sync,
+) -> Vec<T> {
     let body = &body;
     thread::scope(|scope| {
         let all: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || body(rank))).collect();
@@ -76,7 +82,8 @@ pub(crate) fn threads<T: Send>(ranks: impl IntoIterator<Item = u32>, body: impl 
 pub(crate) fn threads_named(prefix: &str) -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     // A thread may end between the listing and the read.
-    let names = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).ok());
+    let names =
+        tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).ok());
     names.filter(|name| name.starts_with(prefix)).count()
 }
 
@@ -84,7 +91,8 @@ pub(crate) fn error(outcome: &Result<Joined>) -> &Error {
     outcome.as_ref().expect_err("must not join")
 }
 
-/// A store in which one rank's record appears changed to the others, but unchanged to the rank itself.
+/// A store in which one rank's record appears changed to the others, but unchanged to the rank
+/// itself.
 pub(crate) struct Doctored<'a> {
     pub(crate) inner: &'a MemoryStore,
     pub(crate) from: &'a str,
@@ -97,8 +105,10 @@ fn replace(bytes: &[u8], from: &str, to: &str) -> Vec<u8> {
 
 impl Store for Doctored<'_> {
     fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
-        let values: Vec<Vec<u8>> = request.values.iter().map(|value| replace(value, self.from, self.to)).collect();
-        let changed = Request { values: values.iter().map(Vec::as_slice).collect(), ..request.clone() };
+        let values: Vec<Vec<u8>> =
+            request.values.iter().map(|value| replace(value, self.from, self.to)).collect();
+        let changed =
+            Request { values: values.iter().map(Vec::as_slice).collect(), ..request.clone() };
         let reply = self.inner.call(&changed, limit)?;
         if request.op == StoreOp::CompareSet
             && let TableReply::Value(standing) = &reply
@@ -109,7 +119,8 @@ impl Store for Doctored<'_> {
     }
 }
 
-/// The record that rank `rank` of group "g" publishes, obtained from a join that fails to find the others.
+/// The record that rank `rank` of group "g" publishes, obtained from a join that fails to find the
+/// others.
 pub(crate) fn record_of(rank: u32, size: u32) -> Value {
     let store = MemoryStore::new();
     join(&store, &spec("g", rank, size, Duration::from_millis(1))).expect_err("alone");
@@ -148,11 +159,18 @@ pub(crate) fn hello(rank: u32, size: u32, pid: u32, bytes: u64, token: &[u8]) ->
 }
 
 pub(crate) fn socket(flags: SocketFlags) -> OwnedFd {
-    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags | SocketFlags::CLOEXEC, None).unwrap()
+    rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        flags | SocketFlags::CLOEXEC,
+        None,
+    )
+    .unwrap()
 }
 
 pub(crate) fn connect(name: &str) -> OwnedFd {
     let socket = socket(SocketFlags::empty());
-    rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
+    rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap())
+        .unwrap();
     socket
 }

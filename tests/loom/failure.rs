@@ -24,7 +24,13 @@ macro_rules! atomic {
             fn store(&self, value: $value, order: Ordering) {
                 self.0.store(value, order);
             }
-            fn compare_exchange(&self, current: $value, new: $value, success: Ordering, failure: Ordering) -> Result<$value, $value> {
+            fn compare_exchange(
+                &self,
+                current: $value,
+                new: $value,
+                success: Ordering,
+                failure: Ordering,
+            ) -> Result<$value, $value> {
                 self.0.compare_exchange(current, new, success, failure)
             }
         }
@@ -68,12 +74,17 @@ fn of_two_failures_one_stands() {
         let looks = [early, one.join().unwrap(), other.join().unwrap()];
         let stands = read(&shared, 0).unwrap();
         assert!(stands.message == "ab" || stands.message == "cd", "torn: {stands}");
-        assert!(looks.into_iter().all(|look| !matches!(look, FailureState::Written(error) if error != stands)));
+        assert!(
+            looks
+                .into_iter()
+                .all(|look| !matches!(look, FailureState::Written(error) if error != stands))
+        );
     });
 }
 
-/// A rank aborts while its peer's last post is in progress. The waiter succeeds with the post or fails with the abort.
-/// Later readers of the record find the abort: another rank's success does not remove it.
+/// A rank aborts while its peer's last post is in progress. The waiter succeeds with the post or
+/// fails with the abort. Later readers of the record find the abort: another rank's success does
+/// not remove it.
 #[test]
 fn a_call_ends_by_its_peer_or_by_the_abort() {
     model(3, || {
@@ -100,8 +111,8 @@ fn a_call_ends_by_its_peer_or_by_the_abort() {
     });
 }
 
-/// A peer posts, then leaves or exits: a rank that waits for the post gets it, even if it sees the absence first. The
-/// next post never arrives, and the absence ends that wait.
+/// A peer posts, then leaves or exits: a rank that waits for the post gets it, even if it sees the
+/// absence first. The next post never arrives, and the absence ends that wait.
 #[test]
 fn a_peer_that_came_before_it_left_is_not_missed() {
     model(3, || {

@@ -1,5 +1,5 @@
-//! The workspace of fused matmuls: a call's data have been read by all peers when they are overwritten two calls later,
-//! without a barrier in between.
+//! The workspace of fused matmuls: a call's data have been read by all peers when they are
+//! overwritten two calls later, without a barrier in between.
 
 use super::failure::Thirty2;
 use super::{Cell, model};
@@ -50,7 +50,8 @@ impl Words for Side<'_> {
     fn wake(&self) {}
 }
 
-/// As in `SignalPads::put` and `SignalPads::wait`: changes the word once the other rank has set it to `from`.
+/// As in `SignalPads::put` and `SignalPads::wait`: changes the word once the other rank has set it
+/// to `from`.
 fn change(word: &Thirty2, from: u32, to: u32) {
     while word.0.load(Ordering::Acquire) != from {
         thread::yield_now();
@@ -69,7 +70,8 @@ fn value(call: usize, rank: usize, of: usize) -> u64 {
     (100 * call + 10 * rank + of + 1) as u64
 }
 
-/// Runs the calls as `me`, each step when it is enqueued; only the turns and the signals within calls order the ranks.
+/// Runs the calls as `me`, each step when it is enqueued; only the turns and the signals within
+/// calls order the ranks.
 fn run(memory: &Memory, me: usize, ops: &[Op], turns: fn(usize) -> usize) {
     let peer = 1 - me;
     let side = |channel| Side { memory, me, channel };
@@ -82,23 +84,41 @@ fn run(memory: &Memory, me: usize, ops: &[Op], turns: fn(usize) -> usize) {
             }
         };
         let piece = turns(usize::from(turn.offset > 0));
-        let plan = GatherPlan { own_early: false, products: vec![ShardBatch { ranks: peer..peer + 1, arrived: 1 }] };
+        let plan = GatherPlan {
+            own_early: false,
+            products: vec![ShardBatch { ranks: peer..peer + 1, arrived: 1 }],
+        };
         let (steps, from) = match op {
             Op::Gather => (schedule::gather(RANKS, me, &plan, turn.entry, false), 0),
             Op::Scatter => (schedule::scatter(RANKS, me, 0, turn.entry), me),
         };
         for step in steps {
             match (step, op) {
-                (StreamStep::Mark(..) | StreamStep::After(..) | StreamStep::OwnRows(_) | StreamStep::Multiply(_), Op::Gather) => {}
-                (StreamStep::Mark(..) | StreamStep::After(..) | StreamStep::OwnRows(_), Op::Scatter) => {}
+                (
+                    StreamStep::Mark(..)
+                    | StreamStep::After(..)
+                    | StreamStep::OwnRows(_)
+                    | StreamStep::Multiply(_),
+                    Op::Gather,
+                ) => {}
+                (
+                    StreamStep::Mark(..) | StreamStep::After(..) | StreamStep::OwnRows(_),
+                    Op::Scatter,
+                ) => {}
                 (StreamStep::Barrier(_, channel), _) => meet(&side(channel)).unwrap(),
-                (StreamStep::Signal(to), _) => change(&memory.words[to][PadChannel::Part as usize], 0, 1),
-                (StreamStep::Wait(_), _) => change(&memory.words[me][PadChannel::Part as usize], 1, 0),
+                (StreamStep::Signal(to), _) => {
+                    change(&memory.words[to][PadChannel::Part as usize], 0, 1)
+                }
+                (StreamStep::Wait(_), _) => {
+                    change(&memory.words[me][PadChannel::Part as usize], 1, 0)
+                }
                 (StreamStep::Share, _) => memory.parts[me][piece][0].write(value(call, me, 0)),
                 (StreamStep::Multiply(ranks), Op::Scatter) => {
                     memory.parts[me][piece][ranks.start].write(value(call, me, ranks.start));
                 }
-                (StreamStep::Fetch(_) | StreamStep::Sum, _) => assert_eq!(memory.parts[peer][piece][from].read(), value(call, peer, from)),
+                (StreamStep::Fetch(_) | StreamStep::Sum, _) => {
+                    assert_eq!(memory.parts[peer][piece][from].read(), value(call, peer, from))
+                }
             }
         }
     }

@@ -1,4 +1,5 @@
-//! Signal pads on CPU: a barrier's words are reused at once, and cleared before any rank may set them.
+//! Signal pads on CPU: a barrier's words are reused at once, and cleared before any rank may set
+//! them.
 
 use super::failure::Thirty2;
 use super::{Cell, Word, model};
@@ -20,7 +21,11 @@ struct Pads {
 impl Pads {
     fn new(stale: u32) -> Arc<Self> {
         let word = |_| Thirty2(AtomicU32::new(stale));
-        Arc::new(Self { words: [0, 1].map(word), data: [Cell::new(), Cell::new()], known: [Word::new(), Word::new()] })
+        Arc::new(Self {
+            words: [0, 1].map(word),
+            data: [Cell::new(), Cell::new()],
+            known: [Word::new(), Word::new()],
+        })
     }
 
     /// Runs `body` as both ranks.
@@ -72,7 +77,8 @@ fn a_barrier_s_words_serve_the_next_one_at_once() {
     });
 }
 
-/// A reused pad may hold an old signal: its owner clears it before the ranks meet, and no rank signals earlier.
+/// A reused pad may hold an old signal: its owner clears it before the ranks meet, and no rank
+/// signals earlier.
 #[test]
 fn a_pad_is_clear_before_it_is_known() {
     model(3, || {

@@ -1,4 +1,5 @@
-//! WorkItems of a job: one thread claims each and sees the owner's writes, and the owner sees the results.
+//! WorkItems of a job: one thread claims each and sees the owner's writes, and the owner sees the
+//! results.
 
 use super::failure::SixtyFour;
 use super::{Cell, model};

@@ -1,9 +1,9 @@
-//! Collectives with an exit: `coll::cpu::arrival` over `ControlBlock::wait_slowly`, `ControlBlock::trouble`,
-//! `ControlBlock::note_departure` and `FirstFailure`.
+//! Collectives with an exit: `coll::cpu::arrival` over `ControlBlock::wait_slowly`,
+//! `ControlBlock::trouble`, `ControlBlock::note_departure` and `FirstFailure`.
 //!
-//! A rank posts call `k`, waits until all have posted it, and continues with the next. While it waits it checks its
-//! peers, the failure record and the absent ranks. Each check is a separate step, as in `trouble`, so all events
-//! between two checks are among the orders.
+//! A rank posts call `k`, waits until all have posted it, and continues with the next. While it
+//! waits it checks its peers, the failure record and the absent ranks. Each check is a separate
+//! step, as in `trouble`, so all events between two checks are among the orders.
 
 use crate::{check, finds};
 use stateright::{Model, Property};
@@ -97,9 +97,15 @@ impl State {
                 self.steps[me] = if self.posted[me] == CALLS { Step::Done } else { Step::Idle };
             }
             Step::Missing => self.steps[me] = self.failure.map_or(Step::Waiting, Step::Failure),
-            Step::Failure(loss) if !looks_again || self.any_missing(me) => self.steps[me] = Step::Failed(loss),
-            Step::Suspects(peer) if self.reported[me] & 1 << peer != 0 => self.steps[me] = Step::Gone(peer),
-            Step::Gone(peer) if !looks_again || self.missing(me, peer) => self.fail(me, Loss { rank: peer, call: self.posted[me] }),
+            Step::Failure(loss) if !looks_again || self.any_missing(me) => {
+                self.steps[me] = Step::Failed(loss)
+            }
+            Step::Suspects(peer) if self.reported[me] & 1 << peer != 0 => {
+                self.steps[me] = Step::Gone(peer)
+            }
+            Step::Gone(peer) if !looks_again || self.missing(me, peer) => {
+                self.fail(me, Loss { rank: peer, call: self.posted[me] })
+            }
             Step::Failure(_) | Step::Suspects(_) | Step::Gone(_) => self.steps[me] = Step::Waiting,
             Step::Failed(_) | Step::Done | Step::Dead => {}
         }
@@ -112,7 +118,9 @@ impl Calls {
             // A check that finds nothing new is not a step: time passes.
             Step::Waiting => !state.any_missing(me) || state.failure.is_some(),
             Step::Failed(_) | Step::Done | Step::Dead => false,
-            Step::Idle | Step::Missing | Step::Failure(_) | Step::Suspects(_) | Step::Gone(_) => true,
+            Step::Idle | Step::Missing | Step::Failure(_) | Step::Suspects(_) | Step::Gone(_) => {
+                true
+            }
         }
     }
 }
@@ -123,7 +131,14 @@ impl Model for Calls {
 
     fn init_states(&self) -> Vec<State> {
         let none = [0; RANKS];
-        vec![State { steps: [Step::Idle; RANKS], posted: none, reported: none, succeeded: none, failure: None, deaths: 0 }]
+        vec![State {
+            steps: [Step::Idle; RANKS],
+            posted: none,
+            reported: none,
+            succeeded: none,
+            failure: None,
+            deaths: 0,
+        }]
     }
 
     fn actions(&self, state: &State, actions: &mut Vec<Action>) {
@@ -135,7 +150,11 @@ impl Model for Calls {
                 if state.steps[me] == Step::Waiting && state.missing(me, peer) {
                     actions.push(Action::Suspect(me, peer));
                 }
-                if self.watches && state.steps[me] != Step::Dead && state.steps[peer] == Step::Dead && state.reported[me] & 1 << peer == 0 {
+                if self.watches
+                    && state.steps[me] != Step::Dead
+                    && state.steps[peer] == Step::Dead
+                    && state.reported[me] & 1 << peer == 0
+                {
                     actions.push(Action::Tell(me, peer));
                 }
             }
@@ -162,30 +181,51 @@ impl Model for Calls {
     fn properties(&self) -> Vec<Property<Self>> {
         vec![
             Property::always("all survivors end", |model: &Self, state: &State| {
-                let ended = |me: usize| matches!(state.steps[me], Step::Failed(_) | Step::Done | Step::Dead);
-                let reported = |me: usize| (0..RANKS).any(|peer| state.missing(me, peer) && state.reported[me] & 1 << peer != 0);
-                let news = |me: usize| {
-                    model.watches && (0..RANKS).any(|peer| state.steps[peer] == Step::Dead && state.reported[me] & 1 << peer == 0)
+                let ended = |me: usize| {
+                    matches!(state.steps[me], Step::Failed(_) | Step::Done | Step::Dead)
                 };
-                let idle = |me: usize| ended(me) || (!Self::able(state, me) && !reported(me) && !news(me));
+                let reported = |me: usize| {
+                    (0..RANKS)
+                        .any(|peer| state.missing(me, peer) && state.reported[me] & 1 << peer != 0)
+                };
+                let news = |me: usize| {
+                    model.watches
+                        && (0..RANKS).any(|peer| {
+                            state.steps[peer] == Step::Dead && state.reported[me] & 1 << peer == 0
+                        })
+                };
+                let idle =
+                    |me: usize| ended(me) || (!Self::able(state, me) && !reported(me) && !news(me));
                 !(0..RANKS).all(idle) || (0..RANKS).all(ended)
             }),
             Property::always("a success had everybody's data", |_, state: &State| {
-                (0..RANKS).all(|me| state.posted.iter().all(|&posted| posted >= state.succeeded[me]))
+                (0..RANKS)
+                    .all(|me| state.posted.iter().all(|&posted| posted >= state.succeeded[me]))
             }),
-            Property::always("a failure names one that died and did not come", |_, state: &State| {
-                state.failure.is_none_or(|loss| state.steps[loss.rank] == Step::Dead && state.posted[loss.rank] < loss.call)
-            }),
+            Property::always(
+                "a failure names one that died and did not come",
+                |_, state: &State| {
+                    state.failure.is_none_or(|loss| {
+                        state.steps[loss.rank] == Step::Dead && state.posted[loss.rank] < loss.call
+                    })
+                },
+            ),
             Property::always("a call that all have reached fails nowhere", |_, state: &State| {
                 (0..RANKS).all(|me| {
                     let call = state.posted[me];
                     let reached = state.posted.iter().all(|&posted| posted >= call);
-                    !matches!(state.steps[me], Step::Failed(_)) || state.succeeded[me] == call || !reached
+                    !matches!(state.steps[me], Step::Failed(_))
+                        || state.succeeded[me] == call
+                        || !reached
                 })
             }),
-            Property::sometimes("all calls succeed", |_, state: &State| state.steps.iter().all(|&step| step == Step::Done)),
+            Property::sometimes("all calls succeed", |_, state: &State| {
+                state.steps.iter().all(|&step| step == Step::Done)
+            }),
             Property::sometimes("all survivors fail", |model: &Self, state: &State| {
-                model.deaths == 0 || state.steps.iter().filter(|step| matches!(step, Step::Failed(_))).count() == RANKS - 1
+                model.deaths == 0
+                    || state.steps.iter().filter(|step| matches!(step, Step::Failed(_))).count()
+                        == RANKS - 1
             }),
         ]
     }

@@ -107,9 +107,14 @@ struct Join {
     leader_watches: bool,
 }
 
-const SOUND: Join = Join { deaths: 0, missing: None, twice: false, claims_are_checked: true, leader_watches: true };
+const SOUND: Join =
+    Join { deaths: 0, missing: None, twice: false, claims_are_checked: true, leader_watches: true };
 
 impl State {
+    fn any(&self, holds: impl FnMut(&Process) -> bool) -> bool {
+        self.processes.iter().any(holds)
+    }
+
     fn lives(&self, process: usize) -> bool {
         !matches!(self.processes[process].step, Step::Dead | Step::Absent)
     }
@@ -148,7 +153,9 @@ impl State {
             Some(cause) if fresh || (lives && !self.processes[me].again) => Err(cause),
             Some(_) => Ok(None),
             None if lives => Ok(Some(entry.by)),
-            None if fresh || self.processes[me].seen & 1 << entry.by != 0 => Err(self.cause_of(entry.by)),
+            None if fresh || self.processes[me].seen & 1 << entry.by != 0 => {
+                Err(self.cause_of(entry.by))
+            }
             None => Ok(None),
         }
     }
@@ -206,7 +213,10 @@ impl State {
     /// A member that rank 0 finds exited or failed.
     fn left(&self) -> Option<usize> {
         let members = self.processes[0].members;
-        members.into_iter().skip(1).find(|&member| matches!(self.processes[member].step, Step::Dead | Step::Failed(_)))
+        members
+            .into_iter()
+            .skip(1)
+            .find(|&member| matches!(self.processes[member].step, Step::Dead | Step::Failed(_)))
     }
 
     fn answer(&mut self, number: usize) {
@@ -239,10 +249,16 @@ impl State {
     }
 
     fn meet(&mut self, me: usize) {
-        let missing: Vec<usize> = self.processes[me].members.into_iter().filter(|member| self.met & 1 << member == 0).collect();
+        let missing: Vec<usize> = self.processes[me]
+            .members
+            .into_iter()
+            .filter(|member| self.met & 1 << member == 0)
+            .collect();
         if missing.is_empty() {
             self.processes[me].step = Step::Joined;
-        } else if let Some(&dead) = missing.iter().find(|&&member| self.processes[member].step == Step::Dead) {
+        } else if let Some(&dead) =
+            missing.iter().find(|&&member| self.processes[member].step == Step::Dead)
+        {
             self.processes[me].step = Step::Failed(Cause::Died(dead));
         }
     }
@@ -296,11 +312,18 @@ impl Join {
                 Step::Begun => actions.push(Action::Publish(me)),
                 Step::Published => actions.push(Action::Look(me)),
                 Step::Gathered if me == 0 => {
-                    let received = |guest: usize| state.seated & 1 << guest != 0 || state.answers[guest].is_some();
-                    let guests =
-                        (1..state.processes.len()).filter(|&guest| state.processes[guest].step == Step::Greeted && !received(guest));
+                    let received = |guest: usize| {
+                        state.seated & 1 << guest != 0 || state.answers[guest].is_some()
+                    };
+                    let guests = (1..state.processes.len()).filter(|&guest| {
+                        state.processes[guest].step == Step::Greeted && !received(guest)
+                    });
                     actions.extend(guests.map(Action::Hear));
-                    let seated = process.members.iter().skip(1).all(|member| state.seated & 1 << member != 0);
+                    let seated = process
+                        .members
+                        .iter()
+                        .skip(1)
+                        .all(|member| state.seated & 1 << member != 0);
                     if state.left().is_some() {
                         actions.extend(self.leader_watches.then_some(Action::Notice));
                     } else if seated {
@@ -311,7 +334,12 @@ impl Join {
                 Step::Greeted => actions.push(Action::Listen(me)),
                 Step::Handing(_) => actions.push(Action::Answer),
                 Step::Meeting => actions.push(Action::Meet(me)),
-                Step::Joined if process.members.iter().any(|&other| state.processes[other].step == Step::Dead) => {
+                Step::Joined
+                    if process
+                        .members
+                        .iter()
+                        .any(|&other| state.processes[other].step == Step::Dead) =>
+                {
                     actions.push(Action::Watch(me));
                 }
                 Step::Absent | Step::Joined | Step::Told | Step::Failed(_) | Step::Dead => {}
@@ -331,11 +359,26 @@ impl Model for Join {
     type Action = Action;
 
     fn init_states(&self) -> Vec<State> {
-        let process = |number| Process { number, step: Step::Absent, began: 0, seen: 0, again: false, members: [usize::MAX; RANKS] };
+        let process = |number| Process {
+            number,
+            step: Step::Absent,
+            began: 0,
+            seen: 0,
+            again: false,
+            members: [usize::MAX; RANKS],
+        };
         let mut processes: Vec<Process> = (0..RANKS).map(process).collect();
         processes.extend(self.twice.then(|| process(1)));
         let answers = vec![None; processes.len()];
-        vec![State { processes, keys: [None; RANKS], answers, seated: 0, met: 0, clock: 0, deaths: 0 }]
+        vec![State {
+            processes,
+            keys: [None; RANKS],
+            answers,
+            seated: 0,
+            met: 0,
+            clock: 0,
+            deaths: 0,
+        }]
     }
 
     fn actions(&self, state: &State, actions: &mut Vec<Action>) {
@@ -347,7 +390,8 @@ impl Model for Join {
         }
         actions.extend(steps);
         if state.deaths < self.deaths {
-            actions.extend((0..state.processes.len()).filter(|&me| state.lives(me)).map(Action::Kill));
+            actions
+                .extend((0..state.processes.len()).filter(|&me| state.lives(me)).map(Action::Kill));
         }
     }
 
@@ -363,12 +407,32 @@ impl Model for Join {
                 !actions.is_empty() || state.processes.iter().all(|process| !waits(process.step))
             }),
             Property::always("no two ranks of one number", |_, state: &State| {
-                let holds = |process: &&Process| matches!(process.step, Step::Meeting | Step::Joined | Step::Told);
-                (0..RANKS).all(|number| state.processes.iter().filter(holds).filter(|process| process.number == number).count() < 2)
+                let holds = |process: &&Process| {
+                    matches!(process.step, Step::Meeting | Step::Joined | Step::Told)
+                };
+                (0..RANKS).all(|number| {
+                    state
+                        .processes
+                        .iter()
+                        .filter(holds)
+                        .filter(|process| process.number == number)
+                        .count()
+                        < 2
+                })
             }),
             Property::always("no two claims of one number", |_, state: &State| {
-                let claims = |process: &&Process| matches!(process.step, Step::Published | Step::Gathered | Step::Greeted);
-                (0..RANKS).all(|number| state.processes.iter().filter(claims).filter(|process| process.number == number).count() < 2)
+                let claims = |process: &&Process| {
+                    matches!(process.step, Step::Published | Step::Gathered | Step::Greeted)
+                };
+                (0..RANKS).all(|number| {
+                    state
+                        .processes
+                        .iter()
+                        .filter(claims)
+                        .filter(|process| process.number == number)
+                        .count()
+                        < 2
+                })
             }),
             Property::always("who is said to have died has", |_, state: &State| {
                 state.processes.iter().all(|process| match process.step {
@@ -378,19 +442,26 @@ impl Model for Join {
             }),
             Property::always("nobody fails without a cause", |model: &Self, state: &State| {
                 let sound = model.deaths == 0 && model.missing.is_none() && !model.twice;
-                !sound || state.processes.iter().all(|process| !matches!(process.step, Step::Failed(_)))
+                !sound || !state.any(|process| matches!(process.step, Step::Failed(_)))
             }),
-            // If a process's record is older than a survivor's call, it counts as a leftover once the process has
-            // exited, and may be replaced.
-            Property::always("a death that all survivors could see costs no deadline", |model: &Self, state: &State| {
-                let excused = model.missing.is_some() || model.twice;
-                let late = state.processes.iter().any(|process| process.step == Step::Failed(Cause::Late));
-                let dead = |process: usize| state.processes[process].step == Step::Dead;
-                let unseen = |me: &Process| (0..RANKS).any(|other| dead(other) && me.seen & 1 << other == 0);
-                excused || !late || state.processes.iter().any(|process| process.step != Step::Dead && unseen(process))
-            }),
+            // If a process's record is older than a survivor's call, it counts as a leftover once
+            // the process has exited, and may be replaced.
+            Property::always(
+                "a death that all survivors could see costs no deadline",
+                |model: &Self, state: &State| {
+                    let excused = model.missing.is_some() || model.twice;
+                    let late = state.any(|process| process.step == Step::Failed(Cause::Late));
+                    let dead = |process: usize| state.processes[process].step == Step::Dead;
+                    let unseen = |me: &Process| {
+                        (0..RANKS).any(|other| dead(other) && me.seen & 1 << other == 0)
+                    };
+                    excused
+                        || !late
+                        || state.any(|process| process.step != Step::Dead && unseen(process))
+                },
+            ),
             Property::sometimes("some outcome is an end", |_, state: &State| {
-                state.processes.iter().any(|process| matches!(process.step, Step::Joined | Step::Failed(_)))
+                state.any(|process| matches!(process.step, Step::Joined | Step::Failed(_)))
             }),
         ]
     }
@@ -422,5 +493,8 @@ fn of_two_claimants_one_joins() {
 #[test]
 fn the_model_sees_an_unchecked_claim_and_a_leader_that_does_not_look() {
     finds(Join { twice: true, claims_are_checked: false, ..SOUND }, "no two claims of one number");
-    finds(Join { deaths: 1, leader_watches: false, ..SOUND }, "a death that all survivors could see costs no deadline");
+    finds(
+        Join { deaths: 1, leader_watches: false, ..SOUND },
+        "a death that all survivors could see costs no deadline",
+    );
 }

@@ -1,9 +1,9 @@
-//! Leaving and aborting during calls: `Group::leave` with `CallQueue::drain`, `Group::abort`, `ControlBlock::{fail,
-//! note_departure}` and the two stores of `FirstFailure::record`, while other threads wait in
-//! `ControlBlock::wait_slowly`.
+//! Leaving and aborting during calls: `Group::leave` with `CallQueue::drain`, `Group::abort`,
+//! `ControlBlock::{fail, note_departure}` and the two stores of `FirstFailure::record`, while other
+//! threads wait in `ControlBlock::wait_slowly`.
 //!
-//! All ranks make one call. Meanwhile another thread of rank 0 leaves the group, another of rank 1 aborts it, and one
-//! rank may exit.
+//! All ranks make one call. Meanwhile another thread of rank 0 leaves the group, another of rank 1
+//! aborts it, and one rank may exit.
 
 use crate::{check, finds};
 use stateright::{Model, Property};
@@ -107,16 +107,24 @@ impl State {
 
     fn call(&mut self, me: usize, first_wins: bool) {
         let missing = (0..RANKS).any(|peer| self.missing(me, peer));
-        let absent = (0..RANKS).find(|&peer| self.missing(me, peer) && (self.dead(peer) || (peer == LEAVER && self.departed)));
+        let absent = (0..RANKS).find(|&peer| {
+            self.missing(me, peer) && (self.dead(peer) || (peer == LEAVER && self.departed))
+        });
         self.callers[me] = match self.callers[me] {
-            Thread::Idle if me == LEAVER && self.leaver != Thread::Idle => Thread::Failed(Cause::Closed),
-            Thread::Idle if self.record != Record::None => self.failure().map_or(Thread::Idle, Thread::Failed),
+            Thread::Idle if me == LEAVER && self.leaver != Thread::Idle => {
+                Thread::Failed(Cause::Closed)
+            }
+            Thread::Idle if self.record != Record::None => {
+                self.failure().map_or(Thread::Idle, Thread::Failed)
+            }
             Thread::Idle => {
                 self.posted[me] = true;
                 Thread::Waiting
             }
             Thread::Waiting if !missing => Thread::Ok,
-            Thread::Waiting if self.record != Record::None => self.failure().map_or(Thread::Waiting, Thread::Failed),
+            Thread::Waiting if self.record != Record::None => {
+                self.failure().map_or(Thread::Waiting, Thread::Failed)
+            }
             Thread::Waiting => match absent {
                 Some(peer) => {
                     self.claim(me, first_wins);
@@ -135,7 +143,11 @@ impl State {
     fn leave(&mut self) {
         self.leaver = match self.leaver {
             Thread::Idle => Thread::Waiting,
-            Thread::Waiting if matches!(self.callers[LEAVER], Thread::Waiting | Thread::Writing(_)) => Thread::Waiting,
+            Thread::Waiting
+                if matches!(self.callers[LEAVER], Thread::Waiting | Thread::Writing(_)) =>
+            {
+                Thread::Waiting
+            }
             Thread::Writing(cause) => {
                 self.record = Record::Written(cause);
                 self.departed = true;
@@ -174,7 +186,15 @@ impl Model for Leaving {
     fn init_states(&self) -> Vec<State> {
         let idle = Thread::Idle;
         let (posted, record) = ([false; RANKS], Record::None);
-        vec![State { callers: [idle; RANKS], leaver: idle, aborter: idle, posted, departed: false, record, deaths: 0 }]
+        vec![State {
+            callers: [idle; RANKS],
+            leaver: idle,
+            aborter: idle,
+            posted,
+            departed: false,
+            record,
+            deaths: 0,
+        }]
     }
 
     fn actions(&self, state: &State, actions: &mut Vec<Action>) {
@@ -197,8 +217,11 @@ impl Model for Leaving {
         match action {
             Action::Call(me) => state.call(me, self.first_wins),
             Action::Leave => state.leave(),
-            Action::Expire if state.leaver == Thread::Waiting && state.callers[LEAVER] == Thread::Waiting => {
-                // `ControlBlock::fail` returns once a failure is recorded, and the group is left then.
+            Action::Expire
+                if state.leaver == Thread::Waiting && state.callers[LEAVER] == Thread::Waiting =>
+            {
+                // `ControlBlock::fail` returns once a failure is recorded, and the group is left
+                // then.
                 state.leaver = if self.drop_is_told && state.claim(LEAVER, self.first_wins) {
                     Thread::Writing(Cause::Dropped)
                 } else {
@@ -222,14 +245,21 @@ impl Model for Leaving {
                 let mut actions = Vec::new();
                 model.actions(state, &mut actions);
                 // An abort that has started must finish; one that has not is optional.
-                actions.retain(|&action| !matches!(action, Action::Kill(_)) && (action != Action::Abort || state.aborter != Thread::Idle));
-                let ended = |thread: Thread| matches!(thread, Thread::Idle | Thread::Ok | Thread::Failed(_) | Thread::Gone);
+                actions.retain(|&action| {
+                    !matches!(action, Action::Kill(_))
+                        && (action != Action::Abort || state.aborter != Thread::Idle)
+                });
+                let ended = |thread: Thread| {
+                    matches!(thread, Thread::Idle | Thread::Ok | Thread::Failed(_) | Thread::Gone)
+                };
                 !actions.is_empty() || state.callers.into_iter().all(ended)
             }),
             Property::always("one cause wins", |_, state: &State| {
                 state.callers.into_iter().all(|caller| match caller {
                     Thread::Failed(Cause::Closed) => true,
-                    Thread::Failed(Cause::Unwritten) => matches!(state.record, Record::Writing(author) if state.dead(author)),
+                    Thread::Failed(Cause::Unwritten) => {
+                        matches!(state.record, Record::Writing(author) if state.dead(author))
+                    }
                     Thread::Failed(cause) => state.record == Record::Written(cause),
                     _ => true,
                 })
@@ -237,9 +267,15 @@ impl Model for Leaving {
             Property::always("a success had everybody's data", |_, state: &State| {
                 state.posted.iter().all(|&posted| posted) || !state.callers.contains(&Thread::Ok)
             }),
-            Property::sometimes("the call succeeds", |model: &Self, state: &State| model.idle || state.callers == [Thread::Ok; RANKS]),
-            Property::sometimes("the abort wins", |_, state: &State| state.record == Record::Written(Cause::Aborted)),
-            Property::sometimes("the leaver drops its call", |_, state: &State| state.record == Record::Written(Cause::Dropped)),
+            Property::sometimes("the call succeeds", |model: &Self, state: &State| {
+                model.idle || state.callers == [Thread::Ok; RANKS]
+            }),
+            Property::sometimes("the abort wins", |_, state: &State| {
+                state.record == Record::Written(Cause::Aborted)
+            }),
+            Property::sometimes("the leaver drops its call", |_, state: &State| {
+                state.record == Record::Written(Cause::Dropped)
+            }),
         ]
     }
 }

@@ -1,8 +1,12 @@
-//! Models of the protocols between processes, checked over every order of steps with an exit at each. loom cannot do
-//! this, because it has no processes that exit. Each model names the code that it abstracts. Deadlines expire only when
-//! no other step is possible, so a wait that ends by a report differs from one that ends by its deadline.
+//! Models of the protocols between processes, checked over every order of steps with an exit at
+//! each. loom cannot do this, because it has no processes that exit. Each model names the code that
+//! it abstracts. Deadlines expire only when no other step is possible, so a wait that ends by a
+//! report differs from one that ends by its deadline.
 #![allow(missing_docs)]
-#![allow(clippy::wildcard_enum_match_arm, reason = "a step that a model gains takes part in nothing by itself")]
+#![allow(
+    clippy::wildcard_enum_match_arm,
+    reason = "a step that a model gains takes part in nothing by itself"
+)]
 
 mod calls;
 mod join;
@@ -22,7 +26,8 @@ where
     checker.unique_state_count()
 }
 
-/// Checks that the property with this name fails in some state, so the model can detect a violation.
+/// Checks that the property with this name fails in some state, so the model can detect a
+/// violation.
 fn finds<M>(model: M, property: &'static str)
 where
     M: Model + Send + Sync + 'static,

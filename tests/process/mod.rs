@@ -1,4 +1,5 @@
-//! Tests that need a separate process, and processes that are part of a test: each runs the test program again.
+//! Tests that need a separate process, and processes that are part of a test: each runs the test
+//! program again.
 #![allow(dead_code, reason = "each program uses its part")]
 
 use serde::Serialize;
@@ -14,10 +15,11 @@ fn program(test: &str) -> Command {
     command
 }
 
-/// Returns true in a process that runs only the calling test. In any other process it starts that process, waits for
-/// its success and returns false.
+/// Returns true in a process that runs only the calling test. In any other process it starts that
+/// process, waits for its success and returns false.
 ///
-/// A test that counts its process's resources, changes its process's limits or forks it would disturb other tests.
+/// A test that counts its process's resources, changes its process's limits or forks it would
+/// disturb other tests.
 pub(crate) fn alone() -> bool {
     let thread = std::thread::current();
     let test = thread.name().expect("the harness names each thread after its test");
@@ -25,16 +27,26 @@ pub(crate) fn alone() -> bool {
         return true;
     }
     // Lines on stderr pass through: the harness does not capture lines that bypass it.
-    let output = program(test).env(ALONE, test).stderr(Stdio::inherit()).output().expect("this program starts again");
+    let output = program(test)
+        .env(ALONE, test)
+        .stderr(Stdio::inherit())
+        .output()
+        .expect("this program starts again");
     let told = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && told.contains(" 1 passed;"), "{test} in a process of its own: {}\n{told}", output.status);
+    assert!(
+        output.status.success() && told.contains(" 1 passed;"),
+        "{test} in a process of its own: {}\n{told}",
+        output.status
+    );
     false
 }
 
 /// A process that runs `test`, which is otherwise ignored, with `role`.
 pub(crate) fn process(test: &str, role: &impl Serialize) -> Command {
     let mut command = program(test);
-    command.args(["--ignored", "--nocapture"]).env(ROLE, serde_json::to_string(role).expect("a role is plain data"));
+    command
+        .args(["--ignored", "--nocapture"])
+        .env(ROLE, serde_json::to_string(role).expect("a role is plain data"));
     command
 }
 

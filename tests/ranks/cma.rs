@@ -1,6 +1,6 @@
-//! Exchanges that read peers' private memory, with ranks as threads that may have lost time slices: the bytes equal
-//! staged ones, also if a rank cannot read. Each test has a separate process, because lost slices shorten every
-//! wait of a process.
+//! Exchanges that read peers' private memory, with ranks as threads that may have lost time slices:
+//! the bytes equal staged ones, also if a rank cannot read. Each test has a separate process,
+//! because lost slices shorten every wait of a process.
 
 use crate::process::alone;
 use crate::threads::{input, span};
@@ -25,7 +25,8 @@ fn lose_slices() {
     (0..2).for_each(|_| PATIENCE.gave_away(Duration::from_millis(10), tomorrow));
 }
 
-/// Calls `body` with the runner of each of `n` ranks, whose process ids, as the others know them, are `pids`.
+/// Calls `body` with the runner of each of `n` ranks, whose process ids, as the others know them,
+/// are `pids`.
 fn with_runners(pids: &[u32], reads: &[bool], body: impl Fn(&mut CpuRunner, u32) + Sync) {
     let n = pids.len();
     let bytes = SegmentLayout::new(n).total_bytes();
@@ -34,9 +35,24 @@ fn with_runners(pids: &[u32], reads: &[bool], body: impl Fn(&mut CpuRunner, u32)
         for (rank, &reads) in (0..).zip(reads) {
             let (file, body) = (file.try_clone().unwrap(), &body);
             scope.spawn(move || {
-                let members = (0..).zip(pids).map(|(global, &pid)| Identity { pid, global }).collect();
-                let control = ControlBlock::new(ShmSegment::map(file, bytes).unwrap(), Rank(rank), "test".into(), members, 1);
-                body(&mut CpuRunner::new(Arc::new(control), CpuThresholds::default(), Arc::default()).reading(reads), rank);
+                let members =
+                    (0..).zip(pids).map(|(global, &pid)| Identity { pid, global }).collect();
+                let control = ControlBlock::new(
+                    ShmSegment::map(file, bytes).unwrap(),
+                    Rank(rank),
+                    "test".into(),
+                    members,
+                    1,
+                );
+                body(
+                    &mut CpuRunner::new(
+                        Arc::new(control),
+                        CpuThresholds::default(),
+                        Arc::default(),
+                    )
+                    .reading(reads),
+                    rank,
+                );
             });
         }
     });
@@ -45,14 +61,24 @@ fn with_runners(pids: &[u32], reads: &[bool], body: impl Fn(&mut CpuRunner, u32)
 /// Length of messages that are read only if slices are lost.
 const LONG: usize = 1_300_001;
 
-/// Runs `op` with messages of `least` bytes, slightly more for an all-to-all; returns the algorithm, and whether this
-/// rank's outputs are correct.
-fn exchange(runner: &mut CpuRunner, op: Collective, me: u32, n: u32, least: usize) -> (&'static str, bool) {
-    let uneven = |from: u32, to: u32| if op == Collective::AllToAll { least / 300 * (from + 2 * to) as usize } else { 0 };
+/// Runs `op` with messages of `least` bytes, slightly more for an all-to-all; returns the
+/// algorithm, and whether this rank's outputs are correct.
+fn exchange(
+    runner: &mut CpuRunner,
+    op: Collective,
+    me: u32,
+    n: u32,
+    least: usize,
+) -> (&'static str, bool) {
+    let uneven = |from: u32, to: u32| {
+        if op == Collective::AllToAll { least / 300 * (from + 2 * to) as usize } else { 0 }
+    };
     let length = |from: u32, to: u32| least + uneven(from, to);
     let personal = matches!(op, Collective::Scatter | Collective::AllToAll);
     let sends = !matches!(op, Collective::Broadcast | Collective::Scatter) || me == ROOT;
-    let data = |from: u32, to: u32| input(DType::U8, from, if personal { to } else { 0 }, length(from, to));
+    let data = |from: u32, to: u32| {
+        input(DType::U8, from, if personal { to } else { 0 }, length(from, to))
+    };
     let receivers = if !sends { 0..0 } else { 0..if personal { n } else { 1 } };
     // Separate tensors, not contiguous memory.
     let mut inputs: Vec<Vec<u8>> = receivers.map(|to| data(me, to)).collect();
@@ -62,20 +88,39 @@ fn exchange(runner: &mut CpuRunner, op: Collective, me: u32, n: u32, least: usiz
         Collective::Broadcast | Collective::Scatter => vec![ROOT],
         Collective::Gather if me != ROOT => vec![],
         Collective::AllGather | Collective::Gather | Collective::AllToAll => (0..n).collect(),
-        Collective::Barrier | Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter | Collective::AllReduceAddRmsNorm => {
+        Collective::Barrier
+        | Collective::AllReduce
+        | Collective::Reduce
+        | Collective::ReduceScatter
+        | Collective::AllReduceAddRmsNorm => {
             vec![]
         }
     };
-    let mut outputs: Vec<Vec<u8>> = senders.iter().map(|&from| vec![0xee; length(from, me)]).collect();
+    let mut outputs: Vec<Vec<u8>> =
+        senders.iter().map(|&from| vec![0xee; length(from, me)]).collect();
     let spans = outputs.iter_mut().map(|output| span(output)).collect();
-    let spec = CallSpec { op, root: Rank(ROOT), inputs: pieces.into(), outputs: spans, ..CallSpec::barrier(None) };
+    let spec = CallSpec {
+        op,
+        root: Rank(ROOT),
+        inputs: pieces.into(),
+        outputs: spans,
+        ..CallSpec::barrier(None)
+    };
     let call = unsafe { Call::new(spec, Rank(me), n as usize) }.unwrap();
     runner.run(&call, &CallTimeout::from_first_wait(Duration::from_secs(60))).unwrap();
-    (runner.last_algorithm(), senders.iter().zip(&outputs).all(|(&from, output)| *output == data(from, me)))
+    (
+        runner.last_algorithm(),
+        senders.iter().zip(&outputs).all(|(&from, output)| *output == data(from, me)),
+    )
 }
 
-const EXCHANGES: [Collective; 5] =
-    [Collective::Broadcast, Collective::AllGather, Collective::Gather, Collective::Scatter, Collective::AllToAll];
+const EXCHANGES: [Collective; 5] = [
+    Collective::Broadcast,
+    Collective::AllGather,
+    Collective::Gather,
+    Collective::Scatter,
+    Collective::AllToAll,
+];
 
 #[test]
 fn private_memory_is_read_where_slices_are_lost_and_all_may_read() {
@@ -83,12 +128,20 @@ fn private_memory_is_read_where_slices_are_lost_and_all_may_read() {
         return;
     }
     for n in [2, 3, 5] {
-        with_runners(&vec![std::process::id(); n as usize], &vec![true; n as usize], |runner, me| {
-            for op in EXCHANGES {
-                lose_slices();
-                assert_eq!(exchange(runner, op, me, n, LONG), ("read", true), "{op:?} on rank {me} of {n}");
-            }
-        });
+        with_runners(
+            &vec![std::process::id(); n as usize],
+            &vec![true; n as usize],
+            |runner, me| {
+                for op in EXCHANGES {
+                    lose_slices();
+                    assert_eq!(
+                        exchange(runner, op, me, n, LONG),
+                        ("read", true),
+                        "{op:?} on rank {me} of {n}"
+                    );
+                }
+            },
+        );
     }
     with_runners(&[std::process::id(); 2], &[true, false], |runner, me| {
         for op in EXCHANGES {
@@ -110,7 +163,11 @@ fn who_cannot_read_makes_all_pass_the_message_another_way() {
         with_runners(&pids, &[true; 3], |runner, me| {
             for _ in 0..2 {
                 lose_slices();
-                assert_eq!(exchange(runner, op, me, 3, LONG), (expected, true), "{op:?} on rank {me}");
+                assert_eq!(
+                    exchange(runner, op, me, 3, LONG),
+                    (expected, true),
+                    "{op:?} on rank {me}"
+                );
             }
         });
     }
@@ -122,7 +179,8 @@ fn messages_of_middle_length_are_read_by_few_ranks_with_cores_of_their_own() {
         return;
     }
     let few = [Collective::AllToAll, Collective::AllGather];
-    // Number of ranks, a length below the limit for lost slices, and the operations that read peers' memory.
+    // Number of ranks, a length below the limit for lost slices, and the operations that read
+    // peers' memory.
     for (n, bytes, read) in [
         (2, 20_000, &[][..]),
         (2, 32_768, &EXCHANGES),
@@ -136,7 +194,11 @@ fn messages_of_middle_length_are_read_by_few_ranks_with_cores_of_their_own() {
         with_runners(&vec![std::process::id(); n], &vec![true; n], |runner, me| {
             for op in EXCHANGES {
                 let expected = if read.contains(&op) { "read" } else { "staged" };
-                assert_eq!(exchange(runner, op, me, n as u32, bytes), (expected, true), "{op:?} of {bytes} bytes on rank {me} of {n}");
+                assert_eq!(
+                    exchange(runner, op, me, n as u32, bytes),
+                    (expected, true),
+                    "{op:?} of {bytes} bytes on rank {me} of {n}"
+                );
             }
         });
     }

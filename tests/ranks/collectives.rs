@@ -1,9 +1,10 @@
-//! Every collective × dtype × reduce op × odd sizes × 1 to 8 ranks × algorithm, compared with the definition: on
-//! private memory, and on symmetric memory of some ranks or of all. Ranks as processes:
-//! `tests/python/test_symm_mem_zero_copy.py`.
+//! Every collective × dtype × reduce op × odd sizes × 1 to 8 ranks × algorithm, compared with the
+//! definition: on private memory, and on symmetric memory of some ranks or of all. Ranks as
+//! processes: `tests/python/test_symm_mem_zero_copy.py`.
 //!
-//! Reductions are compared bit by bit with one call of the kernel over all ranks' inputs, which `kernels::cpu` checks
-//! against an f64 reference. So every algorithm, size and location of tensors gives the same bits on every rank.
+//! Reductions are compared bit by bit with one call of the kernel over all ranks' inputs, which
+//! `kernels::cpu` checks against an f64 reference. So every algorithm, size and location of tensors
+//! gives the same bits on every rank.
 
 use crate::threads::{call, input, reduced, run, span, with_ranks};
 use std::time::Instant;
@@ -76,10 +77,27 @@ struct Member<'a> {
 
 impl Member<'_> {
     /// Runs a call on the tensors allocated last, before they are overwritten.
-    fn run(&mut self, op: Collective, dtype: DType, reduce_op: ReduceOp, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) {
+    fn run(
+        &mut self,
+        op: Collective,
+        dtype: DType,
+        reduce_op: ReduceOp,
+        root: u32,
+        inputs: Vec<Span>,
+        outputs: Vec<Span>,
+    ) {
         let factor = f64::from(self.rank) + 0.5;
         let (inputs, outputs) = (inputs.into(), outputs.into());
-        let spec = CallSpec { op, dtype, reduce_op, root: Rank(root), factor, inputs, outputs, call_site: None };
+        let spec = CallSpec {
+            op,
+            dtype,
+            reduce_op,
+            root: Rank(root),
+            factor,
+            inputs,
+            outputs,
+            call_site: None,
+        };
         run(self.group, spec, None).unwrap();
         (self.given.used, self.taken.used) = (0, 0);
     }
@@ -101,7 +119,8 @@ impl Member<'_> {
     }
 
     fn all_reduce(&mut self, dtype: DType, op: ReduceOp, bytes: usize) {
-        let what = format!("{} ranks, {dtype:?}, {op:?}, {bytes} bytes, rank {}", self.n, self.rank);
+        let what =
+            format!("{} ranks, {dtype:?}, {op:?}, {bytes} bytes, rank {}", self.n, self.rank);
         let all = (0..self.n).map(|from| input(dtype, from, 0, bytes)).collect::<Vec<_>>();
         let expected = reduced(dtype, op, &all);
         let spans = self.give(dtype, self.rank, &[bytes]);
@@ -110,7 +129,10 @@ impl Member<'_> {
         // Not in place, so no rank's input changes.
         let (spans, outputs) = (self.give(dtype, self.rank, &[bytes]), self.blank(&[bytes]));
         self.run(Collective::AllReduce, dtype, op, 0, spans.clone(), outputs.clone());
-        assert!(*bytes_of(outputs[0]) == expected && *bytes_of(spans[0]) == all[self.rank as usize], "all_reduce, {what}");
+        assert!(
+            *bytes_of(outputs[0]) == expected && *bytes_of(spans[0]) == all[self.rank as usize],
+            "all_reduce, {what}"
+        );
         let (root, spans) = (self.n - 1, self.give(dtype, self.rank, &[bytes]));
         let outputs = if self.rank == root { self.blank(&[bytes]) } else { vec![] };
         self.run(Collective::Reduce, dtype, op, root, spans, outputs.clone());
@@ -119,16 +141,31 @@ impl Member<'_> {
 
     /// Rank r gets `longer` times r more elements.
     fn reduce_scatter(&mut self, dtype: DType, op: ReduceOp, bytes: usize, longer: usize) {
-        let lengths: Vec<usize> = (0..self.n as usize).map(|r| if bytes == 0 { 0 } else { bytes + longer * r * dtype.size() }).collect();
+        let lengths: Vec<usize> = (0..self.n as usize)
+            .map(|r| if bytes == 0 { 0 } else { bytes + longer * r * dtype.size() })
+            .collect();
         let own = self.rank as usize;
-        let expected = reduced(dtype, op, &(0..self.n).map(|from| input(dtype, from, self.rank, lengths[own])).collect::<Vec<_>>());
+        let expected = reduced(
+            dtype,
+            op,
+            &(0..self.n)
+                .map(|from| input(dtype, from, self.rank, lengths[own]))
+                .collect::<Vec<_>>(),
+        );
         for in_place in [false, true] {
             let inputs = self.give(dtype, self.rank, &lengths);
             let output = if in_place { inputs[own] } else { self.blank(&lengths[own..=own])[0] };
             self.run(Collective::ReduceScatter, dtype, op, 0, inputs.clone(), vec![output]);
-            assert!(*bytes_of(output) == expected, "reduce_scatter of {} ranks, {dtype:?}, {op:?}, {bytes} bytes, rank {own}", self.n);
+            assert!(
+                *bytes_of(output) == expected,
+                "reduce_scatter of {} ranks, {dtype:?}, {op:?}, {bytes} bytes, rank {own}",
+                self.n
+            );
             for (to, span) in (0..).zip(inputs).filter(|(to, _)| *to != self.rank) {
-                assert!(*bytes_of(span) == input(dtype, self.rank, to, span.bytes), "an input has changed");
+                assert!(
+                    *bytes_of(span) == input(dtype, self.rank, to, span.bytes),
+                    "an input has changed"
+                );
             }
         }
     }
@@ -142,10 +179,16 @@ impl Member<'_> {
         let inputs = if rank == root { self.give(dtype, rank, &[bytes]) } else { vec![] };
         let outputs = if rank == root { vec![] } else { self.blank(&[bytes]) };
         self.run(Collective::Broadcast, dtype, sum, root, inputs, outputs.clone());
-        assert!(outputs.iter().all(|span| *bytes_of(*span) == input(dtype, root, 0, bytes)), "{}", what("broadcast"));
+        assert!(
+            outputs.iter().all(|span| *bytes_of(*span) == input(dtype, root, 0, bytes)),
+            "{}",
+            what("broadcast")
+        );
 
         let lengths: Vec<usize> = others.clone().map(uneven).collect();
-        let gathered = |outputs: &[Span]| (0..).zip(outputs).all(|(r, span)| *bytes_of(*span) == input(dtype, r, 0, span.bytes));
+        let gathered = |outputs: &[Span]| {
+            (0..).zip(outputs).all(|(r, span)| *bytes_of(*span) == input(dtype, r, 0, span.bytes))
+        };
         let (inputs, outputs) = (self.give(dtype, rank, &lengths[own..=own]), self.blank(&lengths));
         self.run(Collective::AllGather, dtype, sum, 0, inputs, outputs.clone());
         assert!(gathered(&outputs), "{}", what("all_gather"));
@@ -161,18 +204,24 @@ impl Member<'_> {
         self.run(Collective::Gather, dtype, sum, root, inputs, outputs.clone());
         assert!(gathered(&outputs), "{}", what("gather"));
 
-        let inputs = if rank == root { self.give(dtype, rank, &vec![bytes; n as usize]) } else { vec![] };
+        let inputs =
+            if rank == root { self.give(dtype, rank, &vec![bytes; n as usize]) } else { vec![] };
         let outputs = self.blank(&[bytes]);
         self.run(Collective::Scatter, dtype, sum, root, inputs, outputs.clone());
         assert!(*bytes_of(outputs[0]) == input(dtype, root, rank, bytes), "{}", what("scatter"));
 
         // Every pair has a different length; one is zero.
-        let pair = |from: u32, to: u32| if (from, to) == (0, n - 1) { 0 } else { uneven(2 * from + to) };
+        let pair =
+            |from: u32, to: u32| if (from, to) == (0, n - 1) { 0 } else { uneven(2 * from + to) };
         let sent: Vec<usize> = others.clone().map(|to| pair(rank, to)).collect();
         let got: Vec<usize> = others.map(|from| pair(from, rank)).collect();
         let (inputs, outputs) = (self.give(dtype, rank, &sent), self.blank(&got));
         self.run(Collective::AllToAll, dtype, sum, 0, inputs, outputs.clone());
-        let exchanged = |outputs: &[Span]| (0..).zip(outputs).all(|(r, span)| *bytes_of(*span) == input(dtype, r, rank, span.bytes));
+        let exchanged = |outputs: &[Span]| {
+            (0..)
+                .zip(outputs)
+                .all(|(r, span)| *bytes_of(*span) == input(dtype, r, rank, span.bytes))
+        };
         assert!(exchanged(&outputs), "{}", what("all_to_all"));
         // In place, so peers must not read memory that this rank overwrites.
         let spans = self.give(dtype, rank, &vec![bytes; n as usize]);
@@ -207,7 +256,13 @@ fn with_members(n: u32, symmetric: Symmetric, body: impl Fn(&mut Member<'_>) + S
             let address = allocations::allocate(HOST, 64).unwrap();
             (group.rendezvous(HOST, address, PAD, None).unwrap(), address)
         });
-        body(&mut Member { group, rank, n, given: Arena::new(given, aligned), taken: Arena::new(taken, aligned) });
+        body(&mut Member {
+            group,
+            rank,
+            n,
+            given: Arena::new(given, aligned),
+            taken: Arena::new(taken, aligned),
+        });
         if let Some((window, address)) = window {
             drop(window);
             allocations::free(address).unwrap();
@@ -221,7 +276,9 @@ const COUNTS: [usize; 6] = [0, 1, 17, 1001, 9_999, 150_001];
 #[test]
 fn movements_of_every_size_and_algorithm() {
     for n in 1..=8 {
-        with_members(n, Symmetric::None, |member| COUNTS.into_iter().chain([600_001, 1_500_000]).for_each(|bytes| member.movements(bytes)));
+        with_members(n, Symmetric::None, |member| {
+            COUNTS.into_iter().chain([600_001, 1_500_000]).for_each(|bytes| member.movements(bytes))
+        });
     }
 }
 
@@ -235,7 +292,12 @@ fn reductions_of_every_dtype_and_op() {
                 for &op in ReduceOp::ALL.iter().filter(|op| cpu::supports(**op, dtype).is_ok()) {
                     for count in counts {
                         member.all_reduce(dtype, op, count * dtype.size());
-                        member.reduce_scatter(dtype, op, count * dtype.size(), usize::from(symmetric == Symmetric::All));
+                        member.reduce_scatter(
+                            dtype,
+                            op,
+                            count * dtype.size(),
+                            usize::from(symmetric == Symmetric::All),
+                        );
                     }
                 }
             }
@@ -282,15 +344,32 @@ fn no_rank_returns_while_another_reads_its_tensor() {
             let spans = member.given.take(0, &[40_000]);
             bytes_of(spans[0]).fill((turn + member.rank) as u8);
             if turn % 2 == 0 {
-                member.run(Collective::AllReduce, DType::U8, ReduceOp::Sum, 0, spans.clone(), spans.clone());
+                member.run(
+                    Collective::AllReduce,
+                    DType::U8,
+                    ReduceOp::Sum,
+                    0,
+                    spans.clone(),
+                    spans.clone(),
+                );
                 let sum = (0..n).fold(0u8, |sum, rank| sum.wrapping_add((turn + rank) as u8));
                 assert!(bytes_of(spans[0]).iter().all(|&byte| byte == sum), "turn {turn}");
             } else {
                 let outputs = member.taken.take(0, &vec![40_000; n as usize]);
-                member.run(Collective::AllGather, DType::U8, ReduceOp::Sum, 0, spans.clone(), outputs.clone());
+                member.run(
+                    Collective::AllGather,
+                    DType::U8,
+                    ReduceOp::Sum,
+                    0,
+                    spans.clone(),
+                    outputs.clone(),
+                );
                 bytes_of(spans[0]).fill(0xaa);
                 for (rank, span) in (0..).zip(&outputs) {
-                    assert!(bytes_of(*span).iter().all(|&byte| byte == (turn + rank) as u8), "turn {turn}");
+                    assert!(
+                        bytes_of(*span).iter().all(|&byte| byte == (turn + rank) as u8),
+                        "turn {turn}"
+                    );
                 }
             }
         }
@@ -304,7 +383,8 @@ fn many_small_calls_of_mixed_kinds_keep_their_order() {
             let bytes = [4, 64, 12_000, 100][i as usize % 4];
             let mut data = vec![i.wrapping_mul(rank + 1); bytes / 4];
             let span = vec![span(&mut data)];
-            run(group, call(Collective::AllReduce, DType::I32, span.clone(), span), None).expect("all_reduce");
+            run(group, call(Collective::AllReduce, DType::I32, span.clone(), span), None)
+                .expect("all_reduce");
             assert!(data.iter().all(|&value| value == i.wrapping_mul(10)), "call {i}");
         }
     });
@@ -317,7 +397,8 @@ fn more_ranks_than_cores_do_not_collapse() {
         for _ in 0..50 {
             let mut data = vec![1i32; 5000];
             let span = vec![span(&mut data)];
-            run(group, call(Collective::AllReduce, DType::I32, span.clone(), span), None).expect("all_reduce");
+            run(group, call(Collective::AllReduce, DType::I32, span.clone(), span), None)
+                .expect("all_reduce");
             assert!(data.iter().all(|&value| value == 16));
         }
     });

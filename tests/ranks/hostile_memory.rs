@@ -1,27 +1,26 @@
-//! Garbage that a faulty rank may leave in shared memory: a reader fails or computes nonsense, but writes only its own
-//! tensors.
+//! Garbage that a faulty rank may leave in shared memory: a reader fails or computes nonsense, but
+//! writes only its own tensors.
 
-use crate::threads::{call, run, span};
+use crate::threads::span;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use symm::coll::call::{Collective, Span};
+use symm::coll::call::Span;
 use symm::coll::message::{Message, MessageSpec};
 use symm::completion::Completion;
 use symm::control::Identity;
 use symm::dtype::DType;
-use symm::error::{Error, ErrorKind, Result};
+use symm::error::{ErrorKind, Result};
 use symm::group::{Group, GroupTuning};
-use symm::mem::layout::{INLINE_BYTES, LINE_PAIR, POST_HEAD, RING_HEAD, SegmentLayout};
+use symm::mem::layout::{LINE_PAIR, RING_HEAD, SegmentLayout};
 use symm::mem::shm::ShmSegment;
 use symm::rank::Rank;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The memory of a group of `n`, and a mapping of it that belongs to no rank.
-fn memory(n: usize) -> (OwnedFd, ShmSegment) {
+pub(super) fn memory(n: usize) -> (OwnedFd, ShmSegment) {
     let bytes = SegmentLayout::new(n).total_bytes();
     let file = ShmSegment::create(bytes).unwrap();
     let forger = ShmSegment::map(file.try_clone().unwrap(), bytes).unwrap();
@@ -29,14 +28,17 @@ fn memory(n: usize) -> (OwnedFd, ShmSegment) {
 }
 
 fn assemble(file: &OwnedFd, rank: u32, n: u32, direct: bool) -> Group {
-    let segment = ShmSegment::map(file.try_clone().unwrap(), SegmentLayout::new(n as usize).total_bytes()).unwrap();
+    let segment =
+        ShmSegment::map(file.try_clone().unwrap(), SegmentLayout::new(n as usize).total_bytes())
+            .unwrap();
     let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
     let tuning = GroupTuning { zero_copy: direct, ..GroupTuning::default() };
     Group::from_joined(segment, "test", Rank(rank), members, PATIENCE, tuning).unwrap()
 }
 
-/// Both ranks of a group of two. `timeout` is for their calls; a busy node may need longer to start two threads.
-fn pair(file: &OwnedFd, timeout: Duration, direct: bool) -> [Group; 2] {
+/// Both ranks of a group of two. `timeout` is for their calls; a busy node may need longer to start
+/// two threads.
+pub(super) fn pair(file: &OwnedFd, timeout: Duration, direct: bool) -> [Group; 2] {
     let groups = thread::scope(|scope| {
         let other = scope.spawn(|| assemble(file, 1, 2, direct));
         [assemble(file, 0, 2, direct), other.join().unwrap()]
@@ -45,19 +47,27 @@ fn pair(file: &OwnedFd, timeout: Duration, direct: bool) -> [Group; 2] {
     groups
 }
 
-fn message(peer: u32, tag: i32, span: Span) -> Message {
+pub(super) fn message(peer: u32, tag: i32, span: Span) -> Message {
     // SAFETY: tests keep the memory until the message has ended.
-    unsafe { Message::new(MessageSpec { peer: Some(Rank(peer)), tag, dtype: DType::U8, span, timeout: None }) }
+    unsafe {
+        Message::new(MessageSpec {
+            peer: Some(Rank(peer)),
+            tag,
+            dtype: DType::U8,
+            span,
+            timeout: None,
+        })
+    }
 }
 
 /// Returns where the outcome of a send or receive will appear.
-fn received() -> (Completion, impl Fn() -> Option<Result<()>>) {
+pub(super) fn received() -> (Completion, impl Fn() -> Option<Result<()>>) {
     let (sender, receiver) = std::sync::mpsc::channel();
     let done = Completion::new(move |outcome, _| sender.send(outcome).unwrap_or(()));
     (done, move || receiver.try_recv().ok())
 }
 
-fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+pub(super) fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + PATIENCE;
     loop {
         if let Some(found) = look() {
@@ -77,8 +87,16 @@ struct Pages {
 impl Pages {
     fn new(bytes: usize) -> Self {
         use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
-        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of this process.
-        let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of this
+        // process.
+        let base = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        };
         Self { base: base.unwrap(), bytes }
     }
 
@@ -104,10 +122,13 @@ impl Ring<'_> {
     /// Writes four words as the next frame, and publishes `bytes` bytes.
     fn say(&mut self, words: [u64; 4], bytes: u64) {
         let base = SegmentLayout::new(2).ring(Rank(1), Rank(0));
-        let place = base + RING_HEAD + (self.tail % SegmentLayout::new(2).ring_data_bytes() as u64) as usize;
+        let place = base
+            + RING_HEAD
+            + (self.tail % SegmentLayout::new(2).ring_data_bytes() as u64) as usize;
         for (index, word) in words.into_iter().enumerate() {
             // SAFETY: atomics; frames are words of a ring.
-            unsafe { self.forger.at::<AtomicU64>(place + 8 * index) }.store(word, Ordering::Relaxed);
+            unsafe { self.forger.at::<AtomicU64>(place + 8 * index) }
+                .store(word, Ordering::Relaxed);
         }
         self.tail += bytes;
         // SAFETY: the first word of a ring is its tail.
@@ -137,7 +158,10 @@ fn memory_of_a_send_that_has_failed_is_not_read_again() {
         .collect();
     sender.abort();
     // The progress thread may notice it first and report the outcomes.
-    let failed = sent.iter().filter(|(_, outcome)| until("an outcome of every send", outcome).is_err()).count();
+    let failed = sent
+        .iter()
+        .filter(|(_, outcome)| until("an outcome of every send", outcome).is_err())
+        .count();
     assert!(failed > 5, "{failed} were waiting");
     drop(sent);
     // Frees space, which must stay unused.
@@ -152,8 +176,8 @@ fn forged_frames_end_no_transfer_of_others_and_stretch_none() {
     let (file, forger) = memory(2);
     let [victim, _silent] = pair(&file, PATIENCE, false);
     let mut ring = Ring { forger: &forger, tail: 0 };
-    // A long message is announced (RTS) and requested twice (CTS): its memory must not be read again once it has been
-    // sent.
+    // A long message is announced (RTS) and requested twice (CTS): its memory must not be read
+    // again once it has been sent.
     let pages = Pages::new(2 << 20);
     let (done, outcome) = received();
     let ticket = victim.send(message(1, 7, pages.span()), done).unwrap();
@@ -193,7 +217,10 @@ fn a_frame_that_makes_no_sense_is_an_error_that_names_its_sender() {
             outcome()
         })
         .expect_err(what);
-        assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{what}: {error}");
+        assert!(
+            error.kind == ErrorKind::Internal && error.message.contains("rank 1"),
+            "{what}: {error}"
+        );
         assert_eq!(room, [0; 16], "{what}");
     }
 }
@@ -237,8 +264,9 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
     assert_eq!(flood(&mut ring, CAP), 0, "nor is it now");
 }
 
-/// Returns the outcome of a receive of `bytes` bytes while rank 1 writes `frames`, each with its size in the ring.
-/// Waits for an `expected` outcome; otherwise returns `None` if there is no outcome at once.
+/// Returns the outcome of a receive of `bytes` bytes while rank 1 writes `frames`, each with its
+/// size in the ring. Waits for an `expected` outcome; otherwise returns `None` if there is no
+/// outcome at once.
 fn outcome_of(bytes: usize, frames: &[([u64; 4], u64)], expected: bool) -> Option<Result<()>> {
     let (file, forger) = memory(2);
     let [victim, _silent] = pair(&file, PATIENCE, false);
@@ -261,7 +289,9 @@ fn accepted(bytes: usize, frames: &[([u64; 4], u64)]) {
 }
 
 fn refused(bytes: usize, frames: &[([u64; 4], u64)]) {
-    let error = outcome_of(bytes, frames, true).expect("an outcome").expect_err("no sender writes such frames");
+    let error = outcome_of(bytes, frames, true)
+        .expect("an outcome")
+        .expect_err("no sender writes such frames");
     assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{error}");
 }
 
@@ -299,9 +329,15 @@ fn a_message_whose_rest_does_not_come_is_no_message() {
     // Words of the payload replace a header: more of the same message.
     let more = |bytes: u64| ([u64::MAX; 4], bytes);
     accepted(BYTES as usize, &[begun, more(8 << 10), more(16 << 10)]);
-    assert_eq!(outcome_of(BYTES as usize, &[begun, more(8 << 10)], false), None, "24 of 40 KB have come");
+    assert_eq!(
+        outcome_of(BYTES as usize, &[begun, more(8 << 10)], false),
+        None,
+        "24 of 40 KB have come"
+    );
     refused(BYTES as usize, &[([1 | 3 << 32, 77, BYTES, 0], 32)]);
-    let other = outcome_of(16, &[begun, more(24 << 10)], true).expect("an outcome").expect_err("it is longer than the receive");
+    let other = outcome_of(16, &[begun, more(24 << 10)], true)
+        .expect("an outcome")
+        .expect_err("it is longer than the receive");
     assert_eq!(other.kind, ErrorKind::Mismatch, "{other}");
 }
 
@@ -324,160 +360,6 @@ fn more_short_messages_than_may_go_unasked_are_an_error_that_names_their_sender(
     assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{error}");
 }
 
-/// A generator of the same numbers in every run.
-struct Dice(u64);
-
-impl Dice {
-    fn next(&mut self, below: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % below
-    }
-}
-
-/// Several calls of two ranks, with data in `mine`, between guards.
-fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
-    let words = room.len();
-    let part = |index: usize, count: usize| Span { addr: room.as_ptr() as usize + 4 * 1024 * index, bytes: 4 * count };
-    assert!(words >= 8 * 1024);
-    for count in [1, 300, 1000] {
-        run(group, call(Collective::AllReduce, DType::I32, vec![part(0, count)], vec![part(0, count)]), None)?;
-        let outputs = vec![part(2 + me, if me == 0 { count } else { 1 }); 2];
-        run(group, call(Collective::AllToAll, DType::I32, vec![part(0, count), part(1, 1)], outputs), None)?;
-        run(group, call(Collective::AllGather, DType::I32, vec![part(0, count)], vec![part(4, count), part(5, count)]), None)?;
-        let (done, outcome) = received();
-        let peer = 1 - me as u32;
-        let ticket = if me == 0 {
-            group.send(message(peer, 1, part(6, count)), done)?
-        } else {
-            group.recv(message(peer, 1, part(7, count)), done)?
-        };
-        group.wait(ticket, Some(Duration::from_secs(2)))?;
-        outcome().unwrap_or(Ok(()))?;
-    }
-    Ok(())
-}
-
-/// Rank 1's part of the first collective, matching rank 0's call, but with a message to itself of `longest` bytes and
-/// all stages done.
-fn forge_an_all_to_all(forger: &ShmSegment, bytes: u64, longest: u64) {
-    let layout = SegmentLayout::new(2);
-    let word = |offset: usize| {
-        // SAFETY: atomics may be written anywhere within the segment.
-        unsafe { forger.at::<AtomicU64>(offset) }
-    };
-    let [real, forged] = [Rank(0), Rank(1)].map(|rank| layout.post(rank, 1));
-    until("the post of rank 0", || (word(real).load(Ordering::Acquire) == 1).then_some(()));
-    let table = |place: usize| word(forged + POST_HEAD + INLINE_BYTES + 8 * place);
-    // After 8 words: the lengths that it sends to each rank, then the lengths that it expects.
-    for (place, length) in [bytes, longest, bytes, longest].into_iter().enumerate() {
-        table(8 + place).store(length, Ordering::Relaxed);
-    }
-    word(layout.member(Rank(1))).store(u64::MAX, Ordering::Relaxed);
-    for place in [8, 16] {
-        word(forged + place).store(word(real + place).load(Ordering::Relaxed), Ordering::Relaxed);
-    }
-    word(forged).store(1, Ordering::Release);
-}
-
-// proves P1
-#[test]
-fn stages_without_end_end_at_the_deadline_or_with_the_group() {
-    for (timeout, aborted) in [(Duration::from_secs(2), false), (6 * PATIENCE, true)] {
-        let (file, forger) = memory(2);
-        let [victim, _silent] = pair(&file, timeout, false);
-        let mut room = vec![0u8; 4 * 4096];
-        let parts: Vec<Span> = room.chunks_mut(4096).map(span).collect();
-        let (inputs, outputs) = (parts[..2].to_vec(), parts[2..].to_vec());
-        let error = thread::scope(|scope| {
-            let running = scope.spawn(|| run(&victim, call(Collective::AllToAll, DType::I32, inputs, outputs), None));
-            forge_an_all_to_all(&forger, 4096, 1 << 60);
-            if aborted {
-                // SAFETY: atomics; the first word of a member is its stage.
-                let stage = unsafe { forger.at::<AtomicU64>(SegmentLayout::new(2).member(Rank(0))) };
-                until("the 1000th stage of rank 0", || (stage.load(Ordering::Acquire) >= 1000).then_some(()));
-                victim.abort();
-            }
-            let waiting = Instant::now() + PATIENCE;
-            while !running.is_finished() && Instant::now() < waiting {
-                thread::sleep(Duration::from_millis(5));
-            }
-            let ended = running.is_finished();
-            victim.abort();
-            let error = running.join().unwrap().expect_err("it never ends");
-            assert!(ended, "the call outlasts its deadline or the group: {error}");
-            error
-        });
-        assert_eq!(error.kind, if aborted { ErrorKind::Aborted } else { ErrorKind::Timeout }, "{error}");
-        assert!(aborted || error.message.contains("s in all_to_all"), "{error}");
-    }
-}
-
-#[test]
-fn garbage_in_the_shared_memory_never_harms_a_rank() {
-    let mut dice = Dice(0x9E37_79B9_7F4A_7C15);
-    let layout = SegmentLayout::new(2);
-    for round in 0..60 {
-        let (file, forger) = memory(2);
-        let groups = pair(&file, Duration::from_millis(150), round % 2 == 0);
-        let stop = Arc::new(AtomicBool::new(false));
-        thread::scope(|scope| {
-            let ranks: Vec<_> = groups
-                .iter()
-                .enumerate()
-                .map(|(me, group)| {
-                    scope.spawn(move || -> Error {
-                        let mut room = vec![0x5A5A_5A5Ai32; 10 * 1024];
-                        // The next call may overwrite some garbage, so an error may take long, but it must come.
-                        let error = until("an error", || calls(group, me, &mut room[1024..9 * 1024]).err());
-                        assert!(room[..1024].iter().chain(&room[9 * 1024..]).all(|&word| word == 0x5A5A_5A5A), "beside its tensors");
-                        error
-                    })
-                })
-                .collect();
-            let stopping = Arc::clone(&stop);
-            let seed = dice.next(u64::MAX) | 1;
-            let vandal = scope.spawn(move || {
-                let mut dice = Dice(seed);
-                let values = [0, 1, 8, 9, 255, 1 << 20, 1 << 40, u64::MAX, u64::MAX - 7];
-                while !stopping.load(Ordering::Relaxed) {
-                    // Mostly at structures: the header, the members' words, headers and tables of posts, counters of
-                    // rings.
-                    let rank = Rank(dice.next(2) as u32);
-                    let areas = [
-                        (0, 4096),
-                        (layout.member(rank), 512),
-                        (layout.post(rank, 0), 32),
-                        (layout.post(rank, 1), layout.post_bytes()),
-                        (layout.ring(rank, Rank(1 - rank.0)), 4 * LINE_PAIR),
-                        (layout.ring(rank, Rank(1 - rank.0)) + RING_HEAD, 4096),
-                    ];
-                    let (offset, bytes) = areas[dice.next(areas.len() as u64) as usize];
-                    let place = offset + 8 * dice.next(bytes as u64 / 8) as usize;
-                    let value = match dice.next(3) {
-                        0 => dice.next(u64::MAX),
-                        1 => dice.next(1 << 12),
-                        _ => values[dice.next(values.len() as u64) as usize],
-                    };
-                    // SAFETY: atomics may be written anywhere within the segment.
-                    unsafe { forger.at::<AtomicU64>(place) }.store(value, Ordering::Relaxed);
-                    if dice.next(4) == 0 {
-                        thread::sleep(Duration::from_micros(dice.next(300)));
-                    }
-                }
-            });
-            let errors: Vec<_> = ranks.into_iter().map(thread::ScopedJoinHandle::join).collect();
-            stop.store(true, Ordering::Relaxed);
-            vandal.join().unwrap();
-            for error in errors {
-                let error = error.expect("no rank panics");
-                assert!(!error.message.contains("panicked"), "{error}");
-            }
-        });
-    }
-}
-
 #[test]
 fn a_wait_that_panics_leaves_what_is_open_to_the_progress_thread() {
     until("a wait that meets its message", || {
@@ -485,17 +367,26 @@ fn a_wait_that_panics_leaves_what_is_open_to_the_progress_thread() {
         let [victim, silent] = pair(&file, PATIENCE, false);
         let mut ring = Ring { forger: &forger, tail: 0 };
         let (mut first, mut second) = ([0u8; 16], [0u8; 16]);
-        let ticket = victim.recv(message(1, 3, span(&mut first)), Completion::new(|_, _| panic!("a completion's bug"))).unwrap();
+        let ticket = victim
+            .recv(
+                message(1, 3, span(&mut first)),
+                Completion::new(|_, _| panic!("a completion's bug")),
+            )
+            .unwrap();
         let (done, outcome) = received();
         victim.recv(message(1, 4, span(&mut second)), done).unwrap();
         let panicked = thread::scope(|scope| {
-            let waiting = scope.spawn(|| std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| victim.wait(ticket, Some(PATIENCE)))));
+            let waiting = scope.spawn(|| {
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                    victim.wait(ticket, Some(PATIENCE))
+                }))
+            });
             until("the wait", || silent.control().is_progressing(Rank(0)).then_some(()));
             ring.say([1 | 3 << 32, 1, 16, 0], 64);
             waiting.join().unwrap().is_err()
         });
-        // The progress thread may have been about to check when the wait started, and then it completes the message:
-        // repeat.
+        // The progress thread may have been about to check when the wait started, and then it
+        // completes the message: repeat.
         panicked.then(|| {
             ring.say([1 | 4 << 32, 2, 16, 0], 64);
             until("the second message", &outcome).unwrap();

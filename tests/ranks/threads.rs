@@ -21,9 +21,17 @@ pub(crate) fn with_ranks(n: u32, body: impl Fn(&Group, u32) + Sync) {
             let (file, body) = (file.try_clone().expect("dup"), &body);
             scope.spawn(move || {
                 let segment = ShmSegment::map(file, bytes).expect("map");
-                let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
-                let group = Group::from_joined(segment, "test", Rank(rank), members, Duration::from_secs(60), GroupTuning::default())
-                    .expect("assemble");
+                let members =
+                    (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
+                let group = Group::from_joined(
+                    segment,
+                    "test",
+                    Rank(rank),
+                    members,
+                    Duration::from_secs(60),
+                    GroupTuning::default(),
+                )
+                .expect("assemble");
                 body(&group, rank);
             });
         }
@@ -36,8 +44,19 @@ pub(crate) fn span<T>(data: &mut [T]) -> Span {
 }
 
 /// A call of root 0.
-pub(crate) fn call(op: Collective, dtype: DType, inputs: Vec<Span>, outputs: Vec<Span>) -> CallSpec<'static> {
-    CallSpec { op, dtype, inputs: inputs.into(), outputs: outputs.into(), ..CallSpec::barrier(None) }
+pub(crate) fn call(
+    op: Collective,
+    dtype: DType,
+    inputs: Vec<Span>,
+    outputs: Vec<Span>,
+) -> CallSpec<'static> {
+    CallSpec {
+        op,
+        dtype,
+        inputs: inputs.into(),
+        outputs: outputs.into(),
+        ..CallSpec::barrier(None)
+    }
 }
 
 /// Runs one call of `group`.
@@ -51,7 +70,8 @@ pub(crate) fn barrier(group: &Group, timeout: Option<Duration>) -> Result<()> {
     group.run(&[Call::barrier(None)], timeout)
 }
 
-/// The input of rank `from` for rank `to` (`to` is 0 if all get the same): any bits, but only 0 and 1 for bool.
+/// The input of rank `from` for rank `to` (`to` is 0 if all get the same): any bits, but only 0 and
+/// 1 for bool.
 pub(crate) fn input(dtype: DType, from: u32, to: u32, bytes: usize) -> Vec<u8> {
     let mut state = u64::from(from) << 32 | u64::from(to) << 8 | dtype as u64 | 1 << 63;
     let mut next = || {
@@ -66,9 +86,21 @@ pub(crate) fn input(dtype: DType, from: u32, to: u32, bytes: usize) -> Vec<u8> {
 /// The expected reduction of `inputs`, one per rank.
 pub(crate) fn reduced(dtype: DType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
     let mut output = vec![0u8; inputs[0].len()];
-    let sources: Vec<InputElements> =
-        inputs.iter().enumerate().map(|(rank, data)| InputElements { ptr: data.as_ptr(), factor: rank as f64 + 0.5 }).collect();
+    let sources: Vec<InputElements> = inputs
+        .iter()
+        .enumerate()
+        .map(|(rank, data)| InputElements { ptr: data.as_ptr(), factor: rank as f64 + 0.5 })
+        .collect();
     // SAFETY: all buffers are of the same length, a multiple of the element size.
-    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), WriteMode::Cached) };
+    unsafe {
+        cpu::reduce(
+            op,
+            dtype,
+            output.as_mut_ptr(),
+            &sources,
+            output.len() / dtype.size(),
+            WriteMode::Cached,
+        )
+    };
     output
 }

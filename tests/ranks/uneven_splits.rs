@@ -1,5 +1,5 @@
-//! Random splits of all_to_all, all_gather and reduce_scatter, with empty and long messages in one call, compared with
-//! a loop.
+//! Random splits of all_to_all, all_gather and reduce_scatter, with empty and long messages in one
+//! call, compared with a loop.
 
 use crate::threads::{self, call, span, with_ranks};
 use proptest::prelude::*;
@@ -16,9 +16,15 @@ const CANARY: i32 = -77;
 type Counts = Vec<Vec<usize>>;
 
 fn counts() -> impl Strategy<Value = Counts> {
-    // Next to the flag, around its limit of 2040, one chunk, and more than the smallest chunk of five ranks.
-    let count = prop_oneof![3 => Just(0usize), 4 => 1usize..40, 2 => 400usize..2100, 1 => 2030usize..2050, 1 => 9000usize..20_000];
-    (1usize..=5).prop_flat_map(move |n| prop::collection::vec(prop::collection::vec(count.clone(), n..=n), n..=n))
+    // Next to the flag, around its limit of 2040, one chunk, and more than the smallest chunk of
+    // five ranks.
+    let count = prop_oneof![
+        3 => Just(0usize), 4 => 1usize..40, 2 => 400usize..2100, 1 => 2030usize..2050,
+        1 => 9000usize..20_000
+    ];
+    (1usize..=5).prop_flat_map(move |n| {
+        prop::collection::vec(prop::collection::vec(count.clone(), n..=n), n..=n)
+    })
 }
 
 /// Element `i` of the message from `from` to `to`.
@@ -57,8 +63,16 @@ impl Outputs {
     }
 }
 
-fn run(group: &Group, op: Collective, inputs: &[Vec<i32>], outputs: &mut Outputs) -> Result<(), Error> {
-    let inputs = inputs.iter().map(|data| Span { addr: data.as_ptr() as usize, bytes: 4 * data.len() }).collect();
+fn run(
+    group: &Group,
+    op: Collective,
+    inputs: &[Vec<i32>],
+    outputs: &mut Outputs,
+) -> Result<(), Error> {
+    let inputs = inputs
+        .iter()
+        .map(|data| Span { addr: data.as_ptr() as usize, bytes: 4 * data.len() })
+        .collect();
     threads::run(group, call(op, DType::I32, inputs, outputs.spans()), None)
 }
 
@@ -74,7 +88,8 @@ fn all_to_all(group: &Group, me: usize, counts: &Counts) {
 
 fn all_gather(group: &Group, me: usize, counts: &Counts) {
     let mut outputs = Outputs::new(counts.iter().map(|row| row[0]));
-    run(group, Collective::AllGather, &[tensor(me, 0, counts[me][0])], &mut outputs).expect("all_gather");
+    run(group, Collective::AllGather, &[tensor(me, 0, counts[me][0])], &mut outputs)
+        .expect("all_gather");
     for (from, row) in counts.iter().enumerate() {
         assert!(outputs.is(from, &tensor(from, 0, row[0])), "from {from} to {me}: {counts:?}");
     }
@@ -82,7 +97,8 @@ fn all_gather(group: &Group, me: usize, counts: &Counts) {
 
 fn reduce_scatter(group: &Group, me: usize, counts: &Counts) {
     let lengths = &counts[0];
-    let inputs: Vec<_> = lengths.iter().enumerate().map(|(to, &count)| tensor(me, to, count)).collect();
+    let inputs: Vec<_> =
+        lengths.iter().enumerate().map(|(to, &count)| tensor(me, to, count)).collect();
     let mut outputs = Outputs::new(std::iter::once(lengths[me]));
     run(group, Collective::ReduceScatter, &inputs, &mut outputs).expect("reduce_scatter");
     let sum = |i| (0..counts.len()).map(|from| element(from, me, i)).sum();
@@ -91,13 +107,17 @@ fn reduce_scatter(group: &Group, me: usize, counts: &Counts) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 60, failure_persistence: None, ..ProptestConfig::default()
+    })]
 
     #[test]
     fn random_splits_arrive_where_they_belong(first in counts(), seed in any::<u64>()) {
         let n = first.len();
         // The same lengths rotated: calls of different lengths follow each other.
-        let second: Counts = (0..n).map(|a| (0..n).map(|b| first[b][(a + seed as usize % n) % n]).collect()).collect();
+        let second: Counts = (0..n)
+            .map(|a| (0..n).map(|b| first[b][(a + seed as usize % n) % n]).collect())
+            .collect();
         with_ranks(n as u32, |group, rank| {
             let steps = [all_to_all, all_gather, reduce_scatter];
             for (i, counts) in [&first, &second, &first].into_iter().enumerate() {
@@ -111,21 +131,27 @@ proptest! {
     // proves P7
     #[test]
     fn one_wrong_length_fails_all_ranks_before_anything_is_written(
-        counts in counts().prop_filter("two ranks", |counts| counts.len() > 1), pair in any::<[u8; 2]>(), more in 1usize..3000
+        counts in counts().prop_filter("two ranks", |counts| counts.len() > 1),
+        pair in any::<[u8; 2]>(), more in 1usize..3000
     ) {
         let n = counts.len();
         let (from, to) = (usize::from(pair[0]) % n, usize::from(pair[1]) % n);
-        // Not in the length for the rank itself, because `validate` rejects that before peers learn of it.
+        // Not in the length for the rank itself, because `validate` rejects that before peers learn
+        // of it.
         let to = if from == to { (to + 1) % n } else { to };
         with_ranks(n as u32, |group, rank| {
             let me = rank as usize;
             let inputs: Vec<_> = (0..n).map(|to| tensor(me, to, counts[me][to])).collect();
-            let expected = |other: usize| counts[other][me] + if (other, me) == (from, to) { more } else { 0 };
+            let expected = |other: usize| {
+                counts[other][me] + if (other, me) == (from, to) { more } else { 0 }
+            };
             let mut outputs = Outputs::new((0..n).map(expected));
-            let error = run(group, Collective::AllToAll, &inputs, &mut outputs).expect_err("lengths differ");
+            let outcome = run(group, Collective::AllToAll, &inputs, &mut outputs);
+            let error = outcome.expect_err("lengths differ");
             let (sent, wanted) = (4 * counts[from][to], 4 * (counts[from][to] + more));
             assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
-            assert!(error.message.contains(&format!("sends {sent} bytes")) && error.message.contains(&format!("expects {wanted} bytes")), "{error}");
+            assert!(error.message.contains(&format!("sends {sent} bytes")), "{error}");
+            assert!(error.message.contains(&format!("expects {wanted} bytes")), "{error}");
             assert!(outputs.untouched(), "rank {me} was written to: {counts:?}");
         });
     }
@@ -133,19 +159,27 @@ proptest! {
     // proves P7
     #[test]
     fn one_length_that_a_rank_knows_wrongly_fails_all_ranks_before_anything_is_written(
-        counts in counts().prop_filter("two ranks", |counts| counts.len() > 1), pair in any::<[u8; 2]>(), more in 1usize..3000, gathers in any::<bool>()
+        counts in counts().prop_filter("two ranks", |counts| counts.len() > 1),
+        pair in any::<[u8; 2]>(), more in 1usize..3000, gathers in any::<bool>()
     ) {
         let n = counts.len();
         let (wrong, about) = (usize::from(pair[0]) % n, usize::from(pair[1]) % n);
         let about = if wrong == about { (about + 1) % n } else { about };
         with_ranks(n as u32, |group, rank| {
             let me = rank as usize;
-            let lengths: Vec<usize> = (0..n).map(|i| counts[0][i] + if (me, i) == (wrong, about) { more } else { 0 }).collect();
+            let lengths: Vec<usize> = (0..n)
+                .map(|i| counts[0][i] + if (me, i) == (wrong, about) { more } else { 0 })
+                .collect();
             let own = std::iter::once(lengths[me]);
             let (op, inputs, mut outputs) = if gathers {
-                (Collective::AllGather, vec![tensor(me, 0, lengths[me])], Outputs::new(lengths.iter().copied()))
+                (
+                    Collective::AllGather,
+                    vec![tensor(me, 0, lengths[me])],
+                    Outputs::new(lengths.iter().copied()),
+                )
             } else {
-                let inputs = lengths.iter().enumerate().map(|(to, &count)| tensor(me, to, count)).collect();
+                let inputs =
+                    lengths.iter().enumerate().map(|(to, &count)| tensor(me, to, count)).collect();
                 (Collective::ReduceScatter, inputs, Outputs::new(own))
             };
             let error = run(group, op, &inputs, &mut outputs).expect_err("lengths differ");

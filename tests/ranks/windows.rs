@@ -33,7 +33,10 @@ fn every_rank_stores_into_every_other() {
     for n in [1, 2, 5] {
         with_ranks(n, |group, me| {
             let (window, address) = window(group, 4 * n as usize);
-            assert_eq!((window.bytes(), window.buffers().len(), window.pads().len()), (4 * n as usize, n as usize, n as usize));
+            assert_eq!(
+                (window.bytes(), window.buffers().len(), window.pads().len()),
+                (4 * n as usize, n as usize, n as usize)
+            );
             assert_eq!(window.buffers()[me as usize], address);
             assert!(window.is_current());
             for &peer in window.buffers() {
@@ -45,7 +48,10 @@ fn every_rank_stores_into_every_other() {
             }
             window.barrier(0, None, 0).unwrap();
             let pad = window.pads()[me as usize];
-            assert!(words(pad, PAD / 4).iter().all(|word| word.load(Ordering::Relaxed) == 0), "pads are clear after use");
+            assert!(
+                words(pad, PAD / 4).iter().all(|word| word.load(Ordering::Relaxed) == 0),
+                "pads are clear after use"
+            );
             barrier(group, None).unwrap();
             allocations::free(address).unwrap();
             assert!(!window.is_current());
@@ -62,7 +68,10 @@ fn windows_of_one_allocation_have_pads_of_their_own() {
         let peer = 1 - me as i32;
         one.put_signal(peer, 7, None, 0).unwrap();
         let error = two.wait_signal(peer, 7, SHORT, 0).unwrap_err();
-        assert!(error.kind == ErrorKind::Timeout && error.message.contains(&format!("rank {peer}")), "{error}");
+        assert!(
+            error.kind == ErrorKind::Timeout && error.message.contains(&format!("rank {peer}")),
+            "{error}"
+        );
         one.wait_signal(peer, 7, None, 0).unwrap();
         barrier(group, None).unwrap();
         allocations::free(address).unwrap();
@@ -90,9 +99,14 @@ fn different_sizes_are_an_error_that_shows_both_sides_and_the_group_goes_on() {
 fn memory_that_is_not_symmetric_is_refused_on_all_ranks() {
     with_ranks(2, |group, me| {
         let own = vec![0u8; 4096];
-        let address = if me == 1 { own.as_ptr() as u64 } else { allocations::allocate(HOST, 4096).unwrap() };
+        let address =
+            if me == 1 { own.as_ptr() as u64 } else { allocations::allocate(HOST, 4096).unwrap() };
         let error = group.rendezvous(HOST, address, PAD, None).err().unwrap();
-        assert!(error.kind == ErrorKind::Value && error.message.contains("not in symmetric memory of the host"), "{error}");
+        assert!(
+            error.kind == ErrorKind::Value
+                && error.message.contains("not in symmetric memory of the host"),
+            "{error}"
+        );
         assert_eq!(error.message.contains("rank 1"), me == 0, "the others are told who: {error}");
         if me == 0 {
             allocations::free(address).unwrap();
@@ -108,7 +122,10 @@ fn a_rank_that_does_not_come_is_named() {
         if me == 0 {
             let address = allocations::allocate(HOST, 64).unwrap();
             let error = group.rendezvous(HOST, address, PAD, SHORT).err().unwrap();
-            assert!(error.kind == ErrorKind::Timeout && error.message.contains("rank 1"), "{error}");
+            assert!(
+                error.kind == ErrorKind::Timeout && error.message.contains("rank 1"),
+                "{error}"
+            );
             assert!(begun.elapsed() < Duration::from_secs(5));
             assert!(error.message.contains("rendezvous"), "{error}");
             allocations::free(address).unwrap();
@@ -161,14 +178,20 @@ fn pads_are_used_again_once_all_ranks_have_let_go() {
     assert!(count <= 4, "200 windows used {count} pads");
 }
 
-/// The input of rank `rank`: large and small numbers, so that another order of summands gives another result.
+/// The input of rank `rank`: large and small numbers, so that another order of summands gives
+/// another result.
 fn brought(rank: u32, count: usize) -> Vec<f32> {
-    (0..count).map(|i| [1e8, 1.0, -1e8, 3.0, 0.5][rank as usize % 5] * (i % 97 + 1) as f32).collect()
+    (0..count)
+        .map(|i| [1e8, 1.0, -1e8, 3.0, 0.5][rank as usize % 5] * (i % 97 + 1) as f32)
+        .collect()
 }
 
 /// Sum of the inputs of all of `n` ranks, in rank order.
 fn summed(n: u32, count: usize) -> Vec<f32> {
-    (0..n).map(|rank| brought(rank, count)).reduce(|sum, more| sum.iter().zip(more).map(|(a, b)| a + b).collect()).unwrap()
+    (0..n)
+        .map(|rank| brought(rank, count))
+        .reduce(|sum, more| sum.iter().zip(more).map(|(a, b)| a + b).collect())
+        .unwrap()
 }
 
 /// A tensor in a window on new memory, neither at its start nor on a cache line.
@@ -208,20 +231,38 @@ fn all_reduces_add_in_rank_order_and_leave_what_they_may() {
             for count in [1, 15, 16, 17, 33, 1000, 20_001] {
                 let (given, expected) = (brought(me, count), summed(n, count));
                 let mut tensor = Tensor::new(group, &given);
-                let (input, none, mut out) = (tensor.span(), Span { addr: 0, bytes: 0 }, vec![0f32; count]);
+                let (input, none, mut out) =
+                    (tensor.span(), Span { addr: 0, bytes: 0 }, vec![0f32; count]);
                 let (dtype, op) = (DType::F32, ReduceOp::Sum);
-                unsafe { tensor.window.one_shot_all_reduce(dtype, op, input, none, span(&mut out)) }.unwrap();
+                unsafe {
+                    tensor.window.one_shot_all_reduce(dtype, op, input, none, span(&mut out))
+                }
+                .unwrap();
                 assert_eq!(out, expected, "one shot, {count} of {n} ranks");
                 assert_eq!(tensor.values(), given);
 
                 // A local input of one element; the rest is unchanged.
                 let mut local = [7f32];
-                unsafe { tensor.window.one_shot_all_reduce(dtype, op, input, span(&mut local), span(&mut out)) }.unwrap();
-                assert_eq!((out[0], &out[1..]), (7.0 * n as f32, &expected[1..]), "a local input, {count} of {n} ranks");
+                unsafe {
+                    tensor.window.one_shot_all_reduce(
+                        dtype,
+                        op,
+                        input,
+                        span(&mut local),
+                        span(&mut out),
+                    )
+                }
+                .unwrap();
+                assert_eq!(
+                    (out[0], &out[1..]),
+                    (7.0 * n as f32, &expected[1..]),
+                    "a local input, {count} of {n} ranks"
+                );
 
                 tensor.values()[0] = given[0];
                 out.fill(0.0);
-                unsafe { tensor.window.two_shot_all_reduce(dtype, op, input, span(&mut out)) }.unwrap();
+                unsafe { tensor.window.two_shot_all_reduce(dtype, op, input, span(&mut out)) }
+                    .unwrap();
                 assert_eq!(out, expected, "two shots, {count} of {n} ranks");
 
                 tensor.values().copy_from_slice(&given);
@@ -242,8 +283,20 @@ fn pieces_of_rows_are_reduced_and_inputs_gathered() {
             let tensor = Tensor::new(group, &brought(me, rows * row));
             let (input, sums) = (tensor.span(), summed(n, rows * row));
             let mut out = vec![0f32; rows * piece];
-            unsafe { tensor.window.reduce_scatter(DType::F32, ReduceOp::Sum, input, 4 * row, span(&mut out)) }.unwrap();
-            let mine: Vec<f32> = sums.chunks(row).flat_map(|row| row[me as usize * piece..][..piece].to_vec()).collect();
+            unsafe {
+                tensor.window.reduce_scatter(
+                    DType::F32,
+                    ReduceOp::Sum,
+                    input,
+                    4 * row,
+                    span(&mut out),
+                )
+            }
+            .unwrap();
+            let mine: Vec<f32> = sums
+                .chunks(row)
+                .flat_map(|row| row[me as usize * piece..][..piece].to_vec())
+                .collect();
             assert_eq!(out, mine, "{n} ranks");
 
             let mut gathered = vec![0f32; rows * row * n as usize];
@@ -270,8 +323,10 @@ fn rows_go_where_splits_in_memory_say() {
             let (splits, address) = window(group, 8 * n as usize);
             for turn in 0..3 {
                 let counts: Vec<i64> = (0..n).map(|to| rows(me, to, turn) as i64).collect();
-                unsafe { std::slice::from_raw_parts_mut(address as *mut i64, n as usize) }.copy_from_slice(&counts);
-                let (mut out, mut layout) = (vec![-1f32; room * WIDTH], vec![-1i64; 2 * n as usize]);
+                unsafe { std::slice::from_raw_parts_mut(address as *mut i64, n as usize) }
+                    .copy_from_slice(&counts);
+                let (mut out, mut layout) =
+                    (vec![-1f32; room * WIDTH], vec![-1i64; 2 * n as usize]);
                 let exchange = RowExchange {
                     input: tensor.span(),
                     rows: most,
@@ -286,8 +341,14 @@ fn rows_go_where_splits_in_memory_say() {
                     let skipped: usize = (0..me).map(|to| rows(from, to, turn)).sum();
                     let count = rows(from, me, turn);
                     assert_eq!(layout[from as usize], count as i64, "{n} ranks, turn {turn}");
-                    assert_eq!(layout[(n + from) as usize], (expected.len() / WIDTH) as i64, "{n} ranks, turn {turn}");
-                    expected.extend_from_slice(&brought(from, most * WIDTH)[skipped * WIDTH..][..count * WIDTH]);
+                    assert_eq!(
+                        layout[(n + from) as usize],
+                        (expected.len() / WIDTH) as i64,
+                        "{n} ranks, turn {turn}"
+                    );
+                    expected.extend_from_slice(
+                        &brought(from, most * WIDTH)[skipped * WIDTH..][..count * WIDTH],
+                    );
                 }
                 expected.resize(room * WIDTH, -1.0);
                 assert_eq!(out, expected, "{n} ranks, turn {turn}");
@@ -304,7 +365,8 @@ fn a_rank_that_fails_in_a_collective_waits_for_the_others() {
         let tensor = Tensor::new(group, &brought(me, 10));
         let (input, mut out) = (tensor.span(), [0f32; 10]);
         let (all, none) = (span(&mut out), Span { addr: 0, bytes: 0 });
-        let (before, behind) = (Span { addr: input.addr - 16, ..input }, Span { addr: input.addr + 4, ..input });
+        let (before, behind) =
+            (Span { addr: input.addr - 16, ..input }, Span { addr: input.addr + 4, ..input });
         for (bad, given, to, op) in [
             (0, before, all, ReduceOp::Sum),
             (1, behind, all, ReduceOp::Sum),
@@ -312,11 +374,15 @@ fn a_rank_that_fails_in_a_collective_waits_for_the_others() {
             (0, input, all, ReduceOp::BitAnd),
             (1, Span { bytes: 39, ..input }, all, ReduceOp::Sum),
         ] {
-            let (given, to, op) = if me == bad { (given, to, op) } else { (input, all, ReduceOp::Sum) };
-            let result = unsafe { tensor.window.one_shot_all_reduce(DType::F32, op, given, none, to) };
+            let (given, to, op) =
+                if me == bad { (given, to, op) } else { (input, all, ReduceOp::Sum) };
+            let result =
+                unsafe { tensor.window.one_shot_all_reduce(DType::F32, op, given, none, to) };
             assert_eq!(result.is_err(), me == bad, "rank {me}: {result:?}");
             let result = unsafe { tensor.window.all_gather(input, all) };
-            assert!(result.unwrap_err().message.contains("120 bytes do not fit into an output of 40"));
+            assert!(
+                result.unwrap_err().message.contains("120 bytes do not fit into an output of 40")
+            );
         }
         tensor.free(group);
     });
@@ -348,7 +414,10 @@ fn a_window_ends_with_its_group() {
         group.shutdown();
         // Both ranks call it, and could otherwise rendezvous successfully.
         let error = window.barrier(0, None, 0).unwrap_err();
-        assert!(error.kind == ErrorKind::Aborted && error.message.contains("destroyed"), "rank {me}: {error}");
+        assert!(
+            error.kind == ErrorKind::Aborted && error.message.contains("destroyed"),
+            "rank {me}: {error}"
+        );
         allocations::free(address).unwrap();
     });
 }

@@ -11,7 +11,8 @@ use symm::store::tcp::{TcpOptions, TcpStore};
 
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 pub(crate) const SHORT: Duration = Duration::from_millis(100);
-/// Limit for events that happen at once or after SHORT: far below LONG, and long enough on a busy node.
+/// Limit for events that happen at once or after SHORT: far below LONG, and long enough on a busy
+/// node.
 pub(crate) const SOON: Duration = Duration::from_secs(5);
 
 /// Options of a client; `is_master` makes it a server.
@@ -45,7 +46,8 @@ pub(crate) fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     loop {
         let offset = NEXT.fetch_add(1, Ordering::Relaxed);
-        let port = 10_000 + (std::process::id() as u16).wrapping_mul(31).wrapping_add(offset) % 20_000;
+        let port =
+            10_000 + (std::process::id() as u16).wrapping_mul(31).wrapping_add(offset) % 20_000;
         if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
             return port;
         }
@@ -55,7 +57,12 @@ pub(crate) fn free_port() -> u16 {
 /// A server on loopback with its own limits, and its port.
 pub(crate) fn server(limits: ConnectionLimits, secret: Option<&str>) -> (Server, u16) {
     let address = StoreAddress::resolve("127.0.0.1", 0, Instant::now() + LONG).unwrap();
-    let server = Server::start(ListeningSockets::at(&address).unwrap(), secret.map(|secret| secret.as_bytes().to_vec()), limits).unwrap();
+    let server = Server::start(
+        ListeningSockets::at(&address).unwrap(),
+        secret.map(|secret| secret.as_bytes().to_vec()),
+        limits,
+    )
+    .unwrap();
     let port = server.address().port();
     (server, port)
 }

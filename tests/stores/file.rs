@@ -29,7 +29,15 @@ pub(crate) fn place() -> (TempDir, PathBuf) {
 /// A file of its owner, with these bytes.
 fn write_private(path: &Path, bytes: &[u8]) {
     let mut options = std::fs::OpenOptions::new();
-    options.write(true).create(true).truncate(true).mode(0o600).open(path).unwrap().write_all(bytes).unwrap();
+    options
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(path)
+        .unwrap()
+        .write_all(bytes)
+        .unwrap();
 }
 
 fn refusal(path: &Path) -> Error {
@@ -54,7 +62,11 @@ fn a_flipped_byte_anywhere_is_an_error_or_changes_nothing() {
                     assert_eq!(other.get("last", None).unwrap(), b"changed"[..]);
                 }
                 Err(error) => {
-                    assert!(error.kind == ErrorKind::Config && error.message.contains("is damaged at byte "), "{error}");
+                    assert!(
+                        error.kind == ErrorKind::Config
+                            && error.message.contains("is damaged at byte "),
+                        "{error}"
+                    );
                     assert_eq!(std::fs::read(&path).unwrap(), damaged, "nothing is repaired");
                 }
             }
@@ -69,7 +81,11 @@ fn a_file_cut_short_is_an_error_and_stays_as_it_is() {
         write_private(&path, &log[..length]);
         let error = FileStore::open(&path, MANY).err().unwrap();
         assert_eq!(error.message, refusal(&path).message);
-        assert!(error.kind == ErrorKind::Config && error.message.contains(&format!("is damaged at byte {length}: it ends")), "{error}");
+        assert!(
+            error.kind == ErrorKind::Config
+                && error.message.contains(&format!("is damaged at byte {length}: it ends")),
+            "{error}"
+        );
         assert_eq!(std::fs::read(&path).unwrap(), &log[..length]);
     }
 }
@@ -87,8 +103,8 @@ fn cut_short_while_in_use_is_an_error_for_those_who_come() {
     assert!(store.set("k", b"").unwrap_err().message.contains("is damaged at byte 0"));
 }
 
-/// Another user has exited after it wrote `count` bytes of its last record, or the whole record and that much of the
-/// slot.
+/// Another user has exited after it wrote `count` bytes of its last record, or the whole record and
+/// that much of the slot.
 #[test]
 fn a_writer_dead_at_any_byte_loses_nothing_that_was_acknowledged() {
     let mut case = 0;
@@ -184,10 +200,17 @@ fn another_file_at_the_path_is_not_removed_and_a_wait_says_so() {
     std::fs::remove_file(&path).unwrap();
     write_private(&path, b"another's");
     let error = store.get("k", Some(Duration::from_secs(10))).unwrap_err();
-    assert!(error.kind == ErrorKind::Config && error.message.contains("was removed or replaced"), "{error}");
+    assert!(
+        error.kind == ErrorKind::Config && error.message.contains("was removed or replaced"),
+        "{error}"
+    );
     drop(store);
     assert_eq!(std::fs::read(&path).unwrap(), b"another's");
-    assert!(refusal(&path).message.contains("is damaged at byte 0: it does not begin like the log of a store"));
+    assert!(
+        refusal(&path)
+            .message
+            .contains("is damaged at byte 0: it does not begin like the log of a store")
+    );
 }
 
 #[test]
@@ -230,7 +253,8 @@ fn only_a_private_file_in_a_safe_folder_is_opened() {
     std::fs::set_permissions(&path, PermissionsExt::from_mode(0o1777)).unwrap();
     drop(FileStore::open(&inside, 1).unwrap());
     assert!(refusal(&path.join("missing/store")).message.contains("missing\" does not exist"));
-    rustix::fs::mknodat(rustix::fs::CWD, &inside, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, &inside, rustix::fs::FileType::Fifo, 0o600.into(), 0)
+        .unwrap();
     assert!(refusal(&inside).message.ends_with("it is not a regular file"));
     for path in ["", "/"] {
         assert_eq!(refusal(Path::new(path)).kind, ErrorKind::Config);
@@ -259,7 +283,12 @@ fn a_wait_hears_of_a_key_soon_and_names_it_when_it_does_not_come() {
     let started = Instant::now();
     let error = first.wait(&["k", "absent"], Some(Duration::from_millis(50))).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Timeout);
-    assert_eq!(error.message, format!("wait timeout after 50 ms: 1 key of 2 did not come: \"absent\" (file store {path:?})"));
+    assert_eq!(
+        error.message,
+        format!(
+            "wait timeout after 50 ms: 1 key of 2 did not come: \"absent\" (file store {path:?})"
+        )
+    );
     assert!((50..5000).contains(&started.elapsed().as_millis()));
     assert_eq!(first.queue_pop("q", Some(Duration::ZERO)).unwrap_err().kind, ErrorKind::Timeout);
 }
@@ -286,7 +315,8 @@ fn threads_add_up_through_one_store_and_through_several() {
     let shared = FileStore::open(&path, 1).unwrap();
     std::thread::scope(|scope| {
         for thread in 0..4 {
-            let store = if thread % 2 == 0 { shared.clone() } else { FileStore::open(&path, 1).unwrap() };
+            let store =
+                if thread % 2 == 0 { shared.clone() } else { FileStore::open(&path, 1).unwrap() };
             scope.spawn(move || (0..500).for_each(|_| assert!(store.add("n", 1).unwrap() > 0)));
         }
     });
@@ -321,8 +351,13 @@ fn reads_need_no_lock_and_writes_say_who_has_it() {
     let file = std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
     assert!(try_lock(file.as_fd(), 1 << 62, Mode::Exclusive).unwrap());
     assert_eq!(store.get("k", None).unwrap(), b"v"[..]);
-    let error = store.call(&Request::new(StoreOp::Set, vec!["k"], vec![b"w"]), Some(Duration::from_millis(20))).unwrap_err();
-    let holder = format!("the lock of the file store {path:?} is held by process {} (alive, ", std::process::id());
+    let error = store
+        .call(&Request::new(StoreOp::Set, vec!["k"], vec![b"w"]), Some(Duration::from_millis(20)))
+        .unwrap_err();
+    let holder = format!(
+        "the lock of the file store {path:?} is held by process {} (alive, ",
+        std::process::id()
+    );
     assert!(error.message.starts_with(&holder), "{error}");
     assert_eq!(error.kind, ErrorKind::Timeout);
     unlock(file.as_fd(), 1 << 62).unwrap();
@@ -341,7 +376,10 @@ fn what_changes_nothing_is_not_written() {
     store.add("n", 0).unwrap();
     assert_eq!(store.add("a", 1).unwrap_err().kind, ErrorKind::Value);
     assert_eq!(store.try_queue_pop("absent").unwrap_err().kind, ErrorKind::QueueEmpty);
-    assert_eq!(store.queue_pop("absent", Some(Duration::from_millis(5))).unwrap_err().kind, ErrorKind::Timeout);
+    assert_eq!(
+        store.queue_pop("absent", Some(Duration::from_millis(5))).unwrap_err().kind,
+        ErrorKind::Timeout
+    );
     assert_eq!(std::fs::read(&path).unwrap(), before);
     assert_eq!(store.add("new", 0).unwrap(), 0);
     assert!(FileStore::open(&path, 1).unwrap().check(&["new"]).unwrap());
@@ -355,7 +393,11 @@ fn large_values_and_many_keys() {
     first.set("large", &large).unwrap();
     assert!(second.get("large", None).unwrap() == large);
     let error = first.multi_set(&["a", "b"], &[&large, &large]).unwrap_err();
-    assert!(error.kind == ErrorKind::Value && error.message.contains("a file store takes at most 134217728 at once"), "{error}");
+    assert!(
+        error.kind == ErrorKind::Value
+            && error.message.contains("a file store takes at most 134217728 at once"),
+        "{error}"
+    );
     let names: Vec<String> = (0..1000).map(|index| format!("key {index}")).collect();
     let keys: Vec<&str> = names.iter().map(String::as_str).collect();
     for key in &keys {
@@ -373,16 +415,26 @@ fn a_damaged_record_is_named_to_a_user_who_reads_it() {
     let [first, second] = [(); 2].map(|()| FileStore::open(&path, 2).unwrap());
     let at = std::fs::metadata(&path).unwrap().len();
     first.set("k", b"value").unwrap();
-    std::fs::OpenOptions::new().write(true).open(&path).unwrap().write_all_at(b"?", at + 12).unwrap();
+    std::fs::OpenOptions::new()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .write_all_at(b"?", at + 12)
+        .unwrap();
     let error = second.get("k", None).unwrap_err();
-    assert!(error.message.contains(&format!("is damaged at byte {at}: record 2 is not whole")), "{error}");
+    assert!(
+        error.message.contains(&format!("is damaged at byte {at}: record 2 is not whole")),
+        "{error}"
+    );
     assert_eq!(first.get("k", None).unwrap(), b"value"[..]);
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
     #[test]
-    fn three_users_of_a_file_answer_as_one_store_in_memory(steps in prop::collection::vec(step(), 1..60)) {
+    fn three_users_of_a_file_answer_as_one_store_in_memory(
+        steps in prop::collection::vec(step(), 1..60)
+    ) {
         let (_folder, path) = place();
         let users = [(); 3].map(|()| FileStore::open(&path, MANY).unwrap());
         let model = MemoryStore::new();

@@ -1,6 +1,7 @@
 //! The reader of a file store's log with damaged and meaningless input.
 //!
-//! `SYMM_FUZZ_LOGS=1000000 cargo test --release --test stores file_log` tries more than the usual number of logs.
+//! `SYMM_FUZZ_LOGS=1000000 cargo test --release --test stores file_log` tries more than the usual
+//! number of logs.
 
 use crate::logs::{contents, expected, log_of, program};
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -20,7 +21,8 @@ thread_local! {
     static PEAK: Cell<usize> = const { Cell::new(0) };
 }
 
-// SAFETY: every request is passed on to `System` unchanged; counting touches only cells that need no allocation.
+// SAFETY: every request is passed on to `System` unchanged; counting touches only cells that need
+// no allocation.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         HELD.set(HELD.get().wrapping_add(layout.size()));
@@ -67,7 +69,10 @@ fn any_flipped_byte_is_an_error_or_changes_nothing() {
                     assert_eq!(contents_in(&mut replica), expected, "byte {at} ^ {flip:#x}");
                     survived += 1;
                 }
-                Err(error) => assert!(error.kind == ErrorKind::Config && error.message.contains("at byte "), "{error:?}"),
+                Err(error) => assert!(
+                    error.kind == ErrorKind::Config && error.message.contains("at byte "),
+                    "{error:?}"
+                ),
             }
         }
     }
@@ -78,9 +83,15 @@ fn any_flipped_byte_is_an_error_or_changes_nothing() {
 #[test]
 fn what_stands_behind_the_end_does_not_count_and_nothing_is_no_log() {
     let (log, expected) = (log_of(|store| program(store)), expected());
-    assert!(Replica::load(&[][..]).is_err_and(|error| error.kind == ErrorKind::Config && error.message.contains("is damaged at byte 0")));
+    assert!(
+        Replica::load(&[][..]).is_err_and(|error| error.kind == ErrorKind::Config
+            && error.message.contains("is damaged at byte 0"))
+    );
     for tail in [&log[FRONT..], &[0; 100], &[0xff; 100], &log[..]] {
-        assert_eq!(contents_in(&mut Replica::load(&[&log[..], tail].concat()[..]).unwrap()), expected);
+        assert_eq!(
+            contents_in(&mut Replica::load(&[&log[..], tail].concat()[..]).unwrap()),
+            expected
+        );
     }
 }
 
@@ -93,7 +104,10 @@ fn records_longer_than_any_buffer_come_back() {
         store.set("after", b"2")
     });
     let contents = contents_in(&mut Replica::load(&log[..]).unwrap());
-    assert_eq!(contents, [("after".into(), b"2".to_vec()), ("large".into(), large), ("small".into(), b"1".to_vec())]);
+    assert_eq!(
+        contents,
+        [("after".into(), b"2".to_vec()), ("large".into(), large), ("small".into(), b"1".to_vec())]
+    );
 }
 
 /// xorshift64*
@@ -126,7 +140,8 @@ fn mutate(random: &mut Random, log: &mut Vec<u8>) {
         5 => log.truncate(at),
         // A number: a length, a count of keys, a position.
         _ => {
-            let number = [0u32, 1, 12, 0xffff, 0x1_0000, 0x0800_0000, 0x7fff_ffff, u32::MAX][random.below(8)];
+            let number = [0u32, 1, 12, 0xffff, 0x1_0000, 0x0800_0000, 0x7fff_ffff, u32::MAX]
+                [random.below(8)];
             let count = (log.len() - at).min(4);
             log[at..at + count].copy_from_slice(&number.to_le_bytes()[..count]);
         }
@@ -158,7 +173,8 @@ fn seal(log: &mut [u8]) {
         at += RECORD + length;
         records += 1;
     }
-    let mut slot = [&(at as u64).to_le_bytes()[..], &records.to_le_bytes(), &chain.to_le_bytes()].concat();
+    let mut slot =
+        [&(at as u64).to_le_bytes()[..], &records.to_le_bytes(), &chain.to_le_bytes()].concat();
     slot.extend(crc(run, &slot).to_le_bytes());
     log[32..56].copy_from_slice(&slot);
     log[56..80].copy_from_slice(&slot);
@@ -168,7 +184,8 @@ fn seal(log: &mut [u8]) {
 fn no_bytes_make_the_reader_panic_or_allocate_without_bound() {
     let logs: u64 = std::env::var("SYMM_FUZZ_LOGS").map_or(5000, |text| text.parse().unwrap());
     let all = log_of(|store| program(store));
-    let many = log_of(|store| (0..200).try_for_each(|index| store.set(&format!("key {index}"), &[7; 9])));
+    let many =
+        log_of(|store| (0..200).try_for_each(|index| store.set(&format!("key {index}"), &[7; 9])));
     let large = log_of(|store| store.set("large", &[1; 100_000]));
     let bases = [all, many, large];
     for base in &bases {

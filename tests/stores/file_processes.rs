@@ -45,7 +45,8 @@ fn user_process() {
     let store = FileStore::open(&role.path, 2).unwrap();
     match role.task {
         Task::Write => {
-            let [count, large, queue] = ["count", "large", "queue"].map(|name| format!("{name} {}", role.id));
+            let [count, large, queue] =
+                ["count", "large", "queue"].map(|name| format!("{name} {}", role.id));
             for round in 1i64.. {
                 store.queue_push(&queue, round.to_string().as_bytes()).unwrap();
                 store.set(&large, &[round as u8; LARGE]).unwrap();
@@ -86,8 +87,9 @@ fn what_killed_writers_were_told_is_done_is_there() {
     let store = FileStore::open(&path, 2).unwrap();
     let (mut all, mut least) = (0, 0);
     for kill in 0..15u32 {
-        let mut writers: Vec<(u32, Child)> =
-            (0..4).map(|writer| (4 * kill + writer, start(&path, 4 * kill + writer, Task::Write))).collect();
+        let mut writers: Vec<(u32, Child)> = (0..4)
+            .map(|writer| (4 * kill + writer, start(&path, 4 * kill + writer, Task::Write)))
+            .collect();
         for (_, writer) in &mut writers {
             let mut started = String::new();
             let mut lines = BufReader::with_capacity(1, writer.stdout.as_mut().unwrap());
@@ -98,18 +100,30 @@ fn what_killed_writers_were_told_is_done_is_there() {
         }
         for (index, (_, writer)) in writers.iter_mut().enumerate() {
             // Spread over the microseconds of an operation.
-            std::thread::sleep(Duration::from_micros(u64::from(kill * 1777 % 4999) + index as u64 * 313));
+            std::thread::sleep(Duration::from_micros(
+                u64::from(kill * 1777 % 4999) + index as u64 * 313,
+            ));
             writer.kill().unwrap();
         }
         for (id, mut writer) in writers {
             let lines = BufReader::new(writer.stdout.take().unwrap()).lines().map_while(Result::ok);
-            let acknowledged: i64 = lines.filter_map(|line| line.strip_prefix("done ")?.parse().ok()).last().unwrap_or(1);
+            let acknowledged: i64 = lines
+                .filter_map(|line| line.strip_prefix("done ")?.parse().ok())
+                .last()
+                .unwrap_or(1);
             writer.wait().unwrap();
             let count = store.add(&format!("count {id}"), 0).unwrap();
-            assert!((acknowledged..=acknowledged + 1).contains(&count), "{acknowledged} were acknowledged, {count} are there");
+            assert!(
+                (acknowledged..=acknowledged + 1).contains(&count),
+                "{acknowledged} were acknowledged, {count} are there"
+            );
             let large = store.get(&format!("large {id}"), None).unwrap();
             assert!(large.len() == LARGE && large.iter().all(|byte| *byte == large[0]));
-            assert!((count..=count + 1).any(|round| round as u8 == large[0]), "{count} {}", large[0]);
+            assert!(
+                (count..=count + 1).any(|round| round as u8 == large[0]),
+                "{count} {}",
+                large[0]
+            );
             let queue = format!("queue {id}");
             let length = store.queue_len(&queue).unwrap();
             assert!((count..=count + 1).contains(&length));
@@ -166,7 +180,8 @@ fn a_write_that_finds_no_room_changes_nothing() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
-/// A limit on the size of files simulates a full disk: the write beyond it is done in part, then fails.
+/// A limit on the size of files simulates a full disk: the write beyond it is done in part, then
+/// fails.
 fn full(store: &FileStore, path: &Path) {
     // SAFETY: ignoring a signal needs no handler.
     assert_ne!(unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) }, libc::SIG_ERR);
@@ -175,7 +190,11 @@ fn full(store: &FileStore, path: &Path) {
     setrlimit(Resource::Fsize, Rlimit { current: Some(1000), maximum: None }).unwrap();
     for _ in 0..2 {
         let error = store.set("k", &[1; 2000]).unwrap_err();
-        assert!(error.kind == ErrorKind::Internal && error.message.contains("write 2034 bytes at byte "), "{error}");
+        assert!(
+            error.kind == ErrorKind::Internal
+                && error.message.contains("write 2034 bytes at byte "),
+            "{error}"
+        );
         assert!(store.append("k", &[1; 2000]).is_err());
         assert!(store.queue_push("q", &[1; 2000]).is_err());
         for user in [store, &other] {
@@ -196,16 +215,21 @@ fn a_forked_child_must_open_its_own_and_its_end_changes_nothing() {
     let store = FileStore::open(&path, 2).unwrap();
     store.set("k", b"v").unwrap();
     let copy = std::mem::ManuallyDrop::new(store.clone());
-    // SAFETY: the child calls only the code under test, which allocates (glibc repairs malloc in a child), and `_exit`.
+    // SAFETY: the child calls only the code under test, which allocates (glibc repairs malloc in a
+    // child), and `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let refused = copy.get("k", None).is_err_and(|error| {
-            error.kind == ErrorKind::Config && error.message.ends_with("was opened by the parent of this process, which must open its own")
+            error.kind == ErrorKind::Config
+                && error
+                    .message
+                    .ends_with("was opened by the parent of this process, which must open its own")
         });
         // Both of the child's references.
         drop(std::mem::ManuallyDrop::into_inner(copy));
         drop(store);
-        let own = FileStore::open(&path, 2).is_ok_and(|own| own.get("k", None).is_ok_and(|value| value == b"v"[..]));
+        let own = FileStore::open(&path, 2)
+            .is_ok_and(|own| own.get("k", None).is_ok_and(|value| value == b"v"[..]));
         let code = i32::from(!refused) + 2 * i32::from(!own);
         // SAFETY: `_exit` takes any code.
         unsafe { libc::_exit(code) };
@@ -216,7 +240,10 @@ fn a_forked_child_must_open_its_own_and_its_end_changes_nothing() {
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert_eq!(status, 0);
     assert!(path.exists());
-    assert!(FileStore::open(&path, 9).unwrap().check(&["k"]).unwrap(), "not taken for the leftover of a killed run");
+    assert!(
+        FileStore::open(&path, 9).unwrap().check(&["k"]).unwrap(),
+        "not taken for the leftover of a killed run"
+    );
     drop(store);
     assert!(!path.exists());
 }

@@ -38,16 +38,28 @@ pub(crate) fn log_of(program: impl Fn(&dyn Store) -> Result<()>) -> Vec<u8> {
     std::fs::read(path).unwrap()
 }
 
-/// The complete content of the store behind `ask`: keys with their values, and the queue, which is emptied.
-pub(crate) fn contents(ask: &mut dyn FnMut(&Request<'_>) -> Result<TableReply>) -> Vec<(String, Vec<u8>)> {
-    let TableReply::Keys(mut keys) = ask(&Request::new(StoreOp::ListKeys, vec![], vec![])).unwrap() else { panic!("keys") };
+/// The complete content of the store behind `ask`: keys with their values, and the queue, which is
+/// emptied.
+pub(crate) fn contents(
+    ask: &mut dyn FnMut(&Request<'_>) -> Result<TableReply>,
+) -> Vec<(String, Vec<u8>)> {
+    let TableReply::Keys(mut keys) = ask(&Request::new(StoreOp::ListKeys, vec![], vec![])).unwrap()
+    else {
+        panic!("keys")
+    };
     keys.sort();
     let mut all = Vec::new();
     for key in keys {
-        let TableReply::Value(value) = ask(&Request::new(StoreOp::Get, vec![&key], vec![])).unwrap() else { panic!("a value") };
+        let TableReply::Value(value) =
+            ask(&Request::new(StoreOp::Get, vec![&key], vec![])).unwrap()
+        else {
+            panic!("a value")
+        };
         all.push((key, value.to_vec()));
     }
-    while let Ok(TableReply::Value(value)) = ask(&Request::new(StoreOp::TryPop, vec![QUEUE], vec![])) {
+    while let Ok(TableReply::Value(value)) =
+        ask(&Request::new(StoreOp::TryPop, vec![QUEUE], vec![]))
+    {
         all.push((QUEUE.into(), value.to_vec()));
     }
     all

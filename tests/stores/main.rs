@@ -13,3 +13,4 @@ mod file_log;
 mod file_processes;
 mod tcp;
 mod tcp_hostile;
+mod tcp_killed;

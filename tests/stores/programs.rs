@@ -15,11 +15,21 @@ pub(crate) type Step = (usize, StoreOp, Vec<u8>, Vec<u8>, i64);
 /// Any step.
 pub(crate) fn step() -> impl Strategy<Value = Step> {
     let op = prop::sample::select(StoreOp::ALL);
-    (0..3usize, op, prop::collection::vec(0..4u8, 0..4), prop::collection::vec(any::<u8>(), 0..4), -3..100i64)
+    (
+        0..3usize,
+        op,
+        prop::collection::vec(0..4u8, 0..4),
+        prop::collection::vec(any::<u8>(), 0..4),
+        -3..100i64,
+    )
 }
 
-/// Runs the request of a step: there are few keys and values, so programs meet the same ones again and again.
-pub(crate) fn perform(store: &dyn Store, (_, op, names, bytes, amount): &Step) -> Result<TableReply, ErrorKind> {
+/// Runs the request of a step: there are few keys and values, so programs meet the same ones again
+/// and again.
+pub(crate) fn perform(
+    store: &dyn Store,
+    (_, op, names, bytes, amount): &Step,
+) -> Result<TableReply, ErrorKind> {
     const VALUES: [&[u8]; 5] = [b"", b"1", b"-20", b"x\0y", &[7; 5000]];
     let many = matches!(op, StoreOp::Check | StoreOp::Wait | StoreOp::MultiGet | StoreOp::MultiSet);
     let none = matches!(op, StoreOp::NumKeys | StoreOp::ListKeys);
@@ -35,8 +45,10 @@ pub(crate) fn perform(store: &dyn Store, (_, op, names, bytes, amount): &Step) -
     } else {
         0
     };
-    let value = |index: usize| VALUES[bytes.get(index).map_or(index, |&byte| byte as usize) % VALUES.len()];
-    let request = Request { amount: *amount, ..Request::new(*op, keys, (0..count).map(value).collect()) };
+    let value =
+        |index: usize| VALUES[bytes.get(index).map_or(index, |&byte| byte as usize) % VALUES.len()];
+    let request =
+        Request { amount: *amount, ..Request::new(*op, keys, (0..count).map(value).collect()) };
     let mut reply = store.call(&request, Some(Duration::ZERO)).map_err(|error| error.kind);
     if let Ok(TableReply::Keys(keys)) = &mut reply {
         keys.sort();

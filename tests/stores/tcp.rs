@@ -1,4 +1,5 @@
-//! The store on a server: what clients see of each other, how they wait, and what the server's exit causes.
+//! The store on a server: what clients see of each other, how they wait, and what the server's exit
+//! causes.
 
 use crate::clients::{LONG, SHORT, SOON, client, eventually, free_port, master, options};
 use crate::process::alone;
@@ -35,17 +36,23 @@ fn at_loopback_without_a_secret_a_unix_socket_can_take_the_ports_place() {
     let own = |host: &str, port| TcpOptions { require_same_user: true, ..options(host, port) };
     let store = TcpStore::open(TcpOptions { is_master: true, ..own("127.0.0.1", port) }).unwrap();
     assert_eq!((store.host(), store.port()), (format!("unix:@torch-symm:{port}").as_str(), 0));
-    assert!(std::net::TcpStream::connect(("127.0.0.1", port)).is_err(), "nobody listens at the port");
+    assert!(
+        std::net::TcpStream::connect(("127.0.0.1", port)).is_err(),
+        "nobody listens at the port"
+    );
     let other = TcpStore::open(own("localhost", port)).unwrap();
     store.set("key", b"value").unwrap();
     assert_eq!(other.get("key", Some(LONG)).unwrap(), "value");
     let error = TcpStore::open(TcpOptions { is_master: true, ..own("::1", port) }).err().unwrap();
     assert!(error.message.contains("in use: this process"), "{error}");
-    // With a secret, the server listens at the port itself. Two servers that choose an address get different ones.
+    // With a secret, the server listens at the port itself. Two servers that choose an address get
+    // different ones.
     let secret = Some(b"secret".to_vec());
-    let open = TcpStore::open(TcpOptions { is_master: true, secret, ..own("127.0.0.1", port) }).unwrap();
+    let open =
+        TcpStore::open(TcpOptions { is_master: true, secret, ..own("127.0.0.1", port) }).unwrap();
     assert_eq!((open.host(), open.port()), ("127.0.0.1", port));
-    let chosen = [(); 2].map(|()| TcpStore::open(TcpOptions { is_master: true, ..own("127.0.0.1", 0) }).unwrap());
+    let chosen = [(); 2]
+        .map(|()| TcpStore::open(TcpOptions { is_master: true, ..own("127.0.0.1", 0) }).unwrap());
     assert_ne!(chosen[0].host(), chosen[1].host());
 }
 
@@ -108,7 +115,9 @@ fn several_threads_use_one_store_while_others_wait() {
                 })
             })
             .collect();
-        let adders: Vec<_> = (0..8).map(|_| scope.spawn(|| (0..200).map(|_| store.add("sum", 1).unwrap()).max())).collect();
+        let adders: Vec<_> = (0..8)
+            .map(|_| scope.spawn(|| (0..200).map(|_| store.add("sum", 1).unwrap()).max()))
+            .collect();
         let largest = adders.into_iter().filter_map(|adder| adder.join().unwrap()).max();
         assert_eq!(largest, Some(1600));
         for index in 0..4 {
@@ -137,22 +146,33 @@ fn a_barrier_opens_for_all_again_and_again_and_names_who_is_missing() {
     assert_eq!(store.num_keys().unwrap(), 1 + 5 + 2);
     let clients = &clients;
     let errors: Vec<_> = thread::scope(|scope| {
-        let came = [0, 2, 4].map(|rank: u32| scope.spawn(move || clients[rank as usize].barrier("b", Rank(rank), 5, Some(SHORT))));
+        let came = [0, 2, 4].map(|rank: u32| {
+            scope.spawn(move || clients[rank as usize].barrier("b", Rank(rank), 5, Some(SHORT)))
+        });
         came.into_iter().map(|thread| thread.join().unwrap().unwrap_err()).collect()
     });
     for error in errors {
-        assert!(error.kind == ErrorKind::Timeout && error.message.contains("ranks 1 and 3 of 5"), "{error}");
+        assert!(
+            error.kind == ErrorKind::Timeout && error.message.contains("ranks 1 and 3 of 5"),
+            "{error}"
+        );
     }
 }
 
 #[test]
 fn a_master_waits_for_its_workers_or_says_how_many_came() {
     let port = free_port();
-    let all = |is_master| TcpOptions { world_size: Some(3), is_master, wait_for_workers: true, ..options("127.0.0.1", port) };
-    // All stay until all have arrived: a worker may learn of the last one later than the master, whose exit ends the
-    // server.
+    let all = |is_master| TcpOptions {
+        world_size: Some(3),
+        is_master,
+        wait_for_workers: true,
+        ..options("127.0.0.1", port)
+    };
+    // All stay until all have arrived: a worker may learn of the last one later than the master,
+    // whose exit ends the server.
     let stores = thread::scope(|scope| {
-        let workers = [false, true, false].map(|is_master| scope.spawn(move || TcpStore::open(all(is_master)).unwrap()));
+        let workers = [false, true, false]
+            .map(|is_master| scope.spawn(move || TcpStore::open(all(is_master)).unwrap()));
         workers.map(|worker| worker.join().unwrap())
     });
     assert!(stores.iter().all(|store| store.port() == port));
@@ -164,7 +184,8 @@ fn a_master_waits_for_its_workers_or_says_how_many_came() {
 #[test]
 fn masters_of_one_process_share_a_server_if_they_say_so() {
     let port = free_port();
-    let tenant = || TcpOptions { is_master: true, multi_tenant: true, ..options("127.0.0.1", port) };
+    let tenant =
+        || TcpOptions { is_master: true, multi_tenant: true, ..options("127.0.0.1", port) };
     let first = TcpStore::open(tenant()).unwrap();
     let second = TcpStore::open(tenant()).unwrap();
     first.set("key", b"1").unwrap();
@@ -172,7 +193,8 @@ fn masters_of_one_process_share_a_server_if_they_say_so() {
     assert_eq!(second.get("key", Some(LONG)).unwrap(), "1");
     let error = TcpStore::open(TcpOptions { multi_tenant: false, ..tenant() }).err().unwrap();
     assert!(error.kind == ErrorKind::Network && error.message.contains("in use"), "{error}");
-    let error = TcpStore::open(TcpOptions { secret: Some(b"s".to_vec()), ..tenant() }).err().unwrap();
+    let error =
+        TcpStore::open(TcpOptions { secret: Some(b"s".to_vec()), ..tenant() }).err().unwrap();
     assert_eq!(error.kind, ErrorKind::Config, "{error}");
     drop(second);
     // The port is free again, and the new server has none of the old keys.
@@ -183,14 +205,18 @@ fn masters_of_one_process_share_a_server_if_they_say_so() {
 fn a_client_that_comes_before_its_server_waits_for_it() {
     let port = free_port();
     thread::scope(|scope| {
-        let early = scope.spawn(move || TcpStore::open(options("127.0.0.1", port)).unwrap().get("key", Some(LONG)));
+        let early = scope.spawn(move || {
+            TcpStore::open(options("127.0.0.1", port)).unwrap().get("key", Some(LONG))
+        });
         thread::sleep(SHORT);
-        let store = TcpStore::open(TcpOptions { is_master: true, ..options("127.0.0.1", port) }).unwrap();
+        let store =
+            TcpStore::open(TcpOptions { is_master: true, ..options("127.0.0.1", port) }).unwrap();
         store.set("key", b"late").unwrap();
         assert_eq!(early.join().unwrap().unwrap(), "late");
     });
     let started = Instant::now();
-    let error = TcpStore::open(TcpOptions { timeout: SHORT, ..options("127.0.0.1", port) }).err().unwrap();
+    let error =
+        TcpStore::open(TcpOptions { timeout: SHORT, ..options("127.0.0.1", port) }).err().unwrap();
     assert!(error.kind == ErrorKind::Network && error.message.contains("refused"), "{error}");
     assert!(started.elapsed() < SOON);
 }
@@ -208,7 +234,10 @@ fn the_end_of_the_server_ends_calls_at_once() {
         let ended = Instant::now();
         drop(store);
         let (error, noticed) = waiter.join().unwrap();
-        assert!(error.kind == ErrorKind::Network && error.message.contains("Get of key \"never\""), "{error}");
+        assert!(
+            error.kind == ErrorKind::Network && error.message.contains("Get of key \"never\""),
+            "{error}"
+        );
         assert!(noticed < ended + SOON);
     });
     let started = Instant::now();
@@ -231,7 +260,12 @@ fn any_program_of_several_clients_means_what_it_means_to_a_map() {
                 while server.try_queue_pop(key).is_ok() {}
             }
             for step in &program {
-                prop_assert_eq!(perform(&clients[step.0], step), perform(&model, step), "{:?}", step);
+                prop_assert_eq!(
+                    perform(&clients[step.0], step),
+                    perform(&model, step),
+                    "{:?}",
+                    step
+                );
             }
             Ok(())
         })
@@ -260,7 +294,8 @@ fn a_forked_child_speaks_on_connections_of_its_own() {
     }
     let store = master("127.0.0.1", None);
     store.set("key", b"parent").unwrap();
-    // SAFETY: the child uses only the store, which takes no lock there and makes its own connection, and `_exit`.
+    // SAFETY: the child uses only the store, which takes no lock there and makes its own
+    // connection, and `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let code = match store.get("key", Some(LONG)) {

@@ -1,15 +1,16 @@
-//! The store's server against pending connections, clients that break the protocol, and clients that are slow, silent
-//! or exited. Each test has a separate process, because the tests count file descriptors and memory, and change limits.
+//! The store's server against pending connections, clients that break the protocol, and clients
+//! that are slow, silent or exited. Each test has a separate process, because the tests count file
+//! descriptors and memory, and change limits.
 
 use crate::clients::{LONG, SHORT, SOON, eventually, free_port, options, server};
-use crate::process::{alone, process, role};
-use rustix::process::{Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
-use std::io::{BufRead, BufReader, Read, Write};
+use crate::process::alone;
+use crate::tcp_killed::start_server;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
-use symm::error::{Error, ErrorKind};
+use symm::error::ErrorKind;
 use symm::store::Store;
 use symm::store::request::{Request, StoreOp};
 use symm::store::tcp::frame::ClientFrame;
@@ -17,8 +18,12 @@ use symm::store::tcp::limits::{ConnectionLimits, MAX_FRAME};
 use symm::store::tcp::proof::{ADMISSION, ClientHello, HELLO, OPENING};
 use symm::store::tcp::{TcpOptions, TcpStore};
 
-fn honest(port: u16, secret: Option<&str>) -> TcpStore {
-    TcpStore::open(TcpOptions { secret: secret.map(|secret| secret.as_bytes().to_vec()), ..options("127.0.0.1", port) }).unwrap()
+pub(super) fn honest(port: u16, secret: Option<&str>) -> TcpStore {
+    TcpStore::open(TcpOptions {
+        secret: secret.map(|secret| secret.as_bytes().to_vec()),
+        ..options("127.0.0.1", port)
+    })
+    .unwrap()
 }
 
 /// A connection that has received the server's first message.
@@ -55,7 +60,9 @@ fn closed(mut socket: TcpStream) -> bool {
 
 fn frame(op: StoreOp, keys: &[&str], values: &[&[u8]]) -> Vec<u8> {
     let mut frame = Vec::new();
-    ClientFrame::Call(LONG, Request::new(op, keys.to_vec(), values.to_vec())).encode(&mut frame).unwrap();
+    ClientFrame::Call(LONG, Request::new(op, keys.to_vec(), values.to_vec()))
+        .encode(&mut frame)
+        .unwrap();
     frame
 }
 
@@ -89,7 +96,9 @@ fn p18_garbage_closes_its_connection_and_no_other() {
     }
     let (_server, port) = server(ConnectionLimits::default(), None);
     let store = honest(port, None);
-    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 4], &[0xff; 4096], b"symmkv1", b"symmkv0\n"] {
+    for garbage in
+        [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 4], &[0xff; 4096], b"symmkv1", b"symmkv0\n"]
+    {
         let (mut socket, _) = unidentified(port);
         let _ = socket.write_all(garbage);
         let _ = socket.shutdown(Shutdown::Write);
@@ -143,7 +152,8 @@ fn p18_bytes_in_flight_and_at_rest_are_bounded() {
     let before = resident();
     // Whatever is set, at most 32 MB stay.
     let value = vec![1; 5 * MB];
-    let refused = (0..60).filter(|index| store.set(&format!("key {index}"), &value).is_err()).count();
+    let refused =
+        (0..60).filter(|index| store.set(&format!("key {index}"), &value).is_err()).count();
     assert_eq!(refused, 54);
     // Clients that request large values and never read them, eight times the maximum in flight.
     let deaf: Vec<TcpStream> = (0..96)
@@ -167,7 +177,8 @@ fn p18_requests_that_wait_leave_their_room_to_what_moves() {
         return;
     }
     const MB: usize = 1 << 20;
-    let (_server, port) = server(ConnectionLimits { moving: 1, ..ConnectionLimits::default() }, None);
+    let (_server, port) =
+        server(ConnectionLimits { moving: 1, ..ConnectionLimits::default() }, None);
     let store = honest(port, None);
     let keys: Vec<String> = (0..1000).map(|index| format!("{index:060000}")).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
@@ -182,7 +193,9 @@ fn p18_requests_that_wait_leave_their_room_to_what_moves() {
     assert!(error.kind == ErrorKind::Config && error.message.contains("cannot wait"), "{error}");
     assert_eq!(store.get("key", Some(LONG / 3)).unwrap().len(), value.len());
     drop(waiting);
-    eventually("room for another", || store.wait(&keys, Some(Duration::ZERO)).unwrap_err().kind == ErrorKind::Timeout);
+    eventually("room for another", || {
+        store.wait(&keys, Some(Duration::ZERO)).unwrap_err().kind == ErrorKind::Timeout
+    });
 }
 
 #[test]
@@ -190,14 +203,20 @@ fn p18_a_thousand_idle_connections_and_as_many_unidentified_peers_delay_nobody()
     if !alone() {
         return;
     }
-    let limits = ConnectionLimits { unidentified: 100, hello: Duration::from_secs(2), ..ConnectionLimits::default() };
+    let limits = ConnectionLimits {
+        unidentified: 100,
+        hello: Duration::from_secs(2),
+        ..ConnectionLimits::default()
+    };
     let (_server, port) = server(limits, None);
     let store = honest(port, None);
     let before = descriptors();
     let idle: Vec<TcpStream> = (0..1000).map(|_| admitted(port)).collect();
-    let unidentified: Vec<TcpStream> = (0..1000).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
+    let unidentified: Vec<TcpStream> =
+        (0..1000).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
     println!("slowest call beside them: {:?}", slowest(&store, |_| {}));
-    // The oldest pending connections were closed to make space; the others are closed at their deadline.
+    // The oldest pending connections were closed to make space; the others are closed at their
+    // deadline.
     let mut ends = unidentified;
     assert!(closed(ends.remove(0)));
     let started = Instant::now();
@@ -219,7 +238,8 @@ fn p18_only_those_who_know_the_secret_are_served() {
     let store = honest(port, Some("right"));
     store.set("key", b"value").unwrap();
     for secret in [None, Some(b"wrong".to_vec()), Some(b"right ".to_vec())] {
-        let error = TcpStore::open(TcpOptions { secret, ..options("127.0.0.1", port) }).err().unwrap();
+        let error =
+            TcpStore::open(TcpOptions { secret, ..options("127.0.0.1", port) }).err().unwrap();
         assert!(error.kind == ErrorKind::Config && error.message.contains("secret"), "{error}");
     }
     // A complete hello that was valid for another connection, with requests right behind it.
@@ -230,7 +250,9 @@ fn p18_only_those_who_know_the_secret_are_served() {
     first.read_exact(&mut admission).unwrap();
     assert_eq!(admission[0], 1);
     let (mut second, _) = unidentified(port);
-    second.write_all(&[&hello[..], &frame(StoreOp::Set, &["key"], &[b"replayed"])].concat()).unwrap();
+    second
+        .write_all(&[&hello[..], &frame(StoreOp::Set, &["key"], &[b"replayed"])].concat())
+        .unwrap();
     let mut admission = [1; ADMISSION];
     second.read_exact(&mut admission).unwrap();
     assert_eq!(admission, [0; ADMISSION]);
@@ -245,7 +267,9 @@ fn a_client_refuses_what_is_not_the_store_it_means() {
     }
     let (_open, open) = server(ConnectionLimits::default(), None);
     let secret = || Some(b"secret".to_vec());
-    let error = TcpStore::open(TcpOptions { secret: secret(), ..options("127.0.0.1", open) }).err().unwrap();
+    let error = TcpStore::open(TcpOptions { secret: secret(), ..options("127.0.0.1", open) })
+        .err()
+        .unwrap();
     assert!(error.kind == ErrorKind::Config && error.message.contains("does not ask"), "{error}");
     // A server that speaks the protocol and does not know the secret.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -260,14 +284,22 @@ fn a_client_refuses_what_is_not_the_store_it_means() {
                 socket.set_read_timeout(Some(timeout)).unwrap();
                 let _ = socket.read(&mut [0]);
             });
-            let outcome = TcpStore::open(TcpOptions { secret: secret(), timeout, ..options("127.0.0.1", port) });
+            let outcome = TcpStore::open(TcpOptions {
+                secret: secret(),
+                timeout,
+                ..options("127.0.0.1", port)
+            });
             server.join().unwrap();
             outcome.err().unwrap()
         })
     };
     let opening = symm::store::tcp::proof::opening(true).unwrap().0;
     assert!(meet(opening.to_vec(), LONG).message.contains("does not know the secret"));
-    assert!(meet(b"HTTP/1.1 400 Bad Request and so on, and on".to_vec(), LONG).message.contains("not a torch-symm store"));
+    assert!(
+        meet(b"HTTP/1.1 400 Bad Request and so on, and on".to_vec(), LONG)
+            .message
+            .contains("not a torch-symm store")
+    );
     let started = Instant::now();
     let error = meet(Vec::new(), SHORT);
     assert!(error.kind == ErrorKind::Network && error.message.contains("says nothing"), "{error}");
@@ -287,7 +319,9 @@ fn a_client_that_is_taken_for_one_unidentified_peer_too_many_comes_again() {
             // The second and third connections are closed before the server has admitted them.
             if index != 1 && index != 2 {
                 let far = TcpStream::connect(("127.0.0.1", port)).unwrap();
-                for (mut from, mut to) in [(near.try_clone().unwrap(), far.try_clone().unwrap()), (far, near)] {
+                for (mut from, mut to) in
+                    [(near.try_clone().unwrap(), far.try_clone().unwrap()), (far, near)]
+                {
                     thread::spawn(move || std::io::copy(&mut from, &mut to));
                 }
             }
@@ -307,7 +341,8 @@ fn p18_slow_and_dead_clients_are_let_go() {
     if !alone() {
         return;
     }
-    let limits = ConnectionLimits { frame: Duration::from_millis(300), ..ConnectionLimits::default() };
+    let limits =
+        ConnectionLimits { frame: Duration::from_millis(300), ..ConnectionLimits::default() };
     let (_server, port) = server(limits, None);
     let store = honest(port, None);
     let before = descriptors();
@@ -337,7 +372,8 @@ fn p18_clients_that_ask_for_what_is_not_there_and_go_are_let_go_at_once() {
     let store = honest(port, None);
     let before = descriptors();
     for _ in 0..50 {
-        // Request and end of the connection usually arrive together, so the end causes no separate event.
+        // Request and end of the connection usually arrive together, so the end causes no separate
+        // event.
         admitted(port).write_all(&frame(StoreOp::Get, &["never"], &[])).unwrap();
     }
     let started = Instant::now();
@@ -356,7 +392,8 @@ fn p18_running_out_of_descriptors_is_survived() {
     let limit = getrlimit(Resource::Nofile);
     let before = descriptors();
     setrlimit(Resource::Nofile, Rlimit { current: Some(before as u64 + 40), ..limit }).unwrap();
-    let many: Vec<TcpStream> = (0..80).map_while(|_| TcpStream::connect(("127.0.0.1", port)).ok()).collect();
+    let many: Vec<TcpStream> =
+        (0..80).map_while(|_| TcpStream::connect(("127.0.0.1", port)).ok()).collect();
     thread::sleep(SHORT);
     assert_eq!(store.add("honest", 1).unwrap(), 1);
     drop(many);
@@ -372,10 +409,13 @@ fn p18_unidentified_peers_leave_descriptors_to_ranks_and_to_the_process() {
     }
     let port = free_port();
     let mut child = start_server(port, Some(64));
-    let idle: Vec<TcpStream> = (0..300).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
+    let idle: Vec<TcpStream> =
+        (0..300).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
     // Not after the five seconds in which pending connections have to introduce themselves.
     let timeout = Duration::from_secs(3);
-    let ranks: Vec<TcpStore> = (0..8).map(|_| TcpStore::open(TcpOptions { timeout, ..options("127.0.0.1", port) }).unwrap()).collect();
+    let ranks: Vec<TcpStore> = (0..8)
+        .map(|_| TcpStore::open(TcpOptions { timeout, ..options("127.0.0.1", port) }).unwrap())
+        .collect();
     assert_eq!(ranks.iter().map(|rank| rank.add("came", 1).unwrap()).max(), Some(8));
     thread::sleep(SHORT);
     assert_eq!(child.try_wait().unwrap(), None, "it found no descriptor");
@@ -396,65 +436,4 @@ fn p18_a_server_raises_the_limit_on_descriptors() {
     setrlimit(Resource::Nofile, limit).unwrap();
     let wanted = limit.maximum.map_or(16 * 1024, |most| most.min(16 * 1024));
     assert!(raised.is_none_or(|raised| raised >= wanted), "{raised:?}");
-}
-
-/// Runs as a server if the test program was started as one; otherwise does nothing. It exits when no file descriptor is
-/// free for a file.
-#[test]
-#[ignore = "the other tests start it"]
-fn server_process() {
-    let Some((port, descriptors)) = role::<(u16, Option<u64>)>() else { return };
-    if let Some(limit) = descriptors {
-        setrlimit(Resource::Nofile, Rlimit { current: Some(limit), maximum: Some(limit) }).unwrap();
-    }
-    let _store = TcpStore::open(TcpOptions { is_master: true, ..options("127.0.0.1", port) }).unwrap();
-    println!("serving");
-    let started = Instant::now();
-    while started.elapsed() < LONG && std::fs::File::open("/proc/self/stat").is_ok() {
-        thread::sleep(Duration::from_millis(5));
-    }
-}
-
-fn start_server(port: u16, descriptors: Option<u64>) -> Child {
-    let mut child = process("tcp_hostile::server_process", &(port, descriptors)).stdout(Stdio::piped()).spawn().unwrap();
-    let lines = BufReader::new(child.stdout.as_mut().unwrap()).lines();
-    assert!(lines.map_while(Result::ok).any(|line| line.contains("serving")));
-    child
-}
-
-#[test]
-fn a_killed_server_is_noticed_at_once_and_a_stopped_one_at_the_limit() {
-    if !alone() {
-        return;
-    }
-    let port = free_port();
-    let mut child = start_server(port, None);
-    let pid = rustix::process::Pid::from_child(&child);
-    let store = honest(port, None);
-    store.set("key", b"value").unwrap();
-    kill_process(pid, Signal::STOP).unwrap();
-    let stat = format!("/proc/{}/stat", child.id());
-    eventually("the server's stop", || std::fs::read_to_string(&stat).unwrap().contains(") T "));
-    let started = Instant::now();
-    let errors: Vec<Error> = [StoreOp::Get, StoreOp::Add]
-        .map(|op| store.call(&Request::new(op, vec!["key"], vec![]), Some(Duration::from_millis(300))).unwrap_err())
-        .to_vec();
-    assert!(errors.iter().all(|error| error.kind == ErrorKind::Timeout && error.message.contains("did not answer")), "{errors:?}");
-    assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
-    kill_process(pid, Signal::CONT).unwrap();
-    assert_eq!(store.get("key", Some(LONG)).unwrap(), "value");
-    thread::scope(|scope| {
-        let waiter = scope.spawn(|| store.get("never", Some(LONG)).unwrap_err());
-        thread::sleep(SHORT);
-        let killed = Instant::now();
-        kill_process(pid, Signal::KILL).unwrap();
-        let error = waiter.join().unwrap();
-        assert!(error.kind == ErrorKind::Network && killed.elapsed() < SOON, "{error}");
-    });
-    child.wait().unwrap();
-    // A new server at the same address is a different store.
-    let mut child = start_server(port, None);
-    assert_eq!(store.num_keys().unwrap(), 0);
-    child.kill().unwrap();
-    child.wait().unwrap();
 }

@@ -1,7 +1,8 @@
-//! All shared state of ranks on CPU, with real threads on one mapping: `make tsan` runs it under ThreadSanitizer, which
-//! cannot see races through two mappings of one file. No test harness, because its threads communicate through parts of
-//! std that are not instrumented. The queue of asynchronous calls is not tested either: ThreadSanitizer does not see
-//! that std's condition variables reacquire their mutex, so it would report everything after them.
+//! All shared state of ranks on CPU, with real threads on one mapping: `make tsan` runs it under
+//! ThreadSanitizer, which cannot see races through two mappings of one file. No test harness,
+//! because its threads communicate through parts of std that are not instrumented. The queue of
+//! asynchronous calls is not tested either: ThreadSanitizer does not see that std's condition
+//! variables reacquire their mutex, so it would report everything after them.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 use std::sync::atomic::AtomicU32;
@@ -37,15 +38,22 @@ fn memory() -> ShmSegment {
 fn with_ranks(body: impl Fn(&Group, u32) + Sync) {
     let memory = memory();
     // No direct reads: the kernel does them, invisible to the sanitizer.
-    let tuning = GroupTuning { zero_copy: false, spins: Some(64), thresholds: CpuThresholds::DEFAULT, ..GroupTuning::default() };
+    let tuning = GroupTuning {
+        zero_copy: false,
+        spins: Some(64),
+        thresholds: CpuThresholds::DEFAULT,
+        ..GroupTuning::default()
+    };
     as_threads(|rank| {
-        let group = Group::from_joined(memory.clone(), "races", Rank(rank), members(), LONG, tuning).expect("assembles");
+        let group =
+            Group::from_joined(memory.clone(), "races", Rank(rank), members(), LONG, tuning)
+                .expect("assembles");
         body(&group, rank);
     });
 }
 
-/// Runs `body` once for each rank. Joined one by one, because the sanitizer does not see how a scope waits for its
-/// threads.
+/// Runs `body` once for each rank. Joined one by one, because the sanitizer does not see how a
+/// scope waits for its threads.
 fn as_threads(body: impl Fn(u32) + Sync) {
     std::thread::scope(|scope| {
         let body = &body;
@@ -62,9 +70,22 @@ fn spans(data: &mut [Vec<u32>]) -> Vec<Span> {
     data.iter_mut().map(|data| span(data)).collect()
 }
 
-fn run(group: &Group, op: Collective, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Result<()> {
+fn run(
+    group: &Group,
+    op: Collective,
+    root: u32,
+    inputs: Vec<Span>,
+    outputs: Vec<Span>,
+) -> Result<()> {
     let (inputs, outputs, (me, n)) = (inputs.into(), outputs.into(), group.place());
-    let spec = CallSpec { op, dtype: DType::I32, root: Rank(root), inputs, outputs, ..CallSpec::barrier(None) };
+    let spec = CallSpec {
+        op,
+        dtype: DType::I32,
+        root: Rank(root),
+        inputs,
+        outputs,
+        ..CallSpec::barrier(None)
+    };
     // SAFETY: each rank's tensors are its own, and live until the call has ended.
     group.run(&[unsafe { Call::new(spec, me, n) }?], None)
 }
@@ -74,7 +95,8 @@ fn collectives(group: &Group, rank: u32) {
         let root = round as u32 % RANKS;
         let n = RANKS as usize;
         for &op in Collective::C10D {
-            let (inputs, outputs) = CallSpec { op, root: Rank(root), ..CallSpec::barrier(None) }.num_spans(Rank(rank), n);
+            let (inputs, outputs) = CallSpec { op, root: Rank(root), ..CallSpec::barrier(None) }
+                .num_spans(Rank(rank), n);
             let mut given = vec![vec![rank + 1; count]; inputs];
             let mut got = vec![vec![0; count]; outputs];
             run(group, op, root, spans(&mut given), spans(&mut got)).expect("a collective");
@@ -82,11 +104,18 @@ fn collectives(group: &Group, rank: u32) {
                 let expected = match op {
                     Collective::Barrier => continue,
                     Collective::Broadcast | Collective::Scatter => root + 1,
-                    Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter => RANKS * (RANKS + 1) / 2,
-                    Collective::AllGather | Collective::Gather | Collective::AllToAll => from as u32 + 1,
+                    Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter => {
+                        RANKS * (RANKS + 1) / 2
+                    }
+                    Collective::AllGather | Collective::Gather | Collective::AllToAll => {
+                        from as u32 + 1
+                    }
                     Collective::AllReduceAddRmsNorm => unreachable!("not of c10d"),
                 };
-                assert!(got.iter().all(|&value| value == expected), "{op:?} of {count} on rank {rank}");
+                assert!(
+                    got.iter().all(|&value| value == expected),
+                    "{op:?} of {count} on rank {rank}"
+                );
             }
         }
     }
@@ -96,7 +125,13 @@ fn messages(group: &Group, rank: u32) {
     for (round, count) in COUNTS.into_iter().chain([30_000]).enumerate() {
         let (next, last) = ((rank + 1) % RANKS, (rank + RANKS - 1) % RANKS);
         let (mut given, mut got) = (vec![rank + 1; count], vec![0; count]);
-        let spec = |peer, span| MessageSpec { peer: Some(Rank(peer)), tag: round as i32, dtype: DType::I32, span, timeout: None };
+        let spec = |peer, span| MessageSpec {
+            peer: Some(Rank(peer)),
+            tag: round as i32,
+            dtype: DType::I32,
+            span,
+            timeout: None,
+        };
         // SAFETY: each rank's tensors are its own, and live until the messages have ended.
         let message = |peer, span| unsafe { Message::new(spec(peer, span)) };
         let done = || Completion::new(|outcome, _| outcome.expect("a transfer"));
@@ -108,7 +143,8 @@ fn messages(group: &Group, rank: u32) {
     }
 }
 
-/// The others wait for rank 0, which does not arrive: it leaves, or another thread of rank 1 aborts the group.
+/// The others wait for rank 0, which does not arrive: it leaves, or another thread of rank 1 aborts
+/// the group.
 fn endings(aborts: bool) {
     with_ranks(|group, rank| {
         let barrier = || group.run(&[Call::barrier(None)], None);
@@ -135,12 +171,14 @@ fn signals() {
     const BYTES: usize = 256;
     const ROUNDS: u32 = 200;
     let memory = memory();
-    let words: Vec<Vec<AtomicU32>> = (0..RANKS).map(|_| (0..BYTES / 4).map(|_| AtomicU32::new(0)).collect()).collect();
+    let words: Vec<Vec<AtomicU32>> =
+        (0..RANKS).map(|_| (0..BYTES / 4).map(|_| AtomicU32::new(0)).collect()).collect();
     let pads: Vec<u64> = words.iter().map(|pad| pad.as_ptr() as u64).collect();
     let mut plain = vec![0u32; RANKS as usize];
     let shared = plain.as_mut_ptr() as usize;
     as_threads(|rank| {
-        let control = ControlBlock::new(memory.clone(), Rank(rank), "signals".into(), members(), 64);
+        let control =
+            ControlBlock::new(memory.clone(), Rank(rank), "signals".into(), members(), 64);
         // SAFETY: the words outlive the threads and are atomics.
         let pads = unsafe { SignalPads::new(&control, &pads, BYTES) };
         let cell = |rank: u32| (shared + 4 * rank as usize) as *mut u32;
@@ -167,5 +205,8 @@ fn main() {
     for round in 0..6 {
         endings(round % 2 == 0);
     }
-    println!("collectives, messages, signals and endings of {RANKS} ranks on one mapping: {:.1} s", begun.elapsed().as_secs_f32());
+    println!(
+        "collectives, messages, signals and endings of {RANKS} ranks on one mapping: {:.1} s",
+        begun.elapsed().as_secs_f32()
+    );
 }

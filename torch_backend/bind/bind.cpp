@@ -31,7 +31,8 @@ void bind_error(py::module_& module, ErrorKind kind, const char* name, const cha
 
 using Options = ProcessGroupSymm::Options;
 
-// Seconds or a timedelta, in this order: pybind11 would convert a float to milliseconds without a check.
+// Seconds or a timedelta, in this order: pybind11 would convert a float to milliseconds without a
+// check.
 using Timeout = std::variant<double, std::chrono::milliseconds>;
 
 std::chrono::milliseconds milliseconds_of(const Timeout& timeout) {
@@ -41,18 +42,30 @@ std::chrono::milliseconds milliseconds_of(const Timeout& timeout) {
   const double seconds = std::get<double>(timeout);
   // A year, because a longer deadline overflows some clocks. NaN fails both comparisons.
   constexpr double kLongest = 365.0 * 24 * 3600;
-  TORCH_CHECK_VALUE(seconds >= 0 && seconds <= kLongest, "timeout must be from 0 to ", kLongest, " seconds, not ", seconds);
+  TORCH_CHECK_VALUE(
+      seconds >= 0 && seconds <= kLongest, "timeout must be from 0 to ", kLongest, " seconds, not ",
+      seconds);
   return std::chrono::milliseconds(std::llround(seconds * 1000));
 }
 
 void bind(py::module_ module) {
   module.doc() = "The native part of torch_symm.";
   module.attr("__version__") = std::string(version());
-  bind_error(module, ErrorKind::Peer, "SymmPeerError", "A rank died, left or aborted while others needed it.");
-  bind_error(module, ErrorKind::Timeout, "SymmTimeoutError", "A deadline passed; the message names the ranks that are missing.");
-  bind_error(module, ErrorKind::Mismatch, "SymmMismatchError", "Ranks were asked for different collectives; the message shows each.");
-  bind_error(module, ErrorKind::Config, "SymmConfigError", "A group cannot be formed or used here; the message says why.");
-  bind_error(module, ErrorKind::Aborted, "SymmAbortedError", "This process aborted or destroyed the group.");
+  bind_error(
+      module, ErrorKind::Peer, "SymmPeerError",
+      "A rank died, left or aborted while others needed it.");
+  bind_error(
+      module, ErrorKind::Timeout, "SymmTimeoutError",
+      "A deadline passed; the message names the ranks that are missing.");
+  bind_error(
+      module, ErrorKind::Mismatch, "SymmMismatchError",
+      "Ranks were asked for different collectives; the message shows each.");
+  bind_error(
+      module, ErrorKind::Config, "SymmConfigError",
+      "A group cannot be formed or used here; the message says why.");
+  bind_error(
+      module, ErrorKind::Aborted, "SymmAbortedError",
+      "This process aborted or destroyed the group.");
 
   py::register_exception_translator([](std::exception_ptr error) {
     try {
@@ -64,7 +77,8 @@ void bind(py::module_ module) {
     }
   });
 
-  // Before the interpreter ends: afterwards, a thread that drops a tensor with a Python object would end the process.
+  // Before the interpreter ends: afterwards, a thread that drops a tensor with a Python object
+  // would end the process.
   module.def(
       "_destroy_all",
       [](const std::string& farewell) { leave_all(std::chrono::seconds(5), farewell); },
@@ -114,42 +128,45 @@ void bind(py::module_ module) {
           [](const Options& self, const py::dict&) { return c10::make_intrusive<Options>(self); },
           py::arg("memo"));
 
-  py::class_<ProcessGroupSymm, Holder<ProcessGroupSymm>, ::c10d::Backend>(module, "ProcessGroupSymm")
+  py::class_<ProcessGroupSymm, Holder<ProcessGroupSymm>, ::c10d::Backend>(
+      module, "ProcessGroupSymm")
       .def(
-          py::init<const Holder<::c10d::Store>&, int, int, Holder<Options>>(),
-          py::arg("store"),
-          py::arg("rank"),
-          py::arg("size"),
-          py::arg("options"),
+          py::init<const Holder<::c10d::Store>&, int, int, Holder<Options>>(), py::arg("store"),
+          py::arg("rank"), py::arg("size"), py::arg("options"),
           py::call_guard<py::gil_scoped_release>())
       .def(
-          py::init([](const Holder<::c10d::Store>& store, int rank, int size, const Timeout& timeout, const std::string& group) {
+          py::init([](const Holder<::c10d::Store>& store, int rank, int size,
+                      const Timeout& timeout, const std::string& group) {
             auto options = c10::make_intrusive<Options>(milliseconds_of(timeout));
             options->group_name = group;
             // Joining waits for peers. The result needs the GIL again, for pybind11.
             const py::gil_scoped_release release;
             return c10::make_intrusive<ProcessGroupSymm>(store, rank, size, std::move(options));
           }),
-          py::arg("store"),
-          py::arg("rank"),
-          py::arg("size"),
-          py::arg("timeout") = Timeout(kBackendDefaultTimeout),
-          py::arg("group_name") = "")
+          py::arg("store"), py::arg("rank"), py::arg("size"),
+          py::arg("timeout") = Timeout(kBackendDefaultTimeout), py::arg("group_name") = "")
       .def_property_readonly(
           "options",
-          [](ProcessGroupSymm& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
+          [](ProcessGroupSymm& self) {
+            return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions());
+          })
       .def("_set_default_timeout", &ProcessGroupSymm::setTimeout, py::arg("timeout"))
-      // Does nothing: torch calls it on ranks outside a new group, because NCCL's split is collective; ours involves
-      // only the new members.
-      .def("perform_nocolor_split", [](ProcessGroupSymm&, const at::Device&) {}, py::arg("device"))
-      // torch's shrink_group queries this, and then raises a TypeError that does not name the alternative.
+      // Does nothing: torch calls it on ranks outside a new group, because NCCL's split is
+      // collective; ours involves only the new members.
+      .def(
+          "perform_nocolor_split", [](ProcessGroupSymm&, const at::Device&) {}, py::arg("device"))
+      // torch's shrink_group queries this, and then raises a TypeError that does not name the
+      // alternative.
       .def_property_readonly(
           "supports_shrinking",
           [](const ProcessGroupSymm&) {
-            const py::object category = py::module_::import("torch_symm._warnings").attr("SymmWarning");
+            const py::object category =
+                py::module_::import("torch_symm._warnings").attr("SymmWarning");
             constexpr auto text =
-                "symm does not serve shrink_group. While all ranks live, dist.new_group(ranks) makes the smaller group. After a rank has "
-                "ended, the others call destroy_process_group() and init_process_group() with their new ranks and world size.";
+                "symm does not serve shrink_group. While all ranks live, dist.new_group(ranks) "
+                "makes the smaller group. After a rank has "
+                "ended, the others call destroy_process_group() and init_process_group() with "
+                "their new ranks and world size.";
             if (PyErr_WarnEx(category.ptr(), text, 2) < 0) {
               throw py::error_already_set();
             }
@@ -158,7 +175,9 @@ void bind(py::module_ module) {
       // c10d's own binding passes only the index.
       .def(
           "supports_tensor_alloc",
-          [](ProcessGroupSymm&, const at::Device& device) { return sharing_device(device).has_value(); },
+          [](ProcessGroupSymm&, const at::Device& device) {
+            return sharing_device(device).has_value();
+          },
           py::arg("device"))
       .def(
           "_device",
@@ -166,7 +185,9 @@ void bind(py::module_ module) {
             const int device = (*self.core())->device();
             return device < 0 ? std::nullopt : std::make_optional(device);
           })
-      .def("_drop_coalesced", &ProcessGroupSymm::drop_coalesced, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "_drop_coalesced", &ProcessGroupSymm::drop_coalesced,
+          py::call_guard<py::gil_scoped_release>())
       .def("get_error", &ProcessGroupSymm::getError)
       .def("get_sequence_number", &ProcessGroupSymm::getSequenceNumberForGroup)
       .def("abort", &ProcessGroupSymm::abort, py::call_guard<py::gil_scoped_release>())

@@ -6,6 +6,7 @@
 
 #include "bind/bind.hpp"
 #include "errors.hpp"
+#include "symm/src/bridge/cost.rs.h"
 
 namespace py = pybind11;
 
@@ -40,7 +41,8 @@ std::unique_ptr<Prices> open_prices(
   mesh.job = job;
   mesh.per_node = per_node;
   auto opened = cost_model(
-      mesh, rust::String::lossy(source), {gb_per_s.data(), gb_per_s.size()}, {us.data(), us.size()}, bytes_of(profile));
+      mesh, rust::String::lossy(source), {gb_per_s.data(), gb_per_s.size()}, {us.data(), us.size()},
+      bytes_of(profile));
   check(opened.status);
   return opened.found ? std::make_unique<Prices>(Prices{std::move(opened.model)}) : nullptr;
 }
@@ -58,11 +60,10 @@ void bind_cost(py::module_& module) {
           [](const Prices& self, const std::string& op, double bytes, size_t dim) {
             const auto price = self.model->price(rust::String::lossy(op), bytes, dim);
             check(price.status);
-            return std::make_tuple(price.us, std::string(price.algorithm), std::string(price.basis));
+            return std::make_tuple(
+                price.us, std::string(price.algorithm), std::string(price.basis));
           },
-          py::arg("op"),
-          py::arg("bytes"),
-          py::arg("dim"))
+          py::arg("op"), py::arg("bytes"), py::arg("dim"))
       .def_property_readonly(
           "local",
           [](const Prices& self) -> std::optional<std::tuple<double, double, double>> {
@@ -72,10 +73,13 @@ void bind_cost(py::module_& module) {
             }
             return std::make_tuple(local.step_us, local.slice_us, local.copy_gb_per_s);
           })
-      .def_property_readonly("gb_per_s", [](const Prices& self) { return listed(self.model->gb_per_s()); })
+      .def_property_readonly(
+          "gb_per_s", [](const Prices& self) { return listed(self.model->gb_per_s()); })
       .def_property_readonly("us", [](const Prices& self) { return listed(self.model->trip_us()); })
-      .def_property_readonly("reference_us", [](const Prices& self) { return self.model->reference_us(); })
-      .def_property_readonly("origin", [](const Prices& self) { return std::string(self.model->origin()); });
+      .def_property_readonly(
+          "reference_us", [](const Prices& self) { return self.model->reference_us(); })
+      .def_property_readonly(
+          "origin", [](const Prices& self) { return std::string(self.model->origin()); });
 
   module.def(
       "_open_cost_model",
@@ -100,7 +104,9 @@ void bind_cost(py::module_& module) {
       py::arg("ranks"));
 
   module.def(
-      "_set_bundled_profile_dir", [](const std::string& folder) { set_bundled_profile_dir(bytes_of(folder)); }, py::arg("folder"));
+      "_set_bundled_profile_dir",
+      [](const std::string& folder) { set_bundled_profile_dir(bytes_of(folder)); },
+      py::arg("folder"));
 
   module.def("_user_profile_dir", [] {
     const auto folder = user_profile_dir();

@@ -1,5 +1,6 @@
-// The operators' schemas. Python calls the operators through torch.ops.symm, and implements them for tensors without
-// memory. They are in this file because the linker drops files to which nothing refers.
+// The operators' schemas. Python calls the operators through torch.ops.symm, and implements them
+// for tensors without memory. They are in this file because the linker drops files to which nothing
+// refers.
 #include <torch/library.h>
 
 #include "bind/bind.hpp"
@@ -13,25 +14,37 @@ namespace symm {
 
 void bind_fused(py::module_& module) {
   module.def(
-      "_drop_workspaces", &Workspace::drop, py::arg("group_name"), py::call_guard<py::gil_scoped_release>(),
-      "Gives up the workspaces of the fused operators of this group, and those of groups that are no more.");
+      "_drop_workspaces", &Workspace::drop, py::arg("group_name"),
+      py::call_guard<py::gil_scoped_release>(),
+      "Gives up the workspaces of the fused operators of this group, and those of groups that are "
+      "no more.");
 }
 
 } // namespace symm
 
 TORCH_LIBRARY_FRAGMENT(symm, library) {
-  library.def("_all_gather_matmul(Tensor A_shard, Tensor[] Bs, str group_name, bool return_A) -> (Tensor, Tensor[])");
+  library.def(
+      "_all_gather_matmul(Tensor A_shard, Tensor[] Bs, str group_name, bool return_A) -> (Tensor, "
+      "Tensor[])");
   library.def("_matmul_reduce_scatter(Tensor A, Tensor B, bool avg, str group_name) -> Tensor");
-  library.def("all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor", {at::Tag::needs_fixed_stride_order});
-  const auto norm = [&](const char* name, const char* tensors, const char* scale, const char* results) {
+  library.def(
+      "all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor",
+      {at::Tag::needs_fixed_stride_order});
+  const auto norm = [&](const char* name, const char* tensors, const char* scale,
+                        const char* results) {
     const std::string head = std::string("all_reduce_add_rms_norm") + name + "(" + tensors;
-    const std::string schema = head + ", Tensor weight, float eps, " + scale + "str group_name) -> " + results;
+    const std::string schema =
+        head + ", Tensor weight, float eps, " + scale + "str group_name) -> " + results;
     library.def(schema.c_str(), {at::Tag::needs_fixed_stride_order});
   };
   norm("", "Tensor input, Tensor residual", "", "(Tensor normed, Tensor residual_out)");
   norm("_", "Tensor(a!) input, Tensor(b!) residual", "", "()");
-  norm("_fp8", "Tensor input, Tensor residual", "Tensor scale, ", "(Tensor normed, Tensor residual_out)");
-  norm("_dynamic_fp8", "Tensor input, Tensor residual", "", "(Tensor normed, Tensor residual_out, Tensor scales)");
+  norm(
+      "_fp8", "Tensor input, Tensor residual", "Tensor scale, ",
+      "(Tensor normed, Tensor residual_out)");
+  norm(
+      "_dynamic_fp8", "Tensor input, Tensor residual", "",
+      "(Tensor normed, Tensor residual_out, Tensor scales)");
 }
 
 namespace {
@@ -55,7 +68,8 @@ TORCH_LIBRARY_IMPL(symm, Meta, library) {
 TORCH_LIBRARY_IMPL(symm, Autograd, library) {
   for (const auto* form : {"", "_", "_fp8", "_dynamic_fp8"}) {
     const auto name = std::string("all_reduce_add_rms_norm") + form;
-    library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&symm::refuse_gradients>());
+    library.impl(
+        name.c_str(), torch::CppFunction::makeFromBoxedFunction<&symm::refuse_gradients>());
   }
   library.impl("all_reduce", torch::CppFunction::makeFromBoxedFunction<&symm::refuse_gradients>());
 }

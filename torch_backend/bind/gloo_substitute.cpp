@@ -13,10 +13,11 @@ namespace {
 // torch's ProcessGroupGloo; null if this torch has none. Lives as long as the process.
 PyObject* class_of_gloo = nullptr;
 
-// `self.__class__`. Code that checks isinstance(backend, ProcessGroupGloo) asks whether Gloo's rules apply; C++ checks
-// the real type.
+// `self.__class__`. Code that checks isinstance(backend, ProcessGroupGloo) asks whether Gloo's
+// rules apply; C++ checks the real type.
 PyObject* apparent_class(PyObject* self, void*) {
-  PyObject* const seen = class_of_gloo != nullptr ? class_of_gloo : reinterpret_cast<PyObject*>(Py_TYPE(self));
+  PyObject* const seen =
+      class_of_gloo != nullptr ? class_of_gloo : reinterpret_cast<PyObject*>(Py_TYPE(self));
   Py_INCREF(seen);
   return seen;
 }
@@ -26,7 +27,9 @@ void bind_refusal(py::module_& module, ErrorKind kind, const char* name, PyObjec
   const auto bases = py::make_tuple(py::handle(ours), py::handle(PyExc_RuntimeError));
   const std::string full = std::string("torch_symm._C.") + name;
   // Lives as long as the process, like the others.
-  PyObject* type = PyErr_NewExceptionWithDoc(full.c_str(), "An argument is wrong, in a group in the place of Gloo's.", bases.ptr(), nullptr);
+  PyObject* type = PyErr_NewExceptionWithDoc(
+      full.c_str(), "An argument is wrong, in a group in the place of Gloo's.", bases.ptr(),
+      nullptr);
   if (type == nullptr) {
     throw py::error_already_set();
   }
@@ -47,10 +50,12 @@ void bind_gloo_substitute(py::module_& module) {
     class_of_gloo = c10d.attr("ProcessGroupGloo").cast<py::object>().release().ptr();
   }
   // As a pybind11 method, it would become the class of the type itself.
-  const auto with_class = py::custom_type_setup([](PyHeapTypeObject* type) { type->ht_type.tp_getset = properties; });
+  const auto with_class =
+      py::custom_type_setup([](PyHeapTypeObject* type) { type->ht_type.tp_getset = properties; });
   bind_refusal(module, ErrorKind::Value, "_GlooValueError", PyExc_ValueError);
   bind_refusal(module, ErrorKind::Type, "_GlooTypeError", PyExc_TypeError);
-  py::class_<GlooSubstitute, Holder<GlooSubstitute>, ProcessGroupSymm> replacing(module, "_GlooSubstitute", with_class);
+  py::class_<GlooSubstitute, Holder<GlooSubstitute>, ProcessGroupSymm> replacing(
+      module, "_GlooSubstitute", with_class);
   // Members of Gloo's class that clients also access through the backend.
   for (const auto* name : {"Device", "_Options", "create_default_device", "create_device"}) {
     if (class_of_gloo != nullptr && py::hasattr(class_of_gloo, name)) {

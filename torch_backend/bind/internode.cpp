@@ -17,7 +17,8 @@ namespace symm {
 
 namespace {
 
-// Returns the result of `ask`, called with the GIL. A Python exception becomes a C++ exception with its message.
+// Returns the result of `ask`, called with the GIL. A Python exception becomes a C++ exception with
+// its message.
 template <typename Ask>
 auto asked(Ask&& ask) {
   const py::gil_scoped_acquire gil;
@@ -28,7 +29,8 @@ auto asked(Ask&& ask) {
   }
 }
 
-// Keeps the Python object of `made` alive if its class is a Python class, because its methods live there.
+// Keeps the Python object of `made` alive if its class is a Python class, because its methods live
+// there.
 BackendPtr kept(py::object made) {
   auto backend = made.cast<Holder<::c10d::Backend>>();
   auto* const pointer = backend.get();
@@ -57,7 +59,8 @@ void bind_internode(py::module_& module) {
           return asked([&] { return kept(make(arguments...)); });
         };
         factories.find = [find = find.release()](const auto& choice) {
-          return asked([&] { return find(choice).template cast<std::pair<std::string, std::string>>(); });
+          return asked(
+              [&] { return find(choice).template cast<std::pair<std::string, std::string>>(); });
         };
         set_backend_factories(std::move(factories));
       },

@@ -9,7 +9,8 @@ namespace py = pybind11;
 namespace symm {
 
 void bind_log(py::module_& module) {
-  module.def("_log_info", [](const std::string& text) { inform(rust::Str(text)); }, py::arg("text"));
+  module.def(
+      "_log_info", [](const std::string& text) { inform(rust::Str(text)); }, py::arg("text"));
 
   module.def(
       "_log_to_queue",

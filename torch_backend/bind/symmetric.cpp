@@ -10,16 +10,20 @@ namespace symm {
 
 void bind_symmetric_memory(py::module_& module) {
   namespace torch_memory = ::c10d::symmetric_memory;
-  // torch's rendezvous() returns objects of this class, too, because pybind11 uses an object's dynamic type. Its
-  // methods hide torch's, which return tensors that do not keep the window alive.
-  py::class_<SymmetricWindow, torch_memory::SymmetricMemory, Holder<SymmetricWindow>>(module, "SymmetricWindow")
+  // torch's rendezvous() returns objects of this class, too, because pybind11 uses an object's
+  // dynamic type. Its methods hide torch's, which return tensors that do not keep the window alive.
+  py::class_<SymmetricWindow, torch_memory::SymmetricMemory, Holder<SymmetricWindow>>(
+      module, "SymmetricWindow")
       .def(
-          "get_buffer", &SymmetricWindow::get_buffer, py::arg("rank"), py::arg("sizes"), py::arg("dtype"),
+          "get_buffer", &SymmetricWindow::get_buffer, py::arg("rank"), py::arg("sizes"),
+          py::arg("dtype"), py::arg("storage_offset") = 0)
+      .def(
+          "get_signal_pad", &SymmetricWindow::get_signal_pad, py::arg("rank"),
+          py::arg("sizes") = std::vector<int64_t>(), py::arg("dtype") = std::nullopt,
           py::arg("storage_offset") = 0)
       .def(
-          "get_signal_pad", &SymmetricWindow::get_signal_pad, py::arg("rank"), py::arg("sizes") = std::vector<int64_t>(),
-          py::arg("dtype") = std::nullopt, py::arg("storage_offset") = 0)
-      .def("get_remote_tensor", &SymmetricWindow::get_remote_tensor, py::arg("peer"), py::arg("sizes"), py::arg("dtype"));
+          "get_remote_tensor", &SymmetricWindow::get_remote_tensor, py::arg("peer"),
+          py::arg("sizes"), py::arg("dtype"));
   register_symmetric_memory();
 }
 

@@ -17,7 +17,8 @@ void bind_topology(py::module_& module) {
         const auto matrix = nvlink_matrix({names.data(), names.size()});
         check(matrix.status);
         std::vector<std::vector<uint32_t>> rows;
-        for (auto row = matrix.links.begin(); row != matrix.links.end(); row += static_cast<std::ptrdiff_t>(uuids.size())) {
+        for (auto row = matrix.links.begin(); row != matrix.links.end();
+             row += static_cast<std::ptrdiff_t>(uuids.size())) {
           rows.emplace_back(row, row + static_cast<std::ptrdiff_t>(uuids.size()));
         }
         return rows;

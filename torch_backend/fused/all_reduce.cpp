@@ -30,19 +30,22 @@ ReduceOp::RedOpType reduction(const std::string& name) {
       {"bor", ReduceOp::BOR},
       {"bxor", ReduceOp::BXOR},
   }};
-  const auto* const found = std::find_if(all.begin(), all.end(), [&](const auto& each) { return name == each.first; });
+  const auto* const found =
+      std::find_if(all.begin(), all.end(), [&](const auto& each) { return name == each.first; });
   TORCH_CHECK_VALUE(found != all.end(), kAllReduce, ": no reduction \"", name, "\"");
   return found->second;
 }
 
 } // namespace
 
-at::Tensor all_reduce_shape(const at::Tensor& input, const std::string& reduce_op, const std::string& /*group_name*/) {
+at::Tensor all_reduce_shape(
+    const at::Tensor& input, const std::string& reduce_op, const std::string& /*group_name*/) {
   reduction(reduce_op);
   return at::empty_symint(input.sym_sizes(), input.options());
 }
 
-at::Tensor all_reduce(const at::Tensor& input, const std::string& reduce_op, const std::string& group_name) {
+at::Tensor all_reduce(
+    const at::Tensor& input, const std::string& reduce_op, const std::string& group_name) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::DeviceGuard guard(input.device());
   const ReduceOp op(reduction(reduce_op));

@@ -1,5 +1,5 @@
-// Fused matmuls as torch operators: torch.ops.symm._all_gather_matmul and _matmul_reduce_scatter. Each is one call that
-// enqueues everything; docs/design/fused-matmul.md has the schedules.
+// Fused matmuls as torch operators: torch.ops.symm._all_gather_matmul and _matmul_reduce_scatter.
+// Each is one call that enqueues everything; docs/design/fused-matmul.md has the schedules.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -13,18 +13,19 @@
 
 namespace symm {
 
-// Returns the rows of all ranks' `shard`, concatenated (empty without `return_gathered`), and their products with each
-// of `factors`.
+// Returns the rows of all ranks' `shard`, concatenated (empty without `return_gathered`), and their
+// products with each of `factors`.
 std::tuple<at::Tensor, std::vector<at::Tensor>> all_gather_matmul(
     const at::Tensor& shard,
     at::TensorList factors,
     const std::string& group_name,
     bool return_gathered);
 
-// Returns this rank's rows of the sum over all ranks of `left` times `right`, or of their mean. Each rank rounds its
-// product to the element type; the products are added in rank order in 32 bits (64-bit types in 64), and the sum is
-// rounded once.
-at::Tensor matmul_reduce_scatter(const at::Tensor& left, const at::Tensor& right, bool mean, const std::string& group_name);
+// Returns this rank's rows of the sum over all ranks of `left` times `right`, or of their mean.
+// Each rank rounds its product to the element type; the products are added in rank order in 32 bits
+// (64-bit types in 64), and the sum is rounded once.
+at::Tensor matmul_reduce_scatter(
+    const at::Tensor& left, const at::Tensor& right, bool mean, const std::string& group_name);
 
 // The results of both operators for tensors without memory, with the checks of the real call.
 std::tuple<at::Tensor, std::vector<at::Tensor>> all_gather_matmul_shapes(
@@ -38,12 +39,16 @@ at::Tensor matmul_reduce_scatter_shape(
     bool mean,
     const std::string& group_name);
 
-// Throws unless `left` is a contiguous matrix on a supported device and `right` can be multiplied with it.
-void check_factors(const char* op, const char* left_name, const at::Tensor& left, const char* right_name, const at::Tensor& right);
+// Throws unless `left` is a contiguous matrix on a supported device and `right` can be multiplied
+// with it.
+void check_factors(
+    const char* op, const char* left_name, const at::Tensor& left, const char* right_name,
+    const at::Tensor& right);
 
 // Returns the device's number in the core.
 int32_t number_of(at::Device device);
 // Describes the product of one rank's rows for the planner.
-ProductSpec product_of(const Workspace& workspace, int64_t rows, int64_t columns, int64_t depth, at::ScalarType dtype);
+ProductSpec product_of(
+    const Workspace& workspace, int64_t rows, int64_t columns, int64_t depth, at::ScalarType dtype);
 
 } // namespace symm

@@ -23,8 +23,13 @@ std::vector<at::Tensor> products(const at::Tensor& left, at::TensorList factors)
 
 class GatherCall final : public FusedOperator {
  public:
-  GatherCall(const Workspace& workspace, const at::Tensor& shard, at::TensorList factors, bool own_rows)
-      : workspace_(workspace), shard_(shard), factors_(factors), rows_(shard.size(0)), own_rows_(own_rows) {
+  GatherCall(
+      const Workspace& workspace, const at::Tensor& shard, at::TensorList factors, bool own_rows)
+      : workspace_(workspace),
+        shard_(shard),
+        factors_(factors),
+        rows_(shard.size(0)),
+        own_rows_(own_rows) {
     const auto all_rows = times(kOp, workspace.size(), rows_);
     for (const auto& factor : factors) {
       // Cannot overflow: torch rejects matrices whose elements cannot be counted.
@@ -35,7 +40,9 @@ class GatherCall final : public FusedOperator {
   }
 
   FusedCall begin(FusedWorkspace& core, uint64_t capture) override {
-    return core.gather(product_of(workspace_, rows_, columns_, shard_.size(1), shard_.scalar_type()), own_rows_, capture);
+    return core.gather(
+        product_of(workspace_, rows_, columns_, shard_.size(1), shard_.scalar_type()), own_rows_,
+        capture);
   }
 
   void prepare(const FusedCall& call) override {
@@ -78,7 +85,8 @@ class GatherCall final : public FusedOperator {
  private:
   // Returns the rows of shards `first` to `first + count`.
   at::Tensor rows(const at::Tensor& matrix, size_t first, size_t count) const {
-    return matrix.narrow(0, static_cast<int64_t>(first) * rows_, static_cast<int64_t>(count) * rows_);
+    return matrix.narrow(
+        0, static_cast<int64_t>(first) * rows_, static_cast<int64_t>(count) * rows_);
   }
 
   at::Tensor shard_on(size_t rank) const {
@@ -122,7 +130,8 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> all_gather_matmul(
     return {return_gathered ? shard.clone() : nothing, products(shard, factors)};
   }
   if (shard.numel() == 0) {
-    const auto gathered = at::empty({times(kOp, workspace->size(), shard.size(0)), shard.size(1)}, shard.options());
+    const auto gathered =
+        at::empty({times(kOp, workspace->size(), shard.size(0)), shard.size(1)}, shard.options());
     return {return_gathered ? gathered : nothing, products(gathered, factors)};
   }
   GatherCall call(*workspace, shard, factors, return_gathered);

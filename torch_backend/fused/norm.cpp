@@ -1,4 +1,5 @@
-// All-reduce, residual and RMSNorm in one: the tensors of the operators, and the checks of their arguments.
+// All-reduce, residual and RMSNorm in one: the tensors of the operators, and the checks of their
+// arguments.
 #include <torch/library.h>
 
 #include "fused/norm.hpp"
@@ -21,23 +22,28 @@ constexpr const char* kNorm = "all_reduce_add_rms_norm";
 void check_norm(const at::Tensor& input, const at::Tensor& residual, const at::Tensor& weight) {
   TORCH_CHECK_VALUE(input.dim() > 0, kNorm, ": input has no dimension; its last one is a row's");
   TORCH_CHECK_VALUE(
-      residual.sym_sizes() == input.sym_sizes(),
-      kNorm, ": residual is of sizes ", residual.sym_sizes(), ", input of ", input.sym_sizes(), "; they must be equal");
+      residual.sym_sizes() == input.sym_sizes(), kNorm, ": residual is of sizes ",
+      residual.sym_sizes(), ", input of ", input.sym_sizes(), "; they must be equal");
   TORCH_CHECK_VALUE(
-      weight.dim() == 1 && weight.sym_size(0) == input.sym_size(-1),
-      kNorm, ": weight is of sizes ", weight.sym_sizes(), ", a row of input has ", input.sym_size(-1), " elements");
-  for (const auto& [name, tensor] : {std::pair("residual", &residual), std::pair("weight", &weight)}) {
+      weight.dim() == 1 && weight.sym_size(0) == input.sym_size(-1), kNorm, ": weight is of sizes ",
+      weight.sym_sizes(), ", a row of input has ", input.sym_size(-1), " elements");
+  for (const auto& [name, tensor] :
+       {std::pair("residual", &residual), std::pair("weight", &weight)}) {
     TORCH_CHECK_TYPE(
-        tensor->scalar_type() == input.scalar_type(),
-        kNorm, ": ", name, " is of ", tensor->scalar_type(), ", input of ", input.scalar_type(), "; they must be of one dtype");
+        tensor->scalar_type() == input.scalar_type(), kNorm, ": ", name, " is of ",
+        tensor->scalar_type(), ", input of ", input.scalar_type(), "; they must be of one dtype");
     check_same_device(kNorm, name, *tensor, "input", input);
   }
 }
 
 void check_scale(const at::Tensor& scale, const at::Tensor& input) {
   check_same_device(kNorm, "scale", scale, "input", input);
-  TORCH_CHECK_TYPE(scale.scalar_type() == at::kFloat, kNorm, ": scale is of ", scale.scalar_type(), "; it must be of float32");
-  TORCH_CHECK_VALUE(scale.sym_numel() == 1, kNorm, ": scale has ", scale.sym_numel(), " elements; it must have one");
+  TORCH_CHECK_TYPE(
+      scale.scalar_type() == at::kFloat, kNorm, ": scale is of ", scale.scalar_type(),
+      "; it must be of float32");
+  TORCH_CHECK_VALUE(
+      scale.sym_numel() == 1, kNorm, ": scale has ", scale.sym_numel(),
+      " elements; it must have one");
 }
 
 at::Tensor like(const at::Tensor& input, at::ScalarType dtype) {
@@ -78,7 +84,9 @@ std::tuple<at::Tensor, at::Tensor> all_reduce_add_rms_norm(
     double eps,
     const std::string& group_name) {
   auto results = norm_shapes<false>(input, input.scalar_type());
-  run_norm({input, residual, weight, {}, std::get<0>(results), std::get<1>(results), {}}, eps, group_name);
+  run_norm(
+      {input, residual, weight, {}, std::get<0>(results), std::get<1>(results), {}}, eps,
+      group_name);
   return results;
 }
 
@@ -99,7 +107,9 @@ std::tuple<at::Tensor, at::Tensor> all_reduce_add_rms_norm_fp8(
     const at::Tensor& scale,
     const std::string& group_name) {
   auto results = norm_shapes<false>(input, at::kFloat8_e4m3fn);
-  run_norm({input, residual, weight, scale, std::get<0>(results), std::get<1>(results), {}}, eps, group_name);
+  run_norm(
+      {input, residual, weight, scale, std::get<0>(results), std::get<1>(results), {}}, eps,
+      group_name);
   return results;
 }
 
@@ -110,7 +120,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> all_reduce_add_rms_norm_dynamic_f
     double eps,
     const std::string& group_name) {
   auto results = norm_shapes<true>(input, at::kFloat8_e4m3fn);
-  run_norm({input, residual, weight, {}, std::get<0>(results), std::get<1>(results), std::get<2>(results)}, eps, group_name);
+  run_norm(
+      {input,
+       residual,
+       weight,
+       {},
+       std::get<0>(results),
+       std::get<1>(results),
+       std::get<2>(results)},
+      eps, group_name);
   return results;
 }
 
@@ -128,19 +146,24 @@ void add_norm_shapes(torch::Library& library) {
     check_norm(input, residual, weight);
     return norm_shapes<false>(input, input.scalar_type());
   });
-  library.impl("all_reduce_add_rms_norm_", [](In input, In residual, In weight, double, Text) { check_norm(input, residual, weight); });
-  library.impl("all_reduce_add_rms_norm_fp8", [](In input, In residual, In weight, double, In scale, Text) {
+  library.impl("all_reduce_add_rms_norm_", [](In input, In residual, In weight, double, Text) {
     check_norm(input, residual, weight);
-    check_scale(scale, input);
-    return norm_shapes<false>(input, at::kFloat8_e4m3fn);
   });
-  library.impl("all_reduce_add_rms_norm_dynamic_fp8", [](In input, In residual, In weight, double, Text) {
-    check_norm(input, residual, weight);
-    return norm_shapes<true>(input, at::kFloat8_e4m3fn);
-  });
+  library.impl(
+      "all_reduce_add_rms_norm_fp8", [](In input, In residual, In weight, double, In scale, Text) {
+        check_norm(input, residual, weight);
+        check_scale(scale, input);
+        return norm_shapes<false>(input, at::kFloat8_e4m3fn);
+      });
+  library.impl(
+      "all_reduce_add_rms_norm_dynamic_fp8", [](In input, In residual, In weight, double, Text) {
+        check_norm(input, residual, weight);
+        return norm_shapes<true>(input, at::kFloat8_e4m3fn);
+      });
 }
 
-void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+void refuse_gradients(
+    const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
   std::vector<at::Tensor> written;

@@ -1,4 +1,5 @@
-// All-reduce, residual and RMSNorm in one, as torch operators: torch.ops.symm.all_reduce_add_rms_norm and its variants.
+// All-reduce, residual and RMSNorm in one, as torch operators:
+// torch.ops.symm.all_reduce_add_rms_norm and its variants.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,8 +11,9 @@
 
 namespace symm {
 
-// Sums `input` over the ranks of the group and adds `residual`, which must be the same on all ranks, like `weight`.
-// Returns the normed rows of the sum, and the sum. docs/design/all-reduce-norm.md describes the rounding.
+// Sums `input` over the ranks of the group and adds `residual`, which must be the same on all
+// ranks, like `weight`. Returns the normed rows of the sum, and the sum.
+// docs/design/all-reduce-norm.md describes the rounding.
 std::tuple<at::Tensor, at::Tensor> all_reduce_add_rms_norm(
     const at::Tensor& input,
     const at::Tensor& residual,
@@ -36,8 +38,8 @@ std::tuple<at::Tensor, at::Tensor> all_reduce_add_rms_norm_fp8(
     const at::Tensor& scale,
     const std::string& group_name);
 
-// The same with each normed row divided by its own scale, so that its largest element becomes 448. Also returns the
-// scales.
+// The same with each normed row divided by its own scale, so that its largest element becomes 448.
+// Also returns the scales.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> all_reduce_add_rms_norm_dynamic_fp8(
     const at::Tensor& input,
     const at::Tensor& residual,
@@ -49,6 +51,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> all_reduce_add_rms_norm_dynamic_f
 void add_norm_shapes(torch::Library& library);
 
 // Rejects tensors that require gradients; otherwise calls the operator below autograd.
-void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+void refuse_gradients(
+    const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 } // namespace symm

@@ -16,7 +16,8 @@ constexpr const char* kScatterOp = "matmul_reduce_scatter";
 // A piece of the workspace holds this rank's part for each rank, in rank order.
 class ScatterCall final : public FusedOperator {
  public:
-  ScatterCall(const Workspace& workspace, const at::Tensor& left, const at::Tensor& right, bool mean)
+  ScatterCall(
+      const Workspace& workspace, const at::Tensor& left, const at::Tensor& right, bool mean)
       : workspace_(workspace),
         left_(left),
         right_(right),
@@ -27,14 +28,17 @@ class ScatterCall final : public FusedOperator {
         out_(at::empty({rows_, right.size(1)}, left.options())) {}
 
   FusedCall begin(FusedWorkspace& core, uint64_t capture) override {
-    return core.scatter(product_of(workspace_, rows_, right_.size(1), left_.size(1), left_.scalar_type()), capture);
+    return core.scatter(
+        product_of(workspace_, rows_, right_.size(1), left_.size(1), left_.scalar_type()), capture);
   }
 
   void prepare(const FusedCall& call) override {
     call_ = &call;
     const auto fetched = std::count_if(
-        call.steps.begin(), call.steps.end(), [](const FusedStep& step) { return step.action == FusedAction::Fetch; });
-    copies_ = at::empty({fetched, static_cast<int64_t>(call.part_bytes / left_.element_size())}, left_.options());
+        call.steps.begin(), call.steps.end(),
+        [](const FusedStep& step) { return step.action == FusedAction::Fetch; });
+    copies_ = at::empty(
+        {fetched, static_cast<int64_t>(call.part_bytes / left_.element_size())}, left_.options());
     parts_.resize(n_);
     for (int rank = 0; rank < n_; ++rank) {
       parts_[rank] = part(rank, me_);
@@ -75,7 +79,8 @@ class ScatterCall final : public FusedOperator {
  private:
   // Returns the part that `rank` has computed for `of`.
   at::Tensor part(size_t rank, size_t of) const {
-    return workspace_.matrix(rank, *call_, of * call_->part_bytes, out_.sizes(), out_.scalar_type());
+    return workspace_.matrix(
+        rank, *call_, of * call_->part_bytes, out_.sizes(), out_.scalar_type());
   }
 
   void sum() const {
@@ -110,14 +115,16 @@ class ScatterCall final : public FusedOperator {
 
 } // namespace
 
-at::Tensor matmul_reduce_scatter(const at::Tensor& left, const at::Tensor& right, bool mean, const std::string& group_name) {
+at::Tensor matmul_reduce_scatter(
+    const at::Tensor& left, const at::Tensor& right, bool mean, const std::string& group_name) {
   check_factors(kScatterOp, "A", left, "B", right);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::DeviceGuard guard(left.device());
   const auto workspace = Workspace::of(group_name, left.device());
   const auto n = workspace->size();
   TORCH_CHECK_VALUE(
-      left.size(0) % n == 0, kScatterOp, ": the ", left.size(0), " rows of A cannot be divided among ", n, " ranks; the number of rows must be a multiple");
+      left.size(0) % n == 0, kScatterOp, ": the ", left.size(0),
+      " rows of A cannot be divided among ", n, " ranks; the number of rows must be a multiple");
   if (n == 1) {
     return at::mm(left, right);
   }

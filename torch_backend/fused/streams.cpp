@@ -8,10 +8,12 @@
 namespace symm {
 
 CallStreams::CallStreams(at::Device device)
-    : device_(device), interface_(device.is_cpu() ? nullptr : c10::impl::getDeviceGuardImpl(device.type())) {
+    : device_(device),
+      interface_(device.is_cpu() ? nullptr : c10::impl::getDeviceGuardImpl(device.type())) {
   if (interface_) {
     // High priority, so that short work does not wait behind a product that fills the device.
-    streams_[static_cast<size_t>(FusedStream::Copying)] = interface_->getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
+    streams_[static_cast<size_t>(FusedStream::Copying)] =
+        interface_->getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
     copied_.emplace(device_.type());
     last_.emplace(device_.type());
     recorded_.emplace(device_.type());
@@ -23,7 +25,8 @@ CallStreams::~CallStreams() {
     return;
   }
   try {
-    // Destroying an event switches back to the thread's device, which would make a context there if it had none.
+    // Destroying an event switches back to the thread's device, which would make a context there if
+    // it had none.
     const c10::DeviceGuard guard(device_);
     events_.clear();
     copied_.reset();

@@ -17,8 +17,8 @@
 
 namespace symm {
 
-// The streams of a group's fused matmuls, which run one call at a time. The CPU has no streams: everything is done in
-// order when the call returns.
+// The streams of a group's fused matmuls, which run one call at a time. The CPU has no streams:
+// everything is done in order when the call returns.
 class CallStreams {
  public:
   explicit CallStreams(at::Device device);
@@ -26,8 +26,9 @@ class CallStreams {
   CallStreams(const CallStreams&) = delete;
   CallStreams& operator=(const CallStreams&) = delete;
 
-  // Starts a call on the calling thread's stream, ordered after the call before, on whichever stream that was: the last
-  // unrecorded call, or the last one of the same capture. The program orders the replays of graphs.
+  // Starts a call on the calling thread's stream, ordered after the call before, on whichever
+  // stream that was: the last unrecorded call, or the last one of the same capture. The program
+  // orders the replays of graphs.
   void begin();
   // Ends the call: the caller's stream waits for both streams.
   void end();
@@ -68,8 +69,8 @@ class CallStreams {
   // Null on the CPU.
   const c10::impl::DeviceGuardImplInterface* const interface_;
   std::array<std::optional<c10::Stream>, 2> streams_;
-  // Events of the call. A wait refers to what the event marks at that time, so the next call may record the events
-  // again.
+  // Events of the call. A wait refers to what the event marks at that time, so the next call may
+  // record the events again.
   std::vector<c10::Event> events_;
   uint64_t capture_ = 0;
   // The end of a call's work on the copying stream.

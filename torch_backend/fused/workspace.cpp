@@ -23,7 +23,8 @@ using Key = std::pair<std::string, at::Device>;
 
 struct Less {
   bool operator()(const Key& a, const Key& b) const {
-    return std::tuple(a.first, a.second.type(), a.second.index()) < std::tuple(b.first, b.second.type(), b.second.index());
+    return std::tuple(a.first, a.second.type(), a.second.index()) <
+           std::tuple(b.first, b.second.type(), b.second.index());
   }
 };
 
@@ -50,7 +51,9 @@ bool recording(at::Device device) {
 
 } // namespace
 
-Workspace::Workspace(std::string group_name, at::Device device, const c10::intrusive_ptr<::c10d::ProcessGroup>& group)
+Workspace::Workspace(
+    std::string group_name, at::Device device,
+    const c10::intrusive_ptr<::c10d::ProcessGroup>& group)
     : group_name_(std::move(group_name)),
       group_(group),
       rank_(group->getRank()),
@@ -68,8 +71,9 @@ std::shared_ptr<Workspace> Workspace::of(const std::string& group_name, at::Devi
   if (!place || place->group_.lock() != group) {
     // Not even its streams can be made during a capture.
     TORCH_CHECK(
-        !recording(device),
-        "group \"", group_name, "\" has no workspace, which cannot be made while a graph is recorded; call the operator once before");
+        !recording(device), "group \"", group_name,
+        "\" has no workspace, which cannot be made while a graph is recorded; call the operator "
+        "once before");
     dead.push_back(std::exchange(place, std::make_shared<Workspace>(group_name, device, group)));
   }
   return place;
@@ -124,12 +128,15 @@ void Workspace::make(const FusedCall& call) {
     // Graphs hold its addresses and keep using it; later calls do not.
     kept_.push_back({std::move(memory_), std::move(window_)});
   }
-  // Peers read the memory that is replaced; they have finished that when they arrive at the rendezvous.
+  // Peers read the memory that is replaced; they have finished that when they arrive at the
+  // rendezvous.
   streams_.settle();
   const auto bytes = static_cast<int64_t>(call.make);
-  auto memory = symmetric::empty_strided_p2p({bytes}, {1}, at::kByte, device(), group_name_, std::nullopt);
+  auto memory =
+      symmetric::empty_strided_p2p({bytes}, {1}, at::kByte, device(), group_name_, std::nullopt);
   auto window = symmetric::rendezvous(memory, group_name_);
-  TORCH_CHECK(window, "group \"", group_name_, "\" made no window of ", bytes, " bytes on ", device());
+  TORCH_CHECK(
+      window, "group \"", group_name_, "\" made no window of ", bytes, " bytes on ", device());
   memory_ = std::move(memory);
   window_ = std::move(window);
 }
@@ -156,7 +163,8 @@ void Workspace::enqueue(const FusedStep& step, FusedOperator& op) {
   }
 }
 
-// All streams join the caller's, because the enqueued work uses memory that the caller is about to release.
+// All streams join the caller's, because the enqueued work uses memory that the caller is about to
+// release.
 void Workspace::abandon() noexcept {
   core_->fail();
   try {
@@ -166,7 +174,9 @@ void Workspace::abandon() noexcept {
   }
 }
 
-at::Tensor Workspace::matrix(size_t rank, const FusedCall& call, size_t bytes, at::IntArrayRef sizes, at::ScalarType dtype) const {
+at::Tensor Workspace::matrix(
+    size_t rank, const FusedCall& call, size_t bytes, at::IntArrayRef sizes,
+    at::ScalarType dtype) const {
   const auto offset = static_cast<int64_t>((call.offset + bytes) / c10::elementSize(dtype));
   return window_->get_buffer(static_cast<int>(rank), sizes, dtype, offset);
 }

@@ -1,4 +1,5 @@
-// The memory through which the ranks of a group exchange shards and parts of fused matmuls, and when it may be reused.
+// The memory through which the ranks of a group exchange shards and parts of fused matmuls, and
+// when it may be reused.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -29,16 +30,19 @@ class FusedOperator {
   virtual void enqueue(const FusedStep& step) = 0;
 };
 
-// The memory through which the ranks of a group exchange shards and parts of fused matmuls on one device. Calls take
-// turns, which src/fused/workspace.rs tracks.
+// The memory through which the ranks of a group exchange shards and parts of fused matmuls on one
+// device. Calls take turns, which src/fused/workspace.rs tracks.
 class Workspace {
  public:
-  // Returns the workspace of the group with this name, made on first use and released with the group.
+  // Returns the workspace of the group with this name, made on first use and released with the
+  // group.
   static std::shared_ptr<Workspace> of(const std::string& group_name, at::Device device);
   // Releases the workspaces of groups that have ended, and the workspaces of `group_name`.
   static void drop(const std::string& group_name);
 
-  Workspace(std::string group_name, at::Device device, const c10::intrusive_ptr<::c10d::ProcessGroup>& group);
+  Workspace(
+      std::string group_name, at::Device device,
+      const c10::intrusive_ptr<::c10d::ProcessGroup>& group);
 
   int rank() const {
     return rank_;
@@ -50,12 +54,15 @@ class Workspace {
     return streams_.device();
   }
 
-  // Enqueues a call, with all streams joined to the caller's at the end. If the workspace is too small, it is made
-  // again, which waits for the device and all ranks, and is rejected during a capture.
+  // Enqueues a call, with all streams joined to the caller's at the end. If the workspace is too
+  // small, it is made again, which waits for the device and all ranks, and is rejected during a
+  // capture.
   void run(FusedOperator& op);
 
   // Returns a matrix in the piece of `rank` that `call` uses, `bytes` behind its start.
-  at::Tensor matrix(size_t rank, const FusedCall& call, size_t bytes, at::IntArrayRef sizes, at::ScalarType dtype) const;
+  at::Tensor matrix(
+      size_t rank, const FusedCall& call, size_t bytes, at::IntArrayRef sizes,
+      at::ScalarType dtype) const;
   // Returns the caller's `CUstream` of the current call; 0 on the CPU.
   size_t stream() const {
     return streams_.handle();

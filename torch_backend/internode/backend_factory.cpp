@@ -20,11 +20,14 @@ Status failed(const std::string& why) {
   return {ErrorKind::Peer, rust::String::lossy(why)};
 }
 
-// The part of a store through which backends connect. It polls for keys: a wait of torch's TCPStore would hold the only
-// connection of the process, so three ranks that create links at once could each wait for a key that the next cannot set.
+// The part of a store through which backends connect. It polls for keys: a wait of torch's TCPStore
+// would hold the only connection of the process, so three ranks that create links at once could
+// each wait for a key that the next cannot set.
 class MeetingStore final : public ::c10d::PrefixStore {
  public:
-  MeetingStore(const std::string& prefix, c10::intrusive_ptr<::c10d::Store> store, std::optional<rust::Box<GivenUp>> given_up)
+  MeetingStore(
+      const std::string& prefix, c10::intrusive_ptr<::c10d::Store> store,
+      std::optional<rust::Box<GivenUp>> given_up)
       : PrefixStore(prefix, std::move(store)), given_up_(std::move(given_up)) {}
 
   std::vector<uint8_t> get(const std::string& key) override {
@@ -41,15 +44,21 @@ class MeetingStore final : public ::c10d::PrefixStore {
     wait(keys, getTimeout());
   }
 
-  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
+  void wait(
+      const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
     using std::chrono::microseconds;
     const auto due = std::chrono::steady_clock::now() + timeout;
     for (microseconds pause{200}; !check(keys); pause = std::min(2 * pause, microseconds{10'000})) {
       if (given_up_ && (*given_up_)->is_set()) {
-        C10_THROW_ERROR(DistStoreError, c10::str("the group ended before a peer had said ", joinKey(keys.front())));
+        C10_THROW_ERROR(
+            DistStoreError,
+            c10::str("the group ended before a peer had said ", joinKey(keys.front())));
       }
       if (std::chrono::steady_clock::now() > due) {
-        C10_THROW_ERROR(DistStoreError, c10::str("nobody has said ", joinKey(keys.front()), " within ", timeout.count(), " ms"));
+        C10_THROW_ERROR(
+            DistStoreError,
+            c10::str(
+                "nobody has said ", joinKey(keys.front()), " within ", timeout.count(), " ms"));
       }
       std::this_thread::sleep_for(pause);
     }

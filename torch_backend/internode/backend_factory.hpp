@@ -1,4 +1,5 @@
-// Inter-node backends, such as Gloo. Python creates them, because torch's wheels have no headers of Gloo and NCCL.
+// Inter-node backends, such as Gloo. Python creates them, because torch's wheels have no headers of
+// Gloo and NCCL.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -22,7 +23,8 @@ using BackendPtr = std::shared_ptr<::c10d::Backend>;
 
 // Functions of Python, which any thread may call.
 struct BackendFactories {
-  // Creates a backend of the kind `backend` ("gloo") for tensors of the GPU `device`, or of the CPU if `device` is -1.
+  // Creates a backend of the kind `backend` ("gloo") for tensors of the GPU `device`, or of the CPU
+  // if `device` is -1.
   std::function<BackendPtr(
       const std::string& backend,
       const std::string& name,
@@ -32,15 +34,16 @@ struct BackendFactories {
       std::chrono::milliseconds timeout,
       int device)>
       make;
-  // Returns the backends for CPU and for CUDA tensors that a choice of the user stands for. Throws if there are none; the
-  // message lists the known backends.
+  // Returns the backends for CPU and for CUDA tensors that a choice of the user stands for. Throws
+  // if there are none; the message lists the known backends.
   std::function<std::pair<std::string, std::string>(const std::string& choice)> find;
 };
 
 void set_backend_factories(BackendFactories factories);
 const BackendFactories& backend_factories();
 
-// Returns the current exception as the failure of a backend: the backend can no longer reach the other nodes.
+// Returns the current exception as the failure of a backend: the backend can no longer reach the
+// other nodes.
 Status backend_failure() noexcept;
 
 // Outcome of `body`.
@@ -54,8 +57,8 @@ Status attempted(Body&& body) noexcept {
   }
 }
 
-// Returns the part `name` of `store` through which the ranks of a backend connect. Waiting in it fails once the core sets
-// `given_up`.
+// Returns the part `name` of `store` through which the ranks of a backend connect. Waiting in it
+// fails once the core sets `given_up`.
 c10::intrusive_ptr<::c10d::Store> meeting_store(
     const std::string& name,
     c10::intrusive_ptr<::c10d::Store> store,

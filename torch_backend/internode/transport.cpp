@@ -16,7 +16,8 @@ using Keep = std::shared_ptr<BufferHandle>;
 
 at::TensorOptions bytes_on(int32_t device) {
   const auto options = at::TensorOptions(at::kByte);
-  return device < 0 ? options.device(at::kCPU) : options.device(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+  return device < 0 ? options.device(at::kCPU)
+                    : options.device(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
 }
 
 class Buffer final : public BufferHandle {
@@ -43,7 +44,8 @@ class Pending final : public PendingHandle {
       try {
         ended = !work_ || work_->wait(limit);
       } catch (...) {
-        // Either the transfer has failed, or the time has passed; the transfer may still have ended meanwhile.
+        // Either the transfer has failed, or the time has passed; the transfer may still have ended
+        // meanwhile.
         ended = work_->isCompleted();
         if (const auto error = ended ? work_->exception() : nullptr) {
           std::rethrow_exception(error);
@@ -54,7 +56,9 @@ class Pending final : public PendingHandle {
         }
       }
     });
-    return ended || status.kind != ErrorKind::None ? status : Status{ErrorKind::WaitTimeout, "the transfer goes on"};
+    return ended || status.kind != ErrorKind::None
+               ? status
+               : Status{ErrorKind::WaitTimeout, "the transfer goes on"};
   }
 
   // With asyncOp=false NCCL has used the current stream already.
@@ -98,9 +102,11 @@ Options options_of(const Manner& manner) {
 
 class Transport final : public TransportHandle {
  public:
-  Transport(BackendPtr backend, int32_t device) : backend_(std::move(backend)), options_(bytes_on(device)) {}
+  Transport(BackendPtr backend, int32_t device)
+      : backend_(std::move(backend)), options_(bytes_on(device)) {}
 
-  Started all_gather(const Span& from, const Span& to, const Keep& keep, const Manner& manner) const noexcept override {
+  Started all_gather(const Span& from, const Span& to, const Keep& keep, const Manner& manner)
+      const noexcept override {
     return begun([&] {
       auto input = bytes_at(from, keep);
       auto output = bytes_at(to, keep);
@@ -120,11 +126,14 @@ class Transport final : public TransportHandle {
       auto output = bytes_at(to, keep);
       std::vector<int64_t> input_lengths(sent.begin(), sent.end());
       std::vector<int64_t> output_lengths(received.begin(), received.end());
-      return backend_->alltoall_base(output, input, output_lengths, input_lengths, options_of<::c10d::AllToAllOptions>(manner));
+      return backend_->alltoall_base(
+          output, input, output_lengths, input_lengths,
+          options_of<::c10d::AllToAllOptions>(manner));
     });
   }
 
-  Started broadcast(size_t root, const Span& at, const Keep& keep, const Manner& manner) const noexcept override {
+  Started broadcast(
+      size_t root, const Span& at, const Keep& keep, const Manner& manner) const noexcept override {
     return begun([&] {
       std::vector<at::Tensor> tensors{bytes_at(at, keep)};
       auto options = options_of<::c10d::BroadcastOptions>(manner);
@@ -148,7 +157,8 @@ class Transport final : public TransportHandle {
   }
 
   // On the backend's own stream, so that messages of several backends do not wait for each other.
-  Started exchange(rust::Slice<const Span> give, rust::Slice<const Span> take) const noexcept override {
+  Started exchange(
+      rust::Slice<const Span> give, rust::Slice<const Span> take) const noexcept override {
     return begun([&] {
       backend_->startCoalescing();
       try {
@@ -236,7 +246,8 @@ Connected Transports::connect(
 Allocated Transports::allocate(int32_t device, size_t bytes) const noexcept {
   Allocated allocated;
   allocated.status = attempted([&] {
-    allocated.buffer = std::make_shared<Buffer>(at::empty({static_cast<int64_t>(bytes)}, bytes_on(device)));
+    allocated.buffer =
+        std::make_shared<Buffer>(at::empty({static_cast<int64_t>(bytes)}, bytes_on(device)));
   });
   return allocated;
 }

@@ -18,8 +18,10 @@ const std::vector<at::Tensor>& single_list(
     int size);
 void check_root(const char* call, int64_t root, int64_t tensor, int size);
 // Checks that all tensors have the dtype and device of `like`, and its sizes if `sizes`.
-void check_like(const char* call, const std::vector<at::Tensor>& tensors, const at::Tensor& like, bool sizes);
-// Checks that `whole` (the `whole_role` tensor) has `parts` times as many elements as `part`, and the same dtype.
+void check_like(
+    const char* call, const std::vector<at::Tensor>& tensors, const at::Tensor& like, bool sizes);
+// Checks that `whole` (the `whole_role` tensor) has `parts` times as many elements as `part`, and
+// the same dtype.
 void check_parts(
     const char* call,
     const char* whole_role,
@@ -27,8 +29,8 @@ void check_parts(
     const char* part_role,
     const at::Tensor& part,
     int parts);
-// Returns the number of elements of each of `size` consecutive pieces of the `role` tensor, whose rows `splits`
-// divides; without `splits`, evenly.
+// Returns the number of elements of each of `size` consecutive pieces of the `role` tensor, whose
+// rows `splits` divides; without `splits`, evenly.
 std::vector<int64_t> split_lengths(
     const char* call,
     const char* role,

@@ -12,14 +12,16 @@ namespace symm {
 
 namespace {
 
-// The call site of autograd's threads, the same on all ranks, because they run the calls of one model
-// identically.
+// The call site of autograd's threads, the same on all ranks, because they run the calls of one
+// model identically.
 constexpr auto kNowhere = "no Python frame";
 
-// Returns true for a module between the user's line and the call: torch's wrappers, or their `with` statements.
+// Returns true for a module between the user's line and the call: torch's wrappers, or their `with`
+// statements.
 bool is_between(std::string_view module) {
   for (const std::string_view package : {"torch", "torch_symm", "contextlib"}) {
-    if (module.substr(0, package.size()) == package && (module.size() == package.size() || module[package.size()] == '.')) {
+    if (module.substr(0, package.size()) == package &&
+        (module.size() == package.size() || module[package.size()] == '.')) {
       return true;
     }
   }

@@ -7,8 +7,8 @@
 
 namespace symm {
 
-// Returns the core's number of the innermost line outside torch and this package in the calling thread's Python stack.
-// Waits for the GIL.
+// Returns the core's number of the innermost line outside torch and this package in the calling
+// thread's Python stack. Waits for the GIL.
 uint32_t find_call_site();
 
 // Returns the number of the call site if call sites are enabled; otherwise 0, without waiting.

@@ -1,4 +1,5 @@
-// Collectives on single tensors. If one throws, `refused` notifies the ranks that wait for this one.
+// Collectives on single tensors. If one throws, `refused` notifies the ranks that wait for this
+// one.
 #include "process_group/process_group.hpp"
 
 #include <torch/csrc/distributed/c10d/Utils.hpp>
@@ -11,7 +12,8 @@ namespace symm {
 
 using ::c10d::OpType;
 
-ProcessGroupSymm::WorkPtr ProcessGroupSymm::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) try {
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::broadcast(
+    Tensors& tensors, const ::c10d::BroadcastOptions& opts) try {
   const auto& tensor = single("broadcast", tensors);
   check_root("broadcast", opts.rootRank, opts.rootTensor, getSize());
   auto operation = std::make_shared<Operation>(OpType::BROADCAST, "symm:broadcast");
@@ -28,7 +30,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::broadcast(Tensors& tensors, const ::
   refused();
 }
 
-ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) try {
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce(
+    Tensors& tensors, const ::c10d::AllreduceOptions& opts) try {
   const auto& tensor = single("allreduce", tensors);
   if (tensor.is_sparse()) {
     return sum_sparse(tensor, opts);
@@ -45,7 +48,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce(Tensors& tensors, const ::
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce_coalesced(
     Tensors& tensors,
     const ::c10d::AllreduceCoalescedOptions& opts) try {
-  TORCH_CHECK_VALUE(!tensors.empty(), "ProcessGroupSymm::allreduce_coalesced: requires non-empty tensor list");
+  TORCH_CHECK_VALUE(
+      !tensors.empty(), "ProcessGroupSymm::allreduce_coalesced: requires non-empty tensor list");
   check_like("allreduce_coalesced", tensors, tensors.front(), false);
   auto operation = std::make_shared<Operation>(OpType::ALLREDUCE_COALESCED, "symm:all_reduce");
   for (const auto& tensor : tensors) {
@@ -58,7 +62,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce_coalesced(
   refused();
 }
 
-ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) try {
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce(
+    Tensors& tensors, const ::c10d::ReduceOptions& opts) try {
   const auto& tensor = single("reduce", tensors);
   check_root("reduce", opts.rootRank, opts.rootTensor, getSize());
   auto operation = std::make_shared<Operation>(OpType::REDUCE, "symm:reduce");
@@ -79,11 +84,13 @@ std::vector<int64_t> ProcessGroupSymm::even_lengths(const at::Tensor& piece) con
   return std::vector<int64_t>(getSize(), piece.numel());
 }
 
-std::shared_ptr<Operation> ProcessGroupSymm::allgather_operation(const Tensors& outputs, const Tensors& inputs) const {
+std::shared_ptr<Operation> ProcessGroupSymm::allgather_operation(
+    const Tensors& outputs, const Tensors& inputs) const {
   TORCH_CHECK_VALUE(
       outputs.size() == inputs.size() && !inputs.empty(),
-      "ProcessGroupSymm::allgather: requires input/output tensor lists to have the same length, got ", inputs.size(), " inputs and ",
-      outputs.size(), " outputs");
+      "ProcessGroupSymm::allgather: requires input/output tensor lists to have the same length, "
+      "got ",
+      inputs.size(), " inputs and ", outputs.size(), " outputs");
   auto operation = std::make_shared<Operation>(OpType::_ALLGATHER_BASE, "symm:all_gather");
   operation->parts = getSize();
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -138,8 +145,9 @@ std::shared_ptr<Operation> ProcessGroupSymm::reduce_scatter_operation(
     const ::c10d::ReduceOp& op) const {
   TORCH_CHECK_VALUE(
       outputs.size() == inputs.size() && !inputs.empty(),
-      "ProcessGroupSymm::reduce_scatter: requires input/output tensor lists to have the same length, got ", inputs.size(),
-      " inputs and ", outputs.size(), " outputs");
+      "ProcessGroupSymm::reduce_scatter: requires input/output tensor lists to have the same "
+      "length, got ",
+      inputs.size(), " inputs and ", outputs.size(), " outputs");
   auto operation = std::make_shared<Operation>(OpType::_REDUCE_SCATTER_BASE, "symm:reduce_scatter");
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_parts("_reduce_scatter_base", "input", inputs[i], "output", outputs[i], getSize());
@@ -155,7 +163,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::_reduce_scatter_base(
     at::Tensor& output,
     at::Tensor& input,
     const ::c10d::ReduceScatterOptions& opts) try {
-  return launch(reduce_scatter_operation({output}, {input}, opts.reduceOp), opts.timeout, opts.asyncOp);
+  return launch(
+      reduce_scatter_operation({output}, {input}, opts.reduceOp), opts.timeout, opts.asyncOp);
 } catch (...) {
   refused();
 }
@@ -164,7 +173,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce_scatter_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const ::c10d::ReduceScatterOptions& opts) try {
-  return launch(reduce_scatter_operation(outputs, inputs, opts.reduceOp), opts.timeout, opts.asyncOp);
+  return launch(
+      reduce_scatter_operation(outputs, inputs, opts.reduceOp), opts.timeout, opts.asyncOp);
 } catch (...) {
   refused();
 }
@@ -177,8 +187,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall_base(
     const ::c10d::AllToAllOptions& opts) try {
   TORCH_CHECK_TYPE(
       output.scalar_type() == input.scalar_type(),
-      "ProcessGroupSymm::alltoall_base: the input tensor is ", input.scalar_type(), ", the output tensor ", output.scalar_type(),
-      "; both must have the same dtype");
+      "ProcessGroupSymm::alltoall_base: the input tensor is ", input.scalar_type(),
+      ", the output tensor ", output.scalar_type(), "; both must have the same dtype");
   const auto sent = split_lengths("alltoall_base", "input", input, input_splits, getSize());
   const auto received = split_lengths("alltoall_base", "output", output, output_splits, getSize());
   auto operation = std::make_shared<Operation>(OpType::ALLTOALL_BASE, "symm:all_to_all");
@@ -192,7 +202,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall_base(
   refused();
 }
 
-void ProcessGroupSymm::all_reduce_into(const at::Tensor& output, const at::Tensor& input, const ::c10d::ReduceOp& op) try {
+void ProcessGroupSymm::all_reduce_into(
+    const at::Tensor& output, const at::Tensor& input, const ::c10d::ReduceOp& op) try {
   auto operation = std::make_shared<Operation>(OpType::ALLREDUCE, "symm:all_reduce");
   operation->begin(Collective::AllReduce, input);
   operation->reduce_with(op);
@@ -231,7 +242,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::barrier(const ::c10d::BarrierOptions
   refused();
 }
 
-void ProcessGroupSymm::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) try {
+void ProcessGroupSymm::monitoredBarrier(
+    const ::c10d::BarrierOptions& opts, bool wait_all_ranks) try {
   check((*group_)->monitored_barrier(opts.timeout.count(), wait_all_ranks, call_site()));
 } catch (...) {
   refused();

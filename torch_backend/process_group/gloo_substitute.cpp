@@ -12,12 +12,15 @@ using WorkPtr = ProcessGroupSymm::WorkPtr;
 
 namespace {
 
-// Returns true if Gloo accepts all these tensors in one call and symm, which takes one tensor, does not. For lists that
-// Gloo rejects, too, symm reports the reason.
+// Returns true if Gloo accepts all these tensors in one call and symm, which takes one tensor, does
+// not. For lists that Gloo rejects, too, symm reports the reason.
 bool several(const ProcessGroupSymm::Tensors& tensors) {
-  return tensors.size() > 1 && std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-           return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() &&
-               tensor.scalar_type() == tensors.front().scalar_type() && tensor.sizes() == tensors.front().sizes();
+  return tensors.size() > 1 &&
+         std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+           return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided &&
+                  tensor.is_non_overlapping_and_dense() &&
+                  tensor.scalar_type() == tensors.front().scalar_type() &&
+                  tensor.sizes() == tensors.front().sizes();
          });
 }
 
@@ -54,7 +57,8 @@ BackendPtr GlooSubstitute::gloo() {
   if (!found) {
     const auto options = getBackendOptions();
     found = backend_factories().make(
-        "gloo", options->group_name + "/gloo", meeting_store("gloo", gloo_store_), getRank(), getSize(), options->timeout, -1);
+        "gloo", options->group_name + "/gloo", meeting_store("gloo", gloo_store_), getRank(),
+        getSize(), options->timeout, -1);
     std::lock_guard<std::mutex> set(setting_);
     gloo_ = found;
   }
@@ -107,7 +111,8 @@ WorkPtr GlooSubstitute::allreduce_sparse(Tensors& tensors, const ::c10d::Allredu
   SYMM_OR_GLOO(elsewhere(tensors), allreduce_sparse, tensors, opts);
 }
 
-WorkPtr GlooSubstitute::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
+WorkPtr GlooSubstitute::allreduce_coalesced(
+    Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
   SYMM_OR_GLOO(elsewhere(tensors), allreduce_coalesced, tensors, opts);
 }
 
@@ -115,15 +120,18 @@ WorkPtr GlooSubstitute::reduce(Tensors& tensors, const ::c10d::ReduceOptions& op
   SYMM_OR_GLOO(elsewhere(tensors), reduce, tensors, opts);
 }
 
-WorkPtr GlooSubstitute::allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
+WorkPtr GlooSubstitute::allgather(
+    TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
   SYMM_OR_GLOO(elsewhere(inputs) || several(inputs), allgather, outputs, inputs, opts);
 }
 
-WorkPtr GlooSubstitute::_allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) {
+WorkPtr GlooSubstitute::_allgather_base(
+    at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) {
   SYMM_OR_GLOO(elsewhere(input), _allgather_base, output, input, opts);
 }
 
-WorkPtr GlooSubstitute::allgather_coalesced(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
+WorkPtr GlooSubstitute::allgather_coalesced(
+    TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
   SYMM_OR_GLOO(elsewhere(inputs), allgather_coalesced, outputs, inputs, opts);
 }
 
@@ -134,15 +142,18 @@ WorkPtr GlooSubstitute::allgather_into_tensor_coalesced(
   SYMM_OR_GLOO(elsewhere(inputs), allgather_into_tensor_coalesced, outputs, inputs, opts);
 }
 
-WorkPtr GlooSubstitute::gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) {
+WorkPtr GlooSubstitute::gather(
+    TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) {
   SYMM_OR_GLOO(elsewhere(inputs), gather, outputs, inputs, opts);
 }
 
-WorkPtr GlooSubstitute::scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) {
+WorkPtr GlooSubstitute::scatter(
+    Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) {
   SYMM_OR_GLOO(elsewhere(outputs), scatter, outputs, inputs, opts);
 }
 
-WorkPtr GlooSubstitute::reduce_scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) {
+WorkPtr GlooSubstitute::reduce_scatter(
+    Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) {
   SYMM_OR_GLOO(elsewhere(outputs), reduce_scatter, outputs, inputs, opts);
 }
 
@@ -169,7 +180,8 @@ WorkPtr GlooSubstitute::alltoall_base(
   SYMM_OR_GLOO(elsewhere(input), alltoall_base, output, input, output_splits, input_splits, opts);
 }
 
-WorkPtr GlooSubstitute::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) {
+WorkPtr GlooSubstitute::alltoall(
+    Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) {
   SYMM_OR_GLOO(elsewhere(inputs), alltoall, outputs, inputs, opts);
 }
 

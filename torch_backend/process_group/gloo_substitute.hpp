@@ -6,11 +6,13 @@
 
 namespace symm {
 
-// Serves CPU tensors like any group of symm, and is named "gloo". A second backend, of Gloo, gets CUDA tensors if a
-// rank can have any, and the calls on CPU tensors that symm rejects and Gloo accepts.
+// Serves CPU tensors like any group of symm, and is named "gloo". A second backend, of Gloo, gets
+// CUDA tensors if a rank can have any, and the calls on CPU tensors that symm rejects and Gloo
+// accepts.
 class GlooSubstitute final : public ProcessGroupSymm {
  public:
-  // Joins like a group of symm. `cuda`, the same on all ranks, says whether a Gloo backend joins, too.
+  // Joins like a group of symm. `cuda`, the same on all ranks, says whether a Gloo backend joins,
+  // too.
   GlooSubstitute(
       const c10::intrusive_ptr<::c10d::Store>& store,
       int rank,
@@ -26,20 +28,26 @@ class GlooSubstitute final : public ProcessGroupSymm {
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
-  WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr allreduce_coalesced(
+      Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
   WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) override;
-  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) override;
-  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather(
+      TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(
+      at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(
+      TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
   WorkPtr allgather_into_tensor_coalesced(
       Tensors& outputs,
       Tensors& inputs,
       const ::c10d::AllgatherOptions& opts) override;
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) override;
-  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) override;
-  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) override;
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const ::c10d::ReduceScatterOptions& opts)
-      override;
+  WorkPtr scatter(
+      Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(
+      Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const ::c10d::ReduceScatterOptions& opts) override;
   WorkPtr reduce_scatter_tensor_coalesced(
       Tensors& outputs,
       Tensors& inputs,
@@ -74,8 +82,8 @@ class GlooSubstitute final : public ProcessGroupSymm {
       c10::intrusive_ptr<Options> options) const override;
 
  private:
-  // Returns the work of Gloo's `call` if `by_gloo`, otherwise of `ours`, whose argument errors also become Gloo's
-  // RuntimeError.
+  // Returns the work of Gloo's `call` if `by_gloo`, otherwise of `ours`, whose argument errors also
+  // become Gloo's RuntimeError.
   template <typename Call, typename Ours>
   WorkPtr served(bool by_gloo, Call&& call, Ours&& ours);
   // Returns true if the tensor that determines a call's device belongs to Gloo.

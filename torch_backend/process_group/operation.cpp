@@ -22,7 +22,9 @@ Span piece_of(const at::Tensor& contiguous, int64_t start, int64_t count) {
 }
 
 // Adds consecutive parts of `whole`, whose `lengths` are those of arguments.hpp.
-void add_pieces(const at::Tensor& whole, const std::vector<int64_t>& lengths, c10::SmallVectorImpl<Span>& spans) {
+void add_pieces(
+    const at::Tensor& whole, const std::vector<int64_t>& lengths,
+    c10::SmallVectorImpl<Span>& spans) {
   int64_t start = 0;
   for (const auto length : lengths) {
     spans.push_back(piece_of(whole, start, length));
@@ -30,7 +32,8 @@ void add_pieces(const at::Tensor& whole, const std::vector<int64_t>& lengths, c1
   }
 }
 
-// Returns true if two elements of the strided `tensor` may share an address. Exact unless dimensions interleave.
+// Returns true if two elements of the strided `tensor` may share an address. Exact unless
+// dimensions interleave.
 bool elements_overlap(const at::Tensor& tensor) {
   std::vector<std::pair<int64_t, int64_t>> dimensions;
   for (int64_t i = 0; i < tensor.dim(); ++i) {
@@ -55,7 +58,9 @@ Span reach_of(const at::Tensor& tensor) {
   for (int64_t i = 0; i < tensor.dim(); ++i) {
     reach += (tensor.size(i) - 1) * tensor.stride(i);
   }
-  return Span{reinterpret_cast<size_t>(tensor.data_ptr()), static_cast<size_t>(reach) * tensor.element_size()};
+  return Span{
+      reinterpret_cast<size_t>(tensor.data_ptr()),
+      static_cast<size_t>(reach) * tensor.element_size()};
 }
 
 } // namespace
@@ -77,8 +82,9 @@ void check_writable(const at::Tensor& output, const char* op) {
   }
   const auto span = reach_of(output);
   TORCH_CHECK_VALUE(
-      is_writable(span.addr, span.bytes),
-      op, ": the output tensor lies in memory that may not be written, such as a file that is mapped read-only; clone() it first");
+      is_writable(span.addr, span.bytes), op,
+      ": the output tensor lies in memory that may not be written, such as a file that is mapped "
+      "read-only; clone() it first");
   last = storage.getWeakStorageImpl();
 }
 
@@ -90,27 +96,31 @@ void Operation::check(const at::Tensor& tensor, const char* role) {
   TORCH_CHECK_VALUE(tensor.defined(), name(), ": the ", role, " tensor is undefined");
   const auto place = tensor.device();
   TORCH_CHECK_VALUE(
-      place.is_cpu() || place.is_cuda(),
-      name(), ": the ", role, " tensor is on ", place, ", backend symm serves CPU and CUDA tensors");
+      place.is_cpu() || place.is_cuda(), name(), ": the ", role, " tensor is on ", place,
+      ", backend symm serves CPU and CUDA tensors");
   TORCH_CHECK_VALUE(
-      !device || place == *device || (place.is_cpu() && device->is_cpu()),
-      name(), ": the ", role, " tensor is on ", place, ", another one on ", *device, "; all tensors of a call must be on one device");
+      !device || place == *device || (place.is_cpu() && device->is_cpu()), name(), ": the ", role,
+      " tensor is on ", place, ", another one on ", *device,
+      "; all tensors of a call must be on one device");
   device = place;
   TORCH_CHECK_VALUE(
-      tensor.layout() == at::kStrided,
-      name(), ": the ", role, " tensor has layout ", tensor.layout(), ", only strided (dense) tensors are served");
-  TORCH_CHECK_VALUE(!tensor.is_nested() && tensor.has_storage(), name(), ": the ", role, " tensor is not a plain dense tensor");
+      tensor.layout() == at::kStrided, name(), ": the ", role, " tensor has layout ",
+      tensor.layout(), ", only strided (dense) tensors are served");
+  TORCH_CHECK_VALUE(
+      !tensor.is_nested() && tensor.has_storage(), name(), ": the ", role,
+      " tensor is not a plain dense tensor");
   if (tensor.numel() == 0) {
     return;
   }
   const auto& storage = tensor.storage();
   TORCH_CHECK_VALUE(
-      storage.data() != nullptr, name(), ": the ", role, " tensor has ", tensor.numel(), " elements but its storage was freed");
-  const auto needed =
-      at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(), tensor.storage_offset());
+      storage.data() != nullptr, name(), ": the ", role, " tensor has ", tensor.numel(),
+      " elements but its storage was freed");
+  const auto needed = at::detail::computeStorageNbytes(
+      tensor.sizes(), tensor.strides(), tensor.element_size(), tensor.storage_offset());
   TORCH_CHECK_VALUE(
-      needed <= storage.nbytes(),
-      name(), ": the ", role, " tensor ends at byte ", needed, " of a storage of ", storage.nbytes(), " bytes");
+      needed <= storage.nbytes(), name(), ": the ", role, " tensor ends at byte ", needed,
+      " of a storage of ", storage.nbytes(), " bytes");
 }
 
 CallSpec& Operation::begin(Collective op, const at::Tensor& like) {
@@ -132,14 +142,16 @@ void Operation::reduce_with(const ::c10d::ReduceOp& op) {
   TORCH_CHECK_VALUE(supplement != nullptr, name(), ": PREMUL_SUM comes without a factor");
   const auto& tensor = supplement->tensor_factor;
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !tensor.defined() || tensor.device().is_cpu(), name(), ": the factor of PREMUL_SUM must be a number or a CPU tensor");
+      !tensor.defined() || tensor.device().is_cpu(), name(),
+      ": the factor of PREMUL_SUM must be a number or a CPU tensor");
   call.factor = tensor.defined() ? tensor.item<double>() : supplement->double_factor;
 }
 
 at::Tensor Operation::readable(const at::Tensor& tensor) {
   check(tensor, "input");
-  return alive_.emplace_back(tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg().contiguous()
-                                                                 : tensor.contiguous());
+  return alive_.emplace_back(
+      tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg().contiguous()
+                                          : tensor.contiguous());
 }
 
 bool Operation::aliases_output(const at::Tensor& tensor) {
@@ -147,7 +159,9 @@ bool Operation::aliases_output(const at::Tensor& tensor) {
     return false;
   }
   const auto span = reach_of(tensor);
-  const auto ends_before = [](const Span& one, const Span& other) { return one.addr + one.bytes <= other.addr; };
+  const auto ends_before = [](const Span& one, const Span& other) {
+    return one.addr + one.bytes <= other.addr;
+  };
   const auto [first, last] = std::equal_range(written_.begin(), written_.end(), span, ends_before);
   if (first == last) {
     written_.insert(first, span);
@@ -168,11 +182,13 @@ at::Tensor Operation::writable(const at::Tensor& tensor, bool keep_values) {
     return alive_.emplace_back(tensor);
   }
   TORCH_CHECK_VALUE(
-      direct || !elements_overlap(tensor),
-      name(), ": elements of the output tensor share memory (sizes ", tensor.sizes(), ", strides ", tensor.strides(),
-      "); clone() it first");
-  auto copy = keep_values ? tensor.clone(at::MemoryFormat::Contiguous)
-                          : at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
+      direct || !elements_overlap(tensor), name(),
+      ": elements of the output tensor share memory (sizes ", tensor.sizes(), ", strides ",
+      tensor.strides(), "); clone() it first");
+  auto copy =
+      keep_values
+          ? tensor.clone(at::MemoryFormat::Contiguous)
+          : at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
   pending_.emplace_back(tensor, copy);
   return alive_.emplace_back(copy);
 }
@@ -206,7 +222,8 @@ void Operation::add_outputs(const at::Tensor& tensor, const std::vector<int64_t>
 }
 
 void Operation::write_back() {
-  // As the core writes contiguous tensors: invisible to autograd, and also where inference tensors may not be changed.
+  // As the core writes contiguous tensors: invisible to autograd, and also where inference tensors
+  // may not be changed.
   const at::AutoDispatchBelowADInplaceOrView plain;
   for (auto& [tensor, copy] : pending_) {
     tensor.copy_(copy);
@@ -232,7 +249,9 @@ std::vector<std::vector<at::Tensor>> Operation::results() const {
     return lists;
   }
   // Gloo rejects outputs that cannot be divided in this way.
-  const auto whole = [this](const at::Tensor& output) { return output.dim() == 0 || output.size(0) % parts != 0; };
+  const auto whole = [this](const at::Tensor& output) {
+    return output.dim() == 0 || output.size(0) % parts != 0;
+  };
   if (parts == 0 || std::any_of(outputs.begin(), outputs.end(), whole)) {
     return {outputs};
   }

@@ -17,7 +17,8 @@
 
 namespace symm {
 
-// Returns true if a profiler observes this thread. The check takes longer than copying a short message.
+// Returns true if a profiler observes this thread. The check takes longer than copying a short
+// message.
 inline bool profiled() {
   return at::isRecordFunctionEnabled() && at::hasCallbacks();
 }
@@ -31,8 +32,8 @@ struct PreparedCall {
 
 using CallSpecs = c10::SmallVector<CallSpec, 1>;
 
-// Owns every tensor that the core reads or writes, all on one device. Copies replace tensors that are not contiguous,
-// and `write_back` copies the results back.
+// Owns every tensor that the core reads or writes, all on one device. Copies replace tensors that
+// are not contiguous, and `write_back` copies the results back.
 class Operation {
  public:
   // `title` is the profiling name "symm:<op>"; its tail names the call in messages.
@@ -60,13 +61,14 @@ class Operation {
   }
   // Returns a contiguous tensor with the values of `tensor`, kept alive.
   at::Tensor readable(const at::Tensor& tensor);
-  // Returns a contiguous tensor whose values `write_back` copies to `tensor`, kept alive. No two of them share memory;
-  // if outputs overlap, they are written in order, so the last one wins.
+  // Returns a contiguous tensor whose values `write_back` copies to `tensor`, kept alive. No two of
+  // them share memory; if outputs overlap, they are written in order, so the last one wins.
   at::Tensor writable(const at::Tensor& tensor, bool keep_values);
   void write_back();
-  // Passes the collectives to `begin`, a function of the core. The core starts none while inputs share memory with an
-  // output of this or an earlier collective, other than the output that replaces the same input. Such inputs are first
-  // copied, so that each has its value from before the call.
+  // Passes the collectives to `begin`, a function of the core. The core starts none while inputs
+  // share memory with an output of this or an earlier collective, other than the output that
+  // replaces the same input. Such inputs are first copied, so that each has its value from before
+  // the call.
   template <typename Begin>
   Outcome begin_with(Begin begin) {
     while (true) {
@@ -142,8 +144,8 @@ class Operation {
 };
 
 Span span_of(const at::Tensor& contiguous);
-// Fails unless the memory of `output`, a CPU tensor, is writable. Checks only memory that torch did not allocate, and
-// not the storage of this thread's last call again.
+// Fails unless the memory of `output`, a CPU tensor, is writable. Checks only memory that torch did
+// not allocate, and not the storage of this thread's last call again.
 void check_writable(const at::Tensor& output, const char* op);
 
 } // namespace symm

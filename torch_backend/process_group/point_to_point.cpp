@@ -13,7 +13,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
     int peer,
     int tag,
     bool send) try {
-  TORCH_CHECK_VALUE(tag >= 0, "ProcessGroupSymm::", operation->name(), ": Tag must be nonnegative, got ", tag);
+  TORCH_CHECK_VALUE(
+      tag >= 0, "ProcessGroupSymm::", operation->name(), ": Tag must be nonnegative, got ", tag);
   MessageSpec transfer;
   transfer.peer = peer;
   transfer.tag = tag;
@@ -33,7 +34,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
   return recorded(*operation, from, [&] {
     auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, stated(timeout));
     auto done = std::make_unique<WorkCompletion>(work);
-    const auto ticket = send ? (*group_)->send(transfer, std::move(done)) : (*group_)->recv(transfer, std::move(done));
+    const auto ticket = send ? (*group_)->send(transfer, std::move(done))
+                             : (*group_)->recv(transfer, std::move(done));
     work->begun(from.sequence, ticket);
     if (ticket == 0) {
       work->rethrow();
@@ -47,22 +49,26 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::send(Tensors& tensors, int destination, int tag) {
   const auto& tensor = single("send", tensors);
   TORCH_CHECK_VALUE(
-      destination >= 0 && destination < getSize(),
-      "ProcessGroupSymm::send: destination rank ", destination, " is outside the group of ", getSize(), " ranks");
-  return transfer(std::make_shared<Operation>(OpType::SEND, "symm:send"), tensor, destination, tag, true);
+      destination >= 0 && destination < getSize(), "ProcessGroupSymm::send: destination rank ",
+      destination, " is outside the group of ", getSize(), " ranks");
+  return transfer(
+      std::make_shared<Operation>(OpType::SEND, "symm:send"), tensor, destination, tag, true);
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::recv(Tensors& tensors, int source, int tag) {
   const auto& tensor = single("recv", tensors);
   TORCH_CHECK_VALUE(
-      source >= 0 && source < getSize(),
-      "ProcessGroupSymm::recv: source rank ", source, " is outside the group of ", getSize(), " ranks");
-  return transfer(std::make_shared<Operation>(OpType::RECV, "symm:recv"), tensor, source, tag, false);
+      source >= 0 && source < getSize(), "ProcessGroupSymm::recv: source rank ", source,
+      " is outside the group of ", getSize(), " ranks");
+  return transfer(
+      std::make_shared<Operation>(OpType::RECV, "symm:recv"), tensor, source, tag, false);
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::recvAnysource(Tensors& tensors, int tag) {
   const auto& tensor = single("recvAnysource", tensors);
-  return transfer(std::make_shared<Operation>(OpType::RECVANYSOURCE, "symm:recvAnySource"), tensor, -1, tag, false);
+  return transfer(
+      std::make_shared<Operation>(OpType::RECVANYSOURCE, "symm:recvAnySource"), tensor, -1, tag,
+      false);
 }
 
 } // namespace symm

@@ -1,4 +1,5 @@
-// Joining, leaving and running; the calls themselves are in collectives.cpp, tensor_lists.cpp and point_to_point.cpp.
+// Joining, leaving and running; the calls themselves are in collectives.cpp, tensor_lists.cpp and
+// point_to_point.cpp.
 #include "process_group/process_group.hpp"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -32,11 +33,14 @@ Living& living() {
 // Throws if the options ask for a group whose members can change.
 void check_members_stay(const ::c10d::Backend::Options& options) {
   if (reconfigurable(options)) {
-    check(Status{
-        ErrorKind::Config,
-        c10::str(
-            "group \"", options.group_name, "\" is asked for with enable_reconfigure=True, and the members of a group of symm never change: ",
-            "leave it out; after a failure call destroy_process_group() and make a new group of the ranks that are left")});
+    check(
+        Status{
+            ErrorKind::Config, c10::str(
+                                   "group \"", options.group_name,
+                                   "\" is asked for with enable_reconfigure=True, and the members "
+                                   "of a group of symm never change: ",
+                                   "leave it out; after a failure call destroy_process_group() and "
+                                   "make a new group of the ranks that are left")});
   }
 }
 
@@ -77,7 +81,9 @@ Group join_group(
   spec.order = options.order;
   spec.cta_policy = options.cta_policy;
   spec.max_ctas = options.max_ctas;
-  auto joined = join(std::make_unique<TorchStore>(store), std::make_shared<Transports>(options.group_name, store), spec);
+  auto joined = join(
+      std::make_unique<TorchStore>(store), std::make_shared<Transports>(options.group_name, store),
+      spec);
   check(joined.status);
   auto group = std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));
   auto& all = living();
@@ -87,12 +93,14 @@ Group join_group(
   return group;
 }
 
-c10::intrusive_ptr<ProcessGroupSymm> ProcessGroupSymm::named(const std::string& group_name, at::Device device, const char* op) {
+c10::intrusive_ptr<ProcessGroupSymm> ProcessGroupSymm::named(
+    const std::string& group_name, at::Device device, const char* op) {
   const auto backend = ::c10d::resolve_process_group(group_name)->getBackend(device.type());
   // Not torch's own pointer cast, which keeps an object alive forever if it cannot cast it.
   auto* const symm = dynamic_cast<ProcessGroupSymm*>(backend.get());
   TORCH_CHECK_VALUE(
-      symm != nullptr, op, ": group \"", group_name, "\" has backend ", backend->getBackendName(), " for ", device.type(), ", not symm");
+      symm != nullptr, op, ": group \"", group_name, "\" has backend ", backend->getBackendName(),
+      " for ", device.type(), ", not symm");
   return c10::intrusive_ptr<ProcessGroupSymm>::reclaim_copy(symm);
 }
 
@@ -108,8 +116,8 @@ ProcessGroupSymm::ProcessGroupSymm(
 }
 
 ProcessGroupSymm::~ProcessGroupSymm() {
-  // Python may drop the last reference with the GIL held, and leaving waits for threads whose completions may need the
-  // GIL.
+  // Python may drop the last reference with the GIL held, and leaving waits for threads whose
+  // completions may need the GIL.
   without_gil([this] { (*group_)->shutdown(); });
 }
 
@@ -126,7 +134,8 @@ void leave_all(std::chrono::milliseconds limit, const std::string& farewell) {
   }
   const auto deadline = std::chrono::steady_clock::now() + limit;
   for (const auto& group : groups) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        deadline - std::chrono::steady_clock::now());
     (*group)->leave(std::max<int64_t>(left.count(), 1), rust::Str(farewell));
   }
 }
@@ -148,7 +157,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
   return recorded(*operation, caller(seen ? (*group_)->sequence() + 1 : 0), [&]() -> WorkPtr {
     auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, stated(timeout));
     const auto outcome = operation->begin_with([&](auto calls) {
-      return async ? (*group_)->submit(calls, timeout.count(), seen, std::make_unique<WorkCompletion>(work))
+      return async ? (*group_)->submit(
+                         calls, timeout.count(), seen, std::make_unique<WorkCompletion>(work))
                    : (*group_)->run(calls, timeout.count(), seen);
     });
     work->begun(outcome.sequence, outcome.ticket);
@@ -175,11 +185,19 @@ void ProcessGroupSymm::refused(int peer, int tag, bool send) const {
 }
 
 Caller ProcessGroupSymm::caller(uint64_t sequence) const {
-  return {options_->group_name, getGroupDesc(), options_->global_ranks_in_group, getSize(), getRank(), sequence, false};
+  return {
+      options_->group_name,
+      getGroupDesc(),
+      options_->global_ranks_in_group,
+      getSize(),
+      getRank(),
+      sequence,
+      false};
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::completed(std::shared_ptr<Operation> operation) {
-  auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, std::move(operation), options_->timeout);
+  auto work =
+      c10::make_intrusive<WorkSymm>(getRank(), group_, std::move(operation), options_->timeout);
   work->begun((*group_)->sequence(), 0);
   work->complete(nullptr, -1);
   return remember(work);
@@ -244,7 +262,9 @@ void ProcessGroupSymm::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 void ProcessGroupSymm::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
-  TORCH_CHECK_VALUE(timeout.count() >= 0, "addEphemeralTimeout: a timeout is extended by 0 ms or more, not by ", timeout.count());
+  TORCH_CHECK_VALUE(
+      timeout.count() >= 0, "addEphemeralTimeout: a timeout is extended by 0 ms or more, not by ",
+      timeout.count());
   extensions_.add(timeout);
 }
 
@@ -268,7 +288,8 @@ std::chrono::milliseconds ProcessGroupSymm::extended(std::chrono::milliseconds t
 void ProcessGroupSymm::enableCollectivesTiming() {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false,
-      "ProcessGroupSymm::enableCollectivesTiming: backend symm does not time single calls; a profiler does, and so does "
+      "ProcessGroupSymm::enableCollectivesTiming: backend symm does not time single calls; a "
+      "profiler does, and so does "
       "python -m torch_symm trace");
 }
 
@@ -335,7 +356,8 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::split(
   options->global_ranks_in_group.clear();
   for (const auto rank : ranks) {
     const auto& global = options_->global_ranks_in_group;
-    options->global_ranks_in_group.push_back(global.empty() ? static_cast<uint64_t>(rank) : global.at(static_cast<size_t>(rank)));
+    options->global_ranks_in_group.push_back(
+        global.empty() ? static_cast<uint64_t>(rank) : global.at(static_cast<size_t>(rank)));
   }
   auto prefixed = c10::make_intrusive<::c10d::PrefixStore>("symm-split/" + opts->group_name, store);
   const auto place = static_cast<int>(me - ranks.begin());

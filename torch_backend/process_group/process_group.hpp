@@ -22,8 +22,8 @@
 
 namespace symm {
 
-// Tensors of an all-reduce with residual and norm. An undefined `scale` was not given, undefined `scales` are not
-// wanted.
+// Tensors of an all-reduce with residual and norm. An undefined `scale` was not given, undefined
+// `scales` are not wanted.
 struct NormTensors {
   const at::Tensor& input;
   const at::Tensor& residual;
@@ -49,12 +49,14 @@ class ProcessGroupSymm : public ::c10d::Backend {
 
     // The inter-node backend; empty: the choice of the environment or of the default group.
     std::string inter_node_backend;
-    // The type of sums between nodes, "tensor" or "float32"; empty: the choice of the default group.
+    // The type of sums between nodes, "tensor" or "float32"; empty: the choice of the default
+    // group.
     std::string reduce_dtype;
-    // The order of sums over ranks, "rank" or "tree"; empty: the choice of the environment or of the default group.
+    // The order of sums over ranks, "rank" or "tree"; empty: the choice of the environment or of
+    // the default group.
     std::string order;
-    // How many processors CUDA kernels may take, "default", "efficiency" or "zero"; empty: as the environment or the
-    // default group says.
+    // How many processors CUDA kernels may take, "default", "efficiency" or "zero"; empty: as the
+    // environment or the default group says.
     std::string cta_policy;
     // Maximum number of blocks of a CUDA kernel; 0: as the environment or the default group says.
     int max_ctas = 0;
@@ -64,7 +66,8 @@ class ProcessGroupSymm : public ::c10d::Backend {
   using TensorLists = std::vector<std::vector<at::Tensor>>;
   using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 
-  // Joins the group. Returns once every member has joined, or throws within the timeout of the options.
+  // Joins the group. Returns once every member has joined, or throws within the timeout of the
+  // options.
   ProcessGroupSymm(
       const c10::intrusive_ptr<::c10d::Store>& store,
       int rank,
@@ -85,11 +88,15 @@ class ProcessGroupSymm : public ::c10d::Backend {
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
-  WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr allreduce_coalesced(
+      Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
   WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) override;
-  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) override;
-  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather(
+      TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(
+      at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(
+      TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
   WorkPtr allgather_into_tensor_coalesced(
       Tensors& outputs,
       Tensors& inputs,
@@ -97,10 +104,12 @@ class ProcessGroupSymm : public ::c10d::Backend {
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) override;
   WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& opts)
       SYMM_OVERRIDE_GATHER_SINGLE;
-  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) override;
-  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) override;
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const ::c10d::ReduceScatterOptions& opts)
-      override;
+  WorkPtr scatter(
+      Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(
+      Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const ::c10d::ReduceScatterOptions& opts) override;
   WorkPtr reduce_scatter_tensor_coalesced(
       Tensors& outputs,
       Tensors& inputs,
@@ -114,11 +123,14 @@ class ProcessGroupSymm : public ::c10d::Backend {
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
-  // Returns the backend for `device` of the group that torch knows as `group_name`. Throws an error that names `op` if
-  // that backend is not symm's.
-  static c10::intrusive_ptr<ProcessGroupSymm> named(const std::string& group_name, at::Device device, const char* op);
-  // Reduces `input` into the contiguous `output`, which has the same type and shape; `input` is only read.
-  void all_reduce_into(const at::Tensor& output, const at::Tensor& input, const ::c10d::ReduceOp& op);
+  // Returns the backend for `device` of the group that torch knows as `group_name`. Throws an error
+  // that names `op` if that backend is not symm's.
+  static c10::intrusive_ptr<ProcessGroupSymm> named(
+      const std::string& group_name, at::Device device, const char* op);
+  // Reduces `input` into the contiguous `output`, which has the same type and shape; `input` is
+  // only read.
+  void all_reduce_into(
+      const at::Tensor& output, const at::Tensor& input, const ::c10d::ReduceOp& op);
   // Sums, adds the residual and normalizes, in the group's order of calls.
   void all_reduce_add_rms_norm(const NormTensors& tensors, double eps);
 
@@ -130,8 +142,8 @@ class ProcessGroupSymm : public ::c10d::Backend {
   }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
-  // Closes the block since startCoalescing(), if there is one, without its work. Sends and receives that have started
-  // continue; calls on CUDA tensors that were not launched never run.
+  // Closes the block since startCoalescing(), if there is one, without its work. Sends and receives
+  // that have started continue; calls on CUDA tensors that were not launched never run.
   void drop_coalesced();
 
   // Does nothing, because every group counts from 0.
@@ -182,15 +194,20 @@ class ProcessGroupSymm : public ::c10d::Backend {
   WorkPtr remember(WorkPtr work);
 
  private:
-  // Runs a prepared operation on this thread, or queues it, and shows it to a profiler if one is active.
-  WorkPtr launch(std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout, bool async);
+  // Runs a prepared operation on this thread, or queues it, and shows it to a profiler if one is
+  // active.
+  WorkPtr launch(
+      std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout, bool async);
   // Enqueues an operation on CUDA tensors, or adds it to the open coalescing block.
-  WorkPtr launch_on_device(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout, bool async);
-  WorkPtr launch_on_device(const std::shared_ptr<Operation>& operation, const MessageSpec& transfer, const Caller& from);
-  // Enqueues an operation on the caller's stream without a work. Returns false if a work is needed: for a profiler, for
-  // a coalescing block, or because the host must wait.
+  WorkPtr launch_on_device(
+      const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout, bool async);
+  WorkPtr launch_on_device(
+      const std::shared_ptr<Operation>& operation, const MessageSpec& transfer, const Caller& from);
+  // Enqueues an operation on the caller's stream without a work. Returns false if a work is needed:
+  // for a profiler, for a coalescing block, or because the host must wait.
   bool launch_in_order(Operation& operation, std::chrono::milliseconds timeout);
-  // Returns the extended timeout of a call whose options have `timeout`; the group's if `timeout` is not positive.
+  // Returns the extended timeout of a call whose options have `timeout`; the group's if `timeout`
+  // is not positive.
   std::chrono::milliseconds extended(std::chrono::milliseconds timeout);
   // Returns the timeout of a call whose options have `timeout`, which may stand for the group's.
   std::chrono::milliseconds stated(std::chrono::milliseconds timeout) const {
@@ -204,24 +221,28 @@ class ProcessGroupSymm : public ::c10d::Backend {
   }
   // `what` has the arguments of DeviceWork::add.
   template <typename... What>
-  WorkPtr launch_recorded(const std::shared_ptr<Operation>& operation, const Caller& from, const What&... what);
+  WorkPtr launch_recorded(
+      const std::shared_ptr<Operation>& operation, const Caller& from, const What&... what);
   // Returns the group's streams on that device; mutex_ must be held.
   std::shared_ptr<DeviceStreams> streams_on(at::Device device);
-  // Called in the handler of a collective's exception: notifies the ranks that wait for the call, and rethrows.
+  // Called in the handler of a collective's exception: notifies the ranks that wait for the call,
+  // and rethrows.
   [[noreturn]] void refused() const;
   // Reports and throws the rejection of a send or receive.
   [[noreturn]] void refused(int peer, int tag, bool send) const;
   // Returns the device on which a barrier waits; nothing for the host.
   std::optional<at::Device> barrier_device(const ::c10d::BarrierOptions& opts) const;
   Caller caller(uint64_t sequence) const;
-  WorkPtr transfer(std::shared_ptr<Operation> operation, const at::Tensor& tensor, int peer, int tag, bool send);
+  WorkPtr transfer(
+      std::shared_ptr<Operation> operation, const at::Tensor& tensor, int peer, int tag, bool send);
   // Returns the group that an earlier `split` of this name made, if it can still be used.
   c10::intrusive_ptr<::c10d::Backend> living_child(const std::string& name);
   // Returns the work of a call that is already complete.
   WorkPtr completed(std::shared_ptr<Operation> operation);
   WorkPtr sum_sparse(const at::Tensor& tensor, const ::c10d::AllreduceOptions& opts);
   std::vector<int64_t> even_lengths(const at::Tensor& piece) const;
-  std::shared_ptr<Operation> allgather_operation(const Tensors& outputs, const Tensors& inputs) const;
+  std::shared_ptr<Operation> allgather_operation(
+      const Tensors& outputs, const Tensors& inputs) const;
   std::shared_ptr<Operation> reduce_scatter_operation(
       const Tensors& outputs,
       const Tensors& inputs,
@@ -246,7 +267,8 @@ class ProcessGroupSymm : public ::c10d::Backend {
   std::atomic<bool> closed_ = false;
 };
 
-// Joins a group of the core under the options' name, through `store` only. `leave_all` leaves it, too.
+// Joins a group of the core under the options' name, through `store` only. `leave_all` leaves it,
+// too.
 Group join_group(
     const c10::intrusive_ptr<::c10d::Store>& store,
     int rank,
@@ -254,8 +276,8 @@ Group join_group(
     const ProcessGroupSymm::Options& options,
     bool is_default);
 
-// Leaves every group of this process within `limit`; calls that have not ended by then fail. Peers get `farewell`, the
-// error that makes this process leave, if it is not empty.
+// Leaves every group of this process within `limit`; calls that have not ended by then fail. Peers
+// get `farewell`, the error that makes this process leave, if it is not empty.
 void leave_all(std::chrono::milliseconds limit, const std::string& farewell);
 
 } // namespace symm

@@ -32,7 +32,8 @@ struct Caller {
   bool transfer;
 };
 
-// Runs `body`, recorded as `operation` if a profiler observes it; recording costs as much as a small collective.
+// Runs `body`, recorded as `operation` if a profiler observes it; recording costs as much as a
+// small collective.
 template <typename Body>
 auto recorded(const Operation& operation, const Caller& caller, Body body) {
   if (!operation.seen) {

@@ -1,4 +1,5 @@
-// Collectives on lists of tensors. As in collectives.cpp, waiting ranks are notified of rejected calls.
+// Collectives on lists of tensors. As in collectives.cpp, waiting ranks are notified of rejected
+// calls.
 #include "process_group/process_group.hpp"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -13,20 +14,23 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather(
     TensorLists& outputs,
     Tensors& inputs,
     const ::c10d::AllgatherOptions& opts) try {
-  TORCH_CHECK_VALUE(!inputs.empty(), "ProcessGroupSymm::allgather: requires non-empty input tensor list");
   TORCH_CHECK_VALUE(
-      outputs.size() == inputs.size(), "ProcessGroupSymm::allgather: requires input/output tensor lists to have the same length");
+      !inputs.empty(), "ProcessGroupSymm::allgather: requires non-empty input tensor list");
+  TORCH_CHECK_VALUE(
+      outputs.size() == inputs.size(),
+      "ProcessGroupSymm::allgather: requires input/output tensor lists to have the same length");
   const auto& input = single("allgather", inputs);
   const auto& list = outputs[0];
   TORCH_CHECK_VALUE(
       list.size() == static_cast<size_t>(getSize()),
-      "ProcessGroupSymm::allgather: invalid output tensor list at index 0 (expected length ", getSize(), ", got ", list.size(), ")");
+      "ProcessGroupSymm::allgather: invalid output tensor list at index 0 (expected length ",
+      getSize(), ", got ", list.size(), ")");
   check_like("allgather", list, input, false);
   // Lists may be uneven, because only the owner of an entry knows its size.
   const auto& own = list[getRank()];
   TORCH_CHECK_VALUE(
-      own.numel() == input.numel(),
-      "ProcessGroupSymm::allgather: invalid tensor size at index ", getRank(), " (expected ", input.sizes(), ", got ", own.sizes(), ")");
+      own.numel() == input.numel(), "ProcessGroupSymm::allgather: invalid tensor size at index ",
+      getRank(), " (expected ", input.sizes(), ", got ", own.sizes(), ")");
   auto operation = std::make_shared<Operation>(OpType::ALLGATHER, "symm:all_gather");
   operation->begin(Collective::AllGather, input);
   operation->add_input(input);
@@ -43,11 +47,13 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather_coalesced(
     TensorLists& outputs,
     Tensors& inputs,
     const ::c10d::AllgatherOptions& opts) try {
-  TORCH_CHECK_VALUE(!inputs.empty(), "ProcessGroupSymm::allgather_coalesced: requires non-empty input tensor list");
+  TORCH_CHECK_VALUE(
+      !inputs.empty(),
+      "ProcessGroupSymm::allgather_coalesced: requires non-empty input tensor list");
   TORCH_CHECK_VALUE(
       outputs.size() == static_cast<size_t>(getSize()),
-      "ProcessGroupSymm::allgather_coalesced: output lists should be equal to world size: ", outputs.size(), " lists, ", getSize(),
-      " ranks");
+      "ProcessGroupSymm::allgather_coalesced: output lists should be equal to world size: ",
+      outputs.size(), " lists, ", getSize(), " ranks");
   auto operation = std::make_shared<Operation>(OpType::ALLGATHER_COALESCED, "symm:all_gather");
   for (size_t i = 0; i < inputs.size(); ++i) {
     operation->begin(Collective::AllGather, inputs[i]);
@@ -55,7 +61,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather_coalesced(
     for (const auto& list : outputs) {
       TORCH_CHECK_VALUE(
           list.size() == inputs.size(),
-          "ProcessGroupSymm::allgather_coalesced: invalid output size: ", list.size(), " output tensors, ", inputs.size(), " inputs");
+          "ProcessGroupSymm::allgather_coalesced: invalid output size: ", list.size(),
+          " output tensors, ", inputs.size(), " inputs");
       check_like("allgather_coalesced", {list[i]}, inputs[i], true);
       operation->add_output(list[i]);
     }
@@ -83,7 +90,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::gather(
     }
     operation->lists = outputs;
   } else {
-    TORCH_CHECK_VALUE(outputs.empty(), "ProcessGroupSymm::gather: requires empty output on non-root");
+    TORCH_CHECK_VALUE(
+        outputs.empty(), "ProcessGroupSymm::gather: requires empty output on non-root");
   }
   return launch(operation, opts.timeout, opts.asyncOp);
 } catch (...) {
@@ -105,7 +113,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::scatter(
       operation->add_input(input);
     }
   } else {
-    TORCH_CHECK_VALUE(inputs.empty(), "ProcessGroupSymm::scatter: requires empty input on non-root");
+    TORCH_CHECK_VALUE(
+        inputs.empty(), "ProcessGroupSymm::scatter: requires empty input on non-root");
   }
   operation->add_output(output);
   return launch(operation, opts.timeout, opts.asyncOp);
@@ -122,8 +131,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce_scatter(
   check_like("reduce_scatter", list, output, false);
   TORCH_CHECK_VALUE(
       list[getRank()].numel() == output.numel(),
-      "ProcessGroupSymm::reduce_scatter: the output tensor has ", output.numel(), " elements, the input for this rank (", getRank(),
-      ") has ", list[getRank()].numel());
+      "ProcessGroupSymm::reduce_scatter: the output tensor has ", output.numel(),
+      " elements, the input for this rank (", getRank(), ") has ", list[getRank()].numel());
   auto operation = std::make_shared<Operation>(OpType::REDUCE_SCATTER, "symm:reduce_scatter");
   operation->begin(Collective::ReduceScatter, output);
   operation->reduce_with(opts.reduceOp);
@@ -143,7 +152,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall(
   const auto size = static_cast<size_t>(getSize());
   TORCH_CHECK_VALUE(
       inputs.size() == size && outputs.size() == size,
-      "ProcessGroupSymm::alltoall: ", inputs.size(), " input tensors and ", outputs.size(), " output tensors for ", size, " ranks");
+      "ProcessGroupSymm::alltoall: ", inputs.size(), " input tensors and ", outputs.size(),
+      " output tensors for ", size, " ranks");
   check_like("alltoall", inputs, inputs[0], false);
   check_like("alltoall", outputs, inputs[0], false);
   auto operation = std::make_shared<Operation>(OpType::ALLTOALL, "symm:all_to_all");
@@ -159,22 +169,28 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall(
   refused();
 }
 
-ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) try {
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce_sparse(
+    Tensors& tensors, const ::c10d::AllreduceOptions& opts) try {
   const auto& tensor = single("allreduce_sparse", tensors);
-  TORCH_CHECK_VALUE(tensor.is_sparse(), "ProcessGroupSymm::allreduce_sparse: the tensor is not in sparse COO layout");
+  TORCH_CHECK_VALUE(
+      tensor.is_sparse(),
+      "ProcessGroupSymm::allreduce_sparse: the tensor is not in sparse COO layout");
   return sum_sparse(tensor, opts);
 } catch (...) {
   refused();
 }
 
-// Gathers each rank's number of entries, then all indices and values, and sums them by coalescing in rank order.
-ProcessGroupSymm::WorkPtr ProcessGroupSymm::sum_sparse(const at::Tensor& tensor, const ::c10d::AllreduceOptions& opts) {
+// Gathers each rank's number of entries, then all indices and values, and sums them by coalescing
+// in rank order.
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::sum_sparse(
+    const at::Tensor& tensor, const ::c10d::AllreduceOptions& opts) {
   TORCH_CHECK_VALUE(
       opts.reduceOp == ::c10d::ReduceOp::SUM,
-      "ProcessGroupSymm::allreduce: sparse tensors can only be reduced with ReduceOp.SUM; use to_dense() for the others");
+      "ProcessGroupSymm::allreduce: sparse tensors can only be reduced with ReduceOp.SUM; use "
+      "to_dense() for the others");
   TORCH_CHECK_NOT_IMPLEMENTED(
-      tensor.device().is_cpu(),
-      "ProcessGroupSymm::allreduce: the sparse tensor is on ", tensor.device(), ", backend symm serves sparse tensors on CPU only");
+      tensor.device().is_cpu(), "ProcessGroupSymm::allreduce: the sparse tensor is on ",
+      tensor.device(), ", backend symm serves sparse tensors on CPU only");
   const at::AutoDispatchBelowADInplaceOrView plain;
   const auto own = tensor.coalesce();
   ::c10d::AllgatherOptions sync;
@@ -195,19 +211,23 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::sum_sparse(const at::Tensor& tensor,
   std::vector<int64_t> header{own._nnz(), own.sparse_dim()};
   header.insert(header.end(), own.sizes().begin(), own.sizes().end());
   const auto length = static_cast<int64_t>(header.size());
-  const auto headers = gathered(at::tensor(header, at::kLong), std::vector<int64_t>(getSize(), length));
+  const auto headers =
+      gathered(at::tensor(header, at::kLong), std::vector<int64_t>(getSize(), length));
   std::vector<int64_t> counts;
   for (const auto& other : headers) {
     counts.push_back(other[0].item<int64_t>());
     TORCH_CHECK_VALUE(
         other.slice(0, 1).equal(headers[0].slice(0, 1)),
-        "ProcessGroupSymm::allreduce: Tensor dimensions do not match: [sparse dimensions, sizes] is ", other.slice(0, 1), " on rank ",
-        counts.size() - 1, " and ", headers[0].slice(0, 1), " on rank 0");
+        "ProcessGroupSymm::allreduce: Tensor dimensions do not match: [sparse dimensions, sizes] "
+        "is ",
+        other.slice(0, 1), " on rank ", counts.size() - 1, " and ", headers[0].slice(0, 1),
+        " on rank 0");
   }
   const auto indices = gathered(own._indices().t(), counts);
   const auto values = gathered(own._values(), counts);
   const auto sum =
-      at::sparse_coo_tensor(at::cat(indices).t(), at::cat(values), tensor.sizes(), tensor.options()).coalesce();
+      at::sparse_coo_tensor(at::cat(indices).t(), at::cat(values), tensor.sizes(), tensor.options())
+          .coalesce();
   tensor.copy_(sum);
   auto operation = std::make_shared<Operation>(OpType::ALLREDUCE, "symm:sparse_all_reduce");
   operation->outputs.push_back(tensor);

@@ -13,8 +13,8 @@
 
 namespace symm {
 
-// The extensions that `addEphemeralTimeout` adds to the timeouts of later calls. Each ends when the first call after it
-// has ended.
+// The extensions that `addEphemeralTimeout` adds to the timeouts of later calls. Each ends when the
+// first call after it has ended.
 class TimeoutExtensions {
  public:
   using Milliseconds = std::chrono::milliseconds;
@@ -42,14 +42,18 @@ class TimeoutExtensions {
         }
       }
     }
-    // Without the lock, because a work may run callbacks of the program. A work that no longer exists has ended,
-    // because the core holds running works.
+    // Without the lock, because a work may run callbacks of the program. A work that no longer
+    // exists has ended, because the core holds running works.
     begun.erase(
-        std::remove_if(begun.begin(), begun.end(), [](const auto& each) { return each.second && !each.second->isCompleted(); }),
+        std::remove_if(
+            begun.begin(), begun.end(),
+            [](const auto& each) { return each.second && !each.second->isCompleted(); }),
         begun.end());
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto ended = [&](const Extension& each) {
-      return std::any_of(begun.begin(), begun.end(), [&](const auto& other) { return other.first == each.number; });
+      return std::any_of(begun.begin(), begun.end(), [&](const auto& other) {
+        return other.first == each.number;
+      });
     };
     all_.erase(std::remove_if(all_.begin(), all_.end(), ended), all_.end());
     any_.store(!all_.empty(), std::memory_order_relaxed);

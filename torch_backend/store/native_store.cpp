@@ -56,7 +56,8 @@ StoreResult checked(StoreResult opened) {
 
 } // namespace
 
-SymmStore::SymmStore(rust::Box<NativeStore> store, Milliseconds timeout) : Store(timeout), store_(std::move(store)) {}
+SymmStore::SymmStore(rust::Box<NativeStore> store, Milliseconds timeout)
+    : Store(timeout), store_(std::move(store)) {}
 
 StoreReply SymmStore::call(
     StoreOp op,
@@ -158,11 +159,13 @@ std::vector<std::string> SymmStore::listKeys() {
   return collected<std::string>(call(StoreOp::ListKeys, {}, {}));
 }
 
-void SymmStore::rankBarrier(const std::string& key, int64_t rank, int64_t size, std::optional<Milliseconds> timeout) const {
+void SymmStore::rankBarrier(
+    const std::string& key, int64_t rank, int64_t size, std::optional<Milliseconds> timeout) const {
   check_store(store_->barrier(piece(key).data, rank, size, timeout.value_or(timeout_).count()));
 }
 
-void SymmStore::assemble(const std::string& prefix, int64_t rank, int64_t size, Milliseconds timeout) const {
+void SymmStore::assemble(
+    const std::string& prefix, int64_t rank, int64_t size, Milliseconds timeout) const {
   const auto status = store_->meet(piece(prefix).data, {}, {}, rank, size, timeout.count()).status;
   status.kind == ErrorKind::Config ? symm::check(status) : check_store(status);
 }
@@ -174,14 +177,16 @@ std::vector<std::string> SymmStore::gather(
     int64_t rank,
     int64_t size,
     Milliseconds timeout) const {
-  const auto answer = store_->meet(piece(prefix).data, piece(what).data, piece(word).data, rank, size, timeout.count());
+  const auto answer = store_->meet(
+      piece(prefix).data, piece(what).data, piece(word).data, rank, size, timeout.count());
   check_store(answer.status);
   return collected<std::string>(answer);
 }
 
 MemoryStore::MemoryStore() : SymmStore(store_memory(), kDefaultTimeout) {}
 
-MemoryStore::MemoryStore(rust::Box<NativeStore> store, Milliseconds timeout) : SymmStore(std::move(store), timeout) {}
+MemoryStore::MemoryStore(rust::Box<NativeStore> store, Milliseconds timeout)
+    : SymmStore(std::move(store), timeout) {}
 
 c10::intrusive_ptr<::c10d::Store> MemoryStore::clone() {
   return c10::make_intrusive<MemoryStore>(share(), timeout_);

@@ -10,12 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "symm/src/bridge.rs.h"
+#include "symm/src/bridge/native_store.rs.h"
 
 namespace symm {
 
-// A store of the core, usable from any thread. The timeout limits every call; 0 means the core's maximum. Failures are
-// torch's: DistStoreError (and its DistQueueEmptyError), DistNetworkError, ValueError.
+// A store of the core, usable from any thread. The timeout limits every call; 0 means the core's
+// maximum. Failures are torch's: DistStoreError (and its DistQueueEmptyError), DistNetworkError,
+// ValueError.
 class SymmStore : public ::c10d::Store {
  public:
   using Milliseconds = std::chrono::milliseconds;
@@ -47,11 +48,14 @@ class SymmStore : public ::c10d::Store {
   int64_t queueLen(const std::string& key) override;
   std::vector<std::string> listKeys() override;
 
-  // Returns once all `size` ranks have called it with this key. `barrier` is c10d's, which takes no rank.
-  void rankBarrier(const std::string& key, int64_t rank, int64_t size, std::optional<Milliseconds> timeout) const;
+  // Returns once all `size` ranks have called it with this key. `barrier` is c10d's, which takes no
+  // rank.
+  void rankBarrier(
+      const std::string& key, int64_t rank, int64_t size,
+      std::optional<Milliseconds> timeout) const;
 
-  // Returns once all ranks have arrived at this store, which rank 0 serves. Fails with SymmConfigError if another live
-  // process has joined as this rank.
+  // Returns once all ranks have arrived at this store, which rank 0 serves. Fails with
+  // SymmConfigError if another live process has joined as this rank.
   void assemble(const std::string& prefix, int64_t rank, int64_t size, Milliseconds timeout) const;
 
   // Publishes `word` on the topic `what`, and returns the words of all ranks.
@@ -73,7 +77,9 @@ class SymmStore : public ::c10d::Store {
       rust::Slice<const Blob> values,
       int64_t amount,
       Milliseconds timeout) const;
-  StoreReply call(StoreOp op, std::initializer_list<Blob> keys, std::initializer_list<Blob> values, int64_t amount = 0) const;
+  StoreReply call(
+      StoreOp op, std::initializer_list<Blob> keys, std::initializer_list<Blob> values,
+      int64_t amount = 0) const;
 
   rust::Box<NativeStore> store_;
 };

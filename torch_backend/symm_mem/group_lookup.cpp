@@ -30,7 +30,8 @@ struct Side {
 
 struct Sides {
   std::mutex mutex;
-  std::list<std::pair<c10::weak_intrusive_ptr<::c10d::ProcessGroup>, std::shared_ptr<Side>>> of_groups;
+  std::list<std::pair<c10::weak_intrusive_ptr<::c10d::ProcessGroup>, std::shared_ptr<Side>>>
+      of_groups;
   // set_group_info cannot be undone, so these are never removed.
   std::map<std::string, std::shared_ptr<Side>> of_infos;
 };
@@ -48,7 +49,8 @@ void leave(const std::shared_ptr<Side>& side) {
   }
 }
 
-// Returns the accompanying group of `torch_group`, joined or not, and leaves those whose process group has ended.
+// Returns the accompanying group of `torch_group`, joined or not, and leaves those whose process
+// group has ended.
 std::shared_ptr<Side> side_of(const TorchGroup& torch_group) {
   std::shared_ptr<Side> found;
   std::vector<std::shared_ptr<Side>> orphans;
@@ -86,8 +88,8 @@ std::shared_ptr<Side> side_of(const std::string& info) {
   return side;
 }
 
-// Returns the options of one of the group's backends, if any has them; names of ranks and the timeout are the same in
-// all.
+// Returns the options of one of the group's backends, if any has them; names of ranks and the
+// timeout are the same in all.
 c10::intrusive_ptr<Options> options_beside(const TorchGroup& torch_group) {
   auto options = c10::make_intrusive<Options>();
   for (const auto device : torch_group->getDeviceTypes()) {
@@ -113,10 +115,13 @@ Group joined(
     c10::intrusive_ptr<Options> options) {
   const std::lock_guard<std::mutex> lock(side.mutex);
   if (!side.group) {
-    TORCH_CHECK_VALUE(store, "symmetric memory: group \"", name, "\" has no store through which its ranks could meet");
+    TORCH_CHECK_VALUE(
+        store, "symmetric memory: group \"", name,
+        "\" has no store through which its ranks could meet");
     options->group_name = "symm_mem/" + name;
-    side.group =
-        join_group(c10::make_intrusive<::c10d::PrefixStore>(options->group_name, store), rank, size, *options, false);
+    side.group = join_group(
+        c10::make_intrusive<::c10d::PrefixStore>(options->group_name, store), rank, size, *options,
+        false);
   }
   return side.group;
 }
@@ -127,10 +132,12 @@ Group already_joined(Side& side) {
   return lock ? side.group : nullptr;
 }
 
-c10::intrusive_ptr<ProcessGroupSymm> symm_backend(const TorchGroup& torch_group, c10::DeviceType type) {
+c10::intrusive_ptr<ProcessGroupSymm> symm_backend(
+    const TorchGroup& torch_group, c10::DeviceType type) {
   auto devices = torch_group->getDeviceTypes();
   // Tries the backend for `type` first.
-  std::stable_partition(devices.begin(), devices.end(), [&](const auto& device) { return device.type() == type; });
+  std::stable_partition(
+      devices.begin(), devices.end(), [&](const auto& device) { return device.type() == type; });
   for (const auto& device : devices) {
     const auto backend = torch_group->getBackend(device.type());
     if (auto* const found = dynamic_cast<ProcessGroupSymm*>(backend.get())) {
@@ -153,9 +160,9 @@ const ::c10d::symmetric_memory::GroupInfo& info_named(const std::string& name) {
     return ::c10d::symmetric_memory::get_group_info(name);
   } catch (const c10::Error&) {
     C10_THROW_ERROR(
-        ValueError,
-        "symmetric memory: there is no process group \"" + name +
-            "\": it is yet to be made (dist.init_process_group, dist.new_group), or it has been destroyed");
+        ValueError, "symmetric memory: there is no process group \"" + name +
+                        "\": it is yet to be made (dist.init_process_group, dist.new_group), or it "
+                        "has been destroyed");
   }
 }
 
@@ -177,7 +184,8 @@ MemoryGroup membership(const std::string& name, c10::DeviceType type) {
   const auto& info = info_named(name);
   const auto side = side_of(name);
   const auto join = [&] {
-    return joined(*side, name, info.store, info.rank, info.world_size, c10::make_intrusive<Options>());
+    return joined(
+        *side, name, info.store, info.rank, info.world_size, c10::make_intrusive<Options>());
   };
   return {without_gil(join), info.rank, info.world_size};
 }

@@ -1,5 +1,5 @@
-// torch.ops.symm_mem reductions on CPU tensors. Arguments and errors are torch's for CUDA; any dtype that the group can
-// add is supported, at any alignment.
+// torch.ops.symm_mem reductions on CPU tensors. Arguments and errors are torch's for CUDA; any
+// dtype that the group can add is supported, at any alignment.
 #include "symm_mem/operators.hpp"
 
 #include <ATen/MemoryOverlap.h>
@@ -21,11 +21,14 @@ WindowPtr find_window(const at::Tensor& tensor, const std::string& group_name) {
     return nullptr;
   }
   auto* const window = dynamic_cast<SymmetricWindow*>(found.get());
-  TORCH_CHECK_NOT_IMPLEMENTED(window != nullptr, "symmetric memory of ", tensor.device(), " is another backend's, not SYMM's");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      window != nullptr, "symmetric memory of ", tensor.device(),
+      " is another backend's, not SYMM's");
   return WindowPtr::reclaim_copy(window);
 }
 
-WindowPtr window_of(const at::Tensor& tensor, const std::string& group_name, const char* op, const char* what) {
+WindowPtr window_of(
+    const at::Tensor& tensor, const std::string& group_name, const char* op, const char* what) {
   auto window = find_window(tensor, group_name);
   TORCH_CHECK(window, op, ": ", what, " must be allocated with empty_strided_p2p().");
   return window;
@@ -41,7 +44,9 @@ void refused(const std::string& group_name) {
 
 int64_t times(const char* op, int64_t a, int64_t b) {
   int64_t product = 0;
-  TORCH_CHECK_VALUE(!c10::mul_overflows(a, b, &product), op, ": ", a, " times ", b, " is more than a tensor can have");
+  TORCH_CHECK_VALUE(
+      !c10::mul_overflows(a, b, &product), op, ": ", a, " times ", b,
+      " is more than a tensor can have");
   return product;
 }
 
@@ -61,11 +66,12 @@ void check_output(const at::Tensor& input, const at::Tensor& output, const char*
   check_writable(output, op);
   TORCH_CHECK(output.is_contiguous(), op, ": output must be contiguous.");
   TORCH_CHECK(
-      output.sizes() == input.sizes(), op, ": input/output size mismatch, input.sizes(): ", input.sizes(), ", output.sizes(): ",
-      output.sizes());
+      output.sizes() == input.sizes(), op,
+      ": input/output size mismatch, input.sizes(): ", input.sizes(),
+      ", output.sizes(): ", output.sizes());
   TORCH_CHECK(
-      output.scalar_type() == input.scalar_type(), op, ": the input is ", input.scalar_type(), ", the output ",
-      output.scalar_type());
+      output.scalar_type() == input.scalar_type(), op, ": the input is ", input.scalar_type(),
+      ", the output ", output.scalar_type());
 }
 
 at::Tensor one_shot(
@@ -81,10 +87,12 @@ at::Tensor one_shot(
     check_sum(input, reduce_op, op);
     if (local_input) {
       TORCH_CHECK(local_input->is_contiguous(), op, ": local input must be contiguous.");
-      TORCH_CHECK(local_input->numel() <= input.numel(), op, ": local input size must be smaller than symm buffer size.");
       TORCH_CHECK(
-          local_input->scalar_type() == input.scalar_type(), op, ": the buffer is ", input.scalar_type(), ", the local input ",
-          local_input->scalar_type());
+          local_input->numel() <= input.numel(), op,
+          ": local input size must be smaller than symm buffer size.");
+      TORCH_CHECK(
+          local_input->scalar_type() == input.scalar_type(), op, ": the buffer is ",
+          input.scalar_type(), ", the local input ", local_input->scalar_type());
     }
     if (input.numel() == 0) {
       return nullptr;
@@ -103,11 +111,13 @@ at::Tensor one_shot(
   return out;
 }
 
-at::Tensor one_shot_all_reduce(const at::Tensor& input, std::string reduce_op, std::string group_name) {
+at::Tensor one_shot_all_reduce(
+    const at::Tensor& input, std::string reduce_op, std::string group_name) {
   return one_shot(input, std::nullopt, reduce_op, group_name, at::empty_like(input));
 }
 
-at::Tensor one_shot_all_reduce_out(const at::Tensor& input, std::string reduce_op, std::string group_name, at::Tensor out) {
+at::Tensor one_shot_all_reduce_out(
+    const at::Tensor& input, std::string reduce_op, std::string group_name, at::Tensor out) {
   return one_shot(input, std::nullopt, reduce_op, group_name, out);
 }
 
@@ -157,32 +167,38 @@ at::Tensor two_shot_all_reduce_(at::Tensor input, std::string reduce_op, std::st
   return two_shot(input, std::nullopt, reduce_op, group_name);
 }
 
-at::Tensor two_shot_all_reduce_out(at::Tensor input, std::string reduce_op, std::string group_name, at::Tensor output) {
+at::Tensor two_shot_all_reduce_out(
+    at::Tensor input, std::string reduce_op, std::string group_name, at::Tensor output) {
   return two_shot(input, output, reduce_op, group_name);
 }
 
-at::Tensor reduce_scatter_out(at::Tensor input, std::string group_name, bool split_last_dim, at::Tensor output) {
+at::Tensor reduce_scatter_out(
+    at::Tensor input, std::string group_name, bool split_last_dim, at::Tensor output) {
   constexpr auto op = "reduce_scatter";
   const auto window = check_arguments(group_name, [&]() -> WindowPtr {
     TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
     TORCH_CHECK(output.is_contiguous(), op, ": output must be contiguous.");
     check_writable(output, op);
     TORCH_CHECK(
-        output.scalar_type() == input.scalar_type(), op, ": the input is ", input.scalar_type(), ", the output ",
-        output.scalar_type());
+        output.scalar_type() == input.scalar_type(), op, ": the input is ", input.scalar_type(),
+        ", the output ", output.scalar_type());
     check_sum(input, "sum", op);
     auto window = window_of(input, group_name, op);
     const auto size = window->get_world_size();
     TORCH_CHECK(
-        input.numel() % size == 0, "expected number of elements to be divisible by world_size * alignment, number of elements ",
+        input.numel() % size == 0,
+        "expected number of elements to be divisible by world_size * alignment, number of "
+        "elements ",
         input.numel(), " world size ", size);
     if (split_last_dim) {
       TORCH_CHECK(
           input.dim() > 0 && input.dim() == output.dim() &&
               input.sizes().slice(0, input.dim() - 1) == output.sizes().slice(0, output.dim() - 1),
-          "reduce_scatter expected input and output to have same sizes except in the last dimension");
+          "reduce_scatter expected input and output to have same sizes except in the last "
+          "dimension");
       TORCH_CHECK(
-          input.size(-1) % size == 0, "expected last dimension to be divisible by world_size * alignment, last dimension ",
+          input.size(-1) % size == 0,
+          "expected last dimension to be divisible by world_size * alignment, last dimension ",
           input.size(-1), " world size ", size);
       TORCH_CHECK(
           output.size(-1) == input.size(-1) / size,
@@ -191,8 +207,8 @@ at::Tensor reduce_scatter_out(at::Tensor input, std::string group_name, bool spl
       TORCH_CHECK(input.dim() == 1, "reduce_scatter expected 1D input");
       TORCH_CHECK(output.dim() == 1, "reduce_scatter expected 1D output");
       TORCH_CHECK(
-          output.numel() == input.numel() / size, "reduce_scatter expected an output of ", input.numel() / size,
-          " elements, got ", output.numel());
+          output.numel() == input.numel() / size, "reduce_scatter expected an output of ",
+          input.numel() / size, " elements, got ", output.numel());
     }
     if (input.numel() == 0) {
       return nullptr;
@@ -206,7 +222,8 @@ at::Tensor reduce_scatter_out(at::Tensor input, std::string group_name, bool spl
   // Everything is one row if the tensor is not split along its last dimension.
   const auto row = static_cast<size_t>(input.size(-1)) * input.element_size();
   run_on(*window, [&](const WindowHandle& handle) {
-    return handle.reduce_scatter(dtype_of(input), ::c10d::ReduceOp::SUM, span_of(input), row, span_of(output));
+    return handle.reduce_scatter(
+        dtype_of(input), ::c10d::ReduceOp::SUM, span_of(input), row, span_of(output));
   });
   return output;
 }

@@ -15,12 +15,14 @@ namespace symm {
 
 using WindowPtr = c10::intrusive_ptr<SymmetricWindow>;
 
-// Returns the window of the tensor's memory in the group; collective if the group has none yet. Null if the memory is
-// not symmetric.
+// Returns the window of the tensor's memory in the group; collective if the group has none yet.
+// Null if the memory is not symmetric.
 WindowPtr find_window(const at::Tensor& tensor, const std::string& group_name);
-// Returns the window of `tensor`; rejects memory that is not symmetric, with an error that names `op` and the argument
-// `what`.
-WindowPtr window_of(const at::Tensor& tensor, const std::string& group_name, const char* op, const char* what = "input");
+// Returns the window of `tensor`; rejects memory that is not symmetric, with an error that names
+// `op` and the argument `what`.
+WindowPtr window_of(
+    const at::Tensor& tensor, const std::string& group_name, const char* op,
+    const char* what = "input");
 
 // Returns the product of the non-negative a and b; throws if no tensor can have that many elements.
 int64_t times(const char* op, int64_t a, int64_t b);
@@ -28,12 +30,12 @@ int64_t times(const char* op, int64_t a, int64_t b);
 // Returns the tensor's dtype for the core.
 int32_t dtype_of(const at::Tensor& tensor);
 
-// Notifies the ranks that wait for this one in an operator of the group, if it has been joined, that it has rejected
-// its arguments, and rethrows the current exception.
+// Notifies the ranks that wait for this one in an operator of the group, if it has been joined,
+// that it has rejected its arguments, and rethrows the current exception.
 [[noreturn]] void refused(const std::string& group_name);
 
-// Returns the result of `arguments`, the part of an operator before its first barrier. If that throws, the ranks that
-// wait for this one are notified.
+// Returns the result of `arguments`, the part of an operator before its first barrier. If that
+// throws, the ranks that wait for this one are notified.
 template <typename Arguments>
 auto check_arguments(const std::string& group_name, Arguments arguments) {
   try {
@@ -49,15 +51,17 @@ void run_on(const SymmetricWindow& window, Collective collective) {
   check(without_gil([&] { return collective(window.handle()); }));
 }
 
-// `Kernel` as the dispatcher calls it, with values on a stack. torch does not compare the C++ types of a kernel in this
-// form with those of another library's CUDA kernel of the same operator. Those types differ between versions of torch;
-// if they were compared and differed, torch would reject the kernel, and the extension would fail to load.
+// `Kernel` as the dispatcher calls it, with values on a stack. torch does not compare the C++ types
+// of a kernel in this form with those of another library's CUDA kernel of the same operator. Those
+// types differ between versions of torch; if they were compared and differed, torch would reject
+// the kernel, and the extension would fail to load.
 template <auto Kernel>
 void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   using Pointer = c10::CompileTimeFunctionPointer<std::remove_pointer_t<decltype(Kernel)>, Kernel>;
   using Functor = typename c10::impl::WrapFunctionIntoFunctor<Pointer>::type;
   Functor functor;
-  c10::impl::make_boxed_from_unboxed_functor<Functor, /*AllowDeprecatedTypes=*/false>::call(&functor, op, keys, stack);
+  c10::impl::make_boxed_from_unboxed_functor<Functor, /*AllowDeprecatedTypes=*/false>::call(
+      &functor, op, keys, stack);
 }
 
 template <auto Kernel>
@@ -65,7 +69,8 @@ void add(torch::Library& library, const char* name) {
   library.impl(name, torch::CppFunction::makeFromBoxedFunction<&boxed<Kernel>>());
 }
 
-// Adds the operators of one file. Called by name, because the linker drops registrations that nothing refers to.
+// Adds the operators of one file. Called by name, because the linker drops registrations that
+// nothing refers to.
 void add_reductions(torch::Library& library);
 void add_exchanges(torch::Library& library);
 

@@ -1,4 +1,5 @@
-// torch.ops.symm_mem operators on CPU tensors that move data or write signals, including the low-contention reductions.
+// torch.ops.symm_mem operators on CPU tensors that move data or write signals, including the
+// low-contention reductions.
 #include <ATen/MemoryOverlap.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
@@ -44,7 +45,8 @@ at::Tensor low_contention_all_gather(const at::Tensor& tensor, std::string group
   at::Tensor output;
   // Null if the call is complete.
   const auto window = check_arguments(group_name, [&]() -> WindowPtr {
-    TORCH_CHECK(tensor.dim() > 0, op, ": a tensor without dimensions cannot be gathered along the first");
+    TORCH_CHECK(
+        tensor.dim() > 0, op, ": a tensor without dimensions cannot be gathered along the first");
     const auto size = membership(group_name, c10::kCPU).size;
     output = tensor.new_empty(stacked(tensor, times(op, tensor.size(0), size)));
     auto found = tensor.is_contiguous() ? find_window(tensor, group_name) : nullptr;
@@ -64,22 +66,26 @@ at::Tensor low_contention_all_gather(const at::Tensor& tensor, std::string group
   if (!window) {
     return output;
   }
-  run_on(*window, [&](const WindowHandle& handle) { return handle.all_gather(span_of(tensor), span_of(output)); });
+  run_on(*window, [&](const WindowHandle& handle) {
+    return handle.all_gather(span_of(tensor), span_of(output));
+  });
   return output;
 }
 
-at::Tensor low_contention_reduce_scatter(const at::Tensor& tensor, std::string reduce_op, std::string group_name) {
+at::Tensor low_contention_reduce_scatter(
+    const at::Tensor& tensor, std::string reduce_op, std::string group_name) {
   constexpr auto op = "_low_contention_reduce_scatter";
   const auto code = reduce_op == "avg" ? ::c10d::ReduceOp::AVG : ::c10d::ReduceOp::SUM;
   at::Tensor output;
   // Null if the call is complete.
   const auto window = check_arguments(group_name, [&]() -> WindowPtr {
-    TORCH_CHECK_VALUE(reduce_op == "sum" || reduce_op == "avg", "reduce_op (", reduce_op, ") is not supported");
+    TORCH_CHECK_VALUE(
+        reduce_op == "sum" || reduce_op == "avg", "reduce_op (", reduce_op, ") is not supported");
     check(check_reduce(static_cast<int32_t>(tensor.scalar_type()), code));
     const auto size = membership(group_name, c10::kCPU).size;
     TORCH_CHECK(
-        tensor.dim() > 0 && tensor.size(0) % size == 0, op, ": the first dimension of ", tensor.sizes(),
-        " cannot be divided among ", size, " ranks");
+        tensor.dim() > 0 && tensor.size(0) % size == 0, op, ": the first dimension of ",
+        tensor.sizes(), " cannot be divided among ", size, " ranks");
     output = tensor.new_empty(stacked(tensor, tensor.size(0) / size));
     auto found = tensor.is_contiguous() ? find_window(tensor, group_name) : nullptr;
     if (tensor.numel() == 0) {
@@ -99,13 +105,14 @@ at::Tensor low_contention_reduce_scatter(const at::Tensor& tensor, std::string r
     return output;
   }
   run_on(*window, [&](const WindowHandle& handle) {
-    return handle.reduce_scatter(dtype_of(tensor), code, span_of(tensor), tensor.nbytes(), span_of(output));
+    return handle.reduce_scatter(
+        dtype_of(tensor), code, span_of(tensor), tensor.nbytes(), span_of(output));
   });
   return output;
 }
 
-// Exchanges rows of the first dimension. `out_splits_offsets` receives how many rows came from each rank, and where
-// each rank's rows start in `out`.
+// Exchanges rows of the first dimension. `out_splits_offsets` receives how many rows came from each
+// rank, and where each rank's rows start in `out`.
 void all_to_all_vdev(
     const at::Tensor& input,
     at::Tensor out,
@@ -114,19 +121,22 @@ void all_to_all_vdev(
     std::string group_name) {
   constexpr auto op = "all_to_all_vdev";
   const auto [window, splits] = check_arguments(group_name, [&] {
-    TORCH_CHECK(input.is_contiguous() && out.is_contiguous(), op, ": input and out must be contiguous.");
+    TORCH_CHECK(
+        input.is_contiguous() && out.is_contiguous(), op, ": input and out must be contiguous.");
     TORCH_CHECK(input.dim() > 0 && out.dim() > 0, op, ": input and out must have rows.");
     TORCH_CHECK(
-        input.scalar_type() == out.scalar_type(), op, ": the input is ", input.scalar_type(), ", out ", out.scalar_type());
+        input.scalar_type() == out.scalar_type(), op, ": the input is ", input.scalar_type(),
+        ", out ", out.scalar_type());
     TORCH_CHECK(
-        input.sizes().slice(1) == out.sizes().slice(1), op, ": rows of the input are ", input.sizes().slice(1), ", of out ",
-        out.sizes().slice(1));
+        input.sizes().slice(1) == out.sizes().slice(1), op, ": rows of the input are ",
+        input.sizes().slice(1), ", of out ", out.sizes().slice(1));
     auto window = window_of(input, group_name, op);
     auto splits = window_of(in_splits, group_name, op, "in_splits");
     const auto size = window->get_world_size();
     TORCH_CHECK(
-        in_splits.scalar_type() == at::kLong && in_splits.is_contiguous() && in_splits.numel() == size, op, ": in_splits must be ",
-        size, " contiguous int64, one for each rank.");
+        in_splits.scalar_type() == at::kLong && in_splits.is_contiguous() &&
+            in_splits.numel() == size,
+        op, ": in_splits must be ", size, " contiguous int64, one for each rank.");
     TORCH_CHECK(
         out_splits_offsets.scalar_type() == at::kLong && out_splits_offsets.is_contiguous() &&
             out_splits_offsets.sizes() == at::IntArrayRef({2, size}),
@@ -140,16 +150,19 @@ void all_to_all_vdev(
   });
   run_on(*window, [&](const WindowHandle& handle) {
     return handle.all_to_all_vdev(
-        splits->handle(), {span_of(input), span_of(in_splits), span_of(out), span_of(out_splits_offsets)},
+        splits->handle(),
+        {span_of(input), span_of(in_splits), span_of(out), span_of(out_splits_offsets)},
         {static_cast<size_t>(input.size(0)), static_cast<size_t>(out.size(0))});
   });
 }
 
 void check_words(const at::Tensor& input, int64_t offset, int64_t val, const char* op) {
   TORCH_CHECK(
-      input.dim() == 1 && input.is_contiguous() && input.scalar_type() == at::kUInt32, "symm_mem::", op,
-      ": input must be a flat, contiguous uint32 tensor.");
-  TORCH_CHECK(offset >= 0, "symm_mem::", op, ": offset must be greater than or equal to 0 (got ", offset, ")");
+      input.dim() == 1 && input.is_contiguous() && input.scalar_type() == at::kUInt32,
+      "symm_mem::", op, ": input must be a flat, contiguous uint32 tensor.");
+  TORCH_CHECK(
+      offset >= 0, "symm_mem::", op, ": offset must be greater than or equal to 0 (got ", offset,
+      ")");
   TORCH_CHECK(
       val >= 0 && val <= std::numeric_limits<uint32_t>::max(), "symm_mem::", op,
       ": val must be in the range of [0, 4294967295] (uint32_t).");
@@ -160,8 +173,9 @@ at::Tensor memset32_(at::Tensor input, int64_t offset, int64_t val, int64_t coun
   check_words(input, offset, val, op);
   TORCH_CHECK(count > 0, "symm_mem::", op, ": count must be a positive integer (got ", count, ")");
   TORCH_CHECK(
-      count <= input.numel() && offset <= input.numel() - count, "symm_mem::", op, ": offset + count (", offset, " + ", count,
-      ") exceeded the numel of the input (", input.numel(), ")");
+      count <= input.numel() && offset <= input.numel() - count, "symm_mem::", op,
+      ": offset + count (", offset, " + ", count, ") exceeded the numel of the input (",
+      input.numel(), ")");
   auto* const words = static_cast<uint32_t*>(input.data_ptr()) + offset;
   std::fill_n(words, count, static_cast<uint32_t>(val));
   return input;
@@ -171,7 +185,8 @@ at::Tensor stream_write_value32_(at::Tensor input, int64_t offset, int64_t val) 
   constexpr auto op = "stream_write_value32_";
   check_words(input, offset, val, op);
   TORCH_CHECK(
-      offset < input.numel(), "symm_mem::", op, ": offset (", offset, ") exceeded the numel of the input (", input.numel(), ")");
+      offset < input.numel(), "symm_mem::", op, ": offset (", offset,
+      ") exceeded the numel of the input (", input.numel(), ")");
   auto* const words = static_cast<uint32_t*>(input.data_ptr());
   check(store_release(reinterpret_cast<size_t>(words + offset), static_cast<uint32_t>(val)));
   return input;
@@ -189,11 +204,13 @@ at::Tensor multimem_one_shot_all_reduce(const at::Tensor&, std::string, std::str
   without_multicast("multimem_one_shot_all_reduce");
 }
 
-at::Tensor multimem_one_shot_all_reduce_out(const at::Tensor&, std::string, std::string, at::Tensor) {
+at::Tensor multimem_one_shot_all_reduce_out(
+    const at::Tensor&, std::string, std::string, at::Tensor) {
   without_multicast("multimem_one_shot_all_reduce_out");
 }
 
-at::Tensor multimem_one_shot_reduce_out(const at::Tensor&, std::string, int64_t, std::string, at::Tensor) {
+at::Tensor multimem_one_shot_reduce_out(
+    const at::Tensor&, std::string, int64_t, std::string, at::Tensor) {
   without_multicast("multimem_one_shot_reduce_out");
 }
 

@@ -1,4 +1,5 @@
-// Uses torch's pools and pluggable allocator through Python, because their C++ headers need those of CUDA.
+// Uses torch's pools and pluggable allocator through Python, because their C++ headers need those
+// of CUDA.
 #include "symm_mem/pool_allocator.hpp"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -24,14 +25,17 @@ std::shared_ptr<c10::Allocator> symmetric_allocator() {
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> kept;
   // Called each time, because it throws if no allocator is available.
   const py::object object = python("mem_allocator")();
-  const auto& allocator = kept.call_once_and_store_result([&object] { return object; }).get_stored();
+  const auto& allocator =
+      kept.call_once_and_store_result([&object] { return object; }).get_stored();
   // The class of the object is c10::cuda::CUDACachingAllocator::CUDAAllocator or derived from it.
   const auto type = py::module_::import("torch._C").attr("_cuda_CUDAAllocator");
-  py::detail::type_caster_generic caster(py::detail::get_type_info(reinterpret_cast<PyTypeObject*>(type.ptr())));
+  py::detail::type_caster_generic caster(
+      py::detail::get_type_info(reinterpret_cast<PyTypeObject*>(type.ptr())));
   TORCH_CHECK_TYPE(caster.load(allocator, false), "torch made no allocator of symmetric memory");
-  // c10::Allocator is the first of its only bases, at every level. The pointer owns nothing, because `kept` is never
-  // destroyed.
-  return std::shared_ptr<c10::Allocator>(std::shared_ptr<void>(), static_cast<c10::Allocator*>(caster.value));
+  // c10::Allocator is the first of its only bases, at every level. The pointer owns nothing,
+  // because `kept` is never destroyed.
+  return std::shared_ptr<c10::Allocator>(
+      std::shared_ptr<void>(), static_cast<c10::Allocator*>(caster.value));
 }
 
 std::optional<at::Device> sharing_device(at::Device device) {
@@ -52,7 +56,8 @@ std::optional<at::Device> sharing_device(at::Device device) {
 }
 
 PoolRef::~PoolRef() {
-  // While the interpreter ends, a thread without the GIL can no longer get it; the process then keeps the pool.
+  // While the interpreter ends, a thread without the GIL can no longer get it; the process then
+  // keeps the pool.
   if (Py_IsInitialized() && PyGILState_Check()) {
     let_go();
   }
@@ -63,11 +68,13 @@ at::Tensor PoolRef::allocate(int64_t count, const at::TensorOptions& options) {
   TORCH_CHECK_VALUE(count >= 0, "allocate_tensor: ", count, " elements cannot be allocated");
   const auto device = sharing_device(options.device());
   TORCH_CHECK_NOT_IMPLEMENTED(
-      device, "allocate_tensor: ", options.device(), " cannot have symmetric memory; supports_tensor_alloc() tells");
+      device, "allocate_tensor: ", options.device(),
+      " cannot have symmetric memory; supports_tensor_alloc() tells");
   const py::gil_scoped_acquire gil;
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
   holds_ = true;
-  return python("allocate")(reinterpret_cast<uintptr_t>(this), count, dtype, *device).cast<at::Tensor>();
+  return python("allocate")(reinterpret_cast<uintptr_t>(this), count, dtype, *device)
+      .cast<at::Tensor>();
 }
 
 void PoolRef::let_go() {

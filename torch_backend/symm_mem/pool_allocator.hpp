@@ -10,16 +10,16 @@
 
 namespace symm {
 
-// Returns the process's allocator for torch.cuda.MemPool, which lives as long as the process. Throws
-// NotImplementedError if no device can have such memory.
+// Returns the process's allocator for torch.cuda.MemPool, which lives as long as the process.
+// Throws NotImplementedError if no device can have such memory.
 std::shared_ptr<c10::Allocator> symmetric_allocator();
 
-// Returns the CUDA device with an index that `device` means, by default the current one; nothing if it cannot have such
-// memory.
+// Returns the CUDA device with an index that `device` means, by default the current one; nothing if
+// it cannot have such memory.
 std::optional<at::Device> sharing_device(at::Device device);
 
-// A group's hold on the pools of its process, one per device: a pool ends with its last holder. Usable from any thread,
-// with and without the GIL.
+// A group's hold on the pools of its process, one per device: a pool ends with its last holder.
+// Usable from any thread, with and without the GIL.
 class PoolRef {
  public:
   PoolRef() = default;

@@ -21,10 +21,11 @@ constexpr auto kDefaultGroup = "0";
 
 using Allocator = c10::intrusive_ptr<SymmetricAllocator>;
 
-// Never destroyed. torch destroys its map of allocators at the very end, when the driver and other threads' windows may
-// no longer exist.
+// Never destroyed. torch destroys its map of allocators at the very end, when the driver and other
+// threads' windows may no longer exist.
 const Allocator& cuda_allocator() {
-  static const auto* const allocator = new Allocator(c10::make_intrusive<SymmetricAllocator>(c10::kCUDA));
+  static const auto* const allocator =
+      new Allocator(c10::make_intrusive<SymmetricAllocator>(c10::kCUDA));
   return *allocator;
 }
 
@@ -45,7 +46,8 @@ int32_t number(at::Device device) {
 
 } // namespace
 
-void* SymmetricAllocator::alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) {
+void* SymmetricAllocator::alloc(
+    size_t size, int device_idx, const std::optional<std::string>& group_name) {
   const auto device = device_of(type_, device_idx);
   // A tensor without elements has an address, too, so that ranks can meet at it.
   size_t address = 0;
@@ -93,11 +95,13 @@ void SymmetricAllocator::forget(size_t address, size_t bytes) {
 size_t SymmetricAllocator::get_alloc_size(void* ptr) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto block = blocks_.find(reinterpret_cast<size_t>(ptr));
-  TORCH_CHECK_VALUE(block != blocks_.end(), "get_alloc_size: no allocation of symmetric memory begins at ", ptr);
+  TORCH_CHECK_VALUE(
+      block != blocks_.end(), "get_alloc_size: no allocation of symmetric memory begins at ", ptr);
   return block->second.bytes;
 }
 
-const std::pair<const size_t, SymmetricAllocator::Block>* SymmetricAllocator::covering(size_t address) const {
+const std::pair<const size_t, SymmetricAllocator::Block>* SymmetricAllocator::covering(
+    size_t address) const {
   const auto after = blocks_.upper_bound(address);
   if (after == blocks_.begin()) {
     return nullptr;
@@ -160,11 +164,13 @@ c10::intrusive_ptr<::c10d::symmetric_memory::SymmetricMemory> SymmetricAllocator
     return window;
   }
   const auto pad_bytes = ::c10d::symmetric_memory::get_signal_pad_size();
-  auto opened = without_gil([&] { return (*member.group)->rendezvous(number(*device), address, pad_bytes, 0); });
+  auto opened = without_gil(
+      [&] { return (*member.group)->rendezvous(number(*device), address, pad_bytes, 0); });
   check(opened.status);
   const auto reached = opened.window->bytes();
   auto window = c10::make_intrusive<SymmetricWindow>(
-      std::move(opened.window), member, *device, bytes ? std::min(*bytes, reached) : reached, pad_bytes);
+      std::move(opened.window), member, *device, bytes ? std::min(*bytes, reached) : reached,
+      pad_bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
   windows_.insert_or_assign(key, window);
   return window;
@@ -177,9 +183,11 @@ void register_symmetric_memory() {
     torch_memory::register_allocator(c10::kCPU, *host);
   }
   torch_memory::register_availability("SYMM", cuda_allocator());
-  on_forget_windows([](size_t address, size_t bytes) noexcept { cuda_allocator()->forget(address, bytes); });
-  static auto* const library =
-      new torch::Library(torch::Library::IMPL, "symm_mem", c10::DispatchKey::CPU, __FILE__, static_cast<uint32_t>(__LINE__));
+  on_forget_windows(
+      [](size_t address, size_t bytes) noexcept { cuda_allocator()->forget(address, bytes); });
+  static auto* const library = new torch::Library(
+      torch::Library::IMPL, "symm_mem", c10::DispatchKey::CPU, __FILE__,
+      static_cast<uint32_t>(__LINE__));
   add_reductions(*library);
   add_exchanges(*library);
 }

@@ -20,17 +20,19 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
   // `type` is the allocator's device type, CPU or CUDA. Touches no device.
   explicit SymmetricAllocator(c10::DeviceType type) : type_(type) {}
 
-  // Allocates zeroed memory. A `device_idx` of -1 means the current device. `group_name` is for rendezvous() without
-  // one.
+  // Allocates zeroed memory. A `device_idx` of -1 means the current device. `group_name` is for
+  // rendezvous() without one.
   void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
-  // Frees memory, which stays while a window is held, by a handle or a view. A failure is logged, because torch has
-  // forgotten the memory.
+  // Frees memory, which stays while a window is held, by a handle or a view. A failure is logged,
+  // because torch has forgotten the memory.
   void free(void* ptr) override;
-  // Forgets the windows that start in these bytes, which are about to be freed: no later rendezvous finds them.
+  // Forgets the windows that start in these bytes, which are about to be freed: no later rendezvous
+  // finds them.
   void forget(size_t address, size_t bytes);
   size_t get_alloc_size(void* ptr) override;
-  // Makes the window, collectively unless the group has it already. Null if the memory is not symmetric, as torch's
-  // operators expect. Without `group_name`, uses the group of the allocation, or the default group.
+  // Makes the window, collectively unless the group has it already. Null if the memory is not
+  // symmetric, as torch's operators expect. Without `group_name`, uses the group of the allocation,
+  // or the default group.
   c10::intrusive_ptr<::c10d::symmetric_memory::SymmetricMemory> rendezvous(
       void* ptr,
       const std::optional<std::string>& group_name) override;
@@ -60,7 +62,8 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
 
   // Returns the block of `alloc` that contains `address`; mutex_ must be held.
   const std::pair<const size_t, Block>* covering(size_t address) const;
-  // Returns the device of symmetric memory that the core has provided otherwise (torch_symm.mem_allocator).
+  // Returns the device of symmetric memory that the core has provided otherwise
+  // (torch_symm.mem_allocator).
   std::optional<at::Device> elsewhere(size_t address) const;
   // Returns the window if it still serves `group`, and otherwise forgets it.
   c10::intrusive_ptr<SymmetricWindow> known(const Key& key, const Group& group);
@@ -72,8 +75,8 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
   Windows windows_;
 };
 
-// Registers symmetric CPU memory in torch, unless torch has its own, with torch.ops.symm_mem for it, and makes
-// symmetric CUDA memory available to torch's set_backend("SYMM").
+// Registers symmetric CPU memory in torch, unless torch has its own, with torch.ops.symm_mem for
+// it, and makes symmetric CUDA memory available to torch's set_backend("SYMM").
 void register_symmetric_memory();
 
 } // namespace symm

@@ -22,11 +22,13 @@ std::vector<void*> pointers(const rust::Vec<size_t>& addresses) {
   return found;
 }
 
-// Returns the end in bytes of elements of shape `sizes` that start at element `offset`; nothing on overflow.
+// Returns the end in bytes of elements of shape `sizes` that start at element `offset`; nothing on
+// overflow.
 std::optional<size_t> end_of(c10::IntArrayRef sizes, uint64_t element, int64_t offset) {
   uint64_t count = 0;
   uint64_t end = 0;
-  if (c10::safe_multiplies_u64(sizes, &count) || c10::add_overflows(count, static_cast<uint64_t>(offset), &end) ||
+  if (c10::safe_multiplies_u64(sizes, &count) ||
+      c10::add_overflows(count, static_cast<uint64_t>(offset), &end) ||
       c10::mul_overflows(end, element, &end)) {
     return std::nullopt;
   }
@@ -62,9 +64,9 @@ SymmetricWindow::SymmetricWindow(
 
 SymmetricWindow::~SymmetricWindow() {
   if (!window_->is_current()) {
-    // This may be the last reference to freed memory, whose release waits for the device and the peers. Other releases
-    // do not wait, and the caller may hold the lock of torch's allocator, for which another thread with the GIL may
-    // wait.
+    // This may be the last reference to freed memory, whose release waits for the device and the
+    // peers. Other releases do not wait, and the caller may hold the lock of torch's allocator, for
+    // which another thread with the GIL may wait.
     without_gil([this] { const auto last = std::move(window_); });
   }
 }
@@ -95,16 +97,23 @@ at::Tensor SymmetricWindow::view(
     c10::ScalarType dtype,
     int64_t offset) {
   note_use();
-  TORCH_CHECK_VALUE(rank >= 0 && rank < world_size_, op, ": rank ", rank, " is outside the group of ", world_size_, " ranks");
-  TORCH_CHECK_VALUE(offset >= 0, op, ": a tensor cannot begin ", offset, " elements behind the begin of the memory");
   TORCH_CHECK_VALUE(
-      std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 0; }), op, ": a tensor cannot have the sizes ", sizes);
+      rank >= 0 && rank < world_size_, op, ": rank ", rank, " is outside the group of ",
+      world_size_, " ranks");
+  TORCH_CHECK_VALUE(
+      offset >= 0, op, ": a tensor cannot begin ", offset,
+      " elements behind the begin of the memory");
+  TORCH_CHECK_VALUE(
+      std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 0; }), op,
+      ": a tensor cannot have the sizes ", sizes);
   const auto element = c10::elementSize(dtype);
   const auto end = end_of(sizes, element, offset);
   TORCH_CHECK(
-      end && *end <= room, "SymmetricMemory::", op, ": the requested size (", end ? std::to_string(*end) : "more than 2^64",
-      " bytes) exceeds the allocated size (", room, " bytes)");
-  auto* const at = static_cast<std::byte*>(begins[static_cast<size_t>(rank)]) + static_cast<size_t>(offset) * element;
+      end && *end <= room, "SymmetricMemory::", op, ": the requested size (",
+      end ? std::to_string(*end) : "more than 2^64", " bytes) exceeds the allocated size (", room,
+      " bytes)");
+  auto* const at = static_cast<std::byte*>(begins[static_cast<size_t>(rank)]) +
+                   static_cast<size_t>(offset) * element;
   auto self = c10::intrusive_ptr<SymmetricWindow>::reclaim_copy(this);
   return at::for_blob(at, sizes)
       .options(at::TensorOptions().dtype(dtype).device(device_))
@@ -113,11 +122,13 @@ at::Tensor SymmetricWindow::view(
       .make_tensor();
 }
 
-at::Tensor SymmetricWindow::get_buffer(int rank, c10::IntArrayRef sizes, c10::ScalarType dtype, int64_t storage_offset) {
+at::Tensor SymmetricWindow::get_buffer(
+    int rank, c10::IntArrayRef sizes, c10::ScalarType dtype, int64_t storage_offset) {
   return view("get_buffer", buffers_, bytes_, rank, sizes, dtype, storage_offset);
 }
 
-at::Tensor SymmetricWindow::get_remote_tensor(int rank, c10::IntArrayRef sizes, c10::ScalarType dtype) {
+at::Tensor SymmetricWindow::get_remote_tensor(
+    int rank, c10::IntArrayRef sizes, c10::ScalarType dtype) {
   return view("get_remote_tensor", buffers_, bytes_, rank, sizes, dtype, 0);
 }
 
@@ -129,7 +140,9 @@ at::Tensor SymmetricWindow::get_signal_pad(
   const auto type = dtype.value_or(at::kUInt32);
   // Not torch's size, which may differ for later windows.
   const auto all = static_cast<int64_t>(pad_bytes_ / c10::elementSize(type));
-  return view("get_signal_pad", pads_, pad_bytes_, rank, sizes.empty() ? c10::IntArrayRef(all) : sizes, type, storage_offset);
+  return view(
+      "get_signal_pad", pads_, pad_bytes_, rank, sizes.empty() ? c10::IntArrayRef(all) : sizes,
+      type, storage_offset);
 }
 
 void** SymmetricWindow::get_buffer_ptrs_dev() {
@@ -160,11 +173,13 @@ void SymmetricWindow::barrier(int channel, size_t timeout_ms) {
 }
 
 void SymmetricWindow::put_signal(int dst_rank, int channel, size_t timeout_ms) {
-  check(without_gil([&] { return window_->put_signal(dst_rank, channel, limit(timeout_ms), stream()); }));
+  check(without_gil(
+      [&] { return window_->put_signal(dst_rank, channel, limit(timeout_ms), stream()); }));
 }
 
 void SymmetricWindow::wait_signal(int src_rank, int channel, size_t timeout_ms) {
-  check(without_gil([&] { return window_->wait_signal(src_rank, channel, limit(timeout_ms), stream()); }));
+  check(without_gil(
+      [&] { return window_->wait_signal(src_rank, channel, limit(timeout_ms), stream()); }));
 }
 
 bool SymmetricWindow::serves(const Group& group) const {

@@ -1,4 +1,5 @@
-// c10d's view of a window of the core: the ranks' buffers as mapped in this process, and their signal pads.
+// c10d's view of a window of the core: the ranks' buffers as mapped in this process, and their
+// signal pads.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
@@ -11,12 +12,15 @@
 
 namespace symm {
 
-// Keeps the memory of all ranks alive, including this rank's, even after it is freed. Signals fail once the group has
-// ended, and all calls fail in a forked child. Usable from any thread, one at a time per channel.
+// Keeps the memory of all ranks alive, including this rank's, even after it is freed. Signals fail
+// once the group has ended, and all calls fail in a forked child. Usable from any thread, one at a
+// time per channel.
 class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
  public:
   // `bytes` is the size of each rank's buffer, `pad_bytes` of each rank's signal pad.
-  SymmetricWindow(rust::Box<WindowHandle> window, const MemoryGroup& member, at::Device device, size_t bytes, size_t pad_bytes);
+  SymmetricWindow(
+      rust::Box<WindowHandle> window, const MemoryGroup& member, at::Device device, size_t bytes,
+      size_t pad_bytes);
 
   ~SymmetricWindow() override;
 
@@ -33,9 +37,10 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
     return 0;
   }
 
-  // Return tensors like torch's functions of these names, which they hide: the tensors keep the window alive, and
-  // requests beyond the memory of `rank` are rejected.
-  at::Tensor get_buffer(int rank, c10::IntArrayRef sizes, c10::ScalarType dtype, int64_t storage_offset = 0);
+  // Return tensors like torch's functions of these names, which they hide: the tensors keep the
+  // window alive, and requests beyond the memory of `rank` are rejected.
+  at::Tensor get_buffer(
+      int rank, c10::IntArrayRef sizes, c10::ScalarType dtype, int64_t storage_offset = 0);
   at::Tensor get_remote_tensor(int rank, c10::IntArrayRef sizes, c10::ScalarType dtype);
   at::Tensor get_signal_pad(
       int rank,
@@ -50,8 +55,8 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
     return nullptr;
   }
 
-  // On CUDA, these enqueue on the caller's current stream and return; a later call throws the failure. A `timeout_ms`
-  // of 0 means the group's timeout.
+  // On CUDA, these enqueue on the caller's current stream and return; a later call throws the
+  // failure. A `timeout_ms` of 0 means the group's timeout.
   void barrier(int channel, size_t timeout_ms) override;
   void put_signal(int dst_rank, int channel, size_t timeout_ms) override;
   void wait_signal(int src_rank, int channel, size_t timeout_ms) override;
@@ -83,8 +88,8 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
  private:
   // Returns the calling thread's stream on the device; 0 on the host.
   size_t stream() const;
-  // Records a use before an address is returned: throws in a forked child, and keeps memory that a captured graph may
-  // use.
+  // Records a use before an address is returned: throws in a forked child, and keeps memory that a
+  // captured graph may use.
   void note_use() const;
   // Returns a tensor within the `room` bytes of `rank` that start at one of `begins`.
   at::Tensor view(

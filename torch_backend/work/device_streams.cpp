@@ -15,11 +15,14 @@ constexpr size_t kSpareEvents = 64;
 } // namespace
 
 DeviceStreams::DeviceStreams(at::Device device)
-    : device_(device), interface_(c10::impl::getDeviceGuardImpl(device.type())), ready_(device.type()) {}
+    : device_(device),
+      interface_(c10::impl::getDeviceGuardImpl(device.type())),
+      ready_(device.type()) {}
 
 DeviceStreams::~DeviceStreams() {
   try {
-    // Destroying an event switches back to the thread's device, which would make a context there if it had none.
+    // Destroying an event switches back to the thread's device, which would make a context there if
+    // it had none.
     const c10::DeviceGuard guard(device_);
     ready_.reset();
     spare_.clear();
@@ -75,11 +78,14 @@ void DeviceStreams::put_back(c10::Event event) {
 }
 
 std::optional<at::Device> cuda_device(int64_t index) {
-  if (!c10::impl::hasDeviceGuardImpl(at::kCUDA) || c10::impl::getDeviceGuardImpl(at::kCUDA)->deviceCount() == 0) {
+  if (!c10::impl::hasDeviceGuardImpl(at::kCUDA) ||
+      c10::impl::getDeviceGuardImpl(at::kCUDA)->deviceCount() == 0) {
     return std::nullopt;
   }
   const auto count = c10::impl::getDeviceGuardImpl(at::kCUDA)->deviceCount();
-  TORCH_CHECK_VALUE(index >= 0 && index < count, "there is no CUDA device ", index, ": this process sees ", int(count));
+  TORCH_CHECK_VALUE(
+      index >= 0 && index < count, "there is no CUDA device ", index, ": this process sees ",
+      int(count));
   return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(index));
 }
 

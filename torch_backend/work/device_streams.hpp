@@ -17,7 +17,8 @@ namespace symm {
 // A group's own stream on a device: sends do not wait for receives, nor other calls for either.
 enum class SideStream { Calls, Sends, Receives };
 
-// A group's streams on one device, and the events that order them with others. Usable from any thread.
+// A group's streams on one device, and the events that order them with others. Usable from any
+// thread.
 class DeviceStreams {
  public:
   explicit DeviceStreams(at::Device device);
@@ -32,17 +33,19 @@ class DeviceStreams {
   c10::Stream current() const {
     return interface_->getStream(device_);
   }
-  // Returns the group's own stream, of high priority, after making it wait for the present work on `stream`.
+  // Returns the group's own stream, of high priority, after making it wait for the present work on
+  // `stream`.
   c10::Stream own_after(SideStream which, const c10::Stream& stream);
   // Returns the `CUstream`.
   size_t handle(const c10::Stream& stream) const;
   // Returns true if the stream records a graph; its events must not be queried then.
   bool records_graph(const c10::Stream& stream) const;
-  // Keeps the allocator from reusing the tensor's memory before `stream` has finished its present work.
+  // Keeps the allocator from reusing the tensor's memory before `stream` has finished its present
+  // work.
   void keep(const at::Tensor& tensor, const c10::Stream& stream) const;
 
-  // Returns an unused event, from the returned ones if possible, because making one takes as long as recording it
-  // twice.
+  // Returns an unused event, from the returned ones if possible, because making one takes as long
+  // as recording it twice.
   c10::Event take_event();
   void put_back(c10::Event event);
 

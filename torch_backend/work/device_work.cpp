@@ -17,24 +17,24 @@ using Milliseconds = std::chrono::milliseconds;
 // Number of polls by a blocked host before it sleeps between polls.
 constexpr int kEagerLooks = 200;
 constexpr std::chrono::microseconds kNap(50);
-// A kernel's deadline counts from its start. Its error names the late ranks, which the error of a wait that times out
-// cannot.
+// A kernel's deadline counts from its start. Its error names the late ranks, which the error of a
+// wait that times out cannot.
 constexpr std::chrono::milliseconds kKernelsFirst(1000);
 
 } // namespace
 
 DeviceWork::DeviceWork(
-    int rank,
-    Group group,
-    std::shared_ptr<DeviceStreams> streams,
-    const Operation& operation,
+    int rank, Group group, std::shared_ptr<DeviceStreams> streams, const Operation& operation,
     uint64_t sequence)
-    : Work(rank, operation.type, operation.seen ? operation.title : nullptr, profiled_inputs(operation)),
+    : Work(
+          rank, operation.type, operation.seen ? operation.title : nullptr,
+          profiled_inputs(operation)),
       group_(std::move(group)),
       streams_(std::move(streams)),
       sequence_(sequence) {}
 
-DeviceWork::DeviceWork(int rank, Group group, std::shared_ptr<DeviceStreams> streams, uint64_t sequence)
+DeviceWork::DeviceWork(
+    int rank, Group group, std::shared_ptr<DeviceStreams> streams, uint64_t sequence)
     : Work(rank, ::c10d::OpType::COALESCED, profiled() ? "symm:coalesced" : nullptr),
       group_(std::move(group)),
       streams_(std::move(streams)),
@@ -59,7 +59,8 @@ DeviceWork::~DeviceWork() {
   }
 }
 
-bool DeviceWork::add(const std::shared_ptr<Operation>& operation, Milliseconds timeout, bool background) {
+bool DeviceWork::add(
+    const std::shared_ptr<Operation>& operation, Milliseconds timeout, bool background) {
   std::lock_guard<std::mutex> lock(mutex_);
   return gather(operation, timeout, background);
 }
@@ -73,7 +74,8 @@ bool DeviceWork::add(const std::shared_ptr<Operation>& operation, const MessageS
   return true;
 }
 
-bool DeviceWork::gather(const std::shared_ptr<Operation>& operation, Milliseconds timeout, bool background) {
+bool DeviceWork::gather(
+    const std::shared_ptr<Operation>& operation, Milliseconds timeout, bool background) {
   if (phase_ != Phase::Batching) {
     return false;
   }
@@ -134,7 +136,8 @@ void DeviceWork::synchronize() {
     end().block(waiting);
   }
   if (background_ && !ordered_) {
-    // Freed memory returns to the stream on which the tensor was made, usually the stream that launched the call.
+    // Freed memory returns to the stream on which the tensor was made, usually the stream that
+    // launched the call.
     if (waiting != *origin_) {
       keep_tensors();
     }
@@ -207,7 +210,8 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
     }
     value = std::move(all);
   }
-  future_ = c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::vector<c10::Device>{device()});
+  future_ =
+      c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::vector<c10::Device>{device()});
   if (auto error = failure()) {
     future_->setError(error);
   } else {

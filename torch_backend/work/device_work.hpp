@@ -17,26 +17,33 @@
 
 namespace symm {
 
-// The work of one call or of a coalesced block. It first gathers calls; once launched, they run on one stream.
+// The work of one call or of a coalesced block. It first gathers calls; once launched, they run on
+// one stream.
 //
-// Background calls (async_op=True) run on another stream than the caller's and use tensors that the allocator does not
-// track there: the work owns the tensors until some stream waits for it, and otherwise reports the use to the allocator
-// when it is dropped.
+// Background calls (async_op=True) run on another stream than the caller's and use tensors that the
+// allocator does not track there: the work owns the tensors until some stream waits for it, and
+// otherwise reports the use to the allocator when it is dropped.
 class DeviceWork final : public ::c10d::Work {
  public:
   // `operation` determines how a profiler sees the work; it must be added like any other.
-  DeviceWork(int rank, Group group, std::shared_ptr<DeviceStreams> streams, const Operation& operation, uint64_t sequence);
+  DeviceWork(
+      int rank, Group group, std::shared_ptr<DeviceStreams> streams, const Operation& operation,
+      uint64_t sequence);
   // Makes the work of a coalesced block.
   DeviceWork(int rank, Group group, std::shared_ptr<DeviceStreams> streams, uint64_t sequence);
   ~DeviceWork() override;
 
-  // Adds a collective; false if the work was launched before. A `timeout` that is not positive means the group's.
-  bool add(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout, bool background);
-  // Adds a send or receive, always on another stream than the caller's, because c10d does not say whether the caller
-  // will wait.
+  // Adds a collective; false if the work was launched before. A `timeout` that is not positive
+  // means the group's.
+  bool add(
+      const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout,
+      bool background);
+  // Adds a send or receive, always on another stream than the caller's, because c10d does not say
+  // whether the caller will wait.
   bool add(const std::shared_ptr<Operation>& operation, const MessageSpec& transfer);
-  // Enqueues the calls that were added, after the present work on the calling thread's stream; has no effect after the
-  // first time. Throws if the core rejects the calls, and then stores that error.
+  // Enqueues the calls that were added, after the present work on the calling thread's stream; has
+  // no effect after the first time. Throws if the core rejects the calls, and then stores that
+  // error.
   void launch();
   // Returns true if a send or receive was added.
   bool has_transfers() const {
@@ -47,8 +54,8 @@ class DeviceWork final : public ::c10d::Work {
     return streams_->device();
   }
 
-  // Returns true if the device has finished, without waiting. True for calls recorded into a graph, which run when it
-  // is replayed.
+  // Returns true if the device has finished, without waiting. True for calls recorded into a graph,
+  // which run when it is replayed.
   bool isCompleted() override;
   bool isSuccess() const override;
   // Returns the group's failure, if it came before the work was seen complete.
@@ -60,7 +67,8 @@ class DeviceWork final : public ::c10d::Work {
   void blockCurrentStream() override {
     synchronize();
   }
-  // Makes the current stream wait. Also blocks the host with a timeout, for a barrier, and under SYMM_BLOCKING_WAIT.
+  // Makes the current stream wait. Also blocks the host with a timeout, for a barrier, and under
+  // SYMM_BLOCKING_WAIT.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
   // Complete from the start, because its callbacks run on streams that wait for the result.
@@ -71,12 +79,14 @@ class DeviceWork final : public ::c10d::Work {
 
  private:
   enum class Phase { Batching, Launched, Refused, Done };
-  // Progress on the device, as known without waiting. Recorded: it runs when a graph is replayed. Unknown: a query
-  // would end a capture.
+  // Progress on the device, as known without waiting. Recorded: it runs when a graph is replayed.
+  // Unknown: a query would end a capture.
   enum class Progress { Running, Done, Recorded, Unknown };
 
   // mutex_ must be held for these.
-  bool gather(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout, bool background);
+  bool gather(
+      const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout,
+      bool background);
   void launch_batch();
   // Returns the stream for background calls.
   SideStream own_stream() const;
@@ -101,14 +111,16 @@ class DeviceWork final : public ::c10d::Work {
   std::optional<std::chrono::milliseconds> timeout_;
   mutable Phase phase_ = Phase::Batching;
   mutable std::exception_ptr failure_;
-  // The launching thread's stream, and the stream of the calls: the same one, or one of the group's own.
+  // The launching thread's stream, and the stream of the calls: the same one, or one of the group's
+  // own.
   std::optional<c10::Stream> origin_;
   std::optional<c10::Stream> stream_;
   // Marks the end of the calls on stream_; for calls on the caller's stream, only made on demand.
   mutable std::optional<c10::Event> end_;
   // True if the end was recorded into a graph, so that it cannot be queried.
   bool recorded_ = false;
-  // True once a stream waits for the end, so that later users of the tensors' memory are ordered after it.
+  // True once a stream waits for the end, so that later users of the tensors' memory are ordered
+  // after it.
   bool ordered_ = false;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

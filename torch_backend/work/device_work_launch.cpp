@@ -62,7 +62,8 @@ SideStream DeviceWork::own_stream() const {
   if (std::all_of(transfers_.begin(), transfers_.end(), sends)) {
     return SideStream::Sends;
   }
-  return std::none_of(transfers_.begin(), transfers_.end(), sends) ? SideStream::Receives : SideStream::Calls;
+  return std::none_of(transfers_.begin(), transfers_.end(), sends) ? SideStream::Receives
+                                                                   : SideStream::Calls;
 }
 
 void DeviceWork::enqueue() const {
@@ -110,7 +111,8 @@ DeviceWork::Progress DeviceWork::progress() const {
   if (recorded_ || (!background_ && streams_->records_graph(*stream_))) {
     return Progress::Recorded;
   }
-  if (streams_->records_graph(streams_->current()) || (background_ && streams_->records_graph(*stream_))) {
+  if (streams_->records_graph(streams_->current()) ||
+      (background_ && streams_->records_graph(*stream_))) {
     return Progress::Unknown;
   }
   const c10::DeviceGuard guard(device());
@@ -133,7 +135,8 @@ std::exception_ptr DeviceWork::failure() const {
 
 void DeviceWork::keep_tensors() const {
   for (const auto& operation : operations_) {
-    operation->for_each_tensor([this](const at::Tensor& tensor) { streams_->keep(tensor, *stream_); });
+    operation->for_each_tensor(
+        [this](const at::Tensor& tensor) { streams_->keep(tensor, *stream_); });
   }
 }
 
@@ -164,17 +167,19 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch_recorded(
       if (coalesced_) {
         auto& gathering = coalesced_->gathering;
         TORCH_CHECK_VALUE(
-            !gathering || gathering->device() == *operation->device,
-            operation->name(), ": the tensors are on ", *operation->device, ", those of earlier calls that are coalesced with it on ",
-            gathering->device());
+            !gathering || gathering->device() == *operation->device, operation->name(),
+            ": the tensors are on ", *operation->device,
+            ", those of earlier calls that are coalesced with it on ", gathering->device());
         if (!gathering || !gathering->add(operation, what...)) {
-          gathering = c10::make_intrusive<DeviceWork>(getRank(), group_, std::move(streams), from.sequence);
+          gathering =
+              c10::make_intrusive<DeviceWork>(getRank(), group_, std::move(streams), from.sequence);
           gathering->add(operation, what...);
           coalesced_->parts.push_back(gathering);
         }
         return gathering;
       }
-      work = c10::make_intrusive<DeviceWork>(getRank(), group_, std::move(streams), *operation, from.sequence);
+      work = c10::make_intrusive<DeviceWork>(
+          getRank(), group_, std::move(streams), *operation, from.sequence);
     }
     work->add(operation, what...);
     work->launch();
@@ -197,7 +202,9 @@ bool ProcessGroupSymm::launch_in_order(Operation& operation, std::chrono::millis
   const c10::DeviceGuard guard(*operation.device);
   const auto calls = operation.specs();
   const auto index = static_cast<int32_t>(operation.device->index());
-  check((*group_)->launch({calls.data(), calls.size()}, index, streams->handle(streams->current()), false, timeout.count()));
+  check((*group_)->launch(
+      {calls.data(), calls.size()}, index, streams->handle(streams->current()), false,
+      timeout.count()));
   operation.write_back();
   return true;
 }
@@ -206,8 +213,9 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch_on_device(
     const std::shared_ptr<Operation>& operation,
     std::chrono::milliseconds timeout,
     bool async) {
-  // torch.distributed accepts a null work if there is nothing to wait for; NCCL's backend returns none either.
-  // An extension of the timeout needs a work, because it lasts until the work has ended.
+  // torch.distributed accepts a null work if there is nothing to wait for; NCCL's backend returns
+  // none either. An extension of the timeout needs a work, because it lasts until the work has
+  // ended.
   if (!async && !extensions_.any() && launch_in_order(*operation, timeout)) {
     return nullptr;
   }
@@ -232,7 +240,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch_on_device(
   return work;
 }
 
-std::optional<at::Device> ProcessGroupSymm::barrier_device(const ::c10d::BarrierOptions& opts) const {
+std::optional<at::Device> ProcessGroupSymm::barrier_device(
+    const ::c10d::BarrierOptions& opts) const {
   const auto requested = opts.device ? opts.device : getBoundDeviceId();
   if (opts.device && !opts.device->is_cuda()) {
     return std::nullopt;
@@ -243,7 +252,8 @@ std::optional<at::Device> ProcessGroupSymm::barrier_device(const ::c10d::Barrier
   if (!requested || !requested->is_cuda()) {
     return std::nullopt;
   }
-  return requested->has_index() ? *requested : c10::impl::getDeviceGuardImpl(at::kCUDA)->getDevice();
+  return requested->has_index() ? *requested
+                                : c10::impl::getDeviceGuardImpl(at::kCUDA)->getDevice();
 }
 
 void ProcessGroupSymm::eagerConnectSingleDevice(at::Device device) {

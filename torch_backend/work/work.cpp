@@ -15,8 +15,9 @@ using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 } // namespace
 
 void wait_gave_up(std::chrono::milliseconds limit) {
-  const auto text =
-      c10::str("wait() gave up after ", std::fixed, std::setprecision(1), limit.count() / 1000.0, " s; the call itself goes on");
+  const auto text = c10::str(
+      "wait() gave up after ", std::fixed, std::setprecision(1), limit.count() / 1000.0,
+      " s; the call itself goes on");
   std::rethrow_exception(exception_of(Status{ErrorKind::WaitTimeout, text}));
 }
 
@@ -25,7 +26,8 @@ Future result_of(const Future& future) {
   future->addCallback([result](c10::ivalue::Future& ended) {
     auto found = ::c10d::WorkResult::SUCCESS;
     if (ended.hasError()) {
-      found = timed_out(ended.exception_ptr()) ? ::c10d::WorkResult::TIMEOUT : ::c10d::WorkResult::COMM_ERROR;
+      found = timed_out(ended.exception_ptr()) ? ::c10d::WorkResult::TIMEOUT
+                                               : ::c10d::WorkResult::COMM_ERROR;
     }
     result->markCompleted(c10::IValue(static_cast<int64_t>(found)));
   });
@@ -33,11 +35,10 @@ Future result_of(const Future& future) {
 }
 
 WorkSymm::WorkSymm(
-    int rank,
-    Group group,
-    std::shared_ptr<Operation> operation,
-    std::chrono::milliseconds timeout)
-    : Work(rank, operation->type, operation->seen ? operation->title : nullptr, profiled_inputs(*operation)),
+    int rank, Group group, std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout)
+    : Work(
+          rank, operation->type, operation->seen ? operation->title : nullptr,
+          profiled_inputs(*operation)),
       group_(std::move(group)),
       operation_(std::move(operation)),
       timeout_(timeout) {}
@@ -103,7 +104,8 @@ bool WorkSymm::wait(std::chrono::milliseconds timeout) {
     future = future_;
   }
   if (future) {
-    // Threads that have waited here read its value without waiting; the completing thread is about to set it.
+    // Threads that have waited here read its value without waiting; the completing thread is about
+    // to set it.
     future->wait();
   }
   rethrow();
@@ -237,7 +239,8 @@ bool WorkCoalesced::wait(std::chrono::milliseconds timeout) {
       continue;
     }
     // One limit for all parts. A part that has ended is not late, even if the limit has passed.
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(limit - std::chrono::steady_clock::now());
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(limit - std::chrono::steady_clock::now());
     try {
       part->wait(std::max(left, std::chrono::milliseconds(1)));
     } catch (...) {
@@ -288,10 +291,12 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkCoalesced::getFuture() {
       on_devices.push_back(part);
     }
   }
-  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+  future_ = c10::make_intrusive<c10::ivalue::Future>(
+      c10::ListType::create(c10::TensorType::get()), devices);
   auto left = std::make_shared<std::atomic<size_t>>(parts_.size() + 1);
   auto all = result();
-  // Runs once, in the last part to complete: possibly on the thread that completes a call, which must not throw.
+  // Runs once, in the last part to complete: possibly on the thread that completes a call, which
+  // must not throw.
   auto one_less = [left, all, on_devices, future = future_] {
     if (left->fetch_sub(1) > 1 || future->completed()) {
       return;
@@ -320,7 +325,8 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkCoalesced::getFuture() {
 }
 
 void WorkCompletion::complete(const Status& status, int32_t source) const {
-  // The call has ended before callbacks on its future can throw; an exception in the bridge would end the process.
+  // The call has ended before callbacks on its future can throw; an exception in the bridge would
+  // end the process.
   try {
     work_->complete(exception_of(status), source);
   } catch (const std::exception& error) {

@@ -15,17 +15,21 @@ namespace symm {
 
 using Group = std::shared_ptr<rust::Box<GroupHandle>>;
 
-// Throws the SymmTimeoutError of a `wait(limit)` that ends before its call does; the group stays usable.
+// Throws the SymmTimeoutError of a `wait(limit)` that ends before its call does; the group stays
+// usable.
 [[noreturn]] void wait_gave_up(std::chrono::milliseconds limit);
 
-// Returns a future of the `WorkResult` with which `future` ends: TIMEOUT for a SymmTimeoutError, COMM_ERROR for every other
-// error.
-c10::intrusive_ptr<c10::ivalue::Future> result_of(const c10::intrusive_ptr<c10::ivalue::Future>& future);
+// Returns a future of the `WorkResult` with which `future` ends: TIMEOUT for a SymmTimeoutError,
+// COMM_ERROR for every other error.
+c10::intrusive_ptr<c10::ivalue::Future> result_of(
+    const c10::intrusive_ptr<c10::ivalue::Future>& future);
 
 // A call that runs, has run, or waits in the group's queue. Owns the call's tensors.
 class WorkSymm final : public ::c10d::Work {
  public:
-  WorkSymm(int rank, Group group, std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout);
+  WorkSymm(
+      int rank, Group group, std::shared_ptr<Operation> operation,
+      std::chrono::milliseconds timeout);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -50,9 +54,11 @@ class WorkSymm final : public ::c10d::Work {
   void rethrow() const;
 
  private:
-  // Returns true if both the call and its future, if one was requested, have ended. `mutex_` must be held.
+  // Returns true if both the call and its future, if one was requested, have ended. `mutex_` must
+  // be held.
   bool ended() const;
-  // Completes the future once, on the thread that first sees both the future and the end of the call.
+  // Completes the future once, on the thread that first sees both the future and the end of the
+  // call.
   void fulfil(c10::ivalue::Future& future);
 
   Group group_;

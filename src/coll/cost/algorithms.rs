@@ -19,14 +19,15 @@ pub(super) enum Algorithms {
     Foreign,
 }
 
-/// Microseconds that Python, the dispatcher and c10d add to a call on CPU tensors (README, 2026-11-21: 4 to 5 µs), and
-/// the launch latency of a kernel on a GPU.
+/// Microseconds that Python, the dispatcher and c10d add to a call on CPU tensors (README,
+/// 2026-11-21: 4 to 5 µs), and the launch latency of a kernel on a GPU.
 const CPU_BASE_US: f64 = 4.0;
 const CUDA_BASE_US: f64 = 2.0;
 const FOREIGN_BASE_US: f64 = 6.6;
 
 impl Algorithms {
-    /// Returns the algorithms on `device` in groups of `ranks` with a workspace of `workspace` bytes.
+    /// Returns the algorithms on `device` in groups of `ranks` with a workspace of `workspace`
+    /// bytes.
     pub(super) fn of(
         device: DeviceKind,
         ranks: usize,
@@ -51,23 +52,40 @@ impl Algorithms {
             Self::Cpu(thresholds) => plan::choose(op, longest, ranks, thresholds, false).name(),
             Self::Cuda(layout, tuning) => {
                 let spans = vec![Span { addr: 0, bytes: longest }; ranks];
-                let call = CallSpec { op, dtype: DType::F32, inputs: (&spans).into(), outputs: (&spans).into(), ..CallSpec::barrier(None) };
-                let conditions = cuda::plan::Conditions { me: 0, n: ranks, layout, tuning, cube_mesh: false, zero_copy: false };
+                let call = CallSpec {
+                    op,
+                    dtype: DType::F32,
+                    inputs: (&spans).into(),
+                    outputs: (&spans).into(),
+                    ..CallSpec::barrier(None)
+                };
+                let conditions = cuda::plan::Conditions {
+                    me: 0,
+                    n: ranks,
+                    layout,
+                    tuning,
+                    cube_mesh: false,
+                    zero_copy: false,
+                };
                 cuda::plan::choose(&call, &conditions).name()
             }
             Self::Foreign => "ring",
         }
     }
 
-    /// Estimates a call's time over `link` without measurements: a fixed cost, a trip for each time that ranks wait for
-    /// each other, and the bytes that a rank sends (`docs/design/cpu-collectives.md`, `docs/design/cuda-kernels.md`).
+    /// Estimates a call's time over `link` without measurements: a fixed cost, a trip for each time
+    /// that ranks wait for each other, and the bytes that a rank sends
+    /// (`docs/design/cpu-collectives.md`, `docs/design/cuda-kernels.md`).
     pub(super) fn estimate(&self, op: Collective, bytes: f64, ranks: usize, link: LinkCost) -> f64 {
         let name = self.name(op, bytes, ranks);
         let n = ranks as f64;
         let share = (n - 1.0) / n;
         let received = match op {
             Collective::AllReduce | Collective::AllReduceAddRmsNorm => 2.0 * share,
-            Collective::AllGather | Collective::ReduceScatter | Collective::AllToAll | Collective::Scatter => share,
+            Collective::AllGather
+            | Collective::ReduceScatter
+            | Collective::AllToAll
+            | Collective::Scatter => share,
             Collective::Broadcast | Collective::Reduce | Collective::Gather => 1.0,
             Collective::Barrier => 0.0,
         };
@@ -92,13 +110,20 @@ impl Algorithms {
     }
 }
 
-/// Returns the length of the longest message between two ranks when `op` works on tensors of `bytes`.
+/// Returns the length of the longest message between two ranks when `op` works on tensors of
+/// `bytes`.
 fn longest(op: Collective, bytes: f64, ranks: usize) -> usize {
     let message = match op {
-        Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::ReduceScatter | Collective::AllToAll => {
-            bytes / ranks as f64
-        }
-        Collective::Barrier | Collective::Broadcast | Collective::AllReduce | Collective::Reduce | Collective::AllReduceAddRmsNorm => bytes,
+        Collective::AllGather
+        | Collective::Gather
+        | Collective::Scatter
+        | Collective::ReduceScatter
+        | Collective::AllToAll => bytes / ranks as f64,
+        Collective::Barrier
+        | Collective::Broadcast
+        | Collective::AllReduce
+        | Collective::Reduce
+        | Collective::AllReduceAddRmsNorm => bytes,
     };
     message.ceil() as usize
 }
@@ -109,7 +134,13 @@ mod tests {
 
     #[test]
     fn names_are_those_of_the_plans() {
-        let cpu = Algorithms::of(DeviceKind::Cpu, 4, 0, CpuThresholds::default(), cuda::plan::CudaThresholds::of(4));
+        let cpu = Algorithms::of(
+            DeviceKind::Cpu,
+            4,
+            0,
+            CpuThresholds::default(),
+            cuda::plan::CudaThresholds::of(4),
+        );
         for (op, bytes, expected) in [
             (Collective::AllReduce, 4096.0, "inline"),
             (Collective::AllReduce, 1e6, "staged"),
@@ -125,18 +156,46 @@ mod tests {
         let name = |bytes: usize| cuda.name(Collective::AllReduce, bytes as f64, 8);
         assert_eq!([1 << 10, 1 << 20, 64 << 20].map(name), ["one_shot", "two_shot", "rsag_staged"]);
         assert_eq!(cuda.name(Collective::AllToAll, 1e3, 8), "exchange_mixed");
-        let many = Algorithms::of(DeviceKind::Cuda, 32, 256 << 20, CpuThresholds::default(), cuda::plan::CudaThresholds::of(32));
+        let many = Algorithms::of(
+            DeviceKind::Cuda,
+            32,
+            256 << 20,
+            CpuThresholds::default(),
+            cuda::plan::CudaThresholds::of(32),
+        );
         assert_eq!(many.name(Collective::AllReduce, 1e3, 32), "ring");
     }
 
     #[test]
     fn estimates_follow_bytes_and_trips() {
         let link = LinkCost { gb_per_s: 370.0, us: 0.6 };
-        let cuda = Algorithms::of(DeviceKind::Cuda, 4, 256 << 20, CpuThresholds::default(), cuda::plan::CudaThresholds::of(4));
-        assert_eq!(cuda.estimate(Collective::AllReduce, 0.0, 4, link), 2.0 + 2.0 * 0.6, "nothing is two stages of nothing");
-        assert_eq!(cuda.estimate(Collective::AllReduce, 1024.0, 4, link), 2.0 + 0.6 + 3.0 * 1024.0 / 370e3);
-        assert_eq!(cuda.estimate(Collective::AllReduce, 64e6, 4, link), 2.0 + 1.2 + 1.5 * 64e6 / 370e3);
-        assert_eq!(cuda.estimate(Collective::AllGather, 64e6, 4, link), 2.0 + 0.6 + 0.75 * 64e6 / 370e3);
-        assert_eq!(Algorithms::Foreign.estimate(Collective::AllReduce, 0.0, 4, link), 6.6 + 6.0 * 0.6);
+        let cuda = Algorithms::of(
+            DeviceKind::Cuda,
+            4,
+            256 << 20,
+            CpuThresholds::default(),
+            cuda::plan::CudaThresholds::of(4),
+        );
+        assert_eq!(
+            cuda.estimate(Collective::AllReduce, 0.0, 4, link),
+            2.0 + 2.0 * 0.6,
+            "nothing is two stages of nothing"
+        );
+        assert_eq!(
+            cuda.estimate(Collective::AllReduce, 1024.0, 4, link),
+            2.0 + 0.6 + 3.0 * 1024.0 / 370e3
+        );
+        assert_eq!(
+            cuda.estimate(Collective::AllReduce, 64e6, 4, link),
+            2.0 + 1.2 + 1.5 * 64e6 / 370e3
+        );
+        assert_eq!(
+            cuda.estimate(Collective::AllGather, 64e6, 4, link),
+            2.0 + 0.6 + 0.75 * 64e6 / 370e3
+        );
+        assert_eq!(
+            Algorithms::Foreign.estimate(Collective::AllReduce, 0.0, 4, link),
+            6.6 + 6.0 * 0.6
+        );
     }
 }

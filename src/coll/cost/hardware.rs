@@ -27,19 +27,22 @@ impl DeviceKind {
         match name {
             "cpu" => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda),
-            other => Err(Error::value(format!("there is no cost model for devices of type {other:?}, but for cpu and cuda"))),
+            other => Err(Error::value(format!(
+                "there is no cost model for devices of type {other:?}, but for cpu and cuda"
+            ))),
         }
     }
 }
 
-/// Returns the model of this node's GPUs and how they access each other. The result is cached, because every group that
-/// sets up its GPUs needs it and NVML is slow.
+/// Returns the model of this node's GPUs and how they access each other. The result is cached,
+/// because every group that sets up its GPUs needs it and NVML is slow.
 pub fn gpus() -> Option<&'static (String, LinkKind)> {
     static GPUS: OnceLock<(String, LinkKind)> = OnceLock::new();
     if let Some(known) = GPUS.get() {
         return Some(known);
     }
-    let detected = topo::detect().ok().filter(|detected| detected.source == TopologySource::Nvml)?;
+    let detected =
+        topo::detect().ok().filter(|detected| detected.source == TopologySource::Nvml)?;
     let link = if Config::get().p2p { LinkKind::between(&detected)? } else { LinkKind::HostMemory };
     let found = (detected.gpus.first()?.name.clone(), link);
     Some(GPUS.get_or_init(|| found))
@@ -57,17 +60,25 @@ pub struct Hardware {
     pub cores: usize,
     /// Kind of link between the ranks.
     pub link: String,
-    /// Number of the job's ranks on this node: on CPU they share cores and memory, whichever group they are in.
+    /// Number of the job's ranks on this node: on CPU they share cores and memory, whichever group
+    /// they are in.
     pub ranks: usize,
 }
 
 impl Hardware {
-    /// Returns the hardware of this node for a job of `ranks` ranks; `None` if its model is unknown.
+    /// Returns the hardware of this node for a job of `ranks` ranks; `None` if its model is
+    /// unknown.
     pub fn here(device: DeviceKind, ranks: usize) -> Option<Self> {
         match device {
             DeviceKind::Cpu => {
                 let cores = std::thread::available_parallelism().map_or(1, usize::from);
-                Some(Self { device, name: sys::node_id::cpu().into(), cores, link: LinkKind::SharedMemory.to_string(), ranks })
+                Some(Self {
+                    device,
+                    name: sys::node_id::cpu().into(),
+                    cores,
+                    link: LinkKind::SharedMemory.to_string(),
+                    ranks,
+                })
             }
             DeviceKind::Cuda => {
                 let (name, link) = gpus()?;
@@ -79,10 +90,16 @@ impl Hardware {
     /// Returns the name of its profile file: `cpu-amd-epyc-4-cores-4-ranks.json`.
     pub fn file_name(&self) -> String {
         let words = match self.device {
-            DeviceKind::Cpu => format!("cpu {} {} cores {} ranks", self.name, self.cores, self.ranks),
+            DeviceKind::Cpu => {
+                format!("cpu {} {} cores {} ranks", self.name, self.cores, self.ranks)
+            }
             DeviceKind::Cuda => format!("cuda {} {} {} ranks", self.name, self.link, self.ranks),
         };
-        let plain: String = words.to_lowercase().chars().map(|c| if c.is_ascii_alphanumeric() { c } else { ' ' }).collect();
+        let plain: String = words
+            .to_lowercase()
+            .chars()
+            .map(|c| if c.is_ascii_alphanumeric() { c } else { ' ' })
+            .collect();
         plain.split_whitespace().collect::<Vec<_>>().join("-") + ".json"
     }
 }
@@ -90,7 +107,11 @@ impl Hardware {
 impl std::fmt::Display for Hardware {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.device {
-            DeviceKind::Cpu => write!(f, "{} ranks on {} cores of {}, {}", self.ranks, self.cores, self.name, self.link),
+            DeviceKind::Cpu => write!(
+                f,
+                "{} ranks on {} cores of {}, {}",
+                self.ranks, self.cores, self.name, self.link
+            ),
             DeviceKind::Cuda => write!(f, "{} ranks on {}, {}", self.ranks, self.name, self.link),
         }
     }
@@ -110,7 +131,13 @@ mod tests {
             ranks: 2,
         };
         assert_eq!(cpu.file_name(), "cpu-intel-r-xeon-r-2-1ghz-4-cores-2-ranks.json");
-        let cuda = Hardware { device: DeviceKind::Cuda, name: "NVIDIA H200".into(), cores: 0, link: "NVLink 4.0 x 18".into(), ranks: 8 };
+        let cuda = Hardware {
+            device: DeviceKind::Cuda,
+            name: "NVIDIA H200".into(),
+            cores: 0,
+            link: "NVLink 4.0 x 18".into(),
+            ranks: 8,
+        };
         assert_eq!(cuda.file_name(), "cuda-nvidia-h200-nvlink-4-0-x-18-8-ranks.json");
     }
 

@@ -1,5 +1,5 @@
-//! Dimensions that span nodes: the links between nodes, and their traffic. Pure, except for the query of this node's
-//! GPUs.
+//! Dimensions that span nodes: the links between nodes, and their traffic. Pure, except for the
+//! query of this node's GPUs.
 
 use super::hardware::DeviceKind;
 use super::network::NetworkProfile;
@@ -12,7 +12,8 @@ use crate::topo::cost::{LinkCost, LinkKind};
 
 /// Fixed cost of an inter-node call in µs, in addition to its trips (torch's constant).
 const BASE_US: f64 = 6.6;
-/// Approximate number of bytes per rank up to which a call is one exchange of slots (`src/internode/header_exchange.rs`).
+/// Approximate number of bytes per rank up to which a call is one exchange of slots
+/// (`src/internode/header_exchange.rs`).
 const SHORT: f64 = 960.0;
 
 /// Returns the link between the ranks of a node.
@@ -24,8 +25,8 @@ fn inside(device: DeviceKind) -> Result<LinkKind> {
     })
 }
 
-/// Returns the span of each dimension's groups over nodes: `None` while a dimension and all later ones fit into one
-/// node.
+/// Returns the span of each dimension's groups over nodes: `None` while a dimension and all later
+/// ones fit into one node.
 pub(super) fn spans(mesh: &Mesh) -> Result<Vec<Option<InternodeDim>>> {
     let link = inside(mesh.device)?.link();
     let mut behind: usize = 1;
@@ -38,7 +39,12 @@ pub(super) fn spans(mesh: &Mesh) -> Result<Vec<Option<InternodeDim>>> {
                 DeviceKind::Cpu => (mesh.per_node / locals).clamp(1, behind.max(1)) as f64,
                 DeviceKind::Cuda => 1.0 / locals as f64,
             };
-            *span = Some(InternodeDim { nodes: ranks.div_ceil(locals), local_size: locals, load, intra_node: link });
+            *span = Some(InternodeDim {
+                nodes: ranks.div_ceil(locals),
+                local_size: locals,
+                load,
+                intra_node: link,
+            });
         }
         behind = total;
     }
@@ -51,21 +57,28 @@ pub(super) fn detected(mesh: &Mesh) -> Result<(Vec<LinkCost>, String)> {
         DeviceKind::Cpu => (LinkKind::SharedMemory, LinkKind::Sockets),
         DeviceKind::Cuda => (inside(mesh.device)?, LinkKind::Network),
     };
-    let ways: Vec<LinkKind> = spans(mesh)?.iter().map(|span| if span.is_some() { far } else { near }).collect();
+    let ways: Vec<LinkKind> =
+        spans(mesh)?.iter().map(|span| if span.is_some() { far } else { near }).collect();
     let names: Vec<String> = ways.iter().map(LinkKind::to_string).collect();
-    Ok((ways.into_iter().map(LinkKind::link).collect(), format!("links as detected, nothing measured: {}", names.join(", "))))
+    Ok((
+        ways.into_iter().map(LinkKind::link).collect(),
+        format!("links as detected, nothing measured: {}", names.join(", ")),
+    ))
 }
 
 /// Returns the link of each dimension: as detected, but the network as measured if `wire` is given.
 pub(super) fn known(mesh: &Mesh, wire: Option<&NetworkProfile>) -> Result<Vec<LinkCost>> {
     let (links, _) = detected(mesh)?;
     let measured = wire.map(|wire| LinkCost { gb_per_s: wire.gb_per_s, us: wire.us });
-    let link = |(near, span): (LinkCost, Option<InternodeDim>)| measured.filter(|_| span.is_some()).unwrap_or(near);
+    let link = |(near, span): (LinkCost, Option<InternodeDim>)| {
+        measured.filter(|_| span.is_some()).unwrap_or(near)
+    };
     Ok(links.into_iter().zip(spans(mesh)?).map(link).collect())
 }
 
 impl InternodeDim {
-    /// Returns the inter-node microseconds of `op` on tensors of `bytes` over `wire`, while all groups send.
+    /// Returns the inter-node microseconds of `op` on tensors of `bytes` over `wire`, while all
+    /// groups send.
     pub(super) fn us(&self, op: Collective, bytes: f64, wire: LinkCost) -> f64 {
         let nodes = self.nodes as f64;
         let share = (nodes - 1.0) / nodes;
@@ -73,7 +86,10 @@ impl InternodeDim {
             Collective::AllReduce | Collective::AllReduceAddRmsNorm => 2.0 * share,
             Collective::AllGather | Collective::ReduceScatter => share,
             Collective::AllToAll => share * self.local_size as f64,
-            Collective::Broadcast | Collective::Reduce | Collective::Gather | Collective::Scatter => 1.0,
+            Collective::Broadcast
+            | Collective::Reduce
+            | Collective::Gather
+            | Collective::Scatter => 1.0,
             Collective::Barrier => 0.0,
         };
         let trips = if bytes * self.local_size as f64 <= SHORT { 1.0 } else { 2.0 };
@@ -89,7 +105,10 @@ mod tests {
     fn placed(ranks: &[usize], per_node: usize) -> Vec<Option<(usize, usize, f64)>> {
         let mesh = Mesh { device: DeviceKind::Cpu, ranks: ranks.to_vec(), job: per_node, per_node };
         let spans = spans(&mesh).expect("no GPU is looked at");
-        spans.into_iter().map(|span| span.map(|span| (span.nodes, span.local_size, span.load))).collect()
+        spans
+            .into_iter()
+            .map(|span| span.map(|span| (span.nodes, span.local_size, span.load)))
+            .collect()
     }
 
     #[test]
@@ -97,13 +116,21 @@ mod tests {
         assert_eq!(placed(&[2, 4], 4), [Some((2, 1, 4.0)), None]);
         assert_eq!(placed(&[8], 4), [Some((2, 4, 1.0))]);
         assert_eq!(placed(&[4, 2], 4), [Some((2, 2, 2.0)), None]);
-        assert_eq!(placed(&[2, 2, 8], 4), [Some((2, 1, 4.0)), Some((2, 1, 4.0)), Some((2, 4, 1.0))]);
+        assert_eq!(
+            placed(&[2, 2, 8], 4),
+            [Some((2, 1, 4.0)), Some((2, 1, 4.0)), Some((2, 4, 1.0))]
+        );
         assert_eq!(placed(&[2, 2], 4), [None, None]);
     }
 
     #[test]
     fn the_wire_carries_what_all_groups_of_a_node_send() {
-        let span = InternodeDim { nodes: 2, local_size: 1, load: 4.0, intra_node: LinkKind::SharedMemory.link() };
+        let span = InternodeDim {
+            nodes: 2,
+            local_size: 1,
+            load: 4.0,
+            intra_node: LinkKind::SharedMemory.link(),
+        };
         let wire = LinkCost { gb_per_s: 1.0, us: 100.0 };
         assert_eq!(span.us(Collective::AllReduce, 0.0, wire), 106.6);
         assert_eq!(span.us(Collective::AllReduce, 1e6, wire), 206.6 + 4000.0);

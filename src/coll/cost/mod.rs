@@ -1,9 +1,10 @@
 //! Costs of collectives on a dimension of a mesh, in microseconds.
 //!
-//! One type, [`Model`], has three bases: torch's constants and formula ([`crate::topo::cost`]); detected links, with
-//! the bytes and trips of the algorithm that [`plan`](crate::coll::plan) chooses ([`algorithms`]); and times measured
-//! on this hardware, by algorithm ([`profile`], [`curve`]). It is here and not in `topo` because a price depends on the
-//! algorithm that runs at that size, and `topo` may not know algorithms. [`network`] has inter-node measurements.
+//! One type, [`Model`], has three bases: torch's constants and formula ([`crate::topo::cost`]);
+//! detected links, with the bytes and trips of the algorithm that [`plan`](crate::coll::plan)
+//! chooses ([`algorithms`]); and times measured on this hardware, by algorithm ([`profile`],
+//! [`curve`]). It is here and not in `topo` because a price depends on the algorithm that runs at
+//! that size, and `topo` may not know algorithms. [`network`] has inter-node measurements.
 //! `docs/design/cost-model.md`.
 
 mod algorithms;
@@ -63,8 +64,8 @@ struct MeshDim {
     link: LinkCost,
     algorithms: Algorithms,
     measured: Option<GroupTimes>,
-    /// Set if the dimension spans nodes: `link` then connects nodes, and `algorithms` and `measured` are for the ranks
-    /// of one node.
+    /// Set if the dimension spans nodes: `link` then connects nodes, and `algorithms` and
+    /// `measured` are for the ranks of one node.
     span: Option<InternodeDim>,
 }
 
@@ -74,8 +75,8 @@ struct InternodeDim {
     nodes: usize,
     /// Number of a group's ranks on one node.
     local_size: usize,
-    /// Load of a link relative to the traffic that one group sends from a node: on CPU all groups of the node share one
-    /// link, on CUDA each rank has one.
+    /// Load of a link relative to the traffic that one group sends from a node: on CPU all groups
+    /// of the node share one link, on CUDA each rank has one.
     load: f64,
     /// Link between the ranks of a node.
     intra_node: LinkCost,
@@ -83,16 +84,30 @@ struct InternodeDim {
 
 /// Returns the collective with this name, if it has a price.
 fn priced(name: &str) -> Result<Collective> {
-    const PRICED: [Collective; 5] =
-        [Collective::AllGather, Collective::AllReduce, Collective::ReduceScatter, Collective::AllToAll, Collective::Broadcast];
+    const PRICED: [Collective; 5] = [
+        Collective::AllGather,
+        Collective::AllReduce,
+        Collective::ReduceScatter,
+        Collective::AllToAll,
+        Collective::Broadcast,
+    ];
     let known = PRICED.iter().copied().find(|op| op.name() == name);
-    known.ok_or_else(|| Error::value(format!("{name:?} has no price; {} have one", PRICED.map(Collective::name).join(", "))))
+    known.ok_or_else(|| {
+        Error::value(format!(
+            "{name:?} has no price; {} have one",
+            PRICED.map(Collective::name).join(", ")
+        ))
+    })
 }
 
 impl Model {
     /// torch's formula over torch's links, or over `links`.
     pub fn torch(mesh: &Mesh, links: Option<Vec<LinkCost>>) -> Result<Self> {
-        let origin = if links.is_some() { "torch's formula, links as given" } else { "torch's formula and constants" };
+        let origin = if links.is_some() {
+            "torch's formula, links as given"
+        } else {
+            "torch's formula and constants"
+        };
         let links = links.unwrap_or_else(|| cost::torch_links(&mesh.ranks, mesh.per_node));
         Self::new(Basis::Torch, mesh, links, None, origin.into())
     }
@@ -106,8 +121,8 @@ impl Model {
         Self::new(Basis::Links, mesh, links, None, origin)
     }
 
-    /// The profile for this hardware, as [`profile::find`] finds it. Whatever it lacks is priced over `links`, or over
-    /// detected links. `None` if there is no profile.
+    /// The profile for this hardware, as [`profile::find`] finds it. Whatever it lacks is priced
+    /// over `links`, or over detected links. `None` if there is no profile.
     ///
     /// # Errors
     /// The errors of [`profile::find`].
@@ -117,15 +132,35 @@ impl Model {
     }
 
     /// Prices from `found`, a profile and its file.
-    pub fn of_profile(mesh: &Mesh, links: Option<Vec<LinkCost>>, (profile, path): (Profile, PathBuf)) -> Result<Self> {
-        let links = links.map_or_else(|| internode::known(mesh, profile.inter_node.as_ref()), Ok)?;
-        let origin = format!("measured {} on {} ({})", profile.measured.date, profile.hardware, path.display());
+    pub fn of_profile(
+        mesh: &Mesh,
+        links: Option<Vec<LinkCost>>,
+        (profile, path): (Profile, PathBuf),
+    ) -> Result<Self> {
+        let links =
+            links.map_or_else(|| internode::known(mesh, profile.inter_node.as_ref()), Ok)?;
+        let origin = format!(
+            "measured {} on {} ({})",
+            profile.measured.date,
+            profile.hardware,
+            path.display()
+        );
         Self::new(Basis::Measured, mesh, links, Some(&profile), origin)
     }
 
-    fn new(basis: Basis, mesh: &Mesh, links: Vec<LinkCost>, profile: Option<&Profile>, origin: String) -> Result<Self> {
+    fn new(
+        basis: Basis,
+        mesh: &Mesh,
+        links: Vec<LinkCost>,
+        profile: Option<&Profile>,
+        origin: String,
+    ) -> Result<Self> {
         if links.len() != mesh.ranks.len() {
-            return Err(Error::value(format!("{} links for a mesh of {} dimensions", links.len(), mesh.ranks.len())));
+            return Err(Error::value(format!(
+                "{} links for a mesh of {} dimensions",
+                links.len(),
+                mesh.ranks.len()
+            )));
         }
         if let Some(link) = links.iter().find(|link| !(link.gb_per_s > 0.0 && link.us >= 0.0)) {
             return Err(Error::value(format!(
@@ -133,28 +168,42 @@ impl Model {
                 link.gb_per_s, link.us
             )));
         }
-        let spans = if basis == Basis::Torch { vec![None; links.len()] } else { internode::spans(mesh)? };
+        let spans =
+            if basis == Basis::Torch { vec![None; links.len()] } else { internode::spans(mesh)? };
         let dims = mesh.ranks.iter().zip(links).zip(spans);
-        let dims = dims.map(|((&ranks, link), span)| dim(mesh, ranks, link, span, profile)).collect::<Result<_>>()?;
+        let dims = dims
+            .map(|((&ranks, link), span)| dim(mesh, ranks, link, span, profile))
+            .collect::<Result<_>>()?;
         let reference_us = profile.map_or(0.0, |profile| profile.measured.reference_us);
-        Ok(Self { basis, dims, origin, reference_us, local: profile.and_then(|profile| profile.local) })
+        Ok(Self {
+            basis,
+            dims,
+            origin,
+            reference_us,
+            local: profile.and_then(|profile| profile.local),
+        })
     }
 
     fn dim(&self, dim: usize) -> Result<&MeshDim> {
-        self.dims.get(dim).ok_or_else(|| Error::value(format!("mesh dimension {dim} of {}", self.dims.len())))
+        self.dims
+            .get(dim)
+            .ok_or_else(|| Error::value(format!("mesh dimension {dim} of {}", self.dims.len())))
     }
 
-    /// Returns the microseconds of the collective named `op` along mesh dimension `dim` while all its groups are
-    /// active. `bytes` is the size of the longest tensor that a rank sends or receives: the output of all_gather, the
-    /// input of reduce_scatter and all_to_all.
+    /// Returns the microseconds of the collective named `op` along mesh dimension `dim` while all
+    /// its groups are active. `bytes` is the size of the longest tensor that a rank sends or
+    /// receives: the output of all_gather, the input of reduce_scatter and all_to_all.
     pub fn us(&self, op: &str, bytes: f64, dim: usize) -> Result<f64> {
-        let (op, MeshDim { ranks, link, algorithms, measured, span }) = (priced(op)?, self.dim(dim)?);
+        let (op, MeshDim { ranks, link, algorithms, measured, span }) =
+            (priced(op)?, self.dim(dim)?);
         if !(bytes >= 0.0 && bytes.is_finite()) {
             return Err(Error::value(format!("{bytes} bytes cannot be moved")));
         }
         if self.basis == Basis::Torch {
             return Ok(match op {
-                Collective::AllReduce | Collective::AllReduceAddRmsNorm => cost::torch_ring(bytes, *ranks, 2, *link),
+                Collective::AllReduce | Collective::AllReduceAddRmsNorm => {
+                    cost::torch_ring(bytes, *ranks, 2, *link)
+                }
                 Collective::AllToAll => cost::torch_all_to_all(bytes, *ranks, *link),
                 Collective::Broadcast => cost::torch_broadcast(bytes, *ranks, *link),
                 Collective::AllGather
@@ -169,13 +218,19 @@ impl Model {
             return Ok(0.0);
         }
         let on_one_node = |ranks: usize, link: LinkCost| {
-            let measured = measured.as_ref().and_then(|group| group.us(op, algorithms.name(op, bytes, ranks), bytes));
+            let measured = measured
+                .as_ref()
+                .and_then(|group| group.us(op, algorithms.name(op, bytes, ranks), bytes));
             measured.unwrap_or_else(|| algorithms.estimate(op, bytes, ranks, link))
         };
         Ok(match span {
             None => on_one_node(*ranks, *link),
             Some(span) => {
-                let inside = if span.local_size > 1 { on_one_node(span.local_size, span.intra_node) } else { 0.0 };
+                let inside = if span.local_size > 1 {
+                    on_one_node(span.local_size, span.intra_node)
+                } else {
+                    0.0
+                };
                 inside + span.us(op, bytes, *link)
             }
         })
@@ -194,7 +249,8 @@ impl Model {
     /// Returns the basis of the price of `op` along `dim`.
     pub fn basis(&self, op: &str, dim: usize) -> Result<Basis> {
         let (op, dim) = (priced(op)?, self.dim(dim)?);
-        let measured = dim.span.is_none() && dim.measured.as_ref().is_some_and(|group| group.has(op));
+        let measured =
+            dim.span.is_none() && dim.measured.as_ref().is_some_and(|group| group.has(op));
         Ok(if self.basis == Basis::Measured && !measured { Basis::Links } else { self.basis })
     }
 
@@ -203,12 +259,14 @@ impl Model {
         self.dims.iter().map(|dim| dim.link)
     }
 
-    /// [`MeasuredOn::reference_us`](profile::MeasuredOn::reference_us) of the profile; 0 without one.
+    /// [`MeasuredOn::reference_us`](profile::MeasuredOn::reference_us) of the profile; 0 without
+    /// one.
     pub fn reference_us(&self) -> f64 {
         self.reference_us
     }
 
-    /// Returns the times of a redistribution's steps in addition to their collectives, if they were measured.
+    /// Returns the times of a redistribution's steps in addition to their collectives, if they were
+    /// measured.
     pub fn local(&self) -> Option<RedistributeCosts> {
         self.local
     }
@@ -219,7 +277,13 @@ impl Model {
     }
 }
 
-fn dim(mesh: &Mesh, ranks: usize, link: LinkCost, span: Option<InternodeDim>, profile: Option<&Profile>) -> Result<MeshDim> {
+fn dim(
+    mesh: &Mesh,
+    ranks: usize,
+    link: LinkCost,
+    span: Option<InternodeDim>,
+    profile: Option<&Profile>,
+) -> Result<MeshDim> {
     if ranks == 0 {
         return Err(Error::value("a mesh dimension of no ranks"));
     }
@@ -232,7 +296,8 @@ fn dim(mesh: &Mesh, ranks: usize, link: LinkCost, span: Option<InternodeDim>, pr
         // An unreadable tuning is ignored, as it is with a warning where groups are set up.
         tuning = tuning.overlaid(text).unwrap_or(tuning);
     }
-    let algorithms = Algorithms::of(mesh.device, near, config.workspace_mb << 20, thresholds, tuning);
+    let algorithms =
+        Algorithms::of(mesh.device, near, config.workspace_mb << 20, thresholds, tuning);
     Ok(MeshDim { ranks, link, algorithms, measured, span })
 }
 

@@ -8,23 +8,26 @@ const MOST_BYTES: usize = 1 << 30;
 /// Chunk sizes are multiples of this, and so of every element size.
 const GRAIN: usize = 4096;
 
-/// The lengths at which a call of a multi-node group changes its algorithm; the same on all ranks of the group.
+/// The lengths at which a call of a multi-node group changes its algorithm; the same on all ranks
+/// of the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RailThresholds {
-    /// Maximum size of a call that uses only one rail: below it the latency of messages dominates, and more rails would
-    /// add messages.
+    /// Maximum size of a call that uses only one rail: below it the latency of messages dominates,
+    /// and more rails would add messages.
     pub multi_rail_bytes: usize,
-    /// Maximum number of bytes of a rail's slice that move in one pipeline step of a long call; on GPUs in one chunk.
+    /// Maximum number of bytes of a rail's slice that move in one pipeline step of a long call; on
+    /// GPUs in one chunk.
     pub chunk_bytes: usize,
-    /// Maximum size of a rail's slice for which each node gets all partial results and sums them itself: one exchange
-    /// instead of two.
+    /// Maximum size of a rail's slice for which each node gets all partial results and sums them
+    /// itself: one exchange instead of two.
     pub gather_bytes: usize,
 }
 
 impl RailThresholds {
     /// The thresholds of CPU tensors without a measurement.
-    pub const DEFAULT: Self = Self { multi_rail_bytes: 64 << 10, chunk_bytes: 512 << 10, gather_bytes: 256 << 10 };
+    pub const DEFAULT: Self =
+        Self { multi_rail_bytes: 64 << 10, chunk_bytes: 512 << 10, gather_bytes: 256 << 10 };
     /// The thresholds of CUDA tensors without a measurement.
     pub const DEFAULT_CUDA: Self = Self { chunk_bytes: 16 << 20, ..Self::DEFAULT };
 
@@ -40,11 +43,16 @@ impl RailThresholds {
         ];
         for (name, bytes, least) in figures {
             if !(least..=MOST_BYTES).contains(&bytes) {
-                return Err(Error::value(format!("{name} is {bytes} bytes; from {least} to {MOST_BYTES} are possible")));
+                return Err(Error::value(format!(
+                    "{name} is {bytes} bytes; from {least} to {MOST_BYTES} are possible"
+                )));
             }
         }
         if !self.chunk_bytes.is_multiple_of(GRAIN) {
-            return Err(Error::value(format!("chunk_bytes is {} bytes; it must be a multiple of {GRAIN}", self.chunk_bytes)));
+            return Err(Error::value(format!(
+                "chunk_bytes is {} bytes; it must be a multiple of {GRAIN}",
+                self.chunk_bytes
+            )));
         }
         Ok(self)
     }
@@ -84,10 +92,16 @@ pub struct NetworkProfile {
 
 impl NetworkProfile {
     pub(super) fn check(&self) -> Result<()> {
-        let figures = self.rails.iter().map(|rails| (rails.gb_per_s, rails.us)).chain([(self.gb_per_s, self.us)]);
+        let figures = self
+            .rails
+            .iter()
+            .map(|rails| (rails.gb_per_s, rails.us))
+            .chain([(self.gb_per_s, self.us)]);
         for (gb_per_s, us) in figures {
             if !(gb_per_s > 0.0 && gb_per_s <= 1e6 && us > 0.0 && us <= 1e9) {
-                return Err(Error::value(format!("{gb_per_s} GB/s and {us} µs are no speed of a wire")));
+                return Err(Error::value(format!(
+                    "{gb_per_s} GB/s and {us} µs are no speed of a wire"
+                )));
             }
         }
         self.thresholds.checked().map(drop)

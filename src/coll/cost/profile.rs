@@ -56,7 +56,8 @@ pub struct MeasuredOn {
     pub command: String,
     /// Load averages before the measurement.
     pub load: Vec<f64>,
-    /// Microseconds that the calibration's reference took in the same state of the node; 0 if it has no such states.
+    /// Microseconds that the calibration's reference took in the same state of the node; 0 if it
+    /// has no such states.
     #[serde(default)]
     pub reference_us: f64,
 }
@@ -101,13 +102,23 @@ impl Profile {
         let faulty = |error: serde_json::Error| Error::value(error.to_string());
         let value: serde_json::Value = serde_json::from_slice(text).map_err(faulty)?;
         if value.get("format").and_then(serde_json::Value::as_str) != Some(FORMAT) {
-            return Err(Error::value(format!("it is not a profile: its \"format\" is not {FORMAT:?}")));
+            return Err(Error::value(format!(
+                "it is not a profile: its \"format\" is not {FORMAT:?}"
+            )));
         }
         // Checked first, because another version may have different fields.
         match value.get("version") {
             Some(version) if version.as_u64() == Some(VERSION) => {}
-            Some(version) => return Err(Error::value(format!("its version is {version}, this torch_symm reads {VERSION}"))),
-            None => return Err(Error::value(format!("it has no version; this torch_symm reads {VERSION}"))),
+            Some(version) => {
+                return Err(Error::value(format!(
+                    "its version is {version}, this torch_symm reads {VERSION}"
+                )));
+            }
+            None => {
+                return Err(Error::value(format!(
+                    "it has no version; this torch_symm reads {VERSION}"
+                )));
+            }
         }
         let profile: Self = serde_json::from_value(value).map_err(faulty)?;
         profile.check()?;
@@ -129,13 +140,18 @@ impl Profile {
             .as_ref()
             .map_or(Ok(()), NetworkProfile::check)
             .or_else(|error| refused(format!("inter_node: {}", error.message)))?;
-        let figures = self
-            .local
-            .iter()
-            .flat_map(|local| [("step_us", local.step_us), ("slice_us", local.slice_us), ("copy_gb_per_s", local.copy_gb_per_s)]);
+        let figures = self.local.iter().flat_map(|local| {
+            [
+                ("step_us", local.step_us),
+                ("slice_us", local.slice_us),
+                ("copy_gb_per_s", local.copy_gb_per_s),
+            ]
+        });
         for (name, value) in figures {
             if !(value > 0.0 && value <= 1e9) {
-                return refused(format!("local: {name} is {value}; it must be above 0 and at most 1000000000"));
+                return refused(format!(
+                    "local: {name} is {value}; it must be above 0 and at most 1000000000"
+                ));
             }
         }
         for (index, group) in self.groups.iter().enumerate() {
@@ -145,7 +161,9 @@ impl Profile {
             if self.groups[..index].iter().any(|other| other.ranks == group.ranks) {
                 return refused(format!("two entries for groups of {} ranks", group.ranks));
             }
-            group.check().or_else(|error| refused(format!("groups of {} ranks: {}", group.ranks, error.message)))?;
+            group.check().or_else(|error| {
+                refused(format!("groups of {} ranks: {}", group.ranks, error.message))
+            })?;
         }
         Ok(())
     }
@@ -162,7 +180,8 @@ impl Profile {
             return Err(refused("it is not a regular file".into()));
         }
         let mut text = Vec::new();
-        let read = std::fs::File::open(path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut text));
+        let read = std::fs::File::open(path)
+            .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut text));
         read.map_err(|error| refused(error.to_string()))?;
         Self::parse(&text).map_err(|error| refused(error.message))
     }
@@ -175,16 +194,27 @@ impl Profile {
 
 impl GroupTimes {
     fn check(&self) -> Result<()> {
-        CudaThresholds::of(self.ranks).overlaid(&self.cuda_tuning).map_err(|why| Error::value(format!("cuda_tuning: {why}")))?;
+        CudaThresholds::of(self.ranks)
+            .overlaid(&self.cuda_tuning)
+            .map_err(|why| Error::value(format!("cuda_tuning: {why}")))?;
         if let Some(bytes) = self.stream_bytes.filter(|bytes| !(1..=1 << 50).contains(bytes)) {
-            return Err(Error::value(format!("stream_bytes is {bytes}; from 1 to {} are possible", 1_u64 << 50)));
+            return Err(Error::value(format!(
+                "stream_bytes is {bytes}; from 1 to {} are possible",
+                1_u64 << 50
+            )));
         }
         for (index, curve) in self.curves.iter().enumerate() {
             if Collective::ALL.iter().all(|op| op.name() != curve.op) {
                 return Err(Error::value(format!("{:?} is no collective", curve.op)));
             }
-            if self.curves[..index].iter().any(|other| (&other.op, &other.algorithm) == (&curve.op, &curve.algorithm)) {
-                return Err(Error::value(format!("two curves of {} by {}", curve.op, curve.algorithm)));
+            if self.curves[..index]
+                .iter()
+                .any(|other| (&other.op, &other.algorithm) == (&curve.op, &curve.algorithm))
+            {
+                return Err(Error::value(format!(
+                    "two curves of {} by {}",
+                    curve.op, curve.algorithm
+                )));
             }
             curve.check()?;
         }
@@ -194,7 +224,8 @@ impl GroupTimes {
     /// Returns the thresholds of groups on CPU: the defaults, except for measured values.
     pub fn thresholds(&self) -> CpuThresholds {
         let stream_bytes = self.stream_bytes.and_then(|bytes| usize::try_from(bytes).ok());
-        stream_bytes.map_or_else(CpuThresholds::default, |stream_bytes| CpuThresholds { stream_bytes })
+        stream_bytes
+            .map_or_else(CpuThresholds::default, |stream_bytes| CpuThresholds { stream_bytes })
     }
 
     /// Returns true if `op` was measured.
@@ -202,13 +233,16 @@ impl GroupTimes {
         self.curves.iter().any(|curve| curve.op == op.name())
     }
 
-    /// Returns the microseconds of `op` on `bytes` when `algorithm` runs it: from the curve of that algorithm or, if
-    /// the thresholds have changed since the measurement, from the curve that was measured nearest to this size. `None`
-    /// if the collective was not measured.
+    /// Returns the microseconds of `op` on `bytes` when `algorithm` runs it: from the curve of that
+    /// algorithm or, if the thresholds have changed since the measurement, from the curve that was
+    /// measured nearest to this size. `None` if the collective was not measured.
     pub(super) fn us(&self, op: Collective, algorithm: &str, bytes: f64) -> Option<f64> {
         let of_op = || self.curves.iter().filter(|curve| curve.op == op.name());
         let nearest = || of_op().min_by(|a, b| a.distance(bytes).total_cmp(&b.distance(bytes)));
-        of_op().find(|curve| curve.algorithm == algorithm).or_else(nearest).map(|curve| curve.at(bytes))
+        of_op()
+            .find(|curve| curve.algorithm == algorithm)
+            .or_else(nearest)
+            .map(|curve| curve.at(bytes))
     }
 }
 
@@ -228,12 +262,13 @@ pub fn own_folder() -> Option<PathBuf> {
     }
 }
 
-/// Returns the profile for `hardware` and its file: the one that `SYMM_COST_PROFILE` names, otherwise the user's, otherwise
-/// one from the package. `None` if no file exists, or if `SYMM_COST_PROFILE` is 0.
+/// Returns the profile for `hardware` and its file: the one that `SYMM_COST_PROFILE` names,
+/// otherwise the user's, otherwise one from the package. `None` if no file exists, or if
+/// `SYMM_COST_PROFILE` is 0.
 ///
 /// # Errors
-/// The file that `SYMM_COST_PROFILE` names is faulty or is for other hardware. Other files with such an error are skipped
-/// with a warning.
+/// The file that `SYMM_COST_PROFILE` names is faulty or is for other hardware. Other files with
+/// such an error are skipped with a warning.
 pub fn find(hardware: &Hardware) -> Result<Option<(Profile, PathBuf)>> {
     match &Config::get().profile {
         ProfileChoice::Off => return Ok(None),
@@ -266,7 +301,8 @@ pub fn find(hardware: &Hardware) -> Result<Option<(Profile, PathBuf)>> {
 pub fn accept(profile: Profile, path: &Path, hardware: &Hardware) -> Result<(Profile, PathBuf)> {
     if profile.hardware != *hardware {
         return Err(Error::config(format!(
-            "profile {} was measured with {}; here there are {hardware}: measure with `python -m torch_symm tune`",
+            "profile {} was measured with {}; here there are {hardware}: measure with `python -m \
+             torch_symm tune`",
             path.display(),
             profile.hardware
         )));
@@ -284,9 +320,9 @@ pub fn between_nodes(device: DeviceKind, ranks: usize) -> Option<NetworkProfile>
     for_choices(device, ranks).and_then(|profile| profile.inter_node)
 }
 
-/// Returns the profile with which a group of `ranks` ranks chooses algorithms. A profile of a job with more ranks is
-/// also used if `SYMM_COST_PROFILE` names it. A faulty file causes a warning only, because thresholds do not justify failing
-/// a group.
+/// Returns the profile with which a group of `ranks` ranks chooses algorithms. A profile of a job
+/// with more ranks is also used if `SYMM_COST_PROFILE` names it. A faulty file causes a warning
+/// only, because thresholds do not justify failing a group.
 fn for_choices(device: DeviceKind, ranks: usize) -> Option<Profile> {
     let job = match &Config::get().profile {
         ProfileChoice::Off => return None,

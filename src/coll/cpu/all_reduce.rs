@@ -1,6 +1,8 @@
-//! All-reduce and reduce: each rank reduces its share of every chunk, then all ranks (or the root) collect the shares.
+//! All-reduce and reduce: each rank reduces its share of every chunk, then all ranks (or the root)
+//! collect the shares.
 //!
-//! Whatever the plan, one rank combines an element over ranks 0..n-1 in this order, so every rank gets the same bits.
+//! Whatever the plan, one rank combines an element over ranks 0..n-1 in this order, so every rank
+//! gets the same bits.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::CpuCall;
@@ -22,11 +24,17 @@ impl CpuCall<'_> {
         match plan {
             CpuPlan::Inline => {
                 if let Some(output) = call.outputs.first() {
-                    // An array, because an allocation takes a noticeable part of such a call's time.
-                    let mut sources = [InputElements { ptr: std::ptr::null(), factor: 1.0 }; MAX_RANKS];
+                    // An array, because an allocation takes a noticeable part of such a call's
+                    // time.
+                    let mut sources =
+                        [InputElements { ptr: std::ptr::null(), factor: 1.0 }; MAX_RANKS];
                     let sources = &mut sources[..control.size()];
                     for (source, rank) in sources.iter_mut().zip(control.ranks()) {
-                        *source = if rank == me { self.own(0) } else { self.peer(rank, self.posted(rank)) };
+                        *source = if rank == me {
+                            self.own(0)
+                        } else {
+                            self.peer(rank, self.posted(rank))
+                        };
                     }
                     self.reduce(output.ptr(), sources, output.bytes, WriteMode::Cached);
                 }
@@ -68,7 +76,8 @@ struct Shares<'a> {
 }
 
 impl Shares<'_> {
-    /// Returns the offset and length of the share of `rank` in a chunk of `bytes` bytes; shares are whole elements.
+    /// Returns the offset and length of the share of `rank` in a chunk of `bytes` bytes; shares are
+    /// whole elements.
     fn share(&self, rank: Rank, bytes: usize) -> (usize, usize) {
         let share = bytes.div_ceil(self.control.size()).next_multiple_of(64);
         chunk_of(bytes, share, rank.0.into())
@@ -92,8 +101,12 @@ impl ChunkOps for Shares<'_> {
         let (own, own_bytes) = self.share(me, bytes);
         let (from, to) = (self.input.ptr().wrapping_add(start), self.slot(me, slot));
         let after = own + own_bytes;
-        let copies = [CopyItem::new(to, from, own), CopyItem::new(to.wrapping_add(after), from.wrapping_add(after), bytes - after)];
-        // SAFETY: own + own_bytes <= bytes <= chunk; the slot is this rank's and free in this stage (pipeline).
+        let copies = [
+            CopyItem::new(to, from, own),
+            CopyItem::new(to.wrapping_add(after), from.wrapping_add(after), bytes - after),
+        ];
+        // SAFETY: own + own_bytes <= bytes <= chunk; the slot is this rank's and free in this stage
+        // (pipeline).
         unsafe { self.helpers.copy(&copies, cpu::STAGING) }
     }
 
@@ -103,8 +116,15 @@ impl ChunkOps for Shares<'_> {
         let (own, own_bytes) = self.share(me, bytes);
         self.sources.clear();
         for rank in self.control.ranks() {
-            let ptr = if rank == me { self.input.ptr().wrapping_add(start) } else { self.slot(rank, slot) };
-            self.sources.push(InputElements { ptr: ptr.wrapping_add(own), factor: self.factors[rank.index()] });
+            let ptr = if rank == me {
+                self.input.ptr().wrapping_add(start)
+            } else {
+                self.slot(rank, slot)
+            };
+            self.sources.push(InputElements {
+                ptr: ptr.wrapping_add(own),
+                factor: self.factors[rank.index()],
+            });
         }
         let shared = self.result(me, result);
         let dst = self.output.map(|output| output.ptr().wrapping_add(start + own));
@@ -114,9 +134,18 @@ impl ChunkOps for Shares<'_> {
             Some(dst) => (shared, Some(dst), self.store),
             None => (shared, None, WriteMode::Cached),
         };
-        // SAFETY: the result slot, the slots (pipeline) and the output, which is as long as the input, have own_bytes
-        // bytes.
-        unsafe { self.helpers.reduce((self.control.order(), self.call), to, &self.sources, own_bytes, twin, store) }
+        // SAFETY: the result slot, the slots (pipeline) and the output, which is as long as the
+        // input, have own_bytes bytes.
+        unsafe {
+            self.helpers.reduce(
+                (self.control.order(), self.call),
+                to,
+                &self.sources,
+                own_bytes,
+                twin,
+                store,
+            )
+        }
     }
 
     fn finish(&mut self, t: u64, result: usize) {
@@ -125,9 +154,14 @@ impl ChunkOps for Shares<'_> {
         self.copies.clear();
         for peer in self.control.peers() {
             let (share, share_bytes) = self.share(peer, bytes);
-            self.copies.push(CopyItem::new(output.ptr().wrapping_add(start + share), self.result(peer, result), share_bytes));
+            self.copies.push(CopyItem::new(
+                output.ptr().wrapping_add(start + share),
+                self.result(peer, result),
+                share_bytes,
+            ));
         }
-        // SAFETY: start + share + share_bytes <= output.bytes; the peers' result slots hold their shares of chunk `t` (pipeline).
+        // SAFETY: start + share + share_bytes <= output.bytes; the peers' result slots hold their
+        // shares of chunk `t` (pipeline).
         unsafe { self.helpers.copy(&self.copies, self.store) }
     }
 }

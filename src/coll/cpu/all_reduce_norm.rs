@@ -1,6 +1,7 @@
-//! All-reduce, residual and RMSNorm in one. In the one-shot form each rank sums and normalises all rows; in the
-//! two-shot form its share of each chunk, and then all ranks collect the shares of both results. Residual and weight
-//! are the same on all ranks, so a row has the same bits whichever rank normalises it.
+//! All-reduce, residual and RMSNorm in one. In the one-shot form each rank sums and normalises all
+//! rows; in the two-shot form its share of each chunk, and then all ranks collect the shares of
+//! both results. Residual and weight are the same on all ranks, so a row has the same bits
+//! whichever rank normalises it.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::CpuCall;
@@ -22,8 +23,16 @@ pub(crate) fn norm_alone(call: &CallSpec) {
     }
 }
 
-/// Normalises `count` rows starting at `first`; `sources` has the address of row `first` of each rank.
-fn norm_rows(call: &CallSpec, norm: &Norm, order: SumOrder, first: usize, count: usize, sources: &[*const u8]) {
+/// Normalises `count` rows starting at `first`; `sources` has the address of row `first` of each
+/// rank.
+fn norm_rows(
+    call: &CallSpec,
+    norm: &Norm,
+    order: SumOrder,
+    first: usize,
+    count: usize,
+    sources: &[*const u8],
+) {
     let at = first * norm.row_bytes();
     let memory = NormRows {
         sources,
@@ -33,11 +42,13 @@ fn norm_rows(call: &CallSpec, norm: &Norm, order: SumOrder, first: usize, count:
         scale: call.inputs.get(3).map_or(std::ptr::null(), |scale| scale.ptr().cast_const()),
         normed: call.outputs[0].ptr().wrapping_add(first * norm.normed_bytes()),
         sum: call.outputs[1].ptr().wrapping_add(at),
-        scales: call.outputs.get(2).map_or(std::ptr::null_mut(), |scales| scales.ptr().wrapping_add(first * norm.scale_bytes())),
+        scales: call.outputs.get(2).map_or(std::ptr::null_mut(), |scales| {
+            scales.ptr().wrapping_add(first * norm.scale_bytes())
+        }),
     };
-    // SAFETY: `validate` checked spans of `norm.rows` rows, which include these; the spans are the user's, and overlap
-    // in place only. The callers' sources have `count` rows: the input, or posts and slots of the segment, whose
-    // writers they have synchronised with.
+    // SAFETY: `validate` checked spans of `norm.rows` rows, which include these; the spans are the
+    // user's, and overlap in place only. The callers' sources have `count` rows: the input, or
+    // posts and slots of the segment, whose writers they have synchronised with.
     unsafe { cpu::add_rms_norm(norm, count, &memory) }
 }
 
@@ -46,8 +57,10 @@ impl CpuCall<'_> {
         let (control, call, me) = (self.control, self.call, self.control.rank());
         match plan {
             CpuPlan::Inline => {
-                let source = |rank| if rank == me { call.inputs[0].ptr() } else { self.posted(rank) };
-                let sources: Vec<*const u8> = control.ranks().map(|rank| source(rank).cast_const()).collect();
+                let source =
+                    |rank| if rank == me { call.inputs[0].ptr() } else { self.posted(rank) };
+                let sources: Vec<*const u8> =
+                    control.ranks().map(|rank| source(rank).cast_const()).collect();
                 norm_rows(call, norm, control.order(), 0, norm.rows, &sources);
                 Ok(())
             }
@@ -55,7 +68,14 @@ impl CpuCall<'_> {
                 let phases = plan::shots(norm, control.size());
                 let count = call.inputs[0].bytes.div_ceil(chunk) as u64;
                 let sources = Vec::with_capacity(control.size());
-                let mut chunks = Normalised { control, call, norm, phases, rows: chunk / norm.row_bytes(), sources };
+                let mut chunks = Normalised {
+                    control,
+                    call,
+                    norm,
+                    phases,
+                    rows: chunk / norm.row_bytes(),
+                    sources,
+                };
                 pipeline::run(&mut StageCounters(self), phases, count, &mut chunks)
             }
         }
@@ -78,21 +98,28 @@ impl Normalised<'_> {
         chunk_of(self.norm.rows, self.rows, t)
     }
 
-    /// Returns the first row of the share of `rank` in a chunk of `count` rows, and its number of rows.
+    /// Returns the first row of the share of `rank` in a chunk of `count` rows, and its number of
+    /// rows.
     fn share(&self, rank: Rank, count: usize) -> (usize, usize) {
         match self.phases {
             ResultSharing::One => (0, count),
-            ResultSharing::Two => chunk_of(count, count.div_ceil(self.control.size()), rank.0.into()),
+            ResultSharing::Two => {
+                chunk_of(count, count.div_ceil(self.control.size()), rank.0.into())
+            }
         }
     }
 
     fn slot(&self, rank: Rank, slot: usize) -> *mut u8 {
-        self.control.segment().ptr(self.control.layout().input(rank, slot), self.rows * self.norm.row_bytes())
+        self.control
+            .segment()
+            .ptr(self.control.layout().input(rank, slot), self.rows * self.norm.row_bytes())
     }
 
-    /// The parts of the outputs for `count` rows starting at `first`, each with its offset in a result slot.
+    /// The parts of the outputs for `count` rows starting at `first`, each with its offset in a
+    /// result slot.
     fn results(&self, first: usize, count: usize) -> impl Iterator<Item = (Span, usize)> {
-        let (call, widths) = (self.call, [self.norm.normed_bytes(), self.norm.row_bytes(), self.norm.scale_bytes()]);
+        let (call, widths) =
+            (self.call, [self.norm.normed_bytes(), self.norm.row_bytes(), self.norm.scale_bytes()]);
         let outputs = if self.norm.normed == Normed::Dynamic { 3 } else { 2 };
         let mut place = 0;
         (0..outputs).map(move |i| {
@@ -112,8 +139,8 @@ impl ChunkOps for Normalised<'_> {
     fn produce(&mut self, t: u64, slot: usize) {
         let ((first, count), row) = (self.chunk(t), self.norm.row_bytes());
         let from = self.call.inputs[0].ptr().wrapping_add(first * row);
-        // SAFETY: first + count <= rows of the input; count <= self.rows, for which the slot has capacity
-        // (`choose_rows`). The slot is this rank's and free in this stage (pipeline).
+        // SAFETY: first + count <= rows of the input; count <= self.rows, for which the slot has
+        // capacity (`choose_rows`). The slot is this rank's and free in this stage (pipeline).
         unsafe { cpu::copy(self.slot(self.control.rank(), slot), from, count * row, cpu::STAGING) }
     }
 
@@ -122,15 +149,26 @@ impl ChunkOps for Normalised<'_> {
         let (own, own_count) = self.share(me, count);
         self.sources.clear();
         for rank in self.control.ranks() {
-            let ptr = if rank == me { self.call.inputs[0].ptr().wrapping_add(first * row) } else { self.slot(rank, slot) };
+            let ptr = if rank == me {
+                self.call.inputs[0].ptr().wrapping_add(first * row)
+            } else {
+                self.slot(rank, slot)
+            };
             self.sources.push(ptr.wrapping_add(own * row));
         }
-        norm_rows(self.call, self.norm, self.control.order(), first + own, own_count, &self.sources);
+        norm_rows(
+            self.call,
+            self.norm,
+            self.control.order(),
+            first + own,
+            own_count,
+            &self.sources,
+        );
         if self.phases == ResultSharing::Two {
             let shared = self.result(me, result);
             for (span, place) in self.results(first + own, own_count) {
-                // SAFETY: the rows were just written; the results of a share fit into a result slot (`shots`), which is
-                // free (pipeline).
+                // SAFETY: the rows were just written; the results of a share fit into a result slot
+                // (`shots`), which is free (pipeline).
                 unsafe { cpu::copy(shared.add(place), span.ptr(), span.bytes, WriteMode::Cached) }
             }
         }

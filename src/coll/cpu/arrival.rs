@@ -1,7 +1,8 @@
-//! The arrival: one post per rank and call, in one of two places by the parity of the call's number.
+//! The arrival: one post per rank and call, in one of two places by the parity of the call's
+//! number.
 //!
-//! A rank that posts call `s + 2` over its post of call `s` has seen all ranks' posts of `s + 1`, so every rank has
-//! left `s`.
+//! A rank that posts call `s + 2` over its post of call `s` has seen all ranks' posts of `s + 1`,
+//! so every rank has left `s`.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::CpuCall;
@@ -23,8 +24,8 @@ struct Head {
     flag: AtomicU64,
     fingerprint: AtomicU64,
     factor: AtomicU64,
-    /// Length + 1 of every message in the table if all have the same length, otherwise 0. Exchanges of equal lengths
-    /// need no further cache lines.
+    /// Length + 1 of every message in the table if all have the same length, otherwise 0. Exchanges
+    /// of equal lengths need no further cache lines.
     even: AtomicU64,
 }
 
@@ -41,7 +42,8 @@ const UNREAD: usize = 6;
 /// The lengths start in the second cache line.
 const SENT: usize = 8;
 
-/// Returns true if the data that this rank sends fit next to its flag; `plan` is the plan for the lengths it knows.
+/// Returns true if the data that this rank sends fit next to its flag; `plan` is the plan for the
+/// lengths it knows.
 pub(super) fn fits_post(call: &CallSpec, plan: CpuPlan) -> bool {
     // For an all-to-all, each rank decides for itself.
     if call.op == Collective::AllToAll {
@@ -53,23 +55,31 @@ pub(super) fn fits_post(call: &CallSpec, plan: CpuPlan) -> bool {
 
 impl CpuCall<'_> {
     fn post(&self, rank: Rank) -> &Head {
-        // SAFETY: Head consists of atomics, and `layout.post` is the offset of one for every rank and parity.
+        // SAFETY: Head consists of atomics, and `layout.post` is the offset of one for every rank
+        // and parity.
         unsafe { self.control.segment().at(self.control.layout().post(rank, self.seq)) }
     }
 
     /// Returns the inline data of a post, valid for `INLINE_BYTES`.
     pub(super) fn posted(&self, rank: Rank) -> *mut u8 {
-        self.control.segment().ptr(self.control.layout().post(rank, self.seq) + POST_HEAD, INLINE_BYTES)
+        self.control
+            .segment()
+            .ptr(self.control.layout().post(rank, self.seq) + POST_HEAD, INLINE_BYTES)
     }
 
     fn table(&self, rank: Rank, word: usize) -> &AtomicU64 {
         let layout = self.control.layout();
         assert!(word < layout.table_words());
         // SAFETY: an atomic, within the table behind the inline data of this post.
-        unsafe { self.control.segment().at(layout.post(rank, self.seq) + POST_HEAD + INLINE_BYTES + word * 8) }
+        unsafe {
+            self.control
+                .segment()
+                .at(layout.post(rank, self.seq) + POST_HEAD + INLINE_BYTES + word * 8)
+        }
     }
 
-    /// Returns the offer of `rank`, see [`CpuCall::offer`]; undefined for calls that are not staged.
+    /// Returns the offer of `rank`, see [`CpuCall::offer`]; undefined for calls that are not
+    /// staged.
     pub(super) fn offered(&self, rank: Rank) -> u64 {
         self.table(rank, OFFER).load(Ordering::Relaxed)
     }
@@ -115,7 +125,11 @@ impl CpuCall<'_> {
 
     fn length(&self, rank: Rank, word: usize) -> usize {
         let even = self.post(rank).even.load(Ordering::Relaxed);
-        if even > 0 { even as usize - 1 } else { self.table(rank, word).load(Ordering::Relaxed) as usize }
+        if even > 0 {
+            even as usize - 1
+        } else {
+            self.table(rank, word).load(Ordering::Relaxed) as usize
+        }
     }
 
     /// Returns the factor of `rank` under PREMUL_SUM.
@@ -129,8 +143,8 @@ impl CpuCall<'_> {
         self.compare()
     }
 
-    /// Compares the lengths that each rank of an all-to-all sends and expects. Returns `None` if all data are next to
-    /// the flags, otherwise the length of the longest message.
+    /// Compares the lengths that each rank of an all-to-all sends and expects. Returns `None` if
+    /// all data are next to the flags, otherwise the length of the longest message.
     pub(super) fn compare_lengths(&self) -> Result<Option<usize>> {
         let (mut longest, mut all_inline) = (0, true);
         for from in self.control.ranks() {
@@ -157,14 +171,18 @@ impl CpuCall<'_> {
     /// Posts the call that this rank was asked to run; `inline`: with its data.
     pub(super) fn write_post(&self, inline: bool) {
         let (control, call, me) = (self.control, self.call, self.control.rank());
-        let (sent, received): (&[Span], &[Span]) =
-            if call.op == Collective::AllToAll { (&call.inputs, &call.outputs) } else { (call.agreed_lengths(), &[]) };
+        let (sent, received): (&[Span], &[Span]) = if call.op == Collective::AllToAll {
+            (&call.inputs, &call.outputs)
+        } else {
+            (call.agreed_lengths(), &[])
+        };
         let description = Description::of(call);
         let put = |word: usize, value: u64| self.table(me, word).store(value, Ordering::Relaxed);
         put(HEAD, description.head);
         put(BYTES, description.bytes);
         put(DETAIL, description.detail);
-        // Peers do not read these words if the data are inline. For an all-to-all, only all ranks together know that.
+        // Peers do not read these words if the data are inline. For an all-to-all, only all ranks
+        // together know that.
         if !inline {
             put(OFFER, self.offer());
             put(SHARES_CORES, shares_cores().into());
@@ -189,9 +207,9 @@ impl CpuCall<'_> {
         if inline {
             let mut at = self.posted(me);
             for span in call.shared_inputs() {
-                // SAFETY: the inputs' bytes together fit INLINE_BYTES (`fits_post`). No peer reads this post before its
-                // flag is published below, and none still reads the previous one (module docs). The spans are the
-                // caller's.
+                // SAFETY: the inputs' bytes together fit INLINE_BYTES (`fits_post`). No peer reads
+                // this post before its flag is published below, and none still reads the previous
+                // one (module docs). The spans are the caller's.
                 unsafe {
                     cpu::copy(at, span.ptr(), span.bytes, WriteMode::Cached);
                     at = at.add(span.bytes);
@@ -200,7 +218,9 @@ impl CpuCall<'_> {
         }
         let post = self.post(me);
         post.factor.store(call.factor.to_bits(), Ordering::Relaxed);
-        let even = sent.first().filter(|first| sent.iter().chain(received).all(|span| span.bytes == first.bytes));
+        let even = sent
+            .first()
+            .filter(|first| sent.iter().chain(received).all(|span| span.bytes == first.bytes));
         post.even.store(even.map_or(0, |first| first.bytes as u64 + 1), Ordering::Relaxed);
         post.fingerprint.store(description.fingerprint(call), Ordering::Relaxed);
         if let Some(call_site) = call.call_site {
@@ -223,14 +243,26 @@ impl CpuCall<'_> {
         if self.control.peers().all(|peer| print(peer) == mine) {
             return Ok(());
         }
-        let mut text = format!("ranks disagree on collective #{} of group \"{}\"", self.seq, self.control.name());
+        let mut text = format!(
+            "ranks disagree on collective #{} of group \"{}\"",
+            self.seq,
+            self.control.name()
+        );
         let described = |rank| {
             let word = |place| self.table(rank, place).load(Ordering::Relaxed);
             Description { head: word(HEAD), bytes: word(BYTES), detail: word(DETAIL) }
         };
         let own = described(self.control.rank());
-        if self.control.peers().map(described).all(|other| other.without_call_site() == own.without_call_site())
-            && self.control.peers().map(described).any(|other| other.has_call_site() != own.has_call_site())
+        if self
+            .control
+            .peers()
+            .map(described)
+            .all(|other| other.without_call_site() == own.without_call_site())
+            && self
+                .control
+                .peers()
+                .map(described)
+                .any(|other| other.has_call_site() != own.has_call_site())
         {
             text.push_str(": some were started with SYMM_DEBUG=call_site, others were not");
         }
@@ -241,7 +273,8 @@ impl CpuCall<'_> {
                 let _ = write!(text, " at {}", self.control.call_site(rank).read());
             }
             if !self.call.agreed_lengths().is_empty() && self.control.size() <= 16 {
-                let lengths: Vec<usize> = self.control.ranks().map(|to| self.sent(rank, to)).collect();
+                let lengths: Vec<usize> =
+                    self.control.ranks().map(|to| self.sent(rank, to)).collect();
                 let _ = write!(text, " with lengths {lengths:?} bytes");
             }
         }
@@ -254,7 +287,13 @@ impl CpuCall<'_> {
     }
 
     /// Reduces `bytes` bytes of every source into `dst`.
-    pub(super) fn reduce(&self, dst: *mut u8, sources: &[InputElements], bytes: usize, store: WriteMode) {
+    pub(super) fn reduce(
+        &self,
+        dst: *mut u8,
+        sources: &[InputElements],
+        bytes: usize,
+        store: WriteMode,
+    ) {
         reduce_chunk((self.control.order(), self.call), dst, sources, bytes, store);
     }
 }

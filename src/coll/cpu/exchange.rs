@@ -58,19 +58,30 @@ impl CpuCall<'_> {
         // A rank's personal message to itself does not use the slots.
         let me = self.control.rank().index();
         let personal = self.personal();
-        self.call.inputs.iter().copied().enumerate().filter(move |&(index, _)| !personal || index != me)
+        self.call
+            .inputs
+            .iter()
+            .copied()
+            .enumerate()
+            .filter(move |&(index, _)| !personal || index != me)
     }
 
     /// The messages that this rank receives, with their senders.
     pub(super) fn incoming(&self) -> impl Iterator<Item = (Rank, Span)> {
         let (call, me) = (self.call, self.control.rank());
         let one = matches!(call.op, Collective::Broadcast | Collective::Scatter);
-        let single = call.outputs.first().filter(|_| one && me != call.root).map(|&span| (call.root, span));
-        let many = self.control.peers().filter(move |_| !one).filter_map(|peer| Some((peer, *call.outputs.get(peer.index())?)));
+        let single =
+            call.outputs.first().filter(|_| one && me != call.root).map(|&span| (call.root, span));
+        let many = self
+            .control
+            .peers()
+            .filter(move |_| !one)
+            .filter_map(|peer| Some((peer, *call.outputs.get(peer.index())?)));
         single.into_iter().chain(many)
     }
 
-    /// [`CpuCall::incoming`] starting from the next rank, so that the ranks do not all read the same tensor at once.
+    /// [`CpuCall::incoming`] starting from the next rank, so that the ranks do not all read the
+    /// same tensor at once.
     pub(super) fn incoming_from_next(&self) -> Vec<(Rank, Span)> {
         let mut incoming: Vec<_> = self.incoming().collect();
         let next = incoming.iter().position(|&(from, _)| from > self.control.rank()).unwrap_or(0);
@@ -82,7 +93,8 @@ impl CpuCall<'_> {
     pub(super) fn skipped(&self, from: Rank, output: Span) -> usize {
         match self.call.op {
             Collective::Scatter => self.control.rank().index() * output.bytes,
-            Collective::AllToAll => (0..self.control.rank().0).fold(0, |sum, to| self.sent(from, Rank(to)).saturating_add(sum)),
+            Collective::AllToAll => (0..self.control.rank().0)
+                .fold(0, |sum, to| self.sent(from, Rank(to)).saturating_add(sum)),
             Collective::Barrier
             | Collective::Broadcast
             | Collective::AllReduce
@@ -96,31 +108,49 @@ impl CpuCall<'_> {
     /// Copies this rank's message to itself.
     pub(super) fn keep_own(&self, helpers: &Helpers) {
         let (call, me) = (self.call, self.control.rank().index());
-        let pick = |spans: &[Span]| if spans.len() > 1 { spans.get(me).copied() } else { spans.first().copied() };
+        let pick = |spans: &[Span]| {
+            if spans.len() > 1 { spans.get(me).copied() } else { spans.first().copied() }
+        };
         if let (Some(input), Some(output)) = (pick(&call.inputs), pick(&call.outputs))
             && input.addr != output.addr
         {
-            // SAFETY: `validate` saw equal lengths; the spans are the caller's and do not overlap unless they are the same.
-            unsafe { helpers.copy(&[CopyItem::new(output.ptr(), input.ptr(), input.bytes)], WriteMode::Cached) }
+            // SAFETY: `validate` saw equal lengths; the spans are the caller's and do not overlap
+            // unless they are the same.
+            unsafe {
+                helpers.copy(
+                    &[CopyItem::new(output.ptr(), input.ptr(), input.bytes)],
+                    WriteMode::Cached,
+                )
+            }
         }
     }
 
     /// Runs the exchange; `longest` is the length of the longest message between two ranks.
     pub(super) fn exchange(&mut self, plan: CpuPlan, longest: usize) -> Result<()> {
-        let helpers = if plan == CpuPlan::Inline { Helpers::none() } else { Helpers::of(self.call.total()) };
+        let helpers =
+            if plan == CpuPlan::Inline { Helpers::none() } else { Helpers::of(self.call.total()) };
         match plan {
             CpuPlan::Inline => {
                 for (from, output) in self.incoming() {
                     let skipped = self.skipped(from, output);
-                    // The lengths are read again after the comparison, and a faulty rank may have overwritten them.
+                    // The lengths are read again after the comparison, and a faulty rank may have
+                    // overwritten them.
                     if skipped.saturating_add(output.bytes) > INLINE_BYTES {
                         let (about, from) = (self.about(), self.control.describe(from));
-                        return Err(self
-                            .control
-                            .fail(Error::internal(format!("{about}: the lengths that {from} sends have changed meanwhile"))));
+                        return Err(self.control.fail(Error::internal(format!(
+                            "{about}: the lengths that {from} sends have changed meanwhile"
+                        ))));
                     }
-                    // SAFETY: within the INLINE_BYTES of the post (checked above), which `await_posts` acquired.
-                    unsafe { cpu::copy(output.ptr(), self.posted(from).add(skipped), output.bytes, WriteMode::Cached) }
+                    // SAFETY: within the INLINE_BYTES of the post (checked above), which
+                    // `await_posts` acquired.
+                    unsafe {
+                        cpu::copy(
+                            output.ptr(),
+                            self.posted(from).add(skipped),
+                            output.bytes,
+                            WriteMode::Cached,
+                        )
+                    }
                 }
             }
             CpuPlan::Staged { chunk, store } => {
@@ -131,7 +161,9 @@ impl CpuCall<'_> {
                     incoming: self.incoming().collect(),
                     slot: &|from, slot, index| {
                         let index = if personal { index } else { 0 };
-                        control.segment().ptr(control.layout().input(from, slot) + index * chunk, chunk)
+                        control
+                            .segment()
+                            .ptr(control.layout().input(from, slot) + index * chunk, chunk)
                     },
                     me: control.rank(),
                     helpers: &helpers,
@@ -165,9 +197,14 @@ impl ChunkOps for RankMessages<'_> {
         self.copies.clear();
         for &(index, span) in &self.outgoing {
             let (start, bytes) = chunk_of(span.bytes, self.chunk, t);
-            self.copies.push(CopyItem::new((self.slot)(self.me, slot, index), span.ptr().wrapping_add(start), bytes));
+            self.copies.push(CopyItem::new(
+                (self.slot)(self.me, slot, index),
+                span.ptr().wrapping_add(start),
+                bytes,
+            ));
         }
-        // SAFETY: start + bytes <= span.bytes; the slot is this rank's and free in this stage (pipeline).
+        // SAFETY: start + bytes <= span.bytes; the slot is this rank's and free in this stage
+        // (pipeline).
         unsafe { self.helpers.copy(&self.copies, cpu::STAGING) }
     }
 
@@ -175,9 +212,14 @@ impl ChunkOps for RankMessages<'_> {
         self.copies.clear();
         for &(from, span) in &self.incoming {
             let (start, bytes) = chunk_of(span.bytes, self.chunk, t);
-            self.copies.push(CopyItem::new(span.ptr().wrapping_add(start), (self.slot)(from, slot, self.me.index()), bytes));
+            self.copies.push(CopyItem::new(
+                span.ptr().wrapping_add(start),
+                (self.slot)(from, slot, self.me.index()),
+                bytes,
+            ));
         }
-        // SAFETY: as above; the slot holds chunk `t` of a message of the same length (compared at arrival).
+        // SAFETY: as above; the slot holds chunk `t` of a message of the same length (compared at
+        // arrival).
         unsafe { self.helpers.copy(&self.copies, self.store) }
     }
 

@@ -1,12 +1,18 @@
 //! Threads that copy and reduce a part of long calls, where cores are idle.
 //!
-//! One core reaches only a fraction of the memory bandwidth (`docs/measurements/cpu.md`). So a rank that has more than
-//! one core divides each stage of a long call into [`WorkItems`], and any thread that is free claims the next piece. A
-//! helper that does not start, because its core is busy, delays nothing. A helper that loses its core within a piece
-//! delays the call; the ranks then do without helpers for a while, as [`SpinBudget`] decides.
+//! One core reaches only a fraction of the memory bandwidth (`docs/measurements/cpu.md`). So a rank
+//! that has more than one core divides each stage of a long call into [`WorkItems`], and any thread
+//! that is free claims the next piece. A helper that does not start, because its core is busy,
+//! delays nothing. A helper that loses its core within a piece delays the call; the ranks then do
+//! without helpers for a while, as [`SpinBudget`] decides.
 //!
-//! Helpers belong to the process. After the last piece they poll for 200 µs, then sleep, and exit after a second.
-#![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors, and a job that lives on its owner's stack")]
+//! Helpers belong to the process. After the last piece they poll for 200 µs, then sleep, and exit
+//! after a second.
+#![allow(
+    unsafe_code,
+    reason = "copies between the group's memory and the bytes of tensors, and a job that lives on \
+        its owner's stack"
+)]
 
 use crate::coll::call::CallSpec;
 use crate::config::Config;
@@ -32,7 +38,8 @@ const PIECES: usize = 2;
 /// How long a helper polls before it sleeps, and how long it sleeps before it exits.
 const HELPER_SPIN: Duration = Duration::from_micros(200);
 const IDLE_THREAD_TIMEOUT: Duration = Duration::from_secs(1);
-/// Polls between two reads of the clock, and spin iterations before a thread that waits for a helper yields.
+/// Polls between two reads of the clock, and spin iterations before a thread that waits for a
+/// helper yields.
 const SPIN_TURNS: u32 = 64;
 const SPINS: u32 = 2000;
 
@@ -118,13 +125,14 @@ fn cores() -> usize {
     }
 }
 
-/// Returns true if ranks share cores, so that a rank that waits may have to yield its core to the peer.
+/// Returns true if ranks share cores, so that a rank that waits may have to yield its core to the
+/// peer.
 pub(super) fn shares_cores() -> bool {
     cores() < RANKS.load(Ordering::Relaxed)
 }
 
-/// Returns the number of threads for a call in each of `ranks` ranks on `cores` cores. If it is more than two, one core
-/// stays free for other work.
+/// Returns the number of threads for a call in each of `ranks` ranks on `cores` cores. If it is
+/// more than two, one core stays free for other work.
 fn threads(cores: usize, ranks: usize) -> usize {
     (cores / ranks).min(((cores - 1) / ranks).max(2)).clamp(1, MOST_THREADS)
 }
@@ -148,7 +156,9 @@ impl Helpers {
         let (wanted, team) = (Config::get().cpu_threads, TEAM.get());
         let threads = wanted.unwrap_or_else(usual_threads);
         // Ranks that lose time slices to other threads have no cores to spare.
-        let crowded = || PATIENCE.is_short(now) || PATIENCE.yields_to_peer(now) || team.patience.is_short(now);
+        let crowded = || {
+            PATIENCE.is_short(now) || PATIENCE.yields_to_peer(now) || team.patience.is_short(now)
+        };
         if threads < 2 || wanted.is_none() && crowded() {
             return Self::none();
         }
@@ -158,7 +168,8 @@ impl Helpers {
         Self { held: Some(held), threads }
     }
 
-    /// Runs `work` on `bytes` bytes, which may be cut at multiples of 64; returns when all of it is done.
+    /// Runs `work` on `bytes` bytes, which may be cut at multiples of 64; returns when all of it is
+    /// done.
     fn share(&self, bytes: usize, work: &Work<'_>) {
         let piece = bytes.div_ceil(self.threads * PIECES).next_multiple_of(64).max(PIECE);
         if self.held.is_none() || bytes <= piece {
@@ -180,15 +191,22 @@ impl Helpers {
                 if from < to {
                     let (skipped, source) = (from - before, copied.from as *const u8);
                     // SAFETY: the caller's contract; skipped + (to - from) <= copied.bytes.
-                    unsafe { cpu::copy((copied.to as *mut u8).add(skipped), source.add(skipped), to - from, store) }
+                    unsafe {
+                        cpu::copy(
+                            (copied.to as *mut u8).add(skipped),
+                            source.add(skipped),
+                            to - from,
+                            store,
+                        )
+                    }
                 }
                 before += copied.bytes;
             }
         });
     }
 
-    /// Reduces `bytes` bytes of `sources` to `dst` as `call` says, in `order`. With a `twin`, the result is also copied
-    /// there with `store`; without one, `store` applies to `dst`.
+    /// Reduces `bytes` bytes of `sources` to `dst` as `call` says, in `order`. With a `twin`, the
+    /// result is also copied there with `store`; without one, `store` applies to `dst`.
     ///
     /// # Safety
     /// As [`cpu::reduce`]; `twin` is valid for writes of the same length and overlaps nothing else.
@@ -204,10 +222,21 @@ impl Helpers {
         let all = ReduceItem { dst, sources, twin };
         self.share(bytes, &|start, bytes| {
             let all = &all;
-            let later = |source: &InputElements| InputElements { ptr: source.ptr.wrapping_add(start), ..*source };
-            let shifted: Vec<InputElements> = if start == 0 { Vec::new() } else { all.sources.iter().map(later).collect() };
-            let (dst, sources) = (all.dst.wrapping_add(start), if start == 0 { all.sources } else { &shifted });
-            reduce_chunk((order, call), dst, sources, bytes, if all.twin.is_some() { WriteMode::Cached } else { store });
+            let later = |source: &InputElements| InputElements {
+                ptr: source.ptr.wrapping_add(start),
+                ..*source
+            };
+            let shifted: Vec<InputElements> =
+                if start == 0 { Vec::new() } else { all.sources.iter().map(later).collect() };
+            let (dst, sources) =
+                (all.dst.wrapping_add(start), if start == 0 { all.sources } else { &shifted });
+            reduce_chunk(
+                (order, call),
+                dst,
+                sources,
+                bytes,
+                if all.twin.is_some() { WriteMode::Cached } else { store },
+            );
             if let Some(twin) = all.twin {
                 // SAFETY: the caller's contract; the bytes at `dst` were just written.
                 unsafe { cpu::copy(twin.wrapping_add(start), dst, bytes, store) }
@@ -217,10 +246,27 @@ impl Helpers {
 }
 
 /// `Step::reduce` for a pipeline, which holds the step itself.
-pub(super) fn reduce_chunk((order, call): (SumOrder, &CallSpec), dst: *mut u8, sources: &[InputElements], bytes: usize, store: WriteMode) {
-    // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches for, or posts and slots
-    // of the segment whose bounds `ShmSegment::ptr` checked. It synchronises with their writers before.
-    unsafe { cpu::reduce_in(order, call.reduce_op, call.dtype, dst, sources, bytes / call.dtype.size(), store) }
+pub(super) fn reduce_chunk(
+    (order, call): (SumOrder, &CallSpec),
+    dst: *mut u8,
+    sources: &[InputElements],
+    bytes: usize,
+    store: WriteMode,
+) {
+    // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches
+    // for, or posts and slots of the segment whose bounds `ShmSegment::ptr` checked. It
+    // synchronises with their writers before.
+    unsafe {
+        cpu::reduce_in(
+            order,
+            call.reduce_op,
+            call.dtype,
+            dst,
+            sources,
+            bytes / call.dtype.size(),
+            store,
+        )
+    }
 }
 
 /// The memory of a reduction that is divided into pieces.
@@ -294,12 +340,15 @@ impl HelperPool {
         }
     }
 
-    /// Sleeps until there have been more than `calls` calls, and returns their number. `None`: the helper exits.
+    /// Sleeps until there have been more than `calls` calls, and returns their number. `None`: the
+    /// helper exits.
     #[inline(never)]
     fn sleep(&self, calls: u64) -> Option<u64> {
         let mut state = lock(&self.state);
         state.asleep += 1;
-        let waited = self.called.wait_timeout_while(state, IDLE_THREAD_TIMEOUT, |state| state.calls == calls);
+        let waited = self
+            .called
+            .wait_timeout_while(state, IDLE_THREAD_TIMEOUT, |state| state.calls == calls);
         let (mut state, outcome) = unpoisoned(waited);
         state.asleep -= 1;
         if outcome.timed_out() {
@@ -313,7 +362,8 @@ impl HelperPool {
         let (mut turns, mut last) = (0u32, Instant::now());
         loop {
             while let Some((job, piece)) = self.pieces.claim() {
-                // SAFETY: `job` is the address of the owner's job, which lives until all its pieces are finished; it is shared as `Work` is.
+                // SAFETY: `job` is the address of the owner's job, which lives until all its pieces
+                // are finished; it is shared as `Work` is.
                 let job = unsafe { &*(job as usize as *const HelperJob<'_>) };
                 if catch_unwind(AssertUnwindSafe(|| job.run(piece))).is_err() {
                     self.panicked.store(true, Ordering::Relaxed);
@@ -352,7 +402,8 @@ mod tests {
 
     #[test]
     fn threads_leave_a_core_where_there_are_many() {
-        let found = [(1, 1), (2, 2), (4, 2), (16, 4), (16, 8), (16, 2), (32, 4), (2, 8)].map(|(cores, ranks)| threads(cores, ranks));
+        let found = [(1, 1), (2, 2), (4, 2), (16, 4), (16, 8), (16, 2), (32, 4), (2, 8)]
+            .map(|(cores, ranks)| threads(cores, ranks));
         assert_eq!(found, [1, 1, 2, 3, 2, 4, 4, 1]);
     }
 

@@ -1,8 +1,9 @@
 //! Collectives on tensors in host memory.
 //!
-//! Every collective starts with an arrival ([`arrival`]): each rank posts the call that it was asked to run, waits for
-//! all posts and compares them. No user memory is written before. The rest depends on the plan: the data arrived with
-//! the posts, or move through staging in a [`pipeline`], or are read in place in symmetric memory ([`zero_copy`]).
+//! Every collective starts with an arrival ([`arrival`]): each rank posts the call that it was
+//! asked to run, waits for all posts and compares them. No user memory is written before. The rest
+//! depends on the plan: the data arrived with the posts, or move through staging in a [`pipeline`],
+//! or are read in place in symmetric memory ([`zero_copy`]).
 
 mod all_reduce;
 mod all_reduce_norm;
@@ -57,7 +58,13 @@ struct CpuCall<'a> {
 }
 
 /// Returns the plan of `call` among `n` ranks.
-fn choose(call: &CallSpec, longest: usize, n: usize, thresholds: &CpuThresholds, shared_cores: bool) -> CpuPlan {
+fn choose(
+    call: &CallSpec,
+    longest: usize,
+    n: usize,
+    thresholds: &CpuThresholds,
+    shared_cores: bool,
+) -> CpuPlan {
     match Norm::of(call) {
         Some(norm) => plan::choose_rows(&norm, n, shared_cores),
         None => plan::choose(call.op, longest, n, thresholds, shared_cores),
@@ -66,8 +73,22 @@ fn choose(call: &CallSpec, longest: usize, n: usize, thresholds: &CpuThresholds,
 
 impl CpuRunner {
     /// Makes a runner for a new group, whose symmetric memory will appear in `linked`.
-    pub fn new(control: Arc<ControlBlock>, thresholds: CpuThresholds, linked: Arc<PeerHeapsCell>) -> Self {
-        Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds, linked, last_algorithm: "", reads: false, posted: false }
+    pub fn new(
+        control: Arc<ControlBlock>,
+        thresholds: CpuThresholds,
+        linked: Arc<PeerHeapsCell>,
+    ) -> Self {
+        Self {
+            control,
+            seq: 0,
+            stage: 0,
+            staging_reserved: false,
+            thresholds,
+            linked,
+            last_algorithm: "",
+            reads: false,
+            posted: false,
+        }
     }
 
     /// Sets whether every rank may read every other rank's memory.
@@ -90,24 +111,40 @@ impl CpuRunner {
         self.last_algorithm
     }
 
-    /// Posts `call` if all bytes that this rank sends fit next to the flag; the next call passed to `run` must then be
-    /// this one. `begins` gets the call's number before peers see it.
+    /// Posts `call` if all bytes that this rank sends fit next to the flag; the next call passed to
+    /// `run` must then be this one. `begins` gets the call's number before peers see it.
     pub fn post(&mut self, call: &Call<'_>, begins: &dyn Fn(u64)) -> bool {
-        let inline = fits_post(call, choose(call, call.longest(), self.control.size(), &self.thresholds, false));
+        let inline = fits_post(
+            call,
+            choose(call, call.longest(), self.control.size(), &self.thresholds, false),
+        );
         if !inline || self.control.size() == 1 || self.control.failure().is_some() {
             return false;
         }
         self.seq += 1;
         begins(self.seq);
-        let (control, heaps, limit) = (Arc::clone(&self.control), self.linked.get(), CallTimeout::from_first_wait(Duration::ZERO));
+        let (control, heaps, limit) = (
+            Arc::clone(&self.control),
+            self.linked.get(),
+            CallTimeout::from_first_wait(Duration::ZERO),
+        );
         let (heaps, reads) = (heaps.as_deref(), &mut self.reads);
-        CpuCall { control: &control, call, limit: &limit, reads, heaps, seq: self.seq, stage: &mut self.stage }.write_post(inline);
+        CpuCall {
+            control: &control,
+            call,
+            limit: &limit,
+            reads,
+            heaps,
+            seq: self.seq,
+            stage: &mut self.stage,
+        }
+        .write_post(inline);
         self.posted = true;
         true
     }
 
-    /// Runs `call`, or the rest of it if it was posted. Returns when its outputs are complete and its inputs may
-    /// change.
+    /// Runs `call`, or the rest of it if it was posted. Returns when its outputs are complete and
+    /// its inputs may change.
     pub fn run(&mut self, call: &Call<'_>, limit: &CallTimeout) -> Result<()> {
         self.last_algorithm = "";
         let posted = std::mem::take(&mut self.posted);
@@ -121,7 +158,15 @@ impl CpuRunner {
         let plan = choose(call, longest, n, &self.thresholds, false);
         let (control, heaps) = (Arc::clone(&self.control), self.linked.get());
         let (heaps, reads) = (heaps.as_deref(), &mut self.reads);
-        let mut step = CpuCall { control: &control, call, limit, reads, heaps, seq: self.seq, stage: &mut self.stage };
+        let mut step = CpuCall {
+            control: &control,
+            call,
+            limit,
+            reads,
+            heaps,
+            seq: self.seq,
+            stage: &mut self.stage,
+        };
         if n == 1 {
             self.last_algorithm = "alone";
             return step.alone();
@@ -130,7 +175,8 @@ impl CpuRunner {
             step.write_post(fits_post(call, plan));
         }
         step.arrive()?;
-        // Only the posts of all ranks tell the longest message of an all-to-all, and whether ranks share cores.
+        // Only the posts of all ranks tell the longest message of an all-to-all, and whether ranks
+        // share cores.
         let staged = match (call.op, plan) {
             (Collective::AllToAll, _) => step.compare_lengths()?,
             (_, CpuPlan::Inline) => None,
@@ -138,7 +184,9 @@ impl CpuRunner {
         };
         let longest = staged.unwrap_or_default();
         let shared_cores = staged.is_some() && step.cores_are_shared();
-        let plan = staged.map_or(CpuPlan::Inline, |longest| choose(call, longest, n, &self.thresholds, shared_cores));
+        let plan = staged.map_or(CpuPlan::Inline, |longest| {
+            choose(call, longest, n, &self.thresholds, shared_cores)
+        });
         if let CpuPlan::Staged { store, .. } = plan
             && step.all_offered()
         {
@@ -158,17 +206,24 @@ impl CpuRunner {
         if matches!(plan, CpuPlan::Staged { .. }) && !self.staging_reserved {
             let layout = control.layout();
             let purpose = format_args!("group \"{}\"", control.name());
-            control.segment().reserve(layout.staging(control.rank()), layout.staging_bytes(), purpose).map_err(|e| control.fail(e))?;
+            control
+                .segment()
+                .reserve(layout.staging(control.rank()), layout.staging_bytes(), purpose)
+                .map_err(|e| control.fail(e))?;
             self.staging_reserved = true;
         }
         match call.op {
             Collective::Barrier => {}
             Collective::AllReduce | Collective::Reduce => step.all_reduce(plan)?,
             Collective::ReduceScatter => step.reduce_scatter(plan)?,
-            Collective::AllReduceAddRmsNorm => Norm::of(call).map_or(Ok(()), |norm| step.norm(&norm, plan))?,
-            Collective::Broadcast | Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::AllToAll => {
-                step.exchange(plan, longest)?
+            Collective::AllReduceAddRmsNorm => {
+                Norm::of(call).map_or(Ok(()), |norm| step.norm(&norm, plan))?
             }
+            Collective::Broadcast
+            | Collective::AllGather
+            | Collective::Gather
+            | Collective::Scatter
+            | Collective::AllToAll => step.exchange(plan, longest)?,
         }
         control.finish(self.seq, call.op);
         Ok(())
@@ -182,9 +237,17 @@ impl CpuCall<'_> {
             Collective::Barrier | Collective::Broadcast => {}
             Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter => {
                 let (input, output) = (self.call.inputs[0], self.call.outputs[0]);
-                self.reduce(output.ptr(), &[self.own(0)], input.bytes, crate::kernels::cpu::WriteMode::Cached);
+                self.reduce(
+                    output.ptr(),
+                    &[self.own(0)],
+                    input.bytes,
+                    crate::kernels::cpu::WriteMode::Cached,
+                );
             }
-            Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::AllToAll => self.keep_own(&Helpers::none()),
+            Collective::AllGather
+            | Collective::Gather
+            | Collective::Scatter
+            | Collective::AllToAll => self.keep_own(&Helpers::none()),
             Collective::AllReduceAddRmsNorm => norm_alone(self.call),
         }
         Ok(())
@@ -199,7 +262,9 @@ impl CpuCall<'_> {
         let (seq, group) = (self.seq, self.control.name());
         if self.call.op == Collective::AllToAll {
             let sent: usize = self.call.inputs.iter().map(|span| span.bytes).sum();
-            return format!("{description} #{seq} of group \"{group}\" (this rank sends {sent} bytes)");
+            return format!(
+                "{description} #{seq} of group \"{group}\" (this rank sends {sent} bytes)"
+            );
         }
         format!("{description} #{seq} of group \"{group}\"")
     }
@@ -214,11 +279,18 @@ mod tests {
     use crate::error::Error;
 
     fn runners(n: u32) -> Vec<CpuRunner> {
-        controls(n).into_iter().map(|control| CpuRunner::new(Arc::new(control), CpuThresholds::default(), Arc::default())).collect()
+        controls(n)
+            .into_iter()
+            .map(|control| {
+                CpuRunner::new(Arc::new(control), CpuThresholds::default(), Arc::default())
+            })
+            .collect()
     }
 
     fn spans(all: &mut [Vec<i32>]) -> Vec<Span> {
-        all.iter_mut().map(|one| Span { addr: one.as_mut_ptr() as usize, bytes: size_of_val(&**one) }).collect()
+        all.iter_mut()
+            .map(|one| Span { addr: one.as_mut_ptr() as usize, bytes: size_of_val(&**one) })
+            .collect()
     }
 
     fn call(op: Collective, inputs: Vec<Span>, outputs: Vec<Span>) -> Call<'static> {
@@ -235,13 +307,18 @@ mod tests {
         let mut runners = runners(2);
         let mut data = [vec![vec![1, 2]], vec![vec![30, 40]]];
         for (number, expected) in [(1, [31, 42]), (2, [62, 84])] {
-            let calls = data.each_mut().map(|data| call(Collective::AllReduce, spans(data), spans(data)));
+            let calls =
+                data.each_mut().map(|data| call(Collective::AllReduce, spans(data), spans(data)));
             let before = data[0][0].clone();
             let begun = std::cell::Cell::new(0);
             assert!(runners[0].post(&calls[0], &|sequence| begun.set(sequence)));
             assert_eq!((begun.get(), runners[0].sequence()), (number, number));
             runners[1].run(&calls[1], &soon()).expect("all are there");
-            assert_eq!((&data[0][0], &*data[1][0]), (&before, &expected[..]), "rank 0 has not been told to go on");
+            assert_eq!(
+                (&data[0][0], &*data[1][0]),
+                (&before, &expected[..]),
+                "rank 0 has not been told to go on"
+            );
             runners[0].run(&calls[0], &soon()).expect("all were there");
             assert_eq!((&*data[0][0], runners[0].sequence()), (&expected[..], number));
         }
@@ -251,7 +328,8 @@ mod tests {
     fn what_peers_need_more_of_is_not_posted() {
         let mut long = [vec![0; 10_000]];
         let mut short = [vec![0; 10]];
-        let [long, short] = [spans(&mut long), spans(&mut short)].map(|spans| call(Collective::AllReduce, spans.clone(), spans));
+        let [long, short] = [spans(&mut long), spans(&mut short)]
+            .map(|spans| call(Collective::AllReduce, spans.clone(), spans));
         let mut pair = runners(2);
         assert!(!pair[0].post(&long, &|_| panic!("it does not begin")));
         assert!(!runners(1)[0].post(&short, &|_| panic!("nobody waits for it")));
@@ -265,9 +343,14 @@ mod tests {
     fn an_all_to_all_goes_on_where_only_one_rank_could_post() {
         let lengths = [[10, 20], [5000, 30]];
         let mut runners = runners(2);
-        let mut inputs = [0, 1].map(|from: usize| lengths[from].map(|length| vec![from as i32 + 1; length]));
+        let mut inputs =
+            [0, 1].map(|from: usize| lengths[from].map(|length| vec![from as i32 + 1; length]));
         let mut outputs = [0, 1].map(|to: usize| lengths.map(|lengths| vec![0; lengths[to]]));
-        let calls: Vec<Call> = inputs.iter_mut().zip(&mut outputs).map(|(i, o)| call(Collective::AllToAll, spans(i), spans(o))).collect();
+        let calls: Vec<Call> = inputs
+            .iter_mut()
+            .zip(&mut outputs)
+            .map(|(i, o)| call(Collective::AllToAll, spans(i), spans(o)))
+            .collect();
         assert!(runners[0].post(&calls[0], &|_| {}) && !runners[1].post(&calls[1], &|_| {}));
         std::thread::scope(|scope| {
             for (runner, call) in runners.iter_mut().zip(&calls) {
@@ -275,7 +358,10 @@ mod tests {
             }
         });
         for (to, output) in outputs.iter().enumerate() {
-            assert!((0..2).all(|from| output[from] == vec![from as i32 + 1; lengths[from][to]]), "{to}");
+            assert!(
+                (0..2).all(|from| output[from] == vec![from as i32 + 1; lengths[from][to]]),
+                "{to}"
+            );
         }
     }
 }

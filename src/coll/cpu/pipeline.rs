@@ -1,11 +1,12 @@
-//! The pipeline behind every staged collective: a message moves in chunks, and each rank is at most one stage ahead of
-//! the slowest.
+//! The pipeline behind every staged collective: a message moves in chunks, and each rank is at most
+//! one stage ahead of the slowest.
 //!
-//! Each rank owns one counter, the number of stages that it has finished since the group was created. In stage `t` it
-//! writes chunk `t` into an input slot and processes chunk `t - 1` from all ranks' input slots; in two-phase
-//! collectives it also collects the results of chunk `t - 2`. The running stage number selects the slots, so a call may
-//! start while peers are still in the last stage of the previous call. `docs/design/memory-model.md` argues why three
-//! input slots and two result slots suffice; loom checks it (`tests/loom.rs`).
+//! Each rank owns one counter, the number of stages that it has finished since the group was
+//! created. In stage `t` it writes chunk `t` into an input slot and processes chunk `t - 1` from
+//! all ranks' input slots; in two-phase collectives it also collects the results of chunk `t - 2`.
+//! The running stage number selects the slots, so a call may start while peers are still in the
+//! last stage of the previous call. `docs/design/memory-model.md` argues why three input slots and
+//! two result slots suffice; loom checks it (`tests/loom.rs`).
 
 use crate::error::Result;
 use crate::mem::layout::{INPUT_SLOTS, RESULT_SLOTS};
@@ -18,21 +19,22 @@ pub trait StageClock {
     fn tick(&mut self);
     /// Returns once every peer has finished `stage` stages, with acquire ordering for their writes.
     fn wait_for(&mut self, stage: u64) -> Result<()>;
-    /// Fails if the group has failed or the call's timeout has expired, even though no peer is missing. It is called
-    /// only while no peer can have finished the call, so that an event which fails a later call does not end this one.
+    /// Fails if the group has failed or the call's timeout has expired, even though no peer is
+    /// missing. It is called only while no peer can have finished the call, so that an event which
+    /// fails a later call does not end this one.
     fn check_abort(&mut self) -> Result<()>;
 }
 
-/// Stages between two checks of the group. A faulty peer can dictate the number of stages and claim to have finished
-/// them all.
+/// Stages between two checks of the group. A faulty peer can dictate the number of stages and claim
+/// to have finished them all.
 const LOOK_EVERY: u64 = 64;
 
 /// The work of a collective on one chunk.
 pub trait ChunkOps {
     /// Writes chunk `t` of this rank's input to its input slot.
     fn produce(&mut self, t: u64, slot: usize);
-    /// Processes chunk `t` in all ranks' input slots; in two-phase collectives, writes this rank's share to its result
-    /// slot.
+    /// Processes chunk `t` in all ranks' input slots; in two-phase collectives, writes this rank's
+    /// share to its result slot.
     fn consume(&mut self, t: u64, slot: usize, result: usize);
     /// Collects all ranks' results of chunk `t`. Called in two-phase collectives only.
     fn finish(&mut self, t: u64, result: usize);
@@ -47,9 +49,14 @@ pub enum ResultSharing {
     Two,
 }
 
-/// Moves `count` chunks through the slots. The caller has just seen every peer arrive at this call, so every peer has
-/// finished all stages of the previous call.
-pub fn run(clock: &mut impl StageClock, phases: ResultSharing, count: u64, chunks: &mut impl ChunkOps) -> Result<()> {
+/// Moves `count` chunks through the slots. The caller has just seen every peer arrive at this call,
+/// so every peer has finished all stages of the previous call.
+pub fn run(
+    clock: &mut impl StageClock,
+    phases: ResultSharing,
+    count: u64,
+    chunks: &mut impl ChunkOps,
+) -> Result<()> {
     if count == 0 {
         return Ok(());
     }
@@ -70,8 +77,8 @@ pub fn run(clock: &mut impl StageClock, phases: ResultSharing, count: u64, chunk
                 chunks.finish(t - 2, result(stage - 1));
             }
         }
-        // A peer is at most one stage ahead, so it can have finished the call only while this rank is in the last
-        // stage.
+        // A peer is at most one stage ahead, so it can have finished the call only while this rank
+        // is in the last stage.
         if t % LOOK_EVERY == LOOK_EVERY - 1 && t + 1 < stages {
             clock.check_abort()?;
         }
@@ -84,13 +91,18 @@ pub fn run(clock: &mut impl StageClock, phases: ResultSharing, count: u64, chunk
 pub trait InPlaceOps {
     /// Reduces this rank's part of chunk `t` from all ranks' tensors into its own tensor.
     fn reduce(&mut self, t: u64);
-    /// Copies the parts of chunk `t` that the peers have reduced from their tensors into this rank's tensor.
+    /// Copies the parts of chunk `t` that the peers have reduced from their tensors into this
+    /// rank's tensor.
     fn fetch(&mut self, t: u64);
 }
 
-/// Reduces `count` chunks in place. On return, peers may still be reading this rank's parts; the caller waits for that.
-/// The caller has just seen every peer arrive at this call.
-pub fn run_in_place(clock: &mut impl StageClock, count: u64, parts: &mut impl InPlaceOps) -> Result<()> {
+/// Reduces `count` chunks in place. On return, peers may still be reading this rank's parts; the
+/// caller waits for that. The caller has just seen every peer arrive at this call.
+pub fn run_in_place(
+    clock: &mut impl StageClock,
+    count: u64,
+    parts: &mut impl InPlaceOps,
+) -> Result<()> {
     for t in 0..count {
         parts.reduce(t);
         if t > 0 {
@@ -166,7 +178,10 @@ mod tests {
                 run(&mut clock, phases, count, &mut log).expect("alone");
                 let all: Vec<u64> = (0..count).collect();
                 assert_eq!((&log.produced, &log.consumed), (&all, &all));
-                assert_eq!(log.finished, if phases == ResultSharing::Two { all } else { Vec::new() });
+                assert_eq!(
+                    log.finished,
+                    if phases == ResultSharing::Two { all } else { Vec::new() }
+                );
             }
         }
     }
@@ -190,7 +205,14 @@ mod tests {
         for count in [0, 1, 2, 5] {
             let (mut clock, mut order) = (Alone(7, u64::MAX), Order::default());
             run_in_place(&mut clock, count, &mut order).expect("alone");
-            let of = |step| order.0.iter().filter(|(name, _)| *name == step).map(|(_, t)| *t).collect::<Vec<u64>>();
+            let of = |step| {
+                order
+                    .0
+                    .iter()
+                    .filter(|(name, _)| *name == step)
+                    .map(|(_, t)| *t)
+                    .collect::<Vec<u64>>()
+            };
             let all: Vec<u64> = (0..count).collect();
             assert_eq!((of("reduce"), of("fetch"), clock.0), (all.clone(), all, 7 + count));
         }
@@ -200,7 +222,8 @@ mod tests {
 
     #[test]
     fn a_call_that_never_waits_is_looked_at_but_not_in_its_last_stage() {
-        for (count, passes) in [(LOOK_EVERY - 1, true), (LOOK_EVERY, false), (u64::MAX - 1, false)] {
+        for (count, passes) in [(LOOK_EVERY - 1, true), (LOOK_EVERY, false), (u64::MAX - 1, false)]
+        {
             let mut clock = Alone(0, 0);
             let outcome = run(&mut clock, ResultSharing::One, count, &mut Log::default());
             assert_eq!(outcome.is_ok(), passes, "{count} chunks");

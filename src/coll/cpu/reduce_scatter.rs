@@ -21,7 +21,13 @@ impl CpuCall<'_> {
                 let skipped: usize = call.inputs[..me.index()].iter().map(|span| span.bytes).sum();
                 let sources: Vec<InputElements> = control
                     .ranks()
-                    .map(|rank| if rank == me { self.own(me.index()) } else { self.peer(rank, self.posted(rank).wrapping_add(skipped)) })
+                    .map(|rank| {
+                        if rank == me {
+                            self.own(me.index())
+                        } else {
+                            self.peer(rank, self.posted(rank).wrapping_add(skipped))
+                        }
+                    })
                     .collect();
                 self.reduce(output.ptr(), &sources, output.bytes, WriteMode::Cached);
                 Ok(())
@@ -36,7 +42,11 @@ impl CpuCall<'_> {
                     helpers: Helpers::of(call.total()),
                     output,
                     factors,
-                    slot: &|from, slot, index| control.segment().ptr(control.layout().input(from, slot) + index * chunk, chunk),
+                    slot: &|from, slot, index| {
+                        control
+                            .segment()
+                            .ptr(control.layout().input(from, slot) + index * chunk, chunk)
+                    },
                     sources: Vec::with_capacity(control.size()),
                     copies: Vec::with_capacity(control.size()),
                     me,
@@ -71,11 +81,18 @@ struct Scatter<'a> {
 impl ChunkOps for Scatter<'_> {
     fn produce(&mut self, t: u64, slot: usize) {
         self.copies.clear();
-        for (index, span) in self.call.inputs.iter().enumerate().filter(|&(index, _)| index != self.me.index()) {
+        for (index, span) in
+            self.call.inputs.iter().enumerate().filter(|&(index, _)| index != self.me.index())
+        {
             let (start, bytes) = chunk_of(span.bytes, self.chunk, t);
-            self.copies.push(CopyItem::new((self.slot)(self.me, slot, index), span.ptr().wrapping_add(start), bytes));
+            self.copies.push(CopyItem::new(
+                (self.slot)(self.me, slot, index),
+                span.ptr().wrapping_add(start),
+                bytes,
+            ));
         }
-        // SAFETY: start + bytes <= span.bytes; the slot is this rank's and free in this stage (pipeline).
+        // SAFETY: start + bytes <= span.bytes; the slot is this rank's and free in this stage
+        // (pipeline).
         unsafe { self.helpers.copy(&self.copies, cpu::STAGING) }
     }
 
@@ -84,12 +101,26 @@ impl ChunkOps for Scatter<'_> {
         let me = self.me.index();
         self.sources.clear();
         for (rank, &factor) in self.factors.iter().enumerate() {
-            let ptr = if rank == me { self.call.inputs[me].ptr().wrapping_add(start) } else { (self.slot)(Rank(rank as u32), slot, me) };
+            let ptr = if rank == me {
+                self.call.inputs[me].ptr().wrapping_add(start)
+            } else {
+                (self.slot)(Rank(rank as u32), slot, me)
+            };
             self.sources.push(InputElements { ptr, factor });
         }
         let dst = self.output.ptr().wrapping_add(start);
-        // SAFETY: start + bytes <= output.bytes; the slots hold chunk `t` of messages of the same length (compared at arrival).
-        unsafe { self.helpers.reduce((self.order, self.call), dst, &self.sources, bytes, None, self.store) }
+        // SAFETY: start + bytes <= output.bytes; the slots hold chunk `t` of messages of the same
+        // length (compared at arrival).
+        unsafe {
+            self.helpers.reduce(
+                (self.order, self.call),
+                dst,
+                &self.sources,
+                bytes,
+                None,
+                self.store,
+            )
+        }
     }
 
     fn finish(&mut self, _t: u64, _result: usize) {}

@@ -12,22 +12,30 @@ const LANES: usize = 1024;
 /// Maximum number of blocks that normalise rows which have been summed.
 const ROWS_BLOCKS: usize = 256;
 
-/// Returns the number of blocks of the kernel that runs all of `norm`, which has rows, among `n` ranks, and how many of
-/// them share a row. `None` if the rows are too long or too many for one kernel.
-pub(super) fn one_shot(norm: &Norm, n: usize, layout: &ChannelLayout, tuning: &CudaThresholds) -> Option<(u32, u32)> {
+/// Returns the number of blocks of the kernel that runs all of `norm`, which has rows, among `n`
+/// ranks, and how many of them share a row. `None` if the rows are too long or too many for one
+/// kernel.
+pub(super) fn one_shot(
+    norm: &Norm,
+    n: usize,
+    layout: &ChannelLayout,
+    tuning: &CudaThresholds,
+) -> Option<(u32, u32)> {
     if n == 1 || norm.row_bytes() * norm.rows > tuning.one_shot_bytes {
         return None;
     }
     let groups = norm.hidden / GROUP;
-    // A row is shared by as many blocks as there are. Each of them needs a group, because every block must receive from
-    // every peer.
+    // A row is shared by as many blocks as there are. Each of them needs a group, because every
+    // block must receive from every peer.
     let shared = |&cluster: &usize| {
         let threads = threads(norm, cluster);
         cluster == 1 || (cluster * norm.rows <= tuning.blocks && (cluster - 1) * threads < groups)
     };
-    let cluster = [8, 4, 2, 1].into_iter().filter(|&cluster| cluster <= tuning.cluster).find(shared)?;
+    let cluster =
+        [8, 4, 2, 1].into_iter().filter(|&cluster| cluster <= tuning.cluster).find(shared)?;
     let (clusters, threads) = (norm.rows.min(tuning.blocks / cluster), threads(norm, cluster));
-    let units_of_row = groups.div_ceil(cluster * threads) * threads * (norm.row_bytes() / groups / UNIT);
+    let units_of_row =
+        groups.div_ceil(cluster * threads) * threads * (norm.row_bytes() / groups / UNIT);
     let fits = norm.rows.div_ceil(clusters) * units_of_row <= layout.sentinel_units();
     fits.then_some(((clusters * cluster) as u32, cluster as u32))
 }
@@ -37,16 +45,22 @@ pub(super) fn rows_blocks(rows: usize) -> u32 {
     rows.min(ROWS_BLOCKS) as u32
 }
 
-/// Returns the all-reduce of `call` that precedes the norm. Its output is where the normalised rows go, or where the
-/// sums go if normalised rows are shorter.
+/// Returns the all-reduce of `call` that precedes the norm. Its output is where the normalised rows
+/// go, or where the sums go if normalised rows are shorter.
 pub fn reduction<'a>(call: &CallSpec<'a>) -> CallSpec<'a> {
     let same = Norm::of(call).is_none_or(|norm| norm.normed == Normed::Same);
     let to = call.outputs[usize::from(!same)];
-    CallSpec { op: Collective::AllReduce, factor: 1.0, inputs: vec![call.inputs[0]].into(), outputs: vec![to].into(), ..call.clone() }
+    CallSpec {
+        op: Collective::AllReduce,
+        factor: 1.0,
+        inputs: vec![call.inputs[0]].into(),
+        outputs: vec![to].into(),
+        ..call.clone()
+    }
 }
 
-/// Returns the number of threads in each of `cluster` blocks that share a row of `norm`: one per group, up to the
-/// number of accumulators.
+/// Returns the number of threads in each of `cluster` blocks that share a row of `norm`: one per
+/// group, up to the number of accumulators.
 pub(super) fn threads(norm: &Norm, cluster: usize) -> usize {
     (norm.hidden / GROUP).min(LANES).div_ceil(cluster).next_multiple_of(32).min(MOST_THREADS)
 }
@@ -61,8 +75,16 @@ mod tests {
     #[test]
     fn rows_that_have_room_in_the_slots_take_one_kernel() {
         for n in [1, 2, 4, 8] {
-            let (layout, tuning) = (ChannelLayout::new(n, 512 << 20).expect("fits"), CudaThresholds::of(n));
-            let conditions = Conditions { me: 0, n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
+            let (layout, tuning) =
+                (ChannelLayout::new(n, 512 << 20).expect("fits"), CudaThresholds::of(n));
+            let conditions = Conditions {
+                me: 0,
+                n,
+                layout: &layout,
+                tuning: &tuning,
+                cube_mesh: false,
+                zero_copy: false,
+            };
             for dtype in [DType::BF16, DType::F32] {
                 for hidden in [8, 4096, 8192, MAX_HIDDEN] {
                     for rows in [0, 1, 3, 64, 65, 1000] {
@@ -70,14 +92,31 @@ mod tests {
                         let norm = Norm::of(&call).expect("a norm");
                         let plan = choose(&call, &conditions);
                         if let CudaPlan::NormOneShot { blocks, cluster } = plan {
-                            let (blocks, cluster, groups) = (blocks as usize, cluster as usize, hidden / GROUP);
+                            let (blocks, cluster, groups) =
+                                (blocks as usize, cluster as usize, hidden / GROUP);
                             let threads = threads(&norm, cluster);
                             let lanes = cluster * threads;
-                            assert!(groups <= lanes || lanes == LANES || (lanes == LANES / 2 && groups <= 2 * LANES), "{norm:?}");
-                            assert!(threads.is_multiple_of(32) && (cluster - 1) * threads < groups, "{norm:?}");
+                            assert!(
+                                groups <= lanes
+                                    || lanes == LANES
+                                    || (lanes == LANES / 2 && groups <= 2 * LANES),
+                                "{norm:?}"
+                            );
+                            assert!(
+                                threads.is_multiple_of(32) && (cluster - 1) * threads < groups,
+                                "{norm:?}"
+                            );
                             let clusters = blocks / cluster;
-                            assert!(n > 1 && blocks <= tuning.blocks && (1..=rows).contains(&clusters) && blocks.is_multiple_of(cluster));
-                            assert!(rows.div_ceil(clusters) * norm.row_bytes() <= cluster * layout.sentinel_units() * UNIT);
+                            assert!(
+                                n > 1
+                                    && blocks <= tuning.blocks
+                                    && (1..=rows).contains(&clusters)
+                                    && blocks.is_multiple_of(cluster)
+                            );
+                            assert!(
+                                rows.div_ceil(clusters) * norm.row_bytes()
+                                    <= cluster * layout.sentinel_units() * UNIT
+                            );
                         } else if let CudaPlan::NormRows { blocks } = plan {
                             assert!((1..=ROWS_BLOCKS.min(rows)).contains(&(blocks as usize)));
                         } else {
@@ -87,8 +126,16 @@ mod tests {
                 }
             }
         }
-        let (layout, tuning) = (ChannelLayout::new(2, 512 << 20).expect("fits"), CudaThresholds::of(2));
-        let conditions = Conditions { me: 0, n: 2, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
+        let (layout, tuning) =
+            (ChannelLayout::new(2, 512 << 20).expect("fits"), CudaThresholds::of(2));
+        let conditions = Conditions {
+            me: 0,
+            n: 2,
+            layout: &layout,
+            tuning: &tuning,
+            cube_mesh: false,
+            zero_copy: false,
+        };
         let plan = |call: &CallSpec| choose(call, &conditions);
         let one_shot = |blocks, cluster| CudaPlan::NormOneShot { blocks, cluster };
         assert_eq!(plan(&call(DType::BF16, 1, 8192, 0.0, Normed::Same)), one_shot(8, 8));
@@ -96,9 +143,15 @@ mod tests {
         assert_eq!(plan(&call(DType::BF16, 17, 8192, 0.0, Normed::Same)), one_shot(68, 4));
         assert_eq!(plan(&call(DType::BF16, 64, 8192, 0.0, Normed::Dynamic)), one_shot(128, 2));
         assert_eq!(plan(&call(DType::BF16, 3, 8, 0.0, Normed::Same)), one_shot(3, 1));
-        assert_eq!(plan(&call(DType::BF16, 65, 8192, 0.0, Normed::Same)), CudaPlan::NormRows { blocks: 65 });
+        assert_eq!(
+            plan(&call(DType::BF16, 65, 8192, 0.0, Normed::Same)),
+            CudaPlan::NormRows { blocks: 65 }
+        );
         let mesh = Conditions { cube_mesh: true, ..conditions };
-        assert!(matches!(choose(&call(DType::BF16, 1, 8192, 0.0, Normed::Same), &mesh), CudaPlan::NormRows { .. }));
+        assert!(matches!(
+            choose(&call(DType::BF16, 1, 8192, 0.0, Normed::Same), &mesh),
+            CudaPlan::NormRows { .. }
+        ));
     }
 
     #[test]
@@ -109,6 +162,9 @@ mod tests {
             let reduction = reduction(&call);
             (reduction.outputs[0].addr, reduction.outputs[0].bytes, reduction.outputs.len())
         };
-        assert_eq!([Normed::Same, Normed::Static, Normed::Dynamic].map(at), [(1, 256, 1), (2, 256, 1), (2, 256, 1)]);
+        assert_eq!(
+            [Normed::Same, Normed::Static, Normed::Dynamic].map(at),
+            [(1, 256, 1), (2, 256, 1), (2, 256, 1)]
+        );
     }
 }

@@ -90,7 +90,8 @@ pub struct Handshake {
     pub give: u32,
     /// A bit for each rank that may store its message for this rank directly.
     pub take: u32,
-    /// Index in the report of the count of the channel's collectives or sends; the count of its receives follows.
+    /// Index in the report of the count of the channel's collectives or sends; the count of its
+    /// receives follows.
     pub count: u32,
     /// Minimum length of a zero-copy message of an exchange; not 0.
     pub least: u32,
@@ -134,7 +135,8 @@ pub struct TransfersArgs {
     pub to: PerRank,
     /// Length of each rank's message.
     pub bytes: PerRank,
-    /// Recv offers: a bit in `take` for each offer that this rank makes, in `give` for each offer that it waits for.
+    /// Recv offers: a bit in `take` for each offer that this rank makes, in `give` for each offer
+    /// that it waits for.
     pub handshake: Handshake,
 }
 
@@ -200,7 +202,8 @@ pub struct AllReduceArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CubeMeshArgs {
-    /// Arguments that every kernel has; of `peer`, only the entries of neighbours and this rank are used.
+    /// Arguments that every kernel has; of `peer`, only the entries of neighbours and this rank are
+    /// used.
     pub common: CommonArgs,
     /// Location of the LL lines.
     pub ll: LowLatencyArgs,
@@ -381,8 +384,8 @@ impl std::fmt::Debug for ArgBytes {
     }
 }
 
-/// Returns the bytes of `args` as a kernel reads them. `args` is one of the structs of this module: `repr(C)`, of plain
-/// numbers.
+/// Returns the bytes of `args` as a kernel reads them. `args` is one of the structs of this module:
+/// `repr(C)`, of plain numbers.
 pub(crate) fn bytes_of<T: Copy>(args: &T) -> &[u8] {
     // SAFETY: plain numbers; padding is only copied.
     unsafe { std::slice::from_raw_parts(std::ptr::from_ref(args).cast(), size_of::<T>()) }

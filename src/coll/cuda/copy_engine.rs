@@ -1,14 +1,16 @@
-//! Long collectives whose bytes copy engines move, so that the processors stay free for computation beside them. Pure.
+//! Long collectives whose bytes copy engines move, so that the processors stay free for computation
+//! beside them. Pure.
 //!
-//! A kernel takes a processor only to synchronize (one warp) and to add what has arrived; none of them waits on more
-//! than one processor. There are two ways (`docs/design/copy-engine.md`):
-//! - staged: each rank's copy engine pushes chunks to slots in the peers' workspaces, where a kernel adds them, or a
-//!   copy takes them to the output. Tensors may be in any memory.
-//! - direct: of two ranks, the one that launches a gather later knows both ranks' tensors, and its copy engines move
-//!   both messages. The other rank's tensors are in symmetric memory.
+//! A kernel takes a processor only to synchronize (one warp) and to add what has arrived; none of
+//! them waits on more than one processor. There are two ways (`docs/design/copy-engine.md`):
+//! - staged: each rank's copy engine pushes chunks to slots in the peers' workspaces, where a
+//!   kernel adds them, or a copy takes them to the output. Tensors may be in any memory.
+//! - direct: of two ranks, the one that launches a gather later knows both ranks' tensors, and its
+//!   copy engines move both messages. The other rank's tensors are in symmetric memory.
 
 use super::arguments::{ArgBytes, CopySumArgs, CopySyncArgs, PerRank};
-use super::launch::{COPY_SUM, COPY_SYNC, Launch, LaunchContext, THREADS};
+use super::kernel_spec::{COPY_SUM, COPY_SYNC};
+use super::launch::{Launch, LaunchContext, THREADS};
 use super::tuning::CudaThresholds;
 use super::workspace::layout::{COPY_SLOTS, MAX_RANKS, UNIT};
 use crate::coll::call::{CallSpec, Collective, Span};
@@ -17,8 +19,8 @@ use crate::kernels::cuda::driver::Grid;
 
 /// Number of threads of a kernel that synchronizes: one for each rank.
 const SYNC_THREADS: u32 = 32;
-/// A message is divided into at least this many chunks if it is long: the first is added, or taken, while the second
-/// moves. Each further chunk may have to wait for a processor.
+/// A message is divided into at least this many chunks if it is long: the first is added, or taken,
+/// while the second moves. Each further chunk may have to wait for a processor.
 const CHUNKS: usize = 2;
 
 /// A task of a call, in the order in which a rank enqueues them.
@@ -85,9 +87,12 @@ pub fn serves(call: &CallSpec, n: usize) -> bool {
         && match call.op {
             Collective::AllGather => true,
             Collective::AllReduce | Collective::ReduceScatter => sums,
-            // Among more ranks, the root alone would send everything, and lengths of an all-to-all are not known.
+            // Among more ranks, the root alone would send everything, and lengths of an all-to-all
+            // are not known.
             Collective::Broadcast | Collective::AllToAll => n == 2,
-            Collective::Barrier | Collective::Reduce | Collective::Gather | Collective::Scatter => false,
+            Collective::Barrier | Collective::Reduce | Collective::Gather | Collective::Scatter => {
+                false
+            }
             Collective::AllReduceAddRmsNorm => false,
         }
 }
@@ -95,20 +100,27 @@ pub fn serves(call: &CallSpec, n: usize) -> bool {
 /// Returns the bytes that tell whether `call` of rank `me` of `n` is long: the same on all ranks.
 pub fn volume(call: &CallSpec, me: usize, n: usize) -> usize {
     // Two ranks know both messages of an all-to-all, whose lengths need not agree.
-    let pair = (call.op == Collective::AllToAll && n == 2).then(|| 2 * call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes));
+    let pair = (call.op == Collective::AllToAll && n == 2)
+        .then(|| 2 * call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes));
     pair.unwrap_or(call.agreed_bytes() as usize)
 }
 
-/// Returns the output of a gather as one span, if all messages have one length and are consecutive. The second pass of
-/// an all-reduce is such a gather.
+/// Returns the output of a gather as one span, if all messages have one length and are consecutive.
+/// The second pass of an all-reduce is such a gather.
 pub fn consecutive(call: &CallSpec) -> Option<Span> {
     if call.op == Collective::AllReduce {
         return call.outputs.first().copied();
     }
     let outputs = if call.op == Collective::AllGather { &call.outputs } else { return None };
     let first = outputs.first()?;
-    let follows = |(rank, span): (usize, &Span)| span.bytes == first.bytes && span.addr == first.addr + rank * first.bytes;
-    outputs.iter().enumerate().all(follows).then_some(Span { addr: first.addr, bytes: outputs.len() * first.bytes })
+    let follows = |(rank, span): (usize, &Span)| {
+        span.bytes == first.bytes && span.addr == first.addr + rank * first.bytes
+    };
+    outputs
+        .iter()
+        .enumerate()
+        .all(follows)
+        .then_some(Span { addr: first.addr, bytes: outputs.len() * first.bytes })
 }
 
 /// Returns the part of `whole` that `rank` of `n` adds in an all-reduce.
@@ -132,8 +144,8 @@ impl<'a> CopyTasks<'a> {
         Self { context, tuning, tasks: Vec::new() }
     }
 
-    /// Returns the tasks of `call`. A gather is direct with the ranks in `earlier`, and with those that come later;
-    /// with `None` it is staged.
+    /// Returns the tasks of `call`. A gather is direct with the ranks in `earlier`, and with those
+    /// that come later; with `None` it is staged.
     pub fn of(mut self, call: &CallSpec, earlier: Option<&[EarlierRank]>) -> Vec<Task> {
         let (me, n) = (self.context.me, self.context.n);
         match call.op {
@@ -167,7 +179,11 @@ impl<'a> CopyTasks<'a> {
                 let longest = send[other].bytes.max(take[other].bytes);
                 self.exchange(&Exchange { send, receive: Receive::Take(&take), longest });
             }
-            Collective::Barrier | Collective::Reduce | Collective::Gather | Collective::Scatter | Collective::AllReduceAddRmsNorm => {
+            Collective::Barrier
+            | Collective::Reduce
+            | Collective::Gather
+            | Collective::Scatter
+            | Collective::AllReduceAddRmsNorm => {
                 unreachable!("`serves` excludes them")
             }
         }
@@ -193,7 +209,8 @@ impl<'a> CopyTasks<'a> {
         }
     }
 
-    /// A gather in which this rank moves its message to each rank of `earlier`, and that rank's message here.
+    /// A gather in which this rank moves its message to each rank of `earlier`, and that rank's
+    /// message here.
     fn direct(&mut self, own: Span, outputs: &[Span], earlier: &[EarlierRank]) {
         let me = self.context.me;
         // Their outputs are consecutive, and this rank's need not be.
@@ -210,7 +227,10 @@ impl<'a> CopyTasks<'a> {
             }
             self.tasks.push(Task::Join);
         }
-        self.sync(false, CopySyncArgs { post_credit: 1, wait_credit: 1, advance: 1, ..Default::default() });
+        self.sync(
+            false,
+            CopySyncArgs { post_credit: 1, wait_credit: 1, advance: 1, ..Default::default() },
+        );
     }
 
     /// Moves all messages of `exchange` through slots.
@@ -223,7 +243,9 @@ impl<'a> CopyTasks<'a> {
             let start = (step * chunk).min(message.bytes);
             Span { addr: message.addr + start, bytes: chunk.min(message.bytes - start) }
         };
-        let slot = |step: usize, from: usize, to: usize| common.peer[to] + layout.copy_slot(step, from, to) as u64;
+        let slot = |step: usize, from: usize, to: usize| {
+            common.peer[to] + layout.copy_slot(step, from, to) as u64
+        };
         let word = |step: usize| step as u32;
         // Step s (from 1) may be sent once its slot, which step s - COPY_SLOTS used, has been read.
         self.sync(false, CopySyncArgs { post_credit: word(COPY_SLOTS), ..Default::default() });
@@ -235,10 +257,24 @@ impl<'a> CopyTasks<'a> {
                 self.copy(true, slot(step, me, peer), from.addr as u64, from.bytes);
             }
             let next = if step + 1 < steps { word(step + 2) } else { 0 };
-            self.sync(true, CopySyncArgs { post_arrived: word(step + 1), wait_credit: next, ..Default::default() });
+            self.sync(
+                true,
+                CopySyncArgs {
+                    post_arrived: word(step + 1),
+                    wait_credit: next,
+                    ..Default::default()
+                },
+            );
             // The slots of the previous step have been read.
             let credit = if step > 0 { word(step + COPY_SLOTS) } else { 0 };
-            self.sync(false, CopySyncArgs { post_credit: credit, wait_arrived: word(step + 1), ..Default::default() });
+            self.sync(
+                false,
+                CopySyncArgs {
+                    post_credit: credit,
+                    wait_arrived: word(step + 1),
+                    ..Default::default()
+                },
+            );
             match &exchange.receive {
                 Receive::Take(to) => {
                     for peer in peers.clone().filter(|&peer| peer < to.len()) {
@@ -255,9 +291,18 @@ impl<'a> CopyTasks<'a> {
             }
         }
         self.tasks.push(Task::Join);
-        // The call ends when all that this rank has sent has been read: a later kernel may then use the slots.
+        // The call ends when all that this rank has sent has been read: a later kernel may then use
+        // the slots.
         let last = word(steps + COPY_SLOTS);
-        self.sync(false, CopySyncArgs { post_credit: last, wait_credit: last, advance: last, ..Default::default() });
+        self.sync(
+            false,
+            CopySyncArgs {
+                post_credit: last,
+                wait_credit: last,
+                advance: last,
+                ..Default::default()
+            },
+        );
     }
 
     /// Returns the size of a chunk of messages of up to `longest` bytes.
@@ -273,9 +318,21 @@ impl<'a> CopyTasks<'a> {
     }
 
     fn sync(&mut self, side: bool, args: CopySyncArgs) {
-        let args = CopySyncArgs { common: self.context.common, words: self.context.layout.copy_words() as u64, ..args };
+        let args = CopySyncArgs {
+            common: self.context.common,
+            words: self.context.layout.copy_words() as u64,
+            ..args
+        };
         let grid = Grid::new(1, SYNC_THREADS);
-        self.tasks.push(Task::Kernel { side, launch: Launch { kernel: &COPY_SYNC, grid, zero_copy: false, args: ArgBytes::of(&args) } });
+        self.tasks.push(Task::Kernel {
+            side,
+            launch: Launch {
+                kernel: &COPY_SYNC,
+                grid,
+                zero_copy: false,
+                args: ArgBytes::of(&args),
+            },
+        });
     }
 
     fn sum(&mut self, from: PerRank, to: Span) {
@@ -284,8 +341,14 @@ impl<'a> CopyTasks<'a> {
         }
         let (common, words) = (self.context.common, self.context.layout.copy_words() as u64);
         let args = CopySumArgs { common, words, from, to: to.addr as u64, bytes: to.bytes as u64 };
-        let blocks = (to.bytes.div_ceil(UNIT * THREADS as usize) as u32).min(self.tuning.lanes.min(self.tuning.ctas) as u32);
-        let launch = Launch { kernel: &COPY_SUM, grid: Grid::new(blocks, THREADS), zero_copy: false, args: ArgBytes::of(&args) };
+        let blocks = (to.bytes.div_ceil(UNIT * THREADS as usize) as u32)
+            .min(self.tuning.lanes.min(self.tuning.ctas) as u32);
+        let launch = Launch {
+            kernel: &COPY_SUM,
+            grid: Grid::new(blocks, THREADS),
+            zero_copy: false,
+            args: ArgBytes::of(&args),
+        };
         self.tasks.push(Task::Kernel { side: false, launch });
     }
 }

@@ -13,17 +13,20 @@ pub(super) const BYTES: usize = 2 + RANKS;
 /// A group's edges, and the memory through which its kernels use them.
 pub(super) struct Edges {
     pub(super) mesh: CubeMesh,
-    /// Memory that only neighbours map, for groups that otherwise use host memory because not all GPUs can access each
-    /// other. The offset of a channel's LL lines does not depend on the size of the memory, so the group's layout also
-    /// applies here.
+    /// Memory that only neighbours map, for groups that otherwise use host memory because not all
+    /// GPUs can access each other. The offset of a channel's LL lines does not depend on the size
+    /// of the memory, so the group's layout also applies here.
     pub(super) apart: Option<(PeerWorkspaces, ChannelLayout)>,
 }
 
 impl Edges {
-    /// Returns the memory of `channel` on this rank and its neighbours; 0 for all others. `peer` is the memory that the
-    /// group's other kernels use.
+    /// Returns the memory of `channel` on this rank and its neighbours; 0 for all others. `peer` is
+    /// the memory that the group's other kernels use.
     pub(super) fn reach(&self, me: usize, channel: Channel, peer: &PerRank) -> PerRank {
-        let apart = self.apart.as_ref().map(|(memory, layout)| (memory.addresses(), layout.channel(channel) as u64));
+        let apart = self
+            .apart
+            .as_ref()
+            .map(|(memory, layout)| (memory.addresses(), layout.channel(channel) as u64));
         let mut along = [0; _];
         for rank in (0..RANKS).filter(|&rank| reaches(&self.mesh, me, rank)) {
             along[rank] = apart.as_ref().map_or(peer[rank], |(bases, offset)| bases[rank] + offset);
@@ -86,7 +89,10 @@ mod tests {
         let other = CubeMesh { quad: [[0, 1, 2, 4], [3, 5, 6, 7]], relay: straight.relay };
         let encodings = [None, Some(&straight), Some(&crossed), Some(&other)].map(encoded);
         for (i, one) in encodings.iter().enumerate() {
-            assert!(one.len() == BYTES && encodings[i + 1..].iter().all(|other| other != one), "{encodings:?}");
+            assert!(
+                one.len() == BYTES && encodings[i + 1..].iter().all(|other| other != one),
+                "{encodings:?}"
+            );
         }
     }
 
@@ -95,13 +101,21 @@ mod tests {
         let edges = Edges { mesh: mesh([4, 5, 6, 7, 0, 1, 2, 3]), apart: None };
         let mut peer = [0; _];
         (0..RANKS).for_each(|rank| peer[rank] = 100 + rank as u64);
-        assert_eq!(edges.reach(2, Channel::Collectives, &peer)[..RANKS], [100, 101, 102, 103, 0, 0, 106, 0]);
-        assert_eq!(edges.reach(7, Channel::Transfers, &peer)[..RANKS], [0, 0, 0, 103, 104, 105, 106, 107]);
+        assert_eq!(
+            edges.reach(2, Channel::Collectives, &peer)[..RANKS],
+            [100, 101, 102, 103, 0, 0, 106, 0]
+        );
+        assert_eq!(
+            edges.reach(7, Channel::Transfers, &peer)[..RANKS],
+            [0, 0, 0, 103, 104, 105, 106, 107]
+        );
     }
 
     #[test]
     fn low_latency_lines_lie_alike_in_little_and_much_memory() {
-        let (little, much) = [64, 1024].map(|mebibytes| ChannelLayout::new(RANKS, mebibytes << 20).expect("fits")).into();
+        let (little, much) = [64, 1024]
+            .map(|mebibytes| ChannelLayout::new(RANKS, mebibytes << 20).expect("fits"))
+            .into();
         assert_eq!((little.ll_epochs(), little.ll_lines()), (much.ll_epochs(), much.ll_lines()));
         assert_eq!(little.sentinel(), much.sentinel());
     }

@@ -1,7 +1,8 @@
-//! The kernels of one rank of a group, compiled and loaded on first use; usual kernels that are cached are loaded
-//! earlier.
+//! The kernels of one rank of a group, compiled and loaded on first use; usual kernels that are
+//! cached are loaded earlier.
 
-use super::launch::{self, KERNELS, Launch};
+use super::kernel_spec::{KERNELS, KernelSpec};
+use super::launch::Launch;
 use crate::dtype::{DType, ReduceOp, SumOrder};
 use crate::error::Result;
 use crate::kernels::cuda::compile::{Arch, Variant, cached, cubin};
@@ -13,7 +14,7 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 /// A kernel, zero-copy or not, and its element type and operation if it has them.
-type KernelKey = (&'static launch::KernelSpec, bool, Option<(DType, ReduceOp)>);
+type KernelKey = (&'static KernelSpec, bool, Option<(DType, ReduceOp)>);
 
 /// The kernels of a communicator, compiled and loaded on first use.
 #[derive(Debug)]
@@ -26,7 +27,13 @@ pub(crate) struct Kernels {
 }
 
 impl Kernels {
-    pub(crate) fn new(device: &Device, world: usize, rank: usize, overlap: bool, order: SumOrder) -> Self {
+    pub(crate) fn new(
+        device: &Device,
+        world: usize,
+        rank: usize,
+        overlap: bool,
+        order: SumOrder,
+    ) -> Self {
         // Devices before Hopper have no programmatic launches.
         let overlap = overlap && device.capability.0 >= 9;
         Self { world: world as u32, rank: rank as u32, overlap, order, loaded: BTreeMap::new() }
@@ -34,29 +41,53 @@ impl Kernels {
 
     fn variant(&self, (kernel, zero_copy, typed): KernelKey) -> Variant {
         let (dtype, op) = typed.unzip();
-        let order = typed.map_or(SumOrder::Rank, |(dtype, op)| self.order.of(op, dtype, self.world as usize));
-        Variant { program: kernel.program, world: self.world, rank: self.rank, dtype, op, zero_copy, order }
+        let order = typed
+            .map_or(SumOrder::Rank, |(dtype, op)| self.order.of(op, dtype, self.world as usize));
+        Variant {
+            program: kernel.program,
+            world: self.world,
+            rank: self.rank,
+            dtype,
+            op,
+            zero_copy,
+            order,
+        }
     }
 
-    /// Loads the cached kernels that move bytes and run the usual reductions. Loading may wait for all kernels on the
-    /// device; once a kernel waits for a peer that waits for this rank, that would be a deadlock.
+    /// Loads the cached kernels that move bytes and run the usual reductions. Loading may wait for
+    /// all kernels on the device; once a kernel waits for a peer that waits for this rank, that
+    /// would be a deadlock.
     pub(crate) fn preload(&mut self, device: &Device) {
         let begun = Instant::now();
         for key in usual() {
             let variant = self.variant(key);
             let symbol = key.0.symbol;
-            let load = || cached(&variant, arch(device)).map(|code| load_code(device, &variant, &code, symbol));
+            let load = || {
+                cached(&variant, arch(device))
+                    .map(|code| load_code(device, &variant, &code, symbol))
+            };
             match known(device, &variant, symbol).map(Ok).or_else(load) {
                 Some(Ok(kernel)) => _ = self.loaded.insert(key, kernel),
                 Some(Err(error)) => log::info!("{variant} was not loaded: {error}"),
                 None => {}
             }
         }
-        log::debug!("{} kernels were there from the start, after {:.1} ms", self.loaded.len(), begun.elapsed().as_secs_f64() * 1e3);
+        log::debug!(
+            "{} kernels were there from the start, after {:.1} ms",
+            self.loaded.len(),
+            begun.elapsed().as_secs_f64() * 1e3
+        );
     }
 
-    /// Returns the kernel of `launch`, which this loads if it is not loaded yet; on `device`, whose context is current.
-    pub(crate) fn ready(&mut self, device: &Device, launch: &Launch, dtype: DType, op: ReduceOp) -> Result<Kernel> {
+    /// Returns the kernel of `launch`, which this loads if it is not loaded yet; on `device`, whose
+    /// context is current.
+    pub(crate) fn ready(
+        &mut self,
+        device: &Device,
+        launch: &Launch,
+        dtype: DType,
+        op: ReduceOp,
+    ) -> Result<Kernel> {
         let key = (launch.kernel, launch.zero_copy, launch.kernel.typed.then_some((dtype, op)));
         if let Some(kernel) = self.loaded.get(&key) {
             return Ok(*kernel);
@@ -66,7 +97,14 @@ impl Kernels {
     }
 
     /// Enqueues `launch` on `device`, whose context is current.
-    pub(crate) fn launch(&mut self, device: &Device, launch: &Launch, dtype: DType, op: ReduceOp, stream: Stream) -> Result<()> {
+    pub(crate) fn launch(
+        &mut self,
+        device: &Device,
+        launch: &Launch,
+        dtype: DType,
+        op: ReduceOp,
+        stream: Stream,
+    ) -> Result<()> {
         let kernel = self.ready(device, launch, dtype, op)?;
         kernel.launch(stream, launch.grid, self.overlap, launch.args.bytes())
     }
@@ -75,7 +113,10 @@ impl Kernels {
 /// Returns the keys of the kernels for programs that move bytes and sum or average floats.
 fn usual() -> Vec<KernelKey> {
     let floats = [DType::F32, DType::BF16, DType::F16];
-    let reductions: Vec<_> = floats.iter().flat_map(|&dtype| [ReduceOp::Sum, ReduceOp::Avg].map(|op| Some((dtype, op)))).collect();
+    let reductions: Vec<_> = floats
+        .iter()
+        .flat_map(|&dtype| [ReduceOp::Sum, ReduceOp::Avg].map(|op| Some((dtype, op))))
+        .collect();
     let mut keys = Vec::new();
     for kernel in KERNELS {
         let typed: &[_] = if kernel.typed { &reductions } else { &[None] };
@@ -87,7 +128,8 @@ fn usual() -> Vec<KernelKey> {
     keys
 }
 
-/// A device's modules. They stay until the process exits, because successive groups mostly have the same shape.
+/// A device's modules. They stay until the process exits, because successive groups mostly have the
+/// same shape.
 struct Loaded {
     /// Keeps the context.
     _device: Device,
@@ -101,13 +143,14 @@ fn arch(device: &Device) -> Arch {
     Arch { major, minor }
 }
 
-/// Returns the kernel `symbol` of `variant`, if this process has loaded it. A program may have several.
+/// Returns the kernel `symbol` of `variant`, if this process has loaded it. A program may have
+/// several.
 fn known(device: &Device, variant: &Variant, symbol: &'static str) -> Option<Kernel> {
     lock(&LOADED).get(&device.ordinal())?.kernels.get(&(*variant, symbol)).copied()
 }
 
-/// Compiles `variant` unless it is cached, and loads its kernel `symbol` unless this process has done so; on `device`,
-/// whose context is current.
+/// Compiles `variant` unless it is cached, and loads its kernel `symbol` unless this process has
+/// done so; on `device`, whose context is current.
 pub(crate) fn load(device: &Device, variant: &Variant, symbol: &'static str) -> Result<Kernel> {
     match known(device, variant, symbol) {
         Some(kernel) => Ok(kernel),
@@ -115,7 +158,12 @@ pub(crate) fn load(device: &Device, variant: &Variant, symbol: &'static str) -> 
     }
 }
 
-fn load_code(device: &Device, variant: &Variant, code: &[u8], symbol: &'static str) -> Result<Kernel> {
+fn load_code(
+    device: &Device,
+    variant: &Variant,
+    code: &[u8],
+    symbol: &'static str,
+) -> Result<Kernel> {
     let begun = Instant::now();
     // Relaxed, because loading would end another thread's capture.
     let _relaxed = RelaxedCapture::begin()?;
@@ -125,7 +173,8 @@ fn load_code(device: &Device, variant: &Variant, code: &[u8], symbol: &'static s
     let mut all = lock(&LOADED);
     let there = match all.entry(device.ordinal()) {
         Entry::Occupied(there) => there.into_mut(),
-        Entry::Vacant(place) => place.insert(Loaded { _device: Device::open(device.ordinal())?, kernels: HashMap::new() }),
+        Entry::Vacant(place) => place
+            .insert(Loaded { _device: Device::open(device.ordinal())?, kernels: HashMap::new() }),
     };
     Ok(*there.kernels.entry((*variant, symbol)).or_insert(kernel))
 }
@@ -133,7 +182,7 @@ fn load_code(device: &Device, variant: &Variant, code: &[u8], symbol: &'static s
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::cuda::launch::{EXCHANGE, ONE_SHOT, REDUCE_STAGED};
+    use crate::coll::cuda::kernel_spec::{EXCHANGE, ONE_SHOT, REDUCE_STAGED};
     use crate::kernels::cuda::source::{PROGRAMS, program};
 
     #[test]
@@ -145,8 +194,15 @@ mod tests {
         }
         let others = ["internode/", "signal/", "fused/"];
         let of_collectives = |name: &str| !others.iter().any(|other| name.starts_with(other));
-        let sources: Vec<_> = PROGRAMS.iter().map(|program| program.name).filter(|name| of_collectives(name)).collect();
-        assert!(sources.iter().all(|name| KERNELS.iter().any(|kernel| kernel.program == *name)), "{sources:?}");
+        let sources: Vec<_> = PROGRAMS
+            .iter()
+            .map(|program| program.name)
+            .filter(|name| of_collectives(name))
+            .collect();
+        assert!(
+            sources.iter().all(|name| KERNELS.iter().any(|kernel| kernel.program == *name)),
+            "{sources:?}"
+        );
     }
 
     #[test]

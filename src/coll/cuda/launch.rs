@@ -2,8 +2,13 @@
 
 use super::all_reduce_norm;
 use super::arguments::{
-    self, AllReduceArgs, ArgBytes, CommonArgs, ExchangeArgs, Handshake, LowLatencyArgs, OutgoingArgs, PerRank, ReduceLowLatencyArgs,
-    ReduceStagedArgs, RsagStagedArgs, SentinelArgs, StagingArgs, TransfersArgs,
+    self, AllReduceArgs, ArgBytes, CommonArgs, ExchangeArgs, Handshake, LowLatencyArgs,
+    OutgoingArgs, PerRank, ReduceLowLatencyArgs, ReduceStagedArgs, RsagStagedArgs, SentinelArgs,
+    StagingArgs, TransfersArgs,
+};
+use super::kernel_spec::{
+    BROADCAST, CUBE_MESH, EXCHANGE, EXCHANGE_LOW_LATENCY, KernelSpec, NORM_ONE_SHOT, NORM_ROWS,
+    ONE_SHOT, REDUCE_LOW_LATENCY, REDUCE_STAGED, RSAG_STAGED, TRANSFERS, TWO_SHOT,
 };
 use super::plan::{CudaPlan, short_bytes};
 use super::workspace::layout::{ChannelLayout, LL_UNITS, MAX_RANKS, StagingPass, UNIT};
@@ -18,82 +23,6 @@ pub(super) const THREADS: u32 = 512;
 
 /// Number of threads in a block of a lane if there are many blocks.
 const FEW_THREADS: u32 = 128;
-
-/// A kernel that collectives launch, with its own program.
-#[derive(Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct KernelSpec {
-    /// Its name.
-    pub symbol: &'static str,
-    /// The name of its program's source below `src/kernels/cuda`.
-    pub program: &'static str,
-    /// True if it is compiled for an element type and an operation.
-    pub typed: bool,
-    /// True if it has a zero-copy variant.
-    pub zero_copy: bool,
-}
-
-impl KernelSpec {
-    const fn new(program: &'static str, symbol: &'static str) -> Self {
-        Self { symbol, program, typed: true, zero_copy: false }
-    }
-
-    /// Marks a kernel that moves bytes of any type.
-    const fn untyped(self) -> Self {
-        Self { typed: false, ..self }
-    }
-
-    const fn zero_copy(self) -> Self {
-        Self { zero_copy: true, ..self }
-    }
-}
-
-/// Moves bytes from every rank to every rank.
-pub static EXCHANGE: KernelSpec = KernelSpec::new("exchange/exchange", "exchange").untyped().zero_copy();
-/// As [`EXCHANGE`], for short messages only.
-pub static EXCHANGE_LOW_LATENCY: KernelSpec = KernelSpec::new("exchange/low_latency", "exchange_low_latency").untyped();
-/// Sends and receives.
-pub static TRANSFERS: KernelSpec = KernelSpec::new("exchange/send_recv", "transfers").untyped();
-/// A broadcast of a long message.
-pub static BROADCAST: KernelSpec = KernelSpec::new("broadcast/staged", "broadcast_staged").untyped().zero_copy();
-/// Any reduction of short messages.
-pub static REDUCE_LOW_LATENCY: KernelSpec = KernelSpec::new("reduce/low_latency", "reduce_low_latency");
-/// Reduce-scatter of long messages.
-pub static REDUCE_STAGED: KernelSpec = KernelSpec::new("reduce/staged", "reduce_staged").zero_copy();
-/// One-shot all-reduce.
-pub static ONE_SHOT: KernelSpec = KernelSpec::new("all_reduce/one_shot", "all_reduce_one_shot");
-/// Two-shot all-reduce.
-pub static TWO_SHOT: KernelSpec = KernelSpec::new("all_reduce/two_shot", "all_reduce_two_shot");
-/// All-reduce along the edges of a hybrid cube mesh.
-pub static CUBE_MESH: KernelSpec = KernelSpec::new("all_reduce/cube_mesh", "all_reduce_cube_mesh");
-/// All-reduce and reduce of long messages.
-pub static RSAG_STAGED: KernelSpec = KernelSpec::new("all_reduce/rsag_staged", "rsag_staged").zero_copy();
-/// One-shot all-reduce of rows, with residual and norm.
-pub static NORM_ONE_SHOT: KernelSpec = KernelSpec::new("norm/one_shot", "all_reduce_add_rms_norm_one_shot");
-/// Residual and norm of rows that have been summed.
-pub static NORM_ROWS: KernelSpec = KernelSpec::new("norm/rows", "norm_rows");
-
-/// Synchronization around copies by copy engines.
-pub static COPY_SYNC: KernelSpec = KernelSpec::new("copy_engine/sync", "copy_sync").untyped();
-/// Sum of chunks that copy engines have brought.
-pub static COPY_SUM: KernelSpec = KernelSpec::new("copy_engine/sum", "copy_sum");
-
-/// Every kernel that collectives launch.
-pub static KERNELS: [&KernelSpec; 14] = [
-    &EXCHANGE,
-    &EXCHANGE_LOW_LATENCY,
-    &TRANSFERS,
-    &BROADCAST,
-    &REDUCE_LOW_LATENCY,
-    &REDUCE_STAGED,
-    &ONE_SHOT,
-    &TWO_SHOT,
-    &CUBE_MESH,
-    &RSAG_STAGED,
-    &NORM_ONE_SHOT,
-    &NORM_ROWS,
-    &COPY_SYNC,
-    &COPY_SUM,
-];
 
 /// A kernel ready to be launched.
 #[derive(Clone, Copy, Debug)]
@@ -124,7 +53,8 @@ pub struct SymmetricView<'a> {
     pub heap: PerRank,
     /// Index in the report of the count of the channel's collectives or sends.
     pub count: u32,
-    /// Minimum length of a zero-copy message of an exchange, not 0; see [`super::plan::worth_zero_copy`].
+    /// Minimum length of a zero-copy message of an exchange, not 0; see
+    /// [`super::plan::worth_zero_copy`].
     pub least: u32,
     /// Returns true if a span is in this rank's symmetric memory and all peers have mapped it.
     pub reachable: &'a dyn Fn(Span) -> bool,
@@ -132,7 +62,10 @@ pub struct SymmetricView<'a> {
 
 impl std::fmt::Debug for SymmetricView<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Symmetric").field("heap", &self.heap).field("count", &self.count).finish_non_exhaustive()
+        f.debug_struct("Symmetric")
+            .field("heap", &self.heap)
+            .field("count", &self.count)
+            .finish_non_exhaustive()
     }
 }
 
@@ -157,24 +90,38 @@ pub struct LaunchContext<'a> {
 
 impl LaunchContext<'_> {
     fn low_latency(&self) -> LowLatencyArgs {
-        LowLatencyArgs { epochs: self.layout.ll_epochs() as u64, lines: self.layout.ll_lines() as u64, units: LL_UNITS as u32 }
+        LowLatencyArgs {
+            epochs: self.layout.ll_epochs() as u64,
+            lines: self.layout.ll_lines() as u64,
+            units: LL_UNITS as u32,
+        }
     }
 
     fn sentinel(&self) -> SentinelArgs {
         let units = self.layout.sentinel_units() as u32;
-        SentinelArgs { epochs: self.layout.sentinel_epochs() as u64, slots: self.layout.sentinel() as u64, units }
+        SentinelArgs {
+            epochs: self.layout.sentinel_epochs() as u64,
+            slots: self.layout.sentinel() as u64,
+            units,
+        }
     }
 
     fn staging(&self, stage: StagingPass, lanes: u32, chunk: u32) -> StagingArgs {
         let (words, slots) = (self.layout.words(stage) as u64, self.layout.slots(stage) as u64);
-        StagingArgs { words, slots, slot_bytes: self.layout.slot_bytes() as u32, chunk_bytes: chunk, lanes }
+        StagingArgs {
+            words,
+            slots,
+            slot_bytes: self.layout.slot_bytes() as u32,
+            chunk_bytes: chunk,
+            lanes,
+        }
     }
 
     /// Returns the number of threads in a block of one of `lanes` (docs/measurements/gpu-h200.md).
     fn lane_threads(&self, kernel: &KernelSpec, lanes: u32) -> u32 {
         let wide = self.n == 2 || lanes as usize > self.layout.few_lanes();
-        // The kernels of a send and of a receive must fit on the device together, with the most registers of all
-        // (tests/gpu/compile.rs).
+        // The kernels of a send and of a receive must fit on the device together, with the most
+        // registers of all (tests/gpu/compile.rs).
         let many = if kernel.typed { wide } else { *kernel != TRANSFERS };
         if many { self.threads } else { self.threads.min(FEW_THREADS) }
     }
@@ -184,24 +131,43 @@ impl LaunchContext<'_> {
         self.symmetric.is_some() && self.n > 1 && plan.can_be_zero_copy()
     }
 
-    /// Returns true if peers may load and store `span`; true for an empty span, which no peer accesses.
+    /// Returns true if peers may load and store `span`; true for an empty span, which no peer
+    /// accesses.
     fn direct(&self, span: Span) -> bool {
-        span.bytes == 0 || self.symmetric.is_some_and(|symmetric| span.addr.is_multiple_of(UNIT) && (symmetric.reachable)(span))
+        span.bytes == 0
+            || self.symmetric.is_some_and(|symmetric| {
+                span.addr.is_multiple_of(UNIT) && (symmetric.reachable)(span)
+            })
     }
 
-    /// Returns the handshake of a zero-copy kernel: `give` has a bit for each rank that may load this rank's message
-    /// for it, `take` one for each rank that may store its message for this rank.
+    /// Returns the handshake of a zero-copy kernel: `give` has a bit for each rank that may load
+    /// this rank's message for it, `take` one for each rank that may store its message for this
+    /// rank.
     fn handshake(&self, give: u32, take: u32) -> Handshake {
-        let Some(SymmetricView { heap, count, least, .. }) = self.symmetric else { return Handshake::default() };
-        let (epochs, lines) = (self.layout.handshake_epochs() as u64, self.layout.handshake_lines() as u64);
-        Handshake { epochs, lines, counts: self.layout.handshake_counts() as u64, heap, give, take, count, least }
+        let Some(SymmetricView { heap, count, least, .. }) = self.symmetric else {
+            return Handshake::default();
+        };
+        let (epochs, lines) =
+            (self.layout.handshake_epochs() as u64, self.layout.handshake_lines() as u64);
+        Handshake {
+            epochs,
+            lines,
+            counts: self.layout.handshake_counts() as u64,
+            heap,
+            give,
+            take,
+            count,
+            least,
+        }
     }
 
     /// Returns the messages that `call` sends to each rank.
     fn outgoing(&self, call: &CallSpec) -> OutgoingArgs {
         let root = call.root.index();
         let mut out = OutgoingArgs::default();
-        let mut put = |r: usize, span: Span| (out.from[r], out.bytes[r]) = (span.addr as u64, span.bytes as u64);
+        let mut put = |r: usize, span: Span| {
+            (out.from[r], out.bytes[r]) = (span.addr as u64, span.bytes as u64)
+        };
         match call.op {
             Collective::Barrier | Collective::AllReduceAddRmsNorm => {}
             Collective::Broadcast | Collective::AllGather | Collective::AllReduce => {
@@ -222,9 +188,12 @@ impl LaunchContext<'_> {
     /// Returns the destination and length of each rank's message.
     fn incoming(&self, call: &CallSpec) -> (PerRank, PerRank) {
         let (mut to, mut bytes) = ([0; MAX_RANKS], [0; MAX_RANKS]);
-        let mut put = |r: usize, span: Span| (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
+        let mut put =
+            |r: usize, span: Span| (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
         match call.op {
-            Collective::Broadcast | Collective::Scatter => call.outputs.iter().for_each(|&output| put(call.root.index(), output)),
+            Collective::Broadcast | Collective::Scatter => {
+                call.outputs.iter().for_each(|&output| put(call.root.index(), output))
+            }
             Collective::Barrier
             | Collective::AllReduce
             | Collective::Reduce
@@ -242,9 +211,12 @@ impl LaunchContext<'_> {
         let common = self.common;
         let all = |yes: bool| if yes { (1u32 << self.n) - 1 } else { 0 };
         let output = call.outputs.first().copied().unwrap_or(Span { addr: 0, bytes: 0 });
-        let launch = |kernel, blocks, args| Some(Launch { kernel, grid: Grid::new(blocks, THREADS), zero_copy: false, args });
+        let launch = |kernel, blocks, args| {
+            Some(Launch { kernel, grid: Grid::new(blocks, THREADS), zero_copy: false, args })
+        };
         let staged = |kernel, lanes, roles, args| {
-            let (grid, zero_copy) = (Grid::new(roles * lanes, self.lane_threads(kernel, lanes)), self.handshakes(plan));
+            let (grid, zero_copy) =
+                (Grid::new(roles * lanes, self.lane_threads(kernel, lanes)), self.handshakes(plan));
             Some(Launch { kernel, grid, zero_copy, args })
         };
         match plan {
@@ -255,7 +227,9 @@ impl LaunchContext<'_> {
                 let zero_copy = self.handshakes(plan);
                 // Senders store messages at their destination; no rank loads.
                 let least = self.symmetric.map_or(1, |symmetric| u64::from(symmetric.least));
-                let takes = |r: &usize| zero_copy && *r != self.me && bytes[*r] >= least && self.direct(span(*r));
+                let takes = |r: &usize| {
+                    zero_copy && *r != self.me && bytes[*r] >= least && self.direct(span(*r))
+                };
                 let handshake = self.handshake(0, (0..self.n).filter(takes).map(|r| 1 << r).sum());
                 Some(self.exchange(plan, self.outgoing(call), to, bytes, zero_copy, handshake))
             }
@@ -263,18 +237,36 @@ impl LaunchContext<'_> {
                 let out = self.outgoing(call);
                 let (ll, factor) = (self.low_latency(), call.factor);
                 let (to, bytes) = (output.addr as u64, output.bytes as u64);
-                let args = ReduceLowLatencyArgs { common, ll, from: out.from, send: out.bytes, to, bytes, factor };
+                let args = ReduceLowLatencyArgs {
+                    common,
+                    ll,
+                    from: out.from,
+                    send: out.bytes,
+                    to,
+                    bytes,
+                    factor,
+                };
                 launch(&REDUCE_LOW_LATENCY, blocks, ArgBytes::of(&args))
             }
             CudaPlan::ReduceStaged { lanes, chunk } => {
-                let (staging, mut out) = (self.staging(StagingPass::Scatter, lanes, chunk), self.outgoing(call));
-                let handshake = self.handshake(all(call.inputs.iter().all(|&input| self.direct(input))), 0);
+                let (staging, mut out) =
+                    (self.staging(StagingPass::Scatter, lanes, chunk), self.outgoing(call));
+                let handshake =
+                    self.handshake(all(call.inputs.iter().all(|&input| self.direct(input))), 0);
                 for r in (0..self.n).filter(|&r| handshake.give != 0 && out.bytes[r] == 0) {
                     // An empty message may have any address of this heap.
                     out.from[r] = handshake.heap[self.me];
                 }
                 let (to, bytes) = (output.addr as u64, output.bytes as u64);
-                let args = ReduceStagedArgs { common, staging, out, to, bytes, factor: call.factor, handshake };
+                let args = ReduceStagedArgs {
+                    common,
+                    staging,
+                    out,
+                    to,
+                    bytes,
+                    factor: call.factor,
+                    handshake,
+                };
                 staged(&REDUCE_STAGED, lanes, 2, ArgBytes::of(&args))
             }
             CudaPlan::OneShot { blocks } | CudaPlan::TwoShot { blocks } => {
@@ -286,12 +278,25 @@ impl LaunchContext<'_> {
                 let one = matches!(plan, CudaPlan::OneShot { .. });
                 let threads = if one { units.next_multiple_of(32).min(THREADS) } else { THREADS };
                 let kernel = if one { &ONE_SHOT } else { &TWO_SHOT };
-                Some(Launch { kernel, grid: Grid::new(blocks, threads), zero_copy: false, args: ArgBytes::of(&args) })
+                Some(Launch {
+                    kernel,
+                    grid: Grid::new(blocks, threads),
+                    zero_copy: false,
+                    args: ArgBytes::of(&args),
+                })
             }
-            CudaPlan::NormOneShot { blocks, cluster } => self.norm(call, &NORM_ONE_SHOT, (blocks, cluster), call.inputs[0]),
-            CudaPlan::NormRows { blocks } => self.norm(call, &NORM_ROWS, (blocks, 1), all_reduce_norm::reduction(call).outputs[0]),
+            CudaPlan::NormOneShot { blocks, cluster } => {
+                self.norm(call, &NORM_ONE_SHOT, (blocks, cluster), call.inputs[0])
+            }
+            CudaPlan::NormRows { blocks } => self.norm(
+                call,
+                &NORM_ROWS,
+                (blocks, 1),
+                all_reduce_norm::reduction(call).outputs[0],
+            ),
             CudaPlan::CubeMesh { blocks } => {
-                let CubeMeshView { mesh, peer } = self.edges.unwrap_or_else(|| unreachable!("planned where there are edges"));
+                let CubeMeshView { mesh, peer } =
+                    self.edges.unwrap_or_else(|| unreachable!("planned where there are edges"));
                 let (me, input) = (self.me as u32, call.inputs[0]);
                 let mut mates = mesh.quad_of(me).into_iter().filter(|&rank| rank != me);
                 let args = arguments::CubeMeshArgs {
@@ -308,28 +313,57 @@ impl LaunchContext<'_> {
                 launch(&CUBE_MESH, blocks, ArgBytes::of(&args))
             }
             CudaPlan::RsagStaged { lanes, chunk } => {
-                let (scatter, gather) = (self.staging(StagingPass::Scatter, lanes, chunk), self.staging(StagingPass::Gather, lanes, chunk));
+                let (scatter, gather) = (
+                    self.staging(StagingPass::Scatter, lanes, chunk),
+                    self.staging(StagingPass::Gather, lanes, chunk),
+                );
                 let input = call.inputs.first().copied().unwrap_or(output);
                 let root = call.root.0;
-                let targets = if call.op == Collective::Reduce { 1 << root } else { (1u32 << self.n) - 1 };
+                let targets =
+                    if call.op == Collective::Reduce { 1 << root } else { (1u32 << self.n) - 1 };
                 let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
-                // The root of a broadcast sends only the parts of other ranks: its own part would go to every rank as
-                // well.
+                // The root of a broadcast sends only the parts of other ranks: its own part would
+                // go to every rank as well.
                 let n = self.n as u32;
                 let broadcast = call.op == Collective::Broadcast;
-                let (kernel, parts, first) = if broadcast { (&BROADCAST, n - 1, (root + 1) % n) } else { (&RSAG_STAGED, n, 0) };
+                let (kernel, parts, first) = if broadcast {
+                    (&BROADCAST, n - 1, (root + 1) % n)
+                } else {
+                    (&RSAG_STAGED, n, 0)
+                };
                 // The root of a broadcast already has all bytes.
                 let stored = !broadcast || self.me != call.root.index();
-                let takes = stored && call.outputs.first().is_some_and(|&output| self.direct(output));
+                let takes =
+                    stored && call.outputs.first().is_some_and(|&output| self.direct(output));
                 let (factor, handshake) = (call.factor, self.handshake(0, all(takes)));
-                let args = RsagStagedArgs { common, scatter, gather, from, to, bytes, factor, root, parts, first, targets, handshake };
+                let args = RsagStagedArgs {
+                    common,
+                    scatter,
+                    gather,
+                    from,
+                    to,
+                    bytes,
+                    factor,
+                    root,
+                    parts,
+                    first,
+                    targets,
+                    handshake,
+                };
                 staged(kernel, lanes, 3, ArgBytes::of(&args))
             }
         }
     }
 
-    /// Returns the launch of `kernel`, which normalises the rows of `call`; `from` is this rank's input or the sum.
-    fn norm(&self, call: &CallSpec, kernel: &'static KernelSpec, (blocks, cluster): (u32, u32), from: Span) -> Option<Launch> {
+    /// Returns the launch of `kernel`, which normalises the rows of `call`; `from` is this rank's
+    /// input or the sum.
+    fn norm(
+        &self,
+        call: &CallSpec,
+        kernel: &'static KernelSpec,
+        (blocks, cluster): (u32, u32),
+        from: Span,
+    ) -> Option<Launch> {
         let of_call = Norm::of(call)?;
         let addr = |spans: &[Span], at: usize| spans.get(at).map_or(0, |span| span.addr as u64);
         let args = arguments::NormArgs {
@@ -347,15 +381,30 @@ impl LaunchContext<'_> {
             eps: of_call.eps,
             normed_type: of_call.normed as u32,
         };
-        let grid = Grid { blocks, threads: all_reduce_norm::threads(&of_call, cluster as usize) as u32, cluster };
+        let grid = Grid {
+            blocks,
+            threads: all_reduce_norm::threads(&of_call, cluster as usize) as u32,
+            cluster,
+        };
         Some(Launch { kernel, grid, zero_copy: false, args: ArgBytes::of(&args) })
     }
 
-    /// Returns one kernel for sends `(to whom, what)` and receives `(from whom, where)`. Two messages in one direction
-    /// between the same two ranks need two kernels: the second one is rejected.
-    pub fn transfers(&self, sends: &[(usize, Span)], receives: &[(usize, Span)], plan: CudaPlan) -> Result<Launch> {
-        let (mut out, mut to, mut bytes) = (OutgoingArgs::default(), [0; MAX_RANKS], [0; MAX_RANKS]);
-        let twice = || Error::internal("two messages in one direction between the same two ranks in one launch");
+    /// Returns one kernel for sends `(to whom, what)` and receives `(from whom, where)`. Two
+    /// messages in one direction between the same two ranks need two kernels: the second one is
+    /// rejected.
+    pub fn transfers(
+        &self,
+        sends: &[(usize, Span)],
+        receives: &[(usize, Span)],
+        plan: CudaPlan,
+    ) -> Result<Launch> {
+        let (mut out, mut to, mut bytes) =
+            (OutgoingArgs::default(), [0; MAX_RANKS], [0; MAX_RANKS]);
+        let twice = || {
+            Error::internal(
+                "two messages in one direction between the same two ranks in one launch",
+            )
+        };
         for &(r, span) in sends {
             if out.from[r] != 0 {
                 return Err(twice());
@@ -368,30 +417,74 @@ impl LaunchContext<'_> {
             }
             (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
         }
-        let CudaPlan::Exchange { lanes, .. } = plan else { unreachable!("transfers are exchanges") };
+        let CudaPlan::Exchange { lanes, .. } = plan else {
+            unreachable!("transfers are exchanges")
+        };
         let least = self.symmetric.map_or(u64::MAX, |symmetric| u64::from(symmetric.least));
         let long = |bytes: &PerRank, r: usize| r != self.me && bytes[r] >= least;
-        let offered = |r: usize| long(&bytes, r) && self.direct(Span { addr: to[r] as usize, bytes: bytes[r] as usize });
-        let mask = |yes: &dyn Fn(usize) -> bool| (0..self.n).filter(|&r| yes(r)).map(|r| 1 << r).sum();
+        let offered = |r: usize| {
+            long(&bytes, r) && self.direct(Span { addr: to[r] as usize, bytes: bytes[r] as usize })
+        };
+        let mask =
+            |yes: &dyn Fn(usize) -> bool| (0..self.n).filter(|&r| yes(r)).map(|r| 1 << r).sum();
         let (give, take) = (mask(&|r| long(&out.bytes, r)), mask(&offered));
-        let handshake = Handshake { lines: self.layout.offers() as u64, ..self.handshake(give, take) };
+        let handshake =
+            Handshake { lines: self.layout.offers() as u64, ..self.handshake(give, take) };
         let staging = self.staging(StagingPass::Scatter, lanes, self.layout.slot_bytes() as u32);
         let threads = self.lane_threads(&TRANSFERS, lanes);
-        let args = ArgBytes::of(&TransfersArgs { common: self.common, staging, out, to, bytes, handshake });
-        Ok(Launch { kernel: &TRANSFERS, grid: Grid::new(2 * lanes, threads), zero_copy: false, args })
+        let args = ArgBytes::of(&TransfersArgs {
+            common: self.common,
+            staging,
+            out,
+            to,
+            bytes,
+            handshake,
+        });
+        Ok(Launch {
+            kernel: &TRANSFERS,
+            grid: Grid::new(2 * lanes, threads),
+            zero_copy: false,
+            args,
+        })
     }
 
-    fn exchange(&self, plan: CudaPlan, out: OutgoingArgs, to: PerRank, bytes: PerRank, zero_copy: bool, handshake: Handshake) -> Launch {
+    fn exchange(
+        &self,
+        plan: CudaPlan,
+        out: OutgoingArgs,
+        to: PerRank,
+        bytes: PerRank,
+        zero_copy: bool,
+        handshake: Handshake,
+    ) -> Launch {
         let CudaPlan::Exchange { ll_blocks, lanes } = plan else {
             unreachable!("only exchanges come here");
         };
-        let (ll, staging) = (self.low_latency(), self.staging(StagingPass::Scatter, lanes, self.layout.slot_bytes() as u32));
-        let args = ExchangeArgs { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, handshake };
+        let (ll, staging) = (
+            self.low_latency(),
+            self.staging(StagingPass::Scatter, lanes, self.layout.slot_bytes() as u32),
+        );
+        let args = ExchangeArgs {
+            common: self.common,
+            ll,
+            staging,
+            ll_blocks,
+            short_bytes: short_bytes(plan),
+            out,
+            to,
+            bytes,
+            handshake,
+        };
         // This rank's message to itself may be longer than the others; more blocks then copy it.
-        let keeping = out.bytes[self.me].div_ceil((LL_UNITS * UNIT) as u64).min(self.layout.lanes() as u64) as u32;
+        let keeping = out.bytes[self.me]
+            .div_ceil((LL_UNITS * UNIT) as u64)
+            .min(self.layout.lanes() as u64) as u32;
         let (kernel, grid) = match lanes {
             0 => (&EXCHANGE_LOW_LATENCY, Grid::new(ll_blocks.max(keeping), THREADS)),
-            _ => (&EXCHANGE, Grid::new(ll_blocks.max(2 * lanes), self.lane_threads(&EXCHANGE, lanes))),
+            _ => (
+                &EXCHANGE,
+                Grid::new(ll_blocks.max(2 * lanes), self.lane_threads(&EXCHANGE, lanes)),
+            ),
         };
         Launch { kernel, grid, zero_copy, args: ArgBytes::of(&args) }
     }

@@ -33,6 +33,9 @@ mod tests {
         assert!(!know(&[pair(201, 202)]));
         note(&[pair(201, 202), pair(201, 203)]);
         assert!(know(&[pair(201, 203), pair(201, 202)]));
-        assert!(!know(&[pair(201, 202), pair(202, 201)]), "the other way round is the other's to find out");
+        assert!(
+            !know(&[pair(201, 202), pair(202, 201)]),
+            "the other way round is the other's to find out"
+        );
     }
 }

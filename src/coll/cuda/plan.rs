@@ -1,5 +1,5 @@
-//! Choice of a call's kernel and its number of blocks. Pure, and the same on every rank, because it uses only values
-//! that every rank knows.
+//! Choice of a call's kernel and its number of blocks. Pure, and the same on every rank, because it
+//! uses only values that every rank knows.
 
 use super::all_reduce_norm;
 pub use super::tuning::CudaThresholds;
@@ -42,7 +42,8 @@ pub enum CudaPlan {
         /// Number of blocks.
         blocks: u32,
     },
-    /// Sends the sums of each half to the other half, along the edges of a hybrid cube mesh, on LL lines.
+    /// Sends the sums of each half to the other half, along the edges of a hybrid cube mesh, on LL
+    /// lines.
     CubeMesh {
         /// Number of blocks.
         blocks: u32,
@@ -101,38 +102,60 @@ impl CudaPlan {
         }
     }
 
-    /// Returns the name in `torch_symm.stats()` of a call that is `zero_copy` ([`Conditions::zero_copy`]) or not.
+    /// Returns the name in `torch_symm.stats()` of a call that is `zero_copy`
+    /// ([`Conditions::zero_copy`]) or not.
     pub fn served_as(self, zero_copy: bool) -> &'static str {
         match self {
-            CudaPlan::Exchange { ll_blocks: 0, lanes: 1.., .. } if zero_copy => "exchange_staged_zero_copy",
+            CudaPlan::Exchange { ll_blocks: 0, lanes: 1.., .. } if zero_copy => {
+                "exchange_staged_zero_copy"
+            }
             CudaPlan::Exchange { lanes: 1.., .. } if zero_copy => "exchange_mixed_zero_copy",
             CudaPlan::ReduceStaged { .. } if zero_copy => "reduce_staged_zero_copy",
             CudaPlan::RsagStaged { .. } if zero_copy => "rsag_staged_zero_copy",
-            CudaPlan::Nothing | CudaPlan::Exchange { .. } | CudaPlan::ReduceLowLatency { .. } | CudaPlan::ReduceStaged { .. } => {
-                self.name()
-            }
-            CudaPlan::OneShot { .. } | CudaPlan::TwoShot { .. } | CudaPlan::CubeMesh { .. } | CudaPlan::RsagStaged { .. } => self.name(),
+            CudaPlan::Nothing
+            | CudaPlan::Exchange { .. }
+            | CudaPlan::ReduceLowLatency { .. }
+            | CudaPlan::ReduceStaged { .. } => self.name(),
+            CudaPlan::OneShot { .. }
+            | CudaPlan::TwoShot { .. }
+            | CudaPlan::CubeMesh { .. }
+            | CudaPlan::RsagStaged { .. } => self.name(),
             CudaPlan::NormOneShot { .. } | CudaPlan::NormRows { .. } => self.name(),
         }
     }
 }
 
-/// Number of blocks that use LL lines if the longest message is not known; they carry up to 64 KiB between two ranks.
+/// Number of blocks that use LL lines if the longest message is not known; they carry up to 64 KiB
+/// between two ranks.
 const UNKNOWN_LL_BLOCKS: u32 = 16;
 /// Minimum length of a chunk that is worth a fence; `staging.cuh` has the same.
 const MIN_CHUNK: usize = 4 << 10;
 
-/// Returns true if a word of all ones can only be a NaN of this type (`EMPTY_IS_NAN` in `reduction.cuh`).
+/// Returns true if a word of all ones can only be a NaN of this type (`EMPTY_IS_NAN` in
+/// `reduction.cuh`).
 fn can_use_sentinels(dtype: DType) -> bool {
     match dtype {
         DType::F16 | DType::BF16 | DType::F32 | DType::C64 => true,
-        DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::U16 | DType::U32 | DType::U64 | DType::Bool => false,
-        DType::F8E5M2 | DType::F8E4M3FN | DType::F8E5M2FNUZ | DType::F8E4M3FNUZ | DType::F64 | DType::C128 => false,
+        DType::U8
+        | DType::I8
+        | DType::I16
+        | DType::I32
+        | DType::I64
+        | DType::U16
+        | DType::U32
+        | DType::U64
+        | DType::Bool => false,
+        DType::F8E5M2
+        | DType::F8E4M3FN
+        | DType::F8E5M2FNUZ
+        | DType::F8E4M3FNUZ
+        | DType::F64
+        | DType::C128 => false,
     }
 }
 
-/// Maximum size of an all-reduce along the edges of a hybrid cube mesh: half of the traffic is flags, and the edge to
-/// the relay has one link.
+/// Maximum size of an all-reduce along the edges of a hybrid cube mesh: half of the traffic is
+/// flags, and the edge to the relay has one link.
 pub const CUBE_MESH_BYTES: usize = 256 << 10;
 
 /// The conditions of a choice in addition to the call; all but `me` are the same on all ranks.
@@ -148,14 +171,19 @@ pub struct Conditions<'a> {
     pub tuning: &'a CudaThresholds,
     /// True if the group's GPUs form a hybrid cube mesh.
     pub cube_mesh: bool,
-    /// True if long messages of the group check whether tensors are in symmetric memory; never in a group of one rank.
+    /// True if long messages of the group check whether tensors are in symmetric memory; never in a
+    /// group of one rank.
     pub zero_copy: bool,
 }
 
-/// Returns the length of the longest message between two ranks that every rank knows. In a group of two, both know the
-/// lengths of an all-to-all.
+/// Returns the length of the longest message between two ranks that every rank knows. In a group of
+/// two, both know the lengths of an all-to-all.
 fn longest_known(call: &CallSpec, me: usize, n: usize) -> usize {
-    if call.op == Collective::AllToAll && n == 2 { call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes) } else { call.longest() }
+    if call.op == Collective::AllToAll && n == 2 {
+        call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes)
+    } else {
+        call.longest()
+    }
 }
 
 /// Returns the plan for `call`.
@@ -165,28 +193,44 @@ pub fn choose(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
     if longest == 0 && !matches!(call.op, Collective::Barrier | Collective::AllToAll) {
         return CudaPlan::Nothing;
     }
-    let short = longest <= tuning.low_latency_bytes.min(layout.ll_blocks().min(tuning.ctas) * LL_UNITS * UNIT);
+    let short = longest
+        <= tuning.low_latency_bytes.min(layout.ll_blocks().min(tuning.ctas) * LL_UNITS * UNIT);
     let ll_blocks = longest.div_ceil(LL_UNITS * UNIT).max(1) as u32;
     // A message in pieces, one for each rank.
     let parts = if call.op == Collective::Broadcast { (n - 1).max(1) } else { n };
     let piece = longest.div_ceil(parts);
     let most = Lanes { layout, tuning };
     let exchange_lanes = most.of_exchanges(call.op, n, longest, zero_copy);
-    let exchange_staged = CudaPlan::Exchange { ll_blocks: 0, lanes: lanes_for(longest, exchange_lanes) };
+    let exchange_staged =
+        CudaPlan::Exchange { ll_blocks: 0, lanes: lanes_for(longest, exchange_lanes) };
     let lanes = lanes_for(piece, most.of_pieces(call.op, n, piece, zero_copy));
     // Two chunks per lane: one is in the second stage while the other is in the first.
     let rsag_staged = CudaPlan::RsagStaged { lanes, chunk: chunk_of(piece, lanes, 2, layout) };
     match call.op {
-        // In a group of one the input becomes the output, through the kernel if a factor may have to be applied.
-        Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter if n == 1 => rsag_staged,
-        Collective::Broadcast if n == 1 => CudaPlan::Nothing,
-        Collective::AllToAll if n != 2 => {
-            CudaPlan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS.min(tuning.ctas as u32), lanes: exchange_lanes as u32 }
+        // In a group of one the input becomes the output, through the kernel if a factor may have
+        // to be applied.
+        Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter if n == 1 => {
+            rsag_staged
         }
-        Collective::Barrier | Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::AllToAll if short => {
+        Collective::Broadcast if n == 1 => CudaPlan::Nothing,
+        Collective::AllToAll if n != 2 => CudaPlan::Exchange {
+            ll_blocks: UNKNOWN_LL_BLOCKS.min(tuning.ctas as u32),
+            lanes: exchange_lanes as u32,
+        },
+        Collective::Barrier
+        | Collective::AllGather
+        | Collective::Gather
+        | Collective::Scatter
+        | Collective::AllToAll
+            if short =>
+        {
             CudaPlan::Exchange { ll_blocks, lanes: 0 }
         }
-        Collective::Barrier | Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::AllToAll => exchange_staged,
+        Collective::Barrier
+        | Collective::AllGather
+        | Collective::Gather
+        | Collective::Scatter
+        | Collective::AllToAll => exchange_staged,
         Collective::Broadcast if short => CudaPlan::Exchange { ll_blocks, lanes: 0 },
         // With two ranks the only receiver cannot pass a piece on, so it gets one message.
         Collective::Broadcast if n == 2 => exchange_staged,
@@ -202,18 +246,21 @@ pub fn choose(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
         Collective::AllReduce if can_use_sentinels(call.dtype) => {
             on_sentinel_slots(longest, n, layout, tuning, zero_copy).unwrap_or(rsag_staged)
         }
-        Collective::AllReduce | Collective::Reduce if short => CudaPlan::ReduceLowLatency { blocks: ll_blocks },
+        Collective::AllReduce | Collective::Reduce if short => {
+            CudaPlan::ReduceLowLatency { blocks: ll_blocks }
+        }
         Collective::AllReduce | Collective::Reduce => rsag_staged,
         Collective::AllReduceAddRmsNorm => rows(call, conditions),
     }
 }
 
-/// Returns the plan for rows that are summed and normalised: one kernel if they are short and few, otherwise an
-/// all-reduce and a kernel for the rows.
+/// Returns the plan for rows that are summed and normalised: one kernel if they are short and few,
+/// otherwise an all-reduce and a kernel for the rows.
 fn rows(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
     let Conditions { n, layout, tuning, cube_mesh, .. } = *conditions;
     let Some(norm) = Norm::of(call).filter(|norm| norm.rows > 0) else { return CudaPlan::Nothing };
-    // Sums on a hybrid cube mesh have a different order, in which the separate steps would also add them there.
+    // Sums on a hybrid cube mesh have a different order, in which the separate steps would also add
+    // them there.
     let on_edges = cube_mesh && norm.row_bytes() * norm.rows <= CUBE_MESH_BYTES;
     match all_reduce_norm::one_shot(&norm, n, layout, tuning).filter(|_| !on_edges) {
         Some((blocks, cluster)) => CudaPlan::NormOneShot { blocks, cluster },
@@ -221,12 +268,12 @@ fn rows(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
     }
 }
 
-/// Maximum size, divided by n², of the pieces of a reduce-scatter among n ranks that are loaded from peers' inputs;
-/// longer ones are faster when pushed through staging.
+/// Maximum size, divided by n², of the pieces of a reduce-scatter among n ranks that are loaded
+/// from peers' inputs; longer ones are faster when pushed through staging.
 const PULL_BYTES: usize = 256 << 20;
 
-/// Returns true if `call`, for rank `me` of `n`, is long enough to benefit from zero-copy. For an all-to-all among
-/// three or more ranks the kernel decides for each message.
+/// Returns true if `call`, for rank `me` of `n`, is long enough to benefit from zero-copy. For an
+/// all-to-all among three or more ranks the kernel decides for each message.
 pub fn worth_zero_copy(call: &CallSpec, me: usize, n: usize, tuning: &CudaThresholds) -> bool {
     let message = match call.op {
         Collective::AllToAll if n != 2 => return n > 1,
@@ -235,9 +282,11 @@ pub fn worth_zero_copy(call: &CallSpec, me: usize, n: usize, tuning: &CudaThresh
         Collective::ReduceScatter if call.longest() >= PULL_BYTES / (n * n) => return false,
         Collective::AllReduce | Collective::Reduce => call.longest() / n,
         Collective::Broadcast => call.longest() / (n - 1).max(1),
-        Collective::Barrier | Collective::AllGather | Collective::Gather | Collective::Scatter | Collective::ReduceScatter => {
-            call.longest()
-        }
+        Collective::Barrier
+        | Collective::AllGather
+        | Collective::Gather
+        | Collective::Scatter
+        | Collective::ReduceScatter => call.longest(),
     };
     n > 1 && message >= tuning.zero_copy_bytes
 }
@@ -253,15 +302,26 @@ pub fn short_bytes(plan: CudaPlan) -> u64 {
     match plan {
         CudaPlan::Exchange { ll_blocks, .. } => u64::from(ll_blocks) * (LL_UNITS * UNIT) as u64,
         CudaPlan::Nothing | CudaPlan::ReduceLowLatency { .. } | CudaPlan::ReduceStaged { .. } => 0,
-        CudaPlan::OneShot { .. } | CudaPlan::TwoShot { .. } | CudaPlan::CubeMesh { .. } | CudaPlan::RsagStaged { .. } => 0,
+        CudaPlan::OneShot { .. }
+        | CudaPlan::TwoShot { .. }
+        | CudaPlan::CubeMesh { .. }
+        | CudaPlan::RsagStaged { .. } => 0,
         CudaPlan::NormOneShot { .. } | CudaPlan::NormRows { .. } => 0,
     }
 }
 
-/// Returns a one-shot or two-shot plan, if the slots are large enough and every block gets a unit of every piece.
-fn on_sentinel_slots(bytes: usize, n: usize, layout: &ChannelLayout, tuning: &CudaThresholds, zero_copy: bool) -> Option<CudaPlan> {
+/// Returns a one-shot or two-shot plan, if the slots are large enough and every block gets a unit
+/// of every piece.
+fn on_sentinel_slots(
+    bytes: usize,
+    n: usize,
+    layout: &ChannelLayout,
+    tuning: &CudaThresholds,
+    zero_copy: bool,
+) -> Option<CudaPlan> {
     let units = bytes.div_ceil(UNIT);
-    let blocks = |units: usize| units.div_ceil(tuning.block_units).clamp(1, tuning.blocks.min(tuning.ctas));
+    let blocks =
+        |units: usize| units.div_ceil(tuning.block_units).clamp(1, tuning.blocks.min(tuning.ctas));
     if bytes <= tuning.one_shot_bytes {
         let blocks = blocks(units);
         if units.div_ceil(blocks) <= layout.sentinel_units() {
@@ -274,23 +334,25 @@ fn on_sentinel_slots(bytes: usize, n: usize, layout: &ChannelLayout, tuning: &Cu
     (bytes <= most && fits).then_some(CudaPlan::TwoShot { blocks: blocks as u32 })
 }
 
-/// Reductions of messages from this length on use all lanes, which fill the link sooner. Shorter ones are faster with
-/// fewer lanes.
+/// Reductions of messages from this length on use all lanes, which fill the link sooner. Shorter
+/// ones are faster with fewer lanes.
 const ALL_LANES_BYTES: usize = 2 << 20;
 
-/// All-reduces between two ranks whose sums are stored directly to tensors use all lanes if their pieces are shorter
-/// than this.
+/// All-reduces between two ranks whose sums are stored directly to tensors use all lanes if their
+/// pieces are shorter than this.
 const LONG_PIECE: usize = 64 << 20;
 
-/// Minimum length of messages between two ranks that use all lanes if the rank also copies one to itself.
+/// Minimum length of messages between two ranks that use all lanes if the rank also copies one to
+/// itself.
 const WIDE_MESSAGE: usize = 4 << 20;
 
-/// Maximum number of lanes that load from peers' tensors: more lanes wait longer at the handshake than they gain.
+/// Maximum number of lanes that load from peers' tensors: more lanes wait longer at the handshake
+/// than they gain.
 const PULL_LANES: usize = 64;
 
-/// The maximum number of lanes for each kind of kernel. The total number of blocks is a multiple of the number of
-/// processors, which is [`CudaThresholds::lanes`]: if some processors have one more block, all others wait for them
-/// (docs/measurements/gpu-h200.md).
+/// The maximum number of lanes for each kind of kernel. The total number of blocks is a multiple of
+/// the number of processors, which is [`CudaThresholds::lanes`]: if some processors have one more
+/// block, all others wait for them (docs/measurements/gpu-h200.md).
 struct Lanes<'a> {
     layout: &'a ChannelLayout,
     tuning: &'a CudaThresholds,
@@ -305,7 +367,8 @@ impl Lanes<'_> {
         self.tuning.lanes.min(self.layout.few_lanes())
     }
 
-    /// Returns `lanes`, or fewer if a kernel with this number of blocks per lane would have too many blocks.
+    /// Returns `lanes`, or fewer if a kernel with this number of blocks per lane would have too
+    /// many blocks.
     fn within(&self, lanes: usize, roles: usize) -> usize {
         lanes.min((self.tuning.ctas / roles).max(1))
     }
@@ -325,7 +388,8 @@ impl Lanes<'_> {
         self.within(lanes, 2)
     }
 
-    /// All-reduce, reduce and broadcast among `n` ranks have three roles: two blocks per processor, or three.
+    /// All-reduce, reduce and broadcast among `n` ranks have three roles: two blocks per processor,
+    /// or three.
     fn of_pieces(&self, op: Collective, n: usize, piece: usize, zero_copy: bool) -> usize {
         let two_thirds = (self.tuning.lanes * 2 / 3).clamp(1, self.all());
         let lanes = match n {
@@ -344,13 +408,16 @@ fn lanes_for(bytes: usize, most: usize) -> u32 {
     bytes.div_ceil(2 * MIN_CHUNK).clamp(1, most) as u32
 }
 
-/// Maximum chunk size of data that a rank reduces or forwards, since the rank waits for a whole chunk.
+/// Maximum chunk size of data that a rank reduces or forwards, since the rank waits for a whole
+/// chunk.
 const LONGEST_CHUNK: usize = 24 << 10;
 
-/// Returns the chunk size of such messages: `each` chunks per lane, within the minimum and maximum size.
+/// Returns the chunk size of such messages: `each` chunks per lane, within the minimum and maximum
+/// size.
 fn chunk_of(bytes: usize, lanes: u32, each: usize, layout: &ChannelLayout) -> u32 {
     let most = layout.slot_bytes().min(LONGEST_CHUNK);
-    bytes.div_ceil(lanes as usize * each).next_multiple_of(512).clamp(MIN_CHUNK.min(most), most) as u32
+    bytes.div_ceil(lanes as usize * each).next_multiple_of(512).clamp(MIN_CHUNK.min(most), most)
+        as u32
 }
 
 #[cfg(test)]

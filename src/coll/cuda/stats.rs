@@ -5,7 +5,8 @@ use crate::lock::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak};
 
-/// Counts the calls of a communicator whose kernels loaded or stored peers' tensors directly (zero-copy).
+/// Counts the calls of a communicator whose kernels loaded or stored peers' tensors directly
+/// (zero-copy).
 pub(super) trait DirectCalls: Send + Sync {
     /// Number of zero-copy calls so far.
     fn direct(&self) -> u64;
@@ -20,12 +21,13 @@ struct Served {
 
 static SERVED: Mutex<Vec<Served>> = Mutex::new(Vec::new());
 
-/// Counts a call of `op` (`None`: sends and receives) that `algorithm` ran. Names are compared by address, because a
-/// comparison of text would take as long as the other bookkeeping of a call; [`served`] adds up names with two
-/// addresses.
+/// Counts a call of `op` (`None`: sends and receives) that `algorithm` ran. Names are compared by
+/// address, because a comparison of text would take as long as the other bookkeeping of a call;
+/// [`served`] adds up names with two addresses.
 pub(super) fn count(op: Option<Collective>, algorithm: &'static str) {
     let mut all = lock(&SERVED);
-    match all.iter_mut().find(|served| served.op == op && std::ptr::eq(served.algorithm, algorithm)) {
+    match all.iter_mut().find(|served| served.op == op && std::ptr::eq(served.algorithm, algorithm))
+    {
         Some(served) => served.calls += 1,
         None => all.push(Served { op, algorithm, calls: 1 }),
     }
@@ -35,7 +37,10 @@ pub(super) fn count(op: Option<Collective>, algorithm: &'static str) {
 pub fn served() -> BTreeMap<&'static str, BTreeMap<&'static str, u64>> {
     let mut all = BTreeMap::<_, BTreeMap<_, _>>::new();
     for &Served { op, algorithm, calls } in lock(&SERVED).iter() {
-        *all.entry(op.map_or("send_recv", Collective::name)).or_default().entry(algorithm).or_insert(0) += calls;
+        *all.entry(op.map_or("send_recv", Collective::name))
+            .or_default()
+            .entry(algorithm)
+            .or_insert(0) += calls;
     }
     all
 }
@@ -64,9 +69,10 @@ pub(super) fn retire(report: &dyn DirectCalls, end: impl FnOnce()) {
     end();
 }
 
-/// Returns the number of calls of this process, including replays of graphs, in which this rank's kernels loaded or
-/// stored tensors of peers directly.
+/// Returns the number of calls of this process, including replays of graphs, in which this rank's
+/// kernels loaded or stored tensors of peers directly.
 pub fn direct() -> u64 {
     let counts = lock(&DIRECT);
-    counts.past + counts.living.iter().filter_map(Weak::upgrade).map(|report| report.direct()).sum::<u64>()
+    counts.past
+        + counts.living.iter().filter_map(Weak::upgrade).map(|report| report.direct()).sum::<u64>()
 }

@@ -7,20 +7,32 @@ use crate::error::{Error, Result};
 
 static DEFAULT: DefaultChoice<CtaOptions> = DefaultChoice::unset();
 
-/// Returns the choice of a group that passes `policy` and `most`: empty and 0 stand for `setting`, in later groups for
-/// the default group's choice.
+/// Returns the choice of a group that passes `policy` and `most`: empty and 0 stand for `setting`,
+/// in later groups for the default group's choice.
 ///
 /// # Errors
 /// `Value` if `policy` is not a policy, or `most` is negative.
-pub fn chosen_ctas(policy: &str, most: i32, setting: CtaOptions, is_default: bool) -> Result<CtaOptions> {
+pub fn chosen_ctas(
+    policy: &str,
+    most: i32,
+    setting: CtaOptions,
+    is_default: bool,
+) -> Result<CtaOptions> {
     let names = CtaPolicy::ALL.map(|policy| format!("{:?}", policy.name())).join(", ");
-    let named = match policy {
-        "" => None,
-        _ => Some(CtaPolicy::named(policy).ok_or_else(|| Error::value(format!("cta_policy={policy:?} is not one of {names}")))?),
-    };
-    let most = usize::try_from(most).map_err(|_| Error::value(format!("max_ctas={most} is negative; 0 means no limit")))?;
+    let named =
+        match policy {
+            "" => None,
+            _ => Some(CtaPolicy::named(policy).ok_or_else(|| {
+                Error::value(format!("cta_policy={policy:?} is not one of {names}"))
+            })?),
+        };
+    let most = usize::try_from(most)
+        .map_err(|_| Error::value(format!("max_ctas={most} is negative; 0 means no limit")))?;
     DEFAULT.choose(setting, is_default, |usual| {
-        Ok(CtaOptions { policy: named.unwrap_or(usual.policy), most: if most == 0 { usual.most } else { Some(most) } })
+        Ok(CtaOptions {
+            policy: named.unwrap_or(usual.policy),
+            most: if most == 0 { usual.most } else { Some(most) },
+        })
     })
 }
 
@@ -41,8 +53,8 @@ pub struct CudaThresholds {
     pub two_shot_bytes: usize,
     /// Maximum size of a two-shot all-reduce in a zero-copy call.
     pub zero_copy_two_shot_bytes: usize,
-    /// Minimum length of a zero-copy message between two ranks, not 0: from this length on it saves more time than the
-    /// handshakes of such a call cost.
+    /// Minimum length of a zero-copy message between two ranks, not 0: from this length on it saves
+    /// more time than the handshakes of such a call cost.
     pub zero_copy_bytes: usize,
     /// Maximum length of a single message that uses LL lines.
     pub low_latency_bytes: usize,
@@ -50,12 +62,13 @@ pub struct CudaThresholds {
     pub block_units: usize,
     /// Maximum number of blocks of a sentinel-slot kernel.
     pub blocks: usize,
-    /// Maximum number of lanes of long messages; by default one for each processor of the device. Each kernel uses a
-    /// fraction of them.
+    /// Maximum number of lanes of long messages; by default one for each processor of the device.
+    /// Each kernel uses a fraction of them.
     pub lanes: usize,
     /// Number of threads in a block of a lane.
     pub threads: usize,
-    /// Not 0 if kernels overlap their set-up with their predecessor in the stream; 0 if set-up waits for its end.
+    /// Not 0 if kernels overlap their set-up with their predecessor in the stream; 0 if set-up
+    /// waits for its end.
     pub overlap: usize,
     /// Maximum number of blocks that share a row of a norm.
     pub cluster: usize,
@@ -87,7 +100,8 @@ impl CudaThresholds {
             block_units: 128,
             blocks: SENTINEL_BLOCKS,
             lanes: MAX_LANES,
-            // More ranks need more registers, and the blocks of all lanes must be resident together.
+            // More ranks need more registers, and the blocks of all lanes must be resident
+            // together.
             threads: if ranks <= 4 { 256 } else { 128 },
             overlap: 1,
             cluster: MAX_CLUSTER,
@@ -98,15 +112,24 @@ impl CudaThresholds {
         }
     }
 
-    /// Returns the thresholds for devices with this number of `processors`; `clusters` is true if they have clusters.
+    /// Returns the thresholds for devices with this number of `processors`; `clusters` is true if
+    /// they have clusters.
     pub fn on(self, processors: usize, clusters: bool) -> Self {
-        Self { lanes: self.lanes.min(processors), cluster: if clusters { self.cluster } else { 1 }, ..self }
+        Self {
+            lanes: self.lanes.min(processors),
+            cluster: if clusters { self.cluster } else { 1 },
+            ..self
+        }
     }
 
     /// Returns the thresholds with the group's options.
     pub fn within(self, options: CtaOptions) -> Self {
         let usual = if options.policy == CtaPolicy::Efficiency { EFFICIENT_CTAS } else { MAX_CTAS };
-        Self { policy: options.policy, ctas: options.most.unwrap_or(usual).clamp(1, MAX_CTAS), ..self }
+        Self {
+            policy: options.policy,
+            ctas: options.most.unwrap_or(usual).clamp(1, MAX_CTAS),
+            ..self
+        }
     }
 
     /// Length of the encoded thresholds.
@@ -114,21 +137,68 @@ impl CudaThresholds {
 
     /// Encodes the thresholds, which the other ranks compare with theirs.
     pub fn encode(&self) -> Vec<u8> {
-        let Self { one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes, .. } = *self;
-        let Self { block_units, blocks, lanes, threads, overlap, cluster, copy_engine_bytes, copy_chunk_bytes, policy, ctas, .. } = *self;
-        let sizes = [one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes];
+        let Self {
+            one_shot_bytes,
+            two_shot_bytes,
+            zero_copy_two_shot_bytes,
+            zero_copy_bytes,
+            low_latency_bytes,
+            ..
+        } = *self;
+        let Self {
+            block_units,
+            blocks,
+            lanes,
+            threads,
+            overlap,
+            cluster,
+            copy_engine_bytes,
+            copy_chunk_bytes,
+            policy,
+            ctas,
+            ..
+        } = *self;
+        let sizes = [
+            one_shot_bytes,
+            two_shot_bytes,
+            zero_copy_two_shot_bytes,
+            zero_copy_bytes,
+            low_latency_bytes,
+        ];
         let copies = [copy_engine_bytes, copy_chunk_bytes, policy as usize, ctas];
-        let fields = sizes.into_iter().chain([block_units, blocks, lanes, threads, overlap, cluster]).chain(copies);
+        let fields = sizes
+            .into_iter()
+            .chain([block_units, blocks, lanes, threads, overlap, cluster])
+            .chain(copies);
         fields.flat_map(|field| (field as u64).to_le_bytes()).collect()
     }
 
     /// Decodes the thresholds of another rank.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
-        let fields: Vec<usize> =
-            bytes.chunks_exact(8).filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?) as usize)).collect();
-        let [one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes, rest @ ..] =
-            <[usize; 15]>::try_from(fields).ok()?;
-        let [block_units, blocks, lanes, threads, overlap, cluster, copy_engine_bytes, copy_chunk_bytes, policy, ctas] = rest;
+        let fields: Vec<usize> = bytes
+            .chunks_exact(8)
+            .filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?) as usize))
+            .collect();
+        let [
+            one_shot_bytes,
+            two_shot_bytes,
+            zero_copy_two_shot_bytes,
+            zero_copy_bytes,
+            low_latency_bytes,
+            rest @ ..,
+        ] = <[usize; 15]>::try_from(fields).ok()?;
+        let [
+            block_units,
+            blocks,
+            lanes,
+            threads,
+            overlap,
+            cluster,
+            copy_engine_bytes,
+            copy_chunk_bytes,
+            policy,
+            ctas,
+        ] = rest;
         (bytes.len() == Self::BYTES).then_some(Self {
             one_shot_bytes,
             two_shot_bytes,
@@ -148,11 +218,16 @@ impl CudaThresholds {
         })
     }
 
-    /// Applies `text` (`"lanes=16,one_shot_bytes=65536"`) to the thresholds; fails with a message if it cannot be read.
+    /// Applies `text` (`"lanes=16,one_shot_bytes=65536"`) to the thresholds; fails with a message
+    /// if it cannot be read.
     pub fn overlaid(mut self, text: &str) -> std::result::Result<Self, String> {
         for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
-            let (name, value) = pair.split_once('=').ok_or_else(|| format!("{pair:?} is not name=number"))?;
-            let value = value.trim().parse::<usize>().map_err(|_| format!("{pair:?} is not name=number"))?;
+            let (name, value) =
+                pair.split_once('=').ok_or_else(|| format!("{pair:?} is not name=number"))?;
+            let value = value
+                .trim()
+                .parse::<usize>()
+                .map_err(|_| format!("{pair:?} is not name=number"))?;
             let field = match name.trim() {
                 "one_shot_bytes" => &mut self.one_shot_bytes,
                 "two_shot_bytes" => &mut self.two_shot_bytes,
@@ -188,15 +263,24 @@ mod tests {
 
     #[test]
     fn later_groups_have_the_policy_of_the_default_one() {
-        let (none, zero) = (CtaOptions::default(), CtaOptions { policy: CtaPolicy::Zero, most: Some(8) });
+        let (none, zero) =
+            (CtaOptions::default(), CtaOptions { policy: CtaPolicy::Zero, most: Some(8) });
         assert_eq!(chosen_ctas("", 0, none, false), Ok(none));
         assert_eq!(chosen_ctas("zero", 8, none, true), Ok(zero));
         assert_eq!(chosen_ctas("", 0, none, false), Ok(zero));
-        assert_eq!(chosen_ctas("default", 0, none, false), Ok(CtaOptions { policy: CtaPolicy::Default, ..zero }));
+        assert_eq!(
+            chosen_ctas("default", 0, none, false),
+            Ok(CtaOptions { policy: CtaPolicy::Default, ..zero })
+        );
         assert_eq!(chosen_ctas("", 0, none, true), Ok(none));
         let error = chosen_ctas("few", 0, none, false).expect_err("there is none");
-        assert_eq!(error.message, "cta_policy=\"few\" is not one of \"default\", \"efficiency\", \"zero\"");
-        assert!(chosen_ctas("", -1, none, false).expect_err("negative").message.contains("max_ctas=-1"));
+        assert_eq!(
+            error.message,
+            "cta_policy=\"few\" is not one of \"default\", \"efficiency\", \"zero\""
+        );
+        assert!(
+            chosen_ctas("", -1, none, false).expect_err("negative").message.contains("max_ctas=-1")
+        );
     }
 
     #[test]
@@ -204,13 +288,23 @@ mod tests {
         let tuning = CudaThresholds::of(4).overlaid("lanes=8, one_shot_bytes=123").expect("read");
         assert_eq!((tuning.lanes, tuning.one_shot_bytes), (8, 123));
         assert_eq!(CudaThresholds::of(4).overlaid("lanes=0,").expect("read").lanes, 1);
-        assert_eq!(CudaThresholds::of(4).overlaid("zero_copy_bytes=0").expect("read").zero_copy_bytes, 1);
+        assert_eq!(
+            CudaThresholds::of(4).overlaid("zero_copy_bytes=0").expect("read").zero_copy_bytes,
+            1
+        );
         let on = CudaThresholds::of(4).on(108, false);
         assert_eq!((on.lanes, on.cluster), (108, 1));
         assert_eq!(CudaThresholds::of(4).on(1000, true), CudaThresholds::of(4));
-        let zero = CudaThresholds::of(4).within(CtaOptions { policy: CtaPolicy::Zero, most: Some(0) });
-        assert_eq!((zero.policy, zero.ctas, CudaThresholds::decode(&zero.encode())), (CtaPolicy::Zero, 1, Some(zero)));
-        assert_eq!(zero.within(CtaOptions { policy: CtaPolicy::Efficiency, most: None }).ctas, EFFICIENT_CTAS);
+        let zero =
+            CudaThresholds::of(4).within(CtaOptions { policy: CtaPolicy::Zero, most: Some(0) });
+        assert_eq!(
+            (zero.policy, zero.ctas, CudaThresholds::decode(&zero.encode())),
+            (CtaPolicy::Zero, 1, Some(zero))
+        );
+        assert_eq!(
+            zero.within(CtaOptions { policy: CtaPolicy::Efficiency, most: None }).ctas,
+            EFFICIENT_CTAS
+        );
         for bad in ["lanes", "lanes=x", "colour=3"] {
             assert!(CudaThresholds::of(4).overlaid(bad).is_err(), "{bad}");
         }

@@ -1,5 +1,5 @@
-//! gather, scatter and all_to_all over rails: the ranks of each rail carry the messages between ranks of two nodes.
-//! Pure.
+//! gather, scatter and all_to_all over rails: the ranks of each rail carry the messages between
+//! ranks of two nodes. Pure.
 
 use super::planner::Planner;
 use super::slices::{ChunkSchedule, rails};
@@ -15,7 +15,8 @@ use std::ops::Range;
 pub enum MessageLengths {
     /// All pairs have this length.
     Even(usize),
-    /// One length for all messages between one rank and the others, in one direction; there are no other messages.
+    /// One length for all messages between one rank and the others, in one direction; there are no
+    /// other messages.
     Rooted {
         /// The one rank.
         root: Rank,
@@ -36,18 +37,18 @@ pub enum MessageLengths {
 impl MessageLengths {
     /// The lengths of a gather or scatter.
     fn rooted(call: &CallSpec) -> Self {
-        Self::Rooted { root: call.root, gathers: call.op == Collective::Gather, bytes: call.agreed_bytes() as usize }
+        Self::Rooted {
+            root: call.root,
+            gathers: call.op == Collective::Gather,
+            bytes: call.agreed_bytes() as usize,
+        }
     }
 
     fn of(&self, from: Rank, to: Rank) -> usize {
         match self {
             Self::Even(bytes) => *bytes,
             Self::Rooted { root, gathers, bytes } => {
-                if (if *gathers { to } else { from }) == *root {
-                    *bytes
-                } else {
-                    0
-                }
+                if (if *gathers { to } else { from }) == *root { *bytes } else { 0 }
             }
             Self::Each { sent, n } => sent[from.index() * n + to.index()],
         }
@@ -71,25 +72,45 @@ struct RailRoutes<'a> {
 
 impl<'a> RailRoutes<'a> {
     fn new(planner: &Planner<'a>, lengths: &'a MessageLengths, turns: ChunkSchedule) -> Self {
-        let (layout, node, local, rails) = (planner.layout, planner.node(), planner.local(), planner.rails);
-        let mut ways = Self { layout, node, local, lengths, rails, turns, sent: Vec::new(), received: Vec::new(), longest: 0 };
+        let (layout, node, local, rails) =
+            (planner.layout, planner.node(), planner.local(), planner.rails);
+        let mut ways = Self {
+            layout,
+            node,
+            local,
+            lengths,
+            rails,
+            turns,
+            sent: Vec::new(),
+            received: Vec::new(),
+            longest: 0,
+        };
         let nodes = || 0..layout.num_nodes();
         ways.sent = nodes().map(|to| ways.messages_on_rail(node, to)).collect();
         ways.received = nodes().map(|from| ways.messages_on_rail(from, node)).collect();
-        let all = nodes().flat_map(|from| nodes().map(move |to| (from, to))).flat_map(|(from, to)| ways.messages_on_rail(from, to));
+        let all = nodes()
+            .flat_map(|from| nodes().map(move |to| (from, to)))
+            .flat_map(|(from, to)| ways.messages_on_rail(from, to));
         ways.longest = all.map(|(from, to)| lengths.of(from, to)).max().unwrap_or(0);
         ways
     }
 
-    /// Returns the local rank that carries the message from `from` to `to` on another node; the same local rank
-    /// receives it there. The sum spreads messages over rails for one sender, for one receiver and for all pairs.
+    /// Returns the local rank that carries the message from `from` to `to` on another node; the
+    /// same local rank receives it there. The sum spreads messages over rails for one sender, for
+    /// one receiver and for all pairs.
     fn rail_of(&self, from: Rank, to: Rank) -> usize {
         (self.layout.local_rank(from) + self.layout.local_rank(to)) % self.rails
     }
 
-    /// Returns the rank of `node` that exchanges messages with local rank `local` of this node through `carrier`. Each
-    /// block of `rails` ranks has at most one such rank.
-    fn peer_on_rail(&self, carrier: usize, local: usize, node: usize, block: usize) -> Option<Rank> {
+    /// Returns the rank of `node` that exchanges messages with local rank `local` of this node
+    /// through `carrier`. Each block of `rails` ranks has at most one such rank.
+    fn peer_on_rail(
+        &self,
+        carrier: usize,
+        local: usize,
+        node: usize,
+        block: usize,
+    ) -> Option<Rank> {
         let index = block * self.rails + (carrier + self.rails - local % self.rails) % self.rails;
         if carrier < self.rails { self.layout.ranks_of(node).get(index).copied() } else { None }
     }
@@ -97,7 +118,9 @@ impl<'a> RailRoutes<'a> {
     /// The blocks of ranks of all other nodes, as pairs of node and block number.
     fn blocks(&self) -> impl Iterator<Item = (usize, usize)> {
         let (layout, here, rails) = (self.layout, self.node, self.rails);
-        let blocks = move |node: usize| (0..layout.ranks_of(node).len().div_ceil(rails)).map(move |block| (node, block));
+        let blocks = move |node: usize| {
+            (0..layout.ranks_of(node).len().div_ceil(rails)).map(move |block| (node, block))
+        };
         (0..layout.num_nodes()).filter(move |&node| node != here).flat_map(blocks)
     }
 
@@ -116,18 +139,28 @@ impl<'a> RailRoutes<'a> {
         self.turns.piece(&(0..self.lengths.of(from, to)), turn)
     }
 
-    /// Returns true if any rank of this rank's rail sends in step `turn`; all of them compute the same.
+    /// Returns true if any rank of this rank's rail sends in step `turn`; all of them compute the
+    /// same.
     fn sends_in_step(&self, turn: usize) -> bool {
         !self.turns.piece(&(0..self.longest), turn).is_empty()
     }
 
-    /// Returns the lengths for each node of `carried`, which are `sent` or `received`, in step `turn`.
+    /// Returns the lengths for each node of `carried`, which are `sent` or `received`, in step
+    /// `turn`.
     fn lengths(&self, carried: &[Vec<(Rank, Rank)>], turn: usize) -> Vec<usize> {
-        carried.iter().map(|pairs| pairs.iter().map(|&(from, to)| self.piece(from, to, turn).len()).sum()).collect()
+        carried
+            .iter()
+            .map(|pairs| pairs.iter().map(|&(from, to)| self.piece(from, to, turn).len()).sum())
+            .collect()
     }
 
     /// Returns the positions of `carried` in step `turn`; they are contiguous in `whole`.
-    fn offsets(&self, carried: &[Vec<(Rank, Rank)>], turn: usize, whole: Place) -> BTreeMap<(Rank, Rank), Place> {
+    fn offsets(
+        &self,
+        carried: &[Vec<(Rank, Rank)>],
+        turn: usize,
+        whole: Place,
+    ) -> BTreeMap<(Rank, Rank), Place> {
         let mut end = 0;
         let mut next = |&(from, to): &(Rank, Rank)| {
             let start = end;
@@ -139,11 +172,19 @@ impl<'a> RailRoutes<'a> {
 }
 
 impl Planner<'_> {
-    /// In each step: 1. Intra-node: chunks for other nodes move to their carriers. 2. Inter-node: carriers exchange.
-    /// 3. Intra-node: chunks move to their ranks. `near`, the messages within the node, moves while the first chunks
-    ///    are on the wire.
-    pub(super) fn carry(&mut self, told: Option<&MessageLengths>, give: &[Place], take: &[Place], near: Option<(Vec<Place>, Vec<Place>)>) {
-        let (layout, nodes, rooted) = (self.layout, self.layout.num_nodes(), MessageLengths::rooted(self.call));
+    /// In each step: 1. Intra-node: chunks for other nodes move to their carriers. 2. Inter-node:
+    /// carriers exchange.
+    /// 3. Intra-node: chunks move to their ranks. `near`, the messages within the node, moves while
+    ///    the first chunks are on the wire.
+    pub(super) fn carry(
+        &mut self,
+        told: Option<&MessageLengths>,
+        give: &[Place],
+        take: &[Place],
+        near: Option<(Vec<Place>, Vec<Place>)>,
+    ) {
+        let (layout, nodes, rooted) =
+            (self.layout, self.layout.num_nodes(), MessageLengths::rooted(self.call));
         let lengths = told.unwrap_or(&rooted);
         self.rails = match lengths {
             MessageLengths::Even(bytes) => rails(bytes * layout.size(), layout, &self.thresholds),
@@ -157,10 +198,18 @@ impl Planner<'_> {
         let pairs = ranks().flat_map(|from| ranks().map(move |to| (from, to)));
         let far = pairs.filter(|&(from, to)| layout.node_of(from) != layout.node_of(to));
         let longest = far.map(|(from, to)| lengths.of(from, to)).max().unwrap_or(0);
-        let parts = |from: usize, to: usize| (layout.ranks_of(from).len() * layout.ranks_of(to).len()).div_ceil(self.rails);
-        let most = (0..nodes).flat_map(|from| (0..nodes).map(move |to| (from, to))).filter(|(from, to)| from != to);
+        let parts = |from: usize, to: usize| {
+            (layout.ranks_of(from).len() * layout.ranks_of(to).len()).div_ceil(self.rails)
+        };
+        let most = (0..nodes)
+            .flat_map(|from| (0..nodes).map(move |to| (from, to)))
+            .filter(|(from, to)| from != to);
         let most = most.map(|(from, to)| parts(from, to)).max().unwrap_or(1);
-        let ways = RailRoutes::new(self, lengths, ChunkSchedule::of_messages(longest, most, &self.thresholds));
+        let ways = RailRoutes::new(
+            self,
+            lengths,
+            ChunkSchedule::of_messages(longest, most, &self.thresholds),
+        );
         self.chunked(ways.turns.count, |planner, turn| {
             let received = planner.stage_for_rails(&ways, turn, give);
             if let Some((give, take)) = near.clone().filter(|_| turn == 0) {
@@ -171,8 +220,8 @@ impl Planner<'_> {
         });
     }
 
-    /// Moves the chunks of step `turn` to their carriers, which start the exchange; returns where chunks for this node
-    /// arrive.
+    /// Moves the chunks of step `turn` to their carriers, which start the exchange; returns where
+    /// chunks for this node arrive.
     fn stage_for_rails(&mut self, ways: &RailRoutes<'_>, turn: usize, give: &[Place]) -> Place {
         let (rank, local, here) = (self.rank, self.local(), self.layout.ranks_of(self.node()));
         let (sent, received) = (ways.lengths(&ways.sent, turn), ways.lengths(&ways.received, turn));
@@ -181,14 +230,21 @@ impl Planner<'_> {
         let mut calls = Vec::new();
         for (node, block) in ways.blocks() {
             let partner = |carrier, local| ways.peer_on_rail(carrier, local, node, block);
-            let moves =
-                |from: usize| (0..ways.rails).filter_map(move |c| partner(c, from)).any(|to| !ways.piece(here[from], to, turn).is_empty());
+            let moves = |from: usize| {
+                (0..ways.rails)
+                    .filter_map(move |c| partner(c, from))
+                    .any(|to| !ways.piece(here[from], to, turn).is_empty())
+            };
             if !(0..here.len()).any(moves) {
                 continue;
             }
             let given = |to: Rank| give[to.index()].part(&ways.piece(rank, to, turn));
-            let inputs = (0..here.len()).map(|carrier| partner(carrier, local).map_or(NOWHERE, given)).collect();
-            let brought = |(from, &rank): (usize, &Rank)| partner(local, from).map_or(NOWHERE, |to| places[&(rank, to)]);
+            let inputs = (0..here.len())
+                .map(|carrier| partner(carrier, local).map_or(NOWHERE, given))
+                .collect();
+            let brought = |(from, &rank): (usize, &Rank)| {
+                partner(local, from).map_or(NOWHERE, |to| places[&(rank, to)])
+            };
             calls.push((inputs, here.iter().enumerate().map(brought).collect()));
         }
         self.all_intra_node(Collective::AllToAll, 0, calls);
@@ -199,21 +255,34 @@ impl Planner<'_> {
     }
 
     /// Moves the chunks of step `turn`, which have arrived at `received`, to their ranks.
-    fn deliver_from_rails(&mut self, ways: &RailRoutes<'_>, turn: usize, received: Place, take: &[Place]) {
+    fn deliver_from_rails(
+        &mut self,
+        ways: &RailRoutes<'_>,
+        turn: usize,
+        received: Place,
+        take: &[Place],
+    ) {
         let (rank, local, here) = (self.rank, self.local(), self.layout.ranks_of(self.node()));
         let places = ways.offsets(&ways.received, turn, received);
         let mut calls = Vec::new();
         for (node, block) in ways.blocks() {
             let partner = |carrier, local| ways.peer_on_rail(carrier, local, node, block);
-            let moves =
-                |to: usize| (0..ways.rails).filter_map(move |c| partner(c, to)).any(|from| !ways.piece(from, here[to], turn).is_empty());
+            let moves = |to: usize| {
+                (0..ways.rails)
+                    .filter_map(move |c| partner(c, to))
+                    .any(|from| !ways.piece(from, here[to], turn).is_empty())
+            };
             if !(0..here.len()).any(moves) {
                 continue;
             }
-            let came = |(to, &rank): (usize, &Rank)| partner(local, to).map_or(NOWHERE, |from| places[&(from, rank)]);
+            let came = |(to, &rank): (usize, &Rank)| {
+                partner(local, to).map_or(NOWHERE, |from| places[&(from, rank)])
+            };
             let inputs = here.iter().enumerate().map(came).collect();
             let taken = |from: Rank| take[from.index()].part(&ways.piece(from, rank, turn));
-            let outputs = (0..here.len()).map(|carrier| partner(carrier, local).map_or(NOWHERE, taken)).collect();
+            let outputs = (0..here.len())
+                .map(|carrier| partner(carrier, local).map_or(NOWHERE, taken))
+                .collect();
             calls.push((inputs, outputs));
         }
         self.all_intra_node(Collective::AllToAll, 0, calls);

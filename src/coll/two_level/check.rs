@@ -15,7 +15,8 @@ struct Touched {
 ///
 /// - Every place is in the program's memory or in a tensor, and no step writes an input.
 /// - No step writes bytes that it reads, except in place.
-/// - No step reads bytes that an unfinished transfer writes, and no step writes bytes that an unfinished transfer uses.
+/// - No step reads bytes that an unfinished transfer writes, and no step writes bytes that an
+///   unfinished transfer uses.
 /// - Each started transfer has one wait.
 ///
 /// # Errors
@@ -32,16 +33,32 @@ pub fn check(program: &Program, call: &CallSpec, node: usize) -> Result<(), Stri
         }
         for touched in touched(step, node) {
             let written = touched.writes.iter().map(|place| (place, true));
-            if !touched.reads.iter().map(|place| (place, false)).chain(written).all(|(place, writes)| lies(place, writes, program, call)) {
+            if !touched
+                .reads
+                .iter()
+                .map(|place| (place, false))
+                .chain(written)
+                .all(|(place, writes)| lies(place, writes, program, call))
+            {
                 return refused("outside of its memory");
             }
-            let clash = |reads: &[Place], writes: &[Place]| reads.iter().any(|read| writes.iter().any(|write| overlap(read, write)));
-            let aliased = |write: &Place| touched.reads.iter().any(|read| overlap(read, write) && !in_place(step, read, write));
+            let clash = |reads: &[Place], writes: &[Place]| {
+                reads.iter().any(|read| writes.iter().any(|write| overlap(read, write)))
+            };
+            let aliased = |write: &Place| {
+                touched
+                    .reads
+                    .iter()
+                    .any(|read| overlap(read, write) && !in_place(step, read, write))
+            };
             if touched.writes.iter().any(aliased) {
                 return refused("writes what it reads");
             }
             for other in &open {
-                if clash(&touched.reads, &other.writes) || clash(&other.reads, &touched.writes) || clash(&other.writes, &touched.writes) {
+                if clash(&touched.reads, &other.writes)
+                    || clash(&other.reads, &touched.writes)
+                    || clash(&other.writes, &touched.writes)
+                {
                     return refused("uses what a transfer does");
                 }
             }
@@ -55,12 +72,18 @@ pub fn check(program: &Program, call: &CallSpec, node: usize) -> Result<(), Stri
 
 /// Returns the memory that `step` accesses, call by call.
 fn touched(step: &Step, node: usize) -> Vec<Touched> {
-    let one = |reads: &[Place], writes: &[Place]| vec![Touched { reads: reads.to_vec(), writes: writes.to_vec() }];
+    let one = |reads: &[Place], writes: &[Place]| {
+        vec![Touched { reads: reads.to_vec(), writes: writes.to_vec() }]
+    };
     match step {
-        Step::Local(calls) => calls.iter().flat_map(|call| one(&call.inputs, &call.outputs)).collect(),
+        Step::Local(calls) => {
+            calls.iter().flat_map(|call| one(&call.inputs, &call.outputs)).collect()
+        }
         Step::Agree | Step::Wait => vec![],
         Step::Start(transfer) | Step::Run(transfer) => match transfer {
-            RailOp::AllGather { from, to } | RailOp::AllToAll { from, to, .. } => one(&[*from], &[*to]),
+            RailOp::AllGather { from, to } | RailOp::AllToAll { from, to, .. } => {
+                one(&[*from], &[*to])
+            }
             RailOp::Broadcast { root, at } if *root == node => one(&[*at], &[]),
             RailOp::Broadcast { at, .. } => one(&[], &[*at]),
         },
@@ -79,10 +102,13 @@ fn lies(place: &Place, writes: bool, program: &Program, call: &CallSpec) -> bool
         ProgramMemory::Aside => end <= program.aside,
         ProgramMemory::Given => {
             let inputs = call.inputs.iter().filter(|_| !writes);
-            let spans: Vec<_> = inputs.chain(&*call.outputs).filter(|span| span.bytes > 0).collect();
+            let spans: Vec<_> =
+                inputs.chain(&*call.outputs).filter(|span| span.bytes > 0).collect();
             // Contiguous tensors count as one.
             let mut at = start;
-            while let Some(span) = spans.iter().find(|span| (span.addr..span.addr + span.bytes).contains(&at)) {
+            while let Some(span) =
+                spans.iter().find(|span| (span.addr..span.addr + span.bytes).contains(&at))
+            {
                 at = span.addr + span.bytes;
             }
             at >= end
@@ -91,7 +117,8 @@ fn lies(place: &Place, writes: bool, program: &Program, call: &CallSpec) -> bool
 }
 
 fn overlap(a: &Place, b: &Place) -> bool {
-    let (start, end) = (a.span.addr.max(b.span.addr), (a.span.addr + a.bytes()).min(b.span.addr + b.bytes()));
+    let (start, end) =
+        (a.span.addr.max(b.span.addr), (a.span.addr + a.bytes()).min(b.span.addr + b.bytes()));
     a.memory == b.memory && start < end
 }
 
@@ -103,7 +130,9 @@ fn in_place(step: &Step, read: &Place, write: &Place) -> bool {
             (from.span.addr - to.span.addr).is_multiple_of(from.bytes())
         }
         Step::Start(_) | Step::Run(_) | Step::Agree | Step::Wait => false,
-        Step::Exchange { .. } | Step::Combine { .. } | Step::Cast { .. } | Step::Copy { .. } => false,
+        Step::Exchange { .. } | Step::Combine { .. } | Step::Cast { .. } | Step::Copy { .. } => {
+            false
+        }
     }
 }
 
@@ -116,18 +145,32 @@ mod tests {
     #[test]
     fn programs_that_break_a_rule_are_refused() {
         let (input, output) = (Span { addr: 1000, bytes: 64 }, Span { addr: 2000, bytes: 64 });
-        let call =
-            CallSpec { op: Collective::AllReduce, inputs: vec![input].into(), outputs: vec![output].into(), ..CallSpec::barrier(None) };
+        let call = CallSpec {
+            op: Collective::AllReduce,
+            inputs: vec![input].into(),
+            outputs: vec![output].into(),
+            ..CallSpec::barrier(None)
+        };
         let given = |addr| Place { memory: ProgramMemory::Given, span: Span { addr, bytes: 64 } };
         let temp = |addr| Place { memory: ProgramMemory::Temp, span: Span { addr, bytes: 64 } };
         let copy = |from, to| Step::Copy { from, to };
         let gather = |from, to: Place| RailOp::AllGather { from, to: to.sized(128) };
         let refused = |steps: Vec<Step>| {
             let program = Program { steps, temp: 256, aside: 0, rails: 1, partial: DType::U8 };
-            check(&program, &call, 0).err().map(|text| text.split(':').next().unwrap_or_default().to_owned())
+            check(&program, &call, 0)
+                .err()
+                .map(|text| text.split(':').next().unwrap_or_default().to_owned())
         };
         let start = Step::Start(gather(temp(0), temp(64)));
-        assert_eq!(refused(vec![copy(given(1000), temp(0)), start.clone(), Step::Wait, copy(temp(128), given(2000))]), None);
+        assert_eq!(
+            refused(vec![
+                copy(given(1000), temp(0)),
+                start.clone(),
+                Step::Wait,
+                copy(temp(128), given(2000))
+            ]),
+            None
+        );
         assert_eq!(refused(vec![Step::Run(gather(temp(0), temp(0)))]), None);
         let says = |steps, rule: &str| assert_eq!(refused(steps).as_deref(), Some(rule));
         says(vec![copy(temp(0), temp(193))], "outside of its memory");

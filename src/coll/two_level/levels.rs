@@ -28,7 +28,8 @@ impl ReduceDtype {
     }
 }
 
-/// The two levels of a reduction: the ranks of a node in order, rounded once, then the nodes in order, rounded once.
+/// The two levels of a reduction: the ranks of a node in order, rounded once, then the nodes in
+/// order, rounded once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct TwoLevelOps {
     /// The intra-node operation.
@@ -45,15 +46,31 @@ impl TwoLevelOps {
     pub(crate) fn of(op: ReduceOp, dtype: DType, layout: &NodeMap) -> Self {
         let same = |op| Self { inner: op, outer: op, divisor: layout.num_nodes(), weighted: false };
         match op {
-            ReduceOp::Sum | ReduceOp::Product | ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
-                same(op)
-            }
+            ReduceOp::Sum
+            | ReduceOp::Product
+            | ReduceOp::Min
+            | ReduceOp::Max
+            | ReduceOp::BitAnd
+            | ReduceOp::BitOr
+            | ReduceOp::BitXor => same(op),
             ReduceOp::PremulSum => Self { inner: op, ..same(ReduceOp::Sum) },
             // Integers wrap, so the sum equals the single-node sum; it is divided once.
-            ReduceOp::Avg if dtype.is_integer() => Self { inner: ReduceOp::Sum, outer: op, divisor: layout.size(), weighted: false },
+            ReduceOp::Avg if dtype.is_integer() => {
+                Self { inner: ReduceOp::Sum, outer: op, divisor: layout.size(), weighted: false }
+            }
             // Averages of averages, which do not overflow where the sum of a node's ranks would.
-            ReduceOp::Avg if (0..layout.num_nodes()).all(|node| layout.ranks_of(node).len() == layout.ranks_of(0).len()) => same(op),
-            ReduceOp::Avg => Self { inner: op, outer: ReduceOp::PremulSum, divisor: layout.num_nodes(), weighted: true },
+            ReduceOp::Avg
+                if (0..layout.num_nodes())
+                    .all(|node| layout.ranks_of(node).len() == layout.ranks_of(0).len()) =>
+            {
+                same(op)
+            }
+            ReduceOp::Avg => Self {
+                inner: op,
+                outer: ReduceOp::PremulSum,
+                divisor: layout.num_nodes(),
+                weighted: true,
+            },
         }
     }
 

@@ -1,14 +1,19 @@
-//! Multi-node collectives as programs: a list of steps for each rank. Pure; for CPU and for CUDA tensors.
+//! Multi-node collectives as programs: a list of steps for each rank. Pure; for CPU and for CUDA
+//! tensors.
 //!
-//! An element is combined over the ranks of each node in order and rounded once, then over the nodes in order and
-//! rounded once. If partial results are float32, inputs are widened first and the sum is rounded once. The choice of
-//! rails and chunks decides only which rank does the work, so the bits are the same on CPUs and GPUs and at every
-//! length.
+//! An element is combined over the ranks of each node in order and rounded once, then over the
+//! nodes in order and rounded once. If partial results are float32, inputs are widened first and
+//! the sum is rounded once. The choice of rails and chunks decides only which rank does the work,
+//! so the bits are the same on CPUs and GPUs and at every length.
 //!
-//! - [`step`]: steps, and where their bytes are; [`check`](mod@check): the invariants of every program
-//! - [`rules`]: the differences between CPU and CUDA; [`planner`]: memory, slices and intra-node collectives
-//! - [`pipeline`]: the order of a long call; [`reductions`], [`movements`], [`carriers`]: the collectives
-//! - [`slices`](mod@slices): the slice of a message on each rail; [`levels`]: the intra-node and inter-node operations
+//! - [`step`]: steps, and where their bytes are; [`check`](mod@check): the invariants of every
+//!   program
+//! - [`rules`]: the differences between CPU and CUDA; [`planner`]: memory, slices and intra-node
+//!   collectives
+//! - [`pipeline`]: the order of a long call; [`reductions`], [`movements`], [`carriers`]: the
+//!   collectives
+//! - [`slices`](mod@slices): the slice of a message on each rail; [`levels`]: the intra-node and
+//!   inter-node operations
 
 mod carriers;
 pub mod check;
@@ -49,7 +54,8 @@ pub struct Planning<'a> {
 }
 
 impl Planning<'_> {
-    /// Returns the program of this rank for `call`. `told`: the lengths of an all_to_all of CPU tensors.
+    /// Returns the program of this rank for `call`. `told`: the lengths of an all_to_all of CPU
+    /// tensors.
     pub fn plan(&self, call: &CallSpec, told: Option<&MessageLengths>) -> Program {
         let mut planner = Planner::new(*self, call);
         match call.op {
@@ -58,9 +64,11 @@ impl Planning<'_> {
             Collective::AllReduce | Collective::Reduce => planner.all_reduce(),
             Collective::AllGather => planner.all_gather(),
             Collective::ReduceScatter => planner.reduce_scatter(),
-            Collective::Gather | Collective::Scatter | Collective::AllToAll => planner.exchange(told),
-            // On CPUs this runs as an all_reduce and a norm; between GPUs of several nodes it is rejected
-            // (`reject_multi_node`).
+            Collective::Gather | Collective::Scatter | Collective::AllToAll => {
+                planner.exchange(told)
+            }
+            // On CPUs this runs as an all_reduce and a norm; between GPUs of several nodes it is
+            // rejected (`reject_multi_node`).
             Collective::AllReduceAddRmsNorm => {}
         }
         planner.program()

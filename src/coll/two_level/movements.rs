@@ -7,22 +7,30 @@ use crate::coll::call::{Collective, Span};
 use std::ops::Range;
 
 impl Planner<'_> {
-    /// 1. Intra-node: all ranks arrive. 2. Inter-node: one rank of each node signals this. 3. Intra-node: all ranks
-    ///    learn that every node has arrived.
+    /// 1. Intra-node: all ranks arrive. 2. Inter-node: one rank of each node signals this. 3.
+    ///    Intra-node: all ranks learn that every node has arrived.
     pub(super) fn barrier(&mut self) {
         self.move_intra_node(Collective::Barrier, 0, vec![], vec![]);
         if self.local() == 0 {
-            let (from, to) = (self.take(self.rules.align), self.take(self.rules.align * self.layout.num_nodes()));
+            let (from, to) = (
+                self.take(self.rules.align),
+                self.take(self.rules.align * self.layout.num_nodes()),
+            );
             self.steps.push(Step::Run(RailOp::AllGather { from, to }));
         }
         self.move_intra_node(Collective::Barrier, 0, vec![], vec![]);
     }
 
-    /// For each chunk: 1. Intra-node, on the root's node: all ranks get the whole chunk. 2. Inter-node: each rail sends
-    /// its slice to the other nodes. 3. Intra-node, on the other nodes: all ranks get all slices.
+    /// For each chunk: 1. Intra-node, on the root's node: all ranks get the whole chunk. 2.
+    /// Inter-node: each rail sends its slice to the other nodes. 3. Intra-node, on the other nodes:
+    /// all ranks get all slices.
     pub(super) fn broadcast(&mut self) {
         self.agree();
-        let whole = Place::given(if self.rank == self.call.root { self.call.inputs[0] } else { self.call.outputs[0] });
+        let whole = Place::given(if self.rank == self.call.root {
+            self.call.inputs[0]
+        } else {
+            self.call.outputs[0]
+        });
         let growth = if self.without_rails() { None } else { Some(1) };
         let chunks = self.cut(whole.bytes(), growth).chunks;
         self.chunked(chunks.len(), |planner, chunk| planner.broadcast_chunk(whole, &chunks[chunk]));
@@ -61,19 +69,26 @@ impl Planner<'_> {
         let pieces = Place::joined(pieces).map_or_else(|| pieces.to_vec(), |whole| vec![whole]);
         let own = self.rank == self.call.root;
         let call = |piece| if own { (vec![piece], vec![]) } else { (vec![], vec![piece]) };
-        self.all_intra_node(Collective::Broadcast, self.layout.local_rank(self.call.root), pieces.into_iter().map(call).collect());
+        self.all_intra_node(
+            Collective::Broadcast,
+            self.layout.local_rank(self.call.root),
+            pieces.into_iter().map(call).collect(),
+        );
     }
 
-    /// First, intra-node: all ranks gather the inputs of their own node. Then for each chunk: 1. Inter-node: each rail
-    /// sends its slice of that to the other nodes. 2. Intra-node: all ranks get the slices of each other node.
+    /// First, intra-node: all ranks gather the inputs of their own node. Then for each chunk: 1.
+    /// Inter-node: each rail sends its slice of that to the other nodes. 2. Intra-node: all ranks
+    /// get the slices of each other node.
     pub(super) fn all_gather(&mut self) {
         let (node, nodes) = (self.node(), self.layout.num_nodes());
-        let outputs: Vec<Vec<Place>> = (0..nodes).map(|node| self.of_node(&self.call.outputs, node)).collect();
+        let outputs: Vec<Vec<Place>> =
+            (0..nodes).map(|node| self.of_node(&self.call.outputs, node)).collect();
         let equal = outputs.iter().all(|places| places[0].bytes() == outputs[0][0].bytes());
         if self.rules.any_memory && self.without_rails() && equal {
             return self.all_gather_alone(&outputs.concat());
         }
-        let lengths: Vec<usize> = outputs.iter().map(|places| places.iter().map(Place::bytes).sum()).collect();
+        let lengths: Vec<usize> =
+            outputs.iter().map(|places| places.iter().map(Place::bytes).sum()).collect();
         self.choose_rails(lengths.iter().sum());
         let mut apart: Vec<(Place, usize)> = Vec::new();
         let mut whole = |(other, places): (usize, &Vec<Place>)| {
@@ -89,30 +104,34 @@ impl Planner<'_> {
         self.agree();
         let own = self.call.inputs.iter().map(|&span| Place::given(span)).collect();
         self.move_intra_node(Collective::AllGather, 0, own, outputs[node].clone());
-        self.chunked(chunks.len(), |planner, chunk| planner.all_gather_chunk(&outputs[node], &wholes, &chunks[chunk]));
+        self.chunked(chunks.len(), |planner, chunk| {
+            planner.all_gather_chunk(&outputs[node], &wholes, &chunks[chunk])
+        });
         for (whole, other) in apart.into_iter().filter(|&(_, other)| other != node) {
             self.scatter_into(whole, &outputs[other]);
         }
     }
 
-    /// Plans the case that each node has one rank and all inputs have the same length: only the rail moves data.
-    /// `outputs` has one place for each rank.
+    /// Plans the case that each node has one rank and all inputs have the same length: only the
+    /// rail moves data. `outputs` has one place for each rank.
     fn all_gather_alone(&mut self, outputs: &[Place]) {
         let from = Place::given(self.call.inputs[0]);
         if from.bytes() == 0 {
             return;
         }
-        // No other rank knows whether this rank's outputs are contiguous, so the transfer is the same in both cases.
+        // No other rank knows whether this rank's outputs are contiguous, so the transfer is the
+        // same in both cases.
         let to = Place::joined(outputs).unwrap_or_else(|| self.take(outputs.len() * from.bytes()));
         self.steps.push(Step::Run(RailOp::AllGather { from, to }));
         self.scatter_into(to, outputs);
     }
 
-    /// Plans one chunk: `pieces[h][r]` of the inputs of node `h` travels over rail `r` to `wholes[h]` on the other
-    /// nodes. `own` has this node's inputs.
+    /// Plans one chunk: `pieces[h][r]` of the inputs of node `h` travels over rail `r` to
+    /// `wholes[h]` on the other nodes. `own` has this node's inputs.
     fn all_gather_chunk(&mut self, own: &[Place], wholes: &[Place], pieces: &[Vec<Range<usize>>]) {
         let (node, local, nodes) = (self.node(), self.local(), self.layout.num_nodes());
-        let lengths: Vec<usize> = pieces.iter().map(|pieces| pieces.get(local).map_or(0, Range::len)).collect();
+        let lengths: Vec<usize> =
+            pieces.iter().map(|pieces| pieces.get(local).map_or(0, Range::len)).collect();
         let received = self.take(self.shared_bytes(&lengths));
         let mut shared = vec![NOWHERE; nodes];
         if lengths.iter().any(|&bytes| bytes > 0) {
@@ -121,16 +140,22 @@ impl Planner<'_> {
         }
         self.next_stage();
         for other in (0..nodes).filter(|&other| other != node) {
-            let take = self.for_locals(pieces[other].iter().map(|piece| wholes[other].part(piece)).collect());
+            let take = self
+                .for_locals(pieces[other].iter().map(|piece| wholes[other].part(piece)).collect());
             self.move_intra_node(Collective::AllGather, 0, vec![shared[other]], take);
         }
     }
 
-    /// gather, scatter and all_to_all: messages within a node move intra-node, all others between ranks of two nodes.
+    /// gather, scatter and all_to_all: messages within a node move intra-node, all others between
+    /// ranks of two nodes.
     pub(super) fn exchange(&mut self, told: Option<&MessageLengths>) {
         let (n, root, node) = (self.layout.size(), self.call.root, self.node());
         let places = |spans: &[Span]| -> Vec<Place> {
-            if spans.is_empty() { vec![NOWHERE; n] } else { spans.iter().map(|&span| Place::given(span)).collect() }
+            if spans.is_empty() {
+                vec![NOWHERE; n]
+            } else {
+                spans.iter().map(|&span| Place::given(span)).collect()
+            }
         };
         let of_root = |spans: &[Span]| {
             let mut all = vec![NOWHERE; n];
@@ -155,10 +180,15 @@ impl Planner<'_> {
             (give[me], take[me]) = (NOWHERE, NOWHERE);
         }
         let here = |places: &mut Vec<Place>| -> Vec<Place> {
-            self.layout.ranks_of(node).iter().map(|rank| std::mem::replace(&mut places[rank.index()], NOWHERE)).collect()
+            self.layout
+                .ranks_of(node)
+                .iter()
+                .map(|rank| std::mem::replace(&mut places[rank.index()], NOWHERE))
+                .collect()
         };
         let (near_give, near_take) = (here(&mut give), here(&mut take));
-        let near = (self.call.op == Collective::AllToAll || self.layout.node_of(root) == node).then_some((near_give, near_take));
+        let near = (self.call.op == Collective::AllToAll || self.layout.node_of(root) == node)
+            .then_some((near_give, near_take));
         if self.rules.carriers {
             return self.carry(told, &give, &take, near);
         }

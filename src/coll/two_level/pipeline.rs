@@ -1,8 +1,8 @@
-//! The order of the steps of a long call, which moves in chunks: while the transfers of one chunk are on the wire, the
-//! rank works on neighbouring chunks.
+//! The order of the steps of a long call, which moves in chunks: while the transfers of one chunk
+//! are on the wire, the rank works on neighbouring chunks.
 //!
-//! A chunk has stages: the steps up to a transfer, then the steps that need its result, up to the next transfer, and so
-//! on.
+//! A chunk has stages: the steps up to a transfer, then the steps that need its result, up to the
+//! next transfer, and so on.
 
 use super::planner::{Planner, Room};
 use super::step::{ProgramMemory, Step};
@@ -14,7 +14,8 @@ struct Chunk {
 }
 
 impl Planner<'_> {
-    /// Ends a stage of a chunk. The next stage starts when the transfers that this one has started have ended.
+    /// Ends a stage of a chunk. The next stage starts when the transfers that this one has started
+    /// have ended.
     pub(super) fn next_stage(&mut self) {
         let stage = std::mem::take(&mut self.steps);
         let started = stage.iter().filter(|step| matches!(step, Step::Start(_))).count();
@@ -22,15 +23,18 @@ impl Planner<'_> {
         self.stages.push(stage);
     }
 
-    /// Plans a call of `count` chunks with `chunk`; all chunks have the same number of stages. As many chunks as there
-    /// are stages are in progress at a time, each in its own memory.
+    /// Plans a call of `count` chunks with `chunk`; all chunks have the same number of stages. As
+    /// many chunks as there are stages are in progress at a time, each in its own memory.
     pub(super) fn chunked(&mut self, count: usize, chunk: impl Fn(&mut Self, usize)) {
         let (mut steps, start) = (std::mem::take(&mut self.steps), self.used);
         let mut one = |number: usize| {
             self.used = start;
             chunk(self, number);
             self.next_stage();
-            Chunk { stages: std::mem::take(&mut self.stages), needs: self.used.each(start, |used, start| used - start) }
+            Chunk {
+                stages: std::mem::take(&mut self.stages),
+                needs: self.used.each(start, |used, start| used - start),
+            }
         };
         let mut chunks: Vec<Chunk> = (0..count).map(&mut one).collect();
         // The last stage starts no transfer, so it leaves no wait.
@@ -40,7 +44,8 @@ impl Planner<'_> {
         for (number, chunk) in chunks.iter_mut().enumerate() {
             let by = apart.each(start, |apart, _| number % stages * apart);
             chunk.stages.iter_mut().flatten().for_each(|step| shift(step, start, by));
-            let end = by.each(chunk.needs, |by, needs| by + needs).each(start, |end, start| start + end);
+            let end =
+                by.each(chunk.needs, |by, needs| by + needs).each(start, |end, start| start + end);
             self.most = self.most.most(end);
         }
         self.used = self.most;
@@ -63,8 +68,9 @@ fn shift(step: &mut Step, start: Room, by: Room) {
     }
 }
 
-/// Returns the steps of all `chunks`, which are lists of stages. Stage `s` of chunk `c` runs at time `c + s`; at equal
-/// times, newer chunks run first. So waits are in the order in which the transfers start.
+/// Returns the steps of all `chunks`, which are lists of stages. Stage `s` of chunk `c` runs at
+/// time `c + s`; at equal times, newer chunks run first. So waits are in the order in which the
+/// transfers start.
 fn pipeline(mut chunks: Vec<Vec<Vec<Step>>>) -> Vec<Step> {
     let stages = chunks.iter().map(Vec::len).max().unwrap_or(0);
     let (count, mut steps) = (chunks.len(), Vec::new());
@@ -107,13 +113,38 @@ mod tests {
 
     #[test]
     fn newer_chunks_come_first_and_transfers_end_in_their_order() {
-        let chunk = |c: usize| vec![vec![work(c, 0), start(c)], vec![Step::Wait, work(c, 1), start(10 + c)], vec![Step::Wait, work(c, 2)]];
+        let chunk = |c: usize| {
+            vec![
+                vec![work(c, 0), start(c)],
+                vec![Step::Wait, work(c, 1), start(10 + c)],
+                vec![Step::Wait, work(c, 2)],
+            ]
+        };
         let steps = pipeline((0..4).map(chunk).collect());
         let order: Vec<(usize, usize)> = steps
             .iter()
-            .filter_map(|step| if let Step::Copy { from, to } = step { Some((from.bytes(), to.bytes())) } else { None })
+            .filter_map(|step| {
+                if let Step::Copy { from, to } = step {
+                    Some((from.bytes(), to.bytes()))
+                } else {
+                    None
+                }
+            })
             .collect();
-        let wanted = [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (3, 0), (2, 1), (1, 2), (3, 1), (2, 2), (3, 2)];
+        let wanted = [
+            (0, 0),
+            (1, 0),
+            (0, 1),
+            (2, 0),
+            (1, 1),
+            (0, 2),
+            (3, 0),
+            (2, 1),
+            (1, 2),
+            (3, 1),
+            (2, 2),
+            (3, 2),
+        ];
         assert_eq!(order, wanted);
         // Each wait is for the transfer that its chunk started in the previous stage.
         let mut open = std::collections::VecDeque::new();
@@ -131,8 +162,13 @@ mod tests {
 
     #[test]
     fn a_lone_chunk_waits_at_once_unless_it_has_something_to_do() {
-        let lone = |between: Vec<Step>| pipeline(vec![vec![[vec![start(1)], between].concat(), vec![Step::Wait, work(0, 1)]]]);
-        assert_eq!(lone(vec![]), [Step::Run(RailOp::Broadcast { root: 1, at: NOWHERE }), work(0, 1)]);
+        let lone = |between: Vec<Step>| {
+            pipeline(vec![vec![[vec![start(1)], between].concat(), vec![Step::Wait, work(0, 1)]]])
+        };
+        assert_eq!(
+            lone(vec![]),
+            [Step::Run(RailOp::Broadcast { root: 1, at: NOWHERE }), work(0, 1)]
+        );
         assert_eq!(lone(vec![work(0, 0)]), [start(1), work(0, 0), Step::Wait, work(0, 1)]);
     }
 }

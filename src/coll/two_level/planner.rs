@@ -57,10 +57,26 @@ pub(super) struct Cut {
 
 impl<'a> Planner<'a> {
     pub(super) fn new(planning: Planning<'a>, call: &'a CallSpec<'a>) -> Self {
-        let Planning { map: layout, me: rank, reduce_dtype: partials, thresholds, rules } = planning;
-        let partial = if call.op.reduces() { partials.dtype(call.reduce_op, call.dtype) } else { call.dtype };
-        let (used, most, stages, steps) = (Room::default(), Room::default(), Vec::new(), Vec::new());
-        Self { call, layout, thresholds, rules, partial, rank, used, most, stages, steps, rails: 1, agreed: false }
+        let Planning { map: layout, me: rank, reduce_dtype: partials, thresholds, rules } =
+            planning;
+        let partial =
+            if call.op.reduces() { partials.dtype(call.reduce_op, call.dtype) } else { call.dtype };
+        let (used, most, stages, steps) =
+            (Room::default(), Room::default(), Vec::new(), Vec::new());
+        Self {
+            call,
+            layout,
+            thresholds,
+            rules,
+            partial,
+            rank,
+            used,
+            most,
+            stages,
+            steps,
+            rails: 1,
+            agreed: false,
+        }
     }
 
     pub(super) fn program(self) -> Program {
@@ -117,11 +133,14 @@ impl Planner<'_> {
         self.rules.unit.map_or(bytes, |unit| bytes.next_multiple_of(unit))
     }
 
-    /// Divides `bytes` bytes into `parts` ranges in order, as evenly as possible; each starts at a multiple of an
-    /// element, or of the rules' unit.
+    /// Divides `bytes` bytes into `parts` ranges in order, as evenly as possible; each starts at a
+    /// multiple of an element, or of the rules' unit.
     pub(super) fn slices(&self, bytes: usize, parts: usize) -> Vec<Range<usize>> {
         let unit = self.rules.unit.unwrap_or(self.call.dtype.size());
-        slices::slices(self.padded(bytes), unit, parts).into_iter().map(|slice| slice.start.min(bytes)..slice.end.min(bytes)).collect()
+        slices::slices(self.padded(bytes), unit, parts)
+            .into_iter()
+            .map(|slice| slice.start.min(bytes)..slice.end.min(bytes))
+            .collect()
     }
 
     /// Chooses the number of rails for a call of `bytes` bytes, which the program records.
@@ -132,11 +151,13 @@ impl Planner<'_> {
 
     /// Returns the number of a tensor's bytes in a chunk, if they grow `growth` times on the wire.
     fn chunk(&self, growth: usize) -> usize {
-        (self.thresholds.chunk_bytes / growth).next_multiple_of(self.rules.align).max(self.rules.align)
+        (self.thresholds.chunk_bytes / growth)
+            .next_multiple_of(self.rules.align)
+            .max(self.rules.align)
     }
 
-    /// Returns the pipeline steps of slices of up to `longest` bytes, which grow `growth` times on the wire for all
-    /// nodes together.
+    /// Returns the pipeline steps of slices of up to `longest` bytes, which grow `growth` times on
+    /// the wire for all nodes together.
     fn turns(&self, longest: usize, growth: usize) -> ChunkSchedule {
         if self.rules.slices_first {
             ChunkSchedule::of(longest, &self.thresholds)
@@ -145,31 +166,49 @@ impl Planner<'_> {
         }
     }
 
-    /// Cuts `bytes` bytes into chunks and these into the rails' pieces. `growth` is the ratio of the length on the wire
-    /// to the length in a tensor; `None` means one chunk.
+    /// Cuts `bytes` bytes into chunks and these into the rails' pieces. `growth` is the ratio of
+    /// the length on the wire to the length in a tensor; `None` means one chunk.
     pub(super) fn cut(&mut self, bytes: usize, growth: Option<usize>) -> Cut {
         let rails = self.choose_rails(bytes);
         if self.rules.slices_first {
             let slices = self.slices(bytes, rails);
             let turns = ChunkSchedule::of(slices[0].len(), &self.thresholds);
-            let chunks = (0..turns.count).map(|turn| slices.iter().map(|slice| turns.piece(slice, turn)).collect()).collect();
+            let chunks = (0..turns.count)
+                .map(|turn| slices.iter().map(|slice| turns.piece(slice, turn)).collect())
+                .collect();
             return Cut { chunks, longest: slices[0].len() };
         }
-        let turns = ChunkSchedule::at_most(bytes, growth.map_or(usize::MAX, |growth| self.chunk(growth) * rails));
+        let turns = ChunkSchedule::at_most(
+            bytes,
+            growth.map_or(usize::MAX, |growth| self.chunk(growth) * rails),
+        );
         let chunk = |turn: usize| {
             let within = turns.piece(&(0..bytes), turn);
-            self.slices(within.len(), rails).iter().map(|slice| slice.start + within.start..slice.end + within.start).collect()
+            self.slices(within.len(), rails)
+                .iter()
+                .map(|slice| slice.start + within.start..slice.end + within.start)
+                .collect()
         };
         Cut { chunks: (0..turns.count).map(chunk).collect(), longest: 0 }
     }
 
-    /// Cuts `lengths[h]` bytes of each node `h`; returns, for each chunk and node, the piece of each rail.
-    pub(super) fn cut_each(&mut self, lengths: &[usize], growth: usize) -> Vec<Vec<Vec<Range<usize>>>> {
-        let slices: Vec<Vec<Range<usize>>> = lengths.iter().map(|&bytes| self.slices(bytes, self.rails)).collect();
+    /// Cuts `lengths[h]` bytes of each node `h`; returns, for each chunk and node, the piece of
+    /// each rail.
+    pub(super) fn cut_each(
+        &mut self,
+        lengths: &[usize],
+        growth: usize,
+    ) -> Vec<Vec<Vec<Range<usize>>>> {
+        let slices: Vec<Vec<Range<usize>>> =
+            lengths.iter().map(|&bytes| self.slices(bytes, self.rails)).collect();
         let longest = slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0);
         let turns = self.turns(longest, growth * lengths.len());
-        let pieces = |slices: &Vec<Range<usize>>, turn| slices.iter().map(|slice| turns.piece(slice, turn)).collect();
-        (0..turns.count).map(|turn| slices.iter().map(|slices| pieces(slices, turn)).collect()).collect()
+        let pieces = |slices: &Vec<Range<usize>>, turn| {
+            slices.iter().map(|slice| turns.piece(slice, turn)).collect()
+        };
+        (0..turns.count)
+            .map(|turn| slices.iter().map(|slices| pieces(slices, turn)).collect())
+            .collect()
     }
 
     /// Returns true if no node has two ranks, so that there is no intra-node work to overlap with.
@@ -200,7 +239,11 @@ impl Planner<'_> {
 
     /// Returns how many bytes a [`Self::share`] of `lengths` receives.
     pub(super) fn shared_bytes(&self, lengths: &[usize]) -> usize {
-        if self.sends_to_other() { lengths[1 - self.node()] } else { lengths.len() * self.longest(lengths) }
+        if self.sends_to_other() {
+            lengths[1 - self.node()]
+        } else {
+            lengths.len() * self.longest(lengths)
+        }
     }
 
     fn sends_to_other(&self) -> bool {
@@ -212,20 +255,26 @@ impl Planner<'_> {
         self.padded(lengths.iter().copied().max().unwrap_or(0))
     }
 
-    /// Starts a step in which each node `h` sends `lengths[h]` bytes to all other nodes. This node sends the bytes at
-    /// `from`, which has [`Self::given_bytes`] bytes, and receives at `to`. Returns where the bytes of each node are.
+    /// Starts a step in which each node `h` sends `lengths[h]` bytes to all other nodes. This node
+    /// sends the bytes at `from`, which has [`Self::given_bytes`] bytes, and receives at `to`.
+    /// Returns where the bytes of each node are.
     pub(super) fn share(&mut self, from: Place, lengths: &[usize], to: Place) -> Vec<Place> {
         let node = self.node();
         if self.sends_to_other() {
             // Unlike an all_gather, this sends no bytes to this node itself.
             let (mut sent, mut received, mut places) = (vec![0; 2], vec![0; 2], vec![to; 2]);
-            (sent[1 - node], received[1 - node], places[node]) = (lengths[node], lengths[1 - node], from);
+            (sent[1 - node], received[1 - node], places[node]) =
+                (lengths[node], lengths[1 - node], from);
             self.start(RailOp::AllToAll { from, sent, to, received });
             return places;
         }
         let each = self.longest(lengths);
         self.start(RailOp::AllGather { from, to });
-        lengths.iter().enumerate().map(|(node, length)| to.part(&(node * each..node * each + length))).collect()
+        lengths
+            .iter()
+            .enumerate()
+            .map(|(node, length)| to.part(&(node * each..node * each + length)))
+            .collect()
     }
 
     /// Returns the number of bytes that this node provides in a [`Self::share`] of `lengths`.
@@ -257,7 +306,8 @@ impl Planner<'_> {
         parts.iter().zip(places).for_each(|(&part, place)| self.copy(from.part(&place), part));
     }
 
-    /// Returns the bytes `range` of the concatenation of `places`: in place if they are contiguous, otherwise a copy.
+    /// Returns the bytes `range` of the concatenation of `places`: in place if they are contiguous,
+    /// otherwise a copy.
     pub(super) fn gather_contiguous(&mut self, places: &[Place], range: &Range<usize>) -> Place {
         let parts = parts(places, range);
         Place::joined(&parts).unwrap_or_else(|| {
@@ -267,9 +317,14 @@ impl Planner<'_> {
         })
     }
 
-    /// Returns the bytes `range` of the concatenation of `places` in memory from which a transfer may send `bytes`
-    /// bytes.
-    pub(super) fn on_the_wire(&mut self, places: &[Place], range: &Range<usize>, bytes: usize) -> Place {
+    /// Returns the bytes `range` of the concatenation of `places` in memory from which a transfer
+    /// may send `bytes` bytes.
+    pub(super) fn on_the_wire(
+        &mut self,
+        places: &[Place],
+        range: &Range<usize>,
+        bytes: usize,
+    ) -> Place {
         if !self.rules.any_memory {
             let from = self.take(bytes);
             self.copy_all(&parts(places, range), from);
@@ -288,13 +343,24 @@ impl Planner<'_> {
     }
 
     /// Plans an intra-node collective that moves bytes.
-    pub(super) fn move_intra_node(&mut self, op: Collective, root: usize, inputs: Vec<Place>, outputs: Vec<Place>) {
+    pub(super) fn move_intra_node(
+        &mut self,
+        op: Collective,
+        root: usize,
+        inputs: Vec<Place>,
+        outputs: Vec<Place>,
+    ) {
         self.all_intra_node(op, root, vec![(inputs, outputs)]);
     }
 
-    /// Plans intra-node collectives that move bytes, one for each pair of inputs and outputs; with one rank they are
-    /// copies.
-    pub(super) fn all_intra_node(&mut self, op: Collective, root: usize, calls: Vec<(Vec<Place>, Vec<Place>)>) {
+    /// Plans intra-node collectives that move bytes, one for each pair of inputs and outputs; with
+    /// one rank they are copies.
+    pub(super) fn all_intra_node(
+        &mut self,
+        op: Collective,
+        root: usize,
+        calls: Vec<(Vec<Place>, Vec<Place>)>,
+    ) {
         if self.local_size() == 1 {
             return calls.iter().for_each(|call| {
                 if let ([from], [to]) = (&*call.0, &*call.1) {
@@ -303,7 +369,14 @@ impl Planner<'_> {
             });
         }
         if !calls.is_empty() {
-            let call = |(inputs, outputs)| InnerCall { op, dtype: DType::U8, reduce_op: ReduceOp::Sum, root, inputs, outputs };
+            let call = |(inputs, outputs)| InnerCall {
+                op,
+                dtype: DType::U8,
+                reduce_op: ReduceOp::Sum,
+                root,
+                inputs,
+                outputs,
+            };
             self.steps.push(Step::Local(calls.into_iter().map(call).collect()));
         }
     }
@@ -312,5 +385,9 @@ impl Planner<'_> {
 /// Returns the parts of `places` that hold the bytes `range` of their concatenation.
 fn parts(places: &[Place], range: &Range<usize>) -> Vec<Place> {
     let whole = ranges(places.iter().map(Place::bytes));
-    places.iter().zip(whole).map(|(&place, within)| place.shifted(&overlap(range, &within), within.start)).collect()
+    places
+        .iter()
+        .zip(whole)
+        .map(|(&place, within)| place.shifted(&overlap(range, &within), within.start))
+        .collect()
 }

@@ -23,17 +23,28 @@ impl Planner<'_> {
         if self.local_size() == 1 && reduce_op != ReduceOp::PremulSum {
             // The input of a single rank is its node's partial result.
             let copies = self.size_ratio() == 1;
-            return parts.into_iter().for_each(
-                |(inputs, output)| {
-                    if copies { self.copy(inputs[0], output) } else { self.cast(inputs[0], output, true) }
-                },
-            );
+            return parts.into_iter().for_each(|(inputs, output)| {
+                if copies {
+                    self.copy(inputs[0], output)
+                } else {
+                    self.cast(inputs[0], output, true)
+                }
+            });
         }
-        let widen = |(inputs, output): (Vec<Place>, Place)| (inputs.into_iter().map(|input| self.widen(input)).collect(), output);
+        let widen = |(inputs, output): (Vec<Place>, Place)| {
+            (inputs.into_iter().map(|input| self.widen(input)).collect(), output)
+        };
         let parts: Vec<(Vec<Place>, Place)> = parts.into_iter().map(widen).collect();
         let call = |(inputs, output): (Vec<Place>, Place)| {
             let (inputs, outputs) = (self.for_locals(inputs), vec![output]);
-            InnerCall { op: Collective::ReduceScatter, dtype: self.partial, reduce_op, root: 0, inputs, outputs }
+            InnerCall {
+                op: Collective::ReduceScatter,
+                dtype: self.partial,
+                reduce_op,
+                root: 0,
+                inputs,
+                outputs,
+            }
         };
         let calls = parts.into_iter().map(call).collect();
         self.steps.push(Step::Local(calls));
@@ -64,20 +75,24 @@ impl Planner<'_> {
         }
     }
 
-    /// For each chunk: 1. Intra-node: each rail gets its slice of the node's partial result. 2. Inter-node: the nodes'
-    /// slices are combined. 3. Intra-node: all ranks, or the root, get all slices.
+    /// For each chunk: 1. Intra-node: each rail gets its slice of the node's partial result. 2.
+    /// Inter-node: the nodes' slices are combined. 3. Intra-node: all ranks, or the root, get all
+    /// slices.
     pub(super) fn all_reduce(&mut self) {
         let bytes = self.call.inputs[0].bytes;
         if bytes > 0 {
             let cut = self.cut(bytes, Some(self.size_ratio()));
-            self.chunked(cut.chunks.len(), |planner, chunk| planner.all_reduce_chunk(&cut.chunks[chunk], cut.longest));
+            self.chunked(cut.chunks.len(), |planner, chunk| {
+                planner.all_reduce_chunk(&cut.chunks[chunk], cut.longest)
+            });
         }
     }
 
-    /// Plans one chunk: `pieces[r]` travels over rail `r`. `longest` is the length of the longest slice, if slices are
-    /// cut into chunks.
+    /// Plans one chunk: `pieces[r]` travels over rail `r`. `longest` is the length of the longest
+    /// slice, if slices are cut into chunks.
     fn all_reduce_chunk(&mut self, pieces: &[Range<usize>], longest: usize) {
-        let place = |whole: Place| -> Vec<Place> { pieces.iter().map(|piece| whole.part(piece)).collect() };
+        let place =
+            |whole: Place| -> Vec<Place> { pieces.iter().map(|piece| whole.part(piece)).collect() };
         let (alone, own) = (self.local_size() == 1, pieces.get(self.local()).map_or(0, Range::len));
         let give = place(Place::given(self.call.inputs[0]));
         let direct = self.rules.any_memory
@@ -91,7 +106,8 @@ impl Planner<'_> {
             self.reduce_intra_node(vec![(give, partial)]);
         }
         self.agree();
-        let take = self.call.outputs.first().map_or_else(Vec::new, |&whole| place(Place::given(whole)));
+        let take =
+            self.call.outputs.first().map_or_else(Vec::new, |&whole| place(Place::given(whole)));
         let sum = self.combine(partial, take.first().copied().filter(|_| alone), longest);
         if alone {
             return;
@@ -107,11 +123,12 @@ impl Planner<'_> {
         }
     }
 
-    /// Combines the nodes' partial results, of which `own` is this node's. Returns where the result is: at `to`, if
-    /// given. The first stage of the chunk ends with the first transfer.
+    /// Combines the nodes' partial results, of which `own` is this node's. Returns where the result
+    /// is: at `to`, if given. The first stage of the chunk ends with the first transfer.
     fn combine(&mut self, own: Place, to: Option<Place>, longest: usize) -> Place {
         let (nodes, growth) = (self.layout.num_nodes(), self.size_ratio());
-        // Length in the tensor's type; a partial result has capacity for the same number of elements.
+        // Length in the tensor's type; a partial result has capacity for the same number of
+        // elements.
         let own = own.sized(own.bytes() / growth);
         let bytes = self.padded(own.bytes());
         // All chunks of a call must have the same number of stages.
@@ -133,17 +150,23 @@ impl Planner<'_> {
             self.sum(&partials, result);
             return result;
         }
-        // Each node combines a piece. The first piece is the longest: the others are padded to it when they are
-        // gathered.
+        // Each node combines a piece. The first piece is the longest: the others are padded to it
+        // when they are gathered.
         let pieces = self.slices(bytes, nodes);
         let sent: Vec<usize> = pieces.iter().map(|piece| piece.len() * growth).collect();
         let (mine, longest) = (pieces[self.node()].len(), pieces[0].len());
         let each = mine * growth;
         let received = self.take(nodes * each);
-        self.start(RailOp::AllToAll { from: own.sized(bytes * growth), sent, to: received, received: vec![each; nodes] });
+        self.start(RailOp::AllToAll {
+            from: own.sized(bytes * growth),
+            sent,
+            to: received,
+            received: vec![each; nodes],
+        });
         self.next_stage();
         let summed = self.take(longest);
-        let partials: Vec<Place> = (0..nodes).map(|node| received.part(&(node * each..(node + 1) * each))).collect();
+        let partials: Vec<Place> =
+            (0..nodes).map(|node| received.part(&(node * each..(node + 1) * each))).collect();
         self.sum(&partials, summed.sized(mine));
         let gathered = self.take(nodes * longest);
         let transfer = RailOp::AllGather { from: summed, to: gathered };
@@ -159,53 +182,79 @@ impl Planner<'_> {
         let result = to.unwrap_or_else(|| self.take(own.bytes()));
         for (node, piece) in pieces.iter().enumerate() {
             let piece = piece.start..piece.end.min(own.bytes());
-            self.copy(gathered.part(&(node * longest..node * longest + piece.len())), result.part(&piece));
+            self.copy(
+                gathered.part(&(node * longest..node * longest + piece.len())),
+                result.part(&piece),
+            );
         }
         result
     }
 
-    /// For each chunk: 1. Intra-node: each rail gets its slice of the partial results for each node. 2. Inter-node:
-    /// slices move to their nodes and are combined there. 3. Intra-node: ranks get their parts of the slices.
+    /// For each chunk: 1. Intra-node: each rail gets its slice of the partial results for each
+    /// node. 2. Inter-node: slices move to their nodes and are combined there. 3. Intra-node: ranks
+    /// get their parts of the slices.
     pub(super) fn reduce_scatter(&mut self) {
         self.choose_rails(self.call.inputs.iter().map(|span| span.bytes).sum());
-        let blocks: Vec<Vec<Place>> = (0..self.layout.num_nodes()).map(|node| self.of_node(&self.call.inputs, node)).collect();
-        let lengths: Vec<usize> = blocks.iter().map(|block| block.iter().map(Place::bytes).sum()).collect();
+        let blocks: Vec<Vec<Place>> = (0..self.layout.num_nodes())
+            .map(|node| self.of_node(&self.call.inputs, node))
+            .collect();
+        let lengths: Vec<usize> =
+            blocks.iter().map(|block| block.iter().map(Place::bytes).sum()).collect();
         let chunks = self.cut_each(&lengths, self.size_ratio());
-        self.chunked(chunks.len(), |planner, chunk| planner.reduce_scatter_chunk(&blocks, &chunks[chunk]));
+        self.chunked(chunks.len(), |planner, chunk| {
+            planner.reduce_scatter_chunk(&blocks, &chunks[chunk])
+        });
     }
 
-    /// Plans how this rank's rail sends partial results: `sent[h]` bytes of this node's results go to node `h`.
+    /// Plans how this rank's rail sends partial results: `sent[h]` bytes of this node's results go
+    /// to node `h`.
     fn swap(&mut self, sent: Vec<usize>) -> PartialExchange {
         let (node, nodes) = (self.node(), self.layout.num_nodes());
         let each = sent[node];
         let nth = |base: Place, at: usize| base.part(&(at * each..(at + 1) * each));
         if nodes == 2 && sent[0] == sent[1] && self.rules.pair_gathers {
-            // Two nodes gather their parts for each other in place, because NCCL does that faster than send and
-            // receive. The part that a node keeps is placed next to them, so that the two parts to be added are in node
-            // order around the sent bytes.
+            // Two nodes gather their parts for each other in place, because NCCL does that faster
+            // than send and receive. The part that a node keeps is placed next to them, so that the
+            // two parts to be added are in node order around the sent bytes.
             let base = self.take(3 * each);
             let mut places = vec![nth(base, 1); 2];
             places[node] = nth(base, 2 * node);
             let to = base.part(&((1 - node) * each..(3 - node) * each));
             let transfer = (each > 0).then_some(RailOp::AllGather { from: nth(base, 1), to });
-            return PartialExchange { places, transfer, from: vec![base.sized(each), nth(base, 2)] };
+            return PartialExchange {
+                places,
+                transfer,
+                from: vec![base.sized(each), nth(base, 2)],
+            };
         }
         let partials = self.take(sent.iter().sum());
-        let places = ranges(sent.iter().copied()).iter().map(|place| partials.part(place)).collect();
+        let places =
+            ranges(sent.iter().copied()).iter().map(|place| partials.part(place)).collect();
         let to = self.take(nodes * each);
         let received = vec![each; nodes];
-        let transfer = (partials.bytes() > 0).then_some(RailOp::AllToAll { from: partials, sent, to, received });
+        let transfer = (partials.bytes() > 0).then_some(RailOp::AllToAll {
+            from: partials,
+            sent,
+            to,
+            received,
+        });
         PartialExchange { places, transfer, from: (0..nodes).map(|node| nth(to, node)).collect() }
     }
 
-    /// Plans one chunk: `pieces[h][r]` of `blocks[h]`, the results for the ranks of node `h`, travels over rail `r`.
+    /// Plans one chunk: `pieces[h][r]` of `blocks[h]`, the results for the ranks of node `h`,
+    /// travels over rail `r`.
     fn reduce_scatter_chunk(&mut self, blocks: &[Vec<Place>], pieces: &[Vec<Range<usize>>]) {
-        let (node, local, nodes, growth) = (self.node(), self.local(), self.layout.num_nodes(), self.size_ratio());
+        let (node, local, nodes, growth) =
+            (self.node(), self.local(), self.layout.num_nodes(), self.size_ratio());
         let length = |to: usize| pieces[to].get(local).map_or(0, Range::len);
-        let PartialExchange { places, transfer, from } = self.swap((0..nodes).map(|to| self.padded(length(to)) * growth).collect());
+        let PartialExchange { places, transfer, from } =
+            self.swap((0..nodes).map(|to| self.padded(length(to)) * growth).collect());
         let parts: Vec<(Vec<Place>, Place)> = (0..nodes)
             .map(|to| {
-                let give = pieces[to].iter().map(|piece| self.gather_contiguous(&blocks[to], piece)).collect();
+                let give = pieces[to]
+                    .iter()
+                    .map(|piece| self.gather_contiguous(&blocks[to], piece))
+                    .collect();
                 (give, places[to].sized(length(to) * growth))
             })
             .collect();
@@ -230,10 +279,13 @@ impl Planner<'_> {
         let wanted = ranges(blocks[node].iter().map(Place::bytes));
         let give = match mine.get(local) {
             None => vec![NOWHERE; self.local_size()],
-            Some(piece) => wanted.iter().map(|want| sum.shifted(&overlap(want, piece), piece.start)).collect(),
+            Some(piece) => {
+                wanted.iter().map(|want| sum.shifted(&overlap(want, piece), piece.start)).collect()
+            }
         };
         let want = &wanted[local];
-        let take = mine.iter().map(|piece| output.shifted(&overlap(piece, want), want.start)).collect();
+        let take =
+            mine.iter().map(|piece| output.shifted(&overlap(piece, want), want.start)).collect();
         let take = self.for_locals(take);
         self.move_intra_node(Collective::AllToAll, 0, give, take);
     }

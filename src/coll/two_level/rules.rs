@@ -1,5 +1,5 @@
-//! The differences between programs for CPU tensors and for CUDA tensors. Each value was measured, or the inter-node
-//! backends need it.
+//! The differences between programs for CPU tensors and for CUDA tensors. Each value was measured,
+//! or the inter-node backends need it.
 
 /// The unit of slices of CUDA tensors in bytes, which is the size of the kernels' loads.
 pub const UNIT: usize = 16;
@@ -11,21 +11,24 @@ pub struct Rules {
     pub unit: Option<usize>,
     /// The alignment of the program's memory.
     pub align: usize,
-    /// True if each rail's slice of a tensor moves in chunks of adaptive length; otherwise each chunk of a tensor is
-    /// cut into the rails' slices.
+    /// True if each rail's slice of a tensor moves in chunks of adaptive length; otherwise each
+    /// chunk of a tensor is cut into the rails' slices.
     pub slices_first: bool,
     /// True if all nodes compare their calls before the first transfer of data.
     pub agrees: bool,
-    /// True if transfers may use aligned tensors and any memory of the program; otherwise they use only [`Memory::Temp`](super::step::ProgramMemory).
+    /// True if transfers may use aligned tensors and any memory of the program; otherwise they use
+    /// only [`Memory::Temp`](super::step::ProgramMemory).
     pub any_memory: bool,
-    /// True if two nodes gather in place, including their own part; otherwise each sends only the other's part.
+    /// True if two nodes gather in place, including their own part; otherwise each sends only the
+    /// other's part.
     pub pair_gathers: bool,
-    /// True if the sums of three or more nodes travel while the ranks work on neighbouring chunks; otherwise a rank
-    /// waits for them.
+    /// True if the sums of three or more nodes travel while the ranks work on neighbouring chunks;
+    /// otherwise a rank waits for them.
     pub sums_overlap: bool,
     /// True if the root's piece leaves before the other ranks of its node get theirs.
     pub root_first: bool,
-    /// True if the ranks of rails carry messages between ranks of two nodes; otherwise one backend connects all ranks.
+    /// True if the ranks of rails carry messages between ranks of two nodes; otherwise one backend
+    /// connects all ranks.
     pub carriers: bool,
 }
 

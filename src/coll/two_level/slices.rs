@@ -16,7 +16,8 @@ pub(crate) fn rails(bytes: usize, layout: &NodeMap, thresholds: &RailThresholds)
     if bytes <= thresholds.multi_rail_bytes { 1 } else { layout.num_rails() }
 }
 
-/// Divides `bytes` bytes of elements of `size` bytes into `parts` ranges in order, as evenly as possible.
+/// Divides `bytes` bytes of elements of `size` bytes into `parts` ranges in order, as evenly as
+/// possible.
 pub(crate) fn slices(bytes: usize, size: usize, parts: usize) -> Vec<Range<usize>> {
     let count = bytes / size;
     let (each, more) = (count / parts, count % parts);
@@ -36,10 +37,14 @@ impl ChunkSchedule {
     /// Returns the steps of a call whose longest slice has `longest` bytes.
     pub(crate) fn of(longest: usize, thresholds: &RailThresholds) -> Self {
         let most = thresholds.chunk_bytes;
-        Self::at_most(longest, longest.div_ceil(MIN_STEPS).next_multiple_of(64).clamp(most / MIN_CHUNK_FRACTION, most))
+        Self::at_most(
+            longest,
+            longest.div_ceil(MIN_STEPS).next_multiple_of(64).clamp(most / MIN_CHUNK_FRACTION, most),
+        )
     }
 
-    /// Returns the steps of a call that moves up to `parts` messages of up to `longest` bytes over each rail.
+    /// Returns the steps of a call that moves up to `parts` messages of up to `longest` bytes over
+    /// each rail.
     pub(crate) fn of_messages(longest: usize, parts: usize, thresholds: &RailThresholds) -> Self {
         let whole = Self::of(longest.saturating_mul(parts), thresholds).piece;
         Self::at_most(longest, (whole / parts.max(1)).next_multiple_of(64))
@@ -86,21 +91,30 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slices_and_pieces_cover_everything_once(count in 0usize..100_000_000, size in 0usize..5, parts in 1usize..20, grains in 1usize..300) {
+        fn slices_and_pieces_cover_everything_once(
+            count in 0usize..100_000_000, size in 0usize..5, parts in 1usize..20,
+            grains in 1usize..300
+        ) {
             let (size, mut end) = (1 << size, 0);
-            let thresholds = RailThresholds { chunk_bytes: grains * 4096, ..RailThresholds::DEFAULT };
+            let thresholds =
+                RailThresholds { chunk_bytes: grains * 4096, ..RailThresholds::DEFAULT };
             let slices = slices(count * size, size, parts);
             prop_assert_eq!(slices.len(), parts);
             for slice in &slices {
-                prop_assert!(slice.start == end && slice.end.is_multiple_of(size) && slice.len() <= slices[0].len());
+                prop_assert!(slice.start == end && slice.end.is_multiple_of(size));
+                prop_assert!(slice.len() <= slices[0].len());
                 end = slice.end;
             }
             prop_assert_eq!(end, count * size);
-            for turns in [ChunkSchedule::of(slices[0].len(), &thresholds), ChunkSchedule::of_messages(slices[0].len(), parts, &thresholds)] {
+            for turns in [
+                ChunkSchedule::of(slices[0].len(), &thresholds),
+                ChunkSchedule::of_messages(slices[0].len(), parts, &thresholds),
+            ] {
                 for slice in &slices {
                     end = slice.start;
                     for piece in (0..turns.count).map(|turn| turns.piece(slice, turn)) {
-                        prop_assert!(piece.start == end && piece.len() <= turns.piece && piece.end.is_multiple_of(size));
+                        prop_assert!(piece.start == end && piece.len() <= turns.piece);
+                        prop_assert!(piece.end.is_multiple_of(size));
                         end = piece.end;
                     }
                     prop_assert_eq!(end, slice.end);
@@ -109,10 +123,13 @@ mod tests {
         }
 
         #[test]
-        fn overlaps_are_what_both_have(a in 0usize..50, b in 0usize..50, c in 0usize..50, d in 0usize..50) {
+        fn overlaps_are_what_both_have(
+            a in 0usize..50, b in 0usize..50, c in 0usize..50, d in 0usize..50
+        ) {
             let (one, other) = (a.min(b)..a.max(b), c.min(d)..c.max(d));
             let both = overlap(&one, &other);
-            prop_assert!((0..50).all(|at| both.contains(&at) == (one.contains(&at) && other.contains(&at))));
+            let in_both = |at: &usize| one.contains(at) && other.contains(at);
+            prop_assert!((0..50).all(|at| both.contains(&at) == in_both(&at)));
             prop_assert!(both.start >= other.start && both.end <= other.end);
         }
     }

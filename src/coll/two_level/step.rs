@@ -13,7 +13,8 @@ pub enum ProgramMemory {
     Given,
     /// Memory of the program that transfers may use.
     Temp,
-    /// Memory of the program that no transfer uses. Programs for CUDA tensors have only [`Self::Temp`].
+    /// Memory of the program that no transfer uses. Programs for CUDA tensors have only
+    /// [`Self::Temp`].
     Aside,
 }
 
@@ -106,8 +107,18 @@ impl InnerCall {
     /// Returns the call of a rank with this `factor`, if the program's memory is at `bases`.
     pub(crate) fn call(&self, factor: f64, bases: &Bases) -> Call<'static> {
         let Self { op, dtype, reduce_op, root, .. } = *self;
-        let [inputs, outputs] = [&self.inputs, &self.outputs].map(|places| places.iter().map(|place| place.at(bases)).collect());
-        Call::inner(CallSpec { op, dtype, reduce_op, root: Rank(root as u32), factor, inputs, outputs, call_site: None })
+        let [inputs, outputs] = [&self.inputs, &self.outputs]
+            .map(|places| places.iter().map(|place| place.at(bases)).collect());
+        Call::inner(CallSpec {
+            op,
+            dtype,
+            reduce_op,
+            root: Rank(root as u32),
+            factor,
+            inputs,
+            outputs,
+            call_site: None,
+        })
     }
 }
 
@@ -121,8 +132,8 @@ pub enum RailOp<P> {
         /// Where the bytes of all nodes arrive.
         to: P,
     },
-    /// `from` holds `sent[h]` bytes for each node `h`, in order; `to` receives `received[h]` bytes from each node `h`,
-    /// in order.
+    /// `from` holds `sent[h]` bytes for each node `h`, in order; `to` receives `received[h]` bytes
+    /// from each node `h`, in order.
     AllToAll {
         /// The bytes to send.
         from: P,
@@ -147,9 +158,12 @@ impl<P> RailOp<P> {
     pub fn map<Q>(&self, place: impl Fn(&P) -> Q) -> RailOp<Q> {
         match self {
             Self::AllGather { from, to } => RailOp::AllGather { from: place(from), to: place(to) },
-            Self::AllToAll { from, sent, to, received } => {
-                RailOp::AllToAll { from: place(from), sent: sent.clone(), to: place(to), received: received.clone() }
-            }
+            Self::AllToAll { from, sent, to, received } => RailOp::AllToAll {
+                from: place(from),
+                sent: sent.clone(),
+                to: place(to),
+                received: received.clone(),
+            },
             Self::Broadcast { root, at } => RailOp::Broadcast { root: *root, at: place(at) },
         }
     }
@@ -164,10 +178,13 @@ impl<P> RailOp<P> {
 }
 
 impl RailOp<Span> {
-    /// Returns how many bytes the rank of `node`, of `nodes`, sends to others and receives from them.
+    /// Returns how many bytes the rank of `node`, of `nodes`, sends to others and receives from
+    /// them.
     pub(crate) fn bytes(&self, node: usize, nodes: usize) -> (usize, usize) {
         let others = nodes.saturating_sub(1);
-        let without = |lengths: &[usize]| lengths.iter().sum::<usize>() - lengths.get(node).copied().unwrap_or(0);
+        let without = |lengths: &[usize]| {
+            lengths.iter().sum::<usize>() - lengths.get(node).copied().unwrap_or(0)
+        };
         match self {
             Self::AllGather { from, .. } => (others * from.bytes, others * from.bytes),
             Self::AllToAll { sent, received, .. } => (without(sent), without(received)),
@@ -210,7 +227,8 @@ pub enum Step {
         from: Place,
         /// Destination of the converted elements.
         to: Place,
-        /// True if the result has the type of partial results; otherwise it is rounded to the tensor's type.
+        /// True if the result has the type of partial results; otherwise it is rounded to the
+        /// tensor's type.
         widens: bool,
     },
     /// Copies bytes.
@@ -226,7 +244,10 @@ impl Step {
     /// Returns the places of the step.
     pub(super) fn places_mut(&mut self) -> Vec<&mut Place> {
         match self {
-            Self::Local(calls) => calls.iter_mut().flat_map(|call| call.inputs.iter_mut().chain(&mut call.outputs)).collect(),
+            Self::Local(calls) => calls
+                .iter_mut()
+                .flat_map(|call| call.inputs.iter_mut().chain(&mut call.outputs))
+                .collect(),
             Self::Agree | Self::Wait => vec![],
             Self::Start(transfer) | Self::Run(transfer) => transfer.places_mut(),
             Self::Exchange { give, take } => give.iter_mut().chain(take).collect(),
@@ -260,7 +281,10 @@ mod tests {
         let span = |addr, bytes| Span { addr, bytes };
         assert_eq!(RailOp::AllGather { from: span(0, 8), to: span(8, 24) }.bytes(1, 3), (16, 16));
         let (sent, received) = (vec![1, 2, 4], vec![8, 16, 32]);
-        assert_eq!(RailOp::AllToAll { from: span(0, 7), sent, to: span(8, 56), received }.bytes(1, 3), (5, 40));
+        assert_eq!(
+            RailOp::AllToAll { from: span(0, 7), sent, to: span(8, 56), received }.bytes(1, 3),
+            (5, 40)
+        );
         assert_eq!(RailOp::Broadcast { root: 1, at: span(0, 8) }.bytes(1, 3), (16, 0));
         assert_eq!(RailOp::Broadcast { root: 1, at: span(0, 8) }.bytes(2, 3), (0, 8));
     }
@@ -268,7 +292,8 @@ mod tests {
     #[test]
     fn only_places_of_one_memory_are_one() {
         let place = |memory, addr, bytes| Place { memory, span: Span { addr, bytes } };
-        let [temp, aside] = [ProgramMemory::Temp, ProgramMemory::Aside].map(|memory| move |addr, bytes| place(memory, addr, bytes));
+        let [temp, aside] = [ProgramMemory::Temp, ProgramMemory::Aside]
+            .map(|memory| move |addr, bytes| place(memory, addr, bytes));
         assert_eq!(Place::joined(&[temp(8, 4), temp(12, 2)]), Some(temp(8, 6)));
         assert_eq!(Place::joined(&[NOWHERE, temp(8, 4), aside(1, 0)]), Some(temp(8, 4)));
         assert_eq!(Place::joined(&[temp(8, 4), aside(12, 2)]), None);

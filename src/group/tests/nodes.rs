@@ -1,226 +1,74 @@
-//! Collectives on several nodes, which are groups of threads, with rails between them that take no lengths that do not fit.
+//! Collectives on several nodes, which are groups of threads, with rails between them that take no
+//! lengths that do not fit.
 #![allow(unsafe_code, reason = "the reference is one call of the kernel")]
+
+mod thread_rail;
 
 use crate::coll::call::{Call, CallSpec, Collective, Span};
 use crate::coll::two_level::tests::data;
-use crate::control::{Identity, ParentGroup};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, ErrorKind, Result};
-use crate::group::join::control_block;
-use crate::group::{Group, GroupTuning};
-use crate::internode::join::among_threads;
-use crate::internode::rail::Rail;
 use crate::kernels::cpu::{self, InputElements, WriteMode};
-use crate::lock::{lock, unpoisoned};
-use crate::mem::layout::SegmentLayout as Memory;
-use crate::mem::shm::ShmSegment;
-use crate::node_map::{NodeMap, RankLocation};
 use crate::rank::Rank;
-use crate::store::{self, memory::MemoryStore};
-use crate::transport::{Buffer, GivenUp, Manner, Pending, Seat, Transport, Transports, Work};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
-
-/// The bytes that the nodes of one rail have sent, transfer by transfer.
-#[derive(Default)]
-struct Wire {
-    rounds: Mutex<Vec<Vec<Option<Sent>>>>,
-    /// Set with `rounds` locked, once a rank has dropped its end.
-    broken: AtomicBool,
-    changed: Condvar,
-    /// Transfers after which none ends any more; 0: all end.
-    most: usize,
-}
-
-/// Bytes for each node, and the kind of the transfer with the lengths that all must have.
-#[derive(Clone)]
-struct Sent {
-    parts: Vec<Vec<u8>>,
-    kind: (u8, usize),
-}
-
-/// One rank's end of a rail.
-struct ThreadRail {
-    wire: Arc<Wire>,
-    node: usize,
-    nodes: usize,
-    /// Number of transfers begun.
-    begun: AtomicUsize,
-}
-
-/// A transfer of this number, and where what comes from each node is to arrive.
-struct Round {
-    wire: Arc<Wire>,
-    node: usize,
-    number: usize,
-    wanted: Vec<Span>,
-    _keep: Buffer,
-}
-
-/// Memory of the node.
-struct ThreadMemory;
-
-impl Transports for ThreadMemory {
-    fn connect(&self, _name: &str, _seat: &Seat, _timeout: Duration, _given_up: &GivenUp) -> Result<Arc<dyn Transport>> {
-        Err(Error::internal("the rails of a test are connected"))
-    }
-
-    fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
-        let mut memory = vec![0xeeu8; bytes];
-        Ok(Buffer { address: memory.as_mut_ptr().addr(), owner: Arc::new(memory), bytes })
-    }
-}
-
-/// The pieces of `whole` of these `lengths`, one behind the other.
-fn pieces(whole: Span, lengths: &[usize]) -> Vec<Span> {
-    assert_eq!(whole.bytes, lengths.iter().sum::<usize>());
-    let mut end = whole.addr;
-    let mut piece = |&bytes: &usize| {
-        end += bytes;
-        Span { addr: end - bytes, bytes }
-    };
-    lengths.iter().map(&mut piece).collect()
-}
-
-/// The bytes of `span`, which are staging of a rail.
-fn staged(span: Span) -> Vec<u8> {
-    // SAFETY: a rail's staging, which lives as long as its transfers, and which no other writes meanwhile.
-    if span.bytes == 0 { vec![] } else { unsafe { std::slice::from_raw_parts(span.ptr(), span.bytes) }.to_vec() }
-}
-
-impl ThreadRail {
-    fn start(&self, parts: Vec<Vec<u8>>, kind: (u8, usize), wanted: Vec<Span>, manner: Manner<'_>) -> Result<Work> {
-        let keep = manner.keep.expect("a rail moves its staging").clone();
-        assert!(manner.overlap && manner.timeout.is_some());
-        let number = self.begun.fetch_add(1, Ordering::Relaxed);
-        let mut rounds = lock(&self.wire.rounds);
-        while rounds.len() <= number {
-            rounds.push(vec![None; self.nodes]);
-        }
-        rounds[number][self.node] = Some(Sent { parts, kind });
-        self.wire.changed.notify_all();
-        Ok(Arc::new(Round { wire: Arc::clone(&self.wire), node: self.node, number, wanted, _keep: keep }))
-    }
-}
-
-impl Transport for ThreadRail {
-    fn all_gather(&self, from: Span, to: Span, manner: Manner<'_>) -> Result<Work> {
-        let wanted = pieces(to, &vec![from.bytes; self.nodes]);
-        self.start(vec![staged(from); self.nodes], (0, from.bytes), wanted, manner)
-    }
-
-    fn all_to_all(&self, from: Span, sent: &[usize], to: Span, received: &[usize], manner: Manner<'_>) -> Result<Work> {
-        self.start(pieces(from, sent).into_iter().map(staged).collect(), (1, 0), pieces(to, received), manner)
-    }
-
-    fn broadcast(&self, root: usize, at: Span, manner: Manner<'_>) -> Result<Work> {
-        let part = if self.node == root { staged(at) } else { vec![] };
-        let mut wanted = vec![Span { addr: at.addr, bytes: 0 }; self.nodes];
-        wanted[root] = at;
-        self.start(vec![part; self.nodes], (2, at.bytes), wanted, manner)
-    }
-}
-
-impl Pending for Round {
-    fn wait(&self, limit: Duration) -> Result<bool> {
-        let deadline = Instant::now() + limit;
-        let mut rounds = lock(&self.wire.rounds);
-        let stuck = self.wire.most > 0 && self.number >= self.wire.most;
-        while stuck || !rounds[self.number].iter().all(Option::is_some) {
-            if self.wire.broken.load(Ordering::Relaxed) {
-                return Err(Error::peer("connection closed"));
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Ok(false);
-            }
-            rounds = unpoisoned(self.wire.changed.wait_timeout(rounds, left)).0;
-        }
-        let all: Vec<Sent> = rounds[self.number].iter().flatten().cloned().collect();
-        drop(rounds);
-        for (sent, wanted) in all.iter().zip(&self.wanted) {
-            assert_eq!(sent.kind, all[0].kind, "Gloo would end the process");
-            assert_eq!(sent.parts[self.node].len(), wanted.bytes, "Gloo would end the process");
-            // SAFETY: `_keep` has this staging, which nothing else uses until then.
-            unsafe { std::ptr::copy_nonoverlapping(sent.parts[self.node].as_ptr(), wanted.ptr(), wanted.bytes) };
-        }
-        Ok(true)
-    }
-}
-
-impl Drop for ThreadRail {
-    fn drop(&mut self) {
-        let _rounds = lock(&self.wire.rounds);
-        self.wire.broken.store(true, Ordering::Relaxed);
-        self.wire.changed.notify_all();
-    }
-}
-
-/// Runs `body` on the ranks of a layout, where rank `r` is on host `nodes[r]`.
-fn on_nodes(nodes: &[u8], body: impl Fn(&Group, usize) + Sync) {
-    on_nodes_until(0, nodes, body);
-}
-
-/// [`on_nodes`] where rails end no transfers beyond the first `most`, unless that is 0.
-fn on_nodes_until(most: usize, nodes: &[u8], body: impl Fn(&Group, usize) + Sync) {
-    let place = |node: &u8| RankLocation::on(&format!("node{node}"));
-    let layout = Arc::new(NodeMap::of(&nodes.iter().map(place).collect::<Vec<_>>()));
-    let store: Arc<dyn store::Store> = Arc::new(MemoryStore::default());
-    let bytes = |node: usize| Memory::new(layout.ranks_of(node).len()).total_bytes();
-    let files: Vec<_> = (0..layout.num_nodes()).map(|node| ShmSegment::create(bytes(node)).expect("memfd")).collect();
-    let wires: Vec<Arc<Wire>> = (0..layout.num_rails()).map(|_| Arc::new(Wire { most, ..Wire::default() })).collect();
-    let joined = std::sync::Barrier::new(nodes.len());
-    std::thread::scope(|scope| {
-        for rank in 0..nodes.len() {
-            let (layout, store, body, wires, joined) = (Arc::clone(&layout), &store, &body, &wires, &joined);
-            let (node, local) = (layout.node_of(Rank(rank as u32)), layout.local_rank(Rank(rank as u32)));
-            let (file, bytes) = (files[node].try_clone().expect("dup"), bytes(node));
-            scope.spawn(move || {
-                let segment = ShmSegment::map(file, bytes).expect("map");
-                let members = layout.ranks_of(node).iter().map(|rank| Identity { pid: std::process::id(), global: rank.0 }).collect();
-                let part = ParentGroup { node: layout.node_name(node).into(), ranks: layout.ranks_of(node).to_vec() };
-                let (limit, tuning) = (Duration::from_secs(60), GroupTuning::default());
-                let control = control_block(segment, "test", Rank(local as u32), members, tuning).named(Some(part));
-                let mut group = Group::with_watched(control, &[], limit, tuning).expect("assembles");
-                let rail = wires.get(local).map(|wire| {
-                    let end = ThreadRail { wire: Arc::clone(wire), node, nodes: layout.num_nodes(), begun: AtomicUsize::new(0) };
-                    Rail::new(Arc::new(ThreadMemory), Arc::new(end))
-                });
-                let me = Rank(rank as u32);
-                group.connect_nodes(|health, _, _| Ok((among_threads(health, &layout, me, rail, store), ()))).expect("all meet");
-                joined.wait();
-                body(&group, rank);
-            });
-        }
-    });
-}
+use thread_rail::{on_nodes, on_nodes_until};
 
 fn spans(buffers: &mut [Vec<u8>]) -> Vec<Span> {
-    buffers.iter_mut().map(|buffer| Span { addr: buffer.as_mut_ptr().addr(), bytes: buffer.len() }).collect()
+    buffers
+        .iter_mut()
+        .map(|buffer| Span { addr: buffer.as_mut_ptr().addr(), bytes: buffer.len() })
+        .collect()
 }
 
-fn call(op: Collective, dtype: DType, root: usize, inputs: &mut [Vec<u8>], outputs: &mut [Vec<u8>]) -> Call<'static> {
+fn call(
+    op: Collective,
+    dtype: DType,
+    root: usize,
+    inputs: &mut [Vec<u8>],
+    outputs: &mut [Vec<u8>],
+) -> Call<'static> {
     let (inputs, outputs) = (spans(inputs), spans(outputs));
-    Call::inner(CallSpec { op, dtype, root: Rank(root as u32), inputs: inputs.into(), outputs: outputs.into(), ..CallSpec::barrier(None) })
+    Call::inner(CallSpec {
+        op,
+        dtype,
+        root: Rank(root as u32),
+        inputs: inputs.into(),
+        outputs: outputs.into(),
+        ..CallSpec::barrier(None)
+    })
 }
 
 /// The sum of `inputs`, in order.
 fn sum(dtype: DType, inputs: &[Vec<u8>]) -> Vec<u8> {
     let mut output = vec![0; inputs[0].len()];
-    let sources: Vec<InputElements> = inputs.iter().map(|data| InputElements { ptr: data.as_ptr(), factor: 1.0 }).collect();
+    let sources: Vec<InputElements> =
+        inputs.iter().map(|data| InputElements { ptr: data.as_ptr(), factor: 1.0 }).collect();
     // SAFETY: all buffers are of one length, a multiple of the element's size.
-    unsafe { cpu::reduce(ReduceOp::Sum, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), WriteMode::Cached) };
+    unsafe {
+        cpu::reduce(
+            ReduceOp::Sum,
+            dtype,
+            output.as_mut_ptr(),
+            &sources,
+            output.len() / dtype.size(),
+            WriteMode::Cached,
+        )
+    };
     output
 }
 
-const LAYOUTS: [&[u8]; 6] = [&[0, 0, 1, 1], &[0, 0, 0, 1], &[0, 1], &[0, 0, 1, 1, 1, 2], &[0, 1, 0, 2, 1, 2], &[0, 1, 2]];
+const LAYOUTS: [&[u8]; 6] =
+    [&[0, 0, 1, 1], &[0, 0, 0, 1], &[0, 1], &[0, 0, 1, 1, 1, 2], &[0, 1, 0, 2, 1, 2], &[0, 1, 2]];
 
 /// The two-level sum of what ranks on `nodes` give.
 fn two_level(dtype: DType, nodes: &[u8], inputs: &[Vec<u8>]) -> Vec<u8> {
     let count = usize::from(*nodes.iter().max().expect("ranks")) + 1;
-    let of_node =
-        |node: usize| -> Vec<Vec<u8>> { (0..inputs.len()).filter(|&r| usize::from(nodes[r]) == node).map(|r| inputs[r].clone()).collect() };
+    let of_node = |node: usize| -> Vec<Vec<u8>> {
+        (0..inputs.len())
+            .filter(|&r| usize::from(nodes[r]) == node)
+            .map(|r| inputs[r].clone())
+            .collect()
+    };
     sum(dtype, &(0..count).map(|node| sum(dtype, &of_node(node))).collect::<Vec<_>>())
 }
 
@@ -230,26 +78,44 @@ fn reductions_have_the_bits_of_two_levels_at_every_length() {
     for nodes in LAYOUTS {
         let n = nodes.len();
         on_nodes(nodes, |group, rank| {
-            // Nothing, in slots, all rails, turns. `two_level/tests.rs` carries out programs of every length.
+            // Nothing, in slots, all rails, turns. `two_level/tests.rs` carries out programs of
+            // every length.
             for bytes in [0, 34, 65_538, 1_700_002] {
                 let inputs: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
                 let (mut input, mut output) = ([inputs[rank].clone()], [vec![0xee; bytes]]);
-                group.run(&[call(Collective::AllReduce, dtype, 0, &mut input, &mut output)], None).expect("all_reduce");
+                group
+                    .run(&[call(Collective::AllReduce, dtype, 0, &mut input, &mut output)], None)
+                    .expect("all_reduce");
                 let wanted = two_level(dtype, nodes, &inputs);
-                assert!(output[0] == wanted, "all_reduce of {bytes} bytes on {nodes:?}, rank {rank}");
+                assert!(
+                    output[0] == wanted,
+                    "all_reduce of {bytes} bytes on {nodes:?}, rank {rank}"
+                );
                 let root = n - 1;
                 let outputs = if rank == root { &mut output[..] } else { &mut [] };
                 outputs.iter_mut().for_each(|output| output.fill(0xee));
-                group.run(&[call(Collective::Reduce, dtype, root, &mut input, outputs)], None).expect("reduce");
+                group
+                    .run(&[call(Collective::Reduce, dtype, root, &mut input, outputs)], None)
+                    .expect("reduce");
                 assert!(output[0] == wanted, "reduce of {bytes} bytes on {nodes:?}, rank {rank}");
                 if bytes > 2_000_000 {
                     continue;
                 }
-                let give = |from: usize| -> Vec<Vec<u8>> { (0..n).map(|to| data(from * n + to, bytes + 2 * to)).collect() };
+                let give = |from: usize| -> Vec<Vec<u8>> {
+                    (0..n).map(|to| data(from * n + to, bytes + 2 * to)).collect()
+                };
                 let mut output = [vec![0xee; bytes + 2 * rank]];
-                group.run(&[call(Collective::ReduceScatter, dtype, 0, &mut give(rank), &mut output)], None).expect("reduce_scatter");
+                group
+                    .run(
+                        &[call(Collective::ReduceScatter, dtype, 0, &mut give(rank), &mut output)],
+                        None,
+                    )
+                    .expect("reduce_scatter");
                 let given: Vec<Vec<u8>> = (0..n).map(|from| give(from).swap_remove(rank)).collect();
-                assert!(output[0] == two_level(dtype, nodes, &given), "reduce_scatter of {bytes} bytes on {nodes:?}, rank {rank}");
+                assert!(
+                    output[0] == two_level(dtype, nodes, &given),
+                    "reduce_scatter of {bytes} bytes on {nodes:?}, rank {rank}"
+                );
             }
         });
     }
@@ -261,23 +127,39 @@ fn movements_bring_everything_where_it_belongs() {
         let n = nodes.len();
         on_nodes(nodes, |group, rank| {
             let run = |op, root, inputs: &mut [Vec<u8>], outputs: &mut [Vec<u8>]| {
-                group.run(&[call(op, DType::U8, root, inputs, outputs)], None).unwrap_or_else(|error| panic!("{op:?}: {error}"));
+                group
+                    .run(&[call(op, DType::U8, root, inputs, outputs)], None)
+                    .unwrap_or_else(|error| panic!("{op:?}: {error}"));
             };
             for bytes in [0, 999, 70_001] {
-                let about = |op: Collective| format!("{} of {bytes} bytes on {nodes:?}, rank {rank}", op.name());
+                let about = |op: Collective| {
+                    format!("{} of {bytes} bytes on {nodes:?}, rank {rank}", op.name())
+                };
                 let all: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes + from)).collect();
-                let mut outputs: Vec<Vec<u8>> = all.iter().map(|one| vec![0xee; one.len()]).collect();
+                let mut outputs: Vec<Vec<u8>> =
+                    all.iter().map(|one| vec![0xee; one.len()]).collect();
                 run(Collective::AllGather, 0, &mut [all[rank].clone()], &mut outputs);
                 assert!(outputs == all, "{}", about(Collective::AllGather));
                 let length = |from: usize, to: usize| bytes * (to % 2) + from;
-                let mut give: Vec<Vec<u8>> = (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
-                let mut take: Vec<Vec<u8>> = (0..n).map(|from| vec![0xee; length(from, rank)]).collect();
+                let mut give: Vec<Vec<u8>> =
+                    (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
+                let mut take: Vec<Vec<u8>> =
+                    (0..n).map(|from| vec![0xee; length(from, rank)]).collect();
                 run(Collective::AllToAll, 0, &mut give, &mut take);
-                assert!((0..n).all(|from| take[from] == data(from * n + rank, length(from, rank))), "{}", about(Collective::AllToAll));
+                assert!(
+                    (0..n).all(|from| take[from] == data(from * n + rank, length(from, rank))),
+                    "{}",
+                    about(Collective::AllToAll)
+                );
                 for root in [0, n - 1] {
                     let even: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
-                    let mut one = vec![if rank == root { even[root].clone() } else { vec![0xee; bytes] }];
-                    let (give, take) = if rank == root { (&mut one[..], &mut [][..]) } else { (&mut [][..], &mut one[..]) };
+                    let mut one =
+                        vec![if rank == root { even[root].clone() } else { vec![0xee; bytes] }];
+                    let (give, take) = if rank == root {
+                        (&mut one[..], &mut [][..])
+                    } else {
+                        (&mut [][..], &mut one[..])
+                    };
                     run(Collective::Broadcast, root, give, take);
                     assert!(one[0] == even[root], "{}", about(Collective::Broadcast));
                     let mut all = if rank == root { vec![vec![0xee; bytes]; n] } else { vec![] };
@@ -295,7 +177,10 @@ fn movements_bring_everything_where_it_belongs() {
                 let mut take = vec![vec![0xee; bytes]; n];
                 run(Collective::AllToAll, 0, &mut give, &mut take);
                 let right: Vec<Vec<u8>> = (0..n).map(|from| data(from * n + rank, bytes)).collect();
-                assert!(take == right, "all_to_all of {bytes} bytes each on {nodes:?}, rank {rank}");
+                assert!(
+                    take == right,
+                    "all_to_all of {bytes} bytes each on {nodes:?}, rank {rank}"
+                );
                 let same = spans(&mut give);
                 let in_place = Call::inner(CallSpec {
                     op: Collective::AllToAll,
@@ -304,13 +189,17 @@ fn movements_bring_everything_where_it_belongs() {
                     ..CallSpec::barrier(None)
                 });
                 group.run(&[in_place], None).expect("all_to_all in place");
-                assert!(give == right, "all_to_all of {bytes} bytes each in place on {nodes:?}, rank {rank}");
+                assert!(
+                    give == right,
+                    "all_to_all of {bytes} bytes each in place on {nodes:?}, rank {rank}"
+                );
             }
         });
     }
 }
 
-/// Lengths of all_to_all that agree in part: each rank has one length for all, or none does, or single pairs differ.
+/// Lengths of all_to_all that agree in part: each rank has one length for all, or none does, or
+/// single pairs differ.
 #[test]
 fn unequal_lengths_of_all_to_all_fit_or_are_a_mismatch() {
     for nodes in LAYOUTS {
@@ -318,14 +207,23 @@ fn unequal_lengths_of_all_to_all_fit_or_are_a_mismatch() {
         on_nodes(nodes, |group, rank| {
             // Only what the last rank gives to the first is longer.
             let length = |from: usize, to: usize| if (from, to) == (n - 1, 0) { 90_000 } else { 3 };
-            let mut give: Vec<Vec<u8>> = (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
-            let mut take: Vec<Vec<u8>> = (0..n).map(|from| vec![0xee; length(from, rank)]).collect();
-            group.run(&[call(Collective::AllToAll, DType::U8, 0, &mut give, &mut take)], None).expect("all_to_all");
-            assert!((0..n).all(|from| take[from] == data(from * n + rank, length(from, rank))), "{nodes:?}, rank {rank}");
+            let mut give: Vec<Vec<u8>> =
+                (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
+            let mut take: Vec<Vec<u8>> =
+                (0..n).map(|from| vec![0xee; length(from, rank)]).collect();
+            group
+                .run(&[call(Collective::AllToAll, DType::U8, 0, &mut give, &mut take)], None)
+                .expect("all_to_all");
+            assert!(
+                (0..n).all(|from| take[from] == data(from * n + rank, length(from, rank))),
+                "{nodes:?}, rank {rank}"
+            );
             // Each rank has one length for all, and the last has another than the others.
             let bytes = if rank == n - 1 { 8 } else { 16 };
             let (mut give, mut take) = (vec![vec![1; bytes]; n], vec![vec![0xee; bytes]; n]);
-            let error = group.run(&[call(Collective::AllToAll, DType::U8, 0, &mut give, &mut take)], None).expect_err("they disagree");
+            let error = group
+                .run(&[call(Collective::AllToAll, DType::U8, 0, &mut give, &mut take)], None)
+                .expect_err("they disagree");
             assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
             assert!(error.message.contains("bytes to rank"), "{error}");
             assert!(take.iter().flatten().all(|&byte| byte == 0xee), "nothing was written");
@@ -369,10 +267,13 @@ fn an_abort_within_calls_ends_them_on_all_nodes() {
                     });
                 }
                 let count = if op == Collective::AllReduce { 1 } else { 5 };
-                let (mut inputs, mut outputs) = (vec![data(rank, 1_000_000); count], vec![vec![0; 1_000_000]; count]);
+                let (mut inputs, mut outputs) =
+                    (vec![data(rank, 1_000_000); count], vec![vec![0; 1_000_000]; count]);
                 let begun = Instant::now();
                 let error = loop {
-                    if let Err(error) = group.run(&[call(op, DType::U8, 0, &mut inputs, &mut outputs)], None) {
+                    if let Err(error) =
+                        group.run(&[call(op, DType::U8, 0, &mut inputs, &mut outputs)], None)
+                    {
                         break error;
                     }
                 };
@@ -395,7 +296,9 @@ fn a_rank_that_waits_on_its_rail_sees_a_failure_on_its_own_node() {
                 });
             }
             let begun = Instant::now();
-            let error = (0..2).find_map(|_| group.run(&[Call::barrier(None)], None).err()).expect("the second does not end");
+            let error = (0..2)
+                .find_map(|_| group.run(&[Call::barrier(None)], None).err())
+                .expect("the second does not end");
             assert!(error.message.contains("aborted group \"test\""), "{error}");
             assert!(begun.elapsed() < Duration::from_secs(20), "rank {rank}");
         });
@@ -409,8 +312,12 @@ fn ranks_that_disagree_get_a_mismatch_on_all_nodes() {
             on_nodes(nodes, |group, rank| {
                 let bytes = if rank == culprit { 300_000 } else { 8 };
                 let (mut input, mut output) = ([data(rank, bytes)], [vec![0xee; bytes]]);
-                let error =
-                    group.run(&[call(Collective::AllReduce, DType::F32, 0, &mut input, &mut output)], None).expect_err("they disagree");
+                let error = group
+                    .run(
+                        &[call(Collective::AllReduce, DType::F32, 0, &mut input, &mut output)],
+                        None,
+                    )
+                    .expect_err("they disagree");
                 assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
                 assert!(error.message.contains("75000 × float32"), "{error}");
                 assert!(output[0].iter().all(|&byte| byte == 0xee), "nothing was written");
@@ -429,9 +336,14 @@ fn a_late_node_is_named_at_the_deadline() {
             return;
         }
         let begun = Instant::now();
-        let error = group.run(&[Call::barrier(None)], Some(Duration::from_millis(200))).expect_err("nobody comes");
+        let error = group
+            .run(&[Call::barrier(None)], Some(Duration::from_millis(200)))
+            .expect_err("nobody comes");
         assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
-        assert!(error.message.contains("on rail 0, waiting for node \"node1\" (ranks 2 and 3)"), "{error}");
+        assert!(
+            error.message.contains("on rail 0, waiting for node \"node1\" (ranks 2 and 3)"),
+            "{error}"
+        );
         assert!(begun.elapsed() < Duration::from_millis(800));
     });
 }
@@ -441,7 +353,10 @@ fn messages_stay_on_a_node() {
     on_nodes(&[0, 1, 0, 1], |group, rank| {
         let lacks = group.single_node("symmetric memory works").err().expect("it is on two");
         assert!(
-            lacks.message.contains("node \"node0\" (ranks 0 and 2), node \"node1\" (ranks 1 and 3); symmetric memory works within"),
+            lacks.message.contains(
+                "node \"node0\" (ranks 0 and 2), node \"node1\" (ranks 1 and \
+                3); symmetric memory works within"
+            ),
             "{lacks}"
         );
         let mut byte = [rank as u8];
@@ -458,13 +373,20 @@ fn messages_stay_on_a_node() {
         let (said, heard) = std::sync::mpsc::channel();
         let completion = || {
             let said = said.clone();
-            crate::completion::Completion::new(move |outcome: Result<()>, source| said.send((outcome, source)).expect("somebody hears"))
+            crate::completion::Completion::new(move |outcome: Result<()>, source| {
+                said.send((outcome, source)).expect("somebody hears")
+            })
         };
-        let far: Error = group.recv(message(((rank + 1) % 4) as u32), completion()).expect_err("is elsewhere");
+        let far: Error =
+            group.recv(message(((rank + 1) % 4) as u32), completion()).expect_err("is elsewhere");
         assert_eq!(far.kind, ErrorKind::NotImplemented, "{far}");
         let near = (rank as u32 + 2) % 4;
-        let ticket =
-            if rank < 2 { group.send(message(near), completion()) } else { group.recv(message(near), completion()) }.expect("starts");
+        let ticket = if rank < 2 {
+            group.send(message(near), completion())
+        } else {
+            group.recv(message(near), completion())
+        }
+        .expect("starts");
         group.wait(ticket, None).expect("ends");
         let (outcome, source) = heard.recv().expect("was told");
         assert_eq!((outcome, source), (Ok(()), (rank >= 2).then_some(Rank(near))));

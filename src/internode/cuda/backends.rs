@@ -1,4 +1,5 @@
-//! Torch's backends, such as NCCL, between GPUs of different nodes, and memory that torch allocates.
+//! Torch's backends, such as NCCL, between GPUs of different nodes, and memory that torch
+//! allocates.
 
 use crate::coll::two_level::step::RailOp;
 use crate::error::{Error, Result};
@@ -23,9 +24,9 @@ pub(super) enum BackendScope {
     Pair(Rank),
 }
 
-/// The backends of one rank, and device memory. Everything is enqueued on the calling thread's stream of the device,
-/// which may be recording a graph; nothing waits for a GPU. Only one thread at a time calls functions other than
-/// `abort` and `close`.
+/// The backends of one rank, and device memory. Everything is enqueued on the calling thread's
+/// stream of the device, which may be recording a graph; nothing waits for a GPU. Only one thread
+/// at a time calls functions other than `abort` and `close`.
 pub(super) struct Connections {
     transports: Arc<dyn Transports>,
     aborted: GivenUp,
@@ -34,7 +35,8 @@ pub(super) struct Connections {
     enqueued: Mutex<Enqueued>,
 }
 
-/// The concurrent transfers for which the stream does not wait yet, the oldest first, and the memory for enqueued work.
+/// The concurrent transfers for which the stream does not wait yet, the oldest first, and the
+/// memory for enqueued work.
 #[derive(Default)]
 struct Enqueued {
     overlapping: VecDeque<Work>,
@@ -43,7 +45,12 @@ struct Enqueued {
 
 impl Connections {
     pub(super) fn new(transports: Arc<dyn Transports>) -> Self {
-        Self { transports, aborted: GivenUp::default(), made: Mutex::default(), enqueued: Mutex::default() }
+        Self {
+            transports,
+            aborted: GivenUp::default(),
+            made: Mutex::default(),
+            enqueued: Mutex::default(),
+        }
     }
 
     /// Returns true if `scope` has been created or is being created.
@@ -59,8 +66,15 @@ impl Connections {
         made.get(&scope).cloned().flatten().ok_or_else(|| Error::peer("there is no connection"))
     }
 
-    /// Creates `scope`, unless it exists: connects this rank with its other ranks once they call it with this `name`.
-    pub(super) fn make(&self, scope: BackendScope, name: &str, seat: &Seat, timeout: Duration) -> Result<()> {
+    /// Creates `scope`, unless it exists: connects this rank with its other ranks once they call it
+    /// with this `name`.
+    pub(super) fn make(
+        &self,
+        scope: BackendScope,
+        name: &str,
+        seat: &Seat,
+        timeout: Duration,
+    ) -> Result<()> {
         if self.has(scope) {
             return Ok(());
         }
@@ -73,7 +87,8 @@ impl Connections {
         transport.all_gather(one?.first(1), all?.first(seat.size), Manner::default())?.follow()
     }
 
-    /// Returns the address of `bytes` bytes of device memory, for work that is enqueued until `finish`.
+    /// Returns the address of `bytes` bytes of device memory, for work that is enqueued until
+    /// `finish`.
     pub(super) fn memory(&self, device: i32, bytes: usize) -> Result<usize> {
         let buffer = self.transports.allocate(device, bytes)?;
         let address = buffer.address;
@@ -81,8 +96,8 @@ impl Connections {
         Ok(address)
     }
 
-    /// Makes the stream wait for all concurrent transfers, and frees all memory; enqueued work may still use that
-    /// memory.
+    /// Makes the stream wait for all concurrent transfers, and frees all memory; enqueued work may
+    /// still use that memory.
     pub(super) fn finish(&self) -> Result<()> {
         let Enqueued { overlapping, memory } = std::mem::take(&mut *lock(&self.enqueued));
         let followed = overlapping.iter().try_for_each(|work| work.follow());
@@ -91,10 +106,14 @@ impl Connections {
         followed
     }
 
-    /// Enqueues a transfer of GPU memory on the rail: in stream order, or, with `overlap`, after the work on the stream
-    /// now and concurrently with later work.
+    /// Enqueues a transfer of GPU memory on the rail: in stream order, or, with `overlap`, after
+    /// the work on the stream now and concurrently with later work.
     pub(super) fn start(&self, transfer: &RailOp<Span>, overlap: bool) -> Result<()> {
-        let work = rail::start(&*self.made(BackendScope::Rail)?, transfer, Manner { overlap, ..Manner::default() })?;
+        let work = rail::start(
+            &*self.made(BackendScope::Rail)?,
+            transfer,
+            Manner { overlap, ..Manner::default() },
+        )?;
         if overlap {
             lock(&self.enqueued).overlapping.push_back(work);
             return Ok(());
@@ -108,16 +127,16 @@ impl Connections {
         oldest.map_or(Ok(()), |work| work.follow())
     }
 
-    /// Enqueues messages concurrently with the stream: sends `give[r]` to rank `r` of `scope`, and receives `take[r]`
-    /// from it, unless they are empty.
+    /// Enqueues messages concurrently with the stream: sends `give[r]` to rank `r` of `scope`, and
+    /// receives `take[r]` from it, unless they are empty.
     pub(super) fn exchange(&self, scope: BackendScope, give: &[Span], take: &[Span]) -> Result<()> {
         let work = self.made(scope)?.exchange(give, take)?;
         lock(&self.enqueued).overlapping.push_back(work);
         Ok(())
     }
 
-    /// Aborts all backends concurrently, because one that frees its memory waits for kernels of the others. Nothing can
-    /// be enqueued on any of them afterwards.
+    /// Aborts all backends concurrently, because one that frees its memory waits for kernels of the
+    /// others. Nothing can be enqueued on any of them afterwards.
     pub(super) fn abort(&self) {
         let made = lock(&self.made);
         self.aborted.set();
@@ -133,6 +152,9 @@ impl Connections {
             let mut made = lock(&self.made);
             (std::mem::take(&mut *made), self.aborted.set())
         };
-        made.into_values().flatten().filter(|_| !aborted).for_each(|transport| transport.shutdown());
+        made.into_values()
+            .flatten()
+            .filter(|_| !aborted)
+            .for_each(|transport| transport.shutdown());
     }
 }

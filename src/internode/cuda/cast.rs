@@ -42,14 +42,25 @@ impl Cast {
     /// Arguments of the kernel.
     pub fn args(&self) -> CastArgs {
         let narrow = if self.widens { self.from } else { self.to };
-        CastArgs { from: self.from.addr as u64, to: self.to.addr as u64, count: (narrow.bytes / self.dtype.size()) as u64 }
+        CastArgs {
+            from: self.from.addr as u64,
+            to: self.to.addr as u64,
+            count: (narrow.bytes / self.dtype.size()) as u64,
+        }
     }
 
-    /// Loads the kernel that widens elements of `dtype`, or rounds to it, on `device`, whose context must be current.
-    /// The first load may wait for running kernels of the device.
+    /// Loads the kernel that widens elements of `dtype`, or rounds to it, on `device`, whose
+    /// context must be current. The first load may wait for running kernels of the device.
     pub(super) fn kernel(device: &Device, dtype: DType, widens: bool) -> Result<Kernel> {
-        let variant =
-            Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(dtype), op: None, zero_copy: false, order: SumOrder::Rank };
+        let variant = Variant {
+            program: NAMES.0,
+            world: 2,
+            rank: 0,
+            dtype: Some(dtype),
+            op: None,
+            zero_copy: false,
+            order: SumOrder::Rank,
+        };
         load(device, &variant, NAMES.1[usize::from(!widens)])
     }
 
@@ -60,6 +71,11 @@ impl Cast {
         if units == 0 {
             return Ok(());
         }
-        kernel.launch(stream, Grid::new(units.div_ceil(THREADS as usize).min(BLOCKS) as u32, THREADS), false, bytes_of(&args))
+        kernel.launch(
+            stream,
+            Grid::new(units.div_ceil(THREADS as usize).min(BLOCKS) as u32, THREADS),
+            false,
+            bytes_of(&args),
+        )
     }
 }

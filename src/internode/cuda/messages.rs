@@ -1,4 +1,5 @@
-//! Sends and receives of CUDA tensors: the group's kernels within a node, a backend of two ranks between nodes.
+//! Sends and receives of CUDA tensors: the group's kernels within a node, a backend of two ranks
+//! between nodes.
 
 use super::backends::BackendScope;
 use super::watchdog::EnqueuedCall;
@@ -21,8 +22,9 @@ use std::time::{Duration, Instant};
 const STORE_POLL: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
 
 impl Internode {
-    /// Enqueues sends and receives that do not wait for each other; returns as `launch` does. The first message between
-    /// two ranks of different nodes blocks until the other rank starts one, too.
+    /// Enqueues sends and receives that do not wait for each other; returns as `launch` does. The
+    /// first message between two ranks of different nodes blocks until the other rank starts one,
+    /// too.
     pub fn launch_messages(
         &self,
         inside: &dyn IntraNode,
@@ -34,10 +36,13 @@ impl Internode {
         let (mut near, mut far) = (Vec::new(), Vec::new());
         for transfer in transfers {
             let peer = transfer.message.peer.filter(|peer| peer.index() < size);
-            let peer = peer.ok_or_else(|| Error::value("a transfer between GPUs needs a rank of the group as its other end"))?;
+            let peer = peer.ok_or_else(|| {
+                Error::value("a transfer between GPUs needs a rank of the group as its other end")
+            })?;
             if self.layout.node_of(peer) == node {
                 let mut transfer = *transfer;
-                transfer.message = transfer.message.with_peer(Some(Rank(self.layout.local_rank(peer) as u32)));
+                transfer.message =
+                    transfer.message.with_peer(Some(Rank(self.layout.local_rank(peer) as u32)));
                 near.push(transfer);
             } else {
                 far.push((peer, transfer.send, transfer.message.span));
@@ -51,7 +56,9 @@ impl Internode {
         let mut state = cuda.state();
         self.meet(cuda, &mut state, &far, target, timeout)?;
         let outcome = self.send_all(inside, cuda, &mut state, (&near, &far), target, timeout);
-        outcome.map_err(|error| if error.kind == ErrorKind::Value { error } else { self.health.fail(error) })
+        outcome.map_err(|error| {
+            if error.kind == ErrorKind::Value { error } else { self.health.fail(error) }
+        })
     }
 
     /// Connects this rank to the ranks on other nodes to which it sends or from which it receives.
@@ -64,23 +71,37 @@ impl Internode {
         timeout: Duration,
     ) -> Result<()> {
         self.check_device(cuda, state, target.device)?;
-        let peers: BTreeSet<Rank> =
-            far.iter().map(|&(peer, ..)| peer).filter(|&peer| !cuda.connections.has(BackendScope::Pair(peer))).collect();
+        let peers: BTreeSet<Rank> = far
+            .iter()
+            .map(|&(peer, ..)| peer)
+            .filter(|&peer| !cuda.connections.has(BackendScope::Pair(peer)))
+            .collect();
         if state.used.is_some() && peers.is_empty() {
             return Ok(());
         }
         self.check_not_recording(target, "message between two ranks of CUDA tensors")?;
         self.use_device(cuda, state, target.device)?;
-        // Lower pairs first on all ranks, so that no ranks of a batch wait for each other in a cycle.
-        let mut pairs: Vec<(Rank, Rank)> = peers.iter().map(|&peer| (self.rank.min(peer), self.rank.max(peer))).collect();
+        // Lower pairs first on all ranks, so that no ranks of a batch wait for each other in a
+        // cycle.
+        let mut pairs: Vec<(Rank, Rank)> =
+            peers.iter().map(|&peer| (self.rank.min(peer), self.rank.max(peer))).collect();
         pairs.sort();
         for (low, high) in pairs {
             let (index, peer) = if low == self.rank { (0, high) } else { (1, low) };
             let name = self.life.name("symm-cuda-pair", format_args!("{low}-{high}"));
             let seat = Seat { rank: index, size: 2, device: target.device };
             let key = |rank: Rank| format!("{name}/here/{rank}");
-            let make = || cuda.connections.make(BackendScope::Pair(peer), &name, &seat, timeout + BACKEND_TIMEOUT_MARGIN);
-            let made = self.await_peer(cuda, [key(self.rank), key(peer)], peer, timeout).and_then(|()| make());
+            let make = || {
+                cuda.connections.make(
+                    BackendScope::Pair(peer),
+                    &name,
+                    &seat,
+                    timeout + BACKEND_TIMEOUT_MARGIN,
+                )
+            };
+            let made = self
+                .await_peer(cuda, [key(self.rank), key(peer)], peer, timeout)
+                .and_then(|()| make());
             // The peer has read the key, or does not need it. A store that cannot delete keeps it.
             let _ = cuda.store.delete(&key(self.rank));
             made.map_err(|error| self.unconnected(error, &self.layout.describe(peer)))?;
@@ -88,9 +109,15 @@ impl Internode {
         Ok(())
     }
 
-    /// Waits until `peer`, too, is about to connect. Both ranks set one of `keys` in the store first, because a backend
-    /// would wait for a missing peer forever.
-    fn await_peer(&self, cuda: &CudaInternode, keys: [String; 2], peer: Rank, timeout: Duration) -> Result<()> {
+    /// Waits until `peer`, too, is about to connect. Both ranks set one of `keys` in the store
+    /// first, because a backend would wait for a missing peer forever.
+    fn await_peer(
+        &self,
+        cuda: &CudaInternode,
+        keys: [String; 2],
+        peer: Rank,
+        timeout: Duration,
+    ) -> Result<()> {
         let [own, other] = keys;
         let (begun, mut pause, mut interrupts) = (Instant::now(), STORE_POLL.0, Interrupts::new());
         cuda.store.set(&own, b"1")?;
@@ -99,7 +126,9 @@ impl Internode {
             self.health.error().map_or(Ok(()), Err)?;
             if begun.elapsed() > timeout {
                 let (peer, seconds) = (self.layout.describe(peer), timeout.as_secs_f64());
-                return Err(Error::timeout(format!("{peer} has begun no message with this rank for {seconds:.1} s (timeout)")));
+                return Err(Error::timeout(format!(
+                    "{peer} has begun no message with this rank for {seconds:.1} s (timeout)"
+                )));
             }
             std::thread::sleep(pause);
             pause = (2 * pause).min(STORE_POLL.1);
@@ -117,7 +146,9 @@ impl Internode {
         timeout: Duration,
     ) -> Result<()> {
         let stream = Stream(target.stream);
-        let Some(used) = &state.used else { return Err(Error::internal("the GPU is not connected")) };
+        let Some(used) = &state.used else {
+            return Err(Error::internal("the GPU is not connected"));
+        };
         let _entered = used.device.enter()?;
         let begin = if stream.capture()?.is_none() { Some(cuda.watch.mark(stream)?) } else { None };
         let backends = &cuda.connections;
@@ -135,25 +166,41 @@ impl Internode {
                     backends.exchange(BackendScope::Pair(peer), &sent, &received)?;
                 }
             }
-            if near.is_empty() { Ok(()) } else { inside.launch_intra_node(near, target, timeout + super::KERNEL_GRACE) }
+            if near.is_empty() {
+                Ok(())
+            } else {
+                inside.launch_intra_node(near, target, timeout + super::KERNEL_GRACE)
+            }
         };
         let outcome = exchange();
         backends.finish().and(outcome)?;
         state.launched += 1;
         if let Some(begin) = begin {
             let (end, number) = (cuda.watch.mark(stream)?, state.launched);
-            cuda.watch.add(EnqueuedCall { begin, end, since: None, timeout, call: None, number, entries: 0..0 });
+            cuda.watch.add(EnqueuedCall {
+                begin,
+                end,
+                since: None,
+                timeout,
+                call: None,
+                number,
+                entries: 0..0,
+            });
         }
         Ok(())
     }
 }
 
-/// Returns batches of `(peer, sent, received)`: in each batch at most one message per peer and direction, in their
-/// order.
+/// Returns batches of `(peer, sent, received)`: in each batch at most one message per peer and
+/// direction, in their order.
 fn batches(far: &[(Rank, bool, Span)]) -> Vec<Vec<(Rank, Span, Span)>> {
     let mut batches: Vec<Vec<(Rank, Span, Span)>> = Vec::new();
     for peer in far.iter().map(|&(peer, ..)| peer).collect::<BTreeSet<_>>() {
-        let of = |send: bool| far.iter().filter(move |other| (other.0, other.1) == (peer, send)).map(|&(.., span)| span);
+        let of = |send: bool| {
+            far.iter()
+                .filter(move |other| (other.0, other.1) == (peer, send))
+                .map(|&(.., span)| span)
+        };
         let (sends, receives): (Vec<Span>, Vec<Span>) = (of(true).collect(), of(false).collect());
         for at in 0..sends.len().max(receives.len()) {
             let nth = |spans: &[Span]| spans.get(at).copied().unwrap_or(EMPTY);
@@ -173,7 +220,12 @@ mod tests {
     #[test]
     fn messages_of_one_direction_follow_each_other() {
         let span = |bytes| Span { addr: 64, bytes };
-        let far = [(Rank(3), true, span(1)), (Rank(1), false, span(2)), (Rank(3), true, span(3)), (Rank(3), false, span(4))];
+        let far = [
+            (Rank(3), true, span(1)),
+            (Rank(1), false, span(2)),
+            (Rank(3), true, span(3)),
+            (Rank(3), false, span(4)),
+        ];
         let first = vec![(Rank(1), EMPTY, span(2)), (Rank(3), span(1), span(4))];
         assert_eq!(batches(&far), vec![first, vec![(Rank(3), span(3), EMPTY)]]);
         assert!(batches(&[]).is_empty());

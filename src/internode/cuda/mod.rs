@@ -1,38 +1,33 @@
-//! CUDA tensors of multi-node groups: the group's kernels within each node, and a backend of torch, NCCL, between
-//! nodes.
+//! CUDA tensors of multi-node groups: the group's kernels within each node, and a backend of torch,
+//! NCCL, between nodes.
 //!
-//! Everything is enqueued in stream order and nothing waits for a GPU, except for the first call, which connects the
-//! ranks. A call is a program ([`two_level`](crate::coll::two_level)), whose steps follow each other on the caller's
-//! stream.
+//! Everything is enqueued in stream order and nothing waits for a GPU, except for the first call,
+//! which connects the ranks. A call is a program ([`two_level`](crate::coll::two_level)), whose
+//! steps follow each other on the caller's stream.
 //!
 //! - [`backends`](mod@backends): torch's backends
 //! - [`sum`]: the kernel that adds partial sums; [`cast`]: the kernels that widen and round
-//! - [`messages`](mod@messages): sends and receives; [`watchdog`](mod@watchdog): timeouts, and the end of calls that wait for
-//!   a failed node
+//! - [`messages`](mod@messages): sends and receives; [`watchdog`](mod@watchdog): timeouts, and the
+//!   end of calls that wait for a failed node
 
 mod backends;
 pub mod cast;
+mod enqueue;
 mod messages;
 pub mod sum;
 mod watchdog;
 
 use super::Internode;
 use super::header::CallHeader;
-use super::traffic::TrafficPath;
 use crate::coll::all_reduce_norm;
 use crate::coll::call::{Call, CallSpec, Collective, Span};
 use crate::coll::cuda::communicator::{Communicator, CudaTarget};
 use crate::coll::describe::Description;
 use crate::coll::message;
-use crate::coll::two_level::Planning;
-use crate::coll::two_level::rules::Rules;
-use crate::coll::two_level::step::{Bases, Place, Program, RailOp, Step};
 use crate::config::Config;
-use crate::dtype::SumOrder;
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernels::cuda::driver::{Device, Event, Kernel, Stream};
+use crate::kernels::cuda::driver::{Device, Event, Stream};
 use crate::lock::lock;
-use crate::node_map::NodeMap;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::sys::fork;
@@ -40,18 +35,18 @@ use crate::sys::thread::aside;
 use crate::trace::{self, InternodePhase};
 use crate::transport::{Seat, Transports};
 use backends::{BackendScope, Connections};
-use cast::Cast;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
-use sum::{MAX_NODES, PartialsSum};
+use sum::MAX_NODES;
 use watchdog::{EnqueuedCall, Watchdog, WatchdogThread};
 
-/// How much longer the timeout of intra-node kernels is: a rank that waits for another node knows which node is late,
-/// and must fail the group first.
+/// How much longer the timeout of intra-node kernels is: a rank that waits for another node knows
+/// which node is late, and must fail the group first.
 const KERNEL_GRACE: Duration = Duration::from_secs(1);
-/// How much longer a backend's own timeout is than the group's, because NCCL's timeout ends the process.
+/// How much longer a backend's own timeout is than the group's, because NCCL's timeout ends the
+/// process.
 const BACKEND_TIMEOUT_MARGIN: Duration = Duration::from_secs(600);
 
 /// How long leaving waits until the backends have ended.
@@ -62,12 +57,17 @@ pub trait IntraNode {
     /// Runs a call of the whole group on CPU tensors.
     fn run_call(&self, call: &Call<'_>, timeout: Duration) -> Result<()>;
 
-    /// Returns the GPUs of this node. The first call sets them up on `device`, and blocks until all ranks of this node
-    /// do so.
+    /// Returns the GPUs of this node. The first call sets them up on `device`, and blocks until all
+    /// ranks of this node do so.
     fn gpus(&self, device: i32) -> Result<Arc<Communicator>>;
 
     /// Enqueues messages among the ranks of this node; peers are local ranks.
-    fn launch_intra_node(&self, transfers: &[message::DeviceMessage], target: CudaTarget, timeout: Duration) -> Result<()>;
+    fn launch_intra_node(
+        &self,
+        transfers: &[message::DeviceMessage],
+        target: CudaTarget,
+        timeout: Duration,
+    ) -> Result<()>;
 }
 
 /// A group's GPUs and their connections to other nodes.
@@ -123,7 +123,8 @@ impl CudaInternode {
         lock(&self.state)
     }
 
-    /// Releases the backends once the enqueued calls have ended; aborts the calls that are still running after `limit`.
+    /// Releases the backends once the enqueued calls have ended; aborts the calls that are still
+    /// running after `limit`.
     pub(super) fn close(&self, limit: Duration) {
         if self.generation != fork::generation() || self.closed.swap(true, Ordering::AcqRel) {
             return;
@@ -141,15 +142,29 @@ impl CudaInternode {
 }
 
 impl Internode {
-    /// Enqueues `calls` in order and returns at once; the first call returns after the set-up with all ranks.
-    pub fn launch(&self, inside: &dyn IntraNode, calls: &[Call<'_>], target: CudaTarget, timeout: Duration) -> Result<()> {
+    /// Enqueues `calls` in order and returns at once; the first call returns after the set-up with
+    /// all ranks.
+    pub fn launch(
+        &self,
+        inside: &dyn IntraNode,
+        calls: &[Call<'_>],
+        target: CudaTarget,
+        timeout: Duration,
+    ) -> Result<()> {
         all_reduce_norm::reject_multi_node(calls)?;
-        let cuda = self.cuda(&calls.first().map_or_else(String::new, |call| Description::of(call).to_string()))?;
+        let cuda = self.cuda(
+            &calls.first().map_or_else(String::new, |call| Description::of(call).to_string()),
+        )?;
         self.health.failure().map_or(Ok(()), Err)?;
-        let needed = if calls.iter().any(|call| exchanges(call.op)) { BackendScope::All } else { BackendScope::Rail };
+        let needed = if calls.iter().any(|call| exchanges(call.op)) {
+            BackendScope::All
+        } else {
+            BackendScope::Rail
+        };
         let mut state = cuda.state();
         self.connected(inside, cuda, &mut state, target, needed, timeout)?;
-        let headers = (state.collectives + 1..).zip(calls).map(|(number, call)| CallHeader::of(call, number));
+        let headers =
+            (state.collectives + 1..).zip(calls).map(|(number, call)| CallHeader::of(call, number));
         state.collectives += calls.len() as u64;
         if Config::get().debug_call_site && Stream(target.stream).capture()?.is_none() {
             headers.clone().try_for_each(|header| self.compare(inside, header, timeout))?;
@@ -160,18 +175,34 @@ impl Internode {
             self.current.launched(headers);
         }
         let entries = self.note(calls, state.collectives, target, timeout);
-        let outcome = self.in_order(cuda, &mut state, target, timeout, (calls.first(), entries.clone()), |device, stream| {
-            calls.iter().try_for_each(|call| self.enqueue(inside, cuda, call, (device, stream), target, timeout))
-        });
-        outcome.inspect_err(|error| entries.for_each(|number| self.health.recorder().end(number, &Err(error.clone()), true, "")))
+        let outcome = self.in_order(
+            cuda,
+            &mut state,
+            target,
+            timeout,
+            (calls.first(), entries.clone()),
+            |device, stream| {
+                calls.iter().try_for_each(|call| {
+                    self.enqueue(inside, cuda, call, (device, stream), target, timeout)
+                })
+            },
+        );
+        outcome.inspect_err(|error| {
+            entries.for_each(|number| {
+                self.health.recorder().end(number, &Err(error.clone()), true, "")
+            })
+        })
     }
 
-    /// Records `calls`, which end with collective number `last`, in the flight recorder; returns their numbers there.
+    /// Records `calls`, which end with collective number `last`, in the flight recorder; returns
+    /// their numbers there.
     fn note(&self, calls: &[Call], last: u64, target: CudaTarget, timeout: Duration) -> Range<u64> {
-        let (recorder, CudaTarget { device, stream, background }) = (self.health.recorder(), target);
+        let (recorder, CudaTarget { device, stream, background }) =
+            (self.health.recorder(), target);
         let place = trace::CallTarget::Cuda { device, stream, background };
         let first = recorder.schedule(calls, timeout, background, place);
-        let (entries, phase) = (first..first + calls.len() as u64, InternodePhase::Enqueued(self.rail_number()));
+        let (entries, phase) =
+            (first..first + calls.len() as u64, InternodePhase::Enqueued(self.rail_number()));
         for (entry, sequence) in entries.clone().zip(last + 1 - calls.len() as u64..) {
             recorder.start(entry, sequence);
             recorder.phase(entry, phase);
@@ -185,17 +216,26 @@ impl Internode {
         (local < self.layout.num_rails()).then_some(local as u16)
     }
 
-    /// Blocks the calling thread until all ranks of all nodes were found to run the same call; the only function here
-    /// that does so for each call.
+    /// Blocks the calling thread until all ranks of all nodes were found to run the same call; the
+    /// only function here that does so for each call.
     fn compare(&self, inside: &dyn IntraNode, header: CallHeader, timeout: Duration) -> Result<()> {
         let (n, each) = (self.layout.size(), CallHeader::BYTES);
         let (mut own, mut all) = (header.to_bytes(None), vec![0u8; n * each]);
         let whole = all.as_mut_ptr().addr();
         let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: each }].into();
         let outputs = (0..n).map(|rank| Span { addr: whole + rank * each, bytes: each }).collect();
-        inside.run_call(&Call::inner(CallSpec { op: Collective::AllGather, inputs, outputs, ..CallSpec::barrier(None) }), timeout)?;
+        inside.run_call(
+            &Call::inner(CallSpec {
+                op: Collective::AllGather,
+                inputs,
+                outputs,
+                ..CallSpec::barrier(None)
+            }),
+            timeout,
+        )?;
         let ranks: Vec<Rank> = (0..n as u32).map(Rank).collect();
-        let agreed = CallHeader::agree(&all, each, &ranks, &self.layout, self.health.control().name());
+        let agreed =
+            CallHeader::agree(&all, each, &ranks, &self.layout, self.health.control().name());
         agreed.map(drop).map_err(|error| self.health.fail(error))
     }
 
@@ -210,10 +250,12 @@ impl Internode {
 
     /// Returns the error for `what`, which works on one node only.
     fn not_served(&self, what: &str) -> Error {
-        let nodes: Vec<String> = (0..self.layout.num_nodes()).map(|node| self.layout.name_node(node)).collect();
+        let nodes: Vec<String> =
+            (0..self.layout.num_nodes()).map(|node| self.layout.name_node(node)).collect();
         let (name, nodes) = (self.health.control().name(), nodes.join(", "));
         Error::not_implemented(format!(
-            "{what}: group \"{name}\" is on several nodes, {nodes}, between which this is not served; torch_symm.intra_node_group(group) is the \
+            "{what}: group \"{name}\" is on several nodes, {nodes}, between which this is not \
+             served; torch_symm.intra_node_group(group) is the \
              part on this one"
         ))
     }
@@ -221,11 +263,20 @@ impl Internode {
     fn cuda(&self, what: &str) -> Result<&CudaInternode> {
         let nodes = self.layout.num_nodes();
         if nodes > MAX_NODES {
-            return Err(self.not_served(&format!("{what} of CUDA tensors on {nodes} nodes, more than {MAX_NODES}")));
+            return Err(self.not_served(&format!(
+                "{what} of CUDA tensors on {nodes} nodes, more than {MAX_NODES}"
+            )));
         }
         self.cuda.as_ref().ok_or_else(|| {
-            let refused = self.not_served(&format!("{what} of CUDA tensors, for which no backend was chosen"));
-            Error { message: format!("{}; SYMM_INTER_NODE_BACKEND=auto, on all ranks, uses NCCL for them", refused.message), ..refused }
+            let refused = self
+                .not_served(&format!("{what} of CUDA tensors, for which no backend was chosen"));
+            Error {
+                message: format!(
+                    "{}; SYMM_INTER_NODE_BACKEND=auto, on all ranks, uses NCCL for them",
+                    refused.message
+                ),
+                ..refused
+            }
         })
     }
 
@@ -235,10 +286,12 @@ impl Internode {
         if cuda.closed.load(Ordering::Acquire) {
             return Err(Error::aborted(format!("group \"{name}\" was destroyed")));
         }
-        match state.used.as_ref().map(|used| used.device.ordinal()).filter(|&first| first != device) {
+        match state.used.as_ref().map(|used| used.device.ordinal()).filter(|&first| first != device)
+        {
             None => Ok(()),
             Some(first) => Err(Error::value(format!(
-                "group \"{name}\" works on cuda:{first}, this tensor is on cuda:{device}; a group has one GPU per rank"
+                "group \"{name}\" works on cuda:{first}, this tensor is on cuda:{device}; a group \
+                 has one GPU per rank"
             ))),
         }
     }
@@ -250,13 +303,17 @@ impl Internode {
         }
         let name = self.health.control().name();
         Err(Error::config(format!(
-            "group \"{name}\" is on several nodes, and its first {first} connects them, which a CUDA graph cannot record: call one before"
+            "group \"{name}\" is on several nodes, and its first {first} connects them, which a \
+             CUDA graph cannot record: call one before"
         )))
     }
 
     fn unconnected(&self, error: Error, others: &str) -> Error {
         let (me, name) = (self.layout.describe(self.rank), self.health.control().name());
-        let text = format!("{me} could not connect its GPU with {others} in group \"{name}\": {}", error.message);
+        let text = format!(
+            "{me} could not connect its GPU with {others} in group \"{name}\": {}",
+            error.message
+        );
         self.health.fail(Error { message: text, ..error })
     }
 
@@ -275,11 +332,20 @@ impl Internode {
             return Ok(());
         }
         let again = state.connected;
-        self.check_not_recording(target, if again { "gather, scatter or all_to_all of CUDA tensors" } else { "call on CUDA tensors" })?;
-        // A rank that passes this barrier knows that all ranks of all nodes are about to create the same backends.
+        self.check_not_recording(
+            target,
+            if again {
+                "gather, scatter or all_to_all of CUDA tensors"
+            } else {
+                "call on CUDA tensors"
+            },
+        )?;
+        // A rank that passes this barrier knows that all ranks of all nodes are about to create the
+        // same backends.
         inside.run_call(&Call::barrier(None), timeout)?;
-        self.make(inside, cuda, state, target.device, needed, timeout)
-            .map_err(|error| self.unconnected(error, &self.layout.name_others(self.layout.node_of(self.rank))))
+        self.make(inside, cuda, state, target.device, needed, timeout).map_err(|error| {
+            self.unconnected(error, &self.layout.name_others(self.layout.node_of(self.rank)))
+        })
     }
 
     fn make(
@@ -300,7 +366,12 @@ impl Internode {
             }
             if local < layout.num_rails() {
                 let name = self.life.name("symm-cuda-rail", local);
-                cuda.connections.make(BackendScope::Rail, &name, &Seat { rank: node, size: layout.num_nodes(), device: ordinal }, limit)?;
+                cuda.connections.make(
+                    BackendScope::Rail,
+                    &name,
+                    &Seat { rank: node, size: layout.num_nodes(), device: ordinal },
+                    limit,
+                )?;
             }
             state.connected = true;
         }
@@ -325,20 +396,25 @@ impl Internode {
         let entered = device.enter()?;
         let behind = [Event::new()?, Event::new()?];
         drop(entered);
-        let (name, others) = (self.health.control().name(), self.layout.name_others(self.layout.node_of(self.rank)));
+        let (name, others) =
+            (self.health.control().name(), self.layout.name_others(self.layout.node_of(self.rank)));
         let on = self.rail_number().map_or_else(String::new, |rail| format!(" on rail {rail}"));
         cuda.watch.start(WatchdogThread {
             device: Device::open(ordinal)?,
             health: Arc::clone(&self.health),
             connections: Arc::clone(&cuda.connections),
             rail: self.rail_number(),
-            who: format!("group \"{name}\": {} waited{on} for {others}", self.layout.describe(self.rank)),
+            who: format!(
+                "group \"{name}\": {} waited{on} for {others}",
+                self.layout.describe(self.rank)
+            ),
         })?;
         state.used = Some(DeviceState { device, last: [None; 2], behind });
         Ok(())
     }
 
-    /// Enqueues the work of `body` after all earlier calls, on whichever streams they are, and adds it to the watchdog.
+    /// Enqueues the work of `body` after all earlier calls, on whichever streams they are, and adds
+    /// it to the watchdog.
     fn in_order(
         &self,
         cuda: &CudaInternode,
@@ -351,7 +427,9 @@ impl Internode {
         let stream = Stream(target.stream);
         state.launched += 1;
         let number = state.launched;
-        let Some(DeviceState { device, last, behind }) = &mut state.used else { return Err(Error::internal("the GPU is not connected")) };
+        let Some(DeviceState { device, last, behind }) = &mut state.used else {
+            return Err(Error::internal("the GPU is not connected"));
+        };
         let enqueue = || -> Result<()> {
             let _entered = device.enter()?;
             let capture = stream.capture()?;
@@ -365,93 +443,23 @@ impl Internode {
             behind[place].record(stream)?;
             if let Some(begin) = begin {
                 let call = first.map(|call| Description::of(call));
-                cuda.watch.add(EnqueuedCall { begin, end: cuda.watch.mark(stream)?, since: None, timeout, call, number, entries });
+                cuda.watch.add(EnqueuedCall {
+                    begin,
+                    end: cuda.watch.mark(stream)?,
+                    since: None,
+                    timeout,
+                    call,
+                    number,
+                    entries,
+                });
             }
             Ok(())
         };
         let outcome = enqueue();
-        // A call that fails half-way leaves other ranks waiting, so it fails the group; a bad argument is rejected
-        // before anything is enqueued.
-        outcome.map_err(|error| if error.kind == ErrorKind::Value { error } else { self.health.fail(error) })
-    }
-
-    /// Enqueues one call.
-    fn enqueue(
-        &self,
-        inside: &dyn IntraNode,
-        cuda: &CudaInternode,
-        call: &Call,
-        (device, stream): (&Device, Stream),
-        target: CudaTarget,
-        timeout: Duration,
-    ) -> Result<()> {
-        let (layout, ordinal, backends) = (&*self.layout, target.device, &cuda.connections);
-        let (traffic, rail) = (&self.traffic, TrafficPath::CudaRail(layout.local_rank(self.rank)));
-        let chosen = self.chosen();
-        let (me, partials, thresholds) = (self.rank, chosen.reduce_dtype, chosen.cuda);
-        let program = Planning { map: layout, me, reduce_dtype: partials, thresholds, rules: &Rules::CUDA }.plan(call, None);
-        let temp = if program.temp > 0 { backends.memory(ordinal, program.temp)? } else { 0 };
-        let bases = Bases { temp, aside: 0 };
-        // Loaded before anything on the device waits for another node, because loading would wait for that in turn.
-        let kernels = PlanKernels::load(&program, call, self.health.control().order(), device, layout);
-        let start = |transfer: &RailOp<Place>, overlap: bool| {
-            let transfer = transfer.map(|place| place.at(&bases));
-            traffic.add(rail, transfer.bytes(layout.node_of(self.rank), layout.num_nodes()));
-            backends.start(&transfer, overlap)
-        };
-        let spans = |places: &[Place]| -> Vec<Span> { places.iter().map(|place| place.at(&bases)).collect() };
-        let enqueue = |step: &Step, kernels: &PlanKernels| match step {
-            Step::Local(calls) => {
-                let calls: Vec<Call> = calls.iter().map(|inner| inner.call(call.factor, &bases)).collect();
-                inside.gpus(ordinal)?.launch(&calls, target, timeout + KERNEL_GRACE, |_| {})
-            }
-            // Not in programs for CUDA tensors: nodes compare their calls while these run.
-            Step::Agree => Ok(()),
-            Step::Start(transfer) => start(transfer, true),
-            Step::Run(transfer) => start(transfer, false),
-            Step::Wait => backends.follow(),
-            Step::Exchange { give, take } => {
-                let (give, take) = (spans(give), spans(take));
-                traffic.add(TrafficPath::CudaAll, (total(&give), total(&take)));
-                backends.exchange(BackendScope::All, &give, &take)
-            }
-            Step::Combine { from, to } => {
-                let sum = PartialsSum::of(&spans(from), to.at(&bases), program.partial, call.reduce_op);
-                sum.launch(loaded(kernels.sum)?, stream, layout)
-            }
-            Step::Cast { from, to, widens } => {
-                let cast = Cast { from: from.at(&bases), to: to.at(&bases), dtype: call.dtype, widens: *widens };
-                cast.launch(loaded(if *widens { kernels.widen } else { kernels.round })?, stream)
-            }
-            Step::Copy { from, to } => {
-                let [from, to] = [from, to].map(|place| place.at(&bases));
-                stream.copy(to.addr as u64, from.addr as u64, from.bytes)
-            }
-        };
-        let outcome = kernels.and_then(|kernels| program.steps.iter().try_for_each(|step| enqueue(step, &kernels)));
-        traffic.ended(&[rail, TrafficPath::CudaAll]);
-        backends.finish().and(outcome)
-    }
-}
-
-/// The kernels of a program. All its sums have one type and operation, and all its casts one type.
-#[derive(Default)]
-struct PlanKernels {
-    sum: Option<Kernel>,
-    widen: Option<Kernel>,
-    round: Option<Kernel>,
-}
-
-impl PlanKernels {
-    /// Loads the kernels that `program` for `call` needs, on `device`.
-    fn load(program: &Program, call: &CallSpec, order: SumOrder, device: &Device, layout: &NodeMap) -> Result<Self> {
-        let has = |what: fn(&Step) -> bool| program.steps.iter().any(what);
-        let sum = || PartialsSum::kernel(device, program.partial, call.reduce_op, order, layout);
-        let cast = |widens| Cast::kernel(device, call.dtype, widens);
-        Ok(Self {
-            sum: has(|step| matches!(step, Step::Combine { .. })).then(sum).transpose()?,
-            widen: has(|step| matches!(step, Step::Cast { widens: true, .. })).then(|| cast(true)).transpose()?,
-            round: has(|step| matches!(step, Step::Cast { widens: false, .. })).then(|| cast(false)).transpose()?,
+        // A call that fails half-way leaves other ranks waiting, so it fails the group; a bad
+        // argument is rejected before anything is enqueued.
+        outcome.map_err(|error| {
+            if error.kind == ErrorKind::Value { error } else { self.health.fail(error) }
         })
     }
 }
@@ -468,13 +476,4 @@ fn exchanges(op: Collective) -> bool {
         | Collective::ReduceScatter => false,
         Collective::AllReduceAddRmsNorm => false,
     }
-}
-
-fn loaded(kernel: Option<Kernel>) -> Result<Kernel> {
-    kernel.ok_or_else(|| Error::internal("a kernel of the program was not loaded"))
-}
-
-/// Returns the total length of `spans`.
-fn total(spans: &[Span]) -> usize {
-    spans.iter().map(|span| span.bytes).sum()
 }

@@ -1,4 +1,5 @@
-//! The ordered sum of all nodes' partial sums on a GPU: `src/kernels/cuda/internode/sum_partials.cu`.
+//! The ordered sum of all nodes' partial sums on a GPU:
+//! `src/kernels/cuda/internode/sum_partials.cu`.
 
 use crate::coll::cuda::arguments::bytes_of;
 use crate::coll::cuda::kernels::load;
@@ -68,23 +69,46 @@ impl PartialsSum {
     /// [`Internal`](crate::error::ErrorKind::Internal) if partial sums are not aligned.
     pub fn args(&self, layout: &NodeMap) -> Result<(ReduceOp, SumPartials)> {
         let (levels, nodes) = (TwoLevelOps::of(self.op, self.dtype, layout), layout.num_nodes());
-        if !self.from.is_multiple_of(UNIT) || !self.stride.is_multiple_of(UNIT) || nodes > MAX_NODES {
-            return Err(Error::internal(format!("partials at {:#x}, {} bytes apart, of {nodes} nodes", self.from, self.stride)));
+        if !self.from.is_multiple_of(UNIT) || !self.stride.is_multiple_of(UNIT) || nodes > MAX_NODES
+        {
+            return Err(Error::internal(format!(
+                "partials at {:#x}, {} bytes apart, of {nodes} nodes",
+                self.from, self.stride
+            )));
         }
         let mut factor = [1.0; MAX_NODES];
-        factor.iter_mut().zip(0..nodes).for_each(|(factor, node)| *factor = levels.factor(node, layout));
-        let (from, stride, to, bytes) = (self.from as u64, self.stride as u64, self.to.addr as u64, self.to.bytes as u64);
+        factor
+            .iter_mut()
+            .zip(0..nodes)
+            .for_each(|(factor, node)| *factor = levels.factor(node, layout));
+        let (from, stride, to, bytes) =
+            (self.from as u64, self.stride as u64, self.to.addr as u64, self.to.bytes as u64);
         let (nodes, divisor) = (nodes as u32, levels.divisor as u32);
         Ok((levels.outer, SumPartials { from, stride, to, bytes, nodes, divisor, factor }))
     }
 
-    /// Loads the kernel for sums of `dtype` in a call with the operation `op`, in `order`, on `device`, whose context
-    /// must be current. The first load may wait for running kernels of the device.
-    pub(super) fn kernel(device: &Device, dtype: DType, op: ReduceOp, order: SumOrder, layout: &NodeMap) -> Result<Kernel> {
+    /// Loads the kernel for sums of `dtype` in a call with the operation `op`, in `order`, on
+    /// `device`, whose context must be current. The first load may wait for running kernels of the
+    /// device.
+    pub(super) fn kernel(
+        device: &Device,
+        dtype: DType,
+        op: ReduceOp,
+        order: SumOrder,
+        layout: &NodeMap,
+    ) -> Result<Kernel> {
         // The number of nodes is an argument, so one kernel serves all.
         let op = TwoLevelOps::of(op, dtype, layout).outer;
         let order = order.of(op, dtype, layout.num_nodes());
-        let variant = Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(dtype), op: Some(op), zero_copy: false, order };
+        let variant = Variant {
+            program: NAMES.0,
+            world: 2,
+            rank: 0,
+            dtype: Some(dtype),
+            op: Some(op),
+            zero_copy: false,
+            order,
+        };
         load(device, &variant, NAMES.1)
     }
 
@@ -107,9 +131,18 @@ mod tests {
     #[test]
     fn sums_over_integers_divide_by_all_ranks_and_weigh_uneven_nodes() {
         let layout = NodeMap::of(&["a", "a", "a", "b"].map(RankLocation::on));
-        let sum = |dtype, op| PartialsSum { from: 32, stride: 48, to: Span { addr: 5, bytes: 40 }, dtype, op };
+        let sum = |dtype, op| PartialsSum {
+            from: 32,
+            stride: 48,
+            to: Span { addr: 5, bytes: 40 },
+            dtype,
+            op,
+        };
         let (op, args) = sum(DType::I32, ReduceOp::Avg).args(&layout).expect("aligned");
-        assert_eq!((op, args.divisor, args.nodes, args.bytes, args.to), (ReduceOp::Avg, 4, 2, 40, 5));
+        assert_eq!(
+            (op, args.divisor, args.nodes, args.bytes, args.to),
+            (ReduceOp::Avg, 4, 2, 40, 5)
+        );
         let (op, args) = sum(DType::F32, ReduceOp::Avg).args(&layout).expect("aligned");
         assert_eq!((op, &args.factor[..3]), (ReduceOp::PremulSum, &[0.75, 0.25, 1.0][..]));
         assert_eq!(size_of::<SumPartials>(), 40 + 8 * MAX_NODES);
@@ -120,7 +153,8 @@ mod tests {
     #[test]
     fn sums_of_places_know_the_distance_between_them() {
         let span = |addr| Span { addr, bytes: 40 };
-        let sum = PartialsSum::of(&[span(32), span(80), span(128)], span(5), DType::F32, ReduceOp::Sum);
+        let sum =
+            PartialsSum::of(&[span(32), span(80), span(128)], span(5), DType::F32, ReduceOp::Sum);
         assert_eq!((sum.from, sum.stride, sum.to), (32, 48, span(5)));
     }
 }

@@ -1,7 +1,7 @@
 //! The watchdog of enqueued calls: ends a call at its deadline, and all calls when the group fails.
 //!
-//! The group's own kernels then end by themselves. Kernels of a backend such as NCCL would wait forever, so they are
-//! aborted.
+//! The group's own kernels then end by themselves. Kernels of a backend such as NCCL would wait
+//! forever, so they are aborted.
 
 use super::backends::Connections;
 use crate::coll::describe::Description;
@@ -59,7 +59,8 @@ pub(super) struct WatchdogThread {
     pub(super) connections: Arc<Connections>,
     /// The number of this rank's rail, if it has one.
     pub(super) rail: Option<u16>,
-    /// The part of error messages that names the group, the rank that waited, and the nodes for which it waited.
+    /// The part of error messages that names the group, the rank that waited, and the nodes for
+    /// which it waited.
     pub(super) who: String,
 }
 
@@ -93,7 +94,8 @@ impl Watchdog {
         self.calls().open.push_back(call);
     }
 
-    /// Ends the thread once no call is open, after `limit` at the latest; returns true if no call is open.
+    /// Ends the thread once no call is open, after `limit` at the latest; returns true if no call
+    /// is open.
     pub(super) fn close(&self, limit: Duration) -> bool {
         let begun = Instant::now();
         let mut calls = self.calls();
@@ -122,13 +124,17 @@ impl Watchdog {
         Ok(())
     }
 
-    /// Removes the calls that have ended; returns an error if the oldest remaining call has timed out.
+    /// Removes the calls that have ended; returns an error if the oldest remaining call has timed
+    /// out.
     fn look(&self, watched: &WatchdogThread, recorder: &GroupRecorder) -> Result<Option<Error>> {
         let mut calls = self.calls();
         while let Some(call) = calls.open.front_mut() {
             if call.end.passed()? {
                 let ended = calls.open.pop_front();
-                ended.iter().flat_map(|call| call.entries.clone()).for_each(|entry| recorder.end(entry, &Ok(()), true, "two_level"));
+                ended
+                    .iter()
+                    .flat_map(|call| call.entries.clone())
+                    .for_each(|entry| recorder.end(entry, &Ok(()), true, "two_level"));
                 let events = ended.into_iter().flat_map(|call| [call.begin, call.end]);
                 let free = SPARE.saturating_sub(calls.spare.len());
                 calls.spare.extend(events.take(free));
@@ -136,7 +142,9 @@ impl Watchdog {
             }
             if call.since.is_none() && call.begin.passed()? {
                 call.since = Some(Instant::now());
-                call.entries.clone().for_each(|entry| recorder.phase(entry, InternodePhase::Running(watched.rail)));
+                call.entries
+                    .clone()
+                    .for_each(|entry| recorder.phase(entry, InternodePhase::Running(watched.rail)));
             }
             let waited = call.since.map_or(Duration::ZERO, |since| since.elapsed());
             if waited <= call.timeout {
@@ -144,8 +152,12 @@ impl Watchdog {
             }
             let what = call.call.map_or_else(|| "messages".to_owned(), |call| call.to_string());
             let (number, seconds, who) = (call.number, waited.as_secs_f64(), &watched.who);
-            let late = Error::timeout(format!("{what} #{number} of CUDA tensors in {who} for {seconds:.1} s (timeout)"));
-            call.entries.clone().for_each(|entry| recorder.end(entry, &Err(late.clone()), true, "two_level"));
+            let late = Error::timeout(format!(
+                "{what} #{number} of CUDA tensors in {who} for {seconds:.1} s (timeout)"
+            ));
+            call.entries
+                .clone()
+                .for_each(|entry| recorder.end(entry, &Err(late.clone()), true, "two_level"));
             return Ok(Some(late));
         }
         drop(calls);

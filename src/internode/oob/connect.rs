@@ -1,5 +1,5 @@
-//! How the node leaders of a group connect: the hubs publish their addresses in the store, and the others connect to
-//! them.
+//! How the node leaders of a group connect: the hubs publish their addresses in the store, and the
+//! others connect to them.
 
 use super::connection::OobConnection;
 use super::frame::{ConnectionEnd, Sealer, Token};
@@ -34,7 +34,8 @@ const CONNECT_RETRY_MAX: Duration = Duration::from_millis(20);
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Timeout for resolving the name of this node.
 const DNS_TIMEOUT: Duration = Duration::from_secs(5);
-/// Upper bound on the time that a caller which is about to fail waits until the hubs have met all callers.
+/// Upper bound on the time that a caller which is about to fail waits until the hubs have met all
+/// callers.
 const LEADER_JOIN_GRACE: Duration = Duration::from_secs(5);
 /// Maximum number of addresses at which a hub listens.
 const ADDRESSES: usize = 8;
@@ -59,8 +60,8 @@ pub(in crate::internode) struct HubAnnouncement {
 pub(in crate::internode) struct OobConnector<'a> {
     pub(in crate::internode) store: &'a dyn Store,
     pub(in crate::internode) group: &'a str,
-    /// Prefix of the hubs' keys: the same on all ranks, and different from that of any group that forms at the same
-    /// time.
+    /// Prefix of the hubs' keys: the same on all ranks, and different from that of any group that
+    /// forms at the same time.
     pub(in crate::internode) prefix: String,
     pub(in crate::internode) node_map: &'a Arc<NodeMap>,
     pub(in crate::internode) me: Rank,
@@ -71,12 +72,13 @@ pub(in crate::internode) struct OobConnector<'a> {
     pub(in crate::internode) times: OobTimeouts,
     /// The inter-node backends that this rank would use.
     pub(in crate::internode) backends: String,
-    /// Called at the timeout: returns an error that names the ranks which keep others of their nodes waiting, if any
-    /// are known.
+    /// Called at the timeout: returns an error that names the ranks which keep others of their
+    /// nodes waiting, if any are known.
     pub(in crate::internode) late: &'a dyn Fn() -> Option<Error>,
 }
 
-/// Key of a hub in the store. It is deleted once all callers have connected, or the hub abandons the meeting.
+/// Key of a hub in the store. It is deleted once all callers have connected, or the hub abandons
+/// the meeting.
 struct HubKey<'a> {
     store: &'a dyn Store,
     name: String,
@@ -84,28 +86,43 @@ struct HubKey<'a> {
 
 impl Drop for HubKey<'_> {
     fn drop(&mut self) {
-        // A store that cannot delete keeps the key. A later reader of it is rejected by any process that listens at the
-        // address.
+        // A store that cannot delete keeps the key. A later reader of it is rejected by any process
+        // that listens at the address.
         let _ = self.store.delete(&self.name);
     }
 }
 
 impl OobConnector<'_> {
-    /// Connects this rank, if it is a node leader, to all its peers, and then accepts no further connections. A node
-    /// leader also receives the settings of the first hub.
+    /// Connects this rank, if it is a node leader, to all its peers, and then accepts no further
+    /// connections. A node leader also receives the settings of the first hub.
     ///
     /// # Errors
-    /// `Timeout` names the ranks that did not connect. Any failure on this node meanwhile is an error, too.
+    /// `Timeout` names the ranks that did not connect. Any failure on this node meanwhile is an
+    /// error, too.
     pub(in crate::internode) fn connect(self) -> Result<(OobEndpoint, HubAnnouncement)> {
         if self.node_map.local_rank(self.me) >= LEADERS_PER_NODE {
-            return Ok((OobEndpoint(Mutex::new(None)), HubAnnouncement { backends: self.backends, life: Life::default() }));
+            return Ok((
+                OobEndpoint(Mutex::new(None)),
+                HubAnnouncement { backends: self.backends, life: Life::default() },
+            ));
         }
-        let met = if self.node_map.node_of(self.me) == 0 { self.accept_leaders() } else { self.connect_to_hubs() };
+        let met = if self.node_map.node_of(self.me) == 0 {
+            self.accept_leaders()
+        } else {
+            self.connect_to_hubs()
+        };
         met.map(|(seat, told)| (OobEndpoint(Mutex::new(Some(seat))), told))
     }
 
     fn leader(&self, door: Option<HubListener>) -> Result<LeaderRegistration> {
-        LeaderRegistration::new(NodeLeader::new(self.group, self.node_map, self.me, Arc::clone(&self.node), self.times, door))
+        LeaderRegistration::new(NodeLeader::new(
+            self.group,
+            self.node_map,
+            self.me,
+            Arc::clone(&self.node),
+            self.times,
+            door,
+        ))
     }
 
     fn key(&self, hub: Rank) -> String {
@@ -120,13 +137,22 @@ impl OobConnector<'_> {
 
     fn accept_leaders(&self) -> Result<(LeaderRegistration, HubAnnouncement)> {
         let (me, group) = (self.node_map.describe(self.me), self.group);
-        let addresses = self
-            .addresses
-            .clone()
-            .map_or_else(|| address::own(Instant::now() + self.limit.remaining().unwrap_or_default().min(DNS_TIMEOUT)), Ok)?;
-        let addresses = addresses.into_iter().take(ADDRESSES).map(|ip| SocketAddr::new(ip, 0)).collect();
-        let listeners = ListeningSockets::at(&StoreAddress::Inet(addresses))
-            .map_err(|error| Error::config(format!("{me} cannot listen for the other nodes of group \"{group}\": {}", error.message)))?;
+        let addresses = self.addresses.clone().map_or_else(
+            || {
+                address::own(
+                    Instant::now() + self.limit.remaining().unwrap_or_default().min(DNS_TIMEOUT),
+                )
+            },
+            Ok,
+        )?;
+        let addresses =
+            addresses.into_iter().take(ADDRESSES).map(|ip| SocketAddr::new(ip, 0)).collect();
+        let listeners = ListeningSockets::at(&StoreAddress::Inet(addresses)).map_err(|error| {
+            Error::config(format!(
+                "{me} cannot listen for the other nodes of group \"{group}\": {}",
+                error.message
+            ))
+        })?;
         let addresses = match &listeners.address {
             StoreAddress::Inet(all) => all.clone(),
             StoreAddress::Unix(_) => Vec::new(),
@@ -136,7 +162,8 @@ impl OobConnector<'_> {
         let seat = self.leader(Some(HubListener { listeners: Arc::new(listeners), token }))?;
         let told = HubAnnouncement { backends: self.backends.clone(), life: Life::new()? };
         let entry = HubAddress { addresses, token, announcement: told.clone() };
-        let entry = serde_json::to_vec(&entry).map_err(|error| Error::internal(format!("an address cannot be written: {error}")))?;
+        let entry = serde_json::to_vec(&entry)
+            .map_err(|error| Error::internal(format!("an address cannot be written: {error}")))?;
         let key = HubKey { store: self.store, name: self.key(self.me) };
         self.store.set(&key.name, &entry)?;
         self.poll_accept(&seat, &at).inspect_err(|error| {
@@ -156,11 +183,14 @@ impl OobConnector<'_> {
             }
             self.check(&mut interrupts)?;
             let Some(left) = self.limit.remaining() else {
-                let (missing, seconds): (Vec<String>, _) =
-                    (missing.iter().map(|&rank| self.node_map.describe(rank)).collect(), self.limit.elapsed().as_secs_f64());
+                let (missing, seconds): (Vec<String>, _) = (
+                    missing.iter().map(|&rank| self.node_map.describe(rank)).collect(),
+                    self.limit.elapsed().as_secs_f64(),
+                );
                 let unheard = || {
                     Error::timeout(format!(
-                        "{me} listened at {at} for {seconds:.1} s, to join group \"{group}\", and did not hear from {} (timeout); \
+                        "{me} listened at {at} for {seconds:.1} s, to join group \"{group}\", and \
+                         did not hear from {} (timeout); \
                      GLOO_SOCKET_IFNAME names the network",
                         missing.join(", ")
                     ))
@@ -189,10 +219,11 @@ impl OobConnector<'_> {
         Ok((seat, told))
     }
 
-    /// Waits until the hubs have met all callers, for [`LEADER_JOIN_GRACE`] at most. If this rank failed earlier, the ranks that
-    /// have not connected would not learn why.
+    /// Waits until the hubs have met all callers, for [`LEADER_JOIN_GRACE`] at most. If this rank
+    /// failed earlier, the ranks that have not connected would not learn why.
     fn wait_for_leaders(&self) -> Result<()> {
-        let until = Instant::now() + LEADER_JOIN_GRACE.min(self.limit.remaining().unwrap_or_default());
+        let until =
+            Instant::now() + LEADER_JOIN_GRACE.min(self.limit.remaining().unwrap_or_default());
         let (mut pause, mut interrupts) = (CONNECT_RETRY_MIN, Interrupts::new());
         for key in leaders_of(self.node_map, 0).iter().map(|&hub| self.key(hub)) {
             while Instant::now() < until && self.store.check(&[&key])? {
@@ -204,25 +235,32 @@ impl OobConnector<'_> {
         Ok(())
     }
 
-    /// Returns a connection to `hub` and that hub's settings. Retries until the timeout, because the store may still
-    /// contain the entry of an earlier group.
+    /// Returns a connection to `hub` and that hub's settings. Retries until the timeout, because
+    /// the store may still contain the entry of an earlier group.
     pub(super) fn connect_to_hub(&self, hub: Rank) -> Result<(OobConnection, HubAnnouncement)> {
-        let (key, mut pause, mut interrupts) = (self.key(hub), CONNECT_RETRY_MIN, Interrupts::new());
+        let (key, mut pause, mut interrupts) =
+            (self.key(hub), CONNECT_RETRY_MIN, Interrupts::new());
         let mut reason = "it does not say where it listens".to_owned();
         loop {
             self.check(&mut interrupts)?;
             let Some(left) = self.limit.remaining() else {
-                let (me, hub, seconds) = (self.node_map.describe(self.me), self.node_map.describe(hub), self.limit.elapsed().as_secs_f64());
+                let (me, hub, seconds) = (
+                    self.node_map.describe(self.me),
+                    self.node_map.describe(hub),
+                    self.limit.elapsed().as_secs_f64(),
+                );
                 let unreached = || {
                     Error::timeout(format!(
-                        "{me} did not reach {hub} within {seconds:.1} s, to join group \"{}\": {reason} (timeout)",
+                        "{me} did not reach {hub} within {seconds:.1} s, to join group \"{}\": \
+                         {reason} (timeout)",
                         self.group
                     ))
                 };
                 return Err((self.late)().unwrap_or_else(unreached));
             };
             if self.store.check(&[&key])? {
-                match self.store.get(&key, Some(left)).and_then(|entry| self.handshake(&entry, hub)) {
+                match self.store.get(&key, Some(left)).and_then(|entry| self.handshake(&entry, hub))
+                {
                     Ok(met) => return Ok(met),
                     Err(error) => reason = error.message,
                 }
@@ -233,12 +271,17 @@ impl OobConnector<'_> {
     }
 
     fn handshake(&self, entry: &[u8], hub: Rank) -> Result<(OobConnection, HubAnnouncement)> {
-        let unreadable = |error| Error::network(format!("where it listens cannot be read: {error}"));
-        let HubAddress { mut addresses, token, announcement: told } = serde_json::from_slice(entry).map_err(unreadable)?;
+        let unreadable =
+            |error| Error::network(format!("where it listens cannot be read: {error}"));
+        let HubAddress { mut addresses, token, announcement: told } =
+            serde_json::from_slice(entry).map_err(unreadable)?;
         addresses.truncate(ADDRESSES);
         let mut reasons = Vec::new();
-        let socket = StoreAddress::Inet(addresses).connect(|address, errno| reasons.push(format!("{address}: {errno}")));
-        let socket = socket.ok_or_else(|| Error::network(format!("{}; GLOO_SOCKET_IFNAME names the network", reasons.join(", "))))?;
+        let socket = StoreAddress::Inet(addresses)
+            .connect(|address, errno| reasons.push(format!("{address}: {errno}")));
+        let socket = socket.ok_or_else(|| {
+            Error::network(format!("{}; GLOO_SOCKET_IFNAME names the network", reasons.join(", ")))
+        })?;
         let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
         let mut opening = [0; OPENING];
         receive(&socket, &mut opening, deadline)?;
@@ -247,7 +290,15 @@ impl OobConnector<'_> {
         let mut admission = [0; ADMISSION];
         receive(&socket, &mut admission, deadline)?;
         introduction.admitted(&admission, Some(&token))?;
-        Ok((OobConnection::connected(socket, Sealer::new(&token, &opening, &hello, ConnectionEnd::Leader), self.me, hub), told))
+        Ok((
+            OobConnection::connected(
+                socket,
+                Sealer::new(&token, &opening, &hello, ConnectionEnd::Leader),
+                self.me,
+                hub,
+            ),
+            told,
+        ))
     }
 }
 

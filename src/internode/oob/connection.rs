@@ -27,8 +27,8 @@ enum HandshakePhase {
     Identified { sealer: Sealer, peer: Option<Rank> },
 }
 
-/// A connection. Forked children do not inherit its file descriptor; they would keep the connection open after this
-/// process ends.
+/// A connection. Forked children do not inherit its file descriptor; they would keep the connection
+/// open after this process ends.
 pub(super) struct OobConnection {
     phase: HandshakePhase,
     input: Vec<u8>,
@@ -46,18 +46,28 @@ impl OobConnection {
     fn new(socket: OwnedFd, phase: HandshakePhase) -> Self {
         let unshared = CloseInChild::new(socket.as_fd());
         let (input, output, heard) = (Vec::new(), Vec::new(), Instant::now());
-        Self { phase, input, output, heard, missed: 0, _unshared: unshared, socket: Arc::new(socket) }
+        Self {
+            phase,
+            input,
+            output,
+            heard,
+            missed: 0,
+            _unshared: unshared,
+            socket: Arc::new(socket),
+        }
     }
 
     /// Creates the connection of a caller that a hub has accepted, and queues the hub's opening.
     pub(super) fn accepted(socket: OwnedFd) -> Result<Self> {
         let (opening, nonce) = proof::opening(true)?;
-        let mut accepted = Self::new(socket, HandshakePhase::Unidentified { opening: Box::new(opening), nonce });
+        let mut accepted =
+            Self::new(socket, HandshakePhase::Unidentified { opening: Box::new(opening), nonce });
         accepted.output.extend_from_slice(&opening);
         Ok(accepted)
     }
 
-    /// Creates the connection of rank `me` to the hub `peer`, after both have proved that they know the token.
+    /// Creates the connection of rank `me` to the hub `peer`, after both have proved that they know
+    /// the token.
     pub(super) fn connected(socket: OwnedFd, sealer: Sealer, me: Rank, peer: Rank) -> Self {
         let mut made = Self::new(socket, HandshakePhase::Identified { sealer, peer: Some(peer) });
         made.queue(&OobMessage::Hello(me));
@@ -69,7 +79,8 @@ impl OobConnection {
         &self.socket
     }
 
-    /// True once both ends know that the other has the token, even if a caller has yet to say its rank.
+    /// True once both ends know that the other has the token, even if a caller has yet to say its
+    /// rank.
     pub(super) fn identified(&self) -> bool {
         matches!(self.phase, HandshakePhase::Identified { .. })
     }
@@ -102,11 +113,13 @@ impl OobConnection {
         }
     }
 
-    /// Sends what can be sent now. If the other end is closed, or more than [`UNSENT`] bytes are queued, the rest is
-    /// discarded; reads detect the failure.
+    /// Sends what can be sent now. If the other end is closed, or more than [`UNSENT`] bytes are
+    /// queued, the rest is discarded; reads detect the failure.
     pub(super) fn write(&mut self) {
         while !self.output.is_empty() {
-            match retry(|| send(&self.socket, &self.output, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)) {
+            match retry(|| {
+                send(&self.socket, &self.output, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+            }) {
                 Ok(count) => drop(self.output.drain(..count)),
                 Err(Errno::AGAIN) if self.output.len() <= UNSENT => return,
                 Err(_) => self.output.clear(),
@@ -117,8 +130,13 @@ impl OobConnection {
     /// Passes each message that has arrived to `took`.
     ///
     /// # Errors
-    /// `Network` if the other end is closed or fails its identification, after the messages that arrived before.
-    pub(super) fn read(&mut self, token: Option<&Token>, mut took: impl FnMut(&mut Self, OobMessage) -> Result<()>) -> Result<()> {
+    /// `Network` if the other end is closed or fails its identification, after the messages that
+    /// arrived before.
+    pub(super) fn read(
+        &mut self,
+        token: Option<&Token>,
+        mut took: impl FnMut(&mut Self, OobMessage) -> Result<()>,
+    ) -> Result<()> {
         for _ in 0..TURN {
             let mut piece = [0; PIECE];
             let count = match retry(|| recv(&self.socket, &mut piece, RecvFlags::DONTWAIT)) {
@@ -150,7 +168,8 @@ impl OobConnection {
         }
         let Some(hello) = self.input.first_chunk::<HELLO>() else { return Ok(()) };
         let token = token.ok_or_else(|| Error::network("nobody is expected"))?;
-        let admission = proof::admit(Some(token), nonce, hello).map_err(|_| Error::network("it does not know the group's token"))?;
+        let admission = proof::admit(Some(token), nonce, hello)
+            .map_err(|_| Error::network("it does not know the group's token"))?;
         let sealer = Sealer::new(token, opening, hello, ConnectionEnd::Hub);
         self.input.drain(..HELLO);
         self.output.extend_from_slice(&admission);
@@ -162,7 +181,9 @@ impl OobConnection {
     pub(super) fn close(self) {
         // Closing with unread input would reset the connection and discard what was sent.
         let mut piece = [0; PIECE];
-        while recv(&self.socket, &mut piece, RecvFlags::DONTWAIT).is_ok_and(|(count, _)| count == PIECE) {}
+        while recv(&self.socket, &mut piece, RecvFlags::DONTWAIT)
+            .is_ok_and(|(count, _)| count == PIECE)
+        {}
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
 }

@@ -1,5 +1,5 @@
-//! Frames of out-of-band messages: a length, a body, and a MAC that proves that the other end of this connection sent
-//! it.
+//! Frames of out-of-band messages: a length, a body, and a MAC that proves that the other end of
+//! this connection sent it.
 
 use super::CallPosition;
 use super::progress::PhaseReport;
@@ -33,7 +33,8 @@ pub(super) enum OobMessage {
     Heartbeat,
     /// The failure of the sender's node.
     Failed(Error),
-    /// A rank has left the group, normally or with an error; the text is a predicate without its subject.
+    /// A rank has left the group, normally or with an error; the text is a predicate without its
+    /// subject.
     Left(Rank, String),
     /// A rank has rejected a call, with the reason.
     Rejected(Rank, CallPosition, String),
@@ -61,13 +62,25 @@ impl OobMessage {
             Self::Heartbeat => vec![2],
             Self::Failed(error) => [&[3, error.kind as u8], cut(&error.message)].concat(),
             Self::Left(rank, text) => [&[4][..], &rank.0.to_le_bytes(), cut(text)].concat(),
-            Self::Rejected(rank, CallPosition { calls, times }, text) => {
-                [&[5][..], &rank.0.to_le_bytes(), &calls.to_le_bytes(), &times.to_le_bytes(), cut(text)].concat()
+            Self::Rejected(rank, CallPosition { calls, times }, text) => [
+                &[5][..],
+                &rank.0.to_le_bytes(),
+                &calls.to_le_bytes(),
+                &times.to_le_bytes(),
+                cut(text),
+            ]
+            .concat(),
+            Self::Resumed(rank, call) => {
+                [&[6][..], &rank.0.to_le_bytes(), &call.to_le_bytes()].concat()
             }
-            Self::Resumed(rank, call) => [&[6][..], &rank.0.to_le_bytes(), &call.to_le_bytes()].concat(),
-            Self::Waiting(rank, PhaseReport { number, call, on_rail }) => {
-                [&[8][..], &rank.0.to_le_bytes(), &number.to_le_bytes(), &call.to_le_bytes(), &[u8::from(*on_rail)]].concat()
-            }
+            Self::Waiting(rank, PhaseReport { number, call, on_rail }) => [
+                &[8][..],
+                &rank.0.to_le_bytes(),
+                &number.to_le_bytes(),
+                &call.to_le_bytes(),
+                &[u8::from(*on_rail)],
+            ]
+            .concat(),
             Self::Launched(rank, headers) => {
                 let headers = headers.iter().flat_map(|header| header.to_bytes(None));
                 [7].into_iter().chain(rank.0.to_le_bytes()).chain(headers).collect()
@@ -84,7 +97,9 @@ impl OobMessage {
             3 => {
                 let (&code, message) = rest.split_first()?;
                 // Only a rank that aborts the group itself gets that kind.
-                let kind = ErrorKind::from_code(code).filter(|&kind| kind != ErrorKind::Aborted).unwrap_or(ErrorKind::Peer);
+                let kind = ErrorKind::from_code(code)
+                    .filter(|&kind| kind != ErrorKind::Aborted)
+                    .unwrap_or(ErrorKind::Peer);
                 Some(Self::Failed(Error { kind, message: text(message) }))
             }
             4 => {
@@ -97,7 +112,11 @@ impl OobMessage {
                 let (rank, call) = (Rank(u32::from_le_bytes(*rank)), u64::from_le_bytes(*call));
                 if kind == 5 {
                     let (times, message) = message.split_first_chunk()?;
-                    Some(Self::Rejected(rank, CallPosition { calls: call, times: u32::from_le_bytes(*times) }, text(message)))
+                    Some(Self::Rejected(
+                        rank,
+                        CallPosition { calls: call, times: u32::from_le_bytes(*times) },
+                        text(message),
+                    ))
                 } else {
                     message.is_empty().then_some(Self::Resumed(rank, call))
                 }
@@ -113,7 +132,10 @@ impl OobMessage {
                 let (number, rest) = rest.split_first_chunk()?;
                 let (call, [on_rail @ (0 | 1)]) = rest.split_first_chunk()? else { return None };
                 let (number, call) = (u64::from_le_bytes(*number), u64::from_le_bytes(*call));
-                Some(Self::Waiting(Rank(u32::from_le_bytes(*rank)), PhaseReport { number, call, on_rail: *on_rail == 1 }))
+                Some(Self::Waiting(
+                    Rank(u32::from_le_bytes(*rank)),
+                    PhaseReport { number, call, on_rail: *on_rail == 1 },
+                ))
             }
             _ => None,
         }
@@ -129,8 +151,8 @@ pub(super) enum ConnectionEnd {
     Hub,
 }
 
-/// The key of one connection, and the number of frames sent and received. Both enter the MAC, so a frame cannot be
-/// replayed, reordered or moved to another connection.
+/// The key of one connection, and the number of frames sent and received. Both enter the MAC, so a
+/// frame cannot be replayed, reordered or moved to another connection.
 pub(super) struct Sealer {
     key: [u8; 32],
     end: ConnectionEnd,
@@ -147,10 +169,16 @@ fn mac(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
 }
 
 impl Sealer {
-    /// Creates the sealer of the connection that starts with `opening` and `hello`, whose ends have proved that they
-    /// know `token`.
-    pub(super) fn new(token: &Token, opening: &[u8; OPENING], hello: &[u8; HELLO], end: ConnectionEnd) -> Self {
-        let key = mac(token, &[b"symm news connection", opening, hello]).finalize().into_bytes().into();
+    /// Creates the sealer of the connection that starts with `opening` and `hello`, whose ends have
+    /// proved that they know `token`.
+    pub(super) fn new(
+        token: &Token,
+        opening: &[u8; OPENING],
+        hello: &[u8; HELLO],
+        end: ConnectionEnd,
+    ) -> Self {
+        let key =
+            mac(token, &[b"symm news connection", opening, hello]).finalize().into_bytes().into();
         Self { key, end, sent: 0, received: 0 }
     }
 
@@ -169,8 +197,8 @@ impl Sealer {
     /// Removes the first frame from `input`; returns `None` if it has not arrived completely.
     ///
     /// # Errors
-    /// `Network` if the MAC is wrong: the other end did not create the frame, or not at this position. The body is
-    /// decoded only after its MAC has been verified.
+    /// `Network` if the MAC is wrong: the other end did not create the frame, or not at this
+    /// position. The body is decoded only after its MAC has been verified.
     pub(super) fn open(&mut self, input: &mut Vec<u8>) -> Result<Option<OobMessage>> {
         let Some((length, _)) = input.split_first_chunk() else { return Ok(None) };
         let length = u32::from_le_bytes(*length) as usize;
@@ -179,11 +207,13 @@ impl Sealer {
         }
         let Some(frame) = input.get(LENGTH..LENGTH + length + SEAL) else { return Ok(None) };
         let (body, seal) = frame.split_at(length);
-        let by = if self.end == ConnectionEnd::Hub { ConnectionEnd::Leader } else { ConnectionEnd::Hub };
+        let by =
+            if self.end == ConnectionEnd::Hub { ConnectionEnd::Leader } else { ConnectionEnd::Hub };
         if self.mac(by, self.received, body).verify_slice(seal).is_err() {
             return Err(Error::network("a frame with a wrong seal"));
         }
-        let message = OobMessage::decode(body).ok_or_else(|| Error::network("a frame of an unknown kind"))?;
+        let message =
+            OobMessage::decode(body).ok_or_else(|| Error::network("a frame of an unknown kind"))?;
         self.received += 1;
         input.drain(..LENGTH + length + SEAL);
         Ok(Some(message))
@@ -209,10 +239,19 @@ mod tests {
             OobMessage::Heartbeat,
             OobMessage::Failed(Error::mismatch("ranks disagree")),
             OobMessage::Left(Rank(2), "left the group".into()),
-            OobMessage::Rejected(Rank(1), CallPosition { calls: 1 << 40, times: 3 }, "no tensor".into()),
+            OobMessage::Rejected(
+                Rank(1),
+                CallPosition { calls: 1 << 40, times: 3 },
+                "no tensor".into(),
+            ),
             OobMessage::Resumed(Rank(1), 7),
             OobMessage::Waiting(Rank(2), PhaseReport { number: 3, call: 1 << 33, on_rail: true }),
-            OobMessage::Launched(Rank(1), (1..=HEADERS as u64).map(|number| CallHeader::of(&CallSpec::barrier(None), number)).collect()),
+            OobMessage::Launched(
+                Rank(1),
+                (1..=HEADERS as u64)
+                    .map(|number| CallHeader::of(&CallSpec::barrier(None), number))
+                    .collect(),
+            ),
         ];
         let frames: Vec<Vec<u8>> = messages.iter().map(|message| caller.seal(message)).collect();
         let mut input = frames.concat();
@@ -226,7 +265,9 @@ mod tests {
         assert!(hub.open(&mut whole.clone()).is_err(), "no frame twice");
         let back = hub.seal(&OobMessage::Failed(Error::aborted(long)));
         assert!(hub.open(&mut back.clone()).is_err(), "none of one's own");
-        let Ok(Some(OobMessage::Failed(error))) = caller.open(&mut back.clone()) else { panic!("comes back") };
+        let Ok(Some(OobMessage::Failed(error))) = caller.open(&mut back.clone()) else {
+            panic!("comes back")
+        };
         assert_eq!((error.kind, error.message.len()), (ErrorKind::Peer, TEXT));
     }
 

@@ -1,8 +1,9 @@
-//! Launches: calls on CUDA tensors. Nodes compare them after the fact, because a launch must not wait for a GPU or
-//! another node.
+//! Launches: calls on CUDA tensors. Nodes compare them after the fact, because a launch must not
+//! wait for a GPU or another node.
 //!
-//! In each turn of its node leader, the first rank of each node sends its new launches to the first rank of the group,
-//! which compares them call by call. Launches within a node are compared on that node.
+//! In each turn of its node leader, the first rank of each node sends its new launches to the first
+//! rank of the group, which compares them call by call. Launches within a node are compared on that
+//! node.
 
 use crate::error::Error;
 use crate::internode::header::CallHeader;
@@ -10,12 +11,15 @@ use crate::node_map::NodeMap;
 use crate::rank::Rank;
 use std::collections::{BTreeMap, VecDeque};
 
-/// Number of headers kept per rank. Older ones are not compared; no node launches that far ahead of the others.
+/// Number of headers kept per rank. Older ones are not compared; no node launches that far ahead of
+/// the others.
 const MAX_HEADERS_KEPT: usize = 4096;
-/// Maximum number of headers sent at once. Further ones are not compared; no program launches that many within a turn.
+/// Maximum number of headers sent at once. Further ones are not compared; no program launches that
+/// many within a turn.
 pub(super) const MAX_HEADERS_PER_POLL: usize = 512;
 
-/// The launches of the first ranks of all nodes, in order, that the first rank of the group has not yet compared.
+/// The launches of the first ranks of all nodes, in order, that the first rank of the group has not
+/// yet compared.
 #[derive(Default)]
 pub(super) struct LaunchHistory {
     own: VecDeque<CallHeader>,
@@ -38,7 +42,8 @@ impl LaunchHistory {
         keep(self.others.entry(rank).or_default(), headers);
     }
 
-    /// Compares the calls that both this rank, `me`, and another have launched; returns the first difference.
+    /// Compares the calls that both this rank, `me`, and another have launched; returns the first
+    /// difference.
     pub(super) fn compare(&mut self, layout: &NodeMap, me: Rank, group: &str) -> Option<Error> {
         for (&rank, theirs) in &mut self.others {
             while let (Some(their), Some(oldest)) = (theirs.front(), self.own.front()) {
@@ -47,10 +52,16 @@ impl LaunchHistory {
                     theirs.pop_front();
                     continue;
                 };
-                let Some(own) = usize::try_from(behind).ok().and_then(|behind| self.own.get(behind)) else { break };
+                let Some(own) =
+                    usize::try_from(behind).ok().and_then(|behind| self.own.get(behind))
+                else {
+                    break;
+                };
                 let shown = [own.to_bytes(None), their.to_bytes(None)].concat();
                 theirs.pop_front();
-                if let Err(error) = CallHeader::agree(&shown, CallHeader::BYTES, &[me, rank], layout, group) {
+                if let Err(error) =
+                    CallHeader::agree(&shown, CallHeader::BYTES, &[me, rank], layout, group)
+                {
                     return Some(error);
                 }
             }
@@ -80,7 +91,9 @@ mod tests {
     fn the_first_difference_is_found_however_far_ahead_a_node_is() {
         let layout = NodeMap::of(&["a", "b", "c"].map(RankLocation::on));
         let mut launches = LaunchHistory::default();
-        let compare = |launches: &mut LaunchHistory| launches.compare(&layout, Rank(0), "g").map(|error| error.message);
+        let compare = |launches: &mut LaunchHistory| {
+            launches.compare(&layout, Rank(0), "g").map(|error| error.message)
+        };
         launches.told(Rank(1), headers(1..4, |_| 8));
         assert_eq!(compare(&mut launches), None, "nothing of our own yet");
         launches.launched(&headers(1..3, |_| 8));
@@ -93,7 +106,8 @@ mod tests {
         assert_eq!(
             compare(&mut launches).as_deref(),
             Some(
-                "ranks of group \"g\" do not agree: rank 0 (node \"a\", pid 7) called all_reduce(16 × uint8, 16 bytes, SUM) as #5, \
+                "ranks of group \"g\" do not agree: rank 0 (node \"a\", pid 7) called \
+                 all_reduce(16 × uint8, 16 bytes, SUM) as #5, \
                  rank 2 (node \"c\", pid 7) called all_reduce(8 × uint8, 8 bytes, SUM) as #5"
             )
         );

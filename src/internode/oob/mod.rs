@@ -1,15 +1,19 @@
 //! Out-of-band messages between nodes: heartbeats, failures, departures and rejected calls.
 //!
-//! The first two ranks of every node, its [node leaders](mod@node_leader), connect to the leaders of the first node, the
-//! hubs. A leader that learns of an event sends it once over each of its connections, so the event reaches every
-//! leader. `docs/design/multi-node.md` has a drawing, and says which rank notices which failure.
+//! The first two ranks of every node, its [node leaders](mod@node_leader), connect to the leaders
+//! of the first node, the hubs. A leader that learns of an event sends it once over each of its
+//! connections, so the event reaches every leader. `docs/design/multi-node.md` has a drawing, and
+//! says which rank notices which failure.
 //!
-//! - [`frame`](mod@frame), [`connection`](mod@connection): the messages, and their protection against forgery
-//! - [`node_leader`](mod@node_leader): the state of one node leader; [`thread`](mod@thread): the thread that runs it
-//! - [`rejections`](mod@rejections): rejected calls in which other ranks wait; [`launch_history`](mod@launch_history): calls on CUDA
-//!   tensors
+//! - [`frame`](mod@frame), [`connection`](mod@connection): the messages, and their protection
+//!   against forgery
+//! - [`node_leader`](mod@node_leader): the state of one node leader; [`thread`](mod@thread): the
+//!   thread that runs it
+//! - [`rejections`](mod@rejections): rejected calls in which other ranks wait;
+//!   [`launch_history`](mod@launch_history): calls on CUDA tensors
 //! - [`progress`](mod@progress): which nodes are late for a call
-//! - [`connect`](mod@connect): how the node leaders connect; [`address`](mod@address): where the hubs listen
+//! - [`connect`](mod@connect): how the node leaders connect; [`address`](mod@address): where the
+//!   hubs listen
 
 mod address;
 mod connect;
@@ -31,12 +35,14 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use thread::LeaderRegistration;
 
-/// Maximum number of node leaders per node. With two, the node still reports events if one of them dies.
+/// Maximum number of node leaders per node. With two, the node still reports events if one of them
+/// dies.
 const LEADERS_PER_NODE: usize = 2;
 
 /// The ranks of this node, as a node leader sees them.
 pub(super) trait LocalNode: Send + Sync {
-    /// Returns the first failure of the group on this node, including a death that no call has met yet.
+    /// Returns the first failure of the group on this node, including a death that no call has met
+    /// yet.
     fn failure(&self) -> Option<Error>;
 
     /// Fails the group on this node with `error`, unless it has failed already.
@@ -55,7 +61,8 @@ pub(super) trait LocalNode: Send + Sync {
     /// Records the names of the `nodes` that are late for this call, in which this rank waits.
     fn note_late(&self, _call: u64, _nodes: String) {}
 
-    /// Returns the calls on CUDA tensors that this rank has launched since the last query, if this rank reports them.
+    /// Returns the calls on CUDA tensors that this rank has launched since the last query, if this
+    /// rank reports them.
     fn launched(&self) -> Vec<CallHeader> {
         Vec::new()
     }
@@ -95,7 +102,8 @@ pub(super) struct OobTimeouts {
     pub(super) heartbeat_interval: Duration,
     /// Number of heartbeats that a node may miss.
     pub(super) max_missed_heartbeats: u32,
-    /// Grace period after a connection has ended, in which another connection may deliver the reason.
+    /// Grace period after a connection has ended, in which another connection may deliver the
+    /// reason.
     pub(super) disconnect_grace: Duration,
     /// Timeout for a caller to identify itself.
     pub(super) handshake_timeout: Duration,
@@ -112,8 +120,9 @@ impl Default for OobTimeouts {
     }
 }
 
-/// This rank's part in the out-of-band messages of a group, until it is dropped. It is empty on a rank that is not a
-/// node leader: such a rank sends nothing, and its node's shared memory reports all failures to it.
+/// This rank's part in the out-of-band messages of a group, until it is dropped. It is empty on a
+/// rank that is not a node leader: such a rank sends nothing, and its node's shared memory reports
+/// all failures to it.
 pub(super) struct OobEndpoint(Mutex<Option<LeaderRegistration>>);
 
 impl OobEndpoint {
@@ -132,14 +141,14 @@ impl OobEndpoint {
         self.with(|speaker| speaker.broadcast_resumed(speaker.me, call));
     }
 
-    /// Returns the names of the nodes that are late for this call, in which this rank waits on its rail, if they are
-    /// known.
+    /// Returns the names of the nodes that are late for this call, in which this rank waits on its
+    /// rail, if they are known.
     pub(super) fn late(&self, call: u64) -> Option<String> {
         self.with(|speaker| speaker.late(call)).flatten()
     }
 
-    /// Returns the departure of a rank of another node as an error, if one is known; a rank of local rank `local` is
-    /// preferred.
+    /// Returns the departure of a rank of another node as an error, if one is known; a rank of
+    /// local rank `local` is preferred.
     pub(super) fn departure(&self, local: usize) -> Option<Error> {
         self.with(|speaker| speaker.departure(local)).flatten()
     }

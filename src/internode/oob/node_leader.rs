@@ -1,4 +1,5 @@
-//! A node leader: a rank that sends the events of its node to other nodes, and reports their events to its node.
+//! A node leader: a rank that sends the events of its node to other nodes, and reports their events
+//! to its node.
 
 use super::connection::OobConnection;
 use super::frame::{HEADERS, OobMessage, Token};
@@ -19,7 +20,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Maximum number of connections that have not proved that they know the token; beyond it, the oldest is closed.
+/// Maximum number of connections that have not proved that they know the token; beyond it, the
+/// oldest is closed.
 pub(super) const UNIDENTIFIED: usize = 64;
 
 /// The node leaders of `node`.
@@ -95,30 +97,42 @@ impl NodeLeader {
         self.flush();
     }
 
-    /// Node leaders of other nodes that have not yet connected to this hub; empty on a rank that is not a hub.
+    /// Node leaders of other nodes that have not yet connected to this hub; empty on a rank that is
+    /// not a hub.
     pub(super) fn missing(&self) -> Vec<Rank> {
         let own = self.node_map.node_of(self.me);
         let others = (0..self.node_map.num_nodes()).filter(|&node| own == 0 && node != own);
-        let here = |rank: &Rank| self.connections.iter().any(|connection| connection.peer() == Some(*rank));
-        others.flat_map(|node| leaders_of(&self.node_map, node)).copied().filter(|rank| !here(rank)).collect()
+        let here = |rank: &Rank| {
+            self.connections.iter().any(|connection| connection.peer() == Some(*rank))
+        };
+        others
+            .flat_map(|node| leaders_of(&self.node_map, node))
+            .copied()
+            .filter(|rank| !here(rank))
+            .collect()
     }
 
-    /// Returns the departure of a rank of another node as an error, if one is known; a rank of local rank `local` is
-    /// preferred.
+    /// Returns the departure of a rank of another node as an error, if one is known; a rank of
+    /// local rank `local` is preferred.
     pub(super) fn departure(&self, local: usize) -> Option<Error> {
         let own = self.node_map.node_of(self.me);
-        let mut others = self.exited.iter().filter(|(rank, _)| self.node_map.node_of(**rank) != own);
+        let mut others =
+            self.exited.iter().filter(|(rank, _)| self.node_map.node_of(**rank) != own);
         let nearest = others.clone().find(|(rank, _)| self.node_map.local_rank(**rank) == local);
         let (rank, how) = nearest.or_else(|| others.next())?;
-        Some(Error::peer(format!("{} of group \"{}\" {how}", self.node_map.describe(*rank), self.group)))
+        Some(Error::peer(format!(
+            "{} of group \"{}\" {how}",
+            self.node_map.describe(*rank),
+            self.group
+        )))
     }
 
     /// Adds the file descriptors to poll to `found`.
     pub(super) fn descriptors(&self, found: &mut Vec<(Descriptor, PollFlags)>) {
         if let Some(door) = &self.hub_listener {
-            found.extend(
-                (0..door.listeners.sockets.len()).map(|at| (Descriptor::HubListener(Arc::clone(&door.listeners), at), PollFlags::IN)),
-            );
+            found.extend((0..door.listeners.sockets.len()).map(|at| {
+                (Descriptor::HubListener(Arc::clone(&door.listeners), at), PollFlags::IN)
+            }));
         }
         found.extend(self.connections.iter().map(|connection| {
             let output = if connection.unsent() { PollFlags::OUT } else { PollFlags::empty() };
@@ -170,8 +184,8 @@ impl NodeLeader {
         }
     }
 
-    /// Broadcasts that this rank has waited for long in `waiting`, if so. If it waits on its rail, returns the call's
-    /// number and the late nodes, if [`Self::late`] knows them.
+    /// Broadcasts that this rank has waited for long in `waiting`, if so. If it waits on its rail,
+    /// returns the call's number and the late nodes, if [`Self::late`] knows them.
     pub(super) fn report_blocked(&mut self, waiting: Option<BlockedCall>) -> Option<(u64, String)> {
         if let Some(report) = self.progress.due(&self.node_map, self.me, waiting, Instant::now()) {
             self.broadcast(&OobMessage::Waiting(self.me, report));
@@ -180,27 +194,30 @@ impl NodeLeader {
         Some((number, self.late(number)?))
     }
 
-    /// Returns the names of the nodes that have not reported that they wait in this call, if at least one other node
-    /// has.
+    /// Returns the names of the nodes that have not reported that they wait in this call, if at
+    /// least one other node has.
     pub(super) fn late(&self, call: u64) -> Option<String> {
         let late = self.progress.late(&self.node_map, self.me, call);
         let names: Vec<String> = late.iter().map(|&node| self.node_map.name_node(node)).collect();
         (!late.is_empty() && late.len() + 1 < self.node_map.num_nodes()).then(|| names.join(", "))
     }
 
-    /// Sends the calls that this rank has launched to the first rank of the first node, which compares them. Launches
-    /// within a node are compared on that node.
+    /// Sends the calls that this rank has launched to the first rank of the first node, which
+    /// compares them. Launches within a node are compared on that node.
     pub(super) fn report_launches(&mut self, headers: &[CallHeader]) {
         let first = self.node_map.ranks_of(0)[0];
         if self.me == first {
             self.launches.launched(headers);
             return;
         }
-        let mut reader = self.connections.iter_mut().filter(|connection| connection.peer() == Some(first) && !connection.unsent());
+        let mut reader = self
+            .connections
+            .iter_mut()
+            .filter(|connection| connection.peer() == Some(first) && !connection.unsent());
         if let Some(connection) = reader.next() {
-            headers[..headers.len().min(MAX_HEADERS_PER_POLL)]
-                .chunks(HEADERS)
-                .for_each(|headers| connection.queue(&OobMessage::Launched(self.me, headers.to_vec())));
+            headers[..headers.len().min(MAX_HEADERS_PER_POLL)].chunks(HEADERS).for_each(
+                |headers| connection.queue(&OobMessage::Launched(self.me, headers.to_vec())),
+            );
         }
     }
 
@@ -231,8 +248,8 @@ impl NodeLeader {
         self.disconnected.push(Disconnected { peer, why, due });
     }
 
-    /// Handles the `ready` file descriptors and everything that is due. Returns a failure that the caller must report
-    /// to this node.
+    /// Handles the `ready` file descriptors and everything that is due. Returns a failure that the
+    /// caller must report to this node.
     pub(super) fn poll(&mut self, ready: &HashSet<RawFd>) -> Option<Error> {
         // Read first, so that new connections do not displace a caller whose proof has arrived.
         let heard = self.read(ready);
@@ -242,12 +259,21 @@ impl NodeLeader {
             match message {
                 OobMessage::Failed(error) => failure = failure.or(Some(error)),
                 // Forwarded, because the other nodes may have no connection to that rank.
-                OobMessage::Left(rank, how) if rank.index() < self.node_map.size() => self.broadcast_exit(rank, &how),
-                OobMessage::Rejected(rank, place, why) => self.broadcast_rejection(rank, place, &why),
+                OobMessage::Left(rank, how) if rank.index() < self.node_map.size() => {
+                    self.broadcast_exit(rank, &how)
+                }
+                OobMessage::Rejected(rank, place, why) => {
+                    self.broadcast_rejection(rank, place, &why)
+                }
                 OobMessage::Resumed(rank, call) => self.broadcast_resumed(rank, call),
                 OobMessage::Waiting(rank, report) => self.broadcast_progress(rank, report),
-                OobMessage::Launched(rank, headers) if rank.index() < self.node_map.size() => self.launches.told(rank, headers),
-                OobMessage::Launched(..) | OobMessage::Left(..) | OobMessage::Hello(_) | OobMessage::Heartbeat => {}
+                OobMessage::Launched(rank, headers) if rank.index() < self.node_map.size() => {
+                    self.launches.told(rank, headers)
+                }
+                OobMessage::Launched(..)
+                | OobMessage::Left(..)
+                | OobMessage::Hello(_)
+                | OobMessage::Heartbeat => {}
             }
         }
         let now = Instant::now();
@@ -257,10 +283,14 @@ impl NodeLeader {
             self.broadcast(&OobMessage::Heartbeat);
         }
         self.flush();
+        let failure = failure
+            .or_else(|| self.disconnect_error(now))
+            .or_else(|| self.heartbeat_error(now))
+            .or_else(|| self.rejection_error(now));
         let failure =
-            failure.or_else(|| self.disconnect_error(now)).or_else(|| self.heartbeat_error(now)).or_else(|| self.rejection_error(now));
-        let failure = failure.or_else(|| self.launches.compare(&self.node_map, self.me, &self.group));
-        // Other nodes are notified first, because the program may end this process once its node has failed.
+            failure.or_else(|| self.launches.compare(&self.node_map, self.me, &self.group));
+        // Other nodes are notified first, because the program may end this process once its node
+        // has failed.
         failure.inspect(|error| self.broadcast_failure(error))
     }
 
@@ -278,12 +308,19 @@ impl NodeLeader {
         let node = layout.node_of(lost.peer);
         let others = leaders_of(layout, node).iter().filter(|&&rank| rank != lost.peer);
         let mut others = others.filter(|rank| !self.exited.contains_key(rank)).peekable();
-        let all = others.peek().is_some() && others.all(|&rank| self.disconnected.iter().any(|lost| lost.peer == rank));
+        let all = others.peek().is_some()
+            && others.all(|&rank| self.disconnected.iter().any(|lost| lost.peer == rank));
         let why = &lost.why;
         Some(Error::peer(if all {
-            format!("{} of group \"{group}\" is gone: all its connections with {me} have ended ({why})", layout.name_node(node))
+            format!(
+                "{} of group \"{group}\" is gone: all its connections with {me} have ended ({why})",
+                layout.name_node(node)
+            )
         } else {
-            format!("{} of group \"{group}\" is gone: its connection with {me} has ended ({why})", layout.describe(lost.peer))
+            format!(
+                "{} of group \"{group}\" is gone: its connection with {me} has ended ({why})",
+                layout.describe(lost.peer)
+            )
         }))
     }
 
@@ -291,18 +328,30 @@ impl NodeLeader {
     fn heartbeat_error(&self, now: Instant) -> Option<Error> {
         let limit = self.times.heartbeat_interval * self.times.max_missed_heartbeats;
         let silent = |connection: &&OobConnection| {
-            connection.missed >= self.times.max_missed_heartbeats && now.saturating_duration_since(connection.heard) >= limit
+            connection.missed >= self.times.max_missed_heartbeats
+                && now.saturating_duration_since(connection.heard) >= limit
         };
         let of = |node: usize| {
-            let of_node = move |connection: &&OobConnection| connection.peer().is_some_and(|peer| self.node_map.node_of(peer) == node);
+            let of_node = move |connection: &&OobConnection| {
+                connection.peer().is_some_and(|peer| self.node_map.node_of(peer) == node)
+            };
             self.connections.iter().filter(of_node)
         };
-        let lost = |node: usize| self.disconnected.iter().any(|lost| self.node_map.node_of(lost.peer) == node);
-        let node =
-            (0..self.node_map.num_nodes()).find(|&node| of(node).next().is_some() && of(node).all(|one| silent(&one)) && !lost(node))?;
-        let seconds = of(node).map(|connection| now.saturating_duration_since(connection.heard)).min().unwrap_or_default().as_secs_f64();
+        let lost = |node: usize| {
+            self.disconnected.iter().any(|lost| self.node_map.node_of(lost.peer) == node)
+        };
+        let node = (0..self.node_map.num_nodes()).find(|&node| {
+            of(node).next().is_some() && of(node).all(|one| silent(&one)) && !lost(node)
+        })?;
+        let seconds = of(node)
+            .map(|connection| now.saturating_duration_since(connection.heard))
+            .min()
+            .unwrap_or_default()
+            .as_secs_f64();
         let (node, group) = (self.node_map.name_node(node), &self.group);
-        Some(Error::peer(format!("{node} of group \"{group}\" has not answered for {seconds:.1} s")))
+        Some(Error::peer(format!(
+            "{node} of group \"{group}\" has not answered for {seconds:.1} s"
+        )))
     }
 
     fn read(&mut self, ready: &HashSet<RawFd>) -> Vec<OobMessage> {
@@ -319,8 +368,12 @@ impl NodeLeader {
             }
             connection.read(token.as_ref(), |connection, message| {
                 match (connection.peer(), &message) {
-                    (None, OobMessage::Hello(rank)) if expected.contains(rank) => connection.set_peer(*rank),
-                    (None, _) | (Some(_), OobMessage::Hello(_)) => return Err(Error::network("it is not expected")),
+                    (None, OobMessage::Hello(rank)) if expected.contains(rank) => {
+                        connection.set_peer(*rank)
+                    }
+                    (None, _) | (Some(_), OobMessage::Hello(_)) => {
+                        return Err(Error::network("it is not expected"));
+                    }
                     (Some(_), _) => heard.push(message),
                 }
                 Ok(())
@@ -348,7 +401,8 @@ impl NodeLeader {
     fn accept(&mut self, ready: &HashSet<RawFd>) {
         let Some(door) = &self.hub_listener else { return };
         let listeners = Arc::clone(&door.listeners);
-        for socket in listeners.sockets.iter().filter(|socket| ready.contains(&socket.as_raw_fd())) {
+        for socket in listeners.sockets.iter().filter(|socket| ready.contains(&socket.as_raw_fd()))
+        {
             for _ in 0..UNIDENTIFIED {
                 let accepted = match listeners.accept(socket) {
                     Ok(accepted) => OobConnection::accepted(accepted),
@@ -361,7 +415,8 @@ impl NodeLeader {
                     }
                 };
                 let Ok(accepted) = accepted else { break };
-                let mut unidentified = (0..self.connections.len()).filter(|&at| !self.connections[at].identified());
+                let mut unidentified =
+                    (0..self.connections.len()).filter(|&at| !self.connections[at].identified());
                 if unidentified.clone().count() >= UNIDENTIFIED
                     && let Some(oldest) = unidentified.next()
                 {

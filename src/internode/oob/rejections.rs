@@ -1,10 +1,11 @@
 //! Rejected calls, as nodes report them to each other.
 //!
-//! Ranks of one node learn of each other's rejections through shared memory. This module covers calls that all ranks of
-//! a node have rejected, or that the only rank of a node has. A rank reports that it has rejected a call, and later
-//! that it makes one. A rank of another node that is then in a call which the first rank has not made fails the group,
-//! unless it has itself rejected as many calls at that point: then the first rank is only late. A report that arrives
-//! over two connections counts once, because its numbers only grow.
+//! Ranks of one node learn of each other's rejections through shared memory. This module covers
+//! calls that all ranks of a node have rejected, or that the only rank of a node has. A rank
+//! reports that it has rejected a call, and later that it makes one. A rank of another node that is
+//! then in a call which the first rank has not made fails the group, unless it has itself rejected
+//! as many calls at that point: then the first rank is only late. A report that arrives over two
+//! connections counts once, because its numbers only grow.
 
 use super::{BlockedCall, CallPosition};
 use crate::node_map::NodeMap;
@@ -12,8 +13,8 @@ use crate::rank::Rank;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Minimum age of a call before a rejection ends it: the rank may be about to make the call, or its report may be on
-/// the way.
+/// Minimum age of a call before a rejection ends it: the rank may be about to make the call, or its
+/// report may be on the way.
 const REJECTION_SETTLE: Duration = Duration::from_millis(60);
 
 /// A node leader's view of rejected calls.
@@ -53,16 +54,30 @@ impl RemoteRejections {
         true
     }
 
-    /// Returns the error message for the call that rank `me` is in, if a rank of another node has rejected that call.
-    pub(super) fn end(&self, layout: &NodeMap, me: Rank, group: &str, now: Instant) -> Option<String> {
-        let long = |waiting: &BlockedCall| now.saturating_duration_since(waiting.since) >= REJECTION_SETTLE;
+    /// Returns the error message for the call that rank `me` is in, if a rank of another node has
+    /// rejected that call.
+    pub(super) fn end(
+        &self,
+        layout: &NodeMap,
+        me: Rank,
+        group: &str,
+        now: Instant,
+    ) -> Option<String> {
+        let long = |waiting: &BlockedCall| {
+            now.saturating_duration_since(waiting.since) >= REJECTION_SETTLE
+        };
         let BlockedCall { number, name, .. } = self.waiting.filter(long)?;
-        let mut away = self.standing.iter().filter(|(rank, _)| layout.node_of(**rank) != layout.node_of(me));
-        let as_often = |place: &CallPosition| self.own.is_some_and(|own| own.calls == place.calls && own.times >= place.times);
-        let (rank, (_, why)) = away.find(|(_, (place, _))| place.calls < number && !as_often(place))?;
+        let mut away =
+            self.standing.iter().filter(|(rank, _)| layout.node_of(**rank) != layout.node_of(me));
+        let as_often = |place: &CallPosition| {
+            self.own.is_some_and(|own| own.calls == place.calls && own.times >= place.times)
+        };
+        let (rank, (_, why)) =
+            away.find(|(_, (place, _))| place.calls < number && !as_often(place))?;
         let (rank, me) = (layout.describe(*rank), layout.describe(me));
         Some(format!(
-            "{rank} rejected a call and has not repeated it since; {me} is blocked in {name}, collective #{number} of group \"{group}\": {why}"
+            "{rank} rejected a call and has not repeated it since; {me} is blocked in {name}, \
+             collective #{number} of group \"{group}\": {why}"
         ))
     }
 }
@@ -81,24 +96,40 @@ mod tests {
             Some(BlockedCall { number, name: "barrier", since, phase_since: since, on_rail: false })
         };
         let at = |calls, times| CallPosition { calls, times };
-        assert!(refusals.rejected(Rank(0), at(4, 1), "no tensor") && !refusals.rejected(Rank(0), at(4, 1), "no tensor"), "once");
+        assert!(
+            refusals.rejected(Rank(0), at(4, 1), "no tensor")
+                && !refusals.rejected(Rank(0), at(4, 1), "no tensor"),
+            "once"
+        );
         assert!(refusals.rejected(Rank(1), at(3, 1), "of the own node"));
         for (number, ago) in [(4, 500), (5, 30)] {
             refusals.waiting = began(number, ago);
-            assert_eq!(refusals.end(&layout, me, "g", now), None, "the rank has made it, or may be about to");
+            assert_eq!(
+                refusals.end(&layout, me, "g", now),
+                None,
+                "the rank has made it, or may be about to"
+            );
         }
         refusals.waiting = began(5, 80);
         assert_eq!(
             refusals.end(&layout, me, "g", now).as_deref(),
             Some(
-                "rank 0 (node \"a\", pid 7) rejected a call and has not repeated it since; rank 2 (node \"b\", pid 7) is blocked in barrier, \
+                "rank 0 (node \"a\", pid 7) rejected a call and has not repeated it since; rank 2 \
+                 (node \"b\", pid 7) is blocked in barrier, \
                  collective #5 of group \"g\": no tensor"
             )
         );
         refusals.own = Some(at(4, 1));
-        assert_eq!(refusals.end(&layout, me, "g", now), None, "both have refused: that rank is late");
+        assert_eq!(
+            refusals.end(&layout, me, "g", now),
+            None,
+            "both have refused: that rank is late"
+        );
         assert!(refusals.rejected(Rank(0), at(4, 2), "no tensor"), "another at the same place");
-        assert!(refusals.end(&layout, me, "g", now).is_some(), "it refuses the call that this rank is in");
+        assert!(
+            refusals.end(&layout, me, "g", now).is_some(),
+            "it refuses the call that this rank is in"
+        );
         refusals.own = Some(at(4, 2));
         assert_eq!(refusals.end(&layout, me, "g", now), None, "as often");
         refusals.own = Some(at(3, 7));

@@ -1,10 +1,12 @@
 //! Node leaders of several nodes, as threads of one process, over loopback.
 
+mod callers;
+
 use super::LEADERS_PER_NODE;
-use super::connect::{HubAddress, HubAnnouncement, ready, receive, transmit};
+use super::connect::{HubAddress, HubAnnouncement};
 use super::connection::OobConnection;
 use super::frame::{ConnectionEnd, OobMessage, Sealer};
-use super::node_leader::{Descriptor, HubListener, NodeLeader, UNIDENTIFIED};
+use super::node_leader::NodeLeader;
 use super::{LocalNode, OobConnector, OobEndpoint, OobTimeouts};
 use crate::coll::call::{CallSpec, Collective};
 use crate::error::{Error, ErrorKind, Result};
@@ -15,17 +17,17 @@ use crate::store::Store;
 use crate::store::memory::MemoryStore;
 use crate::store::tcp::address::StoreAddress;
 use crate::store::tcp::listen::ListeningSockets;
-use crate::store::tcp::proof::{ADMISSION, ClientHello, HELLO, OPENING};
+use crate::store::tcp::proof::{HELLO, OPENING};
 use crate::sync::timeout::CallTimeout;
-use rustix::event::PollFlags;
-use rustix::fd::{AsRawFd, OwnedFd};
+use rustix::fd::OwnedFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use std::collections::{HashMap, HashSet};
 use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-const LAYOUTS: [&[u8]; 5] = [&[0, 0, 1, 1], &[0, 1, 2], &[0, 0, 0, 1], &[0, 1, 1, 1], &[0, 0, 1, 2, 2]];
+const LAYOUTS: [&[u8]; 5] =
+    [&[0, 0, 1, 1], &[0, 1, 2], &[0, 0, 0, 1], &[0, 1, 1, 1], &[0, 0, 1, 2, 2]];
 
 /// Short intervals, except where nodes only wait for the turns of others.
 const QUICK: OobTimeouts = OobTimeouts {
@@ -58,7 +60,12 @@ impl LocalNode for Shared {
     }
 
     fn departures(&self) -> Vec<(usize, String)> {
-        self.departures.lock().expect("no panic").iter().map(|(local, how)| (*local, how.clone())).collect()
+        self.departures
+            .lock()
+            .expect("no panic")
+            .iter()
+            .map(|(local, how)| (*local, how.clone()))
+            .collect()
     }
 }
 
@@ -72,7 +79,10 @@ struct Job {
 
 impl Job {
     fn new(nodes: &[u8], times: OobTimeouts) -> Self {
-        let place = |(pid, node): (u32, &u8)| RankLocation { pid, ..RankLocation::on(&format!("node{node}")) };
+        let place = |(pid, node): (u32, &u8)| RankLocation {
+            pid,
+            ..RankLocation::on(&format!("node{node}"))
+        };
         let layout = NodeMap::of(&(100..).zip(nodes).map(place).collect::<Vec<_>>());
         Self {
             nodes: (0..layout.num_nodes()).map(|_| Arc::default()).collect(),
@@ -113,9 +123,12 @@ impl Job {
     /// Returns the [`OobEndpoint`] of `ranks`, once all are connected.
     fn meet(&self, ranks: impl IntoIterator<Item = Rank>) -> Vec<(Rank, OobEndpoint)> {
         std::thread::scope(|scope| {
-            let meet = |rank| (rank, scope.spawn(move || self.meet_within(rank, Duration::from_secs(20))));
+            let meet =
+                |rank| (rank, scope.spawn(move || self.meet_within(rank, Duration::from_secs(20))));
             let all: Vec<_> = ranks.into_iter().map(meet).collect();
-            all.into_iter().map(|(rank, met)| (rank, met.join().expect("no panic").expect("all meet"))).collect()
+            all.into_iter()
+                .map(|(rank, met)| (rank, met.join().expect("no panic").expect("all meet")))
+                .collect()
         })
     }
 
@@ -124,7 +137,11 @@ impl Job {
         let begun = Instant::now();
         loop {
             let found: Vec<Option<Error>> = self.nodes.iter().map(|node| node.failure()).collect();
-            if found.iter().enumerate().all(|(node, failure)| failure.is_some() || but == Some(node)) {
+            if found
+                .iter()
+                .enumerate()
+                .all(|(node, failure)| failure.is_some() || but == Some(node))
+            {
                 return (found, begun.elapsed());
             }
             assert!(begun.elapsed() < Duration::from_secs(20), "{found:?}");
@@ -133,29 +150,23 @@ impl Job {
     }
 
     fn address(&self, hub: Rank) -> HubAddress {
-        let entry = self.store.get(&format!("news/{hub}"), Some(Duration::from_secs(20))).expect("it listens");
+        let entry = self
+            .store
+            .get(&format!("news/{hub}"), Some(Duration::from_secs(20)))
+            .expect("it listens");
         serde_json::from_slice(&entry).expect("an entry")
     }
 
     fn connect(&self, hub: Rank) -> (OwnedFd, HubAddress) {
         let entry = self.address(hub);
-        let socket = StoreAddress::Inet(entry.addresses.clone()).connect(|_, _| {}).expect("it listens");
+        let socket =
+            StoreAddress::Inet(entry.addresses.clone()).connect(|_, _| {}).expect("it listens");
         (socket, entry)
     }
 }
 
-/// The introduction of a caller that knows the token.
-type Words = dyn Fn(&mut Sealer) -> Vec<u8>;
-
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(10)
-}
-
-/// Waits until the other end closes `socket`, and discards its bytes; returns false if it does not.
-fn is_closed(socket: &OwnedFd) -> bool {
-    let mut byte = [0];
-    while receive(socket, &mut byte, Instant::now() + Duration::from_secs(3)).is_ok() {}
-    receive(socket, &mut byte, Instant::now()).expect_err("nothing comes").message != "what listens there does not answer"
 }
 
 #[test]
@@ -169,7 +180,10 @@ fn a_failure_reaches_every_node_and_the_first_stands() {
             let error = Error::mismatch(format!("host {culprit} has failed"));
             job.nodes[culprit].fail(error.clone());
             let (failures, took) = job.failures(None);
-            assert!(failures.iter().all(|failure| failure.as_ref() == Some(&error)), "{failures:?}");
+            assert!(
+                failures.iter().all(|failure| failure.as_ref() == Some(&error)),
+                "{failures:?}"
+            );
             assert!(took < Duration::from_secs(1), "{took:?}");
             job.nodes.iter().for_each(|node| node.fail(Error::peer("a later one")));
             news[0].1.broadcast_failure(&Error::peer("a later one"));
@@ -184,21 +198,32 @@ fn calls_that_nodes_launch_are_compared_after_the_fact() {
     for nodes in [&[0, 1, 2][..], &[0, 1]] {
         let job = Job::new(nodes, OobTimeouts::default());
         let _news = job.meet(job.ranks());
-        let launch =
-            |node: usize, call: &CallSpec, number| job.nodes[node].launched.lock().expect("no panic").push(CallHeader::of(call, number));
+        let launch = |node: usize, call: &CallSpec, number| {
+            job.nodes[node].launched.lock().expect("no panic").push(CallHeader::of(call, number))
+        };
         for number in 1..=200 {
             (0..nodes.len()).for_each(|node| launch(node, &CallSpec::barrier(None), number));
         }
         std::thread::sleep(Duration::from_millis(100));
-        assert!(job.nodes.iter().all(|node| node.failure().is_none()), "{:?}", job.nodes[0].failure());
+        assert!(
+            job.nodes.iter().all(|node| node.failure().is_none()),
+            "{:?}",
+            job.nodes[0].failure()
+        );
         let last = nodes.len() - 1;
-        let [usual, other] = [Collective::Barrier, Collective::AllToAll].map(|op| CallSpec { op, ..CallSpec::barrier(None) });
+        let [usual, other] = [Collective::Barrier, Collective::AllToAll]
+            .map(|op| CallSpec { op, ..CallSpec::barrier(None) });
         (0..=last).for_each(|node| launch(node, if node == last { &other } else { &usual }, 201));
         let (failures, took) = job.failures(None);
         for failure in failures.iter().flatten() {
             assert_eq!(failure.kind, ErrorKind::Mismatch);
-            let text = format!("rank {last} (node \"node{last}\", pid {}) called all_to_all", 100 + last);
-            assert!(failure.message.contains("called barrier as #201") && failure.message.contains(&text), "{failure}");
+            let text =
+                format!("rank {last} (node \"node{last}\", pid {}) called all_to_all", 100 + last);
+            assert!(
+                failure.message.contains("called barrier as #201")
+                    && failure.message.contains(&text),
+                "{failure}"
+            );
         }
         assert!(took < Duration::from_secs(1), "{took:?}");
     }
@@ -216,18 +241,28 @@ fn who_leaves_is_known_to_all_and_fails_nobody() {
         news.pop().expect("ranks").1.leave("left the group");
         let text = format!("{} of group \"test\" left the group", job.layout.describe(last));
         let begun = Instant::now();
-        for (rank, news) in news.iter().filter(|(rank, _)| job.layout.node_of(*rank) != job.layout.node_of(last)) {
+        for (rank, news) in
+            news.iter().filter(|(rank, _)| job.layout.node_of(*rank) != job.layout.node_of(last))
+        {
             if job.layout.local_rank(*rank) >= LEADERS_PER_NODE {
                 continue;
             }
             while news.departure(local).is_none_or(|told| told.message != text) {
-                assert!(begun.elapsed() < Duration::from_secs(10), "rank {rank}: {:?}", news.departure(local));
+                assert!(
+                    begun.elapsed() < Duration::from_secs(10),
+                    "rank {rank}: {:?}",
+                    news.departure(local)
+                );
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
         news.remove(0).1.leave("left the group");
         std::thread::sleep(QUICK.heartbeat_interval * 8);
-        assert!(job.nodes.iter().all(|node| node.failure().is_none()), "{:?}", job.nodes[0].failure());
+        assert!(
+            job.nodes.iter().all(|node| node.failure().is_none()),
+            "{:?}",
+            job.nodes[0].failure()
+        );
     }
 }
 
@@ -246,10 +281,20 @@ fn the_end_of_a_connection_is_the_end_of_its_rank() {
             drop(news.remove(at));
             let alone = job.layout.ranks_of(node).len() == 1;
             let (failures, took) = job.failures(alone.then_some(node));
-            assert!(took >= if alone { Duration::ZERO } else { QUICK.disconnect_grace / 2 } && took < Duration::from_secs(2), "{took:?}");
-            let begin = format!("{} of group \"test\" is gone: its connection with rank ", job.layout.describe(victim));
+            assert!(
+                took >= if alone { Duration::ZERO } else { QUICK.disconnect_grace / 2 }
+                    && took < Duration::from_secs(2),
+                "{took:?}"
+            );
+            let begin = format!(
+                "{} of group \"test\" is gone: its connection with rank ",
+                job.layout.describe(victim)
+            );
             for failure in failures.iter().flatten() {
-                assert!(failure.kind == ErrorKind::Peer && failure.message.starts_with(&begin), "{failure}");
+                assert!(
+                    failure.kind == ErrorKind::Peer && failure.message.starts_with(&begin),
+                    "{failure}"
+                );
             }
         }
     }
@@ -257,7 +302,8 @@ fn the_end_of_a_connection_is_the_end_of_its_rank() {
 
 #[test]
 fn somebody_who_knows_more_is_waited_for() {
-    let patient = OobTimeouts { disconnect_grace: Duration::from_secs(20), ..OobTimeouts::default() };
+    let patient =
+        OobTimeouts { disconnect_grace: Duration::from_secs(20), ..OobTimeouts::default() };
     for victim in [0, 2] {
         let job = Job::new(&[0, 0, 1, 1], patient);
         let mut news = job.meet(job.ranks());
@@ -267,7 +313,11 @@ fn somebody_who_knows_more_is_waited_for() {
         let error = Error::peer("killed by signal 9");
         job.nodes[node].fail(error.clone());
         let (failures, took) = job.failures(None);
-        assert!(failures.iter().all(|failure| failure.as_ref() == Some(&error)) && took < Duration::from_secs(1), "{failures:?}");
+        assert!(
+            failures.iter().all(|failure| failure.as_ref() == Some(&error))
+                && took < Duration::from_secs(1),
+            "{failures:?}"
+        );
     }
 }
 
@@ -277,13 +327,22 @@ fn a_node_without_signs_of_life_is_named() {
     let limit = CallTimeout::from(Instant::now(), Duration::from_secs(20));
     std::thread::scope(|scope| {
         let others = scope.spawn(|| job.meet([Rank(0), Rank(2)]));
-        let mut silent = job.meeting(Rank(1), &limit).connect_to_hub(Rank(0)).expect("the hub answers").0;
+        let mut silent =
+            job.meeting(Rank(1), &limit).connect_to_hub(Rank(0)).expect("the hub answers").0;
         silent.write();
         let news = others.join().expect("no panic");
         let (failures, took) = job.failures(Some(1));
-        assert!(took > QUICK.heartbeat_interval * 4 && took < QUICK.heartbeat_interval * 20, "{took:?}");
+        assert!(
+            took > QUICK.heartbeat_interval * 4 && took < QUICK.heartbeat_interval * 20,
+            "{took:?}"
+        );
         for failure in [&failures[0], &failures[2]].into_iter().flatten() {
-            assert!(failure.message.starts_with("node \"node1\" (rank 1) of group \"test\" has not answered for 0."), "{failure}");
+            assert!(
+                failure.message.starts_with(
+                    "node \"node1\" (rank 1) of group \"test\" has not answered for 0."
+                ),
+                "{failure}"
+            );
         }
         drop(news);
     });
@@ -292,12 +351,20 @@ fn a_node_without_signs_of_life_is_named() {
 #[test]
 fn a_silent_hub_is_named_too() {
     let job = Job::new(&[0, 1, 2], QUICK);
-    let listeners = ListeningSockets::at(&StoreAddress::Inet(vec![(Ipv4Addr::LOCALHOST, 0).into()])).expect("listens");
-    let StoreAddress::Inet(addresses) = listeners.address.clone() else { panic!("an address of the network") };
+    let listeners =
+        ListeningSockets::at(&StoreAddress::Inet(vec![(Ipv4Addr::LOCALHOST, 0).into()]))
+            .expect("listens");
+    let StoreAddress::Inet(addresses) = listeners.address.clone() else {
+        panic!("an address of the network")
+    };
     let told = HubAnnouncement { backends: "cpu:gloo".into(), life: <_>::default() };
     let entry = HubAddress { addresses, token: [5; 16], announcement: told.clone() };
     // The caller must not trust what an earlier group has left in the store.
-    let gone = HubAddress { addresses: vec![(Ipv4Addr::LOCALHOST, 1).into()], token: [6; 16], announcement: told };
+    let gone = HubAddress {
+        addresses: vec![(Ipv4Addr::LOCALHOST, 1).into()],
+        token: [6; 16],
+        announcement: told,
+    };
     job.store.set("news/0", &serde_json::to_vec(&gone).expect("written")).expect("set");
     std::thread::scope(|scope| {
         let callers = scope.spawn(|| job.meet([Rank(1), Rank(2)]));
@@ -308,7 +375,12 @@ fn a_silent_hub_is_named_too() {
         let mut met = 0;
         while met < 2 {
             assert!(begun.elapsed() < Duration::from_secs(20));
-            accepted.extend(listeners.accept(&listeners.sockets[0]).ok().map(|socket| OobConnection::accepted(socket).expect("random")));
+            accepted.extend(
+                listeners
+                    .accept(&listeners.sockets[0])
+                    .ok()
+                    .map(|socket| OobConnection::accepted(socket).expect("random")),
+            );
             for connection in &mut accepted {
                 let hello = |_: &mut OobConnection, message: OobMessage| {
                     met += usize::from(matches!(message, OobMessage::Hello(_)));
@@ -321,140 +393,53 @@ fn a_silent_hub_is_named_too() {
         }
         let news = callers.join().expect("no panic");
         let (failures, took) = job.failures(Some(0));
-        assert!(took > QUICK.heartbeat_interval * 3 && took < QUICK.heartbeat_interval * 20, "{took:?}");
+        assert!(
+            took > QUICK.heartbeat_interval * 3 && took < QUICK.heartbeat_interval * 20,
+            "{took:?}"
+        );
         for failure in failures.iter().flatten() {
-            assert!(failure.message.starts_with("node \"node0\" (rank 0) of group \"test\" has not answered for 0."), "{failure}");
+            assert!(
+                failure.message.starts_with(
+                    "node \"node0\" (rank 0) of group \"test\" has not answered for 0."
+                ),
+                "{failure}"
+            );
         }
         drop(news);
     });
 }
 
 #[test]
-fn unidentified_callers_are_refused_and_nobody_waits_for_them() {
-    let job = Job::new(&[0, 1], QUICK);
-    std::thread::scope(|scope| {
-        let hub = scope.spawn(|| job.meet([Rank(0)]));
-        let hub_rank = Rank(0);
-        let (silent, entry) = job.connect(hub_rank);
-        let (garbled, _) = job.connect(hub_rank);
-        transmit(&garbled, b"GET / HTTP/1.1\r\n\r\n", soon()).expect("sent");
-        assert!(is_closed(&garbled), "another protocol");
-        let introduce = |token: &[u8; 16], speak: &Words| {
-            let (socket, _) = job.connect(hub_rank);
-            let mut opening = [0; OPENING];
-            receive(&socket, &mut opening, soon()).expect("it opens");
-            let (introduction, hello) = ClientHello::answer(&opening, Some(token)).expect("it wants a proof");
-            transmit(&socket, &hello, soon()).expect("sent");
-            let mut admission = [0; ADMISSION];
-            receive(&socket, &mut admission, soon())?;
-            introduction.admitted(&admission, Some(token))?;
-            let mut sealer = Sealer::new(token, &opening, &hello, ConnectionEnd::Leader);
-            transmit(&socket, &speak(&mut sealer), soon()).expect("sent");
-            if is_closed(&socket) { Err(Error::network("closed")) } else { Ok(()) }
-        };
-        let hello = |sealer: &mut Sealer| sealer.seal(&OobMessage::Hello(Rank(1)));
-        assert!(introduce(&[0; 16], &hello).is_err(), "a wrong token");
-        let wrong: [&Words; 6] = [
-            &|sealer| sealer.seal(&OobMessage::Hello(Rank(0))),
-            &|sealer| sealer.seal(&OobMessage::Hello(Rank(77))),
-            &|sealer| sealer.seal(&OobMessage::Failed(Error::peer("mine"))),
-            &|_| u32::MAX.to_le_bytes().to_vec(),
-            &|_| vec![5; 100],
-            &|_| Vec::new(),
-        ];
-        for (which, speak) in wrong.iter().enumerate() {
-            assert!(introduce(&entry.token, speak).is_err(), "{which}");
-        }
-        assert!(is_closed(&silent), "it had its time");
-        let many: Vec<OwnedFd> = (0..2 * UNIDENTIFIED).map(|_| job.connect(hub_rank).0).collect();
-        let caller = job.meet([Rank(1)]);
-        let hub = hub.join().expect("no panic");
-        assert!(StoreAddress::Inet(entry.addresses).connect(|_, _| {}).is_none(), "nobody listens any more");
-        assert!(many.iter().all(is_closed));
-        assert!(job.nodes.iter().all(|node| node.failure().is_none()));
-        drop((caller, hub));
-    });
-}
-
-#[test]
-fn of_many_unidentified_peers_at_once_the_oldest_go_first() {
-    let job = Job::new(&[0, 1], OobTimeouts { handshake_timeout: Duration::from_secs(600), ..OobTimeouts::default() });
-    std::thread::scope(|scope| {
-        let hub = scope.spawn(|| job.meet([Rank(0)]));
-        let open = |socket: &OwnedFd| receive(socket, &mut [0; OPENING], soon()).is_ok();
-        let callers: Vec<OwnedFd> = (0..UNIDENTIFIED).map(|_| job.connect(Rank(0)).0).collect();
-        assert!(callers.iter().all(open));
-        let more: Vec<OwnedFd> = (0..3).map(|_| job.connect(Rank(0)).0).collect();
-        assert!(more.iter().all(open));
-        assert!(callers[..3].iter().all(is_closed), "as many as have come since");
-        let left =
-            |socket: &OwnedFd| receive(socket, &mut [0], Instant::now()).is_err_and(|error| error.message.contains("does not answer"));
-        assert!(callers[3..].iter().all(left));
-        drop((job.meet([Rank(1)]), hub.join()));
-    });
-}
-
-#[test]
-fn new_callers_do_not_displace_a_caller_that_has_answered() {
-    let layout = Job::new(&[0, 1], QUICK).layout;
-    let listeners = ListeningSockets::at(&StoreAddress::Inet(vec![(Ipv4Addr::LOCALHOST, 0).into()])).expect("it listens");
-    let (address, token) = (listeners.address.clone(), [7; 16]);
-    let connect = || address.connect(|_, _| {}).expect("it listens");
-    let times = OobTimeouts { handshake_timeout: Duration::from_secs(600), ..OobTimeouts::default() };
-    let door = HubListener { listeners: Arc::new(listeners), token };
-    let mut hub = NodeLeader::new("test", &layout, Rank(0), Arc::<Shared>::default(), times, Some(door));
-    let turn = |hub: &mut NodeLeader| {
-        let mut found = Vec::new();
-        hub.descriptors(&mut found);
-        assert_eq!(hub.poll(&found.iter().map(|(descriptor, _)| descriptor.as_fd().as_raw_fd()).collect()), None);
-    };
-    // Returns once the caller's bytes have reached the hub, whose first connection the caller is.
-    let arrived = |hub: &NodeLeader| {
-        let mut found = Vec::new();
-        hub.descriptors(&mut found);
-        let (first, _) = found.iter().find(|(descriptor, _)| matches!(descriptor, Descriptor::Connection(_))).expect("it is connected");
-        ready(&first.as_fd(), PollFlags::IN, soon()).expect("the bytes arrive");
-    };
-    let hear = |hub: &mut NodeLeader, socket: &OwnedFd, into: &mut [u8]| {
-        let until = soon();
-        while let Err(error) = receive(socket, into, Instant::now()) {
-            assert!(error.message.contains("does not answer") && Instant::now() < until, "{error}");
-            turn(hub);
-        }
-    };
-    let (caller, mut opening, mut admission) = (connect(), [0; OPENING], [0; ADMISSION]);
-    hear(&mut hub, &caller, &mut opening);
-    let (introduction, hello) = ClientHello::answer(&opening, Some(&token)).expect("it wants a proof");
-    let mut sealer = Sealer::new(&token, &opening, &hello, ConnectionEnd::Leader);
-    transmit(&caller, &hello, soon()).expect("sent");
-    arrived(&hub);
-    let _flood: Vec<OwnedFd> = (0..2 * UNIDENTIFIED).map(|_| connect()).collect();
-    hear(&mut hub, &caller, &mut admission);
-    introduction.admitted(&admission, Some(&token)).expect("it is admitted");
-    // It has proved that it knows the token, but has not sent its rank.
-    let _flood_again: Vec<OwnedFd> = (0..2 * UNIDENTIFIED).map(|_| connect()).collect();
-    (0..4).for_each(|_| turn(&mut hub));
-    transmit(&caller, &sealer.seal(&OobMessage::Hello(Rank(1))), soon()).expect("sent");
-    arrived(&hub);
-    turn(&mut hub);
-    assert_eq!(hub.missing(), []);
-}
-
-#[test]
 fn beats_are_counted_in_turns() {
     let layout = Job::new(&[0, 1], QUICK).layout;
-    let times = OobTimeouts { heartbeat_interval: Duration::from_millis(1), max_missed_heartbeats: 5, ..OobTimeouts::default() };
-    let (near, _far) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("sockets");
+    let times = OobTimeouts {
+        heartbeat_interval: Duration::from_millis(1),
+        max_missed_heartbeats: 5,
+        ..OobTimeouts::default()
+    };
+    let (near, _far) = rustix::net::socketpair(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .expect("sockets");
     let sealer = Sealer::new(&[0; 16], &[0; OPENING], &[0; HELLO], ConnectionEnd::Leader);
     let mut connection = OobConnection::connected(near, sealer, Rank(1), Rank(0));
-    // As if this rank had been stopped for a minute: it has missed heartbeats that it could have received.
+    // As if this rank had been stopped for a minute: it has missed heartbeats that it could have
+    // received.
     connection.heard = Instant::now().checked_sub(Duration::from_secs(60)).expect("a minute ago");
-    let mut leader = NodeLeader::new("test", &layout, Rank(1), Arc::<Shared>::default(), times, None);
+    let mut leader =
+        NodeLeader::new("test", &layout, Rank(1), Arc::<Shared>::default(), times, None);
     leader.add_connection(connection);
     for turn in 1..=times.max_missed_heartbeats {
         std::thread::sleep(2 * times.heartbeat_interval);
         let silent = leader.poll(&HashSet::new());
-        assert_eq!(silent.is_some(), turn == times.max_missed_heartbeats, "turn {turn}: {silent:?}");
+        assert_eq!(
+            silent.is_some(),
+            turn == times.max_missed_heartbeats,
+            "turn {turn}: {silent:?}"
+        );
     }
 }
 
@@ -462,21 +447,33 @@ fn beats_are_counted_in_turns() {
 fn whoever_does_not_come_is_named() {
     let job = Job::new(&[0, 1, 1, 1], QUICK);
     std::thread::scope(|scope| {
-        let hub = scope.spawn(|| job.meet_within(Rank(0), Duration::from_millis(300)).err().expect("one is missing"));
+        let hub = scope.spawn(|| {
+            job.meet_within(Rank(0), Duration::from_millis(300)).err().expect("one is missing")
+        });
         let caller = job.meet_within(Rank(2), Duration::from_secs(10)).expect("the hub is there");
         let error = hub.join().expect("no panic");
         assert!(
-            error.kind == ErrorKind::Timeout && error.message.contains("did not hear from rank 1 (node \"node1\", pid 101) (timeout)"),
+            error.kind == ErrorKind::Timeout
+                && error
+                    .message
+                    .contains("did not hear from rank 1 (node \"node1\", pid 101) (timeout)"),
             "{error}"
         );
         assert_eq!(job.store.num_keys(), Ok(0));
         let (failures, _) = job.failures(Some(0));
-        assert_eq!(failures[1].as_ref(), Some(&error), "who has met the hub hears why that gives up");
+        assert_eq!(
+            failures[1].as_ref(),
+            Some(&error),
+            "who has met the hub hears why that gives up"
+        );
         drop(caller);
     });
     let job = Job::new(&[0, 1], QUICK);
     let error = job.meet_within(Rank(1), Duration::from_millis(100)).err().expect("nobody listens");
-    assert!(error.message.contains("did not reach rank 0 (node \"node0\", pid 100) within 0.1 s"), "{error}");
+    assert!(
+        error.message.contains("did not reach rank 0 (node \"node0\", pid 100) within 0.1 s"),
+        "{error}"
+    );
     job.nodes[0].fail(Error::peer("a rank of this node is dead"));
     let error = job.meet_within(Rank(0), Duration::from_secs(20)).err().expect("it makes no sense");
     assert_eq!(error.message, "a rank of this node is dead");

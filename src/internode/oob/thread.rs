@@ -1,4 +1,5 @@
-//! The thread that runs all node leaders of the process. It starts with the first and ends with the last.
+//! The thread that runs all node leaders of the process. It starts with the first and ends with the
+//! last.
 
 use super::node_leader::{Descriptor, NodeLeader};
 use crate::error::Result;
@@ -25,7 +26,8 @@ struct OobThreadState {
 }
 
 /// A forked child has its own state and, when it needs one, its own thread.
-static STATE: PerProcess<Mutex<OobThreadState>> = PerProcess::new(|| Mutex::new(OobThreadState::default()));
+static STATE: PerProcess<Mutex<OobThreadState>> =
+    PerProcess::new(|| Mutex::new(OobThreadState::default()));
 
 fn state() -> MutexGuard<'static, OobThreadState> {
     // `LocalNode` is called outside this lock, and nothing panics half-way under it.
@@ -59,8 +61,8 @@ impl LeaderRegistration {
         Ok(Self { id, generation: generation() })
     }
 
-    /// Runs `work` on the node leader between two turns; returns `None` in a forked child, because the node leader
-    /// belongs to the parent.
+    /// Runs `work` on the node leader between two turns; returns `None` in a forked child, because
+    /// the node leader belongs to the parent.
     pub(super) fn with<T>(&self, work: impl FnOnce(&mut NodeLeader) -> T) -> Option<T> {
         if self.generation != generation() {
             return None;
@@ -96,7 +98,8 @@ fn run(wake: &Waker) {
         let nodes = {
             let mut state = state();
             if state.leaders.is_empty() {
-                // Cleared under the same lock, so that a node leader that is added later starts another thread.
+                // Cleared under the same lock, so that a node leader that is added later starts
+                // another thread.
                 state.wake = None;
                 return;
             }
@@ -105,7 +108,16 @@ fn run(wake: &Waker) {
         };
         let looks: Vec<_> = nodes
             .iter()
-            .map(|(id, node)| (*id, node.failure(), node.departures(), node.waiting(), node.rejected(), node.launched()))
+            .map(|(id, node)| {
+                (
+                    *id,
+                    node.failure(),
+                    node.departures(),
+                    node.waiting(),
+                    node.rejected(),
+                    node.launched(),
+                )
+            })
             .collect();
         let (mut polled, mut late) = (Vec::new(), Vec::new());
         {
@@ -123,31 +135,43 @@ fn run(wake: &Waker) {
             state.leaders.values().for_each(|leader| leader.descriptors(&mut polled));
         }
         for (id, (call, names)) in late {
-            nodes.iter().filter(|(other, _)| *other == id).for_each(|(_, node)| node.note_late(call, names.clone()));
+            nodes
+                .iter()
+                .filter(|(other, _)| *other == id)
+                .for_each(|(_, node)| node.note_late(call, names.clone()));
         }
         drop(nodes);
         let ready = wait(wake, &polled);
         drop(polled);
-        let failed: Vec<_> =
-            state().leaders.values_mut().filter_map(|leader| leader.poll(&ready).map(|error| (Arc::clone(&leader.node), error))).collect();
+        let failed: Vec<_> = state()
+            .leaders
+            .values_mut()
+            .filter_map(|leader| leader.poll(&ready).map(|error| (Arc::clone(&leader.node), error)))
+            .collect();
         for (node, error) in failed {
             node.fail(error);
         }
     }
 }
 
-/// Sleeps until a file descriptor is ready, the node leaders change or [`INTERNODE_POLL`] has passed; returns the numbers of the
-/// ready descriptors. They are hints: a number may belong to another descriptor by the time it is used.
+/// Sleeps until a file descriptor is ready, the node leaders change or [`INTERNODE_POLL`] has
+/// passed; returns the numbers of the ready descriptors. They are hints: a number may belong to
+/// another descriptor by the time it is used.
 fn wait(wake: &Waker, polled: &[(Descriptor, PollFlags)]) -> HashSet<RawFd> {
     let own = PollFd::from_borrowed_fd(wake.as_fd(), PollFlags::IN);
-    let others = polled.iter().map(|(descriptor, flags)| PollFd::from_borrowed_fd(descriptor.as_fd(), *flags));
+    let others = polled
+        .iter()
+        .map(|(descriptor, flags)| PollFd::from_borrowed_fd(descriptor.as_fd(), *flags));
     let mut fds: Vec<PollFd<'_>> = std::iter::once(own).chain(others).collect();
     match poll(&mut fds, Some(&INTERNODE_POLL)) {
         Ok(_) => {}
         Err(Errno::INTR) => return HashSet::new(),
         Err(errno) => {
             static LINES: RateLimit = RateLimit::new();
-            LINES.warn(format_args!("the thread of the news cannot poll {} connections: {errno}", polled.len()));
+            LINES.warn(format_args!(
+                "the thread of the news cannot poll {} connections: {errno}",
+                polled.len()
+            ));
             std::thread::sleep(Duration::from_millis(10));
             return HashSet::new();
         }

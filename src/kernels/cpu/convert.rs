@@ -1,9 +1,14 @@
-//! Floats narrower than 32 bits: how they widen to `f32`, exactly, and how `f32` rounds back, once, to nearest even.
+//! Floats narrower than 32 bits: how they widen to `f32`, exactly, and how `f32` rounds back, once,
+//! to nearest even.
 //!
-//! Written in integer arithmetic and selects, without branches or tables, so that the loops around them vectorise and
-//! every instruction set computes the same bits. No step makes or reads a subnormal `f32`, so the conversions also work
-//! in a thread that flushes them (`torch.set_flush_denormal`).
-#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
+//! Written in integer arithmetic and selects, without branches or tables, so that the loops around
+//! them vectorise and every instruction set computes the same bits. No step makes or reads a
+//! subnormal `f32`, so the conversions also work in a thread that flushes them
+//! (`torch.set_flush_denormal`).
+#![allow(
+    unsafe_code,
+    reason = "loops over the bytes of tensors, whose addresses torch vouches for"
+)]
 
 use super::element::Element;
 use super::vector::Vector;
@@ -16,11 +21,13 @@ trait FloatFormat: Copy {
     const MAGNITUDE: u32;
     /// The largest finite magnitude.
     const LARGEST: u32;
-    /// The magnitude of an overflow, before the sign: infinity if the format has one, otherwise NaN.
+    /// The magnitude of an overflow, before the sign: infinity if the format has one, otherwise
+    /// NaN.
     const OVERFLOW: u32;
     /// The canonical NaN.
     const NAN: u32;
-    /// True if the format has only finite numbers and NaN, and an unsigned zero: the sign bit on a zero is the NaN.
+    /// True if the format has only finite numbers and NaN, and an unsigned zero: the sign bit on a
+    /// zero is the NaN.
     const UNSIGNED_ZERO: bool;
 
     fn to_code(self) -> u32;
@@ -28,7 +35,8 @@ trait FloatFormat: Copy {
 }
 
 macro_rules! layouts {
-    ($($(#[$doc:meta])* $name:ident: $bits:ty, mantissa $mantissa:literal, bias $bias:literal, largest $largest:literal,
+    ($($(#[$doc:meta])* $name:ident: $bits:ty, mantissa $mantissa:literal, bias $bias:literal,
+        largest $largest:literal,
        overflow $overflow:literal, nan $nan:literal, unsigned zero $unsigned:literal;)*) => {$(
         $(#[$doc])*
         #[derive(Clone, Copy)]
@@ -60,7 +68,8 @@ macro_rules! layouts {
 
 layouts! {
     /// Format of IEEE binary16.
-    F16: u16, mantissa 10, bias 15, largest 0x7bff, overflow 0x7c00, nan 0x7e00, unsigned zero false;
+    F16: u16, mantissa 10, bias 15, largest 0x7bff, overflow 0x7c00, nan 0x7e00,
+        unsigned zero false;
     /// `torch.float8_e5m2`: binary16 cut short.
     E5M2: u8, mantissa 2, bias 15, largest 0x7b, overflow 0x7c, nan 0x7f, unsigned zero false;
     /// `torch.float8_e4m3fn`: no infinity, up to 448.
@@ -86,12 +95,15 @@ fn widen<L: FloatFormat>(value: L) -> f32 {
     let code = value.to_code();
     let magnitude = code & L::MAGNITUDE;
     let negative = code & !L::MAGNITUDE;
-    let normal = (magnitude << (F32_MANTISSA - L::MANTISSA)) + ((F32_BIAS - L::BIAS) << F32_MANTISSA);
-    // An integer times a power of two is exact and, unlike a shifted subnormal, never has a subnormal intermediate.
+    let normal =
+        (magnitude << (F32_MANTISSA - L::MANTISSA)) + ((F32_BIAS - L::BIAS) << F32_MANTISSA);
+    // An integer times a power of two is exact and, unlike a shifted subnormal, never has a
+    // subnormal intermediate.
     let step = power_of_two(1 - (L::BIAS + L::MANTISSA) as i32);
     let subnormal = (magnitude as i32 as f32 * step).to_bits();
     let finite = if magnitude >> L::MANTISSA == 0 { subnormal } else { normal };
-    let special = if magnitude == L::OVERFLOW && L::OVERFLOW != L::NAN { F32_INFINITY } else { F32_NAN };
+    let special =
+        if magnitude == L::OVERFLOW && L::OVERFLOW != L::NAN { F32_INFINITY } else { F32_NAN };
     let bits = if magnitude > L::LARGEST { special } else { finite };
     if L::UNSIGNED_ZERO && code == L::NAN {
         return f32::from_bits(F32_NAN);
@@ -104,16 +116,19 @@ fn narrow<L: FloatFormat>(value: f32) -> L {
     let bits = value.to_bits();
     let magnitude = bits & 0x7fff_ffff;
     let cut = F32_MANTISSA - L::MANTISSA;
-    // Half a step, less one, plus the last kept bit: ties go to even, and a carry moves into the exponent.
+    // Half a step, less one, plus the last kept bit: ties go to even, and a carry moves into the
+    // exponent.
     let odd = (magnitude >> cut) & 1;
     let rebias = (F32_BIAS - L::BIAS) << F32_MANTISSA;
     let normal = magnitude.wrapping_sub(rebias).wrapping_add((1 << (cut - 1)) - 1 + odd) >> cut;
-    // Adding a number whose last bit weighs one subnormal step makes the processor round to that step.
+    // Adding a number whose last bit weighs one subnormal step makes the processor round to that
+    // step.
     let magic = power_of_two(1 - (L::BIAS + L::MANTISSA) as i32 + F32_MANTISSA as i32);
     let subnormal = (f32::from_bits(magnitude) + magic).to_bits().wrapping_sub(magic.to_bits());
     let least_normal = power_of_two(1 - L::BIAS as i32).to_bits();
     let rounded = if magnitude < least_normal { subnormal } else { normal };
-    let finite = if rounded > L::LARGEST || magnitude >= F32_INFINITY { L::OVERFLOW } else { rounded };
+    let finite =
+        if rounded > L::LARGEST || magnitude >= F32_INFINITY { L::OVERFLOW } else { rounded };
     let negative = (bits >> 31) << L::MAGNITUDE.trailing_ones();
     let signed = if L::UNSIGNED_ZERO && finite == 0 { 0 } else { finite | negative };
     L::from_code(if magnitude > F32_INFINITY { L::NAN } else { signed })
@@ -163,7 +178,8 @@ impl Element for F16 {
     #[inline(always)]
     unsafe fn widen_tile<I: Vector, const T: usize>(from: *const u8) -> [f32; T] {
         let mut wide = [0.0; T];
-        // SAFETY: the caller's contract; `widen_halves` returns how many elements it has converted, at most `T`.
+        // SAFETY: the caller's contract; `widen_halves` returns how many elements it has converted,
+        // at most `T`.
         let done = unsafe { I::widen_halves(from, &mut wide) };
         for (i, value) in wide.iter_mut().enumerate().skip(done) {
             // SAFETY: `i < T`; read without an alignment.
@@ -174,7 +190,8 @@ impl Element for F16 {
 
     #[inline(always)]
     unsafe fn narrow_tile<I: Vector, const T: usize>(acc: &[f32; T], to: *mut u8) {
-        // SAFETY: the caller's contract; `narrow_halves` returns how many elements it has converted, at most `T`.
+        // SAFETY: the caller's contract; `narrow_halves` returns how many elements it has
+        // converted, at most `T`.
         let done = unsafe { I::narrow_halves(acc, to) };
         for (i, &value) in acc.iter().enumerate().skip(done) {
             // SAFETY: `i < T`; written without an alignment.

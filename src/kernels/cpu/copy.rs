@@ -1,10 +1,14 @@
 //! Copies of bytes, through the cache or past it.
-#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
+#![allow(
+    unsafe_code,
+    reason = "loops over the bytes of tensors, whose addresses torch vouches for"
+)]
 
-/// Maximum number of bytes of one `memcpy`. Above a share of the last-level cache (here about 1 MiB), glibc's own
-/// switches to non-temporal stores, which the next reader pays for: four ranks that stage 1 MiB each, and reduce it,
-/// reach 20-27 GB/s in pieces and 16-17 without (Zen 5 EPYC, 2026-11-21, `cargo bench --bench kernels -- copy`). Only
-/// [`WriteMode`](super::WriteMode) decides whether stores are non-temporal.
+/// Maximum number of bytes of one `memcpy`. Above a share of the last-level cache (here about 1
+/// MiB), glibc's own switches to non-temporal stores, which the next reader pays for: four ranks
+/// that stage 1 MiB each, and reduce it, reach 20-27 GB/s in pieces and 16-17 without (Zen 5 EPYC,
+/// 2026-11-21, `cargo bench --bench kernels -- copy`). Only [`WriteMode`](super::WriteMode) decides
+/// whether stores are non-temporal.
 const PIECE: usize = 128 << 10;
 
 /// Copies with stores that leave `dst` in the cache.
@@ -22,8 +26,8 @@ pub(super) unsafe fn cached(dst: *mut u8, src: *const u8, bytes: usize) {
     unsafe { src.add(done).copy_to_nonoverlapping(dst.add(done), bytes - done) };
 }
 
-/// Copies with non-temporal stores: whole cache lines of `dst` past the cache, its ragged ends through it. Only
-/// [`fence`] orders them before later stores.
+/// Copies with non-temporal stores: whole cache lines of `dst` past the cache, its ragged ends
+/// through it. Only [`fence`] orders them before later stores.
 ///
 /// # Safety
 /// As [`super::copy`].
@@ -34,13 +38,19 @@ pub(super) unsafe fn stream(dst: *mut u8, src: *const u8, bytes: usize) {
     let head = dst.align_offset(LINE).min(bytes);
     let lines = (bytes - head) / LINE;
     let tail = head + lines * LINE;
-    // SAFETY: `head <= tail <= bytes`; `dst + head` lies on a cache line when `lines > 0`; SSE2 is part of x86-64.
+    // SAFETY: `head <= tail <= bytes`; `dst + head` lies on a cache line when `lines > 0`; SSE2 is
+    // part of x86-64.
     unsafe {
         src.copy_to_nonoverlapping(dst, head);
         for at in (head..tail).step_by(LINE) {
             let from = src.add(at).cast::<__m128i>();
             let to = dst.add(at).cast::<__m128i>();
-            let line = [_mm_loadu_si128(from), _mm_loadu_si128(from.add(1)), _mm_loadu_si128(from.add(2)), _mm_loadu_si128(from.add(3))];
+            let line = [
+                _mm_loadu_si128(from),
+                _mm_loadu_si128(from.add(1)),
+                _mm_loadu_si128(from.add(2)),
+                _mm_loadu_si128(from.add(3)),
+            ];
             _mm_stream_si128(to, line[0]);
             _mm_stream_si128(to.add(1), line[1]);
             _mm_stream_si128(to.add(2), line[2]);

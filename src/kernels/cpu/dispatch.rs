@@ -1,4 +1,5 @@
-//! Maps an op and a dtype to the loop compiled for this CPU. `None` here is an error of [`super::supports`].
+//! Maps an op and a dtype to the loop compiled for this CPU. `None` here is an error of
+//! [`super::supports`].
 
 use super::convert::{BF16, E4M3Fn, E4M3Fnuz, E5M2, E5M2Fnuz, F16};
 use super::element::{Bits, Element};
@@ -53,16 +54,21 @@ impl Isa {
     }
 }
 
-/// Returns how many numbers the loops see in one element: a complex number is two, and every op supported for complex
-/// numbers acts on each part separately.
+/// Returns how many numbers the loops see in one element: a complex number is two, and every op
+/// supported for complex numbers acts on each part separately.
 pub(super) fn parts(dtype: DType) -> usize {
     if matches!(dtype, DType::C64 | DType::C128) { 2 } else { 1 }
 }
 
-/// Returns the loop for `op` over `dtype` in `order`, if the combination is supported. Integers have one loop for both
-/// orders, which give the same bits.
+/// Returns the loop for `op` over `dtype` in `order`, if the combination is supported. Integers
+/// have one loop for both orders, which give the same bits.
 // Tiles are 256 bytes of accumulators: four AVX-512 or eight AVX2 registers.
-pub(super) fn kernel(op: ReduceOp, dtype: DType, order: SumOrder, isa: Isa) -> Option<ReduceKernel> {
+pub(super) fn kernel(
+    op: ReduceOp,
+    dtype: DType,
+    order: SumOrder,
+    isa: Isa,
+) -> Option<ReduceKernel> {
     match dtype {
         DType::F32 => float::<f32, 64>(op, order, isa),
         DType::F64 => float::<f64, 32>(op, order, isa),
@@ -86,7 +92,11 @@ pub(super) fn kernel(op: ReduceOp, dtype: DType, order: SumOrder, isa: Isa) -> O
     }
 }
 
-fn float<E: Element, const T: usize>(op: ReduceOp, order: SumOrder, isa: Isa) -> Option<ReduceKernel> {
+fn float<E: Element, const T: usize>(
+    op: ReduceOp,
+    order: SumOrder,
+    isa: Isa,
+) -> Option<ReduceKernel> {
     if order == SumOrder::Tree && op.rounds() {
         return paired::<E, T>(op, isa);
     }
@@ -107,19 +117,30 @@ fn paired<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<ReduceKe
         ReduceOp::Avg => Some(isa.kernel::<E, Paired<Avg>, T>()),
         ReduceOp::Product => Some(isa.kernel::<E, Paired<Product>, T>()),
         ReduceOp::PremulSum => Some(isa.kernel::<E, Paired<PremulSum>, T>()),
-        ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => None,
+        ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
+            None
+        }
     }
 }
 
-fn complex<E: Element, const T: usize>(op: ReduceOp, order: SumOrder, isa: Isa) -> Option<ReduceKernel> {
+fn complex<E: Element, const T: usize>(
+    op: ReduceOp,
+    order: SumOrder,
+    isa: Isa,
+) -> Option<ReduceKernel> {
     match op {
         ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => float::<E, T>(op, order, isa),
-        ReduceOp::Product | ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => None,
+        ReduceOp::Product
+        | ReduceOp::Min
+        | ReduceOp::Max
+        | ReduceOp::BitAnd
+        | ReduceOp::BitOr
+        | ReduceOp::BitXor => None,
     }
 }
 
-/// `W` is the unsigned integer of `E`'s size, for which wrapping and bit operations give the same bits, so only half
-/// the loops are compiled.
+/// `W` is the unsigned integer of `E`'s size, for which wrapping and bit operations give the same
+/// bits, so only half the loops are compiled.
 fn integer<E, W, const T: usize>(op: ReduceOp, isa: Isa) -> Option<ReduceKernel>
 where
     E: Element,

@@ -1,16 +1,22 @@
 //! Elements, as stored in a tensor and as accumulated in a reduction.
-#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
+#![allow(
+    unsafe_code,
+    reason = "loops over the bytes of tensors, whose addresses torch vouches for"
+)]
 
 use super::vector::Vector;
 
-/// The type in which a reduction accumulates: `f32` and `f64` for floats, the type itself for integers.
+/// The type in which a reduction accumulates: `f32` and `f64` for floats, the type itself for
+/// integers.
 pub(super) trait Number: Copy {
     const ZERO: Self;
-    /// Converts a premultiplication factor to this type. Integers do not support PREMUL_SUM, so theirs is never used.
+    /// Converts a premultiplication factor to this type. Integers do not support PREMUL_SUM, so
+    /// theirs is never used.
     fn factor(factor: f64) -> Self;
     fn add(self, other: Self) -> Self;
     fn multiply(self, other: Self) -> Self;
-    /// Divides by a number of ranks; integers truncate toward zero like `torch.div(rounding_mode="trunc")`.
+    /// Divides by a number of ranks; integers truncate toward zero like
+    /// `torch.div(rounding_mode="trunc")`.
     fn divide(self, ranks: usize) -> Self;
     /// Returns `self` unless `other` is strictly less; any NaN wins.
     fn lesser(self, other: Self) -> Self;
@@ -50,8 +56,9 @@ pub(super) trait Element: Copy {
             unsafe { to.cast::<Self>().add(i).write_unaligned(Self::narrow(value)) };
         }
     }
-    /// Rounds once, to nearest even. Every NaN becomes the format's one canonical NaN: the payload and sign that an x86
-    /// addition propagates depend on the operand order that the compiler chose, so they must not reach the result.
+    /// Rounds once, to nearest even. Every NaN becomes the format's one canonical NaN: the payload
+    /// and sign that an x86 addition propagates depend on the operand order that the compiler
+    /// chose, so they must not reach the result.
     fn narrow(acc: Self::Acc) -> Self;
 }
 
@@ -100,7 +107,8 @@ macro_rules! float {
                 self
             }
 
-            // On bits, not with `is_nan`: the compiler may treat all NaNs as equal and drop a float select.
+            // On bits, not with `is_nan`: the compiler may treat all NaNs as equal and drop a float
+            // select.
             #[inline(always)]
             fn narrow(acc: $float) -> Self {
                 let bits = acc.to_bits();

@@ -1,8 +1,11 @@
 //! The floating-point mode of the calling thread.
 //!
-//! `torch.set_flush_denormal(True)` changes it for one thread, and a rank that reduces in another mode than its peers
-//! would get different bits.
-#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
+//! `torch.set_flush_denormal(True)` changes it for one thread, and a rank that reduces in another
+//! mode than its peers would get different bits.
+#![allow(
+    unsafe_code,
+    reason = "loops over the bytes of tensors, whose addresses torch vouches for"
+)]
 
 /// Round to nearest and keep subnormals; dropping it restores the thread's mode.
 pub(super) struct DefaultFpMode {
@@ -26,7 +29,8 @@ mod register {
     }
 
     pub(super) fn write(word: Word) {
-        // SAFETY: ldmxcsr reads four bytes of a local u32 that differs from the current value in mode bits only.
+        // SAFETY: ldmxcsr reads four bytes of a local u32 that differs from the current value in
+        // mode bits only.
         unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const word, options(nostack, preserves_flags)) };
     }
 }
@@ -37,7 +41,8 @@ mod register {
 
     pub(super) type Word = u64;
 
-    /// The bits of FPCR for flushing to zero, for flushing float16 to zero, and for the rounding mode.
+    /// The bits of FPCR for flushing to zero, for flushing float16 to zero, and for the rounding
+    /// mode.
     pub(super) const MODE: Word = 1 << 24 | 1 << 19 | 3 << 22;
 
     pub(super) fn read() -> Word {
@@ -101,7 +106,16 @@ mod tests {
         let mut sum = [0f32; 3];
         let source = InputElements { ptr: values.as_ptr().cast(), factor: 1.0 };
         // SAFETY: three f32 in each.
-        unsafe { reduce(ReduceOp::Sum, DType::F32, sum.as_mut_ptr().cast(), &[source, source], 3, WriteMode::Cached) };
+        unsafe {
+            reduce(
+                ReduceOp::Sum,
+                DType::F32,
+                sum.as_mut_ptr().cast(),
+                &[source, source],
+                3,
+                WriteMode::Cached,
+            )
+        };
         let after = register::read();
         register::write(own);
         assert_eq!(sum.map(f32::to_bits), [2; 3]);

@@ -1,9 +1,10 @@
 //! CPU kernels: reduce, copy, convert; the best instruction set of this CPU is chosen at run time.
 //!
-//! Guarantee: an output element depends only on the input elements, the order of the sources and the [`SumOrder`]. It
-//! does not depend on the instruction set, the alignment, the count, the way a range is split or the [`WriteMode`]. Floats
-//! narrower than 32 bits and `f32` accumulate in `f32`, `f64` in `f64`, and round once; integers wrap. A NaN result is
-//! always the format's canonical quiet NaN. Subnormals are kept, even if the calling thread flushes them.
+//! Guarantee: an output element depends only on the input elements, the order of the sources and
+//! the [`SumOrder`]. It does not depend on the instruction set, the alignment, the count, the way a
+//! range is split or the [`WriteMode`]. Floats narrower than 32 bits and `f32` accumulate in `f32`,
+//! `f64` in `f64`, and round once; integers wrap. A NaN result is always the format's canonical
+//! quiet NaN. Subnormals are kept, even if the calling thread flushes them.
 //!
 //! - [`element`]: numbers and how they add, multiply, compare
 //! - [`cast`]: narrow floats to float32 and back
@@ -16,7 +17,10 @@
 //! - [`tree`]: pairwise combination
 //! - [`dispatch`]: which compiled loop runs a call
 //! - [`copy`](mod@copy): memory to memory
-#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
+#![allow(
+    unsafe_code,
+    reason = "loops over the bytes of tensors, whose addresses torch vouches for"
+)]
 
 mod cast;
 mod convert;
@@ -53,7 +57,8 @@ pub struct InputElements {
 pub enum WriteMode {
     /// Stores through the cache.
     Cached,
-    /// Stores past the cache, for destinations that no thread reads soon. Fenced before the kernel returns.
+    /// Stores past the cache, for destinations that no thread reads soon. Fenced before the kernel
+    /// returns.
     Streaming,
 }
 
@@ -62,14 +67,27 @@ pub fn supports(op: ReduceOp, dtype: DType) -> Result<()> {
     if dispatch::kernel(op, dtype, SumOrder::Rank, Isa::Portable).is_some() {
         return Ok(());
     }
-    Err(Error::not_implemented(format!("reduce op {} is not defined for {}; {}", op.name(), dtype.name(), instead(dtype))))
+    Err(Error::not_implemented(format!(
+        "reduce op {} is not defined for {}; {}",
+        op.name(),
+        dtype.name(),
+        instead(dtype)
+    )))
 }
 
 /// Returns the advice in an error of [`supports`].
 fn instead(dtype: DType) -> String {
-    let float = |integer: &str| format!("use SUM, AVG, PRODUCT, MIN, MAX or PREMUL_SUM, or view the tensor as {integer}");
-    let integer = |float: &str| format!("use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, or cast the tensor to {float}");
-    let complex = |float: &str| format!("use SUM, AVG or PREMUL_SUM, or reduce its parts as {float} with torch.view_as_real");
+    let float = |integer: &str| {
+        format!("use SUM, AVG, PRODUCT, MIN, MAX or PREMUL_SUM, or view the tensor as {integer}")
+    };
+    let integer = |float: &str| {
+        format!("use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, or cast the tensor to {float}")
+    };
+    let complex = |float: &str| {
+        format!(
+            "use SUM, AVG or PREMUL_SUM, or reduce its parts as {float} with torch.view_as_real"
+        )
+    };
     match dtype {
         DType::F64 => float("int64"),
         DType::F32 => float("int32"),
@@ -79,20 +97,30 @@ fn instead(dtype: DType) -> String {
         DType::C128 => complex("float64"),
         DType::U8 | DType::I8 | DType::I16 | DType::U16 => integer("float32"),
         DType::I32 | DType::U32 | DType::I64 | DType::U64 => integer("float64"),
-        DType::Bool => "use SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR, or cast the tensor to float32".to_owned(),
+        DType::Bool => {
+            "use SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR, or cast the tensor to float32"
+                .to_owned()
+        }
     }
 }
 
-/// Computes `dst[i] = op(sources[0][i], .., sources[n-1][i])` for `i < count`, combined in the order of `sources`.
-/// Without sources nothing is written.
+/// Computes `dst[i] = op(sources[0][i], .., sources[n-1][i])` for `i < count`, combined in the
+/// order of `sources`. Without sources nothing is written.
 ///
 /// # Panics
 /// If [`supports`] rejects `op` for `dtype`.
 ///
 /// # Safety
-/// Each source and `dst` must be valid for `count` elements of `dtype`, at any alignment; `dst` is the same as a source
-/// or overlaps none. Under `Bool` every byte is 0 or 1.
-pub unsafe fn reduce(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[InputElements], count: usize, store: WriteMode) {
+/// Each source and `dst` must be valid for `count` elements of `dtype`, at any alignment; `dst` is
+/// the same as a source or overlaps none. Under `Bool` every byte is 0 or 1.
+pub unsafe fn reduce(
+    op: ReduceOp,
+    dtype: DType,
+    dst: *mut u8,
+    sources: &[InputElements],
+    count: usize,
+    store: WriteMode,
+) {
     // SAFETY: the caller's contract.
     unsafe { reduce_in(SumOrder::Rank, op, dtype, dst, sources, count, store) }
 }
@@ -118,7 +146,8 @@ pub unsafe fn reduce_in(
     unsafe { reduce_on(Isa::best(), order, op, dtype, dst, sources, count, sources.len(), store) }
 }
 
-/// [`reduce_in`] of sources that together represent `ranks` ranks: an AVG is divided by that number.
+/// [`reduce_in`] of sources that together represent `ranks` ranks: an AVG is divided by that
+/// number.
 ///
 /// # Safety
 /// As [`reduce`].
@@ -133,7 +162,9 @@ pub unsafe fn reduce_partials(
 ) {
     let _mode = fp_mode::DefaultFpMode::enter();
     // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
-    unsafe { reduce_on(Isa::best(), order, op, dtype, dst, sources, count, ranks, WriteMode::Cached) }
+    unsafe {
+        reduce_on(Isa::best(), order, op, dtype, dst, sources, count, ranks, WriteMode::Cached)
+    }
 }
 
 /// [`reduce_partials`] with a named instruction set and store.
@@ -152,19 +183,26 @@ unsafe fn reduce_on(
     ranks: usize,
     store: WriteMode,
 ) {
-    assert!(order == SumOrder::Rank || sources.len() <= tree::MOST, "{} sources are too many for a tree", sources.len());
+    assert!(
+        order == SumOrder::Rank || sources.len() <= tree::MOST,
+        "{} sources are too many for a tree",
+        sources.len()
+    );
     let Some(kernel) = dispatch::kernel(op, dtype, order.of(op, dtype, sources.len()), isa) else {
         panic!("reduce op {} was let through for {}", op.name(), dtype.name());
     };
     if sources.is_empty() || count == 0 {
         return;
     }
-    let job = reduce::ReduceJob { dst, sources, count: count * dispatch::parts(dtype), ranks, store };
-    // SAFETY: the caller's contract; `kernel` was looked up for this dtype, whose parts `count` now counts.
+    let job =
+        reduce::ReduceJob { dst, sources, count: count * dispatch::parts(dtype), ranks, store };
+    // SAFETY: the caller's contract; `kernel` was looked up for this dtype, whose parts `count` now
+    // counts.
     unsafe { kernel(&job) }
 }
 
-/// Returns true if `dtype` is a float narrower than 32 bits, which [`widen`] and [`narrow`] convert.
+/// Returns true if `dtype` is a float narrower than 32 bits, which [`widen`] and [`narrow`]
+/// convert.
 pub fn is_narrow(dtype: DType) -> bool {
     cast::casts(dtype, Isa::Portable).is_some()
 }
@@ -175,15 +213,19 @@ pub fn is_narrow(dtype: DType) -> bool {
 /// Unless [`is_narrow`].
 ///
 /// # Safety
-/// `src` must be valid for reads and `dst` for writes of `count` elements, at any alignment; they do not overlap.
+/// `src` must be valid for reads and `dst` for writes of `count` elements, at any alignment; they
+/// do not overlap.
 pub unsafe fn widen(dtype: DType, dst: *mut u8, src: *const u8, count: usize) {
-    let Some((widen, _)) = cast::casts(dtype, Isa::best()) else { panic!("{} is not narrow", dtype.name()) };
+    let Some((widen, _)) = cast::casts(dtype, Isa::best()) else {
+        panic!("{} is not narrow", dtype.name())
+    };
     let _mode = fp_mode::DefaultFpMode::enter();
     // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
     unsafe { widen(dst, src, count) }
 }
 
-/// Rounds `count` float32 at `src` to `dtype` at `dst`, to nearest even, each NaN to the canonical one.
+/// Rounds `count` float32 at `src` to `dtype` at `dst`, to nearest even, each NaN to the canonical
+/// one.
 ///
 /// # Panics
 /// Unless [`is_narrow`].
@@ -191,7 +233,9 @@ pub unsafe fn widen(dtype: DType, dst: *mut u8, src: *const u8, count: usize) {
 /// # Safety
 /// As [`widen`]; `dst` may be `src`.
 pub unsafe fn narrow(dtype: DType, dst: *mut u8, src: *const u8, count: usize) {
-    let Some((_, narrow)) = cast::casts(dtype, Isa::best()) else { panic!("{} is not narrow", dtype.name()) };
+    let Some((_, narrow)) = cast::casts(dtype, Isa::best()) else {
+        panic!("{} is not narrow", dtype.name())
+    };
     let _mode = fp_mode::DefaultFpMode::enter();
     // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
     unsafe { narrow(dst, src, count) }

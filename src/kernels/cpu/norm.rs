@@ -1,14 +1,19 @@
 //! Sum over ranks, residual and RMSNorm of whole rows.
 //!
-//! An element of the sum is rounded to the tensor's type as in every collective. The residual is added in float32 and
-//! rounded, and the norm of the rounded row is computed in float32 and rounded once. Squares are added in one order,
-//! whatever the instruction set and the number and position of rows; `src/kernels/cuda/include/norm.cuh` uses the same:
+//! An element of the sum is rounded to the tensor's type as in every collective. The residual is
+//! added in float32 and rounded, and the norm of the rounded row is computed in float32 and rounded
+//! once. Squares are added in one order, whatever the instruction set and the number and position
+//! of rows; `src/kernels/cuda/include/norm.cuh` uses the same:
 //!
-//! 1. The squares of [`GROUP`] neighbours in halves: the first four and the last four, then two and two, then one and
-//!    one.
-//! 2. The groups of a row in [`LANES`] accumulators: number `l` has group `l`, with group `l + LANES` added to it.
+//! 1. The squares of [`GROUP`] neighbours in halves: the first four and the last four, then two and
+//!    two, then one and one.
+//! 2. The groups of a row in [`LANES`] accumulators: number `l` has group `l`, with group `l +
+//!    LANES` added to it.
 //! 3. The accumulators in blocks of [`BLOCK`], each in halves; then the blocks in halves.
-#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
+#![allow(
+    unsafe_code,
+    reason = "loops over the bytes of tensors, whose addresses torch vouches for"
+)]
 
 use super::convert::{BF16, E4M3Fn, F16};
 use super::dispatch::Isa;
@@ -52,8 +57,8 @@ pub struct NormRows<'a> {
 /// Sums `rows` rows, adds the residual and normalises them.
 ///
 /// # Safety
-/// Everything in `memory` is valid for `rows` rows of `norm` at any alignment; `normed` is a source or overlaps nothing, `sum` is
-/// `residual` or overlaps nothing.
+/// Everything in `memory` is valid for `rows` rows of `norm` at any alignment; `normed` is a source
+/// or overlaps nothing, `sum` is `residual` or overlaps nothing.
 pub unsafe fn add_rms_norm(norm: &Norm, rows: usize, memory: &NormRows<'_>) {
     // SAFETY: the caller's contract; `best` returns an instruction set of this CPU.
     unsafe { add_rms_norm_on(Isa::best(), norm, rows, memory) }
@@ -71,15 +76,34 @@ unsafe fn add_rms_norm_on(isa: Isa, norm: &Norm, rows: usize, memory: &NormRows<
             DType::BF16 => of_type::<BF16>(isa, norm, rows, memory),
             DType::F16 => of_type::<F16>(isa, norm, rows, memory),
             DType::F32 => of_type::<f32>(isa, norm, rows, memory),
-            DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::U16 | DType::U32 | DType::U64 | DType::Bool => {}
-            DType::F8E5M2 | DType::F8E4M3FN | DType::F8E5M2FNUZ | DType::F8E4M3FNUZ | DType::F64 | DType::C64 | DType::C128 => {}
+            DType::U8
+            | DType::I8
+            | DType::I16
+            | DType::I32
+            | DType::I64
+            | DType::U16
+            | DType::U32
+            | DType::U64
+            | DType::Bool => {}
+            DType::F8E5M2
+            | DType::F8E4M3FN
+            | DType::F8E5M2FNUZ
+            | DType::F8E4M3FNUZ
+            | DType::F64
+            | DType::C64
+            | DType::C128 => {}
         }
     }
 }
 
 /// # Safety
 /// As [`add_rms_norm_on`], of elements of type `E`.
-unsafe fn of_type<E: Element<Acc = f32>>(isa: Isa, norm: &Norm, rows: usize, memory: &NormRows<'_>) {
+unsafe fn of_type<E: Element<Acc = f32>>(
+    isa: Isa,
+    norm: &Norm,
+    rows: usize,
+    memory: &NormRows<'_>,
+) {
     // SAFETY: the caller's contract is the same as of each.
     unsafe {
         match isa {
@@ -118,10 +142,12 @@ unsafe fn run<E: Element<Acc = f32>, I: Vector>(norm: &Norm, rows: usize, memory
     let hidden = norm.hidden;
     let whole = hidden - hidden % TILE;
     let order = memory.order.of(ReduceOp::Sum, norm.dtype, memory.sources.len());
-    let (mut tree, mut rest) = if order == SumOrder::Tree { (Some(Tree::new()), Some(Tree::new())) } else { (None, None) };
+    let (mut tree, mut rest) =
+        if order == SumOrder::Tree { (Some(Tree::new()), Some(Tree::new())) } else { (None, None) };
     for row in 0..rows {
         let at = row * norm.row_bytes();
-        // SAFETY: `row < rows`, the number of rows in all memory; tiles end at `hidden`, a multiple of `GROUP`.
+        // SAFETY: `row < rows`, the number of rows in all memory; tiles end at `hidden`, a multiple
+        // of `GROUP`.
         unsafe {
             let mut lanes = [0f32; LANES];
             for first in (0..whole).step_by(TILE) {
@@ -130,8 +156,10 @@ unsafe fn run<E: Element<Acc = f32>, I: Vector>(norm: &Norm, rows: usize, memory
             for first in (whole..hidden).step_by(GROUP) {
                 add::<E, I, GROUP>(memory, at, first, rest.as_mut(), &mut lanes);
             }
-            let inverse = 1.0 / (total(&mut lanes, hidden / GROUP) / hidden as f32 + norm.eps).sqrt();
-            let (sum, weight, to) = (memory.sum.add(at), memory.weight, memory.normed.add(row * norm.normed_bytes()));
+            let inverse =
+                1.0 / (total(&mut lanes, hidden / GROUP) / hidden as f32 + norm.eps).sqrt();
+            let (sum, weight, to) =
+                (memory.sum.add(at), memory.weight, memory.normed.add(row * norm.normed_bytes()));
             if norm.normed == Normed::Same {
                 for first in (0..whole).step_by(TILE) {
                     write::<E, I, TILE>(sum, weight, first, inverse, to);
@@ -193,8 +221,8 @@ fn rounded<E: Element<Acc = f32>, I: Vector, const T: usize>(values: &[f32; T]) 
     }
 }
 
-/// Sums `T` elements from `first` of the row `at`, pairwise if there is a `tree`, with the residual, and adds their
-/// squares.
+/// Sums `T` elements from `first` of the row `at`, pairwise if there is a `tree`, with the
+/// residual, and adds their squares.
 ///
 /// # Safety
 /// The memory is valid for them, of type `E`; the CPU has `I`.
@@ -232,11 +260,14 @@ unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(
     }
 }
 
-/// Adds the accumulators, which it overwrites. Those beyond `groups` are zeros, which change no sum of squares.
+/// Adds the accumulators, which it overwrites. Those beyond `groups` are zeros, which change no sum
+/// of squares.
 #[inline(always)]
 fn total(lanes: &mut [f32; LANES], groups: usize) -> f32 {
     let mut blocks = [0f32; LANES / BLOCK];
-    for (block, total) in lanes.as_chunks_mut::<BLOCK>().0.iter_mut().zip(&mut blocks).take(groups.div_ceil(BLOCK)) {
+    for (block, total) in
+        lanes.as_chunks_mut::<BLOCK>().0.iter_mut().zip(&mut blocks).take(groups.div_ceil(BLOCK))
+    {
         *total = halved(block);
     }
     halved(&mut blocks)
@@ -257,7 +288,8 @@ fn halved(values: &mut [f32; BLOCK]) -> f32 {
 /// Returns the normalised elements from `first` of a row, not rounded.
 ///
 /// # Safety
-/// `sum` and `weight` are valid for a row of type `E` with `T` elements from `first`; the CPU has `I`.
+/// `sum` and `weight` are valid for a row of type `E` with `T` elements from `first`; the CPU has
+/// `I`.
 #[inline(always)]
 unsafe fn normed<E: Element<Acc = f32>, I: Vector, const T: usize>(
     sum: *const u8,
@@ -267,14 +299,17 @@ unsafe fn normed<E: Element<Acc = f32>, I: Vector, const T: usize>(
 ) -> [f32; T] {
     let place = first * size_of::<E>();
     // SAFETY: the caller's contract.
-    let (mut values, weight) = unsafe { (E::widen_tile::<I, T>(sum.add(place)), E::widen_tile::<I, T>(weight.add(place))) };
+    let (mut values, weight) = unsafe {
+        (E::widen_tile::<I, T>(sum.add(place)), E::widen_tile::<I, T>(weight.add(place)))
+    };
     for (value, weight) in values.iter_mut().zip(weight) {
         *value = *value * inverse * weight;
     }
     values
 }
 
-/// Finds the largest magnitudes of normalised elements, in any order, because the maximum does not depend on it.
+/// Finds the largest magnitudes of normalised elements, in any order, because the maximum does not
+/// depend on it.
 ///
 /// # Safety
 /// As [`normed`].
@@ -306,7 +341,12 @@ unsafe fn write<E: Element<Acc = f32>, I: Vector, const T: usize>(
     to: *mut u8,
 ) {
     // SAFETY: the caller's contract.
-    unsafe { E::narrow_tile::<I, T>(&normed::<E, I, T>(sum, weight, first, inverse), to.add(first * size_of::<E>())) };
+    unsafe {
+        E::narrow_tile::<I, T>(
+            &normed::<E, I, T>(sum, weight, first, inverse),
+            to.add(first * size_of::<E>()),
+        )
+    };
 }
 
 /// Writes the normalised elements from `first` of a row, scaled, as float8_e4m3fn.
@@ -346,152 +386,4 @@ unsafe fn quantize<E: Element<Acc = f32>, I: Vector, const T: usize>(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn rounded_to(dtype: DType, value: f32) -> f32 {
-        if dtype == DType::BF16 {
-            BF16::narrow(value).widen()
-        } else if dtype == DType::F16 {
-            F16::narrow(value).widen()
-        } else {
-            value
-        }
-    }
-
-    /// The definition, element by element.
-    fn expected(norm: &Norm, sources: &[Vec<f32>], residual: &[f32], weight: &[f32]) -> (Vec<f32>, Vec<f32>) {
-        let round = |value: f32| rounded_to(norm.dtype, value);
-        let sum =
-            (0..norm.hidden).map(|i| round(round(sources[1..].iter().fold(sources[0][i], |sum, other| sum + other[i])) + residual[i]));
-        let sum: Vec<f32> = sum.collect();
-        let mut groups: Vec<f32> = sum
-            .chunks(8)
-            .map(|x| {
-                let q: Vec<f32> = x.iter().map(|x| x * x).collect();
-                ((q[0] + q[4]) + (q[2] + q[6])) + ((q[1] + q[5]) + (q[3] + q[7]))
-            })
-            .collect();
-        groups.resize(2048, 0.0);
-        let mut lanes: Vec<f32> = (0..1024).map(|lane| groups[lane] + groups[lane + 1024]).collect();
-        let halves = |values: &[f32]| {
-            let mut values = values.to_vec();
-            while values.len() > 1 {
-                let half = values.len() / 2;
-                values = (0..half).map(|i| values[i] + values[i + half]).collect();
-            }
-            values[0]
-        };
-        lanes = lanes.chunks(32).map(halves).collect();
-        let inverse = 1.0 / (halves(&lanes) / norm.hidden as f32 + norm.eps).sqrt();
-        (sum.iter().zip(weight).map(|(x, w)| round(x * inverse * w)).collect(), sum)
-    }
-
-    fn values(count: usize, seed: u64, dtype: DType) -> Vec<f32> {
-        let mut state = seed | 1;
-        let mut next = || {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-        };
-        (0..count).map(|_| rounded_to(dtype, next() * 3.0)).collect()
-    }
-
-    fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
-        let of = |&value: &f32| {
-            if dtype == DType::BF16 {
-                BF16::narrow(value).0.to_le_bytes().to_vec()
-            } else if dtype == DType::F16 {
-                F16::narrow(value).0.to_le_bytes().to_vec()
-            } else {
-                value.to_le_bytes().to_vec()
-            }
-        };
-        values.iter().flat_map(of).collect()
-    }
-
-    /// Runs `rows` rows; returns the normalised rows, the sums and the scales.
-    fn run_on(isa: Isa, norm: &Norm, sources: &[Vec<u8>], residual: &[u8], weight: &[u8], scale: f32) -> [Vec<u8>; 3] {
-        let rows = norm.rows;
-        let mut outputs = [norm.normed_bytes(), norm.row_bytes(), norm.scale_bytes()].map(|bytes| vec![0xEE; bytes * rows]);
-        let pointers: Vec<*const u8> = sources.iter().map(|source| source.as_ptr()).collect();
-        let [normed, sum, scales] = &mut outputs;
-        let memory = NormRows {
-            sources: &pointers,
-            order: SumOrder::Rank,
-            residual: residual.as_ptr(),
-            weight: weight.as_ptr(),
-            scale: (&raw const scale).cast(),
-            normed: normed.as_mut_ptr(),
-            sum: sum.as_mut_ptr(),
-            scales: scales.as_mut_ptr(),
-        };
-        // SAFETY: all have `rows` rows; the CPU has `isa`.
-        unsafe { add_rms_norm_on(isa, norm, rows, &memory) };
-        outputs
-    }
-
-    #[test]
-    fn every_instruction_set_has_the_bits_of_the_definition_whatever_the_rows() {
-        for dtype in [DType::BF16, DType::F16, DType::F32] {
-            for hidden in [8, 72, 1024, 4096, 8200, 16384] {
-                let rows = 3;
-                let norm = Norm { dtype, hidden, rows, eps: 1e-5, normed: Normed::Same };
-                let sources: Vec<Vec<f32>> = (1..4).map(|seed| values(rows * hidden, seed, dtype)).collect();
-                let (residual, weight) = (values(rows * hidden, 7, dtype), values(hidden, 8, dtype));
-                let given: Vec<Vec<u8>> = sources.iter().map(|source| bytes(dtype, source)).collect();
-                let (residual_bytes, weight_bytes) = (bytes(dtype, &residual), bytes(dtype, &weight));
-                for &isa in Isa::available() {
-                    let [normed, sum, _] = run_on(isa, &norm, &given, &residual_bytes, &weight_bytes, 1.0);
-                    for row in 0..rows {
-                        let part = row * hidden..(row + 1) * hidden;
-                        let of_row: Vec<Vec<f32>> = sources.iter().map(|source| source[part.clone()].to_vec()).collect();
-                        let (wanted, wanted_sum) = expected(&norm, &of_row, &residual[part], &weight);
-                        let place = row * norm.row_bytes()..(row + 1) * norm.row_bytes();
-                        assert_eq!(sum[place.clone()], bytes(dtype, &wanted_sum), "{dtype:?} {hidden} {isa:?}");
-                        assert_eq!(normed[place], bytes(dtype, &wanted), "{dtype:?} {hidden} {isa:?}");
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn quantized_rows_are_those_of_the_normed_ones() {
-        let (dtype, hidden, rows) = (DType::BF16, 1032, 2);
-        let same = Norm { dtype, hidden, rows, eps: 1e-6, normed: Normed::Same };
-        let given = [bytes(dtype, &values(rows * hidden, 3, dtype))];
-        let (residual, weight) = (bytes(dtype, &values(rows * hidden, 4, dtype)), bytes(dtype, &values(hidden, 5, dtype)));
-        for &isa in Isa::available() {
-            let [normed, sum, _] = run_on(isa, &same, &given, &residual, &weight, 1.0);
-            let normed: Vec<f32> = normed.as_chunks::<2>().0.iter().map(|&code| BF16(u16::from_le_bytes(code)).widen()).collect();
-            // A scale so small that some scaled numbers are out of range.
-            let scale = 0.01f32;
-            let [quantized, sum_too, _] = run_on(isa, &Norm { normed: Normed::Static, ..same }, &given, &residual, &weight, scale);
-            let wanted: Vec<u8> = normed.iter().map(|x| E4M3Fn::narrow((x * (1.0 / scale)).clamp(-448.0, 448.0)).0).collect();
-            assert_eq!((quantized, &sum_too), (wanted, &sum), "{isa:?}");
-            let [quantized, _, scales] = run_on(isa, &Norm { normed: Normed::Dynamic, ..same }, &given, &residual, &weight, scale);
-            for (row, normed) in normed.chunks(hidden).enumerate() {
-                let scale = normed.iter().fold(0f32, |most, x| most.max(x.abs())) / 448.0;
-                assert_eq!(scales[row * 4..row * 4 + 4], scale.to_le_bytes(), "{isa:?}");
-                let wanted: Vec<u8> = normed.iter().map(|x| E4M3Fn::narrow((x / scale).clamp(-448.0, 448.0)).0).collect();
-                assert_eq!(quantized[row * hidden..(row + 1) * hidden], wanted, "{isa:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn a_row_of_zeros_has_the_least_scale_and_a_nan_spreads_over_its_row_alone() {
-        let norm = Norm { dtype: DType::F32, hidden: 16, rows: 2, eps: 1e-6, normed: Normed::Dynamic };
-        let mut input = vec![0f32; 32];
-        input[20] = f32::NAN;
-        let (input, zeros, ones) = (bytes(DType::F32, &input), vec![0u8; 128], bytes(DType::F32, &[1.0; 16]));
-        for &isa in Isa::available() {
-            let [quantized, _, scales] = run_on(isa, &norm, std::slice::from_ref(&input), &zeros, &ones, 1.0);
-            assert_eq!((&quantized[..16], &quantized[16..]), (&[0u8; 16][..], &[0x7f; 16][..]), "{isa:?}");
-            assert_eq!(scales[..4], LEAST_SCALE.to_le_bytes());
-            assert_eq!(scales[4..], f32::from_bits(0x7fc0_0000).to_le_bytes());
-        }
-    }
-}
+mod tests;

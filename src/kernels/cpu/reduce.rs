@@ -1,10 +1,13 @@
 //! The reduction loop, once, and its compilation for each instruction set.
 //!
-//! A tile of `T` accumulators stays in registers while the loop visits the sources in rank order, or pairwise
-//! ([`super::tree`]). Each output element depends only on its own inputs: not on alignment, on the count, on how a range
-//! was split or on the vector width. Rust never contracts a product and a sum into a fused operation, and so the wider
-//! instruction sets do not either.
-#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
+//! A tile of `T` accumulators stays in registers while the loop visits the sources in rank order,
+//! or pairwise ([`super::tree`]). Each output element depends only on its own inputs: not on
+//! alignment, on the count, on how a range was split or on the vector width. Rust never contracts a
+//! product and a sum into a fused operation, and so the wider instruction sets do not either.
+#![allow(
+    unsafe_code,
+    reason = "loops over the bytes of tensors, whose addresses torch vouches for"
+)]
 
 use super::element::{Element, Number};
 use super::reduce_op::ReduceFn;
@@ -29,11 +32,12 @@ pub(super) struct ReduceJob<'a> {
 /// The CPU has the instruction set; the job satisfies the contract of [`super::reduce`].
 pub(super) type ReduceKernel = unsafe fn(&ReduceJob);
 
-/// Number of bytes that a streaming reduction computes in L1 before it writes them out; a power of two of cache lines.
+/// Number of bytes that a streaming reduction computes in L1 before it writes them out; a power of
+/// two of cache lines.
 const BLOCK: usize = 4096;
 
-/// Minimum number of left-over elements that are padded to a whole tile. Fewer are computed one by one, which takes 7
-/// ns instead of 30 ns for one element of four ranks.
+/// Minimum number of left-over elements that are padded to a whole tile. Fewer are computed one by
+/// one, which takes 7 ns instead of 30 ns for one element of four ranks.
 const FEW: usize = 8;
 
 #[repr(align(64))]
@@ -81,7 +85,8 @@ unsafe fn run<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: &
     let mut start = 0;
     while start < job.count {
         let now = length.min(job.count - start);
-        // SAFETY: `start + now <= count`; `now * size <= BLOCK`; the block overlaps no memory of the caller.
+        // SAFETY: `start + now <= count`; `now * size <= BLOCK`; the block overlaps no memory of
+        // the caller.
         unsafe {
             span::<E, O, I, T>(job, start, now, block.0.as_mut_ptr(), &mut tree);
             copy::stream(job.dst.add(start * size), block.0.as_ptr(), now * size);
@@ -95,7 +100,8 @@ unsafe fn run<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: &
 /// Reduces elements `start .. start + count` into `out`.
 ///
 /// # Safety
-/// The sources are valid for `start + count` elements, `out` for `count`; `out` is a source at `start` or overlaps none.
+/// The sources are valid for `start + count` elements, `out` for `count`; `out` is a source at
+/// `start` or overlaps none.
 #[inline(always)]
 unsafe fn span<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(
     job: &ReduceJob,
@@ -119,7 +125,9 @@ unsafe fn span<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(
         for at in whole..count {
             // SAFETY: `at < count`.
             unsafe {
-                let acc = tile::<E, O, I, 1>(job, &mut Tree::new(), |source| source.ptr.add((start + at) * size));
+                let acc = tile::<E, O, I, 1>(job, &mut Tree::new(), |source| {
+                    source.ptr.add((start + at) * size)
+                });
                 E::narrow_tile::<I, 1>(&acc, out.add(at * size));
             }
         }
@@ -127,8 +135,8 @@ unsafe fn span<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(
         let rest = count - whole;
         let mut pad = [E::ZERO; T];
         let pad = (&raw mut pad).cast::<u8>();
-        // SAFETY: `whole + rest == count`; `pad` holds `T > rest` elements, and `tile` has read one padded copy before
-        // it asks for the next.
+        // SAFETY: `whole + rest == count`; `pad` holds `T > rest` elements, and `tile` has read one
+        // padded copy before it asks for the next.
         unsafe {
             let acc = tile::<E, O, I, T>(job, tree, |source| {
                 source.ptr.add((start + whole) * size).copy_to_nonoverlapping(pad, rest * size);
@@ -140,7 +148,8 @@ unsafe fn span<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(
     }
 }
 
-/// Returns the accumulators of `T` elements; for each source, `locate` returns the address of the first.
+/// Returns the accumulators of `T` elements; for each source, `locate` returns the address of the
+/// first.
 ///
 /// # Safety
 /// `locate` returns pointers that are valid for `T` elements until its next call; the CPU has `I`.
@@ -152,7 +161,8 @@ unsafe fn tile<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(
 ) -> [E::Acc; T] {
     let mut lifted = |source: &InputElements| {
         let factor = E::Acc::factor(source.factor);
-        // SAFETY: `locate`'s pointers are valid for `T` elements, and this is read before its next call.
+        // SAFETY: `locate`'s pointers are valid for `T` elements, and this is read before its next
+        // call.
         let mut values = unsafe { E::widen_tile::<I, T>(locate(source)) };
         for value in &mut values {
             *value = O::lift(*value, factor);

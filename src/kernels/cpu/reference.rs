@@ -1,10 +1,17 @@
-//! Reference results for the kernels, computed as plainly as possible: `f64` and `i128`, one element at a time,
-//! rounding by search. Shares no code with the kernels.
+//! Reference results for the kernels, computed as plainly as possible: `f64` and `i128`, one
+//! element at a time, rounding by search. Shares no code with the kernels.
 
 use crate::dtype::{DType, ReduceOp, SumOrder};
 
-/// Returns the result of `op` for one element, from each rank's bytes and factor, combined in `order`.
-pub(super) fn element(order: SumOrder, op: ReduceOp, dtype: DType, values: &[&[u8]], factors: &[f64]) -> Vec<u8> {
+/// Returns the result of `op` for one element, from each rank's bytes and factor, combined in
+/// `order`.
+pub(super) fn element(
+    order: SumOrder,
+    op: ReduceOp,
+    dtype: DType,
+    values: &[&[u8]],
+    factors: &[f64],
+) -> Vec<u8> {
     let half = dtype.size() / 2;
     match dtype {
         DType::C64 | DType::C128 => {
@@ -15,17 +22,31 @@ pub(super) fn element(order: SumOrder, op: ReduceOp, dtype: DType, values: &[&[u
             };
             [part(0..half), part(half..2 * half)].concat()
         }
-        DType::F16 | DType::BF16 | DType::F32 | DType::F64 | DType::F8E5M2 | DType::F8E4M3FN | DType::F8E5M2FNUZ | DType::F8E4M3FNUZ => {
+        DType::F16
+        | DType::BF16
+        | DType::F32
+        | DType::F64
+        | DType::F8E5M2
+        | DType::F8E4M3FN
+        | DType::F8E5M2FNUZ
+        | DType::F8E4M3FNUZ => {
             let values: Vec<f64> = values.iter().map(|value| decode(dtype, value)).collect();
             encode(dtype, float(order, op, dtype, &values, factors))
         }
         DType::Bool => vec![u8::from(boolean(op, values))],
-        DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::U16 | DType::U32 | DType::U64 => integer(op, dtype, values),
+        DType::U8
+        | DType::I8
+        | DType::I16
+        | DType::I32
+        | DType::I64
+        | DType::U16
+        | DType::U32
+        | DType::U64 => integer(op, dtype, values),
     }
 }
 
-/// Rounds to the precision in which `dtype` accumulates. For one `+`, `*` or `/` of two `f32`, rounding to `f64` first
-/// never changes the `f32`.
+/// Rounds to the precision in which `dtype` accumulates. For one `+`, `*` or `/` of two `f32`,
+/// rounding to `f64` first never changes the `f32`.
 fn accumulated(dtype: DType, value: f64) -> f64 {
     if dtype == DType::F64 { value } else { f64::from(value as f32) }
 }
@@ -33,7 +54,11 @@ fn accumulated(dtype: DType, value: f64) -> f64 {
 fn float(order: SumOrder, op: ReduceOp, dtype: DType, values: &[f64], factors: &[f64]) -> f64 {
     let round = |value| accumulated(dtype, value);
     let scaled = |(value, factor): (&f64, &f64)| round(value * round(*factor));
-    let leaves: Vec<f64> = if op == ReduceOp::PremulSum { values.iter().zip(factors).map(scaled).collect() } else { values.to_vec() };
+    let leaves: Vec<f64> = if op == ReduceOp::PremulSum {
+        values.iter().zip(factors).map(scaled).collect()
+    } else {
+        values.to_vec()
+    };
     let both = |acc: f64, value: f64| match op {
         ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => round(acc + value),
         ReduceOp::Product => round(acc * value),
@@ -79,7 +104,9 @@ fn integer(op: ReduceOp, dtype: DType, values: &[&[u8]]) -> Vec<u8> {
         let value = value & ((1 << bits) - 1);
         if signed && value >> (bits - 1) == 1 { value - (1 << bits) } else { value }
     };
-    let read = |bytes: &[u8]| wrap(bytes.iter().rev().fold(0, |value, &byte| value << 8 | i128::from(byte)));
+    let read = |bytes: &[u8]| {
+        wrap(bytes.iter().rev().fold(0, |value, &byte| value << 8 | i128::from(byte)))
+    };
     let values: Vec<i128> = values.iter().map(|bytes| read(bytes)).collect();
     let folded = values.iter().copied().reduce(|a, b| match op {
         ReduceOp::Sum | ReduceOp::Avg => wrap(a + b),
@@ -96,8 +123,8 @@ fn integer(op: ReduceOp, dtype: DType, values: &[&[u8]]) -> Vec<u8> {
     result.to_le_bytes()[..size].to_vec()
 }
 
-/// A small float format. `next` is the code after the largest finite one; results that overflow to it become
-/// `overflow`.
+/// A small float format. `next` is the code after the largest finite one; results that overflow to
+/// it become `overflow`.
 struct Format {
     mantissa: i32,
     bias: i32,
@@ -167,7 +194,8 @@ impl Format {
             if self.magnitude(middle) <= magnitude { low = middle } else { high = middle }
         }
         let middle = (self.magnitude(low) + self.magnitude(high)) / 2.0;
-        let code = if magnitude > middle || (magnitude == middle && low % 2 == 1) { high } else { low };
+        let code =
+            if magnitude > middle || (magnitude == middle && low % 2 == 1) { high } else { low };
         let code = if code == self.next { self.overflow } else { code };
         let fnuz = self.nan == self.sign;
         let sign = if value.is_sign_negative() && !(fnuz && code == 0) { self.sign } else { 0 };

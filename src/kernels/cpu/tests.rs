@@ -1,4 +1,7 @@
-#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
+#![allow(
+    unsafe_code,
+    reason = "loops over the bytes of tensors, whose addresses torch vouches for"
+)]
 
 use super::dispatch::Isa;
 use super::reference::{self, decode, encode};
@@ -8,7 +11,8 @@ use proptest::prelude::*;
 
 const COUNTS: [usize; 11] = [0, 1, 7, 15, 16, 17, 63, 64, 65, 1000, 4099];
 const FACTORS: [f64; 8] = [0.1, -3.0, 1.0 / 3.0, 1e-40, 65504.0, -0.0, 1e30, 1.0];
-const FLOATS: [DType; 6] = [DType::F16, DType::BF16, DType::F8E5M2, DType::F8E4M3FN, DType::F8E5M2FNUZ, DType::F8E4M3FNUZ];
+const FLOATS: [DType; 6] =
+    [DType::F16, DType::BF16, DType::F8E5M2, DType::F8E4M3FN, DType::F8E5M2FNUZ, DType::F8E4M3FNUZ];
 
 /// The value of bytes that the kernels must not write.
 const GUARD: u8 = 0xa5;
@@ -29,24 +33,49 @@ fn pairs() -> impl Iterator<Item = (ReduceOp, DType)> {
     all.filter(|&(op, dtype)| supports(op, dtype).is_ok())
 }
 
-/// The values that break sums: huge next to small, both zeros, the least and the largest, infinities, many NaNs.
+/// The values that break sums: huge next to small, both zeros, the least and the largest,
+/// infinities, many NaNs.
 fn adversary(dtype: DType, random: &mut Random) -> Vec<u8> {
     let pick = |list: &[u64], random: &mut Random| list[random.next() as usize % list.len()];
-    let double = |list: &[f64], random: &mut Random| list[random.next() as usize % list.len()].to_bits();
+    let double =
+        |list: &[f64], random: &mut Random| list[random.next() as usize % list.len()].to_bits();
     let size = dtype.size();
     let bits = match (dtype, random.next() % 3) {
         (DType::Bool, _) => random.next() & 1,
-        (DType::F32 | DType::C64, 0) => {
-            pick(&[0x7f80_0001, 0xffc1_2345, 0x7fc0_0000, 1, 0x8000_0000, 0x807f_ffff, 0x7f7f_ffff, 0x7f80_0000], random)
-        }
+        (DType::F32 | DType::C64, 0) => pick(
+            &[
+                0x7f80_0001,
+                0xffc1_2345,
+                0x7fc0_0000,
+                1,
+                0x8000_0000,
+                0x807f_ffff,
+                0x7f7f_ffff,
+                0x7f80_0000,
+            ],
+            random,
+        ),
         (DType::F32 | DType::C64, 1) => {
-            let value = f64::from_bits(double(&[1e30, -1e30, 1.0, -1.0, 1e-30, f64::NEG_INFINITY, 0.0, 3.3], random));
+            let value = f64::from_bits(double(
+                &[1e30, -1e30, 1.0, -1.0, 1e-30, f64::NEG_INFINITY, 0.0, 3.3],
+                random,
+            ));
             (value as f32).to_bits().into()
         }
-        (DType::F64 | DType::C128, 0) => pick(&[0x7ff0_0000_0000_0001, 0xfff8_1234_5678_9abc, 1, 1 << 63, 0], random),
-        (DType::F64 | DType::C128, 1) => double(&[1e300, -1e300, 1.0, f64::MAX, f64::INFINITY, 1e-308], random),
-        (DType::F16, 0) => pick(&[0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7c01, 0xfe01, 1, 0x83ff, 0x8000, 0x0400], random),
-        (DType::BF16, 0) => pick(&[0x7f7f, 0xff7f, 0x7f80, 0xff80, 0x7f81, 0xffc1, 1, 0x807f, 0x8000, 0x0080], random),
+        (DType::F64 | DType::C128, 0) => {
+            pick(&[0x7ff0_0000_0000_0001, 0xfff8_1234_5678_9abc, 1, 1 << 63, 0], random)
+        }
+        (DType::F64 | DType::C128, 1) => {
+            double(&[1e300, -1e300, 1.0, f64::MAX, f64::INFINITY, 1e-308], random)
+        }
+        (DType::F16, 0) => pick(
+            &[0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7c01, 0xfe01, 1, 0x83ff, 0x8000, 0x0400],
+            random,
+        ),
+        (DType::BF16, 0) => pick(
+            &[0x7f7f, 0xff7f, 0x7f80, 0xff80, 0x7f81, 0xffc1, 1, 0x807f, 0x8000, 0x0080],
+            random,
+        ),
         // Ordinary magnitudes, for which sums round instead of overflowing.
         (DType::F16, 1) => 0x3800 + random.next() % 0x1000,
         (DType::BF16, 1) => 0x3f00 + random.next() % 0x0200,
@@ -66,10 +95,17 @@ fn expected(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], count: usize) -> Vec
     expected_in(SumOrder::Rank, op, dtype, inputs, count)
 }
 
-fn expected_in(order: SumOrder, op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], count: usize) -> Vec<u8> {
+fn expected_in(
+    order: SumOrder,
+    op: ReduceOp,
+    dtype: DType,
+    inputs: &[Vec<u8>],
+    count: usize,
+) -> Vec<u8> {
     let size = dtype.size();
     let element = |i: usize| {
-        let values: Vec<&[u8]> = inputs.iter().map(|input| &input[i * size..(i + 1) * size]).collect();
+        let values: Vec<&[u8]> =
+            inputs.iter().map(|input| &input[i * size..(i + 1) * size]).collect();
         reference::element(order, op, dtype, &values, &FACTORS)
     };
     if inputs.is_empty() { vec![] } else { (0..count).flat_map(element).collect() }
@@ -85,13 +121,23 @@ fn misaligned(inputs: &[Vec<u8>], offset: usize) -> Vec<(Vec<u8>, usize)> {
 }
 
 fn sources(shifted: &[(Vec<u8>, usize)]) -> Vec<InputElements> {
-    let source =
-        |(rank, (bytes, shift)): (usize, &(Vec<u8>, usize))| InputElements { ptr: bytes[*shift..].as_ptr(), factor: FACTORS[rank] };
+    let source = |(rank, (bytes, shift)): (usize, &(Vec<u8>, usize))| InputElements {
+        ptr: bytes[*shift..].as_ptr(),
+        factor: FACTORS[rank],
+    };
     shifted.iter().enumerate().map(source).collect()
 }
 
 /// Returns the result of the kernel of `isa`, and checks that the kernel writes nothing else.
-fn computed(isa: Isa, op: ReduceOp, dtype: DType, list: &[InputElements], count: usize, offset: usize, store: WriteMode) -> Vec<u8> {
+fn computed(
+    isa: Isa,
+    op: ReduceOp,
+    dtype: DType,
+    list: &[InputElements],
+    count: usize,
+    offset: usize,
+    store: WriteMode,
+) -> Vec<u8> {
     computed_in(SumOrder::Rank, (isa, op, dtype), list, count, offset, store)
 }
 
@@ -105,8 +151,11 @@ fn computed_in(
 ) -> Vec<u8> {
     let bytes = count * dtype.size();
     let mut out = vec![GUARD; offset + bytes + 64];
-    // SAFETY: the sources hold `count` elements, and `out` holds `count` from `offset`; `isa` is from `available`.
-    unsafe { reduce_on(isa, order, op, dtype, out[offset..].as_mut_ptr(), list, count, list.len(), store) };
+    // SAFETY: the sources hold `count` elements, and `out` holds `count` from `offset`; `isa` is
+    // from `available`.
+    unsafe {
+        reduce_on(isa, order, op, dtype, out[offset..].as_mut_ptr(), list, count, list.len(), store)
+    };
     assert!(out[..offset].iter().chain(&out[offset + bytes..]).all(|&byte| byte == GUARD));
     out[offset..offset + bytes].to_vec()
 }
@@ -118,7 +167,12 @@ fn every_path_computes_the_reference() {
         for ranks in [1, 2, 3, 5, 8] {
             let inputs = inputs(dtype, ranks, most, ranks as u64);
             let expected = expected(op, dtype, &inputs, most);
-            for (offset, store) in [(0, WriteMode::Cached), (1, WriteMode::Cached), (0, WriteMode::Streaming), (35, WriteMode::Streaming)] {
+            for (offset, store) in [
+                (0, WriteMode::Cached),
+                (1, WriteMode::Cached),
+                (0, WriteMode::Streaming),
+                (35, WriteMode::Streaming),
+            ] {
                 let shifted = misaligned(&inputs, offset);
                 let list = sources(&shifted);
                 for &isa in Isa::available() {
@@ -150,10 +204,18 @@ fn trees_combine_halves() {
                 let list = sources(&shifted);
                 for &isa in Isa::available() {
                     for count in COUNTS {
-                        let result = computed_in(SumOrder::Tree, (isa, op, dtype), &list, count, offset, store);
+                        let result = computed_in(
+                            SumOrder::Tree,
+                            (isa, op, dtype),
+                            &list,
+                            count,
+                            offset,
+                            store,
+                        );
                         assert!(
                             result == expected[..count * dtype.size()],
-                            "tree {} of {ranks} x {count} {} with {isa:?}, {store:?}, offset {offset}",
+                            "tree {} of {ranks} x {count} {} with {isa:?}, {store:?}, \
+                             offset {offset}",
                             op.name(),
                             dtype.name()
                         );
@@ -168,8 +230,16 @@ fn trees_combine_halves() {
 fn trees_of_trees_are_trees() {
     let leaves: Vec<Vec<u8>> = inputs(DType::F32, 128, 65, 3);
     let summed = |parts: &[Vec<u8>]| -> Vec<u8> {
-        let list: Vec<InputElements> = parts.iter().map(|part| InputElements { ptr: part.as_ptr(), factor: 1.0 }).collect();
-        computed_in(SumOrder::Tree, (Isa::best(), ReduceOp::Sum, DType::F32), &list, 65, 0, WriteMode::Cached)
+        let list: Vec<InputElements> =
+            parts.iter().map(|part| InputElements { ptr: part.as_ptr(), factor: 1.0 }).collect();
+        computed_in(
+            SumOrder::Tree,
+            (Isa::best(), ReduceOp::Sum, DType::F32),
+            &list,
+            65,
+            0,
+            WriteMode::Cached,
+        )
     };
     for of in [1, 3, 8, 20, 128] {
         let leaves = &leaves[..of];
@@ -191,7 +261,9 @@ fn nothing_is_written_without_sources() {
 #[test]
 fn the_result_may_replace_any_source() {
     for (op, dtype) in pairs() {
-        for (store, replaced) in [(WriteMode::Cached, 0), (WriteMode::Cached, 2), (WriteMode::Streaming, 1)] {
+        for (store, replaced) in
+            [(WriteMode::Cached, 0), (WriteMode::Cached, 2), (WriteMode::Streaming, 1)]
+        {
             let count = 1201;
             let inputs = inputs(dtype, 3, count, 9);
             let mut shifted = misaligned(&inputs, 5);
@@ -202,17 +274,25 @@ fn the_result_may_replace_any_source() {
             // SAFETY: all hold `count` elements; `dst` is one of the sources.
             unsafe { reduce(op, dtype, dst, &list, count, store) };
             let (bytes, shift) = &shifted[replaced];
-            assert!(bytes[*shift..] == expected(op, dtype, &inputs, count), "{} {}", op.name(), dtype.name());
+            assert!(
+                bytes[*shift..] == expected(op, dtype, &inputs, count),
+                "{} {}",
+                op.name(),
+                dtype.name()
+            );
         }
     }
 }
 
 #[test]
 fn averages_of_many_ranks_fit() {
-    for (dtype, value, average) in [(DType::I8, 0xff, 0xff), (DType::I8, 1, 0xff), (DType::U8, 1, 1), (DType::U8, 2, 0)] {
+    for (dtype, value, average) in
+        [(DType::I8, 0xff, 0xff), (DType::I8, 1, 0xff), (DType::U8, 1, 1), (DType::U8, 2, 0)]
+    {
         let values = [value; 9];
         let source = InputElements { ptr: values.as_ptr(), factor: 1.0 };
-        let result = computed(Isa::best(), ReduceOp::Avg, dtype, &[source; 128], 9, 0, WriteMode::Cached);
+        let result =
+            computed(Isa::best(), ReduceOp::Avg, dtype, &[source; 128], 9, 0, WriteMode::Cached);
         assert_eq!(result, [average; 9], "{value} as {}", dtype.name());
     }
 }
@@ -222,7 +302,8 @@ fn huge_values_cancel_in_rank_order() {
     let values = [1e30f32, -1e30, 1.0];
     for (order, sum) in [([0, 1, 2], 1.0), ([0, 2, 1], 0.0), ([2, 0, 1], 0.0)] {
         let list = order.map(|i| InputElements { ptr: values[i..].as_ptr().cast(), factor: 1.0 });
-        let result = computed(Isa::best(), ReduceOp::Sum, DType::F32, &list, 1, 0, WriteMode::Cached);
+        let result =
+            computed(Isa::best(), ReduceOp::Sum, DType::F32, &list, 1, 0, WriteMode::Cached);
         assert_eq!(decode(DType::F32, &result), sum);
     }
 }
@@ -230,21 +311,36 @@ fn huge_values_cancel_in_rank_order() {
 #[test]
 fn small_floats_round_like_the_half_crate_and_torch() {
     let narrowed = |dtype, value: f32| encode(dtype, value.into());
-    for line in include_str!("float8_from_torch.txt").lines().filter(|line| !line.starts_with('#')) {
-        let columns: Vec<u32> = line.split(' ').map(|hex| u32::from_str_radix(hex, 16).expect("hex")).collect();
+    for line in include_str!("float8_from_torch.txt").lines().filter(|line| !line.starts_with('#'))
+    {
+        let columns: Vec<u32> =
+            line.split(' ').map(|hex| u32::from_str_radix(hex, 16).expect("hex")).collect();
         let value = f32::from_bits(columns[0]);
         let formats = [DType::F8E4M3FN, DType::F8E5M2, DType::F8E4M3FNUZ, DType::F8E5M2FNUZ];
         for (dtype, &code) in formats.into_iter().zip(&columns[1..]) {
             assert_eq!(narrowed(dtype, value), [code as u8], "{value:e} as {}", dtype.name());
-            assert_eq!(kernel_narrowed(dtype, value), [code as u8], "{value:e} as {}", dtype.name());
+            assert_eq!(
+                kernel_narrowed(dtype, value),
+                [code as u8],
+                "{value:e} as {}",
+                dtype.name()
+            );
         }
     }
     let mut random = Random(4);
     for _ in 0..200_000 {
         let value = f32::from_bits(random.next() as u32);
         if !value.is_nan() {
-            assert_eq!(narrowed(DType::F16, value), half::f16::from_f32(value).to_le_bytes(), "{value:e}");
-            assert_eq!(narrowed(DType::BF16, value), half::bf16::from_f32(value).to_le_bytes(), "{value:e}");
+            assert_eq!(
+                narrowed(DType::F16, value),
+                half::f16::from_f32(value).to_le_bytes(),
+                "{value:e}"
+            );
+            assert_eq!(
+                narrowed(DType::BF16, value),
+                half::bf16::from_f32(value).to_le_bytes(),
+                "{value:e}"
+            );
         }
     }
 }
@@ -275,13 +371,20 @@ fn conversions_hold_at_every_code_and_around_every_midpoint() {
             let bytes = &code.to_le_bytes()[..dtype.size()];
             let value = decode(dtype, bytes);
             let source = InputElements { ptr: bytes.as_ptr(), factor: 1.0 };
-            let same = computed(Isa::Portable, ReduceOp::Sum, dtype, &[source], 1, 0, WriteMode::Cached);
+            let same =
+                computed(Isa::Portable, ReduceOp::Sum, dtype, &[source], 1, 0, WriteMode::Cached);
             assert_eq!(same, encode(dtype, value), "{code:#x} of {}", dtype.name());
             let next = decode(dtype, &(code + 1).to_le_bytes()[..dtype.size()]);
             let middle = ((value + next) / 2.0) as f32;
-            let around = [-1i32, 0, 1].map(|step| f32::from_bits(middle.to_bits().wrapping_add_signed(step)));
+            let around = [-1i32, 0, 1]
+                .map(|step| f32::from_bits(middle.to_bits().wrapping_add_signed(step)));
             for value in around {
-                assert_eq!(kernel_narrowed(dtype, value), encode(dtype, value.into()), "{value:e} {}", dtype.name());
+                assert_eq!(
+                    kernel_narrowed(dtype, value),
+                    encode(dtype, value.into()),
+                    "{value:e} {}",
+                    dtype.name()
+                );
             }
         }
     }
@@ -336,7 +439,10 @@ proptest! {
         let list = sources(&shifted);
         let later: Vec<InputElements> = list
             .iter()
-            .map(|source| InputElements { ptr: source.ptr.wrapping_add(at * dtype.size()), ..*source })
+            .map(|source| {
+                let ptr = source.ptr.wrapping_add(at * dtype.size());
+                InputElements { ptr, ..*source }
+            })
             .collect();
         let first = computed(Isa::best(), op, dtype, &list, at, offset, store);
         let second = computed(Isa::best(), op, dtype, &later, count - at, offset, store);

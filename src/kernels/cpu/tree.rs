@@ -1,17 +1,22 @@
-//! Pairwise combination of tiles: the largest power of two of them below their number, and the rest, each in the same
-//! way.
-#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
+//! Pairwise combination of tiles: the largest power of two of them below their number, and the
+//! rest, each in the same way.
+#![allow(
+    unsafe_code,
+    reason = "loops over the bytes of tensors, whose addresses torch vouches for"
+)]
 
 use super::element::{Element, Number};
 use super::reduce_op::{ReduceFn, Sum};
 use super::vector::Vector;
 
-/// Maximum number of partial results at a time; with `n` leaves there are at most one per bit of `n`.
+/// Maximum number of partial results at a time; with `n` leaves there are at most one per bit of
+/// `n`.
 const LEVELS: usize = 12;
 /// Maximum number of leaves.
 pub(super) const MOST: usize = (1 << LEVELS) - 1;
 
-/// A combination of leaves in progress: partial results of powers of two of them, from the largest to the smallest.
+/// A combination of leaves in progress: partial results of powers of two of them, from the largest
+/// to the smallest.
 pub(super) struct Tree<A, const T: usize> {
     partials: [[A; T]; LEVELS],
     held: usize,
@@ -56,7 +61,8 @@ fn before<A: Number, O: ReduceFn<A>, const T: usize>(earlier: &[A; T], value: &m
     }
 }
 
-/// Returns the sum of `T` elements at offset `place` of each source: pairwise if there is a `tree`, otherwise in order.
+/// Returns the sum of `T` elements at offset `place` of each source: pairwise if there is a `tree`,
+/// otherwise in order.
 ///
 /// # Safety
 /// Every source is valid for them, of type `E`; the CPU has `I`.

@@ -47,7 +47,8 @@ impl fmt::Display for Variant {
     }
 }
 
-/// The compute capability of a device. Machine code runs only on the capability that it was compiled for.
+/// The compute capability of a device. Machine code runs only on the capability that it was
+/// compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Arch {
     /// Major number: 9 of 9.0.
@@ -67,7 +68,8 @@ pub fn options(variant: &Variant, arch: Arch) -> Vec<String> {
     let mut options = vec![
         format!("--gpu-architecture={arch}"),
         "--std=c++17".into(),
-        // A fused multiply-add rounds once where the CPU's kernels round twice; both must give the same bits.
+        // A fused multiply-add rounds once where the CPU's kernels round twice; both must give the
+        // same bits.
         "--fmad=false".into(),
         format!("-DSYMM_WORLD={}", variant.world),
         format!("-DSYMM_RANK={}", variant.rank),
@@ -88,7 +90,12 @@ pub fn compile(variant: &Variant, arch: Arch, further: &[&str]) -> Result<Compil
 }
 
 fn key(variant: &Variant, arch: Arch) -> Result<CacheKey> {
-    Ok(CacheKey::of(nvrtc()?.version(), program(variant.program)?, HEADERS, &options(variant, arch)))
+    Ok(CacheKey::of(
+        nvrtc()?.version(),
+        program(variant.program)?,
+        HEADERS,
+        &options(variant, arch),
+    ))
 }
 
 /// Returns the machine code of `variant` for `arch`, to be loaded as a module, if it is cached.
@@ -113,11 +120,28 @@ mod tests {
     #[test]
     fn options_name_every_constant() {
         let arch = Arch { major: 9, minor: 0 };
-        let plain = Variant { program: "exchange/any", world: 8, rank: 3, dtype: None, op: None, zero_copy: false, order: SumOrder::Rank };
-        let common = ["--gpu-architecture=sm_90", "--std=c++17", "--fmad=false", "-DSYMM_WORLD=8", "-DSYMM_RANK=3"];
+        let plain = Variant {
+            program: "exchange/any",
+            world: 8,
+            rank: 3,
+            dtype: None,
+            op: None,
+            zero_copy: false,
+            order: SumOrder::Rank,
+        };
+        let common = [
+            "--gpu-architecture=sm_90",
+            "--std=c++17",
+            "--fmad=false",
+            "-DSYMM_WORLD=8",
+            "-DSYMM_RANK=3",
+        ];
         assert_eq!(options(&plain, arch), common);
         let reducing = Variant { dtype: Some(DType::BF16), op: Some(ReduceOp::Avg), ..plain };
-        assert_eq!(options(&reducing, Arch { major: 10, minor: 3 })[0], "--gpu-architecture=sm_103");
+        assert_eq!(
+            options(&reducing, Arch { major: 10, minor: 3 })[0],
+            "--gpu-architecture=sm_103"
+        );
         assert_eq!(options(&reducing, arch)[5..], ["-DSYMM_DTYPE=15", "-DSYMM_OP=1"]);
         let zero_copy = Variant { zero_copy: true, ..plain };
         assert_eq!(
@@ -126,6 +150,9 @@ mod tests {
         );
         assert_eq!(reducing.to_string(), "exchange/any of rank 3 of 8, bfloat16, AVG");
         let tree = Variant { order: SumOrder::Tree, ..reducing };
-        assert_eq!((options(&tree, arch)[7..].join(" "), tree.to_string()), ("-DSYMM_TREE=1".into(), format!("{reducing}, tree")));
+        assert_eq!(
+            (options(&tree, arch)[7..].join(" "), tree.to_string()),
+            ("-DSYMM_TREE=1".into(), format!("{reducing}, tree"))
+        );
     }
 }

@@ -1,6 +1,8 @@
-//! The CUDA driver: contexts, streams, events, kernels. Opened at run time; without a driver there is no `Device`.
+//! The CUDA driver: contexts, streams, events, kernels. Opened at run time; without a driver there
+//! is no `Device`.
 //!
-//! With `mem::{device, pinned, vmm}` the only user of `cudarc`. Contexts are the primary ones, which torch also uses.
+//! With `mem::{device, pinned, vmm}` the only user of `cudarc`. Contexts are the primary ones,
+//! which torch also uses.
 #![allow(unsafe_code, reason = "functions of the CUDA driver, found at run time")]
 
 use crate::error::{Error, Result};
@@ -21,7 +23,11 @@ pub fn check(what: &str, result: CUresult) -> Result<()> {
         if text.is_null() { "unknown error".into() } else { CStr::from_ptr(text).to_string_lossy() }
     };
     let error = format!("{what}: CUDA error {} ({text})", result as u32);
-    Err(if result == CUresult::CUDA_ERROR_OUT_OF_MEMORY { Error::config(error) } else { Error::internal(error) })
+    Err(if result == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+        Error::config(error)
+    } else {
+        Error::internal(error)
+    })
 }
 
 /// Loads and initialises the driver, once.
@@ -29,9 +35,12 @@ fn initialise() -> Result<()> {
     static STATE: OnceLock<Result<()>> = OnceLock::new();
     STATE
         .get_or_init(|| {
-            // SAFETY: this looks up the library by name; loading it runs only NVIDIA's initialisers.
+            // SAFETY: this looks up the library by name; loading it runs only NVIDIA's
+            // initialisers.
             if !unsafe { sys::is_culib_present() } {
-                return Err(Error::config("the CUDA driver (libcuda.so.1) cannot be loaded on this machine"));
+                return Err(Error::config(
+                    "the CUDA driver (libcuda.so.1) cannot be loaded on this machine",
+                ));
             }
             // SAFETY: 0 is the only valid value of the flags.
             check("initialising the CUDA driver", unsafe { sys::cuInit(0) })
@@ -76,32 +85,52 @@ impl Drop for Entered {
 fn attribute(device: sys::CUdevice, attribute: sys::CUdevice_attribute) -> Result<u32> {
     let mut value = 0;
     // SAFETY: valid for a write; `device` came from the driver.
-    check("reading a device attribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) })?;
+    check("reading a device attribute", unsafe {
+        sys::cuDeviceGetAttribute(&raw mut value, attribute, device)
+    })?;
     Ok(value.unsigned_abs())
 }
 
 impl Device {
     /// Opens the device that torch calls `cuda:{ordinal}`.
     pub fn open(ordinal: i32) -> Result<Self> {
-        use sys::CUdevice_attribute::{CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR};
+        use sys::CUdevice_attribute::{
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        };
         initialise()?;
         let mut device = 0;
         // SAFETY: valid for a write; the driver checks the ordinal.
-        check(&format!("finding cuda:{ordinal}"), unsafe { sys::cuDeviceGet(&raw mut device, ordinal) })?;
+        check(&format!("finding cuda:{ordinal}"), unsafe {
+            sys::cuDeviceGet(&raw mut device, ordinal)
+        })?;
         let major = attribute(device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let capability = (major, attribute(device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?);
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
         // SAFETY: valid for a write; `device` came from the driver.
-        check("reading a device's UUID", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) })?;
+        check("reading a device's UUID", unsafe {
+            sys::cuDeviceGetUuid_v2(&raw mut uuid, device)
+        })?;
         let mut bus = [0; 32];
         // SAFETY: valid for writes of the length given; `device` came from the driver.
-        check("reading a device's bus id", unsafe { sys::cuDeviceGetPCIBusId(bus.as_mut_ptr(), bus.len() as i32, device) })?;
+        check("reading a device's bus id", unsafe {
+            sys::cuDeviceGetPCIBusId(bus.as_mut_ptr(), bus.len() as i32, device)
+        })?;
         // SAFETY: the driver terminated it with a zero.
         let bus = unsafe { CStr::from_ptr(bus.as_ptr()) }.to_string_lossy().into_owned();
         let mut context = std::ptr::null_mut();
         // SAFETY: valid for a write; released by `drop`.
-        check(&format!("retaining the context of cuda:{ordinal}"), unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) })?;
-        Ok(Self { ordinal, device, context, uuid: uuid.bytes.map(|byte| byte as u8), capability, bus })
+        check(&format!("retaining the context of cuda:{ordinal}"), unsafe {
+            sys::cuDevicePrimaryCtxRetain(&raw mut context, device)
+        })?;
+        Ok(Self {
+            ordinal,
+            device,
+            context,
+            uuid: uuid.bytes.map(|byte| byte as u8),
+            capability,
+            bus,
+        })
     }
 
     /// Returns torch's index of the device.
@@ -116,7 +145,8 @@ impl Device {
 
     /// Returns the number of its multiprocessors, at least 1.
     pub fn processors(&self) -> Result<usize> {
-        let count = self.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let count =
+            self.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         Ok((count as usize).max(1))
     }
 
@@ -124,11 +154,14 @@ impl Device {
     pub fn memory(&self) -> Result<usize> {
         let mut bytes = 0;
         // SAFETY: valid for a write; `device` came from the driver.
-        check("asking for the memory of a device", unsafe { sys::cuDeviceTotalMem_v2(&raw mut bytes, self.device) })?;
+        check("asking for the memory of a device", unsafe {
+            sys::cuDeviceTotalMem_v2(&raw mut bytes, self.device)
+        })?;
         Ok(bytes)
     }
 
-    /// Blocks the host until all work of its context is done. Fails while a stream of it is captured.
+    /// Blocks the host until all work of its context is done. Fails while a stream of it is
+    /// captured.
     pub fn synchronize(&self) -> Result<()> {
         let _entered = self.enter()?;
         // SAFETY: takes no arguments; the context is current.
@@ -165,7 +198,9 @@ impl RelaxedCapture {
     pub fn begin() -> Result<Self> {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: valid for a read and a write.
-        check("relaxing the capture mode", unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) })?;
+        check("relaxing the capture mode", unsafe {
+            sys::cuThreadExchangeStreamCaptureMode(&raw mut mode)
+        })?;
         Ok(Self(mode))
     }
 }
@@ -192,7 +227,16 @@ impl Stream {
         let (mut status, mut id) = (sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0);
         let null = std::ptr::null_mut();
         // SAFETY: both are valid for writes; the other results may be null.
-        let result = unsafe { sys::cuStreamGetCaptureInfo_v2(self.raw(), &raw mut status, &raw mut id, null, null.cast(), null.cast()) };
+        let result = unsafe {
+            sys::cuStreamGetCaptureInfo_v2(
+                self.raw(),
+                &raw mut status,
+                &raw mut id,
+                null,
+                null.cast(),
+                null.cast(),
+            )
+        };
         check("asking whether a stream is captured", result)?;
         Ok((status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE).then_some(id))
     }
@@ -212,7 +256,9 @@ impl Stream {
     /// Fills `bytes` bytes at `address`.
     pub fn fill(self, address: u64, byte: u8, bytes: usize) -> Result<()> {
         // SAFETY: the caller owns the range, which the driver checks to be memory of a device.
-        check("filling device memory", unsafe { sys::cuMemsetD8Async(address, byte, bytes, self.raw()) })
+        check("filling device memory", unsafe {
+            sys::cuMemsetD8Async(address, byte, bytes, self.raw())
+        })
     }
 
     /// Copies between any two addresses that the device can access.
@@ -237,7 +283,8 @@ impl OwnStream {
         Self::with_priority(0)
     }
 
-    /// Creates a stream of the highest priority in the current context: its work starts before that of other streams.
+    /// Creates a stream of the highest priority in the current context: its work starts before that
+    /// of other streams.
     pub fn urgent() -> Result<Self> {
         // The driver takes the nearest priority that it has.
         Self::with_priority(-100)
@@ -247,7 +294,9 @@ impl OwnStream {
         let mut stream = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: valid for a write; destroyed by `drop`.
-        check("making a stream", unsafe { sys::cuStreamCreateWithPriority(&raw mut stream, flags, priority) })?;
+        check("making a stream", unsafe {
+            sys::cuStreamCreateWithPriority(&raw mut stream, flags, priority)
+        })?;
         Ok(Self(stream))
     }
 
@@ -300,7 +349,8 @@ impl Event {
     }
 }
 
-/// Returns true if the device passes all `events` within `limit`; called in the context in which they were created.
+/// Returns true if the device passes all `events` within `limit`; called in the context in which
+/// they were created.
 pub fn pass(events: &[Event], limit: Duration) -> bool {
     let begun = Instant::now();
     while !events.iter().all(|event| event.passed().unwrap_or(true)) {
@@ -347,30 +397,43 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 impl Kernel {
-    /// Loads `name` from a cubin into the current context, completely: nothing is left for the first launch, when peers
-    /// may already wait in their kernels.
+    /// Loads `name` from a cubin into the current context, completely: nothing is left for the
+    /// first launch, when peers may already wait in their kernels.
     pub fn load(cubin: &[u8], name: &str) -> Result<Self> {
         let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
-        let symbol = CString::new(name).map_err(|_| Error::internal(format!("{name:?} is not a valid kernel name")))?;
+        let symbol = CString::new(name)
+            .map_err(|_| Error::internal(format!("{name:?} is not a valid kernel name")))?;
         // SAFETY: `cubin` is a whole image from the compiler; the results are valid for writes.
         unsafe {
-            check(&format!("loading {name}"), sys::cuModuleLoadData(&raw mut module, cubin.as_ptr().cast()))?;
-            check(&format!("finding {name}"), sys::cuModuleGetFunction(&raw mut function, module, symbol.as_ptr()))?;
+            check(
+                &format!("loading {name}"),
+                sys::cuModuleLoadData(&raw mut module, cubin.as_ptr().cast()),
+            )?;
+            check(
+                &format!("finding {name}"),
+                sys::cuModuleGetFunction(&raw mut function, module, symbol.as_ptr()),
+            )?;
             check(&format!("loading {name}"), sys::cuFuncLoad(function))?;
         }
         Ok(Self(function))
     }
 
-    /// Enqueues the kernel. `args` are the bytes of its argument, with the same alignment. `overlap`: its set-up may
-    /// overlap with its predecessor in the stream (the kernel waits for that itself).
+    /// Enqueues the kernel. `args` are the bytes of its argument, with the same alignment.
+    /// `overlap`: its set-up may overlap with its predecessor in the stream (the kernel waits for
+    /// that itself).
     pub fn launch(self, stream: Stream, grid: Grid, overlap: bool, args: &[u8]) -> Result<()> {
         let Grid { blocks, threads, cluster } = grid;
         // SAFETY: all zeroes is a valid value of this C union.
-        let [mut serial, mut together]: [sys::CUlaunchAttributeValue; 2] = unsafe { std::mem::zeroed() };
+        let [mut serial, mut together]: [sys::CUlaunchAttributeValue; 2] =
+            unsafe { std::mem::zeroed() };
         serial.programmaticStreamSerializationAllowed = 1;
-        together.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
+        together.clusterDim =
+            sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
         let mut attributes = [
-            (sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, serial),
+            (
+                sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                serial,
+            ),
             (sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, together),
         ]
         .map(|(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value });
@@ -389,8 +452,16 @@ impl Kernel {
             numAttrs: wanted.len() as u32,
         };
         let mut arguments = [args.as_ptr().cast_mut().cast::<c_void>()];
-        // SAFETY: the kernel takes one argument with these bytes; the driver copies it before it returns.
-        let result = unsafe { sys::cuLaunchKernelEx(&raw const config, self.0, arguments.as_mut_ptr(), std::ptr::null_mut()) };
+        // SAFETY: the kernel takes one argument with these bytes; the driver copies it before it
+        // returns.
+        let result = unsafe {
+            sys::cuLaunchKernelEx(
+                &raw const config,
+                self.0,
+                arguments.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
         check("launching a kernel", result)
     }
 }

@@ -6,7 +6,12 @@ pub use symm_cuda_sources::{HEADERS, Header, PROGRAMS, Program};
 /// Returns the program with this name.
 pub fn program(name: &str) -> Result<&'static Program> {
     let found = PROGRAMS.iter().find(|program| program.name == name);
-    found.ok_or_else(|| Error::internal(format!("there is no kernel program {name:?}; there are {}", PROGRAMS.len())))
+    found.ok_or_else(|| {
+        Error::internal(format!(
+            "there is no kernel program {name:?}; there are {}",
+            PROGRAMS.len()
+        ))
+    })
 }
 
 #[cfg(test)]
@@ -16,9 +21,17 @@ mod tests {
 
     /// Counts the files below `folder` with this extension.
     fn count(folder: &Path, ending: &str) -> usize {
-        let entries = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path());
+        let entries = std::fs::read_dir(folder)
+            .expect("a folder")
+            .map(|entry| entry.expect("an entry").path());
         entries
-            .map(|path| if path.is_dir() { count(&path, ending) } else { usize::from(path.extension().is_some_and(|e| e == ending)) })
+            .map(|path| {
+                if path.is_dir() {
+                    count(&path, ending)
+                } else {
+                    usize::from(path.extension().is_some_and(|e| e == ending))
+                }
+            })
             .sum()
     }
 
@@ -27,10 +40,17 @@ mod tests {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels/cuda");
         assert_eq!((HEADERS.len(), PROGRAMS.len()), (count(&root, "cuh"), count(&root, "cu")));
         for header in HEADERS {
-            assert_eq!(std::fs::read_to_string(root.join("include").join(header.name)).expect("a header"), header.text);
+            assert_eq!(
+                std::fs::read_to_string(root.join("include").join(header.name)).expect("a header"),
+                header.text
+            );
         }
         for program in PROGRAMS {
-            assert_eq!(std::fs::read_to_string(root.join(format!("{}.cu", program.name))).expect("a program"), program.text);
+            assert_eq!(
+                std::fs::read_to_string(root.join(format!("{}.cu", program.name)))
+                    .expect("a program"),
+                program.text
+            );
             assert_eq!(super::program(program.name), Ok(program));
         }
     }

@@ -1,7 +1,7 @@
 //! Links, one of which is slow.
 
 use super::PATIENCE;
-use super::wires::{Done, memory};
+use super::thread_wires::{Done, memory};
 use crate::coll::call::Span;
 use crate::error::Result;
 use crate::lock::lock;
@@ -12,8 +12,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Connections whose sends report that a thread starts them, and then wait for permission to start. Receives end at
-/// once.
+/// Connections whose sends report that a thread starts them, and then wait for permission to start.
+/// Receives end at once.
 #[derive(Clone)]
 struct HeldUp {
     there: Sender<()>,
@@ -21,7 +21,13 @@ struct HeldUp {
 }
 
 impl Transports for HeldUp {
-    fn connect(&self, _name: &str, _seat: &Seat, _timeout: Duration, _given_up: &GivenUp) -> Result<Arc<dyn Transport>> {
+    fn connect(
+        &self,
+        _name: &str,
+        _seat: &Seat,
+        _timeout: Duration,
+        _given_up: &GivenUp,
+    ) -> Result<Arc<dyn Transport>> {
         Ok(Arc::new(self.clone()))
     }
 

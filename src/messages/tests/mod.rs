@@ -1,6 +1,7 @@
 //! Links that fail, reads that end early, and deadlines.
 
 mod links;
+mod thread_wires;
 mod wire_frames;
 mod wires;
 
@@ -43,14 +44,25 @@ fn message(peer: Rank, span: Span) -> Message {
 #[test]
 fn a_peer_that_cannot_be_read_is_not_tried_again_and_others_are_read() {
     let ranks = ranks();
-    let readable = || [1, 2].map(|peer: usize| ranks[0].lock().peers[peer].ring().expect("it is near").is_readable());
-    for (peer, value, expected) in [(2, 7u8, [true, true]), (1, 8, [false, true]), (2, 9, [false, true]), (1, 10, [false, true])] {
+    let readable = || {
+        [1, 2].map(|peer: usize| {
+            ranks[0].lock().peers[peer].ring().expect("it is near").is_readable()
+        })
+    };
+    for (peer, value, expected) in [
+        (2, 7u8, [true, true]),
+        (1, 8, [false, true]),
+        (2, 9, [false, true]),
+        (1, 10, [false, true]),
+    ] {
         let (mut from, mut to) = (vec![value; RING.eager + 1], vec![0u8; RING.eager + 1]);
-        let [source, target] = [&mut from, &mut to].map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() });
+        let [source, target] = [&mut from, &mut to]
+            .map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() });
         let quiet = || Completion::new(|_, _| {});
         let sent = ranks[peer].send(message(Rank(0), source), PATIENCE, quiet()).expect("begun");
         // The sender does not wait in a call, so the receiver would read the message.
-        let received = ranks[0].recv(message(Rank(peer as u32), target), PATIENCE, quiet()).expect("begun");
+        let received =
+            ranks[0].recv(message(Rank(peer as u32), target), PATIENCE, quiet()).expect("begun");
         ranks[0].wait(received, None).expect("within its time");
         ranks[peer].wait(sent, None).expect("within its time");
         assert_eq!((to, readable()), (from, expected), "{value} from rank {peer}");
@@ -62,8 +74,10 @@ fn a_peer_that_cannot_be_read_is_not_tried_again_and_others_are_read() {
 fn a_receive_has_its_time_from_when_it_was_begun_whatever_the_progress_thread_does() {
     let ranks = ranks();
     let (mut sent, mut came, mut missing) = ([1u8], [0u8], [0u8]);
-    let [sent, came, missing] = [&mut sent, &mut came, &mut missing].map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: 1 });
-    // The progress thread completes the first receive, which takes longer than the timeout of the second.
+    let [sent, came, missing] = [&mut sent, &mut came, &mut missing]
+        .map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: 1 });
+    // The progress thread completes the first receive, which takes longer than the timeout of the
+    // second.
     let limit = Duration::from_secs(1);
     let (entered, inside) = std::sync::mpsc::channel();
     let slow = Completion::new(move |_, _| {
@@ -76,10 +90,19 @@ fn a_receive_has_its_time_from_when_it_was_begun_whatever_the_progress_thread_do
     let (tell, told) = std::sync::mpsc::channel();
     let begun = Instant::now();
     let tag = Message::of(MessageSpec { tag: 4, ..*message(Rank(2), missing) });
-    ranks[0].recv(tag, limit, Completion::new(move |outcome, _| tell.send(outcome).expect("waited for"))).expect("begun");
+    ranks[0]
+        .recv(
+            tag,
+            limit,
+            Completion::new(move |outcome, _| tell.send(outcome).expect("waited for")),
+        )
+        .expect("begun");
     let error = told.recv_timeout(PATIENCE).expect("completed").expect_err("nobody sends it");
     let waited = begun.elapsed();
-    assert!(error.message.contains("reached its timeout after") && waited < 9 * limit / 4, "{waited:?}: {error}");
+    assert!(
+        error.message.contains("reached its timeout after") && waited < 9 * limit / 4,
+        "{waited:?}: {error}"
+    );
     ranks.iter().for_each(|rank| rank.stop());
 }
 
@@ -88,7 +111,9 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
     // Events between the last byte and the end of the read, by (receiver, sender).
     type Event = fn(&Messages, &Messages);
     let nothing: Event = |_, _| ();
-    let fails: Event = |receiver, sender| receiver.close(&sender.control.fail(Error::timeout("the send's time is up")));
+    let fails: Event = |receiver, sender| {
+        receiver.close(&sender.control.fail(Error::timeout("the send's time is up")))
+    };
     let departs: Event = |_, sender| sender.shut_down(&Error::aborted("the sender leaves"), "");
     let closes: Event = |receiver, _| receiver.shut_down(&Error::aborted("this rank leaves"), "");
     for (what, event, freed) in [
@@ -113,7 +138,8 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
             completion: Completion::new(move |outcome, _| tell.send(outcome).expect("waited for")),
             dtype: DType::U8,
         });
-        let send = |source| ranks[2].send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| ()));
+        let send =
+            |source| ranks[2].send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| ()));
         let source = Span { addr: from.as_mut_ptr() as usize, bytes: from.len() };
         send(source).expect("begun");
         assert!(ranks[0].advance(&mut state), "an offer");
@@ -123,9 +149,17 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
             drop(state);
             // A reading thread holds no lock that another wait needs.
             let other = ranks[0]
-                .recv(message(Rank(1), Span { addr: to.as_mut_ptr() as usize, bytes: 0 }), PATIENCE, Completion::new(|_, _| ()))
+                .recv(
+                    message(Rank(1), Span { addr: to.as_mut_ptr() as usize, bytes: 0 }),
+                    PATIENCE,
+                    Completion::new(|_, _| ()),
+                )
                 .expect("begun");
-            assert!(ranks[0].wait(other, Some(Duration::from_millis(1))).is_err_and(|error| error.message.contains("gave up")));
+            assert!(
+                ranks[0]
+                    .wait(other, Some(Duration::from_millis(1)))
+                    .is_err_and(|error| error.message.contains("gave up"))
+            );
             let mut read = step.read(&ranks[0].control);
             if last {
                 if freed {
@@ -139,7 +173,10 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
             state.end_step(&ranks[0].control, step, read).expect("no link is lost");
             assert_eq!(state.is_reading_due(), !last, "{what}");
         }
-        assert!(state.peers[2].ring().expect("it is near").is_readable(), "{what}: no warning that messages come in pieces");
+        assert!(
+            state.peers[2].ring().expect("it is near").is_readable(),
+            "{what}: no warning that messages come in pieces"
+        );
         ranks[0].run_completions(state);
         let outcome = told.try_recv().ok();
         match what {
@@ -147,7 +184,8 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
             "the sender leaves" => {
                 // The receive requests the rest, and ends once the exit is detected.
                 assert!(outcome.is_none_or(|outcome| outcome.is_err()));
-                send(source).expect_err("a receiver would not know when its memory is the owner's again");
+                send(source)
+                    .expect_err("a receiver would not know when its memory is the owner's again");
             }
             _ => assert!(outcome.is_some_and(|outcome| outcome.is_err()), "{what}"),
         }
@@ -158,9 +196,11 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
 #[test]
 fn more_empty_messages_than_may_go_unasked_arrive() {
     let ranks = ranks();
-    let empty = |peer| message(Rank(peer), Span { addr: std::ptr::dangling::<u8>() as usize, bytes: 0 });
+    let empty =
+        |peer| message(Rank(peer), Span { addr: std::ptr::dangling::<u8>() as usize, bytes: 0 });
     let quiet = || Completion::new(|outcome, _| outcome.expect("delivered"));
-    let sent: Vec<u64> = (0..1030).map(|_| ranks[2].send(empty(0), PATIENCE, quiet()).expect("begun")).collect();
+    let sent: Vec<u64> =
+        (0..1030).map(|_| ranks[2].send(empty(0), PATIENCE, quiet()).expect("begun")).collect();
     for _ in 0..sent.len() {
         let received = ranks[0].recv(empty(2), PATIENCE, quiet()).expect("begun");
         ranks[0].wait(received, None).expect("within its time");
@@ -173,7 +213,8 @@ fn more_empty_messages_than_may_go_unasked_arrive() {
 fn a_panic_in_a_read_fails_the_group_and_the_receive() {
     let ranks = ranks();
     let [mut from, mut to] = [7u8, 0].map(|value| vec![value; DIRECT_READ_MAX_BYTES + 1]);
-    let [source, target] = [&mut from, &mut to].map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() });
+    let [source, target] = [&mut from, &mut to]
+        .map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() });
     let (tell, told) = std::sync::mpsc::channel();
     ranks[2].send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| ())).expect("begun");
     let mut state = ranks[0].lock();
@@ -202,16 +243,22 @@ fn a_panic_in_a_read_fails_the_group_and_the_receive() {
 #[test]
 fn a_read_that_no_thread_waits_for_goes_on_while_others_sleep() {
     let ranks = ranks();
-    let (from, mut to, mut missing) = (vec![7u8; 8 * DIRECT_READ_MAX_BYTES], vec![0u8; 8 * DIRECT_READ_MAX_BYTES], [0u8]);
-    let [source, target, missing] = [(from.as_ptr(), from.len()), (to.as_mut_ptr(), to.len()), (missing.as_mut_ptr(), 1)]
-        .map(|(start, bytes)| Span { addr: start as usize, bytes });
-    let never = ranks[0].recv(message(Rank(1), missing), 3 * PATIENCE, Completion::new(|_, _| {})).expect("begun");
+    let (from, mut to, mut missing) =
+        (vec![7u8; 8 * DIRECT_READ_MAX_BYTES], vec![0u8; 8 * DIRECT_READ_MAX_BYTES], [0u8]);
+    let [source, target, missing] =
+        [(from.as_ptr(), from.len()), (to.as_mut_ptr(), to.len()), (missing.as_mut_ptr(), 1)]
+            .map(|(start, bytes)| Span { addr: start as usize, bytes });
+    let never = ranks[0]
+        .recv(message(Rank(1), missing), 3 * PATIENCE, Completion::new(|_, _| {}))
+        .expect("begun");
     std::thread::scope(|scope| {
         let sleeping = scope.spawn(|| ranks[0].wait(never, None));
         while ranks[0].lock().waiting_threads == 0 {
             std::thread::yield_now();
         }
-        ranks[2].send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| {})).expect("begun");
+        ranks[2]
+            .send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| {}))
+            .expect("begun");
         let (tell, told) = std::sync::mpsc::channel();
         let done = Completion::new(move |outcome, _| tell.send(outcome).expect("waited for"));
         ranks[0].recv(message(Rank(2), target), 3 * PATIENCE, done).expect("begun");

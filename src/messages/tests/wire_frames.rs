@@ -1,7 +1,7 @@
 //! Tests of single frames, of leaving, and of rejected messages between nodes.
 #![allow(unsafe_code, reason = "staging of links")]
 
-use super::wires::{Done, Member, alone, data, memory, on_ranks, place};
+use super::thread_wires::{Done, Member, alone, data, memory, on_ranks, place};
 use crate::coll::call::Span;
 use crate::coll::message::{Message, MessageSpec};
 use crate::completion::Completion;
@@ -26,7 +26,10 @@ fn a_wait_may_end_before_its_message() {
         if member.me == 0 {
             let mut into = [0; 4];
             let (ticket, outcome) = member.start(false, 1, 0, &mut into, 60.0).expect("starts");
-            let error = member.messages.wait(ticket, Some(Duration::from_millis(50))).expect_err("nothing has come");
+            let error = member
+                .messages
+                .wait(ticket, Some(Duration::from_millis(50)))
+                .expect_err("nothing has come");
             assert_eq!(error.kind, ErrorKind::WaitTimeout);
             member.send(1, 1, &mut [0]);
             assert_eq!(member.finish((ticket, outcome)), (Ok(()), Some(Rank(1))));
@@ -49,7 +52,13 @@ impl Sent {
 }
 
 impl Transports for Sent {
-    fn connect(&self, _name: &str, _seat: &Seat, _timeout: Duration, _given_up: &GivenUp) -> Result<Arc<dyn Transport>> {
+    fn connect(
+        &self,
+        _name: &str,
+        _seat: &Seat,
+        _timeout: Duration,
+        _given_up: &GivenUp,
+    ) -> Result<Arc<dyn Transport>> {
         Ok(Arc::new(self.clone()))
     }
 
@@ -111,15 +120,26 @@ fn eager(bytes: usize) -> Frame {
 fn a_peer_that_has_read_or_matched_what_it_cannot_have_is_not_believed() {
     // Two frames of 10 bytes each have been sent. The peer has read one, which found its receive.
     let one = 10 + 64;
-    for (read, matched, believed) in
-        [(1, one, true), (2, 2 * one, true), (2, one, true), (0, one, false), (3, one, false), (1, 0, false), (2, 2 * one + 1, false)]
-    {
+    for (read, matched, believed) in [
+        (1, one, true),
+        (2, 2 * one, true),
+        (2, one, true),
+        (0, one, false),
+        (3, one, false),
+        (1, 0, false),
+        (2, 2 * one + 1, false),
+    ] {
         let (alone, mut data) = (Alone::new(), [7; 10]);
         for _ in 0..2 {
             let message = Alone::message(&mut data);
-            alone.messages.send(message, Duration::from_secs(60), Completion::new(|_, _| {})).expect("sent");
+            alone
+                .messages
+                .send(message, Duration::from_secs(60), Completion::new(|_, _| {}))
+                .expect("sent");
         }
-        let credit = |read, matched| alone.hear(Frame::bare(frame::FrameKind::Credit), Counters { read, matched }, &[]);
+        let credit = |read, matched| {
+            alone.hear(Frame::bare(frame::FrameKind::Credit), Counters { read, matched }, &[])
+        };
         credit(1, one).expect("it may have");
         let answer = credit(read, matched);
         assert_eq!(answer.is_ok(), believed, "{read}, {matched}: {answer:?}");
@@ -133,10 +153,17 @@ fn credit_is_given_for_many_frames_and_for_many_bytes() {
         for number in 1..=due {
             assert_eq!(alone.sent.kinds(), [], "message {number} of {bytes} bytes");
             let message = Alone::message(&mut into);
-            alone.messages.recv(message, Duration::from_secs(60), Completion::new(|_, _| {})).expect("begins");
+            alone
+                .messages
+                .recv(message, Duration::from_secs(60), Completion::new(|_, _| {}))
+                .expect("begins");
             alone.hear(eager(bytes), Counters::default(), &payload).expect("it fits");
         }
-        assert_eq!(alone.sent.kinds(), [frame::FrameKind::Credit], "{due} messages of {bytes} bytes");
+        assert_eq!(
+            alone.sent.kinds(),
+            [frame::FrameKind::Credit],
+            "{due} messages of {bytes} bytes"
+        );
     }
 }
 
@@ -155,7 +182,10 @@ fn after_a_late_message_nothing_reaches_its_tensor() {
         let mut into = vec![0xee; 3_000_000];
         let started = member.start(false, 1, 4, &mut into, 0.2).expect("starts");
         let error = member.finish(started).0.expect_err("nothing comes");
-        assert!(error.message.ends_with("for rank 1 (node \"node1\", pid 7), which did not send it"), "{error}");
+        assert!(
+            error.message.ends_with("for rank 1 (node \"node1\", pid 7), which did not send it"),
+            "{error}"
+        );
         assert!(into.iter().all(|&byte| byte == 0xee));
     });
 }
@@ -176,12 +206,16 @@ fn what_a_rank_has_sent_is_read_before_its_connection_ends() {
         until(|| {
             let wires = member.net.wires.lock().expect("no panic");
             let sent = wires.sent.get(&(Rank(0), Rank(1), 0));
-            let bye = sent.and_then(VecDeque::back).is_some_and(|frame| frame[0] == frame::FrameKind::Bye as u8);
+            let bye = sent
+                .and_then(VecDeque::back)
+                .is_some_and(|frame| frame[0] == frame::FrameKind::Bye as u8);
             bye || wires.closed.contains(&(Rank(0), Rank(1)))
         });
         std::thread::sleep(Duration::from_millis(50));
         member.net.wires.lock().expect("no panic").slow.clear();
-        (0..20).for_each(|number| assert!(member.recv(0, 1, 1000) == data(number, 1000), "message {number}"));
+        (0..20).for_each(|number| {
+            assert!(member.recv(0, 1, 1000) == data(number, 1000), "message {number}")
+        });
     });
 }
 
@@ -203,14 +237,26 @@ fn a_refusal_counts_until_its_rank_makes_another_call() {
             member.send(other, 0, &mut [1]);
             member.recv(other, 0, 1);
             if member.me == 0 {
-                let own = || member.messages.lock().wire(Rank(other)).is_some_and(|wire| wire.own.is_some());
+                let own = || {
+                    member.messages.lock().wire(Rank(other)).is_some_and(|wire| wire.own.is_some())
+                };
                 let recorder = member.messages.health.recorder();
                 let begun = recorder.calls();
                 if before {
                     recorder.ask(1);
                 }
-                member.messages.notify_rejected(Some(Rank(1)), begun, true, 3, "it is wrong".into());
-                assert_eq!(own(), !before, "the peer does not learn of it once its rank has made another call");
+                member.messages.notify_rejected(
+                    Some(Rank(1)),
+                    begun,
+                    true,
+                    3,
+                    "it is wrong".into(),
+                );
+                assert_eq!(
+                    own(),
+                    !before,
+                    "the peer does not learn of it once its rank has made another call"
+                );
                 if after {
                     recorder.ask(1);
                 }
@@ -229,7 +275,11 @@ fn a_refusal_counts_until_its_rank_makes_another_call() {
             let started = member.start(false, 0, 3, &mut into, 60.0).expect("starts");
             // It waits longer than it takes to ask whether the rejection still holds.
             let (outcome, _) = member.finish(started);
-            assert_eq!((outcome.is_ok(), into[0]), if before || after { (true, 5) } else { (false, 0) }, "{outcome:?}");
+            assert_eq!(
+                (outcome.is_ok(), into[0]),
+                if before || after { (true, 5) } else { (false, 0) },
+                "{outcome:?}"
+            );
         });
     }
 }

@@ -57,12 +57,18 @@ impl FileClient {
         &self.disk.path.given
     }
 
-    pub(super) fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
-        // Before any mutex, because a thread of the parent may have held it when this process was forked.
+    pub(super) fn call(
+        &self,
+        request: &Request<'_>,
+        limit: Option<Duration>,
+    ) -> Result<TableReply> {
+        // Before any mutex, because a thread of the parent may have held it when this process was
+        // forked.
         if self.generation != fork::generation() {
             let path = self.path();
             return Err(Error::config(format!(
-                "the file store {path:?} was opened by the parent of this process, which must open its own"
+                "the file store {path:?} was opened by the parent of this process, which \
+                 must open its own"
             )));
         }
         if request.op.writes() {
@@ -101,7 +107,8 @@ impl FileClient {
     fn attempt(&self, request: &Request<'_>) -> Result<TryResult> {
         let mut state = self.state();
         let ClientState { replica, buffer } = &mut *state;
-        // A read, or the first check of a request that waits and then writes: it takes the lock only if the key exists.
+        // A read, or the first check of a request that waits and then writes: it takes the lock
+        // only if the key exists.
         if !request.op.writes() || request.op.waits() {
             if !self.follow(replica)? {
                 return Ok(TryResult::Busy);
@@ -122,7 +129,9 @@ impl FileClient {
         if let TableResult::Done(reply) = &answer
             && changes(request, reply, before.as_ref())
         {
-            replica.append(&LogEntry::Request(request), buffer, &mut |bytes, at| self.disk.write(bytes, at))?;
+            replica.append(&LogEntry::Request(request), buffer, &mut |bytes, at| {
+                self.disk.write(bytes, at)
+            })?;
             if buffer.capacity() > KEPT {
                 *buffer = Vec::new();
             }
@@ -137,7 +146,8 @@ impl FileClient {
         let (mut pauses, mut busy) = (Backoff::new(longest), Backoff::new(LOCK_RETRY));
         let mut check = Instant::now() + FILE_CHECK;
         loop {
-            // The time is taken before the attempt, so an attempt past the deadline is the last one.
+            // The time is taken before the attempt, so an attempt past the deadline is the last
+            // one.
             let now = Instant::now();
             let locked = match self.attempt(request)? {
                 TryResult::Done(reply) => return Ok(reply),
@@ -147,7 +157,10 @@ impl FileClient {
             if now >= check {
                 check = now + FILE_CHECK;
                 if !self.disk.path.holds(&self.disk.file)? {
-                    return Err(Error::config(format!("the file store {:?} was removed or replaced while it was in use", self.path())));
+                    return Err(Error::config(format!(
+                        "the file store {:?} was removed or replaced while it was in use",
+                        self.path()
+                    )));
                 }
             }
             if now < deadline {
@@ -164,7 +177,10 @@ impl FileClient {
                 continue;
             }
             let error = timed_out(request, limit, &missing);
-            return Err(Error { message: format!("{} (file store {:?})", error.message, self.path()), ..error });
+            return Err(Error {
+                message: format!("{} (file store {:?})", error.message, self.path()),
+                ..error
+            });
         }
     }
 }
@@ -178,7 +194,8 @@ impl From<TableResult> for TryResult {
     }
 }
 
-/// Returns the value before an addition of 0. Such a request only asks for the sum, so the log need not grow.
+/// Returns the value before an addition of 0. Such a request only asks for the sum, so the log need
+/// not grow.
 fn value_to_keep(replica: &mut Replica, request: &Request<'_>) -> Result<Option<TableResult>> {
     if request.op != StoreOp::Add || request.amount != 0 {
         return Ok(None);
@@ -186,15 +203,18 @@ fn value_to_keep(replica: &mut Replica, request: &Request<'_>) -> Result<Option<
     replica.table.serve(&Request::new(StoreOp::Get, request.keys.clone(), vec![]), None).map(Some)
 }
 
-/// Returns true if `request`, answered with `reply`, may have changed the table; `before` is from [`value_to_keep`].
+/// Returns true if `request`, answered with `reply`, may have changed the table; `before` is from
+/// [`value_to_keep`].
 fn changes(request: &Request<'_>, reply: &TableReply, before: Option<&TableResult>) -> bool {
     match (request.op, reply) {
-        // A compare-set that failed because the key already has the desired value counts as a change, which is
-        // harmless.
+        // A compare-set that failed because the key already has the desired value counts as a
+        // change, which is harmless.
         (StoreOp::CompareSet, TableReply::Value(value)) => value == request.values[1],
         (StoreOp::Delete, TableReply::Flag(existed)) => *existed,
         (StoreOp::Add, TableReply::Number(sum)) => match before {
-            Some(TableResult::Done(TableReply::Value(value))) => value != sum.to_string().as_bytes(),
+            Some(TableResult::Done(TableReply::Value(value))) => {
+                value != sum.to_string().as_bytes()
+            }
             _ => true,
         },
         (op, _) => op.writes(),
@@ -243,7 +263,10 @@ mod tests {
         let held = second.disk.try_hold(Mode::Exclusive).expect("locks are offered");
         assert!(held.is_some());
         let error = first.call(&get, Some(Duration::from_millis(5))).expect_err("a writer has it");
-        assert!(error.message.contains(&format!("is held by process {} (alive", std::process::id())), "{error}");
+        assert!(
+            error.message.contains(&format!("is held by process {} (alive", std::process::id())),
+            "{error}"
+        );
         drop(held);
         assert_eq!(first.call(&get, None), Ok(TableReply::Value("v".into())));
     }
@@ -259,6 +282,9 @@ mod tests {
             panic!("in the middle");
         }));
         assert!(panicked.is_err());
-        assert_eq!(first.call(&Request::new(StoreOp::NumKeys, vec![], vec![]), None), Ok(TableReply::Number(0)));
+        assert_eq!(
+            first.call(&Request::new(StoreOp::NumKeys, vec![], vec![]), None),
+            Ok(TableReply::Number(0))
+        );
     }
 }

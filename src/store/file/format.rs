@@ -3,18 +3,18 @@
 //! ```text
 //! front    magic 8 | version 4 | run 16 | crc 4 | slot | slot
 //! slot     length 8 | records 8 | chain 4 | crc 4
-//! record   length 4 | chain 4 | crc 4 | payload: a request, or one byte for a user that joins or leaves
+//! record   length 4 | chain 4 | crc 4 | payload: a request, or a byte when a user joins or leaves
 //! ```
 //!
-//! All numbers are little-endian. `chain` is the checksum of a payload continued from the record before; the first
-//! continues from the checksum of the run. A record therefore counts only after the records that preceded it when it
-//! was written. A record is acknowledged once a slot covers it. The slots alternate, so one is intact whenever a writer
-//! is killed.
+//! All numbers are little-endian. `chain` is the checksum of a payload continued from the record
+//! before; the first continues from the checksum of the run. A record therefore counts only after
+//! the records that preceded it when it was written. A record is acknowledged once a slot covers
+//! it. The slots alternate, so one is intact whenever a writer is killed.
 
 use crc32fast::Hasher;
 
-/// The first bytes of the file. They are written after the rest of the front: if they are zeros, the file has never
-/// been used.
+/// The first bytes of the file. They are written after the rest of the front: if they are zeros,
+/// the file has never been used.
 pub(super) const MAGIC: [u8; 8] = *b"symmlog\n";
 
 const VERSION: u32 = 1;
@@ -72,7 +72,8 @@ impl Position {
 
     /// Decodes a slot; `None` if it is damaged.
     fn from_slot(run: &RunId, slot: &[u8]) -> Option<Self> {
-        let position = Self { length: u64_at(slot, 0), records: u64_at(slot, 8), chain: u32_at(slot, 16) };
+        let position =
+            Self { length: u64_at(slot, 0), records: u64_at(slot, 8), chain: u32_at(slot, 16) };
         (position.slot(run) == slot && position.length >= FRONT as u64).then_some(position)
     }
 }
@@ -110,10 +111,19 @@ impl Preamble {
         }
         let (version, sum) = (u32_at(front, 8), crc(0, &front[..28]));
         if sum != u32_at(front, 28) {
-            return Err((28, format!("the checksum of its header is {:#010x}, not {sum:#010x}", u32_at(front, 28))));
+            return Err((
+                28,
+                format!(
+                    "the checksum of its header is {:#010x}, not {sum:#010x}",
+                    u32_at(front, 28)
+                ),
+            ));
         }
         if version != VERSION {
-            return Err((8, format!("it is of version {version}, this library reads version {VERSION}")));
+            return Err((
+                8,
+                format!("it is of version {version}, this library reads version {VERSION}"),
+            ));
         }
         let mut run = [0; 16];
         run.copy_from_slice(&front[12..28]);
@@ -126,9 +136,14 @@ impl Preamble {
         self.slots.iter().all(Option::is_some)
     }
 
-    /// Returns the slot with the later position, and that position; `None` if both slots are damaged.
+    /// Returns the slot with the later position, and that position; `None` if both slots are
+    /// damaged.
     pub(super) fn newest(&self) -> Option<(usize, Position)> {
-        let slots = self.slots.iter().enumerate().filter_map(|(index, slot)| slot.map(|position| (index, position)));
+        let slots = self
+            .slots
+            .iter()
+            .enumerate()
+            .filter_map(|(index, slot)| slot.map(|position| (index, position)));
         slots.max_by_key(|(_, position)| position.records)
     }
 }
@@ -196,7 +211,10 @@ mod tests {
         let mut front = Preamble::fresh(&RUN);
         let next = Position::start(&RUN).behind(10, 3);
         front[slot_at(1)..].copy_from_slice(&next.slot(&RUN));
-        assert!(matches!(Preamble::decode(&front), Ok(whole) if whole.is_whole() && whole.newest() == Some((1, next))));
+        assert!(matches!(
+            Preamble::decode(&front),
+            Ok(whole) if whole.is_whole() && whole.newest() == Some((1, next))
+        ));
         for at in 0..FRONT {
             for flip in 1..=255 {
                 let mut damaged = front;
@@ -205,7 +223,8 @@ mod tests {
                     Err(_) => assert!(at < HEADER),
                     Ok(read) => {
                         assert!(at >= HEADER && !read.is_whole());
-                        let other = if at < slot_at(1) { (1, next) } else { (0, Position::start(&RUN)) };
+                        let other =
+                            if at < slot_at(1) { (1, next) } else { (0, Position::start(&RUN)) };
                         assert_eq!(read.newest(), Some(other));
                     }
                 }
@@ -218,7 +237,10 @@ mod tests {
         let mut front = Preamble::fresh(&RUN);
         let unidentified = Position { length: 1000, records: 9, chain: 1 };
         front[slot_at(1)..].copy_from_slice(&unidentified.slot(&[8; 16]));
-        assert!(matches!(Preamble::decode(&front), Ok(read) if read.newest() == Some((0, Position::start(&RUN)))));
+        assert!(matches!(
+            Preamble::decode(&front),
+            Ok(read) if read.newest() == Some((0, Position::start(&RUN)))
+        ));
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Users join and leave one at a time, under the lock; the first one starts a run, and the last one removes the file.
+//! Users join and leave one at a time, under the lock; the first one starts a run, and the last one
+//! removes the file.
 
 use super::backoff::Backoff;
 use super::format::MAGIC;
@@ -21,12 +22,17 @@ enum FileState {
     Nothing,
     /// The contents that the present users hold, or that earlier users have left for later ones.
     Kept(Box<Replica>),
-    /// The rest of a run whose users were killed, or whose last user was killed while it removed the file.
+    /// The rest of a run whose users were killed, or whose last user was killed while it removed
+    /// the file.
     Leftover { joined: u64, left: u64 },
 }
 
 /// Joins the users of the file at `path`, within `limit`.
-pub(super) fn join(path: &Path, world_size: u32, limit: Option<Duration>) -> Result<(LogFile, Replica)> {
+pub(super) fn join(
+    path: &Path,
+    world_size: u32,
+    limit: Option<Duration>,
+) -> Result<(LogFile, Replica)> {
     let deadline = deadline(limit);
     let mut pauses = Backoff::new(Duration::from_millis(1));
     loop {
@@ -34,15 +40,16 @@ pub(super) fn join(path: &Path, world_size: u32, limit: Option<Duration>) -> Res
         if let Some(file) = store_path.open()? {
             let disk = LogFile::new(file, store_path);
             let held = disk.hold(Mode::Exclusive, deadline)?;
-            // The last user may have removed the file before this one took the lock; opening the path again then yields
-            // a new file.
+            // The last user may have removed the file before this one took the lock; opening the
+            // path again then yields a new file.
             if disk.path.holds(&disk.file)? {
                 let entered = enter(&disk, world_size);
                 drop(held);
                 return match entered {
                     Ok(replica) => Ok((disk, replica)),
                     Err(error) => {
-                        // Explicitly, because a concurrently forked child may hold the same open file.
+                        // Explicitly, because a concurrently forked child may hold the same open
+                        // file.
                         let _ = disk.leave();
                         Err(error)
                     }
@@ -50,7 +57,9 @@ pub(super) fn join(path: &Path, world_size: u32, limit: Option<Duration>) -> Res
             }
         }
         if Instant::now() >= deadline {
-            return Err(Error::timeout(format!("the file store {path:?} was removed again and again while it was opened")));
+            return Err(Error::timeout(format!(
+                "the file store {path:?} was removed again and again while it was opened"
+            )));
         }
         pauses.pause_or_stop(deadline)?;
     }
@@ -62,7 +71,11 @@ fn enter(disk: &LogFile, world_size: u32) -> Result<Replica> {
         FileState::Kept(replica) => *replica,
         FileState::Nothing => begin(disk)?,
         FileState::Leftover { joined, left } => {
-            ::log::info!("{} is left over from a run of which {joined} joined and {left} left: started afresh", disk.name());
+            ::log::info!(
+                "{} is left over from a run of which {joined} joined and {left} \
+                 left: started afresh",
+                disk.name()
+            );
             disk.empty()?;
             begin(disk)?
         }
@@ -93,7 +106,8 @@ fn is_unused(disk: &LogFile) -> Result<bool> {
 
 fn begin(disk: &LogFile) -> Result<Replica> {
     let replica = Replica::fresh(random::bytes()?);
-    // The magic is written last, so that a front that a killed process has written in part does not count as damaged.
+    // The magic is written last, so that a front that a killed process has written in part does not
+    // count as damaged.
     let (magic, rest) = replica.front().split_at(MAGIC.len());
     disk.write(rest, MAGIC.len() as u64)?;
     disk.write(magic, 0)?;
@@ -102,14 +116,20 @@ fn begin(disk: &LogFile) -> Result<Replica> {
 
 /// Leaves if possible; after a failure, this user counts as killed.
 pub(super) fn leave(disk: &LogFile, replica: &mut Replica, world_size: u32) {
-    let outcome = disk.hold(Mode::Exclusive, Instant::now() + FILE_LEAVE_TIMEOUT).and_then(|_held| {
-        replica.follow(disk, true)?;
-        replica.append(&LogEntry::Leave, &mut Vec::new(), &mut |bytes, at| disk.write(bytes, at))?;
-        if disk.try_alone()? && replica.joined >= u64::from(world_size) && disk.path.holds(&disk.file)? {
-            disk.path.remove()?;
-        }
-        disk.leave()
-    });
+    let outcome =
+        disk.hold(Mode::Exclusive, Instant::now() + FILE_LEAVE_TIMEOUT).and_then(|_held| {
+            replica.follow(disk, true)?;
+            replica.append(&LogEntry::Leave, &mut Vec::new(), &mut |bytes, at| {
+                disk.write(bytes, at)
+            })?;
+            if disk.try_alone()?
+                && replica.joined >= u64::from(world_size)
+                && disk.path.holds(&disk.file)?
+            {
+                disk.path.remove()?;
+            }
+            disk.leave()
+        });
     if let Err(error) = outcome {
         ::log::warn!("{} was left untidily: {error}", disk.name());
         let _ = disk.leave();

@@ -1,9 +1,11 @@
-//! Replays a log and builds new entries. This file knows nothing of files, locks or time, and the bytes may be
-//! arbitrary.
+//! Replays a log and builds new entries. This file knows nothing of files, locks or time, and the
+//! bytes may be arbitrary.
 
 pub use super::source::LogSource;
 
-use super::format::{FRONT, HEADER, MAX_PAYLOAD, Position, Preamble, RECORD, RecordHeader, RunId, slot_at};
+use super::format::{
+    FRONT, HEADER, MAX_PAYLOAD, Position, Preamble, RECORD, RecordHeader, RunId, slot_at,
+};
 use super::source::{cut, damaged};
 use crate::error::{Error, Result};
 use crate::store::request::Request;
@@ -49,7 +51,8 @@ impl Replica {
         if count < FRONT {
             return Err(cut(source, &front[..count]));
         }
-        let run = Preamble::decode(&front).map_err(|(at, what)| damaged(source, at as u64, what))?.run;
+        let run =
+            Preamble::decode(&front).map_err(|(at, what)| damaged(source, at as u64, what))?.run;
         let mut replica = Self::fresh(run);
         replica.advance(source, front, true)?;
         Ok(replica)
@@ -58,16 +61,29 @@ impl Replica {
     /// Makes an empty log of `run`; its bytes are [`front`](Self::front).
     pub(super) fn fresh(run: RunId) -> Self {
         let (front, position) = (Preamble::fresh(&run), Position::start(&run));
-        Self { table: KeyTable::default(), joined: 0, left: 0, run, front, slot: 0, position, stale: false }
+        Self {
+            table: KeyTable::default(),
+            joined: 0,
+            left: 0,
+            run,
+            front,
+            slot: 0,
+            position,
+            stale: false,
+        }
     }
 
     pub(super) fn front(&self) -> &[u8; FRONT] {
         &self.front
     }
 
-    /// Reads the entries added since; `false` if that needs the lock. `locked` is true if no process can write
-    /// meanwhile.
-    pub(super) fn follow<S: LogSource + ?Sized>(&mut self, source: &S, locked: bool) -> Result<bool> {
+    /// Reads the entries added since; `false` if that needs the lock. `locked` is true if no
+    /// process can write meanwhile.
+    pub(super) fn follow<S: LogSource + ?Sized>(
+        &mut self,
+        source: &S,
+        locked: bool,
+    ) -> Result<bool> {
         let mut front = [0; FRONT];
         let count = source.read(&mut front, 0)?;
         if front == self.front && !self.stale {
@@ -78,7 +94,10 @@ impl Replica {
         }
         if front[..HEADER] != self.front[..HEADER] {
             Preamble::decode(&front).map_err(|(at, what)| damaged(source, at as u64, what))?;
-            return Err(Error::config(format!("{} was started afresh by another run while this one used it", source.name())));
+            return Err(Error::config(format!(
+                "{} was started afresh by another run while this one used it",
+                source.name()
+            )));
         }
         if self.stale {
             if locked {
@@ -89,14 +108,24 @@ impl Replica {
         self.advance(source, front, locked)
     }
 
-    fn advance<S: LogSource + ?Sized>(&mut self, source: &S, bytes: [u8; FRONT], locked: bool) -> Result<bool> {
-        let front = Preamble::decode(&bytes).map_err(|(at, what)| damaged(source, at as u64, what))?;
+    fn advance<S: LogSource + ?Sized>(
+        &mut self,
+        source: &S,
+        bytes: [u8; FRONT],
+        locked: bool,
+    ) -> Result<bool> {
+        let front =
+            Preamble::decode(&bytes).map_err(|(at, what)| damaged(source, at as u64, what))?;
         // Another process may be writing one slot, and the other slot may be long outdated.
         if !front.is_whole() && !locked {
             return Ok(false);
         }
         let Some((slot, committed)) = front.newest() else {
-            return Err(damaged(source, slot_at(0) as u64, "neither of its two commit slots has a right checksum"));
+            return Err(damaged(
+                source,
+                slot_at(0) as u64,
+                "neither of its two commit slots has a right checksum",
+            ));
         };
         if committed.length > self.position.length {
             self.read(source, Some(committed.length))?;
@@ -104,10 +133,15 @@ impl Replica {
         if front.is_whole() {
             if self.position != committed {
                 let at = slot_at(slot) as u64;
-                return Err(damaged(source, at, format_args!("it says {committed:?}, the records say {:?}", self.position)));
+                return Err(damaged(
+                    source,
+                    at,
+                    format_args!("it says {committed:?}, the records say {:?}", self.position),
+                ));
             }
         } else {
-            // The damaged slot may have acknowledged the last record, so intact records that follow count.
+            // The damaged slot may have acknowledged the last record, so intact records that follow
+            // count.
             self.read(source, None)?;
         }
         (self.front, self.slot) = (bytes, slot);
@@ -122,7 +156,13 @@ impl Replica {
         payload: &[u8],
         record: Option<&Bytes>,
     ) -> Result<()> {
-        let unfit = |why: String| damaged(source, self.position.length, format_args!("record {}: {why}", self.position.records));
+        let unfit = |why: String| {
+            damaged(
+                source,
+                self.position.length,
+                format_args!("record {}: {why}", self.position.records),
+            )
+        };
         match payload {
             [JOIN] => self.joined += 1,
             [LEAVE] => self.left += 1,
@@ -134,7 +174,10 @@ impl Replica {
                 match self.table.serve(&request, record).map_err(|error| unfit(error.message))? {
                     TableResult::Done(_) => {}
                     TableResult::Missing(index) => {
-                        return Err(unfit(format!("{:?} of {:?}, which is not there", request.op, request.keys[index])));
+                        return Err(unfit(format!(
+                            "{:?} of {:?}, which is not there",
+                            request.op, request.keys[index]
+                        )));
                     }
                 }
             }
@@ -143,8 +186,9 @@ impl Replica {
         Ok(())
     }
 
-    /// Appends `entry`, which `table` already reflects: calls `write` for the record and then for the slot, with their
-    /// offsets. If that fails, the bytes that reached the log decide whether the entry counts.
+    /// Appends `entry`, which `table` already reflects: calls `write` for the record and then for
+    /// the slot, with their offsets. If that fails, the bytes that reached the log decide whether
+    /// the entry counts.
     pub(super) fn append(
         &mut self,
         entry: &LogEntry<'_>,
@@ -185,9 +229,10 @@ impl Replica {
 /// Fails if `request` does not fit in a record.
 pub(super) fn check_size(request: &Request<'_>) -> Result<()> {
     match request.encoded_len() {
-        length if length > MAX_PAYLOAD => {
-            Err(Error::value(format!("{:?} takes {length} bytes; a file store takes at most {MAX_PAYLOAD} at once", request.op)))
-        }
+        length if length > MAX_PAYLOAD => Err(Error::value(format!(
+            "{:?} takes {length} bytes; a file store takes at most {MAX_PAYLOAD} at once",
+            request.op
+        ))),
         _ => Ok(()),
     }
 }

@@ -13,8 +13,8 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-/// The byte that is locked during an operation. It lies far behind the data, because some network file systems cannot
-/// read a locked byte.
+/// The byte that is locked during an operation. It lies far behind the data, because some network
+/// file systems cannot read a locked byte.
 const OPERATION: u64 = 1 << 62;
 
 /// The byte that each user keeps locked while it is one.
@@ -25,7 +25,8 @@ pub(super) const LOCK_RETRY: Duration = Duration::from_micros(200);
 
 /// The open file at a path.
 pub(super) struct LogFile {
-    /// Keeps forked children from sharing the file; a field before the file, because it must be dropped first.
+    /// Keeps forked children from sharing the file; a field before the file, because it must be
+    /// dropped first.
     _unshared: Option<CloseInChild>,
     pub(super) file: File,
     pub(super) path: StorePath,
@@ -46,8 +47,11 @@ impl LogFile {
         let (whole, start) = (bytes.len(), at);
         while !bytes.is_empty() {
             // A write of 0 bytes never succeeds on a file.
-            let count = retry(|| pwrite(&self.file, bytes, at)).and_then(|count| if count > 0 { Ok(count) } else { Err(Errno::IO) });
-            let count = count.map_err(|errno| self.os(&format!("write {whole} bytes at byte {start} of"), errno))?;
+            let count = retry(|| pwrite(&self.file, bytes, at))
+                .and_then(|count| if count > 0 { Ok(count) } else { Err(Errno::IO) });
+            let count = count.map_err(|errno| {
+                self.os(&format!("write {whole} bytes at byte {start} of"), errno)
+            })?;
             (bytes, at) = (&bytes[count..], at + count as u64);
         }
         Ok(())
@@ -61,7 +65,8 @@ impl LogFile {
         byte_lock::try_lock(self.file.as_fd(), byte, mode).map_err(|errno| self.os("lock", errno))
     }
 
-    /// Takes the lock to read or write until the value is dropped; `None` if another process holds it.
+    /// Takes the lock to read or write until the value is dropped; `None` if another process holds
+    /// it.
     pub(super) fn try_hold(&self, mode: Mode) -> Result<Option<OperationLock<'_>>> {
         Ok(self.lock(OPERATION, mode)?.then_some(OperationLock(self)))
     }
@@ -83,9 +88,14 @@ impl LogFile {
     pub(super) fn locked_by_another(&self) -> Error {
         let holder = byte_lock::holder(self.file.as_fd(), OPERATION).map_or_else(
             || "another process".into(),
-            |pid| format!("process {pid} ({})", process::state(pid).unwrap_or("which has just ended")),
+            |pid| {
+                format!("process {pid} ({})", process::state(pid).unwrap_or("which has just ended"))
+            },
         );
-        Error::timeout(format!("the lock of the file store {:?} is held by {holder}", self.path.given))
+        Error::timeout(format!(
+            "the lock of the file store {:?} is held by {holder}",
+            self.path.given
+        ))
     }
 
     /// Tries to become the only user; false if there are others.
@@ -93,8 +103,8 @@ impl LogFile {
         self.lock(USERS, Mode::Exclusive)
     }
 
-    /// Becomes one of the users. This fails only during another process's [`try_alone`](Self::try_alone), which holds
-    /// the operation lock.
+    /// Becomes one of the users. This fails only during another process's
+    /// [`try_alone`](Self::try_alone), which holds the operation lock.
     pub(super) fn share(&self) -> Result<()> {
         match self.lock(USERS, Mode::Shared)? {
             true => Ok(()),
@@ -102,7 +112,8 @@ impl LogFile {
         }
     }
 
-    /// Stops being a user. Closing the file may not suffice: a concurrently forked child may hold the same open file.
+    /// Stops being a user. Closing the file may not suffice: a concurrently forked child may hold
+    /// the same open file.
     pub(super) fn leave(&self) -> Result<()> {
         byte_lock::unlock(self.file.as_fd(), USERS).map_err(|errno| self.os("unlock", errno))
     }

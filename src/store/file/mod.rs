@@ -1,12 +1,14 @@
-//! A store in a file that its users share: processes of one node, or of several nodes with a shared file system.
+//! A store in a file that its users share: processes of one node, or of several nodes with a shared
+//! file system.
 //!
-//! - [`log`], `format`, `scan`, `source`: the bytes, an append-only log of requests whose replay yields a
-//!   [`KeyTable`](super::table::KeyTable)
+//! - [`log`], `format`, `scan`, `source`: the bytes, an append-only log of requests whose replay
+//!   yields a [`KeyTable`](super::table::KeyTable)
 //! - `log_file`, `path`: the open file with its locks, and opening it safely
-//! - `lifecycle`: joining and leaving; `client`: one user and its requests; `backoff`: pauses between polls
+//! - `lifecycle`: joining and leaving; `client`: one user and its requests; `backoff`: pauses
+//!   between polls
 //!
-//! Acknowledged writes survive the death of any user at any instruction, but not a crash of the node: nothing is
-//! synced.
+//! Acknowledged writes survive the death of any user at any instruction, but not a crash of the
+//! node: nothing is synced.
 
 mod backoff;
 mod client;
@@ -27,21 +29,22 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A key-value store in a file. Clones share it. The last user to leave removes the file, if `world_size` users have
-/// joined.
+/// A key-value store in a file. Clones share it. The last user to leave removes the file, if
+/// `world_size` users have joined.
 #[derive(Clone)]
 pub struct FileStore(Arc<FileClient>);
 
 impl FileStore {
-    /// Joins the users of the store at `path`, which is created if the file does not exist or is empty.
+    /// Joins the users of the store at `path`, which is created if the file does not exist or is
+    /// empty.
     ///
-    /// Each call is one user. The last one to leave removes the file if at least `world_size` users have joined in all;
-    /// before that, the file keeps its contents for later users. The first user of a new run discards what a killed run
-    /// has left.
+    /// Each call is one user. The last one to leave removes the file if at least `world_size` users
+    /// have joined in all; before that, the file keeps its contents for later users. The first user
+    /// of a new run discards what a killed run has left.
     ///
-    /// `Config` if the directory does not exist, if other users may replace files in it, if the file is not a regular
-    /// file with mode 0600 that belongs to this user, or if it is damaged; `Timeout` if another process holds its lock
-    /// for 300 s.
+    /// `Config` if the directory does not exist, if other users may replace files in it, if the
+    /// file is not a regular file with mode 0600 that belongs to this user, or if it is damaged;
+    /// `Timeout` if another process holds its lock for 300 s.
     pub fn open(path: &Path, world_size: u32) -> Result<Self> {
         Ok(Self(Arc::new(FileClient::join(path, world_size, None)?)))
     }

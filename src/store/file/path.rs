@@ -8,11 +8,13 @@ use std::io::ErrorKind;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// File systems on which all processes of a node see each other's writes at once, by their `statfs` magic numbers: ext2
-/// to ext4, xfs, btrfs, tmpfs, overlayfs, zfs.
-const COHERENT: [rustix::fs::FsWord; 6] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0x794c_7630, 0x2fc1_2fc1];
+/// File systems on which all processes of a node see each other's writes at once, by their `statfs`
+/// magic numbers: ext2 to ext4, xfs, btrfs, tmpfs, overlayfs, zfs.
+const COHERENT: [rustix::fs::FsWord; 6] =
+    [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0x794c_7630, 0x2fc1_2fc1];
 
-/// The path of a store as given, and the absolute path it had at that time, because the working directory may change.
+/// The path of a store as given, and the absolute path it had at that time, because the working
+/// directory may change.
 pub(super) struct StorePath {
     pub(super) given: PathBuf,
     absolute: PathBuf,
@@ -26,7 +28,9 @@ impl StorePath {
         let folder = absolute.parent().ok_or_else(|| refused("it is no path of a file".into()))?;
         let status = match stat(folder) {
             Ok(status) => status,
-            Err(Errno::NOENT) => return Err(refused(format!("its folder {folder:?} does not exist"))),
+            Err(Errno::NOENT) => {
+                return Err(refused(format!("its folder {folder:?} does not exist")));
+            }
             Err(errno) => return Err(refused(format!("look at its folder {folder:?}: {errno}"))),
         };
         if FileType::from_raw_mode(status.st_mode) != FileType::Directory {
@@ -34,7 +38,8 @@ impl StorePath {
         }
         if status.st_mode & 0o1002 == 0o002 {
             return Err(refused(format!(
-                "its folder {folder:?} has mode {:04o}, so that anybody can exchange what is in it; a sticky bit would prevent that",
+                "its folder {folder:?} has mode {:04o}, so that anybody can exchange what is in \
+                 it; a sticky bit would prevent that",
                 status.st_mode & 0o7777
             )));
         }
@@ -48,8 +53,12 @@ impl StorePath {
         options.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(flags);
         let file = match options.open(&self.absolute) {
             Ok(file) => file,
-            Err(error) if error.raw_os_error() == Some(libc::ELOOP) => return Err(self.refused("it is a symbolic link")),
-            Err(error) if error.kind() == ErrorKind::IsADirectory => return Err(self.refused("it is a folder")),
+            Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
+                return Err(self.refused("it is a symbolic link"));
+            }
+            Err(error) if error.kind() == ErrorKind::IsADirectory => {
+                return Err(self.refused("it is a folder"));
+            }
             Err(error) => return Err(self.refused(format_args!("open: {error}"))),
         };
         let status = fstat(&file).map_err(|errno| self.os("look at", errno))?;
@@ -58,10 +67,16 @@ impl StorePath {
         }
         let user = rustix::process::geteuid().as_raw();
         if status.st_uid != user {
-            return Err(self.refused(format_args!("it belongs to user {}, this process runs as user {user}", status.st_uid)));
+            return Err(self.refused(format_args!(
+                "it belongs to user {}, this process runs as user {user}",
+                status.st_uid
+            )));
         }
         if status.st_mode & 0o077 != 0 {
-            return Err(self.refused(format_args!("it has mode {:04o}; it must be for its owner only, 0600", status.st_mode & 0o7777)));
+            return Err(self.refused(format_args!(
+                "it has mode {:04o}; it must be for its owner only, 0600",
+                status.st_mode & 0o7777
+            )));
         }
         if status.st_nlink > 1 {
             return Err(self.refused(format_args!("it has {} names (hard links)", status.st_nlink)));
@@ -71,7 +86,8 @@ impl StorePath {
 
     /// Returns true if the path still names `file`.
     pub(super) fn holds(&self, file: &File) -> Result<bool> {
-        let same = |one: &Stat, other: &Stat| (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino);
+        let same =
+            |one: &Stat, other: &Stat| (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino);
         let own = fstat(file).map_err(|errno| self.os("look at", errno))?;
         match lstat(&self.absolute) {
             Ok(found) => Ok(own.st_nlink > 0 && same(&found, &own)),
@@ -95,8 +111,8 @@ impl StorePath {
     }
 }
 
-/// Returns true if readers see a completed write to `file` at once. On other file systems, taking a lock has that
-/// effect.
+/// Returns true if readers see a completed write to `file` at once. On other file systems, taking a
+/// lock has that effect.
 pub(super) fn is_coherent(file: &File) -> bool {
     fstatfs(file).is_ok_and(|status| COHERENT.contains(&status.f_type))
 }

@@ -10,9 +10,13 @@ use bytes::Bytes;
 const WINDOW: u64 = 64 * 1024;
 
 impl Replica {
-    /// Reads records up to byte `end` and fails if one of them is damaged; without `end`, reads up to the first damaged
-    /// record.
-    pub(super) fn read<S: LogSource + ?Sized>(&mut self, source: &S, end: Option<u64>) -> Result<()> {
+    /// Reads records up to byte `end` and fails if one of them is damaged; without `end`, reads up
+    /// to the first damaged record.
+    pub(super) fn read<S: LogSource + ?Sized>(
+        &mut self,
+        source: &S,
+        end: Option<u64>,
+    ) -> Result<()> {
         let until = match end {
             Some(end) => end,
             None => source.size()?,
@@ -22,7 +26,11 @@ impl Replica {
             let mut window = vec![0; (until - at).min(WINDOW) as usize];
             let count = source.read(&mut window, at)?;
             if count < window.len() && end.is_some() {
-                return Err(damaged(source, at + count as u64, format_args!("it ends there, of {until} bytes")));
+                return Err(damaged(
+                    source,
+                    at + count as u64,
+                    format_args!("it ends there, of {until} bytes"),
+                ));
             }
             window.truncate(count);
             if self.read_whole(source, &window)? > 0 {
@@ -30,7 +38,11 @@ impl Replica {
             }
             let Some((header, record)) = self.read_long(source, &window, until)? else {
                 return match end {
-                    Some(_) => Err(damaged(source, at, format_args!("record {} is not whole", self.position.records))),
+                    Some(_) => Err(damaged(
+                        source,
+                        at,
+                        format_args!("record {} is not whole", self.position.records),
+                    )),
                     None => Ok(()),
                 };
             };
@@ -40,7 +52,11 @@ impl Replica {
     }
 
     /// Applies the complete records in `window`, and returns their number.
-    fn read_whole<S: LogSource + ?Sized>(&mut self, source: &S, mut window: &[u8]) -> Result<usize> {
+    fn read_whole<S: LogSource + ?Sized>(
+        &mut self,
+        source: &S,
+        mut window: &[u8],
+    ) -> Result<usize> {
         let mut count = 0;
         while let Some(header) = window.get(..RECORD).and_then(RecordHeader::decode)
             && let Some(payload) = window[RECORD..].get(..header.length as usize)
@@ -54,7 +70,12 @@ impl Replica {
     }
 
     /// Returns the record at the start of `window`, if it is intact and ends before `until`.
-    fn read_long<S: LogSource + ?Sized>(&self, source: &S, window: &[u8], until: u64) -> Result<Option<(RecordHeader, Bytes)>> {
+    fn read_long<S: LogSource + ?Sized>(
+        &self,
+        source: &S,
+        window: &[u8],
+        until: u64,
+    ) -> Result<Option<(RecordHeader, Bytes)>> {
         let Some(header) = window.get(..RECORD).and_then(RecordHeader::decode) else {
             return Ok(None);
         };
@@ -66,7 +87,8 @@ impl Replica {
         }
         let mut record = vec![0; length];
         let count = source.read(&mut record, at)?;
-        let whole = count == length && RecordHeader::of(&record[RECORD..], self.position.chain) == header;
+        let whole =
+            count == length && RecordHeader::of(&record[RECORD..], self.position.chain) == header;
         Ok(whole.then(|| (header, record.into())))
     }
 }

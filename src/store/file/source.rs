@@ -33,7 +33,11 @@ impl LogSource for [u8] {
 }
 
 /// Returns the error of a damaged log.
-pub(super) fn damaged<S: LogSource + ?Sized>(source: &S, at: u64, what: impl std::fmt::Display) -> Error {
+pub(super) fn damaged<S: LogSource + ?Sized>(
+    source: &S,
+    at: u64,
+    what: impl std::fmt::Display,
+) -> Error {
     Error::config(format!("{} is damaged at byte {at}: {what}", source.name()))
 }
 

@@ -4,7 +4,10 @@ use crate::error::{Error, Result};
 use crate::sys::{interrupt, random, socket, thread};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, getpeername, getsockname, socket_with, sockopt};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, getpeername, getsockname,
+    socket_with, sockopt,
+};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::mpsc;
@@ -31,8 +34,8 @@ pub enum UnixName {
 }
 
 impl StoreAddress {
-    /// `host` is a name, an IPv4 or IPv6 address, or `unix:/path` or `unix:@name`, which ignore `port`. A name is
-    /// resolved on another thread, for at most until `deadline`.
+    /// `host` is a name, an IPv4 or IPv6 address, or `unix:/path` or `unix:@name`, which ignore
+    /// `port`. A name is resolved on another thread, for at most until `deadline`.
     pub fn resolve(host: &str, port: u16, deadline: Instant) -> Result<Self> {
         if let Some(name) = host.strip_prefix("unix:") {
             // As in URLs: unix:///path.
@@ -40,7 +43,9 @@ impl StoreAddress {
             return match name.strip_prefix('@') {
                 Some(name) if !name.is_empty() => Ok(Self::Unix(UnixName::Abstract(name.into()))),
                 _ if name.starts_with('/') => Ok(Self::Unix(UnixName::Path(name.into()))),
-                _ => Err(Error::value(format!("store address {host:?} is neither unix:/absolute/path nor unix:@name"))),
+                _ => Err(Error::value(format!(
+                    "store address {host:?} is neither unix:/absolute/path nor unix:@name"
+                ))),
             };
         }
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
@@ -57,7 +62,9 @@ impl StoreAddress {
         let answer = loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match receiver.recv_timeout(left.min(interrupt::SIGNAL_POLL)) {
-                Err(mpsc::RecvTimeoutError::Timeout) if left > interrupt::SIGNAL_POLL => interrupt::check()?,
+                Err(mpsc::RecvTimeoutError::Timeout) if left > interrupt::SIGNAL_POLL => {
+                    interrupt::check()?
+                }
                 answer => break answer,
             }
         };
@@ -68,8 +75,12 @@ impl StoreAddress {
                 Ok(Self::Inet(found))
             }
             Ok(Ok(_)) => Err(Error::network(format!("host {host:?} has no address"))),
-            Ok(Err(error)) => Err(Error::network(format!("host {host:?} cannot be resolved: {error}"))),
-            Err(_) => Err(Error::network(format!("host {host:?} could not be resolved in time (timeout)"))),
+            Ok(Err(error)) => {
+                Err(Error::network(format!("host {host:?} cannot be resolved: {error}")))
+            }
+            Err(_) => Err(Error::network(format!(
+                "host {host:?} could not be resolved in time (timeout)"
+            ))),
         }
     }
 
@@ -81,9 +92,10 @@ impl StoreAddress {
         }
     }
 
-    /// Replaces a loopback address, which all users of a node can reach, by an abstract Unix socket named after the
-    /// port, whose ends learn each other's user from the kernel. Like the port, the name belongs to the network
-    /// namespace, and nothing remains of it. Port 0 yields a name that other processes cannot guess.
+    /// Replaces a loopback address, which all users of a node can reach, by an abstract Unix socket
+    /// named after the port, whose ends learn each other's user from the kernel. Like the port, the
+    /// name belongs to the network namespace, and nothing remains of it. Port 0 yields a name that
+    /// other processes cannot guess.
     pub fn for_same_user(self) -> Result<Self> {
         match &self {
             Self::Inet(_) if self.local() => {}
@@ -107,8 +119,12 @@ impl StoreAddress {
     /// Returns the address to connect to in order to reach a server that listens at this one.
     pub fn near(&self) -> Self {
         let reachable = |address: &SocketAddr| match address.ip() {
-            IpAddr::V4(ip) if ip.is_unspecified() => SocketAddr::new(std::net::Ipv4Addr::LOCALHOST.into(), address.port()),
-            IpAddr::V6(ip) if ip.is_unspecified() => SocketAddr::new(std::net::Ipv6Addr::LOCALHOST.into(), address.port()),
+            IpAddr::V4(ip) if ip.is_unspecified() => {
+                SocketAddr::new(std::net::Ipv4Addr::LOCALHOST.into(), address.port())
+            }
+            IpAddr::V6(ip) if ip.is_unspecified() => {
+                SocketAddr::new(std::net::Ipv6Addr::LOCALHOST.into(), address.port())
+            }
             IpAddr::V4(_) | IpAddr::V6(_) => *address,
         };
         match self {
@@ -119,11 +135,16 @@ impl StoreAddress {
 
     /// Starts a connection to the first address that works, and passes each failure to `failed`.
     pub fn connect(&self, mut failed: impl FnMut(String, Errno)) -> Option<OwnedFd> {
-        let mut attempt = |name: String, outcome: rustix::io::Result<OwnedFd>| outcome.map_err(|errno| failed(name, errno)).ok();
+        let mut attempt = |name: String, outcome: rustix::io::Result<OwnedFd>| {
+            outcome.map_err(|errno| failed(name, errno)).ok()
+        };
         match self {
-            Self::Inet(all) => all.iter().find_map(|address| attempt(address.to_string(), connect_inet(address))),
+            Self::Inet(all) => {
+                all.iter().find_map(|address| attempt(address.to_string(), connect_inet(address)))
+            }
             Self::Unix(name) => {
-                let own = connect_unix(name).and_then(|socket| if ours(&socket) { Ok(socket) } else { Err(Errno::PERM) });
+                let own = connect_unix(name)
+                    .and_then(|socket| if ours(&socket) { Ok(socket) } else { Err(Errno::PERM) });
                 attempt(self.to_string(), own)
             }
         }
@@ -145,8 +166,8 @@ impl std::fmt::Display for StoreAddress {
 
 fn connect_inet(address: &SocketAddr) -> rustix::io::Result<OwnedFd> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    // Blocks while it connects: the kernel's own limit applies if the peer does not answer, and a refusal arrives at
-    // once.
+    // Blocks while it connects: the kernel's own limit applies if the peer does not answer, and a
+    // refusal arrives at once.
     let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     attend(&socket)?;
     connect_within(&socket, || connect(&socket, address))?;
@@ -165,7 +186,10 @@ pub(super) fn attend(socket: &OwnedFd) -> rustix::io::Result<()> {
 }
 
 /// Connects within two seconds, so that the caller can check its deadline.
-fn connect_within(socket: &OwnedFd, connect: impl FnOnce() -> rustix::io::Result<()>) -> rustix::io::Result<()> {
+fn connect_within(
+    socket: &OwnedFd,
+    connect: impl FnOnce() -> rustix::io::Result<()>,
+) -> rustix::io::Result<()> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     rustix::io::ioctl_fionbio(socket, true)?;
     match connect() {
@@ -202,7 +226,8 @@ pub(super) fn ours(socket: &OwnedFd) -> bool {
 
 /// Returns a readable name of the peer of an accepted connection.
 pub fn peer_name(connection: &OwnedFd) -> String {
-    let inet = getpeername(connection).ok().flatten().and_then(|peer| SocketAddr::try_from(peer).ok());
+    let inet =
+        getpeername(connection).ok().flatten().and_then(|peer| SocketAddr::try_from(peer).ok());
     match (inet, socket::peer(connection)) {
         (Some(address), _) => address.to_string(),
         (None, Ok(peer)) => format!("pid {} of user {}", peer.pid, peer.uid),

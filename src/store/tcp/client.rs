@@ -45,15 +45,16 @@ struct ServerConnection {
 
 impl Drop for ServerConnection {
     fn drop(&mut self) {
-        // Ends the connection even if a forked child holds a copy of the file descriptor, but not in the child.
+        // Ends the connection even if a forked child holds a copy of the file descriptor, but not
+        // in the child.
         if self.generation == fork::generation() {
             let _ = shutdown(&self.socket, Shutdown::Both);
         }
     }
 }
 
-/// How long a client that needs another connection retries while the server closes it at once. A server that is
-/// overloaded by unidentified peers may take the client for one of them.
+/// How long a client that needs another connection retries while the server closes it at once. A
+/// server that is overloaded by unidentified peers may take the client for one of them.
 const RECONNECT_WINDOW: Duration = Duration::from_secs(1);
 
 /// Why an exchange ended without an answer.
@@ -80,7 +81,9 @@ impl ServerConnection {
             }
             let mut fds = [PollFd::new(&self.socket, what)];
             match poll(&mut fds, Timespec::try_from(remaining.min(SIGNAL_POLL)).ok().as_ref()) {
-                Ok(0) | Err(Errno::INTR) => interrupt::check().map_err(ExchangeError::Interrupted)?,
+                Ok(0) | Err(Errno::INTR) => {
+                    interrupt::check().map_err(ExchangeError::Interrupted)?
+                }
                 Ok(_) => return Ok(()),
                 Err(errno) => return Err(ExchangeError::Closed(Some(errno))),
             }
@@ -99,7 +102,11 @@ impl ServerConnection {
     }
 
     /// Reads between one byte and as many as `into` holds.
-    fn read(&self, into: &mut [u8], deadline: Instant) -> std::result::Result<usize, ExchangeError> {
+    fn read(
+        &self,
+        into: &mut [u8],
+        deadline: Instant,
+    ) -> std::result::Result<usize, ExchangeError> {
         loop {
             // Sleeps in a blocking read while there is time; the last nap polls with a timeout.
             if deadline.saturating_duration_since(Instant::now()) <= SIGNAL_POLL {
@@ -108,13 +115,19 @@ impl ServerConnection {
             match recv(&self.socket, &mut *into, RecvFlags::empty()) {
                 Ok((0, _)) => return Err(ExchangeError::Closed(None)),
                 Ok((count, _)) => return Ok(count),
-                Err(Errno::AGAIN | Errno::INTR) => interrupt::check().map_err(ExchangeError::Interrupted)?,
+                Err(Errno::AGAIN | Errno::INTR) => {
+                    interrupt::check().map_err(ExchangeError::Interrupted)?
+                }
                 Err(errno) => return Err(ExchangeError::Closed(Some(errno))),
             }
         }
     }
 
-    fn receive(&self, mut into: &mut [u8], deadline: Instant) -> std::result::Result<(), ExchangeError> {
+    fn receive(
+        &self,
+        mut into: &mut [u8],
+        deadline: Instant,
+    ) -> std::result::Result<(), ExchangeError> {
         while !into.is_empty() {
             let count = self.read(into, deadline)?;
             into = &mut into[count..];
@@ -155,7 +168,9 @@ impl ServerConnection {
         let count = count.max(LENGTH);
         let length = u32::from_le_bytes([start[0], start[1], start[2], start[3]]) as usize;
         if length > MAX_FRAME || count > LENGTH + length {
-            return Err(ExchangeError::Garbled(Error::network(format!("an answer of {length} bytes"))));
+            return Err(ExchangeError::Garbled(Error::network(format!(
+                "an answer of {length} bytes"
+            ))));
         }
         let mut body = vec![0; length];
         let have = count - LENGTH;
@@ -168,7 +183,8 @@ impl ServerConnection {
     }
 }
 
-/// Records whether spinning for answers has been worthwhile recently. Shared by all connections of a client.
+/// Records whether spinning for answers has been worthwhile recently. Shared by all connections of
+/// a client.
 #[derive(Default)]
 struct SpinHistory(std::sync::atomic::AtomicI32);
 
@@ -190,14 +206,25 @@ pub(super) struct Client {
     secret: Option<Vec<u8>>,
     idle: Mutex<Vec<ServerConnection>>,
     eager: SpinHistory,
-    /// Fork generation of the process that made the client; a forked child must not use its parent's connections.
+    /// Fork generation of the process that made the client; a forked child must not use its
+    /// parent's connections.
     generation: u64,
 }
 
 impl Client {
     /// Makes a client that has reached its server, retrying until `deadline`.
-    pub(super) fn connect(address: StoreAddress, secret: Option<Vec<u8>>, deadline: Instant) -> Result<Self> {
-        let client = Self { address, secret, idle: Mutex::default(), eager: SpinHistory::default(), generation: fork::generation() };
+    pub(super) fn connect(
+        address: StoreAddress,
+        secret: Option<Vec<u8>>,
+        deadline: Instant,
+    ) -> Result<Self> {
+        let client = Self {
+            address,
+            secret,
+            idle: Mutex::default(),
+            eager: SpinHistory::default(),
+            generation: fork::generation(),
+        };
         let started = Instant::now();
         let (mut pause, mut interrupts) = (CONNECT_RETRY_MIN, interrupt::Interrupts::new());
         loop {
@@ -209,7 +236,10 @@ impl Client {
                 Err((error, false)) => return Err(error),
                 Err((error, true)) if Instant::now() + pause >= deadline => {
                     let waited = started.elapsed().as_secs_f64();
-                    return Err(Error::network(format!("{}, for {waited:.1} s (timeout)", error.message)));
+                    return Err(Error::network(format!(
+                        "{}, for {waited:.1} s (timeout)",
+                        error.message
+                    )));
                 }
                 Err((_, true)) => {
                     std::thread::sleep(pause);
@@ -220,43 +250,72 @@ impl Client {
         }
     }
 
-    /// Makes a new connection that the server has admitted. On failure, returns the error and true if a retry makes
-    /// sense. `known` is true if the server has been reached before; if it refuses connections now, it has ended.
-    fn reach(&self, deadline: Instant, known: bool) -> std::result::Result<ServerConnection, (Error, bool)> {
+    /// Makes a new connection that the server has admitted. On failure, returns the error and true
+    /// if a retry makes sense. `known` is true if the server has been reached before; if it refuses
+    /// connections now, it has ended.
+    fn reach(
+        &self,
+        deadline: Instant,
+        known: bool,
+    ) -> std::result::Result<ServerConnection, (Error, bool)> {
         let address = &self.address;
         let mut refusals = Vec::new();
         let refused = |name: String, errno: Errno| {
             refusals.push(match (errno, address) {
                 (Errno::PERM, StoreAddress::Unix(_)) => {
-                    format!("{name} is another user's; ranks of several users need a secret, or to say that there is none (secret=none)")
+                    format!(
+                        "{name} is another user's; ranks of several users need a secret, or to \
+                        say that there is none (secret=none)"
+                    )
                 }
                 _ => format!("{name}: {errno}"),
             });
         };
         let Some(socket) = address.connect(refused) else {
-            return Err((Error::network(format!("the store cannot be reached: {}", refusals.join("; "))), !known));
+            return Err((
+                Error::network(format!("the store cannot be reached: {}", refusals.join("; "))),
+                !known,
+            ));
         };
-        let blocking =
-            rustix::io::ioctl_fionbio(&socket, false).and_then(|()| set_socket_timeout(&socket, Timeout::Recv, Some(SIGNAL_POLL)));
+        let blocking = rustix::io::ioctl_fionbio(&socket, false)
+            .and_then(|()| set_socket_timeout(&socket, Timeout::Recv, Some(SIGNAL_POLL)));
         blocking.map_err(|errno| (Error::os("a socket that waits", errno), false))?;
-        let connection = ServerConnection { socket, frame: Vec::new(), generation: fork::generation() };
+        let connection =
+            ServerConnection { socket, frame: Vec::new(), generation: fork::generation() };
         let secret = self.secret.as_deref();
         let broken = |broken: ExchangeError| match broken {
-            ExchangeError::Late if known => (self.broken("a new connection", ExchangeError::Late), false),
-            ExchangeError::Late => {
-                (Error::network(format!("what listens at {address} says nothing; a torch-symm store would (timeout)")), false)
+            ExchangeError::Late if known => {
+                (self.broken("a new connection", ExchangeError::Late), false)
             }
+            ExchangeError::Late => (
+                Error::network(format!(
+                    "what listens at {address} says nothing; a torch-symm store would (timeout)"
+                )),
+                false,
+            ),
             // A server that is shutting down accepts and closes.
             ExchangeError::Closed(_) => {
                 let whose = match address {
                     StoreAddress::Unix(_) => "; a store there serves its own user only",
                     StoreAddress::Inet(_) => "",
                 };
-                (Error::network(format!("what listens at {address} closed the connection{whose}")), true)
+                (
+                    Error::network(format!(
+                        "what listens at {address} closed the connection{whose}"
+                    )),
+                    true,
+                )
             }
-            ExchangeError::Unsent(error) | ExchangeError::Interrupted(error) | ExchangeError::Garbled(error) => (error, false),
+            ExchangeError::Unsent(error)
+            | ExchangeError::Interrupted(error)
+            | ExchangeError::Garbled(error) => (error, false),
         };
-        let wrong = |error: Error| (Error { message: format!("the store at {address}: {}", error.message), ..error }, false);
+        let wrong = |error: Error| {
+            (
+                Error { message: format!("the store at {address}: {}", error.message), ..error },
+                false,
+            )
+        };
         let mut opening = [0; OPENING];
         connection.receive(&mut opening, deadline).map_err(broken)?;
         let (introduction, hello) = ClientHello::answer(&opening, secret).map_err(|error| {
@@ -316,26 +375,46 @@ impl Client {
             Err(ExchangeError::Late) if request.op.waits() => {
                 let all: Vec<usize> = (0..request.keys.len()).collect();
                 let error = timed_out(request, Some(limit), &all);
-                return Err(Error::timeout(format!("{}; the store at {} did not answer either", error.message, self.address)));
+                return Err(Error::timeout(format!(
+                    "{}; the store at {} did not answer either",
+                    error.message, self.address
+                )));
             }
             Err(broken) => {
-                let keys = request.keys.first().map_or(String::new(), |key| format!(" of key {key:?}"));
+                let keys =
+                    request.keys.first().map_or(String::new(), |key| format!(" of key {key:?}"));
                 return Err(self.broken(&format!("{:?}{keys}", request.op), broken));
             }
         };
         match answer {
             ServerFrame::Done(reply) => Ok(reply),
-            ServerFrame::Missing(indices) if indices.iter().all(|&index| index < request.keys.len()) => {
+            ServerFrame::Missing(indices)
+                if indices.iter().all(|&index| index < request.keys.len()) =>
+            {
                 let error = timed_out(request, Some(limit), &indices);
                 Err(Error::timeout(format!("{} at {}", error.message, self.address)))
             }
-            ServerFrame::Missing(_) => Err(Error::internal(format!("the store at {} missed keys that were not asked for", self.address))),
-            ServerFrame::Failed(error) if matches!(error.kind, ErrorKind::Value | ErrorKind::QueueEmpty) => Err(error),
-            ServerFrame::Failed(error) => Err(Error { message: format!("the store at {}: {}", self.address, error.message), ..error }),
+            ServerFrame::Missing(_) => Err(Error::internal(format!(
+                "the store at {} missed keys that were not asked for",
+                self.address
+            ))),
+            ServerFrame::Failed(error)
+                if matches!(error.kind, ErrorKind::Value | ErrorKind::QueueEmpty) =>
+            {
+                Err(error)
+            }
+            ServerFrame::Failed(error) => Err(Error {
+                message: format!("the store at {}: {}", self.address, error.message),
+                ..error
+            }),
         }
     }
 
-    fn exchange(&self, message: &ClientFrame<'_>, deadline: Instant) -> Result<std::result::Result<ServerFrame, ExchangeError>> {
+    fn exchange(
+        &self,
+        message: &ClientFrame<'_>,
+        deadline: Instant,
+    ) -> Result<std::result::Result<ServerFrame, ExchangeError>> {
         let mut connection = self.take(deadline)?;
         let outcome = connection.exchange(message, deadline, &self.eager);
         // After any other failure, the connection may hold part of an answer.
@@ -350,15 +429,20 @@ impl Client {
         match broken {
             ExchangeError::Unsent(error) | ExchangeError::Interrupted(error) => error,
             ExchangeError::Late => Error::timeout(format!(
-                "the store at {address} did not answer {what} in time (timeout): its process is stopped or overloaded"
+                "the store at {address} did not answer {what} in time (timeout): its process is \
+                 stopped or overloaded"
             )),
             ExchangeError::Closed(reason) => {
                 let reason = reason.map_or_else(String::new, |errno| format!(" ({errno})"));
                 Error::network(format!(
-                    "the store at {address} closed the connection during {what}{reason}: its process has probably ended"
+                    "the store at {address} closed the connection during {what}{reason}: its \
+                     process has probably ended"
                 ))
             }
-            ExchangeError::Garbled(error) => Error::network(format!("the store at {address} answered {what} with {}", error.message)),
+            ExchangeError::Garbled(error) => Error::network(format!(
+                "the store at {address} answered {what} with {}",
+                error.message
+            )),
         }
     }
 }

@@ -45,10 +45,15 @@ impl<'a> ClientFrame<'a> {
                 request.check()?;
                 let length = 5 + request.encoded_len();
                 if length > MAX_FRAME {
-                    return Err(Error::value(format!("{:?} of {length} bytes; a store takes at most {MAX_FRAME} at once", request.op)));
+                    return Err(Error::value(format!(
+                        "{:?} of {length} bytes; a store takes at most {MAX_FRAME} at once",
+                        request.op
+                    )));
                 }
                 out.push(1);
-                out.extend_from_slice(&u32::try_from(limit.as_millis()).unwrap_or(u32::MAX).to_le_bytes());
+                out.extend_from_slice(
+                    &u32::try_from(limit.as_millis()).unwrap_or(u32::MAX).to_le_bytes(),
+                );
                 request.encode(out);
             }
             Self::Join => out.push(2),
@@ -121,8 +126,12 @@ impl ServerFrame {
             Self::Done(TableReply::Flag(_)) => 1,
             Self::Done(TableReply::Number(_)) => 8,
             Self::Done(TableReply::Value(value)) => 4 + value.len(),
-            Self::Done(TableReply::Values(values)) => 4 + values.iter().map(|value| 4 + value.len()).sum::<usize>(),
-            Self::Done(TableReply::Keys(keys)) => 4 + keys.iter().map(|key| 4 + key.len()).sum::<usize>(),
+            Self::Done(TableReply::Values(values)) => {
+                4 + values.iter().map(|value| 4 + value.len()).sum::<usize>()
+            }
+            Self::Done(TableReply::Keys(keys)) => {
+                4 + keys.iter().map(|key| 4 + key.len()).sum::<usize>()
+            }
             Self::Missing(indices) => 4 * indices.len(),
             Self::Failed(error) => 1 + error.message.len(),
         }
@@ -139,12 +148,15 @@ impl ServerFrame {
             4 => {
                 let count = fields.u32()?;
                 Self::Done(TableReply::Values(
-                    (0..count).map(|_| fields.bytes().map(|value| body.slice_ref(value))).collect::<Result<_>>()?,
+                    (0..count)
+                        .map(|_| fields.bytes().map(|value| body.slice_ref(value)))
+                        .collect::<Result<_>>()?,
                 ))
             }
             5 => {
                 let count = fields.u32()?;
-                let keys = (0..count).map(|_| Ok(String::from_utf8_lossy(fields.bytes()?).into_owned()));
+                let keys =
+                    (0..count).map(|_| Ok(String::from_utf8_lossy(fields.bytes()?).into_owned()));
                 Self::Done(TableReply::Keys(keys.collect::<Result<_>>()?))
             }
             6 => {
@@ -219,7 +231,12 @@ mod tests {
             ServerFrame::Done(TableReply::Flag(true)),
             ServerFrame::Done(TableReply::Number(-5)),
             ServerFrame::Done(TableReply::Value(large.clone())),
-            ServerFrame::Done(TableReply::Values(vec![Bytes::new(), large.clone(), Bytes::from_static(b"x"), large])),
+            ServerFrame::Done(TableReply::Values(vec![
+                Bytes::new(),
+                large.clone(),
+                Bytes::from_static(b"x"),
+                large,
+            ])),
             ServerFrame::Done(TableReply::Keys(vec![String::new(), "schlüssel".into()])),
             ServerFrame::Missing(vec![0, 7]),
             ServerFrame::Failed(Error::queue_empty("queue is empty")),
@@ -230,7 +247,11 @@ mod tests {
             assert_eq!(body.len(), answer.encoded_len());
             assert_eq!(ServerFrame::decode(&body).as_ref(), Ok(&answer));
             if !matches!(answer, ServerFrame::Missing(_) | ServerFrame::Failed(_)) {
-                assert!((0..body.len()).step_by(1 + body.len() / 100).all(|length| ServerFrame::decode(&body.slice(..length)).is_err()));
+                assert!(
+                    (0..body.len())
+                        .step_by(1 + body.len() / 100)
+                        .all(|length| ServerFrame::decode(&body.slice(..length)).is_err())
+                );
             }
         }
     }
@@ -238,14 +259,24 @@ mod tests {
     #[test]
     fn messages_come_back_and_long_ones_are_refused() -> Result<()> {
         let mut frame = Vec::new();
-        let call = ClientFrame::Call(Duration::from_millis(7), Request::new(StoreOp::Set, vec!["k"], vec![b"v"]));
+        let call = ClientFrame::Call(
+            Duration::from_millis(7),
+            Request::new(StoreOp::Set, vec!["k"], vec![b"v"]),
+        );
         for message in [call, ClientFrame::Join] {
             message.encode(&mut frame)?;
             assert_eq!(ClientFrame::decode(&frame[LENGTH..])?, message);
-            assert!((LENGTH..frame.len()).all(|length| ClientFrame::decode(&frame[LENGTH..length]).is_err()));
+            assert!(
+                (LENGTH..frame.len())
+                    .all(|length| ClientFrame::decode(&frame[LENGTH..length]).is_err())
+            );
         }
         let long = vec![0; MAX_FRAME];
-        assert!(ClientFrame::Call(Duration::ZERO, Request::new(StoreOp::Set, vec!["k"], vec![&long])).encode(&mut frame).is_err());
+        assert!(
+            ClientFrame::Call(Duration::ZERO, Request::new(StoreOp::Set, vec!["k"], vec![&long]))
+                .encode(&mut frame)
+                .is_err()
+        );
         Ok(())
     }
 }

@@ -6,7 +6,8 @@ use crate::error::{Error, Result};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, Shutdown, SocketAddrAny, SocketType, acceptfrom_with, bind, getsockname, ipproto, listen, shutdown, socket_with, sockopt,
+    AddressFamily, Shutdown, SocketAddrAny, SocketType, acceptfrom_with, bind, getsockname,
+    ipproto, listen, shutdown, socket_with, sockopt,
 };
 use std::net::SocketAddr;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
@@ -48,7 +49,9 @@ impl ListeningSockets {
 
     /// Takes over a TCP socket that is already bound.
     pub fn adopt(socket: OwnedFd) -> Result<Self> {
-        let fail = |errno| Error::network(format!("the socket that was handed over cannot listen: {errno}"));
+        let fail = |errno| {
+            Error::network(format!("the socket that was handed over cannot listen: {errno}"))
+        };
         rustix::io::ioctl_fionbio(&socket, true).map_err(fail)?;
         listen(&socket, BACKLOG).map_err(fail)?;
         let address = bound(&socket).map_err(fail)?;
@@ -65,7 +68,8 @@ impl ListeningSockets {
         Ok(connection)
     }
 
-    /// Returns true if the peer of `connection` may use the store: on a Unix socket, only this user and root.
+    /// Returns true if the peer of `connection` may use the store: on a Unix socket, only this user
+    /// and root.
     pub fn serves(&self, connection: &OwnedFd) -> bool {
         match &self.address {
             StoreAddress::Inet(_) => true,
@@ -95,19 +99,28 @@ fn inet(all: &[SocketAddr]) -> Result<ListeningSockets> {
                 sockets.push(socket);
                 addresses.push(address);
             }
-            // A name may resolve to addresses that this machine does not have, such as ::1 without IPv6.
-            Err(errno @ (Errno::ADDRNOTAVAIL | Errno::AFNOSUPPORT)) => absent = Some((wanted, errno)),
+            // A name may resolve to addresses that this machine does not have, such as ::1 without
+            // IPv6.
+            Err(errno @ (Errno::ADDRNOTAVAIL | Errno::AFNOSUPPORT)) => {
+                absent = Some((wanted, errno))
+            }
             Err(Errno::ADDRINUSE) => {
                 let occupant = address_owner::described(&StoreAddress::Inet(vec![wanted]));
-                return Err(Error::network(format!("the store cannot listen at {wanted}, which is in use: {occupant}")));
+                return Err(Error::network(format!(
+                    "the store cannot listen at {wanted}, which is in use: {occupant}"
+                )));
             }
-            Err(errno) => return Err(Error::network(format!("the store cannot listen at {wanted}: {errno}"))),
+            Err(errno) => {
+                return Err(Error::network(format!(
+                    "the store cannot listen at {wanted}: {errno}"
+                )));
+            }
         }
     }
     match absent {
-        Some((wanted, errno)) if sockets.is_empty() => {
-            Err(Error::network(format!("cannot listen on {wanted}: not an address of this machine: {errno}")))
-        }
+        Some((wanted, errno)) if sockets.is_empty() => Err(Error::network(format!(
+            "cannot listen on {wanted}: not an address of this machine: {errno}"
+        ))),
         _ => Ok(ListeningSockets { sockets, address: StoreAddress::Inet(addresses), path: None }),
     }
 }
@@ -130,19 +143,22 @@ fn listen_inet(address: &SocketAddr) -> rustix::io::Result<(OwnedFd, SocketAddr)
 fn unix(name: &UnixName) -> Result<ListeningSockets> {
     let address = StoreAddress::Unix(name.clone());
     let fail = |errno: Errno| match (name, errno) {
-        (UnixName::Path(path), Errno::NAMETOOLONG) => {
-            Error::value(format!("the store cannot listen at {address}: the path has {} bytes, at most 107 fit", path.as_os_str().len()))
-        }
-        (_, Errno::ADDRINUSE) => {
-            Error::network(format!("the store cannot listen at {address}, which is in use: {}", address_owner::described(&address)))
-        }
+        (UnixName::Path(path), Errno::NAMETOOLONG) => Error::value(format!(
+            "the store cannot listen at {address}: the path has {} bytes, at most 107 fit",
+            path.as_os_str().len()
+        )),
+        (_, Errno::ADDRINUSE) => Error::network(format!(
+            "the store cannot listen at {address}, which is in use: {}",
+            address_owner::described(&address)
+        )),
         _ => Error::network(format!("the store cannot listen at {address}: {errno}")),
     };
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, FLAGS, None).map_err(fail)?;
     let target = unix_address(name).map_err(fail)?;
     let outcome = match (bind(&socket, &target), name) {
         (Err(Errno::ADDRINUSE), UnixName::Path(path)) if abandoned(path, name) => {
-            std::fs::remove_file(path).map_err(|error| Error::network(format!("{}: {error}", path.display())))?;
+            std::fs::remove_file(path)
+                .map_err(|error| Error::network(format!("{}: {error}", path.display())))?;
             bind(&socket, &target)
         }
         (outcome, _) => outcome,
@@ -150,10 +166,12 @@ fn unix(name: &UnixName) -> Result<ListeningSockets> {
     outcome.map_err(fail)?;
     let path = match name {
         UnixName::Path(path) => {
-            // Before it listens, so that no other user can connect in between; `accept` checks the user again.
+            // Before it listens, so that no other user can connect in between; `accept` checks the
+            // user again.
+            let metadata = std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
+                .and_then(|()| std::fs::symlink_metadata(path));
             let metadata =
-                std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).and_then(|()| std::fs::symlink_metadata(path));
-            let metadata = metadata.map_err(|error| Error::network(format!("{}: {error}", path.display())))?;
+                metadata.map_err(|error| Error::network(format!("{}: {error}", path.display())))?;
             Some((path.clone(), metadata.ino()))
         }
         UnixName::Abstract(_) => None,
@@ -164,8 +182,9 @@ fn unix(name: &UnixName) -> Result<ListeningSockets> {
 
 /// Returns true if `path` is a socket of this user on which no server listens any more.
 fn abandoned(path: &Path, name: &UnixName) -> bool {
-    let own = std::fs::symlink_metadata(path)
-        .is_ok_and(|metadata| metadata.file_type().is_socket() && metadata.uid() == rustix::process::geteuid().as_raw());
+    let own = std::fs::symlink_metadata(path).is_ok_and(|metadata| {
+        metadata.file_type().is_socket() && metadata.uid() == rustix::process::geteuid().as_raw()
+    });
     own && matches!(connect_unix(name), Err(Errno::CONNREFUSED))
 }
 
@@ -181,9 +200,13 @@ mod tests {
     // proves P19
     #[test]
     fn a_port_has_one_listener_and_a_path_is_free_after_it() -> Result<()> {
-        let first = ListeningSockets::at(&resolve("127.0.0.1")?.near())
-            .or_else(|_| ListeningSockets::at(&StoreAddress::Inet(vec![SocketAddr::from(([127, 0, 0, 1], 0))])))?;
-        assert!(ListeningSockets::at(&first.address).is_err_and(|error| error.message.contains("in use")));
+        let first = ListeningSockets::at(&resolve("127.0.0.1")?.near()).or_else(|_| {
+            ListeningSockets::at(&StoreAddress::Inet(vec![SocketAddr::from(([127, 0, 0, 1], 0))]))
+        })?;
+        assert!(
+            ListeningSockets::at(&first.address)
+                .is_err_and(|error| error.message.contains("in use"))
+        );
         assert!(first.address.port() != 0);
         let place = std::env::temp_dir().join(format!("symm-address-{}", std::process::id()));
         let name = StoreAddress::Unix(UnixName::Path(place.clone()));

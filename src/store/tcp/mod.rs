@@ -26,7 +26,8 @@ use server::Server;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// A server that several stores of this process may share, with the options under which they find it.
+/// A server that several stores of this process may share, with the options under which they find
+/// it.
 struct SharedServer {
     host: String,
     port: u16,
@@ -36,7 +37,8 @@ struct SharedServer {
 
 impl SharedServer {
     fn requested(&self, options: &TcpOptions) -> bool {
-        (self.host.as_str(), self.port, self.require_same_user) == (options.host.as_str(), options.port, options.require_same_user)
+        (self.host.as_str(), self.port, self.require_same_user)
+            == (options.host.as_str(), options.port, options.require_same_user)
     }
 }
 
@@ -78,8 +80,8 @@ pub struct TcpStore {
 }
 
 impl TcpStore {
-    /// Opens the store. `Value` for invalid arguments, `Network` if the server cannot be started or reached in time,
-    /// `Config` if the secrets differ, `Timeout` if workers are missing.
+    /// Opens the store. `Value` for invalid arguments, `Network` if the server cannot be started or
+    /// reached in time, `Config` if the secrets differ, `Timeout` if workers are missing.
     pub fn open(options: TcpOptions) -> Result<Self> {
         let started = Instant::now();
         let deadline = started + options.timeout.min(MAX_TIMEOUT);
@@ -112,7 +114,8 @@ impl TcpStore {
                 && joined < size
             {
                 return Err(Error::timeout(format!(
-                    "timed out after {:.1} s waiting for workers: {joined} of {size} joined the store at {} (timeout)",
+                    "timed out after {:.1} s waiting for workers: {joined} of {size} joined the \
+                     store at {} (timeout)",
                     started.elapsed().as_secs_f64(),
                     server.address()
                 )));
@@ -141,12 +144,16 @@ impl Store for TcpStore {
 /// Returns the address of the server.
 fn endpoint(options: &TcpOptions, deadline: Instant) -> Result<StoreAddress> {
     let address = StoreAddress::resolve(&options.host, options.port, deadline)?;
-    if options.require_same_user && options.secret.is_none() { address.for_same_user() } else { Ok(address) }
+    if options.require_same_user && options.secret.is_none() {
+        address.for_same_user()
+    } else {
+        Ok(address)
+    }
 }
 
 fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
-    // SAFETY: the caller transfers ownership of the descriptor, as `TcpOptions::listen_fd` requires; it is taken at
-    // most once.
+    // SAFETY: the caller transfers ownership of the descriptor, as `TcpOptions::listen_fd`
+    // requires; it is taken at most once.
     let listen_fd = options.listen_fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
     let shared = options.multi_tenant && options.port != 0 && listen_fd.is_none();
     let mut servers = lock(SERVERS.get());
@@ -154,7 +161,10 @@ fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
     let known = servers.iter().find(|tenancy| shared && tenancy.requested(options));
     if let Some(server) = known.and_then(|tenancy| tenancy.server.upgrade()) {
         if !server.has_secret(options.secret.as_deref()) {
-            return Err(Error::config(format!("the store that this process serves at {} has another secret", server.address())));
+            return Err(Error::config(format!(
+                "the store that this process serves at {} has another secret",
+                server.address()
+            )));
         }
         return Ok(server);
     }

@@ -1,8 +1,9 @@
 //! Mutual authentication of a client and a server that share a secret, without revealing it.
 //!
-//! The server opens with a fresh nonce. The client answers with its own nonce and, if there is a secret, an HMAC-SHA256
-//! over both nonces. The server closes the connection or answers with an HMAC of its own. Each proof is valid for one
-//! connection only, so it cannot be replayed. The frames that follow are not encrypted.
+//! The server opens with a fresh nonce. The client answers with its own nonce and, if there is a
+//! secret, an HMAC-SHA256 over both nonces. The server closes the connection or answers with an
+//! HMAC of its own. Each proof is valid for one connection only, so it cannot be replayed. The
+//! frames that follow are not encrypted.
 
 use crate::error::{Error, Result};
 use crate::sys::random;
@@ -36,7 +37,8 @@ enum Role {
 
 fn mac(secret: &[u8], side: Role, server: &Nonce, client: &Nonce) -> Result<Hmac<Sha256>> {
     // HMAC accepts keys of any length.
-    let mut mac = Hmac::<Sha256>::new_from_slice(secret).map_err(|error| Error::internal(error.to_string()))?;
+    let mut mac = Hmac::<Sha256>::new_from_slice(secret)
+        .map_err(|error| Error::internal(error.to_string()))?;
     mac.update(match side {
         Role::Client => b"symm store client",
         Role::Server => b"symm store server",
@@ -78,7 +80,11 @@ pub enum AuthError {
 }
 
 /// Returns the server's answer to a client's hello.
-pub fn admit(secret: Option<&[u8]>, server: &Nonce, hello: &[u8; HELLO]) -> std::result::Result<[u8; ADMISSION], AuthError> {
+pub fn admit(
+    secret: Option<&[u8]>,
+    server: &Nonce,
+    hello: &[u8; HELLO],
+) -> std::result::Result<[u8; ADMISSION], AuthError> {
     if !hello.starts_with(MAGIC) {
         return Err(AuthError::Foreign);
     }
@@ -92,7 +98,10 @@ pub fn admit(secret: Option<&[u8]>, server: &Nonce, hello: &[u8; HELLO]) -> std:
     if !holds(secret, Role::Client, server, &client, &hello[9 + WIDTH..]) {
         return Err(AuthError::Wrong);
     }
-    let proof = mac(secret, Role::Server, server, &client).map_err(|_| AuthError::Wrong)?.finalize().into_bytes();
+    let proof = mac(secret, Role::Server, server, &client)
+        .map_err(|_| AuthError::Wrong)?
+        .finalize()
+        .into_bytes();
     Ok(fixed(&[&[1], &proof[..]].concat()))
 }
 
@@ -102,8 +111,8 @@ pub fn plausible(start: &[u8]) -> bool {
     start[..length] == MAGIC[..length]
 }
 
-/// Returns the last message of a client that has a secret where the server has none, or the reverse, so that the server
-/// can log it, too.
+/// Returns the last message of a client that has a secret where the server has none, or the
+/// reverse, so that the server can log it, too.
 pub fn farewell(secret: bool) -> [u8; HELLO] {
     fixed(&[&MAGIC[..], &[u8::from(secret)]].concat())
 }
@@ -115,22 +124,31 @@ pub struct ClientHello {
 }
 
 impl ClientHello {
-    /// Reads the server's opening and returns the client's hello. Errors describe the server without its name.
+    /// Reads the server's opening and returns the client's hello. Errors describe the server
+    /// without its name.
     pub fn answer(opening: &[u8; OPENING], secret: Option<&[u8]>) -> Result<(Self, [u8; HELLO])> {
         if !opening.starts_with(MAGIC) {
-            return Err(Error::network("what listens there is not a torch-symm store of this version"));
+            return Err(Error::network(
+                "what listens there is not a torch-symm store of this version",
+            ));
         }
         match (opening[8], secret) {
             (0, Some(_)) => {
-                return Err(Error::config("it does not ask for the secret that this client was given: it is not the store that was meant"));
+                return Err(Error::config(
+                    "it does not ask for the secret that this client was given: it is not the \
+                     store that was meant",
+                ));
             }
             (0, None) => {}
-            (_, None) => return Err(Error::config("it asks for a secret, and this client was given none")),
+            (_, None) => {
+                return Err(Error::config("it asks for a secret, and this client was given none"));
+            }
             (_, Some(_)) => {}
         }
         let server = fixed(&opening[9..]);
         let client = random::bytes()?;
-        let mut hello: [u8; HELLO] = fixed(&[&MAGIC[..], &[u8::from(secret.is_some())], &client].concat());
+        let mut hello: [u8; HELLO] =
+            fixed(&[&MAGIC[..], &[u8::from(secret.is_some())], &client].concat());
         if let Some(secret) = secret {
             let proof = mac(secret, Role::Client, &server, &client)?.finalize().into_bytes();
             hello[9 + WIDTH..].copy_from_slice(&proof);
@@ -138,10 +156,17 @@ impl ClientHello {
         Ok((Self { server, client }, hello))
     }
 
-    /// Succeeds if the server admits this client and, if there is a secret, has proven that it knows it.
+    /// Succeeds if the server admits this client and, if there is a secret, has proven that it
+    /// knows it.
     pub fn admitted(&self, admission: &[u8; ADMISSION], secret: Option<&[u8]>) -> Result<()> {
-        let proven = secret.is_none_or(|secret| holds(secret, Role::Server, &self.server, &self.client, &admission[1..]));
-        if admission[0] == 1 && proven { Ok(()) } else { Err(Error::config("it does not know the secret that this client was given")) }
+        let proven = secret.is_none_or(|secret| {
+            holds(secret, Role::Server, &self.server, &self.client, &admission[1..])
+        });
+        if admission[0] == 1 && proven {
+            Ok(())
+        } else {
+            Err(Error::config("it does not know the secret that this client was given"))
+        }
     }
 }
 
@@ -152,7 +177,8 @@ mod tests {
     fn meet(server: Option<&[u8]>, client: Option<&[u8]>) -> Result<()> {
         let (words, nonce) = opening(server.is_some())?;
         let (introduction, hello) = ClientHello::answer(&words, client)?;
-        let admission = admit(server, &nonce, &hello).map_err(|refusal| Error::config(format!("{refusal:?}")))?;
+        let admission = admit(server, &nonce, &hello)
+            .map_err(|refusal| Error::config(format!("{refusal:?}")))?;
         introduction.admitted(&admission, client)
     }
 
@@ -169,7 +195,8 @@ mod tests {
     fn a_proof_serves_one_connection() -> Result<()> {
         let (words, nonce) = opening(true)?;
         let (introduction, hello) = ClientHello::answer(&words, Some(b"s"))?;
-        let admission = admit(Some(b"s"), &nonce, &hello).map_err(|_| Error::internal("refused"))?;
+        let admission =
+            admit(Some(b"s"), &nonce, &hello).map_err(|_| Error::internal("refused"))?;
         let (again, other) = opening(true)?;
         assert_eq!(admit(Some(b"s"), &other, &hello), Err(AuthError::Wrong));
         let (fresh, _) = ClientHello::answer(&again, Some(b"s"))?;

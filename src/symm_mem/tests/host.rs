@@ -28,7 +28,12 @@ struct Fallible {
 impl Host {
     pub(crate) fn new(pages: usize) -> Self {
         let memory = HostMemory::with_span(pages * PAGE);
-        Self { memory, exhausted: Arc::default(), busy: AtomicBool::new(false), alone: Arc::default() }
+        Self {
+            memory,
+            exhausted: Arc::default(),
+            busy: AtomicBool::new(false),
+            alone: Arc::default(),
+        }
     }
 }
 
@@ -43,11 +48,19 @@ impl AddressSpace for Host {
 
     fn reserve(&self, bytes: usize) -> Result<Box<dyn AddressRange>> {
         let range = self.memory.reserve(bytes)?;
-        Ok(Box::new(Fallible { range, exhausted: Arc::clone(&self.exhausted), alone: Arc::clone(&self.alone) }))
+        Ok(Box::new(Fallible {
+            range,
+            exhausted: Arc::clone(&self.exhausted),
+            alone: Arc::clone(&self.alone),
+        }))
     }
 
     fn settle(&self) -> Result<()> {
-        if self.busy.load(Ordering::Relaxed) { Err(Error::internal("a stream is being captured")) } else { self.memory.settle() }
+        if self.busy.load(Ordering::Relaxed) {
+            Err(Error::internal("a stream is being captured"))
+        } else {
+            self.memory.settle()
+        }
     }
 
     fn clear(&self, address: u64, bytes: usize) -> Result<()> {

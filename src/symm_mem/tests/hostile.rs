@@ -1,5 +1,5 @@
-//! Hostile peers that violate the protocol: their messages are rejected, their link is closed, and all other peers are
-//! served.
+//! Hostile peers that violate the protocol: their messages are rejected, their link is closed, and
+//! all other peers are served.
 #![allow(unsafe_code, reason = "tests write where a heap says that memory lies, and fork")]
 
 use super::host::PAGE;
@@ -30,14 +30,21 @@ impl Raw {
         let (socket, key) = (Self::knock(heap), random::bytes().expect("random"));
         let number = u64::from_le_bytes(random::bytes().expect("random"));
         let raw = Self { socket, key, number };
-        raw.say(HeapFrame::Hello { to: heap.address().key, from: key, link: number, span: 16 * PAGE as u64 });
+        raw.say(HeapFrame::Hello {
+            to: heap.address().key,
+            from: key,
+            link: number,
+            span: 16 * PAGE as u64,
+        });
         raw
     }
 
     /// Returns the claim of `heap` to this link.
     fn hold(&self, heap: &Heap) -> LinkRef {
         let address = HeapAddress { key: self.key, listener: [0; 16], span: 0 };
-        heap.meet(&address, self.number, &healthy(), Instant::now() + PATIENCE).expect("the thread runs").expect("admitted")
+        heap.meet(&address, self.number, &healthy(), Instant::now() + PATIENCE)
+            .expect("the thread runs")
+            .expect("admitted")
     }
 
     fn say(&self, frame: HeapFrame) {
@@ -66,7 +73,9 @@ fn hear(socket: &OwnedFd) -> Option<HeapFrame> {
         let mut buffer = [0; FRAME_BYTES];
         match socket::receive(socket, &mut buffer) {
             Ok(received) if received.length == 0 => return None,
-            Ok(received) => return Some(HeapFrame::decode(&buffer[..received.length]).expect("a message")),
+            Ok(received) => {
+                return Some(HeapFrame::decode(&buffer[..received.length]).expect("a message"));
+            }
             Err(Errno::AGAIN | Errno::INTR) => std::thread::sleep(Duration::from_millis(1)),
             Err(_) => return None,
         }
@@ -84,12 +93,16 @@ fn who_breaks_the_rules_is_cut_off() {
         ("a short message", Box::new(|raw| raw.send(&HeapFrame::Gone { id: 1 }.encode()[..20]))),
         ("a long message", Box::new(|raw| raw.send(&[0; FRAME_BYTES + 8]))),
         ("nonsense", Box::new(|raw| raw.send(&[7; FRAME_BYTES]))),
-        ("no descriptor", Box::new(|raw| raw.say(HeapFrame::Offer { id: 1, offset: 0, bytes: PAGE as u64 }))),
+        (
+            "no descriptor",
+            Box::new(|raw| raw.say(HeapFrame::Offer { id: 1, offset: 0, bytes: PAGE as u64 })),
+        ),
         (
             "a stray descriptor",
             Box::new(|raw| {
                 let file = ShmSegment::create(PAGE).expect("memfd");
-                socket::send(&raw.socket, &HeapFrame::Gone { id: 1 }.encode(), Some(file.as_fd())).expect("sent");
+                socket::send(&raw.socket, &HeapFrame::Gone { id: 1 }.encode(), Some(file.as_fd()))
+                    .expect("sent");
             }),
         ),
         ("behind the end", Box::new(|raw| raw.offer(1, 16 * PAGE, PAGE))),
@@ -120,7 +133,12 @@ fn who_breaks_the_rules_is_cut_off() {
             }),
         ),
         ("an answer to no offer", Box::new(|raw| raw.say(HeapFrame::Accepted { id: 1 << 40 }))),
-        ("an introduction", Box::new(|raw| raw.say(HeapFrame::Hello { to: [0; 16], from: [0; 16], link: 1, span: 1 }))),
+        (
+            "an introduction",
+            Box::new(|raw| {
+                raw.say(HeapFrame::Hello { to: [0; 16], from: [0; 16], link: 1, span: 1 })
+            }),
+        ),
     ];
     let friend = Raw::new(&heap);
     let friendly = friend.hold(&heap);
@@ -159,7 +177,8 @@ fn who_does_not_introduce_itself_is_not_let_in() {
         assert_eq!(hear(&socket), None, "{what}");
     }
     let socket = Raw::knock(&heap);
-    socket::send(&socket, &hello(address.key, 4, span).encode(), Some(socket.as_fd())).expect("sent");
+    socket::send(&socket, &hello(address.key, 4, span).encode(), Some(socket.as_fd()))
+        .expect("sent");
     assert_eq!(hear(&socket), None, "a descriptor came along");
     assert!(!hold.link().is_closed());
 }
@@ -171,7 +190,8 @@ fn p20_memory_that_could_be_cut_short_is_refused_and_the_link_stays() {
     let raw = Raw::new(&heap);
     let hold = raw.hold(&heap);
     let memory = |bytes: usize, seals: SealFlags| {
-        let file = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("memfd");
+        let file =
+            memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("memfd");
         ftruncate(&file, bytes as u64).expect("sized");
         fcntl_add_seals(&file, seals).expect("sealed");
         file
@@ -202,7 +222,11 @@ fn knock_as_another_user(address: &rustix::net::SocketAddrUnix, hello: &[u8]) ->
             return 9;
         }
         let (family, kind) = (rustix::net::AddressFamily::UNIX, rustix::net::SocketType::SEQPACKET);
-        let Ok(socket) = rustix::net::socket_with(family, kind, rustix::net::SocketFlags::CLOEXEC, None) else { return 8 };
+        let Ok(socket) =
+            rustix::net::socket_with(family, kind, rustix::net::SocketFlags::CLOEXEC, None)
+        else {
+            return 8;
+        };
         if rustix::net::connect(&socket, address).is_err() {
             return 7;
         }
@@ -210,7 +234,8 @@ fn knock_as_another_user(address: &rustix::net::SocketAddrUnix, hello: &[u8]) ->
         let fd = std::os::fd::AsRawFd::as_raw_fd(&socket);
         libc::send(fd, hello.as_ptr().cast(), hello.len(), libc::MSG_NOSIGNAL);
         let mut ready = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-        let closed = libc::poll(&raw mut ready, 1, 10_000) == 1 && libc::recv(fd, buffer.as_mut_ptr().cast(), buffer.len(), 0) <= 0;
+        let closed = libc::poll(&raw mut ready, 1, 10_000) == 1
+            && libc::recv(fd, buffer.as_mut_ptr().cast(), buffer.len(), 0) <= 0;
         i32::from(!closed)
     }
 }
@@ -223,8 +248,11 @@ fn p19_another_user_is_not_linked_even_with_the_right_words() {
     }
     let (heap, _) = heap(16);
     let _attention = heap.attend().expect("runs");
-    let address = rustix::net::SocketAddrUnix::new_abstract_name(heap.address().name().as_bytes()).expect("a name");
-    let hello = HeapFrame::Hello { to: heap.address().key, from: [9; 16], link: 1, span: PAGE as u64 }.encode();
+    let address = rustix::net::SocketAddrUnix::new_abstract_name(heap.address().name().as_bytes())
+        .expect("a name");
+    let hello =
+        HeapFrame::Hello { to: heap.address().key, from: [9; 16], link: 1, span: PAGE as u64 }
+            .encode();
     let child = forked(|| {
         let code = knock_as_another_user(&address, &hello);
         assert_eq!(code, 0, "9: no other user, 8: no socket, 7: no listener, 1: let in");
@@ -232,7 +260,11 @@ fn p19_another_user_is_not_linked_even_with_the_right_words() {
     });
     assert_eq!(status_of(child), 0, "it was let in");
     let from = HeapAddress { key: [9; 16], listener: [0; 16], span: 0 };
-    assert!(heap.meet(&from, 1, &healthy(), Instant::now() + Duration::from_millis(50)).expect("runs").is_none());
+    assert!(
+        heap.meet(&from, 1, &healthy(), Instant::now() + Duration::from_millis(50))
+            .expect("runs")
+            .is_none()
+    );
 }
 
 #[test]
@@ -299,11 +331,20 @@ fn who_does_not_answer_is_waited_for_once() {
 fn a_link_that_does_not_come_is_waited_for_until_the_deadline() {
     let (heap, _) = heap(16);
     let address = HeapAddress { key: [1; 16], listener: [2; 16], span: PAGE as u64 };
-    assert!(heap.meet(&address, 7, &healthy(), Instant::now() + Duration::from_millis(50)).expect("runs").is_none());
+    assert!(
+        heap.meet(&address, 7, &healthy(), Instant::now() + Duration::from_millis(50))
+            .expect("runs")
+            .is_none()
+    );
     assert!(heap.connect(&address, &healthy()).is_err(), "nobody listens there");
     let raw = Raw::new(&heap);
     let _hold = raw.hold(&heap);
-    assert!(heap.meet(&address, raw.number, &healthy(), Instant::now() + Duration::from_millis(50)).expect("runs").is_none(), "another's");
+    assert!(
+        heap.meet(&address, raw.number, &healthy(), Instant::now() + Duration::from_millis(50))
+            .expect("runs")
+            .is_none(),
+        "another's"
+    );
 }
 
 #[test]

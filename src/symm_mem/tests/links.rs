@@ -10,15 +10,25 @@ fn a_segment_lies_at_its_offset_for_every_peer() {
     let (near, far) = link(&one, &other, &healthy());
     let late = one.allocate(PAGE).expect("room");
     let theirs = other.allocate(PAGE).expect("room");
-    assert!(reachable(&one, early, 2 * PAGE, &near) && reachable(&one, late, 8, &near) && reachable(&other, theirs, PAGE, &far));
-    for (at, here) in [(seen(&far, &one, early) + PAGE as u64, early + PAGE as u64), (seen(&far, &one, late), late)] {
+    assert!(
+        reachable(&one, early, 2 * PAGE, &near)
+            && reachable(&one, late, 8, &near)
+            && reachable(&other, theirs, PAGE, &far)
+    );
+    for (at, here) in [
+        (seen(&far, &one, early) + PAGE as u64, early + PAGE as u64),
+        (seen(&far, &one, late), late),
+    ] {
         write(at, 4711);
         assert_eq!(read(here), 4711, "what the peer stores is there");
     }
     write(theirs, 815);
     assert_eq!(read(seen(&near, &other, theirs)), 815);
     assert!(reachable(&one, early, 3 * PAGE, &near), "two segments side by side are one range");
-    assert!(!reachable(&one, early, 4 * PAGE, &near) && !reachable(&one, late + PAGE as u64, 1, &near), "nothing lies behind them");
+    assert!(
+        !reachable(&one, early, 4 * PAGE, &near) && !reachable(&one, late + PAGE as u64, 1, &near),
+        "nothing lies behind them"
+    );
     assert!(!reachable(&one, theirs, 1, &near), "another heap's");
 }
 
@@ -49,7 +59,11 @@ fn a_failed_group_keeps_what_its_kernels_may_still_use() {
     write(address, 7);
     dead.store(true, Ordering::Relaxed);
     one.release(address).expect("known");
-    assert_eq!((mapped(&far), read(seen(&far, &one, address))), (1, 0), "the host's pages are gone, the mapping is not");
+    assert_eq!(
+        (mapped(&far), read(seen(&far, &one, address))),
+        (1, 0),
+        "the host's pages are gone, the mapping is not"
+    );
     let again = one.allocate(PAGE).expect("room");
     assert_eq!(again, address);
     assert!(!reachable(&one, again, 8, &near), "the peer cannot map it yet");
@@ -66,10 +80,17 @@ fn giving_back_makes_failures_known_before_peers_hear_of_it() {
     let ((one, _), (other, _)) = (heap(16), heap(16));
     let requested = Arc::new(AtomicBool::new(false));
     let (ask, reported) = (Arc::clone(&requested), Arc::clone(&requested));
-    let (near, number) =
-        one.connect(&other.address(), &(Arc::new(move || ask.swap(true, Ordering::SeqCst)) as FailureCheck)).expect("connects");
+    let (near, number) = one
+        .connect(
+            &other.address(),
+            &(Arc::new(move || ask.swap(true, Ordering::SeqCst)) as FailureCheck),
+        )
+        .expect("connects");
     let failed: FailureCheck = Arc::new(move || reported.load(Ordering::SeqCst));
-    let far = other.meet(&one.address(), number, &failed, Instant::now() + PATIENCE).expect("runs").expect("came");
+    let far = other
+        .meet(&one.address(), number, &failed, Instant::now() + PATIENCE)
+        .expect("runs")
+        .expect("came");
     let address = one.allocate(PAGE).expect("room");
     assert!(reachable(&one, address, 8, &near));
     one.release(address).expect("known");
@@ -119,7 +140,10 @@ fn every_peer_must_have_accepted() {
     host.alone.store(true, Ordering::Relaxed);
     let holds = [link(&one, &second, &healthy()), link(&one, &third, &healthy())];
     assert!(!one.reachable(address, 8, holds.iter().map(|(near, _)| near), PATIENCE));
-    assert!(one.reachable(address, 8, holds[..1].iter().map(|(near, _)| near), PATIENCE), "a group without the third");
+    assert!(
+        one.reachable(address, 8, holds[..1].iter().map(|(near, _)| near), PATIENCE),
+        "a group without the third"
+    );
 }
 
 #[test]
@@ -127,11 +151,14 @@ fn many_segments_and_many_threads() {
     let ((one, _), (other, _)) = (heap(2048), heap(2048));
     let (near, far) = link(&one, &other, &healthy());
     std::thread::scope(|scope| {
-        for (heap, hold, back) in [(&one, &near, &far), (&one, &near, &far), (&other, &far, &near), (&other, &far, &near)] {
+        for (heap, hold, back) in
+            [(&one, &near, &far), (&one, &near, &far), (&other, &far, &near), (&other, &far, &near)]
+        {
             scope.spawn(move || {
                 for round in 0..40usize {
                     let bytes = (1 + round % 3) * PAGE;
-                    let held: Vec<u64> = (0..5).map(|_| heap.allocate(bytes).expect("room")).collect();
+                    let held: Vec<u64> =
+                        (0..5).map(|_| heap.allocate(bytes).expect("room")).collect();
                     for &address in &held {
                         assert!(reachable(heap, address, bytes, hold));
                         write(seen(back, heap, address), address);

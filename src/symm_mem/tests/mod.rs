@@ -28,7 +28,10 @@ fn healthy() -> FailureCheck {
 /// Links two heaps; returns each heap's claim to its link with the other.
 fn link(one: &Heap, other: &Heap, failed: &FailureCheck) -> (LinkRef, LinkRef) {
     let (near, number) = one.connect(&other.address(), failed).expect("connects");
-    let far = other.meet(&one.address(), number, failed, Instant::now() + PATIENCE).expect("the thread runs").expect("came");
+    let far = other
+        .meet(&one.address(), number, failed, Instant::now() + PATIENCE)
+        .expect("the thread runs")
+        .expect("came");
     (near, far)
 }
 
@@ -63,13 +66,19 @@ fn segments_take_the_next_room_and_then_the_first() {
     assert_eq!(heap.segment(b + page).map(|(_, left)| left), Some(2 * PAGE));
     heap.release(b).expect("known");
     assert_eq!(heap.segment(b), None);
-    assert_eq!(heap.allocate(1).expect("rounded up"), heap.base() + 6 * page, "behind the last one");
+    assert_eq!(
+        heap.allocate(1).expect("rounded up"),
+        heap.base() + 6 * page,
+        "behind the last one"
+    );
     assert_eq!(make(2), b, "the first hole");
     assert_eq!(make(1), b + 2 * page, "what is left of it");
     make(1);
     let error = heap.allocate(PAGE).expect_err("nothing is left");
     assert!(
-        error.kind == ErrorKind::Config && error.message.contains("out of memory") && error.message.contains(&PAGE.to_string()),
+        error.kind == ErrorKind::Config
+            && error.message.contains("out of memory")
+            && error.message.contains(&PAGE.to_string()),
         "{error}"
     );
     assert_eq!(heap.allocate(usize::MAX).expect_err("too much").kind, ErrorKind::Config);
@@ -106,8 +115,11 @@ fn what_an_own_window_shows_stays_until_the_last_of_them_goes() {
     let (_near, far) = link(&one, &other, &healthy());
     let (address, next) = (one.allocate(PAGE).expect("room"), one.allocate(PAGE).expect("room"));
     until("the offers", || mapped(&far) == 2);
-    let pins =
-        [one.show(address + 8, PAGE - 8).expect("there"), one.show(address, 2 * PAGE).expect("both"), one.show(next, 0).expect("there")];
+    let pins = [
+        one.show(address + 8, PAGE - 8).expect("there"),
+        one.show(address, 2 * PAGE).expect("both"),
+        one.show(next, 0).expect("there"),
+    ];
     assert_eq!(one.show(address, 2 * PAGE + 1).err().expect("too long").kind, ErrorKind::Value);
     assert_eq!(one.show(one.base() - 1, 1).err().expect("outside").kind, ErrorKind::Value);
     host::write(address, 7);
@@ -118,7 +130,10 @@ fn what_an_own_window_shows_stays_until_the_last_of_them_goes() {
     assert!(reachable(&one, address, PAGE, &far), "calls on what a window shows need no staging");
     let [first, second, third] = pins;
     drop(first);
-    assert_eq!((host::read(address), host::read(seen(&far, &one, address)), mapped(&far)), (7, 7, 2));
+    assert_eq!(
+        (host::read(address), host::read(seen(&far, &one, address)), mapped(&far)),
+        (7, 7, 2)
+    );
     drop(second);
     until("the withdrawal", || mapped(&far) == 1);
     host::write(next, 9);
@@ -155,7 +170,11 @@ fn what_a_dead_peer_had_goes_once_all_groups_are_done_with_it_but_for_windows() 
     let pin = far.pin(seen(&far, &one, shown) - far.base(), PAGE).expect("mapped");
     host::write(shown, 7);
     far.release_dead();
-    assert_eq!((mapped(&far), far.link().is_closed()), (2, false), "kernels of the second group may use it");
+    assert_eq!(
+        (mapped(&far), far.link().is_closed()),
+        (2, false),
+        "kernels of the second group may use it"
+    );
     host::write(plain, 8);
     assert_eq!(host::read(seen(&far, &one, plain)), 8);
     second.release_dead();
@@ -213,5 +232,8 @@ fn what_is_no_symmetric_memory_cannot_be_given_back() {
 #[test]
 fn a_device_that_is_not_there_shares_nothing() {
     assert!(!supported(4711));
-    assert_eq!(allocate(4711, 1).expect_err("no such device").kind, allocate(4711, 1).expect_err("nor later").kind);
+    assert_eq!(
+        allocate(4711, 1).expect_err("no such device").kind,
+        allocate(4711, 1).expect_err("nor later").kind
+    );
 }

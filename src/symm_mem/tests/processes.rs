@@ -8,7 +8,8 @@ use rustix::fd::OwnedFd;
 use rustix::pipe::pipe;
 use std::io::Write as _;
 
-/// Runs `body` in a forked child and returns its process id. The child exits with code 0 if `body` returns true.
+/// Runs `body` in a forked child and returns its process id. The child exits with code 0 if `body`
+/// returns true.
 pub(super) fn forked(body: impl FnOnce() -> bool) -> i32 {
     // SAFETY: the child runs only code under test and `_exit`; glibc repairs malloc in a child.
     let child = unsafe { libc::fork() };
@@ -39,13 +40,16 @@ fn reported<const N: usize>(pipe: &OwnedFd) -> [u8; N] {
 
 fn threads() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").expect("readable");
-    let name = |task: std::io::Result<std::fs::DirEntry>| std::fs::read_to_string(task.ok()?.path().join("comm")).ok();
+    let name = |task: std::io::Result<std::fs::DirEntry>| {
+        std::fs::read_to_string(task.ok()?.path().join("comm")).ok()
+    };
     tasks.filter_map(name).filter(|name| name.trim() == "symm-heap").count()
 }
 
 #[test]
 fn a_peer_that_is_killed_leaves_its_memory_to_those_who_use_it() {
-    let ((from_child, to_parent), (from_parent, to_child)) = (pipe().expect("pipe"), pipe().expect("pipe"));
+    let ((from_child, to_parent), (from_parent, to_child)) =
+        (pipe().expect("pipe"), pipe().expect("pipe"));
     let child = forked(|| {
         let (own, _) = heap(16);
         let address = own.allocate(PAGE).expect("room");
@@ -64,7 +68,10 @@ fn a_peer_that_is_killed_leaves_its_memory_to_those_who_use_it() {
     let peer = HeapAddress::decode(&reported(&from_child));
     tell(&to_child, &own.address().encode());
     let number = u64::from_le_bytes(reported(&from_child));
-    let hold = own.meet(&peer, number, &healthy(), Instant::now() + PATIENCE).expect("runs").expect("came");
+    let hold = own
+        .meet(&peer, number, &healthy(), Instant::now() + PATIENCE)
+        .expect("runs")
+        .expect("came");
     assert_eq!((mapped(&hold), read(hold.base())), (1, 42));
     let address = own.allocate(PAGE).expect("room");
     assert!(reachable(&own, address, 8, &hold));
@@ -72,7 +79,11 @@ fn a_peer_that_is_killed_leaves_its_memory_to_those_who_use_it() {
     assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);
     status_of(child);
     until("the link closed", || hold.link().is_closed());
-    assert_eq!((mapped(&hold), read(hold.base())), (1, 42), "a kernel of a failed group may be in it");
+    assert_eq!(
+        (mapped(&hold), read(hold.base())),
+        (1, 42),
+        "a kernel of a failed group may be in it"
+    );
     let begun = Instant::now();
     assert!(!reachable(&own, address, 8, &hold));
     own.release(address).expect("known");
@@ -93,7 +104,8 @@ fn the_thread_ends_with_the_last_group() {
         let links = [&holds.0, &holds.1].map(|hold| Arc::downgrade(hold.link()));
         drop(holds);
         until("the thread ended", || threads() == 0);
-        let gone = links.iter().all(|link| link.upgrade().is_none()) && service_thread::claims() == 0;
+        let gone =
+            links.iter().all(|link| link.upgrade().is_none()) && service_thread::claims() == 0;
         let again = link(&one, &other, &healthy());
         before == 0 && served && gone && reachable(&one, address, 8, &again.0)
     });
@@ -118,7 +130,8 @@ fn a_forked_child_harms_nothing_of_its_parents() {
         threads() == 0 && service_thread::claims() == 0
     });
     assert_eq!(status_of(child), 0);
-    let (near, far) = (std::mem::ManuallyDrop::into_inner(near), std::mem::ManuallyDrop::into_inner(far));
+    let (near, far) =
+        (std::mem::ManuallyDrop::into_inner(near), std::mem::ManuallyDrop::into_inner(far));
     let second = one.allocate(PAGE).expect("room");
     assert!(reachable(&one, second, 8, &near) && !far.link().is_closed());
     drop(near);

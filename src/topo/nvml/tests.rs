@@ -8,7 +8,10 @@ fn stub(flags: &[&str]) -> Readings {
     let library = folder.path().join("libnvidia-ml.so.1");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/topo/nvml/stub.c");
     let mut compiler = std::process::Command::new("cc");
-    compiler.args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"]).args([&library, &source]).args(flags);
+    compiler
+        .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
+        .args([&library, &source])
+        .args(flags);
     assert!(compiler.status().expect("the linker that rustc uses").success());
     read(library.as_os_str(), folder.path()).expect("the stub is complete")
 }
@@ -20,9 +23,15 @@ fn links(readings: &Readings) -> Vec<Vec<u32>> {
 #[test]
 fn gpus_come_by_address_and_the_lost_one_is_left_out() {
     let readings = stub(&[]);
-    let seen: Vec<String> = readings.gpus.iter().map(|gpu| format!("{} {} {}", gpu.uuid, gpu.bus, gpu.name)).collect();
-    let expected =
-        ["a 0000:3b:00 NVIDIA One", "b 0000:3c:00 NVIDIA One", "d 0000:5d:00 NVIDIA Alone", "c 0000:5e:00 NVIDIA Cut"].map(String::from);
+    let seen: Vec<String> =
+        readings.gpus.iter().map(|gpu| format!("{} {} {}", gpu.uuid, gpu.bus, gpu.name)).collect();
+    let expected = [
+        "a 0000:3b:00 NVIDIA One",
+        "b 0000:3c:00 NVIDIA One",
+        "d 0000:5d:00 NVIDIA Alone",
+        "c 0000:5e:00 NVIDIA Cut",
+    ]
+    .map(String::from);
     assert_eq!(seen, expected);
     let versions: Vec<_> = readings.gpus.iter().map(|gpu| gpu.nvlink).collect();
     let four = Some(NvlinkVersion(4, 0));
@@ -31,8 +40,9 @@ fn gpus_come_by_address_and_the_lost_one_is_left_out() {
 
 #[test]
 fn the_type_of_the_far_end_decides_not_its_address() {
-    // a and b: two direct links and one through switches, to which a has one link and b two. The switches of b hide
-    // their address; the switch of a reports b's address. A link to a hidden GPU counts as none.
+    // a and b: two direct links and one through switches, to which a has one link and b two. The
+    // switches of b hide their address; the switch of a reports b's address. A link to a hidden GPU
+    // counts as none.
     assert_eq!(links(&stub(&[])), [[0, 3, 0, 0], [3, 0, 0, 0], [0; 4], [0; 4]]);
 }
 
@@ -52,14 +62,24 @@ fn a_gpu_in_instances_has_neither_links_nor_peers() {
 #[test]
 fn peers_read_and_write_both_ways() {
     let peers = stub(&[]).peers;
-    let expected = [[true, true, false, false], [true, true, true, false], [false, true, true, false], [false; 4]];
+    let expected = [
+        [true, true, false, false],
+        [true, true, true, false],
+        [false, true, true, false],
+        [false; 4],
+    ];
     assert_eq!(peers.rows().collect::<Vec<_>>(), expected);
 }
 
 #[test]
 fn a_missing_library_is_a_sentence() {
-    let reason = read(OsStr::new("/nowhere/libnvidia-ml.so.1"), Path::new("/sys")).expect_err("it is not there");
-    assert!(reason.starts_with("NVML does not start: ") && reason.contains("/nowhere/libnvidia-ml.so.1"), "{reason}");
+    let reason = read(OsStr::new("/nowhere/libnvidia-ml.so.1"), Path::new("/sys"))
+        .expect_err("it is not there");
+    assert!(
+        reason.starts_with("NVML does not start: ")
+            && reason.contains("/nowhere/libnvidia-ml.so.1"),
+        "{reason}"
+    );
 }
 
 #[test]

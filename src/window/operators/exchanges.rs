@@ -22,21 +22,29 @@ pub struct RowExchange {
     pub out: Span,
     /// Capacity of the output in rows.
     pub room: usize,
-    /// Receives, as 64-bit integers, the number of rows from each rank, then the index in `out` of each rank's first
-    /// row.
+    /// Receives, as 64-bit integers, the number of rows from each rank, then the index in `out` of
+    /// each rank's first row.
     pub layout: Span,
 }
 
 impl Inputs<'_> {
-    /// Reads the splits of all ranks from the inputs. They are read once, so later writes of a peer change nothing.
+    /// Reads the splits of all ranks from the inputs. They are read once, so later writes of a peer
+    /// change nothing.
     fn splits(&self) -> Splits {
         let n = self.window.size();
         let length = n * size_of::<i64>();
         let mut counts = vec![0i64; n * n];
         for (from, counts) in (0..).map(Rank).zip(counts.chunks_mut(n)) {
-            // SAFETY: `at` found `length` bytes in the window, which keeps them mapped; `counts` has the same size; any
-            // bytes are valid integers.
-            unsafe { cpu::copy(counts.as_mut_ptr().cast(), self.at(from, &(0..length)), length, WriteMode::Cached) };
+            // SAFETY: `at` found `length` bytes in the window, which keeps them mapped; `counts`
+            // has the same size; any bytes are valid integers.
+            unsafe {
+                cpu::copy(
+                    counts.as_mut_ptr().cast(),
+                    self.at(from, &(0..length)),
+                    length,
+                    WriteMode::Cached,
+                )
+            };
         }
         Splits { n, counts }
     }
@@ -46,26 +54,39 @@ impl SymmetricWindow {
     /// All-gather: `out` receives the inputs of all ranks, in rank order.
     ///
     /// # Safety
-    /// `out` can be written and overlaps no input; nothing else on this rank accesses either meanwhile.
+    /// `out` can be written and overlaps no input; nothing else on this rank accesses either
+    /// meanwhile.
     pub unsafe fn all_gather(&self, input: Span, out: Span) -> Result<()> {
         self.together(|| {
             let (inputs, to) = (self.inputs(input)?, output(out, input.bytes * self.size())?);
             for from in self.own_first() {
                 let theirs = inputs.at(from, &(0..input.bytes));
-                // SAFETY: all ranks are in the call and write to no input; `output` checked the capacity for all.
-                unsafe { cpu::copy(to.add(from.index() * input.bytes), theirs, input.bytes, WriteMode::Cached) };
+                // SAFETY: all ranks are in the call and write to no input; `output` checked the
+                // capacity for all.
+                unsafe {
+                    cpu::copy(
+                        to.add(from.index() * input.bytes),
+                        theirs,
+                        input.bytes,
+                        WriteMode::Cached,
+                    )
+                };
             }
             Ok(())
         })
     }
 
-    /// All-to-all of rows whose counts are also in memory: in `splits`, a window of the same group. Inconsistent splits
-    /// are rejected on all ranks before anything is written.
+    /// All-to-all of rows whose counts are also in memory: in `splits`, a window of the same group.
+    /// Inconsistent splits are rejected on all ranks before anything is written.
     ///
     /// # Safety
-    /// `out` and `layout` can be written and overlap no input; nothing else on this rank accesses any of the spans
-    /// meanwhile.
-    pub unsafe fn all_to_all_vdev(&self, splits: &SymmetricWindow, exchange: &RowExchange) -> Result<()> {
+    /// `out` and `layout` can be written and overlap no input; nothing else on this rank accesses
+    /// any of the spans meanwhile.
+    pub unsafe fn all_to_all_vdev(
+        &self,
+        splits: &SymmetricWindow,
+        exchange: &RowExchange,
+    ) -> Result<()> {
         let RowExchange { input, rows, out, room, layout, .. } = *exchange;
         let row = input.bytes.checked_div(rows).unwrap_or(0);
         self.together(|| {
@@ -75,17 +96,31 @@ impl SymmetricWindow {
             let received = splits.splits().received(self.rank(), rows, room)?;
             // step 2: write the layout of the output
             let begins = received.iter().map(|rows| rows.received_at);
-            let told: Vec<i64> = received.iter().map(|rows| rows.count).chain(begins).map(|count| count as i64).collect();
+            let told: Vec<i64> = received
+                .iter()
+                .map(|rows| rows.count)
+                .chain(begins)
+                .map(|count| count as i64)
+                .collect();
             let bytes = size_of_val(&told[..]);
             // SAFETY: `output` checked the capacity; the rest is the caller's promise.
-            unsafe { cpu::copy(output(layout, bytes)?, told.as_ptr().cast(), bytes, WriteMode::Cached) };
+            unsafe {
+                cpu::copy(output(layout, bytes)?, told.as_ptr().cast(), bytes, WriteMode::Cached)
+            };
             // step 3: fetch my rows from each rank
             for from in self.own_first() {
                 let rows = received[from.index()];
                 let theirs = rows.sent_from * row..(rows.sent_from + rows.count) * row;
-                // SAFETY: all ranks are in the call and write to no input; `received` checked that the rows fit into
-                // the `room` rows of `out`.
-                unsafe { cpu::copy(to.add(rows.received_at * row), inputs.at(from, &theirs), theirs.len(), WriteMode::Cached) };
+                // SAFETY: all ranks are in the call and write to no input; `received` checked that
+                // the rows fit into the `room` rows of `out`.
+                unsafe {
+                    cpu::copy(
+                        to.add(rows.received_at * row),
+                        inputs.at(from, &theirs),
+                        theirs.len(),
+                        WriteMode::Cached,
+                    )
+                };
             }
             Ok(())
         })

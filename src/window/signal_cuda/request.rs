@@ -48,12 +48,20 @@ impl Signal {
     pub fn args(self, place: &SignalTargets<'_>) -> Result<Option<arguments::SignalArgs>> {
         let n = place.pads.len();
         if n > MAX_PEERS {
-            return Err(Error::value(format!("{n} ranks cannot signal each other between GPUs; {MAX_PEERS} is the most")));
+            return Err(Error::value(format!(
+                "{n} ranks cannot signal each other between GPUs; {MAX_PEERS} is the most"
+            )));
         }
         if place.slot >= SLOTS {
-            return Err(Error::value(format!("channel {} is out of range; the last one is {}", place.slot, SLOTS - 1)));
+            return Err(Error::value(format!(
+                "channel {} is out of range; the last one is {}",
+                place.slot,
+                SLOTS - 1
+            )));
         }
-        let bit = |rank: Rank| if rank.index() < n { Ok(1 << rank.0) } else { Err(out_of_range(rank, n)) };
+        let bit = |rank: Rank| {
+            if rank.index() < n { Ok(1 << rank.0) } else { Err(out_of_range(rank, n)) }
+        };
         let everybody = (1u32 << n) - 1;
         let (kind, put, wait) = match self {
             Signal::Put(peer) => (1, bit(peer)?, 0),
@@ -97,7 +105,8 @@ impl SignalTimeout {
             3 => "barrier",
             _ => return None,
         };
-        let missing = (0..MAX_PEERS as u32).filter(|rank| word >> rank & 1 != 0).map(Rank).collect();
+        let missing =
+            (0..MAX_PEERS as u32).filter(|rank| word >> rank & 1 != 0).map(Rank).collect();
         Some(Self { name, slot: word >> SLOT_BIT & (SLOTS - 1), missing })
     }
 }
@@ -113,13 +122,22 @@ mod tests {
     use super::*;
 
     fn place(pads: &[u64], slot: u32) -> SignalTargets<'_> {
-        SignalTargets { me: Rank(1), pads, slot, timeout: Duration::from_millis(1500), stop: 7, report: 9 }
+        SignalTargets {
+            me: Rank(1),
+            pads,
+            slot,
+            timeout: Duration::from_millis(1500),
+            stop: 7,
+            report: 9,
+        }
     }
 
     #[test]
     fn a_signal_names_its_words_and_peers() {
         let pads = [10, 20, 30];
-        let args = |signal: Signal| signal.args(&place(&pads, 5)).expect("valid").expect("something to do");
+        let args = |signal: Signal| {
+            signal.args(&place(&pads, 5)).expect("valid").expect("something to do")
+        };
         let put = args(Signal::Put(Rank(2)));
         assert_eq!((put.put, put.wait, put.slot, put.timeout), (0b100, 0, 15, 1_500_000_000));
         assert_eq!((&put.pads[..4], put.stop, put.report), (&[10, 20, 30, 0][..], 7, 9));
@@ -138,18 +156,37 @@ mod tests {
 
     #[test]
     fn what_is_out_of_range_is_refused_by_name() {
-        let refused = |signal: Signal, pads: &[u64], slot| signal.args(&place(pads, slot)).expect_err("out of range").message;
-        assert_eq!(refused(Signal::Barrier, &[1; 9], 0), "9 ranks cannot signal each other between GPUs; 8 is the most");
-        assert_eq!(refused(Signal::Put(Rank(3)), &[1; 3], 0), "rank 3 is outside the group of 3 ranks");
-        assert_eq!(refused(Signal::Wait(Rank(40)), &[1; 3], 0), "rank 40 is outside the group of 3 ranks");
-        assert_eq!(refused(Signal::Barrier, &[1; 2], SLOTS), "channel 4194304 is out of range; the last one is 4194303");
+        let refused = |signal: Signal, pads: &[u64], slot| {
+            signal.args(&place(pads, slot)).expect_err("out of range").message
+        };
+        assert_eq!(
+            refused(Signal::Barrier, &[1; 9], 0),
+            "9 ranks cannot signal each other between GPUs; 8 is the most"
+        );
+        assert_eq!(
+            refused(Signal::Put(Rank(3)), &[1; 3], 0),
+            "rank 3 is outside the group of 3 ranks"
+        );
+        assert_eq!(
+            refused(Signal::Wait(Rank(40)), &[1; 3], 0),
+            "rank 40 is outside the group of 3 ranks"
+        );
+        assert_eq!(
+            refused(Signal::Barrier, &[1; 2], SLOTS),
+            "channel 4194304 is out of range; the last one is 4194303"
+        );
     }
 
     #[test]
     fn a_report_is_read_as_it_was_prepared() {
-        for (signal, name) in [(Signal::Put(Rank(0)), "put_signal"), (Signal::Wait(Rank(0)), "wait_signal"), (Signal::Barrier, "barrier")] {
+        for (signal, name) in [
+            (Signal::Put(Rank(0)), "put_signal"),
+            (Signal::Wait(Rank(0)), "wait_signal"),
+            (Signal::Barrier, "barrier"),
+        ] {
             for slot in [0, 77, SLOTS - 1] {
-                let args = signal.args(&place(&[1; 8], slot)).expect("valid").expect("something to do");
+                let args =
+                    signal.args(&place(&[1; 8], slot)).expect("valid").expect("something to do");
                 let gave_up = SignalTimeout::read(args.record | 0b1000_0100).expect("a report");
                 assert_eq!(gave_up, SignalTimeout { name, slot, missing: vec![Rank(2), Rank(7)] });
                 assert_eq!(gave_up.to_string(), format!("{name} on channel {slot}"));

@@ -1,7 +1,8 @@
 //! Agreement on how copy engines move the bytes of a gather. No rank waits.
 //!
-//! The first rank that launches a call decides, and the others follow (`docs/design/copy-engine.md`). Each rank leaves
-//! the offsets of its tensors to the ranks that come later.
+//! The first rank that launches a call decides, and the others follow
+//! (`docs/design/copy-engine.md`). Each rank leaves the offsets of its tensors to the ranks that
+//! come later.
 
 use super::launch_log;
 use crate::control::ControlBlock;
@@ -21,7 +22,8 @@ impl CopyMode {
     const ALL: [CopyMode; 2] = [CopyMode::Staged, CopyMode::Direct];
 }
 
-/// How often a rank looks for the decision of a rank that launches the call at the same time: about a microsecond.
+/// How often a rank looks for the decision of a rank that launches the call at the same time: about
+/// a microsecond.
 const LOOKS: usize = 200;
 
 /// Offsets of a rank's tensors in its symmetric memory, or [`TensorOffsets::ELSEWHERE`].
@@ -38,8 +40,8 @@ impl TensorOffsets {
     pub const ELSEWHERE: Self = Self { input: u64::MAX, output: u64::MAX };
 }
 
-/// If a rank is this many launches ahead of another, neither reads nor writes a launch's slot: the slot may still have,
-/// or already have, another launch.
+/// If a rank is this many launches ahead of another, neither reads nor writes a launch's slot: the
+/// slot may still have, or already have, another launch.
 const NEAR: u64 = 48;
 
 /// The content of a slot's word.
@@ -71,12 +73,17 @@ pub struct CopyDecision {
     pub earlier: Vec<(Rank, TensorOffsets)>,
 }
 
-/// Decides launch `number`, which this rank has published. The first rank decides what it `wanted`; if another rank may
-/// be far ahead, all ranks stage.
-pub fn decide(control: &ControlBlock, number: u64, wanted: CopyMode, own: TensorOffsets) -> CopyDecision {
+/// Decides launch `number`, which this rank has published. The first rank decides what it `wanted`;
+/// if another rank may be far ahead, all ranks stage.
+pub fn decide(
+    control: &ControlBlock,
+    number: u64,
+    wanted: CopyMode,
+    own: TensorOffsets,
+) -> CopyDecision {
     let alone = CopyDecision { mode: CopyMode::Staged, earlier: Vec::new() };
-    // Pairs with the fences of the other ranks: of two ranks that publish the same number at the same time, at least one
-    // sees the other's.
+    // Pairs with the fences of the other ranks: of two ranks that publish the same number at the
+    // same time, at least one sees the other's.
     fence(Ordering::SeqCst);
     let launched = || control.peers().map(|peer| launch_log::launched(control, peer));
     if launched().any(|count| count + NEAR < number) {
@@ -85,10 +92,15 @@ pub fn decide(control: &ControlBlock, number: u64, wanted: CopyMode, own: Tensor
     let (slot, me) = (launch_log::copy_slot(control, number), control.rank().index());
     slot.input[me].store(own.input, Ordering::Relaxed);
     slot.output[me].store(own.output, Ordering::Relaxed);
-    // After the check above: a rank that staged without the slot, because some rank was far behind, is seen.
+    // After the check above: a rank that staged without the slot, because some rank was far behind,
+    // is seen.
     fence(Ordering::SeqCst);
     let passed = launched().any(|count| count >= number);
-    let first = SlotWord { number, mode: if passed { CopyMode::Staged } else { wanted }, launched: 1 << me };
+    let first = SlotWord {
+        number,
+        mode: if passed { CopyMode::Staged } else { wanted },
+        launched: 1 << me,
+    };
     let decided = || SlotWord::of(slot.word.load(Ordering::Acquire)).number == number;
     if passed {
         // It is mostly about to write the slot.
@@ -107,7 +119,10 @@ pub fn decide(control: &ControlBlock, number: u64, wanted: CopyMode, own: Tensor
                     input: slot.input[rank.index()].load(Ordering::Relaxed),
                     output: slot.output[rank.index()].load(Ordering::Relaxed),
                 };
-                let earlier = control.ranks().filter(|rank| earlier >> rank.index() & 1 == 1).map(|rank| (rank, of(rank)));
+                let earlier = control
+                    .ranks()
+                    .filter(|rank| earlier >> rank.index() & 1 == 1)
+                    .map(|rank| (rank, of(rank)));
                 return CopyDecision { mode: next.mode, earlier: earlier.collect() };
             }
             Err(now) => seen = now,
@@ -128,9 +143,22 @@ mod tests {
         let spans = vec![Span { addr: 0, bytes: 4 }];
         let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
         let (inputs, outputs) = (spans.clone().into(), spans.into());
-        let call = CallSpec { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None };
-        launch_log::compare(control, number, &call, Channel::Collectives).expect("all ranks launch the same");
-        let own = TensorOffsets { input: number * 100 + u64::from(control.rank().0), output: number * 1000 };
+        let call = CallSpec {
+            op,
+            dtype,
+            reduce_op,
+            root: Rank(0),
+            factor: 1.0,
+            inputs,
+            outputs,
+            call_site: None,
+        };
+        launch_log::compare(control, number, &call, Channel::Collectives)
+            .expect("all ranks launch the same");
+        let own = TensorOffsets {
+            input: number * 100 + u64::from(control.rank().0),
+            output: number * 1000,
+        };
         decide(control, number, wanted, own)
     }
 
@@ -138,26 +166,40 @@ mod tests {
     fn the_first_rank_decides_and_later_ones_know_its_tensors() {
         let controls = controls(3);
         for number in 1..=200 {
-            let (a, b, c) = ((number % 3) as usize, ((number + 1) % 3) as usize, ((number + 2) % 3) as usize);
+            let (a, b, c) =
+                ((number % 3) as usize, ((number + 1) % 3) as usize, ((number + 2) % 3) as usize);
             let first = launch(&controls[a], number, CopyMode::Direct);
             assert_eq!(first, CopyDecision { mode: CopyMode::Direct, earlier: Vec::new() });
             let second = launch(&controls[b], number, CopyMode::Staged);
-            let of = |rank: usize| (Rank(rank as u32), TensorOffsets { input: number * 100 + rank as u64, output: number * 1000 });
+            let of = |rank: usize| {
+                (
+                    Rank(rank as u32),
+                    TensorOffsets { input: number * 100 + rank as u64, output: number * 1000 },
+                )
+            };
             assert_eq!(second, CopyDecision { mode: CopyMode::Direct, earlier: vec![of(a)] });
             let mut both = vec![of(a), of(b)];
             both.sort_by_key(|(rank, _)| rank.0);
-            assert_eq!(launch(&controls[c], number, CopyMode::Staged), CopyDecision { mode: CopyMode::Direct, earlier: both });
+            assert_eq!(
+                launch(&controls[c], number, CopyMode::Staged),
+                CopyDecision { mode: CopyMode::Direct, earlier: both }
+            );
         }
     }
 
     #[test]
     fn ranks_far_apart_stage() {
         let controls = controls(2);
-        let modes: Vec<_> = (1..=300).map(|number| launch(&controls[0], number, CopyMode::Direct).mode).collect();
+        let modes: Vec<_> =
+            (1..=300).map(|number| launch(&controls[0], number, CopyMode::Direct).mode).collect();
         assert!(modes[..NEAR as usize].iter().all(|&mode| mode == CopyMode::Direct));
         assert!(modes[NEAR as usize..].iter().all(|&mode| mode == CopyMode::Staged));
         for (number, mode) in (1..=300).zip(&modes) {
-            assert_eq!(launch(&controls[1], number, CopyMode::Direct).mode, *mode, "launch {number}");
+            assert_eq!(
+                launch(&controls[1], number, CopyMode::Direct).mode,
+                *mode,
+                "launch {number}"
+            );
         }
     }
 
@@ -167,7 +209,8 @@ mod tests {
         for round in 0..40u64 {
             let controls = controls(3);
             let run = |control: &ControlBlock| {
-                let mut dice = (1000 * round + u64::from(control.rank().0) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+                let mut dice = (1000 * round + u64::from(control.rank().0) + 1)
+                    .wrapping_mul(0x9E37_79B9_7F4A_7C15);
                 let one = |number| {
                     dice ^= dice << 13;
                     dice ^= dice >> 7;
@@ -181,17 +224,26 @@ mod tests {
                 (1..=LAUNCHES).map(one).collect::<Vec<_>>()
             };
             let decided: Vec<Vec<CopyDecision>> = std::thread::scope(|scope| {
-                let threads: Vec<_> = controls.iter().map(|control| scope.spawn(|| run(control))).collect();
+                let threads: Vec<_> =
+                    controls.iter().map(|control| scope.spawn(|| run(control))).collect();
                 threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
             });
             for number in 0..LAUNCHES as usize {
                 let modes: Vec<_> = decided.iter().map(|of_rank| of_rank[number].mode).collect();
-                assert!(modes.iter().all(|&mode| mode == modes[0]), "round {round}, launch {number}: {modes:?}");
+                assert!(
+                    modes.iter().all(|&mode| mode == modes[0]),
+                    "round {round}, launch {number}: {modes:?}"
+                );
                 // Of two ranks of a direct gather exactly one knows the other's tensors.
-                let knows = |a: usize, b: u32| decided[a][number].earlier.iter().any(|(rank, _)| *rank == Rank(b));
+                let knows = |a: usize, b: u32| {
+                    decided[a][number].earlier.iter().any(|(rank, _)| *rank == Rank(b))
+                };
                 for (a, b) in [(0, 1), (0, 2), (1, 2)] {
                     let one = knows(a, b as u32) ^ knows(b, a as u32);
-                    assert!(modes[0] != CopyMode::Direct || one, "round {round}, launch {number}: ranks {a} and {b}");
+                    assert!(
+                        modes[0] != CopyMode::Direct || one,
+                        "round {round}, launch {number}: ranks {a} and {b}"
+                    );
                 }
             }
         }

@@ -1,5 +1,6 @@
-//! Each rank's launches, which the other ranks compare with theirs. No rank waits here: a rank that launches a call
-//! later sees what the others launched under the same number, and rejects a call that does not match.
+//! Each rank's launches, which the other ranks compare with theirs. No rank waits here: a rank that
+//! launches a call later sees what the others launched under the same number, and rejects a call
+//! that does not match.
 #![allow(unsafe_code, reason = "words that lie in shared or page-locked memory")]
 
 use crate::coll::call::{CallSpec, Collective, Span};
@@ -12,12 +13,14 @@ use crate::rank::Rank;
 use crate::sync::shared_text::SharedText;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// How many launches a rank can be ahead of another and still be compared; a stream holds about a thousand launches.
+/// How many launches a rank can be ahead of another and still be compared; a stream holds about a
+/// thousand launches.
 const ENTRIES: usize = 128;
 /// Number of sends and receives that a rank keeps for each other rank.
 const MESSAGE_RECORDS: usize = 16;
 
-/// The launch log of one rank, in shared memory. Only this rank writes it, except for the zero-copy word.
+/// The launch log of one rank, in shared memory. Only this rank writes it, except for the zero-copy
+/// word.
 #[repr(C)]
 struct LaunchLog {
     launched: AtomicU64,
@@ -30,14 +33,16 @@ struct LaunchLog {
     copies: [CopySlot; COPY_SLOTS],
 }
 
-/// Written by any rank; only rank 0's is used. It has its own cache lines, because every launch reads it.
+/// Written by any rank; only rank 0's is used. It has its own cache lines, because every launch
+/// reads it.
 #[repr(C, align(128))]
 struct ZeroCopyWord(AtomicU64);
 
 /// Number of launches whose decision about copies is kept.
 const COPY_SLOTS: usize = 64;
 
-/// A launch whose bytes copy engines move; the ranks that are near each other use it ([`super::copy_mode`]).
+/// A launch whose bytes copy engines move; the ranks that are near each other use it
+/// ([`super::copy_mode`]).
 #[repr(C)]
 pub(super) struct CopySlot {
     /// Number of the launch, the mode, and a bit for each rank that has launched it.
@@ -46,7 +51,8 @@ pub(super) struct CopySlot {
     pub(super) output: [AtomicU64; MAX_RANKS],
 }
 
-/// The words that every launch compares share one cache line, because the other rank's core has to fetch it.
+/// The words that every launch compares share one cache line, because the other rank's core has to
+/// fetch it.
 #[repr(C, align(64))]
 struct LaunchEntry {
     /// Number of the launch, from 1; 0 while the other words are being written.
@@ -67,8 +73,8 @@ struct LaunchEntry {
 /// The record of one end of a send or receive.
 #[repr(C)]
 struct MessageRecord {
-    /// Number of the message in this direction between the two ranks, from 1; 0 while the other words are being
-    /// written.
+    /// Number of the message in this direction between the two ranks, from 1; 0 while the other
+    /// words are being written.
     number: AtomicU64,
     bytes: AtomicU64,
 }
@@ -98,7 +104,11 @@ fn launch_log(control: &ControlBlock, rank: Rank) -> &LaunchLog {
 /// Reserves the group's launch logs.
 pub fn reserve(control: &ControlBlock) -> Result<()> {
     let purpose = format_args!("launches of group \"{}\"", control.name());
-    control.segment().reserve(control.layout().launch_log(control.rank()), LAUNCH_LOG_BYTES, purpose)
+    control.segment().reserve(
+        control.layout().launch_log(control.rank()),
+        LAUNCH_LOG_BYTES,
+        purpose,
+    )
 }
 
 /// Returns the word of [`super::zero_copy`].
@@ -116,7 +126,8 @@ pub fn launched(control: &ControlBlock, rank: Rank) -> u64 {
     launch_log(control, rank).launched.load(Ordering::Acquire)
 }
 
-/// Returns the description of the last call that `rank` has launched; `None` also while it launches the next one.
+/// Returns the description of the last call that `rank` has launched; `None` also while it launches
+/// the next one.
 pub fn last(control: &ControlBlock, rank: Rank) -> Option<Description> {
     let number = launched(control, rank);
     read(launch_log(control, rank), number).filter(|_| number > 0).map(|record| record.description)
@@ -128,9 +139,14 @@ pub fn progress(control: &ControlBlock, rank: Rank) -> String {
     format!("{} CUDA collectives launched{last}", launched(control, rank))
 }
 
-/// Records that this rank launches `call` as its launch `number`, and compares it with the ranks that have launched
-/// theirs. Fails the group if they differ.
-pub fn compare(control: &ControlBlock, number: u64, call: &CallSpec, channel: Channel) -> Result<()> {
+/// Records that this rank launches `call` as its launch `number`, and compares it with the ranks
+/// that have launched theirs. Fails the group if they differ.
+pub fn compare(
+    control: &ControlBlock,
+    number: u64,
+    call: &CallSpec,
+    channel: Channel,
+) -> Result<()> {
     let record = LaunchRecord::of(call, channel);
     note(launch_log(control, control.rank()), number, &record, call);
     let me = (call.op == Collective::AllToAll).then_some(control.rank());
@@ -140,18 +156,29 @@ pub fn compare(control: &ControlBlock, number: u64, call: &CallSpec, channel: Ch
             if let Some(how) = control.exit_reason(peer)
                 && launched(control, peer) < number
             {
-                let (them, me, count) = (control.describe(peer), control.describe(control.rank()), launched(control, peer));
-                let text = format!("{them} {how} after {count} CUDA collectives; {me} called {} as #{number}", record.description);
+                let (them, me, count) = (
+                    control.describe(peer),
+                    control.describe(control.rank()),
+                    launched(control, peer),
+                );
+                let text = format!(
+                    "{them} {how} after {count} CUDA collectives; {me} called {} as #{number}",
+                    record.description
+                );
                 return Err(control.fail(Error::peer(text)));
             }
             continue;
         };
         if other.fingerprint != record.fingerprint {
             let (mine, theirs) = (control.describe(control.rank()), control.describe(peer));
-            let (place, place_of_peer) =
-                (call_site_of(control, control.rank(), number, &record), call_site_of(control, peer, number, &other));
-            let alike = other.description.without_call_site() == record.description.without_call_site();
-            let how = match (other.description.has_call_site(), record.description.has_call_site()) {
+            let (place, place_of_peer) = (
+                call_site_of(control, control.rank(), number, &record),
+                call_site_of(control, peer, number, &other),
+            );
+            let alike =
+                other.description.without_call_site() == record.description.without_call_site();
+            let how = match (other.description.has_call_site(), record.description.has_call_site())
+            {
                 (with_call_site, also) if alike && with_call_site != also => {
                     "; one of them was started with SYMM_DEBUG=call_site, the other was not"
                 }
@@ -159,7 +186,8 @@ pub fn compare(control: &ControlBlock, number: u64, call: &CallSpec, channel: Ch
                 _ => "",
             };
             let text = format!(
-                "{mine} called {}{place} and {theirs} called {}{place_of_peer} as CUDA collective #{number} of group \"{}\"{how}",
+                "{mine} called {}{place} and {theirs} called {}{place_of_peer} as CUDA collective \
+                 #{number} of group \"{}\"{how}",
                 record.description,
                 other.description,
                 control.name(),
@@ -167,10 +195,15 @@ pub fn compare(control: &ControlBlock, number: u64, call: &CallSpec, channel: Ch
             return Err(control.fail(Error::mismatch(text)));
         }
         if other.channel != record.channel {
-            let name = |channel: u64| Channel::ALL.get(channel as usize).map_or("on an unknown channel", |channel| channel.name());
+            let name = |channel: u64| {
+                Channel::ALL
+                    .get(channel as usize)
+                    .map_or("on an unknown channel", |channel| channel.name())
+            };
             let (mine, theirs) = (control.describe(control.rank()), control.describe(peer));
             let text = format!(
-                "{mine} called {} {} and {theirs} {}, as CUDA collective #{number} of group \"{}\"; all ranks must do alike",
+                "{mine} called {} {} and {theirs} {}, as CUDA collective #{number} of \
+                 group \"{}\"; all ranks must do alike",
                 record.description,
                 name(record.channel),
                 name(other.channel),
@@ -181,7 +214,8 @@ pub fn compare(control: &ControlBlock, number: u64, call: &CallSpec, channel: Ch
         let pair = |from: Rank, sent: u64, to: Rank, expected: u64| {
             let (from, to, group) = (control.describe(from), control.describe(to), control.name());
             let text = format!(
-                "{from} sends {sent} bytes to {to}, which expects {expected}, in all_to_all, CUDA collective #{number} of group \"{group}\""
+                "{from} sends {sent} bytes to {to}, which expects {expected}, in all_to_all, CUDA \
+                 collective #{number} of group \"{group}\""
             );
             Err(control.fail(Error::mismatch(text)))
         };
@@ -195,8 +229,8 @@ pub fn compare(control: &ControlBlock, number: u64, call: &CallSpec, channel: Ch
             return pair(control.rank(), to_it, peer, expected);
         }
     }
-    // Peers have read the line of the next entry. Writing to it now, while no launch waits for it, moves the line to
-    // this core.
+    // Peers have read the line of the next entry. Writing to it now, while no launch waits for it,
+    // moves the line to this core.
     let next = &launch_log(control, control.rank()).entries[(number + 1) as usize % ENTRIES];
     next.number.store(0, Ordering::Relaxed);
     Ok(())
@@ -205,18 +239,28 @@ pub fn compare(control: &ControlBlock, number: u64, call: &CallSpec, channel: Ch
 /// Returns the location of a call as text, such as " at train.py:12", if call sites are compared.
 fn call_site_of(control: &ControlBlock, rank: Rank, number: u64, record: &LaunchRecord) -> String {
     let entry = &launch_log(control, rank).entries[number as usize % ENTRIES];
-    if record.description.has_call_site() { format!(" at {}", entry.call_site.read()) } else { String::new() }
+    if record.description.has_call_site() {
+        format!(" at {}", entry.call_site.read())
+    } else {
+        String::new()
+    }
 }
 
-/// Fails the group if a peer has launched a call that this rank, which has left, never will; the peer would wait in
-/// vain.
+/// Fails the group if a peer has launched a call that this rank, which has left, never will; the
+/// peer would wait in vain.
 pub fn abandon(control: &ControlBlock) {
-    // Pairs with the fence in `note`: this rank sees the peer's launch, or the peer sees that this rank has left.
+    // Pairs with the fence in `note`: this rank sees the peer's launch, or the peer sees that this
+    // rank has left.
     fence(Ordering::SeqCst);
     let own = launched(control, control.rank());
-    if let Some((peer, count)) = control.peers().map(|peer| (peer, launched(control, peer))).find(|(_, count)| *count > own) {
+    if let Some((peer, count)) =
+        control.peers().map(|peer| (peer, launched(control, peer))).find(|(_, count)| *count > own)
+    {
         let (me, them) = (control.describe(control.rank()), control.describe(peer));
-        let text = format!("{me} left group \"{}\" after {own} CUDA collectives; {them} has launched {count}", control.name());
+        let text = format!(
+            "{me} left group \"{}\" after {own} CUDA collectives; {them} has launched {count}",
+            control.name()
+        );
         control.fail(Error::aborted(text));
     }
 }
@@ -234,8 +278,8 @@ pub struct MessageLaunch {
     pub bytes: u64,
 }
 
-/// Records `transfer`, and compares it with its other end if that has been launched. Fails the group if the lengths
-/// differ, because the two ends would count different chunks.
+/// Records `transfer`, and compares it with its other end if that has been launched. Fails the
+/// group if the lengths differ, because the two ends would count different chunks.
 pub fn compare_transfer(control: &ControlBlock, transfer: MessageLaunch) -> Result<()> {
     let MessageLaunch { send, peer, number, bytes } = transfer;
     let me = control.rank();
@@ -263,8 +307,10 @@ pub fn compare_transfer(control: &ControlBlock, transfer: MessageLaunch) -> Resu
     let (from, to) = if send { (me, peer) } else { (peer, me) };
     let (sent, expected) = if send { (bytes, found) } else { (found, bytes) };
     let (from, to, group) = (control.describe(from), control.describe(to), control.name());
-    let text =
-        format!("{from} sends {sent} bytes to {to}, which expects {expected}, as CUDA message #{number} between them in group \"{group}\"");
+    let text = format!(
+        "{from} sends {sent} bytes to {to}, which expects {expected}, as CUDA message #{number} \
+         between them in group \"{group}\""
+    );
     Err(control.fail(Error::mismatch(text)))
 }
 
@@ -278,7 +324,9 @@ fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call: &CallS
     entry.fingerprint.store(record.fingerprint, Ordering::Relaxed);
     entry.channel.store(record.channel, Ordering::Relaxed);
     if call.op == Collective::AllToAll {
-        for (word, span) in entry.sends.iter().zip(&*call.inputs).chain(entry.receives.iter().zip(&*call.outputs)) {
+        for (word, span) in
+            entry.sends.iter().zip(&*call.inputs).chain(entry.receives.iter().zip(&*call.outputs))
+        {
             word.store(span.bytes as u64, Ordering::Relaxed);
         }
     }
@@ -295,155 +343,33 @@ fn read(launch_log: &LaunchLog, number: u64) -> Option<LaunchRecord> {
     read_with(launch_log, number, None).map(|(record, _)| record)
 }
 
-/// Returns the record of launch `number`; for an all-to-all also the number of bytes to `rank` and from it.
-fn read_with(launch_log: &LaunchLog, number: u64, rank: Option<Rank>) -> Option<(LaunchRecord, Option<(u64, u64)>)> {
+/// Returns the record of launch `number`; for an all-to-all also the number of bytes to `rank` and
+/// from it.
+fn read_with(
+    launch_log: &LaunchLog,
+    number: u64,
+    rank: Option<Rank>,
+) -> Option<(LaunchRecord, Option<(u64, u64)>)> {
     let entry = &launch_log.entries[number as usize % ENTRIES];
     if entry.number.load(Ordering::Acquire) != number {
         return None;
     }
     let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
-    let description = Description { head: load(&entry.head), bytes: load(&entry.bytes), detail: load(&entry.detail) };
-    let record = LaunchRecord { description, fingerprint: load(&entry.fingerprint), channel: load(&entry.channel) };
-    let lengths = rank.map(|rank| (load(&entry.sends[rank.index()]), load(&entry.receives[rank.index()])));
+    let description = Description {
+        head: load(&entry.head),
+        bytes: load(&entry.bytes),
+        detail: load(&entry.detail),
+    };
+    let record = LaunchRecord {
+        description,
+        fingerprint: load(&entry.fingerprint),
+        channel: load(&entry.channel),
+    };
+    let lengths =
+        rank.map(|rank| (load(&entry.sends[rank.index()]), load(&entry.receives[rank.index()])));
     fence(Ordering::Acquire);
     (entry.number.load(Ordering::Relaxed) == number).then_some((record, lengths))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::control;
-    use crate::dtype::{DType, ReduceOp};
-    use crate::error::ErrorKind;
-    use crate::sync::call_site::CallSite;
-
-    fn controls() -> [ControlBlock; 2] {
-        control::tests::controls(2).try_into().expect("two")
-    }
-
-    fn sum(bytes: usize) -> CallSpec<'static> {
-        let spans = vec![Span { addr: 0, bytes }];
-        let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
-        CallSpec { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone().into(), outputs: spans.into(), call_site: None }
-    }
-
-    #[test]
-    fn ranks_that_disagree_on_recording_hear_of_it() {
-        let [one, two] = controls();
-        compare(&one, 1, &sum(4), Channel::CapturedCollectives).expect("alone so far");
-        let error = compare(&two, 1, &sum(4), Channel::Collectives).expect_err("on another channel");
-        assert_eq!(error.kind, ErrorKind::Mismatch);
-        assert!(error.message.contains("to run at once") && error.message.contains("to be recorded into a graph"), "{error}");
-        assert_eq!(one.failure().map(|failure| failure.kind), Some(ErrorKind::Mismatch));
-    }
-
-    #[test]
-    fn ranks_that_call_from_different_lines_hear_of_it_if_they_ask() {
-        let at = |text: &str| CallSpec { call_site: CallSite::known(CallSite::number(text)), ..sum(4) };
-        let disagree = |first: CallSpec, second: CallSpec| {
-            let [one, two] = controls();
-            compare(&one, 1, &first, Channel::Collectives).expect("alone so far");
-            compare(&two, 1, &second, Channel::Collectives).map_err(|error| error.message)
-        };
-        disagree(at("a.py:1"), at("a.py:1")).expect("the same line");
-        let text = disagree(at("a.py:1"), at("a.py:2")).expect_err("other lines");
-        assert!(text.contains("SUM) at a.py:1 ") && text.contains("SUM) at a.py:2 ") && text.ends_with("\"test\""), "{text}");
-        let text = disagree(sum(4), at("a.py:2")).expect_err("one asks");
-        assert!(text.contains("one of them was started with SYMM_DEBUG=call_site"), "{text}");
-    }
-
-    #[test]
-    fn what_a_rank_launched_last_is_known() {
-        let [one, two] = controls();
-        assert_eq!(last(&two, Rank(0)), None);
-        compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
-        compare(&one, 2, &sum(8), Channel::Collectives).expect("alone so far");
-        assert_eq!(last(&two, Rank(0)), Some(Description::of(&sum(8))));
-    }
-
-    #[test]
-    fn p3_a_death_that_kernels_wait_through_says_how_far_both_ranks_had_come() {
-        let [one, two] = controls();
-        compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
-        compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
-        compare(&one, 2, &sum(8), Channel::Collectives).expect("alone so far");
-        one.note_exit(Rank(1), "has ended (killed by signal 9 (SIGKILL))".into());
-        assert_eq!(one.failure(), None, "no kernel waits");
-        one.set_kernel_progress(progress);
-        let error = one.failure().expect("told at once");
-        assert_eq!(error.kind, ErrorKind::Peer);
-        for part in [
-            "rank 1 (pid ",
-            "SIGKILL)), 1 CUDA collectives launched, the last all_reduce",
-            "is alive, 2 CUDA collectives launched, the last all_reduce",
-        ] {
-            assert!(error.message.contains(part), "{error}");
-        }
-    }
-
-    // proves P7
-    #[test]
-    fn both_ends_of_a_message_are_compared_whoever_comes_first() {
-        let end = |send: bool, number: u64, bytes: u64| MessageLaunch { send, peer: Rank(u32::from(send)), number, bytes };
-        for sender_first in [true, false] {
-            let [one, two] = controls();
-            for number in 1..=40 {
-                compare_transfer(&one, end(true, number, number * 8)).expect("the other end has not come");
-                compare_transfer(&two, end(false, number, number * 8)).expect("the same length");
-            }
-            let error = if sender_first {
-                compare_transfer(&one, end(true, 41, 8)).expect("the other end has not come");
-                compare_transfer(&two, end(false, 41, 12)).expect_err("another length")
-            } else {
-                compare_transfer(&two, end(false, 41, 12)).expect("the other end has not come");
-                compare_transfer(&one, end(true, 41, 8)).expect_err("another length")
-            };
-            assert_eq!(error.kind, ErrorKind::Mismatch);
-            assert!(error.message.contains("sends 8 bytes") && error.message.contains("expects 12, as CUDA message #41"), "{error}");
-        }
-    }
-
-    #[test]
-    fn a_sender_far_ahead_is_not_compared() {
-        let [one, two] = controls();
-        let end = |send: bool, number: u64, bytes: u64| MessageLaunch { send, peer: Rank(u32::from(send)), number, bytes };
-        (1..=100).for_each(|number| compare_transfer(&one, end(true, number, number)).expect("alone so far"));
-        compare_transfer(&two, end(false, 1, 9)).expect("what stood there is gone");
-        compare_transfer(&two, end(false, 100, 9)).expect_err("another length");
-    }
-
-    #[test]
-    fn a_rank_that_leaves_what_others_have_launched_fails_the_group() {
-        let [one, two] = controls();
-        compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
-        compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
-        compare(&one, 2, &sum(8), Channel::Collectives).expect("alone so far");
-        two.note_departure("");
-        abandon(&two);
-        let error = one.failure().expect("rank 0 waits in vain");
-        assert_eq!(error.kind, ErrorKind::Peer);
-        assert!(error.message.contains("rank 1") && error.message.contains("after 1 CUDA collectives"), "{error}");
-    }
-
-    #[test]
-    fn a_launch_without_a_rank_that_has_left_is_refused() {
-        let [one, two] = controls();
-        compare(&two, 1, &sum(4), Channel::Collectives).expect("alone so far");
-        two.note_departure("");
-        abandon(&two);
-        compare(&one, 1, &sum(4), Channel::Collectives).expect("it launched that before it left");
-        let error = compare(&one, 2, &sum(4), Channel::Collectives).expect_err("it never will");
-        assert_eq!(error.kind, ErrorKind::Peer);
-        assert!(error.message.contains("left the group") && error.message.contains("#2"), "{error}");
-    }
-
-    #[test]
-    fn a_rank_that_leaves_when_all_is_launched_fails_nothing() {
-        let [one, two] = controls();
-        compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
-        compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
-        one.note_departure("");
-        abandon(&one);
-        assert_eq!(two.failure(), None);
-    }
-}
+mod tests;

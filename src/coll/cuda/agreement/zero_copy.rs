@@ -1,8 +1,9 @@
-//! Agreement on the launch from which a group's kernels start with the zero-copy handshake. A rank never waits for a
-//! rank that does not launch.
+//! Agreement on the launch from which a group's kernels start with the zero-copy handshake. A rank
+//! never waits for a rank that does not launch.
 //!
-//! The ranks share one word, initially [`NEVER`]. The first rank that wants zero-copy proposes a launch that no rank
-//! has reached, checks that this still holds, and settles it (`docs/design/memory-model.md`).
+//! The ranks share one word, initially [`NEVER`]. The first rank that wants zero-copy proposes a
+//! launch that no rank has reached, checks that this still holds, and settles it
+//! (`docs/design/memory-model.md`).
 
 use super::launch_log;
 use crate::control::ControlBlock;
@@ -14,7 +15,8 @@ use std::time::Duration;
 
 /// The word while no rank has proposed a launch.
 const NEVER: u64 = 0;
-/// A proposal that ranks overtook is raised by 1, 2, 4 … launches more than needed, so that the loop ends.
+/// A proposal that ranks overtook is raised by 1, 2, 4 … launches more than needed, so that the
+/// loop ends.
 const STEEPEST: u32 = 16;
 
 /// A word that is not [`NEVER`].
@@ -29,7 +31,8 @@ struct Proposal {
 
 impl Proposal {
     fn of(word: u64) -> Option<Self> {
-        let proposal = Self { first: word >> 8, by: (word >> 1) as u32 & 127, settled: word & 1 == 1 };
+        let proposal =
+            Self { first: word >> 8, by: (word >> 1) as u32 & 127, settled: word & 1 == 1 };
         (word != NEVER).then_some(proposal)
     }
 
@@ -42,9 +45,11 @@ impl Proposal {
 pub trait ZeroCopyWords {
     /// Returns the word.
     fn word(&self) -> u64;
-    /// Replaces `from` by `to` with sequential consistency; returns false if the word was not `from`.
+    /// Replaces `from` by `to` with sequential consistency; returns false if the word was not
+    /// `from`.
     fn exchange(&self, from: u64, to: u64) -> bool;
-    /// Returns the highest launch number that another rank has published. Reads after a sequentially consistent fence.
+    /// Returns the highest launch number that another rank has published. Reads after a
+    /// sequentially consistent fence.
     fn most_launched(&self) -> u64;
     /// Returns once `ready` is true, which rank `by` must bring about.
     fn wait(&self, by: u32, ready: &dyn Fn() -> bool) -> Result<()>;
@@ -52,9 +57,10 @@ pub trait ZeroCopyWords {
     fn wake(&self);
 }
 
-/// Returns true if launch `number` is zero-copy; the same on all ranks. This rank, `me`, has published the number and
-/// issued a sequentially consistent fence. If no rank has proposed a launch and this one `wanted` it, it proposes this
-/// launch, or the next one that no rank has reached.
+/// Returns true if launch `number` is zero-copy; the same on all ranks. This rank, `me`, has
+/// published the number and issued a sequentially consistent fence. If no rank has proposed a
+/// launch and this one `wanted` it, it proposes this launch, or the next one that no rank has
+/// reached.
 pub fn decide(shared: &impl ZeroCopyWords, me: u32, number: u64, wanted: bool) -> Result<bool> {
     if wanted && shared.word() == NEVER {
         propose(shared, me, number);
@@ -63,14 +69,17 @@ pub fn decide(shared: &impl ZeroCopyWords, me: u32, number: u64, wanted: bool) -
     if number < seen.first || seen.settled {
         return Ok(number >= seen.first);
     }
-    let open = || Proposal::of(shared.word()).filter(|proposal| number >= proposal.first && !proposal.settled);
+    let open = || {
+        Proposal::of(shared.word()).filter(|proposal| number >= proposal.first && !proposal.settled)
+    };
     shared.wait(seen.by, &|| open().is_none())?;
     Ok(Proposal::of(shared.word()).is_some_and(|proposal| number >= proposal.first))
 }
 
 fn propose(shared: &impl ZeroCopyWords, me: u32, number: u64) {
     // This launch is still undecided here, so it may be the first.
-    let mut proposal = Proposal { first: number.max(shared.most_launched() + 1), by: me, settled: false };
+    let mut proposal =
+        Proposal { first: number.max(shared.most_launched() + 1), by: me, settled: false };
     if !shared.exchange(NEVER, proposal.word()) {
         return;
     }
@@ -104,7 +113,9 @@ impl ZeroCopyWords for ControlBlockWords<'_> {
     }
 
     fn exchange(&self, from: u64, to: u64) -> bool {
-        launch_log::zero_copy_word(self.control).compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+        launch_log::zero_copy_word(self.control)
+            .compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed)
+            .is_ok()
     }
 
     fn most_launched(&self) -> u64 {
@@ -115,9 +126,13 @@ impl ZeroCopyWords for ControlBlockWords<'_> {
     fn wait(&self, by: u32, ready: &dyn Fn() -> bool) -> Result<()> {
         let about = || {
             let (number, group) = (self.number, self.control.name());
-            format!("agreeing on symmetric memory before CUDA collective #{number} of group \"{group}\"")
+            format!(
+                "agreeing on symmetric memory before CUDA collective #{number} of group \"{group}\""
+            )
         };
-        self.control.wait_for_peers(&CallTimeout::from_first_wait(self.timeout), &about, |rank| rank == Rank(by) && !ready())
+        self.control.wait_for_peers(&CallTimeout::from_first_wait(self.timeout), &about, |rank| {
+            rank == Rank(by) && !ready()
+        })
     }
 
     fn wake(&self) {
@@ -136,7 +151,12 @@ mod tests {
     use std::time::Instant;
 
     /// Runs launch `number` of the rank of `control`.
-    fn launch(control: &ControlBlock, number: u64, wanted: bool, timeout: Duration) -> Result<bool> {
+    fn launch(
+        control: &ControlBlock,
+        number: u64,
+        wanted: bool,
+        timeout: Duration,
+    ) -> Result<bool> {
         let spans = vec![Span { addr: 0, bytes: 4 }];
         let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
         let call = CallSpec {
@@ -162,17 +182,29 @@ mod tests {
             assert!(!launch(control, 1, false, PATIENCE).expect("nobody asked"));
         }
         assert!(launch(&controls[1], 2, true, PATIENCE).expect("alone"));
-        assert!(launch(&controls[0], 2, false, PATIENCE).expect("agreed") && launch(&controls[2], 2, false, PATIENCE).expect("agreed"));
+        assert!(
+            launch(&controls[0], 2, false, PATIENCE).expect("agreed")
+                && launch(&controls[2], 2, false, PATIENCE).expect("agreed")
+        );
     }
 
     #[test]
     fn a_rank_behind_waits_until_it_has_caught_up() {
         let controls = controls(2);
-        (1..=5).for_each(|number| assert!(!launch(&controls[0], number, false, PATIENCE).expect("nobody asked")));
+        (1..=5).for_each(|number| {
+            assert!(!launch(&controls[0], number, false, PATIENCE).expect("nobody asked"))
+        });
         for number in 1..=5 {
-            assert!(!launch(&controls[1], number, true, PATIENCE).expect("rank 0 has launched it otherwise"), "{number}");
+            assert!(
+                !launch(&controls[1], number, true, PATIENCE)
+                    .expect("rank 0 has launched it otherwise"),
+                "{number}"
+            );
         }
-        assert!(launch(&controls[1], 6, false, PATIENCE).expect("agreed") && launch(&controls[0], 6, false, PATIENCE).expect("agreed"));
+        assert!(
+            launch(&controls[1], 6, false, PATIENCE).expect("agreed")
+                && launch(&controls[0], 6, false, PATIENCE).expect("agreed")
+        );
     }
 
     #[test]
@@ -194,7 +226,8 @@ mod tests {
                             if dice % 7 == 0 {
                                 std::thread::yield_now();
                             }
-                            launch(control, number, number >= 20 && dice % 5 == 0, PATIENCE).expect("decided")
+                            launch(control, number, number >= 20 && dice % 5 == 0, PATIENCE)
+                                .expect("decided")
                         };
                         (1..=LAUNCHES).map(one).collect()
                     })
@@ -216,17 +249,22 @@ mod tests {
         launch_log::zero_copy_word(&controls[1]).store(open.word(), Ordering::SeqCst);
         assert!(!launch(&controls[0], 1, true, PATIENCE).expect("before the proposal"));
         let begun = Instant::now();
-        let error = launch(&controls[0], 2, false, Duration::from_millis(80)).expect_err("rank 1 has not settled it");
+        let error = launch(&controls[0], 2, false, Duration::from_millis(80))
+            .expect_err("rank 1 has not settled it");
         assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
         assert_eq!(error.kind, ErrorKind::Timeout);
-        assert!(error.message.contains("for rank 1") && error.message.contains("CUDA collective #2"), "{error}");
+        assert!(
+            error.message.contains("for rank 1") && error.message.contains("CUDA collective #2"),
+            "{error}"
+        );
         assert!(!error.message.contains("rank 2"), "{error}");
     }
 
     #[test]
     fn a_proposer_that_leaves_ends_the_wait() {
         let controls = controls(2);
-        launch_log::zero_copy_word(&controls[1]).store(Proposal { first: 1, by: 1, settled: false }.word(), Ordering::SeqCst);
+        launch_log::zero_copy_word(&controls[1])
+            .store(Proposal { first: 1, by: 1, settled: false }.word(), Ordering::SeqCst);
         controls[1].note_departure("");
         let shared = ControlBlockWords { control: &controls[0], number: 1, timeout: PATIENCE };
         let error = decide(&shared, 0, 1, false).expect_err("rank 1 has left");

@@ -8,17 +8,26 @@ use crate::rank::Rank;
 /// The rank at the other end, and the bytes on this rank.
 pub(super) type IndexedSpan = (usize, Span);
 
-/// Removes this rank's messages to itself, and pairs each with its destination; both must be in the same batch.
-pub(super) fn take_own(me: Rank, sends: &mut Vec<IndexedSpan>, receives: &mut Vec<IndexedSpan>) -> Result<Vec<(Span, Span)>> {
+/// Removes this rank's messages to itself, and pairs each with its destination; both must be in the
+/// same batch.
+pub(super) fn take_own(
+    me: Rank,
+    sends: &mut Vec<IndexedSpan>,
+    receives: &mut Vec<IndexedSpan>,
+) -> Result<Vec<(Span, Span)>> {
     let own = |messages: &mut Vec<IndexedSpan>| -> Vec<Span> {
-        let (own, rest) = messages.drain(..).partition::<Vec<_>, _>(|(rank, _)| *rank == me.index());
+        let (own, rest) =
+            messages.drain(..).partition::<Vec<_>, _>(|(rank, _)| *rank == me.index());
         *messages = rest;
         own.into_iter().map(|(_, span)| span).collect()
     };
     let (out, incoming) = (own(sends), own(receives));
-    if out.len() != incoming.len() || out.iter().zip(&incoming).any(|(from, to)| from.bytes != to.bytes) {
+    if out.len() != incoming.len()
+        || out.iter().zip(&incoming).any(|(from, to)| from.bytes != to.bytes)
+    {
         return Err(Error::value(format!(
-            "rank {me} sends {} messages to itself and receives {} of its own; they must match within one batch",
+            "rank {me} sends {} messages to itself and receives {} of its own; they must match \
+             within one batch",
             out.len(),
             incoming.len()
         )));
@@ -29,7 +38,8 @@ pub(super) fn take_own(me: Rank, sends: &mut Vec<IndexedSpan>, receives: &mut Ve
 /// Removes the first message for each rank; a launch carries one message per rank.
 pub(super) fn first_of_each(messages: &mut Vec<IndexedSpan>) -> Vec<IndexedSpan> {
     let mut seen = [false; MAX_RANKS];
-    let (first, rest) = messages.drain(..).partition(|(rank, _)| !std::mem::replace(&mut seen[*rank], true));
+    let (first, rest) =
+        messages.drain(..).partition(|(rank, _)| !std::mem::replace(&mut seen[*rank], true));
     *messages = rest;
     first
 }
@@ -52,14 +62,20 @@ mod tests {
         let mut sends = vec![message(1, 5), message(2, 8), message(1, 6)];
         let mut receives = vec![message(1, 5), message(1, 6), message(0, 7)];
         let own = take_own(Rank(1), &mut sends, &mut receives).expect("they match");
-        assert_eq!(own.iter().map(|(from, to)| (from.bytes, to.bytes)).collect::<Vec<_>>(), [(5, 5), (6, 6)]);
+        assert_eq!(
+            own.iter().map(|(from, to)| (from.bytes, to.bytes)).collect::<Vec<_>>(),
+            [(5, 5), (6, 6)]
+        );
         assert_eq!((lengths(&sends), lengths(&receives)), (vec![(2, 8)], vec![(0, 7)]));
     }
 
     #[test]
     fn messages_to_oneself_that_do_not_match_are_refused() {
-        for (sends, receives) in [(vec![message(1, 5)], vec![]), (vec![message(1, 5)], vec![message(1, 6)])] {
-            let error = take_own(Rank(1), &mut sends.clone(), &mut receives.clone()).expect_err("no match");
+        for (sends, receives) in
+            [(vec![message(1, 5)], vec![]), (vec![message(1, 5)], vec![message(1, 6)])]
+        {
+            let error =
+                take_own(Rank(1), &mut sends.clone(), &mut receives.clone()).expect_err("no match");
             assert_eq!(error.kind, ErrorKind::Value);
             assert!(error.message.contains("rank 1 sends 1 messages to itself"), "{error}");
         }
@@ -67,8 +83,12 @@ mod tests {
 
     #[test]
     fn each_launch_takes_one_message_for_each_rank_in_order() {
-        let mut messages = vec![message(0, 1), message(2, 2), message(0, 3), message(0, 4), message(2, 5)];
-        let launches: Vec<_> = std::iter::from_fn(|| Some(first_of_each(&mut messages)).filter(|first| !first.is_empty())).collect();
+        let mut messages =
+            vec![message(0, 1), message(2, 2), message(0, 3), message(0, 4), message(2, 5)];
+        let launches: Vec<_> = std::iter::from_fn(|| {
+            Some(first_of_each(&mut messages)).filter(|first| !first.is_empty())
+        })
+        .collect();
         let launches: Vec<_> = launches.iter().map(|launch| lengths(launch)).collect();
         assert_eq!(launches, [vec![(0, 1), (2, 2)], vec![(0, 3), (2, 5)], vec![(0, 4)]]);
     }

@@ -22,7 +22,10 @@ pub(super) struct CopyStreams {
 impl CopyStreams {
     pub(super) fn new() -> Result<Self> {
         let ends = || Ok([Event::new()?, Event::new()?]);
-        Ok(Self { streams: vec![OwnStream::urgent()?, OwnStream::urgent()?], ends: [ends()?, ends()?] })
+        Ok(Self {
+            streams: vec![OwnStream::urgent()?, OwnStream::urgent()?],
+            ends: [ends()?, ends()?],
+        })
     }
 
     /// Returns a stream that is free for eager calls, or for calls of `capture`.
@@ -42,17 +45,29 @@ impl CopyStreams {
 }
 
 impl Communicator {
-    /// Returns where the tensors of `call` are in symmetric memory, if copy engines move it. `None` on all ranks or none.
+    /// Returns where the tensors of `call` are in symmetric memory, if copy engines move it. `None`
+    /// on all ranks or none.
     pub(super) fn copy_offsets(&self, call: &CallSpec<'_>) -> Option<TensorOffsets> {
         let n = self.control.size();
-        let long = || copy_engine::volume(call, self.control.rank().index(), n) >= self.tuning.copy_engine_bytes;
-        let moved = self.tuning.policy == CtaPolicy::Zero && self.memory.is_direct() && copy_engine::serves(call, n) && long();
+        let long = || {
+            copy_engine::volume(call, self.control.rank().index(), n)
+                >= self.tuning.copy_engine_bytes
+        };
+        let moved = self.tuning.policy == CtaPolicy::Zero
+            && self.memory.is_direct()
+            && copy_engine::serves(call, n)
+            && long();
         moved.then(|| self.tensor_offsets(call).unwrap_or(TensorOffsets::ELSEWHERE))
     }
 
-    /// Returns the decision about this rank's launch `number`, which is `call`; copy engines move it. `own` are its
-    /// tensors.
-    pub(super) fn copy_decision(&self, call: &CallSpec<'_>, number: u64, own: TensorOffsets) -> Result<CopyDecision> {
+    /// Returns the decision about this rank's launch `number`, which is `call`; copy engines move
+    /// it. `own` are its tensors.
+    pub(super) fn copy_decision(
+        &self,
+        call: &CallSpec<'_>,
+        number: u64,
+        own: TensorOffsets,
+    ) -> Result<CopyDecision> {
         let symmetric = own != TensorOffsets::ELSEWHERE;
         let wanted = if symmetric { CopyMode::Direct } else { CopyMode::Staged };
         let decision = copy_mode::decide(&self.control, number, wanted, own);
@@ -61,8 +76,10 @@ impl Communicator {
         if decision.mode == CopyMode::Direct && !symmetric && !last {
             let (me, group) = (self.control.describe(self.control.rank()), self.control.name());
             return Err(self.control.fail(Error::mismatch(format!(
-                "{me} passed tensors outside symmetric memory to {}, CUDA collective #{number} of group \"{group}\", but the first rank \
-                 passed symmetric ones; with cta_policy=\"zero\" and more than two ranks, take them from the same kind of memory on all",
+                "{me} passed tensors outside symmetric memory to {}, CUDA collective #{number} of \
+                 group \"{group}\", but the first rank \
+                 passed symmetric ones; with cta_policy=\"zero\" and more than two ranks, take \
+                 them from the same kind of memory on all",
                 call.op.name()
             ))));
         }
@@ -85,21 +102,39 @@ impl Communicator {
     }
 
     /// Returns the tensors of the ranks that launched a direct gather earlier, as mapped here.
-    fn earlier_ranks(&self, call: &CallSpec<'_>, decision: &CopyDecision) -> Result<Vec<EarlierRank>> {
+    fn earlier_ranks(
+        &self,
+        call: &CallSpec<'_>,
+        decision: &CopyDecision,
+    ) -> Result<Vec<EarlierRank>> {
         let n = self.control.size();
-        let reach = |heaps: &PeerHeaps, rank, offset, bytes| heaps.reach(rank, offset, bytes).map(|(address, _)| address);
+        let reach = |heaps: &PeerHeaps, rank, offset, bytes| {
+            heaps.reach(rank, offset, bytes).map(|(address, _)| address)
+        };
         let found = |&(rank, offsets): &(Rank, TensorOffsets)| {
             let heaps = self.symmetric.as_ref()?;
             let pieces = call.op == Collective::AllReduce;
-            let message = if pieces { copy_engine::piece(call.outputs[0], rank.index(), n) } else { call.outputs[rank.index()] }.bytes;
+            let message = if pieces {
+                copy_engine::piece(call.outputs[0], rank.index(), n)
+            } else {
+                call.outputs[rank.index()]
+            }
+            .bytes;
             let total: usize = call.outputs.iter().map(|output| output.bytes).sum();
-            let (input, output) = (reach(heaps, rank, offsets.input, message)?, reach(heaps, rank, offsets.output, total)?);
+            let (input, output) = (
+                reach(heaps, rank, offsets.input, message)?,
+                reach(heaps, rank, offsets.output, total)?,
+            );
             Some(EarlierRank { rank: rank.index(), input, output })
         };
         let all = decision.earlier.iter().map(|earlier| {
             let missing = || {
-                let (them, me) = (self.control.describe(earlier.0), self.control.describe(self.control.rank()));
-                Error::internal(format!("{me} has not mapped the tensors that {them} passed to {}", call.op.name()))
+                let (them, me) =
+                    (self.control.describe(earlier.0), self.control.describe(self.control.rank()));
+                Error::internal(format!(
+                    "{me} has not mapped the tensors that {them} passed to {}",
+                    call.op.name()
+                ))
             };
             found(earlier).ok_or_else(missing)
         });
@@ -115,9 +150,14 @@ impl Communicator {
         decision: &CopyDecision,
         stream: Stream,
     ) -> Result<()> {
-        let earlier = if decision.mode == CopyMode::Direct { Some(self.earlier_ranks(call, decision)?) } else { None };
+        let earlier = if decision.mode == CopyMode::Direct {
+            Some(self.earlier_ranks(call, decision)?)
+        } else {
+            None
+        };
         let tasks = CopyTasks::new(context, &self.tuning).of(call, earlier.as_deref());
-        // Loading a kernel may wait for the kernels on the device, and those of the first tasks wait for peers.
+        // Loading a kernel may wait for the kernels on the device, and those of the first tasks
+        // wait for peers.
         for task in &tasks {
             if let Task::Kernel { launch, .. } = task {
                 state.kernels.ready(&self.device, launch, call.dtype, call.reduce_op)?;
@@ -129,7 +169,13 @@ impl Communicator {
             let on = |side: bool| if side { copies } else { stream };
             let [forked, joined] = &state.copies.ends[usize::from(capture.is_some())];
             match task {
-                Task::Kernel { side, launch } => state.kernels.launch(&self.device, &launch, call.dtype, call.reduce_op, on(side))?,
+                Task::Kernel { side, launch } => state.kernels.launch(
+                    &self.device,
+                    &launch,
+                    call.dtype,
+                    call.reduce_op,
+                    on(side),
+                )?,
                 Task::Copy { side, to, from, bytes } => on(side).copy(to, from, bytes)?,
                 Task::Fork => {
                     forked.record(stream)?;

@@ -39,8 +39,8 @@ pub struct CudaTarget {
     pub device: i32,
     /// The `CUstream`.
     pub stream: usize,
-    /// True to use one of the group's streams instead of the caller's: one for sends, one for receives, one for other
-    /// calls.
+    /// True to use one of the group's streams instead of the caller's: one for sends, one for
+    /// receives, one for other calls.
     pub background: bool,
 }
 
@@ -82,7 +82,8 @@ struct CommunicatorState {
     launched: u64,
     /// Number of receives from each rank, and of sends to it.
     transfers: [[u64; MAX_RANKS]; 2],
-    /// Event of each queue, eager and captured, on which a call waits if the previous call used another stream.
+    /// Event of each queue, eager and captured, on which a call waits if the previous call used
+    /// another stream.
     behind: Vec<Event>,
     /// True once the group is leaving: its memory is freed when the enqueued work is done.
     closed: bool,
@@ -96,51 +97,90 @@ impl Communicator {
         self.device.ordinal()
     }
 
-    /// Enqueues `calls` in order; returns at once. `noted` gets the stages of each call before it is enqueued.
-    pub fn launch(&self, calls: &[Call<'_>], target: CudaTarget, timeout: Duration, mut noted: impl FnMut(Stage)) -> Result<()> {
-        self.enqueue(target, timeout, &[StreamQueue::Collectives], |communicator, state, stream, channel, context| {
-            for call in calls {
-                state.launched += 1;
-                noted(Stage::Begins(state.launched));
-                // Before the call is published: the ranks decide as soon as it is.
-                let moved = communicator.copy_offsets(call);
-                launch_log::compare(&communicator.control, state.launched, call, channel)?;
-                communicator.report.remember(state.launched, Description::of(call));
-                if let Some(offsets) = moved {
-                    let decision = communicator.copy_decision(call, state.launched, offsets)?;
-                    stats::count(Some(call.op), copies::served_as(decision.mode));
-                    noted(Stage::Served(copies::served_as(decision.mode)));
-                    let context = LaunchContext { common: CommonArgs { call: state.launched, ..context.common }, ..context };
-                    communicator.enqueue_copies(state, &context, call, &decision, stream)?;
-                    continue;
-                }
-                let zero_copy = communicator.zero_copy(call, state.launched, timeout)?;
-                let plan = plan::choose(call, &communicator.conditions(zero_copy));
-                stats::count(Some(call.op), plan.served_as(zero_copy));
-                noted(Stage::Served(plan.served_as(zero_copy)));
-                let reachable = |span| communicator.reachable(span);
-                let symmetric = communicator.symmetric(channel, &reachable).filter(|_| zero_copy);
-                let context = LaunchContext { common: CommonArgs { call: state.launched, ..context.common }, symmetric, ..context };
-                if let plan::CudaPlan::NormRows { .. } = plan {
-                    let sum = all_reduce_norm::reduction(call);
-                    let first = plan::choose(&sum, &communicator.conditions(false));
-                    if let Some(launch) = context.prepare(&sum, first) {
-                        state.kernels.launch(&communicator.device, &launch, call.dtype, ReduceOp::Sum, stream)?;
+    /// Enqueues `calls` in order; returns at once. `noted` gets the stages of each call before it
+    /// is enqueued.
+    pub fn launch(
+        &self,
+        calls: &[Call<'_>],
+        target: CudaTarget,
+        timeout: Duration,
+        mut noted: impl FnMut(Stage),
+    ) -> Result<()> {
+        self.enqueue(
+            target,
+            timeout,
+            &[StreamQueue::Collectives],
+            |communicator, state, stream, channel, context| {
+                for call in calls {
+                    state.launched += 1;
+                    noted(Stage::Begins(state.launched));
+                    // Before the call is published: the ranks decide as soon as it is.
+                    let moved = communicator.copy_offsets(call);
+                    launch_log::compare(&communicator.control, state.launched, call, channel)?;
+                    communicator.report.remember(state.launched, Description::of(call));
+                    if let Some(offsets) = moved {
+                        let decision = communicator.copy_decision(call, state.launched, offsets)?;
+                        stats::count(Some(call.op), copies::served_as(decision.mode));
+                        noted(Stage::Served(copies::served_as(decision.mode)));
+                        let context = LaunchContext {
+                            common: CommonArgs { call: state.launched, ..context.common },
+                            ..context
+                        };
+                        communicator.enqueue_copies(state, &context, call, &decision, stream)?;
+                        continue;
+                    }
+                    let zero_copy = communicator.zero_copy(call, state.launched, timeout)?;
+                    let plan = plan::choose(call, &communicator.conditions(zero_copy));
+                    stats::count(Some(call.op), plan.served_as(zero_copy));
+                    noted(Stage::Served(plan.served_as(zero_copy)));
+                    let reachable = |span| communicator.reachable(span);
+                    let symmetric =
+                        communicator.symmetric(channel, &reachable).filter(|_| zero_copy);
+                    let context = LaunchContext {
+                        common: CommonArgs { call: state.launched, ..context.common },
+                        symmetric,
+                        ..context
+                    };
+                    if let plan::CudaPlan::NormRows { .. } = plan {
+                        let sum = all_reduce_norm::reduction(call);
+                        let first = plan::choose(&sum, &communicator.conditions(false));
+                        if let Some(launch) = context.prepare(&sum, first) {
+                            state.kernels.launch(
+                                &communicator.device,
+                                &launch,
+                                call.dtype,
+                                ReduceOp::Sum,
+                                stream,
+                            )?;
+                        }
+                    }
+                    if let Some(launch) = context.prepare(call, plan) {
+                        state.kernels.launch(
+                            &communicator.device,
+                            &launch,
+                            call.dtype,
+                            call.reduce_op,
+                            stream,
+                        )?;
                     }
                 }
-                if let Some(launch) = context.prepare(call, plan) {
-                    state.kernels.launch(&communicator.device, &launch, call.dtype, call.reduce_op, stream)?;
-                }
-            }
-            Ok(())
-        })
+                Ok(())
+            },
+        )
     }
 
-    /// Enqueues sends `(to whom, what)` and receives `(from whom, where)`; messages between the same two ranks keep
-    /// their order.
-    pub fn transfer(&self, sends: &[(Rank, Span)], receives: &[(Rank, Span)], target: CudaTarget, timeout: Duration) -> Result<()> {
+    /// Enqueues sends `(to whom, what)` and receives `(from whom, where)`; messages between the
+    /// same two ranks keep their order.
+    pub fn transfer(
+        &self,
+        sends: &[(Rank, Span)],
+        receives: &[(Rank, Span)],
+        target: CudaTarget,
+        timeout: Duration,
+    ) -> Result<()> {
         let mut sends: Vec<_> = sends.iter().map(|&(rank, span)| (rank.index(), span)).collect();
-        let mut receives: Vec<_> = receives.iter().map(|&(rank, span)| (rank.index(), span)).collect();
+        let mut receives: Vec<_> =
+            receives.iter().map(|&(rank, span)| (rank.index(), span)).collect();
         let queues: &[StreamQueue] = match (sends.is_empty(), receives.is_empty()) {
             (false, true) => &[StreamQueue::Sends],
             (true, false) => &[StreamQueue::Receives],
@@ -149,7 +189,8 @@ impl Communicator {
         self.enqueue(target, timeout, queues, |communicator, state, stream, channel, context| {
             let plan = plan::transfers(&communicator.layout, &communicator.tuning);
             let reachable = |span| communicator.reachable(span);
-            let context = LaunchContext { symmetric: communicator.symmetric(channel, &reachable), ..context };
+            let context =
+                LaunchContext { symmetric: communicator.symmetric(channel, &reachable), ..context };
             for (from, to) in take_own(communicator.control.rank(), &mut sends, &mut receives)? {
                 stream.copy(to.addr as u64, from.addr as u64, from.bytes)?;
             }
@@ -158,21 +199,31 @@ impl Communicator {
                     let number = &mut state.transfers[usize::from(send)][rank];
                     *number += 1;
                     let (peer, bytes) = (Rank(rank as u32), span.bytes as u64);
-                    launch_log::compare_transfer(&communicator.control, MessageLaunch { send, peer, number: *number, bytes })?;
+                    launch_log::compare_transfer(
+                        &communicator.control,
+                        MessageLaunch { send, peer, number: *number, bytes },
+                    )?;
                 }
             }
             while !sends.is_empty() || !receives.is_empty() {
                 let (out, incoming) = (first_of_each(&mut sends), first_of_each(&mut receives));
                 stats::count(None, plan.name());
                 let launch: Launch = context.transfers(&out, &incoming, plan)?;
-                state.kernels.launch(&communicator.device, &launch, DType::U8, ReduceOp::Sum, stream)?;
+                state.kernels.launch(
+                    &communicator.device,
+                    &launch,
+                    DType::U8,
+                    ReduceOp::Sum,
+                    stream,
+                )?;
             }
             Ok(())
         })
     }
 
     fn conditions(&self, zero_copy: bool) -> Conditions<'_> {
-        let (me, n, cube_mesh) = (self.control.rank().index(), self.control.size(), self.edges.is_some());
+        let (me, n, cube_mesh) =
+            (self.control.rank().index(), self.control.size(), self.edges.is_some());
         Conditions { me, n, layout: &self.layout, tuning: &self.tuning, cube_mesh, zero_copy }
     }
 
@@ -182,16 +233,31 @@ impl Communicator {
     }
 
     /// Returns the group's symmetric memory, if it has any, for kernels of `channel`.
-    fn symmetric<'a>(&self, channel: Channel, reachable: &'a dyn Fn(Span) -> bool) -> Option<SymmetricView<'a>> {
+    fn symmetric<'a>(
+        &self,
+        channel: Channel,
+        reachable: &'a dyn Fn(Span) -> bool,
+    ) -> Option<SymmetricView<'a>> {
         let least = u32::try_from(self.tuning.zero_copy_bytes).unwrap_or(u32::MAX);
         let count = (COUNTS * channel as usize) as u32;
-        self.symmetric.as_ref().map(|heaps| SymmetricView { heap: per_rank(&heaps.bases), count, least, reachable })
+        self.symmetric.as_ref().map(|heaps| SymmetricView {
+            heap: per_rank(&heaps.bases),
+            count,
+            least,
+            reachable,
+        })
     }
 
-    /// Returns true if this rank's launch `number`, which is `call`, is zero-copy; the same on all ranks.
+    /// Returns true if this rank's launch `number`, which is `call`, is zero-copy; the same on all
+    /// ranks.
     fn zero_copy(&self, call: &CallSpec<'_>, number: u64, timeout: Duration) -> Result<bool> {
         let Some(heaps) = &self.symmetric else { return Ok(false) };
-        let worth = plan::worth_zero_copy(call, self.control.rank().index(), self.control.size(), &self.tuning);
+        let worth = plan::worth_zero_copy(
+            call,
+            self.control.rank().index(),
+            self.control.size(),
+            &self.tuning,
+        );
         // An all-to-all with only short messages does not start zero-copy calls.
         let long = worth && call.longest() >= self.tuning.zero_copy_bytes;
         let wanted = long
@@ -210,8 +276,17 @@ impl Communicator {
         let me = self.control.rank().index();
         let peer = self.peer[channel as usize];
         let timeout = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
-        let common = CommonArgs { peer, stop: self.stop.device(), report: self.report.device(), timeout, call: 0 };
-        let edges = self.edges.as_ref().map(|edges| launch::CubeMeshView { mesh: &edges.mesh, peer: edges.reach(me, channel, &peer) });
+        let common = CommonArgs {
+            peer,
+            stop: self.stop.device(),
+            report: self.report.device(),
+            timeout,
+            call: 0,
+        };
+        let edges = self.edges.as_ref().map(|edges| launch::CubeMeshView {
+            mesh: &edges.mesh,
+            peer: edges.reach(me, channel, &peer),
+        });
         LaunchContext {
             me,
             n: self.control.size(),
@@ -228,13 +303,19 @@ impl Communicator {
         target: CudaTarget,
         timeout: Duration,
         queues: &[StreamQueue],
-        body: impl FnOnce(&Self, &mut CommunicatorState, Stream, Channel, LaunchContext<'_>) -> Result<()>,
+        body: impl FnOnce(
+            &Self,
+            &mut CommunicatorState,
+            Stream,
+            Channel,
+            LaunchContext<'_>,
+        ) -> Result<()>,
     ) -> Result<()> {
         let stream = Stream(target.stream);
         let entered = self.device.enter()?;
         let mut state = lock(&self.state);
-        // Under the lock: `release_dead` takes it after the group has failed, and then finds everything that was
-        // enqueued.
+        // Under the lock: `release_dead` takes it after the group has failed, and then finds
+        // everything that was enqueued.
         if let Some(error) = self.failure() {
             return Err(error);
         }
@@ -258,18 +339,21 @@ impl Communicator {
         let mut outcome = body(self, &mut state, stream, channel, self.context(channel, timeout));
         let stream_of_its_own = matches!(queues, [StreamQueue::Sends] | [StreamQueue::Receives]);
         if outcome.is_ok() && target.background && !stream_of_its_own {
-            // Record now. When this queue continues on another stream, calls of other queues may already follow on this
-            // one, and they wait for other ranks.
+            // Record now. When this queue continues on another stream, calls of other queues may
+            // already follow on this one, and they wait for other ranks.
             for &queue in queues {
-                outcome = outcome.and_then(|()| state.behind[stream_order::slot(queue, capture)].record(stream));
+                outcome = outcome
+                    .and_then(|()| state.behind[stream_order::slot(queue, capture)].record(stream));
                 state.order.mark(queue, capture);
             }
         }
         drop(state);
         drop(entered);
-        // After a failure in the middle, peers would wait for a kernel that never runs. A bad argument was rejected
-        // before that.
-        outcome.map_err(|error| if error.kind == ErrorKind::Value { error } else { self.control.fail(error) })
+        // After a failure in the middle, peers would wait for a kernel that never runs. A bad
+        // argument was rejected before that.
+        outcome.map_err(|error| {
+            if error.kind == ErrorKind::Value { error } else { self.control.fail(error) }
+        })
     }
 
     /// Returns why the group has failed, on the host or in a kernel of this rank.
@@ -277,32 +361,40 @@ impl Communicator {
         self.report.failure()
     }
 
-    /// Waits up to `limit` until the enqueued kernels are done, then makes the others end. Returns false if some have
-    /// still not ended; their memory must then be kept. Nothing can be enqueued afterwards.
+    /// Waits up to `limit` until the enqueued kernels are done, then makes the others end. Returns
+    /// false if some have still not ended; their memory must then be kept. Nothing can be enqueued
+    /// afterwards.
     #[must_use = "memory that kernels use must not be given back"]
     pub fn drain(&self, limit: Duration) -> bool {
         lock(&self.state).closed = true;
         let Ok(_entered) = self.device.enter() else { return false };
         let events = lock(&self.state).ends();
         if !pass(&events, limit) {
-            let text =
-                format!("{} left group \"{}\" with CUDA work under way", self.control.describe(self.control.rank()), self.control.name());
+            let text = format!(
+                "{} left group \"{}\" with CUDA work under way",
+                self.control.describe(self.control.rank()),
+                self.control.name()
+            );
             self.control.fail(Error::aborted(text));
             return pass(&events, KERNEL_ABORT_TIMEOUT);
         }
         true
     }
 
-    /// Unmaps the GPU memory of `rank` after the group has failed because `rank` exited: the driver keeps that memory
-    /// until all peers have unmapped it. Memory that kernels may still use stays: of a group with calls in graphs, and
-    /// memory that windows map.
+    /// Unmaps the GPU memory of `rank` after the group has failed because `rank` exited: the driver
+    /// keeps that memory until all peers have unmapped it. Memory that kernels may still use stays:
+    /// of a group with calls in graphs, and memory that windows map.
     pub fn release_dead(&self, rank: Rank) {
         let Ok(_entered) = self.device.enter() else { return };
         let events = {
             let state = lock(&self.state);
             // Otherwise recording an event would add to the caller's capture.
             let captured = |last: &LastLaunch| last.stream.capture().ok().flatten().is_some();
-            if state.closed || state.recorded || state.order.last().any(captured) || self.failure().is_none() {
+            if state.closed
+                || state.recorded
+                || state.order.last().any(captured)
+                || self.failure().is_none()
+            {
                 return;
             }
             state.ends()
@@ -317,13 +409,18 @@ impl Communicator {
         if let Some(heaps) = &self.symmetric {
             heaps.release_dead(rank);
         }
-        log::info!("group \"{}\": released the GPU memory of {}", self.control.name(), self.control.describe(rank));
+        log::info!(
+            "group \"{}\": released the GPU memory of {}",
+            self.control.name(),
+            self.control.describe(rank)
+        );
     }
 
     /// Frees everything. Called after `drain`.
     pub fn release(self) {
         let Self { device, state, report, stop, symmetric, memory, _stream: stream, .. } = self;
-        // A thread that leaves a group may have no context, and without one the driver would not free the memory.
+        // A thread that leaves a group may have no context, and without one the driver would not
+        // free the memory.
         let entered = device.enter();
         report.retire();
         drop((state, stop, symmetric, memory, stream));
@@ -335,7 +432,9 @@ impl CommunicatorState {
     /// Returns events that complete when the enqueued work is done.
     fn ends(&self) -> Vec<Event> {
         // A stream under capture does not run the group's kernels.
-        let mark = |last: &LastLaunch| Event::new().and_then(|event| event.record(last.stream).map(|()| event)).ok();
+        let mark = |last: &LastLaunch| {
+            Event::new().and_then(|event| event.record(last.stream).map(|()| event)).ok()
+        };
         self.order.last().filter(|last| last.capture.is_none()).filter_map(mark).collect()
     }
 }

@@ -2,7 +2,8 @@
 
 use crate::kernels::cuda::driver::Stream;
 
-/// A class of calls that run one after another. The calls that a graph records are ordered among themselves.
+/// A class of calls that run one after another. The calls that a graph records are ordered among
+/// themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StreamQueue {
     Collectives,
@@ -47,9 +48,16 @@ pub(super) enum Dependency {
 }
 
 impl StreamOrder {
-    /// Notes that the next call of `queue` uses `stream`, as part of `capture`; returns what it has to wait for.
-    pub(super) fn next(&mut self, queue: StreamQueue, stream: Stream, capture: Option<u64>) -> Dependency {
-        let last = self.last[slot(queue, capture)].replace(LastLaunch { stream, capture, marked: false });
+    /// Notes that the next call of `queue` uses `stream`, as part of `capture`; returns what it has
+    /// to wait for.
+    pub(super) fn next(
+        &mut self,
+        queue: StreamQueue,
+        stream: Stream,
+        capture: Option<u64>,
+    ) -> Dependency {
+        let last =
+            self.last[slot(queue, capture)].replace(LastLaunch { stream, capture, marked: false });
         match last.filter(|last| last.stream != stream && last.capture == capture) {
             None => Dependency::Nothing,
             Some(LastLaunch { marked: true, .. }) => Dependency::Event,
@@ -76,7 +84,8 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
-    /// Streams of a program, then the group's streams: for sends, for receives, for all other calls.
+    /// Streams of a program, then the group's streams: for sends, for receives, for all other
+    /// calls.
     const PROGRAM: usize = 3;
     const SENDS: usize = 3;
     const RECEIVES: usize = 4;
@@ -105,9 +114,14 @@ mod tests {
     }
 
     impl Device {
-        /// Enqueues a call as `Communicator::enqueue` does; returns the calls that it is ordered after, and the calls
-        /// that it should be ordered after.
-        fn run(&mut self, order: &mut StreamOrder, number: usize, call: Call) -> [BTreeSet<usize>; 2] {
+        /// Enqueues a call as `Communicator::enqueue` does; returns the calls that it is ordered
+        /// after, and the calls that it should be ordered after.
+        fn run(
+            &mut self,
+            order: &mut StreamOrder,
+            number: usize,
+            call: Call,
+        ) -> [BTreeSet<usize>; 2] {
             let (from, stream, queues): (usize, usize, &[StreamQueue]) = match call {
                 Call::Sync(from) => (from, from, &[StreamQueue::Collectives]),
                 Call::Async(from) => (from, OWN, &[StreamQueue::Collectives]),
@@ -145,7 +159,11 @@ mod tests {
     fn calls() -> impl Strategy<Value = Vec<Call>> {
         let from = || 0..PROGRAM;
         let collective = prop_oneof![from().prop_map(Call::Sync), from().prop_map(Call::Async)];
-        let transfer = prop_oneof![from().prop_map(Call::Batch), from().prop_map(Call::Send), from().prop_map(Call::Receive)];
+        let transfer = prop_oneof![
+            from().prop_map(Call::Batch),
+            from().prop_map(Call::Send),
+            from().prop_map(Call::Receive)
+        ];
         prop::collection::vec(prop_oneof![collective, transfer], 1..40)
     }
 
@@ -173,7 +191,10 @@ mod tests {
     #[test]
     fn every_queue_has_a_place() {
         let all = [StreamQueue::Collectives, StreamQueue::Sends, StreamQueue::Receives];
-        let places: BTreeSet<usize> = all.iter().flat_map(|&queue| [None, Some(1)].map(|capture| slot(queue, capture))).collect();
+        let places: BTreeSet<usize> = all
+            .iter()
+            .flat_map(|&queue| [None, Some(1)].map(|capture| slot(queue, capture)))
+            .collect();
         assert!(places.into_iter().eq(0..PLACES));
     }
 }

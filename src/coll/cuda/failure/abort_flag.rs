@@ -9,9 +9,9 @@ use crate::mem::pinned::RegisteredMemory;
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
-/// The abort flag of a group: the first word of its header, registered with the GPUs of this process. It is not 0 once
-/// the group has failed. All holders share one registration, because the driver rejects a second one. Dropped in a
-/// context.
+/// The abort flag of a group: the first word of its header, registered with the GPUs of this
+/// process. It is not 0 once the group has failed. All holders share one registration, because the
+/// driver rejects a second one. Dropped in a context.
 pub(crate) struct AbortFlag {
     header: usize,
     device: u64,
@@ -38,7 +38,8 @@ impl AbortFlag {
             return Ok(Self { header: header as usize, device: known.registered.device() });
         }
         let segment = Arc::new(control.segment().hold()?);
-        // SAFETY: the header is mapped as long as `segment` lives, and was reserved when the group was created.
+        // SAFETY: the header is mapped as long as `segment` lives, and was reserved when the group
+        // was created.
         let registered = unsafe { RegisteredMemory::new(header, HEADER_BYTES, segment) }?;
         let stop = Self { header: header as usize, device: registered.device() };
         opened.insert(stop.header, OpenedFlag { registered, holders: 1 });
@@ -53,8 +54,8 @@ impl AbortFlag {
 
 impl Drop for AbortFlag {
     fn drop(&mut self) {
-        // Unregister before the lock is released, so that the next `of` finds the header either counted or
-        // unregistered.
+        // Unregister before the lock is released, so that the next `of` finds the header either
+        // counted or unregistered.
         let mut opened = opened();
         let Some(known) = opened.get_mut(&self.header) else { return };
         known.holders -= 1;

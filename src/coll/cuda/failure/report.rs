@@ -16,13 +16,14 @@ use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard};
 /// Number of launches whose descriptions are kept for messages.
 const REMEMBERED: usize = 1024;
 
-/// The report of this rank's kernels. It is separate from the communicator because other code also reads it: the
-/// service that frees symmetric memory, and the statistics.
+/// The report of this rank's kernels. It is separate from the communicator because other code also
+/// reads it: the service that frees symmetric memory, and the statistics.
 pub(in crate::coll::cuda) struct KernelReport {
     control: Arc<ControlBlock>,
     /// Device address of the words.
     device: u64,
-    /// The words of the report; `None` once the communicator, in whose context they are freed, is released.
+    /// The words of the report; `None` once the communicator, in whose context they are freed, is
+    /// released.
     words: RwLock<Option<PinnedWords>>,
     recent: Mutex<VecDeque<(u64, Description)>>,
 }
@@ -32,7 +33,12 @@ impl KernelReport {
     pub(in crate::coll::cuda) fn new(control: &Arc<ControlBlock>) -> Result<Arc<Self>> {
         let words = PinnedWords::new(REPORT_WORDS)?;
         let (device, words) = (words.device(), RwLock::new(Some(words)));
-        let report = Arc::new(Self { control: Arc::clone(control), device, words, recent: Mutex::default() });
+        let report = Arc::new(Self {
+            control: Arc::clone(control),
+            device,
+            words,
+            recent: Mutex::default(),
+        });
         stats::add(&report);
         Ok(report)
     }
@@ -73,22 +79,43 @@ impl KernelReport {
             }
             let word = |i: usize| words[i].load(Ordering::Relaxed);
             let number = u64::from(word(1)) | u64::from(word(2)) << 32;
-            let waited_for: Vec<Rank> = self.control.peers().filter(|rank| word(4 + rank.index()) != 0).collect();
+            let waited_for: Vec<Rank> =
+                self.control.peers().filter(|rank| word(4 + rank.index()) != 0).collect();
             (number, f64::from(word(3)) / 1e3, waited_for)
         };
-        // A rank that has not launched the call also keeps ranks that have launched it from sending, so name only the
-        // former.
-        let late: Vec<Rank> = self.control.peers().filter(|&rank| launch_log::launched(&self.control, rank) < number).collect();
+        // A rank that has not launched the call also keeps ranks that have launched it from
+        // sending, so name only the former.
+        let late: Vec<Rank> = self
+            .control
+            .peers()
+            .filter(|&rank| launch_log::launched(&self.control, rank) < number)
+            .collect();
         let missing = if late.is_empty() { waited_for } else { late };
         let me = self.control.describe(self.control.rank());
         let recent = lock(&self.recent);
-        let about = recent.iter().find(|(known, _)| *known == number).map(|(_, description)| description.to_string());
+        let about = recent
+            .iter()
+            .find(|(known, _)| *known == number)
+            .map(|(_, description)| description.to_string());
         drop(recent);
-        let about = about.unwrap_or_else(|| if number == 0 { "a send or receive".into() } else { "a call recorded into a graph".into() });
-        let doing = |rank: &Rank| format!("{}, {}", self.control.process_state(*rank), launch_log::progress(&self.control, *rank));
+        let about = about.unwrap_or_else(|| {
+            if number == 0 {
+                "a send or receive".into()
+            } else {
+                "a call recorded into a graph".into()
+            }
+        });
+        let doing = |rank: &Rank| {
+            format!(
+                "{}, {}",
+                self.control.process_state(*rank),
+                launch_log::progress(&self.control, *rank)
+            )
+        };
         let states: Vec<String> = missing.iter().map(doing).collect();
         let text = format!(
-            "{me} reached its timeout after {seconds:.1} s in {about}, CUDA collective #{number} of group \"{}\", waiting for {} ({})",
+            "{me} reached its timeout after {seconds:.1} s in {about}, CUDA collective #{number} \
+             of group \"{}\", waiting for {} ({})",
             self.control.name(),
             name_ranks(&missing),
             states.join("; ")

@@ -1,5 +1,5 @@
-//! The budget of GPU memory for the groups of a process: the first groups get the requested size, later ones less and
-//! less.
+//! The budget of GPU memory for the groups of a process: the first groups get the requested size,
+//! later ones less and less.
 
 use crate::lock::lock;
 use std::sync::Mutex;
@@ -16,8 +16,8 @@ pub(in crate::coll::cuda) const MIN_BYTES: usize = 32 << 20;
 #[derive(Debug)]
 pub(in crate::coll::cuda) struct BudgetShare(usize);
 
-/// Returns how many bytes a group may have if `requested` is the usual share: at most half of the rest of `FULL`
-/// shares, but at least [`MIN_BYTES`].
+/// Returns how many bytes a group may have if `requested` is the usual share: at most half of the
+/// rest of `FULL` shares, but at least [`MIN_BYTES`].
 pub(in crate::coll::cuda) fn offer(requested: usize) -> usize {
     let left = (FULL * requested).saturating_sub(*lock(&TAKEN));
     requested.min((left / 2).max(MIN_BYTES))
@@ -45,10 +45,14 @@ mod tests {
     #[test]
     fn fifty_groups_stay_bounded() {
         let requested = 256 << 20;
-        let shares: Vec<BudgetShare> = (0..50).map(|_| BudgetShare::take(offer(requested))).collect();
+        let shares: Vec<BudgetShare> =
+            (0..50).map(|_| BudgetShare::take(offer(requested))).collect();
         let bytes: Vec<usize> = shares.iter().map(|share| share.0).collect();
         assert_eq!(bytes[0], requested);
-        assert!(bytes.windows(2).all(|pair| pair[0] >= pair[1]) && bytes[49] == MIN_BYTES, "{bytes:?}");
+        assert!(
+            bytes.windows(2).all(|pair| pair[0] >= pair[1]) && bytes[49] == MIN_BYTES,
+            "{bytes:?}"
+        );
         assert!(bytes.iter().sum::<usize>() <= FULL * requested + 50 * MIN_BYTES);
         drop(shares);
         assert_eq!(offer(requested), requested);

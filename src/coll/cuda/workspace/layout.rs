@@ -1,9 +1,10 @@
 //! Layout of the GPU memory of a group. Pure.
 //!
-//! A rank's memory is divided into channels. Each is complete, so that calls on different channels may run at the same
-//! time:
+//! A rank's memory is divided into channels. Each is complete, so that calls on different channels
+//! may run at the same time:
 //! ```text
-//! epochs | lanes' words (scatter, gather) | lines of handshakes | offers | LL lines | sentinel slots | staging slots (scatter, gather)
+//! epochs | lanes' words (scatter, gather) | lines of handshakes | offers | LL lines |
+//!     sentinel slots | staging slots (scatter, gather)
 //! ```
 
 use crate::error::{Error, Result};
@@ -18,18 +19,21 @@ pub const SENTINEL_BLOCKS: usize = 128;
 pub const MAX_LANES: usize = 132;
 /// Number of slots of a lane for each source; `SLOTS` in `staging.cuh`.
 pub const SLOTS: usize = 4;
-/// Number of slots for each source of a call whose bytes copy engines move: one is read while the next is written.
+/// Number of slots for each source of a call whose bytes copy engines move: one is read while the
+/// next is written.
 pub const COPY_SLOTS: usize = 2;
 /// Size of a unit in bytes.
 pub const UNIT: usize = 16;
 /// Size of a unit with its flags in bytes.
 const LINES: usize = 32;
-/// Product of blocks of an LL-line kernel and ranks: small groups have fewer messages to carry at once.
+/// Product of blocks of an LL-line kernel and ranks: small groups have fewer messages to carry at
+/// once.
 const LL_BLOCK_RANKS: usize = 256;
-/// Product of lanes and ranks if `MIN_STAGE_BYTES` bytes per slot and rank fit into the memory; otherwise it is halved.
+/// Product of lanes and ranks if `MIN_STAGE_BYTES` bytes per slot and rank fit into the memory;
+/// otherwise it is halved.
 const LANE_RANKS: usize = 4 * MAX_LANES;
-/// Bytes of a stage for each slot number, lane and rank. With fewer, the loss exceeds the gain from more lanes; more
-/// than `MAX_STAGE_BYTES` gain nothing (docs/measurements/gpu-h200.md).
+/// Bytes of a stage for each slot number, lane and rank. With fewer, the loss exceeds the gain from
+/// more lanes; more than `MAX_STAGE_BYTES` gain nothing (docs/measurements/gpu-h200.md).
 const MIN_STAGE_BYTES: usize = 16 << 10;
 const MAX_STAGE_BYTES: usize = 24 << 10;
 /// Size of the sentinel slots that one two-shot all-reduce may use.
@@ -51,12 +55,12 @@ const OFFER: usize = 64;
 const HANDSHAKE_UNITS: usize = 2;
 /// Alignment of slots: a multiple of a pair of cache lines that divides a page.
 const ALIGN: usize = 256;
-// Kernels count the starts of chunks in steps of 256 bytes (`START_STEP` in staging.cuh), and a chunk may be a whole
-// slot.
+// Kernels count the starts of chunks in steps of 256 bytes (`START_STEP` in staging.cuh), and a
+// chunk may be a whole slot.
 const _: () = assert!(ALIGN.is_multiple_of(256));
 
-/// A part of the memory that kernels use independently of the other channels. The program alone determines the channel
-/// of a call, so it is the same on all ranks.
+/// A part of the memory that kernels use independently of the other channels. The program alone
+/// determines the channel of a call, so it is the same on all ranks.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Channel {
@@ -85,12 +89,19 @@ impl Channel {
     pub fn name(self) -> &'static str {
         match self {
             Channel::Collectives | Channel::Transfers => "to run at once",
-            Channel::CapturedCollectives | Channel::CapturedTransfers => "to be recorded into a graph",
+            Channel::CapturedCollectives | Channel::CapturedTransfers => {
+                "to be recorded into a graph"
+            }
         }
     }
 
     /// Every channel.
-    pub const ALL: [Channel; 4] = [Channel::Collectives, Channel::Transfers, Channel::CapturedCollectives, Channel::CapturedTransfers];
+    pub const ALL: [Channel; 4] = [
+        Channel::Collectives,
+        Channel::Transfers,
+        Channel::CapturedCollectives,
+        Channel::CapturedTransfers,
+    ];
 }
 
 /// The layout of one channel; the same on all ranks.
@@ -122,7 +133,13 @@ impl ChannelLayout {
     /// Returns the size on every GPU above which a group of `ranks` gains nothing.
     pub fn most(ranks: usize) -> usize {
         let lanes = (LANE_RANKS / ranks).min(MAX_LANES);
-        let layout = Self { ranks, lanes, sentinel_units: 0, slot_bytes: longest_slot(ranks), channel_bytes: 0 };
+        let layout = Self {
+            ranks,
+            lanes,
+            sentinel_units: 0,
+            slot_bytes: longest_slot(ranks),
+            channel_bytes: 0,
+        };
         Channel::ALL.len() * (layout.sentinel() + SENTINEL_BYTES + 2 * layout.stage_bytes() + ALIGN)
     }
 
@@ -132,8 +149,12 @@ impl ChannelLayout {
         let with = |lanes: usize| {
             let mut layout = Self { ranks, lanes, sentinel_units: 0, slot_bytes: 0, channel_bytes };
             let left = channel_bytes.saturating_sub(layout.sentinel());
-            layout.sentinel_units = (left / 3).min(SENTINEL_BYTES) / (SENTINEL_BLOCKS * 4 * ranks * UNIT) / 16 * 16;
-            let slot = left.saturating_sub(layout.sentinel_bytes()) / (2 * lanes * sources(ranks) * SLOTS) / ALIGN * ALIGN;
+            layout.sentinel_units =
+                (left / 3).min(SENTINEL_BYTES) / (SENTINEL_BLOCKS * 4 * ranks * UNIT) / 16 * 16;
+            let slot = left.saturating_sub(layout.sentinel_bytes())
+                / (2 * lanes * sources(ranks) * SLOTS)
+                / ALIGN
+                * ALIGN;
             layout.slot_bytes = slot.min(longest_slot(ranks));
             layout
         };
@@ -145,7 +166,8 @@ impl ChannelLayout {
         if layout.sentinel_units == 0 || layout.slot_bytes < 1024 {
             let mebibytes = total >> 20;
             return Err(Error::config(format!(
-                "{mebibytes} MiB of GPU memory are too few for a group of {ranks} ranks; raise SYMM_WORKSPACE_MB"
+                "{mebibytes} MiB of GPU memory are too few for a group of {ranks} ranks; raise \
+                 SYMM_WORKSPACE_MB"
             )));
         }
         Ok(layout)
@@ -176,8 +198,8 @@ impl ChannelLayout {
         (LANE_RANKS / 2 / self.ranks).min(MAX_LANES).min(self.lanes)
     }
 
-    /// Returns the number of lanes with enough memory. The areas before the slots use it in every layout, so their
-    /// offsets do not depend on the size of the memory.
+    /// Returns the number of lanes with enough memory. The areas before the slots use it in every
+    /// layout, so their offsets do not depend on the size of the memory.
     fn most_lanes(self) -> usize {
         (LANE_RANKS / self.ranks).min(MAX_LANES)
     }
@@ -202,21 +224,24 @@ impl ChannelLayout {
         HANDSHAKE_COUNTS
     }
 
-    /// Returns the offset in the channel of the words of calls whose bytes copy engines move; `CopyWords` in
-    /// `copy_words.cuh`.
+    /// Returns the offset in the channel of the words of calls whose bytes copy engines move;
+    /// `CopyWords` in `copy_words.cuh`.
     pub fn copy_words(self) -> usize {
         COPY_WORDS
     }
 
-    /// Returns the size of such a call's slot for one source: both passes' slots together, divided by [`COPY_SLOTS`].
+    /// Returns the size of such a call's slot for one source: both passes' slots together, divided
+    /// by [`COPY_SLOTS`].
     pub fn copy_slot_bytes(self) -> usize {
         2 * self.stage_bytes() / (COPY_SLOTS * sources(self.ranks)) / ALIGN * ALIGN
     }
 
-    /// Returns the offset in the channel of the slot of step `step` for the messages of `from` to `to`.
+    /// Returns the offset in the channel of the slot of step `step` for the messages of `from` to
+    /// `to`.
     pub fn copy_slot(self, step: usize, from: usize, to: usize) -> usize {
         let source = if from < to { from } else { from - 1 };
-        self.slots(StagingPass::Scatter) + (step % COPY_SLOTS * sources(self.ranks) + source) * self.copy_slot_bytes()
+        self.slots(StagingPass::Scatter)
+            + (step % COPY_SLOTS * sources(self.ranks) + source) * self.copy_slot_bytes()
     }
 
     /// Returns the offset in the channel of the LL lines of handshakes.
@@ -252,7 +277,8 @@ impl ChannelLayout {
         self.ll_lines() + self.ll_blocks() * 2 * self.ranks * LL_UNITS * LINES
     }
 
-    /// Returns the size of all sentinel slots of a channel, which must be filled with ones before the first call.
+    /// Returns the size of all sentinel slots of a channel, which must be filled with ones before
+    /// the first call.
     pub fn sentinel_bytes(self) -> usize {
         SENTINEL_BLOCKS * 4 * self.ranks * self.sentinel_units * UNIT
     }
@@ -318,15 +344,27 @@ mod tests {
                     (layout.slots(StagingPass::Gather), layout.stage_bytes()),
                 ];
                 for pair in areas.windows(2) {
-                    assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{ranks} ranks, {mebibytes} MiB: {pair:?} overlap");
+                    assert!(
+                        pair[0].0 + pair[0].1 <= pair[1].0,
+                        "{ranks} ranks, {mebibytes} MiB: {pair:?} overlap"
+                    );
                 }
-                assert!(areas.iter().all(|(offset, _)| offset % ALIGN == 0), "{ranks} ranks: misaligned {areas:?}");
+                assert!(
+                    areas.iter().all(|(offset, _)| offset % ALIGN == 0),
+                    "{ranks} ranks: misaligned {areas:?}"
+                );
                 for step in 0..COPY_SLOTS {
                     let slot = layout.copy_slot(step, sources(ranks), 0);
-                    assert!(slot >= layout.slots(StagingPass::Scatter) && slot + layout.copy_slot_bytes() <= layout.channel_bytes());
+                    assert!(
+                        slot >= layout.slots(StagingPass::Scatter)
+                            && slot + layout.copy_slot_bytes() <= layout.channel_bytes()
+                    );
                 }
                 let (offset, bytes) = areas[areas.len() - 1];
-                assert!(offset + bytes <= layout.channel_bytes(), "{ranks} ranks, {mebibytes} MiB: outside");
+                assert!(
+                    offset + bytes <= layout.channel_bytes(),
+                    "{ranks} ranks, {mebibytes} MiB: outside"
+                );
                 let end = layout.channel(Channel::CapturedTransfers) + layout.channel_bytes();
                 assert!(end <= mebibytes << 20);
             }
@@ -338,21 +376,33 @@ mod tests {
         for ranks in 2..=MAX_RANKS {
             let most = ChannelLayout::new(ranks, ChannelLayout::most(ranks)).expect("fits");
             let more = ChannelLayout::new(ranks, 2 * ChannelLayout::most(ranks)).expect("fits");
-            assert_eq!(ChannelLayout { channel_bytes: most.channel_bytes, ..more }, most, "{ranks} ranks");
-            assert!(most.slot_bytes == longest_slot(ranks) && ChannelLayout::most(ranks) <= 512 << 20, "{ranks} ranks: {most:?}");
+            assert_eq!(
+                ChannelLayout { channel_bytes: most.channel_bytes, ..more },
+                most,
+                "{ranks} ranks"
+            );
+            assert!(
+                most.slot_bytes == longest_slot(ranks) && ChannelLayout::most(ranks) <= 512 << 20,
+                "{ranks} ranks: {most:?}"
+            );
         }
     }
 
     #[test]
     fn little_memory_means_fewer_lanes_before_short_slots() {
-        let lanes = |mebibytes: usize| ChannelLayout::new(4, mebibytes << 20).map(|layout| layout.lanes()).expect("fits");
+        let lanes = |mebibytes: usize| {
+            ChannelLayout::new(4, mebibytes << 20).map(|layout| layout.lanes()).expect("fits")
+        };
         assert_eq!((lanes(128), lanes(256), lanes(512)), (66, 66, 132));
     }
 
     #[test]
     fn the_least_is_enough() {
         for ranks in 1..=MAX_RANKS {
-            assert!(ChannelLayout::new(ranks, ChannelLayout::least(ranks)).is_ok(), "{ranks} ranks");
+            assert!(
+                ChannelLayout::new(ranks, ChannelLayout::least(ranks)).is_ok(),
+                "{ranks} ranks"
+            );
         }
     }
 

@@ -1,7 +1,8 @@
-//! The memory through which the GPUs of a group exchange data: created, distributed, mapped and tested.
+//! The memory through which the GPUs of a group exchange data: created, distributed, mapped and
+//! tested.
 //!
-//! Each GPU has its own. If some pair of GPUs cannot access each other, all of it is host memory instead, under the
-//! same protocols.
+//! Each GPU has its own. If some pair of GPUs cannot access each other, all of it is host memory
+//! instead, under the same protocols.
 #![allow(unsafe_code, reason = "the device memory of a communicator")]
 
 use super::layout::{Channel, ChannelLayout};
@@ -36,7 +37,8 @@ pub(in crate::coll::cuda) struct PeerInfo {
 
 impl PeerInfo {
     /// Length of the encoded description.
-    pub(in crate::coll::cuda) const BYTES: usize = 16 + NAME_BYTES + 19 + HeapAddress::BYTES + CudaThresholds::BYTES;
+    pub(in crate::coll::cuda) const BYTES: usize =
+        16 + NAME_BYTES + 19 + HeapAddress::BYTES + CudaThresholds::BYTES;
 
     pub(in crate::coll::cuda) fn encode(&self) -> Vec<u8> {
         let mut bytes = self.uuid.to_vec();
@@ -56,16 +58,29 @@ impl PeerInfo {
         let (processors, rest) = rest.split_first_chunk()?;
         let ([p2p, clusters, heap], rest) = rest.split_first_chunk()?;
         let (address, rest) = rest.split_first_chunk()?;
-        let (workspace, processors, tuning) =
-            (u64::from_le_bytes(*workspace), u64::from_le_bytes(*processors), CudaThresholds::decode(rest)?);
+        let (workspace, processors, tuning) = (
+            u64::from_le_bytes(*workspace),
+            u64::from_le_bytes(*processors),
+            CudaThresholds::decode(rest)?,
+        );
         let heap = (*heap == 1).then(|| HeapAddress::decode(address));
-        Some(Self { uuid: *uuid, mailbox: *mailbox, workspace, p2p: *p2p == 1, heap, tuning, processors, clusters: *clusters == 1 })
+        Some(Self {
+            uuid: *uuid,
+            mailbox: *mailbox,
+            workspace,
+            p2p: *p2p == 1,
+            heap,
+            tuning,
+            processors,
+            clusters: *clusters == 1,
+        })
     }
 }
 
 /// Memory of all ranks, as this rank's GPU accesses it.
 pub(in crate::coll::cuda) enum PeerWorkspaces {
-    /// Mappings of memory on the GPUs; `None` for a rank that is deliberately not mapped, or has exited.
+    /// Mappings of memory on the GPUs; `None` for a rank that is deliberately not mapped, or has
+    /// exited.
     Device(Mutex<Vec<Option<DeviceMapping>>>),
     /// Registered host memory.
     Host(Vec<RegisteredMemory>),
@@ -86,9 +101,25 @@ impl SetupContext<'_> {
         let names: Vec<_> = self.peers.iter().map(|peer| peer.mailbox).collect();
         let pids: Vec<u32> = self.control.ranks().map(|rank| self.control.pid(rank)).collect();
         // This rank itself may also be leaving, on another thread.
-        let left = |rank| self.control.exit_reason(rank).map(|how| Error::peer(format!("{} {how}", self.control.describe(rank))));
-        let check = || self.control.failure().or_else(|| self.control.ranks().find_map(left)).map_or(Ok(()), Err);
-        let passed = self.mailbox.exchange_fds(self.control.rank().index(), &names, &pids, own.as_fd(), self.limit, &check);
+        let left = |rank| {
+            self.control
+                .exit_reason(rank)
+                .map(|how| Error::peer(format!("{} {how}", self.control.describe(rank))))
+        };
+        let check = || {
+            self.control
+                .failure()
+                .or_else(|| self.control.ranks().find_map(left))
+                .map_or(Ok(()), Err)
+        };
+        let passed = self.mailbox.exchange_fds(
+            self.control.rank().index(),
+            &names,
+            &pids,
+            own.as_fd(),
+            self.limit,
+            &check,
+        );
         // Peers may wait for this rank's descriptor; failing the group notifies them.
         passed.map_err(|error| self.control.fail(error))
     }
@@ -119,27 +150,41 @@ impl LocalWorkspace {
 }
 
 impl PeerWorkspaces {
-    /// Maps `own` and the memory of the peers that this rank `reaches`. All ranks must have created theirs, because a
-    /// rank without memory would not take part.
-    pub(in crate::coll::cuda) fn shared(way: &SetupContext<'_>, own: LocalWorkspace, reaches: &dyn Fn(usize) -> bool) -> Result<Self> {
+    /// Maps `own` and the memory of the peers that this rank `reaches`. All ranks must have created
+    /// theirs, because a rank without memory would not take part.
+    pub(in crate::coll::cuda) fn shared(
+        way: &SetupContext<'_>,
+        own: LocalWorkspace,
+        reaches: &dyn Fn(usize) -> bool,
+    ) -> Result<Self> {
         match own {
             LocalWorkspace::Device(own, descriptor, bytes) => {
                 let map = |(rank, fd): (usize, Option<OwnedFd>)| match fd {
                     None => own.map(way.device).map(Some),
-                    Some(fd) if reaches(rank) => DeviceAllocation::import(&fd, bytes)?.map(way.device).map(Some),
+                    Some(fd) if reaches(rank) => {
+                        DeviceAllocation::import(&fd, bytes)?.map(way.device).map(Some)
+                    }
                     Some(_) => Ok(None),
                 };
-                let mappings = way.pass(&descriptor)?.into_iter().enumerate().map(map).collect::<Result<_>>()?;
+                let mappings = way
+                    .pass(&descriptor)?
+                    .into_iter()
+                    .enumerate()
+                    .map(map)
+                    .collect::<Result<_>>()?;
                 Ok(Self::Device(Mutex::new(mappings)))
             }
             LocalWorkspace::Host(own, bytes) => {
                 let descriptors = way.pass(&own)?;
                 let mut own = Some(own);
                 let open = |fd: Option<OwnedFd>| {
-                    let fd = fd.or_else(|| own.take()).ok_or_else(|| Error::internal("a peer passed no memory"))?;
+                    let fd = fd
+                        .or_else(|| own.take())
+                        .ok_or_else(|| Error::internal("a peer passed no memory"))?;
                     let segment = Arc::new(ShmSegment::map(fd, bytes)?);
                     segment.reserve(0, bytes, format_args!("group \"{}\"", way.control.name()))?;
-                    // SAFETY: reserved above, and mapped as long as the segment, which is the keeper, lives.
+                    // SAFETY: reserved above, and mapped as long as the segment, which is the
+                    // keeper, lives.
                     unsafe { RegisteredMemory::new(segment.ptr(0, bytes), bytes, segment) }
                 };
                 Ok(Self::Host(descriptors.into_iter().map(open).collect::<Result<_>>()?))
@@ -150,7 +195,10 @@ impl PeerWorkspaces {
     /// Returns the address of each rank's memory; 0 if it is not mapped.
     pub(in crate::coll::cuda) fn addresses(&self) -> Vec<u64> {
         match self {
-            Self::Device(mappings) => lock(mappings).iter().map(|mapping| mapping.as_ref().map_or(0, DeviceMapping::address)).collect(),
+            Self::Device(mappings) => lock(mappings)
+                .iter()
+                .map(|mapping| mapping.as_ref().map_or(0, DeviceMapping::address))
+                .collect(),
             Self::Host(segments) => segments.iter().map(RegisteredMemory::device).collect(),
         }
     }
@@ -170,7 +218,12 @@ impl PeerWorkspaces {
     }
 
     /// Prepares this rank's part for the first call.
-    pub(in crate::coll::cuda) fn clear(&self, me: usize, layout: &ChannelLayout, stream: Stream) -> Result<()> {
+    pub(in crate::coll::cuda) fn clear(
+        &self,
+        me: usize,
+        layout: &ChannelLayout,
+        stream: Stream,
+    ) -> Result<()> {
         let base = self.addresses()[me];
         for channel in Channel::ALL {
             let start = base + layout.channel(channel) as u64;
@@ -180,11 +233,18 @@ impl PeerWorkspaces {
         stream.synchronize()
     }
 
-    /// Writes a different word to each mapped peer's memory and reads it back, because the driver may report access
-    /// that does not work.
-    pub(in crate::coll::cuda) fn probe(&self, me: usize, layout: &ChannelLayout, stream: Stream) -> Result<bool> {
+    /// Writes a different word to each mapped peer's memory and reads it back, because the driver
+    /// may report access that does not work.
+    pub(in crate::coll::cuda) fn probe(
+        &self,
+        me: usize,
+        layout: &ChannelLayout,
+        stream: Stream,
+    ) -> Result<bool> {
         let word = |rank: usize| 0x5359_4d4d_0000_0000u64 | (me as u64) << 16 | rank as u64;
-        for (rank, base) in self.addresses().into_iter().enumerate().filter(|&(rank, base)| rank != me && base != 0) {
+        for (rank, base) in
+            self.addresses().into_iter().enumerate().filter(|&(rank, base)| rank != me && base != 0)
+        {
             let (out, mut back) = (word(rank), 0u64);
             // In staging: bytes there are never read before a chunk has arrived.
             let at = base + layout.slots(super::layout::StagingPass::Gather) as u64 + me as u64 * 8;
@@ -198,9 +258,14 @@ impl PeerWorkspaces {
         Ok(true)
     }
 
-    /// Returns true if the words of all mapped peers, which map this rank too, have arrived here. Called after all
-    /// ranks have probed.
-    pub(in crate::coll::cuda) fn probed(&self, me: usize, layout: &ChannelLayout, stream: Stream) -> Result<bool> {
+    /// Returns true if the words of all mapped peers, which map this rank too, have arrived here.
+    /// Called after all ranks have probed.
+    pub(in crate::coll::cuda) fn probed(
+        &self,
+        me: usize,
+        layout: &ChannelLayout,
+        stream: Stream,
+    ) -> Result<bool> {
         let addresses = self.addresses();
         let base = addresses[me] + layout.slots(super::layout::StagingPass::Gather) as u64;
         for rank in (0..addresses.len()).filter(|&rank| rank != me && addresses[rank] != 0) {
@@ -224,12 +289,27 @@ mod tests {
         let tuning = CudaThresholds::of(4).overlaid("lanes=3").expect("read");
         let heap = Some(HeapAddress { key: [3; 16], listener: [4; 16], span: 1 << 38 });
         let (workspace, processors) = (1 << 40, 132);
-        let peer = PeerInfo { uuid: [7; 16], mailbox: [b'x'; NAME_BYTES], workspace, p2p: true, heap, tuning, processors, clusters: false };
+        let peer = PeerInfo {
+            uuid: [7; 16],
+            mailbox: [b'x'; NAME_BYTES],
+            workspace,
+            p2p: true,
+            heap,
+            tuning,
+            processors,
+            clusters: false,
+        };
         let bytes = peer.encode();
         assert_eq!(bytes.len(), PeerInfo::BYTES);
         let read = PeerInfo::decode(&bytes).expect("whole");
-        assert_eq!((read.uuid, read.mailbox, read.workspace, read.p2p), (peer.uuid, peer.mailbox, workspace, true));
-        assert_eq!((read.tuning, read.heap, read.processors, read.clusters), (tuning, heap, processors, false));
+        assert_eq!(
+            (read.uuid, read.mailbox, read.workspace, read.p2p),
+            (peer.uuid, peer.mailbox, workspace, true)
+        );
+        assert_eq!(
+            (read.tuning, read.heap, read.processors, read.clusters),
+            (tuning, heap, processors, false)
+        );
         let without = PeerInfo { heap: None, ..peer }.encode();
         assert_eq!(PeerInfo::decode(&without).map(|read| read.heap), Some(None));
         assert!(PeerInfo::decode(&bytes[1..]).is_none());

@@ -1,5 +1,5 @@
-//! The device memory of a communicator: its layout ([`layout`]), how ranks share it ([`memory`]), and how much of it
-//! all groups of a process may use together ([`budget`]).
+//! The device memory of a communicator: its layout ([`layout`]), how ranks share it ([`memory`]),
+//! and how much of it all groups of a process may use together ([`budget`]).
 
 pub mod budget;
 pub mod layout;

@@ -23,12 +23,24 @@ pub(super) struct Choice {
 }
 
 impl Choice {
-    pub(super) const CPU: Self = Self { rules: &Rules::CPU, partials: ReduceDtype::Tensor, thresholds: RailThresholds::DEFAULT };
-    pub(super) const CUDA: Self = Self { rules: &Rules::CUDA, thresholds: RailThresholds::DEFAULT_CUDA, ..Self::CPU };
+    pub(super) const CPU: Self = Self {
+        rules: &Rules::CPU,
+        partials: ReduceDtype::Tensor,
+        thresholds: RailThresholds::DEFAULT,
+    };
+    pub(super) const CUDA: Self =
+        Self { rules: &Rules::CUDA, thresholds: RailThresholds::DEFAULT_CUDA, ..Self::CPU };
 
-    pub(super) fn plan(&self, call: &CallSpec, map: &NodeMap, me: usize, told: Option<&MessageLengths>) -> Program {
+    pub(super) fn plan(
+        &self,
+        call: &CallSpec,
+        map: &NodeMap,
+        me: usize,
+        told: Option<&MessageLengths>,
+    ) -> Program {
         let Self { rules, partials, thresholds } = *self;
-        Planning { map, me: Rank(me as u32), reduce_dtype: partials, thresholds, rules }.plan(call, told)
+        Planning { map, me: Rank(me as u32), reduce_dtype: partials, thresholds, rules }
+            .plan(call, told)
     }
 }
 
@@ -38,8 +50,11 @@ pub(super) fn layout(nodes: &[u8]) -> NodeMap {
 }
 
 pub(super) fn read(span: Span) -> Vec<u8> {
+    if span.bytes == 0 {
+        return vec![];
+    }
     // SAFETY: the spans of plans belong to live buffers of this length.
-    if span.bytes == 0 { vec![] } else { unsafe { std::slice::from_raw_parts(span.addr as *const u8, span.bytes) }.to_vec() }
+    unsafe { std::slice::from_raw_parts(span.addr as *const u8, span.bytes) }.to_vec()
 }
 
 pub(super) fn write(bytes: &[u8], to: Span) {
@@ -53,19 +68,47 @@ pub(super) fn reduced(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], factors: &
     let source = |(data, &factor): (&Vec<u8>, &f64)| InputElements { ptr: data.as_ptr(), factor };
     let sources: Vec<InputElements> = inputs.iter().zip(factors).map(source).collect();
     // SAFETY: all buffers are of one length, a multiple of the element's size.
-    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), WriteMode::Cached) };
+    unsafe {
+        cpu::reduce(
+            op,
+            dtype,
+            output.as_mut_ptr(),
+            &sources,
+            output.len() / dtype.size(),
+            WriteMode::Cached,
+        )
+    };
     output
 }
 
 /// Returns the result of a `Combine`.
-fn combined(op: ReduceOp, partial: DType, dtype: DType, layout: &NodeMap, partials: &[Vec<u8>]) -> Vec<u8> {
+fn combined(
+    op: ReduceOp,
+    partial: DType,
+    dtype: DType,
+    layout: &NodeMap,
+    partials: &[Vec<u8>],
+) -> Vec<u8> {
     let levels = TwoLevelOps::of(op, dtype, layout);
-    let source = |(node, data): (usize, &Vec<u8>)| InputElements { ptr: data.as_ptr(), factor: levels.factor(node, layout) };
+    let source = |(node, data): (usize, &Vec<u8>)| InputElements {
+        ptr: data.as_ptr(),
+        factor: levels.factor(node, layout),
+    };
     let sources: Vec<InputElements> = partials.iter().enumerate().map(source).collect();
     let mut output = vec![0; partials[0].len()];
     let count = output.len() / partial.size();
     // SAFETY: all buffers are of one length, a multiple of the element's size.
-    unsafe { cpu::reduce_partials(SumOrder::Rank, levels.outer, partial, output.as_mut_ptr(), &sources, count, levels.divisor) };
+    unsafe {
+        cpu::reduce_partials(
+            SumOrder::Rank,
+            levels.outer,
+            partial,
+            output.as_mut_ptr(),
+            &sources,
+            count,
+            levels.divisor,
+        )
+    };
     output
 }
 
@@ -73,11 +116,19 @@ fn combined(op: ReduceOp, partial: DType, dtype: DType, layout: &NodeMap, partia
 fn inside(calls: &[&Call]) {
     let n = calls.len();
     for call in calls {
-        call.validate(Rank(calls.iter().position(|other| std::ptr::eq(*other, *call)).expect("there") as u32), n).expect("valid");
+        call.validate(
+            Rank(calls.iter().position(|other| std::ptr::eq(*other, *call)).expect("there") as u32),
+            n,
+        )
+        .expect("valid");
     }
-    let given: Vec<Vec<Vec<u8>>> = calls.iter().map(|call| call.inputs.iter().map(|&span| read(span)).collect()).collect();
+    let given: Vec<Vec<Vec<u8>>> =
+        calls.iter().map(|call| call.inputs.iter().map(|&span| read(span)).collect()).collect();
     let (op, dtype, reduce_op) = (calls[0].op, calls[0].dtype, calls[0].reduce_op);
-    assert!(calls.iter().all(|call| (call.op, call.dtype, call.reduce_op) == (op, dtype, reduce_op)), "all run the same");
+    assert!(
+        calls.iter().all(|call| (call.op, call.dtype, call.reduce_op) == (op, dtype, reduce_op)),
+        "all run the same"
+    );
     let factors: Vec<f64> = calls.iter().map(|call| call.factor).collect();
     for (me, call) in calls.iter().enumerate() {
         for (at, &output) in call.outputs.iter().enumerate() {
@@ -85,9 +136,12 @@ fn inside(calls: &[&Call]) {
                 Collective::AllGather => given[at][0].clone(),
                 Collective::AllToAll => given[at][me].clone(),
                 Collective::Broadcast => given[call.root.index()][0].clone(),
-                Collective::ReduceScatter => {
-                    reduced(reduce_op, dtype, &given.iter().map(|inputs| inputs[me].clone()).collect::<Vec<_>>(), &factors)
-                }
+                Collective::ReduceScatter => reduced(
+                    reduce_op,
+                    dtype,
+                    &given.iter().map(|inputs| inputs[me].clone()).collect::<Vec<_>>(),
+                    &factors,
+                ),
                 Collective::Barrier
                 | Collective::AllReduce
                 | Collective::Reduce
@@ -113,20 +167,28 @@ fn cast(given: &[u8], bytes: usize, dtype: DType, widens: bool) -> Vec<u8> {
     output
 }
 
-/// Runs the programs of `calls`, one per rank, with the chosen chunks and again with many chunks. A transfer may run as
-/// soon as all ranks have started it, or when a rank waits for it; the test tries both.
+/// Runs the programs of `calls`, one per rank, with the chosen chunks and again with many chunks. A
+/// transfer may run as soon as all ranks have started it, or when a rank waits for it; the test
+/// tries both.
 pub(super) fn run_calls(layout: &NodeMap, choice: Choice, calls: &[CallSpec<'_>]) {
-    let outputs = || calls.iter().flat_map(|call| call.outputs.iter().map(|&span| (span, read(span)))).collect::<Vec<_>>();
+    let outputs = || {
+        calls
+            .iter()
+            .flat_map(|call| call.outputs.iter().map(|&span| (span, read(span))))
+            .collect::<Vec<_>>()
+    };
     let before = outputs();
     // Restores inputs that a call works on in place.
-    let inputs: Vec<(Span, Vec<u8>)> = calls.iter().flat_map(|call| call.inputs.iter().map(|&span| (span, read(span)))).collect();
+    let inputs: Vec<(Span, Vec<u8>)> =
+        calls.iter().flat_map(|call| call.inputs.iter().map(|&span| (span, read(span)))).collect();
     let longest = inputs.iter().map(|(span, _)| span.bytes).max().unwrap_or(0);
     let piece = (longest / 20).next_multiple_of(64).max(64);
     Ranks::new(layout, choice, calls).run(true);
     let once = outputs();
     for late in [false, true] {
         before.iter().chain(&inputs).for_each(|(span, bytes)| write(bytes, *span));
-        let thresholds = RailThresholds { chunk_bytes: piece, gather_bytes: 0, ..choice.thresholds };
+        let thresholds =
+            RailThresholds { chunk_bytes: piece, gather_bytes: 0, ..choice.thresholds };
         Ranks::new(layout, Choice { thresholds, ..choice }, calls).run(late);
         assert!(outputs() == once, "in many chunks, late = {late}");
     }
@@ -145,8 +207,8 @@ struct RankState {
     partial: DType,
     /// Keeps the memory to which `bases` points.
     _memory: [Vec<u128>; 2],
-    /// Number of transfers that the rank has started; those whose `Wait` follows; the transfer of a `Run` that is its
-    /// next step.
+    /// Number of transfers that the rank has started; those whose `Wait` follows; the transfer of a
+    /// `Run` that is its next step.
     started: usize,
     open: VecDeque<usize>,
     running: Option<usize>,
@@ -165,35 +227,67 @@ struct Ranks<'a> {
 impl<'a> Ranks<'a> {
     fn new(layout: &'a NodeMap, choice: Choice, calls: &'a [CallSpec<'a>]) -> Self {
         let n = calls.len();
-        let told = (calls[0].op == Collective::AllToAll && choice.rules.carriers).then(|| lengths(calls));
+        let told =
+            (calls[0].op == Collective::AllToAll && choice.rules.carriers).then(|| lengths(calls));
         let state = |(rank, call): (usize, &CallSpec)| {
             call.validate(Rank(rank as u32), n).expect("valid");
             let program = choice.plan(call, layout, rank, told.as_ref());
-            check(&program, call, layout.node_of(Rank(rank as u32))).unwrap_or_else(|rule| panic!("rank {rank}: {rule}"));
-            let has = |kind: fn(&Step) -> bool| program.steps.iter().filter(|step| kind(step)).count();
+            check(&program, call, layout.node_of(Rank(rank as u32)))
+                .unwrap_or_else(|rule| panic!("rank {rank}: {rule}"));
+            let has =
+                |kind: fn(&Step) -> bool| program.steps.iter().filter(|step| kind(step)).count();
             let transfers = has(|step| matches!(step, Step::Start(_) | Step::Run(_)));
-            let agrees =
-                usize::from(choice.rules.agrees && !matches!(call.op, Collective::AllToAll | Collective::Barrier) && call.longest() > 0);
-            assert!(has(|step| matches!(step, Step::Agree)) == agrees || transfers == 0, "agrees once");
-            let memory = [program.temp, program.aside].map(|bytes| vec![u128::MAX - 0xee; bytes.div_ceil(16)]);
+            let agrees = usize::from(
+                choice.rules.agrees
+                    && !matches!(call.op, Collective::AllToAll | Collective::Barrier)
+                    && call.longest() > 0,
+            );
+            assert!(
+                has(|step| matches!(step, Step::Agree)) == agrees || transfers == 0,
+                "agrees once"
+            );
+            let memory = [program.temp, program.aside]
+                .map(|bytes| vec![u128::MAX - 0xee; bytes.div_ceil(16)]);
             let bases = Bases { temp: memory[0].as_ptr().addr(), aside: memory[1].as_ptr().addr() };
             let (partial, open) = (program.partial, VecDeque::new());
             if !choice.rules.any_memory {
                 assert!(program.steps.iter().all(is_apart), "transfers use memory of their own");
             }
-            RankState { steps: program.steps.into(), bases, partial, _memory: memory, started: 0, open, running: None }
+            RankState {
+                steps: program.steps.into(),
+                bases,
+                partial,
+                _memory: memory,
+                started: 0,
+                open,
+                running: None,
+            }
         };
         let ranks = calls.iter().enumerate().map(state).collect();
-        Self { layout, choice, calls, ranks, rails: vec![Rail::default(); layout.num_rails()], sent: vec![vec![None; n]; n] }
+        Self {
+            layout,
+            choice,
+            calls,
+            ranks,
+            rails: vec![Rail::default(); layout.num_rails()],
+            sent: vec![vec![None; n]; n],
+        }
     }
 
     /// Runs all programs to the end; if `late`, a transfer runs only at its `Wait`.
     fn run(mut self, late: bool) {
         while self.ranks.iter().any(|rank| !rank.steps.is_empty()) {
             let moved = (0..self.ranks.len()).filter(|&rank| self.step(rank, late)).count();
-            assert!(moved > 0, "programs wait for each other: {:?}", self.ranks.iter().map(|rank| rank.steps.front()).collect::<Vec<_>>());
+            assert!(
+                moved > 0,
+                "programs wait for each other: {:?}",
+                self.ranks.iter().map(|rank| rank.steps.front()).collect::<Vec<_>>()
+            );
         }
-        assert!(self.rails.iter().all(|rail| rail.done.iter().all(|&done| done)), "all transfers have ended");
+        assert!(
+            self.rails.iter().all(|rail| rail.done.iter().all(|&done| done)),
+            "all transfers have ended"
+        );
     }
 
     /// Runs the next step of `rank`, unless the step waits for another rank.
@@ -209,17 +303,29 @@ impl<'a> Ranks<'a> {
             Some(Step::Copy { from, to }) => write(&read(at(&from)), at(&to)),
             Some(Step::Combine { from, to }) => {
                 let from: Vec<Span> = from.iter().map(at).collect();
-                let strides: Vec<usize> = from.windows(2).map(|two| two[1].addr.wrapping_sub(two[0].addr)).collect();
-                let even =
-                    from[0].addr.is_multiple_of(16) && strides.iter().all(|&stride| stride == strides[0] && stride.is_multiple_of(16));
-                assert!(even || !self.choice.rules.any_memory, "partial results are evenly spaced on GPUs");
+                let strides: Vec<usize> =
+                    from.windows(2).map(|two| two[1].addr.wrapping_sub(two[0].addr)).collect();
+                let even = from[0].addr.is_multiple_of(16)
+                    && strides
+                        .iter()
+                        .all(|&stride| stride == strides[0] && stride.is_multiple_of(16));
+                assert!(
+                    even || !self.choice.rules.any_memory,
+                    "partial results are evenly spaced on GPUs"
+                );
                 let partials: Vec<Vec<u8>> = from.into_iter().map(read).collect();
                 let state = &self.ranks[rank];
-                write(&combined(call.reduce_op, state.partial, call.dtype, self.layout, &partials), at(&to));
+                write(
+                    &combined(call.reduce_op, state.partial, call.dtype, self.layout, &partials),
+                    at(&to),
+                );
             }
-            Some(Step::Cast { from, to, widens }) => write(&cast(&read(at(&from)), to.bytes(), call.dtype, widens), at(&to)),
+            Some(Step::Cast { from, to, widens }) => {
+                write(&cast(&read(at(&from)), to.bytes(), call.dtype, widens), at(&to))
+            }
             Some(Step::Exchange { give, take }) => {
-                let (give, take): (Vec<Span>, Vec<Span>) = (give.iter().map(at).collect(), take.iter().map(at).collect());
+                let (give, take): (Vec<Span>, Vec<Span>) =
+                    (give.iter().map(at).collect(), take.iter().map(at).collect());
                 for (to, &span) in give.iter().enumerate().filter(|(_, span)| span.bytes > 0) {
                     self.sent[rank][to].get_or_insert_with(|| read(span));
                 }
@@ -228,7 +334,9 @@ impl<'a> Ranks<'a> {
                     // Its peers have not reached this step yet.
                     return false;
                 }
-                taken.by_ref().for_each(|(from, &span)| write(self.sent[from][rank].as_ref().expect("sent"), span));
+                taken.by_ref().for_each(|(from, &span)| {
+                    write(self.sent[from][rank].as_ref().expect("sent"), span)
+                });
             }
             Some(Step::Local(_)) => return self.local(node, local),
             Some(Step::Start(transfer)) => {
@@ -239,7 +347,8 @@ impl<'a> Ranks<'a> {
                 }
             }
             Some(Step::Run(transfer)) => {
-                let round = state.running.unwrap_or_else(|| self.start(rank, node, local, &transfer));
+                let round =
+                    state.running.unwrap_or_else(|| self.start(rank, node, local, &transfer));
                 self.ranks[rank].running = Some(round);
                 if !self.end(local, round) {
                     return false;
@@ -258,14 +367,18 @@ impl<'a> Ranks<'a> {
         true
     }
 
-    /// Runs the next step of all ranks of `node` if it is a step of intra-node collectives; only the first rank does
-    /// this.
+    /// Runs the next step of all ranks of `node` if it is a step of intra-node collectives; only
+    /// the first rank does this.
     fn local(&mut self, node: usize, local: usize) -> bool {
-        let members: Vec<usize> = self.layout.ranks_of(node).iter().map(|rank| rank.index()).collect();
+        let members: Vec<usize> =
+            self.layout.ranks_of(node).iter().map(|rank| rank.index()).collect();
         let calls = |&member: &usize| match self.ranks[member].steps.front() {
-            Some(Step::Local(calls)) => {
-                Some(calls.iter().map(|inner| inner.call(self.calls[member].factor, &self.ranks[member].bases)).collect())
-            }
+            Some(Step::Local(calls)) => Some(
+                calls
+                    .iter()
+                    .map(|inner| inner.call(self.calls[member].factor, &self.ranks[member].bases))
+                    .collect(),
+            ),
             _ => None,
         };
         let all: Vec<Vec<Call>> = members.iter().filter_map(calls).collect();
@@ -273,7 +386,8 @@ impl<'a> Ranks<'a> {
             return false;
         }
         assert!(all.iter().all(|calls| calls.len() == all[0].len()), "as many calls");
-        (0..all[0].len()).for_each(|at| inside(&all.iter().map(|calls| &calls[at]).collect::<Vec<_>>()));
+        (0..all[0].len())
+            .for_each(|at| inside(&all.iter().map(|calls| &calls[at]).collect::<Vec<_>>()));
         members.iter().for_each(|&member| drop(self.ranks[member].steps.pop_front()));
         true
     }
@@ -291,7 +405,8 @@ impl<'a> Ranks<'a> {
         round
     }
 
-    /// Runs transfer `round` of `rail` unless it has run; returns true if all nodes have started it.
+    /// Runs transfer `round` of `rail` unless it has run; returns true if all nodes have started
+    /// it.
     fn end(&mut self, rail: usize, round: usize) -> bool {
         let rail = &mut self.rails[rail];
         let all: Vec<RailOp<Span>> = rail.rounds[round].iter().flatten().cloned().collect();
@@ -309,9 +424,9 @@ impl<'a> Ranks<'a> {
 fn is_apart(step: &Step) -> bool {
     match step {
         Step::Start(transfer) | Step::Run(transfer) => match transfer {
-            RailOp::AllGather { from, to } | RailOp::AllToAll { from, to, .. } => {
-                [from, to].iter().all(|place| place.memory == ProgramMemory::Temp || place.bytes() == 0)
-            }
+            RailOp::AllGather { from, to } | RailOp::AllToAll { from, to, .. } => [from, to]
+                .iter()
+                .all(|place| place.memory == ProgramMemory::Temp || place.bytes() == 0),
             RailOp::Broadcast { at, .. } => at.memory == ProgramMemory::Temp,
         },
         Step::Local(_) | Step::Agree | Step::Wait | Step::Exchange { .. } => true,
@@ -321,19 +436,29 @@ fn is_apart(step: &Step) -> bool {
 
 /// The lengths that ranks have sent to each other.
 fn lengths(calls: &[CallSpec<'_>]) -> MessageLengths {
-    let sent: Vec<usize> = calls.iter().flat_map(|call| call.inputs.iter().map(|span| span.bytes)).collect();
-    if sent.iter().all(|&bytes| bytes == sent[0]) { MessageLengths::Even(sent[0]) } else { MessageLengths::Each { sent, n: calls.len() } }
+    let sent: Vec<usize> =
+        calls.iter().flat_map(|call| call.inputs.iter().map(|span| span.bytes)).collect();
+    if sent.iter().all(|&bytes| bytes == sent[0]) {
+        MessageLengths::Even(sent[0])
+    } else {
+        MessageLengths::Each { sent, n: calls.len() }
+    }
 }
 
 /// Runs one transfer of a rail.
 fn transferred(all: &[RailOp<Span>]) {
-    let cut = |addr: usize, lengths: &[usize], at: usize| Span { addr: addr + lengths[..at].iter().sum::<usize>(), bytes: lengths[at] };
+    let cut = |addr: usize, lengths: &[usize], at: usize| Span {
+        addr: addr + lengths[..at].iter().sum::<usize>(),
+        bytes: lengths[at],
+    };
     match &all[0] {
         RailOp::AllGather { .. } => {
             let given: Vec<Vec<u8>> = all
                 .iter()
                 .map(|transfer| {
-                    let RailOp::AllGather { from, .. } = transfer else { panic!("{transfer:?} beside an all_gather") };
+                    let RailOp::AllGather { from, .. } = transfer else {
+                        panic!("{transfer:?} beside an all_gather")
+                    };
                     read(*from)
                 })
                 .collect();
@@ -345,7 +470,9 @@ fn transferred(all: &[RailOp<Span>]) {
         }
         RailOp::AllToAll { .. } => {
             let parts = |transfer: &RailOp<Span>| {
-                let RailOp::AllToAll { from, sent, .. } = transfer else { panic!("{transfer:?} beside an all_to_all") };
+                let RailOp::AllToAll { from, sent, .. } = transfer else {
+                    panic!("{transfer:?} beside an all_to_all")
+                };
                 assert_eq!(from.bytes, sent.iter().sum::<usize>(), "sends all");
                 (0..sent.len()).map(|at| read(cut(from.addr, sent, at))).collect::<Vec<_>>()
             };
@@ -353,12 +480,17 @@ fn transferred(all: &[RailOp<Span>]) {
             for (me, transfer) in all.iter().enumerate() {
                 let RailOp::AllToAll { to, received, .. } = transfer else { unreachable!() };
                 assert_eq!(to.bytes, received.iter().sum::<usize>(), "receives all");
-                given.iter().enumerate().for_each(|(from, parts)| write(&parts[me], cut(to.addr, received, from)));
+                given
+                    .iter()
+                    .enumerate()
+                    .for_each(|(from, parts)| write(&parts[me], cut(to.addr, received, from)));
             }
         }
         RailOp::Broadcast { root, .. } => {
             let at = |transfer: &RailOp<Span>| {
-                let RailOp::Broadcast { at, .. } = transfer else { panic!("{transfer:?} beside a broadcast") };
+                let RailOp::Broadcast { at, .. } = transfer else {
+                    panic!("{transfer:?} beside a broadcast")
+                };
                 *at
             };
             let given = read(at(&all[*root]));

@@ -1,24 +1,28 @@
-// All-reduce of short messages on LL lines, along the edges of a hybrid cube mesh. Every rank has links to the three
-// others of its quad and to one rank, its relay, in the other quad. It writes neither data nor flags to any other rank.
-// The algorithm has two phases:
-//   1. Each rank sends its units to its quad and adds the quad's four units in rank order, rounding once.
-//   2. Each rank sends this partial sum to its relay and adds the two partial sums, first the one of rank 0's quad.
+// All-reduce of short messages on LL lines, along the edges of a hybrid cube mesh. Every rank has
+// links to the three others of its quad and to one rank, its relay, in the other quad. It writes
+// neither data nor flags to any other rank. The algorithm has two phases:
+//   1. Each rank sends its units to its quad and adds the quad's four units in rank order, rounding
+//      once.
+//   2. Each rank sends this partial sum to its relay and adds the two partial sums, first the one
+//      of rank 0's quad.
 //
 // Each rank sends 4 S of data and 4 S of flags, in two trips over the link.
 //
-// The result has the same bits on all ranks: all four ranks of a quad compute the same partial sum, and all eight
-// combine the same two in the same order. The bits differ from a sum in rank order, because each quad's sum is rounded.
+// The result has the same bits on all ranks: all four ranks of a quad compute the same partial sum,
+// and all eight combine the same two in the same order. The bits differ from a sum in rank order,
+// because each quad's sum is rounded.
 //
-// Two buffers suffice (low_latency.cuh) because a block that ends an epoch knows that the same block of all ranks has
-// started it:
+// Two buffers suffice (low_latency.cuh) because a block that ends an epoch knows that the same
+// block of all ranks has started it:
 // - Its quad's units came directly from the ranks of its quad.
-// - A thread of its relay sends the partial sum only after it has received units of all ranks of the relay's quad, and
-//   those ranks send none before they start the epoch.
+// - A thread of its relay sends the partial sum only after it has received units of all ranks of
+//   the relay's quad, and those ranks send none before they start the epoch.
 // - Every block sends at least one unit in each phase of every epoch, with or without data.
 //
-// So these epochs may alternate with the epochs of any other kernel on the same lines, in which all ranks receive from
-// all: both count the same epochs. The two phases share an epoch: a rank sends to lines with its own index, to its quad
-// only in the first phase and to its relay only in the second, so no line is written twice.
+// So these epochs may alternate with the epochs of any other kernel on the same lines, in which all
+// ranks receive from all: both count the same epochs. The two phases share an epoch: a rank sends
+// to lines with its own index, to its quad only in the first phase and to its relay only in the
+// second, so no line is written twice.
 #include "low_latency.cuh"
 #include "reduction.cuh"
 
@@ -60,7 +64,8 @@ KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
     quad[k] = {args.quad[k], 1u << args.quad[k]};
     far &= ~quad[k].names;
   }
-  // The relay's partial sum depends on the whole other quad: it does not arrive if any of these ranks is missing.
+  // The relay's partial sum depends on the whole other quad: it does not arrive if any of these
+  // ranks is missing.
   const Source relay[1] = {{args.relay, far}};
   LowLatencySession session(args.common, args.ll);
   session.begin();

@@ -1,7 +1,8 @@
-// All-reduce and reduce of long messages: reduce-scatter and all-gather through staging. Each rank adds one piece in
-// rank order while later chunks of it still arrive. Each rank sends 2 (n - 1) / n S, or S in a reduce. In a zero-copy
-// call sums are stored directly to result tensors in symmetric memory. Inputs are still pushed: loads over NVLink are
-// slower than stores (docs/measurements/gpu-h200.md).
+// All-reduce and reduce of long messages: reduce-scatter and all-gather through staging. Each rank
+// adds one piece in rank order while later chunks of it still arrive. Each rank sends 2 (n - 1) / n
+// S, or S in a reduce. In a zero-copy call sums are stored directly to result tensors in symmetric
+// memory. Inputs are still pushed: loads over NVLink are slower than stores
+// (docs/measurements/gpu-h200.md).
 #include "sum.cuh"
 #include "rsag_staged.cuh"
 
@@ -14,7 +15,8 @@ LANE_KERNEL(rsag_staged, RsagStagedArgs) {
     const double factor = args.factor;
     scatter(args, lane, [factor](Unit v) { return lift(v, factor); });
   } else if (role == 1) {
-    // step 2 (role 1): add each arrived chunk of this rank's piece in rank order, send the sum to every target
+    // step 2 (role 1): add each arrived chunk of this rank's piece in rank order, send the sum to
+    // every target
     const auto make = [&](const Unit* const(&slot)[WORLD], u32 unit, u64 offset) {
       return sum_of(slot, unit, load_unit(args.from + offset, args.bytes - offset), args.factor);
     };

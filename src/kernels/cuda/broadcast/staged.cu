@@ -1,10 +1,10 @@
-// Broadcast of long messages through staging: the root sends each other rank a piece, which that rank forwards to the
-// others. No rank sends more than S. In a zero-copy call forwarded pieces are stored directly to tensors in symmetric
-// memory.
+// Broadcast of long messages through staging: the root sends each other rank a piece, which that
+// rank forwards to the others. No rank sends more than S. In a zero-copy call forwarded pieces are
+// stored directly to tensors in symmetric memory.
 #include "rsag_staged.cuh"
 
-// Returns the table's entry of a rank that is known only at run time. Masks select it, because a variable index would
-// place the table in memory.
+// Returns the table's entry of a rank that is known only at run time. Masks select it, because a
+// variable index would place the table in memory.
 DEVICE const Unit* entry_of(const Unit* const (&table)[WORLD], u32 rank) {
   u64 entry = 0;
   for_each_rank([&](u32 r) { entry |= (u64)table[r] & (0 - (u64)(r == rank)); });
@@ -23,14 +23,19 @@ LANE_KERNEL(broadcast_staged, RsagStagedArgs) {
       scatter(args, lane, [](Unit v) { return v; });
     }
   } else if (role == 1) {
-    // step 2 (role 1): forward each arrived chunk of this rank's piece to the other ranks, and store it here
-    const auto make = [&](const Unit* const(&slot)[WORLD], u32 unit, u64) { return entry_of(slot, root)[unit]; };
+    // step 2 (role 1): forward each arrived chunk of this rank's piece to the other ranks, and
+    // store it here
+    const auto make = [&](const Unit* const(&slot)[WORLD], u32 unit, u64) {
+      return entry_of(slot, root)[unit];
+    };
 #ifdef SYMM_ZERO_COPY
-    // The root forwards nothing; it takes part without partners, so that it counts the same epochs as the others.
+    // The root forwards nothing; it takes part without partners, so that it counts the same epochs
+    // as the others.
     const u32 partners = root == RANK ? 0 : others;
     gather_zero_copy(args, lane, 1u << root, others, Partners{partners, partners}, make);
   } else if (args.handshake.take != 0) {
-    // step 3 (role 2), zero-copy: nothing to do, since peers store their pieces to this rank's tensor
+    // step 3 (role 2), zero-copy: nothing to do, since peers store their pieces to this rank's
+    // tensor
 #else
     if (root != RANK) {
       gather(args, lane, 1u << root, others, make);

@@ -30,8 +30,8 @@ impl CacheKey {
         format!("{digits}.cubin")
     }
 
-    /// Returns a digest of the code and its key, so that a file under another key's name is rejected like a damaged
-    /// one.
+    /// Returns a digest of the code and its key, so that a file under another key's name is
+    /// rejected like a damaged one.
     fn digest(&self, code: &[u8]) -> [u8; 32] {
         Sha256::new_with_prefix(self.0).chain_update(code).finalize().into()
     }
@@ -50,7 +50,10 @@ impl CacheKey {
             return Err("is no compiled kernel of this version's format".into());
         }
         if header[8..16] != (code.len() as u64).to_le_bytes() {
-            return Err(format!("holds {} bytes of code, not as many as its header says", code.len()));
+            return Err(format!(
+                "holds {} bytes of code, not as many as its header says",
+                code.len()
+            ));
         }
         if header[16..] != self.digest(code) {
             return Err(format!("is damaged: the checksum of its {} bytes is wrong", code.len()));

@@ -51,7 +51,11 @@ fn what_is_stored_is_loaded_by_whoever_comes_later() {
     assert_eq!((mode(&place(&temporary)), mode(&file)), (0o700, 0o600));
     folder.store(&key("k"), b"").expect("stored again");
     assert_eq!(folder.load(&key("k")), Ok(Some(vec![])));
-    assert_eq!(std::fs::read_dir(place(&temporary)).expect("a folder").count(), 1, "no temporary file stays");
+    assert_eq!(
+        std::fs::read_dir(place(&temporary)).expect("a folder").count(),
+        1,
+        "no temporary file stays"
+    );
 }
 
 #[test]
@@ -106,7 +110,8 @@ fn a_link_a_pipe_and_a_file_that_others_may_write_are_refused() {
     refused("symbolic link");
     assert_eq!(std::fs::read(&real).expect("untouched").len(), HEADER + CODE.len());
     std::fs::remove_file(&file).expect("removed");
-    rustix::fs::mknodat(rustix::fs::CWD, &file, rustix::fs::FileType::Fifo, 0o600.into(), 0).expect("a pipe");
+    rustix::fs::mknodat(rustix::fs::CWD, &file, rustix::fs::FileType::Fifo, 0o600.into(), 0)
+        .expect("a pipe");
     refused("is not a file");
     set_permissions(&file, Permissions::from_mode(0o620)).expect("ours");
     refused("mode 620");
@@ -155,7 +160,12 @@ fn without_a_usable_folder_all_is_made_anew() {
     let file = temporary.path().join("file");
     std::fs::write(&file, "").expect("written");
     // Below a file, in a directory that rejects files even from root, nowhere, and disabled.
-    for cache in [CacheDir::At(file.join("torch_symm")), CacheDir::At("/proc/self".into()), CacheDir::Unknown, CacheDir::Off] {
+    for cache in [
+        CacheDir::At(file.join("torch_symm")),
+        CacheDir::At("/proc/self".into()),
+        CacheDir::Unknown,
+        CacheDir::Off,
+    ] {
         assert_eq!((ask(&cache), ask(&cache)), (1, 1), "{cache:?}");
     }
     // Read-only: existing entries are used, and no entry is added.
@@ -170,7 +180,8 @@ fn without_a_usable_folder_all_is_made_anew() {
 #[test]
 fn a_program_that_does_not_compile_is_not_kept() {
     let temporary = tempfile::tempdir().expect("a folder");
-    let failed = kept(&CacheDir::At(place(&temporary)), &key("k"), || Err(Error::internal("line 3")));
+    let failed =
+        kept(&CacheDir::At(place(&temporary)), &key("k"), || Err(Error::internal("line 3")));
     assert_eq!(failed, Err(Error::internal("line 3")));
     assert_eq!(ask(&CacheDir::At(place(&temporary))), 1);
 }
@@ -179,7 +190,8 @@ fn a_program_that_does_not_compile_is_not_kept() {
 fn work(folder: &Folder, large: &[u8]) -> bool {
     (0..100).all(|turn| {
         let key = key(["k", "l"][turn % 2]);
-        folder.store(&key, large).is_ok() && folder.load(&key).is_ok_and(|found| found.as_deref() == Some(large))
+        folder.store(&key, large).is_ok()
+            && folder.load(&key).is_ok_and(|found| found.as_deref() == Some(large))
     })
 }
 
@@ -190,8 +202,8 @@ fn threads_and_processes_write_the_same_entries_at_once() {
     let large: Vec<u8> = (0..100_000_u32).map(|at| (at * 7) as u8).collect();
     let children: Vec<i32> = (0..4)
         .map(|_| {
-            // SAFETY: the child calls only the code under test, which allocates (glibc repairs malloc in a child), and
-            // `_exit`.
+            // SAFETY: the child calls only the code under test, which allocates (glibc repairs
+            // malloc in a child), and `_exit`.
             let child = unsafe { libc::fork() };
             if child == 0 {
                 // SAFETY: `_exit` takes any code.
@@ -210,7 +222,11 @@ fn threads_and_processes_write_the_same_entries_at_once() {
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert_eq!(status, 0);
     }
-    assert_eq!(std::fs::read_dir(place(&temporary)).expect("a folder").count(), 2, "no temporary file stays");
+    assert_eq!(
+        std::fs::read_dir(place(&temporary)).expect("a folder").count(),
+        2,
+        "no temporary file stays"
+    );
 }
 
 #[test]
@@ -229,7 +245,11 @@ fn everything_that_shapes_the_code_is_in_its_key() {
         CacheKey::of((13, 0), &program, &headers, &options[..1]),
     ]
     .map(|key| key.file());
-    assert_eq!(keys[0], CacheKey::of((13, 0), &program, &headers, &options).file(), "the same for the same");
+    assert_eq!(
+        keys[0],
+        CacheKey::of((13, 0), &program, &headers, &options).file(),
+        "the same for the same"
+    );
     assert!(keys.iter().all(|name| name.len() == 64 + ".cubin".len()));
     keys.sort();
     assert!(keys.windows(2).all(|pair| pair[0] != pair[1]));

@@ -1,5 +1,5 @@
-// Sum over all ranks of one chunk: the peers' bytes are in this rank's slots, its own in its tensor. The kernel never
-// waits: all bytes have arrived before it starts.
+// Sum over all ranks of one chunk: the peers' bytes are in this rank's slots, its own in its
+// tensor. The kernel never waits: all bytes have arrived before it starts.
 #include "copy_words.cuh"
 #include "units.cuh"
 #include "reduction.cuh"

@@ -1,6 +1,6 @@
-// Synchronization of the ranks around copies by copy engines. One warp: thread r tells rank r how far this rank is, and
-// waits until rank r is far enough. The copies that the stream made before it are complete, and what peers did before
-// they posted is visible to the stream's later work.
+// Synchronization of the ranks around copies by copy engines. One warp: thread r tells rank r how
+// far this rank is, and waits until rank r is far enough. The copies that the stream made before it
+// are complete, and what peers did before they posted is visible to the stream's later work.
 #include "copy_words.cuh"
 
 struct CopySyncArgs {
@@ -38,11 +38,13 @@ KERNEL(copy_sync, CopySyncArgs) {
     }
     // step 2: wait for rank r
     if (args.wait_arrived != 0) {
-      while (!reached(load_acquire(&own->arrived[r]), base + args.wait_arrived) && wait.look_again(1u << r)) {
+      while (!reached(load_acquire(&own->arrived[r]), base + args.wait_arrived) &&
+             wait.look_again(1u << r)) {
       }
     }
     if (args.wait_credit != 0) {
-      while (!reached(load_acquire(&own->credit[r]), base + args.wait_credit) && wait.look_again(1u << r)) {
+      while (!reached(load_acquire(&own->credit[r]), base + args.wait_credit) &&
+             wait.look_again(1u << r)) {
       }
     }
     fence_system();

@@ -1,28 +1,35 @@
 // Exchange of messages of any length between all ranks.
 //
-// A short message uses LL lines, a long one staging; only its two ends know its length. The number of blocks of each
-// protocol is the same on all ranks, so that every block has its counterpart. In a zero-copy call a long message is
-// stored directly to the receiver's tensor if that is in symmetric memory.
+// A short message uses LL lines, a long one staging; only its two ends know its length. The number
+// of blocks of each protocol is the same on all ranks, so that every block has its counterpart. In
+// a zero-copy call a long message is stored directly to the receiver's tensor if that is in
+// symmetric memory.
 #include "exchange.cuh"
 #include "zero_copy.cuh"
 
-// The rank's message to itself. The lane copies a chunk of it along with each chunk that it sends. Registers are
-// scarce, so everything is loaded and computed again.
+// The rank's message to itself. The lane copies a chunk of it along with each chunk that it sends.
+// Registers are scarce, so everything is loaded and computed again.
 struct OwnMessage {
   const ExchangeArgs& args;
 
   // Length of the message, and length of a chunk.
   DEVICE u64 bytes() const { return own_bytes(args); }
   DEVICE u32 chunk() const { return ChunkOfMessage{args.staging}(args.out.bytes[RANK]); }
-  // Returns the lane whose chunks `sender` copies. If messages differ, the last lanes have the first chunks, because
-  // the first blocks also send short messages.
+  // Returns the lane whose chunks `sender` copies. If messages differ, the last lanes have the
+  // first chunks, because the first blocks also send short messages.
   DEVICE Stage lane(const Stage& sender) const {
-    return Stage(args.common, args.staging, args.out.same ? sender.lane : args.staging.lanes - 1 - sender.lane);
+    return Stage(
+        args.common, args.staging,
+        args.out.same ? sender.lane : args.staging.lanes - 1 - sender.lane);
   }
   // Number of the lane's chunks; number of units of chunk `step`, and where it starts.
   DEVICE u32 steps(const Stage& sender) const { return lane(sender).chunks(bytes(), chunk()); }
-  DEVICE u32 units(const Stage& sender, u32 step) const { return (u32)units_of(lane(sender).length(bytes(), step, chunk())); }
-  DEVICE u32 start(const Stage& sender, u32 step) const { return ChunkOfMessage::start(lane(sender).index(step), chunk()); }
+  DEVICE u32 units(const Stage& sender, u32 step) const {
+    return (u32)units_of(lane(sender).length(bytes(), step, chunk()));
+  }
+  DEVICE u32 start(const Stage& sender, u32 step) const {
+    return ChunkOfMessage::start(lane(sender).index(step), chunk());
+  }
   // Load and store unit `at` of the chunk that starts at `start`.
   DEVICE Unit load(u32 start, u32 at) const {
     const u64 offset = ChunkOfMessage::offset(start, at);
@@ -35,12 +42,16 @@ struct OwnMessage {
 };
 
 #ifdef SYMM_ZERO_COPY
-// Exchanges handshake words, stores the zero-copy messages, and removes them from `to` and `from`. Sets `keeps` to
-// false if this also copied the rank's own message. Returns false if a rank did not arrive; then nothing was moved.
-DEVICE bool put_direct(const ExchangeArgs& args, HandshakeSession& session, u32& to, u32& from, bool& keeps) {
+// Exchanges handshake words, stores the zero-copy messages, and removes them from `to` and `from`.
+// Sets `keeps` to false if this also copied the rank's own message. Returns false if a rank did not
+// arrive; then nothing was moved.
+DEVICE bool put_direct(
+    const ExchangeArgs& args, HandshakeSession& session, u32& to, u32& from, bool& keeps) {
   const Handshake& handshake = args.handshake;
   // step 1: send each peer the capacity and the address for its message
-  const auto word_for = [&](u32 r) -> Line { return {args.bytes[r], session.word(handshake.take >> r & 1, args.to[r])}; };
+  const auto word_for = [&](u32 r) -> Line {
+    return {args.bytes[r], session.word(handshake.take >> r & 1, args.to[r])};
+  };
   Line words[WORLD];
   if (!session.exchange(word_for, words)) {
     return false;
@@ -63,7 +74,8 @@ DEVICE bool put_direct(const ExchangeArgs& args, HandshakeSession& session, u32&
   from &= ~handshake.take;
   // If nothing is staged, copy the rank's own message with the others: their stores hide it.
   u8* const own = args.to[RANK];
-  const bool along = (to | from) == 0 && own != nullptr && (u64)own % 16 == 0 && own != args.out.from[RANK];
+  const bool along =
+      (to | from) == 0 && own != nullptr && (u64)own % 16 == 0 && own != args.out.from[RANK];
   place[RANK] = along ? own : nullptr;
   bytes[RANK] = along && args.out.from[RANK] != nullptr ? args.out.bytes[RANK] : 0;
   const u32 targets = bytes[RANK] > 0 ? put | 1u << RANK : put;
@@ -84,8 +96,8 @@ DEVICE bool put_direct(const ExchangeArgs& args, HandshakeSession& session, u32&
 }
 #endif
 
-// Blocks of the kernel: the two roles of a lane are adjacent. The first `ll_blocks` also use LL lines: they send before
-// their role and receive after it.
+// Blocks of the kernel: the two roles of a lane are adjacent. The first `ll_blocks` also use LL
+// lines: they send before their role and receive after it.
 LANE_KERNEL(exchange, ExchangeArgs) {
   after_predecessor();
   const bool serves_short = block() < args.ll_blocks;
@@ -103,8 +115,9 @@ LANE_KERNEL(exchange, ExchangeArgs) {
     from |= args.bytes[r] > args.short_bytes ? 1u << r : 0;
   });
 #ifdef SYMM_ZERO_COPY
-  // step 3: start the handshake with the partners and store the zero-copy messages. Partners are the ends of a message
-  // that may be zero-copy. Both know its length, so neither waits for a message that is staged anyway.
+  // step 3: start the handshake with the partners and store the zero-copy messages. Partners are
+  // the ends of a message that may be zero-copy. Both know its length, so neither waits for a
+  // message that is staged anyway.
   Partners partners{0, 0};
   for_each_peer([&](u32 r) {
     partners.to |= (from >> r & 1) && args.bytes[r] >= args.handshake.least ? 1u << r : 0;
@@ -117,7 +130,8 @@ LANE_KERNEL(exchange, ExchangeArgs) {
     return;
   }
 #endif
-  // step 4: stage the other long messages: role 0 sends and copies the rank's own message, role 1 receives
+  // step 4: stage the other long messages: role 0 sends and copies the rank's own message, role 1
+  // receives
   const bool staged = (to | from) != 0;
   const auto [lane, role] = role_of(block(), 2);
   if (staged && lane < args.staging.lanes) {
@@ -128,7 +142,8 @@ LANE_KERNEL(exchange, ExchangeArgs) {
       send_pieces(sender, args.out, to, chunk_of, [](Unit v) { return v; }, none, OwnMessage{args});
     } else {
       ReceiveSession receiver(args.common, args.staging, lane);
-      receive_pieces(receiver, args.bytes, from, chunk_of, CopyOut<ChunkOfMessage>{args.to, args.bytes});
+      receive_pieces(
+          receiver, args.bytes, from, chunk_of, CopyOut<ChunkOfMessage>{args.to, args.bytes});
     }
   }
   // step 5: if nothing is staged, all blocks copy the rank's own message
@@ -144,8 +159,8 @@ LANE_KERNEL(exchange, ExchangeArgs) {
     lines.end();
   }
 #ifdef SYMM_ZERO_COPY
-  // step 7: end the handshake, even without partners: no rank knows which others have partners, and all must count the
-  // same epochs
+  // step 7: end the handshake, even without partners: no rank knows which others have partners, and
+  // all must count the same epochs
   session.end();
 #endif
 }

@@ -1,5 +1,6 @@
-// Exchange of messages that all ranks know to be short: every collective that moves bytes unchanged, and the barrier,
-// which is an epoch of LL lines without data. Without staging it needs fewer registers and less code than exchange.cu.
+// Exchange of messages that all ranks know to be short: every collective that moves bytes
+// unchanged, and the barrier, which is an epoch of LL lines without data. Without staging it needs
+// fewer registers and less code than exchange.cu.
 #include "exchange.cuh"
 
 KERNEL(exchange_low_latency, ExchangeArgs) {

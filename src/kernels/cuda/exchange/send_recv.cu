@@ -1,6 +1,6 @@
-// Sends and receives of a rank, through staging. The rest of a long message is stored directly to symmetric memory once
-// the sender sees the receiver's offer. Only the two ends know of a message, so everything is counted per pair of
-// ranks.
+// Sends and receives of a rank, through staging. The rest of a long message is stored directly to
+// symmetric memory once the sender sees the receiver's offer. Only the two ends know of a message,
+// so everything is counted per pair of ranks.
 #include "recv_offers.cuh"
 
 struct TransfersArgs {
@@ -9,8 +9,8 @@ struct TransfersArgs {
   Outgoing out;
   u8* to[MAX_WORLD];
   u64 bytes[MAX_WORLD];
-  // Offers: `lines` is their offset, `take` has a bit for each offer that this rank makes, `give` for each that it
-  // polls.
+  // Offers: `lines` is their offset, `take` has a bit for each offer that this rank makes, `give`
+  // for each that it polls.
   Handshake handshake;
 };
 static_assert(sizeof(TransfersArgs) == 880, "");
@@ -30,7 +30,8 @@ LANE_KERNEL(transfers, TransfersArgs) {
     // step 2 (role 1): receive each message
     ReceiveSession session(args.common, args.staging, lane);
     OffersOfReceiver offers(args.common, args.handshake, lane, args.to, args.bytes);
-    receive_pieces(session, args.bytes, ~0u, chunk_of, CopyOut<ChunkOfTransfer>{args.to, args.bytes}, offers);
+    receive_pieces(
+        session, args.bytes, ~0u, chunk_of, CopyOut<ChunkOfTransfer>{args.to, args.bytes}, offers);
     offers.count(offers.direct, 1);
   }
 }

@@ -1,6 +1,6 @@
-// Sum over all ranks of one part of a matrix product, in rank order. Each rank's part is in this rank's memory or in a
-// peer's, and is loaded from there. The kernel never waits, because the parts were complete before it started. Every
-// part, and the result, is aligned to 16 bytes.
+// Sum over all ranks of one part of a matrix product, in rank order. Each rank's part is in this
+// rank's memory or in a peer's, and is loaded from there. The kernel never waits, because the parts
+// were complete before it started. Every part, and the result, is aligned to 16 bytes.
 #include "sum.cuh"
 
 struct SumPartsArgs {
@@ -20,5 +20,7 @@ LANE_KERNEL(sum_parts, SumPartsArgs) {
     factor[r] = 1;
   });
   // step 2: load each unit of all parts, add the units in rank order, store the sum
-  sum_in_place(from, factor, args.bytes, [&](u64 offset, Unit sum, u64 bytes) { store_aligned(args.to + offset, sum, bytes); });
+  sum_in_place(from, factor, args.bytes, [&](u64 offset, Unit sum, u64 bytes) {
+    store_aligned(args.to + offset, sum, bytes);
+  });
 }

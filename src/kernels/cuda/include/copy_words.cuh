@@ -1,6 +1,7 @@
-// Words of a call whose bytes are moved by copy engines: what each peer has sent and read, counted in steps. A step is
-// one chunk of each message. A word has one writer. Counts continue from call to call, so that a captured graph can be
-// replayed: a call's steps are added to `base`, which grows at its end.
+// Words of a call whose bytes are moved by copy engines: what each peer has sent and read, counted
+// in steps. A step is one chunk of each message. A word has one writer. Counts continue from call
+// to call, so that a captured graph can be replayed: a call's steps are added to `base`, which
+// grows at its end.
 #pragma once
 #include "wait.cuh"
 

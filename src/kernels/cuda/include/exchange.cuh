@@ -1,5 +1,5 @@
-// Exchange of messages between all ranks: its arguments, and its short messages. Short messages use LL lines, with at
-// least one line to every peer.
+// Exchange of messages between all ranks: its arguments, and its short messages. Short messages use
+// LL lines, with at least one line to every peer.
 #pragma once
 #include "zero_copy_moves.cuh"
 #include "low_latency.cuh"
@@ -9,8 +9,8 @@ struct ExchangeArgs {
   Common common;
   LowLatency ll;
   Staging staging;
-  // Number of blocks that use LL lines; 0 if no rank uses them in this call. Staging has 2 blocks per lane: a receiver,
-  // and a sender that also copies the rank's own message.
+  // Number of blocks that use LL lines; 0 if no rank uses them in this call. Staging has 2 blocks
+  // per lane: a receiver, and a sender that also copies the rank's own message.
   u32 ll_blocks;
   // Maximum length of a message on LL lines; longer ones are staged.
   u64 short_bytes;
@@ -35,11 +35,16 @@ DEVICE void keep_own(const ExchangeArgs& args) {
   const u64 bytes = own_bytes(args), units = units_of(bytes);
   const auto [first, step] = stride_of_grid();
   const auto load = [&](u64 at) { return load_unit(from + at * 16, bytes - at * 16); };
-  move_units(first, units, step, load, [&](u64 at, Unit v) { store_unit(to + at * 16, v, bytes - at * 16); });
+  move_units(first, units, step, load, [&](u64 at, Unit v) {
+    store_unit(to + at * 16, v, bytes - at * 16);
+  });
 }
 
-// Computes how many units of each peer's short message this block carries. Returns the maximum, at least 1.
-DEVICE u32 short_units(const ExchangeArgs& args, const LowLatencySession& session, const u64* bytes, u32 (&units)[WORLD]) {
+// Computes how many units of each peer's short message this block carries. Returns the maximum, at
+// least 1.
+DEVICE u32 short_units(
+    const ExchangeArgs& args, const LowLatencySession& session, const u64* bytes,
+    u32 (&units)[WORLD]) {
   u32 longest = 1;
   for_each_peer([&](u32 r) {
     units[r] = bytes[r] <= args.short_bytes ? session.share(bytes[r]) : 0;
@@ -52,7 +57,9 @@ DEVICE u32 short_units(const ExchangeArgs& args, const LowLatencySession& sessio
 DEVICE void send_short(const ExchangeArgs& args, const LowLatencySession& session) {
   u32 units[WORLD];
   const u32 longest = short_units(args, session, args.out.bytes, units);
-  session.send_each(units, longest, [&](u32 r, u64 offset) { return load_unit(args.out.from[r] + offset, args.out.bytes[r] - offset); });
+  session.send_each(units, longest, [&](u32 r, u64 offset) {
+    return load_unit(args.out.from[r] + offset, args.out.bytes[r] - offset);
+  });
 }
 
 // Receives this block's share of every peer's short message and stores it.

@@ -1,5 +1,5 @@
-// Formats of the element types in the words of a unit: `widen` and `narrow` convert between WORDS words and PER
-// accumulators.
+// Formats of the element types in the words of a unit: `widen` and `narrow` convert between WORDS
+// words and PER accumulators.
 #pragma once
 #include "small_floats.cuh"
 
@@ -13,13 +13,15 @@ struct Integers {
 #pragma unroll
     for (int i = 0; i < PER; i++) {
       u32 top = word << (32 - 8 * SIZE * (i + 1));
-      to[i] = SIGNED ? static_cast<A>(static_cast<int>(top) >> (32 - 8 * SIZE)) : static_cast<A>(top >> (32 - 8 * SIZE));
+      to[i] = SIGNED ? static_cast<A>(static_cast<int>(top) >> (32 - 8 * SIZE))
+                     : static_cast<A>(top >> (32 - 8 * SIZE));
     }
   }
   static DEVICE u32 narrow(const A* from) {
     u32 word = 0;
 #pragma unroll
-    for (int i = 0; i < PER; i++) word |= (static_cast<u32>(from[i]) << (32 - 8 * SIZE)) >> (32 - 8 * SIZE * (i + 1));
+    for (int i = 0; i < PER; i++)
+      word |= (static_cast<u32>(from[i]) << (32 - 8 * SIZE)) >> (32 - 8 * SIZE * (i + 1));
     return word;
   }
 };
@@ -68,7 +70,8 @@ struct Bfloats {
   static DEVICE u32 narrow(const float* from) { return narrow_bfloats(from); }
 };
 
-// Floats of 8 bits, narrowed by arithmetic: the processors' conversions to 8 bits saturate where torch's overflow.
+// Floats of 8 bits, narrowed by arithmetic: the processors' conversions to 8 bits saturate where
+// torch's overflow.
 template <typename Format>
 struct Bytes {
   using Acc = float;
@@ -79,7 +82,8 @@ struct Bytes {
     for (int i = 0; i < PER; i++) to[i] = Format::widen((word >> (8 * i)) & 0xff);
   }
   static DEVICE u32 narrow(const float* from) {
-    return Format::narrow(from[0]) | Format::narrow(from[1]) << 8 | Format::narrow(from[2]) << 16 | Format::narrow(from[3]) << 24;
+    return Format::narrow(from[0]) | Format::narrow(from[1]) << 8 | Format::narrow(from[2]) << 16 |
+           Format::narrow(from[3]) << 24;
   }
 };
 
@@ -100,15 +104,17 @@ struct BytesE4M3Fn : Bytes<E4M3Fn> {
 #if __CUDA_ARCH__ >= 890
   static DEVICE void widen(u32 word, float* to) {
     u32 low, high;
-    asm("{.reg .b16 l,h; mov.b32 {l,h},%2; cvt.rn.f16x2.e4m3x2 %0,l; cvt.rn.f16x2.e4m3x2 %1,h;}" : "=r"(low), "=r"(high) : "r"(word));
+    asm("{.reg .b16 l,h; mov.b32 {l,h},%2; cvt.rn.f16x2.e4m3x2 %0,l; cvt.rn.f16x2.e4m3x2 %1,h;}"
+        : "=r"(low), "=r"(high)
+        : "r"(word));
     widen_halves(low, to);
     widen_halves(high, to + 2);
   }
 #endif
 };
 
-// The format of each element type. A complex number is two numbers, and every supported operation acts on each part
-// separately.
+// The format of each element type. A complex number is two numbers, and every supported operation
+// acts on each part separately.
 template <DType>
 struct As;
 template <> struct As<DType::U8> { using Format = Integers<u32, 1, false>; };

@@ -1,23 +1,27 @@
-// LL lines (NCCL's LL protocol): short messages whose data carry their own flags, in one trip over the link and without
-// a fence. Half of the traffic is flags, so long messages use other protocols.
+// LL lines (NCCL's LL protocol): short messages whose data carry their own flags, in one trip over
+// the link and without a fence. Half of the traffic is flags, so long messages use other protocols.
 //
-// A unit travels as two lines of two halves. Each half has 4 bytes of data and 4 bytes of flag, which arrive together:
-// the flag says that the data have arrived. The flag is the block's epoch, which the kernel counts in device memory. So
-// a replayed graph continues where the last call ended, and nothing is ever cleared.
+// A unit travels as two lines of two halves. Each half has 4 bytes of data and 4 bytes of flag,
+// which arrive together: the flag says that the data have arrived. The flag is the block's epoch,
+// which the kernel counts in device memory. So a replayed graph continues where the last call
+// ended, and nothing is ever cleared.
 //
-// Two buffers, selected by the epoch's parity, suffice because a block that ends an epoch knows that the same block of
-// every peer has started it: it has received from each peer, or (all_reduce/cube_mesh.cu) from a rank that had. So a
-// block that writes to the buffer of epoch e + 2 has ended e + 1, which every peer started after it had read all of e.
+// Two buffers, selected by the epoch's parity, suffice because a block that ends an epoch knows
+// that the same block of every peer has started it: it has received from each peer, or
+// (all_reduce/cube_mesh.cu) from a rank that had. So a block that writes to the buffer of epoch e +
+// 2 has ended e + 1, which every peer started after it had read all of e.
 #pragma once
 #include "units.cuh"
 #include "wait.cuh"
 
 // Location of the LL lines in a channel.
 struct LowLatency {
-  // Offsets in the channel of the blocks' epochs, and of the lines: [block][parity][source][unit], two lines each.
+  // Offsets in the channel of the blocks' epochs, and of the lines: [block][parity][source][unit],
+  // two lines each.
   u64 epochs;
   u64 lines;
-  // Number of units of one message that one block carries in an epoch, which is the capacity of its buffer.
+  // Number of units of one message that one block carries in an epoch, which is the capacity of its
+  // buffer.
   u32 units;
 };
 
@@ -27,7 +31,8 @@ struct Source {
   u32 names;
 };
 
-// Returns the number of units sent for `units` of data: at least one goes to every peer, with or without data.
+// Returns the number of units sent for `units` of data: at least one goes to every peer, with or
+// without data.
 DEVICE u32 at_least_one(u32 units) {
   return units == 0 ? 1 : units;
 }
@@ -51,14 +56,12 @@ DEVICE Unit data_of(Line a, Line b) {
   return {(u32)a.first, (u32)a.second, (u32)b.first, (u32)b.second};
 }
 
-// Session of this block on the LL lines (NCCL: ncclLLA2ASession): `begin`, any number of `send` and `receive`, `end`.
-// Each thread sends and receives different units; the whole block calls `begin` and `end`. It exists so that no kernel
-// has to know how epochs select buffers. Every rank sends one unit to each peer and receives one from each:
-//   LowLatencySession session(args.common, args.ll);
-//   session.begin();
-//   for_each_peer([&](u32 r) { session.send(r, thread(), mine); });
-//   session.receive(thread(), all_peers(), theirs);
-//   session.end();
+// Session of this block on the LL lines (NCCL: ncclLLA2ASession): `begin`, any number of `send` and
+// `receive`, `end`. Each thread sends and receives different units; the whole block calls `begin`
+// and `end`. It exists so that no kernel has to know how epochs select buffers. Every rank sends
+// one unit to each peer and receives one from each: LowLatencySession session(args.common,
+// args.ll); session.begin(); for_each_peer([&](u32 r) { session.send(r, thread(), mine); });
+// session.receive(thread(), all_peers(), theirs); session.end();
 struct LowLatencySession {
   const Common& common;
   const LowLatency place;
@@ -70,14 +73,18 @@ struct LowLatencySession {
   u64 first;
   Wait wait;
 
-  DEVICE LowLatencySession(const Common& common, const LowLatency& place) : common(common), place(place), wait(common) {}
+  DEVICE LowLatencySession(const Common& common, const LowLatency& place)
+      : common(common), place(place), wait(common) {}
 
   // Returns the word with the epoch of this block's last call.
-  DEVICE u32* last_epoch() const { return (u32*)(common.peer[RANK] + place.epochs + (u64)block() * 4); }
+  DEVICE u32* last_epoch() const {
+    return (u32*)(common.peer[RANK] + place.epochs + (u64)block() * 4);
+  }
 
   // Takes the epoch that follows `last`.
   DEVICE void follow(u32 last) {
-    // Epoch 0 is skipped, because memory initially contains zeros. 2 follows, not 1, because parities alternate.
+    // Epoch 0 is skipped, because memory initially contains zeros. 2 follows, not 1, because
+    // parities alternate.
     epoch = last + 1 == 0 ? 2 : last + 1;
     stride = (u64)place.units * 32;
     base = place.lines + (u64)(block() * 2 + (epoch & 1)) * WORLD * stride;
@@ -89,8 +96,8 @@ struct LowLatencySession {
     first = (u64)block() * place.units;
   }
 
-  // Starts another epoch of the same call, for the units that all blocks together could not carry in this one. All
-  // threads of the block have then finished this epoch.
+  // Starts another epoch of the same call, for the units that all blocks together could not carry
+  // in this one. All threads of the block have then finished this epoch.
   DEVICE void next_epoch() {
     sync_block();
     follow(epoch);
@@ -116,8 +123,9 @@ struct LowLatencySession {
     store_lines((Line*)(common.peer[to] + base + RANK * stride + (u64)unit * 32), v, epoch);
   }
 
-  // Sends each peer r the units of its message that this block carries, `units[r]` of at most `longest`. `load(r,
-  // offset)` returns the unit at an offset in the message. At least one line goes to every peer.
+  // Sends each peer r the units of its message that this block carries, `units[r]` of at most
+  // `longest`. `load(r, offset)` returns the unit at an offset in the message. At least one line
+  // goes to every peer.
   template <typename Load>
   DEVICE void send_each(const u32 (&units)[WORLD], u32 longest, Load load) const {
     for (u32 i = thread(); i < longest; i += threads()) {
@@ -137,7 +145,8 @@ struct LowLatencySession {
     }
   }
 
-  // Waits for `unit` of every rank in `sources` (a bit each) and loads it into `v`; each poll loads all of them.
+  // Waits for `unit` of every rank in `sources` (a bit each) and loads it into `v`; each poll loads
+  // all of them.
   DEVICE void receive(u32 unit, u32 sources, Unit (&v)[WORLD]) {
     const u8* own = common.peer[RANK] + base + (u64)unit * 32;
     u32 missing;
@@ -157,11 +166,13 @@ struct LowLatencySession {
         waiting |= lacking;
         v[r] = data_of(a[r], b[r]);
       });
-      // Not `missing != 0`: for 3 ranks the assembler of CUDA 13.0 turns "no bit is set" into "not both are".
+      // Not `missing != 0`: for 3 ranks the assembler of CUDA 13.0 turns "no bit is set" into "not
+      // both are".
     } while (waiting && wait.look_again(missing));
   }
 
-  // Waits for `unit` of the ranks `from`, which are known only at run time; each poll loads all of them.
+  // Waits for `unit` of the ranks `from`, which are known only at run time; each poll loads all of
+  // them.
   template <u32 COUNT>
   DEVICE void receive_from(const Source (&from)[COUNT], u32 unit, Unit (&v)[COUNT]) {
     const u8* own = common.peer[RANK] + base + (u64)unit * 32;
@@ -183,7 +194,8 @@ struct LowLatencySession {
     } while (missing != 0 && wait.look_again(missing));
   }
 
-  // Waits for `unit` of every peer and reduces it with this rank's `own`; `reduce(v)` combines one unit of each rank.
+  // Waits for `unit` of every peer and reduces it with this rank's `own`; `reduce(v)` combines one
+  // unit of each rank.
   template <typename Reduce>
   DEVICE Unit receive_reduce(u32 unit, Unit own, Reduce reduce) {
     Unit v[WORLD];

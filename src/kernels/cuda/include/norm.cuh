@@ -1,18 +1,20 @@
-// Residual and norm of rows of a sum over ranks. One cluster of blocks (one block, unless clusters were requested)
-// handles a row, and its threads keep the row in registers between the two passes. `kernels::cpu::norm` computes the
-// same bits: it documents where numbers are rounded and in which order squares are added.
+// Residual and norm of rows of a sum over ranks. One cluster of blocks (one block, unless clusters
+// were requested) handles a row, and its threads keep the row in registers between the two passes.
+// `kernels::cpu::norm` computes the same bits: it documents where numbers are rounded and in which
+// order squares are added.
 #pragma once
 #include "sentinel.cuh"
 
-// GROUP: neighbours whose squares one thread adds. ELEMENTS: elements of a unit. PARTS: units of a group. MOST: maximum
-// number of groups of a thread. Kernels have a short path for rows in which each thread has one group at an aligned
-// address (`K` = 1), and one path for all others (`K` = MOST).
+// GROUP: neighbours whose squares one thread adds. ELEMENTS: elements of a unit. PARTS: units of a
+// group. MOST: maximum number of groups of a thread. Kernels have a short path for rows in which
+// each thread has one group at an aligned address (`K` = 1), and one path for all others (`K` =
+// MOST).
 constexpr u32 GROUP = 8;
 constexpr u32 ELEMENTS = Chosen::COUNT;
 constexpr u32 PARTS = GROUP / ELEMENTS;
 constexpr u32 MOST = 4;
-// Number of accumulators to which groups are added, and number of accumulators in a block; each thread of a warp has
-// one.
+// Number of accumulators to which groups are added, and number of accumulators in a block; each
+// thread of a warp has one.
 constexpr u32 LANES = 1024;
 constexpr u32 BLOCK = 32;
 
@@ -46,8 +48,9 @@ DEVICE u32 row_units(const NormArgs& args) {
   return args.hidden / GROUP * PARTS;
 }
 
-// A thread's part of each row: the groups `group(k)` for each k below `most` for which `has(k)` is true. The threads of
-// a cluster share each row. If threads have several groups, the number of threads is LANES or half of it.
+// A thread's part of each row: the groups `group(k)` for each k below `most` for which `has(k)` is
+// true. The threads of a cluster share each row. If threads have several groups, the number of
+// threads is LANES or half of it.
 struct Share {
   u32 groups;
   u32 lane = cluster_block() * threads() + thread();
@@ -57,10 +60,11 @@ struct Share {
 
   DEVICE u32 group(u32 k) const { return lane + k * lanes; }
   DEVICE bool has(u32 k) const { return group(k) < groups; }
-  // Returns true if the path for one group applies to `args`: it loads from the instruction cache in a third of the
-  // time.
+  // Returns true if the path for one group applies to `args`: it loads from the instruction cache
+  // in a third of the time.
   DEVICE bool is_plain(const NormArgs& args) const {
-    const u64 any = (u64)args.from | (u64)args.residual | (u64)args.weight | (u64)args.normed | (u64)args.sum;
+    const u64 any =
+        (u64)args.from | (u64)args.residual | (u64)args.weight | (u64)args.normed | (u64)args.sum;
     return groups <= lanes && any % 16 == 0;
   }
   // Returns the index of a unit among the units of its rows that the block sends.
@@ -126,9 +130,9 @@ DEVICE float over_warp(float value, Fold fold) {
   return value;
 }
 
-// Folds one number of each group of a row; missing groups count as 0, and `fold` with 0 must not change a number.
-// `turn` counts the calls and selects one of two buffers: when a thread writes for the call after the next, the barrier
-// of the next call has shown that all threads have read.
+// Folds one number of each group of a row; missing groups count as 0, and `fold` with 0 must not
+// change a number. `turn` counts the calls and selects one of two buffers: when a thread writes for
+// the call after the next, the barrier of the next call has shown that all threads have read.
 template <u32 K, typename Fold>
 DEVICE float over_row(const float (&of_group)[K], const Share& share, u32& turn, Fold fold) {
   __shared__ float shared[2][BLOCK];
@@ -165,7 +169,8 @@ DEVICE float over_row(const float (&of_group)[K], const Share& share, u32& turn,
 }
 #endif
 
-// Stores GROUP numbers as float8_e4m3fn; numbers beyond the largest value become that value, and NaN stays NaN.
+// Stores GROUP numbers as float8_e4m3fn; numbers beyond the largest value become that value, and
+// NaN stays NaN.
 DEVICE void store_codes(u8* to, const float (&values)[GROUP]) {
   constexpr float LARGEST = 448.0f;
   u32 words[2] = {0, 0};
@@ -181,8 +186,9 @@ DEVICE void store_codes(u8* to, const float (&values)[GROUP]) {
   }
 }
 
-// Normalises row `row`; `summed(k, p)` returns part p of this thread's group k, summed over the ranks. All threads of
-// the cluster call it with the same `turn`, initially 0, once all blocks of the cluster have started.
+// Normalises row `row`; `summed(k, p)` returns part p of this thread's group k, summed over the
+// ranks. All threads of the cluster call it with the same `turn`, initially 0, once all blocks of
+// the cluster have started.
 template <u32 K, typename Summed>
 DEVICE void norm_row(const NormArgs& args, const Share& share, u64 row, u32& turn, Summed summed) {
   const u64 at = row * row_units(args) * 16;
@@ -203,7 +209,8 @@ DEVICE void norm_row(const NormArgs& args, const Share& share, u64 row, u32& tur
       }
     }
   }
-  // step 2: add the residual to the sum, round and store the result, and add the squares of the rounded numbers
+  // step 2: add the residual to the sum, round and store the result, and add the squares of the
+  // rounded numbers
   float squares[K];
 #pragma unroll
   for (u32 k = 0; k < K; ++k) {
@@ -249,7 +256,8 @@ DEVICE void norm_row(const NormArgs& args, const Share& share, u64 row, u32& tur
         } else {
           Chosen::widen(kept[k][p], own);
 #pragma unroll
-          for (u32 i = 0; i < ELEMENTS; ++i) largest[k] = greater(largest[k], own[i] < 0 ? -own[i] : own[i]);
+          for (u32 i = 0; i < ELEMENTS; ++i)
+            largest[k] = greater(largest[k], own[i] < 0 ? -own[i] : own[i]);
         }
       }
     }
@@ -260,7 +268,8 @@ DEVICE void norm_row(const NormArgs& args, const Share& share, u64 row, u32& tur
   // step 4: find the scale, and store the scaled numbers
   float scale = 0;
   if (args.type == Normed::DYNAMIC) {
-    const float most = over_row(largest, share, turn, [](float a, float b) { return greater(a, b); });
+    const float most =
+        over_row(largest, share, turn, [](float a, float b) { return greater(a, b); });
     scale = greater(1.0f / (448.0f * 512.0f), most / 448.0f);
     if (share.lane == 0) {
       args.scales[row] = canonical(scale);
@@ -277,7 +286,8 @@ DEVICE void norm_row(const NormArgs& args, const Share& share, u64 row, u32& tur
         Chosen::widen(kept[k][p], values + p * ELEMENTS);
       }
 #pragma unroll
-      for (u32 i = 0; i < GROUP; ++i) values[i] = args.type == Normed::DYNAMIC ? values[i] / scale : values[i] * scale;
+      for (u32 i = 0; i < GROUP; ++i)
+        values[i] = args.type == Normed::DYNAMIC ? values[i] / scale : values[i] * scale;
       store_codes(args.normed + row * args.hidden + share.group(k) * GROUP, values);
     }
   }

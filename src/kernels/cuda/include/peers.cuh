@@ -7,8 +7,8 @@ DEVICE u32 all_peers() {
   return ((1u << WORLD) - 1) & ~(1u << RANK);
 }
 
-// Calls `body(r)` for every other rank r, starting from the next rank: no two ranks start with the same peer. The loop
-// is unrolled.
+// Calls `body(r)` for every other rank r, starting from the next rank: no two ranks start with the
+// same peer. The loop is unrolled.
 template <typename Body>
 DEVICE void for_each_peer(Body body) {
 #pragma unroll
@@ -26,7 +26,8 @@ DEVICE void for_each_rank(Body body) {
   }
 }
 
-// Calls `body(r)` for every rank r, starting from the next rank and ending with this one. The loop is unrolled.
+// Calls `body(r)` for every rank r, starting from the next rank and ending with this one. The loop
+// is unrolled.
 template <typename Body>
 DEVICE void for_each_peer_and_self(Body body) {
 #pragma unroll

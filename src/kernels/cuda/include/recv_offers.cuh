@@ -1,26 +1,31 @@
-// Recv offers: the rest of a long message is stored directly to the receiver's tensor, if that is in symmetric memory.
+// Recv offers: the rest of a long message is stored directly to the receiver's tensor, if that is
+// in symmetric memory.
 //
-// Only the two ends know of a send, and neither waits for the other: the sender starts with staging, polls for an offer
-// between two chunks, and is zero-copy from then on. Each lane does so independently. One lane takes 4 steps:
-//   1. The receiver clears `placed` and offers the offset of the destination in its heap, and the number of bytes.
-//   2. The sender sees the offer after some chunks. It stores their number to `placed`, stores the rest of its lane's
+// Only the two ends know of a send, and neither waits for the other: the sender starts with
+// staging, polls for an offer between two chunks, and is zero-copy from then on. Each lane does so
+// independently. One lane takes 4 steps:
+//   1. The receiver clears `placed` and offers the offset of the destination in its heap, and the
+//      number of bytes.
+//   2. The sender sees the offer after some chunks. It stores their number to `placed`, stores the
+//      rest of its lane's
 //      chunks at their destination, fences and raises `arrived` by the number of these chunks.
-//   3. The receiver waits for `arrived` as without an offer. Chunks after the number in `placed` are already in place.
+//   3. The receiver waits for `arrived` as without an offer. Chunks after the number in `placed`
+//      are already in place.
 //   4. The receiver withdraws the offer: the sender has finished the message in this lane.
 //
-// An offer is a unit on LL lines. Its flag is 1 + the count of the lane's chunks before the message, which both ends
-// know, so an offer of another message has a different flag.
+// An offer is a unit on LL lines. Its flag is 1 + the count of the lane's chunks before the
+// message, which both ends know, so an offer of another message has a different flag.
 #pragma once
 #include "low_latency.cuh"
 #include "staged_roles.cuh"
 #include "zero_copy.cuh"
 
-// Words of one lane and pair of ranks. The receiver writes `unit` in the sender's memory; the sender writes `placed` in
-// the receiver's memory.
+// Words of one lane and pair of ranks. The receiver writes `unit` in the sender's memory; the
+// sender writes `placed` in the receiver's memory.
 struct Offer {
   Line unit[2];
-  // Count of the chunks sent before the first zero-copy one, with `IS_PLACED`; 0 if no chunk is zero-copy. The receiver
-  // clears it; the sender sets it once it has seen the offer that followed.
+  // Count of the chunks sent before the first zero-copy one, with `IS_PLACED`; 0 if no chunk is
+  // zero-copy. The receiver clears it; the sender sets it once it has seen the offer that followed.
   Line placed;
   Line unused;
 };
@@ -34,10 +39,12 @@ struct OfferedLane {
   const u32 lane;
 
   // Returns the offer between ranks `at`, whose memory holds it, and `other`.
-  DEVICE Offer* between(u32 at, u32 other) const { return (Offer*)(common.peer[at] + handshake.lines) + lane * WORLD + other; }
+  DEVICE Offer* between(u32 at, u32 other) const {
+    return (Offer*)(common.peer[at] + handshake.lines) + lane * WORLD + other;
+  }
 
-  // Counts, for the host, a kernel that moved data without staging. Sends and receives may run at the same time, so
-  // each has a separate count.
+  // Counts, for the host, a kernel that moved data without staging. Sends and receives may run at
+  // the same time, so each has a separate count.
   DEVICE void count(bool direct, u32 of) const {
     if (direct && lane == 0 && thread() == 0) {
       u32* counts = (u32*)(common.peer[RANK] + handshake.counts) + of;
@@ -52,15 +59,17 @@ struct OfferedLane {
 struct OffersToSender : OfferedLane {
   const Outgoing& out;
   bool direct = false;
-  // Lines of the offer of the rank with this thread's number, as last polled, and the flag of the message.
+  // Lines of the offer of the rank with this thread's number, as last polled, and the flag of the
+  // message.
   Line a = {0, 0}, b = {0, 0};
   u32 flag = 0;
 
-  DEVICE OffersToSender(const Common& common, const Handshake& handshake, u32 lane, const Outgoing& out)
+  DEVICE OffersToSender(
+      const Common& common, const Handshake& handshake, u32 lane, const Outgoing& out)
       : OfferedLane{common, handshake, lane}, out(out) {}
 
-  // Returns the ranks in `to` whose message does not end before chunk `step` of the lane, and which may have made an
-  // offer.
+  // Returns the ranks in `to` whose message does not end before chunk `step` of the lane, and which
+  // may have made an offer.
   DEVICE u32 wanted(const SendSession& session, u32 to, u32 step, const u32 (&chunk)[WORLD]) const {
     u32 ranks = 0;
     for_each_peer([&](u32 r) {
@@ -70,7 +79,8 @@ struct OffersToSender : OfferedLane {
     return ranks;
   }
 
-  // Polls for offers, thread r for the offer of rank r. `step` chunks of the message were sent before.
+  // Polls for offers, thread r for the offer of rank r. `step` chunks of the message were sent
+  // before.
   DEVICE void look(const SendSession& session, u32 to, u32 step) {
     const u32 r = thread();
     if (r < WORLD && ((to & handshake.give) >> r & 1)) {
@@ -81,9 +91,11 @@ struct OffersToSender : OfferedLane {
     }
   }
 
-  // Stores the rest of the messages, from chunk `step`, for the ranks whose offers were seen. Returns these ranks.
+  // Stores the rest of the messages, from chunk `step`, for the ranks whose offers were seen.
+  // Returns these ranks.
   DEVICE u32 put_rest(SendSession& session, u32 to, u32 step, const u32 (&chunk)[WORLD]) {
-    // step 1: agree within the block on the offers that were seen; flag 0 would match cleared memory
+    // step 1: agree within the block on the offers that were seen; flag 0 would match cleared
+    // memory
     u32 found = 0;
     const bool seen = flag != 0 && have_arrived(a, b, flag);
     if (seen) {
@@ -100,7 +112,8 @@ struct OffersToSender : OfferedLane {
     }
     // step 2: notify the receivers which chunks are zero-copy, and store them
     if (thread() < WORLD && (found >> thread() & 1)) {
-      store_relaxed(&between(thread(), RANK)->placed, {IS_PLACED | session.of_thread(session.sent), 0});
+      store_relaxed(
+          &between(thread(), RANK)->placed, {IS_PLACED | session.of_thread(session.sent), 0});
     }
     for_each_peer([&](u32 r) {
       if (found >> r & 1) {
@@ -111,7 +124,8 @@ struct OffersToSender : OfferedLane {
         const u32 chunks = session.chunks(out.bytes[r], chunk[r]);
         for (u32 next = step; next < chunks; ++next) {
           const u64 start = session.start(next, chunk[r]);
-          put(out.from[r] + start, (u8*)(handshake.heap[r] + first_of(offered) + start), session.length(bytes, next, chunk[r]));
+          put(out.from[r] + start, (u8*)(handshake.heap[r] + first_of(offered) + start),
+              session.length(bytes, next, chunk[r]));
         }
         session.sent[r] += chunks - step - 1;
       }
@@ -143,19 +157,23 @@ struct OffersOfReceiver : OfferedLane {
   // True if this thread made an offer.
   bool made = false;
 
-  DEVICE OffersOfReceiver(const Common& common, const Handshake& handshake, u32 lane, u8* const* to, const u64* bytes)
+  DEVICE OffersOfReceiver(
+      const Common& common, const Handshake& handshake, u32 lane, u8* const* to, const u64* bytes)
       : OfferedLane{common, handshake, lane}, to(to), bytes(bytes) {}
 
-  // Offers each message with a chunk in this lane its destination, thread r to rank r. Without a chunk there must be no
-  // offer: the lane's next message would have the same flag and could be stored to this message's destination.
+  // Offers each message with a chunk in this lane its destination, thread r to rank r. Without a
+  // chunk there must be no offer: the lane's next message would have the same flag and could be
+  // stored to this message's destination.
   DEVICE void make(const ReceiveSession& session, const u32 (&chunk)[WORLD]) {
     const u32 r = thread();
-    made = r < WORLD && (handshake.take >> r & 1) && session.start(0, session.of_thread(chunk)) < bytes[r];
+    made = r < WORLD && (handshake.take >> r & 1) &&
+           session.start(0, session.of_thread(chunk)) < bytes[r];
     if (made) {
       store_relaxed(&between(RANK, r)->placed, {0, 0});
       fence_system();
       const u64 offset = (u64)to[r] - handshake.heap[RANK];
-      store_lines(between(r, RANK)->unit, unit_of(offset, bytes[r]), session.of_thread(session.taken) + 1);
+      store_lines(
+          between(r, RANK)->unit, unit_of(offset, bytes[r]), session.of_thread(session.taken) + 1);
     }
   }
 

@@ -1,15 +1,16 @@
-// Reduction of elements, a unit at a time, for the type and operation of this compilation: SYMM_DTYPE (c10::ScalarType)
-// and SYMM_OP (c10d::ReduceOp::RedOpType).
+// Reduction of elements, a unit at a time, for the type and operation of this compilation:
+// SYMM_DTYPE (c10::ScalarType) and SYMM_OP (c10d::ReduceOp::RedOpType).
 //
-// A reduction starts with one rank's unit, combines the other units in rank order, and finishes; with SYMM_TREE it
-// combines them pairwise. The result has the bits of kernels::cpu::reduce_in on every rank and with every protocol,
-// with one exception: under PREMUL_SUM each sender multiplies and rounds to the element (`lift`), while the CPU keeps the
-// product in the accumulator. The two do not differ for floats of 32 bits or more.
+// A reduction starts with one rank's unit, combines the other units in rank order, and finishes;
+// with SYMM_TREE it combines them pairwise. The result has the bits of kernels::cpu::reduce_in on
+// every rank and with every protocol, with one exception: under PREMUL_SUM each sender multiplies
+// and rounds to the element (`lift`), while the CPU keeps the product in the accumulator. The two
+// do not differ for floats of 32 bits or more.
 #pragma once
 #include "formats.cuh"
 
-// The type in which products are computed: signed products have the same bits as unsigned ones, and only unsigned ones
-// may wrap.
+// The type in which products are computed: signed products have the same bits as unsigned ones, and
+// only unsigned ones may wrap.
 template <DType TYPE>
 constexpr DType UNSIGNED = TYPE == DType::I8    ? DType::U8
                            : TYPE == DType::I16 ? DType::U16
@@ -38,10 +39,12 @@ struct Reduction {
   // True for pairs of type and operation with a kernel; no operation divides a bool.
   static constexpr bool SERVED = TYPE == DType::BOOL ? OP != Op::AVG && OP != Op::PREMUL_SUM
                                  : Format::INTEGER   ? OP != Op::PREMUL_SUM
-                                 : IS_COMPLEX        ? OP == Op::SUM || OP == Op::AVG || OP == Op::PREMUL_SUM
-                                                     : !IS_BIT_OP;
+                                 : IS_COMPLEX
+                                     ? OP == Op::SUM || OP == Op::AVG || OP == Op::PREMUL_SUM
+                                     : !IS_BIT_OP;
   // Integers that can be combined within their words need a quarter of the registers.
-  static constexpr bool IN_PLACE = TYPE == DType::BOOL || (Format::INTEGER && (IS_BIT_OP || OP == Op::SUM || OP == Op::AVG));
+  static constexpr bool IN_PLACE =
+      TYPE == DType::BOOL || (Format::INTEGER && (IS_BIT_OP || OP == Op::SUM || OP == Op::AVG));
 
   using Sum = Accumulators<Acc, COUNT, IN_PLACE>;
 
@@ -58,11 +61,14 @@ struct Reduction {
   }
   static DEVICE Unit narrow(const Acc* from) {
     if constexpr (Format::WORDS == 1) {
-      return {Format::narrow(from), Format::narrow(from + Format::PER), Format::narrow(from + 2 * Format::PER),
-              Format::narrow(from + 3 * Format::PER)};
+      return {
+          Format::narrow(from), Format::narrow(from + Format::PER),
+          Format::narrow(from + 2 * Format::PER), Format::narrow(from + 3 * Format::PER)};
     } else {
       u64 low = Format::narrow(from), high = Format::narrow(from + 1);
-      return {static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high), static_cast<u32>(high >> 32)};
+      return {
+          static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high),
+          static_cast<u32>(high >> 32)};
     }
   }
 
@@ -139,13 +145,15 @@ struct Reduction {
   }
 };
 
-// True if a word of all ones consists of NaNs that no reduction produces, so that a protocol may use it to mean "not
-// yet arrived". It is false for e4m3fn, where four sums below the least number form such a word.
+// True if a word of all ones consists of NaNs that no reduction produces, so that a protocol may
+// use it to mean "not yet arrived". It is false for e4m3fn, where four sums below the least number
+// form such a word.
 template <DType TYPE>
-constexpr bool IS_NAN_OF_ONES = TYPE == DType::BF16 || TYPE == DType::F16 || TYPE == DType::F32 || TYPE == DType::C64 ||
-                                TYPE == DType::F8E5M2;
+constexpr bool IS_NAN_OF_ONES = TYPE == DType::BF16 || TYPE == DType::F16 || TYPE == DType::F32 ||
+                                TYPE == DType::C64 || TYPE == DType::F8E5M2;
 
-// Replaces words of all ones in `v` by another NaN. All other words, and every result of a reduction, stay as they are.
+// Replaces words of all ones in `v` by another NaN. All other words, and every result of a
+// reduction, stay as they are.
 template <DType TYPE>
 DEVICE Unit scrubbed(Unit v) {
   if constexpr (IS_NAN_OF_ONES<TYPE>) {

@@ -1,6 +1,7 @@
 // Roles of algorithms that divide a long message into one piece per rank:
 //   - role 0, scatter: sends each rank its piece.
-//   - role 1, gather: computes the result of this rank's piece from the chunks that arrive, and sends it to the
+//   - role 1, gather: computes the result of this rank's piece from the chunks that arrive, and
+//     sends it to the
 //     targets.
 //   - role 2, gather: receives the results of the other ranks' pieces.
 //
@@ -31,8 +32,8 @@ struct RsagStagedArgs {
 };
 static_assert(sizeof(RsagStagedArgs) == 440, "");
 
-// Computes the start and length of each rank's piece: whole units, except that the last piece may end within one. A
-// rank without a piece has length 0.
+// Computes the start and length of each rank's piece: whole units, except that the last piece may
+// end within one. A rank without a piece has length 0.
 DEVICE void pieces_of(const RsagStagedArgs& args, u64* start, u64* length) {
   const u64 stride = (units_of(args.bytes) + args.parts - 1) / args.parts * 16;
   for_each_rank([&](u32 r) {
@@ -53,17 +54,20 @@ DEVICE void scatter(const RsagStagedArgs& args, u32 lane, Lift lift) {
   send_pieces(session, out, ~0u, ChunkOfCall{args.scatter.chunk_bytes}, lift);
 }
 
-// Destinations of results that are stored directly to tensors: of the ranks in `ranks` (a bit each), starting at `at`.
+// Destinations of results that are stored directly to tensors: of the ranks in `ranks` (a bit
+// each), starting at `at`.
 struct Destinations {
   u32 ranks;
   u8* at[WORLD];
 };
 
-// Role 1: computes the result of this rank's piece from the chunks of `sources` and sends it to `targets` and to
-// `args.to`. `make(slot, unit, offset)` returns the result of the unit at `offset` of the message, given the slots of
-// the scatter stage.
+// Role 1: computes the result of this rank's piece from the chunks of `sources` and sends it to
+// `targets` and to `args.to`. `make(slot, unit, offset)` returns the result of the unit at `offset`
+// of the message, given the slots of the scatter stage.
 template <bool PLACED, typename Make>
-DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, const Destinations& destinations, Make make) {
+DEVICE void gather_to(
+    const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets,
+    const Destinations& destinations, Make make) {
   // step 1: find this rank's piece, start where the last call ended
   u64 start[WORLD], length[WORLD];
   pieces_of(args, start, length);
@@ -130,15 +134,18 @@ DEVICE void gather(const RsagStagedArgs& args, u32 lane, u32 sources, u32 target
 }
 
 #ifdef SYMM_ZERO_COPY
-// Role 1 of a zero-copy call: results are stored directly to the tensors that partners name in the handshake; the
-// others use slots.
+// Role 1 of a zero-copy call: results are stored directly to the tensors that partners name in the
+// handshake; the others use slots.
 template <typename Make>
-DEVICE void gather_zero_copy(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, Partners partners, Make make) {
+DEVICE void gather_zero_copy(
+    const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, Partners partners, Make make) {
   // step 1: start the handshake, in which partners send the addresses of their results
   const Handshake& handshake = args.handshake;
   HandshakeSession session(args.common, handshake, partners);
   session.begin();
-  const auto word_for = [&](u32 r) -> Line { return {session.word(handshake.take >> r & 1, args.to), 0}; };
+  const auto word_for = [&](u32 r) -> Line {
+    return {session.word(handshake.take >> r & 1, args.to), 0};
+  };
   Line words[WORLD];
   if (!session.exchange(word_for, words)) {
     return;
@@ -159,12 +166,14 @@ DEVICE void gather_zero_copy(const RsagStagedArgs& args, u32 lane, u32 sources, 
 }
 #endif
 
-// Role 2: receives the results of the other ranks' pieces through slots and stores them at `args.to`.
+// Role 2: receives the results of the other ranks' pieces through slots and stores them at
+// `args.to`.
 DEVICE void gather(const RsagStagedArgs& args, u32 lane) {
   u64 start[WORLD], length[WORLD];
   u8* to[WORLD];
   pieces_of(args, start, length);
   for_each_rank([&](u32 r) { to[r] = args.to + start[r]; });
   ReceiveSession session(args.common, args.gather, lane);
-  receive_pieces(session, length, ~0u, ChunkOfCall{args.gather.chunk_bytes}, CopyOut<ChunkOfCall>{to, length});
+  receive_pieces(
+      session, length, ~0u, ChunkOfCall{args.gather.chunk_bytes}, CopyOut<ChunkOfCall>{to, length});
 }

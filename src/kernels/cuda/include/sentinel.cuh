@@ -1,9 +1,11 @@
-// Sentinel slots (TensorRT-LLM's Lamport buffers): floats that are their own flags. A slot holds words of all ones,
-// which are NaNs that senders never send, until data overwrite them. The reader marks the slot as empty again once it
-// has read it. Only data travel, without a fence, so a message is as fast as the link.
+// Sentinel slots (TensorRT-LLM's Lamport buffers): floats that are their own flags. A slot holds
+// words of all ones, which are NaNs that senders never send, until data overwrite them. The reader
+// marks the slot as empty again once it has read it. Only data travel, without a fence, so a
+// message is as fast as the link.
 //
-// Two buffers, selected by the parity of the block's epoch, suffice for the reason given in low_latency.cuh: in every
-// call every block must receive from the same block of every peer, so each block needs a unit of every rank's piece.
+// Two buffers, selected by the parity of the block's epoch, suffice for the reason given in
+// low_latency.cuh: in every call every block must receive from the same block of every peer, so
+// each block needs a unit of every rank's piece.
 #pragma once
 #include "units.cuh"
 #include "reduction.cuh"
@@ -13,7 +15,8 @@ static_assert(EMPTY_IS_NAN, "a word of all ones is data for this element type");
 
 // Location of the sentinel slots in a channel.
 struct Sentinel {
-  // Offsets in the channel of the blocks' epochs, and of the slots: [block][parity][stage][source][unit].
+  // Offsets in the channel of the blocks' epochs, and of the slots:
+  // [block][parity][stage][source][unit].
   u64 epochs;
   u64 slots;
   // Number of units that one source has in one stage of one block.
@@ -25,14 +28,12 @@ DEVICE bool is_empty(Unit v) {
   return v.x == ~0u || v.y == ~0u || v.z == ~0u || v.w == ~0u;
 }
 
-// Session of this block on the sentinel slots: `begin`, any number of `send` and `receive`, `end`. Each thread sends
-// and receives different units; the whole block calls `begin` and `end`. A session has two stages with separate slots.
-// It exists so that no kernel has to know which slots are free. Each thread adds one unit of all ranks:
-//   SentinelSession session(args.common, args.sentinel);
-//   session.begin();
-//   for_each_peer([&](u32 r) { session.send(0, r, thread(), scrub(mine)); });
-//   sum = session.receive_reduce(0, thread(), mine);
-//   session.end();
+// Session of this block on the sentinel slots: `begin`, any number of `send` and `receive`, `end`.
+// Each thread sends and receives different units; the whole block calls `begin` and `end`. A
+// session has two stages with separate slots. It exists so that no kernel has to know which slots
+// are free. Each thread adds one unit of all ranks: SentinelSession session(args.common,
+// args.sentinel); session.begin(); for_each_peer([&](u32 r) { session.send(0, r, thread(),
+// scrub(mine)); }); sum = session.receive_reduce(0, thread(), mine); session.end();
 struct SentinelSession {
   const Common& common;
   const Sentinel& place;
@@ -42,7 +43,8 @@ struct SentinelSession {
   u64 stride;
   Wait wait;
 
-  DEVICE SentinelSession(const Common& common, const Sentinel& place) : common(common), place(place), wait(common) {}
+  DEVICE SentinelSession(const Common& common, const Sentinel& place)
+      : common(common), place(place), wait(common) {}
 
   // Returns the word with the epoch of this block's last call.
   DEVICE u32* last_epoch() const { return (u32*)(common.peer[RANK] + place.epochs) + block(); }
@@ -68,9 +70,12 @@ struct SentinelSession {
   }
 
   // Sends a unit without words of all ones (`scrub`) to rank `to`.
-  DEVICE void send(u32 stage, u32 to, u32 unit, Unit v) const { store_relaxed(slot(to, stage, RANK, unit), v); }
+  DEVICE void send(u32 stage, u32 to, u32 unit, Unit v) const {
+    store_relaxed(slot(to, stage, RANK, unit), v);
+  }
 
-  // Waits for `unit` of every rank in `sources` (a bit each), loads it into `v` and marks its slot as empty.
+  // Waits for `unit` of every rank in `sources` (a bit each), loads it into `v` and marks its slot
+  // as empty.
   DEVICE void receive(u32 stage, u32 unit, u32 sources, Unit (&v)[WORLD]) {
     Unit* const own = slot(RANK, stage, 0, unit);
     const u64 each = place.units;
@@ -96,8 +101,8 @@ struct SentinelSession {
     });
   }
 
-  // Waits for `unit` of every peer. Returns the sum of these and this rank's `own` in rank order, without words of all
-  // ones.
+  // Waits for `unit` of every peer. Returns the sum of these and this rank's `own` in rank order,
+  // without words of all ones.
   DEVICE Unit receive_reduce(u32 stage, u32 unit, Unit own) {
     Unit v[WORLD];
     v[RANK] = own;

@@ -1,10 +1,13 @@
-// Floats narrower than 32 bits: they widen to float exactly, and float rounds back once, to nearest even.
+// Floats narrower than 32 bits: they widen to float exactly, and float rounds back once, to nearest
+// even.
 #pragma once
 #include "arithmetic.cuh"
 
-// A float of a sign bit and MAGNITUDE below it. Values that round to more than LARGEST become OVER: infinity if the
-// format has one, otherwise NaN. UNSIGNED_ZERO: the format has no infinity and no negative zero, whose code is the NaN.
-template <u32 MANTISSA, u32 BIAS, u32 MAGNITUDE, u32 LARGEST, u32 OVER, u32 QUIET, bool UNSIGNED_ZERO>
+// A float of a sign bit and MAGNITUDE below it. Values that round to more than LARGEST become OVER:
+// infinity if the format has one, otherwise NaN. UNSIGNED_ZERO: the format has no infinity and no
+// negative zero, whose code is the NaN.
+template <
+    u32 MANTISSA, u32 BIAS, u32 MAGNITUDE, u32 LARGEST, u32 OVER, u32 QUIET, bool UNSIGNED_ZERO>
 struct Small {
   static constexpr u32 SIGN = MAGNITUDE + 1;
   static constexpr u32 CUT = 23 - MANTISSA;
@@ -12,14 +15,16 @@ struct Small {
   // The difference between float's exponent and a small float's.
   static constexpr u32 REBIAS = (127 - BIAS) << 23;
 
-  // Shifted to the position of a float's bits, the code is the number divided by a power of two, even if subnormal.
+  // Shifted to the position of a float's bits, the code is the number divided by a power of two,
+  // even if subnormal.
   static DEVICE float widen(u32 code) {
     u32 magnitude = code & MAGNITUDE;
     u32 bits = bits_of(float_of(magnitude << CUT) * float_of((254 - BIAS) << 23));
     if constexpr (UNSIGNED_ZERO) {
       bits = code == QUIET ? 0x7fc00000 : bits;
     } else {
-      bits = magnitude > LARGEST ? (magnitude == OVER && OVER != QUIET ? INFINITE : 0x7fc00000) : bits;
+      bits =
+          magnitude > LARGEST ? (magnitude == OVER && OVER != QUIET ? INFINITE : 0x7fc00000) : bits;
     }
     return float_of(bits | (code & SIGN ? 0x80000000 : 0));
   }
@@ -27,9 +32,11 @@ struct Small {
   static DEVICE u32 narrow(float value) {
     u32 bits = bits_of(value);
     u32 magnitude = bits & 0x7fffffff;
-    // Half a step, less one, plus the last kept bit: ties go to even, and a carry moves into the exponent.
+    // Half a step, less one, plus the last kept bit: ties go to even, and a carry moves into the
+    // exponent.
     u32 normal = (magnitude - REBIAS + ((1u << (CUT - 1)) - 1) + ((magnitude >> CUT) & 1)) >> CUT;
-    // Adding a number whose last bit weighs one subnormal step makes the processor round to that step.
+    // Adding a number whose last bit weighs one subnormal step makes the processor round to that
+    // step.
     constexpr u32 MAGIC = (127 + 1 - BIAS - MANTISSA + 23) << 23;
     u32 subnormal = bits_of(float_of(magnitude) + float_of(MAGIC)) - MAGIC;
     u32 rounded = magnitude < REBIAS + (1u << 23) ? subnormal : normal;
@@ -51,7 +58,9 @@ DEVICE void widen_halves(u32 pair, float* to) {
   to[0] = Binary16::widen(pair & 0xffff);
   to[1] = Binary16::widen(pair >> 16);
 }
-DEVICE u32 narrow_halves(const float* from) { return Binary16::narrow(from[0]) | Binary16::narrow(from[1]) << 16; }
+DEVICE u32 narrow_halves(const float* from) {
+  return Binary16::narrow(from[0]) | Binary16::narrow(from[1]) << 16;
+}
 DEVICE u32 narrow_bfloats(const float* from) {
   u32 pair = 0;
   for (u32 i = 0; i < 2; i++) {
@@ -61,15 +70,17 @@ DEVICE u32 narrow_bfloats(const float* from) {
   return pair;
 }
 #else
-// The conversions make every NaN 0x7fff. Only 0x7fff gains a sign bit when 1 is added; no carry leaves a half, since
-// 0xffff does not occur.
+// The conversions make every NaN 0x7fff. Only 0x7fff gains a sign bit when 1 is added; no carry
+// leaves a half, since 0xffff does not occur.
 template <u32 QUIET>
 DEVICE u32 canonical_pair(u32 pair) {
   u32 nans = ((pair + 0x00010001) & ~pair & 0x80008000) >> 15;
   return pair - nans * (0x7fff - QUIET);
 }
 DEVICE void widen_halves(u32 pair, float* to) {
-  asm("{.reg .b16 l,h; mov.b32 {l,h},%2; cvt.f32.f16 %0,l; cvt.f32.f16 %1,h;}" : "=f"(to[0]), "=f"(to[1]) : "r"(pair));
+  asm("{.reg .b16 l,h; mov.b32 {l,h},%2; cvt.f32.f16 %0,l; cvt.f32.f16 %1,h;}"
+      : "=f"(to[0]), "=f"(to[1])
+      : "r"(pair));
 }
 DEVICE u32 narrow_halves(const float* from) {
   u32 pair;

@@ -1,5 +1,5 @@
-// Two roles of staged exchanges and reductions: one sends message `d` to rank `d`, the other receives the messages of
-// all ranks.
+// Two roles of staged exchanges and reductions: one sends message `d` to rank `d`, the other
+// receives the messages of all ranks.
 #pragma once
 #include "staging.cuh"
 
@@ -32,15 +32,19 @@ struct NoOwnMessage {
 // Returns the maximum number of chunks that the lane has of a message of one of the `ranks`.
 DEVICE u32 steps_of(const Stage& stage, const u64* bytes, const u32 (&chunk)[WORLD], u32 ranks) {
   u32 steps = 0;
-  for_each_peer([&](u32 r) { steps = ranks >> r & 1 ? larger(steps, stage.chunks(bytes[r], chunk[r])) : steps; });
+  for_each_peer([&](u32 r) {
+    steps = ranks >> r & 1 ? larger(steps, stage.chunks(bytes[r], chunk[r])) : steps;
+  });
   return steps;
 }
 
-// Sends the messages to the ranks in `to` in chunks. `lift` is applied to each unit. The rest of a message with an
-// offer in `offers` is stored directly. Each step also copies a chunk of `own`, the rank's message to itself, which
-// must be empty if chunks are moved one by one.
+// Sends the messages to the ranks in `to` in chunks. `lift` is applied to each unit. The rest of a
+// message with an offer in `offers` is stored directly. Each step also copies a chunk of `own`, the
+// rank's message to itself, which must be empty if chunks are moved one by one.
 template <typename ChunkOf, typename Lift, typename Offers, typename Own>
-DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift, Offers& offers, Own own) {
+DEVICE void send_pieces(
+    SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift, Offers& offers,
+    Own own) {
   // step 1: start where the last call ended, find the number of chunks
   session.begin();
   u32 chunk[WORLD];
@@ -68,15 +72,19 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
     });
     start[RANK] = own.start(session, step);
     offers.look(session, to, step);
-    // step 2b: write the units to the slots, whose addresses are recomputed because registers are scarce
+    // step 2b: write the units to the slots, whose addresses are recomputed because registers are
+    // scarce
     if (out.same) {
       for (u32 i = thread(); i < longest; i += threads() * ALONE_AT_ONCE) {
         Unit v[ALONE_AT_ONCE];
         for_each_unit(i, longest, threads(), [&](u32 u, u32 at) {
           const u64 offset = ChunkOf::offset(start[(RANK + 1) % WORLD], at);
-          v[u] = lift(load_unit(out.from[(RANK + 1) % WORLD] + offset, out.bytes[(RANK + 1) % WORLD] - offset));
+          v[u] = lift(load_unit(
+              out.from[(RANK + 1) % WORLD] + offset, out.bytes[(RANK + 1) % WORLD] - offset));
         });
-        for_each_peer([&](u32 r) { for_each_unit(i, units[r], threads(), [&](u32 u, u32 at) { session.slot(r)[at] = v[u]; }); });
+        for_each_peer([&](u32 r) {
+          for_each_unit(i, units[r], threads(), [&](u32 u, u32 at) { session.slot(r)[at] = v[u]; });
+        });
         for_each_unit(i, kept, threads(), [&](u32 u, u32 at) { own.store(start[RANK], at, v[u]); });
       }
     } else if (ChunkOf::ONE_BY_ONE) {
@@ -85,10 +93,13 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
           const u64 offset = ChunkOf::offset(start[r], at);
           return load_unit(out.from[r] + offset, out.bytes[r] - offset);
         };
-        move_units(thread(), units[r], threads(), load, [&](u32 at, Unit v) { session.slot(r)[at] = lift(v); });
+        move_units(thread(), units[r], threads(), load, [&](u32 at, Unit v) {
+          session.slot(r)[at] = lift(v);
+        });
       });
     } else {
-      // With many peers, which need registers, the rank's own unit is loaded only when it is stored.
+      // With many peers, which need registers, the rank's own unit is loaded only when it is
+      // stored.
       constexpr bool LOAD_EARLY = AT_ONCE > 1;
       for (u32 i = thread(); i < longest; i += threads() * AT_ONCE) {
         Unit v[AT_ONCE][WORLD];
@@ -131,23 +142,27 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
       steps = larger(own.steps(session), steps_of(session, out.bytes, chunk, to));
     }
   }
-  // step 3: save the counts for the next call; a call that sent nothing must not, because other sends may run meanwhile
+  // step 3: save the counts for the next call; a call that sent nothing must not, because other
+  // sends may run meanwhile
   if (any) {
     session.end();
   }
 }
 
 template <typename ChunkOf, typename Lift>
-DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift) {
+DEVICE void send_pieces(
+    SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift) {
   NoOffers none;
   send_pieces(session, out, to, chunk_of, lift, none, NoOwnMessage{});
 }
 
-// Receives a message of `bytes[r]` from each rank in `from`, in chunks. `take(start, units, slot)` reads the chunk that
-// starts at `start[r]` of each message (`ChunkOf::Start`): `units[r]` units at `slot[r]`. Bytes that arrived through
-// `offers` are already in place.
+// Receives a message of `bytes[r]` from each rank in `from`, in chunks. `take(start, units, slot)`
+// reads the chunk that starts at `start[r]` of each message (`ChunkOf::Start`): `units[r]` units at
+// `slot[r]`. Bytes that arrived through `offers` are already in place.
 template <typename ChunkOf, typename Take, typename Offers>
-DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, ChunkOf chunk_of, Take take, Offers& offers) {
+DEVICE void receive_pieces(
+    ReceiveSession& session, const u64* bytes, u32 from, ChunkOf chunk_of, Take take,
+    Offers& offers) {
   // step 1: start where the last call ended, find the number of chunks
   session.begin();
   u32 chunk[WORLD];
@@ -198,7 +213,8 @@ DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, 
 }
 
 template <typename ChunkOf, typename Take>
-DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, ChunkOf chunk_of, Take take) {
+DEVICE void receive_pieces(
+    ReceiveSession& session, const u64* bytes, u32 from, ChunkOf chunk_of, Take take) {
   NoOffers none;
   receive_pieces(session, bytes, from, chunk_of, take, none);
 }
@@ -209,7 +225,9 @@ struct CopyOut {
   u8* const* to;
   const u64* bytes;
 
-  DEVICE void operator()(const typename ChunkOf::Start (&start)[WORLD], const u32 (&units)[WORLD], const Unit* const (&slot)[WORLD]) const {
+  DEVICE void operator()(
+      const typename ChunkOf::Start (&start)[WORLD], const u32 (&units)[WORLD],
+      const Unit* const (&slot)[WORLD]) const {
     if (ChunkOf::ONE_BY_ONE) {
       for_each_peer([&](u32 r) {
         const auto store = [&](u32 at, Unit v) {

@@ -1,15 +1,16 @@
-// Staging of long messages: chunks move through slots at the receiver, with a flag for each chunk and a credit for each
-// chunk that was read.
+// Staging of long messages: chunks move through slots at the receiver, with a flag for each chunk
+// and a credit for each chunk that was read.
 //
-// A lane is one block per role on every rank; lane l carries chunks l, l + lanes, l + 2 lanes .. of every message. One
-// chunk takes 4 steps:
+// A lane is one block per role on every rank; lane l carries chunks l, l + lanes, l + 2 lanes .. of
+// every message. One chunk takes 4 steps:
 //   1. The sender waits until the receiver has read the slot's previous chunk.
 //   2. The sender writes the slot, fences and raises `arrived`.
 //   3. The receiver waits for `arrived` (acquire, which pairs with that fence) and reads the slot.
 //   4. The receiver raises `credit`.
 //
-// Both words count chunks since the group was created, and so do `sent` and `taken`, the two ends' copies in device
-// memory: a replayed graph continues where the last call ended. Each word has one writer.
+// Both words count chunks since the group was created, and so do `sent` and `taken`, the two ends'
+// copies in device memory: a replayed graph continues where the last call ended. Each word has one
+// writer.
 #pragma once
 #include "units.cuh"
 #include "wait.cuh"
@@ -19,8 +20,9 @@
 // Number of ranks that send to one rank.
 #define SOURCES (WORLD > 1 ? WORLD - 1u : 1u)
 
-// Unit of the lengths of slots and chunks; `ALIGN` in src/coll/cuda/workspace/layout.rs is the same. 32 bits can number
-// 1 TiB of such units, more than a GPU has, and 32-bit divisions are faster than 64-bit ones.
+// Unit of the lengths of slots and chunks; `ALIGN` in src/coll/cuda/workspace/layout.rs is the
+// same. 32 bits can number 1 TiB of such units, more than a GPU has, and 32-bit divisions are
+// faster than 64-bit ones.
 #define START_STEP 256u
 
 // Words of one lane and stage.
@@ -35,25 +37,28 @@ struct Lane {
 
 // Location of a stage in a channel, and how messages are divided.
 struct Staging {
-  // Offsets in the channel of the lanes' words, and of the slots: [lane][source, the next rank first][slot].
+  // Offsets in the channel of the lanes' words, and of the slots: [lane][source, the next rank
+  // first][slot].
   u64 words;
   u64 slots;
   u32 slot_bytes;
-  // Size of a chunk in this call, at most a slot; in exchanges each message has its own chunk size (`ChunkOfMessage`).
+  // Size of a chunk in this call, at most a slot; in exchanges each message has its own chunk size
+  // (`ChunkOfMessage`).
   u32 chunk_bytes;
   u32 lanes;
 };
 
-// Lane and role of a block of a staged kernel. Blocks of a lane are adjacent, because a device may be unable to hold
-// all blocks of all kernels at once, including other groups' kernels. It then starts each kernel with whole lanes, the
-// same on every rank; these finish and make space for others. If all senders came first, two kernels that start in a
-// different order on each rank could wait for each other forever.
+// Lane and role of a block of a staged kernel. Blocks of a lane are adjacent, because a device may
+// be unable to hold all blocks of all kernels at once, including other groups' kernels. It then
+// starts each kernel with whole lanes, the same on every rank; these finish and make space for
+// others. If all senders came first, two kernels that start in a different order on each rank could
+// wait for each other forever.
 struct Role {
   u32 lane, role;
 };
 
-// Returns the lane and role of block `block`. Roles rotate from lane to lane, so that a processor that gets every k-th
-// block gets some of each.
+// Returns the lane and role of block `block`. Roles rotate from lane to lane, so that a processor
+// that gets every k-th block gets some of each.
 DEVICE Role role_of(u32 block, u32 roles) {
   const u32 lane = block / roles;
   return {lane, (block + lane) % roles};
@@ -65,7 +70,8 @@ struct Stage {
   const Staging& staging;
   u32 lane;
 
-  DEVICE Stage(const Common& common, const Staging& staging, u32 lane) : common(common), staging(staging), lane(lane) {}
+  DEVICE Stage(const Common& common, const Staging& staging, u32 lane)
+      : common(common), staging(staging), lane(lane) {}
 
   DEVICE Lane* words(u32 rank) const { return (Lane*)(common.peer[rank] + staging.words) + lane; }
 
@@ -92,7 +98,8 @@ struct Stage {
     return first >= bytes ? 0 : smaller(bytes - first, chunk);
   }
 
-  // Returns the entry of the rank with this thread's number. A loop instead of an index, which registers cannot have.
+  // Returns the entry of the rank with this thread's number. A loop instead of an index, which
+  // registers cannot have.
   DEVICE static u32 of_thread(const u32 (&number)[WORLD]) {
     u32 mine = 0;
     for_each_rank([&](u32 r) { mine = thread() == r ? number[r] : mine; });
@@ -118,23 +125,20 @@ struct Stage {
   }
 };
 
-// Session of this block as the sender of a lane's stage: `begin`, for every chunk `await_credit`, write `slot` and
-// `send`, then `end`. It exists so that no kernel has to count chunks: a slot is written only after its receiver has
-// read it, also across calls. One chunk to rank r:
-//   SendSession session(args.common, args.staging, lane);
-//   session.begin();
-//   session.await_credit(r);
-//   session.slot(r)[thread()] = mine;
-//   sync_block();
-//   session.send(1u << r);
-//   session.end();
+// Session of this block as the sender of a lane's stage: `begin`, for every chunk `await_credit`,
+// write `slot` and `send`, then `end`. It exists so that no kernel has to count chunks: a slot is
+// written only after its receiver has read it, also across calls. One chunk to rank r: SendSession
+// session(args.common, args.staging, lane); session.begin(); session.await_credit(r);
+// session.slot(r)[thread()] = mine; sync_block(); session.send(1u << r); session.end();
 struct SendSession : Stage {
-  // Counts of the chunks sent to each rank, and of those that it has read, as last seen by this thread.
+  // Counts of the chunks sent to each rank, and of those that it has read, as last seen by this
+  // thread.
   u32 sent[WORLD];
   u32 credit[WORLD];
   Wait wait;
 
-  DEVICE SendSession(const Common& common, const Staging& staging, u32 lane) : Stage(common, staging, lane), wait(common) {}
+  DEVICE SendSession(const Common& common, const Staging& staging, u32 lane)
+      : Stage(common, staging, lane), wait(common) {}
 
   // Starts where the last call ended.
   DEVICE void begin() {
@@ -145,7 +149,8 @@ struct SendSession : Stage {
   // Returns the slot at `peer` of its next chunk.
   DEVICE Unit* slot(u32 peer) const { return slot_of(peer, RANK, sent[peer]); }
 
-  // Returns once `peer` has read the previous chunk of `slot(peer)`. Every thread waits independently.
+  // Returns once `peer` has read the previous chunk of `slot(peer)`. Every thread waits
+  // independently.
   DEVICE void await_credit(u32 peer) {
     while ((int)(sent[peer] - credit[peer]) >= (int)SLOTS) {
       credit[peer] = load_relaxed(&words(RANK)->credit[peer]);
@@ -155,7 +160,8 @@ struct SendSession : Stage {
     }
   }
 
-  // Notifies the ranks in `peers` that the block's writes to their slots have arrived. A sync_block must precede it.
+  // Notifies the ranks in `peers` that the block's writes to their slots have arrived. A sync_block
+  // must precede it.
   DEVICE void send(u32 peers) {
     const u32 r = thread();
     if (r < WORLD) {
@@ -171,22 +177,18 @@ struct SendSession : Stage {
   DEVICE void end() const { save_counts(words(RANK)->sent, sent); }
 };
 
-// Session of this block as the receiver of a lane's stage: `begin`, for every chunk `receive`, read `slot` and
-// `release`, then `end`. It exists for the same reason: a slot is read only after its sender has written it. One chunk
-// from rank r:
-//   ReceiveSession session(args.common, args.staging, lane);
-//   session.begin();
-//   session.receive(1u << r);
-//   theirs = session.slot(r)[thread()];
-//   sync_block();
-//   session.release(1u << r);
-//   session.end();
+// Session of this block as the receiver of a lane's stage: `begin`, for every chunk `receive`, read
+// `slot` and `release`, then `end`. It exists for the same reason: a slot is read only after its
+// sender has written it. One chunk from rank r: ReceiveSession session(args.common, args.staging,
+// lane); session.begin(); session.receive(1u << r); theirs = session.slot(r)[thread()];
+// sync_block(); session.release(1u << r); session.end();
 struct ReceiveSession : Stage {
   // Counts of the chunks read from each rank.
   u32 taken[WORLD];
   Wait wait;
 
-  DEVICE ReceiveSession(const Common& common, const Staging& staging, u32 lane) : Stage(common, staging, lane), wait(common) {}
+  DEVICE ReceiveSession(const Common& common, const Staging& staging, u32 lane)
+      : Stage(common, staging, lane), wait(common) {}
 
   // Starts where the last call ended.
   DEVICE void begin() { load_counts(words(RANK)->taken, taken); }
@@ -200,14 +202,16 @@ struct ReceiveSession : Stage {
     if (r < WORLD) {
       const u32 mine = of_thread(taken);
       const u32* arrived = &words(RANK)->arrived[r];
-      while ((sources >> r & 1) && (int)(load_acquire(arrived) - mine) <= 0 && wait.look_again(1u << r)) {
+      while ((sources >> r & 1) && (int)(load_acquire(arrived) - mine) <= 0 &&
+             wait.look_again(1u << r)) {
       }
     }
     sync_block();
   }
 
-  // Returns the slots that have been read to the ranks in `sources`. A sync_block must precede it. It needs no fence:
-  // before that barrier every thread has used what it loaded, and a store does not overtake a completed load.
+  // Returns the slots that have been read to the ranks in `sources`. A sync_block must precede it.
+  // It needs no fence: before that barrier every thread has used what it loaded, and a store does
+  // not overtake a completed load.
   DEVICE void release(u32 sources) {
     const u32 r = thread();
     if (r < WORLD && (sources >> r & 1)) {
@@ -239,8 +243,9 @@ struct ChunkOfCall {
   DEVICE static u64 offset(Start start, u32 at) { return start + (u64)at * 16; }
 };
 
-// A chunk length for messages of different lengths, which only their two ends know: whole slots, or one or two chunks
-// of equal length for each lane, if those are not too short. Both ends compute the same.
+// A chunk length for messages of different lengths, which only their two ends know: whole slots, or
+// one or two chunks of equal length for each lane, if those are not too short. Both ends compute
+// the same.
 struct ChunkOfMessage {
   static constexpr bool ONE_BY_ONE = false;
   // Start of a chunk in steps of 256 bytes. There is one for each rank, and registers are scarce.
@@ -261,8 +266,8 @@ struct ChunkOfMessage {
   DEVICE static u64 offset(Start start, u32 at) { return (u64)start * START_STEP + (u64)at * 16; }
 };
 
-// The same for sends and receives. A call mostly has one message, so chunks are moved one by one: a thread can then
-// have more units of one chunk in flight than of several chunks.
+// The same for sends and receives. A call mostly has one message, so chunks are moved one by one: a
+// thread can then have more units of one chunk in flight than of several chunks.
 struct ChunkOfTransfer : ChunkOfMessage {
   static constexpr bool ONE_BY_ONE = true;
 };

@@ -11,8 +11,8 @@ DEVICE Unit sum_of(const Unit* const (&slot)[WORLD], u32 unit, Unit own, double 
   return sum_in_order(v);
 }
 
-// Exchanges the factors of PREMUL_SUM within a handshake: the rank that adds multiplies as each sender would. Returns
-// false if a rank did not arrive.
+// Exchanges the factors of PREMUL_SUM within a handshake: the rank that adds multiplies as each
+// sender would. Returns false if a rank did not arrive.
 DEVICE bool exchange_factors(HandshakeSession& session, double own, double (&factor)[WORLD]) {
   if constexpr (static_cast<Op>(SYMM_OP) == Op::PREMUL_SUM) {
     u64 bits[WORLD];
@@ -30,13 +30,15 @@ DEVICE Unit sum_of(const Unit (&v)[WORLD], const double (&factor)[WORLD]) {
   return sum_over_ranks([&](u32 r) { return lift(v[r], factor[r]); });
 }
 
-// Adds the `bytes` at `from[r]` of all ranks; `keep(offset, unit, bytes)` stores the sum. The sum may
-// replace an input, because only one thread loads and stores a unit.
+// Adds the `bytes` at `from[r]` of all ranks; `keep(offset, unit, bytes)` stores the sum. The sum
+// may replace an input, because only one thread loads and stores a unit.
 template <typename Keep>
-DEVICE void sum_in_place(const u8* const (&from)[WORLD], const double (&factor)[WORLD], u64 bytes, Keep keep) {
+DEVICE void sum_in_place(
+    const u8* const (&from)[WORLD], const double (&factor)[WORLD], u64 bytes, Keep keep) {
   const u64 units = bytes / 16;
   const u64 first = stride_of_grid().first, step = stride_of_grid().step;
-  // step 1: load several units of every rank, then add and store each; if AT_ONCE is 1, the loop has checked the bound
+  // step 1: load several units of every rank, then add and store each; if AT_ONCE is 1, the loop
+  // has checked the bound
   for (u64 i = first; i < units; i += step * AT_ONCE) {
     Unit v[AT_ONCE][WORLD];
 #pragma unroll

@@ -36,18 +36,22 @@ DEVICE void store_words(u8* to, Unit unit, u64 bytes) {
   }
 }
 
-// Returns a number whose low bits are 0 to the extent that the address and, below a full unit, the length are aligned.
+// Returns a number whose low bits are 0 to the extent that the address and, below a full unit, the
+// length are aligned.
 DEVICE u32 alignment(const u8* at, u64 bytes) {
   return (u32)((u64)at | (bytes < 16 ? bytes : 0));
 }
 
-// Loads the unit at `from`, whose first `bytes` bytes (16 or more: all) belong to the tensor; the rest is 0.
+// Loads the unit at `from`, whose first `bytes` bytes (16 or more: all) belong to the tensor; the
+// rest is 0.
 DEVICE Unit load_unit(const u8* from, u64 bytes) {
   const u32 low = alignment(from, bytes);
   if (bytes >= 16 && low % 16 == 0) {
     return *(const Unit*)from;
   }
-  return low % 4 == 0 ? load_words<u32>(from, bytes) : low % 2 == 0 ? load_words<u16>(from, bytes) : load_words<u8>(from, bytes);
+  return low % 4 == 0   ? load_words<u32>(from, bytes)
+         : low % 2 == 0 ? load_words<u16>(from, bytes)
+                        : load_words<u8>(from, bytes);
 }
 
 // Stores the first `bytes` of a unit (16 or more: all of it) at `to`.
@@ -83,8 +87,8 @@ DEVICE u32 larger(u32 a, u32 b) {
 // Number of units that a thread moves at once, in moves that load each unit once.
 #define ALONE_AT_ONCE 4u
 
-// Calls `move(u, at)` for each of the units i, i + step, … below `units` that a thread moves at once: `at` is the unit,
-// `u` its number among these.
+// Calls `move(u, at)` for each of the units i, i + step, … below `units` that a thread moves at
+// once: `at` is the unit, `u` its number among these.
 template <typename At, typename Move>
 DEVICE void for_each_unit(At i, At units, At step, Move move) {
 #pragma unroll
@@ -96,8 +100,8 @@ DEVICE void for_each_unit(At i, At units, At step, Move move) {
   }
 }
 
-// Moves the units first, first + step, … below `units`: loads several with `load(at)`, then calls `store(at, v)` for
-// each.
+// Moves the units first, first + step, … below `units`: loads several with `load(at)`, then calls
+// `store(at, v)` for each.
 template <typename At, typename Load, typename Store>
 DEVICE void move_units(At first, At units, At step, Load load, Store store) {
   for (At i = first; i < units; i += step * ALONE_AT_ONCE) {

@@ -1,20 +1,21 @@
-// Arguments that every kernel of a communicator has, and bounded waits: each ends when its condition holds, when the
-// group fails, or at the timeout.
+// Arguments that every kernel of a communicator has, and bounded waits: each ends when its
+// condition holds, when the group fails, or at the timeout.
 #pragma once
 #include "peers.cuh"
 
 // Maximum number of ranks of a group; src/coll/cuda/arguments.rs has the same.
 #define MAX_WORLD 16
 
-// Report of late ranks, in host memory. Threads that time out write it; the host reads it, and so do the other threads,
-// which then end as well.
+// Report of late ranks, in host memory. Threads that time out write it; the host reads it, and so
+// do the other threads, which then end as well.
 struct Report {
   u32 failed;
   u32 call_low, call_high;
   u32 waited_ms;
   // Not 0 for each rank for which a thread waited.
   u32 missing[MAX_WORLD];
-  // Counts of the zero-copy kernels: two for each channel, so that sends and receives have one each.
+  // Counts of the zero-copy kernels: two for each channel, so that sends and receives have one
+  // each.
   u32 direct[8];
 };
 
@@ -33,13 +34,14 @@ struct Common {
 // src/coll/cuda/arguments.rs declares the same layouts, and checks the same sizes.
 static_assert(sizeof(Common) == 160 && sizeof(Report) == 112, "");
 
-// Number of polls, each 0.3 to 0.7 µs, between two checks of the clock and the host's words. The checks of a whole
-// kernel take 0.3 ms, because they cross the host's bus one by one. Peers wait for a kernel that its checks delay; if
-// those waits led to checks as well, the kernels would keep delaying each other.
+// Number of polls, each 0.3 to 0.7 µs, between two checks of the clock and the host's words. The
+// checks of a whole kernel take 0.3 ms, because they cross the host's bus one by one. Peers wait
+// for a kernel that its checks delay; if those waits led to checks as well, the kernels would keep
+// delaying each other.
 #define LOOK_EVERY (1u << 14)
 
-// One thread's wait: when its clock started, its polls, and whether it has timed out. It exists so that every waiting
-// loop of a kernel is bounded.
+// One thread's wait: when its clock started, its polls, and whether it has timed out. It exists so
+// that every waiting loop of a kernel is bounded.
 struct Wait {
   const Common& common;
   u64 since = 0;
@@ -55,8 +57,9 @@ struct Wait {
     over = false;
   }
 
-  // Returns true if the thread should poll again for data that the ranks in `missing` (a bit each) have not sent. Once
-  // it has returned false it always does: the results of the call are then invalid, and the host reports why.
+  // Returns true if the thread should poll again for data that the ranks in `missing` (a bit each)
+  // have not sent. Once it has returned false it always does: the results of the call are then
+  // invalid, and the host reports why.
   DEVICE bool look_again(u32 missing) {
     if (over) {
       return false;
@@ -80,7 +83,8 @@ struct Wait {
     if (stopped) {
       return false;
     }
-    // Not for_each_rank: this runs at most once, and unrolled it cost every kernel 2 to 6 registers.
+    // Not for_each_rank: this runs at most once, and unrolled it cost every kernel 2 to 6
+    // registers.
     for (u32 r = 0; r < WORLD; ++r) {
       if (missing >> r & 1) {
         store_relaxed(&report->missing[r], 1u);

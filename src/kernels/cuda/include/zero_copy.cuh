@@ -1,9 +1,9 @@
 // Zero-copy handshake: start and end of a call on symmetric memory.
 //
-// At the start, every block of a zero-copy kernel sends the same block of every peer the addresses that this peer may
-// load and store; at the end, it sends that it has finished. Both use separate LL lines, in two epochs per call. So no
-// rank has to know the others' tensors on the host, and no kernel ends while a peer may still access this rank's
-// memory.
+// At the start, every block of a zero-copy kernel sends the same block of every peer the addresses
+// that this peer may load and store; at the end, it sends that it has finished. Both use separate
+// LL lines, in two epochs per call. So no rank has to know the others' tensors on the host, and no
+// kernel ends while a peer may still access this rank's memory.
 #pragma once
 #include "low_latency.cuh"
 
@@ -12,18 +12,20 @@
 
 // Arguments of the zero-copy handshake.
 struct Handshake {
-  // Offsets in the channel of the blocks' epochs, of the lines ([block][parity][source][unit], two lines each), and of
-  // the count of zero-copy calls.
+  // Offsets in the channel of the blocks' epochs, of the lines ([block][parity][source][unit], two
+  // lines each), and of the count of zero-copy calls.
   u64 epochs;
   u64 lines;
   u64 counts;
   // Start of each rank's symmetric memory, as mapped in this process.
   u64 heap[MAX_WORLD];
-  // Masks with a bit for each rank: `give` if this rank's message for it, and `take` if the destination of its message,
-  // is in symmetric memory that all peers have mapped, aligned to 16 bytes.
+  // Masks with a bit for each rank: `give` if this rank's message for it, and `take` if the
+  // destination of its message, is in symmetric memory that all peers have mapped, aligned to 16
+  // bytes.
   u32 give;
   u32 take;
-  // Index in the report of the count of this channel's collectives or sends; the count of its receives follows.
+  // Index in the report of the count of this channel's collectives or sends; the count of its
+  // receives follows.
   u32 count;
   // Minimum length of a zero-copy message of an exchange, not 0; shorter ones are staged.
   u32 least;
@@ -41,24 +43,22 @@ DEVICE u64 second_of(Unit v) {
   return v.z | (u64)v.w << 32;
 }
 
-// Masks of a block's partners, a bit each: the block sends to `to` at the start and waits for them at the end, and the
-// reverse for `from`.
+// Masks of a block's partners, a bit each: the block sends to `to` at the start and waits for them
+// at the end, and the reverse for `from`.
 struct Partners {
   u32 to;
   u32 from;
 };
 #define EVERYBODY (Partners{~0u, ~0u})
 
-// Session of this block in the handshake of a call: `begin`, `exchange`, `end` (NCCL: ncclLsaBarrierSession at both
-// ends of a kernel). The whole block calls each of them. Every block of every rank calls `begin` and `end`, with
-// partners or without, so that all count the same epochs. It exists so that kernels access peers' tensors only between
-// the peers' start and end of the call. Each thread reads one unit of a tensor of rank r:
-//   HandshakeSession session(args.common, args.handshake, EVERYBODY);
-//   session.begin();
-//   Line words[WORLD];
-//   if (!session.exchange([&](u32) { return Line{session.word(true, mine), 0}; }, words)) return;
-//   theirs = load_unit(session.tensor(r, words[r].first) + thread() * 16, 16);
-//   session.end();
+// Session of this block in the handshake of a call: `begin`, `exchange`, `end` (NCCL:
+// ncclLsaBarrierSession at both ends of a kernel). The whole block calls each of them. Every block
+// of every rank calls `begin` and `end`, with partners or without, so that all count the same
+// epochs. It exists so that kernels access peers' tensors only between the peers' start and end of
+// the call. Each thread reads one unit of a tensor of rank r: HandshakeSession session(args.common,
+// args.handshake, EVERYBODY); session.begin(); Line words[WORLD]; if (!session.exchange([&](u32) {
+// return Line{session.word(true, mine), 0}; }, words)) return; theirs = load_unit(session.tensor(r,
+// words[r].first) + thread() * 16, 16); session.end();
 struct HandshakeSession {
   const Common& common;
   const Handshake& handshake;
@@ -74,14 +74,20 @@ struct HandshakeSession {
   DEVICE void begin() { lines.begin(); }
 
   // Returns the handshake word for an address in this rank's symmetric memory; 0 for none.
-  DEVICE u64 word(bool symmetric, const u8* at) const { return symmetric ? (u64)at - handshake.heap[RANK] + 1 : 0; }
+  DEVICE u64 word(bool symmetric, const u8* at) const {
+    return symmetric ? (u64)at - handshake.heap[RANK] + 1 : 0;
+  }
 
-  // Returns the address that the handshake word of `rank` names, as mapped in this process; null for none.
-  DEVICE u8* tensor(u32 rank, u64 word) const { return word == 0 ? nullptr : (u8*)(handshake.heap[rank] + word - 1); }
+  // Returns the address that the handshake word of `rank` names, as mapped in this process; null
+  // for none.
+  DEVICE u8* tensor(u32 rank, u64 word) const {
+    return word == 0 ? nullptr : (u8*)(handshake.heap[rank] + word - 1);
+  }
 
-  // Sends each partner r the two numbers `word_for(r)`, and receives its two numbers in `words`. Returns true, to the
-  // whole block, if all partners arrived; their writes before their calls are then visible. Returns false if a rank did
-  // not arrive: then `words` must not be used, and the block ends without sending anything else.
+  // Sends each partner r the two numbers `word_for(r)`, and receives its two numbers in `words`.
+  // Returns true, to the whole block, if all partners arrived; their writes before their calls are
+  // then visible. Returns false if a rank did not arrive: then `words` must not be used, and the
+  // block ends without sending anything else.
   template <typename WordFor>
   DEVICE bool exchange(WordFor word_for, Line (&words)[WORLD]) {
     // step 1: thread r sends this rank's numbers to rank r
@@ -120,8 +126,8 @@ struct HandshakeSession {
     return sync_block_and(!lines.wait.over);
   }
 
-  // Counts, for the host, a kernel of this channel that accessed peers' tensors directly. One block of the kernel is
-  // the `first`, and counts.
+  // Counts, for the host, a kernel of this channel that accessed peers' tensors directly. One block
+  // of the kernel is the `first`, and counts.
   DEVICE void count_direct(bool first) const {
     if (first && thread() == 0) {
       u32* counts = (u32*)(common.peer[RANK] + handshake.counts);
@@ -131,9 +137,11 @@ struct HandshakeSession {
     }
   }
 
-  // Returns once the same block of every partner has finished; its stores to this rank's memory are then visible.
+  // Returns once the same block of every partner has finished; its stores to this rank's memory are
+  // then visible.
   DEVICE void end() {
-    // step 1: start an epoch, which includes a barrier of the block: all its loads and stores are complete
+    // step 1: start an epoch, which includes a barrier of the block: all its loads and stores are
+    // complete
     lines.next_epoch();
     const u32 r = thread();
     if (r < WORLD && r != RANK) {
@@ -144,7 +152,8 @@ struct HandshakeSession {
       }
       // step 3: wait until rank r has finished with this rank's memory
       if (partners.to >> r & 1) {
-        // The wait has a new deadline: the time until here was spent on data, which have their own deadlines.
+        // The wait has a new deadline: the time until here was spent on data, which have their own
+        // deadlines.
         lines.wait.restart();
         const Source from[1] = {{r, 1u << r}};
         Unit nothing[1];

@@ -1,6 +1,6 @@
-// Copies between tensors in symmetric memory: all blocks of the grid stride over the message together, without roles
-// and without waiting. Peers' tensors are aligned to 16 bytes. This rank's own tensor may have any alignment where a
-// function says so.
+// Copies between tensors in symmetric memory: all blocks of the grid stride over the message
+// together, without roles and without waiting. Peers' tensors are aligned to 16 bytes. This rank's
+// own tensor may have any alignment where a function says so.
 #pragma once
 #include "zero_copy.cuh"
 #include "staging.cuh"
@@ -57,7 +57,8 @@ DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 by
 }
 
 // Copies `from[r]`, at any alignment, to each rank r in `targets` (a bit each).
-DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets, const u64 (&bytes)[WORLD]) {
+DEVICE void put_each(
+    const u8* const* from, u8* const (&to)[WORLD], u32 targets, const u64 (&bytes)[WORLD]) {
   u64 units[WORLD];
   u64 longest = 0;
   for_each_peer_and_self([&](u32 r) {
@@ -90,7 +91,8 @@ DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets,
   // step 2: one thread copies the remainders
   for_each_peer_and_self([&](u32 r) {
     if ((targets >> r & 1) && moves_the_rest(bytes[r])) {
-      store_unit(to[r] + units[r] * 16, load_unit(from[r] + units[r] * 16, bytes[r] % 16), bytes[r] % 16);
+      store_unit(
+          to[r] + units[r] * 16, load_unit(from[r] + units[r] * 16, bytes[r] % 16), bytes[r] % 16);
     }
   });
 }

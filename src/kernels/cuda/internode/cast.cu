@@ -1,6 +1,6 @@
-// Conversions of floats to float32 and back, with the bits of kernels::cpu::widen and kernels::cpu::narrow. SYMM_DTYPE
-// is the narrower type, whose elements may have any alignment; the float32 are aligned to 16 bytes. The kernels never
-// wait.
+// Conversions of floats to float32 and back, with the bits of kernels::cpu::widen and
+// kernels::cpu::narrow. SYMM_DTYPE is the narrower type, whose elements may have any alignment; the
+// float32 are aligned to 16 bytes. The kernels never wait.
 #include "units.cuh"
 #include "reduction.cuh"
 

@@ -1,6 +1,6 @@
-// Sum of the partial results of all nodes in node order, or pairwise with SYMM_TREE, with the same bits as
-// kernels::cpu::reduce_partials. The partial results are equally spaced in this rank's memory, each aligned to 16 bytes;
-// the result may have any alignment. The kernel never waits.
+// Sum of the partial results of all nodes in node order, or pairwise with SYMM_TREE, with the same
+// bits as kernels::cpu::reduce_partials. The partial results are equally spaced in this rank's
+// memory, each aligned to 16 bytes; the result may have any alignment. The kernel never waits.
 #include "units.cuh"
 #include "reduction.cuh"
 
@@ -21,13 +21,15 @@ struct SumPartialsArgs {
 // src/internode/cuda/sum.rs declares the same layout.
 static_assert(sizeof(SumPartialsArgs) == 40 + 8 * MAX_NODES, "");
 
-// Accumulators of one node's unit. `lift` rounds a product as a sender does; here products are not rounded.
+// Accumulators of one node's unit. `lift` rounds a product as a sender does; here products are not
+// rounded.
 template <Op OP, typename R>
 DEVICE void weigh(typename R::Sum& sum, Unit v, [[maybe_unused]] double factor) {
   R::begin(sum, v);
   if constexpr (OP == Op::PREMUL_SUM) {
 #pragma unroll
-    for (int i = 0; i < R::COUNT; i++) sum.each[i] = sum.each[i] * static_cast<typename R::Acc>(factor);
+    for (int i = 0; i < R::COUNT; i++)
+      sum.each[i] = sum.each[i] * static_cast<typename R::Acc>(factor);
   }
 }
 
@@ -61,8 +63,8 @@ DEVICE Unit rounded(const typename R::Sum& sum, [[maybe_unused]] u32 divisor) {
 }
 
 #ifdef SYMM_TREE
-// Returns the pairwise sum of `leaf(node)` of all nodes. After node h, `held[k]` has a sum of 2^k nodes if bit k of
-// h + 1 is set; the loops over k are unrolled, so that sums stay in registers.
+// Returns the pairwise sum of `leaf(node)` of all nodes. After node h, `held[k]` has a sum of 2^k
+// nodes if bit k of h + 1 is set; the loops over k are unrolled, so that sums stay in registers.
 template <typename Leaf>
 DEVICE Sum sum_of_nodes(u32 nodes, const Leaf& leaf) {
   constexpr u32 LEVELS = 8;
@@ -101,19 +103,23 @@ LANE_KERNEL(sum_partials, SumPartialsArgs) {
   const u64 step = (u64)blocks() * threads();
   for (u64 i = (u64)block() * threads() + thread(); i < units_of(args.bytes); i += step) {
 #ifdef SYMM_TREE
-    // steps 1 and 2: combine all nodes' units pairwise; all partial results may be read to the end of a unit
+    // steps 1 and 2: combine all nodes' units pairwise; all partial results may be read to the end
+    // of a unit
     const Sum sum = sum_of_nodes(args.nodes, [&](u32 node) {
       Sum weighed;
-      weigh<OP, Chosen>(weighed, *(const Unit*)(args.from + node * args.stride + i * 16), args.factor[node]);
+      weigh<OP, Chosen>(
+          weighed, *(const Unit*)(args.from + node * args.stride + i * 16), args.factor[node]);
       return weighed;
     });
 #else
-    // step 1: start with the first node's unit; all partial results may be read to the end of a unit
+    // step 1: start with the first node's unit; all partial results may be read to the end of a
+    // unit
     Sum sum;
     weigh<OP, Chosen>(sum, *(const Unit*)(args.from + i * 16), args.factor[0]);
     // step 2: combine the other nodes' units in order
     for (u32 node = 1; node < args.nodes; ++node) {
-      add<OP, Chosen>(sum, *(const Unit*)(args.from + node * args.stride + i * 16), args.factor[node]);
+      add<OP, Chosen>(
+          sum, *(const Unit*)(args.from + node * args.stride + i * 16), args.factor[node]);
     }
 #endif
     // step 3: divide, round once and store

@@ -1,6 +1,7 @@
-// One-shot all-reduce of rows on sentinel slots, with residual and norm in the same kernel: every rank sends its whole
-// input to every peer, adds all inputs in rank order, and normalises every row. Each rank sends (n - 1) S in one trip
-// over the link. A cluster handles each row, and each of its blocks has at least one group of the row.
+// One-shot all-reduce of rows on sentinel slots, with residual and norm in the same kernel: every
+// rank sends its whole input to every peer, adds all inputs in rank order, and normalises every
+// row. Each rank sends (n - 1) S in one trip over the link. A cluster handles each row, and each of
+// its blocks has at least one group of the row.
 #include "norm.cuh"
 
 template <u32 K>
@@ -10,7 +11,8 @@ DEVICE void sum_and_norm(const NormArgs& args, const Share& share, SentinelSessi
   const u64 first = part_begin(args.rows, cluster, clusters);
   const u32 count = (u32)(part_begin(args.rows, cluster + 1, clusters) - first);
   const auto own = [&](u32 row, u32 k, u32 p) {
-    return load_of<K>(args.from + ((first + row) * row_units(args) + share.group(k) * PARTS + p) * 16);
+    return load_of<K>(
+        args.from + ((first + row) * row_units(args) + share.group(k) * PARTS + p) * 16);
   };
   // step 2: send this block's part of the rows to every peer
   for (u32 row = 0; row < count; ++row) {

@@ -8,7 +8,12 @@ use std::ffi::{CString, c_char, c_int};
 use std::ptr::null_mut;
 
 pub(super) fn c_string(text: &str) -> Result<CString> {
-    CString::new(text).map_err(|error| Error::internal(format!("a kernel's text or option has a zero byte at {}", error.nul_position())))
+    CString::new(text).map_err(|error| {
+        Error::internal(format!(
+            "a kernel's text or option has a zero byte at {}",
+            error.nul_position()
+        ))
+    })
 }
 
 /// A program that the compiler holds.
@@ -18,17 +23,33 @@ pub(super) struct Compilation<'a> {
 }
 
 impl<'a> Compilation<'a> {
-    pub(super) fn new(nvrtc: &'a Nvrtc, name: &str, text: &str, headers: &[Header]) -> Result<Self> {
+    pub(super) fn new(
+        nvrtc: &'a Nvrtc,
+        name: &str,
+        text: &str,
+        headers: &[Header],
+    ) -> Result<Self> {
         let (label, text) = (c_string(name)?, c_string(text)?);
-        let texts = headers.iter().map(|header| c_string(header.text)).collect::<Result<Vec<_>>>()?;
-        let names = headers.iter().map(|header| c_string(header.name)).collect::<Result<Vec<_>>>()?;
-        let pointers = |strings: &[CString]| strings.iter().map(|string| string.as_ptr()).collect::<Vec<_>>();
+        let texts =
+            headers.iter().map(|header| c_string(header.text)).collect::<Result<Vec<_>>>()?;
+        let names =
+            headers.iter().map(|header| c_string(header.name)).collect::<Result<Vec<_>>>()?;
+        let pointers =
+            |strings: &[CString]| strings.iter().map(|string| string.as_ptr()).collect::<Vec<_>>();
         let (texts_at, names_at) = (pointers(&texts), pointers(&names));
         let mut handle = null_mut();
-        // SAFETY: all strings live until the call returns, which copies them; both lists have the given length.
+        // SAFETY: all strings live until the call returns, which copies them; both lists have the
+        // given length.
         let status = unsafe {
             let count = headers.len() as c_int;
-            (nvrtc.functions.create)(&raw mut handle, text.as_ptr(), label.as_ptr(), count, texts_at.as_ptr(), names_at.as_ptr())
+            (nvrtc.functions.create)(
+                &raw mut handle,
+                text.as_ptr(),
+                label.as_ptr(),
+                count,
+                texts_at.as_ptr(),
+                names_at.as_ptr(),
+            )
         };
         nvrtc.check(&format!("take {name}"), status)?;
         Ok(Self { nvrtc, handle })
@@ -53,19 +74,31 @@ impl<'a> Compilation<'a> {
     }
 
     pub(super) fn log(&self) -> Result<String> {
-        let bytes = self.bytes("its messages", self.nvrtc.functions.log_size, self.nvrtc.functions.log)?;
+        let bytes =
+            self.bytes("its messages", self.nvrtc.functions.log_size, self.nvrtc.functions.log)?;
         Ok(String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_owned())
     }
 
     pub(super) fn cubin(&self) -> Result<Vec<u8>> {
-        let bytes = self.bytes("machine code", self.nvrtc.functions.cubin_size, self.nvrtc.functions.cubin)?;
-        if bytes.is_empty() { Err(Error::internal("NVRTC gave no machine code: the options named no sm_ architecture")) } else { Ok(bytes) }
+        let bytes = self.bytes(
+            "machine code",
+            self.nvrtc.functions.cubin_size,
+            self.nvrtc.functions.cubin,
+        )?;
+        if bytes.is_empty() {
+            Err(Error::internal(
+                "NVRTC gave no machine code: the options named no sm_ architecture",
+            ))
+        } else {
+            Ok(bytes)
+        }
     }
 }
 
 impl Drop for Compilation<'_> {
     fn drop(&mut self) {
-        // SAFETY: `handle` came from `create` and is destroyed only here. This fails only for an invalid handle.
+        // SAFETY: `handle` came from `create` and is destroyed only here. This fails only for an
+        // invalid handle.
         unsafe { (self.nvrtc.functions.destroy)(&raw mut self.handle) };
     }
 }

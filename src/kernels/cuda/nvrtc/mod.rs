@@ -1,4 +1,5 @@
-//! NVIDIA's run-time compiler, opened at run time: the build does not need it, and neither does a node without GPUs.
+//! NVIDIA's run-time compiler, opened at run time: the build does not need it, and neither does a
+//! node without GPUs.
 //!
 //! Not from cudarc, which searches for the library under the names of one toolkit only.
 #![allow(unsafe_code, reason = "functions of NVRTC, found at run time")]
@@ -36,7 +37,12 @@ macro_rules! functions {
         impl Functions {
             fn of(library: &Library) -> std::result::Result<Self, libloading::Error> {
                 // SAFETY: the types match nvrtc.h, and are the same from CUDA 11.1 to 13.
-                unsafe { Ok(Self { $($name: *library.get::<unsafe extern "C" fn($($argument),*) -> $result>($symbol)?),* }) }
+                unsafe {
+                    Ok(Self { $(
+                        $name: *library
+                            .get::<unsafe extern "C" fn($($argument),*) -> $result>($symbol)?
+                    ),* })
+                }
             }
         }
     };
@@ -45,7 +51,10 @@ macro_rules! functions {
 functions! {
     version = "nvrtcVersion": (*mut c_int, *mut c_int) -> c_int;
     error_string = "nvrtcGetErrorString": (c_int) -> *const c_char;
-    create = "nvrtcCreateProgram": (*mut Handle, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> c_int;
+    create = "nvrtcCreateProgram": (
+        *mut Handle, *const c_char, *const c_char, c_int, *const *const c_char,
+        *const *const c_char
+    ) -> c_int;
     destroy = "nvrtcDestroyProgram": (*mut Handle) -> c_int;
     compile = "nvrtcCompileProgram": (Handle, c_int, *const *const c_char) -> c_int;
     cubin_size = "nvrtcGetCUBINSize": (Handle, *mut usize) -> c_int;
@@ -60,7 +69,8 @@ pub struct Nvrtc {
     /// Major and minor version.
     version: (i32, i32),
     path: PathBuf,
-    /// The library that the compiler opens by its bare name while it compiles; held so that it is found.
+    /// The library that the compiler opens by its bare name while it compiles; held so that it is
+    /// found.
     _builtins: Option<Library>,
     /// The library that contains `functions`; declared after them, so that it is dropped last.
     _library: Library,
@@ -79,22 +89,28 @@ impl Nvrtc {
     fn open(name: &OsStr, flags: c_int) -> Result<Self> {
         let fail = |error: libloading::Error| {
             // The linker's message is the source of libloading's error.
-            let reason = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+            let reason = std::error::Error::source(&error)
+                .map_or_else(|| error.to_string(), ToString::to_string);
             Error::config(format!("NVRTC cannot be opened as {}: {reason}", name.display()))
         };
         // SAFETY: loading NVIDIA's library has no effect that other code could notice.
-        let library = unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL | flags) }.map_err(fail)?;
+        let library =
+            unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL | flags) }.map_err(fail)?;
         let functions = Functions::of(&library).map_err(fail)?;
         let path = origin(functions.version as *const c_void).unwrap_or_else(|| name.into());
         let mut version = (0, 0);
         // SAFETY: the library is open, and both pointers are valid for a write.
         let status = unsafe { (functions.version)(&raw mut version.0, &raw mut version.1) };
         if status != SUCCESS {
-            return Err(Error::config(format!("NVRTC at {} does not tell its version: error {status}", path.display())));
+            return Err(Error::config(format!(
+                "NVRTC at {} does not tell its version: error {status}",
+                path.display()
+            )));
         }
-        // The compiler searches for its built-in functions where the linker does, not in its own directory: it finds
-        // them if they are open.
-        let builtins = path.with_file_name(format!("libnvrtc-builtins.so.{}.{}", version.0, version.1));
+        // The compiler searches for its built-in functions where the linker does, not in its own
+        // directory: it finds them if they are open.
+        let builtins =
+            path.with_file_name(format!("libnvrtc-builtins.so.{}.{}", version.0, version.1));
         // SAFETY: as above; the file is a table.
         let builtins = unsafe { Library::open(Some(builtins), RTLD_NOW | RTLD_LOCAL) }.ok();
         Ok(Self { functions, version, path, _builtins: builtins, _library: library })
@@ -110,22 +126,42 @@ impl Nvrtc {
         &self.path
     }
 
-    /// Compiles `text`, which messages call `name`, to machine code. `options` must name an architecture as `sm_90`.
+    /// Compiles `text`, which messages call `name`, to machine code. `options` must name an
+    /// architecture as `sm_90`.
     ///
-    /// Fails with `Config` if this NVRTC does not support the options or lacks its built-in functions, and with
-    /// `Internal` and the compiler's first messages if the program is wrong.
-    pub fn compile(&self, name: &str, text: &str, headers: &[Header], options: &[String]) -> Result<Compiled> {
+    /// Fails with `Config` if this NVRTC does not support the options or lacks its built-in
+    /// functions, and with `Internal` and the compiler's first messages if the program is wrong.
+    pub fn compile(
+        &self,
+        name: &str,
+        text: &str,
+        headers: &[Header],
+        options: &[String],
+    ) -> Result<Compiled> {
         let program = Compilation::new(self, name, text, headers)?;
         let owned = options.iter().map(|option| c_string(option)).collect::<Result<Vec<_>>>()?;
         let pointers: Vec<_> = owned.iter().map(|option| option.as_ptr()).collect();
-        // SAFETY: the program is alive; `pointers` are strings of `owned`, and their number is passed.
-        let status = unsafe { (self.functions.compile)(program.handle, pointers.len() as c_int, pointers.as_ptr()) };
+        // SAFETY: the program is alive; `pointers` are strings of `owned`, and their number is
+        // passed.
+        let status = unsafe {
+            (self.functions.compile)(program.handle, pointers.len() as c_int, pointers.as_ptr())
+        };
         let log = program.log().unwrap_or_default();
         if status == SUCCESS {
             return Ok(Compiled { cubin: program.cubin()?, log });
         }
-        let lines: Vec<&str> = log.lines().map(str::trim_end).filter(|line| !line.is_empty()).take(LOG_LINES).collect();
-        let message = format!("{}, with {}: {}", self.failed(&format!("compile {name}"), status), options.join(" "), lines.join("\n"));
+        let lines: Vec<&str> = log
+            .lines()
+            .map(str::trim_end)
+            .filter(|line| !line.is_empty())
+            .take(LOG_LINES)
+            .collect();
+        let message = format!(
+            "{}, with {}: {}",
+            self.failed(&format!("compile {name}"), status),
+            options.join(" "),
+            lines.join("\n")
+        );
         Err(match status {
             INVALID_OPTION | NO_BUILTINS => Error::config(message),
             _ => Error::internal(message),
@@ -135,8 +171,14 @@ impl Nvrtc {
     /// Returns the message for a failed call.
     fn failed(&self, what: &str, status: c_int) -> String {
         // SAFETY: returns a constant of the library for any number.
-        let reason = unsafe { CStr::from_ptr((self.functions.error_string)(status)) }.to_string_lossy();
-        format!("NVRTC {}.{} at {} did not {what}: {reason}", self.version.0, self.version.1, self.path.display())
+        let reason =
+            unsafe { CStr::from_ptr((self.functions.error_string)(status)) }.to_string_lossy();
+        format!(
+            "NVRTC {}.{} at {} did not {what}: {reason}",
+            self.version.0,
+            self.version.1,
+            self.path.display()
+        )
     }
 
     fn check(&self, what: &str, status: c_int) -> Result<()> {

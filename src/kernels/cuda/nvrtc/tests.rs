@@ -7,10 +7,11 @@ use crate::config::Config;
 use std::io::Write;
 
 /// A kernel that uses the header of every kernel.
-const TINY: &str =
-    "#include \"device.cuh\"\nstruct Words { u32* at; };\nKERNEL(tiny, Words) { store_relaxed(args.at + thread(), RANK); }\n";
+const TINY: &str = "#include \"device.cuh\"\nstruct Words { u32* at; };\nKERNEL(tiny, Words) { \
+    store_relaxed(args.at + thread(), RANK); }\n";
 
-const OPTIONS: [&str; 4] = ["--gpu-architecture=sm_90", "--std=c++17", "-DSYMM_WORLD=2", "-DSYMM_RANK=1"];
+const OPTIONS: [&str; 4] =
+    ["--gpu-architecture=sm_90", "--std=c++17", "-DSYMM_WORLD=2", "-DSYMM_RANK=1"];
 
 /// Returns the compiler, or prints why the test does nothing.
 fn compiler() -> Option<&'static Nvrtc> {
@@ -30,7 +31,12 @@ fn compile(nvrtc: &Nvrtc, text: &str, further: &[&str]) -> Result<Compiled> {
 #[test]
 fn a_program_becomes_machine_code() {
     let Some(nvrtc) = compiler() else { return };
-    assert!(nvrtc.version() >= (11, 2) && nvrtc.path().is_absolute(), "{:?} at {:?}", nvrtc.version(), nvrtc.path());
+    assert!(
+        nvrtc.version() >= (11, 2) && nvrtc.path().is_absolute(),
+        "{:?} at {:?}",
+        nvrtc.version(),
+        nvrtc.path()
+    );
     let compiled = compile(nvrtc, TINY, &["--ptxas-options=-v"]).expect("it compiles");
     assert_eq!(compiled.cubin[..4], *b"\x7fELF");
     assert!(compiled.log.contains("0 bytes spill stores"), "{}", compiled.log);
@@ -40,7 +46,9 @@ fn a_program_becomes_machine_code() {
 fn threads_compile_at_once() {
     let Some(nvrtc) = compiler() else { return };
     let cubins: Vec<Vec<u8>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| compile(nvrtc, TINY, &[]).expect("it compiles").cubin)).collect();
+        let threads: Vec<_> = (0..4)
+            .map(|_| scope.spawn(|| compile(nvrtc, TINY, &[]).expect("it compiles").cubin))
+            .collect();
         threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
     });
     assert!(cubins.windows(2).all(|pair| pair[0] == pair[1]));
@@ -49,7 +57,8 @@ fn threads_compile_at_once() {
 #[test]
 fn a_wrong_program_is_shown_with_its_line_and_the_options() {
     let Some(nvrtc) = compiler() else { return };
-    let error = compile(nvrtc, &TINY.replace("RANK", "NOTHING"), &[]).err().expect("a name nobody knows");
+    let error =
+        compile(nvrtc, &TINY.replace("RANK", "NOTHING"), &[]).err().expect("a name nobody knows");
     assert_eq!(error.kind, crate::error::ErrorKind::Internal);
     for part in ["tiny.cu(3)", "NOTHING", "--gpu-architecture=sm_90", "-DSYMM_WORLD=2"] {
         assert!(error.message.contains(part), "{part} is not in: {error}");
@@ -60,7 +69,10 @@ fn a_wrong_program_is_shown_with_its_line_and_the_options() {
 #[test]
 fn an_architecture_it_does_not_know_is_a_matter_of_configuration() {
     let Some(nvrtc) = compiler() else { return };
-    let error = nvrtc.compile("tiny.cu", TINY, HEADERS, &["--gpu-architecture=sm_999".into()]).err().expect("no such device");
+    let error = nvrtc
+        .compile("tiny.cu", TINY, HEADERS, &["--gpu-architecture=sm_999".into()])
+        .err()
+        .expect("no such device");
     assert_eq!(error.kind, crate::error::ErrorKind::Config);
     assert!(error.message.contains("sm_999"), "{error}");
 }

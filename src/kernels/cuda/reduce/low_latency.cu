@@ -1,5 +1,5 @@
-// One-shot reductions of short messages on LL lines: every rank sends its message to each rank that needs the result,
-// and that rank adds all messages in rank order.
+// One-shot reductions of short messages on LL lines: every rank sends its message to each rank that
+// needs the result, and that rank adds all messages in rank order.
 #include "low_latency.cuh"
 #include "reduction.cuh"
 
@@ -33,8 +33,8 @@ KERNEL(reduce_low_latency, ReduceArgs) {
     return lift(load_unit(args.from[r] + offset, args.send[r] - offset), args.factor);
   });
   allow_successor();
-  // step 3: receive each peer's unit, add the units in rank order, store the sum. The block waits for every peer's
-  // first line even without data: the two buffers of low_latency.cuh rely on it.
+  // step 3: receive each peer's unit, add the units in rank order, store the sum. The block waits
+  // for every peer's first line even without data: the two buffers of low_latency.cuh rely on it.
   for (u32 i = thread(); i < at_least_one(take); i += threads()) {
     const u64 offset = (session.first + i) * 16;
     Unit own = {0, 0, 0, 0};

@@ -1,6 +1,6 @@
-// Reduce-scatter of long messages through staging: every rank sends each piece to the rank that needs it, and that rank
-// adds all pieces in rank order. In a zero-copy call with all inputs in symmetric memory, that rank loads the pieces
-// instead.
+// Reduce-scatter of long messages through staging: every rank sends each piece to the rank that
+// needs it, and that rank adds all pieces in rank order. In a zero-copy call with all inputs in
+// symmetric memory, that rank loads the pieces instead.
 #include "staged_roles.cuh"
 #include "sum.cuh"
 
@@ -19,14 +19,18 @@ struct ReduceStagedArgs {
 static_assert(sizeof(ReduceStagedArgs) == 648, "");
 
 #ifdef SYMM_ZERO_COPY
-// Exchanges handshake words. If all inputs are in symmetric memory, sets `direct` and adds this rank's pieces, loaded
-// from the inputs. Returns false if a rank did not arrive; then nothing was loaded.
+// Exchanges handshake words. If all inputs are in symmetric memory, sets `direct` and adds this
+// rank's pieces, loaded from the inputs. Returns false if a rank did not arrive; then nothing was
+// loaded.
 DEVICE bool sum_direct(const ReduceStagedArgs& args, HandshakeSession& session, bool& direct) {
   const Handshake& handshake = args.handshake;
   Line words[WORLD];
   double factor[WORLD];
-  // step 1: send each peer the address of its piece of this rank's input, and receive the peers' addresses
-  const auto word_for = [&](u32 r) -> Line { return {session.word(handshake.give >> r & 1, args.out.from[r]), 0}; };
+  // step 1: send each peer the address of its piece of this rank's input, and receive the peers'
+  // addresses
+  const auto word_for = [&](u32 r) -> Line {
+    return {session.word(handshake.give >> r & 1, args.out.from[r]), 0};
+  };
   if (!session.exchange(word_for, words) || !exchange_factors(session, args.factor, factor)) {
     return false;
   }
@@ -34,15 +38,17 @@ DEVICE bool sum_direct(const ReduceStagedArgs& args, HandshakeSession& session, 
   bool lacking = false;
   const u8* from[WORLD];
   for_each_rank([&](u32 r) {
-    // If one piece for one peer is not in symmetric memory, the rank reports this to all peers, so all make the same
-    // decision.
+    // If one piece for one peer is not in symmetric memory, the rank reports this to all peers, so
+    // all make the same decision.
     lacking |= words[r].first == 0;
     from[r] = session.tensor(r, words[r].first);
   });
   direct = !lacking;
   // step 3: load this rank's piece from all inputs, add the pieces in rank order, store the sum
   if (direct) {
-    sum_in_place(from, factor, args.bytes, [&](u64 offset, Unit sum, u64 bytes) { store_unit(args.to + offset, sum, bytes); });
+    sum_in_place(from, factor, args.bytes, [&](u64 offset, Unit sum, u64 bytes) {
+      store_unit(args.to + offset, sum, bytes);
+    });
     session.count_direct(block() == 0);
   }
   return true;
@@ -53,8 +59,8 @@ DEVICE bool sum_direct(const ReduceStagedArgs& args, HandshakeSession& session, 
 LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   after_predecessor();
 #ifdef SYMM_ZERO_COPY
-  // step 1, zero-copy: start the handshake; if all inputs are in symmetric memory, the sum is computed here and the
-  // call ends
+  // step 1, zero-copy: start the handshake; if all inputs are in symmetric memory, the sum is
+  // computed here and the call ends
   HandshakeSession session(args.common, args.handshake, EVERYBODY);
   session.begin();
   bool direct;
@@ -71,7 +77,9 @@ LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   if (role == 0) {
     SendSession sender(args.common, args.staging, lane);
     const double factor = args.factor;
-    send_pieces(sender, args.out, all_peers(), ChunkOfCall{args.staging.chunk_bytes}, [factor](Unit v) { return lift(v, factor); });
+    send_pieces(
+        sender, args.out, all_peers(), ChunkOfCall{args.staging.chunk_bytes},
+        [factor](Unit v) { return lift(v, factor); });
     return;
   }
   if (args.to == nullptr) {
@@ -83,11 +91,15 @@ LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   // step 3 (role 1): add each arrived chunk in rank order and store the sum
   const u8* own = args.out.from[RANK];
   const ChunkOfCall chunk_of{args.staging.chunk_bytes};
-  const auto add_up = [&](const u64(&start)[WORLD], const u32(&units)[WORLD], const Unit* const(&slot)[WORLD]) {
+  const auto add_up = [&](const u64(&start)[WORLD], const u32(&units)[WORLD],
+                          const Unit* const(&slot)[WORLD]) {
     const u32 count = units[(RANK + 1) % WORLD];
     for (u32 i = thread(); i < count; i += threads()) {
       const u64 offset = ChunkOfCall::offset(start[(RANK + 1) % WORLD], i);
-      store_unit(args.to + offset, sum_of(slot, i, load_unit(own + offset, args.bytes - offset), args.factor), args.bytes - offset);
+      store_unit(
+          args.to + offset,
+          sum_of(slot, i, load_unit(own + offset, args.bytes - offset), args.factor),
+          args.bytes - offset);
     }
   };
   receive_pieces(receiver, bytes, all_peers(), chunk_of, add_up);

@@ -1,7 +1,8 @@
-// Signals between ranks, through words in the ranks' pads. A word of 0 belongs to the sender, which sets it to 1 in the
-// receiver's pad; a word of 1 belongs to the receiver, which sets it to 0 again. Each thread handles one peer: it puts,
-// or waits, or, in a barrier, does one after the other. Work that the stream did before a put is visible after the wait
-// that takes it: the fence before the put pairs with the fence after the wait (docs/design/memory-model.md).
+// Signals between ranks, through words in the ranks' pads. A word of 0 belongs to the sender, which
+// sets it to 1 in the receiver's pad; a word of 1 belongs to the receiver, which sets it to 0
+// again. Each thread handles one peer: it puts, or waits, or, in a barrier, does one after the
+// other. Work that the stream did before a put is visible after the wait that takes it: the fence
+// before the put pairs with the fence after the wait (docs/design/memory-model.md).
 #include "peers.cuh"
 
 // Maximum number of ranks of a group; src/coll/cuda/arguments.rs has the same.
@@ -12,8 +13,8 @@ struct SignalArgs {
   u32* pad[MAX_PEERS];
   // Word in host memory that is not 0 once the group has failed.
   const u32* stop;
-  // Two words in host memory: the record of the first signal that timed out, and the milliseconds that it waited. Once
-  // the first word is not 0, all other signals end as well.
+  // Two words in host memory: the record of the first signal that timed out, and the milliseconds
+  // that it waited. Once the first word is not 0, all other signals end as well.
   u32* report;
   // Total timeout of a thread in nanoseconds.
   u64 timeout;
@@ -28,8 +29,8 @@ static_assert(sizeof(SignalArgs) == 104 && WORLD <= MAX_PEERS, "");
 
 enum class Step : u32 { PUT, WAIT, DONE, LATE, STOPPED };
 
-// A thread checks the clock and the host's words once in this many polls, which take 0.7 µs each, or twice that for a
-// word in a peer's memory.
+// A thread checks the clock and the host's words once in this many polls, which take 0.7 µs each,
+// or twice that for a word in a peer's memory.
 #define LOOK_EVERY 512u
 
 KERNEL(signal, SignalArgs) {
@@ -48,7 +49,8 @@ KERNEL(signal, SignalArgs) {
   // step 4: put, wait, or put and then wait, until done, late or stopped
   u64 since = 0;
   for (u32 turn = 1; step == Step::PUT || step == Step::WAIT; turn++) {
-    // One loop for both, so that no thread's store waits until other threads of the warp have seen their words.
+    // One loop for both, so that no thread's store waits until other threads of the warp have seen
+    // their words.
     if (step == Step::PUT && seen == 0) {
       store_relaxed(out, 1u);
       step = waits ? Step::WAIT : Step::DONE;
@@ -75,9 +77,10 @@ KERNEL(signal, SignalArgs) {
   }
   // step 6: report the missing peers
   u32 missing = 0;
-  for_each_rank([&](u32 r) { missing |= sync_block_and(peer != r || step != Step::LATE) ? 0 : 1u << r; });
-  // The first report wins. Its first word is consistent; the milliseconds may come from another thread that reports
-  // within the same microsecond.
+  for_each_rank(
+      [&](u32 r) { missing |= sync_block_and(peer != r || step != Step::LATE) ? 0 : 1u << r; });
+  // The first report wins. Its first word is consistent; the milliseconds may come from another
+  // thread that reports within the same microsecond.
   if (peer == 0 && load_relaxed(args.report) == 0) {
     const u64 waited = args.timeout / 1000000;
     store_relaxed(args.report + 1, waited < 0xffffffff ? (u32)waited : 0xffffffffu);

@@ -1,4 +1,5 @@
-//! Admission: accepts and authenticates connections, and keeps them from using the process's last file descriptors.
+//! Admission: accepts and authenticates connections, and keeps them from using the process's last
+//! file descriptors.
 
 use super::connection::{ClientConnection, ClientPhase};
 use super::event_loop::EventLoop;
@@ -23,18 +24,19 @@ const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 const RAISE_LIMIT_AT: usize = 16;
 const EXTRA_FDS: u64 = 4096;
 
-/// Number of unidentified peers that stay allowed when they have used their share of the file descriptors, because a
-/// peer that knows the secret is unidentified at first, too.
+/// Number of unidentified peers that stay allowed when they have used their share of the file
+/// descriptors, because a peer that knows the secret is unidentified at first, too.
 const MIN_UNIDENTIFIED: usize = 16;
 
 /// The part of the process's file descriptors that unidentified peers must leave free: 1 in 4.
 const UNIDENTIFIED_RESERVE: u64 = 4;
 
-/// Number of file descriptors that clients must leave free for the rest of the process, or 1 in 8 if that is fewer.
+/// Number of file descriptors that clients must leave free for the rest of the process, or 1 in 8
+/// if that is fewer.
 const CLIENT_RESERVE: u64 = 32;
 
-/// Moves `socket` to the lowest free file descriptor, if that is lower than its own, so that connections that replace
-/// others do not climb.
+/// Moves `socket` to the lowest free file descriptor, if that is lower than its own, so that
+/// connections that replace others do not climb.
 fn lowered(socket: OwnedFd) -> OwnedFd {
     match fcntl_dupfd_cloexec(&socket, 0) {
         Ok(copy) if copy.as_raw_fd() < socket.as_raw_fd() => copy,
@@ -54,7 +56,10 @@ impl EventLoop {
                 Err(Errno::MFILE | Errno::NFILE) if self.evict_oldest() => {}
                 Err(errno) => {
                     // The listener stays readable, so no further event announces the connection.
-                    self.accept_errors.warn(format_args!("the store at {} cannot accept a connection: {errno}", self.listeners.address));
+                    self.accept_errors.warn(format_args!(
+                        "the store at {} cannot accept a connection: {errno}",
+                        self.listeners.address
+                    ));
                     self.accept_at = Some(Instant::now() + ACCEPT_RETRY);
                     return;
                 }
@@ -68,15 +73,25 @@ impl EventLoop {
             return self.refuse(&peer_name(&socket), "it is another user's");
         }
         if self.connections.len() >= self.limits.clients {
-            return self.refuse(&peer_name(&socket), &format!("{} clients are connected", self.connections.len()));
+            return self.refuse(
+                &peer_name(&socket),
+                &format!("{} clients are connected", self.connections.len()),
+            );
         }
-        // The kernel assigns the lowest free number. The limits bound this number, so higher ones remain for others.
-        let (number, limit) = (u64::from(socket.as_raw_fd().unsigned_abs()), process::descriptor_limit());
+        // The kernel assigns the lowest free number. The limits bound this number, so higher ones
+        // remain for others.
+        let (number, limit) =
+            (u64::from(socket.as_raw_fd().unsigned_abs()), process::descriptor_limit());
         let scarce = number >= limit - CLIENT_RESERVE.min(limit / 8);
         let few = number >= limit - limit / UNIDENTIFIED_RESERVE;
-        let crowded = self.unidentified.len() >= self.limits.unidentified || scarce || (few && self.unidentified.len() >= MIN_UNIDENTIFIED);
+        let crowded = self.unidentified.len() >= self.limits.unidentified
+            || scarce
+            || (few && self.unidentified.len() >= MIN_UNIDENTIFIED);
         if crowded && !self.evict_oldest() && scarce {
-            return self.refuse(&peer_name(&socket), &format!("descriptors up to {number} are open, RLIMIT_NOFILE is {limit}"));
+            return self.refuse(
+                &peer_name(&socket),
+                &format!("descriptors up to {number} are open, RLIMIT_NOFILE is {limit}"),
+            );
         }
         let socket = if few { lowered(socket) } else { socket };
         let Ok((words, nonce)) = proof::opening(self.secret.is_some()) else {
@@ -84,14 +99,25 @@ impl EventLoop {
         };
         let key = self.next;
         self.next += 1;
-        if self.poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), Token(key), Interest::READABLE | Interest::WRITABLE).is_err() {
+        if self
+            .poll
+            .registry()
+            .register(
+                &mut SourceFd(&socket.as_raw_fd()),
+                Token(key),
+                Interest::READABLE | Interest::WRITABLE,
+            )
+            .is_err()
+        {
             return;
         }
         let mut connection = ClientConnection::new(socket, nonce);
         self.deadlines.set(key, &mut connection.deadline, Some(Instant::now() + self.limits.hello));
         self.connections.insert(key, connection);
         self.unidentified.insert(key);
-        if self.connections.len() > RAISE_LIMIT_AT && !std::mem::replace(&mut self.fd_limit_raised, true) {
+        if self.connections.len() > RAISE_LIMIT_AT
+            && !std::mem::replace(&mut self.fd_limit_raised, true)
+        {
             raise_fd_limit();
         }
         self.send(key, [Bytes::copy_from_slice(&words)]);
@@ -105,7 +131,8 @@ impl EventLoop {
     }
 
     pub(super) fn refuse(&self, who: &str, why: &str) {
-        self.refused.warn(format_args!("the store at {} refused {who}: {why}", self.listeners.address));
+        self.refused
+            .warn(format_args!("the store at {} refused {who}: {why}", self.listeners.address));
     }
 
     /// Admits connection `key` if its hello is valid.
@@ -125,9 +152,13 @@ impl EventLoop {
             Err(refusal) => {
                 let why = match refusal {
                     AuthError::Foreign => "it speaks another protocol",
-                    AuthError::Without => "it was given no secret, and this store has one; all ranks need the same",
+                    AuthError::Without => {
+                        "it was given no secret, and this store has one; all ranks need the same"
+                    }
                     AuthError::Wrong => "its secret is not this store's; all ranks need the same",
-                    AuthError::Needless => "it was given a secret, and this store was not; all ranks need the same",
+                    AuthError::Needless => {
+                        "it was given a secret, and this store was not; all ranks need the same"
+                    }
                 };
                 connection.phase = ClientPhase::Leaving;
                 let who = connection.peer();
@@ -140,14 +171,16 @@ impl EventLoop {
     }
 }
 
-/// Lets the kernel grow the process's table of file descriptors on another thread. The call that exceeds it, at the
-/// 256th and each power of two after it, waits 10 ms and more for all processors; in this thread, all clients would
-/// wait.
+/// Lets the kernel grow the process's table of file descriptors on another thread. The call that
+/// exceeds it, at the 256th and each power of two after it, waits 10 ms and more for all
+/// processors; in this thread, all clients would wait.
 fn raise_fd_limit() {
     let grow = || {
-        let highest = i32::try_from(process::descriptor_limit().min(EXTRA_FDS).saturating_sub(1)).unwrap_or(i32::MAX);
+        let highest = i32::try_from(process::descriptor_limit().min(EXTRA_FDS).saturating_sub(1))
+            .unwrap_or(i32::MAX);
         // If the table cannot grow, clients wait.
-        let _ = eventfd(0, EventfdFlags::CLOEXEC).and_then(|one| fcntl_dupfd_cloexec(&one, highest));
+        let _ =
+            eventfd(0, EventfdFlags::CLOEXEC).and_then(|one| fcntl_dupfd_cloexec(&one, highest));
     };
     let _ = crate::sys::thread::spawn("symm-fd-table", None, grow);
 }

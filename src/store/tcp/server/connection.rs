@@ -134,19 +134,23 @@ impl ClientConnection {
             return found;
         }
         let have = self.input.len();
-        // Bytes beyond the hello of an unidentified peer, or beyond a frame whose length is known, stay in the socket.
+        // Bytes beyond the hello of an unidentified peer, or beyond a frame whose length is known,
+        // stay in the socket.
         let room = match (&self.phase, self.announced()) {
             (ClientPhase::Unidentified(_), _) => HELLO - have,
             (_, Some(length)) => (LENGTH + length - have).min(TURN),
             (_, None) => FIRST,
         };
         self.input.resize(have + room, 0);
-        let outcome = retry(|| recv(&self.socket, &mut self.input[have..], RecvFlags::DONTWAIT)).map(|(count, _)| count);
+        let outcome = retry(|| recv(&self.socket, &mut self.input[have..], RecvFlags::DONTWAIT))
+            .map(|(count, _)| count);
         self.input.truncate(have + outcome.unwrap_or(0));
         self.drained = outcome.map_or(true, |count| count < room);
         match outcome {
             Ok(0) => Input::Closed,
-            Ok(count) => self.complete().unwrap_or(if count == room { Input::More } else { Input::Nothing }),
+            Ok(count) => {
+                self.complete().unwrap_or(if count == room { Input::More } else { Input::Nothing })
+            }
             Err(Errno::AGAIN) => Input::Nothing,
             Err(_) => Input::Closed,
         }
@@ -186,7 +190,11 @@ impl ClientConnection {
             if budget == 0 {
                 return Output::More;
             }
-            match send(&self.socket, &piece[..piece.len().min(budget)], SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            match send(
+                &self.socket,
+                &piece[..piece.len().min(budget)],
+                SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
+            ) {
                 Ok(count) => {
                     budget -= count;
                     // `advance` panics past the end; `count` is at most the length.

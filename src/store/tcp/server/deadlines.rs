@@ -9,7 +9,12 @@ pub(super) struct DeadlineQueue(BTreeSet<(Instant, usize)>);
 
 impl DeadlineQueue {
     /// Replaces the deadline of connection `key`, which `slot` holds.
-    pub(super) fn set(&mut self, key: usize, slot: &mut Option<Instant>, deadline: Option<Instant>) {
+    pub(super) fn set(
+        &mut self,
+        key: usize,
+        slot: &mut Option<Instant>,
+        deadline: Option<Instant>,
+    ) {
         if let Some(old) = std::mem::replace(slot, deadline) {
             self.0.remove(&(old, key));
         }

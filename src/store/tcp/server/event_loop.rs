@@ -1,7 +1,7 @@
 //! The server's event loop.
 //!
-//! In one turn, a connection reads and answers at most one frame, or moves at most 256 KiB of a long one. No client can
-//! therefore delay others by more than the time of one request.
+//! In one turn, a connection reads and answers at most one frame, or moves at most 256 KiB of a
+//! long one. No client can therefore delay others by more than the time of one request.
 
 use super::connection::{ClientConnection, ClientPhase, Input, Output};
 use super::deadlines::DeadlineQueue;
@@ -23,7 +23,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How long the loop polls without sleeping after an event, because the same client often sends its next request soon.
+/// How long the loop polls without sleeping after an event, because the same client often sends its
+/// next request soon.
 const SERVER_SPIN: Duration = Duration::from_micros(50);
 
 /// Number of queued answers from which other threads help to send.
@@ -39,16 +40,17 @@ pub(super) struct EventLoop {
     pub(super) limits: ConnectionLimits,
     pub(super) shared: Arc<ServerState>,
     pub(super) table: KeyTable,
-    /// Connections by token; tokens follow those of the listeners. A token is never reused, because an event of the
-    /// same batch may still name a connection that was closed.
+    /// Connections by token; tokens follow those of the listeners. A token is never reused, because
+    /// an event of the same batch may still name a connection that was closed.
     pub(super) connections: HashMap<usize, ClientConnection>,
     /// The token of the next connection.
     pub(super) next: usize,
     /// Clients that wait for each key, in the order of arrival.
     pub(super) waiting: HashMap<String, VecDeque<usize>>,
     pub(super) deadlines: DeadlineQueue,
-    /// Connections with queued answers, which are sent together at the end of a round. If clients were woken one at a
-    /// time, each would sleep again before the next one wakes, and waking an idle core costs most.
+    /// Connections with queued answers, which are sent together at the end of a round. If clients
+    /// were woken one at a time, each would sleep again before the next one wakes, and waking an
+    /// idle core costs most.
     pub(super) outbox: Vec<usize>,
     pub(super) senders: SendPool,
     /// Connections with more work that no event announces.
@@ -62,7 +64,8 @@ pub(super) struct EventLoop {
     /// Unidentified peers, the oldest first.
     pub(super) unidentified: BTreeSet<usize>,
     pub(super) accept_at: Option<Instant>,
-    /// Rate limits of the log lines about rejected connections, and about connections that could not be accepted.
+    /// Rate limits of the log lines about rejected connections, and about connections that could
+    /// not be accepted.
     pub(super) refused: RateLimit,
     pub(super) accept_errors: RateLimit,
     /// True once the process's table of file descriptors has been grown.
@@ -78,7 +81,11 @@ impl EventLoop {
         shared: Arc<ServerState>,
     ) -> std::io::Result<Self> {
         for (index, socket) in listeners.sockets.iter().enumerate() {
-            poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), Token(index), Interest::READABLE)?;
+            poll.registry().register(
+                &mut SourceFd(&socket.as_raw_fd()),
+                Token(index),
+                Interest::READABLE,
+            )?;
         }
         let next = listeners.sockets.len();
         Ok(Self {
@@ -115,7 +122,11 @@ impl EventLoop {
             let nap = if !self.ready.is_empty() || (linger && now < awake_until) {
                 Some(Duration::ZERO)
             } else {
-                [self.deadlines.first(), self.accept_at].into_iter().flatten().min().map(|next| next.saturating_duration_since(now))
+                [self.deadlines.first(), self.accept_at]
+                    .into_iter()
+                    .flatten()
+                    .min()
+                    .map(|next| next.saturating_duration_since(now))
             };
             match self.poll.poll(&mut events, nap) {
                 Ok(()) => {}
@@ -148,7 +159,8 @@ impl EventLoop {
                 Token(key) => self.event(key, event.is_error() || event.is_read_closed()),
             }
         }
-        // Work that is added meanwhile waits for the next round, and new events are polled between rounds.
+        // Work that is added meanwhile waits for the next round, and new events are polled between
+        // rounds.
         for _ in 0..self.ready.len().min(ROUND) {
             if let Some(key) = self.ready.pop_front() {
                 self.turn(key);
@@ -188,16 +200,19 @@ impl EventLoop {
         self.release(connection.reserved);
     }
 
-    /// Handles an event of a socket. If the other end sends no more, what it has sent before is still served, unless it
-    /// was waiting for an answer.
+    /// Handles an event of a socket. If the other end sends no more, what it has sent before is
+    /// still served, unless it was waiting for an answer.
     fn event(&mut self, key: usize, ended: bool) {
         if let Some(connection) = self.connections.get_mut(&key) {
             connection.drained = false;
             connection.ended |= ended;
-            if ended && matches!(connection.phase, ClientPhase::Waiting { .. } | ClientPhase::Leaving) {
+            if ended
+                && matches!(connection.phase, ClientPhase::Waiting { .. } | ClientPhase::Leaving)
+            {
                 self.close(key);
             } else if ended {
-                // Deferred: a thousand clients that disconnect at once would delay new requests by 10 ms.
+                // Deferred: a thousand clients that disconnect at once would delay new requests by
+                // 10 ms.
                 self.ready.push_back(key);
             } else {
                 self.turn(key);
@@ -226,7 +241,11 @@ impl EventLoop {
             Input::Nothing if connection.ended => self.ready.push_back(key),
             Input::Nothing => {
                 if connection.midway() && connection.deadline.is_none() {
-                    self.deadlines.set(key, &mut connection.deadline, Some(Instant::now() + self.limits.frame));
+                    self.deadlines.set(
+                        key,
+                        &mut connection.deadline,
+                        Some(Instant::now() + self.limits.frame),
+                    );
                 }
             }
             Input::More => self.ready.push_back(key),
@@ -244,7 +263,9 @@ impl EventLoop {
                 }
             }
             Input::TooLong(length) => {
-                let error = Error::value(format!("a frame of {length} bytes; this store takes at most {MAX_FRAME}"));
+                let error = Error::value(format!(
+                    "a frame of {length} bytes; this store takes at most {MAX_FRAME}"
+                ));
                 connection.phase = ClientPhase::Leaving;
                 self.answer(key, &ServerFrame::Failed(error));
             }
@@ -263,8 +284,9 @@ impl EventLoop {
         }
     }
 
-    /// Sends the queued answers of the round. Sending is three quarters of the work, nearly all of it in the kernel,
-    /// which wakes the clients; many answers are therefore shared with other threads.
+    /// Sends the queued answers of the round. Sending is three quarters of the work, nearly all of
+    /// it in the kernel, which wakes the clients; many answers are therefore shared with other
+    /// threads.
     fn flush_all(&mut self) {
         let outbox = std::mem::take(&mut self.outbox);
         let pool = if outbox.len() < MANY { None } else { self.senders.get() };
@@ -287,7 +309,8 @@ impl EventLoop {
             parts.for_each(|part| scope.spawn(move |_| write(part)));
             own.into_iter().for_each(write);
         });
-        let outputs: Vec<(usize, Output)> = due.into_iter().map(|(key, _, output)| (key, output)).collect();
+        let outputs: Vec<(usize, Output)> =
+            due.into_iter().map(|(key, _, output)| (key, output)).collect();
         outputs.into_iter().for_each(|(key, output)| self.flushed(key, output));
     }
 
@@ -308,8 +331,8 @@ impl EventLoop {
             Output::Sent => {
                 let reserved = std::mem::take(&mut connection.reserved);
                 let unidentified = matches!(connection.phase, ClientPhase::Unidentified(_));
-                // An unidentified peer keeps its deadline, because it has received the opening but has not sent its
-                // hello.
+                // An unidentified peer keeps its deadline, because it has received the opening but
+                // has not sent its hello.
                 let deadline = if unidentified { connection.deadline } else { None };
                 self.deadlines.set(key, &mut connection.deadline, deadline);
                 if connection.pending() {
@@ -321,7 +344,9 @@ impl EventLoop {
                 self.ready.push_back(key);
                 Some(Instant::now() + self.limits.frame)
             }
-            Output::Blocked => Some(connection.deadline.unwrap_or_else(|| Instant::now() + self.limits.frame)),
+            Output::Blocked => {
+                Some(connection.deadline.unwrap_or_else(|| Instant::now() + self.limits.frame))
+            }
         };
         self.deadlines.set(key, &mut connection.deadline, deadline);
     }
@@ -389,19 +414,24 @@ mod tests {
 
     #[test]
     fn the_end_of_one_that_made_room_is_not_taken_for_the_end_of_the_next() -> std::io::Result<()> {
-        let mut rig = Rig::new(ConnectionLimits { unidentified: 1, ..ConnectionLimits::default() })?;
+        let mut rig =
+            Rig::new(ConnectionLimits { unidentified: 1, ..ConnectionLimits::default() })?;
         let first = TcpStream::connect(rig.at)?;
         rig.settle()?;
         let old = *rig.event_loop.connections.keys().next().expect("the first is there");
-        // Both arrive in one batch, in this order: the second connection, which displaces the first, and the first
-        // one's hang-up.
+        // Both arrive in one batch, in this order: the second connection, which displaces the
+        // first, and the first one's hang-up.
         let _second = TcpStream::connect(rig.at)?;
         first.shutdown(Shutdown::Both)?;
         drop(first);
         assert_eq!(rig.turn()?, [0, old]);
         rig.settle()?;
-        let connections: Vec<(&usize, &ClientConnection)> = rig.event_loop.connections.iter().collect();
-        assert!(matches!(connections[..], [(&key, connection)] if key != old && !connection.ended), "it is another, and has not ended");
+        let connections: Vec<(&usize, &ClientConnection)> =
+            rig.event_loop.connections.iter().collect();
+        assert!(
+            matches!(connections[..], [(&key, connection)] if key != old && !connection.ended),
+            "it is another, and has not ended"
+        );
         assert!(rig.event_loop.ready.is_empty(), "nothing is left to do for it");
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! The server: one thread, which never blocks on a client.
 //!
-//! It uses mio, the thinnest well-maintained event loop, which offers socket readiness and nothing more. A runtime such
-//! as tokio would add tasks, timers and threads to one loop over one table.
+//! It uses mio, the thinnest well-maintained event loop, which offers socket readiness and nothing
+//! more. A runtime such as tokio would add tasks, timers and threads to one loop over one table.
 
 mod admission;
 mod connection;
@@ -58,22 +58,37 @@ pub struct Server {
 
 impl Server {
     /// Starts a server on `listeners`. If there is a `secret`, it serves only clients that know it.
-    pub fn start(listeners: ListeningSockets, secret: Option<Vec<u8>>, limits: ConnectionLimits) -> Result<Self> {
+    pub fn start(
+        listeners: ListeningSockets,
+        secret: Option<Vec<u8>>,
+        limits: ConnectionLimits,
+    ) -> Result<Self> {
         let fail = |error: std::io::Error| Error::internal(format!("the store's server: {error}"));
         let address = listeners.address.clone();
         if !address.local() && secret.is_none() {
             log::warn!(
-                "the store listens at {address}, open to the network, without a secret: whoever reaches it can read and change every key; \
+                "the store listens at {address}, open to the network, without a secret: whoever \
+                 reaches it can read and change every key; \
                  give it a secret, or a loopback address"
             );
         }
-        process::raise_descriptor_limit((limits.clients + limits.unidentified) as u64 + SPARE_DESCRIPTORS);
+        process::raise_descriptor_limit(
+            (limits.clients + limits.unidentified) as u64 + SPARE_DESCRIPTORS,
+        );
         let poll = Poll::new().map_err(fail)?;
         let waker = Waker::new(poll.registry(), WAKER).map_err(fail)?;
         let shared = Arc::<ServerState>::default();
-        let event_loop = EventLoop::new(poll, listeners, secret.clone(), limits, shared.clone()).map_err(fail)?;
+        let event_loop = EventLoop::new(poll, listeners, secret.clone(), limits, shared.clone())
+            .map_err(fail)?;
         let thread = thread::spawn("symm-store", None, move || event_loop.run())?;
-        Ok(Self { address, secret, shared, waker, thread: Some(thread), generation: fork::generation() })
+        Ok(Self {
+            address,
+            secret,
+            shared,
+            waker,
+            thread: Some(thread),
+            generation: fork::generation(),
+        })
     }
 
     /// Returns the address on which the server listens.
@@ -86,13 +101,18 @@ impl Server {
         self.secret.as_deref() == secret
     }
 
-    /// Waits until `count` workers have joined or the deadline has passed, and returns how many have joined.
+    /// Waits until `count` workers have joined or the deadline has passed, and returns how many
+    /// have joined.
     pub fn await_workers(&self, count: u32, deadline: Instant) -> Result<u32> {
         loop {
             let remaining = deadline.saturating_duration_since(Instant::now());
             let joined = lock(&self.shared.joined);
             let few = |joined: &mut u32| *joined < count;
-            let wait = self.shared.more.wait_timeout_while(joined, remaining.min(interrupt::SIGNAL_POLL), few);
+            let wait = self.shared.more.wait_timeout_while(
+                joined,
+                remaining.min(interrupt::SIGNAL_POLL),
+                few,
+            );
             let joined = *unpoisoned(wait).0;
             if joined >= count || remaining.is_zero() {
                 return Ok(joined);

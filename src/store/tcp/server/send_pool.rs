@@ -14,7 +14,9 @@ impl SendPool {
     pub(super) fn get(&mut self) -> Option<&ThreadPool> {
         let make = || {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            let builder = ThreadPoolBuilder::new().num_threads(MOST.min(cores - 1)).thread_name(|index| format!("symm-send-{index}"));
+            let builder = ThreadPoolBuilder::new()
+                .num_threads(MOST.min(cores - 1))
+                .thread_name(|index| format!("symm-send-{index}"));
             if cores > 1 { builder.build().ok() } else { None }
         };
         self.0.get_or_insert_with(make).as_ref()

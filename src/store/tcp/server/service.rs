@@ -34,10 +34,14 @@ impl EventLoop {
         match self.table.serve(&request, Some(&body)) {
             Ok(table::TableResult::Done(reply)) => {
                 let answer = ServerFrame::Done(reply);
-                // Long answers reserve memory; a request that has changed the table is answered in any case.
+                // Long answers reserve memory; a request that has changed the table is answered in
+                // any case.
                 let length = answer.encoded_len();
                 if length > MAX_FRAME {
-                    let error = format!("the values are {length} bytes together; a store returns at most {MAX_FRAME} at once");
+                    let error = format!(
+                        "the values are {length} bytes together; a store returns at most \
+                         {MAX_FRAME} at once"
+                    );
                     return self.answer(key, &ServerFrame::Failed(Error::value(error)));
                 }
                 if length > SHORT && !request.op.writes() && !self.reserve(key, length) {
@@ -48,7 +52,9 @@ impl EventLoop {
                     self.wake(&request);
                 }
             }
-            Ok(table::TableResult::Missing(index)) => self.wait(key, request.keys[index].to_owned(), limit, body),
+            Ok(table::TableResult::Missing(index)) => {
+                self.wait(key, request.keys[index].to_owned(), limit, body)
+            }
             Err(error) => self.answer(key, &ServerFrame::Failed(error)),
         }
     }
@@ -58,18 +64,22 @@ impl EventLoop {
             return;
         };
         if connection.ended {
-            // The client has disconnected after its request. That event arrived with the request; no other will follow.
+            // The client has disconnected after its request. That event arrived with the request;
+            // no other will follow.
             return self.close(key);
         }
         if connection.deadline.is_none() {
             self.deadlines.set(key, &mut connection.deadline, Some(Instant::now() + limit));
         }
-        // A request that waits no longer counts against the limit of `moving`. Requests that wait have a limit of their
-        // own, which is as high. One that exceeds it is rejected, not queued.
+        // A request that waits no longer counts against the limit of `moving`. Requests that wait
+        // have a limit of their own, which is as high. One that exceeds it is rejected, not queued.
         let long = if body.len() > SHORT { body.len() } else { 0 };
         let most = self.limits.moving.max(MAX_FRAME);
         if self.waiting_bytes + long > most {
-            let error = format!("a request of {long} bytes cannot wait: {} of {most} bytes of others wait already", self.waiting_bytes);
+            let error = format!(
+                "a request of {long} bytes cannot wait: {} of {most} bytes of others wait already",
+                self.waiting_bytes
+            );
             return self.answer(key, &ServerFrame::Failed(Error::config(error)));
         }
         connection.phase = ClientPhase::Waiting { key: name.clone() };
@@ -79,8 +89,8 @@ impl EventLoop {
         self.release(reserved);
     }
 
-    /// Keeps the request of connection `key`. A long one counts as parked unless the connection still holds the memory
-    /// it reserved.
+    /// Keeps the request of connection `key`. A long one counts as parked unless the connection
+    /// still holds the memory it reserved.
     fn keep(&mut self, key: usize, body: Bytes) {
         if let Some(connection) = self.connections.get_mut(&key) {
             if body.len() > SHORT && connection.reserved == 0 {
@@ -119,8 +129,8 @@ impl EventLoop {
         self.send(key, answer.encode());
     }
 
-    /// Handles a passed deadline: a waiting client gets an answer that names the missing key, any other connection is
-    /// closed.
+    /// Handles a passed deadline: a waiting client gets an answer that names the missing key, any
+    /// other connection is closed.
     pub(super) fn expire(&mut self, key: usize) {
         let Some(connection) = self.connections.get_mut(&key) else {
             return;

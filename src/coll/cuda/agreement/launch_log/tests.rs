@@ -1,0 +1,173 @@
+use super::*;
+use crate::control;
+use crate::dtype::{DType, ReduceOp};
+use crate::error::ErrorKind;
+use crate::sync::call_site::CallSite;
+
+fn controls() -> [ControlBlock; 2] {
+    control::tests::controls(2).try_into().expect("two")
+}
+
+fn sum(bytes: usize) -> CallSpec<'static> {
+    let spans = vec![Span { addr: 0, bytes }];
+    let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
+    CallSpec {
+        op,
+        dtype,
+        reduce_op,
+        root: Rank(0),
+        factor: 1.0,
+        inputs: spans.clone().into(),
+        outputs: spans.into(),
+        call_site: None,
+    }
+}
+
+#[test]
+fn ranks_that_disagree_on_recording_hear_of_it() {
+    let [one, two] = controls();
+    compare(&one, 1, &sum(4), Channel::CapturedCollectives).expect("alone so far");
+    let error = compare(&two, 1, &sum(4), Channel::Collectives).expect_err("on another channel");
+    assert_eq!(error.kind, ErrorKind::Mismatch);
+    assert!(
+        error.message.contains("to run at once")
+            && error.message.contains("to be recorded into a graph"),
+        "{error}"
+    );
+    assert_eq!(one.failure().map(|failure| failure.kind), Some(ErrorKind::Mismatch));
+}
+
+#[test]
+fn ranks_that_call_from_different_lines_hear_of_it_if_they_ask() {
+    let at = |text: &str| CallSpec { call_site: CallSite::known(CallSite::number(text)), ..sum(4) };
+    let disagree = |first: CallSpec, second: CallSpec| {
+        let [one, two] = controls();
+        compare(&one, 1, &first, Channel::Collectives).expect("alone so far");
+        compare(&two, 1, &second, Channel::Collectives).map_err(|error| error.message)
+    };
+    disagree(at("a.py:1"), at("a.py:1")).expect("the same line");
+    let text = disagree(at("a.py:1"), at("a.py:2")).expect_err("other lines");
+    assert!(
+        text.contains("SUM) at a.py:1 ")
+            && text.contains("SUM) at a.py:2 ")
+            && text.ends_with("\"test\""),
+        "{text}"
+    );
+    let text = disagree(sum(4), at("a.py:2")).expect_err("one asks");
+    assert!(text.contains("one of them was started with SYMM_DEBUG=call_site"), "{text}");
+}
+
+#[test]
+fn what_a_rank_launched_last_is_known() {
+    let [one, two] = controls();
+    assert_eq!(last(&two, Rank(0)), None);
+    compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
+    compare(&one, 2, &sum(8), Channel::Collectives).expect("alone so far");
+    assert_eq!(last(&two, Rank(0)), Some(Description::of(&sum(8))));
+}
+
+#[test]
+fn p3_a_death_that_kernels_wait_through_says_how_far_both_ranks_had_come() {
+    let [one, two] = controls();
+    compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
+    compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
+    compare(&one, 2, &sum(8), Channel::Collectives).expect("alone so far");
+    one.note_exit(Rank(1), "has ended (killed by signal 9 (SIGKILL))".into());
+    assert_eq!(one.failure(), None, "no kernel waits");
+    one.set_kernel_progress(progress);
+    let error = one.failure().expect("told at once");
+    assert_eq!(error.kind, ErrorKind::Peer);
+    for part in [
+        "rank 1 (pid ",
+        "SIGKILL)), 1 CUDA collectives launched, the last all_reduce",
+        "is alive, 2 CUDA collectives launched, the last all_reduce",
+    ] {
+        assert!(error.message.contains(part), "{error}");
+    }
+}
+
+// proves P7
+#[test]
+fn both_ends_of_a_message_are_compared_whoever_comes_first() {
+    let end = |send: bool, number: u64, bytes: u64| MessageLaunch {
+        send,
+        peer: Rank(u32::from(send)),
+        number,
+        bytes,
+    };
+    for sender_first in [true, false] {
+        let [one, two] = controls();
+        for number in 1..=40 {
+            compare_transfer(&one, end(true, number, number * 8))
+                .expect("the other end has not come");
+            compare_transfer(&two, end(false, number, number * 8)).expect("the same length");
+        }
+        let error = if sender_first {
+            compare_transfer(&one, end(true, 41, 8)).expect("the other end has not come");
+            compare_transfer(&two, end(false, 41, 12)).expect_err("another length")
+        } else {
+            compare_transfer(&two, end(false, 41, 12)).expect("the other end has not come");
+            compare_transfer(&one, end(true, 41, 8)).expect_err("another length")
+        };
+        assert_eq!(error.kind, ErrorKind::Mismatch);
+        assert!(
+            error.message.contains("sends 8 bytes")
+                && error.message.contains("expects 12, as CUDA message #41"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_sender_far_ahead_is_not_compared() {
+    let [one, two] = controls();
+    let end = |send: bool, number: u64, bytes: u64| MessageLaunch {
+        send,
+        peer: Rank(u32::from(send)),
+        number,
+        bytes,
+    };
+    (1..=100).for_each(|number| {
+        compare_transfer(&one, end(true, number, number)).expect("alone so far")
+    });
+    compare_transfer(&two, end(false, 1, 9)).expect("what stood there is gone");
+    compare_transfer(&two, end(false, 100, 9)).expect_err("another length");
+}
+
+#[test]
+fn a_rank_that_leaves_what_others_have_launched_fails_the_group() {
+    let [one, two] = controls();
+    compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
+    compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
+    compare(&one, 2, &sum(8), Channel::Collectives).expect("alone so far");
+    two.note_departure("");
+    abandon(&two);
+    let error = one.failure().expect("rank 0 waits in vain");
+    assert_eq!(error.kind, ErrorKind::Peer);
+    assert!(
+        error.message.contains("rank 1") && error.message.contains("after 1 CUDA collectives"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_launch_without_a_rank_that_has_left_is_refused() {
+    let [one, two] = controls();
+    compare(&two, 1, &sum(4), Channel::Collectives).expect("alone so far");
+    two.note_departure("");
+    abandon(&two);
+    compare(&one, 1, &sum(4), Channel::Collectives).expect("it launched that before it left");
+    let error = compare(&one, 2, &sum(4), Channel::Collectives).expect_err("it never will");
+    assert_eq!(error.kind, ErrorKind::Peer);
+    assert!(error.message.contains("left the group") && error.message.contains("#2"), "{error}");
+}
+
+#[test]
+fn a_rank_that_leaves_when_all_is_launched_fails_nothing() {
+    let [one, two] = controls();
+    compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
+    compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
+    one.note_departure("");
+    abandon(&one);
+    assert_eq!(two.failure(), None);
+}

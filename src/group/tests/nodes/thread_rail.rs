@@ -1,0 +1,256 @@
+//! Ranks of several nodes as threads of one process, whose rails are memory.
+
+use crate::coll::call::Span;
+use crate::control::{Identity, ParentGroup};
+use crate::error::{Error, Result};
+use crate::group::join::control_block;
+use crate::group::{Group, GroupTuning};
+use crate::internode::join::among_threads;
+use crate::internode::rail::Rail;
+use crate::lock::{lock, unpoisoned};
+use crate::mem::layout::SegmentLayout as Memory;
+use crate::mem::shm::ShmSegment;
+use crate::node_map::{NodeMap, RankLocation};
+use crate::rank::Rank;
+use crate::store::{self, memory::MemoryStore};
+use crate::transport::{Buffer, GivenUp, Manner, Pending, Seat, Transport, Transports, Work};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+/// The bytes that the nodes of one rail have sent, transfer by transfer.
+#[derive(Default)]
+struct Wire {
+    rounds: Mutex<Vec<Vec<Option<Sent>>>>,
+    /// Set with `rounds` locked, once a rank has dropped its end.
+    broken: AtomicBool,
+    changed: Condvar,
+    /// Transfers after which none ends any more; 0: all end.
+    most: usize,
+}
+
+/// Bytes for each node, and the kind of the transfer with the lengths that all must have.
+#[derive(Clone)]
+struct Sent {
+    parts: Vec<Vec<u8>>,
+    kind: (u8, usize),
+}
+
+/// One rank's end of a rail.
+struct ThreadRail {
+    wire: Arc<Wire>,
+    node: usize,
+    nodes: usize,
+    /// Number of transfers begun.
+    begun: AtomicUsize,
+}
+
+/// A transfer of this number, and where what comes from each node is to arrive.
+struct Round {
+    wire: Arc<Wire>,
+    node: usize,
+    number: usize,
+    wanted: Vec<Span>,
+    _keep: Buffer,
+}
+
+/// Memory of the node.
+struct ThreadMemory;
+
+impl Transports for ThreadMemory {
+    fn connect(
+        &self,
+        _name: &str,
+        _seat: &Seat,
+        _timeout: Duration,
+        _given_up: &GivenUp,
+    ) -> Result<Arc<dyn Transport>> {
+        Err(Error::internal("the rails of a test are connected"))
+    }
+
+    fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
+        let mut memory = vec![0xeeu8; bytes];
+        Ok(Buffer { address: memory.as_mut_ptr().addr(), owner: Arc::new(memory), bytes })
+    }
+}
+
+/// The pieces of `whole` of these `lengths`, one behind the other.
+fn pieces(whole: Span, lengths: &[usize]) -> Vec<Span> {
+    assert_eq!(whole.bytes, lengths.iter().sum::<usize>());
+    let mut end = whole.addr;
+    let mut piece = |&bytes: &usize| {
+        end += bytes;
+        Span { addr: end - bytes, bytes }
+    };
+    lengths.iter().map(&mut piece).collect()
+}
+
+/// The bytes of `span`, which are staging of a rail.
+fn staged(span: Span) -> Vec<u8> {
+    if span.bytes == 0 {
+        return vec![];
+    }
+    // SAFETY: a rail's staging, which lives as long as its transfers, and which no other writes
+    // meanwhile.
+    unsafe { std::slice::from_raw_parts(span.ptr(), span.bytes) }.to_vec()
+}
+
+impl ThreadRail {
+    fn start(
+        &self,
+        parts: Vec<Vec<u8>>,
+        kind: (u8, usize),
+        wanted: Vec<Span>,
+        manner: Manner<'_>,
+    ) -> Result<Work> {
+        let keep = manner.keep.expect("a rail moves its staging").clone();
+        assert!(manner.overlap && manner.timeout.is_some());
+        let number = self.begun.fetch_add(1, Ordering::Relaxed);
+        let mut rounds = lock(&self.wire.rounds);
+        while rounds.len() <= number {
+            rounds.push(vec![None; self.nodes]);
+        }
+        rounds[number][self.node] = Some(Sent { parts, kind });
+        self.wire.changed.notify_all();
+        Ok(Arc::new(Round {
+            wire: Arc::clone(&self.wire),
+            node: self.node,
+            number,
+            wanted,
+            _keep: keep,
+        }))
+    }
+}
+
+impl Transport for ThreadRail {
+    fn all_gather(&self, from: Span, to: Span, manner: Manner<'_>) -> Result<Work> {
+        let wanted = pieces(to, &vec![from.bytes; self.nodes]);
+        self.start(vec![staged(from); self.nodes], (0, from.bytes), wanted, manner)
+    }
+
+    fn all_to_all(
+        &self,
+        from: Span,
+        sent: &[usize],
+        to: Span,
+        received: &[usize],
+        manner: Manner<'_>,
+    ) -> Result<Work> {
+        self.start(
+            pieces(from, sent).into_iter().map(staged).collect(),
+            (1, 0),
+            pieces(to, received),
+            manner,
+        )
+    }
+
+    fn broadcast(&self, root: usize, at: Span, manner: Manner<'_>) -> Result<Work> {
+        let part = if self.node == root { staged(at) } else { vec![] };
+        let mut wanted = vec![Span { addr: at.addr, bytes: 0 }; self.nodes];
+        wanted[root] = at;
+        self.start(vec![part; self.nodes], (2, at.bytes), wanted, manner)
+    }
+}
+
+impl Pending for Round {
+    fn wait(&self, limit: Duration) -> Result<bool> {
+        let deadline = Instant::now() + limit;
+        let mut rounds = lock(&self.wire.rounds);
+        let stuck = self.wire.most > 0 && self.number >= self.wire.most;
+        while stuck || !rounds[self.number].iter().all(Option::is_some) {
+            if self.wire.broken.load(Ordering::Relaxed) {
+                return Err(Error::peer("connection closed"));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            rounds = unpoisoned(self.wire.changed.wait_timeout(rounds, left)).0;
+        }
+        let all: Vec<Sent> = rounds[self.number].iter().flatten().cloned().collect();
+        drop(rounds);
+        for (sent, wanted) in all.iter().zip(&self.wanted) {
+            assert_eq!(sent.kind, all[0].kind, "Gloo would end the process");
+            assert_eq!(sent.parts[self.node].len(), wanted.bytes, "Gloo would end the process");
+            // SAFETY: `_keep` has this staging, which nothing else uses until then.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    sent.parts[self.node].as_ptr(),
+                    wanted.ptr(),
+                    wanted.bytes,
+                )
+            };
+        }
+        Ok(true)
+    }
+}
+
+impl Drop for ThreadRail {
+    fn drop(&mut self) {
+        let _rounds = lock(&self.wire.rounds);
+        self.wire.broken.store(true, Ordering::Relaxed);
+        self.wire.changed.notify_all();
+    }
+}
+
+/// Runs `body` on the ranks of a layout, where rank `r` is on host `nodes[r]`.
+pub(super) fn on_nodes(nodes: &[u8], body: impl Fn(&Group, usize) + Sync) {
+    on_nodes_until(0, nodes, body);
+}
+
+/// [`on_nodes`] where rails end no transfers beyond the first `most`, unless that is 0.
+pub(super) fn on_nodes_until(most: usize, nodes: &[u8], body: impl Fn(&Group, usize) + Sync) {
+    let place = |node: &u8| RankLocation::on(&format!("node{node}"));
+    let layout = Arc::new(NodeMap::of(&nodes.iter().map(place).collect::<Vec<_>>()));
+    let store: Arc<dyn store::Store> = Arc::new(MemoryStore::default());
+    let bytes = |node: usize| Memory::new(layout.ranks_of(node).len()).total_bytes();
+    let files: Vec<_> = (0..layout.num_nodes())
+        .map(|node| ShmSegment::create(bytes(node)).expect("memfd"))
+        .collect();
+    let wires: Vec<Arc<Wire>> =
+        (0..layout.num_rails()).map(|_| Arc::new(Wire { most, ..Wire::default() })).collect();
+    let joined = std::sync::Barrier::new(nodes.len());
+    std::thread::scope(|scope| {
+        for rank in 0..nodes.len() {
+            let (layout, store, body, wires, joined) =
+                (Arc::clone(&layout), &store, &body, &wires, &joined);
+            let (node, local) =
+                (layout.node_of(Rank(rank as u32)), layout.local_rank(Rank(rank as u32)));
+            let (file, bytes) = (files[node].try_clone().expect("dup"), bytes(node));
+            scope.spawn(move || {
+                let segment = ShmSegment::map(file, bytes).expect("map");
+                let members = layout
+                    .ranks_of(node)
+                    .iter()
+                    .map(|rank| Identity { pid: std::process::id(), global: rank.0 })
+                    .collect();
+                let part = ParentGroup {
+                    node: layout.node_name(node).into(),
+                    ranks: layout.ranks_of(node).to_vec(),
+                };
+                let (limit, tuning) = (Duration::from_secs(60), GroupTuning::default());
+                let control = control_block(segment, "test", Rank(local as u32), members, tuning)
+                    .named(Some(part));
+                let mut group =
+                    Group::with_watched(control, &[], limit, tuning).expect("assembles");
+                let rail = wires.get(local).map(|wire| {
+                    let end = ThreadRail {
+                        wire: Arc::clone(wire),
+                        node,
+                        nodes: layout.num_nodes(),
+                        begun: AtomicUsize::new(0),
+                    };
+                    Rail::new(Arc::new(ThreadMemory), Arc::new(end))
+                });
+                let me = Rank(rank as u32);
+                group
+                    .connect_nodes(|health, _, _| {
+                        Ok((among_threads(health, &layout, me, rail, store), ()))
+                    })
+                    .expect("all meet");
+                joined.wait();
+                body(&group, rank);
+            });
+        }
+    });
+}
