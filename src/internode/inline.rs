@@ -1,5 +1,5 @@
-//! Short calls: the opening carries the data of all ranks, and each rank takes the parts that it
-//! needs.
+//! Short calls: the opening carries the data of all ranks, or their sum on each node, and each rank
+//! takes the parts that it needs.
 #![allow(unsafe_code, reason = "loops over the bytes of slots")]
 
 use super::executor::{InternodeExecutor, Scratch, copy_bytes};
@@ -7,14 +7,15 @@ use super::header_exchange::NodeSlots;
 use crate::coll::call::{Collective, Span};
 use crate::coll::two_level::levels::TwoLevelOps;
 use crate::coll::two_level::slices::part;
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::cpu::{self, InputElements, WriteMode};
 use crate::rank::Rank;
 
 impl InternodeExecutor<'_> {
-    /// 1. Intra-node: ranks exchange their data. 2. Inter-node: rail 0 exchanges the nodes' data.
-    ///    3. Intra-node: all ranks receive the data of the other nodes, and take the parts that
-    ///    they need.
+    /// 1. Intra-node: ranks exchange their data. 2. Inter-node: rail 0 exchanges the nodes' data,
+    ///    of a reduction their sums. 3. Intra-node: all ranks receive the data of the other nodes,
+    ///    and take the parts that they need.
     pub(super) fn short(&self) -> Result<()> {
         let slots = self.open(1, 0)?.finish()?;
         self.take_short(&slots);
@@ -23,10 +24,9 @@ impl InternodeExecutor<'_> {
 
     /// Writes the outputs of a short call.
     pub(super) fn take_short(&self, slots: &NodeSlots) {
-        let records = slots.records(self);
-        let given = |rank: Rank| {
-            span(records[self.node_map.node_of(rank)][self.node_map.local_rank(rank)].1)
-        };
+        let records = if self.sums_records() { Vec::new() } else { slots.records(self) };
+        let given =
+            |rank: Rank| span(records[self.node_map.node_of(rank)][self.node_map.local_rank(rank)]);
         let (outputs, root, me) = (&self.call.outputs, self.call.root, self.rank.index());
         match self.call.op {
             Collective::Barrier => {}
@@ -36,7 +36,7 @@ impl InternodeExecutor<'_> {
                 } else {
                     0
                 };
-                outputs.iter().for_each(|&output| self.combine_records(&records, skipped, output));
+                outputs.iter().for_each(|&output| self.combine_slots(slots, skipped, output));
             }
             Collective::Broadcast => {
                 outputs.iter().for_each(|&output| copy_bytes(given(root), output))
@@ -57,50 +57,61 @@ impl InternodeExecutor<'_> {
         (0..).map(Rank).zip(&*self.call.outputs).for_each(|(from, &output)| take(from, output));
     }
 
-    /// Combines the data of all ranks from offset `skipped` on, in two levels, into `output`.
-    fn combine_records(&self, records: &[Vec<(f64, &[u8])>], skipped: usize, output: Span) {
-        let (levels, dtype) =
-            (TwoLevelOps::of(self.call.reduce_op, self.call.dtype, self.node_map), self.call.dtype);
-        let order = self.internode.health.control().order();
-        let wide = self.internode.chosen().reduce_dtype.dtype(self.call.reduce_op, dtype);
-        let bytes = output.bytes / dtype.size() * wide.size();
-        let mut partials = Scratch::new((records.len() + 1) * bytes);
-        let whole = partials.span();
-        let partial = |(node, given): (usize, &Vec<(f64, &[u8])>)| {
-            let to = nth(whole, node, bytes);
-            let mut widened = Scratch::new(if wide == dtype { 0 } else { given.len() * bytes });
-            let copies = widened.span();
-            let source = |(at, (factor, given)): (usize, &(f64, &[u8]))| {
-                let mut from = span(&given[skipped..skipped + output.bytes]);
-                if wide != dtype {
-                    self.cast(from, nth(copies, at, bytes), true);
-                    from = nth(copies, at, bytes);
-                }
-                InputElements { ptr: from.ptr(), factor: *factor }
-            };
-            let sources: Vec<InputElements> = given.iter().enumerate().map(source).collect();
-            // SAFETY: `to` and all sources have `bytes` bytes, in the slices above or in copies;
-            // `to` overlaps none of them.
-            unsafe {
-                cpu::reduce_in(
-                    order,
-                    levels.inner,
-                    wide,
-                    to.ptr(),
-                    &sources,
-                    to.bytes / wide.size(),
-                    WriteMode::Cached,
-                )
+    /// The type of a reduction's partial sums.
+    fn partial_dtype(&self) -> DType {
+        self.internode.chosen().reduce_dtype.dtype(self.call.reduce_op, self.call.dtype)
+    }
+
+    /// Number of bytes of a node's partial sum of a reduction: all ranks contribute as many
+    /// elements as this one.
+    pub(super) fn partial_bytes(&self) -> usize {
+        self.input_bytes(self.rank) / self.call.dtype.size() * self.partial_dtype().size()
+    }
+
+    /// Writes the sum of what the ranks of this node gave, by their factors, to `to`.
+    pub(super) fn sum_records(&self, given: &[(f64, &[u8])], to: &mut [u8]) {
+        let (dtype, wide) = (self.call.dtype, self.partial_dtype());
+        let levels = TwoLevelOps::of(self.call.reduce_op, dtype, self.node_map);
+        let mut widened = Scratch::new(if wide == dtype { 0 } else { given.len() * to.len() });
+        let copies = widened.span();
+        let source = |(at, (factor, given)): (usize, &(f64, &[u8]))| {
+            let mut from = span(given);
+            if wide != dtype {
+                self.cast(from, nth(copies, at, to.len()), true);
+                from = nth(copies, at, to.len());
             }
-            to
+            InputElements { ptr: from.ptr(), factor: *factor }
         };
-        let partials: Vec<Span> = records.iter().enumerate().map(partial).collect();
+        let sources: Vec<InputElements> = given.iter().enumerate().map(source).collect();
+        let count = to.len() / wide.size();
+        // SAFETY: `to` and all sources have `count` elements: the sources are records of this
+        // call, or their copies, which `to` does not overlap.
+        unsafe {
+            cpu::reduce_in(
+                self.internode.health.control().order(),
+                levels.inner,
+                wide,
+                to.as_mut_ptr(),
+                &sources,
+                count,
+                WriteMode::Cached,
+            )
+        }
+    }
+
+    /// Combines the partial sums of all nodes, from byte `skipped` of the tensor on, into `output`.
+    fn combine_slots(&self, slots: &NodeSlots, skipped: usize, output: Span) {
+        let (dtype, wide) = (self.call.dtype, self.partial_dtype());
+        let scaled = |bytes: usize| bytes / dtype.size() * wide.size();
+        let part = scaled(skipped)..scaled(skipped + output.bytes);
+        let partials: Vec<Span> =
+            slots.data(self.partial_bytes()).map(|sum| span(&sum[part.clone()])).collect();
         if wide == dtype {
             return self.combine(&partials, output, dtype);
         }
-        let sum = nth(whole, records.len(), bytes);
-        self.combine(&partials, sum, wide);
-        self.cast(sum, output, false);
+        let mut sum = Scratch::new(part.len());
+        self.combine(&partials, sum.span(), wide);
+        self.cast(sum.span(), output, false);
     }
 }
 

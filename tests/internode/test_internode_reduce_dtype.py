@@ -78,7 +78,7 @@ def sent(rank: int, world_size: int) -> tuple[int, int]:
 
 def test_twice_the_bytes_travel() -> None:
     for narrow, wide in run_nodes(sent, (1, 1)):
-        assert (narrow, wide) == ((2 << 20) + 1024, (4 << 20) + 1024)
+        assert (narrow, wide) == ((2 << 20) + 4096, (4 << 20) + 4096)
 
 
 def inherited(rank: int, world_size: int) -> None:

@@ -11,7 +11,7 @@ import torch_symm
 from launch import run_nodes
 
 #: The bytes that every call sends to each other node.
-SLOT = 1024
+SLOT = 4096
 
 Counts = dict[str, int]
 

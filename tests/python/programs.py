@@ -32,6 +32,9 @@ def run_program(
         RanksFailedError: a rank raised, or ended with another status than 0.
     """
     path = ROOT / program
+    # As if Python ran it: a program finds the modules beside it.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
     _import(path.read_text())
     given = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", **(env or {})}
     found = ranks.run_ranks(_run, world + 1, path, arguments, nodes, backend=None, timeout=150, env=given)

@@ -80,7 +80,7 @@ fn reductions_have_the_bits_of_two_levels_at_every_length() {
         on_nodes(nodes, |group, rank| {
             // Nothing, in slots, all rails, turns. `two_level/tests.rs` carries out programs of
             // every length.
-            for bytes in [0, 34, 65_538, 1_700_002] {
+            for bytes in [0, 34, 4040, 4042, 65_538, 1_700_002] {
                 let inputs: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
                 let (mut input, mut output) = ([inputs[rank].clone()], [vec![0xee; bytes]]);
                 group
@@ -131,7 +131,7 @@ fn movements_bring_everything_where_it_belongs() {
                     .run(&[call(op, DType::U8, root, inputs, outputs)], None)
                     .unwrap_or_else(|error| panic!("{op:?}: {error}"));
             };
-            for bytes in [0, 999, 70_001] {
+            for bytes in [0, 999, 2016, 2017, 70_001] {
                 let about = |op: Collective| {
                     format!("{} of {bytes} bytes on {nodes:?}, rank {rank}", op.name())
                 };
