@@ -102,7 +102,7 @@ def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta, rank
     if plugin is None:
         if not distributed_c10d.is_gloo_available():
             raise RuntimeError("this torch was built without Gloo")
-        # Not the name in distributed_c10d, which may be ours.
+        # Not `distributed_c10d.ProcessGroupGloo`, which torch_symm may have replaced by its own class.
         own: Any = torch._C._distributed_c10d.ProcessGroupGloo
         made: Backend = own(store, rank, size, timeout=timeout)
         options: Any = made.options
@@ -168,7 +168,8 @@ class _GlooMaker:
 
 
 def nccl(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    """Makes an NCCL backend outside torch's groups: ``ProcessGroupNCCL``, also where 2.15 has another one, too.
+    """Makes an NCCL backend that belongs to no group of torch: ``ProcessGroupNCCL``, even though torch 2.15 has a
+    second one.
 
     Raises:
         RuntimeError: this torch was built without NCCL, or finds no GPU.

@@ -95,7 +95,8 @@ impl RejectionCount {
     }
 }
 
-/// A member's host-side barriers of symmetric memory; all members make the same ones.
+/// A member's counts of host-side barriers of symmetric memory. All members make the same sequence
+/// of barriers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BarrierCount {
     /// Number of barriers in which all members have arrived.

@@ -75,8 +75,9 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
   Windows windows_;
 };
 
-// Registers symmetric CPU memory in torch, unless torch has its own, with torch.ops.symm_mem for
-// it, and makes symmetric CUDA memory available to torch's set_backend("SYMM").
+// Registers symmetric CPU memory in torch, unless torch has its own; registers the operators
+// torch.ops.symm_mem for CPU tensors; makes symmetric CUDA memory available to torch's
+// set_backend("SYMM").
 void register_symmetric_memory();
 
 } // namespace symm

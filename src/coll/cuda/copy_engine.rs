@@ -1,5 +1,5 @@
-//! Long collectives whose bytes copy engines move, so that the processors stay free for computation
-//! beside them. Pure.
+//! Long collectives whose bytes copy engines move, so that the processors stay free for
+//! computation. Pure.
 //!
 //! A kernel takes a processor only to synchronize (one warp) and to add what has arrived; none of
 //! them waits on more than one processor. There are two ways (`docs/design/copy-engine.md`):
