@@ -93,7 +93,9 @@ _own_gloo: Any = None
 
 
 def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta, ranks: list[int] | None = None) -> Backend:
-    """Makes a Gloo backend outside torch's groups; it is a plug-in from 2.14 on. ``ranks`` are global.
+    """Makes a Gloo backend that belongs to no group of torch. ``ranks`` are global.
+
+    From torch 2.14 on, Gloo is a plug-in.
 
     Raises:
         RuntimeError: this torch was built without Gloo, or its ranks do not meet.
@@ -168,8 +170,9 @@ class _GlooMaker:
 
 
 def nccl(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    """Makes an NCCL backend that belongs to no group of torch: ``ProcessGroupNCCL``, even though torch 2.15 has a
-    second one.
+    """Makes an NCCL backend that belongs to no group of torch.
+
+    It is a ``ProcessGroupNCCL``, even though torch 2.15 has a second implementation.
 
     Raises:
         RuntimeError: this torch was built without NCCL, or finds no GPU.
