@@ -146,7 +146,7 @@ def make_gloo_by(create: Callable[[Any, Any], Any]) -> None:
 
 
 class _GlooMaker:
-    """Replaces the class ``ProcessGroupGloo`` within torch's module, which before 2.14 calls it for each group."""
+    """Replaces the class ``ProcessGroupGloo`` in torch's module, which before 2.14 calls the class for each group."""
 
     def __init__(self, own: Any, create: Callable[[Any, Any], Any]) -> None:
         self._own, self._create = own, create

@@ -203,8 +203,8 @@ impl PeerHeaps {
         });
         if let Some(reason) = first {
             log::info!("group \"{}\": {reason}", control.name());
-            // If a peer has not met a link, it does not have the link; the next attempt makes
-            // another.
+            // Abandon each link that the peer on its other end does not have; the next attempt
+            // makes a new one.
             let dead =
                 holds.into_iter().zip(&messages).filter(|(_, lacking)| lacking.get(me) == Some(&1));
             dead.filter_map(|(hold, _)| hold).for_each(LinkRef::abandon);

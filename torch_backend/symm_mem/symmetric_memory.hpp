@@ -23,8 +23,8 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
   // Allocates zeroed memory. A `device_idx` of -1 means the current device. `group_name` is for
   // rendezvous() without one.
   void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
-  // Frees memory, which stays while a window is held, by a handle or a view. A failure is logged,
-  // because torch has forgotten the memory.
+  // Frees memory; it stays allocated while a handle or a view holds a window on it. A failure is
+  // logged, because torch has forgotten the memory.
   void free(void* ptr) override;
   // Forgets the windows that start in these bytes, which are about to be freed: no later rendezvous
   // finds them.
