@@ -88,7 +88,8 @@ def set_timeout(timeout: timedelta) -> None:
         group._get_backend(device)._set_default_timeout(timeout)
 
 
-#: torch's own entry for Gloo, after :func:`make_gloo_by` has replaced it; from 2.14 on.
+#: torch's own plug-in entry for Gloo (2.14 and later), kept once :func:`make_gloo_by` has replaced it; otherwise
+#: ``None``.
 _own_gloo: Any = None
 
 
