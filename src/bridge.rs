@@ -404,7 +404,8 @@ pub mod ffi {
         ) -> Status;
         /// Concatenates the inputs of all ranks.
         fn all_gather(self: &WindowHandle, input: Span, out: Span) -> Status;
-        /// Sends rows: input, splits, output, layout; `rows`: of input and output. See
+        /// Sends rows of the input to all ranks. `spans` are input, splits, output and layout;
+        /// `rows` are the numbers of rows of the input and the output. See
         /// `window::operators::exchanges`.
         fn all_to_all_vdev(
             self: &WindowHandle,
@@ -444,7 +445,7 @@ pub mod ffi {
         /// Returns an id of this process's node as text, the same for all ranks of a node.
         fn node_id() -> String;
         /// Sets the thresholds in bytes of multi-node groups whose rank 0 is this process;
-        /// `chunk_bytes` 0: the profile's.
+        /// `chunk_bytes` 0 restores the thresholds of the profile.
         fn set_trial_thresholds(
             multi_rail_bytes: usize,
             chunk_bytes: usize,

@@ -83,8 +83,8 @@ pub struct Config {
     pub log: String,
     /// `TORCHELASTIC_RESTART_COUNT`: separates the store keys of a job's attempts. Default `"0"`.
     pub restart: String,
-    /// `SYMM_SPIN`: spin iterations of a waiting thread before it sleeps; absent: chosen from the
-    /// number of cores.
+    /// `SYMM_SPIN`: spin iterations of a waiting thread before it yields its core; absent: chosen
+    /// from the number of cores.
     pub spin: Option<u32>,
     /// `SYMM_CPU_THREADS`: threads of a rank that copy and reduce long CPU calls; absent: cores per
     /// rank, at most 4.

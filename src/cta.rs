@@ -1,6 +1,6 @@
 //! How many processors of a GPU the kernels of a group may take.
 
-/// How many processors long collectives may take from computation that runs beside them; NCCL:
+/// How many processors long collectives may take from computation that runs at the same time; NCCL:
 /// `ctaPolicy`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CtaPolicy {

@@ -26,12 +26,12 @@ class Options(Backend.Options):
     groups then use the choice of the default group.
     ``reduce_dtype`` is the type of sums of CPU tensors between nodes: ``"tensor"`` or ``"float32"``, which rounds
     floats narrower than 32 bits only once but sends twice the bytes, or ``""`` for ``"tensor"``, in later groups for
-    the default group's. With ``order="tree"``, ``""`` means ``"fp32"``.
+    the default group's. With ``order="tree"``, ``""`` means ``"float32"``.
     ``order`` is the order in which reductions combine the ranks' floats: ``"rank"``, ((x0 + x1) + x2) + x3, or
     ``"tree"``, pairwise: (x0 + x1) + (x2 + x3), or ``""`` for the choice of ``SYMM_ORDER``, in later groups for the
     default group's. All ranks choose the same.
-    ``cta_policy`` says how many processors of a GPU long collectives may take from computation beside them:
-    ``"default"``, ``"efficiency"`` (few) or ``"zero"`` (copy engines move the bytes), or ``""`` for the choice of
+    ``cta_policy`` selects how many processors of a GPU long collectives may take from computation that runs at the same
+    time: ``"default"``, ``"efficiency"`` (few) or ``"zero"`` (copy engines move the bytes), or ``""`` for the choice of
     ``SYMM_CTA_POLICY``, in later groups for the default group's. ``max_ctas`` is the maximum number of blocks of a
     CUDA kernel; 0: ``SYMM_MAX_CTAS``, in later groups the default group's. All ranks choose the same.
 

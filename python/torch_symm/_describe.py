@@ -80,7 +80,7 @@ def _other_nodes(own: Any) -> str:
     from torch_symm._repr import group_name
     from torch_symm._trace import trace
 
-    # A multi-node group uses this rank's number among the ranks of its node there.
+    # In the trace, the `rank` of a multi-node group is this rank's number among the ranks of its node.
     same = [
         known["other_nodes"] or ""
         for known in trace()["groups"]
@@ -111,7 +111,7 @@ def _rows(device: str, ranks: int) -> Iterator[tuple[str, str]]:
 
 
 def _steps(name_at: Callable[[int], str]) -> Iterator[tuple[str, int | None]]:
-    """Each algorithm, and the largest size for which it is used; ``None``: all larger sizes, too."""
+    """Yields each algorithm and the largest size for which it is used; ``None`` if that size has no limit."""
     size, name = STEP, name_at(STEP)
     while size < LARGEST:
         above = 2 * size

@@ -88,12 +88,15 @@ def set_timeout(timeout: timedelta) -> None:
         group._get_backend(device)._set_default_timeout(timeout)
 
 
-#: torch's own entry for Gloo, after :func:`make_gloo_by` has replaced it; from 2.14 on.
+#: torch's own plug-in entry for Gloo (2.14 and later), kept once :func:`make_gloo_by` has replaced it; otherwise
+#: ``None``.
 _own_gloo: Any = None
 
 
 def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta, ranks: list[int] | None = None) -> Backend:
-    """Makes a Gloo backend outside torch's groups; it is a plug-in from 2.14 on. ``ranks`` are global.
+    """Makes a Gloo backend that belongs to no group of torch. ``ranks`` are global.
+
+    From torch 2.14 on, Gloo is a plug-in.
 
     Raises:
         RuntimeError: this torch was built without Gloo, or its ranks do not meet.
@@ -102,7 +105,7 @@ def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta, rank
     if plugin is None:
         if not distributed_c10d.is_gloo_available():
             raise RuntimeError("this torch was built without Gloo")
-        # Not the name in distributed_c10d, which may be ours.
+        # Not `distributed_c10d.ProcessGroupGloo`, which torch_symm may have replaced by its own class.
         own: Any = torch._C._distributed_c10d.ProcessGroupGloo
         made: Backend = own(store, rank, size, timeout=timeout)
         options: Any = made.options
@@ -144,7 +147,7 @@ def make_gloo_by(create: Callable[[Any, Any], Any]) -> None:
 
 
 class _GlooMaker:
-    """Replaces the class ``ProcessGroupGloo`` within torch's module, which before 2.14 calls it for each group."""
+    """Replaces the class ``ProcessGroupGloo`` in torch's module, which before 2.14 calls the class for each group."""
 
     def __init__(self, own: Any, create: Callable[[Any, Any], Any]) -> None:
         self._own, self._create = own, create
@@ -168,7 +171,9 @@ class _GlooMaker:
 
 
 def nccl(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    """Makes an NCCL backend outside torch's groups: ``ProcessGroupNCCL``, also where 2.15 has another one, too.
+    """Makes an NCCL backend that belongs to no group of torch.
+
+    It is a ``ProcessGroupNCCL``, even though torch 2.15 has a second implementation.
 
     Raises:
         RuntimeError: this torch was built without NCCL, or finds no GPU.

@@ -62,8 +62,8 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &RankClaim<'_>) -> Result<Gat
         };
         let complete = attempt.wait_for_keys(&keys, look, ended)?;
         look = (look * 2).min(RECORD_POLL_MAX);
-        // The last check follows the deadline, so that a timeout names the ranks that are missing
-        // at its end.
+        // The records are read once more after the deadline, so that the timeout error names the
+        // ranks that are missing at the deadline.
         let expired = attempt.clock.remaining().is_zero();
         let standings = read(attempt, claim, &keys, complete)?;
 

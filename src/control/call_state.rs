@@ -59,8 +59,8 @@ impl AwaitedMessage {
     }
 }
 
-/// The calls that a member has rejected since its last valid call. Peers that have rejected equally
-/// many no longer disturb each other.
+/// The calls that a member has rejected since its last valid call. Two members that have rejected
+/// the same number of calls no longer disturb each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RejectionCount {
     /// The number of calls before, plus 1; 0 if it has rejected no call.
@@ -72,7 +72,8 @@ pub struct RejectionCount {
 impl RejectionCount {
     const TIMES: u64 = 0xffff;
 
-    // One word: the number of calls above the number of rejections, which saturates.
+    // Packs both numbers into one word: the number of rejections, which saturates, in the lower 16
+    // bits, and the number of calls in the other bits.
     pub(super) fn word(self) -> u64 {
         self.calls << 16 | self.times.min(Self::TIMES)
     }
@@ -95,7 +96,8 @@ impl RejectionCount {
     }
 }
 
-/// A member's host-side barriers of symmetric memory; all members make the same ones.
+/// A member's counts of host-side barriers of symmetric memory. All members make the same sequence
+/// of barriers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BarrierCount {
     /// Number of barriers in which all members have arrived.

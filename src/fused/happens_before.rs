@@ -430,7 +430,7 @@ fn wrong_turns_are_found() {
     let unguarded: Turns = |turn| WorkspaceSlot { entry: false, ..turn };
     // A graph replayed after itself.
     race(&[Replay(0), Replay(0)], unguarded);
-    // A peer that this rank did not hear from in a failed call may still read what the call before
-    // it shared.
+    // A peer from which this rank received no signal in a failed call may still read the data that
+    // the previous call shared.
     race(&[Eager(ModelOp::Gather), Failed(ModelOp::Gather, 0), Eager(ModelOp::Gather)], unguarded);
 }

@@ -1,15 +1,15 @@
-//! Rejected calls: if only this rank rejects a call, the ranks that wait for it learn so long
-//! before a timeout.
+//! Rejected calls: if only this rank rejects a call, the ranks that wait for it learn of the
+//! rejection long before they time out.
 //!
 //! The rejecting rank reports it. After a short time it checks whether a peer has started a
 //! collective that this rank has not, or sleeps for a message that this rank has not sent. It
-//! cannot see the ranks of other nodes. It therefore tells the other nodes when it has rejected a
-//! call and when it makes another call, and they check which of their ranks wait.
+//! cannot see the ranks of other nodes. It therefore notifies the other nodes when it has rejected
+//! a call and when it makes another call, and they check which of their ranks wait.
 //!
-//! A rank that has made another call by then fails no group. Nor do ranks that all rejected the
-//! call: every rank counts its rejections, so a rank that also rejected the call and went on is not
-//! taken to wait for it. A waiting rank only publishes which message it sleeps for and how many
-//! barriers it has passed.
+//! If the rank has made another call by then, the group does not fail. The group does not fail
+//! either if all ranks rejected the call: every rank counts its rejections, so a rank that also
+//! rejected the call and went on does not count as waiting for it. A waiting rank only publishes
+//! which message it sleeps for and how many barriers it has passed.
 
 use crate::call_queue::CallQueue;
 use crate::coll::cuda::agreement::launch_log;

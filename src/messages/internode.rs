@@ -13,8 +13,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
 
-/// Poll interval of the group while a rank leaves, and the time after which a message asks whether
-/// a rejection still holds.
+/// Poll interval for failures of the group while a rank leaves. Also how long a message waits
+/// before its rank asks the peer whether a rejection still holds.
 pub(super) const INTERNODE_POLL: Duration = Duration::from_millis(20);
 /// Maximum time that a leaving rank waits until peers have read all its frames, and again until the
 /// connections have ended.

@@ -369,8 +369,8 @@ impl Messages {
         Ok(ticket)
     }
 
-    /// Advances messages once, after a message with `peer` has `begun`. If any stays pending, wakes
-    /// the progress thread.
+    /// Advances messages once after the start of a message with `peer`, whose outcome is `begun`.
+    /// If any message stays pending, wakes the progress thread.
     fn begin(
         &self,
         mut state: MutexGuard<'_, MessageTable>,

@@ -327,8 +327,8 @@ impl LinkRef {
         self.link.base()
     }
 
-    /// Keeps `bytes` at `offset` of the peer's heap mapped while the pin exists; `None` if they are
-    /// not in one mapped segment.
+    /// Pins the `bytes` bytes at `offset` in the peer's heap: they stay mapped while the returned
+    /// pin exists. Returns `None` if they are not in one mapped segment.
     pub fn pin(&self, offset: u64, bytes: usize) -> Option<SegmentPin> {
         let id = self.link.remote.pin(usize::try_from(offset).ok()?, bytes)?;
         Some(SegmentPin { link: Arc::clone(&self.link), id })

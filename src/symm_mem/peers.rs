@@ -203,8 +203,8 @@ impl PeerHeaps {
         });
         if let Some(reason) = first {
             log::info!("group \"{}\": {reason}", control.name());
-            // If a peer has not met a link, it does not have the link; the next attempt makes
-            // another.
+            // Abandon each link that the peer on its other end does not have; the next attempt
+            // makes a new one.
             let dead =
                 holds.into_iter().zip(&messages).filter(|(_, lacking)| lacking.get(me) == Some(&1));
             dead.filter_map(|(hold, _)| hold).for_each(LinkRef::abandon);
@@ -234,8 +234,9 @@ impl PeerHeaps {
         &self.heap
     }
 
-    /// Keeps `bytes` at `offset` of the heap of `rank` mapped while the pin exists; a rank of this
-    /// process needs no pin. `None` if they are not mapped.
+    /// Pins the `bytes` bytes at `offset` in the heap of `rank`: they stay mapped while the
+    /// returned pin exists. Returns `Some(None)` for a rank of this process, which needs no pin,
+    /// and `None` if the bytes are not mapped.
     pub fn pin(&self, rank: usize, offset: u64, bytes: usize) -> Option<Option<SegmentPin>> {
         match self.holds.get(rank)? {
             Some(hold) => hold.pin(offset, bytes).map(Some),

@@ -14,8 +14,8 @@ pub struct OwnPin {
 }
 
 impl Heap {
-    /// Keeps the segments that contain `bytes` at `address` until the pin is dropped, even if they
-    /// are freed meanwhile.
+    /// Pins the segments that contain the `bytes` bytes at `address`: they stay until the returned
+    /// pin is dropped, even if they are freed meanwhile.
     pub fn show(self: &Arc<Self>, address: u64, bytes: usize) -> Result<OwnPin> {
         let gone = || {
             Error::value(format!(

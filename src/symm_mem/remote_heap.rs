@@ -112,8 +112,8 @@ impl RemoteHeap {
         Ok(())
     }
 
-    /// Keeps the segment that contains `bytes` at `offset` mapped until `unpin`; returns its
-    /// number, if there is one.
+    /// Pins the segment that contains the `bytes` bytes at `offset`: it stays mapped until `unpin`.
+    /// Returns the segment's number, or `None` if no mapped segment contains them.
     pub(super) fn pin(&self, offset: usize, bytes: usize) -> Option<u64> {
         let mut segments = lock(&self.segments);
         let holds = |segment: &RemoteSegment| {

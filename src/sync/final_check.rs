@@ -1,9 +1,9 @@
 //! Distinguishes a peer that will never arrive from one that arrived just before it left.
 
-/// Returns `end`, the reason why no more peers arrive, unless the `missing` peer has arrived
-/// meanwhile, which is checked again after the reason was seen. A rank that finished its part and
-/// then left, exited or failed in a later call therefore does not disturb peers that still wait for
-/// that part.
+/// Returns the reason why a peer will never arrive, if `missing` says that it has not arrived and
+/// `end` returns a reason. `missing` is called once more after `end`, because the peer may have
+/// finished its part and only then left, exited or failed in a later call. Such a peer must not
+/// disturb ranks that wait for that part.
 pub fn lost<T>(missing: impl Fn() -> bool, end: impl FnOnce() -> Option<T>) -> Option<T> {
     if missing() { end().filter(|_| missing()) } else { None }
 }

@@ -7,7 +7,8 @@ const BYTES: usize = 128;
 /// Marks a truncated text.
 const CUT: &str = "…";
 
-/// A text of at most 128 bytes. A reader needs a flag that the writer publishes afterwards.
+/// A text of at most 128 bytes. The writer publishes a flag after the text, and a reader must
+/// observe that flag before it reads the text.
 #[repr(C)]
 pub struct SharedText([AtomicU8; BYTES]);
 

@@ -98,7 +98,7 @@ pub struct Received {
     /// The file descriptor in the message.
     pub fd: Option<OwnedFd>,
     /// True if bytes or file descriptors were lost: the message was too long, had more than one
-    /// descriptor, or found no free number here.
+    /// descriptor, or this process had no free descriptor number.
     pub cut: bool,
 }
 

@@ -114,8 +114,8 @@ pub struct Gpu {
     pub name: String,
     /// The nearest NUMA node, if the system names one.
     pub numa: Option<u32>,
-    /// The sysfs directory, which contains the bridges on the path to the device; `None` if sysfs
-    /// does not show the device.
+    /// The sysfs directory, whose path lists the bridges between the host and the device; `None` if
+    /// sysfs does not show the device.
     pub path: Option<String>,
     /// The version of its links, if any is up.
     pub nvlink: Option<NvlinkVersion>,

@@ -6,7 +6,7 @@ use std::path::Path;
 /// The properties of a device in sysfs.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct PciPath {
-    /// The directory of the device, which contains the bridges on the path to it.
+    /// The directory of the device; its path lists the bridges between the host and the device.
     pub(super) path: Option<String>,
     /// The nearest NUMA node; `None` if the system writes -1.
     pub(super) numa: Option<u32>,

@@ -20,8 +20,8 @@ pub(super) struct WallClock {
 }
 
 impl WallClock {
-    /// Returns the present offset. Entries are converted when they are written, so one reading
-    /// serves all of them.
+    /// Returns the offset at this moment. Entries are converted when they are written to a file, so
+    /// one offset serves all entries of the file.
     pub(super) fn now() -> Self {
         let realtime = read(ClockId::Realtime);
         Self {

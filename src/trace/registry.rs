@@ -63,14 +63,16 @@ pub(super) struct GroupRecord {
     pub(super) joined: u64,
     pub(super) left: u64,
     pub(super) failure: Option<ObservedFailure>,
-    /// The last collectives started and launched, once the group was left.
+    /// Numbers of the last collective started on CPU tensors and of the last one launched on CUDA,
+    /// as they were when the group was left.
     last: (u64, Option<u64>),
     control: Weak<ControlBlock>,
     cuda: bool,
 }
 
 impl GroupRecord {
-    /// Returns the last collective started on CPU tensors, and the last one launched on CUDA.
+    /// Returns the numbers of the last collective started on CPU tensors and of the last one
+    /// launched on CUDA.
     pub(super) fn last(&self) -> (u64, Option<u64>) {
         self.control
             .upgrade()

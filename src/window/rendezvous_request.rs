@@ -11,7 +11,7 @@ pub(super) const REPORTED: usize = 4;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct DroppedWindows(pub(super) [u64; REPORTED]);
 
-/// The offer of one rank.
+/// The memory that one rank brings to a rendezvous, and its state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RendezvousRequest {
     /// True for host memory, false for GPU memory.
@@ -48,7 +48,7 @@ impl RendezvousRequest {
         bytes
     }
 
-    /// Decodes the offer that a rank encoded; `bytes` has [`RendezvousRequest::BYTES`] bytes.
+    /// Decodes the request that a rank encoded; `bytes` has [`RendezvousRequest::BYTES`] bytes.
     pub(super) fn decode(bytes: &[u8]) -> Self {
         let word =
             |index: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[8 + 8 * index + i]));

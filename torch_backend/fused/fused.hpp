@@ -45,7 +45,7 @@ void check_factors(
     const char* op, const char* left_name, const at::Tensor& left, const char* right_name,
     const at::Tensor& right);
 
-// Returns the device's number in the core.
+// Returns the number by which the Rust core knows the device; -1 is the CPU.
 int32_t number_of(at::Device device);
 // Describes the product of one rank's rows for the planner.
 ProductSpec product_of(

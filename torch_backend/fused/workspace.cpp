@@ -128,8 +128,8 @@ void Workspace::make(const FusedCall& call) {
     // Graphs hold its addresses and keep using it; later calls do not.
     kept_.push_back({std::move(memory_), std::move(window_)});
   }
-  // Peers read the memory that is replaced; they have finished that when they arrive at the
-  // rendezvous.
+  // Peers may still read the memory that is replaced. A peer arrives at the rendezvous below only
+  // after it has finished its reads.
   streams_.settle();
   const auto bytes = static_cast<int64_t>(call.make);
   auto memory =

@@ -152,7 +152,7 @@ class ProcessGroupSymm : public ::c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override;
   // Adds to the timeouts of later calls, until the first of them has ended.
   void addEphemeralTimeout(const std::chrono::milliseconds& timeout) SYMM_OVERRIDE_TIMEOUTS;
-  // Does nothing: work has no duration, as with Gloo.
+  // Does nothing: works report no duration, as in Gloo.
   void enableCollectivesTiming() override;
   // Sets up the group's memory on a CUDA device now, instead of at the first call.
   void eagerConnectSingleDevice(at::Device device) override;

@@ -32,8 +32,8 @@ std::shared_ptr<c10::Allocator> symmetric_allocator() {
   py::detail::type_caster_generic caster(
       py::detail::get_type_info(reinterpret_cast<PyTypeObject*>(type.ptr())));
   TORCH_CHECK_TYPE(caster.load(allocator, false), "torch made no allocator of symmetric memory");
-  // c10::Allocator is the first of its only bases, at every level. The pointer owns nothing,
-  // because `kept` is never destroyed.
+  // The cast is valid because every class from CUDAAllocator's own up to c10::Allocator has one
+  // base, at offset 0. The pointer owns nothing, because `kept` is never destroyed.
   return std::shared_ptr<c10::Allocator>(
       std::shared_ptr<void>(), static_cast<c10::Allocator*>(caster.value));
 }

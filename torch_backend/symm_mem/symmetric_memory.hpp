@@ -23,8 +23,8 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
   // Allocates zeroed memory. A `device_idx` of -1 means the current device. `group_name` is for
   // rendezvous() without one.
   void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
-  // Frees memory, which stays while a window is held, by a handle or a view. A failure is logged,
-  // because torch has forgotten the memory.
+  // Frees memory; it stays allocated while a handle or a view holds a window on it. A failure is
+  // logged, because torch has forgotten the memory.
   void free(void* ptr) override;
   // Forgets the windows that start in these bytes, which are about to be freed: no later rendezvous
   // finds them.
@@ -75,8 +75,9 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
   Windows windows_;
 };
 
-// Registers symmetric CPU memory in torch, unless torch has its own, with torch.ops.symm_mem for
-// it, and makes symmetric CUDA memory available to torch's set_backend("SYMM").
+// Registers symmetric CPU memory in torch, unless torch has its own; registers the operators
+// torch.ops.symm_mem for CPU tensors; makes symmetric CUDA memory available to torch's
+// set_backend("SYMM").
 void register_symmetric_memory();
 
 } // namespace symm

@@ -17,8 +17,9 @@ using Milliseconds = std::chrono::milliseconds;
 // Number of polls by a blocked host before it sleeps between polls.
 constexpr int kEagerLooks = 200;
 constexpr std::chrono::microseconds kNap(50);
-// A kernel's deadline counts from its start. Its error names the late ranks, which the error of a
-// wait that times out cannot.
+// How much longer than its group's timeout a blocked host waits. A kernel's deadline counts from
+// the start of the kernel, and the kernel's error names the late ranks, while the error of the
+// host's wait cannot.
 constexpr std::chrono::milliseconds kKernelsFirst(1000);
 
 } // namespace

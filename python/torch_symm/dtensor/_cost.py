@@ -201,7 +201,8 @@ GIB = 1 << 30
 def allgather_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """Returns the µs of an all-gather that returns ``bytes_gb`` GiB on every rank.
 
-    The formulas are in ``docs/design/cost-model.md``; with ``source="torch"`` they are torch's. So are the others'.
+    The formulas of all collectives are in ``docs/design/cost-model.md``; with ``source="torch"`` they are torch's
+    formulas.
 
     Args:
         bytes_gb: the whole tensor, in units of 2^30 bytes, as in ``torch.distributed.tensor._collective_utils``.
@@ -209,7 +210,8 @@ def allgather_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> f
         mesh_dim: the dimension of the mesh whose ranks form the group.
 
     Raises:
-        ValueError: ``bytes_gb`` cannot be moved, or the mesh has no such dimension; the others raise the same.
+        ValueError: ``bytes_gb`` cannot be moved, or the mesh has no such dimension. The functions of the other
+        collectives raise the same.
     """
     return mesh_topo.price("all_gather", bytes_gb * GIB, mesh_dim)[0]
 

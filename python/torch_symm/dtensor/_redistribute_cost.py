@@ -102,7 +102,7 @@ def explain_redistribute(
     if all(step.collective == "slice" for step in steps):
         return RedistributePlan(tuple(replace(step, us=0.0) for step in steps), 0.0, "nothing moves")
     us = 0.0
-    # Not `sum`, which is more exact than torch's loop since Python 3.12.
+    # torch adds in a loop, and `sum` is more exact than a loop since Python 3.12.
     for step in steps:
         us += step.us
     return RedistributePlan(steps, us, topo.origin)

@@ -131,8 +131,8 @@ def fused_all_gather_scaled_matmul(
     """Like :func:`fused_all_gather_matmul` with ``torch._scaled_mm``; not along the last dimension.
 
     Args:
-        A_shard, Bs, gather_dim, group_name: as there.
-        A_scale: one number, or one per row, either of this rank's rows (then it is gathered, too) or of all rows.
+        A_shard, Bs, gather_dim, group_name: as in :func:`fused_all_gather_matmul`.
+        A_scale: one number, one per row of ``A_shard`` (the scales are then gathered as well), or one per row of ``A``.
         B_scales, biases, result_scales, out_dtypes, use_fast_accum: arguments of ``torch._scaled_mm`` with each of
         ``Bs``.
 
@@ -190,12 +190,12 @@ def fused_scaled_matmul_reduce_scatter(
     """Like :func:`fused_matmul_reduce_scatter` with ``torch._scaled_mm``; not along the last dimension.
 
     Args:
-        A, B, reduce_op, group_name: as there.
+        A, B, reduce_op, group_name: as in :func:`fused_matmul_reduce_scatter`.
         A_scale: one number, or one per row of ``A``.
         B_scale, bias, result_scale, out_dtype, use_fast_accum: arguments of ``torch._scaled_mm``.
-        orig_scatter_dim: of ``output_shape``.
+        orig_scatter_dim: the dimension of ``output_shape`` that is scattered.
         scatter_dim_after_maybe_reshape: that dimension in ``A``, whose leading dimensions may have been flattened.
-        output_shape: of the product before it is scattered; by default the shape of ``A @ B``.
+        output_shape: the shape of the product before it is scattered; by default the shape of ``A @ B``.
 
     Returns:
         This rank's piece, contiguous.

@@ -36,13 +36,13 @@ def _pipelined_multi_all_gather_and_consume(
     ``ag_out[i]`` holds ``shard[i]`` of all ranks at the end; otherwise its contents are undefined.
 
     Args:
-        shard, ag_out: contiguous; ``ag_out[i]`` is ``shard[i]`` with the first dimension times the ranks.
-        shard_consumer: called with the shards of a rank and the rank.
+        shard, ag_out: contiguous; the first dimension of ``ag_out[i]`` is that of ``shard[i]`` times the number of
+        ranks. shard_consumer: called with the shards of a rank and the rank.
         group_name: the group of the ranks.
         ag_out_needed: whether ``ag_out`` is to be filled.
 
     Raises:
-        ValueError: the shapes or layouts differ from that.
+        ValueError: the shapes or layouts differ from this description.
     """
     ranks = resolve(group_name).size()
     _check_gathered(shard, ag_out, ranks)
@@ -91,7 +91,7 @@ def _pipelined_all_gather_and_consume(
 ) -> None:
     """Like :func:`_pipelined_multi_all_gather_and_consume` for one tensor.
 
-    ``shard``, ``shard_consumer``, ``ag_out``, ``group_name`` and ``ag_out_needed`` are as there, without lists.
+    The arguments have the same meaning, with one tensor in place of each list.
     """
 
     def consume(parts: list[torch.Tensor], peer: int) -> None:

@@ -67,8 +67,9 @@ class WarmMultiProcessTestCase(_Upstream):
 
     - A rank starts with the state of the test's process: its imports, its environment, its random state.
     - Ranks have one thread of torch each, unless ``OMP_NUM_THREADS`` is set.
-    - The time limit's error names the ranks that hang and has their stacks.
-    - If the test's process has already used CUDA, a fork could not: ranks start anew, like torch's.
+    - The error at the time limit names the ranks that hang and shows their stacks.
+    - If the test's process has already used CUDA, a forked rank could not use it. Ranks then start as new processes, as
+      torch's ranks do.
     """
 
     def _spawn_processes(self) -> None:

@@ -12,9 +12,9 @@ const LANES: usize = 1024;
 /// Maximum number of blocks that normalise rows which have been summed.
 const ROWS_BLOCKS: usize = 256;
 
-/// Returns the number of blocks of the kernel that runs all of `norm`, which has rows, among `n`
-/// ranks, and how many of them share a row. `None` if the rows are too long or too many for one
-/// kernel.
+/// Returns the number of blocks of the single kernel that runs `norm` among `n` ranks, and how many
+/// of these blocks share a row. `norm` must have rows. `None` if the rows are too long or too many
+/// for one kernel.
 pub(super) fn one_shot(
     norm: &Norm,
     n: usize,

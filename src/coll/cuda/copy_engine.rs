@@ -1,5 +1,5 @@
-//! Long collectives whose bytes copy engines move, so that the processors stay free for computation
-//! beside them. Pure.
+//! Long collectives whose bytes copy engines move, so that the processors stay free for
+//! computation. Pure.
 //!
 //! A kernel takes a processor only to synchronize (one warp) and to add what has arrived; none of
 //! them waits on more than one processor. There are two ways (`docs/design/copy-engine.md`):
@@ -62,11 +62,12 @@ pub struct EarlierRank {
     pub output: u64,
 }
 
-/// Messages that every rank sends to every other, and what becomes of those that this rank gets.
+/// Messages that every rank sends to every other, and where the messages to this rank go.
 struct Exchange<'a> {
     /// The message for each rank.
     send: [Span; MAX_RANKS],
-    /// Destination of each rank's message; of this rank's, the one to itself.
+    /// Destination of the message from each rank, including the message that this rank sends to
+    /// itself.
     receive: Receive<'a>,
     /// Length of the longest message of any rank.
     longest: usize,
@@ -209,11 +210,11 @@ impl<'a> CopyTasks<'a> {
         }
     }
 
-    /// A gather in which this rank moves its message to each rank of `earlier`, and that rank's
-    /// message here.
+    /// A gather in which this rank moves both messages of each pair with a rank of `earlier`: its
+    /// own message to that rank, and that rank's message to itself.
     fn direct(&mut self, own: Span, outputs: &[Span], earlier: &[EarlierRank]) {
         let me = self.context.me;
-        // Their outputs are consecutive, and this rank's need not be.
+        // The outputs of each other rank are consecutive; the outputs of this rank need not be.
         let offset = outputs[..me].iter().map(|output| output.bytes as u64).sum::<u64>();
         // All inputs are ready and all outputs may be written once every rank has arrived.
         self.sync(false, CopySyncArgs { post_arrived: 1, wait_arrived: 1, ..Default::default() });

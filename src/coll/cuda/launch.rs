@@ -120,8 +120,8 @@ impl LaunchContext<'_> {
     /// Returns the number of threads in a block of one of `lanes` (docs/measurements/gpu-h200.md).
     fn lane_threads(&self, kernel: &KernelSpec, lanes: u32) -> u32 {
         let wide = self.n == 2 || lanes as usize > self.layout.few_lanes();
-        // The kernels of a send and of a receive must fit on the device together, with the most
-        // registers of all (tests/gpu/compile.rs).
+        // A kernel that sends and a kernel that receives must fit on the device at the same time,
+        // and they use the most registers of all kernels (tests/gpu/compile.rs).
         let many = if kernel.typed { wide } else { *kernel != TRANSFERS };
         if many { self.threads } else { self.threads.min(FEW_THREADS) }
     }

@@ -62,7 +62,8 @@ pub(super) fn add(report: &Arc<impl DirectCalls + 'static>) {
     counts.living.push(report);
 }
 
-/// Keeps the count of `report`; `end` then stops its counting.
+/// Adds the final count of `report` to the past counts, then calls `end`, after which `report` no
+/// longer counts.
 pub(super) fn retire(report: &dyn DirectCalls, end: impl FnOnce()) {
     let mut counts = lock(&DIRECT);
     counts.past += report.direct();

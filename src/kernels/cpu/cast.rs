@@ -59,7 +59,7 @@ macro_rules! casts {
                 src: *const u8,
                 count: usize,
             ) {
-                // SAFETY: the caller's contract is this function's.
+                // SAFETY: the callee has this function's contract, which the caller upholds.
                 unsafe { run::<E, vector::Portable>(dst, src, count) }
             }
 
@@ -72,7 +72,7 @@ macro_rules! casts {
                 src: *const u8,
                 count: usize,
             ) {
-                // SAFETY: the caller's contract is this function's.
+                // SAFETY: the callee has this function's contract, which the caller upholds.
                 unsafe { run::<E, vector::Avx2>(dst, src, count) }
             }
 
@@ -85,7 +85,7 @@ macro_rules! casts {
                 src: *const u8,
                 count: usize,
             ) {
-                // SAFETY: the caller's contract is this function's.
+                // SAFETY: the callee has this function's contract, which the caller upholds.
                 unsafe { run::<E, vector::Avx512>(dst, src, count) }
             }
         }

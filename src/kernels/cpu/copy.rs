@@ -73,7 +73,7 @@ pub(super) fn fence() {
 /// As [`super::copy`].
 #[cfg(not(target_arch = "x86_64"))]
 pub(super) unsafe fn stream(dst: *mut u8, src: *const u8, bytes: usize) {
-    // SAFETY: the caller's contract is this function's.
+    // SAFETY: the callee has this function's contract, which the caller upholds.
     unsafe { cached(dst, src, bytes) }
 }
 

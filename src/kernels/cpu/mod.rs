@@ -249,7 +249,7 @@ pub const STAGING: WriteMode = WriteMode::Cached;
 /// # Safety
 /// `src` must be valid for reads and `dst` for writes of `bytes` bytes; they do not overlap.
 pub unsafe fn copy(dst: *mut u8, src: *const u8, bytes: usize, store: WriteMode) {
-    // SAFETY: the caller's contract is the same as of both.
+    // SAFETY: each callee has this function's contract, which the caller upholds.
     unsafe {
         match store {
             WriteMode::Cached => copy::cached(dst, src, bytes),

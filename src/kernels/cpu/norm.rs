@@ -70,7 +70,7 @@ pub unsafe fn add_rms_norm(norm: &Norm, rows: usize, memory: &NormRows<'_>) {
 /// As [`add_rms_norm`], on a CPU that has `isa`.
 unsafe fn add_rms_norm_on(isa: Isa, norm: &Norm, rows: usize, memory: &NormRows<'_>) {
     let _mode = DefaultFpMode::enter();
-    // SAFETY: the caller's contract is the same as of each.
+    // SAFETY: each callee has this function's contract, which the caller upholds.
     unsafe {
         match norm.dtype {
             DType::BF16 => of_type::<BF16>(isa, norm, rows, memory),
@@ -104,7 +104,7 @@ unsafe fn of_type<E: Element<Acc = f32>>(
     rows: usize,
     memory: &NormRows<'_>,
 ) {
-    // SAFETY: the caller's contract is the same as of each.
+    // SAFETY: each callee has this function's contract, which the caller upholds.
     unsafe {
         match isa {
             Isa::Portable => run::<E, vector::Portable>(norm, rows, memory),
@@ -121,7 +121,7 @@ unsafe fn of_type<E: Element<Acc = f32>>(
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn avx2<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &NormRows<'_>) {
-    // SAFETY: the caller's contract is this function's.
+    // SAFETY: the callee has this function's contract, which the caller upholds.
     unsafe { run::<E, vector::Avx2>(norm, rows, memory) }
 }
 
@@ -130,7 +130,7 @@ unsafe fn avx2<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &NormRow
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 unsafe fn avx512<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &NormRows<'_>) {
-    // SAFETY: the caller's contract is this function's.
+    // SAFETY: the callee has this function's contract, which the caller upholds.
     unsafe { run::<E, vector::Avx512>(norm, rows, memory) }
 }
 

@@ -46,7 +46,7 @@ struct Block([u8; BLOCK]);
 /// # Safety
 /// The job satisfies the contract of [`super::reduce`] with elements of type `E`.
 pub(super) unsafe fn portable<E: Element, O: ReduceFn<E::Acc>, const T: usize>(job: &ReduceJob) {
-    // SAFETY: the caller's contract is this function's.
+    // SAFETY: the callee has this function's contract, which the caller upholds.
     unsafe { run::<E, O, vector::Portable, T>(job) }
 }
 
@@ -55,7 +55,7 @@ pub(super) unsafe fn portable<E: Element, O: ReduceFn<E::Acc>, const T: usize>(j
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 pub(super) unsafe fn avx2<E: Element, O: ReduceFn<E::Acc>, const T: usize>(job: &ReduceJob) {
-    // SAFETY: the caller's contract is this function's.
+    // SAFETY: the callee has this function's contract, which the caller upholds.
     unsafe { run::<E, O, vector::Avx2, T>(job) }
 }
 
@@ -64,7 +64,7 @@ pub(super) unsafe fn avx2<E: Element, O: ReduceFn<E::Acc>, const T: usize>(job: 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 pub(super) unsafe fn avx512<E: Element, O: ReduceFn<E::Acc>, const T: usize>(job: &ReduceJob) {
-    // SAFETY: the caller's contract is this function's.
+    // SAFETY: the callee has this function's contract, which the caller upholds.
     unsafe { run::<E, O, vector::Avx512, T>(job) }
 }
 

@@ -62,7 +62,7 @@ pub struct Device {
     pub bus: String,
 }
 
-// SAFETY: a context may be used from any thread, which `enter` makes current there.
+// SAFETY: a context may be used from any thread after `enter` has made it current on that thread.
 unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}

@@ -25,8 +25,8 @@ pub(super) const LOCK_RETRY: Duration = Duration::from_micros(200);
 
 /// The open file at a path.
 pub(super) struct LogFile {
-    /// Keeps forked children from sharing the file; a field before the file, because it must be
-    /// dropped first.
+    /// Prevents forked children from sharing the file. This field precedes `file`, because it must
+    /// be dropped first.
     _unshared: Option<CloseInChild>,
     pub(super) file: File,
     pub(super) path: StorePath,

@@ -1,4 +1,5 @@
-//! A signal request, as its kernel reads it and as the kernel reports that it timed out.
+//! A signal request: the arguments that its kernel reads, and the report that the kernel writes
+//! when the request times out.
 
 use crate::coll::cuda::arguments::{self, MAX_PEERS};
 use crate::error::{Error, Result};

@@ -162,7 +162,8 @@ class SymmCommunicator(CudaCommunicator):  # type: ignore[misc]
 def _is_only_group(ranks: int) -> bool:
     """Returns true if vLLM makes no further group of several ranks.
 
-    A further group, whose NCCL starts meanwhile, and a kernel that is loaded could wait for each other on two ranks.
+    If another group's NCCL starts on one rank while a kernel is being loaded on another rank, the two ranks could wait
+    for each other.
     """
     config = get_current_vllm_config_or_none()
     model, parallel = getattr(config, "model_config", None), getattr(config, "parallel_config", None)

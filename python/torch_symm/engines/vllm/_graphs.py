@@ -102,7 +102,7 @@ def _read_norm(node: Node, order: dict[Node, int]) -> Found | None:
 
 
 def _quantized_by_vllm(found: Found, rows: Node, norm: Node, order: dict[Node, int]) -> Found:
-    """As ``found``; with vLLM's quantization of the normed rows, if they have no other use."""
+    """Returns ``found``, extended by vLLM's quantization of the normed rows if the rows have no other use."""
     user = next(iter(rows.users), rows)
     if len(rows.users) != 1 or user.target is not wrapped:
         return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 #: The names of the symm groups, by vLLM's names.
 GROUPS: dict[str, str] = {}
-#: Functions that return once the kernels of a group have made their first calls, by vLLM's names.
+#: Functions that return once the first calls of a group's kernels have ended, by vLLM's names.
 WARMING: dict[str, Callable[[], None]] = {}
 
 LARGEST = 448.0
@@ -24,7 +24,7 @@ _library: Any = torch.library.Library("symm_vllm", "FRAGMENT")  # type: ignore[n
 
 
 def _ready(group_name: str) -> str | None:
-    """Returns the name of the symm group, whose kernels have made their first calls."""
+    """Returns the name of the symm group once the first calls of its kernels have ended."""
     if wait := WARMING.pop(group_name, None):
         wait()
     return GROUPS.get(group_name)

@@ -25,9 +25,9 @@ while os.getppid() == parent:
 
 @dataclass(frozen=True)
 class BackgroundLoad:
-    """The number of processes, which compute, or stream memory like data loaders (``loaders``).
+    """The load: ``count`` processes that compute or, with ``loaders``, stream memory as data loaders do.
 
-    ``products``: no processes; each rank's GPU multiplies matrices.
+    With ``products`` no process is started; instead, each rank's GPU multiplies matrices.
     """
 
     count: int = 0

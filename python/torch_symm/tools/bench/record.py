@@ -21,7 +21,7 @@ DISTURBED_CORES = 0.5
 
 @dataclass(frozen=True)
 class Figure:
-    """Times of one side in µs per call, each call its slowest rank's; ``wrong`` elements, ``None`` if unchecked."""
+    """Times of one side in µs per call of the slowest rank; the number of wrong elements, ``None`` if unchecked."""
 
     median_us: float
     mean_us: float
@@ -33,7 +33,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Found:
-    """A finished row: figures by side and placement. ``notes``: why a side has none, by side."""
+    """A finished row: figures by side and placement. ``notes``: by side, the reason why it has no figure."""
 
     wanted: Wanted
     sides: Mapping[str, Mapping[str, Figure]]

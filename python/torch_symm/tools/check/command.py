@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Seconds for all cases together; the remaining cases are reported as skipped.
 SECONDS = 45.0
 WORLDS = "2,3"
-#: Number of ranks with --invariance, because with two ranks every order gives the same sum.
+#: Sizes of groups with --invariance; 2 alone would not suffice, because every order of 2 ranks gives the same sum.
 SUMMED = "2,4"
 #: Exit status of a run that found no error, but did not make all calls.
 UNFINISHED = 3

@@ -73,7 +73,10 @@ def share(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of ``order="tree"``: the largest power of two of parts below their number, and the rest."""
+    """Returns the sum of ``parts`` as ``order="tree"`` adds them.
+
+    It is the sum of the first h parts plus the sum of the rest, where h is the largest power of two below their number.
+    """
     if len(parts) == 1:
         return parts[0]
     half = 1 << (len(parts) - 1).bit_length() - 1

@@ -79,7 +79,7 @@ def sides(world: int, rank: int, device: torch.device) -> tuple[list[Side], dist
     else:
         missing[other] = "this torch has no such backend"
     if device.type == "cuda":
-        # It needs a group that is not NCCL's.
+        # vLLM's all-reduce needs a group whose backend is not NCCL.
         own, reason = _vllm(
             new_group(members, backend="gloo") if dist.is_gloo_available() else None, rank < world, device
         )

@@ -3,6 +3,6 @@
     python -m torch_symm doctor --help
 
 Code that may hang or end a process (the native part, CUDA and groups of ranks) runs in child processes with a deadline.
-Modules, from leaf to root: `report`, `limits`, `cgroup`, `host`; `gpus`, `probe` and `rank`, which the children run;
-`probed`, `library`, `devices`, `trial`, `command`.
+Modules, from leaf to root: `report`, `limits`, `cgroup`, `host`, `calls`; `gpus`, `native_probe` and `rank`, which the
+children run; `probe_result`, `library`, `devices`, `smoke_test`, `command`.
 """

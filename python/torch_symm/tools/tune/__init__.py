@@ -13,10 +13,11 @@ How a point (ranks of a group, collective, size) is measured:
    two throughout. The point is the median of the launches.
 
 Calibration measures every power of two from 1 KB to 256 MB, steps of √2 where tensors outgrow the caches, and both
-sides of each size at which the algorithm changes. The check measures sizes halfway between. Thresholds between
-algorithms are searched for first; for GPUs, in CUDA graphs. Modules, from leaf to root: `points`, `rank`, `launch`,
-`profile`, `thresholds`, `thresholds_cpu`, `thresholds_cuda`, `report`, `check`, `plot`, `plans`, `inter_node`,
-`command`.
+sides of each size at which the algorithm changes. The check measures sizes halfway between. Calibration first
+determines the thresholds between algorithms; on GPUs, with calls in CUDA graphs.
+
+Modules, from leaf to root: `measurement_points`, `rank`, `launch`, `profile`, `thresholds`, `thresholds_cpu`,
+`thresholds_cuda`, `report`, `check`, `plot`, `redistribution`, `inter_node`, `command`.
 
 `inter_node` measures the network between nodes, in a job that torchrun has started on them.
 """

@@ -218,7 +218,7 @@ def _say_state(reference_us: float, share: float) -> None:
 
 
 def _in_force(device: str, world: int) -> dict[int, dict[str, Any]]:
-    """Returns the thresholds of the measurement by ranks of a group, which the profile sets from now on."""
+    """Returns the thresholds under which the measurement ran, by ranks of a group; the profile then sets the same."""
     tuning = os.environ.get("SYMM_CUDA_TUNING", "").strip()
     return {ranks: {"cuda_tuning": tuning} for ranks in sizes.group_sizes(world)} if device == "cuda" and tuning else {}
 

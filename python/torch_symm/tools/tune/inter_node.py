@@ -34,9 +34,9 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 SLOT = 1024
 #: Size sent to each other node to measure the rate, in bytes.
 LONG = 4 << 20
-#: Limits above and below every call.
+#: Thresholds above and below the size of every call.
 ALL, NONE = 1 << 30, 0
-#: Number of rounds, in which every group has a turn, and maximum number of calls of each.
+#: Number of rounds, and maximum number of calls of a group in a round. In each round every group is measured once.
 ROUNDS, MOST = 5, 20
 
 

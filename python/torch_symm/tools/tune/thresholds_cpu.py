@@ -1,4 +1,7 @@
-"""Finds the size from which CPU results are written past the cache: measured with all results so, and with none."""
+"""Finds the size from which CPU results are written past the cache.
+
+It compares runs in which all results bypass the cache with runs in which all results go through it.
+"""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ pub fn decide(
     let (slot, me) = (launch_log::copy_slot(control, number), control.rank().index());
     slot.input[me].store(own.input, Ordering::Relaxed);
     slot.output[me].store(own.output, Ordering::Relaxed);
-    // After the check above: a rank that staged without the slot, because some rank was far behind,
-    // is seen.
+    // The counts are read again after the check above, so that this rank sees any rank that has
+    // staged this launch without the slot because some rank was far behind.
     fence(Ordering::SeqCst);
     let passed = launched().any(|count| count >= number);
     let first = SlotWord {

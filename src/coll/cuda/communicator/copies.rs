@@ -11,11 +11,13 @@ use crate::kernels::cuda::driver::{Event, OwnStream, RelaxedCapture, Stream};
 use crate::rank::Rank;
 use crate::symm_mem::peers::PeerHeaps;
 
-/// Streams and events for copies beside the caller's stream.
+/// Streams for copies that run concurrently with the caller's stream, and the events that order
+/// them.
 pub(super) struct CopyStreams {
     /// More than two only if several captures are open at the same time.
     streams: Vec<OwnStream>,
-    /// Ends of the caller's stream and of the copies', of eager and of captured calls.
+    /// Events at the end of the caller's stream and of the copies' stream: one pair for eager
+    /// calls, one for captured calls.
     ends: [[Event; 2]; 2],
 }
 

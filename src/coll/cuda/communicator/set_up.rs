@@ -326,7 +326,8 @@ fn edges(
     stream: Stream,
 ) -> Result<Option<cube_mesh::Edges>> {
     let (control, me) = (way.control, way.control.rank().index());
-    // Its sums are of quads, so the order of the ranks depends on the links.
+    // The cube mesh algorithm adds the ranks of each quad first, so its order of additions depends
+    // on the links and is not the tree.
     if control.order() == SumOrder::Tree
         || way.peers.len() != cube_mesh::RANKS
         || !way.peers.iter().all(|peer| peer.p2p)

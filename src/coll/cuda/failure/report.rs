@@ -83,8 +83,8 @@ impl KernelReport {
                 self.control.peers().filter(|rank| word(4 + rank.index()) != 0).collect();
             (number, f64::from(word(3)) / 1e3, waited_for)
         };
-        // A rank that has not launched the call also keeps ranks that have launched it from
-        // sending, so name only the former.
+        // If a rank has not launched the call, ranks that have launched it may be unable to send,
+        // so name only ranks that have not launched it.
         let late: Vec<Rank> = self
             .control
             .peers()

@@ -45,7 +45,7 @@ struct ThreadRail {
     begun: AtomicUsize,
 }
 
-/// A transfer of this number, and where what comes from each node is to arrive.
+/// A transfer, its number, and the memory that receives the bytes from each node.
 struct Round {
     wire: Arc<Wire>,
     node: usize,

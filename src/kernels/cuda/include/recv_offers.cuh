@@ -6,9 +6,9 @@
 // independently. One lane takes 4 steps:
 //   1. The receiver clears `placed` and offers the offset of the destination in its heap, and the
 //      number of bytes.
-//   2. The sender sees the offer after some chunks. It stores their number to `placed`, stores the
-//      rest of its lane's
-//      chunks at their destination, fences and raises `arrived` by the number of these chunks.
+//   2. The sender sees the offer after it has sent some chunks. It stores the number of these
+//      chunks to `placed`, stores the rest of its lane's chunks at their destination, fences, and
+//      raises `arrived` by the number of the chunks that it has stored there.
 //   3. The receiver waits for `arrived` as without an offer. Chunks after the number in `placed`
 //      are already in place.
 //   4. The receiver withdraws the offer: the sender has finished the message in this lane.

@@ -37,8 +37,8 @@ struct Lane {
 
 // Location of a stage in a channel, and how messages are divided.
 struct Staging {
-  // Offsets in the channel of the lanes' words, and of the slots: [lane][source, the next rank
-  // first][slot].
+  // Offsets in the channel of the lanes' words, and of the slots: [lane][source][slot], where
+  // source 0 is the next rank, 1 the rank after it, and so on.
   u64 words;
   u64 slots;
   u32 slot_bytes;
@@ -98,8 +98,8 @@ struct Stage {
     return first >= bytes ? 0 : smaller(bytes - first, chunk);
   }
 
-  // Returns the entry of the rank with this thread's number. A loop instead of an index, which
-  // registers cannot have.
+  // Returns the entry of the rank with this thread's number. Loops over the ranks, because an array
+  // in registers cannot be indexed by a variable.
   DEVICE static u32 of_thread(const u32 (&number)[WORLD]) {
     u32 mine = 0;
     for_each_rank([&](u32 r) { mine = thread() == r ? number[r] : mine; });

@@ -11,8 +11,8 @@ DEVICE Unit sum_of(const Unit* const (&slot)[WORLD], u32 unit, Unit own, double 
   return sum_in_order(v);
 }
 
-// Exchanges the factors of PREMUL_SUM within a handshake: the rank that adds multiplies as each
-// sender would. Returns false if a rank did not arrive.
+// Exchanges the factors of PREMUL_SUM within a handshake, because the rank that adds also
+// multiplies each input by its sender's factor. Returns false if a rank did not arrive.
 DEVICE bool exchange_factors(HandshakeSession& session, double own, double (&factor)[WORLD]) {
   if constexpr (static_cast<Op>(SYMM_OP) == Op::PREMUL_SUM) {
     u64 bits[WORLD];

@@ -16,12 +16,13 @@ How a cell (operation, dtype, size) is measured:
    the same number of calls in a row is made once more and compared.
 4. A turn took as long as its slowest rank; the figure is the median over turns, per call.
 
-The barrier: in a graph, only the device's, because the streams meet; eagerly, the host waits until all ranks have
-arrived, as ``dist.barrier`` does, and as torch's barrier of signal pads does when the host waits for its stream.
+The barrier: in a graph it synchronises only the devices, because only their streams meet. In eager calls the host waits
+until all ranks have arrived, as ``dist.barrier`` does, and as torch's barrier of signal pads does when the host waits
+for its stream.
 
-Host time of a call: 100 synchronous calls of all_reduce of 64 KB by the clock of the host, which does not wait for the
-GPU; entered at three levels (``benches/gpu_host.py``), to separate the time of torch.distributed's Python and of its
-dispatcher from the backend's. For CPU tensors it is the time of the calls.
+Host time of a call: the host's clock times 100 synchronous calls of all_reduce of 64 KB without waiting for the GPU.
+The calls enter at three levels (``benches/gpu_host.py``), to separate the time of torch.distributed's Python code and
+of its dispatcher from the time of the backend. On CPU tensors the figures are times of whole calls.
 
 A failure costs one side, not the run:
 
@@ -39,6 +40,6 @@ and NCCL's watchdog ends calls instead of processes (`launch.PATIENT_SETTINGS`).
 
 `overlap` measures the same calls while matrix products run on the GPU.
 
-Modules, from leaf to root: `inputs`, `calls`, `torch_calls`, `copies`, `rank_sync`, `clock`, `contenders`, `record`,
-`process`, `cell`, `overlap`, `rank`, `launch`.
+Modules, from leaf to root: `inputs`, `norm`, `calls`, `torch_calls`, `copies`, `rank_sync`, `clock`, `contenders`,
+`engines`, `record`, `exact_inputs`, `process`, `cell`, `overlap`, `rank`, `launch`.
 """

@@ -38,7 +38,10 @@ def vllm(device: torch.device, size: int) -> Side:
 
 
 def flashinfer(name: str, *, one_shot: bool | None, limit: int = LIMIT) -> Maker:
-    """Makes a side for FlashInfer's kernels, which are TensorRT-LLM's; ``one_shot``: ``None`` leaves it the choice."""
+    """Makes a side for FlashInfer's TensorRT-LLM kernels.
+
+    If ``one_shot`` is ``None``, FlashInfer chooses the algorithm.
+    """
 
     def make(device: torch.device, size: int) -> Side:
         module = _imported("flashinfer.comm", "flashinfer-python")

@@ -28,8 +28,8 @@ STILL_S = GROUP_TIMEOUT.total_seconds() + 25.0
 # Processes import torch, make a context on their GPU and meet, before they make a side.
 START_S = 150.0
 
-#: NCCL ends a call without a peer, and not the process: it aborts the communicator (2), does not kill the process when
-#: its watchdog is late, and does not first wait a minute for a dump.
+#: With these settings NCCL ends a call whose peer is missing, but not the process: it aborts the communicator (2), does
+#: not kill the process when its watchdog is late, and does not first wait a minute for a dump.
 PATIENT_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",

@@ -123,7 +123,7 @@ class _Loaded(CellBench):
         return self._clock.eager_us(Call(lambda: None, run, lambda _calls: None), 1)
 
     def _agreed(self, us: float) -> int:
-        """The same length of a chain on all ranks, from rank 0's time."""
+        """Returns the length of a chain of calls, which rank 0 derives from its time for all ranks."""
         return self._meeting.decide(self._process.rank, chain_for(us))
 
     def _recorded(self, number: int, call: Call) -> Graphs | None:
