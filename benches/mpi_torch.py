@@ -51,7 +51,7 @@ def missing() -> str | None:
 
 
 def _mpiexec() -> str | None:
-    """In the directory of this interpreter, where pip installs it, or in the path."""
+    """Returns the path of mpiexec: next to this interpreter, where pip installs it, or in ``PATH``."""
     beside = Path(sys.executable).parent / "mpiexec"
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 

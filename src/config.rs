@@ -145,8 +145,8 @@ pub struct Config {
     /// `SYMM_TEST_NODE`, for tests: ranks with different values take each other to be on other
     /// nodes. Default: empty.
     pub test_node: String,
-    /// `SYMM_TRACE_DIR`: directory for dumps (`docs/guide/trace.md`), absolute; absent: the user's
-    /// in `temporary`.
+    /// `SYMM_TRACE_DIR`: directory for dumps (`docs/guide/trace.md`), absolute; absent: a directory
+    /// in `temporary` that belongs to the user.
     pub trace_dir: Option<PathBuf>,
     /// `TMPDIR`, or `/tmp` if that is unset.
     pub temporary: PathBuf,

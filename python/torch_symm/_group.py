@@ -66,7 +66,8 @@ def _leave_with_multiprocessing(native: Any) -> None:
     global _leaving
     if parent_process() is not None and _leaving != os.getpid():
         _leaving = os.getpid()
-        # Negative: after its own children, which may use the groups' memory, have been joined.
+        # With a negative priority this runs after multiprocessing has joined this process's own children, which may use
+        # the groups' memory.
         util.Finalize(None, leave_all, (native,), exitpriority=-1)
         util.Finalize(None, _logging.end, exitpriority=-2)
 

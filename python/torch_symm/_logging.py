@@ -110,7 +110,7 @@ def _filter(level: int | str | None) -> str:
 
 
 def _follow() -> None:
-    """In a forked child, which has neither the thread nor the lines that the parent's core had queued."""
+    """Starts a new bridge in a forked child, because the fork copies neither the thread nor the core's queued lines."""
     global _bridge
     if _bridge is not None:
         _bridge = _Bridge(_bridge.native, _bridge.filter)

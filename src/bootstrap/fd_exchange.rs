@@ -299,8 +299,8 @@ mod tests {
         let wrong = knock();
         socket::send(&wrong, &[7; 8], None).expect("sent");
         std::thread::scope(|scope| {
-            // Borrowed: the other rank may already have its result from the first attempt, but must
-            // still listen.
+            // The thread borrows `other`, so that this mailbox stays open when the thread ends. The
+            // thread may end early, because the first attempt has already sent it a descriptor.
             let (names, pids, file, other) = (&names, &pids, &file, &other);
             let there = scope.spawn(move || {
                 other.exchange_fds(1, names, pids, file.as_fd(), &limit(10.0), &|| Ok(()))

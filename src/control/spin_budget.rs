@@ -10,8 +10,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// A yield that takes longer than this has lost a slice. After a yield to a peer, the core returns
-/// sooner, because peers sleep or yield, too.
+/// A yield that takes longer than this has lost a slice. A yield to a peer takes less time, because
+/// the peer itself soon sleeps or yields.
 const PREEMPTED_AFTER: Duration = Duration::from_millis(1);
 /// How long threads sleep early after the first loss, and the maximum, in nanoseconds.
 const MIN_BACKOFF_NS: u64 = 10_000_000;

@@ -53,8 +53,8 @@ pub struct DeviceModel {
 const TILE: (usize, usize) = (128, 256);
 /// Microseconds to start a product and to wait for its last tile.
 const PRODUCT_US: f64 = 3.0;
-/// Microseconds to add the parts of a sum that several processors share; two have half a tile each
-/// instead.
+/// Microseconds to add the partial sums of a tile that more than two processors share. Two
+/// processors compute half a tile each, without partial sums.
 const SPLIT_US: f64 = 5.0;
 /// Maximum number of parts into which libraries split the sum of a tile.
 const MOST_SPLITS: usize = 8;

@@ -68,7 +68,8 @@ impl InternodeExecutor<'_> {
         self.input_bytes(self.rank) / self.call.dtype.size() * self.partial_dtype().size()
     }
 
-    /// Writes the sum of what the ranks of this node gave, by their factors, to `to`.
+    /// Reduces the inputs of this node's ranks, each multiplied by its factor, and writes the
+    /// partial sum to `to`. `given` has a pair of factor and input for each rank.
     pub(super) fn sum_records(&self, given: &[(f64, &[u8])], to: &mut [u8]) {
         let (dtype, wide) = (self.call.dtype, self.partial_dtype());
         let levels = TwoLevelOps::of(self.call.reduce_op, dtype, self.node_map);

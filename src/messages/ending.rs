@@ -94,8 +94,8 @@ impl LostPeers {
     }
 
     /// Returns the peer whose exit ends a message with `peer`, or with any source: the exit of
-    /// `peer` itself, or the death of any member. `far` is true if ranks of other nodes may
-    /// complete the message, too.
+    /// `peer` itself, or the death of any member. `far` is true if a rank of another node may also
+    /// complete the message.
     fn ends(
         &self,
         control: &ControlBlock,

@@ -90,7 +90,7 @@ struct Staged {
     work: Work,
 }
 
-/// The staging of received bytes; it may be longer than they are.
+/// The buffer with received bytes. The buffer may be longer than these bytes.
 pub(super) struct Arrived(Buffer);
 
 impl Deref for Arrived {
@@ -262,7 +262,7 @@ impl Links {
         if failed > 0 {
             transport.iter().for_each(|transport| transport.abort());
         }
-        // The connection closes once a waiting thread has released it, too.
+        // A waiting thread may hold the connection, too; it closes when the last holder drops it.
         drop(transport);
         drop((listening, sends, queue));
     }

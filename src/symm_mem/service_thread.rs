@@ -59,8 +59,8 @@ pub(super) fn wake() {
     notify(&lock(STATE.get()));
 }
 
-/// Tells the thread whether it must end, because no claim exists. In that case `last` runs before
-/// another thread can be started.
+/// Returns true if no claim exists, so that the calling service thread must end. In that case it
+/// first runs `last`, under the lock, so before another service thread can start.
 pub(super) fn is_over(last: impl FnOnce()) -> bool {
     let mut state = lock(STATE.get());
     if state.claims > 0 {

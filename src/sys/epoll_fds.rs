@@ -85,7 +85,7 @@ mod tests {
             instance
         };
         let _loop_before = poll(&old);
-        // Gloo's sockets lack the flag, too.
+        // Clear CLOEXEC, because Gloo opens its sockets without it.
         for socket in [&old, &new] {
             rustix::io::fcntl_setfd(socket, rustix::io::FdFlags::empty()).expect("open");
         }

@@ -147,7 +147,7 @@ impl Registry {
         self.records.iter_mut().find(|record| record.id == id)
     }
 
-    /// Records that the group has ranks on `others`, too.
+    /// Records that the group spans further nodes, which `others` names.
     pub(super) fn note_nodes(&mut self, id: u64, others: String) {
         if let Some(record) = self.find(id) {
             record.other_nodes = Some(others);

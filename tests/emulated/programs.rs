@@ -21,7 +21,8 @@ struct Request {
     n: usize,
     dtype: DType,
     reduce_op: ReduceOp,
-    /// Mostly the length of the message between two ranks, or of all messages.
+    /// The length from which a collective derives its messages: for most collectives, the bytes of
+    /// one message between two ranks, for others, the bytes of all messages.
     base: usize,
 }
 

@@ -40,7 +40,7 @@ enum Step {
 struct State {
     steps: [Step; RANKS],
     posted: [u8; RANKS],
-    /// By rank: the ranks that its watcher has reported.
+    /// For each rank, a bit mask of the ranks whose exit its watcher has reported.
     reported: [u8; RANKS],
     /// Number of calls that each rank has completed.
     succeeded: [u8; RANKS],

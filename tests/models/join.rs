@@ -48,7 +48,7 @@ struct Process {
     seen: u8,
     /// True if it has replaced a record of an earlier attempt.
     again: bool,
-    /// By number: the processes with which it joins.
+    /// The members of the group that it joins: at index i, the process that is rank i.
     members: [usize; RANKS],
 }
 

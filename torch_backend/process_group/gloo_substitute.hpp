@@ -11,8 +11,8 @@ namespace symm {
 // accepts.
 class GlooSubstitute final : public ProcessGroupSymm {
  public:
-  // Joins like a group of symm. `cuda`, the same on all ranks, says whether a Gloo backend joins,
-  // too.
+  // Joins like a group of symm. If `cuda`, which is the same on all ranks, is true, this also joins
+  // a Gloo backend.
   GlooSubstitute(
       const c10::intrusive_ptr<::c10d::Store>& store,
       int rank,

@@ -267,8 +267,8 @@ class ProcessGroupSymm : public ::c10d::Backend {
   std::atomic<bool> closed_ = false;
 };
 
-// Joins a group of the core under the options' name, through `store` only. `leave_all` leaves it,
-// too.
+// Joins a group of the core under the options' name, through `store` only. The group is among those
+// that `leave_all` leaves.
 Group join_group(
     const c10::intrusive_ptr<::c10d::Store>& store,
     int rank,

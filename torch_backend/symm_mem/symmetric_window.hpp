@@ -26,7 +26,7 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
 
   std::vector<void*> get_buffer_ptrs() override;
   std::vector<void*> get_signal_pad_ptrs() override;
-  // Arrays that live as long as this object, on the host, too.
+  // The arrays live as long as this object, also for a window on host memory.
   void** get_buffer_ptrs_dev() override;
   void** get_signal_pad_ptrs_dev() override;
   size_t get_buffer_size() override {

@@ -119,7 +119,7 @@ DeviceWork::Progress DeviceWork::progress() const {
   if (!end().query()) {
     return Progress::Running;
   }
-  // A kernel that has timed out has ended, too.
+  // The kernel has ended, but it may have ended because it timed out.
   if (!failure()) {
     phase_ = Phase::Done;
   }

@@ -22,7 +22,7 @@ def all_gather_matmul(
     if gather_dim == A.dim() - 1:
         A = packed(A)
         return A if return_A else None, [torch.matmul(A, B) for B in Bs]
-    # With this memory order, the product is not copied, either.
+    # `matmul` copies neither operand, because `_gathered` returns memory in which `gather_dim` is outermost.
     whole = A.movedim(gather_dim, 0)
     return A if return_A else None, [torch.matmul(whole, B).movedim(0, gather_dim) for B in Bs]
 

@@ -342,8 +342,8 @@ const ALL_LANES_BYTES: usize = 2 << 20;
 /// pieces are shorter than this.
 const LONG_PIECE: usize = 64 << 20;
 
-/// Minimum length of messages between two ranks that use all lanes if the rank also copies one to
-/// itself.
+/// Message length from which a staged all_to_all between two ranks uses all lanes. In this
+/// collective each rank also copies a message to itself.
 const WIDE_MESSAGE: usize = 4 << 20;
 
 /// Maximum number of lanes that load from peers' tensors: more lanes wait longer at the handshake
@@ -373,7 +373,8 @@ impl Lanes<'_> {
         lanes.min((self.tuning.ctas / roles).max(1))
     }
 
-    /// Exchanges have two roles: one block per processor, or two for long messages that differ.
+    /// Exchanges have two roles, hence two blocks per lane. Most use half as many lanes as the GPU
+    /// has processors; a long staged all_to_all between two ranks uses all lanes.
     fn of_exchanges(&self, op: Collective, n: usize, longest: usize, zero_copy: bool) -> usize {
         let wide = op == Collective::AllToAll && n == 2 && longest >= WIDE_MESSAGE && !zero_copy;
         self.within(if wide { self.all() } else { (self.tuning.lanes / 2).clamp(1, self.all()) }, 2)
@@ -388,8 +389,8 @@ impl Lanes<'_> {
         self.within(lanes, 2)
     }
 
-    /// All-reduce, reduce and broadcast among `n` ranks have three roles: two blocks per processor,
-    /// or three.
+    /// All-reduce, reduce and broadcast have three roles, hence three blocks per lane. With two
+    /// lanes for every three processors each processor has two blocks; with all lanes, three.
     fn of_pieces(&self, op: Collective, n: usize, piece: usize, zero_copy: bool) -> usize {
         let two_thirds = (self.tuning.lanes * 2 / 3).clamp(1, self.all());
         let lanes = match n {

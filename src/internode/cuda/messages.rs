@@ -23,8 +23,8 @@ const STORE_POLL: (Duration, Duration) = (Duration::from_millis(1), Duration::fr
 
 impl Internode {
     /// Enqueues sends and receives that do not wait for each other; returns as `launch` does. The
-    /// first message between two ranks of different nodes blocks until the other rank starts one,
-    /// too.
+    /// first message between two ranks of different nodes blocks until the other rank also starts a
+    /// message with this one.
     pub fn launch_messages(
         &self,
         inside: &dyn IntraNode,

@@ -12,8 +12,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Connections whose sends report that a thread starts them, and then wait for permission to start.
-/// Receives end at once.
+/// A transport whose `send` first reports on `there` that it was called, and then blocks until the
+/// test permits it through `may`. Receives complete immediately.
 #[derive(Clone)]
 struct HeldUp {
     there: Sender<()>,

@@ -29,9 +29,9 @@ def choose(
         length: Returns the value that is compared with it.
         below: µs of each point below the threshold.
         above: µs of each point above it.
-        usual: Whether a point is below by default.
-        edges: The thresholds with all points above, and with all below: by default, those of doublings that were not
-            measured.
+        usual: Whether a point is below the default threshold.
+        edges: A threshold below the lengths of all points, and one above them. By default they are the smallest length
+            divided by √2, and the largest length multiplied by √2.
     """
 
     def cost(goes_below: Callable[[Point], bool]) -> float:
@@ -43,7 +43,7 @@ def choose(
     if not own:
         return None
     lengths = sorted({length(point) for point in own})
-    # As far as possible from the last size below, and from the next.
+    # Candidates between two neighbouring lengths are their geometric means.
     between = [math.isqrt(low * high) for low, high in pairwise(lengths)]
     least, most = edges or (math.isqrt(lengths[0] ** 2 // 2), math.isqrt(lengths[-1] ** 2 * 2))
     best = min((least, *between, most), key=cost_at)

@@ -420,7 +420,7 @@ impl<'a> Ranks<'a> {
     }
 }
 
-/// Returns true if a transfer uses only memory that is for transfers.
+/// Returns true if `step` is not a transfer, or if its transfer touches only temporary memory.
 fn is_apart(step: &Step) -> bool {
     match step {
         Step::Start(transfer) | Step::Run(transfer) => match transfer {

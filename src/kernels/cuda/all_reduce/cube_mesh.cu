@@ -6,7 +6,7 @@
 //   2. Each rank sends this partial sum to its relay and adds the two partial sums, first the one
 //      of rank 0's quad.
 //
-// Each rank sends 4 S of data and 4 S of flags, in two trips over the link.
+// For a message of S bytes each rank sends 4 S bytes of data and 4 S bytes of flags, in two trips.
 //
 // The result has the same bits on all ranks: all four ranks of a quad compute the same partial sum,
 // and all eight combine the same two in the same order. The bits differ from a sum in rank order,

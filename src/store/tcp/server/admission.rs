@@ -25,7 +25,7 @@ const RAISE_LIMIT_AT: usize = 16;
 const EXTRA_FDS: u64 = 4096;
 
 /// Number of unidentified peers that stay allowed when they have used their share of the file
-/// descriptors, because a peer that knows the secret is unidentified at first, too.
+/// descriptors. Some must, because a peer that knows the secret is also unidentified at first.
 const MIN_UNIDENTIFIED: usize = 16;
 
 /// The part of the process's file descriptors that unidentified peers must leave free: 1 in 4.
