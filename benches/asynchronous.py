@@ -2,8 +2,8 @@
 
     python benches/asynchronous.py --ranks 2,4 --sizes 8,64K,1M
 
-Sides alternate, round by round. Printed are medians over calls of the slowest rank's time, in µs, and in brackets the
-10th percentile, which is more meaningful on a node that others also use.
+Sides alternate, round by round. The program prints the median over calls of the slowest rank's time, in µs, and in
+brackets the 10th percentile, which is more meaningful if other processes use the node.
 
 - functional: `funcol.all_reduce` awaited at once, as DTensor and torch.compile do, by symm, by a no-op backend (torch's
   fake one), and by Gloo. Only two of its steps differ between backends: the call and the wait.

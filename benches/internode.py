@@ -2,8 +2,8 @@
 
 The nodes are namespaces of this machine, two ranks each, with a link between them that ``tc`` limits to ``--rate``
 (``tests/internode/netns.py``; needs root, ``ip``, ``tc`` and ``unshare``). The two sides alternate, round by round;
-results are compared with the expected ones first. Printed are medians over rounds of the slowest rank's mean, in µs,
-and Gloo's time by symm's. Sizes are of the largest tensor of a rank.
+results are compared with the expected ones first. The program prints the median over rounds of the slowest rank's mean
+time, in µs, and Gloo's time divided by symm's. A size is the size of a rank's largest tensor.
 """
 
 from __future__ import annotations

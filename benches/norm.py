@@ -2,8 +2,8 @@
 
     python benches/norm.py --ranks 2
 
-The two alternate, round by round. Printed are medians over rounds of rank 0's mean, in µs, and the time of separate
-steps by the operator's.
+The two alternate, round by round. The program prints, for each, the median over rounds of rank 0's mean time in µs,
+and the time of the separate steps divided by the operator's time.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benches/symm_mem.py --ranks 4 --sizes 64K,1M,16M,64M
 
-Sides alternate, round by round. Printed are medians over calls of the slowest rank's time, in µs, with float32
-tensors: an all_reduce's tensor, an all_gather's output, a reduce_scatter's or an all_to_all's input, and a broadcast's
-tensor have the size. ``--written``: each rank writes to its tensors before each call, as a program does, so that its
-core has them in its cache; otherwise they are where the call before has left them.
+Sides alternate, round by round. The program prints the median over calls of the slowest rank's time, in µs, with
+float32 tensors. The size is that of the tensor of an all_reduce or a broadcast, of the output of an all_gather, or of
+the input of a reduce_scatter or an all_to_all. With ``--written`` each rank writes to its tensors before each call, as
+a program does, so that its core has them in its cache. Otherwise the call before decides which cache has them.
 """
 
 from __future__ import annotations

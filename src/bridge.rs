@@ -171,7 +171,7 @@ pub mod ffi {
         links: Vec<u32>,
     }
 
-    /// A table for people to read.
+    /// A table for human readers.
     struct TextResult {
         status: Status,
         text: String,
@@ -349,8 +349,8 @@ pub mod ffi {
         fn buffers(self: &WindowHandle) -> Vec<usize>;
         /// Returns the addresses of the ranks' signal pads in this process.
         fn pads(self: &WindowHandle) -> Vec<usize>;
-        /// Returns the addresses of `buffers()`, `pads()` and `global_ranks()` as arrays for the
-        /// device; also on the host.
+        /// Returns the addresses of three arrays with the values of `buffers()`, `pads()` and
+        /// `global_ranks()`. They are in the device's memory, or in host memory for a CPU window.
         fn tables(self: &WindowHandle) -> [usize; 3];
         /// Returns the members' ranks in the default group.
         fn global_ranks(self: &WindowHandle) -> Vec<i32>;

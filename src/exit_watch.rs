@@ -184,7 +184,8 @@ fn run(wake: &Waker) {
         let (pidfds, next) = {
             let mut state = state();
             if state.is_idle() {
-                // Under the same lock: a later subscriber starts another thread.
+                // Cleared under the lock of the check, so that the next subscriber sees that it
+                // must start another thread.
                 state.wake = None;
                 return;
             }

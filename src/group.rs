@@ -33,8 +33,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Settings that a user may choose for a group. All ranks must choose the same, except the
-/// thresholds.
+/// Settings that a user may choose for a group. All ranks must choose the same values, except for
+/// the thresholds.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupTuning {
     /// True if receivers of long messages may read the sender's memory where the system permits it.

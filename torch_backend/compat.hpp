@@ -9,7 +9,7 @@
 
 namespace symm {
 
-// The factor of PREMUL_SUM, renamed in 2.13, with an alias.
+// The factor of PREMUL_SUM. torch 2.13 renamed the type and kept the old name as an alias.
 #if TORCH_VERSION_MINOR >= 13
 using PremulSumSupplement = ::c10d::PreMulSumSupplement;
 #else

@@ -48,11 +48,12 @@ def record_without_torch() -> None:
 
 
 def compare_split_sources() -> None:
-    """Keeps torch from splitting the default group's backend for a new group if symm is one of the two.
+    """Keeps torch from splitting the default group's backend for a new group if either of the two is symm.
 
-    With ``device_id``, torch before 2.15 splits it without comparing the two backends: NCCL rejects a symm group as
-    the parent, and for a symm group under an NCCL one the ranks outside it wait in NCCL's split, which no member calls.
-    Calling it again does nothing.
+    With ``device_id``, torch before 2.15 splits the backend without comparing the types of the two groups. If the
+    parent is symm and the new group NCCL, NCCL rejects the parent. If the parent is NCCL and the new group symm, the
+    ranks outside the new group wait in NCCL's split, which no member calls. A second call of this function has no
+    effect.
     """
     there: Any = distributed_c10d
     usual = getattr(there, "_get_split_source", None)

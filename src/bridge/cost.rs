@@ -76,7 +76,7 @@ pub mod ffi {
         fn trip_us(self: &CostModel) -> Vec<f64>;
         /// Returns the reference time of the profile; 0 if it has none.
         fn reference_us(self: &CostModel) -> f64;
-        /// Returns the origin of the prices, for people.
+        /// Returns the origin of the prices, for human readers.
         fn origin(self: &CostModel) -> String;
         /// Returns as JSON the hardware that identifies a job's profile, and the profile's file
         /// name; `null` if unknown.

@@ -75,8 +75,8 @@ impl CgroupVersion {
         let left =
             |limit: u64, used: u64, cache: u64| limit.saturating_sub(used.saturating_sub(cache));
         match self {
-            // A limit of 2^62 or more means that none is set. A second limit (memsw) may apply to
-            // the sum of memory and swap.
+            // A limit of 2^62 or more is the kernel's value for "unlimited". A second limit (memsw)
+            // may apply to the sum of memory and swap.
             Self::One => {
                 let limit = number("memory.limit_in_bytes").filter(|limit| *limit < 1 << 62)?;
                 let cache = sum(&["total_active_file", "total_inactive_file"]);

@@ -77,7 +77,7 @@ enum Queued {
     Listen(Part),
 }
 
-/// Bytes of one class of traffic, at the start of their staging.
+/// Bytes of one class of traffic, at the start of a staging buffer.
 struct Part {
     traffic: Traffic,
     bytes: usize,

@@ -86,7 +86,7 @@ struct MessageTable {
     steps: u64,
     /// The first error that completed all messages; none starts after it.
     closed: Option<Error>,
-    /// The same error until the rest of the group has been notified of it.
+    /// A copy of `closed`, until the rest of the group has been notified of it.
     unnotified: Option<Error>,
     stopping: bool,
     /// True if messages reach ranks of other nodes.

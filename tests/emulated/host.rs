@@ -16,7 +16,8 @@ use symm::topo::graph::CubeMesh;
 /// Number of threads in a block; at least the number of ranks.
 pub(crate) const THREADS: u32 = 8;
 
-/// Index of the checked count of zero-copy collectives and sends; the count of receives follows.
+/// Index, from `DIRECT_WORD`, of the report's count of zero-copy collectives and sends. The next
+/// word counts zero-copy receives. The tests check both.
 const COUNT: u32 = 2;
 
 /// A rank's device memory, with empty sentinel slots.

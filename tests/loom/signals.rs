@@ -1,5 +1,5 @@
-//! Signal pads on CPU: a barrier's words are reused at once, and cleared before any rank may set
-//! them.
+//! Signal pads on CPU: the next barrier may use a barrier's words at once, and a reused pad is
+//! cleared before any rank may set its words.
 
 use super::failure::Thirty2;
 use super::{Cell, Word, model};

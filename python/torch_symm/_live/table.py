@@ -114,7 +114,7 @@ def _p99(values: Sequence[float]) -> float:
 
 
 def render(dumps: Sequence[Dump]) -> str:
-    """Renders the table, for people."""
+    """Renders the table, for human readers."""
     groups = merge(dumps)
     found = lines(groups)
     if not found:

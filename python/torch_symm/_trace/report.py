@@ -64,7 +64,7 @@ def merge(dumps: Iterable[Dump]) -> list[Group]:
 
 
 def render(dumps: Sequence[Dump]) -> str:
-    """The report, for people."""
+    """The report, for human readers."""
     groups = merge(dumps)
     if not groups:
         return "no group has been joined"
@@ -72,7 +72,7 @@ def render(dumps: Sequence[Dump]) -> str:
 
 
 def as_json(dumps: Sequence[Dump]) -> list[dict[str, object]]:
-    """The report by group: name, global ranks of its members and of those with a dump, and the lines for people."""
+    """The report of each group: its name, the global ranks of its members and of those with a dump, and the text."""
     return [
         {
             "group": group.name,

@@ -76,7 +76,7 @@ class MeshTopoInfo:
 
     @property
     def origin(self) -> str:
-        """The source of the figures, for people."""
+        """The source of the figures, for human readers."""
         return self._prices.origin
 
     def price(self, op: str, bytes: float, mesh_dim: int) -> tuple[float, str, str]:

@@ -65,8 +65,8 @@ def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec, topo:
     """Returns the µs of the steps that redistribute from ``current_spec`` to ``target_spec``.
 
     Infinite between meshes and from ``Shard`` to ``Partial``; zero if nothing moves between ranks or this one is
-    outside the mesh. ``Shard`` to another ``Shard`` is an all-to-all. ``topo`` replaces the mesh's own. The formula is
-    in ``docs/design/cost-model.md``; with torch's source, it is torch's.
+    outside the mesh. ``Shard`` to another ``Shard`` is an all-to-all. ``topo`` has prices that replace those of the
+    mesh. The formula is in ``docs/design/cost-model.md``; with ``source="torch"`` it is torch's formula.
 
     Raises:
         ValueError: a spec lacks the tensor's shape and type.
@@ -77,9 +77,9 @@ def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec, topo:
 def explain_redistribute(
     src: DTensorSpec | DTensor, dst: DTensorSpec | DTensor, topo: MeshTopoInfo | None = None
 ) -> RedistributePlan:
-    """Returns the steps from ``src`` to ``dst`` with bytes and µs; ``print`` shows them. Neither moves data nor waits.
+    """Returns the steps from ``src`` to ``dst`` with bytes and µs, which ``print`` shows.
 
-    ``topo``: prices that replace the mesh's own.
+    This call moves no data and waits for no rank. ``topo`` has prices that replace those of the mesh.
 
     Raises:
         ValueError: a spec lacks the tensor's shape and type.

@@ -47,8 +47,8 @@ def fork(main: Callable[[], object]) -> int:
 
 
 def _live(main: Callable[[], object]) -> NoReturn:
-    # Garbage of the parent, such as a store or backend of torch, may join a thread that only the parent has, which
-    # would end the process that collects it.
+    # Do not collect the parent's garbage. The destructor of a store or backend of torch may join a thread, which exists
+    # only in the parent, and would end this process.
     gc.freeze()
     status = 1
     try:

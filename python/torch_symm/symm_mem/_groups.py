@@ -114,7 +114,7 @@ def _check_one_node(group: Any, group_name: str) -> None:
 
 
 def _this_node() -> tuple[str, str]:
-    """Returns the identity of the running kernel, and its name for people."""
+    """Returns the identity of the running kernel, and its name for human readers."""
     name = platform.node()
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), name

@@ -271,7 +271,7 @@ impl Model {
         self.local
     }
 
-    /// Returns the origin of the whole model, for people.
+    /// Returns the origin of the whole model, for human readers.
     pub fn origin(&self) -> &str {
         &self.origin
     }

@@ -30,7 +30,7 @@ pub struct Profile {
     pub format: String,
     /// [`VERSION`].
     pub version: u64,
-    /// When and how the profile was made, for people.
+    /// When and how the profile was made, for human readers.
     pub measured: MeasuredOn,
     /// The hardware for which the profile is valid.
     pub hardware: Hardware,

@@ -191,8 +191,8 @@ fn prices_grow_with_size() {
                 {
                     let price =
                         |shift: u32| model.us(op, f64::from(1u32 << shift), 0).expect("a price");
-                    // Not at every step: pieces may be cheaper than one message per rank just above
-                    // the threshold.
+                    // The price need not grow from one power of two to the next: just above a
+                    // threshold the other algorithm may be cheaper.
                     assert!(
                         (10..27).all(|shift| price(shift + 4) >= price(shift)),
                         "{op} {ranks} {device:?}"

@@ -54,9 +54,9 @@ impl Kernels {
         }
     }
 
-    /// Loads the cached kernels that move bytes and run the usual reductions. Loading may wait for
-    /// all kernels on the device; once a kernel waits for a peer that waits for this rank, that
-    /// would be a deadlock.
+    /// Loads the cached kernels that move bytes and run the usual reductions. This must precede the
+    /// first collective: a load may wait for all kernels on the device, and one of them may then
+    /// wait for a peer that waits for this rank, which is a deadlock.
     pub(crate) fn preload(&mut self, device: &Device) {
         let begun = Instant::now();
         for key in usual() {

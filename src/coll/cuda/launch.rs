@@ -51,7 +51,8 @@ pub struct CubeMeshView<'a> {
 pub struct SymmetricView<'a> {
     /// Start of each rank's symmetric memory, as mapped in this process; including this rank's.
     pub heap: PerRank,
-    /// Index in the report of the count of the channel's collectives or sends.
+    /// Index in the report, from `DIRECT_WORD`, of the count of the channel's zero-copy collectives
+    /// or sends.
     pub count: u32,
     /// Minimum length of a zero-copy message of an exchange, not 0; see
     /// [`super::plan::worth_zero_copy`].

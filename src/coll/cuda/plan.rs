@@ -176,8 +176,9 @@ pub struct Conditions<'a> {
     pub zero_copy: bool,
 }
 
-/// Returns the length of the longest message between two ranks that every rank knows. In a group of
-/// two, both know the lengths of an all-to-all.
+/// Returns the length of the longest of those messages of the call whose length every rank knows.
+/// In an all_to_all between two ranks, each knows the messages between them, but not the length of
+/// the message that the other rank copies to itself.
 fn longest_known(call: &CallSpec, me: usize, n: usize) -> usize {
     if call.op == Collective::AllToAll && n == 2 {
         call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes)

@@ -79,8 +79,8 @@ impl OobConnection {
         &self.socket
     }
 
-    /// True once both ends know that the other has the token, even if a caller has yet to say its
-    /// rank.
+    /// Returns true once both ends have proved to each other that they know the token. The end that
+    /// connected may still have to send its rank.
     pub(super) fn identified(&self) -> bool {
         matches!(self.phase, HandshakePhase::Identified { .. })
     }

@@ -23,7 +23,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Section:
-    """The findings about a subject: ``found`` for programs, ``lines`` for people."""
+    """The findings about a subject: ``found`` for programs, ``lines`` for human readers."""
 
     name: str
     found: dict[str, Any]

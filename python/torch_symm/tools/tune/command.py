@@ -77,7 +77,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     """Measures, checks or draws; 0 on success.
 
     With ``--json``, one object has the measurements, or in ``error`` the reason for their absence. Without a
-    file, it is the only output on standard output; text for people then goes to standard error.
+    file, it is the only output on standard output; text for human readers then goes to standard error.
     """
     if given.draw:
         return _draw(parser, given)

@@ -27,7 +27,7 @@ from .measurement_points import OPS, Point, Priced, group_sizes, local
 
 @dataclass(frozen=True)
 class Key:
-    """The hardware of a profile. ``file``: its name among profiles; ``says``: for people."""
+    """The hardware of a profile. ``file``: its name among profiles; ``says``: a text for human readers."""
 
     hardware: dict[str, Any]
     file: str

@@ -67,7 +67,8 @@ struct Share {
         (u64)args.from | (u64)args.residual | (u64)args.weight | (u64)args.normed | (u64)args.sum;
     return groups <= lanes && any % 16 == 0;
   }
-  // Returns the index of a unit among the units of its rows that the block sends.
+  // Returns the index of unit `p` of this thread's group `k` in row `row` among the units that the
+  // block sends. Rows count from the block's first row.
   DEVICE u32 place(u32 row, u32 k, u32 p) const {
     const u32 most = quotient_up(groups, lanes);
     return ((row * most + k) * PARTS + p) * threads() + thread();

@@ -126,10 +126,15 @@ struct Stage {
 };
 
 // Session of this block as the sender of a lane's stage: `begin`, for every chunk `await_credit`,
-// write `slot` and `send`, then `end`. It exists so that no kernel has to count chunks: a slot is
-// written only after its receiver has read it, also across calls. One chunk to rank r: SendSession
-// session(args.common, args.staging, lane); session.begin(); session.await_credit(r);
-// session.slot(r)[thread()] = mine; sync_block(); session.send(1u << r); session.end();
+// write `slot` and `send`, then `end`. It counts the chunks, so that a slot is written only after
+// its receiver has read it, also across calls. For example, to send one chunk to rank r:
+//   SendSession session(args.common, args.staging, lane);
+//   session.begin();
+//   session.await_credit(r);
+//   session.slot(r)[thread()] = mine;
+//   sync_block();
+//   session.send(1u << r);
+//   session.end();
 struct SendSession : Stage {
   // Counts of the chunks sent to each rank, and of those that it has read, as last seen by this
   // thread.
@@ -178,10 +183,15 @@ struct SendSession : Stage {
 };
 
 // Session of this block as the receiver of a lane's stage: `begin`, for every chunk `receive`, read
-// `slot` and `release`, then `end`. It exists for the same reason: a slot is read only after its
-// sender has written it. One chunk from rank r: ReceiveSession session(args.common, args.staging,
-// lane); session.begin(); session.receive(1u << r); theirs = session.slot(r)[thread()];
-// sync_block(); session.release(1u << r); session.end();
+// `slot` and `release`, then `end`. It counts the chunks, so that a slot is read only after its
+// sender has written it. For example, to receive one chunk from rank r:
+//   ReceiveSession session(args.common, args.staging, lane);
+//   session.begin();
+//   session.receive(1u << r);
+//   theirs = session.slot(r)[thread()];
+//   sync_block();
+//   session.release(1u << r);
+//   session.end();
 struct ReceiveSession : Stage {
   // Counts of the chunks read from each rank.
   u32 taken[WORLD];
