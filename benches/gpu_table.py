@@ -1,4 +1,4 @@
-"""A finished run as text: one line of progress a cell, one table an operation."""
+"""Formats a finished run as text: one line of progress per cell, and one table per operation."""
 
 from __future__ import annotations
 

@@ -123,9 +123,10 @@ def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta, rank
 
 
 def make_gloo_by(create: Callable[[Any, Any], Any]) -> None:
-    """From now on, ``create`` makes the groups of the name ``gloo``, like a plug-in's function, for all of torch.
+    """Makes torch create every backend of the name ``gloo`` through ``create``, as through the function of a plug-in.
 
-    :func:`gloo` and the helper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` still make torch's. Calling it again does nothing.
+    :func:`gloo` and the helper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` still create torch's own Gloo backend. A second
+    call of this function has no effect.
 
     Raises:
         RuntimeError: this torch was built without Gloo.

@@ -44,9 +44,10 @@ class Buffers:
 
     def __init__(self) -> None:
         """Allocates nothing yet."""
-        #: By device index and size in bytes; size 0 is shared by all sizes after the first ``MAX_SIZES``.
+        #: The pools. The key is the device index and the size of the tensors in bytes. All sizes after the first
+        #: ``MAX_SIZES`` share the pool of size 0.
         self._pools: dict[tuple[int, int], Any] = {}
-        #: Whether a device can have such memory, by its index.
+        #: By device index, whether the device supports symmetric memory.
         self._symmetric: dict[int, bool] = {}
         # torch rejects a pool that two threads use. Backward passes have threads of their own.
         self._lock = RLock()
@@ -54,7 +55,7 @@ class Buffers:
     def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns an uninitialised tensor.
 
-        A short one, and one on a device without symmetric memory, is in ordinary memory.
+        It is in ordinary memory if it is shorter than ``MIN_BYTES`` or the device has no symmetric memory.
 
         Raises:
             torch.OutOfMemoryError: not enough memory is available.

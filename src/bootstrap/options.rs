@@ -26,7 +26,7 @@ pub struct JoinOptions {
     /// True for the job's first group. It rejects a second process with a rank of a live member
     /// ([`super::RankLease`]).
     pub is_default: bool,
-    /// The timeout of joining, and of every later call without its own; if absent, 30 minutes.
+    /// The timeout of joining, and of every later call that sets no timeout; if absent, 30 minutes.
     pub timeout: Option<Duration>,
     /// The order in which reductions combine the ranks' elements, the same on all members.
     pub order: SumOrder,

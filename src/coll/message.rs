@@ -18,7 +18,7 @@ pub struct MessageSpec {
     pub dtype: DType,
     /// Memory that is sent or filled.
     pub span: Span,
-    /// Limit of the call; `None`: the group's.
+    /// Limit of the call; `None`: the group's timeout.
     pub timeout: Option<Duration>,
 }
 

@@ -264,7 +264,7 @@ impl ControlBlock {
         &self.words(rank).starts[(number % 2) as usize]
     }
 
-    /// Publishes that this rank has finished its part of that collective.
+    /// Publishes that this rank has finished its part of collective `number`.
     pub fn finish(&self, number: u64, op: Collective) {
         self.words(self.rank)
             .doing

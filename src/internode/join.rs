@@ -51,7 +51,7 @@ const BETWEEN_NAMES: char = '\n';
 
 /// A rank's choices for a multi-node group.
 pub struct InternodeOptions<'a> {
-    /// The inter-node backends, or that multi-node groups are not allowed.
+    /// The inter-node backends that the rank chooses, or its choice to reject multi-node groups.
     pub choice: InterNodeChoice,
     /// Type of partial sums.
     pub reduce_dtype: ReduceDtype,

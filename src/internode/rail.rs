@@ -64,9 +64,10 @@ impl Rail {
         Self { transports, transport, state: Mutex::default() }
     }
 
-    /// Returns the address of the staging, which has at least `bytes` bytes. Its content is lost if
-    /// it had fewer before. An abandoned transfer keeps it, so that it cannot write into freed
-    /// memory. Must be called while no transfer is pending.
+    /// Returns the address of the staging buffer, which has at least `bytes` bytes. If the previous
+    /// buffer is shorter, a new one replaces it without its content. An abandoned transfer keeps
+    /// its buffer, so that it cannot write into freed memory. Must be called while no transfer is
+    /// pending.
     pub(super) fn staging(&self, bytes: usize) -> Result<usize> {
         let mut state = lock(&self.state);
         debug_assert!(state.works.is_empty(), "a transfer is pending");

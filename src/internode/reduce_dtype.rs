@@ -8,8 +8,9 @@ use crate::error::{Error, Result};
 static DEFAULT: DefaultChoice<ReduceDtype> = DefaultChoice::unset();
 static DEFAULT_ORDER: DefaultChoice<SumOrder> = DefaultChoice::unset();
 
-/// Returns the order of sums of a group that passes `named`; without a choice of its own it uses
-/// the default group's. The default group, and groups of a process without one, use `setting`.
+/// Returns the order of sums of a group that passes `named`. If `named` is empty, the group
+/// inherits the order of the default group. The default group itself, and groups of a process
+/// without a default group, then use `setting`.
 ///
 /// # Errors
 /// `Value` if `named` is not a valid choice.

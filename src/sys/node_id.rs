@@ -39,8 +39,9 @@ impl NodeId {
         }
     }
 
-    /// Returns the namespaces that differ from those of `other`, each with the option that starts a
-    /// container in the host's.
+    /// Returns the names of the namespaces that differ from those of `other`. Each comes with the
+    /// option that starts a container in the machine's namespace of this kind, or with an empty
+    /// text if containers have no such option.
     pub fn namespaces_apart(&self, other: &Self) -> Vec<(&'static str, &'static str)> {
         let each = [
             ("pid", "--pid=host", &self.pid, &other.pid),

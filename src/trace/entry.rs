@@ -39,7 +39,7 @@ pub enum CallTarget {
         device: i32,
         /// The driver's handle.
         stream: usize,
-        /// True if the stream is the group's, in addition to the caller's.
+        /// True if the call runs on a stream of the group, ordered with the caller's stream.
         background: bool,
     },
 }

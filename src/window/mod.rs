@@ -160,8 +160,8 @@ impl SymmetricWindow {
         )))
     }
 
-    /// Notes that a graph being recorded uses the window: it is kept until the group is destroyed,
-    /// because graphs with signals last that long.
+    /// Notes that a graph being recorded uses the window. The window is then kept until the group
+    /// is destroyed, because a graph with signals may be replayed until then.
     pub fn record(&self) {
         self.recorded.store(true, Ordering::Relaxed);
     }

@@ -81,8 +81,8 @@ fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
                 (true, 0) => special[at % special.len()],
                 (true, 1) => special[at / special.len()],
                 (true, _) => special[(random() % special.len() as u64) as usize],
-                // Numbers of similar size, whose sums are rounded: with random ones the larger
-                // mostly hides the smaller.
+                // Numbers of similar size, so that their sum is rounded. Of two random floats, the
+                // smaller is mostly too small to change the sum.
                 (false, _) if at % 2 == 0 => common ^ (random() >> (64 - 3 * part as u32)),
                 (false, _) => random(),
             };
@@ -119,7 +119,7 @@ fn expected(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>]) -> Vec<u8> {
     if op != ReduceOp::PremulSum || dtype.size() >= 4 {
         return on_cpu(op, dtype, inputs, &factors);
     }
-    // On a GPU the sender multiplies, and sends elements.
+    // On a GPU the sender multiplies by its factor, rounds to the element type and sends that.
     let lifted: Vec<Vec<u8>> = inputs
         .iter()
         .zip(&factors)

@@ -380,7 +380,7 @@ fn every_kernel(device: &Device) {
                 }
             }
         }
-        // The tensors in symmetric memory: all ranks', none, or every second rank's.
+        // Symmetric memory holds the tensors of all ranks, of no rank, or of every second rank.
         for ranks in [(1 << n) - 1, 0, 0b1010_1010] {
             group.symmetric = Some(ranks);
             for dtype in DTYPES {

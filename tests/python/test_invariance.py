@@ -120,7 +120,7 @@ def test_ranks_that_disagree_on_the_order_are_named() -> None:
 def default_order(rank: int, world: int) -> torch.Tensor:
     own = values(torch.float32, world)[rank].clone()
     dist.all_reduce(own)
-    # Groups without a choice use the default group's; others do not.
+    # A group that chooses no order inherits the order of the default group.
     later, rank_order = own.clone(), values(torch.float32, world)[rank].clone()
     later.copy_(values(torch.float32, world)[rank])
     dist.all_reduce(later, group=dist.new_group(list(range(world))))

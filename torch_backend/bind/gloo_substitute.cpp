@@ -1,4 +1,4 @@
-// Python bindings of symm groups that replace Gloo's.
+// Python bindings of symm groups that replace Gloo groups.
 #include "process_group/gloo_substitute.hpp"
 
 #include "bind/bind.hpp"

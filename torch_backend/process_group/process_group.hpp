@@ -124,7 +124,7 @@ class ProcessGroupSymm : public ::c10d::Backend {
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
   // Returns the backend for `device` of the group that torch knows as `group_name`. Throws an error
-  // that names `op` if that backend is not symm's.
+  // that names `op` if that backend is not symm.
   static c10::intrusive_ptr<ProcessGroupSymm> named(
       const std::string& group_name, at::Device device, const char* op);
   // Reduces `input` into the contiguous `output`, which has the same type and shape; `input` is
@@ -206,10 +206,10 @@ class ProcessGroupSymm : public ::c10d::Backend {
   // Enqueues an operation on the caller's stream without a work. Returns false if a work is needed:
   // for a profiler, for a coalescing block, or because the host must wait.
   bool launch_in_order(Operation& operation, std::chrono::milliseconds timeout);
-  // Returns the extended timeout of a call whose options have `timeout`; the group's if `timeout`
-  // is not positive.
+  // Returns the extended timeout of a call whose options have `timeout`. If `timeout` is not
+  // positive, the call has the group's timeout.
   std::chrono::milliseconds extended(std::chrono::milliseconds timeout);
-  // Returns the timeout of a call whose options have `timeout`, which may stand for the group's.
+  // Returns `timeout` from a call's options, or the group's timeout if it is not positive.
   std::chrono::milliseconds stated(std::chrono::milliseconds timeout) const {
     return timeout.count() > 0 ? timeout : options_->timeout;
   }

@@ -33,8 +33,8 @@ class DeviceWork final : public ::c10d::Work {
   DeviceWork(int rank, Group group, std::shared_ptr<DeviceStreams> streams, uint64_t sequence);
   ~DeviceWork() override;
 
-  // Adds a collective; false if the work was launched before. A `timeout` that is not positive
-  // means the group's.
+  // Adds a collective; returns false if the work was launched before. A `timeout` that is not
+  // positive stands for the group's timeout.
   bool add(
       const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout,
       bool background);
@@ -107,7 +107,7 @@ class DeviceWork final : public ::c10d::Work {
   c10::SmallVector<std::shared_ptr<Operation>, 1> operations_;
   std::vector<MessageSpec> transfers_;
   bool background_ = false;
-  // The longest timeout of a call; if not positive, the group's.
+  // The longest timeout of a call; if not positive, it stands for the group's timeout.
   std::optional<std::chrono::milliseconds> timeout_;
   mutable Phase phase_ = Phase::Batching;
   mutable std::exception_ptr failure_;

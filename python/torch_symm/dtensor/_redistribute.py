@@ -53,7 +53,7 @@ def replace_method(module: ModuleType) -> Callable[[], None]:
     shard._to_new_shard_dim = to_new_shard_dim
 
     def undo() -> None:
-        # If other code has replaced it since, that stays; ours then calls torch's.
+        # If other code has replaced our function since, its function stays. If it calls ours, ours calls torch's.
         if shard._to_new_shard_dim is to_new_shard_dim:
             shard._to_new_shard_dim = theirs
 

@@ -38,7 +38,11 @@ def parser() -> Parser:
 
 
 def ranks_here(device: str | None = None) -> tuple[str, int]:
-    """Returns ``device``, or the device that a program would use here, and 2 to 8 ranks for GPUs or cores."""
+    """Returns the device and the number of ranks to start.
+
+    The device is ``device``, or by default CUDA if there are two GPUs, otherwise the CPU. There is a rank for each GPU,
+    or for each core that this process may use (at least 2), but not more than ``MOST_RANKS``.
+    """
     if device != "cpu":
         import torch
 

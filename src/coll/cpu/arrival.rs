@@ -209,7 +209,7 @@ impl CpuCall<'_> {
             for span in call.shared_inputs() {
                 // SAFETY: the inputs' bytes together fit INLINE_BYTES (`fits_post`). No peer reads
                 // this post before its flag is published below, and none still reads the previous
-                // one (module docs). The spans are the caller's.
+                // one (module docs). The caller guarantees that the spans are readable.
                 unsafe {
                     cpu::copy(at, span.ptr(), span.bytes, WriteMode::Cached);
                     at = at.add(span.bytes);

@@ -19,8 +19,8 @@ use crate::kernels::cuda::driver::Grid;
 
 /// Number of threads of a kernel that synchronizes: one for each rank.
 const SYNC_THREADS: u32 = 32;
-/// A message is divided into at least this many chunks if it is long: the first is added, or taken,
-/// while the second moves. Each further chunk may have to wait for a processor.
+/// Minimum number of chunks of a long message. The receiver adds the first chunk, or copies it to
+/// its place, while the second one moves. Each further chunk may have to wait for a processor.
 const CHUNKS: usize = 2;
 
 /// A task of a call, in the order in which a rank enqueues them.

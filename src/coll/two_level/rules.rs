@@ -7,7 +7,7 @@ pub const UNIT: usize = 16;
 /// The rules by which a program is planned.
 #[derive(Debug)]
 pub struct Rules {
-    /// The unit in bytes of lengths on the wire; `None`: an element.
+    /// Lengths on the wire are multiples of this number of bytes; `None`: of one element.
     pub unit: Option<usize>,
     /// The alignment of the program's memory.
     pub align: usize,
@@ -27,8 +27,8 @@ pub struct Rules {
     pub sums_overlap: bool,
     /// True if the root's piece leaves before the other ranks of its node get theirs.
     pub root_first: bool,
-    /// True if the ranks of rails carry messages between ranks of two nodes; otherwise one backend
-    /// connects all ranks.
+    /// True if a message between ranks of two nodes travels over a rail, whose ranks forward it
+    /// within their nodes; false if one backend connects all ranks, so that it travels directly.
     pub carriers: bool,
 }
 

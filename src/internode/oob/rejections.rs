@@ -1,11 +1,13 @@
 //! Rejected calls, as nodes report them to each other.
 //!
 //! Ranks of one node learn of each other's rejections through shared memory. This module covers
-//! calls that all ranks of a node have rejected, or that the only rank of a node has. A rank
-//! reports that it has rejected a call, and later that it makes one. A rank of another node that is
-//! then in a call which the first rank has not made fails the group, unless it has itself rejected
-//! as many calls at that point: then the first rank is only late. A report that arrives over two
-//! connections counts once, because its numbers only grow.
+//! calls that all ranks of a node have rejected, or that the only rank of a node has.
+//!
+//! A rank reports when it rejects a call, and again when it next makes a call. If a rank of another
+//! node is blocked in a call that the rejecting rank has not made, the blocked rank fails the
+//! group. The exception is a blocked rank that has itself rejected as many calls at that point: the
+//! other rank is then only late. A report that arrives over two connections counts once, because
+//! its numbers only grow.
 
 use super::{BlockedCall, CallPosition};
 use crate::node_map::NodeMap;

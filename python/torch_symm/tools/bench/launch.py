@@ -20,7 +20,7 @@ from .request import Wanted
 from .timing import FIXED_ROUNDS, MAX_BURST, MAX_ROUNDS, MAX_SAMPLES, SharedTensors
 from .units import LIMIT_S, format_size
 
-#: Processes import torch and meet before they make a side.
+#: Seconds that the processes may take to import torch and join, before they make the first side.
 START_S = 60.0
 
 

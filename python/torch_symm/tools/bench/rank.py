@@ -1,4 +1,4 @@
-"""A rank process: a group for each side, row after row on all of them; rank 0 reports to the launcher."""
+"""A rank process: it makes a group for each side and measures row after row on all sides; rank 0 reports them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ class Found:
     wanted: Wanted
     sides: Mapping[str, Mapping[str, Figure]]
     notes: Mapping[str, str] = field(default_factory=dict)
-    #: The minimum time in µs that memory allows, where it sets a limit; and with staging of every byte that moves.
+    #: The minimum time in µs that the memory's bandwidth allows, and the same if every byte is staged. ``None`` if
+    #: memory does not limit the call.
     limit_us: float | None = None
     staged_us: float | None = None
     #: Number of cores that other processes kept busy meanwhile.

@@ -14,7 +14,8 @@ from torch_symm.launch.messages import send, sentence
 
 #: Number of elements of the tensors: of a short call, and of one in several pieces.
 LENGTHS = (4, 1 << 20)
-#: Limit of joining and of each call: shorter than the trial's, so that the error is the group's.
+#: Timeout of joining and of each call. It is shorter than the limit of the whole trial, so that the error comes from
+#: the group.
 SECONDS = 40.0
 
 

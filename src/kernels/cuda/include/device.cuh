@@ -151,7 +151,8 @@ DEVICE void after_predecessor() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Allows the start of a successor that calls after_predecessor first.
+// Allows the next kernel of the stream to start before this one ends. That kernel must call
+// after_predecessor before it reads anything that this one writes.
 DEVICE void allow_successor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

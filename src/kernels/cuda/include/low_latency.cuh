@@ -58,10 +58,13 @@ DEVICE Unit data_of(Line a, Line b) {
 
 // Session of this block on the LL lines (NCCL: ncclLLA2ASession): `begin`, any number of `send` and
 // `receive`, `end`. Each thread sends and receives different units; the whole block calls `begin`
-// and `end`. It exists so that no kernel has to know how epochs select buffers. Every rank sends
-// one unit to each peer and receives one from each: LowLatencySession session(args.common,
-// args.ll); session.begin(); for_each_peer([&](u32 r) { session.send(r, thread(), mine); });
-// session.receive(thread(), all_peers(), theirs); session.end();
+// and `end`. It hides from kernels how epochs select buffers. For example, so that every rank sends
+// one unit to each peer and receives one from each:
+//   LowLatencySession session(args.common, args.ll);
+//   session.begin();
+//   for_each_peer([&](u32 r) { session.send(r, thread(), mine); });
+//   session.receive(thread(), all_peers(), theirs);
+//   session.end();
 struct LowLatencySession {
   const Common& common;
   const LowLatency place;

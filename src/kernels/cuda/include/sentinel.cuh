@@ -30,10 +30,13 @@ DEVICE bool is_empty(Unit v) {
 
 // Session of this block on the sentinel slots: `begin`, any number of `send` and `receive`, `end`.
 // Each thread sends and receives different units; the whole block calls `begin` and `end`. A
-// session has two stages with separate slots. It exists so that no kernel has to know which slots
-// are free. Each thread adds one unit of all ranks: SentinelSession session(args.common,
-// args.sentinel); session.begin(); for_each_peer([&](u32 r) { session.send(0, r, thread(),
-// scrub(mine)); }); sum = session.receive_reduce(0, thread(), mine); session.end();
+// session has two stages with separate slots. It hides from kernels which slots are free. For
+// example, so that each thread adds one unit of all ranks:
+//   SentinelSession session(args.common, args.sentinel);
+//   session.begin();
+//   for_each_peer([&](u32 r) { session.send(0, r, thread(), scrub(mine)); });
+//   sum = session.receive_reduce(0, thread(), mine);
+//   session.end();
 struct SentinelSession {
   const Common& common;
   const Sentinel& place;

@@ -54,11 +54,14 @@ struct Partners {
 // Session of this block in the handshake of a call: `begin`, `exchange`, `end` (NCCL:
 // ncclLsaBarrierSession at both ends of a kernel). The whole block calls each of them. Every block
 // of every rank calls `begin` and `end`, with partners or without, so that all count the same
-// epochs. It exists so that kernels access peers' tensors only between the peers' start and end of
-// the call. Each thread reads one unit of a tensor of rank r: HandshakeSession session(args.common,
-// args.handshake, EVERYBODY); session.begin(); Line words[WORLD]; if (!session.exchange([&](u32) {
-// return Line{session.word(true, mine), 0}; }, words)) return; theirs = load_unit(session.tensor(r,
-// words[r].first) + thread() * 16, 16); session.end();
+// epochs. It ensures that kernels access peers' tensors only between the peers' start and end of
+// the call. For example, so that each thread reads one unit of a tensor of rank r:
+//   HandshakeSession session(args.common, args.handshake, EVERYBODY);
+//   session.begin();
+//   Line words[WORLD];
+//   if (!session.exchange([&](u32) { return Line{session.word(true, mine), 0}; }, words)) return;
+//   theirs = load_unit(session.tensor(r, words[r].first) + thread() * 16, 16);
+//   session.end();
 struct HandshakeSession {
   const Common& common;
   const Handshake& handshake;

@@ -1,4 +1,8 @@
-"""One cell on all sides: made and compared, captured and compared, timed in turns, compared once more."""
+"""Measures one cell on all sides.
+
+Each side's call is made and its result compared, then captured in a graph and compared again. The sides are timed in
+turns, and all results are compared once more.
+"""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from . import copies, torch_calls
 from .calls import OPS, nccl_barrier
 from .inputs import Call, Place, Setting
 
-# A call of the largest size takes milliseconds, NCCL's set-up seconds.
+# A call of the largest size takes milliseconds; NCCL's set-up takes seconds.
 GROUP_TIMEOUT = timedelta(seconds=20)
-# One-shot reads n times S on every rank: far slower from here on, and it takes long to measure.
+# One-shot is not measured with larger tensors: every rank reads all n tensors, so it is slow and takes long to measure.
 ONE_SHOT_LIMIT = 4 << 20
 #: A group that failed this often is not made again.
 MAX_FAILURES = 3
