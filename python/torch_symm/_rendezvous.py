@@ -222,7 +222,7 @@ def _beside_agent(
     if require_same_user and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         # All ranks are on this node, whatever address the agent uses.
         host = "localhost"
-    # Published before all ranks have arrived, because they need it to arrive.
+    # Do not wait for the workers: they connect only after this rank has published the address below.
     store: TCPStore = load().TCPStore(
         host,
         0,

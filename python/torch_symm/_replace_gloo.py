@@ -19,7 +19,7 @@ _CPU, _CUDA, _UNABLE = "cpu", "cuda", "unable: "
 #: How joining ended.
 _JOINED, _REFUSED, _FAILED = "joined", "refused: ", "failed: "
 
-#: Lines that this process has logged already, because many groups log the same.
+#: Lines that this process has already logged. Each is logged once, because many groups would log the same line.
 _said: set[str] = set()
 
 

@@ -28,9 +28,10 @@ impl Executor {
         if self.internode.is_some() { "two_level" } else { self.inner.get_mut().last_algorithm() }
     }
 
-    /// Starts `call`, the next one to run, without waiting for a peer, if the peers need nothing
-    /// else of this rank; `run` does the rest. `begins` gets the number of the call before peers
-    /// can see it.
+    /// Posts `call`, which must be the next call to run, without waiting for a peer, and returns
+    /// true. Returns false, without an effect, if the peers need more from this rank than a post.
+    /// In both cases `run` then completes the call. `begins` is called with the number of the call
+    /// before peers can see it.
     pub(super) fn post(&mut self, call: &Call<'_>, begins: &dyn Fn(u64)) -> bool {
         self.internode.is_none() && self.inner.get_mut().post(call, begins)
     }

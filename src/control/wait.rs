@@ -11,14 +11,14 @@ use crate::sys::interrupt::Interrupts;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// What a wait is for, which decides how it fails.
+/// The purpose of a wait, which decides how the wait fails.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wait {
-    /// For data of the missing peers; a timeout fails the group.
+    /// The thread waits for data of the missing peers; a timeout fails the group.
     Missing,
-    /// For data of the missing peers; a timeout fails only this call.
+    /// The thread waits for data of the missing peers; a timeout fails only this call.
     Alone,
-    /// For all ranks, which can continue only together.
+    /// The thread waits until all ranks can continue together.
     Together,
 }
 

@@ -23,8 +23,8 @@ const DEPTH: usize = 8;
 /// Maximum time in which two ranks that have found each other connect.
 const LINK_CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Keys of this rank that stay in the store until this value is dropped, when the peer has read
-/// them or no rank needs them.
+/// Keys of this rank that stay in the store until this value is dropped. The owner drops it once
+/// the peer has read the keys, or no rank needs them any more.
 pub(super) struct PublishedKeys<'a> {
     store: &'a dyn Store,
     keys: Vec<String>,

@@ -184,8 +184,9 @@ impl Messages {
                 state.idle = false;
                 idle_since = Instant::now();
             }
-            // A thread that read a step may have returned since, while others sleep. A thread that
-            // waits for that message reads the next step at once.
+            // If a step is due and none was read since the last check, the thread that read the
+            // previous one may have returned to its caller while the other waiting threads sleep. A
+            // thread that waits for that message would have read the step at once.
             let left = state.is_reading_due() && state.steps == steps;
             steps = state.steps;
             let attended = (state.waiting_threads > 0 && !left) || state.open.is_empty();

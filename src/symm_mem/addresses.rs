@@ -35,11 +35,11 @@ pub trait AddressRange: Send + Sync {
     fn unmap(&self, offset: usize, bytes: usize);
 }
 
-/// Created memory; it lasts as long as this value, a file descriptor or a mapping exists in any
-/// process.
+/// Memory that this process created. It lasts while this value exists, or any process has a file
+/// descriptor or a mapping of it.
 pub trait Backing: Send + Sync {
-    /// Returns a file descriptor for one more peer. Not kept, because there may be more pieces than
-    /// a process may have open files.
+    /// Returns a new file descriptor of the memory, for one more peer. This value keeps no copy,
+    /// because there may be more such pieces of memory than a process may have open files.
     fn export(&self) -> Result<OwnedFd>;
 }
 

@@ -78,7 +78,7 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
             match self.look(reader) {
                 FailureState::None => return None,
                 FailureState::Written(error) => return Some(error),
-                // The author may have been killed between the two stores.
+                // The writer of the record may have been killed between its two stores.
                 FailureState::Writing if start.elapsed() > Duration::from_millis(100) => {
                     return Some(Error::peer("another rank died while it was reporting a failure"));
                 }

@@ -108,7 +108,7 @@ fn filtered(filter: &str) -> Logger {
     Builder::new().parse_filters(filter).build()
 }
 
-/// Makes a logger to standard error whose lines name `rank`, or the process without one.
+/// Creates a logger to standard error. Its lines name `rank`, or the pid if `rank` is `None`.
 fn written(filter: &str, rank: Option<u32>) -> Logger {
     let author =
         rank.map_or_else(|| format!("pid {}", std::process::id()), |rank| format!("rank {rank}"));

@@ -139,8 +139,8 @@ fn all_calls_are_counted_by_operation_and_size() {
         let number = recorder.begin(&call(Collective::AllReduce, 4096), LIMIT, sequence);
         recorder.end(number, &Ok(()), true, "inline");
     }
-    // The same number again is scheduled before the first of them ends: their times are unknown,
-    // but they are counted.
+    // More calls than the recorder keeps are scheduled before the first of them ends, so its entry
+    // is overwritten. Its time is then unknown, but the call is counted.
     let queued = recorder.schedule(
         &vec![call(Collective::Gather, 1000); KEPT + 5],
         LIMIT,

@@ -21,7 +21,7 @@ enum Cause {
     Absent(usize),
     /// The group was closed here before the call.
     Closed,
-    /// Its author exited between the two stores.
+    /// The rank that was writing it exited between the two stores.
     Unwritten,
 }
 
@@ -96,7 +96,8 @@ impl State {
         won
     }
 
-    /// Returns what `FirstFailure::read` returns, or nothing while its author is about to write it.
+    /// Returns the value that `FirstFailure::read` returns, or `None` while a rank is about to
+    /// write the record.
     fn failure(&self) -> Option<Cause> {
         match self.record {
             Record::Written(cause) => Some(cause),

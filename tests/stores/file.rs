@@ -117,7 +117,7 @@ fn a_writer_dead_at_any_byte_loses_nothing_that_was_acknowledged() {
         let before = std::fs::read(&path).unwrap();
         victim.set("torn", b"by its writer").unwrap();
         let after = std::fs::read(&path).unwrap();
-        // It must neither notice changes of its file nor exit.
+        // The victim must neither see how the file changes nor leave the store when it is dropped.
         std::mem::forget(victim);
         let (record, slot) = (after.len() - before.len(), 24);
         let mut torn = before.clone();

@@ -70,7 +70,7 @@ void DeviceWork::enqueue() const {
   const auto index = static_cast<int32_t>(device().index());
   const auto handle = streams_->handle(*stream_);
   const auto limit = timeout_.value_or(::c10d::kUnsetTimeout).count();
-  // Between nodes, torch's backends and memory use the current stream.
+  // In a multi-node group, torch's backends and torch's allocator use the current stream.
   c10::OptionalStreamGuard beside;
   if (background_) {
     beside.reset_stream(*stream_);

@@ -1,4 +1,4 @@
-"""Collectives along one dimension of a mesh, from its first rank."""
+"""Scatter and broadcast along one dimension of a mesh; by default the first rank of the dimension is the source."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ impl CudaPlan {
 /// Number of blocks that use LL lines if the longest message is not known; they carry up to 64 KiB
 /// between two ranks.
 const UNKNOWN_LL_BLOCKS: u32 = 16;
-/// Minimum length of a chunk that is worth a fence; `staging.cuh` has the same.
+/// Minimum length of a chunk that is worth a fence; `MIN_CHUNK` in `staging.cuh` is the same.
 const MIN_CHUNK: usize = 4 << 10;
 
 /// Returns true if a word of all ones can only be a NaN of this type (`EMPTY_IS_NAN` in

@@ -68,13 +68,14 @@ pub struct CudaThresholds {
     /// Number of threads in a block of a lane.
     pub threads: usize,
     /// Not 0 if kernels overlap their set-up with their predecessor in the stream; 0 if set-up
-    /// waits for its end.
+    /// waits until the predecessor has ended.
     pub overlap: usize,
     /// Maximum number of blocks that share a row of a norm.
     pub cluster: usize,
     /// Minimum size of a call that copy engines move.
     pub copy_engine_bytes: usize,
-    /// Minimum size of its chunks: shorter ones cost more to start than to move.
+    /// Minimum size of a chunk that a copy engine moves: shorter ones cost more to start than to
+    /// move.
     pub copy_chunk_bytes: usize,
     /// Which calls copy engines move.
     pub policy: CtaPolicy,

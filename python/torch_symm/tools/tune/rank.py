@@ -159,8 +159,11 @@ class _Caller:
         return median / calls
 
     def _recorded(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Returns a replay of :data:`GRAPH_CALLS` calls. The graph is dropped with it, before the groups."""
-        # Outside first, because a group is set up and its kernels are loaded outside a capture.
+        """Returns a replay of :data:`GRAPH_CALLS` calls.
+
+        The replay owns its graph, so the graph is freed before the groups are.
+        """
+        # The first call must run outside the capture, because it sets up the group and loads its kernels.
         call()
         return GpuClock().capture(call, GRAPH_CALLS).replay
 

@@ -237,7 +237,8 @@ struct ReceiveSession : Stage {
 // Number of units that a thread moves at once for each peer, so that about 8 loads are in flight.
 #define AT_ONCE (WORLD >= 7 ? 1u : WORLD >= 4 ? 2u : 4u)
 
-// Minimum length of a chunk that is worth a fence; src/coll/cuda/plan.rs has the same.
+// Minimum length of a chunk that is worth a fence; `MIN_CHUNK` in src/coll/cuda/plan.rs is the
+// same.
 #define MIN_CHUNK 4096u
 
 // A chunk length that is the same for every message.

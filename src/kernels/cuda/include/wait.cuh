@@ -3,7 +3,7 @@
 #pragma once
 #include "peers.cuh"
 
-// Maximum number of ranks of a group; src/coll/cuda/arguments.rs has the same.
+// Maximum number of ranks of a group; `MAX_RANKS` in src/coll/cuda/workspace/layout.rs is the same.
 #define MAX_WORLD 16
 
 // Report of late ranks, in host memory. Threads that time out write it; the host reads it, and so

@@ -75,7 +75,7 @@ pub(super) struct ClientConnection {
     pub(super) deadline: Option<Instant>,
     /// Size of the memory that this connection has reserved.
     pub(super) reserved: usize,
-    /// Size of its request, if that is long and waits.
+    /// Size of the pending request as the server's `waiting_bytes` counts it: 0 for a short one.
     pub(super) parked: usize,
     /// True if the other end sends no more.
     pub(super) ended: bool,
