@@ -167,9 +167,11 @@ def measure(rank: int, world: int, sizes: list[int], computing_us: float) -> lis
 def main() -> None:
     """Runs it on ranks of this node."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", default="2,4", help="comma-separated (default: 2,4)")
-    parser.add_argument("--sizes", default="8,64K,1M", help="comma-separated (default: 8,64K,1M)")
-    parser.add_argument("--computing", type=float, default=COMPUTING_US, help="µs beside a bucket (default: 300)")
+    parser.add_argument("--ranks", default="2,4", help="comma-separated numbers of ranks (default: 2,4)")
+    parser.add_argument("--sizes", default="8,64K,1M", help="comma-separated sizes (default: 8,64K,1M)")
+    parser.add_argument(
+        "--computing", type=float, default=COMPUTING_US, help="µs of computing while a bucket moves (default: 300)"
+    )
     given = parser.parse_args()
     sizes = [parse_size(size) for size in given.sizes.split(",")]
     for ranks in map(int, given.ranks.split(",")):

@@ -76,15 +76,15 @@ def task_from(arguments: Sequence[str]) -> tuple[Task, Path]:
     )
     parser.add_argument("--ranks", type=count, help="number of GPUs (default: all, at most 8)")
     parser.add_argument(
-        "--batches", type=counts, default=BATCHES, help=f"comma-separated rows of a step (default: {BATCHES})"
+        "--batches", type=counts, default=BATCHES, help=f"comma-separated numbers of rows per step (default: {BATCHES})"
     )
-    parser.add_argument("--layers", type=count, default=LAYERS, help=f"default: {LAYERS}")
+    parser.add_argument("--layers", type=count, default=LAYERS, help=f"number of layers (default: {LAYERS})")
     parser.add_argument("--sides", help=f"comma-separated, of: {WITHOUT}, symm, nccl, {FUSED} (default: all)")
-    parser.add_argument("--turns", type=count, default=TURNS, help=f"at most {MAX_TURNS} (default: {TURNS})")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TURNS} turns")
-    parser.add_argument("--json", type=Path, default=Path("out/bench-decoder.json"), help="where to write all figures")
+    parser.add_argument("--turns", type=count, default=TURNS, help=f"turns, at most {MAX_TURNS} (default: {TURNS})")
+    parser.add_argument("--quick", action="store_true", help=f"measure {QUICK_TURNS} turns")
+    parser.add_argument("--json", type=Path, default=Path("out/bench-decoder.json"), help="file for all figures")
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the program without a GPU, against gloo"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: test the program without GPUs, against Gloo"
     )
     given = parser.parse_args(arguments)
     world = ranks(parser, given.ranks, given.device)

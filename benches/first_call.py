@@ -140,15 +140,15 @@ def main(arguments: Sequence[str]) -> int:
     """Measures; returns 0 if every start succeeded, otherwise 1, with the results so far."""
     parser = argparse.ArgumentParser(
         prog="python benches/first_call.py",
-        description="Measures how long a job takes until its first collectives are done.",
+        description="Measures the time from the start of a job until its first collectives are complete.",
     )
     parser.add_argument("--ranks", type=count, help="number of GPUs (default: all, at most 8)")
-    parser.add_argument("--starts", type=count, default=3, help="starts of each kind (default: 3)")
+    parser.add_argument("--starts", type=count, default=3, help="number of starts of each kind (default: 3)")
     parser.add_argument("--kinds", help="comma-separated, of: " + ", ".join(KINDS["cuda"]))
+    parser.add_argument("--json", type=Path, default=Path("out/bench-first-call.json"), help="file for all figures")
     parser.add_argument(
-        "--json", type=Path, default=Path("out/bench-first-call.json"), help="where to write all figures"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: test the program without GPUs, against Gloo"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a GPU, against gloo")
     given = parser.parse_args(arguments)
     world = ranks(parser, given.ranks, given.device)
     kinds = given.kinds.split(",") if given.kinds else list(KINDS[given.device])

@@ -75,12 +75,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python benches/fused.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=count, help="number of GPUs (default: all, at most 8)")
     parser.add_argument("--engines", help="comma-separated, of: " + ", ".join(engines("cuda")))
-    parser.add_argument("--shapes", help="comma-separated numbers of the table's lines, from 0 (default: all)")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TURNS} turns instead of {TURNS}")
-    parser.add_argument("--json", type=Path, default=Path("out/bench-fused.json"), help="where to write all figures")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the program without a GPU"
-    )
+    parser.add_argument("--shapes", help="comma-separated indices of the table's rows, from 0 (default: all)")
+    parser.add_argument("--quick", action="store_true", help=f"measure {QUICK_TURNS} turns instead of {TURNS}")
+    parser.add_argument("--json", type=Path, default=Path("out/bench-fused.json"), help="file for all figures")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: test the program without GPUs")
     given = parser.parse_args(arguments)
     world = ranks(parser, given.ranks, given.device)
     known = engines(given.device)

@@ -52,28 +52,28 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
     """The options from the command line, and the path of the JSON."""
     parser = argparse.ArgumentParser(
         prog="python benches/gpu_collectives.py",
-        description="Measures the collectives of GPUs against NCCL and torch's symmetric memory, in one run.",
+        description="Compares the collectives on GPUs with NCCL and torch's symmetric memory, in one run.",
     )
     parser.add_argument("--ranks", type=count, help=f"number of GPUs (default: all, at most {MAX_RANKS})")
     parser.add_argument("--sizes", help=f"comma-separated total sizes (default: {SIZES}; --quick: {QUICK_SIZES})")
-    parser.add_argument("--full", action="store_true", help="1 GB as well")
+    parser.add_argument("--full", action="store_true", help="also measure 1 GB")
     parser.add_argument("--ops", default=",".join(USUAL), help="comma-separated, of: " + ", ".join(OPS))
     parser.add_argument("--dtypes", help=f"comma-separated, of: {', '.join(DTYPES)} (default: both; --quick: bf16)")
     parser.add_argument("--sides", help="comma-separated, of: " + ", ".join(all_sides()))
-    parser.add_argument("--quick", action="store_true", help="few sizes and turns, bf16 only")
+    parser.add_argument("--quick", action="store_true", help="measure fewer sizes and turns, and only bf16")
     parser.add_argument(
-        "--host", action="store_true", help="only what the host spends in eager calls of 64 KB, and in whose code"
+        "--host", action="store_true", help="measure only the host's time in the parts of eager calls of 64 KB"
     )
     parser.add_argument(
         "--seconds",
         type=positive,
-        help=f"time to spend: few turns where the run is behind, and no further cell after it "
+        help=f"time for the run: if it is late, cells get fewer turns, and none starts after this time "
         f"(default: {SECONDS:.0f}; --quick: {QUICK_SECONDS:.0f})",
     )
-    parser.add_argument("--json", type=Path, default=Path("out/bench-gpu.json"), help="where to write all figures")
+    parser.add_argument("--json", type=Path, default=Path("out/bench-gpu.json"), help="file for all figures")
     parser.add_argument("--no-json", action="store_true", help="write no file")
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries this program without a GPU, against gloo"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: test this program without GPUs, against Gloo"
     )
     given = parser.parse_args(arguments)
     world = ranks(parser, given.ranks, given.device)

@@ -134,8 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--sizes", default=",".join(SIZES))
-    parser.add_argument("--rate", default="1gbit", help="of each node's wire, as tc says it; 0: unlimited")
-    parser.add_argument("--json", help="a file for all times")
+    parser.add_argument("--rate", default="1gbit", help="bandwidth of each node's link, in tc's notation; 0: unlimited")
+    parser.add_argument("--json", help="file for all times")
     arguments = parser.parse_args()
     if why_not := netns.lacking():
         sys.exit(f"there can be no nodes here: {why_not}")

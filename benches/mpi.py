@@ -1,10 +1,11 @@
 """Only the core compared with MPI, in one run: ``make bench-mpi``.
 
-4 ranks; installs Intel MPI's runtime and mpi4py into ``VENV``. The two sides alternate, operation by operation, for a
-number of rounds; printed are medians over rounds in µs and the ratio MPI / core. Both sides measure in the same way
-(``benches/core.rs``): blocks of back-to-back calls between barriers, the slowest rank's mean of each block, the median
-over blocks. MPI works on NumPy buffers, of ordinary pages like torch's tensors (NumPy asks for huge ones otherwise,
-which saves MPI up to a third from 16 MB on); mpi4py adds about 0.3 µs a call.
+It runs 4 ranks; the make target installs Intel MPI's runtime and mpi4py into ``VENV``. The two sides alternate,
+operation by operation, for a number of rounds. The program prints medians over rounds in µs, and MPI's time divided by
+the core's time. Both sides measure in the same way (``benches/core.rs``): blocks of back-to-back calls between
+barriers, the slowest rank's mean of each block, the median over blocks. MPI works on NumPy buffers of ordinary pages,
+like torch's tensors. By default NumPy requests huge pages, which save MPI up to a third of the time from 16 MB on.
+mpi4py adds about 0.3 µs per call.
 """
 
 from __future__ import annotations

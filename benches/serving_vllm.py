@@ -268,19 +268,24 @@ def series(invariant: bool, given: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     """Runs the engines and prints a table."""
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    made.add_argument("--modes", type=lambda text: text.split(","), default=list(MODES), help=",".join(MODES))
-    made.add_argument("--invariant", action="store_true", help="a second series, in vLLM's batch-invariant mode")
-    made.add_argument("--only-invariant", action="store_true", help="this series alone")
+    made.add_argument(
+        "--modes",
+        type=lambda text: text.split(","),
+        default=list(MODES),
+        help="comma-separated, of: " + ",".join(MODES),
+    )
+    made.add_argument("--invariant", action="store_true", help="add a series in vLLM's batch-invariant mode")
+    made.add_argument("--only-invariant", action="store_true", help="measure only the batch-invariant series")
     made.add_argument("--ranks", type=int, default=2)
     made.add_argument("--layers", type=int, default=32)
     made.add_argument("--batches", type=lambda text: [int(each) for each in text.split(",")], default=[1, 16])
-    made.add_argument("--among", type=int, default=17, help="requests of the batch in which the first one is repeated")
+    made.add_argument("--among", type=int, default=17, help="size of the batch in which the first request is repeated")
     made.add_argument("--tokens", type=int, default=64)
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--eager", action="store_true")
     made.add_argument("--attention", help="vLLM's attention backend, such as TRITON_ATTN")
     made.add_argument("--json", help="file for all figures")
-    made.add_argument("--logs", default=tempfile.gettempdir(), help="folder for the logs of the engines")
+    made.add_argument("--logs", default=tempfile.gettempdir(), help="directory for the engines' logs")
     made.add_argument("--serve", choices=MODES, help=argparse.SUPPRESS)
     made.add_argument("--model", help=argparse.SUPPRESS)
     made.add_argument("--answers", type=int, help=argparse.SUPPRESS)

@@ -242,7 +242,9 @@ def machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of all arms, after one for warming up (5)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds of all arms, after one warm-up round (5)"
+    )
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--kill", action="store_true", help="kill a rank of each arm instead")
     parser.add_argument("--victim-of", nargs=2, metavar=("ARM", "FOLDER"), help=argparse.SUPPRESS)

@@ -166,16 +166,16 @@ def show(figures: Sequence[Figure]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(prog="python benches/stores.py", description="Measures stores against torch's.")
+    parser = argparse.ArgumentParser(prog="python benches/stores.py", description="Compares the stores with torch's.")
     parser.add_argument("--stores", default="tcp,file", help="comma-separated, of: tcp, file")
     parser.add_argument("--clients", type=counts, default="1,16,256", help="comma-separated numbers of clients")
     parser.add_argument(
         "--ranks",
         type=lambda text: counts(text) if text else (),
         default="4,16,256,1024",
-        help="comma-separated sizes of the rendezvous; empty for none",
+        help="comma-separated numbers of ranks in a rendezvous; empty: measure no rendezvous",
     )
-    parser.add_argument("--json", type=Path, default=Path("out/bench-stores.json"), help="where to write all figures")
+    parser.add_argument("--json", type=Path, default=Path("out/bench-stores.json"), help="file for all figures")
     given = parser.parse_args(arguments)
     here = machine.describe()
     print(

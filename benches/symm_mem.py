@@ -109,10 +109,10 @@ def main() -> None:
     """Runs it on ranks of this machine."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=count, default=4)
-    parser.add_argument("--sizes", default="64K,1M,16M,64M", help="comma-separated (default: 64K,1M,16M,64M)")
-    parser.add_argument("--ops", default=",".join(OPS), help=f"comma-separated (default: {','.join(OPS)})")
-    parser.add_argument("--dtype", default="float32", help="of torch (default: float32)")
-    parser.add_argument("--written", action="store_true", help="each rank writes its tensors anew before each call")
+    parser.add_argument("--sizes", default="64K,1M,16M,64M", help="comma-separated sizes (default: 64K,1M,16M,64M)")
+    parser.add_argument("--ops", default=",".join(OPS), help=f"comma-separated collectives (default: {','.join(OPS)})")
+    parser.add_argument("--dtype", default="float32", help="torch's name of the element type (default: float32)")
+    parser.add_argument("--written", action="store_true", help="let each rank rewrite its tensors before each call")
     given = parser.parse_args()
     sizes = [parse_size(size) for size in given.sizes.split(",")]
     dtype = getattr(torch, given.dtype)

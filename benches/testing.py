@@ -57,8 +57,8 @@ def run(case: type[unittest.TestCase], name: str) -> tuple[str, float]:
 def main() -> int:
     """Runs and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tests", help="names with commas between them (default: ten of all kinds)")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each (default: 1)")
+    parser.add_argument("--tests", help="comma-separated names of tests (default: ten of all kinds)")
+    parser.add_argument("--repeats", type=int, default=1, help="number of runs of each test (default: 1)")
     given = parser.parse_args()
     names = given.tests.split(",") if given.tests else [name for name in TESTS if hasattr(Cold, name)]
     rows, equal = [], True

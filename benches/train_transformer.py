@@ -102,20 +102,20 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default=os.environ.get("BACKEND", "symm"), help="symm, nccl or gloo")
-    parser.add_argument("--compare", action="store_true", help="train with NCCL (on CPUs: Gloo), too")
+    parser.add_argument("--compare", action="store_true", help="also train with NCCL (on CPUs: Gloo)")
     parser.add_argument("--parallel", choices=("fsdp", "hsdp", "ddp", "tp"), default="fsdp")
-    parser.add_argument("--symmetric", action="store_true", help="with fsdp, hsdp: torch_symm.fsdp")
-    parser.add_argument("--model", choices=MODELS, help="sizes of the model and of a batch")
+    parser.add_argument("--symmetric", action="store_true", help="use torch_symm.fsdp (with fsdp or hsdp)")
+    parser.add_argument("--model", choices=MODELS, help="size of the model and of a batch")
     parser.add_argument(
         "--turns", type=int, default=0, metavar="N", help="time the steps of several sides, N times in turn"
     )
     parser.add_argument(
         "--sides",
-        help="with --turns, by commas: nccl, gloo, symm, symm-zero (its cta_policy), symm+fsdp (torch_symm.fsdp), …",
+        help="with --turns, comma-separated: nccl, gloo, symm, symm-zero (cta_policy), symm+fsdp (torch_symm.fsdp), …",
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda with a GPU per rank")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU per rank")
     for name in ("width", "layers", "heads", "context", "batch"):
         parser.add_argument(f"--{name}", type=int)
     given = parser.parse_args()

@@ -12,15 +12,15 @@ from torch_symm.tools.command import PROGRAM, closest
 
 #: The module and a summary of each command. A module has ``parser()`` and ``run(parser, given)``.
 COMMANDS = {
-    "hello": ("hello", "start some ranks, say what they use and how fast it is"),
-    "run": ("run", "start a program in several ranks, by torchrun"),
-    "doctor": ("doctor.command", "say whether it works here, and what to do where it does not"),
-    "topo": ("topo.command", "show cores, caches, GPUs and what connects them, and which algorithm serves which size"),
+    "hello": ("hello", "start some ranks and report their transport and its speed"),
+    "run": ("run", "start a program on several ranks, with torchrun"),
+    "doctor": ("doctor.command", "report whether torch-symm works on this machine, with a remedy for each problem"),
+    "topo": ("topo.command", "show cores, caches, GPUs, their links, and the algorithm for each collective and size"),
     "check": ("check.command", "compare every collective with a reference, on this machine, in under a minute"),
     "bench": ("bench.command", "measure collectives, with the flags and columns of nccl-tests"),
-    "top": ("top", "watch the calls of a running job, and who is waited for"),
-    "trace": ("trace", "say from the dumps of a failed run who is missing where"),
-    "tune": ("tune.command", "measure what collectives cost here, for the cost model"),
+    "top": ("top", "show the calls of a running job, and the rank that they wait for"),
+    "trace": ("trace", "find the rank that did not start a call, from the dumps of a failed run"),
+    "tune": ("tune.command", "measure the time of collectives on this machine, for the cost model"),
 }
 
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has exited; the interpreter's last flush must not complain, either.
+        # The reader has exited. Redirect standard output, so that the interpreter's last flush does not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -14,7 +14,7 @@ from torch_symm._trace.report import Group, merge
 #: Lateness below this does not count as waiting: it is the precision of two clocks of one node, and the time of a
 #: wake-up.
 LATE_NS = 20_000
-HEADINGS = ("collective", "bytes", "calls", "total", "µs", "p99", "waiting", "last to come")
+HEADINGS = ("collective", "bytes", "calls", "total", "µs", "p99", "waiting", "last to start")
 
 
 @dataclass

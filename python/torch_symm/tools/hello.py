@@ -27,12 +27,15 @@ def parser() -> Parser:
     """Returns the parser of the command."""
     made = Parser(
         "hello",
-        "Starts as many ranks as there are GPUs, or cores (2 to 8), lets them sum a number, and says what was used and "
-        "how fast it was. Exit status 1 if a rank failed.",
-        [("", "on GPUs if there are two, else on CPU"), ("--ranks 4 --device cpu", "4 ranks on CPU tensors")],
+        "Starts one rank per GPU or core (2 to 8), sums a number over them, and reports the transport and its speed. "
+        "Exit status 1 if a rank failed.",
+        [
+            ("", "use the GPUs if there are two, otherwise the CPU"),
+            ("--ranks 4 --device cpu", "start 4 ranks with CPU tensors"),
+        ],
     )
-    made.add_argument("--ranks", type=count, help=f"ranks, 2 to {MOST_RANKS} (default: GPUs, or cores)")
-    made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
+    made.add_argument("--ranks", type=count, help=f"number of ranks, 2 to {MOST_RANKS} (default: GPUs, or cores)")
+    made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there are two GPUs, otherwise cpu")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
 
@@ -104,7 +107,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"torch_symm {found['torch_symm']}, torch {found['torch']}, Python {found['python']}",
         f"{ranks} formed a group in {found['joined_s']:.1f} s, and all_reduce gave each the sum {found['sum']:g}",
         f"{found['device']} tensors, {found['transport']}",
-        f"all_reduce takes {', '.join(times)}: the slowest rank's",
+        f"all_reduce takes {', '.join(times)} (on the slowest rank)",
         *([f"warning: {found['warning']}, so these times say little"] if "warning" in found else []),
         f"next: {PROGRAM} run PROGRAM; {PROGRAM} bench",
     ]

@@ -29,17 +29,17 @@ def parser() -> Parser:
     """Returns the parser of the command."""
     made = _RunParser(
         "run",
-        "Starts PROGRAM in several ranks by torchrun, whose options go before PROGRAM. Without --nproc-per-node there "
-        "are as many ranks as GPUs, or as cores (2 to 8); without an option that says where ranks meet, they meet on "
-        "this node (--standalone). The exit status is torchrun's.",
+        "Starts PROGRAM on several ranks with torchrun, whose options go before PROGRAM. Without --nproc-per-node it "
+        "starts one rank per GPU, or per core if there are no two GPUs (2 to 8). Without an option for the rendezvous, "
+        "all ranks are on this node (--standalone). The exit status is that of torchrun.",
         [
-            ("train.py --epochs 3", "a program that calls init_process_group('symm')"),
-            ("--replace-gloo train.py", "an unchanged program that asks for Gloo: CPU tensors go through symm"),
-            ("--nproc-per-node 4 -m package.train", "options of torchrun"),
+            ("train.py --epochs 3", "run a program that calls init_process_group('symm')"),
+            ("--replace-gloo train.py", "run an unchanged program for Gloo: symm serves its CPU tensors"),
+            ("--nproc-per-node 4 -m package.train", "pass options to torchrun"),
         ],
     )
     made.usage = f"{PROGRAM} run [--replace-gloo] [options of torchrun] PROGRAM ..."
-    made.add_argument("--replace-gloo", action="store_true", help="symm replaces Gloo: sets SYMM_REPLACE_GLOO=1")
+    made.add_argument("--replace-gloo", action="store_true", help="let symm replace Gloo: set SYMM_REPLACE_GLOO=1")
     return made
 
 

@@ -20,20 +20,24 @@ def parser() -> Parser:
     """Returns the parser of the command."""
     made = Parser(
         "top",
-        "Shows the last calls of a running job by collective and size: how long they took, which share of it ranks "
-        "spent waiting for the slowest, and who that was. The job needs SYMM_STATS_INTERVAL=seconds in its "
+        "Shows the last calls of a running job by collective and size: how long they took, the share of that time that "
+        "ranks waited for the slowest rank, and which rank that was. The job needs SYMM_STATS_INTERVAL=seconds in its "
         "environment.",
         [
-            ("", "the job that wrote last, until Ctrl-C"),
-            ("4711 --once", "the job of process 4711, once"),
-            ("4711 --json", "the same for programs"),
+            ("", "show the job that wrote statistics last, until Ctrl-C"),
+            ("4711 --once", "show the job of process 4711 once"),
+            ("4711 --json", "print the same table as JSON"),
         ],
     )
-    made.add_argument("pid", nargs="?", type=int, metavar="PID", help="a process of the job (default: who wrote last)")
-    made.add_argument("--once", action="store_true", help="print the table once")
-    made.add_argument("--interval", type=positive, default=2.0, metavar="SECONDS", help="between tables (default: 2)")
     made.add_argument(
-        "--dir", type=Path, default=None, help="where the job's traces go (default: as torch-symm has it)"
+        "pid", nargs="?", type=int, metavar="PID", help="a process of the job (default: the last to write)"
+    )
+    made.add_argument("--once", action="store_true", help="print the table once")
+    made.add_argument(
+        "--interval", type=positive, default=2.0, metavar="SECONDS", help="time between tables (default: 2)"
+    )
+    made.add_argument(
+        "--dir", type=Path, default=None, help="the job's trace directory (default: SYMM_TRACE_DIR, or its default)"
     )
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made

@@ -20,20 +20,20 @@ def parser() -> Parser:
     """Returns the parser of the command."""
     made = Parser(
         "trace",
-        "Reads the dumps that the ranks of a run wrote when it failed, and says how far each rank came, who never "
-        "began which collective, and where ranks disagree.",
+        "Reads the dumps that the ranks of a failed run wrote. Reports the last call of each rank, the collectives "
+        "that a rank never started, and the calls on which ranks disagree.",
         [
-            ("/tmp/torch-symm-1000", "all dumps in a folder"),
-            ("--torch out trace-*.json", "write them as torchfrtrace reads them"),
-            ("--annotate profile.json trace-*.json", "algorithm, bandwidth and waiting into a trace of torch.profiler"),
+            ("/tmp/torch-symm-1000", "read all dumps in a directory"),
+            ("--torch out trace-*.json", "convert the dumps for torchfrtrace"),
+            ("--annotate profile.json trace-*.json", "add algorithm, bandwidth and waiting time to a profile"),
         ],
     )
-    made.add_argument("dumps", nargs="+", type=Path, metavar="DUMP", help="a dump, or a folder of dumps")
-    made.add_argument("--torch", type=Path, metavar="FOLDER", help="write them as torchfrtrace reads them, instead")
+    made.add_argument("dumps", nargs="+", type=Path, metavar="DUMP", help="a dump, or a directory of dumps")
+    made.add_argument("--torch", type=Path, metavar="FOLDER", help="convert the dumps for torchfrtrace; no report")
     made.add_argument(
-        "--annotate", type=Path, metavar="TRACE", help="write what they know into a trace of torch.profiler"
+        "--annotate", type=Path, metavar="TRACE", help="add the calls' data to this trace of torch.profiler; no report"
     )
-    made.add_argument("--json", action="store_true", help="print one JSON object: what is said of each group")
+    made.add_argument("--json", action="store_true", help="print the report of each group as one JSON object")
     return made
 
 

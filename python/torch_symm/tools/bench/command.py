@@ -32,8 +32,8 @@ def parser() -> Parser:
     """Returns the parser of the command."""
     made = Parser(
         "bench",
-        "Measures collectives of ordinary tensors, with the flags and columns of nccl-tests. Time is the median of "
-        "-n calls, each its slowest rank's. Exit status 1 if a result is wrong.",
+        "Measures collectives on ordinary tensors, with the flags and columns of nccl-tests. The time is the median "
+        "over -n calls of the slowest rank's time. Exit status 1 if a result is wrong.",
         [
             ("all_reduce -b 8 -e 64M -f 4 -g 2", "sizes from 8 bytes to 64 MiB on 2 ranks"),
             ("all_reduce all_gather -b 1K -e 1M -f 4 -d bf16 --against gloo", "two operations, Gloo in the same run"),
@@ -47,47 +47,55 @@ def parser() -> Parser:
         nargs="*",
         default=["all_reduce"],
         metavar="OP",
-        help="torch's names or nccl-tests', or all (default: all_reduce)",
+        help="collectives by their names in torch or nccl-tests, or all (default: all_reduce)",
     )
-    made.add_argument("-b", "--minbytes", default="32M", help="smallest size, as 8, 64K, 32M, 1G (default: 32M)")
+    made.add_argument("-b", "--minbytes", default="32M", help="smallest size, such as 8, 64K, 32M, 1G (default: 32M)")
     made.add_argument("-e", "--maxbytes", help="largest size (default: -b)")
-    made.add_argument("-f", "--stepfactor", type=positive, help="each size is so many times the one before")
-    made.add_argument("-i", "--stepbytes", help="each size is so much larger than the one before (default: 1M)")
+    made.add_argument("-f", "--stepfactor", type=positive, help="factor from each size to the next")
+    made.add_argument("-i", "--stepbytes", help="difference between each size and the next (default: 1M)")
     made.add_argument(
         "-g",
         "--ngpus",
         "--ranks",
         dest="ranks",
         type=ranks,
-        help=f"ranks (default: all GPUs; on CPU {CPU_RANKS})",
+        help=f"number of ranks (default: all GPUs; {CPU_RANKS} on CPU)",
     )
-    made.add_argument("--sizes", help="these sizes, by commas, in place of -b, -e, -f and -i")
-    made.add_argument("-n", "--iters", type=count, default=20, help="timed calls (default: 20)")
-    made.add_argument("--seconds", type=positive, help="to spend, about, in place of -n; on CPU all calls are checked")
+    made.add_argument("--sizes", help="comma-separated sizes, in place of -b, -e, -f and -i")
+    made.add_argument("-n", "--iters", type=count, default=20, help="number of timed calls (default: 20)")
+    made.add_argument(
+        "--seconds", type=positive, help="approximate time of the run, in place of -n; on CPU, checks all calls"
+    )
     made.add_argument(
         "--background-load",
         metavar="LOAD",
         default="0",
-        help="on CPU: number of busy processes; loader: one per core; on GPUs: matmul, matrix products on each GPU",
+        help="on CPU: a number of busy processes, or loader for one data loader per core; on GPUs: matmul",
     )
-    made.add_argument("-w", "--warmup_iters", type=whole, default=5, help="untimed calls before (default: 5)")
+    made.add_argument(
+        "-w", "--warmup_iters", type=whole, default=5, help="untimed calls before the timed ones (default: 5)"
+    )
     made.add_argument("-c", "--check", type=whole, default=1, help="calls whose result is compared (default: 1)")
-    made.add_argument("-o", "--op", default="sum", help="sum, prod, min, max, avg, several, or all")
-    made.add_argument("-d", "--datatype", default="float", help="float or f32, bf16, half, …, several, or all")
-    made.add_argument("-r", "--root", type=_root, default="0", help="a rank, or all (default: 0)")
-    made.add_argument("-G", "--cudagraph", type=whole, default=0, help="not 0: time of a call in a CUDA graph")
-    made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
-    made.add_argument("--backend", default="symm", help="the tested backend, on CPU (default: symm)")
+    made.add_argument("-o", "--op", default="sum", help="comma-separated, of: sum, prod, min, max, avg; or all")
+    made.add_argument("-d", "--datatype", default="float", help="comma-separated: float or f32, bf16, half, …; or all")
+    made.add_argument("-r", "--root", type=_root, default="0", help="the root's rank, or all (default: 0)")
+    made.add_argument("-G", "--cudagraph", type=whole, default=0, help="if not 0, time a call in a CUDA graph")
+    made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there are two GPUs, otherwise cpu")
+    made.add_argument("--backend", default="symm", help="the measured backend, on CPU (default: symm)")
     made.add_argument(
         "--limit",
         type=positive,
         default=LIMIT_S,
         metavar="SECONDS",
-        help=f"end a run whose ranks do not get on for so long (default: {LIMIT_S:.0f})",
+        help=f"end a run whose ranks make no progress for this time (default: {LIMIT_S:.0f})",
     )
-    made.add_argument("--against", metavar="SIDES", help="compare in the same run, by commas: " + ", ".join(AGAINST))
-    made.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write all as JSON; alone: print only that")
-    made.add_argument("-F", "--output_file", "--csv", dest="csv", type=Path, metavar="FILE", help="write all as CSV")
+    made.add_argument(
+        "--against", metavar="SIDES", help="compare with, in the same run (comma-separated): " + ", ".join(AGAINST)
+    )
+    made.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE; without FILE, print only JSON"
+    )
+    made.add_argument("-F", "--output_file", "--csv", dest="csv", type=Path, metavar="FILE", help="write CSV to FILE")
     made.add_argument(
         "--plot",
         type=Path,
@@ -287,7 +295,7 @@ def heading(plan: Plan, given: argparse.Namespace, here: Machine) -> Iterator[st
         f"minBytes {min(sizes)} maxBytes {max(sizes)} warmup iters: {given.warmup_iters} iters: {given.iters} "
         f"validation: {given.check} graph: {given.cudagraph}"
     )
-    yield "time: median of the calls, each its slowest rank's; busbw: factors of nccl-tests' PERFORMANCE.md"
+    yield "time: median over calls of the slowest rank's time; busbw: with the factors in nccl-tests' PERFORMANCE.md"
     if busy := overloaded():
         yield f"warning: {busy}, so these times say little"
     if given.background_load != "0":

@@ -35,26 +35,28 @@ def parser() -> Parser:
     """Returns the parser of the command."""
     made = Parser(
         "check",
-        "Compares every collective, type, reduction and odd length with a reference, bit for bit, on this machine. For "
-        "a new machine or driver, or with a report of a bug. Exit status 1 if something is wrong, 3 "
-        "if the time was over before all calls were made.",
+        "Compares the results of every collective, type and reduction, at many lengths, with a reference, bit for bit. "
+        "Use it on a new machine or driver, and when you report a bug. Exit status 1 if a result is wrong, 3 "
+        "if time ran out before all calls were made.",
         [
-            ("", "all collectives on CPU tensors, in less than a minute"),
-            ("--faults", "also what ranks are told when one dies, is late or calls something else"),
-            ("--invariance", "whether sums depend on the length of the call, beside torch's backend"),
-            ("--ops all_reduce,broadcast --ranks 4", "two collectives on 4 ranks"),
-            ("--device cuda --ranks 2 --json", "on GPUs, as JSON"),
+            ("", "check all collectives on CPU tensors, in less than a minute"),
+            ("--faults", "also check the errors on the other ranks if one dies, is late or makes another call"),
+            ("--invariance", "check whether sums depend on the length of the call, for symm and for torch's backend"),
+            ("--ops all_reduce,broadcast --ranks 4", "check two collectives on 4 ranks"),
+            ("--device cuda --ranks 2 --json", "check GPUs and print JSON"),
         ],
     )
-    made.add_argument("--ranks", help=f"sizes of groups, by commas (default: {WORLDS}; --invariance: {SUMMED})")
-    made.add_argument("--ops", help="collectives, by commas (default: all)")
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are (default: cpu)")
-    made.add_argument("--faults", action="store_true", help="also let ranks fail, and see what the others are told")
+    made.add_argument("--ranks", help=f"comma-separated group sizes (default: {WORLDS}; --invariance: {SUMMED})")
+    made.add_argument("--ops", help="comma-separated collectives (default: all)")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: cpu)")
+    made.add_argument("--faults", action="store_true", help="also let a rank fail, and check the other ranks' errors")
     made.add_argument(
         "--invariance", action="store_true", help="only compare sums of the same values in different calls, bit for bit"
     )
-    made.add_argument("--quick", action="store_true", help="few lengths")
-    made.add_argument("--seconds", type=positive, default=SECONDS, help=f"limit for all calls (default: {SECONDS:.0f})")
+    made.add_argument("--quick", action="store_true", help="check fewer lengths")
+    made.add_argument(
+        "--seconds", type=positive, default=SECONDS, help=f"time after which no call starts (default: {SECONDS:.0f})"
+    )
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
 

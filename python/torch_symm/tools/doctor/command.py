@@ -22,12 +22,15 @@ def parser() -> Parser:
     """Returns the parser of the command."""
     made = Parser(
         "doctor",
-        "Says which software and hardware is at hand, what collectives will use, and whether ranks can form a group; "
-        "with a remedy for each problem. Exit status 1 if something would fail.",
-        [("", "everything, in some seconds"), ("--ranks 8 --quick", "whether 8 ranks fit, without starting any")],
+        "Reports the software and hardware of this machine, what collectives will use, and whether ranks can form a "
+        "group, with a remedy for each problem. Exit status 1 if something would fail.",
+        [
+            ("", "check everything, in some seconds"),
+            ("--ranks 8 --quick", "check whether the machine can run 8 ranks, without starting any"),
+        ],
     )
-    made.add_argument("--ranks", type=count, help="ranks that will be started (default: a launcher's, GPUs, or 2)")
-    made.add_argument("--quick", action="store_true", help="leave out the trial with real ranks")
+    made.add_argument("--ranks", type=count, help="number of ranks to check for (default: as launched, or the GPUs)")
+    made.add_argument("--quick", action="store_true", help="start no ranks to test a group")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
 

@@ -21,18 +21,20 @@ def parser() -> Parser:
     """Returns the parser of the command."""
     made = Parser(
         "topo",
-        "Shows cores, caches, memory nodes and GPUs, the links between them, peer access as it was tried, and which "
-        "algorithm serves which size of which collective here.",
+        "Shows the cores, caches, memory nodes and GPUs of this machine, the links between the GPUs, the results of a "
+        "test of peer access, and the algorithm for each collective and size.",
         [
-            ("", "all of it"),
-            ("--ranks 8", "for 8 ranks"),
-            ("--measure", "with the bandwidth of each pair of GPUs, or of two ranks on CPU"),
-            ("--plot host.svg", "with a drawing"),
+            ("", "show everything"),
+            ("--ranks 8", "choose algorithms for 8 ranks"),
+            ("--measure", "also measure the bandwidth of each pair of GPUs, or of two ranks on CPU"),
+            ("--plot host.svg", "also draw the topology"),
         ],
     )
-    made.add_argument("--ranks", type=count, default=0, help="ranks that will be started (default: GPUs, or 2)")
-    made.add_argument("--measure", action="store_true", help="measure the bandwidth of pairs")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .svg, .png or .pdf (needs matplotlib)")
+    made.add_argument(
+        "--ranks", type=count, default=0, help="number of ranks to plan for (default: the GPUs, at least 2)"
+    )
+    made.add_argument("--measure", action="store_true", help="measure the bandwidth of each pair")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw a .svg, .png or .pdf (needs matplotlib)")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
 

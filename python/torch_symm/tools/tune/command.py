@@ -45,30 +45,34 @@ def parser() -> Parser:
     """Returns the parser of the command."""
     made = Parser(
         "tune",
-        "Measures what collectives cost on this machine and writes a profile for the cost model, or compares one with "
-        "what is measured now.",
+        "Measures the time of collectives on this machine and writes a profile for the cost model, or compares a "
+        "profile with new measurements.",
         [
-            ("", "about a minute; the profile goes to the user's cache"),
-            ("--device cpu --ranks 2 --seconds 20", "shorter, for 2 ranks"),
-            ("--check --json out/check.json", "how exact the profile is"),
-            ("--seconds 20 --json", "shorter, for programs: one JSON object"),
-            ("--inter-node", "of all nodes' torchrun: the network between them"),
+            ("", "measure for about a minute and write the profile into the user's cache directory"),
+            ("--device cpu --ranks 2 --seconds 20", "measure 2 ranks for 20 s"),
+            ("--check --json out/check.json", "report the errors of the profile"),
+            ("--seconds 20 --json", "measure for 20 s and print one JSON object"),
+            ("--inter-node", "under torchrun on all nodes: measure the network between them"),
         ],
     )
-    made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
-    made.add_argument("--ranks", type=count, help=f"processes (default: all GPUs; on CPU {CPU_RANKS})")
+    made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there are two GPUs, otherwise cpu")
+    made.add_argument("--ranks", type=count, help=f"number of ranks (default: all GPUs; {CPU_RANKS} on CPU)")
     made.add_argument("--seconds", type=positive, default=SECONDS, help=f"time for measuring (default: {SECONDS:.0f})")
-    made.add_argument("--largest", default=str(LARGEST), help="largest tensor (default: 256M)")
-    made.add_argument("--ops", default=",".join(OPS), help="comma-separated, of: " + ", ".join(OPS))
-    made.add_argument("--output", type=Path, help="the profile to write (default: in the user's cache)")
+    made.add_argument("--largest", default=str(LARGEST), help="size of the largest tensor (default: 256M)")
+    made.add_argument("--ops", default=",".join(OPS), help="comma-separated collectives, of: " + ", ".join(OPS))
+    made.add_argument(
+        "--output", type=Path, help="the profile to write (default: a file in the user's cache directory)"
+    )
     made.add_argument(
         "--inter-node", action="store_true", help="measure the network between the nodes of a torchrun job"
     )
-    made.add_argument("--check", action="store_true", help="compare a profile with what is measured at other sizes")
-    made.add_argument("--redistribution", type=count, metavar="N", help="time all ways of N random redistributions")
-    made.add_argument("--profile", type=Path, help="the profile to check (default: the one that would be used)")
-    made.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write all as JSON; alone: print only that")
-    made.add_argument("--plot", type=Path, help="where --check draws the curves (needs matplotlib)")
+    made.add_argument("--check", action="store_true", help="compare a profile with measurements at other sizes")
+    made.add_argument("--redistribution", type=count, metavar="N", help="time every plan of N random redistributions")
+    made.add_argument("--profile", type=Path, help="the profile to check (default: the one that a job here would use)")
+    made.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE; without FILE, print only JSON"
+    )
+    made.add_argument("--plot", type=Path, help="the file into which --check draws the curves (needs matplotlib)")
     made.add_argument("--draw", type=Path, metavar="JSON", help="with --plot: draw an earlier check, measure nothing")
     return made
 
