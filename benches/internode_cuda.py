@@ -29,7 +29,7 @@ WORLD, ROUNDS = 2, 7
 
 
 def call_of(op: str, size: str, group: Any) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """One call of ``op``, and whether its result is right."""
+    """Returns two functions: one makes a call of ``op``, and one returns whether the result is right."""
     count = max(parse_size(size) // 4 // WORLD, 1)
     rank = dist.get_rank()
     whole = torch.full((count * WORLD,), float(rank + 1), device="cuda")

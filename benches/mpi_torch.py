@@ -110,7 +110,7 @@ def measure(
 
 
 class _Deadline:
-    """Ends a process, and with mpiexec its ranks, that prints nothing for ``seconds``."""
+    """Kills a process, and with mpiexec its ranks, if it prints nothing for ``seconds``."""
 
     def __init__(self, process: subprocess.Popen[str], seconds: float) -> None:
         self._process, self._seconds = process, seconds
@@ -123,7 +123,7 @@ class _Deadline:
         self._until = time.monotonic() + self._seconds
 
     def end(self) -> bool:
-        """Ends the watch, and the process if it still runs; returns true if it was too late."""
+        """Stops watching and kills the process if it still runs. Returns true if the deadline had expired before."""
         self._over.set()
         self._thread.join()
         self._kill()

@@ -70,7 +70,8 @@ pub mod ffi {
         call_site: u32,
     }
 
-    /// An input that must be copied before the calls are made, and the number of its call.
+    /// An input that must be copied before the calls are made: the index of its call among the
+    /// calls, and the index of the input within that call.
     #[derive(Clone, Copy)]
     struct Aside {
         call: usize,
@@ -251,7 +252,8 @@ pub mod ffi {
         /// idle. A failed call fails the group. `profiled`: the flight recorder notes for which
         /// ranks this rank waits.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool) -> Outcome;
-        /// Queues `calls`. `done` is called only if the status is 0 and there are no asides.
+        /// Queues `calls`. `done` is called only if they were queued: the status is 0 and `asides`
+        /// of the outcome is empty.
         fn submit(
             self: &GroupHandle,
             calls: &[CallSpec],

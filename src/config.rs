@@ -198,7 +198,8 @@ fn misspelt(name: &str) -> Option<String> {
     let looks = name.starts_with("SYMM_")
         && !SETTINGS.contains(&name)
         && !OTHER_PREFIXES.iter().any(|other| name.starts_with(other));
-    // The user chooses the name of the variable that holds a store's secret.
+    // A name with "SECRET" may be the user's own: `secret_env` names the variable that holds a
+    // store's secret.
     (looks && !name.contains("SECRET")).then(|| {
         let nearest = SETTINGS.iter().map(|known| (edits(name, known), known)).min();
         match nearest {

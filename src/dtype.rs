@@ -189,8 +189,8 @@ pub enum SumOrder {
     /// Rank order: `((x0 + x1) + x2) + x3`.
     #[default]
     Rank = 0,
-    /// Pairwise: the first half and the rest, each in the same way; the half is the largest power
-    /// of two below the number of ranks. `(x0 + x1) + (x2 + x3)`.
+    /// Pairwise, such as `(x0 + x1) + (x2 + x3)`. With `h` the largest power of two below the
+    /// number of ranks, it adds the tree of the first `h` ranks and the tree of the others.
     Tree = 1,
 }
 

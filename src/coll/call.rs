@@ -110,12 +110,13 @@ impl<'a> Call<'a> {
         Ok(Self(spec))
     }
 
-    /// Makes a call on the crate's own memory, or a part of a call that was promised and checked.
+    /// Makes a call on the crate's own memory, or a part of a call that was made by [`Self::new`],
+    /// so that its caller's promise and its checks cover the part.
     pub(crate) const fn inner(spec: CallSpec<'a>) -> Self {
         Self(spec)
     }
 
-    /// Makes a barrier, which needs no promise.
+    /// Makes a barrier. It accesses no memory, so the caller need not promise anything.
     pub const fn barrier(call_site: Option<&'static CallSite>) -> Call<'static> {
         Call(CallSpec::barrier(call_site))
     }

@@ -51,7 +51,7 @@ pub struct GpuAddressSpace {
 }
 
 struct GpuRange {
-    // Before the device, because the addresses belong to its context.
+    // Dropped before `device`, because the addresses belong to the context of the device.
     reservation: DeviceReservation,
     device: Arc<Device>,
 }

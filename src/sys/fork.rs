@@ -46,8 +46,8 @@ extern "C" fn in_child() {
     }
 }
 
-/// Returns a number that identifies the open file `fd`, so that a reused number is detected; each
-/// socket has its own.
+/// Returns a number that identifies the open file of descriptor `fd`, and detects that `fd` was
+/// reused. Every socket has a different number.
 fn identity(fd: i32) -> Option<u64> {
     let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
     // SAFETY: `fstat` may be called in a child after fork, and has filled `stat` where it returns

@@ -41,8 +41,8 @@ pub unsafe fn read_memory(pid: u32, from: usize, to: *mut u8, bytes: usize) -> R
     Ok(())
 }
 
-/// Returns the error of a read, of kind `Peer` if the process has ended, because memory is freed
-/// before the process ends.
+/// Returns the error for a read that failed. `ESRCH` means that the process has exited or is
+/// exiting and has freed its memory, so the error has the kind `Peer`.
 fn failed(pid: u32, bytes: usize, errno: Errno) -> Error {
     let text = format!("reading {bytes} bytes of process {pid}: {errno}");
     if errno == Errno::SRCH { Error::peer(text) } else { Error::internal(text) }

@@ -23,13 +23,13 @@ enum Step {
     /// Between calls.
     Idle,
     Waiting,
-    /// The first query found a missing rank.
+    /// The first check found that some rank has not posted its call.
     Missing,
-    /// A failure was recorded while a rank was missing.
+    /// The second check then found this failure on record.
     Failure(Loss),
-    /// No failure was recorded; this peer was missing.
+    /// The second check found no failure, and this peer has not posted.
     Suspects(usize),
-    /// That peer was also absent.
+    /// The third check found that this peer has exited.
     Gone(usize),
     Failed(Loss),
     Done,

@@ -82,8 +82,8 @@ class GlooSubstitute final : public ProcessGroupSymm {
       c10::intrusive_ptr<Options> options) const override;
 
  private:
-  // Returns the work of Gloo's `call` if `by_gloo`, otherwise of `ours`, whose argument errors also
-  // become Gloo's RuntimeError.
+  // Runs `call` on Gloo if `by_gloo` is true, otherwise runs `ours`, and returns the work. Turns a
+  // ValueError or TypeError of `ours` into a RuntimeError, which Gloo raises for bad arguments.
   template <typename Call, typename Ours>
   WorkPtr served(bool by_gloo, Call&& call, Ours&& ours);
   // Returns true if the tensor that determines a call's device belongs to Gloo.

@@ -62,7 +62,7 @@ def received(output: str) -> list[dict[str, Any]]:
 
 
 def sentence(error: BaseException) -> str:
-    """Returns an exception's first line with its type, or its cause's if the exception has many lines of advice."""
+    """Returns the type and the first line of ``error``, or of its cause if ``error`` has several lines."""
     while error.__cause__ is not None and "\n" in str(error).strip():
         error = error.__cause__
     lines = str(error).strip().splitlines()

@@ -135,7 +135,7 @@ def _scaled_arguments(
             "For row-wise scaling, the leading dims of A_scale must match the leading dims of A "
             f"(A shape: {A.shape}, A_scale shape: {A_scale.shape})"
         )
-    # A slice of the result along a dimension that A no longer has is not a block of A's rows.
+    # A gets the dimensions of the result back, so that a slice of the result corresponds to rows of A.
     A = A.reshape(*shape[:-1], A.shape[-1])
     check(A, B, reduce_op, orig_scatter_dim, ranks)
     return A, A_scale if A_scale.numel() == 1 else A_scale.reshape(*shape[:-1], 1)

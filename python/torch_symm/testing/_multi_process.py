@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-# torch's harness queries GPUs on import: through NVML, a fork may still use CUDA afterwards.
+# torch's harness queries the GPUs when it is imported. Let it use NVML, because a query through CUDA would initialise
+# CUDA, which forked children could then not use.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from torch.testing._internal import common_distributed as common

@@ -90,8 +90,8 @@ pub struct Handshake {
     pub give: u32,
     /// A bit for each rank that may store its message for this rank directly.
     pub take: u32,
-    /// Index in the report of the count of the channel's collectives or sends; the count of its
-    /// receives follows.
+    /// Index in the report of the count of the channel's zero-copy collectives or sends. The next
+    /// word counts its zero-copy receives.
     pub count: u32,
     /// Minimum length of a zero-copy message of an exchange; not 0.
     pub least: u32,

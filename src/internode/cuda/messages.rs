@@ -81,8 +81,8 @@ impl Internode {
         }
         self.check_not_recording(target, "message between two ranks of CUDA tensors")?;
         self.use_device(cuda, state, target.device)?;
-        // Lower pairs first on all ranks, so that no ranks of a batch wait for each other in a
-        // cycle.
+        // All ranks connect their pairs in the same order, so that the ranks of a batch do not wait
+        // for each other in a cycle.
         let mut pairs: Vec<(Rank, Rank)> =
             peers.iter().map(|&peer| (self.rank.min(peer), self.rank.max(peer))).collect();
         pairs.sort();

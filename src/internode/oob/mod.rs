@@ -141,8 +141,8 @@ impl OobEndpoint {
         self.with(|speaker| speaker.broadcast_resumed(speaker.me, call));
     }
 
-    /// Returns the names of the nodes that are late for this call, in which this rank waits on its
-    /// rail, if they are known.
+    /// Returns the names of the nodes that are late for collective `call`, in which this rank waits
+    /// on its rail. Returns `None` if it does not know which nodes are late.
     pub(super) fn late(&self, call: u64) -> Option<String> {
         self.with(|speaker| speaker.late(call)).flatten()
     }

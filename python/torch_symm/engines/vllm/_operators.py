@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: The names of the symm groups, by vLLM's names.
+#: The name of each symm group. The key is vLLM's name of the group.
 GROUPS: dict[str, str] = {}
-#: Functions that return once the first calls of a group's kernels have ended, by vLLM's names.
+#: For each group, a function that returns once the first calls of its kernels have ended. The key is vLLM's name of the
+#: group.
 WARMING: dict[str, Callable[[], None]] = {}
 
 LARGEST = 448.0

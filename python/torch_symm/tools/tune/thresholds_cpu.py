@@ -23,7 +23,9 @@ TURNS, VISITS = 2, 3
 def search(
     here: profile.Key, ops: Iterable[str], largest: int, seconds: float, on_visit: Callable[[Point, float], None]
 ) -> dict[int, dict[str, Any]]:
-    """Returns ``stream_bytes`` by ranks of a group if another value than the default is better; in about ``seconds``.
+    """Searches for about ``seconds`` for a ``stream_bytes`` that is faster than the default, for each size of group.
+
+    Returns the thresholds by number of ranks, without the sizes of group for which the default is best.
 
     Raises:
         As :func:`torch_symm.tools.tune.launch.measure`.
@@ -33,7 +35,7 @@ def search(
     if not todo:
         return {}
     launches: list[dict[Point, list[Visit]]] = []
-    # In turn, so that other work of the machine does not affect only one of them.
+    # The two values take turns, so that other work of the machine does not affect only one of them.
     for stream_bytes in (NEVER, ALWAYS) * TURNS:
         with profile.draft(here, {ranks: {"stream_bytes": stream_bytes} for ranks in group_sizes(world)}) as path:
             launches.append(measure(world, "cpu", todo, seconds / 2 / TURNS, VISITS, on_visit, path))

@@ -16,8 +16,9 @@ pub(in crate::coll::cuda) const MIN_BYTES: usize = 32 << 20;
 #[derive(Debug)]
 pub(in crate::coll::cuda) struct BudgetShare(usize);
 
-/// Returns how many bytes a group may have if `requested` is the usual share: at most half of the
-/// rest of `FULL` shares, but at least [`MIN_BYTES`].
+/// Returns how many of the `requested` bytes a new group may have. The budget is `FULL` times
+/// `requested`; the group gets at most half of its unused part, but may have [`MIN_BYTES`] in any
+/// case.
 pub(in crate::coll::cuda) fn offer(requested: usize) -> usize {
     let left = (FULL * requested).saturating_sub(*lock(&TAKEN));
     requested.min((left / 2).max(MIN_BYTES))

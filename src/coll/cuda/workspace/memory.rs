@@ -1,8 +1,8 @@
 //! The memory through which the GPUs of a group exchange data: created, distributed, mapped and
 //! tested.
 //!
-//! Each GPU has its own. If some pair of GPUs cannot access each other, all of it is host memory
-//! instead, under the same protocols.
+//! Each GPU has a part of this memory. If some pair of GPUs cannot access each other, all parts are
+//! host memory instead, under the same protocols.
 #![allow(unsafe_code, reason = "the device memory of a communicator")]
 
 use super::layout::{Channel, ChannelLayout};

@@ -198,7 +198,8 @@ pub(super) fn on_nodes(nodes: &[u8], body: impl Fn(&Group, usize) + Sync) {
     on_nodes_until(0, nodes, body);
 }
 
-/// [`on_nodes`] where rails end no transfers beyond the first `most`, unless that is 0.
+/// Runs [`on_nodes`] with rails that complete only their first `most` transfers, or all transfers
+/// if `most` is 0.
 pub(super) fn on_nodes_until(most: usize, nodes: &[u8], body: impl Fn(&Group, usize) + Sync) {
     let place = |node: &u8| RankLocation::on(&format!("node{node}"));
     let layout = Arc::new(NodeMap::of(&nodes.iter().map(place).collect::<Vec<_>>()));

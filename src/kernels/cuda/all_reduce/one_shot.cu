@@ -1,5 +1,6 @@
 // One-shot all-reduce on sentinel slots: every rank sends its whole input to every peer and adds
-// all inputs in rank order. Each rank sends (n - 1) S in one trip over the link.
+// all inputs in rank order. For a tensor of S bytes each rank sends (n - 1) S bytes, in one trip
+// over the link.
 #include "sentinel.cuh"
 
 KERNEL(all_reduce_one_shot, AllReduceArgs) {

@@ -1,8 +1,8 @@
 // All-reduce and reduce of long messages: reduce-scatter and all-gather through staging. Each rank
-// adds one piece in rank order while later chunks of it still arrive. Each rank sends 2 (n - 1) / n
-// S, or S in a reduce. In a zero-copy call sums are stored directly to result tensors in symmetric
-// memory. Inputs are still pushed: loads over NVLink are slower than stores
-// (docs/measurements/gpu-h200.md).
+// adds one piece in rank order while later chunks of it still arrive. For a tensor of S bytes each
+// rank sends 2 (n - 1) / n S bytes, or S bytes in a reduce. In a zero-copy call sums are stored
+// directly to result tensors in symmetric memory. Inputs are still pushed, because loads over
+// NVLink are slower than stores (docs/measurements/gpu-h200.md).
 #include "sum.cuh"
 #include "rsag_staged.cuh"
 

@@ -1,6 +1,6 @@
 // Two-shot all-reduce on sentinel slots: each rank adds one piece of all inputs in rank order and
-// sends the sum to every peer. Each rank sends 2 (n - 1) / n S in two trips over the link, with no
-// barrier between them.
+// sends the sum to every peer. For a tensor of S bytes each rank sends 2 (n - 1) / n S bytes, in
+// two trips over the link with no barrier between them.
 #include "sentinel.cuh"
 
 KERNEL(all_reduce_two_shot, AllReduceArgs) {

@@ -1,6 +1,6 @@
 // Broadcast of long messages through staging: the root sends each other rank a piece, which that
-// rank forwards to the others. No rank sends more than S. In a zero-copy call forwarded pieces are
-// stored directly to tensors in symmetric memory.
+// rank forwards to the others. For a tensor of S bytes no rank sends more than S bytes. In a
+// zero-copy call forwarded pieces are stored directly to tensors in symmetric memory.
 #include "rsag_staged.cuh"
 
 // Returns the table's entry of a rank that is known only at run time. Masks select it, because a

@@ -19,13 +19,13 @@ struct Handshake {
   u64 counts;
   // Start of each rank's symmetric memory, as mapped in this process.
   u64 heap[MAX_WORLD];
-  // Masks with a bit for each rank: `give` if this rank's message for it, and `take` if the
-  // destination of its message, is in symmetric memory that all peers have mapped, aligned to 16
-  // bytes.
+  // Masks with a bit for each rank. In `give` the bit is set if this rank's message for that rank
+  // is in symmetric memory that all peers have mapped, aligned to 16 bytes. In `take` it is set if
+  // the same holds for the destination of that rank's message.
   u32 give;
   u32 take;
-  // Index in the report of the count of this channel's collectives or sends; the count of its
-  // receives follows.
+  // Index in the report of the count of this channel's zero-copy collectives or sends. The next
+  // word counts its zero-copy receives.
   u32 count;
   // Minimum length of a zero-copy message of an exchange, not 0; shorter ones are staged.
   u32 least;

@@ -1,7 +1,7 @@
 // One-shot all-reduce of rows on sentinel slots, with residual and norm in the same kernel: every
 // rank sends its whole input to every peer, adds all inputs in rank order, and normalises every
-// row. Each rank sends (n - 1) S in one trip over the link. A cluster handles each row, and each of
-// its blocks has at least one group of the row.
+// row. For a tensor of S bytes each rank sends (n - 1) S bytes, in one trip over the link. A
+// cluster handles each row, and each of its blocks has at least one group of the row.
 #include "norm.cuh"
 
 template <u32 K>

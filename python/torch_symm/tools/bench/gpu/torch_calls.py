@@ -68,7 +68,7 @@ def low_contention_reduce_scatter(at: Setting) -> Call:
 
 
 def signal_pad_barrier(handle: Any) -> Callable[[Setting], Call]:
-    """The barrier of a rendezvous' ``handle``, a kernel; eagerly, the host waits for it, as in dist.barrier."""
+    """The barrier kernel of a rendezvous ``handle``. In eager calls the host waits for it, as in dist.barrier."""
 
     def build(_at: Setting) -> Call:
         def run() -> None:
