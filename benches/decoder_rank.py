@@ -197,7 +197,7 @@ class Rank:
         return Finished(batch, batch * self.hidden * 2, turns, notes)
 
     def _call(self, side: str, step: Step, wanted: list[torch.Tensor]) -> Call:
-        """``check``: what is wrong with the rows at the end."""
+        """Returns the call of one token on ``side``; its ``check`` compares the rows with ``wanted``."""
         results: list[torch.Tensor] = []
 
         def run() -> None:

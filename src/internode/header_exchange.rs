@@ -105,7 +105,8 @@ impl InternodeExecutor<'_> {
                 })
                 .collect();
             let own = Span { addr: own.as_mut_ptr().addr(), bytes: HEADER_SLOT_BYTES };
-            // A rank that does not arrive by the deadline is missing; no other rank knows more.
+            // This wait needs no grace after the deadline: it involves only this node, so no other
+            // rank could name the missing ranks better.
             let show = self.intra_node_bytes(Collective::AllGather, vec![own], outputs);
             self.run_intra_node_within(&[show], self.limit.remaining().unwrap_or_default())?;
         }

@@ -101,8 +101,8 @@ impl GroupTraffic {
         lock(&self.0).entry(path).or_default().calls += 1;
     }
 
-    /// Counts a collective that has ended or was enqueued, on each of `paths` that has had
-    /// transfers since the previous one.
+    /// Counts a collective that has ended or was enqueued. It counts on each of `paths` on which
+    /// transfers have started since the previous collective.
     pub(super) fn ended(&self, paths: &[TrafficPath]) {
         let mut all = lock(&self.0);
         for path in paths {

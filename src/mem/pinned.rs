@@ -65,7 +65,7 @@ impl Drop for PinnedWords {
 
 /// Host memory that is mapped for the GPU.
 pub struct RegisteredMemory {
-    // Before its keeper, because the memory must still be mapped when it is unregistered.
+    // Dropped before `_keeper`, because the memory must still be mapped when it is unregistered.
     registration: Registration,
     _keeper: Arc<dyn Any + Send + Sync>,
 }

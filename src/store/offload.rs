@@ -14,10 +14,11 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Time after its limit in which an operation may still report what was missing.
+/// How long a caller waits beyond the limit of its operation, so that the operation can still
+/// report the missing keys.
 const OFFLOADED_GRACE: Duration = Duration::from_millis(150);
 
-/// An operation on its way to the thread.
+/// An operation that a caller has queued for the thread.
 struct StoreJob {
     request: Vec<u8>,
     limit: Duration,

@@ -151,8 +151,8 @@ fn rank_process() {
     let unfinished = dir.join(format!("unfinished.{rank}.{}", std::process::id()));
     std::fs::write(&unfinished, serde_json::to_vec(&report).unwrap()).unwrap();
     std::fs::rename(unfinished, dir.join(format!("report.{rank}"))).unwrap();
-    // A rank that reports or exits early must not look like a failure to ranks that are still
-    // joining; late ranks learn of a failure from live ones.
+    // Stay alive until all ranks have reported. Otherwise ranks that are still joining would take
+    // this rank's exit for the failure, or a late rank could not learn the failure from this one.
     let limit =
         Instant::now() + Duration::from_millis(if role.spare.is_some() { 2500 } else { 300 });
     while !(0..role.size).all(|rank| dir.join(format!("report.{rank}")).exists())

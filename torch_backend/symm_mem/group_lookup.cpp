@@ -88,8 +88,8 @@ std::shared_ptr<Side> side_of(const std::string& info) {
   return side;
 }
 
-// Returns the options of one of the group's backends, if any has them; names of ranks and the
-// timeout are the same in all.
+// Returns options with the timeout and the global ranks of the first of the group's backends that
+// has options; both are the same in all of them. Returns the defaults if no backend has options.
 c10::intrusive_ptr<Options> options_beside(const TorchGroup& torch_group) {
   auto options = c10::make_intrusive<Options>();
   for (const auto device : torch_group->getDeviceTypes()) {

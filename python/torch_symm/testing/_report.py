@@ -93,7 +93,7 @@ def _where(stacks: str) -> str:
 
 
 def _trimmed(stacks: str) -> str:
-    """Returns the main thread's part, which comes last, and of it only the calls of the test itself."""
+    """Returns ``stacks`` without the frames of the harness below the test in the main thread, whose stack is last."""
     lines: list[str] = []
     hidden = False
     for line in stacks.splitlines():

@@ -76,9 +76,9 @@ impl Planner<'_> {
         );
     }
 
-    /// First, intra-node: all ranks gather the inputs of their own node. Then for each chunk: 1.
-    /// Inter-node: each rail sends its slice of that to the other nodes. 2. Intra-node: all ranks
-    /// get the slices of each other node.
+    /// First, intra-node: all ranks gather the inputs of their own node. Then for each chunk of the
+    /// gathered inputs: 1. Inter-node: each rail sends its slice to the other nodes. 2. Intra-node:
+    /// all ranks get the slices of each other node.
     pub(super) fn all_gather(&mut self) {
         let (node, nodes) = (self.node(), self.layout.num_nodes());
         let outputs: Vec<Vec<Place>> =

@@ -34,7 +34,8 @@ pub struct Cast {
     pub to: Span,
     /// The narrower type; the other is float32.
     pub dtype: DType,
-    /// True if the copies are the float32 elements, false if they are rounded.
+    /// True if `from` is the narrower type and `to` is float32, false if `from` is float32 and the
+    /// copies are rounded to the narrower type.
     pub widens: bool,
 }
 

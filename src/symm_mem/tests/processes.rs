@@ -149,7 +149,7 @@ fn another_user_is_turned_away() {
     let _attention = own.attend().expect("runs");
     let address = own.address();
     let child = forked(|| {
-        // SAFETY: takes any user; this child has no other threads.
+        // SAFETY: `setuid` accepts any user id, and this child has no other threads.
         assert_eq!(unsafe { libc::setuid(65534) }, 0);
         let (unidentified, _) = heap(16);
         let Ok((hold, _)) = unidentified.connect(&address, &healthy()) else {

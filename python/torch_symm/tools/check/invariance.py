@@ -1,6 +1,6 @@
-"""One rank's part in comparing sums of the same values: whether they depend on anything else.
+"""One rank's part in comparing sums of the same values, to find whether they depend on anything but the values.
 
-For example on the length of the call, the run, the rank, the operation or the number of ranks.
+They could depend on the length of the call, the run, the rank, the operation or the number of ranks.
 """
 
 from __future__ import annotations

@@ -171,9 +171,9 @@ impl EventLoop {
     }
 }
 
-/// Lets the kernel grow the process's table of file descriptors on another thread. The call that
-/// exceeds it, at the 256th and each power of two after it, waits 10 ms and more for all
-/// processors; in this thread, all clients would wait.
+/// Makes the kernel enlarge the process's table of file descriptors, on another thread. The table
+/// is full at 256 descriptors and at each higher power of two. The call that enlarges it waits 10
+/// ms or more for all processors; on the server's thread, all clients would wait for that call.
 fn raise_fd_limit() {
     let grow = || {
         let highest = i32::try_from(process::descriptor_limit().min(EXTRA_FDS).saturating_sub(1))
