@@ -5,7 +5,8 @@
 // before the put pairs with the fence after the wait (docs/design/memory-model.md).
 #include "peers.cuh"
 
-// Maximum number of ranks of a group that signals; `MAX_PEERS` in src/coll/cuda/arguments.rs is the same.
+// Maximum number of ranks of a group that signals; `MAX_PEERS` in src/coll/cuda/arguments.rs is the
+// same.
 #define MAX_PEERS 8
 
 struct SignalArgs {
