@@ -121,7 +121,7 @@ def mesh_of(group: dist.ProcessGroup, name: str, given: argparse.Namespace) -> D
 def distributed(
     model: Model, given: argparse.Namespace, group: dist.ProcessGroup, device: torch.device, side: str
 ) -> nn.Module:
-    """Replicates the model, shards it, or splits its blocks over the group; ``symm+fsdp`` is with torch_symm.fsdp."""
+    """Replicates the model, shards it, or splits its blocks over the group; ``+fsdp``: with torch_symm.fsdp."""
     if given.parallel == "ddp":
         devices = [device] if device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices, process_group=group, gradient_as_bucket_view=True)
@@ -138,6 +138,6 @@ def distributed(
     for module in model.modules():
         if isinstance(module, FSDPModule) and dist.get_backend(group) == "gloo":  # which has no ReduceOp.AVG
             module.set_force_sum_reduction_for_comms(True)
-    if side == "symm+fsdp":
+    if side.endswith("+fsdp"):
         torch_symm.fsdp.use(model)
     return model

@@ -24,8 +24,8 @@ WHOLE = ("all_reduce", "broadcast")
 
 
 def engines() -> dict[str, int]:
-    """Calls of this process that copy engines moved: ``{"staged": …, "direct": …}``."""
-    found = {"staged": 0, "direct": 0}
+    """Calls of this process that copy engines moved, by way; ``repaired`` ones are direct, too."""
+    found = {"staged": 0, "direct": 0, "repaired": 0}
     for algorithms in torch_symm.stats().values():
         for way in found:
             found[way] += algorithms.get(f"copy_engine_{way}", 0) if isinstance(algorithms, dict) else 0
@@ -66,13 +66,18 @@ def test_as_defined(pool: Pool, world: int, collective: str) -> None:
     assert all(bool(sum(used.values())) == served for _, used in found), found
 
 
-def calls(rank: int, world: int, symmetric: bool, late: int) -> list[dict[str, int]]:
-    """Calls by kernels; then the same calls, asynchronously and with one rank late, in a group whose policy is zero."""
+def calls(rank: int, world: int, symmetric: bool, apart: bool, late: int) -> list[dict[str, int]]:
+    """Calls by kernels; then the same calls, asynchronously and with one rank late, in a group whose policy is zero.
+
+    With ``apart`` tensors are at other offsets on each rank, so that no rank finds a message where it expects it.
+    """
     zero = dist.new_group(list(range(world)), pg_options=torch_symm.Options(cta_policy="zero"))
     count = 3 * MB // world * world
     with torch.cuda.use_mem_pool(new_pool()) if symmetric else nullcontext():
+        before = torch.zeros(4 * MB * rank if apart else 0, device=device())
         whole, gathered = torch.zeros(count, device=device()), torch.zeros(count, device=device())
         part = torch.zeros(count // world, device=device())
+    del before
     if symmetric:
         warm(dist.all_reduce, whole)
     part.copy_(numbers(count // world, seed=2))
@@ -107,13 +112,15 @@ def calls(rank: int, world: int, symmetric: bool, late: int) -> list[dict[str, i
     return [used]
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("symmetric", "apart"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("world", WORLDS)
-def test_same_bits_as_kernels(pool: Pool, world: int, symmetric: bool) -> None:
+def test_same_bits_as_kernels(pool: Pool, world: int, symmetric: bool, apart: bool) -> None:
     for late in (0, world - 1):
-        for (used,) in pool.run(calls, world, symmetric, late):
+        found = pool.run(calls, world, symmetric, apart, late)
+        for (used,) in found:
             assert used["staged"] + used["direct"] == 4, used
             assert bool(used["direct"]) == symmetric, used
+        assert not apart or any(used["repaired"] for (used,) in found), found
 
 
 def captured(rank: int, world: int, symmetric: bool) -> None:

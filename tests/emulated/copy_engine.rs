@@ -6,7 +6,7 @@ use crate::host::Host;
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 use symm::coll::call::{CallSpec, Collective, Span};
-use symm::coll::cuda::copy_engine::{self, CopyTasks, EarlierRank, Task};
+use symm::coll::cuda::copy_engine::{self, CopyTasks, DirectPeer, Task};
 use symm::coll::cuda::plan::CudaThresholds;
 use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::rank::Rank;
@@ -73,11 +73,11 @@ fn run_stream(
 }
 
 /// Runs `call` of rank `me` as its launch `number`.
-fn run(host: &Host, me: usize, number: u64, call: &CallSpec<'_>, earlier: Option<&[EarlierRank]>) {
+fn run(host: &Host, me: usize, number: u64, call: &CallSpec<'_>, direct: Option<&[DirectPeer]>) {
     call.validate(Rank(me as u32), host.n).expect("a valid call");
     assert!(copy_engine::serves(call, host.n), "{:?}", call.op);
     let context = host.context(me, number, Some(call));
-    let tasks = CopyTasks::new(&context, &host.tuning).of(call, earlier);
+    let tasks = CopyTasks::new(&context, &host.tuning).of(call, direct);
     let (forked, joined) = (Event::default(), Event::default());
     std::thread::scope(|scope| {
         scope.spawn(|| run_stream(host, me, call, &tasks, true, [&forked, &joined]));
@@ -185,14 +185,22 @@ struct Flat {
     output: Vec<u8>,
 }
 
-/// Gathers and all-reduces from tensor to tensor, in place and not, in any order of the ranks. The
-/// last rank's output need not be consecutive.
+/// What an earlier rank does about the message of a later one.
+#[derive(Clone, Copy, PartialEq)]
+enum Expects {
+    Nothing,
+    Right,
+    Wrong,
+}
+
+/// Gathers and all-reduces from tensor to tensor, in place and not, in any order of the ranks, with
+/// right and wrong expectations. The last rank's output need not be consecutive.
 #[test]
 fn direct_calls() {
     for n in [2, 3, 4] {
         let host = Host::with_tuning(n, tuning(n));
         let mut random = Random(n as u64);
-        for number in 1..=16u64 {
+        for number in 1..=24u64 {
             let (in_place, reduces) = (random.below(2) == 0, random.below(2) == 0);
             let part = [1, 40, 3000, 20_001][random.below(4)];
             let whole = part * n;
@@ -244,23 +252,49 @@ fn direct_calls() {
                     }
                 })
                 .collect();
-            let tensors: Vec<EarlierRank> = (0..n)
+            // The addresses of each rank's message and output.
+            let tensors: Vec<(u64, u64)> = (0..n)
                 .map(|rank| {
                     let whole =
                         copy_engine::consecutive(&calls[rank]).unwrap_or(calls[rank].outputs[0]);
                     let piece = copy_engine::piece(whole, rank, n).addr;
                     let input = if reduces { piece } else { calls[rank].inputs[0].addr };
-                    EarlierRank { rank, input: input as u64, output: whole.addr as u64 }
+                    (input as u64, whole.addr as u64)
                 })
                 .collect();
+            let expects: Vec<Vec<Expects>> = (0..n)
+                .map(|_| {
+                    let one =
+                        |_| [Expects::Nothing, Expects::Right, Expects::Wrong][random.below(3)];
+                    (0..n).map(one).collect()
+                })
+                .collect();
+            let garbage = vec![0xAAu8; whole];
+            let peer = |me: usize, rank: usize| {
+                let (input, output) = tensors[rank];
+                if order[rank] < order[me] {
+                    let (right, repairs) =
+                        (expects[rank][me] == Expects::Right, expects[rank][me] == Expects::Wrong);
+                    return DirectPeer {
+                        rank,
+                        pull: Some(input),
+                        push: (!right).then_some(output),
+                        repairs,
+                    };
+                }
+                let pull = match expects[me][rank] {
+                    Expects::Nothing => None,
+                    Expects::Right => Some(input),
+                    Expects::Wrong => Some(garbage.as_ptr() as u64),
+                };
+                DirectPeer { rank, pull, push: None, repairs: false }
+            };
             std::thread::scope(|scope| {
-                for me in 0..n {
-                    let earlier: Vec<EarlierRank> = (0..n)
-                        .filter(|&rank| order[rank] < order[me])
-                        .map(|rank| tensors[rank])
-                        .collect();
-                    let (host, call) = (&host, &calls[me]);
-                    scope.spawn(move || run(host, me, number, call, Some(&earlier)));
+                for (me, call) in calls.iter().enumerate() {
+                    let peers: Vec<DirectPeer> =
+                        (0..n).filter(|&rank| rank != me).map(|rank| peer(me, rank)).collect();
+                    let host = &host;
+                    scope.spawn(move || run(host, me, number, call, Some(&peers)));
                 }
             });
             let expected: Vec<u8> = match reduces {

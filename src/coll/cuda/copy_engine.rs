@@ -5,8 +5,9 @@
 //! them waits on more than one processor. There are two ways (`docs/design/copy-engine.md`):
 //! - staged: each rank's copy engine pushes chunks to slots in the peers' workspaces, where a
 //!   kernel adds them, or a copy takes them to the output. Tensors may be in any memory.
-//! - direct: of two ranks, the one that launches a gather later knows both ranks' tensors, and its
-//!   copy engines move both messages. The other rank's tensors are in symmetric memory.
+//! - direct: each rank pulls the messages of the others from their tensors. A rank that launches a
+//!   gather earlier than another does not know the other's tensors: it pulls from where it expects
+//!   them, and the later rank, which knows both, moves both messages if that is wrong.
 
 use super::arguments::{ArgBytes, CopySumArgs, CopySyncArgs, PerRank};
 use super::kernel_spec::{COPY_SUM, COPY_SYNC};
@@ -51,15 +52,17 @@ pub enum Task {
     Join,
 }
 
-/// A rank that launched a direct gather before this one, and its tensors as mapped here.
+/// What this rank moves between itself and another rank in a direct gather.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EarlierRank {
-    /// The rank.
+pub struct DirectPeer {
+    /// The other rank.
     pub rank: usize,
-    /// Its message.
-    pub input: u64,
-    /// The start of its output.
-    pub output: u64,
+    /// The address from which this rank pulls the other's message, if it does.
+    pub pull: Option<u64>,
+    /// The start of the other's output, if this rank pushes its own message there.
+    pub push: Option<u64>,
+    /// True if the other rank pulls wrong bytes to that place first.
+    pub repairs: bool,
 }
 
 /// Messages that every rank sends to every other, and where the messages to this rank go.
@@ -145,12 +148,12 @@ impl<'a> CopyTasks<'a> {
         Self { context, tuning, tasks: Vec::new() }
     }
 
-    /// Returns the tasks of `call`. A gather is direct with the ranks in `earlier`, and with those
-    /// that come later; with `None` it is staged.
-    pub fn of(mut self, call: &CallSpec, earlier: Option<&[EarlierRank]>) -> Vec<Task> {
+    /// Returns the tasks of `call`. With `direct` a gather is direct, with these peers; with `None`
+    /// it is staged.
+    pub fn of(mut self, call: &CallSpec, direct: Option<&[DirectPeer]>) -> Vec<Task> {
         let (me, n) = (self.context.me, self.context.n);
         match call.op {
-            Collective::AllGather => self.gather(call.inputs[0], &call.outputs, earlier),
+            Collective::AllGather => self.gather(call.inputs[0], &call.outputs, direct),
             Collective::ReduceScatter => {
                 let longest = call.inputs.iter().map(|input| input.bytes).max().unwrap_or(0);
                 let receive = Receive::Sum { own: call.inputs[me], to: call.outputs[0] };
@@ -162,7 +165,7 @@ impl<'a> CopyTasks<'a> {
                 let pieces: Vec<Span> = (0..n).map(|rank| piece(output, rank, n)).collect();
                 let receive = Receive::Sum { own: send[me], to: pieces[me] };
                 self.exchange(&Exchange { send: per_rank(&send), receive, longest: send[0].bytes });
-                self.gather(pieces[me], &pieces, earlier);
+                self.gather(pieces[me], &pieces, direct);
             }
             Collective::Broadcast | Collective::AllToAll => {
                 let other = 1 - me;
@@ -191,11 +194,11 @@ impl<'a> CopyTasks<'a> {
         self.tasks
     }
 
-    fn gather(&mut self, own: Span, outputs: &[Span], earlier: Option<&[EarlierRank]>) {
+    fn gather(&mut self, own: Span, outputs: &[Span], direct: Option<&[DirectPeer]>) {
         let me = self.context.me;
         self.keep(own, outputs[me]);
-        if let Some(earlier) = earlier {
-            return self.direct(own, outputs, earlier);
+        if let Some(peers) = direct {
+            return self.direct(own, outputs, peers);
         }
         let mut send = [own; MAX_RANKS];
         send[me].bytes = 0;
@@ -210,27 +213,37 @@ impl<'a> CopyTasks<'a> {
         }
     }
 
-    /// A gather in which this rank moves both messages of each pair with a rank of `earlier`: its
-    /// own message to that rank, and that rank's message to itself.
-    fn direct(&mut self, own: Span, outputs: &[Span], earlier: &[EarlierRank]) {
+    /// A gather from tensor to tensor. All copies are on the call's stream: copies between two GPUs
+    /// use one engine of the GPU that makes them, whatever their direction, if the peer's memory is
+    /// mapped as symmetric memory is.
+    fn direct(&mut self, own: Span, outputs: &[Span], peers: &[DirectPeer]) {
         let me = self.context.me;
         // The outputs of each other rank are consecutive; the outputs of this rank need not be.
         let offset = outputs[..me].iter().map(|output| output.bytes as u64).sum::<u64>();
+        let push = |tasks: &mut Self, repairs: bool| {
+            for peer in peers.iter().filter(|peer| peer.repairs == repairs) {
+                if let Some(output) = peer.push {
+                    tasks.copy(false, output + offset, own.addr as u64, outputs[me].bytes);
+                }
+            }
+        };
         // All inputs are ready and all outputs may be written once every rank has arrived.
         self.sync(false, CopySyncArgs { post_arrived: 1, wait_arrived: 1, ..Default::default() });
-        if !earlier.is_empty() {
-            // Both directions at the same time.
-            self.tasks.push(Task::Fork);
-            for rank in earlier {
-                let message = outputs[rank.rank];
-                self.copy(true, rank.output + offset, own.addr as u64, outputs[me].bytes);
-                self.copy(false, message.addr as u64, rank.input, message.bytes);
+        for peer in peers {
+            let message = outputs[peer.rank];
+            if let Some(from) = peer.pull {
+                self.copy(false, message.addr as u64, from, message.bytes);
             }
-            self.tasks.push(Task::Join);
+        }
+        push(self, false);
+        if peers.iter().any(|peer| peer.repairs) {
+            // Every rank posts a credit after its pulls and before it waits, so none waits in vain.
+            self.sync(false, CopySyncArgs { post_credit: 1, wait_credit: 1, ..Default::default() });
+            push(self, true);
         }
         self.sync(
             false,
-            CopySyncArgs { post_credit: 1, wait_credit: 1, advance: 1, ..Default::default() },
+            CopySyncArgs { post_credit: 2, wait_credit: 2, advance: 2, ..Default::default() },
         );
     }
 

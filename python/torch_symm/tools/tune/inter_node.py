@@ -31,7 +31,7 @@ from .thresholds import WORTH, choose
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 #: Size of the first exchange of every call, in bytes.
-SLOT = 1024
+SLOT = 4096
 #: Size sent to each other node to measure the rate, in bytes.
 LONG = 4 << 20
 #: Thresholds above and below the size of every call.

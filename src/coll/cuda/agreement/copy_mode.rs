@@ -1,8 +1,8 @@
 //! Agreement on how copy engines move the bytes of a gather. No rank waits.
 //!
 //! The first rank that launches a call decides, and the others follow
-//! (`docs/design/copy-engine.md`). Each rank leaves the offsets of its tensors to the ranks that
-//! come later.
+//! (`docs/design/copy-engine.md`). Each rank publishes the offsets of its tensors to the ranks that
+//! come later, and whose messages it pulls from where it expects them.
 
 use super::launch_log;
 use crate::control::ControlBlock;
@@ -33,12 +33,42 @@ pub struct TensorOffsets {
     pub input: u64,
     /// The start of its output.
     pub output: u64,
+    /// A bit for each rank whose message it pulls from where it expects it, if that rank launches
+    /// the call later.
+    pub pulls: u16,
 }
 
 impl TensorOffsets {
     /// Not all tensors are in symmetric memory.
-    pub const ELSEWHERE: Self = Self { input: u64::MAX, output: u64::MAX };
+    pub const ELSEWHERE: Self = Self { input: u64::MAX, output: u64::MAX, pulls: 0 };
+
+    /// Returns where a rank with these tensors expects the message of another rank: where it would
+    /// be if the other rank's tensors had the same offsets. Its own message starts at `mine` in a
+    /// gathered output, the other's at `theirs`.
+    pub fn expected(self, mine: u64, theirs: u64) -> u64 {
+        let in_place = self.input == self.output.wrapping_add(mine);
+        if in_place { self.output.wrapping_add(theirs) } else { self.input }
+    }
+
+    fn to_words(self) -> [u64; 2] {
+        if self == Self::ELSEWHERE {
+            [u64::MAX; 2]
+        } else {
+            [self.input, self.output | u64::from(self.pulls) << OFFSET_BITS]
+        }
+    }
+
+    fn of_words([input, output]: [u64; 2]) -> Self {
+        if input == u64::MAX {
+            return Self::ELSEWHERE;
+        }
+        let pulls = (output >> OFFSET_BITS) as u16;
+        Self { input, output: output & ((1 << OFFSET_BITS) - 1), pulls }
+    }
 }
+
+/// Number of bits of an offset: a GPU's addresses have fewer.
+const OFFSET_BITS: u32 = 48;
 
 /// If a rank is this many launches ahead of another, neither reads nor writes a launch's slot: the
 /// slot may still have, or already have, another launch.
@@ -90,8 +120,9 @@ pub fn decide(
         return alone;
     }
     let (slot, me) = (launch_log::copy_slot(control, number), control.rank().index());
-    slot.input[me].store(own.input, Ordering::Relaxed);
-    slot.output[me].store(own.output, Ordering::Relaxed);
+    let [input, output] = own.to_words();
+    slot.input[me].store(input, Ordering::Relaxed);
+    slot.output[me].store(output, Ordering::Relaxed);
     // The counts are read again after the check above, so that this rank sees any rank that has
     // staged this launch without the slot because some rank was far behind.
     fence(Ordering::SeqCst);
@@ -115,9 +146,11 @@ pub fn decide(
         };
         match slot.word.compare_exchange(seen, next.word(), Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => {
-                let of = |rank: Rank| TensorOffsets {
-                    input: slot.input[rank.index()].load(Ordering::Relaxed),
-                    output: slot.output[rank.index()].load(Ordering::Relaxed),
+                let of = |rank: Rank| {
+                    TensorOffsets::of_words(
+                        [&slot.input, &slot.output]
+                            .map(|words| words[rank.index()].load(Ordering::Relaxed)),
+                    )
                 };
                 let earlier = control
                     .ranks()
@@ -158,6 +191,7 @@ mod tests {
         let own = TensorOffsets {
             input: number * 100 + u64::from(control.rank().0),
             output: number * 1000,
+            pulls: 1 << (control.rank().0 + 13),
         };
         decide(control, number, wanted, own)
     }
@@ -174,7 +208,11 @@ mod tests {
             let of = |rank: usize| {
                 (
                     Rank(rank as u32),
-                    TensorOffsets { input: number * 100 + rank as u64, output: number * 1000 },
+                    TensorOffsets {
+                        input: number * 100 + rank as u64,
+                        output: number * 1000,
+                        pulls: 1 << (rank + 13),
+                    },
                 )
             };
             assert_eq!(second, CopyDecision { mode: CopyMode::Direct, earlier: vec![of(a)] });
@@ -185,6 +223,14 @@ mod tests {
                 CopyDecision { mode: CopyMode::Direct, earlier: both }
             );
         }
+    }
+
+    #[test]
+    fn a_message_is_expected_at_the_offset_of_ones_own() {
+        let apart = TensorOffsets { input: 7000, output: 100, pulls: 0 };
+        assert_eq!(apart.expected(10, 30), 7000);
+        let in_place = TensorOffsets { input: 110, output: 100, pulls: 0 };
+        assert_eq!(in_place.expected(10, 30), 130);
     }
 
     #[test]

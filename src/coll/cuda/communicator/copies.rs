@@ -1,15 +1,18 @@
 //! Calls whose bytes copy engines move: the decision, and the enqueueing of their tasks.
 
 use super::{Communicator, CommunicatorState};
-use crate::coll::call::{CallSpec, Collective};
+use crate::coll::call::{CallSpec, Collective, Span};
 use crate::coll::cuda::agreement::copy_mode::{self, CopyDecision, CopyMode, TensorOffsets};
-use crate::coll::cuda::copy_engine::{self, CopyTasks, EarlierRank, Task};
+use crate::coll::cuda::copy_engine::{self, CopyTasks, DirectPeer, Task};
 use crate::coll::cuda::launch::LaunchContext;
+use crate::coll::cuda::stats;
 use crate::cta::CtaPolicy;
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::{Event, OwnStream, RelaxedCapture, Stream};
 use crate::rank::Rank;
+use crate::symm_mem::SegmentPin;
 use crate::symm_mem::peers::PeerHeaps;
+use std::collections::VecDeque;
 
 /// Streams for copies that run concurrently with the caller's stream, and the events that order
 /// them.
@@ -19,6 +22,18 @@ pub(super) struct CopyStreams {
     /// Events at the end of the caller's stream and of the copies' stream: one pair for eager
     /// calls, one for captured calls.
     ends: [[Event; 2]; 2],
+    /// Pins of bytes that this rank pulls from where it expects a message, until the event has
+    /// passed: if the guess is wrong, nothing else keeps these bytes mapped.
+    pulled: VecDeque<(Event, Vec<SegmentPin>)>,
+    /// The same for captured calls, which may be replayed at any time.
+    captured: Vec<SegmentPin>,
+}
+
+/// A call that copy engines move, before the ranks have decided how.
+pub(super) struct CopyOffer {
+    own: TensorOffsets,
+    /// For each rank the address where this rank expects its message, if that is mapped here.
+    expected: Vec<Option<(u64, Option<SegmentPin>)>>,
 }
 
 impl CopyStreams {
@@ -27,7 +42,33 @@ impl CopyStreams {
         Ok(Self {
             streams: vec![OwnStream::urgent()?, OwnStream::urgent()?],
             ends: [ends()?, ends()?],
+            pulled: VecDeque::new(),
+            captured: Vec::new(),
         })
+    }
+
+    /// Keeps `pins` until `stream` has passed its work so far, or, if that is recorded, as long as
+    /// the group.
+    fn keep(&mut self, pins: Vec<SegmentPin>, stream: Stream, captured: bool) -> Result<()> {
+        if !self.pulled.is_empty() {
+            let _relaxed = RelaxedCapture::begin()?;
+            while let Some((event, _)) = self.pulled.front()
+                && event.passed()?
+            {
+                self.pulled.pop_front();
+            }
+        }
+        if pins.is_empty() {
+            return Ok(());
+        }
+        if captured {
+            self.captured.extend(pins);
+            return Ok(());
+        }
+        let event = Event::new()?;
+        event.record(stream)?;
+        self.pulled.push_back((event, pins));
+        Ok(())
     }
 
     /// Returns a stream that is free for eager calls, or for calls of `capture`.
@@ -47,29 +88,47 @@ impl CopyStreams {
 }
 
 impl Communicator {
-    /// Returns where the tensors of `call` are in symmetric memory, if copy engines move it. `None`
+    /// Returns where the tensors of `call` are, and are expected, if copy engines move it. `None`
     /// on all ranks or none.
-    pub(super) fn copy_offsets(&self, call: &CallSpec<'_>) -> Option<TensorOffsets> {
-        let n = self.control.size();
-        let long = || {
-            copy_engine::volume(call, self.control.rank().index(), n)
-                >= self.tuning.copy_engine_bytes
-        };
+    pub(super) fn copy_offer(&self, call: &CallSpec<'_>) -> Option<CopyOffer> {
+        let (me, n) = (self.control.rank().index(), self.control.size());
+        let long = || copy_engine::volume(call, me, n) >= self.tuning.copy_engine_bytes;
         let moved = self.tuning.policy == CtaPolicy::Zero
             && self.memory.is_direct()
             && copy_engine::serves(call, n)
             && long();
-        moved.then(|| self.tensor_offsets(call).unwrap_or(TensorOffsets::ELSEWHERE))
+        moved.then(|| self.offer(call))
+    }
+
+    fn offer(&self, call: &CallSpec<'_>) -> CopyOffer {
+        let none = CopyOffer { own: TensorOffsets::ELSEWHERE, expected: Vec::new() };
+        let Some((heaps, mut own)) =
+            self.symmetric.as_ref().and_then(|heaps| Some((heaps, self.tensor_offsets(call)?)))
+        else {
+            return none;
+        };
+        let (me, n) = (self.control.rank().index(), self.control.size());
+        let mine = message(call, me, n).0;
+        let expected = (0..n).map(|rank| {
+            let (theirs, bytes) = message(call, rank, n);
+            heaps.reach(Rank(rank as u32), own.expected(mine, theirs), bytes)
+        });
+        let expected: Vec<_> = expected.collect();
+        own.pulls = (0..n)
+            .filter(|&rank| rank != me && expected[rank].is_some())
+            .fold(0, |pulls, rank| pulls | 1 << rank);
+        CopyOffer { own, expected }
     }
 
     /// Returns the decision about this rank's launch `number`, which is `call`; copy engines move
-    /// it. `own` are its tensors.
+    /// it.
     pub(super) fn copy_decision(
         &self,
         call: &CallSpec<'_>,
         number: u64,
-        own: TensorOffsets,
+        offer: &CopyOffer,
     ) -> Result<CopyDecision> {
+        let own = offer.own;
         let symmetric = own != TensorOffsets::ELSEWHERE;
         let wanted = if symmetric { CopyMode::Direct } else { CopyMode::Staged };
         let decision = copy_mode::decide(&self.control, number, wanted, own);
@@ -95,52 +154,55 @@ impl Communicator {
         let output = heaps.offset(whole)?;
         let input = if call.op == Collective::AllReduce {
             // The second pass gathers pieces of the outputs.
-            let piece = copy_engine::piece(whole, self.control.rank().index(), self.control.size());
-            output + (piece.addr - whole.addr) as u64
+            output + message(call, self.control.rank().index(), self.control.size()).0
         } else {
             heaps.offset(call.inputs[0])?
         };
-        Some(TensorOffsets { input, output })
+        Some(TensorOffsets { input, output, pulls: 0 })
     }
 
-    /// Returns the tensors of the ranks that launched a direct gather earlier, as mapped here.
-    fn earlier_ranks(
+    /// Returns what this rank moves in a direct gather.
+    fn direct_peers(
         &self,
         call: &CallSpec<'_>,
         decision: &CopyDecision,
-    ) -> Result<Vec<EarlierRank>> {
-        let n = self.control.size();
+        offer: &CopyOffer,
+    ) -> Result<Vec<DirectPeer>> {
+        let (me, n) = (self.control.rank().index(), self.control.size());
+        let total: usize = call.outputs.iter().map(|output| output.bytes).sum();
         let reach = |heaps: &PeerHeaps, rank, offset, bytes| {
             heaps.reach(rank, offset, bytes).map(|(address, _)| address)
         };
-        let found = |&(rank, offsets): &(Rank, TensorOffsets)| {
+        let earlier = |rank: Rank, theirs: TensorOffsets| {
             let heaps = self.symmetric.as_ref()?;
-            let pieces = call.op == Collective::AllReduce;
-            let message = if pieces {
-                copy_engine::piece(call.outputs[0], rank.index(), n)
-            } else {
-                call.outputs[rank.index()]
-            }
-            .bytes;
-            let total: usize = call.outputs.iter().map(|output| output.bytes).sum();
-            let (input, output) = (
-                reach(heaps, rank, offsets.input, message)?,
-                reach(heaps, rank, offsets.output, total)?,
-            );
-            Some(EarlierRank { rank: rank.index(), input, output })
+            let (start, bytes) = message(call, rank.index(), n);
+            let pulls = theirs.pulls >> me & 1 == 1;
+            let right = pulls && offer.own.input == theirs.expected(start, message(call, me, n).0);
+            let output = reach(heaps, rank, theirs.output, total)?;
+            Some(DirectPeer {
+                rank: rank.index(),
+                pull: Some(reach(heaps, rank, theirs.input, bytes)?),
+                push: (!right).then_some(output),
+                repairs: pulls && !right,
+            })
         };
-        let all = decision.earlier.iter().map(|earlier| {
-            let missing = || {
+        let of = |rank: Rank| {
+            let Some((_, theirs)) = decision.earlier.iter().find(|(earlier, _)| *earlier == rank)
+            else {
+                let expected = offer.expected.get(rank.index()).and_then(Option::as_ref);
+                let pull = expected.map(|(address, _)| *address);
+                return Ok(DirectPeer { rank: rank.index(), pull, push: None, repairs: false });
+            };
+            earlier(rank, *theirs).ok_or_else(|| {
                 let (them, me) =
-                    (self.control.describe(earlier.0), self.control.describe(self.control.rank()));
+                    (self.control.describe(rank), self.control.describe(self.control.rank()));
                 Error::internal(format!(
                     "{me} has not mapped the tensors that {them} passed to {}",
                     call.op.name()
                 ))
-            };
-            found(earlier).ok_or_else(missing)
-        });
-        all.collect()
+            })
+        };
+        self.control.peers().map(of).collect()
     }
 
     /// Enqueues `call` as decided.
@@ -150,14 +212,18 @@ impl Communicator {
         context: &LaunchContext<'_>,
         call: &CallSpec<'_>,
         decision: &CopyDecision,
+        offer: CopyOffer,
         stream: Stream,
     ) -> Result<()> {
-        let earlier = if decision.mode == CopyMode::Direct {
-            Some(self.earlier_ranks(call, decision)?)
+        let direct = if decision.mode == CopyMode::Direct {
+            Some(self.direct_peers(call, decision, &offer)?)
         } else {
             None
         };
-        let tasks = CopyTasks::new(context, &self.tuning).of(call, earlier.as_deref());
+        if direct.iter().flatten().any(|peer| peer.repairs) {
+            stats::count(Some(call.op), "copy_engine_repaired");
+        }
+        let tasks = CopyTasks::new(context, &self.tuning).of(call, direct.as_deref());
         // Loading a kernel may wait for the kernels on the device, and those of the first tasks
         // wait for peers.
         for task in &tasks {
@@ -189,8 +255,24 @@ impl Communicator {
                 }
             }
         }
-        Ok(())
+        let unknown = |rank: usize| {
+            direct.is_some() && !decision.earlier.iter().any(|(earlier, _)| earlier.index() == rank)
+        };
+        let pins = offer.expected.into_iter().enumerate().filter(|&(rank, _)| unknown(rank));
+        let pins = pins.filter_map(|(_, expected)| expected?.1).collect();
+        state.copies.keep(pins, stream, capture.is_some())
     }
+}
+
+/// Returns where the message of `rank` of `n` starts in a gathered output, and its length.
+fn message(call: &CallSpec<'_>, rank: usize, n: usize) -> (u64, usize) {
+    if call.op == Collective::AllReduce {
+        let whole = Span { addr: 0, ..call.outputs[0] };
+        let piece = copy_engine::piece(whole, rank, n);
+        return (piece.addr as u64, piece.bytes);
+    }
+    let start: usize = call.outputs[..rank].iter().map(|output| output.bytes).sum();
+    (start as u64, call.outputs[rank].bytes)
 }
 
 /// Returns the name of a mode in `torch_symm.stats()`.

@@ -115,18 +115,19 @@ impl Communicator {
                     state.launched += 1;
                     noted(Stage::Begins(state.launched));
                     // Before the call is published: the ranks decide as soon as it is.
-                    let moved = communicator.copy_offsets(call);
+                    let moved = communicator.copy_offer(call);
                     launch_log::compare(&communicator.control, state.launched, call, channel)?;
                     communicator.report.remember(state.launched, Description::of(call));
-                    if let Some(offsets) = moved {
-                        let decision = communicator.copy_decision(call, state.launched, offsets)?;
+                    if let Some(offer) = moved {
+                        let decision = communicator.copy_decision(call, state.launched, &offer)?;
                         stats::count(Some(call.op), copies::served_as(decision.mode));
                         noted(Stage::Served(copies::served_as(decision.mode)));
                         let context = LaunchContext {
                             common: CommonArgs { call: state.launched, ..context.common },
                             ..context
                         };
-                        communicator.enqueue_copies(state, &context, call, &decision, stream)?;
+                        communicator
+                            .enqueue_copies(state, &context, call, &decision, offer, stream)?;
                         continue;
                     }
                     let zero_copy = communicator.zero_copy(call, state.launched, timeout)?;
