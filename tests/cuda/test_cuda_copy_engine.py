@@ -36,6 +36,7 @@ def sweep(rank: int, world: int, collective: str) -> tuple[int, dict[str, int]]:
     """Compared with the definition, in a group whose policy is zero: ordinary and symmetric, odd lengths."""
     init(rank, world, options=torch_symm.Options(cta_policy="zero"))
     findings = Findings()
+    before = engines()
     memory = new_pool()
     with torch.cuda.use_mem_pool(memory):
         torch.ones(8 * MB, dtype=torch.uint8, device=device())
@@ -50,7 +51,7 @@ def sweep(rank: int, world: int, collective: str) -> tuple[int, dict[str, int]]:
         with findings.case(about), torch.cuda.use_mem_pool(memory) if symmetric else nullcontext():
             COLLECTIVES[collective](case)
     settle()
-    found = engines()
+    found = {way: count - before[way] for way, count in engines().items()}
     dist.destroy_process_group()
     return findings.close(), found
 
