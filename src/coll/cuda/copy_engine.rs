@@ -101,6 +101,11 @@ pub fn serves(call: &CallSpec, n: usize) -> bool {
         }
 }
 
+/// Returns true if a call of `op` gathers, so that its bytes may go from tensor to tensor.
+pub fn gathers(op: Collective) -> bool {
+    matches!(op, Collective::AllGather | Collective::AllReduce)
+}
+
 /// Returns the bytes that tell whether `call` of rank `me` of `n` is long: the same on all ranks.
 pub fn volume(call: &CallSpec, me: usize, n: usize) -> usize {
     // Two ranks know both messages of an all-to-all, whose lengths need not agree.

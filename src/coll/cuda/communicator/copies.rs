@@ -128,6 +128,9 @@ impl Communicator {
         number: u64,
         offer: &CopyOffer,
     ) -> Result<CopyDecision> {
+        if !copy_engine::gathers(call.op) {
+            return Ok(CopyDecision { mode: CopyMode::Staged, earlier: Vec::new() });
+        }
         let own = offer.own;
         let symmetric = own != TensorOffsets::ELSEWHERE;
         let wanted = if symmetric { CopyMode::Direct } else { CopyMode::Staged };

@@ -142,27 +142,24 @@ impl Communicator {
                         symmetric,
                         ..context
                     };
-                    if let plan::CudaPlan::NormRows { .. } = plan {
+                    let sum = if let plan::CudaPlan::NormRows { .. } = plan {
                         let sum = all_reduce_norm::reduction(call);
                         let first = plan::choose(&sum, &communicator.conditions(false));
-                        if let Some(launch) = context.prepare(&sum, first) {
-                            state.kernels.launch(
-                                &communicator.device,
-                                &launch,
-                                call.dtype,
-                                ReduceOp::Sum,
-                                stream,
-                            )?;
+                        context.prepare(&sum, first).map(|launch| (launch, ReduceOp::Sum))
+                    } else {
+                        None
+                    };
+                    let last = context.prepare(call, plan).map(|launch| (launch, call.reduce_op));
+                    let (kernels, device) = (&mut state.kernels, &communicator.device);
+                    if sum.is_some() {
+                        // Loading may wait for the kernels on the device, and the first one waits
+                        // for peers.
+                        for (launch, op) in sum.iter().chain(&last) {
+                            kernels.ready(device, launch, call.dtype, *op)?;
                         }
                     }
-                    if let Some(launch) = context.prepare(call, plan) {
-                        state.kernels.launch(
-                            &communicator.device,
-                            &launch,
-                            call.dtype,
-                            call.reduce_op,
-                            stream,
-                        )?;
+                    for (launch, op) in sum.iter().chain(&last) {
+                        kernels.launch(device, launch, call.dtype, *op, stream)?;
                     }
                 }
                 Ok(())
