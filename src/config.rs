@@ -60,8 +60,8 @@ impl fmt::Display for InterNodeBackends {
 }
 
 impl InterNodeChoice {
-    /// Returns the choice with this name, if it is not a backend of torch; `auto` depends on the
-    /// tensors.
+    /// Returns the choice for one of the names `none`, `gloo`, `nccl` and `auto`; `None` for any
+    /// other. `nccl` and `auto` use Gloo for CPU tensors.
     pub fn named(name: &str) -> Option<Self> {
         let backends = |cuda: &str| {
             Some(Self::Backends(InterNodeBackends { cpu: "gloo".into(), cuda: cuda.into() }))
@@ -123,16 +123,17 @@ pub struct Config {
     /// makes each collective.
     pub debug_call_site: bool,
     /// `SYMM_INTER_NODE_BACKEND`: `none`, `gloo`, `nccl`, `auto` (the default) or backends of
-    /// torch, which connect the nodes of a group whose options do not say; the same on all ranks.
+    /// torch, which connect the nodes of a group whose options name no backend; the same on all
+    /// ranks.
     pub inter_node: String,
-    /// `SYMM_ORDER`: `rank` (the default) or `tree`, the order of sums in groups whose options do
-    /// not say.
+    /// `SYMM_ORDER`: `rank` (the default) or `tree`, the order of sums in groups whose options set
+    /// no order.
     pub order: SumOrder,
     /// `SYMM_CTA_POLICY`: `default`, `efficiency` or `zero`, and `SYMM_MAX_CTAS`: a number of
-    /// blocks; absent: no limit. For groups whose options do not say (`docs/guide/gpus.md`).
+    /// blocks; absent: no limit. For groups whose options set neither (`docs/guide/gpus.md`).
     pub ctas: CtaOptions,
-    /// `SYMM_REPLACE_GLOO`: `1` makes symm serve the CPU tensors of Gloo groups. Python evaluates
-    /// it before this is read; see `python/torch_symm/_replace_gloo.py`. Default: 0.
+    /// `SYMM_REPLACE_GLOO`: `1` makes symm serve the CPU tensors of Gloo groups. Python reads it
+    /// before Rust does; see `python/torch_symm/_replace_gloo.py`. Default: 0.
     pub replace_gloo: bool,
     /// `GLOO_SOCKET_IFNAME`, Gloo's variable: comma-separated interfaces of the network between
     /// nodes; absent: the interface of the host name's address.

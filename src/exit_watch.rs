@@ -20,10 +20,10 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// The callback of a subscriber: the rank, and how its process ended.
+/// The callback of a subscriber; it receives the rank and how the rank's process ended.
 pub type OnExit = Arc<dyn Fn(Rank, String) + Send + Sync>;
 
-/// A rank whose process has not been seen to end.
+/// A rank whose process has not ended as far as the watcher knows.
 struct WatchedProcess {
     rank: Rank,
     process: ProcessId,
@@ -58,11 +58,11 @@ fn state() -> MutexGuard<'static, WatchState> {
     lock(STATE.get())
 }
 
-/// Ends the calls when dropped.
+/// A registered callback or timer; dropping this value ends its calls.
 ///
 /// Dropping never waits: a call that has started may still be running, or about to start on the
-/// watcher's thread, when the drop returns. It is therefore safe under any lock including the
-/// interpreter's, and from inside the call itself.
+/// watcher's thread, when the drop returns. Dropping is therefore safe under any lock, including
+/// the interpreter's, and from inside the call itself.
 #[must_use = "dropping it ends the watch"]
 #[derive(Debug)]
 pub struct Subscription {
@@ -164,7 +164,7 @@ impl WatchState {
     }
 }
 
-/// Returns the pidfds of the suspects that are exiting.
+/// Returns the pidfds of the watched processes that are reported as suspects and are exiting.
 fn ending(state: &WatchState) -> Vec<Arc<OwnedFd>> {
     let suspects = process::suspects();
     let targets = state.subscribers.values().flat_map(|subscriber| &subscriber.targets);
@@ -174,7 +174,7 @@ fn ending(state: &WatchState) -> Vec<Arc<OwnedFd>> {
     suspected.map(|target| Arc::clone(&target.pidfd)).collect()
 }
 
-/// The thread: ends once there are no subscribers.
+/// Runs the watcher's thread, which ends once no subscriber and no timer is left.
 fn run(wake: &Waker) {
     loop {
         let due = state().due();
@@ -184,8 +184,8 @@ fn run(wake: &Waker) {
         let (pidfds, next) = {
             let mut state = state();
             if state.is_idle() {
-                // Cleared under the lock of the check, so that the next subscriber sees that it
-                // must start another thread.
+                // `wake` is cleared under the lock of the check, so that the next subscriber sees
+                // that it must start another thread.
                 state.wake = None;
                 return;
             }
@@ -240,8 +240,8 @@ fn wait(wake: &Waker, pidfds: &[Arc<OwnedFd>], next: Option<Instant>) -> Vec<Arc
         Ok(_) => {}
         Err(Errno::INTR) => return Vec::new(),
         Err(errno) => {
-            // Out of kernel memory, or RLIMIT_NOFILE was lowered below the open descriptors: retry,
-            // without spinning.
+            // Out of kernel memory, or RLIMIT_NOFILE was lowered below the number of open
+            // descriptors: retry, without spinning.
             static LINES: RateLimit = RateLimit::new();
             LINES.warn(format_args!("the watcher cannot poll {} processes: {errno}", pidfds.len()));
             std::thread::sleep(Duration::from_millis(10));

@@ -29,8 +29,8 @@ pub(super) struct Published {
 }
 
 impl Published {
-    /// Adds the cause to the record for ranks that read it later. Best effort, because the cause
-    /// itself matters more.
+    /// Adds `error` to the record for ranks that read it later. Best effort, because a store error
+    /// must not replace `error`.
     pub(super) fn fail(&self, store: &dyn Store, error: &Error) {
         let mut record = self.record.clone();
         record.at = now_since_boot();
@@ -65,7 +65,7 @@ impl Published {
 pub(super) struct RankClaim<'a> {
     attempt: &'a Attempt<'a>,
     pub(super) published: Published,
-    /// True if a record of an earlier attempt was set before.
+    /// True if the key held a record of an earlier attempt.
     pub(super) again: bool,
     /// The membership to announce when the record is removed.
     pub(super) lease: Option<RankLease>,
@@ -90,8 +90,8 @@ impl<'a> RankClaim<'a> {
             let standing = attempt.store.compare_set(key, &expected, bytes)?;
             if standing == *bytes {
                 if attempt.spec.hold_rank {
-                    // Checked again, because since the first check the group may have formed and
-                    // removed the record that would have been set.
+                    // Checked again: since the first check, another process may have joined as this
+                    // rank and removed its record, so `compare_set` no longer finds it.
                     rank_lease::reject_taken(attempt, false)
                         .inspect_err(|_| claim.published.remove(attempt.store))?;
                 }
@@ -106,7 +106,8 @@ impl<'a> RankClaim<'a> {
                 )));
             }
             if standing.is_empty() || standing == expected {
-                // Removed meanwhile; c10d stores return the expectation for an absent key.
+                // The record was removed meanwhile; c10d stores return the expectation for an
+                // absent key.
                 expected.clear();
                 continue;
             }
@@ -118,8 +119,8 @@ impl<'a> RankClaim<'a> {
 
     fn refuse_living(&self, standing: &[u8]) -> Result<()> {
         let Ok(other) = JoinRecord::decode(Rank(self.published.record.rank), standing) else {
-            // Another version or another program wrote this. Either it reads our record, or it has
-            // long ended.
+            // Another version or another program wrote this value. Either its process reads our
+            // record, or it ended long ago.
             return Ok(());
         };
         let attempt = self.attempt;

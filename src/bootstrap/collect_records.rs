@@ -148,7 +148,7 @@ pub(super) fn read(
     Ok(standings)
 }
 
-/// Returns the cause in the record of `rank`, if `process` wrote one.
+/// Returns the failure that `process` has recorded under the key of `rank`, if any.
 pub(super) fn failure_of(attempt: &Attempt<'_>, rank: Rank, process: ProcessId) -> Option<Error> {
     let key = Attempt::key(rank.0);
     if !attempt.store.check(&[&key]).ok()? {
@@ -170,7 +170,7 @@ fn judge(attempt: &Attempt<'_>, claim: &RankClaim<'_>, record: JoinRecord) -> Re
             .map_err(|errno| attempt.refused(Required::Watch, errno))?;
         lives = pidfd.as_ref().is_some_and(|pidfd| !process::ended(pidfd));
     }
-    // Another node has another clock.
+    // Only records of this node have comparable times, because each node has its own clock.
     let fresh = record.node == attempt.node && record.at >= attempt.clock.started_at;
     if let Some(failure) = &record.failure {
         // A failure from before this call counts if its rank lives and does not join again. It does
@@ -196,7 +196,7 @@ fn judge(attempt: &Attempt<'_>, claim: &RankClaim<'_>, record: JoinRecord) -> Re
 
 /// Returns the error that ended the attempt of `record`.
 fn ending(attempt: &Attempt<'_>, record: &JoinRecord, pidfd: Option<&Arc<OwnedFd>>) -> Error {
-    // Read again, because a read from before the end may lack the failure.
+    // The record is read again, because a value from before the process ended may lack the failure.
     failure_of(attempt, Rank(record.rank), record.process()).unwrap_or_else(|| {
         let cause = pidfd
             .map_or_else(|| "gone".into(), |pidfd| process::exit_cause(record.process(), pidfd));
@@ -217,8 +217,8 @@ fn finish(standings: Vec<Option<RecordStatus>>) -> Result<Gathered> {
     Ok(Gathered::SingleNode(Box::new(RankRecords { coordinator: leader, members })))
 }
 
-/// True if torch has made the name `group` with use_local_synchronization: it is a SHA-1 in
-/// hexadecimal digits.
+/// Returns true if torch has made the name `group` with use_local_synchronization: such a name is a
+/// SHA-1 in hexadecimal digits.
 fn is_hashed(group: &str) -> bool {
     group.len() == 40 && group.bytes().all(|byte| byte.is_ascii_hexdigit())
 }

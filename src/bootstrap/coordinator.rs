@@ -239,7 +239,8 @@ impl SegmentDistribution<'_> {
         for _ in 0..MAX_PENDING_CONNECTIONS {
             let socket = match socket::accept(&self.listener) {
                 Ok(socket) => socket,
-                // Interrupted: the listener stays readable.
+                // No connection is left, or a signal interrupted the call; the listener then stays
+                // readable.
                 Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
                 Err(Errno::CONNABORTED) => continue,
                 Err(errno) => return Err(self.attempt.refused(Required::Accept, errno)),
@@ -271,7 +272,8 @@ impl SegmentDistribution<'_> {
         if error.kind == ErrorKind::Config { Err(error) } else { Ok(()) }
     }
 
-    /// Seats a connection with a valid greeting, and closes any other.
+    /// Keeps a connection with a valid greeting as the connection of its rank, and closes any
+    /// other.
     fn receive_hello(&mut self, guest: PendingConnection) -> Result<()> {
         let mut buffer = [0; BUFFER];
         let received = match socket::receive(&guest.socket, &mut buffer) {
@@ -299,7 +301,7 @@ impl SegmentDistribution<'_> {
     /// Returns the rank of the process that sent `message`, if it belongs to the group.
     fn check(&self, socket: &OwnedFd, message: &[u8]) -> std::result::Result<Rank, String> {
         let hello = JoinHello::decode(message).ok_or("its message is not one of this protocol")?;
-        // Compared before anything about the group is revealed.
+        // The token is compared before anything about the group is revealed.
         if hello.token != self.token {
             return Err("its token is not this group's".into());
         }
@@ -361,8 +363,8 @@ impl SegmentDistribution<'_> {
     fn reject(&self, socket: &OwnedFd, error: &Error) {
         // Unidentified peers must not learn the group's token, so a failure is sent without it.
         let answer = JoinReply { token: [0; 16], failure: Some(error.clone()) };
-        // Best effort: a rank that misses it finds the connection closed, and the cause in rank 0's
-        // record.
+        // Best effort: a rank that misses the answer finds the connection closed, and the cause in
+        // rank 0's record.
         let _ = socket::send(socket, &answer.encode(), None);
     }
 }

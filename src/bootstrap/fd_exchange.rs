@@ -49,8 +49,9 @@ impl Mailbox {
     }
 
     /// Sends `fd` to every peer and returns the descriptors that the peers sent, by rank (`None`
-    /// for this rank). `names` and `pids` belong to all ranks. All mailboxes must be open before
-    /// the first rank calls this. While it waits, it calls `check`, and fails with its error.
+    /// for this rank). `names` and `pids` list the mailbox names and process ids of all ranks. All
+    /// mailboxes must be open before the first rank calls this function. While it waits, it calls
+    /// `check` and returns the error of `check`, if any.
     pub fn exchange_fds(
         &self,
         me: usize,
@@ -75,7 +76,7 @@ impl Mailbox {
             self.retried(limit, check, Required::Send, || {
                 socket::send(&socket, &(me as u32).to_le_bytes(), Some(fd))
             })?;
-            // Kept until the end, because an early close would hide the message.
+            // The socket stays open until the end, because an early close would hide the message.
             sent.push(socket);
         }
         let mut inbox = Inbox {
@@ -159,8 +160,8 @@ struct Inbox<'a> {
 
 impl Inbox<'_> {
     fn accept_pending(&mut self, listener: &OwnedFd) -> Result<()> {
-        // Limited, so that a process that connects without end does not keep the others from being
-        // read.
+        // Limited, so that this rank still reads the other connections if one process connects
+        // without end.
         for _ in 0..MAX_PENDING_CONNECTIONS {
             let socket = match socket::accept(listener) {
                 Ok(socket) => socket,
@@ -194,8 +195,8 @@ impl Inbox<'_> {
 
     fn take(&mut self, received: Received, buffer: [u8; 8], peer: socket::PeerCredentials) {
         let rank = u32::from_le_bytes([buffer[0], buffer[1], buffer[2], buffer[3]]) as usize;
-        // The kernel shows a process in another pid namespace as 0, and its own pid differs from
-        // the one seen here.
+        // For a peer in another pid namespace, the kernel reports pid 0 or a pid that differs from
+        // the pid that the peer published.
         let known = rank < self.pids.len()
             && (peer.pid == 0 || peer.pid == self.pids[rank] || !self.pids.contains(&peer.pid));
         let whole = received.length == 4 && !received.cut && received.fd.is_some();

@@ -5,7 +5,7 @@ use super::handshake::{JoinHello, JoinReply};
 use super::record::{JoinRecord, agree};
 use crate::rank::Rank;
 
-/// Decodes the record of rank 0 in the store and compares it with a copy of itself.
+/// Decodes `bytes` as the record of rank 0, and checks that the record agrees with itself.
 pub fn record(bytes: &[u8]) {
     let Ok(record) = JoinRecord::decode(Rank(0), bytes) else { return };
     let written = record.encode().expect("what was read can be written");

@@ -141,7 +141,7 @@ mod tests {
     fn unidentified_peers_are_refused() {
         let hello = JoinHello { rank: 1, size: 4, pid: 77, segment_bytes: 1 << 40, token: [9; 16] }
             .encode();
-        // A longer one, a shorter one, another program's, another protocol's.
+        // A longer message, a shorter one, one of another program, one of another protocol version.
         let changes: [fn(&mut Vec<u8>); 4] =
             [|b| b.push(0), |b| b.truncate(b.len() - 1), |b| b[0] ^= 1, |b| b[4] ^= 1];
         for change in changes {

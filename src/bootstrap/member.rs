@@ -26,7 +26,8 @@ impl MemberResources {
     pub(super) fn create(attempt: &Attempt<'_>) -> Result<Self> {
         let place =
             socket::unconnected().map_err(|errno| attempt.refused(Required::Connect, errno))?;
-        // Tried now, because rank 0 distributes the memory once and then checks no record.
+        // Tried before this rank publishes its record, which can then report that the system denies
+        // the call: rank 0 reads no record once it distributes the memory.
         match socket::receive(&place, &mut [0]) {
             Err(errno) if errno != Errno::NOTCONN => Err(attempt.refused(Required::Receive, errno)),
             Ok(_) | Err(_) => Ok(Self { place }),
@@ -196,7 +197,7 @@ fn next_record(
         {
             return Ok((*record, member));
         }
-        // It was alive when its record was read.
+        // Rank 0 was alive when its record was read.
         if let Some(error) = attempt.end_of(Rank(0), process, Duration::ZERO) {
             return Err(error);
         }

@@ -5,8 +5,8 @@
 //!    waits for and reads the records of all ranks (`collect_records`): a fixed number of store
 //!    round trips, whatever the size.
 //! 2. Rank 0 makes the memory and sends its descriptor to each other rank over a Unix socket
-//!    (`coordinator`, `member`). It has listened since before it published, under a random name
-//!    that its record contains.
+//!    (`coordinator`, `member`). Rank 0 listens from before it publishes its record, under a random
+//!    name that the record contains.
 //! 3. Each rank removes its key; in groups that keep memberships, another key then holds the rank
 //!    (`rank_lease`).
 //!
@@ -60,12 +60,11 @@ pub const MAX_SIZE: u32 = 128;
 /// deadline may be a little later.
 const COORDINATOR_GRACE: Duration = Duration::from_millis(300);
 
-/// Pauses between two polls of the store: the first one, multiplied by the number of polling ranks,
-/// and the longest.
+/// The shortest pause between two polls of the store, per polling rank, and the longest pause.
 const STORE_POLL_MIN: Duration = Duration::from_micros(50);
 const STORE_POLL_MAX: Duration = Duration::from_millis(50);
 
-/// How long after the end of its connection a process may take to exit.
+/// How long a process may take to exit after its connection has closed.
 const PROCESS_EXIT_DELAY: Duration = Duration::from_millis(50);
 
 /// The group to join, and this process's part in it.
@@ -94,15 +93,15 @@ pub struct JoinSpec<'a> {
     pub global_ranks: &'a [i32],
     /// Order in which reductions combine the ranks' elements, the same on all ranks.
     pub order: SumOrder,
-    /// Knowledge about the ranks that this process has from other groups.
+    /// The facts that this process knows about the ranks from other groups.
     pub known: Option<KnownPeers>,
 }
 
-/// Knowledge of a process about the ranks of other groups that it shares with them.
+/// The facts that a process knows about ranks from groups that it already shares with them.
 #[derive(Clone, Copy, Debug)]
 pub struct KnownPeers {
-    /// Returns how the process of a rank of the default group has ended, as a sentence without its
-    /// end; `None` if it lives.
+    /// Returns how the process of a rank of the default group has ended, as a sentence without a
+    /// full stop; `None` if no end is known.
     pub ended: fn(u32) -> Option<String>,
 }
 
@@ -232,12 +231,12 @@ impl Attempt<'_> {
         Some(Error::peer(format!("rank {rank} cannot join {}: {sentence}", self.group())))
     }
 
-    /// `"rank 2 (pid 77)"`.
+    /// Returns this rank's name for messages, such as `"rank 2 (pid 77)"`.
     fn me(&self) -> String {
         format!("rank {} (pid {})", self.spec.rank, self.own.pid)
     }
 
-    /// `"group \"default_pg\" of 4 ranks"`.
+    /// Returns the group's name for messages, such as `"group \"default_pg\" of 4 ranks"`.
     fn group(&self) -> String {
         format!("group {:?} of {} ranks", self.spec.group, self.spec.size)
     }
@@ -266,7 +265,7 @@ impl Attempt<'_> {
             std::thread::sleep(Duration::from_millis(1));
         }
         let process = ProcessId { pid: member.pid, start_time: member.start_time };
-        // It may have recorded its failure before it exited.
+        // The process may have recorded its failure before it exited.
         let failure = collect_records::failure_of(self, rank, process);
         Some(
             failure.unwrap_or_else(|| {
@@ -287,8 +286,8 @@ impl Attempt<'_> {
             return self.unable(step.failed(errno));
         }
         let (limit, open) = required::descriptors();
-        // One for each other process, the socket, the memory, and the membership if the group keeps
-        // one. Rank 0 needs one more for each connection.
+        // One descriptor for each other process, the socket, the memory, and the membership if the
+        // group keeps one. Rank 0 needs one more for each connection.
         let others = self.spec.size as usize - 1;
         let need = if self.spec.rank == Rank(0) { 2 * others } else { others }
             + 2
@@ -389,7 +388,7 @@ fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Discove
     let prefix = prefix(spec.group, spec.attempt);
     let store = PrefixStore::new(&prefix, DeadlineStore::new(store, clock.deadline, purpose));
     let known = process::own().and_then(|own| Ok((own, NodeId::own()?, random::bytes()?)));
-    // A rank that cannot identify itself still publishes that in a record, which names no node.
+    // A rank that cannot identify itself still publishes this failure, in a record without a node.
     let nobody =
         || (ProcessId { pid: std::process::id(), start_time: 0 }, NodeId::default(), [0; 16]);
     let (own, node, token) = known.as_ref().map_or_else(|_| nobody(), Clone::clone);

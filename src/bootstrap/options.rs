@@ -74,8 +74,8 @@ impl JoinOptions {
             hold_rank: self.is_default,
             global_ranks: &self.global_ranks,
             order: self.order,
-            // A restarted job has the same ranks in other processes, so its default group must not
-            // rely on known ones.
+            // A restarted job has the same ranks in other processes, so its default group must
+            // ignore which earlier processes have ended.
             known: (!self.is_default).then_some(KnownPeers { ended }),
         })
     }

@@ -4,7 +4,7 @@
 //! Joining removes all records, so a membership has its own key, which stays. Only groups whose
 //! names recur, such as the default group, keep memberships, so the number of keys does not grow. A
 //! key counts while a process listens on the socket named in it. The listener never answers, and it
-//! closes with the group or with the process, however that ends.
+//! closes with the group or with the process, however the process ends.
 
 use super::Attempt;
 use crate::error::{Error, Result};
@@ -84,21 +84,21 @@ pub(super) fn reject_taken(attempt: &Attempt<'_>, wait: bool) -> Result<()> {
     }
 }
 
-/// Returns the process that holds this rank's membership, if that is another one.
+/// Returns the process that holds this rank's membership, if it is another process.
 fn holder(attempt: &Attempt<'_>) -> Result<Option<u32>> {
     let key = key(attempt);
     if !attempt.store.check(&[&key])? {
         return Ok(None);
     }
-    // Another version or another program wrote this, which is no reason to fail.
+    // Another version or another program wrote this value, which is not a reason to fail.
     let Ok(held) = serde_json::from_slice::<LeaseKey>(
         &attempt.store.get(&key, Some(attempt.clock.remaining()))?,
     ) else {
         return Ok(None);
     };
     let process = ProcessId { pid: held.pid, start_time: held.start_time };
-    // The state of a process on another node is unknown, and joining rejects it. A process may make
-    // its group again before it has left the old one.
+    // The state of a process on another node is unknown, and joining rejects such a process later.
+    // A process may make its group again before it has left the old one.
     if held.node != attempt.node || process == attempt.own {
         return Ok(None);
     }
@@ -107,7 +107,7 @@ fn holder(attempt: &Attempt<'_>) -> Result<Option<u32>> {
         return Ok(None);
     }
     match socket::connect_to(&held.socket) {
-        // The queue is full of earlier checks.
+        // `AGAIN`: earlier checks fill the listener's queue.
         Ok(_) | Err(Errno::AGAIN) => Ok(Some(held.pid)),
         Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(None),
         Err(errno) => Err(attempt.refused(Required::Connect, errno)),

@@ -153,8 +153,8 @@ pub(super) fn agree(group: &str, records: &[&JoinRecord]) -> Result<()> {
             first.rank, first.order, other.rank, other.order
         )));
     }
-    // Before the nodes, because ranks that list other members may be anywhere. A rank without a
-    // list agrees with every list.
+    // The lists are compared before the nodes, because ranks with other lists may be on any node. A
+    // rank without a list agrees with every list.
     if let Some(first) = records.iter().find(|record| !record.global_ranks.is_empty())
         && let Some(other) = records.iter().find(|record| {
             !record.global_ranks.is_empty() && record.global_ranks != first.global_ranks
@@ -191,7 +191,7 @@ pub(super) fn agree(group: &str, records: &[&JoinRecord]) -> Result<()> {
     Ok(())
 }
 
-/// Maximum number of members that a message names on each side of the list's middle.
+/// Number of members that a message names at each end of a long list.
 const NAMED: usize = 8;
 
 /// Lists the members of a group by their ranks in the default group. A long list is shortened, with

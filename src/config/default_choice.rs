@@ -8,13 +8,13 @@ use std::sync::Mutex;
 pub struct DefaultChoice<T: 'static>(PerProcess<Mutex<Option<T>>>);
 
 impl<T: Copy + Send> DefaultChoice<T> {
-    /// Nothing is chosen yet.
+    /// Makes the state before the default group has chosen.
     pub const fn unset() -> Self {
         Self(PerProcess::new(|| Mutex::new(None)))
     }
 
-    /// Returns what `choose` makes of the usual choice: the default group's, or `setting` for the
-    /// default group itself and in a process without one.
+    /// Returns the result of `choose` for the usual choice. That is the choice of the default
+    /// group, or `setting` for the default group itself and in a process without a default group.
     pub fn choose<E>(
         &self,
         setting: T,

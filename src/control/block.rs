@@ -17,8 +17,8 @@ use crate::sys::cpu_affinity;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, OnceLock};
 
-/// Number of spin iterations, some 40 ns each, while other processes contend for this one's cores;
-/// a running peer answers by then.
+/// Maximum number of spin iterations, some 40 ns each, while other processes contend for the cores
+/// of this process; a peer that runs answers within that time.
 const SPINS_SHORT: u32 = 64;
 
 /// The words that all members share.
@@ -28,7 +28,8 @@ pub(super) struct SegmentHeader {
     pub(super) sleepers: AlignedSleepers,
 }
 
-/// The count of sleepers on its own pair of lines, because a publisher reads it after every flag.
+/// The count of sleepers on its own pair of cache lines, because a publisher reads it after every
+/// flag.
 #[repr(C, align(128))]
 pub(super) struct AlignedSleepers(pub(super) Sleepers);
 
@@ -45,17 +46,17 @@ pub(super) struct MemberWords {
     pub(super) doing: AtomicU64,
     /// The message for which a thread sleeps, see [`AwaitedMessage`]; otherwise 0.
     awaited: AtomicU64,
-    /// Its barriers of symmetric memory, see [`BarrierCount`].
+    /// The member's barriers of symmetric memory, see [`BarrierCount`].
     barriers: AtomicU64,
     /// When the last collectives of even and of odd number started.
     starts: [AtomicU64; 2],
-    /// The calls that it rejected last, see [`RejectionCount`].
+    /// The calls that the member rejected last, see [`RejectionCount`].
     rejections: AtomicU64,
     attending: AtomicU32,
-    /// The core on which it last started a call, plus 1; 0 before the first call.
+    /// The core on which the member last started a call, plus 1; 0 before the first call.
     pub(super) core: AtomicU32,
     call_site: AlignedText,
-    /// The error with which it left; read once `departed` is set.
+    /// The error with which the member left; valid once `departed` is set.
     pub(super) exit_reason: AlignedText,
 }
 
@@ -103,13 +104,14 @@ pub struct ControlBlock {
     /// The larger group's call for which this member runs collectives; empty before the first.
     parent_call: Mutex<String>,
     pub(super) exited: Vec<OnceLock<String>>,
-    /// The first member of `exited` that this member has seen.
+    /// The first member that this member has seen exit.
     pub(super) first_exited: OnceLock<Rank>,
-    /// Describes the progress of calls that run in kernels. Set once kernels wait for peers without
-    /// a thread of this process; from then on, a member's exit fails the group at once.
+    /// Describes the progress of calls that run in kernels. Set once kernels may wait for peers
+    /// while no thread of this process waits; from then on, a member's exit fails the group at
+    /// once.
     pub(super) kernel_progress: OnceLock<KernelProgress>,
     pub(super) spins: u32,
-    /// How often this rank found that it keeps a peer from its core.
+    /// How often this rank found a lower rank in need of the core on which this rank spins.
     pub(super) yields_to_peer: AtomicU32,
     /// True once the early warning has been logged; one per group is enough.
     pub(super) warned: AtomicBool,
@@ -206,8 +208,8 @@ impl ControlBlock {
     }
 
     pub(super) fn header(&self) -> &SegmentHeader {
-        // SAFETY: Header consists of atomics, and offset 0 of every member's mapping holds a
-        // Header.
+        // SAFETY: `SegmentHeader` consists of atomics, and offset 0 of every member's mapping holds
+        // one.
         unsafe { self.segment.at(0) }
     }
 
@@ -313,7 +315,7 @@ impl ControlBlock {
         self.words(self.rank).barriers.fetch_add(BarrierCount::WAITS, Ordering::Relaxed);
     }
 
-    /// Publishes that the wait is over; `met` is true if all members arrived.
+    /// Publishes that the wait in a barrier is over; `met` is true if all members arrived.
     pub fn leave_barrier(&self, met: bool) {
         let change = if met {
             BarrierCount::MET - BarrierCount::WAITS

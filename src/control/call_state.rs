@@ -1,4 +1,4 @@
-//! The state of a member's call, in one word of the control block each.
+//! States of a member that messages report; each fits into one word of the control block.
 
 use crate::op::Collective;
 use crate::rank::Rank;
@@ -15,8 +15,8 @@ pub struct CurrentCall {
 }
 
 impl CurrentCall {
-    // One word, so that the end of a collective costs one store to a line that its rank has written
-    // at the start.
+    // One word, so that the end of a collective costs one store to a cache line that its rank has
+    // written at the start.
     pub(super) fn word(self) -> u64 {
         self.number << 8 | (self.op as u64) << 1 | u64::from(self.finished)
     }
@@ -63,9 +63,9 @@ impl AwaitedMessage {
 /// the same number of calls no longer disturb each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RejectionCount {
-    /// The number of calls before, plus 1; 0 if it has rejected no call.
+    /// The number of calls before the rejected ones, plus 1; 0 if no call was rejected.
     calls: u64,
-    /// The number of calls rejected since.
+    /// The number of calls rejected after these.
     times: u64,
 }
 
@@ -82,7 +82,7 @@ impl RejectionCount {
         Self { calls: word >> 16, times: word & Self::TIMES }
     }
 
-    /// Returns these plus one rejection after `calls` calls.
+    /// Returns the count after one more rejection, which follows `calls` calls.
     pub(super) fn and_after(self, calls: u64) -> Self {
         let calls = calls + 1;
         Self { calls, times: if self.calls == calls { self.times + 1 } else { 1 } }

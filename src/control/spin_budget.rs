@@ -21,9 +21,9 @@ const MAX_BACKOFF_NS: u64 = 320_000_000;
 /// origin, never 0.
 #[derive(Debug, Default)]
 pub struct SpinBudget {
-    /// Threads sleep early until then; 0 before the first loss.
+    /// The time until which threads sleep early; 0 before the first loss.
     until: AtomicU64,
-    /// The duration that the last loss caused.
+    /// How long threads sleep early because of the last loss.
     pause: AtomicU64,
 }
 
@@ -44,14 +44,14 @@ impl SpinBudget {
         until != 0 && pause > MIN_BACKOFF_NS && now() < until.saturating_add(pause)
     }
 
-    /// Reports that a yield took `took`, until `now`.
+    /// Reports that a yield which ended at `now` took `took`.
     pub fn gave_away(&self, took: Duration, now: u64) {
         if took < PREEMPTED_AFTER {
             return;
         }
         let (until, pause) =
             (self.until.load(Ordering::Relaxed), self.pause.load(Ordering::Relaxed));
-        // Soon after the last pause, so this one must be longer.
+        // This loss follows soon after the last pause, so the new pause must be longer.
         let again = until != 0 && now < until.saturating_add(pause);
         let pause = if again { (2 * pause).min(MAX_BACKOFF_NS) } else { MIN_BACKOFF_NS };
         self.pause.store(pause, Ordering::Relaxed);

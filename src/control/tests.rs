@@ -29,7 +29,7 @@ pub(crate) fn rung(control: &ControlBlock, rank: Rank) -> u32 {
     control.words(rank).bell.0.rung()
 }
 
-/// Makes rank 0 of a group whose other ranks are `pids`.
+/// Makes the control block of rank 0 in a group whose other ranks are the processes `pids`.
 fn control(pids: &[u32]) -> ControlBlock {
     let members: Vec<Identity> = std::iter::once(std::process::id())
         .chain(pids.iter().copied())

@@ -28,11 +28,11 @@ const CHECK_TURNS: u32 = 64;
 /// Number of spin iterations after which a waiting thread checks whether a missing peer needs the
 /// core on which it spins.
 const CORE_CHECK_TURNS: u32 = 16;
-/// A rank in the way of a peer tries to move away once in this many cases.
+/// A rank that spins on a core which a peer needs tries to move away once in this many cases.
 const MIGRATE_EVERY: u32 = 8;
 /// Number of yields before a waiting thread sleeps: some 100 µs on an uncontended core, twice the
-/// cost of sleeping and waking. If the core is contended, it is often by the very rank for which
-/// the thread waits.
+/// cost of sleeping and waking. If another thread wants the core, it often belongs to the very rank
+/// for which this thread waits.
 pub const YIELD_TURNS: u32 = 200;
 
 impl ControlBlock {
@@ -177,7 +177,7 @@ impl ControlBlock {
         )))
     }
 
-    /// Sleeps until a peer publishes something, for at most a time slice or `limit`, unless `ready`
+    /// Sleeps until a peer publishes something, for at most 50 ms or `limit`, unless `ready`
     /// returns true.
     pub fn sleep(&self, limit: Duration, ready: impl FnOnce() -> bool) {
         self.words(self.rank).bell.0.sleep(&self.header().sleepers.0, limit, ready);
@@ -224,7 +224,7 @@ impl ControlBlock {
         let me = || self.describe(self.rank);
         let absent =
             |peer| lost(|| missing(peer), || self.exit_reason(peer)).map(|how| (peer, how));
-        // The launcher may have ended other ranks since.
+        // The first exit is reported first, because the launcher may have ended other ranks since.
         if let Some((peer, how)) =
             self.first_exited.get().copied().into_iter().chain(self.peers()).find_map(absent)
         {

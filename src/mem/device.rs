@@ -6,8 +6,8 @@ use crate::kernels::cuda::driver::{Device, OwnStream, RelaxedCapture, check};
 use cudarc::driver::sys;
 use std::sync::Arc;
 
-/// An array that kernels read, such as pointers or ranks. Freed when dropped, after all work
-/// enqueued on the device before.
+/// An array that kernels read, such as pointers or ranks. Dropping it frees the memory after all
+/// work that was enqueued on the device before.
 #[derive(Debug)]
 pub struct DeviceTable {
     address: u64,

@@ -4,15 +4,15 @@
 //! header | member 0 .. n-1 | post (0,even) (0,odd) .. (n-1,odd) | ring 0->0, 0->1 .. n-1->n-1 |
 //!     staging 0 .. n-1 | launch log 0 .. n-1
 //! ```
-//! Control (up to the rings) is reserved when the group is made; rings, staging and launch logs on
-//! first use.
+//! The pages before the rings are reserved when the group is made; rings, staging and launch logs
+//! are reserved on first use.
 
 use crate::rank::Rank;
 
 /// Maximum size of a message that travels next to the arrival flag.
 pub const INLINE_BYTES: usize = 8192 - POST_HEAD;
-/// The flag, fingerprint, factor and common length precede the inline data, so an 8-byte message
-/// fits in one cache line.
+/// Size of the flag, fingerprint, factor and common length before the inline data: together with
+/// them, an 8-byte message fits in one cache line.
 pub const POST_HEAD: usize = 32;
 /// Size of an input slot; a rank has [`INPUT_SLOTS`].
 pub const SLOT_BYTES: usize = 256 << 10;
@@ -30,7 +30,8 @@ pub const MIN_RING_BYTES: usize = 512 << 10;
 /// reader's cache. Writing lines that another core still holds takes four times as long
 /// (`docs/measurements/cpu.md`).
 const MAX_RING_BYTES: usize = 4 << 20;
-/// The head, tail and matched-bytes counters of a ring, each on its own pair of cache lines.
+/// Size of the area with a ring's head, tail and matched-bytes counters, each on its own pair of
+/// cache lines.
 pub const RING_HEAD: usize = 4 * LINE_PAIR;
 /// Alignment that separates words of different writers: 128, not 64, because adjacent-line prefetch
 /// pairs lines on x86.
@@ -41,8 +42,8 @@ pub const HEADER_BYTES: usize = 4096;
 pub const MEMBER_BYTES: usize = 5 * LINE_PAIR;
 /// Size of a rank's launch log; a multiple of a page.
 pub const LAUNCH_LOG_BYTES: usize = 88 << 10;
-/// Maximum number of members: one SCM_RIGHTS message carries at most 253 descriptors, and rings
-/// grow as n².
+/// Maximum number of members: one SCM_RIGHTS message carries at most 253 descriptors, and the
+/// number of rings is the square of the number of members.
 pub const MAX_RANKS: usize = 128;
 
 /// Offsets for a group of `n` members.

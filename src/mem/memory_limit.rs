@@ -1,5 +1,5 @@
-//! How much more memory this process may use, by the machine's memory and by each control group
-//! that limits it.
+//! Determines how much more memory this process may use, given the machine's free memory and each
+//! control group that limits the process.
 
 use crate::sys::fork::PerProcess;
 use std::fmt;
@@ -29,7 +29,8 @@ pub fn tightest() -> Option<MemoryLimit> {
     let swap = field(&meminfo, "SwapFree:").unwrap_or(0) * 1024;
     let machine = field(&meminfo, "MemAvailable:")
         .map(|kib| MemoryLimit { free: kib * 1024 + swap, of: "on this machine".into() });
-    // Determined once, because processes are usually moved between groups before they start.
+    // The groups are determined once, because a process is usually moved to its groups before it
+    // starts.
     static GROUPS: PerProcess<OnceLock<Vec<(CgroupVersion, PathBuf)>>> =
         PerProcess::new(OnceLock::new);
     let groups = GROUPS.get().get_or_init(|| {
@@ -66,12 +67,13 @@ impl CgroupVersion {
     /// files.
     fn free(self, swap: u64, read: impl Fn(&str) -> Option<String>) -> Option<u64> {
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
-        // Read last, because the kernel gathers these values from all cores.
+        // Read only if the group sets a limit, because the kernel gathers these values from all
+        // cores.
         let sum = |names: &[&str]| {
             let stat = read("memory.stat").unwrap_or_default();
             names.iter().filter_map(|name| field(&stat, name)).sum::<u64>()
         };
-        // `used` without `cache` cannot be dropped, only swapped out.
+        // The kernel can drop `cache`, but can only swap out the rest of `used`.
         let left =
             |limit: u64, used: u64, cache: u64| limit.saturating_sub(used.saturating_sub(cache));
         match self {

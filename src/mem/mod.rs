@@ -1,4 +1,4 @@
-//! Memory that all members of a group see.
+//! Memory that ranks share with each other or with GPUs, its layout and its limits.
 
 pub mod device;
 pub mod layout;

@@ -17,7 +17,7 @@ pub struct PinnedWords {
     count: usize,
 }
 
-// SAFETY: the memory is only reached as atomics.
+// SAFETY: all accesses to the memory are atomic.
 unsafe impl Send for PinnedWords {}
 // SAFETY: as above.
 unsafe impl Sync for PinnedWords {}
@@ -46,7 +46,7 @@ impl PinnedWords {
         self.device
     }
 
-    /// The words.
+    /// Returns the words.
     pub fn get(&self) -> &[AtomicU32] {
         // SAFETY: allocated for `count` words, aligned to a page, zeroed; lives as long as `self`;
         // the GPU writes whole words.
@@ -82,8 +82,7 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl RegisteredMemory {
-    /// Maps `bytes` bytes at `words` (both multiples of a page) for the GPU, in the current
-    /// context.
+    /// Maps `bytes` bytes at `host` (both multiples of a page) for the GPU, in the current context.
     ///
     /// # Safety
     /// The range is mapped and its pages are reserved as long as `keeper` lives.

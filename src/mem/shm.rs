@@ -34,7 +34,7 @@ struct ShmMapping {
     base: NonNull<u8>,
     bytes: usize,
     identity: u64,
-    /// `None` once the segment has left its file.
+    /// The group's memory file; `None` after [`ShmSegment::leave_file`].
     file: Mutex<Option<OwnedFd>>,
 }
 
@@ -55,7 +55,7 @@ pub struct HostReservation {
     bytes: usize,
 }
 
-// SAFETY: nothing is at the addresses that a thread could touch.
+// SAFETY: the addresses are inaccessible, so no thread can read or write through them.
 unsafe impl Send for HostReservation {}
 // SAFETY: as above.
 unsafe impl Sync for HostReservation {}
@@ -177,8 +177,8 @@ impl ShmSegment {
         }
     }
 
-    /// Returns a clone for a holder that passes the memory's addresses to a device: while it lives,
-    /// the segment does not leave its file.
+    /// Returns a clone for a holder that passes the memory's addresses to a device: while the clone
+    /// lives, the segment does not leave its file.
     pub fn hold(&self) -> Result<Self> {
         let file = lock(&self.mapping.file);
         file.as_ref()

@@ -18,7 +18,7 @@ pub struct DeviceReservation {
     bytes: usize,
 }
 
-/// A mapping of physical GPU memory, this process's or a peer's, into this device's address space.
+/// A mapping of physical GPU memory, of this process or a peer, into this device's address space.
 #[derive(Debug)]
 pub struct DeviceMapping {
     reservation: DeviceReservation,

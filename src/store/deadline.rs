@@ -8,15 +8,15 @@ use crate::error::{Error, ErrorKind, Result};
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// Time after the deadline in which ranks may still exchange which ranks are missing and why this
+/// How long after the deadline ranks may still tell each other which ranks are missing and why this
 /// rank fails.
 const AFTER_DEADLINE_GRACE: Duration = Duration::from_millis(700);
 
-/// A remaining time up to this counts as none.
+/// A remaining time of at most this length counts as zero.
 const NEGLIGIBLE: Duration = Duration::from_millis(100);
 
-/// A store that limits each of its operations to the time left until a deadline; those after it
-/// share `AFTER_DEADLINE_GRACE`.
+/// A store that limits each of its operations to the time left until a deadline; operations after
+/// the deadline share `AFTER_DEADLINE_GRACE`.
 pub struct DeadlineStore<'a> {
     store: &'a dyn Store,
     deadline: Instant,

@@ -17,18 +17,18 @@ pub enum Workload {
     Add,
     /// Waits for a key that exists.
     Wait,
-    /// The four in turn; the time of all four counts as one call.
+    /// Set, get, add and wait in turn; the time of all four counts as one call.
     Mix,
     /// Sets a key for which the next client waits, then waits for that client's key; half of the
     /// round trip counts.
     HandOver,
     /// A rendezvous: sets a key of its own, waits until all clients have set theirs, and gets the
-    /// next client's.
+    /// key of the next client.
     Meet,
 }
 
 impl Workload {
-    /// Work with this name in the benchmark.
+    /// Returns the work with this name in the benchmark.
     pub fn named(name: &str) -> Result<Self> {
         match name {
             "set" => Ok(Self::Set),

@@ -178,7 +178,7 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
     }
 
     /// Fails if another live process has joined as this rank. Processes that have met here may meet
-    /// again in another order.
+    /// again with their ranks exchanged.
     fn reject_taken(&self) -> Result<()> {
         // Without /proc, processes cannot be compared.
         let (Ok(own), Ok(host)) = (process::own(), NodeId::own()) else { return Ok(()) };

@@ -53,7 +53,8 @@ impl OffloadedStore {
         })
     }
 
-    /// Counts and reports an operation that the thread still executes or may execute.
+    /// Counts an abandoned operation, which the thread still executes or may execute, and returns
+    /// its error.
     fn given_up(&self, request: &Request<'_>, limit: Duration) -> Error {
         self.given_up.fetch_add(1, Ordering::Relaxed);
         self.late(request, limit)

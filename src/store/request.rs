@@ -119,7 +119,7 @@ impl<'a> Request<'a> {
         Self { op, keys, values, amount: 0 }
     }
 
-    /// Returns the same request for other keys, which must be equally many.
+    /// Returns the same request for the same number of other keys.
     pub fn with_keys(&self, keys: Vec<&'a str>) -> Self {
         Self { op: self.op, keys, values: self.values.clone(), amount: self.amount }
     }

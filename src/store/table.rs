@@ -9,7 +9,7 @@ use std::collections::{HashMap, VecDeque};
 /// A value of this size or more shares the buffer of its request instead of being copied.
 const SHARE: usize = 4096;
 
-/// Overhead per key or value that the limit counts, in bytes.
+/// Overhead per stored value that the limit counts, in bytes.
 const OVERHEAD: usize = 128;
 
 /// Reply of a store.
@@ -55,7 +55,8 @@ impl Default for KeyTable {
 }
 
 impl KeyTable {
-    /// Makes an empty table that holds at most `limit` bytes: keys, values and 128 for each.
+    /// Makes an empty table that holds at most `limit` bytes: the keys, the values and 128 bytes
+    /// for each value.
     pub fn bounded(limit: usize) -> Self {
         Self { values: HashMap::new(), queues: HashMap::new(), bytes: 0, limit }
     }
@@ -99,8 +100,8 @@ impl KeyTable {
         request.check()?;
         let Request { op, keys, values, amount } = request;
         if op.waits() {
-            // From the end: keys are usually set in order, so a caller that waits for the last one
-            // usually waits once.
+            // The last missing key is reported: keys are usually set in order, so a caller that
+            // waits for that key usually waits once.
             if let Some(index) = keys.iter().rposition(|key| !self.has(*op, key)) {
                 return Ok(TableResult::Missing(index));
             }
@@ -220,8 +221,8 @@ impl KeyTable {
         }
         self.check_room(more.len())?;
         if let Some(value) = self.values.get_mut(key) {
-            // In place if no reader holds the value at this moment; its buffer then grows in steps,
-            // not with each call.
+            // Appends in place if no reader holds the value at this moment; its buffer then grows
+            // in steps, not with each call.
             let mut buffer = match std::mem::take(value).try_into_mut() {
                 Ok(buffer) => buffer,
                 Err(shared) => BytesMut::from(&shared[..]),

@@ -12,7 +12,7 @@ const WRITTEN: u32 = 2;
 const TEXT_BYTES: usize = 3072;
 
 /// The first failure of a group, in shared memory. The first writer wins, and later failures are
-/// ignored. The parameters are for loom.
+/// ignored. The type parameters are for loom.
 #[repr(C)]
 pub struct FirstFailure<W = AtomicU32, B = AtomicU8, const TEXT: usize = TEXT_BYTES> {
     state: W,
@@ -27,7 +27,8 @@ pub struct FirstFailure<W = AtomicU32, B = AtomicU8, const TEXT: usize = TEXT_BY
 pub enum FailureState {
     /// No failure.
     None,
-    /// A failure whose author is between the two stores, or was killed there.
+    /// A failure whose author has set `state` to `WRITING` and not yet to `WRITTEN`, or was killed
+    /// in between.
     Writing,
     /// The failure.
     Written(Error),
@@ -65,20 +66,20 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
         self.state.store(WRITTEN, Ordering::Release);
     }
 
-    /// Returns true if a failure is recorded: one load of a line that no rank writes before a
+    /// Returns true if a failure is recorded: one load of a cache line that no rank writes before a
     /// failure.
     pub fn stands(&self) -> bool {
         self.state.load(Ordering::Relaxed) != NONE
     }
 
-    /// Returns the failure, from the view of `reader`.
+    /// Returns the failure as `reader` sees it: an abort by another rank has the kind `Peer`.
     pub fn read(&self, reader: Rank) -> Option<Error> {
         let start = Instant::now();
         loop {
             match self.look(reader) {
                 FailureState::None => return None,
                 FailureState::Written(error) => return Some(error),
-                // The writer of the record may have been killed between its two stores.
+                // The author of the record may have been killed between its two stores to `state`.
                 FailureState::Writing if start.elapsed() > Duration::from_millis(100) => {
                     return Some(Error::peer("another rank died while it was reporting a failure"));
                 }
@@ -87,7 +88,7 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
         }
     }
 
-    /// Returns the present state, from the view of `reader`.
+    /// Returns the present state, as `reader` sees it.
     pub fn look(&self, reader: Rank) -> FailureState {
         match self.state.load(Ordering::Acquire) {
             NONE => return FailureState::None,

@@ -41,8 +41,8 @@ impl<F: Flag> ByteRing<'_, F> {
         let place = tail % self.capacity;
         let skip = if place + bytes > self.capacity { self.capacity - place } else { 0 };
         let end = tail + skip + bytes;
-        // Acquires the consumer's last reads of the bytes that will be overwritten. Wrapping: an
-        // impossible head grants no space.
+        // Acquires the consumer's last reads of the bytes that will be overwritten. The subtraction
+        // wraps, so that an impossible head grants no space.
         (end.wrapping_sub(self.head.observe()) <= self.capacity).then_some(Reservation {
             padding: (skip > 0).then_some(place),
             place: (tail + skip) % self.capacity,

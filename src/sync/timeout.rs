@@ -24,11 +24,12 @@ pub struct CallTimeout {
     timeout: Duration,
 }
 
-/// The time before which no call logs a warning.
+/// Upper bound on the time after which a call that still waits logs a warning.
 const WARN_AFTER: Duration = Duration::from_secs(60);
 
 impl CallTimeout {
-    /// The time counts from the first query, so a call that never waits does not read the clock.
+    /// Counts the time from the first query, so that a call that never waits does not read the
+    /// clock.
     pub fn from_first_wait(timeout: Duration) -> Self {
         Self { started: OnceCell::new(), timeout }
     }
@@ -38,7 +39,7 @@ impl CallTimeout {
         Self { started: OnceCell::from(started), timeout }
     }
 
-    /// The time counts from now, unless it has started already.
+    /// Counts the time from now, unless the clock has started already.
     pub fn start(&self) {
         self.started.get_or_init(Instant::now);
     }

@@ -51,8 +51,8 @@ impl<W: Atomic<u64>> WorkItems<W> {
             if next >= count {
                 return None;
             }
-            // If the exchange succeeds, this is the word of that job: it does not change before the
-            // last piece is finished.
+            // If the exchange succeeds, this is the description of the claimed piece's job, because
+            // the word does not change before the job's last piece is finished.
             let job = self.job.load(Ordering::Relaxed);
             if self
                 .claims

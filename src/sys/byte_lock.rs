@@ -20,8 +20,8 @@ pub enum Mode {
     Exclusive,
 }
 
-/// Locks `byte` of `file`, replacing a lock that this open file has there. On failure, returns
-/// false and changes nothing.
+/// Locks `byte` of `file`, replacing a lock that this open file has there. If another open file has
+/// a conflicting lock, returns false and changes nothing.
 pub fn try_lock(file: BorrowedFd<'_>, byte: u64, mode: Mode) -> Result<bool> {
     let kind = match mode {
         Mode::Shared => libc::F_RDLCK,

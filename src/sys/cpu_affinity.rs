@@ -26,14 +26,14 @@ pub fn leave(taken: impl Fn(usize) -> bool) -> bool {
     true
 }
 
-/// Restores the affinity of this thread to `allowed`. If that was its whole cpuset, it requests all
-/// cores: the system remembers the request, and would otherwise confine the thread to today's cores
-/// if the cpuset grew.
+/// Restores the affinity of this thread to `allowed`. If `allowed` was the thread's whole cpuset,
+/// this function requests all cores: the system remembers the request, and would otherwise confine
+/// the thread to today's cores if the cpuset grew.
 fn restore(allowed: &CpuSet) {
     let mut everything = CpuSet::new();
     (0..CpuSet::MAX_CPU).for_each(|core| everything.set(core));
-    // Both can fail only if the cpuset has just shrunk; then the system has corrected the mask
-    // itself.
+    // Both calls can fail only if the cpuset has just shrunk; then the system has corrected the
+    // mask itself.
     let _ = sched_setaffinity(None, &everything);
     if sched_getaffinity(None).as_ref() != Ok(allowed) {
         let _ = sched_setaffinity(None, allowed);

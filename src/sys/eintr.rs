@@ -2,8 +2,8 @@
 
 use rustix::io::{Errno, Result};
 
-/// Maximum number of interruptions in a row. Real signals do not arrive more often than that: a
-/// tracer or filter is rejecting a call that never succeeds.
+/// Maximum number of interruptions in a row. Signals do not interrupt one call more often: then a
+/// tracer or a system-call filter fails every try.
 const TRIES: usize = 100;
 
 /// Repeats `call` while it is interrupted, at most `TRIES` times; then returns its `INTR`.

@@ -1,4 +1,4 @@
-//! Finds the sockets of a library that does not expose them: those that its event loop polls.
+//! Finds the sockets of a library that does not expose them: the sockets that its event loop polls.
 //!
 //! The kernel lists in `/proc/self/fdinfo` which file descriptors an epoll instance polls (`tfd` in
 //! proc(5)).
@@ -17,7 +17,7 @@ pub fn apart_from_children<T>(make: impl FnOnce() -> T) -> T {
     let made = make();
     let (Some(before), Some(instances)) = (before, instances()) else { return made };
     for (instance, sockets) in instances {
-        // The number may have belonged to another instance before.
+        // The descriptor may have belonged to another instance before.
         let known = before
             .get(&instance)
             .is_some_and(|before| before.iter().any(|socket| sockets.contains(socket)));

@@ -15,13 +15,13 @@ const FREE: i32 = -1;
 const FILLED_SOON: i32 = -2;
 
 /// A file descriptor that forked children do not get, and the [identity](identity) of its open
-/// file. The owner may close the descriptor before it removes it from the list, and the number may
-/// then be reused.
+/// file. The owner may close the descriptor before it removes this entry from the list, and the
+/// number may then be reused.
 #[derive(Debug)]
 struct GuardedFd {
     fd: AtomicI32,
     file: AtomicU64,
-    /// True if no [`CloseInChild`] will remove it from the list.
+    /// True if no [`CloseInChild`] will remove this entry from the list.
     kept: AtomicBool,
 }
 
@@ -46,8 +46,8 @@ extern "C" fn in_child() {
     }
 }
 
-/// Returns a number that identifies the open file of descriptor `fd`, and detects that `fd` was
-/// reused. Every socket has a different number.
+/// Returns a number that identifies the open file of descriptor `fd`, so that a reuse of `fd` is
+/// detected. Every socket has a different number.
 fn identity(fd: i32) -> Option<u64> {
     let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
     // SAFETY: `fstat` may be called in a child after fork, and has filled `stat` where it returns
@@ -151,15 +151,15 @@ pub(super) fn keep_from_children(fd: i32) {
     }
 }
 
-/// Returns a number that differs between a process and its forked children. What was made under
-/// another generation belongs to the parent and must not be used. (`exec` starts over; a raw
-/// `clone` system call is not detected.)
+/// Returns a number that differs between a process and its forked children. A resource that was
+/// made under another generation belongs to the parent and must not be used. (`exec` starts over; a
+/// raw `clone` system call is not detected.)
 pub fn generation() -> u64 {
     // Not a `Once`, because one that runs during a fork would block the child forever. Registering
-    // twice is harmless: a child then counts by two.
+    // twice is harmless: a child then adds 2 instead of 1.
     if !REGISTERED.load(Ordering::Acquire) {
-        // SAFETY: `in_child` only adds to an atomic, which is allowed in any context after fork,
-        // and is never unloaded while registered.
+        // SAFETY: `in_child` uses only atomics and system calls that are allowed in a child after
+        // fork, and is never unloaded while registered.
         let status = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         if status == 0 {
             REGISTERED.store(true, Ordering::Release);
@@ -260,8 +260,8 @@ mod tests {
 
     static COUNTER: PerProcess<Mutex<u32>> = PerProcess::new(|| Mutex::new(0));
 
-    /// Returns the result of `seen` in a forked child. There it may allocate (glibc repairs
-    /// malloc), but not take a lock of the parent's.
+    /// Returns the result of `seen` in a forked child. In the child, `seen` may allocate (glibc
+    /// repairs malloc), but must not take a lock that the parent held.
     fn in_a_child(seen: impl Fn() -> bool) -> bool {
         // SAFETY: the child calls `seen` and `_exit`.
         let child = unsafe { libc::fork() };
@@ -302,7 +302,7 @@ mod tests {
         // SAFETY: both are open and own their numbers.
         unsafe { libc::dup2(second.as_raw_fd(), fd) };
         assert!(in_a_child(|| first.local_addr().is_ok()));
-        // The new owner of the number may request the same.
+        // The new owner of the number may call the function, too.
         keep_from_children(fd);
         assert!(in_a_child(|| first.local_addr().is_err()));
     }

@@ -14,15 +14,15 @@ type Ask = Box<dyn Fn() -> bool + Send + Sync>;
 
 static ASK: OnceLock<Ask> = OnceLock::new();
 
-/// From now on, `ask` decides whether the calling thread must stop waiting; before, no thread must.
-/// Only the first call counts.
+/// From now on, `ask` decides whether the calling thread must stop waiting; before this call, no
+/// thread must. Only the first call counts.
 pub fn ask_with(ask: impl Fn() -> bool + Send + Sync + 'static) {
     let _ = ASK.set(Box::new(ask));
 }
 
 /// Fails with `Aborted` if the calling thread must stop waiting. That happens only on a process's
 /// first thread, because Python handles signals only there. Must be called without locks, because
-/// `ask` may wait for Python's.
+/// `ask` may wait for Python's lock.
 pub fn check() -> Result<()> {
     match ASK.get() {
         Some(ask) if gettid() == getpid() && ask() => {
@@ -37,7 +37,7 @@ thread_local! {
     static RUNNING: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Runs `body`, a call that only this thread can end.
+/// Runs `body`, a call of `owner` that only this thread can end.
 pub fn within<T>(owner: usize, body: impl FnOnce() -> T) -> T {
     let outside = RUNNING.replace(owner);
     let result = body();
@@ -56,7 +56,7 @@ pub fn check_outside(owner: usize) -> Result<()> {
     Err(Error::config(text))
 }
 
-/// [`check`] for loops that iterate more often than it should be called.
+/// Limits how often a loop calls [`check`], however often the loop iterates.
 pub struct Interrupts(Instant);
 
 impl Interrupts {

@@ -2,8 +2,8 @@
 //! only once, and a child inherits it.
 //!
 //! Lines go to standard error or into a queue, from which another logging system takes them on its
-//! own thread. The thread that logs may hold locks of this crate, so it must never wait for locks
-//! of others.
+//! own thread. The thread that logs may hold locks of this crate, so it must never wait for another
+//! system's locks.
 
 use super::fork::PerProcess;
 use crate::lock::{lock, unpoisoned};

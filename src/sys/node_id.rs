@@ -84,7 +84,7 @@ pub fn name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// Returns the model of its CPU as the kernel reports it, or its architecture.
+/// Returns the model of the node's CPU as the kernel reports it, or the CPU's architecture.
 pub fn cpu() -> &'static str {
     static MODEL: OnceLock<String> = OnceLock::new();
     MODEL.get_or_init(|| {

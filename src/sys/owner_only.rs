@@ -35,7 +35,8 @@ pub fn replace(
     content: &[u8],
 ) -> std::io::Result<()> {
     let random = random::bytes().map_err(std::io::Error::other)?;
-    // Not the process id: containers that share the directory have separate ones.
+    // A random name, not the process id: containers that share the directory may have equal process
+    // ids.
     let temporary = format!("{prefix}{:016x}.tmp", u64::from_ne_bytes(random));
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = openat(folder, temporary.as_str(), flags, Mode::RUSR | Mode::WUSR)?;
@@ -43,7 +44,8 @@ pub fn replace(
     let written = File::from(file).write_all(content);
     written.and_then(|()| Ok(renameat(folder, temporary.as_str(), folder, name)?)).inspect_err(
         |_| {
-            // It may already be removed, and if removing it fails, nothing more can be done.
+            // The temporary file may already be removed, and if removing it fails, nothing more can
+            // be done.
             let _ = unlinkat(folder, temporary.as_str(), AtFlags::empty());
         },
     )

@@ -25,15 +25,15 @@ pub struct ProcessId {
 /// Fields of `/proc/pid/stat`.
 struct Stat {
     state: char,
-    /// True for a process that has started to exit. It may not be finished, because freeing GPU
-    /// memory takes a tenth of a second.
+    /// True for a process that has started to exit. The exit may not be complete, because freeing
+    /// GPU memory takes a tenth of a second.
     exiting: bool,
     start_time: u64,
     /// Status as `waitpid` reports it; 0 while the process runs.
     status: i32,
 }
 
-/// The flag of an exiting thread; a process shows its first thread's flags.
+/// The flag of an exiting thread; `/proc` shows the flags of a process's first thread.
 const EXITING: u32 = 4;
 
 impl Stat {
@@ -41,7 +41,8 @@ impl Stat {
         self.exiting || matches!(self.state, 'Z' | 'X')
     }
 
-    /// Returns `None` if no such process exists; fails if no file descriptor is free.
+    /// Reads the fields of process `pid`; `None` if it does not exist. Fails if no file descriptor
+    /// is free.
     fn read(pid: u32) -> rustix::io::Result<Option<Self>> {
         match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
             Ok(text) => Ok(Self::parse(&text)),
@@ -114,8 +115,8 @@ pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
     Ok(Some(fd))
 }
 
-/// Returns true if the process that this one knows as `pid` has ended, so that another process may
-/// have the number since. False if `pid` is unknown.
+/// Returns true if this process holds a pidfd of a process with the id `pid` and that process has
+/// ended, so that another process may have the id now.
 pub fn has_ended(pid: u32) -> bool {
     let known = lock(KNOWN.get());
     let mut named = known
@@ -132,7 +133,7 @@ pub(super) fn know(process: ProcessId, fd: &Arc<OwnedFd>) {
     lock(KNOWN.get()).insert(process, Arc::downgrade(fd));
 }
 
-/// Returns the state of a process in a word; `None` if it does not exist.
+/// Returns the state of a process in words; `None` if it does not exist.
 pub fn state(pid: u32) -> Option<&'static str> {
     let stat = Stat::read(pid).ok()??;
     if stat.over() {
@@ -152,7 +153,8 @@ pub fn is_ending(process: ProcessId) -> bool {
     stat.is_none_or(|stat| stat.start_time != process.start_time || stat.over())
 }
 
-/// Processes that may be exiting, and the listener.
+/// The suspects, which are processes that may be exiting, and the waker of the thread that checks
+/// them.
 #[derive(Default)]
 struct PossiblyExiting {
     pids: Vec<u32>,
@@ -191,8 +193,9 @@ pub fn ended(pidfd: &OwnedFd) -> bool {
 }
 
 /// Returns how a process ended that has ended or [is exiting](is_ending): `"killed by signal 9
-/// (SIGKILL)"`, `"exited with code 3"`, or `"gone"` if neither the kernel (6.15 and later, after it
-/// was reaped) nor its entry in /proc (before) says so.
+/// (SIGKILL)"`, `"exited with code 3"`, or `"gone"` if the cause is unknown. The cause comes from
+/// the process's entry in /proc until the process is reaped, and then from the kernel (6.15 and
+/// later).
 pub fn exit_cause(process: ProcessId, pidfd: &OwnedFd) -> String {
     let zombie = || {
         Stat::read(process.pid)
@@ -260,7 +263,8 @@ pub fn descriptor_limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Raises that limit to `wanted` or the hard limit, whichever is lower; never lowers it.
+/// Raises the limit on open file descriptors to `wanted` or the hard limit, whichever is lower;
+/// never lowers it.
 pub fn raise_descriptor_limit(wanted: u64) {
     let limit = getrlimit(Resource::Nofile);
     let wanted = limit.maximum.map_or(wanted, |most| wanted.min(most));

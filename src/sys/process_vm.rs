@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use std::sync::atomic::{Ordering, fence};
 
 /// Copies `bytes` bytes at address `from` of process `pid` to `to`, without help of that process.
-/// Later reads of this process are ordered after the copy.
+/// Later reads by this thread are ordered after the copy.
 ///
 /// # Errors
 /// The memory cannot be read, or the process known as `pid` has ended, so that another process's

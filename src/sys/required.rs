@@ -145,8 +145,8 @@ pub fn unreadable(path: &str, error: &std::io::Error) -> Error {
 /// Returns this process's limit on open file descriptors, and how many are open.
 pub fn descriptors() -> (Option<u64>, usize) {
     let limit = getrlimit(Resource::Nofile).current;
-    // One of the entries is the descriptor of the listing itself. If no descriptor is free, the
-    // limit is the number.
+    // One of the entries is the descriptor of the listing itself. If no descriptor is free for the
+    // listing, as many are open as the limit allows.
     let open = std::fs::read_dir("/proc/self/fd").map_or_else(
         |_| limit.map_or(0, |limit| usize::try_from(limit).unwrap_or(usize::MAX)),
         |entries| entries.count().saturating_sub(1),

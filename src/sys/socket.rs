@@ -59,8 +59,8 @@ impl PeerCredentials {
 
 /// Returns the process that made the other end of `socket` by `connect` or `listen`.
 pub fn peer(socket: &OwnedFd) -> Result<PeerCredentials> {
-    // Not rustix's `socket_peercred`, whose process id must not be 0: an unidentified peer can make
-    // it 0.
+    // rustix's `socket_peercred` is not used, because it requires a process id other than 0, and an
+    // unidentified peer can make the id 0.
     let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: `credentials` is valid for writes of `length` bytes, its own size.

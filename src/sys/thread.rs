@@ -57,7 +57,7 @@ pub fn spawn<T: Send + 'static>(
     })
 }
 
-/// Runs `work` on its own thread. The returned receiver gets a value at its end.
+/// Runs `work` on its own thread. The returned receiver gets a value when `work` ends.
 pub fn start_aside(name: &str, work: impl FnOnce() + Send + 'static) -> Option<Receiver<()>> {
     let (done, ended) = channel();
     let thread = spawn(name, None, move || {
@@ -78,13 +78,13 @@ pub fn aside(name: &str, limit: Duration, work: impl FnOnce() + Send + 'static) 
     }
 }
 
-/// Blocks the signals of the thread that made it while it lives, so that they wait or other threads
-/// take them. For system calls that start over when they are interrupted. Signals of the thread's
-/// own faults (SIGSEGV and the like) are not blocked, because the kernel would kill the process
-/// without calling the handlers that report where.
+/// While this value lives, blocks the signals of the thread that made it, so that the signals wait
+/// or other threads take them. For system calls that start over when they are interrupted. Signals
+/// of the thread's own faults (SIGSEGV and the like) are not blocked, because the kernel would kill
+/// the process without calling the handlers that report the place of the fault.
 pub struct BlockedSignals {
     before: libc::sigset_t,
-    /// A mask belongs to one thread.
+    /// Keeps the value on its thread, because a signal mask belongs to one thread.
     _here: std::marker::PhantomData<*const ()>,
 }
 

@@ -37,7 +37,7 @@ pub enum CallTarget {
     Cuda {
         /// Index of the device in torch.
         device: i32,
-        /// The driver's handle.
+        /// The driver's handle of the stream.
         stream: usize,
         /// True if the call runs on a stream of the group, ordered with the caller's stream.
         background: bool,
@@ -125,8 +125,8 @@ impl TraceEntry {
         waited: None,
     };
 
-    /// Makes the entry of `call` when it is submitted. Inlined, like everything on the path to its
-    /// slot: each copy of an entry takes a third of the time of an arrival.
+    /// Makes the entry of `call` when it is submitted. Inlined, like every function on the way to
+    /// the entry's slot: each copy of an entry takes a third of the time of an arrival.
     #[inline(always)]
     pub(super) fn of_call(call: &CallSpec) -> Self {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();

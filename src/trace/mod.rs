@@ -64,8 +64,8 @@ pub fn render() -> Result<String> {
     dump::render(JOURNAL.get())
 }
 
-/// Returns how the process of a global rank has ended, as a sentence without its end, if an open
-/// group of this process knows it.
+/// Returns how the process of a global rank has ended, as a sentence without a full stop, if an
+/// open group of this process knows it.
 pub fn ended(global: u32) -> Option<String> {
     lock(&JOURNAL.get().groups).ended(global)
 }
@@ -177,13 +177,13 @@ impl GroupRecorder {
     /// Publishes to peers when this rank started collective `sequence`.
     fn log_start(&self, sequence: u64, at: u64) {
         if !self.twofold.load(Ordering::Relaxed) {
-            // Published with the post of the call.
+            // The post of the call publishes this word.
             self.control.start(self.control.rank(), sequence).store(at, Ordering::Relaxed);
         }
     }
 
     /// Returns how long `entry`, which has succeeded, waited for the last rank to start, and that
-    /// rank. Reads each peer's memory.
+    /// rank. Reads a word of each peer in shared memory.
     fn waited(&self, entry: &TraceEntry) -> (u64, Option<Rank>) {
         let begun = |rank| self.control.start(rank, entry.sequence).load(Ordering::Relaxed);
         let last = self.control.peers().max_by_key(|&rank| begun(rank));
@@ -193,7 +193,7 @@ impl GroupRecorder {
 
     /// Turns the recording of the last rank to start on or off.
     pub fn watch(&self, on: bool) {
-        // Calls set this one at a time, and seldom change it.
+        // Calls set the flag one at a time and seldom change it, so it is stored only on a change.
         if self.watched.load(Ordering::Relaxed) != on {
             self.watched.store(on, Ordering::Relaxed);
         }
@@ -214,8 +214,8 @@ impl GroupRecorder {
         number
     }
 
-    /// Counts the entry `number`, which was just put. It is read again, because another copy would
-    /// slow down calls that are not counted.
+    /// Counts the entry `number`, which was just put. The entry is read again from the ring,
+    /// because another copy would slow down calls that are not counted.
     #[inline(always)]
     fn count(&self, number: u64) {
         if let Some(totals) = &self.journal.totals {
@@ -348,7 +348,7 @@ impl GroupRecorder {
     }
 
     /// Writes the dump if `error` is the first group failure that this rank sees. Errors of
-    /// arguments, or of this rank's own making, do not count.
+    /// arguments, and errors that this rank caused itself, do not count.
     pub fn note_failure(&self, error: &Error) {
         let failure = match error.kind {
             ErrorKind::Peer | ErrorKind::Timeout | ErrorKind::Mismatch | ErrorKind::Internal => {
@@ -363,8 +363,8 @@ impl GroupRecorder {
             | ErrorKind::Network
             | ErrorKind::QueueEmpty => false,
         };
-        // A forked child may query its parent's group for a failure, but the group's locks may be
-        // held forever there.
+        // A forked child may query its parent's group for a failure, but must not take the group's
+        // locks, which may be held forever in the child.
         if !failure
             || self.generation != fork::generation()
             || self.failed.swap(true, Ordering::AcqRel)

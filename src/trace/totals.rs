@@ -1,8 +1,8 @@
 //! Counts of all calls of a process, by operation and size, which `SYMM_STATS_INTERVAL` shows at
 //! the end of a job.
 //!
-//! Size classes are powers of two, so the memory is bounded, however long the job and however many
-//! its sizes. Nothing is counted unless `SYMM_STATS_INTERVAL` requests it.
+//! Size classes are powers of two, so the memory is bounded, however long the job runs and however
+//! many sizes it uses. Nothing is counted unless `SYMM_STATS_INTERVAL` requests it.
 
 use super::clock::{self, WallClock};
 use super::entry::{CallKind, CallTarget, EntryState, TraceEntry};
@@ -72,8 +72,8 @@ impl Totals {
         }
     }
 
-    /// Returns the cell of `entry`, of a group of `world` ranks, and its size as nccl-tests counts
-    /// it.
+    /// Returns the cell of `entry`, of a group of `world` ranks, and the call's size as nccl-tests
+    /// counts it.
     fn cell(&self, entry: &TraceEntry, world: usize) -> (&Cell, u64) {
         let (op, shards) = match entry.what {
             CallKind::Collective { op, .. } => (

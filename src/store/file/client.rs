@@ -62,8 +62,8 @@ impl FileClient {
         request: &Request<'_>,
         limit: Option<Duration>,
     ) -> Result<TableReply> {
-        // Before any mutex, because a thread of the parent may have held it when this process was
-        // forked.
+        // Checked before any mutex is taken, because a thread of the parent may have held the mutex
+        // when this process was forked.
         if self.generation != fork::generation() {
             let path = self.path();
             return Err(Error::config(format!(
@@ -89,7 +89,8 @@ impl FileClient {
         })
     }
 
-    /// Reads new entries for a read; `false` if that needs the lock and another process holds it.
+    /// Reads the new entries of the log before a read request; `false` if that needs the lock and
+    /// another process holds it.
     fn follow(&self, replica: &mut Replica) -> Result<bool> {
         if self.disk.coherent {
             for _ in 0..LOOKS {
@@ -107,8 +108,8 @@ impl FileClient {
     fn attempt(&self, request: &Request<'_>) -> Result<TryResult> {
         let mut state = self.state();
         let ClientState { replica, buffer } = &mut *state;
-        // A read, or the first check of a request that waits and then writes: it takes the lock
-        // only if the key exists.
+        // A read, or the first check of a request that waits and then writes; such a request takes
+        // the lock only if the key exists.
         if !request.op.writes() || request.op.waits() {
             if !self.follow(replica)? {
                 return Ok(TryResult::Busy);
@@ -139,7 +140,7 @@ impl FileClient {
         Ok(answer.into())
     }
 
-    /// Retries until `deadline`, while other threads of this process may use the store.
+    /// Retries until `limit` has passed, while other threads of this process may use the store.
     fn wait(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         let deadline = deadline(limit);
         let longest = Duration::from_millis(if self.disk.coherent { 1 } else { 5 });
@@ -173,7 +174,7 @@ impl FileClient {
             }
             let missing = self.state().replica.table.missing(request);
             if missing.is_empty() {
-                // Another thread has just read the keys.
+                // Another thread has just read the missing keys from the log.
                 continue;
             }
             let error = timed_out(request, limit, &missing);
@@ -223,7 +224,7 @@ fn changes(request: &Request<'_>, reply: &TableReply, before: Option<&TableResul
 
 impl Drop for FileClient {
     fn drop(&mut self) {
-        // The user is the parent.
+        // The parent is the user of the file, not this forked child.
         if self.generation != fork::generation() {
             return;
         }

@@ -169,7 +169,7 @@ impl RecordHeader {
         bytes
     }
 
-    /// Returns `None` if the header is damaged or its length is out of bounds.
+    /// Decodes a header; `None` if it is damaged or its length is out of bounds.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let header = Self { length: u32_at(bytes, 0), chain: u32_at(bytes, 4) };
         let fits = (1..=MAX_PAYLOAD).contains(&(header.length as usize));

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 /// How long a leaving user tries to record that it leaves.
 const FILE_LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The state of the file as its first user finds it.
+/// The state of the file as a joining user finds it.
 enum FileState {
     /// The file has never been in use.
     Nothing,
@@ -48,8 +48,8 @@ pub(super) fn join(
                 return match entered {
                     Ok(replica) => Ok((disk, replica)),
                     Err(error) => {
-                        // Explicitly, because a concurrently forked child may hold the same open
-                        // file.
+                        // Leaves explicitly, because a concurrently forked child may hold the same
+                        // open file, and with it the lock.
                         let _ = disk.leave();
                         Err(error)
                     }

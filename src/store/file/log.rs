@@ -1,5 +1,5 @@
-//! Replays a log and builds new entries. This file knows nothing of files, locks or time, and the
-//! bytes may be arbitrary.
+//! Replays a log and builds new entries. This module uses no files, locks or clocks, and the bytes
+//! may be arbitrary.
 
 pub use super::source::LogSource;
 
@@ -12,7 +12,8 @@ use crate::store::request::Request;
 use crate::store::table::{KeyTable, TableResult};
 use bytes::Bytes;
 
-/// These codes lie above the codes of operations, which share the byte.
+/// The codes of entries that are not requests. They lie above the codes of operations, which occupy
+/// the same byte.
 const JOIN: u8 = 0xf0;
 const LEAVE: u8 = 0xf1;
 
@@ -77,8 +78,8 @@ impl Replica {
         &self.front
     }
 
-    /// Reads the entries added since; `false` if that needs the lock. `locked` is true if no
-    /// process can write meanwhile.
+    /// Reads the entries that were added since the last read; `false` if that needs the lock.
+    /// `locked` is true if no process can write meanwhile.
     pub(super) fn follow<S: LogSource + ?Sized>(
         &mut self,
         source: &S,

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// file systems cannot read a locked byte.
 const OPERATION: u64 = 1 << 62;
 
-/// The byte that each user keeps locked while it is one.
+/// The byte that each user keeps locked until it leaves.
 const USERS: u64 = OPERATION + 1;
 
 /// Pause between two attempts at a lock that is usually held for microseconds.
@@ -46,7 +46,7 @@ impl LogFile {
     pub(super) fn write(&self, mut bytes: &[u8], mut at: u64) -> Result<()> {
         let (whole, start) = (bytes.len(), at);
         while !bytes.is_empty() {
-            // A write of 0 bytes never succeeds on a file.
+            // A file never accepts 0 bytes, so a count of 0 is an error.
             let count = retry(|| pwrite(&self.file, bytes, at))
                 .and_then(|count| if count > 0 { Ok(count) } else { Err(Errno::IO) });
             let count = count.map_err(|errno| {

@@ -38,9 +38,9 @@ impl FileStore {
     /// Joins the users of the store at `path`, which is created if the file does not exist or is
     /// empty.
     ///
-    /// Each call is one user. The last one to leave removes the file if at least `world_size` users
-    /// have joined in all; before that, the file keeps its contents for later users. The first user
-    /// of a new run discards what a killed run has left.
+    /// Each call adds one user. The last user to leave removes the file if at least `world_size`
+    /// users have joined in all; before that, the file keeps its contents for later users. The
+    /// first user of a new run discards what a killed run has left.
     ///
     /// `Config` if the directory does not exist, if other users may replace files in it, if the
     /// file is not a regular file with mode 0600 that belongs to this user, or if it is damaged;

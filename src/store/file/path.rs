@@ -111,8 +111,8 @@ impl StorePath {
     }
 }
 
-/// Returns true if readers see a completed write to `file` at once. On other file systems, taking a
-/// lock has that effect.
+/// Returns true if readers see a completed write to `file` at once. On other file systems, readers
+/// see it once they take a lock.
 pub(super) fn is_coherent(file: &File) -> bool {
     fstatfs(file).is_ok_and(|status| COHERENT.contains(&status.f_type))
 }

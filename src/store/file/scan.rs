@@ -69,7 +69,8 @@ impl Replica {
         Ok(count)
     }
 
-    /// Returns the record at the start of `window`, if it is intact and ends before `until`.
+    /// Returns the record at the start of `window` if it is longer than the window, intact, and
+    /// ends at `until` or before.
     fn read_long<S: LogSource + ?Sized>(
         &self,
         source: &S,

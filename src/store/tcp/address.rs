@@ -29,13 +29,13 @@ pub enum StoreAddress {
 pub enum UnixName {
     /// A path; the server removes the socket when it ends.
     Path(PathBuf),
-    /// `@name`.
+    /// The name of an abstract socket, which users write as `@name`.
     Abstract(String),
 }
 
 impl StoreAddress {
-    /// `host` is a name, an IPv4 or IPv6 address, or `unix:/path` or `unix:@name`, which ignore
-    /// `port`. A name is resolved on another thread, for at most until `deadline`.
+    /// Resolves `host`, which is a name, an IPv4 or IPv6 address, or `unix:/path` or `unix:@name`,
+    /// which ignore `port`. A name is resolved on another thread, until `deadline` at the latest.
     pub fn resolve(host: &str, port: u16, deadline: Instant) -> Result<Self> {
         if let Some(name) = host.strip_prefix("unix:") {
             // As in URLs: unix:///path.
@@ -94,7 +94,7 @@ impl StoreAddress {
 
     /// Replaces a loopback address, which all users of a node can reach, by an abstract Unix socket
     /// named after the port, whose ends learn each other's user from the kernel. Like the port, the
-    /// name belongs to the network namespace, and nothing remains of it. Port 0 yields a name that
+    /// name belongs to the network namespace, and no file remains of it. Port 0 yields a name that
     /// other processes cannot guess.
     pub fn for_same_user(self) -> Result<Self> {
         match &self {
@@ -166,12 +166,12 @@ impl std::fmt::Display for StoreAddress {
 
 fn connect_inet(address: &SocketAddr) -> rustix::io::Result<OwnedFd> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    // Blocks while it connects: the kernel's own limit applies if the peer does not answer, and a
-    // refusal arrives at once.
+    // Waits while it connects: at most two seconds if the peer does not answer; a refusal arrives
+    // at once.
     let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     attend(&socket)?;
     connect_within(&socket, || connect(&socket, address))?;
-    // A socket that connects to a free port of its own range may connect to itself.
+    // A socket that connects to an unused port in the ephemeral range may connect to itself.
     let own = getsockname(&socket).ok().and_then(|own| SocketAddr::try_from(own).ok());
     if own == Some(*address) { Err(Errno::CONNREFUSED) } else { Ok(socket) }
 }

@@ -53,8 +53,8 @@ impl Drop for ServerConnection {
     }
 }
 
-/// How long a client that needs another connection retries while the server closes it at once. A
-/// server that is overloaded by unidentified peers may take the client for one of them.
+/// How long a client that needs another connection retries while the server closes each one at
+/// once. A server that is overloaded by unidentified peers may take the client for one of them.
 const RECONNECT_WINDOW: Duration = Duration::from_secs(1);
 
 /// Why an exchange ended without an answer.
@@ -101,14 +101,15 @@ impl ServerConnection {
         Ok(())
     }
 
-    /// Reads between one byte and as many as `into` holds.
+    /// Reads at least one byte, and at most as many as fit into `into`.
     fn read(
         &self,
         into: &mut [u8],
         deadline: Instant,
     ) -> std::result::Result<usize, ExchangeError> {
         loop {
-            // Sleeps in a blocking read while there is time; the last nap polls with a timeout.
+            // Sleeps in a blocking read while more than `SIGNAL_POLL` remains; the last sleep is a
+            // poll with a timeout.
             if deadline.saturating_duration_since(Instant::now()) <= SIGNAL_POLL {
                 self.ready(PollFlags::IN, deadline)?;
             }
@@ -293,7 +294,7 @@ impl Client {
                 )),
                 false,
             ),
-            // A server that is shutting down accepts and closes.
+            // A server that is shutting down accepts connections and closes them.
             ExchangeError::Closed(_) => {
                 let whose = match address {
                     StoreAddress::Unix(_) => "; a store there serves its own user only",
@@ -320,7 +321,7 @@ impl Client {
         connection.receive(&mut opening, deadline).map_err(broken)?;
         let (introduction, hello) = ClientHello::answer(&opening, secret).map_err(|error| {
             if error.kind == ErrorKind::Config {
-                // Only for the server's log.
+                // This message is only for the server's log.
                 let _ = connection.send(&farewell(secret.is_some()), deadline);
             }
             wrong(error)
@@ -417,7 +418,7 @@ impl Client {
     ) -> Result<std::result::Result<ServerFrame, ExchangeError>> {
         let mut connection = self.take(deadline)?;
         let outcome = connection.exchange(message, deadline, &self.eager);
-        // After any other failure, the connection may hold part of an answer.
+        // After any other failure, the connection may hold part of an answer and is not used again.
         if let Ok(_) | Err(ExchangeError::Unsent(_)) = &outcome {
             self.give_back(connection);
         }

@@ -18,7 +18,7 @@ const APART: usize = 16 * 1024;
 pub enum ClientFrame<'a> {
     /// A request and its limit.
     Call(Duration, Request<'a>),
-    /// Adds one to the number of workers for which the master waits.
+    /// Reports that one more worker has joined; the master may wait until enough have.
     Join,
 }
 

@@ -18,8 +18,8 @@ pub struct ConnectionLimits {
     pub unidentified: usize,
     /// How long an unidentified peer may take to authenticate.
     pub hello: Duration,
-    /// How long a frame may take from its first byte to its last, and an answer until the client
-    /// has received it.
+    /// How long a frame may take from its first byte to its last, and how long a client may take to
+    /// receive an answer.
     pub frame: Duration,
 }
 

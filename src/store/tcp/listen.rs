@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 
 const BACKLOG: i32 = 4096;
 
-/// The sockets on which a server listens. A Unix socket's path is removed with them.
+/// The sockets on which a server listens. Dropping this value also removes the path of a Unix
+/// socket.
 pub struct ListeningSockets {
     /// The sockets.
     pub sockets: Vec<OwnedFd>,
@@ -39,7 +40,7 @@ impl Drop for ListeningSockets {
 }
 
 impl ListeningSockets {
-    /// Listens on all addresses of `address`; port 0 picks a free one. `Network` on failure.
+    /// Listens on all addresses of `address`; port 0 picks a free port. `Network` on failure.
     pub fn at(address: &StoreAddress) -> Result<Self> {
         match address {
             StoreAddress::Inet(all) => inet(all),
@@ -128,7 +129,8 @@ fn inet(all: &[SocketAddr]) -> Result<ListeningSockets> {
 fn listen_inet(address: &SocketAddr) -> rustix::io::Result<(OwnedFd, SocketAddr)> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let socket = socket_with(family, SocketType::STREAM, FLAGS, Some(ipproto::TCP))?;
-    // Connections that a recently ended server has left behind would block the port for a minute.
+    // Without this option, connections of a recently ended server would block the port for a
+    // minute.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     if address.is_ipv6() {
         // "::" stands for all addresses including IPv4; any other address only for itself.
@@ -166,8 +168,8 @@ fn unix(name: &UnixName) -> Result<ListeningSockets> {
     outcome.map_err(fail)?;
     let path = match name {
         UnixName::Path(path) => {
-            // Before it listens, so that no other user can connect in between; `accept` checks the
-            // user again.
+            // Set before the socket listens, so that no other user can connect in between; `serves`
+            // checks the user again.
             let metadata = std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
                 .and_then(|()| std::fs::symlink_metadata(path));
             let metadata =
@@ -214,7 +216,7 @@ mod tests {
         assert!(ListeningSockets::at(&name).is_err_and(|error| error.message.contains("in use")));
         drop(listeners);
         assert!(!place.exists());
-        // Left by a server that was killed.
+        // A path that a killed server left behind.
         drop(std::os::unix::net::UnixListener::bind(&place));
         assert!(place.exists());
         drop(ListeningSockets::at(&name)?);

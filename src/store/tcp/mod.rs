@@ -75,7 +75,7 @@ pub struct TcpStore {
     host: String,
     port: u16,
     client: Client,
-    /// The server; a later field, so it ends after the client's connections.
+    /// The server; declared after `client`, so that it ends after the client's connections.
     _server: Option<Arc<Server>>,
 }
 

@@ -28,7 +28,8 @@ pub const ADMISSION: usize = 1 + WIDTH;
 /// A value used once.
 pub type Nonce = [u8; WIDTH];
 
-/// The side that sends a proof; it keeps a proof of one side from being valid for the other.
+/// The side that sends a proof. The proof covers the side, so a proof of one side is not valid for
+/// the other.
 #[derive(Clone, Copy)]
 enum Role {
     Client,
@@ -112,7 +113,7 @@ pub fn plausible(start: &[u8]) -> bool {
 }
 
 /// Returns the last message of a client that has a secret where the server has none, or the
-/// reverse, so that the server can log it, too.
+/// reverse, so that the server can log the mismatch, too.
 pub fn farewell(secret: bool) -> [u8; HELLO] {
     fixed(&[&MAGIC[..], &[u8::from(secret)]].concat())
 }
@@ -157,7 +158,7 @@ impl ClientHello {
     }
 
     /// Succeeds if the server admits this client and, if there is a secret, has proven that it
-    /// knows it.
+    /// knows the secret.
     pub fn admitted(&self, admission: &[u8; ADMISSION], secret: Option<&[u8]>) -> Result<()> {
         let proven = secret.is_none_or(|secret| {
             holds(secret, Role::Server, &self.server, &self.client, &admission[1..])

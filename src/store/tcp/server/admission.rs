@@ -20,12 +20,14 @@ const ACCEPT_TURN: usize = 64;
 /// Pause before accepting again when file descriptors have run out.
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 
-/// Number of connections from which the process gets [`EXTRA_FDS`] file descriptors.
+/// Above this number of connections, the process's table of file descriptors grows to
+/// [`EXTRA_FDS`].
 const RAISE_LIMIT_AT: usize = 16;
 const EXTRA_FDS: u64 = 4096;
 
 /// Number of unidentified peers that stay allowed when they have used their share of the file
-/// descriptors. Some must, because a peer that knows the secret is also unidentified at first.
+/// descriptors. Some must stay allowed, because a peer that knows the secret is also unidentified
+/// at first.
 const MIN_UNIDENTIFIED: usize = 16;
 
 /// The part of the process's file descriptors that unidentified peers must leave free: 1 in 4.
@@ -35,8 +37,8 @@ const UNIDENTIFIED_RESERVE: u64 = 4;
 /// if that is fewer.
 const CLIENT_RESERVE: u64 = 32;
 
-/// Moves `socket` to the lowest free file descriptor, if that is lower than its own, so that
-/// connections that replace others do not climb.
+/// Moves `socket` to the lowest free file descriptor, if that is lower than its own, so that the
+/// numbers do not rise when connections replace others.
 fn lowered(socket: OwnedFd) -> OwnedFd {
     match fcntl_dupfd_cloexec(&socket, 0) {
         Ok(copy) if copy.as_raw_fd() < socket.as_raw_fd() => copy,
@@ -50,7 +52,7 @@ impl EventLoop {
             match self.listeners.accept(&self.listeners.sockets[index]) {
                 Ok(socket) => self.accept_pending(socket),
                 Err(Errno::AGAIN) => return,
-                // The peer has disconnected already.
+                // The peer has disconnected already, or a signal interrupted the call.
                 Err(Errno::CONNABORTED | Errno::INTR) => {}
                 // The rest of the process has taken the last file descriptor.
                 Err(Errno::MFILE | Errno::NFILE) if self.evict_oldest() => {}
@@ -78,8 +80,8 @@ impl EventLoop {
                 &format!("{} clients are connected", self.connections.len()),
             );
         }
-        // The kernel assigns the lowest free number. The limits bound this number, so higher ones
-        // remain for others.
+        // The kernel assigns the lowest free number. The limits bound this number, so higher
+        // numbers remain for the rest of the process.
         let (number, limit) =
             (u64::from(socket.as_raw_fd().unsigned_abs()), process::descriptor_limit());
         let scarce = number >= limit - CLIENT_RESERVE.min(limit / 8);
@@ -178,7 +180,7 @@ fn raise_fd_limit() {
     let grow = || {
         let highest = i32::try_from(process::descriptor_limit().min(EXTRA_FDS).saturating_sub(1))
             .unwrap_or(i32::MAX);
-        // If the table cannot grow, clients wait.
+        // If this fails, the table grows later, on the server's thread, and clients wait for that.
         let _ =
             eventfd(0, EventfdFlags::CLOEXEC).and_then(|one| fcntl_dupfd_cloexec(&one, highest));
     };

@@ -28,7 +28,7 @@ pub(super) enum ClientPhase {
     Unidentified(Nonce),
     /// The next frame is expected, or arriving.
     Open,
-    /// The client waits for `key`, and gets an answer that names it at the deadline.
+    /// The client waits for `key`, and gets an answer that names the key at the deadline.
     Waiting { key: String },
     /// The server sends an error and then closes the connection.
     Leaving,
@@ -122,13 +122,13 @@ impl ClientConnection {
         !self.output.is_empty()
     }
 
-    /// Returns the length of the current frame, once that has arrived.
+    /// Returns the length of the current frame, once the length field has arrived.
     fn announced(&self) -> Option<usize> {
         let length = self.input.get(..LENGTH)?;
         Some(u32::from_le_bytes([length[0], length[1], length[2], length[3]]) as usize)
     }
 
-    /// Reads available bytes, at most to the end of one frame.
+    /// Reads available bytes, and returns at most one frame.
     pub(super) fn read(&mut self) -> Input {
         if let Some(found) = self.complete() {
             return found;

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 /// next request soon.
 const SERVER_SPIN: Duration = Duration::from_micros(50);
 
-/// Number of queued answers from which other threads help to send.
+/// Minimum number of queued answers for which other threads help to send.
 const MANY: usize = 8;
 
 /// Maximum number of connections with more work that get a turn between two polls for events.
@@ -200,8 +200,8 @@ impl EventLoop {
         self.release(connection.reserved);
     }
 
-    /// Handles an event of a socket. If the other end sends no more, what it has sent before is
-    /// still served, unless it was waiting for an answer.
+    /// Handles an event of a socket. If the other end sends no more, the server still serves its
+    /// earlier requests, unless the connection waits for a key or is being closed.
     fn event(&mut self, key: usize, ended: bool) {
         if let Some(connection) = self.connections.get_mut(&key) {
             connection.drained = false;
@@ -321,7 +321,8 @@ impl EventLoop {
         }
     }
 
-    /// Continues after sending with the requests that the connection has sent meanwhile.
+    /// Handles the result of sending, and continues with the requests that the client has sent
+    /// meanwhile.
     fn flushed(&mut self, key: usize, output: Output) {
         let Some(connection) = self.connections.get_mut(&key) else {
             return;
@@ -351,7 +352,8 @@ impl EventLoop {
         self.deadlines.set(key, &mut connection.deadline, deadline);
     }
 
-    /// Reserves memory for `length` bytes, or queues the connection for it.
+    /// Reserves memory for `length` bytes and returns true, or queues the connection until memory
+    /// is free.
     pub(super) fn reserve(&mut self, key: usize, length: usize) -> bool {
         let Some(connection) = self.connections.get_mut(&key) else {
             return false;
@@ -382,7 +384,7 @@ mod tests {
     use crate::store::tcp::address::StoreAddress;
     use std::net::{Shutdown, SocketAddr, TcpStream};
 
-    /// A server's loop that the test turns by hand.
+    /// A server's event loop whose rounds the test runs one by one.
     struct Rig {
         event_loop: EventLoop,
         events: Events,
@@ -398,14 +400,14 @@ mod tests {
             Ok(Self { event_loop, events: Events::with_capacity(64), at })
         }
 
-        /// Takes one turn and returns the tokens of its events.
+        /// Runs one round and returns the tokens of its events.
         fn turn(&mut self) -> std::io::Result<Vec<usize>> {
             self.event_loop.poll.poll(&mut self.events, Some(Duration::from_millis(20)))?;
             self.event_loop.round(&self.events);
             Ok(self.events.iter().map(|event| event.token().0).collect())
         }
 
-        /// Takes turns until no event is left.
+        /// Runs rounds until no event is left.
         fn settle(&mut self) -> std::io::Result<()> {
             while !self.turn()?.is_empty() {}
             Ok(())

@@ -71,8 +71,9 @@ impl EventLoop {
         if connection.deadline.is_none() {
             self.deadlines.set(key, &mut connection.deadline, Some(Instant::now() + limit));
         }
-        // A request that waits no longer counts against the limit of `moving`. Requests that wait
-        // have a limit of their own, which is as high. One that exceeds it is rejected, not queued.
+        // While a request waits, it does not count against the limit `moving`. Waiting requests
+        // have a limit of their own, of the same size. A request that exceeds that limit is
+        // rejected, not queued.
         let long = if body.len() > SHORT { body.len() } else { 0 };
         let most = self.limits.moving.max(MAX_FRAME);
         if self.waiting_bytes + long > most {
@@ -117,7 +118,7 @@ impl EventLoop {
         let names: HashSet<&str> = request.keys.iter().copied().collect();
         for name in names {
             for key in self.waiting.remove(name).unwrap_or_default() {
-                // It keeps its deadline, which `answer` clears.
+                // The connection keeps its deadline until its answer is sent.
                 if let Some(body) = self.resume(key) {
                     self.serve(key, body);
                 }
