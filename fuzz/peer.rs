@@ -1,4 +1,4 @@
-//! Common parts of targets that play a peer of a group.
+//! Common parts of targets in which the input plays a peer of a group.
 
 use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
@@ -13,8 +13,8 @@ pub const PEER: Rank = Rank(1);
 
 static FILE: OnceLock<OwnedFd> = OnceLock::new();
 
-/// Makes the control block of `ME` in a group with `PEER`, over memory in which the last input has
-/// left its bytes.
+/// Makes the control block of `ME` in a group with `PEER`, in memory that still has the bytes of
+/// the previous input.
 pub fn control() -> ControlBlock {
     let bytes = SegmentLayout::new(2).total_bytes();
     let file =
@@ -24,7 +24,7 @@ pub fn control() -> ControlBlock {
     ControlBlock::new(segment, ME, "fuzzed".into(), members, 0)
 }
 
-/// Zeroes `bytes` bytes of its memory from `offset`.
+/// Zeroes `bytes` bytes of the control block's memory from `offset`.
 pub fn blank(control: &ControlBlock, offset: usize, bytes: usize) {
     // SAFETY: within the segment (checked by `ptr`), which only this thread uses.
     unsafe { control.segment().ptr(offset, bytes).write_bytes(0, bytes) }

@@ -1,9 +1,9 @@
 """Libraries to link against that have only the symbols of systems with glibc 2.28 and GCC 8, for manylinux_2_28.
 
-glibc's are the ones that zig includes. libstdc++.so is made here: its symbols are those of the system's libstdc++.so.6
-up to the versions that the policy allows
+zig includes the libraries of glibc. libstdc++.so is made here: it has the symbols of the system's libstdc++.so.6 up to
+the versions that the policy allows
 (https://github.com/pypa/auditwheel/blob/main/src/auditwheel/policy/manylinux-policy.json). Newer symbols come from
-libstdc++.a and are hidden in our libraries, as the compilers of manylinux images do it.
+libstdc++.a and are hidden in our libraries, as with the compilers of manylinux images.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEWEST = {"GLIBCXX_3.4": 24, "CXXABI_1.3": 11}
 
 
 def _allowed(version: str) -> int | None:
-    """The last number of a version that may be used, as 24 of ``GLIBCXX_3.4.24``; ``None`` of any other."""
+    """Returns the last number of an allowed version, such as 24 of ``GLIBCXX_3.4.24``; ``None`` for any other."""
     for family, newest in NEWEST.items():
         if match := re.fullmatch(re.escape(family) + r"(?:\.(\d+))?", version):
             number = int(match[1] or 0)
@@ -40,7 +40,7 @@ def link_flags(folder: Path, compiler: str = "g++") -> str:
 
 
 def _glibc(folder: Path) -> tuple[Path, Path]:
-    """The directory of the shared libraries of glibc 2.28, and the archive with the rest of the symbols."""
+    """Returns the directory of the shared libraries of glibc 2.28, and the archive with the rest of the symbols."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "empty.c"
     source.touch()

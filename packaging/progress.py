@@ -39,7 +39,7 @@ def running(what: str, seconds: float = SECONDS) -> Iterator[None]:
 
 
 def main(what: str, *command: str) -> int:
-    """Runs ``command``; its exit status."""
+    """Runs ``command`` and returns its exit status."""
     with running(what):
         return subprocess.run(command, check=False).returncode
 

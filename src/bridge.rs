@@ -1,11 +1,11 @@
 //! The interface of [`Group`](crate::group::Group) for C++: plain values in, plain values out.
 //!
-//! Each shim translates and calls; none decides. A panic becomes a [`Status`](ffi::Status) and
-//! never crosses.
+//! Each function translates its arguments and calls the group; it decides nothing. A panic becomes
+//! a [`Status`](ffi::Status) and never crosses the language boundary.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 /// The single source of truth for both languages.
-// cxx generates items of its own, and fields without a note say what they are.
+// cxx generates items of its own, and the names of fields without a comment explain them.
 #[allow(missing_docs)]
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {
@@ -82,7 +82,7 @@ pub mod ffi {
     /// overwrite these inputs.
     struct Outcome {
         status: Status,
-        /// Number of the first call in the group.
+        /// Sequence number of the first call.
         sequence: u64,
         /// The ticket for `wait`.
         ticket: u64,
@@ -198,18 +198,18 @@ pub mod ffi {
             amount: i64,
             timeout_ms: i64,
         ) -> StoreReply;
-        /// Returns true if it implements `append`, `multi_get` and `multi_set` itself.
+        /// Returns true if the store implements `append`, `multi_get` and `multi_set` itself.
         fn extended(self: &StoreHandle) -> bool;
-        /// The store's own timeout; 0 if it has none.
+        /// Returns the store's own timeout; 0 if it has none.
         fn timeout_ms(self: &StoreHandle) -> i64;
-        /// The name of the store in errors: its class, and the location of its server.
+        /// Returns the store's name in errors: its class, and the location of its server.
         fn name(self: &StoreHandle) -> String;
         /// Creates the transports of one group.
         type TransportsHandle = crate::bridge::transport::ffi::TransportsHandle;
         /// A handle that reports Python's signals.
         type InterruptHandle;
-        /// Returns true if a signal has raised on the calling thread, the main one. Never throws;
-        /// takes the GIL.
+        /// Returns true if a signal handler has raised an exception on the calling thread, which
+        /// only the main thread can see. Never throws; takes the GIL.
         fn is_pending(self: &InterruptHandle) -> bool;
         /// The receiver of the outcome of an asynchronous call; called exactly once, on any thread,
         /// without locks held.
@@ -261,20 +261,20 @@ pub mod ffi {
             profiled: bool,
             done: UniquePtr<Completion>,
         ) -> Outcome;
-        /// Checks `calls` of a coalesced block, which `launch` gets at its end, without starting
-        /// any.
+        /// Checks `calls` of a coalesced block without starting any; `launch` gets them at the end
+        /// of the block.
         fn examine(self: &GroupHandle, calls: &[CallSpec]) -> Outcome;
         /// Starts a send; the returned ticket is for `wait`.
         fn send(self: &GroupHandle, transfer: &MessageSpec, done: UniquePtr<Completion>) -> u64;
         /// Starts a receive; the returned ticket is for `wait`.
         fn recv(self: &GroupHandle, transfer: &MessageSpec, done: UniquePtr<Completion>) -> u64;
-        /// Blocks until the completion of `ticket` has been called, and advances it. Kind 9 if
-        /// `timeout_ms` passes first.
+        /// Blocks until the completion of `ticket` has been called, and advances calls meanwhile.
+        /// Kind 9 if `timeout_ms` passes first.
         fn wait(self: &GroupHandle, ticket: u64, timeout_ms: i64) -> Status;
         /// Advances pending messages without blocking.
         fn progress(self: &GroupHandle);
         /// Enqueues `calls` on a CUDA stream; only the first launch waits for the peers.
-        /// `background`: the group's own stream.
+        /// `background`: `stream` is one of the group's own streams.
         fn launch(
             self: &GroupHandle,
             calls: &[CallSpec],
@@ -312,8 +312,8 @@ pub mod ffi {
             pad_bytes: usize,
             timeout_ms: i64,
         ) -> WindowResult;
-        /// Reports to the ranks that wait for it that this rank rejected a collective because of
-        /// `text`.
+        /// Reports to the ranks that wait for a collective that this rank rejected the collective
+        /// because of `text`.
         fn reject(self: &GroupHandle, text: &str);
         /// Reports, as `reject` does, a rejected operator on symmetric memory of the host.
         fn reject_operator(self: &GroupHandle, text: &str);
@@ -323,12 +323,12 @@ pub mod ffi {
         fn abort(self: &GroupHandle);
         /// Leaves the group after pending calls, at the latest after the timeout; idempotent.
         fn shutdown(self: &GroupHandle);
-        /// The same within `limit_ms`, after which pending calls fail. `farewell`: the error that
-        /// makes this rank leave, or empty.
+        /// As `shutdown`, but within `limit_ms`, after which pending calls fail. `farewell`: the
+        /// error that makes this rank leave, or empty.
         fn leave(self: &GroupHandle, limit_ms: i64, farewell: &str);
         /// Returns the number of collectives that have started, which is the same on all ranks.
         fn sequence(self: &GroupHandle) -> u64;
-        /// The timeout of calls that have none of their own.
+        /// Sets the timeout of calls that have no timeout of their own.
         fn set_timeout(self: &GroupHandle, timeout_ms: i64);
         /// Returns the index of the CUDA device on which the group is set up; -1 if there is none.
         fn device(self: &GroupHandle) -> i32;
@@ -339,11 +339,11 @@ pub mod ffi {
         /// call has raised it.
         fn failure(self: &GroupHandle) -> Status;
         /// Allocates `bytes` of zeroed symmetric memory of a CUDA device, or of the host if
-        /// `device` is negative; frees it.
+        /// `device` is negative; `free_window` frees it.
         fn allocate_window(device: i32, bytes: usize, address: &mut usize) -> Status;
         fn free_window(address: usize) -> Status;
-        /// True if `address` is in this process's symmetric memory; true if memory of the host may
-        /// be written.
+        /// `is_symmetric`: true if `address` is in this process's symmetric memory. `is_writable`:
+        /// true if this host memory may be written.
         fn is_symmetric(address: usize) -> bool;
         fn is_writable(address: usize, bytes: usize) -> bool;
         type WindowHandle;
@@ -364,8 +364,8 @@ pub mod ffi {
         fn check_process(self: &WindowHandle) -> Status;
         /// Keeps the memory until the group ends, because a graph that is being recorded uses it.
         fn record(self: &WindowHandle);
-        /// Returns, or lets `stream` continue, once all ranks have called it on this channel. Late
-        /// ranks are named by a later call.
+        /// Returns, or lets `stream` continue, once all ranks have called it on this channel. On a
+        /// stream, the error of a later call names late ranks.
         fn barrier(self: &WindowHandle, channel: i32, timeout_ms: i64, stream: usize) -> Status;
         /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
         fn put_signal(
@@ -384,8 +384,8 @@ pub mod ffi {
             timeout_ms: i64,
             stream: usize,
         ) -> Status;
-        /// Collective on the host, like the next ones: sums the inputs. `local` is first copied to
-        /// the start of this rank's input.
+        /// Sums the inputs. Collective on the host, as are all functions up to `all_to_all_vdev`.
+        /// `local` is first copied to the start of this rank's input.
         fn one_shot_all_reduce(
             self: &WindowHandle,
             dtype: i32,
@@ -417,10 +417,10 @@ pub mod ffi {
         ) -> Status;
         /// Stores `value` to the word at `address` with release ordering.
         fn store_release(address: usize, value: u32) -> Status;
-        /// Returns the directories that may have the CUDA kernels' compiler, best first; the
-        /// system's bytes.
+        /// Sets the directories that may have the compiler of CUDA kernels, best first, as raw
+        /// bytes of paths.
         fn cuda_libraries(folders: &CxxVector<CxxString>);
-        /// Returns kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
+        /// Returns kind 0 if `reduce_op` (torch code) is defined for `dtype` (torch code).
         fn check_reduce(dtype: i32, reduce_op: u8) -> Status;
         /// Returns the number of the capture that records the CUDA stream; 0 if none does. Any
         /// thread may call it.
@@ -439,8 +439,8 @@ pub mod ffi {
         fn stats_seconds() -> u64;
         /// Returns the last calls of this process as JSON.
         fn trace_text() -> TextResult;
-        /// Writes `content` to `path` (the system's bytes), or if it is empty as `name` among the
-        /// dumps; returns the file's path.
+        /// Writes `content` to `path` (raw bytes), or if `path` is empty, to the file `name` in the
+        /// directory of dumps; returns the file's path.
         fn write_trace(path: &[u8], name: &str, content: &[u8]) -> TextResult;
         /// Returns true if CUDA device `device` supports memory that its peers access directly.
         fn supports_symm_mem(device: i32) -> bool;
@@ -458,8 +458,8 @@ pub mod ffi {
         /// While `on`, keeps log lines that pass `filter` (empty: `SYMM_LOG`) for `log_lines`
         /// instead of writing them to stderr.
         fn log_to_queue(filter: &str, on: bool);
-        /// Returns the kept lines as JSON: level, module, text, seconds since 1970. Waits for the
-        /// first one while lines are kept.
+        /// Returns the kept lines as JSON: level, module, text, seconds since 1970. Waits up to
+        /// `limit_ms` for the first line while lines are kept.
         fn log_lines(limit_ms: u64) -> String;
         fn version() -> String;
     }

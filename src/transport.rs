@@ -14,10 +14,10 @@ use std::time::Duration;
 /// Device number of the host.
 pub const HOST: i32 = -1;
 
-/// Creates transports by one of torch's backends.
+/// Creates transports through one of torch's backends.
 pub trait Transports: Send + Sync {
-    /// Connects this rank with the ranks that connect by the same `name`. Fails once `given_up` is
-    /// set, unless the backend is creating a connection at that moment.
+    /// Connects this rank with the ranks that connect under the same `name`. Fails once `given_up`
+    /// is set, unless the backend is creating a connection at that moment.
     fn connect(
         &self,
         name: &str,
@@ -35,16 +35,16 @@ pub trait Transports: Send + Sync {
 pub struct Seat {
     /// Number of this rank in the transport.
     pub rank: usize,
-    /// Number of ranks that it connects.
+    /// Number of ranks that the transport connects.
     pub size: usize,
-    /// The CUDA device whose memory it moves, or [`HOST`].
+    /// The CUDA device whose memory the transport moves, or [`HOST`].
     pub device: i32,
 }
 
 /// Memory of torch's allocators, which lives until its last owner drops it.
 #[derive(Clone)]
 pub struct Buffer {
-    /// Keeps the memory.
+    /// The owner, which keeps the memory alive.
     pub owner: Arc<dyn Any + Send + Sync>,
     /// Address of the first byte; memory of a device is aligned to 256.
     pub address: usize,
@@ -64,8 +64,8 @@ impl Buffer {
 pub struct Manner<'a> {
     /// Timeout of the transfer in the backend; `None`: the backend's default.
     pub timeout: Option<Duration>,
-    /// After the present work of the current stream and concurrently with its later work; otherwise
-    /// in stream order.
+    /// True if the transfer runs after the present work of the current stream and concurrently with
+    /// its later work; false if it runs in stream order.
     pub overlap: bool,
     /// The memory that the transfer uses: it lives until the transfer has ended, even if this rank
     /// abandons the transfer. `None` if the caller keeps the memory.
@@ -107,8 +107,8 @@ pub trait Transport: Send + Sync {
         Err(lacks("send"))
     }
 
-    /// Starts to receive the next bytes with `tag` from rank `from`, at most as many as `to` has,
-    /// which is in `keep`.
+    /// Starts to receive the next bytes with `tag` from rank `from` into `to`, a part of `keep`: at
+    /// most as many bytes as `to` has.
     fn recv(&self, _from: usize, _to: Span, _tag: i32, _keep: &Buffer) -> Result<Work> {
         Err(lacks("recv"))
     }
@@ -123,7 +123,7 @@ pub trait Transport: Send + Sync {
     /// of other backends.
     fn abort(&self) {}
 
-    /// Releases the backend, which has ended.
+    /// Releases the backend, whose transfers have ended.
     fn shutdown(&self) {}
 }
 
@@ -132,8 +132,8 @@ pub type Work = Arc<dyn Pending>;
 
 /// A transfer that has started. It continues if no thread waits for it.
 pub trait Pending: Send + Sync {
-    /// Waits for at most `limit` for the end of the transfer; returns true if it has ended. The
-    /// error is the backend's.
+    /// Waits for at most `limit` for the end of the transfer; returns true if it has ended. Returns
+    /// the backend's error if the transfer has failed.
     fn wait(&self, limit: Duration) -> Result<bool>;
 
     /// Makes the calling thread's stream wait for the end of the transfer.

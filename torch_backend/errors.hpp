@@ -56,8 +56,8 @@ std::unique_ptr<InterruptHandle> python_signals();
 // exceptions without a kind here become Config.
 Status status_of(const std::exception_ptr& error);
 
-// The same for an exception that passes through the core; a Python exception is rethrown by the
-// core call that fails because of it.
+// As `status_of`, for an exception that passes through the core. A Python exception is rethrown by
+// the core call that fails because of it.
 Status status_of_store(const std::exception_ptr& error);
 
 } // namespace symm

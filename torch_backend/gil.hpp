@@ -9,7 +9,7 @@
 namespace symm {
 
 // Returns or throws the outcome of `call`, and releases the GIL meanwhile if this thread holds it.
-// c10d's bindings of symmetric memory do not.
+// c10d's bindings of symmetric memory do not release it.
 template <typename Call>
 auto without_gil(Call&& call) -> decltype(call()) {
   if (Py_IsInitialized() && PyGILState_Check()) {

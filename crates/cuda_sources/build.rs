@@ -3,7 +3,7 @@
 use std::fs::read_dir;
 use std::path::{Path, PathBuf};
 
-/// From here.
+/// The directory of the kernels, relative to this crate.
 const KERNELS: &str = "../../src/kernels/cuda";
 
 /// Returns the entries of `folder` that `wanted` accepts, sorted by name.
@@ -19,7 +19,7 @@ fn ends_in(ending: &'static str) -> impl Fn(&Path) -> bool {
     move |path| path.extension().is_some_and(|found| found == ending)
 }
 
-/// One line of the table: the file `path` under `name`.
+/// Returns the line of the table for the file `path`, which has the name `name`.
 fn line(kind: &str, name: &str, path: &Path) -> String {
     let path = path.display();
     format!(
@@ -31,7 +31,7 @@ fn line(kind: &str, name: &str, path: &Path) -> String {
 fn main() {
     let root = Path::new(KERNELS);
     println!("cargo::rerun-if-changed=build.rs");
-    // With all below it, so that a new folder is seen too.
+    // Cargo watches everything below the folder, so it also sees new folders.
     println!("cargo::rerun-if-changed={KERNELS}");
     let name = |path: &Path| {
         path.strip_prefix(root).expect("below the root").with_extension("").display().to_string()

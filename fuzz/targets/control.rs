@@ -21,7 +21,7 @@ use symm::sync::timeout::CallTimeout;
 
 const MARGIN: usize = 64;
 
-/// Memory of `bytes` between canaries.
+/// Memory of one tensor between canaries.
 struct Guarded(Vec<u8>);
 
 impl Guarded {
@@ -85,7 +85,7 @@ fuzz_target!(|data: &[u8]| {
     let mut rest = rest;
     if flags & 4 != 0 {
         write(0, 64, &mut rest);
-        // A record that is being written makes its readers wait, which has its own test.
+        // Readers wait while the record is being written; another test covers that state.
         let state = word(0).load(Ordering::Relaxed);
         word(0)
             .store(state & !0xffff_ffff | [0, 2][usize::from(flags >> 3 & 1)], Ordering::Relaxed);

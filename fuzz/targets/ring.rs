@@ -19,7 +19,7 @@ use symm::mem::layout::{HEADER_BYTES, LINE_PAIR, RING_HEAD};
 use symm::messages::Messages;
 use symm::trace::GroupRecorder;
 
-/// Sizes of the receive: a message in one part, or one that is shown in parts.
+/// Sizes of the receive: a message that its sender publishes at once, or in parts.
 const WANTED: [usize; 2] = [64, 20 << 10];
 
 fuzz_target!(|data: &[u8]| {

@@ -27,12 +27,12 @@ use symm::transport::{Buffer, GivenUp, Pending, Seat, Transport, Transports, Wor
 const CANARY: u8 = 0xA5;
 const ME: Rank = Rank(0);
 const PEER: Rank = Rank(1);
-/// Bytes of the receives: a message in one frame, and one in pieces of which the last is requested.
+/// Lengths of the receives: a message in one frame, and one that requests only its last chunk.
 const WANTED: [usize; 2] = [64, (128 << 10) + 64];
 /// Length of a frame's head.
 const HEAD: usize = 48;
 
-/// A connection by which the frames of the input come. It ends with them.
+/// A connection that delivers the frames of the input, and then ends.
 struct Fed {
     frames: Mutex<VecDeque<Vec<u8>>>,
     begun: Condvar,
@@ -77,11 +77,11 @@ impl Transport for Connection {
 
 impl Pending for Receive {
     fn wait(&self, _limit: Duration) -> Result<bool> {
-        // Frames come once the receives are posted.
+        // Frames arrive only after the receives were posted.
         drop(self.fed.begun.wait_while(self.fed.open.lock().unwrap(), |open| !*open).unwrap());
         let Some(mut frame) = self.fed.frames.lock().unwrap().pop_front() else { return Ok(false) };
         frame.resize(self.to.bytes, 0);
-        // SAFETY: `_keep` has this memory, which the link leaves alone until then.
+        // SAFETY: `_keep` owns this memory, which the link does not use before the receive ends.
         unsafe { std::ptr::copy_nonoverlapping(frame.as_ptr(), self.to.ptr(), frame.len()) };
         Ok(true)
     }
@@ -91,8 +91,8 @@ impl Pending for Receive {
     }
 }
 
-/// The frames in `data`: each a byte that says how many units of 16 bytes follow the head, the
-/// head, and these.
+/// Returns the frames in `data`. Each starts with a byte, the number of 16-byte units after the
+/// head; the head and these units follow.
 fn frames(mut data: &[u8]) -> VecDeque<Vec<u8>> {
     let mut frames = VecDeque::new();
     while let Some((&units, rest)) = data.split_first() {
@@ -135,7 +135,7 @@ fuzz_target!(|data: &[u8]| {
     let mut memory = WANTED.map(|wanted| vec![CANARY; 3 * wanted]);
     for (tag, (memory, bytes)) in (0..).zip(memory.iter_mut().zip(WANTED)) {
         let span = Span { addr: memory.as_mut_ptr().addr() + bytes, bytes };
-        // SAFETY: `memory` outlives `messages`, which ends whatever is open.
+        // SAFETY: `memory` outlives `messages`, which ends every open message.
         let message = unsafe {
             Message::new(MessageSpec {
                 peer: Some(PEER),

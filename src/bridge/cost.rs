@@ -81,7 +81,7 @@ pub mod ffi {
         /// Returns as JSON the hardware that identifies a job's profile, and the profile's file
         /// name; `null` if unknown.
         fn profile_key(device: &str, ranks: usize) -> TextResult;
-        /// Sets the directory in which the package keeps its profiles; the system's bytes.
+        /// Sets the directory in which the package keeps its profiles, as raw bytes of the path.
         fn set_bundled_profile_dir(folder: &[u8]);
         /// Returns the directory of the user's profiles; empty if there is none.
         fn user_profile_dir() -> Vec<u8>;

@@ -54,7 +54,7 @@ pub mod ffi {
         channel: FusedChannel,
         /// The number of a mark.
         mark: usize,
-        /// The rank, or the first of `count`.
+        /// The rank, or the first of `count` ranks.
         rank: usize,
         count: usize,
     }
@@ -67,7 +67,7 @@ pub mod ffi {
         /// present memory.
         make: usize,
         keep: bool,
-        /// Offset of its piece of the workspace in bytes.
+        /// Offset of the call's piece of the workspace in bytes.
         offset: usize,
         /// Distance between two parts.
         part_bytes: usize,

@@ -72,8 +72,8 @@ impl GroupHandle {
         self.begun(calls, |_, _| Ok(0))
     }
 
-    /// Makes calls of `calls` and passes them to `begin`, which returns a ticket, unless inputs
-    /// must be copied first. A panic fails the group on all ranks.
+    /// Converts `calls` and passes them to `begin`, which returns a ticket, unless inputs must be
+    /// copied first. A panic fails the group on all ranks.
     fn begun(
         &self,
         calls: &[ffi::CallSpec],
@@ -187,7 +187,7 @@ impl GroupHandle {
 
     pub(super) fn set_timeout(&self, timeout_ms: i64) {
         if let Some(timeout) = milliseconds(timeout_ms) {
-            // A group that could not be joined has none.
+            // A group that could not be joined has no timeout.
             guarded(|| self.done(|group| group.set_timeout(timeout)));
         }
     }
@@ -253,15 +253,15 @@ pub(super) fn join(
                 transports: &connecting,
             }),
         );
-        // Dropped before the answer is read: its thread has then finished its operation, or
-        // abandoned it.
+        // Dropped before the result is used: the worker's thread has then finished its operation,
+        // or abandoned it.
         drop(worker);
         group.as_ref().map(|_| ()).map_err(Clone::clone)
     });
     ffi::JoinResult { status, group: Box::new(GroupHandle(group)) }
 }
 
-/// Reinterprets spans of C++ as the core's, which have the same layout.
+/// Reinterprets spans of C++ as spans of the core, which have the same layout.
 fn spans(list: &[ffi::Span]) -> &[Span] {
     const {
         assert!(

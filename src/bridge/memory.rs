@@ -38,7 +38,7 @@ extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *
 #[unsafe(no_mangle)]
 extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stream: *mut c_void) {
     let address = segment.addr() as u64;
-    // Otherwise, windows that are cached for a later rendezvous would keep it.
+    // Otherwise, windows that are cached for a later rendezvous would keep the segment.
     super::ffi::forget_windows(segment.addr(), bytes);
     let outcome = guarded(|| symm_mem::release(address));
     if outcome.kind != super::ffi::ErrorKind::None {

@@ -72,7 +72,7 @@ pub mod ffi {
         /// Wraps `store` for use by the core.
         fn wrap_store(store: UniquePtr<StoreHandle>) -> Box<NativeStore>;
         fn share(self: &NativeStore) -> Box<NativeStore>;
-        /// Answers a request; `timeout_ms` limits a wait, and 0 is the maximum, negative an error.
+        /// Answers a request. `timeout_ms` limits a wait: 0 is the maximum, negative an error.
         fn call(
             self: &NativeStore,
             op: StoreOp,
@@ -84,8 +84,8 @@ pub mod ffi {
         /// Returns once all `size` ranks have called it with this key.
         fn barrier(self: &NativeStore, key: &[u8], rank: i64, size: i64, timeout_ms: i64)
         -> Status;
-        /// Publishes `word` about `what` under `prefix`, and returns every rank's word; if `what`
-        /// is empty, a rendezvous of all.
+        /// Publishes `word` about `what` under `prefix`, and returns every rank's word. If `what`
+        /// is empty, only waits until all ranks have arrived.
         fn meet(
             self: &NativeStore,
             prefix: &[u8],
@@ -177,7 +177,7 @@ unsafe impl Sync for PythonSignals {}
 pub(super) fn watch_interrupts(handle: cxx::UniquePtr<InterruptHandle>) {
     let signals = PythonSignals(handle);
     interrupt::ask_with(move || {
-        // Captures the whole value, which is `Sync`; a closure would capture only the field.
+        // Captures the whole value, which is `Sync`; otherwise the closure captures only the field.
         let signals = &signals;
         signals.0.as_ref().is_some_and(InterruptHandle::is_pending)
     });

@@ -1,4 +1,4 @@
-//! Outcomes between the two languages: neither panics nor exceptions cross.
+//! Outcomes between the two languages: neither panics nor exceptions cross the boundary.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::ffi;

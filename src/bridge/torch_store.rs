@@ -11,8 +11,8 @@ use crate::sys::interrupt::Interrupts;
 use bytes::Bytes;
 use std::time::{Duration, Instant};
 
-/// How much too early a store may report a timeout: stores count in milliseconds, some with their
-/// own clocks.
+/// The time by which a store may report a timeout too early: stores count in milliseconds, some
+/// with their own clocks.
 const STORE_CLOCK_SKEW: Duration = Duration::from_millis(50);
 
 /// Maximum pause between two polls of a queue.
@@ -87,7 +87,7 @@ impl TorchStore {
         self.0.as_ref().ok_or_else(|| Error::config("the store is missing"))
     }
 
-    /// Returns the store's own timeout, in this crate's terms.
+    /// Returns the store's own timeout, or the maximum if it has none.
     fn own_limit(&self) -> Result<Duration> {
         Ok(match u64::try_from(self.handle()?.timeout_ms()) {
             Ok(ms) if ms > 0 => Duration::from_millis(ms).min(MAX_TIMEOUT),
@@ -166,7 +166,7 @@ impl TorchStore {
             request.keys.iter().map(one).collect::<Result<_>>().map(TableReply::Values)
         };
         fetch().or_else(|error| {
-            // No key is missing if they were set at the last moment; then they exist now.
+            // If the keys were set at the last moment, `explain` succeeds and they exist now.
             self.explain(request, limit.map_or_else(|| self.own_limit(), Ok)?, started, error)?;
             fetch()
         })

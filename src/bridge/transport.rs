@@ -62,12 +62,12 @@ pub mod ffi {
         fn address(self: &BufferHandle) -> usize;
         /// A started transfer between nodes. Its functions do not throw.
         type PendingHandle;
-        /// Blocks the host until it ends: kind 9 if the limit passes first; it then continues. The
-        /// error is the backend's.
+        /// Blocks the host until the transfer ends; kind 9 if the limit passes first, and the
+        /// transfer then continues. Returns the backend's error if the transfer fails.
         fn wait(self: &PendingHandle, limit_ms: i64) -> Status;
-        /// Makes the calling thread's current stream wait for its end.
+        /// Makes the calling thread's current stream wait for the end of the transfer.
         fn follow(self: &PendingHandle) -> Status;
-        /// Ends it, if the backend can.
+        /// Ends the transfer, if the backend can.
         fn abort(self: &PendingHandle) -> Status;
         /// A `c10d::Backend` that connects ranks of several nodes: it moves bytes. Its functions
         /// neither throw nor wait for a peer. The bytes are in `keep`; if it is null, the caller
@@ -147,7 +147,7 @@ pub mod ffi {
     impl SharedPtr<TransportsHandle> {}
 }
 
-// SAFETY: an allocation, which changes only when its owner drops it.
+// SAFETY: the handle owns an allocation, which changes only when the handle is dropped.
 unsafe impl Send for BufferHandle {}
 // SAFETY: as above.
 unsafe impl Sync for BufferHandle {}
@@ -160,7 +160,7 @@ unsafe impl Send for TransportHandle {}
 // SAFETY: users of a `Transport` start one transfer after another; a backend accepts `abort` at any
 // time.
 unsafe impl Sync for TransportHandle {}
-// SAFETY: it has a store, which may be used from any thread, and a name.
+// SAFETY: the handle has a store, which may be used from any thread, and a name.
 unsafe impl Send for TransportsHandle {}
 // SAFETY: a c10d::Store locks inside.
 unsafe impl Sync for TransportsHandle {}
@@ -199,7 +199,7 @@ fn manner(manner: Manner<'_>) -> ffi::Manner {
     ffi::Manner { timeout_ms: manner.timeout.map_or(0, milliseconds), overlap: manner.overlap }
 }
 
-/// Connects the ranks of one group by torch's backend of one name.
+/// Connects the ranks of one group through torch's backend with the name `backend`.
 pub(super) struct TorchTransports {
     transports: SharedPtr<TransportsHandle>,
     backend: String,

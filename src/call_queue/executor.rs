@@ -23,7 +23,7 @@ impl Executor {
             .map_or_else(|| self.inner.get_mut().sequence(), InternodeRunner::sequence)
     }
 
-    /// Name of the algorithm of the last call; empty if the call did not choose an algorithm.
+    /// Returns the name of the last call's algorithm; empty if the call did not choose one.
     pub(super) fn last_algorithm(&mut self) -> &'static str {
         if self.internode.is_some() { "two_level" } else { self.inner.get_mut().last_algorithm() }
     }

@@ -43,7 +43,7 @@ pub(super) struct QueuedJob {
     pub(super) completion: Completion,
     /// True if its only call has been posted.
     pub(super) posted: bool,
-    /// True if the job, the only one, is deferred to its submitter.
+    /// True if the job, the only one in the queue, is deferred to its submitter.
     pub(super) deferred: bool,
 }
 

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 impl Group {
-    /// torch's index of the device on which this rank's memory of the group is set up.
+    /// Returns torch's index of the device on which this rank's memory of the group is set up.
     pub fn device(&self) -> Option<i32> {
         self.health.communicator().map(|communicator| communicator.device())
     }
@@ -52,8 +52,8 @@ impl Group {
 
     #[cold]
     fn set_up(&self, device: i32, timeout: Duration) -> Result<Arc<Communicator>> {
-        // Not the communicator's own lock, because threads that query failures or leave must not
-        // wait for absent peers.
+        // This is not the communicator's own lock, because threads that query failures or leave
+        // must not wait for absent peers.
         let _turn = lock(&self.setting_up);
         if let Some(communicator) = self.health.communicator() {
             return Ok(communicator);
@@ -141,8 +141,8 @@ impl Group {
             trace::CallTarget::Cuda { device, stream, background },
         );
         let mut next = first;
-        // A sequence number that marks a call until its algorithm is known, so that an entry is
-        // changed only once.
+        // The sequence number of a call that has begun, until its algorithm is known, so that its
+        // entry in the flight recorder is changed only once.
         let mut begun = None;
         let outcome = communicator.launch(calls, target, timeout, |stage| match stage {
             Stage::Begins(sequence) => {
@@ -159,7 +159,7 @@ impl Group {
             if let Some(sequence) = begun {
                 self.recorder.start(next - 1, sequence);
             }
-            // The last call that was started, and those after it.
+            // The last call that was started and all calls after it have failed.
             (first.max(next.saturating_sub(1))..first + calls.len() as u64).for_each(|number| {
                 self.recorder.end(number, &Err(error.clone()), number < next, "")
             });

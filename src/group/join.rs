@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 
 /// Number of spin iterations, some 40 ns each, if every rank can have a core.
 const SPINS: u32 = 512;
-/// The same if ranks share cores, where a peer may need this rank's core to make progress.
+/// Number of spin iterations if ranks share cores: a peer may need this core to progress.
 const SPINS_CROWDED: u32 = 64;
 /// Value that a rank expects to find at a peer's probe address.
 const PROBE: u64 = 0x746f_7263_6873_796d;
@@ -73,7 +73,7 @@ impl Group {
     }
 
     /// Extends this group, all of whose ranks are on this node, to several nodes; `meet` connects
-    /// it with the others.
+    /// it with the other nodes.
     pub(super) fn connect_nodes<T>(
         &mut self,
         meet: impl FnOnce(&Arc<Health>, &Messages, &mut CpuRunner) -> Result<(Arc<Internode>, T)>,

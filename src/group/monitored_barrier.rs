@@ -14,8 +14,8 @@ use crate::sync::call_site::CallSite;
 use std::time::Duration;
 
 impl Group {
-    /// Runs a barrier whose failure reads as Gloo's: on rank 0 it names the first rank that did not
-    /// arrive, or all of them, on every node.
+    /// Runs a barrier whose error has the wording of Gloo's: on rank 0 it names the first rank that
+    /// did not arrive, or all of them, on every node.
     pub fn monitored_barrier(
         &self,
         timeout: Option<Duration>,

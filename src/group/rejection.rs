@@ -64,7 +64,7 @@ type CallsMade = (u64, Option<BarrierCount>);
 struct RejectionNote {
     text: String,
     rejected: RejectedCall,
-    /// The calls that this rank had made by then.
+    /// The calls that this rank had made before the rejection.
     calls_made: CallsMade,
     /// True once this rank has reported it to other nodes.
     notified: bool,
@@ -190,8 +190,8 @@ impl LocalRejections {
         let mut note = lock(&self.note);
         let Some(refused) = note.as_mut() else { return };
         let waiting = self.waiting(refused.rejected);
-        // After the peers were checked: a peer that waited for an idle rank before still waits for
-        // it.
+        // Checked after the peers: if this rank has still made no other call, a peer that waited
+        // for it still waits.
         if self.calls_made(refused.rejected) != refused.calls_made
             || self.control.failure().is_some()
         {
@@ -224,11 +224,11 @@ impl LocalRejections {
         self.control.fail(Error::mismatch(text));
     }
 
-    /// The published states, by rank.
+    /// Returns the peers that wait for the rejected call, as their published states show.
     fn waiting(&self, refused: RejectedCall) -> Vec<BlockedPeer> {
         let mut all = match refused {
             RejectedCall::Collective { on_device } => self.in_collectives(on_device),
-            // A rendezvous consists of collectives.
+            // Peers may also wait in a rendezvous, which consists of collectives.
             RejectedCall::Operator => {
                 self.in_barriers().chain(self.in_collectives(false)).collect()
             }
@@ -277,8 +277,8 @@ impl LocalRejections {
                 .then(|| BlockedPeer { rank, call: format!("CUDA collective #{first}") })
         });
         let all: Vec<BlockedPeer> = on_node.chain(on_devices).collect();
-        // After the peers were checked: one that is ahead of a rank with queued calls may wait for
-        // those.
+        // Checked after the peers: if this rank has queued calls, a peer that is ahead of it may
+        // wait for one of these calls.
         if self.queue.idle() { all } else { Vec::new() }
     }
 }

@@ -204,8 +204,8 @@ fn an_asynchronous_call_needs_nobody_who_waits() {
         let submit = |done| {
             group.submit(&[call(Collective::Barrier, vec![], vec![])], None, done).expect("queued")
         };
-        // Waited for at once, so often that a worker leaves the next one to its submitter for a
-        // while.
+        // This thread waits for each call at once, so often that a worker then leaves the next call
+        // to its submitter for a while.
         for _ in 0..20 {
             group
                 .wait(submit(Completion::new(|outcome, _| outcome.expect("a barrier"))), None)

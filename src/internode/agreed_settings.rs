@@ -32,12 +32,12 @@ pub(super) struct AgreedSettings {
 /// Size of the record that each rank sends.
 const ENCODED_BYTES: usize = 2 + 2 * 3 * 8;
 
-/// Thresholds on trial, which replace the profile's.
+/// Thresholds on trial, which replace the thresholds of the profile.
 static TRIAL_THRESHOLDS: PerProcess<Mutex<Option<RailThresholds>>> =
     PerProcess::new(Mutex::default);
 
 /// Makes groups that this process joins from now on as rank 0 use `thresholds`; `None` restores the
-/// profile's.
+/// thresholds of the profile.
 ///
 /// # Errors
 /// `Value` if the thresholds are impossible.
@@ -47,8 +47,9 @@ pub fn set_trial_thresholds(thresholds: Option<RailThresholds>) -> Result<()> {
     Ok(())
 }
 
-/// Returns rank 0's thresholds for tensors on `device` in the group that `options` name: from the
-/// profile, or else the defaults. `here` is the number of the group's ranks on this node.
+/// Returns rank 0's thresholds for tensors on `device` in the group that `options` name: thresholds
+/// on trial, from the profile, or the defaults, in this order. `here` is the number of the group's
+/// ranks on this node.
 pub(super) fn thresholds(options: &JoinOptions, here: usize, device: DeviceKind) -> RailThresholds {
     if let Some(tried) = *lock(TRIAL_THRESHOLDS.get()) {
         return tried;
@@ -68,12 +69,12 @@ pub(super) fn thresholds(options: &JoinOptions, here: usize, device: DeviceKind)
     profile::between_nodes(device, job.unwrap_or(here)).map_or(usual, |wire| wire.thresholds)
 }
 
-/// Checks that the group that `options` name can combine in its order. A tree over the ranks of a
-/// node is a part of the tree over all ranks only if every node has the same power of two of them,
-/// one after the other.
+/// Checks that the group that `options` name can sum in its order. A tree over the ranks of a node
+/// is a part of the tree over all ranks only under two conditions: every node has the same number
+/// of ranks, a power of two, and these ranks are consecutive.
 ///
 /// # Errors
-/// `Config` names a node for which that does not hold.
+/// `Config` names a node that does not meet these conditions for a tree.
 pub(super) fn check_order(options: &JoinOptions, map: &NodeMap) -> Result<()> {
     let each = map.ranks_of(0).len();
     let fits = |node: &usize| {
@@ -135,11 +136,12 @@ impl AgreedSettings {
 }
 
 impl Internode {
-    /// Waits until all ranks of all nodes have called it with the same partials and order; `run`
-    /// runs calls of the group. All ranks then use the thresholds of rank 0.
+    /// Waits until all ranks of all nodes have called this function with the same type of partial
+    /// sums and the same order; `run` runs calls of the group. All ranks then use rank 0's
+    /// thresholds.
     ///
     /// # Errors
-    /// `Config` names a rank whose partials or order differ from those of rank 0.
+    /// `Config` names a rank whose type of partial sums or order differs from that of rank 0.
     pub(super) fn agree_on(
         &self,
         chosen: AgreedSettings,

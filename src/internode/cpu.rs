@@ -143,9 +143,9 @@ impl InternodeExecutor<'_> {
         };
         let sources: Vec<InputElements> = partials.iter().enumerate().map(source).collect();
         let order = self.internode.health.control().order();
-        // SAFETY: all have `to.bytes` bytes and belong to a `Combine` (`two_level::check`: `to`
-        // overlaps none of them), or are scratch memory; the call promises its tensors
-        // (`Call::new`).
+        // SAFETY: all spans have `to.bytes` bytes. They belong to a `Combine` step, for which
+        // `two_level::check` ensures that `to` overlaps no partial, or are scratch memory;
+        // `Call::new` promises that the call's tensors are valid.
         unsafe {
             cpu::reduce_partials(
                 order,
@@ -159,8 +159,8 @@ impl InternodeExecutor<'_> {
         }
     }
 
-    /// Converts elements of the call's type to the type of partial sums, or the reverse, if that is
-    /// float32.
+    /// Converts elements between the call's type and float32, the type of partial sums: widens them
+    /// if `widens` is true, otherwise rounds them.
     pub(super) fn cast(&self, from: Span, to: Span, widens: bool) {
         let (kernel, narrow): (unsafe fn(DType, *mut u8, *const u8, usize), _) =
             if widens { (cpu::widen, from) } else { (cpu::narrow, to) };

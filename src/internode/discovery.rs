@@ -1,4 +1,4 @@
-//! Finding: the inter-node backends of a group, and its node map.
+//! Finds the inter-node backends of a group, and its node map.
 
 use crate::bootstrap::{self, Discovered, JoinOptions, Joined, MultiNodeRanks};
 use crate::config::{Config, InterNodeBackends, InterNodeChoice};

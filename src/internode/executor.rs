@@ -84,13 +84,13 @@ impl InternodeExecutor<'_> {
         self.node_map.local_rank(self.rank)
     }
 
-    /// Number of ranks on this node.
+    /// Returns the number of ranks on this node.
     pub(super) fn local_size(&self) -> usize {
         self.node_map.ranks_of(self.node()).len()
     }
 
-    /// Returns a collective of the ranks of this node that moves bytes; the first of them is its
-    /// root.
+    /// Returns a collective in which the ranks of this node move bytes; its root is the first rank
+    /// of this node.
     pub(super) fn intra_node_bytes(
         &self,
         op: Collective,
@@ -131,12 +131,12 @@ impl InternodeExecutor<'_> {
         self.internode.current.phase(matches!(phase, InternodePhase::Rail(_)));
     }
 
-    /// The name of the group.
+    /// Returns the name of the group.
     pub(super) fn group(&self) -> &str {
         self.internode.health.control().name()
     }
 
-    /// The name of the call in messages.
+    /// Returns the name of the call for messages.
     pub(super) fn about(&self) -> String {
         format!(
             "{} #{} of group \"{}\"",
@@ -180,7 +180,7 @@ impl<'a> CallRail<'a> {
         )
     }
 
-    /// Starts `transfer`, of staging.
+    /// Starts `transfer`, whose spans are in the staging.
     pub(super) fn start(&self, transfer: &RailOp<Span>) -> Result<()> {
         let left = self.executor.limit.remaining().ok_or_else(|| self.timeout_error())?;
         let executor = self.executor;
@@ -213,7 +213,8 @@ impl<'a> CallRail<'a> {
         }
     }
 
-    /// Returns the error after the deadline. Another rank or node may know which rank is missing.
+    /// Returns the error after the deadline, from a rank or node that knows which rank is missing
+    /// if one reports it in time.
     fn missing_ranks(&self) -> Error {
         let executor = self.executor;
         executor
@@ -238,8 +239,8 @@ impl<'a> CallRail<'a> {
         ))
     }
 
-    /// Returns the error for a lost rail. A node reports why it failed before its rails close; its
-    /// deadline may have passed just before this one's.
+    /// Returns the error for a lost rail: preferably the reason that the failed node reports before
+    /// its rails close. That node's deadline may have passed just before the deadline of this node.
     fn lost_error(&self, error: Error) -> Error {
         let executor = self.executor;
         executor

@@ -53,8 +53,8 @@ impl CallHeader {
         Self { sequence, description: Description { head, bytes, detail }, fingerprint: next() }
     }
 
-    /// Returns the one length that all headers at the start of the slots of `slot` bytes in `shown`
-    /// contain, if it is the same in all.
+    /// `shown` consists of slots of `slot` bytes, each with a header at its start. Returns the one
+    /// length that these headers contain, if it is the same in all of them.
     pub(super) fn common(shown: &[u8], slot: usize) -> Option<usize> {
         let mut evens = shown.chunks_exact(slot).map(|shown| {
             u64::from_le_bytes(shown[Self::BYTES - 8..Self::BYTES].try_into().unwrap_or_default())
@@ -67,8 +67,8 @@ impl CallHeader {
             .map(|bytes| bytes as usize)
     }
 
-    /// Compares the headers of `ranks`, which start slots of `slot` bytes in `shown`; returns their
-    /// common length.
+    /// Compares the headers of `ranks`, each at the start of a slot of `slot` bytes in `shown`;
+    /// returns their common length.
     ///
     /// # Errors
     /// `Mismatch` names the first of `ranks`, the first that differs from it, and the calls of

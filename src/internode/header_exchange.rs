@@ -13,11 +13,11 @@ use std::sync::Arc;
 
 /// Size of a slot, which contains a header and short data. In every call each rank sends one to the
 /// ranks of its node, and each node sends one to the other nodes. At 1 Gb/s a slot takes 33 µs of
-/// the some 800 that a short call takes.
+/// the roughly 800 µs of a short call.
 pub(super) const HEADER_SLOT_BYTES: usize = 4096;
 /// Maximum number of bytes of data in a slot.
 const INLINE_BYTES: usize = HEADER_SLOT_BYTES - CallHeader::BYTES;
-/// Size of the rank's factor, with which a record starts.
+/// Size of the factor at the start of a rank's record.
 const FACTOR_BYTES: usize = 8;
 
 /// An opened call: this rank's rail, and the slots of all nodes, once rail 0 has received them.
@@ -62,8 +62,8 @@ impl InternodeExecutor<'_> {
         )
     }
 
-    /// Returns true if what each rank contributes fits into a slot, and what each node sends; these
-    /// are then exchanged with the headers.
+    /// Returns true if the data of each rank and the data that each node sends fit into a slot;
+    /// they are then exchanged with the headers.
     pub(super) fn is_short(&self) -> bool {
         let fits = |node: usize| {
             let mut records =
@@ -135,8 +135,8 @@ impl InternodeExecutor<'_> {
         Ok(opening)
     }
 
-    /// Writes to the node's `slot` the data that its ranks have `shown` in theirs: their records in
-    /// order, or their sum.
+    /// Fills the node's `slot` with the data of its ranks' slots in `shown`: with their records in
+    /// rank order, or with their sum.
     fn fill(&self, slot: &mut [u8; HEADER_SLOT_BYTES], shown: &Scratch) {
         let ranks = self.node_map.ranks_of(self.node());
         let records = ranks.iter().zip(shown.bytes().chunks_exact(HEADER_SLOT_BYTES)).map(
@@ -180,7 +180,7 @@ impl InternodeExecutor<'_> {
         Ok(CallRail::new(self, rail.staging(begin + bytes)?, begin, Arc::clone(&rail)))
     }
 
-    /// Exchanges the lengths of all ranks; fails if a sender's and its receiver's differ.
+    /// Exchanges the lengths of all ranks; fails if a sender and its receiver disagree.
     pub(super) fn exchange_lengths(&self) -> Result<MessageLengths> {
         let n = self.node_map.size();
         let words = self.all_gather_words(

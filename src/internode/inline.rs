@@ -14,8 +14,8 @@ use crate::rank::Rank;
 
 impl InternodeExecutor<'_> {
     /// 1. Intra-node: ranks exchange their data. 2. Inter-node: rail 0 exchanges the nodes' data,
-    ///    of a reduction their sums. 3. Intra-node: all ranks receive the data of the other nodes,
-    ///    and take the parts that they need.
+    ///    or in a reduction their sums. 3. Intra-node: all ranks receive the data of the other
+    ///    nodes, and take the parts that they need.
     pub(super) fn short(&self) -> Result<()> {
         let slots = self.open(1, 0)?.finish()?;
         self.take_short(&slots);
@@ -57,13 +57,13 @@ impl InternodeExecutor<'_> {
         (0..).map(Rank).zip(&*self.call.outputs).for_each(|(from, &output)| take(from, output));
     }
 
-    /// The type of a reduction's partial sums.
+    /// Returns the type of a reduction's partial sums.
     fn partial_dtype(&self) -> DType {
         self.internode.chosen().reduce_dtype.dtype(self.call.reduce_op, self.call.dtype)
     }
 
-    /// Number of bytes of a node's partial sum of a reduction: all ranks contribute as many
-    /// elements as this one.
+    /// Returns the size in bytes of a node's partial sum in a reduction, to which every rank
+    /// contributes as many elements as this rank.
     pub(super) fn partial_bytes(&self) -> usize {
         self.input_bytes(self.rank) / self.call.dtype.size() * self.partial_dtype().size()
     }

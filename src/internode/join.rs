@@ -2,10 +2,10 @@
 //! then rails are created.
 //!
 //! Ranks with different inter-node backends would wait for each other forever. The hubs therefore
-//! publish theirs with their addresses, the first rank of each node sends them to its node, and a
-//! rank that would use other backends fails before it creates a rail. Creating a rail waits for
-//! peers and does not check for failures, so it runs on a thread of its own while the joining
-//! thread polls for failures.
+//! publish their backends with their addresses, and the first rank of each node sends these
+//! backends to its node. A rank that would use other backends fails before it creates a rail.
+//! Creating a rail waits for peers and does not check for failures, so it runs on a separate thread
+//! while the joining thread polls for failures.
 
 use super::agreed_settings::{self, AgreedSettings};
 use super::cuda::CudaInternode;
@@ -57,7 +57,7 @@ pub struct InternodeOptions<'a> {
     pub reduce_dtype: ReduceDtype,
     /// The group's store, in which two ranks meet later.
     pub store: &'a Arc<dyn Store>,
-    /// Returns what creates transports by the backend of this name.
+    /// Returns the creator of transports for the backend of this name.
     pub transports: &'a dyn Fn(&str) -> Arc<dyn Transports>,
 }
 
@@ -416,8 +416,8 @@ impl Joiner<'_> {
     }
 }
 
-/// A guard of the keys by which other nodes reach this rank's rail. It is dropped when all have
-/// connected or the group has failed.
+/// A guard of the keys by which other nodes reach this rank's rail. It is dropped when all nodes
+/// have connected or the group has failed.
 struct Address<'a> {
     store: &'a dyn Store,
     keys: Vec<String>,
@@ -425,7 +425,7 @@ struct Address<'a> {
 
 impl Drop for Address<'_> {
     fn drop(&mut self) {
-        // A store that cannot delete keeps them.
+        // A store that does not support deletion keeps the keys.
         self.keys.iter().for_each(|key| drop(self.store.delete(key)));
     }
 }

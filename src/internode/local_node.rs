@@ -35,7 +35,7 @@ impl LocalCallState {
         *last = Some(CallPosition { calls, times });
     }
 
-    /// The point at which a call was last rejected.
+    /// Returns the point at which a call was last rejected.
     pub(super) fn rejected(&self) -> Option<CallPosition> {
         *lock(&self.rejected)
     }

@@ -63,7 +63,8 @@ use traffic::{GroupTraffic, TrafficPath};
 
 /// How long leaving waits for a backend to end.
 const RAIL_CLOSE_TIMEOUT: Duration = Duration::from_millis(800);
-/// The same once the group has failed, when a transfer without a peer may last until its deadline.
+/// Replaces [`RAIL_CLOSE_TIMEOUT`] once the group has failed, when a transfer without a peer may
+/// last until its deadline.
 const FAILED_RAIL_CLOSE_TIMEOUT: Duration = Duration::from_millis(80);
 
 /// One rank's connection to the other nodes of its group.
@@ -79,7 +80,7 @@ pub struct Internode {
     chosen: OnceLock<AgreedSettings>,
     /// Disconnected when the rail has ended.
     ending: Mutex<Receiver<()>>,
-    /// The members' ranks in the default group; empty if they are the same as here.
+    /// The members' ranks in the default group; empty if they equal the ranks in this group.
     globals: Vec<i32>,
     store: Arc<dyn Store>,
     /// CUDA tensors, if a backend for them was chosen.
@@ -103,8 +104,8 @@ struct InternodeParts {
     globals: Vec<i32>,
 }
 
-/// The number of a message's peer in the flight recorder, and the observer of its end if the peer
-/// may be on another node.
+/// The number of a message's peer in the flight recorder, and the observer of the message's end if
+/// the peer may be on another node.
 pub type Recorded = (Option<Rank>, Option<Arc<dyn Observer>>);
 
 /// Records the end of a message whose peer is known by its rank in the default group.
@@ -265,8 +266,8 @@ impl Internode {
         self.oob.resume(call);
     }
 
-    /// Leaves the other nodes, after this rank has left its own: closes its connections, after
-    /// `limit` for CUDA tensors at the latest, and reports how it has left.
+    /// Leaves the other nodes, after this rank has left its own node: closes its connections, those
+    /// for CUDA tensors after `limit` at the latest, and reports how it has left.
     pub fn leave(&self, limit: Duration) {
         if let Some(cuda) = &self.cuda {
             cuda.close(limit);

@@ -52,7 +52,7 @@ impl Internode {
         self.pass_barrier(self.monitored.load(Ordering::Relaxed));
         let (node, local) = (self.layout.node_of(self.rank), self.layout.local_rank(self.rank));
         let name = self.life.name("symm-rail", local);
-        // With this setting, other nodes may connect at any time.
+        // Lazy rails may connect at any time until now, so their keys have stayed in the store.
         let lazy = Config::get().gloo_lazy && local < self.layout.num_rails();
         let address = lazy.then(|| addresses(&name, node)).into_iter().flatten();
         address.for_each(|key| drop(self.store.delete(&key)));

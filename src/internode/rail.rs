@@ -77,7 +77,7 @@ impl Rail {
         Ok(state.staging.as_ref().map_or(0, |staging| staging.address))
     }
 
-    /// Starts `transfer` of staging, whose bytes no other pending transfer writes.
+    /// Starts `transfer` within the staging; no other pending transfer writes the same bytes.
     pub(super) fn start(&self, transfer: &RailOp<Span>, timeout: Duration) -> Result<()> {
         let mut state = lock(&self.state);
         let manner = Manner { timeout: Some(timeout), overlap: true, keep: state.staging.as_ref() };
@@ -87,7 +87,7 @@ impl Rail {
     }
 
     /// Waits for at most `limit` for the oldest pending transfer; returns true, and removes it, if
-    /// it has ended. The error is the backend's.
+    /// it has ended. Returns the backend's error if it has failed.
     pub(super) fn wait(&self, limit: Duration) -> Result<bool> {
         let work = lock(&self.state)
             .works

@@ -24,9 +24,9 @@ pub fn chosen_order(named: &str, setting: SumOrder, is_default: bool) -> Result<
 }
 
 impl ReduceDtype {
-    /// Returns the choice of a group that passes `named` and sums in `order`; without a choice of
-    /// its own it uses [`ReduceDtype::Fp32`] for a tree, which otherwise had other bits than on one
-    /// node, and the default group's for rank order.
+    /// Returns the type of partial sums of a group that passes `named` and sums in `order`. If
+    /// `named` is empty, a tree uses [`ReduceDtype::Fp32`], because its bits would otherwise differ
+    /// from those on one node; rank order uses the choice of the default group.
     ///
     /// # Errors
     /// `Value` if `named` is not a valid choice.

@@ -32,7 +32,7 @@ pub(super) struct PublishedKeys<'a> {
 
 impl Drop for PublishedKeys<'_> {
     fn drop(&mut self) {
-        // A store that cannot delete keeps them.
+        // A store that does not support deletion keeps the keys.
         self.keys.iter().for_each(|key| drop(self.store.delete(key)));
     }
 }
@@ -42,8 +42,8 @@ impl InternodeLinks {
         format!("{}{}-{}", self.prefix, peer.min(self.me), peer.max(self.me))
     }
 
-    /// Returns the key by which `rank`, this one or `peer`, publishes that it wants to connect with
-    /// the other.
+    /// Returns the key with which `rank`, which is this rank or `peer`, announces that it wants to
+    /// connect with the other one.
     pub(super) fn key(&self, peer: Rank, rank: Rank) -> String {
         format!("{}/here/{rank}", self.pair_name(peer))
     }

@@ -1,4 +1,4 @@
-//! From a message that has arrived, or was offered, to the memory of its receive.
+//! Delivers messages that have arrived or were offered to the memory of their receives.
 #![allow(unsafe_code, reason = "copies between links and the bytes of tensors")]
 
 use super::frame::{Frame, FrameKind};
@@ -23,7 +23,7 @@ impl MessageTable {
         let posted = self.check_size(control, from, (message.bytes, message.dtype), posted)?;
         match message.content {
             MessageBody::Eager(bytes) => {
-                // SAFETY: the sizes are equal (checked above); the span is the receiver's.
+                // SAFETY: the sizes are equal (checked above); the span belongs to the receive.
                 unsafe {
                     cpu::copy(posted.span.ptr(), bytes.as_ptr(), bytes.len(), WriteMode::Cached)
                 }
@@ -47,8 +47,9 @@ impl MessageTable {
                     source: Source::Frames,
                 };
                 if self.is_internode(from) {
-                    // SAFETY: `keep_start` keeps no more than the offer says, which is less than
-                    // the whole; the span is the receiver's.
+                    // SAFETY: `keep_start` keeps at most the `value` bytes that the offer
+                    // announces, which are fewer than the message has; the span belongs to the
+                    // receive.
                     unsafe {
                         cpu::copy(
                             stream.posted.span.ptr(),
@@ -75,8 +76,8 @@ impl MessageTable {
         Ok(())
     }
 
-    /// Requests the missing bytes of messages of `from` that arrive in frames, the oldest first, as
-    /// far as the link permits.
+    /// Requests the missing bytes of messages from `from` that arrive in frames, the oldest message
+    /// first, while the link has room.
     pub(super) fn send_cts(&mut self, from: Rank) -> Result<()> {
         let link = self.peers[from.index()].link()?;
         for (&(_, id), stream) in self.streams.range_mut((from, 0)..=(from, u64::MAX)) {
@@ -105,8 +106,8 @@ impl MessageTable {
         let (me, span, dtype) = (send.peer, send.span, send.dtype as u8);
         let posted = self.check_size(control, me, (span.bytes as u64, dtype), posted)?;
         if span.addr != posted.span.addr {
-            // SAFETY: the sizes are equal (checked above); both spans are the user's, and do not
-            // overlap in part.
+            // SAFETY: the sizes are equal (checked above); both spans belong to the user and do not
+            // overlap partially.
             unsafe { cpu::copy(posted.span.ptr(), span.ptr(), span.bytes, WriteMode::Cached) }
         }
         self.finish_send(ticket);

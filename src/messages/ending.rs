@@ -71,7 +71,7 @@ pub(super) struct TransferLabel<'a> {
 }
 
 impl TransferLabel<'_> {
-    /// Returns its name for errors about ranks of other nodes.
+    /// Returns the name of the transfer for errors about ranks of other nodes.
     fn about_internode(&self, control: &ControlBlock) -> String {
         let (name, bytes, dtype, tag, group) =
             (self.name, self.bytes, self.dtype.name(), self.tag, control.name());
@@ -93,9 +93,9 @@ impl LostPeers {
         Self { absent, dead: control.dead_rank().map(|(rank, how)| (rank, how.clone())) }
     }
 
-    /// Returns the peer whose exit ends a message with `peer`, or with any source: the exit of
-    /// `peer` itself, or the death of any member. `far` is true if a rank of another node may also
-    /// complete the message.
+    /// Returns the peer whose exit ends a message with `peer`: `peer` itself, or any member that
+    /// has died. If `peer` is `None`, for any source, all peers must have left; `far` is true if a
+    /// rank of another node may also complete the message.
     fn ends(
         &self,
         control: &ControlBlock,
@@ -137,8 +137,8 @@ impl MessageTable {
         receives.chain(sends)
     }
 
-    /// Returns `from` if it is on another node: a message from any source that it has started needs
-    /// it.
+    /// Returns `from` if it is on another node. A receive from any source needs this rank once the
+    /// rank has started to send the message.
     fn internode_only(&self, from: Rank) -> Option<Rank> {
         self.is_internode(from).then_some(from)
     }
@@ -151,14 +151,15 @@ impl MessageTable {
             .map(|(left, pending)| (pending, left))
     }
 
-    /// Returns its name and its seconds of waiting for the error of a lost link.
+    /// Returns the name of that message and how many seconds it has waited, for a lost link's
+    /// error.
     pub(super) fn urgent(&self, control: &ControlBlock, peer: Rank) -> Option<(String, f32)> {
         self.most_urgent(peer).map(|(pending, _)| {
             (pending.about_internode(control), pending.limit.elapsed().as_secs_f32())
         })
     }
 
-    /// Returns the reason why a pending message can or must never complete, if one exists.
+    /// Returns the error of a pending message that can never complete or has timed out, if any.
     fn unreachable_error(&self, control: &ControlBlock, lost: &LostPeers) -> Option<Error> {
         self.pending().find_map(|pending| {
             let late = pending.limit.remaining().is_none();
@@ -228,8 +229,8 @@ impl MessageTable {
         fence(Ordering::Release);
         self.closed.get_or_insert_with(|| error.clone());
         let posted = std::mem::take(&mut self.matching.posted);
-        // A receive that a thread is reading stays in use until that step ends; the step then fails
-        // as well.
+        // The memory of a receive into which a thread is reading stays in use until that step ends;
+        // the step then fails as well.
         let being_read =
             |(_, stream): &(_, ChunkedReceive)| matches!(stream.source, Source::BeingRead(_));
         let (kept, streams): (BTreeMap<_, _>, BTreeMap<_, _>) =
@@ -267,9 +268,9 @@ impl Messages {
         }
     }
 
-    /// Does the same because this rank leaves the group with `farewell`. If a send is pending, the
-    /// rank publishes its exit before the send fails, because a receiver that reads the sender's
-    /// memory must know that the memory is in other use afterwards.
+    /// Completes all pending messages with `error`, because this rank leaves the group with
+    /// `farewell`. If a send is pending, the rank publishes its exit before the send fails, so that
+    /// a receiver that reads the sender's memory knows that the memory may be reused.
     pub fn shut_down(&self, error: &Error, farewell: &str) {
         let mut state = self.lock();
         if !state.sends.is_empty() {
@@ -282,7 +283,7 @@ impl Messages {
         }
     }
 
-    /// Fails the group, because a failure of one message is a failure of the group.
+    /// Returns `moved`. If it is an error, fails the whole group and returns true.
     pub(super) fn fail_group_on_error(
         &self,
         state: &mut MessageTable,
@@ -331,7 +332,7 @@ impl Messages {
         let told = self.internode.get().and_then(|_| self.health.error());
         let mut state = self.lock();
         self.fail_hopeless(&mut state);
-        // For a death on this node the error above has the details.
+        // If a rank of this node has died, `fail_hopeless` has set an error with more details.
         if let (Some(error), None) = (told, &state.closed) {
             state.fail_all(&error);
         }

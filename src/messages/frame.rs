@@ -90,8 +90,8 @@ pub(super) const WIRE: LinkLimits = LinkLimits {
 
 /// Maximum length of the text of a rejection.
 pub(super) const MAX_TEXT_BYTES: usize = 976;
-/// Maximum payload of an eager message that its sender publishes at once: the receiver copies one
-/// part while the next is written.
+/// Number of payload bytes of an eager message after which its sender publishes them, so that the
+/// receiver copies one part while the sender writes the next.
 const PART_BYTES: usize = 16 << 10;
 
 impl LinkLimits {
@@ -141,7 +141,7 @@ impl Frame {
         matches!(self.kind, FrameKind::Eager | FrameKind::Rts)
     }
 
-    /// Returns the number of bytes in a ring.
+    /// Returns the number of bytes that the frame occupies in a ring.
     pub(super) fn footprint(&self) -> u64 {
         UNIT + (self.payload(&RING) as u64).next_multiple_of(UNIT)
     }

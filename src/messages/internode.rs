@@ -125,7 +125,7 @@ impl Messages {
         }
         state.shutting_down = true;
         for wire in state.peers.iter_mut().filter_map(|peer| peer.wire_mut()) {
-            // A connection that has just ended has no reader.
+            // If this fails, the connection has just ended, and no peer would read the frame.
             let _ = wire.send_goodbye();
         }
         drop(state);

@@ -10,9 +10,9 @@ pub(super) trait Link {
     /// is queued before it. Returns true if `span` is no longer needed.
     fn send_now(&mut self, frame: Frame, span: Span) -> Result<bool>;
 
-    /// Sends that message as soon as there is space, or offers it if it is too long. Returns how
-    /// many of its bytes follow the offer; `None` if the link does not exist yet and the message
-    /// was not sent.
+    /// Sends the message of `frame` and `span` as soon as there is space, or offers it if it is too
+    /// long. Returns how many of its bytes follow the offer; `None` if the link does not exist yet
+    /// and the message was not sent.
     fn send(&mut self, frame: Frame, span: Span) -> Result<Option<usize>>;
 
     /// Notes that an unrequested message of the peer, or `bytes` bytes of it, has found its

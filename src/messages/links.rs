@@ -11,7 +11,7 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Ten years, because a wait of Gloo that times out breaks the connection.
+/// An unlimited wait: ten years, because a wait of Gloo that times out breaks the connection.
 const EVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 /// Number of staging buffers that a link keeps for later transfers, because the system must zero
@@ -242,8 +242,8 @@ impl Links {
         lock(&self.link(peer).state).keep(arrived.0);
     }
 
-    /// Ends every wait, closes the connection, and makes every later `make`, and one on another
-    /// thread, fail.
+    /// Ends every wait, closes the connection, and makes every later `make` fail, as well as a
+    /// `make` that is running on another thread.
     pub(super) fn close(&self, peer: Rank) {
         let link = self.link(peer);
         let (queue, sends, listening, transport) = {

@@ -1,4 +1,5 @@
-//! Matching of messages and receives: for each sender, the oldest with an equal tag.
+//! Matching of messages and receives: for each sender, the oldest message and the oldest receive
+//! with an equal tag belong together.
 
 use crate::coll::call::Span;
 use crate::completion::Completion;
@@ -30,13 +31,13 @@ pub(super) struct UnmatchedMessage {
     pub content: MessageBody,
 }
 
-/// The content of a message, by where its bytes are.
+/// The content of a message; the variant says where its bytes are.
 #[derive(Debug)]
 pub(super) enum MessageBody {
     /// The bytes of an eager message.
     Eager(Box<[u8]>),
-    /// Bytes in the sender's memory: message `id`, whose offer has this value. The first bytes may
-    /// have arrived already.
+    /// The message is only offered; `id` and `value` are those of the offer. `first` has the bytes
+    /// that have arrived without a request.
     Rts { id: u64, value: u64, first: Vec<u8> },
     /// Bytes of a send of this rank to itself, with this ticket.
     Own { ticket: u64 },

@@ -79,17 +79,17 @@ struct MessageTable {
     open: BTreeSet<u64>,
     next: u64,
     waiting_threads: usize,
-    /// True while peers are told what a thread waits for.
+    /// True while this rank publishes to peers for which message one of its threads waits.
     announced: bool,
     idle: bool,
     /// Number of steps of long messages that were read.
     steps: u64,
-    /// The first error that completed all messages; none starts after it.
+    /// The first error that completed all messages; no message starts after it.
     closed: Option<Error>,
     /// A copy of `closed`, until the rest of the group has been notified of it.
     unnotified: Option<Error>,
     stopping: bool,
-    /// True if messages reach ranks of other nodes.
+    /// True if messages can reach ranks of other nodes.
     reaches: bool,
     shutting_down: bool,
     /// Ids of the wires' threads.
@@ -113,7 +113,7 @@ struct PendingSend {
 }
 
 impl PendingSend {
-    /// The header of the whole message, which has this number.
+    /// Returns the header of the whole message, whose number is `id`.
     fn frame(&self, id: u64) -> Frame {
         Frame {
             kind: FrameKind::Eager,
@@ -142,13 +142,13 @@ enum Source {
     Frames,
     /// This rank reads it at this address of the sender's memory.
     Memory(u64),
-    /// The same, while a thread reads a part of it without the lock, so its receive must not
-    /// complete yet.
+    /// As `Memory`, while a thread reads a part of the message without the lock, so the receive
+    /// must not complete yet.
     BeingRead(u64),
 }
 
-/// The receive with `ticket` has the first `bytes` bytes of a message in one frame, whose rest is
-/// still being written.
+/// A frame whose payload is still being written: the receive with `ticket` already has its first
+/// `bytes` bytes.
 #[derive(Clone, Copy, Default)]
 struct IncompleteFrame {
     ticket: u64,
@@ -242,8 +242,8 @@ impl Messages {
         let peer = message.peer.ok_or_else(|| Error::value("send needs a destination rank"))?;
         let mut state = self.lock();
         let far = state.check_peer(peer)?;
-        // An eager send would be complete before a thread polled; a receive may still find a
-        // message that has arrived.
+        // Checked here because an eager send would complete before any thread polls. A receive may
+        // still find a message that has arrived.
         if let (false, Some((dead, how))) = (far, self.control.dead_rank()) {
             let what = about(&self.control, "send", message.span.bytes, message.tag);
             let (dead, me) =
@@ -397,8 +397,8 @@ impl Messages {
     }
 
     /// Returns a peer among `peers` that sleeps for a message with this tag that this rank has not
-    /// started: a `send` of this rank, or a receive. Never waits: returns `None` if another thread
-    /// is advancing messages.
+    /// started: a send of this rank if `send` is true, otherwise a receive. Never waits: returns
+    /// `None` if another thread is advancing messages.
     pub fn awaited_by(
         &self,
         mut peers: impl Iterator<Item = Rank>,
@@ -426,7 +426,7 @@ impl Messages {
         lock(&self.state)
     }
 
-    /// Writes and reads all that is possible; a failure closes all links.
+    /// Writes and reads all frames that it can without blocking; an error fails the group.
     fn advance(&self, state: &mut MessageTable) -> bool {
         // The rings of a rank that has left no longer exist.
         if state.closed.is_some() {
@@ -437,8 +437,8 @@ impl Messages {
     }
 
     /// Starts the worker before a message is posted. The memory of a posted message is in use until
-    /// its completion, so a thread must exist that completes it; otherwise the memory would be used
-    /// after its tensor.
+    /// its completion, so a thread must exist that completes the message; otherwise the memory
+    /// would be used after its tensor is freed.
     fn start_worker(self: &Arc<Self>) -> Result<()> {
         let mut worker = lock(&self.worker);
         if worker.is_none() {

@@ -21,7 +21,7 @@ use std::collections::BTreeMap;
 /// stops reading from that sender. All eager messages that a sender can have in flight fit.
 const BACKLOG_BYTES: usize = EAGER_WINDOW as usize * RING.eager;
 
-/// Another rank, or this one, as messages see it.
+/// A rank of the group, by how messages reach it.
 pub(super) enum Peer {
     /// This rank.
     Own,
@@ -87,7 +87,7 @@ pub(super) enum Placed {
 }
 
 impl IncompleteFrame {
-    /// Number of bytes that `posted` has received.
+    /// Returns the number of bytes that `posted` has already received.
     fn bytes_of(self, posted: &Posted) -> usize {
         if self.ticket == posted.ticket { self.bytes } else { 0 }
     }
@@ -178,7 +178,8 @@ impl MessageTable {
         }
     }
 
-    /// Publishes to peers of this node, until the next step, for what `ticket` waits.
+    /// Publishes to peers of this node for which message `ticket` waits, until messages next
+    /// advance.
     pub(super) fn announce_wait(&mut self, control: &ControlBlock, ticket: u64) {
         let send = self.sends.get(&ticket).map(|send| (true, send.peer, send.tag));
         let waits = send.or_else(|| {

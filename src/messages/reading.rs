@@ -16,8 +16,8 @@ use std::sync::MutexGuard;
 /// Number of bytes that are read before this thread checks whether the sender is waiting.
 const DIRECT_BYTES: usize = 256 << 10;
 /// Length up to which one rank reads a message faster than two ranks copy it through the ring
-/// (docs/measurements/cpu.md). A thread reads as many bytes of a longer message before it checks
-/// the group and deadlines.
+/// (docs/measurements/cpu.md). Also the number of bytes of a longer message that a thread reads
+/// before it checks the group and deadlines.
 pub(super) const DIRECT_READ_MAX_BYTES: usize = 1 << 20;
 
 /// A step of a read: the bytes from `got` on. The receive stays pending until `end_step`, so its
@@ -50,8 +50,8 @@ impl ReadStep {
             && is_quicker(control, self.local, self.span.bytes)
         {
             let bytes = DIRECT_BYTES.min(end - got);
-            // SAFETY: got + bytes <= span.bytes; the span is the receiver's, and `fail_all` leaves
-            // its receive pending until `end_step`.
+            // SAFETY: got + bytes <= span.bytes; the span belongs to the receive, which `fail_all`
+            // leaves pending until `end_step`.
             let read = unsafe {
                 read_memory(
                     control.pid(self.local),
@@ -70,8 +70,9 @@ impl ReadStep {
 }
 
 impl Messages {
-    /// Calls the completions that are due, without the lock. If none is, reads a step of a message
-    /// from its sender's memory, also without the lock. Returns true if it read a step.
+    /// Calls the completions that are due, without the lock. If no completion is due, reads a step
+    /// of a message from its sender's memory, also without the lock. Returns true if it read a
+    /// step.
     pub(super) fn run_completions(&self, mut state: MutexGuard<'_, MessageTable>) -> bool {
         let step = if state.finished.is_empty() { state.next_step() } else { None };
         let Some(step) = step else {
@@ -84,7 +85,7 @@ impl Messages {
         true
     }
 
-    /// Ends `step` after `read`. A panic in it fails the group, and so the receive.
+    /// Runs `read` and ends `step`. A panic in `read` fails the group, and thus the receive.
     pub(super) fn carry_out(
         &self,
         step: ReadStep,
@@ -148,8 +149,8 @@ impl MessageTable {
             || read.is_err()
             || (got < step.span.bytes && !is_quicker(control, local, step.span.bytes))
         {
-            // A rank that has left may free its memory and never answers, so the receive ends like
-            // any other of its messages.
+            // A rank that has left may free its memory, and it never answers a request. The receive
+            // then ends like every other message with that rank.
             if let (Err(error), false, Some(ring)) = (&read, departed, self.ring(from)) {
                 ring.disable_cma(error);
             }

@@ -161,7 +161,7 @@ impl Messages {
         wire.phase = LinkState::Lost(cause.clone());
         drop(state);
         far.changed.notify_all();
-        // A mismatch has already ended its own message.
+        // A mismatch (`!broken`) has already ended its message, which is thus no longer urgent.
         if is_urgent || !broken {
             let told = if broken {
                 self.health.cause(far.node_map.local_rank(peer), Duration::MAX)

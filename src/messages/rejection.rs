@@ -20,8 +20,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 impl MessageTable {
-    /// Asks peers on other nodes, once each, whether their rejections still hold, if a message has
-    /// waited for one long enough. Returns the links that failed.
+    /// Asks peers on other nodes, once each, whether their rejections still hold, if a message of
+    /// this rank has waited for the rejected one for `INTERNODE_POLL`. Returns the links that
+    /// failed.
     pub(super) fn ask_whether_rejected(&mut self) -> Vec<(Rank, Error)> {
         let refused = |peer: &Peer| Some((peer.wire()?.peer, peer.wire()?.rejected.clone()?));
         let refused: Vec<(Rank, Rejection)> = self.peers.iter().filter_map(refused).collect();

@@ -119,7 +119,7 @@ impl RingLink {
         self.outbox.retain(|item| matches!(item, OutgoingFrame::Control(_)));
     }
 
-    /// Returns true if reading the peer's memory is worth a try.
+    /// Returns true unless a read of the peer's memory has failed.
     pub(super) fn is_readable(&self) -> bool {
         !self.cma_failed
     }
@@ -194,8 +194,8 @@ impl RingLink {
                         frame.part_bytes().min(frame.payload(&RING) - at),
                     );
                     // SAFETY: `reserved` granted footprint() bytes at `place` before the ring's
-                    // end, which the consumer has released; the span is the sender's, whose send is
-                    // not complete yet.
+                    // end, which the consumer has released; the span stays valid, because its send
+                    // is not complete yet.
                     unsafe { cpu::copy(side.data.add(to), from.add(at), bytes, WriteMode::Cached) }
                 }
             }
@@ -237,8 +237,8 @@ impl RingLink {
             let capacity = side.ring.capacity;
             let tail = side.ring.tail.observe();
             let ahead = tail.wrapping_sub(self.head);
-            // Padding is valid only at the end of the ring. At the start, an empty ring with a
-            // forged tail would be skipped forever.
+            // Padding is valid only before the end of the ring. If padding could fill the whole
+            // ring, an empty ring with a forged tail would be skipped forever.
             let length = |frame: &Frame| {
                 if frame.kind == FrameKind::Padding { capacity - place } else { frame.footprint() }
             };
@@ -344,8 +344,8 @@ impl Link for RingLink {
     }
 }
 
-/// Extends the memory of the ring to `peer`, which has memory up to `reserved`, up to `end`. A ring
-/// gets memory only when it is filled for the first time.
+/// Extends the memory of the ring to `peer` from `reserved` bytes to at least `end`. A part of a
+/// ring gets memory only when it is filled for the first time.
 fn have_memory(control: &ControlBlock, peer: Rank, reserved: &mut usize, end: usize) -> Result<()> {
     while *reserved < end {
         let ring = control.layout().ring(control.rank(), peer);
@@ -393,8 +393,8 @@ mod tests {
     fn counters_and_frames_that_no_peer_writes_are_an_error_not_a_wait() {
         let offer = Frame::control(FrameKind::Rts, 1, 0);
         let long = Frame { id: 1, bytes: 4096, ..Frame::bare(FrameKind::Eager) };
-        // The first frame and the tail: only padding, more than a ring holds, a message longer than
-        // what was sent, and a message whose first part is missing.
+        // Pairs of the first frame and the tail: twice only padding, a tail beyond the ring, a
+        // message longer than the bytes sent, and a message whose first part is missing.
         let parts = Frame { bytes: 40 << 10, ..long };
         let beyond = SegmentLayout::new(2).ring_data_bytes() as u64 + 32;
         for (frame, tail) in [

@@ -28,7 +28,7 @@ impl Drop for ProgressGuard<'_> {
     }
 }
 
-/// Number of spin iterations before a receive starts to wait properly.
+/// Number of spin iterations before a receive publishes its wait to peers and may sleep.
 const BRIEF_SPIN_TURNS: u32 = 100;
 /// Number of spin iterations after which a thread yields its core.
 const YIELD_EVERY_TURNS: u32 = 8;
@@ -117,7 +117,8 @@ impl Messages {
         if !state.open.contains(&ticket) {
             return true;
         }
-        // A rank that receives from this rank checks whether it waits.
+        // While sends are pending, their receivers check whether this rank waits, so the wait must
+        // be published.
         if !state.sends.is_empty()
             || self.control.spins() < BRIEF_SPIN_TURNS
             || state.is_for_internode(ticket)
@@ -137,7 +138,7 @@ impl Messages {
             if !state.open.contains(&ticket) {
                 return true;
             }
-            // The rest of a long message takes time, and only a wait has a deadline.
+            // Reading the rest of a long message takes time, and only the full wait has a deadline.
             if read {
                 return false;
             }

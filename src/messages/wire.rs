@@ -17,7 +17,7 @@ pub(super) const MAX_FRAME_BYTES: usize = HEADER_BYTES + WIRE.eager;
 /// Maximum number of bytes of eager messages that may be unmatched at their receiver; further
 /// messages are offered.
 const EAGER_WINDOW_BYTES: u64 = 4 << 20;
-/// Number of bytes that an eager message occupies there in addition to its payload.
+/// Number of bytes that an eager message occupies at its receiver in addition to its payload.
 const MESSAGE_OVERHEAD: u64 = 64;
 /// Number of chunks of long messages for which a receiver has space at a time.
 const CHUNK_WINDOW: usize = 16;
@@ -54,8 +54,8 @@ impl Rejection {
         }
     }
 
-    /// Returns the frame with which a message of `bytes` bytes of the peer asks whether the
-    /// rejection still holds.
+    /// Returns the frame that asks the peer whether this rejection still holds, because a message
+    /// of `bytes` bytes waits for the rejected one.
     pub(super) fn asked(&self, dtype: DType, bytes: usize) -> Frame {
         Frame {
             dtype: dtype as u8,
@@ -70,7 +70,7 @@ impl Rejection {
         if self.send { REJECTED_SEND } else { REJECTED_RECV }
     }
 
-    /// Returns true if `frame` asks for this rejection.
+    /// Returns true if `frame` asks about this rejection.
     pub(super) fn is_asked(&self, frame: &Frame) -> bool {
         (frame.value, frame.tag) == (self.value(), self.tag)
     }
@@ -90,12 +90,12 @@ impl Rejection {
     }
 }
 
-/// What a frame acknowledges of the opposite direction.
+/// The counters in a frame, which acknowledge traffic of the opposite direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counters {
-    /// Number of frames that its sender has read.
+    /// Number of frames that the sender of this frame has read.
     pub read: u64,
-    /// Number of bytes of eager messages that have found their receives there.
+    /// Number of bytes of eager messages that have found their receives on that rank.
     pub matched: u64,
 }
 
@@ -111,8 +111,8 @@ pub(super) struct WireLink {
     pub(super) rejected: Option<Rejection>,
     /// The last rejection of this rank, and the number of its calls at that time.
     pub(super) own: Option<(Rejection, u64)>,
-    /// True while the peer has not been notified of it, unless this rank has started a message with
-    /// the peer since.
+    /// True while the peer has not been notified of `own`, unless this rank has started a message
+    /// with the peer since.
     pub(super) unsent_rejection: bool,
     /// Number of chunks that were requested and have not arrived.
     requested_chunks: usize,
@@ -193,8 +193,8 @@ impl WireLink {
         said
     }
 
-    /// Returns true if the peer is connected and has not yet read that this rank leaves. It need
-    /// not read answers that this rank sends meanwhile.
+    /// Returns true if the peer is connected and has not yet read that this rank leaves. The peer
+    /// need not read answers that this rank sends after the goodbye.
     pub(super) fn is_unread(&self) -> bool {
         self.is_open() && self.acked < self.last
     }
@@ -240,7 +240,7 @@ impl WireLink {
     }
 }
 
-/// Returns the class of traffic in which the payload of such a frame arrives.
+/// Returns the class of traffic in which the payload of a frame of this `kind` arrives.
 pub(super) fn traffic(kind: FrameKind) -> Traffic {
     if kind == FrameKind::Data { Traffic::Piece } else { Traffic::Frame }
 }
@@ -251,7 +251,7 @@ impl Link for WireLink {
             frame.bytes + MESSAGE_OVERHEAD,
             EAGER_WINDOW_BYTES.saturating_sub(self.short - self.short_matched),
         );
-        // An empty message needs no request.
+        // An empty message is always eager, because its receiver would never request any bytes.
         if !self.is_open() || span.bytes > WIRE.eager || (span.bytes > 0 && cost > room) {
             return Ok(false);
         }
@@ -268,7 +268,7 @@ impl Link for WireLink {
         let room = EAGER_WINDOW_BYTES.saturating_sub(self.short - self.short_matched);
         let unasked =
             WIRE.eager_prefix(frame.bytes, (room / (WIRE.data as u64 + MESSAGE_OVERHEAD)) as usize);
-        // The acknowledgement travels while the first chunks do.
+        // The receiver can request the rest while the first chunks are still on the way.
         self.send_frame(Frame { kind: FrameKind::Rts, value: unasked as u64, ..frame }, &[])?;
         for at in (0..unasked).step_by(WIRE.data) {
             self.short += WIRE.data as u64 + MESSAGE_OVERHEAD;

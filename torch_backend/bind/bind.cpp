@@ -77,8 +77,8 @@ void bind(py::module_ module) {
     }
   });
 
-  // Before the interpreter ends: afterwards, a thread that drops a tensor with a Python object
-  // would end the process.
+  // Called before the interpreter ends, because afterwards a thread that drops a tensor with a
+  // Python object would end the process.
   module.def(
       "_destroy_all",
       [](const std::string& farewell) { leave_all(std::chrono::seconds(5), farewell); },

@@ -23,7 +23,7 @@ struct Prices {
   rust::Box<CostModel> model;
 };
 
-// Null if no profile matches this hardware.
+// Returns null if no profile matches this hardware.
 std::unique_ptr<Prices> open_prices(
     const std::string& device,
     const std::vector<size_t>& ranks,

@@ -10,7 +10,7 @@ namespace symm {
 
 namespace {
 
-// torch's ProcessGroupGloo; null if this torch has none. Lives as long as the process.
+// torch's ProcessGroupGloo; null if this torch has no such class. Lives as long as the process.
 PyObject* class_of_gloo = nullptr;
 
 // `self.__class__`. Code that checks isinstance(backend, ProcessGroupGloo) asks whether Gloo's
@@ -26,7 +26,7 @@ PyObject* apparent_class(PyObject* self, void*) {
 void bind_refusal(py::module_& module, ErrorKind kind, const char* name, PyObject* ours) {
   const auto bases = py::make_tuple(py::handle(ours), py::handle(PyExc_RuntimeError));
   const std::string full = std::string("torch_symm._C.") + name;
-  // Lives as long as the process, like the others.
+  // Lives as long as the process, like the other exception types.
   PyObject* type = PyErr_NewExceptionWithDoc(
       full.c_str(), "An argument is wrong, in a group in the place of Gloo's.", bases.ptr(),
       nullptr);
@@ -49,7 +49,7 @@ void bind_gloo_substitute(py::module_& module) {
   if (py::hasattr(c10d, "ProcessGroupGloo")) {
     class_of_gloo = c10d.attr("ProcessGroupGloo").cast<py::object>().release().ptr();
   }
-  // As a pybind11 method, it would become the class of the type itself.
+  // If pybind11 defined `__class__`, it would become the class of the type itself.
   const auto with_class =
       py::custom_type_setup([](PyHeapTypeObject* type) { type->ht_type.tp_getset = properties; });
   bind_refusal(module, ErrorKind::Value, "_GlooValueError", PyExc_ValueError);

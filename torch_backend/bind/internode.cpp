@@ -42,7 +42,7 @@ BackendPtr kept(py::object made) {
               const py::gil_scoped_acquire gil;
               object.dec_ref();
             }
-            // May wait for its transfers.
+            // This may wait for the backend's transfers.
             backend.reset();
           }};
 }

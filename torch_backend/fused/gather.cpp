@@ -83,7 +83,7 @@ class GatherCall final : public FusedOperator {
   }
 
  private:
-  // Returns the rows of shards `first` to `first + count`.
+  // Returns the rows of `count` shards from shard `first` on.
   at::Tensor rows(const at::Tensor& matrix, size_t first, size_t count) const {
     return matrix.narrow(
         0, static_cast<int64_t>(first) * rows_, static_cast<int64_t>(count) * rows_);

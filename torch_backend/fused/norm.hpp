@@ -21,7 +21,7 @@ std::tuple<at::Tensor, at::Tensor> all_reduce_add_rms_norm(
     double eps,
     const std::string& group_name);
 
-// The same in place: `input` receives the normed rows, `residual` the sums.
+// As all_reduce_add_rms_norm, but in place: `input` receives the normed rows, `residual` the sums.
 void all_reduce_add_rms_norm_(
     const at::Tensor& input,
     const at::Tensor& residual,
@@ -29,7 +29,8 @@ void all_reduce_add_rms_norm_(
     double eps,
     const std::string& group_name);
 
-// The same with the normed rows divided by the single number `scale` and rounded to float8_e4m3fn.
+// As all_reduce_add_rms_norm, but divides the normed rows by the single number `scale` and rounds
+// them to float8_e4m3fn.
 std::tuple<at::Tensor, at::Tensor> all_reduce_add_rms_norm_fp8(
     const at::Tensor& input,
     const at::Tensor& residual,
@@ -38,8 +39,8 @@ std::tuple<at::Tensor, at::Tensor> all_reduce_add_rms_norm_fp8(
     const at::Tensor& scale,
     const std::string& group_name);
 
-// The same with each normed row divided by its own scale, so that its largest element becomes 448.
-// Also returns the scales.
+// As all_reduce_add_rms_norm_fp8, but divides each normed row by its own scale, so that its largest
+// element becomes 448. Also returns the scales.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> all_reduce_add_rms_norm_dynamic_fp8(
     const at::Tensor& input,
     const at::Tensor& residual,

@@ -1,4 +1,4 @@
-// The streams of a fused operator: the caller's, and a second one that copies from peers.
+// The streams of a fused operator: the caller's stream, and a second one that copies from peers.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -26,9 +26,9 @@ class CallStreams {
   CallStreams(const CallStreams&) = delete;
   CallStreams& operator=(const CallStreams&) = delete;
 
-  // Starts a call on the calling thread's stream, ordered after the call before, on whichever
-  // stream that was: the last unrecorded call, or the last one of the same capture. The program
-  // orders the replays of graphs.
+  // Starts a call on the calling thread's stream, ordered after the previous call on any stream:
+  // the last call outside captures, or the last call of the same capture. The program orders the
+  // replays of graphs.
   void begin();
   // Ends the call: the caller's stream waits for both streams.
   void end();

@@ -69,7 +69,7 @@ std::shared_ptr<Workspace> Workspace::of(const std::string& group_name, at::Devi
   std::lock_guard<std::mutex> lock(known.mutex);
   auto& place = known.workspaces[{group_name, device}];
   if (!place || place->group_.lock() != group) {
-    // Not even its streams can be made during a capture.
+    // Not even the workspace's streams can be made during a capture.
     TORCH_CHECK(
         !recording(device), "group \"", group_name,
         "\" has no workspace, which cannot be made while a graph is recorded; call the operator "
@@ -125,7 +125,7 @@ FusedCall Workspace::begin(FusedOperator& op) {
 
 void Workspace::make(const FusedCall& call) {
   if (call.keep) {
-    // Graphs hold its addresses and keep using it; later calls do not.
+    // Graphs hold the addresses of this memory and keep using it; later calls do not.
     kept_.push_back({std::move(memory_), std::move(window_)});
   }
   // Peers may still read the memory that is replaced. A peer arrives at the rendezvous below only

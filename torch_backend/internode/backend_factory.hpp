@@ -46,7 +46,7 @@ const BackendFactories& backend_factories();
 // other nodes.
 Status backend_failure() noexcept;
 
-// Outcome of `body`.
+// Runs `body` and returns its outcome; an exception becomes `backend_failure`.
 template <typename Body>
 Status attempted(Body&& body) noexcept {
   try {

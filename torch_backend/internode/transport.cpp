@@ -82,7 +82,7 @@ class Pending final : public PendingHandle {
   Work work_;
 };
 
-// Starts a transfer by `start`.
+// Starts a transfer by calling `start`.
 template <typename Start>
 Started begun(Start&& start) noexcept {
   Started started;
@@ -190,12 +190,13 @@ class Transport final : public TransportHandle {
   }
 
  private:
-  // Returns the bytes of `span`, which are in `keep`; if that is null, the caller keeps them.
+  // Returns a tensor of the bytes of `span`. They are in `keep`; if that is null, the caller keeps
+  // them.
   at::Tensor bytes_at(const Span& span, const Keep& keep) const {
     if (span.bytes == 0) {
       return at::empty({0}, options_);
     }
-    // Kept, because the allocator refers to it.
+    // A variable that outlives `maker`, which refers to it.
     const auto length = static_cast<int64_t>(span.bytes);
     auto maker = at::for_blob(reinterpret_cast<void*>(span.addr), length);
     if (keep) {

@@ -21,7 +21,7 @@ Span piece_of(const at::Tensor& contiguous, int64_t start, int64_t count) {
   return Span{address + static_cast<size_t>(start) * bytes, static_cast<size_t>(count) * bytes};
 }
 
-// Adds consecutive parts of `whole`, whose `lengths` are those of arguments.hpp.
+// Adds consecutive parts of `whole`; `split_lengths` in arguments.hpp makes their `lengths`.
 void add_pieces(
     const at::Tensor& whole, const std::vector<int64_t>& lengths,
     c10::SmallVectorImpl<Span>& spans) {
@@ -222,8 +222,8 @@ void Operation::add_outputs(const at::Tensor& tensor, const std::vector<int64_t>
 }
 
 void Operation::write_back() {
-  // As the core writes contiguous tensors: invisible to autograd, and also where inference tensors
-  // may not be changed.
+  // Writes as the core writes contiguous tensors: invisible to autograd, and also where inference
+  // tensors may not be changed.
   const at::AutoDispatchBelowADInplaceOrView plain;
   for (auto& [tensor, copy] : pending_) {
     tensor.copy_(copy);

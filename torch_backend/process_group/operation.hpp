@@ -114,7 +114,7 @@ class Operation {
   const char* title;
   // True if a profiler observes the thread that makes the call.
   const bool seen = profiled();
-  // The device of all tensors; absent before the first.
+  // The device of all tensors; absent before the first tensor.
   std::optional<at::Device> device;
   c10::SmallVector<PreparedCall, 1> calls;
   // The caller's input tensors, for a profiler; empty without one.

@@ -214,7 +214,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::remember(WorkPtr work) {
 
 void ProcessGroupSymm::startCoalescing() {
   std::lock_guard<std::mutex> lock(mutex_);
-  // Within another block, whose earlier calls stay part of it.
+  // If a block is open already, its earlier calls stay part of it.
   if (!coalesced_) {
     coalesced_.emplace();
   }
@@ -277,7 +277,7 @@ std::chrono::milliseconds ProcessGroupSymm::extended(std::chrono::milliseconds t
     const std::lock_guard<std::mutex> lock(mutex_);
     open = coalesced_.has_value();
   }
-  // A query of a work inside its block launches the calls that the block has gathered so far.
+  // Not in an open block, where querying a work would launch the calls gathered so far.
   if (!open) {
     extensions_.expire();
   }
@@ -326,7 +326,7 @@ void ProcessGroupSymm::shutdown() {
   closed_ = true;
   drop_coalesced();
   (*group_)->shutdown();
-  // After its kernels have ended, because freeing memory waits for the device.
+  // Only after the group's kernels have ended, because freeing memory waits for the device.
   Workspace::drop(options_->group_name);
   pools_.let_go();
 }
@@ -388,7 +388,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::merge(
     const int& size) {
   TORCH_CHECK_VALUE(opts, "merge: the options of the new group are missing");
   auto options = child_options(*opts);
-  // The values of one of the merged groups, unless the caller gives values for the new one.
+  // The options have the ranks of one of the merged groups, unless the caller gives new ranks.
   if (options->global_ranks_in_group.size() != static_cast<size_t>(size)) {
     options->global_ranks_in_group.clear();
   }

@@ -22,8 +22,8 @@
 
 namespace symm {
 
-// Tensors of an all-reduce with residual and norm. An undefined `scale` was not given, undefined
-// `scales` are not wanted.
+// Tensors of an all-reduce with residual and norm. `scale` is undefined if the caller
+// passed no scale, `scales` if the caller does not want them.
 struct NormTensors {
   const at::Tensor& input;
   const at::Tensor& residual;

@@ -26,7 +26,7 @@ class TimeoutExtensions {
     any_.store(true, std::memory_order_relaxed);
   }
 
-  // True if extensions may exist; a call without any checks nothing else.
+  // Returns true if extensions may exist; otherwise a call checks nothing else.
   bool any() const {
     return any_.load(std::memory_order_relaxed);
   }
@@ -68,7 +68,7 @@ class TimeoutExtensions {
     return total;
   }
 
-  // Records a new work, which is the first one of every extension that has none.
+  // Records a new work as the first work of every extension that does not have one yet.
   void begin(const Work& work) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto& each : all_) {
@@ -82,7 +82,7 @@ class TimeoutExtensions {
   struct Extension {
     uint64_t number;
     Milliseconds by;
-    // The first work after it, once it exists.
+    // The first work after the extension, once that work exists.
     std::optional<c10::weak_intrusive_ptr<::c10d::Work>> first;
   };
 

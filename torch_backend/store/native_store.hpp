@@ -15,8 +15,8 @@
 namespace symm {
 
 // A store of the core, usable from any thread. The timeout limits every call; 0 means the core's
-// maximum. Failures are torch's: DistStoreError (and its DistQueueEmptyError), DistNetworkError,
-// ValueError.
+// maximum. Failures are torch's exceptions: DistStoreError (and its DistQueueEmptyError),
+// DistNetworkError, ValueError.
 class SymmStore : public ::c10d::Store {
  public:
   using Milliseconds = std::chrono::milliseconds;
@@ -48,8 +48,8 @@ class SymmStore : public ::c10d::Store {
   int64_t queueLen(const std::string& key) override;
   std::vector<std::string> listKeys() override;
 
-  // Returns once all `size` ranks have called it with this key. `barrier` is c10d's, which takes no
-  // rank.
+  // Returns once all `size` ranks have called it with this key. c10d has its own `barrier`, which
+  // takes no rank.
   void rankBarrier(
       const std::string& key, int64_t rank, int64_t size,
       std::optional<Milliseconds> timeout) const;

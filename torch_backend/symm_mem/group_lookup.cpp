@@ -49,8 +49,8 @@ void leave(const std::shared_ptr<Side>& side) {
   }
 }
 
-// Returns the accompanying group of `torch_group`, joined or not, and leaves those whose process
-// group has ended.
+// Returns the accompanying group of `torch_group`, joined or not, and leaves the accompanying
+// groups of process groups that have ended.
 std::shared_ptr<Side> side_of(const TorchGroup& torch_group) {
   std::shared_ptr<Side> found;
   std::vector<std::shared_ptr<Side>> orphans;
@@ -126,7 +126,7 @@ Group joined(
   return side.group;
 }
 
-// Null while another thread is joining.
+// Returns null while another thread is joining.
 Group already_joined(Side& side) {
   const std::unique_lock<std::mutex> lock(side.mutex, std::try_to_lock);
   return lock ? side.group : nullptr;

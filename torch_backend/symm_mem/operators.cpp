@@ -1,5 +1,5 @@
-// torch.ops.symm_mem reductions on CPU tensors. Arguments and errors are torch's for CUDA; any
-// dtype that the group can add is supported, at any alignment.
+// torch.ops.symm_mem reductions on CPU tensors. Arguments and errors are as in torch's operators on
+// CUDA tensors; any dtype that the group can add is supported, at any alignment.
 #include "symm_mem/operators.hpp"
 
 #include <ATen/MemoryOverlap.h>

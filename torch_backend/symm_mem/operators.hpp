@@ -30,8 +30,8 @@ int64_t times(const char* op, int64_t a, int64_t b);
 // Returns the tensor's dtype for the core.
 int32_t dtype_of(const at::Tensor& tensor);
 
-// Notifies the ranks that wait for this one in an operator of the group, if it has been joined,
-// that it has rejected its arguments, and rethrows the current exception.
+// Rethrows the current exception. If the group has been joined, first notifies the ranks that wait
+// for this rank in an operator that this rank has rejected its arguments.
 [[noreturn]] void refused(const std::string& group_name);
 
 // Returns the result of `arguments`, the part of an operator before its first barrier. If that

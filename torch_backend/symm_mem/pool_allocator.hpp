@@ -14,8 +14,8 @@ namespace symm {
 // Throws NotImplementedError if no device can have such memory.
 std::shared_ptr<c10::Allocator> symmetric_allocator();
 
-// Returns the CUDA device with an index that `device` means, by default the current one; nothing if
-// it cannot have such memory.
+// Returns `device` with its index, by default the index of the current CUDA device; nothing if the
+// device cannot have such memory.
 std::optional<at::Device> sharing_device(at::Device device);
 
 // A group's hold on the pools of its process, one per device: a pool ends with its last holder.

@@ -20,8 +20,8 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
   // `type` is the allocator's device type, CPU or CUDA. Touches no device.
   explicit SymmetricAllocator(c10::DeviceType type) : type_(type) {}
 
-  // Allocates zeroed memory. A `device_idx` of -1 means the current device. `group_name` is for
-  // rendezvous() without one.
+  // Allocates zeroed memory. A `device_idx` of -1 means the current device. rendezvous() uses
+  // `group_name` if its caller names no group.
   void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
   // Frees memory; it stays allocated while a handle or a view holds a window on it. A failure is
   // logged, because torch has forgotten the memory.
@@ -62,8 +62,8 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
 
   // Returns the block of `alloc` that contains `address`; mutex_ must be held.
   const std::pair<const size_t, Block>* covering(size_t address) const;
-  // Returns the device of symmetric memory that the core has provided otherwise
-  // (torch_symm.mem_allocator).
+  // Returns the device of symmetric memory that torch_symm.mem_allocator has allocated, and not
+  // `alloc`.
   std::optional<at::Device> elsewhere(size_t address) const;
   // Returns the window if it still serves `group`, and otherwise forgets it.
   c10::intrusive_ptr<SymmetricWindow> known(const Key& key, const Group& group);

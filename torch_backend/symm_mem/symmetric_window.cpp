@@ -138,7 +138,7 @@ at::Tensor SymmetricWindow::get_signal_pad(
     std::optional<c10::ScalarType> dtype,
     int64_t storage_offset) {
   const auto type = dtype.value_or(at::kUInt32);
-  // Not torch's size, which may differ for later windows.
+  // The size of this window's pads, because torch's size may differ for later windows.
   const auto all = static_cast<int64_t>(pad_bytes_ / c10::elementSize(type));
   return view(
       "get_signal_pad", pads_, pad_bytes_, rank, sizes.empty() ? c10::IntArrayRef(all) : sizes,

@@ -14,7 +14,7 @@
 
 namespace symm {
 
-// A group's own stream on a device: sends do not wait for receives, nor other calls for either.
+// The group's own streams on a device: sends, receives and other calls do not wait for each other.
 enum class SideStream { Calls, Sends, Receives };
 
 // A group's streams on one device, and the events that order them with others. Usable from any

@@ -55,7 +55,7 @@ class DeviceWork final : public ::c10d::Work {
   }
 
   // Returns true if the device has finished, without waiting. True for calls recorded into a graph,
-  // which run when it is replayed.
+  // which run when the graph is replayed.
   bool isCompleted() override;
   bool isSuccess() const override;
   // Returns the group's failure, if it came before the work was seen complete.
@@ -71,7 +71,7 @@ class DeviceWork final : public ::c10d::Work {
   // SYMM_BLOCKING_WAIT.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
-  // Complete from the start, because its callbacks run on streams that wait for the result.
+  // The future is complete from the start: its callbacks run on streams that wait for the result.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   uint64_t getSequencenumber() const override;
@@ -79,8 +79,8 @@ class DeviceWork final : public ::c10d::Work {
 
  private:
   enum class Phase { Batching, Launched, Refused, Done };
-  // Progress on the device, as known without waiting. Recorded: it runs when a graph is replayed.
-  // Unknown: a query would end a capture.
+  // Progress on the device, as known without waiting. Recorded: the calls run when a graph is
+  // replayed. Unknown: a query would end a capture.
   enum class Progress { Running, Done, Recorded, Unknown };
 
   // mutex_ must be held for these.
@@ -115,7 +115,7 @@ class DeviceWork final : public ::c10d::Work {
   // own.
   std::optional<c10::Stream> origin_;
   std::optional<c10::Stream> stream_;
-  // Marks the end of the calls on stream_; for calls on the caller's stream, only made on demand.
+  // Marks the end of the calls on stream_; made only on demand for calls on the caller's stream.
   mutable std::optional<c10::Event> end_;
   // True if the end was recorded into a graph, so that it cannot be queried.
   bool recorded_ = false;

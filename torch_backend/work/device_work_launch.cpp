@@ -36,7 +36,7 @@ void DeviceWork::launch_batch() {
       for (const auto& operation : operations_) {
         operation->write_back();
       }
-      // Their memory returns to this stream.
+      // The inputs can be released now, because their memory returns to this stream.
       release_inputs();
     }
     phase_ = Phase::Launched;
@@ -213,9 +213,9 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch_on_device(
     const std::shared_ptr<Operation>& operation,
     std::chrono::milliseconds timeout,
     bool async) {
-  // torch.distributed accepts a null work if there is nothing to wait for; NCCL's backend returns
-  // none either. An extension of the timeout needs a work, because it lasts until the work has
-  // ended.
+  // torch.distributed accepts a null work if there is nothing to wait for; NCCL's backend also
+  // returns a null work. An extension of the timeout needs a work, because it lasts until the work
+  // has ended.
   if (!async && !extensions_.any() && launch_in_order(*operation, timeout)) {
     return nullptr;
   }

@@ -104,8 +104,8 @@ bool WorkSymm::wait(std::chrono::milliseconds timeout) {
     future = future_;
   }
   if (future) {
-    // Threads that have waited here read its value without waiting; the completing thread is about
-    // to set it.
+    // Threads that have waited here read the future's value without waiting; the completing thread
+    // is about to set it.
     future->wait();
   }
   rethrow();
@@ -177,7 +177,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkSymm::getFuture() {
     fulfil(*future);
     future->wait();
   } else {
-    // A caller that waits for a future does not call wait().
+    // A caller that waits for a future does not call wait(), so messages advance here.
     (*group_)->progress();
   }
   return future;

@@ -127,7 +127,7 @@ fn a_rank_that_is_late_after_all_have_refused_fails_nobody() {
 
 #[test]
 fn peers_that_wait_in_a_barrier_for_a_refused_operator_are_told() {
-    // True if rank 1 enters the barrier later, or had passed it with the others before.
+    // `comes`: rank 1 enters the barrier later. `had_met`: rank 1 has already passed it.
     for (comes, had_met) in [(false, false), (true, false), (false, true)] {
         let ranks = ranks();
         let enter = |rank: usize| ranks[rank].control.enter_barrier();

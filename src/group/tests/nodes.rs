@@ -1,5 +1,5 @@
-//! Collectives on several nodes, which are groups of threads, with rails between them that take no
-//! lengths that do not fit.
+//! Collectives on several nodes. Groups of threads stand for the nodes, and the rails between them
+//! reject lengths that do not match.
 #![allow(unsafe_code, reason = "the reference is one call of the kernel")]
 
 mod thread_rail;
@@ -38,7 +38,7 @@ fn call(
     })
 }
 
-/// The sum of `inputs`, in order.
+/// Returns the sum of `inputs`, in order.
 fn sum(dtype: DType, inputs: &[Vec<u8>]) -> Vec<u8> {
     let mut output = vec![0; inputs[0].len()];
     let sources: Vec<InputElements> =
@@ -60,7 +60,7 @@ fn sum(dtype: DType, inputs: &[Vec<u8>]) -> Vec<u8> {
 const LAYOUTS: [&[u8]; 6] =
     [&[0, 0, 1, 1], &[0, 0, 0, 1], &[0, 1], &[0, 0, 1, 1, 1, 2], &[0, 1, 0, 2, 1, 2], &[0, 1, 2]];
 
-/// The two-level sum of what ranks on `nodes` give.
+/// Returns the two-level sum of the `inputs` of the ranks on `nodes`.
 fn two_level(dtype: DType, nodes: &[u8], inputs: &[Vec<u8>]) -> Vec<u8> {
     let count = usize::from(*nodes.iter().max().expect("ranks")) + 1;
     let of_node = |node: usize| -> Vec<Vec<u8>> {
@@ -78,8 +78,8 @@ fn reductions_have_the_bits_of_two_levels_at_every_length() {
     for nodes in LAYOUTS {
         let n = nodes.len();
         on_nodes(nodes, |group, rank| {
-            // Nothing, in slots, all rails, turns. `two_level/tests.rs` carries out programs of
-            // every length.
+            // Lengths: no data, data in slots, over all rails, and in several turns.
+            // `two_level/tests.rs` carries out programs of every length.
             for bytes in [0, 34, 4040, 4042, 65_538, 1_700_002] {
                 let inputs: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
                 let (mut input, mut output) = ([inputs[rank].clone()], [vec![0xee; bytes]]);
@@ -171,7 +171,7 @@ fn movements_bring_everything_where_it_belongs() {
                 }
                 run(Collective::Barrier, 0, &mut [], &mut []);
             }
-            // In slots, by one rail, by all, in several turns; in place too.
+            // Lengths in slots, over one rail, over all rails, and in several turns; also in place.
             for bytes in [0, 40, 16_385, 300_001] {
                 let mut give: Vec<Vec<u8>> = (0..n).map(|to| data(rank * n + to, bytes)).collect();
                 let mut take = vec![vec![0xee; bytes]; n];
@@ -205,7 +205,7 @@ fn unequal_lengths_of_all_to_all_fit_or_are_a_mismatch() {
     for nodes in LAYOUTS {
         let n = nodes.len();
         on_nodes(nodes, |group, rank| {
-            // Only what the last rank gives to the first is longer.
+            // Only the message from the last rank to the first is longer.
             let length = |from: usize, to: usize| if (from, to) == (n - 1, 0) { 90_000 } else { 3 };
             let mut give: Vec<Vec<u8>> =
                 (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
@@ -218,7 +218,7 @@ fn unequal_lengths_of_all_to_all_fit_or_are_a_mismatch() {
                 (0..n).all(|from| take[from] == data(from * n + rank, length(from, rank))),
                 "{nodes:?}, rank {rank}"
             );
-            // Each rank has one length for all, and the last has another than the others.
+            // Each rank has one length for all, and the length of the last rank differs.
             let bytes = if rank == n - 1 { 8 } else { 16 };
             let (mut give, mut take) = (vec![vec![1; bytes]; n], vec![vec![0xee; bytes]; n]);
             let error = group
@@ -246,7 +246,7 @@ fn a_rail_that_stops_within_a_call_is_a_timeout_everywhere() {
             let second = run(Call::barrier(None));
             all_have_failed.wait();
             let error = first.expect_err("it stops");
-            // Of a rail, or of the neighbour that waits for it, whose time may end a moment later.
+            // A rail timed out, or a rank of the node that waited for it, perhaps a moment later.
             assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
             assert!(error.message.contains("reached its timeout after"), "{error}");
             assert!(took < Duration::from_secs(10), "rank {rank} of {n}");
@@ -291,7 +291,7 @@ fn a_rank_that_waits_on_its_rail_sees_a_failure_on_its_own_node() {
             if rank == 1 {
                 scope.spawn(|| {
                     std::thread::sleep(Duration::from_millis(100));
-                    // Only within the node: the rails stay as they are.
+                    // This fails the group only within the node: the rails stay as they are.
                     group.control().fail(Error::aborted("rank 1 aborted group \"test\""));
                 });
             }

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Ranks that a backend connects.
+/// The ranks that a backend connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum BackendScope {
     /// The ranks with the same local rank on all nodes.
@@ -66,8 +66,8 @@ impl Connections {
         made.get(&scope).cloned().flatten().ok_or_else(|| Error::peer("there is no connection"))
     }
 
-    /// Creates `scope`, unless it exists: connects this rank with its other ranks once they call it
-    /// with this `name`.
+    /// Creates `scope`, unless it exists: connects this rank with the other ranks of `scope`, once
+    /// they call this function with this `name`.
     pub(super) fn make(
         &self,
         scope: BackendScope,
@@ -82,7 +82,7 @@ impl Connections {
         let transport = self.transports.connect(name, seat, timeout, &self.aborted)?;
         lock(&self.made).insert(scope, Some(transport));
         let transport = self.made(scope)?;
-        // Connects, which must not happen within a graph.
+        // The first collective connects the backend, which must not happen within a graph.
         let [one, all] = [1, seat.size].map(|bytes| self.transports.allocate(seat.device, bytes));
         transport.all_gather(one?.first(1), all?.first(seat.size), Manner::default())?.follow()
     }

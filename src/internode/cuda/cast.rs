@@ -10,10 +10,10 @@ use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Grid, Kernel, Stream};
 use crate::mem::span::Span;
 
-/// The program, and its kernels that widen and round.
+/// Names of the program and of its kernels that widen and round.
 pub const NAMES: (&str, [&str; 2]) = ("internode/cast", ["widen_floats", "round_floats"]);
 
-/// `CastArgs`.
+/// The kernel's `CastArgs`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CastArgs {
@@ -40,7 +40,7 @@ pub struct Cast {
 }
 
 impl Cast {
-    /// Arguments of the kernel.
+    /// Returns the arguments of the kernel.
     pub fn args(&self) -> CastArgs {
         let narrow = if self.widens { self.from } else { self.to };
         CastArgs {
@@ -65,7 +65,7 @@ impl Cast {
         load(device, &variant, NAMES.1[usize::from(!widens)])
     }
 
-    /// Enqueues it as `kernel` on `stream`.
+    /// Enqueues this copy on `stream`; `kernel` executes it.
     pub(super) fn launch(&self, kernel: Kernel, stream: Stream) -> Result<()> {
         let args = self.args();
         let units = (args.count as usize * self.dtype.size()).div_ceil(UNIT);

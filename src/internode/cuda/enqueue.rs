@@ -37,8 +37,8 @@ impl Internode {
                 .plan(call, None);
         let temp = if program.temp > 0 { backends.memory(ordinal, program.temp)? } else { 0 };
         let bases = Bases { temp, aside: 0 };
-        // Loaded before anything on the device waits for another node, because loading would wait
-        // for that in turn.
+        // Loaded before anything on the device waits for another node, because loading may wait for
+        // running kernels and thus for that node.
         let kernels =
             PlanKernels::load(&program, call, self.health.control().order(), device, layout);
         let start = |transfer: &RailOp<Place>, overlap: bool| {
@@ -55,7 +55,7 @@ impl Internode {
                     calls.iter().map(|inner| inner.call(call.factor, &bases)).collect();
                 inside.gpus(ordinal)?.launch(&calls, target, timeout + KERNEL_GRACE, |_| {})
             }
-            // Not in programs for CUDA tensors: nodes compare their calls while these run.
+            // Programs for CUDA tensors lack this step: nodes compare calls while programs run.
             Step::Agree => Ok(()),
             Step::Start(transfer) => start(transfer, true),
             Step::Run(transfer) => start(transfer, false),

@@ -102,7 +102,7 @@ impl Internode {
             let made = self
                 .await_peer(cuda, [key(self.rank), key(peer)], peer, timeout)
                 .and_then(|()| make());
-            // The peer has read the key, or does not need it. A store that cannot delete keeps it.
+            // The peer has read the key or no longer needs it. A store without deletion keeps it.
             let _ = cuda.store.delete(&key(self.rank));
             made.map_err(|error| self.unconnected(error, &self.layout.describe(peer)))?;
         }

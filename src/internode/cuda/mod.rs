@@ -42,8 +42,8 @@ use std::time::Duration;
 use sum::MAX_NODES;
 use watchdog::{EnqueuedCall, Watchdog, WatchdogThread};
 
-/// How much longer the timeout of intra-node kernels is: a rank that waits for another node knows
-/// which node is late, and must fail the group first.
+/// The extra time in the timeout of intra-node kernels, compared with the call's timeout: a rank
+/// that waits for another node knows which node is late, and must fail the group first.
 const KERNEL_GRACE: Duration = Duration::from_secs(1);
 /// How much longer a backend's own timeout is than the group's, because NCCL's timeout ends the
 /// process.
@@ -119,7 +119,7 @@ impl CudaInternode {
     }
 
     fn state(&self) -> MutexGuard<'_, CudaState> {
-        // A panic that leaves this half-changed fails the group.
+        // A panic that leaves this state half-changed fails the group.
         lock(&self.state)
     }
 
@@ -216,8 +216,8 @@ impl Internode {
         (local < self.layout.num_rails()).then_some(local as u16)
     }
 
-    /// Blocks the calling thread until all ranks of all nodes were found to run the same call; the
-    /// only function here that does so for each call.
+    /// Blocks the calling thread until all ranks of all nodes were found to run the same call.
+    /// `launch` blocks for each call only under `SYMM_DEBUG=call_site`, and only here.
     fn compare(&self, inside: &dyn IntraNode, header: CallHeader, timeout: Duration) -> Result<()> {
         let (n, each) = (self.layout.size(), CallHeader::BYTES);
         let (mut own, mut all) = (header.to_bytes(None), vec![0u8; n * each]);
@@ -280,7 +280,7 @@ impl Internode {
         })
     }
 
-    /// Rejects another device than the group's, and calls after the group's end.
+    /// Rejects a device other than the group's device, and calls after the end of the group.
     fn check_device(&self, cuda: &CudaInternode, state: &CudaState, device: i32) -> Result<()> {
         let name = self.health.control().name();
         if cuda.closed.load(Ordering::Acquire) {
@@ -413,8 +413,8 @@ impl Internode {
         Ok(())
     }
 
-    /// Enqueues the work of `body` after all earlier calls, on whichever streams they are, and adds
-    /// it to the watchdog.
+    /// Enqueues the work of `body` after all earlier calls on any stream, and adds it to the
+    /// watchdog.
     fn in_order(
         &self,
         cuda: &CudaInternode,

@@ -18,10 +18,10 @@ pub(super) const THREADS: u32 = 256;
 pub(super) const BLOCKS: usize = 512;
 /// Maximum number of nodes of a group with CUDA tensors: `MAX_NODES` of the kernel.
 pub const MAX_NODES: usize = 128;
-/// Program and kernel.
+/// Names of the program and of its kernel.
 pub const NAMES: (&str, &str) = ("internode/sum_partials", "sum_partials");
 
-/// `SumPartialsArgs`.
+/// The kernel's `SumPartialsArgs`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct SumPartials {
@@ -97,7 +97,7 @@ impl PartialsSum {
         order: SumOrder,
         layout: &NodeMap,
     ) -> Result<Kernel> {
-        // The number of nodes is an argument, so one kernel serves all.
+        // The number of nodes is an argument, so one kernel serves every number of nodes.
         let op = TwoLevelOps::of(op, dtype, layout).outer;
         let order = order.of(op, dtype, layout.num_nodes());
         let variant = Variant {
@@ -112,7 +112,7 @@ impl PartialsSum {
         load(device, &variant, NAMES.1)
     }
 
-    /// Enqueues it as `kernel` on `stream`.
+    /// Enqueues this sum on `stream`; `kernel` computes it.
     pub(super) fn launch(&self, kernel: Kernel, stream: Stream, layout: &NodeMap) -> Result<()> {
         if self.to.bytes == 0 {
             return Ok(());

@@ -220,7 +220,7 @@ impl OobConnector<'_> {
     }
 
     /// Waits until the hubs have met all callers, for [`LEADER_JOIN_GRACE`] at most. If this rank
-    /// failed earlier, the ranks that have not connected would not learn why.
+    /// failed before that, the ranks that have not connected would not learn why.
     fn wait_for_leaders(&self) -> Result<()> {
         let until =
             Instant::now() + LEADER_JOIN_GRACE.min(self.limit.remaining().unwrap_or_default());

@@ -74,7 +74,7 @@ impl OobConnection {
         made
     }
 
-    /// The file descriptor to poll.
+    /// Returns the file descriptor to poll.
     pub(super) fn socket(&self) -> &Arc<OwnedFd> {
         &self.socket
     }
@@ -85,7 +85,7 @@ impl OobConnection {
         matches!(self.phase, HandshakePhase::Identified { .. })
     }
 
-    /// The rank at the other end, if known.
+    /// Returns the rank at the other end, if known.
     pub(super) fn peer(&self) -> Option<Rank> {
         match self.phase {
             HandshakePhase::Unidentified { .. } => None,
@@ -100,7 +100,7 @@ impl OobConnection {
         }
     }
 
-    /// True while bytes are unsent.
+    /// Returns true while bytes are unsent.
     pub(super) fn unsent(&self) -> bool {
         !self.output.is_empty()
     }

@@ -142,12 +142,12 @@ impl OobEndpoint {
     }
 
     /// Returns the names of the nodes that are late for collective `call`, in which this rank waits
-    /// on its rail. Returns `None` if it does not know which nodes are late.
+    /// on its rail. Returns `None` if this rank does not know which nodes are late.
     pub(super) fn late(&self, call: u64) -> Option<String> {
         self.with(|speaker| speaker.late(call)).flatten()
     }
 
-    /// Returns the departure of a rank of another node as an error, if one is known; a rank of
+    /// Returns the departure of a rank of another node as an error, if one is known; a rank with
     /// local rank `local` is preferred.
     pub(super) fn departure(&self, local: usize) -> Option<Error> {
         self.with(|speaker| speaker.departure(local)).flatten()

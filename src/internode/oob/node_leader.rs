@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 /// oldest is closed.
 pub(super) const UNIDENTIFIED: usize = 64;
 
-/// The node leaders of `node`.
+/// Returns the node leaders of `node`.
 pub(super) fn leaders_of(layout: &NodeMap, node: usize) -> &[Rank] {
     let members = layout.ranks_of(node);
     &members[..members.len().min(LEADERS_PER_NODE)]
@@ -97,8 +97,8 @@ impl NodeLeader {
         self.flush();
     }
 
-    /// Node leaders of other nodes that have not yet connected to this hub; empty on a rank that is
-    /// not a hub.
+    /// Returns the node leaders of other nodes that have not yet connected to this hub; empty on a
+    /// rank that is not a hub.
     pub(super) fn missing(&self) -> Vec<Rank> {
         let own = self.node_map.node_of(self.me);
         let others = (0..self.node_map.num_nodes()).filter(|&node| own == 0 && node != own);
@@ -112,7 +112,7 @@ impl NodeLeader {
             .collect()
     }
 
-    /// Returns the departure of a rank of another node as an error, if one is known; a rank of
+    /// Returns the departure of a rank of another node as an error, if one is known; a rank with
     /// local rank `local` is preferred.
     pub(super) fn departure(&self, local: usize) -> Option<Error> {
         let own = self.node_map.node_of(self.me);
@@ -184,7 +184,7 @@ impl NodeLeader {
         }
     }
 
-    /// Broadcasts that this rank has waited for long in `waiting`, if so. If it waits on its rail,
+    /// If this rank has waited for long in `waiting`, broadcasts this. If it waits on its rail,
     /// returns the call's number and the late nodes, if [`Self::late`] knows them.
     pub(super) fn report_blocked(&mut self, waiting: Option<BlockedCall>) -> Option<(u64, String)> {
         if let Some(report) = self.progress.due(&self.node_map, self.me, waiting, Instant::now()) {

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 const LAYOUTS: [&[u8]; 5] =
     [&[0, 0, 1, 1], &[0, 1, 2], &[0, 0, 0, 1], &[0, 1, 1, 1], &[0, 0, 1, 2, 2]];
 
-/// Short intervals, except where nodes only wait for the turns of others.
+/// Short intervals. Tests in which nodes only wait for each other's turns use the defaults.
 const QUICK: OobTimeouts = OobTimeouts {
     heartbeat_interval: Duration::from_millis(100),
     max_missed_heartbeats: 5,
@@ -132,7 +132,7 @@ impl Job {
         })
     }
 
-    /// Returns the failure of each node once all except `but` have one, and how long that took.
+    /// Returns the failure of each node once all except `but` have failed, and how long that took.
     fn failures(&self, but: Option<usize>) -> (Vec<Option<Error>>, Duration) {
         let begun = Instant::now();
         loop {
@@ -176,7 +176,7 @@ fn a_failure_reaches_every_node_and_the_first_stands() {
             let job = Job::new(nodes, OobTimeouts::default());
             let news = job.meet(job.ranks());
             assert_eq!(job.store.num_keys(), Ok(0), "the hubs' keys are gone");
-            // No rank reports it; its node leaders notice.
+            // No rank reports the failure; the leaders of the failed node detect it.
             let error = Error::mismatch(format!("host {culprit} has failed"));
             job.nodes[culprit].fail(error.clone());
             let (failures, took) = job.failures(None);

@@ -60,7 +60,7 @@ fn a_peer_that_cannot_be_read_is_not_tried_again_and_others_are_read() {
             .map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() });
         let quiet = || Completion::new(|_, _| {});
         let sent = ranks[peer].send(message(Rank(0), source), PATIENCE, quiet()).expect("begun");
-        // The sender does not wait in a call, so the receiver would read the message.
+        // The sender does not wait in a call, so the receiver would read the sender's memory.
         let received =
             ranks[0].recv(message(Rank(peer as u32), target), PATIENCE, quiet()).expect("begun");
         ranks[0].wait(received, None).expect("within its time");
@@ -76,8 +76,8 @@ fn a_receive_has_its_time_from_when_it_was_begun_whatever_the_progress_thread_do
     let (mut sent, mut came, mut missing) = ([1u8], [0u8], [0u8]);
     let [sent, came, missing] = [&mut sent, &mut came, &mut missing]
         .map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: 1 });
-    // The progress thread completes the first receive, which takes longer than the timeout of the
-    // second.
+    // The progress thread completes the first receive. That completion runs longer than the timeout
+    // of the second receive.
     let limit = Duration::from_secs(1);
     let (entered, inside) = std::sync::mpsc::channel();
     let slow = Completion::new(move |_, _| {

@@ -1,4 +1,4 @@
-//! Ranks as threads of one process, whose wires are memory.
+//! Threads of one process as ranks, with queues in memory as their wires.
 #![allow(unsafe_code, reason = "copies between transfers and the memory of tests")]
 
 use super::health;
@@ -22,7 +22,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// The bytes in flight from one rank to another, of one class of traffic.
+/// The key of the bytes in flight: sender, receiver, and tag (the class of traffic).
 pub(super) type LinkKind = (Rank, Rank, i32);
 
 /// All connections of a test.
@@ -139,7 +139,7 @@ impl Transport for ThreadTransport {
             return Err(Error::peer("connection closed"));
         }
         if !wires.cut.contains(me) {
-            // SAFETY: the staging that the link has filled.
+            // SAFETY: `from` is staging that the link has filled.
             let bytes = unsafe { std::slice::from_raw_parts(from.ptr(), from.bytes) };
             wires.sent.entry((*me, *peer, tag)).or_default().push_back(bytes.to_vec());
         }
@@ -177,7 +177,8 @@ impl Pending for Receive {
             let sent = wires.sent.entry((peer, me, self.tag)).or_default();
             if let Some(sent) = (!slow).then(|| sent.pop_front()).flatten() {
                 assert!(sent.len() <= self.to.bytes, "Gloo would end the process");
-                // SAFETY: `_keep` has this staging, which the link does not use until then.
+                // SAFETY: `_keep` owns this staging, which the link does not use before the receive
+                // ends.
                 unsafe { std::ptr::copy_nonoverlapping(sent.as_ptr(), self.to.ptr(), sent.len()) };
                 return Ok(true);
             }

@@ -76,7 +76,7 @@ impl Transport for Sent {
     }
 }
 
-/// Returns the messages of rank 0, which is connected with `PEER`.
+/// The messages of rank 0, which is connected with `PEER`.
 struct Alone {
     messages: Arc<Messages>,
     sent: Sent,
@@ -260,7 +260,7 @@ fn a_refusal_counts_until_its_rank_makes_another_call() {
                 if after {
                     recorder.ask(1);
                 }
-                // Rank 1 starts now.
+                // This entry, which has no other effect, makes rank 1 start.
                 member.net.wires.lock().expect("no panic").slow.push(Rank(7));
                 if before || after {
                     std::thread::sleep(Duration::from_millis(100));
@@ -273,7 +273,8 @@ fn a_refusal_counts_until_its_rank_makes_another_call() {
             until(|| member.net.wires.lock().expect("no panic").slow.contains(&Rank(7)));
             let mut into = [0];
             let started = member.start(false, 0, 3, &mut into, 60.0).expect("starts");
-            // It waits longer than it takes to ask whether the rejection still holds.
+            // Rank 1 waits longer than the time after which it asks whether the rejection still
+            // holds.
             let (outcome, _) = member.finish(started);
             assert_eq!(
                 (outcome.is_ok(), into[0]),

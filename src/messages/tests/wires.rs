@@ -6,8 +6,8 @@ use crate::error::{Error, ErrorKind};
 use crate::rank::Rank;
 use std::time::{Duration, Instant};
 
-/// Lengths: 0, eager ones, the longest in one frame, and offers of several chunks, all but the last
-/// of them unrequested, or more.
+/// Lengths: 0, eager ones up to the longest, three whose last chunk must be requested, and one that
+/// has several chunks to request.
 const LENGTHS: [usize; 8] = [0, 1, 977, 262_144, 262_145, 1_048_577, 1_179_648, 7_340_035];
 
 #[test]
@@ -156,7 +156,7 @@ fn long_messages_that_nobody_receives_yet_come_unasked_as_far_as_there_is_room()
             let sent: Vec<_> = all.iter_mut().map(|data| member.isend(1, 0, data)).collect();
             member.send(1, 1, &mut [0]);
             assert_eq!(member.recv(1, 2, 1), [7]);
-            // Their last chunks are requested.
+            // All sends are still open, because their last chunks must be requested.
             assert_eq!(member.messages.lock().open.len(), sent.len());
             member.send(1, 3, &mut [0]);
             sent.into_iter().for_each(|sent| assert_eq!(member.finish(sent), (Ok(()), None)));
@@ -182,7 +182,7 @@ fn lengths_that_differ_are_an_error_at_the_receiver() {
                 let mut own = data(0, bytes);
                 let sent = member.isend(1, 3, &mut own);
                 let (outcome, _) = member.finish(sent);
-                // An eager message has left its sender by then.
+                // An eager send ends before the receiver finds the mismatch.
                 assert!(
                     if bytes > 262_144 { outcome.is_err() } else { outcome.is_ok() },
                     "{outcome:?}"

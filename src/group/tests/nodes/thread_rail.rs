@@ -1,4 +1,4 @@
-//! Ranks of several nodes as threads of one process, whose rails are memory.
+//! Ranks of several nodes as threads of one process, with rails in memory.
 
 use crate::coll::call::Span;
 use crate::control::{Identity, ParentGroup};
@@ -25,7 +25,7 @@ struct Wire {
     /// Set with `rounds` locked, once a rank has dropped its end.
     broken: AtomicBool,
     changed: Condvar,
-    /// Transfers after which none ends any more; 0: all end.
+    /// Number of transfers that end, after which all others stay pending; 0: all end.
     most: usize,
 }
 
@@ -54,7 +54,7 @@ struct Round {
     _keep: Buffer,
 }
 
-/// Memory of the node.
+/// Creates buffers in the memory of the process; it makes no connections.
 struct ThreadMemory;
 
 impl Transports for ThreadMemory {
@@ -90,8 +90,8 @@ fn staged(span: Span) -> Vec<u8> {
     if span.bytes == 0 {
         return vec![];
     }
-    // SAFETY: a rail's staging, which lives as long as its transfers, and which no other writes
-    // meanwhile.
+    // SAFETY: `span` is a rail's staging, which lives as long as the rail's transfers; no other
+    // transfer writes it meanwhile.
     unsafe { std::slice::from_raw_parts(span.ptr(), span.bytes) }.to_vec()
 }
 
@@ -172,7 +172,7 @@ impl Pending for Round {
         for (sent, wanted) in all.iter().zip(&self.wanted) {
             assert_eq!(sent.kind, all[0].kind, "Gloo would end the process");
             assert_eq!(sent.parts[self.node].len(), wanted.bytes, "Gloo would end the process");
-            // SAFETY: `_keep` has this staging, which nothing else uses until then.
+            // SAFETY: `_keep` owns this staging, and nothing else uses it until the transfer ends.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     sent.parts[self.node].as_ptr(),
@@ -193,7 +193,7 @@ impl Drop for ThreadRail {
     }
 }
 
-/// Runs `body` on the ranks of a layout, where rank `r` is on host `nodes[r]`.
+/// Runs `body` on the ranks of a layout, where rank `r` is on node `nodes[r]`.
 pub(super) fn on_nodes(nodes: &[u8], body: impl Fn(&Group, usize) + Sync) {
     on_nodes_until(0, nodes, body);
 }

@@ -124,7 +124,7 @@ fn new_callers_do_not_displace_a_caller_that_has_answered() {
             None
         );
     };
-    // Returns once the caller's bytes have reached the hub, whose first connection the caller is.
+    // Returns once the caller's bytes have reached the hub, whose first connection is the caller's.
     let arrived = |hub: &NodeLeader| {
         let mut found = Vec::new();
         hub.descriptors(&mut found);
@@ -151,7 +151,7 @@ fn new_callers_do_not_displace_a_caller_that_has_answered() {
     let _flood: Vec<OwnedFd> = (0..2 * UNIDENTIFIED).map(|_| connect()).collect();
     hear(&mut hub, &caller, &mut admission);
     introduction.admitted(&admission, Some(&token)).expect("it is admitted");
-    // It has proved that it knows the token, but has not sent its rank.
+    // The caller has proved that it knows the token, but has not sent its rank.
     let _flood_again: Vec<OwnedFd> = (0..2 * UNIDENTIFIED).map(|_| connect()).collect();
     (0..4).for_each(|_| turn(&mut hub));
     transmit(&caller, &sealer.seal(&OobMessage::Hello(Rank(1))), soon()).expect("sent");
